@@ -1,0 +1,40 @@
+# `make test` and `make demo` do all their set-up themselves, on a fresh machine too.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+export OMP_NUM_THREADS ?= 1
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: test check demo lint types setup browser clean
+
+test: setup browser lint types  ## everything CI checks
+	$(BIN)/python -m pytest -q
+
+check: setup lint types  ## under 90 seconds: lint, types, fast tests
+	$(BIN)/python -m pytest -q -m "not slow"
+
+demo: setup  ## compare four depth architectures on this machine's CPU, in a few minutes
+	$(BIN)/residua compare --demo
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: setup
+	$(BIN)/mypy
+
+setup: $(READY)
+
+$(READY): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q -c constraints.txt -e '.[dev]'
+	touch $@
+
+browser:  ## the report's pages are opened in Chromium; without one those tests skip and say so
+	@command -v chromium >/dev/null || { test "$$(id -u)" = 0 && command -v apt-get >/dev/null \
+	  && apt-get -qq update && apt-get -qq install -y --no-install-recommends chromium >/dev/null; } \
+	  || echo "no Chromium and no way to install it here: the page tests will skip"
+
+clean:
+	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache

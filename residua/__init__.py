@@ -1,0 +1,42 @@
+"""Residua: the depth axis of Transformers.
+
+import residua
+config = residua.ModelConfig.preset("tiny").override(["topology=full_attnres"])
+model = residua.build(config)
+loss = model.loss(tokens, targets)
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from residua import ops as ops
+    from residua.model.config import ModelConfig as ModelConfig
+    from residua.model.decoder import Decoder as Decoder
+    from residua.model.decoder import build as build
+    from residua.train.checkpoint import load_model as load
+
+__version__ = "0.1.0"
+
+# Names resolve when first used: `import residua` must stay instant, and most commands do not need torch.
+_HOMES = {
+    "ModelConfig": ("residua.model.config", "ModelConfig"),
+    "Decoder": ("residua.model.decoder", "Decoder"),
+    "build": ("residua.model.decoder", "build"),
+    "load": ("residua.train.checkpoint", "load_model"),
+    "ops": ("residua.ops", None),
+}
+
+__all__ = ["Decoder", "ModelConfig", "build", "load", "ops"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'residua' has no attribute {name!r}")
+    module, attribute = _HOMES[name]
+    home = import_module(module)
+    value = home if attribute is None else getattr(home, attribute)
+    globals()[name] = value
+    return value

@@ -1,0 +1,57 @@
+"""`residua presets`: what comes with the package."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None)
+
+
+@app.command()
+def presets(
+    name: Annotated[str | None, typer.Argument(help="Print this preset as TOML.")] = None,
+    matching: Annotated[str, typer.Option(help="List only names that contain this.")] = "",
+) -> None:
+    """List the models that come with Residua, or print one as TOML.
+
+    \b
+    Examples:
+      residua presets
+      residua presets --matching mgr-s
+      residua presets mgr-s-competitive4 > my-model.toml
+    """
+    show(name) if name else listing(matching)
+
+
+def show(name: str) -> None:
+    from residua.model import presets
+    from residua.model.config import ModelConfig
+    from residua.model.settings import to_toml
+
+    data = presets.load(name)
+    model = ModelConfig(**data.pop("model")).model_dump(exclude_none=True)
+    print(to_toml({"summary": data.pop("summary"), "model": model} | data), end="")
+
+
+def listing(matching: str) -> None:
+    from rich.console import Console
+    from rich.progress import track
+    from rich.table import Table
+
+    from residua.model import presets
+    from residua.model.config import ModelConfig
+    from residua.model.size import measure
+
+    chosen = [n for n in presets.names() if matching in n]
+    if not chosen:
+        raise ValueError(f"no preset's name contains {matching!r}: `residua presets` lists them all.")
+    table = Table(box=None, pad_edge=False)
+    for heading, justify in (("preset", "left"), ("parameters", "right"), ("FLOPs/token", "right"), ("what", "left")):
+        table.add_column(heading, justify=justify, no_wrap=heading != "what")  # type: ignore[arg-type]
+    for n in track(chosen, "measuring", console=Console(stderr=True), transient=True):
+        data = presets.load(n)
+        size = measure(ModelConfig(**data["model"]))
+        table.add_row(n, f"{size.parameters / 1e6:,.1f} M", f"{size.flops_per_token / 1e9:.2f} G", data["summary"])
+    Console(width=None if Console().is_terminal else 140).print(table)

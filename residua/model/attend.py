@@ -1,0 +1,68 @@
+"""Who looks at whom: causal attention over [B, T, H, D], inside documents, with or without a sink.
+
+Plain causal attention is torch's scaled_dot_product_attention. Documents and sinks are flex attention on CUDA, which
+skips masked blocks and returns the log-sum-exp that a sink needs, and dense PyTorch elsewhere.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, *, segments: Tensor | None = None, sink: Tensor | None = None) -> Tensor:
+    """softmax(QKᵀ/√D) V over earlier positions, of the same document if `segments` [B, T] is given.
+
+    q [B, T, H, D]; k, v [B, T, H_kv, D] with H a multiple of H_kv. `sink` [H] adds exp(sink) to each head's softmax
+    denominator. Returns [B, T, H, D].
+    """
+    q, k, v = (t.transpose(1, 2) for t in (q, k.to(q.dtype), v.to(q.dtype)))
+    grouped = q.shape[1] != k.shape[1]
+    if segments is None and sink is None:
+        y = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+    elif q.is_cuda:
+        y = _flex(q, k, v, segments, sink, grouped)
+    elif sink is None:
+        y = scaled_dot_product_attention(q, k, v, attn_mask=_visible(q, segments), enable_gqa=grouped)
+    else:
+        y = _dense_with_sink(q, k, v, _visible(q, segments), sink)
+    return y.transpose(1, 2)
+
+
+def _visible(q: Tensor, segments: Tensor | None) -> Tensor:
+    """[T, T] or [B, 1, T, T], True where a query may look."""
+    length = q.shape[2]
+    causal = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
+    return causal if segments is None else causal & (segments[:, None, :, None] == segments[:, None, None, :])
+
+
+def _dense_with_sink(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, sink: Tensor) -> Tensor:
+    groups = q.shape[1] // k.shape[1]
+    k, v = (t.repeat_interleave(groups, 1) for t in (k, v))
+    scores = (q @ k.transpose(-1, -2)) * q.shape[-1] ** -0.5
+    scores = scores.masked_fill(~visible, float("-inf"))
+    column = sink.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
+    weights = torch.cat([scores, column], -1).softmax(-1)[..., :-1]
+    return weights.to(v.dtype) @ v
+
+
+def _flex(q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, sink: Tensor | None, grouped: bool) -> Tensor:
+    from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
+
+    def causal(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return i >= j
+
+    def causal_in_document(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        assert segments is not None
+        return (i >= j) & (segments[b, i] == segments[b, j])
+
+    batch, _, length, _ = q.shape
+    rule = causal if segments is None else causal_in_document
+    mask = create_block_mask(rule, None if segments is None else batch, None, length, length, device=q.device)
+    if sink is None:
+        return flex_attention(q, k, v, block_mask=mask, enable_gqa=grouped)
+    y, aux = flex_attention(q, k, v, block_mask=mask, enable_gqa=grouped, return_aux=AuxRequest(lse=True))
+    assert aux.lse is not None
+    # softmax with exp(sink) in the denominator is the plain softmax scaled by e^lse / (e^lse + e^sink)
+    return y * torch.sigmoid(aux.lse - sink[:, None])[..., None].to(y.dtype)

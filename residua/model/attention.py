@@ -1,0 +1,96 @@
+"""Causal softmax attention: project → mix anchors → qk-norm → rotate → attend → gate → out."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from residua import ops
+from residua.model import choices
+from residua.model.anchors import HeadShape, Projections, build_mix
+from residua.model.attend import attend
+from residua.model.context import Anchors, Context
+from residua.model.projection import Projection
+from residua.model.taps import tap
+
+
+def head_shape(config: choices.SoftmaxAttention, width: int) -> HeadShape:
+    """Heads of each projection: queries, keys and values, and the gate if it is elementwise."""
+    kv = config.kv_heads or config.heads
+    return HeadShape({"q": config.heads, "k": kv, "v": kv, "g": config.heads}, config.head_dim or width // config.heads)
+
+
+class QKNorm(nn.Module):
+    """Queries and keys: RMS over head_dim with a gain each (arXiv 2010.04245), then turned by position."""
+
+    def __init__(self, head_dim: int) -> None:
+        super().__init__()
+        self.query = nn.Parameter(torch.empty(head_dim))
+        self.key = nn.Parameter(torch.empty(head_dim))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.query)
+        nn.init.ones_(self.key)
+
+    def forward(self, q: Tensor, k: Tensor, table: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        return ops.norm_rotate(q, self.query, *table), ops.norm_rotate(k, self.key, *table)
+
+
+class NoQKNorm(nn.Module):
+    """Queries and keys turned by position only."""
+
+    def __init__(self, head_dim: int) -> None:
+        super().__init__()
+
+    def forward(self, q: Tensor, k: Tensor, table: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        return ops.rotate(q, table), ops.rotate(k, table)
+
+
+class SoftmaxAttention(nn.Module):
+    """softmax(QKᵀ/√d) V, causal, with grouped key-value heads, and optionally
+
+    a gate Y ⊙ σ(x W_g) on its output, one per element or head (arXiv 2505.06708), and a learned sink, one logit per
+    head in the softmax's denominator.
+    """
+
+    def __init__(
+        self,
+        config: choices.SoftmaxAttention,
+        anchors: choices.Anchors,
+        layer: int,
+        width: int,
+        *,
+        std: float,
+        output_std: float,
+    ) -> None:
+        super().__init__()
+        self.layer = layer
+        shape = head_shape(config, width)
+        gate = {"none": {}, "headwise": {"g": 1}, "elementwise": {"g": shape.head_dim}}[config.gate]
+        self.head_width: dict[str, int] = dict.fromkeys("qkv", shape.head_dim) | gate
+        self.rows = tuple(shape.heads[s] * w for s, w in self.head_width.items())
+        self.project = Projection(width, sum(self.rows), std=std, parts=self.rows)
+        self.mix = build_mix(anchors, layer, shape, width, std=std)
+        self.qk_norm = {"rms": QKNorm, "none": NoQKNorm}[config.qk_norm](shape.head_dim)
+        self.sink = nn.Parameter(torch.empty(config.heads)) if config.sink == "learned" else None
+        self.out = Projection(shape.rows("q"), width, std=output_std)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        if self.sink is not None:
+            nn.init.zeros_(self.sink)
+
+    def forward(self, x: Tensor, anchors: Anchors, context: Context) -> tuple[Tensor, Anchors]:
+        parts = self.project(x).split(self.rows, -1)
+        own: Projections = {
+            s: part.unflatten(-1, (-1, w)) for (s, w), part in zip(self.head_width.items(), parts, strict=True)
+        }
+        own, anchors = self.mix(own, anchors, x)
+        q, k = self.qk_norm(own["q"], own["k"], context.rotary)
+        y = attend(q, k, own["v"], segments=context.segments, sink=self.sink)
+        if "g" in own:
+            gate = torch.sigmoid(own["g"])
+            tap(f"attention.{self.layer}.gate", gate)
+            y = y * gate
+        return self.out(y.flatten(-2)), anchors

@@ -1,0 +1,166 @@
+"""The model: embed → (sublayer, junction)* → norm → head."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import embedding, linear
+
+from residua import ops
+from residua.model import choices
+from residua.model.anchors import ExoSource, NoSource, build_source
+from residua.model.attention import SoftmaxAttention, head_shape
+from residua.model.config import ModelConfig
+from residua.model.context import Anchors, Context
+from residua.model.ffn import build_ffn
+from residua.model.norm import build_norm
+from residua.model.rope import rotary_table
+from residua.model.taps import tap
+from residua.model.topology import build_topology
+
+
+class Embedding(nn.Module):
+    """Token vectors [V, C], normal with `std`; zero if 0."""
+
+    def __init__(self, vocabulary: int, width: int, *, std: float) -> None:
+        super().__init__()
+        self.std = std
+        self.weight = nn.Parameter(torch.empty(vocabulary, width))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=self.std) if self.std else nn.init.zeros_(self.weight)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return embedding(tokens, self.weight)
+
+
+class Sublayer(nn.Module):
+    """y = f(norm(h)): one attention or one feed-forward with its own pre-norm."""
+
+    def __init__(self, norm: nn.Module, body: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.body = norm, body
+
+    def forward(self, h: Tensor, anchors: Anchors, context: Context) -> tuple[Tensor, Anchors]:
+        y, anchors = self.body(self.norm(h), anchors, context)
+        return y, anchors
+
+
+class Decoder(nn.Module):
+    """A decoder-only language model: tokens [B, T] in, logits [B, T, V] out.
+
+    Sublayers alternate attention and feed-forward. What lies between them is the topology's: it turns the output of one
+    into the input of the next.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        width, std = config.width, config.init.std
+        self.embed = Embedding(config.vocab_size, width, std=std)
+        self.topology = build_topology(config.topology, config.sublayers, width)
+        self.anchors = build_anchor_source(config)
+        self.sublayers = nn.ModuleList(
+            Sublayer(build_norm(config.norm, width), body)
+            for layer in range(config.layers)
+            for body in build_layer(config, layer, output_std=output_std(config) * self.topology.output_gain)
+        )
+        self.norm = build_norm(config.norm, width)
+        self.unembed = build_unembedding(config)
+
+    def reset_parameters(self) -> None:
+        """Initialise in place, each module its own: for a model built on the meta device and then made real."""
+        for module in self.modules():
+            reset = getattr(module, "reset_parameters", None)
+            if module is not self and callable(reset):
+                reset()
+
+    @property
+    def head_weight(self) -> Tensor:
+        """[V, C]: the embedding's own matrix when tied."""
+        return self.embed.weight if self.unembed is None else self.unembed.weight
+
+    def hidden(self, tokens: Tensor, segments: Tensor | None = None) -> Tensor:
+        """The final normed state [B, T, C]; `segments` [B, T] are document ids that attention does not cross."""
+        x = self._embedded(tokens)
+        context = Context(self._rotary(tokens), segments)
+        h, state = self.topology.open(x)
+        anchors = self.anchors.open(x)
+        for k, sublayer in enumerate(self.sublayers):
+            tap(f"sublayer.{k}.input", h)
+            y, anchors = sublayer(h, anchors, context)
+            tap(f"sublayer.{k}.output", y)
+            h, state = self.topology.step(k, y, state)
+        tap("final.input", h)
+        normed: Tensor = self.norm(h)
+        return normed
+
+    def forward(self, tokens: Tensor, segments: Tensor | None = None) -> Tensor:
+        h = self.hidden(tokens, segments)
+        return linear(h, self.head_weight.to(h.dtype))
+
+    def losses(
+        self, tokens: Tensor, targets: Tensor, z_loss: float = 0.0, segments: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The pure cross-entropy (nats per target, −100 ignored) and the z-term z_loss · mean(lse²), apart."""
+        return ops.linear_cross_entropy(self.hidden(tokens, segments), self.head_weight, targets, z_loss=z_loss)
+
+    def loss(self, tokens: Tensor, targets: Tensor, z_loss: float = 0.0, segments: Tensor | None = None) -> Tensor:
+        """What training minimises: cross-entropy plus the z-term. With z_loss = 0 it is the pure cross-entropy."""
+        cross_entropy, z = self.losses(tokens, targets, z_loss, segments)
+        return cross_entropy + z
+
+    def _embedded(self, tokens: Tensor) -> Tensor:
+        """Under autocast the stream itself is low precision: the depth operators' traffic is what they cost."""
+        x: Tensor = self.embed(tokens)
+        kind = x.device.type
+        return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
+
+    def _rotary(self, tokens: Tensor) -> tuple[Tensor, Tensor] | None:
+        attention = self.config.attention
+        if not isinstance(attention, choices.SoftmaxAttention):
+            return None
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        return rotary_table(positions, head_shape(attention, self.config.width).head_dim, attention.rope_theta)
+
+
+def build(config: ModelConfig) -> Decoder:
+    """Build the model a configuration describes, initialised."""
+    return Decoder(config)
+
+
+def build_layer(config: ModelConfig, layer: int, *, output_std: float) -> tuple[nn.Module, nn.Module]:
+    """The bodies of one transformer layer: its attention and its feed-forward."""
+    mixer = config.attention
+    body: nn.Module
+    if isinstance(mixer, choices.SoftmaxAttention):
+        body = SoftmaxAttention(mixer, config.anchors, layer, config.width, std=config.init.std, output_std=output_std)
+    else:
+        from residua.model.linear_attention import GatedDeltaNet
+
+        body = GatedDeltaNet(mixer, config.width, std=config.init.std, output_std=output_std)
+    return body, build_ffn(config.ffn, config.width, std=config.init.std, output_std=output_std)
+
+
+def build_anchor_source(config: ModelConfig) -> NoSource | ExoSource:
+    """What the anchors are opened with."""
+    mixer = config.attention
+    shape = head_shape(mixer, config.width) if isinstance(mixer, choices.SoftmaxAttention) else None
+    return build_source(config.anchors, shape, config.width, std=config.init.std)
+
+
+def build_unembedding(config: ModelConfig) -> Embedding | None:
+    """The head's own matrix, None when it is the embedding's."""
+    if isinstance(config.head, choices.TiedHead):
+        return None
+    std = {"normal": config.init.std, "zero": 0.0}[config.head.init]
+    return Embedding(config.vocab_size, config.width, std=std)
+
+
+def output_std(config: ModelConfig) -> float:
+    """Initial std of each sublayer's last projection."""
+    factor = {"normal": 1.0, "scaled": 1 / math.sqrt(config.sublayers), "zero": 0.0}[config.init.output]
+    return config.init.std * factor

@@ -1,0 +1,62 @@
+"""Feed-forward sublayers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor, nn
+from torch.nn.functional import gelu, relu, sigmoid, silu
+
+from residua.model import choices
+from residua.model.context import Anchors, Context
+from residua.model.projection import Projection
+
+
+def relu2(x: Tensor) -> Tensor:
+    """relu(x)² (arXiv 2109.08668)."""
+    return relu(x).square()
+
+
+class GatedFFN(nn.Module):
+    """y = W_out (act(W_gate x) ⊙ W_up x) (arXiv 2002.05202): SwiGLU with silu, GLU with sigmoid."""
+
+    def __init__(
+        self, act: Callable[[Tensor], Tensor], width: int, hidden: int, *, std: float, output_std: float
+    ) -> None:
+        super().__init__()
+        self.act = act
+        self.gate_up = Projection(width, 2 * hidden, std=std, parts=(hidden, hidden))
+        self.out = Projection(hidden, width, std=output_std)
+
+    def forward(self, x: Tensor, anchors: Anchors, context: Context) -> tuple[Tensor, Anchors]:
+        gate, up = self.gate_up(x).chunk(2, -1)
+        return self.out(self.act(gate) * up), anchors
+
+
+class PlainFFN(nn.Module):
+    """y = W_out act(W_in x)."""
+
+    def __init__(
+        self, act: Callable[[Tensor], Tensor], width: int, hidden: int, *, std: float, output_std: float
+    ) -> None:
+        super().__init__()
+        self.act = act
+        self.up = Projection(width, hidden, std=std)
+        self.out = Projection(hidden, width, std=output_std)
+
+    def forward(self, x: Tensor, anchors: Anchors, context: Context) -> tuple[Tensor, Anchors]:
+        return self.out(self.act(self.up(x))), anchors
+
+
+FFNS: dict[type, tuple[type[GatedFFN] | type[PlainFFN], Callable[[Tensor], Tensor]]] = {
+    choices.SwiGLU: (GatedFFN, silu),
+    choices.GLU: (GatedFFN, sigmoid),
+    choices.ReLU2: (PlainFFN, relu2),
+    choices.GELU: (PlainFFN, gelu),
+}
+
+
+def build_ffn(config: choices.FFN, width: int, *, std: float, output_std: float) -> nn.Module:
+    """The feed-forward sublayer a configuration describes."""
+    shape, act = FFNS[type(config)]
+    return shape(act, width, config.hidden, std=std, output_std=output_std)

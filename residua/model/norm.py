@@ -1,0 +1,133 @@
+"""Norms: what a sublayer does to its input first."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from residua import ops
+from residua.model import choices
+
+GATE_STD = 0.02
+
+
+class RMSNorm(nn.Module):
+    """y = weight ⊙ x / sqrt(mean(x²) + eps)."""
+
+    def __init__(self, config: choices.RMSNorm, width: int) -> None:
+        super().__init__()
+        self.eps = config.eps
+        self.weight = nn.Parameter(torch.empty(width))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.rms(x, self.eps, self.weight)
+
+
+class PreAffine(nn.Module):
+    """y = RMSNorm(affine ⊙ x) (arXiv 2601.22966): `affine` can carry the outliers that x then need not."""
+
+    def __init__(self, config: choices.PreAffine, width: int) -> None:
+        super().__init__()
+        self.eps = config.eps
+        self.affine = nn.Parameter(torch.empty(width))
+        self.weight = nn.Parameter(torch.empty(width))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.affine)
+        nn.init.ones_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.rms(x * self.affine.to(x.dtype), self.eps, self.weight)
+
+
+class LowRankGate(nn.Module):
+    """The parameters of y ⊙ act(up · silu(down · y)): `down` [R, C], `up` [C, R], or [1, R] when tensorwise.
+
+    The paper gives no initialisation. Ours: a sigmoid starts from up = 0, every gate at ½, and `down` learns from the
+    second step on; the other activations are 0 at 0 and would silence the model, so their `up` starts normal.
+    """
+
+    def __init__(self, config: choices.LowRankGate, width: int) -> None:
+        super().__init__()
+        self.activation = config.activation
+        outputs = {"elementwise": width, "tensorwise": 1}[config.granularity]
+        self.down = nn.Parameter(torch.empty(config.rank, width))
+        self.up = nn.Parameter(torch.empty(outputs, config.rank))
+        self.hidden_matrices: dict[str, tuple[int, ...]] = {"down": (config.rank,), "up": (outputs,)}
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.down, std=GATE_STD)
+        nn.init.zeros_(self.up) if self.activation == "sigmoid" else nn.init.normal_(self.up, std=GATE_STD)
+
+    def forward(self, y: Tensor) -> Tensor:
+        return ops.low_rank_gate(y, self.down, self.up, activation=self.activation)
+
+
+class GatedNorm(nn.Module):
+    """y = RMSNorm(x), y' = y ⊙ σ(up · silu(down · y)) (arXiv 2601.22966)."""
+
+    def __init__(self, config: choices.GatedNorm, width: int) -> None:
+        super().__init__()
+        self.eps = config.eps
+        self.weight = nn.Parameter(torch.empty(width))
+        self.gate = LowRankGate(config, width)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate = self.gate
+        return ops.gated_norm(x, self.weight, gate.down, gate.up, eps=self.eps, activation=gate.activation)
+
+
+class DyT(nn.Module):
+    """y = weight ⊙ tanh(alpha · x) + bias (arXiv 2503.10622): a norm without statistics."""
+
+    def __init__(self, config: choices.DyT | choices.GatedDyT, width: int) -> None:
+        super().__init__()
+        self.start = config.alpha
+        self.alpha = nn.Parameter(torch.empty(()))
+        self.weight = nn.Parameter(torch.empty(width))
+        self.bias = nn.Parameter(torch.empty(width))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.alpha, self.start)
+        nn.init.ones_(self.weight)
+        nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.weight * torch.tanh(self.alpha * x) + self.bias).to(x.dtype)
+
+
+class GatedDyT(DyT):
+    """DyT followed by GatedNorm's low-rank gate."""
+
+    def __init__(self, config: choices.GatedDyT, width: int) -> None:
+        super().__init__(config, width)
+        self.gate = LowRankGate(config, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gated: Tensor = self.gate(super().forward(x))
+        return gated
+
+
+NORMS: dict[type, type[nn.Module]] = {
+    choices.RMSNorm: RMSNorm,
+    choices.PreAffine: PreAffine,
+    choices.GatedNorm: GatedNorm,
+    choices.DyT: DyT,
+    choices.GatedDyT: GatedDyT,
+}
+
+
+def build_norm(config: choices.Norm, width: int) -> nn.Module:
+    """The norm a configuration describes."""
+    return NORMS[type(config)](config, width)

@@ -1,0 +1,199 @@
+"""Configurations in general: frozen tables, TOML in and out, overrides, and errors of one sentence."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterable
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Union, get_args, get_origin
+
+import tomli_w
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be; its message is one sentence for a person."""
+
+
+class Frozen(BaseModel):
+    """A table of choices: immutable, and a key it does not know is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+def read_toml(path: str | Path) -> dict[str, Any]:
+    """The tables of a TOML file, or one sentence on why they cannot be had."""
+    try:
+        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path} does not exist.") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}.") from None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}.") from None
+
+
+def to_toml(data: dict[str, Any]) -> str:
+    """Tables as TOML; tuples become arrays."""
+    return tomli_w.dumps(_plain(data))
+
+
+def merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """`base` with `changes` laid over it, table by table; a table whose `kind` changes is replaced, not mixed."""
+    merged = dict(base)
+    for key, value in changes.items():
+        old = merged.get(key)
+        if isinstance(old, dict) and isinstance(value, dict) and value.get("kind", old.get("kind")) == old.get("kind"):
+            merged[key] = merge(old, value)
+        else:
+            merged[key] = value
+    return merged
+
+
+def apply_overrides(data: dict[str, Any], changes: Iterable[str]) -> dict[str, Any]:
+    """Lay `section.key=value` changes over tables, in order; values are TOML, bare words are strings."""
+    for change in changes:
+        path, separator, text = change.partition("=")
+        keys = path.strip().split(".")
+        if not separator or not all(keys):
+            raise ConfigError(f"override {change!r} is not of the form section.key=value.")
+        data = merge(data, _nested(data, keys, _parse(text.strip())))
+    return data
+
+
+def _nested(data: Any, keys: list[str], value: Any) -> dict[str, Any]:
+    """{a: {b: value}} for keys a.b; a word given where a tagged table stands chooses its kind."""
+    current = data.get(keys[0]) if isinstance(data, dict) else None
+    if len(keys) > 1:
+        return {keys[0]: _nested(current, keys[1:], value)}
+    if isinstance(current, dict) and "kind" in current and isinstance(value, str):
+        return {keys[0]: {"kind": value}}
+    return {keys[0]: value}
+
+
+def _parse(text: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    return value
+
+
+def explain(error: ValidationError, model: type[BaseModel]) -> str:
+    """The first fault of a pydantic error as one sentence: the field, the value, the nearest valid choice."""
+    fault = error.errors()[0]
+    path = _field_path(fault["loc"], model)
+    field = ".".join(path) or "configuration"
+    value = fault["input"]
+    rule = _RULES.get(fault["type"], _any_fault)
+    return rule(fault, field, path, value, model)
+
+
+def _unknown_key(fault: Any, field: str, path: list[str], value: Any, model: type[BaseModel]) -> str:
+    table = _table_at(fault["loc"][:-1], model)
+    known = list(table.model_fields) if table else []
+    return f"{field} = {value!r} is not a known key: {_choose(path[-1], known)}"
+
+
+def _unknown_kind(fault: Any, field: str, path: list[str], value: Any, model: type[BaseModel]) -> str:
+    known = [word.strip(" '") for word in fault["ctx"]["expected_tags"].split(",")]
+    return f"{field}.kind = {fault['ctx']['tag']!r} does not exist: {_choose(fault['ctx']['tag'], known)}"
+
+
+def _missing_kind(fault: Any, field: str, path: list[str], value: Any, model: type[BaseModel]) -> str:
+    known = [t.model_fields["kind"].default for t in _members(_annotation_at(fault["loc"], model))]
+    return f"{field} has no kind: {_choose('', known)}"
+
+
+def _wrong_word(fault: Any, field: str, path: list[str], value: Any, model: type[BaseModel]) -> str:
+    known = [w.strip(" '") for part in fault["ctx"]["expected"].split(" or ") for w in part.split(",")]
+    return f"{field} = {value!r} is not a choice: {_choose(str(value), known)}"
+
+
+def _missing(fault: Any, field: str, path: list[str], value: Any, model: type[BaseModel]) -> str:
+    return f"{field} is missing: give it a value."
+
+
+def _our_sentence(fault: Any, field: str, path: list[str], value: Any, model: type[BaseModel]) -> str:
+    return str(fault["ctx"]["error"])
+
+
+def _not_a_table(fault: Any, field: str, path: list[str], value: Any, model: type[BaseModel]) -> str:
+    return f"{field} = {value!r} should be a table of keys."
+
+
+def _any_fault(fault: Any, field: str, path: list[str], value: Any, model: type[BaseModel]) -> str:
+    reason = fault["msg"][0].lower() + fault["msg"][1:]
+    return f"{field} = {value!r} is refused: {reason}."
+
+
+_RULES = {
+    "extra_forbidden": _unknown_key,
+    "union_tag_invalid": _unknown_kind,
+    "union_tag_not_found": _missing_kind,
+    "literal_error": _wrong_word,
+    "missing": _missing,
+    "value_error": _our_sentence,
+    "model_type": _not_a_table,
+    "model_attributes_type": _not_a_table,
+}
+
+
+def _choose(word: str, known: list[str]) -> str:
+    near = get_close_matches(word, known, n=1, cutoff=0.5)
+    if near:
+        return f"did you mean {near[0]!r}?"
+    return f"choose one of {', '.join(repr(k) for k in known)}." if known else "remove it."
+
+
+def _field_path(loc: tuple[int | str, ...], model: type[BaseModel]) -> list[str]:
+    """The keys a person wrote: pydantic also lists the tags of the unions it went through."""
+    path: list[str] = []
+    annotation: Any = model
+    for part in loc:
+        tags = {t.model_fields["kind"].default: t for t in _members(annotation) if "kind" in t.model_fields}
+        if part in tags and len(_members(annotation)) > 1:
+            annotation = tags[part]
+            continue
+        path.append(str(part))
+        tables = _members(annotation)
+        field = tables[0].model_fields.get(str(part)) if len(tables) == 1 else None
+        annotation = field.annotation if field else None
+    return path
+
+
+def _annotation_at(loc: tuple[int | str, ...], model: type[BaseModel]) -> Any:
+    annotation: Any = model
+    for part in loc:
+        tables = _members(annotation)
+        tags = {t.model_fields["kind"].default: t for t in tables if "kind" in t.model_fields}
+        if part in tags and len(tables) > 1:
+            annotation = tags[part]
+        else:
+            field = tables[0].model_fields.get(str(part)) if tables else None
+            annotation = field.annotation if field else None
+    return annotation
+
+
+def _table_at(loc: tuple[int | str, ...], model: type[BaseModel]) -> type[BaseModel] | None:
+    tables = _members(_annotation_at(loc, model))
+    return tables[0] if len(tables) == 1 else None
+
+
+def _members(annotation: Any) -> list[type[BaseModel]]:
+    """The tables an annotation allows: itself, or the members of its union."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    if get_origin(annotation) is Union or type(annotation).__name__ == "UnionType":
+        return [t for arg in get_args(annotation) for t in _members(arg)]
+    if hasattr(annotation, "__metadata__"):
+        return _members(get_args(annotation)[0])
+    return []

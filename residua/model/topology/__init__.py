@@ -1,0 +1,32 @@
+"""How sublayers talk to each other along depth: one file per family, all behind `open` and `step`."""
+
+from __future__ import annotations
+
+from residua.model import choices
+from residua.model.topology.additive import Additive, Clipped
+from residua.model.topology.attnres import BlockAttnRes, FullAttnRes
+from residua.model.topology.base import State, Topology
+from residua.model.topology.dense import DenseFormer
+from residua.model.topology.hyper import HyperConnections, ManifoldHyper, ManifoldHyperLite
+from residua.model.topology.multigate import Highway, MultiGate
+
+TOPOLOGIES: dict[type, type[Topology]] = {
+    choices.Additive: Additive,
+    choices.Clipped: Clipped,
+    choices.FullAttnRes: FullAttnRes,
+    choices.BlockAttnRes: BlockAttnRes,
+    choices.MultiGate: MultiGate,
+    choices.Highway: Highway,
+    choices.HyperConnections: HyperConnections,
+    choices.ManifoldHyper: ManifoldHyper,
+    choices.ManifoldHyperLite: ManifoldHyperLite,
+    choices.DenseFormer: DenseFormer,
+}
+
+
+def build_topology(config: choices.Topology, sublayers: int, width: int) -> Topology:
+    """The topology a configuration describes, for a model of `sublayers` sublayers."""
+    return TOPOLOGIES[type(config)](config, sublayers, width)
+
+
+__all__ = ["TOPOLOGIES", "State", "Topology", "build_topology"]

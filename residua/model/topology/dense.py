@@ -1,0 +1,58 @@
+"""DenseFormer (arXiv 2402.02622): static weighted sums of all earlier layers."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from residua.model import choices
+from residua.model.taps import tap
+from residua.model.topology.base import State, Topology
+
+
+class DenseFormer(Topology):
+    """X_i is the output of transformer layer i (X_0 the embedding), its two sublayers added as usual. After it,
+
+        Y_i = Σ_{j ≤ i, j ≡ i mod dilation} α_ij X_j  if period divides i, else X_i
+
+    and Y_i enters layer i+1. α_ii = 1, the others 0 at the start. The state is the running sum and X_0 … X_i.
+    """
+
+    def __init__(self, config: choices.DenseFormer, sublayers: int, width: int) -> None:
+        super().__init__()
+        self.dilation, self.period = config.dilation, config.period
+        layers = range(1, sublayers // 2 + 1)
+        self.alphas = nn.ParameterDict(
+            {str(i): nn.Parameter(torch.empty(len(self._sources(i)))) for i in layers if i % self.period == 0}
+        )
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        for alpha in self.alphas.values():
+            nn.init.zeros_(alpha)
+            with torch.no_grad():
+                alpha[-1] = 1.0
+
+    def _sources(self, layer: int) -> range:
+        return range(layer % self.dilation, layer + 1, self.dilation)
+
+    def open(self, x: Tensor) -> tuple[Tensor, State]:
+        return x, (x, x)
+
+    def step(self, k: int, y: Tensor, state: State) -> tuple[Tensor, State]:
+        h, outputs = state[0] + y, state[1:]
+        if k % 2 == 0:
+            return h, (h, *outputs)
+        layer = (k + 1) // 2
+        outputs = (*outputs, h)
+        mixed = self._mix(layer, outputs) if str(layer) in self.alphas else h
+        return mixed, (mixed, *outputs)
+
+    def _mix(self, layer: int, outputs: State) -> Tensor:
+        alpha = self.alphas[str(layer)]
+        tap(f"depth.{2 * layer - 1}.weights", lambda: alpha.expand(*outputs[0].shape[:-1], -1))
+        weights = alpha.to(outputs[0].dtype).unbind()
+        mixed = weights[-1] * outputs[-1]
+        for a, j in zip(weights[:-1], self._sources(layer)[:-1], strict=True):
+            mixed = mixed + a * outputs[j]
+        return mixed

@@ -1,0 +1,264 @@
+"""Hyper-connections: HC (arXiv 2409.19606), mHC (2512.24880) and mHC-lite (2601.05732).
+
+All three keep n streams X [B, T, n, C], read a sublayer's input as a weighted sum of them, write its output back with
+one weight per stream, and mix the streams by an n×n matrix. They differ in where the weights come from. One convention
+throughout: `mix[out, in]`, X'_out = Σ_in mix[out, in] X_in + post_out · y, h = Σ_in pre_in X_in.
+
+Entry is n copies of the embedding, exit the sum of the streams.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from itertools import permutations
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from residua import ops
+from residua.model import choices
+from residua.model.taps import tap
+from residua.model.topology.base import State, Topology
+from residua.ops.numeric import wide
+
+
+class Streams(Topology):
+    """The part that HC, mHC and mHC-lite share."""
+
+    junctions: nn.ModuleList
+
+    def __init__(self, streams: int, sublayers: int) -> None:
+        super().__init__()
+        self.streams, self.last = streams, sublayers - 1
+
+    def open(self, x: Tensor) -> tuple[Tensor, State]:
+        X = x[..., None, :].expand(*x.shape[:-1], self.streams, -1)
+        return self._read(0, X), (X,)
+
+    def step(self, k: int, y: Tensor, state: State) -> tuple[Tensor, State]:
+        with full_precision(y):
+            post, mix = cast(Junction, self.junctions[k]).write(state[0])
+            X = (mix @ wide(state[0]) + post[..., None] * wide(y)[..., None, :]).to(y.dtype)
+        tap(f"depth.{k}.mix", mix)
+        return (X.sum(-2) if k == self.last else self._read(k + 1, X)), (X,)
+
+    def _read(self, k: int, X: Tensor) -> Tensor:
+        with full_precision(X):
+            pre = cast(Junction, self.junctions[k]).read(X)
+            h = (pre[..., None] * wide(X)).sum(-2).to(X.dtype)
+        tap(f"depth.{k}.pre", pre)
+        return h
+
+
+def full_precision(x: Tensor) -> torch.autocast:
+    """No autocast: the streams' weights are small matrix products that must not be rounded to bfloat16."""
+    return torch.autocast(x.device.type, enabled=False)
+
+
+class Junction(nn.Module):
+    """The weights around one sublayer, each computed from the streams as they are when it is used."""
+
+    @abstractmethod
+    def read(self, X: Tensor) -> Tensor:
+        """pre [..., n]."""
+
+    @abstractmethod
+    def write(self, X: Tensor) -> tuple[Tensor, Tensor]:
+        """post [..., n] and mix [..., out, in], from the streams the sublayer read."""
+
+
+class StaticJunction(Junction):
+    """HC with parameters only: post = 1, pre = e_{k mod n}, mix = I at the start, which is the pre-norm model."""
+
+    def __init__(self, k: int, streams: int, width: int) -> None:
+        super().__init__()
+        self.k, self.streams = k, streams
+        self.pre = nn.Parameter(torch.empty(streams))
+        self.post = nn.Parameter(torch.empty(streams))
+        self.mix = nn.Parameter(torch.empty(streams, streams))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.pre)
+        with torch.no_grad():
+            self.pre[self.k % self.streams] = 1.0
+        nn.init.ones_(self.post)
+        nn.init.eye_(self.mix)
+
+    def read(self, X: Tensor) -> Tensor:
+        return self.pre
+
+    def write(self, X: Tensor) -> tuple[Tensor, Tensor]:
+        return self.post, self.mix
+
+
+class DynamicMaps(nn.Module):
+    """The maps W from normalised streams to weights, zero at the start, and their scales s = 0.01."""
+
+    SCALE = 0.01
+
+    def __init__(self, streams: int, width: int) -> None:
+        super().__init__()
+        self.pre = nn.Parameter(torch.empty(width))
+        self.post = nn.Parameter(torch.empty(width))
+        self.mix = nn.Parameter(torch.empty(width, streams))
+        self.alpha = nn.Parameter(torch.empty(()))
+        self.beta = nn.Parameter(torch.empty(()))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        for weight in (self.pre, self.post, self.mix):
+            nn.init.zeros_(weight)
+        nn.init.constant_(self.alpha, self.SCALE)
+        nn.init.constant_(self.beta, self.SCALE)
+
+
+class DynamicJunction(StaticJunction):
+    """HC as published: each weight is static + s · tanh(RMS(X) W)."""
+
+    def __init__(self, k: int, streams: int, width: int) -> None:
+        super().__init__(k, streams, width)
+        self.maps = DynamicMaps(streams, width)
+
+    def read(self, X: Tensor) -> Tensor:
+        X = ops.rms(wide(X))
+        return self.pre + self.maps.alpha * torch.tanh((X * self.maps.pre).sum(-1))
+
+    def write(self, X: Tensor) -> tuple[Tensor, Tensor]:
+        X = ops.rms(wide(X))
+        post = self.post + self.maps.beta * torch.tanh((X * self.maps.post).sum(-1))
+        # the paper's A_r [in, out] acts transposed: H' = A_rᵀ H
+        mix = self.mix + self.maps.alpha * torch.tanh(X @ self.maps.mix.to(X.dtype)).transpose(-1, -2)
+        return post, mix
+
+
+class HyperConnections(Streams):
+    """HC: h = A_mᵀ H, H' = B y + A_rᵀ H, weights static or dynamic.
+
+    The output projections start √n larger, since the sum of n streams is what reaches the head.
+    """
+
+    def __init__(self, config: choices.HyperConnections, sublayers: int, width: int) -> None:
+        super().__init__(config.streams, sublayers)
+        self.output_gain = math.sqrt(config.streams)
+        junction = {"static": StaticJunction, "dynamic": DynamicJunction}[config.weights]
+        self.junctions = nn.ModuleList(junction(k, config.streams, width) for k in range(sublayers))
+
+
+def sinkhorn(logits: Tensor, iterations: int) -> Tensor:
+    """exp(logits) [..., out, in] made doubly stochastic: columns (over out), then rows (over in), repeatedly."""
+    matrix = (logits - logits.amax((-2, -1), keepdim=True)).exp()
+    for _ in range(iterations):
+        matrix = matrix / matrix.sum(-2, keepdim=True)
+        matrix = matrix / matrix.sum(-1, keepdim=True)
+    return matrix
+
+
+class SinkhornMixing(nn.Module):
+    """mix = Sinkhorn(exp(res)), res [..., n²].
+
+    Off-diagonal logits start at −5: near the identity, yet with a gradient (at −8 it is known to vanish).
+    """
+
+    OFF_DIAGONAL = -5.0
+
+    def __init__(self, streams: int, iterations: int) -> None:
+        super().__init__()
+        self.streams, self.iterations = streams, iterations
+        self.logits = streams * streams
+
+    def start(self) -> Tensor:
+        return (self.OFF_DIAGONAL * (1 - torch.eye(self.streams))).flatten()
+
+    def forward(self, res: Tensor) -> Tensor:
+        return sinkhorn(res.unflatten(-1, (self.streams, self.streams)), self.iterations)
+
+
+class PermutationMixing(nn.Module):
+    """mix = Σ_k softmax(res)_k P_k over the n! permutation matrices: doubly stochastic by construction."""
+
+    OTHERS = -8.0
+
+    def __init__(self, streams: int) -> None:
+        super().__init__()
+        self.streams, self.logits = streams, math.factorial(streams)
+        self.basis: Tensor
+        self.register_buffer("basis", torch.empty(self.logits, streams, streams), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        columns = range(self.streams)
+        matrices = [[[float(p[row] == column) for column in columns] for row in columns] for p in permutations(columns)]
+        self.basis.copy_(torch.tensor(matrices))
+
+    def start(self) -> Tensor:
+        bias = torch.full((self.logits,), self.OTHERS)
+        bias[0] = 0.0  # permutations() yields the identity first
+        return bias
+
+    def forward(self, res: Tensor) -> Tensor:
+        return torch.einsum("...k,kij->...ij", res.softmax(-1), self.basis.to(res.dtype))
+
+
+class ManifoldJunction(Junction):
+    """[pre, post, res] = α · (vec(X) φ)/rms(vec(X)) + b;  pre = sigmoid, post = 2 sigmoid, mix = `mixing`(res).
+
+    φ starts at zero, α at 0.01. The papers leave the biases open; ours favour one stream per sublayer in turn (±1),
+    so that the equal copies the streams start from can part.
+    """
+
+    SCALE = 0.01
+    FAVOUR = 1.0
+
+    def __init__(self, k: int, streams: int, width: int, mixing: SinkhornMixing | PermutationMixing) -> None:
+        super().__init__()
+        self.k, self.streams, self.mixing = k, streams, mixing
+        self.sizes = (streams, streams, mixing.logits)
+        self.phi = nn.Parameter(torch.empty(sum(self.sizes), streams * width))
+        self.alpha = nn.Parameter(torch.empty(3))
+        self.bias = nn.Parameter(torch.empty(sum(self.sizes)))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.phi)
+        nn.init.constant_(self.alpha, self.SCALE)
+        favour = torch.full((self.streams,), -self.FAVOUR)
+        favour[self.k % self.streams] = self.FAVOUR
+        with torch.no_grad():
+            self.bias.copy_(torch.cat([favour, favour, self.mixing.start()]))
+
+    def read(self, X: Tensor) -> Tensor:
+        return torch.sigmoid(self._logits(X)[0])
+
+    def write(self, X: Tensor) -> tuple[Tensor, Tensor]:
+        _, post, res = self._logits(X)
+        return 2 * torch.sigmoid(post), self.mixing(res)
+
+    def _logits(self, X: Tensor) -> list[Tensor]:
+        x = wide(X).flatten(-2)
+        projected = (ops.rms(x) @ self.phi.to(x.dtype).T).split(self.sizes, -1)
+        biases = self.bias.to(x.dtype).split(self.sizes)
+        return [a * p + b for a, p, b in zip(self.alpha.to(x.dtype), projected, biases, strict=True)]
+
+
+class ManifoldHyper(Streams):
+    """mHC: X' = H_res X + H_postᵀ f(H_pre X) with H_res doubly stochastic by Sinkhorn, so the streams' mean is kept."""
+
+    def __init__(self, config: choices.ManifoldHyper, sublayers: int, width: int) -> None:
+        super().__init__(config.streams, sublayers)
+        self.junctions = nn.ModuleList(
+            ManifoldJunction(k, config.streams, width, SinkhornMixing(config.streams, config.iterations))
+            for k in range(sublayers)
+        )
+
+
+class ManifoldHyperLite(Streams):
+    """mHC-lite: H_res a convex sum of permutations, for at most 4 streams."""
+
+    def __init__(self, config: choices.ManifoldHyperLite, sublayers: int, width: int) -> None:
+        super().__init__(config.streams, sublayers)
+        self.junctions = nn.ModuleList(
+            ManifoldJunction(k, config.streams, width, PermutationMixing(config.streams)) for k in range(sublayers)
+        )

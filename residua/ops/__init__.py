@@ -1,0 +1,32 @@
+"""The numerics of depth. Each operator is a plain PyTorch reference, the truth, with room for a fused twin beside it.
+
+`ops` imports nothing else of Residua: take it alone if you only want the operators.
+"""
+
+from residua.ops.backend import backend, chosen_backend
+from residua.ops.depth_attention import attend_finished, attend_partial, depth_attention
+from residua.ops.gated_norm import gated_norm, low_rank_gate
+from residua.ops.linear_cross_entropy import linear_cross_entropy
+from residua.ops.mix_projection import mix_projection
+from residua.ops.multi_gate import gates, multi_gate, pool, pool_weights
+from residua.ops.norm_rotate import norm_rotate, rotate
+from residua.ops.numeric import rms
+
+__all__ = [
+    "attend_finished",
+    "attend_partial",
+    "backend",
+    "chosen_backend",
+    "depth_attention",
+    "gated_norm",
+    "gates",
+    "linear_cross_entropy",
+    "low_rank_gate",
+    "mix_projection",
+    "multi_gate",
+    "norm_rotate",
+    "pool",
+    "pool_weights",
+    "rms",
+    "rotate",
+]

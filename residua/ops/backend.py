@@ -1,0 +1,78 @@
+"""Which implementation of an operator runs: the plain PyTorch reference or a fused kernel.
+
+Every operator is registered once with its reference (the truth) and, where one exists, a fused path with a
+predicate that says which inputs it takes. `auto` uses the fused path wherever its predicate holds; `reference` and
+`triton` insist, and `triton` refuses an operator or an input it cannot serve instead of quietly running the slow path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from difflib import get_close_matches
+from typing import Any, Generic, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+CHOICES = ("auto", "reference", "triton")
+_choice = "auto"
+
+
+class backend:
+    """Choose the implementation of every operator, as a setter or for the length of a `with` block.
+
+    residua.ops.backend("reference")            # from here on
+    with residua.ops.backend("triton"): ...     # inside the block only
+    """
+
+    def __init__(self, choice: str) -> None:
+        global _choice
+        if choice not in CHOICES:
+            near = get_close_matches(choice, CHOICES, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(CHOICES)}."
+            raise ValueError(f"backend {choice!r} does not exist: {hint}")
+        self._previous = _choice
+        _choice = choice
+
+    def __enter__(self) -> backend:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        global _choice
+        _choice = self._previous
+
+
+def chosen_backend() -> str:
+    """The current choice: `auto`, `reference` or `triton`."""
+    return _choice
+
+
+class Operator(Generic[P, R]):
+    """One operator of the public surface: calls the reference or the fused path, as `backend` says."""
+
+    def __init__(self, reference: Callable[P, R]) -> None:
+        self.reference = reference
+        self.fused: Callable[P, R] | None = None
+        self._serves: Callable[..., bool] | None = None
+        self.__name__ = reference.__name__
+        self.__doc__ = reference.__doc__
+
+    def register_fused(self, fused: Callable[P, R], serves: Callable[..., bool]) -> None:
+        """Add the fused path; `serves(*args, **kwargs)` says whether it takes these inputs."""
+        self.fused, self._serves = fused, serves
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        if _choice == "reference":
+            return self.reference(*args, **kwargs)
+        if self._can_fuse(args, kwargs):
+            assert self.fused is not None
+            return self.fused(*args, **kwargs)
+        if _choice == "triton":
+            raise ValueError(
+                f"backend 'triton' has no fused {self.__name__} for these inputs: "
+                "use backend('auto') or backend('reference')."
+            )
+        return self.reference(*args, **kwargs)
+
+    def _can_fuse(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        return self._serves is not None and self._serves(*args, **kwargs)

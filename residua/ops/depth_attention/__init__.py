@@ -1,0 +1,9 @@
+"""Attention over depth: h = Σ softmax(w · RMS(v_i)) v_i."""
+
+from residua.ops.backend import Operator
+from residua.ops.depth_attention import reference
+from residua.ops.depth_attention.reference import attend_finished, attend_partial
+
+depth_attention = Operator(reference.depth_attention)
+
+__all__ = ["attend_finished", "attend_partial", "depth_attention"]

@@ -1,0 +1,49 @@
+"""GatedNorm in plain PyTorch (arXiv 2601.22966)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear, silu
+
+from residua.ops.numeric import rms
+
+GateActivation = Literal["sigmoid", "tanh", "silu", "identity"]
+
+
+def gated_norm(
+    x: Tensor,
+    weight: Tensor,
+    down: Tensor,
+    up: Tensor,
+    *,
+    eps: float = 1e-6,
+    activation: GateActivation = "sigmoid",
+) -> Tensor:
+    """RMSNorm followed by a low-rank gate on itself.
+
+        y = RMSNorm(x),   y' = y ⊙ σ(up · silu(down · y))
+
+    x [..., C], weight [C], down [R, C], up [C, R] (or [1, R]: one gate for the whole vector). Returns [..., C].
+    """
+    return low_rank_gate(rms(x, eps, weight), down, up, activation=activation)
+
+
+def low_rank_gate(y: Tensor, down: Tensor, up: Tensor, *, activation: GateActivation = "sigmoid") -> Tensor:
+    """y ⊙ act(up · silu(down · y))."""
+    return y * ACTIVATIONS[activation](linear(silu(linear(y, down.to(y.dtype))), up.to(y.dtype)))
+
+
+def _identity(x: Tensor) -> Tensor:
+    return x
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+    "silu": silu,
+    "identity": _identity,
+}

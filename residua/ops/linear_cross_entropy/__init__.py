@@ -1,0 +1,20 @@
+"""Projection onto the vocabulary and cross-entropy in one operator."""
+
+from typing import Any
+
+from torch import Tensor
+
+from residua.ops import fused
+from residua.ops.backend import Operator
+from residua.ops.linear_cross_entropy import chunked, reference
+
+linear_cross_entropy = Operator(reference.linear_cross_entropy)
+
+
+def _serves(hidden: Tensor, weight: Tensor, targets: Tensor, **_: Any) -> bool:
+    return fused.serves(hidden, weight)
+
+
+linear_cross_entropy.register_fused(chunked.linear_cross_entropy, _serves)
+
+__all__ = ["linear_cross_entropy"]

@@ -1,0 +1,27 @@
+"""The head's projection and the cross-entropy, in plain PyTorch."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn.functional import linear
+
+from residua.ops.numeric import wide
+
+
+def linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, z_loss: float = 0.0, ignore_index: int = -100
+) -> tuple[Tensor, Tensor]:
+    """Cross-entropy of the head's logits, and the z-term apart from it.
+
+        logits = hidden weightᵀ,   loss = mean(lse − logit_target),   z = z_loss · mean(lse²)
+
+    hidden [..., C], weight [V, C], targets [...] int. Both means run over targets other than `ignore_index`; with
+    none left both are 0. Returns two scalars, at least float32: the pure cross-entropy and the z-term.
+    """
+    logits = wide(linear(hidden, weight.to(hidden.dtype)))
+    lse = logits.logsumexp(-1)
+    counted = targets != ignore_index
+    picked = logits.gather(-1, targets.where(counted, 0)[..., None]).squeeze(-1)
+    count = counted.sum().clamp(min=1)
+    loss = (lse - picked).where(counted, 0).sum() / count
+    return loss, z_loss * lse.square().where(counted, 0).sum() / count

@@ -1,0 +1,75 @@
+"""Multi-Gate Residuals in plain PyTorch (arXiv 2605.23259)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from residua.ops.numeric import rms, wide
+
+
+def multi_gate(
+    streams: Tensor,
+    update: Tensor,
+    gate_query: Tensor,
+    gate_bias: Tensor,
+    pool_query: Tensor,
+    *,
+    competitive: bool = True,
+    eps: float = 1e-6,
+) -> tuple[Tensor, Tensor]:
+    """Write a sublayer's output into n streams through gates, then pool the streams into the next input.
+
+        z_i = gate_query · RMS(s_i)/√C + b_i
+        competitive: β_i = exp(z_i) / (Σ_j exp(z_j) + exp(b_0));   independent: β_i = sigmoid(z_i)
+        s'_i = s_i + β_i (f − s_i),   a = softmax_i(pool_query · RMS(s'_i)/√C),   h = Σ a_i s'_i
+
+    streams [..., N, C], update f [..., C], queries [C]; gate_bias [N+1] (competitive, entry 0 = forget) or [N].
+    Returns h [..., C] and s' [..., N, C].
+    """
+    _check(streams, update, gate_bias, competitive)
+    beta = gates(streams, gate_query, gate_bias, competitive=competitive, eps=eps)[..., None]
+    s = wide(streams)
+    s = (s + beta * (wide(update)[..., None, :] - s)).to(streams.dtype)
+    return pool(s, pool_query, eps=eps), s
+
+
+def gates(
+    streams: Tensor, gate_query: Tensor, gate_bias: Tensor, *, competitive: bool = True, eps: float = 1e-6
+) -> Tensor:
+    """β [..., N]: how much of the update each stream takes."""
+    z = _score(streams, gate_query, eps)
+    if competitive:
+        forget = gate_bias[0].to(z.dtype).expand(z.shape[:-1])[..., None]
+        return torch.cat([forget, z + gate_bias[1:]], -1).softmax(-1)[..., 1:]
+    return torch.sigmoid(z + gate_bias)
+
+
+def pool_weights(streams: Tensor, pool_query: Tensor, *, eps: float = 1e-6) -> Tensor:
+    """a [..., N]: the share of each stream in the next input."""
+    return _score(streams, pool_query, eps).softmax(-1)
+
+
+def pool(streams: Tensor, pool_query: Tensor, *, eps: float = 1e-6) -> Tensor:
+    """h = Σ a_i s_i."""
+    return (pool_weights(streams, pool_query, eps=eps)[..., None] * wide(streams)).sum(-2).to(streams.dtype)
+
+
+def _score(streams: Tensor, query: Tensor, eps: float) -> Tensor:
+    s = wide(streams)
+    return (rms(s, eps) * query.to(s.dtype)).sum(-1) / s.shape[-1] ** 0.5
+
+
+def _check(streams: Tensor, update: Tensor, gate_bias: Tensor, competitive: bool) -> None:
+    n = streams.shape[-2]
+    if update.shape != (*streams.shape[:-2], streams.shape[-1]):
+        raise ValueError(
+            f"multi_gate: update has shape {tuple(update.shape)}, streams {tuple(streams.shape)}: "
+            "expected the streams' shape without their axis N."
+        )
+    if gate_bias.shape != (n + competitive,):
+        kind = "competitive" if competitive else "independent"
+        raise ValueError(
+            f"multi_gate: gate_bias has shape {tuple(gate_bias.shape)}, {kind} gates over {n} streams need "
+            f"({n + competitive},)."
+        )

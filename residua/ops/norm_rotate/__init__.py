@@ -1,0 +1,22 @@
+"""Normalise every head and turn it by its position, in one operator."""
+
+from typing import Any
+
+from torch import Tensor
+
+from residua.ops import fused
+from residua.ops.backend import Operator
+from residua.ops.norm_rotate import reference
+from residua.ops.norm_rotate.reference import rotate
+
+norm_rotate = Operator(reference.norm_rotate)
+
+if fused.INSTALLED:
+    from residua.ops.norm_rotate import triton
+
+    def _serves(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, **_: Any) -> bool:
+        return fused.serves(x, weight, cos, sin)
+
+    norm_rotate.register_fused(triton.norm_rotate, _serves)
+
+__all__ = ["norm_rotate", "rotate"]

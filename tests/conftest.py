@@ -1,0 +1,26 @@
+"""Every test runs on one thread and from one seed; Triton kernels run in its interpreter unless told not to."""
+
+import os
+
+# Triton reads its switch when it is first imported, OpenMP when torch is: both before any other import.
+# On a machine with a GPU, TRITON_INTERPRET=0 in the environment runs the real kernels.
+os.environ.setdefault("TRITON_INTERPRET", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

@@ -1,0 +1,79 @@
+"""What the documentation says is run as written."""
+
+import re
+from math import factorial
+from pathlib import Path
+
+import pytest
+import torch
+
+import residua
+from residua.model.size import measure
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def python_blocks(page: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(encoding="utf-8"), re.S)
+
+
+def test_the_topology_of_the_extension_page_works_as_written_and_is_short():
+    (code,) = python_blocks("extend.md")
+    assert len(code.splitlines()) < 40
+    scope: dict = {}
+    exec(code, scope)
+    model, tokens = scope["model"], torch.randint(0, 1024, (2, 9))
+    model.loss(tokens, tokens).backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.topology.parameters())
+
+
+L, C, N = 6, 40, 4
+K = 2 * L
+DOCUMENTED = {
+    "additive": ({}, 0),
+    "clipped": ({}, 0),
+    "full_attnres": ({}, 2 * C * K),
+    "block_attnres": ({"sublayers_per_block": 3}, 2 * C * K),
+    "multi_gate": ({"streams": N}, C * K + (C + N + 1) * (K - N + 1)),
+    "multi_gate independent": ({"streams": N, "gate": "independent"}, C * K + (C + N) * (K - N + 1)),
+    "highway": ({}, (C + 1) * K),
+    "highway elementwise": ({"gate": "elementwise"}, (C * C + C) * K),
+    "hyper": ({"streams": N, "weights": "static"}, N * (N + 2) * K),
+    "hyper dynamic": ({"streams": N}, (N * (N + 2) + C * (N + 2) + 2) * K),
+    "mhc": ({"streams": N}, (N * C * (N * N + 2 * N) + N * N + 2 * N + 3) * K),
+    "mhc_lite": ({"streams": N}, (N * C * (factorial(N) + 2 * N) + factorial(N) + 2 * N + 3) * K),
+    "dense": ({}, L * (L + 3) // 2),
+}
+
+
+@pytest.mark.parametrize("name", DOCUMENTED)
+def test_topologies_have_the_parameters_their_table_says(name):
+    keys, expected = DOCUMENTED[name]
+    config = residua.ModelConfig(
+        layers=L,
+        width=C,
+        attention={"kind": "softmax", "heads": 4},
+        ffn={"kind": "relu2", "hidden": 64},
+        topology={"kind": name.split()[0], **keys},
+    )
+    assert measure(config).depth == expected
+
+
+def test_every_topology_has_a_section_and_a_row():
+    from residua.model.choices import Topology
+
+    page = (DOCS / "topologies.md").read_text(encoding="utf-8")
+    kinds = [t.model_fields["kind"].default for t in Topology.__args__[0].__args__]
+    assert [k for k in kinds if not re.search(rf"^\| `{k}`", page, re.M)] == []
+    assert [k for k in kinds if not re.search(rf"^## .*\b{k}\b", page, re.M)] == []
+
+
+def test_recorded_taps_are_the_documented_ones():
+    from residua.model import taps
+
+    config = residua.ModelConfig.preset("tiny-exo").override(["topology=multi_gate"])
+    with taps.record() as seen, torch.no_grad():
+        residua.build(config)(torch.zeros(1, 4, dtype=torch.long))
+    page = (DOCS / "taps.md").read_text(encoding="utf-8")
+    names = {re.sub(r"\.\d+\.", ".l." if n.startswith("attention") else ".k.", n) for n in seen}
+    assert names and all(f"`{n}`" in page for n in names)
