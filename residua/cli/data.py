@@ -1,0 +1,142 @@
+"""`residua data`: text to datasets."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from residua.data import Corpus
+
+app = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="Prepare text for training: tokenizers, and datasets of memory-mapped tokens.",
+)
+
+Sources = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="SOURCE",
+        show_default=False,
+        help="Files, folders, or a Hugging Face dataset (org/name or org/name:config). "
+        "None: the standard library of this Python.",
+    ),
+]
+Field = Annotated[str, typer.Option(help="The field that holds the text in JSONL, parquet and datasets.")]
+Limit = Annotated[
+    int | None,
+    typer.Option("--max-bytes", show_default=False, help="Read only so many bytes of text."),
+]
+
+
+def _corpus(
+    sources: list[str] | None, field: str, validation: str | None, holdout: float | None, limit: int | None
+) -> Corpus:
+    from residua.data import DataError, open_corpus, standard_library
+
+    if sources:
+        share = 0.01 if holdout is None else holdout
+        return open_corpus(sources, field=field, validation=validation, holdout=share, limit=limit)
+    if validation is not None or holdout is not None or limit is not None:
+        raise DataError("--validation, --holdout and --max-bytes need a SOURCE: the built-in corpus has its own split")
+    return standard_library()
+
+
+@app.command()
+def prepare(
+    out: Annotated[Path, typer.Option(help="Folder to make; one with other content is refused.")],
+    sources: Sources = None,
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(
+            show_default="bpe:8192, or bpe:1024 without SOURCE",
+            help="bytes, bpe:N (trained on the text itself), a tokenizer.json, or a folder with one "
+            "or with GPT-2's vocab.json and merges.txt.",
+        ),
+    ] = None,
+    validation: Annotated[
+        str | None,
+        typer.Option(metavar="SOURCE", show_default="held out of SOURCE", help="Text for the validation split."),
+    ] = None,
+    holdout: Annotated[
+        float | None,
+        typer.Option(show_default="0.01", help="Share of documents held out for validation, 0 for none."),
+    ] = None,
+    field: Field = "text",
+    limit: Limit = None,
+    workers: Annotated[int | None, typer.Option(show_default="all cores", help="Threads that tokenise.")] = None,
+    shard_tokens: Annotated[int, typer.Option(help="Tokens in one shard file.")] = 100_000_000,
+) -> None:
+    """Tokenise text into a folder for `residua train --data`.
+
+    \b
+    residua data prepare book.txt --out data/book
+    residua data prepare corpus/ --out data/corpus --tokenizer gpt2/ --holdout 0.005
+    residua data prepare train.jsonl.xz --validation val.jsonl.xz --out data/wiki
+    residua data prepare org/name:config --max-bytes 2000000000 --out data/web
+    """
+    from residua import data
+
+    corpus = _corpus(sources, field, validation, holdout, limit)
+    chosen = tokenizer or ("bpe:8192" if sources else "bpe:1024")
+    data.prepare(corpus, out, chosen, workers=workers, shard_tokens=shard_tokens, progress=True)
+    info(out, sample=0)
+    typer.echo(f"\nnext: residua train tiny --data {out} --out runs/first")
+
+
+@app.command()
+def tokenizer(
+    out: Annotated[Path, typer.Option(help="The tokenizer.json to write; an existing file is refused.")],
+    vocab_size: Annotated[int, typer.Option(help="Entries, the 256 bytes and the end of text included.")],
+    sources: Sources = None,
+    field: Field = "text",
+    limit: Limit = None,
+) -> None:
+    """Train a byte-level BPE tokenizer on text.
+
+    \b
+    residua data tokenizer corpus/ --vocab-size 16384 --out tokenizer.json
+    """
+    from residua.data import DataError, train_tokenizer
+    from residua.data.pipeline import progress_bar
+
+    if out.exists():
+        raise DataError(f"{out} exists: delete it or name another --out")
+    if not out.parent.is_dir():
+        raise DataError(f"the folder {out.parent} for --out does not exist: make it first")
+    corpus = _corpus(sources, field, None, 0.0 if sources else None, limit)
+    with progress_bar(True) as bar:
+        trained = train_tokenizer(corpus, vocab_size, bar)
+    trained.save(out)
+    typer.echo(f"{out}: {trained.vocab_size:,} entries, sha256 {trained.hash}")
+    if trained.vocab_size < vocab_size:
+        typer.echo(f"fewer than the {vocab_size:,} asked for: the text has no more pairs to merge")
+    typer.echo(f"\nnext: residua data prepare {' '.join(corpus.names if sources else ())} --tokenizer {out} --out DIR")
+
+
+@app.command()
+def info(
+    dataset: Annotated[Path, typer.Argument(metavar="DIR", help="A folder made by `residua data prepare`.")],
+    sample: Annotated[int, typer.Option(help="Tokens of each split to show as text.")] = 120,
+) -> None:
+    """Check a dataset and show what is in it.
+
+    \b
+    residua data info data/corpus
+    """
+    from residua.data import Dataset
+
+    opened = Dataset.open(dataset)
+    typer.echo(f"{dataset}: vocabulary {opened.vocab_size:,}, tokenizer {opened.tokenizer_hash[:12]}")
+    for name, split in opened.splits.items():
+        typer.echo(
+            f"  {name:<10} {split.tokens:>14,} tokens  {split.documents:>10,} documents  "
+            f"{opened.bytes_per_token(name):.2f} bytes/token  {len(split.shards)} shard(s)"
+        )
+    for name, split in opened.splits.items():
+        if sample > 0:
+            text = opened.tokenizer.decode(split.read(0, min(sample, split.tokens)))
+            typer.echo(f"\n{name} begins:\n{text}")

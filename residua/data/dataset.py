@@ -1,0 +1,189 @@
+"""A prepared dataset: `dataset.json`, `tokenizer.json` and the shards of each split, all checked when opened."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from residua.data.corpus import TRAIN, VALIDATION
+from residua.data.errors import DataError
+from residua.data.readers import reason
+from residua.data.shards import Shard
+from residua.data.tokenizer import Tokenizer, hash_of
+
+FORMAT = "residua-dataset"
+FORMAT_VERSION = 1
+DESCRIPTION = "dataset.json"
+TOKENIZER = "tokenizer.json"
+
+
+class Split:
+    """One split of a dataset as a single stream of tokens: the shards, end to end."""
+
+    def __init__(self, name: str, bytes: int, shards: list[Shard], tokenizer_hash: str) -> None:
+        self.name = name
+        self.bytes = bytes
+        self.shards = shards
+        self.tokenizer_hash = tokenizer_hash
+        self.tokens: int = sum(shard.tokens for shard in shards)
+        self.documents: int = sum(shard.documents for shard in shards)
+        self._first = np.cumsum([0, *(shard.tokens for shard in shards)])
+
+    def read(self, start: int, count: int) -> np.ndarray:
+        """Tokens `start` to `start + count` of the stream, int64 [count]."""
+        pieces = [shard.ids[low:high] for shard, low, high, _ in self._overlap(start, start + count)]
+        return np.concatenate(pieces).astype(np.int64)
+
+    def document_starts(self, start: int, stop: int) -> np.ndarray:
+        """Positions in the stream, from `start` up to but without `stop`, at which a document begins."""
+        found = [np.empty(0, np.int64)]
+        for shard, low, high, first in self._overlap(start, stop):
+            inside = slice(*np.searchsorted(shard.starts, [low, high]))
+            found.append(shard.starts[inside].astype(np.int64) + first)
+        return np.concatenate(found)
+
+    def counts(self, vocab_size: int) -> np.ndarray:
+        """How often each token occurs, int64 [vocab_size]."""
+        total = np.zeros(vocab_size, np.int64)
+        chunk = 1 << 24
+        for start in range(0, self.tokens, chunk):
+            ids = self.read(start, min(chunk, self.tokens - start))
+            total += np.bincount(ids, minlength=vocab_size)
+        return total
+
+    def _overlap(self, start: int, stop: int) -> Iterator[tuple[Shard, int, int, int]]:
+        assert 0 <= start <= stop <= self.tokens, (start, stop, self.tokens)
+        index = int(np.searchsorted(self._first, start, side="right")) - 1
+        while index < len(self.shards) and self._first[index] < stop:
+            shard, first = self.shards[index], int(self._first[index])
+            yield shard, max(0, start - first), min(shard.tokens, stop - first), first
+            index += 1
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """A folder made by `prepare`. `description` is the content of its `dataset.json`."""
+
+    path: Path
+    description: dict[str, Any]
+    splits: dict[str, Split]
+
+    @classmethod
+    def open(cls, path: str | Path) -> Dataset:
+        """Open a dataset; whatever is wrong with it raises `DataError` here, before any training."""
+        path = Path(path)
+        description = read_description(path)
+        tokenizer_hash = description["tokenizer_hash"]
+        try:
+            stored = hash_of((path / TOKENIZER).read_text("utf-8"))
+        except (OSError, ValueError) as error:
+            raise DataError(f"cannot read {path / TOKENIZER}: {reason(error)}") from error
+        if stored != tokenizer_hash:
+            raise _mismatch(path / TOKENIZER, stored, "the dataset", tokenizer_hash)
+        try:
+            splits = {name: _open_split(path, name, description) for name in description["splits"]}
+        except (KeyError, TypeError) as error:
+            raise DataError(f"{path / DESCRIPTION} is damaged ({reason(error)}): prepare the data again") from error
+        return cls(path, description, splits)
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids: one more than the largest id of the tokenizer."""
+        return self.description["vocab_size"]
+
+    @property
+    def tokenizer_hash(self) -> str:
+        """SHA-256 that names the tokenizer."""
+        return self.description["tokenizer_hash"]
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer that made the dataset."""
+        return Tokenizer.load(self.path / TOKENIZER)
+
+    def split(self, name: str) -> Split:
+        """The split of that name, `train` or `validation`."""
+        if name not in self.splits:
+            raise DataError(f"the dataset {self.path} has no split {name!r}, only {', '.join(self.splits)}")
+        return self.splits[name]
+
+    def bytes_per_token(self, split: str) -> float:
+        """UTF-8 bytes of text per token, end-of-text tokens counted: bits per byte = nats / (ln 2 · this)."""
+        chosen = self.split(split)
+        return chosen.bytes / chosen.tokens
+
+    def require_tokenizer(self, tokenizer_hash: str, owner: str) -> None:
+        """Raise `DataError` unless the dataset was made with the tokenizer that `owner`, say a checkpoint, used."""
+        if self.tokenizer_hash != tokenizer_hash:
+            raise _mismatch(self.path, self.tokenizer_hash, owner, tokenizer_hash)
+
+
+def unigram_entropy(dataset: Dataset, *, fit: str = TRAIN, evaluate: str = VALIDATION) -> float:
+    """Nats per token of the model that knows only how often tokens occur.
+
+    H = −Σ_v q(v) ln p(v), with p(v) = (n_fit(v) + 1) / (N_fit + V) and q the frequencies in `evaluate`. A model
+    whose validation loss is well below it has learned something about order.
+    """
+    fitted = dataset.split(fit).counts(dataset.vocab_size) + 1
+    evaluated = dataset.split(evaluate).counts(dataset.vocab_size)
+    log_p = np.log(fitted) - math.log(fitted.sum())
+    return float(-(evaluated * log_p).sum() / evaluated.sum())
+
+
+def read_description(path: Path) -> dict[str, Any]:
+    """The content of `dataset.json` in a folder, its format and version checked."""
+    file = path / DESCRIPTION
+    if not file.exists():
+        raise DataError(
+            f"{path} is not a prepared dataset (it has no {DESCRIPTION}): make one with residua data prepare"
+        )
+    try:
+        description = json.loads(file.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"cannot read {file}: {reason(error)}") from error
+    if not isinstance(description, dict) or description.get("format") != FORMAT:
+        raise DataError(f"{file} does not describe a dataset of Residua")
+    if description.get("version") != FORMAT_VERSION:
+        version = description.get("version")
+        raise DataError(f"{file} has version {version}, this Residua reads {FORMAT_VERSION}: prepare the data again")
+    if lacking := {"tokenizer_hash", "vocab_size", "dtype", "splits"} - description.keys():
+        raise DataError(f"{file} lacks {', '.join(sorted(lacking))}: prepare the data again")
+    return description
+
+
+def _open_split(path: Path, name: str, description: dict[str, Any]) -> Split:
+    about = description["splits"][name]
+    shards = [Shard(path / file) for file in about["shards"]]
+    for shard in shards:
+        _check(shard, description)
+    split = Split(name, about["bytes"], shards, description["tokenizer_hash"])
+    if (split.tokens, split.documents) != (about["tokens"], about["documents"]):
+        raise DataError(
+            f"the {name} shards in {path} hold {split.tokens} tokens in {split.documents} documents, {DESCRIPTION} "
+            f"says {about['tokens']} in {about['documents']}: prepare the data again"
+        )
+    return split
+
+
+def _check(shard: Shard, description: dict[str, Any]) -> None:
+    if shard.dtype.name != description["dtype"]:
+        raise DataError(f"shard {shard.path} holds {shard.dtype.name}, {DESCRIPTION} says {description['dtype']}")
+    if shard.tokenizer_hash != description["tokenizer_hash"]:
+        raise _mismatch(shard.path, shard.tokenizer_hash, "the dataset", description["tokenizer_hash"])
+    if shard.largest >= description["vocab_size"]:
+        size = description["vocab_size"]
+        raise DataError(f"shard {shard.path} holds token {shard.largest}, outside the vocabulary of {size}")
+
+
+def _mismatch(path: Path, found: str, owner: str, expected: str) -> DataError:
+    return DataError(
+        f"{path} belongs to the tokenizer {found[:12]}…, but {owner} uses {expected[:12]}…: "
+        "prepare the data with the same tokenizer"
+    )

@@ -1,0 +1,220 @@
+"""Batches of token windows: shuffled and endless for training, fixed and in order for validation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from queue import Empty, Queue
+from threading import Event, Thread
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from residua.data.dataset import Split
+from residua.data.errors import DataError
+from residua.data.order import Cursor, Order
+
+if TYPE_CHECKING:
+    import torch
+
+IGNORED = -100
+
+
+@dataclass(frozen=True)
+class Batch:
+    """`tokens`, `targets` [B, T] int64; `segments` [B, T] int64 or None: which document a token belongs to.
+
+    `targets[b, t]` is the token after `tokens[b, t]`. With segments, ids count from 0 in each row and rise where a
+    document begins, and the target at an end-of-text token is -100: the first word of an unrelated document is
+    not asked for. Predicting the end-of-text token itself stays in the loss.
+    """
+
+    tokens: torch.Tensor
+    targets: torch.Tensor
+    segments: torch.Tensor | None = None
+
+    def to(self, device: torch.device | str) -> Batch:
+        """The batch on a device."""
+        segments = None if self.segments is None else self.segments.to(device, non_blocking=True)
+        return Batch(self.tokens.to(device, non_blocking=True), self.targets.to(device, non_blocking=True), segments)
+
+
+class Loader:
+    """Endless training batches of one rank.
+
+    All ranks follow one global order of windows (see `Order`). A batch takes the next `batch · world` windows of it
+    and gives rank r those at r, r + world, …: the windows of a step are the same however they are divided into
+    ranks, batches and accumulation. `state_dict` names a place in the global order, so rank 0's serves all
+    ranks, also after a change of `batch` or `world`.
+
+    `prefetch` batches are made ahead by a thread (0: none); it starts with the first batch and ends with `close`.
+    """
+
+    def __init__(
+        self,
+        split: Split,
+        sequence: int,
+        batch: int,
+        seed: int = 0,
+        rank: int = 0,
+        world: int = 1,
+        segments: bool = False,
+        prefetch: int = 2,
+    ) -> None:
+        _check_size(split, sequence, batch)
+        if not 0 <= rank < world:
+            raise DataError(f"rank is {rank} of {world}: it must be at least 0 and below the number of ranks")
+        self.split, self.sequence, self.seed, self.prefetch = split, sequence, seed, prefetch
+        self._source = _Source(split, Order(split.tokens, sequence, seed), batch, rank, world, segments)
+        self._cursor = Cursor(0, 0)
+        self._ahead: _Ahead | None = None
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        if self.prefetch < 1:
+            batch, self._cursor = self._source.make(self._cursor)
+            return batch
+        if self._ahead is None:
+            self._ahead = _Ahead(self._source, self._cursor, self.prefetch)
+        try:
+            batch, self._cursor = self._ahead.next()
+        except BaseException:
+            self.close()
+            raise
+        return batch
+
+    @property
+    def epoch(self) -> float:
+        """How often the split has been gone through, fraction included."""
+        return self._cursor.epoch + self._cursor.position / self._source.order.windows(self._cursor.epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place behind the last batch handed out, as plain JSON; batches made ahead do not count."""
+        return {**self._identity(), "epoch": self._cursor.epoch, "position": self._cursor.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to a place saved by `state_dict`: the next batch is the one that would have come then."""
+        for name, here in self._identity().items():
+            if state.get(name) != here:
+                raise DataError(f"the saved data position has {name} = {state.get(name)}, this run has {here}")
+        self.close()
+        self._cursor = Cursor(int(state["epoch"]), int(state["position"]))
+
+    def close(self) -> None:
+        """End the thread that works ahead; going on afterwards starts another at the right place."""
+        if self._ahead is not None:
+            self._ahead.stop()
+            self._ahead = None
+
+    def __del__(self) -> None:
+        if getattr(self, "_ahead", None) is not None:
+            self.close()
+
+    def _identity(self) -> dict[str, Any]:
+        """What the meaning of a place in the order depends on."""
+        split = self.split
+        tokenizer = split.tokenizer_hash
+        return {"seed": self.seed, "sequence": self.sequence, "tokens": split.tokens, "tokenizer_hash": tokenizer}
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Makes the batch at a cursor; knows nothing of threads."""
+
+    split: Split
+    order: Order
+    batch: int
+    rank: int
+    world: int
+    segments: bool
+
+    def make(self, cursor: Cursor) -> tuple[Batch, Cursor]:
+        starts, after = self.order.take(cursor, self.batch * self.world)
+        return _windows(self.split, starts[self.rank :: self.world], self.order.sequence, self.segments), after
+
+
+class _Ahead:
+    """A thread that keeps a short queue of batches filled. It holds no reference to the loader it serves."""
+
+    def __init__(self, source: _Source, cursor: Cursor, depth: int) -> None:
+        self.queue: Queue[tuple[Batch, Cursor] | BaseException] = Queue(depth)
+        self.stopped = Event()
+        arguments = (source, cursor, self.queue, self.stopped)
+        self.thread = Thread(target=_fill, args=arguments, name="residua-loader", daemon=True)
+        self.thread.start()
+
+    def next(self) -> tuple[Batch, Cursor]:
+        item = self.queue.get()
+        if isinstance(item, BaseException):
+            raise item
+        return item
+
+    def stop(self) -> None:
+        self.stopped.set()
+        while self.thread.is_alive():
+            try:
+                self.queue.get_nowait()  # a full queue may be what the thread waits for
+            except Empty:
+                self.thread.join(timeout=0.01)
+
+
+def _fill(source: _Source, cursor: Cursor, queue: Queue[Any], stopped: Event) -> None:
+    while not stopped.is_set():
+        try:
+            made = source.make(cursor)
+        except BaseException as error:  # raised where the batch is asked for
+            queue.put(error)
+            return
+        queue.put(made)
+        cursor = made[1]
+
+
+def validation_batches(
+    split: Split,
+    sequence: int,
+    batch: int,
+    limit_tokens: int | None = None,
+    segments: bool = False,
+) -> Iterator[Batch]:
+    """The windows of a split in order from its first token, the same each time, of `limit_tokens` at most.
+
+    All batches are whole, so that the mean over batches is the mean over tokens; a split (or limit) too small for
+    one whole batch gives one smaller batch.
+    """
+    _check_size(split, sequence, batch)
+    windows = (split.tokens - 1) // sequence
+    if limit_tokens is not None:
+        windows = min(windows, max(1, limit_tokens // sequence))
+    whole = max(windows // batch * batch, min(windows, batch))
+    for first in range(0, whole, batch):
+        starts = np.arange(first, min(first + batch, whole)) * sequence
+        yield _windows(split, starts, sequence, segments)
+
+
+def _check_size(split: Split, sequence: int, batch: int) -> None:
+    if sequence < 1 or batch < 1:
+        raise DataError(f"sequence is {sequence} and batch is {batch}: both must be at least 1")
+    if split.tokens <= sequence:
+        raise DataError(
+            f"the {split.name} split holds {split.tokens} tokens, too few for a sequence of {sequence} and its "
+            "targets: shorten the sequence or prepare more text"
+        )
+
+
+def _windows(split: Split, starts: np.ndarray, sequence: int, segments: bool) -> Batch:
+    """The windows that begin at `starts` [B], as a batch."""
+    import torch  # 1.4 s that `residua data` does not need
+
+    ids = np.stack([split.read(start, sequence + 1) for start in starts])
+    tokens, targets = ids[:, :-1].copy(), ids[:, 1:].copy()
+    if not segments:
+        return Batch(torch.from_numpy(tokens), torch.from_numpy(targets))
+    begins = np.zeros(ids.shape, np.int64)
+    for row, start in enumerate(starts):
+        begins[row, split.document_starts(start, start + sequence + 1) - start] = 1
+    begins[:, 0] = 0
+    targets[begins[:, 1:] == 1] = IGNORED
+    number = begins[:, :-1].cumsum(axis=1)
+    return Batch(torch.from_numpy(tokens), torch.from_numpy(targets), torch.from_numpy(number))

@@ -1,0 +1,244 @@
+"""From a corpus to a dataset folder: tokenise in threads, write shards, publish the folder in one rename."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+from residua.data.corpus import TRAIN, VALIDATION, Corpus
+from residua.data.dataset import DESCRIPTION, FORMAT, FORMAT_VERSION, TOKENIZER, Dataset, read_description
+from residua.data.encode import available_cores, encode_documents
+from residua.data.errors import DataError
+from residua.data.readers import reason
+from residua.data.shards import ShardWriter, dtype_for
+from residua.data.tokenizer import Tokenizer
+
+SHARD_TOKENS = 100_000_000
+# More text than this changes a BPE vocabulary hardly at all and costs memory and time.
+TOKENIZER_SAMPLE_BYTES = 64_000_000
+BPE = "bpe:"
+
+
+def prepare(
+    corpus: Corpus,
+    out: str | Path,
+    tokenizer: str | Tokenizer = "bpe:8192",
+    *,
+    workers: int | None = None,
+    shard_tokens: int = SHARD_TOKENS,
+    progress: bool = False,
+) -> Dataset:
+    """Tokenise `corpus` into the folder `out` and open it.
+
+    `tokenizer` is one, or `bytes`, `bpe:N` (trained on the corpus itself), or the path of one. The result does not
+    depend on `workers`. A folder that already holds this very dataset is opened as it is; any other content is
+    refused.
+    """
+    out = Path(out)
+    for name, value in {"workers": workers, "shard_tokens": shard_tokens}.items():
+        if value is not None and value < 1:
+            raise DataError(f"{name} is {value}: it must be at least 1")
+    ready = resolve_tokenizer(tokenizer)
+    recipe = {
+        "sources": list(corpus.names),
+        "fingerprint": corpus.fingerprint,
+        "tokenizer": tokenizer_identity(ready),
+        "shard_tokens": shard_tokens,
+    }
+    if (existing := _same_dataset(out, recipe)) is not None:
+        return existing
+    with _partial_folder(out) as folder, progress_bar(progress) as bar:
+        chosen = train_tokenizer(corpus, _size_of(ready), bar) if isinstance(ready, str) else ready
+        splits = _write_shards(corpus, chosen, folder, workers or available_cores(), shard_tokens, bar)
+        _check_splits(corpus, splits)
+        chosen.save(folder / TOKENIZER)
+        _describe(folder, chosen, splits, recipe)
+        _publish(folder, out, recipe)
+    return Dataset.open(out)
+
+
+def resolve_tokenizer(tokenizer: str | Tokenizer) -> str | Tokenizer:
+    """The tokenizer that a name or path stands for; `bpe:N` stays as it is, for it has to be trained first."""
+    if isinstance(tokenizer, Tokenizer):
+        return tokenizer
+    if tokenizer.startswith(BPE):
+        _size_of(tokenizer)
+        return tokenizer
+    return Tokenizer.bytes() if tokenizer == "bytes" else Tokenizer.load(tokenizer)
+
+
+def tokenizer_identity(resolved: str | Tokenizer) -> str:
+    """What tells a resolved tokenizer from others: its hash, or `bpe:N` while it is not trained yet."""
+    return resolved if isinstance(resolved, str) else resolved.hash
+
+
+def train_tokenizer(corpus: Corpus, vocab_size: int, bar: Progress) -> Tokenizer:
+    """Train a byte-level BPE on up to 64 MB of the corpus's training text, with a task on the progress bar."""
+    task = bar.add_task("training the tokenizer", total=None, note="")
+    trained = Tokenizer.train(corpus.sample(TOKENIZER_SAMPLE_BYTES), vocab_size)
+    bar.update(task, total=1, completed=1, note=f"{trained.vocab_size:,} entries")
+    return trained
+
+
+def _size_of(spec: str) -> int:
+    """N of `bpe:N`."""
+    digits = spec.removeprefix(BPE)
+    if not digits.isdecimal():
+        raise DataError(f"tokenizer {spec!r}: write the vocabulary size after the colon, as in bpe:8192")
+    return int(digits)
+
+
+class SplitWriter:
+    """The shards of one split, a new one begun when the last is full."""
+
+    def __init__(self, folder: Path, name: str, tokenizer: Tokenizer, tokenizer_hash: str, shard_tokens: int) -> None:
+        self.folder, self.name, self.shard_tokens = folder, name, shard_tokens
+        self.dtype, self.tokenizer_hash = dtype_for(tokenizer.vocab_size), tokenizer_hash
+        self.shard: ShardWriter | None = None
+        self.files: list[str] = []
+        self.tokens = self.documents = self.bytes = 0
+
+    def add(self, ids: np.ndarray, text_bytes: int) -> None:
+        """Append one document."""
+        if self.shard is None:
+            self.files.append(f"{self.name}-{len(self.files):05d}.bin")
+            self.shard = ShardWriter(self.folder / self.files[-1], self.dtype, self.tokenizer_hash)
+        self.shard.add(ids)
+        self.tokens += len(ids)
+        self.documents += 1
+        self.bytes += text_bytes
+        if self.shard.tokens >= self.shard_tokens:
+            self.finish()
+
+    def finish(self) -> None:
+        """Complete the shard under way, if there is one."""
+        if self.shard is not None:
+            self.shard.finish()
+            self.shard = None
+
+    def abandon(self) -> None:
+        """Let go of a shard that was not finished; on a full disk even closing it fails."""
+        if self.shard is not None:
+            with suppress(OSError):
+                self.shard.file.close()
+
+
+def _write_shards(
+    corpus: Corpus,
+    tokenizer: Tokenizer,
+    folder: Path,
+    workers: int,
+    shard_tokens: int,
+    bar: Progress,
+) -> dict[str, SplitWriter]:
+    name = tokenizer.hash
+    splits = {split: SplitWriter(folder, split, tokenizer, name, shard_tokens) for split in (TRAIN, VALIDATION)}
+    task = bar.add_task("tokenising", total=corpus.size, note="")
+    try:
+        for document, ids in encode_documents(corpus.documents(), tokenizer, workers):
+            splits[document.split].add(ids, document.bytes)
+            written = sum(split.tokens for split in splits.values())
+            bar.update(task, completed=document.position, note=f"{written:,} tokens")
+        for split in splits.values():
+            split.finish()
+    finally:
+        for split in splits.values():
+            split.abandon()
+    bar.update(task, completed=corpus.size)
+    return splits
+
+
+def _check_splits(corpus: Corpus, splits: dict[str, SplitWriter]) -> None:
+    source = ", ".join(corpus.names[:3]) + (", …" if len(corpus.names) > 3 else "")
+    if not splits[TRAIN].documents:
+        if splits[VALIDATION].documents == 1 and corpus.holdout:
+            raise DataError(f"{source} holds a single document: give --validation FILE, or --holdout 0 for none")
+        raise DataError(f"there is no text to train on in {source}")
+    wanted = corpus.holdout > 0 or any(part.split == VALIDATION for part in corpus.parts)
+    if wanted and not splits[VALIDATION].documents:
+        raise DataError("there is no text in the source given for validation")
+
+
+def _describe(folder: Path, tokenizer: Tokenizer, splits: dict[str, SplitWriter], recipe: dict[str, Any]) -> None:
+    description = {
+        "format": FORMAT,
+        "version": FORMAT_VERSION,
+        "tokenizer_hash": tokenizer.hash,
+        "vocab_size": tokenizer.vocab_size,
+        "end_of_text": tokenizer.end_of_text,
+        "dtype": dtype_for(tokenizer.vocab_size).name,
+        "splits": {
+            name: {"tokens": split.tokens, "documents": split.documents, "bytes": split.bytes, "shards": split.files}
+            for name, split in splits.items()
+            if split.documents
+        },
+        "recipe": recipe,
+    }
+    with (folder / DESCRIPTION).open("w", encoding="utf-8") as file:
+        file.write(json.dumps(description, indent=2) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _same_dataset(out: Path, recipe: dict[str, Any]) -> Dataset | None:
+    """The dataset in `out` if it was made by the same recipe, None if there is nothing there yet."""
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        return None
+    if out.is_dir() and (out / DESCRIPTION).exists() and read_description(out).get("recipe") == recipe:
+        return Dataset.open(out)
+    raise DataError(
+        f"{out} already holds something made from other sources or settings: delete it or name another --out"
+    )
+
+
+@contextmanager
+def _partial_folder(out: Path) -> Iterator[Path]:
+    """A folder beside `out` to work in; whatever ends the work, it is gone afterwards."""
+    folder = out.with_name(f"{out.name}.partial-{os.getpid()}-{secrets.token_hex(3)}")
+    try:
+        folder.mkdir(parents=True)
+        yield folder
+    except OSError as error:  # the readers turn their own into DataError: what is left is the disk we write to
+        raise DataError(f"cannot write {out}: {reason(error)}; nothing was kept") from error
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _publish(folder: Path, out: Path, recipe: dict[str, Any]) -> None:
+    try:
+        folder.rename(out)
+    except OSError as error:
+        # Another process was faster: its dataset serves, or is refused, like one found at the start.
+        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY) or _same_dataset(out, recipe) is None:
+            raise
+    with suppress(OSError):  # not every system lets a folder be synced
+        descriptor = os.open(out.parent, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def progress_bar(show: bool) -> Progress:
+    """The bar of this package's long jobs, on stderr."""
+    return Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TextColumn("{task.fields[note]}"),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        disable=not show,
+    )

@@ -1,0 +1,173 @@
+"""Documents out of files and streamed datasets.
+
+Every reader yields `(text, position)`: one document and how many bytes of the source have been read so far,
+from which a progress bar knows where it stands.
+"""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import json
+import lzma
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from residua.data.errors import DataError
+
+Documents = Iterator[tuple[str, int]]
+
+SEPARATOR = "<|endoftext|>"
+# A book in one file would otherwise be one document: nothing to hold out, and all of it in memory at once.
+DOCUMENT_CHARACTERS = 65_536
+
+LINES_OF_JSON = (".jsonl", ".ndjson", ".json")
+PARQUET = (".parquet",)
+PLAIN = (".txt", ".text", ".md", ".rst", ".py", ".tex", ".org", ".adoc")
+# A `.json` found in a folder is far more often a setting than a corpus; named outright it is read as JSON lines.
+FOUND_IN_FOLDERS = {*LINES_OF_JSON, *PARQUET, *PLAIN} - {".json"}
+
+
+def split_suffix(path: Path) -> tuple[str, str]:
+    """Format and compression of a file by its name: `a.jsonl.xz` is `(".jsonl", ".xz")`."""
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    compression = suffixes.pop() if suffixes and suffixes[-1] in DECOMPRESSORS else ""
+    return (suffixes[-1] if suffixes else ""), compression
+
+
+def files_in(folder: Path) -> list[Path]:
+    """Files below `folder` that hold text by their suffix, sorted; hidden files and folders are left out."""
+    found = []
+    for path in folder.rglob("*"):
+        hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
+        if not hidden and split_suffix(path)[0] in FOUND_IN_FOLDERS and path.is_file():
+            found.append(path)
+    return sorted(found)
+
+
+def read_file(path: Path, field: str) -> Documents:
+    """Documents of one file, its format chosen by suffix; an unknown suffix is read as plain text."""
+    kind, compression = split_suffix(path)
+    try:
+        if kind in PARQUET:
+            yield from _parquet(path, field)
+            return
+        with path.open("rb") as raw:
+            stream = DECOMPRESSORS[compression](raw) if compression else raw
+            lines = io.TextIOWrapper(stream, encoding="utf-8-sig")
+            texts = _json_lines(lines, path, field) if kind in LINES_OF_JSON else plain_documents(lines)
+            for text in texts:
+                yield text, raw.tell()
+    except DataError:
+        raise
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8 text ({error.reason}): convert it or leave it out") from error
+    except Exception as error:  # each codec has error classes of its own; whichever it is, the file is at fault
+        raise DataError(f"cannot read {path}: {reason(error)}") from error
+
+
+def plain_documents(lines: Iterable[str]) -> Iterator[str]:
+    """Cut plain text into documents.
+
+    A document ends at `<|endoftext|>`; one longer than `DOCUMENT_CHARACTERS` ends at the next blank line, or at
+    twice that length at the next line end.
+    """
+    held: list[str] = []
+    size = 0
+    for line in lines:
+        *ended, rest = line.split(SEPARATOR)
+        for end in ended:
+            yield "".join([*held, end])
+            held, size = [], 0
+        held.append(rest)
+        size += len(rest)
+        if size >= DOCUMENT_CHARACTERS and (not rest.strip() or size >= 2 * DOCUMENT_CHARACTERS):
+            yield "".join(held)
+            held, size = [], 0
+    yield "".join(held)
+
+
+def _json_lines(lines: Iterable[str], path: Path, field: str) -> Iterator[str]:
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise DataError(f"{path} line {number} is not JSON ({error.msg}): expected one object per line") from None
+        yield _text_of(record, field, f"{path} line {number}")
+
+
+def _text_of(record: Any, field: str, where: str) -> str:
+    if not isinstance(record, dict):
+        raise DataError(f"{where} holds {type(record).__name__}, not an object with the field {field!r}")
+    if field not in record:
+        raise _no_field(where, field, record)
+    text = record[field]
+    if not isinstance(text, str):
+        raise DataError(f"{where}: field {field!r} holds {type(text).__name__}, not text")
+    return text
+
+
+def _no_field(where: str, field: str, present: Iterable[str]) -> DataError:
+    return DataError(f"{where} has no field {field!r}: name one of {', '.join(present)} with --field")
+
+
+def _parquet(path: Path, field: str) -> Documents:
+    try:
+        from pyarrow import parquet
+    except ImportError:
+        raise missing("pyarrow", f"reading {path}") from None
+    file = parquet.ParquetFile(path)
+    if field not in file.schema_arrow.names:
+        raise _no_field(str(path), field, file.schema_arrow.names)
+    size, rows, seen = path.stat().st_size, max(1, file.metadata.num_rows), 0
+    for batch in file.iter_batches(batch_size=256, columns=[field]):
+        for text in batch.column(0).to_pylist():
+            seen += 1
+            yield _text_of({field: text}, field, f"{path} row {seen}"), size * seen // rows
+
+
+def read_hub(name: str, config: str | None, field: str) -> Documents:
+    """Documents of the train split of a Hugging Face dataset, streamed."""
+    try:
+        from datasets import load_dataset
+    except ImportError:
+        raise missing("datasets", f"{name!r} is no file or folder here; reading it from Hugging Face") from None
+    try:
+        for row in load_dataset(name, config, split="train", streaming=True):
+            yield _text_of(row, field, f"dataset {name!r}"), 0
+    except DataError:
+        raise
+    except Exception as error:  # network, authentication, name, config: the library has dozens of classes
+        raise DataError(f"cannot stream the dataset {name!r}: {reason(error)}") from error
+
+
+def missing(package: str, purpose: str) -> DataError:
+    """The error for an optional package that is not installed."""
+    return DataError(f"{purpose} needs the package {package}: pip install 'residua[data]'")
+
+
+def reason(error: BaseException) -> str:
+    """The first line of an error, or its class where it says nothing."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def _zst(raw: IO[bytes]) -> IO[bytes]:
+    try:
+        import zstandard
+    except ImportError:
+        raise missing("zstandard", f"reading {raw.name}") from None
+    return zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True, closefd=False)
+
+
+DECOMPRESSORS: dict[str, Callable[[IO[bytes]], Any]] = {
+    ".gz": lambda raw: gzip.GzipFile(fileobj=raw),
+    ".xz": lzma.LZMAFile,
+    ".bz2": bz2.BZ2File,
+    ".zst": _zst,
+}

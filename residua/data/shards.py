@@ -1,0 +1,115 @@
+"""A shard: a file of token ids that is memory-mapped, with a header that is checked before anything is read.
+
+    bytes 0..127   header, little-endian: magic (8 bytes), version u32, bytes per token u32, tokens u64,
+                   documents u64, largest token id u64, SHA-256 of the tokenizer (32 bytes), CRC-32 of all these
+                   u32, zeros
+    then           the token ids, u16 or u32; each document ends with the end-of-text token
+    then           zeros up to a multiple of 8, and the first token of each document, u64 each, ascending from 0
+
+Documents are never cut by the end of a shard.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from residua.data.errors import DataError
+
+MAGIC = b"RESIDUA\0"
+VERSION = 1
+HEADER_BYTES = 128
+FIELDS = struct.Struct("<8sIIQQQ32s")
+CHECKSUM = struct.Struct("<I")
+DTYPES: dict[int, Any] = {2: np.dtype("<u2"), 4: np.dtype("<u4")}
+START = np.dtype("<u8")
+
+
+def dtype_for(vocab_size: int) -> np.dtype:
+    """The smallest dtype that holds every id of a vocabulary."""
+    return DTYPES[2] if vocab_size <= 1 << 16 else DTYPES[4]
+
+
+def _table_offset(tokens: int, itemsize: int) -> int:
+    return HEADER_BYTES + (tokens * itemsize + 7) // 8 * 8
+
+
+class ShardWriter:
+    """Write documents one after the other; the header comes last, so an unfinished shard does not open."""
+
+    def __init__(self, path: Path, dtype: np.dtype, tokenizer_hash: str) -> None:
+        self.path, self.dtype, self.tokenizer_hash = path, dtype, tokenizer_hash
+        self.tokens = 0
+        self.largest = 0
+        self.starts: list[int] = []
+        self.file = path.open("wb")
+        self.file.write(bytes(HEADER_BYTES))
+
+    def add(self, ids: np.ndarray) -> None:
+        """Append one document, its end-of-text token included."""
+        self.starts.append(self.tokens)
+        self.file.write(ids.astype(self.dtype, copy=False).tobytes())
+        self.tokens += len(ids)
+        self.largest = max(self.largest, int(ids.max()))
+
+    def finish(self) -> None:
+        """Write the document table and the header, and see them on disk."""
+        table = _table_offset(self.tokens, self.dtype.itemsize)
+        self.file.write(bytes(table - self.file.tell()))
+        self.file.write(np.array(self.starts, dtype=START).tobytes())
+        self.file.seek(0)
+        fields = FIELDS.pack(
+            MAGIC,
+            VERSION,
+            self.dtype.itemsize,
+            self.tokens,
+            len(self.starts),
+            self.largest,
+            bytes.fromhex(self.tokenizer_hash),
+        )
+        self.file.write(fields + CHECKSUM.pack(zlib.crc32(fields)))
+        self.file.flush()
+        os.fsync(self.file.fileno())
+        self.file.close()
+
+
+class Shard:
+    """An open shard: `ids` [tokens] and `starts` [documents], both mapped, never loaded as a whole."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            with path.open("rb") as file:
+                header = file.read(HEADER_BYTES)
+                size = os.fstat(file.fileno()).st_size
+        except OSError as error:
+            raise DataError(f"cannot open the shard {path}: {error.strerror}") from error
+        itemsize, self.tokens, self.documents, self.largest, self.tokenizer_hash = _parse(path, header)
+        table = _table_offset(self.tokens, itemsize)
+        expected = table + self.documents * START.itemsize
+        if size != expected:
+            what = "is truncated" if size < expected else "is longer than its header says"
+            raise DataError(f"shard {path} {what}: {size} bytes instead of {expected}; prepare the dataset again")
+        self.path = path
+        self.dtype = DTYPES[itemsize]
+        self.ids = np.memmap(path, self.dtype, "r", HEADER_BYTES, (self.tokens,))
+        self.starts = np.memmap(path, START, "r", table, (self.documents,))
+
+
+def _parse(path: Path, header: bytes) -> tuple[int, int, int, int, str]:
+    if header[: len(MAGIC)] != MAGIC:
+        raise DataError(f"{path} is not a shard of Residua: it does not begin with {MAGIC!r}")
+    if len(header) < HEADER_BYTES:
+        raise DataError(f"shard {path} is truncated inside its header; prepare the dataset again")
+    _, version, itemsize, tokens, documents, largest, tokenizer = FIELDS.unpack_from(header)
+    if version != VERSION:
+        raise DataError(f"shard {path} has format version {version}, this Residua reads {VERSION}: prepare it again")
+    if CHECKSUM.unpack_from(header, FIELDS.size)[0] != zlib.crc32(header[: FIELDS.size]):
+        raise DataError(f"the header of shard {path} is damaged (its checksum differs); prepare the dataset again")
+    if itemsize not in DTYPES or not tokens or not documents:
+        raise DataError(f"shard {path} claims {tokens} tokens of {itemsize} bytes in {documents} documents")
+    return itemsize, tokens, documents, largest, tokenizer.hex()

@@ -1,0 +1,129 @@
+"""Text to ids and back: a thin layer over the `tokenizers` library that settles what it leaves open.
+
+Settled here: which token ends a document, that no text can smuggle a special token in, that nothing is added,
+padded or cut, and one hash that names the tokenizer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from residua.data.errors import DataError
+from residua.data.readers import reason
+
+END_OF_TEXT = "<|endoftext|>"
+# Names under which published tokenizers keep it, in the order of preference.
+END_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
+BYTE_VALUES = 256
+WITHOUT_INFLUENCE = ("post_processor", "truncation", "padding")
+
+
+class Tokenizer:
+    """A `tokenizers.Tokenizer` with an end-of-text token; one that has none is given `<|endoftext|>`."""
+
+    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+        known = [name for name in END_NAMES if backend.token_to_id(name) is not None]
+        name = known[0] if known else END_OF_TEXT
+        backend.add_special_tokens([name])  # a token of the vocabulary keeps its id
+        backend.no_padding()
+        backend.no_truncation()
+        backend.encode_special_tokens = True  # "<|endoftext|>" inside a text is text, not the end of a document
+        self.backend = backend
+        self.end_of_text = int(backend.token_to_id(name) or 0)
+        self.vocab_size: int = 1 + max(backend.get_vocab(with_added_tokens=True).values())
+
+    @classmethod
+    def bytes(cls) -> Tokenizer:
+        """Ids 0 to 255 are the bytes of the UTF-8 text, 256 ends a document: nothing to train."""
+        vocabulary = {symbol: value for value, symbol in enumerate(_byte_symbols())}
+        return cls(_byte_level(models.BPE(vocab=vocabulary, merges=[]), words=False))
+
+    @classmethod
+    def train(cls, texts: Iterable[str], vocab_size: int) -> Tokenizer:
+        """A byte-level BPE with GPT-2's splitting rule; fewer than `vocab_size` tokens if the text has no more."""
+        if vocab_size <= BYTE_VALUES:
+            raise DataError(f"vocab_size is {vocab_size}: 256 bytes and {END_OF_TEXT} need at least 257")
+        backend = _byte_level(models.BPE())
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            special_tokens=[END_OF_TEXT],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        )
+        backend.train_from_iterator(texts, trainer)
+        return cls(backend)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Tokenizer:
+        """From a `tokenizer.json`, or a folder with one, or a folder with GPT-2's `vocab.json` and `merges.txt`."""
+        path = Path(path)
+        if path.is_dir() and (path / "tokenizer.json").exists():
+            path = path / "tokenizer.json"
+        try:
+            if path.is_dir():
+                model = models.BPE.from_file(str(path / "vocab.json"), str(path / "merges.txt"))
+                return cls(_byte_level(model))
+            return cls(tokenizers.Tokenizer.from_str(path.read_text("utf-8")))
+        except Exception as error:  # the library raises bare Exception
+            expected = "expected a tokenizer.json, or a folder with one or with vocab.json and merges.txt"
+            raise DataError(f"cannot load a tokenizer from {path} ({reason(error)}): {expected}") from error
+
+    @cached_property
+    def hash(self) -> str:
+        """SHA-256 of the canonical serialisation, see `hash_of`."""
+        return hash_of(self.backend.to_str())
+
+    def save(self, path: Path) -> None:
+        """Write it as a `tokenizer.json` that every user of the `tokenizers` library can load."""
+        partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
+        partial.write_text(self.backend.to_str(pretty=True) + "\n", "utf-8")
+        partial.replace(path)
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text, no end-of-text added."""
+        return self.backend.encode(text, add_special_tokens=False).ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of several texts; other Python threads run meanwhile."""
+        encoded = self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [encoding.ids for encoding in encoded]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of ids; special tokens are shown."""
+        return self.backend.decode([int(token) for token in ids], skip_special_tokens=False)
+
+
+def hash_of(serialised: str) -> str:
+    """SHA-256 of a tokenizer's JSON, keys sorted and white space gone.
+
+    Parts that have no say in the ids we make are left out, so GPT-2's two files and their `tokenizer.json` agree.
+    """
+    content: Any = json.loads(serialised)
+    if not isinstance(content, dict):
+        raise ValueError("a tokenizer is a JSON object")
+    lasting = {name: value for name, value in content.items() if name not in WITHOUT_INFLUENCE}
+    return hashlib.sha256(json.dumps(lasting, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def _byte_level(model: models.Model, words: bool = True) -> tokenizers.Tokenizer:
+    """`words` splits at word borders first, which merges may not cross; with no merges it would only cost time."""
+    backend = tokenizers.Tokenizer(model)
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=words)
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def _byte_symbols() -> list[str]:
+    """The character that stands for each byte in a byte-level vocabulary: itself where it prints, else U+0100 on."""
+    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    spare = iter(range(BYTE_VALUES, 2 * BYTE_VALUES))
+    return [chr(value if value in printable else next(spare)) for value in range(BYTE_VALUES)]

@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from residua.cli.data import app
+from residua.data import DataError, Dataset, Tokenizer
+
+
+def run(*arguments: str | Path) -> str:
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_prepare_then_info(jsonl: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    printed = run("prepare", jsonl, "--out", out, "--tokenizer", "bpe:300", "--holdout", "0.1", "--workers", "1")
+    assert f"residua train tiny --data {out}" in printed
+    dataset = Dataset.open(out)
+    printed = run("info", out, "--sample", "20")
+    assert f"{dataset.split('train').tokens:,} tokens" in printed
+    assert f"{dataset.bytes_per_token('validation'):.2f} bytes/token" in printed
+    assert dataset.tokenizer.decode(dataset.split("validation").read(0, 20)) in printed
+
+
+def test_tokenizer_then_prepare(jsonl: Path, tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.json"
+    run("tokenizer", jsonl, "--vocab-size", "300", "--out", path)
+    run("prepare", jsonl, "--tokenizer", path, "--out", tmp_path / "out")
+    assert Dataset.open(tmp_path / "out").tokenizer_hash == Tokenizer.load(path).hash
+    with pytest.raises(DataError, match="exists: delete it or name another --out"):
+        run("tokenizer", jsonl, "--vocab-size", "300", "--out", path)
+
+
+def test_tokenizer_says_when_the_text_has_too_few_pairs(jsonl: Path, tmp_path: Path) -> None:
+    assert "fewer than the 60,000 asked for" in run(
+        "tokenizer", jsonl, "--vocab-size", "60000", "--out", tmp_path / "t.json"
+    )
+
+
+def test_field_and_limit_reach_the_corpus(tmp_path: Path) -> None:
+    source = tmp_path / "a.jsonl"
+    source.write_text("".join(json.dumps({"body": f"{i:04d}"}) + "\n" for i in range(100)))
+    run("prepare", source, "--field", "body", "--max-bytes", "40", "--tokenizer", "bytes", "--out", tmp_path / "out")
+    assert sum(split.documents for split in Dataset.open(tmp_path / "out").splits.values()) == 10
+
+
+def test_options_of_a_source_need_a_source(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="need a SOURCE"):
+        run("prepare", "--holdout", "0.1", "--out", tmp_path / "out")
+
+
+@pytest.mark.parametrize("verb", ["prepare", "tokenizer", "info"])
+def test_help_shows_an_example(verb: str) -> None:
+    assert f"residua data {verb} " in run(verb, "--help")
+
+
+def test_the_command_does_not_import_torch() -> None:
+    program = (
+        "import sys\nfrom typer.testing import CliRunner\nfrom residua.cli.data import app\n"
+        "assert 'numpy' not in sys.modules\nimport residua.data\nassert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

@@ -1,0 +1,220 @@
+from __future__ import annotations
+
+import gc
+import json
+import threading
+from itertools import islice
+
+import numpy as np
+import pytest
+import torch
+
+from residua.data import Batch, DataError, Dataset, Loader, Split, validation_batches
+
+SEQUENCE = 80
+
+
+@pytest.fixture(scope="module")
+def split(dataset: Dataset) -> Split:
+    return dataset.split("train")
+
+
+def take(loader: Loader, count: int) -> list[Batch]:
+    return list(islice(loader, count))
+
+
+def rows(batches: list[Batch]) -> list[tuple[int, ...]]:
+    return [tuple(row) for batch in batches for row in batch.tokens.tolist()]
+
+
+def same(first: list[Batch], second: list[Batch]) -> bool:
+    pairs = zip(first, second, strict=True)
+    return all(torch.equal(a.tokens, b.tokens) and torch.equal(a.targets, b.targets) for a, b in pairs)
+
+
+def per_epoch(split: Split) -> int:
+    return split.tokens // SEQUENCE
+
+
+def test_targets_are_the_next_tokens_of_the_stream(split: Split) -> None:
+    stream = split.read(0, split.tokens).tolist()
+    for batch in take(Loader(split, SEQUENCE, 4), 5):
+        assert batch.tokens.shape == batch.targets.shape == (4, SEQUENCE)
+        assert batch.tokens.dtype == batch.targets.dtype == torch.int64
+        assert batch.segments is None
+        for tokens, targets in zip(batch.tokens.tolist(), batch.targets.tolist(), strict=True):
+            assert tokens[1:] == targets[:-1]
+            window = [*tokens, targets[-1]]
+            assert any(stream[i : i + len(window)] == window for i in range(len(stream) - SEQUENCE))
+
+
+def test_seed_decides_the_order(split: Split) -> None:
+    first = take(Loader(split, SEQUENCE, 4, seed=1), 10)
+    assert same(first, take(Loader(split, SEQUENCE, 4, seed=1), 10))
+    assert not same(first, take(Loader(split, SEQUENCE, 4, seed=2), 10))
+
+
+def test_working_ahead_changes_nothing(split: Split) -> None:
+    ahead, direct = Loader(split, SEQUENCE, 4, prefetch=3), Loader(split, SEQUENCE, 4, prefetch=0)
+    for _ in range(50):
+        assert same([next(ahead)], [next(direct)])
+        assert ahead.state_dict() == direct.state_dict()
+    ahead.close()
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("before", [0, 1, 13, "epoch end", 150])
+def test_resumed_loader_goes_on_exactly(split: Split, before: int | str, prefetch: int) -> None:
+    count = per_epoch(split) // 3 if before == "epoch end" else int(before)
+    loader = Loader(split, SEQUENCE, 3, seed=5, prefetch=prefetch)
+    take(loader, count)
+    state = json.loads(json.dumps(loader.state_dict()))
+    expected = take(loader, 2 * per_epoch(split) // 3 + 2)
+    resumed = Loader(split, SEQUENCE, 3, seed=5, prefetch=prefetch)
+    take(resumed, 7)
+    resumed.load_state_dict(state)
+    assert same(take(resumed, len(expected)), expected)
+    assert resumed.epoch > 2
+
+
+def test_resume_across_an_epoch_end_keeps_the_place(split: Split) -> None:
+    """A batch that takes its windows from two epochs is followed by the right one."""
+    loader = Loader(split, SEQUENCE, 7, prefetch=0)
+    windows = loader._source.order.windows(0)
+    assert windows % 7, "the batch must straddle the epoch end"
+    take(loader, windows // 7 + 1)
+    assert loader.state_dict()["epoch"] == 1
+    assert loader.state_dict()["position"] == 7 - windows % 7
+
+
+def test_ranks_share_one_order_without_overlap(split: Split) -> None:
+    """Union over ranks = what one process sees, rank r holding items r, r + world, ..."""
+    alone = rows(take(Loader(split, SEQUENCE, 12, prefetch=0), 10))
+    for world in (2, 3, 4):
+        loaders = [Loader(split, SEQUENCE, 12 // world, rank=rank, world=world, prefetch=0) for rank in range(world)]
+        parts = [rows(take(loader, 10)) for loader in loaders]
+        assert [parts[item % world][item // world] for item in range(len(alone))] == alone
+        assert len({json.dumps(loader.state_dict()) for loader in loaders}) == 1
+
+
+def test_accumulation_sees_the_same_windows_as_one_large_batch(split: Split) -> None:
+    large = rows(take(Loader(split, SEQUENCE, 8, prefetch=0), 6))
+    small = rows(take(Loader(split, SEQUENCE, 2, prefetch=0), 24))
+    assert large == small
+
+
+def test_one_epoch_over_all_ranks_covers_the_stream_once(split: Split) -> None:
+    order = Loader(split, SEQUENCE, 1)._source.order
+    windows, offset, world = order.windows(0), order.offset(0), 3
+    loaders = [Loader(split, SEQUENCE, 1, rank=rank, world=world, prefetch=0) for rank in range(world)]
+    seen = [rows(take(loader, windows // world)) for loader in loaders]
+    flat = [row for part in seen for row in part]
+    cut = split.read(offset, windows * SEQUENCE).reshape(windows, SEQUENCE)
+    everything = [tuple(row) for row in cut.tolist()]
+    assert len(flat) == windows // world * world
+    assert set(flat) <= set(everything)
+    assert len(set(everything) - set(flat)) <= windows % world
+
+
+def test_state_may_go_on_with_another_division(split: Split) -> None:
+    loader = Loader(split, SEQUENCE, 8, prefetch=0)
+    take(loader, 3)
+    state, expected = loader.state_dict(), rows(take(loader, 2))
+    halves = [Loader(split, SEQUENCE, 4, rank=rank, world=2, prefetch=0) for rank in range(2)]
+    for half in halves:
+        half.load_state_dict(state)
+    parts = [rows(take(half, 2)) for half in halves]
+    assert [parts[item % 2][item // 2] for item in range(16)] == expected
+
+
+@pytest.mark.parametrize(("name", "value"), [("seed", 9), ("sequence", 16), ("tokens", 5), ("tokenizer_hash", "other")])
+def test_state_of_other_data_is_refused(split: Split, name: str, value: object) -> None:
+    loader = Loader(split, SEQUENCE, 4)
+    with pytest.raises(DataError, match=f"the saved data position has {name} = {value}"):
+        loader.load_state_dict({**loader.state_dict(), name: value})
+
+
+def test_segments_change_where_documents_begin(split: Split, dataset: Dataset) -> None:
+    end = dataset.tokenizer.end_of_text
+    borders = 0
+    for batch in take(Loader(split, 200, 4, segments=True, prefetch=0), 10):
+        assert batch.segments is not None and batch.segments.shape == batch.tokens.shape
+        for tokens, targets, segments in zip(batch.tokens, batch.targets, batch.segments, strict=True):
+            after_end = np.cumsum([0, *(tokens[:-1] == end).tolist()])
+            assert segments.tolist() == after_end.tolist()
+            assert torch.equal(targets == -100, tokens == end)
+            kept = targets != -100
+            assert torch.equal(targets[:-1][kept[:-1]], tokens[1:][kept[:-1]])
+            borders += int((tokens == end).sum())
+    assert borders > 20
+    assert any((batch.targets == end).any() for batch in take(Loader(split, 200, 4, segments=True), 3))
+
+
+def test_segments_leave_the_tokens_alone(split: Split) -> None:
+    plain, masked = Loader(split, SEQUENCE, 4, prefetch=0), Loader(split, SEQUENCE, 4, segments=True, prefetch=0)
+    assert rows(take(plain, 20)) == rows(take(masked, 20))
+
+
+def test_closing_ends_the_thread_and_may_be_followed_by_more(split: Split) -> None:
+    loader, reference = Loader(split, SEQUENCE, 2), Loader(split, SEQUENCE, 2, prefetch=0)
+    before = loader_threads()
+    first = take(loader, 3)
+    assert loader_threads() == before + 1
+    loader.close()
+    loader.close()
+    assert loader_threads() == before
+    assert same(first + take(loader, 3), take(reference, 6))
+    loader.close()
+
+
+def test_forgotten_loader_leaves_no_thread(split: Split) -> None:
+    before = loader_threads()
+    loader = Loader(split, SEQUENCE, 2)
+    next(loader)
+    del loader
+    gc.collect()
+    assert loader_threads() == before
+
+
+def test_error_while_working_ahead_reaches_the_caller(split: Split, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = loader_threads()
+    loader = Loader(split, SEQUENCE, 2)
+    next(loader)
+    monkeypatch.setattr(Split, "read", lambda *_: (_ for _ in ()).throw(OSError("disk gone")))
+    with pytest.raises(OSError, match="disk gone"):
+        take(loader, 10)
+    assert loader_threads() == before
+
+
+def test_sizes_that_cannot_be_are_refused(split: Split) -> None:
+    with pytest.raises(DataError, match=f"holds {split.tokens} tokens, too few for a sequence of {split.tokens}"):
+        Loader(split, split.tokens, 1)
+    assert next(Loader(split, split.tokens - 1, 1)).tokens.shape == (1, split.tokens - 1)
+    with pytest.raises(DataError, match="batch is 0"):
+        Loader(split, SEQUENCE, 0)
+    with pytest.raises(DataError, match="rank is 2 of 2"):
+        Loader(split, SEQUENCE, 1, rank=2, world=2)
+
+
+def test_validation_is_in_order_and_the_same_each_time(split: Split) -> None:
+    batches = list(validation_batches(split, SEQUENCE, 4, limit_tokens=SEQUENCE * 10))
+    assert [len(batch.tokens) for batch in batches] == [4, 4]
+    flat = torch.cat([batch.tokens.flatten() for batch in batches])
+    assert flat.tolist() == split.read(0, SEQUENCE * 8).tolist()
+    assert same(batches, list(validation_batches(split, SEQUENCE, 4, limit_tokens=SEQUENCE * 10)))
+
+
+def test_validation_without_limit_covers_the_split(split: Split) -> None:
+    batches = list(validation_batches(split, SEQUENCE, 4))
+    assert len(batches) == (split.tokens - 1) // SEQUENCE // 4
+
+
+def test_validation_smaller_than_a_batch_is_one_small_batch(split: Split) -> None:
+    (batch,) = validation_batches(split, SEQUENCE, 8, limit_tokens=3 * SEQUENCE, segments=True)
+    assert batch.tokens.shape == (3, SEQUENCE)
+    assert batch.segments is not None
+    assert batch.segments[:, 0].tolist() == [0, 0, 0]
+
+
+def loader_threads() -> int:
+    return sum(thread.name == "residua-loader" for thread in threading.enumerate())

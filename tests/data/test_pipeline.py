@@ -1,0 +1,188 @@
+from __future__ import annotations
+
+import errno
+import math
+import os
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from residua.data import DataError, Dataset, Tokenizer, open_corpus, prepare, unigram_entropy
+from residua.data.shards import ShardWriter
+
+from .texts import some_texts, write_jsonl
+
+
+def documents_of(dataset: Dataset, split: str) -> list[str]:
+    """Every document of a split, by its document table."""
+    part = dataset.split(split)
+    starts = [*part.document_starts(0, part.tokens).tolist(), part.tokens]
+    ids = [part.read(start, stop - start) for start, stop in pairwise(starts)]
+    assert all(document[-1] == dataset.tokenizer.end_of_text for document in ids)
+    return [dataset.tokenizer.decode(document[:-1]) for document in ids]
+
+
+def test_every_document_comes_back(dataset: Dataset, texts: list[str]) -> None:
+    train, validation = documents_of(dataset, "train"), documents_of(dataset, "validation")
+    assert sorted(train + validation) == sorted(texts)
+    assert len(dataset.split("train").shards) > 2
+    assert validation
+
+
+def test_counts_of_the_description_are_true(dataset: Dataset, texts: list[str]) -> None:
+    splits = dataset.splits.values()
+    size = sum(len(text.encode()) for text in texts)
+    assert sum(split.bytes for split in splits) == size
+    assert sum(split.tokens for split in splits) == size + len(texts)
+    validation = documents_of(dataset, "validation")
+    expected = sum(len(text.encode()) for text in validation) / sum(len(text.encode()) + 1 for text in validation)
+    assert dataset.bytes_per_token("validation") == pytest.approx(expected)
+    assert (dataset.vocab_size, dataset.tokenizer_hash) == (257, Tokenizer.bytes().hash)
+
+
+def test_reading_across_shards_equals_the_concatenation(dataset: Dataset) -> None:
+    split = dataset.split("train")
+    whole = np.concatenate([shard.ids for shard in split.shards])
+    assert np.array_equal(split.read(0, split.tokens), whole)
+    for border in np.cumsum([shard.tokens for shard in split.shards])[:-1]:
+        assert np.array_equal(split.read(border - 3, 7), whole[border - 3 : border + 4])
+        assert border in split.document_starts(border - 3, border + 4)
+        assert border not in split.document_starts(border - 3, border)
+
+
+def test_number_of_workers_does_not_change_a_byte(jsonl: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("residua.data.encode.CHUNK_BYTES", 500)
+    corpus = open_corpus([jsonl], holdout=0.1)
+    for workers in (1, 3):
+        prepare(corpus, tmp_path / str(workers), "bpe:300", workers=workers, shard_tokens=2000)
+    one, three = sorted((tmp_path / "1").iterdir()), sorted((tmp_path / "3").iterdir())
+    assert [file.name for file in one] == [file.name for file in three]
+    assert all(a.read_bytes() == b.read_bytes() for a, b in zip(one, three, strict=True))
+
+
+def test_same_request_again_opens_what_is_there(jsonl: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = prepare(open_corpus([jsonl]), tmp_path / "out", "bpe:300")
+    monkeypatch.setattr("residua.data.pipeline._write_shards", lambda *_: pytest.fail("tokenised again"))
+    monkeypatch.setattr("residua.data.pipeline.train_tokenizer", lambda *_: pytest.fail("trained again"))
+    assert prepare(open_corpus([jsonl]), tmp_path / "out", "bpe:300").description == first.description
+
+
+def test_other_content_is_never_overwritten(jsonl: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    prepare(open_corpus([jsonl]), out, "bytes")
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    other = write_jsonl(tmp_path / "other.jsonl", some_texts(20, seed=1))
+    for corpus, tokenizer in ((open_corpus([other]), "bytes"), (open_corpus([jsonl]), "bpe:300")):
+        with pytest.raises(DataError, match="made from other sources or settings"):
+            prepare(corpus, out, tokenizer)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "letter.txt").write_text("dear")
+    with pytest.raises(DataError, match="already holds something"):
+        prepare(open_corpus([jsonl]), tmp_path / "mine", "bytes")
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+    assert (tmp_path / "mine" / "letter.txt").read_text() == "dear"
+
+
+def test_changed_source_is_noticed(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", some_texts(20))
+    prepare(open_corpus([source]), tmp_path / "out", "bytes")
+    write_jsonl(source, some_texts(21))
+    with pytest.raises(DataError, match="other sources or settings"):
+        prepare(open_corpus([source]), tmp_path / "out", "bytes")
+
+
+def test_interrupted_work_leaves_nothing(jsonl: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = ShardWriter.add
+
+    def add(self: ShardWriter, ids: np.ndarray) -> None:
+        if self.tokens > 1000:
+            raise KeyboardInterrupt
+        whole(self, ids)
+
+    monkeypatch.setattr(ShardWriter, "add", add)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(open_corpus([jsonl]), tmp_path / "below" / "out", "bytes")
+    assert list((tmp_path / "below").iterdir()) == []
+    assert "TOKENIZERS_PARALLELISM" not in os.environ
+
+
+def test_full_disk_is_one_sentence_and_leaves_nothing(
+    jsonl: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def add(self: ShardWriter, ids: np.ndarray) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(ShardWriter, "add", add)
+    with pytest.raises(DataError, match=r"cannot write .*out: No space left on device; nothing was kept"):
+        prepare(open_corpus([jsonl]), tmp_path / "out", "bytes")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_slower_of_two_processes_takes_the_dataset_of_the_faster(
+    jsonl: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, corpus = tmp_path / "out", open_corpus([jsonl])
+    rename = Path.rename
+
+    def overtaken(self: Path, target: Path) -> Path:
+        monkeypatch.setattr(Path, "rename", rename)
+        prepare(corpus, out, "bytes")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", overtaken)
+    assert prepare(corpus, out, "bytes").split("train").documents > 100
+    assert list(tmp_path.iterdir()) == [out]
+
+
+def test_empty_folder_may_be_filled(jsonl: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    assert prepare(open_corpus([jsonl]), tmp_path / "out", "bytes").splits
+
+
+@pytest.mark.parametrize(
+    ("texts", "holdout", "message"),
+    [
+        ([" ", "\n"], 0.1, "no text to train on"),
+        ([], 0.0, "no text to train on"),
+        (["alone"], 0.1, "holds a single document: give --validation FILE"),
+    ],
+)
+def test_empty_corpus_is_refused(tmp_path: Path, texts: list[str], holdout: float, message: str) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", texts)
+    with pytest.raises(DataError, match=message):
+        prepare(open_corpus([source], holdout=holdout), tmp_path / "out", "bytes")
+    assert not (tmp_path / "out").exists()
+
+
+def test_empty_validation_source_is_refused(tmp_path: Path, jsonl: Path) -> None:
+    empty = write_jsonl(tmp_path / "v.jsonl", [])
+    with pytest.raises(DataError, match="source given for validation"):
+        prepare(open_corpus([jsonl], validation=empty), tmp_path / "out", "bytes")
+
+
+def test_dataset_without_validation_says_so(tmp_path: Path, jsonl: Path) -> None:
+    dataset = prepare(open_corpus([jsonl], holdout=0), tmp_path / "out", "bytes")
+    with pytest.raises(DataError, match="has no split 'validation', only train"):
+        dataset.split("validation")
+
+
+@pytest.mark.parametrize("tokenizer", ["bpe:", "bpe:many", "bpe:100"])
+def test_tokenizer_sizes_that_cannot_be_are_refused(tmp_path: Path, jsonl: Path, tokenizer: str) -> None:
+    with pytest.raises(DataError, match=r"write the vocabulary size|at least 257"):
+        prepare(open_corpus([jsonl]), tmp_path / "out", tokenizer)
+
+
+def test_tokenizer_of_a_checkpoint_is_compared(dataset: Dataset) -> None:
+    dataset.require_tokenizer(dataset.tokenizer_hash, "step-10")
+    with pytest.raises(DataError, match="but step-10 uses 123"):
+        dataset.require_tokenizer("123", "step-10")
+
+
+def test_unigram_entropy_is_the_cross_entropy_of_smoothed_counts(dataset: Dataset) -> None:
+    train, validation = (dataset.split(name).read(0, dataset.split(name).tokens) for name in ("train", "validation"))
+    counts = Counter(train.tolist())
+    nats = [-math.log((counts[token] + 1) / (len(train) + 257)) for token in validation.tolist()]
+    assert unigram_entropy(dataset) == pytest.approx(sum(nats) / len(nats), rel=1e-12)

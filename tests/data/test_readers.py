@@ -1,0 +1,154 @@
+from __future__ import annotations
+
+import bz2
+import gzip
+import json
+import lzma
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from residua.data import DataError, open_corpus
+from residua.data.readers import DOCUMENT_CHARACTERS, plain_documents
+
+TEXTS = ["first\ndocument", "zweites Dokument äöü", "第三"]
+
+
+def lines(texts: list[str], field: str = "text") -> bytes:
+    return "".join(json.dumps({"id": 1, field: text}, ensure_ascii=False) + "\n" for text in texts).encode()
+
+
+def read(*sources: Path | str, field: str = "text") -> list[str]:
+    return [document.text for document in open_corpus(sources, field=field, holdout=0).documents()]
+
+
+def zst(data: bytes) -> bytes:
+    return pytest.importorskip("zstandard").ZstdCompressor().compress(data)
+
+
+@pytest.mark.parametrize(
+    ("suffix", "compress"),
+    [("", bytes), (".gz", gzip.compress), (".xz", lzma.compress), (".bz2", bz2.compress), (".zst", zst)],
+)
+@pytest.mark.parametrize("kind", ["jsonl", "txt"])
+def test_every_compression_reads_like_the_plain_file(
+    tmp_path: Path, kind: str, suffix: str, compress: Callable[[bytes], bytes]
+) -> None:
+    path = tmp_path / f"a.{kind}{suffix}"
+    data = lines(TEXTS) if kind == "jsonl" else "<|endoftext|>".join(TEXTS).encode()
+    path.write_bytes(compress(data))
+    assert sorted(read(path)) == sorted(TEXTS)
+
+
+def test_parquet_gives_the_named_column(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.table({"id": [1, 2, 3], "body": TEXTS}), path)
+    assert sorted(read(path, field="body")) == sorted(TEXTS)
+    with pytest.raises(DataError, match="has no field 'text': name one of id, body"):
+        read(path)
+
+
+def test_folder_is_read_recursively_without_hidden_and_foreign_files(tmp_path: Path) -> None:
+    (tmp_path / "below" / ".git").mkdir(parents=True)
+    wanted = {"a.txt": "one", "below/b.md": "two", "below/c.py": "three", "below/d.rst": "four"}
+    for name, text in {**wanted, "below/.git/e.txt": "hidden", "f.bin": "binary", "setting.json": "{}"}.items():
+        (tmp_path / name).write_text(text)
+    (tmp_path / "g.jsonl.gz").write_bytes(gzip.compress(lines(["five"])))
+    assert sorted(read(tmp_path)) == sorted([*wanted.values(), "five"])
+
+
+def test_several_sources_are_read_one_after_the_other(tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text(name)
+    assert sorted(read(tmp_path / "b.txt", tmp_path / "a.txt")) == ["a", "b"]
+
+
+def test_blank_documents_and_blank_lines_are_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(lines(["x", " \n", ""]) + b"\n\n" + lines(["y"]))
+    assert sorted(read(path)) == ["x", "y"]
+
+
+def test_half_a_surrogate_pair_is_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "a\\ud800b"}\n{"text": "\\ud83d\\ude00"}\n')
+    assert sorted(read(path)) == ["a\ufffdb", "\U0001f600"]
+
+
+def test_long_plain_text_is_cut_at_blank_lines_and_nothing_is_lost() -> None:
+    paragraph = ["word " * 20 + "\n"] * 50 + ["\n"]
+    text = paragraph * 40
+    documents = list(plain_documents(text))
+    assert len(documents) > 2
+    assert "".join(documents) == "".join(text)
+    assert all(document.endswith("\n\n") for document in documents if document)
+    assert max(map(len, documents)) < DOCUMENT_CHARACTERS + 6000
+
+
+def test_plain_text_without_blank_lines_is_cut_as_well() -> None:
+    documents = list(plain_documents(["0123456789\n"] * 30_000))
+    assert max(map(len, documents)) <= 2 * DOCUMENT_CHARACTERS + 11
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", b'{"text": "x"}\n{"text": \n', r"a\.jsonl line 2 is not JSON"),
+        ("a.jsonl", b'{"body": "x"}\n', r"line 1 has no field 'text': name one of body with --field"),
+        ("a.jsonl", b'{"text": 3}\n', r"line 1: field 'text' holds int, not text"),
+        ("a.jsonl", b"[1]\n", r"line 1 holds list, not an object"),
+        ("a.txt", b"\xff\xfe\x00", r"a\.txt is not UTF-8 text"),
+        ("a.jsonl.gz", gzip.compress(lines(TEXTS))[:-9], r"cannot read .*a\.jsonl\.gz: Compressed file ended"),
+        ("a.jsonl.xz", b"not xz at all", r"cannot read .*a\.jsonl\.xz"),
+        ("a.parquet", b"not parquet", r"cannot read .*a\.parquet"),
+    ],
+)
+def test_bad_files_are_one_sentence(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    if name.endswith("parquet"):
+        pytest.importorskip("pyarrow")
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=message) as caught:
+        read(tmp_path / name)
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_files_and_empty_folders_are_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no file or folder"):
+        read(tmp_path / "missing.txt")
+    with pytest.raises(DataError, match=r"no file or folder data/missing\.jsonl"):
+        read("data/missing.jsonl")
+    with pytest.raises(DataError, match="holds no text"):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("package", "file"), [("zstandard", "a.jsonl.zst"), ("pyarrow", "a.parquet"), ("datasets", "org/name")]
+)
+def test_missing_package_names_the_extra(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, package: str, file: str
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.chdir(tmp_path)
+    if package != "datasets":
+        Path(file).write_bytes(b"x")
+    with pytest.raises(DataError, match=rf"needs the package {package}: pip install 'residua\[data\]'"):
+        read(file)
+
+
+def test_dataset_name_is_streamed_with_its_config(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked = []
+
+    def load_dataset(*names: str | None, **options: object) -> list[dict[str, str]]:
+        asked.append((names, options))
+        return [{"text": text} for text in TEXTS]
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    assert sorted(read("org/name:sample")) == sorted(TEXTS)
+    assert asked == [(("org/name", "sample"), {"split": "train", "streaming": True})]

@@ -1,0 +1,164 @@
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from residua.data import DataError, Dataset, Tokenizer
+from residua.data.shards import CHECKSUM, FIELDS, Shard, ShardWriter, dtype_for
+
+HASH = "ab" * 32
+DOCUMENTS = [[5, 6, 7, 0], [0], [65535, 1, 0]]
+
+
+def write_shard(path: Path, dtype: str = "<u2") -> Path:
+    writer = ShardWriter(path, np.dtype(dtype), HASH)
+    for ids in DOCUMENTS:
+        writer.add(np.array(ids))
+    writer.finish()
+    return path
+
+
+def change_header(path: Path, position: int, value: bytes) -> None:
+    """Overwrite header bytes and make the checksum right again."""
+    content = bytearray(path.read_bytes())
+    content[position : position + len(value)] = value
+    content[FIELDS.size : FIELDS.size + CHECKSUM.size] = CHECKSUM.pack(zlib.crc32(bytes(content[: FIELDS.size])))
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("dtype", ["<u2", "<u4"])
+def test_shard_gives_back_tokens_and_document_starts(tmp_path: Path, dtype: str) -> None:
+    shard = Shard(write_shard(tmp_path / "a.bin", dtype))
+    assert shard.ids.tolist() == [token for ids in DOCUMENTS for token in ids]
+    assert shard.starts.tolist() == [0, 4, 5]
+    assert (shard.tokens, shard.documents, shard.largest, shard.tokenizer_hash) == (8, 3, 65535, HASH)
+    assert isinstance(shard.ids, np.memmap)
+
+
+def test_dtype_is_the_smallest_that_holds_the_vocabulary() -> None:
+    assert dtype_for(65536).itemsize == 2
+    assert dtype_for(65537).itemsize == 4
+
+
+def test_unfinished_shard_does_not_open(tmp_path: Path) -> None:
+    writer = ShardWriter(tmp_path / "a.bin", np.dtype("<u2"), HASH)
+    writer.add(np.array([1, 2, 3]))
+    writer.file.close()
+    with pytest.raises(DataError, match="not a shard of Residua"):
+        Shard(tmp_path / "a.bin")
+
+
+@pytest.mark.parametrize("kept", [-1, -20, 130, 100, 12])
+def test_truncated_shard_is_refused(tmp_path: Path, kept: int) -> None:
+    path = write_shard(tmp_path / "a.bin")
+    path.write_bytes(path.read_bytes()[:kept])
+    with pytest.raises(DataError, match=r"a\.bin is truncated"):
+        Shard(path)
+
+
+def test_shard_with_bytes_too_many_is_refused(tmp_path: Path) -> None:
+    path = write_shard(tmp_path / "a.bin")
+    path.write_bytes(path.read_bytes() + b"x")
+    with pytest.raises(DataError, match="longer than its header says"):
+        Shard(path)
+
+
+@pytest.mark.parametrize(
+    ("position", "value", "message"),
+    [
+        (0, b"RESIDUE\0", "not a shard of Residua"),
+        (8, struct.pack("<I", 99), "format version 99, this Residua reads 1"),
+        (12, struct.pack("<I", 3), "claims 8 tokens of 3 bytes"),
+        (12, struct.pack("<I", 4), "truncated"),
+        (16, struct.pack("<Q", 0), "claims 0 tokens"),
+        (16, struct.pack("<Q", 100), "truncated"),
+        (24, struct.pack("<Q", 1), "longer than its header says"),
+    ],
+)
+def test_wrong_header_is_refused(tmp_path: Path, position: int, value: bytes, message: str) -> None:
+    path = write_shard(tmp_path / "a.bin")
+    change_header(path, position, value)
+    with pytest.raises(DataError, match=message):
+        Shard(path)
+
+
+def test_flipped_bit_in_the_header_is_noticed(tmp_path: Path) -> None:
+    path = write_shard(tmp_path / "a.bin")
+    content = bytearray(path.read_bytes())
+    content[50] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(DataError, match="checksum"):
+        Shard(path)
+
+
+@pytest.fixture
+def copy(dataset: Dataset, tmp_path: Path) -> Path:
+    return shutil.copytree(dataset.path, tmp_path / "copy")
+
+
+def change_description(folder: Path, **changes: object) -> None:
+    path = folder / "dataset.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def test_shard_of_another_tokenizer_is_refused(copy: Path) -> None:
+    change_header(copy / "train-00001.bin", 40, bytes(32))
+    with pytest.raises(DataError, match=r"train-00001\.bin belongs to the tokenizer 000000000000…, but the dataset"):
+        Dataset.open(copy)
+
+
+def test_exchanged_tokenizer_is_refused(copy: Path) -> None:
+    Tokenizer.train(["other text"], 300).save(copy / "tokenizer.json")
+    with pytest.raises(DataError, match=r"tokenizer\.json belongs to the tokenizer"):
+        Dataset.open(copy)
+
+
+def test_missing_shard_is_refused(copy: Path) -> None:
+    (copy / "train-00000.bin").unlink()
+    with pytest.raises(DataError, match=r"cannot open the shard .*train-00000\.bin: No such file"):
+        Dataset.open(copy)
+
+
+def test_missing_tokenizer_is_refused(copy: Path) -> None:
+    (copy / "tokenizer.json").unlink()
+    with pytest.raises(DataError, match=r"cannot read .*tokenizer\.json"):
+        Dataset.open(copy)
+
+
+def test_token_count_must_agree_with_the_description(copy: Path) -> None:
+    splits = json.loads((copy / "dataset.json").read_text())["splits"]
+    splits["train"]["tokens"] += 1
+    change_description(copy, splits=splits)
+    with pytest.raises(DataError, match=r"train shards in .* hold"):
+        Dataset.open(copy)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dtype": "uint32"}, "holds uint16, dataset.json says uint32"),
+        ({"vocab_size": 50}, "outside the vocabulary of 50"),
+        ({"version": 7}, "has version 7"),
+        ({"format": "other"}, "does not describe a dataset"),
+        ({"splits": {"train": {}}}, "is damaged"),
+    ],
+)
+def test_description_that_does_not_fit_is_refused(copy: Path, changes: dict[str, object], message: str) -> None:
+    change_description(copy, **changes)
+    with pytest.raises(DataError, match=message):
+        Dataset.open(copy)
+
+
+def test_folder_that_is_no_dataset_is_refused(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "missing"):
+        with pytest.raises(DataError, match="is not a prepared dataset"):
+            Dataset.open(path)
+    (tmp_path / "dataset.json").write_text("{")
+    with pytest.raises(DataError, match=r"cannot read .*dataset\.json"):
+        Dataset.open(tmp_path)

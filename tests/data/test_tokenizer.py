@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+
+import pytest
+import tokenizers
+from tokenizers import models, pre_tokenizers, processors
+
+from residua.data import DataError, Tokenizer
+
+from .texts import some_texts
+
+SAMPLE = "def f(x):\n\treturn x  # é 世界 \x00\n\n"
+
+
+@pytest.fixture(scope="module")
+def trained() -> Tokenizer:
+    return Tokenizer.train(some_texts(200), 400)
+
+
+def gpt2_folder(tokenizer: Tokenizer, folder: Path) -> Path:
+    """The tokenizer as GPT-2 publishes its own: vocab.json and merges.txt."""
+    folder.mkdir()
+    model = json.loads(tokenizer.backend.to_str())["model"]
+    (folder / "vocab.json").write_text(json.dumps(model["vocab"]), "utf-8")
+    merges = "\n".join(" ".join(pair) for pair in model["merges"])
+    (folder / "merges.txt").write_text(f"#version: 0.2\n{merges}\n", "utf-8")
+    return folder
+
+
+def test_bytes_are_their_own_ids() -> None:
+    tokenizer = Tokenizer.bytes()
+    assert tokenizer.encode(SAMPLE) == list(SAMPLE.encode())
+    assert (tokenizer.vocab_size, tokenizer.end_of_text) == (257, 256)
+    assert tokenizer.decode(range(ord("a"), ord("e"))) == "abcd"
+
+
+def test_trained_bpe_restores_any_text_and_shortens_its_own(trained: Tokenizer) -> None:
+    assert trained.vocab_size == 400
+    assert trained.decode(trained.encode(SAMPLE)) == SAMPLE
+    text = some_texts(1)[0]
+    assert len(trained.encode(text)) < len(text.encode()) / 2
+
+
+def test_training_twice_gives_one_hash(trained: Tokenizer) -> None:
+    assert Tokenizer.train(some_texts(200), 400).hash == trained.hash
+    assert Tokenizer.train(some_texts(200), 401).hash != trained.hash
+
+
+def test_end_of_text_inside_a_text_is_only_text(trained: Tokenizer) -> None:
+    for tokenizer in (trained, Tokenizer.bytes()):
+        ids = tokenizer.encode("a<|endoftext|>b")
+        assert tokenizer.end_of_text not in ids
+        assert tokenizer.decode(ids) == "a<|endoftext|>b"
+
+
+def test_saved_tokenizer_loads_with_the_same_hash_and_ids(trained: Tokenizer, tmp_path: Path) -> None:
+    trained.save(tmp_path / "tokenizer.json")
+    for path in (tmp_path, tmp_path / "tokenizer.json"):
+        loaded = Tokenizer.load(path)
+        assert loaded.hash == trained.hash
+        assert loaded.end_of_text == trained.end_of_text
+        assert loaded.encode(SAMPLE) == trained.encode(SAMPLE)
+    assert [path.name for path in tmp_path.iterdir()] == ["tokenizer.json"]
+
+
+def test_gpt2_files_give_the_ids_and_hash_of_the_one_file(trained: Tokenizer, tmp_path: Path) -> None:
+    loaded = Tokenizer.load(gpt2_folder(trained, tmp_path / "gpt2"))
+    assert loaded.encode(SAMPLE) == trained.encode(SAMPLE)
+    assert loaded.end_of_text == trained.end_of_text == 0
+    assert loaded.hash == trained.hash
+
+
+def test_parts_that_have_no_say_in_the_ids_do_not_change_the_hash(trained: Tokenizer, tmp_path: Path) -> None:
+    backend = tokenizers.Tokenizer.from_str(trained.backend.to_str())
+    backend.post_processor = processors.ByteLevel(trim_offsets=False)
+    assert Tokenizer(backend).hash == trained.hash
+
+
+def test_foreign_tokenizer_adds_pads_and_cuts_nothing(tmp_path: Path) -> None:
+    backend = tokenizers.Tokenizer(models.WordLevel({"<s>": 0, "a": 1, "b": 2, "</s>": 3}, unk_token="a"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    backend.enable_truncation(2)
+    backend.enable_padding(length=9)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer.load(tmp_path)
+    assert tokenizer.encode("a b a b") == [1, 2, 1, 2]
+    assert tokenizer.encode_batch(["a b a b", "b"]) == [[1, 2, 1, 2], [2]]
+    assert (tokenizer.end_of_text, tokenizer.vocab_size) == (3, 4)
+
+
+def test_tokenizer_without_an_end_of_text_is_given_one(tmp_path: Path) -> None:
+    backend = tokenizers.Tokenizer(models.WordLevel({"a": 0, "b": 7}, unk_token="a"))
+    backend.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer.load(tmp_path)
+    assert tokenizer.backend.id_to_token(tokenizer.end_of_text) == "<|endoftext|>"
+    assert tokenizer.vocab_size == 1 + max(7, tokenizer.end_of_text)
+
+
+def test_what_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "bad.json").write_text('{"not": "a tokenizer"}')
+    for path in (tmp_path / "missing.json", tmp_path / "bad.json", tmp_path):
+        with pytest.raises(DataError, match="cannot load a tokenizer from") as caught:
+            Tokenizer.load(path)
+        assert "\n" not in str(caught.value)
+    with pytest.raises(DataError, match="vocab_size is 256"):
+        Tokenizer.train(["text"], 256)
+
+
+def test_other_threads_run_while_a_batch_is_encoded(trained: Tokenizer) -> None:
+    texts = [" ".join(some_texts(100))] * 40
+    ticks = 0
+    done = threading.Event()
+
+    def work() -> None:
+        trained.encode_batch(texts)
+        done.set()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    while not done.wait(0.001):
+        ticks += 1
+    thread.join()
+    assert ticks > 3
