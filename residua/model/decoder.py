@@ -15,6 +15,7 @@ from residua.model.attention import SoftmaxAttention, head_shape
 from residua.model.config import ModelConfig
 from residua.model.context import Anchors, Context
 from residua.model.ffn import build_ffn
+from residua.model.linear_attention import GatedDeltaNet
 from residua.model.norm import build_norm
 from residua.model.rope import rotary_table
 from residua.model.taps import tap
@@ -139,8 +140,6 @@ def build_layer(config: ModelConfig, layer: int, *, output_std: float) -> tuple[
     if isinstance(mixer, choices.SoftmaxAttention):
         body = SoftmaxAttention(mixer, config.anchors, layer, config.width, std=config.init.std, output_std=output_std)
     else:
-        from residua.model.linear_attention import GatedDeltaNet
-
         body = GatedDeltaNet(mixer, config.width, std=config.init.std, output_std=output_std)
     return body, build_ffn(config.ffn, config.width, std=config.init.std, output_std=output_std)
 

@@ -5,6 +5,7 @@
 
 from residua.ops.backend import backend, chosen_backend
 from residua.ops.depth_attention import attend_finished, attend_partial, depth_attention
+from residua.ops.gated_delta import gated_delta
 from residua.ops.gated_norm import gated_norm, low_rank_gate
 from residua.ops.linear_cross_entropy import linear_cross_entropy
 from residua.ops.mix_projection import mix_projection
@@ -18,6 +19,7 @@ __all__ = [
     "backend",
     "chosen_backend",
     "depth_attention",
+    "gated_delta",
     "gated_norm",
     "gates",
     "linear_cross_entropy",

@@ -91,7 +91,7 @@ class StaticJunction(Junction):
         return self.pre
 
     def write(self, X: Tensor) -> tuple[Tensor, Tensor]:
-        return self.post, self.mix
+        return wide(self.post), wide(self.mix)
 
 
 class DynamicMaps(nn.Module):

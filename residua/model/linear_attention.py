@@ -1,0 +1,129 @@
+"""Gated DeltaNet, linear attention by the gated delta rule: project → convolve → delta rule → norm, gate → out."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad, silu, softplus
+
+from residua.model import choices
+from residua.model.context import Anchors, Context
+from residua.model.norm import RMSNorm
+from residua.model.projection import Projection
+from residua.ops.gated_delta import begins, gated_delta, step
+from residua.ops.numeric import wide
+
+DECAY_RATES = (1.0, 16.0)
+TIME_STEPS = (1e-3, 1e-1)
+
+
+class DeltaCache(NamedTuple):
+    """All that later tokens need of earlier ones, however many those are.
+
+    recent: [B, kernel − 1, channels], what the short convolution still sees; state: [B, H, D, D], the delta rule's.
+    """
+
+    recent: Tensor
+    state: Tensor
+
+
+class ShortConvolution(nn.Module):
+    """y_t = silu(Σ_j weight_j ⊙ x_{t−j}), j = 0 … kernel − 1, over the tokens of t's own document.
+
+    Starts uniform in ±1/√kernel, as torch's convolutions do.
+    """
+
+    def __init__(self, channels: int, kernel: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(kernel, channels))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        bound = self.weight.shape[0] ** -0.5
+        nn.init.uniform_(self.weight, -bound, bound)
+
+    def forward(self, x: Tensor, recent: Tensor | None, segments: Tensor | None) -> tuple[Tensor, Tensor]:
+        """x [B, T, channels] that follows `recent` (zeros if None); returns y and the `recent` of what follows x."""
+        past, length = self.weight.shape[0] - 1, x.shape[1]
+        document = pad(begins(x, segments).cumsum(1), (past, 0))
+        x = pad(x, (0, 0, past, 0)) if recent is None else torch.cat([recent, x], 1)
+        y = self.weight[0] * x[:, past:]
+        for j in range(1, past + 1):
+            earlier = slice(past - j, past - j + length)
+            seen = x[:, earlier]
+            if segments is not None:
+                seen = seen.masked_fill((document[:, earlier] != document[:, past:])[..., None], 0)
+            y = y + self.weight[j] * seen
+        recent = x[:, length:].masked_fill((document[:, length:] != document[:, -1:])[..., None], 0)
+        return silu(y).to(x.dtype), recent
+
+
+class GatedDeltaNet(nn.Module):
+    """The sequence mixer of Gated Delta Networks (arXiv 2412.06464), with the details of Qwen3-Next.
+
+        q, k, v = conv(W_q x), conv(W_k x), conv(W_v x)         short causal convolutions with silu
+        q ← q / (‖q‖ √D),   k ← k / ‖k‖                         per head; each key head serves a run of value heads
+        g = −exp(A_log) softplus(W_a x + dt_bias),   β = σ(W_b x)          one of each per value head
+        S_t = exp(g_t) (I − β_t k_t k_tᵀ) S_{t−1} + β_t k_t v_tᵀ,   o_t = S_tᵀ q_t
+        y = W_out (RMSNorm(o) ⊙ silu(W_z x))                    the norm per head, one gain for all
+
+    State and convolution begin anew with each document. Order is in the recurrence: there are no rotary positions.
+    """
+
+    def __init__(self, config: choices.GatedDeltaNet, width: int, *, std: float, output_std: float) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        keys, values = config.key_heads * config.head_dim, config.value_heads * config.head_dim
+        self.rows = (keys, keys, values, values)
+        self.project = Projection(width, sum(self.rows), std=std, parts=self.rows)
+        self.gates = Projection(width, 2 * config.value_heads, std=std, parts=(config.value_heads,) * 2)
+        self.convolve = ShortConvolution(2 * keys + values, config.convolution)
+        self.A_log = nn.Parameter(torch.empty(config.value_heads))
+        self.dt_bias = nn.Parameter(torch.empty(config.value_heads))
+        self.norm = RMSNorm(choices.RMSNorm(), config.head_dim)
+        self.out = Projection(values, width, std=output_std)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Decay rates exp(A_log) uniform, time steps softplus(dt_bias) log-uniform: Mamba-2's (arXiv 2405.21060)."""
+        nn.init.uniform_(self.A_log, *DECAY_RATES).log_()
+        least, most = (math.log(dt) for dt in TIME_STEPS)
+        dt = nn.init.uniform_(self.dt_bias, least, most).exp()
+        self.dt_bias.copy_(dt + torch.log(-torch.expm1(-dt)))
+
+    def forward(self, x: Tensor, anchors: Anchors, context: Context) -> tuple[Tensor, Anchors]:
+        return self.advance(x, segments=context.segments)[0], anchors
+
+    def advance(
+        self, x: Tensor, cache: DeltaCache | None = None, segments: Tensor | None = None
+    ) -> tuple[Tensor, DeltaCache]:
+        """y [B, T, C] for the tokens x [B, T, C] that follow those in `cache`, and the cache after them.
+
+        Serves prefill and decoding alike; a single token takes the recurrent step. The first token of x continues the
+        document of the cache.
+        """
+        recent, state = cache or (None, None)
+        qkv, z = self.project(x).split([sum(self.rows[:3]), self.rows[3]], -1)
+        qkv, recent = self.convolve(qkv, recent, segments)
+        q, k, v, z = (part.unflatten(-1, (-1, self.head_dim)) for part in (*qkv.split(self.rows[:3], -1), z))
+        q, k = unit(q) * self.head_dim**-0.5, unit(k)
+        a, b = (wide(part) for part in self.gates(x).chunk(2, -1))
+        g = -wide(self.A_log).exp() * softplus(a + wide(self.dt_bias))
+        beta = torch.sigmoid(b)
+        if x.shape[1] == 1:
+            o, state = step(q[:, 0], k[:, 0], v[:, 0], g[:, 0], beta[:, 0], state)
+            o = o[:, None]
+        else:
+            o, state = gated_delta(q, k, v, g, beta, segments=segments, state=state)
+        y: Tensor = self.out((self.norm(o) * silu(z)).flatten(-2))
+        return y, DeltaCache(recent, state)
+
+
+def unit(x: Tensor, eps: float = 1e-6) -> Tensor:
+    """x / sqrt(Σx² + eps) over the last axis, in x's own dtype."""
+    w = wide(x)
+    return (w * torch.rsqrt(w.square().sum(-1, keepdim=True) + eps)).to(x.dtype)

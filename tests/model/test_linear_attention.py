@@ -1,0 +1,165 @@
+"""Gated DeltaNet as a sequence mixer: documents, decoding, initialisation, training."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import conv1d, pad, rms_norm, sigmoid, silu, softplus
+
+from residua.model import choices
+from residua.model.context import Context
+from residua.model.decoder import build
+from residua.model.linear_attention import GatedDeltaNet
+from residua.ops.gated_delta.reference import naive
+from tests.golden.compare import agree, close, leaves_of, random, randomise
+from tests.model.small import small, tokens_and_targets
+
+WIDTH = 16
+
+
+def mixer(convolution: int = 4) -> GatedDeltaNet:
+    """Two key heads and four value heads of 8, in float64, no parameter at its start."""
+    config = choices.GatedDeltaNet(key_heads=2, value_heads=4, head_dim=8, convolution=convolution)
+    module = GatedDeltaNet(config, WIDTH, std=0.2, output_std=0.2)
+    randomise(module, 0.2)
+    return module
+
+
+def run(module: nn.Module, x: Tensor, segments: Tensor | None = None) -> Tensor:
+    y, anchors = module(x, (), Context(None, segments))
+    assert anchors == ()
+    return y
+
+
+def test_mixer_is_its_equations() -> None:
+    module, x = mixer(), random(2, 70, WIDTH)
+    w_q, w_k, w_v, w_z = module.project.weight.split([16, 16, 32, 32])
+    w_a, w_b = module.gates.weight.split([4, 4])
+
+    def heads(y: Tensor) -> Tensor:
+        return y.unflatten(-1, (-1, 8))
+
+    def convolved(w: Tensor, kernel: Tensor) -> Tensor:
+        padded = pad((x @ w.T).mT, (3, 0))
+        return heads(silu(conv1d(padded, kernel.flip(0).T[:, None], groups=w.shape[0])).mT)
+
+    def unit(y: Tensor) -> Tensor:
+        return y / (y.square().sum(-1, keepdim=True) + 1e-6).sqrt()
+
+    kernels = module.convolve.weight.split([16, 16, 32], 1)
+    q, k, v = (convolved(w, kernel) for w, kernel in zip((w_q, w_k, w_v), kernels, strict=True))
+    g = -module.A_log.exp() * softplus(x @ w_a.T + module.dt_bias)
+    o, _ = naive(unit(q) / 8**0.5, unit(k), v, g, sigmoid(x @ w_b.T))
+    gated = rms_norm(o, (8,), module.norm.weight, eps=1e-6) * silu(heads(x @ w_z.T))
+    agree([run(module, x)], [gated.flatten(-2) @ module.out.weight.T], leaves_of(module, x=x))
+
+
+@pytest.mark.parametrize("convolution", [1, 4])
+def test_packed_documents_equal_documents_run_apart(convolution: int) -> None:
+    module, x = mixer(convolution=convolution), random(2, 75, WIDTH)
+    documents = x.split([1, 2, 66, 6], 1)
+    segments = torch.cat([torch.full((2, part.shape[1]), i) for i, part in enumerate(documents)], 1)
+    apart = torch.cat([run(module, part) for part in documents], 1)
+    agree([run(module, x, segments)], [apart], leaves_of(module, x=x))
+
+
+def test_an_output_depends_on_no_later_token() -> None:
+    module, x = mixer(), random(2, 70, WIDTH)
+    (gradient,) = torch.autograd.grad(run(module, x)[:, 66].sum(), x)
+    assert (gradient[:, :67].abs().sum((0, 2)) > 0).all()
+    assert gradient[:, 67:].abs().sum() == 0
+
+
+@pytest.mark.parametrize("convolution", [1, 4])
+@pytest.mark.parametrize("prefill", [0, 1, 2, 66])
+def test_cached_decoding_equals_the_full_forward(prefill: int, convolution: int) -> None:
+    module, x = mixer(convolution=convolution), random(2, 70, WIDTH)
+    cache, outputs = None, []
+    for part in x.split([prefill] * (prefill > 0) + [1] * 2 + [70 - prefill - 2], 1):
+        y, cache = module.advance(part, cache)
+        outputs.append(y)
+    close("output", torch.cat(outputs, 1), run(module, x))
+
+
+def test_decoding_after_packed_documents_continues_the_last_one() -> None:
+    module, x = mixer(), random(2, 12, WIDTH)
+    segments = (torch.arange(10) >= 8).long().expand(2, -1)
+    _, cache = module.advance(x[:, :10], segments=segments)
+    y, _ = module.advance(x[:, 10:], cache)
+    close("output", y, run(module, x[:, 8:])[:, 2:])
+
+
+def test_the_cache_does_not_grow_with_the_sequence() -> None:
+    module = mixer()
+    short, long = (module.advance(random(2, length, WIDTH))[1] for length in (2, 70))
+    assert [part.shape for part in short] == [part.shape for part in long] == [(2, 3, 64), (2, 4, 8, 8)]
+
+
+def test_every_parameter_learns() -> None:
+    module, x = mixer().float(), random(2, 70, WIDTH, grad=False).float()
+    goal = x.roll(2, 1)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(30):
+        loss = (run(module, x) - goal).square().mean()
+        loss.backward()
+        for name, parameter in module.named_parameters():
+            assert parameter.grad is not None and parameter.grad.abs().sum() > 0, name
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < 0.8 * losses[0]
+
+
+def test_reset_after_a_meta_build_gives_the_stated_ranges() -> None:
+    config = choices.GatedDeltaNet(key_heads=64, value_heads=256, head_dim=2)
+    with torch.device("meta"):
+        module = GatedDeltaNet(config, WIDTH, std=0.02, output_std=0.0)
+    module.to_empty(device="cpu")
+    for parameter in module.parameters():
+        nn.init.constant_(parameter, float("nan"))
+    for part in module.modules():
+        if hasattr(part, "reset_parameters"):
+            part.reset_parameters()
+    rate, dt = module.A_log.exp(), softplus(module.dt_bias)
+    assert 1 <= rate.min() < 2 and 15 < rate.max() <= 16.01
+    assert 0.99e-3 <= dt.min() < 1.2e-3 and 0.08 < dt.max() <= 0.101
+    assert 0.008 < dt.median() < 0.0125
+    assert module.convolve.weight.abs().max() <= 0.5
+    assert module.project.weight.std().item() == pytest.approx(0.02, rel=0.05)
+    assert module.out.weight.abs().max() == 0 and (module.norm.weight == 1).all()
+
+
+def test_fused_maps_are_declared_one_by_one_for_the_optimizer() -> None:
+    module = mixer()
+    assert module.project.hidden_matrices == {"weight": (16, 16, 32, 32)}
+    assert module.gates.hidden_matrices == {"weight": (4, 4)}
+
+
+def test_one_graph_under_compile() -> None:
+    module, x = mixer(), random(2, 70, WIDTH)
+    segments = (torch.arange(70) >= 9).long().expand(2, -1)
+    compiled = torch.compile(module, fullgraph=True, backend="eager")
+    close("output", run(compiled, x, segments), run(module, x, segments))
+
+
+def test_decoder_with_the_mixer_keeps_documents_apart_and_learns_everywhere() -> None:
+    attention = {"kind": "gated_deltanet", "key_heads": 1, "value_heads": 2, "head_dim": 8}
+    model = build(small(attention=attention)).double()
+    tokens, targets = tokens_and_targets()
+    segments = torch.tensor([0, 0, 1, 1, 1, 1]).expand(2, -1)
+    apart = torch.cat([model(tokens[:, :2]), model(tokens[:, 2:])], 1)
+    close("logits", model(tokens, segments=segments), apart)
+    model.loss(tokens, targets).backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None and parameter.grad.abs().sum() > 0, name
+
+
+def test_low_precision_follows_the_full_one() -> None:
+    module, x = mixer().float(), random(2, 70, WIDTH, grad=False).float()
+    exact = run(module, x)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = run(module, x.bfloat16())
+    assert y.dtype == torch.bfloat16
+    assert (y - exact).norm() < 0.02 * exact.norm()
