@@ -12,8 +12,10 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     no_args_is_help=True,
+    add_completion=False,
     rich_markup_mode=None,
-    help="Prepare text for training: tokenizers, and datasets of memory-mapped tokens.",
+    help="Prepare text for training: tokenizers, and datasets of memory-mapped tokens.\n\n"
+    "Example: residua data prepare corpus.jsonl.xz --out data/",
 )
 
 Sources = Annotated[

@@ -50,8 +50,9 @@ def _backward_kernel(
     lane = tl.arange(0, LANES)
     w1 = tl.load(weight + lane, mask=lane < HALF, other=0.0).to(tl.float32)[None, :]
     w2 = tl.load(weight + HALF + lane, mask=lane < HALF, other=0.0).to(tl.float32)[None, :]
-    dw1 = tl.zeros([LANES], tl.float32)
-    dw2 = tl.zeros([LANES], tl.float32)
+    # summed over rows only at the end: a reduction across warps in every turn would cost more than the memory traffic
+    dw1 = tl.zeros([ROWS, LANES], tl.float32)
+    dw2 = tl.zeros([ROWS, LANES], tl.float32)
     for block in range(program, tl.cdiv(rows, ROWS), tl.num_programs(0)):
         row = tl.cast(block, tl.int64) * ROWS + tl.arange(0, ROWS)
         mask = (row < rows)[:, None] & (lane < HALF)[None, :]
@@ -64,16 +65,16 @@ def _backward_kernel(
         rstd = tl.rsqrt((tl.sum(x1 * x1, 1) + tl.sum(x2 * x2, 1)) / (2 * HALF) + eps)[:, None]
         n1, n2 = x1 * rstd, x2 * rstd
         z1, z2 = g1 * c + g2 * s, g2 * c - g1 * s
-        dw1 += tl.sum(z1 * n1, 0)
-        dw2 += tl.sum(z2 * n2, 0)
+        dw1 += z1 * n1
+        dw2 += z2 * n2
         z1, z2 = z1 * w1, z2 * w2
         mean = ((tl.sum(z1 * n1, 1) + tl.sum(z2 * n2, 1)) / (2 * HALF))[:, None]
         out = dx + row[:, None] * (2 * HALF) + lane[None, :]
         tl.store(out, (rstd * (z1 - n1 * mean)).to(dx.dtype.element_ty), mask=mask)
         tl.store(out + HALF, (rstd * (z2 - n2 * mean)).to(dx.dtype.element_ty), mask=mask)
     partial = dweight + program * 2 * HALF + lane
-    tl.store(partial, dw1, mask=lane < HALF)
-    tl.store(partial + HALF, dw2, mask=lane < HALF)
+    tl.store(partial, tl.sum(dw1, 0), mask=lane < HALF)
+    tl.store(partial + HALF, tl.sum(dw2, 0), mask=lane < HALF)
 
 
 @torch.library.custom_op("residua::norm_rotate", mutates_args=())

@@ -1,0 +1,96 @@
+"""`residua train`: train one model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from residua.train.config import RunConfig
+
+app = typer.Typer(rich_markup_mode=None, add_completion=False)
+
+
+@app.command()
+def train(
+    source: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="PRESET|FILE.toml",
+            show_default=False,
+            help="What to train: a name from `residua presets`, or a TOML file. Not needed with --resume.",
+        ),
+    ] = None,
+    changes: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="SECTION.KEY=VALUE", show_default=False, help="Changes to the configuration."),
+    ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(show_default="the embedded corpus", help="A folder made by `residua data prepare`."),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(show_default="runs/NAME", help="The run's folder.")] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue the run in --out from its last checkpoint.")
+    ] = False,
+    threads: Annotated[int | None, typer.Option(min=1, show_default="PyTorch's choice", help="CPU threads.")] = None,
+) -> None:
+    """Train a model on your text, or without any on the Python standard library.
+
+    \b
+    residua train tiny
+    residua train mini --data data/wiki --out runs/wiki train.steps=2000
+    residua train tiny model.topology.kind=full_attnres --out runs/full
+    residua train my-run.toml --threads 4
+    residua train --resume --out runs/wiki
+
+    Ctrl-C saves and stops; --resume goes on bit for bit where the run stopped.
+    """
+    given = list(changes or [])
+    if source is not None and "=" in source:
+        given.insert(0, source)
+        source = None
+    folder = out or _default_folder(source)
+    _run(_configuration(source, folder, resume).override([*_data_change(data), *given]), folder, resume, threads)
+
+
+def _run(config: RunConfig, folder: Path, resume: bool, threads: int | None) -> None:
+    import torch
+
+    from residua.train.health import TrainingStopped
+    from residua.train.trainer import train as train_run
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    try:
+        train_run(config, folder, resume=resume)
+    except TrainingStopped as stop:
+        typer.echo(f"residua: {stop}", err=True)
+        raise typer.Exit(stop.exit_code) from None
+
+
+def _configuration(source: str | None, folder: Path, resume: bool) -> RunConfig:
+    """What is to be trained: the named source, or with --resume alone what the folder holds."""
+    from residua.train.config import RunConfig
+
+    if source is not None:
+        return RunConfig.find(source)
+    if not resume:
+        raise ValueError("name what to train: a preset (`residua presets` lists them) or a TOML file.")
+    from residua.train.run import saved_config
+
+    return saved_config(folder)
+
+
+def _default_folder(source: str | None) -> Path:
+    if source is None:
+        raise ValueError("name what to train (`residua presets` lists models), or the run to --resume by its --out.")
+    return Path("runs") / Path(source).stem
+
+
+def _data_change(data: Path | None) -> list[str]:
+    """--data as a change: quoted, so that a folder called 2024 stays a name, and found again from anywhere."""
+    return [] if data is None else [f"data.path={json.dumps(str(data.resolve()))}"]

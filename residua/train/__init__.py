@@ -1,0 +1,1 @@
+"""Training: optimizer, schedule, checkpoints, run folders. `residua.train.trainer.train` is where a run starts."""

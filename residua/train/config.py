@@ -1,0 +1,170 @@
+"""A run as data: which model, on which text, trained how. Written to the run's folder and read back from it.
+
+This file imports no torch, so that `residua train` can refuse a wrong configuration at once.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, ValidationError, model_validator
+
+from residua.model import presets
+from residua.model.config import ModelConfig
+from residua.model.settings import ConfigError, Frozen, apply_overrides, explain, merge, read_toml, to_toml
+from residua.train.schedule import LinearDecay, Schedule
+
+Positive = Annotated[int, Field(ge=1)]
+Rate = Annotated[float, Field(gt=0)]
+Decay = Annotated[float, Field(ge=0)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+class AdamW(Frozen):
+    """AdamW. As the optimizer of a whole model it decays the hidden matrices only, cautiously."""
+
+    kind: Literal["adamw"] = "adamw"
+    lr: Rate = 3e-3
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: Decay = 0.0
+
+
+class Muon(Frozen):
+    """Muon with Polar Express for the hidden matrices, `rest` for everything else (embedding, head, gains, queries)."""
+
+    kind: Literal["muon"] = "muon"
+    lr: Rate = 1e-2
+    momentum: Beta = 0.95
+    weight_decay: Decay = 0.1
+    rest: AdamW = AdamW()
+
+
+Optimizer = Annotated[Muon | AdamW, Field(discriminator="kind")]
+
+
+class DataConfig(Frozen):
+    """The prepared text, or without `path` the embedded corpus, cut into tokens by `tokenizer`.
+
+    `sequence` is the model's context unless given. `masking = "documents"` keeps attention inside each document.
+    `validation_tokens` bounds the fixed validation set.
+    """
+
+    path: str | None = None
+    tokenizer: str = "bpe:1024"
+    sequence: Positive | None = None
+    seed: int = Field(0, ge=0)
+    masking: Literal["none", "documents"] = "none"
+    validation_tokens: Positive = 262_144
+
+
+class TrainConfig(Frozen):
+    """How to train: a step is `accumulate` micro-batches of `micro_batch` sequences each.
+
+    `z_loss` is trained on but not part of any reported loss. `auto` means: on a GPU compiled with bf16 autocast, on a
+    CPU plain fp32. `recompute = "sublayers"` trades a third more compute for activation memory. A run whose loss
+    stays `divergence_margin` nats above its first loss for `divergence_patience` log lines in a row is stopped.
+    `keep` checkpoints stay on disk, and the best one. A CPU run always repeats bit for bit; `determinism = "exact"`
+    makes a GPU run do so too, at some cost in speed.
+    """
+
+    steps: Positive = 1000
+    micro_batch: Positive = 8
+    accumulate: Positive = 1
+    seed: int = Field(0, ge=0)
+    optimizer: Optimizer = Muon()
+    schedule: Schedule = LinearDecay()
+    clip_norm: float = Field(1.0, gt=0)
+    z_loss: Decay = 1e-5
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    precision: Literal["auto", "bfloat16", "float32"] = "auto"
+    compile: Literal["auto", "on", "off"] = "auto"
+    recompute: Literal["none", "sublayers"] = "none"
+    determinism: Literal["fast", "exact"] = "fast"
+    log_every: Positive = 10
+    validate_every: Positive = 250
+    save_every: Positive = 1000
+    keep: Positive = 2
+    divergence_margin: float = Field(1.0, gt=0)
+    divergence_patience: Positive = 3
+    track: Literal["tensorboard", "wandb"] = "tensorboard"
+
+    @model_validator(mode="after")
+    def _warm_up_fits(self) -> Self:
+        if self.schedule.warmup >= self.steps:
+            raise ValueError(
+                f"train.schedule.warmup = {self.schedule.warmup} is not shorter than train.steps = {self.steps}: "
+                "lower the one or raise the other."
+            )
+        return self
+
+
+class RunConfig(Frozen):
+    """Everything that decides a run. Sections of its TOML: `[model]`, `[data]`, `[train]`."""
+
+    model: ModelConfig
+    data: DataConfig = DataConfig()
+    train: TrainConfig = TrainConfig()
+
+    def __init__(self, **data: Any) -> None:
+        try:
+            super().__init__(**data)
+        except ValidationError as error:
+            raise ConfigError(explain(error, RunConfig)) from None
+
+    @classmethod
+    def from_toml(cls, path: str | Path) -> RunConfig:
+        """Read a run's TOML file; `extends = "PRESET"` at its top lays it over that preset."""
+        data = read_toml(path)
+        base = presets.load(data.pop("extends")) if "extends" in data else {}
+        return cls(**_sections(merge(base, data)))
+
+    @classmethod
+    def find(cls, source: str) -> RunConfig:
+        """The run that a preset's name or a TOML file's path describes."""
+        if source.endswith(".toml"):
+            return cls.from_toml(source)
+        return cls(**_sections(presets.load(source)))
+
+    def override(self, changes: list[str]) -> RunConfig:
+        """Apply `section.key=value` changes, for example `train.steps=500`. A new `kind` drops the old kind's keys."""
+        for change in changes:
+            section = change.partition(".")[0]
+            if section not in RunConfig.model_fields:
+                raise ConfigError(
+                    f"override {change!r} names no section: write model.{change}, data.{change} or train.{change}."
+                )
+        return RunConfig(**apply_overrides(self.model_dump(exclude_none=True), changes))
+
+    def to_toml(self) -> str:
+        """The whole configuration as TOML; reading it back gives an equal one."""
+        return to_toml(self.model_dump(exclude_none=True))
+
+    @property
+    def sequence(self) -> int:
+        """Tokens in one training sequence."""
+        return self.data.sequence or self.model.context
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.train.accumulate * self.train.micro_batch * self.sequence
+
+
+def _sections(data: dict[str, Any]) -> dict[str, Any]:
+    """The run's tables of a preset; its one-line summary is for people."""
+    return {key: value for key, value in data.items() if key != "summary"}
+
+
+def differences(old: RunConfig, new: RunConfig) -> dict[str, tuple[Any, Any]]:
+    """The keys in which two runs differ: `train.steps` → (old, new)."""
+    before, after = _flat(old.model_dump()), _flat(new.model_dump())
+    keys = [*before, *(key for key in after if key not in before)]
+    return {key: (before.get(key), after.get(key)) for key in keys if before.get(key) != after.get(key)}
+
+
+def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat

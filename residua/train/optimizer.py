@@ -1,0 +1,187 @@
+"""Muon for hidden matrices and AdamW for the rest, in one optimizer, both with cautious weight decay.
+
+Cautious weight decay (arXiv 2510.12402): x ← x − η(u + wd·1[u⊙x ≥ 0]⊙x), decay only where the update itself moves
+the weight towards zero. Parameters are the fp32 masters; in bf16 storage a decay of η·wd = 1e-3 would round to nothing.
+
+Which matrices are Muon's is said by the modules that own them: `hidden_matrices` maps the name of a module's own 2-D
+parameter to the row counts of its independent parts, so that the projections of a fused Q, K, V, G matrix are
+orthogonalised apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from residua.train.config import AdamW, Muon
+from residua.train.polar import polar_express, working_dtype
+
+Parts = tuple[int, ...]
+
+
+def hidden_matrices(model: nn.Module) -> dict[str, Parts]:
+    """The declared matrices of a model by parameter name, each with the row counts of its parts."""
+    declared: dict[str, Parts] = {}
+    for prefix, module in model.named_modules():
+        for name, rows in cast("dict[str, Parts]", getattr(module, "hidden_matrices", {})).items():
+            full = f"{prefix}.{name}" if prefix else name
+            shape = tuple(module.get_parameter(name).shape)
+            assert len(shape) == 2 and sum(rows) == shape[0], f"{full} of shape {shape} declares parts {rows}"
+            declared[full] = tuple(rows)
+    return declared
+
+
+class HybridOptimizer(torch.optim.Optimizer):
+    """One optimizer over groups that each follow a rule, `muon` or `adamw`.
+
+    Every group holds its `names`, so that state can be saved by parameter name, and its `peak_lr`; `set_rate` sets the
+    share of the peak rate that the next step uses.
+    """
+
+    def __init__(self, groups: Iterable[dict[str, Any]]) -> None:
+        super().__init__([group for group in groups if group["params"]], {})
+        self.set_rate(1.0)
+
+    def set_rate(self, factor: float) -> None:
+        """Train the next step at `factor` of every group's peak rate."""
+        for group in self.param_groups:
+            group["lr"] = group["peak_lr"] * factor
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Update every parameter that has a gradient."""
+        assert closure is None, "the training step computes its gradients itself"
+        for group in self.param_groups:
+            rule = _RULES[group["rule"]]
+            with_gradient = [i for i, p in enumerate(group["params"]) if p.grad is not None]
+            if with_gradient:
+                group["steps"] += 1
+                rule(group, with_gradient, self.state)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The whole state by name: `PARAMETER/momentum`, … and the step count of each group."""
+        saved = {}
+        for group in self.param_groups:
+            saved[f"{group['rule']}-{group['title']}/steps"] = torch.tensor(group["steps"])
+            for name, parameter in zip(group["names"], group["params"], strict=True):
+                saved |= {f"{name}/{key}": value for key, value in _state(self.state, group, parameter).items()}
+        return saved
+
+    def load_tensors(self, saved: dict[str, Tensor]) -> None:
+        """Take over a state that `tensors` gave; the caller has checked names and shapes against `tensors()`."""
+        for name, current in self.tensors().items():
+            if not name.endswith("/steps"):
+                current.copy_(saved[name])
+        for group in self.param_groups:
+            group["steps"] = int(saved[f"{group['rule']}-{group['title']}/steps"])
+
+
+def build_optimizer(model: nn.Module, config: Muon | AdamW) -> HybridOptimizer:
+    """The optimizer a configuration describes, grouped by what the modules of the model declare."""
+    declared = hidden_matrices(model)
+    named = dict(model.named_parameters())
+    matrices = {name: parameter for name, parameter in named.items() if name in declared}
+    rest = {name: parameter for name, parameter in named.items() if name not in declared}
+    if isinstance(config, AdamW):
+        plain = config.model_copy(update={"weight_decay": 0.0})
+        return HybridOptimizer([_adamw_group("matrices", matrices, config), _adamw_group("rest", rest, plain)])
+    muon = {
+        "rule": "muon",
+        "title": "matrices",
+        "params": list(matrices.values()),
+        "names": list(matrices),
+        "parts": [declared[name] for name in matrices],
+        "peak_lr": config.lr,
+        "momentum": config.momentum,
+        "weight_decay": config.weight_decay,
+        "steps": 0,
+    }
+    return HybridOptimizer([muon, _adamw_group("rest", rest, config.rest)])
+
+
+def _adamw_group(title: str, parameters: dict[str, nn.Parameter], config: AdamW) -> dict[str, Any]:
+    return {
+        "rule": "adamw",
+        "title": title,
+        "params": list(parameters.values()),
+        "names": list(parameters),
+        "peak_lr": config.lr,
+        "betas": config.betas,
+        "eps": config.eps,
+        "weight_decay": config.weight_decay,
+        "steps": 0,
+    }
+
+
+_STATE = {"muon": ("momentum",), "adamw": ("mean", "square")}
+
+
+def _state(state: Any, group: dict[str, Any], parameter: nn.Parameter) -> dict[str, Tensor]:
+    """A parameter's state, zeros at first."""
+    if parameter not in state:
+        state[parameter] = {key: torch.zeros_like(parameter) for key in _STATE[group["rule"]]}
+    return cast("dict[str, Tensor]", state[parameter])
+
+
+def _muon(group: dict[str, Any], chosen: list[int], state: Any) -> None:
+    """m ← βm + (1−β)g; u = polar(βm + (1−β)g), each part apart; step η·max(1, rows/columns)^½ (Nesterov)."""
+    parameters = [group["params"][i] for i in chosen]
+    gradients = [p.grad for p in parameters]
+    momenta = [_state(state, group, p)["momentum"] for p in parameters]
+    torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
+    directions = torch._foreach_lerp(gradients, momenta, group["momentum"])
+
+    def split(tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [part for i, t in zip(chosen, tensors, strict=True) for part in t.detach().split(group["parts"][i])]
+
+    weights, parts = split(parameters), split(directions)
+    for shape in dict.fromkeys(w.shape for w in weights):
+        same = [i for i, w in enumerate(weights) if w.shape == shape]
+        updates = _orthogonal([parts[i] for i in same])
+        scale = max(1.0, shape[0] / shape[1]) ** 0.5
+        _descend([weights[i] for i in same], updates, group["lr"] * scale, group["lr"] * group["weight_decay"])
+
+
+def _orthogonal(directions: list[Tensor]) -> list[Tensor]:
+    """Matrices of one shape, orthogonalised in one batch."""
+    first = directions[0]
+    stack = first.new_empty((len(directions), *first.shape), dtype=working_dtype(first))
+    torch._foreach_copy_(list(stack.unbind()), directions)
+    return list(polar_express(stack).to(first.dtype).unbind())
+
+
+def _adamw(group: dict[str, Any], chosen: list[int], state: Any) -> None:
+    """m ← β₁m + (1−β₁)g, v ← β₂v + (1−β₂)g², u = (m/(1−β₁ᵗ)) / (√(v/(1−β₂ᵗ)) + eps)."""
+    parameters = [group["params"][i] for i in chosen]
+    gradients = [p.grad for p in parameters]
+    means = [_state(state, group, p)["mean"] for p in parameters]
+    squares = [_state(state, group, p)["square"] for p in parameters]
+    beta1, beta2 = group["betas"]
+    torch._foreach_lerp_(means, gradients, 1 - beta1)
+    torch._foreach_mul_(squares, beta2)
+    torch._foreach_addcmul_(squares, gradients, gradients, 1 - beta2)
+
+    # The corrections are numbers: they go into eps and the rate instead of two more passes over the weights.
+    correction1, correction2 = 1 - beta1 ** group["steps"], (1 - beta2 ** group["steps"]) ** 0.5
+    scales = torch._foreach_sqrt(squares)
+    torch._foreach_add_(scales, group["eps"] * correction2)
+    updates = list(torch._foreach_div(means, scales))
+    rate = group["lr"] * correction2 / correction1
+    _descend(parameters, updates, rate, group["lr"] * group["weight_decay"])
+
+
+def _descend(weights: list[Tensor], updates: list[Tensor], rate: float, decay: float) -> None:
+    """x ← x − rate·u − decay·1[u⊙x ≥ 0]⊙x, the mask taken before the weight moves."""
+    if decay:
+        mask = torch._foreach_mul(weights, updates)
+        torch._foreach_sign_(mask)
+        torch._foreach_add_(mask, 1.0)
+        torch._foreach_clamp_max_(mask, 1.0)
+        torch._foreach_addcmul_(weights, weights, mask, value=-decay)
+    torch._foreach_add_(weights, updates, alpha=-rate)
+
+
+_RULES = {"muon": _muon, "adamw": _adamw}

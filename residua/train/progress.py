@@ -1,0 +1,80 @@
+"""What a person sees while a run trains: one live line at a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
+
+from residua.train.config import RunConfig
+
+
+class Display:
+    """Shows the records of a run as they come."""
+
+    def __init__(self, config: RunConfig, start: int, console: Console | None = None) -> None:
+        self.console = console or Console(file=sys.stdout, highlight=False)
+        self._steps = config.train.steps
+        self._tokens_per_step = config.tokens_per_step
+        self._live = self._start_line(start) if self.console.is_terminal else None
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Show a train or a validation record."""
+        if record["kind"] == "validation":
+            self.console.print(validation_line(record))
+        elif self._live is None:
+            self.console.print(self._train_line(record), soft_wrap=True)
+        else:
+            progress, task = self._live
+            progress.update(task, completed=record["step"], description=self._train_line(record))
+
+    def close(self) -> None:
+        if self._live is not None:
+            self._live[0].stop()
+            self._live = None
+
+    def _start_line(self, start: int) -> tuple[Progress, TaskID]:
+        progress = Progress(BarColumn(bar_width=20), TextColumn("{task.description}"), console=self.console)
+        task = progress.add_task("first steps (a GPU run compiles now)", total=self._steps, completed=start)
+        progress.start()
+        return progress, task
+
+    def _train_line(self, record: dict[str, Any]) -> str:
+        left = (self._steps - record["step"]) * self._tokens_per_step / record["tokens_per_second"]
+        parts = [
+            f"step {record['step']}/{self._steps}",
+            f"loss {record['loss']:.4f} (smooth {record['smoothed']:.4f})",
+            f"{short(record['tokens_per_second'])} tokens/s",
+            f"MFU {record['mfu']:.3f}" if record["mfu"] is not None else "",
+            f"{record['memory_gib']:.1f} GiB",
+            f"ETA {duration(left)}",
+        ]
+        return "  ".join(part for part in parts if part)
+
+
+def validation_line(record: dict[str, Any]) -> str:
+    """A validation record for a person."""
+    return (
+        f"step {record['step']}  validation loss {record['loss']:.4f} nats/token, "
+        f"{record['bits_per_byte']:.4f} bits/byte over {short(record['tokens'])} tokens"
+    )
+
+
+def short(number: float) -> str:
+    """1234567 → 1.23M."""
+    for size, letter in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.3g}{letter}"
+    return f"{number:.3g}"
+
+
+def duration(seconds: float) -> str:
+    """3723 → 1h02m."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"

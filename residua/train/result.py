@@ -1,0 +1,68 @@
+"""What a finished run came to, read back from its metrics."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING
+
+import torch
+
+from residua.train.config import RunConfig
+from residua.train.run import read_metrics
+from residua.train.throughput import mfu
+
+if TYPE_CHECKING:
+    from residua.model.size import Size
+
+
+@dataclass(frozen=True)
+class Result:
+    """The content of `result.json`. Losses are nats per token on the validation set, speed is the median log line."""
+
+    folder: str
+    steps: int
+    tokens: int
+    parameters: int
+    flops_per_token: float
+    validation_loss: float
+    bits_per_byte: float
+    best_validation_loss: float
+    seconds: float
+    tokens_per_second: float
+    mfu: float | None
+    memory_gib: float
+
+
+def collect_result(folder: Path, config: RunConfig, size: Size, device: torch.device) -> Result:
+    """The result of a run that reached its last step."""
+    records = read_metrics(folder / "metrics.jsonl")
+    validations = [record for record in records if record["kind"] == "validation"]
+    lines = [record for record in records if record["kind"] == "train"]
+    # The first line is the first step alone, compilation and warm-up included.
+    speed = median(line["tokens_per_second"] for line in lines[1:] or lines)
+    return Result(
+        folder=str(folder),
+        steps=config.train.steps,
+        tokens=config.train.steps * config.tokens_per_step,
+        parameters=size.parameters,
+        flops_per_token=size.flops_per_token,
+        validation_loss=validations[-1]["loss"],
+        bits_per_byte=validations[-1]["bits_per_byte"],
+        best_validation_loss=min(record["loss"] for record in validations),
+        seconds=lines[-1]["seconds"],
+        tokens_per_second=speed,
+        mfu=mfu(speed, size.flops_per_token, device),
+        memory_gib=max(line["memory_gib"] for line in lines),
+    )
+
+
+def closing_words(result: Result) -> str:
+    """The end of the run for a person, and what to do next."""
+    return (
+        f"Finished: validation loss {result.validation_loss:.4f} ({result.bits_per_byte:.4f} bits/byte) after "
+        f"{result.steps} steps; weights, curves and config are in {result.folder}.\n"
+        f"Next: set it against another architecture with residua compare, or train it longer with\n"
+        f"  residua train --resume --out {result.folder} train.steps={2 * result.steps}"
+    )

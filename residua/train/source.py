@@ -1,0 +1,19 @@
+"""The text of a run: opened and checked against the model before anything is written."""
+
+from __future__ import annotations
+
+from residua.data import Dataset, embedded
+from residua.model.settings import ConfigError
+from residua.train.config import RunConfig
+
+
+def open_data(config: RunConfig) -> Dataset:
+    """The run's dataset, with every token id inside the model's vocabulary."""
+    data = config.data
+    dataset = embedded(data.tokenizer, progress=True) if data.path is None else Dataset.open(data.path)
+    if dataset.vocab_size > config.model.vocab_size:
+        raise ConfigError(
+            f"model.vocab_size = {config.model.vocab_size} is smaller than the {dataset.vocab_size} token ids of "
+            f"{dataset.path}: set model.vocab_size={dataset.vocab_size} or more."
+        )
+    return dataset

@@ -1,0 +1,145 @@
+"""One whole optimizer step: micro-batches forward and backward, clip, update. Training and benchmarks run this.
+
+Nothing here waits for the GPU: losses and norms add up on the device, and `take_totals` reads them when asked.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from residua.data.loader import IGNORED, Batch
+from residua.train.config import TrainConfig
+from residua.train.optimizer import build_optimizer
+
+if TYPE_CHECKING:
+    from residua.model.decoder import Decoder
+
+
+class Totals(NamedTuple):
+    """Sums over the `steps` since they were last taken."""
+
+    loss: float
+    z: float
+    grad_norm: float
+    steps: float
+
+
+def choose_device(config: TrainConfig) -> torch.device:
+    """The configured device; `auto` takes a GPU where there is one."""
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("train.device = 'cuda' but PyTorch sees no GPU: use train.device = 'auto' or 'cpu'.")
+    use_gpu = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
+    return torch.device("cuda" if use_gpu else "cpu")
+
+
+@contextmanager
+def arithmetic(config: TrainConfig) -> Iterator[None]:
+    """Inside, a configuration that asks for exact repetition gets PyTorch's deterministic algorithms."""
+    before = torch.are_deterministic_algorithms_enabled()
+    if config.determinism == "exact":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is first used
+        torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+class Step:
+    """A model, its optimizer and its loss, ready to train; the parameters stay fp32, the masters."""
+
+    def __init__(self, model: Decoder, config: TrainConfig, device: torch.device) -> None:
+        self.model = model
+        self.device = device
+        self.precision, self.compiled = _resolve(config, device)
+        self.optimizer = build_optimizer(model, config.optimizer)
+        self._parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        self._clip_norm = config.clip_norm
+        self._totals = torch.zeros(4, device=device)
+        if config.recompute == "sublayers":
+            recompute_sublayers(model)
+        losses = partial(model.losses, z_loss=config.z_loss)
+        self._losses: Callable[..., tuple[Tensor, Tensor]] = (
+            torch.compile(losses, dynamic=False) if self.compiled else losses
+        )
+
+    def __call__(self, batches: Sequence[Batch], rate: float = 1.0) -> None:
+        """Train on the micro-batches of one step at `rate` of the peak learning rate.
+
+        The loss is the mean over all targets of the step, so the split into micro-batches changes nothing.
+        """
+        counts = [(batch.targets != IGNORED).sum() for batch in batches]
+        total = torch.stack(counts).sum()
+        for batch, count in zip(batches, counts, strict=True):
+            ce, z = self._forward(batch)
+            share = count / total
+            ((ce + z) * share).backward()
+            self._totals[0] += ce.detach() * share
+            self._totals[1] += z.detach() * share
+        self._totals[2] += torch.nn.utils.clip_grad_norm_(self._parameters, self._clip_norm, foreach=True)
+        self._totals[3] += 1
+        self.optimizer.set_rate(rate)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    @torch.no_grad()
+    def evaluate(self, batches: Sequence[Batch]) -> tuple[float, int]:
+        """Mean cross-entropy over the targets of all batches, in nats, and how many there were."""
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        targets = 0
+        for batch in batches:
+            count = int((batch.targets != IGNORED).sum())
+            total += self._forward(batch)[0].double() * count
+            targets += count
+        return float(total) / targets, targets
+
+    def totals(self) -> Totals:
+        """Read the sums; waits for the device."""
+        return Totals(*self._totals.tolist())
+
+    def set_totals(self, totals: Sequence[float]) -> None:
+        """Go on from sums that were read before; zeros start a new interval."""
+        self._totals = torch.tensor(totals, device=self.device, dtype=torch.float32)
+
+    def _forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        tokens, targets = self._move(batch.tokens), self._move(batch.targets)
+        segments = None if batch.segments is None else self._move(batch.segments)
+        with self._autocast():
+            return self._losses(tokens, targets, segments=segments)
+
+    def _move(self, tensor: Tensor) -> Tensor:
+        if self.device.type == "cuda" and not tensor.is_cuda:
+            return tensor.pin_memory().to(self.device, non_blocking=True)
+        return tensor
+
+    def _autocast(self) -> AbstractContextManager[object]:
+        if self.precision is torch.float32:
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=self.precision)
+
+
+def build_step(model: Decoder, config: TrainConfig, device: torch.device) -> Step:
+    """Move a model to the device and make it ready to train exactly as `residua train` does."""
+    return Step(model.to(device), config, device)
+
+
+def _resolve(config: TrainConfig, device: torch.device) -> tuple[torch.dtype, bool]:
+    """Precision and compilation, where `auto` asks for what suits the device."""
+    on_gpu = device.type == "cuda"
+    precisions = {"auto": torch.bfloat16 if on_gpu else torch.float32, "bfloat16": torch.bfloat16}
+    compiled = {"auto": on_gpu, "on": True, "off": False}[config.compile]
+    return precisions.get(config.precision, torch.float32), compiled
+
+
+def recompute_sublayers(model: Decoder) -> None:
+    """Activation checkpointing from outside: each sublayer keeps its inputs only and runs again in the backward."""
+    for sublayer in model.sublayers:
+        sublayer.forward = partial(checkpoint, sublayer.forward, use_reentrant=False, preserve_rng_state=False)

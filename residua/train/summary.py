@@ -1,0 +1,84 @@
+"""What a run is about to do, printed before it does it."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from rich.console import Console
+
+from residua.data import Dataset
+from residua.model.settings import ConfigError
+from residua.train.checkpoint import checkpoints, model_tensors
+from residua.train.config import RunConfig
+from residua.train.progress import short
+from residua.train.step import Step
+
+if TYPE_CHECKING:
+    from residua.model.size import Size
+
+RULES = {"muon": "Muon", "adamw": "AdamW"}
+
+
+def summarise(console: Console, config: RunConfig, step: Step, dataset: Dataset, size: Size, done: int) -> None:
+    """Print parameters by group, compute, data, batch and device."""
+    for title, line in _lines(config, step, dataset, size):
+        console.print(f"{title:<8} {line}", soft_wrap=True)
+    if done:
+        console.print(f"resuming after step {done} of {config.train.steps}")
+
+
+def _lines(config: RunConfig, step: Step, dataset: Dataset, size: Size) -> Iterator[tuple[str, str]]:
+    model, recipe = config.model, config.train
+    tokens = recipe.steps * config.tokens_per_step
+    shape = f"{model.layers} layers of width {model.width}, {model.topology.kind}"
+    yield "model", f"{shape}, {short(size.parameters)} parameters"
+    for group in step.optimizer.param_groups:
+        yield "", _group_line(group)
+    yield "compute", f"{short(size.flops_per_token)}FLOP a token, {short(size.flops_per_token * tokens)}FLOP in all"
+    available = dataset.split("train").tokens
+    yield "data", f"{dataset.path}: {short(available)} tokens, {tokens / available:.2g} times over"
+    yield (
+        "batch",
+        (
+            f"{recipe.accumulate} x {recipe.micro_batch} x {config.sequence} = {config.tokens_per_step} tokens a step, "
+            f"{recipe.steps} steps, {short(tokens)} tokens ({tokens / size.parameters:.3g} per parameter)"
+        ),
+    )
+    yield "device", f"{_device_name(step.device)}, {str(step.precision).removeprefix('torch.')}, {_mode(step, config)}"
+
+
+def _group_line(group: dict[str, Any]) -> str:
+    elements = sum(parameter.numel() for parameter in group["params"])
+    decay = f", decay {group['weight_decay']:g}" if group["weight_decay"] else ""
+    return (
+        f"{group['title']}: {RULES[group['rule']]}, {short(elements)} in {len(group['params'])} tensors, "
+        f"rate {group['peak_lr']:g}{decay}"
+    )
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU with {torch.get_num_threads()} threads"
+
+
+def _mode(step: Step, config: RunConfig) -> str:
+    recomputed = ", sublayers recomputed in the backward pass" if config.train.recompute == "sublayers" else ""
+    return ("compiled" if step.compiled else "not compiled") + recomputed
+
+
+def check_disk(step: Step, folder: Path, keep: int) -> None:
+    """Refuse a run whose checkpoints will not fit: the last `keep`, the best, and the one being written."""
+    tensors = [*model_tensors(step.model).values(), *step.optimizer.tensors().values()]
+    one = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    needed = one * max(1, keep + 2 - len(checkpoints(folder)))
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise ConfigError(
+            f"the checkpoints of this run need {needed / 2**30:.2f} GiB ({one / 2**30:.2f} each) and {folder} has "
+            f"{free / 2**30:.2f} GiB free: make room, choose another --out, or lower train.keep = {keep}."
+        )

@@ -1,0 +1,237 @@
+"""The training loop: steps, logs, validations and checkpoints in the order that makes a run resumable bit for bit."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+import residua
+from residua.data import Dataset, Loader, validation_batches
+from residua.model.size import measure
+from residua.train.checkpoint import prune, restore, save_checkpoint, what_is_left
+from residua.train.clock import Clock, random_states, set_random_states
+from residua.train.config import RunConfig
+from residua.train.environment import describe_environment
+from residua.train.files import write_atomically
+from residua.train.health import Interrupted, StopSignals, TrainingStopped, Watch
+from residua.train.inspect import inspect_model
+from residua.train.progress import Display
+from residua.train.result import Result, closing_words, collect_result
+from residua.train.run import Run
+from residua.train.source import open_data
+from residua.train.step import arithmetic, build_step, choose_device
+from residua.train.summary import check_disk, summarise
+from residua.train.throughput import mfu, peak_memory_gib, reset_peak_memory
+from residua.train.track import Sink, check_trackers, open_trackers
+
+SMOOTHED_LINES = 10
+
+
+def train(config: RunConfig, out: str | Path, *, resume: bool = False, console: Console | None = None) -> Result:
+    """Train a run in the folder `out`, or continue the one that is in it.
+
+    Raises `ValueError` for a mistake in the configuration, the data or the folder, before anything is written;
+    `TrainingStopped` when the run cannot go on; `Interrupted` after a signal, once the run is saved.
+    """
+    console = console or Console(highlight=False)
+    device = choose_device(config.train)
+    check_trackers(config)
+    dataset = open_data(config)
+    run = Run.reopen(Path(out), config) if resume else Run.create(Path(out), config)
+    try:
+        with arithmetic(config.train):
+            trainer = Trainer(run, dataset, device, console)
+            with StopSignals() as signals:
+                trainer.fit(signals)
+            return trainer.finish()
+    finally:
+        run.close()
+
+
+class Trainer:
+    """One run in progress: the model, where it stands, and who is told."""
+
+    def __init__(self, run: Run, dataset: Dataset, device: torch.device, console: Console) -> None:
+        self.run, self.dataset, self.device, self.console = run, dataset, device, console
+        self.config = run.config
+        recipe, data = self.config.train, self.config.data
+        self.size = measure(self.config.model.model_copy(update={"context": self.config.sequence}))
+        torch.manual_seed(recipe.seed)
+        reset_peak_memory(device)
+        self.step = build_step(residua.build(self.config.model), recipe, device)
+        check_disk(self.step, run.folder, recipe.keep)
+
+        segments = data.masking == "documents"
+        shape = {"sequence": self.config.sequence, "batch": recipe.micro_batch}
+        self.loader = Loader(dataset.split("train"), seed=data.seed, segments=segments, **shape)
+        self.validation = list(
+            validation_batches(
+                dataset.split("validation"), **shape, limit_tokens=data.validation_tokens, segments=segments
+            )
+        )
+        self.done = 0
+        self.clock = Clock()
+        self.watch = Watch(recipe.divergence_margin, recipe.divergence_patience)
+        self.smoothed, self.lines = 0.0, 0
+        self.validation_loss: float | None = None
+        self._restore()
+
+    def fit(self, signals: StopSignals) -> None:
+        """Train to the last step, or until a signal comes or the loss is lost."""
+        summarise(self.console, self.config, self.step, self.dataset, self.size, self.done)
+        self.run.begin(describe_environment(self.device), self.done)
+        self.run.keep_tokenizer(self.dataset.path / "tokenizer.json")
+        prune(self.run.folder, self.config.train.keep)
+        self.metrics = self.run.metrics(until=self.done)
+        display = Display(self.config, self.done, self.console)
+        self.sinks: list[Sink] = [self.metrics, display, *open_trackers(self.config, self.run.folder, self.done)]
+        try:
+            self.clock.start()
+            while self.done < self.config.train.steps:
+                self._train_step()
+                if signals.received is not None and self.done < self.config.train.steps:
+                    self._interrupt(signals.received)
+        except torch.OutOfMemoryError:
+            raise TrainingStopped(
+                f"the GPU ran out of memory after step {self.done}; {what_is_left(self.run.folder)}. Lower "
+                f"train.micro_batch = {self.config.train.micro_batch} and raise train.accumulate, or set "
+                "train.recompute=sublayers."
+            ) from None
+        finally:
+            self.loader.close()
+            for sink in self.sinks:
+                sink.close()
+
+    def _train_step(self) -> None:
+        recipe = self.config.train
+        batches = [next(self.loader) for _ in range(recipe.accumulate)]
+        self.step(batches, recipe.schedule.factor(self.done, recipe.steps))
+        self.done += 1
+        self.validation_loss = None
+        last = self.done == recipe.steps
+        if last or self.done == 1 or self.done % recipe.log_every == 0:
+            self._log()
+        if last or self.done % recipe.validate_every == 0 or self.done % recipe.save_every == 0:
+            self._validate()
+        if last or (self.done % recipe.save_every == 0 and not self.watch.strikes):
+            self._save()
+
+    def _log(self) -> None:
+        totals = self.step.totals()
+        self.clock.stop()
+        loss, grad_norm = totals.loss / totals.steps, totals.grad_norm / totals.steps
+        self._stop_if(self.watch.check(self.done, loss, grad_norm))
+        self.lines += 1
+        self.smoothed += (loss - self.smoothed) / min(self.lines, SMOOTHED_LINES)
+        speed = totals.steps * self.config.tokens_per_step / self.clock.interval
+        utilisation = mfu(speed, self.size.flops_per_token, self.device)
+        self._tell(
+            kind="train",
+            step=self.done,
+            loss=round(loss, 6),
+            smoothed=round(self.smoothed, 6),
+            z=round(totals.z / totals.steps, 8),
+            lr=self.step.optimizer.param_groups[0]["lr"],
+            grad_norm=round(grad_norm, 6),
+            tokens=self.done * self.config.tokens_per_step,
+            seconds=round(self.clock.total, 3),
+            tokens_per_second=round(speed, 1),
+            mfu=None if utilisation is None else round(utilisation, 4),
+            memory_gib=round(peak_memory_gib(self.device), 3),
+        )
+        self.step.set_totals([0.0] * 4)
+        self.clock.interval = 0.0
+
+    def _validate(self) -> None:
+        self._pause()
+        loss, tokens = self.step.evaluate(self.validation)
+        self._stop_if(None if math.isfinite(loss) else f"at step {self.done} the validation loss is {loss}")
+        self.validation_loss = loss
+        bits = loss / math.log(2) / self.dataset.bytes_per_token("validation")
+        self._tell(
+            kind="validation",
+            step=self.done,
+            loss=round(loss, 6),
+            bits_per_byte=round(bits, 6),
+            tokens=tokens,
+            seconds=round(self.clock.total, 3),
+        )
+        self.clock.start()
+
+    def _save(self) -> None:
+        self._pause()
+        self.metrics.sync()
+        model, optimizer = self.step.model, self.step.optimizer
+        save_checkpoint(self.run.folder, self.done, model, optimizer, self._state(), self.config.train.keep)
+        self.clock.start()
+
+    def _pause(self) -> None:
+        """Stop the clock once the device has caught up."""
+        self.step.totals()
+        self.clock.stop()
+
+    def _interrupt(self, signal_number: int) -> None:
+        totals = self.step.totals()
+        if math.isfinite(totals.loss) and math.isfinite(totals.grad_norm):
+            self._save()
+        raise Interrupted(f"stopped by a signal at step {self.done}; {self._how_to_resume()}.", signal_number)
+
+    def _stop_if(self, reason: str | None) -> None:
+        if reason is not None:
+            raise TrainingStopped(
+                f"{reason}; {what_is_left(self.run.folder)}. Lower the learning rate (train.optimizer.lr) or raise "
+                f"train.schedule.warmup, then start again or {self._how_to_resume()}."
+            )
+
+    def _how_to_resume(self) -> str:
+        return f"continue with: residua train --resume --out {self.run.folder}"
+
+    def _tell(self, **record: Any) -> None:
+        for sink in self.sinks:
+            sink.write(record)
+
+    def _state(self) -> dict[str, Any]:
+        """What a resumed run needs beside the tensors; all of it plain JSON that reads back exactly."""
+        return {
+            "step": self.done,
+            "validation_loss": self.validation_loss,
+            "tokenizer_hash": self.dataset.tokenizer_hash,
+            "loader": self.loader.state_dict(),
+            "totals": list(self.step.totals()),
+            "clock": {"total": self.clock.total, "interval": self.clock.interval},
+            "watch": asdict(self.watch),
+            "smoothed": self.smoothed,
+            "lines": self.lines,
+            "rng": random_states(self.device),
+        }
+
+    def _restore(self) -> None:
+        checkpoint = self.run.last_checkpoint()
+        if checkpoint is None:
+            return
+        state = checkpoint.state
+        self.dataset.require_tokenizer(state["tokenizer_hash"], str(checkpoint.path))
+        restore(checkpoint.path, self.step.model, self.step.optimizer)
+        self.done = state["step"]
+        self.loader.load_state_dict(state["loader"])
+        self.step.set_totals(state["totals"])
+        self.clock = Clock(**state["clock"])
+        self.watch.first_loss, self.watch.strikes = state["watch"]["first_loss"], state["watch"]["strikes"]
+        self.smoothed, self.lines = state["smoothed"], state["lines"]
+        set_random_states(state["rng"])
+
+    def finish(self) -> Result:
+        """Write result.json and inspection.json, and say what to do next."""
+        folder = self.run.folder
+        result = collect_result(folder, self.config, self.size, self.device)
+        write_atomically(folder / "result.json", json.dumps(asdict(result), indent=1) + "\n")
+        inspection = inspect_model(self.step.model, self.validation[0])
+        write_atomically(folder / "inspection.json", json.dumps(inspection) + "\n")
+        self.console.print(closing_words(result), soft_wrap=True)
+        return result

@@ -1,0 +1,79 @@
+"""`residua train` from the command line: exit codes and sentences, no traceback."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from residua.cli.main import main
+from residua.train.config import RunConfig
+
+from .test_resume import stop_after
+
+Call = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def file(config: RunConfig, tmp_path: Path) -> str:
+    (tmp_path / "mine.toml").write_text(config.to_toml())
+    return str(tmp_path / "mine.toml")
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
+    """Run `residua train` with arguments; its exit code and everything it printed."""
+
+    def run(*arguments: object) -> tuple[int, str]:
+        monkeypatch.setattr("sys.argv", ["residua", "train", *map(str, arguments)])
+        with pytest.raises(SystemExit) as end:
+            main()
+        output = "".join(capsys.readouterr())
+        return int(end.value.code or 0), output
+
+    return run
+
+
+def test_a_file_is_trained_with_changes(call: Call, file: str, data: Path, tmp_path: Path) -> None:
+    code, output = call(
+        file, "train.steps=4", "--data", data, "--out", tmp_path / "run", "model.layers=1", "--threads", 1
+    )
+    assert code == 0 and "Finished" in output
+    config = RunConfig.from_toml(tmp_path / "run" / "config.toml")
+    assert (config.train.steps, config.model.layers, config.data.path) == (4, 1, str(data))
+
+
+def test_ctrl_c_says_how_to_resume_and_resume_needs_only_the_folder(
+    call: Call, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        stop_after(patch, 3, signal.SIGINT)
+        code, output = call(file, "--out", tmp_path / "run")
+    assert code == 130 and f"residua train --resume --out {tmp_path / 'run'}" in output
+    code, output = call("--resume", "--out", tmp_path / "run")
+    assert code == 0 and "resuming after step 3 of 6" in output
+    code, output = call("--resume", "--out", tmp_path / "run", "train.steps=7")
+    assert code == 0 and "step 7/7" in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ([], "name what to train"),
+        (["--out", "x"], "name what to train"),
+        (["--resume", "--out", "x"], "x holds no run to resume"),
+        (["tinny"], "preset 'tinny' does not exist: did you mean 'tiny'?"),
+        (["nowhere.toml"], "nowhere.toml does not exist"),
+        (["tiny", "--data", "nowhere"], "nowhere is not a prepared dataset"),
+        (["tiny", "train.lr=3"], "train.lr = 3 is not a known key"),
+    ],
+)
+def test_a_mistake_is_one_sentence(
+    call: Call, arguments: list[str], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, output = call(*arguments)
+    assert code == 2 and sentence in output and "Traceback" not in output
+    assert not list(tmp_path.iterdir())

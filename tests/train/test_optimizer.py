@@ -1,0 +1,215 @@
+"""Muon, AdamW and cautious decay against a float64 reference written here from the equations, matrix by matrix."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from residua.train.config import AdamW, Muon
+from residua.train.optimizer import build_optimizer, hidden_matrices
+from residua.train.polar import polar_express
+
+from .standin import StandIn
+
+PUBLISHED = [
+    (8.156554524902461, -22.48329292557795, 15.878769915207462),
+    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
+]
+
+
+def reference_polar(gradient: np.ndarray) -> np.ndarray:
+    """The polynomials applied to singular values, which is what they mean."""
+    left, values, right = np.linalg.svd(gradient, full_matrices=False)
+    values = values / (1.02 * np.linalg.norm(gradient) + 1e-6)
+    for a, b, c in PUBLISHED:
+        values = a * values + b * values**3 + c * values**5
+    return left @ np.diag(values) @ right
+
+
+class ReferenceMuon:
+    def __init__(self, weight: np.ndarray, parts: tuple[int, ...], config: Muon) -> None:
+        self.weight, self.parts, self.config = weight.copy(), parts, config
+        self.buffer = np.zeros_like(weight)
+
+    def step(self, gradient: np.ndarray) -> None:
+        beta, eta, decay = self.config.momentum, self.config.lr, self.config.weight_decay
+        self.buffer = beta * self.buffer + (1 - beta) * gradient
+        nesterov = beta * self.buffer + (1 - beta) * gradient
+        start = 0
+        for rows in self.parts:
+            update = reference_polar(nesterov[start : start + rows])
+            update *= max(1, rows / gradient.shape[1]) ** 0.5
+            block = self.weight[start : start + rows]
+            block -= eta * (update + decay * (update * block >= 0) * block)
+            start += rows
+
+
+def reference_adamw(weight: np.ndarray, gradients: list[np.ndarray], config: AdamW, decay: float) -> np.ndarray:
+    mean = square = np.zeros_like(weight)
+    beta1, beta2 = config.betas
+    for t, gradient in enumerate(gradients, 1):
+        mean = beta1 * mean + (1 - beta1) * gradient
+        square = beta2 * square + (1 - beta2) * gradient**2
+        update = (mean / (1 - beta1**t)) / (np.sqrt(square / (1 - beta2**t)) + config.eps)
+        weight = weight - config.lr * (update + decay * (update * weight >= 0) * weight)
+    return weight
+
+
+def test_muon_follows_the_reference_in_float64() -> None:
+    model = StandIn().double()
+    config = Muon(lr=0.05, weight_decay=0.3)
+    optimizer = build_optimizer(model, config)
+    references = {
+        "fused.weight": ReferenceMuon(model.fused.weight.detach().numpy(), (16, 16, 16), config),
+        "out.weight": ReferenceMuon(model.out.weight.detach().numpy(), (16,), config),
+    }
+    for seed in range(4):
+        model.set_gradients(seed)
+        for name, reference in references.items():
+            gradient = model.get_parameter(name).grad
+            assert gradient is not None
+            reference.step(gradient.numpy())
+        optimizer.step()
+    for name, reference in references.items():
+        np.testing.assert_allclose(model.weights()[name].numpy(), reference.weight, rtol=1e-10, atol=1e-12)
+
+
+def test_a_tall_matrix_moves_by_the_root_of_its_shape() -> None:
+    model = StandIn()
+    model.fused.hidden_matrices = {"weight": (48,)}
+    before = model.weights()["fused.weight"]
+    optimizer = build_optimizer(model, Muon(lr=0.1, weight_decay=0.0))
+    model.set_gradients(0)
+    optimizer.step()
+    singular = torch.linalg.svdvals((before - model.weights()["fused.weight"]) / 0.1)
+    assert float(singular.median()) == pytest.approx(3**0.5, rel=0.1)
+
+
+def test_adamw_follows_the_reference_in_float64() -> None:
+    model = StandIn().double()
+    config = AdamW(lr=0.02, weight_decay=0.5)
+    optimizer = build_optimizer(model, config)
+    before, gradients = model.weights(), []
+    for seed in range(4):
+        model.set_gradients(seed)
+        gradients.append({n: p.grad.numpy().copy() for n, p in model.named_parameters() if p.grad is not None})
+        optimizer.step()
+    for name, decay in {"gain": 0.0, "out.weight": 0.5}.items():
+        expected = reference_adamw(before[name].numpy(), [g[name] for g in gradients], config, decay)
+        np.testing.assert_allclose(model.weights()[name].numpy(), expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("shape", [(24, 24), (16, 64), (64, 16)], ids=["square", "wide", "tall"])
+def test_polar_express_is_orthogonal_within_its_band(shape: tuple[int, int]) -> None:
+    """Singular values between 1e-3 and 1 of the norm end between 0.8588 and 1.1412, the minimax error of 5 steps."""
+    wide = min(shape)
+    left, _ = torch.linalg.qr(torch.randn(shape[0], wide))
+    right, _ = torch.linalg.qr(torch.randn(shape[1], wide))
+    gradients = torch.stack([left * torch.logspace(0, -power, wide) @ right.T for power in (0.0, 1.0, 2.0)])
+    singular = torch.linalg.svdvals(polar_express(gradients))
+    assert singular.min() > 1 - 0.1412 and singular.max() < 1 + 0.1412
+
+
+@pytest.mark.gpu
+def test_polar_express_in_bf16_on_a_gpu_stays_close_to_float64() -> None:
+    gradients = torch.randn(6, 256, 512, dtype=torch.float64)
+    exact = polar_express(gradients)
+    fast = polar_express(gradients.to("cuda", torch.bfloat16)).double().cpu()
+    assert (fast - exact).norm() / exact.norm() < 0.02
+
+
+def test_a_stack_is_orthogonalised_matrix_by_matrix() -> None:
+    stack = torch.randn(5, 12, 20, dtype=torch.float64) * torch.logspace(-6, 6, 5, dtype=torch.float64)[:, None, None]
+    apart = torch.stack([polar_express(matrix) for matrix in stack])
+    torch.testing.assert_close(polar_express(stack), apart)
+
+
+def test_parts_of_a_fused_matrix_do_not_mix() -> None:
+    """A gradient a million times larger in one part leaves the direction of the others alone."""
+    updates = []
+    for scale in (1.0, 1e6):
+        torch.manual_seed(0)
+        model = StandIn()
+        before = model.weights()["fused.weight"]
+        optimizer = build_optimizer(model, Muon(weight_decay=0.0))
+        model.set_gradients(0)
+        assert model.fused.weight.grad is not None
+        model.fused.weight.grad[:16] *= scale
+        optimizer.step()
+        updates.append((model.fused.weight.detach() - before)[16:])
+    torch.testing.assert_close(updates[0], updates[1])
+
+
+def test_only_declared_parameters_are_matrices() -> None:
+    model = StandIn()
+    assert hidden_matrices(model) == {"fused.weight": (16, 16, 16), "out.weight": (16,)}
+    optimizer = build_optimizer(model, Muon())
+    assert [group["names"] for group in optimizer.param_groups] == [["fused.weight", "out.weight"], ["gain"]]
+
+
+def decayed(dtype: torch.dtype, config: Muon | AdamW) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Weights before, after a step without, and after a step with weight decay."""
+    torch.manual_seed(0)
+    before = StandIn(64).to(dtype).weights()["out.weight"]
+    after = []
+    for decay in (0.0, 0.1):
+        torch.manual_seed(0)
+        model = StandIn(64).to(dtype)
+        optimizer = build_optimizer(model, config.model_copy(update={"weight_decay": decay}))
+        model.set_gradients(0)
+        optimizer.step()
+        after.append(model.weights()["out.weight"])
+    return before, after[0], after[1]
+
+
+@pytest.mark.parametrize("config", [Muon(lr=0.01), AdamW(lr=0.01)], ids=["muon", "adamw"])
+def test_cautious_decay_acts_exactly_where_the_update_shrinks_the_weight(config: Muon | AdamW) -> None:
+    before, plain, decayed_weight = decayed(torch.float32, config)
+    shrinking = (before - plain) * before >= 0
+    assert 0.2 < shrinking.float().mean() < 0.8
+    changed = decayed_weight != plain
+    assert not changed[~shrinking].any()
+    assert changed[shrinking].float().mean() > 0.99
+    torch.testing.assert_close(
+        (plain - decayed_weight)[shrinking], 0.01 * 0.1 * before[shrinking], rtol=1e-2, atol=1e-7
+    )
+
+
+def test_the_same_decay_would_be_lost_in_bf16_weights() -> None:
+    """Why the masters are fp32: lr·wd = 1e-3 is below half a bf16 step, and nearly nothing changes."""
+    _, plain, decayed_weight = decayed(torch.bfloat16, AdamW(lr=0.01))
+    assert (decayed_weight != plain).float().mean() < 0.02
+
+
+def test_a_parameter_without_gradient_stays() -> None:
+    model = StandIn()
+    optimizer = build_optimizer(model, Muon())
+    model.set_gradients(0)
+    model.out.weight.grad = model.gain.grad = None
+    before = model.weights()
+    optimizer.step()
+    after = model.weights()
+    assert not torch.equal(before["fused.weight"], after["fused.weight"])
+    assert torch.equal(before["out.weight"], after["out.weight"]) and torch.equal(before["gain"], after["gain"])
+
+
+@pytest.mark.parametrize("config", [Muon(), AdamW(weight_decay=0.1)], ids=["muon", "adamw"])
+def test_saved_state_continues_bit_for_bit(config: Muon | AdamW) -> None:
+    model = StandIn()
+    optimizer = build_optimizer(model, config)
+    for seed in range(3):
+        model.set_gradients(seed)
+        optimizer.step()
+    copy = StandIn()
+    copy.load_state_dict(model.state_dict())
+    second = build_optimizer(copy, config)
+    second.load_tensors({name: tensor.clone() for name, tensor in optimizer.tensors().items()})
+    for one, its_optimizer in ((model, optimizer), (copy, second)):
+        one.set_gradients(9)
+        its_optimizer.step()
+    for name, weight in model.weights().items():
+        assert torch.equal(weight, copy.weights()[name]), name

@@ -1,0 +1,198 @@
+"""What must not happen to a person's run: a sentence instead, and everything that was there is still there."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+from collections import namedtuple
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from residua.data import open_corpus, prepare
+from residua.train import checkpoint as checkpoint_module
+from residua.train.checkpoint import checkpoints
+from residua.train.config import RunConfig
+from residua.train.health import TrainingStopped, Watch
+from residua.train.run import Run, read_metrics
+from residua.train.step import Step
+from residua.train.trainer import train
+
+QUIET = Console(quiet=True)
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file() and p.name != ".lock"}
+
+
+def poison(monkeypatch: pytest.MonkeyPatch, after: int, value: float) -> None:
+    """From step `after` on, the loss is multiplied by `value`."""
+    forward, call, done = Step._forward, Step.__call__, 0
+
+    def counted(self: Step, *arguments: Any) -> None:
+        nonlocal done
+        call(self, *arguments)
+        done += 1
+
+    def poisoned(self: Step, batch: Any) -> tuple[Tensor, Tensor]:
+        ce, z = forward(self, batch)
+        return (ce * value if done >= after and torch.is_grad_enabled() else ce), z
+
+    monkeypatch.setattr(Step, "__call__", counted)
+    monkeypatch.setattr(Step, "_forward", poisoned)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")], ids=["nan", "inf"])
+def test_a_loss_that_is_no_number_stops_the_run_and_leaves_the_last_good_checkpoint(
+    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: float
+) -> None:
+    poison(monkeypatch, after=2, value=value)
+    with pytest.raises(TrainingStopped, match=r"by step 4 the loss is (nan|inf).*last good checkpoint is .*step-2"):
+        train(config.override(["train.validate_every=100"]), tmp_path / "run", console=QUIET)
+    assert [c.step for c in checkpoints(tmp_path / "run")] == [2]
+    assert all(record["loss"] == record["loss"] for record in read_metrics(tmp_path / "run" / "metrics.jsonl"))
+
+
+def test_weights_that_are_no_numbers_are_never_saved(
+    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where no log line comes between the accident and the save."""
+    poison(monkeypatch, after=3, value=float("nan"))
+    with pytest.raises(TrainingStopped, match="validation loss is nan"):
+        train(config.override(["train.log_every=100"]), tmp_path / "run", console=QUIET)
+    assert [c.step for c in checkpoints(tmp_path / "run")] == [2]
+
+
+def test_a_run_that_ran_away_is_stopped_and_not_saved(
+    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    poison(monkeypatch, after=2, value=5.0)
+    config = config.override(["train.steps=20", "train.divergence_patience=3"])
+    with pytest.raises(TrainingStopped, match=r"the run diverged: at step 8 .* for 3 log lines in a row"):
+        train(config, tmp_path / "run", console=QUIET)
+    assert [c.step for c in checkpoints(tmp_path / "run")] == [2]
+
+
+def test_one_bad_log_line_is_forgiven() -> None:
+    watch = Watch(margin=1.0, patience=2)
+    assert [watch.check(step, loss, 1.0) for step, loss in enumerate([5.0, 6.5, 5.0, 6.5, 4.0])] == [None] * 5
+    assert watch.check(6, 6.5, 1.0) is None and "diverged" in (watch.check(7, 6.5, 1.0) or "")
+
+
+def test_a_folder_with_something_in_it_is_refused(config: RunConfig, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "thesis.tex").write_text("years of work")
+    with pytest.raises(ValueError, match=r"run is not empty: choose another --out, or .* --resume"):
+        train(config, tmp_path / "run", console=QUIET)
+    assert files(tmp_path / "run") == {"thesis.tex": b"years of work"}
+
+
+def test_resuming_where_no_run_is_is_refused(config: RunConfig, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="holds no run to resume"):
+        train(config, tmp_path / "run", resume=True, console=QUIET)
+
+
+def test_running_out_of_gpu_memory_says_what_to_lower(
+    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def exhausted(self: Step, *arguments: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(Step, "__call__", exhausted)
+    with pytest.raises(TrainingStopped, match=r"out of memory after step 0; no checkpoint .* train\.micro_batch = 2"):
+        train(config, tmp_path / "run", console=QUIET)
+
+
+def test_a_folder_in_use_is_refused(config: RunConfig, tmp_path: Path) -> None:
+    run = Run.create(tmp_path / "run", config)
+    with pytest.raises(ValueError, match="in use by another process"):
+        train(config, tmp_path / "run", console=QUIET)
+    run.close()
+    train(config, tmp_path / "run", console=QUIET)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ("model.layers=3", r"model\.layers was 2 .* is 3 now"),
+        ("data.seed=1", r"data\.seed was 0"),
+        ("train.micro_batch=4", r"64 tokens and would have 128 now: keep train\.accumulate × train\.micro_batch"),
+        ("train.optimizer.kind=adamw", r"train\.optimizer\.kind was 'muon'"),
+    ],
+)
+def test_what_shapes_a_run_cannot_change_when_it_is_resumed(
+    config: RunConfig, tmp_path: Path, change: str, named: str
+) -> None:
+    train(config, tmp_path / "run", console=QUIET)
+    before = files(tmp_path / "run")
+    with pytest.raises(ValueError, match=named):
+        train(config.override([change]), tmp_path / "run", resume=True, console=QUIET)
+    assert files(tmp_path / "run") == before
+
+
+def test_a_vocabulary_smaller_than_the_datasets_is_refused(config: RunConfig, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"model\.vocab_size = 100 is smaller .* set model\.vocab_size=257"):
+        train(config.override(["model.vocab_size=100"]), tmp_path / "run", console=QUIET)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("damage", [b"", b"garbage that is no header", None], ids=["empty", "garbage", "missing"])
+def test_an_unreadable_shard_is_refused_before_training(
+    config: RunConfig, data: Path, tmp_path: Path, damage: bytes | None
+) -> None:
+    copy = shutil.copytree(data, tmp_path / "data")
+    shard = next(copy.glob("train-*"))
+    shard.unlink()
+    if damage is not None:
+        shard.write_bytes(damage)
+    with pytest.raises(ValueError, match=shard.name):
+        train(config.override([f"data.path='{copy}'"]), tmp_path / "run", console=QUIET)
+    assert not (tmp_path / "run").exists()
+
+
+def test_resuming_on_text_of_another_tokenizer_is_refused(config: RunConfig, tmp_path: Path) -> None:
+    train(config, tmp_path / "run", console=QUIET)
+    before = files(tmp_path / "run")
+    (tmp_path / "a.txt").write_text("some other words " * 200)
+    (tmp_path / "b.txt").write_text("for validation only " * 20)
+    corpus = open_corpus([tmp_path / "a.txt"], validation=tmp_path / "b.txt")
+    other = prepare(corpus, tmp_path / "other", "bpe:260", workers=1)
+    with pytest.raises(ValueError, match="tokenizer"):
+        train(config.override([f"data.path='{other.path}'"]), tmp_path / "run", resume=True, console=QUIET)
+    assert files(tmp_path / "run") == before
+
+
+def test_a_disk_too_small_is_refused_before_training(
+    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**9, 10**9, 1000))
+    with pytest.raises(ValueError, match=r"need .* GiB .* lower train\.keep = 2"):
+        train(config, tmp_path / "run", console=QUIET)
+    assert files(tmp_path / "run") == {}
+
+
+def test_a_disk_that_fills_up_leaves_the_previous_checkpoint(
+    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save, calls = checkpoint_module.save_file, 0
+
+    def full(tensors: dict[str, Tensor], path: Path) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 4:
+            path.write_bytes(b"half")
+            raise OSError(errno.ENOSPC, "No space left on device")
+        save(tensors, path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint_module, "save_file", full)
+        with pytest.raises(TrainingStopped, match=r"step-4 .*No space left.* last good checkpoint is .*step-2"):
+            train(config, tmp_path / "run", console=QUIET)
+    assert [c.step for c in checkpoints(tmp_path / "run")] == [2]
+    assert not list((tmp_path / "run" / "checkpoints").glob(".unfinished-*"))
+    assert train(config, tmp_path / "run", resume=True, console=QUIET).steps == 6

@@ -1,0 +1,189 @@
+"""What a finished run leaves behind and what a person sees of it."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+import residua
+from residua.train.config import RunConfig, differences
+from residua.train.environment import code_commit
+from residua.train.inspect import inspect_model
+from residua.train.progress import Display, duration, short
+from residua.train.run import read_metrics
+from residua.train.throughput import mfu, peak_flops
+from residua.train.trainer import train
+
+from .test_step import batch
+
+
+@pytest.fixture
+def seen(config: RunConfig, tmp_path: Path) -> str:
+    console = Console(file=io.StringIO(), width=200)
+    train(config, tmp_path / "run", console=console)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_a_run_is_one_folder_with_everything_in_it(seen: str, config: RunConfig, data: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert RunConfig.from_toml(run / "config.toml") == config
+    environment = json.loads((run / "environment.json").read_text())
+    assert environment["residua"] and environment["torch"] == torch.__version__ and environment["device"] == "cpu"
+    assert (run / "tokenizer.json").read_bytes() == (data / "tokenizer.json").read_bytes()
+    result = json.loads((run / "result.json").read_text())
+    assert result["steps"] == 6 and result["tokens"] == 6 * 2 * 2 * 16 and result["mfu"] is None
+    assert (run / "inspection.json").exists()
+
+
+def test_metrics_hold_one_line_per_log_step_and_validation(seen: str, tmp_path: Path) -> None:
+    records = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [(r["kind"], r["step"]) for r in records] == [
+        ("train", 1), ("train", 2), ("validation", 2), ("validation", 3), ("train", 4), ("validation", 4), ("train", 6),
+        ("validation", 6),
+    ]  # fmt: skip
+    first = records[0]
+    assert first["loss"] == pytest.approx(math.log(320), abs=0.2)
+    assert first.keys() == {
+        "kind", "step", "loss", "smoothed", "z", "lr", "grad_norm", "tokens", "seconds", "tokens_per_second", "mfu",
+        "memory_gib",
+    }  # fmt: skip
+    assert first["lr"] == pytest.approx(0.005) and first["tokens"] == 64
+    last = records[-1]
+    assert last["bits_per_byte"] == pytest.approx(last["loss"] / math.log(2) * 61 / 60, rel=0.05)
+
+
+def test_the_person_sees_summary_progress_and_what_to_do_next(seen: str) -> None:
+    for words in ("matrices: Muon", "rest: AdamW", "FLOP a token", "2 x 2 x 16 = 64 tokens a step, 6 steps"):
+        assert words in seen
+    assert "step 4/6  loss" in seen and "tokens/s" in seen and "ETA" in seen and "bits/byte" in seen
+    assert "residua compare" in seen and "--resume" in seen
+
+
+def test_a_terminal_gets_one_live_line(config: RunConfig) -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=160)
+    display = Display(config, 0, console)
+    record = {"kind": "train", "step": 3, "loss": 3.5, "smoothed": 3.6, "mfu": 0.45, "memory_gib": 15.6}
+    display.write({**record, "tokens_per_second": 64.0})
+    display.close()
+    assert isinstance(console.file, io.StringIO)
+    text = console.file.getvalue()
+    assert "step 3/6" in text and "MFU 0.450" in text and "15.6 GiB" in text and "ETA 3s" in text
+
+
+def test_tensorboard_is_written_where_it_is_installed(seen: str, tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    assert list((tmp_path / "run" / "tensorboard").glob("events.*"))
+
+
+def test_a_run_trains_where_tensorboard_is_not_installed(
+    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    train(config, tmp_path / "run", console=Console(quiet=True))
+    assert not (tmp_path / "run" / "tensorboard").exists()
+
+
+def test_asking_for_wandb_without_it_is_refused(
+    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ValueError, match="pip install wandb"):
+        train(config.override(["train.track=wandb"]), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_wandb_gets_every_record_under_one_identity(
+    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[dict[str, Any]] = []
+    logged: list[int] = []
+    run = SimpleNamespace(log=lambda values, step: logged.append(step), finish=lambda: None)
+    wandb = SimpleNamespace(init=lambda **options: started.append(options) or run)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    config = config.override(["train.track=wandb"])
+    train(config, tmp_path / "run", console=Console(quiet=True))
+    train(config.override(["train.steps=7"]), tmp_path / "run", resume=True, console=Console(quiet=True))
+    assert started[0]["name"] == "run" and started[0]["id"] == started[1]["id"]
+    assert logged == [r["step"] for r in read_metrics(tmp_path / "run" / "metrics.jsonl")]
+
+
+def test_inspection_shows_depth_weights_gates_and_gradients(config: RunConfig) -> None:
+    model = residua.build(
+        config.override(["model.topology.kind=full_attnres", "model.attention.gate=elementwise"]).model
+    )
+    found = inspect_model(model, batch(2))
+    assert [row["sublayer"] for row in found["sublayers"]] == [0, 1, 2, 3]
+    assert all(row["output_rms"] > 0 and row["gradient_rms"] > 0 for row in found["sublayers"])
+    for row in found["depth_weights"]["mean"]:
+        assert sum(row) == pytest.approx(1, abs=1e-5)
+    assert [gate["layer"] for gate in found["gates"]] == [0, 1]
+    assert all(gate["mean"] == pytest.approx(0.5, abs=0.1) and gate["closed"] < 0.1 for gate in found["gates"])
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_inspection_leaves_out_what_a_model_does_not_have(config: RunConfig) -> None:
+    assert inspect_model(residua.build(config.model), batch(2)).keys() == {"tokens", "sublayers"}
+
+
+def test_inspection_shows_the_gates_of_streams(config: RunConfig) -> None:
+    changes = ["model.topology.kind=multi_gate", "model.topology.streams=2"]
+    found = inspect_model(residua.build(config.override(changes).model), batch(2))
+    assert all(len(row["mean"]) == 2 and 0 < min(row["mean"]) < 1 for row in found["beta"])
+
+
+def test_mfu_is_the_share_of_the_gpus_dense_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    gpu = torch.device("cuda")
+    assert peak_flops(gpu) == 989e12
+    assert mfu(1e6, 445.05e6, gpu) == pytest.approx(0.45)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some other card")
+    assert mfu(1e6, 1e6, gpu) is None and mfu(1e6, 1e6, torch.device("cpu")) is None
+
+
+def test_numbers_are_short_for_people() -> None:
+    assert [short(n) for n in (7, 919_000, 1_234_567, 2.1e18)] == ["7", "919k", "1.23M", "2.1E"]
+    assert [duration(s) for s in (5, 65, 3723)] == ["5s", "1m05s", "1h02m"]
+
+
+def test_the_commit_is_that_of_the_package_or_none() -> None:
+    commit = code_commit()
+    assert commit is None or len(commit.removesuffix("+changes")) == 40
+
+
+def test_configurations_survive_toml_and_say_where_they_differ(config: RunConfig, tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text(config.to_toml())
+    assert RunConfig.from_toml(tmp_path / "a.toml") == config
+    other = config.override(["train.steps=900", "train.schedule.kind=linear_decay"])
+    assert differences(config, other)["train.steps"] == (6, 900)
+    assert differences(config, other)["train.schedule.kind"] == ("cosine", "linear_decay")
+    assert differences(config, config) == {}
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ("train.stpes=3", r"train\.stpes = 3 is not a known key: did you mean 'steps'"),
+        ("train.optimizer.kind=mion", r"train\.optimizer\.kind = 'mion' does not exist: did you mean 'muon'"),
+        ("steps=3", r"names no section: write model\.steps=3, data\.steps=3 or train\.steps=3"),
+        ("train.optimizer.lr=-1", r"train\.optimizer\.lr = -1"),
+    ],
+)
+def test_a_wrong_word_in_a_configuration_is_one_sentence(config: RunConfig, change: str, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        config.override([change])
+
+
+def test_a_file_may_extend_a_preset(tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text('extends = "tiny"\n[train]\nsteps = 77\n')
+    mine = RunConfig.find(str(tmp_path / "mine.toml"))
+    assert mine.train.steps == 77 and mine.model == RunConfig.find("tiny").model

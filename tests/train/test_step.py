@@ -1,0 +1,157 @@
+"""One optimizer step: accumulation, precision, recomputation, evaluation."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import residua
+from residua.data.loader import Batch
+from residua.model.decoder import Decoder
+from residua.train.config import RunConfig
+from residua.train.step import Step, arithmetic, build_step, choose_device
+
+CPU = torch.device("cpu")
+
+
+def batch(sequences: int, seed: int = 0, ignored: int = 0) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, 257, (sequences, 17), generator=generator)
+    targets = tokens[:, 1:].clone()
+    targets[:, :ignored] = -100
+    return Batch(tokens[:, :-1].clone(), targets)
+
+
+def make(config: RunConfig, *changes: str, double: bool = False) -> Step:
+    torch.manual_seed(0)
+    config = config.override(list(changes))
+    model = residua.build(config.model)
+    return build_step(model.double() if double else model, config.train, CPU)
+
+
+def halves(whole: Batch) -> list[Batch]:
+    return [Batch(whole.tokens[half], whole.targets[half]) for half in (slice(0, 2), slice(2, 4))]
+
+
+def weights(model: Decoder) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+def test_accumulation_equals_one_big_batch(config: RunConfig, optimizer: str) -> None:
+    big, small = (make(config, f"train.optimizer.kind={optimizer}", double=True) for _ in range(2))
+    for seed in range(3):
+        whole = batch(4, seed)
+        big([whole])
+        small(halves(whole))
+    torch.testing.assert_close(weights(small.model), weights(big.model), rtol=1e-6, atol=1e-8)
+    assert small.totals() == pytest.approx(big.totals())
+
+
+def test_micro_batches_count_by_their_targets(config: RunConfig) -> None:
+    """Where documents are masked, micro-batches hold different numbers of targets."""
+    full, sparse = batch(2, 1), batch(2, 2, ignored=12)
+    together = Batch(torch.cat([full.tokens, sparse.tokens]), torch.cat([full.targets, sparse.targets]))
+    big, small = make(config, double=True), make(config, double=True)
+    big([together])
+    small([full, sparse])
+    assert small.totals().loss == pytest.approx(big.totals().loss, rel=1e-6)
+    torch.testing.assert_close(weights(small.model), weights(big.model), rtol=1e-6, atol=1e-8)
+
+
+def test_the_reported_loss_is_pure_cross_entropy(config: RunConfig) -> None:
+    plain, penalised = make(config, "train.z_loss=0.0"), make(config, "train.z_loss=0.5")
+    plain([batch(2)])
+    penalised([batch(2)])
+    assert penalised.totals().loss == plain.totals().loss
+    assert plain.totals().z == 0 and penalised.totals().z > 1
+    assert not torch.equal(weights(plain.model), weights(penalised.model))
+
+
+def test_gradients_are_clipped_to_the_norm(config: RunConfig) -> None:
+    """With a tiny norm AdamW's means are tiny, and the norm reported is the one before clipping."""
+    step = make(config, "train.clip_norm=1e-3", "train.optimizer.kind=adamw")
+    step([batch(2)])
+    means = [step.optimizer.state[p]["mean"] for p in step.model.parameters()]
+    assert torch.cat([m.flatten() for m in means]).norm() == pytest.approx(1e-4, rel=1e-3)
+    assert step.totals().grad_norm > 0.1
+
+
+def test_recomputed_sublayers_train_bit_for_bit_the_same(config: RunConfig) -> None:
+    kept, recomputed = make(config), make(config, "train.recompute=sublayers")
+    for seed in range(2):
+        kept([batch(2, seed)])
+        recomputed([batch(2, seed)])
+    assert torch.equal(weights(kept.model), weights(recomputed.model))
+
+
+def test_recomputed_sublayers_keep_their_inputs_only(config: RunConfig) -> None:
+    saved = []
+    for change in ("train.recompute=none", "train.recompute=sublayers"):
+        step = make(config, change)
+        held: list[int] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, held=held: held.append(t.numel()) or t, lambda t: t):
+            step.model.loss(batch(2).tokens, batch(2).targets)
+        saved.append(sum(held))
+    assert saved[1] < 0.6 * saved[0]
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a CPU without bf16 says so
+def test_weights_stay_fp32_under_bf16(config: RunConfig) -> None:
+    step = make(config, "train.precision=bfloat16")
+    assert step.precision is torch.bfloat16
+    step([batch(2)])
+    assert {p.dtype for p in step.model.parameters()} == {torch.float32}
+    assert math.isfinite(step.totals().loss)
+
+
+def test_evaluation_is_the_mean_over_all_targets_and_changes_nothing(config: RunConfig) -> None:
+    step = make(config)
+    before = weights(step.model).clone()
+    batches = [batch(2, 1), batch(2, 2, ignored=12)]
+    loss, tokens = step.evaluate(batches)
+    parts = [step.model.loss(b.tokens, b.targets).item() * int((b.targets != -100).sum()) for b in batches]
+    assert tokens == 40 and loss == pytest.approx(sum(parts) / 40)
+    assert torch.equal(before, weights(step.model)) and step.totals().steps == 0
+
+
+@pytest.mark.slow
+def test_a_compiled_step_equals_a_plain_one(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    compile_plainly = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, **options: compile_plainly(f, backend="aot_eager", **options))
+    change = "train.recompute=sublayers"
+    plain, compiled = make(config, change), make(config, change, "train.compile=on")
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for seed in range(2):
+            plain([batch(2, seed)])
+            compiled([batch(2, seed)])
+    assert compiled.compiled and not plain.compiled
+    torch.testing.assert_close(weights(compiled.model), weights(plain.model), rtol=1e-4, atol=1e-5)
+
+
+def test_exact_arithmetic_is_asked_for_and_given_back(config: RunConfig) -> None:
+    for change, expected in (("train.determinism=exact", True), ("train.determinism=fast", False)):
+        with arithmetic(config.override([change]).train):
+            assert torch.are_deterministic_algorithms_enabled() is expected
+        assert not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_asking_for_a_gpu_that_is_not_there_is_refused(config: RunConfig) -> None:
+    with pytest.raises(ValueError, match=r"train\.device = 'cuda' but PyTorch sees no GPU"):
+        choose_device(config.override(["train.device=cuda"]).train)
+
+
+@pytest.mark.gpu
+def test_a_gpu_step_is_compiled_bf16_and_learns(config: RunConfig) -> None:
+    config = config.override(["train.device=cuda", "model.width=128", "model.context=64"])
+    step = build_step(residua.build(config.model), config.train, choose_device(config.train))
+    assert step.compiled and step.precision is torch.bfloat16
+    losses = []
+    for _ in range(20):
+        step.set_totals([0.0] * 4)
+        step([batch(4)], rate=0.3)
+        losses.append(step.totals().loss)
+    assert losses[-1] < losses[0] - 1
