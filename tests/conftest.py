@@ -24,3 +24,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # torch says so once on processors without bfloat16 instructions, with a page of C++ frames
+    config.addinivalue_line("filterwarnings", "ignore:mkldnn_matmul")

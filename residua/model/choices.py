@@ -8,11 +8,20 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from residua.model.settings import Frozen
 
-Positive = Annotated[int, Field(ge=1)]
+
+def _number(value: object) -> object:
+    """Python counts True as 1; a person who writes `layers = true` did not mean one layer."""
+    if isinstance(value, bool):
+        raise PydanticCustomError("number", "a truth value is not a number")
+    return value
+
+
+Positive = Annotated[int, BeforeValidator(_number), Field(ge=1)]
 Granularity = Literal["elementwise", "headwise", "scalar"]
 Pathway = Literal["q", "k", "v", "g"]
 

@@ -42,6 +42,7 @@ class Streams(Topology):
             post, mix = cast(Junction, self.junctions[k]).write(state[0])
             X = (mix @ wide(state[0]) + post[..., None] * wide(y)[..., None, :]).to(y.dtype)
         tap(f"depth.{k}.mix", mix)
+        tap(f"depth.{k}.streams", X)
         return (X.sum(-2) if k == self.last else self._read(k + 1, X)), (X,)
 
     def _read(self, k: int, X: Tensor) -> Tensor:
@@ -148,12 +149,14 @@ class HyperConnections(Streams):
 
 
 def sinkhorn(logits: Tensor, iterations: int) -> Tensor:
-    """exp(logits) [..., out, in] made doubly stochastic: columns (over out), then rows (over in), repeatedly."""
-    matrix = (logits - logits.amax((-2, -1), keepdim=True)).exp()
+    """exp(logits) [..., out, in] made doubly stochastic: columns (over out), then rows (over in), repeatedly.
+
+    In logarithms, where no row or column can vanish.
+    """
     for _ in range(iterations):
-        matrix = matrix / matrix.sum(-2, keepdim=True)
-        matrix = matrix / matrix.sum(-1, keepdim=True)
-    return matrix
+        logits = logits - logits.logsumexp(-2, keepdim=True)
+        logits = logits - logits.logsumexp(-1, keepdim=True)
+    return logits.exp()
 
 
 class SinkhornMixing(nn.Module):

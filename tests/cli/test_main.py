@@ -1,0 +1,64 @@
+"""The command line as a whole: verbs, help, and errors of one sentence."""
+
+import subprocess
+import sys
+import tomllib
+
+import pytest
+
+from residua.cli.main import VERBS
+from residua.model.config import ModelConfig
+
+
+def residua(*arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "residua.cli.main", *arguments], capture_output=True, text=True, timeout=120
+    )
+
+
+def test_help_lists_every_verb_and_does_not_import_torch():
+    code = "import sys; sys.argv = ['residua', '--help']\nfrom residua.cli.main import main\n"
+    code += "try: main()\nexcept SystemExit: pass\nsys.exit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0
+    assert all(verb in done.stdout for verb in VERBS)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_has_help_with_an_example(verb):
+    done = residua(verb, "--help")
+    assert done.returncode == 0, done.stderr
+    assert f"residua {verb}" in done.stdout
+
+
+def test_a_preset_printed_as_toml_is_the_preset():
+    done = residua("presets", "exoformer-e-dynamic")
+    assert ModelConfig.from_dict(tomllib.loads(done.stdout)["model"]) == ModelConfig.preset("exoformer-e-dynamic")
+
+
+def test_presets_are_listed_with_size_cost_and_a_line_each():
+    done = residua("presets", "--matching", "mgr-s")
+    lines = done.stdout.splitlines()
+    assert len(lines) == 10
+    (row,) = [line for line in lines if line.startswith("mgr-s-prenorm")]
+    assert "123.6 M" in row and "0.80 G" in row and "pre-norm baseline" in row
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("presets", "tinny"), "residua: preset 'tinny' does not exist: did you mean 'tiny'?"),
+        (
+            ("presets", "--matching", "zzz"),
+            "residua: no preset's name contains 'zzz': `residua presets` lists them all.",
+        ),
+        (
+            ("train", "tiny", "--out", "nowhere", "model.topology=ful_attnres"),
+            "residua: topology.kind = 'ful_attnres' does not exist: did you mean 'full_attnres'?",
+        ),
+    ],
+)
+def test_a_mistake_is_one_sentence_and_not_a_traceback(arguments, sentence, tmp_path):
+    done = residua(*arguments)
+    assert done.returncode != 0
+    assert done.stderr.strip() == sentence

@@ -1,0 +1,112 @@
+"""Causal softmax attention and projection mixing, one sequence, head and query at a time."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from tests.golden.arithmetic import EPS, gelu, rms, sigmoid, softmax, weighted_sum
+
+Projections = dict[str, Tensor]
+"""Pathway name to [T, heads, head_dim] ([T, heads, 1] for a headwise gate)."""
+
+
+def project(x: Tensor, W: Tensor, heads: int) -> Tensor:
+    """S[t, h] = the h-th slice of W x_t; x [T, C]."""
+    return torch.stack([torch.stack([W_h @ x_t for W_h in W.chunk(heads)]) for x_t in x])
+
+
+def rope(v: Tensor, position: int, theta: float) -> Tensor:
+    """Turn the pairs (v_i, v_{i+D/2}) by position · theta^(−2i/D)."""
+    half = v.numel() // 2
+    i = torch.arange(half, dtype=v.dtype)
+    angle = position * theta ** (-2 * i / v.numel())
+    first, second = v[:half], v[half:]
+    return torch.cat(
+        [
+            first * torch.cos(angle) - second * torch.sin(angle),
+            second * torch.cos(angle) + first * torch.sin(angle),
+        ]
+    )
+
+
+def attention(
+    S: Projections,
+    W_out: Tensor,
+    *,
+    theta: float,
+    q_gain: Tensor | None = None,
+    k_gain: Tensor | None = None,
+    sink: Tensor | None = None,
+    documents: list[int] | None = None,
+) -> Tensor:
+    """QK-norm, RoPE, softmax over earlier positions of the same document (and the sink), gate, output projection."""
+    length, heads, head_dim = S["q"].shape
+    group = heads // S["k"].shape[1]
+    queries = [[_key_or_query(v, q_gain, t, theta) for v in S["q"][t]] for t in range(length)]
+    keys = [[_key_or_query(v, k_gain, t, theta) for v in S["k"][t]] for t in range(length)]
+    rows = []
+    for t in range(length):
+        earlier = [j for j in range(t + 1) if documents is None or documents[j] == documents[t]]
+        per_head = []
+        for h in range(heads):
+            logits = [(queries[t][h] * keys[j][h // group]).sum() / math.sqrt(head_dim) for j in earlier]
+            weights = softmax(logits if sink is None else [*logits, sink[h]])[: len(earlier)]
+            y = weighted_sum(weights, [S["v"][j, h // group] for j in earlier])
+            per_head.append(y * sigmoid(S["g"][t, h]) if "g" in S else y)
+        rows.append(W_out @ torch.cat(per_head))
+    return torch.stack(rows)
+
+
+def _key_or_query(v: Tensor, gain: Tensor | None, position: int, theta: float) -> Tensor:
+    return rope(v if gain is None else gain * rms(v), position, theta)
+
+
+def normed(S: Tensor, gain: Tensor | None, eps: float = EPS) -> Tensor:
+    """N(S_anc): RMS over head_dim with gain, each token and head; the identity without one."""
+    if gain is None:
+        return S
+    return torch.stack([torch.stack([gain * rms(v, eps) for v in heads]) for heads in S])
+
+
+def mix(S: Tensor, anchor: Tensor, l1: list[Tensor], l2: list[Tensor]) -> Tensor:
+    """Ŝ[t, h] = λ1 ⊙ S_anc[t, h] + λ2 ⊙ S[t, h]; `l1`, `l2` list a token's λ, each [H, D], [H, 1] or a number."""
+
+    def of_head(scale: Tensor, h: int) -> Tensor:
+        return scale if scale.dim() == 0 else scale[h]
+
+    return torch.stack(
+        [
+            torch.stack([of_head(l1[t], h) * anchor[t, h] + of_head(l2[t], h) * S[t, h] for h in range(S.shape[1])])
+            for t in range(S.shape[0])
+        ]
+    )
+
+
+def gamma(x: Tensor, W1: Tensor, W2: Tensor, b: Tensor) -> Tensor:
+    """γ = σ(GELU(x W1) W2 + b) of one token; weights here are stored [out, in]."""
+    return sigmoid(W2 @ gelu(W1 @ x) + b)
+
+
+def mixed(
+    x: Tensor,
+    own: Projections,
+    anchors: Projections,
+    lambda1: Projections,
+    lambda2: Projections,
+    dynamic: tuple[Tensor, Tensor, Tensor] | None,
+) -> Projections:
+    """Every pathway of `anchors` mixed into the layer's own; with `dynamic` (W1, W2, b), λ is multiplied by γ(x_t).
+
+    γ comes in the order of the pathways, anchor's before current's: q1, q2, k1, k2, …
+    """
+    result = dict(own)
+    ones = [1.0] * (2 * len(anchors))
+    factors = [ones if dynamic is None else gamma(x_t, *dynamic) for x_t in x]
+    for i, s in enumerate(anchors):
+        l1 = [lambda1[s] * g[2 * i] for g in factors]
+        l2 = [lambda2[s] * g[2 * i + 1] for g in factors]
+        result[s] = mix(own[s], anchors[s], l1, l2)
+    return result

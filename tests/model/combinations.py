@@ -1,0 +1,76 @@
+"""The choices that a model is made of, and the rows of a covering array over them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from residua.model.config import ModelConfig
+from tests.model.depth import SMALL
+from tests.model.pairwise import Row, covering_array
+from tests.model.small import small
+
+QKV = ["q", "k", "v"]
+DYNAMIC = {"kind": "dynamic", "hidden": 4}
+
+TOPOLOGIES: dict[str, Any] = {name: t.model_dump(exclude_none=True) for name, t in SMALL.items()}
+ANCHORS: dict[str, Any] = {
+    "none": {"kind": "none"},
+    "resformer": {"kind": "resformer"},
+    "nuresformer": {"kind": "nuresformer", "pathways": QKV, "granularity": "headwise"},
+    "nuresformer with gate": {"kind": "nuresformer", "norm": "qk"},
+    "exoformer": {"kind": "exoformer", "pathways": QKV},
+    "exoformer with gate": {"kind": "exoformer", "granularity": "scalar", "norm": "none"},
+    "exoformer dynamic": {"kind": "exoformer", "granularity": "headwise", "mixing": DYNAMIC},
+}
+NORMS: dict[str, Any] = {
+    "rmsnorm": {"kind": "rmsnorm"},
+    "preaffine": {"kind": "preaffine"},
+    "gatednorm": {"kind": "gatednorm", "rank": 4},
+    "gatednorm tensorwise": {"kind": "gatednorm", "rank": 4, "granularity": "tensorwise"},
+    "gatednorm tanh": {"kind": "gatednorm", "rank": 4, "activation": "tanh"},
+    "gatednorm silu": {"kind": "gatednorm", "rank": 4, "activation": "silu"},
+    "gatednorm identity": {"kind": "gatednorm", "rank": 4, "activation": "identity"},
+    "dyt": {"kind": "dyt"},
+    "gated_dyt": {"kind": "gated_dyt", "rank": 4},
+}
+FFNS: dict[str, Any] = {kind: {"kind": kind, "hidden": 24} for kind in ("swiglu", "glu", "relu2", "gelu")}
+ATTENTIONS: dict[str, Any] = {
+    "plain": {"kind": "softmax", "heads": 2},
+    "gated": {"kind": "softmax", "heads": 2, "gate": "elementwise"},
+    "grouped": {"kind": "softmax", "heads": 4, "kv_heads": 2, "gate": "headwise"},
+    "no qk-norm": {"kind": "softmax", "heads": 2, "qk_norm": "none"},
+    "sink": {"kind": "softmax", "heads": 2, "head_dim": 6, "sink": "learned", "gate": "elementwise"},
+    "linear": {"kind": "gated_deltanet", "key_heads": 1, "value_heads": 2, "head_dim": 8},
+}
+HEADS: dict[str, Any] = {"tied": {"kind": "tied"}, "untied": {"kind": "untied"}}
+
+TABLES = {
+    "topology": TOPOLOGIES,
+    "anchors": ANCHORS,
+    "norm": NORMS,
+    "attention": ATTENTIONS,
+    "ffn": FFNS,
+    "head": HEADS,
+}
+GATED_ANCHORS = {"nuresformer with gate", "exoformer with gate", "exoformer dynamic"}
+GATED_ATTENTIONS = {"gated", "sink"}
+
+
+def fits(row: Row) -> bool:
+    """What the configuration refuses: a mixed gate where there is none, and anchors on linear attention."""
+    anchors, attention = row.get("anchors", "none"), row.get("attention", "gated")
+    if anchors in GATED_ANCHORS and attention not in GATED_ATTENTIONS:
+        return False
+    return anchors == "none" or attention != "linear"
+
+
+FACTORS = {factor: list(table) for factor, table in TABLES.items()}
+ROWS = covering_array(FACTORS, fits)
+
+
+def config_of(row: Row) -> ModelConfig:
+    return small(layers=2, **{factor: TABLES[factor][choice] for factor, choice in row.items()})
+
+
+def name_of(row: Row) -> str:
+    return " · ".join(row.values())

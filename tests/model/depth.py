@@ -1,0 +1,56 @@
+"""Driving a topology by itself: random sublayer outputs in, sublayer inputs out."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from residua.model import choices
+from residua.model.topology import Topology, build_topology
+from tests.golden.compare import random, randomise
+
+
+def drive(topology: Topology, x: Tensor, y: list[Tensor]) -> list[Tensor]:
+    """The inputs of all sublayers and of the final norm, for given outputs."""
+    h, state = topology.open(x)
+    inputs = [h]
+    for k, output in enumerate(y):
+        h, state = topology.step(k, output, state)
+        inputs.append(h)
+    return inputs
+
+
+def embedding_and_outputs(sublayers: int, width: int, *, length: int = 2) -> tuple[Tensor, list[Tensor]]:
+    return random(2, length, width, seed=7), [random(2, length, width, seed=100 + k) for k in range(sublayers)]
+
+
+def random_topology(config: choices.Topology, sublayers: int, width: int) -> Topology:
+    """Built and moved away from its initial values, in float64."""
+    topology = randomise(build_topology(config, sublayers, width))
+    assert isinstance(topology, Topology)
+    return topology
+
+
+def named(x: Tensor, y: list[Tensor]) -> dict[str, Tensor]:
+    return {"embedding": x} | {f"output {k}": output for k, output in enumerate(y)}
+
+
+SMALL: dict[str, choices.Topology] = {
+    "additive": choices.Additive(),
+    "clipped": choices.Clipped(limit=1.0),
+    "full_attnres": choices.FullAttnRes(),
+    "full_attnres window": choices.FullAttnRes(window=2),
+    "full_attnres sigmoid": choices.FullAttnRes(activation="sigmoid"),
+    "full_attnres raw keys": choices.FullAttnRes(key_norm="none", scale=0.5),
+    "block_attnres": choices.BlockAttnRes(sublayers_per_block=3),
+    "multi_gate": choices.MultiGate(streams=4),
+    "multi_gate independent": choices.MultiGate(streams=3, gate="independent"),
+    "highway": choices.Highway(),
+    "highway elementwise": choices.Highway(gate="elementwise"),
+    "hyper": choices.HyperConnections(),
+    "hyper static": choices.HyperConnections(weights="static", streams=2),
+    "mhc": choices.ManifoldHyper(iterations=5),
+    "mhc_lite": choices.ManifoldHyperLite(streams=3),
+    "dense": choices.DenseFormer(),
+    "dense dilated": choices.DenseFormer(dilation=2, period=2),
+}
+"""One of each, for tests of what holds for all."""

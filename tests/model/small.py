@@ -1,0 +1,32 @@
+"""Small models for tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from residua.model.config import ModelConfig
+
+VOCABULARY = 23
+
+
+def small(**tables: Any) -> ModelConfig:
+    """Three layers of width 16 over 23 tokens, whatever `tables` do not say otherwise."""
+    base = {
+        "vocab_size": VOCABULARY,
+        "context": 8,
+        "layers": 3,
+        "width": 16,
+        "attention": {"kind": "softmax", "heads": 2},
+        "ffn": {"kind": "swiglu", "hidden": 24},
+        "init": {"std": 0.2},
+    }
+    return ModelConfig(**(base | tables))
+
+
+def tokens_and_targets(batch: int = 2, length: int = 6) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(4)
+    tokens = torch.randint(VOCABULARY, (batch, length + 1), generator=generator)
+    return tokens[:, :-1], tokens[:, 1:]

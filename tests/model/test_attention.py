@@ -1,0 +1,266 @@
+"""Softmax attention and projection mixing against their equations: values, and every gradient."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from residua.model import choices
+from residua.model.anchors import ExoSource, build_source
+from residua.model.attend import attend
+from residua.model.attention import SoftmaxAttention, head_shape
+from residua.model.context import Context
+from residua.model.rope import rotary_table, rotate
+from tests.golden import attention as golden
+from tests.golden.compare import agree, close, leaves_of, random, randomise
+
+BATCH, LENGTH, WIDTH, HEADS, HEAD_DIM, THETA = 2, 3, 7, 4, 6, 50.0
+DOCUMENTS = [[0, 0, 1], [5, 2, 2]]
+
+
+def attention_config(**options) -> choices.SoftmaxAttention:
+    return choices.SoftmaxAttention(heads=HEADS, head_dim=HEAD_DIM, rope_theta=THETA, **options)
+
+
+def exact_rotary(length: int = LENGTH) -> tuple[Tensor, Tensor]:
+    """The rotary table in float64; the product's own is float32, by design."""
+    i = torch.arange(HEAD_DIM // 2, dtype=torch.float64)
+    angles = torch.arange(length)[:, None] * THETA ** (-2 * i / HEAD_DIM)
+    return angles.cos(), angles.sin()
+
+
+def context(documents: list[list[int]] | None = None) -> Context:
+    return Context(exact_rotary(), None if documents is None else torch.tensor(documents))
+
+
+def build_layers(
+    config: choices.SoftmaxAttention, anchors: choices.Anchors, layers: int
+) -> tuple[nn.ModuleList, nn.Module]:
+    """Attention layers and the source of their anchors, with random parameters, in float64."""
+    attentions = nn.ModuleList(
+        SoftmaxAttention(config, anchors, layer, WIDTH, std=0.3, output_std=0.3) for layer in range(layers)
+    )
+    source = build_source(anchors, head_shape(config, WIDTH), WIDTH, std=0.3)
+    randomise(attentions), randomise(source, seed=3)
+    return attentions, source
+
+
+def own_projections(layer: SoftmaxAttention, config: choices.SoftmaxAttention, x: Tensor) -> golden.Projections:
+    """q, k, v and the gate of one sequence, from the layer's fused matrix."""
+    kv = config.kv_heads or HEADS
+    heads = {"q": HEADS, "k": kv, "v": kv} | ({} if config.gate == "none" else {"g": HEADS})
+    rows = {s: n * HEAD_DIM for s, n in heads.items()} | ({"g": HEADS} if config.gate == "headwise" else {})
+    matrices = layer.project.weight.split([rows[s] for s in heads])
+    return {s: golden.project(x, W, n) for (s, n), W in zip(heads.items(), matrices, strict=True)}
+
+
+def rest_of_layer(layer: SoftmaxAttention, S: golden.Projections, documents: list[int] | None) -> Tensor:
+    normed = hasattr(layer.qk_norm, "query")
+    return golden.attention(
+        S,
+        layer.out.weight,
+        theta=THETA,
+        q_gain=layer.qk_norm.query if normed else None,
+        k_gain=layer.qk_norm.key if normed else None,
+        sink=layer.sink,
+        documents=documents,
+    )
+
+
+VARIANTS = [
+    {},
+    {"kv_heads": 1},
+    {"kv_heads": 2},
+    {"qk_norm": "none"},
+    {"gate": "elementwise"},
+    {"gate": "headwise", "kv_heads": 2},
+    {"sink": "learned"},
+    {"sink": "learned", "kv_heads": 2, "gate": "elementwise"},
+]
+
+
+@pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["one document", "documents"])
+@pytest.mark.parametrize("options", VARIANTS, ids=str)
+def test_attention_is_its_equation(options: dict, documents: list[list[int]] | None) -> None:
+    config = attention_config(**options)
+    (layer,), _ = build_layers(config, choices.NoAnchors(), 1)
+    x = random(BATCH, LENGTH, WIDTH)
+    ours, _ = layer(x, (), context(documents))
+    expected = torch.stack(
+        [rest_of_layer(layer, own_projections(layer, config, x[b]), documents and documents[b]) for b in range(BATCH)]
+    )
+    agree([ours], [expected], leaves_of(layer, x=x))
+
+
+def test_the_rotary_table_is_its_formula_in_single_precision() -> None:
+    cos, sin = rotary_table(torch.arange(50), HEAD_DIM, 10_000.0)
+    assert cos.dtype == sin.dtype == torch.float32 and cos.shape == (50, HEAD_DIM // 2)
+    for position, i in product(range(50), range(HEAD_DIM // 2)):
+        angle = position * 10_000.0 ** (-2 * i / HEAD_DIM)
+        assert abs(cos[position, i].item() - math.cos(angle)) < 1e-5
+        assert abs(sin[position, i].item() - math.sin(angle)) < 1e-5
+
+
+def test_rotation_keeps_lengths_and_depends_on_distance_alone() -> None:
+    q, k = random(1, LENGTH, 1, HEAD_DIM, grad=False), random(1, LENGTH, 1, HEAD_DIM, seed=1, grad=False)
+    q, k = q[:, :1].expand_as(q), k[:, :1].expand_as(k)
+    q, k = rotate(q, exact_rotary()), rotate(k, exact_rotary())
+    close("lengths", q.norm(dim=-1), q[:, :1].norm(dim=-1).expand(1, LENGTH, 1), 1e-14)
+    scores = q[0, :, 0] @ k[0, :, 0].T
+    for distance in range(LENGTH):
+        diagonal = scores.diagonal(-distance)
+        close(f"distance {distance}", diagonal, diagonal[:1].expand_as(diagonal), 1e-13)
+
+
+def test_a_sink_of_minus_infinity_is_no_sink() -> None:
+    q, k, v = (random(1, LENGTH, n, HEAD_DIM, seed=i, grad=False) for i, n in enumerate((HEADS, 2, 2)))
+    sink = torch.full((HEADS,), float("-inf"), dtype=torch.float64)
+    close("output", attend(q, k, v, sink=sink), attend(q, k, v), 1e-13)
+
+
+def test_a_strong_sink_takes_all_attention() -> None:
+    q, k, v = (random(1, LENGTH, HEADS, HEAD_DIM, seed=i, grad=False) for i in range(3))
+    assert attend(q, k, v, sink=torch.full((HEADS,), 100.0, dtype=torch.float64)).abs().max() < 1e-30
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sink", [False, True], ids=["no sink", "sink"])
+@pytest.mark.parametrize("documents", [False, True], ids=["one document", "documents"])
+def test_attention_on_a_gpu_equals_attention_on_a_cpu(documents: bool, sink: bool) -> None:
+    """Flex attention there, dense here."""
+    q, k, v = (torch.randn(2, 100, n, 16) for n in (HEADS, 2, 2))
+    probe = torch.randn(2, 100, HEADS, 16)
+    options = {"segments": torch.arange(100).expand(2, -1) // 30} if documents else {}
+    options |= {"sink": torch.randn(HEADS)} if sink else {}
+    results = []
+    for device in ("cpu", "cuda"):
+        leaves = [t.to(device).requires_grad_() for t in (q, k, v, *([options["sink"]] if sink else []))]
+        moved = {name: t.to(device) for name, t in options.items()} | ({"sink": leaves[3]} if sink else {})
+        y = attend(*leaves[:3], **moved)
+        gradients = torch.autograd.grad((y * probe.to(device)).sum(), leaves)
+        results.append([t.detach().cpu() for t in (y, *gradients)])
+    for here, there in zip(*results, strict=True):
+        torch.testing.assert_close(there, here, rtol=5e-3, atol=5e-3)
+
+
+def lambdas(layer: SoftmaxAttention) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    return dict(layer.mix.anchor_scale.items()), dict(layer.mix.current_scale.items())
+
+
+def gamma_of(layer: SoftmaxAttention) -> tuple[Tensor, Tensor, Tensor] | None:
+    gamma = getattr(layer.mix, "gamma", None)
+    return None if gamma is None else (gamma.down.weight, gamma.up.weight, gamma.bias)
+
+
+def exo_anchors(
+    source: ExoSource, anchors: choices.ExoFormer, config: choices.SoftmaxAttention, embedding: Tensor
+) -> golden.Projections:
+    """Dedicated projections of the raw embedding, normalised where the configuration says."""
+    kv = config.kv_heads or HEADS
+    heads = {"q": HEADS, "k": kv, "v": kv, "g": HEADS}
+    matrices = source.project.weight.split([heads[s] * HEAD_DIM for s in anchors.pathways])
+    raw = {s: golden.project(embedding, W, heads[s]) for s, W in zip(anchors.pathways, matrices, strict=True)}
+    return normed_anchors(raw, anchors.norm, source.norm.gains)
+
+
+def normed_anchors(raw: golden.Projections, norm: str, gains: nn.ParameterDict) -> golden.Projections:
+    chosen = {"none": "", "qk": "qk", "all": "qkvg"}[norm]
+    return {s: golden.normed(a, gains[s] if s in chosen else None) for s, a in raw.items()}
+
+
+def run_ours(layers: Sequence[nn.Module], source: nn.Module, embedding: Tensor, inputs: list[Tensor]) -> list[Tensor]:
+    anchors = source.open(embedding)
+    outputs = []
+    for layer, x in zip(layers, inputs, strict=True):
+        y, anchors = layer(x, anchors, context())
+        outputs.append(y)
+    return outputs
+
+
+def run_golden(layers, source, anchors, config, embedding: Tensor, inputs: list[Tensor]) -> list[Tensor]:
+    """All layers of every sequence; `inputs` are the pre-normed inputs of the layers."""
+    outputs: list[list[Tensor]] = [[] for _ in layers]
+    for b in range(BATCH):
+        kept = None
+        if anchors.kind == "exoformer":
+            kept = exo_anchors(source, anchors, config, embedding[b])
+        for at, (layer, x) in enumerate(zip(layers, inputs, strict=True)):
+            S = own_projections(layer, config, x[b])
+            if kept is None:
+                pathways = ("v",) if anchors.kind == "resformer" else anchors.pathways
+                norm = "none" if anchors.kind == "resformer" else anchors.norm
+                kept = normed_anchors({s: S[s] for s in pathways}, norm, layer.mix.norm.gains)
+            else:
+                S = golden.mixed(x[b], S, kept, *lambdas(layer), gamma_of(layer))
+            outputs[at].append(rest_of_layer(layer, S, None))
+    return [torch.stack(o) for o in outputs]
+
+
+def check_mixing(anchors: choices.Anchors, config: choices.SoftmaxAttention, layers: int = 2) -> None:
+    attentions, source = build_layers(config, anchors, layers)
+    embedding = random(BATCH, LENGTH, WIDTH, seed=50)
+    inputs = [random(BATCH, LENGTH, WIDTH, seed=60 + i) for i in range(layers)]
+    ours = run_ours(attentions, source, embedding, inputs)
+    expected = run_golden(attentions, source, anchors, config, embedding, inputs)
+    leaves = dict(attentions.named_parameters()) | {f"source.{n}": p for n, p in source.named_parameters()}
+    leaves |= {f"input {i}": x for i, x in enumerate(inputs)}
+    if anchors.kind == "exoformer":
+        leaves["embedding"] = embedding
+    agree(ours, expected, leaves)
+
+
+GRANULARITIES = ("elementwise", "headwise", "scalar")
+GATED = attention_config(gate="elementwise", kv_heads=2)
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("gate", ["none", "elementwise"])
+def test_resformer_is_its_equation(granularity: str, gate: str) -> None:
+    """With a gate it is the paper's naive combination."""
+    check_mixing(choices.ResFormer(granularity=granularity), attention_config(gate=gate), layers=3)
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("norm", ["none", "qk", "all"])
+def test_nuresformer_is_its_equation(granularity: str, norm: str) -> None:
+    check_mixing(choices.NuResFormer(granularity=granularity, norm=norm), GATED)
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("norm", ["none", "qk", "all"])
+def test_exoformer_is_its_equation(granularity: str, norm: str) -> None:
+    check_mixing(choices.ExoFormer(granularity=granularity, norm=norm), GATED)
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("kind", [choices.NuResFormer, choices.ExoFormer])
+def test_dynamic_mixing_is_its_equation(kind: type, granularity: str) -> None:
+    check_mixing(kind(granularity=granularity, mixing=choices.DynamicMixing(hidden=5)), GATED)
+
+
+PATHWAYS = [("q",), ("k",), ("v",), ("g",), ("q", "k"), ("v", "k"), ("q", "k", "v"), ("g", "v", "k", "q")]
+
+
+@pytest.mark.parametrize("pathways", PATHWAYS, ids="".join)
+@pytest.mark.parametrize("mixing", [choices.StaticMixing(), choices.DynamicMixing(hidden=3)], ids=lambda m: m.kind)
+def test_any_subset_of_pathways_in_any_order_is_mixed(pathways: tuple[str, ...], mixing: choices.Mixing) -> None:
+    check_mixing(choices.ExoFormer(pathways=pathways, mixing=mixing), GATED, layers=1)
+    check_mixing(choices.NuResFormer(pathways=pathways, mixing=mixing), GATED)
+
+
+def test_lambda_half_of_an_unnormed_copy_of_itself_changes_nothing() -> None:
+    """½ V_1 + ½ V_1 = V_1: a second ResFormer layer with the first one's matrix and input repeats it."""
+    layers = [
+        SoftmaxAttention(attention_config(), choices.ResFormer(), i, WIDTH, std=0.3, output_std=0.3).double()
+        for i in range(2)
+    ]
+    layers[1].load_state_dict(layers[0].state_dict(), strict=False)
+    x = random(BATCH, LENGTH, WIDTH)
+    first, anchors = layers[0](x, (), context())
+    second, _ = layers[1](x, anchors, context())
+    close("second layer", second, first, 1e-14)

@@ -1,0 +1,159 @@
+"""Every two choices meet in a model that builds, runs, learns and stays finite."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+import residua
+from residua.model import choices
+from residua.model.config import ModelConfig
+from residua.model.decoder import Decoder
+from residua.model.settings import ConfigError
+from tests.model.combinations import FACTORS, ROWS, TABLES, config_of, fits, name_of
+from tests.model.pairwise import Row, pairs_of, possible_pairs
+from tests.model.small import small, tokens_and_targets
+
+
+@dataclass(frozen=True)
+class Dead:
+    """Parameters whose first gradient is zero by the mathematics, the models they are in, and the reason."""
+
+    parameters: str
+    when: Callable[[ModelConfig], bool]
+    reason: str
+
+    def covers(self, name: str, config: ModelConfig) -> bool:
+        return re.search(self.parameters, name) is not None and self.when(config)
+
+
+DEAD_AT_START = [
+    Dead(
+        r"norm\.gate\.down$",
+        lambda c: isinstance(c.norm, choices.LowRankGate) and c.norm.activation == "sigmoid",
+        "a sigmoid gate starts from up = 0, and down acts through up",
+    ),
+    Dead(
+        r"^topology\.reads\.\d+\.gain$",
+        lambda c: isinstance(c.topology, choices.AttentionResidual),
+        "the key gain multiplies the query, which starts at zero",
+    ),
+    Dead(
+        r"body\.mix\.gamma\.down\.weight$",
+        lambda c: isinstance(getattr(c.anchors, "mixing", None), choices.DynamicMixing),
+        "γ's second matrix starts at zero, and the first acts through it",
+    ),
+    Dead(
+        r"^topology\.junctions\.\d+\.maps\.(alpha|beta)$",
+        lambda c: isinstance(c.topology, choices.HyperConnections) and c.topology.weights == "dynamic",
+        "the scale multiplies tanh of a map that starts at zero",
+    ),
+    Dead(
+        r"^topology\.junctions\.\d+\.alpha$",
+        lambda c: isinstance(c.topology, choices.ManifoldHyper | choices.ManifoldHyperLite),
+        "α multiplies a projection φ that starts at zero",
+    ),
+]
+
+
+def dead_at_start(name: str, config: ModelConfig) -> bool:
+    return any(entry.covers(name, config) for entry in DEAD_AT_START)
+
+
+def learn(model: Decoder) -> dict[str, torch.Tensor]:
+    """One backward pass: the gradient of every parameter, which must be there."""
+    model.zero_grad()
+    loss = model.loss(*tokens_and_targets(), z_loss=1e-3)
+    assert loss.isfinite()
+    loss.backward()
+    missing = [name for name, p in model.named_parameters() if p.grad is None]
+    assert not missing
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def test_the_rows_hold_every_possible_pair_and_nothing_impossible() -> None:
+    met = set().union(*(pairs_of(row) for row in ROWS))
+    assert met == possible_pairs(FACTORS, fits)
+    assert len(ROWS) < 1.25 * len(FACTORS["topology"]) * len(FACTORS["norm"])
+
+
+def test_what_the_rows_leave_out_is_what_the_configuration_refuses() -> None:
+    for anchors, table in TABLES["anchors"].items():
+        for attention, mixer in TABLES["attention"].items():
+            if fits({"anchors": anchors, "attention": attention}):
+                small(anchors=table, attention=mixer)
+            else:
+                with pytest.raises(ConfigError):
+                    small(anchors=table, attention=mixer)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=name_of)
+def test_a_combination_learns_everywhere_but_where_it_must_start_dead(row: Row) -> None:
+    config = config_of(row)
+    model = residua.build(config)
+    gradients = learn(model)
+    assert all(g.isfinite().all() for g in gradients.values())
+    silent = {name for name, g in gradients.items() if not g.any()}
+    assert silent == {name for name in gradients if dead_at_start(name, config)}
+
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    still = {name for name, g in learn(model).items() if not g.any()}
+    assert not still
+
+
+@pytest.mark.parametrize("row", ROWS, ids=name_of)
+def test_a_combination_is_finite_and_near_single_precision_in_half(row: Row) -> None:
+    """Both ways: weights in bfloat16, and float32 weights under autocast."""
+    model = residua.build(config_of(row))
+    tokens, targets = tokens_and_targets()
+    with torch.no_grad():
+        reference = model.loss(tokens, targets)
+    with torch.autocast("cpu", torch.bfloat16):
+        mixed = model.loss(tokens, targets)
+    mixed.backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+    model.zero_grad()
+    model = model.to(torch.bfloat16)
+    half = model.loss(tokens, targets)
+    half.backward()
+    assert all(p.grad.dtype == torch.bfloat16 and p.grad.isfinite().all() for p in model.parameters())
+    for loss in (mixed, half):
+        torch.testing.assert_close(loss, reference, rtol=0.05, atol=0)
+
+
+def test_declared_hidden_matrices_are_the_modules_own_and_their_parts_add_up() -> None:
+    """Optimizers that orthogonalise go by this declaration; each parameter is declared once at most."""
+    for row in ROWS[::5]:
+        with torch.device("meta"):
+            model = residua.build(config_of(row))
+        for module in model.modules():
+            own = dict(module.named_parameters(recurse=False))
+            for name, parts in getattr(module, "hidden_matrices", {}).items():
+                assert own[name].dim() == 2 and sum(parts) == own[name].shape[0]
+
+
+def test_zero_initialised_outputs_and_head_wake_one_after_the_other() -> None:
+    """ExoFormer's recipe: the head first, then the output projections, then everything behind them."""
+    config = small(
+        head={"kind": "untied", "init": "zero"},
+        init={"std": 0.2, "output": "zero"},
+        attention={"kind": "softmax", "heads": 2, "gate": "elementwise"},
+        anchors={"kind": "exoformer"},
+    )
+    model = residua.build(config)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+
+    def awake() -> set[str]:
+        return {name for name, g in learn(model).items() if g.any()}
+
+    assert awake() == {"unembed.weight"}
+    optimizer.step()
+    outputs = {f"sublayers.{k}.body.out.weight" for k in range(6)}
+    assert awake() == {"unembed.weight", "embed.weight", "norm.weight"} | outputs
+    optimizer.step()
+    assert awake() == {name for name, _ in model.named_parameters()}

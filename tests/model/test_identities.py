@@ -1,0 +1,215 @@
+"""What must hold whatever the parameters."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import residua
+from residua.model import choices, taps
+from residua.model.topology import build_topology
+from residua.model.topology.attnres import BlockAttnRes
+from residua.ops import attend_finished, attend_partial
+from tests.golden.compare import agree, close, randomise
+from tests.model.depth import SMALL, drive, embedding_and_outputs, named, random_topology
+from tests.model.small import small, tokens_and_targets
+
+
+def test_block_with_one_sublayer_equals_full() -> None:
+    full = random_topology(choices.FullAttnRes(), 8, 33)
+    block = build_topology(choices.BlockAttnRes(sublayers_per_block=1), 8, 33).double()
+    block.load_state_dict(full.state_dict())
+    x, y = embedding_and_outputs(8, 33)
+    agree(drive(block, x, y), drive(full, x, y), named(x, y))
+
+
+def test_full_with_a_window_over_everything_equals_full() -> None:
+    full = random_topology(choices.FullAttnRes(), 8, 7)
+    windowed = build_topology(choices.FullAttnRes(window=8), 8, 7).double()
+    windowed.load_state_dict(full.state_dict())
+    x, y = embedding_and_outputs(8, 7)
+    agree(drive(windowed, x, y), drive(full, x, y), named(x, y))
+
+
+def test_one_block_from_zero_queries_averages_embedding_and_sum() -> None:
+    topology = build_topology(choices.BlockAttnRes(sublayers_per_block=6), 6, 7).double()
+    x, y = embedding_and_outputs(6, 7)
+    close("last read", drive(topology, x, y)[-1], (x + sum(y)) / 2, 1e-14)
+
+
+@pytest.mark.parametrize("per_block", [1, 2, 3, 5])
+def test_two_phases_reproduce_a_whole_block_model(per_block: int) -> None:
+    """Once per block all its queries against the finished blocks, then each with the partial sum."""
+    sublayers, width = 8, 33
+    topology = random_topology(choices.BlockAttnRes(sublayers_per_block=per_block), sublayers, width)
+    assert isinstance(topology, BlockAttnRes)
+    x, y = embedding_and_outputs(sublayers, width)
+
+    finished, inputs = [x], []
+    for first in range(0, sublayers, per_block):
+        block = range(first, min(first + per_block, sublayers))
+        readers = [topology.reads[k] for k in block]  # read k follows sublayer k: it serves sublayer k + 1
+        waiting = attend_finished(finished, [r.query for r in readers], norm_weights=[r.gain for r in readers])
+        partial = torch.zeros_like(x)
+        for k, reader, ready in zip(block, readers, waiting, strict=True):
+            partial = partial + y[k]
+            inputs.append(attend_partial(ready, partial, reader.query, norm_weight=reader.gain))
+        finished.append(partial)
+    leaves = named(x, y) | dict(topology.named_parameters())
+    agree([x, *inputs], drive(topology, x, y), leaves)
+
+
+@pytest.mark.parametrize("gate", ["competitive", "independent"])
+def test_multi_gate_with_closed_gates_keeps_the_streams_of_the_fill_phase(gate: str) -> None:
+    topology = random_topology(choices.MultiGate(streams=4, gate=gate), 10, 7)
+    with torch.no_grad():
+        for junction in topology.gates:
+            junction.bias.zero_()
+            junction.bias[0 if gate == "competitive" else slice(None)] = 800.0 if gate == "competitive" else -800.0
+    x, y = embedding_and_outputs(10, 7)
+    _, state = topology.open(x)
+    for k, output in enumerate(y):
+        _, state = topology.step(k, output, state)
+        if k >= 2:
+            assert torch.equal(state[0], torch.stack([x, *y[:3]], -2))
+
+
+def test_streams_are_filled_by_outputs_never_by_copies() -> None:
+    topology = random_topology(choices.MultiGate(streams=4), 8, 7)
+    x, y = embedding_and_outputs(8, 7)
+    _, state = topology.open(x)
+    counts = []
+    for k, output in enumerate(y):
+        _, state = topology.step(k, output, state)
+        counts.append(len(state) if state[0].dim() == 3 else state[0].shape[-2])
+    assert counts == [2, 3, 4, 4, 4, 4, 4, 4]
+    assert torch.linalg.matrix_rank(state[0][0, 0]) == 4
+
+
+def test_the_scalar_highway_is_an_independent_gate_over_one_stream() -> None:
+    highway = random_topology(choices.Highway(), 4, 7)
+    x, y = embedding_and_outputs(4, 7)
+    h = x
+    for k, output in enumerate(y):
+        gate = highway.gates[k].gates
+        h, streams = residua.ops.multi_gate(
+            h[..., None, :], output, gate.query, gate.bias, torch.zeros_like(gate.query), competitive=False
+        )
+        close("stream", streams[..., 0, :], h, 1e-14)
+    close("last", drive(highway, x, y)[-1], h, 1e-13)
+
+
+@pytest.mark.parametrize("streams", [2, 4])
+def test_lite_mixing_is_doubly_stochastic(streams: int) -> None:
+    topology = random_topology(choices.ManifoldHyperLite(streams=streams), 4, 7)
+    x, y = embedding_and_outputs(4, 7)
+    with taps.record() as seen:
+        drive(topology, x, y)
+    for k in range(4):
+        mix = seen[f"depth.{k}.mix"]
+        assert mix.shape == (2, 2, streams, streams) and mix.min() >= 0
+        one = torch.ones_like(mix[..., 0])
+        close("rows", mix.sum(-1), one, 1e-14)
+        close("columns", mix.sum(-2), one, 1e-14)
+
+
+@pytest.mark.parametrize("config", [choices.ManifoldHyper(streams=4), choices.ManifoldHyperLite(streams=4)], ids=str)
+def test_doubly_stochastic_mixing_keeps_the_mean_of_the_streams(config: choices.Topology) -> None:
+    """With silent sublayers the sum of the streams is n times the embedding all the way."""
+    topology = build_topology(config, 6, 7).double()
+    x, y = embedding_and_outputs(6, 7)
+    close("exit", drive(topology, x, [torch.zeros_like(o) for o in y])[-1], 4 * x, 1e-12)
+
+
+def test_the_first_and_last_mixing_of_lite_hyper_connections_cannot_matter() -> None:
+    """Rows sum to one and the streams enter equal; columns sum to one and the streams leave as their sum."""
+    topology = random_topology(choices.ManifoldHyperLite(streams=3), 6, 7)
+    x, y = embedding_and_outputs(6, 7)
+    sum(h.square().sum() for h in drive(topology, x, y)).backward()
+    mixing = [junction.bias.grad[6:].abs().max() for junction in topology.junctions]
+    assert max(mixing[0], mixing[-1]) < 1e-11
+    assert min(mixing[1:-1]) > 1e-3
+
+
+@pytest.mark.parametrize("weights", ["static", "dynamic"])
+@pytest.mark.parametrize("streams", [1, 2, 4, 8])
+def test_hyper_connections_start_as_the_pre_norm_model(streams: int, weights: str) -> None:
+    """The same sublayer weights in both; the exit is n times the additive stream, which the final norm takes away."""
+    norm = {"kind": "rmsnorm", "eps": 1e-30}
+    plain = residua.build(small(norm=norm)).double()
+    hyper = residua.build(small(norm=norm, topology={"kind": "hyper", "streams": streams, "weights": weights})).double()
+    hyper.load_state_dict(plain.state_dict(), strict=False)
+    tokens, _ = tokens_and_targets()
+    with taps.record() as ours:
+        logits = hyper(tokens)
+    with taps.record() as additive:
+        expected = plain(tokens)
+    for k in range(6):
+        close(f"input {k}", ours[f"sublayer.{k}.input"], additive[f"sublayer.{k}.input"], 1e-12)
+    close("exit", ours["final.input"], streams * additive["final.input"], 1e-12)
+    close("logits", logits, expected, 1e-12)
+
+
+def test_hyper_connections_start_their_output_projections_larger() -> None:
+    config = small(width=64, ffn={"kind": "gelu", "hidden": 512})
+    plain = residua.build(config)
+    hyper = residua.build(config.override(["topology.kind=hyper"]))
+    ratio = hyper.sublayers[1].body.out.weight.std() / plain.sublayers[1].body.out.weight.std()
+    assert abs(ratio.item() - math.sqrt(4)) < 0.05
+    ratio = hyper.sublayers[1].body.up.weight.std() / plain.sublayers[1].body.up.weight.std()
+    assert abs(ratio.item() - 1) < 0.05
+
+
+@pytest.mark.parametrize("dilation", [1, 3])
+def test_denseformer_starts_as_the_additive_model(dilation: int) -> None:
+    topology = build_topology(choices.DenseFormer(dilation=dilation), 8, 7).double()
+    x, y = embedding_and_outputs(8, 7)
+    additive = drive(build_topology(choices.Additive(), 8, 7), x, y)
+    for ours, theirs in zip(drive(topology, x, y), additive, strict=True):
+        close("input", ours, theirs, 1e-14)
+
+
+def test_a_clip_that_never_bites_is_additive() -> None:
+    x, y = embedding_and_outputs(6, 7)
+    wide = drive(build_topology(choices.Clipped(limit=1e6), 6, 7), x, y)
+    additive = drive(build_topology(choices.Additive(), 6, 7), x, y)
+    assert all(torch.equal(a, b) for a, b in zip(wide, additive, strict=True))
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_depth_is_token_local(name: str) -> None:
+    """One token alone gives what it gives inside a sequence: decoding needs no depth cache."""
+    topology = random_topology(SMALL[name], 8, 33)
+    x, y = embedding_and_outputs(8, 33, length=4)
+    together = drive(topology, x, y)
+    for b, t in ((0, 0), (1, 2), (0, 3)):
+        at = (slice(b, b + 1), slice(t, t + 1))
+        alone = drive(topology, x[at], [o[at] for o in y])
+        for whole, one in zip(together, alone, strict=True):
+            close("input", one, whole[at], 1e-13)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_no_topology_changes_what_it_is_given(name: str) -> None:
+    """`step` is a pure function: the same state can be stepped twice, as recomputation does."""
+    topology = random_topology(SMALL[name], 8, 7)
+    x, y = embedding_and_outputs(8, 7)
+    _, state = topology.open(x)
+    for k, output in enumerate(y):
+        kept = [s.clone() for s in (*state, output)]
+        h, after = topology.step(k, output, state)
+        again, _ = topology.step(k, output, state)
+        assert torch.equal(h, again)
+        assert all(torch.equal(s, c) for s, c in zip((*state, output), kept, strict=True))
+        state = after
+
+
+def test_the_embedding_reaches_every_anchor_raw() -> None:
+    """ExoFormer's anchors are projections of the embedding itself, not of a normed or mixed one."""
+    model = randomise(residua.build(small(anchors={"kind": "exoformer", "pathways": ["v"], "norm": "none"})), 0.1)
+    tokens, _ = tokens_and_targets()
+    (anchor,) = model.anchors.open(model.embed(tokens))
+    expected = model.embed.weight[tokens] @ model.anchors.project.weight.T
+    close("anchor", anchor.flatten(-2), expected, 1e-13)

@@ -1,0 +1,90 @@
+"""Norms and feed-forwards against their equations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from residua.model import choices
+from residua.model.context import Context
+from residua.model.ffn import build_ffn
+from residua.model.norm import build_norm
+from tests.golden import parts
+from tests.golden.compare import agree, close, each_token, leaves_of, random, randomise
+
+NOWHERE = Context(None, None)
+
+
+def check_norm(config: choices.Norm, width: int, equation: Callable[[nn.Module, Tensor], Tensor]) -> None:
+    norm = randomise(build_norm(config, width))
+    x = random(2, 3, width)
+    agree([norm(x)], each_token(lambda v, _: [equation(norm, v)], x), leaves_of(norm, x=x))
+
+
+@pytest.mark.parametrize("width", [7, 33])
+@pytest.mark.parametrize("eps", [1e-6, 0.1])
+def test_rmsnorm_and_preaffine_are_their_equations(width: int, eps: float) -> None:
+    check_norm(choices.RMSNorm(eps=eps), width, lambda n, x: parts.rmsnorm(x, n.weight, eps))
+    check_norm(choices.PreAffine(eps=eps), width, lambda n, x: parts.preaffine(x, n.affine, n.weight, eps))
+
+
+GATES = [(g, a) for g in ("elementwise", "tensorwise") for a in ("sigmoid", "tanh", "silu", "identity")]
+
+
+@pytest.mark.parametrize("width", [7, 33])
+@pytest.mark.parametrize(("granularity", "activation"), GATES)
+def test_gated_norm_and_gated_dyt_are_their_equations(granularity: str, activation: str, width: int) -> None:
+    options = {"rank": 3, "granularity": granularity, "activation": activation}
+    check_norm(
+        choices.GatedNorm(**options, eps=0.01),
+        width,
+        lambda n, x: parts.gatednorm(x, n.weight, n.gate.down, n.gate.up, activation, 0.01),
+    )
+    check_norm(
+        choices.GatedDyT(**options),
+        width,
+        lambda n, x: parts.gate(parts.dyt(x, n.alpha, n.weight, n.bias), n.gate.down, n.gate.up, activation),
+    )
+
+
+@pytest.mark.parametrize("width", [7, 33])
+def test_dyt_is_its_equation(width: int) -> None:
+    check_norm(choices.DyT(), width, lambda n, x: parts.dyt(x, n.alpha, n.weight, n.bias))
+
+
+def test_a_channel_scale_folds_into_gated_norm_only_together_with_its_gate() -> None:
+    """weight/s alone changes the output; with down's columns times s as well it is the scaled output exactly."""
+    norm = randomise(build_norm(choices.GatedNorm(rank=3), 7))
+    x, s = random(2, 3, 7), random(7, seed=1, grad=False).exp()
+    before = norm(x)
+    with torch.no_grad():
+        norm.weight /= s
+        assert (norm(x) * s - before).abs().max() > 1e-2
+        norm.gate.down *= s
+    close("folded", norm(x) * s, before, 1e-12)
+
+
+def gated_halves(ffn: nn.Module) -> tuple[Tensor, Tensor, Tensor]:
+    return (*ffn.gate_up.weight.chunk(2), ffn.out.weight)
+
+
+FFNS = {
+    "swiglu": (choices.SwiGLU(hidden=9), lambda f, x: parts.swiglu(x, *gated_halves(f))),
+    "glu": (choices.GLU(hidden=9), lambda f, x: parts.glu(x, *gated_halves(f))),
+    "relu2": (choices.ReLU2(hidden=9), lambda f, x: parts.relu2(x, f.up.weight, f.out.weight)),
+    "gelu": (choices.GELU(hidden=9), lambda f, x: parts.gelu_ffn(x, f.up.weight, f.out.weight)),
+}
+
+
+@pytest.mark.parametrize("width", [7, 33])
+@pytest.mark.parametrize("kind", FFNS)
+def test_feed_forwards_are_their_equations(kind: str, width: int) -> None:
+    config, equation = FFNS[kind]
+    ffn = randomise(build_ffn(config, width, std=0.2, output_std=0.2))
+    x = random(2, 3, width)
+    ours, anchors = ffn(x, (), NOWHERE)
+    assert anchors == ()
+    agree([ours], each_token(lambda v, _: [equation(ffn, v)], x), leaves_of(ffn, x=x))

@@ -1,0 +1,91 @@
+"""Choosing an implementation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from residua import ops
+from residua.ops.backend import Operator
+
+
+@pytest.fixture(autouse=True)
+def _restore() -> Iterator[None]:
+    before = ops.chosen_backend()
+    yield
+    ops.backend(before)
+
+
+def double(x: torch.Tensor) -> torch.Tensor:
+    """2x, slowly."""
+    return x + x
+
+
+@pytest.fixture
+def operator() -> Operator:
+    """Two paths that can be told apart: the fused one answers with zeros and serves vectors only."""
+    operator = Operator(double)
+    operator.register_fused(torch.zeros_like, lambda x: x.dim() == 1)
+    return operator
+
+
+def test_the_setter_stays_until_the_next() -> None:
+    ops.backend("reference")
+    assert ops.chosen_backend() == "reference"
+    ops.backend("auto")
+    assert ops.chosen_backend() == "auto"
+
+
+def test_the_context_manager_restores_what_was_chosen_also_after_an_error() -> None:
+    ops.backend("reference")
+    with ops.backend("auto"):
+        assert ops.chosen_backend() == "auto"
+        with pytest.raises(RuntimeError), ops.backend("triton"):
+            raise RuntimeError
+        assert ops.chosen_backend() == "auto"
+    assert ops.chosen_backend() == "reference"
+
+
+def test_an_unknown_name_is_refused_and_changes_nothing() -> None:
+    ops.backend("reference")
+    with pytest.raises(ValueError, match=r"backend 'tritn' does not exist: did you mean 'triton'\?"):
+        ops.backend("tritn")
+    with pytest.raises(ValueError, match="backend 'cuda' does not exist: choose one of auto, reference, triton"):
+        ops.backend("cuda")
+    assert ops.chosen_backend() == "reference"
+
+
+def test_triton_refuses_an_operator_without_a_fused_path() -> None:
+    plain = Operator(double)
+    with ops.backend("triton"), pytest.raises(ValueError, match="no fused double for these inputs"):
+        plain(torch.ones(2))
+    with ops.backend("auto"):
+        assert plain(torch.ones(2)).sum() == 4
+
+
+def test_each_choice_runs_the_path_it_names(operator: Operator) -> None:
+    vector, matrix = torch.ones(2), torch.ones(2, 2)
+    with ops.backend("auto"):
+        assert operator(vector).sum() == 0
+        assert operator(matrix).sum() == 8
+    with ops.backend("reference"):
+        assert operator(vector).sum() == 4
+    with ops.backend("triton"):
+        assert operator(vector).sum() == 0
+        with pytest.raises(ValueError, match=r"use backend\('auto'\) or backend\('reference'\)"):
+            operator(matrix)
+
+
+def test_an_operator_carries_the_name_and_words_of_its_reference(operator: Operator) -> None:
+    assert operator.__name__ == "double"
+    assert operator.__doc__ == "2x, slowly."
+
+
+def test_the_public_surface_is_there() -> None:
+    names = ("depth_attention", "multi_gate", "gated_norm", "mix_projection", "linear_cross_entropy")
+    for name in names:
+        operator = getattr(ops, name)
+        assert isinstance(operator, Operator)
+        assert operator.__name__ == name and operator.__doc__

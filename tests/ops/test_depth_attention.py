@@ -1,0 +1,118 @@
+"""Depth attention against its equation, and its two phases."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from residua import ops
+from tests.golden.attnres import Reader, two_phase
+from tests.golden.compare import agree, close, each_token, random
+
+
+def sources_of(count: int, width: int, *, batch: int = 2, length: int = 3) -> list[torch.Tensor]:
+    return [random(batch, length, width, seed=10 + i) for i in range(count)]
+
+
+def named(sources: list[torch.Tensor], **others: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {f"source {i}": v for i, v in enumerate(sources)} | others
+
+
+@pytest.mark.parametrize("width", [7, 32, 33])
+@pytest.mark.parametrize("count", [1, 2, 5, 33])
+def test_depth_attention_is_its_equation(count: int, width: int) -> None:
+    v, w, g = sources_of(count, width), random(width, seed=1), random(width, seed=2)
+    ours = ops.depth_attention(v, w, norm_weight=g)
+    golden = each_token(lambda x, rest: [Reader(w, g)([x, *rest])], v[0], v[1:])
+    agree([ours], golden, named(v, query=w, gain=g), silent=("query", "gain") if count == 1 else ())
+
+
+@pytest.mark.parametrize("activation", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("key_norm", ["rms", "none"])
+@pytest.mark.parametrize("gain", [True, False])
+def test_every_option_of_depth_attention_is_its_equation(activation: str, key_norm: str, gain: bool) -> None:
+    v, w = sources_of(4, 7), random(7, seed=1)
+    g = random(7, seed=2) if gain else None
+    options = {"scale": 0.3, "key_norm": key_norm, "activation": activation, "eps": 1e-2}
+    hidden, weights = ops.depth_attention(v, w, norm_weight=g, return_weights=True, **options)
+    reader = Reader(w, g, **options)
+    golden = each_token(lambda x, rest: [reader([x, *rest]), torch.stack(reader.weights([x, *rest]))], v[0], v[1:])
+    agree([hidden, weights], golden, named(v, query=w) | ({"gain": g} if gain else {}))
+
+
+def test_values_are_raw_and_only_keys_are_normalised() -> None:
+    v = sources_of(3, 7)
+    ten_times = [10 * s for s in v]
+    w = random(7, seed=1)
+    close("hidden", ops.depth_attention(ten_times, w, eps=0.0), 10 * ops.depth_attention(v, w, eps=0.0), 1e-12)
+
+
+def test_a_zero_query_is_the_plain_average() -> None:
+    v = sources_of(5, 7)
+    hidden, weights = ops.depth_attention(v, torch.zeros(7, dtype=torch.float64), return_weights=True)
+    assert torch.equal(weights, torch.full_like(weights, 0.2))
+    close("hidden", hidden, sum(v) / 5, 1e-14)
+
+
+def test_one_source_passes_through_and_leaves_the_query_without_gradient() -> None:
+    (v,), w = sources_of(1, 33), random(33, seed=1)
+    hidden = ops.depth_attention([v], w)
+    assert torch.equal(hidden, v)
+    (dw,) = torch.autograd.grad(hidden.square().sum(), [w])
+    assert dw.abs().max() < 1e-14
+
+
+@pytest.mark.parametrize("finished", [1, 2, 9, 33])
+def test_two_phases_equal_one(finished: int) -> None:
+    width = 33
+    v = sources_of(finished, width)
+    p = random(2, 3, width, seed=99)
+    queries = [random(width, seed=i) for i in (1, 2, 3)]
+    gains = [random(width, seed=4), None, random(width, seed=5)]
+    scale = 0.7
+    phase_one = ops.attend_finished(v, queries, norm_weights=gains, scale=scale)
+    for i, (w, g) in enumerate(zip(queries, gains, strict=True)):
+        merged = ops.attend_partial(phase_one[i], p, w, norm_weight=g, scale=scale)
+        direct = ops.depth_attention([*v, p], w, norm_weight=g, scale=scale)
+        leaves = named(v, partial=p, query=w) | ({} if g is None else {"gain": g})
+        agree([merged], [direct], leaves)
+        alone = ops.depth_attention(v, w, norm_weight=g, scale=scale)
+        agree([phase_one[i][0]], [alone], named(v), silent=())
+
+
+def test_two_phases_are_the_papers_algorithm_with_running_maximum() -> None:
+    v, p, w, g = sources_of(4, 7), random(2, 3, 7, seed=99), random(7, seed=1, scale=3.0), random(7, seed=2)
+    (phase_one,) = ops.attend_finished(v, [w], norm_weights=[g])
+    ours = ops.attend_partial(phase_one, p, w, norm_weight=g)
+    golden = each_token(lambda x, rest: [two_phase(rest, x, Reader(w, g))], p, v)
+    first = each_token(lambda x, rest: [two_phase([x, *rest], None, Reader(w, g))], v[0], v[1:])
+    agree([ours, phase_one[0]], golden + first, named(v, partial=p, query=w, gain=g))
+
+
+def test_huge_logits_do_not_overflow() -> None:
+    v = [s.detach().float() for s in sources_of(4, 7)]
+    w = 1e4 * torch.ones(7)
+    (phase_one,) = ops.attend_finished(v[:3], [w], norm_weights=[None])
+    merged, direct = ops.attend_partial(phase_one, v[3], w), ops.depth_attention(v, w)
+    assert direct.isfinite().all()
+    torch.testing.assert_close(merged, direct)
+
+
+@pytest.mark.parametrize("shape", [(0, 3, 7), (7,), (2, 1, 2, 7)])
+def test_any_leading_shape_is_taken_even_an_empty_one(shape: tuple[int, ...]) -> None:
+    v, w = [random(*shape, seed=i) for i in range(3)], random(7, seed=5)
+    hidden, weights = ops.depth_attention(v, w, return_weights=True)
+    assert hidden.shape == shape
+    assert weights.shape == (*shape[:-1], 3)
+    hidden.sum().backward()
+    assert w.grad is not None and w.grad.isfinite().all()
+
+
+def test_no_sources_other_shapes_and_a_wrong_query_are_refused() -> None:
+    v = sources_of(2, 7)
+    with pytest.raises(ValueError, match="at least one source"):
+        ops.depth_attention([], random(7))
+    with pytest.raises(ValueError, match=r"source 1 has shape \(2, 3, 9\), source 0 has \(2, 3, 7\)"):
+        ops.depth_attention([v[0], random(2, 3, 9)], random(7))
+    with pytest.raises(ValueError, match=r"query has shape \(9,\), expected \(7,\)"):
+        ops.depth_attention(v, random(9))

@@ -1,0 +1,108 @@
+"""RMS, GatedNorm, projection mixing and the loss against their equations."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from residua import ops
+from tests.golden import parts
+from tests.golden.arithmetic import rms
+from tests.golden.attention import mix, normed, rope
+from tests.golden.compare import agree, each_token, random
+
+
+@pytest.mark.parametrize("width", [1, 7, 33])
+@pytest.mark.parametrize("eps", [1e-6, 0.1])
+def test_rms_is_its_equation(width: int, eps: float) -> None:
+    x, g = random(2, 3, width), random(width, seed=1)
+    silent = ("x",) if width == 1 else ()
+    agree([ops.rms(x, eps)], each_token(lambda v, _: [rms(v, eps)], x), {"x": x}, silent=silent)
+    agree([ops.rms(x, eps, g)], each_token(lambda v, _: [g * rms(v, eps)], x), {"x": x, "gain": g}, silent=silent)
+
+
+@pytest.mark.parametrize("activation", ["sigmoid", "tanh", "silu", "identity"])
+@pytest.mark.parametrize("width", [7, 33])
+@pytest.mark.parametrize("outputs", ["elementwise", "tensorwise"])
+def test_gated_norm_is_its_equation(activation: str, width: int, outputs: str) -> None:
+    rank = 5
+    leaves = {
+        "x": random(2, 3, width),
+        "weight": random(width, seed=1),
+        "down": random(rank, width, seed=2),
+        "up": random(width if outputs == "elementwise" else 1, rank, seed=3),
+    }
+    _, weight, down, up = leaves.values()
+    ours = ops.gated_norm(**leaves, eps=1e-3, activation=activation)
+    golden = each_token(lambda v, _: [parts.gatednorm(v, weight, down, up, activation, 1e-3)], leaves["x"])
+    agree([ours], golden, leaves)
+
+
+def test_norm_rotate_is_its_equation() -> None:
+    """QK-norm, then the rotation by position."""
+    leaves = {"x": random(2, 3, 4, 6), "weight": random(6, seed=1)}
+    i = torch.arange(3, dtype=torch.float64)
+    angles = torch.arange(3)[:, None] * 50.0 ** (-2 * i / 6)
+    ours = ops.norm_rotate(**leaves, cos=angles.cos(), sin=angles.sin(), eps=1e-3)
+
+    def turned(b: int, t: int, h: int) -> Tensor:
+        return rope(leaves["weight"] * rms(leaves["x"][b, t, h], 1e-3), t, 50.0)
+
+    golden = torch.stack([torch.stack([turned(b, t, h) for h in range(4)]) for b in range(2) for t in range(3)])
+    agree([ours], [golden.unflatten(0, (2, 3))], leaves)
+
+
+SCALES = {"elementwise": (4, 6), "headwise": (4, 1), "scalar": (), "per token": (2, 3, 1, 1)}
+
+
+@pytest.mark.parametrize("norm", [True, False], ids=["normed", "raw"])
+@pytest.mark.parametrize("scale", SCALES)
+def test_mix_projection_is_its_equation(scale: str, norm: bool) -> None:
+    leaves = {
+        "current": random(2, 3, 4, 6),
+        "anchor": random(2, 3, 4, 6, seed=1),
+        "current_scale": random(*SCALES[scale], seed=2),
+        "anchor_scale": random(*SCALES[scale], seed=3),
+    }
+    gain = {"norm_weight": random(6, seed=4)} if norm else {}
+
+    def of_batch(name: str, b: int) -> list[Tensor]:
+        value = leaves[name]
+        return [value[b, t, 0, 0] for t in range(3)] if scale == "per token" else [value] * 3
+
+    golden = torch.stack(
+        [
+            mix(
+                leaves["current"][b],
+                normed(leaves["anchor"][b], gain.get("norm_weight")),
+                of_batch("anchor_scale", b),
+                of_batch("current_scale", b),
+            )
+            for b in range(2)
+        ]
+    )
+    agree([ops.mix_projection(**leaves, **gain)], [golden], leaves | gain)
+
+
+@pytest.mark.parametrize("z_loss", [0.0, 0.3])
+@pytest.mark.parametrize("ignored", [(), (0, 4), (0, 1, 2, 3, 4, 5)], ids=["none", "some", "all"])
+def test_linear_cross_entropy_is_its_equation(z_loss: float, ignored: tuple[int, ...]) -> None:
+    hidden, weight = random(2, 3, 7), random(11, 7, seed=1)
+    targets = torch.tensor([[3, 0, 10], [10, 5, 3]])
+    targets.view(-1)[list(ignored)] = -100
+    ours = ops.linear_cross_entropy(hidden, weight, targets, z_loss=z_loss)
+    golden = parts.cross_entropy(hidden.flatten(0, 1), weight, targets.flatten(), z_loss)
+    silent = ("hidden", "weight") if len(ignored) == 6 else ()
+    agree(ours, golden, {"hidden": hidden, "weight": weight}, silent=silent)
+
+
+def test_linear_cross_entropy_keeps_the_z_term_apart_and_honours_ignore_index() -> None:
+    hidden, weight, targets = random(2, 3, 7), random(11, 7, seed=1), torch.tensor([[3, 0, 10], [7, 5, 3]])
+    pure, none = ops.linear_cross_entropy(hidden, weight, targets)
+    same, z = ops.linear_cross_entropy(hidden, weight, targets, z_loss=1e-2)
+    assert none == 0 and z > 0
+    assert torch.equal(pure, same)
+    without, _ = ops.linear_cross_entropy(hidden, weight, targets, ignore_index=3)
+    reference = torch.nn.functional.cross_entropy(hidden.flatten(0, 1) @ weight.T, targets.flatten(), ignore_index=3)
+    torch.testing.assert_close(without, reference)
