@@ -14,6 +14,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 INSTALLED = find_spec("triton") is not None
 # Triton was told to run its kernels in Python, on a CPU: for tests, thousands of times slower.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+WARPS_AT_ONCE = 16
 
 
 def serves(*tensors: Tensor) -> bool:
@@ -25,3 +26,8 @@ def serves(*tensors: Tensor) -> bool:
         return False
     asked = INTERPRETED and chosen_backend() == "triton"
     return all((x.is_cuda or asked) and x.dtype in DTYPES for x in tensors)
+
+
+def programs(x: Tensor, warps: int) -> int:
+    """How many programs of `warps` warps a persistent kernel starts: about what the device runs at once."""
+    return torch.cuda.get_device_properties(x.device).multi_processor_count * max(1, WARPS_AT_ONCE // warps) if x.is_cuda else 3

@@ -1,9 +1,10 @@
 """Attention over depth: h = Σ softmax(w · RMS(v_i)) v_i."""
 
 from residua.ops.backend import Operator
-from residua.ops.depth_attention import reference
+from residua.ops.depth_attention import fused, reference
 from residua.ops.depth_attention.reference import attend_finished, attend_partial
 
 depth_attention = Operator(reference.depth_attention)
+depth_attention.register_fused(fused.attend, fused.serves)
 
 __all__ = ["attend_finished", "attend_partial", "depth_attention"]

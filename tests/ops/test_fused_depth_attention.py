@@ -1,0 +1,124 @@
+"""One fused read against the reference in float64, in the Triton interpreter and on a GPU."""
+
+import pytest
+import torch
+
+from residua import ops
+
+pytest.importorskip("triton")
+
+
+@pytest.fixture(autouse=True)
+def _poisoned():
+    """Every buffer that a kernel is to fill starts as NaN."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def inputs(count, width, shape=(2, 9), device="cpu", dtype=torch.float32):
+    torch.manual_seed(count + width)
+    sources = [torch.randn(*shape, width, device=device).to(dtype) for _ in range(count)]
+    query, gain = torch.randn(2, width, device=device).mul(4 / width**0.5).unbind()
+    return sources, query, 1 + gain, torch.randn(*shape, width, device=device).to(dtype)
+
+
+def run(choice, sources, query, gain, dh, **options):
+    leaves = [t.detach().clone().requires_grad_() for t in (*sources, query, gain)]
+    with ops.backend(choice):
+        h = ops.depth_attention(leaves[:-2], leaves[-2], norm_weight=leaves[-1], **options)
+    return [h.detach(), *torch.autograd.grad(h, leaves, dh)]
+
+
+def doubled(sources, *others):
+    return [v.double() for v in sources], *(t.double() for t in others)
+
+
+def relative(a, b):
+    return float((a.double() - b.double()).norm() / b.double().norm().clamp(min=1e-30))
+
+
+def agree(ours, truth, tolerance):
+    for fused, exact in zip(ours, truth, strict=True):
+        assert relative(fused, exact) < tolerance or (exact.norm() < 1e-12 and fused.norm() < 1e-5)
+
+
+@pytest.mark.parametrize("count, width", [(1, 33), (2, 100), (5, 1), (3, 768), (33, 24), (73, 8)])
+def test_output_and_every_gradient_equal_the_reference_in_float64(count, width):
+    case = inputs(count, width, shape=(2, 9) if count < 10 else (5,))
+    agree(run("triton", *case, scale=0.7), run("reference", *doubled(*case), scale=0.7), 3e-6)
+
+
+def test_bfloat16_comes_near_even_where_stores_are_rounded_towards_zero():
+    case = inputs(4, 40, dtype=torch.bfloat16)
+    agree(run("triton", *case), run("reference", *doubled(*case)), 6e-2)
+
+
+def test_sources_and_gradient_may_lie_anyhow_in_memory():
+    sources, query, gain, dh = inputs(3, 20, shape=(4, 4))
+    wide = torch.randn(4, 4, 41)
+    sources[1] = sources[1].transpose(0, 1)
+    sources[2] = wide[..., 1:21]
+    dh = dh.transpose(0, 1)
+    leaves = [v.detach().requires_grad_() for v in sources]
+    with ops.backend("triton"):
+        h = ops.depth_attention(leaves, query, norm_weight=gain)
+    ours = [h.detach(), *torch.autograd.grad(h, leaves, dh)]
+    agree(ours, run("reference", *doubled(sources, query, gain, dh))[:4], 3e-6)
+
+
+def test_a_source_at_an_odd_address_is_read_right():
+    storage = torch.randn(1 + 5 * 24)
+    v = storage[1:].view(5, 24)
+    with ops.backend("triton"):
+        assert torch.equal(ops.depth_attention([v], torch.randn(24)), v)
+
+
+def test_no_tokens_in_gives_none_out_and_no_gradient():
+    h, dv, dquery, dgain = run("triton", *inputs(1, 16, shape=(0, 3)))
+    assert h.shape == dv.shape == (0, 3, 16)
+    assert not dquery.any() and not dgain.any()
+
+
+def test_scores_as_large_as_they_come_do_not_overflow():
+    sources, query, gain, dh = inputs(3, 16)
+    case = ([1e4 * v for v in sources], 300 * query, gain, dh)
+    ours, truth = run("triton", *case), run("reference", *doubled(*case))
+    assert all(t.isfinite().all() for t in ours)
+    assert relative(ours[0], truth[0]) < 1e-4
+
+
+def test_two_runs_give_the_same_bits():
+    case = inputs(5, 40)
+    for first, second in zip(run("triton", *case), run("triton", *case), strict=True):
+        assert torch.equal(first, second)
+
+
+def test_the_fused_read_compiles_whole():
+    case = inputs(3, 24)
+    eager = run("triton", *case)
+    torch._dynamo.reset()
+    leaves = [t.detach().clone().requires_grad_() for t in (*case[0], case[1])]
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def read(*tensors):
+        return ops.depth_attention(tensors[:-1], tensors[-1], norm_weight=case[2])
+
+    with ops.backend("triton"):
+        h = read(*leaves)
+    compiled = [h.detach(), *torch.autograd.grad(h, leaves, case[3])]
+    assert all(torch.equal(a, b) for a, b in zip(compiled, eager, strict=False))
+
+
+def test_options_without_a_kernel_are_refused_by_name():
+    sources, query, _, _ = inputs(2, 16)
+    with ops.backend("triton"), pytest.raises(ValueError, match="depth_attention"):
+        ops.depth_attention(sources, query, activation="sigmoid")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 5e-6), (torch.bfloat16, 6e-3)])
+@pytest.mark.parametrize("count, width", [(1, 768), (2, 1000), (5, 1280), (9, 2048), (33, 768), (73, 768), (3, 4096)])
+def test_gpu_read_equals_the_reference_in_float64(count, width, dtype, tolerance):
+    case = inputs(count, width, shape=(3, 101), device="cuda", dtype=dtype)
+    agree(run("triton", *case), run("reference", *doubled(*case)), tolerance)

@@ -1,0 +1,284 @@
+"""Attention Residuals with the deferred backward against the plain topology in float64: outputs and every gradient."""
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from residua import ops
+from residua.model import choices, taps
+from residua.model.topology import build_topology
+from residua.ops.depth_attention import deferred, fused
+
+pytest.importorskip("triton")
+
+FULL = choices.FullAttnRes(scale=0.7)
+WINDOW = choices.FullAttnRes(window=2)
+BLOCK = choices.BlockAttnRes(sublayers_per_block=3)
+
+
+@pytest.fixture(autouse=True)
+def _poisoned():
+    """Every buffer that a kernel is to fill starts as NaN."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def topology_of(config, sublayers, width):
+    torch.manual_seed(width)
+    topology = build_topology(config, sublayers, width)
+    for parameter in topology.parameters():
+        parameter.data.add_(torch.randn_like(parameter), alpha=4 / width**0.5)
+    return topology
+
+
+def outputs_of(sublayers, width, shape=(2, 5)):
+    return [torch.randn(*shape, width) for _ in range(sublayers + 1)]
+
+
+def walk(topology, x, outputs):
+    """Every read's h when the sublayers' outputs do not depend on their inputs."""
+    h, state = topology.open(x)
+    reads = []
+    for k, y in enumerate(outputs):
+        h, state = topology.step(k, y, state)
+        reads.append(h)
+    return reads
+
+
+def run(choice, topology, outputs, upstream, walk=walk, frozen=()):
+    leaves = [y.detach().clone().requires_grad_(i not in frozen) for i, y in enumerate(outputs)]
+    with ops.backend(choice):
+        reads = walk(topology, leaves[0], leaves[1:])
+    wanted = [t for t in (*leaves, *topology.parameters()) if t.requires_grad]
+    grads = torch.autograd.grad(reads, wanted, upstream[-len(reads) :], allow_unused=True)
+    return [*(h.detach() for h in reads), *grads]
+
+
+def case_of(config, sublayers, width, shape=(2, 5), device="cpu", dtype=torch.float32):
+    topology = topology_of(config, sublayers, width).to(device)
+    outputs, upstream = outputs_of(sublayers, width, shape), outputs_of(sublayers - 1, width, shape)
+    return topology, [y.to(device, dtype) for y in outputs], [g.to(device, dtype) for g in upstream]
+
+
+def truth_of(topology, outputs, upstream, **options):
+    return run("reference", topology.double(), [y.double() for y in outputs], [g.double() for g in upstream], **options)
+
+
+def relative(a, b):
+    return float((a.double() - b.double()).norm() / b.double().norm().clamp(min=1e-30))
+
+
+def agree(ours, truth, tolerance):
+    assert len(ours) == len(truth)
+    for i, (fast, exact) in enumerate(zip(ours, truth, strict=True)):
+        assert relative(fast, exact) < tolerance, f"tensor {i} of shape {tuple(exact.shape)}"
+
+
+@pytest.mark.parametrize("width", [33, 100])
+@pytest.mark.parametrize(
+    "config, sublayers",
+    [(FULL, 1), (FULL, 5), (WINDOW, 5), (BLOCK, 7), (choices.BlockAttnRes(sublayers_per_block=1), 3)],
+    ids=["full, one sublayer", "full", "full, window", "block", "block of one"],
+)
+def test_reads_and_every_gradient_equal_the_plain_topology_in_float64(config, sublayers, width):
+    case = case_of(config, sublayers, width)
+    agree(run("triton", *case), truth_of(*case), 2e-5)
+
+
+def test_a_source_with_many_readers_needs_no_other_kernel():
+    plan = deferred.Plan([[0, k + 1] for k in range(40)], [False] * 41)
+
+    class Fan(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.u = torch.nn.Parameter(torch.randn(40, 8))
+
+        def open(self, x):
+            return x, deferred.open(plan, x, self.u)
+
+        def step(self, k, y, state):
+            return deferred.step(plan, k, y, state)
+
+    def plainly(topology, x, outputs):
+        return [ops.depth_attention([x, y], topology.u[k]) for k, y in enumerate(outputs)]
+
+    case = Fan(), outputs_of(40, 8, (3,)), outputs_of(39, 8, (3,))
+    agree(run("triton", *case), truth_of(*case, walk=plainly), 2e-5)
+
+
+def test_a_read_of_many_sources_needs_no_other_kernel():
+    values, scores = torch.randn(73, 5, 8), torch.randn(73, 2, 16)
+    h, lse = fused.depth_mix([*values], [*scores], [i % 2 for i in range(73)])
+    z = torch.stack([scores[i, i % 2, :5] for i in range(73)]).double()
+    assert relative(h, (z.softmax(0)[..., None] * values.double()).sum(0)) < 1e-6
+    assert relative(lse[:5], z.logsumexp(0)) < 1e-6
+
+
+def test_sublayers_that_depend_on_their_inputs_get_the_same_gradients():
+    def chained(topology, x, outputs):
+        h, state = topology.open(x)
+        for k, y in enumerate(outputs):
+            h, state = topology.step(k, torch.tanh(h * y), state)
+        return [h]
+
+    for config in (FULL, BLOCK):
+        case = case_of(config, 5, 24)
+        agree(run("triton", *case, walk=chained), truth_of(*case, walk=chained), 2e-5)
+
+
+@pytest.mark.parametrize("config", [FULL, BLOCK], ids=["full", "block"])
+def test_a_loss_that_skips_some_reads_is_differentiated_right(config):
+    def early(topology, x, outputs):
+        reads = walk(topology, x, outputs)
+        return [reads[1], reads[2]]
+
+    case = case_of(config, 4, 24)
+    agree_where_used = zip(run("triton", *case, walk=early), truth_of(*case, walk=early), strict=True)
+    for ours, truth in agree_where_used:
+        if truth is not None:
+            assert relative(ours, truth) < 2e-5
+        else:
+            assert ours is None or not ours.any()
+
+
+def test_frozen_inputs_and_frozen_queries_leave_the_other_gradients_alone():
+    case = case_of(BLOCK, 4, 24)
+    case[0].reads[1].query.requires_grad_(False)
+    agree(run("triton", *case, frozen=(0, 3)), truth_of(*case, frozen=(0, 3)), 2e-5)
+
+
+def test_no_tokens_give_empty_reads_and_no_gradient():
+    results = run("triton", *case_of(BLOCK, 4, 16, shape=(0, 5)))
+    assert all(h.shape == (0, 5, 16) for h in results[:4])
+    assert all(not g.any() for g in results[4:])
+
+
+def test_outputs_and_gradients_may_lie_anyhow_in_memory():
+    topology, outputs, upstream = case_of(FULL, 3, 24, shape=(4, 4))
+    truth = truth_of(topology, outputs, upstream)
+    outputs = [y.transpose(0, 1).contiguous().transpose(0, 1) for y in outputs]
+    upstream = [torch.stack([g, g], -1)[..., 0] for g in upstream]
+    agree(run("triton", topology.float(), outputs, upstream), truth, 2e-5)
+
+
+def test_bfloat16_comes_near_even_where_stores_are_rounded_towards_zero():
+    case = case_of(BLOCK, 4, 40, dtype=torch.bfloat16)
+    agree(run("triton", *case), truth_of(*case), 6e-2)
+
+
+@pytest.mark.parametrize("config", [FULL, BLOCK], ids=["full", "block"])
+def test_two_runs_give_the_same_bits(config):
+    case = case_of(config, 4, 33)
+    for first, second in zip(run("triton", *case), run("triton", *case), strict=True):
+        assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("config", [FULL, BLOCK], ids=["full", "block"])
+def test_checkpointing_each_step_changes_no_bit(config):
+    def checkpointed(topology, x, outputs):
+        h, state = topology.open(x)
+        for k, y in enumerate(outputs):
+
+            def junction(h, y, *state, k=k):
+                return topology.step(k, torch.tanh(h + y), state)
+
+            h, state = checkpoint(junction, h, y, *state, use_reentrant=False)
+        return [h]
+
+    def kept(topology, x, outputs):
+        h, state = topology.open(x)
+        for k, y in enumerate(outputs):
+            h, state = topology.step(k, torch.tanh(h + y), state)
+        return [h]
+
+    case = case_of(config, 4, 24)
+    for first, second in zip(run("triton", *case, walk=checkpointed), run("triton", *case, walk=kept), strict=True):
+        assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("config", [FULL, BLOCK], ids=["full", "block"])
+def test_the_whole_walk_compiles_and_agrees(config):
+    torch._dynamo.reset()
+    case = case_of(config, 3, 24)
+    compiled = torch.compile(walk, backend="aot_eager", fullgraph=True)
+    agree(run("triton", *case, walk=compiled), run("triton", *case), 1e-5)
+
+
+def test_handles_leave_no_trace_in_a_compiled_graph():
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+
+    seen = []
+
+    def collect(graph, _):
+        seen.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return make_boxed_func(graph.forward)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(walk, backend=aot_autograd(fw_compiler=collect), fullgraph=True)
+    run("triton", *case_of(FULL, 3, 24), walk=compiled)
+    assert sum("depth_mix" in name for name in seen) == 3
+    assert not any("empty" in name for name in seen)
+
+
+def test_weights_are_recorded_and_sum_to_one():
+    topology, outputs, _ = case_of(BLOCK, 4, 24)
+    with ops.backend("triton"), taps.record() as seen:
+        walk(topology, outputs[0].requires_grad_(), outputs[1:])
+    with ops.backend("reference"), taps.record() as plain:
+        walk(topology, outputs[0], outputs[1:])
+    assert list(seen) == list(plain)
+    for name, weights in plain.items():
+        torch.testing.assert_close(seen[name], weights, atol=1e-6, rtol=1e-5)
+
+
+def test_without_gradients_the_state_is_the_plain_list_of_sources():
+    topology, outputs, _ = case_of(FULL, 2, 16)
+    with ops.backend("triton"), torch.no_grad():
+        _, state = topology.open(outputs[0])
+        _, state = topology.step(0, outputs[1], state)
+    assert len(state) == 2
+
+
+def test_kernels_describe_their_outputs_truly():
+    v, u = torch.randn(2, 5, 24), torch.randn(3, 24)
+    z, rstd = fused.depth_scores(v, u, 1, 2, 1e-6)
+    h, lse = fused.depth_mix([v, v], [z, z], [0, 1])
+    stats = fused.depth_stats(v, h, lse)
+    for operator, arguments in [
+        (fused.depth_scores, (v, u, 1, 2, 1e-6)),
+        (fused.depth_sum_scores, (v, v, u, 0, 3, 1e-6)),
+        (fused.depth_mix, ([v, v], [z, z], [0, 1])),
+        (fused.depth_stats, (v, h, lse)),
+        (fused.depth_source_gradient, (v, z, rstd, u, 1, None, [v, v], [stats, stats], None)),
+        (fused.depth_attend, ([v, v], u[0], 1e-6)),
+    ]:
+        torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 8e-3)])
+@pytest.mark.parametrize("width", [768, 1000, 1280, 2048])
+@pytest.mark.parametrize("config, sublayers", [(FULL, 9), (FULL, 40), (BLOCK, 8)], ids=["full", "deep", "block"])
+def test_gpu_walk_equals_the_plain_topology_in_float64(config, sublayers, width, dtype, tolerance):
+    case = case_of(config, sublayers, width, shape=(3, 101), device="cuda", dtype=dtype)
+    agree(run("triton", *case), truth_of(*case), tolerance)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", [FULL, BLOCK], ids=["full", "block"])
+def test_gpu_runs_are_fused_unasked_and_give_the_same_bits(config):
+    case = case_of(config, 6, 768, shape=(4, 128), device="cuda", dtype=torch.bfloat16)
+    with ops.backend("auto"):
+        assert len(case[0].open(case[1][0])[1]) > 1
+    for first, second in zip(run("auto", *case), run("auto", *case), strict=True):
+        assert torch.equal(first, second)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", [FULL, BLOCK], ids=["full", "block"])
+def test_gpu_walk_compiles_and_agrees(config):
+    torch._dynamo.reset()
+    case = case_of(config, 4, 768, shape=(4, 64), device="cuda", dtype=torch.bfloat16)
+    agree(run("auto", *case, walk=torch.compile(walk, fullgraph=True)), run("auto", *case), 5e-3)

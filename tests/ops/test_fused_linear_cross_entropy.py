@@ -1,0 +1,152 @@
+"""The chunked head against the reference in float64: losses, every gradient, any incoming gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from residua import ops
+from residua.ops import fused
+from residua.ops.linear_cross_entropy import chunked
+from residua.ops.linear_cross_entropy.reference import linear_cross_entropy as reference
+
+TOKENS, WIDTH, VOCABULARY = 11, 12, 37
+Z = 0.05
+GRADIENTS = {"loss + z": (0.7, 0.7), "loss only": (1.3, 0.0), "z only": (0.0, 2.0), "both apart": (0.4, -1.1)}
+
+
+def inputs(dtype: torch.dtype = torch.float32, weight_dtype: torch.dtype | None = None, device: str = "cpu", **sizes):
+    tokens, width, vocabulary = (sizes.get(k, d) for k, d in (("n", TOKENS), ("c", WIDTH), ("v", VOCABULARY)))
+    hidden = torch.randn(tokens, width, device=device).to(dtype)
+    weight = torch.randn(vocabulary, width, device=device).to(dtype).to(weight_dtype or dtype)
+    targets = torch.randint(vocabulary, (tokens,), device=device)
+    targets[::4] = -100
+    return hidden, weight, targets
+
+
+def results(operator: Callable, hidden: Tensor, weight: Tensor, targets: Tensor, g: tuple) -> list[Tensor]:
+    leaves = [t.detach().clone().requires_grad_() for t in (hidden, weight)]
+    loss, z = operator(*leaves, targets, z_loss=Z)
+    return [loss, z, *torch.autograd.grad(g[0] * loss + g[1] * z, leaves)]
+
+
+def assert_close(ours: list[Tensor], exact: list[Tensor], tolerance: float) -> None:
+    for name, a, b in zip(("loss", "z", "hidden", "weight"), ours, exact, strict=True):
+        error = (a.double() - b).norm() / b.norm().clamp(min=1e-12)
+        assert error <= tolerance, f"{name}: relative error {error:.2e}"
+
+
+def fused_operator(*args: Tensor, **kwargs: float) -> tuple[Tensor, Tensor]:
+    with ops.backend("triton"):
+        return ops.linear_cross_entropy(*args, **kwargs)
+
+
+@pytest.fixture(params=["kept", "recomputed"])
+def memory(request, monkeypatch):
+    if request.param == "recomputed":
+        monkeypatch.setattr(chunked, "KEPT_BYTES", 0)
+        monkeypatch.setattr(chunked, "CHUNK_BYTES", 4 * VOCABULARY * 3)
+
+
+@pytest.mark.parametrize("g", GRADIENTS.values(), ids=GRADIENTS)
+def test_plain_chunks_equal_the_reference_for_any_incoming_gradients(memory, g):
+    drawn = [t.double() if t.is_floating_point() else t for t in inputs()]
+    assert_close(results(chunked.linear_cross_entropy, *drawn, g), results(reference, *drawn, g), 1e-12)
+
+
+@pytest.mark.skipif(not fused.INTERPRETED, reason="needs TRITON_INTERPRET=1")
+@pytest.mark.parametrize("g", GRADIENTS.values(), ids=GRADIENTS)
+def test_the_kernel_equals_the_reference_for_any_incoming_gradients(memory, g):
+    hidden, weight, targets = inputs()
+    exact = results(reference, hidden.double(), weight.double(), targets, g)
+    assert_close(results(fused_operator, hidden, weight, targets, g), exact, 2e-6)
+
+
+@pytest.mark.skipif(not fused.INTERPRETED, reason="needs TRITON_INTERPRET=1")
+@pytest.mark.parametrize("vocabulary", [1, 33, 100])
+def test_the_kernel_takes_a_row_in_several_pieces_of_any_length(vocabulary, monkeypatch):
+    from residua.ops.linear_cross_entropy import triton
+
+    monkeypatch.setattr(triton, "LANES", 8)
+    logits, targets = 30 * torch.randn(5, vocabulary), torch.randint(vocabulary, (5,))
+    expected = logits.double().softmax(-1)
+    lse, nll = triton.softmax_(logits, targets, -100, True)
+    assert torch.allclose(logits.double(), expected, atol=1e-6)
+    assert torch.allclose(nll.double(), -expected.gather(1, targets[:, None])[:, 0].log(), atol=1e-4)
+    assert torch.isfinite(lse).all()
+
+
+def test_a_coefficient_that_cancels_to_zero_still_teaches_the_target():
+    hidden, weight = torch.zeros(1, 2, dtype=torch.float64), torch.eye(2, dtype=torch.float64)
+    lse = torch.tensor(2.0, dtype=torch.float64).log()
+    g = (1.0, float(-1 / (2 * Z * lse)))
+    drawn = (hidden, weight, torch.tensor([1]))
+    assert_close(results(chunked.linear_cross_entropy, *drawn, g), results(reference, *drawn, g), 1e-12)
+
+
+def test_ignored_and_absent_tokens_cost_nothing(memory):
+    hidden, weight, targets = inputs()
+    ignored = results(chunked.linear_cross_entropy, hidden, weight, torch.full_like(targets, -100), (1.0, 1.0))
+    absent = results(chunked.linear_cross_entropy, hidden[:0], weight, targets[:0], (1.0, 1.0))
+    assert all(t.count_nonzero() == 0 for t in [*ignored, *absent])
+    assert absent[2].shape == (0, WIDTH)
+
+
+def test_non_contiguous_batches_and_a_second_backward_pass(memory):
+    hidden, weight, targets = inputs()
+    leaf = hidden.t().contiguous().requires_grad_()
+    batch = leaf.t()[:10].reshape(5, 2, WIDTH).transpose(0, 1)
+    loss, z = chunked.linear_cross_entropy(batch, weight, targets[:10].reshape(5, 2).t(), z_loss=Z)
+    first, second = (torch.autograd.grad(loss + z, leaf, retain_graph=True)[0] for _ in range(2))
+    expected = sum(reference(hidden[:10].double(), weight.double(), targets[:10], z_loss=Z))
+    assert torch.equal(first, second)
+    assert (loss + z).item() == pytest.approx(expected.item(), rel=1e-6)
+
+
+def test_under_autocast_the_masters_get_float32_gradients():
+    hidden, weight, targets = inputs()
+    weight.requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss, _ = chunked.linear_cross_entropy(hidden, weight, targets)
+    loss.backward()
+    assert loss.dtype == torch.float32 and weight.grad is not None and weight.grad.dtype == torch.float32
+
+
+def test_compiles_into_one_graph():
+    hidden, weight, targets = inputs()
+
+    def step(h: Tensor, w: Tensor) -> Tensor:
+        loss, z = chunked.linear_cross_entropy(h * 2, w, targets, z_loss=Z)
+        return loss + z
+
+    outcomes = []
+    for function in (step, torch.compile(step, backend="aot_eager", fullgraph=True)):
+        leaves = [t.clone().requires_grad_() for t in (hidden, weight)]
+        outcomes.append(torch.autograd.grad(function(*leaves), leaves))
+    assert all(torch.equal(a, b) for a, b in zip(*outcomes, strict=True))
+
+
+def test_nothing_is_kept_when_no_gradient_is_wanted(monkeypatch):
+    asked = []
+    monkeypatch.setattr(chunked, "_forward", lambda *args: asked.append(args[-1]) or (torch.zeros(()),) * 5)
+    hidden, weight, targets = inputs()
+    with torch.no_grad():
+        chunked.linear_cross_entropy(hidden.requires_grad_(), weight, targets)
+    chunked.linear_cross_entropy(hidden, weight, targets)
+    assert asked == [False, True]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(fused.INTERPRETED, reason="needs TRITON_INTERPRET=0")
+@pytest.mark.parametrize("width", [768, 1000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("g", GRADIENTS.values(), ids=GRADIENTS)
+def test_on_a_gpu_every_gradient_is_right(dtype, g, width, memory):
+    hidden, weight, targets = inputs(dtype, torch.float32, "cuda", n=300, c=width, v=50304)
+    weight = weight / width**0.5
+    exact = results(reference, hidden.double(), weight.to(dtype).double(), targets, g)
+    tolerance = {torch.float32: 2e-5, torch.bfloat16: 1e-2}[dtype]
+    assert_close(results(fused_operator, hidden, weight, targets, g), exact, tolerance)
