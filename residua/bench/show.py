@@ -1,0 +1,113 @@
+"""A benchmark's results as a table and as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from residua.bench.ceilings import Ceilings
+from residua.bench.step import StepResult
+from residua.bench.timing import Sample
+from residua.train.config import RunConfig
+
+WIDTH = 160
+
+
+def open_console() -> Console:
+    """Standard output; a file or a pipe gets lines wide enough for every table."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=WIDTH)
+
+
+def print_ceilings(console: Console, environment: dict[str, Any], ceilings: Ceilings) -> None:
+    """Where this was measured, and what that device can do at best."""
+    versions = ", ".join(f"{name} {environment[name]}" for name in ("torch", "triton", "python") if environment[name])
+    console.print(f"{environment.get('gpu') or environment['processor'] or environment['platform']}: {versions}")
+    console.print(
+        f"measured in this run: copy {ceilings.copy_bytes_per_second / 1e12:.3g} TB/s, "
+        f"{ceilings.dtype} matrix product {ceilings.matmul_flops_per_second / 1e12:.4g} TFLOP/s"
+    )
+
+
+def describe_step(config: RunConfig) -> str:
+    """What one step of a configuration is made of."""
+    recipe = config.train
+    return (
+        f"one step: {recipe.accumulate} micro-batch(es) of {recipe.micro_batch} × {config.sequence} random tokens, "
+        f"optimizer {recipe.optimizer.kind}, precision {recipe.precision}, compile {recipe.compile}"
+    )
+
+
+def print_steps(console: Console, results: Sequence[StepResult]) -> None:
+    """One row per case, ratios to the first."""
+    table = Table(header_style="bold", box=box.SIMPLE_HEAD)
+    table.add_column("case", no_wrap=True)
+    for title in ("parameters", "step ms", "p10–p90", "time ×", "tokens/s", "MFU", "GiB", "memory ×", "first step"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for result in results:
+        table.add_row(result.name, f"{result.parameters / 1e6:.2f}M", *_cells(result, results[0]))
+    console.print(table)
+
+
+def _cells(result: StepResult, first: StepResult) -> list[str]:
+    if result.problem is not None:
+        return [result.problem]
+    assert result.step is not None
+    time, memory = ratios(result, first)
+    return [
+        number(result.step.median * 1e3, ".2f"),
+        spread(result.step),
+        number(time, ".3f"),
+        number(result.tokens_per_second, ",.0f"),
+        number(result.mfu, ".3f"),
+        number(result.peak_memory_gib, ".2f"),
+        number(memory, ".3f"),
+        f"{result.first_step:.1f} s",
+    ]
+
+
+def ratios(result: StepResult, first: StepResult) -> tuple[float | None, float | None]:
+    """Time and memory over the first case's, where both were measured."""
+    time = None if result.step is None or first.step is None else result.step.median / first.step.median
+    ours, theirs = result.peak_memory_gib, first.peak_memory_gib
+    return time, None if ours is None or theirs is None else ours / theirs
+
+
+def step_report(
+    environment: dict[str, Any], ceilings: Ceilings, config: dict[str, Any], results: Sequence[StepResult]
+) -> dict[str, Any]:
+    """Everything as plain JSON: seconds, bytes, FLOP/s."""
+    rows = []
+    for result in results:
+        time, memory = ratios(result, results[0])
+        rows.append({**asdict(result), "time_ratio": time, "memory_ratio": memory})
+    return {
+        "kind": "step",
+        "environment": environment,
+        "ceilings": asdict(ceilings),
+        "config": config,
+        "results": rows,
+    }
+
+
+def write_json(path: Path, report: dict[str, Any]) -> None:
+    """Write a report, making its folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+def number(value: float | None, form: str) -> str:
+    """A table's cell; what was not measured is a dash."""
+    return "–" if value is None else format(value, form)
+
+
+def spread(sample: Sample) -> str:
+    """p10–p90 in milliseconds."""
+    return f"{sample.p10 * 1e3:.2f}–{sample.p90 * 1e3:.2f}"

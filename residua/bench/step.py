@@ -1,0 +1,160 @@
+"""The whole training step as `residua train` runs it, timed: micro-batches forward and backward, clip, update."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+import residua
+from residua import ops
+from residua.bench.timing import Sample, synchronize, time_each
+from residua.data.loader import Batch
+from residua.model.settings import ConfigError
+from residua.model.size import measure
+from residua.study import variants
+from residua.train.config import RunConfig
+from residua.train.step import build_step
+from residua.train.throughput import mfu, peak_memory_gib
+
+BACKEND = "backend="
+# Of the peak learning rate: the work is the same, and no weight runs away on random tokens.
+RATE = 0.01
+
+
+@dataclass(frozen=True)
+class Case:
+    """One configuration to time, under a name, with the operators' backend it runs on."""
+
+    name: str
+    config: RunConfig
+    backend: str = "auto"
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one case took. `first_step` is the first call, compilation included; memory is the timed steps' peak.
+
+    With a `problem` (out of memory) there are no timings. On a CPU there is no memory: it only knows the peak of the
+    whole process, and no MFU.
+    """
+
+    name: str
+    parameters: int
+    flops_per_token: int
+    tokens: int
+    problem: str | None = None
+    first_step: float | None = None
+    step: Sample | None = None
+    tokens_per_second: float | None = None
+    mfu: float | None = None
+    peak_memory_gib: float | None = None
+    loss: float | None = None
+
+
+def read_cases(base: RunConfig, compare: Sequence[str]) -> list[Case]:
+    """The cases of a comparison; without one, the base alone.
+
+    A case is words separated by spaces: known variants (`prenorm`, `mgr+exoformer`), overrides
+    (`model.topology.streams=8`) and `backend=reference`. Its name is what was written.
+    """
+    cases = []
+    for text in compare or ["base"]:
+        words = text.split()
+        if not words:
+            raise ConfigError("--compare has an empty entry: separate variants by single commas.")
+        backend = ([word.removeprefix(BACKEND) for word in words if word.startswith(BACKEND)] or ["auto"])[-1]
+        with ops.backend(backend):
+            pass  # refuses a backend that does not exist before anything is timed
+        changes = variants.overrides([word for word in words if not word.startswith(BACKEND)], base.model)
+        cases.append(Case(" ".join(words), base.override(changes), backend))
+    return cases
+
+
+def bench_step(
+    cases: Sequence[Case],
+    device: torch.device,
+    *,
+    steps: int,
+    warmup: int,
+    tell: Callable[[str], object] = lambda text: None,
+) -> list[StepResult]:
+    """Time each case in turn, from the same random tokens; `tell` hears what is happening."""
+    results = []
+    for case in cases:
+        tell(f"{case.name}: first step")
+        results.append(_run(case, device, steps, warmup, tell))
+        _forget(device)
+    return results
+
+
+def _run(case: Case, device: torch.device, steps: int, warmup: int, tell: Callable[[str], object]) -> StepResult:
+    config = case.config
+    # Attention is counted at the length that is run, whatever context the model was meant for.
+    size = measure(config.model.override([f"context={config.sequence}"]))
+    bare = StepResult(case.name, size.parameters, size.flops_per_token, config.tokens_per_step)
+    try:
+        with ops.backend(case.backend):
+            first, seconds, memory, loss = _time(config, device, steps, warmup, lambda: tell(f"{case.name}: timing"))
+    except torch.OutOfMemoryError:
+        return StepResult(**{**bare.__dict__, "problem": "out of memory"})
+    sample = Sample.of(seconds)
+    speed = config.tokens_per_step / sample.median
+    return StepResult(
+        case.name,
+        size.parameters,
+        size.flops_per_token,
+        config.tokens_per_step,
+        first_step=first,
+        step=sample,
+        tokens_per_second=speed,
+        mfu=mfu(speed, size.flops_per_token, device),
+        peak_memory_gib=memory,
+        loss=loss,
+    )
+
+
+def _time(
+    config: RunConfig, device: torch.device, steps: int, warmup: int, started: Callable[[], object]
+) -> tuple[float, list[float], float | None, float]:
+    """Seconds of the first step, seconds of each timed step, peak memory in GiB, and the mean loss on the way."""
+    torch.manual_seed(config.train.seed)
+    trained = build_step(residua.build(config.model), config.train, device)
+    batches = random_batches(config)
+    step = partial(trained, batches, RATE)
+
+    begin = time.perf_counter()
+    step()
+    synchronize(device)
+    first = time.perf_counter() - begin
+
+    started()
+    for _ in range(warmup):
+        step()
+    synchronize(device)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    seconds = time_each(step, steps, device)
+    totals = trained.totals()
+    memory = peak_memory_gib(device) if device.type == "cuda" else None
+    return first, seconds, memory, totals.loss / totals.steps
+
+
+def random_batches(config: RunConfig) -> list[Batch]:
+    """One step's micro-batches of random tokens in host memory, where the loader leaves its own."""
+    shape = (config.train.accumulate, config.train.micro_batch, config.sequence + 1)
+    tokens = torch.randint(config.model.vocab_size, shape, generator=torch.Generator().manual_seed(config.train.seed))
+    segments = torch.zeros_like(tokens[0, :, 1:]) if config.data.masking == "documents" else None
+    return [Batch(t[:, :-1].contiguous(), t[:, 1:].contiguous(), segments) for t in tokens]
+
+
+def _forget(device: torch.device) -> None:
+    """Leave nothing of one case to the next: graphs, compiled code, cached memory."""
+    torch.compiler.reset()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

@@ -1,0 +1,147 @@
+"""`residua compare`: variants × seeds on identical data, and an honest table."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from residua.study import StudyConfig
+
+app = typer.Typer(rich_markup_mode=None, add_completion=False)
+
+
+@app.command()
+def compare(
+    what: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="VARIANT...|STUDY.toml",
+            show_default=False,
+            help="Names from --list, joined with + to combine them; the first is the baseline. Or one study file.",
+        ),
+    ] = None,
+    base: Annotated[
+        str | None, typer.Option(show_default="tiny", help="A preset or a run's TOML that the variants vary.")
+    ] = None,
+    seeds: Annotated[int | None, typer.Option(min=1, show_default="3", help="Seeds per variant.")] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(show_default="the embedded corpus", help="A folder made by `residua data prepare`."),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(show_default="runs/NAME", help="The study's folder.")] = None,
+    baseline: Annotated[str | None, typer.Option(show_default="the first", help="Compare with this variant.")] = None,
+    match: Annotated[
+        str | None,
+        typer.Option(show_default="ffn", help="Match parameters within 0.5 % by `ffn` width or `depth`, or `none`."),
+    ] = None,
+    sizes: Annotated[
+        str | None,
+        typer.Option(metavar="A,B,...", show_default=False, help="Compute scaling over these presets or run TOMLs."),
+    ] = None,
+    tokens_per_parameter: Annotated[
+        float | None,
+        typer.Option(show_default="each size's own steps", help="Training tokens per parameter, with --sizes."),
+    ] = None,
+    workers: Annotated[int | None, typer.Option(min=1, show_default="1", help="Runs side by side.")] = None,
+    threads: Annotated[
+        int | None, typer.Option(min=1, show_default="cores / workers", help="CPU threads of each run.")
+    ] = None,
+    change: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="SECTION.KEY=VALUE", show_default=False, help="A change to every run."),
+    ] = None,
+    demo: Annotated[bool, typer.Option("--demo", help="Four tiny models on the embedded corpus, in minutes.")] = False,
+    plan: Annotated[bool, typer.Option("--plan", help="Show what would run, and stop.")] = False,
+    listing: Annotated[bool, typer.Option("--list", help="List the variants known by name, and stop.")] = False,
+) -> None:
+    """Does a depth architecture pay on your data, per step and per second?
+
+    \b
+    residua compare --demo
+    residua compare prenorm block_attnres mgr exoformer --base mini --seeds 3 --data data/wiki --out runs/wiki
+    residua compare prenorm mgr mgr+exoformer gatednorm --set train.steps=1000
+    residua compare prenorm mgr --sizes tiny,mini --tokens-per-parameter 20
+    residua compare study.toml
+
+    Ctrl-C stops after saving; the same command goes on. Complete runs are reused.
+    """
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = 120  # a log has room for the whole table
+    if listing:
+        _list(console)
+        return
+    given = {
+        "base": base, "seeds": seeds, "data": None if data is None else str(data), "baseline": baseline,
+        "match": None if match is None else {"kind": match}, "workers": workers, "threads": threads,
+        "set": change, "scaling": _scaling(sizes, tokens_per_parameter),
+    }  # fmt: skip
+    study = _study(what or [], demo, {key: value for key, value in given.items() if value is not None})
+    _conduct(study, out or Path("runs") / study.name, console, plan)
+
+
+def _study(what: list[str], demo: bool, given: dict[str, Any]) -> StudyConfig:
+    """The demo, a study file, or names; options given on the command line go over what a file says."""
+    from residua.model.settings import ConfigError, read_toml
+    from residua.study import StudyConfig
+    from residua.study.demo import demo_file
+
+    files = [name for name in what if name.endswith(".toml")]
+    if demo and what:
+        raise ConfigError("--demo has its own variants: leave the names out, or leave --demo out.")
+    if demo:
+        return StudyConfig(**{**read_toml(demo_file()), **given})
+    if files:
+        if len(what) > 1:
+            raise ConfigError(f"{files[0]} is a whole study: give it alone, or only names of variants.")
+        return StudyConfig(**{"name": Path(files[0]).stem, **read_toml(files[0]), **given})
+    if len(what) < 2:
+        raise ConfigError("name two variants or more, a study file, or --demo; `residua compare --list` has the names.")
+    return StudyConfig(variants=what, **given)
+
+
+def _conduct(study: StudyConfig, out: Path, console: Console, plan_only: bool) -> None:
+    from residua.study.conduct import announce, conduct, open_dataset
+    from residua.study.plan import make_plan
+    from residua.study.runner import StudyInterrupted
+    from residua.study.tables import print_study
+
+    if plan_only:
+        announce(console, study, make_plan(study, out, open_dataset(study, console)))
+        return
+    try:
+        outcome = conduct(study, out, console)
+    except StudyInterrupted as stop:
+        typer.echo(str(stop), err=True)
+        raise typer.Exit(130) from None
+    print_study(console, outcome.result)
+    console.print(f"\nReport: {outcome.report.resolve()}", soft_wrap=True)
+    console.print(f"Next: open it in a browser; numbers are in {out / 'results.json'}", soft_wrap=True)
+    if not outcome.complete:
+        raise typer.Exit(1)
+
+
+def _scaling(sizes: str | None, tokens_per_parameter: float | None) -> dict[str, Any] | None:
+    from residua.model.settings import ConfigError
+
+    if sizes is None:
+        if tokens_per_parameter is not None:
+            raise ConfigError("--tokens-per-parameter needs --sizes: it sets how long each size trains.")
+        return None
+    names = [name.strip() for name in sizes.split(",") if name.strip()]
+    return {"sizes": names} | ({"tokens_per_parameter": tokens_per_parameter} if tokens_per_parameter else {})
+
+
+def _list(console: Console) -> None:
+    from residua.study.variants import KNOWN
+
+    width = max(len(name) for name in KNOWN)
+    for name, variant in KNOWN.items():
+        console.print(f"{name:<{width}}  {variant.summary}")

@@ -1,0 +1,109 @@
+"""A study from start to end: open the text, plan, run, work out the results, write them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from residua.data import Dataset, embedded, unigram_entropy
+from residua.study import words
+from residua.study.config import StudyConfig
+from residua.study.page import study_page
+from residua.study.plan import Plan, PlannedRun, base_run, make_plan
+from residua.study.plots import Records
+from residua.study.progress import LiveProgress
+from residua.study.results import DatasetFacts, StudyResult, collect
+from residua.study.runner import run_plan, threads_per_run
+from residua.study.runs import RunRecord, is_complete, read_run
+from residua.study.tables import markdown
+from residua.train.files import write_atomically
+
+STUDY, RESULTS, TABLE, REPORT = "study.toml", "results.json", "results.md", "report.html"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a study came to: its results, where the page is, and whether every run completed."""
+
+    result: StudyResult
+    report: Path
+
+    @property
+    def complete(self) -> bool:
+        return all(run.status == "complete" for run in self.result.runs)
+
+
+def conduct(study: StudyConfig, out: Path, console: Console) -> Outcome:
+    """Run what is not done yet, then write study.toml, results.json, results.md and report.html into `out`."""
+    dataset = open_dataset(study, console)
+    plan = make_plan(study, out, dataset)
+    announce(console, study, plan)
+    with LiveProgress(console, plan) as progress:
+        problems = run_plan(study, plan, out, progress)
+    return summarise(study, plan, out, problems, describe(dataset))
+
+
+def open_dataset(study: StudyConfig, console: Console) -> Dataset:
+    """The text of every run: the study's, else its base's, else the embedded corpus (made on first use)."""
+    data = base_run(study, study.sizes[0]).data
+    path = study.data or data.path
+    return embedded(data.tokenizer, progress=console.is_terminal) if path is None else Dataset.open(path)
+
+
+def describe(dataset: Dataset) -> DatasetFacts:
+    """What the losses are to be read against."""
+    return DatasetFacts(
+        path=str(dataset.path),
+        vocab_size=dataset.vocab_size,
+        train_tokens=dataset.split("train").tokens,
+        validation_tokens=dataset.split("validation").tokens,
+        bytes_per_token=dataset.bytes_per_token("validation"),
+        unigram_entropy=unigram_entropy(dataset),
+    )
+
+
+def summarise(
+    study: StudyConfig, plan: Plan, out: Path, problems: dict[PlannedRun, str], dataset: DatasetFacts | None
+) -> Outcome:
+    """Results and their files from the runs as they are on disk."""
+    records = {run: read_run(run.folder, run.config) for run in plan.runs if is_complete(run.folder, run.config)}
+    result = collect(study, plan, records, problems, dataset)
+    write_atomically(out / STUDY, study.to_toml())
+    write_atomically(out / RESULTS, result.model_dump_json(indent=1) + "\n")
+    write_atomically(out / TABLE, markdown(result))
+    page = study_page(study, result, _by_size(study, records), out)
+    return Outcome(result, page.write(out / REPORT))
+
+
+def announce(console: Console, study: StudyConfig, plan: Plan) -> None:
+    """What will be compared, and what parameter matching changed."""
+    first = plan.runs[0].config
+    console.print(
+        f"{len(study.variants)} variants × {len(study.seeds)} seeds"
+        f"{f' × {len(study.sizes)} sizes' if study.scaling else ''} = {len(plan.runs)} runs, "
+        f"{study.workers} at a time on {threads_per_run(study)} threads each",
+        highlight=False,
+    )
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for title in ("size", "variant", "parameters", "steps", "tokens", "matching"):
+        table.add_column(title, justify="left" if title in ("size", "variant", "matching") else "right")
+    for (size, name), model in plan.models.items():
+        steps = model.config.train.steps
+        tokens = words.count(steps * model.config.tokens_per_step)
+        table.add_row(Text(size), Text(name), f"{model.parameters:,}", str(steps), tokens, model.matching or "as it is")
+    console.print(table)
+    console.print(f"text: {first.data.path}, vocabulary {first.model.vocab_size:,}", highlight=False, soft_wrap=True)
+
+
+def _by_size(study: StudyConfig, records: dict[PlannedRun, RunRecord]) -> dict[str, Records]:
+    return {
+        size: {
+            name: [record for run, record in records.items() if (run.size, run.variant) == (size, name)]
+            for name in study.variants
+        }
+        for size in study.sizes
+    }

@@ -1,0 +1,123 @@
+"""A study as data: variants × seeds (× sizes) of one base run, matched in parameters, against a baseline."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, ValidationError, field_validator, model_validator
+
+from residua.model.settings import ConfigError, Frozen, explain, read_toml, to_toml
+
+Positive = Annotated[int, Field(ge=1)]
+Seed = Annotated[int, Field(ge=0)]
+_FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")
+
+
+class MatchFFN(Frozen):
+    """Change the feed-forward width until the parameters agree with the baseline's, within `tolerance`."""
+
+    kind: Literal["ffn"] = "ffn"
+    tolerance: float = Field(0.005, gt=0, lt=1)
+
+
+class MatchDepth(Frozen):
+    """Change the number of layers, then, for the rest, the feed-forward width."""
+
+    kind: Literal["depth"] = "depth"
+    tolerance: float = Field(0.005, gt=0, lt=1)
+
+
+class NoMatch(Frozen):
+    """Leave every variant as configured; the table shows by how much the parameters differ."""
+
+    kind: Literal["none"] = "none"
+
+
+Match = Annotated[MatchFFN | MatchDepth | NoMatch, Field(discriminator="kind")]
+
+
+class Scaling(Frozen):
+    """Several sizes: the names of presets or the paths of run TOMLs, smallest first.
+
+    With `tokens_per_parameter` every size trains on that many tokens per parameter of its baseline (20 is the common
+    choice); without it, on as many steps as its own configuration says.
+    """
+
+    sizes: tuple[str, ...] = Field(min_length=2)
+    tokens_per_parameter: float | None = Field(None, gt=0)
+
+
+class StudyConfig(Frozen):
+    """What to compare. `variants` maps a name to a list of overrides or known names (`residua compare --list`).
+
+    `base` is a preset's name or the path of a run's TOML; `set` are overrides of every run. The baseline is the first
+    variant unless named. `seeds` is a list, or a number n for 0 … n−1. `workers` runs train side by side, each with
+    `threads` threads (cores / workers when left out). `data` is a prepared folder; the embedded corpus without it.
+    """
+
+    name: str = "study"
+    base: str = "tiny"
+    set: tuple[str, ...] = ()
+    variants: dict[str, tuple[str, ...]]
+    baseline: str = ""
+    seeds: tuple[Seed, ...] = (0, 1, 2)
+    data: str | None = None
+    match: Match = MatchFFN()
+    scaling: Scaling | None = None
+    workers: Positive = 1
+    threads: Positive | None = None
+    confidence: float = Field(0.95, gt=0.5, lt=1)
+
+    def __init__(self, **data: Any) -> None:
+        try:
+            super().__init__(**data)
+        except ValidationError as error:
+            raise ConfigError(explain(error, StudyConfig)) from None
+
+    @classmethod
+    def from_toml(cls, path: str | Path) -> StudyConfig:
+        """Read a study's TOML file."""
+        return cls(**read_toml(path))
+
+    def to_toml(self) -> str:
+        """The whole study as TOML; reading it back gives an equal one."""
+        return to_toml(self.model_dump(exclude_none=True))
+
+    @property
+    def sizes(self) -> tuple[str, ...]:
+        """The base runs this study goes through."""
+        return self.scaling.sizes if self.scaling else (self.base,)
+
+    @field_validator("seeds", mode="before")
+    @classmethod
+    def _count_of_seeds(cls, value: Any) -> Any:
+        return tuple(range(value)) if isinstance(value, int) and value >= 1 else value
+
+    @field_validator("variants", mode="before")
+    @classmethod
+    def _names_only(cls, value: Any) -> Any:
+        return {name: (name,) for name in value} if isinstance(value, list | tuple) else value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _first_is_baseline(cls, data: Any) -> Any:
+        if isinstance(data, dict) and data.get("variants") and not data.get("baseline"):
+            return {**data, "baseline": next(iter(data["variants"]))}
+        return data
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.baseline not in self.variants:
+            raise ValueError(
+                f"baseline = {self.baseline!r} is not one of the variants: choose one of {', '.join(self.variants)}."
+            )
+        for name in self.variants:
+            if not _FILE_NAME.fullmatch(name):
+                raise ValueError(f"variants.{name} names a folder: use letters, digits and any of '_', '.', '+', '-'.")
+        if not self.seeds or len(set(self.seeds)) != len(self.seeds):
+            raise ValueError(f"seeds = {list(self.seeds)} must be one or more different numbers.")
+        if len({Path(size).stem for size in self.sizes}) != len(self.sizes):
+            raise ValueError(f"scaling.sizes = {list(self.sizes)} uses a name twice: sizes name folders too.")
+        return self

@@ -1,0 +1,184 @@
+"""The study's report.html: the verdict first, then what explains it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from residua.report import Column, Link, Page
+from residua.study import plots, words
+from residua.study.config import StudyConfig
+from residua.study.plots import SECONDS, TOKENS, Records
+from residua.study.results import RunResult, StudyResult, compute_points
+
+
+def study_page(study: StudyConfig, result: StudyResult, records: dict[str, Records], out: Path) -> Page:
+    """The page of a study; `records` are the complete runs by size and variant, `out` the folder it will lie in."""
+    page = Page(_title(result), _lead(result))
+    _verdict(page, result)
+    for size in result.sizes:
+        _loss(page, result, records[size], size)
+    if result.scaling:
+        _scaling(page, result)
+    _inside(page, records[result.sizes[-1]])
+    _runs(page, result, out)
+    _made(page, study)
+    return page
+
+
+def _title(result: StudyResult) -> str:
+    return f"{result.name}: does it pay against {result.baseline}?"
+
+
+def _lead(result: StudyResult) -> str:
+    others = [name for name in dict.fromkeys(row.name for row in result.variants) if name != result.baseline]
+    seeds = f"{len(result.seeds)} seeds" if len(result.seeds) > 1 else "one seed"
+    return (
+        f"{', '.join(others)} against {result.baseline}, {seeds}, on the same tokens in the same order. "
+        "Gains above 1 are in the variant's favour."
+    )
+
+
+def _verdict(page: Page, result: StudyResult) -> None:
+    section = page.section(
+        "Verdict",
+        "Look at the wall-clock gain first: it is what a variant returns per second of training. A Δ loss whose "
+        "interval holds 0 is no difference, however good the mean looks.",
+    )
+    if result.dataset:
+        facts = result.dataset
+        section.facts(
+            {
+                "text": Path(facts.path).name,
+                "training tokens": words.count(facts.train_tokens),
+                "vocabulary": f"{facts.vocab_size:,}",
+                "unigram entropy": f"{facts.unigram_entropy:.4f} nats/token",
+                "seeds": str(len(result.seeds)),
+            }
+        )
+    for size in result.sizes:
+        rows = result.rows(size)
+        if len(result.sizes) > 1:
+            section.subheading(f"Size {size}")
+        section.table(
+            words.columns(result.confidence) if size == result.sizes[-1] else _titles(result),
+            [words.cells(row, result.baseline) for row in rows],
+            emphasised=[index for index, row in enumerate(rows) if row.name == result.baseline],
+        )
+    last = result.rows(result.sizes[-1])
+    verdicts = [words.verdict(row, result.baseline, result.confidence) for row in last if row.name != result.baseline]
+    section.points([*verdicts, *([words.dataset_sentence(result.dataset, last)] if result.dataset else [])])
+    gains = plots.gains(last)
+    if gains is not None:
+        section.figure(gains, "The dotted line is the baseline. Wall-clock gain is the product of the other two.")
+    for sentence in (" ".join(words.matching_sentences(result)), words.side_by_side_sentence(result)):
+        if sentence:
+            section.note(sentence)
+
+
+def _titles(result: StudyResult) -> list[Column]:
+    """The columns without their meanings, which one table on the page explains."""
+    return [Column(column.title, numeric=column.numeric) for column in words.columns(result.confidence)]
+
+
+def _loss(page: Page, result: StudyResult, records: Records, size: str) -> None:
+    suffix = f" at {size}" if len(result.sizes) > 1 else ""
+    if not any(records.values()):
+        return
+    section = page.section(
+        f"Loss curves{suffix}",
+        "Healthy curves fall smoothly and stay apart in the same order to the end. A lead in tokens that vanishes "
+        "against seconds is paid for in speed.",
+    )
+    section.tabs(
+        {
+            "validation, by tokens": plots.validation_curves(records, TOKENS),
+            "validation, by seconds": plots.validation_curves(records, SECONDS),
+            "training, by tokens": plots.training_curves(records, TOKENS),
+            "training, by seconds": plots.training_curves(records, SECONDS),
+        },
+        "Mean over seeds; the band spans all seeds. Double-click shows the whole curve.",
+    )
+    if records.get(result.baseline) and sum(bool(runs) for runs in records.values()) > 1:
+        section.figure(
+            plots.difference_curves(records, result.baseline),
+            "Below zero is better than the baseline at the same number of tokens.",
+        )
+
+
+def _scaling(page: Page, result: StudyResult) -> None:
+    section = page.section(
+        "Compute scaling",
+        "Lines that stay parallel keep their advantage as models grow; lines that meet lose it. Two sizes always lie "
+        "on a line: trust a fit with three or more.",
+    )
+    order = list(dict.fromkeys(row.name for row in result.variants))
+    section.figure(plots.scaling_figure(compute_points(result.runs, result.variants), result.scaling, order))
+    section.table(
+        words.scaling_columns(result.confidence),
+        [words.scaling_cells(row, result.baseline) for row in result.scaling],
+    )
+
+
+def _inside(page: Page, records: Records) -> None:
+    """What the trained models look like inside, from each run's inspection."""
+    magnitude = plots.sublayer_curves(records, "output_rms", "RMS of the output")
+    if magnitude is not None:
+        page.section(
+            "Magnitude per sublayer",
+            "Healthy: outputs of the same order from first to last. A steep climb means late layers must shout over a "
+            "growing stream, as plain pre-norm does.",
+        ).figure(magnitude)
+    gradient = plots.sublayer_curves(records, "gradient_rms", "RMS of the gradient")
+    if gradient is not None:
+        page.section(
+            "Gradient per layer",
+            "Healthy: a flat line. A first layer far above the rest means depth is trained unevenly.",
+        ).figure(gradient)
+    weights = plots.depth_weights(records)
+    if weights:
+        page.section(
+            "Depth weights",
+            "Each row is a reader and sums to 1. Healthy: structure (a strong diagonal, a few far sources). A uniform "
+            "map has not learned to choose. A large weight alone does not prove importance: ablation does.",
+        ).tabs(weights)
+    writes, gates = plots.gate_writes(records), plots.attention_gates(records)
+    if writes or gates:
+        section = page.section(
+            "Gate statistics",
+            "Healthy: gates that differ between streams and layers. β near 0 everywhere writes nothing, near 1 "
+            "forgets everything; an attention gate mostly below 0.2 has switched its head off.",
+        )
+        for figures in (writes, gates):
+            if figures:
+                section.tabs(figures)
+
+
+def _runs(page: Page, result: StudyResult, out: Path) -> None:
+    section = page.section("Runs", "Every run of the study, with its folder; a failed one says why.")
+    titles = ("variant", "size", "seed", "status", "loss", "tokens/s", "memory", "folder", "diagnosis")
+    numeric = {"seed", "loss", "tokens/s", "memory"}
+    columns = [Column(title, numeric=title in numeric) for title in titles]
+    section.table(columns, [_run_cells(run, out) for run in result.runs])
+    for run in result.runs:
+        if run.problem:
+            section.note(f"{run.folder}: {run.problem}")
+
+
+def _run_cells(run: RunResult, out: Path) -> list[str | Link]:
+    folder, diagnosis = f"runs/{run.folder}", f"runs/{run.folder}/report.html"
+    return [
+        run.variant,
+        run.size,
+        str(run.seed),
+        run.status,
+        words.NONE if run.loss is None else f"{run.loss:.4f}",
+        words.NONE if run.tokens_per_second is None else f"{run.tokens_per_second:,.0f}",
+        words.NONE if run.memory_gib is None else f"{run.memory_gib:.2f} GiB",
+        Link(run.folder, folder) if (out / folder).exists() else run.folder,
+        Link("open", diagnosis) if (out / diagnosis).exists() else words.NONE,
+    ]
+
+
+def _made(page: Page, study: StudyConfig) -> None:
+    section = page.section("How this was made", "The same study file gives the same runs.")
+    section.code(study.to_toml())

@@ -1,0 +1,136 @@
+"""From a study to its runs: every variant resolved against every size, matched, and given a folder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from residua.data import Dataset
+from residua.model.settings import ConfigError
+from residua.model.size import measure
+from residua.study import variants
+from residua.study.config import StudyConfig
+from residua.study.matching import match
+from residua.train.config import RunConfig, differences
+
+RUNS = "runs"
+
+
+@dataclass(frozen=True)
+class PlannedModel:
+    """A variant at one size: the overrides that make it, what matching changed, and what it costs."""
+
+    config: RunConfig
+    overrides: tuple[str, ...]
+    matching: str
+    parameters: int
+    flops_per_token: float
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedRun:
+    """One training run of the study."""
+
+    variant: str
+    size: str
+    seed: int
+    config: RunConfig
+    folder: Path
+
+    @property
+    def title(self) -> str:
+        return self.folder.name
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The models by (size, variant), and the runs in the order they start: by seed, so that pairs finish together."""
+
+    models: dict[tuple[str, str], PlannedModel]
+    runs: tuple[PlannedRun, ...]
+
+
+def make_plan(study: StudyConfig, out: Path, dataset: Dataset) -> Plan:
+    """Resolve the study on a prepared text, the same for every run."""
+    shared = [f"data.path={_quoted(str(dataset.path.resolve()))}"]
+    if not any(change.replace(" ", "").startswith("model.vocab_size=") for change in study.set):
+        shared.append(f"model.vocab_size={padded_vocabulary(dataset.vocab_size)}")
+    models: dict[tuple[str, str], PlannedModel] = {}
+    for size in study.sizes:
+        base = base_run(study, size).override(shared)
+        models |= {(size, name): model for name, model in _models(study, base).items()}
+    runs = tuple(
+        _run(study, models[size, name].config, size, name, seed, out)
+        for size in study.sizes
+        for seed in study.seeds
+        for name in study.variants
+    )
+    return Plan(models, runs)
+
+
+def base_run(study: StudyConfig, size: str) -> RunConfig:
+    """The run that the variants of a size vary."""
+    return RunConfig.find(size).override(list(study.set))
+
+
+def padded_vocabulary(tokens: int) -> int:
+    """The next multiple of 128: what GPUs like, and GPT-2's 50,257 as 50,304. A base's larger one would be waste."""
+    return -(-tokens // 128) * 128
+
+
+def check_folders(plan: Plan) -> None:
+    """Refuse to continue runs that were made by a different study: a reused number must be the number asked for."""
+    for run in plan.runs:
+        written = run.folder / "config.toml"
+        if not written.exists():
+            continue
+        changed = differences(RunConfig.from_toml(written), run.config)
+        if changed:
+            key, (old, new) = next(iter(changed.items()))
+            raise ConfigError(
+                f"{run.folder} holds a run with {key} = {old!r} where this study wants {new!r}: "
+                "choose another --out, or remove that folder."
+            )
+
+
+def _models(study: StudyConfig, base: RunConfig) -> dict[str, PlannedModel]:
+    """The variants of one size; the baseline first, since the others are matched to it."""
+    reference = _varied(study, base, study.baseline)
+    target = measure(reference.model).parameters
+    steps = _steps(study, reference, target)
+    found = {}
+    for name in study.variants:
+        config = _varied(study, base, name)
+        matched = match(name, config.model, target, study.match)
+        size = measure(matched.model)
+        config = config.model_copy(update={"model": matched.model})
+        if steps is not None:
+            config = config.override([f"train.steps={steps}"])
+        changes = tuple(variants.overrides(study.variants[name], base.model))
+        found[name] = PlannedModel(config, changes, matched.change, size.parameters, float(size.flops_per_token))
+    return found
+
+
+def _varied(study: StudyConfig, base: RunConfig, name: str) -> RunConfig:
+    try:
+        return base.override(variants.overrides(study.variants[name], base.model))
+    except ConfigError as error:
+        raise ConfigError(f"variant {name!r}: {error}") from None
+
+
+def _steps(study: StudyConfig, reference: RunConfig, parameters: int) -> int | None:
+    if study.scaling is None or study.scaling.tokens_per_parameter is None:
+        return None
+    return max(1, round(study.scaling.tokens_per_parameter * parameters / reference.tokens_per_step))
+
+
+def _run(study: StudyConfig, config: RunConfig, size: str, name: str, seed: int, out: Path) -> PlannedRun:
+    """The same data order for every variant of a seed, and the same seed for the weights."""
+    seeded = config.override([f"train.seed={seed}", f"data.seed={seed}"])
+    stem = f"{Path(size).stem}-{name}" if study.scaling else name
+    return PlannedRun(name, size, seed, seeded, out / RUNS / f"{stem}-seed{seed}")
+
+
+def _quoted(text: str) -> str:
+    """A TOML literal string: a path such as 2024 must not become a number."""
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'

@@ -1,0 +1,195 @@
+"""The figures of a study's page, made from the records of its runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from residua.report import theme
+from residua.report.figures import Curve, curves, grouped_bars, heatmap
+from residua.study.results import ScalingResult, VariantResult
+from residua.study.runs import RunRecord
+from residua.study.statistics import mean, smooth
+
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
+
+Records = dict[str, list[RunRecord]]  # by variant, in the order of the study
+TOKENS, SECONDS = "tokens", "seconds of training"
+
+
+def validation_curves(records: Records, against: str) -> Figure:
+    """Mean over seeds, with the band of all seeds."""
+    lines = {name: [_validation_points(run, against) for run in runs] for name, runs in records.items()}
+    return _loss_figure(lines, against, "validation loss (nats per token)", markers=True)
+
+
+def training_curves(records: Records, against: str) -> Figure:
+    """Training loss, smoothed over about a twentieth of the run."""
+    lines = {name: [_training_points(run, against) for run in runs] for name, runs in records.items()}
+    return _loss_figure(lines, against, "training loss, smoothed", markers=False)
+
+
+def difference_curves(records: Records, baseline: str) -> Figure:
+    """Validation loss minus the baseline's at the same step, mean over seeds."""
+    reference = dict(_mean_curve([run.loss_curve for run in records[baseline]]))
+    series = [Curve(baseline, list(reference), [0.0] * len(reference), _colour(records, baseline), dash="dot")]
+    for name, runs in records.items():
+        points = [(x, y - reference[x]) for x, y in _mean_curve([run.loss_curve for run in runs]) if x in reference]
+        if name != baseline:
+            series.append(Curve(name, *_columns(points), _colour(records, name), markers=True))
+    return curves(series, TOKENS, "loss − baseline's loss", height=340)
+
+
+def gains(rows: Sequence[VariantResult]) -> Figure | None:
+    """Per token, speed, and per second, each as a quotient to the baseline."""
+    parts, colours = {}, []
+    for index, row in enumerate(rows):
+        found = (row.step_gain, row.throughput_ratio, row.wall_clock_gain)
+        values = [part.value for part in found if part is not None]
+        if len(values) == len(found):
+            parts[row.name] = values
+            colours.append(theme.colour(index))
+    if not parts:
+        return None
+    return grouped_bars(["step-wise gain", "throughput", "wall-clock gain"], parts, colours, "× baseline", line_at=1.0)
+
+
+def sublayer_curves(records: Records, key: str, y_title: str) -> Figure | None:
+    """A quantity of each sublayer, on a logarithmic axis; None when no run was inspected."""
+    series = []
+    for name, runs in records.items():
+        values = _mean_rows([[row[key] for row in run.inspection.get("sublayers", [])] for run in _inspected(runs)])
+        if values:
+            series.append(Curve(name, list(range(len(values))), values, _colour(records, name), markers=True))
+    if not series:
+        return None
+    return curves(series, "sublayer (even: attention, odd: feed-forward)", y_title, log_y=True, whole_x=True)
+
+
+def depth_weights(records: Records) -> dict[str, Figure]:
+    """Who reads what, by variant; variants without depth weights have none."""
+    found = {}
+    for name, runs in records.items():
+        tables = [run.inspection["depth_weights"] for run in _inspected(runs) if "depth_weights" in run.inspection]
+        if tables:
+            rows = [_mean_rows([table["mean"][r] for table in tables]) for r in range(len(tables[0]["mean"]))]
+            readers = [str(k + 1) for k in tables[0]["readers"]]
+            readers[-1] = "head"
+            found[name] = _matrix(rows, readers, "source (0 is, or begins as, the embedding)", "mean weight")
+    return found
+
+
+def gate_writes(records: Records) -> dict[str, Figure]:
+    """β of Multi-Gate Residuals and highways: how much of each stream a sublayer replaces."""
+    found = {}
+    for name, runs in records.items():
+        tables = [run.inspection["beta"] for run in _inspected(runs) if "beta" in run.inspection]
+        if tables:
+            rows = [_mean_rows([table[r]["mean"] for table in tables]) for r in range(len(tables[0]))]
+            writers = [str(row["sublayer"]) for row in tables[0]]
+            found[name] = _matrix(rows, writers, "stream", "mean β", y_title="written by sublayer")
+    return found
+
+
+def attention_gates(records: Records) -> dict[str, Figure]:
+    """Mean of the attention gate and the share of it that is nearly closed, per layer."""
+    found = {}
+    for label, key in (("mean gate", "mean"), ("share below 0.2", "closed")):
+        series = []
+        for name, runs in records.items():
+            rows = [[row[key] for row in run.inspection.get("gates", [])] for run in _inspected(runs)]
+            values = _mean_rows(rows)
+            if values:
+                series.append(Curve(name, list(range(len(values))), values, _colour(records, name), markers=True))
+        if series:
+            found[label] = curves(series, "layer", label, whole_x=True, y_range=(0.0, 1.0), height=320)
+    return found
+
+
+def scaling_figure(
+    points: dict[str, list[tuple[float, float]]], fits: Sequence[ScalingResult], order: Sequence[str]
+) -> Figure:
+    """Final loss against compute on logarithmic axes, with the fitted power laws."""
+    laws = {fit.name: fit for fit in fits}
+    series = []
+    for index, name in enumerate(order):
+        found = sorted(points.get(name, []))
+        if not found:
+            continue
+        colour = theme.colour(index)
+        series.append(Curve(name, *_columns(found), colour, markers=True, lines=False))
+        if name in laws:
+            ends = [found[0][0], found[-1][0]]
+            fitted = [laws[name].scale * c ** -laws[name].exponent for c in ends]
+            series.append(Curve(name, ends, fitted, colour, legend=False))
+    return curves(series, "training FLOPs", "validation loss", log_x=True, log_y=True)
+
+
+def _matrix(
+    rows: Sequence[Sequence[float]], names: Sequence[str], x_title: str, value: str, y_title: str = "input of sublayer"
+) -> Figure:
+    width = max(len(row) for row in rows)
+    padded = [[*row, *[None] * (width - len(row))] for row in rows]
+    highest = max(max(row) for row in rows)
+    return heatmap(padded, [str(i) for i in range(width)], names, x_title, y_title, value, bounds=(0.0, highest))
+
+
+def _loss_figure(
+    lines: dict[str, list[list[tuple[float, float]]]], against: str, y_title: str, *, markers: bool
+) -> Figure:
+    series = []
+    for index, (name, runs) in enumerate(lines.items()):
+        runs = [run for run in runs if run]
+        if not runs:
+            continue
+        x, y = _columns(_mean_curve(runs))
+        band = _band(runs) if len(runs) > 1 else (None, None)
+        series.append(Curve(name, x, y, theme.colour(index), markers=markers, low=band[0], high=band[1]))
+    return curves(series, against, y_title, y_range=_focus([curve.y for curve in series]))
+
+
+def _focus(values: Sequence[Sequence[float | None]]) -> tuple[float, float] | None:
+    """The range that shows where curves part: without the steep first tenth, which double-click brings back."""
+    ends = [[v for v in line if v is not None] for line in values]
+    if not ends or any(len(line) < 5 for line in ends):
+        return None
+    low, high = min(min(line) for line in ends), max(line[len(line) // 10] for line in ends)
+    return low - 0.04 * (high - low), high
+
+
+def _validation_points(run: RunRecord, against: str) -> list[tuple[float, float]]:
+    if against == TOKENS:
+        return run.loss_curve
+    return [(float(row["seconds"]), float(row["loss"])) for row in run.validation]
+
+
+def _training_points(run: RunRecord, against: str) -> list[tuple[float, float]]:
+    x = [float(row["tokens" if against == TOKENS else "seconds"]) for row in run.train]
+    return list(zip(x, smooth([float(row["loss"]) for row in run.train], len(run.train) / 20), strict=True))
+
+
+def _mean_curve(runs: Sequence[Sequence[tuple[float, float]]]) -> list[tuple[float, float]]:
+    """The mean of curves that were measured at the same steps; x is averaged too, since seconds differ."""
+    return [(mean([p[0] for p in points]), mean([p[1] for p in points])) for points in zip(*runs, strict=False)]
+
+
+def _band(runs: Sequence[Sequence[tuple[float, float]]]) -> tuple[list[float], list[float]]:
+    columns = [[point[1] for point in points] for points in zip(*runs, strict=False)]
+    return [min(column) for column in columns], [max(column) for column in columns]
+
+
+def _mean_rows(rows: Sequence[Sequence[float]]) -> list[float]:
+    return [mean(column) for column in zip(*rows, strict=True)]
+
+
+def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
+    return [x for x, _ in points], [y for _, y in points]
+
+
+def _inspected(runs: Sequence[RunRecord]) -> list[Any]:
+    return [run for run in runs if run.inspection]
+
+
+def _colour(records: Records, name: str) -> str:
+    return theme.colour(list(records).index(name))

@@ -1,0 +1,86 @@
+"""The live view of a study: one bar for everything with its ETA, one line for each run under way."""
+
+from __future__ import annotations
+
+import time
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
+
+from residua.study.plan import Plan, PlannedRun
+from residua.study.runs import read_run, steps_done
+
+
+class LiveProgress:
+    """A Watcher that draws on a terminal, and on anything else prints one line per finished run."""
+
+    def __init__(self, console: Console, plan: Plan) -> None:
+        self._console = console
+        self._steps = {run: min(steps_done(run.folder), run.config.train.steps) for run in plan.runs}
+        self._total = sum(run.config.train.steps for run in plan.runs)
+        self._before = sum(self._steps.values())
+        self._start = time.monotonic()
+        self._count, self._ended = len(plan.runs), sum(s >= r.config.train.steps for r, s in self._steps.items())
+        self._tasks: dict[PlannedRun, TaskID] = {}
+        self._bars = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=28),
+            TextColumn("{task.percentage:>3.0f} %"),
+            TextColumn("{task.fields[note]}", style="dim"),
+            console=console,
+            transient=True,
+        )
+        self._all = self._bars.add_task("[bold]all runs", total=self._total, completed=self._before, note="")
+
+    def __enter__(self) -> LiveProgress:
+        self._bars.start()
+        return self
+
+    def __exit__(self, *ending: object) -> None:
+        self._bars.stop()
+
+    def started(self, run: PlannedRun, step: int) -> None:
+        note = f"from step {step}" if step else ""
+        self._tasks[run] = self._bars.add_task(run.title, total=run.config.train.steps, completed=step, note=note)
+
+    def advanced(self, run: PlannedRun, step: int, loss: float | None) -> None:
+        if step == self._steps[run]:
+            return
+        self._steps[run] = step
+        note = f"step {step}/{run.config.train.steps}" + (f", loss {loss:.3f}" if loss is not None else "")
+        self._bars.update(self._tasks[run], completed=step, note=note)
+        self._bars.update(self._all, completed=sum(self._steps.values()), note=self._status())
+
+    def finished(self, run: PlannedRun, problem: str) -> None:
+        self._ended += 1
+        self._steps[run] = run.config.train.steps
+        self._bars.remove_task(self._tasks.pop(run))
+        self._bars.update(self._all, completed=sum(self._steps.values()), note=self._status())
+        if problem:
+            self._console.print(f"[red]✗[/red] {run.title}: {problem}", highlight=False)
+            return
+        loss = read_run(run.folder, run.config).final_loss
+        self._console.print(
+            f"[green]✓[/green] {run.title}: validation loss {loss:.4f}  [dim]{self._status()}[/dim]", highlight=False
+        )
+
+    def _status(self) -> str:
+        done = sum(self._steps.values())
+        left = f", {clock(remaining(self._start, self._before, done, self._total))} left" if done < self._total else ""
+        return f"{self._ended}/{self._count} runs{left}"
+
+
+def remaining(start: float, before: int, done: int, total: int) -> float | None:
+    """Seconds left at the rate of this session (steps done before it took no time of it); None before the first."""
+    if done <= before:
+        return None
+    return (time.monotonic() - start) / (done - before) * (total - done)
+
+
+def clock(seconds: float | None) -> str:
+    """Seconds as 1:02:03 or 2:03; "?" when unknown."""
+    if seconds is None:
+        return "?"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

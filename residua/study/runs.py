@@ -1,0 +1,109 @@
+"""Reading run folders: what a run was configured to do, how far it got, and its curves."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from residua.train.config import RunConfig
+from residua.train.run import read_metrics
+
+METRICS = "metrics.jsonl"
+INSPECTION = "inspection.json"
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """A run's measurements. Rows are those of its metrics.jsonl, in order of step."""
+
+    folder: Path
+    tokens_per_step: int
+    train: list[dict[str, Any]] = field(default_factory=list)
+    validation: list[dict[str, Any]] = field(default_factory=list)
+    inspection: dict[str, Any] | None = None
+
+    @property
+    def loss_curve(self) -> list[tuple[float, float]]:
+        """[(training tokens, validation loss), ...]."""
+        return [(float(row["step"] * self.tokens_per_step), float(row["loss"])) for row in self.validation]
+
+    @property
+    def final_loss(self) -> float:
+        """Validation loss at the last step, in nats per token."""
+        return float(self.validation[-1]["loss"])
+
+    @property
+    def final_bits_per_byte(self) -> float:
+        return float(self.validation[-1]["bits_per_byte"])
+
+    @property
+    def tokens(self) -> int:
+        """Tokens trained on."""
+        return int(self.validation[-1]["step"]) * self.tokens_per_step
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Median over the log lines after the first tenth, which holds warm-up and compilation."""
+        rates = [float(row["tokens_per_second"]) for row in self.train]
+        return median(rates[max(1, len(rates) // 10) :] or rates)
+
+    @property
+    def memory_gib(self) -> float:
+        """The peak over the run."""
+        return max(float(row["memory_gib"]) for row in self.train)
+
+
+def read_run(folder: Path, config: RunConfig) -> RunRecord:
+    """Everything measured in a run's folder; an empty record for one that has not started."""
+    rows = read_metrics(folder / METRICS)
+    return RunRecord(
+        folder,
+        config.tokens_per_step,
+        [row for row in rows if row["kind"] == "train"],
+        [row for row in rows if row["kind"] == "validation"],
+        _read_json(folder / INSPECTION),
+    )
+
+
+def steps_done(folder: Path) -> int:
+    """The last step that was logged."""
+    return latest(folder)[0]
+
+
+def latest(folder: Path) -> tuple[int, float | None]:
+    """The last logged step and its loss, cheaply: only the end of the file is read. (0, None) before the first."""
+    path = folder / METRICS
+    if not path.exists():
+        return 0, None
+    with path.open("rb") as file:
+        file.seek(0, 2)
+        file.seek(max(0, file.tell() - 8192))
+        lines = file.read().decode("utf-8", "replace").splitlines()
+    for line in reversed(lines):
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if isinstance(row, dict) and "step" in row:
+            return int(row["step"]), row.get("loss")
+    return 0, None
+
+
+def is_complete(folder: Path, config: RunConfig) -> bool:
+    """Whether the run reached its last step, validated there, and wrote its inspection, which comes last."""
+    if not (folder / INSPECTION).exists():
+        return False
+    return any(row["step"] >= config.train.steps for row in read_run(folder, config).validation)
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    if not path.exists():
+        return None
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        return None
+    return content if isinstance(content, dict) else None

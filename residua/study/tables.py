@@ -1,0 +1,103 @@
+"""The study's table on a terminal and in Markdown; both use the same cells."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from rich import box
+from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table
+from rich.text import Text
+
+from residua.report import Column, Value
+from residua.study import words
+from residua.study.results import StudyResult
+
+SPARED = ("bits/byte", "memory", "parameters")  # what a narrow terminal does without, in this order
+
+
+def print_study(console: Console, result: StudyResult) -> None:
+    """Table, verdicts and warnings on a terminal."""
+    for title, columns, rows in _tables(result):
+        console.print(_fitting(console, title, columns, rows))
+    for sentence in _sentences(result):
+        console.print(Text(f"• {sentence}"))
+
+
+def _fitting(console: Console, title: str, columns: Sequence[Column], rows: Sequence[Sequence[Value]]) -> Table:
+    """The table with as many columns as the terminal has room for; on a very narrow one its cells wrap."""
+    unbounded = console.options.update(width=10_000)
+    for spared in range(len(SPARED) + 1):
+        table = _table(title, columns, rows, SPARED[:spared])
+        if Measurement.get(console, unbounded, table).maximum <= console.width:
+            return table
+    return _table(title, columns, rows, SPARED, wrap=True)
+
+
+def _table(
+    title: str, columns: Sequence[Column], rows: Sequence[Sequence[Value]], without: Sequence[str], wrap: bool = False
+) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left", title_style="bold")
+    kept = [index for index, column in enumerate(columns) if column.title not in without]
+    for index in kept:
+        justify: Literal["left", "right"] = "right" if columns[index].numeric else "left"
+        head = columns[index].title.replace(" ", "\n", 1) if len(columns[index].title) > 14 else columns[index].title
+        table.add_column(head, justify=justify, no_wrap=not wrap, overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(row[index].joined("\n")) for index in kept))
+    return table
+
+
+def markdown(result: StudyResult) -> str:
+    """The same, as a Markdown page."""
+    parts = [f"# {_plain(result.name)}", ""]
+    for title, columns, rows in _tables(result):
+        if title:
+            parts += [f"## {_plain(title)}", ""]
+        parts += [*_markdown_table(columns, rows), ""]
+    parts += [f"- {_plain(sentence)}" for sentence in _sentences(result)]
+    meanings = [column for column in words.columns(result.confidence) if column.meaning]
+    parts += ["", "Columns:", "", *(f"- **{column.title}**: {column.meaning}." for column in meanings)]
+    return "\n".join(parts) + "\n"
+
+
+def _tables(result: StudyResult) -> list[tuple[str, list[Column], list[list[Value]]]]:
+    """Title, columns and cells of every table: one per size, and the fits."""
+    several = len(result.sizes) > 1
+    found = [
+        (
+            f"size {size}" if several else "",
+            words.columns(result.confidence),
+            [words.cells(row, result.baseline) for row in result.rows(size)],
+        )
+        for size in result.sizes
+    ]
+    if result.scaling:
+        fits = [words.scaling_cells(row, result.baseline) for row in result.scaling]
+        found.append(("compute scaling", words.scaling_columns(result.confidence), fits))
+    return found
+
+
+def _sentences(result: StudyResult) -> list[str]:
+    verdicts = [
+        words.verdict(row, result.baseline, result.confidence)
+        for row in result.rows(result.sizes[-1])
+        if row.name != result.baseline
+    ]
+    failed = [f"{run.folder} did not complete: {run.problem}" for run in result.runs if run.status == "failed"]
+    facts = [words.dataset_sentence(result.dataset, result.variants)] if result.dataset else []
+    warning = words.side_by_side_sentence(result)
+    return [*facts, *words.matching_sentences(result), *verdicts, *([warning] if warning else []), *failed]
+
+
+def _markdown_table(columns: Sequence[Column], rows: Sequence[Sequence[Value]]) -> list[str]:
+    head = "| " + " | ".join(_plain(column.title) for column in columns) + " |"
+    rule = "|" + "|".join("---:" if column.numeric else "---" for column in columns) + "|"
+    return [head, rule, *("| " + " | ".join(_plain(cell.joined()) for cell in row) + " |" for row in rows)]
+
+
+def _plain(text: str) -> str:
+    """Text that Markdown shows as it is."""
+    return "".join(f"\\{c}" if c in "|\\`*<" else c for c in text.replace("\n", " "))

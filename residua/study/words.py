@@ -1,0 +1,161 @@
+"""Numbers as people read them: the cells and sentences that the terminal, Markdown and HTML tables share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from residua.report import Column, Value
+from residua.study.results import DatasetFacts, Interval, ScalingResult, StudyResult, VariantResult
+
+NONE = "—"
+
+
+def columns(confidence: float) -> list[Column]:
+    """The columns of the study's table, with what they mean."""
+    level = f"{confidence * 100:g} %"
+    return [
+        Column("variant", "the architecture; the baseline is the one the others are compared with", numeric=False),
+        Column("parameters", "all parameters, embedding and head included, and their quotient to the baseline's"),
+        Column("validation loss", "cross-entropy in nats per token on the fixed validation set after the last step: "
+               "mean over seeds ± standard error. Lower is better"),
+        Column("bits/byte", "the same loss per byte of text, which does not depend on the tokenizer"),
+        Column(f"Δ loss [{level}]", "loss minus the baseline's, paired by seed (same data order), with its "
+               f"{level} Student-t interval. An interval that holds 0 shows no difference"),
+        Column("step-wise gain", "baseline tokens / our tokens to reach the same loss, the worse of the two final "
+               "losses. Above 1 needs fewer tokens"),
+        Column("throughput", "our tokens per second / the baseline's"),
+        Column("wall-clock gain", "step-wise gain × throughput: baseline seconds / our seconds to the same loss"),
+        Column("memory", "peak memory of one run: GPU allocations, or the process's resident set on a CPU"),
+    ]  # fmt: skip
+
+
+def cells(row: VariantResult, baseline: str) -> list[Value]:
+    """One row of the table."""
+    against = row if row.name != baseline else None
+    return [
+        Value(row.name, "" if against else "(baseline)"),
+        Value(count(row.parameters), f"({row.parameters_ratio - 1:+.2%})" if against else ""),
+        _loss(row.loss),
+        Value(NONE if row.bits_per_byte is None else f"{row.bits_per_byte.value:.4f}"),
+        _difference(against.difference) if against else Value(NONE),
+        _ratio(against.step_gain) if against else Value(NONE),
+        _throughput(row, baseline),
+        _ratio(against.wall_clock_gain) if against else Value(NONE),
+        Value(NONE if row.memory_gib is None else f"{row.memory_gib:.2f} GiB"),
+    ]
+
+
+def verdict(row: VariantResult, baseline: str, confidence: float) -> str:
+    """One sentence on whether a variant pays, per step and per second, and how sure that is."""
+    if row.loss is None:
+        return f"{row.name}: no complete run."
+    if row.difference is None or row.step_gain is None:
+        return f"{row.name}: nothing to compare it with."
+    change = row.difference
+    if change.low is None or change.high is None:
+        sure = f"{_direction(change.value)} by {abs(change.value):.4f}, but n = 1 allows no interval and no claim"
+    elif change.low <= 0.0 <= change.high:
+        level = f"{confidence * 100:g} %"
+        sure = f"no difference shown (Δ {change.value:+.4f}, {level} interval [{change.low:+.4f}, {change.high:+.4f}])"
+    else:
+        sure = f"{_direction(change.value)} by {abs(change.value):.4f} (n = {change.count})"
+    sentence = f"{row.name}: {sure}; {row.step_gain.value:.2f}× per step"
+    if row.throughput_ratio is None or row.wall_clock_gain is None:
+        return f"{sentence}."
+    speed, seconds = row.throughput_ratio.value, row.wall_clock_gain.value
+    return f"{sentence} at {speed:.2f}× the speed of {baseline}, so {seconds:.2f}× per second."
+
+
+def dataset_sentence(facts: DatasetFacts, rows: Sequence[VariantResult]) -> str:
+    """What the losses are to be read against, and by how much even the worst of them is better."""
+    losses = [row.loss.value for row in rows if row.loss is not None]
+    below = facts.unigram_entropy - max(losses) if losses else 0.0
+    learned = f"; every variant ends at least {below:.2f} below it" if below > 0 else ""
+    return (
+        f"Unigram entropy of the validation text: {facts.unigram_entropy:.4f} nats per token "
+        f"(the loss of a model that knows only token frequencies){learned}."
+    )
+
+
+def side_by_side_sentence(result: StudyResult) -> str:
+    """A warning that belongs to every speed measured on a shared machine; empty when runs were alone."""
+    if result.side_by_side < 2:
+        return ""
+    return (
+        f"{result.side_by_side} runs trained side by side on this machine, so speeds and wall-clock gains carry what "
+        "they cost each other; measure them with one worker before relying on them."
+    )
+
+
+def matching_sentences(result: StudyResult) -> list[str]:
+    """What parameter matching changed, one sentence per variant."""
+    several = len(result.sizes) > 1
+    return [
+        f"{row.name}{f' ({row.size})' if several else ''}: {row.matching} to match the baseline's parameters "
+        f"({row.parameters_ratio - 1:+.2%})."
+        for row in result.variants
+        if row.matching
+    ]
+
+
+def scaling_columns(confidence: float) -> list[Column]:
+    """The columns of the scaling table."""
+    level = f"{confidence * 100:g} %"
+    return [
+        Column("variant", numeric=False),
+        Column("L = A·C^−α", "least-squares fit of ln L on ln C over all runs; C in training FLOPs"),
+        Column("α", "how fast loss falls with compute"),
+        Column("fitted loss", "the fit at the baseline's largest compute"),
+        Column(f"compute advantage [{level}]", "baseline's compute for that loss / ours. Above 1 saves compute"),
+    ]
+
+
+def scaling_cells(row: ScalingResult, baseline: str) -> list[Value]:
+    """One row of the scaling table."""
+    return [
+        Value(row.name, "(baseline)" if row.name == baseline else ""),
+        Value(f"{row.scale:.4g}·C^−{row.exponent:.4f}"),
+        Value(f"{row.exponent:.4f}"),
+        Value(f"{row.scale * row.at_compute**-row.exponent:.4f}"),
+        Value(NONE) if row.name == baseline else _ratio(row.advantage),
+    ]
+
+
+def count(number: float) -> str:
+    """1,234,567 as 1.23 M."""
+    for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= size:
+            return f"{number / size:.2f} {unit}"
+    return f"{number:.0f}"
+
+
+def _direction(change: float) -> str:
+    return "lower loss" if change < 0 else "higher loss"
+
+
+def _loss(value: Interval | None) -> Value:
+    if value is None:
+        return Value(NONE)
+    return Value(f"{value.value:.4f}", "(n=1)" if value.error is None else f"± {value.error:.4f}")
+
+
+def _difference(value: Interval | None) -> Value:
+    if value is None:
+        return Value(NONE)
+    interval = "(n=1, no interval)" if value.low is None else f"[{value.low:+.4f}, {value.high:+.4f}]"
+    return Value(f"{value.value:+.4f}", interval)
+
+
+def _ratio(value: Interval | None) -> Value:
+    if value is None:
+        return Value(NONE)
+    return Value(f"{value.value:.2f}×", "" if value.low is None else f"[{value.low:.2f}, {value.high:.2f}]")
+
+
+def _throughput(row: VariantResult, baseline: str) -> Value:
+    if row.tokens_per_second is None:
+        return Value(NONE)
+    rate = f"{count(row.tokens_per_second)} tok/s"
+    if row.name == baseline or row.throughput_ratio is None:
+        return Value(rate)
+    return Value(f"{row.throughput_ratio.value:.2f}×", rate)

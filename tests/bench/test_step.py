@@ -1,0 +1,92 @@
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from residua.bench.step import bench_step, random_batches, read_cases
+from residua.cli.bench import app
+from residua.model.settings import ConfigError
+from residua.model.size import measure
+from residua.train.config import RunConfig
+
+CPU = torch.device("cpu")
+
+MODEL = """
+[model]
+vocab_size = 64
+context = 16
+layers = 2
+width = 16
+attention = { kind = "softmax", heads = 2 }
+ffn = { kind = "relu2", hidden = 32 }
+
+[train]
+steps = 1000
+micro_batch = 2
+accumulate = 2
+device = "cpu"
+"""
+
+
+@pytest.fixture
+def run(tmp_path):
+    path = tmp_path / "tiny.toml"
+    path.write_text(MODEL)
+    return path
+
+
+@pytest.fixture
+def base(run):
+    return RunConfig.from_toml(run)
+
+
+def test_a_step_is_timed_as_often_as_asked_and_its_tokens_counted(base):
+    (result,) = bench_step(read_cases(base, []), CPU, steps=3, warmup=1)
+    assert result.step is not None and result.step.count == 3
+    assert 0 < result.step.p10 <= result.step.median <= result.step.p90
+    assert result.tokens == 2 * 2 * 16
+    assert result.tokens_per_second == pytest.approx(64 / result.step.median)
+    assert result.loss is not None and 0 < result.loss < 10
+
+
+def test_flops_are_counted_at_the_length_that_is_run(base):
+    longer = base.override(["data.sequence=32"])
+    (result,) = bench_step(read_cases(longer, []), CPU, steps=1, warmup=0)
+    assert result.flops_per_token - measure(base.model).flops_per_token == 6 * 2 * 16 * (32 - 16)
+
+
+def test_cases_combine_variants_overrides_and_a_backend(base):
+    plain, gated = read_cases(base, ["prenorm", "mgr model.topology.streams=2 backend=reference"])
+    assert plain.config.model.topology.kind == "additive" and plain.backend == "auto"
+    assert gated.config.model.topology.kind == "multi_gate" and gated.config.model.topology.streams == 2
+    assert gated.backend == "reference"
+
+
+@pytest.mark.parametrize("case", ["mrg", "prenorm backend=trion", "model.topology.kind=blok_attnres", ""])
+def test_a_case_that_does_not_exist_is_refused_before_timing(base, case):
+    with pytest.raises((ConfigError, ValueError), match=r"\w"):
+        read_cases(base, [case])
+
+
+def test_tokens_are_random_but_the_same_for_every_case(base):
+    first, again = random_batches(base), random_batches(base)
+    assert all(torch.equal(a.tokens, b.tokens) for a, b in zip(first, again, strict=True))
+    assert torch.equal(first[0].tokens[:, 1:], first[0].targets[:, :-1])
+    assert first[0].tokens.unique().numel() > 10
+
+
+def test_the_command_prints_ratios_and_writes_json(run, tmp_path):
+    out = tmp_path / "new" / "step.json"
+    cases = ["--compare", "prenorm,mgr model.topology.streams=2", "--steps", "2", "--micro-batch", "1"]
+    arguments = ["step", str(run), *cases, "--accumulate", "1", "--out", str(out)]
+    done = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert done.exit_code == 0
+    report = json.loads(out.read_text())
+    first, second = report["results"]
+    assert first["time_ratio"] == 1 and second["time_ratio"] == pytest.approx(
+        second["step"]["median"] / first["step"]["median"]
+    )
+    assert first["tokens"] == 16
+    assert report["ceilings"]["copy_bytes_per_second"] > 0 and report["environment"]["torch"]
+    assert "prenorm" in done.output and "TB/s" in done.output

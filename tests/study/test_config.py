@@ -1,0 +1,79 @@
+"""Studies as data: names, files, and mistakes that are refused with a sentence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from residua.model.config import ModelConfig
+from residua.model.settings import ConfigError
+from residua.study import StudyConfig
+from residua.study.demo import demo_file
+from residua.study.variants import KNOWN, overrides, sublayers_per_block
+from residua.train.config import RunConfig
+
+
+def test_a_study_survives_its_toml(tmp_path: Path) -> None:
+    study = StudyConfig(
+        variants={"prenorm": ["prenorm"], "mine": ["mgr", "model.topology.streams=2"]},
+        seeds=[3, 5],
+        match={"kind": "depth"},
+        scaling={"sizes": ["tiny", "mini"], "tokens_per_parameter": 20},
+    )
+    (tmp_path / "study.toml").write_text(study.to_toml())
+    assert StudyConfig.from_toml(tmp_path / "study.toml") == study
+
+
+def test_names_become_variants_and_the_first_is_the_baseline() -> None:
+    study = StudyConfig(variants=["mgr", "prenorm"], seeds=2)
+    assert study.baseline == "mgr"
+    assert study.seeds == (0, 1)
+    assert study.variants["prenorm"] == ("prenorm",)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"baseline": "hc"}, "baseline = 'hc' is not one of the variants"),
+        ({"seeds": [1, 1]}, "seeds"),
+        ({"seeds": 0}, "seeds"),
+        ({"variants": {"../up": ["mgr"]}}, "names a folder"),
+        ({"match": {"kind": "width"}}, "match.kind = 'width' does not exist"),
+        ({"scaling": {"sizes": ["tiny"]}}, "scaling.sizes"),
+        ({"scaling": {"sizes": ["tiny", "x/tiny.toml"]}}, "uses a name twice"),
+        ({"workres": 2}, "did you mean 'workers'"),
+    ],
+)
+def test_a_mistake_is_named_in_one_sentence(changes: dict[str, object], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        StudyConfig(**{"variants": ["prenorm", "mgr"], **changes})
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_every_known_variant_is_a_valid_run(name: str) -> None:
+    base = RunConfig.find("mini")
+    base.override(overrides([name], base.model))
+
+
+def test_names_combine_and_keep_to_their_own_aspect() -> None:
+    base = RunConfig.find("mini")
+    model = base.override(overrides(["mgr+exoformer+gatednorm"], base.model)).model
+    assert (model.topology.kind, model.anchors.kind, model.norm.kind) == ("multi_gate", "exoformer", "gatednorm")
+    assert base.override(overrides(["base"], base.model)) == base
+
+
+def test_an_unknown_variant_is_refused_with_the_nearest_name() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'exoformer'"):
+        overrides(["exofromer"], ModelConfig.preset("tiny"))
+
+
+@pytest.mark.parametrize(("layers", "expected"), [(4, 2), (8, 2), (12, 3), (16, 4), (36, 9)])
+def test_block_attention_residuals_get_about_eight_blocks(layers: int, expected: int) -> None:
+    assert sublayers_per_block(layers) == expected
+
+
+def test_the_demo_compares_the_four_promised_architectures() -> None:
+    study = StudyConfig.from_toml(demo_file())
+    assert list(study.variants) == ["prenorm", "block_attnres", "mgr", "exoformer"]
+    assert (study.workers, study.threads, study.data) == (2, 1, None)

@@ -1,0 +1,62 @@
+"""Parameter matching within half a percent, and the refusal where it cannot be."""
+
+from __future__ import annotations
+
+import pytest
+
+from residua.model.config import ModelConfig
+from residua.model.settings import ConfigError
+from residua.model.size import measure
+from residua.study.config import MatchDepth, MatchFFN, NoMatch
+from residua.study.matching import match
+from residua.study.variants import KNOWN, overrides
+from residua.train.config import RunConfig
+
+
+@pytest.mark.parametrize("base", ["mini", "mgr-s-prenorm"])
+@pytest.mark.parametrize("name", KNOWN)
+def test_every_known_variant_matches_within_half_a_percent(base: str, name: str) -> None:
+    run = RunConfig.find(base)
+    target = measure(run.model).parameters
+    matched = match(name, run.override(overrides([name], run.model)).model, target, MatchFFN())
+    assert abs(matched.parameters / target - 1) <= 0.005
+    assert matched.parameters == measure(matched.model).parameters
+
+
+def exoformer(base: ModelConfig) -> ModelConfig:
+    return base.override(["anchors.kind=exoformer", "attention.gate=elementwise"])
+
+
+def test_fused_gates_and_anchors_narrow_the_ffn_and_say_so() -> None:
+    base = ModelConfig.preset("mini")
+    matched = match("exoformer", exoformer(base), measure(base).parameters, MatchFFN())
+    assert matched.model.ffn.hidden < base.ffn.hidden
+    assert matched.model.ffn.hidden % 8 == 0
+    assert matched.change == f"FFN width {base.ffn.hidden} → {matched.model.ffn.hidden}"
+
+
+def test_a_variant_that_fits_already_is_left_alone() -> None:
+    base = ModelConfig.preset("mini")
+    variant = base.override(["topology.kind=full_attnres"])
+    matched = match("full_attnres", variant, measure(base).parameters, MatchFFN())
+    assert (matched.model, matched.change) == (variant, "")
+
+
+def test_depth_matching_drops_layers_first_and_trims_the_rest() -> None:
+    base = ModelConfig.preset("mgr-s-prenorm")
+    matched = match("exoformer", exoformer(base), measure(base).parameters, MatchDepth())
+    assert matched.model.layers < base.layers
+    assert abs(matched.parameters / measure(base).parameters - 1) <= 0.005
+    assert matched.change.startswith(f"layers {base.layers} → {matched.model.layers}")
+
+
+def test_no_matching_changes_nothing() -> None:
+    base = ModelConfig.preset("tiny")
+    matched = match("exoformer", exoformer(base), measure(base).parameters, NoMatch())
+    assert (matched.model, matched.change) == (exoformer(base), "")
+
+
+def test_what_cannot_be_matched_is_refused_with_a_sentence() -> None:
+    base = ModelConfig.preset("tiny").override(["ffn.hidden=8"])
+    with pytest.raises(ConfigError, match=r"variant 'exoformer' has [\d,]+ parameters and cannot be brought within"):
+        match("exoformer", exoformer(base), measure(base).parameters, MatchFFN())

@@ -1,0 +1,59 @@
+"""From a study to its runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from residua.data import Dataset
+from residua.model.settings import ConfigError
+from residua.study import StudyConfig
+from residua.study.plan import check_folders, make_plan, padded_vocabulary
+
+
+def test_variants_of_a_seed_share_their_data_order(study: StudyConfig, dataset: Dataset, out: Path) -> None:
+    plan = make_plan(study, out, dataset)
+    assert len(plan.runs) == 8
+    for run in plan.runs:
+        assert run.config.data.seed == run.config.train.seed == run.seed
+        assert run.config.data.path == str(dataset.path.resolve())
+    assert len({run.folder for run in plan.runs}) == 8
+
+
+def test_the_vocabulary_is_that_of_the_text_unless_set(study: StudyConfig, dataset: Dataset, out: Path) -> None:
+    plan = make_plan(study, out, dataset)
+    assert {run.config.model.vocab_size for run in plan.runs} == {padded_vocabulary(dataset.vocab_size)}
+    chosen = study.model_copy(update={"set": (*study.set, "model.vocab_size=512")})
+    assert make_plan(chosen, out, dataset).runs[0].config.model.vocab_size == 512
+
+
+@pytest.mark.parametrize(("tokens", "padded"), [(50257, 50304), (1024, 1024), (257, 384)])
+def test_vocabularies_are_padded_to_128(tokens: int, padded: int) -> None:
+    assert padded_vocabulary(tokens) == padded
+
+
+def test_sizes_multiply_the_runs_and_tokens_follow_parameters(study: StudyConfig, dataset: Dataset, out: Path) -> None:
+    scaling = {"sizes": ["tiny", "mini"], "tokens_per_parameter": 2.0}
+    several = StudyConfig(**{**study.model_dump(), "set": ["train.schedule.warmup=1"], "scaling": scaling})
+    plan = make_plan(several, out, dataset)
+    assert len(plan.runs) == 16
+    for (size, _), model in plan.models.items():
+        parameters = plan.models[size, "prenorm"].parameters
+        tokens = model.config.train.steps * model.config.tokens_per_step
+        assert tokens == pytest.approx(2 * parameters, rel=0.01)
+
+
+def test_a_folder_of_another_configuration_is_refused_by_name(study: StudyConfig, dataset: Dataset, out: Path) -> None:
+    plan = make_plan(study, out, dataset)
+    folder = plan.runs[3].folder
+    folder.mkdir(parents=True)
+    (folder / "config.toml").write_text(plan.runs[3].config.override(["train.steps=77"]).to_toml())
+    with pytest.raises(ConfigError, match=rf"{folder} holds a run with train.steps = 77 where this study wants 10"):
+        check_folders(plan)
+
+
+def test_a_variant_that_cannot_be_built_is_named(study: StudyConfig, dataset: Dataset, out: Path) -> None:
+    broken = study.model_copy(update={"variants": {**study.variants, "odd": ("model.topology.kind=dence",)}})
+    with pytest.raises(ConfigError, match=r"variant 'odd': .*topology.kind = 'dence'"):
+        make_plan(broken, out, dataset)

@@ -1,0 +1,60 @@
+"""The study's page in headless Chromium: plots there, no error, no request; tabs, themes, contents, paper."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from residua.data import Dataset
+from residua.study import StudyConfig
+from residua.study.conduct import summarise
+from residua.study.plan import make_plan
+from tests.report.browser import chromium, opened
+from tests.study.recorded import write_all
+from tests.study.test_results import straight
+
+SECTIONS = (
+    "Verdict",
+    "Loss curves",
+    "Magnitude per sublayer",
+    "Gradient per layer",
+    "Depth weights",
+    "Gate statistics",
+    "Runs",
+)
+
+
+@pytest.fixture
+def report(study: StudyConfig, dataset: Dataset, out: Path) -> Path:
+    chromium()
+    plan = make_plan(study, out, dataset)
+    write_all(plan, straight)
+    return summarise(study, plan, out, {}, None).report
+
+
+@pytest.mark.slow
+def test_the_study_page_opens_whole_offline_light_dark_and_on_paper(report: Path) -> None:
+    with opened(report, color_scheme="light") as seen:
+        page = seen.page
+        titles = page.locator("main h2").all_inner_texts()
+        assert [title for title in SECTIONS if title not in titles] == []
+
+        plots, drawn = page.locator(".plot"), page.locator(".plot:has(.main-svg)")
+        assert drawn.count() == page.locator(".plot:visible").count() >= 7
+        page.click("[role=tab]:has-text('training, by seconds')")
+        assert page.locator(".plot:visible:has(.main-svg)").count() == page.locator(".plot:visible").count()
+
+        light = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        page.click("#theme")
+        assert page.evaluate("getComputedStyle(document.body).backgroundColor") != light
+
+        page.click("nav a:has-text('Runs')")
+        page.wait_for_timeout(1000)
+        assert page.evaluate("document.querySelector('#runs').getBoundingClientRect().top") < 900
+
+        assert len(page.pdf()) > 10_000
+        assert drawn.count() == plots.count()
+
+        assert seen.problems == []
+        assert seen.requests == [report.as_uri()]

@@ -1,0 +1,140 @@
+"""Real runs of a few steps: side by side, reused, resumed, interrupted, and failing alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from residua.data import Dataset
+from residua.model.settings import ConfigError
+from residua.study import StudyConfig
+from residua.study.conduct import conduct
+from residua.study.plan import Plan, PlannedRun, make_plan
+from residua.study.runner import run_plan, threads_per_run
+from residua.study.runs import is_complete, read_run
+
+pytestmark = pytest.mark.slow
+
+
+class Quiet:
+    """A watcher that only remembers which runs were started, and from which step."""
+
+    def __init__(self) -> None:
+        self.starts: dict[str, int] = {}
+
+    def started(self, run: PlannedRun, step: int) -> None:
+        self.starts[run.title] = step
+
+    def advanced(self, run: PlannedRun, step: int, loss: float | None) -> None: ...
+    def finished(self, run: PlannedRun, problem: str) -> None: ...
+
+
+def two(study: StudyConfig, **changes: object) -> StudyConfig:
+    """Pre-norm and MGR, one seed, side by side."""
+    small = {"variants": {"prenorm": ("prenorm",), "mgr": ("mgr",)}, "seeds": (0,), "workers": 2, "threads": 1}
+    return StudyConfig(**{**study.model_dump(), **small, **changes})
+
+
+def losses(plan: Plan) -> dict[str, list[tuple[float, float]]]:
+    return {run.title: read_run(run.folder, run.config).loss_curve for run in plan.runs}
+
+
+def test_a_study_runs_writes_everything_and_is_reused(study: StudyConfig, dataset: Dataset, out: Path) -> None:
+    small = two(study, data=str(dataset.path))
+    outcome = conduct(small, out, Console(quiet=True))
+    assert outcome.complete
+    assert {run.status for run in outcome.result.runs} == {"complete"}
+    for name in ("study.toml", "results.json", "results.md", "report.html"):
+        assert (out / name).stat().st_size > 0
+    assert outcome.result.dataset is not None and outcome.result.dataset.unigram_entropy > 1.0
+    difference = outcome.result.variants[1].difference
+    assert difference is not None and (difference.count, difference.low) == (1, None)
+
+    plan = make_plan(small, out, dataset)
+    before = losses(plan)
+    watcher = Quiet()
+    assert run_plan(small, plan, out, watcher) == {}
+    assert watcher.starts == {}
+    assert losses(plan) == before
+
+    # A run cut back to its first checkpoint goes on from there and ends where it ended before, bit for bit.
+    cut = plan.runs[1].folder
+    shutil.rmtree(cut / "checkpoints" / "step-10")
+    (cut / "inspection.json").unlink()
+    assert not is_complete(cut, plan.runs[1].config)
+    assert run_plan(small, plan, out, watcher) == {}
+    assert list(watcher.starts) == [cut.name]
+    assert losses(plan) == before
+
+    # The same folder for a different study is refused, and nothing in it changes.
+    other = two(study, data=str(dataset.path), set=(*study.set, "train.steps=12"))
+    with pytest.raises(ConfigError, match=r"train\.steps = 10 where this study wants 12"):
+        conduct(other, out, Console(quiet=True))
+    assert losses(plan) == before
+
+
+def test_one_failing_run_leaves_the_others_alone(study: StudyConfig, dataset: Dataset, out: Path) -> None:
+    small = two(study, data=str(dataset.path))
+    plan = make_plan(small, out, dataset)
+    blocked = plan.runs[0].folder
+    blocked.mkdir(parents=True)
+    (blocked / "stray.txt").write_text("not a run")
+    outcome = conduct(small, out, Console(quiet=True))
+    status = {run.folder: run.status for run in outcome.result.runs}
+    assert status == {blocked.name: "failed", plan.runs[1].folder.name: "complete"}
+    problem = next(run.problem for run in outcome.result.runs if run.problem)
+    assert "is not empty" in problem and "log: " in problem
+    assert (out / "report.html").exists()
+
+
+def test_ctrl_c_saves_every_run_and_the_same_command_goes_on(study: StudyConfig, dataset: Dataset, out: Path) -> None:
+    steps = ("train.steps=200", "train.save_every=1000", "train.validate_every=1000")
+    small = two(study, data=str(dataset.path), set=(*study.set, *steps), variants={"mgr": ("mgr",)}, baseline="mgr")
+    out.mkdir()
+    (out / "wanted.toml").write_text(small.to_toml())
+    command = [sys.executable, "-m", "residua.cli.main", "compare", str(out / "wanted.toml"), "--out", str(out)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    first = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL)
+    plan = make_plan(small, out, dataset)
+    wait_for(lambda: all(read_run(run.folder, run.config).train for run in plan.runs), first)
+    first.send_signal(signal.SIGINT)
+    _, complaint = first.communicate(timeout=120)
+    assert first.returncode == 130
+    assert b"the same command goes on" in complaint
+    saved = {run.title: next((run.folder / "checkpoints").glob("step-*")) for run in plan.runs}
+    watcher = Quiet()
+    assert all(0 < int(path.name.removeprefix("step-")) < 200 for path in saved.values())
+    assert run_plan(small, plan, out, watcher) == {}
+    assert watcher.starts.keys() == saved.keys()
+    assert all(is_complete(run.folder, run.config) for run in plan.runs)
+    sessions = json.loads((plan.runs[0].folder / "environment.json").read_text())["sessions"]
+    assert [session["from_step"] > 0 for session in sessions] == [False, True]
+
+
+def test_a_second_study_in_the_same_folder_is_refused(study: StudyConfig, dataset: Dataset, out: Path) -> None:
+    from residua.study.runner import _own
+
+    with _own(out), pytest.raises(ConfigError, match="in use by another study"):
+        run_plan(study, make_plan(study, out, dataset), out, Quiet())
+
+
+def test_threads_are_shared_between_workers(study: StudyConfig) -> None:
+    assert threads_per_run(study.model_copy(update={"threads": 3})) == 3
+    assert threads_per_run(study.model_copy(update={"workers": 10_000})) == 1
+
+
+def wait_for(ready: Callable[[], bool], process: subprocess.Popen[bytes], seconds: float = 120.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not ready():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.1)

@@ -1,0 +1,116 @@
+"""The statistics of a study against values worked out by hand or from tables."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from residua.study import statistics
+
+
+@pytest.mark.parametrize(
+    ("probability", "freedom", "value"),
+    [
+        (0.975, 1, 12.706204736),  # tan(0.475 π)
+        (0.975, 2, 4.302652730),
+        (0.975, 4, 2.776445105),
+        (0.95, 10, 1.812461123),
+        (0.995, 30, 2.749995654),
+        (0.975, 1e6, 1.959966357),  # the normal distribution, nearly
+        (0.025, 4, -2.776445105),
+        (0.5, 7, 0.0),
+    ],
+)
+def test_t_quantile_agrees_with_tables(probability: float, freedom: float, value: float) -> None:
+    assert statistics.t_quantile(probability, freedom) == pytest.approx(value, rel=1e-8, abs=1e-9)
+
+
+def test_t_distribution_with_two_degrees_has_its_closed_form() -> None:
+    for t in (-3.0, -0.2, 0.0, 0.7, 5.0):
+        assert statistics.t_distribution(t, 2) == pytest.approx(0.5 + t / (2 * math.sqrt(2 + t * t)), abs=1e-12)
+
+
+def test_t_quantile_refuses_what_is_no_probability() -> None:
+    with pytest.raises(ValueError, match="probability"):
+        statistics.t_quantile(1.0, 3)
+
+
+def test_estimate_of_three_values_by_hand() -> None:
+    result = statistics.estimate([3.0, 3.1, 3.5])
+    error = math.sqrt((0.04 + 0.01 + 0.09) / 2 / 3)
+    assert result.value == pytest.approx(3.2)
+    assert result.error == pytest.approx(error)
+    assert (result.low, result.high) == pytest.approx((3.2 - 4.302652730 * error, 3.2 + 4.302652730 * error))
+
+
+def test_one_value_has_no_interval() -> None:
+    result = statistics.estimate([3.0])
+    assert (result.value, result.count, result.error, result.low) == (3.0, 1, None, None)
+
+
+def test_pairing_by_seed_removes_what_the_seeds_share() -> None:
+    baseline = {0: 3.0, 1: 4.0, 2: 5.0}
+    ours = {0: 2.9, 1: 3.9, 2: 4.9, 7: 100.0}
+    result = statistics.paired_difference(ours, baseline)
+    assert result is not None
+    assert (result.value, result.count) == (pytest.approx(-0.1), 3)
+    assert result.error == pytest.approx(0.0, abs=1e-12)
+
+
+def test_unshared_seeds_use_welch() -> None:
+    result = statistics.paired_difference({0: 1.0, 1: 3.0}, {2: 5.0, 3: 5.5, 4: 7.5})
+    assert result is not None and result.low is not None and result.high is not None
+    a, b = 2.0 / 2, 1.75 / 3  # sample variance over count, each side
+    freedom = (a + b) ** 2 / (a**2 / 1 + b**2 / 2)
+    half = statistics.t_quantile(0.975, freedom) * math.sqrt(a + b)
+    assert result.value == pytest.approx(-4.0)
+    assert (result.low, result.high) == pytest.approx((-4.0 - half, -4.0 + half))
+
+
+def test_nothing_to_compare_is_none() -> None:
+    assert statistics.paired_difference({}, {0: 1.0}) is None
+
+
+def test_ratios_average_geometrically() -> None:
+    result = statistics.estimate_ratio([2.0, 0.5])
+    assert result.value == pytest.approx(1.0)
+    assert result.low is not None and result.high is not None
+    assert result.low * result.high == pytest.approx(1.0)
+
+
+def test_tokens_to_reach_interpolates_between_validations() -> None:
+    curve = [(0.0, 6.0), (100.0, 4.0), (200.0, 3.0)]
+    assert statistics.tokens_to_reach(5.0, curve) == pytest.approx(50.0)
+    assert statistics.tokens_to_reach(3.25, curve) == pytest.approx(175.0)
+    assert statistics.tokens_to_reach(4.0, curve) == pytest.approx(100.0)
+    assert statistics.tokens_to_reach(2.9, curve) is None
+
+
+def test_tokens_to_reach_takes_the_first_passage_of_a_curve_that_rises_again() -> None:
+    curve = [(0.0, 6.0), (100.0, 4.0), (200.0, 5.0), (300.0, 3.0)]
+    assert statistics.tokens_to_reach(4.5, curve) == pytest.approx(75.0)
+
+
+def curve_of(speed: float) -> list[tuple[float, float]]:
+    return [(tokens, 2.0 + 4.0 * math.exp(-speed * tokens / 300)) for tokens in range(0, 1001, 10)]
+
+
+def test_step_gain_of_a_curve_twice_as_fast_is_two() -> None:
+    assert statistics.step_gain(curve_of(2.0), curve_of(1.0)) == pytest.approx(2.0, rel=1e-3)
+    assert statistics.step_gain(curve_of(1.0), curve_of(2.0)) == pytest.approx(0.5, rel=1e-3)
+
+
+def test_step_gain_of_a_curve_against_itself_is_one() -> None:
+    assert statistics.step_gain(curve_of(1.0), curve_of(1.0)) == pytest.approx(1.0)
+
+
+def test_step_gain_from_a_single_validation_is_none() -> None:
+    assert statistics.step_gain([(100.0, 5.0)], [(100.0, 4.0)]) is None
+    assert statistics.step_gain([], curve_of(1.0)) is None
+
+
+def test_smoothing_keeps_a_constant_and_starts_at_the_first_value() -> None:
+    assert statistics.smooth([2.0] * 5, 10) == pytest.approx([2.0] * 5)
+    assert statistics.smooth([7.0, 1.0], 10)[0] == pytest.approx(7.0)
+    assert statistics.smooth([5.0, 1.0, 3.0], 1) == pytest.approx([5.0, 1.0, 3.0])
