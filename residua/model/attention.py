@@ -88,6 +88,8 @@ class SoftmaxAttention(nn.Module):
         }
         own, anchors = self.mix(own, anchors, x)
         q, k = self.qk_norm(own["q"], own["k"], context.rotary)
+        for name, projected in (("query", q), ("key", k), ("value", own["v"])):
+            tap(f"attention.{self.layer}.{name}", projected)
         y = attend(q, k, own["v"], segments=context.segments, sink=self.sink)
         if "g" in own:
             gate = torch.sigmoid(own["g"])

@@ -16,12 +16,16 @@ _seen: dict[str, Tensor] | None = None
 
 
 @contextmanager
-def record() -> Iterator[dict[str, Tensor]]:
-    """Collect every tap of the forward passes inside the block; tensors keep their graph."""
+def record(into: dict[str, Tensor] | None = None) -> Iterator[dict[str, Tensor]]:
+    """Collect every tap of the forward passes inside the block; tensors keep their graph.
+
+    `into` receives them one by one as they are published, so a dict of one's own can reduce what it need not keep.
+    """
     global _seen
-    previous, _seen = _seen, {}
+    seen = {} if into is None else into
+    previous, _seen = _seen, seen
     try:
-        yield _seen
+        yield seen
     finally:
         _seen = previous
 

@@ -75,12 +75,14 @@ class MultiGate(Topology):
         h, after = ops.multi_gate(streams, y, gates.query, gates.bias, pool.query, competitive=self.competitive)
         tap(f"depth.{k}.beta", lambda: ops.gates(streams, gates.query, gates.bias, competitive=self.competitive))
         tap(f"depth.{k}.weights", lambda: ops.pool_weights(after, pool.query))
+        tap(f"depth.{k}.streams", after)
         return h, (after,)
 
     def _append(self, k: int, y: Tensor, state: State) -> tuple[Tensor, State]:
         streams = (*state, y)
         pool = cast(Pool, self.pools[k])
         tap(f"depth.{k}.weights", lambda: ops.pool_weights(torch.stack(streams, -2), pool.query))
+        tap(f"depth.{k}.streams", lambda: torch.stack(streams, -2))
         full = k == self.fill - 1
         return pool(streams), (torch.stack(streams, -2),) if full else streams
 
