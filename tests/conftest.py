@@ -18,11 +18,24 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
+# Files whose tests are quick one by one and slow together: `make check` leaves them to `make test`.
+SLOW_FILES = (
+    "test_fused_",
+    "test_compile",
+    "test_combinations",
+    "test_resume",
+    "test_refusals",
+    "test_runner",
+    "test_huggingface",
+    "test_planted",
+)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
-        return
     for item in items:
-        if item.get_closest_marker("gpu"):
+        if item.path.name.startswith(SLOW_FILES):
+            item.add_marker(pytest.mark.slow)
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 

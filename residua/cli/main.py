@@ -12,6 +12,7 @@ from typer.core import TyperGroup
 VERBS = {
     "train": ("residua.cli.train", "Pretrain a model on your text."),
     "compare": ("residua.cli.compare", "Does a depth architecture pay on your data, per step and per second?"),
+    "diagnose": ("residua.cli.diagnose", "See inside a model: sinks, massive activations, dead layers, depth routing."),
     "data": ("residua.cli.data", "Prepare text: tokenizers and shards."),
     "bench": ("residua.cli.bench", "Measure training steps and operators on this machine."),
     "presets": ("residua.cli.presets", "List the models that come with Residua, or print one."),

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from residua.ops import fused as shared
+from residua.ops.depth_attention import reference
 from residua.ops.depth_attention.reference import Activation, KeyNorm
 
 ADDRESSES = 32
@@ -33,7 +34,12 @@ def attend(
     activation: Activation = "softmax",
     return_weights: bool = False,
 ) -> Any:
-    """`depth_attention` in one pass over the sources; its backward reads each once and writes its gradient once."""
+    """`depth_attention` in one pass over the sources; its backward reads each once and writes its gradient once.
+
+    One source has weight 1 whatever the query, whose gradient is then exactly zero: the reference's, not our rounding.
+    """
+    if len(sources) == 1:
+        return reference.depth_attention(sources, query, norm_weight=norm_weight, scale=scale, eps=eps)
     u = scale * query.float() * (1.0 if norm_weight is None else norm_weight.float())
     return _attend(eps, u, *sources)
 
@@ -314,11 +320,18 @@ def _row_tile(width: int) -> dict[str, Any]:
 
 
 def _product_tile(width: int, readers: int, v: Tensor) -> dict[str, Any]:
-    """For kernels that are matrix products between tokens and readers."""
-    narrow = v.dtype == torch.bfloat16 and not shared.INTERPRETED
-    columns = min(64, max(16, _power(width)))
-    tokens = 16 if shared.INTERPRETED else 64
-    return {"NARROW": narrow, "TOKENS": tokens, "COLUMNS": columns, "READERS": max(16, _power(readers))}
+    """For kernels that are matrix products between tokens and readers.
+
+    From 64 readers on, four warps would make asynchronous products that still read a buffer while the pipeline loads
+    the next tile into it: results that differ from run to run. Two warps make none.
+    """
+    padded = max(16, _power(readers))
+    tile = {"NARROW": v.dtype == torch.bfloat16 and not shared.INTERPRETED, "READERS": padded}
+    if shared.INTERPRETED:
+        return {**tile, "TOKENS": 16, "COLUMNS": min(64, max(16, _power(width)))}
+    if padded > 32:
+        return {**tile, "TOKENS": 32, "COLUMNS": min(32, max(16, _power(width))), "num_warps": 2}
+    return {**tile, "TOKENS": 64, "COLUMNS": min(64, max(16, _power(width)))}
 
 
 def _shares(x: Tensor, blocks: int, per_core: float) -> tuple[int, int]:

@@ -1,0 +1,93 @@
+"""`residua diagnose`: see inside a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, cast
+
+import typer
+
+if TYPE_CHECKING:
+    from residua.diagnose.ablate import Budget
+    from residua.diagnose.api import Device
+
+app = typer.Typer(rich_markup_mode=None, add_completion=False)
+
+
+@app.command()
+def diagnose(
+    models: Annotated[
+        list[Path],
+        typer.Argument(metavar="MODEL...", help="Run folders or local Hugging Face model folders, side by side."),
+    ],
+    text: Annotated[
+        Path | None, typer.Option(show_default="the embedded corpus", help="A UTF-8 text file to show the models.")
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=2, help="How many tokens of it.")] = 8192,
+    length: Annotated[
+        int | None, typer.Option(min=2, show_default="the context, 1024 at most", help="Tokens per sequence.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(show_default="the run's folder, or diagnosis/NAME", help="Where the report goes.")
+    ] = None,
+    ablations: Annotated[
+        str, typer.Option(metavar="none|layers|all", help="What to remove: nothing, layers and sources, or heads too.")
+    ] = "layers",
+    ablation_tokens: Annotated[int, typer.Option(min=2, help="Tokens on which removal is measured.")] = 4096,
+    device: Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="Where to compute.")] = "auto",
+    threads: Annotated[int | None, typer.Option(min=1, show_default="PyTorch's choice", help="CPU threads.")] = None,
+) -> None:
+    """What does the depth of this model do? Sinks, massive activations, dead layers, depth routing.
+
+    \b
+    residua diagnose runs/tiny
+    residua diagnose runs/prenorm runs/mgr --out diagnosis
+    residua diagnose models/Qwen3-0.6B --text book.txt --tokens 65536 --length 2048
+    residua diagnose runs/tiny --ablations all
+
+    Writes diagnosis.json and report.html, and prints a summary in words.
+    """
+    _one_of("--ablations", ablations, ("none", "layers", "all"))
+    _one_of("--device", device, ("auto", "cpu", "cuda"))
+    folder = out or _default_folder(models)
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    import residua.diagnose as work
+
+    if threads is not None:
+        import torch
+
+        torch.set_num_threads(threads)
+    console = Console(highlight=False)
+    columns = (TextColumn("{task.description}"), BarColumn(bar_width=28), TextColumn("{task.completed}/{task.total}"))
+    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as bars:
+        task = bars.add_task("opening", total=None)
+
+        def progress(stage: str, done: int, total: int) -> None:
+            bars.update(task, description=stage, completed=done, total=total)
+
+        made = work.diagnose(
+            models, folder, text=text, tokens=tokens, length=length, ablations=cast("Budget", ablations),
+            ablation_tokens=ablation_tokens, device=cast("Device", device), progress=progress,
+        )  # fmt: skip
+    for model in made.models:
+        for line in model.summary:
+            console.print(line, soft_wrap=True, markup=False)
+        console.print()
+    console.print(f"Report: {(folder / 'report.html').resolve()}", soft_wrap=True, markup=False)
+    console.print(
+        f"Next: open it in a browser; numbers are in {folder / 'diagnosis.json'}", soft_wrap=True, markup=False
+    )
+
+
+def _default_folder(models: list[Path]) -> Path:
+    """A run's report lies in the run, where `residua compare` links to it."""
+    if len(models) == 1 and (models[0] / "config.toml").exists():
+        return models[0]
+    return Path("diagnosis") / "-".join(model.resolve().name for model in models)
+
+
+def _one_of(option: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{option} {value} does not exist: choose {', '.join(choices[:-1])} or {choices[-1]}.")

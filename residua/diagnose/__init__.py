@@ -1,0 +1,8 @@
+"""See inside a model: sinks, massive activations, dead layers, depth routing, and what removing things costs."""
+
+from residua.diagnose.api import diagnose
+from residua.diagnose.run import diagnose_model
+from residua.diagnose.schema import Diagnosis, ModelDiagnosis
+from residua.diagnose.watch import taps
+
+__all__ = ["Diagnosis", "ModelDiagnosis", "diagnose", "diagnose_model", "taps"]

@@ -1,0 +1,81 @@
+"""Folders in, diagnosis.json and report.html out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from residua.diagnose.ablate import Budget
+from residua.diagnose.folder import check_folder, open_subject, open_tokenizer
+from residua.diagnose.page import diagnosis_page
+from residua.diagnose.run import ABLATION_TOKENS, Progress, diagnose_model
+from residua.diagnose.schema import Diagnosis, ModelDiagnosis
+from residua.diagnose.text import DEFAULT_TOKENS, sample
+from residua.train.files import write_atomically
+
+Device = Literal["auto", "cpu", "cuda"]
+JSON, PAGE = "diagnosis.json", "report.html"
+
+
+def diagnose(
+    models: Sequence[str | Path],
+    out: str | Path,
+    *,
+    text: str | Path | None = None,
+    tokens: int = DEFAULT_TOKENS,
+    length: int | None = None,
+    ablations: Budget = "layers",
+    ablation_tokens: int = ABLATION_TOKENS,
+    device: Device = "auto",
+    progress: Progress = lambda stage, done, total: None,
+) -> Diagnosis:
+    """Diagnose model folders on the same text and write `diagnosis.json` and `report.html` to `out`."""
+    paths = [Path(model) for model in models]
+    names = _names(paths)
+    where = torch.device("cuda" if device == "auto" and torch.cuda.is_available() else device.replace("auto", "cpu"))
+    if where.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: this machine has no CUDA device; use --device cpu.")
+    source = None if text is None else Path(text)
+    if source is not None and not source.is_file():
+        raise ValueError(f"--text {source} is no file: name a UTF-8 text file.")
+    for path in paths:
+        check_folder(path)
+    made = []
+    for path, name in zip(paths, names, strict=True):
+        subject = open_subject(path, where)
+        subject.name = name
+        shown = sample(
+            open_tokenizer(path), text=source, tokens=tokens, length=length,
+            context=subject.context, vocabulary=subject.vocabulary,
+        )  # fmt: skip
+        made.append(
+            diagnose_model(
+                subject, shown, path=str(path), ablations=ablations, ablation_tokens=ablation_tokens, progress=progress
+            )
+        )
+        del subject
+    result = Diagnosis(models=made)
+    write(result, Path(out))
+    return result
+
+
+def write(diagnosis: Diagnosis, out: Path) -> None:
+    """Both files of a diagnosis."""
+    out.mkdir(parents=True, exist_ok=True)
+    write_atomically(out / JSON, diagnosis.model_dump_json(indent=1))
+    diagnosis_page(diagnosis).write(out / PAGE)
+
+
+def _names(paths: Sequence[Path]) -> list[str]:
+    """Folder names, with their parent's where two are the same."""
+    plain = [path.resolve().name for path in paths]
+    return [
+        name if plain.count(name) == 1 else f"{path.resolve().parent.name}/{name}"
+        for name, path in zip(plain, paths, strict=True)
+    ]
+
+
+__all__ = ["JSON", "PAGE", "Diagnosis", "ModelDiagnosis", "diagnose", "write"]

@@ -1,0 +1,127 @@
+"""Softmax attention looked at block by block: sums over queries, never a T×T map of all heads.
+
+Both adapters hand queries and keys here as attention uses them. One block of queries sees all keys, its softmax is
+added up and forgotten, so memory is heads × block × T whatever the number of layers and sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from residua.ops.numeric import wide
+
+BLOCK_ELEMENTS = 1 << 24
+"""Scores held at once: 64 MiB in float32."""
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What decides who looks at whom, besides q and k.
+
+    scale: the factor on q·k; window: a query sees itself and the `window − 1` keys before it (None: all earlier ones);
+    mask: [B or 1, H or 1, T, T], True where a query may look, or added to the scores if it is a float; softcap:
+    s ← c·tanh(s/c); sink: [H], one logit per head in the softmax's denominator.
+    """
+
+    scale: float
+    window: int | None = None
+    mask: Tensor | None = None
+    softcap: float | None = None
+    sink: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class AttentionSums:
+    """Sums over the queries of one layer, A the attention weights of one sequence and head.
+
+    received [B, H, T]: Σ_i A_ik, what key k is given; uniform [B, T]: the same if every query attended equally to all
+    it can see; seen_by [B, T]: how many queries can see key k; entropy [B, H]: Σ_i −Σ_k A_ik ln A_ik in nats;
+    uniform_entropy [B]: Σ_i ln(keys i can see); outside [B, H]: Σ_i of the mass on the learned sink.
+    """
+
+    received: Tensor
+    uniform: Tensor
+    seen_by: Tensor
+    entropy: Tensor
+    uniform_entropy: Tensor
+    outside: Tensor
+
+
+def attention_sums(q: Tensor, k: Tensor, how: Scores) -> AttentionSums:
+    """The sums of one layer; q [B, H, T, D], k [B, H_kv, T, D]."""
+    return _pass_over(q, k, None, how)[0]
+
+
+def attend_and_sum(q: Tensor, k: Tensor, v: Tensor, how: Scores) -> tuple[Tensor, AttentionSums]:
+    """Attention's own output [B, H, T, D_v] and its sums, in one pass over the blocks."""
+    sums, blocks = _pass_over(q, k, v, how)
+    return torch.cat(blocks, 2), sums
+
+
+def _pass_over(q: Tensor, k: Tensor, v: Tensor | None, how: Scores) -> tuple[AttentionSums, list[Tensor]]:
+    batch, heads, length, _ = q.shape
+    groups = heads // k.shape[1]
+    exact = torch.promote_types(q.dtype, torch.float32)
+    received, entropy, outside = (_zeros(q, heads, *s) for s in ((length,), (), ()))
+    uniform, seen_by, uniform_entropy = (_zeros(q, *s) for s in ((length,), (length,), ()))
+    keys = k.repeat_interleave(groups, 1).to(exact).transpose(-1, -2)
+    values = None if v is None else v.repeat_interleave(groups, 1)
+    blocks = []
+    for rows in _blocks(batch * heads, length):
+        scores, visible = _scores(q[:, :, rows].to(exact) @ keys, rows, how)
+        weights, log_weights, lost = _softmax(scores, how.sink)
+        if values is not None:
+            blocks.append(weights.to(values.dtype) @ values)
+        with torch.no_grad():
+            received += weights.sum(2)
+            entropy -= torch.where(weights > 0, weights * log_weights, 0).sum((2, 3))
+            outside += lost
+            count = visible.sum(-1, dtype=torch.float64)
+            uniform += (visible / count[..., None]).sum(1)
+            seen_by += visible.sum(1)
+            uniform_entropy += count.log().sum(1)
+    return AttentionSums(received, uniform, seen_by, entropy, uniform_entropy, outside), blocks
+
+
+def _zeros(q: Tensor, *shape: int) -> Tensor:
+    return torch.zeros(q.shape[0], *shape, dtype=torch.float64, device=q.device)
+
+
+def _blocks(rows: int, length: int) -> Iterator[slice]:
+    block = max(1, min(length, BLOCK_ELEMENTS // max(1, rows * length)))
+    for start in range(0, length, block):
+        yield slice(start, min(start + block, length))
+
+
+def _scores(products: Tensor, rows: slice, how: Scores) -> tuple[Tensor, Tensor]:
+    """Masked scores [B, H, rows, T] and who is visible [B or 1, rows, T]."""
+    scores = products * how.scale
+    if how.softcap is not None:
+        scores = how.softcap * torch.tanh(scores / how.softcap)
+    length = scores.shape[-1]
+    i = torch.arange(rows.start, rows.stop, device=scores.device)[:, None]
+    j = torch.arange(length, device=scores.device)[None]
+    if how.mask is None:
+        visible = j <= i if how.window is None else (j <= i) & (j > i - how.window)
+        return scores.masked_fill(~visible, float("-inf")), visible[None]
+    part = how.mask[:, :, rows, :length]
+    if part.dtype == torch.bool:
+        return scores.masked_fill(~part, float("-inf")), part.any(1)
+    lowest = torch.finfo(part.dtype).min / 2
+    allowed = part > lowest
+    return (scores + part).masked_fill(~allowed, float("-inf")), allowed.any(1)
+
+
+def _softmax(scores: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Weights, their logarithms, and the mass [B, H] that went to the learned sink."""
+    total = scores.logsumexp(-1, keepdim=True)
+    if sink is not None:
+        total = torch.logaddexp(total, wide(sink).to(scores.dtype)[:, None, None].expand_as(total))
+    log_weights = (scores - total).masked_fill(torch.isneginf(total), float("-inf"))
+    weights = log_weights.exp()
+    lost = scores.new_zeros(scores.shape[:2]) if sink is None else (1 - weights.sum(-1)).sum(-1)
+    return weights, log_weights, lost

@@ -1,0 +1,80 @@
+"""Opening what a person names: a run folder, or a local Hugging Face model folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from residua.data.tokenizer import Tokenizer
+from residua.diagnose.huggingface import HuggingFaceSubject
+from residua.diagnose.native import NativeSubject
+from residua.diagnose.observe import Subject
+
+
+def open_subject(path: Path, device: torch.device) -> Subject:
+    """The model in a folder, on the device and ready to be looked at; its weights must be finite."""
+    check_folder(path)
+    if (path / "config.toml").exists():
+        return _run(path, device)
+    return _hugging_face(path, device)
+
+
+def check_folder(path: Path) -> None:
+    """Refuse what is no model folder, or has no tokenizer, before any model is opened."""
+    if not path.exists():
+        raise ValueError(f"{path} does not exist: name a run folder or a local Hugging Face model folder.")
+    if not any((path / name).exists() for name in ("config.toml", "config.json")):
+        raise ValueError(
+            f"{path} is not a model folder: it has neither config.toml (a run of `residua train`) nor config.json "
+            "(a Hugging Face model)."
+        )
+    if not any((path / name).exists() for name in ("tokenizer.json", "vocab.json")):
+        raise ValueError(f"{path} has no tokenizer: put the model's tokenizer.json there.")
+
+
+def open_tokenizer(path: Path) -> Tokenizer:
+    """The tokenizer beside the model."""
+    return Tokenizer.load(path)
+
+
+def _run(path: Path, device: torch.device) -> NativeSubject:
+    import residua
+
+    model = residua.load(path).to(device).eval()
+    _refuse_nonfinite(model, path)
+    return NativeSubject(model, path.name)
+
+
+def _hugging_face(path: Path, device: torch.device) -> HuggingFaceSubject:
+    try:
+        from transformers import AutoModelForCausalLM
+        from transformers.utils import logging
+    except ImportError:
+        raise ValueError(f"{path} is a Hugging Face model: install transformers to open it (residua[hf]).") from None
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    dtype: Any = torch.float32 if device.type == "cpu" else "auto"
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            path, local_files_only=True, trust_remote_code=False, dtype=dtype, use_safetensors=True
+        )
+        model.to(device)
+    except Exception as error:  # configuration, weights or architecture: transformers raises many kinds
+        raise ValueError(f"{path} cannot be opened as a causal language model: {_one_line(error)}") from None
+    _refuse_nonfinite(model, path)
+    return HuggingFaceSubject(model, path.name)
+
+
+def _refuse_nonfinite(model: torch.nn.Module, path: Path) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point() and not torch.isfinite(parameter).all():
+            raise ValueError(
+                f"{path}: weight {name} is not finite, so nothing could be measured: use another checkpoint."
+            )
+
+
+def _one_line(error: Exception) -> str:
+    words = " ".join(str(error).split())
+    return words if len(words) <= 240 else f"{words[:237]}..."

@@ -1,0 +1,217 @@
+"""Residua models under diagnosis: everything is read from their taps (docs/taps.md)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from residua.diagnose import depth_ablations
+from residua.diagnose.attention import AttentionSums, Scores, attention_sums
+from residua.diagnose.observe import Ablation, AblationKind, AnchorScales, Observation, Site, Subject
+from residua.diagnose.switch import hooked, on_each, silenced
+from residua.model import choices, taps
+from residua.model.anchors import Mix
+from residua.model.attention import SoftmaxAttention
+from residua.model.decoder import Decoder, Sublayer
+from residua.model.topology.attnres import BlockAttnRes, FullAttnRes
+from residua.model.topology.dense import DenseFormer
+from residua.model.topology.hyper import Streams
+from residua.model.topology.multigate import MultiGate
+
+NEAR_ZERO = 1e-3
+_TAP = re.compile(r"(sublayer|depth|attention)\.(\d+)\.(\w+)")
+
+
+class NativeSubject(Subject):
+    """A Residua `Decoder`; see `Subject`."""
+
+    def __init__(self, model: Decoder, name: str) -> None:
+        config = model.config
+        self.model, self._decoder, self.name = model, model, name
+        self.width, self.vocabulary, self.context = config.width, config.vocab_size, config.context
+        self.layers = config.layers
+        self.softmax = isinstance(config.attention, choices.SoftmaxAttention)
+        mixer = "attention" if self.softmax else "linear attention"
+        kinds = (mixer, "feed-forward")
+        self.sites = [Site(k, k // 2, cast(Any, kinds[k % 2])) for k in range(config.sublayers)]
+        self.description = (
+            f"{config.layers} layers of width {config.width}, {config.topology.kind} topology, {config.attention.kind} "
+            f"attention, {config.ffn.kind} feed-forward, {config.norm.kind}, anchors {config.anchors.kind}"
+        )
+        many = isinstance(model.topology, BlockAttnRes | MultiGate | Streams)
+        self.state_name = "sublayer input" if many else "residual stream"
+        norms = [cast(Sublayer, s).norm for s in model.sublayers] + [model.norm]
+        self.gains = {k: _gain(norm) for k, norm in enumerate(norms)}
+        self.skipped = [] if self.softmax else [
+            "Attention metrics: no layer of this model has a softmax, so there are no attention weights to look at."
+        ]  # fmt: skip
+
+    def observe(self, tokens: Tensor, targets: Tensor) -> Observation:
+        seen = Observation(tokens)
+        with torch.no_grad(), taps.record(_Collector(self, seen)):
+            seen.loss = float(self.loss(tokens, targets))
+        return seen
+
+    def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        return self._decoder.losses(tokens, targets)[0]
+
+    def parameters_of(self, site: Site) -> Iterator[nn.Parameter]:
+        return self._decoder.sublayers[site.index].parameters()
+
+    def source_name(self, reader: int, source: int) -> str:
+        topology = self._decoder.topology
+        if isinstance(topology, FullAttnRes):
+            number = topology.plan.sees[reader - 1][source]
+            return "embedding" if number == 0 else self.sites[number - 1].name
+        if isinstance(topology, DenseFormer):
+            layer = topology._sources(reader // 2)[source]
+            return "embedding" if layer == 0 else f"layer {layer - 1}"
+        if isinstance(topology, BlockAttnRes):
+            return "embedding" if source == 0 else f"block {source}"
+        return f"stream {source}"
+
+    def initial_source(self, reader: int) -> int | None:
+        topology = self._decoder.topology
+        if isinstance(topology, DenseFormer):
+            return len(topology._sources(reader // 2)) - 1
+        return reader % topology.streams if isinstance(topology, Streams) else None
+
+    def anchor_scales(self) -> list[AnchorScales]:
+        found = []
+        for site in self.sites:
+            mix = getattr(self._body(site), "mix", None)
+            if not isinstance(mix, Mix):
+                continue
+            for pathway in mix.pathways:
+                anchor, current = mix.anchor_scale[pathway].detach(), mix.current_scale[pathway].detach()
+                near = float((anchor.abs() < NEAR_ZERO).double().mean())
+                found.append(AnchorScales(site.layer, pathway, _by_head(anchor), _by_head(current), near))
+        return found
+
+    def ablations(self, kinds: Sequence[AblationKind]) -> list[Ablation]:
+        made = {
+            "layer": self._layer_ablations,
+            "sublayer": self._sublayer_ablations,
+            "head": self._head_ablations,
+            "source": lambda: depth_ablations.sources(self._decoder.topology, self.source_name),
+            "stream": lambda: depth_ablations.streams(self._decoder.topology),
+            "uniform": lambda: depth_ablations.uniform(self._decoder.topology),
+        }
+        return [ablation for kind in kinds for ablation in made[kind]()]
+
+    def _layer_ablations(self) -> list[Ablation]:
+        def both(layer: int) -> Any:
+            return lambda: hooked(on_each(list(self._decoder.sublayers[2 * layer : 2 * layer + 2]), silenced))
+
+        return [Ablation("layer", n, f"layer {n}", both(n)) for n in range(self.layers)]
+
+    def _sublayer_ablations(self) -> list[Ablation]:
+        def one(k: int) -> Any:
+            return lambda: hooked(on_each([self._decoder.sublayers[k]], silenced))
+
+        return [Ablation("sublayer", site.index, site.name, one(site.index)) for site in self.sites]
+
+    def _head_ablations(self) -> list[Ablation]:
+        found = []
+        for site in self.sites:
+            body = self._body(site)
+            if not isinstance(body, SoftmaxAttention):
+                continue
+            width = body.head_width["q"]
+            for head in range(body.rows[0] // width):
+                part = slice(head * width, (head + 1) * width)
+                found.append(
+                    Ablation("head", site.layer, f"layer {site.layer} head {head}", _without(body.out, part), head)
+                )
+        return found
+
+    def _body(self, site: Site) -> nn.Module:
+        return cast(Sublayer, self._decoder.sublayers[site.index]).body
+
+
+class _Collector(dict[str, Tensor]):
+    """Takes the taps as they are published: queries and keys are summed at once, the rest goes to the observation."""
+
+    def __init__(self, subject: NativeSubject, seen: Observation) -> None:
+        super().__init__()
+        self.subject, self.seen = subject, seen
+        self.query: Tensor | None = None
+
+    def __setitem__(self, name: str, value: Tensor) -> None:
+        if name == "final.input":
+            self.seen.states[len(self.subject.sites)] = value
+        elif match := _TAP.fullmatch(name):
+            take = getattr(self, f"_{match[1]}_{match[3]}", None)
+            if take is not None:
+                take(int(match[2]), value)
+
+    def _sublayer_input(self, k: int, value: Tensor) -> None:
+        self.seen.states[k] = value
+
+    def _sublayer_output(self, k: int, value: Tensor) -> None:
+        self.seen.outputs[k] = value
+
+    def _depth_weights(self, k: int, value: Tensor) -> None:
+        self.seen.weights[k + 1] = value
+
+    def _depth_pre(self, k: int, value: Tensor) -> None:
+        self.seen.weights[k] = value.expand(*self.seen.tokens.shape, -1)
+
+    def _depth_beta(self, k: int, value: Tensor) -> None:
+        self.seen.betas[k] = value
+
+    def _depth_streams(self, k: int, value: Tensor) -> None:
+        self.seen.streams[k + 1] = value
+
+    def _attention_gate(self, layer: int, value: Tensor) -> None:
+        self.seen.gates[layer] = value
+
+    def _attention_query(self, layer: int, value: Tensor) -> None:
+        self.query = value
+
+    def _attention_key(self, layer: int, value: Tensor) -> None:
+        assert self.query is not None
+        self.seen.attention[layer] = self._sums(layer, self.query, value)
+        self.query = None
+
+    def _sums(self, layer: int, query: Tensor, key: Tensor) -> AttentionSums:
+        body = self.subject._body(self.subject.sites[2 * layer])
+        how = Scores(scale=query.shape[-1] ** -0.5, sink=cast("Tensor | None", body.sink))
+        return attention_sums(query.transpose(1, 2), key.transpose(1, 2), how)
+
+
+def _gain(norm: nn.Module) -> Tensor:
+    """What the norm multiplies each dimension by: its gain, times PreAffine's where there is one."""
+    weight = cast(Tensor, norm.weight).detach()
+    affine = getattr(norm, "affine", None)
+    return weight if affine is None else weight * affine.detach()
+
+
+def _by_head(scale: Tensor) -> list[float]:
+    flat = scale.double().reshape(scale.shape[0] if scale.dim() else 1, -1)
+    means: list[float] = flat.mean(1).tolist()
+    return means
+
+
+def _without(out: nn.Module, part: slice) -> Any:
+    """A context in which one head's slice of the output projection's input is zero."""
+
+    def cut(module: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        y = given[0].clone()
+        y[..., part] = 0
+        return (y, *given[1:])
+
+    @contextmanager
+    def applied() -> Iterator[None]:
+        handle = out.register_forward_pre_hook(cut)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    return applied

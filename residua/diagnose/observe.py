@@ -1,0 +1,125 @@
+"""What a diagnosis sees of a model. Adapters fill it, metrics read it and know nothing else."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Literal
+
+from torch import Tensor, nn
+
+from residua.diagnose.attention import AttentionSums
+
+SiteKind = Literal["attention", "linear attention", "feed-forward", "mixture of experts", "layer"]
+AblationKind = Literal["layer", "sublayer", "head", "source", "stream", "uniform"]
+
+
+@dataclass(frozen=True)
+class Site:
+    """One sublayer: something that reads the depth state and writes to it. `layer` counts transformer layers from 0."""
+
+    index: int
+    layer: int
+    kind: SiteKind
+
+    @property
+    def name(self) -> str:
+        """For people: `layer 3 attention`."""
+        return f"layer {self.layer}" if self.kind == "layer" else f"layer {self.layer} {self.kind}"
+
+
+@dataclass
+class Observation:
+    """One forward pass over a few sequences; whatever a model does not have stays empty.
+
+    tokens [B, T]; loss: mean nats per target. By site, `len(sites)` standing for the final norm: states [B, T, C],
+    what each reads before its norm; weights [B, T, sources] and streams [B, T, n, C], what the site is given to read
+    from. By site: outputs [B, T, C], what each hands over; betas [B, T, n], the gates of its write. By layer:
+    attention, already summed; gates [B, T, heads, ·], after the sigmoid.
+    """
+
+    tokens: Tensor
+    loss: float = float("nan")
+    states: dict[int, Tensor] = field(default_factory=dict)
+    outputs: dict[int, Tensor] = field(default_factory=dict)
+    attention: dict[int, AttentionSums] = field(default_factory=dict)
+    gates: dict[int, Tensor] = field(default_factory=dict)
+    weights: dict[int, Tensor] = field(default_factory=dict)
+    betas: dict[int, Tensor] = field(default_factory=dict)
+    streams: dict[int, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Ablation:
+    """Something that can be switched off for the length of `applied()`; `index` counts within its kind.
+
+    `second` is the head within its layer; `label` is for people.
+    """
+
+    kind: AblationKind
+    index: int
+    label: str
+    applied: Callable[[], AbstractContextManager[None]]
+    second: int | None = None
+
+
+@dataclass(frozen=True)
+class AnchorScales:
+    """λ of one layer and pathway, by head where there are heads: mean λ1, mean λ2, and the share of |λ1| below 1e-3."""
+
+    layer: int
+    pathway: str
+    anchor: list[float]
+    current: list[float]
+    near_zero: float
+
+
+class Subject(ABC):
+    """A model under diagnosis.
+
+    description: what it is, in words; state_name: what `states` are, "residual stream" or, for models whose sublayers
+    read mixtures of many, "sublayer input"; gains: by site, the gain of its norm [C], the final norm's at
+    `len(sites)`; skipped: what could not be measured and why.
+    """
+
+    name: str
+    description: str
+    model: nn.Module
+    width: int
+    vocabulary: int
+    context: int | None
+    sites: Sequence[Site]
+    layers: int
+    state_name: str
+    gains: dict[int, Tensor]
+    skipped: list[str]
+
+    @abstractmethod
+    def observe(self, tokens: Tensor, targets: Tensor) -> Observation:
+        """Run the model without gradients, and see."""
+
+    @abstractmethod
+    def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Mean cross-entropy in nats per target, with its graph where gradients are on."""
+
+    @abstractmethod
+    def parameters_of(self, site: Site) -> Iterator[nn.Parameter]:
+        """The parameters of one sublayer, its norm included."""
+
+    @abstractmethod
+    def source_name(self, reader: int, source: int) -> str:
+        """What the source-th entry of the reader's weights is."""
+
+    @abstractmethod
+    def initial_source(self, reader: int) -> int | None:
+        """The source an untrained model of this kind reads from alone; None where it reads all alike."""
+
+    @abstractmethod
+    def anchor_scales(self) -> list[AnchorScales]:
+        """λ of projection mixing."""
+
+    @abstractmethod
+    def ablations(self, kinds: Sequence[AblationKind]) -> list[Ablation]:
+        """What can be removed, of these kinds."""

@@ -1,0 +1,59 @@
+"""Switching parts of a model off for the length of a block, and only that long."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+
+@contextmanager
+def hooked(handles: Callable[[], list[RemovableHandle]]) -> Iterator[None]:
+    """Hooks that are there inside the block."""
+    attached = handles()
+    try:
+        yield
+    finally:
+        for handle in attached:
+            handle.remove()
+
+
+def on_each(
+    modules: Sequence[nn.Module], hook: Callable[..., Any], with_kwargs: bool = False
+) -> Callable[[], list[RemovableHandle]]:
+    """A forward hook on each of these modules."""
+    return lambda: [module.register_forward_hook(hook, with_kwargs=with_kwargs) for module in modules]
+
+
+def silenced(module: nn.Module, given: Any, output: Any) -> Any:
+    """A forward hook: the module's output, or the first of several, is zero."""
+    return replaced_first(output, torch.zeros_like)
+
+
+def first(output: Any) -> Any:
+    """A module's main output: itself, or the first of a tuple."""
+    return output[0] if isinstance(output, tuple) else output
+
+
+def replaced_first(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """The output with its main tensor changed."""
+    return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
+
+
+@contextmanager
+def parameters_set(parameters: Sequence[nn.Parameter], change: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Parameters changed inside the block and restored after it."""
+    before = [parameter.detach().clone() for parameter in parameters]
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter.copy_(change(parameter))
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for parameter, old in zip(parameters, before, strict=True):
+                parameter.copy_(old)

@@ -1,0 +1,101 @@
+"""Small models with a known defect each, and the text they are shown."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import residua
+from residua.diagnose import ModelDiagnosis, diagnose_model
+from residua.diagnose.native import NativeSubject
+from residua.diagnose.schema import TextFacts
+from residua.diagnose.text import Sample
+from residua.model.decoder import Decoder
+
+VOCABULARY, WIDTH, HEAD, LENGTH, SEQUENCES = 61, 32, 8, 32, 8
+FIRST = 0
+"""The token every sequence begins with, and that stands nowhere else."""
+
+
+def config(**tables: Any) -> residua.ModelConfig:
+    base: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "context": LENGTH,
+        "layers": 4,
+        "width": WIDTH,
+        "attention": {"kind": "softmax", "heads": WIDTH // HEAD, "qk_norm": "none", "rope_theta": 1e6},
+        "ffn": {"kind": "swiglu", "hidden": 48},
+        "init": {"std": 0.1},
+    }
+    return residua.ModelConfig(**(base | tables))
+
+
+@torch.no_grad()
+def control(**tables: Any) -> Decoder:
+    """A model with nothing planted: unit embeddings, a dimension that only `FIRST` has, and one that all have."""
+    torch.manual_seed(1)
+    model = residua.build(config(**tables))
+    weight = model.embed.weight
+    weight.normal_()
+    weight[:, 0], weight[FIRST, 0] = 0.0, 4.0
+    weight[:, 1] = 1.0
+    return model
+
+
+def sample(dtype: torch.dtype = torch.int64) -> Sample:
+    generator = torch.Generator().manual_seed(2)
+    rows = torch.randint(1, VOCABULARY, (SEQUENCES, LENGTH + 1), generator=generator).to(dtype)
+    rows[:, 0] = FIRST
+    facts = TextFacts(source="random tokens", tokens=SEQUENCES * LENGTH, sequences=SEQUENCES, length=LENGTH)
+    return Sample(rows[:, :-1], rows[:, 1:], facts)
+
+
+def diagnosed(model: Decoder, text: Sample | None = None, **options: Any) -> ModelDiagnosis:
+    return diagnose_model(NativeSubject(model, "model"), text or sample(), **options)
+
+
+def named(made: ModelDiagnosis) -> set[tuple[str, tuple[tuple[str, Any], ...]]]:
+    """What the diagnosis found, in a form that can be compared."""
+    return {
+        (f.kind, tuple(sorted((k, tuple(v) if isinstance(v, list) else v) for k, v in f.where.items())))
+        for f in made.findings
+    }
+
+
+@torch.no_grad()
+def plant_sink(model: Decoder, layer: int, dimension: int) -> None:
+    """Every query of the layer looks for `dimension`: the score goes through the slowest rotation of each head."""
+    project = model.sublayers[2 * layer].body.project.weight.view(3, WIDTH // HEAD, HEAD, WIDTH)
+    slowest = HEAD // 2 - 1
+    project[:2] = 0.0
+    project[0, :, slowest, 1] = 5.0
+    project[1, :, slowest, dimension] = 5.0
+
+
+@torch.no_grad()
+def plant_outlier(model: Decoder, dimension: int, size: float, gain: float) -> None:
+    """One dimension large in every token and shut out by every norm; the other gains undo what it does to the RMS."""
+    model.embed.weight[:, dimension] = size
+    for norm in (*(s.norm for s in model.sublayers), model.norm):
+        norm.weight[:] = (1 + size**2 / WIDTH) ** 0.5
+        norm.weight[dimension] = gain
+
+
+@torch.no_grad()
+def silence(model: Decoder, *sublayers: int) -> None:
+    for k in sublayers:
+        model.sublayers[k].body.out.weight.zero_()
+
+
+@torch.no_grad()
+def plant_routing(model: Decoder, reader: int, strength: float = 30.0) -> None:
+    """The reader looks for dimension 1, which the embedding has in every token and no sublayer writes."""
+    for sublayer in model.sublayers:
+        sublayer.body.out.weight[1] = 0.0
+    model.topology.reads[reader - 1].query[1] = strength
+
+
+def losses(model: Decoder, text: Sample) -> Tensor:
+    return model.losses(text.tokens, text.targets)[0]

@@ -1,0 +1,112 @@
+"""What is removed is really gone, nothing else is, and all of it comes back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from residua.diagnose.native import NativeSubject
+from residua.diagnose.observe import Ablation, AblationKind
+from residua.model import taps
+from residua.model.decoder import Decoder
+from tests.diagnose import planted
+
+TEXT = planted.sample()
+TOPOLOGIES: dict[str, dict[str, Any]] = {
+    "additive": {"kind": "additive"},
+    "full_attnres": {"kind": "full_attnres"},
+    "block_attnres": {"kind": "block_attnres", "sublayers_per_block": 2},
+    "multi_gate": {"kind": "multi_gate", "streams": 3},
+    "hyper": {"kind": "hyper", "streams": 2},
+    "dense": {"kind": "dense"},
+}
+KINDS: tuple[AblationKind, ...] = ("layer", "sublayer", "head", "source", "stream", "uniform")
+
+
+def model_of(topology: str) -> Decoder:
+    model = planted.control(topology=TOPOLOGIES[topology])
+    with torch.no_grad():
+        for parameter in model.topology.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.3)
+    return model
+
+
+def loss(model: Decoder, ablation: Ablation | None = None) -> float:
+    with torch.no_grad():
+        if ablation is None:
+            return float(planted.losses(model, TEXT))
+        with ablation.applied():
+            return float(planted.losses(model, TEXT))
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_every_ablation_acts_and_leaves_the_model_as_it_was(topology: str) -> None:
+    model = model_of(topology)
+    before, weights = loss(model), {name: p.clone() for name, p in model.named_parameters()}
+    ablations = NativeSubject(model, "m").ablations(KINDS)
+    assert all(loss(model, ablation) != before for ablation in ablations)
+    assert loss(model) == before
+    assert all(torch.equal(p, weights[name]) for name, p in model.named_parameters())
+
+
+def test_removing_a_layer_equals_an_additive_model_without_its_outputs() -> None:
+    model = model_of("additive")
+    (ablation,) = [a for a in NativeSubject(model, "m").ablations(("layer",)) if a.index == 2]
+    removed = loss(model, ablation)
+    planted.silence(model, 4, 5)
+    assert removed == pytest.approx(loss(model), rel=1e-6)
+
+
+def test_removing_a_head_equals_zero_columns_of_the_output_projection() -> None:
+    model = model_of("additive")
+    (ablation,) = [a for a in NativeSubject(model, "m").ablations(("head",)) if (a.index, a.second) == (1, 3)]
+    removed = loss(model, ablation)
+    with torch.no_grad():
+        model.sublayers[2].body.out.weight[:, 3 * planted.HEAD :] = 0
+    assert removed == pytest.approx(loss(model), rel=1e-6)
+
+
+def test_uniform_depth_weights_are_uniform() -> None:
+    model = model_of("full_attnres")
+    everywhere = NativeSubject(model, "m").ablations(("uniform",))[-1]
+    with everywhere.applied(), taps.record() as seen, torch.no_grad():
+        model(TEXT.tokens)
+    for k in range(8):
+        torch.testing.assert_close(seen[f"depth.{k}.weights"], torch.full((8, 32, k + 2), 1 / (k + 2)))
+
+
+def test_a_removed_source_is_read_by_nobody_and_the_other_weights_still_sum_to_one() -> None:
+    model = model_of("full_attnres")
+    (ablation,) = [a for a in NativeSubject(model, "m").ablations(("source",)) if a.label == "layer 1 attention"]
+    with ablation.applied(), taps.record() as seen, torch.no_grad():
+        model(TEXT.tokens)
+    assert [seen[f"depth.{k}.weights"].shape[-1] for k in range(8)] == [2, 3, 3, 4, 5, 6, 7, 8]
+    torch.testing.assert_close(seen["depth.7.weights"].sum(-1), torch.ones(8, 32))
+    sources = [seen["sublayer.0.input"], *(seen[f"sublayer.{k}.output"] for k in range(8) if k != 2)]
+    mixed = (torch.stack(sources, -2) * seen["depth.7.weights"][..., None]).sum(-2)
+    torch.testing.assert_close(mixed, seen["final.input"], rtol=1e-4, atol=1e-5)
+
+
+def test_a_removed_stream_is_read_by_nobody() -> None:
+    model = model_of("multi_gate")
+    (ablation,) = [a for a in NativeSubject(model, "m").ablations(("stream",)) if a.index == 1]
+    final: list[torch.Tensor] = []
+    streams: list[torch.Tensor] = []
+    with ablation.applied(), torch.no_grad():
+        step = model.topology.step
+        object.__setattr__(model.topology, "step", lambda k, y, s: _note(step(k, y, s), final, streams))
+        model(TEXT.tokens)
+        object.__setattr__(model.topology, "step", step)
+    pool = model.topology.pools[-1].query
+    kept = streams[-1][..., [0, 2], :]
+    rms = kept * (kept.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+    weights = (rms @ pool * planted.WIDTH**-0.5).softmax(-1)
+    torch.testing.assert_close((weights[..., None] * kept).sum(-2), final[-1], rtol=1e-4, atol=1e-5)
+
+
+def _note(result: Any, final: list[torch.Tensor], streams: list[torch.Tensor]) -> Any:
+    final.append(result[0])
+    streams.append(result[1][0])
+    return result

@@ -1,0 +1,33 @@
+"""The size that a diagnosis is promised to handle: 32 sequences of 2,048 tokens through 12 layers of 768."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+import residua
+from residua.diagnose import diagnose_model
+from residua.diagnose.native import NativeSubject
+from residua.diagnose.schema import TextFacts
+from residua.diagnose.text import Sample
+
+SEQUENCES, LENGTH = 32, 2048
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", ["mgr-s-prenorm", "mgr-s-full", "mgr-s-competitive4"])
+def test_a_12_by_768_model_takes_under_a_minute_and_two_gibibytes(preset: str) -> None:
+    config = residua.ModelConfig.preset(preset).override([f"context={LENGTH}"])
+    model = residua.build(config).cuda()
+    rows = torch.randint(config.vocab_size, (SEQUENCES, LENGTH + 1))
+    facts = TextFacts(source="random", tokens=SEQUENCES * LENGTH, sequences=SEQUENCES, length=LENGTH)
+    text = Sample(rows[:, :-1], rows[:, 1:], facts)
+    torch.cuda.reset_peak_memory_stats()
+    before, start = torch.cuda.memory_allocated(), time.monotonic()
+    diagnose_model(NativeSubject(model, preset), text)
+    seconds, beyond = time.monotonic() - start, (torch.cuda.max_memory_allocated() - before) / 2**30
+    print(f"{preset}: {seconds:.1f} s, {beyond:.2f} GiB beyond the model")
+    assert seconds < 60 and beyond < 2

@@ -1,0 +1,148 @@
+"""The command: folders in, files and words out, and one clear sentence for each mistake."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+from residua.cli.diagnose import app
+from residua.data import Tokenizer
+from residua.diagnose import Diagnosis, diagnose
+from residua.model.settings import to_toml
+from residua.train.config import RunConfig
+from tests.diagnose import planted
+
+WORDS = "depth is how far the layers of a model talk to each other, and so on. " * 60
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text(WORDS, encoding="utf-8")
+    return path
+
+
+def write_run(folder: Path, **tables: object) -> Path:
+    """A run folder as training leaves it: configuration, tokenizer, one checkpoint."""
+    config = planted.config(vocab_size=264, **tables)
+    run = RunConfig(model=config.model_dump(exclude_none=True))
+    torch.manual_seed(0)
+    import residua
+
+    checkpoint = folder / "checkpoints" / "step-1"
+    checkpoint.mkdir(parents=True)
+    (folder / "config.toml").write_text(to_toml(run.model_dump(exclude_none=True)), encoding="utf-8")
+    save_file({k: v.detach() for k, v in residua.build(config).named_parameters()}, checkpoint / "model.safetensors")
+    (checkpoint / "state.json").write_text(json.dumps({"validation_loss": 1.0}))
+    Tokenizer.bytes().save(folder / "tokenizer.json")
+    return folder
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return write_run(tmp_path / "run")
+
+
+def test_a_run_is_diagnosed_into_its_own_folder_and_summarised_in_ten_lines(run: Path, text: Path) -> None:
+    result = CliRunner().invoke(app, [str(run), "--text", str(text), "--tokens", "256", "--device", "cpu"])
+    assert result.exit_code == 0, result.output
+    made = Diagnosis.read(run / "diagnosis.json").models[0]
+    assert (run / "report.html").exists()
+    assert 6 <= len(made.summary) <= 10
+    assert all(line in result.output for line in made.summary)
+    assert made.text.sequences == 8 and made.text.length == 32 and made.text.source == str(text)
+
+
+def test_models_stand_side_by_side_in_one_page(run: Path, text: Path, tmp_path: Path) -> None:
+    other = write_run(tmp_path / "mgr", topology={"kind": "multi_gate", "streams": 3})
+    made = diagnose([run, other], tmp_path / "both", text=text, tokens=64, ablations="all", ablation_tokens=64)
+    assert [m.name for m in made.models] == ["run", "mgr"]
+    assert {a.kind for a in made.models[1].ablations} == {"layer", "sublayer", "head", "stream", "uniform"}
+    assert "Inside run and mgr" in (tmp_path / "both" / "report.html").read_text(encoding="utf-8")
+
+
+def test_the_embedded_corpus_serves_without_a_text(run: Path, tmp_path: Path) -> None:
+    made = diagnose([run], tmp_path / "out", tokens=64, ablations="none").models[0]
+    assert "embedded corpus" in made.text.source and made.ablations == []
+
+
+def test_a_run_without_softmax_layers_says_so(text: Path, tmp_path: Path) -> None:
+    mixer = {"kind": "gated_deltanet", "key_heads": 2, "value_heads": 2, "head_dim": 8}
+    run = write_run(tmp_path / "linear", attention=mixer)
+    made = diagnose([run], tmp_path / "out", text=text, tokens=64).models[0]
+    assert made.attention == [] and "no layer of this model has a softmax" in made.skipped[0]
+    assert made.sites[0].kind == "linear attention"
+
+
+def spoil(run: Path) -> None:
+    path = run / "checkpoints" / "step-1" / "model.safetensors"
+    tensors = load_file(path)
+    tensors["norm.weight"][3] = float("nan")
+    save_file(tensors, path)
+
+
+MISTAKES = {
+    "no such folder": (lambda run, text: run.rename(run.with_name("gone")), "does not exist"),
+    "no model": (lambda run, text: (run / "config.toml").unlink(), "is not a model folder"),
+    "no tokenizer": (lambda run, text: (run / "tokenizer.json").unlink(), "has no tokenizer"),
+    "short text": (lambda run, text: text.write_text("too short"), "gives 9 tokens, too few for one sequence of 32"),
+    "no text": (lambda run, text: text.unlink(), "is no file"),
+    "binary text": (lambda run, text: text.write_bytes(b"\xff\xfe\x00"), "is not UTF-8 text"),
+    "broken weights": (lambda run, text: spoil(run), "weight norm.weight is not finite"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_one_clear_sentence(mistake: str, run: Path, text: Path, tmp_path: Path) -> None:
+    make, words = MISTAKES[mistake]
+    make(run, text)
+    with pytest.raises(ValueError, match=words) as error:
+        diagnose([run], tmp_path / "out", text=text, tokens=64)
+    assert "\n" not in str(error.value)
+
+
+def test_wrong_options_name_the_right_ones(run: Path) -> None:
+    for arguments, words in (
+        (["--ablations", "heads"], "choose none, layers or all"),
+        (["--device", "tpu"], "choose auto, cpu or cuda"),
+        (["--length", "64"], "longer than the model's context of 32"),
+    ):
+        result = CliRunner().invoke(app, [str(run), *arguments])
+        assert result.exit_code and words in str(result.exception)
+
+
+def test_a_tokenizer_of_another_model_is_refused(run: Path, text: Path, tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "other")
+    Tokenizer.train([WORDS + "".join(map(chr, range(1000, 3000)))], 400).save(folder / "tokenizer.json")
+    text.write_text("".join(map(chr, range(1000, 3000))), encoding="utf-8")
+    with pytest.raises(ValueError, match="do not belong together"):
+        diagnose([folder], tmp_path / "out", text=text, tokens=640)
+
+
+def test_a_folder_of_unreadable_weights_is_one_sentence(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    folder = tmp_path / "broken"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": "no-such-model"}))
+    Tokenizer.bytes().save(folder / "tokenizer.json")
+    with pytest.raises(ValueError, match="cannot be opened as a causal language model") as error:
+        diagnose([folder], tmp_path / "out")
+    assert "\n" not in str(error.value)
+
+
+def test_sequences_begin_with_what_the_tokenizer_puts_first(run: Path, text: Path, tmp_path: Path) -> None:
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = Tokenizer.bytes()
+    begin = tokenizer.end_of_text
+    tokenizer.backend.post_processor = TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", begin)]
+    )
+    tokenizer.save(run / "tokenizer.json")
+    made = diagnose([run], tmp_path / "out", text=text, tokens=64, ablations="none").models[0]
+    assert made.text.prefix == [begin]

@@ -1,0 +1,176 @@
+"""Hugging Face models are found by structure: many architectures, hybrids and mixtures of experts among them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from residua.diagnose import Diagnosis, diagnose, diagnose_model
+from residua.diagnose.huggingface import HuggingFaceSubject
+from residua.diagnose.schema import TextFacts
+from residua.diagnose.text import Sample
+from tests.diagnose import models
+from tests.diagnose.planted import named
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+TOKENS = torch.randint(models.VOCABULARY, (2, 24), generator=torch.Generator().manual_seed(5))
+SUBLAYERS = {
+    "llama": ["attention", "feed-forward"] * 2,
+    "qwen3": ["attention", "feed-forward"] * 2,
+    "gpt2": ["attention", "feed-forward"] * 2,
+    "gemma2": ["attention", "feed-forward"] * 2,
+    "olmo2": ["attention", "feed-forward"] * 2,
+    "gpt_oss": ["attention", "mixture of experts"] * 2,
+    "mixtral": ["attention", "mixture of experts"] * 2,
+    "qwen3_moe": ["attention", "mixture of experts"] * 2,
+    "qwen3_next": ["linear attention", "mixture of experts"] * 3 + ["attention", "mixture of experts"],
+}
+
+
+def random_text() -> Sample:
+    rows = torch.randint(models.VOCABULARY, (4, 33), generator=torch.Generator().manual_seed(6))
+    return Sample(rows[:, :-1], rows[:, 1:], TextFacts(source="random", tokens=128, sequences=4, length=32))
+
+
+def eager(model: Any, tokens: torch.Tensor) -> Any:
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        return model(tokens, use_cache=False, output_attentions=True)
+
+
+@pytest.mark.parametrize("name", SUBLAYERS)
+def test_structure_states_and_outputs_are_found(name: str) -> None:
+    model = models.build(name)
+    expected = eager(model, TOKENS).logits
+    subject = HuggingFaceSubject(model, name)
+    assert [site.kind for site in subject.sites] == SUBLAYERS[name]
+    with torch.no_grad():
+        torch.testing.assert_close(model(TOKENS, use_cache=False).logits, expected, rtol=1e-4, atol=1e-5)
+    seen = subject.observe(TOKENS, TOKENS)
+    for k in range(len(subject.sites)):  # what a sublayer reads and hands over adds up to what the next one reads
+        torch.testing.assert_close(seen.states[k] + seen.outputs[k], seen.states[k + 1], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2", "gpt_oss", "mixtral", "qwen3_next", "gemma2"])
+def test_attention_sums_equal_those_of_the_models_own_maps(name: str) -> None:
+    model = models.build(name)
+    if name == "gpt_oss":
+        for layer in model.model.layers:
+            layer.self_attn.sinks.data.copy_(torch.tensor([0.5, -1.0, 2.0, 0.0]))
+    maps = eager(model, TOKENS).attentions
+    seen = HuggingFaceSubject(model, name).observe(TOKENS, TOKENS)
+    assert len(seen.attention) == len(maps)
+    for (_, sums), weights in zip(sorted(seen.attention.items()), maps, strict=True):
+        weights = weights.double()
+        torch.testing.assert_close(sums.received, weights.sum(2), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(sums.entropy, torch.special.entr(weights).sum((2, 3)), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(sums.outside, (1 - weights.sum(-1)).sum(-1), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2", "gpt_oss", "mixtral", "qwen3_moe", "qwen3_next", "bloom"])
+def test_every_architecture_is_diagnosed_from_its_folder(name: str, tmp_path: Path) -> None:
+    folder = models.save(models.build(name), tmp_path / name)
+    made = diagnose([folder], tmp_path / "out", tokens=128, length=32, ablations="layers", device="cpu").models[0]
+    assert made.loss == pytest.approx(5.58, abs=0.3)
+    assert made.findings == []
+    assert len(made.states) == len(made.sites) + 1
+    assert sum(a.kind == "layer" for a in made.ablations) == made.layers
+    assert all(site.gradient_rms for site in made.sites)
+    assert Diagnosis.read(tmp_path / "out" / "diagnosis.json").models[0] == made
+    assert (tmp_path / "out" / "report.html").stat().st_size > 1_000_000
+
+
+def test_a_hybrid_says_which_layers_have_no_attention_weights() -> None:
+    subject = HuggingFaceSubject(models.build("qwen3_next"), "hybrid")
+    assert any("layers 0, 1, 2" in reason and "linear attention" in reason for reason in subject.skipped)
+    assert sorted(subject.observe(TOKENS, TOKENS).attention) == [3]
+
+
+def test_a_model_outside_the_attention_interface_degrades_and_says_so() -> None:
+    subject = HuggingFaceSubject(models.build("bloom"), "bloom")
+    seen = subject.observe(TOKENS, TOKENS)
+    assert seen.attention == {} and len(seen.states) == 5
+    assert any(reason.startswith("Attention metrics") for reason in subject.skipped)
+    torch.testing.assert_close(seen.states[1] + seen.outputs[1], seen.states[2])
+
+
+def test_the_streams_of_hyper_connections_are_not_passed_off_as_one_residual() -> None:
+    import transformers
+
+    if not hasattr(transformers, "DeepseekV4Config"):
+        pytest.skip("this transformers has no multi-stream model")
+    subject = HuggingFaceSubject(models.build("deepseek_v4"), "streams")
+    assert subject.state_name == "sublayer input"
+    made = diagnose_model(subject, random_text())
+    assert [s.reader for s in made.streams] == [2, 4]
+    assert all(0 < d < 1 for d in made.streams[1].angular_distance if d is not None)
+    assert len(made.streams[1].angular_distance) == 3
+    assert len(made.states) == len(made.sites)  # before the final norm there are only streams
+
+
+class Strange(nn.Module):
+    """A layer whose parts do not give back the hidden width: it counts as one."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 7), nn.Linear(7, width)
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        inner = self.up(hidden_states)
+        return hidden_states + torch.tanh(inner) @ self.down.weight.T
+
+
+def test_an_unknown_layer_counts_as_one_and_the_rest_is_measured() -> None:
+    model = models.build("llama")
+    model.model.layers[1] = Strange(models.WIDTH)
+    subject = HuggingFaceSubject(model, "strange")
+    assert [site.kind for site in subject.sites] == ["attention", "feed-forward", "layer"]
+    assert any(reason.startswith("Sublayers") for reason in subject.skipped)
+    seen = subject.observe(TOKENS, TOKENS)
+    torch.testing.assert_close(seen.states[2] + seen.outputs[2], seen.states[3])
+
+
+@pytest.mark.parametrize(("name", "offset"), [("llama", 0.0), ("qwen3_next", 1.0), ("gemma2", 1.0), ("gpt2", 0.0)])
+def test_norm_gains_come_out_as_they_act(name: str, offset: float) -> None:
+    model = models.build(name)
+    norms = {"gpt2": "ln_1"}
+    layers = model.transformer.h if name == "gpt2" else model.model.layers
+    norm = getattr(layers[1], norms.get(name, "input_layernorm"))
+    with torch.no_grad():
+        norm.weight.copy_(torch.rand(models.WIDTH))
+    subject = HuggingFaceSubject(model, name)
+    site = next(s.index for s in subject.sites if s.layer == 1)
+    torch.testing.assert_close(subject.gains[site].float(), norm.weight.detach() + offset, rtol=1e-3, atol=1e-4)
+
+
+def test_planted_defects_of_a_llama_are_named() -> None:
+    model = models.build("llama")
+    with torch.no_grad():
+        model.model.embed_tokens.weight.normal_()
+        model.model.embed_tokens.weight[:, 5] = 41.0
+        for layer in model.model.layers:
+            for norm in (layer.input_layernorm, layer.post_attention_layernorm):
+                norm.weight.fill_(7.0)
+                norm.weight[5] = 0.006
+            for matrix in (layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj, layer.self_attn.o_proj):
+                matrix.weight.normal_(std=0.2)
+        model.model.layers[1].self_attn.o_proj.weight.zero_()
+        model.model.layers[1].mlp.down_proj.weight.zero_()
+    made = diagnose_model(HuggingFaceSubject(model, "llama"), random_text())
+    assert named(made) == {("residual_sink", (("dimension", 5),)), ("dead_layer", (("layer", 1),))}
+
+
+def test_a_head_removed_is_a_head_whose_output_is_zero() -> None:
+    model = models.build("llama")
+    subject = HuggingFaceSubject(model, "llama")
+    ablation = next(a for a in subject.ablations(("head",)) if a.index == 1 and a.second == 2)
+    with ablation.applied(), torch.no_grad():
+        removed = float(subject.loss(TOKENS, TOKENS))
+    with torch.no_grad():
+        model.model.layers[1].self_attn.o_proj.weight[:, 16:24] = 0
+        assert removed == pytest.approx(float(subject.loss(TOKENS, TOKENS)), rel=1e-6)

@@ -1,0 +1,204 @@
+"""Every streamed metric equals its direct definition, in float64, over batches of unequal size."""
+
+from __future__ import annotations
+
+import math
+from itertools import combinations
+
+import pytest
+import torch
+from torch import Tensor
+
+from residua.diagnose import ModelDiagnosis, run, taps
+from residua.diagnose.metrics.hidden import FAR, CoreFeatures
+from residua.model.decoder import Decoder
+from residua.ops.depth_attention.reference import depth_attention
+from tests.diagnose import planted
+
+Case = tuple[Decoder, ModelDiagnosis, dict[str, Tensor]]
+
+
+def case(**tables: object) -> Case:
+    """A model in float64, its diagnosis in batches of three and two sequences, and its taps on all of them at once."""
+    model = planted.control(**tables).double()
+    with torch.no_grad():
+        for p in model.topology.parameters():
+            p.add_(torch.randn_like(p) * 0.5)
+    text = planted.sample()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "TOKENS_AT_ONCE", 3 * planted.LENGTH)
+        made = planted.diagnosed(model, text, ablations="none")
+    with taps(model) as seen, torch.no_grad():
+        model(text.tokens)
+    return model, made, seen
+
+
+@pytest.fixture(scope="module")
+def additive() -> Case:
+    torch.manual_seed(0)
+    return case()
+
+
+def state(seen: dict[str, Tensor], made: ModelDiagnosis, k: int) -> Tensor:
+    return seen["final.input" if k == len(made.sites) else f"sublayer.{k}.input"]
+
+
+def test_magnitudes_medians_and_largest_values(additive: Case) -> None:
+    _, made, seen = additive
+    for facts in made.states:
+        h = state(seen, made, facts.index).abs()
+        assert facts.rms == pytest.approx(float(h.square().mean().sqrt()), rel=1e-12)
+        assert facts.median == pytest.approx(float(h.median(-1).values.mean()), rel=1e-12)
+        top = h.flatten().sort(descending=True).values[:3]
+        assert [a.value for a in facts.largest] == pytest.approx(top.tolist(), rel=1e-12)
+        a = facts.largest[0]
+        assert float(h[a.sequence, a.position, a.dimension]) == a.value
+        assert planted.sample().tokens[a.sequence, a.position] == a.token
+
+
+def test_similarities(additive: Case) -> None:
+    _, made, seen = additive
+    first = state(seen, made, 0)
+    for facts in made.states:
+        h = state(seen, made, facts.index)
+        pairs = [
+            float(torch.cosine_similarity(row[i], row[j], 0)) for row in h for i, j in combinations(range(len(row)), 2)
+        ]
+        assert facts.token_similarity == pytest.approx(sum(pairs) / len(pairs), rel=1e-9)
+        cosines = [float(torch.cosine_similarity(a.flatten(), b.flatten(), 0)) for a, b in zip(h, first, strict=True)]
+        assert facts.input_similarity == pytest.approx(sum(cosines) / len(cosines), rel=1e-9)
+
+
+def test_layer_by_layer_similarity_and_angular_distance(additive: Case) -> None:
+    _, made, seen = additive
+    for one, other in ((0, 1), (2, 7), (3, 8), (4, 4)):
+        cosine = torch.cosine_similarity(state(seen, made, one), state(seen, made, other), -1).clamp(-1, 1)
+        assert made.similarity[one][other] == pytest.approx(float(cosine.mean()), rel=1e-9)
+        angle = 0.0 if one == other else float((cosine.arccos() / math.pi).mean())
+        assert made.angular_distance[one][other] == pytest.approx(angle, rel=1e-9, abs=1e-12)
+
+
+def test_core_features_are_the_components_for_99_percent_of_the_variance(additive: Case) -> None:
+    _, made, seen = additive
+    for facts in made.states:
+        h = state(seen, made, facts.index).flatten(0, 1)
+        spectrum = torch.linalg.svdvals(h - h.mean(0)).square()
+        expected = next(k for k in range(1, len(spectrum) + 1) if spectrum[:k].sum() >= 0.99 * spectrum.sum())
+        assert facts.core_features == expected
+
+
+def test_core_features_survive_a_large_constant_dimension_in_single_precision() -> None:
+    x = torch.randn(4, 100, 6) * torch.tensor([1, 1, 1, 1e-3, 1e-3, 0])
+    x[..., 5] += 1e4
+    core = CoreFeatures()
+    for row in x:
+        core.add(row[None])
+    assert core.result() == 3
+
+
+def test_core_features_count_what_differs_between_batches() -> None:
+    x = torch.randn(4, 100, 6) * torch.tensor([1, 1, 0.01, 0.01, 0.01, 0.01])
+    x[..., 5] += torch.arange(4.0)[:, None] * 10
+    core = CoreFeatures()
+    for row in x:
+        core.add(row[None])
+    assert core.result() == 2  # the drift of dimension 5, and one of the two that vary within batches
+    spectrum = torch.linalg.svdvals(x.flatten(0, 1) - x.flatten(0, 1).mean(0)).square()
+    assert spectrum[:2].sum() >= 0.99 * spectrum.sum() > spectrum[:1].sum()
+
+
+def test_dimension_means_and_shares(additive: Case) -> None:
+    _, made, seen = additive
+    stacked = torch.stack([state(seen, made, k) for k in range(len(made.sites) + 1)]).abs()
+    mean = stacked.mean((0, 1, 2))
+    far = (stacked > FAR * stacked.median(-1, keepdim=True).values).double().mean((0, 1, 2))
+    assert [d.dimension for d in made.dimensions.largest] == mean.argsort(descending=True).tolist()
+    for d in made.dimensions.largest:
+        assert d.mean == pytest.approx(float(mean[d.dimension]), rel=1e-12)
+        assert d.ratio == pytest.approx(float(mean[d.dimension] / mean.median()), rel=1e-12)
+        assert d.share == pytest.approx(float(far[d.dimension]), abs=1e-12)
+
+
+def test_output_and_gradient_rms(additive: Case) -> None:
+    model, made, seen = additive
+    text = planted.sample()
+    model.zero_grad()
+    model.losses(text.tokens[:1], text.targets[:1])[0].backward()
+    for site in made.sites:
+        y = seen[f"sublayer.{site.index}.output"]
+        assert site.output_rms == pytest.approx(float(y.square().mean().sqrt()), rel=1e-12)
+        flat = torch.cat([p.grad.flatten() for p in model.sublayers[site.index].parameters() if p.grad is not None])
+        assert site.gradient_rms == pytest.approx(float(flat.square().mean().sqrt()), rel=1e-9)
+    model.zero_grad()
+
+
+def attention_map(seen: dict[str, Tensor], layer: int) -> Tensor:
+    q, k = (seen[f"attention.{layer}.{name}"].transpose(1, 2) for name in ("query", "key"))
+    scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
+    return scores.masked_fill(~torch.ones(scores.shape[-2:], dtype=torch.bool).tril(), -torch.inf).softmax(-1)
+
+
+def test_attention_sinks_and_entropy(additive: Case) -> None:
+    model, made, seen = additive
+    length = planted.LENGTH
+    for facts in made.attention:
+        weights = attention_map(seen, facts.layer)
+        assert facts.first_token == pytest.approx(float(weights[..., 0].mean()), rel=1e-10)
+        assert facts.uniform_first_token == pytest.approx(sum(1 / i for i in range(1, length + 1)) / length, rel=1e-12)
+        assert facts.entropy == pytest.approx(float(torch.special.entr(weights).sum(-1).mean()), rel=1e-10)
+        uniform = sum(math.log(i) for i in range(1, length + 1)) / length
+        assert facts.uniform_entropy == pytest.approx(uniform, rel=1e-12)
+        alpha = weights.sum(2) / torch.arange(length, 0, -1)
+        assert facts.sink_rate == pytest.approx(float((alpha[..., 0] > 0.3).double().mean()), abs=1e-12)
+        for head, one in enumerate(facts.heads):
+            assert one.first_token == pytest.approx(float(weights[:, head, :, 0].mean()), rel=1e-10)
+        for place in facts.positions:
+            assert place.attention == pytest.approx(float(alpha[..., place.position].mean()), rel=1e-10)
+        value = seen[f"attention.{facts.layer}.value"].transpose(1, 2)
+        y = model.sublayers[2 * facts.layer].body.out((weights @ value).transpose(1, 2).flatten(-2))
+        torch.testing.assert_close(y, seen[f"sublayer.{2 * facts.layer}.output"])  # the taps are what attention used
+
+
+def test_depth_weights_of_attention_residuals() -> None:
+    model, made, seen = case(topology={"kind": "full_attnres"})
+    sources = [seen["sublayer.0.input"]]
+    for k, read in enumerate(model.topology.reads):
+        sources.append(seen[f"sublayer.{k}.output"])
+        _, weights = depth_attention(sources, read.query, norm_weight=read.gain, return_weights=True)
+        facts = next(r for r in made.depth_weights if r.reader == k + 1)
+        assert facts.mean == pytest.approx(weights.mean((0, 1)).tolist(), rel=1e-9)
+        assert facts.sources == ["embedding", *(s.name for s in made.sites[: k + 1])]
+
+
+def test_streams_and_write_gates_of_multi_gate_residuals() -> None:
+    _, made, seen = case(topology={"kind": "multi_gate", "streams": 3})
+    for facts in made.betas:
+        beta = seen[f"depth.{facts.site}.beta"]
+        assert facts.mean == pytest.approx(beta.mean((0, 1)).tolist(), rel=1e-9)
+        counts = [(((beta >= i / 20) & (beta < (i + 1) / 20)).double().mean()) for i in range(20)]
+        assert facts.histogram == pytest.approx([float(c) for c in counts], abs=2e-3)
+    facts = next(s for s in made.streams if s.reader == 6)
+    before, after = seen["depth.4.streams"], seen["depth.5.streams"]
+    cosine = torch.cosine_similarity(before, after, -1).clamp(-1, 1)
+    assert facts.angular_distance == pytest.approx((cosine.arccos() / math.pi).mean((0, 1)).tolist(), rel=1e-6)
+    between = [
+        torch.cosine_similarity(after[..., i, :], after[..., j, :], -1).mean() for i, j in ((0, 1), (0, 2), (1, 2))
+    ]
+    assert facts.similarity == pytest.approx(float(sum(between) / 3), rel=1e-9)
+    assert made.state_name == "sublayer input"
+
+
+def test_gates_and_anchor_scales() -> None:
+    attention = {"kind": "softmax", "heads": 4, "gate": "elementwise"}
+    _, made, seen = case(attention=attention, anchors={"kind": "exoformer"})
+    for facts in made.gates:
+        gate = seen[f"attention.{facts.layer}.gate"]
+        assert facts.mean == pytest.approx(float(gate.mean()), rel=1e-10)
+        assert facts.closed == pytest.approx(float((gate < 0.2).double().mean()), abs=1e-12)
+    assert {(a.layer, a.pathway) for a in made.anchors} == {(n, s) for n in range(4) for s in "qkvg"}
+    assert all(len(a.anchor) == 4 and a.anchor == pytest.approx([0.5] * 4) and a.near_zero == 0 for a in made.anchors)
+
+
+def test_the_loss_is_that_of_the_model(additive: Case) -> None:
+    model, made, _ = additive
+    assert made.loss == pytest.approx(float(planted.losses(model, planted.sample()).detach()), rel=1e-12)

@@ -1,0 +1,42 @@
+"""Named taps for people."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import residua.diagnose
+from tests.diagnose import planted
+
+TOKENS = planted.sample().tokens
+
+
+def test_taps_records_published_names_and_nothing_outside_the_block() -> None:
+    model = planted.control(topology={"kind": "full_attnres"})
+    with residua.diagnose.taps(model) as seen:
+        model(TOKENS)
+    recorded = dict(seen)
+    model(TOKENS[:1])
+    assert dict(seen) == recorded
+    assert {"sublayer.3.output", "depth.3.weights", "attention.1.query", "final.input"} <= set(seen)
+
+
+def test_patterns_keep_only_what_they_name() -> None:
+    model = planted.control()
+    with residua.diagnose.taps(model, "attention.*.key", "final.input") as seen:
+        model(TOKENS)
+    assert set(seen) == {"final.input", *(f"attention.{layer}.key" for layer in range(4))}
+
+
+def test_tapped_tensors_keep_their_graph() -> None:
+    model = planted.control()
+    with residua.diagnose.taps(model, "sublayer.2.output") as seen:
+        loss = planted.losses(model, planted.sample())
+    (gradient,) = torch.autograd.grad(loss, seen["sublayer.2.output"])
+    assert gradient.abs().sum() > 0
+
+
+def test_a_model_without_taps_is_refused() -> None:
+    with pytest.raises(ValueError, match="Linear publishes no taps"), residua.diagnose.taps(nn.Linear(2, 2)):  # type: ignore[arg-type]
+        pass
