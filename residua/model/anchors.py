@@ -18,6 +18,7 @@ from residua import ops
 from residua.model import choices
 from residua.model.context import Anchors
 from residua.model.projection import Projection
+from residua.ops.mix_projection import per_head
 
 Projections = dict[str, Tensor]
 """Pathway name to [B, T, heads, head_dim]."""
@@ -156,11 +157,12 @@ class DynamicMix(Mix):
 
     def scales(self, x: Tensor) -> list[tuple[Tensor, Tensor]]:
         gamma = self.gamma(x)[..., None, None].unbind(2)
-        return [(l1 * gamma[2 * i], l2 * gamma[2 * i + 1]) for i, (l1, l2) in enumerate(super().scales(x))]
+        scales = [(per_head(l1), per_head(l2)) for l1, l2 in super().scales(x)]
+        return [(l1 * gamma[2 * i], l2 * gamma[2 * i + 1]) for i, (l1, l2) in enumerate(scales)]
 
 
 def _scale_shape(granularity: str, heads: int, head_dim: int) -> tuple[int, ...]:
-    return {"elementwise": (heads, head_dim), "headwise": (heads, 1), "scalar": ()}[granularity]
+    return {"elementwise": (heads, head_dim), "headwise": (heads,), "scalar": ()}[granularity]
 
 
 def build_source(config: choices.Anchors, shape: HeadShape | None, width: int, *, std: float) -> NoSource | ExoSource:

@@ -72,7 +72,7 @@ def normed(S: Tensor, gain: Tensor | None, eps: float = EPS) -> Tensor:
 
 
 def mix(S: Tensor, anchor: Tensor, l1: list[Tensor], l2: list[Tensor]) -> Tensor:
-    """Ŝ[t, h] = λ1 ⊙ S_anc[t, h] + λ2 ⊙ S[t, h]; `l1`, `l2` list a token's λ, each [H, D], [H, 1] or a number."""
+    """Ŝ[t, h] = λ1 ⊙ S_anc[t, h] + λ2 ⊙ S[t, h]; `l1`, `l2` list a token's λ, each [H, D], [H, 1], [H] or a number."""
 
     def of_head(scale: Tensor, h: int) -> Tensor:
         return scale if scale.dim() == 0 else scale[h]

@@ -53,7 +53,7 @@ def test_norm_rotate_is_its_equation() -> None:
     agree([ours], [golden.unflatten(0, (2, 3))], leaves)
 
 
-SCALES = {"elementwise": (4, 6), "headwise": (4, 1), "scalar": (), "per token": (2, 3, 1, 1)}
+SCALES = {"elementwise": (4, 6), "headwise": (4,), "broadcast": (4, 1), "scalar": (), "per token": (2, 3, 1, 1)}
 
 
 @pytest.mark.parametrize("norm", [True, False], ids=["normed", "raw"])
