@@ -12,7 +12,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from residua.bench.cases import Shape
 from residua.bench.ceilings import Ceilings
+from residua.bench.operators import OpResult
 from residua.bench.step import StepResult
 from residua.bench.timing import Sample
 from residua.train.config import RunConfig
@@ -97,6 +99,46 @@ def step_report(
     }
 
 
+def print_operators(console: Console, results: Sequence[OpResult]) -> None:
+    """One row per implementation of each case."""
+    table = Table(header_style="bold", box=box.SIMPLE_HEAD)
+    for title in ("case", "implementation"):
+        table.add_column(title, no_wrap=True)
+    for title in ("forward ms", "p10–p90", "share", "forward + backward ms", "p10–p90", "share", "GiB"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for result in results:
+        table.add_row(result.case, result.implementation, *_operator_cells(result))
+    console.print(table)
+    console.print(
+        "share: of the copy bandwidth, every input read once and every output written once; of the matrix product's "
+        "rate for linear_cross_entropy. GiB: what both passes take beyond the inputs.",
+        soft_wrap=True,
+    )
+
+
+def _operator_cells(result: OpResult) -> list[str]:
+    if result.problem is not None:
+        return [result.problem]
+    cells = []
+    for sample, share in ((result.forward, result.forward_share), (result.both, result.both_share)):
+        assert sample is not None
+        cells += [number(sample.median * 1e3, ".3f"), spread(sample, 3), number(share, ".0%")]
+    return [*cells, number(result.memory_gib, ".2f")]
+
+
+def operator_report(
+    environment: dict[str, Any], ceilings: Ceilings, shape: Shape, results: Sequence[OpResult]
+) -> dict[str, Any]:
+    """Everything as plain JSON: seconds, bytes, FLOP/s."""
+    return {
+        "kind": "ops",
+        "environment": environment,
+        "ceilings": asdict(ceilings),
+        "shape": {**asdict(shape), "dtype": str(shape.dtype).removeprefix("torch.")},
+        "results": [asdict(result) for result in results],
+    }
+
+
 def write_json(path: Path, report: dict[str, Any]) -> None:
     """Write a report, making its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -108,6 +150,6 @@ def number(value: float | None, form: str) -> str:
     return "–" if value is None else format(value, form)
 
 
-def spread(sample: Sample) -> str:
+def spread(sample: Sample, digits: int = 2) -> str:
     """p10–p90 in milliseconds."""
-    return f"{sample.p10 * 1e3:.2f}–{sample.p90 * 1e3:.2f}"
+    return f"{sample.p10 * 1e3:.{digits}f}–{sample.p90 * 1e3:.{digits}f}"

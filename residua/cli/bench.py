@@ -7,15 +7,16 @@ from typing import Annotated
 
 import typer
 
-app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    help="Measure the training step and the operators against what this device can do.\n\n"
+    "Example: residua bench step mgr-s-prenorm --accumulate 4",
+)
 
 PRESETS = "the preset's"
 Out = Annotated[Path | None, typer.Option(show_default=False, help="Write everything measured to this JSON file.")]
-
-
-@app.callback()
-def bench() -> None:
-    """Measure the training step and the operators against what this device can do."""
 
 
 @app.command()
@@ -79,3 +80,47 @@ def step(
     if out is not None:
         show.write_json(out, show.step_report(environment, ceilings, base.model_dump(mode="json"), results))
         console.print(f"written to {out}", soft_wrap=True)
+
+
+@app.command(name="ops")
+def operators(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[OPERATOR ...]", show_default="all", help="Operators, and `depth` for whole depths."),
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens at once.")] = 32_768,
+    width: Annotated[int, typer.Option(min=1, help="Channels.")] = 768,
+    streams: Annotated[int, typer.Option(min=2, help="Streams of multi_gate.")] = 4,
+    sources: Annotated[int, typer.Option(min=1, help="Sources of depth_attention.")] = 12,
+    sublayers: Annotated[int, typer.Option(min=4, help="Sublayers of whole depths.")] = 24,
+    vocabulary: Annotated[int, typer.Option(min=2, help="Vocabulary of linear_cross_entropy.")] = 50_304,
+    precision: Annotated[str, typer.Option(show_default="bfloat16 on a GPU", help="bfloat16 or float32.")] = "",
+    implementations: Annotated[
+        str, typer.Option(help="Any of fused, reference and compiled (the reference under torch.compile).")
+    ] = "fused,reference",
+    repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each.")] = 50,
+    out: Out = None,
+) -> None:
+    """Time operators forward and backward, as a share of what this device can do, with peers that are installed.
+
+    \b
+    residua bench ops
+    residua bench ops multi_gate gated_norm --width 1280 --streams 8 --out ops.json
+    residua bench ops depth --implementations fused,compiled
+    """
+    from rich.console import Console
+
+    from residua.bench import suite
+
+    settings = {
+        "tokens": tokens,
+        "width": width,
+        "streams": streams,
+        "sources": sources,
+        "sublayers": sublayers,
+        "vocabulary": vocabulary,
+    }
+    plan = suite.plan(names or [], implementations.split(","), precision, settings)
+    with Console(stderr=True).status("measuring this device") as status:
+        report = suite.run(plan, repeats, tell=status.update)
+    suite.show_report(report, out)

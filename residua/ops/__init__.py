@@ -9,7 +9,7 @@ from residua.ops.gated_delta import gated_delta
 from residua.ops.gated_norm import gated_norm, low_rank_gate
 from residua.ops.linear_cross_entropy import linear_cross_entropy
 from residua.ops.mix_projection import mix_projection
-from residua.ops.multi_gate import gates, multi_gate, pool, pool_weights
+from residua.ops.multi_gate import gates, multi_gate, multi_gate_chain, pool, pool_weights
 from residua.ops.norm_rotate import norm_rotate, rotate
 from residua.ops.numeric import rms
 
@@ -26,6 +26,7 @@ __all__ = [
     "low_rank_gate",
     "mix_projection",
     "multi_gate",
+    "multi_gate_chain",
     "norm_rotate",
     "pool",
     "pool_weights",

@@ -14,7 +14,6 @@ DTYPES = (torch.float32, torch.bfloat16)
 INSTALLED = find_spec("triton") is not None
 # Triton was told to run its kernels in Python, on a CPU: for tests, thousands of times slower.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-WARPS_AT_ONCE = 16
 
 
 def serves(*tensors: Tensor) -> bool:
@@ -28,6 +27,11 @@ def serves(*tensors: Tensor) -> bool:
     return all((x.is_cuda or asked) and x.dtype in DTYPES for x in tensors)
 
 
-def programs(x: Tensor, warps: int) -> int:
-    """How many programs of `warps` warps a persistent kernel starts: about what the device runs at once."""
-    return torch.cuda.get_device_properties(x.device).multi_processor_count * max(1, WARPS_AT_ONCE // warps) if x.is_cuda else 3
+def asked(*tensors: Tensor) -> bool:
+    """As `serves`, but only where `backend("triton")` asks: for kernels that no GPU has checked and timed yet."""
+    return chosen_backend() == "triton" and serves(*tensors)
+
+
+def multiprocessors(x: Tensor) -> int:
+    """How many multiprocessors the tensor's GPU has. The interpreter gets 3: programs that share work are tested."""
+    return torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 3

@@ -53,7 +53,8 @@ class MultiGate(Topology):
         s'_i = s_i + β_i (f − s_i),     h = Σ softmax_i( w2 · RMS(s'_i)/√C ) s'_i
 
     Fill phase: stream 1 is the embedding and the first n − 1 outputs are appended as the others. (n copies of the
-    embedding would stay identical for ever.) The state is the tuple of streams while filling, then one [B, T, n, C].
+    embedding would stay identical for ever.) The state is the tuple of streams while filling, then one [B, T, n, C],
+    after which the operator may keep tensors of its own.
     """
 
     def __init__(self, config: choices.MultiGate, sublayers: int, width: int) -> None:
@@ -71,12 +72,12 @@ class MultiGate(Topology):
     def step(self, k: int, y: Tensor, state: State) -> tuple[Tensor, State]:
         if k < self.fill:
             return self._append(k, y, state)
-        gates, pool, streams = cast(Gates, self.gates[k - self.fill]), cast(Pool, self.pools[k]), state[0]
-        h, after = ops.multi_gate(streams, y, gates.query, gates.bias, pool.query, competitive=self.competitive)
-        tap(f"depth.{k}.beta", lambda: ops.gates(streams, gates.query, gates.bias, competitive=self.competitive))
-        tap(f"depth.{k}.weights", lambda: ops.pool_weights(after, pool.query))
-        tap(f"depth.{k}.streams", after)
-        return h, (after,)
+        gates, pool = cast(Gates, self.gates[k - self.fill]), cast(Pool, self.pools[k])
+        h, after = ops.multi_gate_chain(state, y, gates.query, gates.bias, pool.query, competitive=self.competitive)
+        tap(f"depth.{k}.beta", lambda: ops.gates(state[0], gates.query, gates.bias, competitive=self.competitive))
+        tap(f"depth.{k}.weights", lambda: ops.pool_weights(after[0], pool.query))
+        tap(f"depth.{k}.streams", after[0])
+        return h, after
 
     def _append(self, k: int, y: Tensor, state: State) -> tuple[Tensor, State]:
         streams = (*state, y)

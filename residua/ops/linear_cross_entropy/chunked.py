@@ -127,18 +127,14 @@ def _(
 def _products(
     p: Tensor, hidden: Tensor, cast: Tensor, scale: Tensor, entry: Tensor, target: Tensor, weight_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """scale·(p·W) and pᵀ·(scale·hidden), with the target's column of p replaced by `entry` while they run."""
-    # Through .data: the saved tensor is whole again at the end, so a second backward pass may use it.
-    entries, original = p.data, p.gather(1, target)
-    entries.scatter_(1, target, entry)
+    """scale·(p·W) and pᵀ·(scale·hidden), the target's entry of each row of p being `entry`."""
+    # Through .data, past autograd's count of changes: each backward pass writes these entries anew before it uses them.
+    p.data.scatter_(1, target, entry)
     g_hidden = torch.mm(p, cast).mul_(scale)
     scaled = torch.mul(hidden, scale, out=torch.empty_like(hidden))
     if p.is_cuda and weight_dtype != p.dtype:
-        g_weight = torch.mm(p.t(), scaled, out_dtype=weight_dtype)
-    else:
-        g_weight = torch.mm(p.t(), scaled).to(weight_dtype)
-    entries.scatter_(1, target, original)
-    return g_hidden, g_weight
+        return g_hidden, torch.mm(p.t(), scaled, out_dtype=weight_dtype)
+    return g_hidden, torch.mm(p.t(), scaled).to(weight_dtype)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

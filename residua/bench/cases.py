@@ -1,0 +1,156 @@
+"""What `residua bench ops` times: each operator at one shape, with the bytes or the arithmetic it cannot do without."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from residua import ops
+from residua.model import choices
+from residua.model.topology import build_topology
+
+Function = Callable[..., Sequence[Tensor]]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One size for all operators. `sources` is for depth attention, `sublayers` for whole depth paths."""
+
+    tokens: int = 32_768
+    width: int = 768
+    streams: int = 4
+    sources: int = 12
+    rank: int = 16
+    vocabulary: int = 50_304
+    sublayers: int = 24
+    dtype: torch.dtype = torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Case:
+    """An operator with its inputs; all floating-point inputs get gradients.
+
+    `forward_bytes` and `backward_bytes` count every input read once and every output written once (0 where arithmetic
+    is the limit), `flops` the arithmetic of both passes (0 where memory is).
+    """
+
+    name: str
+    function: Function
+    inputs: tuple[Tensor, ...]
+    forward_bytes: int = 0
+    backward_bytes: int = 0
+    flops: int = 0
+
+
+def operators(shape: Shape, device: torch.device) -> dict[str, Callable[[], Case]]:
+    """The cases by name; their tensors are made when one is called."""
+    made = {
+        "multi_gate": _multi_gate,
+        "gated_norm": _gated_norm,
+        "depth_attention": _depth_attention,
+        "mix_projection": _mix_projection,
+        "linear_cross_entropy": _linear_cross_entropy,
+    }
+    return {name: partial(make, shape, device) for name, make in made.items()}
+
+
+def depth_paths(shape: Shape, device: torch.device) -> dict[str, Callable[[], Case]]:
+    """All of a model's depth and nothing else: every junction of `sublayers` sublayers, whose outputs are given."""
+    blocks = max(1, shape.sublayers // 4)
+    configs: dict[str, choices.Topology] = {
+        "additive": choices.Additive(),
+        "block_attnres, 4 blocks": choices.BlockAttnRes(sublayers_per_block=blocks),
+        "full_attnres": choices.FullAttnRes(),
+        f"multi_gate, {shape.streams} streams": choices.MultiGate(streams=shape.streams),
+    }
+    titles = {f"{shape.sublayers} sublayers, {name}": config for name, config in configs.items()}
+    return {title: partial(_depth_path, title, config, shape, device) for title, config in titles.items()}
+
+
+def _multi_gate(shape: Shape, device: torch.device) -> Case:
+    n = shape.streams
+    streams, update = _random(shape, device, n), _random(shape, device)
+    weights = (_vector(shape, device), torch.randn(n + 1, device=device), _vector(shape, device))
+    rows = [(2 * n + 2) * update.nbytes, (3 * n + 3) * update.nbytes]
+
+    return Case(f"multi_gate, {n} streams", ops.multi_gate, (streams, update, *weights), *rows)
+
+
+def _gated_norm(shape: Shape, device: torch.device) -> Case:
+    x, weight = _random(shape, device), _vector(shape, device)
+    down = torch.randn(shape.rank, shape.width, device=device) / shape.width**0.5
+    up = torch.randn(shape.width, shape.rank, device=device)
+    return Case(
+        f"gated_norm, rank {shape.rank}",
+        lambda *inputs: [ops.gated_norm(*inputs)],
+        (x, weight, down, up),
+        2 * x.nbytes,
+        3 * x.nbytes,
+    )
+
+
+def _depth_attention(shape: Shape, device: torch.device) -> Case:
+    sources = [_random(shape, device) for _ in range(shape.sources)]
+    size = sources[0].nbytes
+
+    def attend(query: Tensor, gain: Tensor, *sources: Tensor) -> Sequence[Tensor]:
+        return [ops.depth_attention(sources, query, norm_weight=gain)]
+
+    inputs = (_vector(shape, device), _vector(shape, device), *sources)
+    name = f"depth_attention, {shape.sources} sources"
+    return Case(name, attend, inputs, (shape.sources + 1) * size, (2 * shape.sources + 1) * size)
+
+
+def _mix_projection(shape: Shape, device: torch.device) -> Case:
+    head = 128 if shape.width % 128 == 0 else shape.width
+    heads = shape.width // head
+    current, anchor = (_random(shape, device).view(shape.tokens, heads, head) for _ in range(2))
+    scales = [torch.randn(heads, head, device=device) for _ in range(2)]
+    gain = torch.randn(head, device=device)
+
+    def mix(current: Tensor, anchor: Tensor, own: Tensor, other: Tensor, gain: Tensor) -> Sequence[Tensor]:
+        return [ops.mix_projection(current, anchor, own, other, norm_weight=gain)]
+
+    inputs = (current, anchor, *scales, gain)
+    return Case("mix_projection, elementwise", mix, inputs, 3 * current.nbytes, 5 * current.nbytes)
+
+
+def _linear_cross_entropy(shape: Shape, device: torch.device) -> Case:
+    hidden = _random(shape, device)
+    weight = torch.randn(shape.vocabulary, shape.width, device=device) / shape.width**0.5
+    targets = torch.randint(shape.vocabulary, (shape.tokens,), device=device)
+
+    def loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Sequence[Tensor]:
+        cross_entropy, z = ops.linear_cross_entropy(hidden, weight, targets, z_loss=1e-5)
+        return [cross_entropy + z]
+
+    flops = 6 * shape.tokens * shape.width * shape.vocabulary
+    return Case(f"linear_cross_entropy, {shape.vocabulary}", loss, (hidden, weight, targets), flops=flops)
+
+
+def _depth_path(name: str, config: choices.Topology, shape: Shape, device: torch.device) -> Case:
+    with device:
+        topology = build_topology(config, shape.sublayers, shape.width)
+    embedding, *outputs = (_random(shape, device)[None] for _ in range(shape.sublayers + 1))
+
+    def path(embedding: Tensor, *rest: Tensor) -> Sequence[Tensor]:
+        h, state = topology.open(embedding)
+        read = []
+        for k in range(shape.sublayers):
+            h, state = topology.step(k, rest[k], state)
+            read.append(h)
+        return read
+
+    return Case(name, path, (embedding, *outputs, *topology.parameters()))
+
+
+def _random(shape: Shape, device: torch.device, *middle: int) -> Tensor:
+    return torch.randn(shape.tokens, *middle, shape.width, device=device, dtype=shape.dtype)
+
+
+def _vector(shape: Shape, device: torch.device) -> Tensor:
+    return torch.randn(shape.width, device=device)

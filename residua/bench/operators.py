@@ -1,0 +1,166 @@
+"""Operators, each forward and forward + backward: ours, the plain reference, and peers where they are installed."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from residua import ops
+from residua.bench.cases import Case, Function
+from residua.bench.ceilings import Ceilings
+from residua.bench.timing import Sample, time_each
+
+FLUSH_BYTES = 2**28
+
+
+@dataclass(frozen=True)
+class OpResult:
+    """One implementation of one case; with a `problem` there are no timings.
+
+    Shares are of the copy bandwidth, or of the matrix product's rate where arithmetic is the limit. Memory is what
+    both passes take beyond the inputs.
+    """
+
+    case: str
+    implementation: str
+    problem: str | None = None
+    forward: Sample | None = None
+    both: Sample | None = None
+    forward_share: float | None = None
+    both_share: float | None = None
+    memory_gib: float | None = None
+
+
+def implementations(device: torch.device, asked: Sequence[str]) -> dict[str, Callable[[Function], Function]]:
+    """The ways to run a case: the fused path (on a GPU), the reference, the reference compiled."""
+    known = {"fused": _fused, "reference": _reference, "compiled": _compiled}
+    for name in asked:
+        if name not in known:
+            raise ValueError(f"implementation {name!r} does not exist: choose from {', '.join(known)}.")
+    return {name: known[name] for name in asked if name != "fused" or device.type == "cuda"}
+
+
+def bench_operator(
+    case: Case, functions: dict[str, Function], device: torch.device, ceilings: Ceilings, repeats: int
+) -> list[OpResult]:
+    """Time every implementation of a case on the same inputs."""
+    results = []
+    for name, function in functions.items():
+        try:
+            results.append(_measure(case, name, function, device, ceilings, repeats))
+        except torch.OutOfMemoryError:
+            results.append(OpResult(case.name, name, problem="out of memory"))
+        torch.compiler.reset()
+        _free(device)
+    return results
+
+
+def _measure(
+    case: Case, name: str, function: Function, device: torch.device, ceilings: Ceilings, repeats: int
+) -> OpResult:
+    leaves = [t.detach().requires_grad_(t.is_floating_point()) for t in case.inputs]
+    wanted = [t for t in leaves if t.requires_grad]
+    outputs = function(*leaves)
+    probes = [torch.randn_like(y) for y in outputs]
+    del outputs
+
+    def forward() -> None:
+        function(*leaves)
+
+    def both() -> Sequence[Tensor | None]:
+        return torch.autograd.grad(function(*leaves), wanted, probes, allow_unused=True)
+
+    memory = _memory(both, device)
+    samples = [_time(_captured(work, device), device, repeats) for work in (forward, both)]
+    return OpResult(
+        case.name,
+        name,
+        forward=samples[0],
+        both=samples[1],
+        forward_share=_share(case.forward_bytes, case.flops / 3, samples[0], ceilings),
+        both_share=_share(case.forward_bytes + case.backward_bytes, case.flops, samples[1], ceilings),
+        memory_gib=memory,
+    )
+
+
+def _share(bytes_moved: float, flops: float, sample: Sample, ceilings: Ceilings) -> float | None:
+    if flops:
+        return flops / sample.median / ceilings.matmul_flops_per_second
+    return bytes_moved / sample.median / ceilings.copy_bytes_per_second if bytes_moved else None
+
+
+def _time(work: Callable[[], object], device: torch.device, repeats: int) -> Sample:
+    """Repeated runs, each from a cold cache."""
+    flush = torch.empty(FLUSH_BYTES if device.type == "cuda" else 0, dtype=torch.uint8, device=device)
+    time_each(work, 3, device, before=flush.zero_)
+    return Sample.of(time_each(work, repeats, device, before=flush.zero_))
+
+
+def _captured(work: Callable[[], object], device: torch.device) -> Callable[[], object]:
+    """The work as a CUDA graph, so that launches do not count; as it is where it cannot be captured."""
+    if device.type != "cuda":
+        return work
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            work()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            kept = work()
+    except RuntimeError:
+        torch.cuda.synchronize()
+        return work
+
+    def replay(_results: object = kept) -> None:
+        graph.replay()
+
+    return replay
+
+
+def _memory(work: Callable[[], object], device: torch.device) -> float | None:
+    if device.type != "cuda":
+        work()
+        return None
+    work()
+    _free(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    work()
+    return (torch.cuda.max_memory_allocated(device) - before) / 2**30
+
+
+def _free(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+
+
+def _fused(function: Function) -> Function:
+    return function
+
+
+def _reference(function: Function) -> Function:
+    def run(*inputs: Tensor) -> Sequence[Tensor]:
+        with ops.backend("reference"):
+            return function(*inputs)
+
+    return run
+
+
+def _compiled(function: Function) -> Function:
+    compiled: Function = torch.compile(function, dynamic=False)
+
+    def run(*inputs: Tensor) -> Sequence[Tensor]:
+        with ops.backend("reference"):
+            return compiled(*inputs)
+
+    return run

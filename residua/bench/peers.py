@@ -1,0 +1,39 @@
+"""Other people's kernels for the same operators, where they are installed: measured beside ours in the same run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from residua.bench.cases import Function
+
+
+def peers(operator: str) -> dict[str, Function]:
+    """The installed implementations of an operator, taking the inputs of its case."""
+    found: dict[str, dict[str, Function]] = {
+        "depth_attention": {"fla": _fla_attention, "liger_kernel": _liger_attention},
+        "linear_cross_entropy": {"liger_kernel": _liger_cross_entropy},
+    }
+    return {name: peer for name, peer in found.get(operator, {}).items() if find_spec(name) is not None}
+
+
+def _fla_attention(query: Tensor, gain: Tensor, *sources: Tensor) -> Sequence[Tensor]:
+    from fla.ops.attnres import fused_attnres
+
+    return [fused_attnres(query, list(sources), gain)]
+
+
+def _liger_attention(query: Tensor, gain: Tensor, *sources: Tensor) -> Sequence[Tensor]:
+    """Liger takes the sources stacked; making the stack is part of using it."""
+    from liger_kernel.ops.attn_res import LigerAttnResFunction
+
+    return [LigerAttnResFunction.apply(torch.stack(sources), query, gain, 1e-6)]
+
+
+def _liger_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Sequence[Tensor]:
+    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+    return [LigerFusedLinearCrossEntropyLoss(lse_square_scale=1e-5)(weight.to(hidden.dtype), hidden, targets)]

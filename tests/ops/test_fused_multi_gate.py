@@ -1,0 +1,222 @@
+"""The fused junction against the reference in float64, and chains that keep few streams."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from residua import ops
+from residua.ops import fused
+from residua.ops.multi_gate import multi_gate_chain, reference
+
+interpreter = pytest.mark.skipif(not fused.INTERPRETED, reason="needs TRITON_INTERPRET=1")
+NAMES = ("hidden", "streams", "g streams", "g update", "g gate_query", "g gate_bias", "g pool_query")
+
+
+@pytest.fixture(autouse=True)
+def _poison():
+    """Memory that is handed out uninitialised holds NaN: an output that is not written shows."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def junction(tokens: int, n: int, width: int, competitive: bool, device: str = "cpu") -> list[Tensor]:
+    """streams, update, gate_query, gate_bias, pool_query, none of them near a special value."""
+    shapes = ((tokens, n, width), (tokens, width), (width,), (n + competitive,), (width,))
+    return [torch.randn(shape, device=device) for shape in shapes]
+
+
+def with_gradients(operator: Callable, inputs: list[Tensor], dtype: torch.dtype, **settings: bool) -> list[Tensor]:
+    """Outputs, and the gradients of a random functional of both, in every input."""
+    leaves = [t.detach().to(dtype).requires_grad_() for t in inputs]
+    outputs = operator(*leaves, **settings)
+    generator = torch.Generator().manual_seed(1)
+    probes = [torch.randn(y.shape, generator=generator).to(y) for y in outputs]
+    total = sum((probe * y).sum() for probe, y in zip(probes, outputs, strict=True))
+    return [*outputs, *torch.autograd.grad(total, leaves)]
+
+
+def assert_close(ours: list[Tensor], exact: list[Tensor], tolerance: float) -> None:
+    for name, a, b in zip(NAMES, ours, exact, strict=True):
+        error = (a.double() - b).norm() / b.norm().clamp(min=1e-12)
+        assert error <= tolerance, f"{name}: relative error {error:.2e}"
+
+
+def triton(*args: Tensor, **settings: bool) -> tuple[Tensor, Tensor]:
+    with ops.backend("triton"):
+        return ops.multi_gate(*args, **settings)
+
+
+SIZES = {
+    "odd width": (5, 4, 33),
+    "width of several tiles": (2, 2, 300),
+    "padded streams": (3, 3, 100),
+    "sixteen streams": (1, 16, 8),
+    "one token": (1, 2, 16),
+}
+
+
+@interpreter
+@pytest.mark.parametrize("competitive", [True, False], ids=["competitive", "independent"])
+@pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
+def test_the_kernels_equal_the_reference_in_every_gradient(size, competitive):
+    inputs = junction(*size, competitive)
+    exact = with_gradients(reference.multi_gate, inputs, torch.float64, competitive=competitive)
+    ours = with_gradients(triton, inputs, torch.float32, competitive=competitive)
+    assert_close(ours, exact, 5e-6)
+
+
+@interpreter
+def test_no_tokens_give_no_output_and_zero_gradients():
+    ours = with_gradients(triton, junction(0, 3, 8, True), torch.float32, competitive=True)
+    assert ours[0].shape == (0, 8) and ours[1].shape == (0, 3, 8)
+    assert all(g.count_nonzero() == 0 for g in ours[2:])
+
+
+@interpreter
+def test_non_contiguous_and_batched_inputs_are_taken():
+    streams, update, *rest = junction(6, 3, 10, True)
+    leaf = streams.transpose(1, 2).contiguous().requires_grad_()
+    batched = leaf.transpose(1, 2).reshape(2, 3, 3, 10)
+    h, s = triton(batched, update.reshape(3, 2, 10).transpose(0, 1), *rest)
+    want_h, want_s = reference.multi_gate(
+        batched.double(), update.reshape(3, 2, 10).transpose(0, 1).double(), *(t.double() for t in rest)
+    )
+    assert h.shape == (2, 3, 10) and torch.allclose(h.double(), want_h, atol=1e-5)
+    assert torch.allclose(s.double(), want_s, atol=1e-5)
+    (g,) = torch.autograd.grad(h.sum() + s.square().sum(), leaf)
+    (want,) = torch.autograd.grad(want_h.sum() + want_s.square().sum(), leaf)
+    assert torch.allclose(g, want, atol=1e-5)
+
+
+@interpreter
+def test_one_output_alone_is_enough_for_a_gradient():
+    inputs = junction(3, 2, 12, True)
+    for output in (0, 1):
+        leaves = [t.clone().requires_grad_() for t in inputs]
+        exact = [t.double().requires_grad_() for t in inputs]
+        ours = torch.autograd.grad(triton(*leaves)[output].square().sum(), leaves)
+        want = torch.autograd.grad(reference.multi_gate(*exact)[output].square().sum(), exact, allow_unused=True)
+        for a, b in zip(ours, want, strict=True):
+            assert torch.allclose(a.double(), torch.zeros_like(a).double() if b is None else b, atol=1e-5)
+
+
+def chain(weights: list[list[Tensor]], streams: Tensor, updates: list[Tensor], **settings: int) -> list[Tensor]:
+    """Every h of a chain of junctions, and the last streams."""
+    state, hidden = (streams,), []
+    with ops.backend("triton"):
+        for update, (gate_query, gate_bias, pool_query) in zip(updates, weights, strict=True):
+            # The sublayer between two junctions: whatever is written depends on what was read.
+            update = update + 0.1 * hidden[-1] if hidden else update
+            h, state = multi_gate_chain(state, update, gate_query, gate_bias, pool_query, **settings)
+            hidden.append(h)
+    return [*hidden, state[0]]
+
+
+def chain_inputs(junctions: int, dtype: torch.dtype) -> tuple[list[list[Tensor]], Tensor, list[Tensor]]:
+    drawn = [junction(2, 3, 10, True) for _ in range(junctions)]
+    weights = [[t.requires_grad_() for t in d[2:]] for d in drawn]
+    return weights, drawn[0][0].to(dtype).requires_grad_(), [d[1].to(dtype).requires_grad_() for d in drawn]
+
+
+@interpreter
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_streams_made_again_are_bit_for_bit_those_that_were_not_kept(dtype):
+    weights, streams, updates = chain_inputs(5, dtype)
+    leaves = [streams, *updates, *(w for ws in weights for w in ws)]
+    outcomes = []
+    for segment in (1, 3, 9):
+        outputs = chain(weights, streams, updates, segment=segment)
+        outcomes.append([*outputs, *torch.autograd.grad(sum(y.float().square().sum() for y in outputs), leaves)])
+    for one, other in pairwise(outcomes):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@interpreter
+def test_a_chain_keeps_its_streams_once_per_segment():
+    weights, streams, updates = chain_inputs(6, torch.float32)
+    kept: set[int] = set()
+
+    def pack(t: Tensor) -> Tensor:
+        if t.dim() == 3:
+            kept.add(t.data_ptr())
+        return t
+
+    for segment, expected in ((1, 6), (3, 2), (6, 1)):
+        kept.clear()
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            held = chain(weights, streams, updates, segment=segment)
+        assert len(kept) == expected
+        del held
+
+
+@interpreter
+def test_a_chain_may_be_cut_to_its_streams_anywhere():
+    weights, streams, updates = chain_inputs(3, torch.float32)
+    whole = chain(weights, streams, updates)[-1]
+    with ops.backend("triton"):
+        state: tuple[Tensor, ...] = (streams,)
+        h = None
+        for update, w in zip(updates, weights, strict=True):
+            h, state = multi_gate_chain(state[:1], update if h is None else update + 0.1 * h, *w)
+    assert torch.equal(whole, state[0])
+
+
+@interpreter
+def test_compiles_into_one_graph():
+    weights, streams, updates = chain_inputs(3, torch.float32)
+
+    def run(streams: Tensor, *updates: Tensor) -> Tensor:
+        return sum(y.square().sum() for y in chain(weights, streams, list(updates), segment=2))
+
+    eager, compiled = (
+        torch.autograd.grad(f(streams, *updates), [streams, *updates])
+        for f in (run, torch.compile(run, backend="aot_eager", fullgraph=True))
+    )
+    assert all(torch.equal(a, b) for a, b in zip(eager, compiled, strict=True))
+
+
+def test_auto_leaves_a_cpu_to_the_reference():
+    inputs = junction(2, 2, 8, True)
+    assert torch.equal(ops.multi_gate(*inputs)[0], reference.multi_gate(*inputs)[0])
+    h, state = multi_gate_chain((inputs[0],), *inputs[1:])
+    assert len(state) == 1 and torch.equal(h, reference.multi_gate(*inputs)[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(fused.INTERPRETED, reason="needs TRITON_INTERPRET=0")
+@pytest.mark.parametrize("competitive", [True, False], ids=["competitive", "independent"])
+@pytest.mark.parametrize("width", [768, 1000, 1280])
+@pytest.mark.parametrize("n", [2, 4, 7])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_on_a_gpu_every_gradient_is_right(dtype, n, width, competitive):
+    inputs = [t.to(dtype) if t.dim() > 1 else t for t in junction(700, n, width, competitive, "cuda")]
+    exact = with_gradients(reference.multi_gate, inputs, torch.float64, competitive=competitive)
+
+    def mixed(streams: Tensor, update: Tensor, *weights: Tensor, **settings: bool) -> tuple[Tensor, Tensor]:
+        return triton(streams.to(dtype), update.to(dtype), *weights, **settings)
+
+    ours = with_gradients(mixed, inputs, torch.float32, competitive=competitive)
+    assert_close(ours, exact, {torch.float32: 2e-5, torch.bfloat16: 1e-2}[dtype])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(fused.INTERPRETED, reason="needs TRITON_INTERPRET=0")
+@pytest.mark.parametrize("segment", [1, 4])
+def test_on_a_gpu_two_runs_are_bit_identical(segment):
+    torch.manual_seed(0)
+    drawn = [[t.cuda() for t in junction(3000, 4, 768, True)] for _ in range(6)]
+    outcomes = []
+    for _ in range(2):
+        weights = [[t.detach().requires_grad_() for t in d[2:]] for d in drawn]
+        streams = drawn[0][0].bfloat16().requires_grad_()
+        updates = [d[1].bfloat16().requires_grad_() for d in drawn]
+        outputs = chain(weights, streams, updates, segment=segment)
+        leaves = [streams, *updates, *(w for ws in weights for w in ws)]
+        outcomes.append([*outputs, *torch.autograd.grad(sum(y.float().square().sum() for y in outputs), leaves)])
+    assert all(torch.equal(a, b) for a, b in zip(*outcomes, strict=True))
