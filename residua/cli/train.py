@@ -47,7 +47,8 @@ def train(
     residua train my-run.toml --threads 4
     residua train --resume --out runs/wiki
 
-    Ctrl-C saves and stops; --resume goes on bit for bit where the run stopped.
+    Ctrl-C saves and stops; --resume goes on where the run stopped: bit for bit on
+    a CPU, or on a GPU with train.determinism=exact.
     """
     given = list(changes or [])
     if source is not None and "=" in source:

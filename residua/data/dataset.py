@@ -119,20 +119,31 @@ class Dataset:
         chosen = self.split(split)
         return chosen.bytes / chosen.tokens
 
+    def bytes_of(self, ids: np.ndarray, split: str) -> float:
+        """UTF-8 bytes of text behind tokens of a split: exact for byte-level tokenizers, else by the split's mean."""
+        lengths = self.tokenizer.byte_lengths
+        return float(lengths[ids].sum()) if lengths is not None else len(ids) * self.bytes_per_token(split)
+
     def require_tokenizer(self, tokenizer_hash: str, owner: str) -> None:
         """Raise `DataError` unless the dataset was made with the tokenizer that `owner`, say a checkpoint, used."""
         if self.tokenizer_hash != tokenizer_hash:
             raise _mismatch(self.path, self.tokenizer_hash, owner, tokenizer_hash)
 
 
-def unigram_entropy(dataset: Dataset, *, fit: str = TRAIN, evaluate: str = VALIDATION) -> float:
+def unigram_entropy(
+    dataset: Dataset, *, fit: str = TRAIN, evaluate: str = VALIDATION, limit_tokens: int | None = None
+) -> float:
     """Nats per token of the model that knows only how often tokens occur.
 
-    H = −Σ_v q(v) ln p(v), with p(v) = (n_fit(v) + 1) / (N_fit + V) and q the frequencies in `evaluate`. A model
-    whose validation loss is well below it has learned something about order.
+    H = −Σ_v q(v) ln p(v), with p(v) = (n_fit(v) + 1) / (N_fit + V) and q the frequencies in `evaluate`, or in its
+    first `limit_tokens`. A model whose validation loss is well below it has learned something about order.
     """
     fitted = dataset.split(fit).counts(dataset.vocab_size) + 1
-    evaluated = dataset.split(evaluate).counts(dataset.vocab_size)
+    split = dataset.split(evaluate)
+    if limit_tokens is None or limit_tokens >= split.tokens:
+        evaluated = split.counts(dataset.vocab_size)
+    else:
+        evaluated = np.bincount(split.read(0, limit_tokens), minlength=dataset.vocab_size)
     log_p = np.log(fitted) - math.log(fitted.sum())
     return float(-(evaluated * log_p).sum() / evaluated.sum())
 

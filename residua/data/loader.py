@@ -180,16 +180,14 @@ def validation_batches(
 ) -> Iterator[Batch]:
     """The windows of a split in order from its first token, the same each time, of `limit_tokens` at most.
 
-    All batches are whole, so that the mean over batches is the mean over tokens; a split (or limit) too small for
-    one whole batch gives one smaller batch.
+    Which windows does not depend on `batch`; the last batch may be smaller than the others.
     """
     _check_size(split, sequence, batch)
     windows = (split.tokens - 1) // sequence
     if limit_tokens is not None:
         windows = min(windows, max(1, limit_tokens // sequence))
-    whole = max(windows // batch * batch, min(windows, batch))
-    for first in range(0, whole, batch):
-        starts = np.arange(first, min(first + batch, whole)) * sequence
+    for first in range(0, windows, batch):
+        starts = np.arange(first, min(first + batch, windows)) * sequence
         yield _windows(split, starts, sequence, segments)
 
 

@@ -14,6 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
@@ -81,6 +82,21 @@ class Tokenizer:
     def hash(self) -> str:
         """SHA-256 of the canonical serialisation, see `hash_of`."""
         return hash_of(self.backend.to_str())
+
+    @cached_property
+    def byte_lengths(self) -> np.ndarray | None:
+        """Bytes of text behind each id [vocab_size], special tokens 0; None unless the tokenizer is byte-level.
+
+        In a byte-level vocabulary every character of a token stands for one byte.
+        """
+        decoder = json.loads(self.backend.to_str())["decoder"] or {}
+        if decoder.get("type") != "ByteLevel":
+            return None
+        lengths = np.zeros(self.vocab_size, np.int64)
+        for symbol, token in self.backend.get_vocab(with_added_tokens=False).items():
+            lengths[token] = len(symbol)
+        lengths[list(self.backend.get_added_tokens_decoder())] = 0
+        return lengths
 
     def save(self, path: Path) -> None:
         """Write it as a `tokenizer.json` that every user of the `tokenizers` library can load."""

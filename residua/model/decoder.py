@@ -118,7 +118,8 @@ class Decoder(nn.Module):
         """Under autocast the stream itself is low precision: the depth operators' traffic is what they cost."""
         x: Tensor = self.embed(tokens)
         kind = x.device.type
-        return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
+        autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+        return x.to(torch.get_autocast_dtype(kind)) if autocast else x
 
     def _rotary(self, tokens: Tensor) -> tuple[Tensor, Tensor] | None:
         attention = self.config.attention

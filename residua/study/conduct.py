@@ -44,7 +44,8 @@ def conduct(study: StudyConfig, out: Path, console: Console) -> Outcome:
     announce(console, study, plan)
     with LiveProgress(console, plan) as progress:
         problems = run_plan(study, plan, out, progress)
-    return summarise(study, plan, out, problems, describe(dataset))
+    limit = plan.runs[0].config.data.validation_tokens
+    return summarise(study, plan, out, problems, describe(dataset, limit))
 
 
 def open_dataset(study: StudyConfig, console: Console) -> Dataset:
@@ -54,15 +55,15 @@ def open_dataset(study: StudyConfig, console: Console) -> Dataset:
     return embedded(data.tokenizer, progress=console.is_terminal) if path is None else Dataset.open(path)
 
 
-def describe(dataset: Dataset) -> DatasetFacts:
-    """What the losses are to be read against."""
+def describe(dataset: Dataset, limit_tokens: int) -> DatasetFacts:
+    """What the losses are to be read against; the entropy is of the text they are measured on."""
     return DatasetFacts(
         path=str(dataset.path),
         vocab_size=dataset.vocab_size,
         train_tokens=dataset.split("train").tokens,
         validation_tokens=dataset.split("validation").tokens,
         bytes_per_token=dataset.bytes_per_token("validation"),
-        unigram_entropy=unigram_entropy(dataset),
+        unigram_entropy=unigram_entropy(dataset, limit_tokens=limit_tokens),
     )
 
 

@@ -55,7 +55,8 @@ def advantage(ours: PowerLaw, baseline: PowerLaw, compute: float, confidence: fl
 
     ln(C_b/C) = (a_b − a_o + α_o ln C)/α_b − ln C. The interval is analytic (delta method) with one residual variance
     pooled over both fits and n_b + n_o − 4 degrees of freedom; without a degree of freedom there is none. Seeds shared
-    by both variants make it a little too wide, never too narrow. None when the baseline does not fall with compute.
+    by both variants make it a little too wide; a law that does not hold makes it too narrow, since runs of one size
+    share its misfit. None when the baseline does not fall with compute.
     """
     if baseline.exponent <= 0:
         return None

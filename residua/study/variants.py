@@ -1,6 +1,6 @@
 """Well-known architectures by short name: each is a list of overrides of one aspect of a run, so names combine.
 
-`mgr+exoformer` is Multi-Gate Residuals with exogenous anchors. A name changes only its own aspect (topology, anchors,
+`mgr+exoformer` is Multi-Gate Residuals with exogenous anchors. A name changes its own aspect (topology, anchors,
 norm or gate) and leaves the rest of the base configuration alone; `base` changes nothing.
 """
 
@@ -63,9 +63,9 @@ KNOWN: dict[str, Variant] = {
     "mhc_lite": _topology("mHC-lite, 4 streams", "mhc_lite"),
     "denseformer": _topology("DenseFormer", "dense"),
     "resformer": _anchors("value residual from the first layer", "resformer"),
-    "nuresformer": _anchors("first layer's projections as normalised anchors", "nuresformer"),
-    "exoformer": _anchors("projections of the embedding as anchors", "exoformer"),
-    "exoformer_dynamic": _anchors("ExoFormer with dynamic mixing", "exoformer", "mixing.kind=dynamic"),
+    "nuresformer": _anchors("first layer's projections as normalised anchors, with the gate they mix", "nuresformer"),
+    "exoformer": _anchors("projections of the embedding as anchors, with the gate they mix", "exoformer"),
+    "exoformer_dynamic": _anchors("ExoFormer with dynamic mixing, with the gate", "exoformer", "mixing.kind=dynamic"),
     "gated_attention": _set("sigmoid gate on the attention output", "model.attention.gate=elementwise"),
     "sink": _set("learned attention sink", "model.attention.sink=learned"),
     "gatednorm": _set("RMSNorm with a low-rank gate", "model.norm.kind=gatednorm"),

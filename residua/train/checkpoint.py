@@ -111,7 +111,11 @@ def prune(run: Path, keep: int) -> None:
     winner = best(found)
     for old in found[:-keep]:
         if old != winner:
-            shutil.rmtree(old.path)
+            # under another name first: a kill in the middle must not leave a `step-N` that is not whole
+            doomed = old.path.with_name(f"{UNFINISHED}{old.path.name}")
+            shutil.rmtree(doomed, ignore_errors=True)
+            old.path.rename(doomed)
+            shutil.rmtree(doomed, ignore_errors=True)
 
 
 def what_is_left(run: Path) -> str:
@@ -176,7 +180,7 @@ def load_model(run_dir: str | Path, which: Literal["last", "best"] = "last") -> 
 
     run = Path(run_dir)
     found = checkpoints(run)
-    chosen = {"last": found[-1] if found else None, "best": best(found)}[which]
+    chosen = best(found) if which == "best" else next(reversed(found), None)
     if chosen is None:
         raise ValueError(f"{run} holds no {which} checkpoint: train it first.")
     model = residua.build(RunConfig.from_toml(run / "config.toml").model)

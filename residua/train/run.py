@@ -9,7 +9,6 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import shutil
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -90,7 +89,7 @@ class Run:
         """Copy the dataset's tokenizer beside the weights: a run stays usable when its data has gone."""
         target = self.folder / "tokenizer.json"
         if source.exists() and not target.exists():
-            shutil.copyfile(source, target)
+            write_atomically(target, source.read_text(encoding="utf-8"))
 
     def metrics(self, until: int) -> MetricsFile:
         """The metrics file, cut back to lines of step `until` and earlier."""

@@ -13,6 +13,8 @@ from rich.console import Console
 
 import residua
 from residua.data import Dataset, Loader, validation_batches
+from residua.data.loader import IGNORED
+from residua.model.settings import ConfigError
 from residua.model.size import measure
 from residua.train.checkpoint import prune, restore, save_checkpoint, what_is_left
 from residua.train.clock import Clock, random_states, set_random_states
@@ -75,6 +77,8 @@ class Trainer:
                 dataset.split("validation"), **shape, limit_tokens=data.validation_tokens, segments=segments
             )
         )
+        targets = torch.cat([batch.targets.flatten() for batch in self.validation])
+        self.validation_bytes = dataset.bytes_of(targets[targets != IGNORED].numpy(), "validation")
         self.done = 0
         self.clock = Clock()
         self.watch = Watch(recipe.divergence_margin, recipe.divergence_patience)
@@ -119,6 +123,8 @@ class Trainer:
             self._log()
         if last or self.done % recipe.validate_every == 0 or self.done % recipe.save_every == 0:
             self._validate()
+        if last and self.watch.strikes:
+            self._stop_if("the run ended while its loss was above its start")
         if last or (self.done % recipe.save_every == 0 and not self.watch.strikes):
             self._save()
 
@@ -153,7 +159,7 @@ class Trainer:
         loss, tokens = self.step.evaluate(self.validation)
         self._stop_if(None if math.isfinite(loss) else f"at step {self.done} the validation loss is {loss}")
         self.validation_loss = loss
-        bits = loss / math.log(2) / self.dataset.bytes_per_token("validation")
+        bits = loss * tokens / math.log(2) / self.validation_bytes
         self._tell(
             kind="validation",
             step=self.done,
@@ -178,7 +184,7 @@ class Trainer:
 
     def _interrupt(self, signal_number: int) -> None:
         totals = self.step.totals()
-        if math.isfinite(totals.loss) and math.isfinite(totals.grad_norm):
+        if math.isfinite(totals.loss) and math.isfinite(totals.grad_norm) and not self.watch.strikes:
             self._save()
         raise Interrupted(f"stopped by a signal at step {self.done}; {self._how_to_resume()}.", signal_number)
 
@@ -219,6 +225,11 @@ class Trainer:
         self.dataset.require_tokenizer(state["tokenizer_hash"], str(checkpoint.path))
         restore(checkpoint.path, self.step.model, self.step.optimizer)
         self.done = state["step"]
+        if self.done > self.config.train.steps:
+            raise ConfigError(
+                f"{self.run.folder} has done {self.done} steps and train.steps = {self.config.train.steps} is fewer: "
+                "ask for more, or start a new run in another --out."
+            )
         self.loader.load_state_dict(state["loader"])
         self.step.set_totals(state["totals"])
         self.clock = Clock(**state["clock"])

@@ -198,15 +198,22 @@ def test_sizes_that_cannot_be_are_refused(split: Split) -> None:
 
 def test_validation_is_in_order_and_the_same_each_time(split: Split) -> None:
     batches = list(validation_batches(split, SEQUENCE, 4, limit_tokens=SEQUENCE * 10))
-    assert [len(batch.tokens) for batch in batches] == [4, 4]
+    assert [len(batch.tokens) for batch in batches] == [4, 4, 2]
     flat = torch.cat([batch.tokens.flatten() for batch in batches])
-    assert flat.tolist() == split.read(0, SEQUENCE * 8).tolist()
+    assert flat.tolist() == split.read(0, SEQUENCE * 10).tolist()
     assert same(batches, list(validation_batches(split, SEQUENCE, 4, limit_tokens=SEQUENCE * 10)))
 
 
 def test_validation_without_limit_covers_the_split(split: Split) -> None:
     batches = list(validation_batches(split, SEQUENCE, 4))
-    assert len(batches) == (split.tokens - 1) // SEQUENCE // 4
+    assert sum(len(batch.tokens) for batch in batches) == (split.tokens - 1) // SEQUENCE
+
+
+def test_what_is_validated_does_not_depend_on_the_batch(split: Split) -> None:
+    covered = [
+        torch.cat([b.targets.flatten() for b in validation_batches(split, SEQUENCE, batch)]) for batch in (1, 3, 8)
+    ]
+    assert torch.equal(covered[0], covered[1]) and torch.equal(covered[0], covered[2])
 
 
 def test_validation_smaller_than_a_batch_is_one_small_batch(split: Split) -> None:

@@ -125,3 +125,18 @@ def test_other_threads_run_while_a_batch_is_encoded(trained: Tokenizer) -> None:
         ticks += 1
     thread.join()
     assert ticks > 3
+
+
+@pytest.mark.parametrize("kind", ["bytes", "trained", "gpt2 files"])
+def test_byte_lengths_add_up_to_the_bytes_of_any_text(kind: str, trained: Tokenizer, tmp_path: Path) -> None:
+    gpt2 = Tokenizer.load(gpt2_folder(trained, tmp_path / "gpt2"))
+    tokenizer = {"bytes": Tokenizer.bytes(), "trained": trained, "gpt2 files": gpt2}[kind]
+    text = "def f(x): return 'naïve — 日本語 🙂'\n\n\tend"
+    lengths = tokenizer.byte_lengths
+    assert lengths is not None
+    assert lengths[tokenizer.encode(text)].sum() == len(text.encode())
+    assert lengths[tokenizer.end_of_text] == 0
+
+
+def test_byte_lengths_are_unknown_for_tokenizers_of_other_kinds() -> None:
+    assert Tokenizer(tokenizers.Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))).byte_lengths is None

@@ -124,7 +124,7 @@ def test_dynamic_gamma_is_exactly_one_half(kind: str, how: str, dtype: torch.dty
 def test_static_lambdas_start_at_one_half(granularity: str, how: str) -> None:
     anchors = {"kind": "exoformer", "pathways": ["k", "v"], "granularity": granularity}
     model = BUILDS[how](small(anchors=anchors, attention={"kind": "softmax", "heads": 4, "kv_heads": 2}))
-    shape = {"elementwise": (2, 4), "headwise": (2, 1), "scalar": ()}[granularity]
+    shape = {"elementwise": (2, 4), "headwise": (2,), "scalar": ()}[granularity]
     for sublayer in model.sublayers[::2]:
         for scale in (*sublayer.body.mix.anchor_scale.values(), *sublayer.body.mix.current_scale.values()):
             assert scale.shape == shape and (scale == 0.5).all()

@@ -39,6 +39,25 @@ def test_the_last_few_and_the_best_are_kept(tmp_path: Path) -> None:
     assert winner is not None and winner.step == 10
 
 
+def test_a_kill_while_old_checkpoints_go_leaves_only_whole_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake(tmp_path, {1: 3.0, 2: 2.0, 3: 2.5})
+
+    def killed(path: Path, ignore_errors: bool = False) -> None:
+        if path.exists():
+            (path / "state.json").unlink()
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("residua.train.checkpoint.shutil.rmtree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            prune(tmp_path, keep=1)
+    assert [c.state["step"] for c in checkpoints(tmp_path)] == [2, 3]
+    prune(tmp_path, keep=1)
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["step-2", "step-3"]
+
+
 def test_a_loaded_model_predicts_what_the_trained_one_did(run: Path, config: RunConfig) -> None:
     tokens = torch.randint(0, 257, (2, 16))
     last = load_model(run)

@@ -122,6 +122,7 @@ def test_a_folder_in_use_is_refused(config: RunConfig, tmp_path: Path) -> None:
         ("data.seed=1", r"data\.seed was 0"),
         ("train.micro_batch=4", r"64 tokens and would have 128 now: keep train\.accumulate × train\.micro_batch"),
         ("train.optimizer.kind=adamw", r"train\.optimizer\.kind was 'muon'"),
+        ("train.steps=3", r"has done \d+ steps and train\.steps = 3 is fewer"),
     ],
 )
 def test_what_shapes_a_run_cannot_change_when_it_is_resumed(

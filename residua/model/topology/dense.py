@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from residua.model import choices
 from residua.model.taps import tap
 from residua.model.topology.base import State, Topology
+from residua.ops.numeric import wide
 
 
 class DenseFormer(Topology):
@@ -51,8 +52,8 @@ class DenseFormer(Topology):
     def _mix(self, layer: int, outputs: State) -> Tensor:
         alpha = self.alphas[str(layer)]
         tap(f"depth.{2 * layer - 1}.weights", lambda: alpha.expand(*outputs[0].shape[:-1], -1))
-        weights = alpha.to(outputs[0].dtype).unbind()
-        mixed = weights[-1] * outputs[-1]
+        weights = wide(alpha).unbind()
+        mixed = weights[-1] * wide(outputs[-1])
         for a, j in zip(weights[:-1], self._sources(layer)[:-1], strict=True):
-            mixed = mixed + a * outputs[j]
-        return mixed
+            mixed = mixed + a * wide(outputs[j])
+        return mixed.to(outputs[-1].dtype)

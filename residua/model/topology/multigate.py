@@ -12,6 +12,7 @@ from residua.model import choices
 from residua.model.depth import depth_bias, gate_bias, lerping_sublayers
 from residua.model.taps import tap
 from residua.model.topology.base import State, Topology
+from residua.ops.numeric import wide
 
 
 class Pool(nn.Module):
@@ -108,7 +109,7 @@ class Highway(Topology):
         h = state[0]
         gate = self.gates[k](h)
         tap(f"depth.{k}.beta", gate)
-        h = torch.lerp(h, y.to(h.dtype), gate.to(h.dtype))
+        h = (wide(h) + wide(gate) * (wide(y) - wide(h))).to(h.dtype)
         return h, (h,)
 
 
@@ -131,6 +132,7 @@ class ElementGate(nn.Module):
         self.start = bias
         self.weight = nn.Parameter(torch.empty(width, width))
         self.bias = nn.Parameter(torch.empty(width))
+        self.hidden_matrices: dict[str, tuple[int, ...]] = {"weight": (width,)}
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
