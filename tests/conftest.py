@@ -28,6 +28,9 @@ SLOW_FILES = (
     "test_runner",
     "test_huggingface",
     "test_planted",
+    "test_ablations",
+    "test_command",
+    "test_matching",
 )
 
 

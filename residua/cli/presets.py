@@ -42,11 +42,12 @@ def listing(matching: str) -> None:
 
     from residua.model import presets
     from residua.model.config import ModelConfig
-    from residua.model.size import measure
 
     chosen = [n for n in presets.names() if matching in n]
     if not chosen:
         raise ValueError(f"no preset's name contains {matching!r}: `residua presets` lists them all.")
+    from residua.model.size import measure  # brings torch, which the error above need not wait for
+
     table = Table(box=None, pad_edge=False)
     for heading, justify in (("preset", "left"), ("parameters", "right"), ("FLOPs/token", "right"), ("what", "left")):
         table.add_column(heading, justify=justify, no_wrap=heading != "what")  # type: ignore[arg-type]
