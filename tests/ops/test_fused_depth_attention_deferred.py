@@ -7,7 +7,9 @@ from torch.utils.checkpoint import checkpoint
 from residua import ops
 from residua.model import choices, taps
 from residua.model.topology import build_topology
-from residua.ops.depth_attention import deferred, fused
+from residua.ops.depth_attention import deferred, fused, junction
+
+from .test_fused_depth_attention import as_near, relative
 
 pytest.importorskip("triton")
 
@@ -65,10 +67,6 @@ def truth_of(topology, outputs, upstream, **options):
     return run("reference", topology.double(), [y.double() for y in outputs], [g.double() for g in upstream], **options)
 
 
-def relative(a, b):
-    return float((a.double() - b.double()).norm() / b.double().norm().clamp(min=1e-30))
-
-
 def agree(ours, truth, tolerance):
     assert len(ours) == len(truth)
     for i, (fast, exact) in enumerate(zip(ours, truth, strict=True)):
@@ -78,12 +76,31 @@ def agree(ours, truth, tolerance):
 @pytest.mark.parametrize("width", [33, 100])
 @pytest.mark.parametrize(
     "config, sublayers",
-    [(FULL, 1), (FULL, 5), (WINDOW, 5), (BLOCK, 7), (choices.BlockAttnRes(sublayers_per_block=1), 3)],
-    ids=["full, one sublayer", "full", "full, window", "block", "block of one"],
+    [(FULL, 1), (FULL, 5), (FULL, 10), (WINDOW, 5), (BLOCK, 7), (choices.BlockAttnRes(sublayers_per_block=1), 3)],
+    ids=["full, one sublayer", "full", "full, groups", "full, window", "block", "block of one"],
 )
 def test_reads_and_every_gradient_equal_the_plain_topology_in_float64(config, sublayers, width):
     case = case_of(config, sublayers, width)
     agree(run("triton", *case), truth_of(*case), 2e-5)
+
+
+def test_blocks_that_are_read_in_groups_equal_the_plain_topology_in_float64():
+    case = case_of(choices.BlockAttnRes(sublayers_per_block=3), 13, 24, shape=(2, 16))
+    assert any(size > 1 for _, size in case[0].plan.group)
+    agree(run("triton", *case), truth_of(*case), 2e-5)
+
+
+def test_neighbours_share_the_backward_of_their_common_readers():
+    plan = topology_of(FULL, 8, 8).plan
+    assert plan.leads == {1, 3, 5, 7}
+    assert [len(own) for own in plan.own] == [0, 8, 1, 6, 1, 4, 1, 2, 1]
+    assert plan.group == [(0, 1), *[(1, 4)] * 4, *[(5, 3)] * 3]
+
+
+def test_sources_that_grow_or_leave_the_window_are_on_their_own():
+    for config in (WINDOW, BLOCK):
+        plan = topology_of(config, 8, 8).plan
+        assert not plan.leads and plan.own == plan.readers
 
 
 def test_a_source_with_many_readers_needs_no_other_kernel():
@@ -109,7 +126,7 @@ def test_a_source_with_many_readers_needs_no_other_kernel():
 
 def test_a_read_of_many_sources_needs_no_other_kernel():
     values, scores = torch.randn(73, 5, 8), torch.randn(73, 2, 16)
-    h, lse = fused.depth_mix([*values], [*scores], [i % 2 for i in range(73)])
+    h, lse = junction.depth_mix([*values], [*scores], [i % 2 for i in range(73)])
     z = torch.stack([scores[i, i % 2, :5] for i in range(73)]).double()
     assert relative(h, (z.softmax(0)[..., None] * values.double()).sum(0)) < 1e-6
     assert relative(lse[:5], z.logsumexp(0)) < 1e-6
@@ -122,8 +139,8 @@ def test_sublayers_that_depend_on_their_inputs_get_the_same_gradients():
             h, state = topology.step(k, torch.tanh(h * y), state)
         return [h]
 
-    for config in (FULL, BLOCK):
-        case = case_of(config, 5, 24)
+    for config, sublayers in ((FULL, 8), (BLOCK, 5)):
+        case = case_of(config, sublayers, 24)
         agree(run("triton", *case, walk=chained), truth_of(*case, walk=chained), 2e-5)
 
 
@@ -192,7 +209,7 @@ def test_checkpointing_each_step_changes_no_bit(config):
             h, state = topology.step(k, torch.tanh(h + y), state)
         return [h]
 
-    case = case_of(config, 4, 24)
+    case = case_of(config, 6, 24)
     for first, second in zip(run("triton", *case, walk=checkpointed), run("triton", *case, walk=kept), strict=True):
         assert torch.equal(first, second)
 
@@ -200,7 +217,7 @@ def test_checkpointing_each_step_changes_no_bit(config):
 @pytest.mark.parametrize("config", [FULL, BLOCK], ids=["full", "block"])
 def test_the_whole_walk_compiles_and_agrees(config):
     torch._dynamo.reset()
-    case = case_of(config, 3, 24)
+    case = case_of(config, 5, 24)
     compiled = torch.compile(walk, backend="aot_eager", fullgraph=True)
     agree(run("triton", *case, walk=compiled), run("triton", *case), 1e-5)
 
@@ -243,27 +260,44 @@ def test_without_gradients_the_state_is_the_plain_list_of_sources():
 
 def test_kernels_describe_their_outputs_truly():
     v, u = torch.randn(2, 5, 24), torch.randn(3, 24)
-    z, rstd = fused.depth_scores(v, u, 1, 2, 1e-6)
-    h, lse = fused.depth_mix([v, v], [z, z], [0, 1])
-    stats = fused.depth_stats(v, h, lse)
+    z, rstd = junction.depth_scores(v, u, 1, 2, 1e-6)
+    h, lse = junction.depth_mix([v, v], [z, z], [0, 1])
+    stats = junction.depth_stats(v, h, lse)
     for operator, arguments in [
-        (fused.depth_scores, (v, u, 1, 2, 1e-6)),
-        (fused.depth_sum_scores, (v, v, u, 0, 3, 1e-6)),
-        (fused.depth_mix, ([v, v], [z, z], [0, 1])),
-        (fused.depth_stats, (v, h, lse)),
-        (fused.depth_source_gradient, (v, z, rstd, u, 1, None, [v, v], [stats, stats], None)),
+        (junction.depth_scores, (v, u, 1, 2, 1e-6)),
+        (junction.depth_sum_scores, (v, v, u, 0, 3, 1e-6)),
+        (junction.depth_mix, ([v, v], [z, z], [0, 1])),
+        (junction.depth_stats, (v, h, lse)),
+        (junction.depth_mix_group, ([v, v], [z, z], [0, 0], 2)),
+        (junction.depth_sum_read, (v, v, u, 1, [v, v], [z, z], [0, 1], 1e-6)),
+        (junction.depth_source_gradient, (v, z, rstd, u, 1, None, [v, v], [stats, stats], None)),
+        (junction.depth_source_gradient, (v, z, rstd, u, 1, v, [v], [stats], u)),
+        (junction.depth_pair_gradient, (v, z, rstd, v, z, rstd, u, 1, [v, v], [stats, stats], None)),
         (fused.depth_attend, ([v, v], u[0], 1e-6)),
     ]:
         torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
+WALKS = pytest.mark.parametrize(
+    "config, sublayers", [(FULL, 9), (FULL, 40), (BLOCK, 8), (BLOCK, 20)], ids=["full", "deep", "block", "deep block"]
+)
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 8e-3)])
 @pytest.mark.parametrize("width", [768, 1000, 1280, 2048])
-@pytest.mark.parametrize("config, sublayers", [(FULL, 9), (FULL, 40), (BLOCK, 8)], ids=["full", "deep", "block"])
-def test_gpu_walk_equals_the_plain_topology_in_float64(config, sublayers, width, dtype, tolerance):
-    case = case_of(config, sublayers, width, shape=(3, 101), device="cuda", dtype=dtype)
-    agree(run("triton", *case), truth_of(*case), tolerance)
+@WALKS
+def test_gpu_walk_equals_the_plain_topology_in_float64(config, sublayers, width):
+    case = case_of(config, sublayers, width, shape=(3, 101), device="cuda")
+    agree(run("triton", *case), truth_of(*case), 1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [768, 1000, 1280, 2048])
+@WALKS
+def test_gpu_walk_in_bfloat16_is_as_near_as_plain_pytorch(config, sublayers, width):
+    case = case_of(config, sublayers, width, shape=(3, 101), device="cuda", dtype=torch.bfloat16)
+    ours, plain = run("triton", *case), run("reference", *case)
+    as_near(ours, plain, truth_of(*case), values=2 * sublayers + 1, noise=1.2e-2)
 
 
 @pytest.mark.gpu
@@ -273,6 +307,15 @@ def test_gpu_runs_are_fused_unasked_and_give_the_same_bits(config):
     with ops.backend("auto"):
         assert len(case[0].open(case[1][0])[1]) > 1
     for first, second in zip(run("auto", *case), run("auto", *case), strict=True):
+        assert torch.equal(first, second)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("readers", [40, 72])
+def test_gpu_runs_with_more_readers_than_a_tile_give_the_same_bits(readers, dtype):
+    case = case_of(FULL, readers, 768, shape=(8, 128), device="cuda", dtype=dtype)
+    for first, second in zip(run("triton", *case), run("triton", *case), strict=True):
         assert torch.equal(first, second)
 
 

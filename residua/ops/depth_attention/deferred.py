@@ -11,7 +11,10 @@ which autograd reaches when all its readers are done, does the rest in one pass:
 What ties them together are *handles*: tensors without memory (stride 0) that a source hands out, one pair to each of
 its readers. They carry no value forward; backward, their gradient is dh_l, the same tensor for every source, and the
 pair (lse_l, δ_l). So the graph is an ordinary one, and compile, checkpointing and retain_graph need nothing special.
-Since queries do not depend on the input, a source's scores for all its readers are computed when it is made.
+Since queries do not depend on the input, a source's scores for all its readers are computed when it is made, several
+reads are evaluated together against the sources they share, and one source's backward does most of its neighbour's.
+
+δ_l is taken with h_l as it was stored: in bf16 that is half a percent of noise on du_l, zero on average.
 """
 
 from __future__ import annotations
@@ -26,27 +29,10 @@ from torch.nn.functional import pad
 
 from residua.ops import fused as shared
 from residua.ops.backend import chosen_backend
-from residua.ops.depth_attention import fused
+from residua.ops.depth_attention import junction
+from residua.ops.depth_attention.plan import Plan
 
 State = tuple[Tensor, ...]
-
-
-class Plan:
-    """Which sources each read sees. Source 0 is the embedding, source k+1 is made of the output of sublayer k.
-
-    sees: for each read, its sources in ascending order; the readers of a source must be consecutive.
-    grows: for each source, whether it is the sum of the source before and a new output (a block's running sum).
-    """
-
-    def __init__(self, sees: Sequence[Sequence[int]], grows: Sequence[bool]) -> None:
-        self.sees, self.grows = sees, (*grows, False)
-        self.readers = [[k for k, seen in enumerate(sees) if source in seen] for source in range(len(grows))]
-        for readers in self.readers:
-            assert readers == list(range(readers[0], readers[0] + len(readers)))
-
-    def living(self, k: int) -> list[int]:
-        """The sources that anything after read k needs."""
-        return [s for s in range(k + 2) if self.readers[s][-1] > k or (s == k + 1 and self.grows[s + 1])]
 
 
 class Source(NamedTuple):
@@ -54,12 +40,13 @@ class Source(NamedTuple):
 
     value: Tensor
     scores: Tensor
+    rstd: Tensor
     onward: tuple[Tensor, ...]
-    """A handle for the source that grows out of this one, if there is one."""
+    """A handle for the next source, if that hands a gradient on to this one."""
     gradients: tuple[Tensor, ...]
-    """For each coming reader: the handle whose gradient is dh."""
+    """For each coming reader of its own: the handle whose gradient is dh."""
     stats: tuple[Tensor, ...]
-    """For each coming reader: the handle whose gradient is (lse, δ)."""
+    """For each coming reader of its own: the handle whose gradient is (lse, δ)."""
 
     def after_read(self) -> Source:
         return self._replace(gradients=self.gradients[1:], stats=self.stats[1:])
@@ -74,29 +61,32 @@ def serves(x: Tensor, *, key_norm: str, activation: str) -> bool:
 def open(plan: Plan, x: Tensor, queries: Tensor, eps: float = 1e-6) -> State:
     """Begin with source 0; queries [reads, C] fp32 are the u_l of every read."""
     u = queries.detach().contiguous()
-    source, chain = _make(plan, 0, x, None, u, queries, eps)
-    return _pack(plan, -1, u, chain, {0: source})
+    value = x.detach().contiguous()
+    made = value, *junction.depth_scores(value, u, 0, len(plan.readers[0]), eps)
+    source, chain = _fork(plan, 0, x, made, None, u, queries)
+    return _pack(plan, -1, u, chain, {0: source}, ())
 
 
 def step(plan: Plan, k: int, y: Tensor, state: State, eps: float = 1e-6) -> tuple[Tensor, State]:
     """Make source k+1 of the output y of sublayer k, then read: h [..., C] and the next state."""
-    u, chain, sources = _unpack(plan, k - 1, state)
-    base = sources[k] if plan.grows[k + 1] else None
+    u, chain, sources, partial = _unpack(plan, k - 1, state)
     y = y.to(sources[0].value.dtype)
-    sources[k + 1], chain = _make(plan, k + 1, y, base, u, chain, eps)
-    seen = [sources[s] for s in plan.sees[k]]
-    h = _read(
-        torch.compiler.is_compiling(), [k - plan.readers[s][0] for s in plan.sees[k]],
-        [s.value for s in seen], [s.scores for s in seen], [s.gradients[0] for s in seen], [s.stats[0] for s in seen],
-    )  # fmt: skip
-    for s in plan.sees[k]:
+    before = sources[k] if plan.goes_on(k) else None
+    made, h, lse, partial = _evaluate(plan, k, y.detach().contiguous(), sources, partial, u, eps)
+    sources[k + 1], chain = _fork(plan, k + 1, y, made, before, u, chain)
+    own = [s for s in plan.sees[k] if k in plan.own[s]]
+    gradients, stats = [sources[s].gradients[0] for s in own], [sources[s].stats[0] for s in own]
+    h = _read(torch.compiler.is_compiling(), h, lse, gradients, stats)
+    for s in own:
         sources[s] = sources[s].after_read()
-    return h, _pack(plan, k, u, chain, sources)
+    if before is not None:
+        sources[k] = sources[k]._replace(onward=())
+    return h, _pack(plan, k, u, chain, sources, partial)
 
 
 def values(plan: Plan, k: int, y: Tensor, state: State) -> list[Tensor]:
     """The sources that read k sees, outside of autograd: for looking at."""
-    _, _, sources = _unpack(plan, k - 1, state)
+    _, _, sources, _ = _unpack(plan, k - 1, state)
     new = sources[k].value + y.detach() if plan.grows[k + 1] else y.detach()
     return [new if s == k + 1 else sources[s].value for s in plan.sees[k]]
 
@@ -106,85 +96,116 @@ def holds(plan: Plan, k: int, state: State) -> bool:
     return len(state) > len(plan.sees[k])
 
 
-def _make(
-    plan: Plan, s: int, y: Tensor, base: Source | None, u: Tensor, chain: Tensor, eps: float
-) -> tuple[Source, Tensor]:
-    first, count = plan.readers[s][0], len(plan.readers[s])
-    value = y.detach().contiguous()
+Made = tuple[Tensor, Tensor, Tensor]
+"""The value of a source, its scores and its rstd."""
+
+
+def _evaluate(
+    plan: Plan, k: int, y: Tensor, sources: dict[int, Source], partial: State, u: Tensor, eps: float
+) -> tuple[Made, Tensor, Tensor, State]:
+    """All that step k computes, outside of autograd: source k+1, then h and lse of the read, then the partial reads.
+
+    A group of reads begins with all of them over the sources there are; `partial` holds their lse, and o_l of each read
+    to come. Such a read is o_l, whose score is lse_l, and the sources that are newer.
+    """
+    first, count = plan.readers[k + 1][0], len(plan.readers[k + 1])
+    start, size = plan.group[k]
+    seen = plan.sees[k] if k == start else plan.sees[k][len(plan.sees[start]) :]
+    values, scores = [sources[s].value for s in seen if s <= k], [sources[s].scores for s in seen if s <= k]
+    rows = [k - plan.readers[s][0] for s in seen if s <= k]
+    if k > start:
+        values, scores, rows = [partial[1], *values], [partial[0], *scores], [k - start, *rows]
+        partial = (partial[0], *partial[2:]) if len(partial) > 2 else ()
+    base = sources[k].value if plan.grows[k + 1] else None
+    if base is not None and count == size == 1:
+        *made, h, lse = junction.depth_sum_read(base, y, u, k, values, scores, rows, eps)
+        return (made[0], made[1], made[2]), h, lse, partial
     if base is None:
-        scores, rstd = fused.depth_scores(value, u, first, count, eps)
+        new: Made = (y, *junction.depth_scores(y, u, first, count, eps))
     else:
-        value, scores, rstd = fused.depth_sum_scores(base.value, value, u, first, count, eps)
-    handles = _fork(y, base.onward[0] if base else None, chain, value, scores, rstd, u, first, plan.grows[s + 1])
-    ahead = 1 + plan.grows[s + 1]
-    return Source(value, scores, handles[1:ahead], handles[ahead : ahead + count], handles[ahead + count :]), handles[0]
+        new = junction.depth_sum_scores(base, y, u, first, count, eps)
+    values, scores, rows = [*values, new[0]], [*scores, new[1]], [*rows, k - first]
+    if k == start and size > 1:
+        every_lse, h, *later = junction.depth_mix_group(values, scores, rows, size)
+        return new, h, every_lse[0], (every_lse, *later)
+    h, lse = junction.depth_mix(values, scores, rows)
+    return new, h, lse, partial
+
+
+def _fork(
+    plan: Plan, s: int, y: Tensor, made: Made, before: Source | None, u: Tensor, chain: Tensor
+) -> tuple[Source, Tensor]:
+    """Source s as the state carries it, with its handles, and the next link of the chain that collects du."""
+    own, ahead = len(plan.own[s]), 1 + plan.goes_on(s)
+    led = before[:3] if before and s in plan.leads else None
+    onward = before.onward[0] if before else None
+    handles = _handles(y, onward, chain, *made, u, plan.readers[s][0], own, plan.goes_on(s), led)
+    return Source(*made, handles[1:ahead], handles[ahead : ahead + own], handles[ahead + own :]), handles[0]
 
 
 class _Fork(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, y: Tensor, base: Tensor | None, chain: Tensor,
-        value: Tensor, scores: Tensor, rstd: Tensor, u: Tensor, first: int, grows: bool,
+        ctx: Any, y: Tensor, before: Tensor | None, chain: Tensor,
+        value: Tensor, scores: Tensor, rstd: Tensor, u: Tensor, first: int, own: int, goes_on: bool, *led: Tensor,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        ctx.save_for_backward(value, scores, rstd, u)
-        ctx.first, ctx.grows, ctx.grown = first, grows, base is not None
+        ctx.save_for_backward(value, scores, rstd, u, *led)
+        ctx.first, ctx.own, ctx.goes_on, ctx.grown = first, own, goes_on, before is not None and not led
         ctx.set_materialize_grads(False)
-        gradients = [_handle(value, value.shape) for _ in range(len(scores) + grows)]
-        stats = [_handle(scores, (2, scores.shape[1])) for _ in scores]
+        gradients = [_handle(value, value.shape) for _ in range(own + goes_on)]
+        stats = [_handle(scores, (2, scores.shape[1])) for _ in range(own)]
         return _handle(u, u.shape), *gradients, *stats
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, du: Tensor | None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        value, scores, rstd, u = ctx.saved_tensors
-        onward, *grads_of_reads = grads if ctx.grows else (None, *grads)
-        count = len(scores)
-        dh, stats = grads_of_reads[:count], grads_of_reads[count:]
+        value, scores, rstd, u, *led = ctx.saved_tensors
+        onward, *of_reads = grads if ctx.goes_on else (None, *grads)
+        frozen = [None] * (7 + len(led))
         if all(g is None for g in grads):
-            return (None, None, du, *[None] * 6)
-        dh = [torch.zeros_like(value) if g is None else g for g in dh]
-        stats = [torch.zeros_like(scores[:1]).expand(2, -1).contiguous() if g is None else g for g in stats]
+            return (None, None, du, *frozen)
         onward = None if onward is None else onward.contiguous()
-        dv, du = fused.depth_source_gradient(value, scores, rstd, u, ctx.first, onward, dh, stats, du)
-        return (dv, dv if ctx.grown else None, du, *[None] * 6)
+        if all(g is None for g in of_reads):
+            return (onward, onward if ctx.grown else None, du, *frozen)
+        dh = [torch.zeros_like(value) if g is None else g for g in of_reads[: ctx.own]]
+        stats = [scores.new_zeros(2, scores.shape[1]) if g is None else g for g in of_reads[ctx.own :]]
+        if led:
+            dv, before, du = junction.depth_pair_gradient(value, scores, rstd, *led, u, ctx.first, dh, stats, du)
+            return (dv, before, du, *frozen)
+        dv, du = junction.depth_source_gradient(value, scores, rstd, u, ctx.first, onward, dh, stats, du)
+        return (dv, dv if ctx.grown else None, du, *frozen)
 
 
 class _Read(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, compiled: bool, rows: list[int], *tensors: Tensor) -> Tensor:
-        ctx.count, ctx.compiled = len(rows), compiled
-        h, lse = fused.depth_mix(tensors[: len(rows)], tensors[len(rows) : 2 * len(rows)], rows)
+    def forward(ctx: Any, compiled: bool, h: Tensor, lse: Tensor, *handles: Tensor) -> Tensor:
+        ctx.count, ctx.compiled = len(handles) // 2, compiled
         ctx.save_for_backward(h, lse)
-        return h
+        return h.view_as(h)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dh: Tensor) -> tuple[Tensor | None, ...]:
         dh = dh.contiguous()
-        stats = (_plain_stats if ctx.compiled else fused.depth_stats)(dh, *ctx.saved_tensors)
-        return (None, None, *[None] * (2 * ctx.count), *[dh] * ctx.count, *[stats] * ctx.count)
+        stats = (_plain_stats if ctx.compiled else junction.depth_stats)(dh, *ctx.saved_tensors)
+        return (None, None, None, *[dh] * ctx.count, *[stats] * ctx.count)
 
 
 @torch.compiler.allow_in_graph
-def _fork(
-    y: Tensor, base: Tensor | None, chain: Tensor,
-    value: Tensor, scores: Tensor, rstd: Tensor, u: Tensor, first: int, grows: bool,
+def _handles(
+    y: Tensor, before: Tensor | None, chain: Tensor, value: Tensor, scores: Tensor, rstd: Tensor, u: Tensor,
+    first: int, own: int, goes_on: bool, led: tuple[Tensor, ...] | None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    handles: tuple[Tensor, ...] = _Fork.apply(y, base, chain, value, scores, rstd, u, first, grows)
+    handles: tuple[Tensor, ...] = _Fork.apply(
+        y, before, chain, value, scores, rstd, u, first, own, goes_on, *(led or ())
+    )
     return handles
 
 
 @torch.compiler.allow_in_graph
-def _read(
-    compiled: bool,
-    rows: list[int],
-    values: list[Tensor],
-    scores: list[Tensor],
-    gradients: list[Tensor],
-    stats: list[Tensor],
-) -> Tensor:
-    h: Tensor = _Read.apply(compiled, rows, *values, *scores, *gradients, *stats)
-    return h
+def _read(compiled: bool, h: Tensor, lse: Tensor, gradients: list[Tensor], stats: list[Tensor]) -> Tensor:
+    read: Tensor = _Read.apply(compiled, h, lse, *gradients, *stats)
+    return read
 
 
 def _plain_stats(dh: Tensor, h: Tensor, lse: Tensor) -> Tensor:
@@ -197,25 +218,26 @@ def _handle(like: Tensor, shape: Sequence[int]) -> Tensor:
     return torch.empty_strided(tuple(shape), (0,) * len(shape), dtype=like.dtype, device=like.device)
 
 
-def _pack(plan: Plan, k: int, u: Tensor, chain: Tensor, sources: dict[int, Source]) -> State:
-    state = [u, chain]
+def _pack(plan: Plan, k: int, u: Tensor, chain: Tensor, sources: dict[int, Source], partial: State) -> State:
+    state = [u, chain, *partial]
     for s in plan.living(k):
         source = sources[s]
-        state += [source.value, source.scores, *source.onward, *source.gradients, *source.stats]
+        state += [*source[:3], *source.onward, *source.gradients, *source.stats]
     return tuple(state)
 
 
-def _unpack(plan: Plan, k: int, state: State) -> tuple[Tensor, Tensor, dict[int, Source]]:
+def _unpack(plan: Plan, k: int, state: State) -> tuple[Tensor, Tensor, dict[int, Source], State]:
     u, chain, *rest = state
     tensors = iter(rest)
 
-    def take(count: int) -> tuple[Tensor, ...]:
+    def take(count: int) -> State:
         return tuple(next(tensors) for _ in range(count))
 
+    partial = take(plan.pending(k) + 1 if plan.pending(k) else 0)
     sources = {}
     for s in plan.living(k):
-        value, scores = take(2)
-        onward = take(1 if s == k + 1 and plan.grows[s + 1] else 0)
-        ahead = sum(reader > k for reader in plan.readers[s])
-        sources[s] = Source(value, scores, onward, take(ahead), take(ahead))
-    return u, chain, sources
+        value, scores, rstd = take(3)
+        onward = take(1 if s == k + 1 and plan.goes_on(s) else 0)
+        ahead = sum(reader > k for reader in plan.own[s])
+        sources[s] = Source(value, scores, rstd, onward, take(ahead), take(ahead))
+    return u, chain, sources, partial

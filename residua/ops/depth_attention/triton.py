@@ -4,6 +4,7 @@ All of them are bound by memory, so each reads a C-wide row once. Sources and gr
 never stacked, and how many they are is a run-time number: depth recompiles nothing. Rows are any width: kernels that
 reduce over a row keep it in two power-of-two pieces (768 = 512 + 256), the others tile it.
 Per-token scalars are fp32, [readers, tokens] with a row pitch that keeps every row 16-byte aligned.
+The kernels of the gradient are in `triton_backward.py`.
 """
 
 import triton
@@ -11,7 +12,7 @@ import triton.language as tl
 
 
 @triton.jit
-def _load_row(pointer, at, low, high, C: tl.constexpr, inside):  # type: ignore[no-untyped-def]
+def load_row(pointer, at, low, high, C: tl.constexpr, inside):  # type: ignore[no-untyped-def]
     """The rows `at` [tokens] as two fp32 pieces."""
     base = pointer + at[:, None] * C
     first = tl.load(base + low[None, :], mask=inside[:, None] & (low < C)[None, :], other=0.0)
@@ -20,11 +21,16 @@ def _load_row(pointer, at, low, high, C: tl.constexpr, inside):  # type: ignore[
 
 
 @triton.jit
-def _store_row(pointer, at, low, high, C: tl.constexpr, inside, first, second):  # type: ignore[no-untyped-def]
+def store_row(pointer, at, low, high, C: tl.constexpr, inside, first, second):  # type: ignore[no-untyped-def]
     base = pointer + at[:, None] * C
     dtype = pointer.dtype.element_ty
     tl.store(base + low[None, :], first.to(dtype), mask=inside[:, None] & (low < C)[None, :])
     tl.store(base + high[None, :], second.to(dtype), mask=inside[:, None] & (high < C)[None, :])
+
+
+@triton.jit
+def tensor(table, slot, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+    return tl.multiple_of(tl.load(table + slot).to(tl.pointer_type(dtype)), 16)
 
 
 @triton.jit
@@ -73,20 +79,25 @@ def scores_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["start", "count"])
-def address_kernel(tensors, scalars, table, start, count, MOST: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The addresses of `tensors` to table[start:], of their `scalars` to table[count + start:].
-
-    A kernel that walks over such a table need not be compiled for the number of tensors.
-    """
+def address_kernel(entries, table, start, count, MOST: tl.constexpr):  # type: ignore[no-untyped-def]
+    """table[start:] = `entries`, addresses. A kernel that walks over such a table is not compiled for their number."""
     for i in tl.static_range(MOST):
         if start + i < count:
-            tl.store(table + start + i, tensors[i].to(tl.int64))
-            tl.store(table + count + start + i, scalars[i].to(tl.int64))
+            tl.store(table + start + i, entries[i].to(tl.int64))
 
 
 @triton.jit
-def _tensor(table, slot, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
-    return tl.multiple_of(tl.load(table + slot).to(tl.pointer_type(dtype)), 16)
+def _log_sum_exp(rows, count, at, offset, top, total, LANES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """log(total · exp(top) + Σ_i exp(z_i)) of the tokens `at`; `rows` holds the addresses of the z_i."""
+    for start in range(0, count, LANES):
+        lanes = start + tl.arange(0, LANES)
+        real = lanes < count
+        scores = tl.load(rows + lanes, mask=real, other=0).to(tl.pointer_type(tl.float32))
+        z = tl.load(scores[None, :] + offset + at[:, None], mask=real[None, :], other=float("-inf"))
+        higher = tl.maximum(top, tl.max(z, 1))
+        total = total * tl.exp(top - higher) + tl.sum(tl.exp(z - higher[:, None]), 1)
+        top = higher
+    return top + tl.log(total)
 
 
 @triton.jit(do_not_specialize=["tokens", "count"])
@@ -101,19 +112,8 @@ def mix_kernel(  # type: ignore[no-untyped-def]
     at = tl.minimum(at, tokens - 1)
     here = at[:, None] * C + columns[None, :]
     mask = inside[:, None] & (columns < C)[None, :]
-
-    top = tl.full([TOKENS], float("-inf"), tl.float32)
-    total = tl.zeros([TOKENS], tl.float32)
-    for start in range(0, count, LANES):
-        lanes = start + tl.arange(0, LANES)
-        real = lanes < count
-        rows = tl.load(table + count + lanes, mask=real, other=0).to(tl.pointer_type(tl.float32))
-        z = tl.load(rows[None, :] + at[:, None], mask=real[None, :] & inside[:, None], other=float("-inf"))
-        z = tl.where(inside[:, None], z, 0.0)
-        higher = tl.maximum(top, tl.max(z, 1))
-        total = total * tl.exp(top - higher) + tl.sum(tl.exp(z - higher[:, None]), 1)
-        top = higher
-    whole = top + tl.log(total)
+    none, nothing = tl.full([TOKENS], float("-inf"), tl.float32), tl.zeros([TOKENS], tl.float32)
+    whole = _log_sum_exp(table + count, count, at, 0, none, nothing, LANES)
     if tl.program_id(1) == 0:
         tl.store(lse + at, whole, mask=inside)
 
@@ -122,118 +122,98 @@ def mix_kernel(  # type: ignore[no-untyped-def]
         for i in tl.static_range(UNROLL):
             real = start + i < count
             slot = tl.minimum(start + i, count - 1)
-            z = tl.load(_tensor(table, count + slot, tl.float32) + at)
+            z = tl.load(tensor(table, count + slot, tl.float32) + at)
             a = tl.where(real, tl.exp(z - whole), 0.0)
-            v = tl.load(_tensor(table, slot, h.dtype.element_ty) + here, mask=mask & real, other=0.0)
+            v = tl.load(tensor(table, slot, h.dtype.element_ty) + here, mask=mask & real, other=0.0)
             sum += a[:, None] * v.to(tl.float32)
     tl.store(h + here, sum.to(h.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["tokens"])
-def stats_kernel(  # type: ignore[no-untyped-def]
-    dh, h, lse, stats, tokens, pitch,
-    C: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, TOKENS: tl.constexpr,
+@triton.jit(do_not_specialize=["tokens", "count"])
+def mix_group_kernel(  # type: ignore[no-untyped-def]
+    table, h_0, h_1, h_2, h_3, lse, tokens, count, pitch,
+    C: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, LANES: tl.constexpr, UNROLL: tl.constexpr,
+    READERS: tl.constexpr,
 ):  # fmt: skip
-    """What a read tells its sources: stats[0] = lse, stats[1] = δ = dh · h."""
+    """`mix_kernel` for 2 to 4 readers in one pass over the sources; their z are rows that follow each other."""
     at = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = at < tokens
-    low, high = tl.arange(0, LOW), LOW + tl.arange(0, HIGH)
-    g_low, g_high = _load_row(dh, at, low, high, C, inside)
-    h_low, h_high = _load_row(h, at, low, high, C, inside)
-    delta = tl.sum(g_low * h_low, 1) + tl.sum(g_high * h_high, 1)
-    tl.store(stats + at, tl.load(lse + at, mask=inside, other=0.0), mask=inside)
-    tl.store(stats + pitch + at, delta, mask=inside)
+    at = tl.minimum(at, tokens - 1)
+    here = at[:, None] * C + columns[None, :]
+    mask = inside[:, None] & (columns < C)[None, :]
+    # With fewer readers than four the last one is taken again: the same values, stored to the same place.
+    row_2, row_3 = min(2, READERS - 1) * pitch, min(3, READERS - 1) * pitch
+    none, nothing = tl.full([TOKENS], float("-inf"), tl.float32), tl.zeros([TOKENS], tl.float32)
+    whole_0 = _log_sum_exp(table + count, count, at, 0, none, nothing, LANES)
+    whole_1 = _log_sum_exp(table + count, count, at, pitch, none, nothing, LANES)
+    whole_2 = _log_sum_exp(table + count, count, at, row_2, none, nothing, LANES) if READERS > 2 else whole_1
+    whole_3 = _log_sum_exp(table + count, count, at, row_3, none, nothing, LANES) if READERS > 3 else whole_2
+    if tl.program_id(1) == 0:
+        tl.store(lse + at, whole_0, mask=inside)
+        tl.store(lse + pitch + at, whole_1, mask=inside)
+        tl.store(lse + row_2 + at, whole_2, mask=inside)
+        tl.store(lse + row_3 + at, whole_3, mask=inside)
+
+    sum_0, sum_1 = tl.zeros([TOKENS, COLUMNS], tl.float32), tl.zeros([TOKENS, COLUMNS], tl.float32)
+    sum_2, sum_3 = tl.zeros([TOKENS, COLUMNS], tl.float32), tl.zeros([TOKENS, COLUMNS], tl.float32)
+    for start in range(0, count, UNROLL):
+        for i in tl.static_range(UNROLL):
+            real = start + i < count
+            slot = tl.minimum(start + i, count - 1)
+            v = tl.load(tensor(table, slot, h_0.dtype.element_ty) + here, mask=mask & real, other=0.0).to(tl.float32)
+            z = tensor(table, count + slot, tl.float32) + at
+            sum_0 += tl.exp(tl.load(z) - whole_0)[:, None] * v
+            sum_1 += tl.exp(tl.load(z + pitch) - whole_1)[:, None] * v
+            if READERS > 2:
+                sum_2 += tl.exp(tl.load(z + row_2) - whole_2)[:, None] * v
+            if READERS > 3:
+                sum_3 += tl.exp(tl.load(z + row_3) - whole_3)[:, None] * v
+    tl.store(h_0 + here, sum_0.to(h_0.dtype.element_ty), mask=mask)
+    tl.store(h_1 + here, sum_1.to(h_0.dtype.element_ty), mask=mask)
+    if READERS > 2:
+        tl.store(h_2 + here, sum_2.to(h_0.dtype.element_ty), mask=mask)
+    if READERS > 3:
+        tl.store(h_3 + here, sum_3.to(h_0.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["tokens", "count"])
-def mix_backward_kernel(  # type: ignore[no-untyped-def]
-    table, v, onward, z, rstd, value_grad, dz, pull, tokens, count, pitch,
-    C: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, ADD: tl.constexpr, TOKENS: tl.constexpr,
+def sum_read_kernel(  # type: ignore[no-untyped-def]
+    table, base, y, u, v_out, z_out, rstd, h, lse, tokens, count, eps,
+    C: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, TOKENS: tl.constexpr, LANES: tl.constexpr,
     UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """One source and all its readers l: value_grad = onward + Σ_l a_l dh_l, and what the scores' gradient needs.
-
-    slope_l = rstd dz_l = rstd a_l (dh_l · v − δ_l),   pull = rstd/C Σ_l slope_l z_l
-    `table` holds the `count` addresses of the dh_l, then those of the readers' stats.
-    """
+    """v = base + y, its z and rstd for its one reader u, and that read: over v and the `count` others in `table`."""
     at = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     inside = at < tokens
+    at = tl.minimum(at, tokens - 1)
     low, high = tl.arange(0, LOW), LOW + tl.arange(0, HIGH)
-    v_low, v_high = _load_row(v, at, low, high, C, inside)
-    if ADD:
-        sum_low, sum_high = _load_row(onward, at, low, high, C, inside)
-    else:
-        sum_low, sum_high = tl.zeros([TOKENS, LOW], tl.float32), tl.zeros([TOKENS, HIGH], tl.float32)
-    r = tl.load(rstd + at, mask=inside, other=0.0)
-    weight = tl.zeros([TOKENS], tl.float32)
+    y_low, y_high = load_row(y, at, low, high, C, inside)
+    b_low, b_high = load_row(base, at, low, high, C, inside)
+    # The sum is what is stored, rounding and all.
+    v_low = (y_low + b_low).to(y.dtype.element_ty).to(tl.float32)
+    v_high = (y_high + b_high).to(y.dtype.element_ty).to(tl.float32)
+    store_row(v_out, at, low, high, C, inside, v_low, v_high)
+    u_low = tl.load(u + low, mask=low < C, other=0.0)[None, :]
+    u_high = tl.load(u + high, mask=high < C, other=0.0)[None, :]
+    r = tl.rsqrt((tl.sum(v_low * v_low, 1) + tl.sum(v_high * v_high, 1)) / C + eps)
+    z = r * (tl.sum(v_low * u_low, 1) + tl.sum(v_high * u_high, 1))
+    whole = _log_sum_exp(table + count, count, at, 0, z, tl.full([TOKENS], 1.0, tl.float32), LANES)
+    tl.store(rstd + at, r, mask=inside)
+    tl.store(z_out + at, z, mask=inside)
+    tl.store(lse + at, whole, mask=inside)
+
+    a = tl.exp(z - whole)
+    sum_low, sum_high = a[:, None] * v_low, a[:, None] * v_high
     for start in range(0, count, UNROLL):
         for i in tl.static_range(UNROLL):
-            real = inside & (start + i < count)
+            real = start + i < count
             slot = tl.minimum(start + i, count - 1)
-            stats = _tensor(table, count + slot, tl.float32)
-            lse = tl.load(stats + at, mask=real, other=0.0)
-            delta = tl.load(stats + pitch + at, mask=real, other=0.0)
-            score = tl.load(z + slot * pitch + at, mask=real, other=0.0)
-            a = tl.where(real, tl.exp(score - lse), 0.0)
-            g_low, g_high = _load_row(_tensor(table, slot, v.dtype.element_ty), at, low, high, C, real)
-            slope = r * a * (tl.sum(g_low * v_low, 1) + tl.sum(g_high * v_high, 1) - delta)
-            tl.store(dz + slot * pitch + at, slope, mask=real)
-            weight += slope * score
-            sum_low += a[:, None] * g_low
-            sum_high += a[:, None] * g_high
-    tl.store(pull + at, weight * r / C, mask=inside)
-    _store_row(value_grad, at, low, high, C, inside, sum_low, sum_high)
-
-
-@triton.jit(do_not_specialize=["tokens", "first", "count", "tiles"])
-def scores_backward_kernel(  # type: ignore[no-untyped-def]
-    value_grad, v, dz, pull, u, dv, du_parts, tokens, first, count, pitch, tiles,
-    C: tl.constexpr, NARROW: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, READERS: tl.constexpr,
-):  # fmt: skip
-    """dv = value_grad + Σ_l dz_l u_l − pull · v, and this program's part of du_l = Σ_tokens dz_l v."""
-    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    part = tl.program_id(1)
-    readers = tl.arange(0, READERS)
-    known = (readers < count)[:, None] & (columns < C)[None, :]
-    queries = tl.load(u + (first + readers)[:, None] * C + columns[None, :], mask=known, other=0.0)
-    du = tl.zeros([READERS, COLUMNS], tl.float32)
-    for tile in range(part * tiles, part * tiles + tiles):
-        at = tile * TOKENS + tl.arange(0, TOKENS).to(tl.int64)
-        inside = at < tokens
-        here = at[:, None] * C + columns[None, :]
-        mask = inside[:, None] & (columns < C)[None, :]
-        slopes = tl.load(
-            dz + readers[:, None] * pitch + at[None, :], mask=(readers < count)[:, None] & inside[None, :], other=0.0
-        )
-        values = tl.load(v + here, mask=mask, other=0.0)
-        back = tl.load(pull + at, mask=inside, other=0.0)
-        grad = tl.load(value_grad + here, mask=mask, other=0.0).to(tl.float32) - back[:, None] * values.to(tl.float32)
-        if NARROW:
-            grad = tl.dot(tl.trans(slopes.to(tl.bfloat16)), queries.to(tl.bfloat16), grad)
-            du = tl.dot(slopes.to(tl.bfloat16), values, du)
-        else:
-            grad = tl.dot(tl.trans(slopes), queries, grad, input_precision="tf32x3")
-            du = tl.dot(slopes, values.to(tl.float32), du, input_precision="tf32x3")
-        tl.store(dv + here, grad.to(dv.dtype.element_ty), mask=mask)
-    tl.store(du_parts + (part * count + readers)[:, None] * C + columns[None, :], du, mask=known)
-
-
-@triton.jit(do_not_specialize=["size", "begin", "length", "parts"])
-def add_parts_kernel(  # type: ignore[no-untyped-def]
-    parts_of_du, du_before, du, size, begin, length, parts,
-    ADD: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """du = du_before, plus the sum of the parts in its `length` elements from `begin` on, always in the same order."""
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    within = (at >= begin) & (at < begin + length)
-    sum = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, parts, PARTS):
-        part = start + tl.arange(0, PARTS)
-        here = part[:, None] * length + (at - begin)[None, :]
-        sum += tl.sum(tl.load(parts_of_du + here, mask=(part < parts)[:, None] & within[None, :], other=0.0), 0)
-    if ADD:
-        sum += tl.load(du_before + at, mask=at < size, other=0.0)
-    tl.store(du + at, sum, mask=at < size)
+            a = tl.exp(tl.load(tensor(table, count + slot, tl.float32) + at) - whole)
+            o_low, o_high = load_row(tensor(table, slot, h.dtype.element_ty), at, low, high, C, inside & real)
+            sum_low += a[:, None] * o_low
+            sum_high += a[:, None] * o_high
+    store_row(h, at, low, high, C, inside, sum_low, sum_high)
 
 
 @triton.jit(do_not_specialize=["tokens", "count"])
@@ -255,7 +235,7 @@ def attend_kernel(  # type: ignore[no-untyped-def]
             known = start + i < count
             slot = tl.minimum(start + i, count - 1)
             real = inside & known
-            v_low, v_high = _load_row(_tensor(table, slot, h.dtype.element_ty), at, low, high, C, real)
+            v_low, v_high = load_row(tensor(table, slot, h.dtype.element_ty), at, low, high, C, real)
             r = tl.rsqrt((tl.sum(v_low * v_low, 1) + tl.sum(v_high * v_high, 1)) / C + eps)
             z = r * (tl.sum(v_low * u_low, 1) + tl.sum(v_high * u_high, 1))
             tl.store(rstd + slot * pitch + at, r, mask=real)
@@ -268,39 +248,4 @@ def attend_kernel(  # type: ignore[no-untyped-def]
             sum_high = sum_high * keep[:, None] + a[:, None] * v_high
             top = higher
     tl.store(lse + at, top + tl.log(total), mask=inside)
-    _store_row(h, at, low, high, C, inside, sum_low / total[:, None], sum_high / total[:, None])
-
-
-@triton.jit(do_not_specialize=["tokens", "count", "tiles"])
-def attend_backward_kernel(  # type: ignore[no-untyped-def]
-    table, u, dh, h, lse, scores, rstd, du_parts, tokens, count, pitch, tiles,
-    C: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, TOKENS: tl.constexpr,
-):  # fmt: skip
-    """The gradient of one read to each source, and this program's part of du; `table` holds the v_i, then the dv_i."""
-    low, high = tl.arange(0, LOW), LOW + tl.arange(0, HIGH)
-    u_low = tl.load(u + low, mask=low < C, other=0.0)[None, :]
-    u_high = tl.load(u + high, mask=high < C, other=0.0)[None, :]
-    du_low, du_high = tl.zeros([TOKENS, LOW], tl.float32), tl.zeros([TOKENS, HIGH], tl.float32)
-    part = tl.program_id(0)
-    for tile in range(part * tiles, part * tiles + tiles):
-        at = tile * TOKENS + tl.arange(0, TOKENS).to(tl.int64)
-        inside = at < tokens
-        g_low, g_high = _load_row(dh, at, low, high, C, inside)
-        h_low, h_high = _load_row(h, at, low, high, C, inside)
-        delta = tl.sum(g_low * h_low, 1) + tl.sum(g_high * h_high, 1)
-        whole = tl.load(lse + at, mask=inside, other=0.0)
-        for i in range(0, count):
-            v_low, v_high = _load_row(_tensor(table, i, h.dtype.element_ty), at, low, high, C, inside)
-            z = tl.load(scores + i * pitch + at, mask=inside, other=0.0)
-            r = tl.load(rstd + i * pitch + at, mask=inside, other=0.0)
-            a = tl.exp(z - whole)
-            slope = r * a * (tl.sum(g_low * v_low, 1) + tl.sum(g_high * v_high, 1) - delta)
-            slope = tl.where(inside, slope, 0.0)
-            pull = (slope * z * r / C)[:, None]
-            du_low += slope[:, None] * v_low
-            du_high += slope[:, None] * v_high
-            d_low = a[:, None] * g_low + slope[:, None] * u_low - pull * v_low
-            d_high = a[:, None] * g_high + slope[:, None] * u_high - pull * v_high
-            _store_row(_tensor(table, count + i, h.dtype.element_ty), at, low, high, C, inside, d_low, d_high)
-    tl.store(du_parts + part * C + low, tl.sum(du_low, 0), mask=low < C)
-    tl.store(du_parts + part * C + high, tl.sum(du_high, 0), mask=high < C)
+    store_row(h, at, low, high, C, inside, sum_low / total[:, None], sum_high / total[:, None])

@@ -1,0 +1,300 @@
+"""The operators that `deferred.py` is made of; a source's scores and gradients are for many readers at once.
+
+None is differentiated: `deferred.py` says what the gradients are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from residua.ops import fused as shared
+from residua.ops.depth_attention.launch import (
+    UNROLL,
+    addresses,
+    aligned,
+    divided,
+    extent,
+    kernels,
+    mix_tile,
+    on,
+    operator,
+    pair_tile,
+    pitch,
+    product_tile,
+    row,
+    row_tile,
+    scores_tile,
+    shares,
+)
+from residua.ops.depth_attention.plan import GROUP
+
+
+def _scores_outputs(v: Tensor, u: Tensor, first: int, count: int, eps: float) -> tuple[Tensor, Tensor]:
+    length = pitch(extent(v)[1])
+    return u.new_empty(count, length), u.new_empty(length)
+
+
+@operator("depth_scores(Tensor v, Tensor u, int first, int count, float eps) -> (Tensor, Tensor)", _scores_outputs)
+def depth_scores(v: Tensor, u: Tensor, first: int, count: int, eps: float) -> tuple[Tensor, Tensor]:
+    """z_l = rstd (u_l · v) [count, pitch] for the readers from `first` on, and rstd [pitch]."""
+    z, rstd = _scores_outputs(v, u, first, count, eps)
+    _launch_scores(None, v, None, u, z, rstd, first, eps)
+    return z, rstd
+
+
+def _sum_outputs(
+    base: Tensor, y: Tensor, u: Tensor, first: int, count: int, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(y), *_scores_outputs(y, u, first, count, eps)
+
+
+@operator(
+    "depth_sum_scores(Tensor base, Tensor y, Tensor u, int first, int count, float eps) -> (Tensor, Tensor, Tensor)",
+    _sum_outputs,
+)
+def depth_sum_scores(
+    base: Tensor, y: Tensor, u: Tensor, first: int, count: int, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """v = base + y, and `depth_scores` of v."""
+    v, z, rstd = _sum_outputs(base, y, u, first, count, eps)
+    _launch_scores(base, y, v, u, z, rstd, first, eps)
+    return v, z, rstd
+
+
+def _launch_scores(
+    base: Tensor | None, y: Tensor, v: Tensor | None, u: Tensor, z: Tensor, rstd: Tensor, first: int, eps: float
+) -> None:
+    width, tokens = extent(y)
+    if tokens == 0:
+        return
+    y = aligned(y)
+    tile = scores_tile(width, len(z), y)
+    with on(y):
+        kernels().forward.scores_kernel[(divided(tokens, tile["TOKENS"]),)](
+            y if base is None else aligned(base), y, y if v is None else v, u, z, rstd,
+            tokens, first, len(z), z.stride(0), eps, ADD=base is not None, **tile,
+        )  # fmt: skip
+
+
+def _mix_outputs(sources: Sequence[Tensor], scores: Sequence[Tensor], rows: Sequence[int]) -> tuple[Tensor, Tensor]:
+    h = torch.empty_like(sources[0], memory_format=torch.contiguous_format)
+    return h, scores[0].new_empty(scores[0].shape[1])
+
+
+@operator("depth_mix(Tensor[] sources, Tensor[] scores, int[] rows) -> (Tensor, Tensor)", _mix_outputs)
+def depth_mix(sources: Sequence[Tensor], scores: Sequence[Tensor], rows: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """h = Σ_i softmax(z)_i v_i and lse [pitch]; source i's score is scores[i][rows[i]]."""
+    h, lse = _mix_outputs(sources, scores, rows)
+    width, tokens = extent(h)
+    if tokens:
+        tile = mix_tile(width)
+        sources = [aligned(v) for v in sources]
+        with on(h):
+            kernels().forward.mix_kernel[(divided(tokens, tile["TOKENS"]), divided(width, tile["COLUMNS"]))](
+                addresses(sources, [*map(row, scores, rows)]), h, lse,
+                tokens, len(sources), UNROLL=UNROLL, **tile,
+            )  # fmt: skip
+    return h, lse
+
+
+def _group_outputs(
+    sources: Sequence[Tensor], scores: Sequence[Tensor], rows: Sequence[int], readers: int
+) -> list[Tensor]:
+    like = torch.empty_like(sources[0], memory_format=torch.contiguous_format)
+    others = [torch.empty_like(like) for _ in range(readers - 1)]
+    return [scores[0].new_empty(readers, scores[0].shape[1]), like, *others]
+
+
+@operator("depth_mix_group(Tensor[] sources, Tensor[] scores, int[] rows, int readers) -> Tensor[]", _group_outputs)
+def depth_mix_group(
+    sources: Sequence[Tensor], scores: Sequence[Tensor], rows: Sequence[int], readers: int
+) -> list[Tensor]:
+    """`depth_mix` for 2 to 4 readers in a row, the first's scores being rows[i]: lse [readers, pitch], then each h."""
+    lse, *h = outputs = _group_outputs(sources, scores, rows, readers)
+    width, tokens = extent(h[0])
+    if tokens:
+        tile = mix_tile(width)
+        sources = [aligned(v) for v in sources]
+        with on(lse):
+            kernels().forward.mix_group_kernel[(divided(tokens, tile["TOKENS"]), divided(width, tile["COLUMNS"]))](
+                addresses(sources, [*map(row, scores, rows)]), *h, *[h[-1]] * (GROUP - readers), lse,
+                tokens, len(sources), lse.stride(0), READERS=readers, UNROLL=UNROLL, **tile,
+            )  # fmt: skip
+    return outputs
+
+
+def _sum_read_outputs(
+    base: Tensor, y: Tensor, u: Tensor, reader: int,
+    sources: Sequence[Tensor], scores: Sequence[Tensor], rows: Sequence[int], eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    v, z, rstd = _sum_outputs(base, y, u, reader, 1, eps)
+    return v, z, rstd, torch.empty_like(v), torch.empty_like(rstd)
+
+
+@operator(
+    "depth_sum_read(Tensor base, Tensor y, Tensor u, int reader, Tensor[] sources, Tensor[] scores, int[] rows,"
+    " float eps) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _sum_read_outputs,
+)
+def depth_sum_read(
+    base: Tensor, y: Tensor, u: Tensor, reader: int,
+    sources: Sequence[Tensor], scores: Sequence[Tensor], rows: Sequence[int], eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """`depth_sum_scores` for one reader and, after it, `depth_mix` of the sources and v: v, z, rstd, h, lse."""
+    v, z, rstd, h, lse = outputs = _sum_read_outputs(base, y, u, reader, sources, scores, rows, eps)
+    width, tokens = extent(v)
+    if tokens:
+        tile = row_tile(width)
+        sources = [aligned(s) for s in sources]
+        with on(v):
+            kernels().forward.sum_read_kernel[(divided(tokens, tile["TOKENS"]),)](
+                addresses(sources, [*map(row, scores, rows)]), aligned(base), aligned(y), aligned(u[reader]),
+                v, z, rstd, h, lse, tokens, len(sources), eps, LANES=8, UNROLL=UNROLL, **tile,
+            )  # fmt: skip
+    return outputs
+
+
+def _stats_outputs(dh: Tensor, h: Tensor, lse: Tensor) -> Tensor:
+    return lse.new_empty(2, len(lse))
+
+
+@operator("depth_stats(Tensor dh, Tensor h, Tensor lse) -> Tensor", _stats_outputs)
+def depth_stats(dh: Tensor, h: Tensor, lse: Tensor) -> Tensor:
+    """[2, pitch]: a read's lse and δ = dh · h."""
+    stats = _stats_outputs(dh, h, lse)
+    width, tokens = extent(h)
+    if tokens:
+        tile = row_tile(width)
+        with on(h):
+            kernels().backward.stats_kernel[(divided(tokens, tile["TOKENS"]),)](
+                aligned(dh), aligned(h), lse, stats, tokens, len(lse), **tile
+            )
+    return stats
+
+
+def _gradient_outputs(
+    v: Tensor, z: Tensor, rstd: Tensor, u: Tensor, first: int,
+    onward: Tensor | None, dh: Sequence[Tensor], stats: Sequence[Tensor], du: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return torch.empty_like(v), torch.empty_like(u)
+
+
+@operator(
+    "depth_source_gradient(Tensor v, Tensor z, Tensor rstd, Tensor u, int first, Tensor? onward, Tensor[] dh,"
+    " Tensor[] stats, Tensor? du) -> (Tensor, Tensor)",
+    _gradient_outputs,
+)
+def depth_source_gradient(
+    v: Tensor, z: Tensor, rstd: Tensor, u: Tensor, first: int,
+    onward: Tensor | None, dh: Sequence[Tensor], stats: Sequence[Tensor], du: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """A source's gradient [..., C] from the readers from `first` on, and du [readers of the model, C] so far.
+
+    Theirs are the first len(dh) rows of z; `onward` is the gradient that reaches the source otherwise.
+    """
+    dv, new_du = _gradient_outputs(v, z, rstd, u, first, onward, dh, stats, du)
+    if extent(v)[1] == 0:
+        return dv, new_du.zero_() if du is None else new_du.copy_(du)
+    v, onward = aligned(v), None if onward is None else aligned(onward)
+    dh, stats = [aligned(g) for g in dh], [aligned(s) for s in stats]
+    with on(v):
+        how = _one_reader_gradient if len(dh) == 1 else _many_readers_gradient
+        du_parts = how(v, z, rstd, u, first, onward, dh, stats, dv)
+        _add_parts(du_parts, du, new_du, first)
+    return dv, new_du
+
+
+def _one_reader_gradient(
+    v: Tensor, z: Tensor, rstd: Tensor, u: Tensor, first: int,
+    onward: Tensor | None, dh: Sequence[Tensor], stats: Sequence[Tensor], dv: Tensor,
+) -> Tensor:  # fmt: skip
+    width, tokens = extent(v)
+    tile = row_tile(width)
+    parts, tiles = shares(v, divided(tokens, tile["TOKENS"]), per_core=16 if width <= 1536 else 8)
+    du_parts = u.new_empty(parts, 1, width)
+    kernels().backward.one_reader_backward_kernel[(parts,)](
+        dh[0], stats[0], v, v if onward is None else onward, z, rstd, aligned(u[first]), dv, du_parts,
+        tokens, z.stride(0), tiles, ADD=onward is not None, **tile,
+    )  # fmt: skip
+    return du_parts
+
+
+def _many_readers_gradient(
+    v: Tensor, z: Tensor, rstd: Tensor, u: Tensor, first: int,
+    onward: Tensor | None, dh: Sequence[Tensor], stats: Sequence[Tensor], dv: Tensor,
+) -> Tensor:  # fmt: skip
+    width, tokens = extent(v)
+    tile = row_tile(width)
+    value_grad, slopes, pull = torch.empty_like(v), z.new_empty(1, len(dh), z.shape[1]), torch.empty_like(rstd)[None]
+    kernels().backward.mix_backward_kernel[(divided(tokens, tile["TOKENS"]),)](
+        addresses(dh, [s.data_ptr() for s in stats]), v, v if onward is None else onward, z, rstd,
+        value_grad, slopes, pull, tokens, len(dh), z.stride(0), ADD=onward is not None, UNROLL=UNROLL, **tile,
+    )  # fmt: skip
+    return _scores_gradient([v], [value_grad], slopes, pull, u, first, [dv])
+
+
+def _pair_outputs(
+    v: Tensor, z: Tensor, rstd: Tensor, other_v: Tensor, other_z: Tensor, other_rstd: Tensor,
+    u: Tensor, first: int, dh: Sequence[Tensor], stats: Sequence[Tensor], du: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    return torch.empty_like(v), torch.empty_like(other_v), torch.empty_like(u)
+
+
+@operator(
+    "depth_pair_gradient(Tensor v, Tensor z, Tensor rstd, Tensor other_v, Tensor other_z, Tensor other_rstd, Tensor u,"
+    " int first, Tensor[] dh, Tensor[] stats, Tensor? du) -> (Tensor, Tensor, Tensor)",
+    _pair_outputs,
+)
+def depth_pair_gradient(
+    v: Tensor, z: Tensor, rstd: Tensor, other_v: Tensor, other_z: Tensor, other_rstd: Tensor,
+    u: Tensor, first: int, dh: Sequence[Tensor], stats: Sequence[Tensor], du: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """`depth_source_gradient` of two sources from the same readers, which are the last rows of each one's scores."""
+    dv, other_dv, new_du = _pair_outputs(v, z, rstd, other_v, other_z, other_rstd, u, first, dh, stats, du)
+    width, tokens = extent(v)
+    if tokens == 0:
+        return dv, other_dv, new_du.zero_() if du is None else new_du.copy_(du)
+    v, other_v = aligned(v), aligned(other_v)
+    dh, stats = [aligned(g) for g in dh], [aligned(s) for s in stats]
+    tile = pair_tile(width)
+    value_grad, other_grad = torch.empty_like(v), torch.empty_like(v)
+    slopes, pull = z.new_empty(2, len(dh), z.shape[1]), z.new_empty(2, z.shape[1])
+    with on(v):
+        kernels().backward.mix_pair_backward_kernel[(divided(tokens, tile["TOKENS"]),)](
+            addresses(dh, [s.data_ptr() for s in stats]), v, z, rstd, other_v, other_z, other_rstd,
+            value_grad, other_grad, slopes, pull, tokens, len(dh), len(other_z) - len(dh), z.stride(0), **tile,
+        )  # fmt: skip
+        du_parts = _scores_gradient([v, other_v], [value_grad, other_grad], slopes, pull, u, first, [dv, other_dv])
+        _add_parts(du_parts, du, new_du, first)
+    return dv, other_dv, new_du
+
+
+def _scores_gradient(
+    values: Sequence[Tensor], value_grads: Sequence[Tensor], slopes: Tensor, pull: Tensor, u: Tensor, first: int,
+    dv: Sequence[Tensor],
+) -> Tensor:  # fmt: skip
+    """Add what comes through the scores to each source's gradient; du in parts, those of all sources together."""
+    width, tokens = extent(values[0])
+    count = slopes.shape[1]
+    tile = product_tile(width, count, values[0])
+    blocks = divided(width, tile["COLUMNS"])
+    parts, tiles = shares(values[0], divided(tokens, tile["TOKENS"]), per_core=2 / blocks)
+    du_parts = u.new_empty(len(values) * parts, count, width)
+    for i, v in enumerate(values):
+        kernels().backward.scores_backward_kernel[(blocks, parts)](
+            value_grads[i], v, slopes[i], pull[i], u, dv[i], du_parts[i * parts :],
+            tokens, first, count, slopes.stride(1), tiles, **tile,
+        )  # fmt: skip
+    return du_parts
+
+
+def _add_parts(du_parts: Tensor, du: Tensor | None, new_du: Tensor, first: int) -> None:
+    parts, count, width = du_parts.shape
+    block = 4096 if shared.INTERPRETED else 32
+    kernels().backward.add_parts_kernel[(divided(new_du.numel(), block),)](
+        du_parts, du_parts if du is None else du, new_du, new_du.numel(), first * width, count * width, parts,
+        ADD=du is not None, PARTS=64 if parts <= 64 else 256, BLOCK=block,
+    )  # fmt: skip

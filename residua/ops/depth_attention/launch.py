@@ -1,0 +1,175 @@
+"""How the kernels of attention over depth are registered and launched: operators, tables of addresses, tile sizes.
+
+A source is [..., C] and its tokens are all the leading axes; per-token scalars are fp32 rows of `pitch(tokens)`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from residua.ops import fused as shared
+
+ADDRESSES = 64
+"""Most addresses to one launch of the kernel that writes them down."""
+
+MMA_READERS = 32
+"""Most readers to a warp-group of four; see `product_tile`."""
+
+_LIBRARY = torch.library.Library("residua", "FRAGMENT")
+_TABLES: dict[tuple[Any, ...], Tensor] = {}
+_MOST_TABLES = 4096
+
+
+def operator(schema: str, outputs: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
+    """Register `residua::schema`, opaque to `torch.compile` and outside of autograd; `outputs` makes empty results.
+
+    Defined on the library itself, not by `custom_op`: at two hundred calls a step, its wrappers cost more than kernels.
+    """
+    name = schema.split("(")[0]
+
+    def register(run: Callable[..., Any]) -> Any:
+        _LIBRARY.define(schema)
+        _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"residua::{name}", outputs, lib=_LIBRARY)
+        return getattr(torch.ops.residua, name).default
+
+    return register
+
+
+class _Kernels(NamedTuple):
+    forward: Any
+    backward: Any
+
+
+@cache
+def kernels() -> _Kernels:
+    """The modules of kernels; Triton is imported when the first of them runs."""
+    from residua.ops.depth_attention import triton, triton_backward
+
+    return _Kernels(triton, triton_backward)
+
+
+def pitch(tokens: int) -> int:
+    """Length of a row of per-token scalars: every row starts 16-byte aligned."""
+    return (tokens + 15) // 16 * 16
+
+
+def extent(v: Tensor) -> tuple[int, int]:
+    """Width and tokens."""
+    return v.shape[-1], math.prod(v.shape[:-1])
+
+
+def aligned(x: Tensor) -> Tensor:
+    """Contiguous at a 16-byte address: kernels are compiled for that alone."""
+    x = x.contiguous()
+    return x if x.data_ptr() % 16 == 0 else x.clone()
+
+
+def on(x: Tensor) -> Any:
+    return torch.cuda.device_of(x)
+
+
+def addresses(tensors: Sequence[Tensor], scalars: Sequence[int]) -> Tensor:
+    """int64 [2·tensors]: the addresses of the tensors, then of their scalars. A kernel writes it, not the host.
+
+    Steps of training meet the same addresses again and again, so tables are kept; not while a CUDA graph is captured,
+    whose memory is its own.
+    """
+    device = tensors[0].device
+    key = (*(t.data_ptr() for t in tensors), *scalars)
+    if not tensors[0].is_cuda or torch.cuda.is_current_stream_capturing():
+        return _write_table(key, device)
+    place = (torch.cuda.current_stream(device).cuda_stream, device.index, *key)
+    table = _TABLES.get(place)
+    if table is None:
+        if len(_TABLES) >= _MOST_TABLES:
+            _TABLES.clear()
+        table = _TABLES[place] = _write_table(key, device)
+    return table
+
+
+def _write_table(entries: Sequence[int], device: torch.device) -> Tensor:
+    table = torch.empty(len(entries), dtype=torch.int64, device=device)
+    for start in range(0, len(entries), ADDRESSES):
+        part = tuple(entries[start : start + ADDRESSES])
+        padded = part + part[:1] * (ADDRESSES - len(part))
+        kernels().forward.address_kernel[(1,)](padded, table, start, len(entries), MOST=ADDRESSES, num_warps=1)
+    return table
+
+
+def row(scores: Tensor, index: int) -> int:
+    """The address of a row of scalars."""
+    return scores.data_ptr() + index * scores.stride(0) * scores.element_size()
+
+
+UNROLL = 2
+"""Rows in flight at once; more were slower at every number of sources, registers being what bounds these kernels."""
+
+
+def row_tile(width: int) -> dict[str, Any]:
+    """For kernels that reduce over whole rows: a row in two pieces, one warp to a token, so no barriers."""
+    low = 1 << max(0, (width - 1).bit_length() - 1)
+    high = max(power(width - low), min(256, low))
+    tile = {"C": width, "LOW": low, "HIGH": high}
+    if shared.INTERPRETED:
+        return {**tile, "TOKENS": 16}
+    return {**tile, "TOKENS": 1, "num_warps": 1 if width <= 1536 else 4}
+
+
+def pair_tile(width: int) -> dict[str, Any]:
+    """`row_tile` for the kernel that holds two sources and both their gradients."""
+    tile = {**row_tile(width), "UNROLL": 1}
+    return tile if width <= 1024 or width > 1536 or shared.INTERPRETED else {**tile, "num_warps": 2}
+
+
+def mix_tile(width: int) -> dict[str, Any]:
+    """For kernels that do not reduce over a row."""
+    columns = min(256, max(16, power(width)))
+    return {"C": width, "TOKENS": 2048 // columns, "COLUMNS": columns, "LANES": 32}
+
+
+def scores_tile(width: int, readers: int, v: Tensor) -> dict[str, Any]:
+    return product_tile(width, readers, v, tokens=128, columns=64)
+
+
+def product_tile(width: int, readers: int, v: Tensor, tokens: int = 64, columns: int = 64) -> dict[str, Any]:
+    """For kernels that are matrix products between tokens and readers.
+
+    With 64 readers and four warps Triton makes asynchronous products that still read a buffer while its pipeline
+    loads the next tile into it (a source that is used both in a product and otherwise gets one buffer too few).
+    Two warps have no such products.
+    """
+    padded = max(16, power(readers))
+    tile = {"C": width, "READERS": padded, "NARROW": v.dtype == torch.bfloat16 and not shared.INTERPRETED}
+    if shared.INTERPRETED:
+        return {**tile, "TOKENS": 16, "COLUMNS": min(64, max(16, power(width)))}
+    if padded > MMA_READERS:
+        return {**tile, "TOKENS": 32, "COLUMNS": min(32, max(16, power(width))), "num_warps": 2, "num_stages": 3}
+    wide = tokens if tile["NARROW"] else 64
+    return {**tile, "TOKENS": wide, "COLUMNS": min(columns, max(16, power(width))), "num_warps": 4, "num_stages": 3}
+
+
+def shares(x: Tensor, blocks: int, per_core: float) -> tuple[int, int]:
+    """Split `blocks` among programs that loop: how many programs, and how many blocks each."""
+    tiles = divided(blocks, max(2, round(_cores(x.device) * per_core)))
+    return divided(blocks, tiles), tiles
+
+
+@cache
+def _cores(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def power(n: int) -> int:
+    """The next power of two, at least 1."""
+    return 1 << max(0, n - 1).bit_length()
+
+
+def divided(n: int, size: int) -> int:
+    return -(-n // size)
