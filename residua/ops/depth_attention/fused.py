@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from residua.ops import fused as shared
+from residua.ops.addresses import addresses
 from residua.ops.depth_attention import reference
 from residua.ops.depth_attention.launch import (
     UNROLL,
-    addresses,
     aligned,
     divided,
     extent,

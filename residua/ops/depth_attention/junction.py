@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from residua.ops import fused as shared
+from residua.ops.addresses import addresses
 from residua.ops.depth_attention.launch import (
     UNROLL,
-    addresses,
     aligned,
     divided,
     extent,

@@ -1,4 +1,4 @@
-"""How the kernels of attention over depth are registered and launched: operators, tables of addresses, tile sizes.
+"""How the kernels of attention over depth are registered and launched: operators and tile sizes.
 
 A source is [..., C] and its tokens are all the leading axes; per-token scalars are fp32 rows of `pitch(tokens)`.
 """
@@ -6,7 +6,7 @@ A source is [..., C] and its tokens are all the leading axes; per-token scalars 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -15,15 +15,10 @@ from torch import Tensor
 
 from residua.ops import fused as shared
 
-ADDRESSES = 64
-"""Most addresses to one launch of the kernel that writes them down."""
-
 MMA_READERS = 32
 """Most readers to a warp-group of four; see `product_tile`."""
 
 _LIBRARY = torch.library.Library("residua", "FRAGMENT")
-_TABLES: dict[tuple[Any, ...], Tensor] = {}
-_MOST_TABLES = 4096
 
 
 def operator(schema: str, outputs: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
@@ -75,34 +70,6 @@ def on(x: Tensor) -> Any:
     return torch.cuda.device_of(x)
 
 
-def addresses(tensors: Sequence[Tensor], scalars: Sequence[int]) -> Tensor:
-    """int64 [2·tensors]: the addresses of the tensors, then of their scalars. A kernel writes it, not the host.
-
-    Steps of training meet the same addresses again and again, so tables are kept; not while a CUDA graph is captured,
-    whose memory is its own.
-    """
-    device = tensors[0].device
-    key = (*(t.data_ptr() for t in tensors), *scalars)
-    if not tensors[0].is_cuda or torch.cuda.is_current_stream_capturing():
-        return _write_table(key, device)
-    place = (torch.cuda.current_stream(device).cuda_stream, device.index, *key)
-    table = _TABLES.get(place)
-    if table is None:
-        if len(_TABLES) >= _MOST_TABLES:
-            _TABLES.clear()
-        table = _TABLES[place] = _write_table(key, device)
-    return table
-
-
-def _write_table(entries: Sequence[int], device: torch.device) -> Tensor:
-    table = torch.empty(len(entries), dtype=torch.int64, device=device)
-    for start in range(0, len(entries), ADDRESSES):
-        part = tuple(entries[start : start + ADDRESSES])
-        padded = part + part[:1] * (ADDRESSES - len(part))
-        kernels().forward.address_kernel[(1,)](padded, table, start, len(entries), MOST=ADDRESSES, num_warps=1)
-    return table
-
-
 def row(scores: Tensor, index: int) -> int:
     """The address of a row of scalars."""
     return scores.data_ptr() + index * scores.stride(0) * scores.element_size()
@@ -135,10 +102,12 @@ def mix_tile(width: int) -> dict[str, Any]:
 
 
 def scores_tile(width: int, readers: int, v: Tensor) -> dict[str, Any]:
-    return product_tile(width, readers, v, tokens=128, columns=64)
+    return product_tile(width, readers, v, tokens=128, columns=64, stages=3)
 
 
-def product_tile(width: int, readers: int, v: Tensor, tokens: int = 64, columns: int = 64) -> dict[str, Any]:
+def product_tile(
+    width: int, readers: int, v: Tensor, tokens: int = 32, columns: int = 128, stages: int = 2
+) -> dict[str, Any]:
     """For kernels that are matrix products between tokens and readers.
 
     With 64 readers and four warps Triton makes asynchronous products that still read a buffer while its pipeline
@@ -151,8 +120,10 @@ def product_tile(width: int, readers: int, v: Tensor, tokens: int = 64, columns:
         return {**tile, "TOKENS": 16, "COLUMNS": min(64, max(16, power(width)))}
     if padded > MMA_READERS:
         return {**tile, "TOKENS": 32, "COLUMNS": min(32, max(16, power(width))), "num_warps": 2, "num_stages": 3}
-    wide = tokens if tile["NARROW"] else 64
-    return {**tile, "TOKENS": wide, "COLUMNS": min(columns, max(16, power(width))), "num_warps": 4, "num_stages": 3}
+    if not tile["NARROW"]:
+        tokens, columns, stages = 64, 64, 3
+    columns = min(columns, max(16, power(width)))
+    return {**tile, "TOKENS": tokens, "COLUMNS": columns, "num_warps": 4, "num_stages": stages}
 
 
 def shares(x: Tensor, blocks: int, per_core: float) -> tuple[int, int]:

@@ -10,6 +10,8 @@ The kernels of the gradient are in `triton_backward.py`.
 import triton
 import triton.language as tl
 
+from residua.ops.triton_table import tensor
+
 
 @triton.jit
 def load_row(pointer, at, low, high, C: tl.constexpr, inside):  # type: ignore[no-untyped-def]
@@ -26,11 +28,6 @@ def store_row(pointer, at, low, high, C: tl.constexpr, inside, first, second):  
     dtype = pointer.dtype.element_ty
     tl.store(base + low[None, :], first.to(dtype), mask=inside[:, None] & (low < C)[None, :])
     tl.store(base + high[None, :], second.to(dtype), mask=inside[:, None] & (high < C)[None, :])
-
-
-@triton.jit
-def tensor(table, slot, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
-    return tl.multiple_of(tl.load(table + slot).to(tl.pointer_type(dtype)), 16)
 
 
 @triton.jit
@@ -76,14 +73,6 @@ def scores_kernel(  # type: ignore[no-untyped-def]
     r = tl.rsqrt(tl.sum(squares, 1) / C + eps)
     tl.store(rstd + at, r, mask=inside)
     tl.store(z + readers[:, None] * pitch + at[None, :], dots * r[None, :], mask=(readers < count)[:, None] & inside)
-
-
-@triton.jit(do_not_specialize=["start", "count"])
-def address_kernel(entries, table, start, count, MOST: tl.constexpr):  # type: ignore[no-untyped-def]
-    """table[start:] = `entries`, addresses. A kernel that walks over such a table is not compiled for their number."""
-    for i in tl.static_range(MOST):
-        if start + i < count:
-            tl.store(table + start + i, entries[i].to(tl.int64))
 
 
 @triton.jit

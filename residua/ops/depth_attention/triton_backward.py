@@ -3,7 +3,8 @@
 import triton
 import triton.language as tl
 
-from residua.ops.depth_attention.triton import load_row, store_row, tensor
+from residua.ops.depth_attention.triton import load_row, store_row
+from residua.ops.triton_table import tensor
 
 
 @triton.jit

@@ -1,0 +1,28 @@
+"""What an optimizer does to many weights at once, in place."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from residua.ops import fused
+from residua.ops.backend import Operator
+from residua.ops.descent import reference
+
+momentum_directions = Operator(reference.momentum_directions)
+cautious_descent = Operator(reference.cautious_descent)
+
+if fused.INSTALLED:
+    from residua.ops.descent import triton
+
+    def _serves(tensors: Sequence[Tensor], others: Sequence[Tensor], *_: Any) -> bool:
+        return fused.serves(*tensors, *others) and all(_plain(t) for t in (*tensors, *others))
+
+    def _plain(t: Tensor) -> bool:
+        """Contiguous, and at an address that vector loads can take."""
+        return t.is_contiguous() and not (t.is_cuda and t.data_ptr() % 16)
+
+    momentum_directions.register_fused(triton.momentum_directions, _serves)
+    cautious_descent.register_fused(triton.cautious_descent, _serves)
+
+__all__ = ["cautious_descent", "momentum_directions"]

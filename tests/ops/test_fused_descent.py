@@ -1,0 +1,78 @@
+"""The fused optimizer passes against the reference in float64, in the Triton interpreter and on a GPU."""
+
+import pytest
+import torch
+
+from residua.ops import backend
+from residua.ops.descent import cautious_descent, momentum_directions
+
+pytest.importorskip("triton")
+
+SHAPES = [(3, 5), (8, 16), (3, 5), (7,), (0, 4), (2, 3, 8)]
+
+
+def tensors(seed, device="cpu", dtype=torch.float32, shapes=SHAPES):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(*shape, generator=generator).to(device, dtype) for shape in shapes]
+
+
+def near(ours, truth, tolerance):
+    for fused, exact in zip(ours, truth, strict=True):
+        assert fused.shape == exact.shape
+        torch.testing.assert_close(fused.double(), exact.double(), atol=tolerance, rtol=tolerance)
+
+
+def momentum(choice, device="cpu", dtype=torch.float32, out=None):
+    m, g = tensors(0, device, dtype), tensors(1, device, dtype)
+    with backend(choice):
+        d = momentum_directions(m, g, 0.9, out or dtype)
+    return m, d
+
+
+def descent(choice, decay, device="cpu", dtype=torch.float32, update=None):
+    x, u = tensors(0, device, dtype), [t.to(update or dtype) for t in tensors(1, device, dtype)]
+    x[0][0, 0] = 0.0  # a weight at zero, and an update that is: the mask counts both as towards zero
+    u[1][0] = 0.0
+    with backend(choice):
+        cautious_descent(x, u, 0.3, decay)
+    return x
+
+
+def test_momentum_and_directions_equal_the_reference_in_float64():
+    (m, d), (exact_m, exact_d) = momentum("triton"), momentum("reference", dtype=torch.float64)
+    near(m, exact_m, 1e-6)
+    near(d, exact_d, 1e-6)
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.2])
+def test_descent_equals_the_reference_in_float64(decay):
+    near(descent("triton", decay), descent("reference", decay, dtype=torch.float64), 1e-6)
+
+
+def test_decay_acts_where_the_update_moves_towards_zero_and_nowhere_else():
+    weights, updates = [torch.tensor([1.0, 1.0, -1.0, -1.0])], [torch.tensor([1.0, -1.0, 1.0, -1.0])]
+    with backend("triton"):
+        cautious_descent(weights, updates, 0.0, 0.5)
+    assert weights[0].tolist() == [0.5, 1.0, -1.0, -0.5]
+
+
+def test_slices_of_a_matrix_move_alone():
+    matrix = torch.ones(6, 4)
+    with backend("triton"):
+        cautious_descent([matrix[:2], matrix[4:]], [torch.ones(2, 4)] * 2, 1.0, 0.0)
+    assert matrix.sum(1).tolist() == [0, 0, 4, 4, 0, 0]
+
+
+@pytest.mark.gpu
+def test_gpu_passes_equal_the_reference():
+    near(momentum("triton", "cuda")[1], momentum("reference", "cuda", torch.float64)[1], 1e-6)
+    near(
+        momentum("triton", "cuda", out=torch.bfloat16)[1],
+        momentum("reference", "cuda", out=torch.bfloat16)[1],
+        8e-3,
+    )
+    near(
+        descent("triton", 0.2, "cuda", update=torch.bfloat16),
+        descent("reference", 0.2, "cuda", update=torch.bfloat16),
+        1e-6,
+    )
