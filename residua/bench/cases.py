@@ -53,6 +53,7 @@ def operators(shape: Shape, device: torch.device) -> dict[str, Callable[[], Case
         "gated_norm": _gated_norm,
         "depth_attention": _depth_attention,
         "mix_projection": _mix_projection,
+        "mix_heads": _mix_heads,
         "linear_cross_entropy": _linear_cross_entropy,
     }
     return {name: partial(make, shape, device) for name, make in made.items()}
@@ -117,6 +118,28 @@ def _mix_projection(shape: Shape, device: torch.device) -> Case:
 
     inputs = (current, anchor, *scales, gain)
     return Case("mix_projection, elementwise", mix, inputs, 3 * current.nbytes, 5 * current.nbytes)
+
+
+def _mix_heads(shape: Shape, device: torch.device) -> Case:
+    """All that an ExoFormer layer does between its projection and its attention."""
+    head = 128 if shape.width % 128 == 0 else shape.width
+    sections = dict.fromkeys("qkvg", (shape.width // head, head))
+    size = (max(1, shape.tokens // 1024), min(shape.tokens, 1024))
+    projected = torch.randn(*size, 4 * shape.width, device=device, dtype=shape.dtype)
+    anchors = [torch.randn(*size, *sections["q"], device=device, dtype=shape.dtype) for _ in sections]
+    weights = [torch.randn(sections["q"], device=device) for _ in range(8)] + [
+        torch.ones(head, device=device) for _ in range(2)
+    ]
+    angles = torch.arange(size[1], device=device)[:, None] / torch.arange(1, head // 2 + 1, device=device)
+    table = angles.cos(), angles.sin()
+
+    def mix(projected: Tensor, *rest: Tensor) -> Sequence[Tensor]:
+        anchors, other, own = (dict(zip(sections, rest[i : i + 4], strict=True)) for i in (0, 4, 8))
+        heads, _ = ops.mix_heads(projected, sections, anchors, other, own, table, gains=(rest[12], rest[13]))
+        return list(heads.values())
+
+    inputs = (projected, *anchors, *weights)
+    return Case("mix_heads, elementwise", mix, inputs, 3 * projected.nbytes, 5 * projected.nbytes)
 
 
 def _linear_cross_entropy(shape: Shape, device: torch.device) -> Case:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
@@ -18,26 +19,32 @@ from residua.model.settings import ConfigError
 from residua.model.size import measure
 from residua.study import variants
 from residua.train.config import RunConfig
-from residua.train.step import build_step
+from residua.train.step import Step, build_step
 from residua.train.throughput import mfu, peak_memory_gib
 
 BACKEND = "backend="
+WAY = "parallel="
+WAYS = ("replicate", "shard", "pipeline")
 # Of the peak learning rate: the work is the same, and no weight runs away on random tokens.
 RATE = 0.01
 
 
 @dataclass(frozen=True)
 class Case:
-    """One configuration to time, under a name, with the operators' backend it runs on."""
+    """One configuration to time, under a name, with the operators' backend it runs on.
+
+    `way` runs it as one rank of a parallel run does: replicate, shard or pipeline.
+    """
 
     name: str
     config: RunConfig
     backend: str = "auto"
+    way: str | None = None
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one case took. `first_step` is the first call, compilation included; memory is the timed steps' peak.
+    """What one case took. `first_step` is the first call, compilation included; memory is the peak of all later ones.
 
     With a `problem` (out of memory) there are no timings. On a CPU there is no memory: it only knows the peak of the
     whole process, and no MFU.
@@ -60,7 +67,7 @@ def read_cases(base: RunConfig, compare: Sequence[str]) -> list[Case]:
     """The cases of a comparison; without one, the base alone.
 
     A case is words separated by spaces: known variants (`prenorm`, `mgr+exoformer`), overrides
-    (`model.topology.streams=8`) and `backend=reference`. Its name is what was written.
+    (`model.topology.streams=8`), `backend=reference` and `parallel=shard`. Its name is what was written.
     """
     cases = []
     for text in compare or ["base"]:
@@ -68,10 +75,13 @@ def read_cases(base: RunConfig, compare: Sequence[str]) -> list[Case]:
         if not words:
             raise ConfigError("--compare has an empty entry: separate variants by single commas.")
         backend = ([word.removeprefix(BACKEND) for word in words if word.startswith(BACKEND)] or ["auto"])[-1]
+        way = next((word.removeprefix(WAY) for word in words if word.startswith(WAY)), None)
+        if way is not None and way not in WAYS:
+            raise ConfigError(f"parallel={way} does not exist: choose one of {', '.join(WAYS)}.")
         with ops.backend(backend):
             pass  # refuses a backend that does not exist before anything is timed
-        changes = variants.overrides([word for word in words if not word.startswith(BACKEND)], base.model)
-        cases.append(Case(" ".join(words), base.override(changes), backend))
+        changes = variants.overrides([word for word in words if not word.startswith((BACKEND, WAY))], base.model)
+        cases.append(Case(" ".join(words), base.override(changes), backend, way))
     return cases
 
 
@@ -99,7 +109,7 @@ def _run(case: Case, device: torch.device, steps: int, warmup: int, tell: Callab
     bare = StepResult(case.name, size.parameters, size.flops_per_token, config.tokens_per_step)
     try:
         with ops.backend(case.backend):
-            first, seconds, memory, loss = _time(config, device, steps, warmup, lambda: tell(f"{case.name}: timing"))
+            first, seconds, memory, loss = _time(case, device, steps, warmup, lambda: tell(f"{case.name}: timing"))
     except torch.OutOfMemoryError:
         return StepResult(**{**bare.__dict__, "problem": "out of memory"})
     sample = Sample.of(seconds)
@@ -119,11 +129,28 @@ def _run(case: Case, device: torch.device, steps: int, warmup: int, tell: Callab
 
 
 def _time(
-    config: RunConfig, device: torch.device, steps: int, warmup: int, started: Callable[[], object]
+    case: Case, device: torch.device, steps: int, warmup: int, started: Callable[[], object]
 ) -> tuple[float, list[float], float | None, float]:
     """Seconds of the first step, seconds of each timed step, peak memory in GiB, and the mean loss on the way."""
-    torch.manual_seed(config.train.seed)
-    trained = build_step(residua.build(config.model), config.train, device)
+    with ExitStack() as open_ranks:
+        return _time_step(_build(case, device, open_ranks), case.config, device, steps, warmup, started)
+
+
+def _build(case: Case, device: torch.device, open_ranks: ExitStack) -> Step:
+    torch.manual_seed(case.config.train.seed)
+    model = residua.build(case.config.model)
+    if case.way is None:
+        return build_step(model, case.config.train, device)
+    from residua.train.parallel.alone import one_rank
+    from residua.train.parallel.step import build_ranked_step
+
+    mesh = open_ranks.enter_context(one_rank(device, case.config.parallel))
+    return build_ranked_step(model, case.config, mesh, case.way)  # type: ignore[arg-type]
+
+
+def _time_step(
+    trained: Step, config: RunConfig, device: torch.device, steps: int, warmup: int, started: Callable[[], object]
+) -> tuple[float, list[float], float | None, float]:
     batches = random_batches(config)
     step = partial(trained, batches, RATE)
 
@@ -133,11 +160,11 @@ def _time(
     first = time.perf_counter() - begin
 
     started()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)  # before graphs are captured: replays allocate nothing
     for _ in range(warmup):
         step()
     synchronize(device)
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
     seconds = time_each(step, steps, device)
     totals = trained.totals()
     memory = peak_memory_gib(device) if device.type == "cuda" else None

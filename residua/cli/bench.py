@@ -1,4 +1,4 @@
-"""`residua bench`: how fast the training step and the operators run on this machine."""
+"""`residua bench`: how fast training steps, decoding and the operators run on this machine."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def step(
             metavar="CASE,CASE,...",
             show_default=False,
             help="Time several variants in this run, with ratios to the first. A case is known variants, overrides "
-            "and backend=reference, separated by spaces.",
+            "and backend=reference or parallel=shard, separated by spaces.",
         ),
     ] = None,
     micro_batch: Annotated[int | None, typer.Option(show_default=PRESETS, help="Sequences at once.")] = None,
@@ -82,6 +82,72 @@ def step(
         console.print(f"written to {out}", soft_wrap=True)
 
 
+@app.command()
+def decode(
+    presets: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[PRESET ...]", show_default="mgr-s-prenorm mgr-l-prenorm", help="Models to decode."),
+    ] = None,
+    compare: Annotated[
+        str,
+        typer.Option(metavar="CASE,CASE,...", help="Variants of each model, as in `bench step`; ratios to the first."),
+    ] = "prenorm,block_attnres,mgr",
+    batch: Annotated[
+        list[int] | None, typer.Option(min=1, show_default="1 and 64", help="Rows at once; may be given several times.")
+    ] = None,
+    filled: Annotated[int, typer.Option(min=1, help="Tokens of each row in the cache.")] = 512,
+    engine: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="auto|eager|graph|compile", show_default="auto", help="How a step runs; may be given several times."
+        ),
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds of 8 steps of each.")] = 30,
+    device: Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="Where to compute.")] = "auto",
+    out: Out = None,
+) -> None:
+    """Time a decoding step, one token per row, of several variants side by side.
+
+    \b
+    residua bench decode
+    residua bench decode mgr-s-prenorm --compare prenorm,block_attnres,mgr,full_attnres --batch 1 --out decode.json
+    residua bench decode mgr-s-prenorm --engine eager --engine graph --engine compile
+    """
+    from rich.console import Console
+
+    from residua.bench import show
+    from residua.bench.ceilings import measure_ceilings
+    from residua.bench.decode import bench_decode
+    from residua.bench.decode_table import decode_report, print_decode
+    from residua.bench.step import read_cases
+    from residua.inference.engine import resolve_engine
+    from residua.inference.folder import choose_device
+    from residua.train.config import RunConfig
+    from residua.train.environment import describe_environment
+
+    where = choose_device(device)
+    engines = [resolve_engine(name, where) for name in engine or ["auto"]]
+    named = {Path(name).stem: RunConfig.find(name) for name in presets or ["mgr-s-prenorm", "mgr-l-prenorm"]}
+    cases = {name: read_cases(base, compare.split(",")) for name, base in named.items()}
+    environment, console = describe_environment(where), show.open_console()
+    results = []
+    with Console(stderr=True).status("measuring this device") as status:
+        ceilings = measure_ceilings(where)
+        for name in named:
+            for chosen in engines:
+                for rows in batch or [1, 64]:
+                    results += bench_decode(
+                        name, cases[name], where, batch=rows, filled=filled, engine=chosen, rounds=rounds,
+                        tell=status.update,
+                    )  # fmt: skip
+    show.print_ceilings(console, environment, ceilings)
+    print_decode(console, results, ceilings)
+    if out is not None:
+        settings = {"filled": filled, "rounds": rounds, "cases": compare}
+        show.write_json(out, decode_report(environment, ceilings, settings, results))
+        console.print(f"written to {out}", soft_wrap=True)
+
+
 @app.command(name="ops")
 def operators(
     names: Annotated[
@@ -124,3 +190,79 @@ def operators(
     with Console(stderr=True).status("measuring this device") as status:
         report = suite.run(plan, repeats, tell=status.update)
     suite.show_report(report, out)
+
+
+@app.command()
+def fp8(
+    sizes: Annotated[
+        str, typer.Option(metavar="IN:OUT,...", help="Inputs and outputs of the linear layers.")
+    ] = "512:2048,1024:4096,2048:8192,4096:4096,4096:16384,8192:8192",
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens at once.")] = 8192,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each.")] = 50,
+    out: Out = None,
+) -> None:
+    """Time FP8 linear layers against bf16 by size, and compare them with the simulation.
+
+    \b
+    residua bench fp8
+    residua bench fp8 --sizes 768:3072,3072:768 --tokens 32768 --out fp8.json
+    """
+    try:
+        widths = [(int(inputs), int(outputs)) for inputs, outputs in (size.split(":") for size in sizes.split(","))]
+    except ValueError:
+        raise ValueError(f"--sizes {sizes} is not a list like 512:2048,4096:4096.") from None
+    import torch
+    from rich.console import Console
+
+    from residua.bench import fp8 as bench
+    from residua.bench import show
+    from residua.train.environment import describe_environment
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    console, environment = show.open_console(), describe_environment(device)
+    with Console(stderr=True).status("measuring this device") as status:
+        results = bench.bench_linear(tokens, widths, device, repeats=repeats, tell=status.update)
+    console.print(f"{environment.get('gpu') or environment['processor']}: torch {environment['torch']}")
+    bench.print_linear(console, results)
+    if out is not None:
+        show.write_json(out, bench.linear_report(environment, results))
+        console.print(f"written to {out}", soft_wrap=True)
+
+
+@app.command(name="plan")
+def plan_run(
+    preset: Annotated[str, typer.Argument(metavar="PRESET", help="A preset's name or a run's TOML file.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[section.key=value ...]", show_default=False, help="Changes to the configuration."),
+    ] = None,
+    gpus: Annotated[int, typer.Option(min=1, help="Devices in all.")] = 8,
+    memory: Annotated[float, typer.Option(min=1, help="GiB of one device.")] = 140,
+    flops: Annotated[
+        float, typer.Option(min=1, help="TFLOP/s that a step reaches: the MFU of `bench step` times the peak.")
+    ] = 450,
+    link: Annotated[float, typer.Option(min=1, help="GB/s that a device sends to the others.")] = 300,
+    out: Out = None,
+) -> None:
+    """Lay out a run on paper: memory and bytes per rank and a step's time, for every mesh of so many devices.
+
+    \b
+    residua bench plan mgr-l-block8 --gpus 8
+    residua bench plan mgr-l-full train.accumulate=64 --gpus 32 --link 50
+    residua bench plan exoformer-e --gpus 4 --memory 80 --out plan.json
+    """
+    from residua.train.config import RunConfig
+
+    config = RunConfig.find(preset).override(overrides or [])
+
+    from residua.bench import show
+    from residua.bench.plan import GIB, Machine, plan
+    from residua.bench.plan_table import plan_report, print_plans
+
+    machine = Machine(memory * GIB, flops * 1e12, link * 1e9)
+    plans = plan(config, gpus, machine)
+    console = show.open_console()
+    print_plans(console, config, machine, plans)
+    if out is not None:
+        show.write_json(out, plan_report(config, machine, plans))
+        console.print(f"written to {out}", soft_wrap=True)

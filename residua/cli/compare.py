@@ -51,6 +51,17 @@ def compare(
     threads: Annotated[
         int | None, typer.Option(min=1, show_default="cores / workers", help="CPU threads of each run.")
     ] = None,
+    quantize: Annotated[
+        str | None,
+        typer.Option(
+            metavar="fp8,nvfp4,...",
+            show_default=False,
+            help="Add each model's loss in low precision, as in fp8,nvfp4+smooth.",
+        ),
+    ] = None,
+    calibration: Annotated[
+        int | None, typer.Option(min=1, show_default="4096", help="Sequences that SmoothQuant calibrates on.")
+    ] = None,
     change: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="SECTION.KEY=VALUE", show_default=False, help="A change to every run."),
@@ -66,6 +77,7 @@ def compare(
     residua compare prenorm block_attnres mgr exoformer --base mini --seeds 3 --data data/wiki --out runs/wiki
     residua compare prenorm mgr mgr+exoformer gatednorm --set train.steps=1000
     residua compare prenorm mgr --sizes tiny,mini --tokens-per-parameter 20
+    residua compare prenorm gated_attention preaffine gatednorm --quantize fp8,nvfp4,nvfp4+smooth
     residua compare study.toml
 
     Ctrl-C stops after saving; the same command goes on. Complete runs are reused.
@@ -81,7 +93,8 @@ def compare(
     given = {
         "base": base, "seeds": seeds, "data": None if data is None else str(data), "baseline": baseline,
         "match": None if match is None else {"kind": match}, "workers": workers, "threads": threads,
-        "set": change, "scaling": _scaling(sizes, tokens_per_parameter),
+        "set": change, "scaling": _scaling(sizes, tokens_per_parameter), "calibration": calibration,
+        "quantize": None if quantize is None else [name.strip() for name in quantize.split(",") if name.strip()],
     }  # fmt: skip
     study = _study(what or [], demo, {key: value for key, value in given.items() if value is not None})
     _conduct(study, out or Path("runs") / study.name, console, plan)

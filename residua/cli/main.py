@@ -12,7 +12,11 @@ from typer.core import TyperGroup
 VERBS = {
     "train": ("residua.cli.train", "Pretrain a model on your text."),
     "compare": ("residua.cli.compare", "Does a depth architecture pay on your data, per step and per second?"),
+    "generate": ("residua.cli.generate", "Let a trained model continue your text, or chat with it."),
+    "eval": ("residua.cli.eval", "Score a model: perplexity, bits per byte, multiple-choice tasks, lm-eval."),
+    "export": ("residua.cli.export", "Write a model as a Hugging Face folder that works without Residua."),
     "diagnose": ("residua.cli.diagnose", "See inside a model: sinks, massive activations, dead layers, depth routing."),
+    "quantize": ("residua.cli.quantize", "What FP8 and NVFP4 cost a model, and a checkpoint in them."),
     "data": ("residua.cli.data", "Prepare text: tokenizers and shards."),
     "bench": ("residua.cli.bench", "Measure training steps and operators on this machine."),
     "presets": ("residua.cli.presets", "List the models that come with Residua, or print one."),

@@ -6,6 +6,13 @@ from typing import Annotated
 
 import typer
 
+_COLUMNS = (
+    ("preset", "left"),
+    ("parameters", "right"),
+    ("for a token", "right"),
+    ("FLOPs/token", "right"),
+    ("what", "left"),
+)
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 
@@ -49,10 +56,11 @@ def listing(matching: str) -> None:
     from residua.model.size import measure  # brings torch, which the error above need not wait for
 
     table = Table(box=None, pad_edge=False)
-    for heading, justify in (("preset", "left"), ("parameters", "right"), ("FLOPs/token", "right"), ("what", "left")):
+    for heading, justify in _COLUMNS:
         table.add_column(heading, justify=justify, no_wrap=heading != "what")  # type: ignore[arg-type]
     for n in track(chosen, "measuring", console=Console(stderr=True), transient=True):
         data = presets.load(n)
         size = measure(ModelConfig(**data["model"]))
-        table.add_row(n, f"{size.parameters / 1e6:,.1f} M", f"{size.flops_per_token / 1e9:.2f} G", data["summary"])
+        counts = (f"{count / 1e6:,.1f} M" for count in (size.parameters, size.parameters - size.idle))
+        table.add_row(n, *counts, f"{size.flops_per_token / 1e9:.2f} G", data["summary"])
     Console(width=None if Console().is_terminal else 140).print(table)

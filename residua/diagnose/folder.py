@@ -1,4 +1,4 @@
-"""Opening what a person names: a run folder, or a local Hugging Face model folder."""
+"""Opening what a person names: a run folder, an exported one, or a local Hugging Face model folder."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from residua.data.tokenizer import Tokenizer
 from residua.diagnose.huggingface import HuggingFaceSubject
 from residua.diagnose.native import NativeSubject
 from residua.diagnose.observe import Subject
+from residua.inference.export.folder import is_export
 
 
 def open_subject(path: Path, device: torch.device) -> Subject:
     """The model in a folder, on the device and ready to be looked at; its weights must be finite."""
     check_folder(path)
-    if (path / "config.toml").exists():
+    if (path / "config.toml").exists() or is_export(path):
         return _run(path, device)
     return _hugging_face(path, device)
 

@@ -12,19 +12,21 @@ from torch import Tensor, nn
 
 from residua.diagnose import depth_ablations
 from residua.diagnose.attention import AttentionSums, Scores, attention_sums
-from residua.diagnose.observe import Ablation, AblationKind, AnchorScales, Observation, Site, Subject
+from residua.diagnose.observe import Ablation, AblationKind, AnchorScales, Observation, Site, SiteKind, Subject
 from residua.diagnose.switch import hooked, on_each, silenced
-from residua.model import choices, taps
+from residua.model import taps
 from residua.model.anchors import Mix
 from residua.model.attention import SoftmaxAttention
 from residua.model.decoder import Decoder, Sublayer
+from residua.model.linear_attention import GatedDeltaNet
+from residua.model.moe import MoE
 from residua.model.topology.attnres import BlockAttnRes, FullAttnRes
 from residua.model.topology.dense import DenseFormer
 from residua.model.topology.hyper import Streams
 from residua.model.topology.multigate import MultiGate
 
 NEAR_ZERO = 1e-3
-_TAP = re.compile(r"(sublayer|depth|attention)\.(\d+)\.(\w+)")
+_TAP = re.compile(r"(sublayer|depth|attention|moe)\.(\d+)\.(\w+)")
 
 
 class NativeSubject(Subject):
@@ -35,10 +37,7 @@ class NativeSubject(Subject):
         self.model, self._decoder, self.name = model, model, name
         self.width, self.vocabulary, self.context = config.width, config.vocab_size, config.context
         self.layers = config.layers
-        self.softmax = isinstance(config.attention, choices.SoftmaxAttention)
-        mixer = "attention" if self.softmax else "linear attention"
-        kinds = (mixer, "feed-forward")
-        self.sites = [Site(k, k // 2, cast(Any, kinds[k % 2])) for k in range(config.sublayers)]
+        self.sites = [Site(k, k // 2, _kind(cast(Sublayer, s).body)) for k, s in enumerate(model.sublayers)]
         self.description = (
             f"{config.layers} layers of width {config.width}, {config.topology.kind} topology, {config.attention.kind} "
             f"attention, {config.ffn.kind} feed-forward, {config.norm.kind}, anchors {config.anchors.kind}"
@@ -47,7 +46,7 @@ class NativeSubject(Subject):
         self.state_name = "sublayer input" if many else "residual stream"
         norms = [cast(Sublayer, s).norm for s in model.sublayers] + [model.norm]
         self.gains = {k: _gain(norm) for k, norm in enumerate(norms)}
-        self.skipped = [] if self.softmax else [
+        self.skipped = [] if config.softmax_layers else [
             "Attention metrics: no layer of this model has a softmax, so there are no attention weights to look at."
         ]  # fmt: skip
 
@@ -171,6 +170,9 @@ class _Collector(dict[str, Tensor]):
     def _attention_gate(self, layer: int, value: Tensor) -> None:
         self.seen.gates[layer] = value
 
+    def _moe_load(self, layer: int, value: Tensor) -> None:
+        self.seen.loads[layer] = value
+
     def _attention_query(self, layer: int, value: Tensor) -> None:
         self.query = value
 
@@ -183,6 +185,15 @@ class _Collector(dict[str, Tensor]):
         body = self.subject._body(self.subject.sites[2 * layer])
         how = Scores(scale=query.shape[-1] ** -0.5, sink=cast("Tensor | None", body.sink))
         return attention_sums(query.transpose(1, 2), key.transpose(1, 2), how)
+
+
+def _kind(body: nn.Module) -> SiteKind:
+    kinds: dict[type, SiteKind] = {
+        SoftmaxAttention: "attention",
+        GatedDeltaNet: "linear attention",
+        MoE: "mixture of experts",
+    }
+    return kinds.get(type(body), "feed-forward")
 
 
 def _gain(norm: nn.Module) -> Tensor:

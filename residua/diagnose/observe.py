@@ -37,7 +37,7 @@ class Observation:
     tokens [B, T]; loss: mean nats per target. By site, `len(sites)` standing for the final norm: states [B, T, C],
     what each reads before its norm; weights [B, T, sources] and streams [B, T, n, C], what the site is given to read
     from. By site: outputs [B, T, C], what each hands over; betas [B, T, n], the gates of its write. By layer:
-    attention, already summed; gates [B, T, heads, ·], after the sigmoid.
+    attention, already summed; gates [B, T, heads, ·], after the sigmoid; loads [E], each expert's share of the choices.
     """
 
     tokens: Tensor
@@ -46,6 +46,7 @@ class Observation:
     outputs: dict[int, Tensor] = field(default_factory=dict)
     attention: dict[int, AttentionSums] = field(default_factory=dict)
     gates: dict[int, Tensor] = field(default_factory=dict)
+    loads: dict[int, Tensor] = field(default_factory=dict)
     weights: dict[int, Tensor] = field(default_factory=dict)
     betas: dict[int, Tensor] = field(default_factory=dict)
     streams: dict[int, Tensor] = field(default_factory=dict)

@@ -267,7 +267,13 @@ def _streams(page: Page, models: Models) -> None:
 
 
 def _gates(page: Page, models: Models) -> None:
-    gates, anchors = plots_depth.gates(models), plots_depth.anchors(models)
+    gates, anchors, experts = plots_depth.gates(models), plots_depth.anchors(models), plots_depth.experts(models)
+    if experts:
+        page.section(
+            "Expert load",
+            "How often each expert is chosen, 1 being its fair share. Healthy: all near 1 over enough text. An expert "
+            "near 0 is not used; one far above 1 does the work of several.",
+        ).tabs(experts)
     if gates:
         page.section(
             "Attention gates",

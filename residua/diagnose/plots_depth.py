@@ -1,4 +1,4 @@
-"""The figures of a diagnosis that only models with depth weights, streams, gates or anchors have."""
+"""The figures of a diagnosis that only models with depth weights, streams, gates, experts or anchors have."""
 
 from __future__ import annotations
 
@@ -99,6 +99,19 @@ def gates(models: Models) -> dict[str, Figure]:
     closed = by_layer(models, lambda m: [(g.layer, g.closed) for g in m.gates], "share below 0.2", bounds=(0.0, 1.0))
     made = {"mean gate": mean, "share below 0.2": closed}
     return {title: figure for title, figure in made.items() if figure is not None}
+
+
+def experts(models: Models) -> dict[str, Figure]:
+    """Layer × expert: the load, 1 being an expert's fair share."""
+    found = {}
+    for m in models:
+        if m.experts:
+            rows = [[share * len(e.load) for share in e.load] for e in m.experts]
+            numbers = [str(i) for i in range(len(rows[0]))]
+            layers = [str(e.layer) for e in m.experts]
+            bounds = (0.0, max(max(row) for row in rows))
+            found[m.name] = heatmap(rows, numbers, layers, "expert", "layer", "load, 1 is fair", bounds=bounds)
+    return found
 
 
 def anchors(models: Models) -> dict[str, Figure]:

@@ -98,6 +98,7 @@ def diagnose_model(
         betas=measured.depth.betas(),
         streams=measured.depth.streams(),
         gates=measured.depth.gates(),
+        experts=measured.depth.experts(),
         anchors=[AnchorFacts(**vars(scales)) for scales in subject.anchor_scales()],
         ablations=removed,
         findings=found,

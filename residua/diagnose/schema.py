@@ -163,6 +163,13 @@ class GateFacts(Frozen):
     closed: float
 
 
+class ExpertFacts(Frozen):
+    """The mixture of experts of one layer: the share of the tokens' choices that each expert got."""
+
+    layer: int
+    load: list[float]
+
+
 class AnchorFacts(Frozen):
     """λ of projection mixing: means by head of λ1 (anchor) and λ2 (current), and the share of |λ1| below 1e-3."""
 
@@ -218,6 +225,7 @@ class ModelDiagnosis(Frozen):
     betas: list[BetaFacts] = Field(default_factory=list)
     streams: list[StreamFacts] = Field(default_factory=list)
     gates: list[GateFacts] = Field(default_factory=list)
+    experts: list[ExpertFacts] = Field(default_factory=list)
     anchors: list[AnchorFacts] = Field(default_factory=list)
     ablations: list[AblationFacts] = Field(default_factory=list)
     findings: list[Finding] = Field(default_factory=list)

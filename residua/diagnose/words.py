@@ -14,7 +14,18 @@ _PER_KIND = 3
 def summary(made: ModelDiagnosis) -> list[str]:
     """At most ten sentences: what was looked at, what stands out, and what the rest is like."""
     lines = [_what(made), *_findings(made)][:LINES]
-    rest = (_attention, _removal, _routing, _gates, _magnitude, _dimensionality, _outliers, _similarity, _gradients)
+    rest = (
+        _attention,
+        _removal,
+        _routing,
+        _experts,
+        _gates,
+        _magnitude,
+        _dimensionality,
+        _outliers,
+        _similarity,
+        _gradients,
+    )
     for line in (part(made) for part in rest):
         if line and len(lines) < LINES - bool(made.skipped):
             lines.append(line)
@@ -104,6 +115,15 @@ def _routing(made: ModelDiagnosis) -> str:
         if everywhere is None
         else f"Uniform depth weights everywhere would change the loss by {_change(everywhere)}."
     )
+
+
+def _experts(made: ModelDiagnosis) -> str:
+    if not made.experts:
+        return ""
+    loads = [share * len(e.load) for e in made.experts for share in e.load]
+    unused = sum(load == 0 for load in loads)
+    beside = f"; {unused} of {len(loads)} are never chosen" if unused else ""
+    return f"Experts carry {min(loads):.2f} to {max(loads):.2f} times their fair share of the tokens{beside}."
 
 
 def _gates(made: ModelDiagnosis) -> str:

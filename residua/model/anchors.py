@@ -8,7 +8,7 @@ The anchors are normalised once, when they are written, since every layer reads 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,10 +18,21 @@ from residua import ops
 from residua.model import choices
 from residua.model.context import Anchors
 from residua.model.projection import Projection
-from residua.ops.mix_projection import per_head
 
 Projections = dict[str, Tensor]
 """Pathway name to [B, T, heads, head_dim]."""
+
+RotaryTable = tuple[Tensor, Tensor]
+"""cos and sin, as `Context.rotary` has them."""
+
+
+class QueryKeyNorm(Protocol):
+    """What is done to queries and keys before they meet: `gains` are its parameters, None if it only turns them."""
+
+    @property
+    def gains(self) -> tuple[Tensor, Tensor] | None: ...
+
+    def __call__(self, q: Tensor, k: Tensor, table: RotaryTable) -> tuple[Tensor, Tensor]: ...
 
 
 class HeadShape(NamedTuple):
@@ -77,31 +88,48 @@ class ExoSource(nn.Module):
 
 
 class Unmixed(nn.Module):
-    """A layer that leaves its projections alone."""
+    """A layer that leaves its projections alone: they are split into heads, and queries and keys normed and turned."""
 
-    def forward(self, own: Projections, anchors: Anchors, x: Tensor) -> tuple[Projections, Anchors]:
+    def __init__(self, sections: ops.Sections) -> None:
+        super().__init__()
+        self.sections = sections
+
+    def forward(
+        self, projected: Tensor, anchors: Anchors, x: Tensor, qk_norm: QueryKeyNorm, table: RotaryTable
+    ) -> tuple[Projections, Anchors]:
+        """The layer's fused projection [B, T, R] of x in; the heads that attend out, and anchors for later layers."""
+        own = self.split(projected)
+        own["q"], own["k"] = qk_norm(own["q"], own["k"], table)
         return own, anchors
 
+    def split(self, projected: Tensor) -> Projections:
+        parts = projected.split([heads * width for heads, width in self.sections.values()], -1)
+        return {s: part.unflatten(-1, self.sections[s]) for s, part in zip(self.sections, parts, strict=True)}
 
-class Write(nn.Module):
+
+class Write(Unmixed):
     """The first layer of ResFormer and NuResFormer: unmixed itself, its projections become the anchors."""
 
-    def __init__(self, pathways: tuple[str, ...], norm: str, shape: HeadShape) -> None:
-        super().__init__()
+    def __init__(self, sections: ops.Sections, pathways: tuple[str, ...], norm: str, shape: HeadShape) -> None:
+        super().__init__(sections)
         self.pathways = pathways
         self.norm = AnchorNorm(pathways, norm, shape.head_dim)
 
-    def forward(self, own: Projections, anchors: Anchors, x: Tensor) -> tuple[Projections, Anchors]:
-        return own, tuple(self.norm(s, own[s]) for s in self.pathways)
+    def forward(
+        self, projected: Tensor, anchors: Anchors, x: Tensor, qk_norm: QueryKeyNorm, table: RotaryTable
+    ) -> tuple[Projections, Anchors]:
+        own = self.split(projected)
+        written = tuple(self.norm(s, own[s]) for s in self.pathways)
+        return super().forward(projected, written, x, qk_norm, table)
 
 
-class Mix(nn.Module):
+class Mix(Unmixed):
     """Ŝ = λ1 ⊙ S_anc + λ2 ⊙ S on each pathway, λ per element, head or layer; both start at ½."""
 
     START = 0.5
 
-    def __init__(self, pathways: tuple[str, ...], granularity: str, shape: HeadShape) -> None:
-        super().__init__()
+    def __init__(self, sections: ops.Sections, pathways: tuple[str, ...], granularity: str, shape: HeadShape) -> None:
+        super().__init__(sections)
         self.pathways = pathways
         sizes = {s: _scale_shape(granularity, shape.heads[s], shape.head_dim) for s in pathways}
         self.anchor_scale = nn.ParameterDict({s: nn.Parameter(torch.empty(sizes[s])) for s in pathways})
@@ -112,15 +140,23 @@ class Mix(nn.Module):
         for scale in (*self.anchor_scale.values(), *self.current_scale.values()):
             nn.init.constant_(scale, self.START)
 
-    def scales(self, x: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """(λ1, λ2) of each pathway."""
-        return [(self.anchor_scale[s], self.current_scale[s]) for s in self.pathways]
+    def factors(self, x: Tensor) -> Tensor | None:
+        """γ [B, T, 2·pathways], or None where λ is all there is."""
+        return None
 
-    def forward(self, own: Projections, anchors: Anchors, x: Tensor) -> tuple[Projections, Anchors]:
-        mixed = dict(own)
-        for s, anchor, (l1, l2) in zip(self.pathways, anchors, self.scales(x), strict=True):
-            mixed[s] = ops.mix_projection(own[s], anchor, l2, l1)
-        return mixed, anchors
+    def forward(
+        self, projected: Tensor, anchors: Anchors, x: Tensor, qk_norm: QueryKeyNorm, table: RotaryTable
+    ) -> tuple[Projections, Anchors]:
+        return ops.mix_heads(
+            projected,
+            self.sections,
+            dict(zip(self.pathways, anchors, strict=True)),
+            dict(self.anchor_scale.items()),
+            dict(self.current_scale.items()),
+            table,
+            gains=qk_norm.gains,
+            gamma=self.factors(x),
+        )
 
 
 class Modulation(nn.Module):
@@ -150,15 +186,15 @@ class DynamicMix(Mix):
     START = 1.0
 
     def __init__(
-        self, pathways: tuple[str, ...], granularity: str, shape: HeadShape, *, width: int, hidden: int, std: float
-    ) -> None:
-        super().__init__(pathways, granularity, shape)
+        self, sections: ops.Sections, pathways: tuple[str, ...], granularity: str, shape: HeadShape,
+        *, width: int, hidden: int, std: float,
+    ) -> None:  # fmt: skip
+        super().__init__(sections, pathways, granularity, shape)
         self.gamma = Modulation(2 * len(pathways), width, hidden, std=std)
 
-    def scales(self, x: Tensor) -> list[tuple[Tensor, Tensor]]:
-        gamma = self.gamma(x)[..., None, None].unbind(2)
-        scales = [(per_head(l1), per_head(l2)) for l1, l2 in super().scales(x)]
-        return [(l1 * gamma[2 * i], l2 * gamma[2 * i + 1]) for i, (l1, l2) in enumerate(scales)]
+    def factors(self, x: Tensor) -> Tensor:
+        gamma: Tensor = self.gamma(x)
+        return gamma
 
 
 def _scale_shape(granularity: str, heads: int, head_dim: int) -> tuple[int, ...]:
@@ -173,14 +209,18 @@ def build_source(config: choices.Anchors, shape: HeadShape | None, width: int, *
     return NoSource()
 
 
-def build_mix(config: choices.Anchors, layer: int, shape: HeadShape, width: int, *, std: float) -> nn.Module:
-    """What attention layer `layer` does with the anchors: leaves, writes or mixes them."""
+def build_mix(
+    config: choices.Anchors, layer: int, shape: HeadShape, sections: ops.Sections, width: int, *, std: float
+) -> Unmixed:
+    """What attention layer `layer`, 0 being the first with softmax, does with the anchors: leave, write or mix them."""
     if isinstance(config, choices.NoAnchors):
-        return Unmixed()
+        return Unmixed(sections)
     if isinstance(config, choices.ResFormer):
-        config = choices.NuResFormer(pathways=("v",), granularity=config.granularity, norm="none")
+        writes, values = layer == 0, (sections, ("v",))
+        return Write(*values, "none", shape) if writes else Mix(*values, config.granularity, shape)
     if isinstance(config, choices.NuResFormer) and layer == 0:
-        return Write(config.pathways, config.norm, shape)
+        return Write(sections, config.pathways, config.norm, shape)
+    parts = (sections, config.pathways, config.granularity, shape)
     if isinstance(config.mixing, choices.DynamicMixing):
-        return DynamicMix(config.pathways, config.granularity, shape, width=width, hidden=config.mixing.hidden, std=std)
-    return Mix(config.pathways, config.granularity, shape)
+        return DynamicMix(*parts, width=width, hidden=config.mixing.hidden, std=std)
+    return Mix(*parts)

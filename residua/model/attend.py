@@ -10,6 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from residua.model.cache import Now
+from residua.ops.decode import decode_attention
+
 
 def attend(q: Tensor, k: Tensor, v: Tensor, *, segments: Tensor | None = None, sink: Tensor | None = None) -> Tensor:
     """softmax(QKᵀ/√D) V over earlier positions, of the same document if `segments` [B, T] is given.
@@ -27,6 +30,20 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, segments: Tensor | None = None, s
         y = scaled_dot_product_attention(q, k, v, attn_mask=_visible(q, segments), enable_gqa=grouped)
     else:
         y = _dense_with_sink(q, k, v, _visible(q, segments), sink)
+    return y.transpose(1, 2)
+
+
+def attend_cached(q: Tensor, k: Tensor, v: Tensor, now: Now, *, sink: Tensor | None = None) -> Tensor:
+    """`attend` of q [B, T, H, D], which follow what a cache holds, to slots k, v [B, S, H_kv, D] seen from `now`."""
+    if now.visible is None:
+        if now.until is None:
+            return attend(q, k, v, sink=sink)
+        return decode_attention(q[:, 0], k, v, now.until, sink)[:, None]
+    q, k, v = (t.transpose(1, 2) for t in (q, k.to(q.dtype), v.to(q.dtype)))
+    if sink is None:
+        y = scaled_dot_product_attention(q, k, v, attn_mask=now.visible, enable_gqa=q.shape[1] != k.shape[1])
+    else:
+        y = _dense_with_sink(q, k, v, now.visible, sink)
     return y.transpose(1, 2)
 
 

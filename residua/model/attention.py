@@ -7,8 +7,9 @@ from torch import Tensor, nn
 
 from residua import ops
 from residua.model import choices
-from residua.model.anchors import HeadShape, Projections, build_mix
-from residua.model.attend import attend
+from residua.model.anchors import HeadShape, build_mix
+from residua.model.attend import attend, attend_cached
+from residua.model.cache import KeyValueCache
 from residua.model.context import Anchors, Context
 from residua.model.projection import Projection
 from residua.model.taps import tap
@@ -33,12 +34,18 @@ class QKNorm(nn.Module):
         nn.init.ones_(self.query)
         nn.init.ones_(self.key)
 
+    @property
+    def gains(self) -> tuple[Tensor, Tensor]:
+        return self.query, self.key
+
     def forward(self, q: Tensor, k: Tensor, table: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         return ops.norm_rotate(q, self.query, *table), ops.norm_rotate(k, self.key, *table)
 
 
 class NoQKNorm(nn.Module):
     """Queries and keys turned by position only."""
+
+    gains = None
 
     def __init__(self, head_dim: int) -> None:
         super().__init__()
@@ -51,7 +58,7 @@ class SoftmaxAttention(nn.Module):
     """softmax(QKᵀ/√d) V, causal, with grouped key-value heads, and optionally
 
     a gate Y ⊙ σ(x W_g) on its output, one per element or head (arXiv 2505.06708), and a learned sink, one logit per
-    head in the softmax's denominator.
+    head in the softmax's denominator. `first_layer` is the first layer of the model that has softmax attention.
     """
 
     def __init__(
@@ -61,6 +68,7 @@ class SoftmaxAttention(nn.Module):
         layer: int,
         width: int,
         *,
+        first_layer: int = 0,
         std: float,
         output_std: float,
     ) -> None:
@@ -71,7 +79,8 @@ class SoftmaxAttention(nn.Module):
         self.head_width: dict[str, int] = dict.fromkeys("qkv", shape.head_dim) | gate
         self.rows = tuple(shape.heads[s] * w for s, w in self.head_width.items())
         self.project = Projection(width, sum(self.rows), std=std, parts=self.rows)
-        self.mix = build_mix(anchors, layer, shape, width, std=std)
+        sections = {s: (shape.heads[s], w) for s, w in self.head_width.items()}
+        self.mix = build_mix(anchors, layer - first_layer, shape, sections, width, std=std)
         self.qk_norm = {"rms": QKNorm, "none": NoQKNorm}[config.qk_norm](shape.head_dim)
         self.sink = nn.Parameter(torch.empty(config.heads)) if config.sink == "learned" else None
         self.out = Projection(shape.rows("q"), width, std=output_std)
@@ -81,16 +90,22 @@ class SoftmaxAttention(nn.Module):
         if self.sink is not None:
             nn.init.zeros_(self.sink)
 
+    def new_cache(self, batch: int, capacity: int, like: Tensor) -> KeyValueCache:
+        """Room for the keys and values of `capacity` tokens in each of `batch` rows; `like` gives dtype and device."""
+        heads, head_dim = self.rows[1] // self.head_width["k"], self.head_width["k"]
+        return KeyValueCache(batch, capacity, heads, head_dim, like)
+
     def forward(self, x: Tensor, anchors: Anchors, context: Context) -> tuple[Tensor, Anchors]:
-        parts = self.project(x).split(self.rows, -1)
-        own: Projections = {
-            s: part.unflatten(-1, (-1, w)) for (s, w), part in zip(self.head_width.items(), parts, strict=True)
-        }
-        own, anchors = self.mix(own, anchors, x)
-        q, k = self.qk_norm(own["q"], own["k"], context.rotary)
+        own, anchors = self.mix(self.project(x), anchors, x, self.qk_norm, context.rotary)
+        q, k = own["q"], own["k"]
         for name, projected in (("query", q), ("key", k), ("value", own["v"])):
             tap(f"attention.{self.layer}.{name}", projected)
-        y = attend(q, k, own["v"], segments=context.segments, sink=self.sink)
+        v, now = own["v"], context.now
+        if now is None:
+            y = attend(q, k, v, segments=context.segments, sink=self.sink)
+        else:
+            k, v = context.cache.extend(k, v, now)
+            y = attend_cached(q, k, v, now, sink=self.sink)
         if "g" in own:
             gate = torch.sigmoid(own["g"])
             tap(f"attention.{self.layer}.gate", gate)

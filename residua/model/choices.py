@@ -191,7 +191,15 @@ class ExoFormer(ProjectionAnchors):
 Anchors = Annotated[NoAnchors | ResFormer | NuResFormer | ExoFormer, Field(discriminator="kind")]
 
 
-class SoftmaxAttention(Frozen):
+class Mixer(Frozen):
+    """A sequence mixer that every layer has."""
+
+    def at(self, layer: int) -> Self:
+        """The mixer of layer `layer`."""
+        return self
+
+
+class SoftmaxAttention(Mixer):
     """Causal softmax attention; `kv_heads` below `heads` is grouped-query attention."""
 
     kind: Literal["softmax"] = "softmax"
@@ -213,7 +221,7 @@ class SoftmaxAttention(Frozen):
         return self
 
 
-class GatedDeltaNet(Frozen):
+class GatedDeltaNet(Mixer):
     """Linear attention by the gated delta rule."""
 
     kind: Literal["gated_deltanet"] = "gated_deltanet"
@@ -232,7 +240,20 @@ class GatedDeltaNet(Frozen):
         return self
 
 
-Attention = Annotated[SoftmaxAttention | GatedDeltaNet, Field(discriminator="kind")]
+class HybridAttention(Frozen):
+    """Linear attention, with softmax attention in the last of every `softmax_every` layers."""
+
+    kind: Literal["hybrid"] = "hybrid"
+    softmax_every: int = Field(4, ge=2)
+    softmax: SoftmaxAttention
+    linear: GatedDeltaNet
+
+    def at(self, layer: int) -> SoftmaxAttention | GatedDeltaNet:
+        """The mixer of layer `layer`."""
+        return self.linear if (layer + 1) % self.softmax_every else self.softmax
+
+
+Attention = Annotated[SoftmaxAttention | GatedDeltaNet | HybridAttention, Field(discriminator="kind")]
 
 
 class SwiGLU(Frozen):
@@ -255,7 +276,36 @@ class GELU(Frozen):
     hidden: Positive
 
 
-FFN = Annotated[SwiGLU | GLU | ReLU2 | GELU, Field(discriminator="kind")]
+DenseFFN = SwiGLU | GLU | ReLU2 | GELU
+
+
+class MoE(Frozen):
+    """A mixture of `experts` feed-forwards of width `hidden`; a token visits `top_k` of them and the `shared` ones.
+
+    `top_k` is at least 2: the weights of the chosen sum to one, so that of a single one would teach the router nothing.
+    """
+
+    kind: Literal["moe"] = "moe"
+    hidden: Positive
+    experts: Positive
+    top_k: int = Field(ge=2)
+    shared: Annotated[int, BeforeValidator(_number), Field(ge=0)] = 1
+    shared_gate: Literal["none", "sigmoid"] = "none"
+    activation: Literal["swiglu", "glu", "relu2", "gelu"] = "swiglu"
+
+    @model_validator(mode="after")
+    def _experts_suffice(self) -> Self:
+        if self.top_k > self.experts:
+            raise ValueError(f"ffn.top_k = {self.top_k} is more than ffn.experts = {self.experts}: use at most that.")
+        if self.shared_gate != "none" and not self.shared:
+            raise ValueError(
+                f"ffn.shared_gate = '{self.shared_gate}' has nothing to gate with ffn.shared = 0: "
+                "use ffn.shared_gate = 'none' or ffn.shared = 1."
+            )
+        return self
+
+
+FFN = Annotated[DenseFFN | MoE, Field(discriminator="kind")]
 
 
 class RMSNorm(Frozen):

@@ -16,7 +16,9 @@ from residua.model.choices import (
     Anchors,
     Attention,
     BlockAttnRes,
+    GatedDeltaNet,
     Head,
+    HybridAttention,
     Init,
     MultiGate,
     NoAnchors,
@@ -87,37 +89,66 @@ class ModelConfig(Frozen):
     def sublayers(self) -> int:
         return 2 * self.layers
 
+    @property
+    def mixers(self) -> tuple[SoftmaxAttention | GatedDeltaNet, ...]:
+        """The sequence mixer of each layer."""
+        return tuple(self.attention.at(layer) for layer in range(self.layers))
+
+    @property
+    def softmax_layers(self) -> tuple[int, ...]:
+        """The layers with softmax attention; the first of them writes ResFormer's and NuResFormer's anchors."""
+        return tuple(layer for layer, mixer in enumerate(self.mixers) if isinstance(mixer, SoftmaxAttention))
+
+    @property
+    def softmax(self) -> SoftmaxAttention | None:
+        """The softmax attention that the model's softmax layers share, None if it has no such layer."""
+        return next((mixer for mixer in self.mixers if isinstance(mixer, SoftmaxAttention)), None)
+
     @model_validator(mode="after")
     def _parts_fit(self) -> Self:
-        for check in (_check_heads, _check_anchor_attention, _check_gate_pathway, _check_multi_gate, _check_block):
+        for check in _CHECKS:
             check(self)
         return self
 
 
 def head_dim(config: ModelConfig) -> int:
     """The width of one softmax head."""
+    softmax = config.softmax
+    assert softmax is not None
+    return softmax.head_dim or config.width // softmax.heads
+
+
+def _softmax_table(config: ModelConfig) -> str:
+    """Where a person finds the keys of softmax attention."""
+    return "attention.softmax" if isinstance(config.attention, HybridAttention) else "attention"
+
+
+def _check_hybrid(config: ModelConfig) -> None:
     attention = config.attention
-    assert isinstance(attention, SoftmaxAttention)
-    return attention.head_dim or config.width // attention.heads
+    if isinstance(attention, HybridAttention) and attention.softmax_every > config.layers:
+        raise ValueError(
+            f"attention.softmax_every = {attention.softmax_every} leaves layers = {config.layers} without softmax "
+            f"attention: use at most {config.layers}, or attention.kind = 'gated_deltanet'."
+        )
 
 
 def _check_heads(config: ModelConfig) -> None:
-    attention = config.attention
-    if not isinstance(attention, SoftmaxAttention):
+    softmax, table = config.softmax, _softmax_table(config)
+    if softmax is None:
         return
-    if attention.head_dim is None and config.width % attention.heads:
+    if softmax.head_dim is None and config.width % softmax.heads:
         raise ValueError(
-            f"attention.heads = {attention.heads} does not divide width = {config.width}: choose one of "
-            f"{divisors(config.width)} or set attention.head_dim."
+            f"{table}.heads = {softmax.heads} does not divide width = {config.width}: choose one of "
+            f"{divisors(config.width)} or set {table}.head_dim."
         )
     if head_dim(config) % 2:
         raise ValueError(
-            f"attention.head_dim = {head_dim(config)} is odd, and rotary positions need pairs: use an even one."
+            f"{table}.head_dim = {head_dim(config)} is odd, and rotary positions need pairs: use an even one."
         )
 
 
 def _check_anchor_attention(config: ModelConfig) -> None:
-    if not isinstance(config.anchors, NoAnchors) and not isinstance(config.attention, SoftmaxAttention):
+    if not isinstance(config.anchors, NoAnchors) and config.softmax is None:
         raise ValueError(
             f"anchors.kind = '{config.anchors.kind}' mixes softmax projections and attention.kind = "
             f"'{config.attention.kind}' has none: use anchors.kind = 'none' or attention.kind = 'softmax'."
@@ -125,13 +156,13 @@ def _check_anchor_attention(config: ModelConfig) -> None:
 
 
 def _check_gate_pathway(config: ModelConfig) -> None:
-    anchors, attention = config.anchors, config.attention
-    if not isinstance(anchors, ProjectionAnchors) or not isinstance(attention, SoftmaxAttention):
+    anchors, softmax, table = config.anchors, config.softmax, _softmax_table(config)
+    if not isinstance(anchors, ProjectionAnchors) or softmax is None:
         return
-    if "g" in anchors.pathways and attention.gate != "elementwise":
+    if "g" in anchors.pathways and softmax.gate != "elementwise":
         raise ValueError(
-            f"anchors.pathways contains 'g' but attention.gate = '{attention.gate}': "
-            "use attention.gate = 'elementwise' or leave 'g' out of anchors.pathways."
+            f"anchors.pathways contains 'g' but {table}.gate = '{softmax.gate}': "
+            f"use {table}.gate = 'elementwise' or leave 'g' out of anchors.pathways."
         )
 
 
@@ -154,3 +185,13 @@ def _check_block(config: ModelConfig) -> None:
             f"topology.sublayers_per_block = {topology.sublayers_per_block} is more than the model's "
             f"{config.sublayers} sublayers (layers = {config.layers}): use at most {config.sublayers}."
         )
+
+
+_CHECKS = (
+    _check_hybrid,
+    _check_heads,
+    _check_anchor_attention,
+    _check_gate_pathway,
+    _check_multi_gate,
+    _check_block,
+)

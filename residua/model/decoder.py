@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +13,12 @@ from residua import ops
 from residua.model import choices
 from residua.model.anchors import ExoSource, NoSource, build_source
 from residua.model.attention import SoftmaxAttention, head_shape
+from residua.model.cache import Cache, Now
 from residua.model.config import ModelConfig
 from residua.model.context import Anchors, Context
 from residua.model.ffn import build_ffn
 from residua.model.linear_attention import GatedDeltaNet
+from residua.model.moe import MoE, Routing
 from residua.model.norm import build_norm
 from residua.model.rope import rotary_table
 from residua.model.taps import tap
@@ -45,9 +48,10 @@ class Sublayer(nn.Module):
         super().__init__()
         self.norm, self.body = norm, body
 
-    def forward(self, h: Tensor, anchors: Anchors, context: Context) -> tuple[Tensor, Anchors]:
-        y, anchors = self.body(self.norm(h), anchors, context)
-        return y, anchors
+    def forward(self, h: Tensor, anchors: Anchors, context: Context) -> tuple[Any, ...]:
+        """y and the anchors; a mixture of experts adds its `Routing`."""
+        y, anchors, *routing = self.body(self.norm(h), anchors, context)
+        return y, anchors, *routing
 
 
 class Decoder(nn.Module):
@@ -84,30 +88,69 @@ class Decoder(nn.Module):
         """[V, C]: the embedding's own matrix when tied."""
         return self.embed.weight if self.unembed is None else self.unembed.weight
 
-    def hidden(self, tokens: Tensor, segments: Tensor | None = None) -> Tensor:
-        """The final normed state [B, T, C]; `segments` [B, T] are document ids that attention does not cross."""
+    def new_cache(self, batch: int, capacity: int, dtype: torch.dtype | None = None) -> Cache:
+        """An empty cache for `batch` sequences of up to `capacity` tokens, in the embedding's dtype or another."""
+        like = self.embed.weight.new_empty(0, dtype=dtype)
+        makers = (getattr(sublayer.body, "new_cache", None) for sublayer in self.sublayers)
+        parts = [make(batch, capacity, like) if make else None for make in makers]
+        return Cache(parts, batch, capacity, like.device)
+
+    def hidden(
+        self,
+        tokens: Tensor,
+        segments: Tensor | None = None,
+        cache: Cache | None = None,
+        counts: Tensor | None = None,
+    ) -> Tensor:
+        """The final normed state [B, T, C]; `segments` [B, T] are document ids that attention does not cross.
+
+        With a cache the tokens follow those it holds, and are added to it; `counts` [B] says how many of each row's
+        are real, the rest being padding on the right. A sequence may come in one call or in any number of them.
+        """
+        return self._run(tokens, segments, cache, counts)[0]
+
+    def _run(
+        self, tokens: Tensor, segments: Tensor | None, cache: Cache | None = None, counts: Tensor | None = None
+    ) -> tuple[Tensor, list[Routing]]:
+        """`hidden`, and how each mixture of experts routed."""
+        routed: list[Routing] = []
         x = self._embedded(tokens)
-        context = Context(self._rotary(tokens), segments)
+        now = None if cache is None else cache.now(tokens.shape[1], counts)
+        context = Context(self._rotary(tokens, now), segments, now)
         h, state = self.topology.open(x)
         anchors = self.anchors.open(x)
         for k, sublayer in enumerate(self.sublayers):
             tap(f"sublayer.{k}.input", h)
-            y, anchors = sublayer(h, anchors, context)
+            own = context if cache is None else context._replace(cache=cache.sublayers[k])
+            y, anchors, *routing = sublayer(h, anchors, own)
+            routed += routing
             tap(f"sublayer.{k}.output", y)
             h, state = self.topology.step(k, y, state)
         tap("final.input", h)
-        normed: Tensor = self.norm(h)
-        return normed
+        if cache is not None:
+            cache.advance(tokens.shape[1], counts)
+        return self.norm(h), routed
 
-    def forward(self, tokens: Tensor, segments: Tensor | None = None) -> Tensor:
-        h = self.hidden(tokens, segments)
+    def logits(self, h: Tensor) -> Tensor:
+        """[..., V] from final states [..., C]."""
         return linear(h, self.head_weight.to(h.dtype))
+
+    def forward(self, tokens: Tensor, segments: Tensor | None = None, cache: Cache | None = None) -> Tensor:
+        return self.logits(self.hidden(tokens, segments, cache))
 
     def losses(
         self, tokens: Tensor, targets: Tensor, z_loss: float = 0.0, segments: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """The pure cross-entropy (nats per target, −100 ignored) and the z-term z_loss · mean(lse²), apart."""
         return ops.linear_cross_entropy(self.hidden(tokens, segments), self.head_weight, targets, z_loss=z_loss)
+
+    def routed_losses(
+        self, tokens: Tensor, targets: Tensor, z_loss: float = 0.0, segments: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Routing | None]:
+        """`losses`, and the routing of all mixtures of experts, stacked by layer; None for a model without any."""
+        h, routed = self._run(tokens, segments)
+        cross_entropy, z = ops.linear_cross_entropy(h, self.head_weight, targets, z_loss=z_loss)
+        return cross_entropy, z, Routing.stack(routed) if routed else None
 
     def loss(self, tokens: Tensor, targets: Tensor, z_loss: float = 0.0, segments: Tensor | None = None) -> Tensor:
         """What training minimises: cross-entropy plus the z-term. With z_loss = 0 it is the pure cross-entropy."""
@@ -121,12 +164,12 @@ class Decoder(nn.Module):
         autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
         return x.to(torch.get_autocast_dtype(kind)) if autocast else x
 
-    def _rotary(self, tokens: Tensor) -> tuple[Tensor, Tensor] | None:
-        attention = self.config.attention
-        if not isinstance(attention, choices.SoftmaxAttention):
+    def _rotary(self, tokens: Tensor, now: Now | None = None) -> tuple[Tensor, Tensor] | None:
+        softmax = self.config.softmax
+        if softmax is None:
             return None
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
-        return rotary_table(positions, head_shape(attention, self.config.width).head_dim, attention.rope_theta)
+        positions = torch.arange(tokens.shape[1], device=tokens.device) if now is None else now.positions
+        return rotary_table(positions, head_shape(softmax, self.config.width).head_dim, softmax.rope_theta)
 
 
 def build(config: ModelConfig) -> Decoder:
@@ -136,19 +179,23 @@ def build(config: ModelConfig) -> Decoder:
 
 def build_layer(config: ModelConfig, layer: int, *, output_std: float) -> tuple[nn.Module, nn.Module]:
     """The bodies of one transformer layer: its attention and its feed-forward."""
-    mixer = config.attention
-    body: nn.Module
+    mixer, ffn, std = config.attention.at(layer), config.ffn, config.init.std
+    attention: nn.Module
     if isinstance(mixer, choices.SoftmaxAttention):
-        body = SoftmaxAttention(mixer, config.anchors, layer, config.width, std=config.init.std, output_std=output_std)
+        first = config.softmax_layers[0]
+        attention = SoftmaxAttention(
+            mixer, config.anchors, layer, config.width, first_layer=first, std=std, output_std=output_std
+        )
     else:
-        body = GatedDeltaNet(mixer, config.width, std=config.init.std, output_std=output_std)
-    return body, build_ffn(config.ffn, config.width, std=config.init.std, output_std=output_std)
+        attention = GatedDeltaNet(mixer, config.width, std=std, output_std=output_std)
+    if isinstance(ffn, choices.MoE):
+        return attention, MoE(ffn, layer, config.width, std=std, output_std=output_std)
+    return attention, build_ffn(ffn, config.width, std=std, output_std=output_std)
 
 
 def build_anchor_source(config: ModelConfig) -> NoSource | ExoSource:
     """What the anchors are opened with."""
-    mixer = config.attention
-    shape = head_shape(mixer, config.width) if isinstance(mixer, choices.SoftmaxAttention) else None
+    shape = None if config.softmax is None else head_shape(config.softmax, config.width)
     return build_source(config.anchors, shape, config.width, std=config.init.std)
 
 

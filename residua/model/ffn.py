@@ -48,15 +48,15 @@ class PlainFFN(nn.Module):
         return self.out(self.act(self.up(x))), anchors
 
 
-FFNS: dict[type, tuple[type[GatedFFN] | type[PlainFFN], Callable[[Tensor], Tensor]]] = {
-    choices.SwiGLU: (GatedFFN, silu),
-    choices.GLU: (GatedFFN, sigmoid),
-    choices.ReLU2: (PlainFFN, relu2),
-    choices.GELU: (PlainFFN, gelu),
+FFNS: dict[str, tuple[type[GatedFFN] | type[PlainFFN], Callable[[Tensor], Tensor]]] = {
+    "swiglu": (GatedFFN, silu),
+    "glu": (GatedFFN, sigmoid),
+    "relu2": (PlainFFN, relu2),
+    "gelu": (PlainFFN, gelu),
 }
 
 
-def build_ffn(config: choices.FFN, width: int, *, std: float, output_std: float) -> nn.Module:
-    """The feed-forward sublayer a configuration describes."""
-    shape, act = FFNS[type(config)]
+def build_ffn(config: choices.DenseFFN, width: int, *, std: float, output_std: float) -> nn.Module:
+    """The dense feed-forward sublayer a configuration describes."""
+    shape, act = FFNS[config.kind]
     return shape(act, width, config.hidden, std=std, output_std=output_std)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad, silu, softplus
 
 from residua.model import choices
+from residua.model.cache import RecurrentCache
 from residua.model.context import Anchors, Context
 from residua.model.norm import RMSNorm
 from residua.model.projection import Projection
@@ -45,8 +46,13 @@ class ShortConvolution(nn.Module):
         bound = self.weight.shape[0] ** -0.5
         nn.init.uniform_(self.weight, -bound, bound)
 
-    def forward(self, x: Tensor, recent: Tensor | None, segments: Tensor | None) -> tuple[Tensor, Tensor]:
-        """x [B, T, channels] that follows `recent` (zeros if None); returns y and the `recent` of what follows x."""
+    def forward(
+        self, x: Tensor, recent: Tensor | None, segments: Tensor | None, ends: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """x [B, T, channels] that follows `recent` (zeros if None); returns y and the `recent` of what follows x.
+
+        Row b of x is real up to ends[b], if given, and padding after.
+        """
         past, length = self.weight.shape[0] - 1, x.shape[1]
         document = pad(begins(x, segments).cumsum(1), (past, 0))
         x = pad(x, (0, 0, past, 0)) if recent is None else torch.cat([recent, x], 1)
@@ -57,7 +63,11 @@ class ShortConvolution(nn.Module):
             if segments is not None:
                 seen = seen.masked_fill((document[:, earlier] != document[:, past:])[..., None], 0)
             y = y + self.weight[j] * seen
-        recent = x[:, length:].masked_fill((document[:, length:] != document[:, -1:])[..., None], 0)
+        if ends is None:
+            recent = x[:, length:].masked_fill((document[:, length:] != document[:, -1:])[..., None], 0)
+        else:
+            last = ends[:, None] + torch.arange(past, device=x.device)
+            recent = x.gather(1, last[..., None].expand(-1, -1, x.shape[-1]))
         return silu(y).to(x.dtype), recent
 
 
@@ -96,24 +106,44 @@ class GatedDeltaNet(nn.Module):
         self.dt_bias.copy_(dt + torch.log(-torch.expm1(-dt)))
 
     def forward(self, x: Tensor, anchors: Anchors, context: Context) -> tuple[Tensor, Anchors]:
-        return self.advance(x, segments=context.segments)[0], anchors
+        if context.now is None:
+            return self.advance(x, segments=context.segments)[0], anchors
+        y, after = self.advance(x, DeltaCache(*context.cache.state), real=context.now.real, ends=context.now.ends)
+        context.cache.keep(after)
+        return y, anchors
+
+    def new_cache(self, batch: int, capacity: int, like: Tensor) -> RecurrentCache:
+        """The state of `batch` rows, of one size whatever their `capacity`; `like` gives dtype and device."""
+        past, channels = self.convolve.weight.shape[0] - 1, self.convolve.weight.shape[1]
+        heads = self.rows[2] // self.head_dim
+        shapes = (batch, past, channels), (batch, heads, self.head_dim, self.head_dim)
+        return RecurrentCache(*shapes, like=(like, wide(like)))
 
     def advance(
-        self, x: Tensor, cache: DeltaCache | None = None, segments: Tensor | None = None
+        self,
+        x: Tensor,
+        cache: DeltaCache | None = None,
+        segments: Tensor | None = None,
+        real: Tensor | None = None,
+        ends: Tensor | None = None,
     ) -> tuple[Tensor, DeltaCache]:
         """y [B, T, C] for the tokens x [B, T, C] that follow those in `cache`, and the cache after them.
 
         Serves prefill and decoding alike; a single token takes the recurrent step. The first token of x continues the
-        document of the cache.
+        document of the cache. Padding, where `real` [B, T] is False and from ends [B] on, leaves the cache as it is.
         """
         recent, state = cache or (None, None)
         qkv, z = self.project(x).split([sum(self.rows[:3]), self.rows[3]], -1)
-        qkv, recent = self.convolve(qkv, recent, segments)
+        if real is not None:
+            qkv = qkv.masked_fill(~real[..., None], 0)
+        qkv, recent = self.convolve(qkv, recent, segments, ends)
         q, k, v, z = (part.unflatten(-1, (-1, self.head_dim)) for part in (*qkv.split(self.rows[:3], -1), z))
         q, k = unit(q) * self.head_dim**-0.5, unit(k)
         a, b = (wide(part) for part in self.gates(x).chunk(2, -1))
         g = -wide(self.A_log).exp() * softplus(a + wide(self.dt_bias))
         beta = torch.sigmoid(b)
+        if real is not None:
+            g, beta = (gate.masked_fill(~real[..., None], 0) for gate in (g, beta))
         if x.shape[1] == 1:
             o, state = step(q[:, 0], k[:, 0], v[:, 0], g[:, 0], beta[:, 0], state)
             o = o[:, None]

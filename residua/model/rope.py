@@ -10,7 +10,7 @@ from residua.ops.norm_rotate import rotate
 
 def _rotary_table(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
     exponent = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim
-    angles = positions.float()[:, None] * theta**-exponent
+    angles = positions.float()[..., None] * theta**-exponent
     return angles.cos(), angles.sin()
 
 
@@ -19,12 +19,12 @@ _rotary_op = torch.library.custom_op("residua::rotary_table", _rotary_table, mut
 
 @_rotary_op.register_fake
 def _(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    shape = (positions.shape[0], head_dim // 2)
+    shape = (*positions.shape, head_dim // 2)
     return tuple(torch.empty(shape, device=positions.device, dtype=torch.float32) for _ in range(2))  # type: ignore[return-value]
 
 
 def rotary_table(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """cos and sin [T, head_dim/2] of position · theta^(−2i/head_dim), in float32.
+    """cos and sin [..., head_dim/2] of positions [...]: position · theta^(−2i/head_dim), in float32.
 
     When compiled, an operator of its own, so that the table is computed once: fused into its readers, the powers and
     cosines of every element of every layer took an eighth of the training step.

@@ -123,7 +123,9 @@ def _missing(fault: Any, field: str, path: list[str], value: Any, model: type[Ba
 
 
 def _our_sentence(fault: Any, field: str, path: list[str], value: Any, model: type[BaseModel]) -> str:
-    return str(fault["ctx"]["error"])
+    """A table says its keys as it stands alone; inside another, their path is longer."""
+    sentence = str(fault["ctx"]["error"])
+    return sentence.replace(f"{path[0]}.", f"{field}.") if len(path) > 1 else sentence
 
 
 def _not_a_table(fault: Any, field: str, path: list[str], value: Any, model: type[BaseModel]) -> str:

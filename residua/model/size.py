@@ -10,9 +10,9 @@ from typing import cast
 import torch
 from torch import nn
 
-from residua.model.choices import SoftmaxAttention
 from residua.model.config import ModelConfig, head_dim
 from residua.model.decoder import Decoder, Sublayer, build
+from residua.model.moe import MoE
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Size:
     """Parameter counts by what they are for; they add up to `parameters`.
 
     `head` is the head's own matrix, 0 when tied. `depth` is the topology's, `anchors` the anchor projections, their
-    norms and the λ of every layer.
+    norms and the λ of every layer. `idle` are, of those in `ffn`, the experts' that a token does not visit.
     """
 
     parameters: int
@@ -31,12 +31,13 @@ class Size:
     norms: int
     depth: int
     anchors: int
+    idle: int
     flops_per_token: int
 
     @property
     def active(self) -> int:
-        """Parameters that a token is multiplied with: all but the embedding, and the head even when tied."""
-        return self.parameters - self.embedding + (self.embedding if self.head == 0 else 0)
+        """Parameters that a token is multiplied with: its experts', not the embedding's, the head's even when tied."""
+        return self.parameters - self.idle - (self.embedding if self.head else 0)
 
 
 def measure(config: ModelConfig) -> Size:
@@ -61,8 +62,8 @@ def _shapes_only() -> Iterator[None]:
 def size_of(model: Decoder) -> Size:
     """The size of a model at hand.
 
-    Training FLOPs per token = 6 × (parameters without the embedding, with the head) + 6 × layers × heads·head_dim ×
-    context: two per multiply-add, three products (forward, two backward), half of the attention matrix being masked.
+    Training FLOPs per token = 6 × active parameters + 6 × softmax layers × heads·head_dim × context: two per
+    multiply-add, three products (forward, two backward), half of the attention matrix being masked.
     """
     config = model.config
     sublayers = cast(list[Sublayer], list(model.sublayers))
@@ -79,16 +80,22 @@ def size_of(model: Decoder) -> Size:
         norms=sum(_count(s.norm) for s in sublayers) + _count(model.norm),
         depth=_count(model.topology),
         anchors=_count(model.anchors) + mixes,
+        idle=sum(_idle(s.body) for s in sublayers if isinstance(s.body, MoE)),
         flops_per_token=0,
     )
-    flops = 6 * size.active + 6 * config.layers * _attention_width(config) * config.context
+    flops = 6 * size.active + 6 * _attention_width(config) * config.context
     return replace(size, flops_per_token=flops)
 
 
 def _attention_width(config: ModelConfig) -> int:
-    """heads · head_dim of softmax attention; linear attention's state is in its projections' count."""
-    attention = config.attention
-    return attention.heads * head_dim(config) if isinstance(attention, SoftmaxAttention) else 0
+    """heads · head_dim over all softmax layers; linear attention's state is in its projections' count."""
+    softmax = config.softmax
+    return 0 if softmax is None else len(config.softmax_layers) * softmax.heads * head_dim(config)
+
+
+def _idle(mixture: MoE) -> int:
+    """The parameters of the experts that a token leaves out."""
+    return _count(mixture.experts) // mixture.count * (mixture.count - mixture.router.top_k)
 
 
 def _count(module: nn.Module) -> int:

@@ -7,13 +7,16 @@ from residua.ops.backend import backend, chosen_backend
 from residua.ops.depth_attention import attend_finished, attend_partial, depth_attention
 from residua.ops.gated_delta import gated_delta
 from residua.ops.gated_norm import gated_norm, low_rank_gate
+from residua.ops.grouped_linear import grouped_linear
+from residua.ops.hyper_connection import hyper_step, sinkhorn
 from residua.ops.linear_cross_entropy import linear_cross_entropy
-from residua.ops.mix_projection import mix_projection
-from residua.ops.multi_gate import gates, multi_gate, multi_gate_chain, pool, pool_weights
+from residua.ops.mix_projection import Sections, mix_heads, mix_projection
+from residua.ops.multi_gate import gates, multi_gate, multi_gate_chain, pool, pool_streams, pool_weights
 from residua.ops.norm_rotate import norm_rotate, rotate
 from residua.ops.numeric import rms
 
 __all__ = [
+    "Sections",
     "attend_finished",
     "attend_partial",
     "backend",
@@ -22,14 +25,19 @@ __all__ = [
     "gated_delta",
     "gated_norm",
     "gates",
+    "grouped_linear",
+    "hyper_step",
     "linear_cross_entropy",
     "low_rank_gate",
+    "mix_heads",
     "mix_projection",
     "multi_gate",
     "multi_gate_chain",
     "norm_rotate",
     "pool",
+    "pool_streams",
     "pool_weights",
     "rms",
     "rotate",
+    "sinkhorn",
 ]

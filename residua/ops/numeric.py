@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import Tensor
 
@@ -16,3 +18,16 @@ def rms(x: Tensor, eps: float = 1e-6, weight: Tensor | None = None) -> Tensor:
     w = wide(x)
     y = w * torch.rsqrt(w.square().mean(-1, keepdim=True) + eps)
     return (y if weight is None else y * weight.to(y.dtype)).to(x.dtype)
+
+
+def no_autocast(x: Tensor) -> AbstractContextManager[object]:
+    """Inside, products of x keep the dtype they are given, as they do anyway on meta, which autocast does not know."""
+    kind = x.device.type
+    return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
+
+
+def working_dtype(x: Tensor) -> torch.dtype:
+    """The dtype that a matrix product of x is computed in: autocast's inside it, x's own elsewhere."""
+    kind = x.device.type
+    autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return torch.get_autocast_dtype(kind) if autocast else x.dtype

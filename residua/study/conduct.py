@@ -16,6 +16,7 @@ from residua.study.page import study_page
 from residua.study.plan import Plan, PlannedRun, base_run, make_plan
 from residua.study.plots import Records
 from residua.study.progress import LiveProgress
+from residua.study.quantized import measure_runs
 from residua.study.results import DatasetFacts, StudyResult, collect
 from residua.study.runner import run_plan, threads_per_run
 from residua.study.runs import RunRecord, is_complete, read_run
@@ -44,6 +45,7 @@ def conduct(study: StudyConfig, out: Path, console: Console) -> Outcome:
     announce(console, study, plan)
     with LiveProgress(console, plan) as progress:
         problems = run_plan(study, plan, out, progress)
+    measure_runs(study, plan, console)
     limit = plan.runs[0].config.data.validation_tokens
     return summarise(study, plan, out, problems, describe(dataset, limit))
 

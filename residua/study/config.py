@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from residua.model.settings import ConfigError, Frozen, explain, read_toml, to_toml
+from residua.quantize.treatment import Treatment
 
 Positive = Annotated[int, Field(ge=1)]
 Seed = Annotated[int, Field(ge=0)]
@@ -55,6 +56,8 @@ class StudyConfig(Frozen):
     `base` is a preset's name or the path of a run's TOML; `set` are overrides of every run. The baseline is the first
     variant unless named. `seeds` is a list, or a number n for 0 … n−1. `workers` runs train side by side, each with
     `threads` threads (cores / workers when left out). `data` is a prepared folder; the embedded corpus without it.
+    `quantize` names treatments (`fp8`, `nvfp4`, `nvfp4+smooth`) whose loss is measured of every trained model, with
+    `calibration` sequences for SmoothQuant.
     """
 
     name: str = "study"
@@ -69,6 +72,8 @@ class StudyConfig(Frozen):
     workers: Positive = 1
     threads: Positive | None = None
     confidence: float = Field(0.95, gt=0.5, lt=1)
+    quantize: tuple[str, ...] = ()
+    calibration: Positive = 4096
 
     def __init__(self, **data: Any) -> None:
         try:
@@ -94,6 +99,11 @@ class StudyConfig(Frozen):
     @classmethod
     def _count_of_seeds(cls, value: Any) -> Any:
         return tuple(range(value)) if isinstance(value, int) and value >= 1 else value
+
+    @field_validator("quantize")
+    @classmethod
+    def _treatments_exist(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(str(Treatment.parse(text)) for text in value)
 
     @field_validator("variants", mode="before")
     @classmethod

@@ -17,6 +17,8 @@ def study_page(study: StudyConfig, result: StudyResult, records: dict[str, Recor
     _verdict(page, result)
     for size in result.sizes:
         _loss(page, result, records[size], size)
+    for size in result.sizes:
+        _low_precision(page, result, size)
     if result.scaling:
         _scaling(page, result)
     _inside(page, records[result.sizes[-1]])
@@ -105,6 +107,21 @@ def _loss(page: Page, result: StudyResult, records: Records, size: str) -> None:
         )
 
 
+def _low_precision(page: Page, result: StudyResult, size: str) -> None:
+    rows = [row for row in result.rows(size) if row.low_precision is not None]
+    if not rows or rows[0].low_precision is None:
+        return
+    suffix = f" at {size}" if len(result.sizes) > 1 else ""
+    section = page.section(
+        f"Low precision{suffix}",
+        "What each trained model loses in low precision. Healthy: little, with or without SmoothQuant. A large peak or "
+        "sink ratio is an outlier that the rounding has to make room for.",
+    )
+    treatments = list(rows[0].low_precision.losses)
+    section.table(words.precision_columns(treatments), [words.precision_cells(row) for row in rows])
+    section.figure(plots.precision_costs(rows, treatments), "Nats per token added to each variant's own loss.")
+
+
 def _scaling(page: Page, result: StudyResult) -> None:
     section = page.section(
         "Compute scaling",
@@ -151,6 +168,13 @@ def _inside(page: Page, records: Records) -> None:
         for figures in (writes, gates):
             if figures:
                 section.tabs(figures)
+    loads = plots.expert_loads(records)
+    if loads:
+        page.section(
+            "Expert load",
+            "How often each expert of a mixture is chosen, 1 being its fair share. Healthy: all near 1; an expert near "
+            "0 is not used, and one far above it does the work of several.",
+        ).tabs(loads)
 
 
 def _runs(page: Page, result: StudyResult, out: Path) -> None:

@@ -55,6 +55,16 @@ def gains(rows: Sequence[VariantResult]) -> Figure | None:
     return grouped_bars(["step-wise gain", "throughput", "wall-clock gain"], parts, colours, "× baseline", line_at=1.0)
 
 
+def precision_costs(rows: Sequence[VariantResult], treatments: Sequence[str]) -> Figure:
+    """What low precision adds to each variant's loss; a gap where it was not finite."""
+    parts = {
+        row.name: [None if (cost := row.low_precision.costs[name]) is None else cost.value for name in treatments]
+        for row in rows
+        if row.low_precision is not None
+    }
+    return grouped_bars(treatments, parts, [theme.colour(i) for i in range(len(parts))], "added loss, nats")
+
+
 def sublayer_curves(records: Records, key: str, y_title: str) -> Figure | None:
     """A quantity of each sublayer, on a logarithmic axis; None when no run was inspected."""
     series = []
@@ -98,13 +108,30 @@ def attention_gates(records: Records) -> dict[str, Figure]:
     for label, key in (("mean gate", "mean"), ("share below 0.2", "closed")):
         series = []
         for name, runs in records.items():
-            rows = [[row[key] for row in run.inspection.get("gates", [])] for run in _inspected(runs)]
-            values = _mean_rows(rows)
+            tables = [run.inspection["gates"] for run in _inspected(runs) if "gates" in run.inspection]
+            values = _mean_rows([[row[key] for row in table] for table in tables])
             if values:
-                series.append(Curve(name, list(range(len(values))), values, _colour(records, name), markers=True))
+                layers = [row["layer"] for row in tables[0]]  # of a hybrid, only some
+                series.append(Curve(name, layers, values, _colour(records, name), markers=True))
         if series:
             found[label] = curves(series, "layer", label, whole_x=True, y_range=(0.0, 1.0), height=320)
     return found
+
+
+def expert_loads(records: Records) -> dict[str, Figure]:
+    """The load of every expert, 1 being its fair share; variants without experts have none."""
+    found = {}
+    for name, runs in records.items():
+        tables = [run.inspection["experts"] for run in _inspected(runs) if "experts" in run.inspection]
+        if tables:
+            rows = [_mean_rows([_fair(table[r]["load"]) for table in tables]) for r in range(len(tables[0]))]
+            layers = [str(row["layer"]) for row in tables[0]]
+            found[name] = _matrix(rows, layers, "expert", "load, 1 is fair", y_title="layer")
+    return found
+
+
+def _fair(load: Sequence[float]) -> list[float]:
+    return [share * len(load) for share in load]
 
 
 def scaling_figure(

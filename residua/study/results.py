@@ -13,7 +13,7 @@ from residua.model.settings import Frozen
 from residua.study import scaling
 from residua.study.config import StudyConfig
 from residua.study.plan import Plan, PlannedRun
-from residua.study.runs import RunRecord
+from residua.study.runs import QuantizedRun, RunRecord
 from residua.study.statistics import Estimate, estimate, estimate_ratio, mean, paired_difference, step_gain
 
 VERSION = 1
@@ -43,6 +43,20 @@ class RunResult(Frozen):
     tokens: int | None = None
     tokens_per_second: float | None = None
     memory_gib: float | None = None
+    quantized: QuantizedRun | None = None
+
+
+class LowPrecision(Frozen):
+    """Means over seeds: outliers, and the loss by treatment with what it costs against the same model's own loss.
+
+    Null where it was not finite for one of the seeds.
+    """
+
+    peak_activation: float
+    sink_ratio: float
+    loss: Interval
+    losses: dict[str, Interval | None]
+    costs: dict[str, Interval | None]
 
 
 class VariantResult(Frozen):
@@ -63,6 +77,7 @@ class VariantResult(Frozen):
     throughput_ratio: Interval | None = None
     wall_clock_gain: Interval | None = None
     memory_gib: float | None = None
+    low_precision: LowPrecision | None = None
 
 
 class ScalingResult(Frozen):
@@ -146,6 +161,7 @@ def _run_result(run: PlannedRun, record: RunRecord | None, problem: str) -> RunR
         tokens=record.tokens,
         tokens_per_second=record.tokens_per_second,
         memory_gib=record.memory_gib,
+        quantized=record.quantized,
     )
 
 
@@ -171,10 +187,33 @@ def _variant_result(
         "bits_per_byte": _interval(estimate([run.final_bits_per_byte for run in ours.values()], level)),
         "tokens_per_second": mean([run.tokens_per_second for run in ours.values()]),
         "memory_gib": max(run.memory_gib for run in ours.values()),
+        "low_precision": _low_precision(study, [run.quantized for run in ours.values()]),
     }
     if name != study.baseline:
         measured |= _against_baseline(ours, baseline, level)
     return row.model_copy(update=measured)
+
+
+def _low_precision(study: StudyConfig, found: Sequence[QuantizedRun | None]) -> LowPrecision | None:
+    """What the study asked for; None until every run was measured."""
+    runs = [run for run in found if run is not None]
+    if not study.quantize or len(runs) < len(found) or any(t not in run.losses for run in runs for t in study.quantize):
+        return None
+    level = study.confidence
+
+    def over_seeds(treatment: str, minus_own: bool) -> Interval | None:
+        values = [loss - run.loss * minus_own for run in runs if (loss := run.losses[treatment]) is not None]
+        return _interval(estimate(values, level)) if len(values) == len(runs) else None
+
+    loss = _interval(estimate([run.loss for run in runs], level))
+    assert loss is not None
+    return LowPrecision(
+        peak_activation=mean([run.peak_activation for run in runs]),
+        sink_ratio=mean([run.sink_ratio for run in runs]),
+        loss=loss,
+        losses={treatment: over_seeds(treatment, False) for treatment in study.quantize},
+        costs={treatment: over_seeds(treatment, True) for treatment in study.quantize},
+    )
 
 
 def _against_baseline(

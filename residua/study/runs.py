@@ -8,11 +8,27 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from residua.model.settings import Frozen
 from residua.train.config import RunConfig
 from residua.train.run import read_metrics
 
 METRICS = "metrics.jsonl"
 INSPECTION = "inspection.json"
+QUANTIZED = "quantized.json"
+
+
+class QuantizedRun(Frozen):
+    """quantized.json of a run: losses in nats per token on its validation set, by treatment, and its outliers.
+
+    `loss` is that of the same evaluation in high precision. `peak_activation` is the largest value any sublayer reads,
+    `sink_ratio` the largest dimension's mean |h| over the median dimension's. A loss that is not finite is null.
+    """
+
+    calibration: int
+    loss: float
+    peak_activation: float
+    sink_ratio: float
+    losses: dict[str, float | None]
 
 
 @dataclass(frozen=True)
@@ -24,6 +40,7 @@ class RunRecord:
     train: list[dict[str, Any]] = field(default_factory=list)
     validation: list[dict[str, Any]] = field(default_factory=list)
     inspection: dict[str, Any] | None = None
+    quantized: QuantizedRun | None = None
 
     @property
     def loss_curve(self) -> list[tuple[float, float]]:
@@ -65,6 +82,7 @@ def read_run(folder: Path, config: RunConfig) -> RunRecord:
         [row for row in rows if row["kind"] == "train"],
         [row for row in rows if row["kind"] == "validation"],
         _read_json(folder / INSPECTION),
+        read_quantized(folder),
     )
 
 
@@ -97,6 +115,15 @@ def is_complete(folder: Path, config: RunConfig) -> bool:
     if not (folder / INSPECTION).exists():
         return False
     return any(row["step"] >= config.train.steps for row in read_run(folder, config).validation)
+
+
+def read_quantized(folder: Path) -> QuantizedRun | None:
+    """What was measured of a run in low precision; None where nothing was, or nothing that can be read."""
+    content = _read_json(folder / QUANTIZED)
+    try:
+        return None if content is None else QuantizedRun(**content)
+    except (ValueError, TypeError):
+        return None
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:

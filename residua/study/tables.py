@@ -74,6 +74,12 @@ def _tables(result: StudyResult) -> list[tuple[str, list[Column], list[list[Valu
         )
         for size in result.sizes
     ]
+    for size in result.sizes:
+        low = [row for row in result.rows(size) if row.low_precision is not None]
+        if low and low[0].low_precision is not None:
+            title = f"low precision, size {size}" if several else "low precision"
+            columns = words.precision_columns(list(low[0].low_precision.losses))
+            found.append((title, columns, [words.precision_cells(row) for row in low]))
     if result.scaling:
         fits = [words.scaling_cells(row, result.baseline) for row in result.scaling]
         found.append(("compute scaling", words.scaling_columns(result.confidence), fits))

@@ -7,10 +7,12 @@ norm or gate) and leaves the rest of the base configuration alone; `base` change
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 
-from residua.model.config import ModelConfig
+from residua.model.choices import HybridAttention, MoE, SoftmaxAttention
+from residua.model.config import ModelConfig, head_dim
 from residua.model.settings import ConfigError
 
 
@@ -33,9 +35,19 @@ def _topology(summary: str, kind: str, *keys: str) -> Variant:
 
 
 def _anchors(summary: str, kind: str, *keys: str) -> Variant:
-    gate = () if kind == "resformer" else ("model.attention.gate=elementwise",)
-    changes = (f"model.anchors.kind={kind}", *(f"model.anchors.{key}" for key in keys), *gate)
-    return Variant(summary, lambda model: changes)
+    gate = () if kind == "resformer" else ("gate=elementwise",)
+    changes = (f"model.anchors.kind={kind}", *(f"model.anchors.{key}" for key in keys))
+    return Variant(summary, lambda model: (*changes, *_on_softmax(model, *gate)))
+
+
+def _on_softmax(model: ModelConfig, *keys: str) -> Sequence[str]:
+    """Changes of the softmax attention, which in a hybrid is a table of its own."""
+    table = "softmax." if isinstance(model.attention, HybridAttention) else ""
+    return [f"model.attention.{table}{key}" for key in keys]
+
+
+def _softmax(summary: str, key: str) -> Variant:
+    return Variant(summary, lambda model: _on_softmax(model, key))
 
 
 def _set(summary: str, *changes: str) -> Variant:
@@ -47,6 +59,35 @@ def _block(model: ModelConfig) -> Sequence[str]:
         "model.topology.kind=block_attnres",
         f"model.topology.sublayers_per_block={sublayers_per_block(model.layers)}",
     )
+
+
+def _linear_table(model: ModelConfig) -> str:
+    """Gated DeltaNet with as many parameters as the base's softmax attention without a gate, or nearly."""
+    softmax = _base_softmax(model)
+    shape = f"key_heads={max(1, softmax.heads // 2)}, value_heads={softmax.heads}, head_dim={head_dim(model)}"
+    return f"kind='gated_deltanet', {shape}"
+
+
+def _hybrid(model: ModelConfig) -> Sequence[str]:
+    softmax = ", ".join(f"{key}={value!r}" for key, value in _base_softmax(model).model_dump(exclude_none=True).items())
+    return [f"model.attention={{kind='hybrid', softmax={{{softmax}}}, linear={{{_linear_table(model)}}}}}"]
+
+
+def _base_softmax(model: ModelConfig) -> SoftmaxAttention:
+    if not isinstance(model.attention, SoftmaxAttention):
+        raise ConfigError(
+            f"variants 'linear' and 'hybrid' replace softmax attention and the base has attention.kind = "
+            f"'{model.attention.kind}': choose a base with attention.kind = 'softmax'."
+        )
+    return model.attention
+
+
+def _moe(model: ModelConfig) -> Sequence[str]:
+    """A quarter of the base's width in each expert, three and a shared one active: the base's width for every token."""
+    if isinstance(model.ffn, MoE):
+        raise ConfigError("variant 'moe' replaces a dense FFN and the base has ffn.kind = 'moe': use 'base'.")
+    shape = f"hidden={max(1, model.ffn.hidden // 4)}, experts=16, top_k=3, shared=1"
+    return [f"model.ffn={{kind='moe', activation='{model.ffn.kind}', {shape}}}"]
 
 
 KNOWN: dict[str, Variant] = {
@@ -66,8 +107,11 @@ KNOWN: dict[str, Variant] = {
     "nuresformer": _anchors("first layer's projections as normalised anchors, with the gate they mix", "nuresformer"),
     "exoformer": _anchors("projections of the embedding as anchors, with the gate they mix", "exoformer"),
     "exoformer_dynamic": _anchors("ExoFormer with dynamic mixing, with the gate", "exoformer", "mixing.kind=dynamic"),
-    "gated_attention": _set("sigmoid gate on the attention output", "model.attention.gate=elementwise"),
-    "sink": _set("learned attention sink", "model.attention.sink=learned"),
+    "gated_attention": _softmax("sigmoid gate on the attention output", "gate=elementwise"),
+    "sink": _softmax("learned attention sink", "sink=learned"),
+    "linear": Variant("linear attention (Gated DeltaNet)", lambda m: [f"model.attention={{{_linear_table(m)}}}"]),
+    "hybrid": Variant("linear attention, and softmax in one layer of four", _hybrid),
+    "moe": Variant("16 experts, 3 and a shared one active, as wide for a token as the base's FFN", _moe),
     "gatednorm": _set("RMSNorm with a low-rank gate", "model.norm.kind=gatednorm"),
     "preaffine": _set("gain before the norm", "model.norm.kind=preaffine"),
     "dyt": _set("dynamic tanh instead of a norm", "model.norm.kind=dyt"),
@@ -83,7 +127,10 @@ def overrides(entries: Sequence[str], model: ModelConfig) -> list[str]:
             changes.append(entry)
             continue
         for name in entry.split("+"):
-            changes.extend(_known(name.strip()).overrides(model))
+            own = _known(name.strip()).overrides(model)
+            changes.extend(own)
+            with suppress(ConfigError):  # what is wrong so far may be put right by what follows, and is told at the end
+                model = model.override([change.removeprefix("model.") for change in own])
     return changes
 
 

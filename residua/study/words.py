@@ -98,6 +98,47 @@ def matching_sentences(result: StudyResult) -> list[str]:
     ]
 
 
+def precision_columns(treatments: Sequence[str]) -> list[Column]:
+    """The columns of the low-precision table."""
+    return [
+        Column("variant", numeric=False),
+        Column("peak activation", "the largest value that any sublayer reads, mean over seeds"),
+        Column(
+            "residual-sink ratio", "the largest dimension's mean |h| over tokens and depth / the median dimension's"
+        ),
+        Column("loss", "validation loss in high precision (bf16 on a GPU, fp32 on a CPU)"),
+        *(
+            Column(name, f"loss after {_treatment(name)}, and what it adds to the same models' loss")
+            for name in treatments
+        ),
+    ]
+
+
+def precision_cells(row: VariantResult) -> list[Value]:
+    """One row of the low-precision table."""
+    low = row.low_precision
+    assert low is not None
+    treated = [
+        Value("not finite") if (loss := low.losses[name]) is None or (cost := low.costs[name]) is None
+        else Value(f"{loss.value:.4f}", f"({cost.value:+.4f}{'' if cost.error is None else f' ± {cost.error:.4f}'})")
+        for name in low.losses
+    ]  # fmt: skip
+    return [
+        Value(row.name),
+        Value(f"{low.peak_activation:.4g}"),
+        Value(f"{low.sink_ratio:.4g}"),
+        _loss(low.loss),
+        *treated,
+    ]
+
+
+def _treatment(name: str) -> str:
+    """W8A8 or W4A4, and how."""
+    scheme, _, smoothing = name.partition("+")
+    bits = "W4A4" if scheme == "nvfp4" else "W8A8"
+    return f"{bits} ({scheme}{', SmoothQuant' if smoothing else ''})"
+
+
 def scaling_columns(confidence: float) -> list[Column]:
     """The columns of the scaling table."""
     level = f"{confidence * 100:g} %"

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from residua.model.decoder import Decoder
 
 FOLDER = "checkpoints"
+SHARDS = "shards"  # in a checkpoint that several ranks wrote together, see `parallel/checkpoint.py`
 _NAME = re.compile(r"step-(\d+)")
 
 
@@ -139,6 +140,10 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 def restore(path: Path, model: nn.Module, optimizer: HybridOptimizer | None = None) -> None:
     """Copy a checkpoint's tensors into a model and, to go on training, into its optimizer."""
+    if (path / SHARDS).is_dir():
+        from residua.train.parallel.checkpoint import load  # torch.distributed.checkpoint takes seconds to import
+
+        return load(path, model, optimizer)
     _fill(path / "model.safetensors", model_tensors(model), _copy_all(model_tensors(model)))
     if optimizer is not None:
         _fill(path / "optimizer.safetensors", optimizer.tensors(), optimizer.load_tensors)
@@ -174,11 +179,23 @@ def _fill(path: Path, expected: dict[str, Tensor], take: Callable[[dict[str, Ten
 
 
 def load_model(run_dir: str | Path, which: Literal["last", "best"] = "last") -> Decoder:
-    """The trained model of a run folder, on the CPU: its last checkpoint or the best one on the validation set."""
+    """The trained model of a run folder, on the CPU: its last checkpoint or the best one on the validation set.
+
+    A folder made by `residua export` holds one model; one made by `residua quantize` gives a model that computes in
+    that precision.
+    """
     import residua
     from residua.train.config import RunConfig
 
     run = Path(run_dir)
+    if (run / "quantization.json").exists():
+        from residua.quantize.store import load_quantized
+
+        return load_quantized(run)
+    if (run / "config.json").exists() and not (run / "config.toml").exists():
+        from residua.inference.export.folder import load_folder
+
+        return load_folder(run)
     found = checkpoints(run)
     chosen = best(found) if which == "best" else next(reversed(found), None)
     if chosen is None:

@@ -59,14 +59,27 @@ class DataConfig(Frozen):
     validation_tokens: Positive = 262_144
 
 
+class Balance(Frozen):
+    """What keeps a mixture of experts balanced: `weight` · E·Σ f_e P_e + `router_z` · mean(lse²), summed over layers.
+
+    f_e and P_e are those of the whole step, all its micro-batches and ranks. The gradient needs every f_e before the
+    first backward pass: `previous_step` takes the last step's, `same_step` takes the step's own, for one more forward
+    pass over its micro-batches where there are several (`train/balance.py`).
+    """
+
+    weight: Decay = 0.01
+    router_z: Decay = 1e-3
+    load: Literal["previous_step", "same_step"] = "previous_step"
+
+
 class TrainConfig(Frozen):
     """How to train: a step is `accumulate` micro-batches of `micro_batch` sequences each.
 
-    `z_loss` is trained on but not part of any reported loss. `auto` means: on a GPU compiled with bf16 autocast, on a
-    CPU plain fp32. `recompute = "sublayers"` trades a third more compute for activation memory. A run whose loss
-    stays `divergence_margin` nats above its first loss for `divergence_patience` log lines in a row is stopped.
-    `keep` checkpoints stay on disk, and the best one. A CPU run always repeats bit for bit; `determinism = "exact"`
-    makes a GPU run do so too, at some cost in speed.
+    `z_loss` and `balance` are trained on but not part of any reported loss. `auto` means: on a GPU compiled, with bf16
+    autocast, each micro-batch replayed as a CUDA graph; on a CPU plain fp32. `recompute = "sublayers"` trades a third
+    more compute for activation memory. A run whose loss stays `divergence_margin` nats above its first loss for
+    `divergence_patience` log lines in a row is stopped. `keep` checkpoints stay on disk, and the best one. A CPU run
+    always repeats bit for bit; `determinism = "exact"` makes a GPU run do so too, at some cost in speed.
     """
 
     steps: Positive = 1000
@@ -77,9 +90,11 @@ class TrainConfig(Frozen):
     schedule: Schedule = LinearDecay()
     clip_norm: float = Field(1.0, gt=0)
     z_loss: Decay = 1e-5
+    balance: Balance = Balance()
     device: Literal["auto", "cpu", "cuda"] = "auto"
     precision: Literal["auto", "bfloat16", "float32"] = "auto"
     compile: Literal["auto", "on", "off"] = "auto"
+    graphs: Literal["auto", "off"] = "auto"
     recompute: Literal["none", "sublayers"] = "none"
     determinism: Literal["fast", "exact"] = "fast"
     log_every: Positive = 10
@@ -100,12 +115,57 @@ class TrainConfig(Frozen):
         return self
 
 
+class ParallelConfig(Frozen):
+    """How a run is divided among the `data` × `shard` × `pipeline` processes that torchrun starts.
+
+    data: copies of the model, each with its share of a step's micro-batches. shard: pieces that weights, gradients and
+    optimizer state are cut into (FSDP2), gathered a `unit` at a time; a piece's owner also has its own micro-batches.
+    pipeline: ranks along depth, each with `stages_per_rank` slices of the layers (more than one for the interleaved
+    schedule). `anchors`: whether stages send ExoFormer's anchors on or make them again from the embedding; `auto`
+    takes what sends fewer bytes. A rank that is silent for `patience` seconds is taken for dead and ends the run.
+    The batch stays the recipe's: how many ranks share it changes speed, not what is learned.
+    """
+
+    data: Positive = 1
+    shard: Positive = 1
+    pipeline: Positive = 1
+    unit: Literal["layer", "model"] = "layer"
+    schedule: Literal["gpipe", "1f1b", "interleaved"] = "1f1b"
+    stages_per_rank: Positive = 1
+    transport: Literal["cached", "naive"] = "cached"
+    anchors: Literal["auto", "send", "recompute"] = "auto"
+    patience: int = Field(60, ge=5)
+
+    @property
+    def ranks(self) -> int:
+        return self.data * self.shard * self.pipeline
+
+    @property
+    def batch_ranks(self) -> int:
+        """The ranks that a step's micro-batches are divided among."""
+        return self.data * self.shard
+
+    @property
+    def stages(self) -> int:
+        return self.pipeline * self.stages_per_rank
+
+    @model_validator(mode="after")
+    def _schedule_fits(self) -> Self:
+        if (self.stages_per_rank > 1) != (self.schedule == "interleaved"):
+            raise ValueError(
+                f"parallel.stages_per_rank = {self.stages_per_rank} does not go with parallel.schedule = "
+                f"'{self.schedule}': the interleaved schedule has 2 or more stages per rank, the others have 1."
+            )
+        return self
+
+
 class RunConfig(Frozen):
-    """Everything that decides a run. Sections of its TOML: `[model]`, `[data]`, `[train]`."""
+    """Everything that decides a run. Sections of its TOML: `[model]`, `[data]`, `[train]`, `[parallel]`."""
 
     model: ModelConfig
     data: DataConfig = DataConfig()
     train: TrainConfig = TrainConfig()
+    parallel: ParallelConfig = ParallelConfig()
 
     def __init__(self, **data: Any) -> None:
         try:
@@ -141,6 +201,12 @@ class RunConfig(Frozen):
         """The whole configuration as TOML; reading it back gives an equal one."""
         return to_toml(self.model_dump(exclude_none=True))
 
+    @model_validator(mode="after")
+    def _mesh_fits(self) -> Self:
+        _check_shares(self)
+        _check_stages(self)
+        return self
+
     @property
     def sequence(self) -> int:
         """Tokens in one training sequence."""
@@ -149,6 +215,40 @@ class RunConfig(Frozen):
     @property
     def tokens_per_step(self) -> int:
         return self.train.accumulate * self.train.micro_batch * self.sequence
+
+
+def _check_shares(config: RunConfig) -> None:
+    accumulate, ranks = config.train.accumulate, config.parallel.batch_ranks
+    if accumulate % ranks:
+        raise ValueError(
+            f"train.accumulate = {accumulate} micro-batches cannot be shared by parallel.data × parallel.shard = "
+            f"{ranks} ranks: use a multiple of {ranks} (for the same step, lower train.micro_batch as you raise it)."
+        )
+
+
+def _check_stages(config: RunConfig) -> None:
+    parallel = config.parallel
+    if parallel.pipeline > 1 and config.model.ffn.kind == "moe":
+        raise ValueError(
+            f"parallel.pipeline = {parallel.pipeline} does not go with model.ffn.kind = 'moe', whose balance loss does "
+            "not cross stages: use parallel.data or parallel.shard."
+        )
+    if parallel.stages > config.model.layers:
+        raise ValueError(
+            f"parallel.pipeline × parallel.stages_per_rank = {parallel.stages} stages are more than the "
+            f"{config.model.layers} layers of the model: use fewer."
+        )
+    flowing = config.train.accumulate // parallel.batch_ranks
+    if parallel.schedule == "1f1b" and flowing < parallel.pipeline:
+        raise ValueError(
+            f"train.accumulate = {config.train.accumulate} gives each pipeline {flowing} micro-batches, and the 1f1b "
+            f"schedule needs at least parallel.pipeline = {parallel.pipeline}: raise train.accumulate."
+        )
+    if parallel.schedule == "interleaved" and flowing % parallel.pipeline:
+        raise ValueError(
+            f"train.accumulate = {config.train.accumulate} gives each pipeline {flowing} micro-batches, and the "
+            f"interleaved schedule needs a multiple of parallel.pipeline = {parallel.pipeline}."
+        )
 
 
 def _sections(data: dict[str, Any]) -> dict[str, Any]:

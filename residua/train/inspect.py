@@ -36,6 +36,7 @@ def inspect_model(model: Decoder, batch: Batch) -> dict[str, Any]:
         "depth_weights": _depth_weights(seen),
         "gates": _gates(seen),
         "beta": _betas(seen),
+        "experts": _experts(seen),
     }
     model.zero_grad(set_to_none=True)
     return {name: section for name, section in found.items() if section}
@@ -70,6 +71,11 @@ def _gates(seen: dict[str, Tensor]) -> list[dict[str, Any]]:
 def _betas(seen: dict[str, Tensor]) -> list[dict[str, Any]]:
     """Per gated sublayer: how much of its output each stream takes in, on average."""
     return [{"sublayer": k, "mean": _mean_over_tokens(beta)} for k, beta in _numbered(seen, r"depth\.(\d+)\.beta")]
+
+
+def _experts(seen: dict[str, Tensor]) -> list[dict[str, Any]]:
+    """Per mixture: the share of the choices that each expert got."""
+    return [{"layer": k, "load": load.tolist()} for k, load in _numbered(seen, r"moe\.(\d+)\.load")]
 
 
 def _numbered(seen: dict[str, Tensor], pattern: str) -> Iterator[tuple[int, Tensor]]:

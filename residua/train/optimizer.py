@@ -10,12 +10,14 @@ orthogonalised apart.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
+from residua.ops.descent import cautious_descent, momentum_directions
 from residua.train.config import AdamW, Muon
 from residua.train.polar import polar_express, working_dtype
 
@@ -59,7 +61,17 @@ class HybridOptimizer(torch.optim.Optimizer):
             with_gradient = [i for i, p in enumerate(group["params"]) if p.grad is not None]
             if with_gradient:
                 group["steps"] += 1
-                rule(group, with_gradient, self.state)
+                rule(self, group, with_gradient)
+
+    def here(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """What this process holds of each tensor: all of it."""
+        return list(tensors)
+
+    def orthogonalise(
+        self, parameters: Sequence[Tensor], directions: Sequence[Tensor], parts: Sequence[Parts]
+    ) -> Iterator[Updates]:
+        """The update of what this process holds of each matrix, from the same rows of its directions."""
+        return orthogonal_updates(directions, parts)
 
     def tensors(self) -> dict[str, Tensor]:
         """The whole state by name: `PARAMETER/momentum`, … and the step count of each group."""
@@ -75,11 +87,17 @@ class HybridOptimizer(torch.optim.Optimizer):
         for name, current in self.tensors().items():
             if not name.endswith("/steps"):
                 current.copy_(saved[name])
+        self.set_steps(saved)
+
+    def set_steps(self, saved: Mapping[str, Tensor]) -> None:
+        """Take over the step counts of a state that `tensors` gave."""
         for group in self.param_groups:
             group["steps"] = int(saved[f"{group['rule']}-{group['title']}/steps"])
 
 
-def build_optimizer(model: nn.Module, config: Muon | AdamW) -> HybridOptimizer:
+def build_optimizer(
+    model: nn.Module, config: Muon | AdamW, kind: Callable[[list[dict[str, Any]]], HybridOptimizer] = HybridOptimizer
+) -> HybridOptimizer:
     """The optimizer a configuration describes, grouped by what the modules of the model declare."""
     declared = hidden_matrices(model)
     named = dict(model.named_parameters())
@@ -87,7 +105,7 @@ def build_optimizer(model: nn.Module, config: Muon | AdamW) -> HybridOptimizer:
     rest = {name: parameter for name, parameter in named.items() if name not in declared}
     if isinstance(config, AdamW):
         plain = config.model_copy(update={"weight_decay": 0.0})
-        return HybridOptimizer([_adamw_group("matrices", matrices, config), _adamw_group("rest", rest, plain)])
+        return kind([_adamw_group("matrices", matrices, config), _adamw_group("rest", rest, plain)])
     muon = {
         "rule": "muon",
         "title": "matrices",
@@ -99,7 +117,7 @@ def build_optimizer(model: nn.Module, config: Muon | AdamW) -> HybridOptimizer:
         "weight_decay": config.weight_decay,
         "steps": 0,
     }
-    return HybridOptimizer([muon, _adamw_group("rest", rest, config.rest)])
+    return kind([muon, _adamw_group("rest", rest, config.rest)])
 
 
 def _adamw_group(title: str, parameters: dict[str, nn.Parameter], config: AdamW) -> dict[str, Any]:
@@ -126,23 +144,39 @@ def _state(state: Any, group: dict[str, Any], parameter: nn.Parameter) -> dict[s
     return cast("dict[str, Tensor]", state[parameter])
 
 
-def _muon(group: dict[str, Any], chosen: list[int], state: Any) -> None:
+def _muon(optimizer: HybridOptimizer, group: dict[str, Any], chosen: list[int]) -> None:
     """m ← βm + (1−β)g; u = polar(βm + (1−β)g), each part apart; step η·max(1, rows/columns)^½ (Nesterov)."""
     parameters = [group["params"][i] for i in chosen]
-    gradients = [p.grad for p in parameters]
-    momenta = [_state(state, group, p)["momentum"] for p in parameters]
-    torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
-    directions = torch._foreach_lerp(gradients, momenta, group["momentum"])
+    weights, gradients = optimizer.here(parameters), optimizer.here([p.grad for p in parameters])
+    momenta = optimizer.here([_state(optimizer.state, group, p)["momentum"] for p in parameters])
+    directions = momentum_directions(momenta, gradients, group["momentum"], working_dtype(weights[0]))
+    parts = [group["parts"][i] for i in chosen]
+    for rows, updates, scale in optimizer.orthogonalise(parameters, directions, parts):
+        moved = [weights[i][start:stop] for i, start, stop in rows]
+        cautious_descent(moved, updates, group["lr"] * scale, group["lr"] * group["weight_decay"])
 
-    def split(tensors: Sequence[Tensor]) -> list[Tensor]:
-        return [part for i, t in zip(chosen, tensors, strict=True) for part in t.detach().split(group["parts"][i])]
 
-    weights, parts = split(parameters), split(directions)
-    for shape in dict.fromkeys(w.shape for w in weights):
-        same = [i for i, w in enumerate(weights) if w.shape == shape]
-        updates = _orthogonal([parts[i] for i in same])
-        scale = max(1.0, shape[0] / shape[1]) ** 0.5
-        _descend([weights[i] for i in same], updates, group["lr"] * scale, group["lr"] * group["weight_decay"])
+class Rows(NamedTuple):
+    """Some rows of one of a list of matrices."""
+
+    matrix: int
+    start: int
+    stop: int
+
+
+Updates = tuple[list[Rows], list[Tensor], float]
+"""Which rows are updated, with what, and the factor on the learning rate that they share."""
+
+
+def orthogonal_updates(directions: Sequence[Tensor], parts: Sequence[Parts]) -> Iterator[Updates]:
+    """Every part of every matrix orthogonalised, those of one shape in one batch."""
+    by_shape: dict[tuple[int, int], list[Rows]] = {}
+    for i, (direction, counts) in enumerate(zip(directions, parts, strict=True)):
+        for stop, count in zip(accumulate(counts), counts, strict=True):
+            by_shape.setdefault((count, direction.shape[1]), []).append(Rows(i, stop - count, stop))
+    for shape, rows in by_shape.items():
+        updates = _orthogonal([directions[i][start:stop] for i, start, stop in rows])
+        yield rows, updates, max(1.0, shape[0] / shape[1]) ** 0.5
 
 
 def _orthogonal(directions: list[Tensor]) -> list[Tensor]:
@@ -153,12 +187,13 @@ def _orthogonal(directions: list[Tensor]) -> list[Tensor]:
     return list(polar_express(stack).to(first.dtype).unbind())
 
 
-def _adamw(group: dict[str, Any], chosen: list[int], state: Any) -> None:
+def _adamw(optimizer: HybridOptimizer, group: dict[str, Any], chosen: list[int]) -> None:
     """m ← β₁m + (1−β₁)g, v ← β₂v + (1−β₂)g², u = (m/(1−β₁ᵗ)) / (√(v/(1−β₂ᵗ)) + eps)."""
     parameters = [group["params"][i] for i in chosen]
-    gradients = [p.grad for p in parameters]
-    means = [_state(state, group, p)["mean"] for p in parameters]
-    squares = [_state(state, group, p)["square"] for p in parameters]
+    states = [_state(optimizer.state, group, p) for p in parameters]
+    gradients = optimizer.here([p.grad for p in parameters])
+    means = optimizer.here([state["mean"] for state in states])
+    squares = optimizer.here([state["square"] for state in states])
     beta1, beta2 = group["betas"]
     torch._foreach_lerp_(means, gradients, 1 - beta1)
     torch._foreach_mul_(squares, beta2)
@@ -170,18 +205,7 @@ def _adamw(group: dict[str, Any], chosen: list[int], state: Any) -> None:
     torch._foreach_add_(scales, group["eps"] * correction2)
     updates = list(torch._foreach_div(means, scales))
     rate = group["lr"] * correction2 / correction1
-    _descend(parameters, updates, rate, group["lr"] * group["weight_decay"])
-
-
-def _descend(weights: list[Tensor], updates: list[Tensor], rate: float, decay: float) -> None:
-    """x ← x − rate·u − decay·1[u⊙x ≥ 0]⊙x, the mask taken before the weight moves."""
-    if decay:
-        mask = torch._foreach_mul(weights, updates)
-        torch._foreach_sign_(mask)
-        torch._foreach_add_(mask, 1.0)
-        torch._foreach_clamp_max_(mask, 1.0)
-        torch._foreach_addcmul_(weights, weights, mask, value=-decay)
-    torch._foreach_add_(weights, updates, alpha=-rate)
+    cautious_descent(optimizer.here(parameters), updates, rate, group["lr"] * group["weight_decay"])
 
 
 _RULES = {"muon": _muon, "adamw": _adamw}

@@ -18,12 +18,15 @@ class Display:
         self.console = console or Console(file=sys.stdout, highlight=False)
         self._steps = config.train.steps
         self._tokens_per_step = config.tokens_per_step
+        self._experts = ""
         self._live = self._start_line(start) if self.console.is_terminal else None
 
     def write(self, record: dict[str, Any]) -> None:
-        """Show a train or a validation record."""
+        """Show a record of the run."""
         if record["kind"] == "validation":
             self.console.print(validation_line(record))
+        elif record["kind"] == "experts":
+            self._experts = experts_words(record)
         elif self._live is None:
             self.console.print(self._train_line(record), soft_wrap=True)
         else:
@@ -48,6 +51,7 @@ class Display:
             f"loss {record['loss']:.4f} (smooth {record['smoothed']:.4f})",
             f"{short(record['tokens_per_second'])} tokens/s",
             f"MFU {record['mfu']:.3f}" if record["mfu"] is not None else "",
+            self._experts,
             f"{record['memory_gib']:.1f} GiB",
             f"ETA {duration(left)}",
         ]
@@ -60,6 +64,11 @@ def validation_line(record: dict[str, Any]) -> str:
         f"step {record['step']}  validation loss {record['loss']:.4f} nats/token, "
         f"{record['bits_per_byte']:.4f} bits/byte over {short(record['tokens'])} tokens"
     )
+
+
+def experts_words(record: dict[str, Any]) -> str:
+    """How evenly the experts were used, in few words: the idlest and the busiest against their fair share."""
+    return f"experts {record['lightest']:.2f}–{record['heaviest']:.2f}"
 
 
 def short(number: float) -> str:

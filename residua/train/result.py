@@ -35,8 +35,8 @@ class Result:
     memory_gib: float
 
 
-def collect_result(folder: Path, config: RunConfig, size: Size, device: torch.device) -> Result:
-    """The result of a run that reached its last step."""
+def collect_result(folder: Path, config: RunConfig, size: Size, device: torch.device, ranks: int = 1) -> Result:
+    """The result of a run that reached its last step on `ranks` devices."""
     records = read_metrics(folder / "metrics.jsonl")
     validations = [record for record in records if record["kind"] == "validation"]
     lines = [record for record in records if record["kind"] == "train"]
@@ -53,7 +53,7 @@ def collect_result(folder: Path, config: RunConfig, size: Size, device: torch.de
         best_validation_loss=min(record["loss"] for record in validations),
         seconds=lines[-1]["seconds"],
         tokens_per_second=speed,
-        mfu=mfu(speed, size.flops_per_token, device),
+        mfu=mfu(speed / ranks, size.flops_per_token, device),
         memory_gib=max(line["memory_gib"] for line in lines),
     )
 

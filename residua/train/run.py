@@ -42,7 +42,10 @@ class Run:
     def __init__(self, folder: Path, config: RunConfig, changes: dict[str, tuple[Any, Any]]) -> None:
         self.folder, self.config = folder, config
         self._changes = changes
-        self._lock = _own(folder)
+        self._lock = self._take()
+
+    def _take(self) -> int:
+        return _own(self.folder)
 
     @classmethod
     def create(cls, folder: Path, config: RunConfig) -> Run:
@@ -91,7 +94,7 @@ class Run:
         if source.exists() and not target.exists():
             write_atomically(target, source.read_text(encoding="utf-8"))
 
-    def metrics(self, until: int) -> MetricsFile:
+    def metrics(self, until: int) -> Metrics:
         """The metrics file, cut back to lines of step `until` and earlier."""
         return MetricsFile(self.folder / "metrics.jsonl", until)
 
@@ -99,7 +102,42 @@ class Run:
         os.close(self._lock)
 
 
-class MetricsFile:
+class FollowedRun(Run):
+    """The folder of a run that another process of the same job owns: read, never written."""
+
+    def __init__(self, folder: Path, config: RunConfig) -> None:
+        super().__init__(folder, config, {})
+
+    def _take(self) -> int:
+        return -1
+
+    def begin(self, environment: dict[str, Any], step: int) -> None:
+        pass
+
+    def keep_tokenizer(self, source: Path) -> None:
+        pass
+
+    def metrics(self, until: int) -> Metrics:
+        return Metrics()
+
+    def close(self) -> None:
+        pass
+
+
+class Metrics:
+    """Where the records of a run go: nowhere."""
+
+    def write(self, record: dict[str, Any]) -> None:
+        pass
+
+    def sync(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class MetricsFile(Metrics):
     """metrics.jsonl, one JSON object a line."""
 
     def __init__(self, path: Path, until: int) -> None:

@@ -9,15 +9,17 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from residua.data.loader import IGNORED, Batch
+from residua.train.balance import Balancer, build_balancer
 from residua.train.config import TrainConfig
-from residua.train.optimizer import build_optimizer
+from residua.train.graphed import GraphedPass
+from residua.train.optimizer import HybridOptimizer, build_optimizer
 
 if TYPE_CHECKING:
     from residua.model.decoder import Decoder
@@ -56,20 +58,26 @@ def arithmetic(config: TrainConfig) -> Iterator[None]:
 class Step:
     """A model, its optimizer and its loss, ready to train; the parameters stay fp32, the masters."""
 
+    ranks = 1
+    """Processes that a step's micro-batches are divided among."""
+
+    capturable = True
+    """Whether a micro-batch may be replayed as a CUDA graph."""
+
     def __init__(self, model: Decoder, config: TrainConfig, device: torch.device) -> None:
         self.model = model
         self.device = device
-        self.precision, self.compiled = _resolve(config, device)
-        self.optimizer = build_optimizer(model, config.optimizer)
+        self.precision, self.compiled = resolve(config, device)
+        self.optimizer = self._build_optimizer(config)
         self._parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         self._clip_norm = config.clip_norm
         self._totals = torch.zeros(4, device=device)
+        self.balancer = self._build_balancer(config)
         if config.recompute == "sublayers":
             recompute_sublayers(model)
-        losses = partial(model.losses, z_loss=config.z_loss)
-        self._losses: Callable[..., tuple[Tensor, Tensor]] = (
-            torch.compile(losses, dynamic=False) if self.compiled else losses
-        )
+        self._losses = self._entry(config)
+        graphs = self.compiled and device.type == "cuda" and config.graphs == "auto" and self.balancer is None
+        self._graphed = GraphedPass(self._pass, self._parameters) if graphs and self.capturable else None
 
     def __call__(self, batches: Sequence[Batch], rate: float = 1.0) -> None:
         """Train on the micro-batches of one step at `rate` of the peak learning rate.
@@ -77,15 +85,21 @@ class Step:
         The loss is the mean over all targets of the step, so the split into micro-batches changes nothing.
         """
         counts = [(batch.targets != IGNORED).sum() for batch in batches]
-        total = torch.stack(counts).sum()
-        for batch, count in zip(batches, counts, strict=True):
-            ce, z = self._forward(batch)
-            share = count / total
-            ((ce + z) * share).backward()
-            self._totals[0] += ce.detach() * share
-            self._totals[1] += z.detach() * share
-        self._totals[2] += torch.nn.utils.clip_grad_norm_(self._parameters, self._clip_norm, foreach=True)
+        total = self._over_ranks(torch.stack(counts).sum())
+        sizes = [batch.tokens.numel() for batch in batches]
+        parts = [size / (sum(sizes) * self.ranks) for size in sizes]
+        if self.balancer is not None:
+            self.balancer.begin(batches, parts, lambda batch: self._forward(batch)[2])
+        for i, (batch, count, part) in enumerate(zip(batches, counts, parts, strict=True), 1):
+            self._begin(last=i == len(batches))
+            share = self._move(count / total)
+            ce, z = self._learn(*self._moved(batch), share, part, first=i == 1)
+            self._totals[0] += ce * share
+            self._totals[1] += z * share
+        self._totals[2] += self._clip()
         self._totals[3] += 1
+        if self.balancer is not None:
+            self.balancer.end()
         self.optimizer.set_rate(rate)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -109,11 +123,62 @@ class Step:
         """Go on from sums that were read before; zeros start a new interval."""
         self._totals = torch.tensor(totals, device=self.device, dtype=torch.float32)
 
-    def _forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        tokens, targets = self._move(batch.tokens), self._move(batch.targets)
-        segments = None if batch.segments is None else self._move(batch.segments)
+    def notice(self) -> str | None:
+        """What a person should know once a step has been done."""
+        return None
+
+    def _forward(self, batch: Batch) -> tuple[Tensor, Tensor, Any]:
+        tokens, targets, segments = self._moved(batch)
         with self._autocast():
             return self._losses(tokens, targets, segments=segments)
+
+    def _learn(
+        self, tokens: Tensor, targets: Tensor, segments: Tensor | None, share: Tensor, part: float, *, first: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Forward and backward of a micro-batch; its cross-entropy and z-term."""
+        if self._graphed is not None:
+            return self._graphed(tokens, targets, segments, share, first=first)
+        return self._pass(tokens, targets, segments, share, part)
+
+    def _pass(
+        self, tokens: Tensor, targets: Tensor, segments: Tensor | None, share: Tensor, part: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        with self._autocast():
+            ce, z, routing = self._losses(tokens, targets, segments=segments)
+        loss = (ce + z) * share
+        if self.balancer is not None:
+            loss = loss + self.balancer.loss(routing, part)
+        self._backward(loss)
+        return ce.detach(), z.detach()
+
+    def _build_optimizer(self, config: TrainConfig) -> HybridOptimizer:
+        return build_optimizer(self.model, config.optimizer)
+
+    def _build_balancer(self, config: TrainConfig) -> Balancer | None:
+        return build_balancer(self.model, config.balance, self.device)
+
+    def _entry(self, config: TrainConfig) -> Callable[..., tuple[Tensor, Tensor, Any]]:
+        """What the losses of a micro-batch are computed by."""
+        losses = partial(self.model.routed_losses, z_loss=config.z_loss)
+        return torch.compile(losses, dynamic=False) if self.compiled else losses
+
+    def _over_ranks(self, count: Tensor) -> Tensor:
+        """A count of this process, summed over all that share the step."""
+        return count
+
+    def _begin(self, *, last: bool) -> None:
+        """A micro-batch begins; after the `last` one the gradients are complete."""
+
+    def _backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+    def _clip(self) -> Tensor:
+        """Bring the norm of all gradients together down to the configured one; returns what it was."""
+        return torch.nn.utils.clip_grad_norm_(self._parameters, self._clip_norm, foreach=True)
+
+    def _moved(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
+        segments = None if batch.segments is None else self._move(batch.segments)
+        return self._move(batch.tokens), self._move(batch.targets), segments
 
     def _move(self, tensor: Tensor) -> Tensor:
         if self.device.type == "cuda" and not tensor.is_cuda:
@@ -131,7 +196,7 @@ def build_step(model: Decoder, config: TrainConfig, device: torch.device) -> Ste
     return Step(model.to(device), config, device)
 
 
-def _resolve(config: TrainConfig, device: torch.device) -> tuple[torch.dtype, bool]:
+def resolve(config: TrainConfig, device: torch.device) -> tuple[torch.dtype, bool]:
     """Precision and compilation, where `auto` asks for what suits the device."""
     on_gpu = device.type == "cuda"
     precisions = {"auto": torch.bfloat16 if on_gpu else torch.float32, "bfloat16": torch.bfloat16}

@@ -23,10 +23,14 @@ if TYPE_CHECKING:
 RULES = {"muon": "Muon", "adamw": "AdamW"}
 
 
-def summarise(console: Console, config: RunConfig, step: Step, dataset: Dataset, size: Size, done: int) -> None:
-    """Print parameters by group, compute, data, batch and device."""
+def summarise(
+    console: Console, config: RunConfig, step: Step, dataset: Dataset, size: Size, done: int, ranks: str | None = None
+) -> None:
+    """Print parameters by group, compute, data, batch, device and, where there are several, `ranks`."""
     for title, line in _lines(config, step, dataset, size):
         console.print(f"{title:<8} {line}", soft_wrap=True)
+    if ranks is not None:
+        console.print(f"{'ranks':<8} {ranks}", soft_wrap=True)
     if done:
         console.print(f"resuming after step {done} of {config.train.steps}")
 
@@ -35,7 +39,8 @@ def _lines(config: RunConfig, step: Step, dataset: Dataset, size: Size) -> Itera
     model, recipe = config.model, config.train
     tokens = recipe.steps * config.tokens_per_step
     shape = f"{model.layers} layers of width {model.width}, {model.topology.kind}"
-    yield "model", f"{shape}, {short(size.parameters)} parameters"
+    active = f", {short(size.parameters - size.idle)} for any one token" if size.idle else ""
+    yield "model", f"{shape}, {short(size.parameters)} parameters{active}"
     for group in step.optimizer.param_groups:
         yield "", _group_line(group)
     yield "compute", f"{short(size.flops_per_token)}FLOP a token, {short(size.flops_per_token * tokens)}FLOP in all"

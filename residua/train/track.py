@@ -61,11 +61,11 @@ class WandB:
 
 
 def scalars(record: dict[str, Any]) -> dict[str, float]:
-    """The numbers of a record as `kind/name`."""
+    """The numbers of a record as `kind/name`; its tables are for reports."""
     return {
         f"{record['kind']}/{key}": value
         for key, value in record.items()
-        if key not in ("kind", "step") and value is not None
+        if key not in ("kind", "step") and isinstance(value, int | float)
     }
 
 

@@ -11,12 +11,11 @@ from typing import Any
 import torch
 from rich.console import Console
 
-import residua
 from residua.data import Dataset, Loader, validation_batches
 from residua.data.loader import IGNORED
 from residua.model.settings import ConfigError
 from residua.model.size import measure
-from residua.train.checkpoint import prune, restore, save_checkpoint, what_is_left
+from residua.train.checkpoint import prune, what_is_left
 from residua.train.clock import Clock, random_states, set_random_states
 from residua.train.config import RunConfig
 from residua.train.environment import describe_environment
@@ -27,10 +26,11 @@ from residua.train.progress import Display
 from residua.train.result import Result, closing_words, collect_result
 from residua.train.run import Run
 from residua.train.source import open_data
-from residua.train.step import arithmetic, build_step, choose_device
+from residua.train.step import arithmetic
 from residua.train.summary import check_disk, summarise
 from residua.train.throughput import mfu, peak_memory_gib, reset_peak_memory
 from residua.train.track import Sink, check_trackers, open_trackers
+from residua.train.world import World, open_world
 
 SMOOTHED_LINES = 10
 
@@ -41,37 +41,39 @@ def train(config: RunConfig, out: str | Path, *, resume: bool = False, console: 
     Raises `ValueError` for a mistake in the configuration, the data or the folder, before anything is written;
     `TrainingStopped` when the run cannot go on; `Interrupted` after a signal, once the run is saved.
     """
-    console = console or Console(highlight=False)
-    device = choose_device(config.train)
-    check_trackers(config)
-    dataset = open_data(config)
-    run = Run.reopen(Path(out), config) if resume else Run.create(Path(out), config)
-    try:
-        with arithmetic(config.train):
-            trainer = Trainer(run, dataset, device, console)
-            with StopSignals() as signals:
-                trainer.fit(signals)
-            return trainer.finish()
-    finally:
-        run.close()
+    with open_world(config) as world:
+        console = (console or Console(highlight=False)) if world.leads else Console(quiet=True)
+        check_trackers(config)
+        dataset = world.leader_first(lambda: open_data(config))
+        run = world.open_run(Path(out), config, resume=resume)
+        try:
+            with arithmetic(config.train):
+                trainer = Trainer(run, dataset, world, console)
+                with StopSignals() as signals:
+                    trainer.fit(signals)
+                return trainer.finish()
+        finally:
+            run.close()
 
 
 class Trainer:
     """One run in progress: the model, where it stands, and who is told."""
 
-    def __init__(self, run: Run, dataset: Dataset, device: torch.device, console: Console) -> None:
-        self.run, self.dataset, self.device, self.console = run, dataset, device, console
+    def __init__(self, run: Run, dataset: Dataset, world: World, console: Console) -> None:
+        self.run, self.dataset, self.world, self.console = run, dataset, world, console
+        self.device = world.device
         self.config = run.config
         recipe, data = self.config.train, self.config.data
         self.size = measure(self.config.model.model_copy(update={"context": self.config.sequence}))
         torch.manual_seed(recipe.seed)
-        reset_peak_memory(device)
-        self.step = build_step(residua.build(self.config.model), recipe, device)
+        reset_peak_memory(self.device)
+        self.step = world.build_step(self.config)
         check_disk(self.step, run.folder, recipe.keep)
 
         segments = data.masking == "documents"
         shape = {"sequence": self.config.sequence, "batch": recipe.micro_batch}
-        self.loader = Loader(dataset.split("train"), seed=data.seed, segments=segments, **shape)
+        ranks = {"rank": world.batch_rank, "world": world.batch_ranks}
+        self.loader = Loader(dataset.split("train"), seed=data.seed, segments=segments, **shape, **ranks)
         self.validation = list(
             validation_batches(
                 dataset.split("validation"), **shape, limit_tokens=data.validation_tokens, segments=segments
@@ -88,19 +90,18 @@ class Trainer:
 
     def fit(self, signals: StopSignals) -> None:
         """Train to the last step, or until a signal comes or the loss is lost."""
-        summarise(self.console, self.config, self.step, self.dataset, self.size, self.done)
+        summarise(self.console, self.config, self.step, self.dataset, self.size, self.done, self.world.describe())
         self.run.begin(describe_environment(self.device), self.done)
         self.run.keep_tokenizer(self.dataset.path / "tokenizer.json")
-        prune(self.run.folder, self.config.train.keep)
         self.metrics = self.run.metrics(until=self.done)
-        display = Display(self.config, self.done, self.console)
-        self.sinks: list[Sink] = [self.metrics, display, *open_trackers(self.config, self.run.folder, self.done)]
+        self.sinks: list[Sink] = self._open_sinks() if self.world.leads else []
         try:
             self.clock.start()
             while self.done < self.config.train.steps:
                 self._train_step()
-                if signals.received is not None and self.done < self.config.train.steps:
-                    self._interrupt(signals.received)
+                signal_number = self.world.agree(signals.received, self.done)
+                if signal_number is not None and self.done < self.config.train.steps:
+                    self._interrupt(signal_number)
         except torch.OutOfMemoryError:
             raise TrainingStopped(
                 f"the GPU ran out of memory after step {self.done}; {what_is_left(self.run.folder)}. Lower "
@@ -112,9 +113,14 @@ class Trainer:
             for sink in self.sinks:
                 sink.close()
 
+    def _open_sinks(self) -> list[Sink]:
+        prune(self.run.folder, self.config.train.keep)
+        display = Display(self.config, self.done, self.console)
+        return [self.metrics, display, *open_trackers(self.config, self.run.folder, self.done)]
+
     def _train_step(self) -> None:
         recipe = self.config.train
-        batches = [next(self.loader) for _ in range(recipe.accumulate)]
+        batches = [next(self.loader) for _ in range(recipe.accumulate // self.world.batch_ranks)]
         self.step(batches, recipe.schedule.factor(self.done, recipe.steps))
         self.done += 1
         self.validation_loss = None
@@ -136,7 +142,8 @@ class Trainer:
         self.lines += 1
         self.smoothed += (loss - self.smoothed) / min(self.lines, SMOOTHED_LINES)
         speed = totals.steps * self.config.tokens_per_step / self.clock.interval
-        utilisation = mfu(speed, self.size.flops_per_token, self.device)
+        utilisation = mfu(speed / self.world.size, self.size.flops_per_token, self.device)
+        self._log_experts()
         self._tell(
             kind="train",
             step=self.done,
@@ -151,8 +158,27 @@ class Trainer:
             mfu=None if utilisation is None else round(utilisation, 4),
             memory_gib=round(peak_memory_gib(self.device), 3),
         )
+        notice = self.step.notice() if self.lines == 1 else None
+        if notice is not None:
+            self.console.print(notice, soft_wrap=True)
         self.step.set_totals([0.0] * 4)
         self.clock.interval = 0.0
+
+    def _log_experts(self) -> None:
+        """For a mixture of experts, a line of its own: how the load of the interval was spread."""
+        if self.step.balancer is None:
+            return
+        spread = self.step.balancer.spread()
+        self._tell(
+            kind="experts",
+            step=self.done,
+            balance=round(spread.balance, 6),
+            router_z=round(spread.router_z, 6),
+            heaviest=round(spread.heaviest, 4),
+            lightest=round(spread.lightest, 4),
+            load=[[round(share, 5) for share in layer] for layer in spread.load],
+        )
+        self.step.balancer.clear()
 
     def _validate(self) -> None:
         self._pause()
@@ -173,8 +199,7 @@ class Trainer:
     def _save(self) -> None:
         self._pause()
         self.metrics.sync()
-        model, optimizer = self.step.model, self.step.optimizer
-        save_checkpoint(self.run.folder, self.done, model, optimizer, self._state(), self.config.train.keep)
+        self.world.save(self.run.folder, self.done, self.step, self._state(), self.config.train.keep)
         self.clock.start()
 
     def _pause(self) -> None:
@@ -186,6 +211,7 @@ class Trainer:
         totals = self.step.totals()
         if math.isfinite(totals.loss) and math.isfinite(totals.grad_norm) and not self.watch.strikes:
             self._save()
+            self.world.settle()
         raise Interrupted(f"stopped by a signal at step {self.done}; {self._how_to_resume()}.", signal_number)
 
     def _stop_if(self, reason: str | None) -> None:
@@ -210,6 +236,7 @@ class Trainer:
             "tokenizer_hash": self.dataset.tokenizer_hash,
             "loader": self.loader.state_dict(),
             "totals": list(self.step.totals()),
+            "balance": None if self.step.balancer is None else self.step.balancer.state(),
             "clock": {"total": self.clock.total, "interval": self.clock.interval},
             "watch": asdict(self.watch),
             "smoothed": self.smoothed,
@@ -223,7 +250,7 @@ class Trainer:
             return
         state = checkpoint.state
         self.dataset.require_tokenizer(state["tokenizer_hash"], str(checkpoint.path))
-        restore(checkpoint.path, self.step.model, self.step.optimizer)
+        self.world.restore(checkpoint.path, self.step)
         self.done = state["step"]
         if self.done > self.config.train.steps:
             raise ConfigError(
@@ -232,6 +259,8 @@ class Trainer:
             )
         self.loader.load_state_dict(state["loader"])
         self.step.set_totals(state["totals"])
+        if self.step.balancer is not None:
+            self.step.balancer.set_state(state["balance"])
         self.clock = Clock(**state["clock"])
         self.watch.first_loss, self.watch.strikes = state["watch"]["first_loss"], state["watch"]["strikes"]
         self.smoothed, self.lines = state["smoothed"], state["lines"]
@@ -239,10 +268,16 @@ class Trainer:
 
     def finish(self) -> Result:
         """Write result.json and inspection.json, and say what to do next."""
+        self.world.settle()
+        return self.world.from_leader(self._report)
+
+    def _report(self) -> Result:
         folder = self.run.folder
-        result = collect_result(folder, self.config, self.size, self.device)
+        result = collect_result(folder, self.config, self.size, self.device, self.world.size)
         write_atomically(folder / "result.json", json.dumps(asdict(result), indent=1) + "\n")
-        inspection = inspect_model(self.step.model, self.validation[0])
-        write_atomically(folder / "inspection.json", json.dumps(inspection) + "\n")
+        model = self.world.whole_model(self.step)
+        if model is not None:
+            inspection = inspect_model(model, self.validation[0])
+            write_atomically(folder / "inspection.json", json.dumps(inspection) + "\n")
         self.console.print(closing_words(result), soft_wrap=True)
         return result

@@ -71,9 +71,11 @@ def test_every_topology_has_a_section_and_a_row():
 def test_recorded_taps_are_the_documented_ones():
     from residua.model import taps
 
-    config = residua.ModelConfig.preset("tiny-exo").override(["topology=multi_gate"])
+    config = residua.ModelConfig.preset("tiny-exo").override(
+        ["topology=multi_gate", "ffn={kind='moe', hidden=8, experts=4, top_k=2}"]
+    )
     with taps.record() as seen, torch.no_grad():
         residua.build(config)(torch.zeros(1, 4, dtype=torch.long))
     page = (DOCS / "taps.md").read_text(encoding="utf-8")
-    names = {re.sub(r"\.\d+\.", ".l." if n.startswith("attention") else ".k.", n) for n in seen}
+    names = {re.sub(r"\.\d+\.", ".l." if n.startswith(("attention", "moe")) else ".k.", n) for n in seen}
     assert names and all(f"`{n}`" in page for n in names)

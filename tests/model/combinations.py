@@ -34,13 +34,25 @@ NORMS: dict[str, Any] = {
     "gated_dyt": {"kind": "gated_dyt", "rank": 4},
 }
 FFNS: dict[str, Any] = {kind: {"kind": kind, "hidden": 24} for kind in ("swiglu", "glu", "relu2", "gelu")}
+FFNS |= {
+    "moe": {"kind": "moe", "hidden": 8, "experts": 5, "top_k": 2, "shared_gate": "sigmoid"},
+    "moe plain": {"kind": "moe", "hidden": 8, "experts": 4, "top_k": 3, "shared": 0, "activation": "relu2"},
+}
+LINEAR = {"kind": "gated_deltanet", "key_heads": 1, "value_heads": 2, "head_dim": 8}
 ATTENTIONS: dict[str, Any] = {
     "plain": {"kind": "softmax", "heads": 2},
     "gated": {"kind": "softmax", "heads": 2, "gate": "elementwise"},
     "grouped": {"kind": "softmax", "heads": 4, "kv_heads": 2, "gate": "headwise"},
     "no qk-norm": {"kind": "softmax", "heads": 2, "qk_norm": "none"},
     "sink": {"kind": "softmax", "heads": 2, "head_dim": 6, "sink": "learned", "gate": "elementwise"},
-    "linear": {"kind": "gated_deltanet", "key_heads": 1, "value_heads": 2, "head_dim": 8},
+    "linear": LINEAR,
+    "hybrid": {"kind": "hybrid", "softmax_every": 2, "softmax": {"heads": 2}, "linear": LINEAR},
+    "hybrid gated": {
+        "kind": "hybrid",
+        "softmax_every": 2,
+        "softmax": {"heads": 4, "kv_heads": 2, "gate": "elementwise"},
+        "linear": LINEAR,
+    },
 }
 HEADS: dict[str, Any] = {"tied": {"kind": "tied"}, "untied": {"kind": "untied"}}
 
@@ -53,7 +65,7 @@ TABLES = {
     "head": HEADS,
 }
 GATED_ANCHORS = {"nuresformer with gate", "exoformer with gate", "exoformer dynamic"}
-GATED_ATTENTIONS = {"gated", "sink"}
+GATED_ATTENTIONS = {"gated", "sink", "hybrid gated"}
 
 
 def fits(row: Row) -> bool:
@@ -69,7 +81,9 @@ ROWS = covering_array(FACTORS, fits)
 
 
 def config_of(row: Row) -> ModelConfig:
-    return small(layers=2, **{factor: TABLES[factor][choice] for factor, choice in row.items()})
+    """Two layers; a hybrid has four, so that one softmax layer writes anchors and another mixes them."""
+    layers = 4 if row["attention"].startswith("hybrid") else 2
+    return small(layers=layers, **{factor: TABLES[factor][choice] for factor, choice in row.items()})
 
 
 def name_of(row: Row) -> str:

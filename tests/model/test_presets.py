@@ -43,16 +43,33 @@ def test_exoformer_sizes_are_the_papers_with_its_vocabulary():
         assert parameters(name, EXOFORMER_VOCABULARY) / 1e6 == pytest.approx(expected, abs=0.6)
 
 
-def test_the_outlier_study_has_its_seventeen_dense_rows_but_one():
+def test_the_outlier_study_has_all_its_rows():
     rows = [n for n in presets.names() if n.startswith("outlier-2b-")]
-    assert len(rows) == 16  # rows 6 and 7 of the table are one model at two learning rates
+    assert len(rows) == 21  # of 22: rows 6 and 7 of the table are one model at two learning rates
     assert parameters("outlier-2b-full", 151_936) / 1e9 == pytest.approx(1.66, abs=0.01)
     gate = parameters("outlier-2b-ga-gatednorm") - parameters("outlier-2b-ga")
     assert gate == (28 * 2 + 1) * 2 * 2048 * 16
 
 
+def test_the_outlier_studys_mixtures_are_table_5_and_not_its_headings():
+    """The table's shapes give these counts; the headings say 7.4B-A1.7B and 24.6B-A2.7B (docs/hybrid.md)."""
+    for name, total, active in (("outlier-7b-a2b", 16.01, 1.89), ("outlier-24b-a3b", 20.81, 1.77)):
+        size = measure(ModelConfig.preset(name))
+        assert size.parameters / 1e9 == pytest.approx(total, abs=0.01)
+        assert size.active / 1e9 == pytest.approx(active, abs=0.01)
+    experts = 48 * 128 * 3 * 2048 * 384  # layers × experts × matrices × width × hidden: twice 7.4B by themselves
+    assert experts / 1e9 == pytest.approx(14.5, abs=0.1)
+
+
+@pytest.mark.parametrize("name", ["tiny", "mini"])
+def test_a_mixtures_token_pays_what_its_dense_twin_does(name):
+    dense, sparse = measure(ModelConfig.preset(name)), measure(ModelConfig.preset(f"{name}-moe"))
+    assert dense.active <= sparse.active <= 1.005 * dense.active  # the router is all that is added
+    assert sparse.parameters > 1.5 * dense.parameters
+
+
 def test_sizes_add_up_by_part():
-    for name in ("tiny-exo", "exoformer-e-dynamic", "mgr-s-mhc-lite"):
+    for name in ("tiny-exo", "exoformer-e-dynamic", "mgr-s-mhc-lite", "tiny-hybrid-moe", "outlier-2b-linear"):
         s = measure(ModelConfig.preset(name))
         assert s.embedding + s.head + s.attention + s.ffn + s.norms + s.depth + s.anchors == s.parameters
 

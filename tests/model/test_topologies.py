@@ -9,7 +9,7 @@ import torch
 
 from residua.model import choices
 from residua.model.topology import Topology
-from residua.model.topology.hyper import sinkhorn
+from residua.ops import sinkhorn
 from tests.golden import attnres, dense, hyper, multigate
 from tests.golden.compare import agree, close, each_token, leaves_of, random
 from tests.model.depth import drive, embedding_and_outputs, named, random_topology

@@ -57,11 +57,13 @@ def test_the_kernels_equal_the_reference_in_every_gradient(size):
 
 
 @interpreter
-def test_tiles_of_rows_share_programs(monkeypatch):
+@pytest.mark.parametrize("held", [True, False])
+def test_tiles_of_rows_share_programs(monkeypatch, held):
     from residua.ops.gated_norm import triton as host
 
-    monkeypatch.setattr(host, "TOKENS", 16)
-    monkeypatch.setattr(host, "PROGRAMS", 1)
+    rows, tokens = host.Plan(16, 16, 4), host.Plan(16, 16, 4, 1, 1)
+    monkeypatch.setattr(host, "forward_plan", lambda *_: host.Forward(rows if held else None, rows, tokens))
+    monkeypatch.setattr(host, "backward_plan", lambda *_: host.Backward(rows, tokens))
     inputs = drawn(100, 20, 3)
     exact = with_gradients(reference.gated_norm, inputs, torch.float64)
     assert_close(with_gradients(triton, inputs, torch.float32), exact, 3e-6)
@@ -98,7 +100,7 @@ def test_other_gates_are_left_to_the_reference(change):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(fused.INTERPRETED, reason="needs TRITON_INTERPRET=0")
-@pytest.mark.parametrize("width", [768, 1000, 1280])
+@pytest.mark.parametrize("width", [768, 1000, 1280, 4096])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_on_a_gpu_every_gradient_is_right(dtype, width):
     x, *weights = drawn(9000, width, 16, "cuda")

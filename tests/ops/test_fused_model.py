@@ -12,9 +12,26 @@ from residua.ops import fused
 pytestmark = pytest.mark.skipif(not fused.INTERPRETED, reason="needs TRITON_INTERPRET=1")
 
 
-@pytest.mark.parametrize(
-    "changes", [["topology=multi_gate", "topology.streams=3"], ["norm=gatednorm"]], ids=["multi_gate", "gatednorm"]
-)
+GATED = ["attention.gate=elementwise"]
+MODELS = {
+    "multi_gate": ["topology=multi_gate", "topology.streams=3"],
+    "gatednorm": ["norm=gatednorm"],
+    "exoformer": [*GATED, "anchors=exoformer"],
+    "nuresformer, dynamic": [
+        *GATED,
+        "anchors=nuresformer",
+        "anchors.mixing.kind=dynamic",
+        "anchors.granularity=headwise",
+    ],
+    "hyper": ["topology=hyper", "topology.streams=2"],
+    "hyper, static": ["topology=hyper", "topology.streams=2", "topology.weights=static"],
+    "mhc": ["topology=mhc", "topology.streams=3", "topology.iterations=4"],
+    "mhc_lite": ["topology=mhc_lite", "topology.streams=2"],
+    "resformer": ["anchors=resformer", "attention.gate=headwise"],
+}
+
+
+@pytest.mark.parametrize("changes", MODELS.values(), ids=list(MODELS))
 def test_loss_and_every_gradient_are_the_references(changes):
     config = residua.ModelConfig(
         vocab_size=24,

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from residua import ops
 from residua.ops import fused
+from residua.ops.multi_gate import chain as plain
 from residua.ops.multi_gate import multi_gate_chain, reference
 
 interpreter = pytest.mark.skipif(not fused.INTERPRETED, reason="needs TRITON_INTERPRET=1")
@@ -53,7 +54,7 @@ def triton(*args: Tensor, **settings: bool) -> tuple[Tensor, Tensor]:
 
 
 SIZES = {
-    "odd width": (5, 4, 33),
+    "odd width, shared programs": (4, 4, 33),
     "width of several tiles": (2, 2, 300),
     "padded streams": (3, 3, 100),
     "sixteen streams": (1, 16, 8),
@@ -106,9 +107,11 @@ def test_one_output_alone_is_enough_for_a_gradient():
             assert torch.allclose(a.double(), torch.zeros_like(a).double() if b is None else b, atol=1e-5)
 
 
-def chain(weights: list[list[Tensor]], streams: Tensor, updates: list[Tensor], **settings: int) -> list[Tensor]:
+def chain(
+    weights: list[list[Tensor]], streams: Tensor | tuple[Tensor, ...], updates: list[Tensor], **settings: int
+) -> list[Tensor]:
     """Every h of a chain of junctions, and the last streams."""
-    state, hidden = (streams,), []
+    state, hidden = streams if isinstance(streams, tuple) else (streams,), []
     with ops.backend("triton"):
         for update, (gate_query, gate_bias, pool_query) in zip(updates, weights, strict=True):
             # The sublayer between two junctions: whatever is written depends on what was read.
@@ -119,7 +122,7 @@ def chain(weights: list[list[Tensor]], streams: Tensor, updates: list[Tensor], *
 
 
 def chain_inputs(junctions: int, dtype: torch.dtype) -> tuple[list[list[Tensor]], Tensor, list[Tensor]]:
-    drawn = [junction(2, 3, 10, True) for _ in range(junctions)]
+    drawn = [junction(1, 3, 10, True) for _ in range(junctions)]
     weights = [[t.requires_grad_() for t in d[2:]] for d in drawn]
     return weights, drawn[0][0].to(dtype).requires_grad_(), [d[1].to(dtype).requires_grad_() for d in drawn]
 
@@ -127,10 +130,10 @@ def chain_inputs(junctions: int, dtype: torch.dtype) -> tuple[list[list[Tensor]]
 @interpreter
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_streams_made_again_are_bit_for_bit_those_that_were_not_kept(dtype):
-    weights, streams, updates = chain_inputs(5, dtype)
+    weights, streams, updates = chain_inputs(4, dtype)
     leaves = [streams, *updates, *(w for ws in weights for w in ws)]
     outcomes = []
-    for segment in (1, 3, 9):
+    for segment in (1, 3, 4):
         outputs = chain(weights, streams, updates, segment=segment)
         outcomes.append([*outputs, *torch.autograd.grad(sum(y.float().square().sum() for y in outputs), leaves)])
     for one, other in pairwise(outcomes):
@@ -179,6 +182,39 @@ def test_compiles_into_one_graph():
         for f in (run, torch.compile(run, backend="aot_eager", fullgraph=True))
     )
     assert all(torch.equal(a, b) for a, b in zip(eager, compiled, strict=True))
+
+
+@interpreter
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("passes_on", [True, False], ids=["read again", "read once"])
+def test_the_fill_phase_equals_the_reference_in_every_gradient(n, passes_on):
+    streams, _, query, *_ = junction(4, n, 20, True)
+    probes = torch.randn(n + 1, 4, 20)
+
+    def run(operator: Callable, dtype: torch.dtype) -> list[Tensor]:
+        leaves = [t.to(dtype).requires_grad_() for t in (*streams.unbind(1), query)]
+        h, after = operator(leaves[:-1], leaves[-1])
+        read = (h, *after) if passes_on else (h,)
+        total = sum((probe * y).sum() for probe, y in zip(probes, read, strict=False))
+        return [h, *after, *torch.autograd.grad(total, leaves)]
+
+    def ours(*args: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        with ops.backend("triton"):
+            return ops.pool_streams(*args)
+
+    for a, b in zip(run(ours, torch.float32), run(plain.pool_streams, torch.float64), strict=True):
+        assert (a.double() - b).norm() <= 5e-6 * b.norm()
+
+
+@interpreter
+def test_streams_of_the_fill_phase_need_not_be_stacked():
+    weights, streams, updates = chain_inputs(3, torch.float32)
+    leaves = [streams, *updates, *(w for ws in weights for w in ws)]
+    outcomes = []
+    for state in ((streams,), streams.unbind(-2)):
+        outputs = chain(weights, state, updates, segment=2)
+        outcomes.append([*outputs, *torch.autograd.grad(sum(y.square().sum() for y in outputs), leaves)])
+    assert all(torch.equal(a, b) for a, b in zip(*outcomes, strict=True))
 
 
 def test_auto_leaves_a_cpu_to_the_reference():

@@ -48,6 +48,8 @@ def look_inside(run: PlannedRun) -> dict[str, Any]:
         found["depth_weights"] = {"readers": readers, "mean": rows}
     if model.topology.kind == "multi_gate":
         found["beta"] = [{"sublayer": k, "mean": [0.1, 0.2, 0.05, 0.3]} for k in readers[3:]]
+    if model.ffn.kind == "moe":
+        found["experts"] = [{"layer": k, "load": [0.4, 0.3, 0.2, 0.1]} for k in range(model.layers)]
     if getattr(model.attention, "gate", "none") != "none":
         found["gates"] = [{"layer": k, "mean": 0.5, "closed": 0.1 * k} for k in range(model.layers)]
     return found

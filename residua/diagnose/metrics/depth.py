@@ -1,4 +1,4 @@
-"""How layers talk: depth weights, write gates, streams, attention gates."""
+"""How layers talk: depth weights, write gates, streams, attention gates, experts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from residua.diagnose.observe import Observation
-from residua.diagnose.schema import BetaFacts, GateFacts, StreamFacts
+from residua.diagnose.schema import BetaFacts, ExpertFacts, GateFacts, StreamFacts
 from residua.ops.numeric import wide
 
 BINS = 20
@@ -31,7 +31,7 @@ class Mean:
 
 
 class DepthMetrics:
-    """Means over all tokens, by reader (weights, streams), by writer (β) and by layer (gates)."""
+    """Means over all tokens, by reader (weights, streams), by writer (β) and by layer (gates, experts)."""
 
     def __init__(self) -> None:
         self.weights: dict[int, Mean] = {}
@@ -40,6 +40,7 @@ class DepthMetrics:
         self.turned: dict[int, Mean] = {}
         self.alike: dict[int, Mean] = {}
         self.gate: dict[int, Mean] = {}
+        self.load: dict[int, Mean] = {}
 
     def add(self, seen: Observation) -> None:
         tokens = seen.tokens.numel()
@@ -55,6 +56,8 @@ class DepthMetrics:
         for layer, gate in seen.gates.items():
             sums = torch.stack([wide(gate).double().sum(), (gate < CLOSED).double().sum()])
             self._mean(self.gate, layer).add(sums, gate.numel())
+        for layer, load in seen.loads.items():
+            self._mean(self.load, layer).add(load.double() * tokens, tokens)
 
     def _add_streams(self, seen: Observation) -> None:
         """Angular distance arccos(cos)/π of each stream to itself one reader earlier; mean cosine between streams."""
@@ -99,3 +102,6 @@ class DepthMetrics:
             GateFacts(layer=layer, mean=float(mean.value()[0]), closed=float(mean.value()[1]))
             for layer, mean in sorted(self.gate.items())
         ]
+
+    def experts(self) -> list[ExpertFacts]:
+        return [ExpertFacts(layer=layer, load=mean.value().tolist()) for layer, mean in sorted(self.load.items())]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -39,20 +39,16 @@ class Read(nn.Module):
             nn.init.ones_(self.gain)
 
     def forward(self, sources: State) -> Tensor:
-        self.publish(lambda: sources)
+        tap(f"depth.{self.index}.weights", lambda: self.weights(sources))
         h: Tensor = ops.depth_attention(sources, self.query, norm_weight=self.gain, **self.options)
         return h
 
-    def publish(self, sources: Callable[[], Sequence[Tensor]]) -> None:
-        """Tap the weights a_i [B, T, sources]."""
-
-        def weights() -> Tensor:
-            _, seen = ops.depth_attention.reference(
-                sources(), self.query, norm_weight=self.gain, return_weights=True, **self.options
-            )
-            return cast(Tensor, seen)
-
-        tap(f"depth.{self.index}.weights", weights)
+    def weights(self, sources: Sequence[Tensor]) -> Tensor:
+        """a_i [B, T, sources]."""
+        _, seen = ops.depth_attention.reference(
+            sources, self.query, norm_weight=self.gain, return_weights=True, **self.options
+        )
+        return cast(Tensor, seen)
 
 
 class BlockAttnRes(Topology):
@@ -79,7 +75,7 @@ class BlockAttnRes(Topology):
     def step(self, k: int, y: Tensor, state: State) -> tuple[Tensor, State]:
         if deferred.holds(self.plan, k, state):
             read = cast(Read, self.reads[k])
-            read.publish(lambda: deferred.values(self.plan, k, y, state))
+            tap(f"depth.{k}.weights", lambda: read.weights(deferred.values(self.plan, k, y, state)))
             return deferred.step(self.plan, k, y, state)
         sources = self.sources(k, y, state)
         return self.reads[k](sources), sources

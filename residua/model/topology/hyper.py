@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from itertools import permutations
-from typing import cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from residua import ops
 from residua.model import choices
 from residua.model.taps import tap
 from residua.model.topology.base import State, Topology
+from residua.ops.hyper_connection import read_weights
 from residua.ops.numeric import wide
 
 
@@ -34,23 +35,33 @@ class Streams(Topology):
         self.streams, self.last = streams, sublayers - 1
 
     def open(self, x: Tensor) -> tuple[Tensor, State]:
+        # n copies: the embedding written once into each of n streams that keep nothing
         X = x[..., None, :].expand(*x.shape[:-1], self.streams, -1)
-        return self._read(0, X), (X,)
+        like = wide(x[..., :0])
+        return self._junction(0, x, X, like.new_ones(self.streams), like.new_zeros(self.streams, self.streams))
 
     def step(self, k: int, y: Tensor, state: State) -> tuple[Tensor, State]:
+        X, *logits = state
         with full_precision(y):
-            post, mix = cast(Junction, self.junctions[k]).write(state[0])
-            X = (mix @ wide(state[0]) + post[..., None] * wide(y)[..., None, :]).to(y.dtype)
+            post, mix = cast(Junction, self.junctions[k]).write(*logits)
         tap(f"depth.{k}.mix", mix)
-        tap(f"depth.{k}.streams", X)
-        return (X.sum(-2) if k == self.last else self._read(k + 1, X)), (X,)
+        h, state = self._junction(k + 1, y, X, post, mix)
+        tap(f"depth.{k}.streams", state[0])
+        return h, state
 
-    def _read(self, k: int, X: Tensor) -> Tensor:
-        with full_precision(X):
-            pre = cast(Junction, self.junctions[k]).read(X)
-            h = (pre[..., None] * wide(X)).sum(-2).to(X.dtype)
-        tap(f"depth.{k}.pre", pre)
-        return h
+    def _junction(self, k: int, y: Tensor, X: Tensor, post: Tensor, mix: Tensor) -> tuple[Tensor, State]:
+        """Write y, then read the input of sublayer k, or behind the last one the sum of the streams.
+
+        The state is X and, where they depend on it, the logits of what sublayer k will write.
+        """
+        with full_precision(y):
+            if k > self.last:
+                h, X, _ = ops.hyper_step(X, y, post, mix, post.new_ones(self.streams))
+                return h, (X,)
+            weights = cast(Junction, self.junctions[k]).read()
+            h, X, logits = ops.hyper_step(X, y, post, mix, weights.bias, **weights.projection)
+        tap(f"depth.{k}.pre", lambda: weights.of(logits))
+        return h, (X, logits) if weights.projection else (X,)
 
 
 def full_precision(x: Tensor) -> torch.autocast:
@@ -58,16 +69,29 @@ def full_precision(x: Tensor) -> torch.autocast:
     return torch.autocast(x.device.type, enabled=False)
 
 
-class Junction(nn.Module):
-    """The weights around one sublayer, each computed from the streams as they are when it is used."""
+class ReadWeights(NamedTuple):
+    """How `ops.hyper_step` finds pre, and the logits of post and mix with it."""
 
-    @abstractmethod
-    def read(self, X: Tensor) -> Tensor:
+    bias: Tensor
+    projection: dict[str, Any]
+    """scale, phi and norm, or nothing where pre is the bias."""
+
+    def of(self, logits: Tensor) -> Tensor:
         """pre [..., n]."""
+        scale, norm = self.projection.get("scale"), self.projection.get("norm", "none")
+        return read_weights(logits, self.bias, scale, norm)
+
+
+class Junction(nn.Module):
+    """The weights around one sublayer, all computed from the streams as it reads them."""
 
     @abstractmethod
-    def write(self, X: Tensor) -> tuple[Tensor, Tensor]:
-        """post [..., n] and mix [..., out, in], from the streams the sublayer read."""
+    def read(self) -> ReadWeights:
+        """What pre is made of."""
+
+    @abstractmethod
+    def write(self, *logits: Tensor) -> tuple[Tensor, Tensor]:
+        """post [..., n] and mix [..., out, in], from the logits that came with the read, if any."""
 
 
 class StaticJunction(Junction):
@@ -88,10 +112,10 @@ class StaticJunction(Junction):
         nn.init.ones_(self.post)
         nn.init.eye_(self.mix)
 
-    def read(self, X: Tensor) -> Tensor:
-        return self.pre
+    def read(self) -> ReadWeights:
+        return ReadWeights(self.pre, {})
 
-    def write(self, X: Tensor) -> tuple[Tensor, Tensor]:
+    def write(self, *logits: Tensor) -> tuple[Tensor, Tensor]:
         return wide(self.post), wide(self.mix)
 
 
@@ -123,16 +147,15 @@ class DynamicJunction(StaticJunction):
         super().__init__(k, streams, width)
         self.maps = DynamicMaps(streams, width)
 
-    def read(self, X: Tensor) -> Tensor:
-        X = ops.rms(wide(X))
-        return self.pre + self.maps.alpha * torch.tanh((X * self.maps.pre).sum(-1))
+    def read(self) -> ReadWeights:
+        maps = self.maps
+        phi = torch.cat([maps.pre[None], maps.post[None], maps.mix.T])
+        return ReadWeights(self.pre, {"scale": maps.alpha, "phi": phi, "norm": "each"})
 
-    def write(self, X: Tensor) -> tuple[Tensor, Tensor]:
-        X = ops.rms(wide(X))
-        post = self.post + self.maps.beta * torch.tanh((X * self.maps.post).sum(-1))
+    def write(self, *logits: Tensor) -> tuple[Tensor, Tensor]:
+        post, mix = torch.tanh(logits[0][..., 1]), torch.tanh(logits[0][..., 2:])
         # the paper's A_r [in, out] acts transposed: H' = A_rᵀ H
-        mix = self.mix + self.maps.alpha * torch.tanh(X @ self.maps.mix.to(X.dtype)).transpose(-1, -2)
-        return post, mix
+        return self.post + self.maps.beta * post, self.mix + self.maps.alpha * mix.transpose(-1, -2)
 
 
 class HyperConnections(Streams):
@@ -146,17 +169,6 @@ class HyperConnections(Streams):
         self.output_gain = math.sqrt(config.streams)
         junction = {"static": StaticJunction, "dynamic": DynamicJunction}[config.weights]
         self.junctions = nn.ModuleList(junction(k, config.streams, width) for k in range(sublayers))
-
-
-def sinkhorn(logits: Tensor, iterations: int) -> Tensor:
-    """exp(logits) [..., out, in] made doubly stochastic: columns (over out), then rows (over in), repeatedly.
-
-    In logarithms, where no row or column can vanish.
-    """
-    for _ in range(iterations):
-        logits = logits - logits.logsumexp(-2, keepdim=True)
-        logits = logits - logits.logsumexp(-1, keepdim=True)
-    return logits.exp()
 
 
 class SinkhornMixing(nn.Module):
@@ -176,7 +188,7 @@ class SinkhornMixing(nn.Module):
         return (self.OFF_DIAGONAL * (1 - torch.eye(self.streams))).flatten()
 
     def forward(self, res: Tensor) -> Tensor:
-        return sinkhorn(res.unflatten(-1, (self.streams, self.streams)), self.iterations)
+        return ops.sinkhorn(res.unflatten(-1, (self.streams, self.streams)), self.iterations)
 
 
 class PermutationMixing(nn.Module):
@@ -232,18 +244,17 @@ class ManifoldJunction(Junction):
         with torch.no_grad():
             self.bias.copy_(torch.cat([favour, favour, self.mixing.start()]))
 
-    def read(self, X: Tensor) -> Tensor:
-        return torch.sigmoid(self._logits(X)[0])
+    def read(self) -> ReadWeights:
+        return ReadWeights(
+            self.bias[: self.streams], {"scale": self.alpha[0], "phi": self.phi, "norm": "all"}
+        )  # fmt: skip
 
-    def write(self, X: Tensor) -> tuple[Tensor, Tensor]:
-        _, post, res = self._logits(X)
+    def write(self, *logits: Tensor) -> tuple[Tensor, Tensor]:
+        _, post, res = (
+            a * z + b
+            for a, z, b in zip(self.alpha, logits[0].split(self.sizes, -1), self.bias.split(self.sizes), strict=True)
+        )
         return 2 * torch.sigmoid(post), self.mixing(res)
-
-    def _logits(self, X: Tensor) -> list[Tensor]:
-        x = wide(X).flatten(-2)
-        projected = (ops.rms(x) @ self.phi.to(x.dtype).T).split(self.sizes, -1)
-        biases = self.bias.to(x.dtype).split(self.sizes)
-        return [a * p + b for a, p, b in zip(self.alpha.to(x.dtype), projected, biases, strict=True)]
 
 
 class ManifoldHyper(Streams):

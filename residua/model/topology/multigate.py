@@ -26,9 +26,9 @@ class Pool(nn.Module):
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.query)
 
-    def forward(self, streams: State) -> Tensor:
-        h: Tensor = ops.depth_attention(streams, self.query, scale=self.query.shape[0] ** -0.5)
-        return h
+    def forward(self, streams: State) -> tuple[Tensor, State]:
+        """h, and the streams to go on with."""
+        return ops.pool_streams(streams, self.query)
 
 
 class Gates(nn.Module):
@@ -54,8 +54,8 @@ class MultiGate(Topology):
         s'_i = s_i + β_i (f − s_i),     h = Σ softmax_i( w2 · RMS(s'_i)/√C ) s'_i
 
     Fill phase: stream 1 is the embedding and the first n − 1 outputs are appended as the others. (n copies of the
-    embedding would stay identical for ever.) The state is the tuple of streams while filling, then one [B, T, n, C],
-    after which the operator may keep tensors of its own.
+    embedding would stay identical for ever.) The state is the tuple of streams until the first write through gates,
+    then one [B, T, n, C], after which the operator may keep tensors of its own.
     """
 
     def __init__(self, config: choices.MultiGate, sublayers: int, width: int) -> None:
@@ -75,18 +75,20 @@ class MultiGate(Topology):
             return self._append(k, y, state)
         gates, pool = cast(Gates, self.gates[k - self.fill]), cast(Pool, self.pools[k])
         h, after = ops.multi_gate_chain(state, y, gates.query, gates.bias, pool.query, competitive=self.competitive)
-        tap(f"depth.{k}.beta", lambda: ops.gates(state[0], gates.query, gates.bias, competitive=self.competitive))
+        tap(f"depth.{k}.beta", lambda: self._beta(gates, state[0] if k > self.fill else torch.stack(state, -2)))
         tap(f"depth.{k}.weights", lambda: ops.pool_weights(after[0], pool.query))
         tap(f"depth.{k}.streams", after[0])
         return h, after
 
     def _append(self, k: int, y: Tensor, state: State) -> tuple[Tensor, State]:
-        streams = (*state, y)
         pool = cast(Pool, self.pools[k])
+        h, streams = pool((*state, y))
         tap(f"depth.{k}.weights", lambda: ops.pool_weights(torch.stack(streams, -2), pool.query))
         tap(f"depth.{k}.streams", lambda: torch.stack(streams, -2))
-        full = k == self.fill - 1
-        return pool(streams), (torch.stack(streams, -2),) if full else streams
+        return h, streams
+
+    def _beta(self, gates: Gates, streams: Tensor) -> Tensor:
+        return ops.gates(streams, gates.query, gates.bias, competitive=self.competitive)
 
 
 class Highway(Topology):

@@ -1,10 +1,21 @@
 """The gated delta rule: linear attention with a decaying state that is corrected, not only added to."""
 
+from typing import Any
+
+from torch import Tensor
+
 from residua.ops.backend import Operator
-from residua.ops.gated_delta import reference
+from residua.ops.gated_delta import library, reference
 from residua.ops.gated_delta.reference import begins, step
 
 gated_delta = Operator(reference.chunked)
 gated_delta.__name__ = "gated_delta"
+
+
+def _serves(q: Tensor, k: Tensor, v: Tensor, *_: Tensor, **__: Any) -> bool:
+    return library.takes(k, v)
+
+
+gated_delta.register_fused(library.gated_delta, _serves)
 
 __all__ = ["begins", "gated_delta", "step"]

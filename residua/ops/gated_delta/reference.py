@@ -9,13 +9,11 @@ k_t moves towards v_t by the share β. `naive` is this loop, the truth; `chunked
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from residua.ops.numeric import wide
+from residua.ops.numeric import no_autocast, wide
 
 CHUNK = 64
 
@@ -37,8 +35,8 @@ def naive(
     entry of `segments` [B, T] differs from the one before begins a document, with an empty state.
     Returns o [B, T, H, V] in v's dtype and the last state in at least float32.
     """
-    _check(q, k, v, g, beta)
-    state = _state(k, v, state)
+    check_shapes(q, k, v, g, beta)
+    state = initial_state(k, v, state)
     first = begins(v, segments)
     outputs = []
     for t in range(v.shape[1]):
@@ -56,7 +54,7 @@ def step(
     S ← α S,   u = β (v − Sᵀk),   S ← S + k uᵀ,   o = Sᵀq
     """
     q, k = (_to_heads(wide(x), v.shape[-2]) for x in (q, k))
-    faded = wide(g).exp()[..., None, None] * _state(k, v, state)
+    faded = wide(g).exp()[..., None, None] * initial_state(k, v, state)
     u = wide(beta)[..., None] * (wide(v) - _read(faded, k))
     state = faded + k[..., :, None] * u[..., None, :]
     return _read(state, q).to(v.dtype), state
@@ -83,10 +81,10 @@ def chunked(
 
     Ū, W, M and N of all chunks come at once, then the states one after the other, then all outputs.
     """
-    _check(q, k, v, g, beta)
+    check_shapes(q, k, v, g, beta)
     tokens, heads, value_width = v.shape[1:]
-    with _no_autocast(v):
-        before = _state(k, v, state)
+    with no_autocast(v):  # the system inside a chunk is solved in single precision
+        before = initial_state(k, v, state)
         q, k = (_to_heads(wide(x), heads) for x in (q, k))
         q, k, values, g, beta = (_to_chunks(wide(x)) for x in (q, k, v, g[..., None], beta[..., None]))
         within, enter = _decays(g.squeeze(-1), begins(v, segments))
@@ -147,7 +145,7 @@ def _read(state: Tensor, key: Tensor) -> Tensor:
     return (state * key[..., :, None]).sum(-2)
 
 
-def _state(k: Tensor, v: Tensor, state: Tensor | None) -> Tensor:
+def initial_state(k: Tensor, v: Tensor, state: Tensor | None) -> Tensor:
     """The state a call starts from: the one given, or zero, [B, H, K, V]."""
     values = wide(v)
     if state is not None:
@@ -155,13 +153,8 @@ def _state(k: Tensor, v: Tensor, state: Tensor | None) -> Tensor:
     return values.new_zeros(v.shape[0], *v.shape[-2:-1], k.shape[-1], v.shape[-1])
 
 
-def _no_autocast(x: Tensor) -> AbstractContextManager[object]:
-    """The system inside a chunk is solved in single precision also under autocast, which knows no meta device."""
-    kind = x.device.type
-    return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
-
-
-def _check(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> None:
+def check_shapes(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> None:
+    """Refuse arguments of `chunked` whose shapes do not go together."""
     if q.shape != k.shape or q.shape[:2] != v.shape[:2] or v.shape[2] % k.shape[2]:
         raise ValueError(
             f"gated_delta: q, k and v have shapes {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}: expected "

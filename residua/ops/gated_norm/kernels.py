@@ -1,10 +1,8 @@
-"""GatedNorm on the GPU: a tile of TOKENS rows is read, normalised, gated and written, forward and backward.
+"""GatedNorm on the GPU, forward: a tile of TOKENS rows is read once, normalised, gated and written.
 
 The low-rank gate is small matrix products over the tile (RANK is R rounded up to what they take). y = x·rstd·weight
 never enters them: rstd comes out of every sum over channels and the weight goes to the small side, so that their large
-operand is x as it was loaded, or g·x·s(1 − s) for the gate's gradient. One sweep over the channels finds ‖x‖² and
-u = down·y together, and the second sweep finds the tile in L1 or L2. Backward likewise: of m = mean(ŷ·g_ŷ), ŷ = x·rstd,
-the part that comes through the gate is Σ_r g_u·u, so that one sweep gives both g_u and m.
+operand is x as it was loaded. What the small side is made of is prepared once per call, in the dtype of x.
 """
 
 # mypy: ignore-errors
@@ -13,156 +11,176 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def _sigmoid(x):
-    """1/(1 + exp(−x)), the reciprocal as a squared reciprocal root: one instruction instead of a guarded division."""
-    r = tl.rsqrt(1 + tl.exp2(x * -1.4426950408889634))
-    return r * r
-
-
-@triton.jit
-def _tile(x, rows, c, C: tl.constexpr, inside, POLICY: tl.constexpr):
-    """Channels c of some rows. Policies tell the two sweeps apart: the first wants its lines to stay in the cache."""
-    at = x + rows[:, None] * C + c[None, :]
-    return tl.load(at, mask=inside[:, None] & (c < C)[None, :], other=0.0, eviction_policy=POLICY)
+# The matrices of `small` [4, RANK, PITCH], zero beyond R and C. σ(z) is found as 1/(1 + 2^(−z·log2 e)), and the gate's
+# inner product is scaled by −log2 e on its small side.
+WEIGHTED_DOWN = tl.constexpr(0)
+SCALED_UP = tl.constexpr(1)
+WEIGHTED_UP = tl.constexpr(2)
+DOWN = tl.constexpr(3)
+NEGATIVE_LOG2_E = tl.constexpr(-1.4426950408889634)
 
 
 @triton.jit
-def _vector(x, c, C: tl.constexpr):
+def squash(z, FAST: tl.constexpr):
+    """1/(1 + 2^z), in three instructions where the approximate ones of a GPU (2⁻²² at worst) can be named."""
+    if FAST:
+        return tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1; add.ftz.f32 $0, $0, 0f3F800000; rcp.approx.ftz.f32 $0, $0;",
+            "=f,f",
+            [z],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        return 1 / (1 + tl.exp2(z))
+
+
+@triton.jit
+def mask_of(inside, c, C: tl.constexpr, BLOCK: tl.constexpr):
+    """Which of a tile exists; without a comparison per channel where BLOCK divides C."""
+    if C % BLOCK == 0:
+        return inside[:, None]
+    else:
+        return inside[:, None] & (c < C)[None, :]
+
+
+@triton.jit
+def tile_of(x, row, c, inside, C: tl.constexpr, BLOCK: tl.constexpr):
+    """Channels c of the rows; x points to the first row, so that all within the tile is 32-bit arithmetic."""
+    return tl.load(x + row[:, None] * C + c[None, :], mask=mask_of(inside, c, C, BLOCK), other=0.0)
+
+
+@triton.jit
+def vector_of(x, c, C: tl.constexpr):
     return tl.load(x + c, mask=c < C, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _down(down, r, c, C: tl.constexpr, R: tl.constexpr):
-    """down[r, c] as [RANK, BLOCK], in float32."""
-    at = down + r[:, None] * C + c[None, :]
-    return tl.load(at, mask=(r < R)[:, None] & (c < C)[None, :], other=0.0).to(tl.float32)
+def matrix_of(small, which: tl.constexpr, c, RANK: tl.constexpr, PITCH: tl.constexpr):
+    """Channels c of a prepared matrix as [RANK, BLOCK]."""
+    return tl.load(small + which * RANK * PITCH + tl.arange(0, RANK)[:, None] * PITCH + c[None, :])
 
 
 @triton.jit
-def _up(up, r, c, C: tl.constexpr, R: tl.constexpr):
-    """up[c, r] as [BLOCK, RANK], in float32."""
-    at = up + c[:, None] * R + r[None, :]
-    return tl.load(at, mask=(c < C)[:, None] & (r < R)[None, :], other=0.0).to(tl.float32)
+def prepare_kernel(
+    weight, down, up, small,
+    C: tl.constexpr, R: tl.constexpr, RANK: tl.constexpr, PITCH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write `small`: weight·down, −log2 e·up, weight·up and down, channels last, all of their PITCH."""
+    r, c = tl.arange(0, RANK), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    there = (r < R)[:, None] & (c < C)[None, :]
+    narrow = tl.load(down + r[:, None] * C + c[None, :], mask=there, other=0.0).to(tl.float32)
+    wide = tl.load(up + c[None, :] * R + r[:, None], mask=there, other=0.0).to(tl.float32)
+    w = vector_of(weight, c, C)[None, :]
+    at = small + r[:, None] * PITCH + c[None, :]
+    tl.store(at + WEIGHTED_DOWN * RANK * PITCH, narrow * w)
+    tl.store(at + SCALED_UP * RANK * PITCH, wide * NEGATIVE_LOG2_E)
+    tl.store(at + WEIGHTED_UP * RANK * PITCH, wide * w)
+    tl.store(at + DOWN * RANK * PITCH, narrow)
 
 
 @triton.jit
+def keep(rstds, bottleneck, start, row, inside, rstd, u, RANK: tl.constexpr):
+    """rstd and u are kept for the backward pass."""
+    tl.store(rstds + start + row, rstd, mask=inside)
+    at = bottleneck + start * RANK + row[:, None] * RANK + tl.arange(0, RANK)[None, :]
+    tl.store(at, u.to(bottleneck.dtype.element_ty), mask=inside[:, None])
+
+
+@triton.jit(do_not_specialize=["tokens"])
 def forward_kernel(
-    x,
-    weight,
-    down,
-    up,
-    out,
-    rstds,
-    bottleneck,
-    tokens,
-    eps,
-    C: tl.constexpr,
-    R: tl.constexpr,
-    RANK: tl.constexpr,
-    TOKENS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """TOKENS rows; `bottleneck` is u, kept with rstd for the backward pass."""
+    x, weight, small, out, rstds, bottleneck, tokens, eps,
+    C: tl.constexpr, RANK: tl.constexpr, PITCH: tl.constexpr,
+    TOKENS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """TOKENS whole rows in registers: all their loads are under way before the first is used."""
     dtype: tl.constexpr = x.dtype.element_ty
-    rows = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    inside = rows < tokens
-    r = tl.arange(0, RANK)
+    COUNT: tl.constexpr = (C + BLOCK - 1) // BLOCK
+    start, row = tl.program_id(0).to(tl.int64) * TOKENS, tl.arange(0, TOKENS)
+    inside = row < tokens - start
+    x += start * C
+    out += start * C
+    lanes = tl.arange(0, BLOCK)
+    tiles = ()
+    for i in tl.static_range(COUNT):
+        tiles = tiles + (tile_of(x, row, i * BLOCK + lanes, inside, C, BLOCK),)
 
-    square = tl.zeros([TOKENS], tl.float32)
+    square = tl.zeros([TOKENS, BLOCK], tl.float32)
     u = tl.zeros([TOKENS, RANK], tl.float32)
-    for first in range(0, C, BLOCK):
-        c = first + tl.arange(0, BLOCK)
-        raw = _tile(x, rows, c, C, inside, "evict_last")
-        v = raw.to(tl.float32)
-        square += tl.sum(v * v, 1)
-        small = (_down(down, r, c, C, R) * _vector(weight, c, C)[None, :]).to(dtype)
-        u = tl.dot(raw, tl.trans(small), u, input_precision="ieee")
-    rstd = tl.rsqrt(square / C + eps)
+    ahead = matrix_of(small, WEIGHTED_DOWN, lanes, RANK, PITCH)
+    for i in tl.static_range(COUNT):
+        narrow = ahead
+        if i + 1 < COUNT:
+            ahead = matrix_of(small, WEIGHTED_DOWN, (i + 1) * BLOCK + lanes, RANK, PITCH)
+        else:
+            ahead = matrix_of(small, SCALED_UP, lanes, RANK, PITCH)
+        v = tiles[i].to(tl.float32)
+        square += v * v
+        u = tl.dot(tiles[i], tl.trans(narrow), u, input_precision="ieee")
+    rstd = tl.rsqrt(tl.sum(square, 1) / C + eps)
     u *= rstd[:, None]
-    tl.store(rstds + rows, rstd, mask=inside)
-    tl.store(bottleneck + rows[:, None] * R + r[None, :], u, mask=inside[:, None] & (r < R)[None, :])
-    t = (u * _sigmoid(u)).to(dtype)
+    keep(rstds, bottleneck, start, row, inside, rstd, u, RANK)
+    t = (u * squash(u * NEGATIVE_LOG2_E, FAST)).to(dtype)
 
-    for first in range(0, C, BLOCK):
+    for i in tl.static_range(COUNT):
+        c = i * BLOCK + lanes
+        narrow = ahead
+        if i + 1 < COUNT:
+            ahead = matrix_of(small, SCALED_UP, (i + 1) * BLOCK + lanes, RANK, PITCH)
+        s = squash(tl.dot(t, narrow, input_precision="ieee"), FAST)
+        y = tiles[i].to(tl.float32) * rstd[:, None] * (s * vector_of(weight, c, C)[None, :])
+        tl.store(out + row[:, None] * C + c[None, :], y.to(dtype), mask=mask_of(inside, c, C, BLOCK))
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def project_kernel(
+    x, small, rstds, bottleneck, hidden, tokens, eps,
+    C: tl.constexpr, RANK: tl.constexpr, PITCH: tl.constexpr,
+    TOKENS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """Only rstd, u and hidden = silu(u) of TOKENS rows: for rows that registers do not hold, before `gate_kernel`."""
+    start, row = tl.program_id(0).to(tl.int64) * TOKENS, tl.arange(0, TOKENS)
+    inside = row < tokens - start
+    square = tl.zeros([TOKENS, BLOCK], tl.float32)
+    u = tl.zeros([TOKENS, RANK], tl.float32)
+    for first in tl.range(0, C, BLOCK, num_stages=STAGES):
         c = first + tl.arange(0, BLOCK)
-        v = _tile(x, rows, c, C, inside, "evict_first").to(tl.float32)
-        s = _sigmoid(tl.dot(t, tl.trans(_up(up, r, c, C, R).to(dtype)), input_precision="ieee"))
-        y = v * rstd[:, None] * _vector(weight, c, C)[None, :] * s
-        tl.store(out + rows[:, None] * C + c[None, :], y.to(dtype), mask=inside[:, None] & (c < C)[None, :])
+        raw = tile_of(x + start * C, row, c, inside, C, BLOCK)
+        v = raw.to(tl.float32)
+        square += v * v
+        u = tl.dot(raw, tl.trans(matrix_of(small, WEIGHTED_DOWN, c, RANK, PITCH)), u, input_precision="ieee")
+    rstd = tl.rsqrt(tl.sum(square, 1) / C + eps)
+    u *= rstd[:, None]
+    keep(rstds, bottleneck, start, row, inside, rstd, u, RANK)
+    t = u * squash(u * NEGATIVE_LOG2_E, FAST)
+    at = hidden + start * RANK + row[:, None] * RANK + tl.arange(0, RANK)[None, :]
+    tl.store(at, t.to(hidden.dtype.element_ty), mask=inside[:, None])
 
 
-@triton.jit
-def backward_kernel(
-    g,
-    x,
-    weight,
-    down,
-    up,
-    rstds,
-    bottleneck,
-    g_x,
-    partial,
-    tokens,
-    C: tl.constexpr,
-    R: tl.constexpr,
-    RANK: tl.constexpr,
-    TOKENS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Every P-th tile of rows, P the number of programs.
-
-    Each program adds up three gradients in its own part of `partial` [1 + 2R, C], which is zero at first: that of
-    weight, and those of down and of up transposed, both still to be multiplied by weight. A part stays in L2; the parts
-    are summed afterwards in a fixed order.
-    """
-    dtype: tl.constexpr = x.dtype.element_ty
-    program = tl.program_id(0)
-    r = tl.arange(0, RANK)
-    mine = partial + program.to(tl.int64) * (2 * R + 1) * C
-    for tile in range(program, tl.cdiv(tokens, TOKENS), tl.num_programs(0)):
-        rows = (tile * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
-        inside = rows < tokens
-        rstd = tl.load(rstds + rows, mask=inside, other=0.0)
-        u = tl.load(bottleneck + rows[:, None] * R + r[None, :], mask=inside[:, None] & (r < R)[None, :], other=0.0)
-        sigma = _sigmoid(u)
-        t = (u * sigma).to(dtype)
-
-        mean = tl.zeros([TOKENS], tl.float32)
-        g_t = tl.zeros([TOKENS, RANK], tl.float32)
-        for first in range(0, C, BLOCK):
-            c = first + tl.arange(0, BLOCK)
-            w, narrow = _vector(weight, c, C), _up(up, r, c, C, R)
-            v = _tile(x, rows, c, C, inside, "evict_last").to(tl.float32)
-            v *= _tile(g, rows, c, C, inside, "evict_last").to(tl.float32)
-            s = _sigmoid(tl.dot(t, tl.trans(narrow.to(dtype)), input_precision="ieee"))
-            v *= s
-            mean += tl.sum(v * w[None, :], 1)
-            g_t = tl.dot((v - v * s).to(dtype), (narrow * w[:, None]).to(dtype), g_t, input_precision="ieee")
-        g_u = g_t * rstd[:, None] * sigma * (1 + u * (1 - sigma))
-        mean = (mean * rstd + tl.sum(g_u * u, 1)) / C
-        t_r, g_u_r = tl.trans((u * sigma * rstd[:, None]).to(dtype)), tl.trans((g_u * rstd[:, None]).to(dtype))
-        g_u = g_u.to(dtype)
-
-        for first in range(0, C, BLOCK):
-            c = first + tl.arange(0, BLOCK)
-            w = _vector(weight, c, C)
-            raw = _tile(x, rows, c, C, inside, "evict_first")
-            v, g_y = raw.to(tl.float32), _tile(g, rows, c, C, inside, "evict_first").to(tl.float32)
-            s = _sigmoid(tl.dot(t, tl.trans(_up(up, r, c, C, R).to(dtype)), input_precision="ieee"))
-            g_y *= s
-            z = v * g_y
-            z -= z * s
-            g_y = tl.dot(g_u, _down(down, r, c, C, R).to(dtype), g_y, input_precision="ieee")
-            new = g_y * w[None, :] * rstd[:, None] - v * (rstd * rstd * mean)[:, None]
-            tl.store(g_x + rows[:, None] * C + c[None, :], new.to(dtype), mask=inside[:, None] & (c < C)[None, :])
-
-            at = mine + c
-            tl.store(at, tl.load(at, mask=c < C, other=0.0) + tl.sum(g_y * v * rstd[:, None], 0), mask=c < C)
-            at, there = mine + C + r[:, None] * C + c[None, :], (r < R)[:, None] & (c < C)[None, :]
-            to_down = tl.dot(g_u_r, raw, tl.load(at, mask=there, other=0.0), input_precision="ieee")
-            tl.store(at, to_down, mask=there)
-            at += R * C
-            to_up = tl.dot(t_r, z.to(dtype), tl.load(at, mask=there, other=0.0), input_precision="ieee")
-            tl.store(at, to_up, mask=there)
+@triton.jit(do_not_specialize=["tokens"])
+def gate_kernel(
+    x, weight, small, rstds, hidden, out, tokens,
+    C: tl.constexpr, RANK: tl.constexpr, PITCH: tl.constexpr,
+    TOKENS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """BLOCK channels of every P-th tile of rows, last first: `project_kernel` has left the last ones in L2."""
+    c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.arange(0, TOKENS)
+    at = row[:, None] * RANK + tl.arange(0, RANK)[None, :]
+    w = vector_of(weight, c, C)
+    up = matrix_of(small, SCALED_UP, c, RANK, PITCH)
+    tiles = tl.cdiv(tokens, TOKENS)
+    for before in tl.range(tl.program_id(1), tiles, tl.num_programs(1), num_stages=STAGES):
+        start = (tiles - 1 - before).to(tl.int64) * TOKENS
+        inside = row < tokens - start
+        t = tl.load(hidden + start * RANK + at, mask=inside[:, None], other=0.0)
+        rstd = tl.load(rstds + start + row, mask=inside, other=0.0)
+        v = tile_of(x + start * C, row, c, inside, C, BLOCK).to(tl.float32)
+        s = squash(tl.dot(t, up, input_precision="ieee"), FAST)
+        y = v * rstd[:, None] * (s * w[None, :])
+        tl.store(
+            out + start * C + row[:, None] * C + c[None, :],
+            y.to(out.dtype.element_ty),
+            mask=mask_of(inside, c, C, BLOCK),
+        )

@@ -1,100 +1,184 @@
-"""GatedNorm, fused: launching the kernels, and what autograd keeps (x, one float and R more per token)."""
+"""GatedNorm, fused: launching the kernels, and what autograd keeps (x, one float and RANK numbers more per token)."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from residua.ops import fused
-from residua.ops.gated_norm import kernels
+from residua.ops.depth_attention.launch import on, operator
+from residua.ops.gated_norm import backward_kernels, kernels
 
-TOKENS, BLOCK, WARPS, STAGES = 64, 64, 4, 2
-# Persistent programs of the backward kernel per multiprocessor.
-PROGRAMS = 2
+PITCH = 256
+"""Rows of the prepared matrices are as long as a multiple of this, so that no block needs a mask."""
+
+
+class Plan(NamedTuple):
+    tokens: int
+    block: int
+    warps: int
+    stages: int = 1
+    programs: int = 0
+    """Per multiprocessor, of a kernel that goes over tokens."""
+    registers: int = 0
+    """Most to a thread; 0: as the compiler likes."""
+
+    def settings(self) -> dict[str, Any]:
+        tile = {"TOKENS": self.tokens, "BLOCK": self.block, "STAGES": self.stages, "num_warps": self.warps}
+        limit = {"maxnreg": self.registers} if self.registers else {}
+        return {**tile, **limit, "FAST": not fused.INTERPRETED}
+
+    def tiles(self, tokens: int) -> int:
+        return triton.cdiv(tokens, self.tokens)
+
+    def shares(self, x: Tensor) -> tuple[int, int]:
+        """The grid of a kernel that goes over tokens: blocks of channels, and programs that share the tiles of each."""
+        blocks = triton.cdiv(x.shape[1], self.block)
+        most = self.programs * fused.multiprocessors(x) // blocks
+        return blocks, max(1, min(most, self.tiles(x.shape[0])))
+
+
+class Forward(NamedTuple):
+    """Either rows held in registers, or a kernel that goes over channels and one that goes over tokens."""
+
+    held: Plan | None
+    project: Plan = Plan(32, 64, 2, 3)
+    gate: Plan = Plan(32, 128, 4, 3, 5)
+
+
+class Backward(NamedTuple):
+    reduce: Plan
+    spread: Plan
+
+
+def forward_plan(width: int, rank: int, size: int) -> Forward:
+    """For elements of `size` bytes; 16 rows are held while they fill less than half of the registers."""
+    if size == 4:
+        return Forward(None, Plan(32, 64, 4, 2), Plan(32, 64, 4, 2, 3))
+    if rank > 16 or width > 2048:
+        return Forward(None)
+    return Forward(Plan(16, 256, 4 if width <= 1024 else 8))
+
+
+def backward_plan(width: int, rank: int, size: int) -> Backward:
+    """Four warps and 64 rows to a product make it asynchronous, and Triton's pipeline overwrites what it still reads.
+
+    That is so where such an operand is used elsewhere too, as x is in `spread_kernel`: two warps have no such products.
+    """
+    if size == 4:
+        return Backward(Plan(32, 32, 4, 2), Plan(32, 32, 4, 2, 3))
+    if rank > 16:
+        return Backward(Plan(32, 64, 2, 3), Plan(32, 32, 2, 3, 6))
+    return Backward(Plan(32, 64, 2, 3, 0, 128), Plan(32, 64, 4, 3, 3))
 
 
 def gated_norm(x: Tensor, weight: Tensor, down: Tensor, up: Tensor, *, eps: float = 1e-6, **_: str) -> Tensor:
     """The operator's contract is the reference's; `_serves` has seen to it that the gate is a sigmoid per channel."""
-    rows = x.reshape(-1, x.shape[-1]).contiguous()
-    out, *_kept = _forward(rows, weight, down.contiguous(), up.contiguous(), eps)
-    return out.reshape(x.shape)
+    rows = x.reshape(-1, x.shape[-1])
+    return _apply(rows, weight, down, up, eps).reshape(x.shape)
 
 
-@torch.library.custom_op("residua::gated_norm", mutates_args=())
-def _forward(x: Tensor, weight: Tensor, down: Tensor, up: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """The gated rows [M, C], rstd [M] and u [M, R]."""
-    tokens = x.shape[0]
-    out = torch.empty_like(x)
-    rstd = x.new_empty((tokens,), dtype=torch.float32)
-    bottleneck = x.new_empty((tokens, down.shape[0]), dtype=torch.float32)
-    if tokens:
-        kernels.forward_kernel[(triton.cdiv(tokens, TOKENS),)](
-            x, weight, down, up, out, rstd, bottleneck, tokens, eps, **_sizes(down)
-        )
-    return out, rstd, bottleneck
+class _GatedNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, down: Tensor, up: Tensor, eps: float) -> Tensor:
+        x = x.contiguous()
+        out, small, rstd, bottleneck = _forward(x, weight, down, up, eps)
+        ctx.save_for_backward(x, weight, down, up, small, rstd, bottleneck)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        return *_backward(g.contiguous(), *ctx.saved_tensors), None
 
 
-@_forward.register_fake
-def _(x: Tensor, weight: Tensor, down: Tensor, up: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    rstd = x.new_empty(x.shape[:1], dtype=torch.float32)
-    return torch.empty_like(x), rstd, x.new_empty((x.shape[0], down.shape[0]), dtype=torch.float32)
+@torch.compiler.allow_in_graph
+def _apply(x: Tensor, weight: Tensor, down: Tensor, up: Tensor, eps: float) -> Tensor:
+    out: Tensor = _GatedNorm.apply(x, weight, down, up, eps)
+    return out
 
 
-@torch.library.custom_op("residua::gated_norm_backward", mutates_args=())
-def _backward(
-    g: Tensor, x: Tensor, weight: Tensor, down: Tensor, up: Tensor, rstd: Tensor, bottleneck: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The gradient of x, and those of weight, down and up transposed in one matrix [1 + 2R, C] of float32."""
+def _forward_outputs(x: Tensor, weight: Tensor, down: Tensor, up: Tensor, eps: float) -> tuple[Tensor, ...]:
     tokens, width = x.shape
-    tiles = triton.cdiv(tokens, TOKENS)
-    programs = min(tiles, PROGRAMS * fused.multiprocessors(x))
-    g_x = torch.empty_like(x)
-    partial = torch.zeros((programs, 1 + 2 * down.shape[0], width), dtype=torch.float32, device=x.device)
-    if tokens:
-        kernels.backward_kernel[(programs,)](
-            g.contiguous(), x, weight, down, up, rstd, bottleneck, g_x, partial, tokens, **_sizes(down)
+    rank = padded(down)
+    small = x.new_empty((4, rank, triton.cdiv(width, PITCH) * PITCH))
+    rstd = x.new_empty((tokens,), dtype=torch.float32)
+    return torch.empty_like(x), small, rstd, x.new_empty((tokens, rank))
+
+
+@operator(
+    "gated_norm(Tensor x, Tensor weight, Tensor down, Tensor up, float eps) -> (Tensor, Tensor, Tensor, Tensor)",
+    _forward_outputs,
+)
+def _forward(x: Tensor, weight: Tensor, down: Tensor, up: Tensor, eps: float) -> tuple[Tensor, ...]:
+    """The gated rows [M, C], the prepared matrices [4, RANK, PITCH], rstd [M] and u [M, RANK]."""
+    tokens, width = x.shape
+    out, small, rstd, bottleneck = outputs = _forward_outputs(x, weight, down, up, eps)
+    sizes = {"C": width, "RANK": small.shape[1], "PITCH": small.shape[2]}
+    held, project, gate = forward_plan(width, sizes["RANK"], x.element_size())
+    weight = weight.contiguous()
+    with on(x):
+        kernels.prepare_kernel[(small.shape[2] // 64,)](
+            weight, down.contiguous(), up.contiguous(), small, R=down.shape[0], BLOCK=64, **sizes
         )
-    total = partial.sum(0)
-    total[1:] *= weight
-    return g_x, total
+        if tokens and held is not None:
+            kernels.forward_kernel[(held.tiles(tokens),)](
+                x, weight, small, out, rstd, bottleneck, tokens, eps, **sizes, **held.settings()
+            )
+        elif tokens:
+            hidden = torch.empty_like(bottleneck)
+            kernels.project_kernel[(project.tiles(tokens),)](
+                x, small, rstd, bottleneck, hidden, tokens, eps, **sizes, **project.settings()
+            )
+            kernels.gate_kernel[gate.shares(x)](x, weight, small, rstd, hidden, out, tokens, **sizes, **gate.settings())
+    return outputs
 
 
-@_backward.register_fake
-def _(
-    g: Tensor, x: Tensor, weight: Tensor, down: Tensor, up: Tensor, rstd: Tensor, bottleneck: Tensor
-) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x), rstd.new_empty((1 + 2 * down.shape[0], x.shape[1]))
+def _backward_outputs(
+    g: Tensor, x: Tensor, weight: Tensor, down: Tensor, up: Tensor, small: Tensor, rstd: Tensor, bottleneck: Tensor
+) -> tuple[Tensor, ...]:
+    return torch.empty_like(x), *(
+        torch.empty_like(p, memory_format=torch.contiguous_format) for p in (weight, down, up)
+    )
 
 
-def _sizes(down: Tensor) -> dict[str, int]:
-    rank, width = down.shape
-    return {
-        "C": width,
-        "R": rank,
-        "RANK": max(16, triton.next_power_of_2(rank)),
-        "TOKENS": TOKENS,
-        "BLOCK": BLOCK,
-        "num_warps": WARPS,
-        "num_stages": STAGES,
-    }
+@operator(
+    "gated_norm_backward(Tensor g, Tensor x, Tensor weight, Tensor down, Tensor up, Tensor small, Tensor rstd, "
+    "Tensor bottleneck) -> (Tensor, Tensor, Tensor, Tensor)",
+    _backward_outputs,
+)
+def _backward(
+    g: Tensor, x: Tensor, weight: Tensor, down: Tensor, up: Tensor, small: Tensor, rstd: Tensor, bottleneck: Tensor
+) -> tuple[Tensor, ...]:
+    """The gradients of x, weight, down and up."""
+    tokens, width = x.shape
+    rank = down.shape[0]
+    g_x, *g_weights = outputs = _backward_outputs(g, x, weight, down, up, small, rstd, bottleneck)
+    hidden, slope = torch.empty((2, *bottleneck.shape), dtype=x.dtype, device=x.device)
+    pull = torch.empty_like(rstd)
+    reduce, spread = backward_plan(width, small.shape[1], x.element_size())
+    blocks, parts = spread.shares(x)
+    partial = torch.empty((parts, 1 + 2 * rank, width), dtype=torch.float32, device=x.device)
+    weight = weight.contiguous()
+    sizes = {"C": width, "RANK": small.shape[1], "PITCH": small.shape[2]}
+    with on(x):
+        if tokens:
+            backward_kernels.reduce_kernel[(reduce.tiles(tokens),)](
+                g, x, weight, small, rstd, bottleneck, hidden, slope, pull, tokens, **sizes, **reduce.settings()
+            )
+        backward_kernels.spread_kernel[(blocks, parts)](
+            g, x, weight, small, rstd, hidden, slope, pull, g_x, partial, tokens, R=rank, **sizes, **spread.settings()
+        )
+        backward_kernels.finish_kernel[(1 + 2 * rank, triton.cdiv(width, 128))](
+            partial, weight, *g_weights, parts, C=width, R=rank, PARTS=32, BLOCK=128
+        )
+    return outputs
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, weight, down, up, _ = inputs
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(x, weight, down, up, *output[1:])
-
-
-def _differentiate(ctx: Any, g: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-    if g is None:
-        return None, None, None, None, None
-    x, weight, down, up, rstd, bottleneck = ctx.saved_tensors
-    g_x, rest = _backward(g, x, weight, down, up, rstd, bottleneck)
-    g_weight, g_down, g_up = rest.split([1, *[down.shape[0]] * 2])
-    return g_x, g_weight.squeeze(0).to(weight.dtype), g_down.to(down.dtype), g_up.t().to(up.dtype), None
-
-
-_forward.register_autograd(_differentiate, setup_context=_save)
+def padded(down: Tensor) -> int:
+    """The rank as the products take it."""
+    return max(16, triton.next_power_of_2(down.shape[0]))

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import Tensor
 
+from residua.ops.norm_rotate.reference import rotate
 from residua.ops.numeric import rms, wide
+
+Sections = Mapping[str, tuple[int, int]]
+"""Pathway name to (heads, width of a head), in the order of the projection's columns."""
+
+Heads = dict[str, Tensor]
+"""Pathway name to [B, T, heads, width]."""
 
 
 def mix_projection(
@@ -26,6 +35,39 @@ def mix_projection(
     """
     source = wide(anchor) if norm_weight is None else rms(wide(anchor), eps, norm_weight)
     return (per_head(anchor_scale) * source + per_head(current_scale) * wide(current)).to(current.dtype)
+
+
+def mix_heads(
+    projected: Tensor,
+    sections: Sections,
+    anchors: Mapping[str, Tensor],
+    anchor_scales: Mapping[str, Tensor],
+    current_scales: Mapping[str, Tensor],
+    table: tuple[Tensor, Tensor],
+    *,
+    gains: tuple[Tensor, Tensor] | None = None,
+    gamma: Tensor | None = None,
+    eps: float = 1e-6,
+) -> tuple[Heads, tuple[Tensor, ...]]:
+    """From an attention layer's fused projection to the heads that attend: split, mix, QK-norm, rotate.
+
+        Ŝ = λ1 γ1 ⊙ S_anc + λ2 γ2 ⊙ S  for each S of anchors,   Q, K = rotate(gain ⊙ RMS(·))
+
+    projected [B, T, R]; anchors [B, T, H, D], already normalised; scales λ1 and λ2 as in `mix_projection`, not per
+    token; table cos and sin [T, D/2]; gains [D] of Q and K, None: turned only; gamma [B, T, 2·anchors], γ1 and γ2 of
+    each anchor in turn, None: 1. Returns the heads by name, and the anchors for the next layer to use.
+    """
+    parts = projected.split([heads * width for heads, width in sections.values()], -1)
+    made = {s: part.unflatten(-1, sections[s]) for s, part in zip(sections, parts, strict=True)}
+    factors = None if gamma is None else gamma[..., None, None].unbind(-3)
+    for i, (s, anchor) in enumerate(anchors.items()):
+        l1, l2 = per_head(anchor_scales[s]), per_head(current_scales[s])
+        if factors is not None:
+            l1, l2 = l1 * factors[2 * i], l2 * factors[2 * i + 1]
+        made[s] = mix_projection(made[s], anchor, l2, l1)
+    for s, gain in zip("qk", gains or (None, None), strict=True):
+        made[s] = rotate(made[s] if gain is None else rms(made[s], eps, gain), table)
+    return made, tuple(anchors.values())
 
 
 def per_head(scale: Tensor) -> Tensor:

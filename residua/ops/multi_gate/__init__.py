@@ -25,17 +25,37 @@ def _fused_chain(*args: Any, **settings: Any) -> Any:
     return multi_gate_chain(*args, **settings)
 
 
+def _fused_pool(*args: Any, **settings: Any) -> Any:
+    from residua.ops.multi_gate.triton import pool_streams
+
+    return pool_streams(*args, **settings)
+
+
 def _serves(streams: Tensor, update: Tensor, *weights: Tensor, **_: Any) -> bool:
     return streams.shape[-2] <= MOST_STREAMS and fused.asked(streams, update, *weights)
 
 
-def _serves_chain(state: Sequence[Tensor], *rest: Tensor, **_: Any) -> bool:
-    return _serves(state[0], *rest)
+def _serves_chain(state: Sequence[Tensor], update: Tensor, *weights: Tensor, **_: Any) -> bool:
+    streams, _past = chain.split(state, update)
+    if len(streams) > 1 and not _alike(streams):
+        return False
+    return chain.shape(streams)[-2] <= MOST_STREAMS and fused.asked(streams[0], update, *weights)
+
+
+def _serves_pool(streams: Sequence[Tensor], query: Tensor, **_: Any) -> bool:
+    return 1 < len(streams) <= MOST_STREAMS and _alike(streams) and fused.asked(streams[0], query)
+
+
+def _alike(streams: Sequence[Tensor]) -> bool:
+    first = streams[0]
+    return all(s.shape == first.shape and s.dtype == first.dtype and s.device == first.device for s in streams)
 
 
 multi_gate = Operator(reference.multi_gate)
 multi_gate.register_fused(_fused, _serves)
 multi_gate_chain = Operator(chain.multi_gate_chain)
 multi_gate_chain.register_fused(_fused_chain, _serves_chain)
+pool_streams = Operator(chain.pool_streams)
+pool_streams.register_fused(_fused_pool, _serves_pool)
 
-__all__ = ["gates", "multi_gate", "multi_gate_chain", "pool", "pool_weights"]
+__all__ = ["gates", "multi_gate", "multi_gate_chain", "pool", "pool_streams", "pool_weights"]

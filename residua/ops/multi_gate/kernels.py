@@ -1,11 +1,17 @@
 """Multi-Gate Residuals on the GPU: one read and one write of the streams per junction, forward and backward.
 
 Forward: ‖s'‖² and w2·s' follow from dot products of s and f, so the 4n + 2 scalars {‖s_i‖², w1·s_i, w2·s_i, s_i·f;
-‖f‖², w2·f} of one reduction give β and a, and one more sweep over the tiles on chip writes s' and h. The scalars are
-kept for the backward pass, which needs 3n + 1 more (g_s'_i·f, g_s'_i·s_i, g_h·s_i; g_h·f) and no second reduction.
+‖f‖², w2·f} of one sweep over the channels give β and a, and a second sweep writes s' and h. The scalars are kept for
+the backward pass, which needs 3n + 1 more (g_s'_i·f, g_s'_i·s_i, g_h·s_i; g_h·f) and no second reduction.
 
-A row of any width is cut into TILES tiles of BLOCK channels, so that 1280 costs five tiles of 256 and not 2048. A tile
-of all streams is [ROWS, BLOCK], ROWS being N rounded up to a power of two.
+What bounds these kernels is registers: they decide how many tokens are on their way at once. So nothing is held from
+one sweep to the next. The second sweep reads again what the first left in L1 or L2, and sums over channels are taken
+inside a thread first, so that they are one number per thread and stream.
+
+A row of any width is cut into TILES tiles of BLOCK channels, so that 1280 costs five tiles of 256 and not 2048; the
+streams of a tile are taken one after another. LANES is the number of threads. Scalars of all streams are [ROWS], ROWS
+being N rounded up to a power of two. Streams come as one tensor [M, N, C], or as N tensors [M, C] while they are still
+the outputs of single sublayers.
 """
 
 # mypy: ignore-errors
@@ -14,32 +20,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def _add2(a0, a1, b0, b1):
-    return a0 + b0, a1 + b1
-
-
-@triton.jit
-def _add3(a0, a1, a2, b0, b1, b2):
-    return a0 + b0, a1 + b1, a2 + b2
-
-
-@triton.jit
-def _add4(a0, a1, a2, a3, b0, b1, b2, b3):
-    return a0 + b0, a1 + b1, a2 + b2, a3 + b3
+from residua.ops.multi_gate.tiles import add2, add3, add4, fold, pick, put, rounded, row, scalars, stream, vector
 
 
 @triton.jit
 def _lerp(s, f, beta):
     """s + β(f − s), always with the same two roundings: a repeated junction must give the same streams."""
     return tl.fma(beta, f - s, s)
-
-
-@triton.jit
-def _row(x, row, c, inside):
-    """Channels c of a row, in float32."""
-    return tl.load(x + row + c, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -84,47 +71,67 @@ def forward_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     TILES: tl.constexpr,
+    LANES: tl.constexpr,
     COMPETITIVE: tl.constexpr,
 ):
-    """One token; ROWS is N rounded up to a power of two."""
+    """One token."""
     token = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, ROWS)
     live = i < N
-    here = token * N * C + i[:, None] * C
+    mine = update + token * C
 
-    s, f = (), ()
-    ss, sf = tl.zeros([ROWS, BLOCK], tl.float32), tl.zeros([ROWS, BLOCK], tl.float32)
+    ss, sf = tl.zeros([ROWS, LANES], tl.float32), tl.zeros([ROWS, LANES], tl.float32)
     s1, s2 = ss, sf
-    ff, f2 = tl.zeros([1, BLOCK], tl.float32), tl.zeros([1, BLOCK], tl.float32)
-    for k in tl.static_range(TILES):
-        c = k * BLOCK + tl.arange(0, BLOCK)[None, :]
-        s = s + (_row(streams, here, c, live[:, None] & (c < C)),)
-        f = f + (_row(update, token * C, c, c < C),)
-    for k in tl.static_range(TILES):
-        c = k * BLOCK + tl.arange(0, BLOCK)[None, :]
-        w1, w2 = _row(gate_query, 0, c, c < C), _row(pool_query, 0, c, c < C)
-        ss, sf, s1, s2 = ss + s[k] * s[k], sf + s[k] * f[k], s1 + s[k] * w1, s2 + s[k] * w2
-        ff, f2 = ff + f[k] * f[k], f2 + f[k] * w2
-    ss, sf, s1, s2 = tl.reduce((ss, sf, s1, s2), 1, _add4)
-    ff, f2 = tl.reduce((ff, f2), 1, _add2)
+    ff, f2 = tl.zeros([1, LANES], tl.float32), tl.zeros([1, LANES], tl.float32)
+    for tile in range(TILES):
+        c = tile * BLOCK + tl.arange(0, BLOCK)[None, :]
+        f, w1, w2 = row(mine, c, C, "evict_last"), vector(gate_query, c, C), vector(pool_query, c, C)
+        for k in tl.static_range(N):
+            s = row(stream(streams, k, token, C, N), c, C, "evict_last")
+            ss, sf = put(ss, i, k, fold(s * s, LANES)), put(sf, i, k, fold(s * f, LANES))
+            s1, s2 = put(s1, i, k, fold(s * w1, LANES)), put(s2, i, k, fold(s * w2, LANES))
+        ff, f2 = ff + fold(f * f, LANES), f2 + fold(f * w2, LANES)
+    ss, sf, s1, s2 = tl.reduce((ss, sf, s1, s2), 1, add4)
+    ff, f2 = tl.reduce((ff, f2), 1, add2)
     beta = _gates(s1 * tl.rsqrt(ss * per_width + eps) * per_root, gate_bias, i, live, COMPETITIVE)
     _, _, a = _pooling(beta, ss, sf, s2, ff, f2, live, eps, per_width, per_root)
 
-    row = stats + token * (5 * N + 2)
-    tl.store(row + i, beta, mask=live)
-    tl.store(row + N + i, ss, mask=live)
-    tl.store(row + 2 * N + i, sf, mask=live)
-    tl.store(row + 3 * N + i, s1, mask=live)
-    tl.store(row + 4 * N + i, s2, mask=live)
-    tl.store(row + 5 * N + tl.arange(0, 1), ff)
-    tl.store(row + 5 * N + 1 + tl.arange(0, 1), f2)
+    line = stats + token * (5 * N + 2)
+    tl.store(line + i, beta, mask=live)
+    tl.store(line + N + i, ss, mask=live)
+    tl.store(line + 2 * N + i, sf, mask=live)
+    tl.store(line + 3 * N + i, s1, mask=live)
+    tl.store(line + 4 * N + i, s2, mask=live)
+    tl.store(line + 5 * N + tl.arange(0, 1), ff)
+    tl.store(line + 5 * N + 1 + tl.arange(0, 1), f2)
 
-    for k in tl.static_range(TILES):
-        c = k * BLOCK + tl.arange(0, BLOCK)[None, :]
-        new = _lerp(s[k], f[k], beta[:, None])
-        h = tl.sum(a[:, None] * new, 0)[None, :]
-        tl.store(after + here + c, new.to(after.dtype.element_ty), mask=live[:, None] & (c < C))
+    for tile in range(TILES):
+        c = tile * BLOCK + tl.arange(0, BLOCK)[None, :]
+        f = row(mine, c, C, "evict_first")
+        h = tl.zeros([1, BLOCK], tl.float32)
+        for k in tl.static_range(N):
+            s = row(stream(streams, k, token, C, N), c, C, "evict_first")
+            s = _lerp(s, f, pick(beta, i, k))
+            h += pick(a, i, k) * s
+            tl.store(after + (token * N + k) * C + c, s.to(after.dtype.element_ty), mask=c < C)
         tl.store(hidden + token * C + c, h.to(hidden.dtype.element_ty), mask=c < C)
+
+
+@triton.jit
+def _again(start, updates, betas, i, k: tl.constexpr, token, c, C: tl.constexpr, N: tl.constexpr, POLICY: tl.constexpr):
+    """Stream k before this junction: as it was at the start of the segment, and the junctions since, repeated."""
+    s = row(stream(start, k, token, C, N), c, C, POLICY)
+    for d in tl.static_range(len(updates)):
+        s = rounded(_lerp(s, updates[d], pick(betas[d], i, k)), start[0].dtype.element_ty)
+    return s
+
+
+@triton.jit
+def _rows(tensors, token, c, C: tl.constexpr, POLICY: tl.constexpr):
+    out = ()
+    for d in tl.static_range(len(tensors)):
+        out = out + (row(tensors[d] + token * C, c, C, POLICY),)
+    return out
 
 
 @triton.jit
@@ -150,10 +157,8 @@ def backward_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     TILES: tl.constexpr,
-    DEPTH: tl.constexpr,
-    HAS_G_AFTER: tl.constexpr,
+    LANES: tl.constexpr,
     COMPETITIVE: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
     """Every P-th token, P the number of programs. Letters as in the closed form of the gradients:
 
@@ -168,41 +173,37 @@ def backward_kernel(
     g_w1, g_w2 = (), ()
     for _ in tl.static_range(TILES):
         g_w1, g_w2 = g_w1 + (tl.zeros([1, BLOCK], tl.float32),), g_w2 + (tl.zeros([1, BLOCK], tl.float32),)
-    g_bias, g_forget = tl.zeros([ROWS], tl.float32), 0.0
+    g_bias, g_forget = (), 0.0
+    for _ in tl.static_range(N):
+        g_bias = g_bias + (0.0,)
 
-    for turn in tl.range(tl.cdiv(tokens - program, tl.num_programs(0)), num_stages=STAGES):
+    for turn in tl.range(tl.cdiv(tokens - program, tl.num_programs(0))):
         token = program.to(tl.int64) + turn * tl.num_programs(0)
-        here = token * N * C + i[:, None] * C
+        line = stats + token * (5 * N + 2)
+        beta, ss, sf = scalars(line, i, N), scalars(line + N, i, N), scalars(line + 2 * N, i, N)
+        s1, s2 = scalars(line + 3 * N, i, N), scalars(line + 4 * N, i, N)
+        ff, f2 = tl.load(line + 5 * N), tl.load(line + 5 * N + 1)
+        betas = ()
+        for d in tl.static_range(len(past_stats)):
+            betas = betas + (scalars(past_stats[d] + token * (5 * N + 2), i, N),)
 
-        s, f, g, h = (), (), (), ()
-        for k in tl.static_range(TILES):
-            c = k * BLOCK + tl.arange(0, BLOCK)[None, :]
-            x = _row(start, here, c, live[:, None] & (c < C))
-            for d in tl.static_range(DEPTH):
-                past = tl.load(past_stats[d] + token * (5 * N + 2) + i, mask=live, other=0.0)[:, None]
-                x = _lerp(x, _row(past_updates[d], token * C, c, c < C), past)
-                x = x.to(start.dtype.element_ty).to(tl.float32)
-            s = s + (x,)
-            f, h = f + (_row(update, token * C, c, c < C),), h + (_row(g_hidden, token * C, c, c < C),)
-            if HAS_G_AFTER:
-                g = g + (_row(g_after, here, c, live[:, None] & (c < C)),)
-        hf = tl.zeros([1, BLOCK], tl.float32)
-        hs = tl.zeros([ROWS, BLOCK], tl.float32)
+        hf = tl.zeros([1, LANES], tl.float32)
+        hs = tl.zeros([ROWS, LANES], tl.float32)
         gf, gs = hs, hs
-        for k in tl.static_range(TILES):
-            hf, hs = hf + h[k] * f[k], hs + h[k] * s[k]
-            if HAS_G_AFTER:
-                gf, gs = gf + g[k] * f[k], gs + g[k] * s[k]
+        for tile in range(TILES):
+            c = tile * BLOCK + tl.arange(0, BLOCK)[None, :]
+            f, h = row(update + token * C, c, C, "evict_last"), row(g_hidden + token * C, c, C, "evict_last")
+            past = _rows(past_updates, token, c, C, "evict_last")
+            hf += fold(h * f, LANES)
+            for k in tl.static_range(N):
+                s = _again(start, past, betas, i, k, token, c, C, N, "evict_last")
+                hs = put(hs, i, k, fold(h * s, LANES))
+                if len(g_after) > 0:
+                    g = row(stream(g_after, k, token, C, N), c, C, "evict_last")
+                    gf, gs = put(gf, i, k, fold(g * f, LANES)), put(gs, i, k, fold(g * s, LANES))
         hf = tl.sum(hf, 1)
-        hs, gf, gs = tl.reduce((hs, gf, gs), 1, _add3)
+        hs, gf, gs = tl.reduce((hs, gf, gs), 1, add3)
 
-        row = stats + token * (5 * N + 2)
-        beta = tl.load(row + i, mask=live, other=0.0)
-        ss = tl.load(row + N + i, mask=live, other=0.0)
-        sf = tl.load(row + 2 * N + i, mask=live, other=0.0)
-        s1 = tl.load(row + 3 * N + i, mask=live, other=0.0)
-        s2 = tl.load(row + 4 * N + i, mask=live, other=0.0)
-        ff, f2 = tl.load(row + 5 * N), tl.load(row + 5 * N + 1)
         keep = 1 - beta
         after2, rstd, a = _pooling(beta, ss, sf, s2, ff, f2, live, eps, per_width, per_root)
         ht = keep * hs + beta * hf
@@ -215,37 +216,49 @@ def backward_kernel(
             g_forget -= (1 - tl.sum(beta, 0)) * taken
         else:
             dz = beta * keep * d_beta
-        g_bias += dz
+        new_bias = ()
+        for k in tl.static_range(N):
+            new_bias = new_bias + (g_bias[k] + pick(dz, i, k),)
+        g_bias = new_bias
         r = tl.rsqrt(ss * per_width + eps)
         D = dz * r * per_root
         E = -D * s1 * r * r * per_width
 
-        # With s' = (1−β)s + βf, the parts of g_f and of w2's gradient that f, g_h and w2 share come out of the sums.
+        # With s' = (1−β)s + βf, the parts of g_f and of w2's gradient that f, g_h and w2 share come out of the sums,
+        # and g_s is a sum of s, g_s', g_h, f, w1 and w2 with one factor each.
         of_h, of_w2, of_f = tl.sum(beta * a, 0), tl.sum(beta * A, 0), tl.sum(beta * beta * B, 0)
-        b_s, b_f, a_s = (B * keep)[:, None], (B * beta)[:, None], (A * keep)[:, None]
+        by_s, by_h, by_w2, by_f = keep * keep * B + E, keep * a, keep * A, keep * beta * B
         new_w1, new_w2 = (), ()
-        for k in tl.static_range(TILES):
-            c = k * BLOCK + tl.arange(0, BLOCK)[None, :]
-            w1, w2 = _row(gate_query, 0, c, c < C), _row(pool_query, 0, c, c < C)
-            own = b_s * s[k]
-            if HAS_G_AFTER:
-                own += g[k]
-            g_f = tl.sum(beta[:, None] * own, 0)[None, :] + of_h * h[k] + of_w2 * w2 + of_f * f[k]
-            G = own + a[:, None] * h[k]
-            G += A[:, None] * w2
-            G += b_f * f[k]
-            g_s = keep[:, None] * G + D[:, None] * w1
-            g_s += E[:, None] * s[k]
-            tl.store(g_streams + here + c, g_s.to(g_streams.dtype.element_ty), mask=live[:, None] & (c < C))
+        for tile in tl.static_range(TILES):
+            c = tile * BLOCK + tl.arange(0, BLOCK)[None, :]
+            w1, w2 = vector(gate_query, c, C), vector(pool_query, c, C)
+            f, h = row(update + token * C, c, C, "evict_first"), row(g_hidden + token * C, c, C, "evict_first")
+            past = _rows(past_updates, token, c, C, "evict_first")
+            g_f = of_h * h + of_w2 * w2 + of_f * f
+            to_w1, to_w2 = g_w1[tile], g_w2[tile] + of_w2 * f
+            for k in tl.static_range(N):
+                s = _again(start, past, betas, i, k, token, c, C, N, "evict_first")
+                g_f += pick(by_f, i, k) * s
+                to_w1 += pick(D, i, k) * s
+                to_w2 += pick(by_w2, i, k) * s
+                g_s = pick(by_s, i, k) * s + pick(by_h, i, k) * h
+                g_s += pick(by_w2, i, k) * w2
+                g_s += pick(by_f, i, k) * f
+                g_s += pick(D, i, k) * w1
+                if len(g_after) > 0:
+                    g = row(stream(g_after, k, token, C, N), c, C, "evict_first")
+                    g_f += pick(beta, i, k) * g
+                    g_s += pick(keep, i, k) * g
+                tl.store(stream(g_streams, k, token, C, N) + c, g_s.to(start[0].dtype.element_ty), mask=c < C)
             tl.store(g_update + token * C + c, g_f.to(g_update.dtype.element_ty), mask=c < C)
-            new_w1 = new_w1 + (g_w1[k] + tl.sum(D[:, None] * s[k], 0)[None, :],)
-            new_w2 = new_w2 + (g_w2[k] + tl.sum(a_s * s[k], 0)[None, :] + of_w2 * f[k],)
+            new_w1, new_w2 = new_w1 + (to_w1,), new_w2 + (to_w2,)
         g_w1, g_w2 = new_w1, new_w2
 
-    row = partial + program * (2 * C + N + 1)
-    for k in tl.static_range(TILES):
-        c = k * BLOCK + tl.arange(0, BLOCK)[None, :]
-        tl.store(row + c, g_w1[k], mask=c < C)
-        tl.store(row + C + c, g_w2[k], mask=c < C)
-    tl.store(row + 2 * C, g_forget)
-    tl.store(row + 2 * C + 1 + i, g_bias, mask=live)
+    line = partial + program * (2 * C + N + 1)
+    for tile in tl.static_range(TILES):
+        c = tile * BLOCK + tl.arange(0, BLOCK)[None, :]
+        tl.store(line + c, g_w1[tile], mask=c < C)
+        tl.store(line + C + c, g_w2[tile], mask=c < C)
+    tl.store(line + 2 * C, g_forget)
+    for k in tl.static_range(N):
+        tl.store(line + 2 * C + 1 + k, g_bias[k])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -27,7 +29,7 @@ def multi_gate(
     streams [..., N, C], update f [..., C], queries [C]; gate_bias [N+1] (competitive, entry 0 = forget) or [N].
     Returns h [..., C] and s' [..., N, C].
     """
-    _check(streams, update, gate_bias, competitive)
+    check(streams.shape, update, gate_bias, competitive)
     beta = gates(streams, gate_query, gate_bias, competitive=competitive, eps=eps)[..., None]
     s = wide(streams)
     s = (s + beta * (wide(update)[..., None, :] - s)).to(streams.dtype)
@@ -60,11 +62,12 @@ def _score(streams: Tensor, query: Tensor, eps: float) -> Tensor:
     return (rms(s, eps) * query.to(s.dtype)).sum(-1) / s.shape[-1] ** 0.5
 
 
-def _check(streams: Tensor, update: Tensor, gate_bias: Tensor, competitive: bool) -> None:
-    n = streams.shape[-2]
-    if update.shape != (*streams.shape[:-2], streams.shape[-1]):
+def check(shape: Sequence[int], update: Tensor, gate_bias: Tensor, competitive: bool) -> None:
+    """Whether f and the biases fit streams of this shape."""
+    *lead, n, width = shape
+    if update.shape != (*lead, width):
         raise ValueError(
-            f"multi_gate: update has shape {tuple(update.shape)}, streams {tuple(streams.shape)}: "
+            f"multi_gate: update has shape {tuple(update.shape)}, streams {tuple(shape)}: "
             "expected the streams' shape without their axis N."
         )
     if gate_bias.shape != (n + competitive,):

@@ -1,4 +1,4 @@
-"""Multi-Gate Residuals, fused: launching the kernels, and what autograd keeps.
+"""Multi-Gate Residuals, fused: the junctions of a chain, and what autograd keeps.
 
 A junction need not keep its streams. In a chain of junctions the streams are kept at the first one of a segment; the
 others keep f and β, and their backward pass repeats s ← s + β(f − s) from there on, on chip, rounded as it was then:
@@ -8,47 +8,15 @@ bit for bit the same streams, for C more values to read per repeated junction in
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import triton
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from residua.ops import fused
-from residua.ops.multi_gate import kernels
-from residua.ops.multi_gate.chain import SEGMENT
-from residua.ops.multi_gate.reference import _check as check
-
-
-class Plan(NamedTuple):
-    """How a kernel is launched: channels per tile, warps per program, tokens a program has on their way at once,
-    a cap on registers (0: none) and, where programs are persistent, how many per multiprocessor."""
-
-    block: int
-    warps: int
-    stages: int = 1
-    registers: int = 0
-    programs: int = 1
-
-    @property
-    def options(self) -> dict[str, int]:
-        return {"num_warps": self.warps} | ({"maxnreg": self.registers} if self.registers else {})
-
-
-def forward_plan(n: int, width: int) -> Plan:
-    """At most 128 stream elements per thread; a warp spans 256 channels, so a channel's streams share a thread."""
-    warps = _warps(n, width, 128)
-    return Plan(min(256 * warps, triton.next_power_of_2(width)), warps, registers=168 if warps == 1 else 0)
-
-
-def backward_plan(n: int, width: int) -> Plan:
-    """The gradients are as much again to hold."""
-    warps = _warps(n, width, 96)
-    return Plan(min(256 * warps, triton.next_power_of_2(width)), warps, programs=max(1, 8 // warps))
-
-
-def _warps(n: int, width: int, elements: int) -> int:
-    return min(16, triton.next_power_of_2(triton.cdiv(triton.next_power_of_2(n) * width, 32 * elements)))
+from residua.ops.multi_gate import launch
+from residua.ops.multi_gate.chain import SEGMENT, shape, split
+from residua.ops.multi_gate.reference import check
 
 
 def multi_gate(
@@ -81,167 +49,95 @@ def multi_gate_chain(
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """The contract is `chain.multi_gate_chain`'s.
 
-    Inside a segment the state is the streams, then the streams at its start, then f and the scalars of each junction
-    since.
+    Inside a segment the state is the streams, then the streams at its start (one tensor or N), then f and the scalars
+    of each junction since.
     """
-    streams, *past = state
-    check(streams, update, gate_bias, competitive)
-    shape = streams.shape
-    flat, f = streams.reshape(-1, *shape[-2:]).contiguous(), update.reshape(-1, shape[-1]).contiguous()
-    hidden, after, stats = _forward(flat, f, gate_query, gate_bias, pool_query, past, competitive, eps)
-    past = [*(past or [flat.detach()]), f.detach(), stats.detach()]
-    left = past if len(past) // 2 < segment else []
-    return hidden.reshape(update.shape), (after.reshape(shape), *left)
+    streams, past = split(state, update)
+    check(shape(streams), update, gate_bias, competitive)
+    streams, f = [s.contiguous() for s in streams], update.contiguous()
+    weights = (gate_query, gate_bias, pool_query)
+    hidden, after, stats = _junction(competitive, eps, len(streams), f, *weights, *streams, *past)
+    past = [*(past or [s.detach() for s in streams]), f.detach(), stats]
+    done = (len(past) - starts(past, f)) // 2
+    return hidden, (after, *(past if done < segment else ()))
 
 
-@torch.library.custom_op("residua::multi_gate", mutates_args=())
-def _forward(
-    streams: Tensor,
-    update: Tensor,
-    gate_query: Tensor,
-    gate_bias: Tensor,
-    pool_query: Tensor,
-    past: Sequence[Tensor],
-    competitive: bool,
-    eps: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """h [M, C], s' [M, N, C] and the scalars [M, 5N + 2] (β, then the 4N + 2), from s [M, N, C] and f [M, C].
-
-    `past` is what the backward pass makes s from, or empty: then s itself is kept.
-    """
-    tokens, n, width = streams.shape
-    hidden, after = torch.empty_like(update, dtype=streams.dtype), torch.empty_like(streams)
-    stats = streams.new_empty((tokens, 5 * n + 2), dtype=torch.float32)
-    plan = forward_plan(n, width)
-    if tokens:
-        kernels.forward_kernel[(tokens,)](
-            streams,
-            update,
-            gate_query,
-            gate_bias,
-            pool_query,
-            hidden,
-            after,
-            stats,
-            eps,
-            1 / width,
-            width**-0.5,
-            C=width,
-            N=n,
-            ROWS=triton.next_power_of_2(n),
-            BLOCK=plan.block,
-            TILES=triton.cdiv(width, plan.block),
-            COMPETITIVE=competitive,
-            **plan.options,
-        )
-    return hidden, after, stats
+def starts(past: Sequence[Tensor], update: Tensor) -> int:
+    """How many of `past` are the streams at the start of the segment, the rest being f and [..., 5N + 2] in turn."""
+    return 1 if past[0].dim() > update.dim() else past[-1].shape[-1] // 5
 
 
-@_forward.register_fake
-def _(
-    streams: Tensor,
-    update: Tensor,
-    gate_query: Tensor,
-    gate_bias: Tensor,
-    pool_query: Tensor,
-    past: Sequence[Tensor],
-    competitive: bool,
-    eps: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    tokens, n, _ = streams.shape
-    stats = streams.new_empty((tokens, 5 * n + 2), dtype=torch.float32)
-    return torch.empty_like(update, dtype=streams.dtype), torch.empty_like(streams), stats
+def pool_streams(streams: Sequence[Tensor], query: Tensor, *, eps: float = 1e-6) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """The contract is `chain.pool_streams`'s."""
+    hidden, *after = _pool(eps, query, *(s.contiguous() for s in streams))
+    return hidden, tuple(after)
 
 
-@torch.library.custom_op("residua::multi_gate_backward", mutates_args=())
-def _backward(
-    g_hidden: Tensor,
-    g_after: Tensor | None,
-    start: Tensor,
-    past_updates: Sequence[Tensor],
-    past_stats: Sequence[Tensor],
-    update: Tensor,
-    gate_query: Tensor,
-    pool_query: Tensor,
-    stats: Tensor,
-    competitive: bool,
-    eps: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of s, of f, and of w1, w2 and the biases in one row [2C + N + 1] of float32."""
-    tokens, n, width = start.shape
-    g_streams, g_update = torch.empty_like(start), torch.empty_like(update)
-    plan = backward_plan(n, width)
-    programs = min(tokens, plan.programs * fused.multiprocessors(start))
-    partial = start.new_empty((programs, 2 * width + n + 1), dtype=torch.float32)
-    if tokens:
-        kernels.backward_kernel[(programs,)](
-            g_hidden.contiguous(),
-            g_hidden if g_after is None else g_after.contiguous(),
-            start,
-            tuple(past_updates),
-            tuple(past_stats),
-            update,
-            gate_query,
-            pool_query,
-            stats,
-            g_streams,
-            g_update,
-            partial,
-            tokens,
-            eps,
-            1 / width,
-            width**-0.5,
-            C=width,
-            N=n,
-            ROWS=triton.next_power_of_2(n),
-            BLOCK=plan.block,
-            TILES=triton.cdiv(width, plan.block),
-            DEPTH=len(past_updates),
-            HAS_G_AFTER=g_after is not None,
-            COMPETITIVE=competitive,
-            STAGES=plan.stages,
-            **plan.options,
-        )
-    return g_streams, g_update, partial.sum(0)
+class _Junction(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, competitive: bool, eps: float, count: int,
+        update: Tensor, gate_query: Tensor, gate_bias: Tensor, pool_query: Tensor, *tensors: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """`tensors` are the streams, `count` of them, and what the backward pass makes them from, or nothing: then
+        they are kept themselves."""
+        streams, past = tensors[:count], tensors[count:]
+        weights = (gate_query, gate_bias, pool_query)
+        hidden, after, stats = launch.multi_gate_forward(streams, update, *weights, competitive, eps)
+        ctx.competitive, ctx.eps, ctx.count, ctx.bias_dtype = competitive, eps, count, gate_bias.dtype
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(stats)
+        ctx.save_for_backward(gate_query, pool_query, *(past or streams), update, stats)
+        return hidden, after, stats
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g_hidden: Tensor | None, g_after: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+        gate_query, pool_query, *kept = ctx.saved_tensors
+        if g_hidden is None:
+            g_hidden = torch.zeros_like(kept[-2])
+        junction = starts(kept, g_hidden)
+        start, since = kept[:junction], kept[junction:]
+        given = [] if g_after is None else [g_after]
+        *g_streams, g_update, g_rest = launch.multi_gate_backward(
+            g_hidden, given, start, since[::2], since[1::2], gate_query, pool_query,
+            ctx.count > 1, ctx.competitive, ctx.eps,
+        )  # fmt: skip
+        width = g_hidden.shape[-1]
+        g_w1, g_w2 = g_rest[:width].to(gate_query.dtype), g_rest[width : 2 * width].to(pool_query.dtype)
+        g_bias = g_rest[2 * width + (not ctx.competitive) :].to(ctx.bias_dtype)
+        more = [None] * (0 if len(since) == 2 else len(kept) - 2)
+        return None, None, None, g_update, g_w1, g_bias, g_w2, *g_streams, *more
 
 
-@_backward.register_fake
-def _(
-    g_hidden: Tensor,
-    g_after: Tensor | None,
-    start: Tensor,
-    past_updates: Sequence[Tensor],
-    past_stats: Sequence[Tensor],
-    update: Tensor,
-    gate_query: Tensor,
-    pool_query: Tensor,
-    stats: Tensor,
-    competitive: bool,
-    eps: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    _, n, width = start.shape
-    return torch.empty_like(start), torch.empty_like(update), stats.new_empty((2 * width + n + 1,))
+class _Pool(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, eps: float, query: Tensor, *streams: Tensor) -> tuple[Tensor, ...]:
+        hidden, stats = launch.multi_gate_pool(streams, query, eps)
+        ctx.eps = eps
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(query, stats, *streams)
+        return hidden, *(s.view_as(s) for s in streams)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g_hidden: Tensor | None, *g_after: Tensor | None) -> tuple[Tensor | None, ...]:
+        query, stats, *streams = ctx.saved_tensors
+        if g_hidden is None:
+            return None, None, *g_after
+        given = [torch.zeros_like(g_hidden) if g is None else g for g in g_after]
+        given = [] if all(g is None for g in g_after) else given
+        *g_streams, g_query = launch.multi_gate_pool_backward(g_hidden, given, streams, query, stats, ctx.eps)
+        return None, g_query.to(query.dtype), *g_streams
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    streams, update, gate_query, gate_bias, pool_query, past, ctx.competitive, ctx.eps = inputs
-    ctx.set_materialize_grads(False)
-    ctx.bias_dtype = gate_bias.dtype
-    ctx.kept = max(len(past), 1)
-    ctx.save_for_backward(*(past or [streams]), update, gate_query, pool_query, output[2])
+@torch.compiler.allow_in_graph
+def _junction(competitive: bool, eps: float, count: int, *tensors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    out: tuple[Tensor, Tensor, Tensor] = _Junction.apply(competitive, eps, count, *tensors)
+    return out
 
 
-def _differentiate(ctx: Any, g_hidden: Tensor | None, g_after: Tensor | None, *_: None) -> tuple[Any, ...]:
-    start, *past = ctx.saved_tensors[: ctx.kept]
-    update, gate_query, pool_query, stats = ctx.saved_tensors[ctx.kept :]
-    g_hidden = torch.zeros_like(update) if g_hidden is None else g_hidden
-    junction = (update, gate_query, pool_query, stats, ctx.competitive, ctx.eps)
-    g_streams, g_update, g_rest = _backward(g_hidden, g_after, start, past[::2], past[1::2], *junction)
-    n, width = start.shape[1:]
-    g_w1, g_w2, g_bias = g_rest.split([width, width, n + 1])
-    g_bias = (g_bias if ctx.competitive else g_bias[1:]).to(ctx.bias_dtype)
-    g_past = [None] * ctx.kept if past else []
-    return g_streams, g_update, g_w1.to(gate_query.dtype), g_bias, g_w2.to(pool_query.dtype), g_past, None, None
-
-
-_forward.register_autograd(_differentiate, setup_context=_save)
+@torch.compiler.allow_in_graph
+def _pool(eps: float, query: Tensor, *streams: Tensor) -> tuple[Tensor, ...]:
+    out: tuple[Tensor, ...] = _Pool.apply(eps, query, *streams)
+    return out

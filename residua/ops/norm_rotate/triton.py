@@ -1,4 +1,7 @@
-"""QK-norm and rotation in one pass over the heads: read x, write y; backward: read dy and x, write dx."""
+"""QK-norm and rotation in one pass over the heads: read x, write y; backward: read dy and x, write dx.
+
+The table has a row for each position or, while decoding, for each token: `turns` rows, used over and over.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ def _load_halves(pointer, base, lane, HALF: tl.constexpr, mask):
 
 @triton.jit
 def _forward_kernel(
-    x, weight, cos, sin, y, rows, length, heads, sb, st, sh, eps,
+    x, weight, cos, sin, y, rows, length, turns, heads, sb, st, sh, eps,
     HALF: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -31,8 +34,9 @@ def _forward_kernel(
     x1, x2 = _load_halves(x, base, lane, HALF, mask)
     w1 = tl.load(weight + lane, mask=lane < HALF, other=0.0).to(tl.float32)[None, :]
     w2 = tl.load(weight + HALF + lane, mask=lane < HALF, other=0.0).to(tl.float32)[None, :]
-    c = tl.load(cos + position[:, None] * HALF + lane[None, :], mask=mask, other=0.0)
-    s = tl.load(sin + position[:, None] * HALF + lane[None, :], mask=mask, other=0.0)
+    turn = ((row // heads) % turns)[:, None] * HALF + lane[None, :]
+    c = tl.load(cos + turn, mask=mask, other=0.0)
+    s = tl.load(sin + turn, mask=mask, other=0.0)
     rstd = tl.rsqrt((tl.sum(x1 * x1, 1) + tl.sum(x2 * x2, 1)) / (2 * HALF) + eps)[:, None]
     n1, n2 = x1 * rstd * w1, x2 * rstd * w2
     out = y + row[:, None] * (2 * HALF) + lane[None, :]
@@ -42,7 +46,7 @@ def _forward_kernel(
 
 @triton.jit
 def _backward_kernel(
-    dy, x, weight, cos, sin, dx, dweight, rows, length, heads, sb, st, sh, gb, gt, gh, eps,
+    dy, x, weight, cos, sin, dx, dweight, rows, length, turns, heads, sb, st, sh, gb, gt, gh, eps,
     HALF: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """With n = x·rstd: dw = Σ dz ⊙ n, dx = rstd (w ⊙ dz − n · mean(w ⊙ dz ⊙ n)), dz = dy turned back."""
@@ -60,8 +64,9 @@ def _backward_kernel(
         batch = row // (length * heads)
         x1, x2 = _load_halves(x, batch * sb + position * st + row % heads * sh, lane, HALF, mask)
         g1, g2 = _load_halves(dy, batch * gb + position * gt + row % heads * gh, lane, HALF, mask)
-        c = tl.load(cos + position[:, None] * HALF + lane[None, :], mask=mask, other=0.0)
-        s = tl.load(sin + position[:, None] * HALF + lane[None, :], mask=mask, other=0.0)
+        turn = ((row // heads) % turns)[:, None] * HALF + lane[None, :]
+        c = tl.load(cos + turn, mask=mask, other=0.0)
+        s = tl.load(sin + turn, mask=mask, other=0.0)
         rstd = tl.rsqrt((tl.sum(x1 * x1, 1) + tl.sum(x2 * x2, 1)) / (2 * HALF) + eps)[:, None]
         n1, n2 = x1 * rstd, x2 * rstd
         z1, z2 = g1 * c + g2 * s, g2 * c - g1 * s
@@ -84,7 +89,7 @@ def _norm_rotate(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float
     rows = batch * length * heads
     if rows:
         _forward_kernel[(triton.cdiv(rows, ROWS),)](
-            x, weight, cos, sin, y, rows, length, heads, *x.stride()[:3], eps, **_shape(width)
+            x, weight, cos, sin, y, rows, length, cos.shape[:-1].numel(), heads, *x.stride()[:3], eps, **_shape(width)
         )  # fmt: skip
     return y
 
@@ -105,8 +110,8 @@ def _norm_rotate_backward(
     partial = torch.empty(programs, width, dtype=torch.float32, device=x.device)
     if rows:
         _backward_kernel[(programs,)](
-            dy, x, weight, cos, sin, dx, partial, rows, length, heads, *x.stride()[:3], *dy.stride()[:3], eps,
-            **_shape(width),
+            dy, x, weight, cos, sin, dx, partial, rows, length, cos.shape[:-1].numel(), heads,
+            *x.stride()[:3], *dy.stride()[:3], eps, **_shape(width),
         )  # fmt: skip
     return dx, partial.sum(0).to(weight.dtype)
 

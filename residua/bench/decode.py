@@ -1,0 +1,144 @@
+"""Decoding latency: one token per row on a filled cache, several models side by side.
+
+The models take turns, round after round, so that a change of the device's clock falls on all of them alike.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+import residua
+from residua import ops
+from residua.bench.step import Case
+from residua.bench.timing import Sample, synchronize, time_each
+from residua.inference.engine import Step, build_step, launched_step, resolve_engine
+from residua.inference.folder import place
+from residua.inference.generate import weight_bytes
+from residua.model.cache import Cache
+
+STEPS = 8
+"""Steps from one mark of the clock to the next."""
+
+
+@dataclass(frozen=True)
+class DecodeResult:
+    """A step of one model at one batch size, and its ratio to the first model's; `kernels` are launches in a step.
+
+    A step reads `weight_bytes` and of the cache `cache_bytes`.
+    """
+
+    model: str
+    case: str
+    batch: int
+    engine: str
+    weight_bytes: int
+    cache_bytes: int
+    step: Sample
+    ratio: float
+    kernels: int | None
+
+    @property
+    def bytes_per_second(self) -> float:
+        return (self.weight_bytes + self.cache_bytes) / self.step.median
+
+
+@dataclass
+class _Contender:
+    case: Case
+    cache: Cache
+    run: Step
+    weights: int
+    read: int
+    kernels: int | None
+    seconds: list[float]
+
+
+@torch.inference_mode()
+def bench_decode(
+    model: str,
+    cases: Sequence[Case],
+    device: torch.device,
+    *,
+    batch: int,
+    filled: int,
+    engine: str,
+    rounds: int,
+    tell: Callable[[str], object] = lambda text: None,
+) -> list[DecodeResult]:
+    """Time `rounds` × 8 steps of every case with `filled` tokens in each row of the cache, ratios to the first."""
+    engine = resolve_engine(engine, device)
+    contenders = []
+    for case in cases:
+        tell(f"{model}, batch {batch}: building {case.name}")
+        contenders.append(_contender(case, device, batch, filled, engine))
+    tell(f"{model}, batch {batch}: timing")
+    tokens = torch.zeros(batch, dtype=torch.int64, device=device)
+    for _ in range(rounds):
+        for contender in contenders:
+            contender.seconds.append(_round(contender, tokens, filled, device))
+    samples = [Sample.of(c.seconds) for c in contenders]
+    results = [
+        DecodeResult(
+            model, c.case.name, batch, engine, c.weights, c.read, sample, sample.median / samples[0].median, c.kernels
+        )
+        for c, sample in zip(contenders, samples, strict=True)
+    ]
+    contenders.clear()
+    torch.compiler.reset()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return results
+
+
+def _contender(case: Case, device: torch.device, batch: int, filled: int, engine: str) -> _Contender:
+    torch.manual_seed(case.config.train.seed)
+    with torch.device("meta"):
+        built = residua.build(case.config.model)
+    model = built.to_empty(device=device)
+    model.reset_parameters()
+    model = place(model.eval(), device)
+    cache = model.new_cache(batch, filled + STEPS)
+    for tensor in cache.tensors():
+        tensor.normal_(std=0.1)
+    cache.lengths.fill_(filled)
+    cache.reach, cache.static = filled, True
+    with ops.backend(case.backend):
+        kernels = _kernels(launched_step(model, cache, engine), cache) if device.type == "cuda" else None
+        cache.lengths.fill_(filled)
+        run = build_step(model, cache, engine)
+        run(torch.zeros(batch, dtype=torch.int64, device=device))
+    read = sum(t.numel() * t.element_size() for t in cache.tensors()) * filled // (filled + STEPS)
+    return _Contender(case, cache, run, weight_bytes(model), read, kernels, [])
+
+
+def _round(contender: _Contender, tokens: Tensor, filled: int, device: torch.device) -> float:
+    def steps() -> None:
+        for _ in range(STEPS):
+            contender.run(tokens)
+
+    def rewind() -> None:
+        contender.cache.lengths.fill_(filled)
+        contender.cache.reach = filled
+
+    with ops.backend(contender.case.backend):
+        rewind()
+        steps()  # brings the weights that fit into the cache of the device, as steady decoding does
+        (seconds,) = time_each(steps, 1, device, before=rewind)
+    synchronize(device)
+    return seconds / STEPS
+
+
+def _kernels(step: Step, cache: Cache) -> int:
+    """How many kernels the device runs in one step."""
+    tokens = torch.zeros_like(cache.lengths)
+    step(tokens)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+        step(tokens)
+        torch.cuda.synchronize()
+    return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in seen.events())

@@ -1,0 +1,112 @@
+"""FP8 linear layers against bf16 by size: the product alone, and with the rounding of its input.
+
+On a CPU, where bf16 is mostly emulated, the plain layer is fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any, cast
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from torch.nn.functional import linear
+
+from residua.bench.timing import Sample, time_each
+from residua.quantize.fp8 import Fp8, encode_fp8
+from residua.quantize.real import RECIPES, Fp8Projection, find_product
+from residua.quantize.schemes import find_scheme
+
+SCHEMES = ("fp8-row", "fp8-group", "fp8")
+
+
+@dataclass(frozen=True)
+class LinearResult:
+    """One size and scheme: seconds of the plain layer, of the FP8 product, and of it with rounding its input."""
+
+    tokens: int
+    inputs: int
+    outputs: int
+    scheme: str
+    plain: Sample
+    product: Sample | None = None
+    layer: Sample | None = None
+    disagreement: float | None = None
+    problem: str | None = None
+
+
+def bench_linear(
+    tokens: int, widths: Sequence[tuple[int, int]], device: torch.device, *, repeats: int, tell: Callable[[str], None]
+) -> list[LinearResult]:
+    """Time [tokens, inputs] × [outputs, inputs]ᵀ for every (inputs, outputs) and scheme."""
+    results = []
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    for inputs, outputs in widths:
+        x = torch.randn(tokens, inputs, device=device, dtype=dtype)
+        w = torch.randn(outputs, inputs, device=device, dtype=dtype) * inputs**-0.5
+        plain = _time(partial(linear, x, w), repeats, device)
+        for scheme in SCHEMES:
+            tell(f"{tokens} × {inputs} → {outputs}, {scheme}")
+            results.append(_scheme(x, w, scheme, plain, repeats))
+    return results
+
+
+def _scheme(x: Tensor, w: Tensor, scheme: str, plain: Sample, repeats: int) -> LinearResult:
+    recipe, tile = RECIPES[scheme]
+    product = find_product(recipe, x.device)
+    shape = (x.shape[0], x.shape[1], w.shape[0], scheme, plain)
+    if product is None:
+        return LinearResult(*shape, problem=f"no {recipe}-wise FP8 product on this device")
+    chosen = find_scheme(scheme)
+    weight = cast(Fp8, chosen.weight(w))
+    low = encode_fp8(x, tile)
+    layer = Fp8Projection(weight, tile, product)
+    rounded: Any = torch.compile(layer, dynamic=False) if x.is_cuda else layer
+    expected = linear(chosen.activation(x), weight.dequantize())
+    with torch.no_grad():
+        return LinearResult(
+            *shape,
+            product=_time(lambda: product(low.codes, weight.codes, low.scale, weight.scale), repeats, x.device),
+            layer=_time(lambda: rounded(x), repeats, x.device),
+            disagreement=float((layer(x).float() - expected).norm() / expected.norm()),
+        )
+
+
+def _time(work: Callable[[], object], repeats: int, device: torch.device) -> Sample:
+    time_each(work, 5, device)
+    return Sample.of(time_each(work, repeats, device))
+
+
+def print_linear(console: Console, results: Sequence[LinearResult]) -> None:
+    """One row per size and scheme; × is how many times as fast as the plain layer."""
+    table = Table(header_style="bold", box=box.SIMPLE_HEAD)
+    for title in ("tokens × inputs → outputs", "scheme"):
+        table.add_column(title, no_wrap=True)
+    for title in ("plain ms", "product ms", "×", "with rounding ms", "×", "from simulation"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for row in results:
+        table.add_row(f"{row.tokens} × {row.inputs} → {row.outputs}", row.scheme, *_cells(row))
+    console.print(table)
+    console.print(
+        "plain: bf16 on a GPU, fp32 on a CPU. ×: times as fast as that. with rounding: scales found and values rounded "
+        "on the way (compiled on a GPU). from simulation: relative distance to the products of the rounded values.",
+        soft_wrap=True,
+    )
+
+
+def _cells(row: LinearResult) -> list[str]:
+    first = f"{row.plain.median * 1e3:.3f}"
+    if row.product is None or row.layer is None:
+        return [first, row.problem or "–"]
+    speeds = [(s.median * 1e3, row.plain.median / s.median) for s in (row.product, row.layer)]
+    return [first, *(cell for ms, times in speeds for cell in (f"{ms:.3f}", f"{times:.2f}")), f"{row.disagreement:.1e}"]
+
+
+def linear_report(environment: dict[str, Any], results: Sequence[LinearResult]) -> dict[str, Any]:
+    """Everything as plain JSON."""
+    return {"kind": "fp8", "environment": environment, "results": [asdict(result) for result in results]}

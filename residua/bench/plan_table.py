@@ -1,0 +1,63 @@
+"""Plans as a table and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from residua.bench.plan import GIB, Machine, Plan
+from residua.train.config import RunConfig
+
+MIB = 2**20
+
+
+def print_plans(console: Console, config: RunConfig, machine: Machine, plans: Sequence[Plan]) -> None:
+    """One row per mesh, and how to start the first."""
+    console.print(
+        f"one step: {config.tokens_per_step} tokens in {config.train.accumulate} micro-batches of "
+        f"{config.train.micro_batch} × {config.sequence}; a device has {machine.memory / GIB:.0f} GiB, reaches "
+        f"{machine.flops / 1e12:.0f} TFLOP/s in a step and sends {machine.link / 1e9:.0f} GB/s"
+    )
+    table = Table(header_style="bold", box=box.SIMPLE_HEAD)
+    columns = ("data", "shard", "pipeline", "stages", "GiB", "states", "activations", "gathered", "MiB sent", "gradients",
+               "weights", "Muon", "stages", "bubble", "step ms", "")  # fmt: skip
+    for title in columns:
+        table.add_column(title, justify="right", no_wrap=True)
+    for p in plans:
+        table.add_row(*_cells(p))
+    console.print(table)
+    console.print(_next(plans[0]), soft_wrap=True)
+
+
+def _cells(p: Plan) -> list[str]:
+    sent = (p.gradient_bytes, p.weight_bytes, p.muon_bytes, p.stage_bytes)
+    return [
+        *(str(n) for n in (p.parallel.data, p.parallel.shard, p.parallel.pipeline, p.parallel.stages)),
+        *(f"{n / GIB:.1f}" for n in (p.memory, p.states, p.activations, p.gathered)),
+        *(f"{n / MIB:,.0f}" for n in (sum(sent), *sent)),
+        f"{p.bubble:.0%}",
+        f"{p.seconds * 1e3:.0f}",
+        "" if p.fits else "too large",
+    ]
+
+
+def _next(p: Plan) -> str:
+    parallel = p.parallel
+    words = [f"parallel.{axis}={getattr(parallel, axis)}" for axis in ("data", "shard", "pipeline")]
+    if parallel.stages_per_rank > 1:
+        words += ["parallel.schedule=interleaved", f"parallel.stages_per_rank={parallel.stages_per_rank}"]
+    start = f"torchrun --nproc-per-node {parallel.ranks} -m residua.cli.main train PRESET {' '.join(words)}"
+    if not p.fits:
+        return "None fits: lower train.micro_batch and raise train.accumulate, or set train.recompute=sublayers."
+    return f"Next, on one machine: {start}"
+
+
+def plan_report(config: RunConfig, machine: Machine, plans: Sequence[Plan]) -> dict[str, Any]:
+    """Everything printed, as plain JSON."""
+    rows = [{**asdict(p), "parallel": p.parallel.model_dump(), "memory": p.memory} for p in plans]
+    return {"config": config.model_dump(mode="json"), "machine": asdict(machine), "plans": rows}

@@ -1,0 +1,193 @@
+"""`residua eval`: score a trained model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, cast
+
+import typer
+
+if TYPE_CHECKING:
+    from typing import Literal
+
+    from residua.data import Dataset, Tokenizer
+    from residua.inference.perplexity import TextScore
+    from residua.inference.results import Results
+    from residua.model.decoder import Decoder
+
+app = typer.Typer(rich_markup_mode=None, add_completion=False)
+
+
+@app.command(name="eval")
+def evaluate(
+    model: Annotated[
+        Path, typer.Argument(metavar="RUN", help="A run of `residua train`, or a folder of `residua export`.")
+    ],
+    data: Annotated[
+        Path | None,
+        typer.Option(show_default="the run's own, if no --tasks", help="A folder made by `residua data prepare`."),
+    ] = None,
+    split: Annotated[
+        str | None, typer.Option(show_default="validation; of tasks: test, or else validation", help="Which split.")
+    ] = None,
+    tokens: Annotated[int | None, typer.Option(min=1, show_default="all", help="Score this many tokens only.")] = None,
+    tasks: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TASK,TASK,...",
+            show_default=False,
+            help="Tasks of lm-eval, or of --task-dir; `exoformer` is the six of the ExoFormer paper.",
+        ),
+    ] = None,
+    task_dir: Annotated[
+        Path | None, typer.Option(show_default=False, help="Local multiple-choice files, TASK.jsonl or .jsonl.xz.")
+    ] = None,
+    shots: Annotated[int, typer.Option(min=0, help="Worked examples before each question.")] = 5,
+    limit: Annotated[int | None, typer.Option(min=1, show_default="all", help="Questions per task.")] = None,
+    checkpoint: Annotated[str, typer.Option(metavar="last|best", help="Which checkpoint of a run.")] = "last",
+    batch_tokens: Annotated[
+        int | None, typer.Option(min=1, show_default="65,536 on a GPU, else 4,096", help="Tokens scored at once.")
+    ] = None,
+    device: Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="Where to compute.")] = "auto",
+    precision: Annotated[
+        str, typer.Option(metavar="auto|float32|bfloat16", help="Of the weights; auto: bfloat16 on a GPU.")
+    ] = "auto",
+    out: Annotated[
+        Path | None, typer.Option(show_default="RUN/evaluations/TIME.json", help="The JSON file of the results.")
+    ] = None,
+    threads: Annotated[int | None, typer.Option(min=1, show_default="PyTorch's choice", help="CPU threads.")] = None,
+) -> None:
+    """Perplexity and bits per byte on prepared text, accuracy on multiple-choice tasks.
+
+    \b
+    residua eval runs/tiny
+    residua eval runs/tiny --data data/wiki --tokens 1000000
+    residua eval runs/tiny --tasks exoformer --task-dir tasks
+    residua eval runs/tiny --tasks arc_easy,lambada_openai --shots 0
+
+    Tasks without --task-dir are those of lm-evaluation-harness, which downloads its data
+    (pip install 'residua[eval]').
+    """
+    names = [name.strip() for name in (tasks or "").split(",") if name.strip()]
+    if task_dir is not None and not names:
+        raise ValueError("--task-dir needs --tasks: name the tasks, or a group such as exoformer.")
+    if checkpoint not in ("last", "best"):
+        raise ValueError(f"--checkpoint {checkpoint} does not exist: choose last or best.")
+    from residua.inference.tasks import open_tasks
+
+    local = open_tasks(task_dir, names, shots=shots, split=split, limit=limit) if task_dir is not None else []
+    import torch
+
+    from residua.inference import results as work
+    from residua.inference.folder import choose_device, open_model, place
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    where = choose_device(device)
+    target = work.new_file(model, out)
+    loaded, tokenizer = open_model(model, cast("Literal['last', 'best']", checkpoint))
+    loaded = place(loaded, where, precision)
+    settings = {
+        "checkpoint": checkpoint, "shots": shots, "limit": limit, "device": str(where), "torch": torch.__version__,
+        "weights": str(loaded.embed.weight.dtype).removeprefix("torch."),
+    }  # fmt: skip
+    results = work.Results(str(model), settings)
+    console = work.open_console()
+    with _Bars(console) as bars:
+        if data is not None or not names:
+            results.text = _text(loaded, tokenizer, model, data, split, tokens, batch_tokens, bars.track("text"))
+        if names:
+            _run_tasks(results, loaded, tokenizer, local, names, shots, limit, batch_tokens, bars)
+    from residua.train.files import write_atomically
+
+    target.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(target, results.to_json())
+    work.show(console, results)
+    console.print(f"Results: {target}", soft_wrap=True, markup=False)
+    if not names:
+        console.print("Next: multiple-choice tasks, residua eval RUN --tasks exoformer", soft_wrap=True, markup=False)
+
+
+class _Bars:
+    """A progress bar with an ETA for each part of the work."""
+
+    def __init__(self, console: Any) -> None:
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = (
+            TextColumn("{task.description}"), BarColumn(bar_width=28), TextColumn("{task.completed}/{task.total}"),
+        )  # fmt: skip
+        self._bars = Progress(*columns, TimeRemainingColumn(), console=console, transient=True)
+
+    def __enter__(self) -> _Bars:
+        self._bars.start()
+        return self
+
+    def __exit__(self, *ending: object) -> None:
+        self._bars.stop()
+
+    def track(self, name: str) -> Callable[[int, int], None]:
+        bar = self._bars.add_task(name, total=None)
+        return lambda done, total: self._bars.update(bar, completed=done, total=total)
+
+
+def _text(
+    model: Decoder,
+    tokenizer: Tokenizer,
+    folder: Path,
+    data: Path | None,
+    split: str | None,
+    tokens: int | None,
+    batch_tokens: int | None,
+    progress: Callable[[int, int], None],
+) -> TextScore:
+    from residua.inference.perplexity import score_text
+
+    dataset, segments = _open_data(folder, data)
+    dataset.require_tokenizer(tokenizer.hash, str(folder))
+    return score_text(
+        model, dataset, split=split or "validation", tokens=tokens, segments=segments, batch_tokens=batch_tokens,
+        progress=progress,
+    )  # fmt: skip
+
+
+def _open_data(folder: Path, data: Path | None) -> tuple[Dataset, bool]:
+    """The text to score, and whether attention stays inside documents, as the run was trained."""
+    from residua.data import Dataset
+
+    if not (folder / "config.toml").exists():
+        if data is None:
+            raise ValueError(f"{folder} does not say what text it was trained on: give --data or --tasks.")
+        return Dataset.open(data), False
+    from residua.train.config import RunConfig
+    from residua.train.source import open_data
+
+    config = RunConfig.from_toml(folder / "config.toml")
+    dataset = open_data(config) if data is None else Dataset.open(data)
+    return dataset, config.data.masking == "documents"
+
+
+def _run_tasks(
+    results: Results,
+    model: Decoder,
+    tokenizer: Tokenizer,
+    local: list[Any],
+    names: list[str],
+    shots: int,
+    limit: int | None,
+    batch_tokens: int | None,
+    bars: _Bars,
+) -> None:
+    from residua.inference.evaluate import group_means, score_task
+    from residua.inference.score import Scorer
+
+    scorer = Scorer(model, tokenizer, batch_tokens)
+    if local:
+        results.tasks = [score_task(scorer, task, bars.track(task.name)) for task in local]
+        results.means = group_means(results.tasks, names)
+        return
+    from residua.inference.generate import Generator
+    from residua.inference.harness import evaluate_with_harness
+
+    results.harness = evaluate_with_harness(scorer, Generator(model, tokenizer), names, shots=shots, limit=limit)

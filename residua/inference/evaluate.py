@@ -1,0 +1,96 @@
+"""Accuracy on multiple-choice tasks, with its standard error, by the likelihoods of the choices."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from residua.inference.tasks import GROUPS, Question, Task
+
+if TYPE_CHECKING:
+    from residua.inference.score import Likelihood, Progress, Scorer
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """A share of questions and its standard error, the sample's standard deviation / √n."""
+
+    value: float
+    error: float
+
+    @classmethod
+    def of(cls, right: list[bool]) -> Accuracy:
+        n = len(right)
+        mean = sum(right) / n
+        return cls(mean, math.sqrt(mean * (1 - mean) / (n - 1)) if n > 1 else math.nan)
+
+
+@dataclass(frozen=True)
+class TaskScore:
+    """Results of one task.
+
+    acc: the choice with the highest log-likelihood; acc_norm: the highest per character. `metric` names the one that
+    papers report. `chance` is what guessing gives.
+    """
+
+    task: str
+    split: str
+    shots: int
+    questions: int
+    acc: Accuracy
+    acc_norm: Accuracy
+    metric: str
+    chance: float
+
+    @property
+    def reported(self) -> Accuracy:
+        return {"acc": self.acc, "acc_norm": self.acc_norm}[self.metric]
+
+
+def score_task(scorer: Scorer, task: Task, progress: Progress | None = None) -> TaskScore:
+    """Score every choice of every question, batched by length over the whole task."""
+    pairs = [
+        scorer.pair(context, continuation)
+        for question in task.questions
+        for context, continuation in zip(question.contexts, question.continuations, strict=True)
+    ]
+    scores = iter(scorer.score(pairs, progress))
+    answers = [_judge(question, [next(scores) for _ in question.contexts]) for question in task.questions]
+    plain, normalised = ([answer[i] for answer in answers] for i in range(2))
+    chance = sum(1 / len(question.contexts) for question in task.questions if len(question.contexts) > 1)
+    return TaskScore(
+        task=task.name,
+        split=task.split,
+        shots=task.shots,
+        questions=len(task.questions),
+        acc=Accuracy.of(plain),
+        acc_norm=Accuracy.of(normalised),
+        metric=task.metric,
+        chance=chance / len(task.questions),
+    )
+
+
+def _judge(question: Question, scores: list[Likelihood]) -> tuple[bool, bool]:
+    """Whether the answer wins, plainly and per character; a single choice must be what greedy decoding gives."""
+    if len(scores) == 1:
+        return scores[0].greedy, scores[0].greedy
+    plain = [score.log for score in scores]
+    normalised = [score.log / length for score, length in zip(scores, question.lengths, strict=True)]
+    return _first_best(plain) == question.answer, _first_best(normalised) == question.answer
+
+
+def _first_best(values: list[float]) -> int:
+    return values.index(max(values))
+
+
+def group_means(scores: list[TaskScore], names: list[str]) -> dict[str, Accuracy]:
+    """For each named group whose tasks were scored: the mean of the reported accuracies, with its error."""
+    by_task = {score.task: score.reported for score in scores}
+    means = {}
+    for name in names:
+        members = [by_task[task] for task in GROUPS.get(name, ()) if task in by_task]
+        if members:
+            error = math.sqrt(sum(m.error**2 for m in members)) / len(members)
+            means[name] = Accuracy(sum(m.value for m in members) / len(members), error)
+    return means

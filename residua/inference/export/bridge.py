@@ -1,0 +1,88 @@
+"""Between transformers' caches and the model's: where tokens stand, what they see, and where their past is kept."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from residua.model.cache import Now
+
+
+class KeyValues:
+    """The keys and values of one attention layer, in a transformers cache or, without one, of this call only."""
+
+    def __init__(self, cache: Any, layer: int) -> None:
+        self.cache, self.layer = cache, layer
+
+    def extend(self, k: Tensor, v: Tensor, now: Now) -> tuple[Tensor, Tensor]:
+        """Add k, v [B, T, H_kv, D]; returns all that `now` lets the tokens see, which a static cache keeps more of."""
+        if self.cache is None:
+            return k, v
+        assert now.visible is not None
+        slots = now.visible.shape[-1]
+        k, v = self.cache.update(k.transpose(1, 2), v.transpose(1, 2), self.layer)
+        return k[:, :, :slots].transpose(1, 2), v[:, :, :slots].transpose(1, 2)
+
+
+class Recurrent:
+    """The state of one linear attention layer: what its convolution still sees, and the delta rule's."""
+
+    def __init__(self, cache: Any, layer: int, counts: bool) -> None:
+        self.cache, self.layer, self.counts = cache, layer, counts
+
+    @property
+    def state(self) -> tuple[Tensor | None, Tensor | None]:
+        if self.cache is None or not self.cache.has_previous_state(self.layer):
+            return None, None
+        kept = self.cache.layers[self.layer]
+        return kept.conv_states[0].transpose(1, 2), kept.recurrent_states[0]
+
+    def keep(self, state: tuple[Tensor, Tensor]) -> None:
+        if self.cache is not None:
+            recent, memory = state
+            self.cache.update_conv_state(recent.transpose(1, 2).contiguous(), self.layer)
+            self.cache.update_recurrent_state(memory, self.layer)
+
+
+class Past:
+    """What the decoder takes for its cache: transformers' cache, if there is one, and the attention mask.
+
+    Padding may stand anywhere; a padded token sees itself, so that no row of the softmax is empty.
+    """
+
+    def __init__(
+        self, cache: Any, layer_types: list[str], tokens: Tensor, mask: Tensor | None, positions: Tensor | None
+    ) -> None:
+        self.cache, self.tokens, self.mask, self.positions = cache, tokens, mask, positions
+        self.length = 0 if cache is None else int(cache.get_seq_length())
+        layers = [
+            KeyValues(cache, layer) if kind == "full_attention" else Recurrent(cache, layer, kind == "hybrid")
+            for layer, kind in enumerate(layer_types)
+        ]
+        self.sublayers = [part for layer in layers for part in (layer, None)]
+
+    def now(self, length: int, counts: Tensor | None = None) -> Now:
+        """The place of the tokens, which follow the past."""
+        total = self.length + length
+        slots = torch.arange(total, device=self.tokens.device)
+        own = slots[self.length :, None]
+        if self.mask is None:
+            positions = slots[None, self.length :].expand(self.tokens.shape[0], -1)
+            return Now(self._given(positions), (slots <= own)[None, None], None, None, None)
+        mask = pad(self.mask[:, :total].bool(), (0, max(total - self.mask.shape[1], 0)), value=True)
+        visible = (slots <= own) & mask[:, None, None, :] | (slots == own)
+        positions = (mask.long().cumsum(1) - 1).clamp(min=0)[:, self.length :]
+        return Now(self._given(positions), visible, None, mask[:, self.length :], None)
+
+    def _given(self, positions: Tensor) -> Tensor:
+        return positions if self.positions is None else self.positions.expand_as(positions)
+
+    def advance(self, length: int, counts: Tensor | None = None) -> None:
+        """Where no layer keeps keys, the number of tokens is kept as that of keys of width 1."""
+        first = self.sublayers[0]
+        if self.cache is not None and isinstance(first, Recurrent) and first.counts:
+            counted = torch.zeros(self.tokens.shape[0], 1, length, 1, device=self.tokens.device)
+            self.cache.update(counted, counted, 0)

@@ -1,0 +1,73 @@
+"""Before an export gets its name, its own code is run on its own files and compared with the model it was made of."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from residua import ops
+from residua.model.decoder import Decoder
+
+TOKENS = 16
+TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 0.1}
+_PACKAGE = "residua_export_under_check"
+
+
+def check_export(folder: Path, model: Decoder, dtype: torch.dtype) -> float | None:
+    """The largest difference in logits between the folder's own code and the model, relative to the largest logit.
+
+    Where weights are rounded to `dtype`, rounding is in it. None where transformers, which the code needs, is missing.
+    """
+    if find_spec("transformers") is None:
+        return None
+    with _package(folder) as modeling:
+        exported = _build(folder, modeling)
+    tokens = torch.randint(model.config.vocab_size, (1, TOKENS), generator=torch.Generator().manual_seed(0))
+    device = next(model.parameters()).device
+    was_training = model.training
+    with torch.no_grad(), ops.backend("reference"):
+        expected = model.eval()(tokens.to(device)).float().cpu()
+        found = exported(tokens).logits.float()
+    model.train(was_training)
+    difference = float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
+    if not difference <= TOLERANCES[dtype]:
+        raise RuntimeError(
+            f"the exported code differs from the model by {difference:.1e}: this is a bug in the export."
+        )
+    return difference
+
+
+def _build(folder: Path, modeling: ModuleType) -> Any:
+    keys = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = modeling.ResiduaConfig(**keys | {"implementation": "file"})
+    exported = modeling.ResiduaForCausalLM(config).eval().float()
+    tied = config.tie_word_embeddings
+    missing, unexpected = exported.load_state_dict(load_file(folder / "model.safetensors"), strict=False)
+    if unexpected or missing != (["lm_head.weight"] if tied else []):
+        raise RuntimeError(f"the exported code lacks {unexpected} and asks for {missing}: this is a bug in the export.")
+    return exported
+
+
+@contextmanager
+def _package(folder: Path) -> Iterator[ModuleType]:
+    """The folder's modelling file, imported as a package of its own that is forgotten afterwards."""
+    package = ModuleType(_PACKAGE)
+    package.__path__ = [str(folder)]
+    sys.modules[_PACKAGE] = package
+    before, sys.dont_write_bytecode = sys.dont_write_bytecode, True
+    try:
+        yield import_module(f"{_PACKAGE}.modeling_residua")
+    finally:
+        sys.dont_write_bytecode = before
+        for name in [n for n in sys.modules if n.split(".")[0] == _PACKAGE]:
+            del sys.modules[name]

@@ -1,0 +1,24 @@
+"""The configuration of a model exported from Residua, for Hugging Face transformers."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from transformers import PreTrainedConfig
+
+
+class ResiduaConfig(PreTrainedConfig):
+    """Everything about the model is in `residua`, the tables of Residua's own configuration; the other keys of
+    config.json repeat what other libraries look for.
+
+    `implementation` says whose code runs: `auto` is the installed Residua, which has kernels, or where there is none
+    the modelling file beside this one; `library` and `file` insist.
+    """
+
+    model_type = "residua"
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
+
+    def __init__(self, residua: dict[str, Any] | None = None, implementation: str = "auto", **kwargs: Any) -> None:
+        self.residua = residua
+        self.implementation = implementation
+        super().__init__(**kwargs)

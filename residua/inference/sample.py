@@ -1,0 +1,82 @@
+"""From logits to the next token: greedy, or drawn with temperature, top-k and top-p."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn. Temperature 0 is greedy: the likeliest token, whatever the rest says.
+
+    top_k keeps the k likeliest tokens, top_p of these the fewest whose probabilities reach p; both see the
+    distribution after the temperature.
+    """
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < float("inf"):
+            raise ValueError(f"temperature is {self.temperature}: use 0 (greedy) or a positive number.")
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"top-k is {self.top_k}: keep at least 1 token.")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top-p is {self.top_p}: use a share above 0 and up to 1.")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+
+class Sampler:
+    """Draws one token per row and step, by inverting the cumulated probabilities at a uniform number.
+
+    Row i's numbers come from the seed `seeds[i]` alone, so a prompt gets the same text alone as in any batch. They are
+    all drawn beforehand: a step needs nothing from the host.
+    """
+
+    def __init__(
+        self, sampling: Sampling, seeds: Sequence[int], steps: int, vocabulary: int, device: torch.device
+    ) -> None:
+        self.sampling, self.vocabulary = sampling, vocabulary
+        self._uniform = None if sampling.greedy else _uniform(seeds, steps).to(device)
+
+    def __call__(self, logits: Tensor, step: int) -> Tensor:
+        """Tokens [B] from logits [B, V]; ids past the tokenizer's vocabulary, which pad V, are never drawn."""
+        logits = logits[:, : self.vocabulary].float()
+        if self._uniform is None:
+            return logits.argmax(-1)
+        probabilities, ids = candidates(logits, self.sampling)
+        cumulated = probabilities.cumsum(-1)
+        threshold = self._uniform[:, step, None] * cumulated[:, -1:]
+        place = torch.searchsorted(cumulated, threshold, right=True)
+        # rounding may carry the number past the last token that has a probability at all
+        last = (probabilities > 0).sum(-1, keepdim=True) - 1 if ids is not None else logits.shape[-1] - 1
+        place = place.clamp(max=last)
+        return (place if ids is None else ids.gather(-1, place))[:, 0]
+
+
+def candidates(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor | None]:
+    """Probabilities [B, K] of the tokens to draw from, not normalised, and their ids, None if all are in order.
+
+    Candidates that top-p leaves out have probability 0 and come last.
+    """
+    scaled = logits / sampling.temperature
+    if sampling.top_k is None and sampling.top_p == 1:
+        return scaled.double().softmax(-1), None
+    values, ids = scaled.topk(min(sampling.top_k or scaled.shape[-1], scaled.shape[-1]), sorted=True)
+    probabilities = values.double().softmax(-1)
+    before = probabilities.cumsum(-1) - probabilities
+    return probabilities.masked_fill(before >= sampling.top_p, 0), ids
+
+
+def _uniform(seeds: Sequence[int], steps: int) -> Tensor:
+    rows = [torch.rand(steps, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) for seed in seeds]
+    return torch.stack(rows)

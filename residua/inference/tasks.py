@@ -1,0 +1,177 @@
+"""Multiple-choice tasks from local files: JSON Lines, one question per line, `.jsonl` or `.jsonl.xz`.
+
+    {"task", "id", "split", "question" and/or "context", "choices": [...], "answer": index}
+
+Prompts are those of lm-evaluation-harness for the tasks it has, so that results compare; a task it does not have is
+asked as `Question: … Answer:`. Worked examples are the first of the file's `train` split.
+"""
+
+from __future__ import annotations
+
+import json
+import lzma
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, NamedTuple
+
+EXOFORMER = ("arc_challenge", "arc_easy", "hellaswag", "openbookqa", "piqa", "winogrande")
+"""The tasks of the ExoFormer paper (arXiv 2601.08131)."""
+GROUPS = {"exoformer": EXOFORMER}
+EVALUATED = ("test", "validation")
+EXTENSIONS = (".jsonl", ".jsonl.xz")
+
+
+class Question(NamedTuple):
+    """Each choice as a context and the text that is scored after it; `lengths` divide the normalised score."""
+
+    contexts: list[str]
+    continuations: list[str]
+    lengths: list[int]
+    answer: int
+
+    @property
+    def solved(self) -> str:
+        """The question with its answer, as a worked example."""
+        return self.contexts[self.answer] + self.continuations[self.answer]
+
+
+@dataclass(frozen=True)
+class Task:
+    """Questions of one split, each after the same worked examples; `metric` is the one that papers report."""
+
+    name: str
+    split: str
+    shots: int
+    questions: list[Question]
+    metric: str
+
+
+def open_tasks(folder: Path, names: list[str], *, shots: int, split: str | None, limit: int | None) -> list[Task]:
+    """Tasks by name, or a group of them, from the files of a folder."""
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is not a folder: name one with task files such as piqa.jsonl.")
+    files = {path.name.split(".")[0]: path for path in sorted(folder.iterdir()) if path.name.endswith(EXTENSIONS)}
+    wanted = [task for name in names for task in GROUPS.get(name, (name,))]
+    for name in wanted:
+        if name not in files:
+            raise ValueError(f"{folder} holds no task {name}: {_hint(name, [*files, *GROUPS])}")
+    return [read_task(name, files[name], shots=shots, split=split, limit=limit) for name in dict.fromkeys(wanted)]
+
+
+def read_task(name: str, path: Path, *, shots: int, split: str | None = None, limit: int | None = None) -> Task:
+    """One task from its file; without `split`, its test questions, or where it has none those for validation."""
+    records = _records(path)
+    splits = {record["split"] for record in records}
+    chosen = split or next((s for s in EVALUATED if s in splits), "")
+    if chosen not in splits:
+        raise ValueError(f"{path} has no {split or 'test or validation'} split, only {', '.join(sorted(splits))}.")
+    examples = [_form(name, record, path) for record in records if record["split"] == "train"][:shots]
+    if len(examples) < shots:
+        raise ValueError(f"{path} has {len(examples)} worked examples in its train split: use at most that many shots.")
+    prefix = "".join(f"{example.solved}\n\n" for example in examples)
+    questions = [_form(name, record, path) for record in records if record["split"] == chosen][:limit]
+    shown = [q._replace(contexts=[prefix + context for context in q.contexts]) for q in questions]
+    return Task(name, chosen, shots, shown, "acc" if name in WITHOUT_NORMALISATION else "acc_norm")
+
+
+def _records(path: Path) -> list[dict[str, Any]]:
+    records = []
+    try:
+        with (lzma.open if path.suffix == ".xz" else open)(path, "rt", encoding="utf-8") as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    records.append(_checked(json.loads(line), path, number))
+    except (lzma.LZMAError, EOFError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} cannot be read as JSON Lines ({error}).") from None
+    if not records:
+        raise ValueError(f"{path} holds no questions.")
+    return records
+
+
+def _checked(record: Any, path: Path, number: int) -> dict[str, Any]:
+    """A question as the schema has it; whatever it lacks is named with its line."""
+    where = f"{path}, line {number}"
+    if not isinstance(record, dict):
+        raise ValueError(f"{where}: expected an object, found {type(record).__name__}.")
+    choices, answer = record.get("choices"), record.get("answer")
+    if not isinstance(choices, list) or not choices or not all(isinstance(c, str) and c.strip() for c in choices):
+        raise ValueError(f"{where}: choices must be a list of texts, none of them empty.")
+    if isinstance(answer, bool) or not isinstance(answer, int) or not 0 <= answer < len(choices):
+        raise ValueError(f"{where}: answer is {answer!r}, expected the index of one of {len(choices)} choices.")
+    if not isinstance(record.setdefault("split", "validation"), str):
+        raise ValueError(f"{where}: split is {record['split']!r}, expected a name such as validation.")
+    return record
+
+
+def _form(name: str, record: Mapping[str, Any], path: Path) -> Question:
+    try:
+        return FORMS.get(name, _question)(record)
+    except KeyError as lacking:
+        raise ValueError(f"{path}: question {record.get('id', '?')} has no {lacking.args[0]}.") from None
+
+
+def _ask(context: str, record: Mapping[str, Any]) -> Question:
+    """Score every choice after the same context and a space."""
+    choices = [str(choice) for choice in record["choices"]]
+    return Question([context] * len(choices), [f" {c}" for c in choices], [len(c) for c in choices], record["answer"])
+
+
+def _question(record: Mapping[str, Any]) -> Question:
+    context = f"{record['context']}\n" if record.get("context") else ""
+    return _ask(f"{context}Question: {record.get('question', '')}\nAnswer:", record)
+
+
+def _bare(record: Mapping[str, Any]) -> Question:
+    return _ask(str(record.get("question") or record.get("context") or ""), record)
+
+
+def _yes_or_no(record: Mapping[str, Any]) -> Question:
+    return _ask(f"{record['context']}\nQuestion: {record['question']}?\nAnswer:", record)
+
+
+def _sentence(record: Mapping[str, Any]) -> Question:
+    """The choices are whole sentences."""
+    choices = [str(choice) for choice in record["choices"]]
+    return Question([""] * len(choices), choices, [len(c) for c in choices], record["answer"])
+
+
+def _ending(record: Mapping[str, Any]) -> Question:
+    """HellaSwag: the activity, the context, and the marks of its WikiHow part taken out."""
+    context = str(record["context"])
+    if "ctx_a" in record:
+        context = f"{record['ctx_a']} {str(record.get('ctx_b', '')).capitalize()}"
+    if record.get("activity_label"):
+        context = f"{record['activity_label']}: {context}"
+    return _ask(_without_marks(context), {**record, "choices": [_without_marks(c) for c in record["choices"]]})
+
+
+def _without_marks(text: str) -> str:
+    text = text.strip().replace(" [title]", ". ")
+    return re.sub(r"\[.*?\]", "", text).replace("  ", " ")
+
+
+def _blank(record: Mapping[str, Any]) -> Question:
+    """WinoGrande: the text after the blank is scored after each filling."""
+    before, _, after = str(record["context"]).partition("_")
+    contexts = [before + str(choice) for choice in record["choices"]]
+    rest = after.strip()
+    return Question(contexts, [f" {rest}"] * len(contexts), [len(rest)] * len(contexts), record["answer"])
+
+
+FORMS: dict[str, Callable[[Mapping[str, Any]], Question]] = {
+    "openbookqa": _bare,
+    "hellaswag": _ending,
+    "winogrande": _blank,
+    "boolq": _yes_or_no,
+    "blimp": _sentence,
+    "lambada": _bare,
+}
+WITHOUT_NORMALISATION = {"winogrande", "boolq", "blimp", "lambada"}
+
+
+def _hint(name: str, known: list[str]) -> str:
+    near = get_close_matches(name, known, n=1)
+    return f"did you mean {near[0]}?" if near else f"it has {', '.join(known)}."

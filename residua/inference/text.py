@@ -1,0 +1,61 @@
+"""Tokens to text as they come: only whole characters, and never the beginning of a stop string."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+UNFINISHED = "\N{REPLACEMENT CHARACTER}"
+
+
+class TextStream:
+    """Decodes a growing list of tokens piece by piece.
+
+    What is shown is final: a character whose bytes are spread over several tokens waits for the last of them, and text
+    that may turn out to be the beginning of a stop string waits until that is decided. `text` ends before the first
+    stop string; where several would end it, the one that begins first counts.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], stop: Sequence[str] = ()) -> None:
+        assert "" not in stop
+        self._decode, self._stop = decode, stop
+        self._ids: list[int] = []
+        self._context, self._read = 0, 0
+        self._shown = 0
+        self.text = ""
+        self.stopped = False
+
+    def push(self, token: int) -> str:
+        """Add a token; returns the text that can be shown now."""
+        self._ids.append(token)
+        # decoded behind the tokens before it, since some tokenizers drop a space at the beginning of a text
+        known, whole = (self._decode(self._ids[self._context : end]) for end in (self._read, len(self._ids)))
+        if whole.endswith(UNFINISHED):
+            return ""
+        self._context, self._read = self._read, len(self._ids)
+        return self._add(whole[len(known) :])
+
+    def finish(self) -> str:
+        """No token follows: the rest of the text, with a replacement character for what never became one."""
+        if self.stopped:
+            return ""
+        known, whole = (self._decode(self._ids[self._context : end]) for end in (self._read, len(self._ids)))
+        shown = self._add(whole[len(known) :])
+        rest = "" if self.stopped else self.text[self._shown :]
+        self._shown = len(self.text)
+        return shown + rest
+
+    def _add(self, piece: str) -> str:
+        self.text += piece
+        found = [at for stop in self._stop if (at := self.text.find(stop, max(0, self._shown))) >= 0]
+        if found:
+            self.text, self.stopped = self.text[: min(found)], True
+        end = len(self.text) if self.stopped else len(self.text) - self._undecided()
+        shown = self.text[self._shown : end]
+        self._shown = max(self._shown, end)
+        return shown
+
+    def _undecided(self) -> int:
+        """How many of the last characters may begin a stop string."""
+        longest = max((len(stop) for stop in self._stop), default=1) - 1
+        tails = range(min(longest, len(self.text) - self._shown), 0, -1)
+        return next((n for n in tails if any(stop.startswith(self.text[-n:]) for stop in self._stop)), 0)

@@ -1,0 +1,130 @@
+"""What decoding keeps of earlier tokens: one static buffer per sequence mixer, rows of different lengths in one batch.
+
+Rows are padded on the right, so the slot of a token is its position. What padding leaves in a slot is overwritten by
+the token that comes to stand there before any query may look at it: causality is the only mask. Depth needs no cache,
+every topology being token-local.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Now(NamedTuple):
+    """One call's place in the sequences: where its tokens stand and what they see.
+
+    positions: [B, T]; visible: [B, 1, T, slots], True where a query may look, None while the cache is empty and a
+    token sees only earlier ones of its own call; until: [B], the last slot that a single token sees, None for several;
+    real: [B, T], False for padding, None if there is none; ends: [B], how far each row's real tokens reach in the call.
+    """
+
+    positions: Tensor
+    visible: Tensor | None
+    until: Tensor | None
+    real: Tensor | None
+    ends: Tensor | None
+
+
+class SublayerCache(Protocol):
+    """What a sublayer finds in its context while decoding; its kind is the sublayer's own affair."""
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Everything it keeps."""
+        ...
+
+
+class KeyValueCache:
+    """Keys and values [B, capacity, H_kv, D] of softmax attention, as they enter the product: mixed, normed, turned."""
+
+    def __init__(self, batch: int, capacity: int, heads: int, head_dim: int, like: Tensor) -> None:
+        self.keys, self.values = (like.new_zeros(batch, capacity, heads, head_dim) for _ in range(2))
+        self._rows = torch.arange(batch, device=like.device)[:, None]
+
+    def tensors(self) -> Iterator[Tensor]:
+        yield from (self.keys, self.values)
+
+    def extend(self, k: Tensor, v: Tensor, now: Now) -> tuple[Tensor, Tensor]:
+        """Write k, v [B, T, H_kv, D] into their slots; returns the keys and values that `now` lets them see."""
+        self.keys.index_put_((self._rows, now.positions), k.to(self.keys.dtype))
+        self.values.index_put_((self._rows, now.positions), v.to(self.values.dtype))
+        if now.visible is None and now.until is None:
+            return k, v
+        slots = self.keys.shape[1] if now.visible is None else now.visible.shape[-1]
+        return self.keys[:, :slots], self.values[:, :slots]
+
+
+class RecurrentCache:
+    """The state of a recurrent mixer: tensors of fixed size, [B, …] each, zero before the first token."""
+
+    def __init__(self, *shapes: tuple[int, ...], like: Sequence[Tensor]) -> None:
+        self.state = tuple(t.new_zeros(shape) for shape, t in zip(shapes, like, strict=True))
+
+    def tensors(self) -> Iterator[Tensor]:
+        yield from self.state
+
+    def keep(self, state: Sequence[Tensor]) -> None:
+        """Take over the state after this call, in place: a captured graph finds it where it was."""
+        for mine, new in zip(self.state, state, strict=True):
+            mine.copy_(new)
+
+
+class Cache:
+    """The caches of one batch of sequences, one entry per sublayer, and how many tokens of each row they hold.
+
+    lengths: [B]; reach: a bound on them that the host knows, so that nothing waits for the device; `static` looks at
+    all slots in every call, so that each decoding step has the same shapes.
+    """
+
+    def __init__(self, sublayers: Sequence[SublayerCache | None], batch: int, capacity: int, device: torch.device):
+        self.sublayers = sublayers
+        self.capacity = capacity
+        self.lengths = torch.zeros(batch, dtype=torch.int64, device=device)
+        self.reach = 0
+        self.static = False
+
+    def now(self, length: int, counts: Tensor | None = None) -> Now:
+        """The place of the coming `length` tokens of each row; of row b's, the first counts[b] are real."""
+        if not self.static and self.reach + length > self.capacity:
+            raise ValueError(
+                f"the cache holds {self.capacity} tokens and {self.reach} + {length} do not fit: build a larger one."
+            )
+        steps = torch.arange(length, device=self.lengths.device)
+        positions = self.lengths[:, None] + steps
+        real = None if counts is None else steps < counts[:, None]
+        if self.reach == 0 and not self.static:
+            return Now(positions, None, None, real, counts)
+        until = positions[:, 0] if length == 1 else None
+        if length == 1 and positions.is_cuda:
+            return Now(positions, None, until, real, counts)
+        slots = self.capacity if self.static else self.reach + length
+        visible = torch.arange(slots, device=positions.device) <= positions[:, None, :, None]
+        return Now(positions, visible, until, real, counts)
+
+    def advance(self, length: int, counts: Tensor | None = None) -> None:
+        """Count the tokens of the call that has just ended."""
+        self.lengths.add_(length if counts is None else counts)
+        if not self.static:
+            self.reach += length
+
+    def clear(self) -> None:
+        """Empty, to be filled anew."""
+        for tensor in self.tensors():
+            tensor.zero_()
+        self.lengths.zero_()
+        self.reach, self.static = 0, False
+
+    def recurrent(self) -> Iterator[Tensor]:
+        """The buffers that every token rewrites, unlike slots, which each token has of its own."""
+        for part in self.sublayers:
+            if isinstance(part, RecurrentCache):
+                yield from part.tensors()
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Every buffer, without the lengths."""
+        for part in self.sublayers:
+            if part is not None:
+                yield from part.tensors()

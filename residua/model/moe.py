@@ -1,0 +1,151 @@
+"""Mixture of experts: many feed-forwards, of which each token visits a few, and what training needs to spread the load.
+
+    p = softmax(W_r x),   T = the k largest of p,   w_e = p_e / Σ_{j∈T} p_j
+    y = Σ_{e∈T} w_e FFN_e(x) + FFN_shared(x)
+
+Softmax first, then top-k, the weights of the chosen made to sum to one; every token keeps its choice, none is dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from residua import ops
+from residua.model import choices
+from residua.model.context import Anchors, Context
+from residua.model.ffn import FFNS, GatedFFN
+from residua.model.taps import tap
+from residua.ops.expert_slots import combine, dispatch, sort_slots
+from residua.ops.numeric import no_autocast, wide
+
+
+class Routing(NamedTuple):
+    """How one layer, or a stack of layers [L, …], routed the tokens of a batch.
+
+    load: [E], the share f_e of all choices that fell on each expert, a count without gradient; probability: [E], the
+    mean P_e of the router's softmax; z: the mean of its squared log-sum-exp. All are means over tokens, so those of a
+    larger batch are the means of its equal parts'.
+    """
+
+    load: Tensor
+    probability: Tensor
+    z: Tensor
+
+    @classmethod
+    def stack(cls, layers: Sequence[Routing]) -> Routing:
+        """Layer by layer in one tensor each."""
+        return cls(*(torch.stack(part) for part in zip(*layers, strict=True)))
+
+
+def balance_loss(load: Tensor, probability: Tensor) -> Tensor:
+    """E · Σ_e f_e P_e (Switch Transformer, arXiv 2101.03961), one number per layer.
+
+    With f_e = 1/E it is 1 whatever P, which is also its least value where f and P agree. Whose f and P is the caller's
+    affair: over the global batch (arXiv 2501.11873) both are the means over all its micro-batches and ranks.
+    """
+    return load.shape[-1] * (load * probability).sum(-1)
+
+
+class Router(nn.Module):
+    """p = softmax(W x) in at least float32, and the `top_k` experts of each token."""
+
+    def __init__(self, experts: int, top_k: int, width: int, *, std: float) -> None:
+        super().__init__()
+        self.top_k, self.std = top_k, std
+        self.weight = nn.Parameter(torch.empty(experts, width))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=self.std)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x [N, C]; returns the logits [N, E], and the weights and the ids of the chosen experts, [N, k] each."""
+        with no_autocast(x):  # a near tie decided in half precision would send tokens elsewhere
+            logits = linear(wide(x), wide(self.weight))
+        weights, chosen = logits.softmax(-1).topk(self.top_k)
+        return logits, weights / weights.sum(-1, keepdim=True), chosen
+
+
+class Experts(nn.Module):
+    """The matrices of all experts, one below the other: `up` [E·rows, C], gate and up where gated, and `out` [E·C, H].
+
+    To an optimizer that orthogonalises, every expert's are matrices of their own.
+    """
+
+    def __init__(self, config: choices.MoE, width: int, *, std: float, output_std: float) -> None:
+        super().__init__()
+        kind, self.act = FFNS[config.activation]
+        self.gated, self.count = kind is GatedFFN, config.experts
+        self.std, self.output_std = std, output_std
+        rows, columns = (config.hidden,) * (1 + self.gated) * config.experts, (width,) * config.experts
+        self.up = nn.Parameter(torch.empty(sum(rows), width))
+        self.out = nn.Parameter(torch.empty(sum(columns), config.hidden))
+        self.hidden_matrices: dict[str, tuple[int, ...]] = {"up": rows, "out": columns}
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.up, std=self.std)
+        nn.init.normal_(self.out, std=self.output_std) if self.output_std else nn.init.zeros_(self.out)
+
+    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+        """x [slots, C], sorted by expert, whose runs end at `ends` [E]; returns [slots, C]."""
+        h = ops.grouped_linear(x, self.up.unflatten(0, (self.count, -1)), ends)
+        if self.gated:
+            gate, up = h.chunk(2, -1)
+            h = self.act(gate) * up
+        else:
+            h = self.act(h)
+        return ops.grouped_linear(h, self.out.unflatten(0, (self.count, -1)), ends)
+
+
+class SharedGate(nn.Module):
+    """σ(w · x), one number per token on the shared expert's output (Qwen2-MoE)."""
+
+    def __init__(self, width: int, *, std: float) -> None:
+        super().__init__()
+        self.std = std
+        self.weight = nn.Parameter(torch.empty(1, width))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=self.std)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sigmoid(linear(x, self.weight.to(x.dtype)))
+
+
+class MoE(nn.Module):
+    """The feed-forward of a layer as a mixture; beside y it returns how it routed (`Routing`)."""
+
+    def __init__(self, config: choices.MoE, layer: int, width: int, *, std: float, output_std: float) -> None:
+        super().__init__()
+        self.layer, self.count = layer, config.experts
+        self.router = Router(config.experts, config.top_k, width, std=std)
+        self.experts = Experts(config, width, std=std, output_std=output_std)
+        shape, act = FFNS[config.activation]
+        shared = {"width": width, "hidden": config.shared * config.hidden}
+        self.shared = shape(act, **shared, std=std, output_std=output_std) if config.shared else None
+        self.shared_gate = SharedGate(width, std=std) if config.shared_gate == "sigmoid" else None
+
+    def forward(self, x: Tensor, anchors: Anchors, context: Context) -> tuple[Tensor, Anchors, Routing]:
+        tokens = x.flatten(0, -2)
+        logits, weights, chosen = self.router(tokens)
+        slots = sort_slots(chosen, self.count)
+        y = combine(self.experts(dispatch(tokens, slots), slots.ends), weights, slots).view_as(x)
+        if self.shared is not None:
+            shared, _ = self.shared(x, anchors, context)
+            y = y + (shared if self.shared_gate is None else self.shared_gate(x) * shared)
+        routing = self._routing(logits, slots.ends)
+        tap(f"moe.{self.layer}.load", routing.load)
+        tap(f"moe.{self.layer}.chosen", lambda: chosen.view(*x.shape[:-1], -1))
+        return y, anchors, routing
+
+    def _routing(self, logits: Tensor, ends: Tensor) -> Routing:
+        counts = ends.diff(prepend=ends.new_zeros(1))
+        load = counts.to(logits.dtype) / ends[-1]
+        return Routing(load, logits.softmax(-1).mean(0), logits.logsumexp(-1).square().mean())

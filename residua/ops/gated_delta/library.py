@@ -1,0 +1,102 @@
+"""The gated delta rule by flash-linear-attention's chunked kernels, where that package is installed and there is a GPU.
+
+The kernels come as two opaque operators, so that torch.compile sees one graph; the package itself would break it. The
+backward operator runs the package's forward again and then its backward: nothing but the inputs is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from residua.ops.gated_delta.reference import begins, check_shapes, initial_state
+
+INSTALLED = find_spec("fla") is not None and find_spec("triton") is not None
+# A document's first token fades the state by e^−40, below float32's rounding of anything it is added to. Minus infinity
+# would do it exactly and turn the kernels' differences of cumulative sums into NaN.
+FORGET = -40.0
+WIDEST_HEAD = 256
+
+
+def takes(k: Tensor, v: Tensor) -> bool:
+    """Whether the kernels take these. The package breaks on a machine without a GPU, so it is imported only on one."""
+    return INSTALLED and v.is_cuda and v.dtype is torch.bfloat16 and max(k.shape[-1], v.shape[-1]) <= WIDEST_HEAD
+
+
+def gated_delta(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    segments: Tensor | None = None,
+    state: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The fused twin of `reference.chunked`."""
+    check_shapes(q, k, v, g, beta)
+    q, k, g, beta = q.to(v.dtype), k.to(v.dtype), g.float(), beta.float()
+    if segments is not None:
+        g = g.masked_fill(begins(v, segments)[..., None], FORGET)
+    o, last = _forward(q, k, v, g, beta, initial_state(k, v, state))
+    return o, last
+
+
+@cache
+def _kernels() -> Callable[..., tuple[Tensor, Tensor]]:
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    rule: Callable[..., tuple[Tensor, Tensor]] = chunk_gated_delta_rule
+    return rule
+
+
+def _run(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    o, last = _kernels()(q, k, v, g, beta, scale=1.0, initial_state=state, output_final_state=True)
+    return o.to(v.dtype), last.float()
+
+
+@torch.library.custom_op("residua::gated_delta", mutates_args=())
+def _forward(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    with torch.no_grad():
+        return _run(q, k, v, g, beta, state)
+
+
+@_forward.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty(v.shape, dtype=v.dtype, device=v.device), torch.empty_like(state)
+
+
+@torch.library.custom_op("residua::gated_delta_backward", mutates_args=())
+def _backward(
+    d_o: Tensor, d_last: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    inputs = [x.detach().requires_grad_() for x in (q, k, v, g, beta, state)]
+    with torch.enable_grad():
+        outputs = _run(*inputs)
+    dq, dk, dv, dg, dbeta, dstate = torch.autograd.grad(outputs, inputs, (d_o, d_last))
+    return dq, dk, dv, dg, dbeta, dstate
+
+
+@_backward.register_fake
+def _(
+    d_o: Tensor, d_last: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    dq, dk, dv, dg, dbeta, dstate = (
+        torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v, g, beta, state)
+    )
+    return dq, dk, dv, dg, dbeta, dstate
+
+
+def _save(ctx, inputs, output):  # type: ignore[no-untyped-def]
+    ctx.save_for_backward(*inputs)
+
+
+def _differentiate(ctx, d_o, d_last):  # type: ignore[no-untyped-def]
+    return _backward(d_o, d_last, *ctx.saved_tensors)
+
+
+_forward.register_autograd(_differentiate, setup_context=_save)

@@ -1,0 +1,44 @@
+"""Hyper-connections: write into n streams, weigh them, read, in one operator; and Sinkhorn's normalisation."""
+
+from typing import Any
+
+from torch import Tensor
+
+from residua.ops import fused
+from residua.ops.backend import Operator
+from residua.ops.hyper_connection import reference
+from residua.ops.hyper_connection.reference import Norm, read_weights
+
+MOST_STREAMS = 8
+
+
+def _fused(*args: Any, **settings: Any) -> Any:
+    from residua.ops.hyper_connection.triton import hyper_step
+
+    return hyper_step(*args, **settings)
+
+
+def _fused_sinkhorn(*args: Any, **settings: Any) -> Any:
+    from residua.ops.hyper_connection.doubly_stochastic import sinkhorn
+
+    return sinkhorn(*args, **settings)
+
+
+def _serves(
+    streams: Tensor, update: Tensor, *weights: Tensor,
+    scale: Tensor | None = None, phi: Tensor | None = None, **_: Any,
+) -> bool:  # fmt: skip
+    projection = [t for t in (scale, phi) if t is not None]
+    return streams.shape[-2] <= MOST_STREAMS and fused.asked(streams, update, *weights, *projection)
+
+
+def _serves_sinkhorn(logits: Tensor, iterations: int) -> bool:
+    return logits.shape[-1] <= MOST_STREAMS and fused.asked(logits)
+
+
+hyper_step = Operator(reference.hyper_step)
+hyper_step.register_fused(_fused, _serves)
+sinkhorn = Operator(reference.sinkhorn)
+sinkhorn.register_fused(_fused_sinkhorn, _serves_sinkhorn)
+
+__all__ = ["Norm", "hyper_step", "read_weights", "sinkhorn"]

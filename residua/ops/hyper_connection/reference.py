@@ -1,0 +1,70 @@
+"""A hyper-connection junction in plain PyTorch (HC, arXiv 2409.19606; mHC, 2512.24880; mHC-lite, 2601.05732)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from residua.ops.numeric import rms, wide
+
+Norm = Literal["all", "each", "none"]
+"""What is normalised before it is projected: all streams as one vector, each of them, or nothing is projected."""
+
+
+def hyper_step(
+    streams: Tensor,
+    update: Tensor,
+    post: Tensor,
+    mix: Tensor,
+    bias: Tensor,
+    *,
+    scale: Tensor | None = None,
+    phi: Tensor | None = None,
+    norm: Norm = "none",
+    eps: float = 1e-6,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Write a sublayer's output into the streams, weigh the new streams, and read the next sublayer's input.
+
+        X'_i = Σ_j mix_ij X_j + post_i y,     h = Σ_i pre_i X'_i
+        all:  z = RMS(vec(X')) φᵀ,   pre_i = σ(scale · z_i + bias_i)          φ [K, N·C], z [..., K]
+        each: z_i = RMS(X'_i) φᵀ,    pre_i = bias_i + scale · tanh(z_i0)      φ [K, C], z [..., N, K]
+        none: pre_i = bias_i                                                  z [..., 0]
+
+    streams X [..., N, C], update y [..., C]; post [..., N] and mix [..., N, N] (out, in), or the same for every token;
+    bias [N], scale []. Returns h, X' and z, in float32 as the weights are; what of z belongs to the next write is the
+    caller's.
+    """
+    X = (mix @ wide(streams) + post[..., None] * wide(update)[..., None, :]).to(update.dtype)
+    z = project(X, phi, norm, eps)
+    pre = read_weights(z, bias, scale, norm)
+    return (pre[..., None] * wide(X)).sum(-2).to(X.dtype), X, z
+
+
+def project(X: Tensor, phi: Tensor | None, norm: Norm, eps: float = 1e-6) -> Tensor:
+    """z, from the streams."""
+    x = wide(X)
+    if norm == "none" or phi is None:
+        return x.new_empty((*x.shape[:-2], 0))
+    return rms(x.flatten(-2) if norm == "all" else x, eps) @ phi.to(x.dtype).T
+
+
+def read_weights(z: Tensor, bias: Tensor, scale: Tensor | None, norm: Norm) -> Tensor:
+    """pre [..., N], or [N] where it is the same for every token."""
+    if norm == "none" or scale is None:
+        return bias
+    if norm == "all":
+        return torch.sigmoid(scale * z[..., : len(bias)] + bias)
+    return bias + scale * torch.tanh(z[..., 0])
+
+
+def sinkhorn(logits: Tensor, iterations: int) -> Tensor:
+    """exp(logits) [..., out, in] made doubly stochastic: columns (over out), then rows (over in), repeatedly.
+
+    In logarithms, where no row or column can vanish.
+    """
+    for _ in range(iterations):
+        logits = logits - logits.logsumexp(-2, keepdim=True)
+        logits = logits - logits.logsumexp(-1, keepdim=True)
+    return logits.exp()

@@ -1,0 +1,235 @@
+"""Anchor mixing, fused: the kernels' launches, as operators that torch.compile takes as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from residua.ops import fused
+from residua.ops.mix_projection import kernels
+
+# Elements of a half tile (twice as many take more than 200 registers backward), and programs per multiprocessor there.
+FORWARD_TILE, BACKWARD_TILE, PROGRAMS = 1024, 512, 8
+
+
+class Section(NamedTuple):
+    """Columns of the projection that are one pathway. A section that is neither turned nor mixed passes as it is."""
+
+    first: int
+    heads: int
+    width: int
+    gain: int
+    """Which gain normalises it before it is turned; −1: it is not turned, −2: turned without a norm."""
+    anchor: int
+    """Which anchor it is mixed with; −1: none."""
+
+    @property
+    def columns(self) -> slice:
+        return slice(self.first, self.first + self.heads * self.width)
+
+    @property
+    def passes(self) -> bool:
+        return self.gain == -1 and self.anchor < 0
+
+    def parts(self, dynamic: bool, anchor_normed: bool) -> dict[str, bool]:
+        """The kernels' switches."""
+        mixed = self.anchor >= 0
+        return {
+            "MIXED": mixed,
+            "DYNAMIC": mixed and dynamic,
+            "ANCHOR_NORMED": mixed and anchor_normed,
+            "NORMED": self.gain >= 0,
+            "TURNED": self.gain != -1,
+        }
+
+    def sums(self, anchor_normed: bool) -> int:
+        """How many [heads, width] the backward pass sums over tokens: λ1 and λ2, the gain, the anchor's gain."""
+        parts = self.parts(False, anchor_normed)
+        return 2 * parts["MIXED"] + parts["NORMED"] + parts["ANCHOR_NORMED"]
+
+
+Plan = list[int]
+"""Sections as an operator takes them: the numbers of each after the other."""
+
+
+def sections(plan: Sequence[int]) -> list[Section]:
+    return [Section(*plan[i : i + 5]) for i in range(0, len(plan), 5)]
+
+
+class Inputs(NamedTuple):
+    """What is read in both directions. `table` is (cos, sin), `gains` the QK-norm's, `anchor_gains` the anchors'.
+
+    Scales are [heads, width] whatever their granularity.
+    """
+
+    projected: Tensor
+    gamma: Tensor | None
+    table: Sequence[Tensor]
+    anchors: Sequence[Tensor]
+    anchor_scales: Sequence[Tensor]
+    current_scales: Sequence[Tensor]
+    gains: Sequence[Tensor]
+    anchor_gains: Sequence[Tensor]
+
+    def arguments(self, plan: Sequence[int], tile: int) -> Iterator[tuple[Section, dict[str, Any]]]:
+        """Each section that does not pass, with the kernels' arguments; in place of what it lacks, any tensor."""
+        flat = rows(self.projected)
+        for s in sections(plan):
+            if s.passes:
+                continue
+            mixed, turned, normed = s.anchor >= 0, s.gain != -1, s.gain >= 0
+            anchor = self.anchors[s.anchor].reshape(-1, s.heads, s.width) if mixed else flat[:, None]
+            gamma = flat if self.gamma is None else rows(self.gamma)[:, 2 * s.anchor :]
+            cos, sin = self.table if turned else (flat, flat)
+            yield (
+                s,
+                {
+                    "current": flat[:, s.first :],
+                    "anchor": anchor if anchor.stride(-1) == 1 else anchor.contiguous(),
+                    "own": self.current_scales[s.anchor].contiguous() if mixed else flat,
+                    "other": self.anchor_scales[s.anchor].contiguous() if mixed else flat,
+                    "gamma": gamma,
+                    "gain": self.gains[s.gain] if normed else flat,
+                    "anchor_gain": self.anchor_gains[s.anchor] if mixed and self.anchor_gains else flat,
+                    "cos": cos.contiguous(),
+                    "sin": sin.contiguous(),
+                    "tokens": flat.shape[0],
+                    "heads": s.heads,
+                    "period": max(1, cos.shape[:-1].numel()),
+                    "current_stride": flat.stride(0),
+                    "anchor_stride": anchor.stride(0),
+                    "anchor_head": anchor.stride(1),
+                    "gamma_stride": gamma.stride(0),
+                    **_sizes(s.width, tile),
+                    **s.parts(self.gamma is not None, len(self.anchor_gains) > 0),
+                },
+            )
+
+
+@torch.library.custom_op("residua::mix_heads", mutates_args=())
+def forward(
+    projected: Tensor,
+    gamma: Tensor | None,
+    table: Sequence[Tensor],
+    anchors: Sequence[Tensor],
+    anchor_scales: Sequence[Tensor],
+    current_scales: Sequence[Tensor],
+    gains: Sequence[Tensor],
+    anchor_gains: Sequence[Tensor],
+    plan: Sequence[int],
+    eps: float,
+) -> list[Tensor]:
+    """The heads [B, T, H, D] of every section that does not pass, from the projection [B, T, R]."""
+    inputs = Inputs(projected, gamma, table, anchors, anchor_scales, current_scales, gains, anchor_gains)
+    made = _heads(projected, plan)
+    for out, (section, arguments) in zip(made, inputs.arguments(plan, FORWARD_TILE), strict=True):
+        programs = triton.cdiv(arguments["tokens"], arguments["ROWS"]) * section.heads
+        if programs:
+            kernels.forward_kernel[(programs,)](**arguments, out=out, eps=eps)
+    return made
+
+
+@forward.register_fake
+def _(projected: Tensor, *rest: Any) -> list[Tensor]:
+    return _heads(projected, rest[-2])
+
+
+@torch.library.custom_op("residua::mix_heads_backward", mutates_args=())
+def backward(
+    dy: Sequence[Tensor],
+    later: Sequence[Tensor],
+    projected: Tensor,
+    gamma: Tensor | None,
+    table: Sequence[Tensor],
+    anchors: Sequence[Tensor],
+    anchor_scales: Sequence[Tensor],
+    current_scales: Sequence[Tensor],
+    gains: Sequence[Tensor],
+    anchor_gains: Sequence[Tensor],
+    plan: Sequence[int],
+    eps: float,
+) -> list[Tensor]:
+    """From the gradient of every section, and the anchors' from later layers (or none): the gradients of the projection
+    and of γ, the sums over tokens [S] of `Section.sums`, section after section, and the anchors' gradients."""
+    inputs = Inputs(projected, gamma, table, anchors, anchor_scales, current_scales, gains, anchor_gains)
+    d_projected, d_gamma, sums, *d_anchors = _gradients(inputs, plan)
+    flat = d_projected.view(-1, d_projected.shape[-1])
+    for s, g in zip(sections(plan), dy, strict=True):
+        if s.passes:
+            d_projected[..., s.columns] = g.flatten(-2)
+    work = list(inputs.arguments(plan, BACKWARD_TILE))
+    chunks = _chunks(work, projected)
+    partial = projected.new_empty((chunks, len(sums)), dtype=torch.float32)
+    given = [g for s, g in zip(sections(plan), dy, strict=True) if not s.passes]
+    column = 0
+    for g, (s, arguments) in zip(given, work, strict=True):
+        g = g if g.stride(-1) == 1 else g.contiguous()
+        per_head = projected.new_empty((len(flat), s.heads, 2) if arguments["DYNAMIC"] else (1,), dtype=torch.float32)
+        if chunks:
+            kernels.backward_kernel[(chunks * s.heads,)](
+                **arguments,
+                dy=g,
+                later=later[s.anchor].contiguous() if later and s.anchor >= 0 else flat,
+                d_current=flat[:, s.first :],
+                d_anchor=d_anchors[s.anchor] if s.anchor >= 0 else flat,
+                d_gamma=per_head,
+                partial=partial[:, column:],
+                length=g.shape[1],
+                dy_batch=g.stride(0),
+                dy_token=g.stride(1),
+                dy_head=g.stride(2),
+                d_current_stride=flat.stride(0),
+                partial_stride=partial.stride(0),
+                eps=eps,
+                LATER=len(later) > 0 and s.anchor >= 0,
+            )
+        if arguments["DYNAMIC"]:
+            d_gamma[..., 2 * s.anchor : 2 * s.anchor + 2] = per_head.sum(1).view(*d_gamma.shape[:-1], 2)
+        column += s.sums(len(anchor_gains) > 0) * s.heads * s.width
+    return [d_projected, d_gamma, partial.sum(0), *d_anchors]
+
+
+@backward.register_fake
+def _(dy: Sequence[Tensor], later: Sequence[Tensor], *rest: Any) -> list[Tensor]:
+    return _gradients(Inputs(*rest[:-2]), rest[-2])
+
+
+def rows(x: Tensor) -> Tensor:
+    """[..., R] as [M, R], its last axis dense."""
+    flat = x.reshape(-1, x.shape[-1])
+    return flat if flat.stride(-1) == 1 else flat.contiguous()
+
+
+def _heads(projected: Tensor, plan: Sequence[int]) -> list[Tensor]:
+    lead = projected.shape[:-1]
+    return [projected.new_empty((*lead, s.heads, s.width)) for s in sections(plan) if not s.passes]
+
+
+def _gradients(inputs: Inputs, plan: Sequence[int]) -> list[Tensor]:
+    """The results of the backward pass, not yet written."""
+    projected = inputs.projected
+    factors = 0 if inputs.gamma is None else inputs.gamma.shape[-1]
+    sums = sum(s.sums(len(inputs.anchor_gains) > 0) * s.heads * s.width for s in sections(plan))
+    return [
+        projected.new_empty(projected.shape),
+        projected.new_empty((*projected.shape[:-1], factors), dtype=torch.float32),
+        projected.new_empty((sums,), dtype=torch.float32),
+        *(a.new_empty(a.shape) for a in inputs.anchors),
+    ]
+
+
+def _chunks(work: list[tuple[Section, dict[str, Any]]], projected: Tensor) -> int:
+    """Programs per head, the same for every section, so that one sum ends them all."""
+    tiles = max(triton.cdiv(arguments["tokens"], arguments["ROWS"]) for _, arguments in work)
+    fewest = min(s.heads for s, _ in work)
+    return min(tiles, triton.cdiv(PROGRAMS * fused.multiprocessors(projected), fewest))
+
+
+def _sizes(width: int, tile: int) -> dict[str, int]:
+    half = triton.cdiv(width, 2)
+    lanes = triton.next_power_of_2(half)
+    return {"D": width, "HALF": half, "LANES": lanes, "ROWS": max(1, tile // lanes)}

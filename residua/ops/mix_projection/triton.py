@@ -1,0 +1,149 @@
+"""Anchor mixing, fused: the graph around the kernels.
+
+Of a layer with P mixed pathways, each C wide: forward reads the projection and the anchors and writes the heads, 3PC a
+token; backward reads dy, both again and the anchors' gradient from later layers, and writes the gradients of the
+projection and of the anchors, 6PC. Two things save whole passes. The operator takes the projection unsplit and writes
+its gradient in one piece, where a split would end in a concatenation (2PC). And it hands the anchors on to the next
+layer, so that what comes back as their gradient is the sum over all later layers, added to on chip (1PC more to read),
+where autograd would add in a pass of its own at every layer (3PC). Deferring every layer's part to one last pass, as
+`depth_attention` does, would spare half a PC of the 9, and would keep all dm of Q and K alive for it: not worth it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from residua.ops.mix_projection import launch
+from residua.ops.mix_projection.reference import Heads, Sections, per_head
+
+
+def mix_heads(
+    projected: Tensor,
+    sections: Sections,
+    anchors: Mapping[str, Tensor],
+    anchor_scales: Mapping[str, Tensor],
+    current_scales: Mapping[str, Tensor],
+    table: tuple[Tensor, Tensor],
+    *,
+    gains: tuple[Tensor, Tensor] | None = None,
+    gamma: Tensor | None = None,
+    eps: float = 1e-6,
+) -> tuple[Heads, tuple[Tensor, ...]]:
+    """The operator's contract is the reference's."""
+    plan, first = [], 0
+    for s, (heads, width) in sections.items():
+        turned = ("qk".index(s) if gains else -2) if s in "qk" else -1
+        plan += [first, heads, width, turned, list(anchors).index(s) if s in anchors else -1]
+        first += heads * width
+    made = _apply(
+        plan, eps, projected, gamma, table, list(anchors.values()),
+        [per_head(anchor_scales[s]).expand(sections[s]) for s in anchors],
+        [per_head(current_scales[s]).expand(sections[s]) for s in anchors],
+        gains or (), (),
+    )  # fmt: skip
+    return dict(zip(sections, made, strict=False)), made[len(sections) :]
+
+
+def mix_projection(
+    current: Tensor,
+    anchor: Tensor,
+    current_scale: Tensor,
+    anchor_scale: Tensor,
+    *,
+    norm_weight: Tensor | None = None,
+    eps: float = 1e-6,
+) -> Tensor:
+    """The operator's contract is the reference's."""
+    *_, heads, width = current.shape
+    scales = [[per_head(scale).expand(heads, width)] for scale in (anchor_scale, current_scale)]
+    mixed, _ = _apply(
+        [0, heads, width, -1, 0], eps, current.reshape(1, -1, heads * width), None, (),
+        [anchor.reshape(1, -1, heads, width)], *scales, (), () if norm_weight is None else (norm_weight,),
+    )  # fmt: skip
+    return mixed.reshape(current.shape)
+
+
+@torch.compiler.allow_in_graph
+def _apply(
+    plan: launch.Plan, eps: float, projected: Tensor, gamma: Tensor | None, table: Sequence[Tensor],
+    anchors: Sequence[Tensor], anchor_scales: Sequence[Tensor], current_scales: Sequence[Tensor],
+    gains: Sequence[Tensor], anchor_gains: Sequence[Tensor],
+) -> tuple[Tensor, ...]:  # fmt: skip
+    groups = (table, anchors, anchor_scales, current_scales, gains, anchor_gains)
+    counts = [len(g) for g in groups]
+    made: tuple[Tensor, ...] = _MixHeads.apply(plan, eps, counts, projected, gamma, *(t for g in groups for t in g))
+    return made
+
+
+class _MixHeads(torch.autograd.Function):
+    """Every section's heads, then the anchors, as they are, for the next layer."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, plan: launch.Plan, eps: float, counts: list[int], projected: Tensor, gamma: Tensor | None,
+        *tensors: Tensor,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        ctx.plan, ctx.eps, ctx.counts = plan, eps, counts
+        ctx.save_for_backward(projected, gamma, *tensors)
+        ctx.set_materialize_grads(False)
+        inputs = _inputs(projected, gamma, tensors, counts)
+        made = iter(launch.forward(*inputs, plan, eps))
+        heads = [
+            projected[..., s.columns].unflatten(-1, (s.heads, s.width)) if s.passes else next(made)
+            for s in launch.sections(plan)
+        ]
+        return *heads, *(anchor.view_as(anchor) for anchor in inputs.anchors)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        projected, gamma, *tensors = ctx.saved_tensors
+        if all(g is None for g in grads):
+            return (None,) * (5 + len(tensors))
+        inputs, sections = _inputs(projected, gamma, tensors, ctx.counts), launch.sections(ctx.plan)
+        lead = projected.shape[:-1]
+        dy = [
+            projected.new_zeros((*lead, s.heads, s.width)) if g is None else g
+            for s, g in zip(sections, grads, strict=False)
+        ]
+        passed = grads[len(sections) :]
+        later = [torch.zeros_like(a) if g is None else g for a, g in zip(inputs.anchors, passed, strict=True)]
+        known = any(g is not None for g in passed)
+        made = launch.backward(dy, later if known else [], *inputs, ctx.plan, ctx.eps)
+        d_projected, d_gamma, sums, *d_anchors = made
+        d_gamma = None if gamma is None else d_gamma.to(gamma.dtype)
+        d_rest = [d.to(t.dtype) for d, t in zip(_parts(sums, sections, inputs), _summed(inputs), strict=True)]
+        return None, None, None, d_projected, d_gamma, *[None] * len(inputs.table), *d_anchors, *d_rest
+
+
+def _inputs(projected: Tensor, gamma: Tensor | None, tensors: Sequence[Tensor], counts: Sequence[int]) -> launch.Inputs:
+    left = iter(tensors)
+    return launch.Inputs(projected, gamma, *(list(islice(left, count)) for count in counts))
+
+
+def _summed(inputs: launch.Inputs) -> list[Tensor]:
+    """What gets a gradient summed over tokens, in the order of the function's arguments."""
+    return [*inputs.anchor_scales, *inputs.current_scales, *inputs.gains, *inputs.anchor_gains]
+
+
+def _parts(sums: Tensor, sections: list[launch.Section], inputs: launch.Inputs) -> list[Tensor]:
+    """The gradients of `_summed`, out of the one row that holds them section by section; gains are shared by heads."""
+    anchor_scales, current_scales, gains, anchor_gains = {}, {}, {}, {}
+    normed = len(inputs.anchor_gains) > 0
+    counts = [s.sums(normed) for s in sections]
+    rows = sums.split([count * s.heads * s.width for count, s in zip(counts, sections, strict=True)])
+    for s, count, row in zip(sections, counts, rows, strict=True):
+        left = iter(row.view(count, s.heads, s.width))
+        if s.anchor >= 0:
+            anchor_scales[s.anchor], current_scales[s.anchor] = next(left), next(left)
+        if s.gain >= 0:
+            gains[s.gain] = next(left).sum(0)
+        if s.anchor >= 0 and normed:
+            anchor_gains[s.anchor] = next(left).sum(0)
+    return [part for group in (anchor_scales, current_scales, gains, anchor_gains) for _, part in sorted(group.items())]

@@ -1,0 +1,198 @@
+"""How the kernels of Multi-Gate Residuals are launched; as operators that `torch.compile` does not look into.
+
+None is differentiated: `triton.py` says what the gradients are. A list of streams is one tensor [..., N, C] or N of
+[..., C]; tokens are all the leading axes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from residua.ops import fused
+from residua.ops.depth_attention.launch import aligned, divided, extent, on, operator, power
+from residua.ops.multi_gate import kernels, pool_kernels
+
+
+class Plan(NamedTuple):
+    """How a kernel is launched: channels per thread at a time, warps per program, a cap on registers (0: none) and,
+    where programs are persistent, how many per multiprocessor."""
+
+    channels: int
+    warps: int
+    registers: int = 0
+    programs: int = 1
+
+    def settings(self, n: int, width: int) -> dict[str, Any]:
+        block = min(32 * self.channels * self.warps, power(width))
+        tile = {"C": width, "N": n, "ROWS": power(n), "BLOCK": block, "TILES": divided(width, block)}
+        registers = {"maxnreg": self.registers} if self.registers else {}
+        lanes = min(block, 32 * self.warps)
+        return {**tile, "LANES": lanes, "num_warps": self.warps, "num_stages": 1, **registers}
+
+
+def forward_plan(n: int, width: int, size: int) -> Plan:
+    """About twenty warps to a multiprocessor, and in them no more tokens than its L1 can hold for the second sweep."""
+    return Plan(16 // size, _warps((n + 1) * width / 4096))
+
+
+def backward_plan(n: int, width: int, size: int) -> Plan:
+    """Half as many channels at a time, for the factors of every stream are held besides."""
+    warps = _warps((n + 1) * width / 1920)
+    return Plan(8 // size, warps, programs=max(1, (12 if n <= 4 else 8) // warps))
+
+
+def _warps(wanted: float) -> int:
+    return min(16, power(int(wanted) + 1) // 2 or 1)
+
+
+def _tile(plan: Any, n: int, x: Tensor) -> tuple[Plan, dict[str, Any]]:
+    made = plan(n, x.shape[-1], x.element_size())
+    return made, made.settings(n, x.shape[-1])
+
+
+def _numbers(width: int, eps: float) -> tuple[float, float, float]:
+    return eps, 1 / width, width**-0.5
+
+
+def streams_in(streams: Sequence[Tensor]) -> int:
+    return streams[0].shape[-2] if len(streams) == 1 else len(streams)
+
+
+def _forward_outputs(
+    streams: Sequence[Tensor], update: Tensor, gate_query: Tensor, gate_bias: Tensor, pool_query: Tensor,
+    competitive: bool, eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    n, lead = streams_in(streams), update.shape[:-1]
+    stats = update.new_empty((*lead, 5 * n + 2), dtype=torch.float32)
+    return streams[0].new_empty(update.shape), streams[0].new_empty((*lead, n, update.shape[-1])), stats
+
+
+@operator(
+    "multi_gate_forward(Tensor[] streams, Tensor update, Tensor gate_query, Tensor gate_bias, Tensor pool_query,"
+    " bool competitive, float eps) -> (Tensor, Tensor, Tensor)",
+    _forward_outputs,
+)
+def multi_gate_forward(
+    streams: Sequence[Tensor], update: Tensor, gate_query: Tensor, gate_bias: Tensor, pool_query: Tensor,
+    competitive: bool, eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """h [..., C], s' [..., N, C] and the scalars [..., 5N + 2] (β, then the 4N + 2)."""
+    hidden, after, stats = _forward_outputs(streams, update, gate_query, gate_bias, pool_query, competitive, eps)
+    width, tokens = extent(update)
+    if tokens:
+        _, tile = _tile(forward_plan, streams_in(streams), hidden)
+        with on(update):
+            kernels.forward_kernel[(tokens,)](
+                tuple(aligned(s) for s in streams), aligned(update), gate_query, gate_bias, pool_query,
+                hidden, after, stats, *_numbers(width, eps), COMPETITIVE=competitive, **tile,
+            )  # fmt: skip
+    return hidden, after, stats
+
+
+def _backward_outputs(
+    g_hidden: Tensor, g_after: Sequence[Tensor], start: Sequence[Tensor], updates: Sequence[Tensor],
+    stats: Sequence[Tensor], gate_query: Tensor, pool_query: Tensor, apart: bool, competitive: bool, eps: float,
+) -> list[Tensor]:  # fmt: skip
+    n, (*lead, width) = streams_in(start), g_hidden.shape
+    shapes = [(*lead, width)] * n if apart else [(*lead, n, width)]
+    g_streams = [start[0].new_empty(shape) for shape in shapes]
+    return [*g_streams, torch.empty_like(updates[-1]), stats[0].new_empty(2 * width + n + 1)]
+
+
+@operator(
+    "multi_gate_backward(Tensor g_hidden, Tensor[] g_after, Tensor[] start, Tensor[] updates, Tensor[] stats,"
+    " Tensor gate_query, Tensor pool_query, bool apart, bool competitive, float eps) -> Tensor[]",
+    _backward_outputs,
+)
+def multi_gate_backward(
+    g_hidden: Tensor, g_after: Sequence[Tensor], start: Sequence[Tensor], updates: Sequence[Tensor],
+    stats: Sequence[Tensor], gate_query: Tensor, pool_query: Tensor, apart: bool, competitive: bool, eps: float,
+) -> list[Tensor]:  # fmt: skip
+    """The gradients of s, of f, and of w1, w2 and the biases in one row [2C + N + 1] of float32.
+
+    `updates` and `stats` are those of the junctions since `start`; the last ones are this junction's. `apart`: the
+    streams were N tensors, and so are their gradients.
+    """
+    weights = (gate_query, pool_query)
+    outputs = _backward_outputs(g_hidden, g_after, start, updates, stats, *weights, apart, competitive, eps)
+    *g_streams, g_update, total = outputs
+    width, tokens = extent(g_hidden)
+    plan, tile = _tile(backward_plan, streams_in(start), start[0])
+    partial = _partial(total, plan, tokens)
+    with on(g_hidden):
+        if tokens:
+            kernels.backward_kernel[(len(partial),)](
+                aligned(g_hidden), tuple(aligned(g) for g in g_after), tuple(aligned(s) for s in start),
+                tuple(updates[:-1]), tuple(stats[:-1]), updates[-1], *weights, stats[-1],
+                tuple(g_streams), g_update, partial, tokens, *_numbers(width, eps), COMPETITIVE=competitive, **tile,
+            )  # fmt: skip
+        _sum(partial, total)
+    return outputs
+
+
+def _pool_outputs(streams: Sequence[Tensor], query: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    first = streams[0]
+    hidden = torch.empty_like(first, memory_format=torch.contiguous_format)
+    return hidden, first.new_empty((*first.shape[:-1], 2 * len(streams)), dtype=torch.float32)
+
+
+@operator("multi_gate_pool(Tensor[] streams, Tensor query, float eps) -> (Tensor, Tensor)", _pool_outputs)
+def multi_gate_pool(streams: Sequence[Tensor], query: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """h [..., C] of two or more streams [..., C], and the scalars [..., 2N]."""
+    hidden, stats = _pool_outputs(streams, query, eps)
+    width, tokens = extent(hidden)
+    if tokens:
+        _, tile = _tile(forward_plan, len(streams), hidden)
+        with on(hidden):
+            pool_kernels.pool_forward_kernel[(tokens,)](
+                tuple(aligned(s) for s in streams), query, hidden, stats, *_numbers(width, eps), **tile
+            )
+    return hidden, stats
+
+
+def _pool_gradients(
+    g_hidden: Tensor, g_after: Sequence[Tensor], streams: Sequence[Tensor], query: Tensor, stats: Tensor, eps: float
+) -> list[Tensor]:
+    return [torch.empty_like(s) for s in streams] + [stats.new_empty(query.shape)]
+
+
+@operator(
+    "multi_gate_pool_backward(Tensor g_hidden, Tensor[] g_after, Tensor[] streams, Tensor query, Tensor stats,"
+    " float eps) -> Tensor[]",
+    _pool_gradients,
+)
+def multi_gate_pool_backward(
+    g_hidden: Tensor, g_after: Sequence[Tensor], streams: Sequence[Tensor], query: Tensor, stats: Tensor, eps: float
+) -> list[Tensor]:
+    """The gradient of each stream, `g_after` (N or none) included, and that of the query."""
+    streams = [aligned(s) for s in streams]
+    outputs = _pool_gradients(g_hidden, g_after, streams, query, stats, eps)
+    *g_streams, total = outputs
+    width, tokens = extent(g_hidden)
+    plan, tile = _tile(backward_plan, len(streams), g_hidden)
+    partial = _partial(total, plan, tokens)
+    with on(g_hidden):
+        if tokens:
+            pool_kernels.pool_backward_kernel[(len(partial),)](
+                aligned(g_hidden), tuple(aligned(g) for g in g_after), tuple(streams), query, stats,
+                tuple(g_streams), partial, tokens, *_numbers(width, eps), **tile,
+            )  # fmt: skip
+        _sum(partial, total)
+    return outputs
+
+
+def _partial(total: Tensor, plan: Plan, tokens: int) -> Tensor:
+    """One row for each program; in the interpreter there are few, so that they share tokens."""
+    programs = fused.multiprocessors(total) * (plan.programs if total.is_cuda else 1)
+    return total.new_empty((min(tokens, programs), len(total)))
+
+
+def _sum(partial: Tensor, total: Tensor) -> None:
+    block = 4096 if fused.INTERPRETED else 32
+    pool_kernels.total_kernel[(divided(len(total), block),)](
+        partial, total, len(partial), LENGTH=len(total), PARTS=64, BLOCK=block
+    )

@@ -1,0 +1,51 @@
+"""Low precision: exact simulations of FP8 and NVFP4, SmoothQuant along the model's own graph, checkpoints, reports."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from residua.quantize.apply import quantize_model as quantize_model
+    from residua.quantize.fp8 import Fp8 as Fp8
+    from residua.quantize.fp8 import quantize_fp8 as quantize_fp8
+    from residua.quantize.nvfp4 import Nvfp4 as Nvfp4
+    from residua.quantize.nvfp4 import quantize_nvfp4 as quantize_nvfp4
+    from residua.quantize.run import quantize as quantize
+    from residua.quantize.schemes import SCHEMES as SCHEMES
+    from residua.quantize.schemes import Scheme as Scheme
+    from residua.quantize.smoothing import smooth as smooth
+    from residua.quantize.store import load_quantized as load_quantized
+
+# Names resolve when first used: a study's file is checked without torch.
+_HOMES = {
+    "SCHEMES": "schemes",
+    "Fp8": "fp8",
+    "Nvfp4": "nvfp4",
+    "Scheme": "schemes",
+    "load_quantized": "store",
+    "quantize": "run",
+    "quantize_fp8": "fp8",
+    "quantize_model": "apply",
+    "quantize_nvfp4": "nvfp4",
+    "smooth": "smoothing",
+}
+
+__all__ = [
+    "SCHEMES",
+    "Fp8",
+    "Nvfp4",
+    "Scheme",
+    "load_quantized",
+    "quantize",
+    "quantize_fp8",
+    "quantize_model",
+    "quantize_nvfp4",
+    "smooth",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'residua.quantize' has no attribute {name!r}")
+    return getattr(import_module(f"residua.quantize.{_HOMES[name]}"), name)

@@ -1,0 +1,111 @@
+"""A model in low precision: its large matrices replaced by modules that round weights and activations.
+
+What is replaced is every `Projection`, the linear maps of attention, feed-forward and anchors, and the experts of a
+mixture. The embedding, the head, norms, gates, routers and the depth operators stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from math import prod
+
+import torch
+from torch import nn
+
+from residua.model.decoder import Decoder
+from residua.model.moe import Experts
+from residua.model.projection import Projection
+from residua.quantize.low import in_low_precision, matrices
+from residua.quantize.schemes import Quantized, Scheme
+
+ALWAYS_KEPT = ("*.gates", "*.gamma.down", "*.gamma.up")
+"""Small maps that steer others (decay, mixing): they cost nothing in high precision and much in low."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A tensor that stays in high precision, and why."""
+
+    name: str
+    shape: tuple[int, ...]
+    reason: str
+
+    @property
+    def parameters(self) -> int:
+        return prod(self.shape)
+
+
+def candidates(model: nn.Module) -> dict[str, nn.Module]:
+    """Every module that has large matrices, by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, Projection | Experts)}
+
+
+def targets(model: nn.Module, exempt: Iterable[str] = ()) -> dict[str, nn.Module]:
+    """The modules that are quantized: all but the small ones that steer, and those that a pattern exempts."""
+    found, patterns = candidates(model), tuple(exempt)
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in found):
+            examples = ", ".join(list(found)[:3])
+            raise ValueError(f"--exempt {pattern!r} matches no module of this model: they are called like {examples}.")
+    return {name: module for name, module in found.items() if not _matches(name, (*ALWAYS_KEPT, *patterns))}
+
+
+def kept(model: Decoder, quantized: Iterable[str], exempt: Iterable[str] = ()) -> list[Kept]:
+    """Every parameter that stays in high precision, with the reason."""
+    low = set(quantized)
+    return [
+        Kept(name, tuple(parameter.shape), _reason(name, tuple(exempt)))
+        for name, parameter in model.named_parameters()
+        if name.rpartition(".")[0] not in low
+    ]
+
+
+def quantize_weights(modules: Mapping[str, nn.Module], scheme: Scheme) -> dict[str, Quantized]:
+    """The matrices of modules in low precision, by name; one that is not finite is refused by it."""
+    return {
+        f"{name}{end}": scheme.weight(matrix, what=f"{name}{end}")
+        for name, module in modules.items()
+        for end, matrix in matrices(module).items()
+    }
+
+
+def rounded(modules: Mapping[str, nn.Module], weights: Mapping[str, Quantized], scheme: Scheme) -> dict[str, nn.Module]:
+    """The modules that stand in for exact ones, with these weights."""
+    return {
+        name: in_low_precision(
+            module, [weights[f"{name}{end}"].dequantize() for end in matrices(module)], scheme.activation, scheme.name
+        )
+        for name, module in modules.items()
+    }
+
+
+def install(model: nn.Module, modules: Mapping[str, nn.Module]) -> None:
+    """Put modules in the places of their names."""
+    for name, module in modules.items():
+        model.set_submodule(name, module)
+
+
+@torch.no_grad()
+def quantize_model(model: nn.Module, scheme: Scheme, exempt: Iterable[str] = ()) -> dict[str, Quantized]:
+    """Quantize a model in place; returns the quantized matrices by name."""
+    modules = targets(model, exempt)
+    weights = quantize_weights(modules, scheme)
+    install(model, rounded(modules, weights, scheme))
+    return weights
+
+
+def _reason(name: str, exempt: tuple[str, ...]) -> str:
+    module = name.rpartition(".")[0]
+    if name.startswith("topology."):
+        return "depth operator"
+    if _matches(module, exempt):
+        return "exempted"
+    if _matches(module, ALWAYS_KEPT):
+        return "small and steers others"
+    return "embedding or head" if name.startswith(("embed.", "unembed.")) else "norm, gate, router or scale"
+
+
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)

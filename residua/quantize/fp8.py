@@ -1,0 +1,83 @@
+"""FP8: E4M3 values under one fp32 scale per block, exactly as the hardware and compressed-tensors define them.
+
+    scale = max|x| / 448 over the block (2⁻²³ for a block of zeros),   code = E4M3(clamp(x / scale, ±448))
+    x̂ = code · scale
+
+All arithmetic is fp32, rounding is to nearest, ties to even. The block is a tile of a matrix [R, C]: 128 × 128 for
+weights, a whole row for activations (one scale per token) and for row-wise weights, 1 × 128 for grouped activations.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from residua.quantize.finite import require_finite
+
+E4M3 = torch.float8_e4m3fn
+E4M3_MAX = 448.0
+EMPTY_SCALE = torch.finfo(torch.float32).eps
+"""The scale of a block whose scale would be zero, as compressed-tensors chooses it."""
+
+
+class Tile(NamedTuple):
+    """The part of a matrix that shares a scale; None is the whole axis."""
+
+    rows: int | None
+    columns: int | None
+
+
+BLOCK = Tile(128, 128)
+ROW = Tile(1, None)
+GROUP = Tile(1, 128)
+
+
+class Fp8(NamedTuple):
+    """codes [R, C] in E4M3 and the fp32 scale [⌈R/rows⌉, ⌈C/columns⌉] of each tile."""
+
+    codes: Tensor
+    scale: Tensor
+    tile: Tile
+
+    def dequantize(self) -> Tensor:
+        """x̂ [R, C] in fp32."""
+        rows, columns = self.codes.shape
+        height, width = _extent(self.codes, self.tile)
+        scale = self.scale.repeat_interleave(height, 0)[:rows].repeat_interleave(width, 1)[:, :columns]
+        return self.codes.float() * scale
+
+
+def quantize_fp8(x: Tensor, tile: Tile = BLOCK, *, what: str = "the tensor") -> Fp8:
+    """Quantize a matrix [R, C]; tiles at its edges are padded with zeros, which change no scale."""
+    require_finite(x, what)
+    return encode_fp8(x, tile)
+
+
+def encode_fp8(x: Tensor, tile: Tile) -> Fp8:
+    """`quantize_fp8` without the check: NaN and infinity in a tile make all of it NaN."""
+    rows, columns = x.shape
+    height, width = _extent(x, tile)
+    tiles = (
+        pad(x.float(), (0, -columns % width, 0, -rows % height)).unflatten(0, (-1, height)).unflatten(2, (-1, width))
+    )
+    scale = tiles.abs().amax((1, 3)) / E4M3_MAX
+    scale = torch.where(scale == 0, EMPTY_SCALE, scale)
+    scaled = (tiles / scale[:, None, :, None]).clamp(-E4M3_MAX, E4M3_MAX)
+    codes = scaled.flatten(2).flatten(0, 1)[:rows, :columns].contiguous().to(E4M3)
+    return Fp8(codes, scale, tile)
+
+
+def round_fp8(x: Tensor, tile: Tile) -> Tensor:
+    """x̂ of activations [..., C], each token a row, in fp32."""
+    return encode_fp8(x.flatten(end_dim=-2), tile).dequantize().view(x.shape)
+
+
+def _extent(x: Tensor, tile: Tile) -> tuple[int, int]:
+    """The tile's height and width on this matrix, at least 1."""
+    rows, columns = x.shape
+    height = rows if tile.rows is None else tile.rows
+    width = columns if tile.columns is None else tile.columns
+    return max(1, height), max(1, width)

@@ -1,0 +1,123 @@
+"""A model measured exactly and in low precision, whole and module by module."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+
+from residua.data.loader import Batch
+from residua.model.decoder import Decoder
+from residua.quantize.apply import install, kept, quantize_weights, rounded, targets
+from residua.quantize.graph import edges
+from residua.quantize.low import matrices
+from residua.quantize.material import Material
+from residua.quantize.measure import forward, mean_loss, module_errors
+from residua.quantize.schema import KeptTensor, ModuleError, Probe
+from residua.quantize.schemes import Quantized, Scheme
+from residua.quantize.smoothing import smooth
+
+Progress = Callable[[str, int, int], None]
+ERROR_TOKENS = 8192
+
+
+@dataclass
+class Judge:
+    """A model on its device with the text it is judged on. Between the calls its modules are exact."""
+
+    model: Decoder
+    scheme: Scheme
+    exempt: tuple[str, ...]
+    material: Material
+    validation: list[Batch]
+    progress: Progress
+
+    def __post_init__(self) -> None:
+        self.originals = targets(self.model)
+        self.names = list(targets(self.model, self.exempt))
+
+    @cached_property
+    def weights(self) -> dict[str, Quantized]:
+        """All matrices in low precision, as they are when first asked for: after smoothing."""
+        return quantize_weights(self.originals, self.scheme)
+
+    @property
+    def chosen(self) -> dict[str, Quantized]:
+        """Those of the modules that are not exempt."""
+        ends = {name: matrices(self.originals[name]) for name in self.names}
+        return {f"{name}{end}": self.weights[f"{name}{end}"] for name in self.names for end in ends[name]}
+
+    def loss(self, stage: str, low: Iterable[str] = ()) -> float:
+        """The loss with the modules of these names in low precision."""
+        exact = {name: self.originals[name] for name in low}
+        total = len(self.validation)
+        ticks = iter(range(1, total + 1))
+        if exact:
+            install(self.model, rounded(exact, self.weights, self.scheme))
+        try:
+            loss = mean_loss(self.model, self.validation, lambda: self.progress(stage, next(ticks), total))
+        finally:
+            install(self.model, exact)
+        if not math.isfinite(loss):
+            raise ValueError(f"{stage} is {loss}: the model, or what rounding makes of it, overflows on this text.")
+        return loss
+
+    def smooth(self, alpha: float, sequences: int) -> float:
+        """Calibrate and fold; the loss afterwards, still in high precision."""
+        done, run = 0, partial(forward, self.model)
+
+        def counted(batch: Batch) -> None:
+            nonlocal done
+            run(batch)
+            done += len(batch.tokens)
+            self.progress("calibrating", done, sequences)
+
+        smooth(self.model, self.material.calibration(sequences), alpha, run=counted)
+        return self.loss("loss after folding")
+
+    def findings(self, probes: int) -> dict[str, Any]:
+        """What low precision does, by the names of `QuantizationResult`."""
+        after = self.loss("loss in low precision", self.names)
+        errors = self._errors()
+        worst = [module.name for module in sorted(errors, key=lambda module: -module.error)]
+        stays = kept(self.model, self.names, self.exempt)
+        return {
+            "loss_after": after,
+            "loss_without_exemptions": self.loss("loss with nothing exempt", self.originals) if self.exempt else None,
+            "modules": tuple(errors),
+            "probes": tuple(self._probe(name, after) for name in worst[:probes]),
+            "kept": tuple(KeptTensor(**vars(tensor), parameters=tensor.parameters) for tensor in stays),
+            "bytes_before": sum(4 * parameter.numel() for parameter in self.model.parameters()),
+            "bytes_after": 4 * sum(tensor.parameters for tensor in stays) + _stored(self.chosen.values()),
+        }
+
+    def unsmoothed(self) -> Iterator[str]:
+        """Quantized modules with a matrix that no edge reads."""
+        smoothed = {id(reader) for edge in edges(self.model) for reader in edge.readers}
+        for name in self.names:
+            if any(id(parameter) not in smoothed for parameter in self.originals[name].parameters()):
+                yield name
+
+    def _errors(self) -> list[ModuleError]:
+        few = self.material.validation(ERROR_TOKENS)
+        self.progress("error by module", 0, len(few))
+        modules = {name: self.originals[name] for name in self.names}
+        return module_errors(self.model, modules, self.weights, self.scheme, few)
+
+    def _probe(self, module: str, after: float) -> Probe:
+        loss = self.loss(f"loss without {module}", [name for name in self.names if name != module])
+        return Probe(module=module, loss=loss, gain=after - loss)
+
+
+def _stored(weights: Iterable[Quantized]) -> int:
+    """Bytes of codes and scales."""
+    total = 0
+    for weight in weights:
+        codes_per_byte = 2 if weight.codes.dtype is torch.uint8 else 1
+        scales = [part for part in weight[1:] if isinstance(part, torch.Tensor)]
+        total += weight.codes.numel() // codes_per_byte + sum(s.numel() * s.element_size() for s in scales)
+    return total

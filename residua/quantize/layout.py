@@ -1,0 +1,77 @@
+"""Quantized weights on disk, in the compressed-tensors layout that serving engines read.
+
+| scheme | tensors of a module | shape |
+|---|---|---|
+| fp8, fp8-group | `weight` E4M3, `weight_scale` fp32 | [R, C], [⌈R/128⌉, ⌈C/128⌉] |
+| fp8-row | `weight` E4M3, `weight_scale` fp32 | [R, C], [R, 1] |
+| nvfp4 | `weight_packed` uint8, `weight_scale` E4M3, `weight_global_scale` and `input_global_scale` fp32 | [R, C/2], [R, C/16], [1], [1] |
+
+`quantization_config` goes into config.json and names the modules one by one.
+"""  # noqa: E501
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from residua.quantize import fp8
+from residua.quantize.fp8 import E4M3_MAX, Fp8
+from residua.quantize.nvfp4 import E2M1_MAX, GROUP, Nvfp4
+from residua.quantize.schemes import Quantized
+
+FORMATS = {"nvfp4": "nvfp4-pack-quantized"}
+TILES = {"fp8": fp8.BLOCK, "fp8-group": fp8.BLOCK, "fp8-row": fp8.ROW}
+PARTS = ("weight_packed", "weight_scale", "weight_global_scale", "input_global_scale")
+
+
+def module_tensors(name: str, weight: Quantized, input_peak: float) -> dict[str, Tensor]:
+    """The tensors of one module. Engines that keep NVFP4's second activation scale static take `input_global_scale`."""
+    if isinstance(weight, Fp8):
+        return {f"{name}.weight": weight.codes, f"{name}.weight_scale": weight.scale}
+    static = E4M3_MAX * E2M1_MAX / max(input_peak, 1e-12)
+    return {
+        f"{name}.weight_packed": weight.packed(),
+        f"{name}.weight_scale": weight.scale,
+        f"{name}.weight_global_scale": weight.global_scale,
+        f"{name}.input_global_scale": torch.tensor([static]),
+    }
+
+
+def read_module(tensors: Mapping[str, Tensor], name: str, scheme: str, columns: int) -> Quantized:
+    """The weight of one module from its tensors; KeyError where one is missing."""
+    if scheme in TILES:
+        return Fp8(tensors[f"{name}.weight"], tensors[f"{name}.weight_scale"], TILES[scheme])
+    packed, scale, second = (tensors[f"{name}.{part}"] for part in PARTS[:3])
+    return Nvfp4.unpacked(packed, scale, second, columns)
+
+
+def quantization_config(scheme: str, modules: Iterable[str]) -> dict[str, Any]:
+    """The `quantization_config` of config.json."""
+    form = FORMATS.get(scheme, "float-quantized")
+    weights, activations = _arguments(scheme)
+    group = {"targets": list(modules), "weights": weights, "input_activations": activations, "format": form}
+    return {
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+        "format": form,
+        "config_groups": {"group_0": group},
+        "ignore": [],
+        "kv_cache_scheme": None,
+        "global_compression_ratio": None,
+    }
+
+
+def _arguments(scheme: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """How weights and activations are rounded, in that library's words."""
+    if scheme == "nvfp4":
+        four = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": GROUP}
+        scales = {"scale_dtype": "torch.float8_e4m3fn", "zp_dtype": "torch.float8_e4m3fn"}
+        return four | scales | {"dynamic": False}, four | scales | {"dynamic": "local", "observer": "static_minmax"}
+    eight = {"num_bits": 8, "type": "float", "symmetric": True}
+    block = {"strategy": "block", "block_structure": [128, 128]}
+    weights = eight | {"dynamic": False} | ({"strategy": "channel"} if scheme == "fp8-row" else block)
+    grain = {"strategy": "group", "group_size": 128} if scheme == "fp8-group" else {"strategy": "token"}
+    return weights, eight | {"dynamic": True} | grain

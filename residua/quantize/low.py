@@ -1,0 +1,86 @@
+"""Modules in low precision: they round their activations, and hold weights that were rounded before.
+
+Products are taken in fp32 over the rounded values, which is what a kernel with exact products and fp32 accumulation
+computes; the result has the precision that the exact module's would have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from residua.model.moe import Experts
+from residua.model.projection import Projection
+from residua.ops import grouped_linear
+from residua.ops.numeric import no_autocast, working_dtype
+
+Round = Callable[[Tensor], Tensor]
+Matrices = dict[str, Tensor]
+
+
+def matrices(module: nn.Module) -> Matrices:
+    """The matrices [R, C] of a module that can be quantized, by the end of their name: one, or each expert's two."""
+    if isinstance(module, Experts):
+        stacks = {"up": module.up, "out": module.out}
+        return {
+            f".{name}.{e}": matrix.detach()
+            for name, stack in stacks.items()
+            for e, matrix in enumerate(stack.chunk(module.count))
+        }
+    assert isinstance(module, Projection)
+    return {"": module.weight.detach()}
+
+
+def in_low_precision(module: nn.Module, weights: Sequence[Tensor], activation: Round, label: str = "") -> nn.Module:
+    """The module with these weights, in the order of `matrices`, and rounded activations."""
+    if isinstance(module, Experts):
+        return LowExperts(module, weights, activation)
+    return LowProjection(weights[0], activation, label)
+
+
+class LowProjection(nn.Module):
+    """y = x̂ Ŵᵀ."""
+
+    def __init__(self, weight: Tensor, activation: Round, label: str) -> None:
+        super().__init__()
+        self.activation, self.label = activation, label
+        self.weight = nn.Parameter(weight, requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with no_autocast(x):
+            y = linear(self.activation(x), self.weight.float())
+        return y.to(working_dtype(x))
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[1]} → {self.weight.shape[0]}, {self.label}"
+
+
+class LowExperts(nn.Module):
+    """The experts of a mixture, each with weights that were rounded on their own."""
+
+    def __init__(self, experts: Experts, weights: Sequence[Tensor], activation: Round) -> None:
+        super().__init__()
+        self.activation = activation
+        self.count, self.gated, self.act = experts.count, experts.gated, experts.act
+        up, out = torch.cat(list(weights[: self.count])), torch.cat(list(weights[self.count :]))
+        self.up, self.out = (nn.Parameter(stack, requires_grad=False) for stack in (up, out))
+
+    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+        with no_autocast(x):
+            h = expert_states(self, self.activation(x), ends)
+            y = grouped_linear(self.activation(h), self.out.float().unflatten(0, (self.count, -1)), ends)
+        return y.to(working_dtype(x))
+
+
+def expert_states(experts: Any, x: Tensor, ends: Tensor) -> Tensor:
+    """What the experts' last matrices read, in fp32 or wider: x [slots, C] → [slots, H]."""
+    up = experts.up.detach().to(x.dtype).unflatten(0, (experts.count, -1))
+    h = grouped_linear(x, up, ends)
+    if not experts.gated:
+        return experts.act(h)
+    gate, up = h.chunk(2, -1)
+    return experts.act(gate) * up

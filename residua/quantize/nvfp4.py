@@ -1,0 +1,103 @@
+"""NVFP4: E2M1 values in blocks of 16 with an E4M3 scale each, under a second scale in fp32 (arXiv 2509.25149).
+
+    t = max|x| / (448 · 6),   s = E4M3(clamp(max|block| / 6 / t, 2⁻⁶, 448)),   code = E2M1(clamp(x · (t⁻¹ / s), ±6))
+    x̂ = value(code) · (s / t⁻¹)
+
+max|x| is over the whole tensor for weights and over each token for activations, dynamic, as in arXiv 2601.22966. The
+second scale is kept as `global_scale` = t⁻¹, which is what checkpoints store and engines divide by. All arithmetic is
+fp32, rounding is to nearest, ties to even.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from residua.quantize.finite import require_finite
+from residua.quantize.fp8 import E4M3, E4M3_MAX
+
+GROUP = 16
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+E2M1_MAX = E2M1[-1]
+SMALLEST_SCALE = torch.finfo(E4M3).tiny
+SMALLEST_SECOND = 2.0**-119
+"""Keeps t⁻¹ / s finite: what is far below 10⁻³² becomes zero."""
+SIGN = 8
+
+Span = Literal["tensor", "token"]
+
+
+def _ties() -> list[float]:
+    """Where rounding to E2M1 changes over: halfway, a tie going to the even code, so every other bound is inclusive."""
+    halfway = [(a + b) / 2 for a, b in pairwise(E2M1)]
+    below = torch.nextafter(torch.tensor(halfway), torch.tensor(-math.inf)).tolist()
+    return [tie if code % 2 == 0 else under for code, (tie, under) in enumerate(zip(halfway, below, strict=True))]
+
+
+TIES = _ties()
+
+
+class Nvfp4(NamedTuple):
+    """codes [R, ⌈C/16⌉·16] uint8 in 0 … 15, sign in bit 3; scale [R, ⌈C/16⌉] E4M3; global_scale [1] or [R, 1] fp32."""
+
+    codes: Tensor
+    scale: Tensor
+    global_scale: Tensor
+    columns: int
+
+    def dequantize(self) -> Tensor:
+        """x̂ [R, C] in fp32."""
+        step = self.scale.float() / self.global_scale
+        return (e2m1_values(self.codes).unflatten(-1, (-1, GROUP)) * step[..., None]).flatten(-2)[:, : self.columns]
+
+    def packed(self) -> Tensor:
+        """[R, ⌈C/16⌉·8] uint8: two codes a byte, the earlier one in the low half."""
+        low, high = self.codes.unflatten(-1, (-1, 2)).unbind(-1)
+        return low | (high << 4)
+
+    @classmethod
+    def unpacked(cls, packed: Tensor, scale: Tensor, global_scale: Tensor, columns: int) -> Nvfp4:
+        """From what `packed` made."""
+        codes = torch.stack([packed & 15, packed >> 4], -1).flatten(-2)
+        return cls(codes, scale, global_scale, columns)
+
+
+def quantize_nvfp4(x: Tensor, span: Span = "tensor", *, what: str = "the tensor") -> Nvfp4:
+    """Quantize a matrix [R, C]; the last block of a row is padded with zeros. `span` shares the second scale."""
+    require_finite(x, what)
+    return encode_nvfp4(x, span)
+
+
+def encode_nvfp4(x: Tensor, span: Span) -> Nvfp4:
+    """`quantize_nvfp4` without the check: NaN and infinity make everything under their second scale NaN."""
+    columns = x.shape[-1]
+    blocks = pad(x.float(), (0, -columns % GROUP)).unflatten(-1, (-1, GROUP))
+    peak = blocks.abs().amax(-1)
+    largest = peak.amax().view(1) if span == "tensor" else peak.amax(-1, keepdim=True)
+    second = (largest / (E4M3_MAX * E2M1_MAX)).clamp(min=SMALLEST_SECOND)
+    scale = (peak / E2M1_MAX / second).clamp(SMALLEST_SCALE, E4M3_MAX).to(E4M3)
+    global_scale = 1.0 / second
+    scaled = blocks * (global_scale / scale.float())[..., None]
+    return Nvfp4(e2m1_codes(scaled).flatten(-2), scale, global_scale, columns)
+
+
+def round_nvfp4(x: Tensor) -> Tensor:
+    """x̂ of activations [..., C], a second scale per token, in fp32."""
+    return encode_nvfp4(x.flatten(end_dim=-2), "token").dequantize().view(x.shape)
+
+
+def e2m1_codes(x: Tensor) -> Tensor:
+    """The codes 0 … 15 of the nearest E2M1 values, uint8."""
+    magnitude = torch.bucketize(x.abs(), torch.tensor(TIES, device=x.device), out_int32=True).to(torch.uint8)
+    return magnitude | (torch.signbit(x).to(torch.uint8) * SIGN)
+
+
+def e2m1_values(codes: Tensor) -> Tensor:
+    """The values of codes, fp32."""
+    table = torch.tensor([*E2M1, *(-value for value in E2M1)], device=codes.device)
+    return table[codes.int()]

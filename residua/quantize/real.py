@@ -1,0 +1,136 @@
+"""FP8 matrix products as the hardware takes them, where it has them: `scaled_mm` of PyTorch, found by trying.
+
+Two recipes. `row`: a scale per token and a scale per row of the weight. `block`: a scale per token and 128 channels,
+and per 128 × 128 block of the weight; one scale per token is the case in which all its groups share it, so this product
+serves `fp8` as well as `fp8-group`. Which ones a device has, and how PyTorch wants their scales laid out, differs by
+version: a recipe counts as there when a small product agrees with the simulation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache, partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from residua.ops.numeric import no_autocast, working_dtype
+from residua.quantize import fp8
+from residua.quantize.fp8 import Fp8, Tile, encode_fp8
+
+Recipe = Literal["row", "block"]
+Product = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""codes [M, K], codes [N, K], their scales → [M, N] in bf16."""
+
+RECIPES: dict[str, tuple[Recipe, Tile]] = {
+    "fp8": ("block", fp8.ROW),
+    "fp8-group": ("block", fp8.GROUP),
+    "fp8-row": ("row", fp8.ROW),
+}
+"""The recipe that serves a scheme, and the tile of its activations."""
+AGREES = 1e-2
+TOKENS = 4
+"""Block-wise products want a multiple of this many tokens."""
+
+
+class Fp8Projection(nn.Module):
+    """y = x̂ Ŵᵀ with both operands in E4M3 on the matrix units; bf16 out."""
+
+    def __init__(self, weight: Fp8, tile: Tile, product: Product) -> None:
+        super().__init__()
+        self.tile, self.product = tile, product
+        self.codes = nn.Buffer(weight.codes)
+        self.scale = nn.Buffer(weight.scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(end_dim=-2)
+        with no_autocast(x):
+            low = encode_fp8(pad(rows, (0, 0, 0, -len(rows) % TOKENS)), self.tile)
+            y = self.product(low.codes, self.codes, low.scale, self.scale)[: len(rows)]
+        return y.view(*x.shape[:-1], -1).to(working_dtype(x))
+
+
+@cache
+def find_product(recipe: Recipe, device: torch.device) -> Product | None:
+    """The product of a recipe on a device, None where there is none."""
+    generator = torch.Generator().manual_seed(0)
+    x, w = (torch.randn(rows, 384, generator=generator).to(device) for rows in (64, 256))
+    sides = {"row": (fp8.ROW, fp8.ROW), "block": (fp8.GROUP, fp8.BLOCK)}[recipe]
+    a, b = (encode_fp8(t, tile) for t, tile in zip((x, w), sides, strict=True))
+    expected = a.dequantize() @ b.dequantize().T
+    for product in _products(recipe):
+        try:
+            found = product(a.codes, b.codes, a.scale, b.scale).float()
+        except (RuntimeError, ValueError, TypeError, NotImplementedError, AttributeError):
+            continue
+        if (found - expected).norm() <= AGREES * expected.norm():
+            return product
+    return None
+
+
+def takes(weight: Fp8, recipe: Recipe) -> bool:
+    """The units want whole 16-byte rows, and blocks that end with the matrix."""
+    rows, columns = weight.codes.shape
+    return rows % 16 == 0 and columns % (128 if recipe == "block" else 16) == 0
+
+
+def with_fp8_products(
+    weights: Mapping[str, Fp8], scheme: str, device: torch.device
+) -> tuple[dict[str, nn.Module], dict[str, str]]:
+    """Modules that multiply in FP8 by name, and for the others why not."""
+    if scheme not in RECIPES:
+        return {}, dict.fromkeys(weights, f"{scheme} is not FP8")
+    recipe, tile = RECIPES[scheme]
+    product = find_product(recipe, device)
+    if product is None:
+        return {}, dict.fromkeys(weights, f"no {recipe}-wise FP8 product on {device} with PyTorch {torch.__version__}")
+    fits = {name: weight for name, weight in weights.items() if takes(weight, recipe)}
+    modules: dict[str, nn.Module] = {
+        name: Fp8Projection(Fp8(w.codes.to(device), w.scale.to(device), w.tile), tile, product)
+        for name, w in fits.items()
+    }
+    return modules, {name: "its shape does not fit the units" for name in weights.keys() - fits.keys()}
+
+
+def _products(recipe: Recipe) -> Iterator[Product]:
+    """What to try, the public function first."""
+    if recipe == "row":
+        yield _public_rows
+        yield _private_rows
+        return
+    for aligned in (True, False):
+        yield partial(_public_blocks, aligned=aligned)
+        yield partial(_private_blocks, aligned=aligned)
+
+
+def _public_rows(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor) -> Tensor:
+    library: Any = torch.nn.functional
+    row = library.ScalingType.RowWise
+    y: Tensor = library.scaled_mm(a, b.t(), scale_a, row, scale_b.t(), row, output_dtype=torch.bfloat16)
+    return y
+
+
+def _private_rows(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor) -> Tensor:
+    return torch._scaled_mm(a, b.t(), scale_a, scale_b.t(), out_dtype=torch.bfloat16)
+
+
+def _public_blocks(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, *, aligned: bool) -> Tensor:
+    library: Any = torch.nn.functional
+    scale_a = _by_token(scale_a, a)
+    recipes = library.ScalingType.BlockWise1x128, library.ScalingType.BlockWise128x128
+    other = pad(scale_b, (0, -scale_b.shape[1] % 4)) if aligned else scale_b
+    y: Tensor = library.scaled_mm(a, b.t(), scale_a, recipes[0], other.t(), recipes[1], output_dtype=torch.bfloat16)
+    return y
+
+
+def _private_blocks(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, *, aligned: bool) -> Tensor:
+    scale_a = _by_token(scale_a, a)
+    padded = pad(scale_b, (0, -scale_b.shape[1] % 4))[:, : scale_b.shape[1]] if aligned else scale_b
+    return torch._scaled_mm(a, b.t(), scale_a, padded.t(), out_dtype=torch.bfloat16)
+
+
+def _by_token(scale: Tensor, codes: Tensor) -> Tensor:
+    """A scale per token and 128 channels, however many there were, tokens next to each other in memory."""
+    return scale.expand(-1, -(-codes.shape[1] // 128)).t().contiguous().t()

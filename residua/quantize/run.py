@@ -1,0 +1,108 @@
+"""A folder in, a quantized folder and its report out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+import residua
+from residua.quantize.apply import targets
+from residua.quantize.judge import Judge, Progress
+from residua.quantize.material import CALIBRATION_SEQUENCES, Material
+from residua.quantize.qwen3 import check_qwen3, save_qwen3
+from residua.quantize.schema import QuantizationResult
+from residua.quantize.schemes import find_scheme
+from residua.quantize.store import check_empty, is_quantized, save_quantized
+from residua.quantize.treatment import check_alpha
+from residua.train.files import write_atomically
+
+Device = Literal["auto", "cpu", "cuda"]
+RESULTS, REPORT = "results.json", "report.html"
+PROBES = 3
+
+
+def quantize(
+    model: str | Path,
+    out: str | Path,
+    *,
+    scheme: str = "fp8",
+    alpha: float | None = None,
+    exempt: Sequence[str] = (),
+    engine: str | Path | None = None,
+    data: str | Path | None = None,
+    calibration: int = CALIBRATION_SEQUENCES,
+    tokens: int | None = None,
+    probes: int = PROBES,
+    device: Device = "auto",
+    progress: Progress = lambda stage, done, total: None,
+) -> QuantizationResult:
+    """Quantize the model of a folder into `out`, with results.json and report.html beside it.
+
+    `alpha` turns SmoothQuant on, `exempt` are patterns of module names that stay in high precision, `probes` is for how
+    many of the worst modules the gain from exempting it is measured, `tokens` bounds the validation set. `engine` is
+    another folder, written in Qwen3's names for serving engines, if the model has that shape.
+    """
+    source, target, chosen = Path(model), Path(out), find_scheme(scheme)
+    check_empty(target)
+    if alpha is not None:
+        check_alpha(alpha, f"--smooth {alpha:g}")
+    if is_quantized(source):
+        raise ValueError(f"{source} is quantized already: name the run or the export it was made from.")
+    where = _device(device)
+    decoder = residua.load(source).to(where).eval()
+    targets(decoder, exempt)
+    if engine is not None:
+        check_empty(Path(engine))
+        check_qwen3(decoder.config)
+    material = Material.of_folder(source, decoder.config, None if data is None else Path(data))
+    judge = Judge(decoder, chosen, tuple(exempt), material, material.validation(tokens), progress)
+    before = judge.loss("loss in high precision")
+    folded = None if alpha is None else judge.smooth(alpha, calibration)
+    result = QuantizationResult(
+        model=str(source),
+        scheme=chosen.name,
+        bits=chosen.bits,
+        words=chosen.words,
+        alpha=alpha,
+        calibration_sequences=0 if alpha is None else calibration,
+        exempt=tuple(exempt),
+        text=str(material.dataset.path),
+        validation_tokens=sum(batch.tokens.numel() for batch in judge.validation),
+        device=str(where),
+        loss_before=before,
+        loss_folded=folded,
+        unsmoothed=() if alpha is None else tuple(judge.unsmoothed()),
+        **judge.findings(probes),
+    )
+    about = {"alpha": alpha, "exempt": list(exempt), "source": str(source)}
+    peaks = input_peaks(result)
+    save_quantized(target, source, decoder, judge.names, judge.chosen, scheme, peaks, about)
+    if engine is not None:
+        save_qwen3(Path(engine), source, decoder, judge.chosen, scheme, peaks)
+    write_results(result, target)
+    return result
+
+
+def input_peaks(result: QuantizationResult) -> dict[str, float]:
+    """The largest activation that each matrix reads, by the name of its module, or of the experts' last matrices."""
+    outer = {module.name: module.input_peak for module in result.modules}
+    inner = {f"{m.name}.out": m.inner_peak for m in result.modules if m.inner_peak is not None}
+    return outer | inner
+
+
+def write_results(result: QuantizationResult, out: Path) -> None:
+    """results.json and report.html."""
+    from residua.quantize.page import quantization_page
+
+    write_atomically(out / RESULTS, result.model_dump_json(indent=1) + "\n")
+    quantization_page(result).write(out / REPORT)
+
+
+def _device(name: Device) -> torch.device:
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: this machine has no CUDA device; use --device cpu.")
+    use_gpu = name == "cuda" or (name == "auto" and torch.cuda.is_available())
+    return torch.device("cuda" if use_gpu else "cpu")

@@ -1,0 +1,62 @@
+"""The schemes by name: how weights and activations are rounded.
+
+| name | weights | activations (dynamic) |
+|---|---|---|
+| fp8 | E4M3, 128 × 128 | E4M3, one scale per token |
+| fp8-group | E4M3, 128 × 128 | E4M3, one scale per token and 128 channels |
+| fp8-row | E4M3, one scale per row | E4M3, one scale per token |
+| nvfp4 | E2M1 by 16, E4M3 scales, fp32 per tensor | E2M1 by 16, E4M3 scales, fp32 per token |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from torch import Tensor
+
+from residua.quantize import fp8, nvfp4
+from residua.quantize.treatment import SCHEME_NAMES, check_scheme
+
+Quantized = fp8.Fp8 | nvfp4.Nvfp4
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """`weight(w [R, C], what=name)` quantizes a matrix; `activation(x [..., C])` rounds it and returns fp32."""
+
+    name: str
+    bits: str
+    words: str
+    weight: Callable[..., Quantized]
+    activation: Callable[[Tensor], Tensor]
+
+
+def _fp8(name: str, words: str, weight: fp8.Tile, activation: fp8.Tile) -> Scheme:
+    return Scheme(name, "W8A8", words, partial(fp8.quantize_fp8, tile=weight), partial(fp8.round_fp8, tile=activation))
+
+
+_PER_TOKEN = "activations E4M3 per token"
+SCHEMES = {
+    scheme.name: scheme
+    for scheme in (
+        _fp8("fp8", f"weights E4M3 in 128 × 128 blocks, {_PER_TOKEN}", fp8.BLOCK, fp8.ROW),
+        _fp8("fp8-group", f"weights E4M3 in 128 × 128 blocks, {_PER_TOKEN} and 128 channels", fp8.BLOCK, fp8.GROUP),
+        _fp8("fp8-row", f"weights E4M3 per row, {_PER_TOKEN}", fp8.ROW, fp8.ROW),
+        Scheme(
+            "nvfp4",
+            "W4A4",
+            "E2M1 in blocks of 16 with E4M3 scales, second scale per tensor for weights and per token for activations",
+            nvfp4.quantize_nvfp4,
+            nvfp4.round_nvfp4,
+        ),
+    )
+}
+assert set(SCHEMES) == set(SCHEME_NAMES)
+
+
+def find_scheme(name: str) -> Scheme:
+    """A scheme by name."""
+    check_scheme(name)
+    return SCHEMES[name]

@@ -1,0 +1,88 @@
+"""SmoothQuant (arXiv 2211.10438): move what is hard to quantize from activations into weights, channel by channel.
+
+    s_j = max|X_j|^α / max|W_j|^(1−α),   X_j ← X_j / s_j,   W_j ← W_j · s_j
+
+X_j is an input channel over the calibration text, W_j its column in all maps that read it. The division is folded into
+whatever produces X (graph.py), so the smoothed model has the same modules and computes the same function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from residua.data.loader import Batch
+from residua.model.decoder import Decoder
+from residua.quantize.graph import Edge, edges
+
+LARGEST_FACTOR = 1e4
+
+
+def smooth(
+    model: Decoder,
+    batches: Iterable[Batch],
+    alpha: float = 0.5,
+    *,
+    run: Callable[[Batch], object] | None = None,
+) -> dict[str, Tensor]:
+    """Calibrate on `batches` and fold; returns the factors by edge. `run` is a forward pass, by default the model's."""
+    found = edges(model)
+    peaks = channel_peaks(model, found, batches, run or partial(_forward, model))
+    factors = {}
+    for edge in found:
+        factors[edge.name] = smoothing_factors(edge, peaks[edge.name], alpha)
+        edge.fold(factors[edge.name])
+    return factors
+
+
+@torch.no_grad()
+def channel_peaks(
+    model: Decoder, found: Iterable[Edge], batches: Iterable[Batch], run: Callable[[Batch], object]
+) -> dict[str, Tensor]:
+    """max|X_j| of every edge's vector over the batches, [C] in fp32."""
+    peaks: dict[str, Tensor] = {}
+
+    def note(edge: Edge, module: nn.Module, arguments: tuple[Any, ...]) -> None:
+        seen = edge.look(*arguments).detach().flatten(end_dim=-2)
+        peak = seen.abs().amax(0).float() if len(seen) else seen.new_zeros(seen.shape[1]).float()
+        peaks[edge.name] = torch.maximum(peaks[edge.name], peak) if edge.name in peaks else peak
+
+    with hooked({edge.name: (edge.probe, partial(note, edge)) for edge in found}):
+        for batch in batches:
+            run(batch)
+    return peaks
+
+
+def smoothing_factors(edge: Edge, peaks: Tensor, alpha: float) -> Tensor:
+    """s of the producer's channels; 1 where a channel is silent or nobody reads it."""
+    columns = torch.stack([reader.detach().abs().amax(0) for reader in edge.readers]).amax(0).float()
+    peaks, columns = (_shared(values, edge.channel) for values in (peaks, columns))
+    factors = peaks**alpha / columns ** (1 - alpha)
+    usable = (peaks > 0) & (columns > 0)
+    return torch.where(usable, factors, torch.ones_like(factors)).clamp(1 / LARGEST_FACTOR, LARGEST_FACTOR)
+
+
+def _shared(values: Tensor, channel: Tensor) -> Tensor:
+    """The largest of the values that share a producer's channel."""
+    shared = values.new_zeros(int(channel.max()) + 1)
+    return shared.scatter_reduce(0, channel.to(values.device), values, "amax")
+
+
+@contextmanager
+def hooked(hooks: dict[str, tuple[nn.Module, Callable[..., None]]]) -> Iterator[None]:
+    """Forward pre-hooks on modules while the block is open."""
+    handles = [module.register_forward_pre_hook(hook) for module, hook in hooks.values()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _forward(model: Decoder, batch: Batch) -> Tensor:
+    return model.hidden(batch.tokens, batch.segments)

@@ -1,0 +1,156 @@
+"""A quantized model's folder: written whole or not at all, and read back into a model that computes the same.
+
+`config.toml` and `tokenizer.json` as in a run, `model.safetensors` in the compressed-tensors layout, `config.json` with
+its quantization_config, and `quantization.json`, which says how it was made and is what `residua.load` looks for.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import residua
+from residua.model.config import ModelConfig
+from residua.model.decoder import Decoder
+from residua.quantize.apply import candidates, install, rounded
+from residua.quantize.fp8 import Fp8
+from residua.quantize.layout import module_tensors, quantization_config, read_module
+from residua.quantize.low import matrices
+from residua.quantize.real import with_fp8_products
+from residua.quantize.schemes import Quantized, find_scheme
+from residua.train.checkpoint import model_tensors
+from residua.train.files import UNFINISHED, flush
+
+MARK = "quantization.json"
+WEIGHTS = "model.safetensors"
+COPIED = ("config.toml", "tokenizer.json")
+VERSION = 1
+
+
+def check_empty(out: Path) -> None:
+    """Nothing that is there is overwritten."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"{out} is not empty: choose another --out.")
+
+
+def save_quantized(
+    out: Path,
+    source: Path,
+    model: Decoder,
+    modules: Collection[str],
+    weights: Mapping[str, Quantized],
+    scheme: str,
+    input_peaks: Mapping[str, float],
+    about: Mapping[str, Any],
+) -> None:
+    """Write the folder: the matrices of `modules` from `weights`, everything else from `model` as it is.
+
+    `input_peaks` are the largest activations by module, or by the stack that a matrix is in.
+    """
+    check_empty(out)
+    tensors = {n: tensor for n, tensor in model_tensors(model).items() if n.rpartition(".")[0] not in modules}
+    for name, weight in weights.items():
+        peak = next(input_peaks[n] for n in (name, *_parents(name)) if n in input_peaks)
+        tensors |= module_tensors(name, weight, peak)
+    mark = {"version": VERSION, "scheme": scheme, "modules": list(modules), **about}
+    mark["model"] = model.config.model_dump(mode="json", exclude_none=True)
+    config = {"model_type": "residua", "quantization_config": quantization_config(scheme, weights)}
+    write_folder(out, tensors, {MARK: mark, "config.json": config}, copies=[source / name for name in COPIED])
+
+
+def write_folder(
+    out: Path, tensors: Mapping[str, Tensor], documents: Mapping[str, Mapping[str, Any]], copies: Iterable[Path]
+) -> None:
+    """A folder with model.safetensors, JSON documents and copies of the files that exist, whole or not at all."""
+    check_empty(out)
+    temporary = out.with_name(f"{UNFINISHED}{out.name}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+        saved = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        save_file(saved, temporary / WEIGHTS, metadata={"format": "pt"})
+        for path in copies:
+            if path.exists():
+                shutil.copyfile(path, temporary / path.name)
+        for name, content in documents.items():
+            (temporary / name).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        for path in temporary.iterdir():
+            flush(path)
+        if out.exists():
+            out.rmdir()
+        temporary.rename(out)
+        flush(out.parent)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def is_quantized(folder: Path) -> bool:
+    """Whether a folder was made by `residua quantize`."""
+    return (folder / MARK).exists()
+
+
+def load_quantized(folder: str | Path, *, fp8_products: torch.device | None = None) -> Decoder:
+    """The model in such a folder, on the CPU, rounding weights and activations as it was quantized to.
+
+    With a device in `fp8_products` the model is there, and multiplies in FP8 wherever the device and the shapes allow.
+    """
+    folder = Path(folder)
+    mark = _read_json(folder / MARK)
+    if mark.get("version") != VERSION:
+        raise ValueError(f"{folder / MARK} has version {mark.get('version')}, this Residua reads {VERSION}.")
+    scheme = find_scheme(mark["scheme"])
+    try:
+        tensors = load_file(folder / WEIGHTS)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{folder / WEIGHTS} cannot be read: {error}.") from None
+    model = residua.build(ModelConfig(**mark["model"]))
+    there = candidates(model)
+    try:
+        modules = {name: there[name] for name in mark["modules"]}
+        weights = {
+            f"{name}{end}": read_module(tensors, f"{name}{end}", scheme.name, matrix.shape[1])
+            for name, module in modules.items()
+            for end, matrix in matrices(module).items()
+        }
+    except KeyError as error:
+        raise ValueError(f"{folder / WEIGHTS} lacks {error}: the folder is damaged, quantize again.") from None
+    _copy_rest(folder / WEIGHTS, model, tensors, modules)
+    install(model, rounded(modules, weights, scheme))
+    if fp8_products is not None:
+        plain = {name: weight for name, weight in weights.items() if name in modules and isinstance(weight, Fp8)}
+        install(model.to(fp8_products), with_fp8_products(plain, scheme.name, fp8_products)[0])
+    return model
+
+
+@torch.no_grad()
+def _copy_rest(path: Path, model: Decoder, tensors: Mapping[str, Tensor], modules: Collection[str]) -> None:
+    """What is in high precision; every tensor of the model must be there in its shape."""
+    for name, tensor in model_tensors(model).items():
+        if name.rpartition(".")[0] in modules:
+            continue
+        if name not in tensors or tensors[name].shape != tensor.shape:
+            raise ValueError(f"{path} lacks tensor {name!r} in shape {list(tensor.shape)}: quantize again.")
+        tensor.copy_(tensors[name])
+
+
+def _parents(name: str) -> Iterator[str]:
+    while "." in name:
+        name = name.rpartition(".")[0]
+        yield name
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read ({error}).") from None
+    return content if isinstance(content, dict) else {}

@@ -1,0 +1,49 @@
+"""How to quantize, in a word: a scheme, with or without SmoothQuant. This file imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+SCHEME_NAMES = ("fp8", "fp8-group", "fp8-row", "nvfp4")
+DEFAULT_ALPHA = 0.5
+
+
+@dataclass(frozen=True)
+class Treatment:
+    """A scheme and, with SmoothQuant, its α: `nvfp4`, `nvfp4+smooth` (α = 0.5), `nvfp4+smooth:0.7`."""
+
+    scheme: str
+    alpha: float | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Treatment:
+        name, plus, smoothing = text.strip().partition("+")
+        check_scheme(name)
+        if not plus:
+            return cls(name)
+        word, _, number = smoothing.partition(":")
+        try:
+            alpha = float(number) if number else DEFAULT_ALPHA
+        except ValueError:
+            alpha = -1.0
+        if word != "smooth":
+            raise ValueError(f"{text!r} is no way to quantize: write a scheme, {name}, or {name}+smooth.")
+        check_alpha(alpha, text)
+        return cls(name, alpha)
+
+    def __str__(self) -> str:
+        if self.alpha is None:
+            return self.scheme
+        return f"{self.scheme}+smooth" + ("" if self.alpha == DEFAULT_ALPHA else f":{self.alpha:g}")
+
+
+def check_alpha(alpha: float, where: str) -> None:
+    """SmoothQuant's exponent moves difficulty from activations (0: none of it) to weights (1: all)."""
+    if not 0 <= alpha <= 1:
+        raise ValueError(f"{where}: SmoothQuant's α must lie between 0 and 1; 0.5 is usual.")
+
+
+def check_scheme(name: str) -> None:
+    """Refuse a scheme that does not exist."""
+    if name not in SCHEME_NAMES:
+        raise ValueError(f"scheme {name!r} does not exist: choose {', '.join(SCHEME_NAMES)}.")

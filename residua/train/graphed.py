@@ -1,0 +1,102 @@
+"""A micro-batch's forward and backward pass as one CUDA graph: the host launches once instead of a thousand times.
+
+Two graphs are captured after a few ordinary passes have compiled and warmed everything up: one for the first
+micro-batch of a step, which writes the gradients, and one for the others, which add to them. Both repeat the very
+kernels of an ordinary pass, so results are the same bit for bit. What a graph reads and writes has a fixed address:
+batches are copied in, and the gradients' buffers are handed to the parameters after every replay.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+WARM_UP = 2
+"""Ordinary passes of each kind before its graph is captured."""
+
+Inputs = tuple[Tensor | None, ...]
+Pass = Callable[..., tuple[Tensor, Tensor]]
+"""Takes the tensors of a micro-batch, leaves gradients with the parameters and returns two numbers of it."""
+
+
+class _Graph(NamedTuple):
+    graph: torch.cuda.CUDAGraph
+    inputs: Inputs
+    outputs: tuple[Tensor, Tensor]
+    gradients: list[Tensor | None]
+
+    def replay(self, inputs: Inputs, parameters: Sequence[nn.Parameter]) -> tuple[Tensor, Tensor]:
+        for mine, given in zip(self.inputs, inputs, strict=True):
+            if mine is not None and given is not None:
+                mine.copy_(given, non_blocking=True)
+        self.graph.replay()
+        for parameter, gradient in zip(parameters, self.gradients, strict=True):
+            parameter.grad = gradient
+        return self.outputs
+
+
+class GraphedPass:
+    """`run` replayed as a graph once it has been warmed up; micro-batches of another shape run as they would have."""
+
+    def __init__(self, run: Pass, parameters: Sequence[nn.Parameter]) -> None:
+        self._run = run
+        self._parameters = parameters
+        self._stream = torch.cuda.Stream()
+        self._pool = torch.cuda.graph_pool_handle()
+        self._passes = {True: 0, False: 0}
+        self._graphs: dict[bool, _Graph] = {}
+        self._refused = False
+
+    def __call__(self, *inputs: Tensor | None, first: bool) -> tuple[Tensor, Tensor]:
+        """One micro-batch; `first` if no gradients are there yet."""
+        if first in self._graphs and _alike(self._graphs[first].inputs, inputs):
+            return self._graphs[first].replay(inputs, self._parameters)
+        self._passes[first] += 1
+        if self._passes[first] > WARM_UP and not self._refused and self._ready(first):
+            captured = self._capture(inputs, first)
+            if captured is not None:
+                return captured.replay(inputs, self._parameters)
+        return self._ordinary(inputs)
+
+    def _ready(self, first: bool) -> bool:
+        """The graph of later micro-batches adds to the buffers of the first one's, which therefore comes first."""
+        return first not in self._graphs and (first or True in self._graphs)
+
+    def _ordinary(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        """On the stream that graphs are captured on, so that nothing remembers another one."""
+        before = torch.cuda.current_stream()
+        self._stream.wait_stream(before)
+        with torch.cuda.stream(self._stream):
+            outputs = self._run(*inputs)
+        before.wait_stream(self._stream)
+        return outputs
+
+    def _capture(self, inputs: Inputs, first: bool) -> _Graph | None:
+        held = [parameter.grad for parameter in self._parameters]
+        static = tuple(None if t is None else t.clone() for t in inputs)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            torch.cuda.synchronize()
+            # other threads go on reading data meanwhile
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                outputs = self._run(*static)
+        except RuntimeError as error:
+            torch.cuda.synchronize()
+            self._refused = True
+            for parameter, gradient in zip(self._parameters, held, strict=True):
+                parameter.grad = gradient
+            reason = str(error).splitlines()[0]
+            warnings.warn(f"this step cannot be made a CUDA graph and runs without one: {reason}", stacklevel=2)
+            return None
+        gradients = [parameter.grad for parameter in self._parameters]
+        self._graphs[first] = _Graph(graph, static, outputs, gradients)
+        return self._graphs[first]
+
+
+def _alike(mine: Inputs, given: Inputs) -> bool:
+    shapes = [[None if t is None else (t.shape, t.dtype) for t in inputs] for inputs in (mine, given)]
+    return shapes[0] == shapes[1]

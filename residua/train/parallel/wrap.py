@@ -1,0 +1,85 @@
+"""A model made ready for several ranks from outside: replicated by DDP, or cut into shards by FSDP2."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.nn.parallel import DistributedDataParallel
+
+from residua.train.parallel.mesh import Mesh
+
+if TYPE_CHECKING:
+    from residua.model.decoder import Decoder
+    from residua.train.parallel.stage import Slice
+
+Losses = Callable[..., tuple[Tensor, Tensor, Any]]
+
+
+def whole(parameter: nn.Parameter) -> bool:
+    """Whether a parameter stays whole on every rank: FSDP2 cuts along the first axis, which a scalar has not."""
+    return parameter.dim() == 0
+
+
+def shard_model(model: Decoder, mesh: Mesh, precision: torch.dtype) -> None:
+    """Cut every parameter into `parallel.shard` pieces of rows, gathered a layer at a time while it computes.
+
+    The layers are gathered in the precision they compute in; what the layers share (embedding, head, topology,
+    anchors) stays in the masters' and is gathered once, as the outermost group. With `parallel.unit = "model"` there
+    is that group alone: more memory, but one gather and a model that compiles as a whole.
+    """
+    _shard(model, list(model.sublayers), mesh, precision, set())
+
+
+def _shard(
+    root: nn.Module, sublayers: list[nn.Module], mesh: Mesh, precision: torch.dtype, left: set[nn.Parameter]
+) -> None:
+    narrow = MixedPrecisionPolicy(param_dtype=precision, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    wide = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
+    # one axis where there are no copies: FSDP2 takes two for copies of shards
+    grid = mesh.grid["shard"] if mesh.config.data == 1 else mesh.grid["data", "shard"]
+    left = left | {parameter for parameter in root.parameters() if whole(parameter)}
+    if mesh.config.unit == "layer":
+        for first in range(0, len(sublayers), 2):
+            fully_shard(sublayers[first : first + 2], mesh=grid, mp_policy=narrow, ignored_params=left)
+    fully_shard(root, mesh=grid, mp_policy=wide, ignored_params=left, reshard_after_forward=False)
+    for parameter in left:
+        parameter.data = parameter.data.to(mesh.device)
+
+
+def sharded_losses(model: Decoder, compiled: bool, unit: str, z_loss: float) -> Losses:
+    """The losses of a sharded model, compiled where no gather happens: inside each sublayer, or the whole model."""
+    if compiled and unit == "layer":
+        for sublayer in model.sublayers:
+            sublayer.forward = torch.compile(sublayer.forward, dynamic=False)
+    elif compiled:
+        model.routed_losses = torch.compile(model.routed_losses, dynamic=False)  # type: ignore[method-assign]
+    register_fsdp_forward_method(model, "routed_losses")
+    return partial(model.routed_losses, z_loss=z_loss)
+
+
+class _Entry(nn.Module):
+    """The losses as a module's forward pass: what DDP can wrap."""
+
+    def __init__(self, model: Decoder, losses: Losses) -> None:
+        super().__init__()
+        self.model, self.losses = model, losses
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Any]:
+        return self.losses(*args, **kwargs)
+
+
+def replicated_losses(model: Decoder, compiled: bool, mesh: Mesh, z_loss: float) -> DistributedDataParallel:
+    """The losses of a model that every rank has a copy of; DDP adds up its gradients while they are computed."""
+    losses: Losses = partial(model.routed_losses, z_loss=z_loss)
+    entry = _Entry(model, torch.compile(losses, dynamic=False) if compiled else losses)
+    return DistributedDataParallel(entry, process_group=mesh.data, gradient_as_bucket_view=True)
+
+
+def shard_slice(module: Slice, mesh: Mesh, precision: torch.dtype, shared: Sequence[nn.Parameter]) -> None:
+    """As `shard_model`, for one stage of a pipeline; what several stages share stays whole."""
+    _shard(module, list(module.sublayers.values()), mesh, precision, set(shared))

@@ -1,0 +1,100 @@
+"""The processes that train a run together. Usually there is one: what `World` describes.
+
+Under torchrun `residua.train.parallel` takes its place with the same verbs, so that the trainer is the same either way.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+import torch
+
+import residua
+from residua.model.settings import ConfigError
+from residua.train.checkpoint import restore, save_checkpoint
+from residua.train.config import RunConfig
+from residua.train.run import Run
+from residua.train.step import Step, build_step, choose_device
+
+if TYPE_CHECKING:
+    from residua.model.decoder import Decoder
+
+T = TypeVar("T")
+
+
+class World:
+    """One process that is the whole world: it leads, has all the data and waits for nobody."""
+
+    leads = True
+    size = 1
+    batch_rank, batch_ranks = 0, 1
+    restarted = False
+    """Whether torchrun has started this run before and it died."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        pass
+
+    def open_run(self, folder: Path, config: RunConfig, *, resume: bool) -> Run:
+        """Take the run's folder."""
+        return Run.reopen(folder, config) if resume else Run.create(folder, config)
+
+    def leader_first(self, work: Callable[[], T]) -> T:
+        """Do something that leaves files behind for the others to find."""
+        return work()
+
+    def from_leader(self, work: Callable[[], T]) -> T:
+        """What the leader makes, on every process; plain data."""
+        return work()
+
+    def agree(self, signal_number: int | None, done: int) -> int | None:
+        """After step `done`: a signal that any process received."""
+        return signal_number
+
+    def build_step(self, config: RunConfig) -> Step:
+        return build_step(residua.build(config.model), config.train, self.device)
+
+    def save(self, run: Path, number: int, step: Step, state: Mapping[str, Any], keep: int) -> None:
+        """Write checkpoint `number`; it may be finished in the background, by `settle` at the latest."""
+        save_checkpoint(run, number, step.model, step.optimizer, state, keep)
+
+    def settle(self) -> None:
+        """Wait until what was saved is on the disk."""
+
+    def restore(self, path: Path, step: Step) -> None:
+        restore(path, step.model, step.optimizer)
+
+    def whole_model(self, step: Step) -> Decoder | None:
+        """The model, where one process has all of it."""
+        return step.model
+
+    def describe(self) -> str | None:
+        """A line for the run's summary."""
+        return None
+
+
+def open_world(config: RunConfig) -> World:
+    """The world that the configuration asks for, checked against the processes that there are."""
+    asked, started = config.parallel.ranks, int(os.environ.get("WORLD_SIZE", 1))
+    if asked != started:
+        if int(os.environ.get("RANK", 0)) > 0:
+            raise SystemExit(2)  # rank 0 says it for all
+        sizes = " × ".join(f"{name} {getattr(config.parallel, name)}" for name in ("data", "shard", "pipeline"))
+        raise ConfigError(
+            f"parallel asks for {asked} processes ({sizes}) and {started} were started: use torchrun "
+            f"--nproc-per-node {asked}, or change parallel.data, parallel.shard and parallel.pipeline."
+        )
+    device = choose_device(config.train)
+    if asked == 1:
+        return World(device)
+    from residua.train.parallel.ranks import Ranks
+
+    return Ranks.start(config, device)

@@ -1,0 +1,66 @@
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from residua.bench.decode import STEPS, bench_decode
+from residua.bench.step import read_cases
+from residua.cli.bench import app
+from residua.train.config import RunConfig
+
+CPU = torch.device("cpu")
+MODEL = """
+[model]
+vocab_size = 64
+context = 16
+layers = 2
+width = 16
+attention = { kind = "softmax", heads = 2 }
+ffn = { kind = "relu2", hidden = 32 }
+"""
+
+
+@pytest.fixture
+def model(tmp_path):
+    path = tmp_path / "tiny.toml"
+    path.write_text(MODEL)
+    return path
+
+
+def test_every_case_is_timed_in_turn_and_set_against_the_first(model):
+    cases = read_cases(RunConfig.from_toml(model), ["prenorm", "mgr"])
+    results = bench_decode("tiny", cases, CPU, batch=3, filled=8, engine="auto", rounds=4)
+    assert [r.case for r in results] == ["prenorm", "mgr"]
+    assert [r.step.count for r in results] == [4, 4]
+    assert results[0].ratio == 1
+    assert results[1].ratio == pytest.approx(results[1].step.median / results[0].step.median)
+    plain = results[0]
+    matrices = 64 * 16 + 2 * (4 * 16 * 16 + 2 * 16 * 32)
+    gains = 5 * 16 + 2 * 2 * 8
+    assert plain.weight_bytes == 4 * (matrices + gains)
+    assert plain.cache_bytes == 2 * 2 * 3 * 8 * 16 * 4
+    assert plain.bytes_per_second == (plain.weight_bytes + plain.cache_bytes) / plain.step.median
+    assert STEPS == 8
+
+
+def test_the_command_prints_a_table_and_writes_what_it_measured(model, tmp_path):
+    out = tmp_path / "decode.json"
+    arguments = ["decode", str(model), "--compare", "prenorm,block_attnres", "--batch", "1", "--batch", "2"]
+    done = CliRunner().invoke(app, [*arguments, "--filled", "4", "--rounds", "2", "--device", "cpu", "--out", str(out)])
+    assert done.exit_code == 0, done.output
+    report = json.loads(out.read_text())
+    assert report["kind"] == "decode"
+    assert [(r["case"], r["batch"]) for r in report["results"]] == [
+        ("prenorm", 1),
+        ("block_attnres", 1),
+        ("prenorm", 2),
+        ("block_attnres", 2),
+    ]
+    assert "block_attnres" in done.output
+
+
+def test_an_engine_that_the_device_lacks_is_refused(model):
+    done = CliRunner().invoke(app, ["decode", str(model), "--engine", "graph", "--device", "cpu"])
+    assert isinstance(done.exception, ValueError)
+    assert str(done.exception) == "engine graph replays CUDA graphs and this device is a CPU: use eager or compile."

@@ -1,0 +1,65 @@
+"""Hybrids and mixtures of experts under diagnosis."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from residua.diagnose import Diagnosis, ModelDiagnosis, run
+from residua.diagnose.page import diagnosis_page
+from residua.model.decoder import Decoder
+from tests.diagnose import planted
+
+HYBRID = {
+    "kind": "hybrid",
+    "softmax_every": 2,
+    "softmax": {"heads": 2},
+    "linear": {"key_heads": 1, "value_heads": 2, "head_dim": 8},
+}
+MIXTURE = {"kind": "moe", "hidden": 8, "experts": 4, "top_k": 2}
+pytestmark = pytest.mark.slow
+
+
+def model() -> Decoder:
+    return planted.control(attention=HYBRID, ffn=MIXTURE)
+
+
+@pytest.fixture(scope="module")
+def made() -> tuple[Decoder, ModelDiagnosis]:
+    torch.manual_seed(0)
+    sparse = model()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "TOKENS_AT_ONCE", 3 * planted.LENGTH)
+        return sparse, planted.diagnosed(sparse, planted.sample(), ablations="layers")
+
+
+def test_sites_are_called_what_they_are(made: tuple[Decoder, ModelDiagnosis]) -> None:
+    kinds = [site.kind for site in made[1].sites[:4]]
+    assert kinds == ["linear attention", "mixture of experts", "attention", "mixture of experts"]
+
+
+def test_attention_is_measured_on_the_softmax_layers(made: tuple[Decoder, ModelDiagnosis]) -> None:
+    assert [a.layer for a in made[1].attention] == list(made[0].config.softmax_layers)
+    assert made[1].skipped == []
+
+
+def test_expert_load_is_that_of_the_whole_text(made: tuple[Decoder, ModelDiagnosis]) -> None:
+    sparse, found = made
+    with torch.no_grad():
+        _, _, routing = sparse.routed_losses(planted.sample().tokens, planted.sample().targets)
+    assert [e.layer for e in found.experts] == list(range(sparse.config.layers))
+    torch.testing.assert_close(torch.tensor([e.load for e in found.experts]), routing.load, atol=1e-6, rtol=0)
+
+
+def test_a_dead_expert_is_told(made: tuple[Decoder, ModelDiagnosis]) -> None:
+    from residua.diagnose.words import _experts
+
+    dead = made[1].experts[0].model_copy(update={"load": [0.5, 0.5, 0.0, 0.0]})
+    assert "2 of 4 are never chosen" in _experts(made[1].model_copy(update={"experts": [dead]}))
+
+
+def test_the_page_has_a_map_of_the_load_and_the_file_reads_back(made: tuple[Decoder, ModelDiagnosis]) -> None:
+    diagnosis = Diagnosis(models=[made[1]])
+    assert ">Expert load</h2>" in diagnosis_page(diagnosis).html()
+    again = Diagnosis.model_validate_json(diagnosis.model_dump_json())
+    assert again.models[0].experts == made[1].experts

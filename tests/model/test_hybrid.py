@@ -1,0 +1,132 @@
+"""Hybrids: which layer mixes how, where the anchors come from, decoding with both kinds of cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from residua.model import taps
+from residua.model.anchors import Mix, Write
+from residua.model.attention import SoftmaxAttention
+from residua.model.cache import KeyValueCache, RecurrentCache
+from residua.model.decoder import Decoder, build
+from residua.model.linear_attention import GatedDeltaNet
+from residua.model.settings import ConfigError
+from residua.model.size import measure
+from tests.golden.compare import close, randomise
+from tests.model.small import small, tokens_and_targets
+
+LINEAR = {"key_heads": 1, "value_heads": 2, "head_dim": 8}
+MOE = {"kind": "moe", "hidden": 8, "experts": 4, "top_k": 2}
+
+
+def hybrid(every: int = 2, **options: Any) -> dict[str, Any]:
+    return {"kind": "hybrid", "softmax_every": every, "softmax": {"heads": 2} | options, "linear": LINEAR}
+
+
+def mixers(model: Decoder) -> list[Any]:
+    return [sublayer.body for sublayer in model.sublayers][::2]
+
+
+def test_the_last_of_every_few_layers_is_softmax() -> None:
+    config = small(layers=8, attention=hybrid(every=4))
+    assert config.softmax_layers == (3, 7)
+    kinds = [type(body) for body in mixers(build(config))]
+    assert kinds == [GatedDeltaNet] * 3 + [SoftmaxAttention] + [GatedDeltaNet] * 3 + [SoftmaxAttention]
+
+
+def test_the_first_softmax_layer_writes_the_anchors_and_only_softmax_layers_mix_them() -> None:
+    anchors = {"kind": "nuresformer", "pathways": ["q", "k", "v"]}
+    bodies = mixers(build(small(layers=6, attention=hybrid(), anchors=anchors)))
+    assert [type(getattr(body, "mix", None)) for body in bodies] == [type(None), Write, type(None), Mix] + [
+        type(None),
+        Mix,
+    ]
+
+
+def test_anchors_written_by_the_first_softmax_layer_are_its_values() -> None:
+    """With λ1 = 1 and λ2 = 0 a later layer's values are the first softmax layer's, whatever its own are."""
+    model = build(small(layers=4, attention=hybrid(), anchors={"kind": "resformer"}))
+    later = mixers(model)[3].mix
+    with torch.no_grad():
+        later.anchor_scale["v"].fill_(1.0)
+        later.current_scale["v"].fill_(0.0)
+    with taps.record() as seen, torch.no_grad():
+        model(tokens_and_targets()[0])
+    torch.testing.assert_close(seen["attention.3.value"], seen["attention.1.value"])
+    assert "attention.0.value" not in seen
+
+
+def test_exoformer_opens_anchors_of_the_softmax_layers_shape() -> None:
+    anchors = {"kind": "exoformer"}
+    model = build(small(layers=4, attention=hybrid(heads=4, kv_heads=2, gate="elementwise"), anchors=anchors))
+    opened = model.anchors.open(torch.randn(1, 3, 16))
+    assert [tuple(a.shape) for a in opened] == [(1, 3, 4, 4), (1, 3, 2, 4), (1, 3, 2, 4), (1, 3, 4, 4)]
+
+
+@pytest.mark.parametrize("ffn", ["dense", "moe"])
+@pytest.mark.parametrize("anchors", ["none", "resformer"])
+def test_decoding_with_both_kinds_of_cache_equals_the_full_forward(ffn: str, anchors: str) -> None:
+    tables = {"ffn": MOE} if ffn == "moe" else {}
+    config = small(layers=4, attention=hybrid(), anchors={"kind": anchors}, **tables)
+    model = randomise(build(config), 0.05)
+    tokens = torch.randint(23, (2, 70))
+    cache = model.new_cache(2, 80)
+    kinds = [type(part) for part in cache.sublayers[::2]]
+    assert kinds == [RecurrentCache, KeyValueCache] * 2
+    parts = [model(part, cache=cache) for part in tokens.split([66, 1, 1, 2], 1)]
+    close("logits", torch.cat(parts, 1), model(tokens), tolerance=1e-6)
+
+
+def test_documents_stay_apart() -> None:
+    model = build(small(layers=4, attention=hybrid(), ffn=MOE)).double()
+    tokens = tokens_and_targets()[0]
+    segments = torch.tensor([0, 0, 1, 1, 1, 1]).expand(2, -1)
+    apart = torch.cat([model(tokens[:, :2]), model(tokens[:, 2:])], 1)
+    close("logits", model(tokens, segments=segments), apart, tolerance=1e-6)
+
+
+def test_only_softmax_layers_pay_for_the_length_of_the_context() -> None:
+    def flops(every: int, context: int) -> int:
+        return measure(small(layers=8, context=context, attention=hybrid(every))).flops_per_token
+
+    assert flops(4, 108) - flops(4, 8) == 6 * 2 * 16 * 100
+    assert flops(2, 108) - flops(2, 8) == 6 * 4 * 16 * 100
+
+
+@pytest.mark.parametrize(
+    ("attention", "words"),
+    [
+        (hybrid(every=4), "attention.softmax_every = 4 leaves layers = 3 without softmax"),
+        (hybrid(every=1), "attention.softmax_every = 1"),
+        (hybrid(heads=3), "attention.softmax.heads = 3 does not divide width = 16"),
+        (hybrid(kv_heads=3), "attention.softmax.kv_heads = 3 does not divide attention.softmax.heads = 2"),
+        (hybrid() | {"linear": LINEAR | {"key_heads": 3}}, "attention.linear.key_heads = 3"),
+        ({"kind": "hybrid", "softmax": {"heads": 2}}, "attention.linear is missing"),
+    ],
+)
+def test_a_hybrid_that_cannot_be_is_refused(attention: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        small(attention=attention)
+
+
+def test_a_gate_to_mix_where_the_softmax_layers_have_none_names_their_table() -> None:
+    with pytest.raises(ConfigError, match=r"attention\.softmax\.gate = 'none'"):
+        small(attention=hybrid(), anchors={"kind": "exoformer"})
+
+
+@pytest.mark.slow
+def test_a_hybrid_learns() -> None:
+    model = build(small(layers=4, attention=hybrid(gate="elementwise"), ffn=MOE))
+    tokens, targets = tokens_and_targets()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses: list[Tensor] = []
+    for _ in range(20):
+        losses.append(model.loss(tokens, targets))
+        optimizer.zero_grad()
+        losses[-1].backward()
+        optimizer.step()
+    assert losses[-1] < 0.5 * losses[0]

@@ -1,0 +1,171 @@
+"""The fused hyper-connection junction and Sinkhorn against the references in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from residua import ops
+from residua.ops import fused
+
+pytest.importorskip("triton")
+interpreter = pytest.mark.skipif(not fused.INTERPRETED, reason="needs TRITON_INTERPRET=1")
+
+
+@pytest.fixture(autouse=True)
+def _poison():
+    """Memory that is handed out uninitialised holds NaN: an output that is not written shows."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def drawn(norm: str, n: int, width: int, *lead: int, per_token: bool = True, device: str = "cpu") -> dict[str, Tensor]:
+    """Weights well away from where they start."""
+    draw = torch.Generator(device).manual_seed(0)
+
+    def random(*size: int) -> Tensor:
+        return torch.randn(size, device=device, generator=draw)
+
+    tokens = lead if per_token else ()
+    inputs = {"streams": random(*lead, n, width), "update": random(*lead, width)}
+    inputs |= {"post": random(*tokens, n), "mix": random(*tokens, n, n), "bias": random(n)}
+    rows, columns = {"all": (n * n + 2 * n, n * width), "each": (n + 2, width), "none": (0, 0)}[norm]
+    return inputs | ({"scale": random(), "phi": random(rows, columns) / columns**0.5} if rows else {})
+
+
+def results(choice: str, inputs: dict[str, Tensor], norm: str, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    leaves = {name: t.detach().to(dtype or t.dtype).requires_grad_() for name, t in inputs.items()}
+    with ops.backend(choice):
+        made = [y for y in ops.hyper_step(**leaves, norm=norm, eps=1e-3) if y.shape[-1]]
+    draw = torch.Generator(made[0].device).manual_seed(1)
+    probes = [torch.randn(y.shape, generator=draw, device=y.device).to(y) for y in made]
+    grads = torch.autograd.grad(made, list(leaves.values()), probes)
+    named = dict(zip(("h", "X'", "z"), made, strict=False))
+    return named | {f"g {name}": g for name, g in zip(leaves, grads, strict=True)}
+
+
+def assert_close(ours: dict[str, Tensor], exact: dict[str, Tensor], tolerance: float) -> None:
+    for name, b in exact.items():
+        error = (ours[name].double() - b.double()).norm() / b.double().norm().clamp(min=1e-12)
+        assert error <= tolerance, f"{name}: relative error {error:.2e}"
+
+
+@interpreter
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@pytest.mark.parametrize("norm", ["all", "each", "none"])
+def test_a_step_equals_the_reference_in_every_gradient(norm, n):
+    inputs = drawn(norm, n, 70, 5)
+    assert_close(results("triton", inputs, norm), results("reference", inputs, norm, torch.float64), 1e-5)
+
+
+@interpreter
+@pytest.mark.parametrize("norm", ["all", "each"])
+def test_eight_streams_and_more_than_a_tile_of_tokens(norm):
+    inputs = drawn(norm, 8 if norm == "each" else 2, 12, 3, 11)
+    assert_close(results("triton", inputs, norm), results("reference", inputs, norm, torch.float64), 1e-5)
+
+
+@interpreter
+def test_weights_shared_by_all_tokens_get_one_gradient():
+    inputs = drawn("none", 3, 20, 2, 4, per_token=False)
+    assert_close(results("triton", inputs, "none"), results("reference", inputs, "none", torch.float64), 1e-5)
+
+
+@interpreter
+def test_streams_that_are_copies_and_no_tokens_are_taken():
+    inputs = drawn("all", 2, 10, 3)
+    inputs["streams"] = inputs["update"][:, None].expand(3, 2, 10)
+    assert_close(results("triton", inputs, "all"), results("reference", inputs, "all", torch.float64), 1e-5)
+    empty = results("triton", drawn("each", 2, 10, 0), "each")
+    assert empty["h"].shape == (0, 10) and not empty["g phi"].any() and not empty["g bias"].any()
+
+
+@interpreter
+@pytest.mark.parametrize("used", [0, 1, 2], ids=["h", "streams", "z"])
+def test_outputs_that_nobody_uses_have_no_part_in_the_gradients(used):
+    inputs = drawn("all", 2, 10, 3)
+    found = []
+    for choice in ("reference", "triton"):
+        leaves = [t.detach().requires_grad_() for t in inputs.values()]
+        with ops.backend(choice):
+            out = ops.hyper_step(**dict(zip(inputs, leaves, strict=True)), norm="all")[used]
+        found.append(torch.autograd.grad(out.sin().sum(), leaves, allow_unused=True, materialize_grads=True))
+    assert_close(dict(zip(inputs, found[1], strict=True)), dict(zip(inputs, found[0], strict=True)), 1e-5)
+
+
+@interpreter
+def test_compiles_into_one_graph():
+    inputs = drawn("each", 2, 10, 3)
+    leaves = [t.requires_grad_() for t in inputs.values()]
+
+    def run(*tensors: Tensor) -> Tensor:
+        with ops.backend("triton"):
+            made = ops.hyper_step(**dict(zip(inputs, tensors, strict=True)), norm="each")
+        return torch.stack([y.square().sum() for y in made]).sum()
+
+    eager, compiled = (
+        torch.autograd.grad(f(*leaves), leaves) for f in (run, torch.compile(run, backend="aot_eager", fullgraph=True))
+    )
+    assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(eager, compiled, strict=True))
+
+
+@interpreter
+def test_more_than_eight_streams_are_left_to_the_reference():
+    with ops.backend("triton"), pytest.raises(ValueError, match="has no fused hyper_step"):
+        ops.hyper_step(**drawn("none", 9, 4, 2))
+
+
+def doubly_stochastic(choice: str, logits: Tensor, iterations: int) -> list[Tensor]:
+    logits = logits.detach().requires_grad_()
+    with ops.backend(choice):
+        y = ops.sinkhorn(logits, iterations)
+    probe = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y)
+    return [y, *torch.autograd.grad(y, logits, probe)]
+
+
+@interpreter
+@pytest.mark.parametrize(("n", "iterations"), [(1, 2), (2, 20), (3, 1), (4, 20), (8, 3)])
+def test_sinkhorn_equals_the_reference_with_its_gradient(n, iterations):
+    logits = 2 * torch.randn(3, 5, n, n)
+    exact = doubly_stochastic("reference", logits.double(), iterations)
+    for ours, truth in zip(doubly_stochastic("triton", logits, iterations), exact, strict=True):
+        assert (ours - truth).norm() <= 2e-6 * truth.norm() + 1e-6
+
+
+@interpreter
+def test_sinkhorn_takes_no_tokens_and_a_strided_input():
+    assert ops.sinkhorn(torch.randn(0, 3, 3), 2).shape == (0, 3, 3)
+    logits = torch.randn(4, 3, 3).transpose(1, 2)
+    with ops.backend("triton"):
+        ours = ops.sinkhorn(logits, 5)
+    assert torch.allclose(ours, ops.sinkhorn(logits, 5), atol=1e-6)
+
+
+gpu = pytest.mark.gpu
+compiled_only = pytest.mark.skipif(fused.INTERPRETED, reason="needs TRITON_INTERPRET=0")
+
+
+@gpu
+@compiled_only
+@pytest.mark.parametrize("width", [768, 1000, 1280])
+@pytest.mark.parametrize(("norm", "n"), [("all", 4), ("all", 2), ("all", 8), ("each", 4), ("each", 8), ("none", 4)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)], ids=str)
+def test_on_a_gpu_every_gradient_is_right(dtype, tolerance, norm, n, width):
+    inputs = drawn(norm, n, width, 2, 700, device="cuda")
+    inputs |= {name: inputs[name].to(dtype) for name in ("streams", "update")}
+    ours = results("triton", inputs, norm)
+    assert_close(ours, results("reference", inputs, norm, torch.float64), tolerance)
+    again = results("triton", inputs, norm)
+    assert all(torch.equal(ours[name], again[name]) for name in ours)
+
+
+@gpu
+@compiled_only
+@pytest.mark.parametrize("n", [2, 3, 4, 8])
+def test_on_a_gpu_sinkhorn_is_right(n):
+    logits = 2 * torch.randn(3000, n, n, device="cuda")
+    exact = doubly_stochastic("reference", logits.double(), 20)
+    for ours, truth in zip(doubly_stochastic("triton", logits, 20), exact, strict=True):
+        assert (ours - truth).norm() <= 1e-5 * truth.norm()

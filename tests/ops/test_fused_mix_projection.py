@@ -1,0 +1,235 @@
+"""Fused anchor mixing against the reference in float64, in the Triton interpreter and on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from residua import ops
+from residua.ops import fused
+
+pytest.importorskip("triton")
+interpreter = pytest.mark.skipif(not fused.INTERPRETED, reason="needs TRITON_INTERPRET=1")
+
+HEADS = {"q": (2, 6), "k": (1, 6), "v": (1, 6), "g": (2, 6)}
+CASES = {
+    "elementwise, all": {},
+    "headwise": {"granularity": "headwise"},
+    "scalar": {"granularity": "scalar"},
+    "values only, gate per head": {"pathways": "v", "sections": HEADS | {"g": (2, 1)}},
+    "queries and keys only": {"pathways": "qk"},
+    "keys and gate": {"pathways": "kg"},
+    "no gate, no qk-norm": {"pathways": "qkv", "sections": {s: HEADS[s] for s in "qkv"}, "normed": False},
+    "dynamic": {"dynamic": True},
+    "dynamic, subset, scalar": {"dynamic": True, "pathways": "vk", "granularity": "scalar"},
+    "a table for each row": {"per_row": True},
+    "wide heads, more than a tile of tokens": {"sections": {s: (1, 130) for s in "qkvg"}, "size": (2, 11)},
+}
+
+
+@pytest.fixture(autouse=True)
+def _poison():
+    """Memory that is handed out uninitialised holds NaN: an output that is not written shows."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+class Layers:
+    """Two layers that share their anchors, so that the anchors' gradient is a sum; leaves by name."""
+
+    def __init__(
+        self, sections=HEADS, pathways="qkvg", granularity="elementwise", normed=True, dynamic=False, per_row=False,
+        size=(2, 5), device="cpu", dtype=torch.float32,
+    ):  # fmt: skip
+        self.sections, self.normed, self.pathways = sections, normed, pathways
+        shape = {"elementwise": lambda h, d: (h, d), "headwise": lambda h, d: (h,), "scalar": lambda h, d: ()}
+        width, head = sum(h * d for h, d in sections.values()), sections["q"][1]
+        draw = torch.Generator(device).manual_seed(0)
+
+        def random(*size, dtype=torch.float32):
+            return torch.randn(size, device=device, generator=draw).to(dtype)
+
+        self.leaves = {f"anchor {s}": random(*size, *sections[s], dtype=dtype) for s in pathways}
+        for layer in "12":
+            # columns of something wider: the rows are not dense
+            self.leaves[f"projected {layer}"] = random(*size, width + 3, dtype=dtype)
+            for s in pathways:
+                for scale in ("own", "other"):
+                    self.leaves[f"{scale} {s} {layer}"] = random(*shape[granularity](*sections[s]))
+            if normed:
+                self.leaves |= {f"gain {s} {layer}": random(head) for s in "qk"}
+            if dynamic:
+                self.leaves[f"gamma {layer}"] = random(*size, 2 * len(pathways), dtype=dtype)
+        angles = random(*(size if per_row else size[1:]), head // 2)
+        self.table = angles.cos(), angles.sin()
+
+    def __call__(self, leaves: dict[str, Tensor], table: tuple[Tensor, Tensor]) -> list[Tensor]:
+        anchors, made = [leaves[f"anchor {s}"] for s in self.pathways], []
+        for layer in "12":
+            own, anchors = ops.mix_heads(
+                leaves[f"projected {layer}"][..., 3:],
+                self.sections,
+                dict(zip(self.pathways, anchors, strict=True)),
+                {s: leaves[f"other {s} {layer}"] for s in self.pathways},
+                {s: leaves[f"own {s} {layer}"] for s in self.pathways},
+                table,
+                gains=tuple(leaves[f"gain {s} {layer}"] for s in "qk") if self.normed else None,
+                gamma=leaves.get(f"gamma {layer}"),
+            )
+            made += own.values()
+        return made
+
+    def results(self, choice: str, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+        leaves = {name: t.detach().to(dtype or t.dtype).requires_grad_() for name, t in self.leaves.items()}
+        with ops.backend(choice):
+            made = self(leaves, tuple(t.to(dtype or t.dtype) for t in self.table))
+        # gradients as attention gives them: heads before tokens
+        draw = torch.Generator(made[0].device).manual_seed(1)
+        probes = [
+            torch.randn(y.transpose(1, 2).shape, generator=draw, device=y.device).to(y).transpose(1, 2) for y in made
+        ]
+        grads = torch.autograd.grad(made, list(leaves.values()), probes)
+        return dict(enumerate(made)) | dict(zip(leaves, grads, strict=True))
+
+
+def assert_close(ours: dict[str, Tensor], exact: dict[str, Tensor], tolerance: float) -> None:
+    for name, b in exact.items():
+        error = (ours[name].double() - b).norm() / b.norm().clamp(min=1e-12)
+        assert error <= tolerance, f"{name}: relative error {error:.2e}"
+
+
+@interpreter
+@pytest.mark.parametrize("case", CASES)
+def test_two_layers_equal_the_reference_in_every_gradient(case):
+    layers = Layers(**CASES[case])
+    # the gradient of a λ for a whole head or layer is one sum of terms that cancel
+    tolerance = 1e-4 if "granularity" in CASES[case] else 2e-6
+    assert_close(layers.results("triton"), layers.results("reference", torch.float64), tolerance)
+
+
+@interpreter
+def test_tiles_of_tokens_share_programs(monkeypatch):
+    from residua.ops.mix_projection import launch
+
+    monkeypatch.setattr(launch, "BACKWARD_TILE", 16)
+    monkeypatch.setattr(launch, "PROGRAMS", 1)
+    layers = Layers(dynamic=True)
+    assert_close(layers.results("triton"), layers.results("reference", torch.float64), 2e-6)
+
+
+@interpreter
+def test_no_tokens_give_nothing_and_no_gradient():
+    results = Layers(size=(0, 5), dynamic=True).results("triton")
+    assert results[0].shape == (0, 5, 2, 6)
+    assert not any(results[f"{name} q 1"].any() for name in ("own", "other", "gain"))
+
+
+@interpreter
+def test_an_output_that_nobody_uses_is_no_gradient():
+    layers = Layers()
+    found = []
+    for choice in ("reference", "triton"):
+        leaves = {name: t.detach().requires_grad_() for name, t in layers.leaves.items()}
+        with ops.backend(choice):
+            values = layers(leaves, layers.table)[6]
+        grads = torch.autograd.grad(values.sum(), list(leaves.values()), allow_unused=True, materialize_grads=True)
+        found.append(dict(zip(leaves, grads, strict=True)))
+    assert_close(found[1], {name: g.double() for name, g in found[0].items()}, 2e-6)
+
+
+@interpreter
+def test_compiles_into_one_graph():
+    layers = Layers(pathways="kv", size=(1, 3))
+
+    def run(*tensors: Tensor) -> Tensor:
+        with ops.backend("triton"):
+            made = layers(dict(zip(layers.leaves, tensors, strict=True)), layers.table)
+        return torch.stack([y.square().sum() for y in made]).sum()
+
+    inputs = [t.requires_grad_() for t in layers.leaves.values()]
+    eager, compiled = (
+        torch.autograd.grad(f(*inputs), inputs) for f in (run, torch.compile(run, backend="aot_eager", fullgraph=True))
+    )
+    assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(eager, compiled, strict=True))
+
+
+@interpreter
+def test_works_inside_activation_checkpointing():
+    layers = Layers(pathways="qv", size=(1, 3))
+    inputs = [t.requires_grad_() for t in layers.leaves.values()]
+
+    def run(*tensors: Tensor) -> Tensor:
+        with ops.backend("triton"):
+            made = layers(dict(zip(layers.leaves, tensors, strict=True)), layers.table)
+        return torch.stack([y.square().sum() for y in made]).sum()
+
+    with ops.backend("triton"):
+        plain = torch.autograd.grad(run(*inputs), inputs)
+        kept = torch.utils.checkpoint.checkpoint(run, *inputs, use_reentrant=False)
+        assert all(torch.equal(a, b) for a, b in zip(plain, torch.autograd.grad(kept, inputs), strict=True))
+
+
+SCALES = {"elementwise": (3, 7), "headwise": (3,), "scalar": (), "one axis": (3, 1)}
+
+
+def mixed(choice: str, inputs: dict[str, Tensor], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    leaves = {name: t.detach().to(dtype or t.dtype).requires_grad_() for name, t in inputs.items()}
+    with ops.backend(choice):
+        y = ops.mix_projection(**leaves, eps=1e-3)
+    probe = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y)
+    return {"y": y} | dict(zip(leaves, torch.autograd.grad(y, list(leaves.values()), probe), strict=True))
+
+
+@interpreter
+@pytest.mark.parametrize("normed", [False, True], ids=["raw", "normed"])
+@pytest.mark.parametrize("scale", SCALES)
+def test_one_projection_equals_the_reference_in_every_gradient(scale, normed):
+    inputs = {
+        "current": torch.randn(2, 3, 3, 9)[..., 1:8],
+        "anchor": torch.randn(2, 3, 3, 7),
+        "current_scale": torch.randn(SCALES[scale]),
+        "anchor_scale": torch.randn(SCALES[scale]),
+    } | ({"norm_weight": torch.randn(7)} if normed else {})
+    assert_close(mixed("triton", inputs), mixed("reference", inputs, torch.float64), 2e-6)
+
+
+@interpreter
+def test_scales_per_token_are_left_to_the_reference():
+    x, scale = torch.randn(2, 3, 1, 4), torch.randn(2, 3, 1, 1)
+    with ops.backend("triton"), pytest.raises(ValueError, match="has no fused mix_projection"):
+        ops.mix_projection(x, x, scale, scale)
+
+
+gpu = pytest.mark.gpu
+compiled_only = pytest.mark.skipif(fused.INTERPRETED, reason="needs TRITON_INTERPRET=0")
+
+
+@gpu
+@compiled_only
+@pytest.mark.parametrize("head", [64, 96, 128, 256])
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 8e-3)], ids=str)
+def test_on_a_gpu_every_gradient_is_right(dtype, tolerance, dynamic, head):
+    sections = {"q": (6, head), "k": (2, head), "v": (2, head), "g": (6, head)}
+    layers = Layers(sections, dynamic=dynamic, size=(3, 700), device="cuda", dtype=dtype)
+    ours = layers.results("triton")
+    assert_close(ours, layers.results("reference", torch.float64), tolerance)
+    again = layers.results("triton")
+    assert all(torch.equal(ours[name], again[name]) for name in ours)
+
+
+@gpu
+@compiled_only
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 8e-3)], ids=str)
+@pytest.mark.parametrize("shape", [(6, 128), (1, 1000), (10, 128), (1, 1280), (3, 333)], ids=str)
+def test_on_a_gpu_one_projection_of_any_width_is_right(shape, dtype, tolerance):
+    inputs = {
+        "current": torch.randn(900, *shape, device="cuda").to(dtype),
+        "anchor": torch.randn(900, *shape, device="cuda").to(dtype),
+        "current_scale": torch.randn(shape, device="cuda"),
+        "anchor_scale": torch.randn(shape, device="cuda"),
+        "norm_weight": torch.randn(shape[-1], device="cuda"),
+    }
+    assert_close(mixed("triton", inputs), mixed("reference", inputs, torch.float64), tolerance)

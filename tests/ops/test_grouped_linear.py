@@ -1,0 +1,85 @@
+"""One linear map per group of rows, and the sorting of tokens by expert around it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from residua import ops
+from residua.ops.expert_slots import combine, dispatch, sort_slots
+from residua.ops.grouped_linear import grouped, reference
+from tests.golden.compare import agree, random
+
+SIZES = [[3, 0, 4, 1], [0, 0, 8, 0], [1, 1, 1, 1]]
+
+
+def ends_of(sizes: list[int]) -> Tensor:
+    return torch.tensor(sizes).cumsum(0).int()
+
+
+def by_row(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    group = torch.searchsorted(ends, torch.arange(len(x)), right=True)
+    return torch.einsum("nk,nok->no", x, weight[group])
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_reference_multiplies_each_row_by_its_groups_matrix(sizes: list[int]) -> None:
+    x, weight, ends = random(sum(sizes), 6), random(4, 5, 6, seed=1), ends_of(sizes)
+    agree([reference.grouped_linear(x, weight, ends)], [by_row(x, weight, ends)], {"x": x, "weight": weight})
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_grouped_product_equals_the_reference(sizes: list[int]) -> None:
+    """PyTorch runs the same product on a CPU, by a loop of its own."""
+    x, weight, ends = random(sum(sizes), 16).float(), random(4, 24, 16, seed=1).float(), ends_of(sizes)
+    leaves = [t.detach().requires_grad_() for t in (x, weight)]
+    found, expected = (f(*leaves, ends) for f in (grouped.grouped_linear, reference.grouped_linear))
+    torch.testing.assert_close(found, expected)
+    goal = torch.randn_like(expected)
+    for a, b in zip(*(torch.autograd.grad(y, leaves, goal) for y in (found, expected)), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_no_rows_give_no_rows() -> None:
+    assert reference.grouped_linear(torch.zeros(0, 6), torch.zeros(4, 5, 6), ends_of([0] * 4)).shape == (0, 5)
+
+
+def test_the_grouped_product_is_taken_in_half_precision_with_whole_rows_only() -> None:
+    x, weight = torch.zeros(4, 16), torch.zeros(2, 24, 16)
+    assert not grouped.takes(x, weight)
+    assert grouped.takes(x.bfloat16(), weight)
+    assert not grouped.takes(x.bfloat16(), weight[:, :20])
+    with torch.autocast("cpu", torch.bfloat16):
+        assert grouped.takes(x, weight)
+        assert grouped.grouped_linear(x, weight, ends_of([1, 3])).dtype == torch.bfloat16
+
+
+def test_slots_are_sorted_by_expert_and_back() -> None:
+    chosen = torch.tensor([[2, 0], [3, 2], [0, 2]])
+    slots = sort_slots(chosen, experts=5)
+    assert slots.ends.tolist() == [2, 2, 5, 6, 6]
+    assert (slots.order // 2).tolist() == [0, 2, 0, 1, 2, 1]  # within an expert, tokens keep their order
+    assert slots.order[slots.place].tolist() == list(range(6))
+
+
+def test_dispatch_and_combine_are_gathers_with_their_gradients() -> None:
+    chosen = torch.tensor([[2, 0], [3, 2], [0, 2]])
+    slots = sort_slots(chosen, experts=4)
+    x, weights, scale = random(3, 4), random(3, 2, seed=1), random(4, 4, seed=2)
+    experts = chosen.flatten()[slots.order]
+    found = combine(dispatch(x, slots) * scale[experts], weights, slots)
+    expected = torch.stack([sum(weights[n, j] * x[n] * scale[chosen[n, j]] for j in range(2)) for n in range(3)])
+    agree([found], [expected], {"x": x, "weights": weights, "scale": scale})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sizes", [[3, 0, 4, 1], [100, 1, 0, 27], [7, 0, 0, 0]])
+def test_grouped_product_on_a_gpu_equals_the_reference_for_odd_and_empty_groups(sizes: list[int]) -> None:
+    ends = ends_of(sizes).cuda()
+    leaves = [torch.randn(*s, device="cuda").bfloat16().requires_grad_() for s in ((sum(sizes), 64), (4, 48, 64))]
+    found, expected = ops.grouped_linear(*leaves, ends), reference.grouped_linear(*leaves, ends)
+    goal = torch.randn_like(expected)
+    ours, theirs = (torch.autograd.grad(y, leaves, goal) for y in (found, expected))
+    for a, b in zip((found, *ours), (expected, *theirs), strict=True):
+        assert float((a.double() - b.double()).norm() / b.double().norm()) < 0.01

@@ -1,0 +1,20 @@
+"""What it means that several ranks did what one process does."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+TOLERANCE = 1e-5
+# Muon turns a gradient's small singular values into large ones, so its weights show rounding that gradients hide.
+WEIGHT_TOLERANCE = 1e-3
+
+
+def assert_same_training(ranks: dict[str, Tensor], alone: dict[str, Tensor]) -> None:
+    """Losses and clipped gradients of each step, the validation loss, and the weights in the end."""
+    missing = alone.keys() - ranks.keys()
+    assert not missing, f"no rank has {sorted(missing)[:3]}"
+    for name, expected in alone.items():
+        size = float(expected.abs().max())
+        error = float((ranks[name].double() - expected.double()).abs().max())
+        bound = WEIGHT_TOLERANCE if name.startswith("weight/") else TOLERANCE
+        assert error <= bound * max(size, 1e-3), f"{name}: {error:.2e} of {size:.2e}"

@@ -1,0 +1,44 @@
+"""Four ranks: the products of data, shard and pipeline."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tests.parallel.cases import ACCUMULATE, LENGTH, MICRO_BATCH
+from tests.parallel.compare import assert_same_training
+from tests.parallel.launch import launch
+from tests.parallel.worker import single
+
+pytestmark = pytest.mark.slow
+
+INTERLEAVED = {"pipeline": 2, "schedule": "interleaved", "stages_per_rank": 2}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "data-and-shard": ("mhc", {"data": 2, "shard": 2}),
+    "data-and-pipeline": ("exoformer", {"data": 2, "pipeline": 2}),
+    "shard-and-interleaved": ("block", {"shard": 2, **INTERLEAVED}),
+    "four-stages": ("full", {"pipeline": 4}),
+}
+
+
+@pytest.fixture(scope="module")
+def traces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Tensor]]:
+    out = tmp_path_factory.mktemp("traces")
+    cases = [(name, model, parallel) for name, (model, parallel) in CASES.items()]
+    launch(4, "tests.parallel.worker", out, json.dumps(cases), timeout=180)
+    return {name: load_file(out / f"{name}.safetensors") for name in CASES}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_four_ranks_train_as_one(traces: Any, name: str) -> None:
+    assert_same_training(traces[name], single(CASES[name][0]))
+
+
+def test_a_longer_pipeline_sends_every_block_to_every_later_rank(traces: Any) -> None:
+    """P = 4, V = 1, N_p = 2: P(P−1)/2 · N_p blocks, and the embedding three times."""
+    block = MICRO_BATCH * LENGTH * 16 * 4 * ACCUMULATE
+    assert traces["four-stages"]["bytes/forward"] == (4 * 3 / 2 * 2 + 3) * block

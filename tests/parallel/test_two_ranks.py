@@ -1,0 +1,101 @@
+"""Two ranks train what one process trains: losses, gradients and weights, however the model is divided."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from residua.train.parallel.transport import cached_blocks, naive_blocks
+from tests.parallel.cases import ACCUMULATE, LENGTH, MICRO_BATCH, MODELS
+from tests.parallel.compare import assert_same_training
+from tests.parallel.launch import launch
+from tests.parallel.worker import single
+
+pytestmark = pytest.mark.slow
+
+INTERLEAVED = {"pipeline": 2, "schedule": "interleaved", "stages_per_rank": 2}
+WAYS: dict[str, dict[str, Any]] = {
+    "ddp": {"data": 2},
+    "fsdp": {"shard": 2},
+    "1f1b": {"pipeline": 2},
+    "interleaved": INTERLEAVED,
+}
+EXTRA: dict[str, tuple[str, dict[str, Any]]] = {
+    "fsdp-model": ("full", {"shard": 2, "unit": "model"}),
+    "gpipe": ("block", {"pipeline": 2, "schedule": "gpipe"}),
+    "naive": ("full", {**INTERLEAVED, "transport": "naive"}),
+    "dense": ("dense", INTERLEAVED),
+    "nures": ("nures", INTERLEAVED),
+    "exo-sent": ("exoformer", {**INTERLEAVED, "anchors": "send"}),
+    "exo-in-sources": ("exo-block", INTERLEAVED),
+    "experts": ("moe", {"data": 2}),
+    "sharded-experts": ("moe", {"shard": 2}),
+}
+
+
+@pytest.fixture(scope="module")
+def traces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Tensor]]:
+    """Everything that two ranks did, all cases in one start."""
+    out = tmp_path_factory.mktemp("traces")
+    cases = [(f"{model}-{way}", model, parallel) for model in MODELS for way, parallel in WAYS.items()]
+    cases = [case for case in cases if case[1] in CORE]
+    cases += [(name, model, parallel) for name, (model, parallel) in EXTRA.items()]
+    launch(2, "tests.parallel.worker", out, json.dumps(cases))
+    return {name: load_file(out / f"{name}.safetensors") for name, _, _ in cases}
+
+
+CORE = ("additive", "full", "block", "mgr", "mhc", "exoformer")
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, dict[str, Tensor]]:
+    return {model: single(model) for model in MODELS}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("model", CORE)
+def test_two_ranks_train_as_one(traces: Any, alone: Any, model: str, way: str) -> None:
+    assert_same_training(traces[f"{model}-{way}"], alone[model])
+
+
+@pytest.mark.parametrize("name", EXTRA)
+def test_other_divisions_train_as_one(traces: Any, alone: Any, name: str) -> None:
+    assert_same_training(traces[name], alone[EXTRA[name][0]])
+
+
+def test_cached_blocks_travel_as_often_as_the_formula_says(traces: Any) -> None:
+    """Full, 8 sublayers, P = V = 2: N_p = 2 blocks per stage, and the embedding once to the other rank."""
+    block = MICRO_BATCH * LENGTH * 16 * 4 * ACCUMULATE
+    sent, naive = traces["full-interleaved"], traces["naive"]
+    for way in ("forward", "backward"):
+        kept = (2 * 1 / 2 + (2 - 1) * 2 * (2 - 1)) * 2
+        assert sent[f"bytes/{way}"] == (kept + 1) * block
+        assert sent[f"bytes/{way}"] <= (cached_blocks(2, 2, 2) + 1) * block
+        assert naive[f"bytes/{way}"] == (naive_blocks(2, 2, 2) + 3) * block
+        assert sent[f"bytes/{way}"] < naive[f"bytes/{way}"]
+
+
+def test_an_anchor_that_is_made_again_is_not_sent(traces: Any) -> None:
+    """ExoFormer sends its embedding once per rank instead of four anchors; where it is a source anyway, nothing."""
+    block = MICRO_BATCH * LENGTH * 16 * 4 * ACCUMULATE
+    assert traces["exoformer-interleaved"]["bytes/forward"] == (3 + 1) * block
+    assert traces["exo-sent"]["bytes/forward"] == (3 + 4) * block
+    assert traces["exo-in-sources"]["bytes/forward"] == traces["block-interleaved"]["bytes/forward"]
+
+
+def test_a_pipeline_of_one_stage_per_rank_sends_every_block_onward(traces: Any) -> None:
+    block = MICRO_BATCH * LENGTH * 16 * 4 * ACCUMULATE
+    assert traces["full-1f1b"]["bytes/forward"] == (cached_blocks(2, 1, 4) + 1) * block
+
+
+def test_muon_gives_the_update_of_one_process(traces: Any, alone: Any) -> None:
+    """The first update starts from gradients that differ in the last bits only."""
+    for way in ("ddp", "fsdp"):
+        weights = {k: v for k, v in traces[f"additive-{way}"].items() if k.startswith("weight/sublayers")}
+        for name, weight in weights.items():
+            torch.testing.assert_close(weight, alone["additive"][name], rtol=1e-4, atol=1e-5)

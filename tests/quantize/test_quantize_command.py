@@ -1,0 +1,144 @@
+"""`residua quantize` on trained models: the checkpoint, the report, the options and what is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import residua
+from residua.model.decoder import Decoder
+from residua.quantize import quantize
+from residua.quantize.low import LowProjection
+from residua.quantize.material import Material
+from residua.quantize.measure import mean_loss
+from residua.quantize.page import quantization_page
+from residua.quantize.schema import QuantizationResult
+from residua.quantize.schemes import SCHEMES
+from tests.quantize.conftest import OUTLIER
+
+pytestmark = pytest.mark.slow
+
+
+def loss_of(model: Decoder, run: Path) -> float:
+    return mean_loss(model, Material.of_folder(run, model.config, None).validation())
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_the_checkpoint_loads_and_computes_what_was_reported(scheme: str, run: Path, tmp_path: Path) -> None:
+    out = tmp_path / "q"
+    result = quantize(run, out, scheme=scheme, probes=1)
+    model = residua.load(out)
+    assert isinstance(model.sublayers[0].body.project, LowProjection)
+    assert loss_of(model, run) == result.loss_after
+    assert loss_of(residua.load(run), run) == result.loss_before
+    assert QuantizationResult(**json.loads((out / "results.json").read_text())) == result
+    assert (out / "report.html").stat().st_size > 10_000
+    assert result.bytes_after < result.bytes_before
+
+
+def test_a_model_trained_for_a_few_steps_survives_fp8_and_pays_for_nvfp4(run: Path, tmp_path: Path) -> None:
+    costs = {}
+    for scheme in ("fp8", "nvfp4"):
+        result = quantize(run, tmp_path / scheme, scheme=scheme, probes=0)
+        costs[scheme] = abs(result.loss_after - result.loss_before)
+        assert max(m.error for m in result.modules) < {"fp8": 0.06, "nvfp4": 0.35}[scheme]
+    assert costs["fp8"] < 0.02 and costs["fp8"] < costs["nvfp4"] < 0.5
+
+
+def test_planted_outliers_are_named_and_smoothing_takes_them_away(planted: Path, run: Path, tmp_path: Path) -> None:
+    plain = quantize(planted, tmp_path / "plain", scheme="nvfp4", probes=0)
+    smooth = quantize(planted, tmp_path / "smooth", scheme="nvfp4", alpha=0.5, calibration=32, probes=0)
+    assert math.isclose(plain.loss_before, loss_of(residua.load(run), run), rel_tol=1e-5)
+    readers = [m for m in plain.modules if m.name.endswith((".project", ".up"))]
+    assert all(m.outliers[0].channel == OUTLIER and m.outliers[0].ratio > 30 for m in readers)
+    assert smooth.loss_folded is not None and abs(smooth.loss_folded - smooth.loss_before) < 1e-4
+    before = {m.name: m.activation_error for m in readers}
+    after = {m.name: m.activation_error for m in smooth.modules}
+    assert all(after[name] < 0.7 * error for name, error in before.items())
+    assert smooth.loss_after - smooth.loss_before < plain.loss_after - plain.loss_before
+
+
+def test_exempt_modules_stay_exact_and_their_gain_is_reported(run: Path, tmp_path: Path) -> None:
+    result = quantize(run, tmp_path / "q", scheme="nvfp4", exempt=["sublayers.1.*", "*.project"], probes=2)
+    exact, low = residua.load(run), residua.load(tmp_path / "q")
+    for name in ("sublayers.1.body.up", "sublayers.0.body.project"):
+        assert torch.equal(exact.get_submodule(name).weight, low.get_submodule(name).weight)
+        assert not any(m.name == name for m in result.modules)
+    assert result.loss_without_exemptions is not None
+    assert result.loss_without_exemptions != result.loss_after
+    assert {t.name for t in result.kept if t.reason == "exempted"} >= {"sublayers.1.body.up.weight"}
+    for probe in result.probes:
+        assert math.isclose(probe.gain, result.loss_after - probe.loss)
+
+
+def test_depth_operators_stay_exact_and_are_listed(run: Path, tmp_path: Path) -> None:
+    result = quantize(run, tmp_path / "q", scheme="nvfp4", probes=0)
+    listed = {t.name for t in result.kept if t.reason == "depth operator"}
+    model = residua.load(run)
+    assert listed and listed == {name for name, _ in model.named_parameters() if name.startswith("topology.")}
+    page = quantization_page(result).html()
+    assert all(name in page for name in listed)
+
+
+def test_what_cannot_be_is_refused_with_a_sentence(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "x").write_text("mine")
+    wrong: list[tuple[dict[str, object], str]] = [
+        ({"scheme": "int3"}, "scheme 'int3' does not exist: choose fp8"),
+        ({"alpha": 1.5}, "α must lie between 0 and 1"),
+        ({"exempt": ["layers.*"]}, "matches no module of this model: they are called like"),
+        ({"out": tmp_path / "full"}, "is not empty: choose another --out"),
+        ({"model": tmp_path}, "holds no last checkpoint"),
+        ({"data": tmp_path}, "is not a prepared dataset"),
+    ]
+    for options, sentence in wrong:
+        given = {"model": run, "out": tmp_path / "q", "scheme": "fp8", **options}
+        with pytest.raises(ValueError, match=sentence):
+            quantize(given.pop("model"), given.pop("out"), **given)
+        assert not (tmp_path / "q").exists()
+    assert (tmp_path / "full" / "x").read_text() == "mine"
+    quantize(run, tmp_path / "q", probes=0)
+    with pytest.raises(ValueError, match="is quantized already"):
+        quantize(tmp_path / "q", tmp_path / "again")
+
+
+def test_a_damaged_folder_is_refused_with_a_sentence(run: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    quantize(run, tmp_path / "q", probes=0)
+    path = tmp_path / "q" / "model.safetensors"
+    tensors = load_file(path)
+    for lost in ("sublayers.0.body.project.weight_scale", "embed.weight"):
+        save_file({name: tensor for name, tensor in tensors.items() if name != lost}, path)
+        with pytest.raises(ValueError, match=f"lacks.*{lost}"):
+            residua.load(tmp_path / "q")
+    path.write_bytes(b"nothing")
+    with pytest.raises(ValueError, match="cannot be read"):
+        residua.load(tmp_path / "q")
+
+
+def test_weights_that_are_not_finite_are_refused_by_name(run: Path, tmp_path: Path) -> None:
+    model = residua.load(run)
+    with torch.no_grad():
+        model.sublayers[2].body.out.weight[1, 1] = math.nan
+    from residua.quantize.apply import quantize_model
+
+    with pytest.raises(ValueError, match=r"sublayers\.2\.body\.out holds 1 value\(s\) that are NaN"):
+        quantize_model(model, SCHEMES["fp8"])
+
+
+def test_the_command_says_what_it_found_and_what_to_do_next(run: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "residua.cli.main", "quantize", str(run), "--out", str(tmp_path / "q")]
+    done = subprocess.run(
+        [*command, "--scheme", "nvfp4", "--smooth", "0.5", "--calibration", "8", "--probes", "1", "--threads", "1"],
+        capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    for part in ("perplexity", "Worst module", "depth operators", "Report:", "Next:"):
+        assert part in done.stdout

@@ -1,0 +1,138 @@
+"""Folding a factor along the model's graph changes nothing, whatever the model is made of."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import residua
+from residua.data.loader import Batch
+from residua.model.decoder import Decoder
+from residua.model.norm import GatedDyT, GatedNorm
+from residua.quantize.apply import targets
+from residua.quantize.graph import divide_norm, edges, inner_edges, readers
+from residua.quantize.smoothing import channel_peaks, smooth, smoothing_factors
+from tests.model.combinations import NORMS, ROWS, config_of, name_of
+from tests.model.pairwise import Row
+from tests.model.small import small, tokens_and_targets
+
+pytestmark = pytest.mark.slow
+
+
+@torch.no_grad()
+def lively(**tables: object) -> Decoder:
+    return stirred(residua.build(small(**tables)))
+
+
+@torch.no_grad()
+def stirred(model: Decoder) -> Decoder:
+    """Every parameter random, also those that start at a constant: a factor that went astray must show."""
+    for parameter in model.parameters():
+        parameter.add_(torch.randn_like(parameter) * 0.3)
+    return model.double()
+
+
+def relative(a: Tensor, b: Tensor) -> float:
+    return float((a - b).norm() / b.norm())
+
+
+@torch.no_grad()
+def change_by_folding(model: Decoder) -> float:
+    tokens = tokens_and_targets()[0]
+    before = model(tokens)
+    for edge in edges(model):
+        edge.fold(torch.exp(torch.randn(int(edge.channel.max()) + 1, dtype=torch.float64)))
+    return relative(model(tokens), before)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=name_of)
+def test_folding_random_factors_into_every_edge_changes_nothing(row: Row) -> None:
+    assert change_by_folding(stirred(residua.build(config_of(row)))) < 1e-12
+
+
+@pytest.mark.parametrize("kind", [n for n in NORMS if n.startswith("gated")])
+def test_a_fold_that_forgets_the_gates_down_matrix_is_wrong(kind: str) -> None:
+    """The trap: the gain alone divided leaves a gate that looks at other values than it was trained on."""
+    model = lively(norm=NORMS[kind])
+    tokens = tokens_and_targets()[0]
+    with torch.no_grad():
+        before = model(tokens)
+        for sublayer in model.sublayers:
+            norm = sublayer.norm
+            assert isinstance(norm, GatedNorm | GatedDyT)
+            down = norm.gate.down.clone()
+            factor = torch.exp(torch.randn(16, dtype=torch.float64))
+            divide_norm(norm, factor)
+            norm.gate.down.copy_(down)
+            for reader in readers(sublayer.body):
+                reader.mul_(factor)
+        naive = relative(model(tokens), before)
+    assert naive > 0.05
+    assert change_by_folding(lively(norm=NORMS[kind])) < 1e-12
+
+
+def test_grouped_heads_and_shared_gains_share_their_factor() -> None:
+    grouped = lively(attention={"kind": "softmax", "heads": 4, "kv_heads": 2})
+    (values,) = inner_edges(grouped.sublayers[0].body, "x")
+    assert values.channel.tolist() == [0, 1, 2, 3] * 2 + [4, 5, 6, 7] * 2
+    linear = lively(attention={"kind": "gated_deltanet", "key_heads": 1, "value_heads": 2, "head_dim": 8})
+    (gain,) = inner_edges(linear.sublayers[0].body, "x")
+    assert gain.channel.tolist() == list(range(8)) * 2
+
+
+def test_anchors_that_serve_all_layers_are_divided_only_by_their_own_layers_lambda() -> None:
+    gated = {"kind": "softmax", "heads": 2, "gate": "elementwise"}
+    names = {
+        (kind, granularity): [
+            edge.name for edge in edges(lively(attention=gated, anchors={"kind": kind, "granularity": granularity}))
+        ]
+        for kind in ("nuresformer", "exoformer")
+        for granularity in ("elementwise", "scalar")
+    }
+    values = {key: [name for name in found if name.endswith("values")] for key, found in names.items()}
+    assert values["exoformer", "elementwise"] == [f"sublayers.{k}.body.values" for k in (0, 2, 4)]
+    assert values["nuresformer", "elementwise"] == [f"sublayers.{k}.body.values" for k in (2, 4)]
+    assert values["exoformer", "scalar"] == values["nuresformer", "scalar"] == []
+
+
+def test_smoothing_balances_channels_as_alpha_says_and_keeps_the_function() -> None:
+    model = lively(norm={"kind": "gatednorm", "rank": 4}).float()
+    tokens, targets_ = tokens_and_targets()
+    batches = [Batch(tokens, targets_)]
+    before = model(tokens).detach()
+    first = edges(model)[0]
+    peaks = channel_peaks(model, [first], batches, lambda b: model.hidden(b.tokens))[first.name]
+    columns = first.readers[0].abs().amax(0)
+    smooth(model, batches, 0.5)
+    after = channel_peaks(model, [first], batches, lambda b: model.hidden(b.tokens))[first.name]
+    # with α = ½ a channel's peak and its column's meet at their geometric mean
+    torch.testing.assert_close(after, (peaks * columns).sqrt(), rtol=1e-4, atol=0)
+    assert relative(model(tokens).detach(), before) < 1e-5
+
+
+def test_silent_channels_and_unread_columns_keep_their_factor_of_one() -> None:
+    model = lively()
+    edge = edges(model)[0]
+    with torch.no_grad():
+        edge.readers[0][:, 3] = 0.0
+    peaks = torch.ones(16)
+    peaks[5] = 0.0
+    factors = smoothing_factors(edge, peaks, 0.5)
+    assert factors[[3, 5]].tolist() == [1.0, 1.0] and factors.isfinite().all()
+
+
+def test_a_norm_or_a_body_that_says_nothing_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="LayerNorm does not say"):
+        divide_norm(torch.nn.LayerNorm(4), torch.ones(4))
+    with pytest.raises(ValueError, match="Identity does not say"):
+        readers(torch.nn.Identity())
+
+
+def test_small_maps_that_steer_are_not_quantized() -> None:
+    dynamic = {"kind": "exoformer", "mixing": {"kind": "dynamic", "hidden": 4}}
+    model = lively(attention={"kind": "softmax", "heads": 2, "gate": "elementwise"}, anchors=dynamic)
+    assert not [name for name in targets(model) if "gamma" in name]
+    assert "anchors.project" in targets(model)
+    linear = lively(attention={"kind": "gated_deltanet", "key_heads": 1, "value_heads": 2, "head_dim": 8})
+    assert "sublayers.0.body.gates" not in targets(linear)

@@ -1,0 +1,115 @@
+"""Folders in Qwen3's names, opened by transformers: the same weights and, for FP8, the same rounded model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import residua
+from residua.model.config import ModelConfig
+from residua.model.decoder import Decoder
+from residua.quantize.apply import install, quantize_weights, rounded, targets
+from residua.quantize.qwen3 import check_qwen3, rows_of, save_qwen3, why_not
+from residua.quantize.schemes import SCHEMES, find_scheme
+from tests.quantize.conftest import quiet_transformers
+
+pytestmark = pytest.mark.slow
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 64,
+    "context": 32,
+    "layers": 2,
+    "width": 128,
+    "attention": {"kind": "softmax", "heads": 4},
+    "ffn": {"kind": "swiglu", "hidden": 256},
+    "init": {"std": 0.1, "output": "normal"},
+}
+TOKENS = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(1))
+
+
+def quantized(scheme: str, out: Path, exempt: tuple[str, ...] = (), **changes: Any) -> Decoder:
+    """A random model written as Qwen3, and itself in low precision."""
+    torch.manual_seed(0)
+    model = residua.build(ModelConfig(**(SHAPE | changes)))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.02)
+    modules = targets(model, exempt)
+    weights = quantize_weights(modules, find_scheme(scheme))
+    save_qwen3(out, out.parent, model, weights, scheme, dict.fromkeys(modules, 30.0))
+    install(model, rounded(modules, weights, find_scheme(scheme)))
+    return model.eval()
+
+
+def opened_by_transformers(folder: Path) -> Any:
+    transformers = quiet_transformers()
+    pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
+    asked = transformers.CompressedTensorsConfig(dequantize=True)
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, quantization_config=asked, dtype="auto").eval()
+
+
+@pytest.mark.filterwarnings("ignore:You passed `quantization_config`")
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_transformers_reads_the_same_weights(scheme: str, tmp_path: Path) -> None:
+    model = quantized(scheme, tmp_path / "q")
+    theirs = opened_by_transformers(tmp_path / "q")
+    layer, attention, ffn = theirs.model.layers[1], model.sublayers[2].body, model.sublayers[3].body
+    project = torch.cat([layer.self_attn.q_proj.weight, layer.self_attn.k_proj.weight, layer.self_attn.v_proj.weight])
+    gate_up = torch.cat([layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight])
+    pairs = [(project, attention.project), (layer.self_attn.o_proj.weight, attention.out)]
+    for found, ours in [*pairs, (gate_up, ffn.gate_up), (layer.mlp.down_proj.weight, ffn.out)]:
+        assert torch.equal(found, ours.weight.to(found.dtype))
+
+
+@pytest.mark.filterwarnings("ignore:You passed `quantization_config`")
+@pytest.mark.parametrize("scheme", [name for name in SCHEMES if name != "nvfp4"])
+@pytest.mark.parametrize("head", ["tied", "untied"])
+def test_transformers_computes_the_same_with_rounded_activations(scheme: str, head: str, tmp_path: Path) -> None:
+    model = quantized(scheme, tmp_path / "q", head={"kind": head})
+    with torch.no_grad():
+        found, ours = opened_by_transformers(tmp_path / "q")(TOKENS).logits, model(TOKENS)
+    assert (found - ours).norm() < 1e-4 * ours.norm()
+
+
+@pytest.mark.filterwarnings("ignore:You passed `quantization_config`")
+def test_nvfp4_runs_in_transformers_and_exempt_modules_stay_exact(tmp_path: Path) -> None:
+    model = quantized("nvfp4", tmp_path / "q", exempt=("*.project",))
+    theirs = opened_by_transformers(tmp_path / "q")
+    with torch.no_grad():
+        assert theirs(TOKENS).logits.isfinite().all()
+    q = theirs.model.layers[0].self_attn.q_proj.weight
+    assert torch.equal(q, model.sublayers[0].body.project.weight[:128].to(q.dtype))
+
+
+def test_rows_keep_the_scales_of_the_whole_unless_a_block_would_be_cut() -> None:
+    x = torch.randn(320, 64)
+    for scheme in SCHEMES.values():
+        whole = scheme.weight(x)
+        for first, count in ((0, 128), (128, 192)):
+            assert torch.equal(rows_of(whole, x, first, count).dequantize(), whole.dequantize()[first : first + count])
+    cut = rows_of(find_scheme("fp8").weight(x), x, 64, 64)
+    assert torch.equal(cut.dequantize(), find_scheme("fp8").weight(x[64:128]).dequantize())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"norm": {"kind": "gatednorm"}},
+        {"topology": {"kind": "full_attnres"}},
+        {"anchors": {"kind": "resformer"}},
+        {"ffn": {"kind": "relu2", "hidden": 64}},
+        {"attention": {"kind": "softmax", "heads": 4, "gate": "headwise"}},
+        {"attention": {"kind": "softmax", "heads": 4, "qk_norm": "none"}},
+        {"norm": {"kind": "rmsnorm", "eps": 1e-5}},
+    ],
+    ids=str,
+)
+def test_another_shape_is_refused_by_what_it_has(change: dict[str, Any]) -> None:
+    config = ModelConfig(**(SHAPE | change))
+    problem = why_not(config)
+    assert problem is not None and problem.startswith(next(iter(change)))
+    with pytest.raises(ValueError, match="of Qwen3's shape"):
+        check_qwen3(config)

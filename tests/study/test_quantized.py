@@ -1,0 +1,77 @@
+"""Low-precision columns of a study: measured once per run, without a plotting library, and shown."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from residua.data import Dataset
+from residua.model.settings import ConfigError
+from residua.study import StudyConfig
+from residua.study.conduct import conduct, summarise
+from residua.study.plan import make_plan
+from residua.study.quantized import measure_runs
+from residua.study.runs import read_quantized
+from residua.study.tables import markdown
+from tests.study.recorded import write_all
+
+pytestmark = pytest.mark.slow
+
+TREATMENTS = ("fp8", "nvfp4", "nvfp4+smooth")
+
+
+def low(study: StudyConfig, **changes: object) -> StudyConfig:
+    names = {"prenorm": ("prenorm",), "gated_attention": ("gated_attention",), "preaffine": ("preaffine",)}
+    variants = {**names, "gatednorm": ("gatednorm",)}
+    small = {"variants": variants, "seeds": (0,), "threads": 1, "quantize": TREATMENTS, "calibration": 8}
+    return StudyConfig(**{**study.model_dump(), **small, **changes})
+
+
+def test_a_study_of_trained_models_has_a_loss_for_every_treatment(
+    study: StudyConfig, dataset: Dataset, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = low(study, data=str(dataset.path), workers=2)
+    monkeypatch.setitem(sys.modules, "plotly", None)  # where models are trained there may be none
+    with pytest.raises(ImportError):
+        conduct(asked, out, Console(quiet=True))
+    monkeypatch.undo()
+    measured = {run.folder: (run.folder / "quantized.json").stat() for run in make_plan(asked, out, dataset).runs}
+
+    outcome = conduct(asked, out, Console(quiet=True))
+    assert {folder: (folder / "quantized.json").stat() for folder in measured} == measured
+    for row, run in zip(outcome.result.variants, outcome.result.runs, strict=True):
+        found = row.low_precision
+        assert found is not None and run.quantized is not None and run.loss is not None
+        assert abs(found.loss.value - run.loss) < 1e-4
+        assert list(found.losses) == list(TREATMENTS)
+        assert found.peak_activation > 0 and found.sink_ratio >= 1
+        fp8, nvfp4 = (found.costs[name] for name in ("fp8", "nvfp4"))
+        assert fp8 is not None and nvfp4 is not None and abs(fp8.value) < 0.05 and abs(nvfp4.value) < 0.5
+    page, table = (out / "report.html").read_text(), (out / "results.md").read_text()
+    assert "Low precision" in page and "residual-sink ratio" in table and "nvfp4+smooth" in table
+    written = json.loads((out / "results.json").read_text())
+    assert written["variants"][0]["low_precision"]["losses"].keys() == set(TREATMENTS)
+
+
+def test_a_treatment_that_does_not_exist_is_refused_before_anything_runs(study: StudyConfig, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="int8"):
+        low(study, quantize=("int8",))
+    asked = low(study)
+    (tmp_path / "study.toml").write_text(asked.to_toml())
+    assert StudyConfig.from_toml(tmp_path / "study.toml") == asked
+
+
+def test_runs_that_were_not_measured_have_no_row(study: StudyConfig, dataset: Dataset, out: Path) -> None:
+    asked = low(study)
+    plan = make_plan(asked, out, dataset)
+    write_all(plan, lambda run, step: 3.0)
+    result = summarise(asked, plan, out, {}, None).result
+    assert all(row.low_precision is None for row in result.variants)
+    assert "residual-sink" not in markdown(result)
+    (plan.runs[0].folder / "quantized.json").write_text('{"loss": "damaged"')
+    assert read_quantized(plan.runs[0].folder) is None
+    measure_runs(low(study, quantize=()), plan, Console(quiet=True))

@@ -1,0 +1,256 @@
+"""The balance loss is the whole step's, however the step is cut; and what a run tells of its experts."""
+
+from __future__ import annotations
+
+import io
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from torch import Tensor
+
+import residua
+from residua.data.loader import Batch
+from residua.model.moe import Routing, balance_loss
+from residua.train.balance import Balancer, build_balancer
+from residua.train.config import Balance, RunConfig
+from residua.train.run import read_metrics
+from residua.train.step import Step, build_step
+from residua.train.trainer import train
+from tests.train.test_resume import assert_same_run, stop_after
+from tests.train.test_step import CPU, batch, weights
+
+LOADS = ["previous_step", "same_step"]
+QUIET = Console(quiet=True)
+pytestmark = pytest.mark.slow
+EXPERTS = 4
+
+
+@pytest.fixture
+def mixture(config: RunConfig) -> RunConfig:
+    """A balance loss that weighs as much as the loss itself, so that a mistake in it moves the weights."""
+    return config.override(
+        ["model.ffn={kind='moe', hidden=8, experts=4, top_k=2}", "train.balance={weight=1.0, router_z=0.1}"]
+    )
+
+
+def made(config: RunConfig, *changes: str) -> Step:
+    torch.manual_seed(0)
+    config = config.override(list(changes))
+    return build_step(residua.build(config.model).double(), config.train, CPU)
+
+
+def cut(whole: Batch, pieces: int) -> list[Batch]:
+    return [Batch(*parts) for parts in zip(whole.tokens.chunk(pieces), whole.targets.chunk(pieces), strict=True)]
+
+
+@pytest.mark.parametrize("load", LOADS)
+@pytest.mark.parametrize("pieces", [2, 4])
+def test_a_step_learns_the_same_however_it_is_cut_into_micro_batches(
+    mixture: RunConfig, load: str, pieces: int
+) -> None:
+    big, small = (made(mixture, f"train.balance.load={load}") for _ in range(2))
+    for seed in range(3):
+        whole = batch(4, seed)
+        big([whole])
+        small(cut(whole, pieces))
+    torch.testing.assert_close(weights(small.model), weights(big.model), rtol=1e-6, atol=1e-8)
+    one, other = big.balancer.spread(), small.balancer.spread()
+    assert one.balance == pytest.approx(other.balance, rel=1e-9)
+    assert one.router_z == pytest.approx(other.router_z, rel=1e-9)
+    torch.testing.assert_close(torch.tensor(one.load), torch.tensor(other.load))
+
+
+def test_micro_batches_balanced_each_for_itself_would_learn_something_else(mixture: RunConfig) -> None:
+    """What the test above can notice: f of each micro-batch alone is another loss."""
+    right, wrong = (made(mixture, "train.balance.load=same_step") for _ in range(2))
+    wrong.balancer.begin = lambda *arguments: setattr(wrong.balancer, "_load", None)
+    for step in (right, wrong):
+        step(cut(batch(4), 4))
+    assert (weights(right.model) - weights(wrong.model)).abs().max() > 1e-4
+
+
+def test_same_step_is_the_gradient_of_the_loss_of_the_whole_batch(mixture: RunConfig) -> None:
+    step, whole = made(mixture, "train.balance.load=same_step"), batch(4)
+    model = step.model
+    ce, z, routing = model.routed_losses(whole.tokens, whole.targets, z_loss=1e-5)
+    (ce + z + balance_loss(routing.load, routing.probability).sum() + 0.1 * routing.z.sum()).backward()
+    expected = torch.cat([p.grad.flatten() for p in model.parameters()])
+    found: list[Tensor] = []
+    step.optimizer.step = lambda: found.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    model.zero_grad()
+    step._clip_norm = 1e9
+    step(cut(whole, 2))
+    torch.testing.assert_close(found[0], expected)
+
+
+@pytest.mark.parametrize("load", LOADS)
+def test_recomputed_sublayers_are_counted_once(mixture: RunConfig, load: str) -> None:
+    plain = made(mixture, f"train.balance.load={load}")
+    again = made(mixture, f"train.balance.load={load}", "train.recompute=sublayers")
+    for seed in range(2):
+        for step in (plain, again):
+            step(cut(batch(4, seed), 2))
+    torch.testing.assert_close(weights(again.model), weights(plain.model))
+    assert sum(map(sum, again.balancer.spread().load)) == pytest.approx(2.0)  # 1 for each layer
+    assert again.balancer.spread() == plain.balancer.spread()
+
+
+def on_ranks(count: int, work: Callable[[int, Callable[[Tensor], Tensor]], None]) -> None:
+    """Run `work(rank, add_ranks)` on threads that sum tensors as processes would by an all-reduce."""
+    barrier, given = threading.Barrier(count, timeout=20), [torch.empty(0)] * count
+    failed: list[BaseException] = []
+
+    def run(rank: int) -> None:
+        def add_ranks(part: Tensor) -> Tensor:
+            given[rank] = part
+            barrier.wait()
+            total = torch.stack(given).sum(0)
+            barrier.wait()
+            return total
+
+        try:
+            work(rank, add_ranks)
+        except BaseException as error:
+            failed.append(error)
+            barrier.abort()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed, failed
+
+
+def tiny_routing(seed: int) -> Routing:
+    generator = torch.Generator().manual_seed(seed)
+    load, probability = (torch.rand(2, EXPERTS, generator=generator, dtype=torch.float64) for _ in range(2))
+    return Routing(
+        load / load.sum(-1, keepdim=True),
+        (probability / probability.sum(-1, keepdim=True)).requires_grad_(),
+        torch.rand(2, generator=generator, dtype=torch.float64).requires_grad_(),
+    )
+
+
+@pytest.mark.parametrize("load", LOADS)
+def test_ranks_that_share_a_step_have_one_loss(mixture: RunConfig, load: str) -> None:
+    """Four micro-batches on one rank, or two on each of two: the parts of the loss add up to the same."""
+    settings = Balance(weight=1.0, router_z=0.1, load=load)
+    mixtures = [m for m in residua.build(mixture.model).modules() if type(m).__name__ == "MoE"]
+    steps = [[tiny_routing(10 * s + i) for i in range(4)] for s in range(2)]
+
+    def losses(balancer: Balancer, own: Sequence[Routing]) -> float:
+        by_batch = {id(routing): routing for routing in own}
+        balancer.begin(list(by_batch), [0.25] * len(own), by_batch.__getitem__)  # type: ignore[arg-type]
+        total = sum(float(balancer.loss(routing, 0.25).detach()) for routing in own)
+        balancer.end()
+        return total
+
+    alone = Balancer(settings, mixtures, CPU)
+    expected = [losses(alone, step) for step in steps]
+    found = [[0.0, 0.0], [0.0, 0.0]]
+    balancers: list[Balancer] = []
+
+    def work(rank: int, add_ranks: Callable[[Tensor], Tensor]) -> None:
+        balancer = Balancer(settings, mixtures, CPU, add_ranks)
+        balancers.append(balancer)
+        for s, step in enumerate(steps):
+            found[s][rank] = losses(balancer, step[2 * rank : 2 * rank + 2])
+
+    on_ranks(2, work)
+    assert [sum(parts) for parts in found] == pytest.approx(expected, rel=1e-12)
+    assert expected[1] != pytest.approx(expected[0], rel=1e-3)
+    for balancer in balancers:
+        assert balancer.spread().balance == pytest.approx(alone.spread().balance, rel=1e-12)
+
+
+def test_the_first_step_of_previous_step_has_the_loss_of_balance() -> None:
+    routing = tiny_routing(0)
+    balancer = Balancer(Balance(weight=1.0, router_z=0.0), [_Mixture()] * 2, CPU)  # type: ignore[list-item]
+    loss = balancer.loss(routing, 1.0)
+    assert float(loss.detach()) == pytest.approx(2.0)  # 1, the minimum, for each layer
+    balancer.end()
+    own = balance_loss(routing.load, routing.probability).sum()
+    torch.testing.assert_close(balancer.loss(routing, 1.0), own)
+
+
+class _Mixture:
+    count = EXPERTS
+
+
+def test_the_balance_loss_evens_the_load_out(mixture: RunConfig) -> None:
+    """From a router that prefers one expert: the load is spread within a few steps, and without the loss it is not."""
+
+    def heaviest(weight: float) -> float:
+        step = made(mixture, f"train.balance.weight={weight}", "train.optimizer=adamw", "train.optimizer.lr=0.02")
+        with torch.no_grad():
+            for module in step.model.modules():
+                if type(module).__name__ == "Router":
+                    module.weight[0] = 0.5 * module.weight[1:].norm(dim=-1).mean()
+        for seed in range(12):
+            step([batch(4, seed)])
+        step.balancer.clear()
+        step([batch(4, 99)])
+        return step.balancer.spread().heaviest
+
+    assert heaviest(1.0) < heaviest(0.0)
+
+
+@pytest.mark.gpu
+def test_a_compiled_hybrid_mixture_learns_on_a_gpu_as_its_reference_does() -> None:
+    config = RunConfig.find("tiny-hybrid-moe").override(["train.device=cuda", "model.context=128"])
+    given = [batch(16, seed) for seed in range(20)]
+
+    def losses(backend: str) -> list[float]:
+        torch.manual_seed(0)
+        torch.compiler.reset()
+        found = []
+        with residua.ops.backend(backend):
+            step = build_step(residua.build(config.model), config.train, torch.device("cuda"))
+            for one in given:
+                step.set_totals([0.0] * 4)
+                step([one])
+                found.append(step.totals().loss)
+        return found
+
+    fused, reference = losses("auto"), losses("reference")
+    assert fused[:5] == pytest.approx(reference[:5], rel=0.01)
+    assert fused[-1] < 0.95 * fused[0]
+
+
+def test_a_pipeline_of_mixtures_is_refused(mixture: RunConfig) -> None:
+    with pytest.raises(ValueError, match=r"parallel\.pipeline = 2 does not go with model\.ffn\.kind = 'moe'"):
+        mixture.override(["parallel.pipeline=2"])
+
+
+def test_a_dense_model_has_no_balancer(config: RunConfig) -> None:
+    assert build_balancer(residua.build(config.model), config.train.balance, CPU) is None
+
+
+@pytest.mark.parametrize("load", LOADS)
+def test_a_resumed_mixture_equals_the_uninterrupted_one(mixture: RunConfig, load: str, tmp_path: Path) -> None:
+    config = mixture.override([f"train.balance.load={load}"])
+    train(config, tmp_path / "whole", console=QUIET)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Exception, match="--resume"):
+        stop_after(patch, 3)
+        train(config, tmp_path / "stopped", console=QUIET)
+    train(config, tmp_path / "stopped", resume=True, console=QUIET)
+    assert_same_run(tmp_path / "whole", tmp_path / "stopped")
+
+
+def test_a_run_logs_the_load_of_every_expert_and_shows_its_spread(mixture: RunConfig, tmp_path: Path) -> None:
+    shown = io.StringIO()
+    train(mixture, tmp_path / "run", console=Console(file=shown, width=200))
+    lines = [line for line in read_metrics(tmp_path / "run" / "metrics.jsonl") if line["kind"] == "experts"]
+    assert [line["step"] for line in lines] == [1, 2, 4, 6]
+    for line in lines:
+        assert len(line["load"]) == 2 and all(sum(layer) == pytest.approx(1, abs=1e-3) for layer in line["load"])
+        assert line["lightest"] <= 1 <= line["heaviest"]
+        assert line["balance"] > 0.9 and line["router_z"] > 0
+    assert "experts" in shown.getvalue() and "for any one token" in shown.getvalue()
+    inspection = (tmp_path / "run" / "inspection.json").read_text()
+    assert '"experts"' in inspection
