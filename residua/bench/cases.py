@@ -51,9 +51,11 @@ def operators(shape: Shape, device: torch.device) -> dict[str, Callable[[], Case
     made = {
         "multi_gate": _multi_gate,
         "gated_norm": _gated_norm,
+        "add_norm": _add_norm,
         "depth_attention": _depth_attention,
         "mix_projection": _mix_projection,
         "mix_heads": _mix_heads,
+        "manifold_hyper": _manifold_hyper,
         "linear_cross_entropy": _linear_cross_entropy,
     }
     return {name: partial(make, shape, device) for name, make in made.items()}
@@ -67,6 +69,7 @@ def depth_paths(shape: Shape, device: torch.device) -> dict[str, Callable[[], Ca
         "block_attnres, 4 blocks": choices.BlockAttnRes(sublayers_per_block=blocks),
         "full_attnres": choices.FullAttnRes(),
         f"multi_gate, {shape.streams} streams": choices.MultiGate(streams=shape.streams),
+        f"mhc, {shape.streams} streams": choices.ManifoldHyper(streams=shape.streams),
     }
     titles = {f"{shape.sublayers} sublayers, {name}": config for name, config in configs.items()}
     return {title: partial(_depth_path, title, config, shape, device) for title, config in titles.items()}
@@ -92,6 +95,11 @@ def _gated_norm(shape: Shape, device: torch.device) -> Case:
         2 * x.nbytes,
         3 * x.nbytes,
     )
+
+
+def _add_norm(shape: Shape, device: torch.device) -> Case:
+    inputs = (_random(shape, device), _random(shape, device), _vector(shape, device))
+    return Case("add_norm", ops.add_norm, inputs, 4 * inputs[0].nbytes, 4 * inputs[0].nbytes)
 
 
 def _depth_attention(shape: Shape, device: torch.device) -> Case:
@@ -140,6 +148,24 @@ def _mix_heads(shape: Shape, device: torch.device) -> Case:
 
     inputs = (projected, *anchors, *weights)
     return Case("mix_heads, elementwise", mix, inputs, 3 * projected.nbytes, 5 * projected.nbytes)
+
+
+def _manifold_hyper(shape: Shape, device: torch.device) -> Case:
+    """A junction of mHC: the write, all weights of the next sublayer with 20 Sinkhorn iterations, and its read."""
+    n = shape.streams
+    sizes = (n, n, n * n)
+    streams, update = _random(shape, device, n), _random(shape, device)
+    post, mix = torch.rand(shape.tokens, n, device=device), torch.rand(shape.tokens, n, n, device=device).softmax(-1)
+    phi = torch.randn(sum(sizes), n * shape.width, device=device) / (n * shape.width) ** 0.5
+    alpha, bias = torch.ones(3, device=device), torch.randn(sum(sizes), device=device)
+
+    def junction(X: Tensor, y: Tensor, post: Tensor, mix: Tensor, phi: Tensor, a: Tensor, b: Tensor) -> list[Tensor]:
+        h, X, z = ops.hyper_step(X, y, post, mix, b[:n], scale=a[0], phi=phi, norm="all")
+        _, post, res = (s * part + c for s, part, c in zip(a, z.split(sizes, -1), b.split(sizes), strict=True))
+        return [h, X, 2 * torch.sigmoid(post), ops.sinkhorn(res.unflatten(-1, (n, n)), 20)]
+
+    rows = [(2 * n + 2) * update.nbytes, (3 * n + 3) * update.nbytes]
+    return Case(f"mhc junction, {n} streams", junction, (streams, update, post, mix, phi, alpha, bias), *rows)
 
 
 def _linear_cross_entropy(shape: Shape, device: torch.device) -> Case:

@@ -15,6 +15,7 @@ def peers(operator: str) -> dict[str, Function]:
     """The installed implementations of an operator, taking the inputs of its case."""
     found: dict[str, dict[str, Function]] = {
         "depth_attention": {"fla": _fla_attention, "liger_kernel": _liger_attention},
+        "manifold_hyper": {"liger_kernel": _liger_manifold_hyper},
         "linear_cross_entropy": {"liger_kernel": _liger_cross_entropy},
     }
     return {name: peer for name, peer in found.get(operator, {}).items() if find_spec(name) is not None}
@@ -31,6 +32,18 @@ def _liger_attention(query: Tensor, gain: Tensor, *sources: Tensor) -> Sequence[
     from liger_kernel.ops.attn_res import LigerAttnResFunction
 
     return [LigerAttnResFunction.apply(torch.stack(sources), query, gain, 1e-6)]
+
+
+def _liger_manifold_hyper(
+    X: Tensor, y: Tensor, post: Tensor, mix: Tensor, phi: Tensor, a: Tensor, b: Tensor
+) -> Sequence[Tensor]:
+    """Liger's three operators of one junction; its Sinkhorn takes rows first, at the same cost."""
+    from liger_kernel.ops.mhc import LigerMHCCoeffsFunction, LigerMHCPostResFunction, LigerMHCPreFunction
+
+    X = LigerMHCPostResFunction.apply(X, y, post, mix)
+    settings = (True, 20, 1e-6, 0.0, 1e-6, 2.0)
+    pre, post, mix = LigerMHCCoeffsFunction.apply(X, phi.T.to(X.dtype), b, *a.unbind(), *settings)
+    return [LigerMHCPreFunction.apply(X, pre), X, post, mix]
 
 
 def _liger_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Sequence[Tensor]:

@@ -24,6 +24,9 @@ from residua.train.config import Muon, ParallelConfig, RunConfig
 
 GIB = 2**30
 
+Cuts = dict[int, dict[str, Any]]
+"""For the last sublayer of a stage, the tensors that cross behind it."""
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -58,7 +61,8 @@ class Plan:
 def plan(config: RunConfig, gpus: int, machine: Machine) -> list[Plan]:
     """Every division of the run among `gpus` devices that its configuration allows, the fastest that fits first."""
     size = measure(config.model.model_copy(update={"context": config.sequence}))
-    plans = [_plan(config, parallel, size, machine) for parallel in _divisions(config, gpus)]
+    cuts = _cuts(config, gpus)
+    plans = [_plan(config, parallel, size, machine, cuts) for parallel in _divisions(config, gpus)]
     if not plans:
         raise ConfigError(
             f"no mesh of {gpus} GPUs divides train.accumulate = {config.train.accumulate} micro-batches and "
@@ -88,7 +92,7 @@ def _divisors(number: int) -> list[int]:
     return [d for d in range(1, number + 1) if number % d == 0]
 
 
-def _plan(config: RunConfig, parallel: ParallelConfig, size: Size, machine: Machine) -> Plan:
+def _plan(config: RunConfig, parallel: ParallelConfig, size: Size, machine: Machine, cuts: Cuts) -> Plan:
     shard, copies, stages = parallel.shard, parallel.data, parallel.pipeline
     micro = config.train.accumulate // parallel.batch_ranks
     tokens = config.train.micro_batch * config.sequence
@@ -96,13 +100,14 @@ def _plan(config: RunConfig, parallel: ParallelConfig, size: Size, machine: Mach
     layers, ends = _by_place(size)
     deepest = layers / stages + ends + size.depth
     matrices = (size.attention + size.ffn) / stages
-    weights = 2 * deepest * (shard - 1) / shard
-    hops = _hop_bytes(config, parallel) if stages > 1 else [0.0]
+    hops = _hop_bytes(config, parallel, cuts) if stages > 1 else [0.0]
 
-    gathers = 3 if shard > 1 else 0  # forward, backward, and twice the bytes of bf16 for the gradients' reduction
-    weight_bytes = gathers * weights * micro + (weights * micro if shard > 1 else 0)
+    # per micro-batch: bf16 weights for the forward pass and again for the backward, fp32 gradients reduced
+    weight_bytes = (2 + 2 + 4) * deepest * (shard - 1) / shard * micro
     gradient_bytes = 2 * 4 * deepest / shard * (copies - 1) / copies
-    muon_bytes = 2 * matrices / shard * ((shard - 1) / shard * 2 + (copies - 1)) if _uses_muon(config) else 0.0
+    # bf16 directions to their owners and updates back, then updates to the other copies
+    exchanged = 2 * 2 * (shard - 1) / shard / copies + 2 * (copies - 1) / copies
+    muon_bytes = exchanged * matrices / shard if _uses_muon(config) else 0.0
     stage_bytes = 2 * micro * sum(hops) / stages
 
     compute = size.flops_per_token * tokens * micro / stages / machine.flops
@@ -214,17 +219,25 @@ def _uses_muon(config: RunConfig) -> bool:
     return isinstance(config.train.optimizer, Muon)
 
 
-def _hop_bytes(config: RunConfig, parallel: ParallelConfig) -> list[float]:
-    """Bytes of each hop for one micro-batch and direction, in bf16, as the stages would send them."""
+def _cuts(config: RunConfig, gpus: int) -> Cuts:
+    """What would cross behind every layer, in bf16, without memory; nothing where there can be no pipeline."""
     import torch
 
     from residua.train.parallel.cut import crossing
+
+    ends = [2 * layer + 1 for layer in range(config.model.layers - 1)] if gpus > 1 else []
+    shape = (config.train.micro_batch, config.sequence, config.model.width)
+    found = crossing(config.model, ends, shape, torch.bfloat16, config.parallel.anchors)
+    return dict(zip(ends, found, strict=True))
+
+
+def _hop_bytes(config: RunConfig, parallel: ParallelConfig, cuts: Cuts) -> list[float]:
+    """Bytes of each hop for one micro-batch and direction, as the stages would send them."""
     from residua.train.parallel.stage import slice_layers
     from residua.train.parallel.traffic import hop_bytes
     from residua.train.parallel.transport import plan_routes
 
     slices = slice_layers(config.model.layers, parallel.stages)
-    shape = (config.train.micro_batch, config.sequence, config.model.width)
-    cuts = crossing(config.model, [s.stop - 1 for s in slices[:-1]], shape, torch.bfloat16, parallel.anchors)
-    routes = plan_routes([list(items) for items in cuts], parallel.pipeline, parallel.transport)
-    return [float(size) for size in hop_bytes(cuts, routes)]
+    crossed = [cuts[sublayers.stop - 1] for sublayers in slices[:-1]]
+    routes = plan_routes([list(items) for items in crossed], parallel.pipeline, parallel.transport)
+    return [float(size) for size in hop_bytes(crossed, routes)]

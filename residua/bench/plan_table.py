@@ -24,8 +24,8 @@ def print_plans(console: Console, config: RunConfig, machine: Machine, plans: Se
         f"{machine.flops / 1e12:.0f} TFLOP/s in a step and sends {machine.link / 1e9:.0f} GB/s"
     )
     table = Table(header_style="bold", box=box.SIMPLE_HEAD)
-    columns = ("data", "shard", "pipeline", "stages", "GiB", "states", "activations", "gathered", "MiB sent", "gradients",
-               "weights", "Muon", "stages", "bubble", "step ms", "")  # fmt: skip
+    axes, memory = ("data", "shard", "pipeline", "stages"), ("GiB", "states", "activations", "gathered")
+    columns = (*axes, *memory, "MiB sent", "gradients", "weights", "Muon", "stages", "bubble", "step ms", "")
     for title in columns:
         table.add_column(title, justify="right", no_wrap=True)
     for p in plans:

@@ -62,6 +62,10 @@ def compare(
     calibration: Annotated[
         int | None, typer.Option(min=1, show_default="4096", help="Sequences that SmoothQuant calibrates on.")
     ] = None,
+    diagnose: Annotated[
+        bool | None,
+        typer.Option("--diagnose", show_default=False, help="Diagnose every trained model, with a page each."),
+    ] = None,
     change: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="SECTION.KEY=VALUE", show_default=False, help="A change to every run."),
@@ -78,6 +82,7 @@ def compare(
     residua compare prenorm mgr mgr+exoformer gatednorm --set train.steps=1000
     residua compare prenorm mgr --sizes tiny,mini --tokens-per-parameter 20
     residua compare prenorm gated_attention preaffine gatednorm --quantize fp8,nvfp4,nvfp4+smooth
+    residua compare prenorm mgr --diagnose
     residua compare study.toml
 
     Ctrl-C stops after saving; the same command goes on. Complete runs are reused.
@@ -94,6 +99,7 @@ def compare(
         "base": base, "seeds": seeds, "data": None if data is None else str(data), "baseline": baseline,
         "match": None if match is None else {"kind": match}, "workers": workers, "threads": threads,
         "set": change, "scaling": _scaling(sizes, tokens_per_parameter), "calibration": calibration,
+        "diagnose": diagnose,
         "quantize": None if quantize is None else [name.strip() for name in quantize.split(",") if name.strip()],
     }  # fmt: skip
     study = _study(what or [], demo, {key: value for key, value in given.items() if value is not None})
@@ -136,6 +142,8 @@ def _conduct(study: StudyConfig, out: Path, console: Console, plan_only: bool) -
         raise typer.Exit(130) from None
     print_study(console, outcome.result)
     console.print(f"\nReport: {outcome.report.resolve()}", soft_wrap=True)
+    if outcome.diagnosis is not None:
+        console.print(f"Inside the models: {outcome.diagnosis.resolve()}", soft_wrap=True)
     console.print(f"Next: open it in a browser; numbers are in {out / 'results.json'}", soft_wrap=True)
     if not outcome.complete:
         raise typer.Exit(1)

@@ -40,7 +40,9 @@ def export(
     with console.status("writing the folder and running its code"):
         made = write(run, out, cast("Literal['last', 'best']", checkpoint), precision)
     lines = len((out / "modeling_residua.py").read_text(encoding="utf-8").splitlines())
-    console.print(f"{out}: {made.parameters:,} parameters in {precision}, {lines} lines of modelling code.")
+    console.print(
+        f"{out}: {made.parameters:,} parameters in {precision}, {lines} lines of modelling code.", soft_wrap=True
+    )
     console.print(_checked(made.difference), soft_wrap=True)
     console.print("Next, in any Python with transformers:", markup=False)
     console.print(

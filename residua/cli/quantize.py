@@ -24,6 +24,9 @@ def quantize(
         float | None,
         typer.Option(metavar="α", show_default="off", help="SmoothQuant with this exponent, 0 to 1; 0.5 is usual."),
     ] = None,
+    inside: Annotated[
+        bool, typer.Option("--inside", help="SmoothQuant also inside sublayers, not out of norms only.")
+    ] = False,
     exempt: Annotated[
         list[str] | None,
         typer.Option(
@@ -34,9 +37,7 @@ def quantize(
     ] = None,
     engine: Annotated[
         Path | None,
-        typer.Option(
-            show_default=False, help="Also write this folder as Qwen3 for engines, if it has that shape."
-        ),
+        typer.Option(show_default=False, help="Also write this folder as Qwen3 for engines, if it has that shape."),
     ] = None,
     data: Annotated[
         Path | None,
@@ -82,7 +83,7 @@ def quantize(
             bars.update(task, description=stage, completed=done, total=total)
 
         result = work.quantize(
-            model, out, scheme=scheme, alpha=smooth, exempt=exempt or (), engine=engine, data=data,
+            model, out, scheme=scheme, alpha=smooth, inside=inside, exempt=exempt or (), engine=engine, data=data,
             calibration=calibration, tokens=tokens, probes=probes, device=cast("Device", device), progress=progress,
         )  # fmt: skip
     for sentence in sentences(result):

@@ -5,8 +5,8 @@ Routing mass is not importance; these measure it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, cast
 
@@ -22,6 +22,7 @@ from residua.model.topology.attnres import BlockAttnRes, Read
 from residua.model.topology.dense import DenseFormer
 from residua.model.topology.hyper import Streams
 from residua.model.topology.multigate import MultiGate, Pool
+from residua.ops.numeric import wide
 
 
 def sources(topology: Topology, name: Callable[[int, int], str]) -> list[Ablation]:
@@ -60,16 +61,32 @@ def _without_source(topology: BlockAttnRes, where: dict[int, int]) -> Iterator[N
 
 def uniform(topology: Topology) -> list[Ablation]:
     """Each reader's weights made equal, and then all of them at once."""
-    readers = _weight_parameters(topology)
-    equal = _averaged if isinstance(topology, DenseFormer) else torch.zeros_like
+    readers, equal = _equalizer(topology)
     made = [
-        Ablation("uniform", reader, f"uniform weights at reader {reader}", partial(parameters_set, [parameter], equal))
-        for reader, parameter in readers.items()
+        Ablation("uniform", reader, f"uniform weights at reader {reader}", partial(equal, (reader,)))
+        for reader in readers
     ]
     if len(readers) > 1:
-        everywhere = partial(parameters_set, list(readers.values()), equal)
-        made.append(Ablation("uniform", -1, "uniform weights at every reader", everywhere))
+        made.append(Ablation("uniform", -1, "uniform weights at every reader", partial(equal, readers)))
     return made
+
+
+def _equalizer(topology: Topology) -> tuple[tuple[int, ...], Callable[[Sequence[int]], AbstractContextManager[None]]]:
+    """The readers that choose among several sources, and a context in which some of them no longer do."""
+    if isinstance(topology, Streams):
+        # The first reader's streams are copies of each other, and the exit sums them up.
+        return tuple(range(1, topology.last + 1)), lambda some: _reads_changed(topology, partial(_equal_read, some))
+    parameters = _weight_parameters(topology)
+    change = _averaged if isinstance(topology, DenseFormer) else torch.zeros_like
+    return tuple(parameters), lambda some: parameters_set([parameters[reader] for reader in some], change)
+
+
+def _equal_read(readers: Sequence[int], k: int, h: Tensor, seen: dict[str, Tensor]) -> Tensor:
+    """Hyper-connections: pre_i becomes the mean of pre for the token, so that their sum is kept."""
+    if k + 1 not in readers:
+        return h
+    share = wide(seen[f"depth.{k + 1}.pre"]).mean(-1, keepdim=True)
+    return (share * wide(seen[f"depth.{k}.streams"]).sum(-2)).to(h.dtype)
 
 
 def _averaged(weights: Tensor) -> Tensor:
@@ -92,26 +109,34 @@ def streams(topology: Topology) -> list[Ablation]:
     if not isinstance(topology, MultiGate | Streams):
         return []
     count = topology.fill + 1 if isinstance(topology, MultiGate) else topology.streams
-    return [Ablation("stream", i, f"stream {i}", partial(_without_stream, topology, i)) for i in range(count)]
+    return [
+        Ablation("stream", i, f"stream {i}", partial(_reads_changed, topology, partial(_unread, topology, i)))
+        for i in range(count)
+    ]
 
 
 @contextmanager
-def _without_stream(topology: MultiGate | Streams, index: int) -> Iterator[None]:
+def _reads_changed(topology: Topology, change: Callable[[int, Tensor, dict[str, Tensor]], Tensor]) -> Iterator[None]:
+    """`change` makes of the read after sublayer k, and of what was tapped there, the one to go on with."""
     plain = topology.step
 
     def step(k: int, y: Tensor, state: State) -> tuple[Tensor, State]:
         with taps.record() as seen:
             h, after = plain(k, y, state)
-        if index >= seen[f"depth.{k}.streams"].shape[-2]:
-            return h, after
-        contribution, mass = _contribution(topology, k, index, seen)
-        return (h - contribution) / (1 - mass), after
+        return change(k, h, seen), after
 
     object.__setattr__(topology, "step", step)
     try:
         yield
     finally:
         object.__delattr__(topology, "step")
+
+
+def _unread(topology: MultiGate | Streams, index: int, k: int, h: Tensor, seen: dict[str, Tensor]) -> Tensor:
+    if index >= seen[f"depth.{k}.streams"].shape[-2]:
+        return h
+    contribution, mass = _contribution(topology, k, index, seen)
+    return (h - contribution) / (1 - mass)
 
 
 def _contribution(

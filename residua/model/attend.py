@@ -6,12 +6,16 @@ skips masked blocks and returns the log-sum-exp that a sink needs, and dense PyT
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from residua.model.cache import Now
 from residua.ops.decode import decode_attention
+
+if TYPE_CHECKING:
+    from residua.model.cache import Now
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, *, segments: Tensor | None = None, sink: Tensor | None = None) -> Tensor:

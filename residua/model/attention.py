@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from residua import ops
 from residua.model import choices
 from residua.model.anchors import HeadShape, build_mix
-from residua.model.attend import attend, attend_cached
+from residua.model.attend import attend
 from residua.model.cache import KeyValueCache
 from residua.model.context import Anchors, Context
 from residua.model.projection import Projection
@@ -104,8 +104,7 @@ class SoftmaxAttention(nn.Module):
         if now is None:
             y = attend(q, k, v, segments=context.segments, sink=self.sink)
         else:
-            k, v = context.cache.extend(k, v, now)
-            y = attend_cached(q, k, v, now, sink=self.sink)
+            y = context.cache.attend(q, k, v, now, sink=self.sink)
         if "g" in own:
             gate = torch.sigmoid(own["g"])
             tap(f"attention.{self.layer}.gate", gate)

@@ -13,6 +13,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from residua.model.attend import attend_cached
+
 
 class Now(NamedTuple):
     """One call's place in the sequences: where its tokens stand and what they see.
@@ -46,6 +48,10 @@ class KeyValueCache:
 
     def tensors(self) -> Iterator[Tensor]:
         yield from (self.keys, self.values)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, now: Now, *, sink: Tensor | None = None) -> Tensor:
+        """Attention of q [B, T, H, D] to what is kept and to k, v, which are kept from now on."""
+        return attend_cached(q, *self.extend(k, v, now), now, sink=sink)
 
     def extend(self, k: Tensor, v: Tensor, now: Now) -> tuple[Tensor, Tensor]:
         """Write k, v [B, T, H_kv, D] into their slots; returns the keys and values that `now` lets them see."""

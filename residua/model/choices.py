@@ -61,13 +61,35 @@ class BlockAttnRes(AttentionResidual):
     sublayers_per_block: Positive
 
 
+class Recompute(Frozen):
+    """Streams are kept once per `segment` junctions; the backward pass makes the others again, exactly."""
+
+    kind: Literal["recompute"] = "recompute"
+    segment: Positive = 2
+
+
+class Invert(Frozen):
+    """Streams are found again from later ones, approximately; the true ones are kept for this share with the largest β.
+
+    Only the last junction keeps its streams.
+    """
+
+    kind: Literal["invert"] = "invert"
+    share: float = Field(0.01, ge=0, le=1)
+
+
+Memory = Annotated[Recompute | Invert, Field(discriminator="kind")]
+
+
 class MultiGate(Frozen):
-    """Multi-Gate Residuals. `bias_init` chooses, for independent gates, the corrected or the printed formula."""
+    """Multi-Gate Residuals. `bias_init` chooses, for independent gates, the corrected or the printed formula; `memory`
+    is how training does without most of the streams."""
 
     kind: Literal["multi_gate"] = "multi_gate"
     streams: int = Field(4, ge=2, le=64)
     gate: Literal["competitive", "independent"] = "competitive"
     bias_init: Literal["corrected", "printed"] = "corrected"
+    memory: Memory = Recompute()
 
 
 class Highway(Frozen):

@@ -3,6 +3,7 @@
 `ops` imports nothing else of Residua: take it alone if you only want the operators.
 """
 
+from residua.ops.add_norm import add_norm
 from residua.ops.backend import backend, chosen_backend
 from residua.ops.depth_attention import attend_finished, attend_partial, depth_attention
 from residua.ops.gated_delta import gated_delta
@@ -11,12 +12,21 @@ from residua.ops.grouped_linear import grouped_linear
 from residua.ops.hyper_connection import hyper_step, sinkhorn
 from residua.ops.linear_cross_entropy import linear_cross_entropy
 from residua.ops.mix_projection import Sections, mix_heads, mix_projection
-from residua.ops.multi_gate import gates, multi_gate, multi_gate_chain, pool, pool_streams, pool_weights
+from residua.ops.multi_gate import (
+    gates,
+    multi_gate,
+    multi_gate_chain,
+    multi_gate_inverted,
+    pool,
+    pool_streams,
+    pool_weights,
+)
 from residua.ops.norm_rotate import norm_rotate, rotate
 from residua.ops.numeric import rms
 
 __all__ = [
     "Sections",
+    "add_norm",
     "attend_finished",
     "attend_partial",
     "backend",
@@ -33,6 +43,7 @@ __all__ = [
     "mix_projection",
     "multi_gate",
     "multi_gate_chain",
+    "multi_gate_inverted",
     "norm_rotate",
     "pool",
     "pool_streams",

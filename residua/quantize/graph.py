@@ -18,7 +18,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from residua.model.anchors import DynamicMix, Mix, Write
+from residua.model.anchors import DynamicMix, Mix
 from residua.model.attention import SoftmaxAttention
 from residua.model.decoder import Decoder, Sublayer
 from residua.model.ffn import GatedFFN, PlainFFN, relu2
@@ -59,14 +59,14 @@ class Edge:
             reader.mul_(columns.to(reader.dtype))
 
 
-def edges(model: Decoder) -> list[Edge]:
-    """All edges of a model, in the order of its forward pass."""
+def edges(model: Decoder, *, inside: bool = True) -> list[Edge]:
+    """The edges from a model's norms and, if `inside`, those within sublayers, in the order of the forward pass."""
     found = []
     for k, sublayer in enumerate(cast(Iterable[Sublayer], model.sublayers)):
         norm, body = sublayer.norm, sublayer.body
         width = torch.arange(model.config.width)
         found.append(Edge(f"sublayers.{k}.norm", readers(body), width, partial(divide_norm, norm), body))
-        found += inner_edges(body, f"sublayers.{k}.body")
+        found += inner_edges(body, f"sublayers.{k}.body") if inside else []
     return found
 
 
@@ -156,7 +156,7 @@ def _divide_values(body: SoftmaxAttention) -> Callable[[Tensor], None] | None:
     mix = body.mix
     if "v" not in getattr(mix, "pathways", ()):
         return partial(_divide_rows, body.project, sum(body.rows[:2]), body.rows[2])
-    if isinstance(mix, Write) or not isinstance(mix, Mix) or mix.current_scale["v"].dim() != 2:
+    if not isinstance(mix, Mix) or mix.current_scale["v"].dim() != 2:
         return None
     return partial(_divide_mixed, mix)
 

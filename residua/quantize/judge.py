@@ -66,7 +66,7 @@ class Judge:
             raise ValueError(f"{stage} is {loss}: the model, or what rounding makes of it, overflows on this text.")
         return loss
 
-    def smooth(self, alpha: float, sequences: int) -> float:
+    def smooth(self, alpha: float, sequences: int, inside: bool) -> float:
         """Calibrate and fold; the loss afterwards, still in high precision."""
         done, run = 0, partial(forward, self.model)
 
@@ -76,7 +76,7 @@ class Judge:
             done += len(batch.tokens)
             self.progress("calibrating", done, sequences)
 
-        smooth(self.model, self.material.calibration(sequences), alpha, run=counted)
+        smooth(self.model, self.material.calibration(sequences), alpha, inside=inside, run=counted)
         return self.loss("loss after folding")
 
     def findings(self, probes: int) -> dict[str, Any]:
@@ -95,9 +95,9 @@ class Judge:
             "bytes_after": 4 * sum(tensor.parameters for tensor in stays) + _stored(self.chosen.values()),
         }
 
-    def unsmoothed(self) -> Iterator[str]:
+    def unsmoothed(self, inside: bool) -> Iterator[str]:
         """Quantized modules with a matrix that no edge reads."""
-        smoothed = {id(reader) for edge in edges(self.model) for reader in edge.readers}
+        smoothed = {id(reader) for edge in edges(self.model, inside=inside) for reader in edge.readers}
         for name in self.names:
             if any(id(parameter) not in smoothed for parameter in self.originals[name].parameters()):
                 yield name

@@ -4,10 +4,11 @@
 |---|---|---|
 | fp8, fp8-group | `weight` E4M3, `weight_scale` fp32 | [R, C], [⌈R/128⌉, ⌈C/128⌉] |
 | fp8-row | `weight` E4M3, `weight_scale` fp32 | [R, C], [R, 1] |
-| nvfp4 | `weight_packed` uint8, `weight_scale` E4M3, `weight_global_scale` and `input_global_scale` fp32 | [R, C/2], [R, C/16], [1], [1] |
+| nvfp4 | `weight_packed` uint8, `weight_scale` E4M3 | [R, C/2], [R, C/16] |
+| | `weight_global_scale`, `input_global_scale` fp32 | [1], [1] |
 
 `quantization_config` goes into config.json and names the modules one by one.
-"""  # noqa: E501
+"""
 
 from __future__ import annotations
 

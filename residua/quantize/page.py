@@ -86,8 +86,8 @@ def _modules(page: Page, result: QuantizationResult) -> None:
     section.table(columns, [_row(module) for module in result.worst[:WORST_SHOWN]])
     if result.unsmoothed:
         section.note(
-            f"No factor could be moved out of the input of {', '.join(result.unsmoothed)}: what produces it is not "
-            "linear, or serves others too."
+            f"SmoothQuant did not reach the inputs of {', '.join(result.unsmoothed)}: "
+            f"{'no factor can move out of them.' if result.inside else 'without --inside it moves out of norms only.'}"
         )
 
 
@@ -128,9 +128,10 @@ def _name(tensor: KeptTensor) -> str:
 
 def _made(page: Page, result: QuantizationResult) -> None:
     options = [f"--scheme {result.scheme}"]
-    options += (
-        [] if result.alpha is None else [f"--smooth {result.alpha:g} --calibration {result.calibration_sequences}"]
-    )
+    if result.alpha is not None:
+        options.append(f"--smooth {result.alpha:g} --calibration {result.calibration_sequences}")
+    if result.inside:
+        options.append("--inside")
     options += [f"--exempt '{pattern}'" for pattern in result.exempt]
     section = page.section("How this was made")
     section.code(f"residua quantize {result.model} {' '.join(options)}")

@@ -30,6 +30,7 @@ def quantize(
     *,
     scheme: str = "fp8",
     alpha: float | None = None,
+    inside: bool = False,
     exempt: Sequence[str] = (),
     engine: str | Path | None = None,
     data: str | Path | None = None,
@@ -41,9 +42,10 @@ def quantize(
 ) -> QuantizationResult:
     """Quantize the model of a folder into `out`, with results.json and report.html beside it.
 
-    `alpha` turns SmoothQuant on, `exempt` are patterns of module names that stay in high precision, `probes` is for how
-    many of the worst modules the gain from exempting it is measured, `tokens` bounds the validation set. `engine` is
-    another folder, written in Qwen3's names for serving engines, if the model has that shape.
+    `alpha` turns SmoothQuant on, `inside` lets it reach into sublayers. `exempt` are patterns of module names that stay
+    in high precision, `probes` is for how many of the worst modules the gain from exempting it is measured. `tokens`
+    bounds the validation set. `engine` is another folder, in Qwen3's names for serving engines, if the model has that
+    shape.
     """
     source, target, chosen = Path(model), Path(out), find_scheme(scheme)
     check_empty(target)
@@ -60,13 +62,14 @@ def quantize(
     material = Material.of_folder(source, decoder.config, None if data is None else Path(data))
     judge = Judge(decoder, chosen, tuple(exempt), material, material.validation(tokens), progress)
     before = judge.loss("loss in high precision")
-    folded = None if alpha is None else judge.smooth(alpha, calibration)
+    folded = None if alpha is None else judge.smooth(alpha, calibration, inside)
     result = QuantizationResult(
         model=str(source),
         scheme=chosen.name,
         bits=chosen.bits,
         words=chosen.words,
         alpha=alpha,
+        inside=inside and alpha is not None,
         calibration_sequences=0 if alpha is None else calibration,
         exempt=tuple(exempt),
         text=str(material.dataset.path),
@@ -74,7 +77,7 @@ def quantize(
         device=str(where),
         loss_before=before,
         loss_folded=folded,
-        unsmoothed=() if alpha is None else tuple(judge.unsmoothed()),
+        unsmoothed=() if alpha is None else tuple(judge.unsmoothed(inside)),
         **judge.findings(probes),
     )
     about = {"alpha": alpha, "exempt": list(exempt), "source": str(source)}

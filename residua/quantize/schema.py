@@ -58,6 +58,7 @@ class QuantizationResult(Frozen):
     bits: str
     words: str
     alpha: float | None = Field(description="SmoothQuant's exponent; null without it")
+    inside: bool = Field(description="whether SmoothQuant reached into sublayers, or out of norms only")
     calibration_sequences: int
     exempt: tuple[str, ...]
     text: str

@@ -28,10 +28,15 @@ def smooth(
     batches: Iterable[Batch],
     alpha: float = 0.5,
     *,
+    inside: bool = False,
     run: Callable[[Batch], object] | None = None,
 ) -> dict[str, Tensor]:
-    """Calibrate on `batches` and fold; returns the factors by edge. `run` is a forward pass, by default the model's."""
-    found = edges(model)
+    """Calibrate on `batches` and fold; returns the factors by edge.
+
+    Factors come out of norms, as in the paper, and with `inside` also out of what feeds each sublayer's last matrix.
+    `run` is a forward pass, by default the model's.
+    """
+    found = edges(model, inside=inside)
     peaks = channel_peaks(model, found, batches, run or partial(_forward, model))
     factors = {}
     for edge in found:

@@ -12,6 +12,7 @@ from rich.text import Text
 from residua.data import Dataset, embedded, unigram_entropy
 from residua.study import words
 from residua.study.config import StudyConfig
+from residua.study.diagnosed import SIDE_BY_SIDE, diagnose_runs
 from residua.study.page import study_page
 from residua.study.plan import Plan, PlannedRun, base_run, make_plan
 from residua.study.plots import Records
@@ -28,10 +29,11 @@ STUDY, RESULTS, TABLE, REPORT = "study.toml", "results.json", "results.md", "rep
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a study came to: its results, where the page is, and whether every run completed."""
+    """What a study came to: its results, where the page is and the one of the diagnoses, and whether all completed."""
 
     result: StudyResult
     report: Path
+    diagnosis: Path | None = None
 
     @property
     def complete(self) -> bool:
@@ -46,6 +48,7 @@ def conduct(study: StudyConfig, out: Path, console: Console) -> Outcome:
     with LiveProgress(console, plan) as progress:
         problems = run_plan(study, plan, out, progress)
     measure_runs(study, plan, console)
+    diagnose_runs(study, plan, out, dataset, console)
     limit = plan.runs[0].config.data.validation_tokens
     return summarise(study, plan, out, problems, describe(dataset, limit))
 
@@ -79,7 +82,8 @@ def summarise(
     write_atomically(out / RESULTS, result.model_dump_json(indent=1) + "\n")
     write_atomically(out / TABLE, markdown(result))
     page = study_page(study, result, _by_size(study, records), out)
-    return Outcome(result, page.write(out / REPORT))
+    inside = out / SIDE_BY_SIDE / REPORT
+    return Outcome(result, page.write(out / REPORT), inside if inside.exists() else None)
 
 
 def announce(console: Console, study: StudyConfig, plan: Plan) -> None:

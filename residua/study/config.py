@@ -57,7 +57,7 @@ class StudyConfig(Frozen):
     variant unless named. `seeds` is a list, or a number n for 0 … n−1. `workers` runs train side by side, each with
     `threads` threads (cores / workers when left out). `data` is a prepared folder; the embedded corpus without it.
     `quantize` names treatments (`fp8`, `nvfp4`, `nvfp4+smooth`) whose loss is measured of every trained model, with
-    `calibration` sequences for SmoothQuant.
+    `calibration` sequences for SmoothQuant. `diagnose` looks inside every trained model (docs/diagnose.md).
     """
 
     name: str = "study"
@@ -74,6 +74,7 @@ class StudyConfig(Frozen):
     confidence: float = Field(0.95, gt=0.5, lt=1)
     quantize: tuple[str, ...] = ()
     calibration: Positive = 4096
+    diagnose: bool = False
 
     def __init__(self, **data: Any) -> None:
         try:

@@ -7,6 +7,8 @@ from pathlib import Path
 from residua.report import Column, Link, Page
 from residua.study import plots, words
 from residua.study.config import StudyConfig
+from residua.study.diagnosed import SIDE_BY_SIDE
+from residua.study.plan import RUNS
 from residua.study.plots import SECONDS, TOKENS, Records
 from residua.study.results import RunResult, StudyResult, compute_points
 
@@ -183,13 +185,16 @@ def _runs(page: Page, result: StudyResult, out: Path) -> None:
     numeric = {"seed", "loss", "tokens/s", "memory"}
     columns = [Column(title, numeric=title in numeric) for title in titles]
     section.table(columns, [_run_cells(run, out) for run in result.runs])
+    inside = f"{SIDE_BY_SIDE}/report.html"
+    if (out / inside).exists():
+        section.facts({"diagnoses": Link("the variants side by side, first seed", inside)})
     for run in result.runs:
         if run.problem:
             section.note(f"{run.folder}: {run.problem}")
 
 
 def _run_cells(run: RunResult, out: Path) -> list[str | Link]:
-    folder, diagnosis = f"runs/{run.folder}", f"runs/{run.folder}/report.html"
+    folder = f"{RUNS}/{run.folder}"
     return [
         run.variant,
         run.size,
@@ -199,7 +204,7 @@ def _run_cells(run: RunResult, out: Path) -> list[str | Link]:
         words.NONE if run.tokens_per_second is None else f"{run.tokens_per_second:,.0f}",
         words.NONE if run.memory_gib is None else f"{run.memory_gib:.2f} GiB",
         Link(run.folder, folder) if (out / folder).exists() else run.folder,
-        Link("open", diagnosis) if (out / diagnosis).exists() else words.NONE,
+        words.NONE if run.diagnosis is None else Link("open", run.diagnosis),
     ]
 
 

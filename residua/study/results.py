@@ -12,8 +12,8 @@ from pydantic import Field
 from residua.model.settings import Frozen
 from residua.study import scaling
 from residua.study.config import StudyConfig
-from residua.study.plan import Plan, PlannedRun
-from residua.study.runs import QuantizedRun, RunRecord
+from residua.study.plan import RUNS, Plan, PlannedRun
+from residua.study.runs import DIAGNOSIS, QuantizedRun, RunRecord
 from residua.study.statistics import Estimate, estimate, estimate_ratio, mean, paired_difference, step_gain
 
 VERSION = 1
@@ -44,6 +44,7 @@ class RunResult(Frozen):
     tokens_per_second: float | None = None
     memory_gib: float | None = None
     quantized: QuantizedRun | None = None
+    diagnosis: str | None = Field(None, description="the page of its diagnosis, seen from the study's folder")
 
 
 class LowPrecision(Frozen):
@@ -162,6 +163,7 @@ def _run_result(run: PlannedRun, record: RunRecord | None, problem: str) -> RunR
         tokens_per_second=record.tokens_per_second,
         memory_gib=record.memory_gib,
         quantized=record.quantized,
+        diagnosis=f"{RUNS}/{run.folder.name}/{DIAGNOSIS}" if (run.folder / DIAGNOSIS).exists() else None,
     )
 
 

@@ -15,6 +15,7 @@ from residua.train.run import read_metrics
 METRICS = "metrics.jsonl"
 INSPECTION = "inspection.json"
 QUANTIZED = "quantized.json"
+DIAGNOSIS = "report.html"
 
 
 class QuantizedRun(Frozen):

@@ -58,6 +58,8 @@ def markdown(result: StudyResult) -> str:
             parts += [f"## {_plain(title)}", ""]
         parts += [*_markdown_table(columns, rows), ""]
     parts += [f"- {_plain(sentence)}" for sentence in _sentences(result)]
+    inside = [f"[{_plain(run.folder)}]({run.diagnosis})" for run in result.runs if run.diagnosis]
+    parts += [f"- Diagnoses: {', '.join(inside)}."] if inside else []
     meanings = [column for column in words.columns(result.confidence) if column.meaning]
     parts += ["", "Columns:", "", *(f"- **{column.title}**: {column.meaning}." for column in meanings)]
     return "\n".join(parts) + "\n"

@@ -20,6 +20,7 @@ TOPOLOGIES: dict[str, dict[str, Any]] = {
     "block_attnres": {"kind": "block_attnres", "sublayers_per_block": 2},
     "multi_gate": {"kind": "multi_gate", "streams": 3},
     "hyper": {"kind": "hyper", "streams": 2},
+    "mhc": {"kind": "mhc", "streams": 2, "iterations": 3},
     "dense": {"kind": "dense"},
 }
 KINDS: tuple[AblationKind, ...] = ("layer", "sublayer", "head", "source", "stream", "uniform")
@@ -75,6 +76,28 @@ def test_uniform_depth_weights_are_uniform() -> None:
         model(TEXT.tokens)
     for k in range(8):
         torch.testing.assert_close(seen[f"depth.{k}.weights"], torch.full((8, 32, k + 2), 1 / (k + 2)))
+
+
+@pytest.mark.parametrize("weights", ["static", "dynamic"])
+def test_uniform_hyper_connections_read_every_stream_alike(weights: str) -> None:
+    model = planted.control(topology={"kind": "hyper", "streams": 3, "weights": weights})
+    with torch.no_grad():
+        for parameter in model.topology.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.3)
+    uniform = NativeSubject(model, "m").ablations(("uniform",))
+    assert [a.index for a in uniform] == [*range(1, 8), -1]
+    streams: list[torch.Tensor] = []
+    one = uniform[2]
+    with one.applied(), taps.record() as seen, torch.no_grad():
+        step = model.topology.step
+        object.__setattr__(model.topology, "step", lambda k, y, s: _note(step(k, y, s), [], streams))
+        model(TEXT.tokens)
+        object.__setattr__(model.topology, "step", step)
+    after, pre = streams[2], model.topology.junctions[3].read()
+    if weights == "static":
+        torch.testing.assert_close(seen["sublayer.3.input"], after.sum(-2) * pre.bias.mean(), rtol=1e-5, atol=1e-5)
+    share = seen["sublayer.3.input"] / after.sum(-2)
+    torch.testing.assert_close(share, share[..., :1].expand_as(share), rtol=1e-2, atol=1e-3)
 
 
 def test_a_removed_source_is_read_by_nobody_and_the_other_weights_still_sum_to_one() -> None:

@@ -1,18 +1,13 @@
-"""transformers copies the code of a folder it opens: here into a folder of the tests' own."""
+"""What several tests of this folder share."""
 
-import sys
+from collections.abc import Iterator
 
 import pytest
 
 
-@pytest.fixture(autouse=True, scope="session")
-def _copied_code(tmp_path_factory):
-    if "transformers" not in sys.modules:
-        try:
-            import transformers  # noqa: F401
-        except ImportError:
-            yield
-            return
+@pytest.fixture(scope="session")
+def copied_code(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """transformers copies the code of a folder it opens: here into a folder of the tests' own, and without a word."""
     from transformers import dynamic_module_utils
     from transformers.utils import logging
 

@@ -12,7 +12,7 @@ from tests.inference.exported import VOCABULARY, bytes_config, in_transformers, 
 from tests.model.combinations import config_of, fits, name_of
 from tests.model.pairwise import covering_array
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("copied_code")]
 pytest.importorskip("transformers")
 
 # One of each class: options that only choose a number or a function are left to tests/model.

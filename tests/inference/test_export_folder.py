@@ -13,6 +13,8 @@ from residua.inference.export.folder import is_export, write_folder
 from tests.inference.exported import bytes_config, trained_like, write
 from tests.model.small import small
 
+pytestmark = pytest.mark.slow
+
 FILES = {
     "config.json",
     "generation_config.json",

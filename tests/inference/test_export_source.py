@@ -12,6 +12,8 @@ from residua.inference.export import sources
 from residua.inference.export.source import configuration_source, modeling_source
 from tests.model.small import small
 
+pytestmark = pytest.mark.slow
+
 LINEAR = {"kind": "gated_deltanet", "key_heads": 1, "value_heads": 2, "head_dim": 8}
 HYBRID = {"kind": "hybrid", "softmax_every": 2, "softmax": {"heads": 2, "gate": "headwise"}, "linear": LINEAR}
 CONFIGS = {

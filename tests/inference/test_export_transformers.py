@@ -9,7 +9,7 @@ import residua
 from tests.inference.exported import VOCABULARY, bytes_config, in_transformers, trained_like, write
 from tests.model.small import small
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("copied_code")]
 transformers = pytest.importorskip("transformers")
 
 MIXED = {
@@ -217,8 +217,43 @@ def test_the_tokenizer_needs_no_trust_and_makes_residuas_ids(folder):
     assert tokenizer.eos_token_id == tokenizer.pad_token_id == Tokenizer.bytes().end_of_text
 
 
-def test_two_exports_of_one_name_keep_their_own_code(folder, tmp_path):
+def test_two_exports_of_one_name_keep_their_own_code(folder, exported, tmp_path):
+    """`exported` has been opened before, from a folder of the same name."""
     other = trained_like(bytes_config(small(layers=1, norm={"kind": "dyt"})))
     second = in_transformers(write(other, tmp_path / folder.name))
     tokens = prompt()["input_ids"]
     torch.testing.assert_close(second(tokens).logits, other(tokens), rtol=1e-5, atol=1e-5)
+
+
+def test_a_host_may_bring_its_own_attention_as_vllm_does(folder, exported):
+    """vLLM registers a function, flattens its requests into one row, and finds each layer's cache by `layer_idx`."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    seen = []
+
+    def attention(module, query, key, value, attention_mask, scaling=None, instances=None, **_):
+        seen.append((module.layer_idx, instances, attention_mask))
+        groups = {"enable_gqa": module.num_key_value_groups > 1}
+        y = torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, is_causal=module.is_causal, scale=scaling, **groups
+        )
+        return y.transpose(1, 2).flatten(0, 1).flatten(-2), None
+
+    ALL_ATTENTION_FUNCTIONS.register("a_host", attention)
+    base = transformers.AutoModel.from_pretrained(
+        folder, trust_remote_code=True, implementation="file", attn_implementation="a_host"
+    ).eval()
+    tokens = prompt(1)["input_ids"]
+    positions = torch.arange(tokens.shape[1])[None]
+    states = base(tokens, position_ids=positions, use_cache=False, return_dict=False, instances="caches")[0]
+    torch.testing.assert_close(states, exported.model(tokens).last_hidden_state, rtol=1e-5, atol=1e-5)
+    assert seen == [(0, "caches", None), (1, "caches", None)]
+
+
+def test_a_hosts_attention_is_refused_where_it_would_be_wrong(hybrid_folder, folder):
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    ALL_ATTENTION_FUNCTIONS.register("a_host", lambda *_, **__: None)
+    for model, mask in ((hybrid_folder, None), (folder, torch.tensor([[0, 1, 1]]))):
+        with pytest.raises(ValueError, match="softmax attention without padding only"):
+            in_transformers(model, attn_implementation="a_host")(torch.zeros(1, 3, dtype=int), mask, use_cache=False)

@@ -44,6 +44,7 @@ SMALL: dict[str, choices.Topology] = {
     "block_attnres": choices.BlockAttnRes(sublayers_per_block=3),
     "multi_gate": choices.MultiGate(streams=4),
     "multi_gate independent": choices.MultiGate(streams=3, gate="independent"),
+    "multi_gate inverted": choices.MultiGate(streams=3, memory=choices.Invert(share=0.1)),
     "highway": choices.Highway(),
     "highway elementwise": choices.Highway(gate="elementwise"),
     "hyper": choices.HyperConnections(),

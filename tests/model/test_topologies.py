@@ -99,6 +99,19 @@ def test_multi_gate_residuals_are_their_equation(n: int, sublayers: int, width: 
     check(topology, equation, sublayers, width)
 
 
+@pytest.mark.parametrize("memory", [choices.Recompute(segment=5), choices.Invert(), choices.Invert(share=0)], ids=repr)
+def test_what_multi_gate_residuals_keep_changes_nothing(memory: choices.Memory) -> None:
+    outcomes = []
+    for config in (choices.MultiGate(streams=3), choices.MultiGate(streams=3, memory=memory)):
+        topology = random_topology(config, 10, 7)
+        x, y = embedding_and_outputs(10, 7)
+        leaves = [t.requires_grad_() for t in (x, *y, *topology.parameters())]
+        inputs = drive(topology, x, y)
+        outcomes.append(torch.autograd.grad(sum(h.square().sum() for h in inputs), leaves))
+    for kept, found in zip(*outcomes, strict=True):
+        torch.testing.assert_close(found, kept, rtol=1e-9, atol=1e-10)
+
+
 @pytest.mark.parametrize("width", [7, 33])
 def test_the_scalar_highway_is_its_equation(width: int) -> None:
     topology = random_topology(choices.Highway(gate="scalar"), 6, width)

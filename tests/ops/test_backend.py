@@ -85,6 +85,7 @@ def test_an_operator_carries_the_name_and_words_of_its_reference(operator: Opera
 
 def test_the_public_surface_is_there() -> None:
     names = ("depth_attention", "multi_gate", "gated_norm", "mix_projection", "linear_cross_entropy")
+    names += ("mix_heads", "hyper_step", "sinkhorn", "add_norm")
     for name in names:
         operator = getattr(ops, name)
         assert isinstance(operator, Operator)

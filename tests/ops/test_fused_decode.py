@@ -143,11 +143,10 @@ def test_shares_of_a_head_are_merged_and_counters_set_back(monkeypatch: pytest.M
     from residua.ops.decode import launch
 
     monkeypatch.setattr(launch, "_splits", lambda keys, heads: 4)
-    q, keys, values = draw(2, 3, 8, device="cpu"), draw(2, 70, 3, 8, device="cpu"), draw(2, 70, 3, 8, device="cpu")
+    width = 256  # heads so wide that a tile has 16 slots, and 70 slots make four shares
+    q, *cache = (draw(2, *shape, width, device="cpu") for shape in ((3,), (70, 3), (70, 3)))
     for until in ([69, 3], [40, 0]):
-        compare(
-            decode.decode_attention, q, keys, values, torch.tensor(until), draw(3, device="cpu"), tolerance=3e-6
-        )  # fmt: skip
+        compare(decode.decode_attention, q, *cache, torch.tensor(until), draw(3, device="cpu"), tolerance=3e-6)
         assert not launch._counters(torch.device("cpu"), 6).any()
 
 

@@ -39,6 +39,17 @@ def test_interpreted_kernel_equals_float64_reference_with_every_gradient(shape, 
         assert relative(fused, exact) < 1e-6
 
 
+def test_every_row_may_have_a_table_of_its_own():
+    x, weight, *_ = inputs(3, 4, 2, 8)
+    angles = torch.randn(3, 4, 4)
+    case = (x, weight, angles.cos(), angles.sin())
+    truth = run("reference", *(t.double() for t in case))
+    for fused, exact in zip(run("triton", *case), truth, strict=True):
+        assert relative(fused, exact) < 1e-6
+    alone = run("reference", x[1:2], weight, angles[1].cos(), angles[1].sin())[0]
+    assert relative(run("triton", *case)[0][1:2], alone) < 1e-6
+
+
 def test_nothing_in_gives_nothing_out():
     y, dx, dweight = run("triton", *inputs(batch=0))
     assert y.shape == dx.shape == (0, 5, 3, 8) and not dweight.any()

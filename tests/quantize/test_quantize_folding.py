@@ -129,6 +129,28 @@ def test_a_norm_or_a_body_that_says_nothing_is_refused_by_name() -> None:
         readers(torch.nn.Identity())
 
 
+class OwnNorm(torch.nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.gain = torch.nn.Parameter(torch.rand(width) + 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gain * torch.tanh(x)
+
+
+def test_a_norm_of_ones_own_is_folded_once_it_says_how() -> None:
+    """As docs/quantize.md shows it."""
+
+    @divide_norm.register
+    def _(norm: OwnNorm, by: Tensor) -> None:
+        norm.gain.div_(by)
+
+    model = lively()
+    for sublayer in model.sublayers:
+        sublayer.norm = OwnNorm(16).double()
+    assert change_by_folding(model) < 1e-12
+
+
 def test_small_maps_that_steer_are_not_quantized() -> None:
     dynamic = {"kind": "exoformer", "mixing": {"kind": "dynamic", "hidden": 4}}
     model = lively(attention={"kind": "softmax", "heads": 2, "gate": "elementwise"}, anchors=dynamic)

@@ -13,8 +13,10 @@ from residua.data.loader import Batch
 from residua.model.decoder import Decoder
 from residua.quantize.apply import quantize_model
 from residua.quantize.graph import edges
+from residua.quantize.measure import outlier_facts
 from residua.quantize.schemes import find_scheme
 from residua.quantize.smoothing import smooth
+from tests.diagnose.planted import control, diagnosed, plant_outlier, sample
 from tests.model.small import small, tokens_and_targets
 
 pytestmark = pytest.mark.slow
@@ -76,3 +78,13 @@ def test_w4a4_error_explodes_with_the_outlier_and_smoothing_brings_it_back(norm:
 def test_w8a8_hardly_notices_the_same_outlier() -> None:
     clean, planted = (error(model_with("rmsnorm", size), "fp8") for size in (1.0, 6000.0))
     assert planted < 1.2 * clean < 0.25
+
+
+def test_peak_activation_and_sink_ratio_are_those_of_the_diagnosis() -> None:
+    model = control()
+    plant_outlier(model, 7, 50.0, 0.02)
+    shown = sample()
+    made = diagnosed(model, shown, ablations="none")
+    peak, ratio = outlier_facts(model, [Batch(shown.tokens, shown.targets)])
+    assert peak == pytest.approx(max(state.largest[0].value for state in made.states), rel=1e-5)
+    assert ratio == pytest.approx(made.dimensions.largest[0].ratio, rel=1e-5) and ratio > 10

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,8 @@ def quantized(scheme: str, out: Path, exempt: tuple[str, ...] = (), **changes: A
 def opened_by_transformers(folder: Path) -> Any:
     transformers = quiet_transformers()
     pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
-    asked = transformers.CompressedTensorsConfig(dequantize=True)
+    known = signature(transformers.CompressedTensorsConfig.__init__).parameters
+    asked = transformers.CompressedTensorsConfig(**({"dequantize": True} if "dequantize" in known else {}))
     return transformers.AutoModelForCausalLM.from_pretrained(folder, quantization_config=asked, dtype="auto").eval()
 
 

@@ -6,7 +6,7 @@ import torch
 import residua
 from residua.data.loader import Batch
 from residua.train.config import RunConfig
-from residua.train.step import build_step
+from residua.train.step import arithmetic, build_step
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
@@ -29,6 +29,7 @@ def warmed_up(*changes, documents=False):
     step = build_step(residua.build(config.model), config.train, torch.device("cuda"))
     for seed in range(STEPS):
         step(batches(config, seed, documents), 0.5)
+    torch.cuda.synchronize()
     assert step._graphed is not None and True in step._graphed._graphs
     return config, step
 
@@ -52,6 +53,13 @@ def same(a, b):
     for x, y in zip(a, b, strict=True):
         assert (x is None) == (y is None)
         assert x is None or torch.equal(x, y)
+
+
+@pytest.fixture(autouse=True)
+def _exact():
+    """The compiled gradient of an embedding adds in any order otherwise."""
+    with arithmetic(RunConfig.find("tiny").override(["train.determinism=exact"]).train):
+        yield
 
 
 @pytest.mark.parametrize(

@@ -2,28 +2,49 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from residua.model.attend import attend_cached
 from residua.model.cache import Now
+
+Attention = Callable[..., tuple[Tensor, Any]]
+"""An attention function of transformers' registry."""
 
 
 class KeyValues:
-    """The keys and values of one attention layer, in a transformers cache or, without one, of this call only."""
+    """The keys and values of one attention layer, in a transformers cache or, without one, of this call only.
 
-    def __init__(self, cache: Any, layer: int) -> None:
-        self.cache, self.layer = cache, layer
+    A host, such as vLLM, keeps them itself: its attention is called instead, as transformers' models call it, with
+    this object for the module that asks.
+    """
+
+    is_causal = True
+
+    def __init__(self, cache: Any, layer: int, host: Attention | None) -> None:
+        self.cache, self.layer_idx, self.host = cache, layer, host
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, now: Now, *, sink: Tensor | None = None) -> Tensor:
+        """Attention of q [B, T, H, D] to what is kept and to k, v [B, T, H_kv, D], which are kept from now on."""
+        if self.host is None:
+            return attend_cached(q, *self.extend(k, v, now), now, sink=sink)
+        if sink is not None:
+            raise ValueError("this attn_implementation knows no learned sinks: use 'sdpa'.")
+        self.num_key_value_groups = q.shape[2] // k.shape[2]
+        y, _ = self.host(self, *(t.transpose(1, 2) for t in (q, k, v)), None, scaling=q.shape[-1] ** -0.5)
+        return y.reshape(q.shape)
 
     def extend(self, k: Tensor, v: Tensor, now: Now) -> tuple[Tensor, Tensor]:
-        """Add k, v [B, T, H_kv, D]; returns all that `now` lets the tokens see, which a static cache keeps more of."""
+        """Add k, v; returns all that `now` lets the tokens see, which a static cache keeps more of."""
         if self.cache is None:
             return k, v
         assert now.visible is not None
         slots = now.visible.shape[-1]
-        k, v = self.cache.update(k.transpose(1, 2), v.transpose(1, 2), self.layer)
+        k, v = self.cache.update(k.transpose(1, 2), v.transpose(1, 2), self.layer_idx)
         return k[:, :, :slots].transpose(1, 2), v[:, :, :slots].transpose(1, 2)
 
 
@@ -54,12 +75,20 @@ class Past:
     """
 
     def __init__(
-        self, cache: Any, layer_types: list[str], tokens: Tensor, mask: Tensor | None, positions: Tensor | None
+        self,
+        cache: Any,
+        layer_types: list[str],
+        tokens: Tensor,
+        mask: Tensor | None,
+        positions: Tensor | None,
+        host: Attention | None,
     ) -> None:
-        self.cache, self.tokens, self.mask, self.positions = cache, tokens, mask, positions
+        self.cache, self.tokens, self.mask, self.positions, self.host = cache, tokens, mask, positions, host
+        if host is not None and (mask is not None or set(layer_types) != {"full_attention"}):
+            raise ValueError("this attn_implementation takes softmax attention without padding only: use 'sdpa'.")
         self.length = 0 if cache is None else int(cache.get_seq_length())
         layers = [
-            KeyValues(cache, layer) if kind == "full_attention" else Recurrent(cache, layer, kind == "hybrid")
+            KeyValues(cache, layer, host) if kind == "full_attention" else Recurrent(cache, layer, kind == "hybrid")
             for layer, kind in enumerate(layer_types)
         ]
         self.sublayers = [part for layer in layers for part in (layer, None)]
@@ -71,7 +100,8 @@ class Past:
         own = slots[self.length :, None]
         if self.mask is None:
             positions = slots[None, self.length :].expand(self.tokens.shape[0], -1)
-            return Now(self._given(positions), (slots <= own)[None, None], None, None, None)
+            visible = None if self.host else (slots <= own)[None, None]
+            return Now(self._given(positions), visible, None, None, None)
         mask = pad(self.mask[:, :total].bool(), (0, max(total - self.mask.shape[1], 0)), value=True)
         visible = (slots <= own) & mask[:, None, None, :] | (slots == own)
         positions = (mask.long().cumsum(1) - 1).clamp(min=0)[:, self.length :]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
 from collections import defaultdict
 from collections.abc import Iterator
 
@@ -136,6 +137,7 @@ class Emitter:
         """How a reference reads in the one file; None for a type that is not in it."""
         meaning = reference.meaning
         if isinstance(meaning, External):
+            assert not meaning.module.startswith("triton"), f"{ast.unparse(reference.node)} is a kernel's"
             self.imports.add(meaning)
             return ast.unparse(reference.node)
         if isinstance(meaning, Definition) and meaning in self.names:
@@ -155,20 +157,24 @@ class Emitter:
         return "TABLES.update({" + ", ".join(f'"{k}": {n}' for k, n in sorted(found.items())) + "})\n"
 
     def _import_lines(self) -> str:
-        plain = sorted(e.module for e in self.imports if e.name is None)
-        grouped: dict[str, set[str]] = defaultdict(set)
-        for e in self.imports:
-            if e.name is not None:
-                grouped[e.module].add(e.name)
-        lines = [f"import {module}" for module in plain]
-        lines += [
-            f"from {module} import {', '.join(sorted(grouped[module]))}" for module in sorted(grouped, key=_group)
-        ]
-        return "\n".join(lines) + "\n"
+        """Imports in the usual three groups: the standard library, other packages, this folder."""
+        lines: dict[int, list[str]] = defaultdict(list)
+        named: dict[str, set[str]] = defaultdict(set)
+        for module, name in self.imports:
+            if name is None:
+                lines[_group(module)].append(f"import {module}")
+            else:
+                named[module].add(name)
+        for module in sorted(named):
+            lines[_group(module)].append(f"from {module} import {', '.join(sorted(named[module]))}")
+        groups = [sorted(lines[g], key=lambda line: line.startswith("from")) for g in sorted(lines)]
+        return "\n\n".join("\n".join(group) for group in groups) + "\n"
 
 
-def _group(module: str) -> tuple[bool, bool, str]:
-    return module.startswith("."), module.split(".")[0] in ("torch", "transformers"), module
+def _group(module: str) -> int:
+    if module.startswith("."):
+        return 2
+    return 0 if module.split(".")[0] in sys.stdlib_module_names else 1
 
 
 def _longer(module: str, name: str) -> str:

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from residua.inference.export.bridge import Past
+from residua.inference.export.bridge import Attention, Past
 from residua.inference.export.configuration import ResiduaConfig
 from residua.model.config import ModelConfig
 from residua.model.decoder import Decoder
@@ -50,6 +51,7 @@ class ResiduaPreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _supports_sdpa = True
+    _supports_attention_backend = True
     _no_split_modules = ["Decoder"]  # noqa: RUF012
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
 
@@ -113,13 +115,20 @@ class ResiduaModel(ResiduaPreTrainedModel):
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
         mask = attention_mask if _is_needed(attention_mask, cached=past_key_values is not None) else None
-        if past_key_values is None and mask is None:
+        host = _host_attention(self.config, kwargs)
+        if past_key_values is None and mask is None and host is None:
             hidden = self.decoder.hidden(input_ids, _documents(position_ids))
         else:
-            past = Past(past_key_values, self.config.layer_types, input_ids, mask, position_ids)
+            past = Past(past_key_values, self.config.layer_types, input_ids, mask, position_ids, host)
             hidden = self.decoder.hidden(input_ids, cache=past)
         output = BaseModelOutputWithPast(last_hidden_state=hidden, past_key_values=past_key_values)
         return output.to_tuple() if return_dict is False else output
+
+
+def _host_attention(config: ResiduaConfig, settings: dict[str, Any]) -> Attention | None:
+    """The attention that a program around the model has registered for it, as vLLM does, with what it passes along."""
+    name = config._attn_implementation
+    return None if name in (None, "sdpa", "eager") else partial(ALL_ATTENTION_FUNCTIONS[name], **settings)
 
 
 def _is_needed(mask: Tensor | None, cached: bool) -> bool:
@@ -177,7 +186,7 @@ class ResiduaForCausalLM(ResiduaPreTrainedModel, GenerationMixin):
 
         logits_to_keep: how many of the last positions to make logits for, 0 for all, or which ones.
         """
-        outputs = self.model(input_ids, attention_mask, position_ids, past_key_values, use_cache)
+        outputs = self.model(input_ids, attention_mask, position_ids, past_key_values, use_cache, **kwargs)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         hidden = outputs.last_hidden_state[:, kept]
         logits = self.lm_head(hidden.to(self.lm_head.weight.dtype))

@@ -63,22 +63,29 @@ class MultiGate(Topology):
         lerping = lerping_sublayers(sublayers, config.streams)
         bias = gate_bias(config, lerping)
         self.fill = sublayers - lerping
-        self.competitive = config.gate == "competitive"
+        self.competitive, self.memory, self.last = config.gate == "competitive", config.memory, sublayers - 1
         self.pools = nn.ModuleList(Pool(width) for _ in range(sublayers))
         self.gates = nn.ModuleList(Gates(width, bias) for _ in range(lerping))
 
     def open(self, x: Tensor) -> tuple[Tensor, State]:
         return x, (x,)
 
-    def step(self, k: int, y: Tensor, state: State) -> tuple[Tensor, State]:
+    def step(self, k: int, y: Tensor, state: State, ends: bool = False) -> tuple[Tensor, State]:
+        """See `Topology`; `ends` says that the streams leave this process, so that nothing comes back but gradients."""
         if k < self.fill:
             return self._append(k, y, state)
         gates, pool = cast(Gates, self.gates[k - self.fill]), cast(Pool, self.pools[k])
-        h, after = ops.multi_gate_chain(state, y, gates.query, gates.bias, pool.query, competitive=self.competitive)
+        h, after = self._write(ends or k == self.last, state, y, gates.query, gates.bias, pool.query)
         tap(f"depth.{k}.beta", lambda: self._beta(gates, state[0] if k > self.fill else torch.stack(state, -2)))
         tap(f"depth.{k}.weights", lambda: ops.pool_weights(after[0], pool.query))
         tap(f"depth.{k}.streams", after[0])
         return h, after
+
+    def _write(self, last: bool, state: State, y: Tensor, *weights: Tensor) -> tuple[Tensor, State]:
+        memory, competitive = self.memory, self.competitive
+        if isinstance(memory, choices.Invert):
+            return ops.multi_gate_inverted(state, y, *weights, competitive=competitive, last=last, share=memory.share)
+        return ops.multi_gate_chain(state, y, *weights, competitive=competitive, segment=memory.segment)
 
     def _append(self, k: int, y: Tensor, state: State) -> tuple[Tensor, State]:
         pool = cast(Pool, self.pools[k])

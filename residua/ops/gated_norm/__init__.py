@@ -21,7 +21,7 @@ def _fused(*args: Any, **settings: Any) -> Any:
 def _serves(x: Tensor, weight: Tensor, down: Tensor, up: Tensor, *, activation: str = "sigmoid", **_: Any) -> bool:
     """One sigmoid per channel, and a rank that is low."""
     per_channel = up.shape[0] == x.shape[-1] and activation == "sigmoid"
-    return per_channel and down.shape[0] <= HIGHEST_RANK and fused.asked(x, weight, down, up)
+    return per_channel and down.shape[0] <= HIGHEST_RANK and fused.serves(x, weight, down, up)
 
 
 gated_norm = Operator(reference.gated_norm)

@@ -1,4 +1,5 @@
-"""GatedNorm on the GPU, forward: a tile of TOKENS rows is read once, normalised, gated and written.
+"""GatedNorm on the GPU, forward: one kernel goes over channels and finds the gate's few numbers per row, another goes
+over rows and finds the last of them in L2. Rows held in registers between the two were slower from 1280 channels on.
 
 The low-rank gate is small matrix products over the tile (RANK is R rounded up to what they take). y = x·rstd·weight
 never enters them: rstd comes out of every sum over channels and the weight goes to the small side, so that their large
@@ -89,57 +90,12 @@ def keep(rstds, bottleneck, start, row, inside, rstd, u, RANK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def forward_kernel(
-    x, weight, small, out, rstds, bottleneck, tokens, eps,
-    C: tl.constexpr, RANK: tl.constexpr, PITCH: tl.constexpr,
-    TOKENS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, FAST: tl.constexpr,
-):  # fmt: skip
-    """TOKENS whole rows in registers: all their loads are under way before the first is used."""
-    dtype: tl.constexpr = x.dtype.element_ty
-    COUNT: tl.constexpr = (C + BLOCK - 1) // BLOCK
-    start, row = tl.program_id(0).to(tl.int64) * TOKENS, tl.arange(0, TOKENS)
-    inside = row < tokens - start
-    x += start * C
-    out += start * C
-    lanes = tl.arange(0, BLOCK)
-    tiles = ()
-    for i in tl.static_range(COUNT):
-        tiles = tiles + (tile_of(x, row, i * BLOCK + lanes, inside, C, BLOCK),)
-
-    square = tl.zeros([TOKENS, BLOCK], tl.float32)
-    u = tl.zeros([TOKENS, RANK], tl.float32)
-    ahead = matrix_of(small, WEIGHTED_DOWN, lanes, RANK, PITCH)
-    for i in tl.static_range(COUNT):
-        narrow = ahead
-        if i + 1 < COUNT:
-            ahead = matrix_of(small, WEIGHTED_DOWN, (i + 1) * BLOCK + lanes, RANK, PITCH)
-        else:
-            ahead = matrix_of(small, SCALED_UP, lanes, RANK, PITCH)
-        v = tiles[i].to(tl.float32)
-        square += v * v
-        u = tl.dot(tiles[i], tl.trans(narrow), u, input_precision="ieee")
-    rstd = tl.rsqrt(tl.sum(square, 1) / C + eps)
-    u *= rstd[:, None]
-    keep(rstds, bottleneck, start, row, inside, rstd, u, RANK)
-    t = (u * squash(u * NEGATIVE_LOG2_E, FAST)).to(dtype)
-
-    for i in tl.static_range(COUNT):
-        c = i * BLOCK + lanes
-        narrow = ahead
-        if i + 1 < COUNT:
-            ahead = matrix_of(small, SCALED_UP, (i + 1) * BLOCK + lanes, RANK, PITCH)
-        s = squash(tl.dot(t, narrow, input_precision="ieee"), FAST)
-        y = tiles[i].to(tl.float32) * rstd[:, None] * (s * vector_of(weight, c, C)[None, :])
-        tl.store(out + row[:, None] * C + c[None, :], y.to(dtype), mask=mask_of(inside, c, C, BLOCK))
-
-
-@triton.jit(do_not_specialize=["tokens"])
 def project_kernel(
     x, small, rstds, bottleneck, hidden, tokens, eps,
     C: tl.constexpr, RANK: tl.constexpr, PITCH: tl.constexpr,
     TOKENS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """Only rstd, u and hidden = silu(u) of TOKENS rows: for rows that registers do not hold, before `gate_kernel`."""
+    """rstd, u and hidden = silu(u) of TOKENS rows."""
     start, row = tl.program_id(0).to(tl.int64) * TOKENS, tl.arange(0, TOKENS)
     inside = row < tokens - start
     square = tl.zeros([TOKENS, BLOCK], tl.float32)

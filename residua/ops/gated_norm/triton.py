@@ -43,11 +43,10 @@ class Plan(NamedTuple):
 
 
 class Forward(NamedTuple):
-    """Either rows held in registers, or a kernel that goes over channels and one that goes over tokens."""
+    """A kernel that goes over channels and one that goes over tokens."""
 
-    held: Plan | None
-    project: Plan = Plan(32, 64, 2, 3)
-    gate: Plan = Plan(32, 128, 4, 3, 5)
+    project: Plan
+    gate: Plan
 
 
 class Backward(NamedTuple):
@@ -56,24 +55,22 @@ class Backward(NamedTuple):
 
 
 def forward_plan(width: int, rank: int, size: int) -> Forward:
-    """For elements of `size` bytes; 16 rows are held while they fill less than half of the registers."""
+    """For elements of `size` bytes.
+
+    Two warps to a program: with four warps and 64 rows Triton makes asynchronous products that still read a buffer
+    while its pipeline loads the next tile into it, where an operand is used elsewhere too, as x is in these kernels.
+    """
     if size == 4:
-        return Forward(None, Plan(32, 64, 4, 2), Plan(32, 64, 4, 2, 3))
-    if rank > 16 or width > 2048:
-        return Forward(None)
-    return Forward(Plan(16, 256, 4 if width <= 1024 else 8))
+        return Forward(Plan(32, 64, 4, 2), Plan(32, 64, 4, 2, 3))
+    return Forward(Plan(32, 64, 2, 3), Plan(32, 64, 2, 3, 8))
 
 
 def backward_plan(width: int, rank: int, size: int) -> Backward:
-    """Four warps and 64 rows to a product make it asynchronous, and Triton's pipeline overwrites what it still reads.
-
-    That is so where such an operand is used elsewhere too, as x is in `spread_kernel`: two warps have no such products.
-    """
     if size == 4:
         return Backward(Plan(32, 32, 4, 2), Plan(32, 32, 4, 2, 3))
     if rank > 16:
         return Backward(Plan(32, 64, 2, 3), Plan(32, 32, 2, 3, 6))
-    return Backward(Plan(32, 64, 2, 3, 0, 128), Plan(32, 64, 4, 3, 3))
+    return Backward(Plan(32, 64, 2, 3, 0, 128), Plan(32, 64, 4, 2, 4, 128))
 
 
 def gated_norm(x: Tensor, weight: Tensor, down: Tensor, up: Tensor, *, eps: float = 1e-6, **_: str) -> Tensor:
@@ -119,17 +116,13 @@ def _forward(x: Tensor, weight: Tensor, down: Tensor, up: Tensor, eps: float) ->
     tokens, width = x.shape
     out, small, rstd, bottleneck = outputs = _forward_outputs(x, weight, down, up, eps)
     sizes = {"C": width, "RANK": small.shape[1], "PITCH": small.shape[2]}
-    held, project, gate = forward_plan(width, sizes["RANK"], x.element_size())
+    project, gate = forward_plan(width, sizes["RANK"], x.element_size())
     weight = weight.contiguous()
     with on(x):
         kernels.prepare_kernel[(small.shape[2] // 64,)](
             weight, down.contiguous(), up.contiguous(), small, R=down.shape[0], BLOCK=64, **sizes
         )
-        if tokens and held is not None:
-            kernels.forward_kernel[(held.tiles(tokens),)](
-                x, weight, small, out, rstd, bottleneck, tokens, eps, **sizes, **held.settings()
-            )
-        elif tokens:
+        if tokens:
             hidden = torch.empty_like(bottleneck)
             kernels.project_kernel[(project.tiles(tokens),)](
                 x, small, rstd, bottleneck, hidden, tokens, eps, **sizes, **project.settings()

@@ -167,7 +167,9 @@ _forward.register_autograd(_differentiate, setup_context=_save)
 
 
 def _outputs(streams: Tensor, update: Tensor, phi: Tensor, norm: str) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    logits, rstd = (streams.new_empty((len(streams), _numbers(streams, phi, norm)), dtype=torch.float32) for _ in "zr")
+    logits, rstd = (
+        streams.new_empty((streams.shape[0], _numbers(streams, phi, norm)), dtype=torch.float32) for _ in "zr"
+    )
     weights = streams.new_empty(streams.shape[:2], dtype=torch.float32)
     return torch.empty_like(streams), torch.empty_like(update), logits, rstd, weights
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from residua.ops import fused
 from residua.ops.backend import Operator
-from residua.ops.multi_gate import chain, reference
+from residua.ops.multi_gate import chain, inversion, reference
 from residua.ops.multi_gate.reference import gates, pool, pool_weights
 
 MOST_STREAMS = 16
@@ -25,6 +25,12 @@ def _fused_chain(*args: Any, **settings: Any) -> Any:
     return multi_gate_chain(*args, **settings)
 
 
+def _fused_inverted(*args: Any, **settings: Any) -> Any:
+    from residua.ops.multi_gate.triton import multi_gate_inverted
+
+    return multi_gate_inverted(*args, **settings)
+
+
 def _fused_pool(*args: Any, **settings: Any) -> Any:
     from residua.ops.multi_gate.triton import pool_streams
 
@@ -32,18 +38,18 @@ def _fused_pool(*args: Any, **settings: Any) -> Any:
 
 
 def _serves(streams: Tensor, update: Tensor, *weights: Tensor, **_: Any) -> bool:
-    return streams.shape[-2] <= MOST_STREAMS and fused.asked(streams, update, *weights)
+    return streams.shape[-2] <= MOST_STREAMS and fused.serves(streams, update, *weights)
 
 
 def _serves_chain(state: Sequence[Tensor], update: Tensor, *weights: Tensor, **_: Any) -> bool:
     streams, _past = chain.split(state, update)
     if len(streams) > 1 and not _alike(streams):
         return False
-    return chain.shape(streams)[-2] <= MOST_STREAMS and fused.asked(streams[0], update, *weights)
+    return chain.shape(streams)[-2] <= MOST_STREAMS and fused.serves(streams[0], update, *weights)
 
 
 def _serves_pool(streams: Sequence[Tensor], query: Tensor, **_: Any) -> bool:
-    return 1 < len(streams) <= MOST_STREAMS and _alike(streams) and fused.asked(streams[0], query)
+    return 1 < len(streams) <= MOST_STREAMS and _alike(streams) and fused.serves(streams[0], query)
 
 
 def _alike(streams: Sequence[Tensor]) -> bool:
@@ -55,7 +61,9 @@ multi_gate = Operator(reference.multi_gate)
 multi_gate.register_fused(_fused, _serves)
 multi_gate_chain = Operator(chain.multi_gate_chain)
 multi_gate_chain.register_fused(_fused_chain, _serves_chain)
+multi_gate_inverted = Operator(inversion.multi_gate_inverted)
+multi_gate_inverted.register_fused(_fused_inverted, _serves_chain)
 pool_streams = Operator(chain.pool_streams)
 pool_streams.register_fused(_fused_pool, _serves_pool)
 
-__all__ = ["gates", "multi_gate", "multi_gate_chain", "pool", "pool_streams", "pool_weights"]
+__all__ = ["gates", "multi_gate", "multi_gate_chain", "multi_gate_inverted", "pool", "pool_streams", "pool_weights"]

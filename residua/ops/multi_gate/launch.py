@@ -35,17 +35,25 @@ class Plan(NamedTuple):
 
 
 def forward_plan(n: int, width: int, size: int) -> Plan:
-    """About twenty warps to a multiprocessor, and in them no more tokens than its L1 can hold for the second sweep."""
-    return Plan(16 // size, _warps((n + 1) * width / 4096))
+    """Rows cut into pieces of 512 channels, a warp to each; short rows of many streams into halves of that."""
+    if n > 4 and width < 1024:
+        return Plan(8 // size, 2)
+    return Plan(16 // size, _floor(width / 512))
 
 
 def backward_plan(n: int, width: int, size: int) -> Plan:
-    """Half as many channels at a time, for the factors of every stream are held besides."""
-    warps = _warps((n + 1) * width / 1920)
+    """Half as many channels at a time, for the factors of every stream are held besides.
+
+    Between 1024 and 2048 channels that is too many pieces: there one warp takes a token.
+    """
+    if n <= 4 and 1024 < width < 2048:
+        return Plan(16 // size, 1, programs=8)
+    warps = _floor((n + 1) * width / 1920)
     return Plan(8 // size, warps, programs=max(1, (12 if n <= 4 else 8) // warps))
 
 
-def _warps(wanted: float) -> int:
+def _floor(wanted: float) -> int:
+    """The power of two below, from 1 to 16."""
     return min(16, power(int(wanted) + 1) // 2 or 1)
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from residua.ops.multi_gate import launch
+from residua.ops.multi_gate import inversion, launch
 from residua.ops.multi_gate.chain import SEGMENT, shape, split
 from residua.ops.multi_gate.reference import check
 
@@ -103,11 +103,60 @@ class _Junction(torch.autograd.Function):
             g_hidden, given, start, since[::2], since[1::2], gate_query, pool_query,
             ctx.count > 1, ctx.competitive, ctx.eps,
         )  # fmt: skip
-        width = g_hidden.shape[-1]
-        g_w1, g_w2 = g_rest[:width].to(gate_query.dtype), g_rest[width : 2 * width].to(pool_query.dtype)
-        g_bias = g_rest[2 * width + (not ctx.competitive) :].to(ctx.bias_dtype)
+        dtypes = (gate_query.dtype, ctx.bias_dtype, pool_query.dtype)
+        g_weights = _apart(g_rest, dtypes, g_hidden.shape[-1], ctx.competitive)
         more = [None] * (0 if len(since) == 2 else len(kept) - 2)
-        return None, None, None, g_update, g_w1, g_bias, g_w2, *g_streams, *more
+        return None, None, None, g_update, *g_weights, *g_streams, *more
+
+
+def _apart(row: Tensor, dtypes: Sequence[torch.dtype], width: int, competitive: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of w1, the biases and w2 from their one row [2C + N + 1]; independent gates have no forget bias."""
+    gate_query, bias, pool_query = dtypes
+    biases = row[2 * width + (not competitive) :]
+    return row[:width].to(gate_query), biases.to(bias), row[width : 2 * width].to(pool_query)
+
+
+class Fused:
+    """A junction's two halves, for `inversion`."""
+
+    def __init__(self, competitive: bool, eps: float) -> None:
+        self.competitive, self.eps = competitive, eps
+
+    def forward(self, streams: Sequence[Tensor], update: Tensor, *weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        out: tuple[Tensor, Tensor, Tensor] = launch.multi_gate_forward(
+            streams, update, *weights, self.competitive, self.eps
+        )
+        return out
+
+    def backward(
+        self, g_hidden: Tensor, g_after: Tensor | None, streams: Tensor, update: Tensor, stats: Tensor, *weights: Tensor
+    ) -> tuple[Tensor, ...]:
+        gate_query, _, pool_query = weights
+        given = [] if g_after is None else [g_after]
+        g_streams, g_update, g_rest = launch.multi_gate_backward(
+            g_hidden, given, [streams], [update], [stats], gate_query, pool_query, False, self.competitive, self.eps
+        )
+        return g_streams, g_update, *_apart(g_rest, [w.dtype for w in weights], g_hidden.shape[-1], self.competitive)
+
+
+inversion.HALVES["fused"] = Fused
+
+
+def multi_gate_inverted(
+    state: Sequence[Tensor],
+    update: Tensor,
+    gate_query: Tensor,
+    gate_bias: Tensor,
+    pool_query: Tensor,
+    *,
+    last: bool,
+    share: float = inversion.SHARE,
+    competitive: bool = True,
+    eps: float = 1e-6,
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """The contract is `inversion.multi_gate_inverted`'s."""
+    weights = (gate_query, gate_bias, pool_query)
+    return inversion.junction("fused", state, update, weights, last=last, share=share, competitive=competitive, eps=eps)
 
 
 class _Pool(torch.autograd.Function):

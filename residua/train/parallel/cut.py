@@ -44,9 +44,13 @@ class Cut:
         """The embedding in; the first sublayer's input out, and a state that can be cut."""
         return self.topology.open(x)
 
+    def after(self, k: int, y: Tensor, state: State) -> State:
+        """The state behind sublayer k, without what is computed only for the next input."""
+        return self.topology.step(k, y, state)[1]
+
     def close(self, k: int, y: Tensor, state: State) -> Items:
         """The end of a slice: the output y of its last sublayer k in, what crosses out."""
-        h, state = self.topology.step(k, y, state)
+        h, state = self._end(k, y, state)
         items = {f"state.{k}.{i}": tensor for i, tensor in enumerate(self._plain(state))}
         return items if h is state[0] else {f"input.{k}": h, **items}
 
@@ -59,12 +63,20 @@ class Cut:
         """The name under which the embedding crosses anyway."""
         return None
 
+    def _end(self, k: int, y: Tensor, state: State) -> tuple[Tensor, State]:
+        return self.topology.step(k, y, state)
+
     def _plain(self, state: State) -> State:
         return state
 
 
 class MultiGateCut(Cut):
     """After the fill phase the streams alone are a state; what follows them is the fused operator's own."""
+
+    topology: MultiGate
+
+    def _end(self, k: int, y: Tensor, state: State) -> tuple[Tensor, State]:
+        return self.topology.step(k, y, state, ends=True)
 
     def _plain(self, state: State) -> State:
         return state[:1] if state[0].dim() == 4 else state
@@ -81,8 +93,11 @@ class AttnResCut(Cut):
     def begin(self, x: Tensor) -> tuple[Tensor, State]:
         return x, (x,)
 
+    def after(self, k: int, y: Tensor, state: State) -> State:
+        return self.topology.sources(k, y, state)
+
     def close(self, k: int, y: Tensor, state: State) -> Items:
-        sources = self.topology.sources(k, y, state)
+        sources = self.after(k, y, state)
         return {f"source.{number}": v for number, v in zip(self._numbers(k), sources, strict=True)}
 
     def enter(self, k: int, items: Items) -> tuple[Tensor, State]:
@@ -154,18 +169,14 @@ def crossing(
     """What crosses behind each sublayer of `ends`, without memory: `shape` is [B, T, C]."""
     found: list[Items] = []
     with FakeTensorMode(), torch.no_grad():
-        topology = build_topology(config.topology, config.sublayers, config.width)
-        cut = build_cut(topology)
+        cut = build_cut(build_topology(config.topology, config.sublayers, config.width))
         x = torch.empty(*shape, dtype=dtype)
         _, state = cut.begin(x)
-        for k in range(config.sublayers):
-            y = torch.empty_like(x)
+        y = torch.empty_like(x)
+        for k in range(max(ends, default=-1) + 1):
             if k in ends:
-                items = cut.close(k, y, state)
-                _, state = cut.enter(k, items)
-                found.append(items | _anchors_at(config, cut, k, x, anchors))
-            else:
-                _, state = topology.step(k, y, state)
+                found.append(cut.close(k, y, state) | _anchors_at(config, cut, k, x, anchors))
+            state = cut.after(k, y, state)
     return [{name: _outline(item) for name, item in items.items()} for items in found]
 
 

@@ -48,14 +48,15 @@ class PipelinedStep(RankedStep):
         self.routes = plan_routes([list(items) for items in self.cuts], parallel.pipeline, parallel.transport)
         self.element_bytes = torch.empty(0, dtype=precision).element_size()
         own = range(mesh.pipeline_rank, parallel.stages, parallel.pipeline)
-        settings = Settings(recipe.z_loss, precision, recomputes_anchors(config.model, parallel.anchors))
+        again = recomputes_anchors(config.model, parallel.anchors)
+        settings = Settings(recipe.z_loss, precision, mesh.device.type, again)
 
         if recipe.recompute == "sublayers":
             recompute_sublayers(model)
         model.to(mesh.device)
         cut, shelf = build_cut(model.topology), Shelf()
         modules = [Slice(model, cut, self.slices[i], self.routes[i], shelf, settings) for i in own]
-        self.shared = SharedParameters(model, mesh, settings.recompute_anchors)
+        self.shared = SharedParameters(model, mesh, again)
         _keep_only(model, modules)
         if parallel.shard > 1:
             for module in modules:

@@ -17,6 +17,7 @@ from residua.model.context import Context
 from residua.model.decoder import Sublayer
 from residua.train.parallel.cut import EMBEDDING, Cut, Items
 from residua.train.parallel.transport import Route, Shelf, hold
+from residua.train.parallel.wrap import compile_each
 
 if TYPE_CHECKING:
     from residua.model.decoder import Decoder
@@ -38,6 +39,7 @@ class Settings:
 
     z_loss: float
     precision: torch.dtype
+    device: str
     recompute_anchors: bool
 
 
@@ -85,8 +87,7 @@ class Slice(nn.Module):
         if whole:
             self.body = torch.compile(self._body, dynamic=False)
             return
-        for sublayer in self.sublayers.values():
-            sublayer.forward = torch.compile(sublayer.forward, dynamic=False)
+        compile_each(list(self.sublayers.values()))
 
     def _keep(self, batch: int, name: str, value: Tensor) -> Tensor:
         readers = self.route.lends.get(name, 0)
@@ -141,7 +142,7 @@ class Slice(nn.Module):
     def _autocast(self) -> AbstractContextManager[object]:
         if self.settings.precision is torch.float32:
             return nullcontext()
-        return torch.autocast(next(self.parameters()).device.type, dtype=self.settings.precision)
+        return torch.autocast(self.settings.device, dtype=self.settings.precision)
 
 
 class Stage(PipelineStage):

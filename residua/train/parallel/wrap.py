@@ -54,12 +54,20 @@ def _shard(
 def sharded_losses(model: Decoder, compiled: bool, unit: str, z_loss: float) -> Losses:
     """The losses of a sharded model, compiled where no gather happens: inside each sublayer, or the whole model."""
     if compiled and unit == "layer":
-        for sublayer in model.sublayers:
-            sublayer.forward = torch.compile(sublayer.forward, dynamic=False)
+        compile_each(list(model.sublayers))
     elif compiled:
         model.routed_losses = torch.compile(model.routed_losses, dynamic=False)  # type: ignore[method-assign]
     register_fsdp_forward_method(model, "routed_losses")
     return partial(model.routed_losses, z_loss=z_loss)
+
+
+def compile_each(sublayers: Sequence[nn.Module]) -> None:
+    """Compile the forward pass of each sublayer by itself; hooks that gather its weights stay outside."""
+    config: Any = torch._dynamo.config
+    # sublayers share their code and differ in their layer's number, which counts as a recompilation each
+    config.recompile_limit = max(config.recompile_limit, len(sublayers) + 8)
+    for sublayer in sublayers:
+        sublayer.forward = torch.compile(sublayer.forward, dynamic=False)
 
 
 class _Entry(nn.Module):

@@ -1,0 +1,18 @@
+"""A residual addition and the norm behind it, in plain PyTorch."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from residua.ops.numeric import rms
+
+
+def add_norm(h: Tensor, y: Tensor, weight: Tensor, *, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
+    """Add a sublayer's output to the residual stream, and normalise the sum for the next sublayer.
+
+        s = h + y,   x = weight ⊙ RMS(s)
+
+    h, y [..., C], weight [C]. Returns s and x.
+    """
+    s = h + y
+    return s, rms(s, eps, weight)

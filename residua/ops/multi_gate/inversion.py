@@ -1,0 +1,172 @@
+"""Junctions that keep no streams: the backward pass finds them from the streams that came after.
+
+    s'_i = s_i + β_i (f − s_i)   ⇒   s_i = (s'_i − β_i f) / (1 − β_i)
+
+is the fallback inversion of Multi-Gate Residuals (arXiv 2605.23259). Only the last junction of a chain keeps its
+streams; each hands what it found to the one before it, in place of a gradient: the chain's state ends with a tensor
+without content (`link`) whose "gradient" is s. A junction keeps f and β.
+
+Streams are rounded when they are stored, and division by 1 − β makes that error grow: after m junctions it is about
+ε √m Π 1/(1 − β). Where β is large, s cannot be found at all, so the true s is kept for the `share` of all (token,
+stream) pairs with the largest β, a fixed number. For the others 1 − β counts as FLOOR at least.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from residua.ops.multi_gate import reference
+from residua.ops.multi_gate.chain import shape, split
+from residua.ops.numeric import wide
+
+SHARE = 0.01
+FLOOR = 1 / 64
+
+
+class Halves(Protocol):
+    """A junction without autograd, forward and backward."""
+
+    def forward(self, streams: Sequence[Tensor], update: Tensor, *weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """h [..., C], s' [..., N, C] and numbers that begin with β [..., N]."""
+
+    def backward(
+        self, g_hidden: Tensor, g_after: Tensor | None, streams: Tensor, update: Tensor, stats: Tensor, *weights: Tensor
+    ) -> tuple[Tensor, ...]:
+        """The gradients of s [..., N, C], of f, and of w1, the biases and w2."""
+
+
+class Plain:
+    """The reference, differentiated by autograd."""
+
+    def __init__(self, competitive: bool, eps: float) -> None:
+        self.settings: dict[str, Any] = {"competitive": competitive, "eps": eps}
+
+    def forward(self, streams: Sequence[Tensor], update: Tensor, *weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        stacked = streams[0] if len(streams) == 1 else torch.stack([*streams], -2)
+        beta = reference.gates(stacked, *weights[:2], **self.settings)
+        return *reference.multi_gate(stacked, update, *weights, **self.settings), beta
+
+    def backward(
+        self, g_hidden: Tensor, g_after: Tensor | None, streams: Tensor, update: Tensor, stats: Tensor, *weights: Tensor
+    ) -> tuple[Tensor, ...]:
+        leaves = [t.detach().requires_grad_() for t in (streams, update, *weights)]
+        with torch.enable_grad():
+            outputs = reference.multi_gate(*leaves, **self.settings)
+        given = (g_hidden, torch.zeros_like(streams) if g_after is None else g_after)
+        return torch.autograd.grad(outputs, leaves, given, materialize_grads=True)
+
+
+HALVES: dict[str, Callable[[bool, float], Halves]] = {"plain": Plain}
+
+
+def multi_gate_inverted(
+    state: Sequence[Tensor],
+    update: Tensor,
+    gate_query: Tensor,
+    gate_bias: Tensor,
+    pool_query: Tensor,
+    *,
+    last: bool,
+    share: float = SHARE,
+    competitive: bool = True,
+    eps: float = 1e-6,
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """One junction of a chain, as `multi_gate_chain`, whose streams the backward pass finds by inversion.
+
+    `last` says that no junction follows which could hand its streams back: then they are kept.
+    """
+    weights = (gate_query, gate_bias, pool_query)
+    return junction("plain", state, update, weights, last=last, share=share, competitive=competitive, eps=eps)
+
+
+def junction(
+    halves: str, state: Sequence[Tensor], update: Tensor, weights: Sequence[Tensor],
+    *, last: bool, share: float, competitive: bool, eps: float,
+) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
+    """h and the next state: the streams and, but for the last junction, the link to the one that follows."""
+    streams, link = split(state, update)
+    reference.check(shape(streams), update, weights[1], competitive)
+    streams = [s.contiguous() for s in streams]
+    kept = -1 if last or not torch.is_grad_enabled() else math.ceil(share * math.prod(shape(streams)[:-1]))
+    hidden, *after = _inverted(
+        halves, competitive, eps, kept, len(streams), update.contiguous(), *weights, *streams, *link
+    )
+    return hidden, tuple(after)
+
+
+def invert(after: Tensor, update: Tensor, beta: Tensor, where: Tensor, rows: Tensor) -> Tensor:
+    """s [..., N, C] from s', f and β; `rows` [kept, C] are known, at the places `where` [kept] of all streams' rows."""
+    b, f = wide(beta)[..., None], wide(update)[..., None, :]
+    found = ((wide(after) - b * f) / (1 - b).clamp(min=FLOOR)).to(after.dtype)
+    return found.flatten(0, -2).index_copy(0, where, rows).view_as(after)
+
+
+class _Inverted(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, halves: str, competitive: bool, eps: float, kept: int, count: int,
+        update: Tensor, gate_query: Tensor, gate_bias: Tensor, pool_query: Tensor, *tensors: Tensor,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        """`tensors` are the streams, `count` of them, and the link to the junction before this one, if any.
+
+        `kept` rows of them are kept; −1: all, and there is no junction to follow.
+        """
+        streams = tensors[:count]
+        weights = (gate_query, gate_bias, pool_query)
+        ctx.halves = HALVES[halves](competitive, eps)
+        hidden, after, stats = ctx.halves.forward(streams, update, *weights)
+        ctx.last, ctx.count, ctx.linked = kept < 0, count, len(tensors) > count
+        ctx.set_materialize_grads(False)
+        if ctx.last:
+            ctx.save_for_backward(update, stats, *weights, *streams)
+            return hidden, after
+        where = stats[..., : after.shape[-2]].flatten().topk(kept).indices
+        ctx.save_for_backward(update, stats, *weights, where, _rows(streams, where))
+        return hidden, after, after.new_empty(()).expand(after.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, g_hidden: Tensor | None, g_after: Tensor | None, after: Tensor | None = None
+    ) -> tuple[Tensor | None, ...]:
+        update, stats, *saved = ctx.saved_tensors
+        weights, rest = saved[:3], saved[3:]
+        if ctx.last:
+            streams = rest[0] if ctx.count == 1 else torch.stack(rest, -2)
+        elif after is None:
+            raise RuntimeError(
+                "multi_gate_inverted: the junction after this one took no part in the backward pass, so its streams "
+                "are not known: call the last junction of a chain with last=True."
+            )
+        else:
+            streams = invert(after, update, stats[..., : after.shape[-2]], *rest)
+        g_hidden = torch.zeros_like(update) if g_hidden is None else g_hidden
+        g_streams, *gradients = ctx.halves.backward(g_hidden, g_after, streams, update, stats, *weights)
+        apart = [g_streams] if ctx.count == 1 else g_streams.unbind(-2)
+        return None, None, None, None, None, *gradients, *apart, *([streams] if ctx.linked else [])
+
+
+@torch.compiler.allow_in_graph
+def _inverted(
+    halves: str, competitive: bool, eps: float, kept: int, count: int, *tensors: Tensor
+) -> tuple[Tensor, ...]:
+    out: tuple[Tensor, ...] = _Inverted.apply(halves, competitive, eps, kept, count, *tensors)
+    return out
+
+
+def _rows(streams: Sequence[Tensor], where: Tensor) -> Tensor:
+    """The rows [kept, C] of streams [..., N, C], or of N streams [..., C], at places among all M·N rows."""
+    if len(streams) == 1:
+        return streams[0].flatten(0, -2).index_select(0, where)
+    n = len(streams)
+    token, stream = where // n, where % n
+    found = streams[0].flatten(0, -2).index_select(0, token)
+    for i in range(1, n):
+        found = torch.where((stream == i)[:, None], streams[i].flatten(0, -2).index_select(0, token), found)
+    return found

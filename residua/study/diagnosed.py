@@ -1,0 +1,110 @@
+"""A diagnosis of every complete run of a study, in the run's folder, and one page with the variants side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from residua.study.config import StudyConfig
+from residua.study.plan import Plan, PlannedRun
+from residua.study.runs import DIAGNOSIS, is_complete
+
+if TYPE_CHECKING:
+    from residua.data import Dataset
+    from residua.diagnose import ModelDiagnosis
+    from residua.diagnose.text import Sample
+
+SIDE_BY_SIDE = "diagnosis"
+
+
+def diagnose_runs(study: StudyConfig, plan: Plan, out: Path, dataset: Dataset, console: Console) -> None:
+    """Diagnose the complete runs that have no diagnosis yet, and lay those of the first seed side by side.
+
+    A run that cannot be diagnosed is told of, and the others go on.
+    """
+    if not study.diagnose:
+        return
+    complete = [run for run in plan.runs if is_complete(run.folder, run.config)]
+    waiting = [run for run in complete if found(run) is None]
+    columns = (TextColumn("{task.description}"), BarColumn(bar_width=28), TextColumn("{task.completed}/{task.total}"))
+    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as bars:
+        every, task = bars.add_task("diagnosing", total=len(waiting)), bars.add_task("", total=None)
+
+        def tell(stage: str, done: int, total: int) -> None:
+            bars.update(task, description=stage, completed=done, total=total)
+
+        for run in waiting:
+            bars.update(every, description=f"diagnosing {run.title}")
+            try:
+                made = diagnose_run(run, dataset, tell)
+                console.print(f"[green]✓[/green] {run.title}: {escape(_words(made))}", highlight=False)
+            except ValueError as problem:
+                console.print(f"[red]✗[/red] {run.title} has no diagnosis: {escape(str(problem))}", highlight=False)
+            bars.update(every, advance=1)
+    _side_by_side(study, complete, out)
+
+
+def diagnose_run(run: PlannedRun, dataset: Dataset, tell: Callable[[str, int, int], None]) -> ModelDiagnosis:
+    """Diagnose a run's model on the validation text of the study, into the run's folder."""
+    from residua.diagnose import Diagnosis, diagnose_model
+    from residua.diagnose.api import write
+    from residua.diagnose.folder import open_subject
+    from residua.train.step import choose_device
+
+    subject = open_subject(run.folder, choose_device(run.config.train))
+    made = diagnose_model(subject, _sample(run, dataset), path=str(run.folder), progress=tell)
+    write(Diagnosis(models=[made]), run.folder)
+    return made
+
+
+def found(run: PlannedRun) -> ModelDiagnosis | None:
+    """The diagnosis in a run's folder; None where there is none, or none that can be read."""
+    from residua.diagnose import Diagnosis
+    from residua.diagnose.api import JSON
+
+    if not (run.folder / DIAGNOSIS).exists():
+        return None
+    try:
+        return Diagnosis.read(run.folder / JSON).models[0]
+    except (OSError, ValueError):
+        return None
+
+
+def _sample(run: PlannedRun, dataset: Dataset) -> Sample:
+    """The first validation sequences, which the study's losses are measured on as well."""
+    import torch
+
+    from residua.data import Tokenizer, validation_batches
+    from residua.diagnose.schema import TextFacts
+    from residua.diagnose.text import DEFAULT_TOKENS, Sample
+
+    length = run.config.sequence
+    batches = list(validation_batches(dataset.split("validation"), length, 16, limit_tokens=DEFAULT_TOKENS))
+    tokens, targets = (torch.cat([getattr(batch, name) for batch in batches]) for name in ("tokens", "targets"))
+    source = f"the validation text of {dataset.path.name}"
+    facts = TextFacts(source=source, tokens=tokens.numel(), sequences=len(tokens), length=length)
+    return Sample(tokens, targets, facts, Tokenizer.load(run.folder))
+
+
+def _words(made: ModelDiagnosis) -> str:
+    return "; ".join(finding.words for finding in made.findings[:2]) or "nothing stands out"
+
+
+def _side_by_side(study: StudyConfig, complete: list[PlannedRun], out: Path) -> None:
+    """One page of the first seed's models, of those that were shown the same text as the first."""
+    from residua.diagnose import Diagnosis
+    from residua.diagnose.api import write
+
+    models = [
+        made.model_copy(update={"name": run.variant if len(study.sizes) == 1 else f"{run.variant} {run.size}"})
+        for run in complete
+        if run.seed == study.seeds[0] and (made := found(run)) is not None
+    ]
+    alike = [made for made in models if made.text == models[0].text]
+    if len(alike) > 1:
+        write(Diagnosis(models=alike), out / SIDE_BY_SIDE)

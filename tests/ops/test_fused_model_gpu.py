@@ -1,0 +1,74 @@
+"""On a GPU, whole models on the fused anchors and hyper-connections: the references' loss and gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import residua
+from residua import ops
+from residua.ops import fused
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(fused.INTERPRETED, reason="needs TRITON_INTERPRET=0"),
+]
+
+GATED = ["attention.gate=elementwise"]
+MODELS = {
+    "exoformer": [*GATED, "anchors=exoformer"],
+    "exoformer, dynamic": [*GATED, "anchors=exoformer", "anchors.mixing.kind=dynamic"],
+    "nuresformer, headwise": [*GATED, "anchors=nuresformer", "anchors.granularity=headwise"],
+    "resformer": ["anchors=resformer"],
+    "hyper": ["topology=hyper"],
+    "mhc": ["topology=mhc"],
+    "mhc_lite": ["topology=mhc_lite"],
+}
+
+
+def losses_and_gradients(
+    changes: list[str], device: str, wrap: Callable[[Callable], Callable], autocast: bool
+) -> list[list[torch.Tensor]]:
+    torch.manual_seed(0)
+    config = residua.ModelConfig(
+        vocab_size=96,
+        context=64,
+        layers=3,
+        width=64,
+        attention={"kind": "softmax", "heads": 2},
+        ffn={"kind": "relu2", "hidden": 96},
+    ).override(changes)
+    model = residua.build(config).to(device)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.02 * torch.randn_like(parameter))
+    tokens = torch.randint(96, (2, 65), device=device)
+    outcomes = []
+    for choice in ("reference", "triton"):
+        torch.compiler.reset()
+        with ops.backend(choice), torch.autocast(device, torch.bfloat16, enabled=autocast):
+            loss = wrap(model.loss)(tokens[:, :-1], tokens[:, 1:])
+            outcomes.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
+    return outcomes
+
+
+def assert_alike(outcomes: list[list[torch.Tensor]], tolerance: float) -> None:
+    """All gradients as one vector: single ones may be all noise."""
+    exact, ours = (torch.cat([t.flatten().double() for t in outcome[1:]]) for outcome in outcomes)
+    assert abs(outcomes[0][0] - outcomes[1][0]) <= tolerance * outcomes[0][0]
+    assert (ours - exact).norm() <= tolerance * exact.norm()
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_model_on_a_gpu_has_the_references_loss_and_gradients(name, precision):
+    outcomes = losses_and_gradients(MODELS[name], "cuda", lambda f: f, precision == "bf16")
+    assert_alike(outcomes, {"fp32": 1e-3, "bf16": 5e-2}[precision])
+
+
+@pytest.mark.parametrize("name", ["exoformer", "mhc"])
+def test_a_compiled_model_on_a_gpu_has_the_references_loss_and_gradients(name):
+    outcomes = losses_and_gradients(MODELS[name], "cuda", lambda f: torch.compile(f, fullgraph=True), True)
+    assert_alike(outcomes, 5e-2)
