@@ -114,7 +114,7 @@ def _contender(case: Case, device: torch.device, batch: int, filled: int, engine
         run = build_step(model, cache, engine)
         run(torch.zeros(batch, dtype=torch.int64, device=device))
     read = sum(t.numel() * t.element_size() for t in cache.tensors()) * filled // (filled + STEPS)
-    return _Contender(case, cache, run, weight_bytes(model), read, kernels, [])
+    return _Contender(case, cache, run, weight_bytes(model, batch), read, kernels, [])
 
 
 def _round(contender: _Contender, tokens: Tensor, filled: int, device: torch.device) -> float:

@@ -18,7 +18,9 @@ app = typer.Typer(rich_markup_mode=None, add_completion=False)
 def diagnose(
     models: Annotated[
         list[Path],
-        typer.Argument(metavar="MODEL...", help="Run folders or local Hugging Face model folders, side by side."),
+        typer.Argument(
+            metavar="MODEL...", help="Run folders, exported ones or Hugging Face model folders, side by side."
+        ),
     ],
     text: Annotated[
         Path | None, typer.Option(show_default="the embedded corpus", help="A UTF-8 text file to show the models.")

@@ -11,6 +11,7 @@ import typer
 if TYPE_CHECKING:
     from typing import Literal
 
+    from residua.cli.bars import Bars
     from residua.data import Dataset, Tokenizer
     from residua.inference.perplexity import TextScore
     from residua.inference.results import Results
@@ -79,6 +80,7 @@ def evaluate(
     local = open_tasks(task_dir, names, shots=shots, split=split, limit=limit) if task_dir is not None else []
     import torch
 
+    from residua.cli.bars import Bars
     from residua.inference import results as work
     from residua.inference.folder import choose_device, open_model, place
 
@@ -94,7 +96,7 @@ def evaluate(
     }  # fmt: skip
     results = work.Results(str(model), settings)
     console = work.open_console()
-    with _Bars(console) as bars:
+    with Bars(console) as bars:
         if data is not None or not names:
             results.text = _text(loaded, tokenizer, model, data, split, tokens, batch_tokens, bars.track("text"))
         if names:
@@ -107,29 +109,6 @@ def evaluate(
     console.print(f"Results: {target}", soft_wrap=True, markup=False)
     if not names:
         console.print("Next: multiple-choice tasks, residua eval RUN --tasks exoformer", soft_wrap=True, markup=False)
-
-
-class _Bars:
-    """A progress bar with an ETA for each part of the work."""
-
-    def __init__(self, console: Any) -> None:
-        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-        columns = (
-            TextColumn("{task.description}"), BarColumn(bar_width=28), TextColumn("{task.completed}/{task.total}"),
-        )  # fmt: skip
-        self._bars = Progress(*columns, TimeRemainingColumn(), console=console, transient=True)
-
-    def __enter__(self) -> _Bars:
-        self._bars.start()
-        return self
-
-    def __exit__(self, *ending: object) -> None:
-        self._bars.stop()
-
-    def track(self, name: str) -> Callable[[int, int], None]:
-        bar = self._bars.add_task(name, total=None)
-        return lambda done, total: self._bars.update(bar, completed=done, total=total)
 
 
 def _text(
@@ -177,7 +156,7 @@ def _run_tasks(
     shots: int,
     limit: int | None,
     batch_tokens: int | None,
-    bars: _Bars,
+    bars: Bars,
 ) -> None:
     from residua.inference.evaluate import group_means, score_task
     from residua.inference.score import Scorer

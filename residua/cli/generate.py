@@ -105,7 +105,13 @@ def _continue(generator: Generator, request: Request, prompts: list[str]) -> Non
         done, speed = generator(prompts, request, show=lambda _, piece: typer.echo(_printable(piece), nl=False))
         typer.echo()
     else:
-        done, speed = generator(prompts, request)
+        from rich.console import Console
+
+        from residua.cli.bars import Bars
+
+        generator.check(prompts, request)
+        with Bars(Console(stderr=True)) as bars:
+            done, speed = generator(prompts, request, progress=bars.track("tokens"))
         for text, completion in zip(prompts, done, strict=True):
             typer.echo(f"--- {text}\n{_printable(completion.text)}")
     typer.echo(_words(done, speed), err=True)
@@ -118,7 +124,11 @@ def _chat(generator: Generator, request: Request) -> None:
     typer.echo("Write and press Enter; an empty line or Ctrl-D ends the conversation.", err=True)
     for line in _lines():
         typer.echo("Model:", nl=False)
-        done, speed = conversation.say(line, show=lambda _, piece: typer.echo(_printable(piece), nl=False))
+        try:
+            done, speed = conversation.say(line, show=lambda _, piece: typer.echo(_printable(piece), nl=False))
+        except ValueError as refused:
+            typer.echo(f"\n{refused}", err=True)
+            continue
         typer.echo()
         typer.echo(_words(done, speed), err=True)
 

@@ -193,7 +193,7 @@ class HuggingFaceSubject(Subject):
                 f"Part of layers {_listed(partial_layers)}: their sublayers' outputs do not add up to what the layer "
                 "changes, so some of it happens outside them; only the removal of whole layers counts it."
             )
-        self.skipped.append("Depth weights, gates and anchors: published by Residua models only.")
+        self.skipped.append("Depth weights, gates, anchors and expert load: published by Residua models only.")
 
     def _adds_up(self, layer: int, seen: Observation) -> bool:
         """Whether state + Σ outputs is the next layer's state; true also where the states are not known."""

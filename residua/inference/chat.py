@@ -22,8 +22,11 @@ class Conversation:
     def say(self, line: str, show: Show | None = None) -> tuple[list[Completion], Speed]:
         """A person's next line; the model's answer is added to the conversation."""
         self.turns.append(f"{PERSON} {line}\n{MODEL}")
-        prompt = self._prompt()
-        done, speed = self.generator([prompt], self.request, show)
+        try:
+            done, speed = self.generator([self._prompt()], self.request, show)
+        except ValueError:
+            self.turns.pop()  # refused: the conversation stays as it was
+            raise
         self.turns[-1] += f"{done[0].text}\n"
         return done, speed
 

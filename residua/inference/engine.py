@@ -14,6 +14,9 @@ import torch
 from torch import Tensor
 
 from residua.inference.fuse import fuse
+from residua.model.moe import Experts
+from residua.ops.backend import chosen_backend
+from residua.ops.grouped_linear.grouped import takes
 
 if TYPE_CHECKING:
     from residua.model.cache import Cache
@@ -35,6 +38,26 @@ def resolve_engine(name: str, device: torch.device) -> str:
     if name == "graph" and device.type != "cuda":
         raise ValueError("engine graph replays CUDA graphs and this device is a CPU: use eager or compile.")
     return name
+
+
+def engine_for(model: Decoder, name: str) -> str:
+    """`resolve_engine` where a model lies: experts that run in a loop are counted on the host in every step."""
+    engine = resolve_engine(name, model.embed.weight.device)
+    if engine == "eager" or not _loops_over_experts(model):
+        return engine
+    if name == "auto":
+        return "eager"
+    raise ValueError(
+        f"engine {name} needs all experts in one product, which takes a GPU, bfloat16 and widths that are multiples "
+        "of 8: use eager."
+    )
+
+
+def _loops_over_experts(model: Decoder) -> bool:
+    experts = [module for module in model.modules() if isinstance(module, Experts)]
+    weights = [w.unflatten(0, (module.count, -1)) for module in experts for w in (module.up, module.out)]
+    at_once = chosen_backend() != "reference" and all(w.is_cuda and takes(model.embed.weight, w) for w in weights)
+    return bool(weights) and not at_once
 
 
 def build_step(model: Decoder, cache: Cache, engine: str) -> Step:

@@ -14,16 +14,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Accuracy:
-    """A share of questions and its standard error, the sample's standard deviation / √n."""
+    """A share of questions and its standard error, the sample's standard deviation / √n; None of a single question."""
 
     value: float
-    error: float
+    error: float | None
 
     @classmethod
     def of(cls, right: list[bool]) -> Accuracy:
         n = len(right)
         mean = sum(right) / n
-        return cls(mean, math.sqrt(mean * (1 - mean) / (n - 1)) if n > 1 else math.nan)
+        return cls(mean, math.sqrt(mean * (1 - mean) / (n - 1)) if n > 1 else None)
 
 
 @dataclass(frozen=True)
@@ -91,6 +91,7 @@ def group_means(scores: list[TaskScore], names: list[str]) -> dict[str, Accuracy
     for name in names:
         members = [by_task[task] for task in GROUPS.get(name, ()) if task in by_task]
         if members:
-            error = math.sqrt(sum(m.error**2 for m in members)) / len(members)
+            errors = [m.error for m in members if m.error is not None]
+            error = math.sqrt(sum(e**2 for e in errors)) / len(members) if len(errors) == len(members) else None
             means[name] = Accuracy(sum(m.value for m in members) / len(members), error)
     return means

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
-from residua.inference.engine import Step, build_step, resolve_engine
+from residua.inference.engine import Step, build_step, engine_for
 from residua.inference.sample import Sampler, Sampling
+from residua.inference.score import Progress
 from residua.inference.text import TextStream
+from residua.model.moe import MoE
 
 if TYPE_CHECKING:
     from residua.data.tokenizer import Tokenizer
@@ -29,7 +31,7 @@ Show = Callable[[int, str], None]
 
 @dataclass(frozen=True)
 class Speed:
-    """How fast a batch was generated; a step makes one token in every row and reads all weights once."""
+    """How fast a batch was generated; a step makes one token in every row and reads all weights it needs once."""
 
     prompt_tokens: int
     prefill_seconds: float
@@ -82,15 +84,19 @@ class Generator:
 
     def __init__(self, model: Decoder, tokenizer: Tokenizer, *, engine: str = "auto", chunk: int = CHUNK) -> None:
         self.model, self.tokenizer, self.chunk = model.eval(), tokenizer, chunk
-        self.engine = resolve_engine(engine, model.embed.weight.device)
+        self.engine = engine_for(model, engine)
         self._cache: Cache | None = None
         self._step: Step | None = None
 
     @torch.inference_mode()
     def __call__(
-        self, prompts: Sequence[str] | Sequence[Sequence[int]], request: Request, show: Show | None = None
+        self,
+        prompts: Sequence[str] | Sequence[Sequence[int]],
+        request: Request,
+        show: Show | None = None,
+        progress: Progress | None = None,
     ) -> tuple[list[Completion], Speed]:
-        """Continue texts or lists of tokens, all at once."""
+        """Continue texts or lists of tokens, all at once. `progress` counts steps; a batch may end before the last."""
         rows, limits = self.check(prompts, request)
         began = time.perf_counter()
         cache = self._empty_cache(len(rows), max(map(len, rows)) + max(limits) + 2)
@@ -98,12 +104,12 @@ class Generator:
         self._wait()
         middle = time.perf_counter()
         batch = _Batch([TextStream(self.tokenizer.decode, request.stop) for _ in rows], limits, show or _silent)
-        steps = self._decode(batch, logits, cache, request)
+        steps = self._decode(batch, logits, cache, request, progress or _silent)
         self._wait()
         ended = time.perf_counter()
         total = sum(len(c.tokens) for c in batch.completions)
         return batch.completions, Speed(
-            sum(map(len, rows)), middle - began, total, steps, ended - middle, weight_bytes(self.model)
+            sum(map(len, rows)), middle - began, total, steps, ended - middle, weight_bytes(self.model, len(rows))
         )
 
     def check(
@@ -119,7 +125,7 @@ class Generator:
         """The tokens of a prompt."""
         return self.tokenizer.encode(prompt)
 
-    def _decode(self, batch: _Batch, logits: Tensor, cache: Cache, request: Request) -> int:
+    def _decode(self, batch: _Batch, logits: Tensor, cache: Cache, request: Request, progress: Progress) -> int:
         seeds = [request.sampling.seed + i for i in range(len(batch.limits))]
         sampler = Sampler(request.sampling, seeds, max(batch.limits) + 1, self.tokenizer.vocab_size, logits.device)
         cache.static = self.engine != "eager"
@@ -132,6 +138,7 @@ class Generator:
             if going_on:
                 taken += 1
                 tokens = sampler(step(tokens), taken)
+            progress(taken, max(batch.limits))
             if batch.add(arrival.read(), self.tokenizer.end_of_text) or not going_on:
                 return taken
 
@@ -237,12 +244,26 @@ def prefill(model: Decoder, cache: Cache, rows: Sequence[Sequence[int]], chunk: 
     return last
 
 
-def weight_bytes(model: Decoder) -> int:
-    """Bytes of weights that a decoding step reads: all but an embedding that is not also the head."""
-    weights = (*model.parameters(), *model.buffers())
-    read = [w for w in weights if model.unembed is None or w is not model.embed.weight]
-    return sum(w.numel() * w.element_size() for w in read)
+def weight_bytes(model: Decoder, rows: int) -> int:
+    """Bytes of weights that a decoding step of `rows` tokens reads at most.
+
+    All but an embedding that is not also the head, and no more experts of a mixture than the tokens can visit.
+    """
+    weights = [
+        w for w in (*model.parameters(), *model.buffers()) if model.unembed is None or w is not model.embed.weight
+    ]
+    mixtures = [module for module in model.modules() if isinstance(module, MoE)]
+    return _bytes(weights) - sum(_idle_bytes(mixture, rows) for mixture in mixtures)
 
 
-def _silent(prompt: int, piece: str) -> None:
+def _idle_bytes(mixture: MoE, rows: int) -> int:
+    idle = max(0, mixture.count - rows * mixture.router.top_k)
+    return _bytes(mixture.experts.parameters()) // mixture.count * idle
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _silent(*_: object) -> None:
     pass

@@ -107,4 +107,5 @@ def _new_table(first: str, *others: str) -> Table:
 
 
 def _percent(accuracy: Accuracy) -> str:
-    return f"{100 * accuracy.value:.2f} ± {100 * accuracy.error:.2f}"
+    error = "?" if accuracy.error is None else f"{100 * accuracy.error:.2f}"
+    return f"{100 * accuracy.value:.2f} ± {error}"

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+COLDEST = 1e-6
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -29,10 +31,13 @@ class Sampling:
             raise ValueError(f"top-k is {self.top_k}: keep at least 1 token.")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top-p is {self.top_p}: use a share above 0 and up to 1.")
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed is {self.seed}: use a whole number from 0 to 2**63 - 1.")
 
     @property
     def greedy(self) -> bool:
-        return self.temperature == 0
+        """Also where dividing by the temperature could overflow: the likeliest token then has all the probability."""
+        return self.temperature < COLDEST
 
 
 class Sampler:

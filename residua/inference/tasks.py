@@ -121,11 +121,12 @@ def _ask(context: str, record: Mapping[str, Any]) -> Question:
 
 def _question(record: Mapping[str, Any]) -> Question:
     context = f"{record['context']}\n" if record.get("context") else ""
-    return _ask(f"{context}Question: {record.get('question', '')}\nAnswer:", record)
+    question = record.get("question", "") if context else record["question"]
+    return _ask(f"{context}Question: {question}\nAnswer:", record)
 
 
 def _bare(record: Mapping[str, Any]) -> Question:
-    return _ask(str(record.get("question") or record.get("context") or ""), record)
+    return _ask(str(record.get("question") or record["context"]), record)
 
 
 def _yes_or_no(record: Mapping[str, Any]) -> Question:

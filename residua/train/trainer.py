@@ -68,7 +68,8 @@ class Trainer:
         torch.manual_seed(recipe.seed)
         reset_peak_memory(self.device)
         self.step = world.build_step(self.config)
-        check_disk(self.step, run.folder, recipe.keep)
+        if world.leads:
+            check_disk(self.step, run.folder, recipe.keep)
 
         segments = data.masking == "documents"
         shape = {"sequence": self.config.sequence, "batch": recipe.micro_batch}

@@ -14,6 +14,8 @@ from residua.model.settings import ConfigError
 from residua.train.config import RunConfig
 from tests.parallel.cases import run_config
 
+pytestmark = pytest.mark.slow  # torch.distributed.pipelining takes seconds to import
+
 H200 = Machine(140 * GIB, 450e12, 300e9)
 
 

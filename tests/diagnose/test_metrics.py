@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from residua.diagnose import ModelDiagnosis, run, taps
+from residua.diagnose.metrics import attention as attention_metrics
 from residua.diagnose.metrics.hidden import FAR, CoreFeatures
 from residua.model.decoder import Decoder
 from residua.ops.depth_attention.reference import depth_attention
@@ -188,6 +189,32 @@ def test_streams_and_write_gates_of_multi_gate_residuals() -> None:
     assert made.state_name == "sublayer input"
 
 
+def test_depth_weights_and_streams_of_hyper_connections() -> None:
+    _, made, seen = case(topology={"kind": "hyper", "streams": 3})
+    assert [r.reader for r in made.depth_weights] == list(range(8))
+    for facts in made.depth_weights:
+        assert facts.mean == pytest.approx(seen[f"depth.{facts.reader}.pre"].mean((0, 1)).tolist(), rel=1e-9)
+    facts = next(s for s in made.streams if s.reader == 4)
+    cosine = torch.cosine_similarity(seen["depth.2.streams"], seen["depth.3.streams"], -1).clamp(-1, 1)
+    assert facts.angular_distance == pytest.approx((cosine.arccos() / math.pi).mean((0, 1)).tolist(), rel=1e-6)
+
+
+def test_attention_to_a_token_id_wherever_it_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_metrics, "SINK", 0.0)
+    monkeypatch.setattr(attention_metrics, "FLOORS", 0.0)
+    _, made, seen = case()
+    tokens = planted.sample().tokens
+    queries = tokens.numel()
+    for sink in made.token_sinks:
+        here = tokens == sink.token
+        here[:, 0] = False
+        received = attention_map(seen, sink.layer).mean(1).sum(1)
+        assert sink.attention == pytest.approx(float(received[here].sum()) / queries, rel=1e-9)
+        uniform = torch.tensor([sum(1 / i for i in range(k + 1, planted.LENGTH + 1)) for k in range(planted.LENGTH)])
+        assert sink.uniform == pytest.approx(float(uniform.expand_as(here)[here].sum()) / queries, rel=1e-6)
+    assert len(made.token_sinks) == 4 * len(set(tokens[:, 1:].flatten().tolist()))
+
+
 def test_gates_and_anchor_scales() -> None:
     attention = {"kind": "softmax", "heads": 4, "gate": "elementwise"}
     _, made, seen = case(attention=attention, anchors={"kind": "exoformer"})
@@ -197,6 +224,21 @@ def test_gates_and_anchor_scales() -> None:
         assert facts.closed == pytest.approx(float((gate < 0.2).double().mean()), abs=1e-12)
     assert {(a.layer, a.pathway) for a in made.anchors} == {(n, s) for n in range(4) for s in "qkvg"}
     assert all(len(a.anchor) == 4 and a.anchor == pytest.approx([0.5] * 4) and a.near_zero == 0 for a in made.anchors)
+
+
+def test_anchor_scales_are_means_by_head_and_shares_near_zero() -> None:
+    model = planted.control(
+        anchors={"kind": "exoformer"}, attention={"kind": "softmax", "heads": 4, "gate": "elementwise"}
+    )
+    mix = model.sublayers[2].body.mix
+    with torch.no_grad():
+        scale = mix.anchor_scale["k"]
+        scale.copy_(torch.linspace(-1, 1, scale.numel()).view_as(scale))
+        scale[1] = 5e-4
+    made = planted.diagnosed(model, ablations="none")
+    (facts,) = [a for a in made.anchors if (a.layer, a.pathway) == (1, "k")]
+    assert facts.anchor == pytest.approx(scale.reshape(4, -1).mean(1).tolist(), abs=1e-6)
+    assert facts.near_zero == pytest.approx(0.25)
 
 
 def test_the_loss_is_that_of_the_model(additive: Case) -> None:

@@ -82,4 +82,6 @@ def test_the_page_opens_offline_without_complaint(diagnosis: Diagnosis, tmp_path
         page.emulate_media(color_scheme="dark")
         page.wait_for_timeout(300)
         assert page.evaluate("getComputedStyle(document.body).backgroundColor") != light
+        assert len(page.pdf()) > 10_000
+        assert page.locator(".plot:has(.main-svg)").count() == page.locator(".plot").count()  # on paper, every tab
         assert seen.problems == []

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from html import unescape
+
 import pytest
 import torch
 
+from residua.diagnose import Diagnosis
 from residua.diagnose.findings import residual_sinks
+from residua.diagnose.page import diagnosis_page
 from residua.diagnose.schema import DimensionFacts, DimensionProfile
 from tests.diagnose import planted
 from tests.diagnose.planted import control, diagnosed, named
@@ -99,6 +103,17 @@ def test_several_defects_at_once_are_all_named_and_nothing_else() -> None:
         ("residual_sink", (("dimension", 5),)),
         ("dead_layer", (("layer", 3),)),
     }
+
+
+def test_the_page_says_what_was_found_and_of_a_clean_model_that_nothing_was() -> None:
+    model = control()
+    planted.plant_sink(model, layer=1, dimension=0)
+    planted.plant_outlier(model, dimension=5, size=41.0, gain=0.006)
+    made = diagnosed(model)
+    shown = unescape(diagnosis_page(Diagnosis(models=[made])).html())
+    assert len(made.findings) == 2 and all(finding.words in shown for finding in made.findings)
+    clean = unescape(diagnosis_page(Diagnosis(models=[diagnosed(control(), ablations="none")])).html())
+    assert "No attention sink, residual sink, massive activation or dead layer was found." in clean
 
 
 def test_a_massive_activation_is_named_by_its_dimension() -> None:

@@ -240,6 +240,20 @@ def test_a_bad_task_file_is_refused_in_one_sentence(tmp_path: Path, content: str
     assert message in str(refused.value) and str(path) in str(refused.value) and "\n" not in str(refused.value)
 
 
+@pytest.mark.parametrize(("task", "lacking"), [("mine", "question"), ("openbookqa", "context")])
+def test_a_question_that_asks_nothing_is_refused(task: str, lacking: str, tmp_path: Path) -> None:
+    path = tmp_path / f"{task}.jsonl"
+    path.write_text('{"id": 7, "choices": ["a", "b"], "answer": 0}\n')
+    with pytest.raises(ValueError, match=f"question 7 has no {lacking}"):
+        read_task(task, path, shots=0)
+
+
+def test_a_single_question_has_no_standard_error() -> None:
+    assert Accuracy.of([True]) == Accuracy(1.0, None)
+    single = [TaskScore(name, "test", 5, 1, Accuracy(1, None), Accuracy(1, None), "acc", 0.25) for name in EXOFORMER]
+    assert group_means(single, ["exoformer"])["exoformer"] == Accuracy(1.0, None)
+
+
 def test_an_unknown_task_is_refused_with_a_hint(tmp_path: Path) -> None:
     write_task(tmp_path, "arc_easy")
     with pytest.raises(ValueError, match=r"holds no task arc_esay: did you mean arc_easy\?"):

@@ -65,6 +65,15 @@ def test_a_conversation_goes_on_until_an_empty_line(
     assert capsys.readouterr().out.count("Model:") == 2
 
 
+def test_a_line_too_long_is_refused_and_the_conversation_goes_on(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{'x' * 40}\nis it\n\n"))
+    assert residua(monkeypatch, "generate", run, "--chat", "--tokens", 4) == 0
+    told = capsys.readouterr().err
+    assert told.count("the model's context is 32") == 1 and told.count("tokens/s") == 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -75,6 +84,8 @@ def test_a_conversation_goes_on_until_an_empty_line(
             "the prompt has 40 tokens and the model's context is 32: shorten it to 31 or fewer.",
         ),
         (("--prompt", "a", "--top-p", "2"), "top-p is 2.0: use a share above 0 and up to 1."),
+        (("--prompt", "a", "--seed", str(2**64)), f"seed is {2**64}: use a whole number from 0 to 2**63 - 1."),
+        (("--prompt", "a", "--prompt", ""), "the prompt is empty: give the model a text to continue."),
         (("--prompt", "a", "--engine", "fast"), "engine fast does not exist: choose auto, eager, graph or compile."),
         (("--prompt", "a", "--device", "tpu"), "device tpu does not exist: choose auto, cpu or cuda."),
         (("--prompt", "a", "--checkpoint", "worst"), "--checkpoint worst does not exist: choose last or best."),

@@ -10,7 +10,7 @@ from residua.data.tokenizer import Tokenizer
 from residua.inference.chat import Conversation
 from residua.inference.fold import fold_mixing
 from residua.inference.folder import place
-from residua.inference.generate import Completion, Generator, Request
+from residua.inference.generate import Completion, Generator, Request, weight_bytes
 from residua.inference.sample import Sampler, Sampling, candidates
 from residua.inference.text import TextStream
 from residua.model.decoder import Decoder
@@ -200,6 +200,34 @@ def test_engines_that_a_cpu_does_not_have_are_refused_and_never_replaced() -> No
         Generator(model(), TOKENIZER, engine="graph")
     with pytest.raises(ValueError, match="engine grpah does not exist: choose auto, eager, graph or compile"):
         Generator(model(), TOKENIZER, engine="grpah")
+
+
+def test_experts_in_a_loop_are_not_captured() -> None:
+    built = model(ffn={"kind": "moe", "hidden": 8, "experts": 4, "top_k": 2})
+    assert Generator(built, TOKENIZER).engine == "eager"
+    with pytest.raises(ValueError, match="engine compile needs all experts in one product"):
+        Generator(built, TOKENIZER, engine="compile")
+
+
+@pytest.mark.parametrize(("rows", "visited"), [(1, 2), (2, 4), (5, 4)])
+def test_a_step_reads_no_more_experts_than_its_rows_can_visit(rows: int, visited: int) -> None:
+    built = model(ffn={"kind": "moe", "hidden": 8, "experts": 4, "top_k": 2})
+    experts = [p for name, p in built.named_parameters() if ".experts." in name]
+    idle = sum(p.numel() * p.element_size() for p in experts) * (4 - visited) // 4
+    everything = sum(p.numel() * p.element_size() for p in built.parameters())
+    assert weight_bytes(built, rows) == everything - idle
+
+
+def test_the_coldest_temperature_is_greedy_and_not_a_number_divided_by_nothing() -> None:
+    logits = torch.randn(3, 257)
+    sampler = Sampler(Sampling(temperature=1e-45), [0, 1, 2], 1, 257, logits.device)
+    assert torch.equal(sampler(logits, 0), logits.argmax(-1))
+
+
+def test_progress_counts_the_steps() -> None:
+    told: list[tuple[int, int]] = []
+    Generator(model(), TOKENIZER)(["ab", "c"], Request(4), progress=lambda *now: told.append(now))
+    assert told == [(1, 4), (2, 4), (3, 4), (3, 4)]
 
 
 def test_a_conversation_keeps_its_turns_and_drops_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -112,6 +112,21 @@ def test_what_multi_gate_residuals_keep_changes_nothing(memory: choices.Memory) 
         torch.testing.assert_close(found, kept, rtol=1e-9, atol=1e-10)
 
 
+def test_a_chain_of_inverted_junctions_may_end_where_a_pipeline_cuts_it() -> None:
+    outcomes = []
+    for cut in (None, 5):
+        topology = random_topology(choices.MultiGate(streams=3, memory=choices.Invert()), 8, 7)
+        x, y = embedding_and_outputs(8, 7)
+        leaves = [t.requires_grad_() for t in (x, *y)]
+        h, state = topology.open(x)
+        for k, output in enumerate(y):
+            h, state = topology.step(k, output, state, ends=k == cut)
+            assert len(state) == (1 if k in (cut, 7) else min(k + 2, 3) if k < 2 else 2)
+        outcomes.append(torch.autograd.grad(h.square().sum(), leaves))
+    for whole, cut_up in zip(*outcomes, strict=True):
+        torch.testing.assert_close(cut_up, whole, rtol=1e-9, atol=1e-10)
+
+
 @pytest.mark.parametrize("width", [7, 33])
 def test_the_scalar_highway_is_its_equation(width: int) -> None:
     topology = random_topology(choices.Highway(gate="scalar"), 6, width)

@@ -79,6 +79,23 @@ def test_our_half_passes_arguments_documents_and_every_gradient_on(stand_in: Non
     assert max(errors.values()) < 1e-5, errors
 
 
+def test_operators_give_the_shapes_and_strides_that_compiled_code_expects(stand_in: None) -> None:
+    """The stand-in's output is a transposed view, and the values come as a part of something wider."""
+    arguments = [x.detach() for x in single(LENGTH).values()]
+    arguments[2] = arguments[2].repeat(1, 1, 1, 2)[..., : arguments[2].shape[-1]]
+    fake = ("test_schema", "test_faketensor")
+    torch.library.opcheck(library._forward, arguments, test_utils=fake)
+    given = [torch.randn_like(x) for x in library._forward(*arguments)]
+    torch.library.opcheck(library._backward, [*given, *arguments], test_utils=fake)
+
+
+def test_the_last_state_may_go_unused(stand_in: None) -> None:
+    arguments = single(LENGTH)
+    leaves = list(arguments.values())
+    found, expected = (torch.autograd.grad(f(**arguments)[0].sum(), leaves) for f in (library.gated_delta, chunked))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
 def test_without_a_state_the_first_document_begins_empty(stand_in: None) -> None:
     arguments = single(LENGTH)
     del arguments["state"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 
 from residua import ops
 from residua.ops.expert_slots import combine, dispatch, sort_slots
@@ -71,6 +72,17 @@ def test_dispatch_and_combine_are_gathers_with_their_gradients() -> None:
     found = combine(dispatch(x, slots) * scale[experts], weights, slots)
     expected = torch.stack([sum(weights[n, j] * x[n] * scale[chosen[n, j]] for j in range(2)) for n in range(3)])
     agree([found], [expected], {"x": x, "weights": weights, "scale": scale})
+
+
+def test_another_division_of_the_rows_is_not_compiled_anew() -> None:
+    torch.compiler.reset()
+    counter = CompileCounter()
+    compiled = torch.compile(lambda x, w, ends: reference.grouped_linear(2 * x, w, ends) + 1, backend=counter)
+    x, weight = torch.randn(8, 6), torch.randn(4, 5, 6)
+    for sizes in ([3, 0, 4, 1], [0, 0, 8, 0], [2, 2, 2, 2]):
+        ends = ends_of(sizes)
+        torch.testing.assert_close(compiled(x, weight, ends), by_row(2 * x, weight, ends) + 1)
+    assert counter.frame_count == 2  # what stands before the loop and what stands after it
 
 
 @pytest.mark.gpu

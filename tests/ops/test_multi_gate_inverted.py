@@ -102,22 +102,24 @@ def test_streams_that_were_overwritten_are_those_that_were_kept() -> None:
     assert worst(none, exact) > 1e-3 and all(torch.isfinite(g).all() for g in none)
 
 
-def test_the_rows_kept_are_those_with_the_largest_beta() -> None:
-    after, update = torch.randn(2, 3, N, 5, dtype=torch.float64), torch.randn(2, 3, 5, dtype=torch.float64)
-    beta = torch.linspace(0.1, 0.9, 6 * N, dtype=torch.float64).view(2, 3, N)
+PARTS = [False, pytest.param(True, marks=[interpreter, pytest.mark.slow])]
+
+
+@pytest.mark.parametrize("kernel", PARTS, ids=["plain", "kernel"])
+def test_a_junction_is_inverted_and_beyond_the_floor_stays_finite(kernel: bool) -> None:
+    after, update = torch.randn(2, 3, N, 37), torch.randn(2, 3, 37)
+    beta = torch.linspace(0.1, 0.9, 6 * N).view(2, 3, N)
     beta[1, 2, 3] = 1.0
-    rows = torch.full((1, 5), 7.0, dtype=torch.float64)
-    found = inversion.invert(after, update, beta, beta.flatten().topk(1).indices, rows)
-    assert torch.equal(found[1, 2, 3], rows[0])
-    others = ((after - beta[..., None] * update[..., None, :]) / (1 - beta[..., None])).flatten(0, 2)[:-1]
-    torch.testing.assert_close(found.flatten(0, 2)[:-1], others)
+    if kernel:
+        from residua.ops.multi_gate import launch
 
-
-def test_beyond_the_floor_a_row_that_is_not_kept_stays_finite() -> None:
-    after, update = torch.randn(1, 2, 5), torch.randn(1, 5)
-    beta = torch.tensor([[1.0, 0.5]])
-    found = inversion.invert(after, update, beta, torch.tensor([1]), torch.zeros(1, 5))
-    torch.testing.assert_close(found[0, 0], (after[0, 0] - update[0]) / inversion.FLOOR)
+        stats = torch.cat([beta, torch.full((2, 3, 4 * N + 2), float("nan"))], -1)
+        found = launch.multi_gate_invert(after, update, stats, inversion.FLOOR)
+    else:
+        found = inversion.Plain(True, 1e-6).invert(after, update, beta)
+    b, f = beta[..., None], update[..., None, :]
+    torch.testing.assert_close((found + b * (f - found)).flatten(0, 2)[:-1], after.flatten(0, 2)[:-1])
+    torch.testing.assert_close(found[1, 2, 3], (after[1, 2, 3] - update[1, 2]) / inversion.FLOOR)
 
 
 def test_a_chain_keeps_its_streams_once_and_a_hundredth_of_them_otherwise() -> None:
@@ -171,8 +173,9 @@ def bottom_error(junctions: int, mean: float, share: float = inversion.SHARE, ta
         where = beta.flatten().topk(max(1, int(share * tokens * N))).indices if share else beta.new_empty(0).long()
         steps.append((f, beta, where, s.flatten(0, 1)[where]))
         s = (s.float() + beta[..., None] * (f.float()[:, None] - s.float())).bfloat16()
+    plain_halves = inversion.Plain(True, 1e-6)
     for f, beta, where, rows in reversed(steps):
-        s = inversion.invert(s, f, beta, where, rows)
+        s = plain_halves.invert(s, f, beta).flatten(0, 1).index_copy(0, where, rows).view_as(s)
     return float((s.float() - first.float()).norm() / first.float().norm())
 
 
@@ -206,15 +209,45 @@ def test_the_fused_chain_compiles_into_one_graph() -> None:
     assert all(torch.equal(a, b) for a, b in zip(eager, compiled, strict=True))
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(fused.INTERPRETED, reason="needs TRITON_INTERPRET=0")
-def test_on_a_gpu_inversion_agrees_with_kept_streams() -> None:
-    chain = drawn(12, bias=4.0, dtype=torch.bfloat16, tokens=700, width=768)
-    chain = {
+def on_gpu(chain: dict[str, Any]) -> dict[str, Any]:
+    return {
         "streams": chain["streams"].detach().cuda().requires_grad_(),
         "updates": [t.detach().cuda().requires_grad_() for t in chain["updates"]],
         "weights": [[w.detach().cuda().requires_grad_() for w in ws] for ws in chain["weights"]],
     }
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(fused.INTERPRETED, reason="needs TRITON_INTERPRET=0")
+@pytest.mark.parametrize("width", [768, 1280])
+def test_on_a_gpu_inversion_agrees_with_kept_streams(width: int) -> None:
+    chain = on_gpu(drawn(12, bias=4.0, dtype=torch.bfloat16, tokens=700, width=width))
     kept, found = run(chain, "multi_gate_chain"), run(chain, "multi_gate_inverted")
     assert all(torch.equal(a, b) for a, b in zip(kept[:13], found[:13], strict=True))
     assert worst(found, kept) < 0.02
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(fused.INTERPRETED, reason="needs TRITON_INTERPRET=0")
+def test_on_a_gpu_inversion_keeps_less_than_half_of_what_recomputation_keeps() -> None:
+    """21 junctions of 12 layers: in multiples of f, 1.1 to keep per junction against 3. Prints MiB and milliseconds."""
+    chain = on_gpu(drawn(21, bias=3.0, dtype=torch.bfloat16, tokens=8192, width=768))
+    kept: dict[str, float] = {}
+    for name in ("multi_gate_chain", "multi_gate_inverted"):
+        for _ in range(3):
+            times = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
+            before = torch.cuda.memory_allocated()
+            state, h = (chain["streams"],), None
+            times[0].record()
+            for k, (update, ws) in enumerate(zip(chain["updates"], chain["weights"], strict=True)):
+                how = {"last": k == 20} if name == "multi_gate_inverted" else {}
+                h, state = getattr(ops, name)(state, update * 1, *ws, **how)
+            state = ()
+            kept[name] = (torch.cuda.memory_allocated() - before) / 2**20
+            times[1].record()
+            h.float().square().sum().backward()
+            times[2].record()
+            torch.cuda.synchronize()
+        forward, backward = times[0].elapsed_time(times[1]), times[1].elapsed_time(times[2])
+        print(f"{name}: keeps {kept[name]:.0f} MiB, forward {forward:.2f} ms, backward {backward:.2f} ms")
+    assert kept["multi_gate_inverted"] < 0.5 * kept["multi_gate_chain"]

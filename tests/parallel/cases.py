@@ -26,6 +26,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "attention": {"kind": "softmax", "heads": 2, "gate": "elementwise"},
     },
     "nures": {"anchors": {"kind": "nuresformer", "pathways": ["q", "k", "v"]}, "topology": {"kind": "highway"}},
+    "hyper": {"topology": {"kind": "hyper", "streams": 2}},
     "dense": {"topology": {"kind": "dense", "dilation": 2}},
     "moe": {"ffn": {"kind": "moe", "experts": 4, "top_k": 2, "hidden": 8}},
 }

@@ -18,23 +18,25 @@ def environment(**more: Any) -> dict[str, str]:
     return kept | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **{k: str(v) for k, v in more.items()}}
 
 
-def launch(ranks: int, module: str, *arguments: Any, timeout: float = 120) -> None:
-    """Run `python -m module arguments` on so many ranks; a rank that fails fails the test with what it said."""
+def start(ranks: int, module: str, *arguments: Any) -> list[subprocess.Popen[str]]:
+    """`python -m module arguments` on so many ranks."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", module, *map(str, arguments)]
-    started = [
+    job = {"WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    return [
         subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env=environment(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=ranks, MASTER_ADDR="127.0.0.1", MASTER_PORT=port),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
+            [sys.executable, "-m", module, *map(str, arguments)],
+            cwd=ROOT, env=environment(RANK=rank, LOCAL_RANK=rank, **job),
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )
         for rank in range(ranks)
-    ]
+    ]  # fmt: skip
+
+
+def launch(ranks: int, module: str, *arguments: Any, timeout: float = 120) -> None:
+    """Run to the end; a rank that fails fails the test with what it said."""
+    started = start(ranks, module, *arguments)
     try:
         outputs = [process.communicate(timeout=timeout)[0] for process in started]
     finally:

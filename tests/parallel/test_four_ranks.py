@@ -12,7 +12,6 @@ from torch import Tensor
 from tests.parallel.cases import ACCUMULATE, LENGTH, MICRO_BATCH
 from tests.parallel.compare import assert_same_training
 from tests.parallel.launch import launch
-from tests.parallel.worker import single
 
 pytestmark = pytest.mark.slow
 
@@ -35,6 +34,8 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Tens
 
 @pytest.mark.parametrize("name", CASES)
 def test_four_ranks_train_as_one(traces: Any, name: str) -> None:
+    from tests.parallel.worker import single
+
     assert_same_training(traces[name], single(CASES[name][0]))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import get_args
+from typing import Any
 
 import pytest
 import torch
@@ -10,8 +10,6 @@ import torch
 import residua
 from residua.bench.step import random_batches
 from residua.train.config import RunConfig
-from residua.train.parallel.alone import one_rank
-from residua.train.parallel.step import Way, build_ranked_step
 from residua.train.step import Step, build_step
 
 pytestmark = pytest.mark.gpu
@@ -26,9 +24,12 @@ def losses(step: Step, config: RunConfig) -> list[float]:
     return seen
 
 
-@pytest.mark.parametrize("way", get_args(Way))
+@pytest.mark.parametrize("way", ["replicate", "shard", "pipeline"])
 @pytest.mark.parametrize("preset", ["tiny", "tiny-block", "tiny-full", "tiny-mgr", "tiny-exo"])
-def test_one_rank_trains_as_no_ranks(preset: str, way: Way) -> None:
+def test_one_rank_trains_as_no_ranks(preset: str, way: Any) -> None:
+    from residua.train.parallel.alone import one_rank
+    from residua.train.parallel.step import build_ranked_step
+
     device = torch.device("cuda")
     config = RunConfig.find(preset).override(["train.micro_batch=2", "train.accumulate=2", "train.compile=off"])
     torch.manual_seed(0)

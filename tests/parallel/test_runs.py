@@ -18,7 +18,7 @@ from residua.train.config import RunConfig
 from residua.train.parallel.convert import convert
 from residua.train.run import read_metrics
 from residua.train.trainer import train
-from tests.parallel.launch import ROOT, environment, launch
+from tests.parallel.launch import ROOT, environment, launch, start
 from tests.train.conftest import config, data  # noqa: F401
 
 pytestmark = pytest.mark.slow
@@ -97,3 +97,19 @@ def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(
     assert [session["from_step"] for session in sessions] == [0, 4]
     assert curve(run) == pytest.approx(unbroken, abs=1e-4)
     assert checkpoints(run)[-1].step == 6
+
+
+def test_a_rank_that_hangs_is_named_and_ends_the_others_in_bounded_time(recipe: RunConfig, tmp_path: Path) -> None:
+    """A stopped process keeps its connections open: nothing fails, only the beat is missing."""
+    dies = {"rank": 1, "after": 3, "by": "SIGSTOP"}
+    changes = ["parallel.data=2", "parallel.patience=5"]
+    asked = spec(tmp_path / "asked", recipe, out=str(tmp_path / "run"), changes=changes, dies=dies)
+    survivor, stopped = start(2, "tests.parallel.train_run", asked)
+    try:
+        said = survivor.communicate(timeout=90)[0]
+    finally:
+        stopped.kill()
+        stopped.communicate()
+    assert survivor.returncode == 1, said
+    assert re.search(r"residua: rank 1 \(.*\) failed: it was silent for 5 seconds", said), said
+    assert checkpoints(tmp_path / "run")[-1].step == 2

@@ -5,8 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from residua.train.parallel.optimizer import rows_of
-from residua.train.parallel.stage import slice_layers
 from residua.train.parallel.transport import Shelf, cached_blocks, hold, naive_blocks, plan_routes
 
 GRID = [(2, 1), (2, 2), (3, 2), (4, 1), (4, 3)]
@@ -87,14 +85,20 @@ def test_a_held_tensor_gets_a_gradient_without_being_read() -> None:
     assert torch.equal(idle.grad, torch.zeros(3))  # type: ignore[arg-type]
 
 
+@pytest.mark.slow  # torch.distributed.pipelining takes seconds to import
 def test_stages_are_whole_layers_as_equal_as_can_be() -> None:
+    from residua.train.parallel.stage import slice_layers
+
     slices = slice_layers(7, 3)
     assert [len(sublayers) for sublayers in slices] == [6, 4, 4]
     assert [k for sublayers in slices for k in sublayers] == list(range(14))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rows", "shards"), [(8, 2), (7, 2), (3, 4), (5, 3)])
 def test_rows_are_cut_as_fully_shard_cuts_them(rows: int, shards: int) -> None:
+    from residua.train.parallel.optimizer import rows_of
+
     parts = torch.arange(rows).chunk(shards)
     for shard in range(shards):
         first, behind = rows_of(rows, shards, shard)

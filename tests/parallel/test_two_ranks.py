@@ -14,7 +14,6 @@ from residua.train.parallel.transport import cached_blocks, naive_blocks
 from tests.parallel.cases import ACCUMULATE, LENGTH, MICRO_BATCH, MODELS
 from tests.parallel.compare import assert_same_training
 from tests.parallel.launch import launch
-from tests.parallel.worker import single
 
 pytestmark = pytest.mark.slow
 
@@ -27,6 +26,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 EXTRA: dict[str, tuple[str, dict[str, Any]]] = {
     "fsdp-model": ("full", {"shard": 2, "unit": "model"}),
+    "scalars": ("hyper", {"shard": 2}),
     "gpipe": ("block", {"pipeline": 2, "schedule": "gpipe"}),
     "naive": ("full", {**INTERLEAVED, "transport": "naive"}),
     "dense": ("dense", INTERLEAVED),
@@ -54,6 +54,8 @@ CORE = ("additive", "full", "block", "mgr", "mhc", "exoformer")
 
 @pytest.fixture(scope="module")
 def alone() -> dict[str, dict[str, Tensor]]:
+    from tests.parallel.worker import single
+
     return {model: single(model) for model in MODELS}
 
 

@@ -26,7 +26,7 @@ def main(spec: Path) -> None:
 
         def last_step(trainer: Trainer) -> None:
             if trainer.done == dying["after"]:
-                os.kill(os.getpid(), signal.SIGKILL)
+                os.kill(os.getpid(), getattr(signal, dying.get("by", "SIGKILL")))
             step(trainer)
 
         Trainer._train_step = last_step  # type: ignore[method-assign]

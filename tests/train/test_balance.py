@@ -202,24 +202,35 @@ def test_the_balance_loss_evens_the_load_out(mixture: RunConfig) -> None:
 
 @pytest.mark.gpu
 def test_a_compiled_hybrid_mixture_learns_on_a_gpu_as_its_reference_does() -> None:
+    """All in bfloat16: the first loss is rounding apart, the next few what an optimizer makes of it."""
     config = RunConfig.find("tiny-hybrid-moe").override(["train.device=cuda", "model.context=128"])
     given = [batch(16, seed) for seed in range(20)]
 
-    def losses(backend: str) -> list[float]:
+    def losses(backend: str, compile: str) -> list[float]:
         torch.manual_seed(0)
         torch.compiler.reset()
         found = []
+        chosen = config.override([f"train.compile={compile}"])
         with residua.ops.backend(backend):
-            step = build_step(residua.build(config.model), config.train, torch.device("cuda"))
+            step = build_step(residua.build(chosen.model), chosen.train, torch.device("cuda"))
             for one in given:
                 step.set_totals([0.0] * 4)
                 step([one])
                 found.append(step.totals().loss)
         return found
 
-    fused, reference = losses("auto"), losses("reference")
-    assert fused[:5] == pytest.approx(reference[:5], rel=0.01)
-    assert fused[-1] < 0.95 * fused[0]
+    curves = {
+        "reference": losses("reference", "off"),
+        "fused": losses("auto", "off"),
+        "fused and compiled": losses("auto", "on"),
+    }
+    told = "\n".join(f"{name}: {' '.join(f'{x:.4f}' for x in curve)}" for name, curve in curves.items())
+    reference = curves.pop("reference")
+    assert reference[-1] < 0.95 * reference[0], told
+    for curve in curves.values():
+        assert curve[0] == pytest.approx(reference[0], rel=0.003), told
+        assert curve[:5] == pytest.approx(reference[:5], rel=0.02), told
+        assert curve[-1] == pytest.approx(reference[-1], rel=0.05), told
 
 
 def test_a_pipeline_of_mixtures_is_refused(mixture: RunConfig) -> None:

@@ -275,15 +275,15 @@ def decode_attention_kernel(
         tl.store(part_lse + mine, lse)
         tl.debug_barrier()  # all threads' stores come before the count that announces them
         if tl.atomic_add(arrived + head, 1, sem="acq_rel") == SPLITS - 1:
-            n = tl.arange(0, SPLITS)
-            shares = (head * SPLITS + n).to(tl.int64)
-            z = tl.load(part_lse + shares, cache_modifier=".cg")
-            best = tl.max(z, 0)
-            e = tl.exp(z - best)
-            whole = tl.sum(e, 0)
-            y = tl.load(part + shares[:, None] * D + d[None, :], mask=wide[None, :], other=0.0, cache_modifier=".cg")
-            y = tl.sum(y * (e / whole)[:, None], 0)
+            shares = (head * SPLITS + tl.arange(0, SPLITS)).to(tl.int64)
+            every_lse = tl.load(part_lse + shares, cache_modifier=".cg")
+            best = tl.max(every_lse, 0)
+            weights = tl.exp(every_lse - best)
+            sum = tl.sum(weights, 0)
+            every = part + shares[:, None] * D + d[None, :]
+            every_y = tl.load(every, mask=wide[None, :], other=0.0, cache_modifier=".cg")
+            merged = tl.sum(every_y * (weights / sum)[:, None], 0)
             if SINK:
-                y = y * tl.sigmoid(best + tl.log(whole) - tl.load(sink + h).to(tl.float32))
-            tl.store(result, y.to(out.dtype.element_ty), mask=wide)
+                merged = merged * tl.sigmoid(best + tl.log(sum) - tl.load(sink + h).to(tl.float32))
+            tl.store(result, merged.to(out.dtype.element_ty), mask=wide)
             tl.store(arrived + head, 0)  # ready for the next launch

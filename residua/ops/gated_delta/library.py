@@ -56,18 +56,20 @@ def _kernels() -> Callable[..., tuple[Tensor, Tensor]]:
 
 def _run(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     o, last = _kernels()(q, k, v, g, beta, scale=1.0, initial_state=state, output_final_state=True)
-    return o.to(v.dtype), last.float()
+    assert o.dtype is v.dtype and last.dtype is torch.float32  # a cast here would be lost to autograd
+    return o, last
 
 
 @torch.library.custom_op("residua::gated_delta", mutates_args=())
 def _forward(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     with torch.no_grad():
-        return _run(q, k, v, g, beta, state)
+        o, last = _run(q, k, v, g, beta, state)
+    return o.contiguous(), last.contiguous()  # compiled code is written for the strides below
 
 
 @_forward.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty(v.shape, dtype=v.dtype, device=v.device), torch.empty_like(state)
+    return v.new_empty(v.shape), state.new_empty(state.shape)
 
 
 @torch.library.custom_op("residua::gated_delta_backward", mutates_args=())
@@ -77,7 +79,8 @@ def _backward(
     inputs = [x.detach().requires_grad_() for x in (q, k, v, g, beta, state)]
     with torch.enable_grad():
         outputs = _run(*inputs)
-    dq, dk, dv, dg, dbeta, dstate = torch.autograd.grad(outputs, inputs, (d_o, d_last))
+    found = torch.autograd.grad(outputs, inputs, (d_o, d_last))
+    dq, dk, dv, dg, dbeta, dstate = (gradient.contiguous() for gradient in found)
     return dq, dk, dv, dg, dbeta, dstate
 
 
@@ -85,9 +88,7 @@ def _backward(
 def _(
     d_o: Tensor, d_last: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    dq, dk, dv, dg, dbeta, dstate = (
-        torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v, g, beta, state)
-    )
+    dq, dk, dv, dg, dbeta, dstate = (x.new_empty(x.shape) for x in (q, k, v, g, beta, state))
     return dq, dk, dv, dg, dbeta, dstate
 
 

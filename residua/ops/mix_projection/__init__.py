@@ -33,13 +33,13 @@ def _serves(
     scales = (current_scale, anchor_scale)
     static = all(scale.dim() <= 2 for scale in scales) and current.shape == anchor.shape
     gain = () if norm_weight is None else (norm_weight,)
-    return static and current.shape[-1] <= WIDEST_HEAD and fused.asked(current, anchor, *scales, *gain)
+    return static and current.shape[-1] <= WIDEST_HEAD and fused.serves(current, anchor, *scales, *gain)
 
 
 def _serves_heads(projected: Tensor, sections: Sections, anchors: Mapping[str, Tensor], *_: Any, **__: Any) -> bool:
     """Heads that are not wider than a tile."""
     widest = max(width for _, width in sections.values())
-    return widest <= WIDEST_HEAD and fused.asked(projected, *anchors.values())
+    return widest <= WIDEST_HEAD and fused.serves(projected, *anchors.values())
 
 
 mix_projection = Operator(reference.mix_projection)

@@ -35,6 +35,9 @@ class Halves(Protocol):
     def forward(self, streams: Sequence[Tensor], update: Tensor, *weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """h [..., C], s' [..., N, C] and numbers that begin with β [..., N]."""
 
+    def invert(self, after: Tensor, update: Tensor, stats: Tensor) -> Tensor:
+        """s [..., N, C] from s' and f."""
+
     def backward(
         self, g_hidden: Tensor, g_after: Tensor | None, streams: Tensor, update: Tensor, stats: Tensor, *weights: Tensor
     ) -> tuple[Tensor, ...]:
@@ -51,6 +54,10 @@ class Plain:
         stacked = streams[0] if len(streams) == 1 else torch.stack([*streams], -2)
         beta = reference.gates(stacked, *weights[:2], **self.settings)
         return *reference.multi_gate(stacked, update, *weights, **self.settings), beta
+
+    def invert(self, after: Tensor, update: Tensor, stats: Tensor) -> Tensor:
+        beta, f = stats[..., None], wide(update)[..., None, :]
+        return ((wide(after) - beta * f) / (1 - beta).clamp(min=FLOOR)).to(after.dtype)
 
     def backward(
         self, g_hidden: Tensor, g_after: Tensor | None, streams: Tensor, update: Tensor, stats: Tensor, *weights: Tensor
@@ -79,7 +86,7 @@ def multi_gate_inverted(
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """One junction of a chain, as `multi_gate_chain`, whose streams the backward pass finds by inversion.
 
-    `last` says that no junction follows which could hand its streams back: then they are kept.
+    `last` says that no junction follows which could hand its streams back: then they are kept. A state is read once.
     """
     weights = (gate_query, gate_bias, pool_query)
     return junction("plain", state, update, weights, last=last, share=share, competitive=competitive, eps=eps)
@@ -98,13 +105,6 @@ def junction(
         halves, competitive, eps, kept, len(streams), update.contiguous(), *weights, *streams, *link
     )
     return hidden, tuple(after)
-
-
-def invert(after: Tensor, update: Tensor, beta: Tensor, where: Tensor, rows: Tensor) -> Tensor:
-    """s [..., N, C] from s', f and β; `rows` [kept, C] are known, at the places `where` [kept] of all streams' rows."""
-    b, f = wide(beta)[..., None], wide(update)[..., None, :]
-    found = ((wide(after) - b * f) / (1 - b).clamp(min=FLOOR)).to(after.dtype)
-    return found.flatten(0, -2).index_copy(0, where, rows).view_as(after)
 
 
 class _Inverted(torch.autograd.Function):
@@ -145,7 +145,9 @@ class _Inverted(torch.autograd.Function):
                 "are not known: call the last junction of a chain with last=True."
             )
         else:
-            streams = invert(after, update, stats[..., : after.shape[-2]], *rest)
+            where, rows = rest
+            found = ctx.halves.invert(after, update, stats)
+            streams = found.flatten(0, -2).index_copy_(0, where, rows).view_as(found)
         g_hidden = torch.zeros_like(update) if g_hidden is None else g_hidden
         g_streams, *gradients = ctx.halves.backward(g_hidden, g_after, streams, update, stats, *weights)
         apart = [g_streams] if ctx.count == 1 else g_streams.unbind(-2)

@@ -118,6 +118,32 @@ def forward_kernel(
 
 
 @triton.jit
+def invert_kernel(
+    after,
+    update,
+    stats,
+    streams,
+    floor,
+    C: tl.constexpr,
+    N: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILES: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """One token's streams before a junction, from those after it: s = (s' − βf)/(1 − β)."""
+    token = tl.program_id(0).to(tl.int64)
+    for tile in range(TILES):
+        c = tile * BLOCK + tl.arange(0, BLOCK)[None, :]
+        f = row(update + token * C, c, C, "evict_first")
+        for k in tl.static_range(N):
+            beta = tl.load(stats + token * (5 * N + 2) + k)
+            s = row(after + (token * N + k) * C, c, C, "evict_first")
+            s = (s - beta * f) / tl.maximum(1 - beta, floor)
+            tl.store(streams + (token * N + k) * C + c, s.to(streams.dtype.element_ty), mask=c < C)
+
+
+@triton.jit
 def _again(start, updates, betas, i, k: tl.constexpr, token, c, C: tl.constexpr, N: tl.constexpr, POLICY: tl.constexpr):
     """Stream k before this junction: as it was at the start of the segment, and the junctions since, repeated."""
     s = row(stream(start, k, token, C, N), c, C, POLICY)

@@ -142,6 +142,21 @@ def multi_gate_backward(
     return outputs
 
 
+@operator(
+    "multi_gate_invert(Tensor after, Tensor update, Tensor stats, float floor) -> Tensor",
+    lambda after, update, stats, floor: torch.empty_like(after, memory_format=torch.contiguous_format),
+)
+def multi_gate_invert(after: Tensor, update: Tensor, stats: Tensor, floor: float) -> Tensor:
+    """s [..., N, C] from s', f and the scalars of the junction between; 1 − β counts as `floor` at least."""
+    streams = torch.empty_like(after, memory_format=torch.contiguous_format)
+    _, tokens = extent(update)
+    if tokens:
+        _, tile = _tile(forward_plan, after.shape[-2], after)
+        with on(after):
+            kernels.invert_kernel[(tokens,)](aligned(after), aligned(update), stats, streams, floor, **tile)
+    return streams
+
+
 def _pool_outputs(streams: Sequence[Tensor], query: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     first = streams[0]
     hidden = torch.empty_like(first, memory_format=torch.contiguous_format)

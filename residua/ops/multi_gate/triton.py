@@ -128,6 +128,10 @@ class Fused:
         )
         return out
 
+    def invert(self, after: Tensor, update: Tensor, stats: Tensor) -> Tensor:
+        found: Tensor = launch.multi_gate_invert(after, update, stats, inversion.FLOOR)
+        return found
+
     def backward(
         self, g_hidden: Tensor, g_after: Tensor | None, streams: Tensor, update: Tensor, stats: Tensor, *weights: Tensor
     ) -> tuple[Tensor, ...]:

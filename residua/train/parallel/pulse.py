@@ -30,8 +30,10 @@ class Pulse:
     def __init__(self, rank: int, size: int, patience: float, advice: str) -> None:
         self.rank, self.size, self.patience, self.advice = rank, size, patience, advice
         self.done = 0
+        self._noticed = 0.0
         # its own connection: the process group's is busy while a collective waits
         self._store = job_store("pulse", timedelta(seconds=30))
+        self._beat()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="residua-pulse", daemon=True)
         self._thread.start()
@@ -81,7 +83,7 @@ class Pulse:
 
     def _overdue(self) -> bool:
         """Whether the main thread has had its time to notice a failure itself."""
-        self._noticed = getattr(self, "_noticed", time.monotonic())
+        self._noticed = self._noticed or time.monotonic()
         return time.monotonic() - self._noticed > 2 * MISSED * BEAT
 
     def _end(self, sentence: str) -> None:

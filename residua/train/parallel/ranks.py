@@ -50,12 +50,12 @@ class Ranks(World):
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         try:
-            if isinstance(error, TrainingStopped):
-                self._leave_to_leader(error.exit_code)
-            elif isinstance(error, ValueError | OSError):
+            if isinstance(error, TrainingStopped | ValueError | OSError):
                 self.pulse.fail(str(error))
             elif isinstance(error, Exception):
                 self._explain(error)
+            if isinstance(error, TrainingStopped):
+                self._leave_to_leader(error.exit_code)
         finally:
             self.pulse.stop(finished=error is None)
             if error is None:
