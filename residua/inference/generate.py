@@ -31,10 +31,14 @@ Show = Callable[[int, str], None]
 
 @dataclass(frozen=True)
 class Speed:
-    """How fast a batch was generated; a step makes one token in every row and reads all weights it needs once."""
+    """How fast a batch was generated; a step makes one token in every row and reads all weights it needs once.
+
+    Of `new_tokens` the first of each row, `first_tokens` in all, came with the prompts and not of a step.
+    """
 
     prompt_tokens: int
     prefill_seconds: float
+    first_tokens: int
     new_tokens: int
     steps: int
     decode_seconds: float
@@ -42,7 +46,7 @@ class Speed:
 
     @property
     def tokens_per_second(self) -> float:
-        return self.new_tokens / self.decode_seconds if self.decode_seconds else 0.0
+        return (self.new_tokens - self.first_tokens) / self.decode_seconds if self.decode_seconds else 0.0
 
     @property
     def bytes_per_second(self) -> float:
@@ -107,9 +111,15 @@ class Generator:
         steps = self._decode(batch, logits, cache, request, progress or _silent)
         self._wait()
         ended = time.perf_counter()
-        total = sum(len(c.tokens) for c in batch.completions)
+        made = [len(completion.tokens) for completion in batch.completions]
         return batch.completions, Speed(
-            sum(map(len, rows)), middle - began, total, steps, ended - middle, weight_bytes(self.model, len(rows))
+            prompt_tokens=sum(map(len, rows)),
+            prefill_seconds=middle - began,
+            first_tokens=sum(map(bool, made)),
+            new_tokens=sum(made),
+            steps=steps,
+            decode_seconds=ended - middle,
+            bytes_per_step=weight_bytes(self.model, len(rows)),
         )
 
     def check(

@@ -103,9 +103,12 @@ def evaluate_with_harness(
             raise ValueError(
                 f"lm-eval has no task {name}: `lm_eval ls tasks` lists them; --task-dir reads local files."
             )
-    made = simple_evaluate(
-        model=ResiduaLM(scorer, generator), tasks=wanted, num_fewshot=shots, limit=limit, task_manager=manager,
-        log_samples=False, bootstrap_iters=BOOTSTRAPS, **settings,
-    )  # fmt: skip
+    try:
+        made = simple_evaluate(
+            model=ResiduaLM(scorer, generator), tasks=wanted, num_fewshot=shots, limit=limit, task_manager=manager,
+            log_samples=False, bootstrap_iters=BOOTSTRAPS, **settings,
+        )  # fmt: skip
+    except ConnectionError as error:
+        raise ValueError(f"lm-eval could not download a task ({error}): --task-dir reads local files.") from None
     assert made is not None
     return dict(made["results"])

@@ -115,6 +115,10 @@ class TrainConfig(Frozen):
         return self
 
 
+def torchrun(ranks: int) -> str:
+    return f"torchrun --nproc-per-node {ranks}"
+
+
 class ParallelConfig(Frozen):
     """How a run is divided among the `data` × `shard` × `pipeline` processes that torchrun starts.
 
@@ -148,6 +152,11 @@ class ParallelConfig(Frozen):
     @property
     def stages(self) -> int:
         return self.pipeline * self.stages_per_rank
+
+    @property
+    def command(self) -> str:
+        """How `train` is started on so many processes of one machine."""
+        return "residua train" if self.ranks == 1 else f"{torchrun(self.ranks)} -m residua.cli.main train"
 
     @model_validator(mode="after")
     def _schedule_fits(self) -> Self:
@@ -193,7 +202,8 @@ class RunConfig(Frozen):
             section = change.partition(".")[0]
             if section not in RunConfig.model_fields:
                 raise ConfigError(
-                    f"override {change!r} names no section: write model.{change}, data.{change} or train.{change}."
+                    f"override {change!r} names no section: write model.{change}, data.{change}, train.{change} or "
+                    f"parallel.{change}."
                 )
         return RunConfig(**apply_overrides(self.model_dump(exclude_none=True), changes))
 

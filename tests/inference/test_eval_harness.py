@@ -123,3 +123,18 @@ def test_a_task_that_the_harness_does_not_have_is_refused_in_one_sentence(tmp_pa
     with pytest.raises(ValueError, match="lm-eval has no task nonsense"):
         evaluate_with_harness(lm.scorer, lm.generator, ["nonsense"], shots=0, limit=1, task_manager=manager)
     assert os.environ["HF_HUB_OFFLINE"] == "1"
+
+
+def test_without_a_network_local_files_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from residua.inference import harness
+
+    def unreachable(**_: Any) -> None:
+        raise ConnectionError("Couldn't reach the Hub")
+
+    monkeypatch.setattr(harness, "simple_evaluate", unreachable)
+    scorer = Scorer(model(), TOKENIZER)
+    with pytest.raises(ValueError, match=r"could not download a task \(Couldn.t reach the Hub\): --task-dir"):
+        harness.evaluate_with_harness(
+            scorer, Generator(scorer.model, TOKENIZER), ["mine"], shots=0, limit=1,
+            task_manager=SimpleNamespace(all_tasks=["mine"]),
+        )  # fmt: skip

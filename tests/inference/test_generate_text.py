@@ -224,6 +224,14 @@ def test_the_coldest_temperature_is_greedy_and_not_a_number_divided_by_nothing()
     assert torch.equal(sampler(logits, 0), logits.argmax(-1))
 
 
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_the_rate_counts_tokens_that_steps_made(tokens: int) -> None:
+    done, speed = Generator(model(), TOKENIZER)(["ab", "c"], Request(tokens))
+    assert speed.new_tokens == sum(len(c.tokens) for c in done) == 2 * tokens
+    assert speed.tokens_per_second == 2 * (tokens - 1) / speed.decode_seconds
+    assert speed.bytes_per_second == (tokens - 1) * speed.bytes_per_step / speed.decode_seconds
+
+
 def test_progress_counts_the_steps() -> None:
     told: list[tuple[int, int]] = []
     Generator(model(), TOKENIZER)(["ab", "c"], Request(4), progress=lambda *now: told.append(now))

@@ -6,8 +6,11 @@ import pytest
 import torch
 
 import residua
+from residua import ops
+from residua.ops.gated_delta import library
 from tests.golden.compare import randomise
 from tests.model.small import small, tokens_and_targets
+from tests.ops.test_gated_delta_library import kernels
 
 TOPOLOGIES = {
     "additive": {"kind": "additive"},
@@ -37,3 +40,24 @@ def test_a_compiled_model_is_one_graph_with_the_same_loss_and_gradients(topology
     again, compiled_gradients = loss_and_gradients(model, compiled)
     torch.testing.assert_close(again, loss, rtol=1e-5, atol=0)
     torch.testing.assert_close(compiled_gradients, gradients, rtol=1e-4, atol=1e-6)
+
+
+def test_a_hybrid_mixture_on_its_fused_operators_is_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, with a stand-in for flash-linear-attention; PyTorch's grouped product also runs on a CPU."""
+    monkeypatch.setattr(library, "_kernels", lambda: kernels)
+    for operator in (ops.gated_delta, ops.grouped_linear):
+        monkeypatch.setattr(operator, "_serves", lambda *_, **__: True)
+    torch._dynamo.reset()
+    config = small(
+        layers=2, width=32, ffn={"kind": "moe", "hidden": 16, "experts": 4, "top_k": 2},
+        attention={"kind": "hybrid", "softmax_every": 2, "softmax": {"heads": 2},
+                   "linear": {"key_heads": 1, "value_heads": 2, "head_dim": 16}},
+    )  # fmt: skip
+    model = randomise(residua.build(config), 0.05).float()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss, gradients = loss_and_gradients(model, model)
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        again, compiled_gradients = loss_and_gradients(model, compiled)
+    torch.testing.assert_close(again, loss, rtol=1e-3, atol=0)
+    for found, expected in zip(compiled_gradients, gradients, strict=True):
+        assert float((found - expected).norm()) <= 0.05 * float(expected.norm())

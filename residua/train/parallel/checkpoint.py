@@ -14,12 +14,14 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 
@@ -125,16 +127,23 @@ def load(path: Path, model: nn.Module, optimizer: HybridOptimizer | None = None)
 
 
 def _check(source: Path, reader: HuggingFaceStorageReader, expected: dict[str, Tensor]) -> None:
-    held = reader.read_metadata().state_dict_metadata
+    """Every tensor must be there, in its shape and whole: rows that no file has would silently stay as they were."""
+    try:
+        held = reader.read_metadata().state_dict_metadata
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{source} cannot be read: {error}.") from None
     blame = "it was written by another configuration than config.toml."
     for name, tensor in expected.items():
         if name not in held:
             raise ValueError(f"{source} lacks tensor {name!r}: {blame}")
-        shape = list(cast("TensorStorageMetadata", held[name]).size)
+        found = cast("TensorStorageMetadata", held[name])
+        shape = list(found.size)
         if shape != list(tensor.shape):
             raise ValueError(
                 f"{source} holds {name!r} with shape {shape} where the model has {list(tensor.shape)}: {blame}"
             )
+        if sum(prod(chunk.sizes) for chunk in found.chunks) < tensor.numel():
+            raise ValueError(f"{source} lacks rows of tensor {name!r}: a file that one of the ranks wrote is missing.")
 
 
 @contextmanager
