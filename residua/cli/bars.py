@@ -27,3 +27,8 @@ class Bars:
     def track(self, name: str) -> Callable[[int, int], None]:
         bar = self._bars.add_task(name, total=None)
         return lambda done, total: self._bars.update(bar, completed=done, total=total)
+
+    def stages(self) -> Callable[[str, int, int], None]:
+        """One bar for work that goes through stages, each named when it begins."""
+        bar = self._bars.add_task("opening", total=None)
+        return lambda stage, done, total: self._bars.update(bar, description=stage, completed=done, total=total)

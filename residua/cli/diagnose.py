@@ -53,25 +53,19 @@ def diagnose(
     _one_of("--device", device, ("auto", "cpu", "cuda"))
     folder = out or _default_folder(models)
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
     import residua.diagnose as work
+    from residua.cli.bars import Bars
 
     if threads is not None:
         import torch
 
         torch.set_num_threads(threads)
     console = Console(highlight=False)
-    columns = (TextColumn("{task.description}"), BarColumn(bar_width=28), TextColumn("{task.completed}/{task.total}"))
-    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as bars:
-        task = bars.add_task("opening", total=None)
-
-        def progress(stage: str, done: int, total: int) -> None:
-            bars.update(task, description=stage, completed=done, total=total)
-
+    with Bars(console) as bars:
         made = work.diagnose(
             models, folder, text=text, tokens=tokens, length=length, ablations=cast("Budget", ablations),
-            ablation_tokens=ablation_tokens, device=cast("Device", device), progress=progress,
+            ablation_tokens=ablation_tokens, device=cast("Device", device), progress=bars.stages(),
         )  # fmt: skip
     for model in made.models:
         for line in model.summary:

@@ -65,9 +65,9 @@ def quantize(
     if device not in ("auto", "cpu", "cuda"):
         raise ValueError(f"--device {device} does not exist: choose auto, cpu or cuda.")
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
     import residua.quantize.run as work
+    from residua.cli.bars import Bars
     from residua.quantize.words import sentences
 
     if threads is not None:
@@ -75,16 +75,11 @@ def quantize(
 
         torch.set_num_threads(threads)
     console = Console(highlight=False)
-    columns = (TextColumn("{task.description}"), BarColumn(bar_width=28), TextColumn("{task.completed}/{task.total}"))
-    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as bars:
-        task = bars.add_task("opening", total=None)
-
-        def progress(stage: str, done: int, total: int) -> None:
-            bars.update(task, description=stage, completed=done, total=total)
-
+    with Bars(console) as bars:
         result = work.quantize(
             model, out, scheme=scheme, alpha=smooth, inside=inside, exempt=exempt or (), engine=engine, data=data,
-            calibration=calibration, tokens=tokens, probes=probes, device=cast("Device", device), progress=progress,
+            calibration=calibration, tokens=tokens, probes=probes, device=cast("Device", device),
+            progress=bars.stages(),
         )  # fmt: skip
     for sentence in sentences(result):
         console.print(sentence, soft_wrap=True, markup=False)
