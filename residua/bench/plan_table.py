@@ -51,10 +51,9 @@ def _next(p: Plan) -> str:
     words = [f"parallel.{axis}={getattr(parallel, axis)}" for axis in ("data", "shard", "pipeline")]
     if parallel.stages_per_rank > 1:
         words += ["parallel.schedule=interleaved", f"parallel.stages_per_rank={parallel.stages_per_rank}"]
-    start = f"torchrun --nproc-per-node {parallel.ranks} -m residua.cli.main train PRESET {' '.join(words)}"
     if not p.fits:
         return "None fits: lower train.micro_batch and raise train.accumulate, or set train.recompute=sublayers."
-    return f"Next, on one machine: {start}"
+    return f"Next, on one machine: {parallel.command} PRESET {' '.join(words)}"
 
 
 def plan_report(config: RunConfig, machine: Machine, plans: Sequence[Plan]) -> dict[str, Any]:

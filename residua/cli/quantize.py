@@ -84,5 +84,7 @@ def quantize(
     for sentence in sentences(result):
         console.print(sentence, soft_wrap=True, markup=False)
     console.print(f"\nReport: {(out / work.REPORT).resolve()}", soft_wrap=True, markup=False)
-    console.print(f"Next: residua.load({str(out)!r}) computes with it; numbers are in {out / work.RESULTS}",
+    if engine is not None:
+        console.print(f"For serving engines, in Qwen3's names: {engine}", soft_wrap=True, markup=False)
+    console.print(f"Next: residua eval {out}, or residua.load({str(out)!r}); numbers are in {out / work.RESULTS}",
                   soft_wrap=True, markup=False)  # fmt: skip

@@ -23,6 +23,7 @@ from residua.model.norm import build_norm
 from residua.model.rope import rotary_table
 from residua.model.taps import tap
 from residua.model.topology import build_topology
+from residua.ops.numeric import working_dtype
 
 
 class Embedding(nn.Module):
@@ -160,9 +161,7 @@ class Decoder(nn.Module):
     def _embedded(self, tokens: Tensor) -> Tensor:
         """Under autocast the stream itself is low precision: the depth operators' traffic is what they cost."""
         x: Tensor = self.embed(tokens)
-        kind = x.device.type
-        autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-        return x.to(torch.get_autocast_dtype(kind)) if autocast else x
+        return x.to(working_dtype(x))
 
     def _rotary(self, tokens: Tensor, now: Now | None = None) -> tuple[Tensor, Tensor] | None:
         softmax = self.config.softmax

@@ -20,14 +20,20 @@ def rms(x: Tensor, eps: float = 1e-6, weight: Tensor | None = None) -> Tensor:
     return (y if weight is None else y * weight.to(y.dtype)).to(x.dtype)
 
 
+@torch.compiler.assume_constant_result
+def _has_autocast(kind: str) -> bool:
+    """Whether autocast knows this kind of device; a constant, for torch 2.11 cannot trace the question."""
+    return torch.amp.is_autocast_available(kind)
+
+
 def no_autocast(x: Tensor) -> AbstractContextManager[object]:
     """Inside, products of x keep the dtype they are given, as they do anyway on meta, which autocast does not know."""
     kind = x.device.type
-    return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
+    return torch.autocast(kind, enabled=False) if _has_autocast(kind) else nullcontext()
 
 
 def working_dtype(x: Tensor) -> torch.dtype:
     """The dtype that a matrix product of x is computed in: autocast's inside it, x's own elsewhere."""
     kind = x.device.type
-    autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    autocast = _has_autocast(kind) and torch.is_autocast_enabled(kind)
     return torch.get_autocast_dtype(kind) if autocast else x.dtype

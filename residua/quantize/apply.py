@@ -6,7 +6,7 @@ mixture. The embedding, the head, norms, gates, routers and the depth operators 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from math import prod
@@ -52,11 +52,11 @@ def targets(model: nn.Module, exempt: Iterable[str] = ()) -> dict[str, nn.Module
     return {name: module for name, module in found.items() if not _matches(name, (*ALWAYS_KEPT, *patterns))}
 
 
-def kept(model: Decoder, quantized: Iterable[str], exempt: Iterable[str] = ()) -> list[Kept]:
+def kept(model: Decoder, quantized: Iterable[str]) -> list[Kept]:
     """Every parameter that stays in high precision, with the reason."""
-    low = set(quantized)
+    low, large = set(quantized), candidates(model)
     return [
-        Kept(name, tuple(parameter.shape), _reason(name, tuple(exempt)))
+        Kept(name, tuple(parameter.shape), _reason(name, large))
         for name, parameter in model.named_parameters()
         if name.rpartition(".")[0] not in low
     ]
@@ -96,14 +96,12 @@ def quantize_model(model: nn.Module, scheme: Scheme, exempt: Iterable[str] = ())
     return weights
 
 
-def _reason(name: str, exempt: tuple[str, ...]) -> str:
+def _reason(name: str, large: Container[str]) -> str:
     module = name.rpartition(".")[0]
     if name.startswith("topology."):
         return "depth operator"
-    if _matches(module, exempt):
-        return "exempted"
-    if _matches(module, ALWAYS_KEPT):
-        return "small and steers others"
+    if module in large:
+        return "small and steers others" if _matches(module, ALWAYS_KEPT) else "exempted"
     return "embedding or head" if name.startswith(("embed.", "unembed.")) else "norm, gate, router or scale"
 
 

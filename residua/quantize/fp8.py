@@ -3,8 +3,9 @@
     scale = max|x| / 448 over the block (2⁻²³ for a block of zeros),   code = E4M3(clamp(x / scale, ±448))
     x̂ = code · scale
 
-All arithmetic is fp32, rounding is to nearest, ties to even. The block is a tile of a matrix [R, C]: 128 × 128 for
-weights, a whole row for activations (one scale per token) and for row-wise weights, 1 × 128 for grouped activations.
+All arithmetic is fp32, rounding is to nearest, ties to even, the same bits on CPU and GPU. The block is a tile of a
+matrix [R, C]: 128 × 128 for weights, a whole row for activations (one scale per token) and for row-wise weights,
+1 × 128 for grouped activations.
 """
 
 from __future__ import annotations
@@ -63,11 +64,16 @@ def encode_fp8(x: Tensor, tile: Tile) -> Fp8:
     tiles = (
         pad(x.float(), (0, -columns % width, 0, -rows % height)).unflatten(0, (-1, height)).unflatten(2, (-1, width))
     )
-    scale = tiles.abs().amax((1, 3)) / E4M3_MAX
+    scale = quotient(tiles.abs().amax((1, 3)), E4M3_MAX)
     scale = torch.where(scale == 0, EMPTY_SCALE, scale)
     scaled = (tiles / scale[:, None, :, None]).clamp(-E4M3_MAX, E4M3_MAX)
     codes = scaled.flatten(2).flatten(0, 1)[:rows, :columns].contiguous().to(E4M3)
     return Fp8(codes, scale, tile)
+
+
+def quotient(x: Tensor, number: float) -> Tensor:
+    """x / number, rounded once: on CUDA PyTorch multiplies by the reciprocal of a plain number, which rounds twice."""
+    return x / x.new_full((), number)
 
 
 def round_fp8(x: Tensor, tile: Tile) -> Tensor:

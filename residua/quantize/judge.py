@@ -84,7 +84,7 @@ class Judge:
         after = self.loss("loss in low precision", self.names)
         errors = self._errors()
         worst = [module.name for module in sorted(errors, key=lambda module: -module.error)]
-        stays = kept(self.model, self.names, self.exempt)
+        stays = kept(self.model, self.names)
         return {
             "loss_after": after,
             "loss_without_exemptions": self.loss("loss with nothing exempt", self.originals) if self.exempt else None,

@@ -42,7 +42,15 @@ def in_low_precision(module: nn.Module, weights: Sequence[Tensor], activation: R
     return LowProjection(weights[0], activation, label)
 
 
-class LowProjection(nn.Module):
+class OnItsGrid(nn.Module):
+    """Moves between devices and keeps its precision when a model is cast: weights are not to be rounded again."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> OnItsGrid:
+        super()._apply(lambda tensor: tensor.to(fn(tensor[:0]).device), recurse)
+        return self
+
+
+class LowProjection(OnItsGrid):
     """y = x̂ Ŵᵀ."""
 
     def __init__(self, weight: Tensor, activation: Round, label: str) -> None:
@@ -59,7 +67,7 @@ class LowProjection(nn.Module):
         return f"{self.weight.shape[1]} → {self.weight.shape[0]}, {self.label}"
 
 
-class LowExperts(nn.Module):
+class LowExperts(OnItsGrid):
     """The experts of a mixture, each with weights that were rounded on their own."""
 
     def __init__(self, experts: Experts, weights: Sequence[Tensor], activation: Round) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 
 from residua.data import Dataset, Loader, validation_batches
@@ -57,7 +56,13 @@ class Material:
         )
 
     def calibration(self, sequences: int) -> Iterator[Batch]:
-        """Training windows, always the same ones."""
-        batch = min(SEQUENCES_AT_ONCE, sequences)
-        loader = Loader(self.dataset.split("train"), self.sequence, batch, segments=self.documents, prefetch=0)
-        return islice(loader, -(-sequences // batch))
+        """So many training windows, always the same ones."""
+        size = min(SEQUENCES_AT_ONCE, sequences)
+        loader = Loader(self.dataset.split("train"), self.sequence, size, segments=self.documents, prefetch=0)
+        for start, batch in zip(range(0, sequences, size), loader, strict=False):
+            yield _first(batch, sequences - start)
+
+
+def _first(batch: Batch, rows: int) -> Batch:
+    segments = None if batch.segments is None else batch.segments[:rows]
+    return Batch(batch.tokens[:rows], batch.targets[:rows], segments)

@@ -5,7 +5,7 @@
 
 max|x| is over the whole tensor for weights and over each token for activations, dynamic, as in arXiv 2601.22966. The
 second scale is kept as `global_scale` = t⁻¹, which is what checkpoints store and engines divide by. All arithmetic is
-fp32, rounding is to nearest, ties to even.
+fp32, rounding is to nearest, ties to even, the same bits on CPU and GPU.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from residua.quantize.finite import require_finite
-from residua.quantize.fp8 import E4M3, E4M3_MAX
+from residua.quantize.fp8 import E4M3, E4M3_MAX, quotient
 
 GROUP = 16
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -79,9 +79,9 @@ def encode_nvfp4(x: Tensor, span: Span) -> Nvfp4:
     blocks = pad(x.float(), (0, -columns % GROUP)).unflatten(-1, (-1, GROUP))
     peak = blocks.abs().amax(-1)
     largest = peak.amax().view(1) if span == "tensor" else peak.amax(-1, keepdim=True)
-    second = (largest / (E4M3_MAX * E2M1_MAX)).clamp(min=SMALLEST_SECOND)
-    scale = (peak / E2M1_MAX / second).clamp(SMALLEST_SCALE, E4M3_MAX).to(E4M3)
-    global_scale = 1.0 / second
+    second = quotient(largest, E4M3_MAX * E2M1_MAX).clamp(min=SMALLEST_SECOND)
+    scale = (quotient(peak, E2M1_MAX) / second).clamp(SMALLEST_SCALE, E4M3_MAX).to(E4M3)
+    global_scale = torch.ones_like(second) / second
     scaled = blocks * (global_scale / scale.float())[..., None]
     return Nvfp4(e2m1_codes(scaled).flatten(-2), scale, global_scale, columns)
 
@@ -93,11 +93,15 @@ def round_nvfp4(x: Tensor) -> Tensor:
 
 def e2m1_codes(x: Tensor) -> Tensor:
     """The codes 0 … 15 of the nearest E2M1 values, uint8."""
-    magnitude = torch.bucketize(x.abs(), torch.tensor(TIES, device=x.device), out_int32=True).to(torch.uint8)
-    return magnitude | (torch.signbit(x).to(torch.uint8) * SIGN)
+    # by comparisons: a table would be copied to the device, which a CUDA graph does not allow
+    size, codes = x.abs(), torch.signbit(x).to(torch.uint8) * SIGN
+    for tie in TIES:
+        codes += size > tie
+    return codes
 
 
 def e2m1_values(codes: Tensor) -> Tensor:
-    """The values of codes, fp32."""
-    table = torch.tensor([*E2M1, *(-value for value in E2M1)], device=codes.device)
-    return table[codes.int()]
+    """The values of codes, fp32: max(m/2, m − 2, 2m − 8) of the magnitude m, which is the table `E2M1`."""
+    m = (codes & (SIGN - 1)).float()
+    value = torch.maximum(torch.maximum(m * 0.5, m - 2), m * 2 - 8)
+    return torch.where(codes >= SIGN, -value, value)

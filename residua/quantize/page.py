@@ -134,4 +134,4 @@ def _made(page: Page, result: QuantizationResult) -> None:
         options.append("--inside")
     options += [f"--exempt '{pattern}'" for pattern in result.exempt]
     section = page.section("How this was made")
-    section.code(f"residua quantize {result.model} {' '.join(options)}")
+    section.code(f"residua quantize {result.model} {' '.join(options)} --out FOLDER")

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from residua.ops.numeric import no_autocast, working_dtype
+from residua.ops.numeric import working_dtype
 from residua.quantize import fp8
 from residua.quantize.fp8 import Fp8, Tile, encode_fp8
+from residua.quantize.low import OnItsGrid
 
 Recipe = Literal["row", "block"]
 Product = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -35,7 +36,7 @@ TOKENS = 4
 """Block-wise products want a multiple of this many tokens."""
 
 
-class Fp8Projection(nn.Module):
+class Fp8Projection(OnItsGrid):
     """y = x̂ Ŵᵀ with both operands in E4M3 on the matrix units; bf16 out."""
 
     def __init__(self, weight: Fp8, tile: Tile, product: Product) -> None:
@@ -45,11 +46,11 @@ class Fp8Projection(nn.Module):
         self.scale = nn.Buffer(weight.scale)
 
     def forward(self, x: Tensor) -> Tensor:
-        rows = x.flatten(end_dim=-2)
-        with no_autocast(x):
-            low = encode_fp8(pad(rows, (0, 0, 0, -len(rows) % TOKENS)), self.tile)
-            y = self.product(low.codes, self.codes, low.scale, self.scale)[: len(rows)]
-        return y.view(*x.shape[:-1], -1).to(working_dtype(x))
+        # autocast knows none of the operations below; a context manager for it would cut a compiled layer in two
+        dtype, rows = working_dtype(x), x.flatten(end_dim=-2)
+        low = encode_fp8(pad(rows, (0, 0, 0, -len(rows) % TOKENS)), self.tile)
+        y = self.product(low.codes, self.codes, low.scale, self.scale)[: len(rows)]
+        return y.view(*x.shape[:-1], -1).to(dtype)
 
 
 @cache
@@ -72,8 +73,8 @@ def find_product(recipe: Recipe, device: torch.device) -> Product | None:
 
 def takes(weight: Fp8, recipe: Recipe) -> bool:
     """The units want whole 16-byte rows, and blocks that end with the matrix."""
-    rows, columns = weight.codes.shape
-    return rows % 16 == 0 and columns % (128 if recipe == "block" else 16) == 0
+    whole = 128 if recipe == "block" else 16
+    return all(extent % whole == 0 for extent in weight.codes.shape)
 
 
 def with_fp8_products(

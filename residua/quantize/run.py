@@ -48,16 +48,17 @@ def quantize(
     shape.
     """
     source, target, chosen = Path(model), Path(out), find_scheme(scheme)
-    check_empty(target)
+    _check_folders(target, None if engine is None else Path(engine))
     if alpha is not None:
         check_alpha(alpha, f"--smooth {alpha:g}")
+    elif inside:
+        raise ValueError("--inside says how far SmoothQuant reaches: use it with --smooth.")
     if is_quantized(source):
         raise ValueError(f"{source} is quantized already: name the run or the export it was made from.")
     where = _device(device)
     decoder = residua.load(source).to(where).eval()
     targets(decoder, exempt)
     if engine is not None:
-        check_empty(Path(engine))
         check_qwen3(decoder.config)
     material = Material.of_folder(source, decoder.config, None if data is None else Path(data))
     judge = Judge(decoder, chosen, tuple(exempt), material, material.validation(tokens), progress)
@@ -69,7 +70,7 @@ def quantize(
         bits=chosen.bits,
         words=chosen.words,
         alpha=alpha,
-        inside=inside and alpha is not None,
+        inside=inside,
         calibration_sequences=0 if alpha is None else calibration,
         exempt=tuple(exempt),
         text=str(material.dataset.path),
@@ -102,6 +103,15 @@ def write_results(result: QuantizationResult, out: Path) -> None:
 
     write_atomically(out / RESULTS, result.model_dump_json(indent=1) + "\n")
     quantization_page(result).write(out / REPORT)
+
+
+def _check_folders(out: Path, engine: Path | None) -> None:
+    """Both are refused before any work is done."""
+    check_empty(out)
+    if engine is not None:
+        check_empty(engine, "--engine")
+        if engine.resolve() == out.resolve():
+            raise ValueError(f"--engine {engine} is --out too: the two hold different files, name two folders.")
 
 
 def _device(name: Device) -> torch.device:

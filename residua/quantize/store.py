@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -35,10 +36,10 @@ COPIED = ("config.toml", "tokenizer.json")
 VERSION = 1
 
 
-def check_empty(out: Path) -> None:
+def check_empty(out: Path, option: str = "--out") -> None:
     """Nothing that is there is overwritten."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"{out} is not empty: choose another --out.")
+        raise ValueError(f"{out} is not empty: choose another {option}.")
 
 
 def save_quantized(
@@ -101,12 +102,11 @@ def is_quantized(folder: Path) -> bool:
 def load_quantized(folder: str | Path, *, fp8_products: torch.device | None = None) -> Decoder:
     """The model in such a folder, on the CPU, rounding weights and activations as it was quantized to.
 
-    With a device in `fp8_products` the model is there, and multiplies in FP8 wherever the device and the shapes allow.
+    With a device in `fp8_products` the model is there, and multiplies in FP8 wherever the device and the shapes allow;
+    a warning says where they do not.
     """
     folder = Path(folder)
-    mark = _read_json(folder / MARK)
-    if mark.get("version") != VERSION:
-        raise ValueError(f"{folder / MARK} has version {mark.get('version')}, this Residua reads {VERSION}.")
+    mark = _read_mark(folder / MARK)
     scheme = find_scheme(mark["scheme"])
     try:
         tensors = load_file(folder / WEIGHTS)
@@ -126,9 +126,23 @@ def load_quantized(folder: str | Path, *, fp8_products: torch.device | None = No
     _copy_rest(folder / WEIGHTS, model, tensors, modules)
     install(model, rounded(modules, weights, scheme))
     if fp8_products is not None:
-        plain = {name: weight for name, weight in weights.items() if name in modules and isinstance(weight, Fp8)}
-        install(model.to(fp8_products), with_fp8_products(plain, scheme.name, fp8_products)[0])
+        _multiply_in_fp8(model.to(fp8_products), modules, weights, scheme.name, fp8_products)
     return model
+
+
+def _multiply_in_fp8(
+    model: Decoder, modules: Collection[str], weights: Mapping[str, Quantized], scheme: str, device: torch.device
+) -> None:
+    plain = {name: weight for name, weight in weights.items() if name in modules and isinstance(weight, Fp8)}
+    real, problems = with_fp8_products(plain, scheme, device)
+    install(model, real)
+    slow = [name for name in modules if name not in real]
+    if slow:
+        why = problems.get(slow[0], "only projections in an FP8 scheme have such a product")
+        warnings.warn(
+            f"{len(slow)} of {len(modules)} modules only simulate products in FP8, {slow[0]} among them: {why}.",
+            stacklevel=3,
+        )
 
 
 @torch.no_grad()
@@ -148,9 +162,14 @@ def _parents(name: str) -> Iterator[str]:
         yield name
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_mark(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        mark = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read ({error}).") from None
-    return content if isinstance(content, dict) else {}
+    if not isinstance(mark, dict) or mark.get("version") != VERSION:
+        found = mark.get("version") if isinstance(mark, dict) else None
+        raise ValueError(f"{path} has version {found}, this Residua reads {VERSION}.")
+    if missing := {"scheme", "modules", "model"} - mark.keys():
+        raise ValueError(f"{path} lacks {', '.join(sorted(missing))}: the folder is damaged, quantize again.")
+    return mark

@@ -6,6 +6,9 @@ from collections.abc import Sequence
 
 from residua.quantize.schema import ModuleError, QuantizationResult, perplexity
 
+WORTH_A_WORD = 1e-3
+"""Nats; less than this is not advice but noise."""
+
 
 def verdict(result: QuantizationResult) -> str:
     """One sentence: what it costs."""
@@ -28,12 +31,12 @@ def sentences(result: QuantizationResult) -> list[str]:
         worst = result.worst[0]
         found.append(f"Worst module: {worst.name}, {worst.error:.1%} error; {blame(worst)}")
     best = max(result.probes, key=lambda probe: probe.gain, default=None)
-    if best is not None and best.gain > 0:
+    if best is not None and best.gain > WORTH_A_WORD:
         found.append(f"Leaving {best.module} in high precision gains {best.gain:.4f} nats: --exempt '{best.module}'.")
     if result.loss_without_exemptions is not None:
         gain = result.loss_without_exemptions - result.loss_after
         found.append(
-            f"The exemption of {', '.join(result.exempt)} gains {gain:+.4f} nats: without it the loss is "
+            f"Exempting {', '.join(result.exempt)} lowered the loss by {gain:.4f} nats: without that it is "
             f"{result.loss_without_exemptions:.4f}, perplexity {perplexity(result.loss_without_exemptions):.3f}."
         )
     if result.loss_folded is not None:

@@ -18,7 +18,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from residua.quantize.treatment import Treatment
 from residua.study.config import StudyConfig
 from residua.study.plan import Plan, PlannedRun
-from residua.study.runs import QUANTIZED, QuantizedRun, is_complete, read_quantized
+from residua.study.runs import INSPECTION, QUANTIZED, QuantizedRun, is_complete, read_quantized
 from residua.train.files import write_atomically
 
 if TYPE_CHECKING:
@@ -91,5 +91,8 @@ def _treated(model: Decoder, treatment: Treatment, material: Material, calibrati
 
 
 def _is_measured(folder: Path, study: StudyConfig) -> bool:
+    """Whether all that is asked for is there, of the model as it is: a run that was trained on is measured again."""
     found = read_quantized(folder)
-    return found is not None and found.calibration == study.calibration and set(study.quantize) <= found.losses.keys()
+    if found is None or (folder / QUANTIZED).stat().st_mtime < (folder / INSPECTION).stat().st_mtime:
+        return False
+    return found.calibration == study.calibration and set(study.quantize) <= found.losses.keys()

@@ -115,10 +115,6 @@ class TrainConfig(Frozen):
         return self
 
 
-def torchrun(ranks: int) -> str:
-    return f"torchrun --nproc-per-node {ranks}"
-
-
 class ParallelConfig(Frozen):
     """How a run is divided among the `data` × `shard` × `pipeline` processes that torchrun starts.
 
@@ -155,8 +151,10 @@ class ParallelConfig(Frozen):
 
     @property
     def command(self) -> str:
-        """How `train` is started on so many processes of one machine."""
-        return "residua train" if self.ranks == 1 else f"{torchrun(self.ranks)} -m residua.cli.main train"
+        """How such a run is started, on one machine."""
+        if self.ranks == 1:
+            return "residua train"
+        return f"torchrun --nproc-per-node {self.ranks} -m residua.cli.main train"
 
     @model_validator(mode="after")
     def _schedule_fits(self) -> Self:

@@ -58,12 +58,12 @@ def collect_result(folder: Path, config: RunConfig, size: Size, device: torch.de
     )
 
 
-def closing_words(result: Result) -> str:
-    """The end of the run for a person, and what to do next."""
+def closing_words(result: Result, command: str) -> str:
+    """The end of the run for a person, and what to do next; `command` is what starts it."""
     return (
         f"Finished: validation loss {result.validation_loss:.4f} ({result.bits_per_byte:.4f} bits/byte) after "
         f"{result.steps} steps; weights, curves and config are in {result.folder}.\n"
         f"Next: set it against another architecture with residua compare, or train it longer with\n"
-        f"  residua train --resume --out {result.folder} train.steps={2 * result.steps}\n"
+        f"  {command} --resume --out {result.folder} train.steps={2 * result.steps}\n"
         "(the schedule then ends later, so the learning rate rises again)"
     )

@@ -89,7 +89,7 @@ class Step:
         sizes = [batch.tokens.numel() for batch in batches]
         parts = [size / (sum(sizes) * self.ranks) for size in sizes]
         if self.balancer is not None:
-            self.balancer.begin(batches, parts, lambda batch: self._forward(batch)[2])
+            self.balancer.begin(batches, parts, lambda batch: self._forward(*self._moved(batch))[2])
         for i, (batch, count, part) in enumerate(zip(batches, counts, parts, strict=True), 1):
             self._begin(last=i == len(batches))
             share = self._move(count / total)
@@ -111,7 +111,7 @@ class Step:
         targets = 0
         for batch in batches:
             count = int((batch.targets != IGNORED).sum())
-            total += self._forward(batch)[0].double() * count
+            total += self._forward(*self._moved(batch))[0].double() * count
             targets += count
         return float(total) / targets, targets
 
@@ -127,8 +127,7 @@ class Step:
         """What a person should know once a step has been done."""
         return None
 
-    def _forward(self, batch: Batch) -> tuple[Tensor, Tensor, Any]:
-        tokens, targets, segments = self._moved(batch)
+    def _forward(self, tokens: Tensor, targets: Tensor, segments: Tensor | None) -> tuple[Tensor, Tensor, Any]:
         with self._autocast():
             return self._losses(tokens, targets, segments=segments)
 
@@ -143,8 +142,7 @@ class Step:
     def _pass(
         self, tokens: Tensor, targets: Tensor, segments: Tensor | None, share: Tensor, part: float = 1.0
     ) -> tuple[Tensor, Tensor]:
-        with self._autocast():
-            ce, z, routing = self._losses(tokens, targets, segments=segments)
+        ce, z, routing = self._forward(tokens, targets, segments)
         loss = (ce + z) * share
         if self.balancer is not None:
             loss = loss + self.balancer.loss(routing, part)

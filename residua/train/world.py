@@ -31,8 +31,6 @@ class World:
     leads = True
     size = 1
     batch_rank, batch_ranks = 0, 1
-    restarted = False
-    """Whether torchrun has started this run before and it died."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -44,7 +42,9 @@ class World:
         pass
 
     def open_run(self, folder: Path, config: RunConfig, *, resume: bool) -> Run:
-        """Take the run's folder."""
+        """Take the run's folder. A job that torchrun starts again after a death goes on in it unasked."""
+        restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+        resume = resume or (restarted and (folder / "config.toml").exists())
         return Run.reopen(folder, config) if resume else Run.create(folder, config)
 
     def leader_first(self, work: Callable[[], T]) -> T:

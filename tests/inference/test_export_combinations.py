@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 import residua
+from residua.inference.export.folder import exported_name
 from residua.model.decoder import Decoder
 from tests.inference.exported import VOCABULARY, bytes_config, in_transformers, trained_like, write
 from tests.model.combinations import config_of, fits, name_of
@@ -36,15 +37,29 @@ def greedy(model: Decoder, tokens: Tensor) -> Tensor:
     return tokens
 
 
+def gradients(model: torch.nn.Module, logits: Tensor) -> dict[str, Tensor]:
+    """Of a loss that weighs every logit differently, by parameter name."""
+    weights = torch.linspace(-1, 1, logits.numel()).view_as(logits)
+    (logits * weights).sum().backward()
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return found
+
+
 @pytest.mark.parametrize("row", ROWS, ids=name_of)
 @torch.no_grad()
-def test_exported_model_gives_the_same_logits_and_the_same_text(row, tmp_path: Path):
+def test_exported_model_gives_the_same_logits_gradients_and_text(row, tmp_path: Path):
     model = trained_like(bytes_config(config_of(row)))
     folder = write(model, tmp_path / "exported")
     exported = in_transformers(folder)
     assert type(exported.model.decoder).__module__.startswith("transformers_modules")
     tokens = torch.randint(VOCABULARY, (2, 9))
     torch.testing.assert_close(exported(tokens).logits, model(tokens), rtol=1e-5, atol=1e-5)
+    with torch.enable_grad():
+        expected, found = gradients(model, model(tokens)), gradients(exported, exported(tokens).logits)
+    for name, gradient in expected.items():
+        error = (found[exported_name(name)] - gradient).abs().max()
+        assert error <= 1e-4 * gradient.abs().max() + 1e-6, name
 
     settings = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False}
     written = exported.generate(tokens, attention_mask=torch.ones_like(tokens), **settings)

@@ -88,6 +88,18 @@ def test_a_folder_in_use_is_refused_and_left_alone(folder, model):
     assert file.read_text() == "mine"
 
 
+def test_the_current_folder_is_refused_though_it_is_empty(model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="is the folder you are in"):
+        write_folder(model, Tokenizer.bytes(), Path("."), check=False)
+
+
+def test_others_may_read_the_weights_as_they_may_the_configuration(model, tmp_path):
+    write_folder(model, Tokenizer.bytes(), tmp_path / "out", check=False)
+    modes = {path.name: path.stat().st_mode for path in (tmp_path / "out").iterdir()}
+    assert modes["model.safetensors"] == modes["config.json"]
+
+
 def test_an_empty_folder_is_used(model, tmp_path):
     (tmp_path / "empty").mkdir()
     assert {p.name for p in write(model, tmp_path / "empty").iterdir()} == FILES

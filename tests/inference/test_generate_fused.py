@@ -117,6 +117,15 @@ def test_the_rewritten_model_shares_every_weight_and_leaves_the_model_alone() ->
     assert set(built.state_dict()) == names
 
 
+@pytest.mark.parametrize("name", ["additive", "blocks of two", "four streams"])
+def test_a_step_is_traced_whole(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, **options: compiled(f, backend="eager", **options))
+    built = model(TOPOLOGIES[name][0], vocab_size=257, context=48)
+    plain, traced = (Generator(built, Tokenizer.bytes(), engine=kind) for kind in ("eager", "compile"))
+    assert traced(["abc", "d"], Request(4))[0] == plain(["abc", "d"], Request(4))[0]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", TOPOLOGIES)
 @pytest.mark.parametrize("engine", ["graph", "compile"])

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from residua.model.settings import ConfigError
-from residua.train.world import open_world
+from residua.train.world import World, open_world
 from tests.parallel.cases import run_config
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
@@ -54,6 +56,23 @@ def test_only_one_of_many_ranks_says_so(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("RANK", "3")
     with pytest.raises(SystemExit):
         open_world(run_config("additive"))
+
+
+def test_a_job_that_torchrun_starts_again_goes_on_in_its_folder(tmp_path: Path, monkeypatch: Any) -> None:
+    world, config = World(torch.device("cpu")), run_config("additive")
+    run = world.open_run(tmp_path / "run", config, resume=False)
+    run.begin({}, 0)
+    run.close()
+    with pytest.raises(ConfigError, match="is not empty"):
+        world.open_run(tmp_path / "run", config, resume=False)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    world.open_run(tmp_path / "run", config, resume=False).close()
+
+
+def test_the_command_that_starts_a_run_again_starts_as_many_processes() -> None:
+    assert run_config("additive").parallel.command == "residua train"
+    started = run_config("additive", {"data": 2, "pipeline": 2}).parallel.command
+    assert started == "torchrun --nproc-per-node 4 -m residua.cli.main train"
 
 
 def test_the_mesh_does_not_change_the_batch() -> None:

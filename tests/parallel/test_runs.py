@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -64,6 +65,15 @@ def test_two_ranks_then_one_then_two_go_on_with_the_same_curve(
         residua.load(run).parameters(), residua.load(tmp_path / "files").parameters(), strict=True
     ):
         assert torch.equal(shards, files)
+
+    incomplete = tmp_path / "incomplete"
+    shutil.copytree(run, incomplete)
+    (incomplete / "checkpoints/step-2/shards/shard-00001-model-00001-of-00001.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"lacks rows of tensor .*: a file that one of the ranks wrote is missing"):
+        residua.load(incomplete)
+    next(incomplete.glob("checkpoints/step-2/shards/*")).write_bytes(b"cut short")
+    with pytest.raises(ValueError, match=r"step-2/shards cannot be read"):
+        residua.load(incomplete)
 
     train(recipe.override(["train.steps=4"]), run, resume=True)
     assert (run / "checkpoints/step-4/model.safetensors").exists()

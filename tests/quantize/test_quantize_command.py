@@ -14,12 +14,14 @@ import torch
 import residua
 from residua.model.decoder import Decoder
 from residua.quantize import quantize
+from residua.quantize.apply import targets
 from residua.quantize.low import LowProjection
 from residua.quantize.material import Material
 from residua.quantize.measure import mean_loss
 from residua.quantize.page import quantization_page
 from residua.quantize.schema import QuantizationResult
 from residua.quantize.schemes import SCHEMES
+from residua.quantize.words import sentences
 from tests.quantize.conftest import OUTLIER
 from tests.report.browser import opened
 
@@ -73,7 +75,8 @@ def test_exempt_modules_stay_exact_and_their_gain_is_reported(run: Path, tmp_pat
         assert not any(m.name == name for m in result.modules)
     assert result.loss_without_exemptions is not None
     assert result.loss_without_exemptions != result.loss_after
-    assert {t.name for t in result.kept if t.reason == "exempted"} >= {"sublayers.1.body.up.weight"}
+    exempted = {t.name for t in result.kept if t.reason == "exempted"}
+    assert exempted == {f"{name}.weight" for name in targets(exact)} - {f"{m.name}.weight" for m in result.modules}
     for probe in result.probes:
         assert math.isclose(probe.gain, result.loss_after - probe.loss)
 
@@ -95,6 +98,15 @@ def test_the_report_opens_without_a_complaint_or_a_request(run: Path, tmp_path: 
         assert not seen.problems and len(seen.requests) == 1
 
 
+def test_calibration_reads_as_many_sequences_as_it_says(run: Path) -> None:
+    material = Material.of_folder(run, residua.load(run).config, None)
+    for sequences in (3, 16, 20):
+        batches = list(material.calibration(sequences))
+        assert sum(len(batch.tokens) for batch in batches) == sequences
+        again = next(iter(material.calibration(sequences)))
+        assert torch.equal(again.tokens, batches[0].tokens)
+
+
 def test_what_cannot_be_is_refused_with_a_sentence(run: Path, tmp_path: Path) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "x").write_text("mine")
@@ -105,6 +117,9 @@ def test_what_cannot_be_is_refused_with_a_sentence(run: Path, tmp_path: Path) ->
         ({"out": tmp_path / "full"}, "is not empty: choose another --out"),
         ({"model": tmp_path}, "holds no last checkpoint"),
         ({"data": tmp_path}, "is not a prepared dataset"),
+        ({"inside": True}, "--inside says how far SmoothQuant reaches: use it with --smooth"),
+        ({"engine": tmp_path / "full"}, "full is not empty: choose another --engine"),
+        ({"engine": tmp_path / "q"}, "is --out too: the two hold different files"),
     ]
     for options, sentence in wrong:
         given = {"model": run, "out": tmp_path / "q", "scheme": "fp8", **options}
@@ -130,6 +145,18 @@ def test_a_damaged_folder_is_refused_with_a_sentence(run: Path, tmp_path: Path) 
     path.write_bytes(b"nothing")
     with pytest.raises(ValueError, match="cannot be read"):
         residua.load(tmp_path / "q")
+    for mark, sentence in ({"version": 9}, "has version 9"), ({"version": 1, "scheme": "fp8"}, "lacks model, modules"):
+        (tmp_path / "q" / "quantization.json").write_text(json.dumps(mark))
+        with pytest.raises(ValueError, match=sentence):
+            residua.load(tmp_path / "q")
+
+
+def test_advice_below_a_thousandth_of_a_nat_is_not_given(run: Path, tmp_path: Path) -> None:
+    result = quantize(run, tmp_path / "q", probes=1)
+    for gain, given in ((9e-4, False), (2e-3, True)):
+        probes = (result.probes[0].model_copy(update={"gain": gain}),)
+        told = sentences(result.model_copy(update={"probes": probes}))
+        assert any("--exempt" in sentence for sentence in told) is given
 
 
 def test_weights_that_are_not_finite_are_refused_by_name(run: Path, tmp_path: Path) -> None:

@@ -170,6 +170,13 @@ def test_every_code_and_scale_is_on_its_grid() -> None:
     assert quantize_fp8(x).codes.float().abs().max() == E4M3_MAX
 
 
+def test_the_sixteen_codes_have_the_values_of_the_table_and_back() -> None:
+    codes = torch.arange(16, dtype=torch.uint8)
+    values = e2m1_values(codes)
+    assert values.tolist() == [*E2M1, *(-value for value in E2M1)] and values[8].signbit()
+    assert torch.equal(e2m1_codes(values), codes)
+
+
 def test_packing_is_undone_by_unpacking() -> None:
     low = quantize_nvfp4(torch.randn(6, 40))
     again = Nvfp4.unpacked(low.packed(), low.scale, low.global_scale, low.columns)

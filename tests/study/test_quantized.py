@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from residua.data import Dataset
 from residua.model.settings import ConfigError
 from residua.study import StudyConfig
 from residua.study.conduct import conduct, summarise
-from residua.study.plan import make_plan
+from residua.study.plan import PlannedRun, make_plan
 from residua.study.quantized import measure_runs
 from residua.study.runs import read_quantized
 from residua.study.tables import markdown
@@ -75,3 +76,26 @@ def test_runs_that_were_not_measured_have_no_row(study: StudyConfig, dataset: Da
     (plan.runs[0].folder / "quantized.json").write_text('{"loss": "damaged"')
     assert read_quantized(plan.runs[0].folder) is None
     measure_runs(low(study, quantize=()), plan, Console(quiet=True))
+
+
+def test_a_run_is_measured_again_once_it_was_trained_further(
+    study: StudyConfig, dataset: Dataset, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = low(study, variants={"prenorm": ("prenorm",)}, quantize=("fp8",))
+    plan = make_plan(asked, out, dataset)
+    write_all(plan, lambda run, step: 3.0)
+    measured = []
+
+    def measure(run: PlannedRun, study: StudyConfig, tell: object) -> None:
+        measured.append(run.title)
+        facts = {"loss": 3.0, "peak_activation": 1.0, "sink_ratio": 1.0, "losses": dict.fromkeys(study.quantize, 3.1)}
+        (run.folder / "quantized.json").write_text(json.dumps({"calibration": study.calibration, **facts}))
+
+    monkeypatch.setattr("residua.study.quantized.measure_run", measure)
+    for _ in range(2):
+        measure_runs(asked, plan, Console(quiet=True))
+    assert len(measured) == 1
+    later = (plan.runs[0].folder / "quantized.json").stat().st_mtime + 60
+    os.utime(plan.runs[0].folder / "inspection.json", (later, later))
+    measure_runs(asked, plan, Console(quiet=True))
+    assert len(measured) == 2

@@ -38,9 +38,9 @@ def poison(monkeypatch: pytest.MonkeyPatch, after: int, value: float) -> None:
         call(self, *arguments)
         done += 1
 
-    def poisoned(self: Step, batch: Any) -> tuple[Tensor, Tensor]:
-        ce, z = forward(self, batch)
-        return (ce * value if done >= after and torch.is_grad_enabled() else ce), z
+    def poisoned(self: Step, *batch: Any) -> tuple[Tensor, Tensor, Any]:
+        ce, z, routing = forward(self, *batch)
+        return (ce * value if done >= after and torch.is_grad_enabled() else ce), z, routing
 
     monkeypatch.setattr(Step, "__call__", counted)
     monkeypatch.setattr(Step, "_forward", poisoned)

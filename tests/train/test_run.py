@@ -174,7 +174,7 @@ def test_configurations_survive_toml_and_say_where_they_differ(config: RunConfig
     [
         ("train.stpes=3", r"train\.stpes = 3 is not a known key: did you mean 'steps'"),
         ("train.optimizer.kind=mion", r"train\.optimizer\.kind = 'mion' does not exist: did you mean 'muon'"),
-        ("steps=3", r"names no section: write model\.steps=3, data\.steps=3 or train\.steps=3"),
+        ("steps=3", r"names no section: write model\.steps=3, data\.steps=3, train\.steps=3 or parallel\.steps=3"),
         ("train.optimizer.lr=-1", r"train\.optimizer\.lr = -1"),
     ],
 )

@@ -70,12 +70,16 @@ class Text:
 
     def applied(self, edits: Iterable[Edit]) -> str:
         """The text with edits made; where two overlap, the first and outermost counts."""
-        out, position = [], 0
+        return self.part(0, len(self._bytes), edits)
+
+    def part(self, start: int, end: int, edits: Iterable[Edit]) -> str:
+        """Bytes `start` to `end` with the edits that lie in them."""
+        out, position = [], start
         for edit in sorted(edits, key=lambda e: (e.start, -e.end)):
             if edit.start >= position:
                 out += [self.cut(position, edit.start), edit.text]
                 position = edit.end
-        return "".join(out) + self.cut(position, len(self._bytes))
+        return "".join(out) + self.cut(position, end)
 
 
 def _defined(statement: ast.stmt) -> list[str]:

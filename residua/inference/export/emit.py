@@ -101,9 +101,8 @@ class Emitter:
         )
         statements = body[at : at + 1 + documented]
         start, end = text.lines_of(statements)
-        edits = list(self._edits(text, module, statements[0], self.names[Definition(module, name)]))
-        inside = [Edit(e.start - start, e.end - start, e.text) for e in edits]
-        return _spaced(_apply(text.cut(start, end), inside))
+        edits = self._edits(text, module, statements[0], self.names[Definition(module, name)])
+        return _spaced(text.part(start, end, edits))
 
     def _edits(self, text: Text, module: str, statement: ast.stmt, name: str) -> Iterator[Edit]:
         yield from self._renamed(text, statement, name)
@@ -205,15 +204,6 @@ def _mentions(node: ast.AST, unknown: set[ast.Name | ast.Attribute]) -> bool:
 
 def _is_string(statement: ast.stmt) -> bool:
     return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
-
-
-def _apply(text: str, edits: list[Edit]) -> str:
-    out, position, data = [], 0, text.encode()
-    for edit in sorted(edits, key=lambda e: (e.start, -e.end)):
-        if edit.start >= position:
-            out += [data[position : edit.start].decode(), edit.text]
-            position = edit.end
-    return "".join(out) + data[position:].decode()
 
 
 def _spaced(text: str) -> str:

@@ -61,7 +61,9 @@ def write_folder(
 
 
 def refuse_used(out: Path) -> None:
-    """Nothing is overwritten."""
+    """Nothing is overwritten, and nobody's own place is replaced under them."""
+    if out.resolve() == Path.cwd():
+        raise ValueError(f"{out} is the folder you are in: choose a new one for --out.")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} exists and is not an empty folder: choose another --out.")
 
@@ -93,6 +95,8 @@ def _fill(folder: Path, model: Decoder, tokenizer: Tokenizer, dtype: torch.dtype
     tensors = {exported_name(n): t.detach().cpu().contiguous() for n, t in model_tensors(model).items()}
     tensors = {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    # safetensors lets nobody else read what it writes
+    shutil.copymode(folder / "config.json", folder / "model.safetensors")
 
 
 def exported_name(name: str) -> str:
@@ -159,7 +163,7 @@ def load_folder(folder: Path) -> Decoder:
 def _tensors(folder: Path) -> dict[str, Tensor]:
     """All tensors, of one file or of the parts that an index lists."""
     index = folder / "model.safetensors.index.json"
-    parts = sorted(set(_read(index)["weight_map"].values())) if index.exists() else ["model.safetensors"]
+    parts = sorted(set(_read(index).get("weight_map", {}).values())) if index.exists() else ["model.safetensors"]
     tensors: dict[str, Tensor] = {}
     for part in parts:
         try:

@@ -14,6 +14,8 @@ from residua.model.settings import Frozen
 
 CHOICES = "residua.model.choices"
 DECODER = Definition("residua.model.decoder", "Decoder")
+BY_TORCH = ("forward", "backward")
+"""Methods that torch calls, of modules and of functions with a gradient of their own."""
 
 
 class Reach:
@@ -77,7 +79,7 @@ class Reach:
     def _needs(self, definition: Definition, method: ast.FunctionDef) -> bool:
         if definition == DECODER and method.name == "forward":
             return False  # transformers' classes have the head: they enter by `hidden`
-        called = method.name.startswith("__") or method.name == "forward" or method.name in self.attributes
+        called = method.name.startswith("__") or method.name in BY_TORCH or method.name in self.attributes
         return called or definition.module in self.whole
 
     def _take(self, module: str, node: ast.AST) -> None:

@@ -140,8 +140,8 @@ class PipelinedStep(RankedStep):
         if expected is None:
             return words + "."
         return (
-            f"{words}; blocks by the formulas of arXiv 2603.15031: naive {mib(expected.naive * pipelines)}, "
-            f"cached {mib(expected.cached * pipelines)}."
+            f"{words}; the formulas of arXiv 2603.15031, for blocks without the embedding: naive "
+            f"{mib(expected.naive * pipelines)}, cached {mib(expected.cached * pipelines)}."
         )
 
     def _flow(self, batches: Sequence[Batch], shares: Tensor, run: Callable[..., Any]) -> None:

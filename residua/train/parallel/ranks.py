@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -37,10 +36,10 @@ class Ranks(World):
         self.processes, self.mesh, self.config = processes, mesh, config
         self.leads, self.size = mesh.rank == 0, mesh.size
         self.batch_rank, self.batch_ranks = mesh.batch_rank, config.parallel.batch_ranks
-        self.restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
         self.folder: Path | None = None
         self.saver = Saver(mesh)
-        advice = "torchrun --max-restarts goes on from the last checkpoint by itself, `residua train --resume` by hand"
+        by_hand = f"{config.parallel.command} --resume"
+        advice = f"torchrun --max-restarts goes on from the last checkpoint by itself, `{by_hand}` by hand"
         self.pulse = Pulse(mesh.rank, mesh.size, config.parallel.patience, advice)
 
     @classmethod
@@ -78,7 +77,6 @@ class Ranks(World):
             raise TrainingStopped(f"{sentence}; {left}; {self.pulse.advice}.") from None
 
     def open_run(self, folder: Path, config: RunConfig, *, resume: bool) -> Run:
-        resume = resume or (self.restarted and (folder / "config.toml").exists())
         self.folder = folder
         if not self.leads:
             self._follow_leader(None)

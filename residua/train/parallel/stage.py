@@ -183,17 +183,17 @@ class Stage(PipelineStage):
         return ops_list
 
     def _fill(self, infos: Sequence[Any]) -> None:
-        for info in infos:
-            shape = getattr(info, "dropped", None)
-            if shape is not None:
-                info.buffer = torch.empty(shape[0], dtype=shape[1], device=self.device)
+        self._remake(infos, self.device)
 
     def _drop(self, infos: Sequence[Any]) -> None:
+        # a tensor without memory and not None: PyTorch 2.11 clears the gradients of all buffers
+        self._remake(infos, torch.device("meta"))
+
+    def _remake(self, infos: Sequence[Any], device: torch.device) -> None:
         for info in infos:
-            buffer = getattr(info, "buffer", None)
-            if buffer is not None:
-                info.dropped = (buffer.shape, buffer.dtype)
-                info.buffer = None
+            old = getattr(info, "buffer", None)  # the first stage is given its tokens and has none
+            if old is not None and old.device.type != device.type:
+                info.buffer = torch.empty(old.shape, dtype=old.dtype, device=device, requires_grad=old.requires_grad)
 
 
 def _bytes(operations: Sequence[dist.P2POp]) -> int:

@@ -48,7 +48,7 @@ class RankedStep(Step):
             mine = first + self.mesh.batch_rank
             batch = batches[mine] if mine < len(batches) else batches[0]
             count = int((batch.targets != IGNORED).sum()) if mine < len(batches) else 0
-            sums += torch.stack([self._forward(batch)[0].double() * count, sums.new_tensor(count)])
+            sums += torch.stack([self._forward(*self._moved(batch))[0].double() * count, sums.new_tensor(count)])
         total, targets = self.mesh.over_batch(sums).tolist()
         return total / targets, int(targets)
 

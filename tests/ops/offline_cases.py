@@ -1,0 +1,231 @@
+"""Operators called as a model calls them, on CPU tensors of zeros: what `offline.py` compiles the kernels of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from residua import ops
+from residua.ops import decode, descent
+from residua.ops.depth_attention import deferred
+from residua.ops.depth_attention.plan import Plan
+
+Case = tuple[str, Callable[[], Any]]
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+def draw(*shape: int, dtype: torch.dtype = FP32) -> Tensor:
+    return torch.zeros(shape, dtype=dtype, requires_grad=True)
+
+
+def both(outputs: Any) -> None:
+    """The backward pass from every output."""
+    flat = [y for y in (outputs if isinstance(outputs, tuple | list) else [outputs]) if y.requires_grad]
+    torch.autograd.backward(flat, [torch.zeros_like(y) for y in flat])
+
+
+def add_norm(dtype: torch.dtype, width: int, tokens: int = 3) -> None:
+    h, y = (draw(tokens, width, dtype=dtype) for _ in range(2))
+    both(ops.add_norm(h, y, draw(width)))
+    both(ops.add_norm(h, y, draw(width))[1])
+
+
+def hyper_step(dtype: torch.dtype, width: int, n: int, norm: str, used: int, tokens: int, per_token: bool) -> None:
+    """The gradient comes through the first `used` of h, X' and z."""
+    rows, columns = {"all": (n * n + 2 * n, n * width), "each": (n + 2, width), "none": (0, 0)}[norm]
+    lead = (tokens,) if per_token else ()
+    weights = {"post": draw(*lead, n), "mix": draw(*lead, n, n), "bias": draw(n)}
+    weights |= {"scale": draw(), "phi": draw(rows, columns)} if rows else {}
+    made = ops.hyper_step(draw(tokens, n, width, dtype=dtype), draw(tokens, width, dtype=dtype), **weights, norm=norm)
+    both(made[:used])
+
+
+def sinkhorn(n: int, iterations: int, tokens: int = 5) -> None:
+    both(ops.sinkhorn(draw(tokens, n, n), iterations))
+
+
+def gated_norm(dtype: torch.dtype, width: int, rank: int, tokens: int = 70) -> None:
+    both(ops.gated_norm(draw(tokens, width, dtype=dtype), draw(width), draw(rank, width), draw(width, rank)))
+
+
+def norm_rotate(dtype: torch.dtype, width: int, heads: int = 3, length: int = 4) -> None:
+    table = (torch.zeros(length, width // 2), torch.zeros(length, width // 2))
+    both(ops.norm_rotate(draw(2, length, heads, width, dtype=dtype), draw(width), *table))
+
+
+def mix_heads(
+    dtype: torch.dtype, width: int, heads: int, gamma: bool, normed: bool, anchors: str, length: int = 4
+) -> None:
+    sections = {s: (heads, width) for s in "qkvg"}
+    table = (torch.zeros(length, (width + 1) // 2), torch.zeros(length, (width + 1) // 2))
+    scales = [{s: draw(heads, width) for s in anchors} for _ in range(2)]
+    made, passed = ops.mix_heads(
+        draw(2, length, 4 * heads * width, dtype=dtype), sections,
+        {s: draw(2, length, heads, width, dtype=dtype) for s in anchors}, *scales, table,
+        gains=(draw(width), draw(width)) if normed else None,
+        gamma=draw(2, length, 2 * len(anchors), dtype=dtype) if gamma else None,
+    )  # fmt: skip
+    torch.autograd.backward([made["q"]], [torch.zeros_like(made["q"])], retain_graph=True)
+    both((*made.values(), *passed))
+
+
+def mix_projection(dtype: torch.dtype, width: int, heads: int, normed: bool, tokens: int = 5) -> None:
+    x, anchor = (draw(tokens, heads, width, dtype=dtype) for _ in range(2))
+    both(ops.mix_projection(x, anchor, draw(heads, width), draw(heads), norm_weight=draw(width) if normed else None))
+
+
+def multi_gate(dtype: torch.dtype, width: int, n: int, competitive: bool, apart: bool, tokens: int = 5) -> None:
+    """Two junctions of a segment, the streams one tensor or n; the streams of the second are made again backward."""
+    streams = [draw(tokens, width, dtype=dtype) for _ in range(n)] if apart else [draw(tokens, n, width, dtype=dtype)]
+    state, read = tuple(streams), []
+    for _ in range(2):
+        weights = draw(width), draw(n + competitive), draw(width)
+        h, state = ops.multi_gate_chain(state, draw(tokens, width, dtype=dtype), *weights, competitive=competitive)
+        read.append(h)
+    both((*read, state[0]) if apart else read)
+
+
+def multi_gate_inverted(dtype: torch.dtype, width: int, n: int, tokens: int = 5) -> None:
+    state, read = (draw(tokens, n, width, dtype=dtype),), []
+    for last in (False, True):
+        weights = draw(width), draw(n + 1), draw(width)
+        h, state = ops.multi_gate_inverted(state, draw(tokens, width, dtype=dtype), *weights, last=last)
+        read.append(h)
+    both((*read, state[0]))
+
+
+def pool_streams(dtype: torch.dtype, width: int, n: int, tokens: int = 5) -> None:
+    both(ops.pool_streams([draw(tokens, width, dtype=dtype) for _ in range(n)], draw(width))[0])
+    h, after = ops.pool_streams([draw(tokens, width, dtype=dtype) for _ in range(n)], draw(width))
+    both((h, *after))
+
+
+def depth_attention(dtype: torch.dtype, width: int, count: int = 3, tokens: int = 5) -> None:
+    both(ops.depth_attention([draw(tokens, width, dtype=dtype) for _ in range(count)], draw(width)))
+
+
+def depth_walk(dtype: torch.dtype, width: int, sublayers: int, block: int, tokens: int = 5) -> None:
+    """All reads of a model with blocks of `block` sublayers; 1 is Full."""
+    # the embedding, the finished blocks' sums, and the running one
+    sees = [[0, *range(block, k + 1, block), k + 1] for k in range(sublayers)]
+    plan = Plan(sees, [False, *(k % block > 0 for k in range(sublayers))])
+    queries, x = draw(sublayers, width), draw(tokens, width, dtype=dtype)
+    state, read = deferred.open(plan, x, queries), []
+    for k in range(sublayers):
+        h, state = deferred.step(plan, k, draw(tokens, width, dtype=dtype), state)
+        read.append(h)
+    both(read)
+
+
+def linear_cross_entropy(dtype: torch.dtype, vocabulary: int) -> None:
+    hidden, targets = draw(3, 16, dtype=dtype), torch.zeros(3, dtype=torch.int64)
+    both(ops.linear_cross_entropy(hidden, draw(vocabulary, 16), targets))
+    with torch.no_grad():
+        ops.linear_cross_entropy(hidden, draw(vocabulary, 16), targets)
+
+
+@torch.no_grad()
+def descend(weight: torch.dtype, gradient: torch.dtype, direction: torch.dtype) -> None:
+    shape = (33, 64)
+    momentum = [torch.zeros(shape) for _ in range(2)]
+    gradients = [torch.zeros(shape, dtype=gradient) for _ in range(2)]
+    updates = descent.momentum_directions(momentum, gradients, 0.9, direction)
+    descent.cautious_descent([torch.zeros(shape, dtype=weight) for _ in range(2)], updates, 0.1, 0.1)
+
+
+@torch.no_grad()
+def decode_junctions(dtype: torch.dtype, width: int, count: int, n: int, rows: int = 3) -> None:
+    y, base = (torch.zeros(rows, width, dtype=dtype) for _ in range(2))
+    weight, queries = torch.zeros(width), torch.zeros(3, width)
+    decode.add_norm(base, y, weight)
+    for start in (None, base):
+        _, _, *finished = decode.read_sources([y] * count, y, start, queries, weight)
+        decode.read_partial(tuple(part[0] for part in finished), y, start, queries[0], weight)
+    for competitive in (False, True):
+        decode.gate_norm([y] * n, y, weight, torch.zeros(n + competitive), weight, weight, competitive=competitive)
+
+
+@torch.no_grad()
+def decode_heads(dtype: torch.dtype, width: int, slots: int, batch: int, heads: int, kv_heads: int) -> None:
+    """One share of the slots for few of them or many heads; else up to 16, which the last one merges."""
+    keys, values = (torch.zeros(batch, slots, kv_heads, width, dtype=dtype) for _ in range(2))
+    projected = torch.zeros(batch, (heads + 2 * kv_heads) * width, dtype=dtype)
+    table = (torch.zeros(slots, width // 2), torch.zeros(slots, width // 2))
+    until = torch.zeros(batch, dtype=torch.int64)
+    for gains in (None, (torch.zeros(width), torch.zeros(width))):
+        q = decode.enter_cache(projected, heads, gains, *table, keys, values, until)
+    for sink in (None, torch.zeros(heads)):
+        decode.decode_attention(q, keys, values, until, sink)
+
+
+def case(operator: Callable[..., None], *arguments: Any) -> Case:
+    return f"{operator.__name__}({', '.join(map(str, arguments))})", lambda: operator(*arguments)
+
+
+def small_cases() -> Iterator[Case]:
+    """Every kernel, every switch and both dtypes, but not every combination of them."""
+    yield case(add_norm, BF16, 33)
+    yield case(hyper_step, BF16, 768, 4, "all", 3, 40, True)
+    yield case(hyper_step, FP32, 33, 2, "each", 1, 1, True)
+    yield case(hyper_step, BF16, 33, 2, "none", 2, 40, False)
+    yield case(sinkhorn, 4, 20)
+    yield case(gated_norm, BF16, 768, 16)
+    yield case(gated_norm, FP32, 33, 4)
+    yield case(norm_rotate, BF16, 64)
+    yield case(mix_heads, BF16, 64, 2, True, True, "qv")
+    yield case(mix_projection, FP32, 33, 1, True, 1)
+    yield case(multi_gate, BF16, 256, 4, True, False)
+    yield case(multi_gate, FP32, 33, 3, False, True, 1)
+    yield case(multi_gate_inverted, FP32, 33, 2)
+    yield case(pool_streams, BF16, 768, 3)
+    yield case(depth_attention, BF16, 768)
+    yield case(depth_walk, BF16, 768, 6, 1)
+    yield case(depth_walk, FP32, 33, 9, 3)
+    yield case(linear_cross_entropy, BF16, 50_304)
+    yield case(descend, FP32, BF16, BF16)
+    yield case(decode_junctions, BF16, 768, 3, 4)
+    yield case(decode_junctions, FP32, 33, 9, 3, 1)
+    yield case(decode_heads, BF16, 64, 512, 2, 4, 2)
+    yield case(decode_heads, FP32, 64, 40, 3, 4, 4)
+
+
+def wide_cases() -> Iterator[Case]:
+    """What launchers can choose, as far as it makes another kernel."""
+    widths, dtypes, switch = (33, 768, 1000, 1280, 4096), (BF16, FP32), (False, True)
+    for dtype, width in product(dtypes, widths):
+        yield case(add_norm, dtype, width)
+        yield case(add_norm, dtype, width, 1)
+        yield case(depth_attention, dtype, width)
+        for rank in (1, 16, 20, 64):
+            yield case(gated_norm, dtype, width, rank)
+        for n, norm, used in product((1, 2, 3, 4, 8), ("all", "each", "none"), (1, 2, 3)):
+            yield case(hyper_step, dtype, width, n, norm, used, 1 if n == 3 else 40, n != 2)
+        for n, competitive, apart in product((2, 3, 4, 7, 8, 16), switch, switch):
+            yield case(multi_gate, dtype, width, n, competitive, apart and n > 1, 1 if n == 7 else 5)
+        for n in (2, 4, 16):
+            yield case(multi_gate_inverted, dtype, width, n)
+            yield case(pool_streams, dtype, width, n)
+        for sublayers, block in ((3, 1), (6, 1), (9, 3), (8, 4), (20, 5), (40, 1), (72, 1)):
+            yield case(depth_walk, dtype, width, sublayers, block)
+        for count, n, rows in ((0, 2, 1), (1, 3, 3), (8, 4, 3), (32, 16, 3)):
+            yield case(decode_junctions, dtype, width, count, n, rows)
+    for n, iterations in product((1, 2, 3, 4, 8), (1, 20)):
+        yield case(sinkhorn, n, iterations, iterations)
+    for dtype, width in product(dtypes, (2, 6, 64, 96, 128, 256)):
+        yield case(norm_rotate, dtype, width)
+        yield case(norm_rotate, dtype, width, 1, 1)
+        for sizes in ((40, 3, 4, 4), (128, 1, 2, 1), (512, 2, 4, 2), (4096, 1, 8, 8), (9000, 64, 8, 1)):
+            yield case(decode_heads, dtype, width, *sizes)
+    for dtype, width, heads in product(dtypes, (33, 64, 128), (1, 3)):
+        for gamma, normed, anchors in product(switch, switch, ("v", "qkvg")):
+            yield case(mix_heads, dtype, width, heads, gamma, normed, anchors)
+        for normed in switch:
+            yield case(mix_projection, dtype, width, heads, normed)
+    for dtype, vocabulary in product(dtypes, (33, 1000, 50_304)):
+        yield case(linear_cross_entropy, dtype, vocabulary)
+    for types in product(dtypes, dtypes, dtypes):
+        yield case(descend, *types)
