@@ -20,11 +20,10 @@ COPIED = ("tokenizer.json", "metrics.jsonl", "environment.json", "result.json")
 
 def convert(run: Path, out: Path) -> Path:
     """Write the last checkpoint of a run to a new run folder as model.safetensors and optimizer.safetensors."""
-    config = saved_config(run)
     found = checkpoints(run)
     if not found:
         raise ValueError(f"{run} holds no checkpoint: train it first.")
-    last = found[-1]
+    config, last = saved_config(run), found[-1]
     model = residua.build(config.model)
     optimizer = build_optimizer(model, config.train.optimizer)
     restore(last.path, model, optimizer)
