@@ -16,8 +16,10 @@ from residua.train.config import RunConfig
 MIB = 2**20
 
 
-def print_plans(console: Console, config: RunConfig, machine: Machine, plans: Sequence[Plan]) -> None:
-    """One row per mesh, and how to start the first."""
+def print_plans(
+    console: Console, asked: Sequence[str], config: RunConfig, machine: Machine, plans: Sequence[Plan]
+) -> None:
+    """One row per mesh, and how to start the first; `asked` is the preset and the changes to it."""
     console.print(
         f"one step: {config.tokens_per_step} tokens in {config.train.accumulate} micro-batches of "
         f"{config.train.micro_batch} × {config.sequence}; a device has {machine.memory / GIB:.0f} GiB, reaches "
@@ -31,7 +33,7 @@ def print_plans(console: Console, config: RunConfig, machine: Machine, plans: Se
     for p in plans:
         table.add_row(*_cells(p))
     console.print(table)
-    console.print(_next(plans[0]), soft_wrap=True)
+    console.print(_next(plans[0], asked), soft_wrap=True, markup=False)
 
 
 def _cells(p: Plan) -> list[str]:
@@ -46,14 +48,14 @@ def _cells(p: Plan) -> list[str]:
     ]
 
 
-def _next(p: Plan) -> str:
+def _next(p: Plan, asked: Sequence[str]) -> str:
     parallel = p.parallel
     words = [f"parallel.{axis}={getattr(parallel, axis)}" for axis in ("data", "shard", "pipeline")]
     if parallel.stages_per_rank > 1:
         words += ["parallel.schedule=interleaved", f"parallel.stages_per_rank={parallel.stages_per_rank}"]
     if not p.fits:
         return "None fits: lower train.micro_batch and raise train.accumulate, or set train.recompute=sublayers."
-    return f"Next, on one machine: {parallel.command} PRESET {' '.join(words)}"
+    return f"Next, on one machine: {parallel.command} {' '.join([*asked, *words])}"
 
 
 def plan_report(config: RunConfig, machine: Machine, plans: Sequence[Plan]) -> dict[str, Any]:

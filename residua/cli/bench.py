@@ -262,7 +262,7 @@ def plan_run(
     machine = Machine(memory * GIB, flops * 1e12, link * 1e9)
     plans = plan(config, gpus, machine)
     console = show.open_console()
-    print_plans(console, config, machine, plans)
+    print_plans(console, [preset, *(overrides or [])], config, machine, plans)
     if out is not None:
         show.write_json(out, plan_report(config, machine, plans))
         console.print(f"written to {out}", soft_wrap=True)
