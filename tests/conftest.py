@@ -31,6 +31,8 @@ SLOW_FILES = (
     "test_ablations",
     "test_command",
     "test_matching",
+    "test_presets",
+    "test_decode.py",
 )
 
 

@@ -36,6 +36,7 @@ def test_a_preset_printed_as_toml_is_the_preset():
     assert ModelConfig.from_dict(tomllib.loads(done.stdout)["model"]) == ModelConfig.preset("exoformer-e-dynamic")
 
 
+@pytest.mark.slow
 def test_presets_are_listed_with_size_cost_and_a_line_each():
     done = residua("presets", "--matching", "mgr-s")
     lines = done.stdout.splitlines()
