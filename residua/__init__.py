@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from residua import ops as ops
+    from residua.folders import load as load
     from residua.model.config import ModelConfig as ModelConfig
     from residua.model.decoder import Decoder as Decoder
     from residua.model.decoder import build as build
-    from residua.train.checkpoint import load_model as load
 
 __version__ = "0.1.0"
 
@@ -25,7 +25,7 @@ _HOMES = {
     "ModelConfig": ("residua.model.config", "ModelConfig"),
     "Decoder": ("residua.model.decoder", "Decoder"),
     "build": ("residua.model.decoder", "build"),
-    "load": ("residua.train.checkpoint", "load_model"),
+    "load": ("residua.folders", "load"),
     "ops": ("residua.ops", None),
 }
 

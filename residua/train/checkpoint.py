@@ -179,23 +179,11 @@ def _fill(path: Path, expected: dict[str, Tensor], take: Callable[[dict[str, Ten
 
 
 def load_model(run_dir: str | Path, which: Literal["last", "best"] = "last") -> Decoder:
-    """The trained model of a run folder, on the CPU: its last checkpoint or the best one on the validation set.
-
-    A folder made by `residua export` holds one model; one made by `residua quantize` gives a model that computes in
-    that precision.
-    """
+    """The trained model of a run folder, on the CPU: its last checkpoint or the best one on the validation set."""
     import residua
     from residua.train.config import RunConfig
 
     run = Path(run_dir)
-    if (run / "quantization.json").exists():
-        from residua.quantize.store import load_quantized
-
-        return load_quantized(run)
-    if (run / "config.json").exists() and not (run / "config.toml").exists():
-        from residua.inference.export.folder import load_folder
-
-        return load_folder(run)
     found = checkpoints(run)
     chosen = best(found) if which == "best" else next(reversed(found), None)
     if chosen is None:

@@ -14,17 +14,13 @@ from residua.ops.addresses import addresses
 from residua.ops.depth_attention import reference
 from residua.ops.depth_attention.launch import (
     UNROLL,
-    aligned,
-    divided,
-    extent,
     kernels,
-    on,
-    operator,
     pitch,
     row_tile,
     shares,
 )
 from residua.ops.depth_attention.reference import Activation, KeyNorm
+from residua.ops.launch import aligned, divided, extent, on, operator
 
 
 def attend(

@@ -14,13 +14,8 @@ from residua.ops import fused as shared
 from residua.ops.addresses import addresses
 from residua.ops.depth_attention.launch import (
     UNROLL,
-    aligned,
-    divided,
-    extent,
     kernels,
     mix_tile,
-    on,
-    operator,
     pair_tile,
     pitch,
     product_tile,
@@ -30,6 +25,7 @@ from residua.ops.depth_attention.launch import (
     shares,
 )
 from residua.ops.depth_attention.plan import GROUP
+from residua.ops.launch import aligned, divided, extent, on, operator
 
 
 def _scores_outputs(v: Tensor, u: Tensor, first: int, count: int, eps: float) -> tuple[Tensor, Tensor]:

@@ -1,12 +1,10 @@
-"""How the kernels of attention over depth are registered and launched: operators and tile sizes.
+"""How the kernels of attention over depth are launched: tile sizes, and how work is shared among programs.
 
 A source is [..., C] and its tokens are all the leading axes; per-token scalars are fp32 rows of `pitch(tokens)`.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -14,27 +12,10 @@ import torch
 from torch import Tensor
 
 from residua.ops import fused as shared
+from residua.ops.launch import divided, power
 
 MMA_READERS = 32
 """Most readers to a warp-group of four; see `product_tile`."""
-
-_LIBRARY = torch.library.Library("residua", "FRAGMENT")
-
-
-def operator(schema: str, outputs: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
-    """Register `residua::schema`, opaque to `torch.compile` and outside of autograd; `outputs` makes empty results.
-
-    Defined on the library itself, not by `custom_op`: at two hundred calls a step, its wrappers cost more than kernels.
-    """
-    name = schema.split("(")[0]
-
-    def register(run: Callable[..., Any]) -> Any:
-        _LIBRARY.define(schema)
-        _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"residua::{name}", outputs, lib=_LIBRARY)
-        return getattr(torch.ops.residua, name).default
-
-    return register
 
 
 class _Kernels(NamedTuple):
@@ -53,21 +34,6 @@ def kernels() -> _Kernels:
 def pitch(tokens: int) -> int:
     """Length of a row of per-token scalars: every row starts 16-byte aligned."""
     return (tokens + 15) // 16 * 16
-
-
-def extent(v: Tensor) -> tuple[int, int]:
-    """Width and tokens."""
-    return v.shape[-1], math.prod(v.shape[:-1])
-
-
-def aligned(x: Tensor) -> Tensor:
-    """Contiguous at a 16-byte address: kernels are compiled for that alone."""
-    x = x.contiguous()
-    return x if x.data_ptr() % 16 == 0 else x.clone()
-
-
-def on(x: Tensor) -> Any:
-    return torch.cuda.device_of(x)
 
 
 def row(scores: Tensor, index: int) -> int:
@@ -135,12 +101,3 @@ def shares(x: Tensor, blocks: int, per_core: float) -> tuple[int, int]:
 @cache
 def _cores(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-
-
-def power(n: int) -> int:
-    """The next power of two, at least 1."""
-    return 1 << max(0, n - 1).bit_length()
-
-
-def divided(n: int, size: int) -> int:
-    return -(-n // size)

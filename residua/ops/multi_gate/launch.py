@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from residua.ops import fused
-from residua.ops.depth_attention.launch import aligned, divided, extent, on, operator, power
+from residua.ops.launch import aligned, divided, extent, on, operator, power
 from residua.ops.multi_gate import kernels, pool_kernels
 
 
