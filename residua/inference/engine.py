@@ -81,6 +81,7 @@ class Replay:
     """A step captured once as a CUDA graph. The cache is left as the capture found it, and needs one free slot."""
 
     def __init__(self, step: Step, cache: Cache) -> None:
+        self._step = step  # the graph reads its tensors, the prepared ones too, at the addresses they have now
         self._tokens = torch.zeros_like(cache.lengths)
         # a step leaves its token in a free slot, where the next one overwrites it; all else is put back
         changed = [cache.lengths, *cache.recurrent()]

@@ -20,6 +20,7 @@ from residua.train.balance import Balancer, build_balancer
 from residua.train.config import TrainConfig
 from residua.train.graphed import GraphedPass
 from residua.train.optimizer import HybridOptimizer, build_optimizer
+from residua.train.rewrites import compile_rewritten
 
 if TYPE_CHECKING:
     from residua.model.decoder import Decoder
@@ -158,7 +159,7 @@ class Step:
     def _entry(self, config: TrainConfig) -> Callable[..., tuple[Tensor, Tensor, Any]]:
         """What the losses of a micro-batch are computed by."""
         losses = partial(self.model.routed_losses, z_loss=config.z_loss)
-        return torch.compile(losses, dynamic=False) if self.compiled else losses
+        return compile_rewritten(losses) if self.compiled else losses
 
     def _over_ranks(self, count: Tensor) -> Tensor:
         """A count of this process, summed over all that share the step."""

@@ -130,6 +130,7 @@ def test_a_step_is_traced_whole(name: str, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("name", TOPOLOGIES)
 @pytest.mark.parametrize("engine", ["graph", "compile"])
 def test_a_replayed_graph_generates_what_plain_steps_do(name: str, engine: str) -> None:
+    torch.compiler.reset()  # one function is compiled for every case, and there is a limit to that
     tokenizer = Tokenizer.bytes()
     tables = {"vocab_size": 257, "context": 48, "width": 64, "attention": {"kind": "softmax", "heads": 4}}
     built = place(model(TOPOLOGIES[name][0], **tables), torch.device("cuda"), "float32")

@@ -18,6 +18,7 @@ from residua.model.decoder import Sublayer
 from residua.train.parallel.cut import EMBEDDING, Cut, Items
 from residua.train.parallel.transport import Route, Shelf, hold
 from residua.train.parallel.wrap import compile_each
+from residua.train.rewrites import compile_rewritten
 
 if TYPE_CHECKING:
     from residua.model.decoder import Decoder
@@ -85,7 +86,7 @@ class Slice(nn.Module):
     def compile_parts(self, *, whole: bool) -> None:
         """Compile the computation, or where its sublayers are gathered one by one, each of those."""
         if whole:
-            self.body = torch.compile(self._body, dynamic=False)
+            self.body = compile_rewritten(self._body)
             return
         compile_each(list(self.sublayers.values()))
 

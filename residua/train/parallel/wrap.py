@@ -12,6 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_f
 from torch.nn.parallel import DistributedDataParallel
 
 from residua.train.parallel.mesh import Mesh
+from residua.train.rewrites import compile_rewritten
 
 if TYPE_CHECKING:
     from residua.model.decoder import Decoder
@@ -56,7 +57,7 @@ def sharded_losses(model: Decoder, compiled: bool, unit: str, z_loss: float) -> 
     if compiled and unit == "layer":
         compile_each(list(model.sublayers))
     elif compiled:
-        model.routed_losses = torch.compile(model.routed_losses, dynamic=False)  # type: ignore[method-assign]
+        model.routed_losses = compile_rewritten(model.routed_losses)  # type: ignore[method-assign]
     register_fsdp_forward_method(model, "routed_losses")
     return partial(model.routed_losses, z_loss=z_loss)
 
@@ -67,7 +68,7 @@ def compile_each(sublayers: Sequence[nn.Module]) -> None:
     # sublayers share their code and differ in their layer's number, which counts as a recompilation each
     config.recompile_limit = max(config.recompile_limit, len(sublayers) + 8)
     for sublayer in sublayers:
-        sublayer.forward = torch.compile(sublayer.forward, dynamic=False)
+        sublayer.forward = compile_rewritten(sublayer.forward)
 
 
 class _Entry(nn.Module):
@@ -84,7 +85,7 @@ class _Entry(nn.Module):
 def replicated_losses(model: Decoder, compiled: bool, mesh: Mesh, z_loss: float) -> DistributedDataParallel:
     """The losses of a model that every rank has a copy of; DDP adds up its gradients while they are computed."""
     losses: Losses = partial(model.routed_losses, z_loss=z_loss)
-    entry = _Entry(model, torch.compile(losses, dynamic=False) if compiled else losses)
+    entry = _Entry(model, compile_rewritten(losses) if compiled else losses)
     return DistributedDataParallel(entry, process_group=mesh.data, gradient_as_bucket_view=True)
 
 

@@ -1,0 +1,27 @@
+"""What a compiled training step does better once the whole graph is seen: rewrites of inductor's forward and backward.
+
+The model is written for people, one module after another; some savings lie between modules, or between a module's
+backward and the optimizer's buffers. Each rewrite is a function of a graph that leaves alone what it does not know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+
+
+def compile_rewritten(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`torch.compile` for fixed shapes, with all rewrites."""
+    return torch.compile(function, dynamic=False, options={"post_grad_custom_pre_pass": _rewrites()})
+
+
+@cache
+def _rewrites() -> Any:
+    # inductor takes a second to import, and only those who compile need it
+    from residua.train.rewrites.graphs import Rewrites
+    from residua.train.rewrites.weight_gradients import split_weight_gradients
+
+    return Rewrites(split_weight_gradients)
