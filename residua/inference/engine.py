@@ -11,10 +11,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from residua.inference.fuse import fuse
-from residua.model.moe import Experts
+from residua.model.moe import Experts, MoE
 from residua.ops.backend import chosen_backend
 from residua.ops.grouped_linear.grouped import takes
 
@@ -54,10 +54,15 @@ def engine_for(model: Decoder, name: str) -> str:
 
 
 def _loops_over_experts(model: Decoder) -> bool:
-    experts = [module for module in model.modules() if isinstance(module, Experts)]
-    weights = [w.unflatten(0, (module.count, -1)) for module in experts for w in (module.up, module.out)]
-    at_once = chosen_backend() != "reference" and all(w.is_cuda and takes(model.embed.weight, w) for w in weights)
-    return bool(weights) and not at_once
+    return not all(_in_one_product(m.experts, model.embed.weight) for m in model.modules() if isinstance(m, MoE))
+
+
+def _in_one_product(experts: nn.Module, like: Tensor) -> bool:
+    """Whether tokens of the model's dtype pass all experts at once; rounded experts, which compute in fp32, do not."""
+    if not isinstance(experts, Experts) or chosen_backend() == "reference":
+        return False
+    weights = [w.unflatten(0, (experts.count, -1)) for w in (experts.up, experts.out)]
+    return all(w.is_cuda and takes(like, w) for w in weights)
 
 
 def build_step(model: Decoder, cache: Cache, engine: str) -> Step:

@@ -14,6 +14,7 @@ from residua.inference.generate import Completion, Generator, Request, weight_by
 from residua.inference.sample import Sampler, Sampling, candidates
 from residua.inference.text import TextStream
 from residua.model.decoder import Decoder
+from residua.model.moe import MoE
 from tests.model.combinations import ROWS, config_of, name_of
 from tests.model.pairwise import Row
 from tests.model.small import small
@@ -205,6 +206,15 @@ def test_engines_that_a_cpu_does_not_have_are_refused_and_never_replaced() -> No
 def test_experts_in_a_loop_are_not_captured() -> None:
     built = model(ffn={"kind": "moe", "hidden": 8, "experts": 4, "top_k": 2})
     assert Generator(built, TOKENIZER).engine == "eager"
+    with pytest.raises(ValueError, match="engine compile needs all experts in one product"):
+        Generator(built, TOKENIZER, engine="compile")
+
+
+def test_experts_of_another_kind_are_not_captured_either() -> None:
+    """Rounded ones, for instance, compute in fp32 and so one after the other."""
+    built = model(ffn={"kind": "moe", "hidden": 8, "experts": 4, "top_k": 2})
+    for mixture in [module for module in built.modules() if isinstance(module, MoE)]:
+        mixture.experts = torch.nn.Identity()
     with pytest.raises(ValueError, match="engine compile needs all experts in one product"):
         Generator(built, TOKENIZER, engine="compile")
 
