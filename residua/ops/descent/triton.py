@@ -20,7 +20,8 @@ from residua.ops.triton_table import tensor
 BLOCK = 65536 if fused.INTERPRETED else 4096
 
 
-@triton.jit(do_not_specialize=["count", "size", "beta"])
+# Kernels are told whether the size is a multiple of 16: only then can loads under a mask be 16 bytes wide.
+@triton.jit(do_not_specialize=["count", "beta"])
 def _momentum_kernel(
     table, count, size, beta, M: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
@@ -36,7 +37,7 @@ def _momentum_kernel(
     tl.store(d + at, (gradient + beta * (momentum - gradient)).to(D), mask=inside)
 
 
-@triton.jit(do_not_specialize=["count", "size", "rate", "decay"])
+@triton.jit(do_not_specialize=["count", "rate", "decay"])
 def _descent_kernel(table, count, size, rate, decay, X: tl.constexpr, U: tl.constexpr, BLOCK: tl.constexpr):
     slot = tl.program_id(1)
     x, u = tensor(table, slot, X), tensor(table, count + slot, U)
