@@ -52,9 +52,25 @@ def gated_norm(dtype: torch.dtype, width: int, rank: int, tokens: int = 70) -> N
     both(ops.gated_norm(draw(tokens, width, dtype=dtype), draw(width), draw(rank, width), draw(width, rank)))
 
 
+@torch.no_grad()
+def gated_norm_added(dtype: torch.dtype, width: int, rank: int, tokens: int = 70) -> None:
+    """With the additions beside it, as the rewritten graph of a compiled step calls it."""
+    x, weights = torch.zeros(tokens, width, dtype=dtype), (draw(width), draw(rank, width), draw(width, rank))
+    _, *saved, added = torch.ops.residua.gated_norm_added(x, x, *weights, 1e-6)
+    torch.ops.residua.gated_norm_backward(x, added, *weights, *saved, x)
+
+
 def norm_rotate(dtype: torch.dtype, width: int, heads: int = 3, length: int = 4) -> None:
     table = (torch.zeros(length, width // 2), torch.zeros(length, width // 2))
     both(ops.norm_rotate(draw(2, length, heads, width, dtype=dtype), draw(width), *table))
+
+
+@torch.no_grad()
+def packed_heads(dtype: torch.dtype, width: int, heads: int, kv_heads: int, length: int = 4) -> None:
+    """The gradient of a projection, as the rewritten graph of a compiled step calls it."""
+    q, k = (torch.zeros(2, length, n, width, dtype=dtype) for n in (heads, kv_heads))
+    table = (torch.zeros(length, width // 2), torch.zeros(length, width // 2))
+    torch.ops.residua.packed_heads_backward(q, k, k, q, k, torch.zeros(width), torch.zeros(width), *table, 1e-6, 1e-6)
 
 
 def mix_heads(
@@ -174,8 +190,10 @@ def small_cases() -> Iterator[Case]:
     yield case(hyper_step, BF16, 33, 2, "none", 2, 40, False)
     yield case(sinkhorn, 4, 20)
     yield case(gated_norm, BF16, 768, 16)
+    yield case(gated_norm_added, BF16, 768, 16)
     yield case(gated_norm, FP32, 33, 4)
     yield case(norm_rotate, BF16, 64)
+    yield case(packed_heads, BF16, 128, 6, 6)
     yield case(mix_heads, BF16, 64, 2, True, True, "qv")
     yield case(mix_projection, FP32, 33, 1, True, 1)
     yield case(multi_gate, BF16, 256, 4, True, False)
@@ -202,6 +220,7 @@ def wide_cases() -> Iterator[Case]:
         yield case(depth_attention, dtype, width)
         for rank in (1, 16, 20, 64):
             yield case(gated_norm, dtype, width, rank)
+            yield case(gated_norm_added, dtype, width, rank)
         for n, norm, used in product((1, 2, 3, 4, 8), ("all", "each", "none"), (1, 2, 3)):
             yield case(hyper_step, dtype, width, n, norm, used, 1 if n == 3 else 40, n != 2)
         for n, competitive, apart in product((2, 3, 4, 7, 8, 16), switch, switch):
@@ -218,6 +237,7 @@ def wide_cases() -> Iterator[Case]:
     for dtype, width in product(dtypes, (2, 6, 64, 96, 128, 256)):
         yield case(norm_rotate, dtype, width)
         yield case(norm_rotate, dtype, width, 1, 1)
+        yield case(packed_heads, dtype, width, 6, 2)
         for sizes in ((40, 3, 4, 4), (128, 1, 2, 1), (512, 2, 4, 2), (4096, 1, 8, 8), (9000, 64, 8, 1)):
             yield case(decode_heads, dtype, width, *sizes)
     for dtype, width, heads in product(dtypes, (33, 64, 128), (1, 3)):

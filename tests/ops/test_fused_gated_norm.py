@@ -68,6 +68,31 @@ def test_tiles_of_rows_share_programs(monkeypatch):
     assert_close(with_gradients(triton, inputs, torch.float32), exact, 3e-6)
 
 
+def with_additions(x: Tensor, update: Tensor, residual: Tensor, g: Tensor, weights: list[Tensor]) -> list[Tensor]:
+    """The operators that a compiled step is given: the sum, the gated rows, g_x + residual, the weights' gradients."""
+    from residua.ops.gated_norm import triton as host
+
+    out, small, rstd, bottleneck, total = host._forward_added(x, update, *weights, 1e-6)
+    return [total, out, *host._backward(g, total, *weights, small, rstd, bottleneck, residual)]
+
+
+def exact_with_additions(total: Tensor, residual: Tensor, g: Tensor, weights: list[Tensor]) -> list[Tensor]:
+    leaves = [t.detach().double().requires_grad_() for t in (total, *weights)]
+    out = reference.gated_norm(*leaves)
+    g_x, *g_weights = torch.autograd.grad(out, leaves, g.double())
+    return [out, g_x + residual.double(), *g_weights]
+
+
+@interpreter
+@pytest.mark.parametrize("size", [(5, 33, 4), (70, 100, 16), (0, 16, 2)], ids=str)
+def test_additions_are_those_that_would_stand_beside_the_norm(size):
+    x, *weights = drawn(*size)
+    update, residual, g = (torch.randn(x.shape) for _ in range(3))
+    total, *ours = with_additions(x.t().contiguous().t(), update, residual, g, weights)
+    assert torch.equal(total, x + update)
+    assert_close(ours, exact_with_additions(total, residual, g, weights), 3e-6)
+
+
 @interpreter
 def test_no_tokens_and_non_contiguous_inputs_are_taken():
     x, weight, down, up = drawn(6, 20, 4)
@@ -113,3 +138,19 @@ def test_on_a_gpu_every_gradient_is_right(dtype, width):
     assert_close(ours, exact, {torch.float32: 2e-5, torch.bfloat16: 1e-2}[dtype])
     again = with_gradients(mixed, inputs, torch.float32)
     assert all(torch.equal(a, b) for a, b in zip(ours, again, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(fused.INTERPRETED, reason="needs TRITON_INTERPRET=0")
+@pytest.mark.parametrize("width", [768, 1000, 1280])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_on_a_gpu_additions_are_right(dtype, width):
+    x, *weights = drawn(9000, width, 16, "cuda")
+    x, update, residual, g = (t.to(dtype) for t in (x, *(torch.randn_like(x) for _ in range(3))))
+    total, *ours = with_additions(x, update, residual, g, weights)
+    assert torch.equal(total, x + update)
+    assert_close(
+        ours, exact_with_additions(total, residual, g, weights), {torch.float32: 2e-5, torch.bfloat16: 1e-2}[dtype]
+    )
+    again = with_additions(x, update, residual, g, weights)
+    assert all(torch.equal(a, b) for a, b in zip([total, *ours], again, strict=True))

@@ -113,8 +113,8 @@ def test_two_layers_equal_the_reference_in_every_gradient(case):
 def test_tiles_of_tokens_share_programs(monkeypatch):
     from residua.ops.mix_projection import launch
 
-    monkeypatch.setattr(launch, "BACKWARD_TILE", 16)
-    monkeypatch.setattr(launch, "PROGRAMS", 1)
+    monkeypatch.setattr(launch, "FORWARD", launch.Tiling(16, 1))
+    monkeypatch.setattr(launch, "BACKWARD", launch.Tiling(16, 1))
     layers = Layers(dynamic=True)
     assert_close(layers.results("triton"), layers.results("reference", torch.float64), 2e-6)
 

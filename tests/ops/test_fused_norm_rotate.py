@@ -1,11 +1,15 @@
 """The fused QK-norm and rotation against the reference in float64, in the Triton interpreter and on a GPU."""
 
+import importlib
+
 import pytest
 import torch
 
 from residua import ops
+from residua.ops.norm_rotate import reference
 
 pytest.importorskip("triton")
+host = importlib.import_module("residua.ops.norm_rotate.triton")
 
 
 def inputs(batch=2, length=5, heads=3, width=8, device="cpu", dtype=torch.float32, strided=False):
@@ -50,6 +54,81 @@ def test_every_row_may_have_a_table_of_its_own():
     assert relative(run("triton", *case)[0][1:2], alone) < 1e-6
 
 
+@pytest.mark.parametrize("plan", [(8, 1, 4, 1), (16, 2, 4, 2), (8, 3, 4, 1), (4, 6, 4, 1, 3)], ids=str)
+def test_tiles_and_groups_of_heads_share_programs(plan, monkeypatch):
+    for name in ("FORWARD", "BACKWARD"):
+        monkeypatch.setattr(host, name, host.Plan(*plan))
+    case = inputs(3, 13, 6, 8, strided=True)
+    truth = run("reference", *(t.double() for t in case))
+    for fused, exact in zip(run("triton", *case), truth, strict=True):
+        assert relative(fused, exact) < 1e-6
+
+
+def projection(batch=2, length=5, heads=4, kv_heads=2, width=8, device="cpu", dtype=torch.float32, per_row=False):
+    """A projection [Q | K | V], gains, a table, and gradients as attention gives them: heads before tokens."""
+    torch.manual_seed(0)
+    counts = (heads, kv_heads, kv_heads)
+    projected = torch.randn(batch, length, sum(counts) * width, device=device).to(dtype)
+    angles = torch.randn(*((batch,) if per_row else ()), length, width // 2, device=device)
+    gains = torch.randn(2, width, device=device).unbind()
+    grads = [torch.randn(batch, n, length, width, device=device).to(dtype).transpose(1, 2) for n in counts]
+    return projected, gains, (angles.cos(), angles.sin()), grads
+
+
+def split(projected, grads):
+    return projected.split([g.shape[2] * g.shape[3] for g in grads], -1)
+
+
+def packed(projected, gains, table, grads):
+    q, k, _ = (part.unflatten(-1, g.shape[2:]) for part, g in zip(split(projected, grads), grads, strict=True))
+    return host.packed_heads_backward(*grads, q, k, *gains, *table, 1e-6, 1e-6)
+
+
+def unpacked(projected, gains, table, grads):
+    """By autograd, in float64."""
+    leaves = [t.double().requires_grad_() for t in (projected, *gains)]
+    q, k, v = (part.unflatten(-1, g.shape[2:]) for part, g in zip(split(leaves[0], grads), grads, strict=True))
+    turned = [
+        reference.norm_rotate(t, w, *(c.double() for c in table)) for t, w in zip((q, k), leaves[1:], strict=True)
+    ]
+    return torch.autograd.grad([*turned, v], leaves, [g.double() for g in grads])
+
+
+SHAPES = {
+    "as many keys": {"heads": 3, "kv_heads": 3},
+    "grouped": {"heads": 8, "kv_heads": 4, "length": 13},
+    "one key head": {"heads": 4, "kv_heads": 1, "width": 12},
+    "one token": {"length": 1, "batch": 1},
+    "a table for each row": {"per_row": True},
+    "rows of one token with tables": {"per_row": True, "length": 1, "batch": 7},
+}
+
+
+@pytest.mark.parametrize("plan", [None, (8, 2, 4, 1)], ids=["one tile", "many tiles"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_packed_gradient_is_that_of_the_projection(shape, plan, monkeypatch):
+    if plan:
+        monkeypatch.setattr(host, "PACKED", host.Plan(*plan))
+    case = projection(**SHAPES[shape])
+    for ours, exact in zip(packed(*case), unpacked(*case), strict=True):
+        assert ours.shape == exact.shape and relative(ours, exact) < 1e-6
+
+
+def test_the_packed_gradient_of_nothing_is_nothing():
+    gradient, query, key = packed(*projection(batch=0))
+    assert gradient.shape == (0, 5, 64) and not query.any() and not key.any()
+
+
+def test_the_packed_gradient_takes_values_in_any_order():
+    projected, gains, table, (dq, dk, dv) = projection()
+    scattered = dv.transpose(1, 3).contiguous().transpose(1, 3)
+    assert scattered.stride(-1) != 1
+    for ours, plain in zip(
+        packed(projected, gains, table, [dq, dk, scattered]), packed(projected, gains, table, [dq, dk, dv]), strict=True
+    ):
+        assert torch.equal(ours, plain)
+
+
 def test_nothing_in_gives_nothing_out():
     y, dx, dweight = run("triton", *inputs(batch=0))
     assert y.shape == dx.shape == (0, 5, 3, 8) and not dweight.any()
@@ -76,3 +155,15 @@ def test_gpu_kernel_equals_float64_reference(dtype, tolerance, width):
     truth = run("reference", *(t.double() for t in case))
     for fused, exact in zip(run("triton", *case), truth, strict=True):
         assert relative(fused, exact) < tolerance
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 4e-3)])
+@pytest.mark.parametrize("width", [64, 96, 128, 256])
+def test_gpu_packed_gradient_is_that_of_the_projection(dtype, tolerance, width):
+    case = projection(2, 300, 6, 2, width, device="cuda", dtype=dtype)
+    ours, again = packed(*case), packed(*case)
+    assert all(torch.equal(a, b) for a, b in zip(ours, again, strict=True))
+    for found, exact in zip(ours, unpacked(*case), strict=True):
+        assert relative(found, exact) < tolerance

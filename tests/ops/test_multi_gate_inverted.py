@@ -43,7 +43,7 @@ def run(chain: dict[str, Any], operator: str, apart: bool = False, **settings: A
     state, outputs = streams.unbind(-2) if apart else (streams,), []
     for k, (update, ws) in enumerate(zip(updates, weights, strict=True)):
         update = update + 0.1 * outputs[-1] if outputs else update  # a sublayer writes what it makes of what it read
-        how = {"last": k == len(updates) - 1, **settings} if operator == "multi_gate_inverted" else {}
+        how = settings | ({"last": k == len(updates) - 1} if operator == "multi_gate_inverted" else {})
         h, state = getattr(ops, operator)(state, update, *ws, **how)
         outputs.append(h)
     outputs.append(state[0])
@@ -222,7 +222,7 @@ def on_gpu(chain: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("width", [768, 1280])
 def test_on_a_gpu_inversion_agrees_with_kept_streams(width: int) -> None:
     chain = on_gpu(drawn(12, bias=4.0, dtype=torch.bfloat16, tokens=700, width=width))
-    kept, found = run(chain, "multi_gate_chain"), run(chain, "multi_gate_inverted")
+    kept, found = run(chain, "multi_gate_chain", segment=1), run(chain, "multi_gate_inverted")
     assert all(torch.equal(a, b) for a, b in zip(kept[:13], found[:13], strict=True))
     assert worst(found, kept) < 0.02
 
@@ -231,7 +231,7 @@ def test_on_a_gpu_inversion_agrees_with_kept_streams(width: int) -> None:
 @pytest.mark.skipif(fused.INTERPRETED, reason="needs TRITON_INTERPRET=0")
 def test_on_a_gpu_inversion_keeps_less_than_half_of_what_recomputation_keeps() -> None:
     """21 junctions of 12 layers: in multiples of f, 1.1 to keep per junction against 3. Prints MiB and milliseconds."""
-    chain = on_gpu(drawn(21, bias=3.0, dtype=torch.bfloat16, tokens=8192, width=768))
+    chain = on_gpu(drawn(21, bias=3.0, dtype=torch.bfloat16, tokens=8200, width=768))
     kept: dict[str, float] = {}
     for name in ("multi_gate_chain", "multi_gate_inverted"):
         for _ in range(3):

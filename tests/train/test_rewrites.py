@@ -95,7 +95,10 @@ def test_a_cpu_graph_is_left_alone() -> None:
         (16384, 1280, 5120, 4),
         (16384, 3840, 1280, 1),  # 120 tiles: nearly a whole wave
         (16384, 8192, 2048, 1),
-        (32768, 3072, 768, 1),  # less than a wave: the matrix library splits the sum itself
+        (16384, 1280, 1280, 8),
+        (32768, 3072, 768, 2),  # 64 tiles of 192×192
+        (32768, 2304, 768, 8),
+        (32768, 768, 768, 8),
         (16384 + 8, 5120, 1280, 1),  # does not divide
     ],
 )

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from residua.ops import fused
 from residua.ops.add_norm import kernels
+from residua.ops.launch import on
 
 # Persistent programs of the backward kernel per multiprocessor.
 PROGRAMS = 8
@@ -28,9 +29,10 @@ def _forward(h: Tensor, y: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, 
     added, normed, rstd = torch.empty_like(h), torch.empty_like(h), h.new_empty(h.shape[:1], dtype=torch.float32)
     tokens, sizes = len(h), _sizes(h.shape[1])
     if tokens:
-        kernels.forward_kernel[(triton.cdiv(tokens, sizes["ROWS"]),)](
-            h, y, weight, added, normed, rstd, tokens, eps, **sizes
-        )
+        with on(h):
+            kernels.forward_kernel[(triton.cdiv(tokens, sizes["ROWS"]),)](
+                h, y, weight, added, normed, rstd, tokens, eps, **sizes
+            )
     return added, normed, rstd
 
 
@@ -48,10 +50,11 @@ def _backward(
     programs = min(triton.cdiv(tokens, sizes["ROWS"]), PROGRAMS * fused.multiprocessors(added))
     g, partial = torch.empty_like(added), added.new_empty((programs, added.shape[1]), dtype=torch.float32)
     if tokens:
-        kernels.backward_kernel[(programs,)](
-            g_normed.contiguous(), g_normed if g_added is None else g_added.contiguous(), added, weight, rstd,
-            g, partial, tokens, HAS_ADDED=g_added is not None, **sizes,
-        )  # fmt: skip
+        with on(added):
+            kernels.backward_kernel[(programs,)](
+                g_normed.contiguous(), g_normed if g_added is None else g_added.contiguous(), added, weight, rstd,
+                g, partial, tokens, HAS_ADDED=g_added is not None, **sizes,
+            )  # fmt: skip
     return g, partial.sum(0).to(weight.dtype)
 
 

@@ -64,13 +64,14 @@ def reduce_kernel(
 
 @triton.jit(do_not_specialize=["tokens"])
 def spread_kernel(
-    g, x, weight, small, rstds, hidden, slope, pull, g_x, partial, tokens,
+    g, x, residual, weight, small, rstds, hidden, slope, pull, g_x, partial, tokens,
     C: tl.constexpr, R: tl.constexpr, RANK: tl.constexpr, PITCH: tl.constexpr,
-    TOKENS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, FAST: tl.constexpr,
+    TOKENS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, FAST: tl.constexpr, ADDED: tl.constexpr,
 ):  # fmt: skip
     """BLOCK channels of every P-th tile of rows: g_x, and this program's part [1 + 2R, C] of three sums over tokens.
 
     They are the gradient of weight, and those of down and of up transposed, both still to be multiplied by weight.
+    If ADDED, g_x also has `residual`, what x is given on another path; the sum is rounded once.
     Tiles come last first: `reduce_kernel` has left the last ones in L2.
     """
     dtype: tl.constexpr = x.dtype.element_ty
@@ -99,6 +100,8 @@ def spread_kernel(
         z = (z - z * s).to(dtype)
         g_y = tl.dot(g_u, down, g_y, input_precision="ieee")
         new = g_y * w[None, :] - v * back[:, None]
+        if ADDED:
+            new += tile_of(residual + start * C, row, c, inside, C, BLOCK).to(tl.float32)
         tl.store(g_x + start * C + row[:, None] * C + c[None, :], new.to(dtype), mask=mask_of(inside, c, C, BLOCK))
         to_weight += g_y * v
         to_down = tl.dot(tl.trans(g_u), raw, to_down, input_precision="ieee")

@@ -91,11 +91,11 @@ def keep(rstds, bottleneck, start, row, inside, rstd, u, RANK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["tokens"])
 def project_kernel(
-    x, small, rstds, bottleneck, hidden, tokens, eps,
+    x, update, added, small, rstds, bottleneck, hidden, tokens, eps,
     C: tl.constexpr, RANK: tl.constexpr, PITCH: tl.constexpr,
-    TOKENS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, FAST: tl.constexpr,
+    TOKENS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, FAST: tl.constexpr, ADDED: tl.constexpr,
 ):  # fmt: skip
-    """rstd, u and hidden = silu(u) of TOKENS rows."""
+    """rstd, u and hidden = silu(u) of TOKENS rows; if ADDED, of added = x + update, rounded as it is stored."""
     start, row = tl.program_id(0).to(tl.int64) * TOKENS, tl.arange(0, TOKENS)
     inside = row < tokens - start
     square = tl.zeros([TOKENS, BLOCK], tl.float32)
@@ -103,6 +103,11 @@ def project_kernel(
     for first in tl.range(0, C, BLOCK, num_stages=STAGES):
         c = first + tl.arange(0, BLOCK)
         raw = tile_of(x + start * C, row, c, inside, C, BLOCK)
+        if ADDED:
+            sum = raw.to(tl.float32) + tile_of(update + start * C, row, c, inside, C, BLOCK).to(tl.float32)
+            raw = sum.to(raw.dtype)
+            at = start * C + row[:, None] * C + c[None, :]
+            tl.store(added + at, raw, mask=mask_of(inside, c, C, BLOCK))
         v = raw.to(tl.float32)
         square += v * v
         u = tl.dot(raw, tl.trans(matrix_of(small, WEIGHTED_DOWN, c, RANK, PITCH)), u, input_precision="ieee")

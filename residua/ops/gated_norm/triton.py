@@ -57,8 +57,9 @@ class Backward(NamedTuple):
 def forward_plan(width: int, rank: int, size: int) -> Forward:
     """For elements of `size` bytes.
 
-    Two warps to a program: with four warps and 64 rows Triton makes asynchronous products that still read a buffer
-    while its pipeline loads the next tile into it, where an operand is used elsewhere too, as x is in these kernels.
+    Two warps to a program: with four warps and 64 rows Triton's products are asynchronous, and one whose sum goes on
+    from step to step may still read x when the next tile is loaded into its buffer: x is used elsewhere too, and then
+    Triton gives it one buffer too few.
     """
     if size == 4:
         return Forward(Plan(32, 64, 4, 2), Plan(32, 64, 4, 2, 3))
@@ -66,11 +67,12 @@ def forward_plan(width: int, rank: int, size: int) -> Forward:
 
 
 def backward_plan(width: int, rank: int, size: int) -> Backward:
+    """The last plan's products over 64 rows are asynchronous, but each is used, and so waited for, in its own step."""
     if size == 4:
         return Backward(Plan(32, 32, 4, 2), Plan(32, 32, 4, 2, 3))
     if rank > 16:
         return Backward(Plan(32, 64, 2, 3), Plan(32, 32, 2, 3, 6))
-    return Backward(Plan(32, 64, 2, 3, 0, 128), Plan(32, 64, 4, 2, 4, 128))
+    return Backward(Plan(32, 64, 2, 3, 0, 128), Plan(64, 64, 4, 3, 2))
 
 
 def gated_norm(x: Tensor, weight: Tensor, down: Tensor, up: Tensor, *, eps: float = 1e-6, **_: str) -> Tensor:
@@ -104,7 +106,11 @@ def _forward_outputs(x: Tensor, weight: Tensor, down: Tensor, up: Tensor, eps: f
     rank = padded(down)
     small = x.new_empty((4, rank, triton.cdiv(width, PITCH) * PITCH))
     rstd = x.new_empty((tokens,), dtype=torch.float32)
-    return torch.empty_like(x), small, rstd, x.new_empty((tokens, rank))
+    return _rows_like(x), small, rstd, x.new_empty((tokens, rank))
+
+
+def _rows_like(x: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 @operator(
@@ -113,8 +119,38 @@ def _forward_outputs(x: Tensor, weight: Tensor, down: Tensor, up: Tensor, eps: f
 )
 def _forward(x: Tensor, weight: Tensor, down: Tensor, up: Tensor, eps: float) -> tuple[Tensor, ...]:
     """The gated rows [M, C], the prepared matrices [4, RANK, PITCH], rstd [M] and u [M, RANK]."""
+    outputs = _forward_outputs(x, weight, down, up, eps)
+    _launch_forward(x, None, x, weight, down, up, eps, outputs)
+    return outputs
+
+
+def _added_outputs(
+    x: Tensor, update: Tensor, weight: Tensor, down: Tensor, up: Tensor, eps: float
+) -> tuple[Tensor, ...]:
+    return *_forward_outputs(x, weight, down, up, eps), _rows_like(x)
+
+
+@operator(
+    "gated_norm_added(Tensor x, Tensor update, Tensor weight, Tensor down, Tensor up, float eps) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _added_outputs,
+)
+def _forward_added(
+    x: Tensor, update: Tensor, weight: Tensor, down: Tensor, up: Tensor, eps: float
+) -> tuple[Tensor, ...]:
+    """What `gated_norm` gives for x + update [M, C], and then that sum itself, rounded to its dtype as any sum is."""
+    outputs = _added_outputs(x, update, weight, down, up, eps)
+    _launch_forward(x.contiguous(), update.contiguous(), outputs[4], weight, down, up, eps, outputs[:4])
+    return outputs
+
+
+def _launch_forward(
+    x: Tensor, update: Tensor | None, added: Tensor, weight: Tensor, down: Tensor, up: Tensor, eps: float,
+    outputs: tuple[Tensor, ...],
+) -> None:  # fmt: skip
+    """The norm reads `added`: x itself, or where there is an update the rows that x + update is written to."""
     tokens, width = x.shape
-    out, small, rstd, bottleneck = outputs = _forward_outputs(x, weight, down, up, eps)
+    out, small, rstd, bottleneck = outputs
     sizes = {"C": width, "RANK": small.shape[1], "PITCH": small.shape[2]}
     project, gate = forward_plan(width, sizes["RANK"], x.element_size())
     weight = weight.contiguous()
@@ -125,29 +161,31 @@ def _forward(x: Tensor, weight: Tensor, down: Tensor, up: Tensor, eps: float) ->
         if tokens:
             hidden = torch.empty_like(bottleneck)
             kernels.project_kernel[(project.tiles(tokens),)](
-                x, small, rstd, bottleneck, hidden, tokens, eps, **sizes, **project.settings()
+                x, x if update is None else update, added, small, rstd, bottleneck, hidden, tokens, eps,
+                ADDED=update is not None, **sizes, **project.settings(),
+            )  # fmt: skip
+            kernels.gate_kernel[gate.shares(x)](
+                added, weight, small, rstd, hidden, out, tokens, **sizes, **gate.settings()
             )
-            kernels.gate_kernel[gate.shares(x)](x, weight, small, rstd, hidden, out, tokens, **sizes, **gate.settings())
-    return outputs
 
 
 def _backward_outputs(
-    g: Tensor, x: Tensor, weight: Tensor, down: Tensor, up: Tensor, small: Tensor, rstd: Tensor, bottleneck: Tensor
-) -> tuple[Tensor, ...]:
-    return torch.empty_like(x), *(
-        torch.empty_like(p, memory_format=torch.contiguous_format) for p in (weight, down, up)
-    )
+    g: Tensor, x: Tensor, weight: Tensor, down: Tensor, up: Tensor, small: Tensor, rstd: Tensor, bottleneck: Tensor,
+    residual: Tensor | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    return tuple(torch.empty_like(p, memory_format=torch.contiguous_format) for p in (x, weight, down, up))
 
 
 @operator(
     "gated_norm_backward(Tensor g, Tensor x, Tensor weight, Tensor down, Tensor up, Tensor small, Tensor rstd, "
-    "Tensor bottleneck) -> (Tensor, Tensor, Tensor, Tensor)",
+    "Tensor bottleneck, Tensor? residual=None) -> (Tensor, Tensor, Tensor, Tensor)",
     _backward_outputs,
 )
 def _backward(
-    g: Tensor, x: Tensor, weight: Tensor, down: Tensor, up: Tensor, small: Tensor, rstd: Tensor, bottleneck: Tensor
-) -> tuple[Tensor, ...]:
-    """The gradients of x, weight, down and up."""
+    g: Tensor, x: Tensor, weight: Tensor, down: Tensor, up: Tensor, small: Tensor, rstd: Tensor, bottleneck: Tensor,
+    residual: Tensor | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """The gradients of x, weight, down and up; to that of x the `residual` is added, before it is rounded."""
     tokens, width = x.shape
     rank = down.shape[0]
     g_x, *g_weights = outputs = _backward_outputs(g, x, weight, down, up, small, rstd, bottleneck)
@@ -164,8 +202,9 @@ def _backward(
                 g, x, weight, small, rstd, bottleneck, hidden, slope, pull, tokens, **sizes, **reduce.settings()
             )
         backward_kernels.spread_kernel[(blocks, parts)](
-            g, x, weight, small, rstd, hidden, slope, pull, g_x, partial, tokens, R=rank, **sizes, **spread.settings()
-        )
+            g, x, g if residual is None else residual.contiguous(), weight, small, rstd, hidden, slope, pull,
+            g_x, partial, tokens, R=rank, ADDED=residual is not None, **sizes, **spread.settings(),
+        )  # fmt: skip
         backward_kernels.finish_kernel[(1 + 2 * rank, triton.cdiv(width, 128))](
             partial, weight, *g_weights, parts, C=width, R=rank, PARTS=32, BLOCK=128
         )

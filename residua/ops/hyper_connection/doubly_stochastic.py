@@ -9,6 +9,7 @@ import triton
 from torch import Tensor
 
 from residua.ops.hyper_connection import sinkhorn_kernels as kernels
+from residua.ops.launch import on
 
 TILE = 1024  # elements of a tile
 
@@ -24,7 +25,8 @@ def _forward(logits: Tensor, iterations: int) -> Tensor:
     y = torch.empty_like(logits)
     tokens, sizes = _sizes(logits)
     if tokens:
-        kernels.forward_kernel[(triton.cdiv(tokens, sizes["TOKENS"]),)](logits, y, tokens, iterations, **sizes)
+        with on(logits):
+            kernels.forward_kernel[(triton.cdiv(tokens, sizes["TOKENS"]),)](logits, y, tokens, iterations, **sizes)
     return y
 
 
@@ -40,7 +42,8 @@ def _backward(g: Tensor, logits: Tensor, iterations: int) -> Tensor:
     scratch = logits.new_empty((iterations, tokens, 2 * sizes["N"]), dtype=torch.float32)
     if tokens:
         programs = (triton.cdiv(tokens, sizes["TOKENS"]),)
-        kernels.backward_kernel[programs](g.contiguous(), logits, g_logits, scratch, tokens, iterations, **sizes)
+        with on(logits):
+            kernels.backward_kernel[programs](g.contiguous(), logits, g_logits, scratch, tokens, iterations, **sizes)
     return g_logits
 
 

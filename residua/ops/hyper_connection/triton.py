@@ -15,6 +15,7 @@ from torch import Tensor
 
 from residua.ops.hyper_connection import kernels
 from residua.ops.hyper_connection.reference import Norm
+from residua.ops.launch import on
 
 # Tokens of a tile, channels of a block (half as many for more than 4 streams), warps: forward and backward.
 FORWARD, BACKWARD = (32, 64, 4), (16, 64, 4)
@@ -63,10 +64,11 @@ def _forward(
     rest = (phi - rounded).to(streams.dtype) if split else rounded
     tokens, sizes = len(streams), _sizes(streams, phi, norm, *FORWARD)
     if tokens:
-        kernels.forward_kernel[(triton.cdiv(tokens, sizes["TOKENS"]),)](
-            streams, update, post, mix, scale, bias, rounded, rest, *made,
-            tokens, post.stride(0), mix.stride(0), eps, SPLIT=split, **sizes,
-        )  # fmt: skip
+        with on(streams):
+            kernels.forward_kernel[(triton.cdiv(tokens, sizes["TOKENS"]),)](
+                streams, update, post, mix, scale, bias, rounded, rest, *made,
+                tokens, post.stride(0), mix.stride(0), eps, SPLIT=split, **sizes,
+            )  # fmt: skip
     return made
 
 
@@ -107,14 +109,15 @@ def _backward(
     phi = phi.to(streams.dtype)
     tokens, sizes = len(streams), _sizes(streams, phi, norm, *BACKWARD)
     if tokens:
-        kernels.backward_kernel[(triton.cdiv(tokens, sizes["TOKENS"]),)](
-            g_hidden if g_after is None else g_after.contiguous(), g_hidden.contiguous(),
-            g_hidden if g_logits is None else g_logits.contiguous(),
-            streams, update, post, mix, scale, phi, logits, rstd, weights, *made, tokens, post.stride(0), mix.stride(0),
-            HAS_AFTER=g_after is not None, HAS_LOGITS=g_logits is not None,
-            SQUARE=triton.next_power_of_2(streams.shape[1] * (streams.shape[1] + 1)),
-            **sizes,
-        )  # fmt: skip
+        with on(streams):
+            kernels.backward_kernel[(triton.cdiv(tokens, sizes["TOKENS"]),)](
+                g_hidden if g_after is None else g_after.contiguous(), g_hidden.contiguous(),
+                g_hidden if g_logits is None else g_logits.contiguous(),
+                streams, update, post, mix, scale, phi, logits, rstd, weights, *made,
+                tokens, post.stride(0), mix.stride(0), HAS_AFTER=g_after is not None, HAS_LOGITS=g_logits is not None,
+                SQUARE=triton.next_power_of_2(streams.shape[1] * (streams.shape[1] + 1)),
+                **sizes,
+            )  # fmt: skip
     return made
 
 

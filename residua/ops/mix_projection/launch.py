@@ -11,9 +11,27 @@ from torch import Tensor
 
 from residua.ops import fused
 from residua.ops.mix_projection import kernels
+from residua.ops.norm_rotate.triton import sum_rows
 
-# Elements of a half tile (twice as many take more than 200 registers backward), and programs per multiprocessor there.
-FORWARD_TILE, BACKWARD_TILE, PROGRAMS = 1024, 512, 8
+
+class Tiling(NamedTuple):
+    """Elements of a half tile, programs to a multiprocessor, warps of each, turns of its loop under way at once, and
+    the most registers of a thread."""
+
+    tile: int
+    programs: int
+    warps: int = 4
+    stages: int = 1
+    registers: int | None = None
+
+    def sizes(self, width: int) -> dict[str, Any]:
+        half = triton.cdiv(width, 2)
+        lanes = triton.next_power_of_2(half)
+        sizes = {"D": width, "HALF": half, "LANES": lanes, "ROWS": max(1, self.tile // lanes)}
+        return sizes | {"STAGES": self.stages, "num_warps": self.warps, "maxnreg": self.registers}
+
+
+FORWARD, BACKWARD = Tiling(1024, 16), Tiling(512, 8)
 
 
 class Section(NamedTuple):
@@ -75,16 +93,17 @@ class Inputs(NamedTuple):
     gains: Sequence[Tensor]
     anchor_gains: Sequence[Tensor]
 
-    def arguments(self, plan: Sequence[int], tile: int) -> Iterator[tuple[Section, dict[str, Any]]]:
+    def arguments(self, plan: Sequence[int], tiling: Tiling) -> Iterator[tuple[Section, dict[str, Any]]]:
         """Each section that does not pass, with the kernels' arguments; in place of what it lacks, any tensor."""
-        flat = rows(self.projected)
+        flat, (batches, length) = rows(self.projected), self.projected.shape[:2]
         for s in sections(plan):
             if s.passes:
                 continue
             mixed, turned, normed = s.anchor >= 0, s.gain != -1, s.gain >= 0
             anchor = self.anchors[s.anchor].reshape(-1, s.heads, s.width) if mixed else flat[:, None]
             gamma = flat if self.gamma is None else rows(self.gamma)[:, 2 * s.anchor :]
-            cos, sin = self.table if turned else (flat, flat)
+            cos, sin = (t.contiguous() for t in self.table) if turned else (flat, flat)
+            sizes = tiling.sizes(s.width)
             yield (
                 s,
                 {
@@ -95,16 +114,18 @@ class Inputs(NamedTuple):
                     "gamma": gamma,
                     "gain": self.gains[s.gain] if normed else flat,
                     "anchor_gain": self.anchor_gains[s.anchor] if mixed and self.anchor_gains else flat,
-                    "cos": cos.contiguous(),
-                    "sin": sin.contiguous(),
-                    "tokens": flat.shape[0],
+                    "cos": cos,
+                    "sin": sin,
+                    "batches": batches,
+                    "length": length,
+                    "tiles": triton.cdiv(length, sizes["ROWS"]),
+                    "turns": length if turned and cos.shape[:-1].numel() > length else 0,
                     "heads": s.heads,
-                    "period": max(1, cos.shape[:-1].numel()),
                     "current_stride": flat.stride(0),
                     "anchor_stride": anchor.stride(0),
                     "anchor_head": anchor.stride(1),
                     "gamma_stride": gamma.stride(0),
-                    **_sizes(s.width, tile),
+                    **sizes,
                     **s.parts(self.gamma is not None, len(self.anchor_gains) > 0),
                 },
             )
@@ -126,10 +147,10 @@ def forward(
     """The heads [B, T, H, D] of every section that does not pass, from the projection [B, T, R]."""
     inputs = Inputs(projected, gamma, table, anchors, anchor_scales, current_scales, gains, anchor_gains)
     made = _heads(projected, plan)
-    for out, (section, arguments) in zip(made, inputs.arguments(plan, FORWARD_TILE), strict=True):
-        programs = triton.cdiv(arguments["tokens"], arguments["ROWS"]) * section.heads
-        if programs:
-            kernels.forward_kernel[(programs,)](**arguments, out=out, eps=eps)
+    for out, (section, arguments) in zip(made, inputs.arguments(plan, FORWARD), strict=True):
+        chunks = _chunks([(section, arguments)], projected, FORWARD)
+        if chunks:
+            kernels.forward_kernel[(chunks * section.heads,)](**arguments, out=out, eps=eps)
     return made
 
 
@@ -161,8 +182,8 @@ def backward(
     for s, g in zip(sections(plan), dy, strict=True):
         if s.passes:
             d_projected[..., s.columns] = g.flatten(-2)
-    work = list(inputs.arguments(plan, BACKWARD_TILE))
-    chunks = _chunks(work, projected)
+    work = list(inputs.arguments(plan, BACKWARD))
+    chunks = _chunks(work, projected, BACKWARD)
     partial = projected.new_empty((chunks, len(sums)), dtype=torch.float32)
     given = [g for s, g in zip(sections(plan), dy, strict=True) if not s.passes]
     column = 0
@@ -178,7 +199,6 @@ def backward(
                 d_anchor=d_anchors[s.anchor] if s.anchor >= 0 else flat,
                 d_gamma=per_head,
                 partial=partial[:, column:],
-                length=g.shape[1],
                 dy_batch=g.stride(0),
                 dy_token=g.stride(1),
                 dy_head=g.stride(2),
@@ -190,7 +210,8 @@ def backward(
         if arguments["DYNAMIC"]:
             d_gamma[..., 2 * s.anchor : 2 * s.anchor + 2] = per_head.sum(1).view(*d_gamma.shape[:-1], 2)
         column += s.sums(len(anchor_gains) > 0) * s.heads * s.width
-    return [d_projected, d_gamma, partial.sum(0), *d_anchors]
+    sum_rows(partial, sums, rows=chunks)
+    return [d_projected, d_gamma, sums, *d_anchors]
 
 
 @backward.register_fake
@@ -222,14 +243,8 @@ def _gradients(inputs: Inputs, plan: Sequence[int]) -> list[Tensor]:
     ]
 
 
-def _chunks(work: list[tuple[Section, dict[str, Any]]], projected: Tensor) -> int:
+def _chunks(work: list[tuple[Section, dict[str, Any]]], projected: Tensor, tiling: Tiling) -> int:
     """Programs per head, the same for every section, so that one sum ends them all."""
-    tiles = max(triton.cdiv(arguments["tokens"], arguments["ROWS"]) for _, arguments in work)
+    tiles = max(arguments["batches"] * arguments["tiles"] for _, arguments in work)
     fewest = min(s.heads for s, _ in work)
-    return min(tiles, triton.cdiv(PROGRAMS * fused.multiprocessors(projected), fewest))
-
-
-def _sizes(width: int, tile: int) -> dict[str, int]:
-    half = triton.cdiv(width, 2)
-    lanes = triton.next_power_of_2(half)
-    return {"D": width, "HALF": half, "LANES": lanes, "ROWS": max(1, tile // lanes)}
+    return min(tiles, triton.cdiv(tiling.programs * fused.multiprocessors(projected), fewest))

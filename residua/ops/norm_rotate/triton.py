@@ -1,95 +1,92 @@
 """QK-norm and rotation in one pass over the heads: read x, write y; backward: read dy and x, write dx.
 
-The table has a row for each position or, while decoding, for each token: `turns` rows, used over and over.
+Where both directions of an attention layer's queries and keys are known, `packed_heads_backward` goes from the
+gradients that attention gives straight to that of the projection [Q | K | V]: without it, a concatenation would read
+and write all three once more. `residua.train.rewrites` puts it into compiled graphs.
 """
 
 from __future__ import annotations
 
+import math
+from typing import Any, NamedTuple
+
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
-ROWS = 16
-PROGRAMS = 2048  # bounds the partial sums of the gain's gradient; each program walks over many rows
+from residua.ops import fused
+from residua.ops.launch import operator
+from residua.ops.norm_rotate import kernels
 
 
-@triton.jit
-def _load_halves(pointer, base, lane, HALF: tl.constexpr, mask):
-    first = tl.load(pointer + base[:, None] + lane[None, :], mask=mask, other=0.0).to(tl.float32)
-    second = tl.load(pointer + base[:, None] + HALF + lane[None, :], mask=mask, other=0.0).to(tl.float32)
-    return first, second
+class Plan(NamedTuple):
+    tile: int
+    """Elements of a half tile: tokens times half a head."""
+    group: int
+    """Most heads that share one look at the table."""
+    warps: int
+    programs: int = 0
+    """Programs to a multiprocessor; backward, where each walks over many tiles."""
+    stages: int = 1
+    registers: int | None = None
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {"num_warps": self.warps, "maxnreg": self.registers}
+
+    def sizes(self, width: int, *heads: int) -> dict[str, int]:
+        """The kernels' constants: of the heads' common divisors, the largest that is no more than `group`."""
+        half = width // 2
+        lanes, shared = triton.next_power_of_2(half), math.gcd(*heads)
+        group = max(g for g in range(1, self.group + 1) if shared % g == 0)
+        return {"HALF": half, "LANES": lanes, "ROWS": max(1, self.tile // lanes), "GROUP": group}
 
 
-@triton.jit
-def _forward_kernel(
-    x, weight, cos, sin, y, rows, length, turns, heads, sb, st, sh, eps,
-    HALF: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    lane = tl.arange(0, LANES)
-    mask = (row < rows)[:, None] & (lane < HALF)[None, :]
-    position = (row // heads) % length
-    base = row // (length * heads) * sb + position * st + row % heads * sh
-    x1, x2 = _load_halves(x, base, lane, HALF, mask)
-    w1 = tl.load(weight + lane, mask=lane < HALF, other=0.0).to(tl.float32)[None, :]
-    w2 = tl.load(weight + HALF + lane, mask=lane < HALF, other=0.0).to(tl.float32)[None, :]
-    turn = ((row // heads) % turns)[:, None] * HALF + lane[None, :]
-    c = tl.load(cos + turn, mask=mask, other=0.0)
-    s = tl.load(sin + turn, mask=mask, other=0.0)
-    rstd = tl.rsqrt((tl.sum(x1 * x1, 1) + tl.sum(x2 * x2, 1)) / (2 * HALF) + eps)[:, None]
-    n1, n2 = x1 * rstd * w1, x2 * rstd * w2
-    out = y + row[:, None] * (2 * HALF) + lane[None, :]
-    tl.store(out, (n1 * c - n2 * s).to(y.dtype.element_ty), mask=mask)
-    tl.store(out + HALF, (n2 * c + n1 * s).to(y.dtype.element_ty), mask=mask)
+FORWARD = Plan(1024, 3, 4)
+BACKWARD = Plan(1024, 1, 4, 5)
+PACKED = Plan(1024, 1, 4, 10)
 
 
-@triton.jit
-def _backward_kernel(
-    dy, x, weight, cos, sin, dx, dweight, rows, length, turns, heads, sb, st, sh, gb, gt, gh, eps,
-    HALF: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """With n = x·rstd: dw = Σ dz ⊙ n, dx = rstd (w ⊙ dz − n · mean(w ⊙ dz ⊙ n)), dz = dy turned back."""
-    program = tl.program_id(0)
-    lane = tl.arange(0, LANES)
-    w1 = tl.load(weight + lane, mask=lane < HALF, other=0.0).to(tl.float32)[None, :]
-    w2 = tl.load(weight + HALF + lane, mask=lane < HALF, other=0.0).to(tl.float32)[None, :]
-    # summed over rows only at the end: a reduction across warps in every turn would cost more than the memory traffic
-    dw1 = tl.zeros([ROWS, LANES], tl.float32)
-    dw2 = tl.zeros([ROWS, LANES], tl.float32)
-    for block in range(program, tl.cdiv(rows, ROWS), tl.num_programs(0)):
-        row = tl.cast(block, tl.int64) * ROWS + tl.arange(0, ROWS)
-        mask = (row < rows)[:, None] & (lane < HALF)[None, :]
-        position = (row // heads) % length
-        batch = row // (length * heads)
-        x1, x2 = _load_halves(x, batch * sb + position * st + row % heads * sh, lane, HALF, mask)
-        g1, g2 = _load_halves(dy, batch * gb + position * gt + row % heads * gh, lane, HALF, mask)
-        turn = ((row // heads) % turns)[:, None] * HALF + lane[None, :]
-        c = tl.load(cos + turn, mask=mask, other=0.0)
-        s = tl.load(sin + turn, mask=mask, other=0.0)
-        rstd = tl.rsqrt((tl.sum(x1 * x1, 1) + tl.sum(x2 * x2, 1)) / (2 * HALF) + eps)[:, None]
-        n1, n2 = x1 * rstd, x2 * rstd
-        z1, z2 = g1 * c + g2 * s, g2 * c - g1 * s
-        dw1 += z1 * n1
-        dw2 += z2 * n2
-        z1, z2 = z1 * w1, z2 * w2
-        mean = ((tl.sum(z1 * n1, 1) + tl.sum(z2 * n2, 1)) / (2 * HALF))[:, None]
-        out = dx + row[:, None] * (2 * HALF) + lane[None, :]
-        tl.store(out, (rstd * (z1 - n1 * mean)).to(dx.dtype.element_ty), mask=mask)
-        tl.store(out + HALF, (rstd * (z2 - n2 * mean)).to(dx.dtype.element_ty), mask=mask)
-    partial = dweight + program * 2 * HALF + lane
-    tl.store(partial, tl.sum(dw1, 0), mask=lane < HALF)
-    tl.store(partial + HALF, tl.sum(dw2, 0), mask=lane < HALF)
+class Tokens(NamedTuple):
+    """How the tokens are walked over: sequences, each `length` long, whose tables are `turns` apart."""
+
+    batches: int
+    length: int
+    turns: int
+
+    def tiles(self, rows: int) -> int:
+        return triton.cdiv(self.length, rows)
+
+    def chunks(self, x: Tensor, plan: Plan, rows: int, groups: int) -> int:
+        """Programs that share the tiles of each group of heads."""
+        return min(self.batches * self.tiles(rows), triton.cdiv(plan.programs * fused.multiprocessors(x), groups))
+
+
+def tokens(x: Tensor, cos: Tensor) -> Tokens:
+    """Sequences of one token, each with a table of its own, are one long sequence."""
+    batch, length, _, width = x.shape
+    own = batch > 1 and cos.shape[:-1].numel() == batch * length
+    if own and length == 1:
+        return Tokens(1, batch, 0)
+    return Tokens(batch, length, own * length * width // 2)
+
+
+def strides(x: Tensor, walk: Tokens) -> tuple[int, int, int]:
+    """From one sequence, token and head to the next."""
+    batch, token, head, _ = x.stride()
+    return (0, batch, head) if walk.length != x.shape[1] else (batch, token, head)
 
 
 @torch.library.custom_op("residua::norm_rotate", mutates_args=())
 def _norm_rotate(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
-    x, (batch, length, heads, width) = _last_axis_dense(x), x.shape
+    x, (_, _, heads, width) = _last_axis_dense(x), x.shape
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    rows = batch * length * heads
-    if rows:
-        _forward_kernel[(triton.cdiv(rows, ROWS),)](
-            x, weight, cos, sin, y, rows, length, cos.shape[:-1].numel(), heads, *x.stride()[:3], eps, **_shape(width)
+    if y.numel():
+        sizes, walk = FORWARD.sizes(width, heads), tokens(x, cos)
+        groups, tiles = heads // sizes["GROUP"], walk.tiles(sizes["ROWS"])
+        kernels.forward_kernel[(walk.batches * tiles * groups,)](
+            x, weight, cos.contiguous(), sin.contiguous(), y, walk.length, tiles, groups,
+            *strides(x, walk), *strides(y, walk)[:2], walk.turns, eps, **sizes, **FORWARD.settings,
         )  # fmt: skip
     return y
 
@@ -103,22 +100,75 @@ def _(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor
 def _norm_rotate_backward(
     dy: Tensor, x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    dy, x, (batch, length, heads, width) = _last_axis_dense(dy), _last_axis_dense(x), x.shape
-    rows = batch * length * heads
-    programs = min(PROGRAMS, triton.cdiv(rows, ROWS))
+    dy, x, (_, _, heads, width) = _last_axis_dense(dy), _last_axis_dense(x), x.shape
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    partial = torch.empty(programs, width, dtype=torch.float32, device=x.device)
+    sizes, walk = BACKWARD.sizes(width, heads), tokens(x, cos)
+    groups = heads // sizes["GROUP"]
+    rows = walk.chunks(x, BACKWARD, sizes["ROWS"], groups) * groups
+    partial = torch.empty(rows, width, dtype=torch.float32, device=x.device)
     if rows:
-        _backward_kernel[(programs,)](
-            dy, x, weight, cos, sin, dx, partial, rows, length, cos.shape[:-1].numel(), heads,
-            *x.stride()[:3], *dy.stride()[:3], eps, **_shape(width),
+        kernels.backward_kernel[(rows,)](
+            dy, x, weight, cos.contiguous(), sin.contiguous(), dx, partial, walk.batches, walk.length,
+            walk.tiles(sizes["ROWS"]), groups, *strides(dy, walk), *strides(x, walk), *strides(dx, walk)[:2],
+            walk.turns, eps, **sizes, STAGES=BACKWARD.stages, **BACKWARD.settings,
         )  # fmt: skip
-    return dx, partial.sum(0).to(weight.dtype)
+    dweight = torch.empty_like(weight)
+    sum_rows(partial, dweight, rows=rows)
+    return dx, dweight
 
 
 @_norm_rotate_backward.register_fake
 def _(dy: Tensor, x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device), torch.empty_like(weight)
+
+
+def _packed(
+    dq: Tensor, dk: Tensor, dv: Tensor, q: Tensor, k: Tensor, query: Tensor, key: Tensor, *_: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    columns = (q.shape[2] + 2 * k.shape[2]) * q.shape[3]
+    packed = torch.empty((*q.shape[:2], columns), dtype=q.dtype, device=q.device)
+    return packed, torch.empty_like(query), torch.empty_like(key)
+
+
+@operator(
+    "packed_heads_backward(Tensor dq, Tensor dk, Tensor dv, Tensor q, Tensor k, Tensor query, Tensor key, "
+    "Tensor cos, Tensor sin, float query_eps, float key_eps) -> (Tensor, Tensor, Tensor)",
+    _packed,
+)
+def packed_heads_backward(
+    dq: Tensor, dk: Tensor, dv: Tensor, q: Tensor, k: Tensor, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor,
+    query_eps: float, key_eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradient [B, T, (H + 2 H_kv) D] of a projection [Q | K | V], and those of the gains `query` and `key` [D].
+
+    dq and q [B, T, H, D], dk, dv and k [B, T, H_kv, D]: the gradients of the normalised, turned queries and keys and of
+    the values, and the queries and keys as projected. Equals two `norm_rotate_backward` and a concatenation.
+    """
+    dq, dk, dv, q, k = (_last_axis_dense(t) for t in (dq, dk, dv, q, k))
+    packed, d_query, d_key = _packed(dq, dk, dv, q, k, query, key)
+    sizes, walk = PACKED.sizes(q.shape[3], q.shape[2], k.shape[2]), tokens(q, cos)
+    query_groups, key_groups = q.shape[2] // sizes["GROUP"], k.shape[2] // sizes["GROUP"]
+    groups = query_groups + 2 * key_groups
+    chunks = walk.chunks(q, PACKED, sizes["ROWS"], groups)
+    partial = torch.empty(chunks * (query_groups + key_groups), q.shape[3], dtype=torch.float32, device=q.device)
+    if chunks:
+        kernels.packed_kernel[(chunks * groups,)](
+            dq, dk, dv, q, k, query, key, cos.contiguous(), sin.contiguous(), packed, partial,
+            walk.batches, walk.length, walk.tiles(sizes["ROWS"]), query_groups, key_groups,
+            *(step for t in (dq, dk, dv, q, k) for step in strides(t, walk)),
+            *strides(packed[:, :, None], walk)[:2], walk.turns, query_eps, key_eps,
+            **sizes, STAGES=PACKED.stages, **PACKED.settings,
+        )  # fmt: skip
+    sum_rows(partial, d_query, d_key, rows=chunks * query_groups)
+    return packed, d_query, d_key
+
+
+def sum_rows(partial: Tensor, first: Tensor, second: Tensor | None = None, *, rows: int) -> None:
+    """first = Σ of the first `rows` rows of `partial` [R, W], second = Σ of the others: in one launch, always alike."""
+    width, block = partial.shape[1], 16
+    kernels.sum_rows_kernel[(triton.cdiv(width, block), 1 if second is None else 2)](
+        partial, first, second, rows, len(partial) - rows, WIDTH=width, ROWS=256, BLOCK=block
+    )
 
 
 def _save(ctx, inputs, output):  # type: ignore[no-untyped-def]
@@ -142,8 +192,3 @@ def norm_rotate(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, *, eps: flo
 
 def _last_axis_dense(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _shape(width: int) -> dict[str, int]:
-    half = width // 2
-    return {"HALF": half, "LANES": triton.next_power_of_2(half), "ROWS": ROWS}

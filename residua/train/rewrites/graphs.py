@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch._ops import OpOverload
 from torch.fx import Graph, Node
+from torch.torch_version import TorchVersion
 
 Rewrite = Callable[[Graph], None]
 
@@ -24,9 +26,26 @@ class Rewrites(CustomGraphPass):
             rewrite(graph)
         graph.eliminate_dead_code()
         graph.lint()
+        _announce_operators(graph)
 
     def uuid(self) -> Any:
         return get_hash_for_files((__file__, *(inspect.getfile(rewrite) for rewrite in self._rewrites)))
+
+
+def _announce_operators(graph: Graph) -> None:
+    """Make inductor know the operators of a graph before it meets them.
+
+    Before torch 2.13 it writes down, for a log that nobody reads, everything an unknown operator's arguments are made
+    of. Where two outputs of each operator go into the next one, that doubles with every layer, and never ends.
+    """
+    if TorchVersion(torch.__version__) >= TorchVersion("2.13"):
+        return
+    from torch._inductor import graph as inductor
+
+    ours = {n.target for n in graph.nodes if isinstance(n.target, OpOverload) and n.target.namespace == "residua"}
+    for operator in ours - set(inductor.lowerings):
+        tag = inductor.get_layout_constraint_tag(operator, with_default=True)
+        inductor.make_fallback(operator, inductor.tag_to_layout_constraint(tag), warn=False)
 
 
 def call(graph: Graph, operator: Any, *args: Any, **settings: Any) -> Node:

@@ -7,7 +7,8 @@ the gradient is brought to float32 anyway:
 
     dW = Σ_j dY_jᵀ X_j,   j = 1 … s
 
-The shares are rounded to the products' dtype, as the whole was, and added in float32.
+The shares are rounded to the products' dtype, as the whole was, and added in float32. Below one wave a matrix library
+splits the sum itself; it gains less by that than a batch does, and adds the shares in a pass of its own.
 """
 
 from __future__ import annotations
@@ -51,8 +52,7 @@ def best_split(tokens: int, rows: int, columns: int, multiprocessors: int) -> in
     possible = [s for s in SPLITS if tokens % (64 * s) == 0] or [1]
     cost = {s: _cost(s, tokens, rows, columns, multiprocessors) for s in possible}
     best = min(possible, key=lambda s: cost[s])
-    # below one wave a matrix library splits the sum itself
-    return best if cost[1] > GAIN * cost[best] and _tiles(rows, columns) >= multiprocessors else 1
+    return best if cost[1] > GAIN * cost[best] else 1
 
 
 def _cost(splits: int, tokens: int, rows: int, columns: int, multiprocessors: int) -> float:
@@ -60,10 +60,6 @@ def _cost(splits: int, tokens: int, rows: int, columns: int, multiprocessors: in
     waves = [(r * c, ceil(ceil(rows / r) * ceil(columns / c) * splits / multiprocessors)) for r, c in TILES]
     filled = max(rows * columns * splits / (area * count * multiprocessors) for area, count in waves)
     return 2 * tokens / filled + FLOPS_PER_BYTE * (2 * splits + 4)
-
-
-def _tiles(rows: int, columns: int) -> int:
-    return max(ceil(rows / r) * ceil(columns / c) for r, c in TILES)
 
 
 def _weight_gradient(product: Node) -> tuple[Node, Node] | None:
