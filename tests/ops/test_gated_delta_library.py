@@ -127,6 +127,24 @@ def test_a_backend_that_insists_says_that_it_cannot() -> None:
         ops.gated_delta(**arguments)
 
 
+@pytest.mark.parametrize(
+    ("triton", "capability", "tilelang", "runs"),
+    [
+        ((3, 6, 0), (9, 0), False, False),
+        ((3, 7, 0), (9, 0), False, False),
+        ((3, 7, 1), (9, 0), False, True),
+        ((3, 3, 1), (9, 0), False, True),
+        ((3, 6, 0), (8, 0), False, True),
+        ((3, 6, 0), (9, 0), True, True),
+    ],
+)
+def test_a_backward_pass_that_triton_gets_wrong_is_not_asked_for(
+    triton: tuple[int, ...], capability: tuple[int, int], tilelang: bool, runs: bool
+) -> None:
+    assert library.compiles_backward(triton, capability, tilelang) == runs
+    assert len(library.triton_version()) == 3
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not library.INSTALLED, reason="needs flash-linear-attention")
 @pytest.mark.parametrize("documents", ["one", "many"])
@@ -150,6 +168,8 @@ def test_kernels_follow_the_reference_in_half_precision(length: int, heads: tupl
     }
     segments = short_documents(length).cuda() if documents == "many" else None
     wide = {name: x.detach().double().requires_grad_() for name, x in arguments.items()}
+    if not library.takes(arguments["k"], arguments["v"]):
+        pytest.skip("this Triton compiles the library's backward pass wrongly")
     found = ops.gated_delta(**arguments, segments=segments)
     expected = chunked(**wide, segments=segments)
     weights = [torch.randn_like(x) for x in expected]
@@ -158,3 +178,18 @@ def test_kernels_follow_the_reference_in_half_precision(length: int, heads: tupl
     theirs = torch.autograd.grad(expected, list(wide.values()), weights)
     for name, a, b in zip(("o", "last", *arguments), (*found, *ours), (*expected, *theirs), strict=True):
         assert float((a.double() - b).norm() / b.norm()) < 0.02, name
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not library.INSTALLED, reason="needs flash-linear-attention")
+def test_kernels_read_on_where_no_gradient_is_wanted() -> None:
+    """Any Triton compiles the forward pass."""
+    heads, shape = 2, (1, 130)
+    q, k = (torch.nn.functional.normalize(torch.randn(*shape, heads, 64), dim=-1) for _ in range(2))
+    low = [x.cuda().bfloat16() for x in (q, k, torch.randn(*shape, heads, 64))]
+    gates = [-torch.rand(*shape, heads).cuda(), torch.rand(*shape, heads).cuda()]
+    with torch.no_grad():
+        assert library.takes(low[1], low[2])
+        found, expected = ops.gated_delta(*low, *gates), chunked(*(x.double() for x in (*low, *gates)))
+    for a, b in zip(found, expected, strict=True):
+        assert float((a.double() - b).norm() / b.norm()) < 0.02

@@ -22,8 +22,8 @@ def _add2(a0, a1, b0, b1):
 
 
 @triton.jit
-def _add4(a0, a1, a2, a3, b0, b1, b2, b3):
-    return a0 + b0, a1 + b1, a2 + b2, a3 + b3
+def _add5(a0, a1, a2, a3, a4, b0, b1, b2, b3, b4):
+    return a0 + b0, a1 + b1, a2 + b2, a3 + b3, a4 + b4
 
 
 @triton.jit
@@ -153,18 +153,22 @@ def gate_norm_kernel(
     w2 = tl.load(pool_query + c, mask=inside, other=0.0).to(tl.float32)
     w = tl.load(weight + c, mask=inside, other=0.0).to(tl.float32)
     f = tl.load(y + at, mask=inside, other=0.0).to(tl.float32)
-    ss, sf, s1, s2 = tl.reduce((s * s, s * f[None, :], s * w1[None, :], s * w2[None, :]), 1, _add4)
-    ff, f2 = tl.reduce((f * f, f * w2), 0, _add2)
+    # the biases too, though they are needed later: a load behind the reductions would be waited for by itself
+    bias = tl.load(gate_bias + COMPETITIVE + i, mask=live, other=0.0).to(tl.float32)
+    forget = tl.load(gate_bias).to(tl.float32)
+    # what f needs alone goes into the first two rows of a fifth sum: a reduction of its own would be another round
+    alone = tl.where(i[:, None] == 0, (f * f)[None, :], (f * w2)[None, :])
+    ss, sf, s1, s2, alone = tl.reduce((s * s, s * f[None, :], s * w1[None, :], s * w2[None, :], alone), 1, _add5)
+    ff, f2 = tl.sum(tl.where(i == 0, alone, 0.0), 0), tl.sum(tl.where(i == 1, alone, 0.0), 0)
 
     z = s1 * tl.rsqrt(ss / C + key_eps) * per_root
     if COMPETITIVE:
-        forget = tl.load(gate_bias).to(tl.float32)
-        z = tl.where(live, z + tl.load(gate_bias + 1 + i, mask=live, other=0.0).to(tl.float32), -float("inf"))
+        z = tl.where(live, z + bias, -float("inf"))
         top = tl.maximum(tl.max(z, 0), forget)
         e = tl.exp(z - top)
         beta = e / (tl.sum(e, 0) + tl.exp(forget - top))
     else:
-        beta = tl.where(live, tl.sigmoid(z + tl.load(gate_bias + i, mask=live, other=0.0).to(tl.float32)), 0.0)
+        beta = tl.where(live, tl.sigmoid(z + bias), 0.0)
     keep = 1 - beta
     squared = keep * keep * ss + 2 * beta * keep * sf + beta * beta * ff
     z = (keep * s2 + beta * f2) * tl.rsqrt(tl.maximum(squared, 0.0) / C + key_eps) * per_root

@@ -130,7 +130,7 @@ def _gate_norm(
     (rows, width), n = y.shape, len(streams)
     normed, after = torch.empty_like(y), y.new_empty(n, rows, width)
     if rows:
-        padded = (*streams, *[y] * ((1 << (n - 1).bit_length()) - n))
+        padded = (*streams, *[y] * (max(2, 1 << (n - 1).bit_length()) - n))
         _kernels().gate_norm_kernel[(rows,)](
             padded, y, gate_query, gate_bias, pool_query, weight, normed, after, rows, eps, KEY_EPS, width**-0.5,
             N=n, ROWS=len(padded), COMPETITIVE=competitive, ALIGNED=_aligned(padded), **_row(width),

@@ -6,6 +6,7 @@ backward operator runs the package's forward again and then its backward: nothin
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
@@ -24,7 +25,27 @@ WIDEST_HEAD = 256
 
 def takes(k: Tensor, v: Tensor) -> bool:
     """Whether the kernels take these. The package breaks on a machine without a GPU, so it is imported only on one."""
-    return INSTALLED and v.is_cuda and v.dtype is torch.bfloat16 and max(k.shape[-1], v.shape[-1]) <= WIDEST_HEAD
+    fits = INSTALLED and v.is_cuda and v.dtype is torch.bfloat16 and max(k.shape[-1], v.shape[-1]) <= WIDEST_HEAD
+    return fits and (not torch.is_grad_enabled() or _can_train(v.device))
+
+
+@torch.compiler.assume_constant_result
+def _can_train(device: torch.device) -> bool:
+    """Whether the package's backward pass runs: it refuses to where Triton is known to compile it wrongly."""
+    return compiles_backward(
+        triton_version(), torch.cuda.get_device_capability(device), find_spec("tilelang") is not None
+    )
+
+
+def compiles_backward(triton: tuple[int, ...], capability: tuple[int, int], tilelang: bool) -> bool:
+    """Triton 3.4.0 to 3.7.0 get it wrong on Hopper (flash-linear-attention issue 640), where tilelang can stand in."""
+    return tilelang or capability[0] != 9 or not (3, 4, 0) <= triton < (3, 7, 1)
+
+
+def triton_version() -> tuple[int, ...]:
+    import triton
+
+    return tuple(int(part) for part in re.findall(r"\d+", triton.__version__)[:3])
 
 
 def gated_delta(

@@ -31,7 +31,7 @@ class Tiling(NamedTuple):
         return sizes | {"STAGES": self.stages, "num_warps": self.warps, "maxnreg": self.registers}
 
 
-FORWARD, BACKWARD = Tiling(1024, 16), Tiling(512, 8)
+FORWARD, BACKWARD = Tiling(1024, 16), Tiling(512, 8, stages=2)
 
 
 class Section(NamedTuple):

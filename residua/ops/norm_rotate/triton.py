@@ -44,7 +44,7 @@ class Plan(NamedTuple):
 
 FORWARD = Plan(1024, 3, 4)
 BACKWARD = Plan(1024, 1, 4, 5)
-PACKED = Plan(1024, 1, 4, 10)
+PACKED = Plan(1024, 2, 4, 8)
 
 
 class Tokens(NamedTuple):
