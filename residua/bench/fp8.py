@@ -66,7 +66,8 @@ def _scheme(x: Tensor, w: Tensor, scheme: str, plain: Sample, repeats: int) -> L
     weight = cast(Fp8, chosen.weight(w))
     low = encode_fp8(x, tile)
     layer = Fp8Projection(weight, tile, product)
-    rounded: Any = torch.compile(layer, dynamic=False) if x.is_cuda else layer
+    torch.compiler.reset()  # one method is compiled for every size and scheme, and there is a limit to that
+    rounded: Any = torch.compile(layer, dynamic=False, fullgraph=True) if x.is_cuda else layer
     expected = linear(chosen.activation(x), weight.dequantize())
     with torch.no_grad():
         return LinearResult(

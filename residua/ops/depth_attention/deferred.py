@@ -74,10 +74,10 @@ def step(plan: Plan, k: int, y: Tensor, state: State, eps: float = 1e-6) -> tupl
     before = sources[k] if plan.goes_on(k) else None
     made, h, lse, partial = _evaluate(plan, k, y.detach().contiguous(), sources, partial, u, eps)
     sources[k + 1], chain = _fork(plan, k + 1, y, made, before, u, chain)
-    own = [s for s in plan.sees[k] if k in plan.own[s]]
-    gradients, stats = [sources[s].gradients[0] for s in own], [sources[s].stats[0] for s in own]
+    served = plan.served[k]
+    gradients, stats = [sources[s].gradients[0] for s in served], [sources[s].stats[0] for s in served]
     h = _read(torch.compiler.is_compiling(), h, lse, gradients, stats)
-    for s in own:
+    for s in served:
         sources[s] = sources[s].after_read()
     if before is not None:
         sources[k] = sources[k]._replace(onward=())
@@ -220,24 +220,17 @@ def _handle(like: Tensor, shape: Sequence[int]) -> Tensor:
 
 def _pack(plan: Plan, k: int, u: Tensor, chain: Tensor, sources: dict[int, Source], partial: State) -> State:
     state = [u, chain, *partial]
-    for s in plan.living(k):
-        source = sources[s]
-        state += [*source[:3], *source.onward, *source.gradients, *source.stats]
+    for place in plan.after(k):
+        value, scores, rstd, onward, gradients, stats = sources[place.source]
+        state += [value, scores, rstd, *onward, *gradients, *stats]
     return tuple(state)
 
 
 def _unpack(plan: Plan, k: int, state: State) -> tuple[Tensor, Tensor, dict[int, Source], State]:
-    u, chain, *rest = state
-    tensors = iter(rest)
-
-    def take(count: int) -> State:
-        return tuple(next(tensors) for _ in range(count))
-
-    partial = take(plan.pending(k) + 1 if plan.pending(k) else 0)
-    sources = {}
-    for s in plan.living(k):
-        value, scores, rstd = take(3)
-        onward = take(1 if s == k + 1 and plan.goes_on(s) else 0)
-        ahead = sum(reader > k for reader in plan.own[s])
-        sources[s] = Source(value, scores, rstd, onward, take(ahead), take(ahead))
-    return u, chain, sources, partial
+    places, sources = plan.after(k), {}
+    for s, start, onward, ahead in places:
+        value, scores, rstd = state[start : start + 3]
+        first = start + 3 + onward
+        handles = state[start + 3 : first], state[first : first + ahead], state[first + ahead : first + 2 * ahead]
+        sources[s] = Source(value, scores, rstd, *handles)
+    return state[0], state[1], sources, state[2 : places[0].start]

@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 GROUP = 4
 """Most reads that are evaluated together."""
+
+
+class Place(NamedTuple):
+    """Where a source stands in the state: three tensors from `start` on, then `onward` handles and twice `ahead`."""
+
+    source: int
+    start: int
+    onward: int
+    ahead: int
 
 
 class Plan:
@@ -23,10 +33,13 @@ class Plan:
         self.leads = self._leaders()
         self.own = [self._own_readers(s) for s in range(len(grows))]
         self.group = self._groups()
+        # looked up in every step, by a compiler that follows each line of Python: so they are tables, not methods
+        self.served = [[s for s in seen if k in self.own[s]] for k, seen in enumerate(sees)]
+        self.places = [self._places(k) for k in range(-1, len(sees))]
 
-    def living(self, k: int) -> list[int]:
-        """The sources that anything after read k needs."""
-        return [s for s in range(k + 2) if self.readers[s][-1] > k or (s == k + 1 and self.grows[s + 1])]
+    def after(self, k: int) -> list[Place]:
+        """The sources that anything after read k needs, and where the state has them; −1 is before the first read."""
+        return self.places[k + 1]
 
     def goes_on(self, s: int) -> bool:
         """Whether the next source hands a gradient on to source s: it grew out of it, or leads it."""
@@ -35,6 +48,16 @@ class Plan:
     def pending(self, k: int) -> int:
         """How many reads of a group are begun but not finished after read k."""
         return sum(self.group[k]) - 1 - k if k >= 0 else 0
+
+    def _places(self, k: int) -> list[Place]:
+        places, start = [], 2 + (self.pending(k) + 1 if self.pending(k) else 0)
+        for s in range(k + 2):
+            if self.readers[s][-1] > k or (s == k + 1 and self.grows[s + 1]):
+                onward = int(s == k + 1 and self.goes_on(s))
+                ahead = sum(reader > k for reader in self.own[s])
+                places.append(Place(s, start, onward, ahead))
+                start += 3 + onward + 2 * ahead
+        return places
 
     def _leaders(self) -> set[int]:
         """Sources whose backward also does most of that of the source before: all of the readers they share.
