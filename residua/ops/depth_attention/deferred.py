@@ -49,7 +49,9 @@ class Source(NamedTuple):
     """For each coming reader of its own: the handle whose gradient is (lse, δ)."""
 
     def after_read(self) -> Source:
-        return self._replace(gradients=self.gradients[1:], stats=self.stats[1:])
+        """Without the handles of the reader that comes first. (A compiler takes long over `_replace`.)"""
+        value, scores, rstd, onward, gradients, stats = self
+        return Source(value, scores, rstd, onward, gradients[1:], stats[1:])
 
 
 def serves(x: Tensor, *, key_norm: str, activation: str) -> bool:
@@ -80,7 +82,8 @@ def step(plan: Plan, k: int, y: Tensor, state: State, eps: float = 1e-6) -> tupl
     for s in served:
         sources[s] = sources[s].after_read()
     if before is not None:
-        sources[k] = sources[k]._replace(onward=())
+        value, scores, rstd, _, *handles = sources[k]
+        sources[k] = Source(value, scores, rstd, (), *handles)
     return h, _pack(plan, k, u, chain, sources, partial)
 
 
