@@ -20,7 +20,7 @@ reads are evaluated together against the sources they share, and one source's ba
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,25 +35,6 @@ from residua.ops.depth_attention.plan import Plan
 State = tuple[Tensor, ...]
 
 
-class Source(NamedTuple):
-    """A source as the state carries it: its value outside of autograd, and handles for what is still to come."""
-
-    value: Tensor
-    scores: Tensor
-    rstd: Tensor
-    onward: tuple[Tensor, ...]
-    """A handle for the next source, if that hands a gradient on to this one."""
-    gradients: tuple[Tensor, ...]
-    """For each coming reader of its own: the handle whose gradient is dh."""
-    stats: tuple[Tensor, ...]
-    """For each coming reader of its own: the handle whose gradient is (lse, δ)."""
-
-    def after_read(self) -> Source:
-        """Without the handles of the reader that comes first. (A compiler takes long over `_replace`.)"""
-        value, scores, rstd, onward, gradients, stats = self
-        return Source(value, scores, rstd, onward, gradients[1:], stats[1:])
-
-
 def serves(x: Tensor, *, key_norm: str, activation: str) -> bool:
     """Whether a model that starts from x should run deferred: in training, where the kernels run."""
     able = key_norm == "rms" and activation == "softmax" and torch.is_grad_enabled() and chosen_backend() != "reference"
@@ -61,37 +42,41 @@ def serves(x: Tensor, *, key_norm: str, activation: str) -> bool:
 
 
 def open(plan: Plan, x: Tensor, queries: Tensor, eps: float = 1e-6) -> State:
-    """Begin with source 0; queries [reads, C] fp32 are the u_l of every read."""
+    """Begin with source 0; queries [reads, C] fp32 are the u_l of every read.
+
+    The state is u, the chain that collects du, what a group of reads has under way, and then for every source that is
+    still needed: its value outside of autograd, scores and rstd; a handle for the next source, if that hands a gradient
+    on to this one; and of each coming reader of its own the handle whose gradient is dh, then those for (lse, δ).
+    """
     u = queries.detach().contiguous()
     value = x.detach().contiguous()
     made = value, *junction.depth_scores(value, u, 0, len(plan.readers[0]), eps)
-    source, chain = _fork(plan, 0, x, made, None, u, queries)
-    return _pack(plan, -1, u, chain, {0: source}, ())
+    chain, *handles = _fork(plan, 0, x, made, None, u, queries)
+    return u, chain, *made, *handles
 
 
 def step(plan: Plan, k: int, y: Tensor, state: State, eps: float = 1e-6) -> tuple[Tensor, State]:
     """Make source k+1 of the output y of sublayer k, then read: h [..., C] and the next state."""
-    u, chain, sources, partial = _unpack(plan, k - 1, state)
-    y = y.to(sources[0].value.dtype)
-    before = sources[k] if plan.goes_on(k) else None
-    made, h, lse, partial = _evaluate(plan, k, y.detach().contiguous(), sources, partial, u, eps)
-    sources[k + 1], chain = _fork(plan, k + 1, y, made, before, u, chain)
-    served = plan.served[k]
-    gradients, stats = [sources[s].gradients[0] for s in served], [sources[s].stats[0] for s in served]
+    table, u = plan.steps[k], state[0]
+    y = y.to(state[table.newest].dtype)
+    made, h, lse, partial = _evaluate(plan, k, y.detach().contiguous(), state, eps)
+    before = state[table.newest : table.newest + 4] if plan.goes_on(k) else None
+    chain, *handles = _fork(plan, k + 1, y, made, before, u, state[1])
+    gradients, stats = [state[i] for i in table.gradients], [state[i] for i in table.stats]
+    if k in plan.own[k + 1]:
+        first, own = int(plan.goes_on(k + 1)), len(plan.own[k + 1])
+        stats.append(handles.pop(first + own))
+        gradients.append(handles.pop(first))
     h = _read(torch.compiler.is_compiling(), h, lse, gradients, stats)
-    for s in served:
-        sources[s] = sources[s].after_read()
-    if before is not None:
-        value, scores, rstd, _, *handles = sources[k]
-        sources[k] = Source(value, scores, rstd, (), *handles)
-    return h, _pack(plan, k, u, chain, sources, partial)
+    kept = [t for start, stop in table.kept for t in state[start:stop]]
+    return h, (u, chain, *partial, *kept, *((*made, *handles) if plan.keeps_new(k) else ()))
 
 
 def values(plan: Plan, k: int, y: Tensor, state: State) -> list[Tensor]:
     """The sources that read k sees, outside of autograd: for looking at."""
-    _, _, sources, _ = _unpack(plan, k - 1, state)
-    new = sources[k].value + y.detach() if plan.grows[k + 1] else y.detach()
-    return [new if s == k + 1 else sources[s].value for s in plan.sees[k]]
+    older = {place.source: state[place.start] for place in plan.before(k)}
+    new = older[k] + y.detach() if plan.grows[k + 1] else y.detach()
+    return [new if s == k + 1 else older[s] for s in plan.sees[k]]
 
 
 def holds(plan: Plan, k: int, state: State) -> bool:
@@ -103,23 +88,21 @@ Made = tuple[Tensor, Tensor, Tensor]
 """The value of a source, its scores and its rstd."""
 
 
-def _evaluate(
-    plan: Plan, k: int, y: Tensor, sources: dict[int, Source], partial: State, u: Tensor, eps: float
-) -> tuple[Made, Tensor, Tensor, State]:
+def _evaluate(plan: Plan, k: int, y: Tensor, state: State, eps: float) -> tuple[Made, Tensor, Tensor, State]:
     """All that step k computes, outside of autograd: source k+1, then h and lse of the read, then the partial reads.
 
     A group of reads begins with all of them over the sources there are; `partial` holds their lse, and o_l of each read
     to come. Such a read is o_l, whose score is lse_l, and the sources that are newer.
     """
+    table, u = plan.steps[k], state[0]
     first, count = plan.readers[k + 1][0], len(plan.readers[k + 1])
     start, size = plan.group[k]
-    seen = plan.sees[k] if k == start else plan.sees[k][len(plan.sees[start]) :]
-    values, scores = [sources[s].value for s in seen if s <= k], [sources[s].scores for s in seen if s <= k]
-    rows = [k - plan.readers[s][0] for s in seen if s <= k]
+    partial = state[2 : 2 + table.pending]
+    values, scores, rows = [state[i] for i in table.seen], [state[i + 1] for i in table.seen], table.rows
     if k > start:
         values, scores, rows = [partial[1], *values], [partial[0], *scores], [k - start, *rows]
         partial = (partial[0], *partial[2:]) if len(partial) > 2 else ()
-    base = sources[k].value if plan.grows[k + 1] else None
+    base = state[table.newest] if plan.grows[k + 1] else None
     if base is not None and count == size == 1:
         *made, h, lse = junction.depth_sum_read(base, y, u, k, values, scores, rows, eps)
         return (made[0], made[1], made[2]), h, lse, partial
@@ -136,14 +119,15 @@ def _evaluate(
 
 
 def _fork(
-    plan: Plan, s: int, y: Tensor, made: Made, before: Source | None, u: Tensor, chain: Tensor
-) -> tuple[Source, Tensor]:
-    """Source s as the state carries it, with its handles, and the next link of the chain that collects du."""
-    own, ahead = len(plan.own[s]), 1 + plan.goes_on(s)
+    plan: Plan, s: int, y: Tensor, made: Made, before: State | None, u: Tensor, chain: Tensor
+) -> tuple[Tensor, ...]:
+    """The next link of the chain that collects du, then the handles of source s in the order of the state.
+
+    `before` is the source before with its handle, if this one hands a gradient on to it.
+    """
     led = before[:3] if before and s in plan.leads else None
-    onward = before.onward[0] if before else None
-    handles = _handles(y, onward, chain, *made, u, plan.readers[s][0], own, plan.goes_on(s), led)
-    return Source(*made, handles[1:ahead], handles[ahead : ahead + own], handles[ahead + own :]), handles[0]
+    onward = before[3] if before else None
+    return _handles(y, onward, chain, *made, u, plan.readers[s][0], len(plan.own[s]), plan.goes_on(s), led)
 
 
 class _Fork(torch.autograd.Function):
@@ -219,21 +203,3 @@ def _plain_stats(dh: Tensor, h: Tensor, lse: Tensor) -> Tensor:
 
 def _handle(like: Tensor, shape: Sequence[int]) -> Tensor:
     return torch.empty_strided(tuple(shape), (0,) * len(shape), dtype=like.dtype, device=like.device)
-
-
-def _pack(plan: Plan, k: int, u: Tensor, chain: Tensor, sources: dict[int, Source], partial: State) -> State:
-    state = [u, chain, *partial]
-    for place in plan.after(k):
-        value, scores, rstd, onward, gradients, stats = sources[place.source]
-        state += [value, scores, rstd, *onward, *gradients, *stats]
-    return tuple(state)
-
-
-def _unpack(plan: Plan, k: int, state: State) -> tuple[Tensor, Tensor, dict[int, Source], State]:
-    places, sources = plan.after(k), {}
-    for s, start, onward, ahead in places:
-        value, scores, rstd = state[start : start + 3]
-        first = start + 3 + onward
-        handles = state[start + 3 : first], state[first : first + ahead], state[first + ahead : first + 2 * ahead]
-        sources[s] = Source(value, scores, rstd, *handles)
-    return state[0], state[1], sources, state[2 : places[0].start]

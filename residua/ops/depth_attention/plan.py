@@ -18,6 +18,29 @@ class Place(NamedTuple):
     ahead: int
 
 
+class Step(NamedTuple):
+    """What step k takes from the state and what it leaves there, by position: a table for each step.
+
+    A compiler that follows every line of Python follows a look into a table quickest, and in a deep model it has
+    thousands of sources to follow.
+    """
+
+    newest: int
+    """The value of source k; where nothing needs that any more, of another source."""
+    pending: int
+    """Tensors of a group of reads that is under way, from position 2 on."""
+    seen: list[int]
+    """The values that are read, without those that the group's first read took in and without the new one."""
+    rows: list[int]
+    """In which row of each of their scores this read's are."""
+    gradients: list[int]
+    """The handles for dh, of every older source whose own backward serves this read."""
+    stats: list[int]
+    """The handles for (lse, δ), of the same."""
+    kept: list[tuple[int, int]]
+    """From where to where the state goes on as it is."""
+
+
 class Plan:
     """Which sources each read sees. Source 0 is the embedding, source k+1 is made of the output of sublayer k.
 
@@ -33,13 +56,16 @@ class Plan:
         self.leads = self._leaders()
         self.own = [self._own_readers(s) for s in range(len(grows))]
         self.group = self._groups()
-        # looked up in every step, by a compiler that follows each line of Python: so they are tables, not methods
-        self.served = [[s for s in seen if k in self.own[s]] for k, seen in enumerate(sees)]
         self.places = [self._places(k) for k in range(-1, len(sees))]
+        self.steps = [self._step(k) for k in range(len(sees))]
 
-    def after(self, k: int) -> list[Place]:
-        """The sources that anything after read k needs, and where the state has them; −1 is before the first read."""
-        return self.places[k + 1]
+    def before(self, k: int) -> list[Place]:
+        """The sources that read k or anything after it needs, and where the state before step k has them."""
+        return self.places[k]
+
+    def keeps_new(self, k: int) -> bool:
+        """Whether anything after read k needs the source that step k makes."""
+        return bool(self.places[k + 1]) and self.places[k + 1][-1].source == k + 1
 
     def goes_on(self, s: int) -> bool:
         """Whether the next source hands a gradient on to source s: it grew out of it, or leads it."""
@@ -58,6 +84,32 @@ class Plan:
                 places.append(Place(s, start, onward, ahead))
                 start += 3 + onward + 2 * ahead
         return places
+
+    def _step(self, k: int) -> Step:
+        places = {place.source: place for place in self.before(k)}
+        start, _ = self.group[k]
+        seen = self.sees[k] if k == start else self.sees[k][len(self.sees[start]) :]
+        older = [s for s in seen if s <= k]
+        first = {s: place.start + 3 + place.onward for s, place in places.items()}
+        served = [s for s in self.sees[k] if s <= k and k in self.own[s]]
+        kept = []
+        for s, place in places.items():
+            if any(after.source == s for after in self.places[k + 1]):
+                used, middle = int(s in served), first[s] + place.ahead
+                kept += [
+                    (place.start, place.start + 3),
+                    (first[s] + used, middle),
+                    (middle + used, middle + place.ahead),
+                ]
+        return Step(
+            newest=max(places.values()).start,
+            pending=min(place.start for place in places.values()) - 2,
+            seen=[places[s].start for s in older],
+            rows=[k - self.readers[s][0] for s in older],
+            gradients=[first[s] for s in served],
+            stats=[first[s] + places[s].ahead for s in served],
+            kept=_joined(kept),
+        )
 
     def _leaders(self) -> set[int]:
         """Sources whose backward also does most of that of the source before: all of the readers they share.
@@ -92,3 +144,14 @@ class Plan:
             size = size if n * (size - 1) > 2 * size - 1 else 1
             groups += [(k, size)] * size
         return groups
+
+
+def _joined(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The same positions in as few ranges as can be."""
+    joined: list[tuple[int, int]] = []
+    for start, stop in ranges:
+        if joined and joined[-1][1] == start:
+            start = joined.pop()[0]
+        if stop > start:
+            joined.append((start, stop))
+    return joined
