@@ -37,6 +37,9 @@ class Cut:
     unless it is the state.
     """
 
+    plain = True
+    """Whether the state inside a slice is a value like any other: nothing but gradients comes back to it."""
+
     def __init__(self, topology: Topology) -> None:
         self.topology = topology
 
@@ -73,6 +76,7 @@ class Cut:
 class MultiGateCut(Cut):
     """After the fill phase the streams alone are a state; what follows them is the fused operator's own."""
 
+    plain = False
     topology: MultiGate
 
     def _end(self, k: int, y: Tensor, state: State) -> tuple[Tensor, State]:
@@ -88,6 +92,7 @@ class AttnResCut(Cut):
     Inside a slice the state is the plain list of sources too: handles of the deferred backward cannot travel.
     """
 
+    plain = False
     topology: BlockAttnRes
 
     def begin(self, x: Tensor) -> tuple[Tensor, State]:

@@ -97,7 +97,7 @@ class PipelinedStep(RankedStep):
         total = self._over_ranks(counts.sum())
         for stage in self.stages:
             stage.sent_forward = stage.sent_backward = 0
-        self._flow(batches, counts.to(self.device) / total, self.schedule.step)
+        self._flow(batches, self._move(counts) / total, self.schedule.step)
         self._sent = [(stage.sent_forward, stage.sent_backward) for stage in self.stages]
         self._totals[2] += self._clip()
         self._totals[3] += 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -14,10 +14,9 @@ from torch.distributed.pipelining import PipelineStage
 
 from residua import ops
 from residua.model.context import Context
-from residua.model.decoder import Sublayer
 from residua.train.parallel.cut import EMBEDDING, Cut, Items
+from residua.train.parallel.layers import Layer, pass_through
 from residua.train.parallel.transport import Route, Shelf, hold
-from residua.train.parallel.wrap import compile_each
 from residua.train.rewrites import compile_rewritten
 
 if TYPE_CHECKING:
@@ -57,6 +56,10 @@ class Slice(nn.Module):
         self.cut, self.range, self.route, self.shelf, self.settings = cut, sublayers, route, shelf, settings
         self.first, self.last = sublayers.start == 0, sublayers.stop == model.config.sublayers
         self.sublayers = nn.ModuleDict({str(k): model.sublayers[k] for k in sublayers})
+        self.layers = nn.ModuleList(
+            Layer(k, list(model.sublayers[k : k + 2]), model.topology, closed=self.last or k + 2 < sublayers.stop)
+            for k in sublayers[::2]
+        )
         self.topology, self.anchors = model.topology, model.anchors
         self.embed = model.embed if self.first or (self.last and model.unembed is None) else None
         self.norm = model.norm if self.last else None
@@ -84,11 +87,12 @@ class Slice(nn.Module):
         return (hold(sent[0], held), *sent[1:])
 
     def compile_parts(self, *, whole: bool) -> None:
-        """Compile the computation, or where its sublayers are gathered one by one, each of those."""
+        """Compile the computation, or where its layers are gathered one by one, each of those."""
         if whole:
             self.body = compile_rewritten(self._body)
             return
-        compile_each(list(self.sublayers.values()))
+        for layer in self.layers:
+            layer.compile_parts()  # type: ignore[operator]
 
     def _keep(self, batch: int, name: str, value: Tensor) -> Tensor:
         readers = self.route.lends.get(name, 0)
@@ -101,13 +105,10 @@ class Slice(nn.Module):
         with self._autocast():
             h, state, anchors, constant = self._begin(items, tokens)
             context = Context(self._rotary(h[..., 0]), segments)
-            for k in self.range:
-                y, anchors = cast(Sublayer, self.sublayers[str(k)])(h, anchors, context)
-                if k < self.range.stop - 1 or self.last:
-                    h, state = self.topology.step(k, y, state)
+            h, state, anchors, _ = pass_through(self.layers, h, state, anchors, context)
             if self.last:
                 return {"losses": self._losses(h, targets, items)}
-            return self.cut.close(self.range.stop - 1, y, state) | self._onward(anchors, constant)
+            return self.cut.close(self.range.stop - 1, h, state) | self._onward(anchors, constant)
 
     def _begin(self, items: Items, tokens: Tensor | None) -> tuple[Tensor, Any, tuple[Tensor, ...], Tensor | None]:
         """The first sublayer's input, the state, the anchors, and the embedding where it must be sent on."""

@@ -17,7 +17,7 @@ from residua.train.config import RunConfig, TrainConfig
 from residua.train.optimizer import HybridOptimizer, build_optimizer
 from residua.train.parallel.mesh import Mesh
 from residua.train.parallel.optimizer import RankedOptimizer, local
-from residua.train.parallel.wrap import replicated_losses, shard_model, sharded_losses
+from residua.train.parallel.wrap import replicated_losses, shard_losses, sharded_entry
 from residua.train.step import Step, Totals, resolve
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class RankedStep(Step):
         return build_balancer(self.model, config.balance, self.device, lambda t: self.mesh.over_batch(t.clone()))
 
     def _over_ranks(self, count: Tensor) -> Tensor:
-        return self.mesh.over_batch(count.to(self.device, copy=True))
+        return self.mesh.over_batch(self._move(count.clone()))
 
     def _backward(self, loss: Tensor) -> None:
         (loss * self.ranks).backward()
@@ -116,15 +116,19 @@ class ShardedStep(RankedStep):
     """A piece of every matrix on every rank; where there are copies as well, the same piece in each."""
 
     def __init__(self, model: Decoder, config: RunConfig, mesh: Mesh) -> None:
-        shard_model(model, mesh, resolve(config.train, mesh.device)[0])
+        self._reduces = True
+        self._root: Any = shard_losses(model, mesh, resolve(config.train, mesh.device)[0], config.train.z_loss)
         super().__init__(model, config, mesh)
 
     def _entry(self, config: TrainConfig) -> Callable[..., tuple[Tensor, Tensor, Any]]:
-        return sharded_losses(self.model, self.compiled, self.parallel.unit, config.z_loss)
+        return sharded_entry(self._root, self.compiled, config.z_loss)
 
     def _begin(self, *, last: bool) -> None:
         # Whole gradients kept until the last micro-batch would undo the sharding's saving.
-        self.model.set_requires_gradient_sync(last or self.parallel.unit == "layer")  # type: ignore[operator]
+        reduces = last or self.parallel.unit == "layer"
+        if reduces != self._reduces:
+            self._root.set_requires_gradient_sync(reduces)
+            self._reduces = reduces
 
     def _complete_gradients(self) -> None:
         for parameter in self._parameters:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.nn.parallel import DistributedDataParallel
 
+from residua.train.parallel.layers import LayeredLosses
 from residua.train.parallel.mesh import Mesh
 from residua.train.rewrites import compile_rewritten
 
@@ -26,49 +27,51 @@ def whole(parameter: nn.Parameter) -> bool:
     return parameter.dim() == 0
 
 
-def shard_model(model: Decoder, mesh: Mesh, precision: torch.dtype) -> None:
+def shard_losses(model: Decoder, mesh: Mesh, precision: torch.dtype, z_loss: float) -> nn.Module:
     """Cut every parameter into `parallel.shard` pieces of rows, gathered a layer at a time while it computes.
 
     The layers are gathered in the precision they compute in; what the layers share (embedding, head, topology,
     anchors) stays in the masters' and is gathered once, as the outermost group. With `parallel.unit = "model"` there
     is that group alone: more memory, but one gather and a model that compiles as a whole.
+
+    Returns what computes the losses and is the root of all groups.
     """
-    _shard(model, list(model.sublayers), mesh, precision, set())
+    if mesh.config.unit == "layer":
+        layered = LayeredLosses(model, z_loss)
+        _shard(layered, layered.layers, mesh, precision, set())
+        return layered
+    _shard(model, (), mesh, precision, set())
+    return model
 
 
 def _shard(
-    root: nn.Module, sublayers: list[nn.Module], mesh: Mesh, precision: torch.dtype, left: set[nn.Parameter]
+    root: nn.Module, layers: Iterable[nn.Module], mesh: Mesh, precision: torch.dtype, left: set[nn.Parameter]
 ) -> None:
     narrow = MixedPrecisionPolicy(param_dtype=precision, reduce_dtype=torch.float32, cast_forward_inputs=False)
     wide = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
     # one axis where there are no copies: FSDP2 takes two for copies of shards
     grid = mesh.grid["shard"] if mesh.config.data == 1 else mesh.grid["data", "shard"]
     left = left | {parameter for parameter in root.parameters() if whole(parameter)}
-    if mesh.config.unit == "layer":
-        for first in range(0, len(sublayers), 2):
-            fully_shard(sublayers[first : first + 2], mesh=grid, mp_policy=narrow, ignored_params=left)
-    fully_shard(root, mesh=grid, mp_policy=wide, ignored_params=left, reshard_after_forward=False)
+    cut: set[nn.Parameter] = set()
+    for layer in layers:
+        fully_shard(layer, mesh=grid, mp_policy=narrow, ignored_params=left)
+        cut |= set(layer.parameters())
+    # the root knows the sublayers by other names as well
+    fully_shard(root, mesh=grid, mp_policy=wide, ignored_params=left | cut, reshard_after_forward=False)
     for parameter in left:
         parameter.data = parameter.data.to(mesh.device)
 
 
-def sharded_losses(model: Decoder, compiled: bool, unit: str, z_loss: float) -> Losses:
-    """The losses of a sharded model, compiled where no gather happens: inside each sublayer, or the whole model."""
-    if compiled and unit == "layer":
-        compile_each(list(model.sublayers))
-    elif compiled:
-        model.routed_losses = compile_rewritten(model.routed_losses)  # type: ignore[method-assign]
-    register_fsdp_forward_method(model, "routed_losses")
-    return partial(model.routed_losses, z_loss=z_loss)
-
-
-def compile_each(sublayers: Sequence[nn.Module]) -> None:
-    """Compile the forward pass of each sublayer by itself; hooks that gather its weights stay outside."""
-    config: Any = torch._dynamo.config
-    # sublayers share their code and differ in their layer's number, which counts as a recompilation each
-    config.recompile_limit = max(config.recompile_limit, len(sublayers) + 8)
-    for sublayer in sublayers:
-        sublayer.forward = compile_rewritten(sublayer.forward)
+def sharded_entry(root: Any, compiled: bool, z_loss: float) -> Losses:
+    """The losses of a sharded model, compiled where no gather happens: in each layer, or the whole model."""
+    if isinstance(root, LayeredLosses):
+        if compiled:
+            root.compile_parts()
+        return root
+    if compiled:
+        root.routed_losses = compile_rewritten(root.routed_losses)
+    register_fsdp_forward_method(root, "routed_losses")
+    return partial(root.routed_losses, z_loss=z_loss)
 
 
 class _Entry(nn.Module):
@@ -90,5 +93,5 @@ def replicated_losses(model: Decoder, compiled: bool, mesh: Mesh, z_loss: float)
 
 
 def shard_slice(module: Slice, mesh: Mesh, precision: torch.dtype, shared: Sequence[nn.Parameter]) -> None:
-    """As `shard_model`, for one stage of a pipeline; what several stages share stays whole."""
-    _shard(module, list(module.sublayers.values()), mesh, precision, set(shared))
+    """As `shard_losses`, for one stage of a pipeline; what several stages share stays whole."""
+    _shard(module, module.layers if mesh.config.unit == "layer" else (), mesh, precision, set(shared))
