@@ -68,8 +68,10 @@ def step(plan: Plan, k: int, y: Tensor, state: State, eps: float = 1e-6) -> tupl
         stats.append(handles.pop(first + own))
         gradients.append(handles.pop(first))
     h = _read(torch.compiler.is_compiling(), h, lse, gradients, stats)
-    kept = [t for start, stop in table.kept for t in state[start:stop]]
-    return h, (u, chain, *partial, *kept, *((*made, *handles) if plan.keeps_new(k) else ()))
+    after = [u, chain, *partial]
+    for start, stop in table.kept:
+        after += state[start:stop]
+    return h, (*after, *made, *handles) if plan.keeps_new(k) else tuple(after)
 
 
 def values(plan: Plan, k: int, y: Tensor, state: State) -> list[Tensor]:
