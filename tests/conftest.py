@@ -35,6 +35,8 @@ SLOW_FILES = (
     "test_matching",
     "test_presets",
     "test_decode.py",
+    "test_rewrites_",
+    "test_layers.py",
 )
 
 
