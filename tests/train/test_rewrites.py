@@ -5,32 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from torch._dynamo.backends.common import aot_autograd
-from torch._inductor.decomposition import select_decomp_table
+from torch.fx import GraphModule
 
 from residua.train.rewrites import weight_gradients
-from residua.train.rewrites.graphs import Rewrites
 from residua.train.rewrites.weight_gradients import best_split, split_weight_gradients
+from tests.train.rewriting import rewriting
 
 aten = torch.ops.aten
 
 
-def compiled(module: nn.Module, graphs: list[torch.fx.Graph], *rewrites) -> nn.Module:  # type: ignore[no-untyped-def]
+def compiled(module: nn.Module, seen: list[GraphModule]) -> nn.Module:
     """Run from the graphs that inductor would be given, rewritten."""
-
-    def lower(graph_module, _inputs):  # type: ignore[no-untyped-def]
-        Rewrites(*rewrites)(graph_module.graph)
-        graph_module.recompile()
-        graphs.append(graph_module.graph)
-        return graph_module
-
-    from functorch.compile import make_boxed_func
-
-    def compiler(graph_module, inputs):  # type: ignore[no-untyped-def]
-        return make_boxed_func(lower(graph_module, inputs))
-
-    backend = aot_autograd(fw_compiler=compiler, bw_compiler=compiler, decompositions=select_decomp_table())
-    return torch.compile(module, backend=backend, dynamic=False)  # type: ignore[return-value]
+    return torch.compile(module, backend=rewriting(split_weight_gradients, seen=seen), dynamic=False)  # type: ignore[return-value]
 
 
 def gradients(model: nn.Module, x: torch.Tensor, parameters: list[nn.Parameter]) -> list[torch.Tensor]:
@@ -39,9 +25,9 @@ def gradients(model: nn.Module, x: torch.Tensor, parameters: list[nn.Parameter])
     return list(torch.autograd.grad((y.float() * torch.linspace(-1, 1, y.numel()).view_as(y)).sum(), parameters))
 
 
-def products(graph: torch.fx.Graph) -> tuple[int, int]:
-    found = [len(list(graph.find_nodes(op="call_function", target=t))) for t in (aten.mm.default, aten.bmm.default)]
-    return found[0], found[1]
+def products(module: GraphModule) -> tuple[int, int]:
+    targets = [node.target for node in module.graph.nodes]
+    return targets.count(aten.mm.default), targets.count(aten.bmm.default)
 
 
 def test_shares_of_a_weight_gradient_add_up_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,8 +38,8 @@ def test_shares_of_a_weight_gradient_add_up_to_it(monkeypatch: pytest.MonkeyPatc
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 24, bias=False), nn.GELU(), nn.Linear(24, 8, bias=False))
     x, weights = torch.randn(4, 64, 16), [model[0].weight, model[2].weight]
-    graphs: list[torch.fx.Graph] = []
-    split = gradients(compiled(model, graphs, split_weight_gradients), x, weights)
+    graphs: list[GraphModule] = []
+    split = gradients(compiled(model, graphs), x, weights)
     whole = gradients(model, x, weights)
     exact = gradients(model.double(), x.double(), [model[0].weight, model[2].weight])
     forward, backward = (products(graph) for graph in graphs)
@@ -74,8 +60,8 @@ def test_rounding_of_other_readers_is_kept(monkeypatch: pytest.MonkeyPatch) -> N
     torch.compiler.reset()
     model = nn.Linear(16, 24, bias=False).bfloat16()
     x = torch.randn(64, 16, dtype=torch.bfloat16)
-    graphs: list[torch.fx.Graph] = []
-    (ours,) = gradients(compiled(model, graphs, split_weight_gradients), x, [model.weight])
+    graphs: list[GraphModule] = []
+    (ours,) = gradients(compiled(model, graphs), x, [model.weight])
     (theirs,) = gradients(model, x, [model.weight])
     assert ours.dtype == torch.bfloat16 and products(graphs[-1])[1] == 1
     torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-1)
@@ -84,7 +70,7 @@ def test_rounding_of_other_readers_is_kept(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_cpu_graph_is_left_alone() -> None:
     torch.compiler.reset()
     model, graphs = nn.Linear(16, 24, bias=False), []  # type: ignore[var-annotated]
-    gradients(compiled(model, graphs, split_weight_gradients), torch.randn(64, 16), [model.weight])
+    gradients(compiled(model, graphs), torch.randn(64, 16), [model.weight])
     assert all(products(graph)[1] == 0 for graph in graphs)
 
 

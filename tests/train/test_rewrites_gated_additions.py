@@ -10,10 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch._dynamo.backends.common import aot_autograd
-from torch._functorch.aot_autograd import make_boxed_func
-from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch._inductor.decomposition import select_decomp_table
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.functional import cross_entropy
@@ -23,29 +19,11 @@ from residua.model.decoder import Decoder
 from residua.ops import fused
 from residua.train.rewrites.gated_additions import VIEWS, fuse_additions
 from tests.model.small import small, tokens_and_targets
+from tests.train.rewriting import rewriting
 
 pytestmark = pytest.mark.skipif(not fused.INTERPRETED, reason="needs TRITON_INTERPRET=1")
 aten = torch.ops.aten
 GATED = {"layers": 2, "norm": {"kind": "gatednorm", "rank": 4}}
-
-
-def rewritten(rewrite: Callable[[Graph], None], seen: list[GraphModule]) -> Any:
-    """A backend that rewrites the graphs that inductor would be given, keeps them, and runs them as they are."""
-
-    def compile(module: GraphModule, _: Any) -> Any:
-        rewrite(module.graph)
-        module.graph.eliminate_dead_code()
-        module.graph.lint()
-        module.recompile()
-        seen.append(module)
-        return make_boxed_func(module.forward)
-
-    return aot_autograd(
-        fw_compiler=compile,
-        bw_compiler=compile,
-        decompositions=select_decomp_table(),
-        partition_fn=min_cut_rematerialization_partition,
-    )
 
 
 def differentiated(function: Callable[..., Tensor], leaves: list[Tensor], *, rewrite: Callable[[Graph], None]) -> Any:
@@ -53,7 +31,7 @@ def differentiated(function: Callable[..., Tensor], leaves: list[Tensor], *, rew
     torch._dynamo.reset()
     seen: list[GraphModule] = []
     with ops.backend("triton"):
-        out = torch.compile(function, backend=rewritten(rewrite, seen), fullgraph=True)()
+        out = torch.compile(function, backend=rewriting(rewrite, seen=seen), fullgraph=True)()
         gradients = torch.autograd.grad(out, leaves)
     return [out, *gradients], seen
 

@@ -9,9 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch._dynamo.backends.common import aot_autograd
-from torch._functorch.aot_autograd import make_boxed_func
-from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx import Graph, GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -23,6 +20,7 @@ from residua.ops import fused
 from residua.train.rewrites.packed_heads import pack_head_gradients
 from tests.golden.compare import randomise
 from tests.model.small import small, tokens_and_targets
+from tests.train.rewriting import rewriting
 
 pytestmark = pytest.mark.skipif(not fused.INTERPRETED, reason="needs TRITON_INTERPRET=1")
 aten = torch.ops.aten
@@ -36,23 +34,6 @@ def clean(module: GraphModule) -> None:
     module.recompile()
 
 
-def compiler(rewrite: Callable[[Graph], None], seen: list[Graph]) -> Any:
-    """A backend that rewrites the graphs that inductor would be given, keeps them, and runs them as they are."""
-
-    def compile(module: GraphModule, _: Any) -> Any:
-        rewrite(module.graph)
-        clean(module)
-        seen.append(module.graph)
-        return make_boxed_func(module.forward)
-
-    return aot_autograd(
-        fw_compiler=compile,
-        bw_compiler=compile,
-        decompositions=select_decomp_table(),
-        partition_fn=min_cut_rematerialization_partition,
-    )
-
-
 def operators(graph: Graph) -> Counter[str]:
     return Counter(str(node.target) for node in graph.nodes if node.op == "call_function")
 
@@ -62,11 +43,11 @@ def trained(attention: dict[str, Any], rewrite: Callable[[Graph], None]) -> tupl
     torch._dynamo.reset()
     torch.manual_seed(0)
     config = small(layers=2, width=32, ffn={"kind": "relu2", "hidden": 32}, attention=attention)
-    model, seen = randomise(residua.build(config), 0.05).float(), []
-    run = torch.compile(model, backend=compiler(rewrite, seen), fullgraph=True)
+    model, seen = randomise(residua.build(config), 0.05).float(), list[GraphModule]()
+    run = torch.compile(model, backend=rewriting(rewrite, seen=seen), fullgraph=True)
     tokens, targets = tokens_and_targets()
     cross_entropy(run(tokens).flatten(0, 1), targets.flatten()).backward()
-    return [p.grad for p in model.parameters()], operators(seen[1])
+    return [p.grad for p in model.parameters()], operators(seen[1].graph)
 
 
 @pytest.fixture
