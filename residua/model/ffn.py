@@ -7,6 +7,7 @@ from collections.abc import Callable
 from torch import Tensor, nn
 from torch.nn.functional import gelu, relu, sigmoid, silu
 
+from residua import ops
 from residua.model import choices
 from residua.model.context import Anchors, Context
 from residua.model.projection import Projection
@@ -48,10 +49,25 @@ class PlainFFN(nn.Module):
         return self.out(self.act(self.up(x))), anchors
 
 
+class SquaredReluFFN(PlainFFN):
+    """y = W_out relu(W_in x)² (arXiv 2109.08668), as one operator where the matrices are all there is to the maps."""
+
+    def forward(self, x: Tensor, anchors: Anchors, context: Context) -> tuple[Tensor, Anchors]:
+        if is_plain(self.up) and is_plain(self.out):
+            return ops.squared_relu_ffn(x, self.up.weight, self.out.weight), anchors
+        return super().forward(x, anchors, context)
+
+
+def is_plain(module: nn.Module) -> bool:
+    """A `Projection` that nothing stands in for or wraps, and no hook looks into."""
+    hooked = module._forward_pre_hooks or module._forward_hooks or "forward" in vars(module)
+    return type(module) is Projection and not hooked
+
+
 FFNS: dict[str, tuple[type[GatedFFN] | type[PlainFFN], Callable[[Tensor], Tensor]]] = {
     "swiglu": (GatedFFN, silu),
     "glu": (GatedFFN, sigmoid),
-    "relu2": (PlainFFN, relu2),
+    "relu2": (SquaredReluFFN, relu2),
     "gelu": (PlainFFN, gelu),
 }
 

@@ -24,7 +24,7 @@ class RMSNorm(nn.Module):
         nn.init.ones_(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        return ops.rms(x, self.eps, self.weight)
+        return ops.rms_norm(x, self.weight, eps=self.eps)
 
 
 class PreAffine(nn.Module):
@@ -42,7 +42,7 @@ class PreAffine(nn.Module):
         nn.init.ones_(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        return ops.rms(x * self.affine.to(x.dtype), self.eps, self.weight)
+        return ops.rms_norm(x * self.affine.to(x.dtype), self.weight, eps=self.eps)
 
 
 class LowRankGate(nn.Module):

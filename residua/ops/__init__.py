@@ -3,7 +3,6 @@
 `ops` imports nothing else of Residua: take it alone if you only want the operators.
 """
 
-from residua.ops.add_norm import add_norm
 from residua.ops.backend import backend, chosen_backend
 from residua.ops.depth_attention import attend_finished, attend_partial, depth_attention
 from residua.ops.gated_delta import gated_delta
@@ -23,6 +22,9 @@ from residua.ops.multi_gate import (
 )
 from residua.ops.norm_rotate import norm_rotate, rotate
 from residua.ops.numeric import rms
+from residua.ops.rms_norm import add_norm, rms_norm
+from residua.ops.squared_relu import squared_relu_ffn
+from residua.ops.symmetric_product import symmetric_product
 
 __all__ = [
     "Sections",
@@ -49,6 +51,9 @@ __all__ = [
     "pool_streams",
     "pool_weights",
     "rms",
+    "rms_norm",
     "rotate",
     "sinkhorn",
+    "squared_relu_ffn",
+    "symmetric_product",
 ]

@@ -15,6 +15,7 @@ from torch import Tensor
 from residua.ops import fused
 from residua.ops.launch import aligned, divided, extent, on, operator, power
 from residua.ops.multi_gate import kernels, pool_kernels
+from residua.ops.partials import sum_rows
 
 
 class Plan(NamedTuple):
@@ -138,7 +139,7 @@ def multi_gate_backward(
                 tuple(updates[:-1]), tuple(stats[:-1]), updates[-1], *weights, stats[-1],
                 tuple(g_streams), g_update, partial, tokens, *_numbers(width, eps), COMPETITIVE=competitive, **tile,
             )  # fmt: skip
-        _sum(partial, total)
+        sum_rows(partial, total)
     return outputs
 
 
@@ -204,7 +205,7 @@ def multi_gate_pool_backward(
                 aligned(g_hidden), tuple(aligned(g) for g in g_after), tuple(streams), query, stats,
                 tuple(g_streams), partial, tokens, *_numbers(width, eps), **tile,
             )  # fmt: skip
-        _sum(partial, total)
+        sum_rows(partial, total)
     return outputs
 
 
@@ -212,10 +213,3 @@ def _partial(total: Tensor, plan: Plan, tokens: int) -> Tensor:
     """One row for each program; in the interpreter there are few, so that they share tokens."""
     programs = fused.multiprocessors(total) * (plan.programs if total.is_cuda else 1)
     return total.new_empty((min(tokens, programs), len(total)))
-
-
-def _sum(partial: Tensor, total: Tensor) -> None:
-    block = 4096 if fused.INTERPRETED else 32
-    pool_kernels.total_kernel[(divided(len(total), block),)](
-        partial, total, len(partial), LENGTH=len(total), PARTS=64, BLOCK=block
-    )

@@ -122,14 +122,3 @@ def pool_backward_kernel(
     for tile in tl.static_range(TILES):
         c = tile * BLOCK + tl.arange(0, BLOCK)[None, :]
         tl.store(partial + program * C + c, g_w2[tile], mask=c < C)
-
-
-@triton.jit
-def total_kernel(partial, total, parts, LENGTH: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr):
-    """The sum of the rows of partial [parts, LENGTH], in a fixed order."""
-    c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
-    sum = tl.zeros([PARTS, BLOCK], tl.float32)
-    for first in range(0, parts, PARTS):
-        part = first + tl.arange(0, PARTS)[:, None]
-        sum += tl.load(partial + part.to(tl.int64) * LENGTH + c, mask=(part < parts) & (c < LENGTH), other=0.0)
-    tl.store(total + c, tl.sum(sum, 0)[None, :], mask=c < LENGTH)

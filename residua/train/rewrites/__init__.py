@@ -21,8 +21,8 @@ def compile_rewritten(function: Callable[..., Any]) -> Callable[..., Any]:
 @cache
 def _rewrites() -> Any:
     # inductor takes a second to import, and only those who compile need it
-    from residua.train.rewrites.gated_additions import fuse_additions
     from residua.train.rewrites.graphs import Rewrites
+    from residua.train.rewrites.norm_additions import fuse_additions
     from residua.train.rewrites.packed_heads import pack_head_gradients
     from residua.train.rewrites.weight_gradients import split_weight_gradients
 

@@ -1,4 +1,4 @@
-"""The fused addition and norm against the reference in float64."""
+"""The fused norm, alone and behind an addition, against the reference in float64."""
 
 from __future__ import annotations
 
@@ -29,16 +29,18 @@ def drawn(tokens: int, width: int, device: str = "cpu") -> list[Tensor]:
 
 
 def results(choice: str, inputs: list[Tensor], dtype: torch.dtype | None = None) -> list[Tensor]:
+    """Outputs and gradients: of the norm of an addition, or of the norm alone if there are two inputs."""
     leaves = [t.detach().to(dtype or t.dtype).requires_grad_() for t in inputs]
     with ops.backend(choice):
-        made = ops.add_norm(*leaves, eps=1e-3)
+        made = ops.add_norm(*leaves, eps=1e-3) if len(leaves) == 3 else (ops.rms_norm(*leaves, eps=1e-3),)
     draw = torch.Generator(made[0].device).manual_seed(1)
     probes = [torch.randn(t.shape, generator=draw, device=t.device).to(t) for t in made]
     return [*made, *torch.autograd.grad(made, leaves, probes)]
 
 
 def assert_close(ours: list[Tensor], exact: list[Tensor], tolerance: float) -> None:
-    for name, a, b in zip(("s", "x", "g h", "g y", "g weight"), ours, exact, strict=True):
+    names = ("s", "x", "g h", "g y", "g weight") if len(ours) == 5 else ("x", "g s", "g weight")
+    for name, a, b in zip(names, ours, exact, strict=True):
         error = (a.double() - b.double()).norm() / b.double().norm().clamp(min=1e-12)
         assert error <= tolerance, f"{name}: relative error {error:.2e}"
 
@@ -47,14 +49,15 @@ def assert_close(ours: list[Tensor], exact: list[Tensor], tolerance: float) -> N
 @pytest.mark.parametrize("size", [(1, 7), (9, 300), (5, 1000), (3, 1280), (2, 4100)], ids=str)
 def test_the_kernels_equal_the_reference_in_every_gradient(size):
     inputs = drawn(*size)
-    assert_close(results("triton", inputs), results("reference", inputs, torch.float64), 2e-6)
+    for some in (inputs, inputs[1:]):
+        assert_close(results("triton", some), results("reference", some, torch.float64), 2e-6)
 
 
 @interpreter
 def test_rows_share_programs(monkeypatch):
-    from residua.ops.add_norm import triton as host
+    from residua.ops.rms_norm import triton as host
 
-    monkeypatch.setattr(host, "PROGRAMS", 1)
+    monkeypatch.setattr(host, "backward_plan", lambda width: host.Plan(1, 1))
     inputs = drawn(30, 20)
     assert_close(results("triton", inputs), results("reference", inputs, torch.float64), 2e-6)
 
@@ -63,9 +66,11 @@ def test_rows_share_programs(monkeypatch):
 def test_no_tokens_and_strided_inputs_are_taken():
     empty = results("triton", drawn(0, 20))
     assert empty[0].shape == (0, 20) and not empty[-1].any()
+    assert not results("triton", drawn(0, 20)[1:])[-1].any()
     h, y, weight = drawn(6, 20)
     strided = [h.t().contiguous().t().reshape(2, 3, 20).transpose(0, 1), y.reshape(3, 2, 20), weight]
-    assert_close(results("triton", strided), results("reference", strided, torch.float64), 2e-6)
+    for some in (strided, [strided[0], weight.repeat(2)[::2]]):
+        assert_close(results("triton", some), results("reference", some, torch.float64), 2e-6)
 
 
 @interpreter
@@ -87,6 +92,7 @@ def test_compiles_into_one_graph():
     def run(*tensors: Tensor) -> Tensor:
         with ops.backend("triton"):
             s, x = ops.add_norm(*tensors)
+            x = ops.rms_norm(x, tensors[2])
         return (s * x).square().sum()
 
     eager, compiled = (
@@ -102,6 +108,7 @@ def test_compiles_into_one_graph():
 def test_on_a_gpu_every_gradient_is_right(dtype, tolerance, width):
     h, y, weight = drawn(9000, width, "cuda")
     inputs = [h.to(dtype), y.to(dtype), weight]
-    ours = results("triton", inputs)
-    assert_close(ours, results("reference", inputs, torch.float64), tolerance)
-    assert all(torch.equal(a, b) for a, b in zip(ours, results("triton", inputs), strict=True))
+    for some in (inputs, inputs[1:]):
+        ours = results("auto", some)
+        assert_close(ours, results("reference", some, torch.float64), tolerance)
+        assert all(torch.equal(a, b) for a, b in zip(ours, results("triton", some), strict=True))

@@ -1,4 +1,4 @@
-"""The additions beside a GatedNorm, computed by its kernels.
+"""The additions beside a norm, computed by its kernels.
 
 To `torch.compile` the fused norm is a closed operator, so that what stands next to it becomes kernels of its own: the
 sum that it reads in the forward pass (x' = x + y), and in the backward pass the sum of its gradient with that of the
@@ -7,11 +7,12 @@ residual path (g_x + g). Both are passes over tensors that the norm's kernels ha
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from operator import getitem
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
 from residua.ops import fused
@@ -19,30 +20,47 @@ from residua.train.rewrites.graphs import call, value
 
 aten = torch.ops.aten
 VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
-RESIDUAL = 8
-"""Which argument of the backward operator is the other path's gradient."""
+
+
+class Norm(NamedTuple):
+    """The operators of a norm: x and weights in, the normed rows first; with an addition x, update and weights in."""
+
+    forward: OpOverload
+    forward_added: OpOverload
+    added: int
+    """Which output of it is the sum."""
+    backward: OpOverload
+    residual: int
+    """Which argument of it is the other path's gradient; the first output is that of x."""
+
+
+def _norms() -> Iterator[Norm]:
+    import residua.ops.gated_norm.triton
+    import residua.ops.rms_norm.triton  # noqa: F401  (both register operators)
+
+    ours = torch.ops.residua
+    yield Norm(ours.gated_norm.default, ours.gated_norm_added.default, 4, ours.gated_norm_backward.default, 8)
+    yield Norm(ours.rms_norm.default, ours.rms_norm_added.default, 2, ours.rms_norm_backward.default, 4)
 
 
 def fuse_additions(graph: Graph) -> None:
-    """Give the GatedNorms of a graph of aten operators, forward or backward, the additions next to them.
+    """Give the norms of a graph of aten operators, forward or backward, the additions next to them.
 
     An addition is taken if it is one of two tensors of equal shape and dtype, and neither of them the result of
     elementwise work that would be computed within the addition. Everything else stays as it is.
     """
     if not fused.INSTALLED:
         return
-    import residua.ops.gated_norm.triton  # noqa: F401  (registers the operators)
-
-    operators = torch.ops.residua
-    for norm in graph.find_nodes(op="call_function", target=operators.gated_norm.default):
-        _fuse_forward(graph, norm)
-    for backward in graph.find_nodes(op="call_function", target=operators.gated_norm_backward.default):
-        _fuse_backward(graph, backward)
+    for norm in _norms():
+        for node in graph.find_nodes(op="call_function", target=norm.forward):
+            _fuse_forward(graph, node, norm)
+        for node in graph.find_nodes(op="call_function", target=norm.backward):
+            _fuse_backward(graph, node, norm)
 
 
-def _fuse_forward(graph: Graph, norm: Node) -> None:
-    """norm(a + b) becomes one operator where the sum stood; who else reads the sum reads its last output."""
-    rows, *weights = norm.args
+def _fuse_forward(graph: Graph, old: Node, norm: Norm) -> None:
+    """norm(a + b) becomes one operator where the sum stood; who else reads the sum reads its own output."""
+    rows, *weights = old.args
     total = _source(rows)
     if not _is_plain_sum(total):
         return
@@ -51,29 +69,29 @@ def _fuse_forward(graph: Graph, norm: Node) -> None:
         return
     with graph.inserting_before(place.next):
         operands = [_like(graph, a, rows) for a in total.args]
-        new = call(graph, torch.ops.residua.gated_norm_added.default, *operands, *weights)
-        _replace_outputs(graph, norm, new)
-        added = _like(graph, call(graph, getitem, new, 4), total)
+        new = call(graph, norm.forward_added, *operands, *weights)
+        _replace_outputs(graph, old, new)
+        added = _like(graph, call(graph, getitem, new, norm.added), total)
     total.replace_all_uses_with(added)
-    _erase(graph, *norm.users, norm, total)
+    _erase(graph, *old.users, old, total)
 
 
-def _fuse_backward(graph: Graph, backward: Node) -> None:
+def _fuse_backward(graph: Graph, old: Node, norm: Norm) -> None:
     """g_x + g becomes an operator that is also given g, below where g is computed."""
-    g_x = next((item for item in backward.users if item.args[1] == 0), None)
+    g_x = next((item for item in old.users if item.args[1] == 0), None)
     total = None if g_x is None else _only_reader(g_x)
-    if total is None or len(backward.args) > RESIDUAL or not _is_plain_sum(total):
+    if total is None or len(old.args) > norm.residual or not _is_plain_sum(total):
         return
     g = [source for source in map(_source, total.args) if source is not g_x]
-    place = _last(backward, g)
-    if len(g) != 1 or any(r <= place for item in backward.users if item is not g_x for r in item.users):
+    place = _last(old, g)
+    if len(g) != 1 or any(r <= place for item in old.users if item is not g_x for r in item.users):
         return
     with graph.inserting_before(place.next):
-        new = call(graph, backward.target, *backward.args, _like(graph, g[0], g_x))
-        outputs = _replace_outputs(graph, backward, new)
+        new = call(graph, norm.backward, *old.args, _like(graph, g[0], g_x))
+        outputs = _replace_outputs(graph, old, new)
         summed = _like(graph, outputs[0], total)
     total.replace_all_uses_with(summed)
-    _erase(graph, total, *backward.users, backward)
+    _erase(graph, total, *old.users, old)
 
 
 def _is_plain_sum(node: Node) -> bool:

@@ -1,4 +1,4 @@
-"""Additions beside a GatedNorm move into its kernels, and nothing else changes."""
+"""Additions beside a norm move into its kernels, and nothing else changes."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ from torch.nn.functional import cross_entropy
 from residua import ops
 from residua.model.decoder import Decoder
 from residua.ops import fused
-from residua.train.rewrites.gated_additions import VIEWS, fuse_additions
+from residua.train.rewrites.norm_additions import VIEWS, fuse_additions
 from tests.model.small import small, tokens_and_targets
 from tests.train.rewriting import rewriting
 
 pytestmark = pytest.mark.skipif(not fused.INTERPRETED, reason="needs TRITON_INTERPRET=1")
 aten = torch.ops.aten
-GATED = {"layers": 2, "norm": {"kind": "gatednorm", "rank": 4}}
+NORMS = {"gated_norm": {"kind": "gatednorm", "rank": 4}, "rms_norm": {"kind": "rmsnorm"}}
+ARGUMENTS = {"gated_norm": 8, "rms_norm": 4}
+"""Of the backward operator without a residual."""
 
 
 def differentiated(function: Callable[..., Tensor], leaves: list[Tensor], *, rewrite: Callable[[Graph], None]) -> Any:
@@ -58,22 +60,24 @@ def model_loss(**tables: Any) -> tuple[Callable[[], Tensor], list[Tensor]]:
     return loss, list(model.parameters())
 
 
-def test_a_model_keeps_its_loss_and_gradients_and_every_sum_of_its_residual_stream_is_taken():
-    loss, parameters = model_loss(**GATED)
+@pytest.mark.parametrize("name", NORMS)
+def test_a_model_keeps_its_loss_and_gradients_and_every_sum_of_its_residual_stream_is_taken(name):
+    loss, parameters = model_loss(layers=2, norm=NORMS[name])
     plain, _ = differentiated(loss, parameters, rewrite=untouched)
     ours, (forward, backward) = differentiated(loss, parameters, rewrite=fuse_additions)
     assert torch.equal(ours[0], plain[0])
     for a, b in zip(ours[1:], plain[1:], strict=True):
         assert (a - b).norm() <= 1e-6 * b.norm()
 
-    assert calls(forward)["residua.gated_norm_added.default"] == 4
-    assert calls(forward)["residua.gated_norm.default"] == 1, "the embedding's own, which is no sum"
-    norms = backward.graph.find_nodes(op="call_function", target=torch.ops.residua.gated_norm_backward.default)
-    assert sorted(len(n.args) for n in norms) == [8] + 4 * [9], "the last norm has no residual path beside it"
-    assert not additions_next_to_norms(forward) and not additions_next_to_norms(backward)
+    assert calls(forward)[f"residua.{name}_added.default"] == 4
+    assert calls(forward)[f"residua.{name}.default"] == 1, "the embedding's own, which is no sum"
+    norms = [n for n in backward.graph.nodes if str(n.target) == f"residua.{name}_backward.default"]
+    alone = ARGUMENTS[name]
+    assert sorted(len(n.args) for n in norms) == [alone] + 4 * [alone + 1], "the last has no residual path beside it"
+    assert not any(additions_next_to(name, module) for module in (forward, backward))
 
 
-def additions_next_to_norms(module: GraphModule) -> list[Node]:
+def additions_next_to(name: str, module: GraphModule) -> list[Node]:
     """Sums that a norm reads, and sums that read a norm's gradient."""
 
     def source(n: Any) -> Any:
@@ -82,12 +86,12 @@ def additions_next_to_norms(module: GraphModule) -> list[Node]:
         return n
 
     sums = module.graph.find_nodes(op="call_function", target=aten.add.Tensor)
-    norms = [n for n in module.graph.nodes if "gated_norm" in str(n.target)]
+    norms = [n for n in module.graph.nodes if str(n.target).startswith(f"residua.{name}")]
     return [s for s in sums if any(source(n.args[0]) is s for n in norms) or any(source(a) in norms for a in s.args)]
 
 
-def test_a_model_without_gated_norms_is_left_alone():
-    loss, parameters = model_loss(layers=1, norm={"kind": "rmsnorm"})
+def test_a_model_without_such_norms_is_left_alone():
+    loss, parameters = model_loss(layers=1, norm={"kind": "dyt"})
     _, plain = differentiated(loss, parameters, rewrite=untouched)
     _, ours = differentiated(loss, parameters, rewrite=fuse_additions)
     assert [str(m.graph) for m in ours] == [str(m.graph) for m in plain]

@@ -1,10 +1,15 @@
-"""A residual addition and the norm behind it, in plain PyTorch."""
+"""RMSNorm with a gain, and the residual addition before it, in plain PyTorch."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
 from residua.ops.numeric import rms
+
+
+def rms_norm(x: Tensor, weight: Tensor, *, eps: float = 1e-6) -> Tensor:
+    """weight ⊙ x / sqrt(mean(x²) + eps) over the last axis: x [..., C], weight [C]."""
+    return rms(x, eps, weight)
 
 
 def add_norm(h: Tensor, y: Tensor, weight: Tensor, *, eps: float = 1e-6) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,39 @@
+"""RMSNorm with a gain, alone or with the residual addition before it."""
+
+from typing import Any
+
+from torch import Tensor
+
+from residua.ops import fused
+from residua.ops.backend import Operator
+from residua.ops.rms_norm import reference
+
+WIDEST = 16_384
+
+
+def _fused(*args: Any, **settings: Any) -> Any:
+    from residua.ops.rms_norm.triton import rms_norm
+
+    return rms_norm(*args, **settings)
+
+
+def _fused_sum(*args: Any, **settings: Any) -> Any:
+    from residua.ops.rms_norm.triton import add_norm
+
+    return add_norm(*args, **settings)
+
+
+def _serves(x: Tensor, weight: Tensor, **_: Any) -> bool:
+    return x.shape[-1] <= WIDEST and fused.serves(x, weight)
+
+
+def _serves_sum(h: Tensor, y: Tensor, weight: Tensor, **_: Any) -> bool:
+    return h.shape == y.shape and h.dtype == y.dtype and _serves(h, weight) and fused.serves(y)
+
+
+rms_norm = Operator(reference.rms_norm)
+rms_norm.register_fused(_fused, _serves)
+add_norm = Operator(reference.add_norm)
+add_norm.register_fused(_fused_sum, _serves_sum)
+
+__all__ = ["add_norm", "rms_norm"]

@@ -1,0 +1,49 @@
+"""The feed-forward with relu(·)² between its two maps, without a pass of its own for that."""
+
+import torch
+from torch import Tensor
+
+from residua.ops import fused
+from residua.ops.backend import Operator
+from residua.ops.numeric import working_dtype
+from residua.ops.squared_relu import reference
+
+FEWEST_TOKENS = 2048
+"""Below, a matrix library's product and a pass over a small result take no longer than a kernel of ours."""
+ALIGNMENT = 8
+"""Elements of a row that a tensor descriptor needs to be a multiple of: 16 bytes of them."""
+
+
+def _fused(x: Tensor, w_in: Tensor, w_out: Tensor) -> Tensor:
+    if not _pays(x, w_in):
+        return reference.squared_relu_ffn(x, w_in, w_out)
+    from residua.ops.squared_relu.triton import squared_relu_ffn
+
+    return squared_relu_ffn(x, w_in, w_out)
+
+
+def _pays(x: Tensor, w_in: Tensor) -> bool:
+    """Many tokens and 16-bit products, on a GPU that has the instructions; the interpreter's are right in float32."""
+    kernel_dtype = torch.float32 if fused.INTERPRETED else torch.bfloat16
+    hidden, width = w_in.shape
+    return (
+        working_dtype(x) is kernel_dtype
+        and x.numel() >= FEWEST_TOKENS * width
+        and width % ALIGNMENT == hidden % ALIGNMENT == 0
+        and (not x.is_cuda or _is_hopper())
+    )
+
+
+@torch.compiler.assume_constant_result
+def _is_hopper() -> bool:
+    return torch.cuda.get_device_capability()[0] == 9
+
+
+def _serves(x: Tensor, w_in: Tensor, w_out: Tensor) -> bool:
+    return fused.serves(x, w_in, w_out)
+
+
+squared_relu_ffn = Operator(reference.squared_relu_ffn)
+squared_relu_ffn.register_fused(_fused, _serves)
+
+__all__ = ["squared_relu_ffn"]

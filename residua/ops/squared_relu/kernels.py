@@ -1,0 +1,91 @@
+"""Two matrix products with relu(·)² in what follows the sum, tile by tile:
+
+    a = relu(x W_inᵀ)²            p = (g W_out) ⊙ 2√a
+
+Programs stay, and walk over tiles; operands come and results go by tensor descriptors (TMA), which also see to what a
+tile has beyond the edge. The result leaves in PARTS, so that one part is written while the next is computed.
+"""
+
+# mypy: ignore-errors
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def place(tile, rows, columns, GROUP: tl.constexpr):
+    """Row and column of a tile: GROUP rows of tiles are walked down column by column, for L2 to hold their operands."""
+    first = tile // (GROUP * columns) * GROUP
+    height = min(rows - first, GROUP)
+    within = tile % (GROUP * columns)
+    return first + within % height, within // height
+
+
+@triton.jit
+def halves(z):
+    """The left and the right columns of z."""
+    return z.reshape(z.shape[0], 2, z.shape[1] // 2).permute(0, 2, 1).split()
+
+
+@triton.jit
+def write_squares(a, z, row, column, PARTS: tl.constexpr):
+    """a = relu(z)² at (row, column)."""
+    if PARTS == 1:
+        positive = tl.maximum(z, 0.0)
+        a.store([row, column], (positive * positive).to(a.dtype))
+    else:
+        left, right = halves(z)
+        write_squares(a, left, row, column, PARTS // 2)
+        write_squares(a, right, row, column + z.shape[1] // 2, PARTS // 2)
+
+
+@triton.jit
+def write_slopes(p, a, g, row, column, PARTS: tl.constexpr):
+    """p = g ⊙ 2√a at (row, column)."""
+    if PARTS == 1:
+        root = tl.sqrt(a.load([row, column]).to(tl.float32))
+        p.store([row, column], (g * (2 * root)).to(p.dtype))
+    else:
+        left, right = halves(g)
+        write_slopes(p, a, left, row, column, PARTS // 2)
+        write_slopes(p, a, right, row, column + g.shape[1] // 2, PARTS // 2)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def square_kernel(
+    x, w, a, tokens,
+    N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    GROUP: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """a [M, N] = relu(x wᵀ)² of x [M, K] and w [N, K]."""
+    rows, columns = tl.cdiv(tokens, ROWS), tl.cdiv(N, COLUMNS)
+    # counted apart from the loop, so that the next tile's loads can begin before this one is written
+    written = tl.program_id(0)
+    for tile in tl.range(tl.program_id(0), rows * columns, tl.num_programs(0), flatten=True):
+        row, column = place(tile, rows, columns, GROUP)
+        z = tl.zeros([ROWS, COLUMNS], tl.float32)
+        for k in range(0, K, DEPTH):
+            z = tl.dot(x.load([row * ROWS, k]), w.load([column * COLUMNS, k]).T, z, input_precision="ieee")
+        row, column = place(written, rows, columns, GROUP)
+        write_squares(a, z, row * ROWS, column * COLUMNS, PARTS)
+        written += tl.num_programs(0)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def slope_kernel(
+    g, w, a, p, tokens,
+    N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    GROUP: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """p [M, N] = (g w) ⊙ 2√a of g [M, K], w [K, N] and a [M, N]."""
+    rows, columns = tl.cdiv(tokens, ROWS), tl.cdiv(N, COLUMNS)
+    written = tl.program_id(0)
+    for tile in tl.range(tl.program_id(0), rows * columns, tl.num_programs(0), flatten=True):
+        row, column = place(tile, rows, columns, GROUP)
+        z = tl.zeros([ROWS, COLUMNS], tl.float32)
+        for k in range(0, K, DEPTH):
+            z = tl.dot(g.load([row * ROWS, k]), w.load([k, column * COLUMNS]), z, input_precision="ieee")
+        row, column = place(written, rows, columns, GROUP)
+        write_slopes(p, a, z, row * ROWS, column * COLUMNS, PARTS)
+        written += tl.num_programs(0)

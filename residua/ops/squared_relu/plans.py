@@ -1,0 +1,85 @@
+"""How the two products are cut and launched: y = relu(x wᵀ)², or where `a` is given y = (x w) ⊙ 2√a."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from residua.ops import fused
+from residua.ops.squared_relu import kernels
+
+try:  # Triton calls it experimental: where it is gone or has moved, `Flat` serves
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as PlacedDescriptor
+
+    from residua.ops.squared_relu import specialized
+except ImportError:
+    HAS_GLUON = False
+else:
+    HAS_GLUON = True
+
+
+class Flat(NamedTuple):
+    """`kernels`: all warps of a program do the same."""
+
+    rows: int
+    columns: int
+    depth: int
+    """Elements of a step of the sums."""
+    group: int
+    """Rows of tiles that are walked down together."""
+    parts: int
+    """That a tile is written in."""
+    warps: int
+    stages: int
+
+    def launch(self, x: Tensor, w: Tensor, a: Tensor | None, y: Tensor) -> None:
+        part = [self.rows, self.columns // self.parts]
+        operand, result = self._described(x, [self.rows, self.depth]), self._described(y, part)
+        programs = (_programs(y, self.rows, self.columns),)
+        sizes = {"N": y.shape[1], "K": x.shape[1], "ROWS": self.rows, "COLUMNS": self.columns, "DEPTH": self.depth}
+        run = {"GROUP": self.group, "PARTS": self.parts, "num_warps": self.warps, "num_stages": self.stages}
+        if a is None:
+            weight = self._described(w, [self.columns, self.depth])
+            kernels.square_kernel[programs](operand, weight, result, len(y), **sizes, **run)
+        else:
+            weight = self._described(w, [self.depth, self.columns])
+            kernels.slope_kernel[programs](operand, weight, self._described(a, part), result, len(y), **sizes, **run)
+
+    def _described(self, matrix: Tensor, block: list[int]) -> TensorDescriptor:
+        return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), block)
+
+
+class Specialized(NamedTuple):
+    """`specialized`: a task to every group of warps."""
+
+    columns: int
+    depth: int
+    stages: int
+    parts: int
+    slots: int
+    """Parts that a warpgroup has room for in shared memory."""
+    group: int
+
+    def launch(self, x: Tensor, w: Tensor, a: Tensor | None, y: Tensor) -> None:
+        rows, half = specialized.ROWS.value, specialized.HALF.value
+        part = [half, self.columns // self.parts]
+        weight = [self.columns, self.depth] if a is None else [self.depth, self.columns]
+        tensors = (x, [half, self.depth]), (w, weight), (y if a is None else a, part), (y, part)
+        specialized.product_kernel[(_programs(y, rows, self.columns),)](
+            *(self._described(*pair) for pair in tensors),
+            triton.cdiv(y.shape[0], rows), triton.cdiv(y.shape[1], self.columns), K=x.shape[1], STAGES=self.stages,
+            PARTS=self.parts, SLOTS=self.slots, GROUP=self.group, SLOPES=a is not None, num_warps=4, maxnreg=168,
+        )  # fmt: skip
+
+    def _described(self, matrix: Tensor, block: list[int]) -> Any:
+        layout = gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)
+        return PlacedDescriptor(matrix, list(matrix.shape), list(matrix.stride()), block, layout)
+
+
+def _programs(y: Tensor, rows: int, columns: int) -> int:
+    """One to a multiprocessor, if there are as many tiles."""
+    return min(fused.multiprocessors(y), triton.cdiv(y.shape[0], rows) * triton.cdiv(y.shape[1], columns))

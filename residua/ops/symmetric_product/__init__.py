@@ -1,0 +1,40 @@
+"""A stack of matrices, each times its own transpose: half of a symmetric result is enough."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from residua.ops import fused
+from residua.ops.backend import Operator, chosen_backend
+from residua.ops.symmetric_product import reference
+
+SMALLEST = 512
+"""Rows from which half the tiles are faster than cuBLAS with all of them."""
+SHARED_BYTES = 232_448
+"""Shared memory of a program, which the tiles are made for: compute capability 9.0 and 10.0 have it."""
+
+
+def _fused(*args: Any, **settings: Any) -> Any:
+    from residua.ops.symmetric_product.triton import symmetric_product
+
+    return symmetric_product(*args, **settings)
+
+
+def _serves(x: Tensor, c: Tensor | None = None, **_: Any) -> bool:
+    if not fused.serves(x) or not _fits(x) or x.shape[2] == 0 or (x.requires_grad and torch.is_grad_enabled()):
+        return False
+    return chosen_backend() == "triton" or (x.dtype == torch.bfloat16 and x.shape[1] >= SMALLEST)
+
+
+def _fits(x: Tensor) -> bool:
+    if not x.is_cuda:
+        return True
+    properties = torch.cuda.get_device_properties(x.device)
+    return bool(getattr(properties, "shared_memory_per_block_optin", 0) >= SHARED_BYTES)
+
+
+symmetric_product = Operator(reference.symmetric_product)
+symmetric_product.register_fused(_fused, _serves)
+
+__all__ = ["symmetric_product"]

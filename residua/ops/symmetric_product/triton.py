@@ -1,0 +1,87 @@
+"""The symmetric product at half the work: which tiles, how many programs, and tensors as the copy engine wants them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from residua.ops import fused
+from residua.ops.launch import divided, on, operator
+from residua.ops.symmetric_product import kernels
+
+
+class Plan(NamedTuple):
+    block: int
+    """Rows and columns of a tile."""
+    depth: int
+    """Columns of X multiplied at a time."""
+    warps: int
+    stages: int
+    flat: bool
+    """Begin to read the next tile while one is written."""
+
+    def triangle(self, m: int) -> int:
+        """Tiles on and below the diagonal of an m×m matrix."""
+        rows = divided(m, self.block)
+        return rows * (rows + 1) // 2
+
+
+PLANS = {torch.bfloat16: Plan(128, 64, 8, 4, True), torch.float32: Plan(16, 16, 4, 2, False)}
+"""Float32 is for the interpreter, where small tiles make small tests say something."""
+
+
+def _outputs(x: Tensor, *_: object) -> Tensor:
+    return _pitched(x, x.shape[1], x.shape[1])
+
+
+@operator("symmetric_product(Tensor x, Tensor? c, float alpha, float beta, float gamma) -> Tensor", _outputs)
+def _symmetric_product(x: Tensor, c: Tensor | None, alpha: float, beta: float, gamma: float) -> Tensor:
+    s = _outputs(x)
+    if s.numel():
+        launch(PLANS[x.dtype], x, c, s, alpha, beta, gamma)
+    return s
+
+
+def launch(plan: Plan, x: Tensor, c: Tensor | None, s: Tensor, alpha: float, beta: float, gamma: float) -> None:
+    """s ← αXXᵀ + βC + γI."""
+    block, depth = plan.block, plan.depth
+    turned = not _walkable(x) and _walkable(x.mT)
+    stored = x.mT if turned else _walked(x)
+    triangle = plan.triangle(x.shape[1])
+    tiles, square = triangle * len(x), [1, block, block]
+    with on(x):
+        kernels.product_kernel[(min(tiles, fused.multiprocessors(x)),)](
+            TensorDescriptor.from_tensor(stored, [1, depth, block] if turned else [1, block, depth]),
+            TensorDescriptor.from_tensor(s if c is None else _walked(c), square),
+            TensorDescriptor.from_tensor(s, square),
+            tiles, triangle, x.shape[2], float(alpha), float(beta), float(gamma),
+            TURNED=turned, ADDED=c is not None, BLOCK=block, DEPTH=depth, FLAT=plan.flat,
+            num_warps=plan.warps, num_stages=plan.stages,
+        )  # fmt: skip
+
+
+def _walkable(x: Tensor) -> bool:
+    """Whether the copy engine can walk over it: dense rows, everything at multiples of 16 bytes."""
+    steps = [step * x.element_size() for step in x.stride()[:-1]]
+    return x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(step > 0 and step % 16 == 0 for step in steps)
+
+
+def _walked(x: Tensor) -> Tensor:
+    return x if _walkable(x) else _pitched(x, *x.shape[1:]).copy_(x)
+
+
+def _pitched(x: Tensor, rows: int, columns: int) -> Tensor:
+    """An empty stack of as many matrices as x has, whose rows begin at multiples of 16 bytes."""
+    per_row = 16 // x.element_size()
+    return x.new_empty(len(x), rows, divided(columns, per_row) * per_row)[..., :columns]
+
+
+def symmetric_product(
+    x: Tensor, c: Tensor | None = None, *, alpha: float = 1.0, beta: float = 0.0, gamma: float = 0.0
+) -> Tensor:
+    """The fused twin of `reference.symmetric_product`."""
+    result: Tensor = _symmetric_product(x, c, alpha, beta, gamma)
+    return result

@@ -1,0 +1,221 @@
+"""The feed-forward with a squared ReLU: the fused products against float64, in the interpreter and on a GPU."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._inductor.decomposition import select_decomp_table
+
+from residua import ops
+from residua.model import choices
+from residua.model.context import Context
+from residua.model.ffn import SquaredReluFFN, build_ffn
+from residua.ops import fused, squared_relu
+
+pytest.importorskip("triton")
+host = importlib.import_module("residua.ops.squared_relu.triton")
+plans = importlib.import_module("residua.ops.squared_relu.plans")
+
+
+@pytest.fixture(autouse=True)
+def few_tokens_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(squared_relu, "FEWEST_TOKENS", 1)
+
+
+def inputs(*shape: int, hidden: int, device: str = "cpu", dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """x [..., C], w_in [H, C], w_out [C, H] and the gradient of y."""
+    torch.manual_seed(0)
+    width = shape[-1]
+    sizes = (shape, (hidden, width), (width, hidden), shape)
+    scales = (1.0, width**-0.5, hidden**-0.5, 1.0)
+    return [(scale * torch.randn(size, device=device)).to(dtype) for size, scale in zip(sizes, scales, strict=True)]
+
+
+def run(choice: str, x: Tensor, w_in: Tensor, w_out: Tensor, g: Tensor) -> list[Tensor]:
+    leaves = [t.detach().requires_grad_() for t in (x, w_in, w_out)]
+    with ops.backend(choice):
+        y = ops.squared_relu_ffn(*leaves)
+    return [y.detach(), *torch.autograd.grad(y, leaves, g)]
+
+
+def relative(a: Tensor, b: Tensor) -> float:
+    return ((a.double() - b.double()).norm() / b.double().norm()).item()
+
+
+interpreted = pytest.mark.skipif(not fused.INTERPRETED, reason="needs TRITON_INTERPRET=1")
+
+
+@interpreted
+@pytest.mark.parametrize("shape", [(48, 32), (1, 8), (3, 7, 40), (2, 33, 72)], ids=str)
+@pytest.mark.parametrize("hidden", [64, 24, 136])
+def test_interpreted_products_equal_float64_reference_with_every_gradient(shape, hidden):
+    case = inputs(*shape, hidden=hidden)
+    truth = run("reference", *(t.double() for t in case))
+    for ours, exact in zip(run("triton", *case), truth, strict=True):
+        assert relative(ours, exact) < 1e-6
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "plan", [(16, 16, 16, 1, 1, 4, 1), (32, 64, 32, 8, 4, 4, 1), (64, 16, 16, 3, 2, 4, 1)], ids=str
+)
+def test_tiles_are_walked_over_in_any_plan(plan, monkeypatch):
+    for name in ("FORWARD", "BACKWARD"):
+        monkeypatch.setattr(host, name, plans.Flat(*plan))
+    case = inputs(150, 48, hidden=104)
+    truth = run("reference", *(t.double() for t in case))
+    for ours, exact in zip(run("triton", *case), truth, strict=True):
+        assert relative(ours, exact) < 1e-6
+
+
+@interpreted
+def test_a_gradient_that_is_not_contiguous_is_read_right():
+    x, w_in, w_out, g = inputs(40, 32, hidden=64)
+    strided = g.t().contiguous().t()
+    assert all(map(torch.equal, run("triton", x, w_in, w_out, g), run("triton", x, w_in, w_out, strided)))
+
+
+@interpreted
+@pytest.mark.parametrize("width, hidden", [(9, 16), (16, 12)])
+def test_rows_that_descriptors_cannot_have_are_left_to_the_reference(width, hidden, monkeypatch):
+    monkeypatch.setattr(host, "_apply", None)
+    case = inputs(5, width, hidden=hidden)
+    assert torch.equal(run("triton", *case)[0], run("reference", *case)[0])
+
+
+@interpreted
+def test_few_tokens_are_left_to_the_reference(monkeypatch):
+    monkeypatch.setattr(squared_relu, "FEWEST_TOKENS", 6)
+    monkeypatch.setattr(host, "_apply", None)
+    case = inputs(5, 8, hidden=16)
+    assert torch.equal(run("triton", *case)[0], run("reference", *case)[0])
+
+
+def fake_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fused path without a GPU: plain products stand in for its kernels, which no compiler sees anyway."""
+
+    def launch(x: Tensor, w: Tensor, a: Tensor | None, y: Tensor) -> None:
+        y.copy_((x @ w.t()).relu().square() if a is None else (x @ w) * 2 * a.sqrt())
+
+    plan = type("Plan", (), {"launch": staticmethod(launch)})
+    for name in ("FORWARD", "BACKWARD"):
+        monkeypatch.setattr(host, name, plan)
+    monkeypatch.setattr(fused, "serves", lambda *tensors: True)
+    monkeypatch.setattr(fused, "INTERPRETED", False)
+
+
+def test_under_autocast_products_are_narrow_and_gradients_as_wide_as_the_weights(monkeypatch):
+    fake_products(monkeypatch)
+    x, w_in, w_out, g = inputs(64, 32, hidden=64)
+    outcomes = []
+    for choice in ("reference", "triton"):
+        with torch.autocast("cpu", torch.bfloat16):
+            outcomes.append(run(choice, x, w_in, w_out, g.bfloat16()))
+    for ours, plain in zip(*reversed(outcomes), strict=True):
+        assert ours.dtype is plain.dtype
+        assert relative(ours, plain) < 1e-2
+    assert [t.dtype for t in outcomes[1]] == [torch.bfloat16, *[torch.float32] * 3]
+
+
+def test_compiled_weight_gradients_are_products_with_a_turned_operand(monkeypatch):
+    """As `train.rewrites.weight_gradients` looks for them: permute(dY) @ X."""
+    fake_products(monkeypatch)
+    graphs = []
+
+    def keep(graph, _):
+        graphs.append(graph)
+        return make_boxed_func(graph.forward)
+
+    x, w_in, w_out, g = inputs(2, 32, 32, hidden=64)
+    leaves = [t.requires_grad_() for t in (x, w_in, w_out)]
+    backend = aot_autograd(fw_compiler=keep, bw_compiler=keep, decompositions=select_decomp_table())
+    compiled = torch.compile(ops.squared_relu_ffn, backend=backend, fullgraph=True)
+    with ops.backend("triton"), torch.autocast("cpu", torch.bfloat16):
+        y = compiled(*leaves)
+    gradients = torch.autograd.grad(y, leaves, g.bfloat16())
+    with torch.autocast("cpu", torch.bfloat16):
+        plain = run("reference", *leaves, g.bfloat16())
+    assert all(relative(a, b) < 1e-2 for a, b in zip((y, *gradients), plain, strict=True))
+
+    forward, backward = ([node for node in graph.graph.nodes if node.op == "call_function"] for graph in graphs)
+    names = [[str(node.target) for node in nodes] for nodes in (forward, backward)]
+    assert names[0].count("residua.squared_relu_linear.default") == 1 and names[0].count("aten.mm.default") == 1
+    assert names[1].count("residua.squared_relu_linear_backward.default") == 1
+    products = [node for node in backward if str(node.target) == "aten.mm.default"]
+    turned = [node for node in products if str(node.args[0].target) == "aten.permute.default"]
+    assert len(products) == 3 and len(turned) == 2
+
+
+def feed_forward() -> tuple[SquaredReluFFN, Tensor]:
+    torch.manual_seed(0)
+    body = build_ffn(choices.ReLU2(hidden=24), 16, std=0.2, output_std=0.2)
+    assert isinstance(body, SquaredReluFFN)
+    return body, torch.randn(2, 3, 16)
+
+
+def seen(body: SquaredReluFFN, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> tuple[Tensor, int]:
+    """What the sublayer returns, and how often it called the operator."""
+    calls, operator = [], ops.squared_relu_ffn
+
+    def counted(*tensors: Tensor) -> Tensor:
+        calls.append(tensors)
+        return operator(*tensors)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ops, "squared_relu_ffn", counted)
+        y, _ = body(x, {}, Context(None, None))
+    return y, len(calls)
+
+
+def test_plain_projections_are_one_operator(monkeypatch):
+    body, x = feed_forward()
+    y, calls = seen(body, x, monkeypatch)
+    assert calls == 1
+    assert torch.equal(y, body.out(body.act(body.up(x))))
+
+
+@pytest.mark.parametrize("which", ["up", "out"])
+@pytest.mark.parametrize("change", ["hook", "pre-hook", "stand-in", "wrapper"])
+def test_projections_that_something_looks_into_or_replaces_are_called(which, change, monkeypatch):
+    body, x = feed_forward()
+    before, _ = seen(body, x, monkeypatch)
+    projection, notes = getattr(body, which), []
+    if change == "hook":
+        projection.register_forward_hook(lambda *_: notes.append(1))
+    elif change == "pre-hook":
+        projection.register_forward_pre_hook(lambda *_: notes.append(1))
+    elif change == "stand-in":
+        linear = nn.Linear(*reversed(projection.weight.shape), bias=False)
+        linear.weight = projection.weight
+        linear.register_forward_hook(lambda *_: notes.append(1))
+        setattr(body, which, linear)
+    else:
+        plain = projection.forward
+        projection.forward = lambda v: notes.append(1) or plain(v)
+    after, calls = seen(body, x, monkeypatch)
+    assert calls == 0 and notes == [1]
+    assert torch.equal(before, after)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(fused.INTERPRETED, reason="needs TRITON_INTERPRET=0")
+@pytest.mark.parametrize("plan", ["chosen", "flat"])
+@pytest.mark.parametrize(
+    "tokens, width, hidden", [(4096, 768, 3072), (2048, 1280, 5120), (2500, 136, 1000), (40, 72, 264)]
+)
+def test_on_a_gpu_bfloat16_products_are_near_float64_and_repeat_themselves(plan, tokens, width, hidden, monkeypatch):
+    if plan == "flat":
+        monkeypatch.setattr(host, "FORWARD", plans.Flat(128, 256, 64, 8, 2, 8, 4))
+        monkeypatch.setattr(host, "BACKWARD", plans.Flat(128, 256, 64, 8, 4, 8, 4))
+    case = inputs(tokens, width, hidden=hidden, device="cuda", dtype=torch.bfloat16)
+    truth = run("reference", *(t.double() for t in case))
+    first = run("triton", *case)
+    for ours, exact in zip(first, truth, strict=True):
+        assert relative(ours, exact) < 1e-2
+    for _ in range(5):
+        assert all(map(torch.equal, first, run("triton", *case)))
