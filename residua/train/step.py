@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from residua.data.loader import IGNORED, Batch
 from residua.train.balance import Balancer, build_balancer
 from residua.train.config import TrainConfig
+from residua.train.copies import Entry, WorkingCopies
 from residua.train.graphed import GraphedPass
 from residua.train.optimizer import HybridOptimizer, build_optimizer
 from residua.train.rewrites import compile_rewritten
@@ -65,6 +66,9 @@ class Step:
     capturable = True
     """Whether a micro-batch may be replayed as a CUDA graph."""
 
+    copying = True
+    """Whether micro-batches may run on working copies of the weights."""
+
     def __init__(self, model: Decoder, config: TrainConfig, device: torch.device) -> None:
         self.model = model
         self.device = device
@@ -76,6 +80,7 @@ class Step:
         self.balancer = self._build_balancer(config)
         if config.recompute == "sublayers":
             recompute_sublayers(model)
+        self._copies = self._build_copies(config)
         self._losses = self._entry(config)
         graphs = self.compiled and device.type == "cuda" and config.graphs == "auto" and self.balancer is None
         self._graphed = GraphedPass(self._pass, self._parameters) if graphs and self.capturable else None
@@ -89,6 +94,8 @@ class Step:
         total = self._over_ranks(torch.stack(counts).sum())
         sizes = [batch.tokens.numel() for batch in batches]
         parts = [size / (sum(sizes) * self.ranks) for size in sizes]
+        if self._copies is not None:
+            self._copies.begin()
         if self.balancer is not None:
             self.balancer.begin(batches, parts, lambda batch: self._forward(*self._moved(batch))[2])
         for i, (batch, count, part) in enumerate(zip(batches, counts, parts, strict=True), 1):
@@ -110,6 +117,8 @@ class Step:
         """Mean cross-entropy over the targets of all batches, in nats, and how many there were."""
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         targets = 0
+        if self._copies is not None:
+            self._copies.refresh()
         for batch in batches:
             count = int((batch.targets != IGNORED).sum())
             total += self._forward(*self._moved(batch))[0].double() * count
@@ -156,9 +165,16 @@ class Step:
     def _build_balancer(self, config: TrainConfig) -> Balancer | None:
         return build_balancer(self.model, config.balance, self.device)
 
+    def _build_copies(self, config: TrainConfig) -> WorkingCopies | None:
+        """None where autocast rounds nothing, and where sublayers run again after the call, on the masters."""
+        rounded = self.precision is not torch.float32 and config.recompute == "none"
+        return WorkingCopies(self.model, self.precision) if rounded and self.copying else None
+
     def _entry(self, config: TrainConfig) -> Callable[..., tuple[Tensor, Tensor, Any]]:
         """What the losses of a micro-batch are computed by."""
-        losses = partial(self.model.routed_losses, z_loss=config.z_loss)
+        losses: Callable[..., Any] = partial(self.model.routed_losses, z_loss=config.z_loss)
+        if self._copies is not None:
+            losses = partial(self._copies.run, Entry(self.model, losses), "model.")
         return compile_rewritten(losses) if self.compiled else losses
 
     def _over_ranks(self, count: Tensor) -> Tensor:

@@ -38,6 +38,8 @@ def gradients(step, micro_batches, learn):
     """What one step's micro-batches leave with the parameters, and their losses."""
     share = torch.tensor(1 / len(micro_batches), device="cuda")
     losses = []
+    if step._copies is not None:
+        step._copies.begin()
     for i, batch in enumerate(micro_batches):
         losses += [loss.clone() for loss in learn(*step._moved(batch), share, first=i == 0)]
     found = [None if p.grad is None else p.grad.clone() for p in step.model.parameters()]

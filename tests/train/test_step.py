@@ -107,6 +107,53 @@ def test_weights_stay_fp32_under_bf16(config: RunConfig) -> None:
     assert math.isfinite(step.totals().loss)
 
 
+ROUNDED = {
+    "additive": [],
+    "anchors and gates": [
+        "model.attention.gate=elementwise",
+        "model.anchors.kind=exoformer",
+        "model.anchors.mixing.kind=dynamic",
+        "model.norm.kind=gatednorm",
+        "model.norm.rank=4",
+    ],
+    "experts": ["model.ffn.kind=moe", "model.ffn.hidden=8", "model.ffn.experts=4", "model.ffn.top_k=2"],
+    "linear attention": [
+        "model.attention.kind=gated_deltanet",
+        "model.attention.key_heads=2",
+        "model.attention.value_heads=2",
+    ],
+}
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
+@pytest.mark.parametrize("changes", ROUNDED.values(), ids=list(ROUNDED))
+def test_working_copies_are_what_autocast_would_round(config: RunConfig, changes, monkeypatch) -> None:
+    """The same bits, over steps of several micro-batches and an evaluation with new weights."""
+    found = []
+    for copying in (False, True):
+        monkeypatch.setattr(Step, "copying", copying)
+        step = make(config, "train.precision=bfloat16", *changes)
+        for seed in range(3):
+            step([batch(2, seed), batch(3, 7)])
+        found.append([weights(step.model), *step.evaluate([batch(2)]), *step.totals()])
+    assert torch.equal(found[0][0], found[1][0]) and found[0][1:] == found[1][1:]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
+def test_working_copies_are_compiled_into_one_graph(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    compile_plainly = torch.compile
+    settings = {"backend": "aot_eager", "fullgraph": True}
+    torch.compiler.reset()
+    monkeypatch.setattr(torch, "compile", lambda f, **_: compile_plainly(f, **settings))
+    plain, compiled = (make(config, "train.precision=bfloat16", f"train.compile={on}") for on in ("off", "on"))
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for seed in range(3):
+            for step in (plain, compiled):
+                step([batch(2, seed), batch(2, 7)])
+    torch.testing.assert_close(weights(compiled.model), weights(plain.model), rtol=1e-4, atol=1e-5)
+
+
 def test_evaluation_is_the_mean_over_all_targets_and_changes_nothing(config: RunConfig) -> None:
     step = make(config)
     before = weights(step.model).clone()
@@ -121,6 +168,7 @@ def test_evaluation_is_the_mean_over_all_targets_and_changes_nothing(config: Run
 def test_a_compiled_step_equals_a_plain_one(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     compile_plainly = torch.compile
     monkeypatch.setattr(torch, "compile", lambda f, **options: compile_plainly(f, backend="aot_eager", **options))
+    torch.compiler.reset()
     change = "train.recompute=sublayers"
     plain, compiled = make(config, change), make(config, change, "train.compile=on")
     with torch._dynamo.config.patch(error_on_recompile=True):

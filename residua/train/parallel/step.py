@@ -34,6 +34,7 @@ class RankedStep(Step):
     """
 
     capturable = False
+    copying = False
 
     def __init__(self, model: Decoder, config: RunConfig, mesh: Mesh) -> None:
         self.mesh, self.parallel = mesh, config.parallel
