@@ -27,11 +27,6 @@ def serves(*tensors: Tensor) -> bool:
     return all((x.is_cuda or asked) and x.dtype in DTYPES for x in tensors)
 
 
-def asked(*tensors: Tensor) -> bool:
-    """As `serves`, but only where `backend("triton")` asks: for kernels that no GPU has checked and timed yet."""
-    return chosen_backend() == "triton" and serves(*tensors)
-
-
 def multiprocessors(x: Tensor) -> int:
     """How many multiprocessors the tensor's GPU has. The interpreter gets 3: programs that share work are tested."""
     return torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 3

@@ -61,7 +61,8 @@ def step(plan: Plan, k: int, y: Tensor, state: State, eps: float = 1e-6) -> tupl
     y = y.to(state[table.newest].dtype)
     made, h, lse, partial = _evaluate(plan, k, y.detach().contiguous(), state, eps)
     before = state[table.newest : table.newest + 4] if plan.goes_on(k) else None
-    chain, *handles = _fork(plan, k + 1, y, made, before, u, state[1])
+    chain, *rest = _fork(plan, k + 1, y, made, before, u, state[1])
+    handles = list(rest)  # to torch 2.11's compiler `rest` is a tuple
     gradients, stats = [state[i] for i in table.gradients], [state[i] for i in table.stats]
     if k in plan.own[k + 1]:
         first, own = int(plan.goes_on(k + 1)), len(plan.own[k + 1])

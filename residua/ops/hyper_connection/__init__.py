@@ -29,11 +29,11 @@ def _serves(
     scale: Tensor | None = None, phi: Tensor | None = None, **_: Any,
 ) -> bool:  # fmt: skip
     projection = [t for t in (scale, phi) if t is not None]
-    return streams.shape[-2] <= MOST_STREAMS and fused.asked(streams, update, *weights, *projection)
+    return streams.shape[-2] <= MOST_STREAMS and fused.serves(streams, update, *weights, *projection)
 
 
 def _serves_sinkhorn(logits: Tensor, iterations: int) -> bool:
-    return logits.shape[-1] <= MOST_STREAMS and fused.asked(logits)
+    return logits.shape[-1] <= MOST_STREAMS and fused.serves(logits)
 
 
 hyper_step = Operator(reference.hyper_step)
