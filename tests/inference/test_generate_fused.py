@@ -10,7 +10,16 @@ import torch
 import residua
 from residua.data.tokenizer import Tokenizer
 from residua.inference.folder import place
-from residua.inference.fuse import FusedAdditive, FusedAttention, FusedBlock, FusedMultiGate, FusedTopology, fuse
+from residua.inference.fuse import (
+    FEW,
+    FusedAdditive,
+    FusedAttention,
+    FusedBlock,
+    FusedFFN,
+    FusedMultiGate,
+    FusedTopology,
+    fuse,
+)
 from residua.inference.generate import Generator, Request, prefill
 from residua.inference.sample import Sampling
 from residua.model.decoder import Decoder
@@ -88,6 +97,47 @@ def test_interpreted_kernels_decode_what_the_model_does(name: str, monkeypatch: 
 
 
 @pytest.mark.parametrize(
+    ("topology", "layers", "junctions"),
+    [
+        ({"kind": "multi_gate", "streams": 2}, 3, 5),
+        ({"kind": "multi_gate"}, 3, 3),
+        ({"kind": "multi_gate", "streams": 8, "gate": "independent"}, 8, 9),
+    ],
+)
+@pytest.mark.parametrize("rows", [1, FEW, FEW + 1])
+def test_junctions_of_few_rows_are_prepared_beside_the_sublayer(
+    topology: dict[str, Any], layers: int, junctions: int, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built = model(topology, layers=layers).double()
+    asked = []
+    for name in ("prepare_gates", "gate_prepared", "gate_norm"):
+        operator = getattr(decode, name)
+
+        def counted(*arguments: Any, operator: Any = operator, **settings: Any) -> Any:
+            asked.append(operator.__name__)
+            return operator(*arguments, **settings)
+
+        monkeypatch.setattr(decode, name, counted)
+    torch.testing.assert_close(*decoded(built, torch.randint(23, (rows, 5))), rtol=0, atol=1e-6)
+    steps, few = 2, rows <= FEW
+    assert asked == (["prepare_gates", "gate_prepared"] if few else ["gate_norm"]) * (steps * junctions)
+
+
+def test_streams_too_many_for_vectors_are_written_by_whole_junctions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode.gated, "MOST_VALUES", 16)
+    monkeypatch.delattr(decode, "gate_prepared")
+    built = model({"kind": "multi_gate"}).double()
+    torch.testing.assert_close(*decoded(built, torch.randint(23, (2, 5))), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["swiglu", "glu", "relu2", "gelu"])
+def test_a_feed_forward_whose_activation_is_one_kernel_is_the_same_map(kind: str) -> None:
+    built = model({"kind": "additive"}, ffn={"kind": kind, "hidden": 24}).double()
+    assert isinstance(fuse(built, 8).sublayers[1], FusedFFN)
+    torch.testing.assert_close(*decoded(built, torch.randint(23, (2, 5))), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
     "tables",
     [
         {"norm": {"kind": "gatednorm", "rank": 4}},
@@ -140,6 +190,33 @@ def test_a_replayed_graph_generates_what_plain_steps_do(name: str, engine: str) 
         assert replayed(prompts, Request(24, sampling))[0] == plain(prompts, Request(24, sampling))[0]
         # the captured step serves the next prompts too
         assert replayed(prompts[::-1], Request(20, sampling))[0] == plain(prompts[::-1], Request(20, sampling))[0]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, FEW, FEW + 1])
+@pytest.mark.parametrize("engine", ["graph", "compile"])
+@pytest.mark.parametrize("gate", ["competitive", "independent"])
+def test_a_graph_with_junctions_prepared_beside_sublayers_generates_what_plain_steps_do(
+    gate: str, engine: str, rows: int
+) -> None:
+    torch.compiler.reset()
+    tables = {"vocab_size": 257, "context": 48, "width": 512, "attention": {"kind": "softmax", "heads": 4}}
+    topology = {"kind": "multi_gate", "gate": gate}
+    built = place(model(topology, **tables), torch.device("cuda"), "float32")
+    prompts = [chr(97 + row) * (1 + row % 5) for row in range(rows)]
+    plain, replayed = (Generator(built, Tokenizer.bytes(), engine=kind) for kind in ("eager", engine))
+    for again in (prompts, prompts[::-1]):
+        assert replayed(again, Request(24))[0] == plain(again, Request(24))[0]
+
+
+@pytest.mark.gpu
+def test_two_captured_models_share_no_fork() -> None:
+    """One is captured between two replays of the other, on a stream of its own."""
+    tables = {"vocab_size": 257, "context": 48, "width": 64, "attention": {"kind": "softmax", "heads": 4}}
+    built = [place(model({"kind": "multi_gate"}, **tables), torch.device("cuda"), "float32") for _ in range(2)]
+    plain, replayed = ([Generator(b, Tokenizer.bytes(), engine=e) for b in built] for e in ("eager", "graph"))
+    for turn in (0, 1, 0, 1):
+        assert replayed[turn](["abc"], Request(12))[0] == plain[turn](["abc"], Request(12))[0]
 
 
 @pytest.mark.gpu

@@ -13,9 +13,11 @@ from residua import ops
 from residua.ops import decode, descent
 from residua.ops.depth_attention import deferred
 from residua.ops.depth_attention.plan import Plan
+from residua.ops.squared_relu import plans, triton
 
 Case = tuple[str, Callable[[], Any]]
 BF16, FP32 = torch.bfloat16, torch.float32
+FLAT = plans.Flat(128, 256, 64, 8, 4, 8, 4)
 
 
 def draw(*shape: int, dtype: torch.dtype = FP32) -> Tensor:
@@ -31,7 +33,7 @@ def both(outputs: Any) -> None:
 def add_norm(dtype: torch.dtype, width: int, tokens: int = 3) -> None:
     h, y = (draw(tokens, width, dtype=dtype) for _ in range(2))
     both(ops.add_norm(h, y, draw(width)))
-    both(ops.add_norm(h, y, draw(width))[1])
+    both(ops.rms_norm(h, draw(width)))
 
 
 def hyper_step(dtype: torch.dtype, width: int, n: int, norm: str, used: int, tokens: int, per_token: bool) -> None:
@@ -137,6 +139,15 @@ def depth_walk(dtype: torch.dtype, width: int, sublayers: int, block: int, token
     both(read)
 
 
+@torch.no_grad()
+def squared_relu(width: int, hidden: int, plan: str, tokens: int = 300) -> None:
+    """The two products alone: the others, on a CPU, would take minutes."""
+    forward, backward = (triton.FORWARD, triton.BACKWARD) if plan == "chosen" else (FLAT, FLAT)
+    x, a = torch.zeros(tokens, width, dtype=BF16), torch.zeros(tokens, hidden, dtype=BF16)
+    forward.launch(x, torch.zeros(hidden, width, dtype=BF16), None, a)
+    backward.launch(x, torch.zeros(width, hidden, dtype=BF16), a, a)
+
+
 def linear_cross_entropy(dtype: torch.dtype, vocabulary: int) -> None:
     hidden, targets = draw(3, 16, dtype=dtype), torch.zeros(3, dtype=torch.int64)
     both(ops.linear_cross_entropy(hidden, draw(vocabulary, 16), targets))
@@ -154,6 +165,14 @@ def descend(weight: torch.dtype, gradient: torch.dtype, direction: torch.dtype) 
 
 
 @torch.no_grad()
+def symmetric_product(dtype: torch.dtype, m: int, k: int) -> None:
+    """Of wide and of tall matrices, without and with an addition."""
+    x, c = torch.zeros(2, m, k, dtype=dtype), torch.zeros(2, m, m, dtype=dtype)
+    ops.symmetric_product(x)
+    ops.symmetric_product(torch.zeros(2, k, m, dtype=dtype).mT, c, alpha=0.5, beta=-2.0, gamma=3.0)
+
+
+@torch.no_grad()
 def decode_junctions(dtype: torch.dtype, width: int, count: int, n: int, rows: int = 3) -> None:
     y, base = (torch.zeros(rows, width, dtype=dtype) for _ in range(2))
     weight, queries = torch.zeros(width), torch.zeros(3, width)
@@ -162,7 +181,16 @@ def decode_junctions(dtype: torch.dtype, width: int, count: int, n: int, rows: i
         _, _, *finished = decode.read_sources([y] * count, y, start, queries, weight)
         decode.read_partial(tuple(part[0] for part in finished), y, start, queries[0], weight)
     for competitive in (False, True):
-        decode.gate_norm([y] * n, y, weight, torch.zeros(n + competitive), weight, weight, competitive=competitive)
+        gate = decode.Gate([y] * n, weight, torch.zeros(n + competitive), weight, competitive)
+        decode.gate_norm(gate.streams, y, weight, gate.bias, weight, weight, competitive=competitive)
+        if decode.gated.as_vectors(gate.streams):
+            decode.gate_prepared(gate, decode.prepare_gates(gate), y, weight)
+
+
+@torch.no_grad()
+def decode_activations(dtype: torch.dtype, hidden: int, rows: int = 3) -> None:
+    for kind in ("relu2", "gelu", "swiglu", "glu"):
+        decode.activate(torch.zeros(rows, 2 * hidden, dtype=dtype), kind)
 
 
 @torch.no_grad()
@@ -204,9 +232,15 @@ def small_cases() -> Iterator[Case]:
     yield case(depth_walk, BF16, 768, 6, 1)
     yield case(depth_walk, FP32, 33, 9, 3)
     yield case(linear_cross_entropy, BF16, 50_304)
+    yield case(squared_relu, 768, 3072, "chosen")
+    yield case(squared_relu, 768, 3072, "flat")
     yield case(descend, FP32, BF16, BF16)
+    yield case(symmetric_product, BF16, 1280, 320)
     yield case(decode_junctions, BF16, 768, 3, 4)
     yield case(decode_junctions, FP32, 33, 9, 3, 1)
+    yield case(decode_junctions, BF16, 768, 0, 9)
+    yield case(decode_activations, BF16, 768)
+    yield case(decode_activations, FP32, 33, 1)
     yield case(decode_heads, BF16, 64, 512, 2, 4, 2)
     yield case(decode_heads, FP32, 64, 40, 3, 4, 4)
 
@@ -230,7 +264,8 @@ def wide_cases() -> Iterator[Case]:
             yield case(pool_streams, dtype, width, n)
         for sublayers, block in ((3, 1), (6, 1), (9, 3), (8, 4), (20, 5), (40, 1), (72, 1)):
             yield case(depth_walk, dtype, width, sublayers, block)
-        for count, n, rows in ((0, 2, 1), (1, 3, 3), (8, 4, 3), (32, 16, 3)):
+        yield case(decode_activations, dtype, 4 * width)
+        for count, n, rows in ((0, 2, 1), (1, 3, 3), (8, 4, 3), (16, 8, 3), (32, 16, 3)):
             yield case(decode_junctions, dtype, width, count, n, rows)
     for n, iterations in product((1, 2, 3, 4, 8), (1, 20)):
         yield case(sinkhorn, n, iterations, iterations)
@@ -247,5 +282,10 @@ def wide_cases() -> Iterator[Case]:
             yield case(mix_projection, dtype, width, heads, normed)
     for dtype, vocabulary in product(dtypes, (33, 1000, 50_304)):
         yield case(linear_cross_entropy, dtype, vocabulary)
+    for dtype, m in product(dtypes, (33, 768, 2048)):
+        yield case(symmetric_product, dtype, m, 1280)
+    for width, hidden in ((72, 264), (1280, 5120), (2048, 8192)):
+        yield case(squared_relu, width, hidden, "chosen")
+        yield case(squared_relu, width, hidden, "flat")
     for types in product(dtypes, dtypes, dtypes):
         yield case(descend, *types)

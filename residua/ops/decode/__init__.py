@@ -6,7 +6,8 @@ from torch import Tensor
 
 from residua.ops import fused
 from residua.ops.backend import Operator
-from residua.ops.decode import launch, reference
+from residua.ops.decode import gated, launch, reference
+from residua.ops.decode.reference import Gate
 
 MOST_STREAMS = 16
 WIDEST = 8192
@@ -18,6 +19,9 @@ read_partial = Operator(reference.read_partial)
 gate_norm = Operator(reference.gate_norm)
 enter_cache = Operator(reference.enter_cache)
 decode_attention = Operator(reference.decode_attention)
+activate = Operator(reference.activate)
+prepare_gates = Operator(reference.prepare_gates)
+gate_prepared = Operator(reference.gate_prepared)
 
 
 def _rows(*tensors: Tensor) -> bool:
@@ -54,12 +58,39 @@ def _serves_attention(q: Tensor, keys: Tensor, values: Tensor, *_: Any, **__: An
     return alike and q.shape[-1] <= WIDEST_HEAD and fused.serves(q, keys, values)
 
 
+def _serves_activation(x: Tensor, kind: str) -> bool:
+    return fused.serves(x)
+
+
+def _serves_preparation(gate: Gate) -> bool:
+    """Streams are taken as they lie: a copy would have to be kept until the kernel beside the sublayer has read it."""
+    dense = all(s.is_contiguous() for s in gate.streams)
+    return dense and gated.as_vectors(gate.streams) and _rows(*gate.streams)
+
+
+def _serves_prepared(gate: Gate, prepared: Tensor, y: Tensor, *_: Any, **__: Any) -> bool:
+    return _serves_preparation(gate) and _rows(y, *gate.streams) and fused.serves(prepared)
+
+
 if fused.INSTALLED:
     add_norm.register_fused(launch.add_norm, _serves_add)
     read_sources.register_fused(launch.read_sources, _serves_sources)
     read_partial.register_fused(launch.read_partial, _serves_partial)
-    gate_norm.register_fused(launch.gate_norm, _serves_gate)
+    gate_norm.register_fused(gated.gate_norm, _serves_gate)
     enter_cache.register_fused(launch.enter_cache, _serves_entry)
     decode_attention.register_fused(launch.decode_attention, _serves_attention)
+    activate.register_fused(launch.activate, _serves_activation)
+    prepare_gates.register_fused(gated.prepare_gates, _serves_preparation)
+    gate_prepared.register_fused(gated.gate_prepared, _serves_prepared)
 
-__all__ = ["add_norm", "decode_attention", "enter_cache", "gate_norm", "read_partial", "read_sources"]
+__all__ = [
+    "activate",
+    "add_norm",
+    "decode_attention",
+    "enter_cache",
+    "gate_norm",
+    "gate_prepared",
+    "prepare_gates",
+    "read_partial",
+    "read_sources",
+]

@@ -27,12 +27,19 @@ def _add5(a0, a1, a2, a3, a4, b0, b1, b2, b3, b4):
 
 
 @triton.jit
-def _sum_of(base, y, at, inside, ADD: tl.constexpr):
-    """y or base + y, rounded as it is stored, in float32."""
-    v = tl.load(y + at, mask=inside, other=0.0)
+def _base(base, at, inside, ADD: tl.constexpr):
+    """What y is added to."""
     if ADD:
-        v = (v.to(tl.float32) + tl.load(base + at, mask=inside, other=0.0).to(tl.float32)).to(v.dtype)
-    return v.to(tl.float32)
+        return tl.load(base + at, mask=inside, other=0.0).to(tl.float32)
+    else:
+        return 0.0
+
+
+@triton.jit
+def _sum_of(b, y, at, inside):
+    """b + y, rounded as it is stored, in float32."""
+    v = tl.load(y + at, mask=inside, other=0.0)
+    return (v.to(tl.float32) + b).to(v.dtype).to(tl.float32)
 
 
 @triton.jit
@@ -41,7 +48,8 @@ def add_norm_kernel(base, y, weight, normed, h, eps, C: tl.constexpr, BLOCK: tl.
     inside = c < C
     at = tl.program_id(0).to(tl.int64) * C + c
     w = tl.load(weight + c, mask=inside, other=0.0).to(tl.float32)
-    v = _sum_of(base, y, at, inside, True)
+    b = _base(base, at, inside, True)
+    v = _sum_of(b, y, at, inside)
     rstd = tl.rsqrt(tl.sum(v * v, 0) / C + eps)
     tl.store(h + at, v.to(h.dtype.element_ty), mask=inside)
     tl.store(normed + at, (v * rstd * w).to(normed.dtype.element_ty), mask=inside)
@@ -61,7 +69,8 @@ def read_partial_kernel(
     w = tl.load(weight + c, mask=inside, other=0.0).to(tl.float32)
     finished = tl.load(o + at, mask=inside, other=0.0)
     total, oo = tl.load(lse + row), tl.load(square + row)
-    v = _sum_of(base, y, at, inside, ADD)
+    b = _base(base, at, inside, ADD)
+    v = _sum_of(b, y, at, inside)
     tl.store(p + at, v.to(p.dtype.element_ty), mask=inside)
     pp, up, op = tl.reduce((v * v, u * v, finished * v), 0, _add3)
     t = tl.sigmoid(up * tl.rsqrt(pp / C + key_eps) - total)
@@ -98,22 +107,17 @@ def read_sources_kernel(
     C: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, MOST: tl.constexpr, TILE: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Program (m, s) is read s of row m: the newest source from registers, then the others, TILE at a time."""
+    """Program (m, s) is read s of row m: the finished sources, TILE at a time, and then the newest one."""
     row, s = tl.program_id(0).to(tl.int64), tl.program_id(1)
     c, lanes = tl.arange(0, BLOCK), tl.arange(0, TILE)
     inside = c < C
     at = row * C + c
-    # the first rows are on their way while the newest source is reduced
     tile = _rows(sources, lanes, count, at, inside, y.dtype.element_ty, 0, TILE, ALIGNED)
     u = tl.load(queries + s * C + c, mask=inside, other=0.0)
     w = tl.load(weight + c, mask=inside, other=0.0).to(tl.float32)
-    v = _sum_of(base, y, at, inside, ADD)
-    if s == 0:
-        tl.store(new + at, v.to(new.dtype.element_ty), mask=inside)
-    vv, uv = tl.reduce((v * v, u * v), 0, _add2)
-    top = uv * tl.rsqrt(vv / C + key_eps)
-    total = top * 0 + 1
-    mixed = v
+    b = _base(base, at, inside, ADD)
+    v = _sum_of(b, y, at, inside)  # on its way while the others are reduced
+    top, total, mixed = -float("inf"), 0.0, u * 0
     for start in tl.static_range(0, MOST, TILE):
         if start < count:
             if start > 0:
@@ -125,6 +129,15 @@ def read_sources_kernel(
             mixed = mixed * keep + tl.sum(e[:, None] * tile, 0)
             total = total * keep + tl.sum(e, 0)
             top = higher
+    if s == 0:
+        tl.store(new + at, v.to(new.dtype.element_ty), mask=inside)
+    vv, uv = tl.reduce((v * v, u * v), 0, _add2)
+    z = uv * tl.rsqrt(vv / C + key_eps)
+    higher = tl.maximum(top, z)
+    e, keep = tl.exp(z - higher), tl.exp(top - higher)
+    mixed = mixed * keep + e * v
+    total = total * keep + e
+    top = higher
     mixed = mixed / total
     oo = tl.sum(mixed * mixed, 0)
     if s == 0:
@@ -135,6 +148,37 @@ def read_sources_kernel(
         tl.store(o + other * C + c, mixed, mask=inside)
         tl.store(lse + other, top + tl.log(total))
         tl.store(square + other, oo)
+
+
+@triton.jit
+def _gate_betas(ss, s1, bias, forget, live, key_eps, per_root, C: tl.constexpr, COMPETITIVE: tl.constexpr):
+    """β from ‖s_i‖² and w1·s_i."""
+    z = s1 * tl.rsqrt(ss / C + key_eps) * per_root
+    if COMPETITIVE:
+        z = tl.where(live, z + bias, -float("inf"))
+        top = tl.maximum(tl.max(z, 0), forget)
+        e = tl.exp(z - top)
+        beta = e / (tl.sum(e, 0) + tl.exp(forget - top))
+    else:
+        beta = tl.where(live, tl.sigmoid(z + bias), 0.0)
+    return beta
+
+
+@triton.jit
+def _pool_weights(ss, sf, s2, ff, f2, beta, live, key_eps, per_root, C: tl.constexpr):
+    """a = softmax_i(w2 · RMS(s'_i)/√C) of s'_i = (1 − β_i) s_i + β_i f, from dot products."""
+    keep = 1 - beta
+    squared = keep * keep * ss + 2 * beta * keep * sf + beta * beta * ff
+    z = (keep * s2 + beta * f2) * tl.rsqrt(tl.maximum(squared, 0.0) / C + key_eps) * per_root
+    z = tl.where(live, z, -float("inf"))
+    e = tl.exp(z - tl.max(z, 0))
+    return e / tl.sum(e, 0)
+
+
+@triton.jit
+def _store_streams(after, s, i, at, live, inside, rows, C: tl.constexpr):
+    to = i[:, None] * (rows * C).to(tl.int64) + at[None, :]
+    tl.store(after + to, s.to(after.dtype.element_ty), mask=live[:, None] & inside[None, :])
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -160,134 +204,10 @@ def gate_norm_kernel(
     alone = tl.where(i[:, None] == 0, (f * f)[None, :], (f * w2)[None, :])
     ss, sf, s1, s2, alone = tl.reduce((s * s, s * f[None, :], s * w1[None, :], s * w2[None, :], alone), 1, _add5)
     ff, f2 = tl.sum(tl.where(i == 0, alone, 0.0), 0), tl.sum(tl.where(i == 1, alone, 0.0), 0)
-
-    z = s1 * tl.rsqrt(ss / C + key_eps) * per_root
-    if COMPETITIVE:
-        z = tl.where(live, z + bias, -float("inf"))
-        top = tl.maximum(tl.max(z, 0), forget)
-        e = tl.exp(z - top)
-        beta = e / (tl.sum(e, 0) + tl.exp(forget - top))
-    else:
-        beta = tl.where(live, tl.sigmoid(z + bias), 0.0)
-    keep = 1 - beta
-    squared = keep * keep * ss + 2 * beta * keep * sf + beta * beta * ff
-    z = (keep * s2 + beta * f2) * tl.rsqrt(tl.maximum(squared, 0.0) / C + key_eps) * per_root
-    z = tl.where(live, z, -float("inf"))
-    e = tl.exp(z - tl.max(z, 0))
-    a = e / tl.sum(e, 0)
-
+    beta = _gate_betas(ss, s1, bias, forget, live, key_eps, per_root, C, COMPETITIVE)
+    a = _pool_weights(ss, sf, s2, ff, f2, beta, live, key_eps, per_root, C)
     s = s + beta[:, None] * (f[None, :] - s)
-    to = i[:, None] * (rows * C).to(tl.int64) + at[None, :]
-    tl.store(after + to, s.to(after.dtype.element_ty), mask=live[:, None] & inside[None, :])
+    _store_streams(after, s, i, at, live, inside, rows, C)
     h = tl.sum(a[:, None] * s, 0)
     rstd = tl.rsqrt(tl.sum(h * h, 0) / C + eps)
     tl.store(normed + at, (h * rstd * w).to(normed.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _turned(x, gain, cos, sin, half, inside, eps, HALF: tl.constexpr, NORM: tl.constexpr):
-    """The two halves of a head: gain ⊙ RMS(x), then turned."""
-    x1 = tl.load(x + half, mask=inside, other=0.0).to(tl.float32)
-    x2 = tl.load(x + HALF + half, mask=inside, other=0.0).to(tl.float32)
-    if NORM:
-        rstd = tl.rsqrt(tl.sum(x1 * x1 + x2 * x2, 0) / (2 * HALF) + eps)
-        x1 = x1 * rstd * tl.load(gain + half, mask=inside, other=0.0).to(tl.float32)
-        x2 = x2 * rstd * tl.load(gain + HALF + half, mask=inside, other=0.0).to(tl.float32)
-    return x1 * cos - x2 * sin, x2 * cos + x1 * sin
-
-
-@triton.jit
-def enter_cache_kernel(
-    projected, q_gain, k_gain, cos, sin, keys, values, positions, q, stride, kb, ks, kh, eps,
-    HEADS: tl.constexpr, KV: tl.constexpr, HALF: tl.constexpr, LANES: tl.constexpr, NORM: tl.constexpr,
-):  # fmt: skip
-    """Program (b, h) is query head h, or from HEADS on a key and its value."""
-    batch, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    half = tl.arange(0, LANES)
-    inside = half < HALF
-    position = tl.load(positions + batch)
-    c = tl.load(cos + position * HALF + half, mask=inside, other=0.0)
-    s = tl.load(sin + position * HALF + half, mask=inside, other=0.0)
-    x = projected + batch * stride + h * 2 * HALF
-    if h < HEADS:
-        y1, y2 = _turned(x, q_gain, c, s, half, inside, eps, HALF, NORM)
-        to = q + (batch * HEADS + h) * 2 * HALF + half
-        tl.store(to, y1.to(q.dtype.element_ty), mask=inside)
-        tl.store(to + HALF, y2.to(q.dtype.element_ty), mask=inside)
-    else:
-        y1, y2 = _turned(x, k_gain, c, s, half, inside, eps, HALF, NORM)
-        slot = batch * kb + position * ks + (h - HEADS) * kh + half
-        tl.store(keys + slot, y1.to(keys.dtype.element_ty), mask=inside)
-        tl.store(keys + slot + HALF, y2.to(keys.dtype.element_ty), mask=inside)
-        v = x + KV * 2 * HALF + half
-        tl.store(values + slot, tl.load(v, mask=inside, other=0.0).to(values.dtype.element_ty), mask=inside)
-        v2 = tl.load(v + HALF, mask=inside, other=0.0)
-        tl.store(values + slot + HALF, v2.to(values.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def decode_attention_kernel(
-    q, keys, values, until, sink, out, part, part_lse, arrived, scale, sq, kb, ks, kh,
-    HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, LANES: tl.constexpr, SLOTS: tl.constexpr,
-    SPLITS: tl.constexpr, SINK: tl.constexpr,
-):  # fmt: skip
-    """Program (b·H + h, split) attends to its share of the slots; the last of a head to arrive merges the shares.
-
-    Shares are cut by the row's own length, so that all programs of a head have the same to do.
-    """
-    head, split = tl.program_id(0), tl.program_id(1)
-    batch, h = (head // HEADS).to(tl.int64), head % HEADS
-    d, lane = tl.arange(0, LANES), tl.arange(0, SLOTS)
-    wide = d < D
-    query = tl.load(q + batch * sq + h * D + d, mask=wide, other=0.0).to(tl.float32) * scale
-    last = tl.load(until + batch)
-    share = tl.cdiv(tl.cdiv(last + 1, SPLITS), SLOTS) * SLOTS
-    first, end = split * share, tl.minimum((split + 1) * share, last + 1)
-    cell = batch * kb + (h // GROUPS) * kh + d[None, :]
-
-    top = tl.full([SLOTS], -float("inf"), tl.float32)
-    total = tl.zeros([SLOTS], tl.float32)
-    mixed = tl.zeros([SLOTS, LANES], tl.float32)
-    for start in range(first, end, SLOTS):
-        slot = start + lane
-        mask = (slot < end)[:, None] & wide[None, :]
-        k = tl.load(keys + cell + slot[:, None] * ks, mask=mask, other=0.0).to(tl.float32)
-        v = tl.load(values + cell + slot[:, None] * ks, mask=mask, other=0.0).to(tl.float32)
-        z = tl.where(slot < end, tl.sum(k * query[None, :], 1), -float("inf"))
-        # every lane keeps a maximum of its own: the lanes meet once, after the loop
-        higher = tl.maximum(top, z)
-        safe = tl.where(higher == -float("inf"), 0.0, higher)
-        e, keep = tl.exp(z - safe), tl.exp(top - safe)
-        mixed = mixed * keep[:, None] + e[:, None] * v
-        total = total * keep + e
-        top = higher
-    highest = tl.max(top, 0)
-    safe = tl.where(highest == -float("inf"), 0.0, highest)
-    e = tl.exp(top - safe)
-    whole = tl.sum(total * e, 0)
-    y = tl.sum(mixed * e[:, None], 0) / tl.where(whole == 0.0, 1.0, whole)
-    lse = tl.where(whole == 0.0, -float("inf"), safe + tl.log(tl.where(whole == 0.0, 1.0, whole)))
-
-    result = out + head.to(tl.int64) * D + d
-    if SPLITS == 1:
-        if SINK:
-            y = y * tl.sigmoid(lse - tl.load(sink + h).to(tl.float32))
-        tl.store(result, y.to(out.dtype.element_ty), mask=wide)
-    else:
-        mine = (head * SPLITS + split).to(tl.int64)
-        tl.store(part + mine * D + d, y, mask=wide)
-        tl.store(part_lse + mine, lse)
-        tl.debug_barrier()  # all threads' stores come before the count that announces them
-        if tl.atomic_add(arrived + head, 1, sem="acq_rel") == SPLITS - 1:
-            shares = (head * SPLITS + tl.arange(0, SPLITS)).to(tl.int64)
-            every_lse = tl.load(part_lse + shares, cache_modifier=".cg")
-            best = tl.max(every_lse, 0)
-            weights = tl.exp(every_lse - best)
-            sum = tl.sum(weights, 0)
-            every = part + shares[:, None] * D + d[None, :]
-            every_y = tl.load(every, mask=wide[None, :], other=0.0, cache_modifier=".cg")
-            merged = tl.sum(every_y * (weights / sum)[:, None], 0)
-            if SINK:
-                merged = merged * tl.sigmoid(best + tl.log(sum) - tl.load(sink + h).to(tl.float32))
-            tl.store(result, merged.to(out.dtype.element_ty), mask=wide)
-            tl.store(arrived + head, 0)  # ready for the next launch

@@ -9,37 +9,58 @@ import torch
 from torch import Tensor
 
 from residua.ops import fused
-from residua.ops.decode.reference import KEY_EPS
+from residua.ops.decode.reference import GATED, KEY_EPS
 
 MOST_SOURCES = 32
 TILE = 8
 MOST_SPLITS = 16
+STEP = 1024
 
 
 @cache
-def _kernels() -> Any:
+def junction_kernels() -> Any:
     from residua.ops.decode import kernels
 
     return kernels
 
 
-def _aligned(tensors: Sequence[Tensor]) -> bool:
+@cache
+def gate_kernels() -> Any:
+    from residua.ops.decode import gate_kernels
+
+    return gate_kernels
+
+
+@cache
+def sublayer_kernels() -> Any:
+    from residua.ops.decode import sublayer_kernels
+
+    return sublayer_kernels
+
+
+def aligned(tensors: Sequence[Tensor]) -> bool:
     """Whether every row of every tensor begins at a 16-byte address."""
     return all(t.data_ptr() % 16 == 0 and t.shape[-1] * t.element_size() % 16 == 0 for t in tensors)
 
 
-def _row(width: int) -> dict[str, int]:
-    block = 1 << (width - 1).bit_length()
-    return {"C": width, "BLOCK": block} if fused.INTERPRETED else {
-        "C": width, "BLOCK": block, "num_warps": min(16, max(1, block // 256))
-    }  # fmt: skip
+def block(width: int) -> int:
+    """The power of two that holds a row."""
+    return 1 << (width - 1).bit_length()
+
+
+def row_settings(width: int, least: int = 1) -> dict[str, int]:
+    """Sizes of a program that holds a row, and its warps: at least `least` from 512 channels on."""
+    sizes = {"C": width, "BLOCK": block(width)}
+    warps = max(least if width >= 512 else 1, min(16, block(width) // 256))
+    return sizes if fused.INTERPRETED else sizes | {"num_warps": warps}
 
 
 @torch.library.custom_op("residua::add_norm_decode", mutates_args=())
 def _add_norm(base: Tensor, y: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     normed, h = torch.empty_like(y), torch.empty_like(y)
     if len(y):
-        _kernels().add_norm_kernel[(len(y),)](base, y, weight, normed, h, eps, **_row(y.shape[-1]))
+        settings = row_settings(y.shape[-1], least=8)
+        junction_kernels().add_norm_kernel[(len(y),)](base, y, weight, normed, h, eps, **settings)
     return normed, h
 
 
@@ -62,9 +83,9 @@ def _read_sources(
     rows, width = y.shape
     if rows:
         padded = (*sources, *[y] * (MOST_SOURCES - len(sources)))
-        _kernels().read_sources_kernel[(rows, len(queries))](
+        junction_kernels().read_sources_kernel[(rows, len(queries))](
             padded, y if base is None else base, y, queries, weight, *outputs, rows, len(sources), eps, KEY_EPS,
-            ADD=base is not None, MOST=MOST_SOURCES, TILE=TILE, ALIGNED=_aligned(padded), **_row(width),
+            ADD=base is not None, MOST=MOST_SOURCES, TILE=TILE, ALIGNED=aligned(padded), **row_settings(width),
         )  # fmt: skip
     return outputs
 
@@ -82,9 +103,8 @@ def read_sources(
     sources: Sequence[Tensor], y: Tensor, base: Tensor | None, queries: Tensor, weight: Tensor, *, eps: float = 1e-6
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The contract is the reference's."""
-    base = None if base is None else base.contiguous()
-    rows = [source.contiguous() for source in sources]
-    return _read_sources(rows, y.contiguous(), base, queries, weight, eps)  # type: ignore[return-value]
+    dense, base = [s.contiguous() for s in sources], None if base is None else base.contiguous()
+    return _read_sources(dense, y.contiguous(), base, queries, weight, eps)  # type: ignore[return-value]
 
 
 @torch.library.custom_op("residua::read_partial", mutates_args=())
@@ -93,9 +113,9 @@ def _read_partial(
 ) -> tuple[Tensor, Tensor]:
     normed, p = torch.empty_like(y), torch.empty_like(y)
     if len(y):
-        _kernels().read_partial_kernel[(len(y),)](
+        junction_kernels().read_partial_kernel[(len(y),)](
             o, lse, square, y if base is None else base, y, query, weight, normed, p, eps, KEY_EPS,
-            ADD=base is not None, **_row(y.shape[-1]),
+            ADD=base is not None, **row_settings(y.shape[-1], least=8),
         )  # fmt: skip
     return normed, p
 
@@ -117,51 +137,10 @@ def read_partial(
     eps: float = 1e-6,
 ) -> tuple[Tensor, Tensor]:
     """The contract is the reference's."""
+    o, lse, square = (t.contiguous() for t in finished)
     base = None if base is None else base.contiguous()
-    normed, p = _read_partial(*finished, y.contiguous(), base, query, weight, eps)
+    normed, p = _read_partial(o, lse, square, y.contiguous(), base, query, weight, eps)
     return normed, p
-
-
-@torch.library.custom_op("residua::gate_norm", mutates_args=())
-def _gate_norm(
-    streams: Sequence[Tensor], y: Tensor, gate_query: Tensor, gate_bias: Tensor, pool_query: Tensor, weight: Tensor,
-    competitive: bool, eps: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    (rows, width), n = y.shape, len(streams)
-    normed, after = torch.empty_like(y), y.new_empty(n, rows, width)
-    if rows:
-        padded = (*streams, *[y] * (max(2, 1 << (n - 1).bit_length()) - n))
-        _kernels().gate_norm_kernel[(rows,)](
-            padded, y, gate_query, gate_bias, pool_query, weight, normed, after, rows, eps, KEY_EPS, width**-0.5,
-            N=n, ROWS=len(padded), COMPETITIVE=competitive, ALIGNED=_aligned(padded), **_row(width),
-        )  # fmt: skip
-    return normed, after
-
-
-@_gate_norm.register_fake
-def _(
-    streams: Sequence[Tensor], y: Tensor, gate_query: Tensor, gate_bias: Tensor, pool_query: Tensor, weight: Tensor,
-    competitive: bool, eps: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return torch.empty_like(y), y.new_empty(len(streams), *y.shape)
-
-
-def gate_norm(
-    streams: Sequence[Tensor],
-    y: Tensor,
-    gate_query: Tensor,
-    gate_bias: Tensor,
-    pool_query: Tensor,
-    weight: Tensor,
-    *,
-    competitive: bool = True,
-    eps: float = 1e-6,
-) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The contract is the reference's."""
-    normed, after = _gate_norm(
-        [s.contiguous() for s in streams], y.contiguous(), gate_query, gate_bias, pool_query, weight, competitive, eps
-    )
-    return normed, after.unbind()
 
 
 @torch.library.custom_op("residua::enter_cache", mutates_args=("keys", "values"))
@@ -173,7 +152,7 @@ def _enter_cache(
     q = projected.new_empty(batch, heads, width)
     if batch:
         first, second = gains or (projected, projected)
-        _kernels().enter_cache_kernel[(batch, heads + kv)](
+        sublayer_kernels().enter_cache_kernel[(batch, heads + kv)](
             projected, first, second, cos, sin, keys, values, positions, q, projected.stride(0), *keys.stride()[:3],
             KEY_EPS, HEADS=heads, KV=kv, HALF=width // 2, LANES=1 << (width // 2 - 1).bit_length(), NORM=bool(gains),
             num_warps=1,
@@ -208,19 +187,18 @@ def enter_cache(
 
 @torch.library.custom_op("residua::decode_attention", mutates_args=())
 def _decode_attention(q: Tensor, keys: Tensor, values: Tensor, until: Tensor, sink: Tensor | None) -> Tensor:
-    batch, heads, width = q.shape
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    if batch == 0:
+    if not len(q):
         return out
+    batch, heads, width = q.shape
     splits = _splits(keys, batch * heads)
     slots = max(16, 4096 // (1 << (width - 1).bit_length()))
     part = q.new_empty(batch * heads * splits, width, dtype=torch.float32)
     lse = q.new_empty(batch * heads * splits, dtype=torch.float32)
-    _kernels().decode_attention_kernel[(batch * heads, splits)](
+    sublayer_kernels().decode_attention_kernel[(batch * heads, splits)](
         q, keys, values, until, q if sink is None else sink, out, part, lse, _counters(q.device, batch * heads),
-        width**-0.5, q.stride(0), *keys.stride()[:3],
-        HEADS=heads, GROUPS=heads // keys.shape[2], D=width, LANES=1 << (width - 1).bit_length(), SLOTS=slots,
-        SPLITS=splits, SINK=sink is not None,
+        width**-0.5, q.stride(0), *keys.stride()[:3], HEADS=heads, GROUPS=heads // keys.shape[2], D=width,
+        LANES=1 << (width - 1).bit_length(), SLOTS=slots, SPLITS=splits, SINK=sink is not None,
     )  # fmt: skip
     return out
 
@@ -249,3 +227,25 @@ def _splits(keys: Tensor, heads: int) -> int:
     most = max(1, keys.shape[1] // 64)
     limit = min(wanted, most, MOST_SPLITS)
     return 1 << (limit.bit_length() - 1)
+
+
+@torch.library.custom_op("residua::activate_decode", mutates_args=())
+def _activate(x: Tensor, kind: str) -> Tensor:
+    out = _activated_like(x, kind)
+    rows, hidden = out.shape
+    if rows:
+        grid = (rows, -(-hidden // STEP))
+        settings = {"HIDDEN": hidden, "STEP": STEP, "KIND": kind}
+        sublayer_kernels().activate_kernel[grid](x, out, **settings)
+    return out
+
+
+@_activate.register_fake
+def _activated_like(x: Tensor, kind: str) -> Tensor:
+    return x.new_empty(len(x), x.shape[1] // (2 if kind in GATED else 1))
+
+
+def activate(x: Tensor, kind: str) -> Tensor:
+    """The contract is the reference's."""
+    result: Tensor = _activate(x.contiguous(), kind)
+    return result

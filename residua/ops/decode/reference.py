@@ -6,16 +6,36 @@ these is one launch when fused. Rows are [M, C]; equations are those of `depth_a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import gelu, relu, silu
 
-from residua.ops.multi_gate.reference import multi_gate
+from residua.ops.multi_gate.reference import gates, multi_gate, pool
 from residua.ops.norm_rotate.reference import rotate
 from residua.ops.numeric import rms, wide
 
 KEY_EPS = 1e-6
+
+ACTIVATIONS: dict[str, Callable[..., Tensor]] = {
+    "relu2": lambda x: relu(x).square(),
+    "gelu": gelu,
+    "swiglu": lambda gate, up: silu(gate) * up,
+    "glu": lambda gate, up: torch.sigmoid(gate) * up,
+}
+GATED = ("swiglu", "glu")
+
+
+class Gate(NamedTuple):
+    """A gated write before its update is there: n streams [M, C] and the weights of `multi_gate`."""
+
+    streams: Sequence[Tensor]
+    query: Tensor
+    bias: Tensor
+    pool_query: Tensor
+    competitive: bool = True
 
 
 def add_norm(base: Tensor, y: Tensor, weight: Tensor, *, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
@@ -87,6 +107,34 @@ def gate_norm(
     together = torch.stack([wide(stream) for stream in streams], 1)
     hidden, after = multi_gate(together, wide(y), gate_query, gate_bias, pool_query, competitive=competitive)
     return rms(hidden, eps, weight).to(y.dtype), after.to(y.dtype).unbind(1)
+
+
+def prepare_gates(gate: Gate) -> Tensor:
+    """What a gated write and the norm behind it need of the streams alone.
+
+    Returns [M, n(n+5)/2]: β_i, w2·s_i, ‖s_i‖², and s_i·s_j of i < j, row by row.
+    """
+    s = torch.stack([wide(stream) for stream in gate.streams], 1)
+    beta = gates(s, gate.query, gate.bias, competitive=gate.competitive)
+    i, j = torch.triu_indices(s.shape[1], s.shape[1], 1, device=s.device)
+    products = s @ s.mT
+    return torch.cat([beta, s @ gate.pool_query.to(s.dtype), products.diagonal(0, 1, 2), products[:, i, j]], 1)
+
+
+def gate_prepared(
+    gate: Gate, prepared: Tensor, y: Tensor, weight: Tensor, *, eps: float = 1e-6
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """`gate_norm` with what `prepare_gates` made; here β is all that is taken of it."""
+    s = torch.stack([wide(stream) for stream in gate.streams], 1)
+    beta = prepared[:, : s.shape[1], None].to(s.dtype)
+    after = s + beta * (wide(y)[:, None] - s)
+    hidden = pool(after, gate.pool_query)
+    return rms(hidden, eps, weight).to(y.dtype), after.to(y.dtype).unbind(1)
+
+
+def activate(x: Tensor, kind: str) -> Tensor:
+    """The activation of a feed-forward sublayer by the name of its kind; x [M, H], or of gated kinds [M, 2H]."""
+    return ACTIVATIONS[kind](*x.chunk(2 if kind in GATED else 1, -1))
 
 
 def enter_cache(
