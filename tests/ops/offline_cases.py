@@ -34,6 +34,7 @@ def add_norm(dtype: torch.dtype, width: int, tokens: int = 3) -> None:
     h, y = (draw(tokens, width, dtype=dtype) for _ in range(2))
     both(ops.add_norm(h, y, draw(width)))
     both(ops.rms_norm(h, draw(width)))
+    torch.ops.residua.rms_norm_backward_dotted(y.detach(), h.detach(), torch.zeros(width), torch.zeros(tokens))
 
 
 def hyper_step(dtype: torch.dtype, width: int, n: int, norm: str, used: int, tokens: int, per_token: bool) -> None:

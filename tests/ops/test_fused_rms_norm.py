@@ -73,6 +73,26 @@ def test_no_tokens_and_strided_inputs_are_taken():
         assert_close(results("triton", some), results("reference", some, torch.float64), 2e-6)
 
 
+def assert_dotted(x: Tensor, g: Tensor, weight: Tensor) -> None:
+    """The same gradients, and the dot product of x with its own as it is stored."""
+    import residua.ops.rms_norm.triton  # noqa: F401
+
+    operators = torch.ops.residua
+    _, rstd = operators.rms_norm(x, weight, 1e-6)
+    g_x, g_weight = operators.rms_norm_backward(g, x, weight, rstd)
+    *same, dots = operators.rms_norm_backward_dotted(g, x, weight, rstd)
+    assert torch.equal(same[0], g_x) and torch.equal(same[1], g_weight)
+    exact = (x.double() * g_x.double()).sum(-1)
+    size = (x.double() * g_x.double()).square().sum(-1).sqrt()
+    assert ((dots - exact).abs() <= 1e-5 * size).all()
+
+
+@interpreter
+@pytest.mark.parametrize("size", [(1, 7), (9, 300), (3, 1280)], ids=str)
+def test_a_gradient_comes_with_its_dot_product(size):
+    assert_dotted(*drawn(*size))
+
+
 @interpreter
 @pytest.mark.parametrize("used", [0, 1], ids=["the sum", "the norm"])
 def test_an_output_that_nobody_uses_has_no_part_in_the_gradients(used):
@@ -112,3 +132,4 @@ def test_on_a_gpu_every_gradient_is_right(dtype, tolerance, width):
         ours = results("auto", some)
         assert_close(ours, results("reference", some, torch.float64), tolerance)
         assert all(torch.equal(a, b) for a, b in zip(ours, results("triton", some), strict=True))
+    assert_dotted(*inputs)

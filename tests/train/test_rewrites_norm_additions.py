@@ -2,62 +2,25 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable
 from operator import getitem
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.nn.functional import cross_entropy
 
 from residua import ops
-from residua.model.decoder import Decoder
 from residua.ops import fused
 from residua.train.rewrites.norm_additions import VIEWS, fuse_additions
-from tests.model.small import small, tokens_and_targets
-from tests.train.rewriting import rewriting
+from tests.train.rewriting import calls, differentiated, model_loss, untouched
 
 pytestmark = pytest.mark.skipif(not fused.INTERPRETED, reason="needs TRITON_INTERPRET=1")
 aten = torch.ops.aten
 NORMS = {"gated_norm": {"kind": "gatednorm", "rank": 4}, "rms_norm": {"kind": "rmsnorm"}}
 ARGUMENTS = {"gated_norm": 8, "rms_norm": 4}
 """Of the backward operator without a residual."""
-
-
-def differentiated(function: Callable[..., Tensor], leaves: list[Tensor], *, rewrite: Callable[[Graph], None]) -> Any:
-    """What the compiled function gives, its gradients, and its two graphs."""
-    torch._dynamo.reset()
-    seen: list[GraphModule] = []
-    with ops.backend("triton"):
-        out = torch.compile(function, backend=rewriting(rewrite, seen=seen), fullgraph=True)()
-        gradients = torch.autograd.grad(out, leaves)
-    return [out, *gradients], seen
-
-
-def calls(module: GraphModule) -> Counter[str]:
-    return Counter(str(n.target) for n in module.graph.nodes if n.op == "call_function")
-
-
-def untouched(graph: Graph) -> None:
-    pass
-
-
-def model_loss(**tables: Any) -> tuple[Callable[[], Tensor], list[Tensor]]:
-    torch.manual_seed(0)
-    model = Decoder(small(**tables))
-    for name, p in model.named_parameters():
-        if name.endswith("gate.up"):
-            torch.nn.init.normal_(p)
-    tokens, targets = tokens_and_targets()
-
-    def loss() -> Tensor:
-        return cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
-
-    return loss, list(model.parameters())
 
 
 @pytest.mark.parametrize("name", NORMS)

@@ -60,14 +60,15 @@ def _loaded(x, g, residual, row, tokens, C: tl.constexpr, BLOCK: tl.constexpr, T
 
 @triton.jit
 def backward_kernel(
-    g, residual, x, weight, rstds, g_x, partial, tokens,
-    C: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr, ADDED: tl.constexpr,
+    g, residual, x, weight, rstds, g_x, dots, partial, tokens,
+    C: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr, ADDED: tl.constexpr, DOTTED: tl.constexpr,
 ):  # fmt: skip
     """Every P-th row, P the number of programs. With n = x·rstd and g the gradient of the norm:
 
     g_x = rstd (weight ⊙ g − n · mean(weight ⊙ g ⊙ n)) + residual,   g_weight = Σ g ⊙ n
 
-    The sum over tokens stays in registers until the end, when each program writes its own row of `partial`.
+    The sum over tokens stays in registers until the end, when each program writes its own row of `partial`. `dots` are
+    x·g_x with g_x as it is stored.
     """
     EACH: tl.constexpr = 3 if ADDED else 2
     program = tl.program_id(0)
@@ -85,11 +86,16 @@ def backward_kernel(
             through += product * gain[k]
         g_w = new_w
         pull = tl.sum(through, 0) / C * rstd * rstd * rstd
+        dot = tl.zeros([BLOCK], tl.float32)
         for k in tl.static_range(TILES):
             d = rstd * tiles[EACH * k + 1].to(tl.float32) * gain[k] - pull * tiles[EACH * k].to(tl.float32)
             if ADDED:
                 d += tiles[EACH * k + 2].to(tl.float32)
             _put(g_x + tl.cast(row, tl.int64) * C, k, d, C, BLOCK)
+            if DOTTED:
+                dot += d.to(g_x.dtype.element_ty).to(tl.float32) * tiles[EACH * k].to(tl.float32)
+        if DOTTED:
+            tl.store(dots + row, tl.sum(dot, 0))
         tiles = coming
     for k in tl.static_range(TILES):
         _put(partial + program * C, k, g_w[k], C, BLOCK)

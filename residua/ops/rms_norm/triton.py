@@ -126,20 +126,45 @@ def _backward(
     g: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, residual: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """The gradients of x and of the weight; to that of x the `residual` is added, before it is rounded."""
+    outputs = _backward_outputs(g, x, weight, rstd)
+    _launch_backward(g, x, weight, rstd, residual, None, outputs)
+    return outputs
+
+
+def _dotted_outputs(g: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return *_backward_outputs(g, x, weight, rstd), torch.empty_like(rstd)
+
+
+@operator(
+    "rms_norm_backward_dotted(Tensor g, Tensor x, Tensor weight, Tensor rstd) -> (Tensor, Tensor, Tensor)",
+    _dotted_outputs,
+)
+def _backward_dotted(g: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What `rms_norm_backward` gives, and then the dot product of x with its gradient, [M]."""
+    outputs = _dotted_outputs(g, x, weight, rstd)
+    _launch_backward(g, x, weight, rstd, None, outputs[2], outputs[:2])
+    return outputs
+
+
+def _launch_backward(
+    g: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, residual: Tensor | None, dots: Tensor | None,
+    outputs: tuple[Tensor, Tensor],
+) -> None:  # fmt: skip
+    g_x, g_weight = outputs
     tokens, width = x.shape
     plan = backward_plan(width)
-    programs = min(tokens, plan.programs * fused.multiprocessors(x))
-    g_x, g_weight = _backward_outputs(g, x, weight, rstd)
-    partial = x.new_empty((programs, width), dtype=torch.float32)
+    partial = x.new_empty((min(tokens, plan.programs * fused.multiprocessors(x)), width), dtype=torch.float32)
     total = g_weight if g_weight.dtype is torch.float32 else partial.new_empty(width)
     with on(x):
         if tokens:
-            kernels.backward_kernel[(programs,)](
-                g, g if residual is None else residual.contiguous(), x, weight.contiguous(), rstd, g_x, partial, tokens,
-                ADDED=residual is not None, **plan.sizes(width),
+            kernels.backward_kernel[(len(partial),)](
+                g, g if residual is None else residual.contiguous(), x, weight.contiguous(), rstd, g_x,
+                rstd if dots is None else dots, partial, tokens, ADDED=residual is not None, DOTTED=dots is not None,
+                **plan.sizes(width),
             )  # fmt: skip
         sum_rows(partial, total)
-    return g_x, g_weight if total is g_weight else g_weight.copy_(total)
+    if total is not g_weight:
+        g_weight.copy_(total)
 
 
 class Plan(NamedTuple):

@@ -23,7 +23,8 @@ def _rewrites() -> Any:
     # inductor takes a second to import, and only those who compile need it
     from residua.train.rewrites.graphs import Rewrites
     from residua.train.rewrites.norm_additions import fuse_additions
+    from residua.train.rewrites.norm_dots import take_dots
     from residua.train.rewrites.packed_heads import pack_head_gradients
     from residua.train.rewrites.weight_gradients import split_weight_gradients
 
-    return Rewrites(fuse_additions, pack_head_gradients, split_weight_gradients)
+    return Rewrites(fuse_additions, take_dots, pack_head_gradients, split_weight_gradients)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from operator import getitem
 from typing import Any
 
 import torch
@@ -13,6 +14,9 @@ from torch.fx import Graph, Node
 from torch.torch_version import TorchVersion
 
 Rewrite = Callable[[Graph], None]
+
+aten = torch.ops.aten
+VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 
 
 class Rewrites(CustomGraphPass):
@@ -60,3 +64,35 @@ def value(node: object) -> torch.Tensor | None:
     """The shape, dtype and device of what a node computes, if it computes one tensor."""
     found = node.meta.get("val") if isinstance(node, Node) else None
     return found if isinstance(found, torch.Tensor) else None
+
+
+def source(node: Any) -> Node:
+    """What a chain of views is of."""
+    while node.target in VIEWS:
+        node = node.args[0]
+    assert isinstance(node, Node)
+    return node
+
+
+def like(graph: Graph, node: Any, other: Any) -> Node:
+    """The node in the shape of another."""
+    shape = other.meta["val"].shape
+    return node if node.meta["val"].shape == shape else call(graph, aten.reshape.default, node, list(shape))
+
+
+def replace_outputs(graph: Graph, old: Node, new: Node) -> dict[Any, Node]:
+    """Who reads an output of `old` reads that of `new`."""
+    outputs = {}
+    for item in list(old.users):
+        which = item.args[1]
+        outputs[which] = call(graph, getitem, new, which)
+        item.replace_all_uses_with(outputs[which])
+    return outputs
+
+
+def erase(graph: Graph, *nodes: Node) -> None:
+    """Erase nodes that nothing reads, and the views that only they read."""
+    for node in nodes:
+        above = [n for n in node.all_input_nodes if n.target in VIEWS]
+        graph.erase_node(node)
+        erase(graph, *(n for n in above if not n.users))

@@ -16,10 +16,9 @@ from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
 from residua.ops import fused
-from residua.train.rewrites.graphs import call, value
+from residua.train.rewrites.graphs import VIEWS, call, erase, like, replace_outputs, source, value
 
 aten = torch.ops.aten
-VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 
 
 class Norm(NamedTuple):
@@ -61,19 +60,19 @@ def fuse_additions(graph: Graph) -> None:
 def _fuse_forward(graph: Graph, old: Node, norm: Norm) -> None:
     """norm(a + b) becomes one operator where the sum stood; who else reads the sum reads its own output."""
     rows, *weights = old.args
-    total = _source(rows)
+    total = source(rows)
     if not _is_plain_sum(total):
         return
     place = _last(total, weights)
     if any(reader <= place for reader in total.users):
         return
     with graph.inserting_before(place.next):
-        operands = [_like(graph, a, rows) for a in total.args]
+        operands = [like(graph, a, rows) for a in total.args]
         new = call(graph, norm.forward_added, *operands, *weights)
-        _replace_outputs(graph, old, new)
-        added = _like(graph, call(graph, getitem, new, norm.added), total)
+        replace_outputs(graph, old, new)
+        added = like(graph, call(graph, getitem, new, norm.added), total)
     total.replace_all_uses_with(added)
-    _erase(graph, *old.users, old, total)
+    erase(graph, *old.users, old, total)
 
 
 def _fuse_backward(graph: Graph, old: Node, norm: Norm) -> None:
@@ -82,16 +81,16 @@ def _fuse_backward(graph: Graph, old: Node, norm: Norm) -> None:
     total = None if g_x is None else _only_reader(g_x)
     if total is None or len(old.args) > norm.residual or not _is_plain_sum(total):
         return
-    g = [source for source in map(_source, total.args) if source is not g_x]
+    g = [origin for origin in map(source, total.args) if origin is not g_x]
     place = _last(old, g)
     if len(g) != 1 or any(r <= place for item in old.users if item is not g_x for r in item.users):
         return
     with graph.inserting_before(place.next):
-        new = call(graph, norm.backward, *old.args, _like(graph, g[0], g_x))
-        outputs = _replace_outputs(graph, old, new)
-        summed = _like(graph, outputs[0], total)
+        new = call(graph, norm.backward, *old.args, like(graph, g[0], g_x))
+        outputs = replace_outputs(graph, old, new)
+        summed = like(graph, outputs[0], total)
     total.replace_all_uses_with(summed)
-    _erase(graph, total, *old.users, old)
+    erase(graph, total, *old.users, old)
 
 
 def _is_plain_sum(node: Node) -> bool:
@@ -112,14 +111,6 @@ def _would_be_fused(operand: Any) -> bool:
     return len(operand.users) == 1 and torch.Tag.pointwise in getattr(operand.target, "tags", ())
 
 
-def _source(node: Any) -> Node:
-    """What a chain of views is of."""
-    while node.target in VIEWS:
-        node = node.args[0]
-    assert isinstance(node, Node)
-    return node
-
-
 def _only_reader(node: Node) -> Node | None:
     """Who reads it, through views, if that is one only."""
     while len(node.users) == 1:
@@ -132,27 +123,3 @@ def _only_reader(node: Node) -> Node | None:
 def _last(node: Node, others: Iterable[Any]) -> Node:
     """Whichever of them comes last in the graph."""
     return max([node, *(n for n in others if isinstance(n, Node))])
-
-
-def _like(graph: Graph, node: Any, other: Any) -> Node:
-    """The node in the shape of another."""
-    shape = other.meta["val"].shape
-    return node if node.meta["val"].shape == shape else call(graph, aten.reshape.default, node, list(shape))
-
-
-def _replace_outputs(graph: Graph, old: Node, new: Node) -> dict[Any, Node]:
-    """Who reads an output of `old` reads that of `new`."""
-    outputs = {}
-    for item in list(old.users):
-        which = item.args[1]
-        outputs[which] = call(graph, getitem, new, which)
-        item.replace_all_uses_with(outputs[which])
-    return outputs
-
-
-def _erase(graph: Graph, *nodes: Node) -> None:
-    """Erase nodes that nothing reads, and the views that only they read."""
-    for node in nodes:
-        above = [n for n in node.all_input_nodes if n.target in VIEWS]
-        graph.erase_node(node)
-        _erase(graph, *(n for n in above if not n.users))
