@@ -60,6 +60,25 @@ def test_interpreted_products_equal_float64_reference_with_every_gradient(shape,
         assert relative(ours, exact) < 1e-6
 
 
+def assert_broken_numbers_stay(device: str, dtype: torch.dtype) -> None:
+    """A run that has diverged must not look healthy again behind a ReLU."""
+    x, w_in, w_out, g = inputs(48, 64, hidden=64, device=device, dtype=dtype)
+    x[5], x[17, 3] = float("nan"), float("inf")
+    for ours, exact in zip(run("triton", x, w_in, w_out, g), run("reference", x, w_in, w_out, g), strict=True):
+        assert torch.equal(ours.isnan(), exact.isnan())
+
+
+@interpreted
+def test_interpreted_products_keep_broken_numbers():
+    assert_broken_numbers_stay("cpu", torch.float32)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(fused.INTERPRETED, reason="needs TRITON_INTERPRET=0")
+def test_on_a_gpu_broken_numbers_stay():
+    assert_broken_numbers_stay("cuda", torch.bfloat16)
+
+
 @interpreted
 @pytest.mark.parametrize(
     "plan", [(16, 16, 16, 1, 1, 4, 1), (32, 64, 32, 8, 4, 4, 1), (64, 16, 16, 3, 2, 4, 1)], ids=str

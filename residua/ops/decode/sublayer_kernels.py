@@ -127,7 +127,7 @@ def activate_kernel(
     at = x + row * HIDDEN * (1 + GATED) + j
     v = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     if KIND == "relu2":
-        v = tl.maximum(v, 0.0)
+        v = tl.maximum(v, 0.0, tl.PropagateNan.ALL)
         y = v * v
     elif KIND == "gelu":
         y = 0.5 * v * (1 + tl.erf(v * 0.7071067811865476))

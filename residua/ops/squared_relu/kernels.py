@@ -32,7 +32,7 @@ def halves(z):
 def write_squares(a, z, row, column, PARTS: tl.constexpr):
     """a = relu(z)² at (row, column)."""
     if PARTS == 1:
-        positive = tl.maximum(z, 0.0)
+        positive = tl.maximum(z, 0.0, tl.PropagateNan.ALL)
         a.store([row, column], (positive * positive).to(a.dtype))
     else:
         left, right = halves(z)

@@ -21,9 +21,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language import PropagateNan
 
 ROWS = gl.constexpr(128)
 HALF = gl.constexpr(64)
+KEEP_NAN = gl.constexpr(PropagateNan.ALL)
 
 
 @gluon.jit
@@ -112,7 +114,7 @@ def multiply(
             if SLOPES:
                 piece *= 2 * gl.sqrt(slots.index(slot).load(part).to(gl.float32))
             else:
-                piece = gl.maximum(piece, 0.0)
+                piece = gl.maximum(piece, 0.0, KEEP_NAN)
                 piece *= piece
             slots.index(slot).store(piece.to(slots.dtype))
             fence_async_shared()
