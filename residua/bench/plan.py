@@ -14,13 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from math import ceil
 from typing import Any
 
 from residua.model import choices
 from residua.model.config import ModelConfig, head_dim
 from residua.model.settings import ConfigError
 from residua.model.size import Size, measure
-from residua.train.config import Muon, ParallelConfig, RunConfig
+from residua.train.config import SMALLEST_UNIT, Muon, ParallelConfig, RunConfig
 
 GIB = 2**30
 
@@ -140,9 +141,10 @@ def _memory(
     gathered = 0.0
     if parallel.shard > 1:
         layer = (size.attention + size.ffn) / config.model.layers
+        unit = layer * min(ceil(SMALLEST_UNIT / layer), config.model.layers / parallel.pipeline)
         shared = held - (size.attention + size.ffn + size.norms + size.anchors) / parallel.pipeline
-        # the layer that computes, the next one that is being gathered, their gradients; embedding and head in fp32
-        gathered = (2 + 2 + 4) * layer + (4 + 4) * max(0.0, shared)
+        # the unit that computes, the next one that is being gathered, their gradients; embedding and head in fp32
+        gathered = (2 + 2 + 4) * unit + (4 + 4) * max(0.0, shared)
     per_layer, once = activation_widths(config)
     in_flight = _in_flight(parallel, micro)
     activations = 2 * tokens * (per_layer * config.model.layers / parallel.pipeline * in_flight + once)
@@ -180,15 +182,16 @@ def _attention(model: ModelConfig) -> float:
     return 2 * width + 2 * (q + kv) + kv + q + gate + mixed
 
 
-HIDDEN = {"relu2": 2, "gelu": 2, "swiglu": 3, "glu": 3}
-"""Hidden tensors that a feed-forward keeps."""
+HIDDEN = {"relu2": 1, "gelu": 2, "swiglu": 3, "glu": 3}
+"""Hidden tensors that a feed-forward keeps: relu² and its slope are in the products beside it."""
+HIDDEN_OF_EXPERTS = {**HIDDEN, "relu2": 2}
 
 
 def _ffn(model: ModelConfig) -> float:
     ffn = model.ffn
     if isinstance(ffn, choices.MoE):
-        visited = ffn.top_k * (ffn.hidden * HIDDEN[ffn.activation] + 2 * model.width)
-        return 2 * model.width + visited + ffn.shared * ffn.hidden * HIDDEN[ffn.activation]
+        hidden = ffn.hidden * HIDDEN_OF_EXPERTS[ffn.activation]
+        return 2 * model.width + ffn.top_k * (hidden + 2 * model.width) + ffn.shared * hidden
     return 2 * model.width + HIDDEN[ffn.kind] * ffn.hidden
 
 

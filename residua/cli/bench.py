@@ -240,7 +240,7 @@ def plan_run(
     memory: Annotated[float, typer.Option(min=1, help="GiB of one device.")] = 140,
     flops: Annotated[
         float, typer.Option(min=1, help="TFLOP/s that a step reaches: the MFU of `bench step` times the peak.")
-    ] = 450,
+    ] = 500,
     link: Annotated[float, typer.Option(min=1, help="GB/s that a device sends to the others.")] = 300,
     out: Out = None,
 ) -> None:

@@ -115,6 +115,11 @@ class TrainConfig(Frozen):
         return self
 
 
+SMALLEST_UNIT = 25_000_000
+"""Parameters that FSDP2 gathers at a time, at least. A unit costs the host milliseconds however small it is: the GPU
+must have that long to do meanwhile."""
+
+
 class ParallelConfig(Frozen):
     """How a run is divided among the `data` × `shard` × `pipeline` processes that torchrun starts.
 

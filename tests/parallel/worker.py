@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 import residua
+from residua.train.parallel import layers
 from residua.train.parallel.mesh import Mesh, Processes
 from residua.train.parallel.step import build_ranked_step
 from residua.train.step import Step
@@ -68,7 +69,9 @@ def make(config: Any) -> Any:
 
 def ranked(model: str, parallel: dict[str, Any]) -> dict[str, Tensor]:
     way = parallel.pop("way", None)
-    config = run_config(model, parallel)
+    layers.SMALLEST_UNIT = parallel.pop("smallest_unit", 1)
+    precision = parallel.pop("precision", "float32")
+    config = run_config(model, parallel, precision=precision)
     mesh = Mesh(config.parallel, torch.device("cpu"))
     step = build_ranked_step(make(config), config, mesh, way)
     seen = trace(step, mesh.batch_rank, config.parallel.batch_ranks)

@@ -1,4 +1,4 @@
-"""Transformer layers as the units that FSDP2 gathers: two sublayers and the junctions behind them, called as one."""
+"""The units that FSDP2 gathers: some transformer layers and the junctions behind their sublayers, called as one."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from residua import ops
 from residua.model.context import Anchors, Context
 from residua.model.moe import Routing
 from residua.model.topology.base import State
+from residua.train.config import SMALLEST_UNIT
 from residua.train.parallel.cut import build_cut
 from residua.train.rewrites import compile_rewritten
 
@@ -20,10 +21,21 @@ if TYPE_CHECKING:
     from residua.model.topology import Topology
 
 
-class Carried:
-    """The topology's state on its way past FSDP2's hooks, which would take its tensors for inputs of the layer.
+def divide(sublayers: Sequence[nn.Module]) -> list[range]:
+    """The sublayers of each unit: whole layers, as few as have `SMALLEST_UNIT` parameters; what is left is the last."""
+    units, first, size = [], 0, 0
+    for end in range(2, len(sublayers) + 1, 2):
+        size += sum(p.numel() for sublayer in sublayers[end - 2 : end] for p in sublayer.parameters())
+        if size >= SMALLEST_UNIT or end == len(sublayers):
+            units.append(range(first, end))
+            first, size = end, 0
+    return units
 
-    They look into tuples and dataclasses, so this is neither. The layer's input is one of them in most topologies. It
+
+class Carried:
+    """The topology's state on its way past FSDP2's hooks, which would take its tensors for inputs of the unit.
+
+    They look into tuples and dataclasses, so this is neither. The unit's input is one of them in most topologies. It
     comes back from the hooks as another tensor, so its places are left empty: read from both, it would get two
     gradients to be added up.
     """
@@ -35,17 +47,17 @@ class Carried:
         return tuple(h if tensor is None else tensor for tensor in self.state)
 
 
-class Layer(nn.Module):
+class Unit(nn.Module):
     """Sublayers k, k+1 … of a decoder, each with the junction behind it, without the last one if not `closed`."""
 
     def __init__(self, first: int, sublayers: Sequence[nn.Module], topology: Topology, *, closed: bool = True) -> None:
         super().__init__()
         self.first, self.sublayers, self.closed = first, nn.ModuleList(sublayers), closed
-        self._shared = (topology,)  # in a tuple: its parameters belong to no layer
+        self._shared = (topology,)  # in a tuple: its parameters belong to no unit
         self.run = self._run
 
     def forward(self, h: Tensor, anchors: Anchors, context: Context, carried: Carried) -> tuple[Any, ...]:
-        """The next layer's input, or the last output where not `closed`; the anchors; routing, if there was any."""
+        """The next unit's input, or the last output where not `closed`; the anchors; routing, if there was any."""
         h, state, anchors, routed = self.run(h, carried.with_input(h), anchors, context)
         carried.state = state
         return h, anchors, *routed
@@ -76,13 +88,13 @@ class Layer(nn.Module):
 
 
 def pass_through(
-    layers: Iterable[nn.Module], h: Tensor, state: State, anchors: Anchors, context: Context
+    units: Iterable[nn.Module], h: Tensor, state: State, anchors: Anchors, context: Context
 ) -> tuple[Tensor, State, Anchors, list[Routing]]:
-    """One layer after the other: the last one's h, state and anchors, and how mixtures of experts routed."""
+    """One unit after the other: the last one's h, state and anchors, and how mixtures of experts routed."""
     routed: list[Routing] = []
-    for layer in layers:
+    for unit in units:
         carried = Carried(h, state)
-        h, anchors, *routing = layer(h, anchors, context, carried)
+        h, anchors, *routing = unit(h, anchors, context, carried)
         state = carried.with_input(h)
         routed += routing
     return h, state, anchors, routed
@@ -91,7 +103,7 @@ def pass_through(
 def compile_apart(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile a method of one of many like objects.
 
-    PyTorch keeps what it compiled with the code, and tries all of it, the most recent first, at every call: layers that
+    PyTorch keeps what it compiled with the code, and tries all of it, the most recent first, at every call: units that
     take turns would always find theirs last. So each has its own copy of the code.
     """
 
@@ -103,12 +115,13 @@ def compile_apart(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class LayeredLosses(nn.Module):
-    """`Decoder.routed_losses` a layer at a time; what all layers share is its own."""
+    """`Decoder.routed_losses` a unit at a time; what all layers share is its own."""
 
     def __init__(self, model: Decoder, z_loss: float) -> None:
         super().__init__()
-        pairs = range(0, len(model.sublayers), 2)
-        self.layers = nn.ModuleList(Layer(k, list(model.sublayers[k : k + 2]), model.topology) for k in pairs)
+        sublayers = list(model.sublayers)
+        parts = divide(sublayers)
+        self.units = nn.ModuleList(Unit(k.start, sublayers[k.start : k.stop], model.topology) for k in parts)
         self.model, self.z_loss = model, z_loss
         self.begin, self.end = self._begin, self._end
 
@@ -116,14 +129,14 @@ class LayeredLosses(nn.Module):
         self, tokens: Tensor, targets: Tensor, segments: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Routing | None]:
         h, state, anchors, rotary = self.begin(tokens)
-        h, _, _, routed = pass_through(self.layers, h, state, anchors, Context(rotary, segments))
+        h, _, _, routed = pass_through(self.units, h, state, anchors, Context(rotary, segments))
         cross_entropy, z = self.end(h, targets)
         return cross_entropy, z, Routing.stack(routed) if routed else None
 
     def compile_parts(self) -> None:
-        """Compile where no gather happens: in each layer, before the first and behind the last."""
-        for layer in self.layers:
-            layer.compile_parts()  # type: ignore[operator]
+        """Compile where no gather happens: in each unit, before the first and behind the last."""
+        for unit in self.units:
+            unit.compile_parts()  # type: ignore[operator]
         if build_cut(self.model.topology).plain:
             self.begin = compile_rewritten(self._begin)
         self.end = compile_rewritten(self._end)

@@ -15,7 +15,7 @@ from torch.distributed.pipelining import PipelineStage
 from residua import ops
 from residua.model.context import Context
 from residua.train.parallel.cut import EMBEDDING, Cut, Items
-from residua.train.parallel.layers import Layer, pass_through
+from residua.train.parallel.layers import Unit, divide, pass_through
 from residua.train.parallel.transport import Route, Shelf, hold
 from residua.train.rewrites import compile_rewritten
 
@@ -56,9 +56,10 @@ class Slice(nn.Module):
         self.cut, self.range, self.route, self.shelf, self.settings = cut, sublayers, route, shelf, settings
         self.first, self.last = sublayers.start == 0, sublayers.stop == model.config.sublayers
         self.sublayers = nn.ModuleDict({str(k): model.sublayers[k] for k in sublayers})
-        self.layers = nn.ModuleList(
-            Layer(k, list(model.sublayers[k : k + 2]), model.topology, closed=self.last or k + 2 < sublayers.stop)
-            for k in sublayers[::2]
+        own = list(self.sublayers.values())
+        self.units = nn.ModuleList(
+            Unit(sublayers[k.start], own[k.start : k.stop], model.topology, closed=self.last or k.stop < len(own))
+            for k in divide(own)
         )
         self.topology, self.anchors = model.topology, model.anchors
         self.embed = model.embed if self.first or (self.last and model.unembed is None) else None
@@ -87,12 +88,12 @@ class Slice(nn.Module):
         return (hold(sent[0], held), *sent[1:])
 
     def compile_parts(self, *, whole: bool) -> None:
-        """Compile the computation, or where its layers are gathered one by one, each of those."""
+        """Compile the computation, or where it is gathered a unit at a time, each of those."""
         if whole:
             self.body = compile_rewritten(self._body)
             return
-        for layer in self.layers:
-            layer.compile_parts()  # type: ignore[operator]
+        for unit in self.units:
+            unit.compile_parts()  # type: ignore[operator]
 
     def _keep(self, batch: int, name: str, value: Tensor) -> Tensor:
         readers = self.route.lends.get(name, 0)
@@ -105,7 +106,7 @@ class Slice(nn.Module):
         with self._autocast():
             h, state, anchors, constant = self._begin(items, tokens)
             context = Context(self._rotary(h[..., 0]), segments)
-            h, state, anchors, _ = pass_through(self.layers, h, state, anchors, context)
+            h, state, anchors, _ = pass_through(self.units, h, state, anchors, context)
             if self.last:
                 return {"losses": self._losses(h, targets, items)}
             return self.cut.close(self.range.stop - 1, h, state) | self._onward(anchors, constant)

@@ -17,7 +17,7 @@ from residua.train.config import RunConfig, TrainConfig
 from residua.train.optimizer import HybridOptimizer, build_optimizer
 from residua.train.parallel.mesh import Mesh
 from residua.train.parallel.optimizer import RankedOptimizer, local
-from residua.train.parallel.wrap import replicated_losses, shard_losses, sharded_entry
+from residua.train.parallel.wrap import GatheredCopies, kept_modules, replicated_losses, shard_losses, sharded_entry
 from residua.train.step import Step, Totals, resolve
 
 if TYPE_CHECKING:
@@ -45,6 +45,8 @@ class RankedStep(Step):
     def evaluate(self, batches: Sequence[Batch]) -> tuple[float, int]:
         """As on one rank. All ranks compute equally often: one without a batch repeats the first, for nothing."""
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
+        if self._copies is not None:
+            self._copies.refresh()
         for first in range(0, len(batches), self.ranks):
             mine = first + self.mesh.batch_rank
             batch = batches[mine] if mine < len(batches) else batches[0]
@@ -117,19 +119,26 @@ class ShardedStep(RankedStep):
     """A piece of every matrix on every rank; where there are copies as well, the same piece in each."""
 
     def __init__(self, model: Decoder, config: RunConfig, mesh: Mesh) -> None:
-        self._reduces = True
+        self._completes = True
         self._root: Any = shard_losses(model, mesh, resolve(config.train, mesh.device)[0], config.train.z_loss)
+        self._kept = kept_modules(self._root, mesh)
         super().__init__(model, config, mesh)
 
     def _entry(self, config: TrainConfig) -> Callable[..., tuple[Tensor, Tensor, Any]]:
-        return sharded_entry(self._root, self.compiled, config.z_loss)
+        return sharded_entry(self._root, self.compiled, config.z_loss, self._copies)
+
+    def _build_copies(self, config: TrainConfig) -> GatheredCopies | None:
+        """For the model as one unit; units of layers are gathered in the products' precision."""
+        rounded = self.precision is not torch.float32 and config.recompute == "none"
+        return GatheredCopies(self._root, self.precision) if rounded and self.parallel.unit == "model" else None
 
     def _begin(self, *, last: bool) -> None:
-        # Whole gradients kept until the last micro-batch would undo the sharding's saving.
-        reduces = last or self.parallel.unit == "layer"
-        if reduces != self._reduces:
-            self._root.set_requires_gradient_sync(reduces)
-            self._reduces = reduces
+        if last == self._completes:
+            return
+        self._completes = last
+        for module in self._kept:
+            module.set_requires_gradient_sync(last, recurse=False)
+            module.set_reshard_after_backward(last, recurse=False)
 
     def _complete_gradients(self) -> None:
         for parameter in self._parameters:

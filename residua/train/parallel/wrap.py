@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.nn.parallel import DistributedDataParallel
 
+from residua.train.copies import Entry, WorkingCopies
 from residua.train.parallel.layers import LayeredLosses
 from residua.train.parallel.mesh import Mesh
 from residua.train.rewrites import compile_rewritten
@@ -28,50 +29,82 @@ def whole(parameter: nn.Parameter) -> bool:
 
 
 def shard_losses(model: Decoder, mesh: Mesh, precision: torch.dtype, z_loss: float) -> nn.Module:
-    """Cut every parameter into `parallel.shard` pieces of rows, gathered a layer at a time while it computes.
+    """Cut every parameter into `parallel.shard` pieces of rows, gathered some layers at a time while they compute.
 
-    The layers are gathered in the precision they compute in; what the layers share (embedding, head, topology,
-    anchors) stays in the masters' and is gathered once, as the outermost group. With `parallel.unit = "model"` there
-    is that group alone: more memory, but one gather and a model that compiles as a whole.
+    The layers' matrices are gathered in the precision they compute in. Their vectors, which are small and not rounded
+    on one process either, and what the layers share (embedding, head, topology, anchors) stay in the masters' and are
+    gathered once, as the outermost group. With `parallel.unit = "model"` there is that group alone: more memory, but
+    one gather and a model that compiles as a whole.
 
     Returns what computes the losses and is the root of all groups.
     """
     if mesh.config.unit == "layer":
         layered = LayeredLosses(model, z_loss)
-        _shard(layered, layered.layers, mesh, precision, set())
+        _shard(layered, layered.units, mesh, precision, set())
         return layered
     _shard(model, (), mesh, precision, set())
     return model
 
 
+def gives_back(mesh: Mesh) -> bool:
+    """Whether a unit is given back between its passes: a shard of one piece is as large as what is gathered from it."""
+    return mesh.config.shard > 1
+
+
+def kept_modules(root: nn.Module, mesh: Mesh) -> list[Any]:
+    """The groups that stay gathered through a step, their gradients whole until its end.
+
+    The outermost one is: needed before the first layer and behind the last, it takes this memory in every micro-batch.
+    Units of layers are where that saves nothing.
+    """
+    return [root] if gives_back(mesh) else [m for m in root.modules() if isinstance(m, FSDPModule)]
+
+
 def _shard(
-    root: nn.Module, layers: Iterable[nn.Module], mesh: Mesh, precision: torch.dtype, left: set[nn.Parameter]
+    root: nn.Module, units: Iterable[nn.Module], mesh: Mesh, precision: torch.dtype, left: set[nn.Parameter]
 ) -> None:
     narrow = MixedPrecisionPolicy(param_dtype=precision, reduce_dtype=torch.float32, cast_forward_inputs=False)
     wide = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
     # one axis where there are no copies: FSDP2 takes two for copies of shards
     grid = mesh.grid["shard"] if mesh.config.data == 1 else mesh.grid["data", "shard"]
     left = left | {parameter for parameter in root.parameters() if whole(parameter)}
+    roots = left | {parameter for parameter in root.parameters() if parameter.dim() == 1}
     cut: set[nn.Parameter] = set()
-    for layer in layers:
-        fully_shard(layer, mesh=grid, mp_policy=narrow, ignored_params=left)
-        cut |= set(layer.parameters())
+    for unit in units:
+        fully_shard(unit, mesh=grid, mp_policy=narrow, ignored_params=roots, reshard_after_forward=gives_back(mesh))
+        cut |= set(unit.parameters()) - roots
     # the root knows the sublayers by other names as well
     fully_shard(root, mesh=grid, mp_policy=wide, ignored_params=left | cut, reshard_after_forward=False)
     for parameter in left:
         parameter.data = parameter.data.to(mesh.device)
 
 
-def sharded_entry(root: Any, compiled: bool, z_loss: float) -> Losses:
-    """The losses of a sharded model, compiled where no gather happens: in each layer, or the whole model."""
+class GatheredCopies(WorkingCopies):
+    """Working copies of a model that is gathered as a whole: its masters are what FSDP2 gathers into."""
+
+    def __init__(self, root: Any, dtype: torch.dtype) -> None:
+        self._root = root
+        root.unshard()
+        super().__init__(root, dtype)
+        root.reshard()
+
+    def refresh(self) -> None:
+        self._root.unshard()
+        super().refresh()
+
+
+def sharded_entry(root: Any, compiled: bool, z_loss: float, copies: WorkingCopies | None) -> Losses:
+    """The losses of a sharded model, compiled where no gather happens: in each unit, or the whole model."""
     if isinstance(root, LayeredLosses):
         if compiled:
             root.compile_parts()
         return root
-    if compiled:
-        root.routed_losses = compile_rewritten(root.routed_losses)
+    losses = partial(root.routed_losses, z_loss=z_loss)
+    if copies is not None:
+        losses = partial(copies.run, Entry(root, losses), "model.")
+    root.routed_losses = compile_rewritten(losses) if compiled else losses
     register_fsdp_forward_method(root, "routed_losses")
-    return partial(root.routed_losses, z_loss=z_loss)
+    return root.routed_losses  # type: ignore[no-any-return]
 
 
 class _Entry(nn.Module):
@@ -94,4 +127,4 @@ def replicated_losses(model: Decoder, compiled: bool, mesh: Mesh, z_loss: float)
 
 def shard_slice(module: Slice, mesh: Mesh, precision: torch.dtype, shared: Sequence[nn.Parameter]) -> None:
     """As `shard_losses`, for one stage of a pipeline; what several stages share stays whole."""
-    _shard(module, module.layers if mesh.config.unit == "layer" else (), mesh, precision, set(shared))
+    _shard(module, module.units if mesh.config.unit == "layer" else (), mesh, precision, set(shared))
