@@ -20,7 +20,7 @@ from residua.model.attention import SoftmaxAttention
 from residua.model.cache import Now
 from residua.model.context import Anchors, Context
 from residua.model.decoder import Decoder, Sublayer
-from residua.model.ffn import FFNS, GatedFFN, PlainFFN
+from residua.model.ffn import FFNS, GatedFFN, PlainFFN, is_watched
 from residua.model.norm import RMSNorm
 from residua.model.topology.additive import Additive
 from residua.model.topology.attnres import BlockAttnRes, FullAttnRes, Read
@@ -211,7 +211,7 @@ def fuse(model: Decoder, positions: int) -> Decoder:
 
 
 def _sublayer(norm: nn.Module, body: nn.Module) -> Sublayer:
-    return FusedFFN(norm, body) if _shape(body) in FFN_KINDS else Sublayer(norm, body)
+    return FusedFFN(norm, body) if _shape(body) in FFN_KINDS and not is_watched(body) else Sublayer(norm, body)
 
 
 def _shape(body: nn.Module) -> Any:

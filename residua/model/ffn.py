@@ -53,15 +53,20 @@ class SquaredReluFFN(PlainFFN):
     """y = W_out relu(W_in x)² (arXiv 2109.08668), as one operator where the matrices are all there is to the maps."""
 
     def forward(self, x: Tensor, anchors: Anchors, context: Context) -> tuple[Tensor, Anchors]:
-        if is_plain(self.up) and is_plain(self.out):
+        if self.act is relu2 and is_plain(self.up) and is_plain(self.out):
             return ops.squared_relu_ffn(x, self.up.weight, self.out.weight), anchors
         return super().forward(x, anchors, context)
 
 
 def is_plain(module: nn.Module) -> bool:
     """A `Projection` that nothing stands in for or wraps, and no hook looks into."""
-    hooked = module._forward_pre_hooks or module._forward_hooks or "forward" in vars(module)
-    return type(module) is Projection and not hooked
+    return type(module) is Projection and not is_watched(module)
+
+
+def is_watched(module: nn.Module) -> bool:
+    """Whether a hook looks into calls of the module, or its `forward` has been replaced."""
+    forward = module._forward_pre_hooks or module._forward_hooks or "forward" in vars(module)
+    return bool(forward or module._backward_pre_hooks or module._backward_hooks)
 
 
 FFNS: dict[str, tuple[type[GatedFFN] | type[PlainFFN], Callable[[Tensor], Tensor]]] = {

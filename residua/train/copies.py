@@ -3,7 +3,7 @@
 Autocast rounds each float32 master for every micro-batch, and autograd reads and writes each gradient once more to add
 it to those of earlier micro-batches. Here the model is run on copies in the products' dtype, refreshed when a step
 begins; a copy's backward pass adds its gradient to a float32 buffer, which a compiler does where it brings the product
-to float32 anyway. The same numbers, with less traffic.
+to float32 anyway. The same numbers, with less traffic. Autograd does not see the masters, so hooks on those are silent.
 """
 
 from __future__ import annotations
@@ -19,11 +19,16 @@ from residua.model.projection import Projection
 
 
 class WorkingCopies:
-    """Copies of the weights of all projections of a model: what autocast would round and nothing else."""
+    """Copies of the trained weights of all projections of a model: what autocast would round and nothing else.
+
+    Each has a gradient in every step, zero if no pass has used it: a projection that is not for every step must not be
+    among them. Of one weight under several names the first stands for all.
+    """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
-        owners = {name: module for name, module in model.named_modules() if isinstance(module, Projection)}
-        self._masters = {f"{name}.weight": owner.weight for name, owner in owners.items()}
+        owners = {f"{name}.weight": module for name, module in model.named_modules() if isinstance(module, Projection)}
+        names = {id(owner.weight): name for name, owner in reversed(owners.items()) if owner.weight.requires_grad}
+        self._masters = {name: owners[name].weight for name in reversed(names.values())}
         masters = self._masters.values()
         self._copies = [torch.empty_like(m, dtype=dtype, requires_grad=False) for m in masters]
         self._gradients = [torch.empty_like(m, requires_grad=False) for m in masters]

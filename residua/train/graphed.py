@@ -1,7 +1,8 @@
 """A micro-batch's forward and backward pass as one CUDA graph: the host launches once instead of a thousand times.
 
 Two graphs are captured after a few ordinary passes have compiled and warmed everything up: one for the first
-micro-batch of a step, which writes the gradients, and one for the others, which add to them. Both repeat the very
+micro-batch of a step, which writes the gradients, and one for the others, which add to them (those of working copies
+are zeroed before a step, and both add). Both repeat the very
 kernels of an ordinary pass, so results are the same bit for bit. What a graph reads and writes has a fixed address:
 batches are copied in, and the gradients' buffers are handed to the parameters after every replay.
 """

@@ -13,11 +13,10 @@ from residua import ops
 from residua.ops import decode, descent
 from residua.ops.depth_attention import deferred
 from residua.ops.depth_attention.plan import Plan
-from residua.ops.squared_relu import plans, triton
+from residua.ops.squared_relu import triton
 
 Case = tuple[str, Callable[[], Any]]
 BF16, FP32 = torch.bfloat16, torch.float32
-FLAT = plans.Flat(128, 256, 64, 8, 4, 8, 4)
 
 
 def draw(*shape: int, dtype: torch.dtype = FP32) -> Tensor:
@@ -143,7 +142,9 @@ def depth_walk(dtype: torch.dtype, width: int, sublayers: int, block: int, token
 @torch.no_grad()
 def squared_relu(width: int, hidden: int, plan: str, tokens: int = 300) -> None:
     """The two products alone: the others, on a CPU, would take minutes."""
-    forward, backward = (triton.FORWARD, triton.BACKWARD) if plan == "chosen" else (FLAT, FLAT)
+    forward, backward = (
+        (triton.FORWARD, triton.BACKWARD) if plan == "chosen" else (triton.FLAT_FORWARD, triton.FLAT_BACKWARD)
+    )
     x, a = torch.zeros(tokens, width, dtype=BF16), torch.zeros(tokens, hidden, dtype=BF16)
     forward.launch(x, torch.zeros(hidden, width, dtype=BF16), None, a)
     backward.launch(x, torch.zeros(width, hidden, dtype=BF16), a, a)

@@ -229,8 +229,8 @@ def test_projections_that_something_looks_into_or_replaces_are_called(which, cha
 )
 def test_on_a_gpu_bfloat16_products_are_near_float64_and_repeat_themselves(plan, tokens, width, hidden, monkeypatch):
     if plan == "flat":
-        monkeypatch.setattr(host, "FORWARD", plans.Flat(128, 256, 64, 8, 2, 8, 4))
-        monkeypatch.setattr(host, "BACKWARD", plans.Flat(128, 256, 64, 8, 4, 8, 4))
+        monkeypatch.setattr(host, "FORWARD", host.FLAT_FORWARD)
+        monkeypatch.setattr(host, "BACKWARD", host.FLAT_BACKWARD)
     case = inputs(tokens, width, hidden=hidden, device="cuda", dtype=torch.bfloat16)
     truth = run("reference", *(t.double() for t in case))
     first = run("triton", *case)

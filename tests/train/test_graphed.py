@@ -6,7 +6,7 @@ import torch
 import residua
 from residua.data.loader import Batch
 from residua.train.config import RunConfig
-from residua.train.step import arithmetic, build_step
+from residua.train.step import Step, arithmetic, build_step
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
@@ -98,3 +98,13 @@ def test_a_micro_batch_of_another_length_runs_as_it_would_have():
 def test_graphs_can_be_declined():
     config = RunConfig.find("tiny").override(["train.graphs=off"])
     assert build_step(residua.build(config.model), config.train, torch.device("cuda"))._graphed is None
+
+
+def test_working_copies_change_nothing(monkeypatch):
+    """Compiled, rewritten and replayed: the same weights with and without them."""
+    found = []
+    for copying in (False, True):
+        monkeypatch.setattr(Step, "copying", copying)
+        config, step = warmed_up()
+        found.append([p.detach().clone() for p in step.model.parameters()] + [step.evaluate(batches(config, 7))[0]])
+    same([torch.as_tensor(x) for x in found[0]], [torch.as_tensor(x) for x in found[1]])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from residua.ops import fused
@@ -48,8 +49,20 @@ def test_other_models_are_left_alone():
         (lambda g_x, x, y: (g_x * g_x).sum(-1), False),
         (lambda g_x, x, y: (x * x).sum(-1), False),
         (lambda g_x, x, y: (g_x.sin() * x).sum(-1), False),
+        (lambda g_x, x, y: (g_x.view(6, 2, 4) * x.view(6, 2, 4)).sum(-1), False),
     ],
-    ids=["plain", "turned", "seen in another shape", "kept axis", "other axis", "other input", "norm", "input", "more"],
+    ids=[
+        "plain",
+        "turned",
+        "in another shape",
+        "kept axis",
+        "other axis",
+        "other input",
+        "norm",
+        "input",
+        "more",
+        "cut",
+    ],
 )
 @pytest.mark.parametrize("residual", [False, True])
 def test_which_sums_are_taken(read, taken, residual):
@@ -71,3 +84,24 @@ def test_which_sums_are_taken(read, taken, residual):
     assert (calls(module)[TAKEN] == 1) == (taken and not more)
     for a, b in zip(module(g, x, y), function(g, x, y), strict=True):
         assert a.shape == b.shape and torch.allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("widened", [True, False])
+def test_in_half_precision_a_sum_is_taken_if_it_is_of_widened_factors(widened):
+    """As reads take it. A sum that is rounded at every product is another number; the interpreter cannot run either."""
+    g, x = (torch.randn(6, 8, dtype=torch.bfloat16) for _ in range(2))
+    operators, weight, rstd = torch.ops.residua, torch.ones(8), torch.ones(6)
+
+    def function(g: Tensor, x: Tensor) -> Tensor:
+        g_x, _ = operators.rms_norm_backward(g, x, weight, rstd)
+        return ((g_x.float() * x.float()) if widened else g_x * x).sum(-1)
+
+    module = make_fx(
+        function, tracing_mode="fake", _allow_non_fake_inputs=True, decomposition_table=select_decomp_table()
+    )
+    graph = module(g, x).graph
+    take_dots(graph)
+    graph.eliminate_dead_code()
+    graph.lint()
+    found = [n for n in graph.nodes if str(n.target) == TAKEN]
+    assert len(found) == widened

@@ -139,6 +139,25 @@ def test_working_copies_are_what_autocast_would_round(config: RunConfig, changes
     assert torch.equal(found[0][0], found[1][0]) and found[0][1:] == found[1][1:]
 
 
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
+def test_frozen_weights_stay_and_shared_ones_are_trained_once(config: RunConfig, monkeypatch) -> None:
+    found = []
+    for copying in (False, True):
+        monkeypatch.setattr(Step, "copying", copying)
+        torch.manual_seed(0)
+        model = residua.build(config.model)
+        first, second = model.sublayers[0].body, model.sublayers[2].body
+        second.project.weight = first.project.weight
+        second.out.weight.requires_grad_(False)
+        frozen = second.out.weight.clone()
+        step = build_step(model, config.override(["train.precision=bfloat16"]).train, CPU)
+        for seed in range(2):
+            step([batch(2, seed), batch(3, 7)])
+        assert torch.equal(second.out.weight, frozen)
+        found.append(weights(model))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-3, atol=1e-5)
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 def test_working_copies_are_compiled_into_one_graph(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:

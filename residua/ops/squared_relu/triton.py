@@ -31,8 +31,9 @@ def _plan(flat: Flat, specialized: Specialized) -> Flat | Specialized:
     return specialized if HAS_GLUON else flat
 
 
-FORWARD = _plan(Flat(128, 256, 64, 8, 2, 8, 4), Specialized(256, 64, 4, 2, 1, 8))
-BACKWARD = _plan(Flat(128, 256, 64, 8, 2, 8, 3), Specialized(256, 32, 6, 4, 4, 8))
+FLAT_FORWARD, FLAT_BACKWARD = Flat(128, 256, 64, 8, 2, 8, 4), Flat(128, 256, 64, 8, 2, 8, 3)
+FORWARD = _plan(FLAT_FORWARD, Specialized(256, 64, 4, 2, 1, 8))
+BACKWARD = _plan(FLAT_BACKWARD, Specialized(256, 32, 6, 4, 4, 8))
 
 
 def squared_relu_ffn(x: Tensor, w_in: Tensor, w_out: Tensor) -> Tensor:

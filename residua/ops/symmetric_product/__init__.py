@@ -15,14 +15,16 @@ SHARED_BYTES = 232_448
 """Shared memory of a program, which the tiles are made for: compute capability 9.0 and 10.0 have it."""
 
 
-def _fused(*args: Any, **settings: Any) -> Any:
+def _fused(x: Tensor, *args: Any, **settings: Any) -> Any:
+    if not _fits(x):
+        return reference.symmetric_product(x, *args, **settings)
     from residua.ops.symmetric_product.triton import symmetric_product
 
-    return symmetric_product(*args, **settings)
+    return symmetric_product(x, *args, **settings)
 
 
 def _serves(x: Tensor, c: Tensor | None = None, **_: Any) -> bool:
-    if not fused.serves(x) or not _fits(x) or x.shape[2] == 0 or (x.requires_grad and torch.is_grad_enabled()):
+    if not fused.serves(x) or x.shape[2] == 0 or (x.requires_grad and torch.is_grad_enabled()):
         return False
     return chosen_backend() == "triton" or (x.dtype == torch.bfloat16 and x.shape[1] >= SMALLEST)
 

@@ -15,7 +15,7 @@ import torch
 from torch.fx import Graph, Node
 
 from residua.ops import fused
-from residua.train.rewrites.graphs import VIEWS, call, erase, like, replace_outputs, source
+from residua.train.rewrites.graphs import VIEWS, call, erase, like, replace_outputs, source, value
 
 aten, prims = torch.ops.aten, torch.ops.prims
 RESIDUAL = 4
@@ -45,9 +45,15 @@ def _norm(total: Node) -> Node | None:
         if g_x is not None and g_x.target is getitem and g_x.args[1] == 0:
             norm: Any = g_x.args[0]
             ours = norm.target is torch.ops.residua.rms_norm_backward.default and len(norm.args) <= RESIDUAL
-            if ours and source(norm.args[1]) is x:
+            if ours and source(norm.args[1]) is x and _fits(total, norm):
                 return norm  # type: ignore[no-any-return]
     return None
+
+
+def _fits(total: Node, norm: Node) -> bool:
+    """Whether the sum is one float32 number per token, as the dot products are."""
+    sums, rstd = value(total), value(norm.args[3])
+    return sums is not None and rstd is not None and sums.dtype is torch.float32 and sums.numel() == rstd.numel()
 
 
 def _plain(factor: Any) -> Node | None:
