@@ -32,8 +32,9 @@ from residua.ops.decode.gated import as_vectors
 from residua.ops.decode.launch import MOST_SOURCES
 
 FFN_KINDS = {shape: kind for kind, shape in FFNS.items()}
-FEW = 8
-"""Rows up to which a gated junction is prepared beside the sublayer: on an H200 a gain for 8, and a loss from 16 on."""
+FEW, FEW_WIDE = 8, 32
+"""Rows up to which a gated junction is prepared beside the sublayer, below 1,024 channels and above: on an H200 a gain
+for 8 rows of 768 and a loss for 16, a gain for 32 rows of 1,280 and a loss for 64."""
 
 
 class FusedTopology(Topology):
@@ -132,7 +133,8 @@ class FusedMultiGate(FusedTopology):
     def _ahead(self, k: int, streams: State) -> State:
         """What the junction behind sublayer k needs of the streams alone, where it pays to make that apart."""
         written = self.fill <= k < len(self.pools)
-        pays = len(streams[0]) <= FEW and as_vectors(streams)
+        rows, width = streams[0].shape
+        pays = rows <= (FEW if width < 1024 else FEW_WIDE) and as_vectors(streams)
         return (decode.prepare_gates(self._gate(k, streams)),) if written and pays else ()
 
     def _gate(self, k: int, streams: State) -> Gate:
