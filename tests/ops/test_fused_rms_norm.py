@@ -74,11 +74,11 @@ def test_no_tokens_and_strided_inputs_are_taken():
 
 
 def assert_dotted(x: Tensor, g: Tensor, weight: Tensor) -> None:
-    """The same gradients, and the dot product of x with its own as it is stored."""
+    """The same gradients, and the dot product of x with its own as it is stored. A small eps would make that 0."""
     import residua.ops.rms_norm.triton  # noqa: F401
 
     operators = torch.ops.residua
-    _, rstd = operators.rms_norm(x, weight, 1e-6)
+    _, rstd = operators.rms_norm(x, weight, 10.0)
     g_x, g_weight = operators.rms_norm_backward(g, x, weight, rstd)
     *same, dots = operators.rms_norm_backward_dotted(g, x, weight, rstd)
     assert torch.equal(same[0], g_x) and torch.equal(same[1], g_weight)
