@@ -27,6 +27,17 @@ def test_the_topology_of_the_extension_page_works_as_written_and_is_short():
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.topology.parameters())
 
 
+def test_the_page_on_kernels_works_as_written_and_names_every_operator_with_one():
+    (code,) = python_blocks("kernels.md")
+    scope: dict = {}
+    exec(code, scope)
+    torch.testing.assert_close(scope["fast"], scope["exact"])
+    text = (DOCS / "kernels.md").read_text(encoding="utf-8")
+    fused = [name for name in residua.ops.__all__ if getattr(getattr(residua.ops, name), "fused", None) is not None]
+    variants = {"multi_gate_chain", "multi_gate_inverted"}
+    assert not [name for name in fused if f"`{name}`" not in text and name not in variants]
+
+
 L, C, N = 6, 40, 4
 K = 2 * L
 DOCUMENTED = {
