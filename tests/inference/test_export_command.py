@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -117,8 +118,14 @@ def test_code_that_differs_from_the_model_is_never_named(
     from residua.inference.export import export, folder
 
     honest = folder.modeling_source
-    wrong = ("return relu(x).square()", "return relu(x)")
-    monkeypatch.setattr(folder, "modeling_source", lambda config: honest(config).replace(*wrong))
+    right, wrong = "relu(linear(x, w_in)).square()", "relu(linear(x, w_in))"
+
+    def changed(config: Any) -> str:
+        source = honest(config)
+        assert right in source
+        return source.replace(right, wrong)
+
+    monkeypatch.setattr(folder, "modeling_source", changed)
     with pytest.raises(RuntimeError, match="differs from the model"):
         export(run, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
