@@ -166,3 +166,17 @@ def test_on_a_gpu_every_gradient_is_right(dtype, g, width, memory):
     exact = results(reference, hidden.double(), weight.to(dtype).double(), targets, g)
     tolerance = {torch.float32: 2e-5, torch.bfloat16: 1e-2}[dtype]
     assert_close(results(fused_operator, hidden, weight, targets, g), exact, tolerance)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(fused.INTERPRETED, reason="needs TRITON_INTERPRET=0")
+@pytest.mark.parametrize("vocabulary", [16, 1024])
+def test_on_a_gpu_no_target_is_overwritten_before_it_is_read(vocabulary):
+    """Warps are not in step: what one writes in place, another may not have read."""
+    from residua.ops.linear_cross_entropy import triton
+
+    torch.manual_seed(0)
+    logits, targets = 30 * torch.randn(8192, vocabulary, device="cuda"), torch.randint(vocabulary, (8192,)).cuda()
+    _, expected = triton.softmax_(logits.clone(), targets, -100, False)
+    wrong = sum((triton.softmax_(logits.clone(), targets, -100, True)[1] != expected).sum() for _ in range(200))
+    assert int(wrong) == 0

@@ -87,14 +87,15 @@ def test_which_sums_are_taken(read, taken, residual):
 
 
 @pytest.mark.parametrize("widened", [True, False])
-def test_in_half_precision_a_sum_is_taken_if_it_is_of_widened_factors(widened):
+@pytest.mark.parametrize("asked", [{}, {"dtype": torch.float32}], ids=["plain", "autocast on a GPU"])
+def test_in_half_precision_a_sum_is_taken_if_it_is_of_widened_factors(widened, asked):
     """As reads take it. A sum that is rounded at every product is another number; the interpreter cannot run either."""
     g, x = (torch.randn(6, 8, dtype=torch.bfloat16) for _ in range(2))
     operators, weight, rstd = torch.ops.residua, torch.ones(8), torch.ones(6)
 
     def function(g: Tensor, x: Tensor) -> Tensor:
         g_x, _ = operators.rms_norm_backward(g, x, weight, rstd)
-        return ((g_x.float() * x.float()) if widened else g_x * x).sum(-1)
+        return ((g_x.float() * x.float()) if widened else g_x * x).sum(-1, **asked)
 
     module = make_fx(
         function, tracing_mode="fake", _allow_non_fake_inputs=True, decomposition_table=select_decomp_table()

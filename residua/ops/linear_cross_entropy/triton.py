@@ -46,6 +46,8 @@ def _softmax_kernel(
     tl.store(nll + token, tl.where(counted, (log2_sum - picked) / LOG2E, 0.0))
 
     if WRITE:
+        # every warp reads the target's logit, one of them writes over it
+        tl.debug_barrier()
         for start in range(0, vocabulary, ROWS * LANES):
             mask = start + offsets < vocabulary
             x = tl.load(row + start + offsets, mask=mask, other=0.0).to(tl.float32) * LOG2E

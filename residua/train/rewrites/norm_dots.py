@@ -38,7 +38,9 @@ def _norm(total: Node) -> Node | None:
     """The norm's backward of which this is the dot product of the gradient and the input, over the last axis."""
     product, axes = total.args[:2]
     last = isinstance(product, Node) and axes in ([-1], [product.meta["val"].dim() - 1])
-    if not last or len(total.args) > 2 or total.kwargs or product.target is not aten.mul.Tensor:  # type: ignore[union-attr]
+    # autocast asks for sums in float32 on a GPU, and not on a CPU
+    plain = len(total.args) == 2 and total.kwargs in ({}, {"dtype": torch.float32})
+    if not last or not plain or product.target is not aten.mul.Tensor:  # type: ignore[union-attr]
         return None
     factors = [_plain(factor) for factor in product.args]  # type: ignore[union-attr]
     for g_x, x in (factors, factors[::-1]):
@@ -51,9 +53,11 @@ def _norm(total: Node) -> Node | None:
 
 
 def _fits(total: Node, norm: Node) -> bool:
-    """Whether the sum is one float32 number per token, as the dot products are."""
-    sums, rstd = value(total), value(norm.args[3])
-    return sums is not None and rstd is not None and sums.dtype is torch.float32 and sums.numel() == rstd.numel()
+    """Whether the sum is one number per token, of float32 products, as the dot products are."""
+    sums, products, rstd = value(total), value(total.args[0]), value(norm.args[3])
+    if sums is None or products is None or rstd is None:
+        return False
+    return sums.dtype is products.dtype is torch.float32 and sums.numel() == rstd.numel()
 
 
 def _plain(factor: Any) -> Node | None:
