@@ -28,13 +28,15 @@ from residua.model.topology.base import State, Topology
 from residua.model.topology.multigate import Gates, MultiGate, Pool
 from residua.ops import decode
 from residua.ops.decode import MOST_STREAMS, Gate
-from residua.ops.decode.gated import as_vectors
+from residua.ops.decode.gated import as_vectors, preparing_programs
 from residua.ops.decode.launch import MOST_SOURCES
 
 FFN_KINDS = {shape: kind for kind, shape in FFNS.items()}
-FEW, FEW_WIDE = 8, 32
-"""Rows up to which a gated junction is prepared beside the sublayer, below 1,024 channels and above: on an H200 a gain
-for 8 rows of 768 and a loss for 16, a gain for 32 rows of 1,280 and a loss for 64."""
+FEW = 64
+"""Rows up to which a gated junction is prepared beside the sublayer."""
+FREE, FREE_WIDE = 8, 32
+"""Programs that may run beside a sublayer below 1,024 channels and above: on an H200 the products of 768 channels lose
+more to 16 of them than the junction gains, those of 1,280 to 64."""
 
 
 class FusedTopology(Topology):
@@ -134,7 +136,8 @@ class FusedMultiGate(FusedTopology):
         """What the junction behind sublayer k needs of the streams alone, where it pays to make that apart."""
         written = self.fill <= k < len(self.pools)
         rows, width = streams[0].shape
-        pays = rows <= (FEW if width < 1024 else FEW_WIDE) and as_vectors(streams)
+        free = FREE if width < 1024 else FREE_WIDE
+        pays = rows <= FEW and as_vectors(streams) and preparing_programs(streams) <= free
         return (decode.prepare_gates(self._gate(k, streams)),) if written and pays else ()
 
     def _gate(self, k: int, streams: State) -> Gate:

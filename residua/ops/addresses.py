@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from residua.ops.launch import on
+
 MOST = 64
 """Most addresses to one launch of the kernel that writes them down."""
 
@@ -40,7 +42,8 @@ def _write(entries: Sequence[int], device: torch.device) -> Tensor:
     for start in range(0, len(entries), MOST):
         part = tuple(entries[start : start + MOST])
         padded = part + part[:1] * (MOST - len(part))
-        _kernel()[(1,)](padded, table, start, len(entries), MOST=MOST, num_warps=1)
+        with on(table):
+            _kernel()[(1,)](padded, table, start, len(entries), MOST=MOST, num_warps=1)
     return table
 
 

@@ -54,7 +54,7 @@ class GraphedPass:
 
     def __call__(self, *inputs: Tensor | None, first: bool) -> tuple[Tensor, Tensor]:
         """One micro-batch; `first` if no gradients are there yet."""
-        if first in self._graphs and _alike(self._graphs[first].inputs, inputs):
+        if first in self._graphs and self._goes_on(first) and _alike(self._graphs[first].inputs, inputs):
             return self._graphs[first].replay(inputs, self._parameters)
         self._passes[first] += 1
         if self._passes[first] > WARM_UP and not self._refused and self._ready(first):
@@ -65,7 +65,14 @@ class GraphedPass:
 
     def _ready(self, first: bool) -> bool:
         """The graph of later micro-batches adds to the buffers of the first one's, which therefore comes first."""
-        return first not in self._graphs and (first or True in self._graphs)
+        return first not in self._graphs and (first or True in self._graphs) and self._goes_on(first)
+
+    def _goes_on(self, first: bool) -> bool:
+        """Whether the gradients there are in the buffers that later graphs add to; not if the first pass had none."""
+        if first:
+            return True
+        pairs = zip(self._parameters, self._graphs[True].gradients, strict=True)
+        return all(parameter.grad is gradient for parameter, gradient in pairs)
 
     def _ordinary(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
         """On the stream that graphs are captured on, so that nothing remembers another one."""

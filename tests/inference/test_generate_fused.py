@@ -9,6 +9,7 @@ import torch
 
 import residua
 from residua.data.tokenizer import Tokenizer
+from residua.inference import fuse as rewriting
 from residua.inference.folder import place
 from residua.inference.fuse import (
     FEW,
@@ -121,6 +122,16 @@ def test_junctions_of_few_rows_are_prepared_beside_the_sublayer(
     torch.testing.assert_close(*decoded(built, torch.randint(23, (rows, 5))), rtol=0, atol=1e-6)
     steps, few = 2, rows <= FEW
     assert asked == (["prepare_gates", "gate_prepared"] if few else ["gate_norm"]) * (steps * junctions)
+
+
+def test_junctions_that_would_take_too_much_from_the_sublayer_are_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rewriting, "FREE", 1)
+    built = model({"kind": "multi_gate"}).double()
+    with monkeypatch.context() as one_program:
+        one_program.delattr(decode, "gate_norm")
+        decoded(built, torch.randint(23, (1, 5)))
+    monkeypatch.delattr(decode, "gate_prepared")
+    torch.testing.assert_close(*decoded(built, torch.randint(23, (2, 5))), rtol=0, atol=1e-6)
 
 
 def test_streams_too_many_for_vectors_are_written_by_whole_junctions(monkeypatch: pytest.MonkeyPatch) -> None:

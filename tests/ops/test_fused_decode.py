@@ -13,6 +13,7 @@ from torch import Tensor
 from residua import ops
 from residua.ops import decode
 from residua.ops.decode import Gate, overlap
+from residua.ops.decode.gated import PROGRAMS
 
 pytest.importorskip("triton")
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
@@ -124,6 +125,12 @@ def test_a_gated_junction_in_two(
     compare(decode.gate_prepared, gate, prepared, y, weight, tolerance=tolerance)
 
 
+@pytest.mark.parametrize("rows", [PROGRAMS, PROGRAMS + 1, 3 * PROGRAMS + 5])
+@pytest.mark.parametrize("device", DEVICES)
+def test_gates_of_many_rows_are_prepared_several_to_a_program(device: str, rows: int) -> None:
+    compare(decode.prepare_gates, some_gate(device, 4, True, torch.float32, 33, rows), tolerance=3e-6)
+
+
 @pytest.mark.parametrize("competitive", [True, False])
 @pytest.mark.parametrize(("streams", "width"), STREAMS)
 @pytest.mark.parametrize("device", DEVICES)
@@ -220,7 +227,8 @@ def test_shares_of_a_head_are_merged_and_counters_set_back(monkeypatch: pytest.M
     q, *cache = (draw(2, *shape, width, device="cpu") for shape in ((3,), (70, 3), (70, 3)))
     for until in ([69, 3], [40, 0]):
         compare(decode.decode_attention, q, *cache, torch.tensor(until), draw(3, device="cpu"), tolerance=3e-6)
-        assert not launch._counters(torch.device("cpu"), 6).any()
+        assert (cache[0].device, 6, cache[0].data_ptr()) in launch._COUNTERS
+        assert not launch._counters(cache[0], 6).any()
 
 
 @pytest.mark.parametrize("device", DEVICES)

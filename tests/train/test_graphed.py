@@ -95,6 +95,13 @@ def test_a_micro_batch_of_another_length_runs_as_it_would_have():
     same(gradients(step, other, step._graphed), gradients(step, other, ordinary(step)))
 
 
+def test_a_step_may_begin_with_a_micro_batch_of_another_length():
+    """Its gradients are not where the graph of later ones adds to."""
+    config, step = warmed_up()
+    mixed = [*batches(config, 98, sequence=17)[:1], *batches(config, 99)]
+    same(gradients(step, mixed, step._graphed), gradients(step, mixed, ordinary(step)))
+
+
 def test_graphs_can_be_declined():
     config = RunConfig.find("tiny").override(["train.graphs=off"])
     assert build_step(residua.build(config.model), config.train, torch.device("cuda"))._graphed is None

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from residua.ops import fused
 from residua.ops.decode.reference import GATED, KEY_EPS
+from residua.ops.launch import on
 
 MOST_SOURCES = 32
 TILE = 8
@@ -48,10 +49,10 @@ def block(width: int) -> int:
     return 1 << (width - 1).bit_length()
 
 
-def row_settings(width: int, least: int = 1) -> dict[str, int]:
-    """Sizes of a program that holds a row, and its warps: at least `least` from 512 channels on."""
+def row_settings(width: int, least: int = 1, rows: int = 1) -> dict[str, int]:
+    """Sizes of a program that holds a row, or some, and its warps: at least `least` from 512 channels on."""
     sizes = {"C": width, "BLOCK": block(width)}
-    warps = max(least if width >= 512 else 1, min(16, block(width) // 256))
+    warps = max(least if width >= 512 else 1, min(16, rows * block(width) // 256))
     return sizes if fused.INTERPRETED else sizes | {"num_warps": warps}
 
 
@@ -60,7 +61,8 @@ def _add_norm(base: Tensor, y: Tensor, weight: Tensor, eps: float) -> tuple[Tens
     normed, h = torch.empty_like(y), torch.empty_like(y)
     if len(y):
         settings = row_settings(y.shape[-1], least=8)
-        junction_kernels().add_norm_kernel[(len(y),)](base, y, weight, normed, h, eps, **settings)
+        with on(y):
+            junction_kernels().add_norm_kernel[(len(y),)](base, y, weight, normed, h, eps, **settings)
     return normed, h
 
 
@@ -83,10 +85,11 @@ def _read_sources(
     rows, width = y.shape
     if rows:
         padded = (*sources, *[y] * (MOST_SOURCES - len(sources)))
-        junction_kernels().read_sources_kernel[(rows, len(queries))](
-            padded, y if base is None else base, y, queries, weight, *outputs, rows, len(sources), eps, KEY_EPS,
-            ADD=base is not None, MOST=MOST_SOURCES, TILE=TILE, ALIGNED=aligned(padded), **row_settings(width),
-        )  # fmt: skip
+        with on(y):
+            junction_kernels().read_sources_kernel[(rows, len(queries))](
+                padded, y if base is None else base, y, queries, weight, *outputs, rows, len(sources), eps, KEY_EPS,
+                ADD=base is not None, MOST=MOST_SOURCES, TILE=TILE, ALIGNED=aligned(padded), **row_settings(width),
+            )  # fmt: skip
     return outputs
 
 
@@ -113,10 +116,11 @@ def _read_partial(
 ) -> tuple[Tensor, Tensor]:
     normed, p = torch.empty_like(y), torch.empty_like(y)
     if len(y):
-        junction_kernels().read_partial_kernel[(len(y),)](
-            o, lse, square, y if base is None else base, y, query, weight, normed, p, eps, KEY_EPS,
-            ADD=base is not None, **row_settings(y.shape[-1], least=8),
-        )  # fmt: skip
+        with on(y):
+            junction_kernels().read_partial_kernel[(len(y),)](
+                o, lse, square, y if base is None else base, y, query, weight, normed, p, eps, KEY_EPS,
+                ADD=base is not None, **row_settings(y.shape[-1], least=8),
+            )  # fmt: skip
     return normed, p
 
 
@@ -152,11 +156,12 @@ def _enter_cache(
     q = projected.new_empty(batch, heads, width)
     if batch:
         first, second = gains or (projected, projected)
-        sublayer_kernels().enter_cache_kernel[(batch, heads + kv)](
-            projected, first, second, cos, sin, keys, values, positions, q, projected.stride(0), *keys.stride()[:3],
-            KEY_EPS, HEADS=heads, KV=kv, HALF=width // 2, LANES=1 << (width // 2 - 1).bit_length(), NORM=bool(gains),
-            num_warps=1,
-        )  # fmt: skip
+        with on(keys):
+            sublayer_kernels().enter_cache_kernel[(batch, heads + kv)](
+                projected, first, second, cos, sin, keys, values, positions, q, projected.stride(0), *keys.stride()[:3],
+                KEY_EPS, HEADS=heads, KV=kv, HALF=width // 2, LANES=1 << (width // 2 - 1).bit_length(),
+                NORM=bool(gains), num_warps=1,
+            )  # fmt: skip
     return q
 
 
@@ -195,11 +200,12 @@ def _decode_attention(q: Tensor, keys: Tensor, values: Tensor, until: Tensor, si
     slots = max(16, 4096 // (1 << (width - 1).bit_length()))
     part = q.new_empty(batch * heads * splits, width, dtype=torch.float32)
     lse = q.new_empty(batch * heads * splits, dtype=torch.float32)
-    sublayer_kernels().decode_attention_kernel[(batch * heads, splits)](
-        q, keys, values, until, q if sink is None else sink, out, part, lse, _counters(q.device, batch * heads),
-        width**-0.5, q.stride(0), *keys.stride()[:3], HEADS=heads, GROUPS=heads // keys.shape[2], D=width,
-        LANES=1 << (width - 1).bit_length(), SLOTS=slots, SPLITS=splits, SINK=sink is not None,
-    )  # fmt: skip
+    with on(q):
+        sublayer_kernels().decode_attention_kernel[(batch * heads, splits)](
+            q, keys, values, until, q if sink is None else sink, out, part, lse, _counters(keys, batch * heads),
+            width**-0.5, q.stride(0), *keys.stride()[:3], HEADS=heads, GROUPS=heads // keys.shape[2], D=width,
+            LANES=1 << (width - 1).bit_length(), SLOTS=slots, SPLITS=splits, SINK=sink is not None,
+        )  # fmt: skip
     return out
 
 
@@ -215,10 +221,22 @@ def decode_attention(q: Tensor, keys: Tensor, values: Tensor, until: Tensor, sin
     return result
 
 
-@cache
-def _counters(device: torch.device, heads: int) -> Tensor:
-    """One count per head, zero between launches: whoever counts to the last sets it back."""
-    return torch.zeros(heads, dtype=torch.int32, device=device)
+_COUNTERS: dict[tuple[torch.device, int, int], Tensor] = {}
+
+
+def _counters(keys: Tensor, heads: int) -> Tensor:
+    """One count per head, zero between launches: whoever counts to the last sets it back.
+
+    Those of each cache are its own, for two generators may run at once. In a capture nothing is zeroed yet: what is
+    made there is zeroed by every replay, and for nobody else.
+    """
+    place = (keys.device, heads, keys.data_ptr())
+    counts = _COUNTERS.get(place)
+    if counts is None:
+        counts = torch.zeros(heads, dtype=torch.int32, device=keys.device)
+        if not (keys.is_cuda and torch.cuda.is_current_stream_capturing()):
+            _COUNTERS[place] = counts
+    return counts
 
 
 def _splits(keys: Tensor, heads: int) -> int:
@@ -236,7 +254,8 @@ def _activate(x: Tensor, kind: str) -> Tensor:
     if rows:
         grid = (rows, -(-hidden // STEP))
         settings = {"HIDDEN": hidden, "STEP": STEP, "KIND": kind}
-        sublayer_kernels().activate_kernel[grid](x, out, **settings)
+        with on(x):
+            sublayer_kernels().activate_kernel[grid](x, out, **settings)
     return out
 
 

@@ -33,8 +33,12 @@ def beside(x: Tensor) -> Iterator[None]:
     main = torch.cuda.current_stream(x.device)
     side = _forked[main] = _side(main)
     side.wait_stream(main)
-    with torch.cuda.stream(side):
-        yield
+    try:
+        with torch.cuda.stream(side):
+            yield
+    except BaseException:
+        del _forked[main]
+        raise
 
 
 def join(x: Tensor) -> None:

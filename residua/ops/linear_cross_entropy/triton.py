@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from residua.ops.launch import on
+
 LOG2E = tl.constexpr(1.4426950408889634)
 # Far below any logit, but finite: −inf minus −inf would be NaN.
 LOWEST = tl.constexpr(-1.0e30)
@@ -60,17 +62,18 @@ def softmax_(logits: Tensor, targets: Tensor, ignore_index: int, write: bool) ->
     lse = torch.empty(tokens, dtype=torch.float32, device=logits.device)
     nll = torch.empty_like(lse)
     if tokens:
-        _softmax_kernel[(tokens,)](
-            logits,
-            targets,
-            lse,
-            nll,
-            vocabulary,
-            logits.stride(0),
-            ignore_index,
-            WRITE=write,
-            ROWS=ROWS,
-            LANES=min(LANES, triton.next_power_of_2(vocabulary)),
-            num_warps=WARPS,
-        )
+        with on(logits):
+            _softmax_kernel[(tokens,)](
+                logits,
+                targets,
+                lse,
+                nll,
+                vocabulary,
+                logits.stride(0),
+                ignore_index,
+                WRITE=write,
+                ROWS=ROWS,
+                LANES=min(LANES, triton.next_power_of_2(vocabulary)),
+                num_warps=WARPS,
+            )
     return lse, nll

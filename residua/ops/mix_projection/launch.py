@@ -10,6 +10,7 @@ import triton
 from torch import Tensor
 
 from residua.ops import fused
+from residua.ops.launch import on
 from residua.ops.mix_projection import kernels
 from residua.ops.norm_rotate.triton import sum_rows
 
@@ -150,7 +151,8 @@ def forward(
     for out, (section, arguments) in zip(made, inputs.arguments(plan, FORWARD), strict=True):
         chunks = _chunks([(section, arguments)], projected, FORWARD)
         if chunks:
-            kernels.forward_kernel[(chunks * section.heads,)](**arguments, out=out, eps=eps)
+            with on(projected):
+                kernels.forward_kernel[(chunks * section.heads,)](**arguments, out=out, eps=eps)
     return made
 
 
@@ -191,22 +193,23 @@ def backward(
         g = g if g.stride(-1) == 1 else g.contiguous()
         per_head = projected.new_empty((len(flat), s.heads, 2) if arguments["DYNAMIC"] else (1,), dtype=torch.float32)
         if chunks:
-            kernels.backward_kernel[(chunks * s.heads,)](
-                **arguments,
-                dy=g,
-                later=later[s.anchor].contiguous() if later and s.anchor >= 0 else flat,
-                d_current=flat[:, s.first :],
-                d_anchor=d_anchors[s.anchor] if s.anchor >= 0 else flat,
-                d_gamma=per_head,
-                partial=partial[:, column:],
-                dy_batch=g.stride(0),
-                dy_token=g.stride(1),
-                dy_head=g.stride(2),
-                d_current_stride=flat.stride(0),
-                partial_stride=partial.stride(0),
-                eps=eps,
-                LATER=len(later) > 0 and s.anchor >= 0,
-            )
+            with on(projected):
+                kernels.backward_kernel[(chunks * s.heads,)](
+                    **arguments,
+                    dy=g,
+                    later=later[s.anchor].contiguous() if later and s.anchor >= 0 else flat,
+                    d_current=flat[:, s.first :],
+                    d_anchor=d_anchors[s.anchor] if s.anchor >= 0 else flat,
+                    d_gamma=per_head,
+                    partial=partial[:, column:],
+                    dy_batch=g.stride(0),
+                    dy_token=g.stride(1),
+                    dy_head=g.stride(2),
+                    d_current_stride=flat.stride(0),
+                    partial_stride=partial.stride(0),
+                    eps=eps,
+                    LATER=len(later) > 0 and s.anchor >= 0,
+                )
         if arguments["DYNAMIC"]:
             d_gamma[..., 2 * s.anchor : 2 * s.anchor + 2] = per_head.sum(1).view(*d_gamma.shape[:-1], 2)
         column += s.sums(len(anchor_gains) > 0) * s.heads * s.width

@@ -32,7 +32,7 @@ def wide(x):
     if INTERPRETED or x.dtype == tl.float32:
         return x.to(tl.float32)
     return tl.inline_asm_elementwise(
-        "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [x], dtype=tl.float32, is_pure=True, pack=2
+        "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=&r,=r,r", [x], dtype=tl.float32, is_pure=True, pack=2
     )
 
 

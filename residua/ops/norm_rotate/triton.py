@@ -15,7 +15,7 @@ import triton
 from torch import Tensor
 
 from residua.ops import fused
-from residua.ops.launch import operator
+from residua.ops.launch import on, operator
 from residua.ops.norm_rotate import kernels
 
 
@@ -84,10 +84,11 @@ def _norm_rotate(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float
     if y.numel():
         sizes, walk = FORWARD.sizes(width, heads), tokens(x, cos)
         groups, tiles = heads // sizes["GROUP"], walk.tiles(sizes["ROWS"])
-        kernels.forward_kernel[(walk.batches * tiles * groups,)](
-            x, weight, cos.contiguous(), sin.contiguous(), y, walk.length, tiles, groups,
-            *strides(x, walk), *strides(y, walk)[:2], walk.turns, eps, **sizes, **FORWARD.settings,
-        )  # fmt: skip
+        with on(x):
+            kernels.forward_kernel[(walk.batches * tiles * groups,)](
+                x, weight, cos.contiguous(), sin.contiguous(), y, walk.length, tiles, groups,
+                *strides(x, walk), *strides(y, walk)[:2], walk.turns, eps, **sizes, **FORWARD.settings,
+            )  # fmt: skip
     return y
 
 
@@ -107,11 +108,12 @@ def _norm_rotate_backward(
     rows = walk.chunks(x, BACKWARD, sizes["ROWS"], groups) * groups
     partial = torch.empty(rows, width, dtype=torch.float32, device=x.device)
     if rows:
-        kernels.backward_kernel[(rows,)](
-            dy, x, weight, cos.contiguous(), sin.contiguous(), dx, partial, walk.batches, walk.length,
-            walk.tiles(sizes["ROWS"]), groups, *strides(dy, walk), *strides(x, walk), *strides(dx, walk)[:2],
-            walk.turns, eps, **sizes, STAGES=BACKWARD.stages, **BACKWARD.settings,
-        )  # fmt: skip
+        with on(x):
+            kernels.backward_kernel[(rows,)](
+                dy, x, weight, cos.contiguous(), sin.contiguous(), dx, partial, walk.batches, walk.length,
+                walk.tiles(sizes["ROWS"]), groups, *strides(dy, walk), *strides(x, walk), *strides(dx, walk)[:2],
+                walk.turns, eps, **sizes, STAGES=BACKWARD.stages, **BACKWARD.settings,
+            )  # fmt: skip
     dweight = torch.empty_like(weight)
     sum_rows(partial, dweight, rows=rows)
     return dx, dweight
@@ -152,13 +154,14 @@ def packed_heads_backward(
     chunks = walk.chunks(q, PACKED, sizes["ROWS"], groups)
     partial = torch.empty(chunks * (query_groups + key_groups), q.shape[3], dtype=torch.float32, device=q.device)
     if chunks:
-        kernels.packed_kernel[(chunks * groups,)](
-            dq, dk, dv, q, k, query, key, cos.contiguous(), sin.contiguous(), packed, partial,
-            walk.batches, walk.length, walk.tiles(sizes["ROWS"]), query_groups, key_groups,
-            *(step for t in (dq, dk, dv, q, k) for step in strides(t, walk)),
-            *strides(packed[:, :, None], walk)[:2], walk.turns, query_eps, key_eps,
-            **sizes, STAGES=PACKED.stages, **PACKED.settings,
-        )  # fmt: skip
+        with on(q):
+            kernels.packed_kernel[(chunks * groups,)](
+                dq, dk, dv, q, k, query, key, cos.contiguous(), sin.contiguous(), packed, partial,
+                walk.batches, walk.length, walk.tiles(sizes["ROWS"]), query_groups, key_groups,
+                *(step for t in (dq, dk, dv, q, k) for step in strides(t, walk)),
+                *strides(packed[:, :, None], walk)[:2], walk.turns, query_eps, key_eps,
+                **sizes, STAGES=PACKED.stages, **PACKED.settings,
+            )  # fmt: skip
     sum_rows(partial, d_query, d_key, rows=chunks * query_groups)
     return packed, d_query, d_key
 
@@ -166,9 +169,10 @@ def packed_heads_backward(
 def sum_rows(partial: Tensor, first: Tensor, second: Tensor | None = None, *, rows: int) -> None:
     """first = Σ of the first `rows` rows of `partial` [R, W], second = Σ of the others: in one launch, always alike."""
     width, block = partial.shape[1], 16
-    kernels.sum_rows_kernel[(triton.cdiv(width, block), 1 if second is None else 2)](
-        partial, first, second, rows, len(partial) - rows, WIDTH=width, ROWS=256, BLOCK=block
-    )
+    with on(partial):
+        kernels.sum_rows_kernel[(triton.cdiv(width, block), 1 if second is None else 2)](
+            partial, first, second, rows, len(partial) - rows, WIDTH=width, ROWS=256, BLOCK=block
+        )
 
 
 def _save(ctx, inputs, output):  # type: ignore[no-untyped-def]
