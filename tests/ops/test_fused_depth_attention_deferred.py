@@ -1,5 +1,7 @@
 """Attention Residuals with the deferred backward against the plain topology in float64: outputs and every gradient."""
 
+import math
+
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -8,6 +10,8 @@ from residua import ops
 from residua.model import choices, taps
 from residua.model.topology import build_topology
 from residua.ops.depth_attention import deferred, fused, junction
+from residua.ops.depth_attention.plan import BLOCK as BLOCK_SIZE
+from residua.ops.depth_attention.plan import FEW, GROUP, cheapest
 
 from .test_fused_depth_attention import as_near, relative
 
@@ -76,7 +80,7 @@ def agree(ours, truth, tolerance):
 @pytest.mark.parametrize("width", [33, 100])
 @pytest.mark.parametrize(
     "config, sublayers",
-    [(FULL, 1), (FULL, 5), (FULL, 10), (WINDOW, 5), (BLOCK, 7), (choices.BlockAttnRes(sublayers_per_block=1), 3)],
+    [(FULL, 1), (FULL, 5), (FULL, 17), (WINDOW, 5), (BLOCK, 7), (choices.BlockAttnRes(sublayers_per_block=1), 3)],
     ids=["full, one sublayer", "full", "full, groups", "full, window", "block", "block of one"],
 )
 def test_reads_and_every_gradient_equal_the_plain_topology_in_float64(config, sublayers, width):
@@ -90,11 +94,53 @@ def test_blocks_that_are_read_in_groups_equal_the_plain_topology_in_float64():
     agree(run("triton", *case), truth_of(*case), 2e-5)
 
 
+@pytest.mark.slow
+def test_a_deep_model_equals_the_plain_topology_in_float64():
+    """73 sources: groups and blocks of every size, and readers in three chunks."""
+    case = case_of(FULL, 72, 8, shape=(3,))
+    agree(run("triton", *case), truth_of(*case), 2e-5)
+
+
+def test_warps_that_share_a_row_find_the_same_sums(monkeypatch):
+    tile = junction.piece_tile
+    monkeypatch.setattr(junction, "piece_tile", lambda *a, **b: {**tile(*a, **b), "TOKENS": 2, "TOGETHER": True})
+    case = case_of(FULL, 5, 24, shape=(3,))
+    agree(run("triton", *case), truth_of(*case), 2e-5)
+
+
 def test_neighbours_share_the_backward_of_their_common_readers():
-    plan = topology_of(FULL, 8, 8).plan
-    assert plan.leads == {1, 3, 5, 7}
-    assert [len(own) for own in plan.own] == [0, 8, 1, 6, 1, 4, 1, 2, 1]
-    assert plan.group == [(0, 1), *[(1, 4)] * 4, *[(5, 3)] * 3]
+    plan = topology_of(FULL, 16, 8).plan
+    assert plan.leads == {4: [3, 2, 1, 0], 8: [7, 6, 5], 11: [10, 9]}
+    assert [len(own) for own in plan.own] == [3, 3, 2, 1, 13, 3, 2, 1, 9, 2, 1, 6, 5, 4, 3, 2, 1]
+    for leader, led in plan.leads.items():
+        assert all(plan.readers[s] == plan.own[s] + plan.readers[leader] for s in led)
+
+
+def test_groups_of_reads_and_blocks_of_sources_grow_with_depth():
+    plan = topology_of(FULL, 72, 8).plan
+    sizes, blocks = [size for _, size in plan.group], [1 + len(led) for led in plan.leads.values()]
+    assert sizes == sorted(sizes) and sizes[0] == 1 and sizes[-1] == GROUP
+    assert blocks == sorted(blocks, reverse=True) and blocks[0] == BLOCK_SIZE
+    assert max(len(own) for s, own in enumerate(plan.own) if s in plan.leader) == FEW
+
+
+def test_ranges_are_the_cheapest_of_all():
+    def cost(start, size):
+        return None if (start, size) == (2, 2) else (start * 7 + size * 5) % 11 + 2 * size
+
+    def every(start):
+        yield from (
+            [[]]
+            if start == 7
+            else ([(start, e), *rest] for e in range(start + 1, min(7, start + 3) + 1) for rest in every(e))
+        )
+
+    def price(ranges):
+        return sum(math.inf if (p := cost(s, e - s)) is None else p for s, e in ranges)
+
+    chosen = cheapest(7, 3, cost)
+    assert [chosen[0][0], *(e for _, e in chosen)] == [*(s for s, _ in chosen), 7]
+    assert price(chosen) == min(map(price, every(0)))
 
 
 def test_sources_that_grow_or_leave_the_window_are_on_their_own():
@@ -272,7 +318,7 @@ def test_kernels_describe_their_outputs_truly():
         (junction.depth_sum_read, (v, v, u, 1, [v, v], [z, z], [0, 1], 1e-6)),
         (junction.depth_source_gradient, (v, z, rstd, u, 1, None, [v, v], [stats, stats], None)),
         (junction.depth_source_gradient, (v, z, rstd, u, 1, v, [v], [stats], u)),
-        (junction.depth_pair_gradient, (v, z, rstd, v, z, rstd, u, 1, [v, v], [stats, stats], None)),
+        (junction.depth_block_gradient, ([v, v, v], [z, z, z], [rstd, rstd, rstd], u, 1, [v, v], [stats, stats], None)),
         (fused.depth_attend, ([v, v], u[0], 1e-6)),
     ]:
         torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))

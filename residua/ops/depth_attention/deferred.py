@@ -12,7 +12,7 @@ What ties them together are *handles*: tensors without memory (stride 0) that a 
 its readers. They carry no value forward; backward, their gradient is dh_l, the same tensor for every source, and the
 pair (lse_l, δ_l). So the graph is an ordinary one, and compile, checkpointing and retain_graph need nothing special.
 Since queries do not depend on the input, a source's scores for all its readers are computed when it is made, several
-reads are evaluated together against the sources they share, and one source's backward does most of its neighbour's.
+reads are evaluated together against the sources they share, and one source's backward does most of its neighbours'.
 
 δ_l is taken with h_l as it was stored: in bf16 that is half a percent of noise on du_l, zero on average.
 """
@@ -45,13 +45,13 @@ def open(plan: Plan, x: Tensor, queries: Tensor, eps: float = 1e-6) -> State:
     """Begin with source 0; queries [reads, C] fp32 are the u_l of every read.
 
     The state is u, the chain that collects du, what a group of reads has under way, and then for every source that is
-    still needed: its value outside of autograd, scores and rstd; a handle for the next source, if that hands a gradient
+    still needed: its value outside of autograd, scores and rstd; a handle for a later source, if that hands a gradient
     on to this one; and of each coming reader of its own the handle whose gradient is dh, then those for (lse, δ).
     """
     u = queries.detach().contiguous()
     value = x.detach().contiguous()
     made = value, *junction.depth_scores(value, u, 0, len(plan.readers[0]), eps)
-    chain, *handles = _fork(plan, 0, x, made, None, u, queries)
+    chain, *handles = _fork(plan, 0, x, made, [], u, queries)
     return u, chain, *made, *handles
 
 
@@ -60,7 +60,7 @@ def step(plan: Plan, k: int, y: Tensor, state: State, eps: float = 1e-6) -> tupl
     table, u = plan.steps[k], state[0]
     y = y.to(state[table.newest].dtype)
     made, h, lse, partial = _evaluate(plan, k, y.detach().contiguous(), state, eps)
-    before = state[table.newest : table.newest + 4] if plan.goes_on(k) else None
+    before = [state[i : i + 4] for i in table.onward]
     chain, *rest = _fork(plan, k + 1, y, made, before, u, state[1])
     handles = list(rest)  # to torch 2.11's compiler `rest` is a tuple
     gradients, stats = [state[i] for i in table.gradients], [state[i] for i in table.stats]
@@ -106,7 +106,7 @@ def _evaluate(plan: Plan, k: int, y: Tensor, state: State, eps: float) -> tuple[
         values, scores, rows = [partial[1], *values], [partial[0], *scores], [k - start, *rows]
         partial = (partial[0], *partial[2:]) if len(partial) > 2 else ()
     base = state[table.newest] if plan.grows[k + 1] else None
-    if base is not None and count == size == 1:
+    if base is not None and plan.fuses(k):
         *made, h, lse = junction.depth_sum_read(base, y, u, k, values, scores, rows, eps)
         return (made[0], made[1], made[2]), h, lse, partial
     if base is None:
@@ -122,25 +122,25 @@ def _evaluate(plan: Plan, k: int, y: Tensor, state: State, eps: float) -> tuple[
 
 
 def _fork(
-    plan: Plan, s: int, y: Tensor, made: Made, before: State | None, u: Tensor, chain: Tensor
+    plan: Plan, s: int, y: Tensor, made: Made, before: Sequence[State], u: Tensor, chain: Tensor
 ) -> tuple[Tensor, ...]:
     """The next link of the chain that collects du, then the handles of source s in the order of the state.
 
-    `before` is the source before with its handle, if this one hands a gradient on to it.
+    `before` are the sources with their handles to which this one hands a gradient on.
     """
-    led = before[:3] if before and s in plan.leads else None
-    onward = before[3] if before else None
-    return _handles(y, onward, chain, *made, u, plan.readers[s][0], len(plan.own[s]), plan.goes_on(s), led)
+    onward = [source[3] for source in before]
+    led = [t for source in before for t in source[:3]] if s in plan.leads else []
+    return _handles(y, chain, *made, u, plan.readers[s][0], len(plan.own[s]), plan.goes_on(s), onward, led)
 
 
 class _Fork(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, y: Tensor, before: Tensor | None, chain: Tensor,
-        value: Tensor, scores: Tensor, rstd: Tensor, u: Tensor, first: int, own: int, goes_on: bool, *led: Tensor,
+        ctx: Any, y: Tensor, chain: Tensor, value: Tensor, scores: Tensor, rstd: Tensor, u: Tensor,
+        first: int, own: int, goes_on: bool, handed: int, *before: Tensor,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        ctx.save_for_backward(value, scores, rstd, u, *led)
-        ctx.first, ctx.own, ctx.goes_on, ctx.grown = first, own, goes_on, before is not None and not led
+        ctx.save_for_backward(value, scores, rstd, u, *before[handed:])
+        ctx.first, ctx.own, ctx.goes_on, ctx.handed = first, own, goes_on, handed
         ctx.set_materialize_grads(False)
         gradients = [_handle(value, value.shape) for _ in range(own + goes_on)]
         stats = [_handle(scores, (2, scores.shape[1])) for _ in range(own)]
@@ -151,19 +151,21 @@ class _Fork(torch.autograd.Function):
     def backward(ctx: Any, du: Tensor | None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         value, scores, rstd, u, *led = ctx.saved_tensors
         onward, *of_reads = grads if ctx.goes_on else (None, *grads)
-        frozen = [None] * (7 + len(led))
+        grown = ctx.handed if not led else 0
+        frozen, nothing = [None] * 8, [None] * (ctx.handed - grown + len(led))
         if all(g is None for g in grads):
-            return (None, None, du, *frozen)
+            return (None, du, *frozen, *[None] * grown, *nothing)
         onward = None if onward is None else onward.contiguous()
         if all(g is None for g in of_reads):
-            return (onward, onward if ctx.grown else None, du, *frozen)
+            return (onward, du, *frozen, *[onward] * grown, *nothing)
         dh = [torch.zeros_like(value) if g is None else g for g in of_reads[: ctx.own]]
         stats = [scores.new_zeros(2, scores.shape[1]) if g is None else g for g in of_reads[ctx.own :]]
         if led:
-            dv, before, du = junction.depth_pair_gradient(value, scores, rstd, *led, u, ctx.first, dh, stats, du)
-            return (dv, before, du, *frozen)
+            block = [[own, *led[i::3]] for i, own in enumerate((value, scores, rstd))]
+            du, dv, *handed = junction.depth_block_gradient(*block, u, ctx.first, dh, stats, du)
+            return (dv, du, *frozen, *handed, *[None] * len(led))
         dv, du = junction.depth_source_gradient(value, scores, rstd, u, ctx.first, onward, dh, stats, du)
-        return (dv, dv if ctx.grown else None, du, *frozen)
+        return (dv, du, *frozen, *[dv] * grown)
 
 
 class _Read(torch.autograd.Function):
@@ -183,11 +185,11 @@ class _Read(torch.autograd.Function):
 
 @torch.compiler.allow_in_graph
 def _handles(
-    y: Tensor, before: Tensor | None, chain: Tensor, value: Tensor, scores: Tensor, rstd: Tensor, u: Tensor,
-    first: int, own: int, goes_on: bool, led: tuple[Tensor, ...] | None,
+    y: Tensor, chain: Tensor, value: Tensor, scores: Tensor, rstd: Tensor, u: Tensor,
+    first: int, own: int, goes_on: bool, onward: list[Tensor], led: list[Tensor],
 ) -> tuple[Tensor, ...]:  # fmt: skip
     handles: tuple[Tensor, ...] = _Fork.apply(
-        y, before, chain, value, scores, rstd, u, first, own, goes_on, *(led or ())
+        y, chain, value, scores, rstd, u, first, own, goes_on, len(onward), *onward, *led
     )
     return handles
 

@@ -13,19 +13,21 @@ from torch import Tensor
 from residua.ops import fused as shared
 from residua.ops.addresses import addresses
 from residua.ops.depth_attention.launch import (
+    NUMBERS,
     UNROLL,
     kernels,
     mix_tile,
-    pair_tile,
+    piece_tile,
     pitch,
-    product_tile,
     row,
     row_tile,
+    scores_gradient_tile,
     scores_tile,
     shares,
+    stack_tile,
 )
-from residua.ops.depth_attention.plan import GROUP
-from residua.ops.launch import aligned, divided, extent, on, operator
+from residua.ops.depth_attention.plan import FEW
+from residua.ops.launch import aligned, divided, extent, on, operator, power
 
 
 def _scores_outputs(v: Tensor, u: Tensor, first: int, count: int, eps: float) -> tuple[Tensor, Tensor]:
@@ -91,7 +93,7 @@ def depth_mix(sources: Sequence[Tensor], scores: Sequence[Tensor], rows: Sequenc
         with on(h):
             kernels().forward.mix_kernel[(divided(tokens, tile["TOKENS"]), divided(width, tile["COLUMNS"]))](
                 addresses(sources, [*map(row, scores, rows)]), h, lse,
-                tokens, len(sources), UNROLL=UNROLL, **tile,
+                tokens, len(sources), LANES=32, UNROLL=UNROLL, **tile,
             )  # fmt: skip
     return h, lse
 
@@ -108,17 +110,21 @@ def _group_outputs(
 def depth_mix_group(
     sources: Sequence[Tensor], scores: Sequence[Tensor], rows: Sequence[int], readers: int
 ) -> list[Tensor]:
-    """`depth_mix` for 2 to 4 readers in a row, the first's scores being rows[i]: lse [readers, pitch], then each h."""
+    """`depth_mix` for some readers in a row, the first's scores being rows[i]: lse [readers, pitch], then each h."""
     lse, *h = outputs = _group_outputs(sources, scores, rows, readers)
     width, tokens = extent(h[0])
     if tokens:
-        tile = mix_tile(width)
-        sources = [aligned(v) for v in sources]
+        count, length, tile = len(sources), lse.stride(0), stack_tile(h[0], readers, columns=128, stages=2)
+        sources, weights = [aligned(v) for v in sources], lse.new_empty(count, length, readers)
+        first = [*map(row, scores, rows)]
+        table = addresses(sources, [*(o.data_ptr() for o in h), *first])
         with on(lse):
+            kernels().forward.weights_kernel[(divided(tokens, NUMBERS["TOKENS"]),)](
+                table, weights, lse, tokens, count, length, READERS=readers, SIZE=_numbers(readers), **NUMBERS
+            )
             kernels().forward.mix_group_kernel[(divided(tokens, tile["TOKENS"]), divided(width, tile["COLUMNS"]))](
-                addresses(sources, [*map(row, scores, rows)]), *h, *[h[-1]] * (GROUP - readers), lse,
-                tokens, len(sources), lse.stride(0), READERS=readers, UNROLL=UNROLL, **tile,
-            )  # fmt: skip
+                table, weights, h[0], tokens, count, length, READERS=readers, **tile
+            )
     return outputs
 
 
@@ -197,23 +203,23 @@ def depth_source_gradient(
     v, onward = aligned(v), None if onward is None else aligned(onward)
     dh, stats = [aligned(g) for g in dh], [aligned(s) for s in stats]
     with on(v):
-        how = _one_reader_gradient if len(dh) == 1 else _many_readers_gradient
+        how = _few_readers_gradient if len(dh) <= FEW else _many_readers_gradient
         du_parts = how(v, z, rstd, u, first, onward, dh, stats, dv)
         _add_parts(du_parts, du, new_du, first)
     return dv, new_du
 
 
-def _one_reader_gradient(
+def _few_readers_gradient(
     v: Tensor, z: Tensor, rstd: Tensor, u: Tensor, first: int,
     onward: Tensor | None, dh: Sequence[Tensor], stats: Sequence[Tensor], dv: Tensor,
 ) -> Tensor:  # fmt: skip
     width, tokens = extent(v)
-    tile = row_tile(width)
-    parts, tiles = shares(v, divided(tokens, tile["TOKENS"]), per_core=16 if width <= 1536 else 8)
-    du_parts = u.new_empty(parts, 1, width)
-    kernels().backward.one_reader_backward_kernel[(parts,)](
-        dh[0], stats[0], v, v if onward is None else onward, z, rstd, aligned(u[first]), dv, du_parts,
-        tokens, z.stride(0), tiles, ADD=onward is not None, **tile,
+    tile, warps = piece_tile(width, rows=3 * len(dh) + 2), 16 if len(dh) == 1 else 8
+    parts, tiles = shares(v, divided(tokens, tile["TOKENS"]), per_core=warps / tile.get("num_warps", 1))
+    du_parts = u.new_empty(parts, len(dh), width)
+    kernels().backward.few_readers_backward_kernel[(parts,)](
+        addresses(dh, [s.data_ptr() for s in stats]), v, v if onward is None else onward, z, rstd, u, dv, du_parts,
+        tokens, first, z.stride(0), tiles, READERS=len(dh), ADD=onward is not None, **tile,
     )  # fmt: skip
     return du_parts
 
@@ -224,7 +230,7 @@ def _many_readers_gradient(
 ) -> Tensor:  # fmt: skip
     width, tokens = extent(v)
     tile = row_tile(width)
-    value_grad, slopes, pull = torch.empty_like(v), z.new_empty(1, len(dh), z.shape[1]), torch.empty_like(rstd)[None]
+    value_grad, slopes, pull = torch.empty_like(v), v.new_empty(1, len(dh), z.shape[1]), torch.empty_like(rstd)[None]
     kernels().backward.mix_backward_kernel[(divided(tokens, tile["TOKENS"]),)](
         addresses(dh, [s.data_ptr() for s in stats]), v, v if onward is None else onward, z, rstd,
         value_grad, slopes, pull, tokens, len(dh), z.stride(0), ADD=onward is not None, UNROLL=UNROLL, **tile,
@@ -232,40 +238,57 @@ def _many_readers_gradient(
     return _scores_gradient([v], [value_grad], slopes, pull, u, first, [dv])
 
 
-def _pair_outputs(
-    v: Tensor, z: Tensor, rstd: Tensor, other_v: Tensor, other_z: Tensor, other_rstd: Tensor,
+def _block_outputs(
+    values: Sequence[Tensor], scores: Sequence[Tensor], rstds: Sequence[Tensor],
     u: Tensor, first: int, dh: Sequence[Tensor], stats: Sequence[Tensor], du: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    return torch.empty_like(v), torch.empty_like(other_v), torch.empty_like(u)
+) -> list[Tensor]:  # fmt: skip
+    new_du = torch.empty_like(u)
+    return [new_du, *[torch.empty_like(v) for v in values]]
 
 
 @operator(
-    "depth_pair_gradient(Tensor v, Tensor z, Tensor rstd, Tensor other_v, Tensor other_z, Tensor other_rstd, Tensor u,"
-    " int first, Tensor[] dh, Tensor[] stats, Tensor? du) -> (Tensor, Tensor, Tensor)",
-    _pair_outputs,
+    "depth_block_gradient(Tensor[] values, Tensor[] scores, Tensor[] rstds, Tensor u, int first, Tensor[] dh,"
+    " Tensor[] stats, Tensor? du) -> Tensor[]",
+    _block_outputs,
 )
-def depth_pair_gradient(
-    v: Tensor, z: Tensor, rstd: Tensor, other_v: Tensor, other_z: Tensor, other_rstd: Tensor,
+def depth_block_gradient(
+    values: Sequence[Tensor], scores: Sequence[Tensor], rstds: Sequence[Tensor],
     u: Tensor, first: int, dh: Sequence[Tensor], stats: Sequence[Tensor], du: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """`depth_source_gradient` of two sources from the same readers, which are the last rows of each one's scores."""
-    dv, other_dv, new_du = _pair_outputs(v, z, rstd, other_v, other_z, other_rstd, u, first, dh, stats, du)
-    width, tokens = extent(v)
+) -> list[Tensor]:  # fmt: skip
+    """du, then `depth_source_gradient` of some sources from the same readers, the last rows of each one's scores."""
+    new_du, *dv = outputs = _block_outputs(values, scores, rstds, u, first, dh, stats, du)
+    width, tokens = extent(dv[0])
     if tokens == 0:
-        return dv, other_dv, new_du.zero_() if du is None else new_du.copy_(du)
-    v, other_v = aligned(v), aligned(other_v)
+        new_du.zero_() if du is None else new_du.copy_(du)
+        return outputs
+    values, count, length = [aligned(v) for v in values], len(dh), rstds[0].shape[0]
     dh, stats = [aligned(g) for g in dh], [aligned(s) for s in stats]
-    tile = pair_tile(width)
-    value_grad, other_grad = torch.empty_like(v), torch.empty_like(v)
-    slopes, pull = z.new_empty(2, len(dh), z.shape[1]), z.new_empty(2, z.shape[1])
-    with on(v):
-        kernels().backward.mix_pair_backward_kernel[(divided(tokens, tile["TOKENS"]),)](
-            addresses(dh, [s.data_ptr() for s in stats]), v, z, rstd, other_v, other_z, other_rstd,
-            value_grad, other_grad, slopes, pull, tokens, len(dh), len(other_z) - len(dh), z.stride(0), **tile,
-        )  # fmt: skip
-        du_parts = _scores_gradient([v, other_v], [value_grad, other_grad], slopes, pull, u, first, [dv, other_dv])
-        _add_parts(du_parts, du, new_du, first)
-    return dv, other_dv, new_du
+    size, value_grads = len(values), [torch.empty_like(v) for v in values]
+    slopes, pull = values[0].new_empty(size, count, length), u.new_empty(size, length)
+    tile = stack_tile(values[0], size, columns=256, stages=1)
+    parts = divided(width, tile["COLUMNS"])
+    weights, dots = u.new_empty(count, length, size), u.new_empty(parts, count, length, size)
+    held = [t.data_ptr() for t in (*stats, *values, *value_grads)]
+    few = divided(tokens, NUMBERS["TOKENS"])
+    with on(u):
+        table = addresses(dh, [*held, *(row(z, len(z) - count) for z in scores), *(r.data_ptr() for r in rstds)])
+        run = kernels().backward
+        run.block_weights_kernel[(few,)](
+            table, weights, tokens, count, length, SOURCES=size, SIZE=_numbers(size), **NUMBERS
+        )
+        run.block_backward_kernel[(divided(tokens, tile["TOKENS"]), parts)](
+            table, values[0], weights, dots, tokens, count, length, SOURCES=size, **tile
+        )
+        run.block_slopes_kernel[(few, size)](
+            table, weights, dots, slopes, pull, tokens, count, length, C=width, PARTS=parts, SOURCES=size, **NUMBERS
+        )
+        _add_parts(_scores_gradient(values, value_grads, slopes, pull, u, first, dv), du, new_du, first)
+    return outputs
+
+
+def _numbers(each: int) -> int:
+    """How many numbers a program of `NUMBERS` works on at once, `each` for a token."""
+    return NUMBERS["TOKENS"] * power(each)
 
 
 def _scores_gradient(
@@ -275,9 +298,10 @@ def _scores_gradient(
     """Add what comes through the scores to each source's gradient; du in parts, those of all sources together."""
     width, tokens = extent(values[0])
     count = slopes.shape[1]
-    tile = product_tile(width, count, values[0])
+    tile = scores_gradient_tile(width, count, values[0])
     blocks = divided(width, tile["COLUMNS"])
-    parts, tiles = shares(values[0], divided(tokens, tile["TOKENS"]), per_core=2 / blocks)
+    per_core = 4 if tile["CHUNKS"] == 1 else 2
+    parts, tiles = shares(values[0], divided(tokens, tile["TOKENS"]), per_core / blocks)
     du_parts = u.new_empty(len(values) * parts, count, width)
     for i, v in enumerate(values):
         kernels().backward.scores_backward_kernel[(blocks, parts)](

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-GROUP = 4
+GROUP = 8
 """Most reads that are evaluated together."""
+BLOCK = 6
+"""Most sources whose gradients are made together."""
+FEW = 5
+"""Most readers that one kernel serves to the end, scores and all: as many as are left over in a block of sources."""
 
 
 class Place(NamedTuple):
@@ -27,6 +31,8 @@ class Step(NamedTuple):
 
     newest: int
     """The value of source k; where nothing needs that any more, of another source."""
+    onward: list[int]
+    """The values of the sources to which source k+1 hands a gradient on; score, rstd and handle follow each."""
     pending: int
     """Tensors of a group of reads that is under way, from position 2 on."""
     seen: list[int]
@@ -54,6 +60,7 @@ class Plan:
         for readers in self.readers:
             assert readers == list(range(readers[0], readers[0] + len(readers)))
         self.leads = self._leaders()
+        self.leader = {s: leader for leader, led in self.leads.items() for s in led}
         self.own = [self._own_readers(s) for s in range(len(grows))]
         self.group = self._groups()
         self.places = [self._places(k) for k in range(-1, len(sees))]
@@ -68,8 +75,13 @@ class Plan:
         return bool(self.places[k + 1]) and self.places[k + 1][-1].source == k + 1
 
     def goes_on(self, s: int) -> bool:
-        """Whether the next source hands a gradient on to source s: it grew out of it, or leads it."""
-        return self.grows[s + 1] or s + 1 in self.leads
+        """Whether a later source hands a gradient on to source s: it grew out of it, or leads it."""
+        return self.grows[s + 1] or s in self.leader
+
+    def fuses(self, k: int) -> bool:
+        """Whether one kernel makes the sum of step k and reads: if nothing else reads it, and no group begins here."""
+        start, size = self.group[k]
+        return self._read_once(k) and (k > start or size == 1)
 
     def pending(self, k: int) -> int:
         """How many reads of a group are begun but not finished after read k."""
@@ -79,7 +91,7 @@ class Plan:
         places, start = [], 2 + (self.pending(k) + 1 if self.pending(k) else 0)
         for s in range(k + 2):
             if self.readers[s][-1] > k or (s == k + 1 and self.grows[s + 1]):
-                onward = int(s == k + 1 and self.goes_on(s))
+                onward = int(self.leader.get(s, s + 1 if self.grows[s + 1] else 0) > k + 1)
                 ahead = sum(reader > k for reader in self.own[s])
                 places.append(Place(s, start, onward, ahead))
                 start += 3 + onward + 2 * ahead
@@ -92,17 +104,19 @@ class Plan:
         older = [s for s in seen if s <= k]
         first = {s: place.start + 3 + place.onward for s, place in places.items()}
         served = [s for s in self.sees[k] if s <= k and k in self.own[s]]
-        kept = []
+        onward = [k] if self.grows[k + 1] else self.leads.get(k + 1, [])
+        kept, after = [], {place.source: place for place in self.places[k + 1]}
         for s, place in places.items():
-            if any(after.source == s for after in self.places[k + 1]):
+            if s in after:
                 used, middle = int(s in served), first[s] + place.ahead
                 kept += [
-                    (place.start, place.start + 3),
+                    (place.start, place.start + 3 + after[s].onward),
                     (first[s] + used, middle),
                     (middle + used, middle + place.ahead),
                 ]
         return Step(
             newest=max(places.values()).start,
+            onward=[places[s].start for s in onward],
             pending=min(place.start for place in places.values()) - 2,
             seen=[places[s].start for s in older],
             rows=[k - self.readers[s][0] for s in older],
@@ -111,39 +125,69 @@ class Plan:
             kept=_joined(kept),
         )
 
-    def _leaders(self) -> set[int]:
-        """Sources whose backward also does most of that of the source before: all of the readers they share.
+    def _leaders(self) -> dict[int, list[int]]:
+        """Sources whose backward also does most of that of those before: all of the readers they share.
 
-        At most one reader may be left over, which the cheapest kernel serves.
+        Of each, these sources, latest first. What must be left over to themselves are a few readers each.
         """
-        leads, s = set(), len(self.readers) - 1
-        while s > 0:
-            before, after = self.readers[s - 1], self.readers[s]
-            alone = not self.grows[s] and not self.grows[s + 1]
-            if alone and len(after) > 1 and after in (before, before[1:]):
-                leads.add(s)
-                s -= 1
-            s -= 1
-        return leads
+        ends = cheapest(len(self.readers), BLOCK, self._gradient_cost)
+        return {end - 1: list(range(end - 2, start - 1, -1)) for start, end in ends if end - start > 1}
+
+    def _gradient_cost(self, first: int, size: int) -> float | None:
+        """Rows moved for the gradients of `size` sources together; None if they cannot be.
+
+        With m readers in common: m rows read, each source's value read and what comes through the values written; and
+        once more, with the gradient, for what comes through the scores. Then each source's other readers.
+        """
+        sources = range(first, first + size)
+        shared = self.readers[sources[-1]]
+        m, others = len(shared), [len(self.readers[s]) - len(shared) for s in sources]
+        if size == 1 and m <= FEW:
+            return m + 2
+        together = all(self.readers[s][-m:] == shared and not self.grows[s] and not self.grows[s + 1] for s in sources)
+        if size > 1 and (m == 1 or max(others) > FEW or not together):
+            return None
+        return m + 5 * size + sum(3 + r for r in others if r)
 
     def _own_readers(self, s: int) -> list[int]:
         """The readers of a source that its own backward serves, not its leader's."""
-        return [k for k in self.readers[s] if s + 1 not in self.leads or k not in self.readers[s + 1]]
+        return [k for k in self.readers[s] if s not in self.leader or k not in self.readers[self.leader[s]]]
 
     def _groups(self) -> list[tuple[int, int]]:
-        """For each read, where its group begins and how many reads are in it.
+        """For each read, where its group begins and how many reads are in it."""
+        ranges = cheapest(len(self.sees), GROUP, self._read_cost)
+        return [(start, end - start) for start, end in ranges for _ in range(start, end)]
 
-        A group of g reads begins with one that sees n sources, and the others see these and newer ones. Reading the n
-        once saves n (g − 1) rows; an intermediate result for each of the others is written and read.
+    def _read_cost(self, first: int, size: int) -> float | None:
+        """Rows moved by `size` reads as a group; None if they cannot be one.
+
+        A group begins with a read that sees n sources, and the others see these and newer ones. The n are read once for
+        all; an intermediate result for each of the others is written, and read again with the newer sources.
         """
-        groups: list[tuple[int, int]] = []
-        while (k := len(groups)) < len(self.sees):
-            n, size = len(self.sees[k]), 1
-            while size < GROUP and k + size < len(self.sees) and self.sees[k + size][:n] == self.sees[k]:
-                size += 1
-            size = size if n * (size - 1) > 2 * size - 1 else 1
-            groups += [(k, size)] * size
-        return groups
+        seen = self.sees[first]
+        n, later = len(seen), self.sees[first + 1 : first + size]
+        if not all(sources[:n] == seen for sources in later):
+            return None
+        fused = sum(self._read_once(first + i) for i in range(size) if i or size == 1)
+        return n + size - fused + sum(len(sources) - n + 2 for sources in later)
+
+    def _read_once(self, k: int) -> bool:
+        """Whether read k is the only one of the sum that step k makes."""
+        return self.grows[k + 1] and len(self.readers[k + 1]) == 1
+
+
+def cheapest(length: int, most: int, cost: Callable[[int, int], float | None]) -> list[tuple[int, int]]:
+    """0 … length in ranges of at most `most`, (start, end) in order, at the least cost(start, size) in all."""
+    best: list[tuple[float, list[tuple[int, int]]]] = [(0.0, [])]
+    for end in range(1, length + 1):
+        ways = []
+        for start in range(max(0, end - most), end):
+            price = cost(start, end - start)
+            if price is not None:
+                ways.append((best[start][0] + price, -start))
+        total, start = min(ways)
+        best.append((total, [*best[-start][1], (-start, end)]))
+    return best[-1][1]
 
 
 def _joined(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

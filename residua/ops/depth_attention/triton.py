@@ -46,13 +46,18 @@ def _product(a, b, sum, NARROW: tl.constexpr):  # type: ignore[no-untyped-def]
 def scores_kernel(  # type: ignore[no-untyped-def]
     base, y, v_out, u, z, rstd, tokens, first, count, pitch, eps,
     C: tl.constexpr, ADD: tl.constexpr, NARROW: tl.constexpr,
-    TOKENS: tl.constexpr, COLUMNS: tl.constexpr, READERS: tl.constexpr,
+    TOKENS: tl.constexpr, COLUMNS: tl.constexpr, READERS: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """z_l = rstd · (u_l · v) for readers l in [first, first + count), rstd = (mean(v²) + eps)^-½; v = y or base + y."""
+    """z_l = rstd · (u_l · v) for readers l in [first, first + count), rstd = (mean(v²) + eps)^-½; v = y or base + y.
+
+    The readers are in CHUNKS of READERS, one product each.
+    """
     at = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     readers = tl.arange(0, READERS)
     inside = at < tokens
-    dots = tl.zeros([READERS, TOKENS], tl.float32)
+    dots = ()
+    for _ in tl.static_range(CHUNKS):
+        dots = dots + (tl.zeros([READERS, TOKENS], tl.float32),)  # type: ignore[assignment]
     squares = tl.zeros([TOKENS, COLUMNS], tl.float32)
     for start in range(0, C, COLUMNS):
         columns = start + tl.arange(0, COLUMNS)
@@ -62,17 +67,23 @@ def scores_kernel(  # type: ignore[no-untyped-def]
         if ADD:
             v = (v.to(tl.float32) + tl.load(base + here, mask=mask, other=0.0).to(tl.float32)).to(v.dtype)
             tl.store(v_out + here, v, mask=mask)
-        queries = tl.load(
-            u + (first + readers)[:, None] * C + columns[None, :],
-            mask=(readers < count)[:, None] & (columns < C)[None, :],
-            other=0.0,
-        )
-        dots = _product(queries, tl.trans(v), dots, NARROW)
+        more = ()
+        for chunk in tl.static_range(CHUNKS):
+            l = chunk * READERS + readers  # noqa: E741
+            queries = tl.load(
+                u + (first + l)[:, None] * C + columns[None, :],
+                mask=(l < count)[:, None] & (columns < C)[None, :],
+                other=0.0,
+            )
+            more = more + (_product(queries, tl.trans(v), dots[chunk], NARROW),)  # type: ignore[assignment]
+        dots = more
         wide = v.to(tl.float32)
         squares += wide * wide
     r = tl.rsqrt(tl.sum(squares, 1) / C + eps)
     tl.store(rstd + at, r, mask=inside)
-    tl.store(z + readers[:, None] * pitch + at[None, :], dots * r[None, :], mask=(readers < count)[:, None] & inside)
+    for chunk in tl.static_range(CHUNKS):
+        l = chunk * READERS + readers  # noqa: E741
+        tl.store(z + l[:, None] * pitch + at[None, :], dots[chunk] * r[None, :], mask=(l < count)[:, None] & inside)
 
 
 @triton.jit
@@ -119,51 +130,92 @@ def mix_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["tokens", "count"])
-def mix_group_kernel(  # type: ignore[no-untyped-def]
-    table, h_0, h_1, h_2, h_3, lse, tokens, count, pitch,
-    C: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, LANES: tl.constexpr, UNROLL: tl.constexpr,
-    READERS: tl.constexpr,
+def weights_kernel(  # type: ignore[no-untyped-def]
+    table, weights, lse, tokens, count, pitch,
+    TOKENS: tl.constexpr, LANES: tl.constexpr, READERS: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """`mix_kernel` for 2 to 4 readers in one pass over the sources; their z are rows that follow each other."""
-    at = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = at < tokens
-    at = tl.minimum(at, tokens - 1)
-    here = at[:, None] * C + columns[None, :]
-    mask = inside[:, None] & (columns < C)[None, :]
-    # With fewer readers than four the last one is taken again: the same values, stored to the same place.
-    row_2, row_3 = min(2, READERS - 1) * pitch, min(3, READERS - 1) * pitch
-    none, nothing = tl.full([TOKENS], float("-inf"), tl.float32), tl.zeros([TOKENS], tl.float32)
-    whole_0 = _log_sum_exp(table + count, count, at, 0, none, nothing, LANES)
-    whole_1 = _log_sum_exp(table + count, count, at, pitch, none, nothing, LANES)
-    whole_2 = _log_sum_exp(table + count, count, at, row_2, none, nothing, LANES) if READERS > 2 else whole_1
-    whole_3 = _log_sum_exp(table + count, count, at, row_3, none, nothing, LANES) if READERS > 3 else whole_2
-    if tl.program_id(1) == 0:
-        tl.store(lse + at, whole_0, mask=inside)
-        tl.store(lse + pitch + at, whole_1, mask=inside)
-        tl.store(lse + row_2 + at, whole_2, mask=inside)
-        tl.store(lse + row_3 + at, whole_3, mask=inside)
+    """lse_l and weights [count, pitch, READERS], a_il = exp(z_il − lse_l), of readers whose z are rows in a row.
 
-    sum_0, sum_1 = tl.zeros([TOKENS, COLUMNS], tl.float32), tl.zeros([TOKENS, COLUMNS], tl.float32)
-    sum_2, sum_3 = tl.zeros([TOKENS, COLUMNS], tl.float32), tl.zeros([TOKENS, COLUMNS], tl.float32)
-    for start in range(0, count, UNROLL):
-        for i in tl.static_range(UNROLL):
-            real = start + i < count
-            slot = tl.minimum(start + i, count - 1)
-            v = tl.load(tensor(table, slot, h_0.dtype.element_ty) + here, mask=mask & real, other=0.0).to(tl.float32)
-            z = tensor(table, count + slot, tl.float32) + at
-            sum_0 += tl.exp(tl.load(z) - whole_0)[:, None] * v
-            sum_1 += tl.exp(tl.load(z + pitch) - whole_1)[:, None] * v
-            if READERS > 2:
-                sum_2 += tl.exp(tl.load(z + row_2) - whole_2)[:, None] * v
-            if READERS > 3:
-                sum_3 += tl.exp(tl.load(z + row_3) - whole_3)[:, None] * v
-    tl.store(h_0 + here, sum_0.to(h_0.dtype.element_ty), mask=mask)
-    tl.store(h_1 + here, sum_1.to(h_0.dtype.element_ty), mask=mask)
-    if READERS > 2:
-        tl.store(h_2 + here, sum_2.to(h_0.dtype.element_ty), mask=mask)
-    if READERS > 3:
-        tl.store(h_3 + here, sum_3.to(h_0.dtype.element_ty), mask=mask)
+    `table` is that of `mix_group_kernel`, and ends with the `count` addresses of the first reader's rows. The weights
+    of one token and source lie side by side.
+    """
+    rows = table + count + READERS
+    place = tl.arange(0, SIZE)
+    token, reader = tl.program_id(0).to(tl.int64) * TOKENS + place // READERS, place % READERS
+    inside = (place < TOKENS * READERS) & (token < tokens)
+    at = reader * pitch + tl.minimum(token, tokens - 1)
+    none, nothing = tl.full([SIZE], float("-inf"), tl.float32), tl.zeros([SIZE], tl.float32)
+    whole = _log_sum_exp(rows, count, at, 0, none, nothing, LANES)
+    tl.store(lse + at, whole, mask=inside)
+    for start in range(0, count, LANES):
+        lanes = start + tl.arange(0, LANES)
+        real = inside[:, None] & (lanes < count)[None, :]
+        scores = tl.load(rows + lanes, mask=lanes < count, other=0).to(tl.pointer_type(tl.float32))
+        a = tl.exp(tl.load(scores[None, :] + at[:, None], mask=real, other=0.0) - whole[:, None])
+        here = (lanes.to(tl.int64) * pitch)[None, :] * READERS + (token * READERS + reader)[:, None]
+        tl.store(weights + here, a, mask=real)
+
+
+@triton.jit
+def tensors(table, slots, known, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The tensors whose addresses are in those `slots` that are `known`."""
+    return tl.multiple_of(tl.load(table + slots, mask=known, other=0).to(tl.pointer_type(dtype)), 16)
+
+
+@triton.jit
+def add_weighted(sums, rows, a, NARROW: tl.constexpr):  # type: ignore[no-untyped-def]
+    """sums [tokens, columns, n] + Σ_k rows_k a_kn, a matrix product for each token; rows [tokens, k, columns], a fp32.
+
+    Narrow rows are exact in bf16, and so is `a` as the sum of two bf16 parts.
+    """
+    if NARROW:
+        turned, coarse = tl.trans(rows, (0, 2, 1)), a.to(tl.bfloat16)
+        sums = tl.dot(turned, coarse, sums)
+        sums = tl.dot(turned, (a - coarse.to(tl.float32)).to(tl.bfloat16), sums)
+    else:
+        sums = tl.dot(tl.trans(rows.to(tl.float32), (0, 2, 1)), a, sums, input_precision="tf32x3")
+    return sums
+
+
+@triton.jit
+def store_sums(table, slots, known, at, columns, mask, sums, C: tl.constexpr, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+    """sums [tokens, columns, n] into the n tensors of `slots`; mask [tokens, columns]."""
+    here = (at[:, None] * C + columns[None, :])[:, :, None]
+    out = tensors(table, slots, known, dtype)[None, None, :] + here
+    tl.store(out, sums.to(dtype), mask=mask[:, :, None] & known[None, None, :])
+
+
+@triton.jit(do_not_specialize=["tokens", "count"])
+def mix_group_kernel(  # type: ignore[no-untyped-def]
+    table, weights, like, tokens, count, pitch,
+    C: tl.constexpr, NARROW: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
+    READERS: tl.constexpr, PADDED: tl.constexpr,
+):  # fmt: skip
+    """h_l = Σ_i a_il v_i for READERS readers in one pass over the sources, with the weights of `weights_kernel`.
+
+    `table` holds the `count` addresses of the v_i, then those of the h_l, which are of the type of `like`.
+    """
+    dtype: tl.constexpr = like.dtype.element_ty
+    at = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    columns, readers = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, PADDED)
+    inside, known = at < tokens, readers < READERS
+    mask = inside[:, None] & (columns < C)[None, :]
+    here = (at[:, None] * C + columns[None, :])[:, None, :]
+    sums = tl.zeros([TOKENS, COLUMNS, PADDED], tl.float32)
+    for start in range(0, count, ROWS):
+        i = start + tl.arange(0, ROWS)
+        real = i < count
+        v = tl.load(
+            tensors(table, i, real, dtype)[None, :, None] + here, mask=mask[:, None, :] & real[None, :, None], other=0.0
+        )
+        of_source = ((i.to(tl.int64) * pitch)[None, :] + at[:, None]) * READERS
+        a = tl.load(
+            weights + of_source[:, :, None] + readers[None, None, :],
+            mask=(inside[:, None] & real[None, :])[:, :, None] & known[None, None, :],
+            other=0.0,
+        )
+        sums = add_weighted(sums, v, a, NARROW)
+    store_sums(table, count + readers, known, at, columns, mask, sums, C, dtype)
 
 
 @triton.jit(do_not_specialize=["tokens", "count"])

@@ -1,14 +1,15 @@
 """Triton kernels of the gradient of attention over depth; manner and letters are those of `triton.py`."""
 
+# mypy: ignore-errors
 import triton
 import triton.language as tl
 
-from residua.ops.depth_attention.triton import load_row, store_row
+from residua.ops.depth_attention.triton import add_weighted, load_row, store_row, store_sums, tensors
 from residua.ops.triton_table import tensor
 
 
 @triton.jit
-def load_readers(  # type: ignore[no-untyped-def]
+def load_readers(
     table, at, low, high, C: tl.constexpr, start, count, inside, dtype: tl.constexpr, UNROLL: tl.constexpr
 ):  # fmt: skip
     """The rows of the next readers, all of them before anything is stored: no load can be moved up past a store."""
@@ -16,13 +17,13 @@ def load_readers(  # type: ignore[no-untyped-def]
     for i in tl.static_range(UNROLL):
         slot = tl.minimum(start + i, count - 1)
         g_low, g_high = load_row(tensor(table, slot, dtype), at, low, high, C, inside & (start + i < count))
-        lows = lows + (g_low,)  # type: ignore[assignment]
-        highs = highs + (g_high,)  # type: ignore[assignment]
+        lows = lows + (g_low,)
+        highs = highs + (g_high,)
     return lows, highs
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def stats_kernel(  # type: ignore[no-untyped-def]
+def stats_kernel(
     dh, h, lse, stats, tokens, pitch,
     C: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
@@ -38,7 +39,7 @@ def stats_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["tokens", "count"])
-def mix_backward_kernel(  # type: ignore[no-untyped-def]
+def mix_backward_kernel(
     table, v, onward, z, rstd, value_grad, dz, pull, tokens, count, pitch,
     C: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, ADD: tl.constexpr, TOKENS: tl.constexpr,
     UNROLL: tl.constexpr,
@@ -69,7 +70,7 @@ def mix_backward_kernel(  # type: ignore[no-untyped-def]
             score = tl.load(z + slot * pitch + at, mask=real, other=0.0)
             a = tl.where(real, tl.exp(score - lse), 0.0)
             slope = r * a * (tl.sum(g_low[i] * v_low, 1) + tl.sum(g_high[i] * v_high, 1) - delta)
-            tl.store(dz + slot * pitch + at, slope, mask=real)
+            tl.store(dz + slot * pitch + at, slope.to(dz.dtype.element_ty), mask=real)
             weight += slope * score
             sum_low += a[:, None] * g_low[i]
             sum_high += a[:, None] * g_high[i]
@@ -77,123 +78,260 @@ def mix_backward_kernel(  # type: ignore[no-untyped-def]
     store_row(value_grad, at, low, high, C, inside, sum_low, sum_high)
 
 
-@triton.jit(do_not_specialize=["tokens", "count", "skip"])
-def mix_pair_backward_kernel(  # type: ignore[no-untyped-def]
-    table, v, z, rstd, other_v, other_z, other_rstd, value_grad, other_value_grad, dz, pull, tokens, count, skip, pitch,
-    C: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, TOKENS: tl.constexpr, UNROLL: tl.constexpr,
-):  # fmt: skip
-    """`mix_backward_kernel` for two sources with the same `count` readers, whose dh_l are read once.
+@triton.jit
+def _add2(a0, a1, b0, b1):
+    return a0 + b0, a1 + b1
 
-    Theirs are the rows of z from the first and of other_z from `skip` on; dz [2, count, pitch] and pull [2, pitch].
+
+@triton.jit
+def _add3(a0, a1, a2, b0, b1, b2):
+    return a0 + b0, a1 + b1, a2 + b2
+
+
+@triton.jit
+def row_sums(rows, COUNT: tl.constexpr, TOGETHER: tl.constexpr):
+    """The sums over the columns of COUNT tensors. Where warps share a row, of three in one exchange among them."""
+    sums = ()
+    for i in tl.static_range(0, COUNT, 3 if TOGETHER else 1):
+        if TOGETHER and i + 3 <= COUNT:
+            sums = sums + tl.reduce((rows[i], rows[i + 1], rows[i + 2]), 1, _add3)
+        elif TOGETHER and i + 2 == COUNT:
+            sums = sums + tl.reduce((rows[i], rows[i + 1]), 1, _add2)
+        else:
+            sums = sums + (tl.sum(rows[i], 1),)
+    return sums
+
+
+@triton.jit
+def load_pieces(pointer, at, inside, C: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr):
+    """The rows `at` [tokens] in pieces of equal length, as they are stored."""
+    row = ()
+    for p in tl.static_range(PIECES):
+        columns = p * PIECE + tl.arange(0, PIECE)
+        mask = inside[:, None] & (columns < C)[None, :]
+        row = row + (tl.load(pointer + at[:, None] * C + columns[None, :], mask=mask, other=0.0),)
+    return row
+
+
+@triton.jit
+def store_piece(pointer, at, inside, piece, p: tl.constexpr, C: tl.constexpr, PIECE: tl.constexpr):
+    columns = p * PIECE + tl.arange(0, PIECE)
+    mask = inside[:, None] & (columns < C)[None, :]
+    tl.store(pointer + at[:, None] * C + columns[None, :], piece.to(pointer.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def dot_pieces(a, b, PIECES: tl.constexpr):
+    """a ⊙ b, its pieces added up: what is left to sum is one piece."""
+    product = a[0].to(tl.float32) * b[0].to(tl.float32)
+    for p in tl.static_range(1, PIECES):
+        product += a[p].to(tl.float32) * b[p].to(tl.float32)
+    return product
+
+
+@triton.jit(do_not_specialize=["tokens", "count"])
+def block_weights_kernel(
+    table, weights, tokens, count, pitch,
+    TOKENS: tl.constexpr, LANES: tl.constexpr, SOURCES: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """weights [count, pitch, SOURCES]: a_il = exp(z_il − lse_l); `table` is that of `block_backward_kernel`.
+
+    The weights of one token and reader lie side by side.
     """
-    at = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    inside = at < tokens
-    low, high = tl.arange(0, LOW), LOW + tl.arange(0, HIGH)
-    v_low, v_high = load_row(v, at, low, high, C, inside)
-    o_low, o_high = load_row(other_v, at, low, high, C, inside)
-    v_sum_low, v_sum_high = tl.zeros([TOKENS, LOW], tl.float32), tl.zeros([TOKENS, HIGH], tl.float32)
-    o_sum_low, o_sum_high = tl.zeros([TOKENS, LOW], tl.float32), tl.zeros([TOKENS, HIGH], tl.float32)
-    v_r = tl.load(rstd + at, mask=inside, other=0.0)
-    o_r = tl.load(other_rstd + at, mask=inside, other=0.0)
-    v_weight, o_weight = tl.zeros([TOKENS], tl.float32), tl.zeros([TOKENS], tl.float32)
-    for start in range(0, count, UNROLL):
-        g_low, g_high = load_readers(table, at, low, high, C, start, count, inside, v.dtype.element_ty, UNROLL)
-        for i in tl.static_range(UNROLL):
-            real = inside & (start + i < count)
-            slot = tl.minimum(start + i, count - 1)
-            stats = tensor(table, count + slot, tl.float32)
-            lse = tl.load(stats + at, mask=real, other=0.0)
-            delta = tl.load(stats + pitch + at, mask=real, other=0.0)
-            v_score = tl.load(z + slot * pitch + at, mask=real, other=0.0)
-            o_score = tl.load(other_z + (skip + slot) * pitch + at, mask=real, other=0.0)
-            v_a = tl.where(real, tl.exp(v_score - lse), 0.0)
-            o_a = tl.where(real, tl.exp(o_score - lse), 0.0)
-            v_slope = v_r * v_a * (tl.sum(g_low[i] * v_low, 1) + tl.sum(g_high[i] * v_high, 1) - delta)
-            o_slope = o_r * o_a * (tl.sum(g_low[i] * o_low, 1) + tl.sum(g_high[i] * o_high, 1) - delta)
-            tl.store(dz + slot * pitch + at, v_slope, mask=real)
-            tl.store(dz + (count + slot) * pitch + at, o_slope, mask=real)
-            v_weight += v_slope * v_score
-            o_weight += o_slope * o_score
-            v_sum_low += v_a[:, None] * g_low[i]
-            v_sum_high += v_a[:, None] * g_high[i]
-            o_sum_low += o_a[:, None] * g_low[i]
-            o_sum_high += o_a[:, None] * g_high[i]
-    tl.store(pull + at, v_weight * v_r / C, mask=inside)
-    tl.store(pull + pitch + at, o_weight * o_r / C, mask=inside)
-    store_row(value_grad, at, low, high, C, inside, v_sum_low, v_sum_high)
-    store_row(other_value_grad, at, low, high, C, inside, o_sum_low, o_sum_high)
+    place = tl.arange(0, SIZE)
+    token, source = tl.program_id(0).to(tl.int64) * TOKENS + place // SOURCES, place % SOURCES
+    inside = (place < TOKENS * SOURCES) & (token < tokens)
+    scores = tl.load(table + 2 * count + 2 * SOURCES + source).to(tl.pointer_type(tl.float32)) + token
+    for start in range(0, count, LANES):
+        lanes = start + tl.arange(0, LANES)
+        real = inside[:, None] & (lanes < count)[None, :]
+        stats = tl.load(table + count + lanes, mask=lanes < count, other=0).to(tl.pointer_type(tl.float32))
+        far = (lanes.to(tl.int64) * pitch)[None, :]
+        z = tl.load(scores[:, None] + far, mask=real, other=0.0)
+        lse = tl.load(stats[None, :] + token[:, None], mask=real, other=0.0)
+        tl.store(weights + far * SOURCES + (token * SOURCES + source)[:, None], tl.exp(z - lse), mask=real)
 
 
-@triton.jit(do_not_specialize=["tokens", "tiles"])
-def one_reader_backward_kernel(  # type: ignore[no-untyped-def]
-    dh, stats, v, onward, z, rstd, u, dv, du_parts, tokens, pitch, tiles,
-    C: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, ADD: tl.constexpr, TOKENS: tl.constexpr,
+@triton.jit(do_not_specialize=["tokens", "count"])
+def block_backward_kernel(
+    table, like, weights, dots, tokens, count, pitch,
+    C: tl.constexpr, NARROW: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
+    SOURCES: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
-    """The whole gradient of a source with one reader: dv = onward + a dh + slope u − pull v, and a part of du."""
-    low, high = tl.arange(0, LOW), LOW + tl.arange(0, HIGH)
-    u_low = tl.load(u + low, mask=low < C, other=0.0)[None, :]
-    u_high = tl.load(u + high, mask=high < C, other=0.0)[None, :]
-    du_low, du_high = tl.zeros([TOKENS, LOW], tl.float32), tl.zeros([TOKENS, HIGH], tl.float32)
+    """Σ_l a_il dh_l and dots_il = dh_l · v_i of some sources i, from the `count` readers l they share; dh_l read once.
+
+    Both are matrix products, one for each token. `table` holds the addresses of the dh_l and of the readers' stats,
+    then those of the sources' v, of their sums, and of their z and rstd. A program has some columns of the row, and its
+    part of the dots: dots [C / COLUMNS, count, pitch, SOURCES].
+    """
+    dtype: tl.constexpr = like.dtype.element_ty
+    at = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    columns, sources = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, PADDED)
+    inside, known = at < tokens, sources < SOURCES
+    mask = inside[:, None] & (columns < C)[None, :]
+    here = (at[:, None] * C + columns[None, :])[:, None, :]
+    values = tensors(table, 2 * count + sources, known, dtype)[None, :, None] + here
+    v = tl.trans(tl.load(values, mask=mask[:, None, :] & known[None, :, None], other=0.0), (0, 2, 1))
+    parts = dots + tl.program_id(1).to(tl.int64) * count * pitch * SOURCES
+    sums = tl.zeros([TOKENS, COLUMNS, PADDED], tl.float32)
+    for start in range(0, count, ROWS):
+        l = start + tl.arange(0, ROWS)  # noqa: E741
+        real = l < count
+        g = tl.load(
+            tensors(table, l, real, dtype)[None, :, None] + here, mask=mask[:, None, :] & real[None, :, None], other=0.0
+        )
+        of_reader = ((l.to(tl.int64) * pitch)[None, :] + at[:, None]) * SOURCES
+        place = of_reader[:, :, None] + sources[None, None, :]
+        exists = (inside[:, None] & real[None, :])[:, :, None] & known[None, None, :]
+        a = tl.load(weights + place, mask=exists, other=0.0)
+        if NARROW:
+            found = tl.dot(g, v)
+        else:
+            found = tl.dot(g.to(tl.float32), v.to(tl.float32), input_precision="tf32x3")
+        tl.store(parts + place, found, mask=exists)
+        sums = add_weighted(sums, g, a, NARROW)
+    store_sums(table, 2 * count + SOURCES + sources, known, at, columns, mask, sums, C, dtype)
+
+
+@triton.jit(do_not_specialize=["tokens", "count"])
+def block_slopes_kernel(
+    table, weights, dots, dz, pull, tokens, count, pitch,
+    C: tl.constexpr, PARTS: tl.constexpr, TOKENS: tl.constexpr, LANES: tl.constexpr, SOURCES: tl.constexpr,
+):  # fmt: skip
+    """What the scores' gradient needs, from `block_backward_kernel`'s dots: slope_il = rstd_i a_il (dots_il − δ_l) as
+    dz [SOURCES, count, pitch], and pull_i = rstd_i/C Σ_l slope_il z_il.
+    """
+    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    source = tl.program_id(1)
+    inside = token < tokens
+    scores = tensor(table, 2 * count + 2 * SOURCES + source, tl.float32)
+    r = tl.load(tensor(table, 2 * count + 3 * SOURCES + source, tl.float32) + token, mask=inside, other=0.0)
+    weight = tl.zeros([TOKENS, LANES], tl.float32)
+    for start in range(0, count, LANES):
+        lanes = start + tl.arange(0, LANES)
+        real = inside[:, None] & (lanes < count)[None, :]
+        stats = tl.load(table + count + lanes, mask=lanes < count, other=0).to(tl.pointer_type(tl.float32))
+        far = (lanes.to(tl.int64) * pitch)[None, :] + token[:, None]
+        dot = -tl.load(stats[None, :] + pitch + token[:, None], mask=real, other=0.0)
+        for part in tl.static_range(PARTS):
+            of_part = dots + tl.cast(part * count, tl.int64) * pitch * SOURCES
+            dot += tl.load(of_part + far * SOURCES + source, mask=real, other=0.0)
+        a = tl.load(weights + far * SOURCES + source, mask=real, other=0.0)
+        slope = r[:, None] * a * dot
+        weight += slope * tl.load(scores + far, mask=real, other=0.0)
+        mine = dz + tl.cast(source, tl.int64) * count * pitch
+        tl.store(mine + far, slope.to(dz.dtype.element_ty), mask=real)
+    tl.store(pull + source * pitch + token, tl.sum(weight, 1) * r / C, mask=inside)
+
+
+@triton.jit(do_not_specialize=["tokens", "first", "tiles"])
+def few_readers_backward_kernel(
+    table, v, onward, z, rstd, u, dv, du_parts, tokens, first, pitch, tiles,
+    C: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr, READERS: tl.constexpr, ADD: tl.constexpr,
+    TOKENS: tl.constexpr, TOGETHER: tl.constexpr,
+):  # fmt: skip
+    """The whole gradient of a source with few readers: dv = onward + Σ_l (a_l dh_l + slope_l u_l) − pull v.
+
+    And a part of each du_l. `table` holds the addresses of the dh_l, then those of the readers' stats.
+    """
+    dtype: tl.constexpr = v.dtype.element_ty
+    queries, du = (), ()
+    for l in tl.static_range(READERS):  # noqa: E741
+        for p in tl.static_range(PIECES):
+            columns = p * PIECE + tl.arange(0, PIECE)
+            query = tl.load(u + (first + l) * C + columns, mask=columns < C, other=0.0)[None, :]
+            queries, du = queries + (query,), du + (tl.zeros([TOKENS, PIECE], tl.float32),)
     part = tl.program_id(0)
     for tile in range(part * tiles, part * tiles + tiles):
         at = tile * TOKENS + tl.arange(0, TOKENS).to(tl.int64)
         inside = at < tokens
-        g_low, g_high = load_row(dh, at, low, high, C, inside)
-        v_low, v_high = load_row(v, at, low, high, C, inside)
-        score = tl.load(z + at, mask=inside, other=0.0)
+        value = load_pieces(v, at, inside, C, PIECE, PIECES)
         r = tl.load(rstd + at, mask=inside, other=0.0)
-        delta = tl.load(stats + pitch + at, mask=inside, other=0.0)
-        a = tl.exp(score - tl.load(stats + at, mask=inside, other=0.0))
-        slope = r * a * (tl.sum(g_low * v_low, 1) + tl.sum(g_high * v_high, 1) - delta)
-        pull = (slope * score * r / C)[:, None]
-        du_low += slope[:, None] * v_low
-        du_high += slope[:, None] * v_high
-        d_low = a[:, None] * g_low + slope[:, None] * u_low - pull * v_low
-        d_high = a[:, None] * g_high + slope[:, None] * u_high - pull * v_high
+        g, products = (), ()
+        for l in tl.static_range(READERS):  # noqa: E741
+            g = g + (load_pieces(tensor(table, l, dtype), at, inside, C, PIECE, PIECES),)
+            products = products + (dot_pieces(g[l], value, PIECES),)
         if ADD:
-            o_low, o_high = load_row(onward, at, low, high, C, inside)
-            d_low += o_low
-            d_high += o_high
-        store_row(dv, at, low, high, C, inside, d_low, d_high)
-    tl.store(du_parts + part * C + low, tl.sum(du_low, 0), mask=low < C)
-    tl.store(du_parts + part * C + high, tl.sum(du_high, 0), mask=high < C)
+            before = load_pieces(onward, at, inside, C, PIECE, PIECES)
+        dots = row_sums(products, READERS, TOGETHER)
+        a, slope, pull = (), (), tl.zeros([TOKENS], tl.float32)
+        for l in tl.static_range(READERS):  # noqa: E741
+            stats = tensor(table, READERS + l, tl.float32)
+            score = tl.load(z + l * pitch + at, mask=inside, other=0.0)
+            delta = tl.load(stats + pitch + at, mask=inside, other=0.0)
+            a = a + (tl.exp(score - tl.load(stats + at, mask=inside, other=0.0)),)
+            slope = slope + (r * a[l] * (dots[l] - delta),)
+            pull += slope[l] * score * r / C
+        new_du = ()
+        for p in tl.static_range(PIECES):
+            wide = value[p].to(tl.float32)
+            d = -pull[:, None] * wide
+            for l in tl.static_range(READERS):  # noqa: E741
+                d += a[l][:, None] * g[l][p].to(tl.float32) + slope[l][:, None] * queries[l * PIECES + p]
+            if ADD:
+                d += before[p].to(tl.float32)
+            store_piece(dv, at, inside, d, p, C, PIECE)
+        for l in tl.static_range(READERS):  # noqa: E741
+            for p in tl.static_range(PIECES):
+                new_du = new_du + (du[l * PIECES + p] + slope[l][:, None] * value[p].to(tl.float32),)
+        du = new_du
+    for l in tl.static_range(READERS):  # noqa: E741
+        for p in tl.static_range(PIECES):
+            columns = p * PIECE + tl.arange(0, PIECE)
+            mine = du_parts + (part * READERS + l) * C
+            tl.store(mine + columns, tl.sum(du[l * PIECES + p], 0), mask=columns < C)
 
 
 @triton.jit(do_not_specialize=["tokens", "first", "count", "tiles"])
-def scores_backward_kernel(  # type: ignore[no-untyped-def]
+def scores_backward_kernel(
     value_grad, v, dz, pull, u, dv, du_parts, tokens, first, count, pitch, tiles,
     C: tl.constexpr, NARROW: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, READERS: tl.constexpr,
+    CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """dv = value_grad + Σ_l dz_l u_l − pull · v, and this program's part of du_l = Σ_tokens dz_l v."""
+    """dv = value_grad + Σ_l dz_l u_l − pull · v, and this program's part of du_l = Σ_tokens dz_l v.
+
+    The readers are in CHUNKS of READERS, two products each.
+    """
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     part = tl.program_id(1)
     readers = tl.arange(0, READERS)
-    known = (readers < count)[:, None] & (columns < C)[None, :]
-    queries = tl.load(u + (first + readers)[:, None] * C + columns[None, :], mask=known, other=0.0)
-    du = tl.zeros([READERS, COLUMNS], tl.float32)
+    queries, du = (), ()
+    for chunk in tl.static_range(CHUNKS):
+        l = chunk * READERS + readers  # noqa: E741
+        known = (l < count)[:, None] & (columns < C)[None, :]
+        query = tl.load(u + (first + l)[:, None] * C + columns[None, :], mask=known, other=0.0)
+        queries = queries + (query.to(tl.bfloat16) if NARROW else query,)
+        du = du + (tl.zeros([READERS, COLUMNS], tl.float32),)
     for tile in range(part * tiles, part * tiles + tiles):
         at = tile * TOKENS + tl.arange(0, TOKENS).to(tl.int64)
         inside = at < tokens
         here = at[:, None] * C + columns[None, :]
         mask = inside[:, None] & (columns < C)[None, :]
-        slopes = tl.load(
-            dz + readers[:, None] * pitch + at[None, :], mask=(readers < count)[:, None] & inside[None, :], other=0.0
-        )
         values = tl.load(v + here, mask=mask, other=0.0)
         back = tl.load(pull + at, mask=inside, other=0.0)
         grad = tl.load(value_grad + here, mask=mask, other=0.0).to(tl.float32) - back[:, None] * values.to(tl.float32)
-        if NARROW:
-            grad = tl.dot(tl.trans(slopes.to(tl.bfloat16)), queries.to(tl.bfloat16), grad)
-            du = tl.dot(slopes.to(tl.bfloat16), values, du)
-        else:
-            grad = tl.dot(tl.trans(slopes), queries, grad, input_precision="tf32x3")
-            du = tl.dot(slopes, values.to(tl.float32), du, input_precision="tf32x3")
+        new_du = ()
+        for chunk in tl.static_range(CHUNKS):
+            l = chunk * READERS + readers  # noqa: E741
+            real = (l < count)[:, None] & inside[None, :]
+            slopes = tl.load(dz + l[:, None] * pitch + at[None, :], mask=real, other=0.0)
+            if NARROW:
+                grad = tl.dot(tl.trans(slopes), queries[chunk], grad)
+                new_du = new_du + (tl.dot(slopes, values, du[chunk]),)
+            else:
+                wide = slopes.to(tl.float32)
+                grad = tl.dot(tl.trans(wide), queries[chunk], grad, input_precision="tf32x3")
+                new_du = new_du + (tl.dot(wide, values.to(tl.float32), du[chunk], input_precision="tf32x3"),)
+        du = new_du
         tl.store(dv + here, grad.to(dv.dtype.element_ty), mask=mask)
-    tl.store(du_parts + (part * count + readers)[:, None] * C + columns[None, :], du, mask=known)
+    for chunk in tl.static_range(CHUNKS):
+        l = chunk * READERS + readers  # noqa: E741
+        known = (l < count)[:, None] & (columns < C)[None, :]
+        tl.store(du_parts + (part * count + l)[:, None] * C + columns[None, :], du[chunk], mask=known)
 
 
 @triton.jit(do_not_specialize=["size", "begin", "length", "parts"])
-def add_parts_kernel(  # type: ignore[no-untyped-def]
+def add_parts_kernel(
     parts_of_du, du_before, du, size, begin, length, parts,
     ADD: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -213,7 +351,7 @@ def add_parts_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["tokens", "count", "tiles"])
-def attend_backward_kernel(  # type: ignore[no-untyped-def]
+def attend_backward_kernel(
     table, u, dh, h, lse, scores, rstd, du_parts, tokens, count, pitch, tiles,
     C: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
