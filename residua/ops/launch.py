@@ -11,6 +11,9 @@ from torch import Tensor
 
 _LIBRARY = torch.library.Library("residua", "FRAGMENT")
 
+listeners: list[Callable[[str, str, tuple[Any, ...], dict[str, Any]], None]] = []
+"""Told of each operator that is traced: module and name, arguments and settings, tensors without memory."""
+
 
 def operator(schema: str, outputs: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
     """Register `residua::schema`, opaque to `torch.compile` and outside of autograd; `outputs` makes empty results.
@@ -20,9 +23,14 @@ def operator(schema: str, outputs: Callable[..., Any]) -> Callable[[Callable[...
     name = schema.split("(")[0]
 
     def register(run: Callable[..., Any]) -> Any:
+        def traced(*args: Any, **settings: Any) -> Any:
+            for listener in listeners:
+                listener(run.__module__, name, args, settings)
+            return outputs(*args, **settings)
+
         _LIBRARY.define(schema)
         _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"residua::{name}", outputs, lib=_LIBRARY)
+        torch.library.register_fake(f"residua::{name}", traced, lib=_LIBRARY)
         return getattr(torch.ops.residua, name).default
 
     return register

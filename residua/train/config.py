@@ -76,8 +76,9 @@ class TrainConfig(Frozen):
     """How to train: a step is `accumulate` micro-batches of `micro_batch` sequences each.
 
     `z_loss` and `balance` are trained on but not part of any reported loss. `auto` means: on a GPU compiled, with bf16
-    autocast, each micro-batch replayed as a CUDA graph; on a CPU plain fp32. `recompute = "sublayers"` trades a third
-    more compute for activation memory. A run whose loss stays `divergence_margin` nats above its first loss for
+    autocast, each micro-batch replayed as a CUDA graph; on a CPU plain fp32. `compile = "layers"` compiles sublayers
+    that are alike once, not the model as a whole, for a quick start. `recompute = "sublayers"` trades a third more
+    compute for activation memory. A run whose loss stays `divergence_margin` nats above its first loss for
     `divergence_patience` log lines in a row is stopped. `keep` checkpoints stay on disk, and the best one. A CPU run
     always repeats bit for bit; `determinism = "exact"` makes a GPU run do so too, at some cost in speed.
     """
@@ -93,7 +94,7 @@ class TrainConfig(Frozen):
     balance: Balance = Balance()
     device: Literal["auto", "cpu", "cuda"] = "auto"
     precision: Literal["auto", "bfloat16", "float32"] = "auto"
-    compile: Literal["auto", "on", "off"] = "auto"
+    compile: Literal["auto", "on", "layers", "off"] = "auto"
     graphs: Literal["auto", "off"] = "auto"
     recompute: Literal["none", "sublayers"] = "none"
     determinism: Literal["fast", "exact"] = "fast"

@@ -52,7 +52,7 @@ class WorkingCopies:
     def run(self, module: nn.Module, prefix: str, *args: Any, **settings: Any) -> Any:
         """Call a module in which the model is found under `prefix`, on the copies."""
         pairs = zip(self._masters, self._copies, self._gradients, strict=True)
-        weights = {prefix + name: _adding_up(self._origin, copy, total) for name, copy, total in pairs}
+        weights = {prefix + name: adding_up(self._origin, copy, total) for name, copy, total in pairs}
         return functional_call(module, weights, args, settings)
 
 
@@ -71,7 +71,7 @@ class _AddingUp(torch.autograd.Function):
         return None, None, None
 
 
-def _adding_up(origin: Tensor | None, copy: Tensor, total: Tensor) -> Tensor:
+def adding_up(origin: Tensor | None, copy: Tensor, total: Tensor) -> Tensor:
     out: Tensor = _AddingUp.apply(origin, copy, total)
     return out
 

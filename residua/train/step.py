@@ -7,21 +7,25 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from residua.data.loader import IGNORED, Batch
+from residua.ops.ahead import Helpers
 from residua.train.balance import Balancer, build_balancer
 from residua.train.config import TrainConfig
 from residua.train.copies import Entry, WorkingCopies
 from residua.train.graphed import GraphedPass
-from residua.train.optimizer import HybridOptimizer, build_optimizer
+from residua.train.optimizer import HybridOptimizer, build_optimizer, orthogonal_updates
+from residua.train.polar import working_dtype
 from residua.train.rewrites import compile_rewritten
+from residua.train.rewrites.layers import LayeredCopies, compile_sublayers
 
 if TYPE_CHECKING:
     from residua.model.decoder import Decoder
@@ -64,7 +68,7 @@ class Step:
     """Processes that a step's micro-batches are divided among."""
 
     capturable = True
-    """Whether a micro-batch may be replayed as a CUDA graph."""
+    """Whether a micro-batch may be replayed as a CUDA graph, and the machine is this process's own."""
 
     copying = True
     """Whether micro-batches may run on working copies of the weights."""
@@ -81,6 +85,8 @@ class Step:
         if config.recompute == "sublayers":
             recompute_sublayers(model)
         self._copies = self._build_copies(config)
+        self._layered = config.compile == "layers"
+        self._helpers = Helpers.start(device) if self._layered and self.capturable else None
         self._losses = self._entry(config)
         graphs = self.compiled and device.type == "cuda" and config.graphs == "auto" and self.balancer is None
         self._graphed = GraphedPass(self._pass, self._parameters) if graphs and self.capturable else None
@@ -90,6 +96,12 @@ class Step:
 
         The loss is the mean over all targets of the step, so the split into micro-batches changes nothing.
         """
+        helpers, self._helpers = self._helpers, None
+        if helpers is not None:
+            with helpers.listening():
+                self._rehearse(batches[0])
+                self(batches, rate)
+            return
         counts = [(batch.targets != IGNORED).sum() for batch in batches]
         total = self._over_ranks(torch.stack(counts).sum())
         sizes = [batch.tokens.numel() for batch in batches]
@@ -168,14 +180,34 @@ class Step:
     def _build_copies(self, config: TrainConfig) -> WorkingCopies | None:
         """None where autocast rounds nothing, and where sublayers run again after the call, on the masters."""
         rounded = self.precision is not torch.float32 and config.recompute == "none"
-        return WorkingCopies(self.model, self.precision) if rounded and self.copying else None
+        kind = LayeredCopies if config.compile == "layers" else WorkingCopies
+        return kind(self.model, self.precision) if rounded and self.copying else None
 
     def _entry(self, config: TrainConfig) -> Callable[..., tuple[Tensor, Tensor, Any]]:
         """What the losses of a micro-batch are computed by."""
         losses: Callable[..., Any] = partial(self.model.routed_losses, z_loss=config.z_loss)
         if self._copies is not None:
             losses = partial(self._copies.run, Entry(self.model, losses), "model.")
-        return compile_rewritten(losses) if self.compiled else losses
+        if not self.compiled:
+            return losses
+        if not self._layered:
+            return compile_rewritten(losses)
+        compile_sublayers(self.model, self._copies if isinstance(self._copies, LayeredCopies) else None)
+        return losses
+
+    def _rehearse(self, batch: Batch) -> None:
+        """Run what no compiler traces on tensors without memory, so that helpers hear of its kernels before a launch.
+
+        What cannot be run without data is not heard, and compiled when it is launched.
+        """
+        with suppress(Exception), FakeTensorMode(allow_non_fake_inputs=True), torch.compiler.set_stance("force_eager"):
+            for group in self.optimizer.param_groups:
+                matrices = [torch.empty_like(p, dtype=working_dtype(p)) for p in group["params"] if "parts" in group]
+                list(orthogonal_updates(matrices, group.get("parts", ())))
+            tokens, targets = (torch.empty_like(t, device=self.device) for t in (batch.tokens, batch.targets))
+            segments = None if batch.segments is None else torch.empty_like(tokens)
+            ce, z, _ = self._forward(tokens, targets, segments)
+            torch.autograd.grad(ce + z, self.model.embed.weight)
 
     def _over_ranks(self, count: Tensor) -> Tensor:
         """A count of this process, summed over all that share the step."""
@@ -215,7 +247,7 @@ def resolve(config: TrainConfig, device: torch.device) -> tuple[torch.dtype, boo
     """Precision and compilation, where `auto` asks for what suits the device."""
     on_gpu = device.type == "cuda"
     precisions = {"auto": torch.bfloat16 if on_gpu else torch.float32, "bfloat16": torch.bfloat16}
-    compiled = {"auto": on_gpu, "on": True, "off": False}[config.compile]
+    compiled = {"auto": on_gpu, "on": True, "layers": True, "off": False}[config.compile]
     return precisions.get(config.precision, torch.float32), compiled
 
 
