@@ -1,4 +1,4 @@
-"""What `residua bench ops` times: each operator at one shape, with the bytes or the arithmetic it cannot do without."""
+"""What `residua bench ops` times: each operator at one shape, with the bytes and arithmetic it cannot do without."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from residua import ops
+from residua.bench import floors
+from residua.bench.floors import Floor
 from residua.model import choices
 from residua.model.topology import build_topology
 
@@ -34,15 +36,15 @@ class Shape:
 class Case:
     """An operator with its inputs; all floating-point inputs get gradients.
 
-    `forward_bytes` and `backward_bytes` count every input read once and every output written once (0 where arithmetic
-    is the limit), `flops` the arithmetic of both passes (0 where memory is).
+    `forward_bytes` and `backward_bytes` are the least that can be moved (`floors`), `flops` the arithmetic of both
+    passes where that is the limit and not memory.
     """
 
     name: str
     function: Function
     inputs: tuple[Tensor, ...]
-    forward_bytes: int = 0
-    backward_bytes: int = 0
+    forward_bytes: int
+    backward_bytes: int
     flops: int = 0
 
 
@@ -79,9 +81,8 @@ def _multi_gate(shape: Shape, device: torch.device) -> Case:
     n = shape.streams
     streams, update = _random(shape, device, n), _random(shape, device)
     weights = (_vector(shape, device), torch.randn(n + 1, device=device), _vector(shape, device))
-    rows = [(2 * n + 2) * update.nbytes, (3 * n + 3) * update.nbytes]
-
-    return Case(f"multi_gate, {n} streams", ops.multi_gate, (streams, update, *weights), *rows)
+    moved = _bytes(floors.streams(n), shape)
+    return Case(f"multi_gate, {n} streams", ops.multi_gate, (streams, update, *weights), *moved)
 
 
 def _gated_norm(shape: Shape, device: torch.device) -> Case:
@@ -92,26 +93,24 @@ def _gated_norm(shape: Shape, device: torch.device) -> Case:
         f"gated_norm, rank {shape.rank}",
         lambda *inputs: [ops.gated_norm(*inputs)],
         (x, weight, down, up),
-        2 * x.nbytes,
-        3 * x.nbytes,
+        *_bytes(floors.GATED_NORM, shape),
     )
 
 
 def _add_norm(shape: Shape, device: torch.device) -> Case:
     inputs = (_random(shape, device), _random(shape, device), _vector(shape, device))
-    return Case("add_norm", ops.add_norm, inputs, 4 * inputs[0].nbytes, 4 * inputs[0].nbytes)
+    return Case("add_norm", ops.add_norm, inputs, *_bytes(floors.ADD_NORM, shape))
 
 
 def _depth_attention(shape: Shape, device: torch.device) -> Case:
     sources = [_random(shape, device) for _ in range(shape.sources)]
-    size = sources[0].nbytes
 
     def attend(query: Tensor, gain: Tensor, *sources: Tensor) -> Sequence[Tensor]:
         return [ops.depth_attention(sources, query, norm_weight=gain)]
 
     inputs = (_vector(shape, device), _vector(shape, device), *sources)
     name = f"depth_attention, {shape.sources} sources"
-    return Case(name, attend, inputs, (shape.sources + 1) * size, (2 * shape.sources + 1) * size)
+    return Case(name, attend, inputs, *_bytes(floors.read(shape.sources), shape))
 
 
 def _mix_projection(shape: Shape, device: torch.device) -> Case:
@@ -125,7 +124,7 @@ def _mix_projection(shape: Shape, device: torch.device) -> Case:
         return [ops.mix_projection(current, anchor, own, other, norm_weight=gain)]
 
     inputs = (current, anchor, *scales, gain)
-    return Case("mix_projection, elementwise", mix, inputs, 3 * current.nbytes, 5 * current.nbytes)
+    return Case("mix_projection, elementwise", mix, inputs, *_bytes(floors.MIX, shape))
 
 
 def _mix_heads(shape: Shape, device: torch.device) -> Case:
@@ -147,7 +146,8 @@ def _mix_heads(shape: Shape, device: torch.device) -> Case:
         return list(heads.values())
 
     inputs = (projected, *anchors, *weights)
-    return Case("mix_heads, elementwise", mix, inputs, 3 * projected.nbytes, 5 * projected.nbytes)
+    forward, backward = (rows * projected.nbytes for rows in floors.MIX)
+    return Case("mix_heads, elementwise", mix, inputs, forward, backward)
 
 
 def _manifold_hyper(shape: Shape, device: torch.device) -> Case:
@@ -164,8 +164,8 @@ def _manifold_hyper(shape: Shape, device: torch.device) -> Case:
         _, post, res = (s * part + c for s, part, c in zip(a, z.split(sizes, -1), b.split(sizes), strict=True))
         return [h, X, 2 * torch.sigmoid(post), ops.sinkhorn(res.unflatten(-1, (n, n)), 20)]
 
-    rows = [(2 * n + 2) * update.nbytes, (3 * n + 3) * update.nbytes]
-    return Case(f"mhc junction, {n} streams", junction, (streams, update, post, mix, phi, alpha, bias), *rows)
+    inputs = (streams, update, post, mix, phi, alpha, bias)
+    return Case(f"mhc junction, {n} streams", junction, inputs, *_bytes(floors.streams(n), shape))
 
 
 def _linear_cross_entropy(shape: Shape, device: torch.device) -> Case:
@@ -178,7 +178,9 @@ def _linear_cross_entropy(shape: Shape, device: torch.device) -> Case:
         return [cross_entropy + z]
 
     flops = 6 * shape.tokens * shape.width * shape.vocabulary
-    return Case(f"linear_cross_entropy, {shape.vocabulary}", loss, (hidden, weight, targets), flops=flops)
+    # h, W → a number; h, W → dh, dW
+    moved = hidden.nbytes + weight.nbytes
+    return Case(f"linear_cross_entropy, {shape.vocabulary}", loss, (hidden, weight, targets), moved, 2 * moved, flops)
 
 
 def _depth_path(name: str, config: choices.Topology, shape: Shape, device: torch.device) -> Case:
@@ -194,7 +196,13 @@ def _depth_path(name: str, config: choices.Topology, shape: Shape, device: torch
             read.append(h)
         return read
 
-    return Case(name, path, (embedding, *outputs, *topology.parameters()))
+    moved = _bytes(floors.depth(topology, shape.sublayers), shape)
+    return Case(name, path, (embedding, *outputs, *topology.parameters()), *moved)
+
+
+def _bytes(floor: Floor, shape: Shape) -> tuple[int, int]:
+    row = shape.tokens * shape.width * shape.dtype.itemsize
+    return floor.forward * row, floor.backward * row
 
 
 def _random(shape: Shape, device: torch.device, *middle: int) -> Tensor:

@@ -17,7 +17,7 @@ from residua import ops
 from residua.bench.step import Case
 from residua.bench.timing import Sample, synchronize, time_each
 from residua.inference.engine import Step, build_step, launched_step, resolve_engine
-from residua.inference.folder import place
+from residua.inference.folder import place, ready
 from residua.inference.generate import weight_bytes
 from residua.model.cache import Cache
 
@@ -102,7 +102,7 @@ def _contender(case: Case, device: torch.device, batch: int, filled: int, engine
         built = residua.build(case.config.model)
     model = built.to_empty(device=device)
     model.reset_parameters()
-    model = place(model.eval(), device)
+    model = place(ready(model), device)
     cache = model.new_cache(batch, filled + STEPS)
     for tensor in cache.tensors():
         tensor.normal_(std=0.1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -21,12 +21,14 @@ FLUSH_BYTES = 2**28
 class OpResult:
     """One implementation of one case; with a `problem` there are no timings.
 
-    Shares are of the copy bandwidth, or of the matrix product's rate where arithmetic is the limit. Memory is what
-    both passes take beyond the inputs.
+    Bytes are the case's floor, of the forward pass and of both. Shares are of the copy bandwidth, or of the matrix
+    product's rate where arithmetic is the limit. Memory is what both passes take beyond the inputs.
     """
 
     case: str
     implementation: str
+    forward_bytes: int
+    both_bytes: int
     problem: str | None = None
     forward: Sample | None = None
     both: Sample | None = None
@@ -41,26 +43,45 @@ def implementations(device: torch.device, asked: Sequence[str]) -> dict[str, Cal
     for name in asked:
         if name not in known:
             raise ValueError(f"implementation {name!r} does not exist: choose from {', '.join(known)}.")
-    return {name: known[name] for name in asked if name != "fused" or device.type == "cuda"}
+    usable = [name for name in asked if name != "fused" or device.type == "cuda"]
+    if not usable:
+        raise ValueError("--implementations fused needs a GPU and there is none: choose reference or compiled.")
+    return {name: known[name] for name in usable}
 
 
 def bench_operator(
-    case: Case, functions: dict[str, Function], device: torch.device, ceilings: Ceilings, repeats: int
+    case: Case,
+    functions: dict[str, Function],
+    device: torch.device,
+    ceilings: Ceilings,
+    repeats: int,
+    peers: dict[str, Function] | None = None,
 ) -> list[OpResult]:
-    """Time every implementation of a case on the same inputs."""
+    """Time every implementation of a case on the same inputs. What a peer raises is its result, ours is a defect."""
+    peers = peers or {}
     results = []
-    for name, function in functions.items():
+    for name, function in [*functions.items(), *peers.items()]:
+        bare = OpResult(case.name, name, case.forward_bytes, case.forward_bytes + case.backward_bytes)
         try:
-            results.append(_measure(case, name, function, device, ceilings, repeats))
+            results.append(_measured(bare, case, function, device, ceilings, repeats))
         except torch.OutOfMemoryError:
-            results.append(OpResult(case.name, name, problem="out of memory"))
+            results.append(replace(bare, problem="out of memory"))
+        except Exception as error:
+            if name not in peers:
+                raise
+            results.append(replace(bare, problem=_first_line(error)))
         torch.compiler.reset()
         _free(device)
     return results
 
 
-def _measure(
-    case: Case, name: str, function: Function, device: torch.device, ceilings: Ceilings, repeats: int
+def _first_line(error: Exception) -> str:
+    said = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {said[0]}" if said else type(error).__name__
+
+
+def _measured(
+    bare: OpResult, case: Case, function: Function, device: torch.device, ceilings: Ceilings, repeats: int
 ) -> OpResult:
     leaves = [t.detach().requires_grad_(t.is_floating_point()) for t in case.inputs]
     wanted = [t for t in leaves if t.requires_grad]
@@ -76,21 +97,20 @@ def _measure(
 
     memory = _memory(both, device)
     samples = [_time(_captured(work, device), device, repeats) for work in (forward, both)]
-    return OpResult(
-        case.name,
-        name,
+    return replace(
+        bare,
         forward=samples[0],
         both=samples[1],
-        forward_share=_share(case.forward_bytes, case.flops / 3, samples[0], ceilings),
-        both_share=_share(case.forward_bytes + case.backward_bytes, case.flops, samples[1], ceilings),
+        forward_share=_share(bare.forward_bytes, case.flops / 3, samples[0], ceilings),
+        both_share=_share(bare.both_bytes, case.flops, samples[1], ceilings),
         memory_gib=memory,
     )
 
 
-def _share(bytes_moved: float, flops: float, sample: Sample, ceilings: Ceilings) -> float | None:
+def _share(bytes_moved: int, flops: float, sample: Sample, ceilings: Ceilings) -> float:
     if flops:
         return flops / sample.median / ceilings.matmul_flops_per_second
-    return bytes_moved / sample.median / ceilings.copy_bytes_per_second if bytes_moved else None
+    return bytes_moved / sample.median / ceilings.copy_bytes_per_second
 
 
 def _time(work: Callable[[], object], device: torch.device, repeats: int) -> Sample:

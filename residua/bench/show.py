@@ -19,7 +19,7 @@ from residua.bench.step import StepResult
 from residua.bench.timing import Sample
 from residua.train.config import RunConfig
 
-WIDTH = 160
+WIDTH = 180
 
 
 def open_console() -> Console:
@@ -28,10 +28,15 @@ def open_console() -> Console:
     return console if console.is_terminal else Console(highlight=False, width=WIDTH)
 
 
-def print_ceilings(console: Console, environment: dict[str, Any], ceilings: Ceilings) -> None:
-    """Where this was measured, and what that device can do at best."""
+def print_device(console: Console, environment: dict[str, Any]) -> None:
+    """Where this was measured."""
     versions = ", ".join(f"{name} {environment[name]}" for name in ("torch", "triton", "python") if environment[name])
     console.print(f"{environment.get('gpu') or environment['processor'] or environment['platform']}: {versions}")
+
+
+def print_ceilings(console: Console, environment: dict[str, Any], ceilings: Ceilings) -> None:
+    """Where this was measured, and what that device can do at best."""
+    print_device(console, environment)
     console.print(
         f"measured in this run: copy {ceilings.copy_bytes_per_second / 1e12:.3g} TB/s, "
         f"{ceilings.dtype} matrix product {ceilings.matmul_flops_per_second / 1e12:.4g} TFLOP/s"
@@ -104,25 +109,30 @@ def print_operators(console: Console, results: Sequence[OpResult]) -> None:
     table = Table(header_style="bold", box=box.SIMPLE_HEAD)
     for title in ("case", "implementation"):
         table.add_column(title, no_wrap=True)
-    for title in ("forward ms", "p10–p90", "share", "forward + backward ms", "p10–p90", "share", "GiB"):
+    for title in ("forward ms", "p10–p90", "MiB", "share", "both ms", "p10–p90", "MiB", "share", "GiB"):
         table.add_column(title, justify="right", no_wrap=True)
     for result in results:
         table.add_row(result.case, result.implementation, *_operator_cells(result))
     console.print(table)
+    for result in results:
+        if result.problem is not None:
+            console.print(f"{result.case}, {result.implementation}: {result.problem}", soft_wrap=True, markup=False)
     console.print(
-        "share: of the copy bandwidth, every input read once and every output written once; of the matrix product's "
-        "rate for linear_cross_entropy. GiB: what both passes take beyond the inputs.",
+        "both: forward and backward. MiB: the least to move, every input read once and every output written once. "
+        "share: that over the time, of the copy bandwidth; for linear_cross_entropy its products, of the matrix "
+        "product's rate. GiB: what both passes take beyond the inputs.",
         soft_wrap=True,
     )
 
 
 def _operator_cells(result: OpResult) -> list[str]:
     if result.problem is not None:
-        return [result.problem]
+        return ["not timed"]
+    forward = (result.forward, result.forward_bytes, result.forward_share)
     cells = []
-    for sample, share in ((result.forward, result.forward_share), (result.both, result.both_share)):
+    for sample, moved, share in (forward, (result.both, result.both_bytes, result.both_share)):
         assert sample is not None
-        cells += [number(sample.median * 1e3, ".3f"), spread(sample, 3), number(share, ".0%")]
+        cells += [number(sample.median * 1e3, ".3f"), spread(sample, 3), f"{moved / 2**20:,.0f}", number(share, ".0%")]
     return [*cells, number(result.memory_gib, ".2f")]
 
 

@@ -18,6 +18,7 @@ from residua.bench.peers import peers
 from residua.train.environment import describe_environment
 
 DEPTH = "depth"
+WITH_PEERS = ("cuda",)
 PRECISIONS = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -67,9 +68,8 @@ def run(plan: Plan, repeats: int, tell: Callable[[str], object] = lambda text: N
         tell(name)
         case = make()
         functions = {way: wrap(case.function) for way, wrap in plan.ways.items()}
-        if plan.device.type == "cuda":
-            functions |= peers(name)
-        results += bench_operator(case, functions, plan.device, ceilings, repeats)
+        others = peers(name) if plan.device.type in WITH_PEERS else {}
+        results += bench_operator(case, functions, plan.device, ceilings, repeats, others)
     return Report(plan.shape, describe_environment(plan.device), ceilings, results)
 
 

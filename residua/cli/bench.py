@@ -1,7 +1,8 @@
-"""`residua bench`: how fast training steps, decoding and the operators run on this machine."""
+"""`residua bench`: how fast training steps, decoding and the operators run on this machine, and how exactly."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -79,6 +80,52 @@ def step(
     show.print_steps(console, results)
     if out is not None:
         show.write_json(out, show.step_report(environment, ceilings, base.model_dump(mode="json"), results))
+        console.print(f"written to {out}", soft_wrap=True)
+
+
+@app.command()
+def curve(
+    preset: Annotated[str, typer.Argument(metavar="PRESET", help="A preset's name or a run's TOML file.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[section.key=value ...]", show_default=False, help="Changes to the configuration."),
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of each run.")] = 200,
+    data: Annotated[
+        Path | None, typer.Option(show_default="the preset's", help="A folder made by `residua data prepare`.")
+    ] = None,
+    out: Out = None,
+) -> None:
+    """Train on the fused operators twice and on the references once: how far apart, and whether bits repeat.
+
+    \b
+    residua bench curve mini-mgr
+    residua bench curve mini-full --data text --out curve.json
+    residua bench curve tiny-block train.micro_batch=4 --steps 20
+    """
+    from rich.console import Console
+
+    from residua.train.config import RunConfig
+
+    asked = [f"train.steps={steps}", "train.determinism=exact"]
+    if data is not None:
+        asked.append(f"data.path={json.dumps(str(data.resolve()))}")
+    config = RunConfig.find(preset).override([*(overrides or []), *asked])
+
+    from residua.bench import show
+    from residua.bench.curve import bench_curve, curve_report, print_curves
+    from residua.train.environment import describe_environment
+    from residua.train.source import open_data
+    from residua.train.step import choose_device
+
+    device = choose_device(config.train)
+    dataset, environment, console = open_data(config), describe_environment(device), show.open_console()
+    with Console(stderr=True).status("starting") as status:
+        result = bench_curve(config, dataset, device, tell=status.update)
+    show.print_device(console, environment)
+    print_curves(console, config, device, result)
+    if out is not None:
+        show.write_json(out, curve_report(environment, config, result))
         console.print(f"written to {out}", soft_wrap=True)
 
 
@@ -222,7 +269,7 @@ def fp8(
     console, environment = show.open_console(), describe_environment(device)
     with Console(stderr=True).status("measuring this device") as status:
         results = bench.bench_linear(tokens, widths, device, repeats=repeats, tell=status.update)
-    console.print(f"{environment.get('gpu') or environment['processor']}: torch {environment['torch']}")
+    show.print_device(console, environment)
     bench.print_linear(console, results)
     if out is not None:
         show.write_json(out, bench.linear_report(environment, results))

@@ -106,9 +106,18 @@ def evaluate(
     target.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(target, results.to_json())
     work.show(console, results)
+    if split is not None and results.harness:
+        console.print(
+            f"--split {split} is not for lm-eval's tasks, which say themselves what they score.", soft_wrap=True
+        )
     console.print(f"Results: {target}", soft_wrap=True, markup=False)
     if not names:
-        console.print("Next: multiple-choice tasks, residua eval RUN --tasks exoformer", soft_wrap=True, markup=False)
+        console.print(
+            f"Next: multiple-choice tasks, residua eval {model} --tasks exoformer --task-dir FOLDER "
+            "(without a folder, lm-eval downloads them)",
+            soft_wrap=True,
+            markup=False,
+        )
 
 
 def _text(
@@ -164,9 +173,10 @@ def _run_tasks(
     scorer = Scorer(model, tokenizer, batch_tokens)
     if local:
         results.tasks = [score_task(scorer, task, bars.track(task.name)) for task in local]
-        results.means = group_means(results.tasks, names)
+        results.means = group_means({task.task: task.reported for task in results.tasks}, names)
         return
     from residua.inference.generate import Generator
-    from residua.inference.harness import evaluate_with_harness
+    from residua.inference.harness import evaluate_with_harness, reported
 
     results.harness = evaluate_with_harness(scorer, Generator(model, tokenizer), names, shots=shots, limit=limit)
+    results.means = group_means(reported(results.harness), names)

@@ -66,7 +66,6 @@ def generate(
     sampling = Sampling(temperature, top_k, top_p, seed)
     import torch
 
-    from residua.inference.fold import fold_mixing
     from residua.inference.folder import choose_device, open_model, place
     from residua.inference.generate import Generator, Request
 
@@ -74,7 +73,6 @@ def generate(
         torch.set_num_threads(threads)
     where = choose_device(device)
     loaded, tokenizer = open_model(model, cast("Literal['last', 'best']", checkpoint))
-    fold_mixing(loaded)
     generator = Generator(place(loaded, where, precision), tokenizer, engine=engine)
     request = Request(tokens, sampling, tuple(stop or ()))
     if chat:

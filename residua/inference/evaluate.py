@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -84,12 +85,11 @@ def _first_best(values: list[float]) -> int:
     return values.index(max(values))
 
 
-def group_means(scores: list[TaskScore], names: list[str]) -> dict[str, Accuracy]:
-    """For each named group whose tasks were scored: the mean of the reported accuracies, with its error."""
-    by_task = {score.task: score.reported for score in scores}
+def group_means(reported: Mapping[str, Accuracy], names: list[str]) -> dict[str, Accuracy]:
+    """For each named group of which tasks were scored: the mean of what is reported of them, with its error."""
     means = {}
     for name in names:
-        members = [by_task[task] for task in GROUPS.get(name, ()) if task in by_task]
+        members = [reported[task] for task in GROUPS.get(name, ()) if task in reported]
         if members:
             errors = [m.error for m in members if m.error is not None]
             error = math.sqrt(sum(e**2 for e in errors)) / len(members) if len(errors) == len(members) else None

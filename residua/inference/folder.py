@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from residua.data.tokenizer import Tokenizer
+from residua.inference.fold import fold_mixing
 
 if TYPE_CHECKING:
     from residua.model.decoder import Decoder
@@ -15,8 +16,10 @@ if TYPE_CHECKING:
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def open_model(folder: str | Path, which: Literal["last", "best"] = "last") -> tuple[Decoder, Tokenizer]:
-    """The model of a folder, on the CPU, and its tokenizer."""
+def open_model(
+    folder: str | Path, which: Literal["last", "best"] = "last", *, as_trained: bool = False
+) -> tuple[Decoder, Tokenizer]:
+    """The model of a folder, on the CPU, and its tokenizer; ready to run, or with its parameters `as_trained`."""
     import residua
 
     tokenizer = open_tokenizer(folder)
@@ -26,7 +29,13 @@ def open_model(folder: str | Path, which: Literal["last", "best"] = "last") -> t
             f"the tokenizer in {folder} makes {tokenizer.vocab_size} ids and the model knows "
             f"{model.config.vocab_size}: they do not belong together."
         )
-    return model.eval(), tokenizer
+    return model.eval() if as_trained else ready(model), tokenizer
+
+
+def ready(model: Decoder) -> Decoder:
+    """A model that will not be trained any more, in place: static λ2 folded, before `place` rounds its matrices."""
+    fold_mixing(model)
+    return model.eval()
 
 
 def open_tokenizer(folder: str | Path) -> Tokenizer:

@@ -12,10 +12,11 @@ except ImportError:
         "tasks of lm-evaluation-harness need lm-eval: pip install 'residua[eval]', or give --task-dir for local files."
     ) from None
 
+from residua.inference.evaluate import Accuracy
 from residua.inference.generate import Generator, Request
 from residua.inference.sample import Sampling
 from residua.inference.score import Pair, Scorer, windows
-from residua.inference.tasks import GROUPS
+from residua.inference.tasks import GROUPS, reported_metric
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
@@ -112,3 +113,14 @@ def evaluate_with_harness(
         raise ValueError(f"lm-eval could not download a task ({error}): --task-dir reads local files.") from None
     assert made is not None
     return dict(made["results"])
+
+
+def reported(results: dict[str, dict[str, Any]]) -> dict[str, Accuracy]:
+    """Of the harness's results, what papers report of each task that has it."""
+    found = {}
+    for task, metrics in results.items():
+        name = reported_metric(task)
+        value, error = metrics.get(f"{name},none"), metrics.get(f"{name}_stderr,none")
+        if isinstance(value, float):
+            found[task] = Accuracy(value, error if isinstance(error, float) else None)
+    return found

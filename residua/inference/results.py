@@ -72,7 +72,7 @@ def show(console: Console, results: Results) -> None:
     if results.tasks:
         console.print(_table(results))
     if results.harness:
-        console.print(_harness_table(results.harness))
+        console.print(_harness_table(results))
 
 
 def _table(results: Results) -> Table:
@@ -87,15 +87,21 @@ def _table(results: Results) -> Table:
     return table
 
 
-def _harness_table(results: dict[str, dict[str, Any]]) -> Table:
+def _harness_table(results: Results) -> Table:
     table = _new_table("task", "metric", "value", "± standard error")
-    for task, metrics in results.items():
+    for task, metrics in results.harness.items():
         for name, value in metrics.items():
             metric, _, rest = name.partition(",")
             if isinstance(value, float) and "_stderr" not in metric:
                 error = metrics.get(f"{metric}_stderr,{rest}")
-                table.add_row(task, metric, f"{value:.4f}", f"{error:.4f}" if isinstance(error, float) else "")
+                table.add_row(task, metric, f"{value:.4f}", _four(error))
+    for name, mean in results.means.items():
+        table.add_row(f"mean of {name}", "", f"{mean.value:.4f}", _four(mean.error), style="bold")
     return table
+
+
+def _four(value: object) -> str:
+    return f"{value:.4f}" if isinstance(value, float) else ""
 
 
 def _new_table(first: str, *others: str) -> Table:

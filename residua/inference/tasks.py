@@ -74,7 +74,12 @@ def read_task(name: str, path: Path, *, shots: int, split: str | None = None, li
     prefix = "".join(f"{example.solved}\n\n" for example in examples)
     questions = [_form(name, record, path) for record in records if record["split"] == chosen][:limit]
     shown = [q._replace(contexts=[prefix + context for context in q.contexts]) for q in questions]
-    return Task(name, chosen, shots, shown, "acc" if name in WITHOUT_NORMALISATION else "acc_norm")
+    return Task(name, chosen, shots, shown, reported_metric(name))
+
+
+def reported_metric(name: str) -> str:
+    """The metric of a task that papers report."""
+    return "acc" if name in WITHOUT_NORMALISATION else "acc_norm"
 
 
 def _records(path: Path) -> list[dict[str, Any]]:

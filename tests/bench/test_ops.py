@@ -1,14 +1,17 @@
+import io
 import json
 
 import pytest
 import torch
+from rich.console import Console
 from typer.testing import CliRunner
 
 from residua.bench import suite
-from residua.bench.cases import Shape, operators
+from residua.bench.cases import Shape, depth_paths, operators
 from residua.bench.ceilings import Ceilings
 from residua.bench.operators import bench_operator
 from residua.bench.peers import peers
+from residua.bench.show import print_operators
 from residua.bench.timing import Sample
 from residua.cli.bench import app
 
@@ -25,6 +28,8 @@ def test_every_operator_runs_both_ways_and_is_measured_against_its_limit(name):
     assert result.forward is not None and result.both is not None
     limit = case.flops or case.forward_bytes + case.backward_bytes
     assert result.both_share == pytest.approx(limit / result.both.median / 1e9)
+    assert (result.forward_bytes, result.both_bytes) == (case.forward_bytes, case.forward_bytes + case.backward_bytes)
+    assert 0 < result.forward_bytes < result.both_bytes
 
 
 def test_bytes_are_every_input_once_and_every_output_once():
@@ -34,7 +39,71 @@ def test_bytes_are_every_input_once_and_every_output_once():
     assert (gates.forward_bytes, gates.backward_bytes) == ((2 * 3 + 2) * row, (3 * 3 + 3) * row)
     attention = made["depth_attention"]()
     assert (attention.forward_bytes, attention.backward_bytes) == ((4 + 1) * row, (2 * 4 + 1) * row)
-    assert made["linear_cross_entropy"]().flops == 6 * SMALL.tokens * SMALL.width * SMALL.vocabulary
+    head = made["linear_cross_entropy"]()
+    assert head.flops == 6 * SMALL.tokens * SMALL.width * SMALL.vocabulary
+    assert head.forward_bytes == row + SMALL.vocabulary * SMALL.width * 4 == head.backward_bytes // 2
+    assert made["mix_heads"]().forward_bytes == 3 * 4 * row
+
+
+# Rows that 8 sublayers move, by hand: what each junction reads and writes, one after another.
+DEPTHS = {
+    "additive": (8 * 3, 8 * 3),
+    # four blocks of two: a second sublayer also reads and writes the sum, whose gradient is passed on
+    "block_attnres, 4 blocks": (
+        (2 + 2 + 3 + 3 + 4 + 4 + 5 + 5) + 8 + 4 * 2,
+        (8 + 1 + 7 + 1 + 5 + 1 + 3 + 1 + 1) + 9 * 2 + 4,
+    ),
+    "full_attnres": ((2 + 3 + 4 + 5 + 6 + 7 + 8 + 9) + 8, (8 + 8 + 7 + 6 + 5 + 4 + 3 + 2 + 1) + 9 * 2),
+    # the first two outputs become streams
+    "multi_gate, 3 streams": (3 + 4 + 6 * 8, 7 + 10 + 6 * 12),
+    "mhc, 3 streams": (8 * 8, 8 * 12),
+}
+
+
+@pytest.mark.parametrize("name", DEPTHS)
+def test_a_whole_depth_moves_what_its_junctions_move(name):
+    row = SMALL.tokens * SMALL.width * 4
+    case = depth_paths(SMALL, CPU)[f"8 sublayers, {name}"]()
+    assert (case.forward_bytes / row, case.backward_bytes / row) == DEPTHS[name]
+
+
+def test_a_peer_that_raises_is_a_row_and_the_others_are_timed():
+    case = operators(SMALL, CPU)["add_norm"]()
+
+    def refuses(*inputs: torch.Tensor) -> list[torch.Tensor]:
+        raise RuntimeError("Hopper is not supported.\nUpgrade.")
+
+    def breaks_backward(*inputs: torch.Tensor) -> list[torch.Tensor]:
+        return [t.detach() for t in inputs]
+
+    others = {"refuses": refuses, "backward": breaks_backward, "works": case.function}
+    ours = {"reference": case.function}
+    results = bench_operator(case, ours, CPU, Ceilings(1e9, 1e9, "float32"), repeats=1, peers=others)
+    assert [result.implementation for result in results] == ["reference", *others]
+    assert results[1].problem == "RuntimeError: Hopper is not supported." and results[1].both is None
+    assert results[2].problem is not None and "\n" not in results[2].problem
+    assert results[0].both is not None and results[3].both is not None
+    console = Console(file=io.StringIO(), width=180)
+    print_operators(console, results)
+    assert "add_norm, refuses: RuntimeError: Hopper is not supported." in console.file.getvalue()
+    with pytest.raises(RuntimeError, match="Hopper"):
+        bench_operator(case, {"fused": refuses}, CPU, Ceilings(1e9, 1e9, "float32"), repeats=1)
+
+
+def test_what_a_peer_raises_does_not_end_the_suite(monkeypatch):
+    def refuses(*inputs: torch.Tensor) -> list[torch.Tensor]:
+        raise NotImplementedError
+
+    monkeypatch.setattr(suite, "peers", lambda name: {"fla": refuses})
+    monkeypatch.setattr(suite, "WITH_PEERS", ("cpu",))
+    asked = suite.plan(["depth_attention", "add_norm"], ["reference"], "float32", SETTINGS)
+    report = suite.run(asked, repeats=1)
+    assert [(r.case.split(",")[0], r.implementation, r.problem) for r in report.results] == [
+        ("depth_attention", "reference", None),
+        ("depth_attention", "fla", "NotImplementedError"),
+        ("add_norm", "reference", None),
+        ("add_norm", "fla", "NotImplementedError"),
+    ]
 
 
 def test_whole_depths_read_once_per_sublayer_and_reach_every_parameter():
@@ -57,6 +126,11 @@ def test_a_word_that_means_nothing_is_refused(wrong):
         suite.plan(names, ways, precision, SETTINGS)
 
 
+def test_nothing_to_measure_is_said_in_a_sentence():
+    with pytest.raises(ValueError, match="needs a GPU and there is none: choose reference or compiled"):
+        suite.plan(["add_norm"], ["fused"], "", SETTINGS)
+
+
 def test_a_peer_that_is_not_installed_is_left_out(monkeypatch):
     monkeypatch.setattr("residua.bench.peers.find_spec", lambda name: None if name == "fla" else object())
     assert list(peers("depth_attention")) == ["liger_kernel"] and peers("gated_norm") == {}
@@ -74,3 +148,6 @@ def test_the_command_prints_a_table_and_writes_json(tmp_path):
     assert done.exit_code == 0 and "gated_norm, rank 16" in done.output
     report = json.loads(out.read_text())
     assert report["shape"]["dtype"] == "float32" and len(report["results"]) >= 1
+    assert report["results"][0]["forward_bytes"] == 2 * 16 * 32 * 4
+    assert report["results"][0]["both_bytes"] == 5 * 16 * 32 * 4
+    assert "MiB" in done.output

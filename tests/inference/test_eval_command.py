@@ -31,6 +31,7 @@ def test_the_run_scores_what_training_measured(
     assert text["tokens"] == measured["tokens"]
     printed = capsys.readouterr().out
     assert f"loss {text['loss']:.4f} nats" in printed and f"Results: {out}" in printed
+    assert f"residua eval {run} --tasks exoformer --task-dir FOLDER" in printed
 
 
 def test_results_of_tasks_are_a_table_and_a_new_file_each_time(
@@ -51,6 +52,41 @@ def test_results_of_tasks_are_a_table_and_a_new_file_each_time(
     ]
     printed = capsys.readouterr().out
     assert f"{100 * tasks[0]['acc_norm']['value']:.2f} ± {100 * tasks[0]['acc_norm']['error']:.2f}" in printed
+
+
+def test_exoformer_through_the_harness_is_six_tasks_and_their_mean(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("lm_eval")
+    from lm_eval import tasks
+
+    from residua.inference import harness
+    from residua.inference.tasks import EXOFORMER
+
+    asked: list[str] = []
+
+    def evaluate(tasks: list[str], **_: object) -> dict[str, dict[str, dict[str, object]]]:
+        asked.extend(tasks)
+        scores: dict[str, dict[str, object]] = {
+            task: {"alias": task, "acc,none": 0.9, "acc_stderr,none": 0.9, "acc_norm,none": 0.2 + 0.1 * i,
+                   "acc_norm_stderr,none": 0.02} for i, task in enumerate(tasks)
+        }  # fmt: skip
+        scores["winogrande"] = {"acc,none": 0.5, "acc_stderr,none": 0.02}
+        return {"results": scores}
+
+    monkeypatch.setattr(tasks, "TaskManager", lambda: type("Manager", (), {"all_tasks": list(EXOFORMER)}))
+    monkeypatch.setattr(harness, "simple_evaluate", evaluate)
+    out = tmp_path / "scores.json"
+    assert residua(monkeypatch, "eval", run, "--tasks", "exoformer", "--split", "test", "--out", out) == 0
+    assert asked == list(EXOFORMER)
+    mean = json.loads(out.read_text())["means"]["exoformer"]
+    assert mean == {
+        "value": pytest.approx((0.2 + 0.3 + 0.4 + 0.5 + 0.6 + 0.5) / 6),
+        "error": pytest.approx(0.02 * 6**0.5 / 6),
+    }
+    printed = capsys.readouterr().out
+    assert "mean of exoformer" in printed and f"{mean['value']:.4f}" in printed and f"{mean['error']:.4f}" in printed
+    assert "--split test is not for lm-eval's tasks" in printed
 
 
 def test_mistakes_are_one_sentence_and_write_nothing(

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from residua import ops
 from residua.ops import fused
 from residua.ops.linear_cross_entropy import chunked
 from residua.ops.linear_cross_entropy.reference import linear_cross_entropy as reference
 
+interpreter = pytest.mark.skipif(not fused.INTERPRETED, reason="needs TRITON_INTERPRET=1")
 TOKENS, WIDTH, VOCABULARY = 11, 12, 37
 Z = 0.05
 GRADIENTS = {"loss + z": (0.7, 0.7), "loss only": (1.3, 0.0), "z only": (0.0, 2.0), "both apart": (0.4, -1.1)}
@@ -65,7 +70,7 @@ def test_plain_chunks_equal_the_reference_for_any_incoming_gradients(memory, g):
     assert_close(results(chunked.linear_cross_entropy, *drawn, g), results(reference, *drawn, g), 1e-12)
 
 
-@pytest.mark.skipif(not fused.INTERPRETED, reason="needs TRITON_INTERPRET=1")
+@interpreter
 @pytest.mark.parametrize("g", GRADIENTS.values(), ids=GRADIENTS)
 def test_the_kernel_equals_the_reference_for_any_incoming_gradients(memory, g):
     hidden, weight, targets = inputs()
@@ -73,7 +78,7 @@ def test_the_kernel_equals_the_reference_for_any_incoming_gradients(memory, g):
     assert_close(results(fused_operator, hidden, weight, targets, g), exact, 2e-6)
 
 
-@pytest.mark.skipif(not fused.INTERPRETED, reason="needs TRITON_INTERPRET=1")
+@interpreter
 @pytest.mark.parametrize("vocabulary", [1, 33, 100])
 def test_the_kernel_takes_a_row_in_several_pieces_of_any_length(vocabulary, monkeypatch):
     from residua.ops.linear_cross_entropy import triton
@@ -153,6 +158,48 @@ def test_nothing_is_kept_when_no_gradient_is_wanted(monkeypatch):
         chunked.linear_cross_entropy(hidden.requires_grad_(), weight, targets)
     chunked.linear_cross_entropy(hidden, weight, targets)
     assert asked == [False, True]
+
+
+class Largest(TorchDispatchMode):
+    """Of each dtype the most elements that any tensor had, those made inside the operator's own two passes too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements: Counter[torch.dtype] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        inside = {str(op._opoverload): op._init_fn for op in (chunked._forward, chunked._backward)}.get(str(func))
+        if inside is not None:
+            with self:
+                return inside(*args, **kwargs or {})
+        made = func(*args, **kwargs or {})
+        for t in tree_leaves(made):
+            if isinstance(t, Tensor):
+                self.elements[t.dtype] = max(self.elements[t.dtype], t.numel())
+        return made
+
+
+@interpreter
+def test_the_kernel_leaves_no_logits_in_float32(memory, request):
+    """In bfloat16 all of them, where they are kept; else some tokens of them at a time."""
+    logits, elements = largest(fused_operator)
+    assert elements[torch.float32] < logits / 2
+    assert elements[torch.bfloat16] == logits if "kept" in request.node.name else elements[torch.bfloat16] < logits / 2
+
+
+def test_plain_chunks_have_the_logits_of_some_tokens_at_a_time(monkeypatch):
+    monkeypatch.setattr(chunked, "KEPT_BYTES", 0)
+    monkeypatch.setattr(chunked, "CHUNK_BYTES", 4 * VOCABULARY * 3)
+    logits, elements = largest(chunked.linear_cross_entropy)
+    assert elements[torch.float32] < logits / 2 and elements[torch.bfloat16] < logits / 2
+
+
+def largest(operator: Callable) -> tuple[int, Counter[torch.dtype]]:
+    """How many logits there are, and the most elements of any tensor in both passes."""
+    hidden, weight, targets = inputs(torch.bfloat16, torch.float32, n=24, c=4)
+    with Largest() as seen:
+        results(operator, hidden, weight, targets, (1.0, 1.0))
+    return 24 * VOCABULARY, seen.elements
 
 
 @pytest.mark.gpu

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
+from torch import Tensor
 
 import residua
 from residua import ops
+from residua.model.decoder import Decoder
 from residua.ops import fused
+from residua.train.step import recompute_sublayers
 
 pytestmark = pytest.mark.skipif(not fused.INTERPRETED, reason="needs TRITON_INTERPRET=1")
 
 
 GATED = ["attention.gate=elementwise"]
 MODELS = {
+    "full": ["topology=full_attnres"],
+    "block": ["topology=block_attnres", "topology.sublayers_per_block=3"],
     "multi_gate": ["topology=multi_gate", "topology.streams=3"],
     "gatednorm": ["norm=gatednorm"],
     "exoformer": [*GATED, "anchors=exoformer"],
@@ -31,8 +38,8 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("changes", MODELS.values(), ids=list(MODELS))
-def test_loss_and_every_gradient_are_the_references(changes):
+def model_of(changes: list[str]) -> Decoder:
+    """A small model none of whose parameters is at its start."""
     config = residua.ModelConfig(
         vocab_size=24,
         context=4,
@@ -45,11 +52,45 @@ def test_loss_and_every_gradient_are_the_references(changes):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
-    tokens = torch.randint(24, (1, 5))
-    outcomes = []
-    for choice in ("reference", "triton"):
-        with ops.backend(choice):
-            loss = model.loss(tokens[:, :-1], tokens[:, 1:], z_loss=0.01)
-            outcomes.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
-    for a, b in zip(*outcomes, strict=True):
+    return model
+
+
+def loss_and_gradients(model: Decoder, tokens: Tensor, backend: str) -> list[Tensor]:
+    with ops.backend(backend):
+        loss = model.loss(tokens[:, :-1], tokens[:, 1:], z_loss=0.01)
+        return [loss, *torch.autograd.grad(loss, list(model.parameters()))]
+
+
+def assert_close(ours: list[Tensor], exact: list[Tensor]) -> None:
+    for a, b in zip(ours, exact, strict=True):
         assert torch.allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("changes", MODELS.values(), ids=list(MODELS))
+def test_loss_and_every_gradient_are_the_references(changes):
+    model, tokens = model_of(changes), torch.randint(24, (1, 5))
+    assert_close(loss_and_gradients(model, tokens, "triton"), loss_and_gradients(model, tokens, "reference"))
+
+
+@pytest.mark.parametrize("name", ["full", "multi_gate"])
+def test_sublayers_that_run_again_change_no_bit(name):
+    """`train.recompute = "sublayers"`: what the depth keeps outside of autograd is not made twice."""
+    model, tokens = model_of(MODELS[name]), torch.randint(24, (1, 5))
+    reference = loss_and_gradients(model, tokens, "reference")
+    kept = loss_and_gradients(model, tokens, "triton")
+    runs = [0] * len(model.sublayers)
+    for k, sublayer in enumerate(model.sublayers):
+        sublayer.forward = counted(sublayer.forward, runs, k)
+    recompute_sublayers(model)
+    again = loss_and_gradients(model, tokens, "triton")
+    assert runs == [2] * len(runs)
+    assert all(torch.equal(a, b) for a, b in zip(again, kept, strict=True))
+    assert_close(again, reference)
+
+
+def counted(forward: Callable, runs: list[int], k: int) -> Callable:
+    def run(*args: object, **settings: object) -> object:
+        runs[k] += 1
+        return forward(*args, **settings)
+
+    return run

@@ -1,4 +1,4 @@
-"""On a GPU, whole models on the fused anchors and hyper-connections: the references' loss and gradients."""
+"""On a GPU, whole models on the fused paths: the references' loss and gradients."""
 
 from __future__ import annotations
 
@@ -18,6 +18,10 @@ pytestmark = [
 
 GATED = ["attention.gate=elementwise"]
 MODELS = {
+    "full": ["topology=full_attnres"],
+    "block": ["topology=block_attnres", "topology.sublayers_per_block=2"],
+    "multi_gate": ["topology=multi_gate", "topology.streams=3"],
+    "gatednorm": ["norm=gatednorm"],
     "exoformer": [*GATED, "anchors=exoformer"],
     "exoformer, dynamic": [*GATED, "anchors=exoformer", "anchors.mixing.kind=dynamic"],
     "nuresformer, headwise": [*GATED, "anchors=nuresformer", "anchors.granularity=headwise"],
@@ -68,7 +72,7 @@ def test_a_model_on_a_gpu_has_the_references_loss_and_gradients(name, precision)
     assert_alike(outcomes, {"fp32": 1e-3, "bf16": 5e-2}[precision])
 
 
-@pytest.mark.parametrize("name", ["exoformer", "mhc"])
+@pytest.mark.parametrize("name", ["block", "multi_gate", "exoformer", "mhc"])
 def test_a_compiled_model_on_a_gpu_has_the_references_loss_and_gradients(name):
     outcomes = losses_and_gradients(MODELS[name], "cuda", lambda f: torch.compile(f, fullgraph=True), True)
     assert_alike(outcomes, 5e-2)

@@ -29,6 +29,6 @@ def export(
         raise ValueError(f"precision {precision} does not exist: choose {' or '.join(PRECISIONS)}.")
     if (Path(run) / "quantization.json").exists():
         raise ValueError(f"{run} is quantized, and exports are not: export the run it was made of.")
-    model, tokenizer = open_model(run, which)
+    model, tokenizer = open_model(run, which, as_trained=True)
     difference = write_folder(model, tokenizer, out, PRECISIONS[precision])
     return Exported(out, sum(p.numel() for p in model.parameters()), difference)

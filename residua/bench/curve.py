@@ -1,0 +1,144 @@
+"""Does training on the fused operators go where it goes on the references? Three runs from one start, side by side."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+import residua
+from residua import ops
+from residua.data import Dataset, Loader
+from residua.train.config import RunConfig
+from residua.train.step import arithmetic, build_step
+
+WINDOW = 10
+"""Steps in a mean."""
+RUNS = {"fused": "auto", "fused again": "auto", "reference": "reference"}
+"""The backend of each run."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A run's mean loss over each WINDOW of steps, and a digest of the weights it ended with."""
+
+    losses: list[float]
+    weights: str
+
+
+@dataclass(frozen=True)
+class CurveResult:
+    """The curves by the names of RUNS."""
+
+    curves: dict[str, Curve]
+
+    @property
+    def differences(self) -> list[float]:
+        """|fused − reference| of each mean, in nats."""
+        fused, reference = self.curves["fused"], self.curves["reference"]
+        return [abs(a - b) for a, b in zip(fused.losses, reference.losses, strict=True)]
+
+    @property
+    def same_bits(self) -> bool:
+        """Whether both fused runs had the same losses and ended with the same weights, to the last bit."""
+        return self.curves["fused"] == self.curves["fused again"]
+
+
+def bench_curve(
+    config: RunConfig, dataset: Dataset, device: torch.device, tell: Callable[[str], object] = lambda text: None
+) -> CurveResult:
+    """Train a configuration three times from the same weights on the same batches, all its steps.
+
+    `train.determinism` should be "exact": otherwise PyTorch's own operators may differ from run to run on a GPU.
+    """
+    curves = {}
+    for name, backend in RUNS.items():
+        with ops.backend(backend), arithmetic(config.train):
+            curves[name] = _train(config, dataset, device, partial(_tell_step, tell, name))
+        torch.compiler.reset()
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    return CurveResult(curves)
+
+
+def _tell_step(tell: Callable[[str], object], name: str, done: int) -> None:
+    tell(f"{name}: step {done}")
+
+
+def _train(config: RunConfig, dataset: Dataset, device: torch.device, tell: Callable[[int], object]) -> Curve:
+    recipe, data = config.train, config.data
+    torch.manual_seed(recipe.seed)
+    step = build_step(residua.build(config.model), recipe, device)
+    segments = data.masking == "documents"
+    loader = Loader(dataset.split("train"), config.sequence, recipe.micro_batch, seed=data.seed, segments=segments)
+    losses = []
+    try:
+        for done in range(1, recipe.steps + 1):
+            step([next(loader) for _ in range(recipe.accumulate)], recipe.schedule.factor(done - 1, recipe.steps))
+            if done % WINDOW == 0 or done == recipe.steps:
+                totals = step.totals()
+                losses.append(totals.loss / totals.steps)
+                step.set_totals([0.0] * 4)
+                tell(done)
+    finally:
+        loader.close()
+    return Curve(losses, _digest(step.model))
+
+
+def _digest(model: nn.Module) -> str:
+    found = hashlib.sha256()
+    for parameter in model.parameters():
+        found.update(parameter.detach().contiguous().view(torch.uint8).cpu().numpy().tobytes())
+    return found.hexdigest()
+
+
+def print_curves(console: Console, config: RunConfig, device: torch.device, result: CurveResult) -> None:
+    """The means of both, and the two answers."""
+    recipe = config.train
+    console.print(
+        f"{recipe.steps} steps of {config.tokens_per_step:,} tokens, three runs from one start, "
+        f"precision {recipe.precision}, compile {recipe.compile}, determinism {recipe.determinism}"
+    )
+    table = Table(header_style="bold", box=box.SIMPLE_HEAD)
+    for title in ("steps", "fused", "reference", "difference"):
+        table.add_column(title, justify="right", no_wrap=True)
+    fused, reference = result.curves["fused"].losses, result.curves["reference"].losses
+    for i, difference in enumerate(result.differences):
+        table.add_row(_steps(i, recipe.steps), f"{fused[i]:.4f}", f"{reference[i]:.4f}", f"{difference:.5f}")
+    console.print(table)
+    console.print(_words(result.differences, recipe.steps))
+    console.print(f"two fused runs: {'the same bits' if result.same_bits else 'different bits'}, losses and weights")
+    if device.type != "cuda":
+        console.print("There is no GPU here: all three ran on the references, so this shows the command and no more.")
+
+
+def _words(differences: Sequence[float], steps: int) -> str:
+    worst = max(range(len(differences)), key=differences.__getitem__)
+    return f"largest difference of a {WINDOW}-step mean: {differences[worst]:.5f} nats, in steps {_steps(worst, steps)}"
+
+
+def _steps(window: int, steps: int) -> str:
+    return f"{window * WINDOW + 1}–{min((window + 1) * WINDOW, steps)}"
+
+
+def curve_report(environment: dict[str, Any], config: RunConfig, result: CurveResult) -> dict[str, Any]:
+    """Everything as plain JSON: nats."""
+    return {
+        "kind": "curve",
+        "environment": environment,
+        "config": config.model_dump(mode="json"),
+        "window": WINDOW,
+        "curves": {name: asdict(curve) for name, curve in result.curves.items()},
+        "largest_difference": max(result.differences),
+        "same_bits": result.same_bits,
+    }

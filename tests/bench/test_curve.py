@@ -1,0 +1,112 @@
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from residua.bench import curve
+from residua.bench.curve import Curve, CurveResult, bench_curve
+from residua.cli.bench import app
+from residua.data import open_corpus, prepare
+from residua.ops.backend import chosen_backend
+from residua.train.config import RunConfig
+from residua.train.source import open_data
+
+CPU = torch.device("cpu")
+MODEL = """
+[model]
+vocab_size = 320
+context = 16
+layers = 2
+width = 16
+attention = { kind = "softmax", heads = 2 }
+ffn = { kind = "relu2", hidden = 32 }
+
+[train]
+steps = 12
+micro_batch = 2
+accumulate = 2
+device = "cpu"
+determinism = "exact"
+schedule = { kind = "cosine", warmup = 2 }
+"""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("curve")
+    (folder / "texts").mkdir()
+    for number in range(20):
+        (folder / "texts" / f"{number}.txt").write_text(f"the depth of {number} layers is how far they talk " * 5)
+    prepare(open_corpus([folder / "texts"], holdout=0.3), folder / "data", "bytes", workers=1)
+    path = folder / "tiny.toml"
+    path.write_text(MODEL + f"[data]\npath = {json.dumps(str(folder / 'data'))}\n")
+    return path
+
+
+@pytest.fixture
+def config(run):
+    return RunConfig.from_toml(run)
+
+
+def spoil(monkeypatch, when):
+    """Weights of the runs for which `when(number, backend)` holds begin a little off; returns what each ran on."""
+    ran = []
+    build = curve.build_step
+
+    def build_spoilt(model, *rest):
+        ran.append((chosen_backend(), torch.are_deterministic_algorithms_enabled()))
+        if when(len(ran), chosen_backend()):
+            with torch.no_grad():
+                model.embed.weight.mul_(1.01)
+        return build(model, *rest)
+
+    monkeypatch.setattr(curve, "build_step", build_spoilt)
+    return ran
+
+
+def test_two_runs_are_on_the_fused_operators_and_one_on_the_references(config, monkeypatch):
+    ran = spoil(monkeypatch, lambda number, backend: False)
+    result = bench_curve(config, open_data(config), CPU)
+    assert ran == [("auto", True), ("auto", True), ("reference", True)]
+    assert [len(c.losses) for c in result.curves.values()] == [2, 2, 2]
+    assert result.same_bits and result.differences == [0, 0]  # on a CPU all are the references
+    assert result.curves["fused"].losses[1] < result.curves["fused"].losses[0] < 7
+
+
+def test_a_loss_is_the_mean_of_its_steps(config, monkeypatch):
+    means = bench_curve(config, open_data(config), CPU).curves["reference"].losses
+    monkeypatch.setattr(curve, "WINDOW", 1)
+    steps = bench_curve(config, open_data(config), CPU).curves["reference"].losses
+    assert len(steps) == 12
+    assert means == pytest.approx([sum(steps[:10]) / 10, sum(steps[10:]) / 2], rel=1e-6)
+
+
+def test_a_reference_that_goes_elsewhere_shows(config, monkeypatch):
+    spoil(monkeypatch, lambda number, backend: backend == "reference")
+    result = bench_curve(config, open_data(config), CPU)
+    assert result.same_bits and max(result.differences) > 1e-4
+
+
+def test_a_second_run_that_differs_shows(config, monkeypatch):
+    spoil(monkeypatch, lambda number, backend: number == 2)
+    result = bench_curve(config, open_data(config), CPU)
+    assert not result.same_bits and result.differences == [0, 0]
+
+
+@pytest.mark.parametrize("other", [Curve([2.0, 1.0], "other"), Curve([2.0, 1.5], "same")], ids=["weights", "losses"])
+def test_bits_are_of_losses_and_weights(other):
+    first = Curve([2.0, 1.0], "same")
+    assert not CurveResult({"fused": first, "fused again": other, "reference": first}).same_bits
+
+
+def test_the_command_prints_the_largest_difference_and_writes_json(run, tmp_path):
+    out = tmp_path / "curve.json"
+    done = CliRunner().invoke(app, ["curve", str(run), "--steps", "11", "--out", str(out)], catch_exceptions=False)
+    assert done.exit_code == 0
+    assert "largest difference of a 10-step mean: 0.00000 nats, in steps 1–10" in done.output
+    assert "two fused runs: the same bits" in done.output and "There is no GPU here" in done.output
+    report = json.loads(out.read_text())
+    assert report["same_bits"] is True and report["largest_difference"] == 0
+    assert report["config"]["train"]["steps"] == 11 and report["config"]["train"]["determinism"] == "exact"
+    assert len(report["curves"]["fused again"]["losses"]) == 2
