@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from residua.bench import floors
 from residua.bench.floors import Floor
 from residua.model import choices
 from residua.model.topology import build_topology
+from residua.model.topology.attnres import BlockAttnRes, Read
 
 Function = Callable[..., Sequence[Tensor]]
 
@@ -37,7 +39,8 @@ class Case:
     """An operator with its inputs; all floating-point inputs get gradients.
 
     `forward_bytes` and `backward_bytes` are the least that can be moved (`floors`), `flops` the arithmetic of both
-    passes where that is the limit and not memory.
+    passes where that is the limit and not memory. Where a depth is made of reads, `by_reads` is the same with another
+    function for each of them, as `depth_attention` is called.
     """
 
     name: str
@@ -46,6 +49,7 @@ class Case:
     forward_bytes: int
     backward_bytes: int
     flops: int = 0
+    by_reads: Callable[[Function], Function] | None = None
 
 
 def operators(shape: Shape, device: torch.device) -> dict[str, Callable[[], Case]]:
@@ -197,7 +201,22 @@ def _depth_path(name: str, config: choices.Topology, shape: Shape, device: torch
         return read
 
     moved = _bytes(floors.depth(topology, shape.sublayers), shape)
-    return Case(name, path, (embedding, *outputs, *topology.parameters()), *moved)
+    by_reads = partial(_by_reads, topology) if isinstance(topology, BlockAttnRes) else None
+    return Case(name, path, (embedding, *outputs, *topology.parameters()), *moved, by_reads=by_reads)
+
+
+def _by_reads(topology: BlockAttnRes, read: Function) -> Function:
+    """A model's reads over depth one by one, each as a call of `read`."""
+
+    def path(embedding: Tensor, *rest: Tensor) -> Sequence[Tensor]:
+        sources: tuple[Tensor, ...] = (embedding,)
+        made: list[Tensor] = []
+        for k, (y, weights) in enumerate(zip(rest, topology.reads, strict=False)):
+            sources = topology.sources(k, y, sources)
+            made += read(cast(Read, weights).query, cast(Tensor, weights.gain), *sources)
+        return made
+
+    return path
 
 
 def _bytes(floor: Floor, shape: Shape) -> tuple[int, int]:

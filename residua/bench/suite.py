@@ -68,9 +68,16 @@ def run(plan: Plan, repeats: int, tell: Callable[[str], object] = lambda text: N
         tell(name)
         case = make()
         functions = {way: wrap(case.function) for way, wrap in plan.ways.items()}
-        others = peers(name) if plan.device.type in WITH_PEERS else {}
+        others = _others(name, case) if plan.device.type in WITH_PEERS else {}
         results += bench_operator(case, functions, plan.device, ceilings, repeats, others)
     return Report(plan.shape, describe_environment(plan.device), ceilings, results)
+
+
+def _others(name: str, case: Case) -> dict[str, Function]:
+    """The peers of a case; for a depth of reads, those of a read."""
+    if case.by_reads is None:
+        return peers(name)
+    return {peer: case.by_reads(read) for peer, read in peers("depth_attention").items()}
 
 
 def show_report(report: Report, out: Path | None) -> None:

@@ -6,6 +6,7 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
+from residua import ops
 from residua.bench import suite
 from residua.bench.cases import Shape, depth_paths, operators
 from residua.bench.ceilings import Ceilings
@@ -115,6 +116,23 @@ def test_whole_depths_read_once_per_sublayer_and_reach_every_parameter():
         assert len(read) == 8 and name.startswith("8 sublayers, ")
         grads = torch.autograd.grad(sum(h.square().sum() for h in read), leaves[:9], allow_unused=True)
         assert all(g is not None for g in grads)
+
+
+def test_a_depth_read_by_a_peer_is_the_same_depth(monkeypatch):
+    def read(query, gain, *sources):
+        return [ops.depth_attention(sources, query, norm_weight=gain)]
+
+    monkeypatch.setattr(suite, "peers", lambda name: {"fla": read} if name == "depth_attention" else {})
+    found = 0
+    for name, make in depth_paths(SMALL, CPU).items():
+        case = make()
+        others = suite._others(name, case)
+        assert list(others) == ["fla"] * ("attnres" in name)
+        for other in others.values():
+            ours, theirs = case.function(*case.inputs), other(*case.inputs)
+            assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+            found += 1
+    assert found == 2
 
 
 @pytest.mark.parametrize(
