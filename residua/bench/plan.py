@@ -5,9 +5,10 @@ AdamW's two moments, a bf16 copy of the weights. Activations per token are count
 backward pass reads: per attention 2C + 2(q + k) + v + q, per feed-forward 2C and each hidden tensor, per junction what
 `DEPTH` says, and once the logits and six widths around the head. A stage holds those of every micro-batch in flight.
 
-Bytes are what a rank sends in a step by ring collectives. Time adds up: computation over the rate it reaches, the
-pipeline's bubble, gathers and reductions where they take longer than the computation they hide behind, and what
-nothing hides: Muon's exchange, copies' gradients, and one hop through the pipeline per direction.
+Bytes are what a rank sends in a step by ring collectives. Time adds up: computation over the rate it reaches, traffic
+of the depth's own operators (`plan_depth`), the pipeline's bubble, gathers and reductions where they take longer than
+the computation they hide behind, and what nothing hides: Muon's exchange, copies' gradients, and one hop through the
+pipeline per direction.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Any
 
+from residua.bench.plan_depth import depth_bytes
 from residua.model import choices
 from residua.model.config import ModelConfig, head_dim
 from residua.model.settings import ConfigError
@@ -31,16 +33,22 @@ Cuts = dict[int, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Machine:
-    """A device and its links: memory in bytes, the FLOP/s a step reaches, the bytes/s one device sends to others."""
+    """A device and its links: bytes of memory, the FLOP/s that an additive model's step reaches, the bytes/s that one
+    device sends to others, and that a copy in its memory reads and writes together (the default: an H200, measured).
+    """
 
     memory: float
     flops: float
     link: float
+    bandwidth: float = 4.25e12
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One way to divide a run. Bytes are a rank's in one step, `memory` the fullest rank's, `seconds` a step's."""
+    """One way to divide a run. Bytes are a rank's in one step, `memory` the fullest rank's, `seconds` a step's.
+
+    `depth` are the seconds among them that the depth's own operators take beyond an additive model's.
+    """
 
     parallel: ParallelConfig
     states: float
@@ -51,6 +59,7 @@ class Plan:
     muon_bytes: float
     stage_bytes: float
     bubble: float
+    depth: float
     seconds: float
     fits: bool
 
@@ -111,13 +120,14 @@ def _plan(config: RunConfig, parallel: ParallelConfig, size: Size, machine: Mach
     muon_bytes = exchanged * matrices / shard if _uses_muon(config) else 0.0
     stage_bytes = 2 * micro * sum(hops) / stages
 
-    compute = size.flops_per_token * tokens * micro / stages / machine.flops
+    depth = depth_bytes(config.model, pipelined=stages > 1) * tokens * micro / stages / machine.bandwidth
+    compute = size.flops_per_token * tokens * micro / stages / machine.flops + depth
     bubble = (stages - 1) / (micro * parallel.stages_per_rank + stages - 1)
     hidden = max(0.0, weight_bytes / machine.link - compute)
     bare = (gradient_bytes + muon_bytes + 2 * max(hops)) / machine.link
     states, activations, gathered = _memory(config, parallel, size, micro, tokens, deepest)
     return Plan(
-        parallel, states, activations, gathered, gradient_bytes, weight_bytes, muon_bytes, stage_bytes, bubble,
+        parallel, states, activations, gathered, gradient_bytes, weight_bytes, muon_bytes, stage_bytes, bubble, depth,
         seconds=compute / (1 - bubble) + hidden + bare,
         fits=states + activations + gathered <= machine.memory,
     )  # fmt: skip
@@ -204,7 +214,7 @@ DEPTH: dict[type, Callable[[Any], float]] = {
     choices.Clipped: lambda t: 0,
     choices.FullAttnRes: lambda t: 1.12,
     choices.BlockAttnRes: lambda t: 1.12,
-    choices.MultiGate: lambda t: 2 * t.streams + 1,
+    choices.MultiGate: lambda t: t.streams / 2 + 1,  # the streams at every second junction, and each update
     choices.Highway: lambda t: 2,
     choices.HyperConnections: lambda t: 2 * t.streams + 1,
     choices.ManifoldHyper: lambda t: 2 * t.streams + 1,

@@ -23,11 +23,13 @@ def print_plans(
     console.print(
         f"one step: {config.tokens_per_step} tokens in {config.train.accumulate} micro-batches of "
         f"{config.train.micro_batch} × {config.sequence}; a device has {machine.memory / GIB:.0f} GiB, reaches "
-        f"{machine.flops / 1e12:.0f} TFLOP/s in a step and sends {machine.link / 1e9:.0f} GB/s"
+        f"{machine.flops / 1e12:.0f} TFLOP/s in an additive step, copies {machine.bandwidth / 1e9:.0f} GB/s and "
+        f"sends {machine.link / 1e9:.0f}"
     )
     table = Table(header_style="bold", box=box.SIMPLE_HEAD)
     axes, memory = ("data", "shard", "pipeline", "stages"), ("GiB", "states", "activations", "gathered")
-    columns = (*axes, *memory, "MiB sent", "gradients", "weights", "Muon", "stages", "bubble", "step ms", "")
+    sent, times = ("MiB sent", "gradients", "weights", "Muon", "stages"), ("bubble", "depth ms", "step ms")
+    columns = (*axes, *memory, *sent, *times, "")
     for title in columns:
         table.add_column(title, justify="right", no_wrap=True)
     for p in plans:
@@ -43,7 +45,7 @@ def _cells(p: Plan) -> list[str]:
         *(f"{n / GIB:.1f}" for n in (p.memory, p.states, p.activations, p.gathered)),
         *(f"{n / MIB:,.0f}" for n in (sum(sent), *sent)),
         f"{p.bubble:.0%}",
-        f"{p.seconds * 1e3:.0f}",
+        *(f"{seconds * 1e3:.0f}" for seconds in (p.depth, p.seconds)),
         "" if p.fits else "too large",
     ]
 

@@ -289,6 +289,9 @@ def plan_run(
         float, typer.Option(min=1, help="TFLOP/s that a step reaches: the MFU of `bench step` times the peak.")
     ] = 500,
     link: Annotated[float, typer.Option(min=1, help="GB/s that a device sends to the others.")] = 300,
+    bandwidth: Annotated[
+        float, typer.Option(min=1, help="GB/s that a copy in a device's memory reads and writes together.")
+    ] = 4250,
     out: Out = None,
 ) -> None:
     """Lay out a run on paper: memory and bytes per rank and a step's time, for every mesh of so many devices.
@@ -306,7 +309,7 @@ def plan_run(
     from residua.bench.plan import GIB, Machine, plan
     from residua.bench.plan_table import plan_report, print_plans
 
-    machine = Machine(memory * GIB, flops * 1e12, link * 1e9)
+    machine = Machine(memory * GIB, flops * 1e12, link * 1e9, bandwidth * 1e9)
     plans = plan(config, gpus, machine)
     console = show.open_console()
     print_plans(console, [preset, *(overrides or [])], config, machine, plans)

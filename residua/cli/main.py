@@ -9,6 +9,8 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
+from residua.train.parallel.speaker import refuse
+
 VERBS = {
     "train": ("residua.cli.train", "Pretrain a model on your text."),
     "compare": ("residua.cli.compare", "Does a depth architecture pay on your data, per step and per second?"),
@@ -60,8 +62,7 @@ def main() -> None:
     try:
         app()
     except (ValueError, OSError, ImportError) as error:
-        print(f"residua: {error}", file=sys.stderr)
-        sys.exit(2)
+        refuse(error)
     except KeyboardInterrupt:
         sys.exit(130)
 

@@ -33,8 +33,8 @@ from residua.ops.decode.launch import MOST_SOURCES
 
 FFN_KINDS = {shape: kind for kind, shape in FFNS.items()}
 FEW, FEW_ATTENDING = 64, 8
-"""Rows up to which a gated junction is prepared beside its sublayer: a feed-forward, which is products alone, or another
-one, whose kernels for many rows fill the GPU."""
+"""Rows up to which a gated junction is prepared beside its sublayer: a feed-forward, which is products alone, or
+another one, whose kernels for many rows fill the GPU."""
 FREE, FREE_WIDE = 8, 32
 """Programs that may run beside a sublayer below 1,024 channels and above: on an H200 the products of 768 channels lose
 more to 16 of them than the junction gains, those of 1,280 to 64."""

@@ -85,11 +85,10 @@ def open_world(config: RunConfig) -> World:
     """The world that the configuration asks for, checked against the processes that there are."""
     asked, started = config.parallel.ranks, int(os.environ.get("WORLD_SIZE", 1))
     if asked != started:
-        if int(os.environ.get("RANK", 0)) > 0:
-            raise SystemExit(2)  # rank 0 says it for all
         sizes = " × ".join(f"{name} {getattr(config.parallel, name)}" for name in ("data", "shard", "pipeline"))
+        processes, were = "process" if asked == 1 else "processes", "was" if started == 1 else "were"
         raise ConfigError(
-            f"parallel asks for {asked} processes ({sizes}) and {started} were started: use torchrun "
+            f"parallel asks for {asked} {processes} ({sizes}) and {started} {were} started: use torchrun "
             f"--nproc-per-node {asked}, or change parallel.data, parallel.shard and parallel.pipeline."
         )
     device = choose_device(config.train)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,11 +13,11 @@ from residua.bench.plan import GIB, Machine, Plan, plan
 from residua.cli.bench import app
 from residua.model.settings import ConfigError
 from residua.train.config import RunConfig
-from tests.parallel.cases import run_config
+from tests.parallel.cases import MODELS, run_config
 
 pytestmark = pytest.mark.slow  # torch.distributed.pipelining takes seconds to import
 
-H200 = Machine(140 * GIB, 450e12, 300e9)
+H200 = Machine(140 * GIB, 500e12, 300e9)
 
 
 @pytest.mark.parametrize(
@@ -25,12 +26,44 @@ H200 = Machine(140 * GIB, 450e12, 300e9)
         ("mgr-s-prenorm", ["train.micro_batch=32", "train.accumulate=4"], 13.16),
         ("mgr-l-prenorm", ["train.micro_batch=16", "train.accumulate=4"], 32.26),
         ("mgr-s-full", ["train.micro_batch=32", "train.accumulate=4"], 14.33),
+        ("mgr-s-competitive4", ["train.micro_batch=32", "train.accumulate=4"], 16.23),
+        ("mgr-l-competitive4", ["train.micro_batch=16", "train.accumulate=4"], 40.49),
     ],
 )
 def test_memory_on_one_device_is_what_was_measured(preset: str, changes: list[str], gib: float) -> None:
     """Peaks of `residua bench step` on an H200, docs/RESULTS.md."""
     (alone,) = plan(RunConfig.find(preset).override(changes), 1, H200)
     assert alone.memory / GIB == pytest.approx(gib, rel=0.03)
+
+
+MEASURED = {
+    "mgr-s-block4": 1.071,
+    "mgr-s-full": 1.148,
+    "mgr-s-competitive4": 1.155,
+    "mgr-l-block4": 1.058,
+    "mgr-l-full": 1.182,
+    "mgr-l-competitive4": 1.152,
+}
+
+
+@pytest.mark.parametrize("preset", MEASURED)
+def test_what_depth_costs_on_one_device_is_about_what_was_measured(preset: str) -> None:
+    """Ratios to the additive step on an H200, docs/scale.md."""
+    changes = [f"train.micro_batch={32 if '-s-' in preset else 16}", "train.accumulate=4"]
+    baseline = f"{preset[:5]}-prenorm"
+    (additive,), (deep,) = (plan(RunConfig.find(name).override(changes), 1, H200) for name in (baseline, preset))
+    assert additive.depth == 0
+    assert deep.seconds / additive.seconds == pytest.approx(MEASURED[preset], abs=0.02)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_every_topology_has_a_cost(model: str) -> None:
+    """Only an additive one none; in a memory that is twice as fast it is half."""
+    slow, fast = (plan(run_config(model), 1, replace(H200, bandwidth=rate))[0] for rate in (1e12, 2e12))
+    topology = run_config(model).model.topology.kind
+    assert (slow.depth > 0) == (topology != "additive")
+    assert slow.seconds - slow.depth == pytest.approx(fast.seconds - fast.depth)
+    assert slow.depth == pytest.approx(2 * fast.depth)
 
 
 def found(plans: list[Plan], **axes: int) -> Plan:

@@ -33,12 +33,12 @@ MODELS: dict[str, dict[str, Any]] = {
 STEPS, MICRO_BATCH, ACCUMULATE, LENGTH = 2, 2, 4, 6
 
 
-def run_config(model: str, parallel: dict[str, Any] | None = None, **train: Any) -> RunConfig:
-    """A model of four layers that two steps of four micro-batches are trained on."""
+def run_config(model: str, parallel: dict[str, Any] | None = None, layers: int = 4, **train: Any) -> RunConfig:
+    """A model of four layers, if not told otherwise, that two steps of four micro-batches are trained on."""
     base = {
         "vocab_size": VOCABULARY,
         "context": LENGTH,
-        "layers": 4,
+        "layers": layers,
         "width": 16,
         "attention": {"kind": "softmax", "heads": 2},
         "ffn": {"kind": "swiglu", "hidden": 24},

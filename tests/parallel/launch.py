@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import atexit
+import multiprocessing
 import os
 import socket
 import subprocess
 import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -18,29 +26,73 @@ def environment(**more: Any) -> dict[str, str]:
     return kept | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **{k: str(v) for k, v in more.items()}}
 
 
-def start(ranks: int, module: str, *arguments: Any) -> list[subprocess.Popen[str]]:
-    """`python -m module arguments` on so many ranks."""
+def torchrun(ranks: int, *arguments: Any, timeout: float = 150, **more: Any) -> subprocess.CompletedProcess[str]:
+    """The command itself, which starts `python -m …` anew for every rank; `more` is for the environment."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks, *arguments]
+    return subprocess.run(
+        list(map(str, command)), cwd=ROOT, env=environment(**more), capture_output=True, text=True, timeout=timeout
+    )
+
+
+@dataclass
+class Rank:
+    """A started rank, whose output goes to a file."""
+
+    process: ForkServerProcess
+    output: Path
+
+    def wait(self, until: float) -> str:
+        """What it said when it ended, which is before `until` or not at all."""
+        self.process.join(max(0.0, until - time.monotonic()))
+        assert self.process.exitcode is not None, f"still running: {self.said()}"
+        return self.said()
+
+    def said(self) -> str:
+        return self.output.read_text()
+
+
+def start(ranks: int, module: str, *arguments: Any) -> list[Rank]:
+    """`module.main(*arguments)` on so many ranks, forked from one process that has imported it all already."""
+    forked = multiprocessing.get_context("forkserver")
+    forked.set_forkserver_preload(["tests.parallel.worker", "tests.parallel.train_run"])
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    job = {"WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    return [
-        subprocess.Popen(
-            [sys.executable, "-m", module, *map(str, arguments)],
-            cwd=ROOT, env=environment(RANK=rank, LOCAL_RANK=rank, **job),
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for rank in range(ranks)
-    ]  # fmt: skip
+    folder = _outputs() / str(port)
+    folder.mkdir()
+    started = []
+    for rank in range(ranks):
+        job = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        output = folder / str(rank)
+        process = forked.Process(target=_run, args=(environment(**job), output, module, arguments), daemon=True)
+        process.start()
+        started.append(Rank(process, output))
+    return started
+
+
+@cache
+def _outputs() -> Path:
+    folder = tempfile.TemporaryDirectory(prefix="ranks-")
+    atexit.register(folder.cleanup)
+    return Path(folder.name)
+
+
+def _run(variables: dict[str, str], output: Path, module: str, arguments: tuple[Any, ...]) -> None:
+    os.environ.clear()
+    os.environ.update(variables)
+    file = os.open(output, os.O_WRONLY | os.O_CREAT)
+    for stream in (1, 2):
+        os.dup2(file, stream)
+    import_module(module).main(*arguments)
 
 
 def launch(ranks: int, module: str, *arguments: Any, timeout: float = 120) -> None:
     """Run to the end; a rank that fails fails the test with what it said."""
-    started = start(ranks, module, *arguments)
+    started, until = start(ranks, module, *arguments), time.monotonic() + timeout
     try:
-        outputs = [process.communicate(timeout=timeout)[0] for process in started]
+        outputs = [rank.wait(until) for rank in started]
     finally:
-        for process in started:
-            process.kill()
-    failed = [rank for rank, process in enumerate(started) if process.returncode != 0]
-    assert not failed, f"ranks {failed} of {module} failed:\n" + "\n".join(outputs[rank][-3000:] for rank in failed)
+        for rank in started:
+            rank.process.kill()
+    failed = [number for number, rank in enumerate(started) if rank.process.exitcode != 0]
+    assert not failed, f"ranks {failed} of {module} failed:\n" + "\n".join(outputs[i][-3000:] for i in failed)

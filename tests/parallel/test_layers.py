@@ -82,7 +82,7 @@ def test_vectors_are_not_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_model_gathered_whole_runs_on_working_copies(compile: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As without ranks: masters rounded once a step, gradients added up in float32, one graph."""
     monkeypatch.setattr(wrap, "compile_rewritten", compiled)
-    config = run_config("mgr", {"unit": "model"}, precision="bfloat16", compile=compile)
+    config = run_config("additive", {"unit": "model"}, layers=2, precision="bfloat16", compile=compile)
     with one_rank(torch.device("cpu"), config.parallel) as mesh:
         step = build_ranked_step(make(config), config, mesh, "shard")
         counters.clear()
@@ -90,22 +90,27 @@ def test_a_model_gathered_whole_runs_on_working_copies(compile: str, monkeypatch
     torch.compiler.reset()
     assert step._copies is not None
     assert counters["stats"]["unique_graphs"] == (2 if compile == "on" else 0)  # with gradients and without
-    assert_same_training(seen, single("mgr", precision="bfloat16"))
+    assert_same_training(seen, single("additive", layers=2, precision="bfloat16"))
+
+
+COMPILED = [
+    ("additive", "sublayers", "several", 3),  # units of two layers and of one, sublayers and junctions together
+    ("mgr", "sublayers", "one", 2),  # a state that is bound to the process: sublayers alone
+    ("moe", "none", "several", 1),  # the compiler stops at experts, and units return how they routed
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shards", ["one", "several"])
-@pytest.mark.parametrize("recompute", ["none", "sublayers"])
-@pytest.mark.parametrize("model", ["additive", "mgr", "moe"])
+@pytest.mark.parametrize(("model", "recompute", "shards", "depth"), COMPILED)
 def test_compiled_layers_train_as_one_process(
-    model: str, recompute: str, shards: str, monkeypatch: pytest.MonkeyPatch
+    model: str, recompute: str, shards: str, depth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(layers, "compile_rewritten", compiled)
-    monkeypatch.setattr(layers, "SMALLEST_UNIT", 3000)
+    monkeypatch.setattr(layers, "SMALLEST_UNIT", 3000 if depth > 2 else 1)
     monkeypatch.setattr(wrap, "gives_back", lambda mesh: shards == "several")
-    config = run_config(model, recompute=recompute, compile="on")
+    config = run_config(model, layers=depth, recompute=recompute, compile="on")
     limits = torch._dynamo.config.patch(recompile_limit=torch._dynamo.config.recompile_limit)
     with limits, one_rank(torch.device("cpu"), config.parallel) as mesh:
         seen = trace(build_ranked_step(make(config), config, mesh, "shard"), 0, 1)
     torch.compiler.reset()
-    assert_same_training(seen, single(model, recompute=recompute))
+    assert_same_training(seen, single(model, layers=depth, recompute=recompute))

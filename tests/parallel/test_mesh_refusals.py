@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from residua.model.settings import ConfigError
+from residua.train.parallel import speaker
 from residua.train.world import World, open_world
 from tests.parallel.cases import run_config
+from tests.parallel.launch import torchrun
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "batch": ({"data": 3}, "train.accumulate = 4 micro-batches cannot be shared by"),
@@ -40,22 +42,47 @@ def test_experts_are_not_pipelined() -> None:
 
 def test_a_mesh_without_its_processes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    with pytest.raises(ConfigError, match=r"asks for 2 processes .* and 1 were started: use torchrun"):
+    with pytest.raises(ConfigError, match=r"asks for 2 processes .* and 1 was started: use torchrun"):
         open_world(run_config("additive", {"shard": 2}))
 
 
 def test_processes_without_a_mesh_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("RANK", "0")
-    with pytest.raises(ConfigError, match=r"asks for 1 processes .* and 4 were started"):
+    with pytest.raises(ConfigError, match=r"asks for 1 process .* and 4 were started"):
         open_world(run_config("additive"))
 
 
-def test_only_one_of_many_ranks_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    monkeypatch.setenv("RANK", "3")
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        (
+            ["parallel.shard=2"],
+            "residua: parallel asks for 2 processes (data 1 × shard 2 × pipeline 1) and 3",
+        ),
+        (["parallel.shard=5"], "residua: train.accumulate = 4 micro-batches cannot be shared by"),
+    ],
+)
+def test_of_many_ranks_one_says_what_is_wrong(changes: list[str], sentence: str, tmp_path: Path) -> None:
+    """Also where rank 0 is the last to find it: a rank that ends makes torchrun end the others."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, time\nif os.environ.get('RANK') == '0':\n    time.sleep(2)\n"
+    )
+    run = ["-m", "residua.cli.main", "train", "tiny", "train.accumulate=4", *changes, "--out", tmp_path / "run"]
+    done = torchrun(3, *run, timeout=60, PYTHONPATH=tmp_path)
+    assert done.returncode != 0
+    assert [line.startswith(sentence) for line in done.stderr.splitlines() if line.startswith("residua:")] == [True]
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_rank_that_nobody_ends_says_what_it_found(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one of two without a GPU of its own does, while rank 0 waits for it."""
+    monkeypatch.setattr(speaker, "GRACE", 0)
+    monkeypatch.setenv("RANK", "1")
     with pytest.raises(SystemExit):
-        open_world(run_config("additive"))
+        speaker.refuse(ConfigError("process 1 of this machine has no GPU of its own."))
+    assert capsys.readouterr().err == "residua: process 1 of this machine has no GPU of its own.\n"
 
 
 def test_a_job_that_torchrun_starts_again_goes_on_in_its_folder(tmp_path: Path, monkeypatch: Any) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
-import sys
+import time
+from collections.abc import Iterator
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from residua.train.config import RunConfig
 from residua.train.parallel.convert import convert
 from residua.train.run import read_metrics
 from residua.train.trainer import train
-from tests.parallel.launch import ROOT, environment, launch, start
+from tests.parallel.launch import Rank, launch, start, torchrun
 from tests.train.conftest import config, data  # noqa: F401
 
 pytestmark = pytest.mark.slow
@@ -95,11 +96,7 @@ def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(
     run = tmp_path / "run"
     dies = {"rank": 1, "after": 5}
     asked = spec(tmp_path / "asked", recipe, out=str(run), changes=["parallel.shard=2"], dies=dies)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*launcher, "--max-restarts", "1", "-m", "tests.parallel.train_run", str(asked)],
-        cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=150,
-    )  # fmt: skip
+    done = torchrun(2, "--max-restarts", 1, "-m", "tests.parallel.train_run", asked)
     assert done.returncode == 0, done.stderr[-3000:]
     named = r"residua: rank 1 \(process \d+ on .*\) died, last heard of after step \d; the last good checkpoint is"
     assert re.search(named, done.stderr), done.stderr[-3000:]
@@ -109,17 +106,75 @@ def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(
     assert checkpoints(run)[-1].step == 6
 
 
+@pytest.fixture
+def saving(recipe: RunConfig, tmp_path: Path) -> Iterator[tuple[Path, Path, list[Rank]]]:
+    """Two ranks that have done step 5 while step 4 is being saved: the run, the gate that ends this, the ranks."""
+    run, gate = tmp_path / "run", tmp_path / "gate"
+    held = {"changes": ["parallel.shard=2"], "holds": ["step-4", str(gate)]}
+    ranks = start(2, "tests.parallel.train_run", spec(tmp_path / "asked", recipe, out=str(run), **held))
+    until = time.monotonic() + 40
+    try:
+        while not ((run / "metrics.jsonl").exists() and 5 in curve(run)):
+            assert time.monotonic() < until, [rank.said() for rank in ranks]
+            time.sleep(0.05)
+        yield run, gate, ranks
+    finally:
+        for rank in ranks:
+            rank.process.kill()
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(saving: Any) -> None:
+    """It gets its name when it is whole: not before all have written, and in the end."""
+    run, gate, ranks = saving
+    assert [found.step for found in checkpoints(run)] == [2]
+    assert list(run.glob("checkpoints/*step-4/state.json"))
+    gate.touch()
+    for rank in ranks:
+        rank.wait(time.monotonic() + 60)
+    assert [found.step for found in checkpoints(run)][-2:] == [4, 6]
+
+
+def test_a_death_during_a_save_leaves_the_checkpoint_before_it(
+    saving: Any, recipe: RunConfig, unbroken: dict[int, float]
+) -> None:
+    run, _, ranks = saving
+    for rank in ranks:
+        rank.process.kill()
+        rank.process.join()
+    assert [found.step for found in checkpoints(run)] == [2]
+    residua.load(run)
+    train(recipe, run, resume=True)
+    assert json.loads((run / "environment.json").read_text())["sessions"][-1]["from_step"] == 2
+    assert curve(run) == pytest.approx(unbroken, abs=1e-4)
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-4", "step-6"]
+
+
+def test_what_the_leader_refuses_it_alone_says_and_the_others_outlast_it(recipe: RunConfig, tmp_path: Path) -> None:
+    """A rank that ended before it would have torchrun end rank 0 without a word."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/mine.txt").touch()
+    changes = ["parallel.data=2"]
+    asked = spec(tmp_path / "asked", recipe, out=str(tmp_path / "run"), changes=changes, hesitates=1.5)
+    leader, other = start(2, "tests.parallel.train_run", asked)
+    ended = connection.wait([leader.process.sentinel, other.process.sentinel], timeout=60)
+    assert ended == [leader.process.sentinel]
+    until = time.monotonic() + 30
+    assert leader.wait(until).startswith("residua: ") and leader.said().count("residua: ") == 1
+    assert "residua: " not in other.wait(until)
+    assert [leader.process.exitcode, other.process.exitcode] == [2, 2]
+
+
 def test_a_rank_that_hangs_is_named_and_ends_the_others_in_bounded_time(recipe: RunConfig, tmp_path: Path) -> None:
     """A stopped process keeps its connections open: nothing fails, only the beat is missing."""
     dies = {"rank": 1, "after": 3, "by": "SIGSTOP"}
     changes = ["parallel.data=2", "parallel.patience=5"]
-    asked = spec(tmp_path / "asked", recipe, out=str(tmp_path / "run"), changes=changes, dies=dies)
+    asked = spec(tmp_path / "asked", recipe, out=str(tmp_path / "run"), changes=changes, dies=dies, beat=0.25)
     survivor, stopped = start(2, "tests.parallel.train_run", asked)
     try:
-        said = survivor.communicate(timeout=90)[0]
+        said = survivor.wait(time.monotonic() + 90)
     finally:
-        stopped.kill()
-        stopped.communicate()
-    assert survivor.returncode == 1, said
+        stopped.process.kill()
+    assert survivor.process.exitcode == 1, said
     assert re.search(r"residua: rank 1 \(.*\) failed: it was silent for 5 seconds", said), said
+    assert f"`torchrun --nproc-per-node 2 -m residua.cli.main train --resume --out {tmp_path / 'run'}` by hand" in said
     assert checkpoints(tmp_path / "run")[-1].step == 2

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +11,15 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
+from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
 
 import residua
-from residua.train.parallel import layers
+import residua.train.optimizer
+import residua.train.step
+from residua.train.parallel import layers, optimizer, stage
 from residua.train.parallel.mesh import Mesh, Processes
+from residua.train.parallel.pipeline import PipelinedStep
 from residua.train.parallel.step import build_ranked_step
 from residua.train.step import Step
 from tests.parallel.cases import ACCUMULATE, STEPS, batches, perturb, run_config
@@ -67,30 +71,75 @@ def make(config: Any) -> Any:
     return model
 
 
+@contextmanager
+def counting(module: Any, name: str, size: Callable[[Any], int]) -> Iterator[list[int]]:
+    """The calls of a module's function, by the size of what they were given."""
+    function, seen = getattr(module, name), []
+
+    def count(first: Any, *rest: Any, **settings: Any) -> Any:
+        seen.append(size(first))
+        return function(first, *rest, **settings)
+
+    setattr(module, name, count)
+    yield seen
+    setattr(module, name, function)
+
+
+def orthogonalised() -> AbstractContextManager[list[int]]:
+    """Matrices that this process orthogonalises, in batches."""
+    return counting(residua.train.optimizer, "_orthogonal", len)
+
+
 def ranked(model: str, parallel: dict[str, Any]) -> dict[str, Tensor]:
+    """A case: the keys of `[parallel]`, and of what is said here a few that belong elsewhere."""
     way = parallel.pop("way", None)
     layers.SMALLEST_UNIT = parallel.pop("smallest_unit", 1)
-    precision = parallel.pop("precision", "float32")
-    config = run_config(model, parallel, precision=precision)
+    optimizer.TURN = parallel.pop("turn", 1 << 24)
+    recipe = {key: parallel.pop(key) for key in ("layers", "precision", "recompute", "compile") if key in parallel}
+    config = run_config(model, parallel, **recipe)
     mesh = Mesh(config.parallel, torch.device("cpu"))
-    step = build_ranked_step(make(config), config, mesh, way)
-    seen = trace(step, mesh.batch_rank, config.parallel.batch_ranks)
+    counters["stats"].clear()
+    with (
+        orthogonalised() as matrices,
+        counting(optimizer, "_Turn", lambda _: 1) as turns,
+        counting(residua.train.step, "checkpoint", lambda _: 1) as checkpointed,
+    ):
+        step = build_ranked_step(make(config), config, mesh, way)
+        seen = trace(step, mesh.batch_rank, config.parallel.batch_ranks)
     gathered: list[Any] = [None] * mesh.size
     dist.all_gather_object(gathered, seen)
     together = {key: value for rank in reversed(gathered) for key, value in rank.items()}
-    together |= {f"bytes/{key}": torch.tensor(value) for key, value in getattr(step, "traffic", dict)().items()}
-    return together
+    together["turns"] = torch.tensor(len(turns))
+    counts = {
+        "matrices": sum(matrices),
+        "checkpointed": len(checkpointed),
+        "graphs": counters["stats"]["unique_graphs"],
+    }
+    together |= {key: mesh.over_all(torch.tensor(count)) for key, count in counts.items()}
+    return together | (of_pipeline(step) if isinstance(step, PipelinedStep) else {})
+
+
+def of_pipeline(step: PipelinedStep) -> dict[str, Tensor]:
+    """What was sent, what is said of it, and how many tensors that were received or kept are still there."""
+    kept = len(step.modules[0].shelf.boxes)
+    chunks = [way for one in step.stages for way in (one.args_recv_info, one.grad_recv_info)]
+    buffers = [getattr(info, "buffer", None) for way in chunks for infos in way.values() for info in infos]
+    kept += sum(buffer is not None and not buffer.is_meta for buffer in buffers)
+    sent = {f"bytes/{way}": torch.tensor(size) for way, size in step.traffic().items()}
+    notice = torch.tensor(list(step.notice().encode()), dtype=torch.uint8)
+    return {**sent, "notice": notice, "kept": step.mesh.over_all(torch.tensor(kept))}
+
+
+def compile_eagerly(function: Any) -> Any:
+    return torch.compile(function, dynamic=False, backend="aot_eager")
 
 
 def main(out: Path, cases: list[tuple[str, str, dict[str, Any]]]) -> None:
     torch.set_num_threads(1)
+    stage.compile_rewritten = compile_eagerly
     processes = Processes.start(torch.device("cpu"), patience=60)
     for name, model, parallel in cases:
         seen = ranked(model, dict(parallel))
         if dist.get_rank() == 0:
             save_file({key: value.contiguous() for key, value in seen.items()}, out / f"{name}.safetensors")
     processes.stop()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), json.loads(sys.argv[2]))

@@ -63,6 +63,7 @@ class Plan:
         self.leader = {s: leader for leader, led in self.leads.items() for s in led}
         self.own = [self._own_readers(s) for s in range(len(grows))]
         self.group = self._groups()
+        self.rows = self._rows()
         self.places = [self._places(k) for k in range(-1, len(sees))]
         self.steps = [self._step(k) for k in range(len(sees))]
 
@@ -157,6 +158,14 @@ class Plan:
         """For each read, where its group begins and how many reads are in it."""
         ranges = cheapest(len(self.sees), GROUP, self._read_cost)
         return [(start, end - start) for start, end in ranges for _ in range(start, end)]
+
+    def _rows(self) -> float:
+        """Rows of C elements that the kernels move for a token, forward and backward: reads, gradients, and scores."""
+        reads = cheapest(len(self.sees), GROUP, self._read_cost)
+        gradients = cheapest(len(self.readers), BLOCK, self._gradient_cost)
+        costs = [self._read_cost(start, end - start) for start, end in reads]
+        costs += [self._gradient_cost(start, end - start) for start, end in gradients]
+        return sum(cost for cost in costs if cost is not None) + len(self.readers)
 
     def _read_cost(self, first: int, size: int) -> float | None:
         """Rows moved by `size` reads as a group; None if they cannot be one.

@@ -31,6 +31,7 @@ class Pulse:
         self.rank, self.size, self.patience, self.advice = rank, size, patience, advice
         self.done = 0
         self._noticed = 0.0
+        self._speaks = True
         # its own connection: the process group's is busy while a collective waits
         self._store = job_store("pulse", timedelta(seconds=30))
         self._beat()
@@ -47,6 +48,21 @@ class Pulse:
         if finished:
             self._store.set(f"failed/{self.rank}", "")
         self._stopped.set()
+
+    def outlast(self, rank: int) -> None:
+        """Wait in silence until a rank that is about to end has: its beat stops, or the store it kept is gone.
+
+        It may still have to notice why this one ends; longer than that takes nobody waits.
+        """
+        self._speaks = False
+        until, beat, heard = time.monotonic() + 3 * MISSED * BEAT, "", time.monotonic()
+        while time.monotonic() < min(until, heard + 2 * BEAT):
+            try:
+                now = self._read(rank)
+            except (RuntimeError, dist.DistError):
+                return
+            beat, heard = now, time.monotonic() if now != beat else heard
+            time.sleep(BEAT / 10)
 
     def who_died(self) -> str | None:
         """After a collective failed: the rank that is gone, in words, or None if all are there."""
@@ -87,6 +103,8 @@ class Pulse:
         return time.monotonic() - self._noticed > 2 * MISSED * BEAT
 
     def _end(self, sentence: str) -> None:
+        if not self._speaks:
+            return
         print(f"residua: {sentence}; {self.advice}.", file=sys.stderr, flush=True)
         os._exit(1)
 

@@ -38,9 +38,7 @@ class Ranks(World):
         self.batch_rank, self.batch_ranks = mesh.batch_rank, config.parallel.batch_ranks
         self.folder: Path | None = None
         self.saver = Saver(mesh)
-        by_hand = f"{config.parallel.command} --resume"
-        advice = f"torchrun --max-restarts goes on from the last checkpoint by itself, `{by_hand}` by hand"
-        self.pulse = Pulse(mesh.rank, mesh.size, config.parallel.patience, advice)
+        self.pulse = Pulse(mesh.rank, mesh.size, config.parallel.patience, self._advice())
 
     @classmethod
     def start(cls, config: RunConfig, device: torch.device) -> Self:
@@ -61,8 +59,9 @@ class Ranks(World):
                 self.processes.stop()
 
     def _leave_to_leader(self, code: int) -> None:
-        """What all ranks found, one of them says."""
+        """What all ranks found, one of them says; the first to end would end it before it could."""
         if not self.leads:
+            self.pulse.outlast(rank=0)
             raise SystemExit(code)
 
     def _explain(self, error: Exception) -> None:
@@ -76,8 +75,13 @@ class Ranks(World):
             left = what_is_left(self.folder) if self.folder is not None else "nothing had been saved"
             raise TrainingStopped(f"{sentence}; {left}; {self.pulse.advice}.") from None
 
+    def _advice(self) -> str:
+        by_hand = f"{self.config.parallel.command} --resume --out {self.folder or 'RUN'}"
+        return f"torchrun --max-restarts goes on from the last checkpoint by itself, `{by_hand}` by hand"
+
     def open_run(self, folder: Path, config: RunConfig, *, resume: bool) -> Run:
         self.folder = folder
+        self.pulse.advice = self._advice()
         if not self.leads:
             self._follow_leader(None)
             return FollowedRun(folder, config)
@@ -103,8 +107,8 @@ class Ranks(World):
 
     def _follow_leader(self, problem: str | None) -> None:
         """Go on together, or not: the leader's own words are enough."""
-        if self._broadcast(problem) is not None and not self.leads:
-            raise SystemExit(2)
+        if self._broadcast(problem) is not None:
+            self._leave_to_leader(2)
 
     def from_leader(self, work: Callable[[], T]) -> T:
         made: T = self._broadcast(work() if self.leads else None)
