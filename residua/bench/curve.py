@@ -98,7 +98,7 @@ def _train(config: RunConfig, dataset: Dataset, device: torch.device, tell: Call
 def _digest(model: nn.Module) -> str:
     found = hashlib.sha256()
     for parameter in model.parameters():
-        found.update(parameter.detach().contiguous().view(torch.uint8).cpu().numpy().tobytes())
+        found.update(parameter.detach().reshape(-1).view(torch.uint8).cpu().numpy().tobytes())
     return found.hexdigest()
 
 

@@ -1,7 +1,8 @@
-"""The least an operator can move: what it reads from memory once and what it writes once, per token.
+"""What a junction or operator cannot do without: what it reads from memory once and what it writes once, per token.
 
 Numbers count rows of C elements. A junction finds the depth's state in memory and leaves it there, because a sublayer
-runs before the next one. Backward is with every tensor that forward read still stored.
+runs before the next one; so a whole depth counts each of its sources at every read, which kernels that evaluate several
+reads together need not do. Backward is with every tensor that forward read still stored.
 """
 
 from __future__ import annotations

@@ -118,7 +118,8 @@ def print_operators(console: Console, results: Sequence[OpResult]) -> None:
         if result.problem is not None:
             console.print(f"{result.case}, {result.implementation}: {result.problem}", soft_wrap=True, markup=False)
     console.print(
-        "both: forward and backward. MiB: the least to move, every input read once and every output written once. "
+        "both: forward and backward. MiB: the least to move, every input of a junction read once and every output "
+        "written once (kernels that evaluate several reads of a depth together may move less). "
         "share: that over the time, of the copy bandwidth; for linear_cross_entropy its products, of the matrix "
         "product's rate. GiB: what both passes take beyond the inputs.",
         soft_wrap=True,

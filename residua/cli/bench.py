@@ -107,10 +107,12 @@ def curve(
 
     from residua.train.config import RunConfig
 
-    asked = [f"train.steps={steps}", "train.determinism=exact"]
+    config = RunConfig.find(preset).override(overrides or [])
+    warmup = min(config.train.schedule.warmup, steps // 4)
+    asked = [f"train.steps={steps}", f"train.schedule.warmup={warmup}", "train.determinism=exact"]
     if data is not None:
         asked.append(f"data.path={json.dumps(str(data.resolve()))}")
-    config = RunConfig.find(preset).override([*(overrides or []), *asked])
+    config = config.override(asked)
 
     from residua.bench import show
     from residua.bench.curve import bench_curve, curve_report, print_curves

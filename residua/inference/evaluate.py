@@ -86,12 +86,17 @@ def _first_best(values: list[float]) -> int:
 
 
 def group_means(reported: Mapping[str, Accuracy], names: list[str]) -> dict[str, Accuracy]:
-    """For each named group of which tasks were scored: the mean of what is reported of them, with its error."""
+    """For each named group of which tasks were scored: the mean of what is reported of them, with its error.
+
+    The name of one that is not complete says so.
+    """
     means = {}
     for name in names:
-        members = [reported[task] for task in GROUPS.get(name, ()) if task in reported]
+        group = GROUPS.get(name, ())
+        members = [reported[task] for task in group if task in reported]
         if members:
             errors = [m.error for m in members if m.error is not None]
             error = math.sqrt(sum(e**2 for e in errors)) / len(members) if len(errors) == len(members) else None
-            means[name] = Accuracy(sum(m.value for m in members) / len(members), error)
+            title = name if len(members) == len(group) else f"{name}, {len(members)} of {len(group)} tasks"
+            means[title] = Accuracy(sum(m.value for m in members) / len(members), error)
     return means

@@ -2,9 +2,9 @@
 
 Two graphs are captured after a few ordinary passes have compiled and warmed everything up: one for the first
 micro-batch of a step, which writes the gradients, and one for the others, which add to them (those of working copies
-are zeroed before a step, and both add). Both repeat the very
-kernels of an ordinary pass, so results are the same bit for bit. What a graph reads and writes has a fixed address:
-batches are copied in, and the gradients' buffers are handed to the parameters after every replay.
+are zeroed before a step, and both add). Both repeat the very kernels of an ordinary pass, so results are the same bit
+for bit. What a graph reads and writes has a fixed address: batches are copied in, and the gradients' buffers are handed
+to the parameters after every replay.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class GraphedPass:
         return first not in self._graphs and (first or True in self._graphs) and self._goes_on(first)
 
     def _goes_on(self, first: bool) -> bool:
-        """Whether the gradients there are in the buffers that later graphs add to; not if the first pass had none."""
+        """Whether the gradients so far are where later graphs add to: they are if the first pass was a replay."""
         if first:
             return True
         pairs = zip(self._parameters, self._graphs[True].gradients, strict=True)

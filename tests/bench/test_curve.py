@@ -100,6 +100,20 @@ def test_bits_are_of_losses_and_weights(other):
     assert not CurveResult({"fused": first, "fused again": other, "reference": first}).same_bits
 
 
+def test_weights_without_an_axis_are_digested():
+    model = torch.nn.Module()
+    model.scale = torch.nn.Parameter(torch.tensor(2.0))
+    before = curve._digest(model)
+    model.scale.data += 1
+    assert curve._digest(model) != before
+
+
+def test_a_short_curve_warms_up_for_a_quarter_of_it(run):
+    asked = ["curve", str(run), "train.schedule.warmup=9", "--steps", "8"]
+    done = CliRunner().invoke(app, asked, catch_exceptions=False)
+    assert done.exit_code == 0 and "in steps 1–8" in done.output
+
+
 def test_the_command_prints_the_largest_difference_and_writes_json(run, tmp_path):
     out = tmp_path / "curve.json"
     done = CliRunner().invoke(app, ["curve", str(run), "--steps", "11", "--out", str(out)], catch_exceptions=False)

@@ -252,6 +252,7 @@ def test_a_single_question_has_no_standard_error() -> None:
     assert Accuracy.of([True]) == Accuracy(1.0, None)
     single = dict.fromkeys(EXOFORMER, Accuracy(1, None))
     assert group_means(single, ["exoformer"])["exoformer"] == Accuracy(1.0, None)
+    assert list(group_means({"piqa": Accuracy(1.0, None)}, ["exoformer"])) == ["exoformer, 1 of 6 tasks"]
 
 
 def test_an_unknown_task_is_refused_with_a_hint(tmp_path: Path) -> None:

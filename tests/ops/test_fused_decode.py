@@ -13,7 +13,7 @@ from torch import Tensor
 from residua import ops
 from residua.ops import decode
 from residua.ops.decode import Gate, overlap
-from residua.ops.decode.gated import PROGRAMS
+from residua.ops.decode.gated import PROGRAMS, rows_together
 
 pytest.importorskip("triton")
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
@@ -129,6 +129,18 @@ def test_a_gated_junction_in_two(
 @pytest.mark.parametrize("device", DEVICES)
 def test_gates_of_many_rows_are_prepared_several_to_a_program(device: str, rows: int) -> None:
     compare(decode.prepare_gates, some_gate(device, 4, True, torch.float32, 33, rows), tolerance=3e-6)
+
+
+@pytest.mark.parametrize(("room", "together"), [(1, 1), (3, 2), (5, 4), (6, 4), (8, 8)])
+@pytest.mark.parametrize("device", DEVICES)
+def test_as_many_rows_to_a_program_as_it_has_room_for(
+    device: str, room: int, together: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In powers of two: three streams of 1,280 channels leave room for five."""
+    monkeypatch.setattr(decode.gated, "MOST_TOGETHER", room * 3 * 16 + 1)
+    gate = some_gate(device, 3, True, torch.float32, 9, rows=60)
+    assert rows_together(gate.streams) == together
+    compare(decode.prepare_gates, gate, tolerance=3e-6)
 
 
 @pytest.mark.parametrize("competitive", [True, False])

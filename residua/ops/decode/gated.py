@@ -30,8 +30,9 @@ def as_vectors(streams: Sequence[Tensor]) -> bool:
 
 
 def rows_together(streams: Sequence[Tensor]) -> int:
-    """Rows that one program prepares gates of."""
-    return min(power(divided(len(streams[0]), PROGRAMS)), max(1, MOST_TOGETHER // _values(streams)))
+    """Rows that one program prepares gates of, a power of two."""
+    room = max(1, MOST_TOGETHER // _values(streams))
+    return min(power(divided(len(streams[0]), PROGRAMS)), 1 << (room.bit_length() - 1))
 
 
 def preparing_programs(streams: Sequence[Tensor]) -> int:

@@ -227,8 +227,8 @@ _COUNTERS: dict[tuple[torch.device, int, int], Tensor] = {}
 def _counters(keys: Tensor, heads: int) -> Tensor:
     """One count per head, zero between launches: whoever counts to the last sets it back.
 
-    Those of each cache are its own, for two generators may run at once. In a capture nothing is zeroed yet: what is
-    made there is zeroed by every replay, and for nobody else.
+    Those of each cache are its own, for two generators may run at once, and stay: a captured graph may hold them. In a
+    capture nothing is zeroed yet: what is made there is zeroed by every replay, and for nobody else.
     """
     place = (keys.device, heads, keys.data_ptr())
     counts = _COUNTERS.get(place)

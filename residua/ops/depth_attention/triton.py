@@ -87,13 +87,13 @@ def scores_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _log_sum_exp(rows, count, at, offset, top, total, LANES: tl.constexpr):  # type: ignore[no-untyped-def]
+def _log_sum_exp(rows, count, at, top, total, LANES: tl.constexpr):  # type: ignore[no-untyped-def]
     """log(total · exp(top) + Σ_i exp(z_i)) of the tokens `at`; `rows` holds the addresses of the z_i."""
     for start in range(0, count, LANES):
         lanes = start + tl.arange(0, LANES)
         real = lanes < count
         scores = tl.load(rows + lanes, mask=real, other=0).to(tl.pointer_type(tl.float32))
-        z = tl.load(scores[None, :] + offset + at[:, None], mask=real[None, :], other=float("-inf"))
+        z = tl.load(scores[None, :] + at[:, None], mask=real[None, :], other=float("-inf"))
         higher = tl.maximum(top, tl.max(z, 1))
         total = total * tl.exp(top - higher) + tl.sum(tl.exp(z - higher[:, None]), 1)
         top = higher
@@ -113,7 +113,7 @@ def mix_kernel(  # type: ignore[no-untyped-def]
     here = at[:, None] * C + columns[None, :]
     mask = inside[:, None] & (columns < C)[None, :]
     none, nothing = tl.full([TOKENS], float("-inf"), tl.float32), tl.zeros([TOKENS], tl.float32)
-    whole = _log_sum_exp(table + count, count, at, 0, none, nothing, LANES)
+    whole = _log_sum_exp(table + count, count, at, none, nothing, LANES)
     if tl.program_id(1) == 0:
         tl.store(lse + at, whole, mask=inside)
 
@@ -145,7 +145,7 @@ def weights_kernel(  # type: ignore[no-untyped-def]
     inside = (place < TOKENS * READERS) & (token < tokens)
     at = reader * pitch + tl.minimum(token, tokens - 1)
     none, nothing = tl.full([SIZE], float("-inf"), tl.float32), tl.zeros([SIZE], tl.float32)
-    whole = _log_sum_exp(rows, count, at, 0, none, nothing, LANES)
+    whole = _log_sum_exp(rows, count, at, none, nothing, LANES)
     tl.store(lse + at, whole, mask=inside)
     for start in range(0, count, LANES):
         lanes = start + tl.arange(0, LANES)
@@ -239,7 +239,7 @@ def sum_read_kernel(  # type: ignore[no-untyped-def]
     u_high = tl.load(u + high, mask=high < C, other=0.0)[None, :]
     r = tl.rsqrt((tl.sum(v_low * v_low, 1) + tl.sum(v_high * v_high, 1)) / C + eps)
     z = r * (tl.sum(v_low * u_low, 1) + tl.sum(v_high * u_high, 1))
-    whole = _log_sum_exp(table + count, count, at, 0, z, tl.full([TOKENS], 1.0, tl.float32), LANES)
+    whole = _log_sum_exp(table + count, count, at, z, tl.full([TOKENS], 1.0, tl.float32), LANES)
     tl.store(rstd + at, r, mask=inside)
     tl.store(z_out + at, z, mask=inside)
     tl.store(lse + at, whole, mask=inside)
