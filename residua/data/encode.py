@@ -17,11 +17,6 @@ from residua.data.tokenizer import Tokenizer
 CHUNK_BYTES = 1 << 18
 
 
-def available_cores() -> int:
-    """Cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def encode_documents(
     documents: Iterable[Document], tokenizer: Tokenizer, workers: int
 ) -> Iterator[tuple[Document, np.ndarray]]:

@@ -16,9 +16,10 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
+from residua.cores import available_cores
 from residua.data.corpus import TRAIN, VALIDATION, Corpus
 from residua.data.dataset import DESCRIPTION, FORMAT, FORMAT_VERSION, TOKENIZER, Dataset, read_description
-from residua.data.encode import available_cores, encode_documents
+from residua.data.encode import encode_documents
 from residua.data.errors import DataError
 from residua.data.readers import reason
 from residua.data.shards import ShardWriter, dtype_for

@@ -30,6 +30,11 @@ def record(into: dict[str, Tensor] | None = None) -> Iterator[dict[str, Tensor]]
         _seen = previous
 
 
+def recording() -> bool:
+    """Whether anybody looks."""
+    return _seen is not None
+
+
 def tap(name: str, value: Tensor | Callable[[], Tensor]) -> None:
     """Publish a tensor; a function is only called, and its tensor only computed, while someone records."""
     if _seen is not None:

@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from importlib import import_module
 from itertools import cycle
+from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
 from typing import Any, NamedTuple
@@ -26,6 +27,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from residua.cores import available_cores
 from residua.ops import fused, launch
 from residua.ops.depth_attention import launch as depth_launch
 
@@ -69,18 +71,17 @@ class Helpers:
     @classmethod
     def start(cls, device: torch.device) -> Helpers | None:
         """As many as there are cores to spare; None where no kernels run."""
-        count = min(MOST_HELPERS, (os.cpu_count() or 1) // 2 - 1)
-        able = device.type == "cuda" and fused.INSTALLED and not fused.INTERPRETED
-        return cls(device, count) if able and count > 0 else None
-
-    def __init__(self, device: torch.device, count: int) -> None:
+        count = min(MOST_HELPERS, available_cores() // 2 - 1)
+        if device.type != "cuda" or not fused.INSTALLED or fused.INTERPRETED or count < 1:
+            return None
         properties = torch.cuda.get_device_properties(device)
-        numbers = 10 * properties.major + properties.minor, properties.multi_processor_count
-        command = [sys.executable, "-c", f"from residua.ops import ahead; ahead.serve(ahead.received(), *{numbers})"]
-        paths = os.pathsep.join(p for p in sys.path if p)
-        environment = {**os.environ, "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ""}
-        processes = [_begin(command, environment) for _ in range(count)]
-        self._requests: SimpleQueue[Request | None] = SimpleQueue()
+        return cls(10 * properties.major + properties.minor, properties.multi_processor_count, count)
+
+    def __init__(self, capability: int, multiprocessors: int, count: int) -> None:
+        call = f"ahead.serve(ahead.received({os.getpid()}), {capability}, {multiprocessors})"
+        command = [sys.executable, "-P", "-c", f"from residua.ops import ahead; {call}"]
+        processes = list(_begin(command, _environment(), count))
+        self._requests: SimpleQueue[bytes | None] = SimpleQueue()
         Thread(target=_distribute, args=(self._requests, processes), daemon=True).start()
         self.close = finalize(self, self._requests.put, None)
         """Nothing more comes."""
@@ -102,15 +103,15 @@ class Helpers:
             request = Request(module, name, *tree_map_only(Tensor, StandIn.of, (args, settings)))
             if repr(request) not in self._seen:
                 self._seen.add(repr(request))
-                self._requests.put(request)
+                self._requests.put(pickle.dumps(request))
 
 
-def _distribute(requests: SimpleQueue[Request | None], processes: Sequence[subprocess.Popen[bytes]]) -> None:
+def _distribute(requests: SimpleQueue[bytes | None], processes: Sequence[subprocess.Popen[bytes]]) -> None:
     """Requests to the helpers in turn; on a thread, since a pipe may be full until its helper has imported all."""
     pipes = [process.stdin for process in processes if process.stdin is not None]
     for request, pipe in zip(iter(requests.get, None), cycle(pipes), strict=False):
         with suppress(OSError):  # this helper died
-            pickle.dump(request, pipe)
+            pipe.write(request)
             pipe.flush()
     for pipe in pipes:
         with suppress(OSError):
@@ -119,9 +120,24 @@ def _distribute(requests: SimpleQueue[Request | None], processes: Sequence[subpr
         process.wait()
 
 
-def _begin(command: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
+def _environment() -> dict[str, str]:
+    """What a helper is to see: no GPU, the modules that are imported here, the cache that launches look into.
+
+    Inductor names another directory to a process that has none set, when it compiles: from here on this one is set.
+    """
+    from triton import knobs
+
+    os.environ.setdefault("TRITON_CACHE_DIR", knobs.cache.dir)
+    paths = [*filter(None, sys.path), str(Path(__file__).parents[2])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "CUDA_VISIBLE_DEVICES": ""}
+
+
+def _begin(command: list[str], environment: dict[str, str], count: int) -> Iterator[subprocess.Popen[bytes]]:
+    """As many processes as this machine lets us start."""
     quiet = subprocess.DEVNULL
-    return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet)
+    with suppress(OSError):
+        for _ in range(count):
+            yield subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet)
 
 
 def serve(requests: Iterator[Request], capability: int, multiprocessors: int) -> list[str]:
@@ -168,8 +184,8 @@ def _compile_only(capability: int) -> list[str]:
     return compiled
 
 
-def received() -> Iterator[Request]:
-    """What a helper is sent."""
+def received(parent: int) -> Iterator[Request]:
+    """What a helper is sent, for as long as somebody waits for it."""
     with suppress(EOFError):
-        while True:
+        while os.getppid() == parent:
             yield pickle.load(sys.stdin.buffer)

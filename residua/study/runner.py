@@ -19,6 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Protocol
 
+from residua.cores import available_cores
 from residua.model.settings import ConfigError
 from residua.study.config import StudyConfig
 from residua.study.plan import Plan, PlannedRun, check_folders
@@ -83,8 +84,7 @@ def run_plan(study: StudyConfig, plan: Plan, out: Path, watcher: Watcher) -> dic
 
 def threads_per_run(study: StudyConfig) -> int:
     """What each trainer may use, so that runs side by side do not fight over cores."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return study.threads or max(1, cores // study.workers)
+    return study.threads or max(1, available_cores() // study.workers)
 
 
 def _start(run: PlannedRun, study: StudyConfig, out: Path, lock: int) -> _Process:

@@ -77,8 +77,8 @@ class TrainConfig(Frozen):
 
     `z_loss` and `balance` are trained on but not part of any reported loss. `auto` means: on a GPU compiled, with bf16
     autocast, each micro-batch replayed as a CUDA graph; on a CPU plain fp32. `compile = "layers"` compiles sublayers
-    that are alike once, not the model as a whole, for a quick start. `recompute = "sublayers"` trades a third more
-    compute for activation memory. A run whose loss stays `divergence_margin` nats above its first loss for
+    that are alike once, not the model as a whole, for a quick start of one process. `recompute = "sublayers"` trades a
+    third more compute for activation memory. A run whose loss stays `divergence_margin` nats above its first loss for
     `divergence_patience` log lines in a row is stopped. `keep` checkpoints stay on disk, and the best one. A CPU run
     always repeats bit for bit; `determinism = "exact"` makes a GPU run do so too, at some cost in speed.
     """
@@ -219,6 +219,7 @@ class RunConfig(Frozen):
     def _mesh_fits(self) -> Self:
         _check_shares(self)
         _check_stages(self)
+        _check_compilation(self)
         return self
 
     @property
@@ -262,6 +263,14 @@ def _check_stages(config: RunConfig) -> None:
         raise ValueError(
             f"train.accumulate = {config.train.accumulate} gives each pipeline {flowing} micro-batches, and the "
             f"interleaved schedule needs a multiple of parallel.pipeline = {parallel.pipeline}."
+        )
+
+
+def _check_compilation(config: RunConfig) -> None:
+    if config.train.compile == "layers" and config.parallel.ranks > 1:
+        raise ValueError(
+            f"train.compile = 'layers' is for one process, and parallel asks for {config.parallel.ranks}: use "
+            "train.compile = 'auto' or 'on'."
         )
 
 

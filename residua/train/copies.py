@@ -52,8 +52,12 @@ class WorkingCopies:
     def run(self, module: nn.Module, prefix: str, *args: Any, **settings: Any) -> Any:
         """Call a module in which the model is found under `prefix`, on the copies."""
         pairs = zip(self._masters, self._copies, self._gradients, strict=True)
-        weights = {prefix + name: adding_up(self._origin, copy, total) for name, copy, total in pairs}
+        weights = {prefix + name: self._placed(name, copy, total) for name, copy, total in pairs}
         return functional_call(module, weights, args, settings)
+
+    def _placed(self, name: str, copy: Tensor, total: Tensor) -> Tensor:
+        """What stands in the place of a weight during a call."""
+        return adding_up(self._origin, copy, total)
 
 
 class _AddingUp(torch.autograd.Function):

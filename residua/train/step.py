@@ -5,9 +5,10 @@ Nothing here waits for the GPU: losses and norms add up on the device, and `take
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,10 +26,12 @@ from residua.train.graphed import GraphedPass
 from residua.train.optimizer import HybridOptimizer, build_optimizer, orthogonal_updates
 from residua.train.polar import working_dtype
 from residua.train.rewrites import compile_rewritten
-from residua.train.rewrites.layers import LayeredCopies, compile_sublayers
+from residua.train.sublayers import LayeredCopies, compile_sublayers
 
 if TYPE_CHECKING:
     from residua.model.decoder import Decoder
+
+LOG = logging.getLogger(__name__)
 
 
 class Totals(NamedTuple):
@@ -192,7 +195,7 @@ class Step:
             return losses
         if not self._layered:
             return compile_rewritten(losses)
-        compile_sublayers(self.model, self._copies if isinstance(self._copies, LayeredCopies) else None)
+        compile_sublayers(self.model)
         return losses
 
     def _rehearse(self, batch: Batch) -> None:
@@ -200,7 +203,13 @@ class Step:
 
         What cannot be run without data is not heard, and compiled when it is launched.
         """
-        with suppress(Exception), FakeTensorMode(allow_non_fake_inputs=True), torch.compiler.set_stance("force_eager"):
+        try:
+            self._run_without_data(batch)
+        except Exception:
+            LOG.debug("the first step was not rehearsed: its kernels are compiled when launched", exc_info=True)
+
+    def _run_without_data(self, batch: Batch) -> None:
+        with FakeTensorMode(allow_non_fake_inputs=True), torch.compiler.set_stance("force_eager"):
             for group in self.optimizer.param_groups:
                 matrices = [torch.empty_like(p, dtype=working_dtype(p)) for p in group["params"] if "parts" in group]
                 list(orthogonal_updates(matrices, group.get("parts", ())))

@@ -73,7 +73,8 @@ def _device_name(device: torch.device) -> str:
 
 def _mode(step: Step, config: RunConfig) -> str:
     recomputed = ", sublayers recomputed in the backward pass" if config.train.recompute == "sublayers" else ""
-    return ("compiled" if step.compiled else "not compiled") + recomputed
+    compiled = "compiled by layers" if config.train.compile == "layers" else "compiled"
+    return (compiled if step.compiled else "not compiled") + recomputed
 
 
 def check_disk(step: Step, folder: Path, keep: int) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
 from residua import ops
@@ -14,7 +13,7 @@ from residua.model.moe import Routing
 from residua.model.topology.base import State
 from residua.train.config import SMALLEST_UNIT
 from residua.train.parallel.cut import build_cut
-from residua.train.rewrites import compile_rewritten
+from residua.train.rewrites import allow_recompiling, compile_rewritten, with_own_code
 
 if TYPE_CHECKING:
     from residua.model.decoder import Decoder
@@ -64,9 +63,7 @@ class Unit(nn.Module):
 
     def compile_parts(self) -> None:
         """Compile sublayers and junctions together, or where the state is bound to this process, the sublayers."""
-        config: Any = torch._dynamo.config
-        # where the compiler stops inside, at experts in a loop, all sublayers share the code of what it goes on with
-        config.recompile_limit = max(config.recompile_limit, self.first + len(self.sublayers) + 8)
+        allow_recompiling(self.first + len(self.sublayers))
         if build_cut(self._shared[0]).plain:
             self.run = compile_apart(self._run)
             return
@@ -101,17 +98,12 @@ def pass_through(
 
 
 def compile_apart(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a method of one of many like objects.
-
-    PyTorch keeps what it compiled with the code, and tries all of it, the most recent first, at every call: units that
-    take turns would always find theirs last. So each has its own copy of the code.
-    """
+    """Compile a method of one of many like objects."""
 
     def call(*args: Any) -> Any:
         return function(*args)
 
-    call.__code__ = call.__code__.replace()
-    return compile_rewritten(call)
+    return compile_rewritten(with_own_code(call))
 
 
 class LayeredLosses(nn.Module):

@@ -18,6 +18,26 @@ def compile_rewritten(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, dynamic=False, options={"post_grad_custom_pre_pass": _rewrites()})
 
 
+def with_own_code(function: Any) -> Callable[..., Any]:
+    """A function, one of many made by the same lines, that is to be compiled apart from the others.
+
+    PyTorch keeps what it compiled with the code, counts it, and tries all of it, the most recent first, at every call:
+    functions that take turns would always find theirs last.
+    """
+    function.__code__ = function.__code__.replace()
+    own: Callable[..., Any] = function
+    return own
+
+
+def allow_recompiling(sublayers: int) -> None:
+    """As often as there are sublayers, and a few times more.
+
+    Where the compiler stops inside, at experts in a loop, all sublayers share the code of what it goes on with.
+    """
+    config: Any = torch._dynamo.config
+    config.recompile_limit = max(config.recompile_limit, sublayers + 8)
+
+
 @cache
 def _rewrites() -> Any:
     # inductor takes a second to import, and only those who compile need it
