@@ -147,10 +147,14 @@ def _words(done: list[Completion], speed: Speed) -> str:
     """`60 tokens, 950 tokens/s, 12.3 GB/s of 0.25 GB weights; prompt 17 tokens in 0.02 s`."""
     ends = ", ".join(sorted({completion.reason for completion in done}))
     return (
-        f"[{speed.new_tokens} tokens ({ends}), {speed.tokens_per_second:,.1f} tokens/s, "
+        f"[{_tokens(speed.new_tokens)} ({ends}), {speed.tokens_per_second:,.1f} tokens/s, "
         f"{speed.bytes_per_second / 1e9:,.2f} GB/s of {speed.bytes_per_step / 1e9:.3g} GB of weights; "
-        f"prompt: {speed.prompt_tokens} tokens in {speed.prefill_seconds:.2f} s]"
+        f"prompt: {_tokens(speed.prompt_tokens)} in {speed.prefill_seconds:.2f} s]"
     )
+
+
+def _tokens(count: int) -> str:
+    return f"{count} token{'s' * (count != 1)}"
 
 
 def _printable(piece: str) -> str:
