@@ -65,6 +65,7 @@ def spoil(monkeypatch, when):
     return ran
 
 
+@pytest.mark.slow
 def test_two_runs_are_on_the_fused_operators_and_one_on_the_references(config, monkeypatch):
     ran = spoil(monkeypatch, lambda number, backend: False)
     result = bench_curve(config, open_data(config), CPU)
@@ -74,6 +75,7 @@ def test_two_runs_are_on_the_fused_operators_and_one_on_the_references(config, m
     assert result.curves["fused"].losses[1] < result.curves["fused"].losses[0] < 7
 
 
+@pytest.mark.slow
 def test_a_loss_is_the_mean_of_its_steps(config, monkeypatch):
     means = bench_curve(config, open_data(config), CPU).curves["reference"].losses
     monkeypatch.setattr(curve, "WINDOW", 1)
@@ -82,12 +84,14 @@ def test_a_loss_is_the_mean_of_its_steps(config, monkeypatch):
     assert means == pytest.approx([sum(steps[:10]) / 10, sum(steps[10:]) / 2], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_a_reference_that_goes_elsewhere_shows(config, monkeypatch):
     spoil(monkeypatch, lambda number, backend: backend == "reference")
     result = bench_curve(config, open_data(config), CPU)
     assert result.same_bits and max(result.differences) > 1e-4
 
 
+@pytest.mark.slow
 def test_a_second_run_that_differs_shows(config, monkeypatch):
     spoil(monkeypatch, lambda number, backend: number == 2)
     result = bench_curve(config, open_data(config), CPU)
@@ -108,6 +112,7 @@ def test_weights_without_an_axis_are_digested():
     assert curve._digest(model) != before
 
 
+@pytest.mark.slow
 def test_a_short_curve_warms_up_for_a_quarter_of_it(run):
     asked = ["curve", str(run), "train.schedule.warmup=9", "--steps", "8"]
     done = CliRunner().invoke(app, asked, catch_exceptions=False)

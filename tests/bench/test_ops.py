@@ -68,6 +68,7 @@ def test_a_whole_depth_moves_what_its_junctions_move(name):
     assert (case.forward_bytes / row, case.backward_bytes / row) == DEPTHS[name]
 
 
+@pytest.mark.slow
 def test_a_peer_that_raises_is_a_row_and_the_others_are_timed():
     case = operators(SMALL, CPU)["add_norm"]()
 
@@ -91,6 +92,7 @@ def test_a_peer_that_raises_is_a_row_and_the_others_are_timed():
         bench_operator(case, {"fused": refuses}, CPU, Ceilings(1e9, 1e9, "float32"), repeats=1)
 
 
+@pytest.mark.slow
 def test_what_a_peer_raises_does_not_end_the_suite(monkeypatch):
     def refuses(*inputs: torch.Tensor) -> list[torch.Tensor]:
         raise NotImplementedError

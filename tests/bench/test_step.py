@@ -76,6 +76,7 @@ def test_tokens_are_random_but_the_same_for_every_case(base):
     assert first[0].tokens.unique().numel() > 10
 
 
+@pytest.mark.slow
 def test_the_command_prints_ratios_and_writes_json(run, tmp_path):
     out = tmp_path / "new" / "step.json"
     cases = ["--compare", "prenorm,mgr model.topology.streams=2", "--steps", "2", "--micro-batch", "1"]

@@ -137,6 +137,7 @@ def test_fused_maps_are_declared_one_by_one_for_the_optimizer() -> None:
     assert module.gates.hidden_matrices == {"weight": (4, 4)}
 
 
+@pytest.mark.slow
 def test_one_graph_under_compile() -> None:
     module, x = mixer(), random(2, 70, WIDTH)
     segments = (torch.arange(70) >= 9).long().expand(2, -1)

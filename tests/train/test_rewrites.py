@@ -30,6 +30,7 @@ def products(module: GraphModule) -> tuple[int, int]:
     return targets.count(aten.mm.default), targets.count(aten.bmm.default)
 
 
+@pytest.mark.slow
 def test_shares_of_a_weight_gradient_add_up_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_gradients, "_suits", lambda g, x: True)
     monkeypatch.setattr(weight_gradients, "_multiprocessors", lambda device: 132)

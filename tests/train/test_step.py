@@ -125,6 +125,7 @@ ROUNDED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 @pytest.mark.parametrize("changes", ROUNDED.values(), ids=list(ROUNDED))
 def test_working_copies_are_what_autocast_would_round(config: RunConfig, changes, monkeypatch) -> None:

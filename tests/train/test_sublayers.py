@@ -69,6 +69,7 @@ EXACT = {"hybrid": "train.precision=float32", "moe": "train.precision=float32"}
 """Where a compiler that rounds elsewhere changes more than the tolerance, however much of the model it sees."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", GRAPHS)
 def test_layers_that_share_code_learn_the_same_bits(config: RunConfig, shared: None, variant: str) -> None:
     plain, layered = _pair(config, ROUNDED, *_changes(config, variant))
@@ -180,6 +181,7 @@ def test_a_hook_on_a_sublayer_runs_for_that_one(config: RunConfig, shared: None)
     assert (len(inside), len(silent)) == (0, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("variant", "heard"), [("prenorm", True), ("moe", False)])
 def test_a_rehearsal_leaves_nothing_behind(
     config: RunConfig, shared: None, caplog: pytest.LogCaptureFixture, variant: str, heard: bool
