@@ -17,6 +17,13 @@ from residua.train.rewrites.norm_additions import VIEWS, fuse_additions
 from tests.train.rewriting import calls, differentiated, model_loss, untouched
 
 pytestmark = pytest.mark.skipif(not fused.INTERPRETED, reason="needs TRITON_INTERPRET=1")
+
+
+@pytest.fixture(autouse=True)
+def _registered():
+    import residua.ops.rms_norm.triton  # noqa: F401  (its operators)
+
+
 aten = torch.ops.aten
 NORMS = {"gated_norm": {"kind": "gatednorm", "rank": 4}, "rms_norm": {"kind": "rmsnorm"}}
 ARGUMENTS = {"gated_norm": 8, "rms_norm": 4}

@@ -16,6 +16,11 @@ pytestmark = pytest.mark.skipif(not fused.INTERPRETED, reason="needs TRITON_INTE
 TAKEN = "residua.rms_norm_backward_dotted.default"
 
 
+@pytest.fixture(autouse=True)
+def _registered():
+    import residua.ops.rms_norm.triton  # noqa: F401  (its operators)
+
+
 @pytest.mark.parametrize("topology", [{"kind": "full_attnres"}, {"kind": "block_attnres", "sublayers_per_block": 2}])
 def test_a_model_keeps_its_loss_and_gradients_and_every_read_has_its_dots_from_a_norm(topology):
     loss, parameters = model_loss(layers=2, topology=topology)
