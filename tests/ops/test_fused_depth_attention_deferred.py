@@ -304,12 +304,26 @@ def test_without_gradients_the_state_is_the_plain_list_of_sources():
     assert len(state) == 2
 
 
+def test_queries_in_two_parts_keep_sixteen_bits():
+    u = torch.randn(3, 24)
+    parts = junction.depth_parts(u)
+    assert parts.shape == (3, 2, 24) and parts.dtype == torch.bfloat16
+    assert (parts.double().sum(1) - u).abs().le(2.0**-17 * u.abs()).all()
+
+
+def test_the_last_tokens_of_a_block_get_no_slopes_from_beyond():
+    case = case_of(FULL, 12, 16, shape=(19,))
+    assert case[0].plan.leads
+    agree(run("triton", *case), truth_of(*case), 2e-5)
+
+
 def test_kernels_describe_their_outputs_truly():
     v, u = torch.randn(2, 5, 24), torch.randn(3, 24)
     z, rstd = junction.depth_scores(v, u, 1, 2, 1e-6)
     h, lse = junction.depth_mix([v, v], [z, z], [0, 1])
     stats = junction.depth_stats(v, h, lse)
     for operator, arguments in [
+        (junction.depth_parts, (u,)),
         (junction.depth_scores, (v, u, 1, 2, 1e-6)),
         (junction.depth_sum_scores, (v, v, u, 0, 3, 1e-6)),
         (junction.depth_mix, ([v, v], [z, z], [0, 1])),

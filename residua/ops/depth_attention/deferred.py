@@ -30,7 +30,8 @@ from torch.nn.functional import pad
 from residua.ops import fused as shared
 from residua.ops.backend import chosen_backend
 from residua.ops.depth_attention import junction
-from residua.ops.depth_attention.plan import Plan
+from residua.ops.depth_attention.launch import narrow
+from residua.ops.depth_attention.plan import FRONT, Plan
 
 State = tuple[Tensor, ...]
 
@@ -44,24 +45,26 @@ def serves(x: Tensor, *, key_norm: str, activation: str) -> bool:
 def open(plan: Plan, x: Tensor, queries: Tensor, eps: float = 1e-6) -> State:
     """Begin with source 0; queries [reads, C] fp32 are the u_l of every read.
 
-    The state is u, the chain that collects du, what a group of reads has under way, and then for every source that is
-    still needed: its value outside of autograd, scores and rstd; a handle for a later source, if that hands a gradient
-    on to this one; and of each coming reader of its own the handle whose gradient is dh, then those for (lse, δ).
+    The state is u, u in the form that the scores of narrow sources take, the chain that collects du, what a group of
+    reads has under way, and then for every source that is still needed: its value outside of autograd, scores and rstd;
+    a handle for a later source, if that hands a gradient on to this one; and of each coming reader of its own the
+    handle whose gradient is dh, then those for (lse, δ).
     """
     u = queries.detach().contiguous()
     value = x.detach().contiguous()
-    made = value, *junction.depth_scores(value, u, 0, len(plan.readers[0]), eps)
+    parts = junction.depth_parts(u) if narrow(value) else u
+    made = value, *junction.depth_scores(value, parts, 0, len(plan.readers[0]), eps)
     chain, *handles = _fork(plan, 0, x, made, [], u, queries)
-    return u, chain, *made, *handles
+    return u, parts, chain, *made, *handles
 
 
 def step(plan: Plan, k: int, y: Tensor, state: State, eps: float = 1e-6) -> tuple[Tensor, State]:
     """Make source k+1 of the output y of sublayer k, then read: h [..., C] and the next state."""
-    table, u = plan.steps[k], state[0]
+    table, (u, parts, link) = plan.steps[k], state[:FRONT]
     y = y.to(state[table.newest].dtype)
     made, h, lse, partial = _evaluate(plan, k, y.detach().contiguous(), state, eps)
     before = [state[i : i + 4] for i in table.onward]
-    chain, *rest = _fork(plan, k + 1, y, made, before, u, state[1])
+    chain, *rest = _fork(plan, k + 1, y, made, before, u, link)
     handles = list(rest)  # to torch 2.11's compiler `rest` is a tuple
     gradients, stats = [state[i] for i in table.gradients], [state[i] for i in table.stats]
     if k in plan.own[k + 1]:
@@ -69,7 +72,7 @@ def step(plan: Plan, k: int, y: Tensor, state: State, eps: float = 1e-6) -> tupl
         stats.append(handles.pop(first + own))
         gradients.append(handles.pop(first))
     h = _read(torch.compiler.is_compiling(), h, lse, gradients, stats)
-    after = [u, chain, *partial]
+    after = [u, parts, chain, *partial]
     for start, stop in table.kept:
         after += state[start:stop]
     return h, (*after, *made, *handles) if plan.keeps_new(k) else tuple(after)
@@ -97,10 +100,10 @@ def _evaluate(plan: Plan, k: int, y: Tensor, state: State, eps: float) -> tuple[
     A group of reads begins with all of them over the sources there are; `partial` holds their lse, and o_l of each read
     to come. Such a read is o_l, whose score is lse_l, and the sources that are newer.
     """
-    table, u = plan.steps[k], state[0]
+    table, (u, parts, _) = plan.steps[k], state[:FRONT]
     first, count = plan.readers[k + 1][0], len(plan.readers[k + 1])
     start, size = plan.group[k]
-    partial = state[2 : 2 + table.pending]
+    partial = state[FRONT : FRONT + table.pending]
     values, scores, rows = [state[i] for i in table.seen], [state[i + 1] for i in table.seen], table.rows
     if k > start:
         values, scores, rows = [partial[1], *values], [partial[0], *scores], [k - start, *rows]
@@ -110,9 +113,9 @@ def _evaluate(plan: Plan, k: int, y: Tensor, state: State, eps: float) -> tuple[
         *made, h, lse = junction.depth_sum_read(base, y, u, k, values, scores, rows, eps)
         return (made[0], made[1], made[2]), h, lse, partial
     if base is None:
-        new: Made = (y, *junction.depth_scores(y, u, first, count, eps))
+        new: Made = (y, *junction.depth_scores(y, parts, first, count, eps))
     else:
-        new = junction.depth_sum_scores(base, y, u, first, count, eps)
+        new = junction.depth_sum_scores(base, y, parts, first, count, eps)
     values, scores, rows = [*values, new[0]], [*scores, new[1]], [*rows, k - first]
     if k == start and size > 1:
         every_lse, h, *later = junction.depth_mix_group(values, scores, rows, size)

@@ -14,6 +14,7 @@ from residua.ops import fused as shared
 from residua.ops.addresses import addresses
 from residua.ops.depth_attention.launch import (
     NUMBERS,
+    SLOPES,
     UNROLL,
     kernels,
     mix_tile,
@@ -30,14 +31,25 @@ from residua.ops.depth_attention.plan import FEW
 from residua.ops.launch import aligned, divided, extent, on, operator, power
 
 
+def _parts_output(u: Tensor) -> Tensor:
+    return u.new_empty(len(u), 2, u.shape[1], dtype=torch.bfloat16)
+
+
+@operator("depth_parts(Tensor u) -> Tensor", _parts_output)
+def depth_parts(u: Tensor) -> Tensor:
+    """u [reads, C] as the sum of two bf16 parts [reads, 2, C]; opaque, as a compiler may leave out the rounding."""
+    coarse = u.bfloat16()
+    return torch.stack([coarse, (u - coarse).bfloat16()], 1)
+
+
 def _scores_outputs(v: Tensor, u: Tensor, first: int, count: int, eps: float) -> tuple[Tensor, Tensor]:
     length = pitch(extent(v)[1])
-    return u.new_empty(count, length), u.new_empty(length)
+    return v.new_empty(count, length, dtype=torch.float32), v.new_empty(length, dtype=torch.float32)
 
 
 @operator("depth_scores(Tensor v, Tensor u, int first, int count, float eps) -> (Tensor, Tensor)", _scores_outputs)
 def depth_scores(v: Tensor, u: Tensor, first: int, count: int, eps: float) -> tuple[Tensor, Tensor]:
-    """z_l = rstd (u_l · v) [count, pitch] for the readers from `first` on, and rstd [pitch]."""
+    """z_l = rstd (u_l · v) [count, pitch] for the readers from `first` on, and rstd [pitch]; u may be in parts."""
     z, rstd = _scores_outputs(v, u, first, count, eps)
     _launch_scores(None, v, None, u, z, rstd, first, eps)
     return z, rstd
@@ -69,7 +81,7 @@ def _launch_scores(
     if tokens == 0:
         return
     y = aligned(y)
-    tile = scores_tile(width, len(z), y)
+    tile = scores_tile(width, len(z), u)
     with on(y):
         kernels().forward.scores_kernel[(divided(tokens, tile["TOKENS"]),)](
             y if base is None else aligned(base), y, y if v is None else v, u, z, rstd,
@@ -214,8 +226,8 @@ def _few_readers_gradient(
     onward: Tensor | None, dh: Sequence[Tensor], stats: Sequence[Tensor], dv: Tensor,
 ) -> Tensor:  # fmt: skip
     width, tokens = extent(v)
-    tile, warps = piece_tile(width, rows=3 * len(dh) + 2), 16 if len(dh) == 1 else 8
-    parts, tiles = shares(v, divided(tokens, tile["TOKENS"]), per_core=warps / tile.get("num_warps", 1))
+    tile = piece_tile(v, len(dh))
+    parts, tiles = shares(v, divided(tokens, tile["TOKENS"]), per_core=8 / tile.get("num_warps", 1))
     du_parts = u.new_empty(parts, len(dh), width)
     kernels().backward.few_readers_backward_kernel[(parts,)](
         addresses(dh, [s.data_ptr() for s in stats]), v, v if onward is None else onward, z, rstd, u, dv, du_parts,
@@ -230,12 +242,14 @@ def _many_readers_gradient(
 ) -> Tensor:  # fmt: skip
     width, tokens = extent(v)
     tile = row_tile(width)
-    value_grad, slopes, pull = torch.empty_like(v), v.new_empty(1, len(dh), z.shape[1]), torch.empty_like(rstd)[None]
+    slopes, pull = v.new_empty(1, len(dh), z.shape[1]), torch.empty_like(rstd)[None]
+    slopes[..., tokens:] = 0
+    table = addresses(dh, [*(s.data_ptr() for s in stats), v.data_ptr(), dv.data_ptr()])
     kernels().backward.mix_backward_kernel[(divided(tokens, tile["TOKENS"]),)](
-        addresses(dh, [s.data_ptr() for s in stats]), v, v if onward is None else onward, z, rstd,
-        value_grad, slopes, pull, tokens, len(dh), z.stride(0), ADD=onward is not None, UNROLL=UNROLL, **tile,
+        table, v, v if onward is None else onward, z, rstd,
+        dv, slopes, pull, tokens, len(dh), z.stride(0), ADD=onward is not None, UNROLL=UNROLL, **tile,
     )  # fmt: skip
-    return _scores_gradient([v], [value_grad], slopes, pull, u, first, [dv])
+    return _scores_gradient(table, v, slopes, pull, u, first)
 
 
 def _block_outputs(
@@ -263,12 +277,12 @@ def depth_block_gradient(
         return outputs
     values, count, length = [aligned(v) for v in values], len(dh), rstds[0].shape[0]
     dh, stats = [aligned(g) for g in dh], [aligned(s) for s in stats]
-    size, value_grads = len(values), [torch.empty_like(v) for v in values]
+    size = len(values)
     slopes, pull = values[0].new_empty(size, count, length), u.new_empty(size, length)
     tile = stack_tile(values[0], size, columns=256, stages=1)
     parts = divided(width, tile["COLUMNS"])
     weights, dots = u.new_empty(count, length, size), u.new_empty(parts, count, length, size)
-    held = [t.data_ptr() for t in (*stats, *values, *value_grads)]
+    held = [t.data_ptr() for t in (*stats, *values, *dv)]
     few = divided(tokens, NUMBERS["TOKENS"])
     with on(u):
         table = addresses(dh, [*held, *(row(z, len(z) - count) for z in scores), *(r.data_ptr() for r in rstds)])
@@ -279,10 +293,11 @@ def depth_block_gradient(
         run.block_backward_kernel[(divided(tokens, tile["TOKENS"]), parts)](
             table, values[0], weights, dots, tokens, count, length, SOURCES=size, **tile
         )
-        run.block_slopes_kernel[(few, size)](
-            table, weights, dots, slopes, pull, tokens, count, length, C=width, PARTS=parts, SOURCES=size, **NUMBERS
-        )
-        _add_parts(_scores_gradient(values, value_grads, slopes, pull, u, first, dv), du, new_du, first)
+        run.block_slopes_kernel[(divided(tokens, SLOPES["TOKENS"]),)](
+            table, weights, dots, slopes, pull, tokens, count, length,
+            C=width, PARTS=parts, SOURCES=size, PADDED=power(size), **SLOPES,
+        )  # fmt: skip
+        _add_parts(_scores_gradient(table, values[0], slopes, pull, u, first), du, new_du, first)
     return outputs
 
 
@@ -291,23 +306,16 @@ def _numbers(each: int) -> int:
     return NUMBERS["TOKENS"] * power(each)
 
 
-def _scores_gradient(
-    values: Sequence[Tensor], value_grads: Sequence[Tensor], slopes: Tensor, pull: Tensor, u: Tensor, first: int,
-    dv: Sequence[Tensor],
-) -> Tensor:  # fmt: skip
-    """Add what comes through the scores to each source's gradient; du in parts, those of all sources together."""
-    width, tokens = extent(values[0])
-    count = slopes.shape[1]
-    tile = scores_gradient_tile(width, count, values[0])
-    blocks = divided(width, tile["COLUMNS"])
-    per_core = 4 if tile["CHUNKS"] == 1 else 2
-    parts, tiles = shares(values[0], divided(tokens, tile["TOKENS"]), per_core / blocks)
-    du_parts = u.new_empty(len(values) * parts, count, width)
-    for i, v in enumerate(values):
-        kernels().backward.scores_backward_kernel[(blocks, parts)](
-            value_grads[i], v, slopes[i], pull[i], u, dv[i], du_parts[i * parts :],
-            tokens, first, count, slopes.stride(1), tiles, **tile,
-        )  # fmt: skip
+def _scores_gradient(table: Tensor, v: Tensor, slopes: Tensor, pull: Tensor, u: Tensor, first: int) -> Tensor:
+    """Add what comes through the scores to the gradients of some sources like v, those in `table`; du in parts."""
+    (width, tokens), (size, count, length) = extent(v), slopes.shape
+    tile = scores_gradient_tile(width, count, v)
+    blocks, per_core = divided(width, tile["COLUMNS"]), 2 if tile.get("num_warps") == 8 else 3
+    parts, tiles = shares(v, divided(tokens, tile["TOKENS"]), per_core / blocks)
+    du_parts = u.new_empty(parts, count, width)
+    kernels().backward.scores_backward_kernel[(blocks, parts)](
+        table, v, slopes, pull, u, du_parts, tokens, first, count, length, tiles, SOURCES=size, **tile
+    )
     return du_parts
 
 

@@ -41,12 +41,21 @@ def row(scores: Tensor, index: int) -> int:
     return scores.data_ptr() + index * scores.stride(0) * scores.element_size()
 
 
+def narrow(x: Tensor) -> bool:
+    """Whether products are taken in bf16, as x is; the interpreter has none."""
+    return x.dtype == torch.bfloat16 and not shared.INTERPRETED
+
+
 UNROLL = 2
 """Rows in flight at once; more were slower at every number of sources, registers being what bounds these kernels."""
 
 
 NUMBERS = {"TOKENS": 64, "LANES": 8}
 """The tile of kernels that work on per-token scalars alone: tokens, and sources or readers."""
+
+
+SLOPES = {"TOKENS": 64, "LANES": 4, "num_warps": 8}
+"""The same where a token has several sources at once, so that it takes fewer readers."""
 
 
 def row_tile(width: int) -> dict[str, Any]:
@@ -59,18 +68,22 @@ def row_tile(width: int) -> dict[str, Any]:
     return {**tile, "TOKENS": 1, "num_warps": 1 if width <= 1536 else 4}
 
 
-def piece_tile(width: int, rows: int) -> dict[str, Any]:
-    """For kernels that hold several rows of a token: the row in pieces of equal length, and as few warps as can be.
+def piece_tile(v: Tensor, readers: int) -> dict[str, Any]:
+    """For the kernel that holds a token's v and rows of its readers: rows in pieces of equal length, and few warps.
 
-    A thread has room for about 220 fp32 numbers, and where warps share a row they must wait for each other.
+    A thread has room for about 220 fp32 numbers, and where warps share a row they must wait for each other. Rows are
+    loaded two steps ahead, if they fit.
     """
+    width = v.shape[-1]
     if shared.INTERPRETED:
         piece = min(64, max(16, power(width)))
-        return {"C": width, "PIECE": piece, "PIECES": divided(width, piece), "TOKENS": 16, "TOGETHER": False}
-    warps = next(n for n in (1, 2, 4, 8, 16) if rows * width <= n * 32 * 220 or n == 16)
+        tile = {"C": width, "PIECE": piece, "PIECES": divided(width, piece), "TOKENS": 16}
+        return {**tile, "TOGETHER": False, "STAGES": 1}
+    warps = next(n for n in (1, 2, 4, 8, 16) if (3 * readers + 2) * width <= n * 32 * 220 or n == 16)
     piece = min(power(width), 256 if width % 512 else 256 * max(1, warps // 2))
     tile = {"C": width, "PIECE": piece, "PIECES": divided(width, piece), "TOKENS": 1}
-    return {**tile, "TOGETHER": warps > 1, "num_warps": warps}
+    ahead = 2 * (readers + 2) * tile["PIECES"] * piece * v.element_size()
+    return {**tile, "TOGETHER": warps > 1, "STAGES": 3 if ahead <= 100_000 else 1, "num_warps": warps}
 
 
 def mix_tile(width: int) -> dict[str, Any]:
@@ -84,39 +97,42 @@ def stack_tile(v: Tensor, results: int, columns: int, stages: int) -> dict[str, 
 
     `columns` and `stages` were the fastest on an H200 from 768 to 2,048 channels; float32 has room for fewer columns.
     """
-    width, narrow = v.shape[-1], v.dtype == torch.bfloat16 and not shared.INTERPRETED
-    tile = {"C": width, "NARROW": narrow, "ROWS": 16, "PADDED": max(8, power(results))}
+    width = v.shape[-1]
+    tile = {"C": width, "NARROW": narrow(v), "ROWS": 16, "PADDED": max(8, power(results))}
     if shared.INTERPRETED:
         return {**tile, "TOKENS": 16, "COLUMNS": min(64, max(16, power(width)))}
-    columns = min(columns if narrow else 64, max(16, power(width)))
+    columns = min(columns if narrow(v) else 64, max(16, power(width)))
     return {**tile, "TOKENS": 1, "COLUMNS": columns, "num_warps": 1, "num_stages": stages}
 
 
-def scores_tile(width: int, readers: int, v: Tensor) -> dict[str, Any]:
-    tokens, stages = (128, 4) if readers <= CHUNK else (64, 3)
-    return product_tile(width, readers, v, tokens, 64, stages)
+def scores_tile(width: int, readers: int, u: Tensor) -> dict[str, Any]:
+    return product_tile(width, readers, u, tokens=128, columns=64, warps=4, stages=4, room=4)
 
 
 def scores_gradient_tile(width: int, readers: int, v: Tensor) -> dict[str, Any]:
-    return product_tile(width, readers, v, 16 if readers <= CHUNK else 32, 128, 3)
+    return product_tile(width, readers, v, 32 if readers <= CHUNK else 16, columns=128, warps=8, stages=3, room=2)
 
 
-def product_tile(width: int, readers: int, v: Tensor, tokens: int, columns: int, stages: int) -> dict[str, Any]:
+def product_tile(
+    width: int, readers: int, factor: Tensor, tokens: int, columns: int, warps: int, stages: int, room: int
+) -> dict[str, Any]:
     """For kernels that are matrix products between tokens and readers, CHUNKS of them.
 
     With 64 readers to a product Triton makes asynchronous products that still read a buffer while its pipeline loads
     the next tile into it (a source that is used both in a product and otherwise gets one buffer too few). With 32 it
-    makes none. The sums of all chunks stay in registers, so from four chunks on tiles are smaller.
+    makes none. The sums of all chunks stay in registers: where there is no `room` for as many, tiles are smaller.
     """
     chunks = divided(readers, CHUNK)
     tile = {"C": width, "READERS": min(CHUNK, max(16, power(readers))), "CHUNKS": chunks}
-    tile["NARROW"] = v.dtype == torch.bfloat16 and not shared.INTERPRETED
+    tile["NARROW"] = narrow(factor)
     if shared.INTERPRETED:
         return {**tile, "TOKENS": 16, "COLUMNS": min(64, max(16, power(width)))}
     if not tile["NARROW"]:
-        tokens, columns, stages = 64 if chunks == 1 else 32, 64, 3
-    smaller, warps = power(divided(chunks, 3)), 4 if tile["NARROW"] or chunks == 1 else 8
+        most, warps = (64, 4) if chunks == 1 else (32, 8)
+        tokens, columns, stages, room = min(tokens, most), 64, 3, 3
+    smaller = power(divided(chunks, room))
     tokens, columns = max(16, tokens // smaller), max(16, min(columns // smaller, power(width)))
+    warps = max(4, warps // smaller)
     return {**tile, "TOKENS": tokens, "COLUMNS": columns, "num_warps": warps, "num_stages": stages}
 
 

@@ -9,6 +9,8 @@ GROUP = 8
 """Most reads that are evaluated together."""
 BLOCK = 6
 """Most sources whose gradients are made together."""
+FRONT = 3
+"""Tensors that a state begins with: u, the queries as the scores take them, and the chain that collects du."""
 FEW = 5
 """Most readers that one kernel serves to the end, scores and all: as many as are left over in a block of sources."""
 
@@ -34,7 +36,7 @@ class Step(NamedTuple):
     onward: list[int]
     """The values of the sources to which source k+1 hands a gradient on; score, rstd and handle follow each."""
     pending: int
-    """Tensors of a group of reads that is under way, from position 2 on."""
+    """Tensors of a group of reads that is under way, from position FRONT on."""
     seen: list[int]
     """The values that are read, without those that the group's first read took in and without the new one."""
     rows: list[int]
@@ -89,7 +91,7 @@ class Plan:
         return sum(self.group[k]) - 1 - k if k >= 0 else 0
 
     def _places(self, k: int) -> list[Place]:
-        places, start = [], 2 + (self.pending(k) + 1 if self.pending(k) else 0)
+        places, start = [], FRONT + (self.pending(k) + 1 if self.pending(k) else 0)
         for s in range(k + 2):
             if self.readers[s][-1] > k or (s == k + 1 and self.grows[s + 1]):
                 onward = int(self.leader.get(s, s + 1 if self.grows[s + 1] else 0) > k + 1)
@@ -118,7 +120,7 @@ class Plan:
         return Step(
             newest=max(places.values()).start,
             onward=[places[s].start for s in onward],
-            pending=min(place.start for place in places.values()) - 2,
+            pending=min(place.start for place in places.values()) - FRONT,
             seen=[places[s].start for s in older],
             rows=[k - self.readers[s][0] for s in older],
             gradients=[first[s] for s in served],

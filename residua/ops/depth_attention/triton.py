@@ -31,14 +31,14 @@ def store_row(pointer, at, low, high, C: tl.constexpr, inside, first, second):  
 
 
 @triton.jit
-def _product(a, b, sum, NARROW: tl.constexpr):  # type: ignore[no-untyped-def]
-    """sum + a·b; `a` fp32. Narrow `b` is exact in bf16, and so is `a` as the sum of two bf16 parts."""
+def _add_scores(sum, queries, known, v, C: tl.constexpr, NARROW: tl.constexpr):  # type: ignore[no-untyped-def]
+    """sum [readers, tokens] + u vᵀ. Narrow v is exact in bf16, and so are the `queries` in two bf16 parts, C apart."""
+    u = tl.load(queries, mask=known, other=0.0)
     if NARROW:
-        coarse = a.to(tl.bfloat16)
-        sum = tl.dot(coarse, b, sum)
-        sum = tl.dot((a - coarse.to(tl.float32)).to(tl.bfloat16), b, sum)
+        sum = tl.dot(u, tl.trans(v), sum)
+        sum = tl.dot(tl.load(queries + C, mask=known, other=0.0), tl.trans(v), sum)
     else:
-        sum = tl.dot(a, b.to(tl.float32), sum, input_precision="tf32x3")
+        sum = tl.dot(u, tl.trans(v.to(tl.float32)), sum, input_precision="tf32x3")
     return sum
 
 
@@ -50,15 +50,17 @@ def scores_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """z_l = rstd · (u_l · v) for readers l in [first, first + count), rstd = (mean(v²) + eps)^-½; v = y or base + y.
 
-    The readers are in CHUNKS of READERS, one product each.
+    `u` is [reads, C] fp32 or, if NARROW, their parts [reads, 2, C] bf16. The readers are in CHUNKS of READERS, a
+    product each. Squares are added up by eight, which one thread has: so few sums leave room for more warps.
     """
+    PARTS: tl.constexpr = 2 if NARROW else 1
     at = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     readers = tl.arange(0, READERS)
     inside = at < tokens
     dots = ()
     for _ in tl.static_range(CHUNKS):
         dots = dots + (tl.zeros([READERS, TOKENS], tl.float32),)  # type: ignore[assignment]
-    squares = tl.zeros([TOKENS, COLUMNS], tl.float32)
+    squares = tl.zeros([TOKENS, COLUMNS // 8], tl.float32)
     for start in range(0, C, COLUMNS):
         columns = start + tl.arange(0, COLUMNS)
         here = at[:, None] * C + columns[None, :]
@@ -70,20 +72,18 @@ def scores_kernel(  # type: ignore[no-untyped-def]
         more = ()
         for chunk in tl.static_range(CHUNKS):
             l = chunk * READERS + readers  # noqa: E741
-            queries = tl.load(
-                u + (first + l)[:, None] * C + columns[None, :],
-                mask=(l < count)[:, None] & (columns < C)[None, :],
-                other=0.0,
-            )
-            more = more + (_product(queries, tl.trans(v), dots[chunk], NARROW),)  # type: ignore[assignment]
+            queries = u + (first + l)[:, None] * (PARTS * C) + columns[None, :]
+            known = (l < count)[:, None] & (columns < C)[None, :]
+            more = more + (_add_scores(dots[chunk], queries, known, v, C, NARROW),)  # type: ignore[assignment]
         dots = more
         wide = v.to(tl.float32)
-        squares += wide * wide
+        squares += tl.sum(tl.reshape(wide * wide, [TOKENS, COLUMNS // 8, 8]), 2)
     r = tl.rsqrt(tl.sum(squares, 1) / C + eps)
     tl.store(rstd + at, r, mask=inside)
     for chunk in tl.static_range(CHUNKS):
         l = chunk * READERS + readers  # noqa: E741
-        tl.store(z + l[:, None] * pitch + at[None, :], dots[chunk] * r[None, :], mask=(l < count)[:, None] & inside)
+        here = l[:, None] * pitch + at[None, :]
+        tl.store(z + here, dots[chunk] * r[None, :], mask=(l < count)[:, None] & (at < pitch)[None, :])
 
 
 @triton.jit

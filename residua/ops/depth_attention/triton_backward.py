@@ -197,69 +197,80 @@ def block_backward_kernel(
 def block_slopes_kernel(
     table, weights, dots, dz, pull, tokens, count, pitch,
     C: tl.constexpr, PARTS: tl.constexpr, TOKENS: tl.constexpr, LANES: tl.constexpr, SOURCES: tl.constexpr,
+    PADDED: tl.constexpr,
 ):  # fmt: skip
     """What the scores' gradient needs, from `block_backward_kernel`'s dots: slope_il = rstd_i a_il (dots_il − δ_l) as
-    dz [SOURCES, count, pitch], and pull_i = rstd_i/C Σ_l slope_il z_il.
+    dz [SOURCES, count, pitch], zero beyond the tokens, and pull_i = rstd_i/C Σ_l slope_il z_il.
+
+    A program has all the sources of its tokens: what lies side by side in `weights` and `dots` is read together, and
+    Triton turns it for dz, which lies along the tokens.
     """
-    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    source = tl.program_id(1)
-    inside = token < tokens
-    scores = tensor(table, 2 * count + 2 * SOURCES + source, tl.float32)
-    r = tl.load(tensor(table, 2 * count + 3 * SOURCES + source, tl.float32) + token, mask=inside, other=0.0)
-    weight = tl.zeros([TOKENS, LANES], tl.float32)
+    token, sources = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS), tl.arange(0, PADDED)
+    inside, known = token < tokens, sources < SOURCES
+    each = (token < pitch)[:, None] & known[None, :]
+    slot = 2 * count + 2 * SOURCES + sources
+    r = tl.load(tensors(table, slot + SOURCES, known, tl.float32)[None, :] + token[:, None], mask=each, other=0.0)
+    scores = tensors(table, slot, known, tl.float32)[None, None, :]
+    weight = tl.zeros([TOKENS, PADDED], tl.float32)
     for start in range(0, count, LANES):
-        lanes = start + tl.arange(0, LANES)
-        real = inside[:, None] & (lanes < count)[None, :]
-        stats = tl.load(table + count + lanes, mask=lanes < count, other=0).to(tl.pointer_type(tl.float32))
-        far = (lanes.to(tl.int64) * pitch)[None, :] + token[:, None]
-        dot = -tl.load(stats[None, :] + pitch + token[:, None], mask=real, other=0.0)
+        l = start + tl.arange(0, LANES)  # noqa: E741
+        real = l < count
+        far = token[:, None] + (l.to(tl.int64) * pitch)[None, :]
+        delta = tl.load(
+            tensors(table, count + l, real, tl.float32)[None, :] + pitch + token[:, None],
+            mask=(token < pitch)[:, None] & real[None, :],
+            other=0.0,
+        )
+        exists = each[:, None, :] & real[None, :, None]
+        place = far[:, :, None] * SOURCES + sources[None, None, :]
+        dot = tl.zeros([TOKENS, LANES, PADDED], tl.float32) - delta[:, :, None]
         for part in tl.static_range(PARTS):
             of_part = dots + tl.cast(part * count, tl.int64) * pitch * SOURCES
-            dot += tl.load(of_part + far * SOURCES + source, mask=real, other=0.0)
-        a = tl.load(weights + far * SOURCES + source, mask=real, other=0.0)
-        slope = r[:, None] * a * dot
-        weight += slope * tl.load(scores + far, mask=real, other=0.0)
-        mine = dz + tl.cast(source, tl.int64) * count * pitch
-        tl.store(mine + far, slope.to(dz.dtype.element_ty), mask=real)
-    tl.store(pull + source * pitch + token, tl.sum(weight, 1) * r / C, mask=inside)
+            dot += tl.load(of_part + place, mask=exists, other=0.0)
+        slope = r[:, None, :] * tl.load(weights + place, mask=exists, other=0.0) * dot
+        slope = tl.where(inside[:, None, None], slope, 0.0)
+        weight += tl.sum(slope * tl.load(scores + far[:, :, None], mask=exists, other=0.0), 1)
+        mine = dz + (sources.to(tl.int64) * count * pitch)[None, None, :] + far[:, :, None]
+        tl.store(mine, slope.to(dz.dtype.element_ty), mask=exists)
+    tl.store(pull + (sources * pitch)[None, :] + token[:, None], weight * r / C, mask=each)
 
 
 @triton.jit(do_not_specialize=["tokens", "first", "tiles"])
 def few_readers_backward_kernel(
     table, v, onward, z, rstd, u, dv, du_parts, tokens, first, pitch, tiles,
     C: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr, READERS: tl.constexpr, ADD: tl.constexpr,
-    TOKENS: tl.constexpr, TOGETHER: tl.constexpr,
+    TOKENS: tl.constexpr, TOGETHER: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The whole gradient of a source with few readers: dv = onward + Σ_l (a_l dh_l + slope_l u_l) − pull v.
 
     And a part of each du_l. `table` holds the addresses of the dh_l, then those of the readers' stats.
     """
     dtype: tl.constexpr = v.dtype.element_ty
-    queries, du = (), ()
+    queries, du, gradients, stats = (), (), (), ()
     for l in tl.static_range(READERS):  # noqa: E741
+        gradients, stats = gradients + (tensor(table, l, dtype),), stats + (tensor(table, READERS + l, tl.float32),)
         for p in tl.static_range(PIECES):
             columns = p * PIECE + tl.arange(0, PIECE)
             query = tl.load(u + (first + l) * C + columns, mask=columns < C, other=0.0)[None, :]
             queries, du = queries + (query,), du + (tl.zeros([TOKENS, PIECE], tl.float32),)
     part = tl.program_id(0)
-    for tile in range(part * tiles, part * tiles + tiles):
+    for tile in tl.range(part * tiles, part * tiles + tiles, num_stages=STAGES):
         at = tile * TOKENS + tl.arange(0, TOKENS).to(tl.int64)
         inside = at < tokens
         value = load_pieces(v, at, inside, C, PIECE, PIECES)
         r = tl.load(rstd + at, mask=inside, other=0.0)
         g, products = (), ()
         for l in tl.static_range(READERS):  # noqa: E741
-            g = g + (load_pieces(tensor(table, l, dtype), at, inside, C, PIECE, PIECES),)
+            g = g + (load_pieces(gradients[l], at, inside, C, PIECE, PIECES),)
             products = products + (dot_pieces(g[l], value, PIECES),)
         if ADD:
             before = load_pieces(onward, at, inside, C, PIECE, PIECES)
         dots = row_sums(products, READERS, TOGETHER)
         a, slope, pull = (), (), tl.zeros([TOKENS], tl.float32)
         for l in tl.static_range(READERS):  # noqa: E741
-            stats = tensor(table, READERS + l, tl.float32)
             score = tl.load(z + l * pitch + at, mask=inside, other=0.0)
-            delta = tl.load(stats + pitch + at, mask=inside, other=0.0)
-            a = a + (tl.exp(score - tl.load(stats + at, mask=inside, other=0.0)),)
+            delta = tl.load(stats[l] + pitch + at, mask=inside, other=0.0)
+            a = a + (tl.exp(score - tl.load(stats[l] + at, mask=inside, other=0.0)),)
             slope = slope + (r * a[l] * (dots[l] - delta),)
             pull += slope[l] * score * r / C
         new_du = ()
@@ -282,19 +293,64 @@ def few_readers_backward_kernel(
             tl.store(mine + columns, tl.sum(du[l * PIECES + p], 0), mask=columns < C)
 
 
+@triton.jit
+def _entries(table, slot, COUNT: tl.constexpr):
+    """The addresses in `table` from `slot` on."""
+    found = ()
+    for i in tl.static_range(COUNT):
+        found = found + (tl.load(table + slot + i),)
+    return found
+
+
+@triton.jit
+def _chosen(addresses, which, COUNT: tl.constexpr, dtype: tl.constexpr):
+    """The tensor whose address is number `which`, without a load: in a loop, others would have to wait for it."""
+    address = addresses[0]
+    for i in tl.static_range(1, COUNT):
+        address = tl.where(which == i, addresses[i], address)
+    return tl.multiple_of(address.to(tl.pointer_type(dtype)), 16)
+
+
+@triton.jit
+def _add_products(before, values, back, slopes, turned, queries, du, NARROW: tl.constexpr, CHUNKS: tl.constexpr):
+    """before − back · v + Σ slopesᵀ u, and du + slopes v, chunk by chunk; `turned` are the slopesᵀ.
+
+    Narrow, all that comes from memory is a factor of a product, if with the identity: that is what Triton loads ahead.
+    """
+    new_du = ()
+    if NARROW:
+        grad = -back[:, None] * values.to(tl.float32)
+        one = tl.arange(0, before.shape[0])
+        grad = tl.dot((one[:, None] == one[None, :]).to(before.dtype), before, grad)
+        for chunk in tl.static_range(CHUNKS):
+            grad = tl.dot(turned[chunk], queries[chunk], grad)
+            new_du = new_du + (tl.dot(slopes[chunk], values, du[chunk]),)
+    else:
+        wide = values.to(tl.float32)
+        grad = before.to(tl.float32) - back[:, None] * wide
+        for chunk in tl.static_range(CHUNKS):
+            grad = tl.dot(turned[chunk].to(tl.float32), queries[chunk], grad, input_precision="tf32x3")
+            more = tl.dot(slopes[chunk].to(tl.float32), wide, du[chunk], input_precision="tf32x3")
+            new_du = new_du + (more,)
+    return grad, new_du
+
+
 @triton.jit(do_not_specialize=["tokens", "first", "count", "tiles"])
 def scores_backward_kernel(
-    value_grad, v, dz, pull, u, dv, du_parts, tokens, first, count, pitch, tiles,
+    table, like, dz, pull, u, du_parts, tokens, first, count, pitch, tiles,
     C: tl.constexpr, NARROW: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, READERS: tl.constexpr,
-    CHUNKS: tl.constexpr,
+    CHUNKS: tl.constexpr, SOURCES: tl.constexpr,
 ):  # fmt: skip
-    """dv = value_grad + Σ_l dz_l u_l − pull · v, and this program's part of du_l = Σ_tokens dz_l v.
+    """dv_i += Σ_l dz_il u_l − pull_i · v_i, and this program's part of du_l = Σ_i Σ_tokens dz_il v_i.
 
-    The readers are in CHUNKS of READERS, two products each.
+    `table` is that of `block_backward_kernel`, the sources' sums being dv. One loop goes over tokens and sources, so du
+    stays in registers to the end. The readers are in CHUNKS of READERS, two products each. dz is zero beyond the
+    tokens, so it can be loaded up to the pitch and sixteen numbers at once.
     """
+    dtype: tl.constexpr = like.dtype.element_ty
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     part = tl.program_id(1)
-    readers = tl.arange(0, READERS)
+    readers, token = tl.arange(0, READERS), tl.arange(0, TOKENS).to(tl.int64)
     queries, du = (), ()
     for chunk in tl.static_range(CHUNKS):
         l = chunk * READERS + readers  # noqa: E741
@@ -302,28 +358,30 @@ def scores_backward_kernel(
         query = tl.load(u + (first + l)[:, None] * C + columns[None, :], mask=known, other=0.0)
         queries = queries + (query.to(tl.bfloat16) if NARROW else query,)
         du = du + (tl.zeros([READERS, COLUMNS], tl.float32),)
-    for tile in range(part * tiles, part * tiles + tiles):
-        at = tile * TOKENS + tl.arange(0, TOKENS).to(tl.int64)
+    values_at, grads_at = _entries(table, 2 * count, SOURCES), _entries(table, 2 * count + SOURCES, SOURCES)
+    begin, end = part * tiles * SOURCES, (part * tiles + tiles) * SOURCES
+    at = begin // SOURCES * TOKENS + token
+    coming = tl.load(pull + at, mask=at < tokens, other=0.0)
+    for step in range(begin, end):
+        source, at = step % SOURCES, step // SOURCES * TOKENS + token
         inside = at < tokens
         here = at[:, None] * C + columns[None, :]
         mask = inside[:, None] & (columns < C)[None, :]
-        values = tl.load(v + here, mask=mask, other=0.0)
-        back = tl.load(pull + at, mask=inside, other=0.0)
-        grad = tl.load(value_grad + here, mask=mask, other=0.0).to(tl.float32) - back[:, None] * values.to(tl.float32)
-        new_du = ()
+        dv = _chosen(grads_at, source, SOURCES, dtype) + here
+        before = tl.load(dv, mask=mask, other=0.0)
+        values = tl.load(_chosen(values_at, source, SOURCES, dtype) + here, mask=mask, other=0.0)
+        slopes, turned = (), ()
         for chunk in tl.static_range(CHUNKS):
             l = chunk * READERS + readers  # noqa: E741
-            real = (l < count)[:, None] & inside[None, :]
-            slopes = tl.load(dz + l[:, None] * pitch + at[None, :], mask=real, other=0.0)
-            if NARROW:
-                grad = tl.dot(tl.trans(slopes), queries[chunk], grad)
-                new_du = new_du + (tl.dot(slopes, values, du[chunk]),)
-            else:
-                wide = slopes.to(tl.float32)
-                grad = tl.dot(tl.trans(wide), queries[chunk], grad, input_precision="tf32x3")
-                new_du = new_du + (tl.dot(wide, values.to(tl.float32), du[chunk], input_precision="tf32x3"),)
-        du = new_du
-        tl.store(dv + here, grad.to(dv.dtype.element_ty), mask=mask)
+            far, real = (source * count + l).to(tl.int64) * pitch, l < count
+            slope = tl.load(dz + far[:, None] + at[None, :], mask=real[:, None] & (at < pitch)[None, :], other=0.0)
+            other = tl.load(dz + far[None, :] + at[:, None], mask=real[None, :] & (at < pitch)[:, None], other=0.0)
+            slopes, turned = slopes + (slope,), turned + (other,)
+        back, after = coming, step + 1
+        then = after // SOURCES * TOKENS + token
+        coming = tl.load(pull + after % SOURCES * pitch + then, mask=(then < tokens) & (after < end), other=0.0)
+        grad, du = _add_products(before, values, back, slopes, turned, queries, du, NARROW, CHUNKS)
+        tl.store(dv, grad.to(dtype), mask=mask)
     for chunk in tl.static_range(CHUNKS):
         l = chunk * READERS + readers  # noqa: E741
         known = (l < count)[:, None] & (columns < C)[None, :]
