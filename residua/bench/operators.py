@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -58,21 +58,33 @@ def bench_operator(
     peers: dict[str, Function] | None = None,
 ) -> list[OpResult]:
     """Time every implementation of a case on the same inputs. What a peer raises is its result, ours is a defect."""
-    peers = peers or {}
-    results = []
+    return list(bench_each(case, functions, device, ceilings, repeats, peers or {}))
+
+
+def bench_each(
+    case: Case,
+    functions: dict[str, Function],
+    device: torch.device,
+    ceilings: Ceilings,
+    repeats: int,
+    peers: dict[str, Function],
+    tell: Callable[[str], object] = lambda text: None,
+) -> Iterator[OpResult]:
+    """The results of `bench_operator` one by one, each as soon as it is there; `tell` hears what is measured next."""
     for name, function in [*functions.items(), *peers.items()]:
+        tell(f"{case.name}: {name}")
         bare = OpResult(case.name, name, case.forward_bytes, case.forward_bytes + case.backward_bytes)
         try:
-            results.append(_measured(bare, case, function, device, ceilings, repeats))
+            result = _measured(bare, case, function, device, ceilings, repeats)
         except torch.OutOfMemoryError:
-            results.append(replace(bare, problem="out of memory"))
+            result = replace(bare, problem="out of memory")
         except Exception as error:
             if name not in peers:
                 raise
-            results.append(replace(bare, problem=_first_line(error)))
+            result = replace(bare, problem=_first_line(error))
         torch.compiler.reset()
         _free(device)
-    return results
+        yield result
 
 
 def _first_line(error: Exception) -> str:

@@ -18,6 +18,7 @@ from residua.bench.operators import OpResult
 from residua.bench.step import StepResult
 from residua.bench.timing import Sample
 from residua.train.config import RunConfig
+from residua.train.files import write_atomically
 
 WIDTH = 180
 
@@ -137,23 +138,36 @@ def _operator_cells(result: OpResult) -> list[str]:
     return [*cells, number(result.memory_gib, ".2f")]
 
 
+def operator_line(result: OpResult) -> str:
+    """One result in a line, for a log."""
+    title = f"{result.case}: {result.implementation}"
+    if result.forward is None or result.both is None:
+        return f"{title} not timed, {result.problem}"
+    return f"{title} {result.forward.median * 1e3:.3g} ms forward, {result.both.median * 1e3:.3g} ms both"
+
+
 def operator_report(
-    environment: dict[str, Any], ceilings: Ceilings, shape: Shape, results: Sequence[OpResult]
+    environment: dict[str, Any], ceilings: Ceilings, shape: Shape, results: Sequence[OpResult], planned: int
 ) -> dict[str, Any]:
-    """Everything as plain JSON: seconds, bytes, FLOP/s."""
+    """Everything as plain JSON: seconds, bytes, FLOP/s. With fewer results than `planned_rows` a run was cut short."""
     return {
         "kind": "ops",
         "environment": environment,
         "ceilings": asdict(ceilings),
         "shape": {**asdict(shape), "dtype": str(shape.dtype).removeprefix("torch.")},
+        "planned_rows": planned,
         "results": [asdict(result) for result in results],
     }
 
 
 def write_json(path: Path, report: dict[str, Any]) -> None:
-    """Write a report, making its folder."""
+    """Write a report as a whole or not at all, making its folder. A pipe or a device is written to, not replaced."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    text = json.dumps(report, indent=1) + "\n"
+    if path.exists() and not path.is_file():
+        path.write_text(text, encoding="utf-8")
+    else:
+        write_atomically(path.resolve(), text)
 
 
 def number(value: float | None, form: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -9,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 
 from residua.bench import show
 from residua.bench.cases import Case, Function, Shape, depth_paths, operators
 from residua.bench.ceilings import Ceilings, measure_ceilings
-from residua.bench.operators import OpResult, bench_operator, implementations
+from residua.bench.operators import OpResult, bench_each, implementations
 from residua.bench.peers import peers
+from residua.study.progress import clock, remaining
 from residua.train.environment import describe_environment
 
 DEPTH = "depth"
@@ -34,12 +37,13 @@ class Plan:
 
 @dataclass(frozen=True)
 class Report:
-    """What was."""
+    """What was, of `planned` rows."""
 
     shape: Shape
     environment: dict[str, Any]
     ceilings: Ceilings
     results: list[OpResult]
+    planned: int
 
 
 def plan(names: Sequence[str], ways: Sequence[str], precision: str, settings: dict[str, int]) -> Plan:
@@ -60,17 +64,34 @@ def plan(names: Sequence[str], ways: Sequence[str], precision: str, settings: di
     return Plan(shape, device, cases, implementations(device, ways))
 
 
-def run(plan: Plan, repeats: int, tell: Callable[[str], object] = lambda text: None) -> Report:
-    """Time every case, one after another; `tell` hears which."""
-    ceilings = measure_ceilings(plan.device)
-    results = []
+def count_rows(plan: Plan) -> int:
+    """How many implementations there are of all cases, which are made on the meta device for this."""
+    nowhere = torch.device("meta")
+    sketches = {**operators(plan.shape, nowhere), **depth_paths(plan.shape, nowhere)}
+    return sum(len(plan.ways) + len(_installed(plan, name, sketches[name]())) for name in plan.cases)
+
+
+def run(
+    plan: Plan,
+    repeats: int,
+    tell: Callable[[str], object] = lambda text: None,
+    keep: Callable[[Report], object] = lambda report: None,
+) -> Report:
+    """Time every case, one after another; `tell` hears which, `keep` gets the report after every row."""
+    environment, ceilings = describe_environment(plan.device), measure_ceilings(plan.device)
+    report = Report(plan.shape, environment, ceilings, [], count_rows(plan))
     for name, make in plan.cases.items():
-        tell(name)
         case = make()
         functions = {way: wrap(case.function) for way, wrap in plan.ways.items()}
-        others = _others(name, case) if plan.device.type in WITH_PEERS else {}
-        results += bench_operator(case, functions, plan.device, ceilings, repeats, others)
-    return Report(plan.shape, describe_environment(plan.device), ceilings, results)
+        others = _installed(plan, name, case)
+        for result in bench_each(case, functions, plan.device, ceilings, repeats, others, tell):
+            report.results.append(result)
+            keep(report)
+    return report
+
+
+def _installed(plan: Plan, name: str, case: Case) -> dict[str, Function]:
+    return _others(name, case) if plan.device.type in WITH_PEERS else {}
 
 
 def _others(name: str, case: Case) -> dict[str, Function]:
@@ -80,12 +101,70 @@ def _others(name: str, case: Case) -> dict[str, Function]:
     return {peer: case.by_reads(read) for peer, read in peers("depth_attention").items()}
 
 
+class Progress:
+    """Keeps what is measured and says on standard error how far it is.
+
+    A terminal gets a status line, anything else one line for every finished row.
+    """
+
+    def __init__(self, rows: int, out: Path | None, console: Console | None = None) -> None:
+        self.report: Report | None = None
+        self._rows, self._done, self._out = rows, 0, out
+        self._start: float | None = None
+        self._console = console or Console(stderr=True, highlight=False)
+        self._status = self._console.status("measuring this device")
+
+    def __enter__(self) -> Progress:
+        self._status.start()
+        return self
+
+    def __exit__(self, *ending: object) -> None:
+        self._status.stop()
+
+    def tell(self, what: str) -> None:
+        self._start = self._start or time.monotonic()
+        self._status.update(f"{what} ({self._place()})")
+
+    def keep(self, report: Report) -> None:
+        self.report, self._done = report, len(report.results)
+        if self._out is not None:
+            write_report(report, self._out)
+        if not self._console.is_terminal:
+            line = show.operator_line(report.results[-1])
+            self._console.print(f"{line} ({self._place()})", soft_wrap=True, markup=False)
+
+    def _place(self) -> str:
+        place = f"{self._done} of {self._rows}"
+        if self._start is None or not 0 < self._done < self._rows:
+            return place
+        return f"{place}, {clock(remaining(self._start, 0, self._done, self._rows))} left"
+
+
+def conduct(plan: Plan, repeats: int, out: Path | None) -> None:
+    """Measure and show. Whatever ends it early, rows that were measured are in the file and in the table."""
+    progress = Progress(count_rows(plan), out)
+    try:
+        with progress:
+            run(plan, repeats, progress.tell, progress.keep)
+    finally:
+        if progress.report is not None:
+            show_report(progress.report, out)
+
+
+def write_report(report: Report, out: Path) -> None:
+    """Write the JSON."""
+    described = (report.environment, report.ceilings, report.shape)
+    show.write_json(out, show.operator_report(*described, report.results, report.planned))
+
+
 def show_report(report: Report, out: Path | None) -> None:
     """Print the tables and write the JSON."""
     console, shape = show.open_console(), report.shape
     show.print_ceilings(console, report.environment, report.ceilings)
     console.print(f"{shape.tokens} tokens of width {shape.width}, {shape.dtype}".replace("torch.", ""))
     show.print_operators(console, report.results)
+    if len(report.results) < report.planned:
+        console.print(f"stopped early: {len(report.results)} of {report.planned} rows were measured")
     if out is not None:
-        show.write_json(out, show.operator_report(report.environment, report.ceilings, shape, report.results))
+        write_report(report, out)
         console.print(f"written to {out}", soft_wrap=True)

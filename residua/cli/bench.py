@@ -223,8 +223,6 @@ def operators(
     residua bench ops multi_gate gated_norm --width 1280 --streams 8 --out ops.json
     residua bench ops depth --implementations fused,compiled
     """
-    from rich.console import Console
-
     from residua.bench import suite
 
     settings = {
@@ -236,9 +234,7 @@ def operators(
         "vocabulary": vocabulary,
     }
     plan = suite.plan(names or [], implementations.split(","), precision, settings)
-    with Console(stderr=True).status("measuring this device") as status:
-        report = suite.run(plan, repeats, tell=status.update)
-    suite.show_report(report, out)
+    suite.conduct(plan, repeats, out)
 
 
 @app.command()

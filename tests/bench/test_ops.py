@@ -1,5 +1,9 @@
 import io
 import json
+import os
+import re
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,14 +14,15 @@ from residua import ops
 from residua.bench import suite
 from residua.bench.cases import Shape, depth_paths, operators
 from residua.bench.ceilings import Ceilings
-from residua.bench.operators import bench_operator
+from residua.bench.operators import OpResult, bench_operator
 from residua.bench.peers import peers
-from residua.bench.show import print_operators
+from residua.bench.show import print_operators, write_json
 from residua.bench.timing import Sample
 from residua.cli.bench import app
 
 CPU = torch.device("cpu")
 SMALL = Shape(tokens=24, width=32, streams=3, sources=4, rank=2, vocabulary=50, sublayers=8, dtype=torch.float32)
+QUICK = ["--tokens", "16", "--width", "32", "--repeats", "2", "--implementations", "reference"]
 SETTINGS = {"tokens": 16, "width": 32, "streams": 3, "sources": 4, "sublayers": 8, "vocabulary": 50}
 
 
@@ -171,3 +176,121 @@ def test_the_command_prints_a_table_and_writes_json(tmp_path):
     assert report["results"][0]["forward_bytes"] == 2 * 16 * 32 * 4
     assert report["results"][0]["both_bytes"] == 5 * 16 * 32 * 4
     assert "MiB" in done.output
+
+
+def install(monkeypatch: pytest.MonkeyPatch, peer) -> None:
+    """A peer for every operator, measured here too."""
+    monkeypatch.setattr(suite, "peers", lambda name: {"fla": peer})
+    monkeypatch.setattr(suite, "WITH_PEERS", ("cpu", "cuda"))
+
+
+def rows(out: Path) -> list[tuple[str, str]]:
+    return [(row["case"].split(",")[0], row["implementation"]) for row in json.loads(out.read_text())["results"]]
+
+
+def test_every_row_is_in_the_file_before_the_next_is_measured(tmp_path, monkeypatch):
+    out, seen = tmp_path / "made" / "ops.json", []
+
+    def looks(*inputs: torch.Tensor) -> list[torch.Tensor]:
+        seen.append((rows(out), json.loads(out.read_text())["planned_rows"]))
+        raise RuntimeError("seen")
+
+    install(monkeypatch, looks)
+    CliRunner().invoke(app, ["ops", "add_norm", "multi_gate", *QUICK, "--out", str(out)], catch_exceptions=False)
+    first = [("add_norm", "reference")]
+    assert seen == [(first, 4), ([*first, ("add_norm", "fla"), ("multi_gate", "reference")], 4)]
+    assert len(rows(out)) == 4 and [file.name for file in out.parent.iterdir()] == ["ops.json"]
+
+
+def test_ctrl_c_prints_and_keeps_what_was_measured(tmp_path, monkeypatch):
+    def interrupts(*inputs: torch.Tensor) -> list[torch.Tensor]:
+        raise KeyboardInterrupt
+
+    install(monkeypatch, interrupts)
+    out = tmp_path / "ops.json"
+    done = CliRunner().invoke(app, ["ops", "add_norm", "multi_gate", *QUICK, "--out", str(out)])
+    assert done.exit_code == 130
+    assert re.search(r"add_norm +reference +\d", done.stdout) and "multi_gate" not in done.stdout
+    assert "stopped early: 1 of 4 rows were measured" in done.stdout
+    assert rows(out) == [("add_norm", "reference")]
+
+
+def test_ctrl_c_before_the_first_row_leaves_an_older_file_alone(tmp_path, monkeypatch):
+    def interrupts(device: torch.device) -> Ceilings:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(suite, "measure_ceilings", interrupts)
+    out = tmp_path / "ops.json"
+    out.write_text("older")
+    done = CliRunner().invoke(app, ["ops", "add_norm", *QUICK, "--out", str(out)])
+    assert done.exit_code == 130 and done.stdout == "" and out.read_text() == "older"
+
+
+def test_a_defect_of_ours_does_not_take_the_rows_before_it(tmp_path, monkeypatch):
+    def breaks(*arguments: object) -> list[torch.Tensor]:
+        raise RuntimeError("defect")
+
+    monkeypatch.setattr(ops, "multi_gate", breaks)
+    done = CliRunner().invoke(app, ["ops", "add_norm", "multi_gate", *QUICK])
+    assert isinstance(done.exception, RuntimeError)
+    assert re.search(r"add_norm +reference +\d", done.stdout) and "1 of 2 rows" in done.stdout
+
+
+def test_a_log_gets_one_line_for_every_row(monkeypatch):
+    def refuses(*inputs: torch.Tensor) -> list[torch.Tensor]:
+        raise RuntimeError("[sm_90] is not supported")
+
+    install(monkeypatch, refuses)
+    done = CliRunner().invoke(app, ["ops", "gated_norm", *QUICK], catch_exceptions=False)
+    timed, refused = done.stderr.splitlines()
+    times = r"[\d.e+-]+ ms forward, [\d.e+-]+ ms both"
+    assert re.fullmatch(rf"gated_norm, rank 16: reference {times} \(1 of 2, \d+:\d\d left\)", timed)
+    assert refused == "gated_norm, rank 16: fla not timed, RuntimeError: [sm_90] is not supported (2 of 2)"
+    assert "stopped" not in done.stdout
+
+
+def test_rows_are_counted_before_they_are_measured(monkeypatch):
+    install(monkeypatch, None)
+    monkeypatch.setattr(suite, "peers", lambda name: {"fla": None} if name in ("depth_attention", "add_norm") else {})
+    asked = suite.plan(["depth", "add_norm"], ["reference", "compiled"], "float32", SETTINGS)
+    reads = sum("attnres" in name for name in asked.cases)
+    assert suite.count_rows(asked) == 5 * 2 + reads + 2 + 1 == 15
+
+
+def test_a_terminal_gets_a_status_line_with_the_time_left(monkeypatch):
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    console = Console(file=io.StringIO(), force_terminal=True, width=120)
+    sample = Sample(1e-3, 1e-3, 1e-3, 1)
+    row = OpResult("add_norm", "fused", 1, 1, forward=sample, both=sample)
+    with suite.Progress(3, None, console) as progress:
+        progress.tell("add_norm: fused")
+        now += 61
+        progress.keep(suite.Report(SMALL, {}, Ceilings(1, 1, "float32"), [row], 3))
+        progress.tell("add_norm: reference")
+    said = console.file.getvalue()
+    assert "add_norm: reference (1 of 3, 2:02 left)" in said and "ms forward" not in said
+
+
+def test_a_write_that_is_cut_leaves_the_file_as_it_was(tmp_path, monkeypatch):
+    def cut(path: Path) -> None:
+        raise OSError("no space left")
+
+    out = tmp_path / "ops.json"
+    write_json(out, {"rows": 1})
+    monkeypatch.setattr("residua.train.files.flush", cut)
+    with pytest.raises(OSError, match="no space"):
+        write_json(out, {"rows": 2})
+    assert json.loads(out.read_text()) == {"rows": 1}
+
+
+def test_links_and_pipes_are_written_through(tmp_path):
+    (tmp_path / "link.json").symlink_to(tmp_path / "file.json")
+    write_json(tmp_path / "link.json", {"rows": 1})
+    assert (tmp_path / "link.json").is_symlink() and json.loads((tmp_path / "file.json").read_text()) == {"rows": 1}
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    end = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)
+    write_json(pipe, {"rows": 1})
+    assert json.loads(os.read(end, 1000)) == {"rows": 1}
+    os.close(end)
