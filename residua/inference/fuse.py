@@ -2,8 +2,8 @@
 
 Each is one kernel. The rewritten model shares every parameter. Its topology hands each sublayer an input that is
 already normed, and the sublayers norm nothing: the forward pass is the same, and so are the results but for rounding.
-What a gated junction needs of its streams alone is prepared beside the sublayer. What a junction needs of parameters is
-prepared here once, so change no weight afterwards.
+What a gated junction of few rows needs of its streams alone is prepared beside the sublayer. What a junction needs of
+parameters is prepared here once, so change no weight afterwards.
 """
 
 from __future__ import annotations
@@ -28,16 +28,12 @@ from residua.model.topology.base import State, Topology
 from residua.model.topology.multigate import Gates, MultiGate, Pool
 from residua.ops import decode
 from residua.ops.decode import MOST_STREAMS, Gate
-from residua.ops.decode.gated import as_vectors, preparing_programs
+from residua.ops.decode.gated import as_vectors
 from residua.ops.decode.launch import MOST_SOURCES
 
 FFN_KINDS = {shape: kind for kind, shape in FFNS.items()}
-FEW, FEW_ATTENDING = 64, 8
-"""Rows up to which a gated junction is prepared beside its sublayer: a feed-forward, which is products alone, or
-another one, whose kernels for many rows fill the GPU."""
-FREE, FREE_WIDE = 8, 32
-"""Programs that may run beside a sublayer below 1,024 channels and above: on an H200 the products of 768 channels lose
-more to 16 of them than the junction gains, those of 1,280 to 64."""
+FEW = 8
+"""Rows up to which a gated junction is prepared beside its sublayer; more take more from its kernels than they save."""
 
 
 class FusedTopology(Topology):
@@ -108,9 +104,9 @@ class FusedMultiGate(FusedTopology):
     State: the streams and, of few rows, what the coming write needs of them alone, made while the sublayer runs.
     """
 
-    def __init__(self, topology: MultiGate, norms: list[RMSNorm], few: list[int]) -> None:
+    def __init__(self, topology: MultiGate, norms: list[RMSNorm]) -> None:
         super().__init__(norms)
-        self.fill, self.competitive, self.few = topology.fill, topology.competitive, few
+        self.fill, self.competitive = topology.fill, topology.competitive
         self.gates = [cast(Gates, gates) for gates in topology.gates]
         self.pools = [cast(Pool, pool).query.detach() for pool in topology.pools]
         self.filling = [pool.float()[None] * len(pool) ** -0.5 for pool in self.pools[: self.fill]]
@@ -136,11 +132,8 @@ class FusedMultiGate(FusedTopology):
     def _ahead(self, k: int, streams: State) -> State:
         """What the junction behind sublayer k needs of the streams alone, where it pays to make that apart."""
         written = self.fill <= k < len(self.pools)
-        rows, width = streams[0].shape
-        if not written or rows > self.few[k] or not as_vectors(streams):
-            return ()
-        pays = preparing_programs(streams) <= (FREE if width < 1024 else FREE_WIDE)
-        return (decode.prepare_gates(self._gate(k, streams)),) if pays else ()
+        pays = len(streams[0]) <= FEW and as_vectors(streams)
+        return (decode.prepare_gates(self._gate(k, streams)),) if written and pays else ()
 
     def _gate(self, k: int, streams: State) -> Gate:
         gates = self.gates[k - self.fill]
@@ -202,8 +195,7 @@ def fuse(model: Decoder, positions: int) -> Decoder:
     rewritten._modules = dict(model._modules)
     sublayers = [cast(Sublayer, sublayer) for sublayer in model.sublayers]
     norms = [*(sublayer.norm for sublayer in sublayers), model.norm]
-    few = [FEW if _shape(sublayer.body) in FFN_KINDS else FEW_ATTENDING for sublayer in sublayers]
-    topology = fused_topology(model.topology, norms, few)
+    topology = fused_topology(model.topology, norms)
     if topology is not None:
         norms = [nn.Identity() for _ in norms]
         rewritten.topology, rewritten.norm = topology, norms[-1]
@@ -227,20 +219,17 @@ def _shape(body: nn.Module) -> Any:
     return type(body), getattr(body, "act", None)
 
 
-def fused_topology(topology: Topology, norms: list[nn.Module], few: list[int]) -> FusedTopology | None:
-    """The junctions of a topology with the norms behind them; None where there are none.
-
-    `few` is how many rows of each sublayer are few enough for its junction to be prepared beside it.
-    """
+def fused_topology(topology: Topology, norms: list[nn.Module]) -> FusedTopology | None:
+    """The junctions of a topology with the norms behind them; None where there are none."""
     gains = [norm for norm in norms if type(norm) is RMSNorm]
-    return _with_norms(topology, gains, few) if len(gains) == len(norms) else None
+    return _with_norms(topology, gains) if len(gains) == len(norms) else None
 
 
-def _with_norms(topology: Topology, norms: list[RMSNorm], few: list[int]) -> FusedTopology | None:
+def _with_norms(topology: Topology, norms: list[RMSNorm]) -> FusedTopology | None:
     if type(topology) is Additive:
         return FusedAdditive(norms)
     if type(topology) is MultiGate and topology.fill < MOST_STREAMS:
-        return FusedMultiGate(topology, norms, few)
+        return FusedMultiGate(topology, norms)
     if isinstance(topology, BlockAttnRes) and (size := _block_size(topology)) is not None:
         plain = topology.config.key_norm == "rms" and topology.config.activation == "softmax"
         if plain and len(topology.reads) // size < MOST_SOURCES:

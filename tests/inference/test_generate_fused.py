@@ -9,11 +9,9 @@ import torch
 
 import residua
 from residua.data.tokenizer import Tokenizer
-from residua.inference import fuse as rewriting
 from residua.inference.folder import place
 from residua.inference.fuse import (
     FEW,
-    FEW_ATTENDING,
     FusedAdditive,
     FusedAttention,
     FusedBlock,
@@ -106,7 +104,7 @@ def test_interpreted_kernels_decode_what_the_model_does(name: str, monkeypatch: 
         ({"kind": "multi_gate", "streams": 8, "gate": "independent"}, 8, 9),
     ],
 )
-@pytest.mark.parametrize("rows", [1, FEW_ATTENDING, FEW_ATTENDING + 1, FEW, FEW + 1])
+@pytest.mark.parametrize("rows", [1, FEW, FEW + 1])
 def test_junctions_of_few_rows_are_prepared_beside_the_sublayer(
     topology: dict[str, Any], layers: int, junctions: int, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -121,20 +119,8 @@ def test_junctions_of_few_rows_are_prepared_beside_the_sublayer(
 
         monkeypatch.setattr(decode, name, counted)
     torch.testing.assert_close(*decoded(built, torch.randint(23, (rows, 5))), rtol=0, atol=1e-6)
-    # the last junctions, behind attention and a feed-forward by turns
-    behind = [(FEW_ATTENDING, FEW)[(2 * layers - junctions + i) % 2] for i in range(junctions)]
-    step = [name for few in behind for name in (("prepare_gates", "gate_prepared") if rows <= few else ("gate_norm",))]
-    assert asked == step * 2
-
-
-def test_junctions_that_would_take_too_much_from_the_sublayer_are_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rewriting, "FREE", 1)
-    built = model({"kind": "multi_gate"}).double()
-    with monkeypatch.context() as one_program:
-        one_program.delattr(decode, "gate_norm")
-        decoded(built, torch.randint(23, (1, 5)))
-    monkeypatch.delattr(decode, "gate_prepared")
-    torch.testing.assert_close(*decoded(built, torch.randint(23, (2, 5))), rtol=0, atol=1e-6)
+    each = ["prepare_gates", "gate_prepared"] if rows <= FEW else ["gate_norm"]
+    assert asked == each * junctions * 2
 
 
 def test_streams_too_many_for_vectors_are_written_by_whole_junctions(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,7 +193,7 @@ def test_a_replayed_graph_generates_what_plain_steps_do(name: str, engine: str) 
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [1, FEW_ATTENDING, FEW, FEW + 1])
+@pytest.mark.parametrize("rows", [1, FEW, FEW + 1])
 @pytest.mark.parametrize("engine", ["graph", "compile"])
 @pytest.mark.parametrize("gate", ["competitive", "independent"])
 def test_a_graph_with_junctions_prepared_beside_sublayers_generates_what_plain_steps_do(

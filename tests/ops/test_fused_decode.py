@@ -13,7 +13,6 @@ from torch import Tensor
 from residua import ops
 from residua.ops import decode
 from residua.ops.decode import Gate, overlap
-from residua.ops.decode.gated import PROGRAMS, rows_together
 
 pytest.importorskip("triton")
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
@@ -66,7 +65,7 @@ def test_sum_and_norm(device: str, width: int, dtype: torch.dtype, tolerance: fl
 
 @pytest.mark.parametrize(("dtype", "tolerance"), PRECISIONS)
 @pytest.mark.parametrize("grows", [False, True])
-@pytest.mark.parametrize("count", [0, 1, 8, 19])
+@pytest.mark.parametrize("count", [0, 1, 3, 5, 7, 8, 19])
 @pytest.mark.parametrize("device", DEVICES)
 def test_reads_of_finished_sources(device: str, count: int, grows: bool, dtype: torch.dtype, tolerance: float) -> None:
     width = 24
@@ -123,24 +122,6 @@ def test_a_gated_junction_in_two(
     prepared = decode.prepare_gates.reference(_double(gate)).float()
     y, weight = draw(3, width, device=device, dtype=dtype), draw(width, device=device)
     compare(decode.gate_prepared, gate, prepared, y, weight, tolerance=tolerance)
-
-
-@pytest.mark.parametrize("rows", [PROGRAMS, PROGRAMS + 1, 3 * PROGRAMS + 5])
-@pytest.mark.parametrize("device", DEVICES)
-def test_gates_of_many_rows_are_prepared_several_to_a_program(device: str, rows: int) -> None:
-    compare(decode.prepare_gates, some_gate(device, 4, True, torch.float32, 33, rows), tolerance=3e-6)
-
-
-@pytest.mark.parametrize(("room", "together"), [(1, 1), (3, 2), (5, 4), (6, 4), (8, 8)])
-@pytest.mark.parametrize("device", DEVICES)
-def test_as_many_rows_to_a_program_as_it_has_room_for(
-    device: str, room: int, together: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In powers of two: three streams of 1,280 channels leave room for five."""
-    monkeypatch.setattr(decode.gated, "MOST_TOGETHER", room * 3 * 16 + 1)
-    gate = some_gate(device, 3, True, torch.float32, 9, rows=60)
-    assert rows_together(gate.streams) == together
-    compare(decode.prepare_gates, gate, tolerance=3e-6)
 
 
 @pytest.mark.parametrize("competitive", [True, False])

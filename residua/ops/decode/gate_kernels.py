@@ -42,14 +42,14 @@ def _sums_by_6(v, COUNT: tl.constexpr):
 
 @triton.jit
 def _sums_by_18(v, COUNT: tl.constexpr):
-    """The sums of the rows of COUNT tiles, 18 in a round: as many as four streams have without f."""
+    """The sums of COUNT vectors, 18 in a round: as many as four streams have without f."""
     sums = ()
     for _ in tl.static_range((18 - COUNT % 18) % 18):
         v = v + (v[0],)
     for k in tl.static_range(0, COUNT, 18):
         sums = sums + tl.reduce(
             (v[k], v[k + 1], v[k + 2], v[k + 3], v[k + 4], v[k + 5], v[k + 6], v[k + 7], v[k + 8], v[k + 9],
-             v[k + 10], v[k + 11], v[k + 12], v[k + 13], v[k + 14], v[k + 15], v[k + 16], v[k + 17]), 1, _add18,
+             v[k + 10], v[k + 11], v[k + 12], v[k + 13], v[k + 14], v[k + 15], v[k + 16], v[k + 17]), 0, _add18,
         )  # fmt: skip
     return sums
 
@@ -72,12 +72,12 @@ def _prepared(
     s, gate_query, gate_bias, w2, c, inside, key_eps, per_root,
     C: tl.constexpr, N: tl.constexpr, COMPETITIVE: tl.constexpr,
 ):  # fmt: skip
-    """β_i, w2·s_i, and s_i·s_j as ‖s_0‖² … ‖s_n‖², s_0·s_1, s_0·s_2 …, of every row of the s_i."""
+    """β_i, w2·s_i, and s_i·s_j as ‖s_0‖² … ‖s_n‖², s_0·s_1, s_0·s_2 …"""
     bias = ()
     for i in tl.static_range(N):
         bias = bias + (tl.load(gate_bias + COMPETITIVE + i).to(tl.float32),)
     forget = tl.load(gate_bias).to(tl.float32)
-    w1 = _vector(gate_query, c, inside)[None, :]
+    w1 = _vector(gate_query, c, inside)
     by_w1, by_w2, squares, others = (), (), (), ()
     for i in tl.static_range(N):
         by_w1, by_w2, squares = by_w1 + (s[i] * w1,), by_w2 + (s[i] * w2,), squares + (s[i] * s[i],)
@@ -104,25 +104,25 @@ def _prepared(
     return beta, s2, products
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit
 def prepare_gates_kernel(
-    streams, gate_query, gate_bias, pool_query, prepared, rows, key_eps, per_root,
-    C: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, COMPETITIVE: tl.constexpr,
+    streams, gate_query, gate_bias, pool_query, prepared, key_eps, per_root,
+    C: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, COMPETITIVE: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    row = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, BLOCK)
-    there, inside = row < rows, c < C
-    s = _vectors(streams, row[:, None] * C + c[None, :], there[:, None] & inside[None, :], N)
-    w2 = _vector(pool_query, c, inside)[None, :]
+    inside = c < C
+    s = _vectors(streams, row * C + c, inside, N)
+    w2 = _vector(pool_query, c, inside)
     beta, s2, products = _prepared(
         s, gate_query, gate_bias, w2, c, inside, key_eps, per_root, C, N, COMPETITIVE
     )  # fmt: skip
     ready = prepared + row * (N * (N + 5) // 2)
     for i in tl.static_range(N):
-        tl.store(ready + i, beta[i], mask=there)
-        tl.store(ready + N + i, s2[i], mask=there)
+        tl.store(ready + i, beta[i])
+        tl.store(ready + N + i, s2[i])
     for i in tl.static_range(N * (N + 1) // 2):
-        tl.store(ready + 2 * N + i, products[i], mask=there)
+        tl.store(ready + 2 * N + i, products[i])
 
 
 @triton.jit

@@ -8,35 +8,17 @@ from torch import Tensor
 
 from residua.ops.decode import launch, overlap
 from residua.ops.decode.reference import KEY_EPS, Gate
-from residua.ops.launch import divided, on, power
+from residua.ops.launch import on
 
 MOST_VALUES = 8192
 """Values of all streams of a row, each filled up to a power of two, that a program holds as vectors."""
-MOST_TOGETHER = 32768
-"""Values of several rows that a program prepares gates of."""
 MOST_VECTORS = 8
-PROGRAMS = 8
-"""Enough to prepare gates: beside a sublayer, whose products want every multiprocessor that is left to them."""
-
-
-def _values(streams: Sequence[Tensor]) -> int:
-    """Of all streams of a row."""
-    return len(streams) * launch.block(streams[0].shape[-1])
 
 
 def as_vectors(streams: Sequence[Tensor]) -> bool:
     """Whether a program can hold these streams as vectors, which a junction in two takes; a whole one has a tile."""
-    return len(streams) <= MOST_VECTORS and _values(streams) <= MOST_VALUES
-
-
-def rows_together(streams: Sequence[Tensor]) -> int:
-    """Rows that one program prepares gates of, a power of two."""
-    room = max(1, MOST_TOGETHER // _values(streams))
-    return min(power(divided(len(streams[0]), PROGRAMS)), 1 << (room.bit_length() - 1))
-
-
-def preparing_programs(streams: Sequence[Tensor]) -> int:
-    return divided(len(streams[0]), rows_together(streams))
+    n = len(streams)
+    return n <= MOST_VECTORS and n * launch.block(streams[0].shape[-1]) <= MOST_VALUES
 
 
 def _padded(streams: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -95,11 +77,10 @@ def _prepare_gates(
     prepared = _prepared_like(streams, gate_query, gate_bias, pool_query, competitive)
     rows, width = streams[0].shape
     if rows:
-        each = rows_together(streams)
         with on(prepared), overlap.beside(prepared):
-            launch.gate_kernels().prepare_gates_kernel[(preparing_programs(streams),)](
-                tuple(streams), gate_query, gate_bias, pool_query, prepared, rows, KEY_EPS, width**-0.5,
-                N=len(streams), COMPETITIVE=competitive, ROWS=each, **launch.row_settings(width, rows=each),
+            launch.gate_kernels().prepare_gates_kernel[(rows,)](
+                tuple(streams), gate_query, gate_bias, pool_query, prepared, KEY_EPS, width**-0.5,
+                N=len(streams), COMPETITIVE=competitive, **launch.row_settings(width),
             )  # fmt: skip
     return prepared
 

@@ -101,13 +101,56 @@ def _rows(tensors, lanes, count, at, inside, dtype: tl.constexpr, FIRST: tl.cons
     return tl.load(pointers[:, None] + at[None, :], mask=mask, other=0.0).to(tl.float32)
 
 
+@triton.jit
+def _scores(tile, u, known, key_eps, C: tl.constexpr):
+    """u · RMS(v) of the rows v of a tile."""
+    dd, ud = tl.reduce((tile * tile, tile * u[None, :]), 1, _add2)
+    return tl.where(known, ud * tl.rsqrt(dd / C + key_eps), -float("inf"))
+
+
+@triton.jit
+def _read_tile(tile, u, known, key_eps, C: tl.constexpr):
+    """o and its lse where all sources are in one tile: a single round of reductions."""
+    z = _scores(tile, u, known, key_eps, C)
+    top = tl.max(z, 0)
+    e = tl.exp(z - top)
+    total = tl.sum(e, 0)
+    return tl.sum(e[:, None] * tile, 0) / total, top + tl.log(total)
+
+
+@triton.jit
+def _read_tiles(
+    sources, tile, v, u, at, inside, count, key_eps, dtype: tl.constexpr,
+    C: tl.constexpr, MOST: tl.constexpr, TILE: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """o and its lse, the finished sources TILE at a time, and then v."""
+    lanes = tl.arange(0, TILE)
+    top, total, mixed = -float("inf"), 0.0, u * 0
+    for start in tl.static_range(0, MOST, TILE):
+        if start < count:
+            if start > 0:
+                tile = _rows(sources, lanes, count, at, inside, dtype, start, TILE, ALIGNED)
+            z = _scores(tile, u, start + lanes < count, key_eps, C)
+            higher = tl.maximum(top, tl.max(z, 0))
+            e, keep = tl.exp(z - higher), tl.exp(top - higher)
+            mixed = mixed * keep + tl.sum(e[:, None] * tile, 0)
+            total = total * keep + tl.sum(e, 0)
+            top = higher
+    vv, uv = tl.reduce((v * v, u * v), 0, _add2)
+    z = uv * tl.rsqrt(vv / C + key_eps)
+    higher = tl.maximum(top, z)
+    e, keep = tl.exp(z - higher), tl.exp(top - higher)
+    total = total * keep + e
+    return (mixed * keep + e * v) / total, higher + tl.log(total)
+
+
 @triton.jit(do_not_specialize=["rows", "count"])
 def read_sources_kernel(
     sources, base, y, queries, weight, normed, new, o, lse, square, rows, count, eps, key_eps,
     C: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, MOST: tl.constexpr, TILE: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Program (m, s) is read s of row m: the finished sources, TILE at a time, and then the newest one."""
+    """Program (m, s) is read s of row m, of at most MOST finished sources and the newest one."""
     row, s = tl.program_id(0).to(tl.int64), tl.program_id(1)
     c, lanes = tl.arange(0, BLOCK), tl.arange(0, TILE)
     inside = c < C
@@ -117,28 +160,15 @@ def read_sources_kernel(
     w = tl.load(weight + c, mask=inside, other=0.0).to(tl.float32)
     b = _base(base, at, inside, ADD)
     v = _sum_of(b, y, at, inside)  # on its way while the others are reduced
-    top, total, mixed = -float("inf"), 0.0, u * 0
-    for start in tl.static_range(0, MOST, TILE):
-        if start < count:
-            if start > 0:
-                tile = _rows(sources, lanes, count, at, inside, y.dtype.element_ty, start, TILE, ALIGNED)
-            dd, ud = tl.reduce((tile * tile, tile * u[None, :]), 1, _add2)
-            z = tl.where(start + lanes < count, ud * tl.rsqrt(dd / C + key_eps), -float("inf"))
-            higher = tl.maximum(top, tl.max(z, 0))
-            e, keep = tl.exp(z - higher), tl.exp(top - higher)
-            mixed = mixed * keep + tl.sum(e[:, None] * tile, 0)
-            total = total * keep + tl.sum(e, 0)
-            top = higher
     if s == 0:
         tl.store(new + at, v.to(new.dtype.element_ty), mask=inside)
-    vv, uv = tl.reduce((v * v, u * v), 0, _add2)
-    z = uv * tl.rsqrt(vv / C + key_eps)
-    higher = tl.maximum(top, z)
-    e, keep = tl.exp(z - higher), tl.exp(top - higher)
-    mixed = mixed * keep + e * v
-    total = total * keep + e
-    top = higher
-    mixed = mixed / total
+    if MOST < TILE:
+        tile = tl.where(lanes[:, None] == count, v[None, :], tile)
+        mixed, total = _read_tile(tile, u, lanes <= count, key_eps, C)
+    else:
+        mixed, total = _read_tiles(
+            sources, tile, v, u, at, inside, count, key_eps, y.dtype.element_ty, C, MOST, TILE, ALIGNED
+        )
     oo = tl.sum(mixed * mixed, 0)
     if s == 0:
         rstd = tl.rsqrt(oo / C + eps)
@@ -146,7 +176,7 @@ def read_sources_kernel(
     else:
         other = (s - 1) * rows + row
         tl.store(o + other * C + c, mixed, mask=inside)
-        tl.store(lse + other, top + tl.log(total))
+        tl.store(lse + other, total)
         tl.store(square + other, oo)
 
 

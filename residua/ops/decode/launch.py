@@ -10,7 +10,7 @@ from torch import Tensor
 
 from residua.ops import fused
 from residua.ops.decode.reference import GATED, KEY_EPS
-from residua.ops.launch import on
+from residua.ops.launch import on, power
 
 MOST_SOURCES = 32
 TILE = 8
@@ -49,10 +49,10 @@ def block(width: int) -> int:
     return 1 << (width - 1).bit_length()
 
 
-def row_settings(width: int, least: int = 1, rows: int = 1) -> dict[str, int]:
-    """Sizes of a program that holds a row, or some, and its warps: at least `least` from 512 channels on."""
+def row_settings(width: int, least: int = 1) -> dict[str, int]:
+    """Sizes of a program that holds a row, and its warps: at least `least` from 512 channels on."""
     sizes = {"C": width, "BLOCK": block(width)}
-    warps = max(least if width >= 512 else 1, min(16, rows * block(width) // 256))
+    warps = max(least if width >= 512 else 1, min(16, block(width) // 256))
     return sizes if fused.INTERPRETED else sizes | {"num_warps": warps}
 
 
@@ -77,6 +77,14 @@ def add_norm(base: Tensor, y: Tensor, weight: Tensor, *, eps: float = 1e-6) -> t
     return normed, h
 
 
+def _sources_tile(count: int) -> tuple[int, int]:
+    """The most sources that a kernel takes, and how many at a time: with the newest one in one tile, or in several."""
+    if count >= TILE:
+        return MOST_SOURCES, TILE
+    tile = max(2, power(count + 1))
+    return tile - 1, tile
+
+
 @torch.library.custom_op("residua::read_sources", mutates_args=())
 def _read_sources(
     sources: Sequence[Tensor], y: Tensor, base: Tensor | None, queries: Tensor, weight: Tensor, eps: float
@@ -84,11 +92,12 @@ def _read_sources(
     outputs = _sources_outputs(sources, y, base, queries, weight, eps)
     rows, width = y.shape
     if rows:
-        padded = (*sources, *[y] * (MOST_SOURCES - len(sources)))
+        most, tile = _sources_tile(len(sources))
+        padded = (*sources, *[y] * (max(most, tile) - len(sources)))
         with on(y):
             junction_kernels().read_sources_kernel[(rows, len(queries))](
                 padded, y if base is None else base, y, queries, weight, *outputs, rows, len(sources), eps, KEY_EPS,
-                ADD=base is not None, MOST=MOST_SOURCES, TILE=TILE, ALIGNED=aligned(padded), **row_settings(width),
+                ADD=base is not None, MOST=most, TILE=tile, ALIGNED=aligned(padded), **row_settings(width),
             )  # fmt: skip
     return outputs
 
