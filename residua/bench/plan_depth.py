@@ -27,7 +27,7 @@ ADDED = 3
 
 SHARE = 0.7
 """Of the copy bandwidth, where nothing was measured."""
-SHARES: dict[type[Topology], float] = {BlockAttnRes: 0.57, MultiGate: 0.7, Streams: 0.24}
+SHARES: dict[type[Topology], float] = {BlockAttnRes: 0.63, MultiGate: 0.7, Streams: 0.24}
 """What steps on an H200 reached (docs/scale.md); hyper-connections: their junction alone (docs/RESULTS.md)."""
 
 
