@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 RULES = {"muon": "Muon", "adamw": "AdamW"}
 
+DEEP = 48
+"""Sublayers from which compiling them as one graph takes about a minute and more."""
+
 
 def summarise(
     console: Console, config: RunConfig, step: Step, dataset: Dataset, size: Size, done: int, ranks: str | None = None
@@ -73,8 +76,14 @@ def _device_name(device: torch.device) -> str:
 
 def _mode(step: Step, config: RunConfig) -> str:
     recomputed = ", sublayers recomputed in the backward pass" if config.train.recompute == "sublayers" else ""
-    compiled = "compiled by layers" if config.train.compile == "layers" else "compiled"
-    return (compiled if step.compiled else "not compiled") + recomputed
+    return (_compiled(config) if step.compiled else "not compiled") + recomputed
+
+
+def _compiled(config: RunConfig) -> str:
+    if config.train.compile == "layers":
+        return "compiled by layers"
+    slow = config.model.sublayers >= DEEP and config.parallel.ranks == 1
+    return "compiled" + ", which takes a minute or more (train.compile=layers starts sooner)" * slow
 
 
 def check_disk(step: Step, folder: Path, keep: int) -> None:

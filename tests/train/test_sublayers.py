@@ -211,6 +211,10 @@ def test_several_processes_are_refused(config: RunConfig) -> None:
 
 def test_the_summary_says_how_it_is_compiled(config: RunConfig, shared: None) -> None:
     assert summary._mode(make(config, LAYERED), config.override([LAYERED])) == "compiled by layers"
+    assert summary._compiled(config) == "compiled"
+    deep = config.override([f"model.layers={summary.DEEP // 2}"])
+    assert summary._compiled(deep).endswith("a minute or more (train.compile=layers starts sooner)")
+    assert summary._compiled(deep.override(["parallel.data=2"])) == "compiled"
 
 
 def _structures(config: RunConfig, *words: str) -> list[str]:
