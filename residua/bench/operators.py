@@ -55,22 +55,13 @@ def bench_operator(
     device: torch.device,
     ceilings: Ceilings,
     repeats: int,
-    peers: dict[str, Function] | None = None,
-) -> list[OpResult]:
-    """Time every implementation of a case on the same inputs. What a peer raises is its result, ours is a defect."""
-    return list(bench_each(case, functions, device, ceilings, repeats, peers or {}))
-
-
-def bench_each(
-    case: Case,
-    functions: dict[str, Function],
-    device: torch.device,
-    ceilings: Ceilings,
-    repeats: int,
     peers: dict[str, Function],
     tell: Callable[[str], object] = lambda text: None,
 ) -> Iterator[OpResult]:
-    """The results of `bench_operator` one by one, each as soon as it is there; `tell` hears what is measured next."""
+    """Time every implementation of a case on the same inputs, each as its result is asked for; `tell` hears which.
+
+    What a peer raises is its result, ours is a defect.
+    """
     for name, function in [*functions.items(), *peers.items()]:
         tell(f"{case.name}: {name}")
         bare = OpResult(case.name, name, case.forward_bytes, case.forward_bytes + case.backward_bytes)

@@ -160,14 +160,19 @@ def operator_report(
     }
 
 
+def can_be_replaced(path: Path) -> bool:
+    """Whether a second report takes the place of the first: not in a pipe or a device, which pass on every one."""
+    return path.is_file() or not path.exists()
+
+
 def write_json(path: Path, report: dict[str, Any]) -> None:
-    """Write a report as a whole or not at all, making its folder. A pipe or a device is written to, not replaced."""
+    """Write a report as a whole or not at all, making its folder; to what cannot be replaced it is just written."""
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(report, indent=1) + "\n"
-    if path.exists() and not path.is_file():
-        path.write_text(text, encoding="utf-8")
-    else:
+    if can_be_replaced(path):
         write_atomically(path.resolve(), text)
+    else:
+        path.write_text(text, encoding="utf-8")
 
 
 def number(value: float | None, form: str) -> str:

@@ -15,7 +15,7 @@ from rich.console import Console
 from residua.bench import show
 from residua.bench.cases import Case, Function, Shape, depth_paths, operators
 from residua.bench.ceilings import Ceilings, measure_ceilings
-from residua.bench.operators import OpResult, bench_each, implementations
+from residua.bench.operators import OpResult, bench_operator, implementations
 from residua.bench.peers import peers
 from residua.study.progress import clock, remaining
 from residua.train.environment import describe_environment
@@ -84,7 +84,7 @@ def run(
         case = make()
         functions = {way: wrap(case.function) for way, wrap in plan.ways.items()}
         others = _installed(plan, name, case)
-        for result in bench_each(case, functions, plan.device, ceilings, repeats, others, tell):
+        for result in bench_operator(case, functions, plan.device, ceilings, repeats, others, tell):
             report.results.append(result)
             keep(report)
     return report
@@ -127,7 +127,7 @@ class Progress:
 
     def keep(self, report: Report) -> None:
         self.report, self._done = report, len(report.results)
-        if self._out is not None:
+        if self._out is not None and show.can_be_replaced(self._out):
             write_report(report, self._out)
         if not self._console.is_terminal:
             line = show.operator_line(report.results[-1])

@@ -30,7 +30,7 @@ SETTINGS = {"tokens": 16, "width": 32, "streams": 3, "sources": 4, "sublayers": 
 def test_every_operator_runs_both_ways_and_is_measured_against_its_limit(name):
     case = operators(SMALL, CPU)[name]()
     ceilings = Ceilings(1e9, 1e9, "float32")
-    (result,) = bench_operator(case, {"reference": case.function}, CPU, ceilings, repeats=2)
+    (result,) = bench_operator(case, {"reference": case.function}, CPU, ceilings, repeats=2, peers={})
     assert result.forward is not None and result.both is not None
     limit = case.flops or case.forward_bytes + case.backward_bytes
     assert result.both_share == pytest.approx(limit / result.both.median / 1e9)
@@ -85,7 +85,7 @@ def test_a_peer_that_raises_is_a_row_and_the_others_are_timed():
 
     others = {"refuses": refuses, "backward": breaks_backward, "works": case.function}
     ours = {"reference": case.function}
-    results = bench_operator(case, ours, CPU, Ceilings(1e9, 1e9, "float32"), repeats=1, peers=others)
+    results = [*bench_operator(case, ours, CPU, Ceilings(1e9, 1e9, "float32"), repeats=1, peers=others)]
     assert [result.implementation for result in results] == ["reference", *others]
     assert results[1].problem == "RuntimeError: Hopper is not supported." and results[1].both is None
     assert results[2].problem is not None and "\n" not in results[2].problem
@@ -94,7 +94,7 @@ def test_a_peer_that_raises_is_a_row_and_the_others_are_timed():
     print_operators(console, results)
     assert "add_norm, refuses: RuntimeError: Hopper is not supported." in console.file.getvalue()
     with pytest.raises(RuntimeError, match="Hopper"):
-        bench_operator(case, {"fused": refuses}, CPU, Ceilings(1e9, 1e9, "float32"), repeats=1)
+        next(bench_operator(case, {"fused": refuses}, CPU, Ceilings(1e9, 1e9, "float32"), repeats=1, peers={}))
 
 
 @pytest.mark.slow
@@ -293,4 +293,14 @@ def test_links_and_pipes_are_written_through(tmp_path):
     end = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)
     write_json(pipe, {"rows": 1})
     assert json.loads(os.read(end, 1000)) == {"rows": 1}
+    os.close(end)
+
+
+def test_a_pipe_gets_the_report_once(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    end = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)
+    command = ["ops", "add_norm", "gated_norm", *QUICK, "--out", str(pipe)]
+    CliRunner().invoke(app, command, catch_exceptions=False)
+    assert len(json.loads(os.read(end, 1 << 16))["results"]) == 2
     os.close(end)
