@@ -46,6 +46,7 @@ for name in ("residua", "pydantic", "typer", "tomli_w"):
     except ImportError:
         continue
     sys.exit(f"{name} is installed here")
+sys.path.insert(0, "clones")  # as for who works beside a clone: Python imports the folder clones/residua, an empty module
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -82,6 +83,7 @@ def python_without_residua(tmp_path_factory) -> Path:
 def test_without_residua_the_same_text_is_written(python_without_residua, tmp_path):
     models = {name: trained_like(bytes_config(small(**tables))) for name, tables in CONFIGS.items()}
     folders = {name: write(model, tmp_path / name) for name, model in models.items()}
+    (tmp_path / "clones" / "residua").mkdir(parents=True)
     (tmp_path / "script.py").write_text(f"PROMPTS = {PROMPTS}\n{SCRIPT}")
     command = [python_without_residua, "-I", tmp_path / "script.py", *folders.values()]
     environment = {"HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PATH": "/usr/bin"}

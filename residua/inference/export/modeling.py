@@ -37,10 +37,12 @@ def build_decoder(config: ResiduaConfig) -> nn.Module:
 
 
 def _library() -> Any:
+    """Residua where it is installed; a folder of that name, which Python would import as well, is not it."""
     try:
-        return import_module("residua")
+        library = import_module("residua")
     except ImportError:
         return None
+    return library if hasattr(library, "build") else None
 
 
 class ResiduaPreTrainedModel(PreTrainedModel):
