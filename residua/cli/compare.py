@@ -49,7 +49,8 @@ def compare(
     ] = None,
     workers: Annotated[int | None, typer.Option(min=1, show_default="1", help="Runs side by side.")] = None,
     threads: Annotated[
-        int | None, typer.Option(min=1, show_default="cores / workers", help="CPU threads of each run.")
+        int | None,
+        typer.Option(min=1, show_default="cores / workers, at most OMP_NUM_THREADS", help="CPU threads of each run."),
     ] = None,
     quantize: Annotated[
         str | None,
@@ -128,11 +129,12 @@ def _study(what: list[str], demo: bool, given: dict[str, Any]) -> StudyConfig:
 
 def _conduct(study: StudyConfig, out: Path, console: Console, plan_only: bool) -> None:
     from residua.study.conduct import announce, conduct, open_dataset
-    from residua.study.plan import make_plan
+    from residua.study.plan import make_plan, refuse_strangers
     from residua.study.runner import StudyInterrupted
     from residua.study.tables import print_study
 
     if plan_only:
+        refuse_strangers(out)
         announce(console, study, make_plan(study, out, open_dataset(study, console)))
         return
     try:

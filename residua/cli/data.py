@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -86,7 +87,18 @@ def prepare(
     chosen = tokenizer or ("bpe:8192" if sources else "bpe:1024")
     data.prepare(corpus, out, chosen, workers=workers, shard_tokens=shard_tokens, progress=True)
     info(out, sample=0)
-    typer.echo(f"\nnext: residua train tiny --data {out} --out runs/first")
+    typer.echo(f"\nnext: residua train tiny --data {shlex.quote(str(out))} --out runs/first{_room(out, 'tiny')}")
+
+
+def _room(dataset: Path, preset: str) -> str:
+    """The change that gives a preset as many token ids as a dataset has, padded as presets are; none if it has them."""
+    from residua.data import Dataset
+    from residua.study.plan import padded_vocabulary
+    from residua.train.config import RunConfig
+
+    needed = Dataset.open(dataset).vocab_size
+    enough = needed <= RunConfig.find(preset).model.vocab_size
+    return "" if enough else f" model.vocab_size={padded_vocabulary(needed)}"
 
 
 @app.command()

@@ -90,6 +90,10 @@ def _prompts(prompt: list[str] | None, file: Path | None, chat: bool) -> list[st
         lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
     except UnicodeDecodeError:
         raise ValueError(f"{file} is not UTF-8 text: convert it first.") from None
+    except OSError as error:
+        raise ValueError(
+            f"{file} cannot be read ({error.strerror}): --file is a text file with one prompt per line."
+        ) from None
     if not lines:
         raise ValueError(f"{file} holds no prompts: write one per line.")
     return lines

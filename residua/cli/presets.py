@@ -53,12 +53,14 @@ def listing(matching: str) -> None:
     chosen = [n for n in presets.names() if matching in n]
     if not chosen:
         raise ValueError(f"no preset's name contains {matching!r}: `residua presets` lists them all.")
-    from residua.model.size import measure  # brings torch, which the error above need not wait for
+    console = Console(stderr=True, highlight=False)
+    console.print(f"measuring {len(chosen)} preset{'s' * (len(chosen) != 1)}, a few seconds")
+    from residua.model.size import measure  # brings torch, which neither the error above nor this line need wait for
 
     table = Table(box=None, pad_edge=False)
     for heading, justify in _COLUMNS:
         table.add_column(heading, justify=justify, no_wrap=heading != "what")  # type: ignore[arg-type]
-    for n in track(chosen, "measuring", console=Console(stderr=True), transient=True):
+    for n in track(chosen, "measuring", console=console, transient=True):
         data = presets.load(n)
         size = measure(ModelConfig(**data["model"]))
         counts = (f"{count / 1e6:,.1f} M" for count in (size.parameters, size.parameters - size.idle))

@@ -196,7 +196,12 @@ def _file_part(path: Path, field: str, split: str | None) -> Part:
 def _hub_part(name: str, field: str, split: str | None) -> Part:
     parsed = re.fullmatch(r"([\w.-]+/[\w.-]+)(?::([\w.-]+))?", name)
     suffix, compression = split_suffix(Path(name))
-    if parsed is None or compression or suffix in {*FOUND_IN_FOLDERS, *LINES_OF_JSON}:
+    if parsed is None or name.startswith(".") or compression or suffix in {*FOUND_IN_FOLDERS, *LINES_OF_JSON}:
         raise DataError(f"there is no file or folder {name}")
     repository, config = parsed.groups()
+    if config is None and Path(name).parent.is_dir():
+        raise DataError(
+            f"there is no file or folder {name} (for a dataset of Hugging Face, since the folder {Path(name).parent} "
+            f"is here, write {name}:CONFIG)"
+        )
     return Part(name, None, lambda: read_hub(repository, config, field), split, field)

@@ -10,8 +10,10 @@ import bz2
 import gzip
 import io
 import json
+import logging
 import lzma
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -137,12 +139,29 @@ def read_hub(name: str, config: str | None, field: str) -> Documents:
     except ImportError:
         raise missing("datasets", f"{name!r} is no file or folder here; reading it from Hugging Face") from None
     try:
-        for row in load_dataset(name, config, split="train", streaming=True):
+        with _quiet("huggingface_hub"):
+            rows = load_dataset(name, config, split="train", streaming=True)
+        for row in rows:
             yield _text_of(row, field, f"dataset {name!r}"), 0
     except DataError:
         raise
     except Exception as error:  # network, authentication, name, config: the library has dozens of classes
-        raise DataError(f"cannot stream the dataset {name!r}: {reason(error)}") from error
+        raise DataError(
+            f"there is no file or folder {name}, and as a dataset of Hugging Face it cannot be streamed: "
+            f"{reason(error)}"
+        ) from error
+
+
+@contextmanager
+def _quiet(library: str) -> Iterator[None]:
+    """Hold back a library's warnings, such as a line for each of its retries."""
+    logger = logging.getLogger(library)
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def missing(package: str, purpose: str) -> DataError:

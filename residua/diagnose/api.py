@@ -43,6 +43,7 @@ def diagnose(
         raise ValueError(f"--text {source} is no file: name a UTF-8 text file.")
     for path in paths:
         check_folder(path)
+    _check_out(Path(out), paths)
     made = []
     for path, name in zip(paths, names, strict=True):
         subject = open_subject(path, where)
@@ -67,6 +68,17 @@ def write(diagnosis: Diagnosis, out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     write_atomically(out / JSON, diagnosis.model_dump_json(indent=1))
     diagnosis_page(diagnosis).write(out / PAGE)
+
+
+def _check_out(out: Path, models: Sequence[Path]) -> None:
+    """A diagnosis lies in a model's folder, a new one, or over an older diagnosis, and replaces no other page."""
+    if (out / JSON).exists() or not out.is_dir():
+        return
+    if (out / PAGE).exists():
+        raise ValueError(f"{out / PAGE} was not written by a diagnosis: choose another folder with --out.")
+    stranger = min((path.name for path in out.iterdir() if path.is_file()), default=None)
+    if stranger is not None and out.resolve() not in [model.resolve() for model in models]:
+        raise ValueError(f"{out} holds {stranger} and no diagnosis: choose another --out.")
 
 
 def _names(paths: Sequence[Path]) -> list[str]:

@@ -40,7 +40,8 @@ def _what(made: ModelDiagnosis) -> str:
     text = made.text
     return (
         f"{made.name}: {made.description}. Loss {made.loss:.4f} nats per token (perplexity "
-        f"{math.exp(min(made.loss, 50)):,.1f}) on {text.tokens:,} tokens, {text.sequences} sequences of {text.length}."
+        f"{math.exp(min(made.loss, 50)):,.1f}) on {text.tokens:,} tokens of {text.source}, "
+        f"{text.sequences} sequences of {text.length}."
     )
 
 

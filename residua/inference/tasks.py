@@ -54,11 +54,11 @@ def open_tasks(folder: Path, names: list[str], *, shots: int, split: str | None,
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder: name one with task files such as piqa.jsonl.")
     files = {path.name.split(".")[0]: path for path in sorted(folder.iterdir()) if path.name.endswith(EXTENSIONS)}
-    wanted = [task for name in names for task in GROUPS.get(name, (name,))]
-    for name in wanted:
-        if name not in files:
-            raise ValueError(f"{folder} holds no task {name}: {_hint(name, [*files, *GROUPS])}")
-    return [read_task(name, files[name], shots=shots, split=split, limit=limit) for name in dict.fromkeys(wanted)]
+    wanted = {task: name for name in names for task in GROUPS.get(name, (name,))}
+    for task, name in wanted.items():
+        if task not in files:
+            raise ValueError(f"{folder} holds no task {_hint(task, name, list(files))}")
+    return [read_task(name, files[name], shots=shots, split=split, limit=limit) for name in wanted]
 
 
 def read_task(name: str, path: Path, *, shots: int, split: str | None = None, limit: int | None = None) -> Task:
@@ -70,7 +70,10 @@ def read_task(name: str, path: Path, *, shots: int, split: str | None = None, li
         raise ValueError(f"{path} has no {split or 'test or validation'} split, only {', '.join(sorted(splits))}.")
     examples = [_form(name, record, path) for record in records if record["split"] == "train"][:shots]
     if len(examples) < shots:
-        raise ValueError(f"{path} has {len(examples)} worked examples in its train split: use at most that many shots.")
+        have = f"{len(examples)} worked example{'s' * (len(examples) != 1)}"
+        raise ValueError(
+            f"{path} has {have} in its train split and {shots} were asked for: use --shots {len(examples)}."
+        )
     prefix = "".join(f"{example.solved}\n\n" for example in examples)
     questions = [_form(name, record, path) for record in records if record["split"] == chosen][:limit]
     shown = [q._replace(contexts=[prefix + context for context in q.contexts]) for q in questions]
@@ -178,6 +181,10 @@ FORMS: dict[str, Callable[[Mapping[str, Any]], Question]] = {
 WITHOUT_NORMALISATION = {"winogrande", "boolq", "blimp", "lambada"}
 
 
-def _hint(name: str, known: list[str]) -> str:
-    near = get_close_matches(name, known, n=1)
-    return f"did you mean {near[0]}?" if near else f"it has {', '.join(known)}."
+def _hint(task: str, asked: str, files: list[str]) -> str:
+    """`arc_esay: did you mean arc_easy?` for a name that a person wrote, else what there is."""
+    near = get_close_matches(task, [*files, *GROUPS], n=1) if task == asked else []
+    member = "" if task == asked else f", one of {asked}"
+    return f"{task}{member}: " + (
+        f"did you mean {near[0]}?" if near else f"it has {', '.join(files) or 'no file such as piqa.jsonl'}."
+    )

@@ -14,7 +14,7 @@ from residua.study import words
 from residua.study.config import StudyConfig
 from residua.study.diagnosed import SIDE_BY_SIDE, diagnose_runs
 from residua.study.page import study_page
-from residua.study.plan import Plan, PlannedRun, base_run, make_plan
+from residua.study.plan import STUDY, Plan, PlannedRun, base_run, make_plan, refuse_strangers, undone_sentences
 from residua.study.plots import Records
 from residua.study.progress import LiveProgress
 from residua.study.quantized import measure_runs
@@ -24,7 +24,7 @@ from residua.study.runs import RunRecord, is_complete, read_run
 from residua.study.tables import markdown
 from residua.train.files import write_atomically
 
-STUDY, RESULTS, TABLE, REPORT = "study.toml", "results.json", "results.md", "report.html"
+RESULTS, TABLE, REPORT = "results.json", "results.md", "report.html"
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,7 @@ class Outcome:
 
 def conduct(study: StudyConfig, out: Path, console: Console) -> Outcome:
     """Run what is not done yet, then write study.toml, results.json, results.md and report.html into `out`."""
+    refuse_strangers(out)
     dataset = open_dataset(study, console)
     plan = make_plan(study, out, dataset)
     announce(console, study, plan)
@@ -104,6 +105,8 @@ def announce(console: Console, study: StudyConfig, plan: Plan) -> None:
         table.add_row(Text(size), Text(name), f"{model.parameters:,}", str(steps), tokens, model.matching or "as it is")
     console.print(table)
     console.print(f"text: {first.data.path}, vocabulary {first.model.vocab_size:,}", highlight=False, soft_wrap=True)
+    for sentence in undone_sentences(study):
+        console.print(Text(f"• {sentence}"), soft_wrap=True)
 
 
 def _by_size(study: StudyConfig, records: dict[PlannedRun, RunRecord]) -> dict[str, Records]:

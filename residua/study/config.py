@@ -109,7 +109,12 @@ class StudyConfig(Frozen):
     @field_validator("variants", mode="before")
     @classmethod
     def _names_only(cls, value: Any) -> Any:
-        return {name: (name,) for name in value} if isinstance(value, list | tuple) else value
+        if not isinstance(value, list | tuple):
+            return value
+        twice = next((name for name in value if value.count(name) > 1), None)
+        if twice is not None:
+            raise ValueError(f"variants names {twice!r} twice: name each variant once.")
+        return {name: (name,) for name in value}
 
     @model_validator(mode="before")
     @classmethod

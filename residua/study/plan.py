@@ -13,7 +13,9 @@ from residua.study.config import StudyConfig
 from residua.study.matching import match
 from residua.train.config import RunConfig, differences
 
-RUNS = "runs"
+RUNS, CONFIGS, LOGS, LOCK, STUDY = "runs", "configs", "logs", ".lock", "study.toml"
+# What a study that was interrupted leaves behind: its study.toml comes last.
+_BEGUN = (RUNS, CONFIGS, LOGS, LOCK, "diagnosis")
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,22 @@ def padded_vocabulary(tokens: int) -> int:
     return -(-tokens // 128) * 128
 
 
+def refuse_strangers(out: Path) -> None:
+    """Refuse a folder of something else, such as a training run: a study never writes among its files."""
+    if out.exists() and not out.is_dir():
+        raise ConfigError(f"{out} is a file: choose another --out.")
+    if not out.exists() or (out / STUDY).exists():
+        return
+    stranger = min((path.name for path in out.iterdir() if not _expected(path)), default=None)
+    if stranger is not None:
+        raise ConfigError(f"{out} holds {stranger} and is no study's folder: choose another --out.")
+
+
+def _expected(path: Path) -> bool:
+    """What a study's folder may hold before its study.toml, the file it is started from included."""
+    return path.name in _BEGUN or (path.suffix == ".toml" and path.name != "config.toml")
+
+
 def check_folders(plan: Plan) -> None:
     """Refuse to continue runs that were made by a different study: a reused number must be the number asked for."""
     for run in plan.runs:
@@ -115,7 +133,26 @@ def _varied(study: StudyConfig, base: RunConfig, name: str) -> RunConfig:
     try:
         return base.override(variants.overrides(study.variants[name], base.model))
     except ConfigError as error:
-        raise ConfigError(f"variant {name!r}: {error}") from None
+        named = repr(name) in str(error)
+        raise ConfigError(str(error) if named else f"variant {name!r}: {error}") from None
+
+
+def undone_sentences(study: StudyConfig) -> list[str]:
+    """The changes to every run that a variant's names change again, one sentence each."""
+    base = base_run(study, study.sizes[0])
+    return [
+        f"--set {change} does not hold for {name}, which changes it."
+        for change in study.set
+        if variants.holds(base, change)
+        for name, entries in study.variants.items()
+        if not variants.holds(_varied(study, base, name), change) and not _sets(entries, change)
+    ]
+
+
+def _sets(entries: tuple[str, ...], change: str) -> bool:
+    """Whether a variant gives a key its own value on purpose."""
+    key = change.partition("=")[0].strip()
+    return any(entry.partition("=")[0].strip() == key for entry in entries)
 
 
 def _steps(study: StudyConfig, reference: RunConfig, parameters: int) -> int | None:

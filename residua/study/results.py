@@ -14,7 +14,15 @@ from residua.study import scaling
 from residua.study.config import StudyConfig
 from residua.study.plan import RUNS, Plan, PlannedRun
 from residua.study.runs import DIAGNOSIS, QuantizedRun, RunRecord
-from residua.study.statistics import Estimate, estimate, estimate_ratio, mean, paired_difference, step_gain
+from residua.study.statistics import (
+    Estimate,
+    estimate,
+    estimate_ratio,
+    geometric_mean,
+    mean,
+    paired_difference,
+    step_gain,
+)
 
 VERSION = 1
 
@@ -187,7 +195,7 @@ def _variant_result(
     measured = {
         "loss": _interval(estimate([run.final_loss for run in ours.values()], level)),
         "bits_per_byte": _interval(estimate([run.final_bits_per_byte for run in ours.values()], level)),
-        "tokens_per_second": mean([run.tokens_per_second for run in ours.values()]),
+        "tokens_per_second": geometric_mean([run.tokens_per_second for run in ours.values()]),
         "memory_gib": max(run.memory_gib for run in ours.values()),
         "low_precision": _low_precision(study, [run.quantized for run in ours.values()]),
     }

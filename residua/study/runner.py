@@ -22,15 +22,12 @@ from typing import Protocol
 from residua.cores import available_cores
 from residua.model.settings import ConfigError
 from residua.study.config import StudyConfig
-from residua.study.plan import Plan, PlannedRun, check_folders
+from residua.study.plan import CONFIGS, LOCK, LOGS, Plan, PlannedRun, check_folders
 from residua.study.runs import is_complete, latest, steps_done
 from residua.train.files import write_atomically
 
 POLL_SECONDS = 0.25
 STOP_SECONDS = 120.0
-LOGS = "logs"
-CONFIGS = "configs"
-LOCK = ".lock"
 
 
 class StudyInterrupted(RuntimeError):
@@ -83,8 +80,10 @@ def run_plan(study: StudyConfig, plan: Plan, out: Path, watcher: Watcher) -> dic
 
 
 def threads_per_run(study: StudyConfig) -> int:
-    """What each trainer may use, so that runs side by side do not fight over cores."""
-    return study.threads or max(1, available_cores() // study.workers)
+    """What each trainer may use, so that runs side by side do not fight over cores; no more than OMP_NUM_THREADS."""
+    share = max(1, available_cores() // study.workers)
+    limit = os.environ.get("OMP_NUM_THREADS", "")
+    return study.threads or (min(share, max(1, int(limit))) if limit.isdecimal() else share)
 
 
 def _start(run: PlannedRun, study: StudyConfig, out: Path, lock: int) -> _Process:

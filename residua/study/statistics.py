@@ -27,6 +27,11 @@ def mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values)
 
 
+def geometric_mean(values: Sequence[float]) -> float:
+    """exp(mean ln x), the mean whose quotients are the means of quotients; at least one value."""
+    return math.exp(mean([math.log(value) for value in values]))
+
+
 def variance(values: Sequence[float]) -> float:
     """The unbiased sample variance, Σ(x − mean)² / (n − 1); at least two values."""
     centre = mean(values)

@@ -7,13 +7,13 @@ norm or gate) and leaves the rest of the base configuration alone; `base` change
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 
 from residua.model.choices import HybridAttention, MoE, SoftmaxAttention
 from residua.model.config import ModelConfig, head_dim
 from residua.model.settings import ConfigError
+from residua.train.config import RunConfig
 
 
 @dataclass(frozen=True)
@@ -122,6 +122,7 @@ KNOWN: dict[str, Variant] = {
 def overrides(entries: Sequence[str], model: ModelConfig) -> list[str]:
     """The override list of a variant: entries with `=` stand for themselves, others are known names or their sum."""
     changes: list[str] = []
+    parts: list[str] = []
     for entry in entries:
         if "=" in entry:
             changes.append(entry)
@@ -129,9 +130,35 @@ def overrides(entries: Sequence[str], model: ModelConfig) -> list[str]:
         for name in entry.split("+"):
             own = _known(name.strip()).overrides(model)
             changes.extend(own)
-            with suppress(ConfigError):  # what is wrong so far may be put right by what follows, and is told at the end
+            try:
                 model = model.override([change.removeprefix("model.") for change in own])
+            except ConfigError:  # what is wrong so far may be put right by what follows, and is told at the end
+                continue
+            parts.append(name.strip())
+            _refuse_undoing(parts, model)
     return changes
+
+
+def holds(config: RunConfig | ModelConfig, change: str) -> bool:
+    """Whether a configuration is as a change would make it."""
+    try:
+        return config.override([change]) == config
+    except ConfigError:
+        return False
+
+
+def _refuse_undoing(names: Sequence[str], model: ModelConfig) -> None:
+    """Every name must still be in the model that the last one made: made again, it would change nothing."""
+    *earlier, last = names
+    for name in earlier:
+        try:
+            own = KNOWN[name].overrides(model)
+        except ConfigError:  # it replaced something, which a second time is not there
+            continue
+        undone = next((change for change in own if not holds(model, change.removeprefix("model."))), None)
+        if undone is not None:
+            key = undone.partition("=")[0]
+            raise ConfigError(f"{name!r} and {last!r} both set {key}: a variant can have one of them.")
 
 
 def _known(name: str) -> Variant:
@@ -139,4 +166,4 @@ def _known(name: str) -> Variant:
         return KNOWN[name]
     near = get_close_matches(name, KNOWN, n=1, cutoff=0.5)
     advice = f"did you mean {near[0]!r}?" if near else f"choose from {', '.join(KNOWN)}."
-    raise ConfigError(f"variant {name!r} is not known: {advice}")
+    raise ConfigError(f"{name!r} is not a known variant: {advice}")

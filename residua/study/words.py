@@ -8,6 +8,7 @@ from residua.report import Column, Value
 from residua.study.results import DatasetFacts, Interval, ScalingResult, StudyResult, VariantResult
 
 NONE = "—"
+WIDEST = 1000.0  # high / low of an interval of quotients; a wider one says nothing
 
 
 def columns(confidence: float) -> list[Column]:
@@ -49,7 +50,7 @@ def verdict(row: VariantResult, baseline: str, confidence: float) -> str:
     """One sentence on whether a variant pays, per step and per second, and how sure that is."""
     if row.loss is None:
         return f"{row.name}: no complete run."
-    if row.difference is None or row.step_gain is None:
+    if row.difference is None:
         return f"{row.name}: nothing to compare it with."
     change = row.difference
     if change.low is None or change.high is None:
@@ -59,11 +60,20 @@ def verdict(row: VariantResult, baseline: str, confidence: float) -> str:
         sure = f"no difference shown (Δ {change.value:+.4f}, {level} interval [{change.low:+.4f}, {change.high:+.4f}])"
     else:
         sure = f"{_direction(change.value)} by {abs(change.value):.4f} (n = {change.count})"
-    sentence = f"{row.name}: {sure}; {row.step_gain.value:.2f}× per step"
-    if row.throughput_ratio is None or row.wall_clock_gain is None:
-        return f"{sentence}."
+    return f"{row.name}: {sure}; {_gains(row, baseline)}."
+
+
+def _gains(row: VariantResult, baseline: str) -> str:
+    """Per step and per second, or why there is no such number."""
+    if row.throughput_ratio is None:
+        return "no gain per step, since no seed completed in both"
+    if row.step_gain is None or row.wall_clock_gain is None:
+        return "no gain per step, since the curves have one validation point each: make train.validate_every smaller"
+    per_step = f"{row.step_gain.value:.2f}× per step"
+    if _says_nothing(row.throughput_ratio):
+        return f"{per_step}; the seeds' speeds against {baseline} disagree, so none is stated"
     speed, seconds = row.throughput_ratio.value, row.wall_clock_gain.value
-    return f"{sentence} at {speed:.2f}× the speed of {baseline}, so {seconds:.2f}× per second."
+    return f"{per_step} at {speed:.2f}× the speed of {baseline}, so {seconds:.2f}× per second"
 
 
 def dataset_sentence(facts: DatasetFacts, rows: Sequence[VariantResult]) -> str:
@@ -190,7 +200,14 @@ def _difference(value: Interval | None) -> Value:
 def _ratio(value: Interval | None) -> Value:
     if value is None:
         return Value(NONE)
+    if _says_nothing(value):
+        return Value(f"{value.value:.2f}×", "(no interval)")
     return Value(f"{value.value:.2f}×", "" if value.low is None else f"[{value.low:.2f}, {value.high:.2f}]")
+
+
+def _says_nothing(value: Interval) -> bool:
+    """Whether the seeds differ so much that their interval goes from nearly nothing to a thousand times as much."""
+    return value.low is not None and value.high is not None and value.high > WIDEST * value.low
 
 
 def _throughput(row: VariantResult, baseline: str) -> Value:

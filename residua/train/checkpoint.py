@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -125,6 +125,25 @@ def what_is_left(run: Path) -> str:
     return f"the last good checkpoint is {found[-1].path}" if found else "no checkpoint had been written yet"
 
 
+def damaged(file: Path, checkpoint: Path, error: Exception) -> ValueError:
+    """The error for a checkpoint that cannot be read, with the one that a person can go on from."""
+    others = [c for c in checkpoints(checkpoint.parents[1]) if c.path != checkpoint and _whole(c.path)]
+    advice = f"move {checkpoint} elsewhere to go on from {others[-1].path}, which is whole" if others else ""
+    return ValueError(f"{file} cannot be read ({error}): {advice or 'no other checkpoint is whole'}.")
+
+
+def _whole(checkpoint: Path) -> bool:
+    """Whether every file of tensors is as long as its header says; none is read."""
+    files = list(checkpoint.rglob("*.safetensors"))
+    try:
+        for file in files:
+            with safe_open(file, framework="pt"):
+                pass
+    except (OSError, SafetensorError):
+        return False
+    return bool(files)
+
+
 def _refuse_nonfinite(tensors: dict[str, Tensor], run: Path) -> None:
     broken = [name for name, tensor in tensors.items() if not torch.isfinite(tensor).all()]
     if broken:
@@ -163,7 +182,7 @@ def _fill(path: Path, expected: dict[str, Tensor], take: Callable[[dict[str, Ten
     try:
         saved = load_file(path)
     except (OSError, SafetensorError) as error:
-        raise ValueError(f"{path} cannot be read: {error}.") from None
+        raise damaged(path, path.parent, error) from None
     for name, tensor in expected.items():
         if name not in saved:
             raise ValueError(f"{path} lacks tensor {name!r}: it was written by another configuration than config.toml.")

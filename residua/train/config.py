@@ -5,6 +5,7 @@ This file imports no torch, so that `residua train` can refuse a wrong configura
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -205,11 +206,24 @@ class RunConfig(Frozen):
         for change in changes:
             section = change.partition(".")[0]
             if section not in RunConfig.model_fields:
-                raise ConfigError(
-                    f"override {change!r} names no section: write model.{change}, data.{change}, train.{change} or "
-                    f"parallel.{change}."
-                )
+                raise ConfigError(f"override {change!r} names no section: {self._place(change)}")
         return RunConfig(**apply_overrides(self.model_dump(exclude_none=True), changes))
+
+    def _place(self, change: str) -> str:
+        """Where a key that names no section belongs: the least deep places that have it, or the nearest spelling."""
+        key = change.partition("=")[0]
+        first = key.partition(".")[0]
+        places = _paths(self.model_dump())
+        fitting = [place for place in places if place.endswith(f".{first}")]
+        if fitting:
+            depth = min(place.count(".") for place in fitting)
+            written = (f"{p}{change.removeprefix(first)}" for p in fitting if p.count(".") == depth)
+            return f"write {' or '.join(written)}."
+        spelt = {place if "." in key else place.partition(".")[2]: place for place in reversed(places)}
+        near = get_close_matches(key, spelt, n=1, cutoff=0.75)
+        if near:
+            return f"did you mean {spelt[near[0]]}?"
+        return "begin with model, data, train or parallel, as in train.steps=500."
 
     def to_toml(self) -> str:
         """The whole configuration as TOML; reading it back gives an equal one."""
@@ -284,6 +298,15 @@ def differences(old: RunConfig, new: RunConfig) -> dict[str, tuple[Any, Any]]:
     before, after = _flat(old.model_dump()), _flat(new.model_dump())
     keys = [*before, *(key for key in after if key not in before)]
     return {key: (before.get(key), after.get(key)) for key in keys if before.get(key) != after.get(key)}
+
+
+def _paths(table: dict[str, Any], prefix: str = "") -> list[str]:
+    """Every key of nested tables, by its path; those of tables as well."""
+    paths = []
+    for key, value in table.items():
+        below = _paths(value, f"{prefix}{key}.") if isinstance(value, dict) else []
+        paths += [f"{prefix}{key}", *below]
+    return paths
 
 
 def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:

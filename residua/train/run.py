@@ -1,7 +1,7 @@
 """A run's folder: config.toml, environment.json, metrics.jsonl, tokenizer.json, checkpoints/, result.json.
 
 One process at a time owns it. Metrics are lines of JSON, appended as they happen and cut back to the checkpoint when
-a run is resumed, so that no step appears twice.
+a run is resumed, so that no step appears twice; where no checkpoint is left, they are kept as metrics-lost-N.jsonl.
 """
 
 from __future__ import annotations
@@ -9,7 +9,10 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+from collections.abc import Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +39,15 @@ _FIXED = (
 class Run:
     """The folder of one run, owned by this process from `create` or `reopen` until `close`.
 
-    Until `begin` nothing in it is written, so whatever is refused before leaves the folder as it was.
+    Until `begin` nothing in it is written, so whatever is refused before leaves the folder as it was; those in `made`
+    were not there.
     """
 
-    def __init__(self, folder: Path, config: RunConfig, changes: dict[str, tuple[Any, Any]]) -> None:
+    def __init__(
+        self, folder: Path, config: RunConfig, changes: dict[str, tuple[Any, Any]], made: Sequence[Path] = ()
+    ) -> None:
         self.folder, self.config = folder, config
-        self._changes = changes
+        self._changes, self._made = changes, made
         self._lock = self._take()
 
     def _take(self) -> int:
@@ -52,8 +58,9 @@ class Run:
         """Take a new folder; one that already holds something is refused."""
         if folder.exists() and (not folder.is_dir() or any(not p.name.startswith(_OURS) for p in folder.iterdir())):
             raise ConfigError(f"{folder} is not empty: choose another --out, or continue the run in it with --resume.")
+        made = [path for path in (folder, *folder.parents) if not path.exists()]
         folder.mkdir(parents=True, exist_ok=True)
-        return cls(folder, config, {})
+        return cls(folder, config, {}, made)
 
     @classmethod
     def reopen(cls, folder: Path, config: RunConfig) -> Run:
@@ -94,11 +101,30 @@ class Run:
         if source.exists() and not target.exists():
             write_atomically(target, source.read_text(encoding="utf-8"))
 
+    def set_metrics_aside(self) -> str | None:
+        """For a run that is at step 0 again: keep what was measured of its lost steps, and say where."""
+        path = self.folder / "metrics.jsonl"
+        lost = read_metrics(path)
+        if not lost:
+            return None
+        names = (self.folder / f"metrics-lost-{number}.jsonl" for number in count(1))
+        kept = path.rename(next(name for name in names if not name.exists()))
+        return (
+            f"{self.folder} holds no checkpoint: starting again at step 1; the metrics up to step {lost[-1]['step']} "
+            f"are kept in {kept.name}."
+        )
+
     def metrics(self, until: int) -> Metrics:
         """The metrics file, cut back to lines of step `until` and earlier."""
         return MetricsFile(self.folder / "metrics.jsonl", until)
 
     def close(self) -> None:
+        """Give the folder up; one in which nothing began is left as it was found."""
+        if not (self.folder / "config.toml").exists():
+            (self.folder / LOCK).unlink(missing_ok=True)
+            with suppress(OSError):  # another process has put something there meanwhile
+                for folder in self._made:
+                    folder.rmdir()
         os.close(self._lock)
 
 
@@ -116,6 +142,9 @@ class FollowedRun(Run):
 
     def keep_tokenizer(self, source: Path) -> None:
         pass
+
+    def set_metrics_aside(self) -> str | None:
+        return None
 
     def metrics(self, until: int) -> Metrics:
         return Metrics()

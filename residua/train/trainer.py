@@ -94,6 +94,8 @@ class Trainer:
         summarise(self.console, self.config, self.step, self.dataset, self.size, self.done, self.world.describe())
         self.run.begin(describe_environment(self.device), self.done)
         self.run.keep_tokenizer(self.dataset.path / "tokenizer.json")
+        if self.done == 0 and (notice := self.run.set_metrics_aside()):
+            self.console.print(notice, soft_wrap=True, markup=False)
         self.metrics = self.run.metrics(until=self.done)
         self.sinks: list[Sink] = self._open_sinks() if self.world.leads else []
         try:

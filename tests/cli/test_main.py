@@ -7,7 +7,9 @@ import tomllib
 import pytest
 
 from residua.cli.main import VERBS
+from residua.model import presets
 from residua.model.config import ModelConfig
+from residua.model.size import measure
 
 
 def residua(*arguments: str) -> subprocess.CompletedProcess:
@@ -43,6 +45,14 @@ def test_presets_are_listed_with_size_cost_and_a_line_each():
     assert len(lines) == 10
     (row,) = [line for line in lines if line.startswith("mgr-s-prenorm")]
     assert "123.6 M" in row and "0.80 G" in row and "pre-norm baseline" in row
+    assert "measuring 9 presets" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["outlier-24b-a3b", "outlier-7b-a2b"])
+def test_active_parameters_in_a_preset_say_that_they_leave_the_embedding_out(name):
+    size = measure(ModelConfig.preset(name))
+    summary = presets.load(name)["summary"]
+    assert f"{size.parameters / 1e9:.1f}B, {size.active / 1e9:.1f}B active beside the embedding" in summary
 
 
 @pytest.mark.parametrize(

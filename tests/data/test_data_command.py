@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,8 @@ from typer.testing import CliRunner
 
 from residua.cli.data import app
 from residua.data import DataError, Dataset, Tokenizer
+from residua.train.config import RunConfig
+from residua.train.source import open_data
 
 
 def run(*arguments: str | Path) -> str:
@@ -29,6 +32,17 @@ def test_prepare_then_info(jsonl: Path, tmp_path: Path) -> None:
     assert f"{dataset.split('train').tokens:,} tokens" in printed
     assert f"{dataset.bytes_per_token('validation'):.2f} bytes/token" in printed
     assert dataset.tokenizer.decode(dataset.split("validation").read(0, 20)) in printed
+
+
+def test_the_next_command_makes_room_for_a_vocabulary_larger_than_the_presets(tmp_path: Path) -> None:
+    (tmp_path / "words.txt").write_text("\n\n".join(f"{i * i:x} {i**3:x}" for i in range(20_000)))
+    dataset = tmp_path / "data of mine"
+    printed = run("prepare", tmp_path / "words.txt", "--out", dataset, "--tokenizer", "bpe:1500", "--workers", "1")
+    *_, command = printed.partition("next: residua train ")
+    preset, *rest = shlex.split(command)
+    assert rest[:2] == ["--data", str(dataset)] and rest[2:4] == ["--out", "runs/first"]
+    config = RunConfig.find(preset).override([f"data.path='{dataset}'", *rest[4:]])
+    assert rest[4:] and open_data(config).vocab_size == 1500
 
 
 def test_tokenizer_then_prepare(jsonl: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import bz2
 import gzip
 import json
+import logging
 import lzma
 import sys
 import types
@@ -152,3 +153,36 @@ def test_dataset_name_is_streamed_with_its_config(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
     assert sorted(read("org/name:sample")) == sorted(TEXTS)
     assert asked == [(("org/name", "sample"), {"split": "train", "streaming": True})]
+
+
+def test_a_path_that_is_not_there_is_not_looked_for_on_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    monkeypatch.chdir(tmp_path)
+    Path("corpus").mkdir()
+    for name in ("./nofile", "../nofile", "~/nofile"):
+        with pytest.raises(DataError, match=rf"^there is no file or folder {name}$"):
+            read(name)
+    with pytest.raises(DataError, match=r"^there is no file or folder corpus/nofile .* write corpus/nofile:CONFIG"):
+        read("corpus/nofile")
+    with pytest.raises(DataError, match="needs the package datasets"):
+        read("corpus/nofile:default")
+
+
+def test_a_hub_out_of_reach_is_one_sentence_without_the_librarys_lines(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    logger = logging.getLogger("huggingface_hub")
+    before = logger.level
+
+    def load_dataset(*names: str | None, **options: object) -> None:
+        logging.getLogger("huggingface_hub.utils").warning("Retrying in 1s")
+        raise ConnectionError("Couldn't reach the Hub")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    sentence = (
+        "there is no file or folder org/name, and as a dataset of Hugging Face it cannot be streamed: Couldn't reach"
+    )
+    with pytest.raises(DataError, match=sentence):
+        read("org/name")
+    assert not caplog.records and logger.level == before

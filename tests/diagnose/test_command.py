@@ -146,3 +146,31 @@ def test_sequences_begin_with_what_the_tokenizer_puts_first(run: Path, text: Pat
     tokenizer.save(run / "tokenizer.json")
     made = diagnose([run], tmp_path / "out", text=text, tokens=64, ablations="none").models[0]
     assert made.text.prefix == [begin]
+
+
+def test_a_page_of_another_command_is_not_replaced(run: Path, text: Path) -> None:
+    (run / "report.html").write_text("what quantizing cost")
+    result = CliRunner().invoke(app, [str(run), "--text", str(text), "--tokens", "64", "--device", "cpu"])
+    assert isinstance(result.exception, ValueError)
+    assert "report.html was not written by a diagnosis: choose another folder with --out" in str(result.exception)
+    assert (run / "report.html").read_text() == "what quantizing cost"
+    assert not (run / "diagnosis.json").exists()
+
+
+def test_files_of_other_things_get_no_diagnosis_among_them(run: Path, text: Path) -> None:
+    with pytest.raises(ValueError, match=r"holds text\.txt and no diagnosis: choose another --out"):
+        diagnose([run], text.parent, text=text, tokens=64)
+    assert not (text.parent / "diagnosis.json").exists()
+
+
+def test_a_diagnosis_is_made_again_in_its_place_and_beside_others(run: Path, text: Path, tmp_path: Path) -> None:
+    for out in (run, run, tmp_path / "pages" / "one", tmp_path / "pages", tmp_path / "pages"):
+        diagnose([run], out, text=text, tokens=64, ablations="none")
+        assert (out / "report.html").exists()
+
+
+def test_the_summary_names_the_text(run: Path, text: Path, tmp_path: Path) -> None:
+    shown = diagnose([run], tmp_path / "a", text=text, tokens=64, ablations="none").models[0].summary[0]
+    assert f"on 64 tokens of {text}, 2 sequences of 32." in shown
+    shown = diagnose([run], tmp_path / "b", tokens=64, ablations="none").models[0].summary[0]
+    assert "of the embedded corpus (Python standard library, validation part), 2 sequences of 32." in shown

@@ -229,7 +229,10 @@ def test_exoformer_is_six_tasks_and_their_mean(tmp_path: Path) -> None:
         ('{"choices": ["a"], "answer": 1}', "line 1: answer is 1, expected the index of one of 1 choices."),
         ('{"choices": ["a", ""], "answer": 0}', "line 1: choices must be a list of texts, none of them empty."),
         ('{"choices": ["a"], "answer": 0, "split": "train"}', "has no test or validation split, only train."),
-        ('{"choices": ["a"], "answer": 0}', "has 0 worked examples in its train split: use at most that many shots."),
+        (
+            '{"choices": ["a"], "answer": 0}',
+            "has 0 worked examples in its train split and 1 were asked for: use --shots 0.",
+        ),
     ],
 )
 def test_a_bad_task_file_is_refused_in_one_sentence(tmp_path: Path, content: str, message: str) -> None:
@@ -261,3 +264,22 @@ def test_an_unknown_task_is_refused_with_a_hint(tmp_path: Path) -> None:
         open_tasks(tmp_path, ["arc_esay"], shots=0, split=None, limit=None)
     with pytest.raises(ValueError, match="is not a folder"):
         open_tasks(tmp_path / "nowhere", ["arc_easy"], shots=0, split=None, limit=None)
+
+
+def test_a_group_that_a_folder_lacks_is_not_listed_among_what_it_has(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"holds no task mine: it has no file such as piqa\.jsonl\.$"):
+        open_tasks(tmp_path, ["mine"], shots=0, split=None, limit=None)
+    write_task(tmp_path, "mine")
+    with pytest.raises(ValueError, match=r"holds no task arc_challenge, one of exoformer: it has mine\.$"):
+        open_tasks(tmp_path, ["exoformer"], shots=0, split=None, limit=None)
+    with pytest.raises(ValueError, match=r"holds no task exoforme: did you mean exoformer\?$"):
+        open_tasks(tmp_path, ["exoforme"], shots=0, split=None, limit=None)
+
+
+def test_too_few_worked_examples_name_the_shots_that_there_are(tmp_path: Path) -> None:
+    path = write_task(tmp_path, "mine", shots=1)
+    with pytest.raises(
+        ValueError, match=r"has 1 worked example in its train split and 5 were asked for: use --shots 1\."
+    ):
+        read_task("mine", path, shots=5)
+    assert read_task("mine", path, shots=1).shots == 1

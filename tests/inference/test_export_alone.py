@@ -46,7 +46,7 @@ for name in ("residua", "pydantic", "typer", "tomli_w"):
     except ImportError:
         continue
     sys.exit(f"{name} is installed here")
-sys.path.insert(0, "clones")  # as for who works beside a clone: Python imports the folder clones/residua, an empty module
+sys.path.insert(0, "clones")  # beside a clone Python imports its folder, here clones/residua, as an empty module
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -89,6 +89,10 @@ def test_a_line_too_long_is_refused_and_the_conversation_goes_on(
         (("--prompt", "a", "--engine", "fast"), "engine fast does not exist: choose auto, eager, graph or compile."),
         (("--prompt", "a", "--device", "tpu"), "device tpu does not exist: choose auto, cpu or cuda."),
         (("--prompt", "a", "--checkpoint", "worst"), "--checkpoint worst does not exist: choose last or best."),
+        (
+            ("--file", "nofile.txt"),
+            "nofile.txt cannot be read (No such file or directory): --file is a text file with one prompt per line.",
+        ),
         (("--prompt", "a", "--stop", ""), "a stop string is empty: it would stop before the first token."),
     ],
 )

@@ -13,6 +13,7 @@ from residua.cli.compare import app
 from residua.data import Dataset
 from residua.model.settings import ConfigError
 from residua.study.variants import KNOWN
+from tests.study.conftest import SMALL
 
 runner = CliRunner()
 
@@ -46,7 +47,10 @@ def test_a_plan_says_what_matching_changes_and_trains_nothing(dataset: Dataset, 
     [
         ([], "name two variants or more"),
         (["prenorm"], "name two variants or more"),
-        (["prenorm", "mrg"], "did you mean 'mgr'"),
+        (["prenorm", "mrg"], "^'mrg' is not a known variant: did you mean 'mgr'"),
+        (["prenorm", "mgr+mrg"], r"^variant 'mgr\+mrg': 'mrg' is not a known variant"),
+        (["prenorm", "prenorm"], "variants names 'prenorm' twice"),
+        (["prenorm", "mgr+block_attnres"], "'mgr' and 'block_attnres' both set model.topology.kind"),
         (["prenorm", "mgr", "--match", "width"], r"match\.kind = 'width' does not exist"),
         (["prenorm", "mgr", "--base", "tinny"], "tiny"),
         (["prenorm", "mgr", "--tokens-per-parameter", "20"], "needs --sizes"),
@@ -68,3 +72,27 @@ def test_options_go_over_a_study_file(dataset: Dataset, tmp_path: Path) -> None:
     file.write_text(f'base = "tiny"\nvariants = ["prenorm", "mgr"]\nseeds = 5\ndata = "{dataset.path}"\n')
     shown = runner.invoke(app, [str(file), "--seeds", "2", "--plan"], catch_exceptions=False).output
     assert "2 variants × 2 seeds = 4 runs" in shown
+
+
+@pytest.mark.parametrize("stranger", ["config.toml", "quantization.json", "diagnosis.json", "config.json"])
+@pytest.mark.parametrize("plan", [[], ["--plan"]])
+def test_a_folder_of_something_else_is_refused_and_left_as_it_is(
+    stranger: str, plan: list[str], dataset: Dataset, tmp_path: Path
+) -> None:
+    (tmp_path / stranger).write_text("its own")
+    (tmp_path / "report.html").write_text("its own page")
+    small = [argument for change in SMALL for argument in ("--set", change)]
+    arguments = ["prenorm", "mgr", "--seeds", "1", *small, "--data", str(dataset.path), "--out", str(tmp_path), *plan]
+    result = runner.invoke(app, arguments)
+    assert isinstance(result.exception, ConfigError)
+    assert str(result.exception) == f"{tmp_path} holds {stranger} and is no study's folder: choose another --out."
+    assert {path.name for path in tmp_path.iterdir()} == {stranger, "report.html"}
+    assert (tmp_path / "report.html").read_text() == "its own page"
+
+
+def test_a_change_that_a_variant_undoes_is_told(dataset: Dataset) -> None:
+    changes = ["--set", "model.topology.kind=additive", "--set", "train.steps=100"]
+    arguments = ["prenorm", "mgr", *changes, "--data", str(dataset.path), "--plan"]
+    shown = runner.invoke(app, arguments, catch_exceptions=False).output
+    assert "--set model.topology.kind=additive does not hold for mgr, which changes it." in shown
+    assert "train.steps=100 does not" not in shown and "for prenorm" not in shown

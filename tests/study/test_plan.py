@@ -9,7 +9,7 @@ import pytest
 from residua.data import Dataset
 from residua.model.settings import ConfigError
 from residua.study import StudyConfig
-from residua.study.plan import check_folders, make_plan, padded_vocabulary
+from residua.study.plan import check_folders, make_plan, padded_vocabulary, refuse_strangers
 
 
 def test_variants_of_a_seed_share_their_data_order(study: StudyConfig, dataset: Dataset, out: Path) -> None:
@@ -57,3 +57,23 @@ def test_a_variant_that_cannot_be_built_is_named(study: StudyConfig, dataset: Da
     broken = study.model_copy(update={"variants": {**study.variants, "odd": ("model.topology.kind=dence",)}})
     with pytest.raises(ConfigError, match=r"variant 'odd': .*topology.kind = 'dence'"):
         make_plan(broken, out, dataset)
+
+
+def test_a_study_that_was_interrupted_goes_on_in_its_folder(out: Path) -> None:
+    refuse_strangers(out)
+    for name in ("runs", "configs", "logs"):
+        (out / name).mkdir(parents=True)
+    (out / ".lock").touch()
+    (out / "mine.toml").touch()
+    refuse_strangers(out)
+    (out / "notes.md").touch()
+    with pytest.raises(ConfigError, match=r"notes\.md"):
+        refuse_strangers(out)
+    (out / "study.toml").touch()
+    refuse_strangers(out)
+
+
+def test_a_file_is_no_folder_for_a_study(out: Path) -> None:
+    out.touch()
+    with pytest.raises(ConfigError, match="is a file: choose another --out"):
+        refuse_strangers(out)

@@ -58,3 +58,13 @@ def test_the_study_page_opens_whole_offline_light_dark_and_on_paper(report: Path
 
         assert seen.problems == []
         assert seen.requests == [report.as_uri()]
+
+
+@pytest.mark.slow
+def test_no_column_is_cut_on_a_laptop_screen(report: Path) -> None:
+    with opened(report) as seen:
+        seen.page.set_viewport_size({"width": 1200, "height": 900})
+        tables = seen.page.evaluate(
+            "[...document.querySelectorAll('.scroll')].map(box => [box.scrollWidth, box.clientWidth])"
+        )
+        assert tables and all(wide <= room for wide, room in tables)

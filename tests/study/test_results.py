@@ -14,8 +14,8 @@ from residua.study.conduct import Outcome, summarise
 from residua.study.plan import Plan, PlannedRun, make_plan
 from residua.study.results import StudyResult, VariantResult, compute_points
 from residua.study.tables import markdown
-from residua.study.words import verdict
-from tests.study.recorded import write_all
+from residua.study.words import cells, verdict
+from tests.study.recorded import write_all, write_run
 
 OFFSET = {"prenorm": 0.0, "block_attnres": -0.1, "mgr": 0.0, "exoformer": 0.05}
 RATE = {"prenorm": 1000.0, "block_attnres": 800.0, "mgr": 500.0, "exoformer": 1000.0}
@@ -128,6 +128,46 @@ def test_scaling_recovers_the_law_the_runs_were_made_with(study: StudyConfig, da
     assert advantage is not None and advantage.value == pytest.approx((20 / 19) ** (1 / 0.05))
     points = compute_points(result.runs, result.variants)["prenorm"]
     assert len(points) == 6 and all(math.isfinite(compute) for compute, _ in points)
+
+
+def with_rates(study: StudyConfig, plan: Plan, out: Path, rates: dict[tuple[str, int], float]) -> StudyResult:
+    for run in plan.runs:
+        write_run(run, straight, rate=rates.get((run.variant, run.seed), 1000.0))
+    return summarise(study, plan, out, {}, None).result
+
+
+def test_the_speeds_of_the_table_give_its_throughput(study: StudyConfig, dataset: Dataset, out: Path) -> None:
+    rates = {("prenorm", 0): 1000.0, ("prenorm", 1): 4000.0, ("mgr", 0): 900.0, ("mgr", 1): 400.0}
+    result = with_rates(study, make_plan(study, out, dataset), out, rates)
+    ours, baseline = row(result, "mgr"), row(result, "prenorm")
+    assert ours.throughput_ratio is not None and ours.tokens_per_second and baseline.tokens_per_second
+    assert ours.throughput_ratio.value == pytest.approx(0.3)
+    assert ours.tokens_per_second / baseline.tokens_per_second == pytest.approx(0.3)
+
+
+def test_seeds_whose_speeds_disagree_allow_no_factor(study: StudyConfig, dataset: Dataset, out: Path) -> None:
+    rates = {("prenorm", 0): 1000.0, ("prenorm", 1): 4000.0, ("mgr", 0): 900.0, ("mgr", 1): 400.0}
+    result = with_rates(study, make_plan(study, out, dataset), out, rates)
+    told = verdict(row(result, "mgr"), "prenorm", 0.95)
+    assert told.endswith("× per step; the seeds' speeds against prenorm disagree, so none is stated.")
+    shown = [cell.joined() for cell in cells(row(result, "mgr"), "prenorm")]
+    assert shown[7] == "0.30× (no interval)"
+
+
+def test_seeds_whose_speeds_agree_give_a_factor(result: StudyResult) -> None:
+    assert "at 0.80× the speed of prenorm" in verdict(row(result, "block_attnres"), "prenorm", 0.95)
+    assert cells(row(result, "block_attnres"), "prenorm")[7].joined() == "0.84× [0.84, 0.84]"
+
+
+def test_one_validation_gives_a_difference_and_says_what_a_gain_needs(result: StudyResult) -> None:
+    single = row(result, "block_attnres").model_copy(update={"step_gain": None, "wall_clock_gain": None})
+    told = verdict(single, "prenorm", 0.95)
+    assert told.startswith("block_attnres: lower loss by 0.1000 (n = 2); no gain per step")
+    assert told.endswith("the curves have one validation point each: make train.validate_every smaller.")
+    alone = single.model_copy(update={"difference": None})
+    assert verdict(alone, "prenorm", 0.95) == "block_attnres: nothing to compare it with."
+    apart = single.model_copy(update={"throughput_ratio": None})
+    assert verdict(apart, "prenorm", 0.95).endswith("no gain per step, since no seed completed in both.")
 
 
 SIZES = ["tiny", "mini", "mgr-s-prenorm"]

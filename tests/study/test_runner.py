@@ -18,7 +18,7 @@ from rich.console import Console
 
 from residua.data import Dataset
 from residua.model.settings import ConfigError
-from residua.study import StudyConfig
+from residua.study import StudyConfig, runner
 from residua.study.conduct import conduct
 from residua.study.plan import Plan, PlannedRun, make_plan
 from residua.study.runner import run_plan, threads_per_run
@@ -134,6 +134,17 @@ def test_a_second_study_in_the_same_folder_is_refused(study: StudyConfig, datase
 def test_threads_are_shared_between_workers(study: StudyConfig) -> None:
     assert threads_per_run(study.model_copy(update={"threads": 3})) == 3
     assert threads_per_run(study.model_copy(update={"workers": 10_000})) == 1
+
+
+@pytest.mark.parametrize(("limit", "threads"), [("", 8), ("3", 3), ("16", 8), ("0", 1), ("3,2", 8)])
+def test_runs_take_no_more_threads_than_the_environment_allows(
+    study: StudyConfig, monkeypatch: pytest.MonkeyPatch, limit: str, threads: int
+) -> None:
+    monkeypatch.setattr(runner, "available_cores", lambda: 8)
+    monkeypatch.setenv("OMP_NUM_THREADS", limit)
+    alone = study.model_copy(update={"workers": 1, "threads": None})
+    assert threads_per_run(alone) == threads
+    assert threads_per_run(alone.model_copy(update={"threads": 5})) == 5
 
 
 def wait_for(ready: Callable[[], bool], process: subprocess.Popen[bytes], seconds: float = 120.0) -> None:

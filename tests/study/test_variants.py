@@ -49,3 +49,28 @@ def test_expert_loads_are_drawn_for_the_variants_that_have_them(tmp_path) -> Non
     figures = plots.expert_loads({"dense": [dense], "moe": [sparse, sparse]})
     assert list(figures) == ["moe"]
     assert [list(row) for row in figures["moe"].data[0].z] == [pytest.approx([1.6, 1.2, 0.8, 0.4]), [1.0] * 4]
+
+
+@pytest.mark.parametrize(
+    ("names", "key"),
+    [
+        ("mgr+block_attnres", "model.topology.kind"),
+        ("prenorm+mgr", "model.topology.kind"),
+        ("gatednorm+exoformer+dyt", "model.norm.kind"),
+        ("resformer+exoformer", "model.anchors.kind"),
+        ("sink+linear", "model.attention.sink"),
+    ],
+)
+def test_two_names_that_set_the_same_choice_are_refused(names: str, key: str) -> None:
+    first, last = names.split("+")[0], names.split("+")[-1]
+    with pytest.raises(ConfigError, match=f"'{first}' and '{last}' both set {key}"):
+        varied("tiny", names)
+    with pytest.raises(ConfigError, match=f"'{first}' and '{last}' both set {key}"):
+        varied("tiny", *names.split("+"))
+
+
+def test_names_that_agree_on_a_choice_combine() -> None:
+    assert varied("tiny", "exoformer+gated_attention").model.attention.gate == "elementwise"
+    assert varied("tiny", "gated_attention+sink+hybrid").model.attention.softmax.sink == "learned"
+    assert varied("mgr-s-prenorm", "mgr8+mgr_independent").model.topology.streams == 8
+    assert varied("tiny", "mgr", "model.topology.kind=additive").model.topology.kind == "additive"

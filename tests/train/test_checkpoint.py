@@ -108,3 +108,29 @@ def test_a_damaged_file_is_refused_in_one_sentence(run: Path) -> None:
     (run / "checkpoints" / "step-6" / "model.safetensors").write_bytes(b"not a tensor")
     with pytest.raises(ValueError, match=r"model\.safetensors cannot be read"):
         load_model(run)
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors"])
+def test_a_damaged_checkpoint_names_the_one_to_go_on_from(run: Path, config: RunConfig, name: str) -> None:
+    last, earlier = run / "checkpoints" / "step-6", run / "checkpoints" / "step-4"
+    cut(last / name)
+    sentence = rf"{last / name} cannot be read .*: move {last} elsewhere to go on from {earlier}, which is whole\.$"
+    with pytest.raises(ValueError, match=sentence):
+        train(config, run, resume=True, console=QUIET)
+    if name == "model.safetensors":
+        with pytest.raises(ValueError, match=sentence):
+            load_model(run)
+    last.rename(run / "elsewhere")
+    load_model(run)
+    assert train(config, run, resume=True, console=QUIET).steps == 6
+
+
+def test_where_no_checkpoint_is_whole_none_is_named(run: Path) -> None:
+    for checkpoint in checkpoints(run):
+        cut(checkpoint.path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"cannot be read .*: no other checkpoint is whole\.$"):
+        load_model(run)

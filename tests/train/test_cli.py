@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -55,6 +56,17 @@ def test_ctrl_c_says_how_to_resume_and_resume_needs_only_the_folder(
     code, output = call("--resume", "--out", tmp_path / "run")
     assert code == 0 and "resuming after step 3 of 6" in output
     code, output = call("--resume", "--out", tmp_path / "run", "train.steps=7")
+    assert code == 0 and "step 7/7" in output
+
+
+def test_a_run_whose_data_has_moved_is_told_where_it_is(call: Call, file: str, data: Path, tmp_path: Path) -> None:
+    old, new, out = tmp_path / "old", tmp_path / "new", tmp_path / "run"
+    shutil.copytree(data, old)
+    assert call(file, "--data", old, "--out", out)[0] == 0
+    old.rename(new)
+    code, output = call("--resume", "--out", out, "train.steps=7")
+    assert code == 2 and f"{old} is not a prepared dataset" in output and "if it was moved, give --data DIR" in output
+    code, output = call("--resume", "--out", out, "train.steps=7", "--data", new)
     assert code == 0 and "step 7/7" in output
 
 

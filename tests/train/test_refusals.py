@@ -177,6 +177,14 @@ def test_a_disk_too_small_is_refused_before_training(
     assert files(tmp_path / "run") == {}
 
 
+def test_a_refused_run_leaves_nothing_behind(config: RunConfig, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    for out in (tmp_path / "runs" / "deep" / "run", tmp_path / "mine"):
+        with pytest.raises(ValueError, match="sequence"):
+            train(config.override(["data.sequence=100000"]), out, console=QUIET)
+    assert [p.name for p in tmp_path.rglob("*")] == ["mine"]
+
+
 def test_a_disk_that_fills_up_leaves_the_previous_checkpoint(
     config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

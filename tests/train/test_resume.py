@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import textwrap
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -217,6 +219,19 @@ def test_a_run_killed_before_its_first_checkpoint_starts_over(config: RunConfig,
     (out / "metrics.jsonl").write_text('{"kind": "train", "step": 1, "loss": 9.0}\n')
     train(config, out, resume=True, console=QUIET)
     assert_same_run(whole, out)
+
+
+def test_a_run_that_lost_its_checkpoints_says_so_and_keeps_the_old_metrics(config: RunConfig, whole: Path) -> None:
+    for turn in (1, 2):
+        old = (whole / "metrics.jsonl").read_bytes()
+        shutil.rmtree(whole / "checkpoints")
+        console = Console(file=StringIO(), width=400)
+        train(config, whole, resume=True, console=console)
+        printed = console.file.getvalue()  # type: ignore[attr-defined]
+        assert f"{whole} holds no checkpoint: starting again at step 1" in printed
+        assert f"the metrics up to step 6 are kept in metrics-lost-{turn}.jsonl" in printed
+        assert (whole / f"metrics-lost-{turn}.jsonl").read_bytes() == old
+    assert [r["step"] for r in read_metrics(whole / "metrics.jsonl") if r["kind"] == "train"] == [1, 2, 4, 6]
 
 
 def test_a_longer_run_goes_on_from_the_old_end(config: RunConfig, whole: Path) -> None:

@@ -174,7 +174,15 @@ def test_configurations_survive_toml_and_say_where_they_differ(config: RunConfig
     [
         ("train.stpes=3", r"train\.stpes = 3 is not a known key: did you mean 'steps'"),
         ("train.optimizer.kind=mion", r"train\.optimizer\.kind = 'mion' does not exist: did you mean 'muon'"),
-        ("steps=3", r"names no section: write model\.steps=3, data\.steps=3, train\.steps=3 or parallel\.steps=3"),
+        ("steps=3", r"'steps=3' names no section: write train\.steps=3\.$"),
+        ("topology=full_attnres", r"names no section: write model\.topology=full_attnres\.$"),
+        ("seed=1", r"names no section: write data\.seed=1 or train\.seed=1\.$"),
+        ("momentum=0.9", r"names no section: write train\.optimizer\.momentum=0\.9\.$"),
+        ("optimizer.lr=1", r"names no section: write train\.optimizer\.lr=1\.$"),
+        ("topology.streams=4", r"names no section: write model\.topology\.streams=4\.$"),
+        ("topolgy=full_attnres", r"names no section: did you mean model\.topology\?$"),
+        ("trian.steps=3", r"names no section: did you mean train\.steps\?$"),
+        ("zzzzzz=3", r"names no section: begin with model, data, train or parallel, as in train\.steps=500\.$"),
         ("train.optimizer.lr=-1", r"train\.optimizer\.lr = -1"),
     ],
 )

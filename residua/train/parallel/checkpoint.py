@@ -25,7 +25,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 
-from residua.train.checkpoint import FOLDER, SHARDS, model_tensors, prune, what_is_left
+from residua.train.checkpoint import FOLDER, SHARDS, damaged, model_tensors, prune, what_is_left
 from residua.train.files import UNFINISHED, flush
 from residua.train.health import TrainingStopped
 from residua.train.optimizer import HybridOptimizer
@@ -131,7 +131,7 @@ def _check(source: Path, reader: HuggingFaceStorageReader, expected: dict[str, T
     try:
         held = reader.read_metadata().state_dict_metadata
     except (OSError, SafetensorError) as error:
-        raise ValueError(f"{source} cannot be read: {error}.") from None
+        raise damaged(source, source.parent if source.name == SHARDS else source, error) from None
     blame = "it was written by another configuration than config.toml."
     for name, tensor in expected.items():
         if name not in held:
