@@ -51,7 +51,7 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Tens
     cases += [("rounded", "mgr", {"shard": 2, "unit": "model", "precision": "bfloat16"})]
     cases += [("compiled-stages", "full", {"pipeline": 2, "layers": 2, "compile": "on"})]
     cases += [("rounded-stages", "full", {**INTERLEAVED, "precision": "bfloat16"})]
-    launch(2, "tests.parallel.worker", out, cases)
+    launch(2, "tests.parallel.worker", out, cases, again=True)
     return {name: load_file(out / f"{name}.safetensors") for name, _, _ in cases}
 
 

@@ -1,0 +1,13 @@
+"""A rank that dies by a segmentation fault the first so many times."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+
+def main(folder: Path, times: int) -> None:
+    if len(list(folder.iterdir())) < times:
+        (folder / str(os.getpid())).touch()
+        os.kill(os.getpid(), signal.SIGSEGV)
