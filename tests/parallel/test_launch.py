@@ -9,6 +9,7 @@ import pytest
 
 from tests.parallel.launch import launch
 
+pytestmark = pytest.mark.slow
 CRASHING = "tests.parallel.crashing"
 
 
