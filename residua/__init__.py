@@ -13,19 +13,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from residua import ops as ops
-    from residua.folders import load as load
-    from residua.model.config import ModelConfig as ModelConfig
+    from residua.config.model import ModelConfig as ModelConfig
     from residua.model.decoder import Decoder as Decoder
     from residua.model.decoder import build as build
+    from residua.storage.load import load as load
 
 __version__ = "0.1.0"
 
 # Names resolve when first used: `import residua` must stay instant, and most commands do not need torch.
 _HOMES = {
-    "ModelConfig": ("residua.model.config", "ModelConfig"),
+    "ModelConfig": ("residua.config.model", "ModelConfig"),
     "Decoder": ("residua.model.decoder", "Decoder"),
     "build": ("residua.model.decoder", "build"),
-    "load": ("residua.folders", "load"),
+    "load": ("residua.storage.load", "load"),
     "ops": ("residua.ops", None),
 }
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from residua import ops
 from residua.bench import floors
 from residua.bench.floors import Floor
-from residua.model import choices
+from residua.config import choices
 from residua.model.topology import build_topology
 from residua.model.topology.attnres import BlockAttnRes, Read
 

@@ -17,8 +17,8 @@ from torch import nn
 
 import residua
 from residua import ops
+from residua.config.run import RunConfig
 from residua.data import Dataset, Loader
-from residua.train.config import RunConfig
 from residua.train.step import arithmetic, build_step
 
 WINDOW = 10

@@ -16,10 +16,10 @@ import residua
 from residua import ops
 from residua.bench.step import Case
 from residua.bench.timing import Sample, synchronize, time_each
-from residua.inference.engine import Step, build_step, launched_step, resolve_engine
-from residua.inference.folder import place, ready
-from residua.inference.generate import weight_bytes
+from residua.generate.engine import Step, build_step, launched_step, resolve_engine
+from residua.generate.generator import weight_bytes
 from residua.model.cache import Cache
+from residua.storage.opening import place, ready
 
 STEPS = 8
 """Steps from one mark of the clock to the next."""

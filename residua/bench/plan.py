@@ -19,11 +19,11 @@ from math import ceil
 from typing import Any
 
 from residua.bench.plan_depth import depth_bytes
-from residua.model import choices
-from residua.model.config import ModelConfig, head_dim
-from residua.model.settings import ConfigError
+from residua.config import choices
+from residua.config.model import ModelConfig, head_dim
+from residua.config.run import SMALLEST_UNIT, Muon, ParallelConfig, RunConfig
+from residua.config.settings import ConfigError
 from residua.model.size import Size, measure
-from residua.train.config import SMALLEST_UNIT, Muon, ParallelConfig, RunConfig
 
 GIB = 2**30
 
@@ -236,7 +236,7 @@ def _cuts(config: RunConfig, gpus: int) -> Cuts:
     """What would cross behind every layer, in bf16, without memory; nothing where there can be no pipeline."""
     import torch
 
-    from residua.train.parallel.cut import crossing
+    from residua.distributed.pipeline.stage_boundary import crossing
 
     ends = [2 * layer + 1 for layer in range(config.model.layers - 1)] if gpus > 1 else []
     shape = (config.train.micro_batch, config.sequence, config.model.width)
@@ -246,9 +246,9 @@ def _cuts(config: RunConfig, gpus: int) -> Cuts:
 
 def _hop_bytes(config: RunConfig, parallel: ParallelConfig, cuts: Cuts) -> list[float]:
     """Bytes of each hop for one micro-batch and direction, as the stages would send them."""
-    from residua.train.parallel.stage import slice_layers
-    from residua.train.parallel.traffic import hop_bytes
-    from residua.train.parallel.transport import plan_routes
+    from residua.distributed.pipeline.stage import slice_layers
+    from residua.distributed.pipeline.traffic import hop_bytes
+    from residua.distributed.pipeline.transport import plan_routes
 
     slices = slice_layers(config.model.layers, parallel.stages)
     crossed = [cuts[sublayers.stop - 1] for sublayers in slices[:-1]]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from residua.bench import floors
-from residua.model.config import ModelConfig
+from residua.config.model import ModelConfig
 from residua.model.topology import Topology, build_topology
 from residua.model.topology.additive import Additive, Clipped
 from residua.model.topology.attnres import BlockAttnRes

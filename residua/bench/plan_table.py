@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from residua.bench.plan import GIB, Machine, Plan
-from residua.train.config import RunConfig
+from residua.config.run import RunConfig
 
 MIB = 2**20
 

@@ -17,8 +17,8 @@ from residua.bench.ceilings import Ceilings
 from residua.bench.operators import OpResult
 from residua.bench.step import StepResult
 from residua.bench.timing import Sample
-from residua.train.config import RunConfig
-from residua.train.files import write_atomically
+from residua.config.run import RunConfig
+from residua.storage.files import write_atomically
 
 WIDTH = 180
 

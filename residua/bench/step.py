@@ -14,11 +14,11 @@ import torch
 import residua
 from residua import ops
 from residua.bench.timing import Sample, synchronize, time_each
+from residua.config.run import RunConfig
+from residua.config.settings import ConfigError
 from residua.data.loader import Batch
-from residua.model.settings import ConfigError
 from residua.model.size import measure
 from residua.study import variants
-from residua.train.config import RunConfig
 from residua.train.step import Step, build_step
 from residua.train.throughput import mfu, peak_memory_gib
 
@@ -141,8 +141,8 @@ def _build(case: Case, device: torch.device, open_ranks: ExitStack) -> Step:
     model = residua.build(case.config.model)
     if case.way is None:
         return build_step(model, case.config.train, device)
-    from residua.train.parallel.alone import one_rank
-    from residua.train.parallel.step import build_ranked_step
+    from residua.distributed.alone import one_rank
+    from residua.distributed.step import build_ranked_step
 
     mesh = open_ranks.enter_context(one_rank(device, case.config.parallel))
     return build_ranked_step(model, case.config, mesh, case.way)  # type: ignore[arg-type]

@@ -56,7 +56,7 @@ def step(
     """
     from rich.console import Console
 
-    from residua.train.config import RunConfig
+    from residua.config.run import RunConfig
 
     asked = {"train.micro_batch": micro_batch, "data.sequence": sequence, "train.accumulate": accumulate}
     asked_words = {"train.compile": {None: None, True: "on", False: "off"}[compiled]}
@@ -105,7 +105,7 @@ def curve(
     """
     from rich.console import Console
 
-    from residua.train.config import RunConfig
+    from residua.config.run import RunConfig
 
     config = RunConfig.find(preset).override(overrides or [])
     warmup = min(config.train.schedule.warmup, steps // 4)
@@ -116,8 +116,8 @@ def curve(
 
     from residua.bench import show
     from residua.bench.curve import bench_curve, curve_report, print_curves
+    from residua.data.source import open_data
     from residua.train.environment import describe_environment
-    from residua.train.source import open_data
     from residua.train.step import choose_device
 
     device = choose_device(config.train)
@@ -169,9 +169,9 @@ def decode(
     from residua.bench.decode import bench_decode
     from residua.bench.decode_table import decode_report, print_decode
     from residua.bench.step import read_cases
-    from residua.inference.engine import resolve_engine
-    from residua.inference.folder import choose_device
-    from residua.train.config import RunConfig
+    from residua.config.run import RunConfig
+    from residua.generate.engine import resolve_engine
+    from residua.storage.opening import choose_device
     from residua.train.environment import describe_environment
 
     where = choose_device(device)
@@ -299,7 +299,7 @@ def plan_run(
     residua bench plan mgr-l-full train.accumulate=64 --gpus 32 --link 50
     residua bench plan exoformer-e --gpus 4 --memory 80 --out plan.json
     """
-    from residua.train.config import RunConfig
+    from residua.config.run import RunConfig
 
     config = RunConfig.find(preset).override(overrides or [])
 

@@ -109,7 +109,7 @@ def compare(
 
 def _study(what: list[str], demo: bool, given: dict[str, Any]) -> StudyConfig:
     """The demo, a study file, or names; options given on the command line go over what a file says."""
-    from residua.model.settings import ConfigError, read_toml
+    from residua.config.settings import ConfigError, read_toml
     from residua.study import StudyConfig
     from residua.study.demo import demo_file
 
@@ -152,7 +152,7 @@ def _conduct(study: StudyConfig, out: Path, console: Console, plan_only: bool) -
 
 
 def _scaling(sizes: str | None, tokens_per_parameter: float | None) -> dict[str, Any] | None:
-    from residua.model.settings import ConfigError
+    from residua.config.settings import ConfigError
 
     if sizes is None:
         if tokens_per_parameter is not None:

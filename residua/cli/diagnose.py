@@ -55,7 +55,7 @@ def diagnose(
     from rich.console import Console
 
     import residua.diagnose as work
-    from residua.cli.bars import Bars
+    from residua.cli.progress import Bars
 
     if threads is not None:
         import torch

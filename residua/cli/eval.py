@@ -11,10 +11,10 @@ import typer
 if TYPE_CHECKING:
     from typing import Literal
 
-    from residua.cli.bars import Bars
+    from residua.cli.progress import Bars
     from residua.data import Dataset, Tokenizer
-    from residua.inference.perplexity import TextScore
-    from residua.inference.results import Results
+    from residua.evaluate.perplexity import TextScore
+    from residua.evaluate.results import Results
     from residua.model.decoder import Decoder
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
@@ -75,14 +75,14 @@ def evaluate(
         raise ValueError("--task-dir needs --tasks: name the tasks, or a group such as exoformer.")
     if checkpoint not in ("last", "best"):
         raise ValueError(f"--checkpoint {checkpoint} does not exist: choose last or best.")
-    from residua.inference.tasks import open_tasks
+    from residua.evaluate.tasks import open_tasks
 
     local = open_tasks(task_dir, names, shots=shots, split=split, limit=limit) if task_dir is not None else []
     import torch
 
-    from residua.cli.bars import Bars
-    from residua.inference import results as work
-    from residua.inference.folder import choose_device, open_model, place
+    from residua.cli.progress import Bars
+    from residua.evaluate import results as work
+    from residua.storage.opening import choose_device, open_model, place
 
     if threads is not None:
         torch.set_num_threads(threads)
@@ -101,7 +101,7 @@ def evaluate(
             results.text = _text(loaded, tokenizer, model, data, split, tokens, batch_tokens, bars.track("text"))
         if names:
             _run_tasks(results, loaded, tokenizer, local, names, shots, limit, batch_tokens, bars)
-    from residua.train.files import write_atomically
+    from residua.storage.files import write_atomically
 
     target.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(target, results.to_json())
@@ -130,7 +130,7 @@ def _text(
     batch_tokens: int | None,
     progress: Callable[[int, int], None],
 ) -> TextScore:
-    from residua.inference.perplexity import score_text
+    from residua.evaluate.perplexity import score_text
 
     dataset, segments = _open_data(folder, data)
     dataset.require_tokenizer(tokenizer.hash, str(folder))
@@ -148,8 +148,8 @@ def _open_data(folder: Path, data: Path | None) -> tuple[Dataset, bool]:
         if data is None:
             raise ValueError(f"{folder} does not say what text it was trained on: give --data or --tasks.")
         return Dataset.open(data), False
-    from residua.train.config import RunConfig
-    from residua.train.source import open_data
+    from residua.config.run import RunConfig
+    from residua.data.source import open_data
 
     config = RunConfig.from_toml(folder / "config.toml")
     dataset = open_data(config) if data is None else Dataset.open(data)
@@ -167,16 +167,16 @@ def _run_tasks(
     batch_tokens: int | None,
     bars: Bars,
 ) -> None:
-    from residua.inference.evaluate import group_means, score_task
-    from residua.inference.score import Scorer
+    from residua.evaluate.accuracy import group_means, score_task
+    from residua.evaluate.score import Scorer
 
     scorer = Scorer(model, tokenizer, batch_tokens)
     if local:
         results.tasks = [score_task(scorer, task, bars.track(task.name)) for task in local]
         results.means = group_means({task.task: task.reported for task in results.tasks}, names)
         return
-    from residua.inference.generate import Generator
-    from residua.inference.harness import evaluate_with_harness, reported
+    from residua.evaluate.harness import evaluate_with_harness, reported
+    from residua.generate.generator import Generator
 
     results.harness = evaluate_with_harness(scorer, Generator(model, tokenizer), names, shots=shots, limit=limit)
     results.means = group_means(reported(results.harness), names)

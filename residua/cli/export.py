@@ -34,7 +34,7 @@ def export(
         raise ValueError(f"--checkpoint {checkpoint} does not exist: choose last or best.")
     from rich.console import Console
 
-    from residua.inference.export import export as write
+    from residua.export import export as write
 
     console = Console(highlight=False)
     with console.status("writing the folder and running its code"):

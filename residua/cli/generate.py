@@ -11,7 +11,7 @@ import typer
 if TYPE_CHECKING:
     from typing import Literal
 
-    from residua.inference.generate import Completion, Generator, Request, Speed
+    from residua.generate.generator import Completion, Generator, Request, Speed
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
@@ -61,13 +61,13 @@ def generate(
     prompts = _prompts(prompt, file, chat)
     if checkpoint not in ("last", "best"):
         raise ValueError(f"--checkpoint {checkpoint} does not exist: choose last or best.")
-    from residua.inference.sample import Sampling
+    from residua.generate.sample import Sampling
 
     sampling = Sampling(temperature, top_k, top_p, seed)
     import torch
 
-    from residua.inference.folder import choose_device, open_model, place
-    from residua.inference.generate import Generator, Request
+    from residua.generate.generator import Generator, Request
+    from residua.storage.opening import choose_device, open_model, place
 
     if threads is not None:
         torch.set_num_threads(threads)
@@ -109,7 +109,7 @@ def _continue(generator: Generator, request: Request, prompts: list[str]) -> Non
     else:
         from rich.console import Console
 
-        from residua.cli.bars import Bars
+        from residua.cli.progress import Bars
 
         generator.check(prompts, request)
         with Bars(Console(stderr=True)) as bars:
@@ -120,7 +120,7 @@ def _continue(generator: Generator, request: Request, prompts: list[str]) -> Non
 
 
 def _chat(generator: Generator, request: Request) -> None:
-    from residua.inference.chat import Conversation
+    from residua.generate.chat import Conversation
 
     conversation = Conversation(generator, request)
     typer.echo("Write and press Enter; an empty line or Ctrl-D ends the conversation.", err=True)

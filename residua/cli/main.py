@@ -9,7 +9,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from residua.train.parallel.speaker import refuse
+from residua.distributed.speaker import refuse
 
 VERBS = {
     "train": ("residua.cli.train", "Pretrain a model on your text."),

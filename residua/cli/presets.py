@@ -33,9 +33,9 @@ def presets(
 
 
 def show(name: str) -> None:
-    from residua.model import presets
-    from residua.model.config import ModelConfig
-    from residua.model.settings import to_toml
+    from residua.config import presets
+    from residua.config.model import ModelConfig
+    from residua.config.settings import to_toml
 
     data = presets.load(name)
     model = ModelConfig(**data.pop("model")).model_dump(exclude_none=True)
@@ -47,8 +47,8 @@ def listing(matching: str) -> None:
     from rich.progress import track
     from rich.table import Table
 
-    from residua.model import presets
-    from residua.model.config import ModelConfig
+    from residua.config import presets
+    from residua.config.model import ModelConfig
 
     chosen = [n for n in presets.names() if matching in n]
     if not chosen:

@@ -67,8 +67,8 @@ def quantize(
     from rich.console import Console
 
     import residua.quantize.run as work
-    from residua.cli.bars import Bars
-    from residua.quantize.words import sentences
+    from residua.cli.progress import Bars
+    from residua.quantize.sentences import sentences
 
     if threads is not None:
         import torch

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from residua.train.config import RunConfig
+    from residua.config.run import RunConfig
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
@@ -76,13 +76,13 @@ def _run(config: RunConfig, folder: Path, resume: bool, threads: int | None) -> 
 
 def _configuration(source: str | None, folder: Path, resume: bool) -> RunConfig:
     """What is to be trained: the named source, or with --resume alone what the folder holds."""
-    from residua.train.config import RunConfig
+    from residua.config.run import RunConfig
 
     if source is not None:
         return RunConfig.find(source)
     if not resume:
         raise ValueError("name what to train: a preset (`residua presets` lists them) or a TOML file.")
-    from residua.train.run import saved_config
+    from residua.storage.run import saved_config
 
     return saved_config(folder)
 

@@ -16,7 +16,6 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from residua.cores import available_cores
 from residua.data.corpus import TRAIN, VALIDATION, Corpus
 from residua.data.dataset import DESCRIPTION, FORMAT, FORMAT_VERSION, TOKENIZER, Dataset, read_description
 from residua.data.encode import encode_documents
@@ -24,6 +23,7 @@ from residua.data.errors import DataError
 from residua.data.readers import reason
 from residua.data.shards import ShardWriter, dtype_for
 from residua.data.tokenizer import Tokenizer
+from residua.machine import available_cores
 
 SHARD_TOKENS = 100_000_000
 # More text than this changes a BPE vocabulary hardly at all and costs memory and time.

@@ -14,7 +14,7 @@ from residua.diagnose.page import diagnosis_page
 from residua.diagnose.run import ABLATION_TOKENS, Progress, diagnose_model
 from residua.diagnose.schema import Diagnosis, ModelDiagnosis
 from residua.diagnose.text import DEFAULT_TOKENS, sample
-from residua.train.files import write_atomically
+from residua.storage.files import write_atomically
 
 Device = Literal["auto", "cpu", "cuda"]
 JSON, PAGE = "diagnosis.json", "report.html"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from residua.ops.numeric import wide
+from residua.ops._runtime.numeric import wide
 
 BLOCK_ELEMENTS = 1 << 24
 """Scores held at once: 64 MiB in float32."""

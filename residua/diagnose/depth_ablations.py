@@ -14,15 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from residua import ops
+from residua.diagnose.interventions import parameters_set
 from residua.diagnose.observe import Ablation
-from residua.diagnose.switch import parameters_set
 from residua.model import taps
 from residua.model.topology import State, Topology
 from residua.model.topology.attnres import BlockAttnRes, Read
 from residua.model.topology.dense import DenseFormer
 from residua.model.topology.hyper import Streams
 from residua.model.topology.multigate import MultiGate, Pool
-from residua.ops.numeric import wide
+from residua.ops._runtime.numeric import wide
 
 
 def sources(topology: Topology, name: Callable[[int, int], str]) -> list[Ablation]:

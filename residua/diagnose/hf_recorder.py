@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from residua.diagnose.hf_structure import Layer, main_input
+from residua.diagnose.interventions import first
 from residua.diagnose.observe import Observation, Site
-from residua.diagnose.switch import first
 
 
 class Recorder:

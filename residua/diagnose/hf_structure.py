@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from residua.diagnose.hf_attention import watching
+from residua.diagnose.interventions import first, hooked, on_each
 from residua.diagnose.observe import Site
-from residua.diagnose.switch import first, hooked, on_each
-from residua.ops.numeric import rms, wide
+from residua.ops._runtime.numeric import rms, wide
 
 
 @dataclass

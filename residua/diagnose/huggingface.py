@@ -27,9 +27,9 @@ from residua.diagnose.hf_structure import (
     looks_like_attention,
     main_input,
 )
+from residua.diagnose.interventions import hooked, on_each, replaced_first, silenced
 from residua.diagnose.observe import Ablation, AblationKind, AnchorScales, Observation, Site, SiteKind, Subject
-from residua.diagnose.switch import hooked, on_each, replaced_first, silenced
-from residua.ops.numeric import wide
+from residua.ops._runtime.numeric import wide
 
 PROBE_LENGTH = 16
 LOGITS_AT_ONCE = 1 << 24

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from residua.diagnose import depth_ablations
 from residua.diagnose.attention import AttentionSums, Scores, attention_sums
+from residua.diagnose.interventions import hooked, on_each, silenced
 from residua.diagnose.observe import Ablation, AblationKind, AnchorScales, Observation, Site, SiteKind, Subject
-from residua.diagnose.switch import hooked, on_each, silenced
 from residua.model import taps
 from residua.model.anchors import Mix
 from residua.model.attention import SoftmaxAttention

@@ -27,8 +27,8 @@ from residua.diagnose.schema import (
     StateFacts,
     TokenSink,
 )
+from residua.diagnose.sentences import summary
 from residua.diagnose.text import Sample
-from residua.diagnose.words import summary
 
 TOKENS_AT_ONCE = 2048
 GRADIENT_TOKENS = 512

@@ -7,8 +7,8 @@ from typing import Literal
 
 from pydantic import Field, ValidationError
 
+from residua.config.settings import Frozen
 from residua.diagnose.observe import AblationKind, SiteKind
-from residua.model.settings import Frozen
 
 VERSION: Literal[1] = 1
 FindingKind = Literal[

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu
 
 from residua import ops
-from residua.model import choices
+from residua.config import choices
 from residua.model.context import Anchors
 from residua.model.projection import Projection
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from residua import ops
-from residua.model import choices
+from residua.config import choices
 from residua.model.anchors import HeadShape, build_mix
 from residua.model.attend import attend
 from residua.model.cache import KeyValueCache

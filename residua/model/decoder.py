@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding, linear
 
 from residua import ops
-from residua.model import choices
+from residua.config import choices
+from residua.config.model import ModelConfig
 from residua.model.anchors import ExoSource, NoSource, build_source
 from residua.model.attention import SoftmaxAttention, head_shape
 from residua.model.cache import Cache, Now
-from residua.model.config import ModelConfig
 from residua.model.context import Anchors, Context
 from residua.model.ffn import build_ffn
 from residua.model.linear_attention import GatedDeltaNet
@@ -23,7 +23,7 @@ from residua.model.norm import build_norm
 from residua.model.rope import rotary_table
 from residua.model.taps import tap
 from residua.model.topology import build_topology
-from residua.ops.numeric import working_dtype
+from residua.ops._runtime.numeric import working_dtype
 
 
 class Embedding(nn.Module):

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu, relu, sigmoid, silu
 
 from residua import ops
-from residua.model import choices
+from residua.config import choices
 from residua.model.context import Anchors, Context
 from residua.model.projection import Projection
 

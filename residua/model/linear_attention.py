@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad, silu, softplus
 
-from residua.model import choices
+from residua.config import choices
 from residua.model.cache import RecurrentCache
 from residua.model.context import Anchors, Context
 from residua.model.norm import RMSNorm
 from residua.model.projection import Projection
+from residua.ops._runtime.numeric import wide
 from residua.ops.gated_delta import begins, gated_delta, step
-from residua.ops.numeric import wide
 
 DECAY_RATES = (1.0, 16.0)
 TIME_STEPS = (1e-3, 1e-1)

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from residua import ops
-from residua.model import choices
+from residua.config import choices
 from residua.model.context import Anchors, Context
 from residua.model.ffn import FFNS, GatedFFN
 from residua.model.taps import tap
+from residua.ops._runtime.numeric import no_autocast, wide
 from residua.ops.expert_slots import combine, dispatch, sort_slots
-from residua.ops.numeric import no_autocast, wide
 
 
 class Routing(NamedTuple):

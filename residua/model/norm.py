@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from residua import ops
-from residua.model import choices
+from residua.config import choices
 
 GATE_STD = 0.02
 

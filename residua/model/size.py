@@ -10,7 +10,7 @@ from typing import cast
 import torch
 from torch import nn
 
-from residua.model.config import ModelConfig, head_dim
+from residua.config.model import ModelConfig, head_dim
 from residua.model.decoder import Decoder, Sublayer, build
 from residua.model.moe import MoE
 

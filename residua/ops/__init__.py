@@ -3,7 +3,8 @@
 `ops` imports nothing else of Residua: take it alone if you only want the operators.
 """
 
-from residua.ops.backend import backend, chosen_backend
+from residua.ops._runtime.backend import backend, chosen_backend
+from residua.ops._runtime.numeric import rms
 from residua.ops.depth_attention import attend_finished, attend_partial, depth_attention
 from residua.ops.gated_delta import gated_delta
 from residua.ops.gated_norm import gated_norm, low_rank_gate
@@ -21,7 +22,6 @@ from residua.ops.multi_gate import (
     pool_weights,
 )
 from residua.ops.norm_rotate import norm_rotate, rotate
-from residua.ops.numeric import rms
 from residua.ops.rms_norm import add_norm, rms_norm
 from residua.ops.squared_relu import squared_relu_ffn
 from residua.ops.symmetric_product import symmetric_product

@@ -26,7 +26,7 @@ from residua.model.linear_attention import GatedDeltaNet
 from residua.model.moe import Experts, MoE
 from residua.model.norm import DyT, GatedDyT, GatedNorm, PreAffine, RMSNorm
 from residua.model.projection import Projection
-from residua.ops.numeric import no_autocast, wide
+from residua.ops._runtime.numeric import no_autocast, wide
 from residua.quantize.low import expert_states
 
 

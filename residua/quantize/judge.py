@@ -13,9 +13,9 @@ import torch
 from residua.data.loader import Batch
 from residua.model.decoder import Decoder
 from residua.quantize.apply import install, kept, quantize_weights, rounded, targets
+from residua.quantize.calibration import Material
 from residua.quantize.graph import edges
 from residua.quantize.low import matrices
-from residua.quantize.material import Material
 from residua.quantize.measure import forward, mean_loss, module_errors
 from residua.quantize.schema import KeptTensor, ModuleError, Probe
 from residua.quantize.schemes import Quantized, Scheme

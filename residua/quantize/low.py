@@ -16,7 +16,7 @@ from torch.nn.functional import linear
 from residua.model.moe import Experts
 from residua.model.projection import Projection
 from residua.ops import grouped_linear
-from residua.ops.numeric import no_autocast, working_dtype
+from residua.ops._runtime.numeric import no_autocast, working_dtype
 
 Round = Callable[[Tensor], Tensor]
 Matrices = dict[str, Tensor]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 
-from residua.quantize import words
+from residua.quantize import sentences as words
 from residua.quantize.schema import KeptTensor, ModuleError, QuantizationResult, perplexity
 from residua.report import Column, Page, Value, theme
 from residua.report.figures import grouped_bars

@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
-from residua.model import choices
-from residua.model.config import ModelConfig, head_dim
+from residua.config import choices
+from residua.config.model import ModelConfig, head_dim
 from residua.model.decoder import Decoder
 from residua.quantize.fp8 import Fp8, quantize_fp8
 from residua.quantize.layout import module_tensors, quantization_config

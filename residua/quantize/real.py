@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from residua.ops.numeric import working_dtype
+from residua.ops._runtime.numeric import working_dtype
 from residua.quantize import fp8
 from residua.quantize.fp8 import Fp8, Tile, encode_fp8
 from residua.quantize.low import OnItsGrid

@@ -10,14 +10,14 @@ import torch
 
 import residua
 from residua.quantize.apply import targets
+from residua.quantize.calibration import CALIBRATION_SEQUENCES, Material
 from residua.quantize.judge import Judge, Progress
-from residua.quantize.material import CALIBRATION_SEQUENCES, Material
 from residua.quantize.qwen3 import check_qwen3, save_qwen3
+from residua.quantize.recipe import check_alpha
 from residua.quantize.schema import QuantizationResult
 from residua.quantize.schemes import find_scheme
 from residua.quantize.store import check_empty, is_quantized, save_quantized
-from residua.quantize.treatment import check_alpha
-from residua.train.files import write_atomically
+from residua.storage.files import write_atomically
 
 Device = Literal["auto", "cpu", "cuda"]
 RESULTS, REPORT = "results.json", "report.html"

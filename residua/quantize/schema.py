@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from residua.model.settings import Frozen
+from residua.config.settings import Frozen
 
 
 class Outlier(Frozen):

@@ -17,7 +17,7 @@ from functools import partial
 from torch import Tensor
 
 from residua.quantize import fp8, nvfp4
-from residua.quantize.treatment import SCHEME_NAMES, check_scheme
+from residua.quantize.recipe import SCHEME_NAMES, check_scheme
 
 Quantized = fp8.Fp8 | nvfp4.Nvfp4
 

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import residua
-from residua.model.config import ModelConfig
+from residua.config.model import ModelConfig
 from residua.model.decoder import Decoder
 from residua.quantize.apply import candidates, install, rounded
 from residua.quantize.fp8 import Fp8
@@ -27,8 +27,8 @@ from residua.quantize.layout import module_tensors, quantization_config, read_mo
 from residua.quantize.low import matrices
 from residua.quantize.real import with_fp8_products
 from residua.quantize.schemes import Quantized, find_scheme
-from residua.train.checkpoint import model_tensors
-from residua.train.files import UNFINISHED, flush
+from residua.storage.checkpoint import model_tensors
+from residua.storage.files import UNFINISHED, flush
 
 MARK = "quantization.json"
 WEIGHTS = "model.safetensors"

@@ -10,7 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from residua.data import Dataset, embedded, unigram_entropy
-from residua.study import words
+from residua.storage.files import write_atomically
+from residua.study import sentences as words
 from residua.study.config import StudyConfig
 from residua.study.diagnosed import SIDE_BY_SIDE, diagnose_runs
 from residua.study.page import study_page
@@ -22,7 +23,6 @@ from residua.study.results import DatasetFacts, StudyResult, collect
 from residua.study.runner import run_plan, threads_per_run
 from residua.study.runs import RunRecord, is_complete, read_run
 from residua.study.tables import markdown
-from residua.train.files import write_atomically
 
 RESULTS, TABLE, REPORT = "results.json", "results.md", "report.html"
 

@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from residua.model.settings import ConfigError, Frozen, explain, read_toml, to_toml
-from residua.quantize.treatment import Treatment
+from residua.config.settings import ConfigError, Frozen, explain, read_toml, to_toml
+from residua.quantize.recipe import Treatment
 
 Positive = Annotated[int, Field(ge=1)]
 Seed = Annotated[int, Field(ge=0)]

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from residua.model.config import ModelConfig
-from residua.model.settings import ConfigError
+from residua.config.model import ModelConfig
+from residua.config.settings import ConfigError
 from residua.model.size import measure
 from residua.study.config import Match, MatchDepth, NoMatch
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from residua.report import Column, Link, Page
-from residua.study import plots, words
+from residua.study import plots
+from residua.study import sentences as words
 from residua.study.config import StudyConfig
 from residua.study.diagnosed import SIDE_BY_SIDE
 from residua.study.plan import RUNS

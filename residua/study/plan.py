@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from residua.config.run import RunConfig, differences
+from residua.config.settings import ConfigError
 from residua.data import Dataset
-from residua.model.settings import ConfigError
 from residua.model.size import measure
 from residua.study import variants
 from residua.study.config import StudyConfig
 from residua.study.matching import match
-from residua.train.config import RunConfig, differences
 
 RUNS, CONFIGS, LOGS, LOCK, STUDY = "runs", "configs", "logs", ".lock", "study.toml"
 # What a study that was interrupted leaves behind: its study.toml comes last.

@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from residua.quantize.treatment import Treatment
+from residua.quantize.recipe import Treatment
+from residua.storage.files import write_atomically
 from residua.study.config import StudyConfig
 from residua.study.plan import Plan, PlannedRun
 from residua.study.runs import INSPECTION, QUANTIZED, QuantizedRun, is_complete, read_quantized
-from residua.train.files import write_atomically
 
 if TYPE_CHECKING:
     from residua.model.decoder import Decoder
-    from residua.quantize.material import Material
+    from residua.quantize.calibration import Material
 
 
 def measure_runs(study: StudyConfig, plan: Plan, console: Console) -> None:
@@ -54,7 +54,7 @@ def words(found: QuantizedRun | None) -> str:
 def measure_run(run: PlannedRun, study: StudyConfig, tell: Callable[[str], None] = lambda what: None) -> None:
     """Evaluate a run's last checkpoint exactly and under every treatment; quantized.json is written at the end."""
     import residua
-    from residua.quantize.material import Material
+    from residua.quantize.calibration import Material
     from residua.quantize.measure import mean_loss, outlier_facts
     from residua.train.step import choose_device
 

@@ -9,7 +9,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from residua.model.settings import Frozen
+from residua.config.settings import Frozen
 from residua.study import scaling
 from residua.study.config import StudyConfig
 from residua.study.plan import RUNS, Plan, PlannedRun

@@ -19,12 +19,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Protocol
 
-from residua.cores import available_cores
-from residua.model.settings import ConfigError
+from residua.config.settings import ConfigError
+from residua.machine import available_cores
+from residua.storage.files import write_atomically
 from residua.study.config import StudyConfig
 from residua.study.plan import CONFIGS, LOCK, LOGS, Plan, PlannedRun, check_folders
 from residua.study.runs import is_complete, latest, steps_done
-from residua.train.files import write_atomically
 
 POLL_SECONDS = 0.25
 STOP_SECONDS = 120.0

@@ -8,9 +8,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from residua.model.settings import Frozen
-from residua.train.config import RunConfig
-from residua.train.run import read_metrics
+from residua.config.run import RunConfig
+from residua.config.settings import Frozen
+from residua.storage.run import read_metrics
 
 METRICS = "metrics.jsonl"
 INSPECTION = "inspection.json"

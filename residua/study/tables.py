@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from residua.report import Column, Value
-from residua.study import words
+from residua.study import sentences as words
 from residua.study.results import StudyResult
 
 SPARED = ("bits/byte", "memory", "parameters")  # what a narrow terminal does without, in this order

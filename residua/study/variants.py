@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 
-from residua.model.choices import HybridAttention, MoE, SoftmaxAttention
-from residua.model.config import ModelConfig, head_dim
-from residua.model.settings import ConfigError
-from residua.train.config import RunConfig
+from residua.config.choices import HybridAttention, MoE, SoftmaxAttention
+from residua.config.model import ModelConfig, head_dim
+from residua.config.run import RunConfig
+from residua.config.settings import ConfigError
 
 
 @dataclass(frozen=True)

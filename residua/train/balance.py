@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from residua.config.run import Balance
 from residua.data.loader import Batch
 from residua.model.moe import MoE, Routing, balance_loss
-from residua.train.config import Balance
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from residua.config.run import AdamW, Muon
 from residua.ops.descent import cautious_descent, momentum_directions
-from residua.train.config import AdamW, Muon
 from residua.train.polar import polar_express, working_dtype
 
 Parts = tuple[int, ...]

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
-from residua.train.config import RunConfig
+from residua.config.run import RunConfig
 
 
 class Display:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from residua.train.config import RunConfig
-from residua.train.run import read_metrics
+from residua.config.run import RunConfig
+from residua.storage.run import read_metrics
 from residua.train.throughput import mfu
 
 if TYPE_CHECKING:

@@ -17,16 +17,16 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
+from residua.config.run import TrainConfig
 from residua.data.loader import IGNORED, Batch
-from residua.ops.ahead import Helpers
 from residua.train.balance import Balancer, build_balancer
-from residua.train.config import TrainConfig
-from residua.train.copies import Entry, WorkingCopies
-from residua.train.graphed import GraphedPass
+from residua.train.compile.graphs import GraphedPass
+from residua.train.compile.layers import LayeredCopies, compile_sublayers
+from residua.train.compile.precompile import Helpers
+from residua.train.compile.rewrites import compile_rewritten
+from residua.train.compile.working_copies import Entry, WorkingCopies
 from residua.train.optimizer import HybridOptimizer, build_optimizer, orthogonal_updates
 from residua.train.polar import working_dtype
-from residua.train.rewrites import compile_rewritten
-from residua.train.sublayers import LayeredCopies, compile_sublayers
 
 if TYPE_CHECKING:
     from residua.model.decoder import Decoder

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from rich.console import Console
 
+from residua.config.run import RunConfig
+from residua.config.settings import ConfigError
 from residua.data import Dataset
-from residua.model.settings import ConfigError
-from residua.train.checkpoint import checkpoints, model_tensors
-from residua.train.config import RunConfig
+from residua.storage.checkpoint import checkpoints, model_tensors
 from residua.train.progress import short
 from residua.train.step import Step
 

@@ -7,9 +7,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from residua.model.settings import ConfigError
-from residua.train.config import RunConfig
-from residua.train.files import write_atomically
+from residua.config.run import RunConfig
+from residua.config.settings import ConfigError
+from residua.storage.files import write_atomically
 
 
 class Sink(Protocol):

@@ -11,21 +11,21 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from residua.config.run import RunConfig
+from residua.config.settings import ConfigError
 from residua.data import Dataset, Loader, validation_batches
 from residua.data.loader import IGNORED
-from residua.model.settings import ConfigError
+from residua.data.source import open_data
 from residua.model.size import measure
-from residua.train.checkpoint import prune, what_is_left
+from residua.storage.checkpoint import prune, what_is_left
+from residua.storage.files import write_atomically
+from residua.storage.run import Run
 from residua.train.clock import Clock, random_states, set_random_states
-from residua.train.config import RunConfig
 from residua.train.environment import describe_environment
-from residua.train.files import write_atomically
 from residua.train.health import Interrupted, StopSignals, TrainingStopped, Watch
 from residua.train.inspect import inspect_model
 from residua.train.progress import Display
 from residua.train.result import Result, closing_words, collect_result
-from residua.train.run import Run
-from residua.train.source import open_data
 from residua.train.step import arithmetic
 from residua.train.summary import check_disk, summarise
 from residua.train.throughput import mfu, peak_memory_gib, reset_peak_memory

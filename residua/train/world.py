@@ -1,6 +1,6 @@
 """The processes that train a run together. Usually there is one: what `World` describes.
 
-Under torchrun `residua.train.parallel` takes its place with the same verbs, so that the trainer is the same either way.
+Under torchrun `residua.distributed` takes its place with the same verbs, so that the trainer is the same either way.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import torch
 
 import residua
-from residua.model.settings import ConfigError
-from residua.train.checkpoint import restore, save_checkpoint
-from residua.train.config import RunConfig
-from residua.train.run import Run
+from residua.config.run import RunConfig
+from residua.config.settings import ConfigError
+from residua.storage.checkpoint import restore, save_checkpoint
+from residua.storage.run import Run
 from residua.train.step import Step, build_step, choose_device
 
 if TYPE_CHECKING:
@@ -94,6 +94,6 @@ def open_world(config: RunConfig) -> World:
     device = choose_device(config.train)
     if asked == 1:
         return World(device)
-    from residua.train.parallel.ranks import Ranks
+    from residua.distributed.world import Ranks
 
     return Ranks.start(config, device)

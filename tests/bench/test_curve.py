@@ -7,10 +7,10 @@ from typer.testing import CliRunner
 from residua.bench import curve
 from residua.bench.curve import Curve, CurveResult, bench_curve
 from residua.cli.bench import app
+from residua.config.run import RunConfig
 from residua.data import open_corpus, prepare
-from residua.ops.backend import chosen_backend
-from residua.train.config import RunConfig
-from residua.train.source import open_data
+from residua.data.source import open_data
+from residua.ops._runtime.backend import chosen_backend
 
 CPU = torch.device("cpu")
 MODEL = """

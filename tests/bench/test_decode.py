@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 from residua.bench.decode import STEPS, bench_decode
 from residua.bench.step import read_cases
 from residua.cli.bench import app
-from residua.train.config import RunConfig
+from residua.config.run import RunConfig
 
 CPU = torch.device("cpu")
 MODEL = """

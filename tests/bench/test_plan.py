@@ -11,9 +11,9 @@ from typer.testing import CliRunner
 
 from residua.bench.plan import GIB, Machine, Plan, plan
 from residua.cli.bench import app
-from residua.model.settings import ConfigError
-from residua.train.config import RunConfig
-from tests.parallel.cases import MODELS, run_config
+from residua.config.run import RunConfig
+from residua.config.settings import ConfigError
+from tests.distributed.cases import MODELS, run_config
 
 pytestmark = pytest.mark.slow  # torch.distributed.pipelining takes seconds to import
 

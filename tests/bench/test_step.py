@@ -6,9 +6,9 @@ from typer.testing import CliRunner
 
 from residua.bench.step import bench_step, random_batches, read_cases
 from residua.cli.bench import app
-from residua.model.settings import ConfigError
+from residua.config.run import RunConfig
+from residua.config.settings import ConfigError
 from residua.model.size import measure
-from residua.train.config import RunConfig
 
 CPU = torch.device("cpu")
 

@@ -7,8 +7,8 @@ import tomllib
 import pytest
 
 from residua.cli.main import VERBS
-from residua.model import presets
-from residua.model.config import ModelConfig
+from residua.config import presets
+from residua.config.model import ModelConfig
 from residua.model.size import measure
 
 

@@ -10,9 +10,9 @@ import pytest
 from typer.testing import CliRunner
 
 from residua.cli.data import app
+from residua.config.run import RunConfig
 from residua.data import DataError, Dataset, Tokenizer
-from residua.train.config import RunConfig
-from residua.train.source import open_data
+from residua.data.source import open_data
 
 
 def run(*arguments: str | Path) -> str:

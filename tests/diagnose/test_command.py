@@ -11,10 +11,10 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from residua.cli.diagnose import app
+from residua.config.run import RunConfig
+from residua.config.settings import to_toml
 from residua.data import Tokenizer
 from residua.diagnose import Diagnosis, diagnose
-from residua.model.settings import to_toml
-from residua.train.config import RunConfig
 from tests.diagnose import planted
 
 WORDS = "depth is how far the layers of a model talk to each other, and so on. " * 60

@@ -52,7 +52,7 @@ def test_expert_load_is_that_of_the_whole_text(made: tuple[Decoder, ModelDiagnos
 
 
 def test_a_dead_expert_is_told(made: tuple[Decoder, ModelDiagnosis]) -> None:
-    from residua.diagnose.words import _experts
+    from residua.diagnose.sentences import _experts
 
     dead = made[1].experts[0].model_copy(update={"load": [0.5, 0.5, 0.0, 0.0]})
     assert "2 of 4 are never chosen" in _experts(made[1].model_copy(update={"experts": [dead]}))

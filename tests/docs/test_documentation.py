@@ -71,7 +71,7 @@ def test_topologies_have_the_parameters_their_table_says(name):
 
 
 def test_every_topology_has_a_section_and_a_row():
-    from residua.model.choices import Topology
+    from residua.config.choices import Topology
 
     page = (DOCS / "topologies.md").read_text(encoding="utf-8")
     kinds = [t.model_fields["kind"].default for t in Topology.__args__[0].__args__]

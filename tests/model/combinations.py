@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from residua.model.config import ModelConfig
+from residua.config.model import ModelConfig
 from tests.model.depth import SMALL
 from tests.model.pairwise import Row, covering_array
 from tests.model.small import small

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from residua.model.config import ModelConfig
+from residua.config.model import ModelConfig
 
 VOCABULARY = 23
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from residua.model import choices
+from residua.config import choices
 from residua.model.anchors import ExoSource, build_source
 from residua.model.attend import attend
 from residua.model.attention import SoftmaxAttention, head_shape

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import residua
-from residua.model import choices
-from residua.model.config import ModelConfig
+from residua.config import choices
+from residua.config.model import ModelConfig
+from residua.config.settings import ConfigError
 from residua.model.decoder import Decoder
-from residua.model.settings import ConfigError
 from tests.model.combinations import FACTORS, ROWS, TABLES, config_of, fits, name_of
 from tests.model.pairwise import Row, pairs_of, possible_pairs
 from tests.model.small import small, tokens_and_targets

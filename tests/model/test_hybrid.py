@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from residua.config.settings import ConfigError
 from residua.model import taps
 from residua.model.anchors import Mix, Write
 from residua.model.attention import SoftmaxAttention
 from residua.model.cache import KeyValueCache, RecurrentCache
 from residua.model.decoder import Decoder, build
 from residua.model.linear_attention import GatedDeltaNet
-from residua.model.settings import ConfigError
 from residua.model.size import measure
 from tests.golden.compare import close, randomise
 from tests.model.small import small, tokens_and_targets

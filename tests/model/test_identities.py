@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import residua
-from residua.model import choices, taps
+from residua.config import choices
+from residua.model import taps
 from residua.model.topology import build_topology
 from residua.model.topology.attnres import BlockAttnRes
 from residua.ops import attend_finished, attend_partial

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import residua
-from residua.model import choices, taps
-from residua.model.config import ModelConfig
+from residua.config import choices
+from residua.config.model import ModelConfig
+from residua.model import taps
 from residua.model.decoder import Decoder
 from residua.model.topology import build_topology
 from tests.golden import multigate

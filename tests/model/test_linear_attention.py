@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import conv1d, pad, rms_norm, sigmoid, silu, softplus
 
-from residua.model import choices
+from residua.config import choices
 from residua.model.context import Context
 from residua.model.decoder import build
 from residua.model.linear_attention import GatedDeltaNet

@@ -8,11 +8,11 @@ from torch import Tensor, nn
 from torch.nn.functional import relu, silu
 
 from residua import ops
-from residua.model import choices
+from residua.config import choices
+from residua.config.settings import ConfigError
 from residua.model.context import Context
 from residua.model.decoder import build
 from residua.model.moe import MoE, balance_loss
-from residua.model.settings import ConfigError
 from residua.model.size import measure
 from residua.train.optimizer import hidden_matrices
 from residua.train.step import recompute_sublayers

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from residua.model import choices
+from residua.config import choices
 from residua.model.context import Context
 from residua.model.ffn import build_ffn
 from residua.model.norm import build_norm

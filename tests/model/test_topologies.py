@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from residua.model import choices
+from residua.config import choices
 from residua.model.topology import Topology
 from residua.ops import sinkhorn
 from tests.golden import attnres, dense, hyper, multigate

@@ -27,7 +27,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from residua import ops
-from residua.ops import fused
+from residua.ops._runtime import fused
 from residua.ops.depth_attention import launch
 from tests.ops.offline_cases import Case, small_cases, wide_cases
 

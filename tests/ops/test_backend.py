@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from residua import ops
-from residua.ops.backend import Operator
+from residua.ops._runtime.backend import Operator
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from residua import ops
-from residua.model import choices, taps
+from residua.config import choices
+from residua.model import taps
 from residua.model.topology import build_topology
 from residua.ops.depth_attention import deferred, fused, junction
 from residua.ops.depth_attention.plan import BLOCK as BLOCK_SIZE

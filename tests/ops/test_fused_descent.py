@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from residua.ops import backend
+from residua.ops._runtime import backend
 from residua.ops.descent import cautious_descent, momentum_directions
 
 pytest.importorskip("triton")

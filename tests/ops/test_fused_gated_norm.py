@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from residua import ops
-from residua.ops import fused
+from residua.ops._runtime import fused
 from residua.ops.gated_norm import reference
 
 interpreter = pytest.mark.skipif(not fused.INTERPRETED, reason="needs TRITON_INTERPRET=1")

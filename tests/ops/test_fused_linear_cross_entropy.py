@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from residua import ops
-from residua.ops import fused
+from residua.ops._runtime import fused
 from residua.ops.linear_cross_entropy import chunked
 from residua.ops.linear_cross_entropy.reference import linear_cross_entropy as reference
 

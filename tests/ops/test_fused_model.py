@@ -11,7 +11,7 @@ from torch import Tensor
 import residua
 from residua import ops
 from residua.model.decoder import Decoder
-from residua.ops import fused
+from residua.ops._runtime import fused
 from residua.train.step import recompute_sublayers
 
 pytestmark = pytest.mark.skipif(not fused.INTERPRETED, reason="needs TRITON_INTERPRET=1")

@@ -9,7 +9,7 @@ import torch
 
 import residua
 from residua import ops
-from residua.ops import fused
+from residua.ops._runtime import fused
 
 pytestmark = [
     pytest.mark.gpu,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from residua import ops
-from residua.ops import fused
+from residua.ops._runtime import fused
 from residua.ops.multi_gate import chain as plain
 from residua.ops.multi_gate import multi_gate_chain, reference
 

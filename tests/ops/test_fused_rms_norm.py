@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from residua import ops
-from residua.ops import fused
+from residua.ops._runtime import fused
 
 pytest.importorskip("triton")
 interpreter = pytest.mark.skipif(not fused.INTERPRETED, reason="needs TRITON_INTERPRET=1")

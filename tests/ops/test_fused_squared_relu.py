@@ -12,10 +12,11 @@ from torch._functorch.aot_autograd import make_boxed_func
 from torch._inductor.decomposition import select_decomp_table
 
 from residua import ops
-from residua.model import choices
+from residua.config import choices
 from residua.model.context import Context
 from residua.model.ffn import SquaredReluFFN, build_ffn
-from residua.ops import fused, squared_relu
+from residua.ops import squared_relu
+from residua.ops._runtime import fused
 
 pytest.importorskip("triton")
 host = importlib.import_module("residua.ops.squared_relu.triton")

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from residua.ops import backend, symmetric_product
+from residua.ops import symmetric_product
+from residua.ops._runtime import backend
 from residua.train.polar import polar_express
 
 triton = pytest.importorskip("triton")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from residua import ops
-from residua.ops import fused
+from residua.ops._runtime import fused
 from residua.ops.multi_gate import inversion, multi_gate_inverted
 from residua.ops.multi_gate import reference as plain
 

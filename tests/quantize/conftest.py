@@ -10,8 +10,8 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 
+from residua.config.run import RunConfig
 from residua.data import Dataset, open_corpus, prepare
-from residua.train.config import RunConfig
 from residua.train.trainer import train
 
 OUTLIER = 5

@@ -15,13 +15,13 @@ import residua
 from residua.model.decoder import Decoder
 from residua.quantize import quantize
 from residua.quantize.apply import targets
+from residua.quantize.calibration import Material
 from residua.quantize.low import LowProjection
-from residua.quantize.material import Material
 from residua.quantize.measure import mean_loss
 from residua.quantize.page import quantization_page
 from residua.quantize.schema import QuantizationResult
 from residua.quantize.schemes import SCHEMES
-from residua.quantize.words import sentences
+from residua.quantize.sentences import sentences
 from tests.quantize.conftest import OUTLIER
 from tests.report.browser import opened
 

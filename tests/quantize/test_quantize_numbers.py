@@ -11,8 +11,8 @@ from torch import Tensor
 
 from residua.quantize.fp8 import BLOCK, E4M3_MAX, GROUP, ROW, Tile, quantize_fp8, round_fp8
 from residua.quantize.nvfp4 import E2M1, Nvfp4, e2m1_codes, e2m1_values, quantize_nvfp4, round_nvfp4
+from residua.quantize.recipe import Treatment
 from residua.quantize.schemes import SCHEMES, find_scheme
-from residua.quantize.treatment import Treatment
 from tests.quantize.adversarial import NAMES, TINY, tensors
 
 pytestmark = pytest.mark.slow

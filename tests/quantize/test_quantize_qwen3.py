@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import residua
-from residua.model.config import ModelConfig
+from residua.config.model import ModelConfig
 from residua.model.decoder import Decoder
 from residua.quantize.apply import install, quantize_weights, rounded, targets
 from residua.quantize.qwen3 import check_qwen3, rows_of, save_qwen3, why_not

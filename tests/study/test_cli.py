@@ -10,8 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from residua.cli.compare import app
+from residua.config.settings import ConfigError
 from residua.data import Dataset
-from residua.model.settings import ConfigError
 from residua.study.variants import KNOWN
 from tests.study.conftest import SMALL
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from residua.model.config import ModelConfig
-from residua.model.settings import ConfigError
+from residua.config.model import ModelConfig
+from residua.config.run import RunConfig
+from residua.config.settings import ConfigError
 from residua.study import StudyConfig
 from residua.study.demo import demo_file
 from residua.study.variants import KNOWN, overrides, sublayers_per_block
-from residua.train.config import RunConfig
 
 
 def test_a_study_survives_its_toml(tmp_path: Path) -> None:

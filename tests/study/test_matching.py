@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from residua.model.config import ModelConfig
-from residua.model.settings import ConfigError
+from residua.config.model import ModelConfig
+from residua.config.run import RunConfig
+from residua.config.settings import ConfigError
 from residua.model.size import measure
 from residua.study.config import MatchDepth, MatchFFN, NoMatch
 from residua.study.matching import match
 from residua.study.variants import KNOWN, overrides
-from residua.train.config import RunConfig
 
 
 @pytest.mark.parametrize("base", ["mini", "mgr-s-prenorm"])

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from residua.config.settings import ConfigError
 from residua.data import Dataset
-from residua.model.settings import ConfigError
 from residua.study import StudyConfig
 from residua.study.plan import check_folders, make_plan, padded_vocabulary, refuse_strangers
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from residua.config.settings import ConfigError
 from residua.data import Dataset
-from residua.model.settings import ConfigError
 from residua.study import StudyConfig
 from residua.study.conduct import conduct, summarise
 from residua.study.plan import PlannedRun, make_plan

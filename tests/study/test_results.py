@@ -13,8 +13,8 @@ from residua.study import StudyConfig
 from residua.study.conduct import Outcome, summarise
 from residua.study.plan import Plan, PlannedRun, make_plan
 from residua.study.results import StudyResult, VariantResult, compute_points
+from residua.study.sentences import cells, verdict
 from residua.study.tables import markdown
-from residua.study.words import cells, verdict
 from tests.study.recorded import write_all, write_run
 
 OFFSET = {"prenorm": 0.0, "block_attnres": -0.1, "mgr": 0.0, "exoformer": 0.05}

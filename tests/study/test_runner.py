@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from residua.config.settings import ConfigError
 from residua.data import Dataset
-from residua.model.settings import ConfigError
 from residua.study import StudyConfig, runner
 from residua.study.conduct import conduct
 from residua.study.plan import Plan, PlannedRun, make_plan

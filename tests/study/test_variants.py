@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from residua.model.settings import ConfigError
+from residua.config.run import RunConfig
+from residua.config.settings import ConfigError
 from residua.model.size import measure
 from residua.study import plots
 from residua.study.runs import RunRecord
 from residua.study.variants import overrides
-from residua.train.config import RunConfig
 
 
 def varied(base: str, *entries: str) -> RunConfig:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from residua.config.run import RunConfig
 from residua.data import open_corpus, prepare
-from residua.train.config import RunConfig
 
 WORDS = ["depth", "is", "how", "far", "the", "layers", "of", "a", "model", "talk", "to", "each", "other"]
 

@@ -13,11 +13,11 @@ from rich.console import Console
 from torch import Tensor
 
 import residua
+from residua.config.run import Balance, RunConfig
 from residua.data.loader import Batch
 from residua.model.moe import Routing, balance_loss
+from residua.storage.run import read_metrics
 from residua.train.balance import Balancer, build_balancer
-from residua.train.config import Balance, RunConfig
-from residua.train.run import read_metrics
 from residua.train.step import Step, build_step
 from residua.train.trainer import train
 from tests.train.test_resume import assert_same_run, stop_after

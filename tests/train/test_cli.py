@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from residua.cli.main import main
-from residua.train.config import RunConfig
+from residua.config.run import RunConfig
 
 from .test_resume import stop_after
 

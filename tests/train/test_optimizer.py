@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from residua.train.config import AdamW, Muon
+from residua.config.run import AdamW, Muon
 from residua.train.optimizer import build_optimizer, hidden_matrices
 from residua.train.polar import polar_express
 

@@ -13,12 +13,12 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
+from residua.config.run import RunConfig
 from residua.data import open_corpus, prepare
-from residua.train import checkpoint as checkpoint_module
-from residua.train.checkpoint import checkpoints
-from residua.train.config import RunConfig
+from residua.storage import checkpoint as checkpoint_module
+from residua.storage.checkpoint import checkpoints
+from residua.storage.run import Run, read_metrics
 from residua.train.health import TrainingStopped, Watch
-from residua.train.run import Run, read_metrics
 from residua.train.step import Step
 from residua.train.trainer import train
 

@@ -18,10 +18,10 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
-from residua.train.checkpoint import checkpoints
-from residua.train.config import RunConfig
+from residua.config.run import RunConfig
+from residua.storage.checkpoint import checkpoints
+from residua.storage.run import read_metrics
 from residua.train.health import Interrupted
-from residua.train.run import read_metrics
 from residua.train.step import Step
 from residua.train.trainer import train
 
@@ -152,8 +152,8 @@ def run_killed(config: RunConfig, out: Path, tmp_path: Path, where: str) -> None
     script = f"""
         import os, pathlib, signal, sys
         from rich.console import Console
-        from residua.train import checkpoint
-        from residua.train.config import RunConfig
+        from residua.storage import checkpoint
+        from residua.config.run import RunConfig
         from residua.train.trainer import train
 
         calls = 0

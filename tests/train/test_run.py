@@ -15,11 +15,11 @@ import torch
 from rich.console import Console
 
 import residua
-from residua.train.config import RunConfig, differences
+from residua.config.run import RunConfig, differences
+from residua.storage.run import read_metrics
 from residua.train.environment import code_commit
 from residua.train.inspect import inspect_model
 from residua.train.progress import Display, duration, short
-from residua.train.run import read_metrics
 from residua.train.throughput import mfu, peak_flops
 from residua.train.trainer import train
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import residua
+from residua.config.run import RunConfig
 from residua.data.loader import Batch
 from residua.model.decoder import Decoder
-from residua.train.config import RunConfig
 from residua.train.step import Step, arithmetic, build_step, choose_device
 
 CPU = torch.device("cpu")

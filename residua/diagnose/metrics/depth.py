@@ -7,7 +7,7 @@ from torch import Tensor
 
 from residua.diagnose.observe import Observation
 from residua.diagnose.schema import BetaFacts, ExpertFacts, GateFacts, StreamFacts
-from residua.ops.numeric import wide
+from residua.ops._runtime.numeric import wide
 
 BINS = 20
 CLOSED = 0.2

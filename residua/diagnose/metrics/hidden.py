@@ -9,7 +9,7 @@ from torch import Tensor
 
 from residua.diagnose.observe import Observation
 from residua.diagnose.schema import Activation
-from residua.ops.numeric import wide
+from residua.ops._runtime.numeric import wide
 
 FAR = 8.0
 """A value stands far above the rest when it exceeds this many times its token's median |h|. For normal values of equal

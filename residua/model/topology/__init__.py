@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from residua.model import choices
+from residua.config import choices
 from residua.model.topology.additive import Additive, Clipped
 from residua.model.topology.attnres import BlockAttnRes, FullAttnRes
 from residua.model.topology.base import State, Topology

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from residua.model import choices
+from residua.config import choices
 from residua.model.topology.base import State, Topology
 
 

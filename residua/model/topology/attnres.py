@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from residua import ops
-from residua.model import choices
+from residua.config import choices
 from residua.model.taps import tap
 from residua.model.topology.base import State, Topology
 from residua.ops.depth_attention import deferred

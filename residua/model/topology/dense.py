@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from residua.model import choices
+from residua.config import choices
 from residua.model.taps import tap
 from residua.model.topology.base import State, Topology
-from residua.ops.numeric import wide
+from residua.ops._runtime.numeric import wide
 
 
 class DenseFormer(Topology):

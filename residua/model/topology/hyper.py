@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from residua import ops
-from residua.model import choices
+from residua.config import choices
 from residua.model.taps import tap
 from residua.model.topology.base import State, Topology
+from residua.ops._runtime.numeric import wide
 from residua.ops.hyper_connection import read_weights
-from residua.ops.numeric import wide
 
 
 class Streams(Topology):

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from residua import ops
-from residua.model import choices
-from residua.model.depth import depth_bias, gate_bias, lerping_sublayers
+from residua.config import choices
+from residua.config.depth import depth_bias, gate_bias, lerping_sublayers
 from residua.model.taps import tap
 from residua.model.topology.base import State, Topology
-from residua.ops.numeric import wide
+from residua.ops._runtime.numeric import wide
 
 
 class Pool(nn.Module):

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from residua.ops._runtime.launch import on
 from residua.ops.decode import launch, overlap
 from residua.ops.decode.reference import KEY_EPS, Gate
-from residua.ops.launch import on
 
 MOST_VALUES = 8192
 """Values of all streams of a row, each filled up to a power of two, that a program holds as vectors."""

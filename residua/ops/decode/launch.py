@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from residua.ops import fused
+from residua.ops._runtime import fused
+from residua.ops._runtime.launch import on, power
 from residua.ops.decode.reference import GATED, KEY_EPS
-from residua.ops.launch import on, power
 
 MOST_SOURCES = 32
 TILE = 8

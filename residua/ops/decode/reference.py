@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, relu, silu
 
+from residua.ops._runtime.numeric import rms, wide
 from residua.ops.multi_gate.reference import gates, multi_gate, pool
 from residua.ops.norm_rotate.reference import rotate
-from residua.ops.numeric import rms, wide
 
 KEY_EPS = 1e-6
 

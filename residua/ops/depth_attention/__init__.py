@@ -1,6 +1,6 @@
 """Attention over depth: h = Σ softmax(w · RMS(v_i)) v_i."""
 
-from residua.ops.backend import Operator
+from residua.ops._runtime.backend import Operator
 from residua.ops.depth_attention import fused, reference
 from residua.ops.depth_attention.reference import attend_finished, attend_partial
 

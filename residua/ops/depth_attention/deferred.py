@@ -27,8 +27,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
-from residua.ops import fused as shared
-from residua.ops.backend import chosen_backend
+from residua.ops._runtime import fused as shared
+from residua.ops._runtime.backend import chosen_backend
 from residua.ops.depth_attention import junction
 from residua.ops.depth_attention.launch import narrow
 from residua.ops.depth_attention.plan import FRONT, Plan

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from residua.ops import fused as shared
-from residua.ops.addresses import addresses
+from residua.ops._runtime import fused as shared
+from residua.ops._runtime.addresses import addresses
+from residua.ops._runtime.launch import aligned, divided, extent, on, operator
 from residua.ops.depth_attention import reference
 from residua.ops.depth_attention.launch import (
     UNROLL,
@@ -20,7 +21,6 @@ from residua.ops.depth_attention.launch import (
     shares,
 )
 from residua.ops.depth_attention.reference import Activation, KeyNorm
-from residua.ops.launch import aligned, divided, extent, on, operator
 
 
 def attend(

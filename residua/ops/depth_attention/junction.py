@@ -10,8 +10,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from residua.ops import fused as shared
-from residua.ops.addresses import addresses
+from residua.ops._runtime import fused as shared
+from residua.ops._runtime.addresses import addresses
+from residua.ops._runtime.launch import aligned, divided, extent, on, operator, power
 from residua.ops.depth_attention.launch import (
     NUMBERS,
     SLOPES,
@@ -28,7 +29,6 @@ from residua.ops.depth_attention.launch import (
     stack_tile,
 )
 from residua.ops.depth_attention.plan import FEW
-from residua.ops.launch import aligned, divided, extent, on, operator, power
 
 
 def _parts_output(u: Tensor) -> Tensor:

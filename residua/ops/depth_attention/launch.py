@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from residua.ops import fused as shared
-from residua.ops.launch import divided, power
+from residua.ops._runtime import fused as shared
+from residua.ops._runtime.launch import divided, power
 
 CHUNK = 32
 """Most readers to one matrix product; see `product_tile`."""

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from residua.ops.numeric import wide
+from residua.ops._runtime.numeric import wide
 
 KeyNorm = Literal["rms", "none"]
 Activation = Literal["softmax", "sigmoid"]

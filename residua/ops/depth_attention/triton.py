@@ -10,7 +10,7 @@ The kernels of the gradient are in `triton_backward.py`.
 import triton
 import triton.language as tl
 
-from residua.ops.triton_table import tensor
+from residua.ops._runtime.triton_table import tensor
 
 
 @triton.jit

@@ -4,8 +4,8 @@
 import triton
 import triton.language as tl
 
+from residua.ops._runtime.triton_table import tensor
 from residua.ops.depth_attention.triton import add_weighted, load_row, store_row, store_sums, tensors
-from residua.ops.triton_table import tensor
 
 
 @triton.jit

@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from residua.ops import fused
-from residua.ops.addresses import addresses
-from residua.ops.triton_table import tensor
+from residua.ops._runtime import fused
+from residua.ops._runtime.addresses import addresses
+from residua.ops._runtime.triton_table import tensor
 
 BLOCK = 65536 if fused.INTERPRETED else 4096
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from residua.ops.backend import Operator
+from residua.ops._runtime.backend import Operator
 from residua.ops.gated_delta import library, reference
 from residua.ops.gated_delta.reference import begins, step
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from residua.ops.numeric import no_autocast, wide
+from residua.ops._runtime.numeric import no_autocast, wide
 
 CHUNK = 64
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
-from residua.ops.numeric import rms
+from residua.ops._runtime.numeric import rms
 
 GateActivation = Literal["sigmoid", "tanh", "silu", "identity"]
 

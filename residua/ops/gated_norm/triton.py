@@ -9,9 +9,9 @@ import triton
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from residua.ops import fused
+from residua.ops._runtime import fused
+from residua.ops._runtime.launch import on, operator
 from residua.ops.gated_norm import backward_kernels, kernels
-from residua.ops.launch import on, operator
 
 PITCH = 256
 """Rows of the prepared matrices are as long as a multiple of this, so that no block needs a mask."""

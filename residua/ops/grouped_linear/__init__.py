@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from residua.ops.backend import Operator
+from residua.ops._runtime.backend import Operator
 from residua.ops.grouped_linear import grouped, reference
 
 grouped_linear = Operator(reference.grouped_linear)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from residua.ops.numeric import working_dtype
+from residua.ops._runtime.numeric import working_dtype
 
 # torch.nn.functional.grouped_mm since 2.10; the same product was private before
 _product = getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm

@@ -8,8 +8,8 @@ import torch
 import triton
 from torch import Tensor
 
+from residua.ops._runtime.launch import on
 from residua.ops.hyper_connection import sinkhorn_kernels as kernels
-from residua.ops.launch import on
 
 TILE = 1024  # elements of a tile
 

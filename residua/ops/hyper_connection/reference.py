@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from residua.ops.numeric import rms, wide
+from residua.ops._runtime.numeric import rms, wide
 
 Norm = Literal["all", "each", "none"]
 """What is normalised before it is projected: all streams as one vector, each of them, or nothing is projected."""

@@ -13,9 +13,9 @@ import torch
 import triton
 from torch import Tensor
 
+from residua.ops._runtime.launch import on
 from residua.ops.hyper_connection import kernels
 from residua.ops.hyper_connection.reference import Norm
-from residua.ops.launch import on
 
 # Tokens of a tile, channels of a block (half as many for more than 4 streams), warps: forward and backward.
 FORWARD, BACKWARD = (32, 64, 4), (16, 64, 4)

@@ -4,8 +4,8 @@ from typing import Any
 
 from torch import Tensor
 
-from residua.ops import fused
-from residua.ops.backend import Operator
+from residua.ops._runtime import fused
+from residua.ops._runtime.backend import Operator
 from residua.ops.linear_cross_entropy import chunked, reference
 
 linear_cross_entropy = Operator(reference.linear_cross_entropy)

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from residua.ops import fused
-from residua.ops.numeric import wide
+from residua.ops._runtime import fused
+from residua.ops._runtime.numeric import wide
 
 KEPT_BYTES = 4 * 2**30
 CHUNK_BYTES = 512 * 2**20

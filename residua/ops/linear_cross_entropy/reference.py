@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn.functional import linear
 
-from residua.ops.numeric import wide
+from residua.ops._runtime.numeric import wide
 
 
 def linear_cross_entropy(

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from residua.ops.launch import on
+from residua.ops._runtime.launch import on
 
 LOG2E = tl.constexpr(1.4426950408889634)
 # Far below any logit, but finite: −inf minus −inf would be NaN.

@@ -5,8 +5,8 @@ from typing import Any
 
 from torch import Tensor
 
-from residua.ops import fused
-from residua.ops.backend import Operator
+from residua.ops._runtime import fused
+from residua.ops._runtime.backend import Operator
 from residua.ops.mix_projection import reference
 from residua.ops.mix_projection.reference import Heads, Sections, per_head
 

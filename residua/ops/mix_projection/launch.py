@@ -9,8 +9,8 @@ import torch
 import triton
 from torch import Tensor
 
-from residua.ops import fused
-from residua.ops.launch import on
+from residua.ops._runtime import fused
+from residua.ops._runtime.launch import on
 from residua.ops.mix_projection import kernels
 from residua.ops.norm_rotate.triton import sum_rows
 

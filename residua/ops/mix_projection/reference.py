@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
+from residua.ops._runtime.numeric import rms, wide
 from residua.ops.norm_rotate.reference import rotate
-from residua.ops.numeric import rms, wide
 
 Sections = Mapping[str, tuple[int, int]]
 """Pathway name to (heads, width of a head), in the order of the projection's columns."""

@@ -5,8 +5,8 @@ from typing import Any
 
 from torch import Tensor
 
-from residua.ops import fused
-from residua.ops.backend import Operator
+from residua.ops._runtime import fused
+from residua.ops._runtime.backend import Operator
 from residua.ops.multi_gate import chain, inversion, reference
 from residua.ops.multi_gate.reference import gates, pool, pool_weights
 

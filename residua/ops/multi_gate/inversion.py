@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from residua.ops._runtime.numeric import wide
 from residua.ops.multi_gate import reference
 from residua.ops.multi_gate.chain import shape, split
-from residua.ops.numeric import wide
 
 SHARE = 0.01
 FLOOR = 1 / 64

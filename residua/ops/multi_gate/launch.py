@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from residua.ops import fused
-from residua.ops.launch import aligned, divided, extent, on, operator, power
+from residua.ops._runtime import fused
+from residua.ops._runtime.launch import aligned, divided, extent, on, operator, power
+from residua.ops._runtime.partials import sum_rows
 from residua.ops.multi_gate import kernels, pool_kernels
-from residua.ops.partials import sum_rows
 
 
 class Plan(NamedTuple):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from residua.ops.numeric import rms, wide
+from residua.ops._runtime.numeric import rms, wide
 
 
 def multi_gate(

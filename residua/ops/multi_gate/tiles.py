@@ -6,7 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from residua.ops import fused
+from residua.ops._runtime import fused
 
 INTERPRETED = tl.constexpr(fused.INTERPRETED)
 

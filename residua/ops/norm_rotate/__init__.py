@@ -4,8 +4,8 @@ from typing import Any
 
 from torch import Tensor
 
-from residua.ops import fused
-from residua.ops.backend import Operator
+from residua.ops._runtime import fused
+from residua.ops._runtime.backend import Operator
 from residua.ops.norm_rotate import reference
 from residua.ops.norm_rotate.reference import rotate
 

@@ -2,7 +2,7 @@
 
 Where both directions of an attention layer's queries and keys are known, `packed_heads_backward` goes from the
 gradients that attention gives straight to that of the projection [Q | K | V]: without it, a concatenation would read
-and write all three once more. `residua.train.rewrites` puts it into compiled graphs.
+and write all three once more. `residua.train.compile.rewrites` puts it into compiled graphs.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch
 import triton
 from torch import Tensor
 
-from residua.ops import fused
-from residua.ops.launch import on, operator
+from residua.ops._runtime import fused
+from residua.ops._runtime.launch import on, operator
 from residua.ops.norm_rotate import kernels
 
 

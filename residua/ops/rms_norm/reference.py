@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from residua.ops.numeric import rms
+from residua.ops._runtime.numeric import rms
 
 
 def rms_norm(x: Tensor, weight: Tensor, *, eps: float = 1e-6) -> Tensor:

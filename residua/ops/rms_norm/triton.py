@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from residua.ops import fused
-from residua.ops.launch import divided, on, operator
-from residua.ops.partials import sum_rows
+from residua.ops._runtime import fused
+from residua.ops._runtime.launch import divided, on, operator
+from residua.ops._runtime.partials import sum_rows
 from residua.ops.rms_norm import kernels
 
 

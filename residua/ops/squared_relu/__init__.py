@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from residua.ops import fused
-from residua.ops.backend import Operator
-from residua.ops.numeric import working_dtype
+from residua.ops._runtime import fused
+from residua.ops._runtime.backend import Operator
+from residua.ops._runtime.numeric import working_dtype
 from residua.ops.squared_relu import reference
 
 FEWEST_TOKENS = 2048

@@ -8,7 +8,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from residua.ops import fused
+from residua.ops._runtime import fused
 from residua.ops.squared_relu import kernels
 
 try:  # Triton calls it experimental: where it is gone or has moved, `Flat` serves

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from residua.ops import fused
-from residua.ops.launch import aligned, on, operator
-from residua.ops.numeric import working_dtype
+from residua.ops._runtime import fused
+from residua.ops._runtime.launch import aligned, on, operator
+from residua.ops._runtime.numeric import working_dtype
 from residua.ops.squared_relu.plans import HAS_GLUON, Flat, Specialized
 
 INTERPRETED = Flat(16, 32, 16, 2, 2, 4, 1)

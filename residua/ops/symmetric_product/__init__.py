@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from residua.ops import fused
-from residua.ops.backend import Operator, chosen_backend
+from residua.ops._runtime import fused
+from residua.ops._runtime.backend import Operator, chosen_backend
 from residua.ops.symmetric_product import reference
 
 SMALLEST = 512

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from residua.ops import fused
-from residua.ops.launch import divided, on, operator
+from residua.ops._runtime import fused
+from residua.ops._runtime.launch import divided, on, operator
 from residua.ops.symmetric_product import kernels
 
 

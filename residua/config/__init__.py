@@ -1,0 +1,1 @@
+"""What a person writes: choices, models, runs and presets. Nothing here imports torch."""

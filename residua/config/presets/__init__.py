@@ -1,0 +1,29 @@
+"""The models that come with Residua: TOML files, each a `summary`, an optional `extends`, `[model]` and `[train]`."""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from residua.config.settings import ConfigError, merge, read_toml
+
+_FOLDER = files("residua") / "config" / "presets"
+
+
+@cache
+def names() -> tuple[str, ...]:
+    """Every preset, sorted."""
+    return tuple(sorted(f.name.removesuffix(".toml") for f in _FOLDER.iterdir() if f.name.endswith(".toml")))
+
+
+def load(name: str) -> dict[str, Any]:
+    """The tables of a preset, with what it extends merged in."""
+    if name not in names():
+        near = get_close_matches(name, names(), n=1, cutoff=0.4)
+        hint = f"did you mean {near[0]!r}?" if near else "`residua presets` lists them."
+        raise ConfigError(f"preset {name!r} does not exist: {hint}")
+    data = read_toml(str(_FOLDER / f"{name}.toml"))
+    parent = data.pop("extends", None)
+    return merge(load(parent), data) if parent else data

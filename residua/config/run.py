@@ -1,0 +1,316 @@
+"""A run as data: which model, on which text, trained how. Written to the run's folder and read back from it.
+
+This file imports no torch, so that `residua train` can refuse a wrong configuration at once.
+"""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, ValidationError, model_validator
+
+from residua.config import presets
+from residua.config.model import ModelConfig
+from residua.config.schedule import LinearDecay, Schedule
+from residua.config.settings import ConfigError, Frozen, apply_overrides, explain, merge, read_toml, to_toml
+
+Positive = Annotated[int, Field(ge=1)]
+Rate = Annotated[float, Field(gt=0)]
+Decay = Annotated[float, Field(ge=0)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+class AdamW(Frozen):
+    """AdamW. As the optimizer of a whole model it decays the hidden matrices only, cautiously."""
+
+    kind: Literal["adamw"] = "adamw"
+    lr: Rate = 3e-3
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: Decay = 0.0
+
+
+class Muon(Frozen):
+    """Muon with Polar Express for the hidden matrices, `rest` for everything else (embedding, head, gains, queries)."""
+
+    kind: Literal["muon"] = "muon"
+    lr: Rate = 1e-2
+    momentum: Beta = 0.95
+    weight_decay: Decay = 0.1
+    rest: AdamW = AdamW()
+
+
+Optimizer = Annotated[Muon | AdamW, Field(discriminator="kind")]
+
+
+class DataConfig(Frozen):
+    """The prepared text, or without `path` the embedded corpus, cut into tokens by `tokenizer`.
+
+    `sequence` is the model's context unless given. `masking = "documents"` keeps attention inside each document.
+    `validation_tokens` bounds the fixed validation set.
+    """
+
+    path: str | None = None
+    tokenizer: str = "bpe:1024"
+    sequence: Positive | None = None
+    seed: int = Field(0, ge=0)
+    masking: Literal["none", "documents"] = "none"
+    validation_tokens: Positive = 262_144
+
+
+class Balance(Frozen):
+    """What keeps a mixture of experts balanced: `weight` · E·Σ f_e P_e + `router_z` · mean(lse²), summed over layers.
+
+    f_e and P_e are those of the whole step, all its micro-batches and ranks. The gradient needs every f_e before the
+    first backward pass: `previous_step` takes the last step's, `same_step` takes the step's own, for one more forward
+    pass over its micro-batches where there are several (`train/balance.py`).
+    """
+
+    weight: Decay = 0.01
+    router_z: Decay = 1e-3
+    load: Literal["previous_step", "same_step"] = "previous_step"
+
+
+class TrainConfig(Frozen):
+    """How to train: a step is `accumulate` micro-batches of `micro_batch` sequences each.
+
+    `z_loss` and `balance` are trained on but not part of any reported loss. `auto` means: on a GPU compiled, with bf16
+    autocast, each micro-batch replayed as a CUDA graph; on a CPU plain fp32. `compile = "layers"` compiles sublayers
+    that are alike once, not the model as a whole, for a quick start of one process. `recompute = "sublayers"` trades a
+    third more compute for activation memory. A run whose loss stays `divergence_margin` nats above its first loss for
+    `divergence_patience` log lines in a row is stopped. `keep` checkpoints stay on disk, and the best one. A CPU run
+    always repeats bit for bit; `determinism = "exact"` makes a GPU run do so too, at some cost in speed.
+    """
+
+    steps: Positive = 1000
+    micro_batch: Positive = 8
+    accumulate: Positive = 1
+    seed: int = Field(0, ge=0)
+    optimizer: Optimizer = Muon()
+    schedule: Schedule = LinearDecay()
+    clip_norm: float = Field(1.0, gt=0)
+    z_loss: Decay = 1e-5
+    balance: Balance = Balance()
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    precision: Literal["auto", "bfloat16", "float32"] = "auto"
+    compile: Literal["auto", "on", "layers", "off"] = "auto"
+    graphs: Literal["auto", "off"] = "auto"
+    recompute: Literal["none", "sublayers"] = "none"
+    determinism: Literal["fast", "exact"] = "fast"
+    log_every: Positive = 10
+    validate_every: Positive = 250
+    save_every: Positive = 1000
+    keep: Positive = 2
+    divergence_margin: float = Field(1.0, gt=0)
+    divergence_patience: Positive = 3
+    track: Literal["tensorboard", "wandb"] = "tensorboard"
+
+    @model_validator(mode="after")
+    def _warm_up_fits(self) -> Self:
+        if self.schedule.warmup >= self.steps:
+            raise ValueError(
+                f"train.schedule.warmup = {self.schedule.warmup} is not shorter than train.steps = {self.steps}: "
+                "lower the one or raise the other."
+            )
+        return self
+
+
+SMALLEST_UNIT = 25_000_000
+"""Parameters that FSDP2 gathers at a time, at least. A unit costs the host milliseconds however small it is: the GPU
+must have that long to do meanwhile."""
+
+
+class ParallelConfig(Frozen):
+    """How a run is divided among the `data` × `shard` × `pipeline` processes that torchrun starts.
+
+    data: copies of the model, each with its share of a step's micro-batches. shard: pieces that weights, gradients and
+    optimizer state are cut into (FSDP2), gathered a `unit` at a time; a piece's owner also has its own micro-batches.
+    pipeline: ranks along depth, each with `stages_per_rank` slices of the layers (more than one for the interleaved
+    schedule). `anchors`: whether stages send ExoFormer's anchors on or make them again from the embedding; `auto`
+    takes what sends fewer bytes. A rank that is silent for `patience` seconds is taken for dead and ends the run.
+    The batch stays the recipe's: how many ranks share it changes speed, not what is learned.
+    """
+
+    data: Positive = 1
+    shard: Positive = 1
+    pipeline: Positive = 1
+    unit: Literal["layer", "model"] = "layer"
+    schedule: Literal["gpipe", "1f1b", "interleaved"] = "1f1b"
+    stages_per_rank: Positive = 1
+    transport: Literal["cached", "naive"] = "cached"
+    anchors: Literal["auto", "send", "recompute"] = "auto"
+    patience: int = Field(60, ge=5)
+
+    @property
+    def ranks(self) -> int:
+        return self.data * self.shard * self.pipeline
+
+    @property
+    def batch_ranks(self) -> int:
+        """The ranks that a step's micro-batches are divided among."""
+        return self.data * self.shard
+
+    @property
+    def stages(self) -> int:
+        return self.pipeline * self.stages_per_rank
+
+    @property
+    def command(self) -> str:
+        """How such a run is started, on one machine."""
+        if self.ranks == 1:
+            return "residua train"
+        return f"torchrun --nproc-per-node {self.ranks} -m residua.cli.main train"
+
+    @model_validator(mode="after")
+    def _schedule_fits(self) -> Self:
+        if (self.stages_per_rank > 1) != (self.schedule == "interleaved"):
+            raise ValueError(
+                f"parallel.stages_per_rank = {self.stages_per_rank} does not go with parallel.schedule = "
+                f"'{self.schedule}': the interleaved schedule has 2 or more stages per rank, the others have 1."
+            )
+        return self
+
+
+class RunConfig(Frozen):
+    """Everything that decides a run. Sections of its TOML: `[model]`, `[data]`, `[train]`, `[parallel]`."""
+
+    model: ModelConfig
+    data: DataConfig = DataConfig()
+    train: TrainConfig = TrainConfig()
+    parallel: ParallelConfig = ParallelConfig()
+
+    def __init__(self, **data: Any) -> None:
+        try:
+            super().__init__(**data)
+        except ValidationError as error:
+            raise ConfigError(explain(error, RunConfig)) from None
+
+    @classmethod
+    def from_toml(cls, path: str | Path) -> RunConfig:
+        """Read a run's TOML file; `extends = "PRESET"` at its top lays it over that preset."""
+        data = read_toml(path)
+        base = presets.load(data.pop("extends")) if "extends" in data else {}
+        return cls(**_sections(merge(base, data)))
+
+    @classmethod
+    def find(cls, source: str) -> RunConfig:
+        """The run that a preset's name or a TOML file's path describes."""
+        if source.endswith(".toml"):
+            return cls.from_toml(source)
+        return cls(**_sections(presets.load(source)))
+
+    def override(self, changes: list[str]) -> RunConfig:
+        """Apply `section.key=value` changes, for example `train.steps=500`. A new `kind` drops the old kind's keys."""
+        for change in changes:
+            section = change.partition(".")[0]
+            if section not in RunConfig.model_fields:
+                raise ConfigError(f"override {change!r} names no section: {self._place(change)}")
+        return RunConfig(**apply_overrides(self.model_dump(exclude_none=True), changes))
+
+    def _place(self, change: str) -> str:
+        """Where a key that names no section belongs: the least deep places that have it, or the nearest spelling."""
+        key = change.partition("=")[0]
+        first = key.partition(".")[0]
+        places = _paths(self.model_dump())
+        fitting = [place for place in places if place.endswith(f".{first}")]
+        if fitting:
+            depth = min(place.count(".") for place in fitting)
+            written = (f"{p}{change.removeprefix(first)}" for p in fitting if p.count(".") == depth)
+            return f"write {' or '.join(written)}."
+        spelt = {place if "." in key else place.partition(".")[2]: place for place in reversed(places)}
+        near = get_close_matches(key, spelt, n=1, cutoff=0.75)
+        if near:
+            return f"did you mean {spelt[near[0]]}?"
+        return "begin with model, data, train or parallel, as in train.steps=500."
+
+    def to_toml(self) -> str:
+        """The whole configuration as TOML; reading it back gives an equal one."""
+        return to_toml(self.model_dump(exclude_none=True))
+
+    @model_validator(mode="after")
+    def _mesh_fits(self) -> Self:
+        _check_shares(self)
+        _check_stages(self)
+        _check_compilation(self)
+        return self
+
+    @property
+    def sequence(self) -> int:
+        """Tokens in one training sequence."""
+        return self.data.sequence or self.model.context
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.train.accumulate * self.train.micro_batch * self.sequence
+
+
+def _check_shares(config: RunConfig) -> None:
+    accumulate, ranks = config.train.accumulate, config.parallel.batch_ranks
+    if accumulate % ranks:
+        raise ValueError(
+            f"train.accumulate = {accumulate} micro-batches cannot be shared by parallel.data × parallel.shard = "
+            f"{ranks} ranks: use a multiple of {ranks} (for the same step, lower train.micro_batch as you raise it)."
+        )
+
+
+def _check_stages(config: RunConfig) -> None:
+    parallel = config.parallel
+    if parallel.pipeline > 1 and config.model.ffn.kind == "moe":
+        raise ValueError(
+            f"parallel.pipeline = {parallel.pipeline} does not go with model.ffn.kind = 'moe', whose balance loss does "
+            "not cross stages: use parallel.data or parallel.shard."
+        )
+    if parallel.stages > config.model.layers:
+        raise ValueError(
+            f"parallel.pipeline × parallel.stages_per_rank = {parallel.stages} stages are more than the "
+            f"{config.model.layers} layers of the model: use fewer."
+        )
+    flowing = config.train.accumulate // parallel.batch_ranks
+    if parallel.schedule == "1f1b" and flowing < parallel.pipeline:
+        raise ValueError(
+            f"train.accumulate = {config.train.accumulate} gives each pipeline {flowing} micro-batches, and the 1f1b "
+            f"schedule needs at least parallel.pipeline = {parallel.pipeline}: raise train.accumulate."
+        )
+    if parallel.schedule == "interleaved" and flowing % parallel.pipeline:
+        raise ValueError(
+            f"train.accumulate = {config.train.accumulate} gives each pipeline {flowing} micro-batches, and the "
+            f"interleaved schedule needs a multiple of parallel.pipeline = {parallel.pipeline}."
+        )
+
+
+def _check_compilation(config: RunConfig) -> None:
+    if config.train.compile == "layers" and config.parallel.ranks > 1:
+        raise ValueError(
+            f"train.compile = 'layers' is for one process, and parallel asks for {config.parallel.ranks}: use "
+            "train.compile = 'auto' or 'on'."
+        )
+
+
+def _sections(data: dict[str, Any]) -> dict[str, Any]:
+    """The run's tables of a preset; its one-line summary is for people."""
+    return {key: value for key, value in data.items() if key != "summary"}
+
+
+def differences(old: RunConfig, new: RunConfig) -> dict[str, tuple[Any, Any]]:
+    """The keys in which two runs differ: `train.steps` → (old, new)."""
+    before, after = _flat(old.model_dump()), _flat(new.model_dump())
+    keys = [*before, *(key for key in after if key not in before)]
+    return {key: (before.get(key), after.get(key)) for key in keys if before.get(key) != after.get(key)}
+
+
+def _paths(table: dict[str, Any], prefix: str = "") -> list[str]:
+    """Every key of nested tables, by its path; those of tables as well."""
+    paths = []
+    for key, value in table.items():
+        below = _paths(value, f"{prefix}{key}.") if isinstance(value, dict) else []
+        paths += [f"{prefix}{key}", *below]
+    return paths
+
+
+def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat

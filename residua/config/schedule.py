@@ -1,0 +1,53 @@
+"""Learning-rate schedules: the share of the peak rate that a step trains with."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from residua.config.settings import Frozen
+
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class WarmUp(Frozen):
+    """What every schedule shares: a linear rise over `warmup` steps, and `floor`, the share that is left at the end."""
+
+    warmup: int = Field(100, ge=0)
+    floor: Share = 0.1
+
+    def factor(self, step: int, steps: int) -> float:
+        """The share of the peak rate for `step` (0-based) of `steps`: 1 at the end of warm-up, `floor` at the last."""
+        if step < self.warmup:
+            return (step + 1) / self.warmup
+        return self.floor + (1 - self.floor) * self._remaining(step, steps)
+
+    def _remaining(self, step: int, steps: int) -> float:
+        """What is left of the decay, from 1 down to 0 at the last step."""
+        raise NotImplementedError
+
+
+class LinearDecay(WarmUp):
+    """Constant, then linear decay to `floor` over the last `decay_share` of the run (ExoFormer, arXiv 2601.08131)."""
+
+    kind: Literal["linear_decay"] = "linear_decay"
+    decay_share: Share = 0.2
+
+    def _remaining(self, step: int, steps: int) -> float:
+        decay = int(self.decay_share * steps)
+        return min(1.0, (steps - 1 - step) / decay) if decay else 1.0
+
+
+class Cosine(WarmUp):
+    """Half a cosine from the peak to `floor` (the MGR recipe)."""
+
+    kind: Literal["cosine"] = "cosine"
+
+    def _remaining(self, step: int, steps: int) -> float:
+        progress = (step + 1 - self.warmup) / max(1, steps - self.warmup)
+        return (1 + math.cos(math.pi * progress)) / 2
+
+
+Schedule = Annotated[LinearDecay | Cosine, Field(discriminator="kind")]

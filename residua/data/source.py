@@ -1,0 +1,32 @@
+"""The text of a run: opened and checked against the model before anything is written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from residua.config.run import RunConfig
+from residua.config.settings import ConfigError
+from residua.data import Dataset, embedded
+from residua.data.dataset import DESCRIPTION
+
+
+def open_data(config: RunConfig) -> Dataset:
+    """The run's dataset, with every token id inside the model's vocabulary."""
+    data = config.data
+    dataset = embedded(data.tokenizer, progress=True) if data.path is None else _prepared(Path(data.path))
+    if dataset.vocab_size > config.model.vocab_size:
+        raise ConfigError(
+            f"model.vocab_size = {config.model.vocab_size} is smaller than the {dataset.vocab_size} token ids of "
+            f"{dataset.path}: set model.vocab_size={dataset.vocab_size} or more."
+        )
+    return dataset
+
+
+def _prepared(path: Path) -> Dataset:
+    """The dataset that a configuration names; since that was written it may have got another place."""
+    if not (path / DESCRIPTION).exists():
+        raise ConfigError(
+            f"{path} is not a prepared dataset (it has no {DESCRIPTION}): if it was moved, give --data DIR; "
+            "if there is none yet, make one with residua data prepare."
+        )
+    return Dataset.open(path)

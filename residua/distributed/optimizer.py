@@ -1,0 +1,214 @@
+"""Muon on several ranks: every matrix is orthogonalised once, by one owner, while others are on their way.
+
+Momentum and AdamW are elementwise: each rank updates the rows it has. Orthogonalisation needs a whole matrix. In turns,
+each rank is given one or a few matrices: the rows of the others come to it (all-to-all along the shards), it computes,
+and each rank gets its rows of the update back. Where there are copies of the model, each copy takes a part of the
+matrices and its result is broadcast to the others. Directions and updates travel in the type they are computed in,
+bf16 on a GPU, so the result is what one process computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from residua.distributed.mesh import Mesh
+from residua.train.optimizer import HybridOptimizer, Parts, Rows, Updates, orthogonal_updates
+from residua.train.polar import working_dtype
+
+# Elements that an owner works on in one turn: enough to fill a GPU, few enough that turns overlap.
+TURN = 1 << 24
+
+
+class RankedOptimizer(HybridOptimizer):
+    """The optimizer of one process, on rows: the same updates."""
+
+    def __init__(self, groups: Iterable[dict[str, Any]], mesh: Mesh) -> None:
+        super().__init__(groups)
+        self.mesh = mesh
+
+    def here(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [local(tensor) for tensor in tensors]
+
+    def orthogonalise(
+        self, parameters: Sequence[Tensor], directions: Sequence[Tensor], parts: Sequence[Parts]
+    ) -> Iterator[Updates]:
+        config = self.mesh.config
+        if config.data * config.shard == 1:
+            yield from orthogonal_updates(directions, parts)
+            return
+        turns = _turns([p.shape for p in parameters], config.data, config.shard)
+        waiting: _Turn | None = None
+        coming = _Turn(self.mesh, turns[0], parameters, directions, parts)
+        for following in [*turns[1:], None]:
+            turn = coming
+            if following is not None:
+                coming = _Turn(self.mesh, following, parameters, directions, parts)
+            turn.compute()
+            if waiting is not None:
+                yield from waiting.updates()
+            waiting = turn
+        assert waiting is not None
+        yield from waiting.updates()
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The rows of a tensor that are on this rank; writing to them writes to the tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def rows_of(rows: int, shards: int, shard: int) -> tuple[int, int]:
+    """The first row and the one behind the last that a shard has: FSDP2 cuts as `torch.chunk` does."""
+    size = -(-rows // shards)
+    return min(rows, shard * size), min(rows, (shard + 1) * size)
+
+
+@dataclass(frozen=True)
+class _Task:
+    """A matrix, by number, and the rank that orthogonalises it."""
+
+    matrix: int
+    copy: int
+    shard: int
+
+
+def _turns(shapes: Sequence[torch.Size], copies: int, shards: int) -> list[list[_Task]]:
+    """Matrices dealt out to owners, the costly ones first, so that all owners of a turn have as much to do."""
+    owners = copies * shards
+    order = sorted(range(len(shapes)), key=lambda i: (-prod(shapes[i]) * min(shapes[i][-2:]), i))
+    turns: list[list[_Task]] = []
+    room = 0
+    for place in range(0, len(order), owners):
+        dealt = order[place : place + owners]
+        size = prod(shapes[dealt[0]])
+        if room < size:
+            turns.append([])
+            room = max(TURN, size)
+        room -= size
+        turns[-1] += [_Task(matrix, owner // shards, owner % shards) for owner, matrix in enumerate(dealt)]
+    return turns
+
+
+class _Turn:
+    """One round of the exchange. Made: rows are on their way to their owners."""
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        tasks: list[_Task],
+        parameters: Sequence[Tensor],
+        directions: Sequence[Tensor],
+        parts: Sequence[Parts],
+    ) -> None:
+        self.mesh, self.parts, self.directions = mesh, parts, directions
+        self.shapes = [p.shape for p in parameters]
+        self.dtype = working_dtype(directions[0])
+        self.copies = [[t for t in tasks if t.copy == copy] for copy in range(mesh.config.data)]
+        mine = self.copies[mesh.data_rank]
+        self.owned = [t.matrix for t in mine if t.shard == mesh.shard_rank]
+        # what each shard is to own, in its order; what arrives from each shard is its rows of what this rank owns
+        self.to_owners = [[t.matrix for t in mine if t.shard == shard] for shard in range(mesh.config.shard)]
+        self.out_sizes = [sum(self._size(m, mesh.shard_rank) for m in ms) for ms in self.to_owners]
+        self.in_sizes = [sum(self._size(m, shard) for m in self.owned) for shard in range(mesh.config.shard)]
+        sent = self._flat([directions[m] for matrices in self.to_owners for m in matrices])
+        self.received, self.work = self._exchange(sent, self.out_sizes, self.in_sizes)
+
+    def compute(self) -> None:
+        """Orthogonalise what is this rank's; results are then on their way back."""
+        _wait(self.work)
+        found = {m: torch.empty(self.shapes[m], dtype=self.dtype, device=self.received.device) for m in self.owned}
+        self._cut(found, self.received, write=False)
+        whole = [found[m] for m in self.owned]
+        updates = [torch.empty_like(direction) for direction in whole]
+        for rows, values, _ in orthogonal_updates(whole, [self.parts[m] for m in self.owned]):
+            torch._foreach_copy_([updates[i][start:stop] for i, start, stop in rows], values)
+        sent = torch.empty_like(self.received)
+        self._cut(dict(zip(self.owned, updates, strict=True)), sent, write=True)
+        self.received, self.work = self._exchange(sent, self.in_sizes, self.out_sizes)
+        self.spread = self._spread()
+
+    def updates(self) -> Iterator[Updates]:
+        """The update of this rank's rows of every matrix of the turn."""
+        by_scale: dict[float, tuple[list[Rows], list[Tensor]]] = {}
+        for tasks, (buffer, work) in zip(self.copies, self.spread, strict=True):
+            _wait(work)
+            place = 0
+            for matrix in _by_shard(tasks, self.mesh.config.shard):
+                size = self._size(matrix, self.mesh.shard_rank)
+                update = buffer[place : place + size].view(self.directions[matrix].shape)
+                place += size
+                for rows, values, scale in self._pieces(matrix, update.to(self.directions[matrix].dtype)):
+                    chosen = by_scale.setdefault(scale, ([], []))
+                    chosen[0].append(rows)
+                    chosen[1].append(values)
+        for scale, (rows_list, values_list) in by_scale.items():
+            yield rows_list, values_list, scale
+
+    def _spread(self) -> list[tuple[Tensor, dist.Work | None]]:
+        """For every copy, its results: received by broadcast from the rank of that copy that has our rows."""
+        if self.mesh.config.data == 1:
+            return [(self.received, self.work)]
+        _wait(self.work)
+        buffers = []
+        for copy, tasks in enumerate(self.copies):
+            size = sum(self._size(t.matrix, self.mesh.shard_rank) for t in tasks)
+            own = copy == self.mesh.data_rank
+            buffer = self.received if own else torch.empty(size, dtype=self.dtype, device=self.received.device)
+            work = dist.broadcast(buffer, group=self.mesh.data, group_src=copy, async_op=True) if size else None
+            buffers.append((buffer, work))
+        return buffers
+
+    def _pieces(self, matrix: int, update: Tensor) -> Iterator[tuple[Rows, Tensor, float]]:
+        """The rows here of each part of a matrix, and the part's factor on the learning rate."""
+        columns = self.shapes[matrix][-1]
+        first, behind = rows_of(self.shapes[matrix][0], self.mesh.config.shard, self.mesh.shard_rank)
+        for stop, count in zip(accumulate(self.parts[matrix]), self.parts[matrix], strict=True):
+            low, high = max(first, stop - count), min(behind, stop)
+            if low < high:
+                here = Rows(matrix, low - first, high - first)
+                yield here, update[here.start : here.stop], max(1.0, count / columns) ** 0.5
+
+    def _cut(self, matrices: dict[int, Tensor], buffer: Tensor, *, write: bool) -> None:
+        """Between whole matrices and a buffer that holds, shard after shard, the shard's rows of each."""
+        place = 0
+        for shard in range(self.mesh.config.shard):
+            for matrix, values in matrices.items():
+                first, behind = rows_of(self.shapes[matrix][0], self.mesh.config.shard, shard)
+                size = self._size(matrix, shard)
+                rows, flat = values[first:behind], buffer[place : place + size]
+                flat.copy_(rows.flatten()) if write else rows.copy_(flat.view(rows.shape))
+                place += size
+
+    def _size(self, matrix: int, shard: int) -> int:
+        shape = self.shapes[matrix]
+        first, behind = rows_of(shape[0], self.mesh.config.shard, shard)
+        return (behind - first) * prod(shape[1:])
+
+    def _flat(self, tensors: list[Tensor]) -> Tensor:
+        if not tensors:
+            return torch.empty(0, dtype=self.dtype, device=self.directions[0].device)
+        return torch.cat([t.to(self.dtype).flatten() for t in tensors])
+
+    def _exchange(self, sent: Tensor, sizes_out: list[int], sizes_in: list[int]) -> tuple[Tensor, dist.Work | None]:
+        if self.mesh.config.shard == 1:
+            return sent, None
+        received = sent.new_empty(sum(sizes_in))
+        work = dist.all_to_all_single(received, sent, sizes_in, sizes_out, group=self.mesh.shard, async_op=True)
+        return received, work
+
+
+def _by_shard(tasks: list[_Task], shards: int) -> list[int]:
+    return [t.matrix for shard in range(shards) for t in tasks if t.shard == shard]
+
+
+def _wait(work: dist.Work | None) -> None:
+    if work is not None:
+        work.wait()

@@ -1,0 +1,1 @@
+"""Pipeline parallelism: where a model is cut, what crosses, and the schedule that drives the stages."""

@@ -1,0 +1,83 @@
+"""Parameters that are on several ranks of a pipeline: each computes a part of the gradient, all apply the sum."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from residua.distributed.mesh import Mesh
+from residua.distributed.optimizer import local
+
+if TYPE_CHECKING:
+    from residua.model.decoder import Decoder
+
+
+class SharedParameters:
+    """The topology's parameters and ExoFormer's projections on every rank, a tied embedding on the first and last.
+
+    The projections are shared only where stages make anchors again; otherwise the first stage alone uses them.
+    """
+
+    def __init__(self, model: Decoder, mesh: Mesh, recompute_anchors: bool) -> None:
+        self.mesh, self.model = mesh, model
+        everywhere = [*model.topology.parameters(), *(model.anchors.parameters() if recompute_anchors else ())]
+        if not recompute_anchors and mesh.pipeline_rank > 0:
+            model.anchors = nn.Identity()  # type: ignore[assignment]
+        self.parameters: list[nn.Parameter] = everywhere
+        self._known = set(everywhere)
+        self.tied = model.unembed is None and mesh.config.pipeline > 1
+
+    def counts(self, parameter: nn.Parameter) -> bool:
+        """Whether a parameter counts on this rank: what is on several counts on the first."""
+        if parameter in self._known or (self.tied and parameter is self._embedding()):
+            return self.mesh.pipeline_rank == 0
+        return True
+
+    def complete(self, whole: Sequence[nn.Parameter], ranks: int) -> None:
+        """Add up gradients: of shared parameters over depth, of `whole` ones over ranks with other micro-batches."""
+        if self.mesh.config.pipeline > 1:
+            self._add(self.parameters, self.mesh.pipeline)
+            self._add_tied()
+        if ranks > 1 and whole:
+            for group in (self.mesh.data, self.mesh.shard):
+                self._add(whole, group)
+            torch._foreach_div_([cast(Tensor, p.grad) for p in whole], ranks)
+
+    def _add(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
+        """Sum gradients over a group, in one message; a rank that has none adds zero."""
+        if group.size() == 1 or not parameters:
+            return
+        for parameter in parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        gradients = [cast(Tensor, parameter.grad) for parameter in parameters]
+        flat = torch.cat([gradient.flatten() for gradient in gradients])
+        dist.all_reduce(flat, group=group)
+        parts = flat.split([gradient.numel() for gradient in gradients])
+        torch._foreach_copy_(gradients, [part.view_as(g) for part, g in zip(parts, gradients, strict=True)])
+
+    def _add_tied(self) -> None:
+        """The first and the last stage exchange their gradients of the embedding."""
+        last = self.mesh.config.pipeline - 1
+        if not self.tied or self.mesh.pipeline_rank not in (0, last):
+            return
+        embedding = self._embedding()
+        assert embedding is not None and embedding.grad is not None
+        mine = local(embedding.grad).contiguous()
+        other = torch.empty_like(mine)
+        peer = dist.get_global_rank(self.mesh.pipeline, last - self.mesh.pipeline_rank)
+        messages = [
+            dist.P2POp(dist.isend, mine, peer, self.mesh.pipeline),
+            dist.P2POp(dist.irecv, other, peer, self.mesh.pipeline),
+        ]
+        for work in dist.batch_isend_irecv(messages):
+            work.wait()
+        local(embedding.grad).add_(other)
+
+    def _embedding(self) -> Tensor | None:
+        # looked up each time: sharding puts another parameter in its place
+        return None if self.model.embed is None else self.model.embed.weight

@@ -1,0 +1,203 @@
+"""A slice of a decoder as one stage of a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+
+from residua import ops
+from residua.distributed.pipeline.stage_boundary import EMBEDDING, Cut, Items
+from residua.distributed.pipeline.transport import Route, Shelf, hold
+from residua.distributed.units import Unit, divide, pass_through
+from residua.model.context import Context
+from residua.train.compile.rewrites import compile_rewritten
+
+if TYPE_CHECKING:
+    from residua.model.decoder import Decoder
+
+# Names of tensors that a stage may receive without reading them.
+PASSIVE = ("anchor.", "output.", EMBEDDING)
+
+
+def slice_layers(layers: int, stages: int) -> list[range]:
+    """The sublayers of each stage: whole layers, as equal as can be, the first stages having one more."""
+    sizes = [layers // stages + (i < layers % stages) for i in range(stages)]
+    ends = [2 * sum(sizes[: i + 1]) for i in range(stages)]
+    return [range(end - 2 * size, end) for size, end in zip(sizes, ends, strict=True)]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What all stages of a run share."""
+
+    z_loss: float
+    precision: torch.dtype
+    device: str
+    recompute_anchors: bool
+
+
+class Slice(nn.Module):
+    """The sublayers of one stage and the junctions behind them; the first embeds, the last has norm and head.
+
+    Its parameters are the decoder's own modules, so they keep their names there.
+    """
+
+    def __init__(
+        self, model: Decoder, cut: Cut, sublayers: range, route: Route, shelf: Shelf, settings: Settings
+    ) -> None:
+        super().__init__()
+        self.cut, self.range, self.route, self.shelf, self.settings = cut, sublayers, route, shelf, settings
+        self.first, self.last = sublayers.start == 0, sublayers.stop == model.config.sublayers
+        self.sublayers = nn.ModuleDict({str(k): model.sublayers[k] for k in sublayers})
+        own = list(self.sublayers.values())
+        self.units = nn.ModuleList(
+            Unit(sublayers[k.start], own[k.start : k.stop], model.topology, closed=self.last or k.stop < len(own))
+            for k in divide(own)
+        )
+        self.topology, self.anchors = model.topology, model.anchors
+        self.embed = model.embed if self.first or (self.last and model.unembed is None) else None
+        self.norm = model.norm if self.last else None
+        self.unembed = model.unembed if self.last else None
+        # helpers of the decoder that read its configuration alone
+        self._rotary = model._rotary
+        self.body = self._body
+
+    def forward(self, *received: Tensor, batch: Tensor, **given: Tensor) -> Any:
+        """One micro-batch, number `batch`: the tensors it is sent in, those to send on out; the last returns losses.
+
+        `given`: segments and targets [B, T], where there are any.
+        """
+        number = int(batch)
+        tokens = received[0] if self.first else None
+        items: Items = {} if self.first else dict(zip(self.route.receives, received, strict=True))
+        items = {name: self._keep(number, name, value) for name, value in items.items()}
+        items |= {name: self.shelf.borrow(number, name) for name in self.route.borrows}
+        made = self.body(items, tokens, **given)
+        if self.last:
+            return made["losses"]
+        held = [value for name, value in items.items() if name.startswith(PASSIVE)]
+        made = {name: value if name in items else self._keep(number, name, value) for name, value in made.items()}
+        sent = [made[name].contiguous() for name in self.route.sends]
+        return (hold(sent[0], held), *sent[1:])
+
+    def compile_parts(self, *, whole: bool) -> None:
+        """Compile the computation, or where it is gathered a unit at a time, each of those."""
+        if whole:
+            self.body = compile_rewritten(self._body)
+            return
+        for unit in self.units:
+            unit.compile_parts()  # type: ignore[operator]
+
+    def _keep(self, batch: int, name: str, value: Tensor) -> Tensor:
+        readers = self.route.lends.get(name, 0)
+        return self.shelf.lend(batch, name, value, readers) if readers else value
+
+    def _body(
+        self, items: Items, tokens: Tensor | None, segments: Tensor | None = None, targets: Tensor | None = None
+    ) -> Items:
+        """The computation itself: what can be compiled."""
+        with self._autocast():
+            h, state, anchors, constant = self._begin(items, tokens)
+            context = Context(self._rotary(h[..., 0]), segments)
+            h, state, anchors, _ = pass_through(self.units, h, state, anchors, context)
+            if self.last:
+                return {"losses": self._losses(h, targets, items)}
+            return self.cut.close(self.range.stop - 1, h, state) | self._onward(anchors, constant)
+
+    def _begin(self, items: Items, tokens: Tensor | None) -> tuple[Tensor, Any, tuple[Tensor, ...], Tensor | None]:
+        """The first sublayer's input, the state, the anchors, and the embedding where it must be sent on."""
+        if tokens is not None:
+            x = self._embedded(tokens)
+            h, state = self.topology.open(x) if self.last else self.cut.begin(x)
+            return h, state, self.anchors.open(x), x
+        h, state = self.cut.enter(self.range.start - 1, items)
+        if self.settings.recompute_anchors:
+            x = items[self.cut.embedding() or EMBEDDING]
+            return h, state, self.anchors.open(x), x
+        return h, state, tuple(value for name, value in items.items() if name.startswith("anchor.")), None
+
+    def _onward(self, anchors: Sequence[Tensor], embedding: Tensor | None) -> Items:
+        if not self.settings.recompute_anchors:
+            return {f"anchor.{i}": anchor for i, anchor in enumerate(anchors)}
+        assert embedding is not None
+        return {} if self.cut.embedding() else {EMBEDDING: embedding}
+
+    def _losses(self, h: Tensor, targets: Tensor | None, items: Items) -> Tensor:
+        assert self.norm is not None and targets is not None
+        head = self.unembed if self.unembed is not None else self.embed
+        assert head is not None
+        ce, z = ops.linear_cross_entropy(self.norm(h), head.weight, targets, z_loss=self.settings.z_loss)
+        held = [value for name, value in items.items() if name.startswith(PASSIVE)]
+        return hold(torch.stack([ce, z]), held)
+
+    def _embedded(self, tokens: Tensor) -> Tensor:
+        assert self.embed is not None
+        x: Tensor = self.embed(tokens)
+        return x.to(self.settings.precision)
+
+    def _autocast(self) -> AbstractContextManager[object]:
+        if self.settings.precision is torch.float32:
+            return nullcontext()
+        return torch.autocast(self.settings.device, dtype=self.settings.precision)
+
+
+class Stage(PipelineStage):
+    """PyTorch's stage with two additions: it counts what it sends, and holds receive buffers only while they are used.
+
+    The stock stage keeps a buffer per micro-batch and tensor for the whole run.
+    """
+
+    sent_forward = sent_backward = 0
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        self._fill(self.args_recv_info[fwd_chunk_id])
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        if self.has_backward and not self.is_last:
+            self._fill(self.grad_recv_info[bwd_chunk_id])
+        return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        self._drop(self.args_recv_info[fwd_chunk_id])
+        return output
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        if self.has_backward and not self.is_last:
+            self._drop(self.grad_recv_info[bwd_chunk_id])
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        ops_list = super().get_fwd_send_ops(fwd_chunk_id)
+        self.sent_forward += _bytes(ops_list)
+        return ops_list
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        ops_list = super().get_bwd_send_ops(bwd_chunk_id)
+        self.sent_backward += _bytes(ops_list)
+        return ops_list
+
+    def _fill(self, infos: Sequence[Any]) -> None:
+        self._remake(infos, self.device)
+
+    def _drop(self, infos: Sequence[Any]) -> None:
+        # a tensor without memory and not None: PyTorch 2.11 clears the gradients of all buffers
+        self._remake(infos, torch.device("meta"))
+
+    def _remake(self, infos: Sequence[Any], device: torch.device) -> None:
+        for info in infos:
+            old = getattr(info, "buffer", None)  # the first stage is given its tokens and has none
+            if old is not None and old.device.type != device.type:
+                info.buffer = torch.empty(old.shape, dtype=old.dtype, device=device, requires_grad=old.requires_grad)
+
+
+def _bytes(operations: Sequence[dist.P2POp]) -> int:
+    return sum(operation.tensor.numel() * operation.tensor.element_size() for operation in operations)

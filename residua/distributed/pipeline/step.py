@@ -1,0 +1,200 @@
+"""The training step on a pipeline: stages of the model on different ranks, micro-batches flowing through them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.tensor import DTensor
+from torch.nn.functional import pad
+
+from residua.config.run import RunConfig, TrainConfig
+from residua.data.loader import IGNORED, Batch
+from residua.distributed.mesh import Mesh
+from residua.distributed.pipeline.shared import SharedParameters
+from residua.distributed.pipeline.stage import Settings, Slice, Stage, slice_layers
+from residua.distributed.pipeline.stage_boundary import build_cut, crossing, recomputes_anchors
+from residua.distributed.pipeline.traffic import formulas, hop_bytes, mib
+from residua.distributed.pipeline.transport import Shelf, plan_routes
+from residua.distributed.shard import shard_slice
+from residua.distributed.step import RankedStep
+from residua.train.step import recompute_sublayers, resolve
+
+if TYPE_CHECKING:
+    from residua.model.decoder import Decoder
+
+SCHEDULES: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+
+
+class PipelinedStep(RankedStep):
+    """A part of the depth on every rank; each part may be copied (data) or sharded besides.
+
+    A step's micro-batches all flow in one go. Parameters that several stages use (the topology's, a tied embedding,
+    ExoFormer's projections where they are made again) are on each of them, and their gradients are added up.
+    """
+
+    def __init__(self, model: Decoder, config: RunConfig, mesh: Mesh) -> None:
+        self.config = config
+        parallel, recipe = config.parallel, config.train
+        self.flowing = recipe.accumulate // parallel.batch_ranks
+        precision, _ = resolve(recipe, mesh.device)
+        self.slices = slice_layers(config.model.layers, parallel.stages)
+        shape = (recipe.micro_batch, config.sequence, config.model.width)
+        ends = [sublayers.stop - 1 for sublayers in self.slices[:-1]]
+        self.cuts = crossing(config.model, ends, shape, precision, parallel.anchors)
+        self.routes = plan_routes([list(items) for items in self.cuts], parallel.pipeline, parallel.transport)
+        self.element_bytes = torch.empty(0, dtype=precision).element_size()
+        own = range(mesh.pipeline_rank, parallel.stages, parallel.pipeline)
+        again = recomputes_anchors(config.model, parallel.anchors)
+        settings = Settings(recipe.z_loss, precision, mesh.device.type, again)
+
+        if recipe.recompute == "sublayers":
+            recompute_sublayers(model)
+        model.to(mesh.device)
+        cut, shelf = build_cut(model.topology), Shelf()
+        modules = [Slice(model, cut, self.slices[i], self.routes[i], shelf, settings) for i in own]
+        self.shared = SharedParameters(model, mesh, again)
+        _keep_only(model, modules)
+        if parallel.shard > 1:
+            for module in modules:
+                shard_slice(module, mesh, precision, self.shared.parameters)
+        self.modules, self.own = modules, own
+        super().__init__(model, config.model_copy(update={"train": _plain(recipe)}), mesh)
+
+    def _entry(self, config: TrainConfig) -> Callable[..., Any]:
+        """Not called: a schedule runs the stages. This makes it."""
+        for module in self.modules if self.compiled else ():
+            module.compile_parts(whole=self.parallel.shard == 1 or self.parallel.unit == "model")
+        self.stages = [
+            Stage(module, i, self.parallel.stages, self.device, *self._examples(i), group=self.mesh.pipeline)
+            for module, i in zip(self.modules, self.own, strict=True)
+        ]
+        several = self.parallel.schedule == "interleaved"
+        kind = ScheduleInterleaved1F1B if several else SCHEDULES[self.parallel.schedule]
+        given: Any = self.stages if several else self.stages[0]
+        self.schedule = kind(given, self.flowing, loss_fn=self._loss, scale_grads=False)
+        self._validation: Tensor | None = None
+        return lambda *_, **__: None
+
+    def _examples(self, i: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """What a stage receives and returns, without memory."""
+        shape = (self.config.train.micro_batch, self.config.sequence)
+
+        def travelling(names: Sequence[str], cut: int) -> tuple[Tensor, ...]:
+            return tuple(torch.empty_like(self.cuts[cut][name]).requires_grad_() for name in names)
+
+        tokens = (torch.empty(shape, dtype=torch.long, device="meta"),)
+        losses = (torch.empty(2, device="meta").requires_grad_(),)
+        route = self.routes[i]
+        received = tokens if i == 0 else travelling(route.receives, i - 1)
+        return received, losses if i == self.parallel.stages - 1 else travelling(route.sends, i)
+
+    def __call__(self, batches: Sequence[Batch], rate: float = 1.0) -> None:
+        counts = torch.stack([(batch.targets != IGNORED).sum() for batch in batches])
+        total = self._over_ranks(counts.sum())
+        for stage in self.stages:
+            stage.sent_forward = stage.sent_backward = 0
+        self._flow(batches, self._move(counts) / total, self.schedule.step)
+        self._sent = [(stage.sent_forward, stage.sent_backward) for stage in self.stages]
+        self._totals[2] += self._clip()
+        self._totals[3] += 1
+        self.optimizer.set_rate(rate)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    @torch.no_grad()
+    def evaluate(self, batches: Sequence[Batch]) -> tuple[float, int]:
+        """As on one rank, in groups that fill the pipeline; what is missing from the last is a batch that counts 0."""
+        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
+        self._validation = sums[0]
+        for first in range(0, len(batches), self.flowing * self.ranks):
+            mine = range(first + self.mesh.batch_rank, first + self.flowing * self.ranks, self.ranks)
+            group = [self._filled(batches[i] if i < len(batches) else batches[0]) for i in mine]
+            held = [int((b.targets != IGNORED).sum()) * (i < len(batches)) for i, b in zip(mine, group, strict=True)]
+            counts = torch.tensor(held, dtype=torch.float64, device=self.device)
+            self._flow(group, counts, self.schedule.eval)
+            sums[1] += counts.sum() * self._ends_here()
+        self._validation = None
+        total, targets = self.mesh.over_all(sums).tolist()
+        return total / targets, int(targets)
+
+    def traffic(self) -> dict[str, int]:
+        """Bytes that all ranks together sent between stages in the last step, forward and backward; all must ask."""
+        totals = self.mesh.over_all(torch.tensor(self._sent, device=self.device).sum(0)).tolist()
+        return {"forward": totals[0], "backward": totals[1]}
+
+    def notice(self) -> str:
+        """What went over the wire in a step, beside what it would have been."""
+        sent = self.traffic()
+        pipelines = self.flowing * self.ranks
+        every = plan_routes([list(items) for items in self.cuts], self.parallel.pipeline, "naive")
+        words = (
+            f"pipeline sent {mib(sent['forward'])} forward and {mib(sent['backward'])} backward in a step; every "
+            f"tensor at every hop would be {mib(sum(hop_bytes(self.cuts, every)) * pipelines)}"
+        )
+        micro = self.config.train.micro_batch * self.config.sequence * self.config.model.width
+        expected = formulas(self.config.model, self.parallel, micro * self.element_bytes)
+        if expected is None:
+            return words + "."
+        return (
+            f"{words}; the formulas of arXiv 2603.15031, for blocks without the embedding: naive "
+            f"{mib(expected.naive * pipelines)}, cached {mib(expected.cached * pipelines)}."
+        )
+
+    def _flow(self, batches: Sequence[Batch], shares: Tensor, run: Callable[..., Any]) -> None:
+        """Send micro-batches through the stages; `shares` [micro-batches] weigh their losses."""
+        whole = {
+            "targets": torch.cat([b.targets for b in batches]) if self._ends_here() else None,
+            "segments": None if batches[0].segments is None else torch.cat([cast(Tensor, b.segments) for b in batches]),
+        }
+        given = {name: self._move(tensor) for name, tensor in whole.items() if tensor is not None}
+        given["batch"] = torch.arange(len(batches))
+        tokens = (self._move(torch.cat([b.tokens for b in batches])),) if self.mesh.pipeline_rank == 0 else ()
+        run(*tokens, target=shares if self._ends_here() else None, **given)
+
+    def _loss(self, losses: Tensor, share: Tensor) -> Tensor:
+        """The last stage's cross-entropy and z-term of a micro-batch, as its part of the step's loss."""
+        share = share.squeeze()
+        if self._validation is not None:
+            self._validation += losses[0].double() * share
+        elif torch.is_grad_enabled():
+            self._totals[:2] += losses.detach() * share
+        return losses.sum() * share * self.ranks
+
+    def _ends_here(self) -> bool:
+        return self.mesh.pipeline_rank == self.parallel.pipeline - 1
+
+    def _filled(self, batch: Batch) -> Batch:
+        """A batch of the size that stages are made for; added rows have no targets."""
+        missing = self.config.train.micro_batch - len(batch.tokens)
+        if missing == 0:
+            return batch
+        rows = (0, 0, 0, missing)
+        segments = None if batch.segments is None else pad(batch.segments, rows)
+        return Batch(pad(batch.tokens, rows), pad(batch.targets, rows, value=IGNORED), segments)
+
+    def _complete_gradients(self) -> None:
+        whole = [p for p in self._parameters if not isinstance(p, DTensor)]
+        self.shared.complete(whole, self.ranks)
+
+    def _counts(self, parameter: Tensor) -> bool:
+        return super()._counts(parameter) and self.shared.counts(cast(nn.Parameter, parameter))
+
+
+def _plain(recipe: TrainConfig) -> TrainConfig:
+    """The recipe for what is left to do: sublayers are wrapped for recomputation before they are cut and sharded."""
+    return recipe.model_copy(update={"recompute": "none"})
+
+
+def _keep_only(model: Decoder, modules: Sequence[Slice]) -> None:
+    """Take from the decoder what this rank's stages do not use; what stays keeps its name."""
+    kept = {key: layer for module in modules for key, layer in module.sublayers.items()}
+    model.sublayers = nn.ModuleDict(kept)  # type: ignore[assignment]
+    ends = any(module.last for module in modules)
+    if all(module.embed is None for module in modules):
+        model.embed = None  # type: ignore[assignment]
+    if not ends:
+        model.norm = model.unembed = None  # type: ignore[assignment]

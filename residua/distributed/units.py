@@ -1,0 +1,142 @@
+"""The units that FSDP2 gathers: some transformer layers and the junctions behind their sublayers, called as one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from residua import ops
+from residua.config.run import SMALLEST_UNIT
+from residua.distributed.pipeline.stage_boundary import build_cut
+from residua.model.context import Anchors, Context
+from residua.model.moe import Routing
+from residua.model.topology.base import State
+from residua.train.compile.rewrites import allow_recompiling, compile_rewritten, with_own_code
+
+if TYPE_CHECKING:
+    from residua.model.decoder import Decoder
+    from residua.model.topology import Topology
+
+
+def divide(sublayers: Sequence[nn.Module]) -> list[range]:
+    """The sublayers of each unit: whole layers, as few as have `SMALLEST_UNIT` parameters; what is left is the last."""
+    units, first, size = [], 0, 0
+    for end in range(2, len(sublayers) + 1, 2):
+        size += sum(p.numel() for sublayer in sublayers[end - 2 : end] for p in sublayer.parameters())
+        if size >= SMALLEST_UNIT or end == len(sublayers):
+            units.append(range(first, end))
+            first, size = end, 0
+    return units
+
+
+class Carried:
+    """The topology's state on its way past FSDP2's hooks, which would take its tensors for inputs of the unit.
+
+    They look into tuples and dataclasses, so this is neither. The unit's input is one of them in most topologies. It
+    comes back from the hooks as another tensor, so its places are left empty: read from both, it would get two
+    gradients to be added up.
+    """
+
+    def __init__(self, h: Tensor, state: State) -> None:
+        self.state = tuple(None if tensor is h else tensor for tensor in state)
+
+    def with_input(self, h: Tensor) -> State:
+        return tuple(h if tensor is None else tensor for tensor in self.state)
+
+
+class Unit(nn.Module):
+    """Sublayers k, k+1 … of a decoder, each with the junction behind it, without the last one if not `closed`."""
+
+    def __init__(self, first: int, sublayers: Sequence[nn.Module], topology: Topology, *, closed: bool = True) -> None:
+        super().__init__()
+        self.first, self.sublayers, self.closed = first, nn.ModuleList(sublayers), closed
+        self._shared = (topology,)  # in a tuple: its parameters belong to no unit
+        self.run = self._run
+
+    def forward(self, h: Tensor, anchors: Anchors, context: Context, carried: Carried) -> tuple[Any, ...]:
+        """The next unit's input, or the last output where not `closed`; the anchors; routing, if there was any."""
+        h, state, anchors, routed = self.run(h, carried.with_input(h), anchors, context)
+        carried.state = state
+        return h, anchors, *routed
+
+    def compile_parts(self) -> None:
+        """Compile sublayers and junctions together, or where the state is bound to this process, the sublayers."""
+        allow_recompiling(self.first + len(self.sublayers))
+        if build_cut(self._shared[0]).plain:
+            self.run = compile_apart(self._run)
+            return
+        for sublayer in self.sublayers:
+            sublayer.forward = compile_apart(sublayer.forward)
+
+    def _run(
+        self, h: Tensor, state: State, anchors: Anchors, context: Context
+    ) -> tuple[Tensor, State, Anchors, list[Routing]]:
+        routed: list[Routing] = []
+        (topology,) = self._shared
+        last = len(self.sublayers) - 1
+        for i, sublayer in enumerate(self.sublayers):
+            h, anchors, *routing = sublayer(h, anchors, context)
+            routed += routing
+            if i < last or self.closed:
+                h, state = topology.step(self.first + i, h, state)
+        return h, state, anchors, routed
+
+
+def pass_through(
+    units: Iterable[nn.Module], h: Tensor, state: State, anchors: Anchors, context: Context
+) -> tuple[Tensor, State, Anchors, list[Routing]]:
+    """One unit after the other: the last one's h, state and anchors, and how mixtures of experts routed."""
+    routed: list[Routing] = []
+    for unit in units:
+        carried = Carried(h, state)
+        h, anchors, *routing = unit(h, anchors, context, carried)
+        state = carried.with_input(h)
+        routed += routing
+    return h, state, anchors, routed
+
+
+def compile_apart(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile a method of one of many like objects."""
+
+    def call(*args: Any) -> Any:
+        return function(*args)
+
+    return compile_rewritten(with_own_code(call))
+
+
+class LayeredLosses(nn.Module):
+    """`Decoder.routed_losses` a unit at a time; what all layers share is its own."""
+
+    def __init__(self, model: Decoder, z_loss: float) -> None:
+        super().__init__()
+        sublayers = list(model.sublayers)
+        parts = divide(sublayers)
+        self.units = nn.ModuleList(Unit(k.start, sublayers[k.start : k.stop], model.topology) for k in parts)
+        self.model, self.z_loss = model, z_loss
+        self.begin, self.end = self._begin, self._end
+
+    def forward(
+        self, tokens: Tensor, targets: Tensor, segments: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Routing | None]:
+        h, state, anchors, rotary = self.begin(tokens)
+        h, _, _, routed = pass_through(self.units, h, state, anchors, Context(rotary, segments))
+        cross_entropy, z = self.end(h, targets)
+        return cross_entropy, z, Routing.stack(routed) if routed else None
+
+    def compile_parts(self) -> None:
+        """Compile where no gather happens: in each unit, before the first and behind the last."""
+        for unit in self.units:
+            unit.compile_parts()  # type: ignore[operator]
+        if build_cut(self.model.topology).plain:
+            self.begin = compile_rewritten(self._begin)
+        self.end = compile_rewritten(self._end)
+
+    def _begin(self, tokens: Tensor) -> tuple[Tensor, State, Anchors, tuple[Tensor, Tensor] | None]:
+        x = self.model._embedded(tokens)
+        h, state = self.model.topology.open(x)
+        return h, state, self.model.anchors.open(x), self.model._rotary(tokens)
+
+    def _end(self, h: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        return ops.linear_cross_entropy(self.model.norm(h), self.model.head_weight, targets, z_loss=self.z_loss)

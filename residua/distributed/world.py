@@ -1,0 +1,148 @@
+"""The world of a run on several processes."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+import torch
+import torch.distributed as dist
+
+import residua
+from residua.config.run import RunConfig
+from residua.distributed.heartbeat import Pulse, lost_a_peer
+from residua.distributed.mesh import Mesh, Processes
+from residua.distributed.step import build_ranked_step
+from residua.storage.checkpoint import what_is_left
+from residua.storage.run import FollowedRun, Run
+from residua.storage.sharded import Saver, load
+from residua.train.health import TrainingStopped
+from residua.train.step import Step
+from residua.train.world import World
+
+if TYPE_CHECKING:
+    from residua.model.decoder import Decoder
+
+T = TypeVar("T")
+
+
+class Ranks(World):
+    """The processes that torchrun started, seen from one of them. Rank 0 leads: it owns the run's folder."""
+
+    def __init__(self, processes: Processes, mesh: Mesh, config: RunConfig) -> None:
+        super().__init__(processes.device)
+        self.processes, self.mesh, self.config = processes, mesh, config
+        self.leads, self.size = mesh.rank == 0, mesh.size
+        self.batch_rank, self.batch_ranks = mesh.batch_rank, config.parallel.batch_ranks
+        self.folder: Path | None = None
+        self.saver = Saver(mesh)
+        self.pulse = Pulse(mesh.rank, mesh.size, config.parallel.patience, self._advice())
+
+    @classmethod
+    def start(cls, config: RunConfig, device: torch.device) -> Self:
+        processes = Processes.start(device, config.parallel.patience)
+        return cls(processes, Mesh(config.parallel, processes.device), config)
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        try:
+            if isinstance(error, TrainingStopped | ValueError | OSError):
+                self.pulse.fail(str(error))
+            elif isinstance(error, Exception):
+                self._explain(error)
+            if isinstance(error, TrainingStopped):
+                self._leave_to_leader(error.exit_code)
+        finally:
+            self.pulse.stop(finished=error is None)
+            if error is None:
+                self.processes.stop()
+
+    def _leave_to_leader(self, code: int) -> None:
+        """What all ranks found, one of them says; the first to end would end it before it could."""
+        if not self.leads:
+            self.pulse.outlast(rank=0)
+            raise SystemExit(code)
+
+    def _explain(self, error: Exception) -> None:
+        # torchrun now asks every rank to end, and would have the last word
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if not lost_a_peer(error):
+            self.pulse.fail(f"{type(error).__name__}: {error}".splitlines()[0])
+            return
+        sentence = self.pulse.who_died()
+        if sentence is not None:
+            left = what_is_left(self.folder) if self.folder is not None else "nothing had been saved"
+            raise TrainingStopped(f"{sentence}; {left}; {self.pulse.advice}.") from None
+
+    def _advice(self) -> str:
+        by_hand = f"{self.config.parallel.command} --resume --out {self.folder or 'RUN'}"
+        return f"torchrun --max-restarts goes on from the last checkpoint by itself, `{by_hand}` by hand"
+
+    def open_run(self, folder: Path, config: RunConfig, *, resume: bool) -> Run:
+        self.folder = folder
+        self.pulse.advice = self._advice()
+        if not self.leads:
+            self._follow_leader(None)
+            return FollowedRun(folder, config)
+        try:
+            run = super().open_run(folder, config, resume=resume)
+        except (ValueError, OSError) as error:
+            self._follow_leader(str(error))
+            raise
+        self._follow_leader(None)
+        return run
+
+    def leader_first(self, work: Callable[[], T]) -> T:
+        if not self.leads:
+            self._follow_leader(None)
+            return work()
+        try:
+            made = work()
+        except (ValueError, OSError) as error:
+            self._follow_leader(str(error))
+            raise
+        self._follow_leader(None)
+        return made
+
+    def _follow_leader(self, problem: str | None) -> None:
+        """Go on together, or not: the leader's own words are enough."""
+        if self._broadcast(problem) is not None:
+            self._leave_to_leader(2)
+
+    def from_leader(self, work: Callable[[], T]) -> T:
+        made: T = self._broadcast(work() if self.leads else None)
+        return made
+
+    def _broadcast(self, value: Any) -> Any:
+        box = [value]
+        dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
+        return box[0]
+
+    def agree(self, signal_number: int | None, done: int) -> int | None:
+        self.pulse.done = done
+        heard = torch.tensor(signal_number or 0)
+        dist.all_reduce(heard, dist.ReduceOp.MAX)
+        return int(heard) or None
+
+    def build_step(self, config: RunConfig) -> Step:
+        return build_ranked_step(residua.build(config.model), config, self.mesh)
+
+    def save(self, run: Path, number: int, step: Step, state: Mapping[str, Any], keep: int) -> None:
+        self.saver.save(run, number, step, state, keep)
+
+    def settle(self) -> None:
+        self.saver.settle()
+
+    def restore(self, path: Path, step: Step) -> None:
+        load(path, step.model, step.optimizer)
+
+    def whole_model(self, step: Step) -> Decoder | None:
+        parallel = self.config.parallel
+        return step.model if parallel.shard == parallel.pipeline == 1 else None
+
+    def describe(self) -> str:
+        parallel = self.config.parallel
+        sizes = f"data {parallel.data} × shard {parallel.shard} × pipeline {parallel.pipeline}"
+        stages = f", {parallel.stages} stages, {parallel.schedule}" if parallel.pipeline > 1 else ""
+        return f"{sizes}{stages}"

@@ -1,0 +1,102 @@
+"""Accuracy on multiple-choice tasks, with its standard error, by the likelihoods of the choices."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from residua.evaluate.tasks import GROUPS, Question, Task
+
+if TYPE_CHECKING:
+    from residua.evaluate.score import Likelihood, Progress, Scorer
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """A share of questions and its standard error, the sample's standard deviation / √n; None of a single question."""
+
+    value: float
+    error: float | None
+
+    @classmethod
+    def of(cls, right: list[bool]) -> Accuracy:
+        n = len(right)
+        mean = sum(right) / n
+        return cls(mean, math.sqrt(mean * (1 - mean) / (n - 1)) if n > 1 else None)
+
+
+@dataclass(frozen=True)
+class TaskScore:
+    """Results of one task.
+
+    acc: the choice with the highest log-likelihood; acc_norm: the highest per character. `metric` names the one that
+    papers report. `chance` is what guessing gives.
+    """
+
+    task: str
+    split: str
+    shots: int
+    questions: int
+    acc: Accuracy
+    acc_norm: Accuracy
+    metric: str
+    chance: float
+
+    @property
+    def reported(self) -> Accuracy:
+        return {"acc": self.acc, "acc_norm": self.acc_norm}[self.metric]
+
+
+def score_task(scorer: Scorer, task: Task, progress: Progress | None = None) -> TaskScore:
+    """Score every choice of every question, batched by length over the whole task."""
+    pairs = [
+        scorer.pair(context, continuation)
+        for question in task.questions
+        for context, continuation in zip(question.contexts, question.continuations, strict=True)
+    ]
+    scores = iter(scorer.score(pairs, progress))
+    answers = [_judge(question, [next(scores) for _ in question.contexts]) for question in task.questions]
+    plain, normalised = ([answer[i] for answer in answers] for i in range(2))
+    chance = sum(1 / len(question.contexts) for question in task.questions if len(question.contexts) > 1)
+    return TaskScore(
+        task=task.name,
+        split=task.split,
+        shots=task.shots,
+        questions=len(task.questions),
+        acc=Accuracy.of(plain),
+        acc_norm=Accuracy.of(normalised),
+        metric=task.metric,
+        chance=chance / len(task.questions),
+    )
+
+
+def _judge(question: Question, scores: list[Likelihood]) -> tuple[bool, bool]:
+    """Whether the answer wins, plainly and per character; a single choice must be what greedy decoding gives."""
+    if len(scores) == 1:
+        return scores[0].greedy, scores[0].greedy
+    plain = [score.log for score in scores]
+    normalised = [score.log / length for score, length in zip(scores, question.lengths, strict=True)]
+    return _first_best(plain) == question.answer, _first_best(normalised) == question.answer
+
+
+def _first_best(values: list[float]) -> int:
+    return values.index(max(values))
+
+
+def group_means(reported: Mapping[str, Accuracy], names: list[str]) -> dict[str, Accuracy]:
+    """For each named group of which tasks were scored: the mean of what is reported of them, with its error.
+
+    The name of one that is not complete says so.
+    """
+    means = {}
+    for name in names:
+        group = GROUPS.get(name, ())
+        members = [reported[task] for task in group if task in reported]
+        if members:
+            errors = [m.error for m in members if m.error is not None]
+            error = math.sqrt(sum(e**2 for e in errors)) / len(members) if len(errors) == len(members) else None
+            title = name if len(members) == len(group) else f"{name}, {len(members)} of {len(group)} tasks"
+            means[title] = Accuracy(sum(m.value for m in members) / len(members), error)
+    return means

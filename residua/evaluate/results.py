@@ -1,0 +1,117 @@
+"""The outcome of `residua eval` as a table and as JSON."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from residua.evaluate.accuracy import Accuracy, TaskScore
+from residua.evaluate.perplexity import TextScore
+
+FOLDER = "evaluations"
+WIDTH = 120
+
+
+@dataclass
+class Results:
+    """What was measured of one model; `harness` is as lm-evaluation-harness reports it."""
+
+    model: str
+    settings: dict[str, Any]
+    text: TextScore | None = None
+    tasks: list[TaskScore] = field(default_factory=list)
+    means: dict[str, Accuracy] = field(default_factory=dict)
+    harness: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        text = None
+        if self.text is not None:
+            derived = {"perplexity": self.text.perplexity, "bits_per_byte": self.text.bits_per_byte}
+            text = asdict(self.text) | derived
+        content: dict[str, Any] = {"model": self.model, "settings": self.settings, "text": text}
+        content["tasks"] = [asdict(task) for task in self.tasks]
+        content["means"] = {name: asdict(mean) for name, mean in self.means.items()}
+        content["harness"] = self.harness
+        return json.dumps(content, indent=1, default=str) + "\n"
+
+
+def new_file(model: Path, out: Path | None) -> Path:
+    """Where the results go: a file that does not exist yet, by default in the model's folder under its time."""
+    if out is None:
+        stamp = datetime.now(UTC).strftime("%Y-%m-%dT%H-%M-%S.%f")[:-3]
+        out = model / FOLDER / f"{stamp}.json"
+    if out.exists():
+        raise ValueError(f"{out} exists: choose another --out.")
+    return out
+
+
+def open_console() -> Console:
+    """Standard output; a file or a pipe gets lines wide enough for every table."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=WIDTH)
+
+
+def show(console: Console, results: Results) -> None:
+    """Tables for people."""
+    text = results.text
+    if text is not None:
+        about = "" if text.exact_bytes else " (bytes by the split's mean: the tokenizer is not byte-level)"
+        console.print(
+            f"{text.data}, {text.split}: {text.tokens:,} tokens, loss {text.loss:.4f} nats per token, "
+            f"perplexity {text.perplexity:.3f}, {text.bits_per_byte:.4f} bits per byte{about}",
+            soft_wrap=True,
+            markup=False,
+        )
+    if results.tasks:
+        console.print(_table(results))
+    if results.harness:
+        console.print(_harness_table(results))
+
+
+def _table(results: Results) -> Table:
+    table = _new_table("task", "split", "shots", "questions", "acc", "acc_norm", "chance", "reported")
+    for task in results.tasks:
+        table.add_row(
+            task.task, task.split, str(task.shots), f"{task.questions:,}", _percent(task.acc), _percent(task.acc_norm),
+            f"{100 * task.chance:.1f}", task.metric,
+        )  # fmt: skip
+    for name, mean in results.means.items():
+        table.add_row(f"mean of {name}", "", "", "", "", _percent(mean), "", "", style="bold")
+    return table
+
+
+def _harness_table(results: Results) -> Table:
+    table = _new_table("task", "metric", "value", "± standard error")
+    for task, metrics in results.harness.items():
+        for name, value in metrics.items():
+            metric, _, rest = name.partition(",")
+            if isinstance(value, float) and "_stderr" not in metric:
+                error = metrics.get(f"{metric}_stderr,{rest}")
+                table.add_row(task, metric, f"{value:.4f}", _four(error))
+    for name, mean in results.means.items():
+        table.add_row(f"mean of {name}", "", f"{mean.value:.4f}", _four(mean.error), style="bold")
+    return table
+
+
+def _four(value: object) -> str:
+    return f"{value:.4f}" if isinstance(value, float) else ""
+
+
+def _new_table(first: str, *others: str) -> Table:
+    table = Table(header_style="bold", box=box.SIMPLE_HEAD)
+    table.add_column(first, no_wrap=True)
+    for title in others:
+        table.add_column(title, justify="right", no_wrap=True)
+    return table
+
+
+def _percent(accuracy: Accuracy) -> str:
+    error = "?" if accuracy.error is None else f"{100 * accuracy.error:.2f}"
+    return f"{100 * accuracy.value:.2f} ± {error}"

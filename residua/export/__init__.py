@@ -1,0 +1,34 @@
+"""Export to Hugging Face format: a folder that transformers opens without Residua, and that Residua reads back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from residua.export.folder import is_export, load_folder, refuse_used, write_folder
+from residua.storage.opening import PRECISIONS, open_model
+
+__all__ = ["Exported", "export", "is_export", "load_folder", "write_folder"]
+
+
+class Exported(NamedTuple):
+    """What was written, and how far its own code is from the model (None where it could not be run)."""
+
+    folder: Path
+    parameters: int
+    difference: float | None
+
+
+def export(
+    run: str | Path, out: str | Path, which: Literal["last", "best"] = "last", precision: str = "float32"
+) -> Exported:
+    """Write the model of a run as a Hugging Face folder; `precision` is that of the weights in it."""
+    out = Path(out)
+    refuse_used(out)
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision {precision} does not exist: choose {' or '.join(PRECISIONS)}.")
+    if (Path(run) / "quantization.json").exists():
+        raise ValueError(f"{run} is quantized, and exports are not: export the run it was made of.")
+    model, tokenizer = open_model(run, which, as_trained=True)
+    difference = write_folder(model, tokenizer, out, PRECISIONS[precision])
+    return Exported(out, sum(p.numel() for p in model.parameters()), difference)

@@ -1,0 +1,199 @@
+"""The model as Hugging Face transformers drives it: a decoder of Residua behind transformers' two usual classes.
+
+This file runs in the library; an export holds it too, with the decoder's own source above it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import DynamicCache, GenerationMixin, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from residua.config.model import ModelConfig
+from residua.export.bridge import Attention, Past
+from residua.export.configuration import ResiduaConfig
+from residua.model.decoder import Decoder
+
+
+def build_decoder(config: ResiduaConfig) -> nn.Module:
+    """The installed Residua's decoder, which has kernels, or the one of this file; the head is kept outside of it."""
+    if config.residua is None:
+        raise ValueError("the configuration has no 'residua' tables: make it with `residua export`.")
+    tables = config.residua | {"head": {"kind": "tied"}}
+    if config.implementation not in ("auto", "library", "file"):
+        raise ValueError(f"implementation {config.implementation!r} does not exist: use 'auto', 'library' or 'file'.")
+    library = None if config.implementation == "file" else _library()
+    if library is None and config.implementation == "library":
+        raise ValueError("implementation is 'library' and Residua is not installed: use 'auto' or 'file'.")
+    return Decoder(ModelConfig(**tables)) if library is None else library.build(library.ModelConfig(**tables))
+
+
+def _library() -> Any:
+    """Residua where it is installed; a folder of that name, which Python would import as well, is not it."""
+    try:
+        library = import_module("residua")
+    except ImportError:
+        return None
+    return library if hasattr(library, "build") else None
+
+
+class ResiduaPreTrainedModel(PreTrainedModel):
+    """What both classes share."""
+
+    config: ResiduaConfig
+    config_class = ResiduaConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _supports_sdpa = True
+    _supports_attention_backend = True
+    _no_split_modules = ["Decoder"]  # noqa: RUF012
+    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """Each module knows how its parameters start; the head starts as the configuration says."""
+        own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        if all(getattr(tensor, "_is_hf_initialized", False) for tensor in own):
+            return
+        if isinstance(module, nn.Linear):
+            tables = self.config.residua or {}
+            zero = tables["head"].get("init") == "zero"
+            nn.init.zeros_(module.weight) if zero else nn.init.normal_(module.weight, std=tables["init"]["std"])
+        elif callable(reset := getattr(module, "reset_parameters", None)):
+            reset()
+
+    def _set_gradient_checkpointing(  # type: ignore[override]
+        self, enable: bool = True, gradient_checkpointing_func: Callable[..., Any] = checkpoint, **kwargs: Any
+    ) -> None:
+        """Each sublayer keeps its inputs only and runs again in the backward pass; of every n layers, one does."""
+        super()._set_gradient_checkpointing(enable, gradient_checkpointing_func, **kwargs)
+        decoder: Any = self.base_model.decoder
+        for k, sublayer in enumerate(decoder.sublayers):
+            sublayer.__dict__.pop("forward", None)
+            if enable and k // 2 % kwargs.get("every_n_layers", 1) == 0:
+                sublayer.forward = partial(gradient_checkpointing_func, sublayer.forward)
+
+
+class ResiduaModel(ResiduaPreTrainedModel):
+    """Tokens in, final normed states out."""
+
+    def __init__(self, config: ResiduaConfig) -> None:
+        super().__init__(config)
+        self.decoder: Any = build_decoder(config)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def get_input_embeddings(self) -> Any:
+        return self.decoder.embed
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.decoder.embed = value
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        use_cache: bool | None = None,
+        return_dict: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """attention_mask [B, past + T] is 0 for padding, on either side. Without a cache and a mask, position_ids
+        that start again begin a new document.
+        """
+        if input_ids is None:
+            raise ValueError("this model takes input_ids; inputs_embeds are not supported.")
+        if self.gradient_checkpointing and self.training:
+            use_cache, past_key_values = False, None
+        use_cache = not self.training if use_cache is None else use_cache
+        if use_cache and past_key_values is None:
+            past_key_values = DynamicCache(config=self.config)
+        mask = attention_mask if _is_needed(attention_mask, cached=past_key_values is not None) else None
+        host = _host_attention(self.config, kwargs)
+        if past_key_values is None and mask is None and host is None:
+            hidden = self.decoder.hidden(input_ids, _documents(position_ids))
+        else:
+            past = Past(past_key_values, self.config.layer_types, input_ids, mask, position_ids, host)
+            hidden = self.decoder.hidden(input_ids, cache=past)
+        output = BaseModelOutputWithPast(last_hidden_state=hidden, past_key_values=past_key_values)
+        return output.to_tuple() if return_dict is False else output
+
+
+def _host_attention(config: ResiduaConfig, settings: dict[str, Any]) -> Attention | None:
+    """The attention that a program around the model has registered for it, as vLLM does, with what it passes along."""
+    name = config._attn_implementation
+    return None if name in (None, "sdpa", "eager") else partial(ALL_ATTENTION_FUNCTIONS[name], **settings)
+
+
+def _is_needed(mask: Tensor | None, cached: bool) -> bool:
+    """Whether the mask hides anything: padding on the right is seen by no real token, unless more tokens follow."""
+    if mask is None:
+        return False
+    if mask.dim() != 2:
+        raise ValueError(f"attention_mask has {mask.dim()} axes: use [batch, length] with 0 for padding.")
+    return bool((mask == 0).any() if cached else (mask[:, 1:] > mask[:, :-1]).any())
+
+
+def _documents(positions: Tensor | None) -> Tensor | None:
+    """The document of each token, by where positions [B, T] start again; None if they never do."""
+    if positions is None:
+        return None
+    begins = torch.diff(positions, prepend=positions[:, :1] - 1) != 1
+    return begins.cumsum(1) if bool(begins[:, 1:].any()) else None
+
+
+class ResiduaForCausalLM(ResiduaPreTrainedModel, GenerationMixin):
+    """Tokens in, logits out, and a loss where there are labels."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.decoder.embed.weight"}  # noqa: RUF012
+
+    def __init__(self, config: ResiduaConfig) -> None:
+        super().__init__(config)
+        self.model = ResiduaModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def get_input_embeddings(self) -> Any:
+        return self.model.get_input_embeddings()
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.model.set_input_embeddings(value)
+
+    @staticmethod
+    def create_masks_for_generate(attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
+        """The mask as it is: what a token sees is worked out in one place, `Past`, for every kind of cache."""
+        return attention_mask
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        return_dict: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """labels [B, T] are the tokens themselves, −100 where none counts; transformers shifts them.
+
+        logits_to_keep: how many of the last positions to make logits for, 0 for all, or which ones.
+        """
+        outputs = self.model(input_ids, attention_mask, position_ids, past_key_values, use_cache, **kwargs)
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        hidden = outputs.last_hidden_state[:, kept]
+        logits = self.lm_head(hidden.to(self.lm_head.weight.dtype))
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=outputs.past_key_values)
+        return output.to_tuple() if return_dict is False else output

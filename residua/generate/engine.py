@@ -1,0 +1,113 @@
+"""One decoding step, run in one of three ways: op by op, as a replayed CUDA graph, or compiled and then replayed.
+
+All of them call the model's one forward pass on one token per row, the last two with fused junctions. On a GPU a step
+of a small model is a few hundred short kernels: launched one by one from Python they wait for the host, replayed as a
+graph they do not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from residua.generate.fused_decoder import fuse
+from residua.model.moe import Experts, MoE
+from residua.ops._runtime.backend import chosen_backend
+from residua.ops.grouped_linear.grouped import takes
+
+if TYPE_CHECKING:
+    from residua.model.cache import Cache
+    from residua.model.decoder import Decoder
+
+ENGINES = ("auto", "eager", "graph", "compile")
+WARM_UP = 3
+
+Step = Callable[[Tensor], Tensor]
+"""Tokens [B] in, the logits [B, V] of what follows them out; the cache grows by one token per row."""
+
+
+def resolve_engine(name: str, device: torch.device) -> str:
+    """`auto` is a graph on a GPU and op by op elsewhere; what a device cannot do is refused."""
+    if name not in ENGINES:
+        raise ValueError(f"engine {name} does not exist: choose {', '.join(ENGINES[:-1])} or {ENGINES[-1]}.")
+    if name == "auto":
+        return "graph" if device.type == "cuda" else "eager"
+    if name == "graph" and device.type != "cuda":
+        raise ValueError("engine graph replays CUDA graphs and this device is a CPU: use eager or compile.")
+    return name
+
+
+def engine_for(model: Decoder, name: str) -> str:
+    """`resolve_engine` where a model lies: experts that run in a loop are counted on the host in every step."""
+    engine = resolve_engine(name, model.embed.weight.device)
+    if engine == "eager" or not _loops_over_experts(model):
+        return engine
+    if name == "auto":
+        return "eager"
+    raise ValueError(
+        f"engine {name} needs all experts in one product, which takes a GPU, bfloat16 and widths that are multiples "
+        "of 8: use eager."
+    )
+
+
+def _loops_over_experts(model: Decoder) -> bool:
+    return not all(_in_one_product(m.experts, model.embed.weight) for m in model.modules() if isinstance(m, MoE))
+
+
+def _in_one_product(experts: nn.Module, like: Tensor) -> bool:
+    """Whether tokens of the model's dtype pass all experts at once; rounded experts, which compute in fp32, do not."""
+    if not isinstance(experts, Experts) or chosen_backend() == "reference":
+        return False
+    weights = [w.unflatten(0, (experts.count, -1)) for w in (experts.up, experts.out)]
+    return all(w.is_cuda and takes(like, w) for w in weights)
+
+
+def build_step(model: Decoder, cache: Cache, engine: str) -> Step:
+    """The decoding step of a model on a cache; all but `eager` need the cache filled and made static first."""
+    step = launched_step(model, cache, engine)
+    return Replay(step, cache) if engine != "eager" and cache.lengths.is_cuda else step
+
+
+def launched_step(model: Decoder, cache: Cache, engine: str) -> Step:
+    """The step of an engine as it is before capture, its kernels launched from the host."""
+    assert cache.static or engine == "eager"
+    stepped = model if engine == "eager" else fuse(model, cache.capacity)
+
+    def step(tokens: Tensor) -> Tensor:
+        return stepped.logits(stepped.hidden(tokens[:, None], cache=cache)[:, -1])
+
+    return torch.compile(step, dynamic=False, fullgraph=True) if engine == "compile" else step
+
+
+class Replay:
+    """A step captured once as a CUDA graph. The cache is left as the capture found it, and needs one free slot."""
+
+    def __init__(self, step: Step, cache: Cache) -> None:
+        self._step = step  # the graph reads its tensors, the prepared ones too, at the addresses they have now
+        self._tokens = torch.zeros_like(cache.lengths)
+        # a step leaves its token in a free slot, where the next one overwrites it; all else is put back
+        changed = [cache.lengths, *cache.recurrent()]
+        before = [tensor.clone() for tensor in changed]
+
+        def put_back() -> None:
+            for tensor, value in zip(changed, before, strict=True):
+                tensor.copy_(value)
+
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(WARM_UP):
+                step(self._tokens)
+                put_back()
+        torch.cuda.current_stream().wait_stream(stream)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            self._logits = step(self._tokens)
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        self._tokens.copy_(tokens)
+        self._graph.replay()
+        return self._logits

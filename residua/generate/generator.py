@@ -1,0 +1,279 @@
+"""Text from a model: prefill the prompts, then one token per row and step until every row has ended."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+from residua.evaluate.score import Progress
+from residua.generate.engine import Step, build_step, engine_for
+from residua.generate.sample import Sampler, Sampling
+from residua.generate.text import TextStream
+from residua.model.moe import MoE
+
+if TYPE_CHECKING:
+    from residua.data.tokenizer import Tokenizer
+    from residua.model.cache import Cache
+    from residua.model.decoder import Decoder
+
+CHUNK = 512
+GREEDY = Sampling()
+
+Reason = Literal["end", "stop", "length"]
+Show = Callable[[int, str], None]
+"""Called with a prompt's number and its next piece of text."""
+
+
+@dataclass(frozen=True)
+class Speed:
+    """How fast a batch was generated; a step makes one token in every row and reads all weights it needs once.
+
+    Of `new_tokens` the first of each row, `first_tokens` in all, came with the prompts and not of a step.
+    """
+
+    prompt_tokens: int
+    prefill_seconds: float
+    first_tokens: int
+    new_tokens: int
+    steps: int
+    decode_seconds: float
+    bytes_per_step: int
+
+    @property
+    def tokens_per_second(self) -> float:
+        return (self.new_tokens - self.first_tokens) / self.decode_seconds if self.decode_seconds else 0.0
+
+    @property
+    def bytes_per_second(self) -> float:
+        return self.steps * self.bytes_per_step / self.decode_seconds if self.decode_seconds else 0.0
+
+
+@dataclass
+class Completion:
+    """What followed one prompt: tokens without the one that ended it, and text that ends before a stop string.
+
+    reason: `end` (end of text), `stop` (a stop string) or `length` (as many tokens as were asked for or fit).
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    reason: Reason = "length"
+
+
+@dataclass(frozen=True)
+class Request:
+    """How to continue prompts. `tokens` at most, fewer where the model's context ends before."""
+
+    tokens: int = 128
+    sampling: Sampling = GREEDY
+    stop: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.tokens < 1:
+            raise ValueError(f"{self.tokens} tokens were asked for: ask for at least 1.")
+        if "" in self.stop:
+            raise ValueError("a stop string is empty: it would stop before the first token.")
+
+
+class Generator:
+    """A model with its tokenizer, ready to continue texts.
+
+    Buffers and a captured step are kept from call to call as long as they fit.
+    """
+
+    def __init__(self, model: Decoder, tokenizer: Tokenizer, *, engine: str = "auto", chunk: int = CHUNK) -> None:
+        self.model, self.tokenizer, self.chunk = model.eval(), tokenizer, chunk
+        self.engine = engine_for(model, engine)
+        self._cache: Cache | None = None
+        self._step: Step | None = None
+
+    @torch.inference_mode()
+    def __call__(
+        self,
+        prompts: Sequence[str] | Sequence[Sequence[int]],
+        request: Request,
+        show: Show | None = None,
+        progress: Progress | None = None,
+    ) -> tuple[list[Completion], Speed]:
+        """Continue texts or lists of tokens, all at once. `progress` counts steps; a batch may end before the last."""
+        rows, limits = self.check(prompts, request)
+        began = time.perf_counter()
+        cache = self._empty_cache(len(rows), max(map(len, rows)) + max(limits) + 2)
+        logits = self.model.logits(prefill(self.model, cache, rows, self.chunk))
+        self._wait()
+        middle = time.perf_counter()
+        batch = _Batch([TextStream(self.tokenizer.decode, request.stop) for _ in rows], limits, show or _silent)
+        steps = self._decode(batch, logits, cache, request, progress or _silent)
+        self._wait()
+        ended = time.perf_counter()
+        made = [len(completion.tokens) for completion in batch.completions]
+        return batch.completions, Speed(
+            prompt_tokens=sum(map(len, rows)),
+            prefill_seconds=middle - began,
+            first_tokens=sum(map(bool, made)),
+            new_tokens=sum(made),
+            steps=steps,
+            decode_seconds=ended - middle,
+            bytes_per_step=weight_bytes(self.model, len(rows)),
+        )
+
+    def check(
+        self, prompts: Sequence[str] | Sequence[Sequence[int]], request: Request
+    ) -> tuple[list[list[int]], list[int]]:
+        """The tokens of prompts, and how many may follow each; what cannot be continued is refused."""
+        if not prompts:
+            raise ValueError("there is no prompt: give the model a text to continue.")
+        rows = [self.encode(p) if isinstance(p, str) else list(p) for p in prompts]
+        return rows, [self._limit(row, request) for row in rows]
+
+    def encode(self, prompt: str) -> list[int]:
+        """The tokens of a prompt."""
+        return self.tokenizer.encode(prompt)
+
+    def _decode(self, batch: _Batch, logits: Tensor, cache: Cache, request: Request, progress: Progress) -> int:
+        seeds = [request.sampling.seed + i for i in range(len(batch.limits))]
+        sampler = Sampler(request.sampling, seeds, max(batch.limits) + 1, self.tokenizer.vocab_size, logits.device)
+        cache.static = self.engine != "eager"
+        step = self._step = self._step or build_step(self.model, cache, self.engine)
+        tokens, taken = sampler(logits, 0), 0
+        while True:
+            arrival = Arrival(tokens)
+            # the next step starts before the host reads these tokens, so that the device need not wait for it
+            going_on = taken + 1 < max(batch.limits)
+            if going_on:
+                taken += 1
+                tokens = sampler(step(tokens), taken)
+            progress(taken, max(batch.limits))
+            if batch.add(arrival.read(), self.tokenizer.end_of_text) or not going_on:
+                return taken
+
+    def _limit(self, prompt: Sequence[int], request: Request) -> int:
+        context = self.model.config.context
+        if not prompt:
+            raise ValueError("the prompt is empty: give the model a text to continue.")
+        if len(prompt) >= context:
+            raise ValueError(
+                f"the prompt has {len(prompt)} tokens and the model's context is {context}: "
+                f"shorten it to {context - 1} or fewer."
+            )
+        known = self.model.config.vocab_size
+        if not all(0 <= token < known for token in prompt):
+            raise ValueError(f"the prompt holds a token outside the model's vocabulary of {known}.")
+        return min(request.tokens, context - len(prompt))
+
+    def _empty_cache(self, batch: int, capacity: int) -> Cache:
+        kept = self._cache
+        if kept is not None and len(kept.lengths) == batch and kept.capacity >= capacity:
+            kept.clear()
+            return kept
+        self._step = None
+        self._cache = self.model.new_cache(batch, capacity)
+        return self._cache
+
+    def _wait(self) -> None:
+        if self.model.embed.weight.is_cuda:
+            torch.cuda.synchronize()
+
+
+class _Batch:
+    """The rows of a batch as their tokens come in."""
+
+    def __init__(self, streams: list[TextStream], limits: list[int], show: Show) -> None:
+        self.streams, self.limits, self.show = streams, limits, show
+        self.completions = [Completion() for _ in streams]
+        self.open = set(range(len(streams)))
+
+    def add(self, tokens: list[int], end_of_text: int) -> bool:
+        """Take the next token of every open row; True once all have ended."""
+        for i in sorted(self.open):
+            row, stream = self.completions[i], self.streams[i]
+            if tokens[i] == end_of_text:
+                self._close(i, "end")
+                continue
+            row.tokens.append(tokens[i])
+            self._tell(i, stream.push(tokens[i]))
+            if stream.stopped:
+                self._close(i, "stop")
+            elif len(row.tokens) == self.limits[i]:
+                self._close(i, "length")
+        return not self.open
+
+    def _close(self, i: int, reason: Reason) -> None:
+        self._tell(i, self.streams[i].finish())
+        # the last characters may have completed a stop string
+        self.completions[i].reason = "stop" if self.streams[i].stopped else reason
+        self.completions[i].text = self.streams[i].text
+        self.open.remove(i)
+
+    def _tell(self, i: int, piece: str) -> None:
+        if piece:
+            self.show(i, piece)
+
+
+class Arrival:
+    """Tokens on their way from the device; reading waits for them, not for work that was launched after them."""
+
+    def __init__(self, tokens: Tensor) -> None:
+        self._host = tokens
+        if tokens.is_cuda:
+            self._host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+            self._host.copy_(tokens, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def read(self) -> list[int]:
+        if self._host.is_pinned():
+            self._event.synchronize()
+        return [int(t) for t in self._host.tolist()]
+
+
+def prefill(model: Decoder, cache: Cache, rows: Sequence[Sequence[int]], chunk: int = CHUNK) -> Tensor:
+    """Fill an empty cache with prompts of any lengths, `chunk` tokens at a time.
+
+    Returns the final state [B, C] of each row's last token.
+    """
+    device = cache.lengths.device
+    lengths = torch.tensor([len(row) for row in rows], device=device)
+    longest = max(len(row) for row in rows)
+    ragged = any(len(row) < longest for row in rows)
+    padded = torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows], device=device)
+    last = torch.empty(0)
+    for at in range(0, longest, chunk):
+        tokens = padded[:, at : at + chunk]
+        width = tokens.shape[1]
+        counts = (lengths - at).clamp(0, width) if ragged else None
+        hidden = model.hidden(tokens, cache=cache, counts=counts)
+        place = lengths - 1 - at
+        here = hidden[torch.arange(len(rows), device=device), place.clamp(0, width - 1)]
+        last = here if at == 0 else torch.where((place >= 0)[:, None], here, last)
+    return last
+
+
+def weight_bytes(model: Decoder, rows: int) -> int:
+    """Bytes of weights that a decoding step of `rows` tokens reads at most.
+
+    All but an embedding that is not also the head, and no more experts of a mixture than the tokens can visit.
+    """
+    weights = [
+        w for w in (*model.parameters(), *model.buffers()) if model.unembed is None or w is not model.embed.weight
+    ]
+    mixtures = [module for module in model.modules() if isinstance(module, MoE)]
+    return _bytes(weights) - sum(_idle_bytes(mixture, rows) for mixture in mixtures)
+
+
+def _idle_bytes(mixture: MoE, rows: int) -> int:
+    idle = max(0, mixture.count - rows * mixture.router.top_k)
+    return _bytes(mixture.experts.parameters()) // mixture.count * idle
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _silent(*_: object) -> None:
+    pass

@@ -1,0 +1,65 @@
+"""Projection mixing with its static scale folded into the weights, for inference.
+
+    Ŝ = λ1 ⊙ S_anc + λ2 ⊙ (W x) = λ1 ⊙ S_anc + W' x,   W' = diag(λ2) W
+
+Mixing comes before QK-norm, rotation and the gate's sigmoid, so on every pathway the scale moves into W alone, exactly
+but for rounding. A layer that writes the anchors is not mixed and keeps its W, and a dynamic λ depends on the token.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from residua import ops
+from residua.model.anchors import Mix, Projections, QueryKeyNorm, RotaryTable, Unmixed
+from residua.model.attention import SoftmaxAttention
+from residua.model.context import Anchors
+from residua.model.projection import Projection
+from residua.ops._runtime.numeric import wide
+from residua.ops.mix_projection import per_head
+
+if TYPE_CHECKING:
+    from residua.model.decoder import Decoder
+
+
+class FoldedMix(Unmixed):
+    """Ŝ = λ1 ⊙ S_anc + S on each pathway."""
+
+    def __init__(self, mix: Mix) -> None:
+        super().__init__(mix.sections)
+        self.pathways = mix.pathways
+        self.anchor_scale = mix.anchor_scale
+        ones = {s: torch.ones_like(scale) for s, scale in mix.current_scale.items()}
+        self.ones = nn.ParameterDict({s: nn.Parameter(one, requires_grad=False) for s, one in ones.items()})
+
+    def forward(
+        self, projected: Tensor, anchors: Anchors, x: Tensor, qk_norm: QueryKeyNorm, table: RotaryTable
+    ) -> tuple[Projections, Anchors]:
+        named = dict(zip(self.pathways, anchors, strict=True))
+        scales, ones = dict(self.anchor_scale.items()), dict(self.ones.items())
+        return ops.mix_heads(projected, self.sections, named, scales, ones, table, gains=qk_norm.gains)
+
+
+def fold_mixing(model: Decoder) -> int:
+    """Fold every static λ2 of a model into its projections, in place; returns in how many layers."""
+    folded = 0
+    for module in model.modules():
+        # a projection in low precision keeps the rows that were rounded
+        if isinstance(module, SoftmaxAttention) and type(module.mix) is Mix and type(module.project) is Projection:
+            _fold(module, module.mix)
+            module.mix = FoldedMix(module.mix)
+            folded += 1
+    return folded
+
+
+@torch.no_grad()
+def _fold(attention: SoftmaxAttention, mix: Mix) -> None:
+    weight = attention.project.weight
+    parts = dict(zip(attention.head_width, weight.split(attention.rows), strict=True))
+    for s in mix.pathways:
+        rows = parts[s].unflatten(0, (-1, attention.head_width[s]))
+        scale = per_head(mix.current_scale[s])[..., None]
+        rows.copy_(wide(rows) * wide(scale))

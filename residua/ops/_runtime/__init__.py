@@ -1,0 +1,1 @@
+"""What the operators share: which backend runs, how kernels are launched and registered, small arithmetic."""

@@ -1,0 +1,32 @@
+"""What the fused paths share: where Triton kernels can run, and on which tensors they are used."""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from residua.ops._runtime.backend import chosen_backend
+
+DTYPES = (torch.float32, torch.bfloat16)
+INSTALLED = find_spec("triton") is not None
+# Triton was told to run its kernels in Python, on a CPU: for tests, thousands of times slower.
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def serves(*tensors: Tensor) -> bool:
+    """Whether the fused path takes these tensors: all on a GPU, float32 or bfloat16, with Triton installed.
+
+    On a CPU it takes them only in the interpreter, and only when `backend("triton")` asks for it.
+    """
+    if not INSTALLED:
+        return False
+    asked = INTERPRETED and chosen_backend() == "triton"
+    return all((x.is_cuda or asked) and x.dtype in DTYPES for x in tensors)
+
+
+def multiprocessors(x: Tensor) -> int:
+    """How many multiprocessors the tensor's GPU has. The interpreter gets 3: programs that share work are tested."""
+    return torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 3

@@ -1,0 +1,68 @@
+"""The text a model is calibrated and judged on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from residua.config.model import ModelConfig
+from residua.config.run import DataConfig, RunConfig
+from residua.data import Dataset, Loader, validation_batches
+from residua.data.loader import Batch
+from residua.data.source import open_data
+from residua.data.tokenizer import hash_of
+
+SEQUENCES_AT_ONCE = 16
+CALIBRATION_SEQUENCES = 4096
+
+
+@dataclass(frozen=True)
+class Material:
+    """A prepared text as a run sees it: training windows in random order, and the fixed validation set."""
+
+    dataset: Dataset
+    sequence: int
+    documents: bool
+    validation_tokens: int
+
+    @classmethod
+    def of_run(cls, config: RunConfig) -> Material:
+        """The text that a run was trained and validated on."""
+        data = config.data
+        return cls(open_data(config), config.sequence, data.masking == "documents", data.validation_tokens)
+
+    @classmethod
+    def of_folder(cls, folder: Path, model: ModelConfig, data: Path | None) -> Material:
+        """The run's own text, or a prepared folder that a person names; it must have the model's tokenizer."""
+        run = folder / "config.toml"
+        if data is None and not run.exists():
+            raise ValueError(f"{folder} does not say what it was trained on: name prepared text with --data.")
+        config = RunConfig.from_toml(run) if run.exists() else RunConfig(model=model, data=DataConfig())
+        if data is not None:
+            config = config.model_copy(update={"data": config.data.model_copy(update={"path": str(data)})})
+        material = cls.of_run(config)
+        tokenizer = folder / "tokenizer.json"
+        if data is not None and tokenizer.exists():
+            material.dataset.require_tokenizer(hash_of(tokenizer.read_text("utf-8")), str(folder))
+        return material
+
+    def validation(self, tokens: int | None = None) -> list[Batch]:
+        """The run's validation set, or the first `tokens` of it."""
+        limit = min(tokens or self.validation_tokens, self.validation_tokens)
+        split = self.dataset.split("validation")
+        return list(
+            validation_batches(split, self.sequence, SEQUENCES_AT_ONCE, limit_tokens=limit, segments=self.documents)
+        )
+
+    def calibration(self, sequences: int) -> Iterator[Batch]:
+        """So many training windows, always the same ones."""
+        size = min(SEQUENCES_AT_ONCE, sequences)
+        loader = Loader(self.dataset.split("train"), self.sequence, size, segments=self.documents, prefetch=0)
+        for start, batch in zip(range(0, sequences, size), loader, strict=False):
+            yield _first(batch, sequences - start)
+
+
+def _first(batch: Batch, rows: int) -> Batch:
+    segments = None if batch.segments is None else batch.segments[:rows]
+    return Batch(batch.tokens[:rows], batch.targets[:rows], segments)

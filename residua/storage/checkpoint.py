@@ -1,0 +1,212 @@
+"""Checkpoints: `checkpoints/step-N/` with model.safetensors, optimizer.safetensors and state.json.
+
+A checkpoint is written under a temporary name, flushed to disk and renamed, so a folder called `step-N` is complete
+whatever happened around it. Nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from residua.storage.files import UNFINISHED, flush
+from residua.train.health import TrainingStopped
+from residua.train.optimizer import HybridOptimizer
+
+if TYPE_CHECKING:
+    from residua.model.decoder import Decoder
+
+FOLDER = "checkpoints"
+SHARDS = "shards"  # in a checkpoint that several ranks wrote together, see `parallel/checkpoint.py`
+_NAME = re.compile(r"step-(\d+)")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A finished checkpoint on disk."""
+
+    path: Path
+    step: int
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """Step, data position, random states and what the trainer needs to go on."""
+        try:
+            return cast("dict[str, Any]", json.loads((self.path / "state.json").read_text(encoding="utf-8")))
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{self.path / 'state.json'} cannot be read ({error}): remove {self.path}.") from None
+
+    @property
+    def validation_loss(self) -> float | None:
+        """Its loss on the validation set; None where the run was interrupted between validations."""
+        return cast("float | None", self.state["validation_loss"])
+
+
+def checkpoints(run: Path) -> list[Checkpoint]:
+    """The finished checkpoints of a run, oldest first."""
+    found = [(match, path) for path in (run / FOLDER).glob("step-*") if (match := _NAME.fullmatch(path.name))]
+    return sorted((Checkpoint(path, int(match[1])) for match, path in found), key=lambda c: c.step)
+
+
+def best(found: list[Checkpoint]) -> Checkpoint | None:
+    """The one with the lowest validation loss, the earliest of equals."""
+    scored = [(loss, c) for c in found if (loss := c.validation_loss) is not None]
+    return min(scored, key=lambda pair: pair[0])[1] if scored else None
+
+
+def save_checkpoint(
+    run: Path, step: int, model: nn.Module, optimizer: HybridOptimizer, state: Mapping[str, Any], keep: int
+) -> Path:
+    """Write `step-N` atomically, then drop all but the last `keep` and the best."""
+    final = run / FOLDER / f"step-{step}"
+    if not final.exists():
+        parameters = model_tensors(model)
+        _refuse_nonfinite(parameters, run)
+        try:
+            _write(final, {"model": parameters, "optimizer": optimizer.tensors()}, state)
+        except (OSError, SafetensorError) as error:
+            raise TrainingStopped(
+                f"checkpoint {final} could not be written ({error}); {what_is_left(run)}: "
+                "make room on the disk, then continue with --resume."
+            ) from None
+    prune(run, keep)
+    return final
+
+
+def _write(final: Path, tensors: dict[str, dict[str, Tensor]], state: Mapping[str, Any]) -> None:
+    temporary = final.with_name(f"{UNFINISHED}{final.name}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+        for name, content in tensors.items():
+            path = temporary / f"{name}.safetensors"
+            save_file({key: value.detach().cpu().contiguous() for key, value in content.items()}, path)
+            flush(path)
+        (temporary / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
+        flush(temporary / "state.json")
+        flush(temporary)
+        temporary.rename(final)
+        flush(final.parent)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def prune(run: Path, keep: int) -> None:
+    """Remove what a killed save left behind, and all checkpoints but the last `keep` and the best."""
+    for leftover in (run / FOLDER).glob(f"{UNFINISHED}*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    found = checkpoints(run)
+    if len(found) <= keep:
+        return
+    winner = best(found)
+    for old in found[:-keep]:
+        if old != winner:
+            # under another name first: a kill in the middle must not leave a `step-N` that is not whole
+            doomed = old.path.with_name(f"{UNFINISHED}{old.path.name}")
+            shutil.rmtree(doomed, ignore_errors=True)
+            old.path.rename(doomed)
+            shutil.rmtree(doomed, ignore_errors=True)
+
+
+def what_is_left(run: Path) -> str:
+    """A clause for an error message: which checkpoint a person can go on from."""
+    found = checkpoints(run)
+    return f"the last good checkpoint is {found[-1].path}" if found else "no checkpoint had been written yet"
+
+
+def damaged(file: Path, checkpoint: Path, error: Exception) -> ValueError:
+    """The error for a checkpoint that cannot be read, with the one that a person can go on from."""
+    others = [c for c in checkpoints(checkpoint.parents[1]) if c.path != checkpoint and _whole(c.path)]
+    advice = f"move {checkpoint} elsewhere to go on from {others[-1].path}, which is whole" if others else ""
+    return ValueError(f"{file} cannot be read ({error}): {advice or 'no other checkpoint is whole'}.")
+
+
+def _whole(checkpoint: Path) -> bool:
+    """Whether every file of tensors is as long as its header says; none is read."""
+    files = list(checkpoint.rglob("*.safetensors"))
+    try:
+        for file in files:
+            with safe_open(file, framework="pt"):
+                pass
+    except (OSError, SafetensorError):
+        return False
+    return bool(files)
+
+
+def _refuse_nonfinite(tensors: dict[str, Tensor], run: Path) -> None:
+    broken = [name for name, tensor in tensors.items() if not torch.isfinite(tensor).all()]
+    if broken:
+        raise TrainingStopped(f"{broken[0]} is no longer finite and was not saved; {what_is_left(run)}.")
+
+
+def model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers by name, a tied tensor once."""
+    saved = model.state_dict().keys()
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved}
+    return dict(model.named_parameters()) | buffers
+
+
+def restore(path: Path, model: nn.Module, optimizer: HybridOptimizer | None = None) -> None:
+    """Copy a checkpoint's tensors into a model and, to go on training, into its optimizer."""
+    if (path / SHARDS).is_dir():
+        from residua.storage.sharded import load  # torch.distributed.checkpoint takes seconds to import
+
+        return load(path, model, optimizer)
+    _fill(path / "model.safetensors", model_tensors(model), _copy_all(model_tensors(model)))
+    if optimizer is not None:
+        _fill(path / "optimizer.safetensors", optimizer.tensors(), optimizer.load_tensors)
+
+
+def _copy_all(into: dict[str, Tensor]) -> Callable[[dict[str, Tensor]], None]:
+    @torch.no_grad()
+    def copy(saved: dict[str, Tensor]) -> None:
+        for name, tensor in into.items():
+            tensor.copy_(saved[name])
+
+    return copy
+
+
+def _fill(path: Path, expected: dict[str, Tensor], take: Callable[[dict[str, Tensor]], None]) -> None:
+    """Check that a file holds exactly the expected names and shapes, then hand its tensors to `take`."""
+    try:
+        saved = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise damaged(path, path.parent, error) from None
+    for name, tensor in expected.items():
+        if name not in saved:
+            raise ValueError(f"{path} lacks tensor {name!r}: it was written by another configuration than config.toml.")
+        if saved[name].shape != tensor.shape:
+            raise ValueError(
+                f"{path} holds {name!r} with shape {list(saved[name].shape)} where the model has "
+                f"{list(tensor.shape)}: it was written by another configuration than config.toml."
+            )
+    surplus = sorted(saved.keys() - expected.keys())
+    if surplus:
+        raise ValueError(f"{path} holds tensor {surplus[0]!r}, which the model of config.toml does not have.")
+    take(saved)
+
+
+def load_model(run_dir: str | Path, which: Literal["last", "best"] = "last") -> Decoder:
+    """The trained model of a run folder, on the CPU: its last checkpoint or the best one on the validation set."""
+    import residua
+    from residua.config.run import RunConfig
+
+    run = Path(run_dir)
+    found = checkpoints(run)
+    chosen = best(found) if which == "best" else next(reversed(found), None)
+    if chosen is None:
+        raise ValueError(f"{run} holds no {which} checkpoint: train it first.")
+    model = residua.build(RunConfig.from_toml(run / "config.toml").model)
+    restore(chosen.path, model)
+    return model

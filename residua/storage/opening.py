@@ -1,0 +1,79 @@
+"""Opening what a person names: a run of `residua train` or a folder made by `residua export`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from residua.data.tokenizer import Tokenizer
+from residua.model.fold import fold_mixing
+
+if TYPE_CHECKING:
+    from residua.model.decoder import Decoder
+
+PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def open_model(
+    folder: str | Path, which: Literal["last", "best"] = "last", *, as_trained: bool = False
+) -> tuple[Decoder, Tokenizer]:
+    """The model of a folder, on the CPU, and its tokenizer; ready to run, or with its parameters `as_trained`."""
+    import residua
+
+    tokenizer = open_tokenizer(folder)
+    model = residua.load(folder, which)
+    if tokenizer.vocab_size > model.config.vocab_size:
+        raise ValueError(
+            f"the tokenizer in {folder} makes {tokenizer.vocab_size} ids and the model knows "
+            f"{model.config.vocab_size}: they do not belong together."
+        )
+    return model.eval() if as_trained else ready(model), tokenizer
+
+
+def ready(model: Decoder) -> Decoder:
+    """A model that will not be trained any more, in place: static λ2 folded, before `place` rounds its matrices."""
+    fold_mixing(model)
+    return model.eval()
+
+
+def open_tokenizer(folder: str | Path) -> Tokenizer:
+    """The tokenizer beside the model."""
+    path = Path(folder)
+    if not path.is_dir():
+        raise ValueError(f"{path} is not a folder: name a run of `residua train` or a folder of `residua export`.")
+    if not any((path / name).exists() for name in ("config.toml", "config.json")):
+        raise ValueError(f"{path} holds no model: name a run of `residua train` or a folder of `residua export`.")
+    if not any((path / name).exists() for name in ("tokenizer.json", "vocab.json")):
+        raise ValueError(f"{path} has no tokenizer: put the tokenizer.json of its data there.")
+    return Tokenizer.load(path)
+
+
+def choose_device(name: str) -> torch.device:
+    """`cpu`, `cuda`, or what `auto` finds."""
+    if name not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"device {name} does not exist: choose auto, cpu or cuda.")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device cuda was asked for but PyTorch sees no GPU: use auto or cpu.")
+    gpu = name == "cuda" or (name == "auto" and torch.cuda.is_available())
+    return torch.device("cuda" if gpu else "cpu")
+
+
+def place(model: Decoder, device: torch.device, precision: str = "auto") -> Decoder:
+    """Move a model to a device with its matrices in a precision, `auto` being bfloat16 on a GPU, else float32.
+
+    Gains, biases and queries stay in float32: they are few, and the operators take them so.
+    """
+    if precision not in (*PRECISIONS, "auto"):
+        raise ValueError(f"precision {precision} does not exist: choose auto, {' or '.join(PRECISIONS)}.")
+    dtype = PRECISIONS.get(precision, torch.bfloat16 if device.type == "cuda" else torch.float32)
+    model = model.to(device)
+    for module in model.modules():
+        names = [*getattr(module, "hidden_matrices", ())]
+        if module in (model.embed, model.unembed):
+            names.append("weight")
+        for name in names:
+            weight = getattr(module, name)
+            weight.data = weight.data.to(dtype)
+    return model

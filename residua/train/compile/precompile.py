@@ -1,0 +1,191 @@
+"""Kernels compiled ahead: helper processes fill Triton's cache on disk while `torch.compile` still traces the model.
+
+Triton compiles a kernel when it is first launched, one after the other, and a model's first step launches dozens that
+were never seen. But tracing asks each operator for its outputs long before, with the shapes, strides and dtypes that
+the launch will see; a helper that calls the same operator on stand-ins on the CPU compiles the very kernels. What it
+gets wrong, or not done in time, is compiled at the launch as ever.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import cache
+from importlib import import_module
+from itertools import cycle
+from pathlib import Path
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any, NamedTuple
+from weakref import finalize
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from residua.machine import available_cores
+from residua.ops._runtime import fused, launch
+from residua.ops.depth_attention import launch as depth_launch
+
+MOST_HELPERS = 8
+
+
+class StandIn(NamedTuple):
+    """What a kernel is compiled for, of a tensor."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, x: Tensor) -> StandIn:
+        return _same(cls(tuple(map(int, x.shape)), tuple(map(int, x.stride())), x.dtype))
+
+    def make(self) -> Tensor:
+        """A tensor whose memory is never touched, and so never taken."""
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
+
+
+@cache
+def _same(stand_in: StandIn) -> StandIn:
+    """One object for all that are equal: a pickle holds it once."""
+    return stand_in
+
+
+class Request(NamedTuple):
+    """A call of `residua::name`, registered by `module`."""
+
+    module: str
+    name: str
+    args: tuple[Any, ...]
+    settings: dict[str, Any]
+
+
+class Helpers:
+    """Processes that compile the kernels of what is traced; they end when that is done, or nobody holds this object."""
+
+    @classmethod
+    def start(cls, device: torch.device) -> Helpers | None:
+        """As many as there are cores to spare; None where no kernels run."""
+        count = min(MOST_HELPERS, available_cores() // 2 - 1)
+        if device.type != "cuda" or not fused.INSTALLED or fused.INTERPRETED or count < 1:
+            return None
+        properties = torch.cuda.get_device_properties(device)
+        return cls(10 * properties.major + properties.minor, properties.multi_processor_count, count)
+
+    def __init__(self, capability: int, multiprocessors: int, count: int) -> None:
+        call = f"precompile.serve(precompile.received({os.getpid()}), {capability}, {multiprocessors})"
+        command = [sys.executable, "-P", "-c", f"from residua.train.compile import precompile; {call}"]
+        processes = list(_begin(command, _environment(), count))
+        self._requests: SimpleQueue[bytes | None] = SimpleQueue()
+        Thread(target=_distribute, args=(self._requests, processes), daemon=True).start()
+        self.close = finalize(self, self._requests.put, None)
+        """Nothing more comes."""
+        self._seen: set[str] = set()
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """What is traced inside is all that they will do."""
+        launch.listeners.append(self.hear)
+        try:
+            yield
+        finally:
+            launch.listeners.remove(self.hear)
+            self.close()
+
+    def hear(self, module: str, name: str, args: tuple[Any, ...], settings: dict[str, Any]) -> None:
+        """An operator is traced: hand it to a helper, once; neighbours in a model go to different ones."""
+        with suppress(Exception):  # sizes that are no numbers
+            request = Request(module, name, *tree_map_only(Tensor, StandIn.of, (args, settings)))
+            if repr(request) not in self._seen:
+                self._seen.add(repr(request))
+                self._requests.put(pickle.dumps(request))
+
+
+def _distribute(requests: SimpleQueue[bytes | None], processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Requests to the helpers in turn; on a thread, since a pipe may be full until its helper has imported all."""
+    pipes = [process.stdin for process in processes if process.stdin is not None]
+    for request, pipe in zip(iter(requests.get, None), cycle(pipes), strict=False):
+        with suppress(OSError):  # this helper died
+            pipe.write(request)
+            pipe.flush()
+    for pipe in pipes:
+        with suppress(OSError):
+            pipe.close()
+    for process in processes:
+        process.wait()
+
+
+def _environment() -> dict[str, str]:
+    """What a helper is to see: no GPU, the modules that are imported here, the cache that launches look into.
+
+    Inductor names another directory to a process that has none set, when it compiles: from here on this one is set.
+    """
+    from triton import knobs
+
+    os.environ.setdefault("TRITON_CACHE_DIR", knobs.cache.dir)
+    paths = [*filter(None, sys.path), str(Path(__file__).parents[2])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "CUDA_VISIBLE_DEVICES": ""}
+
+
+def _begin(command: list[str], environment: dict[str, str], count: int) -> Iterator[subprocess.Popen[bytes]]:
+    """As many processes as this machine lets us start."""
+    quiet = subprocess.DEVNULL
+    with suppress(OSError):
+        for _ in range(count):
+            yield subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet)
+
+
+def serve(requests: Iterator[Request], capability: int, multiprocessors: int) -> list[str]:
+    """Call each request's operator, compiling instead of launching; returns the names of the kernels."""
+    compiled = _compile_only(capability)
+    fused.multiprocessors = lambda x: multiprocessors  # type: ignore[assignment]
+    depth_launch._cores = lambda device: multiprocessors  # type: ignore[assignment]
+    for module, name, args, settings in requests:
+        with suppress(Exception):  # whatever it is, the launch itself will say so
+            import_module(module)
+            tensors, named = tree_map_only(StandIn, StandIn.make, (args, settings), is_leaf=_is_stand_in)
+            getattr(torch.ops.residua, name)(*tensors, **named)
+    return compiled
+
+
+def _is_stand_in(x: object) -> bool:
+    return isinstance(x, StandIn)
+
+
+def _compile_only(capability: int) -> list[str]:
+    """From here on Triton compiles for a GPU that it does not look for, and launches nothing."""
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    class Absent:
+        def get_current_target(self) -> Any:
+            return GPUTarget("cuda", capability, 32)
+
+        def get_current_device(self) -> int:
+            return 0
+
+        def get_current_stream(self, device: int) -> int:
+            return 0
+
+    driver.set_active(Absent())
+    run, compiled = JITFunction.run, []
+
+    def only_compile(fn: Any, *args: Any, warmup: bool, **settings: Any) -> Any:
+        compiled.append(fn.__name__)
+        return run(fn, *args, warmup=True, **settings)
+
+    JITFunction.run = only_compile
+    return compiled
+
+
+def received(parent: int) -> Iterator[Request]:
+    """What a helper is sent, for as long as somebody waits for it."""
+    with suppress(EOFError):
+        while os.getppid() == parent:
+            yield pickle.load(sys.stdin.buffer)

@@ -1,0 +1,122 @@
+"""The gradient of an attention layer's projection [Q | K | V], written where it belongs.
+
+The backward pass of QK-norm and rotation gives the gradients of queries and keys as tensors of their own, attention
+that of the values; the projection's is all three side by side, and putting them there reads and writes each once more:
+
+    cat(norm_rotate_backward(dq, q), norm_rotate_backward(dk, k), dv)  =  packed_heads_backward(dq, dk, dv, q, k)
+"""
+
+from __future__ import annotations
+
+from math import prod
+from operator import getitem
+from typing import Any, NamedTuple
+
+import torch
+from torch.fx import Graph, Node
+
+from residua.ops._runtime import fused
+from residua.train.compile.rewrites.graphs import call, value
+
+aten = torch.ops.aten
+RESHAPES = (
+    aten.view.default,
+    aten.reshape.default,
+    aten._unsafe_view.default,
+    aten.clone.default,
+    aten.alias.default,
+)
+"""What leaves a tensor's elements in their order."""
+
+
+def pack_head_gradients(graph: Graph) -> None:
+    """Give every concatenation of a layer's head gradients to the operator that writes them side by side.
+
+    It is taken if it joins, along the last axis, the gradients of queries and keys, which nobody else reads, and one
+    more tensor with as many heads as the keys. Everything else stays as it is. What is left without readers is not
+    erased here.
+    """
+    if not fused.INSTALLED:
+        return
+    import residua.ops.norm_rotate.triton  # noqa: F401  (registers the operators)
+
+    for cat in graph.find_nodes(op="call_function", target=aten.cat.default):
+        layer = _layer(cat)
+        if layer is not None:
+            _pack(graph, cat, layer)
+
+
+class Layer(NamedTuple):
+    """The backward passes of a layer's queries and keys, and the gradient of its values [B, T, H_kv, D] or reshaped."""
+
+    query: Node
+    key: Node
+    values: Node
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        dq, q, query, cos, sin, query_eps = self.query.args
+        dk, k, key, *_, key_eps = self.key.args
+        return dq, dk, self.values, q, k, query, key, cos, sin, query_eps, key_eps
+
+
+def _layer(cat: Node) -> Layer | None:
+    """The layer whose head gradients are joined here."""
+    parts: Any = cat.args[0]
+    joined, axis = value(cat), cat.args[1] if len(cat.args) > 1 else cat.kwargs.get("dim", 0)
+    if joined is None or axis not in (-1, joined.dim() - 1) or len(parts) != 3:
+        return None
+    query, key = (_normed(part) for part in parts[:2])
+    if query is None or key is None or query is key or query.args[3:5] != key.args[3:5]:
+        return None
+    layer = Layer(query, key, parts[2])
+    return layer if _fits(layer, parts, joined) else None
+
+
+def _fits(layer: Layer, parts: Any, joined: torch.Tensor) -> bool:
+    """Whether the three have the shapes and the dtype of one projection's gradient, known in advance."""
+    q, k = (value(node.args[1]) for node in (layer.query, layer.key))
+    found = [value(part) for part in parts]
+    if q is None or k is None or any(v is None or v.dtype != q.dtype for v in (*found, k)):
+        return False
+    columns = [q.shape[2] * q.shape[3], k.shape[2] * k.shape[3], k.shape[2] * k.shape[3]]
+    fixed = all(isinstance(size, int) for size in (*q.shape, *k.shape, *joined.shape))
+    alike = q.shape[:2] == k.shape[:2] and q.shape[3] == k.shape[3] and joined.shape[:-1].numel() == prod(q.shape[:2])
+    return fixed and alike and [v.shape[-1] for v in found if v is not None] == columns
+
+
+def _normed(part: Any) -> Node | None:
+    """The `norm_rotate_backward` of which this is the first output, if nobody else reads that on its way here."""
+    while part.target in RESHAPES and len(part.users) == 1:
+        part = part.args[0]
+    if part.target is not getitem or len(part.users) > 1:
+        return None
+    source, which = part.args
+    backward = torch.ops.residua.norm_rotate_backward.default
+    return source if source.target is backward and which == 0 else None
+
+
+def _pack(graph: Graph, cat: Node, layer: Layer) -> None:
+    """One operator before all that reads it; the gains' gradients are its second and third output."""
+    gains = [(item, which) for which, node in ((1, layer.query), (2, layer.key)) for item in node.users if item.args[1]]
+    place = min([cat, *(reader for item, _ in gains for reader in item.users)])
+    if any(place <= n for n in layer.arguments if isinstance(n, Node)):
+        return
+    keys: Any = layer.key.args[1]
+    with graph.inserting_before(place):
+        values = _heads(graph, layer.values, list(keys.meta["val"].shape))
+        operator = torch.ops.residua.packed_heads_backward.default
+        packed = call(graph, operator, *layer._replace(values=values).arguments)
+        for item, which in gains:
+            item.replace_all_uses_with(call(graph, getitem, packed, which))
+        whole = call(graph, aten.reshape.default, call(graph, getitem, packed, 0), list(cat.meta["val"].shape))
+    cat.replace_all_uses_with(whole)
+
+
+def _heads(graph: Graph, values: Node, shape: list[int]) -> Node:
+    """The gradient of the values as heads; as attention gave it, before it was copied into another order."""
+    chain: list[Any] = [values]
+    while chain[-1].target in RESHAPES:
+        chain.append(chain[-1].args[0])
+    found = [node for node in chain if list(node.meta["val"].shape) == shape]
+    return found[-1] if found else call(graph, aten.reshape.default, values, shape)

@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from residua.config.run import TrainConfig
+from residua.config.schedule import Cosine, LinearDecay
+
+
+def test_warm_up_rises_linearly_to_the_peak() -> None:
+    for schedule in (LinearDecay(warmup=4), Cosine(warmup=4)):
+        assert [schedule.factor(step, 100) for step in range(4)] == [0.25, 0.5, 0.75, 1.0]
+
+
+def test_linear_decay_is_constant_then_falls_to_a_tenth_over_the_last_fifth() -> None:
+    schedule = LinearDecay(warmup=10)
+    factors = [schedule.factor(step, 100) for step in range(100)]
+    assert set(factors[9:80]) == {1.0}
+    assert factors[80:] == pytest.approx([1 - 0.9 * (i + 1) / 20 for i in range(20)])
+    assert factors[-1] == pytest.approx(0.1)
+
+
+def test_cosine_is_half_way_down_in_the_middle_and_at_a_tenth_at_the_end() -> None:
+    schedule = Cosine(warmup=20)
+    assert schedule.factor(59, 100) == pytest.approx(0.55)
+    assert schedule.factor(99, 100) == pytest.approx(0.1)
+    assert schedule.factor(39, 100) == pytest.approx(0.1 + 0.9 * (1 + math.cos(math.pi / 4)) / 2)
+
+
+def test_no_warm_up_starts_at_the_peak() -> None:
+    assert LinearDecay(warmup=0).factor(0, 10) == 1.0
+
+
+def test_the_shortest_run_has_a_rate() -> None:
+    assert LinearDecay(warmup=0).factor(0, 1) == 1.0
+    assert Cosine(warmup=0).factor(0, 1) == pytest.approx(0.1)
+
+
+def test_a_warm_up_as_long_as_the_run_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"train\.schedule\.warmup = 10 is not shorter than train\.steps = 10"):
+        TrainConfig(steps=10, schedule=LinearDecay(warmup=10))

@@ -1,0 +1,77 @@
+"""Small runs that one process and several ranks must train alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from residua.config.run import RunConfig
+from residua.data.loader import IGNORED, Batch
+from tests.model.small import VOCABULARY
+
+MODELS: dict[str, dict[str, Any]] = {
+    "additive": {"head": {"kind": "untied"}},
+    "full": {"topology": {"kind": "full_attnres"}},
+    "block": {"topology": {"kind": "block_attnres", "sublayers_per_block": 2}},
+    "mgr": {"topology": {"kind": "multi_gate", "streams": 3}},
+    "mhc": {"topology": {"kind": "mhc", "streams": 2}},
+    "exoformer": {
+        "anchors": {"kind": "exoformer"},
+        "attention": {"kind": "softmax", "heads": 2, "gate": "elementwise"},
+    },
+    "exo-block": {
+        "topology": {"kind": "block_attnres", "sublayers_per_block": 2},
+        "anchors": {"kind": "exoformer"},
+        "attention": {"kind": "softmax", "heads": 2, "gate": "elementwise"},
+    },
+    "nures": {"anchors": {"kind": "nuresformer", "pathways": ["q", "k", "v"]}, "topology": {"kind": "highway"}},
+    "hyper": {"topology": {"kind": "hyper", "streams": 2}},
+    "dense": {"topology": {"kind": "dense", "dilation": 2}},
+    "moe": {"ffn": {"kind": "moe", "experts": 4, "top_k": 2, "hidden": 8}},
+}
+STEPS, MICRO_BATCH, ACCUMULATE, LENGTH = 2, 2, 4, 6
+
+
+def run_config(model: str, parallel: dict[str, Any] | None = None, layers: int = 4, **train: Any) -> RunConfig:
+    """A model of four layers, if not told otherwise, that two steps of four micro-batches are trained on."""
+    base = {
+        "vocab_size": VOCABULARY,
+        "context": LENGTH,
+        "layers": layers,
+        "width": 16,
+        "attention": {"kind": "softmax", "heads": 2},
+        "ffn": {"kind": "swiglu", "hidden": 24},
+        "init": {"std": 0.2},
+    }
+    recipe = {
+        "steps": 10,
+        "micro_batch": MICRO_BATCH,
+        "accumulate": ACCUMULATE,
+        "schedule": {"kind": "cosine", "warmup": 0},
+    }
+    return RunConfig(
+        model=base | MODELS[model],
+        train={**recipe, "device": "cpu", "z_loss": 1e-3, "clip_norm": 0.1, **train},
+        parallel=parallel or {},
+    )
+
+
+def batches(step: int) -> list[Batch]:
+    """The micro-batches of a step, with different numbers of targets in each."""
+    generator = torch.Generator().manual_seed(step)
+    made = []
+    for number in range(ACCUMULATE):
+        tokens = torch.randint(VOCABULARY, (MICRO_BATCH, LENGTH + 1), generator=generator)
+        targets = tokens[:, 1:].clone()
+        targets[0, :number] = IGNORED
+        made.append(Batch(tokens[:, :-1].contiguous(), targets, torch.arange(LENGTH).expand(MICRO_BATCH, -1) // 4))
+    return made
+
+
+def perturb(model: torch.nn.Module) -> None:
+    """Move what starts at zero away from it: a query of zero hides a wrong read."""
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.05 * torch.randn(parameter.shape, generator=generator)

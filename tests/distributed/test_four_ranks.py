@@ -1,0 +1,59 @@
+"""Four ranks: the products of data, shard and pipeline."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tests.distributed.cases import ACCUMULATE, LENGTH, MICRO_BATCH, STEPS
+from tests.distributed.compare import assert_same_training
+from tests.distributed.launch import launch
+
+pytestmark = pytest.mark.slow
+
+INTERLEAVED = {"pipeline": 2, "schedule": "interleaved", "stages_per_rank": 2}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "data-and-shard": ("mhc", {"data": 2, "shard": 2}),
+    "data-and-shard-in-turns": ("additive", {"data": 2, "shard": 2, "turn": 1}),
+    "data-and-pipeline": ("exoformer", {"data": 2, "pipeline": 2}),
+    "shard-and-interleaved": ("block", {"shard": 2, **INTERLEAVED}),
+    "four-stages": ("full", {"pipeline": 4}),
+}
+
+
+@pytest.fixture(scope="module")
+def traces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Tensor]]:
+    out = tmp_path_factory.mktemp("traces")
+    cases = [(name, model, parallel) for name, (model, parallel) in CASES.items()]
+    launch(4, "tests.distributed.worker", out, cases, timeout=180)
+    return {name: load_file(out / f"{name}.safetensors") for name in CASES}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_four_ranks_train_as_one(traces: Any, name: str) -> None:
+    from tests.distributed.worker import single
+
+    assert_same_training(traces[name], single(CASES[name][0]))
+
+
+def test_a_longer_pipeline_sends_every_block_to_every_later_rank(traces: Any) -> None:
+    """P = 4, V = 1, N_p = 2: P(P−1)/2 · N_p blocks, and the embedding three times."""
+    block = MICRO_BATCH * LENGTH * 16 * 4 * ACCUMULATE
+    assert traces["four-stages"]["bytes/forward"] == (4 * 3 / 2 * 2 + 3) * block
+
+
+@pytest.mark.parametrize(("name", "turns"), [("data-and-shard", 1), ("data-and-shard-in-turns", 4)])
+def test_each_matrix_is_orthogonalised_once(traces: Any, name: str, turns: int) -> None:
+    from tests.distributed.worker import orthogonalised, single
+
+    with orthogonalised() as matrices:
+        single(CASES[name][0])
+    assert (traces[name]["matrices"], traces[name]["turns"]) == (sum(matrices), turns * STEPS)
+
+
+def test_what_was_kept_and_received_is_let_go(traces: Any) -> None:
+    left = {name: int(trace["kept"]) for name, trace in traces.items() if "kept" in trace}
+    assert left == {"data-and-pipeline": 0, "shard-and-interleaved": 0, "four-stages": 0}

@@ -1,0 +1,40 @@
+"""The parallel code paths on one GPU, in a world of one rank with NCCL."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import residua
+from residua.bench.step import random_batches
+from residua.config.run import RunConfig
+from residua.train.step import Step, build_step
+
+pytestmark = pytest.mark.gpu
+
+
+def losses(step: Step, config: RunConfig) -> list[float]:
+    seen = []
+    for _ in range(3):
+        step(random_batches(config), 0.01)
+        seen.append(step.totals().loss)
+        step.set_totals([0.0] * 4)
+    return seen
+
+
+@pytest.mark.parametrize("way", ["replicate", "shard", "pipeline"])
+@pytest.mark.parametrize("preset", ["tiny", "tiny-block", "tiny-full", "tiny-mgr", "tiny-exo"])
+def test_one_rank_trains_as_no_ranks(preset: str, way: Any) -> None:
+    from residua.distributed.alone import one_rank
+    from residua.distributed.step import build_ranked_step
+
+    device = torch.device("cuda")
+    config = RunConfig.find(preset).override(["train.micro_batch=2", "train.accumulate=2", "train.compile=off"])
+    torch.manual_seed(0)
+    expected = losses(build_step(residua.build(config.model), config.train, device), config)
+    with one_rank(device, config.parallel) as mesh:
+        torch.manual_seed(0)
+        got = losses(build_ranked_step(residua.build(config.model), config, mesh, way), config)
+    assert got == pytest.approx(expected, rel=2e-3)

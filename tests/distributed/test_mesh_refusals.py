@@ -1,0 +1,107 @@
+"""A mesh that cannot be is refused in one sentence, before any process is started."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from residua.config.settings import ConfigError
+from residua.distributed import speaker
+from residua.train.world import World, open_world
+from tests.distributed.cases import run_config
+from tests.distributed.launch import torchrun
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "batch": ({"data": 3}, "train.accumulate = 4 micro-batches cannot be shared by"),
+    "shards": ({"shard": 8}, "use a multiple of 8"),
+    "layers": ({"pipeline": 5, "schedule": "gpipe"}, "5 stages are more than the 4 layers"),
+    "flow": ({"pipeline": 2, "data": 4}, "the 1f1b schedule needs at least parallel.pipeline = 2"),
+    "rounds": (
+        {"pipeline": 2, "data": 4, "schedule": "interleaved", "stages_per_rank": 2},
+        "the interleaved schedule needs a multiple of parallel.pipeline = 2",
+    ),
+    "stages": ({"pipeline": 2, "stages_per_rank": 2}, "the interleaved schedule has 2 or more stages per rank"),
+    "kind": ({"schedule": "1f1c"}, "did you mean '1f1b'?"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_mesh_that_does_not_fit_the_run_is_refused(name: str) -> None:
+    parallel, sentence = WRONG[name]
+    with pytest.raises(ConfigError, match=sentence.replace("(", r"\(")):
+        run_config("additive", parallel)
+
+
+def test_experts_are_not_pipelined() -> None:
+    with pytest.raises(ConfigError, match=r"use parallel\.data or parallel\.shard"):
+        run_config("moe", {"pipeline": 2})
+
+
+def test_a_mesh_without_its_processes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(ConfigError, match=r"asks for 2 processes .* and 1 was started: use torchrun"):
+        open_world(run_config("additive", {"shard": 2}))
+
+
+def test_processes_without_a_mesh_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(ConfigError, match=r"asks for 1 process .* and 4 were started"):
+        open_world(run_config("additive"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        (
+            ["parallel.shard=2"],
+            "residua: parallel asks for 2 processes (data 1 × shard 2 × pipeline 1) and 3",
+        ),
+        (["parallel.shard=5"], "residua: train.accumulate = 4 micro-batches cannot be shared by"),
+    ],
+)
+def test_of_many_ranks_one_says_what_is_wrong(changes: list[str], sentence: str, tmp_path: Path) -> None:
+    """Also where rank 0 is the last to find it: a rank that ends makes torchrun end the others."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, time\nif os.environ.get('RANK') == '0':\n    time.sleep(2)\n"
+    )
+    run = ["-m", "residua.cli.main", "train", "tiny", "train.accumulate=4", *changes, "--out", tmp_path / "run"]
+    done = torchrun(3, *run, timeout=60, PYTHONPATH=tmp_path)
+    assert done.returncode != 0
+    assert [line.startswith(sentence) for line in done.stderr.splitlines() if line.startswith("residua:")] == [True]
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_rank_that_nobody_ends_says_what_it_found(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one of two without a GPU of its own does, while rank 0 waits for it."""
+    monkeypatch.setattr(speaker, "GRACE", 0)
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(SystemExit):
+        speaker.refuse(ConfigError("process 1 of this machine has no GPU of its own."))
+    assert capsys.readouterr().err == "residua: process 1 of this machine has no GPU of its own.\n"
+
+
+def test_a_job_that_torchrun_starts_again_goes_on_in_its_folder(tmp_path: Path, monkeypatch: Any) -> None:
+    world, config = World(torch.device("cpu")), run_config("additive")
+    run = world.open_run(tmp_path / "run", config, resume=False)
+    run.begin({}, 0)
+    run.close()
+    with pytest.raises(ConfigError, match="is not empty"):
+        world.open_run(tmp_path / "run", config, resume=False)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    world.open_run(tmp_path / "run", config, resume=False).close()
+
+
+def test_the_command_that_starts_a_run_again_starts_as_many_processes() -> None:
+    assert run_config("additive").parallel.command == "residua train"
+    started = run_config("additive", {"data": 2, "pipeline": 2}).parallel.command
+    assert started == "torchrun --nproc-per-node 4 -m residua.cli.main train"
+
+
+def test_the_mesh_does_not_change_the_batch() -> None:
+    alone, divided = run_config("additive"), run_config("additive", {"data": 2, "pipeline": 2})
+    assert alone.tokens_per_step == divided.tokens_per_step

@@ -1,0 +1,180 @@
+"""Whole runs on several ranks: checkpoints that any number of ranks can read, and deaths that cost little."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import time
+from collections.abc import Iterator
+from multiprocessing import connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import residua
+from residua.config.run import RunConfig
+from residua.storage.checkpoint import checkpoints
+from residua.storage.convert import convert
+from residua.storage.run import read_metrics
+from residua.train.trainer import train
+from tests.distributed.launch import Rank, launch, start, torchrun
+from tests.train.conftest import config, data  # noqa: F401
+
+pytestmark = pytest.mark.slow
+
+
+def curve(run: Path) -> dict[int, float]:
+    return {r["step"]: r["loss"] for r in read_metrics(run / "metrics.jsonl") if r["kind"] == "train"}
+
+
+def spec(folder: Path, config: RunConfig, **asked: Any) -> Path:  # noqa: F811
+    folder.mkdir(exist_ok=True)
+    (folder / "config.toml").write_text(config.to_toml())
+    path = folder / f"spec-{len(list(folder.iterdir()))}.json"
+    path.write_text(json.dumps({"config": str(folder / "config.toml"), **asked}))
+    return path
+
+
+@pytest.fixture
+def recipe(config: RunConfig) -> RunConfig:  # noqa: F811
+    return config.override(
+        ["train.log_every=1", "train.accumulate=4", "train.micro_batch=1", "train.schedule.warmup=1"]
+    )
+
+
+@pytest.fixture
+def unbroken(recipe: RunConfig, tmp_path: Path) -> dict[int, float]:
+    """The losses of one process from the first step to the last."""
+    train(recipe, tmp_path / "unbroken")
+    return curve(tmp_path / "unbroken")
+
+
+def test_two_ranks_then_one_then_two_go_on_with_the_same_curve(
+    recipe: RunConfig, unbroken: dict[int, float], tmp_path: Path
+) -> None:
+    """Shards of two ranks are read by one process, whose single files are read by a pipeline of two."""
+    run, asked = tmp_path / "run", tmp_path / "asked"
+    one = ["train.steps=2", "parallel.shard=2"]
+    launch(2, "tests.distributed.train_run", spec(asked, recipe, out=str(run), changes=one))
+    assert (run / "checkpoints/step-2/shards").is_dir()
+    convert(run, tmp_path / "files")
+    assert (tmp_path / "files/checkpoints/step-2/model.safetensors").exists()
+    for shards, files in zip(
+        residua.load(run).parameters(), residua.load(tmp_path / "files").parameters(), strict=True
+    ):
+        assert torch.equal(shards, files)
+
+    incomplete = tmp_path / "incomplete"
+    shutil.copytree(run, incomplete)
+    (incomplete / "checkpoints/step-2/shards/shard-00001-model-00001-of-00001.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"lacks rows of tensor .*: a file that one of the ranks wrote is missing"):
+        residua.load(incomplete)
+    next(incomplete.glob("checkpoints/step-2/shards/*")).write_bytes(b"cut short")
+    with pytest.raises(ValueError, match=r"step-2/shards cannot be read"):
+        residua.load(incomplete)
+
+    train(recipe.override(["train.steps=4"]), run, resume=True)
+    assert (run / "checkpoints/step-4/model.safetensors").exists()
+
+    three = ["train.steps=6", "parallel.pipeline=2"]
+    launch(2, "tests.distributed.train_run", spec(asked, recipe, out=str(run), changes=three, resume=True))
+    # the schedule depends on train.steps, so the pieces are compared with pieces of one process
+    again = tmp_path / "again"
+    for steps in (2, 4, 6):
+        train(recipe.override([f"train.steps={steps}"]), again, resume=again.exists())
+    assert curve(run) == pytest.approx(curve(again), abs=1e-4)
+    assert curve(run).keys() == unbroken.keys()
+
+
+def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(
+    recipe: RunConfig, unbroken: dict[int, float], tmp_path: Path
+) -> None:
+    """torchrun starts the job again; the survivor has named the dead; the curve is the unbroken one."""
+    run = tmp_path / "run"
+    dies = {"rank": 1, "after": 5}
+    asked = spec(tmp_path / "asked", recipe, out=str(run), changes=["parallel.shard=2"], dies=dies)
+    done = torchrun(2, "--max-restarts", 1, "-m", "tests.distributed.train_run", asked)
+    assert done.returncode == 0, done.stderr[-3000:]
+    named = r"residua: rank 1 \(process \d+ on .*\) died, last heard of after step \d; the last good checkpoint is"
+    assert re.search(named, done.stderr), done.stderr[-3000:]
+    sessions = json.loads((run / "environment.json").read_text())["sessions"]
+    assert [session["from_step"] for session in sessions] == [0, 4]
+    assert curve(run) == pytest.approx(unbroken, abs=1e-4)
+    assert checkpoints(run)[-1].step == 6
+
+
+@pytest.fixture
+def saving(recipe: RunConfig, tmp_path: Path) -> Iterator[tuple[Path, Path, list[Rank]]]:
+    """Two ranks that have done step 5 while step 4 is being saved: the run, the gate that ends this, the ranks."""
+    run, gate = tmp_path / "run", tmp_path / "gate"
+    held = {"changes": ["parallel.shard=2"], "holds": ["step-4", str(gate)]}
+    ranks = start(2, "tests.distributed.train_run", spec(tmp_path / "asked", recipe, out=str(run), **held))
+    until = time.monotonic() + 40
+    try:
+        while not ((run / "metrics.jsonl").exists() and 5 in curve(run)):
+            assert time.monotonic() < until, [rank.said() for rank in ranks]
+            time.sleep(0.05)
+        yield run, gate, ranks
+    finally:
+        for rank in ranks:
+            rank.process.kill()
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(saving: Any) -> None:
+    """It gets its name when it is whole: not before all have written, and in the end."""
+    run, gate, ranks = saving
+    assert [found.step for found in checkpoints(run)] == [2]
+    assert list(run.glob("checkpoints/*step-4/state.json"))
+    gate.touch()
+    for rank in ranks:
+        rank.wait(time.monotonic() + 60)
+    assert [found.step for found in checkpoints(run)][-2:] == [4, 6]
+
+
+def test_a_death_during_a_save_leaves_the_checkpoint_before_it(
+    saving: Any, recipe: RunConfig, unbroken: dict[int, float]
+) -> None:
+    run, _, ranks = saving
+    for rank in ranks:
+        rank.process.kill()
+        rank.process.join()
+    assert [found.step for found in checkpoints(run)] == [2]
+    residua.load(run)
+    train(recipe, run, resume=True)
+    assert json.loads((run / "environment.json").read_text())["sessions"][-1]["from_step"] == 2
+    assert curve(run) == pytest.approx(unbroken, abs=1e-4)
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-4", "step-6"]
+
+
+def test_what_the_leader_refuses_it_alone_says_and_the_others_outlast_it(recipe: RunConfig, tmp_path: Path) -> None:
+    """A rank that ended before it would have torchrun end rank 0 without a word."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/mine.txt").touch()
+    changes = ["parallel.data=2"]
+    asked = spec(tmp_path / "asked", recipe, out=str(tmp_path / "run"), changes=changes, hesitates=1.5)
+    leader, other = start(2, "tests.distributed.train_run", asked)
+    ended = connection.wait([leader.process.sentinel, other.process.sentinel], timeout=60)
+    assert ended == [leader.process.sentinel]
+    until = time.monotonic() + 30
+    assert leader.wait(until).startswith("residua: ") and leader.said().count("residua: ") == 1
+    assert "residua: " not in other.wait(until)
+    assert [leader.process.exitcode, other.process.exitcode] == [2, 2]
+
+
+def test_a_rank_that_hangs_is_named_and_ends_the_others_in_bounded_time(recipe: RunConfig, tmp_path: Path) -> None:
+    """A stopped process keeps its connections open: nothing fails, only the beat is missing."""
+    dies = {"rank": 1, "after": 3, "by": "SIGSTOP"}
+    changes = ["parallel.data=2", "parallel.patience=5"]
+    asked = spec(tmp_path / "asked", recipe, out=str(tmp_path / "run"), changes=changes, dies=dies, beat=0.25)
+    survivor, stopped = start(2, "tests.distributed.train_run", asked)
+    try:
+        said = survivor.wait(time.monotonic() + 90)
+    finally:
+        stopped.process.kill()
+    assert survivor.process.exitcode == 1, said
+    assert re.search(r"residua: rank 1 \(.*\) failed: it was silent for 5 seconds", said), said
+    assert f"`torchrun --nproc-per-node 2 -m residua.cli.main train --resume --out {tmp_path / 'run'}` by hand" in said
+    assert checkpoints(tmp_path / "run")[-1].step == 2

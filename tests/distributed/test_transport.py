@@ -1,0 +1,105 @@
+"""What travels between stages, what a rank keeps, and for how long."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from residua.distributed.pipeline.transport import Shelf, cached_blocks, hold, naive_blocks, plan_routes
+
+GRID = [(2, 1), (2, 2), (3, 2), (4, 1), (4, 3)]
+
+
+def blocks_of(ranks: int, stages_per_rank: int, per_stage: int) -> list[list[str]]:
+    """The finished blocks behind each stage but the last."""
+    stages = ranks * stages_per_rank
+    return [[f"source.{i}" for i in range(per_stage * (stage + 1))] for stage in range(stages - 1)]
+
+
+@pytest.mark.parametrize(("ranks", "each"), GRID)
+def test_naive_transport_sends_what_its_formula_says(ranks: int, each: int) -> None:
+    routes = plan_routes(blocks_of(ranks, each, 3), ranks, "naive")
+    assert sum(len(route.sends) for route in routes) == naive_blocks(ranks, each, 3)
+    assert not any(route.borrows or route.lends for route in routes)
+
+
+@pytest.mark.parametrize(("ranks", "each"), GRID)
+def test_cached_transport_sends_each_block_once_to_each_rank(ranks: int, each: int) -> None:
+    """P(P−1)/2·N_p + (V−1)P(P−1)·N_p: the paper's count, less what a rank made itself."""
+    routes = plan_routes(blocks_of(ranks, each, 3), ranks, "cached")
+    sent = sum(len(route.sends) for route in routes)
+    assert sent == (ranks * (ranks - 1) / 2 + (each - 1) * ranks * (ranks - 1)) * 3
+    assert sent <= cached_blocks(ranks, each, 3)
+    assert sent < naive_blocks(ranks, each, 3) or each == 1
+    for rank in range(ranks):
+        received = [name for route in routes[rank::ranks] for name in route.receives]
+        assert len(received) == len(set(received))
+
+
+@pytest.mark.parametrize("transport", ["cached", "naive"])
+def test_every_stage_has_all_that_crosses_to_it(transport: str) -> None:
+    cuts = blocks_of(3, 3, 2)
+    routes = plan_routes(cuts, 3, transport)
+    for names, route in zip(cuts, routes[1:], strict=True):
+        assert sorted((*route.receives, *route.borrows)) == sorted(names)
+
+
+def test_what_is_lent_is_borrowed_that_often() -> None:
+    routes = plan_routes(blocks_of(2, 3, 1), 2, "cached")
+    for rank in range(2):
+        own = routes[rank::2]
+        lent = {name: readers for route in own for name, readers in route.lends.items()}
+        borrowed = [name for route in own for name in route.borrows]
+        assert lent == {name: borrowed.count(name) for name in set(borrowed)}
+
+
+def test_a_kept_tensor_is_no_copy_and_goes_with_its_last_reader() -> None:
+    shelf, x = Shelf(), torch.randn(4, requires_grad=True)
+    lent = shelf.lend(0, "a", x * 1.0, readers=2)
+    first, second = shelf.borrow(0, "a"), shelf.borrow(0, "a")
+    assert first.data_ptr() == second.data_ptr() == lent.data_ptr()
+    assert not shelf.boxes
+
+
+def test_gradients_of_later_readers_reach_the_first() -> None:
+    """y = 2x on the first stage; the later stages of the rank compute 3y and 5y, the next rank 7y."""
+    shelf, x = Shelf(), torch.ones(3, requires_grad=True)
+    lent = shelf.lend(1, "y", 2 * x, readers=2)
+    for factor in (3.0, 5.0):
+        (factor * shelf.borrow(1, "y")).sum().backward()
+    (7 * lent).sum().backward()
+    assert torch.equal(x.grad, torch.full((3,), 2.0 * (3 + 5 + 7)))  # type: ignore[arg-type]
+
+
+def test_without_gradients_a_shelf_still_empties() -> None:
+    shelf = Shelf()
+    with torch.no_grad():
+        shelf.lend(0, "a", torch.ones(2), readers=1)
+        assert not shelf.borrow(0, "a").requires_grad
+    assert not shelf.boxes
+
+
+def test_a_held_tensor_gets_a_gradient_without_being_read() -> None:
+    x, idle = torch.ones(2, requires_grad=True), torch.ones(3, requires_grad=True)
+    hold(x * 2, [idle]).sum().backward()
+    assert torch.equal(idle.grad, torch.zeros(3))  # type: ignore[arg-type]
+
+
+@pytest.mark.slow  # torch.distributed.pipelining takes seconds to import
+def test_stages_are_whole_layers_as_equal_as_can_be() -> None:
+    from residua.distributed.pipeline.stage import slice_layers
+
+    slices = slice_layers(7, 3)
+    assert [len(sublayers) for sublayers in slices] == [6, 4, 4]
+    assert [k for sublayers in slices for k in sublayers] == list(range(14))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("rows", "shards"), [(8, 2), (7, 2), (3, 4), (5, 3)])
+def test_rows_are_cut_as_fully_shard_cuts_them(rows: int, shards: int) -> None:
+    from residua.distributed.optimizer import rows_of
+
+    parts = torch.arange(rows).chunk(shards)
+    for shard in range(shards):
+        first, behind = rows_of(rows, shards, shard)
+        assert list(range(first, behind)) == (parts[shard].tolist() if shard < len(parts) else [])

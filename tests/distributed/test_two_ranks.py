@@ -1,0 +1,173 @@
+"""Two ranks train what one process trains: losses, gradients and weights, however the model is divided."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from residua.distributed.pipeline.transport import cached_blocks, naive_blocks
+from tests.distributed.cases import ACCUMULATE, LENGTH, MICRO_BATCH, MODELS, STEPS
+from tests.distributed.compare import assert_same_training
+from tests.distributed.launch import launch
+
+pytestmark = pytest.mark.slow
+
+INTERLEAVED = {"pipeline": 2, "schedule": "interleaved", "stages_per_rank": 2}
+WAYS: dict[str, dict[str, Any]] = {
+    "ddp": {"data": 2},
+    "fsdp": {"shard": 2},
+    "1f1b": {"pipeline": 2},
+    "interleaved": INTERLEAVED,
+}
+EXTRA: dict[str, tuple[str, dict[str, Any]]] = {
+    "fsdp-model": ("full", {"shard": 2, "unit": "model"}),
+    "two-layer-units": ("exo-block", {"shard": 2, "smallest_unit": 3000}),
+    "scalars": ("hyper", {"shard": 2}),
+    "gpipe": ("block", {"pipeline": 2, "schedule": "gpipe"}),
+    "naive": ("full", {**INTERLEAVED, "transport": "naive"}),
+    "dense": ("dense", INTERLEAVED),
+    "nures": ("nures", INTERLEAVED),
+    "exo-sent": ("exoformer", {**INTERLEAVED, "anchors": "send"}),
+    "exo-in-sources": ("exo-block", INTERLEAVED),
+    "recomputed-stages": ("block", {"pipeline": 2, "recompute": "sublayers"}),
+    "ddp-in-turns": ("additive", {"data": 2, "turn": 1}),
+    "fsdp-in-turns": ("additive", {"shard": 2, "turn": 1}),
+    "experts": ("moe", {"data": 2}),
+    "sharded-experts": ("moe", {"shard": 2}),
+}
+
+
+@pytest.fixture(scope="module")
+def traces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Tensor]]:
+    """Everything that two ranks did, all cases in one start."""
+    out = tmp_path_factory.mktemp("traces")
+    cases = [(f"{model}-{way}", model, parallel) for model in MODELS for way, parallel in WAYS.items()]
+    cases = [case for case in cases if case[1] in CORE]
+    cases += [(name, model, parallel) for name, (model, parallel) in EXTRA.items()]
+    cases += [("rounded", "mgr", {"shard": 2, "unit": "model", "precision": "bfloat16"})]
+    cases += [("compiled-stages", "full", {"pipeline": 2, "layers": 2, "compile": "on"})]
+    cases += [("rounded-stages", "full", {**INTERLEAVED, "precision": "bfloat16"})]
+    launch(2, "tests.distributed.worker", out, cases, again=True)
+    return {name: load_file(out / f"{name}.safetensors") for name, _, _ in cases}
+
+
+CORE = ("additive", "full", "block", "mgr", "mhc", "exoformer")
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, dict[str, Tensor]]:
+    from tests.distributed.worker import single
+
+    return {model: single(model) for model in MODELS}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("model", CORE)
+def test_two_ranks_train_as_one(traces: Any, alone: Any, model: str, way: str) -> None:
+    assert_same_training(traces[f"{model}-{way}"], alone[model])
+
+
+@pytest.mark.parametrize("name", EXTRA)
+def test_other_divisions_train_as_one(traces: Any, alone: Any, name: str) -> None:
+    assert_same_training(traces[name], alone[EXTRA[name][0]])
+
+
+def test_working_copies_of_a_gathered_model_give_the_gradients_of_one_process(traces: Any) -> None:
+    """The first step's: in bfloat16 weights that differ in the last bits are rounded apart afterwards."""
+    from tests.distributed.worker import single
+
+    first = {key: value for key, value in single("mgr", precision="bfloat16").items() if key.startswith("0/")}
+    assert_same_training({key: traces["rounded"][key] for key in first}, first)
+
+
+def test_compiled_stages_train_as_one(traces: Any) -> None:
+    """Each of the two is a graph with gradients and one without."""
+    from tests.distributed.worker import single
+
+    assert_same_training(traces["compiled-stages"], single("full", layers=2))
+    assert (traces["compiled-stages"]["graphs"], traces["full-1f1b"]["graphs"]) == (4, 0)
+
+
+def test_stages_recompute_every_sublayer(traces: Any) -> None:
+    """In each micro-batch of two steps and of a validation; that they train as one process is tested above."""
+    passes = (STEPS + 1) * ACCUMULATE
+    assert (traces["recomputed-stages"]["checkpointed"], traces["block-1f1b"]["checkpointed"]) == (8 * passes, 0)
+
+
+def test_stages_in_bfloat16_compute_the_gradients_of_one_process(traces: Any) -> None:
+    """But for rounding, which adds up over depth to 2 % of the smallest of them; half as many bytes travel."""
+    from tests.distributed.worker import single
+
+    first = {key: value for key, value in single("full", precision="bfloat16").items() if key.startswith("0/")}
+    for name, expected in first.items():
+        error = (traces["rounded-stages"][name].double() - expected.double()).norm()
+        assert error <= 0.03 * expected.double().norm(), name
+    for way in ("bytes/forward", "bytes/backward"):
+        assert traces["rounded-stages"][way] * 2 == traces["full-interleaved"][way]
+
+
+def test_cached_blocks_travel_as_often_as_the_formula_says(traces: Any) -> None:
+    """Full, 8 sublayers, P = V = 2: N_p = 2 blocks per stage, and the embedding once to the other rank."""
+    block = MICRO_BATCH * LENGTH * 16 * 4 * ACCUMULATE
+    sent, naive = traces["full-interleaved"], traces["naive"]
+    for way in ("forward", "backward"):
+        kept = (2 * 1 / 2 + (2 - 1) * 2 * (2 - 1)) * 2
+        assert sent[f"bytes/{way}"] == (kept + 1) * block
+        assert sent[f"bytes/{way}"] <= (cached_blocks(2, 2, 2) + 1) * block
+        assert naive[f"bytes/{way}"] == (naive_blocks(2, 2, 2) + 3) * block
+        assert sent[f"bytes/{way}"] < naive[f"bytes/{way}"]
+
+
+def test_a_run_says_what_it_sent_beside_the_formulas(traces: Any) -> None:
+    """A block is 3 KiB in a step: 7 are sent, 15 at every hop, 12 and 10 by the formulas, without the embedding."""
+    said = {name: bytes(traces[name]["notice"].tolist()).decode() for name in ("full-interleaved", "additive-1f1b")}
+    assert said == {
+        "full-interleaved": "pipeline sent 0.0205 MiB forward and 0.0205 MiB backward in a step; every tensor at every "
+        "hop would be 0.0439 MiB; the formulas of arXiv 2603.15031, for blocks without the embedding: naive 0.0352 "
+        "MiB, cached 0.0293 MiB.",
+        "additive-1f1b": "pipeline sent 0.00293 MiB forward and 0.00293 MiB backward in a step; every tensor at every "
+        "hop would be 0.00293 MiB.",
+    }
+
+
+def test_what_was_kept_and_received_is_let_go(traces: Any) -> None:
+    """After two steps and a validation."""
+    left = {name: int(trace["kept"]) for name, trace in traces.items() if "kept" in trace}
+    assert len(left) > 2 * len(CORE)
+    assert left == dict.fromkeys(left, 0)
+
+
+def test_an_anchor_that_is_made_again_is_not_sent(traces: Any) -> None:
+    """ExoFormer sends its embedding once per rank instead of four anchors; where it is a source anyway, nothing."""
+    block = MICRO_BATCH * LENGTH * 16 * 4 * ACCUMULATE
+    assert traces["exoformer-interleaved"]["bytes/forward"] == (3 + 1) * block
+    assert traces["exo-sent"]["bytes/forward"] == (3 + 4) * block
+    assert traces["exo-in-sources"]["bytes/forward"] == traces["block-interleaved"]["bytes/forward"]
+
+
+def test_a_pipeline_of_one_stage_per_rank_sends_every_block_onward(traces: Any) -> None:
+    block = MICRO_BATCH * LENGTH * 16 * 4 * ACCUMULATE
+    assert traces["full-1f1b"]["bytes/forward"] == (cached_blocks(2, 1, 4) + 1) * block
+
+
+def test_muon_gives_the_update_of_one_process(traces: Any, alone: Any) -> None:
+    """The first update starts from gradients that differ in the last bits only."""
+    for way in ("ddp", "fsdp"):
+        weights = {k: v for k, v in traces[f"additive-{way}"].items() if k.startswith("weight/sublayers")}
+        for name, weight in weights.items():
+            torch.testing.assert_close(weight, alone["additive"][name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("name", "turns"), [("ddp", 1), ("fsdp", 1), ("ddp-in-turns", 8), ("fsdp-in-turns", 8)])
+def test_each_matrix_is_orthogonalised_once(traces: Any, name: str, turns: int) -> None:
+    """By one of the ranks: all at once, or two at a time while the next two are on their way to their owners."""
+    from tests.distributed.worker import orthogonalised, single
+
+    with orthogonalised() as matrices:
+        single("additive")
+    trace = traces[name if name in traces else f"additive-{name}"]
+    assert (trace["matrices"], trace["turns"]) == (sum(matrices), turns * STEPS)

@@ -1,0 +1,147 @@
+"""What a rank does in the tests of equality: trains each case and leaves rank 0 with everything there is to compare."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor
+from torch._dynamo.utils import counters
+from torch.distributed.tensor import DTensor
+
+import residua
+import residua.train.optimizer
+import residua.train.step
+from residua.distributed import optimizer
+from residua.distributed import units as layers
+from residua.distributed.mesh import Mesh, Processes
+from residua.distributed.pipeline import stage
+from residua.distributed.pipeline.step import PipelinedStep
+from residua.distributed.step import build_ranked_step
+from residua.train.step import Step
+from tests.distributed.cases import ACCUMULATE, STEPS, batches, perturb, run_config
+
+
+def trace(step: Step, rank: int, ranks: int) -> dict[str, Tensor]:
+    """Losses, clipped gradients and weights of the first steps, the validation loss after them."""
+    seen: dict[str, Tensor] = {}
+    update = step.optimizer.step
+
+    def record() -> None:
+        for group in step.optimizer.param_groups:
+            for name, parameter in zip(group["names"], group["params"], strict=True):
+                if parameter.grad is not None:
+                    seen[f"{number}/gradient/{name}"] = whole(parameter.grad)
+        update()
+
+    step.optimizer.step = record  # type: ignore[method-assign, assignment]
+    for number in range(STEPS):
+        step(batches(number)[rank::ranks])
+        seen[f"{number}/totals"] = torch.tensor(step.totals())
+        step.set_totals([0.0] * 4)
+    validation = batches(99)[: ACCUMULATE - 1]
+    loss, targets = step.evaluate(validation)
+    seen["validation"] = torch.tensor([loss, float(targets)])
+    for group in step.optimizer.param_groups:
+        for name, parameter in zip(group["names"], group["params"], strict=True):
+            seen[f"weight/{name}"] = whole(parameter)
+    return seen
+
+
+def whole(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+
+
+def single(model: str, **train: Any) -> dict[str, Tensor]:
+    """The same on one process, without any of the parallel code."""
+    from residua.train.step import build_step
+
+    config = run_config(model, **train)
+    return trace(build_step(make(config), config.train, torch.device("cpu")), 0, 1)
+
+
+def make(config: Any) -> Any:
+    torch.manual_seed(0)
+    model = residua.build(config.model)
+    perturb(model)
+    return model
+
+
+@contextmanager
+def counting(module: Any, name: str, size: Callable[[Any], int]) -> Iterator[list[int]]:
+    """The calls of a module's function, by the size of what they were given."""
+    function, seen = getattr(module, name), []
+
+    def count(first: Any, *rest: Any, **settings: Any) -> Any:
+        seen.append(size(first))
+        return function(first, *rest, **settings)
+
+    setattr(module, name, count)
+    yield seen
+    setattr(module, name, function)
+
+
+def orthogonalised() -> AbstractContextManager[list[int]]:
+    """Matrices that this process orthogonalises, in batches."""
+    return counting(residua.train.optimizer, "_orthogonal", len)
+
+
+def ranked(model: str, parallel: dict[str, Any]) -> dict[str, Tensor]:
+    """A case: the keys of `[parallel]`, and of what is said here a few that belong elsewhere."""
+    way = parallel.pop("way", None)
+    layers.SMALLEST_UNIT = parallel.pop("smallest_unit", 1)
+    optimizer.TURN = parallel.pop("turn", 1 << 24)
+    recipe = {key: parallel.pop(key) for key in ("layers", "precision", "recompute", "compile") if key in parallel}
+    config = run_config(model, parallel, **recipe)
+    mesh = Mesh(config.parallel, torch.device("cpu"))
+    counters["stats"].clear()
+    with (
+        orthogonalised() as matrices,
+        counting(optimizer, "_Turn", lambda _: 1) as turns,
+        counting(residua.train.step, "checkpoint", lambda _: 1) as checkpointed,
+    ):
+        step = build_ranked_step(make(config), config, mesh, way)
+        seen = trace(step, mesh.batch_rank, config.parallel.batch_ranks)
+    gathered: list[Any] = [None] * mesh.size
+    dist.all_gather_object(gathered, seen)
+    together = {key: value for rank in reversed(gathered) for key, value in rank.items()}
+    together["turns"] = torch.tensor(len(turns))
+    counts = {
+        "matrices": sum(matrices),
+        "checkpointed": len(checkpointed),
+        "graphs": counters["stats"]["unique_graphs"],
+    }
+    together |= {key: mesh.over_all(torch.tensor(count)) for key, count in counts.items()}
+    return together | (of_pipeline(step) if isinstance(step, PipelinedStep) else {})
+
+
+def of_pipeline(step: PipelinedStep) -> dict[str, Tensor]:
+    """What was sent, what is said of it, and how many tensors that were received or kept are still there."""
+    kept = len(step.modules[0].shelf.boxes)
+    chunks = [way for one in step.stages for way in (one.args_recv_info, one.grad_recv_info)]
+    buffers = [getattr(info, "buffer", None) for way in chunks for infos in way.values() for info in infos]
+    kept += sum(buffer is not None and not buffer.is_meta for buffer in buffers)
+    sent = {f"bytes/{way}": torch.tensor(size) for way, size in step.traffic().items()}
+    notice = torch.tensor(list(step.notice().encode()), dtype=torch.uint8)
+    return {**sent, "notice": notice, "kept": step.mesh.over_all(torch.tensor(kept))}
+
+
+def compile_eagerly(function: Any) -> Any:
+    return torch.compile(function, dynamic=False, backend="aot_eager")
+
+
+def main(out: Path, cases: list[tuple[str, str, dict[str, Any]]]) -> None:
+    torch.set_num_threads(1)
+    stage.compile_rewritten = compile_eagerly
+    processes = Processes.start(torch.device("cpu"), patience=60)
+    for name, model, parallel in cases:
+        seen = ranked(model, dict(parallel))
+        if dist.get_rank() == 0:
+            save_file({key: value.contiguous() for key, value in seen.items()}, out / f"{name}.safetensors")
+    processes.stop()

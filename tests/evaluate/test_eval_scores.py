@@ -1,0 +1,285 @@
+"""Likelihoods, tasks, perplexity, and lm-evaluation-harness, against direct computations."""
+
+from __future__ import annotations
+
+import json
+import lzma
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import residua
+from residua.data import Dataset, open_corpus, prepare
+from residua.data.tokenizer import Tokenizer
+from residua.evaluate.accuracy import Accuracy, TaskScore, group_means, score_task
+from residua.evaluate.perplexity import score_text
+from residua.evaluate.score import Pair, Scorer, windows
+from residua.evaluate.tasks import EXOFORMER, open_tasks, read_task
+from residua.generate.generator import Generator, Request
+from residua.model.decoder import Decoder
+from tests.model.small import small
+
+pytestmark = pytest.mark.slow
+
+TOKENIZER = Tokenizer.bytes()
+WORDS = ["the", "a", "cat", "dog", "sat", "ran", "on", "under", "mat", "hat", "red", "blue", "slowly", "fast"]
+
+
+def model(context: int = 160, **tables: Any) -> Decoder:
+    torch.manual_seed(3)
+    return residua.build(small(vocab_size=257, context=context, **tables)).eval()
+
+
+def phrase(generator: np.random.Generator, words: int) -> str:
+    return " ".join(generator.choice(WORDS, words))
+
+
+def record(task: str, split: str, number: int, generator: np.random.Generator) -> dict[str, Any]:
+    """A question in the schema of the task, with nonsense in it."""
+    choices = [phrase(generator, int(generator.integers(1, 4))) for _ in range(4)]
+    made: dict[str, Any] = {"task": task, "id": f"{split}-{number}", "split": split, "choices": choices}
+    if task == "hellaswag":
+        context = {"context": f"{phrase(generator, 2)} [title] he", "ctx_a": phrase(generator, 2), "ctx_b": "he"}
+        made |= context | {"activity_label": "Running", "choices": [f"{c} [step] on." for c in choices]}
+    elif task == "winogrande":
+        made |= {"context": f"{phrase(generator, 2)} _ {phrase(generator, 2)}.", "choices": choices[:2]}
+    else:
+        made["question"] = f"{phrase(generator, 3)}?"
+    return made | {"answer": int(generator.integers(len(made["choices"])))}
+
+
+def write_task(folder: Path, task: str, questions: int = 12, shots: int = 5, packed: bool = False) -> Path:
+    generator = np.random.default_rng(sum(map(ord, task)))
+    splits = ["validation"] * questions + ["train"] * shots
+    lines = "".join(json.dumps(record(task, split, i, generator)) + "\n" for i, split in enumerate(splits))
+    path = folder / f"{task}.jsonl{'.xz' if packed else ''}"
+    path.write_bytes(lzma.compress(lines.encode()) if packed else lines.encode())
+    return path
+
+
+@torch.no_grad()
+def log_likelihood(built: Decoder, context: list[int], continuation: list[int]) -> tuple[float, bool]:
+    """One continuation, directly."""
+    tokens = [*context, *continuation]
+    logits: Tensor = built(torch.tensor([tokens[:-1]]))[0, -len(continuation) :].double()
+    targets = torch.tensor(continuation)
+    chosen = logits.log_softmax(-1).gather(-1, targets[:, None])
+    return float(chosen.sum()), bool((logits.argmax(-1) == targets).all())
+
+
+@pytest.mark.parametrize("batch_tokens", [1, 64, 4096])
+def test_likelihoods_do_not_depend_on_what_else_is_scored(batch_tokens: int) -> None:
+    built = model(attention={"kind": "gated_deltanet", "key_heads": 1, "value_heads": 2, "head_dim": 8})
+    pairs = [
+        Pair(list(range(1, 1 + n)), list(range(40, 40 + m))) for n, m in ((3, 2), (17, 1), (1, 9), (8, 8), (17, 3))
+    ]
+    scores = Scorer(built, TOKENIZER, batch_tokens).score(pairs)
+    for pair, score in zip(pairs, scores, strict=True):
+        log, greedy = log_likelihood(built, *pair)
+        assert score.log == pytest.approx(log, abs=1e-4)
+        assert score.greedy == greedy
+
+
+def test_greedy_is_what_the_model_would_have_written() -> None:
+    built = model()
+    prompt = TOKENIZER.encode("a cat")
+    written = Generator(built, TOKENIZER)([prompt], Request(4))[0][0].tokens
+    likely, unlikely = Scorer(built, TOKENIZER).score([Pair(prompt, written), Pair(prompt, [*written[:-1], 0])])
+    assert (likely.greedy, unlikely.greedy) == (True, False)
+
+
+def test_a_long_pair_loses_the_beginning_of_its_context() -> None:
+    built = model(context=8)
+    context, continuation = list(range(30)), [7, 9, 11]
+    (score,) = Scorer(built, TOKENIZER).score([Pair(context, continuation)])
+    assert score.log == pytest.approx(log_likelihood(built, context[-6:], continuation)[0], abs=1e-4)
+
+
+def test_spaces_belong_to_the_continuation_and_an_empty_context_is_the_end_of_text() -> None:
+    scorer = Scorer(model(), TOKENIZER)
+    assert scorer.pair("ab ", "c") == scorer.pair("ab", " c") == Pair(TOKENIZER.encode("ab"), TOKENIZER.encode(" c"))
+    assert scorer.pair("", "c") == Pair([TOKENIZER.end_of_text], TOKENIZER.encode("c"))
+
+
+@pytest.mark.parametrize("length", [1, 4, 5, 8, 11])
+def test_windows_score_every_token_once_with_the_longest_context_that_fits(length: int) -> None:
+    pairs = windows(list(range(length)), 99, 4)
+    assert [token for pair in pairs for token in pair.continuation] == list(range(length))
+    assert all(len(pair.context) >= 1 and len(pair.context) + len(pair.continuation) - 1 <= 4 for pair in pairs)
+    last = pairs[-1]
+    assert len(last.context) + len(last.continuation) - 1 == min(4, length)
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    folder = tmp_path_factory.mktemp("text")
+    generator = np.random.default_rng(0)
+    texts = [f"{phrase(generator, 3)} ümlaut" for _ in range(60)]
+    (folder / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+    return prepare(open_corpus([folder / "text.jsonl"], holdout=0.5), folder / "data", TOKENIZER, workers=1)
+
+
+@pytest.mark.parametrize("segments", [False, True])
+def test_perplexity_and_bits_per_byte_are_those_of_exactly_the_scored_tokens(dataset: Dataset, segments: bool) -> None:
+    built = model(context=16)
+    score = score_text(built, dataset, tokens=100, segments=segments, batch_tokens=32)
+    split = dataset.split("validation")
+    total, targets = 0.0, []
+    for start in range(0, 96, 16):
+        ids = torch.from_numpy(split.read(start, 17))
+        for t in range(16):
+            begin = 0
+            if segments:
+                ends = [i + 1 for i in range(t) if ids[i] == TOKENIZER.end_of_text]
+                begin = max(ends, default=0)
+                if ids[t] == TOKENIZER.end_of_text:
+                    continue
+            with torch.no_grad():
+                logits = built(ids[None, begin : t + 1])[0, -1].double()
+            total -= float(logits.log_softmax(-1)[ids[t + 1]])
+            targets.append(int(ids[t + 1]))
+    size = sum(t != TOKENIZER.end_of_text for t in targets)
+    assert (score.tokens, score.bytes, score.exact_bytes) == (len(targets), size, True)
+    assert score.loss == pytest.approx(total / len(targets), abs=1e-4)
+    assert score.perplexity == pytest.approx(math.exp(total / len(targets)), rel=1e-4)
+    assert score.bits_per_byte == pytest.approx(total / math.log(2) / size, rel=1e-4)
+
+
+def direct(built: Decoder, task: Any) -> tuple[list[bool], list[bool]]:
+    """Which questions are right, plainly and per character, one choice at a time."""
+    plain, normalised = [], []
+    for question in task.questions:
+        logs = []
+        for context, continuation in zip(question.contexts, question.continuations, strict=True):
+            whole, first = TOKENIZER.encode(context + continuation), TOKENIZER.encode(context)
+            logs.append(log_likelihood(built, first, whole[len(first) :])[0])
+        plain.append(int(np.argmax(logs)) == question.answer)
+        normalised.append(int(np.argmax(np.array(logs) / question.lengths)) == question.answer)
+    return plain, normalised
+
+
+@pytest.mark.parametrize("name", ["arc_easy", "hellaswag", "winogrande"])
+def test_a_task_scores_what_its_choices_score_one_by_one(name: str, tmp_path: Path) -> None:
+    built = model(context=600)
+    task = read_task(name, write_task(tmp_path, name, packed=name == "arc_easy"), shots=2)
+    score = score_task(Scorer(built, TOKENIZER), task)
+    plain, normalised = direct(built, task)
+    for right, accuracy in ((plain, score.acc), (normalised, score.acc_norm)):
+        assert accuracy.value == pytest.approx(np.mean(right))
+        assert accuracy.error == pytest.approx(np.std(right, ddof=1) / math.sqrt(len(right)))
+    assert score.metric == ("acc" if name == "winogrande" else "acc_norm")
+    assert score.chance == pytest.approx(0.5 if name == "winogrande" else 0.25)
+
+
+def test_prompts_are_worked_examples_and_then_the_question(tmp_path: Path) -> None:
+    path = tmp_path / "piqa.jsonl"
+    rows = [
+        {"split": "train", "question": "2 + 2?", "choices": ["3", "4"], "answer": 1},
+        {"split": "validation", "question": "1 + 1?", "choices": ["2", "5"], "answer": 0},
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (question,) = read_task("piqa", path, shots=1).questions
+    shown = "Question: 2 + 2?\nAnswer: 4\n\nQuestion: 1 + 1?\nAnswer:"
+    assert question.contexts == [shown, shown]
+    assert question.continuations == [" 2", " 5"]
+
+
+def test_a_blank_is_filled_and_the_rest_scored(tmp_path: Path) -> None:
+    path = tmp_path / "winogrande.jsonl"
+    path.write_text(json.dumps({"context": "The _ fell down.", "choices": ["cup", "cat"], "answer": 1}) + "\n")
+    (question,) = read_task("winogrande", path, shots=0).questions
+    assert question.contexts == ["The cup", "The cat"]
+    assert question.continuations == [" fell down."] * 2
+
+
+def test_a_random_model_scores_at_chance_within_its_error(tmp_path: Path) -> None:
+    path = write_task(tmp_path, "arc_easy", questions=300, shots=0)
+    score = score_task(Scorer(model(), TOKENIZER), read_task("arc_easy", path, shots=0))
+    for accuracy in (score.acc, score.acc_norm):
+        assert abs(accuracy.value - score.chance) < 3 * accuracy.error
+        assert accuracy.error == pytest.approx(math.sqrt(0.25 * 0.75 / 300), rel=0.15)
+
+
+def test_exoformer_is_six_tasks_and_their_mean(tmp_path: Path) -> None:
+    for name in EXOFORMER:
+        write_task(tmp_path, name, questions=3)
+    tasks = open_tasks(tmp_path, ["exoformer"], shots=5, split=None, limit=2)
+    assert [task.name for task in tasks] == list(EXOFORMER)
+    assert all(len(task.questions) == 2 and task.shots == 5 for task in tasks)
+    scores = [
+        TaskScore(name, "test", 5, 100, Accuracy(0.4, 0.03), Accuracy(0.1 * i, 0.02), metric, 0.25)
+        for i, (name, metric) in enumerate(zip(EXOFORMER, ["acc_norm"] * 5 + ["acc"], strict=True))
+    ]
+    mean = group_means({score.task: score.reported for score in scores}, ["exoformer"])["exoformer"]
+    assert mean.value == pytest.approx((0.0 + 0.1 + 0.2 + 0.3 + 0.4 + 0.4) / 6)
+    assert mean.error == pytest.approx(math.sqrt(5 * 0.02**2 + 0.03**2) / 6)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "holds no questions."),
+        ("{", "cannot be read as JSON Lines"),
+        ("[1]", "line 1: expected an object, found list."),
+        ('{"choices": ["a"], "answer": 1}', "line 1: answer is 1, expected the index of one of 1 choices."),
+        ('{"choices": ["a", ""], "answer": 0}', "line 1: choices must be a list of texts, none of them empty."),
+        ('{"choices": ["a"], "answer": 0, "split": "train"}', "has no test or validation split, only train."),
+        (
+            '{"choices": ["a"], "answer": 0}',
+            "has 0 worked examples in its train split and 1 were asked for: use --shots 0.",
+        ),
+    ],
+)
+def test_a_bad_task_file_is_refused_in_one_sentence(tmp_path: Path, content: str, message: str) -> None:
+    path = tmp_path / "arc_easy.jsonl"
+    path.write_text(content)
+    with pytest.raises(ValueError) as refused:
+        read_task("arc_easy", path, shots=1)
+    assert message in str(refused.value) and str(path) in str(refused.value) and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(("task", "lacking"), [("mine", "question"), ("openbookqa", "context")])
+def test_a_question_that_asks_nothing_is_refused(task: str, lacking: str, tmp_path: Path) -> None:
+    path = tmp_path / f"{task}.jsonl"
+    path.write_text('{"id": 7, "choices": ["a", "b"], "answer": 0}\n')
+    with pytest.raises(ValueError, match=f"question 7 has no {lacking}"):
+        read_task(task, path, shots=0)
+
+
+def test_a_single_question_has_no_standard_error() -> None:
+    assert Accuracy.of([True]) == Accuracy(1.0, None)
+    single = dict.fromkeys(EXOFORMER, Accuracy(1, None))
+    assert group_means(single, ["exoformer"])["exoformer"] == Accuracy(1.0, None)
+    assert list(group_means({"piqa": Accuracy(1.0, None)}, ["exoformer"])) == ["exoformer, 1 of 6 tasks"]
+
+
+def test_an_unknown_task_is_refused_with_a_hint(tmp_path: Path) -> None:
+    write_task(tmp_path, "arc_easy")
+    with pytest.raises(ValueError, match=r"holds no task arc_esay: did you mean arc_easy\?"):
+        open_tasks(tmp_path, ["arc_esay"], shots=0, split=None, limit=None)
+    with pytest.raises(ValueError, match="is not a folder"):
+        open_tasks(tmp_path / "nowhere", ["arc_easy"], shots=0, split=None, limit=None)
+
+
+def test_a_group_that_a_folder_lacks_is_not_listed_among_what_it_has(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"holds no task mine: it has no file such as piqa\.jsonl\.$"):
+        open_tasks(tmp_path, ["mine"], shots=0, split=None, limit=None)
+    write_task(tmp_path, "mine")
+    with pytest.raises(ValueError, match=r"holds no task arc_challenge, one of exoformer: it has mine\.$"):
+        open_tasks(tmp_path, ["exoformer"], shots=0, split=None, limit=None)
+    with pytest.raises(ValueError, match=r"holds no task exoforme: did you mean exoformer\?$"):
+        open_tasks(tmp_path, ["exoforme"], shots=0, split=None, limit=None)
+
+
+def test_too_few_worked_examples_name_the_shots_that_there_are(tmp_path: Path) -> None:
+    path = write_task(tmp_path, "mine", shots=1)
+    with pytest.raises(
+        ValueError, match=r"has 1 worked example in its train split and 5 were asked for: use --shots 1\."
+    ):
+        read_task("mine", path, shots=5)
+    assert read_task("mine", path, shots=1).shots == 1

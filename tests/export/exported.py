@@ -1,0 +1,43 @@
+"""Exports for tests: small models over the byte tokenizer, and what transformers makes of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import residua
+from residua.config.model import ModelConfig
+from residua.data.tokenizer import Tokenizer
+from residua.export.folder import write_folder
+from residua.model.decoder import Decoder
+
+VOCABULARY = 257
+
+
+def trained_like(config: ModelConfig) -> Decoder:
+    """A model none of whose parameters is at its start, where many say nothing: gates shut, queries and maps zero."""
+    model = residua.build(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model.eval()
+
+
+def bytes_config(config: ModelConfig) -> ModelConfig:
+    return ModelConfig(**config.model_dump() | {"vocab_size": VOCABULARY, "context": 64})
+
+
+def write(model: Decoder, folder: Path) -> Path:
+    write_folder(model, Tokenizer.bytes(), folder, check=False)
+    return folder
+
+
+def in_transformers(folder: Path, **settings: Any) -> nn.Module:
+    """The folder as transformers opens it, by the folder's own code unless told otherwise."""
+    from transformers import AutoModelForCausalLM
+
+    given = {"trust_remote_code": True, "implementation": "file"} | settings
+    return AutoModelForCausalLM.from_pretrained(folder, **given).eval()

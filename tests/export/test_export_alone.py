@@ -1,0 +1,114 @@
+"""An environment without Residua opens an exported folder and writes the same text."""
+
+import json
+import subprocess
+import sys
+import venv
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+import residua
+from residua.data.tokenizer import Tokenizer
+from tests.export.exported import bytes_config, trained_like, write
+from tests.model.small import small
+
+pytestmark = pytest.mark.slow
+pytest.importorskip("transformers")
+
+CONFIGS = {
+    "attnres": {
+        "topology": {"kind": "block_attnres", "sublayers_per_block": 2},
+        "anchors": {"kind": "exoformer", "pathways": ["q", "k", "v"]},
+        "norm": {"kind": "gatednorm", "rank": 4},
+    },
+    "mgr": {
+        "layers": 2,
+        "topology": {"kind": "multi_gate", "streams": 2},
+        "attention": {
+            "kind": "hybrid",
+            "softmax_every": 2,
+            "softmax": {"heads": 2},
+            "linear": {"kind": "gated_deltanet", "key_heads": 1, "value_heads": 2, "head_dim": 8},
+        },
+    },
+}
+WITHHELD = ("residua", "__editable__", "pydantic", "typer", "tomli_w")
+PROMPTS = ["The depth axis", "of"]
+
+SCRIPT = """
+import json, sys
+for name in ("residua", "pydantic", "typer", "tomli_w"):
+    try:
+        __import__(name)
+    except ImportError:
+        continue
+    sys.exit(f"{name} is installed here")
+sys.path.insert(0, "clones")  # beside a clone Python imports its folder, here clones/residua, as an empty module
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+torch.set_num_threads(1)
+written = {}
+for folder in sys.argv[1:]:
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
+    assert type(model.model.decoder).__module__.startswith("transformers_modules"), type(model.model.decoder)
+    inputs = tokenizer(PROMPTS, return_tensors="pt", padding=True)
+    ids = model.generate(**inputs, max_new_tokens=8, do_sample=False)
+    new = ids[:, inputs["input_ids"].shape[1]:]
+    written[folder] = [tokenizer.decode(row, skip_special_tokens=True) for row in new]
+    with torch.no_grad():
+        written[folder].append(model(torch.arange(9)[None]).logits[0, -1].tolist())
+print(json.dumps(written))
+"""
+
+
+@pytest.fixture(scope="module")
+def python_without_residua(tmp_path_factory) -> Path:
+    """A fresh interpreter that finds all that is installed here, but not Residua and what it alone needs."""
+    home = tmp_path_factory.mktemp("alone")
+    venv.create(home, symlinks=True)
+    (site,) = home.glob("lib/python*/site-packages")
+    spec = find_spec("transformers")
+    assert spec is not None and spec.origin is not None
+    for entry in Path(spec.origin).parents[1].iterdir():
+        if not entry.name.startswith(WITHHELD) and entry.suffix != ".pth":
+            (site / entry.name).symlink_to(entry)
+    return home / "bin" / "python"
+
+
+def test_without_residua_the_same_text_is_written(python_without_residua, tmp_path):
+    models = {name: trained_like(bytes_config(small(**tables))) for name, tables in CONFIGS.items()}
+    folders = {name: write(model, tmp_path / name) for name, model in models.items()}
+    (tmp_path / "clones" / "residua").mkdir(parents=True)
+    (tmp_path / "script.py").write_text(f"PROMPTS = {PROMPTS}\n{SCRIPT}")
+    command = [python_without_residua, "-I", tmp_path / "script.py", *folders.values()]
+    environment = {"HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PATH": "/usr/bin"}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    for name, model in models.items():
+        *texts, logits = found[str(folders[name])]
+        assert texts == [continued(model, prompt) for prompt in PROMPTS]
+        torch.testing.assert_close(torch.tensor(logits), model(torch.arange(9)[None])[0, -1], rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+def continued(model: residua.Decoder, prompt: str, count: int = 8) -> str:
+    """The likeliest text after a prompt, computed by Residua, each token anew."""
+    tokenizer = Tokenizer.bytes()
+    tokens = torch.tensor([tokenizer.encode(prompt)])
+    start = tokens.shape[1]
+    for _ in range(count):
+        tokens = torch.cat([tokens, model(tokens)[:, -1:].argmax(-1)], 1)
+    new = tokens[0, start:].tolist()
+    ended = new.index(tokenizer.end_of_text) if tokenizer.end_of_text in new else len(new)
+    return tokenizer.decode(new[:ended])
+
+
+def test_this_interpreter_has_residua():
+    """The other test would say nothing if Residua could not be imported anywhere."""
+    assert find_spec("residua") is not None and sys.executable

@@ -1,0 +1,143 @@
+"""`residua export` at the command line, and what the other verbs make of its folder."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import residua as library
+from tests.trained import residua, train_run
+
+pytestmark = pytest.mark.slow
+BLOCK = {"kind": "block_attnres", "sublayers_per_block": 2}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train_run(tmp_path_factory.mktemp("export"), topology=BLOCK)
+
+
+@pytest.fixture(scope="module")
+def exported(run: Path) -> Path:
+    from residua.export import export
+
+    made = export(run, run.parent / "exported", "best")
+    assert made.difference is None or made.difference < 1e-5
+    return made.folder
+
+
+def test_the_folder_is_written_checked_and_named(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers")
+    out = tmp_path / "out"
+    assert residua(monkeypatch, "export", run, "--out", out, "--precision", "bfloat16") == 0
+    words = capsys.readouterr().out
+    assert re.search(r"[\d,]+ parameters in bfloat16, \d+ lines of modelling code", words)
+    assert re.search(r"Its own code was run: logits differ from the model's by \d\.\de-\d\d", words)
+    assert "residua generate" in words and "trust_remote_code=True" in words
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def test_generate_writes_the_same_from_the_run_and_from_the_export(
+    run: Path, exported: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = []
+    for folder in (run, exported):
+        assert residua(monkeypatch, "generate", folder, "--prompt", "depth is", "--tokens", 8, "--temperature", 0) == 0
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1]
+
+
+def test_diagnose_looks_into_an_export_as_into_its_run(run: Path, exported: Path, tmp_path: Path) -> None:
+    from residua.diagnose import diagnose
+
+    text = tmp_path / "text.txt"
+    text.write_text("depth is how far the layers of a model talk " * 20)
+    settings = {"text": text, "tokens": 64, "length": 16, "ablations": "none", "device": "cpu"}
+    first, second = (diagnose([f], tmp_path / f.name, **settings).models[0] for f in (run, exported))
+    assert second.loss == first.loss
+    assert (
+        second.depth_weights and second.depth_weights == first.depth_weights
+    )  # the routing, which only Residua's own taps show
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("nowhere", "--out", "{tmp}/out"), "nowhere is not a folder"),
+        (("{run}", "--out", "{run}"), "exists and is not an empty folder: choose another --out."),
+        (("{run}", "--out", "{tmp}/out", "--checkpoint", "first"), "--checkpoint first does not exist"),
+        (("{run}", "--out", "{tmp}/out", "--precision", "float8"), "precision float8 does not exist"),
+    ],
+)
+def test_mistakes_are_one_sentence_and_leave_nothing(
+    arguments: tuple[str, ...],
+    sentence: str,
+    run: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    before = sorted(run.rglob("*"))
+    given = [a.format(run=run, tmp=tmp_path) for a in arguments]
+    assert residua(monkeypatch, "export", *given) == 2
+    said = capsys.readouterr().err
+    assert sentence in said and said.count("\n") == 1
+    assert sorted(run.rglob("*")) == before and list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("damage", ["missing", "mis-shaped"])
+def test_a_checkpoint_that_does_not_fit_is_named_and_nothing_is_written(
+    damage: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    (path,) = copy.glob("checkpoints/*/model.safetensors")
+    tensors = load_file(path)
+    tensors["norm.weight"] = torch.ones(3)
+    if damage == "missing":
+        del tensors["norm.weight"]
+    save_file(tensors, path)
+    assert residua(monkeypatch, "export", copy, "--out", tmp_path / "out") == 2
+    said = capsys.readouterr().err
+    assert "'norm.weight'" in said and said.count("\n") == 1
+    assert [p.name for p in tmp_path.iterdir()] == ["run"]
+
+
+def test_code_that_differs_from_the_model_is_never_named(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("transformers")
+    from residua.export import export, folder
+
+    honest = folder.modeling_source
+    right, wrong = "relu(linear(x, w_in)).square()", "relu(linear(x, w_in))"
+
+    def changed(config: Any) -> str:
+        source = honest(config)
+        assert right in source
+        return source.replace(right, wrong)
+
+    monkeypatch.setattr(folder, "modeling_source", changed)
+    with pytest.raises(RuntimeError, match="differs from the model"):
+        export(run, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_page_runs_as_written(exported: Path, request: pytest.FixtureRequest) -> None:
+    pytest.importorskip("transformers")
+    request.getfixturevalue("copied_code")
+    page = (Path(__file__).parents[2] / "docs" / "export.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", page, re.S)
+    assert blocks
+    scope: dict = {}
+    for code in blocks:
+        exec(code.replace("exported/tiny", str(exported)), scope)
+    assert isinstance(scope["decoder"], library.Decoder)

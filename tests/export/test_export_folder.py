@@ -1,0 +1,160 @@
+"""An export is written whole or not at all, and read back exactly."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import residua
+from residua.data.tokenizer import Tokenizer
+from residua.export.folder import is_export, write_folder
+from tests.export.exported import bytes_config, trained_like, write
+from tests.model.small import small
+
+pytestmark = pytest.mark.slow
+
+FILES = {
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "configuration_residua.py",
+    "modeling_residua.py",
+}
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    return trained_like(bytes_config(small(layers=1, head={"kind": "untied"}, norm={"kind": "gatednorm", "rank": 2})))
+
+
+@pytest.fixture(scope="module")
+def written(model, tmp_path_factory) -> dict[str, bytes]:
+    folder = write(model, tmp_path_factory.mktemp("export") / "model")
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.fixture
+def folder(written, tmp_path) -> Path:
+    """A copy to do damage to."""
+    home = tmp_path / "model"
+    home.mkdir()
+    for name, content in written.items():
+        (home / name).write_bytes(content)
+    return home
+
+
+def change(folder: Path, tensors: dict) -> None:
+    path = folder / "model.safetensors"
+    saved = load_file(path) | tensors
+    save_file({name: t for name, t in saved.items() if t is not None}, path)
+
+
+def test_the_folder_holds_what_hugging_face_expects(written):
+    assert set(written) == FILES
+    config = json.loads(written["config.json"])
+    assert config["architectures"] == ["ResiduaForCausalLM"] and config["model_type"] == "residua"
+    assert (
+        config["hidden_size"] == 16 and config["num_hidden_layers"] == 1 and config["layer_types"] == ["full_attention"]
+    )
+
+
+def test_residua_reads_it_back_exactly(folder, model):
+    again = residua.load(folder)
+    assert again.config == model.config
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+    assert is_export(folder)
+
+
+def test_reading_back_runs_none_of_its_code(folder):
+    for name in ("modeling_residua.py", "configuration_residua.py"):
+        (folder / name).write_text("raise SystemExit('this ran')")
+    residua.load(folder)
+
+
+def test_a_folder_in_use_is_refused_and_left_alone(folder, model):
+    before = {p.name: p.read_bytes() for p in folder.iterdir()}
+    with pytest.raises(ValueError, match="exists and is not an empty folder: choose another --out"):
+        write(model, folder)
+    assert {p.name: p.read_bytes() for p in folder.iterdir()} == before
+    file = folder.parent / "file"
+    file.write_text("mine")
+    with pytest.raises(ValueError, match="not an empty folder"):
+        write(model, file)
+    assert file.read_text() == "mine"
+
+
+def test_the_current_folder_is_refused_though_it_is_empty(model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="is the folder you are in"):
+        write_folder(model, Tokenizer.bytes(), Path("."), check=False)
+
+
+def test_others_may_read_the_weights_as_they_may_the_configuration(model, tmp_path):
+    write_folder(model, Tokenizer.bytes(), tmp_path / "out", check=False)
+    modes = {path.name: path.stat().st_mode for path in (tmp_path / "out").iterdir()}
+    assert modes["model.safetensors"] == modes["config.json"]
+
+
+def test_an_empty_folder_is_used(model, tmp_path):
+    (tmp_path / "empty").mkdir()
+    assert {p.name for p in write(model, tmp_path / "empty").iterdir()} == FILES
+
+
+def test_what_fails_midway_leaves_nothing(model, tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr("residua.export.folder.save_file", full)
+    with pytest.raises(OSError, match="No space"):
+        write(model, tmp_path / "model")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("damage", "sentence"),
+    [
+        ({"model.decoder.norm.weight": None}, "lacks tensor 'model.decoder.norm.weight'"),
+        ({"lm_head.weight": None}, "lacks tensor 'lm_head.weight'"),
+        (
+            {"model.decoder.norm.weight": torch.ones(15)},
+            r"'model.decoder.norm.weight' with shape \[15\] where .* \[16\]",
+        ),
+        ({"model.decoder.extra": torch.ones(1)}, "holds tensor 'model.decoder.extra'"),
+    ],
+    ids=["missing", "missing head", "mis-shaped", "surplus"],
+)
+def test_tensors_that_do_not_fit_are_named_in_one_sentence(folder, damage, sentence):
+    change(folder, damage)
+    with pytest.raises(ValueError, match=sentence):
+        residua.load(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "sentence"),
+    [
+        ("config.json", "{", "config.json cannot be read"),
+        ("config.json", '{"model_type": "llama"}', "model of type 'llama'"),
+        ("config.json", '{"model_type": "residua", "residua": {"layers": 0}}', "layers = 0 is refused"),
+        ("model.safetensors", "nonsense", "model.safetensors cannot be read"),
+    ],
+)
+def test_files_that_make_no_sense_are_named_in_one_sentence(folder, name, content, sentence):
+    (folder / name).write_text(content)
+    with pytest.raises(ValueError, match=sentence) as caught:
+        residua.load(folder)
+    assert "\n" not in str(caught.value)
+
+
+def test_half_precision_halves_the_weights_and_is_read_back(model, tmp_path):
+    write_folder(model, Tokenizer.bytes(), tmp_path / "half", torch.bfloat16, check=False)
+    tensors = load_file(tmp_path / "half" / "model.safetensors")
+    assert {t.dtype for t in tensors.values()} == {torch.bfloat16}
+    again = residua.load(tmp_path / "half")
+    assert all(
+        torch.equal(a.bfloat16().float(), b) for a, b in zip(model.parameters(), again.parameters(), strict=True)
+    )

@@ -1,0 +1,123 @@
+"""`residua generate` at the command line."""
+
+from __future__ import annotations
+
+import io
+import re
+from pathlib import Path
+
+import pytest
+
+import residua as library
+from residua.generate.generator import Generator, Request
+from residua.generate.sample import Sampling
+from residua.storage.opening import open_model
+from tests.trained import residua, train_run
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train_run(tmp_path_factory.mktemp("generate"))
+
+
+def test_a_prompt_is_continued_as_a_stream_and_the_speed_is_told(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert residua(monkeypatch, "generate", run, "--prompt", "depth is", "--tokens", 9, "--temperature", 0) == 0
+    printed = capsys.readouterr()
+    text = Generator(*open_model(run))(["depth is"], Request(9))[0][0].text
+    assert printed.out == f"depth is{text}\n"
+    size = sum(p.numel() * 4 for p in library.load(run).parameters()) / 1e9
+    assert re.fullmatch(
+        r"\[9 tokens \(length\), [\d,.]+ tokens/s, [\d,.]+ GB/s of "
+        + re.escape(f"{size:.3g}")
+        + r" GB of weights; prompt: 8 tokens in [\d.]+ s\]\n",
+        printed.err,
+    )
+
+
+def test_the_documentation_works_as_written(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "generate.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.S)
+    exec(code.replace("runs/tiny", str(run)), {})
+    assert " length " in capsys.readouterr().out
+
+
+def test_prompts_of_a_file_go_in_one_batch(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "prompts.txt").write_text("depth is\n\nhow\n")
+    settings = ("--tokens", 6, "--top-k", 5, "--top-p", 0.9, "--seed", 4)
+    assert residua(monkeypatch, "generate", run, "--file", tmp_path / "prompts.txt", *settings) == 0
+    sampling = Sampling(0.8, 5, 0.9, 4)
+    done, _ = Generator(*open_model(run))(["depth is", "how"], Request(6, sampling))
+    expected = "".join(f"--- {p}\n{c.text}\n" for p, c in zip(["depth is", "how"], done, strict=True))
+    assert capsys.readouterr().out == re.sub(r"[^\x20-\x7e\n\t�]", "�", expected)
+
+
+def test_a_conversation_goes_on_until_an_empty_line(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("how far\nis it\n\n"))
+    assert residua(monkeypatch, "generate", run, "--chat", "--tokens", 4) == 0
+    assert capsys.readouterr().out.count("Model:") == 2
+
+
+def test_a_line_too_long_is_refused_and_the_conversation_goes_on(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{'x' * 40}\nis it\n\n"))
+    assert residua(monkeypatch, "generate", run, "--chat", "--tokens", 4) == 0
+    told = capsys.readouterr().err
+    assert told.count("the model's context is 32") == 1 and told.count("tokens/s") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ((), "say what to continue: --prompt TEXT, --file PROMPTS.txt or --chat, one of them."),
+        (("--prompt", ""), "the prompt is empty: give the model a text to continue."),
+        (
+            ("--prompt", "x" * 40),
+            "the prompt has 40 tokens and the model's context is 32: shorten it to 31 or fewer.",
+        ),
+        (("--prompt", "a", "--top-p", "2"), "top-p is 2.0: use a share above 0 and up to 1."),
+        (("--prompt", "a", "--seed", str(2**64)), f"seed is {2**64}: use a whole number from 0 to 2**63 - 1."),
+        (("--prompt", "a", "--prompt", ""), "the prompt is empty: give the model a text to continue."),
+        (("--prompt", "a", "--engine", "fast"), "engine fast does not exist: choose auto, eager, graph or compile."),
+        (("--prompt", "a", "--device", "tpu"), "device tpu does not exist: choose auto, cpu or cuda."),
+        (("--prompt", "a", "--checkpoint", "worst"), "--checkpoint worst does not exist: choose last or best."),
+        (
+            ("--file", "nofile.txt"),
+            "nofile.txt cannot be read (No such file or directory): --file is a text file with one prompt per line.",
+        ),
+        (("--prompt", "a", "--stop", ""), "a stop string is empty: it would stop before the first token."),
+    ],
+)
+def test_a_mistake_is_one_sentence(
+    run: Path,
+    arguments: tuple[str, ...],
+    sentence: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert residua(monkeypatch, "generate", run, *arguments) == 2
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err) == ("", f"residua: {sentence}\n")
+
+
+@pytest.mark.parametrize("broken", ["nowhere", "empty", "without tokenizer"])
+def test_a_folder_that_holds_no_model_is_refused(
+    broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "model"
+    if broken != "nowhere":
+        folder.mkdir()
+    if broken == "without tokenizer":
+        (folder / "config.toml").write_text("")
+    assert residua(monkeypatch, "generate", folder, "--prompt", "a") == 2
+    words = {"nowhere": "is not a folder", "empty": "holds no model", "without tokenizer": "has no tokenizer"}
+    message = capsys.readouterr().err
+    assert message.startswith(f"residua: {folder} {words[broken]}: ") and message.count("\n") == 1

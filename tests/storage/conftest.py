@@ -1,0 +1,4 @@
+"""The small run of tests/train."""
+
+from tests.train.conftest import config as config
+from tests.train.conftest import data as data

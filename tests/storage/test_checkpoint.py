@@ -1,0 +1,136 @@
+"""Which checkpoints stay, and loading a trained model from them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file, save_file
+
+import residua
+from residua.config.run import RunConfig
+from residua.storage.checkpoint import best, checkpoints, load_model, prune
+from residua.train.trainer import train
+
+QUIET = Console(quiet=True)
+
+
+@pytest.fixture
+def run(config: RunConfig, tmp_path: Path) -> Path:
+    train(config, tmp_path / "run", console=QUIET)
+    return tmp_path / "run"
+
+
+def fake(run: Path, losses: dict[int, float | None]) -> None:
+    for step, loss in losses.items():
+        folder = run / "checkpoints" / f"step-{step}"
+        folder.mkdir(parents=True)
+        (folder / "state.json").write_text(json.dumps({"step": step, "validation_loss": loss}))
+
+
+def test_the_last_few_and_the_best_are_kept(tmp_path: Path) -> None:
+    fake(tmp_path, {9: 3.0, 10: 1.0, 20: 2.0, 30: None, 100: 2.5})
+    prune(tmp_path, keep=2)
+    assert [c.step for c in checkpoints(tmp_path)] == [10, 30, 100]
+    winner = best(checkpoints(tmp_path))
+    assert winner is not None and winner.step == 10
+
+
+def test_a_kill_while_old_checkpoints_go_leaves_only_whole_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake(tmp_path, {1: 3.0, 2: 2.0, 3: 2.5})
+
+    def killed(path: Path, ignore_errors: bool = False) -> None:
+        if path.exists():
+            (path / "state.json").unlink()
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("residua.storage.checkpoint.shutil.rmtree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            prune(tmp_path, keep=1)
+    assert [c.state["step"] for c in checkpoints(tmp_path)] == [2, 3]
+    prune(tmp_path, keep=1)
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["step-2", "step-3"]
+
+
+def test_a_loaded_model_predicts_what_the_trained_one_did(run: Path, config: RunConfig) -> None:
+    tokens = torch.randint(0, 257, (2, 16))
+    last = load_model(run)
+    again = residua.build(config.model)
+    again.load_state_dict(load_file(run / "checkpoints" / "step-6" / "model.safetensors"))
+    assert torch.equal(last(tokens), again(tokens))
+
+
+def test_best_is_the_checkpoint_with_the_lowest_validation_loss(run: Path) -> None:
+    state = run / "checkpoints" / "step-4" / "state.json"
+    state.write_text(json.dumps(json.loads(state.read_text()) | {"validation_loss": 0.0}))
+    weights = load_file(run / "checkpoints" / "step-4" / "model.safetensors")
+    assert torch.equal(load_model(run, "best").embed.weight, weights["embed.weight"])
+
+
+def test_a_run_without_checkpoint_cannot_be_loaded(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="holds no last checkpoint: train it first"):
+        load_model(tmp_path)
+
+
+def edit(run: Path, change: str) -> None:
+    path = run / "checkpoints" / "step-6" / "model.safetensors"
+    tensors = load_file(path)
+    if change == "missing":
+        del tensors["embed.weight"]
+    elif change == "mis-shaped":
+        tensors["embed.weight"] = tensors["embed.weight"][:-1].contiguous()
+    else:
+        tensors["extra.weight"] = torch.zeros(3)
+    save_file(tensors, path)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ("missing", r"lacks tensor 'embed\.weight'"),
+        ("mis-shaped", r"holds 'embed\.weight' with shape \[319, 16\] where the model has \[320, 16\]"),
+        ("surplus", r"holds tensor 'extra\.weight', which the model of config\.toml does not have"),
+    ],
+)
+def test_a_checkpoint_of_another_model_is_refused_in_one_sentence(run: Path, change: str, sentence: str) -> None:
+    edit(run, change)
+    with pytest.raises(ValueError, match=sentence):
+        load_model(run)
+
+
+def test_a_damaged_file_is_refused_in_one_sentence(run: Path) -> None:
+    (run / "checkpoints" / "step-6" / "model.safetensors").write_bytes(b"not a tensor")
+    with pytest.raises(ValueError, match=r"model\.safetensors cannot be read"):
+        load_model(run)
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors"])
+def test_a_damaged_checkpoint_names_the_one_to_go_on_from(run: Path, config: RunConfig, name: str) -> None:
+    last, earlier = run / "checkpoints" / "step-6", run / "checkpoints" / "step-4"
+    cut(last / name)
+    sentence = rf"{last / name} cannot be read .*: move {last} elsewhere to go on from {earlier}, which is whole\.$"
+    with pytest.raises(ValueError, match=sentence):
+        train(config, run, resume=True, console=QUIET)
+    if name == "model.safetensors":
+        with pytest.raises(ValueError, match=sentence):
+            load_model(run)
+    last.rename(run / "elsewhere")
+    load_model(run)
+    assert train(config, run, resume=True, console=QUIET).steps == 6
+
+
+def test_where_no_checkpoint_is_whole_none_is_named(run: Path) -> None:
+    for checkpoint in checkpoints(run):
+        cut(checkpoint.path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"cannot be read .*: no other checkpoint is whole\.$"):
+        load_model(run)

@@ -1,0 +1,117 @@
+"""A micro-batch replayed as a CUDA graph is the same micro-batch."""
+
+import pytest
+import torch
+
+import residua
+from residua.config.run import RunConfig
+from residua.data.loader import Batch
+from residua.train.step import Step, arithmetic, build_step
+
+pytestmark = [pytest.mark.gpu, pytest.mark.slow]
+
+STEPS = 4
+
+
+def batches(config, seed, documents=False, sequence=None):
+    generator = torch.Generator().manual_seed(seed)
+    shape = (config.train.accumulate, config.train.micro_batch, (sequence or config.sequence) + 1)
+    tokens = torch.randint(config.model.vocab_size, shape, generator=generator)
+    segments = (torch.arange(shape[2] - 1) // 9).expand(shape[1], -1).contiguous() if documents else None
+    return [Batch(t[:, :-1].contiguous(), t[:, 1:].contiguous(), segments) for t in tokens]
+
+
+def warmed_up(*changes, documents=False):
+    """A step whose graphs have been captured, by training."""
+    config = RunConfig.find("tiny").override(["train.accumulate=3", *changes])
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    step = build_step(residua.build(config.model), config.train, torch.device("cuda"))
+    for seed in range(STEPS):
+        step(batches(config, seed, documents), 0.5)
+    torch.cuda.synchronize()
+    assert step._graphed is not None and True in step._graphed._graphs
+    return config, step
+
+
+def gradients(step, micro_batches, learn):
+    """What one step's micro-batches leave with the parameters, and their losses."""
+    share = torch.tensor(1 / len(micro_batches), device="cuda")
+    losses = []
+    if step._copies is not None:
+        step._copies.begin()
+    for i, batch in enumerate(micro_batches):
+        losses += [loss.clone() for loss in learn(*step._moved(batch), share, first=i == 0)]
+    found = [None if p.grad is None else p.grad.clone() for p in step.model.parameters()]
+    step.optimizer.zero_grad(set_to_none=True)
+    return losses + found
+
+
+def ordinary(step):
+    return lambda *inputs, first: step._graphed._ordinary(inputs)
+
+
+def same(a, b):
+    for x, y in zip(a, b, strict=True):
+        assert (x is None) == (y is None)
+        assert x is None or torch.equal(x, y)
+
+
+@pytest.fixture(autouse=True)
+def _exact():
+    """The compiled gradient of an embedding adds in any order otherwise."""
+    with arithmetic(RunConfig.find("tiny").override(["train.determinism=exact"]).train):
+        yield
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        (),
+        ("train.accumulate=1",),
+        ("model.topology.kind=full_attnres",),
+        ("model.topology.kind=multi_gate",),
+        ("train.recompute=sublayers",),
+    ],
+    ids=["additive", "one micro-batch", "full", "multi-gate", "recomputed"],
+)
+def test_replayed_passes_give_the_gradients_of_ordinary_ones_bit_for_bit(changes):
+    config, step = warmed_up(*changes)
+    new = batches(config, 99)
+    replayed = gradients(step, new, step._graphed)
+    same(replayed, gradients(step, new, ordinary(step)))
+    same(replayed, gradients(step, new, step._graphed))
+
+
+def test_documents_are_copied_into_the_graph():
+    config, step = warmed_up(documents=True)
+    new = batches(config, 99, documents=True)
+    same(gradients(step, new, step._graphed), gradients(step, new, ordinary(step)))
+
+
+def test_a_micro_batch_of_another_length_runs_as_it_would_have():
+    config, step = warmed_up()
+    other = batches(config, 99, sequence=17)
+    same(gradients(step, other, step._graphed), gradients(step, other, ordinary(step)))
+
+
+def test_a_step_may_begin_with_a_micro_batch_of_another_length():
+    """Its gradients are not where the graph of later ones adds to."""
+    config, step = warmed_up()
+    mixed = [*batches(config, 98, sequence=17)[:1], *batches(config, 99)]
+    same(gradients(step, mixed, step._graphed), gradients(step, mixed, ordinary(step)))
+
+
+def test_graphs_can_be_declined():
+    config = RunConfig.find("tiny").override(["train.graphs=off"])
+    assert build_step(residua.build(config.model), config.train, torch.device("cuda"))._graphed is None
+
+
+def test_working_copies_change_nothing(monkeypatch):
+    """Compiled, rewritten and replayed: the same weights with and without them."""
+    found = []
+    for copying in (False, True):
+        monkeypatch.setattr(Step, "copying", copying)
+        config, step = warmed_up()
+        found.append([p.detach().clone() for p in step.model.parameters()] + [step.evaluate(batches(config, 7))[0]])
+    same([torch.as_tensor(x) for x in found[0]], [torch.as_tensor(x) for x in found[1]])

@@ -1,0 +1,235 @@
+"""Sublayers that share compiled code: the same step, and as few compilations as there are kinds of sublayers."""
+
+from __future__ import annotations
+
+import io
+import logging
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from residua.config.run import RunConfig
+from residua.config.settings import ConfigError
+from residua.model import taps
+from residua.model.decoder import Decoder, build
+from residua.study import variants
+from residua.train import summary
+from residua.train.compile.layers import structure
+from residua.train.inspect import inspect_model
+from residua.train.step import Step, build_step
+from tests.train.test_step import CPU, batch, make, weights
+
+LAYERS = "model.layers=4"
+LAYERED = "train.compile=layers"
+ROUNDED = "train.precision=bfloat16"
+
+
+@pytest.fixture
+def counter(monkeypatch: pytest.MonkeyPatch) -> CompileCounterWithBackend:
+    """Counts graphs; compiled code is traced and run as it is."""
+    compile_plainly, counter = torch.compile, CompileCounterWithBackend("aot_eager")
+    torch.compiler.reset()
+    monkeypatch.setattr(torch, "compile", lambda f, **_: compile_plainly(f, backend=counter, dynamic=False))
+    return counter
+
+
+@pytest.fixture
+def shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What would be compiled is shared and run as it is."""
+    monkeypatch.setattr(torch, "compile", lambda f, **_: f)
+
+
+def _changes(config: RunConfig, *words: str) -> list[str]:
+    return [LAYERS, *variants.overrides(list(words), config.override([LAYERS]).model)]
+
+
+def _pair(config: RunConfig, *changes: str) -> tuple[Step, Step]:
+    """Steps without a compiler, and on shared code."""
+    return make(config, *changes, "train.compile=off"), make(config, *changes, LAYERED)
+
+
+GRAPHS = {
+    "prenorm": 2,
+    "full_attnres": 2,
+    "block_attnres": 2,
+    "mgr": 2,
+    "mhc": 2,
+    "exoformer": 2,
+    "gatednorm": 2,
+    "nuresformer": 3,
+    "hybrid": 3,
+    "moe": 6,  # the compiler stops at experts in a loop, and goes on behind it
+}
+EXACT = {"hybrid": "train.precision=float32", "moe": "train.precision=float32"}
+"""Where a compiler that rounds elsewhere changes more than the tolerance, however much of the model it sees."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", GRAPHS)
+def test_layers_that_share_code_learn_the_same_bits(config: RunConfig, shared: None, variant: str) -> None:
+    plain, layered = _pair(config, ROUNDED, *_changes(config, variant))
+    for step in (plain, layered):
+        step([batch(2, 0), batch(2, 7)])
+        step([batch(2, 1)])
+    assert torch.equal(weights(layered.model), weights(plain.model))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("variant", "graphs"), GRAPHS.items())
+def test_layers_that_share_code_step_as_plain_ones_do(
+    config: RunConfig, counter: CompileCounterWithBackend, variant: str, graphs: int
+) -> None:
+    plain, compiled = _pair(config, EXACT.get(variant, ROUNDED), *_changes(config, variant))
+    for seed in range(2):
+        for step in (plain, compiled):
+            step([batch(2, seed), batch(2, 7)])
+    torch.testing.assert_close(weights(compiled.model), weights(plain.model), rtol=1e-3, atol=1e-4)
+    assert counter.frame_count == graphs
+    assert compiled.evaluate([batch(2, 3)]) == pytest.approx(plain.evaluate([batch(2, 3)]), rel=1e-3)
+
+
+@pytest.mark.slow
+def test_layers_that_are_recomputed_share_code_too(config: RunConfig, counter: CompileCounterWithBackend) -> None:
+    plain, compiled = _pair(config, LAYERS, "train.recompute=sublayers")
+    for step in (plain, compiled):
+        step([batch(2, 0), batch(2, 7)])
+    torch.testing.assert_close(weights(compiled.model), weights(plain.model), rtol=1e-4, atol=1e-5)
+    assert counter.frame_count == 2
+
+
+@pytest.mark.slow
+def test_two_steps_on_one_model_train_it_in_turns(config: RunConfig, counter: CompileCounterWithBackend) -> None:
+    models = []
+    for first in _pair(config, LAYERS, ROUNDED):
+        how = "layers" if first.compiled else "off"
+        second = build_step(first.model, config.override([ROUNDED, f"train.compile={how}"]).train, CPU)
+        for seed, step in enumerate((second, first, second)):
+            step([batch(2, seed)])
+        models.append(weights(first.model))
+    torch.testing.assert_close(models[1], models[0], rtol=1e-3, atol=1e-4)
+    assert counter.frame_count == 2
+
+
+def test_code_may_be_compiled_more_often_than_there_are_sublayers(config: RunConfig, shared: None) -> None:
+    with torch._dynamo.config.patch(recompile_limit=8):
+        step = make(config, LAYERED)
+        assert torch._dynamo.config.recompile_limit == 8 + len(step.model.sublayers)
+
+
+def _copied(model: Decoder) -> Any:
+    return deepcopy(model)
+
+
+def _pickled(model: Decoder) -> Any:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("copied", [_copied, _pickled])
+@pytest.mark.parametrize("recompute", ["none", "sublayers"])
+def test_a_copy_of_the_model_is_a_plain_one_on_its_own_weights(
+    config: RunConfig, shared: None, copied: Callable[[Decoder], Any], recompute: str
+) -> None:
+    plain, compiled = _pair(config, f"train.recompute={recompute}")
+    twin, tokens, targets = copied(compiled.model), batch(2).tokens, batch(2).targets
+    with torch.no_grad():
+        for parameter in compiled.model.parameters():
+            parameter.zero_()
+    assert torch.equal(twin.loss(tokens, targets), plain.model.loss(tokens, targets))
+    twin.loss(tokens, targets).backward()
+    assert all(p.grad is not None for p in twin.sublayers.parameters())
+    assert all(p.grad is None for p in compiled.model.parameters())
+
+
+@pytest.mark.parametrize("changes", [["model.attention.gate=elementwise"], ["moe"]], ids=["gate", "moe"])
+def test_what_is_inspected_is_each_layer(config: RunConfig, shared: None, changes: list[str]) -> None:
+    changes = _changes(config, *changes) if changes == ["moe"] else changes
+    plain, compiled = (inspect_model(step.model, batch(2)) for step in _pair(config, *changes))
+    assert compiled == plain and ("gates" in plain or "experts" in plain)
+
+
+def test_a_step_that_is_looked_into_learns_the_same(config: RunConfig, shared: None) -> None:
+    alone, seen = make(config, ROUNDED, LAYERED), make(config, ROUNDED, LAYERED)
+    alone([batch(2)])
+    with taps.record() as found:
+        seen([batch(2)])
+    assert torch.equal(weights(seen.model), weights(alone.model))
+    assert f"sublayer.{len(seen.model.sublayers) - 1}.output" in found
+
+
+def _counted(module: nn.Module) -> list[int]:
+    calls: list[int] = []
+    module.register_forward_hook(lambda *_: calls.append(1))
+    return calls
+
+
+def test_a_hook_on_a_sublayer_runs_for_that_one(config: RunConfig, shared: None) -> None:
+    """And those on modules inside, whenever they were placed, do not."""
+    model = build(config.model)
+    before, inside = _counted(model.sublayers[0]), _counted(model.sublayers[0].body)
+    step = build_step(model, config.override([LAYERED]).train, CPU)
+    after, silent = _counted(model.sublayers[2]), _counted(model.sublayers[2].body)
+    step.evaluate([batch(2)])
+    assert (len(before), len(after)) == (1, 1)
+    assert (len(inside), len(silent)) == (0, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("variant", "heard"), [("prenorm", True), ("moe", False)])
+def test_a_rehearsal_leaves_nothing_behind(
+    config: RunConfig, shared: None, caplog: pytest.LogCaptureFixture, variant: str, heard: bool
+) -> None:
+    """Experts in a loop need data: that a rehearsal fails is for whoever debugs."""
+    changes = [ROUNDED, LAYERED, *_changes(config, variant)]
+    first, second = (make(config, *changes) for _ in range(2))
+    with caplog.at_level(logging.DEBUG, "residua"):
+        second._rehearse(batch(2, 0))
+    assert ("was not rehearsed" not in caplog.text) == heard
+    assert all(p.grad is None for p in second.model.parameters())
+    for step in (first, second):
+        step([batch(2, 0), batch(2, 7)])
+    assert torch.equal(weights(first.model), weights(second.model))
+
+
+@pytest.mark.slow
+def test_a_rehearsal_compiles_nothing(config: RunConfig, counter: CompileCounterWithBackend) -> None:
+    make(config, ROUNDED, LAYERED)._rehearse(batch(2, 0))
+    assert counter.frame_count == 0
+
+
+def test_several_processes_are_refused(config: RunConfig) -> None:
+    with pytest.raises(ConfigError, match=r"train\.compile = 'layers' is for one process, and parallel asks for 2"):
+        config.override([LAYERED, "parallel.data=2"])
+
+
+def test_the_summary_says_how_it_is_compiled(config: RunConfig, shared: None) -> None:
+    assert summary._mode(make(config, LAYERED), config.override([LAYERED])) == "compiled by layers"
+    assert summary._compiled(config) == "compiled"
+    deep = config.override([f"model.layers={summary.DEEP // 2}"])
+    assert summary._compiled(deep).endswith("a minute or more (train.compile=layers starts sooner)")
+    assert summary._compiled(deep.override(["parallel.data=2"])) == "compiled"
+
+
+def _structures(config: RunConfig, *words: str) -> list[str]:
+    model = build(config.override(_changes(config, *words)).model)
+    return [structure(sublayer) for sublayer in model.sublayers]
+
+
+def test_sublayers_of_a_kind_have_one_structure(config: RunConfig) -> None:
+    assert len(set(_structures(config, "prenorm"))) == 2
+
+
+def test_a_layer_that_writes_the_anchors_has_a_structure_of_its_own(config: RunConfig) -> None:
+    found = _structures(config, "nuresformer")
+    assert found[0] not in found[1:] and len(set(found)) == 3
+
+
+def test_layers_of_different_attention_have_different_structures(config: RunConfig) -> None:
+    assert len(set(_structures(config, "hybrid"))) == 3

@@ -1,0 +1,129 @@
+"""Additions beside a norm move into its kernels, and nothing else changes."""
+
+from __future__ import annotations
+
+from operator import getitem
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from residua import ops
+from residua.ops._runtime import fused
+from residua.train.compile.rewrites.norm_additions import VIEWS, fuse_additions
+from tests.train.compile.rewriting import calls, differentiated, model_loss, untouched
+
+pytestmark = pytest.mark.skipif(not fused.INTERPRETED, reason="needs TRITON_INTERPRET=1")
+
+
+@pytest.fixture(autouse=True)
+def _registered():
+    import residua.ops.rms_norm.triton  # noqa: F401  (its operators)
+
+
+aten = torch.ops.aten
+NORMS = {"gated_norm": {"kind": "gatednorm", "rank": 4}, "rms_norm": {"kind": "rmsnorm"}}
+ARGUMENTS = {"gated_norm": 8, "rms_norm": 4}
+"""Of the backward operator without a residual."""
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_a_model_keeps_its_loss_and_gradients_and_every_sum_of_its_residual_stream_is_taken(name):
+    loss, parameters = model_loss(layers=2, norm=NORMS[name])
+    plain, _ = differentiated(loss, parameters, rewrite=untouched)
+    ours, (forward, backward) = differentiated(loss, parameters, rewrite=fuse_additions)
+    assert torch.equal(ours[0], plain[0])
+    for a, b in zip(ours[1:], plain[1:], strict=True):
+        assert (a - b).norm() <= 1e-6 * b.norm()
+
+    assert calls(forward)[f"residua.{name}_added.default"] == 4
+    assert calls(forward)[f"residua.{name}.default"] == 1, "the embedding's own, which is no sum"
+    norms = [n for n in backward.graph.nodes if str(n.target) == f"residua.{name}_backward.default"]
+    alone = ARGUMENTS[name]
+    assert sorted(len(n.args) for n in norms) == [alone] + 4 * [alone + 1], "the last has no residual path beside it"
+    assert not any(additions_next_to(name, module) for module in (forward, backward))
+
+
+def additions_next_to(name: str, module: GraphModule) -> list[Node]:
+    """Sums that a norm reads, and sums that read a norm's gradient."""
+
+    def source(n: Any) -> Any:
+        while isinstance(n, Node) and (n.target in VIEWS or n.target is getitem):
+            n = n.args[0]
+        return n
+
+    sums = module.graph.find_nodes(op="call_function", target=aten.add.Tensor)
+    norms = [n for n in module.graph.nodes if str(n.target).startswith(f"residua.{name}")]
+    return [s for s in sums if any(source(n.args[0]) is s for n in norms) or any(source(a) in norms for a in s.args)]
+
+
+def test_a_model_without_such_norms_is_left_alone():
+    loss, parameters = model_loss(layers=1, norm={"kind": "dyt"})
+    _, plain = differentiated(loss, parameters, rewrite=untouched)
+    _, ours = differentiated(loss, parameters, rewrite=fuse_additions)
+    assert [str(m.graph) for m in ours] == [str(m.graph) for m in plain]
+
+
+def drawn(*shapes: tuple[int, ...]) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randn(shape, generator=generator, requires_grad=True) for shape in shapes]
+
+
+@pytest.mark.parametrize(
+    ("sum_of", "taken"),
+    [
+        (lambda x, y: x + x @ y, 1),
+        (lambda x, y: (x + x @ y).reshape(3, 2, 8), 1),
+        (lambda x, y: x @ y, 0),
+        (lambda x, y: x @ y + 3.0, 0),
+        (lambda x, y: torch.add(x, x @ y, alpha=2), 0),
+        (lambda x, y: x + (x @ y)[:1], 0),
+        (lambda x, y: x + (x @ y).sin(), 0),
+    ],
+    ids=["plain", "seen in another shape", "none", "with a number", "scaled", "broadcast", "of elementwise work"],
+)
+def test_which_sums_a_norm_takes(sum_of, taken):
+    x, y, *weights = leaves = drawn((6, 8), (8, 8), (8,), (2, 8), (8, 2))
+
+    def function() -> Tensor:
+        h = sum_of(x, y)
+        return (ops.gated_norm(h, *weights) + h).square().sum()
+
+    plain, _ = differentiated(function, leaves, rewrite=untouched)
+    ours, (forward, _) = differentiated(function, leaves, rewrite=fuse_additions)
+    assert calls(forward)["residua.gated_norm_added.default"] == taken
+    for a, b in zip(ours, plain, strict=True):
+        assert torch.allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("read", "taken"),
+    [
+        (lambda g_x, g_weight, y: (y @ y.T @ g_x.detach() + g_x, g_weight), False),
+        (lambda g_x, g_weight, y: (g_x.view(3, 2, 8) + (y @ y.T @ y).view(3, 2, 8), g_weight), True),
+        (lambda g_x, g_weight, y: (g_x + y @ torch.outer(g_weight, g_weight), g_weight), False),
+        (lambda g_x, g_weight, y: (g_x + g_x, g_weight), False),
+        (lambda g_x, g_weight, y: (g_x + y @ y.T @ y, g_x), False),
+    ],
+    ids=["of itself", "computed later", "of another gradient", "doubled", "read elsewhere"],
+)
+def test_which_sums_a_gradient_takes(read, taken):
+    x, *weights, y = (t.detach() for t in drawn((6, 8), (8,), (2, 8), (8, 2), (6, 8)))
+    operators = torch.ops.residua
+    _, *saved = operators.gated_norm(x, *weights, 1e-6)
+
+    def function(y: Tensor) -> tuple[Tensor, ...]:
+        g_x, g_weight, *_ = operators.gated_norm_backward(y, x, *weights, *saved)
+        return read(g_x, g_weight, y)
+
+    module = make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(y)
+    fuse_additions(module.graph)
+    module.graph.lint()
+    module.recompile()
+    (node,) = module.graph.find_nodes(op="call_function", target=operators.gated_norm_backward.default)
+    assert (len(node.args) == 9) == taken
+    for a, b in zip(module(y), function(y), strict=True):
+        assert torch.allclose(a, b, rtol=1e-5, atol=1e-5)

@@ -1,0 +1,143 @@
+"""Head gradients are written side by side by one operator, and nothing else changes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._inductor.decomposition import select_decomp_table
+from torch.fx import Graph, GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.functional import cross_entropy
+
+import residua
+from residua import ops
+from residua.ops._runtime import fused
+from residua.train.compile.rewrites.packed_heads import pack_head_gradients
+from tests.golden.compare import randomise
+from tests.model.small import small, tokens_and_targets
+from tests.train.compile.rewriting import rewriting
+
+pytestmark = pytest.mark.skipif(not fused.INTERPRETED, reason="needs TRITON_INTERPRET=1")
+aten = torch.ops.aten
+BACKWARD, PACKED = "residua.norm_rotate_backward.default", "residua.packed_heads_backward.default"
+
+
+def clean(module: GraphModule) -> None:
+    """As after every rewrite."""
+    module.graph.eliminate_dead_code()
+    module.graph.lint()
+    module.recompile()
+
+
+def operators(graph: Graph) -> Counter[str]:
+    return Counter(str(node.target) for node in graph.nodes if node.op == "call_function")
+
+
+def trained(attention: dict[str, Any], rewrite: Callable[[Graph], None]) -> tuple[list[Tensor], Counter[str]]:
+    """The gradients of a model of two layers, and the operators of its backward graph."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    config = small(layers=2, width=32, ffn={"kind": "relu2", "hidden": 32}, attention=attention)
+    model, seen = randomise(residua.build(config), 0.05).float(), list[GraphModule]()
+    run = torch.compile(model, backend=rewriting(rewrite, seen=seen), fullgraph=True)
+    tokens, targets = tokens_and_targets()
+    cross_entropy(run(tokens).flatten(0, 1), targets.flatten()).backward()
+    return [p.grad for p in model.parameters()], operators(seen[1].graph)
+
+
+@pytest.fixture
+def fused_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the operator in question runs fused: the others have tests of their own."""
+    monkeypatch.setattr(ops.norm_rotate, "_serves", lambda *_, **__: True)
+
+
+@pytest.mark.usefixtures("fused_heads")
+@pytest.mark.parametrize("kv_heads", [4, 2], ids=["as many", "grouped"])
+def test_one_operator_a_layer_gives_the_gradients_of_the_plain_graph(kv_heads: int) -> None:
+    attention = {"kind": "softmax", "heads": 4, "kv_heads": kv_heads}
+    plain, before = trained(attention, lambda _: None)
+    packed, after = trained(attention, pack_head_gradients)
+    assert before[BACKWARD] == 4 and before["aten.cat.default"] == 2
+    assert after[PACKED] == 2 and not after[BACKWARD] and not after["aten.cat.default"]
+    for found, expected in zip(packed, plain, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("attention", [{"qk_norm": "none"}, {"qk_norm": "none", "kv_heads": 1}], ids=str)
+def test_a_graph_without_normed_heads_is_left_alone(attention: dict[str, Any]) -> None:
+    attention = {"kind": "softmax", "heads": 2} | attention
+    plain, before = trained(attention, lambda _: None)
+    same, after = trained(attention, pack_head_gradients)
+    assert before == after and all(torch.equal(a, b) for a, b in zip(plain, same, strict=True))
+
+
+@pytest.mark.usefixtures("fused_heads")
+def test_a_gate_that_is_joined_too_is_left_alone() -> None:
+    after = trained({"kind": "softmax", "heads": 2, "gate": "elementwise"}, pack_head_gradients)[1]
+    assert after[BACKWARD] == 4 and not after[PACKED]
+
+
+def heads(n: int, order: str = "qkv", read_twice: bool = False, axis: int = -1, tables: int = 1) -> Callable[..., Any]:
+    """The gradients of n query and 2 key and value heads, joined."""
+
+    def joined(dq: Tensor, dk: Tensor, dv: Tensor, q: Tensor, k: Tensor, w: Tensor, *table: Tensor) -> Any:
+        made, backward = {"v": dv.transpose(1, 2).clone().flatten(2)}, torch.ops.residua.norm_rotate_backward
+        made["q"], gain_q = backward(dq, q, w, *table[:2], 1e-6)
+        made["k"], gain_k = backward(dk, k, w, *table[2 * tables - 2 :][:2], 1e-6)
+        packed = torch.cat([made[s].flatten(2) for s in order], axis)
+        return packed, gain_q, gain_k * 2, *([made["q"] + 1] if read_twice else [])
+
+    return joined
+
+
+def inputs(n: int, width: int = 8) -> list[Tensor]:
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape)
+
+    size = (2, 5)
+    grads = [draw(*size, n, width), draw(*size, 2, width), draw(2, 2, 5, width)]
+    return [*grads, draw(*size, n, width), draw(*size, 2, width), draw(width), *(draw(5, width // 2) for _ in range(4))]
+
+
+def traced(function: Callable[..., Any], given: list[Tensor]) -> GraphModule:
+    return make_fx(function, tracing_mode="fake", decomposition_table=select_decomp_table())(*given)
+
+
+@pytest.mark.parametrize("n", [2, 6])
+def test_values_come_as_attention_left_them(n: int) -> None:
+    given = inputs(n)
+    module = traced(heads(n), given)
+    expected = module(*given)
+    pack_head_gradients(module.graph)
+    clean(module)
+    names = operators(module.graph)
+    assert names[PACKED] == 1 and not names[BACKWARD] and not names["aten.clone.default"]
+    for a, b in zip(module(*given), expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"order": "kqv", "n": 6},
+        {"order": "vqk"},
+        {"order": "qk"},
+        {"order": "qkvv"},
+        {"order": "qqv"},
+        {"read_twice": True},
+        {"axis": 1},
+        {"tables": 2},
+    ],
+    ids=str,
+)
+def test_anything_else_is_left_alone(other: dict[str, Any]) -> None:
+    settings = {"n": 2} | other
+    module = traced(heads(**settings), inputs(settings["n"]))
+    before = str(module.graph)
+    pack_head_gradients(module.graph)
+    assert str(module.graph) == before
