@@ -6,13 +6,22 @@ READY := $(VENV)/.ready
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: test check demo lint types setup browser clean
+# two workers, a file at a time; the longest of the last run first (tests/conftest.py)
+PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
+
+.PHONY: test check nightly fast demo lint types setup browser clean
 
 test: setup browser lint types  ## everything CI checks
-	$(BIN)/python -m pytest -q
+	$(PYTEST) -m "not nightly"
 
-check: setup lint types  ## under 90 seconds: lint, types, fast tests
-	$(BIN)/python -m pytest -q -m "not slow"
+check: setup  ## under a minute: lint, types and the fast tests, side by side
+	$(MAKE) --no-print-directory -j 2 lint types fast
+
+nightly: setup browser  ## every test, also the exhaustive grids
+	$(PYTEST)
+
+fast: setup
+	$(PYTEST) -m "not slow and not nightly"
 
 demo: setup  ## compare four depth architectures on this machine's CPU, in a few minutes
 	$(BIN)/residua compare --demo

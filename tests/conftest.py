@@ -20,30 +20,8 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
-# Files whose tests are quick one by one and slow together: `make check` leaves them to `make test`.
-SLOW_FILES = (
-    "test_fused_",
-    "test_compile",
-    "test_combinations",
-    "test_resume",
-    "test_refusals",
-    "test_runner",
-    "test_huggingface",
-    "test_planted",
-    "test_ablations",
-    "test_command",
-    "test_matching",
-    "test_presets",
-    "test_decode.py",
-    "test_rewrites_",
-    "test_layers.py",
-)
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if item.path.name.startswith(SLOW_FILES):
-            item.add_marker(pytest.mark.slow)
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
@@ -51,3 +29,34 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     # torch says so once on processors without bfloat16 instructions, with a page of C++ frames
     config.addinivalue_line("filterwarnings", "ignore:mkldnn_matmul")
+    parallel = getattr(config.option, "numprocesses", None) or hasattr(config, "workerinput")
+    if parallel and getattr(config, "cache", None):
+        config.pluginmanager.register(LongestFirst(config))
+
+
+class LongestFirst:
+    """With several workers, starts the files that took longest last time first, so that the workers end together."""
+
+    KEY = "residua/seconds"
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config, self.seconds = config, dict(config.cache.get(self.KEY, {}))
+        self.measured: dict[str, float] = {}
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        files: dict[str, float] = {}
+        for item in items:
+            guess = 1.0 if item.get_closest_marker("slow") else 0.01
+            files[_file(item.nodeid)] = files.get(_file(item.nodeid), 0.0) + self.seconds.get(item.nodeid, guess)
+        items.sort(key=lambda item: -files[_file(item.nodeid)])
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.measured[report.nodeid] = round(self.measured.get(report.nodeid, 0.0) + report.duration, 3)
+
+    def pytest_sessionfinish(self) -> None:
+        if not hasattr(self.config, "workerinput"):  # the workers have reported to this process
+            self.config.cache.set(self.KEY, self.seconds | self.measured)
+
+
+def _file(nodeid: str) -> str:
+    return nodeid.partition("::")[0]

@@ -9,6 +9,8 @@ from residua.bench.step import read_cases
 from residua.cli.bench import app
 from residua.config.run import RunConfig
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 MODEL = """
 [model]

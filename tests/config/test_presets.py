@@ -8,6 +8,8 @@ from residua.config.run import RunConfig
 from residua.config.settings import ConfigError
 from residua.model.size import measure
 
+pytestmark = pytest.mark.slow
+
 EXOFORMER_VOCABULARY = 57_601
 
 

@@ -13,6 +13,8 @@ from residua.model import taps
 from residua.model.decoder import Decoder
 from tests.diagnose import planted
 
+pytestmark = pytest.mark.slow
+
 TEXT = planted.sample()
 TOPOLOGIES: dict[str, dict[str, Any]] = {
     "additive": {"kind": "additive"},

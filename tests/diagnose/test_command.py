@@ -17,6 +17,8 @@ from residua.data import Tokenizer
 from residua.diagnose import Diagnosis, diagnose
 from tests.diagnose import planted
 
+pytestmark = pytest.mark.slow
+
 WORDS = "depth is how far the layers of a model talk to each other, and so on. " * 60
 
 

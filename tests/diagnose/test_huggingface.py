@@ -16,6 +16,8 @@ from residua.diagnose.text import Sample
 from tests.diagnose import models
 from tests.diagnose.planted import named
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("transformers", reason="transformers is not installed")
 
 TOKENS = torch.randint(models.VOCABULARY, (2, 24), generator=torch.Generator().manual_seed(5))

@@ -14,6 +14,8 @@ from residua.diagnose.schema import DimensionFacts, DimensionProfile
 from tests.diagnose import planted
 from tests.diagnose.planted import control, diagnosed, named
 
+pytestmark = pytest.mark.slow
+
 TOPOLOGIES = {
     "additive": {"kind": "additive"},
     "full_attnres": {"kind": "full_attnres"},

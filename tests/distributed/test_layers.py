@@ -18,6 +18,8 @@ from tests.distributed.cases import ACCUMULATE, batches, run_config
 from tests.distributed.compare import assert_same_training
 from tests.distributed.worker import make, single, trace
 
+pytestmark = pytest.mark.slow
+
 
 def compiled(function: Any) -> Any:
     return torch.compile(function, dynamic=False, backend="aot_eager")

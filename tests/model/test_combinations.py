@@ -18,6 +18,8 @@ from tests.model.combinations import FACTORS, ROWS, TABLES, config_of, fits, nam
 from tests.model.pairwise import Row, pairs_of, possible_pairs
 from tests.model.small import small, tokens_and_targets
 
+pytestmark = pytest.mark.slow
+
 
 @dataclass(frozen=True)
 class Dead:

@@ -12,6 +12,8 @@ from tests.golden.compare import randomise
 from tests.model.small import small, tokens_and_targets
 from tests.ops.test_gated_delta_library import kernels
 
+pytestmark = pytest.mark.slow
+
 TOPOLOGIES = {
     "additive": {"kind": "additive"},
     "full_attnres": {"kind": "full_attnres"},

@@ -14,6 +14,8 @@ from residua import ops
 from residua.ops import decode
 from residua.ops.decode import Gate, overlap
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("triton")
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 DEVICES = ["cpu", CUDA]

@@ -5,6 +5,8 @@ import torch
 
 from residua import ops
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("triton")
 
 

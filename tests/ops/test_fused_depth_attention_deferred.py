@@ -16,6 +16,8 @@ from residua.ops.depth_attention.plan import FEW, GROUP, cheapest
 
 from .test_fused_depth_attention import as_near, relative
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("triton")
 
 FULL = choices.FullAttnRes(scale=0.7)

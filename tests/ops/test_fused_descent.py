@@ -6,6 +6,8 @@ import torch
 from residua.ops._runtime import backend
 from residua.ops.descent import cautious_descent, momentum_directions
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("triton")
 
 SHAPES = [(3, 5), (8, 16), (3, 5), (7,), (0, 4), (2, 3, 8)]

@@ -12,6 +12,8 @@ from residua import ops
 from residua.ops._runtime import fused
 from residua.ops.gated_norm import reference
 
+pytestmark = pytest.mark.slow
+
 interpreter = pytest.mark.skipif(not fused.INTERPRETED, reason="needs TRITON_INTERPRET=1")
 
 

@@ -17,6 +17,8 @@ from residua.ops._runtime import fused
 from residua.ops.linear_cross_entropy import chunked
 from residua.ops.linear_cross_entropy.reference import linear_cross_entropy as reference
 
+pytestmark = pytest.mark.slow
+
 interpreter = pytest.mark.skipif(not fused.INTERPRETED, reason="needs TRITON_INTERPRET=1")
 TOKENS, WIDTH, VOCABULARY = 11, 12, 37
 Z = 0.05

@@ -14,7 +14,10 @@ from residua.model.decoder import Decoder
 from residua.ops._runtime import fused
 from residua.train.step import recompute_sublayers
 
-pytestmark = pytest.mark.skipif(not fused.INTERPRETED, reason="needs TRITON_INTERPRET=1")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not fused.INTERPRETED, reason="needs TRITON_INTERPRET=1"),
+]
 
 
 GATED = ["attention.gate=elementwise"]

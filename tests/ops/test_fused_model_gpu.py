@@ -12,6 +12,7 @@ from residua import ops
 from residua.ops._runtime import fused
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.gpu,
     pytest.mark.skipif(fused.INTERPRETED, reason="needs TRITON_INTERPRET=0"),
 ]

@@ -14,6 +14,8 @@ from residua.ops._runtime import fused
 from residua.ops.multi_gate import chain as plain
 from residua.ops.multi_gate import multi_gate_chain, reference
 
+pytestmark = pytest.mark.slow
+
 interpreter = pytest.mark.skipif(not fused.INTERPRETED, reason="needs TRITON_INTERPRET=1")
 NAMES = ("hidden", "streams", "g streams", "g update", "g gate_query", "g gate_bias", "g pool_query")
 

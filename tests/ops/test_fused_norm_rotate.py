@@ -8,6 +8,8 @@ import torch
 from residua import ops
 from residua.ops.norm_rotate import reference
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("triton")
 host = importlib.import_module("residua.ops.norm_rotate.triton")
 

@@ -9,6 +9,8 @@ from torch import Tensor
 from residua import ops
 from residua.ops._runtime import fused
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("triton")
 interpreter = pytest.mark.skipif(not fused.INTERPRETED, reason="needs TRITON_INTERPRET=1")
 

@@ -18,6 +18,8 @@ from residua.model.ffn import SquaredReluFFN, build_ffn
 from residua.ops import squared_relu
 from residua.ops._runtime import fused
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("triton")
 host = importlib.import_module("residua.ops.squared_relu.triton")
 plans = importlib.import_module("residua.ops.squared_relu.plans")

@@ -13,6 +13,8 @@ from residua.ops.symmetric_product import SMALLEST, kernels  # noqa: E402
 from residua.ops.symmetric_product import triton as host  # noqa: E402
 from residua.ops.symmetric_product.triton import Plan  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 SHAPES = [(1, 1, 1), (2, 3, 5), (3, 16, 16), (1, 17, 40), (2, 33, 70), (1, 64, 8), (2, 100, 17), (1, 300, 33)]
 MIX = {"alpha": 0.7, "beta": -1.3, "gamma": 2.5}
 

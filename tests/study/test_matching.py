@@ -12,6 +12,8 @@ from residua.study.config import MatchDepth, MatchFFN, NoMatch
 from residua.study.matching import match
 from residua.study.variants import KNOWN, overrides
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("base", ["mini", "mgr-s-prenorm"])
 @pytest.mark.parametrize("name", KNOWN)

@@ -22,6 +22,8 @@ from residua.train.health import TrainingStopped, Watch
 from residua.train.step import Step
 from residua.train.trainer import train
 
+pytestmark = pytest.mark.slow
+
 QUIET = Console(quiet=True)
 
 

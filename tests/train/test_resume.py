@@ -25,6 +25,8 @@ from residua.train.health import Interrupted
 from residua.train.step import Step
 from residua.train.trainer import train
 
+pytestmark = pytest.mark.slow
+
 QUIET = Console(quiet=True)
 TIMES = ("seconds", "tokens_per_second", "memory_gib")
 

@@ -24,6 +24,8 @@ from residua.train.inspect import inspect_model
 from residua.train.step import Step, build_step
 from tests.train.test_step import CPU, batch, make, weights
 
+pytestmark = pytest.mark.slow
+
 LAYERS = "model.layers=4"
 LAYERED = "train.compile=layers"
 ROUNDED = "train.precision=bfloat16"

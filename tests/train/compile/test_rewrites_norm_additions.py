@@ -16,7 +16,10 @@ from residua.ops._runtime import fused
 from residua.train.compile.rewrites.norm_additions import VIEWS, fuse_additions
 from tests.train.compile.rewriting import calls, differentiated, model_loss, untouched
 
-pytestmark = pytest.mark.skipif(not fused.INTERPRETED, reason="needs TRITON_INTERPRET=1")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not fused.INTERPRETED, reason="needs TRITON_INTERPRET=1"),
+]
 
 
 @pytest.fixture(autouse=True)

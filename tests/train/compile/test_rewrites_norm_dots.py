@@ -12,7 +12,10 @@ from residua.ops._runtime import fused
 from residua.train.compile.rewrites.norm_dots import take_dots
 from tests.train.compile.rewriting import calls, differentiated, model_loss, untouched
 
-pytestmark = pytest.mark.skipif(not fused.INTERPRETED, reason="needs TRITON_INTERPRET=1")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not fused.INTERPRETED, reason="needs TRITON_INTERPRET=1"),
+]
 TAKEN = "residua.rms_norm_backward_dotted.default"
 
 

@@ -22,7 +22,10 @@ from tests.golden.compare import randomise
 from tests.model.small import small, tokens_and_targets
 from tests.train.compile.rewriting import rewriting
 
-pytestmark = pytest.mark.skipif(not fused.INTERPRETED, reason="needs TRITON_INTERPRET=1")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not fused.INTERPRETED, reason="needs TRITON_INTERPRET=1"),
+]
 aten = torch.ops.aten
 BACKWARD, PACKED = "residua.norm_rotate_backward.default", "residua.packed_heads_backward.default"
 
