@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import os
-import secrets
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +19,7 @@ from residua.data.readers import reason
 from residua.data.shards import ShardWriter, dtype_for
 from residua.data.tokenizer import Tokenizer
 from residua.machine import available_cores
+from residua.storage.files import atomic_folder
 
 SHARD_TOKENS = 100_000_000
 # More text than this changes a BPE vocabulary hardly at all and costs memory and time.
@@ -59,13 +55,19 @@ def prepare(
     }
     if (existing := _same_dataset(out, recipe)) is not None:
         return existing
-    with _partial_folder(out) as folder, progress_bar(progress) as bar:
-        chosen = train_tokenizer(corpus, _size_of(ready), bar) if isinstance(ready, str) else ready
-        splits = _write_shards(corpus, chosen, folder, workers or available_cores(), shard_tokens, bar)
-        _check_splits(corpus, splits)
-        chosen.save(folder / TOKENIZER)
-        _describe(folder, chosen, splits, recipe)
-        _publish(folder, out, recipe)
+    try:
+        with atomic_folder(out, unique=True) as folder, progress_bar(progress) as bar:
+            chosen = train_tokenizer(corpus, _size_of(ready), bar) if isinstance(ready, str) else ready
+            splits = _write_shards(corpus, chosen, folder, workers or available_cores(), shard_tokens, bar)
+            _check_splits(corpus, splits)
+            chosen.save(folder / TOKENIZER)
+            _describe(folder, chosen, splits, recipe)
+    except OSError as error:
+        # Another process was faster: its dataset serves, or is refused, like one found at the start.
+        if isinstance(error, FileExistsError) and (faster := _same_dataset(out, recipe)) is not None:
+            return faster
+        # The readers turn their own errors into DataError: what is left is the disk we write to.
+        raise DataError(f"cannot write {out}: {reason(error)}; nothing was kept") from error
     return Dataset.open(out)
 
 
@@ -186,10 +188,7 @@ def _describe(folder: Path, tokenizer: Tokenizer, splits: dict[str, SplitWriter]
         },
         "recipe": recipe,
     }
-    with (folder / DESCRIPTION).open("w", encoding="utf-8") as file:
-        file.write(json.dumps(description, indent=2) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
+    (folder / DESCRIPTION).write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
 
 
 def _same_dataset(out: Path, recipe: dict[str, Any]) -> Dataset | None:
@@ -201,34 +200,6 @@ def _same_dataset(out: Path, recipe: dict[str, Any]) -> Dataset | None:
     raise DataError(
         f"{out} already holds something made from other sources or settings: delete it or name another --out"
     )
-
-
-@contextmanager
-def _partial_folder(out: Path) -> Iterator[Path]:
-    """A folder beside `out` to work in; whatever ends the work, it is gone afterwards."""
-    folder = out.with_name(f"{out.name}.partial-{os.getpid()}-{secrets.token_hex(3)}")
-    try:
-        folder.mkdir(parents=True)
-        yield folder
-    except OSError as error:  # the readers turn their own into DataError: what is left is the disk we write to
-        raise DataError(f"cannot write {out}: {reason(error)}; nothing was kept") from error
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _publish(folder: Path, out: Path, recipe: dict[str, Any]) -> None:
-    try:
-        folder.rename(out)
-    except OSError as error:
-        # Another process was faster: its dataset serves, or is refused, like one found at the start.
-        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY) or _same_dataset(out, recipe) is None:
-            raise
-    with suppress(OSError):  # not every system lets a folder be synced
-        descriptor = os.open(out.parent, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 def progress_bar(show: bool) -> Progress:

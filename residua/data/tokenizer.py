@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -20,6 +19,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from residua.data.errors import DataError
 from residua.data.readers import reason
+from residua.storage.files import write_atomically
 
 END_OF_TEXT = "<|endoftext|>"
 # Names under which published tokenizers keep it, in the order of preference.
@@ -100,9 +100,7 @@ class Tokenizer:
 
     def save(self, path: Path) -> None:
         """Write it as a `tokenizer.json` that every user of the `tokenizers` library can load."""
-        partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
-        partial.write_text(self.backend.to_str(pretty=True) + "\n", "utf-8")
-        partial.replace(path)
+        write_atomically(path, self.backend.to_str(pretty=True) + "\n")
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text, no end-of-text added."""

@@ -26,7 +26,7 @@ from residua.export.names import standard_names
 from residua.export.source import configuration_source, modeling_source
 from residua.model.decoder import Decoder
 from residua.storage.checkpoint import model_tensors
-from residua.storage.files import UNFINISHED, flush
+from residua.storage.files import atomic_folder, refuse_used
 
 PREFIX = "model.decoder."
 HEAD = "lm_head.weight"
@@ -42,30 +42,9 @@ def write_folder(
 ) -> float | None:
     """Write an export; `out` must not exist, or be empty. Returns what `check_export` finds."""
     refuse_used(out)
-    temporary = out.with_name(f"{UNFINISHED}{out.name}")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    try:
-        _fill(temporary, model, tokenizer, dtype)
-        difference = check_export(temporary, model, dtype) if check else None
-        for path in (*temporary.iterdir(), temporary):
-            flush(path)
-        if out.exists():
-            out.rmdir()
-        temporary.rename(out)
-        flush(out.parent)
-        return difference
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-
-
-def refuse_used(out: Path) -> None:
-    """Nothing is overwritten, and nobody's own place is replaced under them."""
-    if out.resolve() == Path.cwd():
-        raise ValueError(f"{out} is the folder you are in: choose a new one for --out.")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"{out} exists and is not an empty folder: choose another --out.")
+    with atomic_folder(out) as folder:
+        _fill(folder, model, tokenizer, dtype)
+        return check_export(folder, model, dtype) if check else None
 
 
 def _fill(folder: Path, model: Decoder, tokenizer: Tokenizer, dtype: torch.dtype) -> None:

@@ -16,8 +16,8 @@ from residua.quantize.qwen3 import check_qwen3, save_qwen3
 from residua.quantize.recipe import check_alpha
 from residua.quantize.schema import QuantizationResult
 from residua.quantize.schemes import find_scheme
-from residua.quantize.store import check_empty, is_quantized, save_quantized
-from residua.storage.files import write_atomically
+from residua.quantize.store import is_quantized, save_quantized
+from residua.storage.files import refuse_used, write_atomically
 
 Device = Literal["auto", "cpu", "cuda"]
 RESULTS, REPORT = "results.json", "report.html"
@@ -107,9 +107,9 @@ def write_results(result: QuantizationResult, out: Path) -> None:
 
 def _check_folders(out: Path, engine: Path | None) -> None:
     """Both are refused before any work is done."""
-    check_empty(out)
+    refuse_used(out)
     if engine is not None:
-        check_empty(engine, "--engine")
+        refuse_used(engine, "--engine")
         if engine.resolve() == out.resolve():
             raise ValueError(f"--engine {engine} is --out too: the two hold different files, name two folders.")
 

@@ -28,18 +28,12 @@ from residua.quantize.low import matrices
 from residua.quantize.real import with_fp8_products
 from residua.quantize.schemes import Quantized, find_scheme
 from residua.storage.checkpoint import model_tensors
-from residua.storage.files import UNFINISHED, flush
+from residua.storage.files import atomic_folder, refuse_used
 
 MARK = "quantization.json"
 WEIGHTS = "model.safetensors"
 COPIED = ("config.toml", "tokenizer.json")
 VERSION = 1
-
-
-def check_empty(out: Path, option: str = "--out") -> None:
-    """Nothing that is there is overwritten."""
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"{out} is not empty: choose another {option}.")
 
 
 def save_quantized(
@@ -56,7 +50,7 @@ def save_quantized(
 
     `input_peaks` are the largest activations by module, or by the stack that a matrix is in.
     """
-    check_empty(out)
+    refuse_used(out)
     tensors = {n: tensor for n, tensor in model_tensors(model).items() if n.rpartition(".")[0] not in modules}
     for name, weight in weights.items():
         peak = next(input_peaks[n] for n in (name, *_parents(name)) if n in input_peaks)
@@ -71,27 +65,15 @@ def write_folder(
     out: Path, tensors: Mapping[str, Tensor], documents: Mapping[str, Mapping[str, Any]], copies: Iterable[Path]
 ) -> None:
     """A folder with model.safetensors, JSON documents and copies of the files that exist, whole or not at all."""
-    check_empty(out)
-    temporary = out.with_name(f"{UNFINISHED}{out.name}")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    try:
+    refuse_used(out)
+    with atomic_folder(out) as folder:
         saved = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        save_file(saved, temporary / WEIGHTS, metadata={"format": "pt"})
+        save_file(saved, folder / WEIGHTS, metadata={"format": "pt"})
         for path in copies:
             if path.exists():
-                shutil.copyfile(path, temporary / path.name)
+                shutil.copyfile(path, folder / path.name)
         for name, content in documents.items():
-            (temporary / name).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        for path in temporary.iterdir():
-            flush(path)
-        if out.exists():
-            out.rmdir()
-        temporary.rename(out)
-        flush(out.parent)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
+            (folder / name).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 def is_quantized(folder: Path) -> bool:

@@ -7,8 +7,6 @@ Content-Security-Policy forbids every network request.
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -19,6 +17,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from residua.report import theme
+from residua.storage.files import write_atomically
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
@@ -178,15 +177,7 @@ class Page:
         """Write the page; a reader never sees half of it."""
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".part")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(self.html())
-            os.chmod(temporary, 0o644)
-            os.replace(temporary, target)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
+        write_atomically(target, self.html())
         return target
 
     def _new_anchor(self, title: str) -> str:

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from residua.storage.files import UNFINISHED, flush
+from residua.storage.files import UNFINISHED, atomic_folder, unfinished
 from residua.train.health import TrainingStopped
 from residua.train.optimizer import HybridOptimizer
 
@@ -84,22 +84,11 @@ def save_checkpoint(
 
 
 def _write(final: Path, tensors: dict[str, dict[str, Tensor]], state: Mapping[str, Any]) -> None:
-    temporary = final.with_name(f"{UNFINISHED}{final.name}")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    try:
+    with atomic_folder(final) as folder:
         for name, content in tensors.items():
-            path = temporary / f"{name}.safetensors"
+            path = folder / f"{name}.safetensors"
             save_file({key: value.detach().cpu().contiguous() for key, value in content.items()}, path)
-            flush(path)
-        (temporary / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
-        flush(temporary / "state.json")
-        flush(temporary)
-        temporary.rename(final)
-        flush(final.parent)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
+        (folder / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
 
 
 def prune(run: Path, keep: int) -> None:
@@ -113,7 +102,7 @@ def prune(run: Path, keep: int) -> None:
     for old in found[:-keep]:
         if old != winner:
             # under another name first: a kill in the middle must not leave a `step-N` that is not whole
-            doomed = old.path.with_name(f"{UNFINISHED}{old.path.name}")
+            doomed = unfinished(old.path)
             shutil.rmtree(doomed, ignore_errors=True)
             old.path.rename(doomed)
             shutil.rmtree(doomed, ignore_errors=True)

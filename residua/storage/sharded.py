@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, Hu
 from residua.distributed.mesh import Mesh
 from residua.distributed.optimizer import local
 from residua.storage.checkpoint import FOLDER, SHARDS, damaged, model_tensors, prune, what_is_left
-from residua.storage.files import UNFINISHED, flush
+from residua.storage.files import publish, unfinished
 from residua.train.health import TrainingStopped
 from residua.train.optimizer import HybridOptimizer
 
@@ -55,12 +55,11 @@ class Saver:
             return
         tensors = {**model_tensors(step.model), **step.optimizer.tensors()}
         self._refuse_nonfinite(tensors, run)
-        temporary = final.with_name(f"{UNFINISHED}{final.name}")
+        temporary = unfinished(final)
         if self.mesh.rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
             (temporary / SHARDS).mkdir(parents=True)
             (temporary / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
-            flush(temporary / "state.json")
         dist.barrier(group=self.group)
         writer = HuggingFaceStorageWriter(str(temporary / SHARDS), save_distributed=True)
         with _quietly():
@@ -77,10 +76,7 @@ class Saver:
         try:
             written.result()
             if self.mesh.rank == 0:
-                flush(temporary / SHARDS)
-                flush(temporary)
-                temporary.rename(final)
-                flush(final.parent)
+                publish(temporary, final)
                 prune(final.parents[1], keep)
             saving.set_result(None)
         except BaseException as error:

@@ -1,0 +1,66 @@
+"""Files and folders that are whole or absent."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from residua.storage.files import atomic_folder, refuse_used, write_atomically
+
+
+def test_a_folder_appears_whole_and_may_replace_an_empty_one(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    with atomic_folder(tmp_path / "out") as folder:
+        (folder / "below").mkdir()
+        (folder / "below" / "text").write_text("all")
+        assert not any((tmp_path / "out").iterdir())
+    assert (tmp_path / "out" / "below" / "text").read_text() == "all"
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("unique", [False, True])
+def test_a_failure_leaves_no_folder(tmp_path: Path, unique: bool) -> None:
+    with pytest.raises(KeyboardInterrupt), atomic_folder(tmp_path / "out", unique=unique) as folder:
+        (folder / "half").write_text("half")
+        raise KeyboardInterrupt
+    assert not any(tmp_path.iterdir())
+
+
+def test_the_second_of_two_writers_does_not_replace_the_first(tmp_path: Path) -> None:
+    with pytest.raises(FileExistsError), atomic_folder(tmp_path / "out", unique=True) as slow:
+        (slow / "text").write_text("slow")
+        with atomic_folder(tmp_path / "out", unique=True) as fast:
+            (fast / "text").write_text("fast")
+    assert [(p.name, p.read_text()) for p in (tmp_path / "out").iterdir()] == [("text", "fast")]
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def test_leftovers_of_a_killed_writer_are_removed(tmp_path: Path) -> None:
+    (tmp_path / ".unfinished-out").mkdir()
+    (tmp_path / ".unfinished-out" / "half").write_text("half")
+    with atomic_folder(tmp_path / "out") as folder:
+        (folder / "text").write_text("all")
+    assert [p.name for p in (tmp_path / "out").iterdir()] == ["text"]
+
+
+def test_a_file_that_could_not_be_written_leaves_the_old_one(tmp_path: Path) -> None:
+    write_atomically(tmp_path / "text", "old")
+    with pytest.raises(UnicodeEncodeError):
+        write_atomically(tmp_path / "text", "\ud800")
+    assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("text", "old")]
+
+
+def test_used_folders_files_and_the_working_directory_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    for used in (tmp_path, tmp_path / "file"):
+        with pytest.raises(ValueError, match="exists and is not an empty folder: choose another --engine"):
+            refuse_used(used, "--engine")
+    (tmp_path / "empty").mkdir()
+    refuse_used(tmp_path / "empty")
+    refuse_used(tmp_path / "new")
+    monkeypatch.chdir(tmp_path / "empty")
+    with pytest.raises(ValueError, match="is the folder you are in: choose a new one for --out"):
+        refuse_used(Path())
