@@ -11,7 +11,7 @@ from residua.data.tokenizer import Tokenizer
 from residua.diagnose.huggingface import HuggingFaceSubject
 from residua.diagnose.native import NativeSubject
 from residua.diagnose.observe import Subject
-from residua.export.folder import is_export
+from residua.storage.exported import is_export
 
 
 def open_subject(path: Path, device: torch.device) -> Subject:

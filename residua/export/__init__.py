@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from residua.export.folder import is_export, load_folder, write_folder
+from residua.export.folder import write_folder
 from residua.storage.files import refuse_used
 from residua.storage.opening import PRECISIONS, open_model
 
-__all__ = ["Exported", "export", "is_export", "load_folder", "write_folder"]
+__all__ = ["Exported", "export", "write_folder"]
 
 
 class Exported(NamedTuple):

@@ -21,7 +21,7 @@ def load(folder: str | Path, which: Literal["last", "best"] = "last") -> Decoder
 
         return load_quantized(folder)
     if (folder / "config.json").exists() and not (folder / "config.toml").exists():
-        from residua.export.folder import load_folder
+        from residua.storage.exported import load_folder
 
         return load_folder(folder)
     from residua.storage.checkpoint import load_model

@@ -9,7 +9,8 @@ from safetensors.torch import load_file, save_file
 
 import residua
 from residua.data.tokenizer import Tokenizer
-from residua.export.folder import is_export, write_folder
+from residua.export.folder import write_folder
+from residua.storage.exported import is_export
 from tests.export.exported import bytes_config, trained_like, write
 from tests.model.small import small
 
@@ -122,7 +123,7 @@ def test_what_fails_midway_leaves_nothing(model, tmp_path, monkeypatch):
         ({"lm_head.weight": None}, "lacks tensor 'lm_head.weight'"),
         (
             {"model.decoder.norm.weight": torch.ones(15)},
-            r"'model.decoder.norm.weight' with shape \[15\] where .* \[16\]",
+            r"'model.decoder.norm.weight' with shape \[15\], but .* \[16\]",
         ),
         ({"model.decoder.extra": torch.ones(1)}, "holds tensor 'model.decoder.extra'"),
     ],
