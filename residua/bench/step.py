@@ -141,7 +141,7 @@ def _build(case: Case, device: torch.device, open_ranks: ExitStack) -> Step:
     model = residua.build(case.config.model)
     if case.way is None:
         return build_step(model, case.config.train, device)
-    from residua.distributed.alone import one_rank
+    from residua.distributed.mesh import one_rank
     from residua.distributed.step import build_ranked_step
 
     mesh = open_ranks.enter_context(one_rank(device, case.config.parallel))

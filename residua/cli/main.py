@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import time
 from importlib import import_module
-from typing import Any
+from typing import Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
-
-from residua.distributed.speaker import refuse
 
 VERBS = {
     "train": ("residua.cli.train", "Pretrain a model on your text."),
@@ -23,6 +23,10 @@ VERBS = {
     "bench": ("residua.cli.bench", "Measure training steps and operators on this machine."),
     "presets": ("residua.cli.presets", "List the models that come with Residua, or print one."),
 }
+
+
+# Seconds for rank 0 to get as far as the others: the first rank to end makes torchrun end all of them.
+GRACE = 20.0
 
 
 class LazyVerbs(TyperGroup):
@@ -65,6 +69,19 @@ def main() -> None:
         refuse(error)
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def refuse(mistake: Exception) -> NoReturn:
+    """Print a person's mistake in one sentence and end the process.
+
+    Under torchrun many ranks find the same mistake: rank 0 prints it, then torchrun ends the others, which wait. A rank
+    that is still alive after GRACE seconds found something that rank 0 did not (a missing GPU, a file that only its
+    machine lacks) and prints it; of several ranks on a machine the first does.
+    """
+    if int(os.environ.get("RANK", 0)) > 0:
+        time.sleep(GRACE + int(os.environ.get("LOCAL_RANK", 0)))
+    print(f"residua: {mistake}", file=sys.stderr, flush=True)
+    sys.exit(2)
 
 
 if __name__ == "__main__":

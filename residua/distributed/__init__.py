@@ -1,4 +1,14 @@
-"""Training on several devices: data parallel, fully sharded, pipelined, and their products.
+"""Training on several devices: replicated (DDP), sharded (FSDP2), pipelined, and combinations of them.
 
-All of it is applied from outside the model, by torch.distributed: DDP, FSDP2, pipelining and distributed checkpoints.
+All of it is applied from outside: the model and the trainer do not know how many ranks there are. In reading order:
+
+- `mesh`: starts the process group and arranges the ranks as a grid, pipeline × data × shard.
+- `world`: `Ranks`, what the trainer talks to instead of `train.world.World` when torchrun starts several processes.
+- `step`: the training step on several ranks. It overrides hooks of `train.step.Step`; its docstring gives the order.
+- `shard`: makes a model ready for a step, replicated on every rank or sharded over them.
+- `units`: groups of layers that FSDP2 gathers, and `torch.compile` compiles, one at a time.
+- `optimizer`: Muon on several ranks; each matrix is orthogonalised on one of them.
+- `heartbeat`: finds a rank that died or hangs, and names it.
+- `pipeline/`: stages of the model on different ranks: where it is divided (`stage_boundary`), what is sent
+  (`transport`, `traffic`), one stage (`stage`), parameters that several stages use (`shared_parameters`), and the step.
 """

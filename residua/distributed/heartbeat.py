@@ -1,8 +1,18 @@
-"""Who is still there: every rank says so once a second, and one that falls silent is named to the others.
+"""Heartbeats: every rank reports once a second that it is alive, and a silent or failed rank is named to the others.
 
-A collective operation whose partner has died fails at once on some transports and never on others. So each rank writes
-a beat to the store that torchrun keeps, and watches the next rank's. Whoever finds a rank silent or failed says which
-one it was and ends its own process, which ends the job within `patience` seconds; torchrun may then start it again.
+A collective whose partner has died fails at once on some transports and hangs forever on others. So every rank runs a
+thread that does two things per beat, through the key-value store of the job:
+
+1. It writes its own beat: the time, the last finished step, host and process.
+2. It reads the beat of the next rank and the list of failures. The ranks form a ring, so every rank, rank 0 too, is
+   watched by one other. The list is one key that all ranks share. A rank that fails adds itself to it; a rank that has
+   been silent for `patience` seconds is added by the rank that watches it.
+
+When the list names another rank, the training thread gets a few seconds to notice the failure itself (`who_died`).
+Otherwise the heartbeat thread prints a sentence that names the rank and ends the process. torchrun may then start the
+job again.
+
+A beat costs a rank three store requests, however many ranks there are.
 """
 
 from __future__ import annotations
@@ -13,119 +23,166 @@ import socket
 import sys
 import threading
 import time
-from datetime import timedelta
+from contextlib import suppress
 
 import torch.distributed as dist
 
-from residua.distributed.mesh import job_store
-
 BEAT = 1.0
-# Beats that must be missed before a rank that a collective has already failed on is called dead.
+"""Seconds between beats."""
+
 MISSED = 4
+"""Beats that a rank must miss before it is called dead, after a collective has failed."""
+
+FAILURES = "failures"
+"""The shared key: one line of JSON per failure, oldest first."""
+
+STORE_GONE = "the store that torchrun keeps is gone, and with it the machine of rank 0"
 
 
-class Pulse:
-    """This rank's beat, and a watch over the others."""
+class Heartbeat:
+    """The heartbeat of this rank, and its watch over the others.
 
-    def __init__(self, rank: int, size: int, patience: float, advice: str) -> None:
+    `store` needs a connection of its own: that of the process group is busy while a collective waits.
+    `advice` ends every sentence that is printed. `done` is the last finished step; the trainer updates it.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int, patience: float, advice: str) -> None:
         self.rank, self.size, self.patience, self.advice = rank, size, patience, advice
         self.done = 0
-        self._noticed = 0.0
+        self._store = store
+        self._watched = (rank + 1) % size
+        self._last_beat, self._last_heard = "", time.monotonic()
+        self._noticed: float | None = None
         self._speaks = True
-        # its own connection: the process group's is busy while a collective waits
-        self._store = job_store("pulse", timedelta(seconds=30))
-        self._beat()
+        self._store.append(FAILURES, "")  # reading a missing key would wait for it
+        self._write_beat()
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="residua-pulse", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="residua-heartbeat", daemon=True)
         self._thread.start()
 
     def fail(self, reason: str) -> None:
         """Tell the others that this rank is about to end, and why."""
-        self._store.set(f"failed/{self.rank}", reason)
+        with suppress(RuntimeError):  # without a store the others end anyway
+            self._add_failure(self.rank, reason)
 
     def stop(self, *, finished: bool) -> None:
-        """End the beat; a rank that `finished` is not missed."""
-        if finished:
-            self._store.set(f"failed/{self.rank}", "")
+        """Stop beating; a rank that has `finished` is not missed."""
         self._stopped.set()
+        if finished:
+            self._speaks = False
+            self._thread.join()
+            with suppress(RuntimeError):  # rank 0 may have finished first, and its store with it
+                self._write_beat(finished=True)
 
     def outlast(self, rank: int) -> None:
-        """Wait in silence until a rank that is about to end has: its beat stops, or the store it kept is gone.
+        """Wait silently until `rank`, which is about to end, has ended: its beat stops or its store is gone.
 
-        It may still have to notice why this one ends; longer than that takes nobody waits.
+        That rank may not have noticed yet that it must end. Waits at most 12 s.
         """
         self._speaks = False
-        until, beat, heard = time.monotonic() + 3 * MISSED * BEAT, "", time.monotonic()
-        while time.monotonic() < min(until, heard + 2 * BEAT):
+        start = heard = time.monotonic()
+        last = ""
+        while time.monotonic() < min(start + 3 * MISSED * BEAT, heard + MISSED * BEAT):
             try:
-                now = self._read(rank)
-            except (RuntimeError, dist.DistError):
+                beat = self._read_beats([rank]).get(rank, "")
+            except RuntimeError:
                 return
-            beat, heard = now, time.monotonic() if now != beat else heard
-            time.sleep(BEAT / 10)
+            if beat != last:
+                last, heard = beat, time.monotonic()
+            time.sleep(BEAT / 4)
 
     def who_died(self) -> str | None:
-        """After a collective failed: the rank that is gone, in words, or None if all are there."""
+        """After a failed collective: a sentence that names the rank that died or failed; None if all are alive."""
         self._stopped.set()
         self._thread.join()
-        before = {rank: self._read(rank) for rank in range(self.size) if rank != self.rank}
+        try:
+            return self._find_dead()
+        except RuntimeError:
+            return STORE_GONE
+
+    def _find_dead(self) -> str | None:
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        before = self._read_beats(others)
         for _ in range(MISSED):
-            for rank in before:
-                if reason := self._failure(rank):
-                    return self._sentence(rank, f"failed: {reason}")
-            self._beat()
+            if failure := self._first_failure(self._store.get(FAILURES)):
+                return self._sentence(*failure)
+            self._write_beat()
             time.sleep(BEAT)
-        silent = [rank for rank, beat in before.items() if beat == self._read(rank)]
+        now = self._read_beats(others)
+        silent = [rank for rank in others if before.get(rank) == now.get(rank)]
         return self._sentence(silent[0], "died") if silent else None
 
+    def tick(self) -> None:
+        """One beat: write this rank's, look at the next rank's and at the list of failures."""
+        try:
+            self._write_beat()
+            self._watch()
+        except RuntimeError:
+            self._end(STORE_GONE)
+
     def _run(self) -> None:
-        watched = (self.rank + 1) % self.size
-        beat, heard = self._read(watched), time.monotonic()
         while not self._stopped.wait(BEAT):
-            try:
-                self._beat()
-                now = self._read(watched)
-                reasons = {rank: reason for rank in range(self.size) if (reason := self._failure(rank))}
-            except (RuntimeError, dist.DistError):
-                self._end("the store that torchrun keeps is gone, and with it the machine of rank 0")
-                return
-            if now != beat or self._finished(watched):
-                beat, heard = now, time.monotonic()
-            if reasons and self._overdue():
-                rank, reason = next(iter(reasons.items()))
-                self._end(self._sentence(rank, f"failed: {reason}"))
-            elif time.monotonic() - heard > self.patience:
-                self._store.set(f"failed/{watched}", f"it was silent for {self.patience:.0f} seconds")
+            self.tick()
+
+    def _watch(self) -> None:
+        beat, failure = self._look()
+        if beat != self._last_beat or _finished(beat):
+            self._last_beat, self._last_heard = beat, time.monotonic()
+        if failure is not None:
+            if self._overdue():
+                self._end(self._sentence(*failure))
+        elif time.monotonic() - self._last_heard > self.patience:
+            self._add_failure(self._watched, f"it was silent for {self.patience:.0f} seconds")
+
+    def _look(self) -> tuple[str, tuple[int, str] | None]:
+        """The beat of the watched rank, empty if there was none yet, and the first failure, if there was any."""
+        key = f"beat/{self._watched}"
+        keys = [FAILURES, key] if self._store.check([key]) else [FAILURES]
+        failures, *beats = self._store.multi_get(keys)
+        return (beats[0].decode() if beats else ""), self._first_failure(failures)
 
     def _overdue(self) -> bool:
-        """Whether the main thread has had its time to notice a failure itself."""
-        self._noticed = self._noticed or time.monotonic()
-        return time.monotonic() - self._noticed > 2 * MISSED * BEAT
+        """Whether the training thread has had its time to notice a failure itself."""
+        now = time.monotonic()
+        self._noticed = now if self._noticed is None else self._noticed
+        return now - self._noticed > 2 * MISSED * BEAT
 
     def _end(self, sentence: str) -> None:
         if not self._speaks:
+            self._stopped.set()
             return
         print(f"residua: {sentence}; {self.advice}.", file=sys.stderr, flush=True)
         os._exit(1)
 
-    def _beat(self) -> None:
+    def _write_beat(self, *, finished: bool = False) -> None:
         beat = {"time": time.time(), "step": self.done, "host": socket.gethostname(), "process": os.getpid()}
-        self._store.set(f"beat/{self.rank}", json.dumps(beat))
+        self._store.set(f"beat/{self.rank}", json.dumps(beat | {"finished": finished}))
 
-    def _read(self, rank: int) -> str:
-        return self._store.get(f"beat/{rank}").decode() if self._store.check([f"beat/{rank}"]) else ""
+    def _read_beats(self, ranks: list[int]) -> dict[int, str]:
+        """The last beat of each of these ranks that has written one."""
+        keys = {rank: f"beat/{rank}" for rank in ranks}
+        if not self._store.check(list(keys.values())):
+            keys = {rank: key for rank, key in keys.items() if self._store.check([key])}
+        beats = self._store.multi_get(list(keys.values())) if keys else []
+        return {rank: beat.decode() for rank, beat in zip(keys, beats, strict=True)}
 
-    def _failure(self, rank: int) -> str:
-        key = f"failed/{rank}"
-        return self._store.get(key).decode() if rank != self.rank and self._store.check([key]) else ""
+    def _add_failure(self, rank: int, reason: str) -> None:
+        self._store.append(FAILURES, json.dumps({"rank": rank, "reason": reason}) + "\n")
 
-    def _finished(self, rank: int) -> bool:
-        return self._store.check([f"failed/{rank}"])
+    def _first_failure(self, lines: bytes) -> tuple[int, str] | None:
+        """The first rank but this one that failed, and how."""
+        failures = [json.loads(line) for line in lines.splitlines()]
+        named = [(f["rank"], f"failed: {f['reason']}") for f in failures if f["rank"] != self.rank]
+        return named[0] if named else None
 
     def _sentence(self, rank: int, what: str) -> str:
-        beat = json.loads(self._read(rank) or "{}")
+        beat = json.loads(self._read_beats([rank]).get(rank, "{}"))
         where = f" (process {beat['process']} on {beat['host']})" if beat else ""
         return f"rank {rank}{where} {what}, last heard of after step {beat.get('step', 0)}"
+
+
+def _finished(beat: str) -> bool:
+    return bool(beat) and json.loads(beat)["finished"]
 
 
 LOST = ("closed by peer", "reset by peer", "broken pipe", "timed out", "timeout", "gloo", "nccl", "socket", "connect")

@@ -1,8 +1,14 @@
-"""The ranks of a run as a grid: pipeline × data × shard, the shards of one copy being neighbours."""
+"""The processes of a run, and their grid: pipeline × data × shard.
+
+`Processes` starts the process group, `Mesh` arranges its ranks, `job_store` is the key-value store they meet in, and
+`one_rank` is a mesh of this process alone.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Self
 
@@ -14,12 +20,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from residua.config.run import ParallelConfig
 from residua.config.settings import ConfigError
 
+# Ranks with neighbouring numbers usually have the fastest links, so the axis that communicates most comes last.
 AXES = ("pipeline", "data", "shard")
-# Neighbours with the fastest links are ranks with neighbouring numbers: what talks most comes last.
 
 
 class Mesh:
-    """Where this process stands in the grid, and whom it talks to along each axis."""
+    """The place of this rank in the grid, and its process group along each axis."""
 
     def __init__(self, config: ParallelConfig, device: torch.device) -> None:
         self.config, self.device = config, device
@@ -31,38 +37,38 @@ class Mesh:
 
     @property
     def batch_rank(self) -> int:
-        """Which share of a step's micro-batches this rank has; the ranks of one pipeline have the same."""
+        """Which share of a step's micro-batches this rank computes; all ranks of one pipeline have the same."""
         return self.data_rank * self.config.shard + self.shard_rank
 
     def over_batch(self, tensor: Tensor) -> Tensor:
-        """The sum over the ranks that have different micro-batches, in place."""
+        """Sum over the ranks that have different micro-batches, in place."""
         for group in (self.data, self.shard):
             if group.size() > 1:
                 dist.all_reduce(tensor, group=group)
         return tensor
 
     def over_all(self, tensor: Tensor) -> Tensor:
-        """The sum over all ranks, in place."""
+        """Sum over all ranks, in place."""
         dist.all_reduce(tensor)
         return tensor
 
 
 class Processes:
-    """The process group of this run, from `start` to `stop`."""
+    """The process group of a run, from `start` to `stop`."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
     @classmethod
     def start(cls, device: torch.device, patience: int) -> Self:
-        """Meet the other processes that torchrun has started; gloo for CPU tensors, NCCL for those on GPUs."""
+        """Join the processes that torchrun started: gloo for CPU tensors, NCCL for GPU tensors."""
         if device.type == "cuda":
             device = _own_gpu()
             torch.cuda.set_device(device)
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         timeout = timedelta(seconds=max(600, 2 * patience))
-        dist.init_process_group(backend, store=job_store("group", timeout), rank=rank, world_size=size, timeout=timeout)
+        store = job_store("group", timeout)
+        dist.init_process_group(_backend(device), store=store, rank=rank, world_size=size, timeout=timeout)
         return cls(device)
 
     def stop(self) -> None:
@@ -70,14 +76,27 @@ class Processes:
             dist.destroy_process_group()
 
 
+@contextmanager
+def one_rank(device: torch.device, config: ParallelConfig) -> Iterator[Mesh]:
+    """A mesh of this process alone: runs the distributed code on one device, to measure and test it."""
+    if device.type == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
+    dist.init_process_group(_backend(device), store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield Mesh(config, device)
+    finally:
+        dist.destroy_process_group()
+
+
 _served: list[dist.Store] = []
+"""The store that this process serves, if it does; it lives as long as the process."""
 
 
 def job_store(name: str, timeout: timedelta) -> dist.Store:
-    """A connection to the job's key-value store, its keys apart from other names' and from earlier starts of the job.
+    """A new connection to the key-value store of the job.
 
-    torchrun keeps one store through all restarts, where a new process would find the addresses of dead ones.
-    Where there is no torchrun, rank 0 serves it.
+    torchrun keeps one store through all restarts of a job. The keys begin with `name` and the number of the restart, so
+    that a process never finds what dead ones left. Without torchrun, rank 0 serves the store at MASTER_PORT.
     """
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and os.environ["RANK"] == "0" and not _served
@@ -85,6 +104,10 @@ def job_store(name: str, timeout: timedelta) -> dist.Store:
     if serves:
         _served.append(store)
     return dist.PrefixStore(f"residua/{name}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+
+
+def _backend(device: torch.device) -> str:
+    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
 
 
 def _own_gpu() -> torch.device:

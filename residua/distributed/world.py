@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
 
-import residua
 from residua.config.run import RunConfig
-from residua.distributed.heartbeat import Pulse, lost_a_peer
-from residua.distributed.mesh import Mesh, Processes
+from residua.distributed.heartbeat import Heartbeat, lost_a_peer
+from residua.distributed.mesh import Mesh, Processes, job_store
 from residua.distributed.step import build_ranked_step
+from residua.model.decoder import Decoder, build
 from residua.storage.checkpoint import what_is_left
 from residua.storage.run import FollowedRun, Run
 from residua.storage.sharded import Saver, load
 from residua.train.health import TrainingStopped
 from residua.train.step import Step
 from residua.train.world import World
-
-if TYPE_CHECKING:
-    from residua.model.decoder import Decoder
 
 T = TypeVar("T")
 
@@ -38,7 +36,8 @@ class Ranks(World):
         self.batch_rank, self.batch_ranks = mesh.batch_rank, config.parallel.batch_ranks
         self.folder: Path | None = None
         self.saver = Saver(mesh)
-        self.pulse = Pulse(mesh.rank, mesh.size, config.parallel.patience, self._advice())
+        store = job_store("heartbeat", timedelta(seconds=30))
+        self.heartbeat = Heartbeat(store, mesh.rank, mesh.size, config.parallel.patience, self._advice())
 
     @classmethod
     def start(cls, config: RunConfig, device: torch.device) -> Self:
@@ -48,32 +47,32 @@ class Ranks(World):
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         try:
             if isinstance(error, TrainingStopped | ValueError | OSError):
-                self.pulse.fail(str(error))
+                self.heartbeat.fail(str(error))
             elif isinstance(error, Exception):
                 self._explain(error)
             if isinstance(error, TrainingStopped):
                 self._leave_to_leader(error.exit_code)
         finally:
-            self.pulse.stop(finished=error is None)
+            self.heartbeat.stop(finished=error is None)
             if error is None:
                 self.processes.stop()
 
     def _leave_to_leader(self, code: int) -> None:
         """What all ranks found, one of them says; the first to end would end it before it could."""
         if not self.leads:
-            self.pulse.outlast(rank=0)
+            self.heartbeat.outlast(rank=0)
             raise SystemExit(code)
 
     def _explain(self, error: Exception) -> None:
         # torchrun now asks every rank to end, and would have the last word
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if not lost_a_peer(error):
-            self.pulse.fail(f"{type(error).__name__}: {error}".splitlines()[0])
+            self.heartbeat.fail(f"{type(error).__name__}: {error}".splitlines()[0])
             return
-        sentence = self.pulse.who_died()
+        sentence = self.heartbeat.who_died()
         if sentence is not None:
             left = what_is_left(self.folder) if self.folder is not None else "nothing had been saved"
-            raise TrainingStopped(f"{sentence}; {left}; {self.pulse.advice}.") from None
+            raise TrainingStopped(f"{sentence}; {left}; {self.heartbeat.advice}.") from None
 
     def _advice(self) -> str:
         by_hand = f"{self.config.parallel.command} --resume --out {self.folder or 'RUN'}"
@@ -81,7 +80,7 @@ class Ranks(World):
 
     def open_run(self, folder: Path, config: RunConfig, *, resume: bool) -> Run:
         self.folder = folder
-        self.pulse.advice = self._advice()
+        self.heartbeat.advice = self._advice()
         if not self.leads:
             self._follow_leader(None)
             return FollowedRun(folder, config)
@@ -120,13 +119,13 @@ class Ranks(World):
         return box[0]
 
     def agree(self, signal_number: int | None, done: int) -> int | None:
-        self.pulse.done = done
+        self.heartbeat.done = done
         heard = torch.tensor(signal_number or 0)
         dist.all_reduce(heard, dist.ReduceOp.MAX)
         return int(heard) or None
 
     def build_step(self, config: RunConfig) -> Step:
-        return build_ranked_step(residua.build(config.model), config, self.mesh)
+        return build_ranked_step(build(config.model), config, self.mesh)
 
     def save(self, run: Path, number: int, step: Step, state: Mapping[str, Any], keep: int) -> None:
         self.saver.save(run, number, step, state, keep)

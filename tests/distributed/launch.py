@@ -1,16 +1,13 @@
-"""Starts ranks as torchrun does, once for many cases, with an end to waiting."""
+"""Starts ranks for tests, as torchrun does but without its imports: they are forked from a process that has them."""
 
 from __future__ import annotations
 
-import atexit
 import multiprocessing
 import os
 import signal
-import socket
-import subprocess
-import sys
 import tempfile
 import time
+import uuid
 import warnings
 from dataclasses import dataclass
 from functools import cache
@@ -19,89 +16,134 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
+import torch.distributed as dist
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+LIMIT = 240.0
+"""Seconds that a job may take on a busy machine. Less than pytest's own limit, so that a test can show the output."""
 
 
 def environment(**more: Any) -> dict[str, str]:
-    """This process's, on one thread, without what an outer launcher or pytest set."""
+    """The environment of this process, on one thread, without the variables of an outer launcher or of pytest."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("TORCHELASTIC", "PYTEST"))}
     return kept | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **{k: str(v) for k, v in more.items()}}
 
 
-def torchrun(ranks: int, *arguments: Any, timeout: float = 150, **more: Any) -> subprocess.CompletedProcess[str]:
-    """The command itself, which starts `python -m …` anew for every rank; `more` is for the environment."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks, *arguments]
-    return subprocess.run(
-        list(map(str, command)), cwd=ROOT, env=environment(**more), capture_output=True, text=True, timeout=timeout
-    )
-
-
 @dataclass
-class Rank:
-    """A started rank, whose output goes to a file."""
+class Started:
+    """A started process, whose output goes to a file."""
 
     process: ForkServerProcess
     output: Path
+    store: dist.Store | None = None
+    """Kept: the ranks of a job lose their store with it."""
 
-    def wait(self, until: float) -> str:
-        """What it said when it ended, which is before `until` or not at all."""
-        self.process.join(max(0.0, until - time.monotonic()))
-        assert self.process.exitcode is not None, f"still running: {self.said()}"
+    def wait(self, limit: float = LIMIT) -> str:
+        """Wait for its end and return what it printed; fails after `limit` seconds."""
+        self.process.join(limit)
+        assert self.process.exitcode is not None, f"still running after {limit:.0f} s: {self.said()}"
         return self.said()
 
     def said(self) -> str:
-        return self.output.read_text()
+        return self.output.read_text() if self.output.exists() else ""
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()
 
 
-def start(ranks: int, module: str, *arguments: Any) -> list[Rank]:
-    """`module.main(*arguments)` on so many ranks, forked from one process that has imported it all already."""
+def start(ranks: int, module: str, *arguments: Any) -> list[Started]:
+    """Run `module.main(*arguments)` on so many ranks.
+
+    This process serves their store, as torchrun does for its ranks. It listens on a port that the system chooses, so
+    jobs that run at the same time cannot collide.
+    """
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    shared = {
+        "WORLD_SIZE": ranks,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": store.port,
+        "TORCHELASTIC_USE_AGENT_STORE": True,
+    }
+    folder = _new_folder()
+    return [
+        _fork(folder / str(rank), environment(RANK=rank, LOCAL_RANK=rank, **shared), module, arguments, store)
+        for rank in range(ranks)
+    ]
+
+
+def launch(ranks: int, module: str, *arguments: Any, again: bool = False) -> None:
+    """Run a job to its end; a rank that fails fails the test with what it printed.
+
+    `again`: start once more if a rank dies by a segmentation fault, which was seen once in a thread of gloo's own
+    (`pt_gloo_runloop`), in a process that makes many groups one after the other.
+    """
+    started, until = start(ranks, module, *arguments), time.monotonic() + LIMIT
+    try:
+        outputs = [rank.wait(max(0.0, until - time.monotonic())) for rank in started]
+    finally:
+        for rank in started:
+            rank.kill()
+    failed = [number for number, rank in enumerate(started) if rank.process.exitcode != 0]
+    if again and any(started[number].process.exitcode == -signal.SIGSEGV for number in failed):
+        warnings.warn(f"a rank of {module} died by a segmentation fault: all are started once more", stacklevel=2)
+        return launch(ranks, module, *arguments)
+    assert not failed, f"ranks {failed} of {module} failed:\n" + "\n".join(outputs[i][-3000:] for i in failed)
+
+
+def torchrun(ranks: int, module: str, *arguments: Any, restarts: int = 0) -> Started:
+    """Run `module.main(*arguments)` under the agent of `torchrun --standalone`, to its end, and return the agent."""
+    agent = _fork(_new_folder() / "agent", environment(), __name__, (ranks, restarts, module, arguments))
+    try:
+        agent.wait()
+    finally:
+        agent.process.terminate()  # which it passes on to its ranks
+        agent.process.join(60)
+        agent.kill()
+    return agent
+
+
+def main(ranks: int, restarts: int, module: str, arguments: tuple[Any, ...]) -> None:
+    """The agent: torchrun without its command line. Its ranks are forked from it."""
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks,
+        run_id=str(uuid.uuid4()),
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=restarts,
+        monitor_interval=0.1,
+        start_method="fork",
+    )
+    elastic_launch(config, import_module(module).main)(*arguments)
+
+
+def _fork(
+    output: Path, variables: dict[str, str], module: str, arguments: tuple[Any, ...], store: dist.Store | None = None
+) -> Started:
     forked = multiprocessing.get_context("forkserver")
     forked.set_forkserver_preload(["tests.distributed.worker", "tests.distributed.train_run"])
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    folder = _outputs() / str(port)
-    folder.mkdir()
-    started = []
-    for rank in range(ranks):
-        job = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        output = folder / str(rank)
-        process = forked.Process(target=_run, args=(environment(**job), output, module, arguments), daemon=True)
-        process.start()
-        started.append(Rank(process, output))
-    return started
+    # a daemon ends with pytest, but may not have children: the agent of torchrun is none
+    daemon = store is not None
+    process = forked.Process(target=_run, args=(variables, output, module, arguments), daemon=daemon)
+    process.start()
+    return Started(process, output, store)
 
 
 @cache
-def _outputs() -> Path:
-    folder = tempfile.TemporaryDirectory(prefix="ranks-")
-    atexit.register(folder.cleanup)
-    return Path(folder.name)
+def _outputs() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="ranks-")
+
+
+def _new_folder() -> Path:
+    return Path(tempfile.mkdtemp(dir=_outputs().name))
 
 
 def _run(variables: dict[str, str], output: Path, module: str, arguments: tuple[Any, ...]) -> None:
     os.environ.clear()
     os.environ.update(variables)
-    file = os.open(output, os.O_WRONLY | os.O_CREAT)
+    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(file, stream)
     import_module(module).main(*arguments)
-
-
-def launch(ranks: int, module: str, *arguments: Any, timeout: float = 120, again: bool = False) -> None:
-    """Run to the end; a rank that fails fails the test with what it said.
-
-    `again`: start once more if a rank dies by a segmentation fault, which was seen once in a thread of gloo's own
-    (`pt_gloo_runloop`), in a process that makes many groups one after the other.
-    """
-    started, until = start(ranks, module, *arguments), time.monotonic() + timeout
-    try:
-        outputs = [rank.wait(until) for rank in started]
-    finally:
-        for rank in started:
-            rank.process.kill()
-    failed = [number for number, rank in enumerate(started) if rank.process.exitcode != 0]
-    if again and any(started[number].process.exitcode == -signal.SIGSEGV for number in failed):
-        warnings.warn(f"a rank of {module} died by a segmentation fault: all are started once more", stacklevel=2)
-        return launch(ranks, module, *arguments, timeout=timeout)
-    assert not failed, f"ranks {failed} of {module} failed:\n" + "\n".join(outputs[i][-3000:] for i in failed)

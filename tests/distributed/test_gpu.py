@@ -27,7 +27,7 @@ def losses(step: Step, config: RunConfig) -> list[float]:
 @pytest.mark.parametrize("way", ["replicate", "shard", "pipeline"])
 @pytest.mark.parametrize("preset", ["tiny", "tiny-block", "tiny-full", "tiny-mgr", "tiny-exo"])
 def test_one_rank_trains_as_no_ranks(preset: str, way: Any) -> None:
-    from residua.distributed.alone import one_rank
+    from residua.distributed.mesh import one_rank
     from residua.distributed.step import build_ranked_step
 
     device = torch.device("cuda")

@@ -10,9 +10,8 @@ import torch
 from torch._dynamo.utils import counters
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-from residua.distributed import shard as wrap
-from residua.distributed import units as layers
-from residua.distributed.alone import one_rank
+from residua.distributed import shard, units
+from residua.distributed.mesh import one_rank
 from residua.distributed.step import build_ranked_step
 from tests.distributed.cases import ACCUMULATE, batches, run_config
 from tests.distributed.compare import assert_same_training
@@ -27,28 +26,28 @@ def compiled(function: Any) -> Any:
 
 def test_like_layers_are_compiled_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each finds its own code at once, and none counts as a recompilation of another."""
-    monkeypatch.setattr(layers, "compile_rewritten", compiled)
+    monkeypatch.setattr(units, "compile_rewritten", compiled)
     factors = [torch.nn.Linear(1, 1, bias=i == 0) for i in range(3)]
     with torch._dynamo.config.patch(recompile_limit=1, fail_on_recompile_limit_hit=True):
         for factor in factors:
             x = torch.ones(1, 1)
-            torch.testing.assert_close(layers.compile_apart(factor.forward)(x), factor(x))
+            torch.testing.assert_close(units.compile_apart(factor.forward)(x), factor(x))
     torch.compiler.reset()
 
 
 def test_a_unit_is_as_few_layers_as_are_large_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     sublayers = [torch.nn.Linear(10, 10, bias=False) for _ in range(10)]
     for smallest, ends in {1: [2, 4, 6, 8, 10], 200: [2, 4, 6, 8, 10], 201: [4, 8, 10], 5000: [10]}.items():
-        monkeypatch.setattr(layers, "SMALLEST_UNIT", smallest)
-        assert [unit.stop for unit in layers.divide(sublayers)] == ends
-        assert [k for unit in layers.divide(sublayers) for k in unit] == list(range(10))
+        monkeypatch.setattr(units, "SMALLEST_UNIT", smallest)
+        assert [unit.stop for unit in units.divide(sublayers)] == ends
+        assert [k for unit in units.divide(sublayers) for k in unit] == list(range(10))
 
 
 @pytest.mark.parametrize("shards", ["one", "several"])
 def test_what_saves_no_memory_is_gathered_once_a_step(shards: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a shard of one that is everything, of several all but the layers: those are gathered in every pass."""
-    monkeypatch.setattr(layers, "SMALLEST_UNIT", 1)
-    monkeypatch.setattr(wrap, "gives_back", lambda mesh: shards == "several")
+    monkeypatch.setattr(units, "SMALLEST_UNIT", 1)
+    monkeypatch.setattr(shard, "gives_back", lambda mesh: shards == "several")
     gathers: Counter[Any] = Counter()
     unsharded = FSDPParamGroup._to_unsharded
 
@@ -70,12 +69,12 @@ def test_vectors_are_not_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
     config = run_config("additive", precision="bfloat16")
     seen: set[tuple[bool, torch.dtype]] = set()
 
-    def look(unit: layers.Unit, *args: Any) -> Any:
+    def look(unit: units.Unit, *args: Any) -> Any:
         seen.update((parameter.dim() > 1, parameter.dtype) for parameter in unit.parameters())
         return run(unit, *args)
 
-    run = layers.Unit._run
-    monkeypatch.setattr(layers.Unit, "_run", look)
+    run = units.Unit._run
+    monkeypatch.setattr(units.Unit, "_run", look)
     with one_rank(torch.device("cpu"), config.parallel) as mesh:
         build_ranked_step(make(config), config, mesh, "shard")(batches(0))
     assert seen == {(True, torch.bfloat16), (False, torch.float32)}
@@ -84,7 +83,7 @@ def test_vectors_are_not_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("compile", ["off", "on"])
 def test_a_model_gathered_whole_runs_on_working_copies(compile: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As without ranks: masters rounded once a step, gradients added up in float32, one graph."""
-    monkeypatch.setattr(wrap, "compile_rewritten", compiled)
+    monkeypatch.setattr(shard, "compile_rewritten", compiled)
     config = run_config("additive", {"unit": "model"}, layers=2, precision="bfloat16", compile=compile)
     with one_rank(torch.device("cpu"), config.parallel) as mesh:
         step = build_ranked_step(make(config), config, mesh, "shard")
@@ -108,9 +107,9 @@ COMPILED = [
 def test_compiled_layers_train_as_one_process(
     model: str, recompute: str, shards: str, depth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(layers, "compile_rewritten", compiled)
-    monkeypatch.setattr(layers, "SMALLEST_UNIT", 3000 if depth > 2 else 1)
-    monkeypatch.setattr(wrap, "gives_back", lambda mesh: shards == "several")
+    monkeypatch.setattr(units, "compile_rewritten", compiled)
+    monkeypatch.setattr(units, "SMALLEST_UNIT", 3000 if depth > 2 else 1)
+    monkeypatch.setattr(shard, "gives_back", lambda mesh: shards == "several")
     config = run_config(model, layers=depth, recompute=recompute, compile="on")
     limits = torch._dynamo.config.patch(recompile_limit=torch._dynamo.config.recompile_limit)
     with limits, one_rank(torch.device("cpu"), config.parallel) as mesh:

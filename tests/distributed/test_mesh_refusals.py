@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from residua.cli import main as command
 from residua.config.settings import ConfigError
-from residua.distributed import speaker
 from residua.train.world import World, open_world
 from tests.distributed.cases import run_config
 from tests.distributed.launch import torchrun
@@ -66,22 +66,20 @@ def test_processes_without_a_mesh_are_refused(monkeypatch: pytest.MonkeyPatch) -
 )
 def test_of_many_ranks_one_says_what_is_wrong(changes: list[str], sentence: str, tmp_path: Path) -> None:
     """Also where rank 0 is the last to find it: a rank that ends makes torchrun end the others."""
-    (tmp_path / "sitecustomize.py").write_text(
-        "import os, time\nif os.environ.get('RANK') == '0':\n    time.sleep(2)\n"
-    )
-    run = ["-m", "residua.cli.main", "train", "tiny", "train.accumulate=4", *changes, "--out", tmp_path / "run"]
-    done = torchrun(3, *run, timeout=60, PYTHONPATH=tmp_path)
-    assert done.returncode != 0
-    assert [line.startswith(sentence) for line in done.stderr.splitlines() if line.startswith("residua:")] == [True]
+    run = ["train", "tiny", "train.accumulate=4", *changes, "--out", str(tmp_path / "run")]
+    agent = torchrun(3, "tests.distributed.command", *run)
+    assert agent.process.exitcode != 0
+    said = [line for line in agent.said().splitlines() if line.startswith("residua:")]
+    assert [line.startswith(sentence) for line in said] == [True], agent.said()
     assert not (tmp_path / "run").exists()
 
 
 def test_a_rank_that_nobody_ends_says_what_it_found(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """As one of two without a GPU of its own does, while rank 0 waits for it."""
-    monkeypatch.setattr(speaker, "GRACE", 0)
+    monkeypatch.setattr(command, "GRACE", 0)
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(SystemExit):
-        speaker.refuse(ConfigError("process 1 of this machine has no GPU of its own."))
+        command.refuse(ConfigError("process 1 of this machine has no GPU of its own."))
     assert capsys.readouterr().err == "residua: process 1 of this machine has no GPU of its own.\n"
 
 

@@ -20,10 +20,11 @@ from residua.storage.checkpoint import checkpoints
 from residua.storage.convert import convert
 from residua.storage.run import read_metrics
 from residua.train.trainer import train
-from tests.distributed.launch import Rank, launch, start, torchrun
+from tests.distributed.launch import LIMIT, Started, launch, start, torchrun
 from tests.train.conftest import config, data  # noqa: F401
 
 pytestmark = pytest.mark.slow
+TRAIN = "tests.distributed.train_run"
 
 
 def curve(run: Path) -> dict[int, float]:
@@ -58,7 +59,7 @@ def test_two_ranks_then_one_then_two_go_on_with_the_same_curve(
     """Shards of two ranks are read by one process, whose single files are read by a pipeline of two."""
     run, asked = tmp_path / "run", tmp_path / "asked"
     one = ["train.steps=2", "parallel.shard=2"]
-    launch(2, "tests.distributed.train_run", spec(asked, recipe, out=str(run), changes=one))
+    launch(2, TRAIN, spec(asked, recipe, out=str(run), changes=one))
     assert (run / "checkpoints/step-2/shards").is_dir()
     convert(run, tmp_path / "files")
     assert (tmp_path / "files/checkpoints/step-2/model.safetensors").exists()
@@ -80,7 +81,7 @@ def test_two_ranks_then_one_then_two_go_on_with_the_same_curve(
     assert (run / "checkpoints/step-4/model.safetensors").exists()
 
     three = ["train.steps=6", "parallel.pipeline=2"]
-    launch(2, "tests.distributed.train_run", spec(asked, recipe, out=str(run), changes=three, resume=True))
+    launch(2, TRAIN, spec(asked, recipe, out=str(run), changes=three, resume=True))
     # the schedule depends on train.steps, so the pieces are compared with pieces of one process
     again = tmp_path / "again"
     for steps in (2, 4, 6):
@@ -95,11 +96,11 @@ def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(
     """torchrun starts the job again; the survivor has named the dead; the curve is the unbroken one."""
     run = tmp_path / "run"
     dies = {"rank": 1, "after": 5}
-    asked = spec(tmp_path / "asked", recipe, out=str(run), changes=["parallel.shard=2"], dies=dies)
-    done = torchrun(2, "--max-restarts", 1, "-m", "tests.distributed.train_run", asked)
-    assert done.returncode == 0, done.stderr[-3000:]
+    asked = spec(tmp_path / "asked", recipe, out=str(run), changes=["parallel.shard=2"], dies=dies, beat=0.25)
+    agent = torchrun(2, TRAIN, asked, restarts=1)
+    assert agent.process.exitcode == 0, agent.said()[-3000:]
     named = r"residua: rank 1 \(process \d+ on .*\) died, last heard of after step \d; the last good checkpoint is"
-    assert re.search(named, done.stderr), done.stderr[-3000:]
+    assert re.search(named, agent.said()), agent.said()[-3000:]
     sessions = json.loads((run / "environment.json").read_text())["sessions"]
     assert [session["from_step"] for session in sessions] == [0, 4]
     assert curve(run) == pytest.approx(unbroken, abs=1e-4)
@@ -107,12 +108,12 @@ def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(
 
 
 @pytest.fixture
-def saving(recipe: RunConfig, tmp_path: Path) -> Iterator[tuple[Path, Path, list[Rank]]]:
+def saving(recipe: RunConfig, tmp_path: Path) -> Iterator[tuple[Path, Path, list[Started]]]:
     """Two ranks that have done step 5 while step 4 is being saved: the run, the gate that ends this, the ranks."""
     run, gate = tmp_path / "run", tmp_path / "gate"
     held = {"changes": ["parallel.shard=2"], "holds": ["step-4", str(gate)]}
-    ranks = start(2, "tests.distributed.train_run", spec(tmp_path / "asked", recipe, out=str(run), **held))
-    until = time.monotonic() + 40
+    ranks = start(2, TRAIN, spec(tmp_path / "asked", recipe, out=str(run), **held))
+    until = time.monotonic() + LIMIT
     try:
         while not ((run / "metrics.jsonl").exists() and 5 in curve(run)):
             assert time.monotonic() < until, [rank.said() for rank in ranks]
@@ -120,7 +121,7 @@ def saving(recipe: RunConfig, tmp_path: Path) -> Iterator[tuple[Path, Path, list
         yield run, gate, ranks
     finally:
         for rank in ranks:
-            rank.process.kill()
+            rank.kill()
 
 
 def test_training_goes_on_while_a_checkpoint_is_written(saving: Any) -> None:
@@ -130,7 +131,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(saving: Any) -> None:
     assert list(run.glob("checkpoints/*step-4/state.json"))
     gate.touch()
     for rank in ranks:
-        rank.wait(time.monotonic() + 60)
+        rank.wait()
     assert [found.step for found in checkpoints(run)][-2:] == [4, 6]
 
 
@@ -139,8 +140,7 @@ def test_a_death_during_a_save_leaves_the_checkpoint_before_it(
 ) -> None:
     run, _, ranks = saving
     for rank in ranks:
-        rank.process.kill()
-        rank.process.join()
+        rank.kill()
     assert [found.step for found in checkpoints(run)] == [2]
     residua.load(run)
     train(recipe, run, resume=True)
@@ -154,27 +154,26 @@ def test_what_the_leader_refuses_it_alone_says_and_the_others_outlast_it(recipe:
     (tmp_path / "run").mkdir()
     (tmp_path / "run/mine.txt").touch()
     changes = ["parallel.data=2"]
-    asked = spec(tmp_path / "asked", recipe, out=str(tmp_path / "run"), changes=changes, hesitates=1.5)
-    leader, other = start(2, "tests.distributed.train_run", asked)
-    ended = connection.wait([leader.process.sentinel, other.process.sentinel], timeout=60)
+    asked = spec(tmp_path / "asked", recipe, out=str(tmp_path / "run"), changes=changes, hesitates=1.5, beat=0.5)
+    leader, other = start(2, TRAIN, asked)
+    ended = connection.wait([leader.process.sentinel, other.process.sentinel], timeout=LIMIT)
     assert ended == [leader.process.sentinel]
-    until = time.monotonic() + 30
-    assert leader.wait(until).startswith("residua: ") and leader.said().count("residua: ") == 1
-    assert "residua: " not in other.wait(until)
+    assert leader.wait().startswith("residua: ") and leader.said().count("residua: ") == 1
+    assert "residua: " not in other.wait()
     assert [leader.process.exitcode, other.process.exitcode] == [2, 2]
 
 
 def test_a_rank_that_hangs_is_named_and_ends_the_others_in_bounded_time(recipe: RunConfig, tmp_path: Path) -> None:
     """A stopped process keeps its connections open: nothing fails, only the beat is missing."""
-    dies = {"rank": 1, "after": 3, "by": "SIGSTOP"}
-    changes = ["parallel.data=2", "parallel.patience=5"]
+    dies = {"rank": 1, "after": 3, "by": "SIGSTOP", "patience": 2}
+    changes = ["parallel.data=2", "parallel.patience=600"]
     asked = spec(tmp_path / "asked", recipe, out=str(tmp_path / "run"), changes=changes, dies=dies, beat=0.25)
-    survivor, stopped = start(2, "tests.distributed.train_run", asked)
+    survivor, stopped = start(2, TRAIN, asked)
     try:
-        said = survivor.wait(time.monotonic() + 90)
+        said = survivor.wait()
     finally:
-        stopped.process.kill()
+        stopped.kill()
     assert survivor.process.exitcode == 1, said
-    assert re.search(r"residua: rank 1 \(.*\) failed: it was silent for 5 seconds", said), said
+    assert re.search(r"residua: rank 1 \(.*\) failed: it was silent for 2 seconds", said), said
     assert f"`torchrun --nproc-per-node 2 -m residua.cli.main train --resume --out {tmp_path / 'run'}` by hand" in said
     assert checkpoints(tmp_path / "run")[-1].step == 2

@@ -1,4 +1,4 @@
-"""A rank of a whole run for the tests: `train` as the command calls it, with a death on request."""
+"""A rank of a whole run, for tests: `train` as the command calls it, with a death on request."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
+from residua.cli.main import refuse
 from residua.config.run import RunConfig
-from residua.distributed import heartbeat as pulse
-from residua.distributed.heartbeat import Pulse
-from residua.distributed.speaker import refuse
+from residua.distributed import heartbeat
+from residua.distributed.heartbeat import Heartbeat
 from residua.train.health import TrainingStopped
 from residua.train.trainer import Trainer, train
 
 
 def hold_save(name: str, gate: str) -> None:
-    """The checkpoint of that name is not written before there is a file called `gate`."""
+    """Write the checkpoint of that name only when there is a file called `gate`."""
     write = HuggingFaceStorageWriter.write_data
 
     def held(writer: Any, *arguments: Any) -> Any:
@@ -34,35 +34,48 @@ def hold_save(name: str, gate: str) -> None:
 
 
 def hesitate(seconds: float) -> None:
-    """Rank 0 takes its time between finding out why the run cannot be and saying so."""
-    fail = Pulse.fail
+    """Rank 0 waits between finding a mistake and reporting it."""
+    fail = Heartbeat.fail
 
-    def late(pulse: Pulse, reason: str) -> None:
-        time.sleep(seconds * (pulse.rank == 0))
-        fail(pulse, reason)
+    def late(heart: Heartbeat, reason: str) -> None:
+        time.sleep(seconds * (heart.rank == 0))
+        fail(heart, reason)
 
-    Pulse.fail = late  # type: ignore[method-assign]
+    Heartbeat.fail = late  # type: ignore[method-assign]
+
+
+def die(rank: int, after: int, by: str = "SIGKILL", patience: float | None = None) -> None:
+    """In the first start of the job `rank` gets a signal after step `after`.
+
+    Checkpoints that are being written are finished first. The others lower their patience in that step, not before: on
+    a busy machine a rank that starts may be silent.
+    """
+    train_step = Trainer._train_step
+
+    def last_step(trainer: Trainer) -> None:
+        if trainer.done == after:
+            trainer.world.settle()
+            if os.environ["RANK"] == str(rank):
+                os.kill(os.getpid(), getattr(signal, by))
+            elif patience is not None:
+                trainer.world.heartbeat.patience = patience  # type: ignore[attr-defined]
+        train_step(trainer)
+
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+        Trainer._train_step = last_step  # type: ignore[method-assign]
 
 
 def main(spec: Path) -> None:
-    """`spec`: the configuration file, folder, changes, whether to resume; who dies when, and what waits, in tests."""
+    """`spec`: a JSON file with the configuration file, the run's folder, changes, and what goes wrong."""
     torch.set_num_threads(1)
     asked = json.loads(spec.read_text())
     if "holds" in asked:
         hold_save(*asked["holds"])
     hesitate(asked.get("hesitates", 0))
-    pulse.BEAT = asked.get("beat", 1.0)
+    if "dies" in asked:
+        die(**asked["dies"])
+    heartbeat.BEAT = asked.get("beat", 1.0)
     config = RunConfig.from_toml(asked["config"]).override(asked.get("changes", []))
-    dying = asked.get("dies")
-    if dying and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" and os.environ["RANK"] == str(dying["rank"]):
-        step = Trainer._train_step
-
-        def last_step(trainer: Trainer) -> None:
-            if trainer.done == dying["after"]:
-                os.kill(os.getpid(), getattr(signal, dying.get("by", "SIGKILL")))
-            step(trainer)
-
-        Trainer._train_step = last_step  # type: ignore[method-assign]
     try:
         train(config, asked["out"], resume=asked.get("resume", False))
     except TrainingStopped as stop:
@@ -70,7 +83,3 @@ def main(spec: Path) -> None:
         sys.exit(stop.exit_code)
     except ValueError as error:
         refuse(error)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 from residua.config.run import RunConfig, TrainConfig
 from residua.data.loader import IGNORED, Batch
 from residua.distributed.mesh import Mesh
-from residua.distributed.pipeline.shared import SharedParameters
+from residua.distributed.pipeline.shared_parameters import SharedParameters
 from residua.distributed.pipeline.stage import Settings, Slice, Stage, slice_layers
 from residua.distributed.pipeline.stage_boundary import build_cut, crossing, recomputes_anchors
 from residua.distributed.pipeline.traffic import formulas, hop_bytes, mib

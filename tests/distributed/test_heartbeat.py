@@ -1,0 +1,248 @@
+"""Heartbeats of simulated ranks in one process: a fake clock, a store that counts requests, no waiting."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from residua.distributed import heartbeat
+from residua.distributed.heartbeat import MISSED, Heartbeat, lost_a_peer
+
+PATIENCE = 10
+
+
+class CountingStore:
+    """A store in memory that counts requests, and can be lost."""
+
+    def __init__(self) -> None:
+        self.store, self.requests, self.lost = dist.HashStore(), 0, False
+
+    def __getattr__(self, name: str) -> Any:
+        self.requests += 1
+        if self.lost:
+            raise dist.DistNetworkError("connection closed by peer")
+        return getattr(self.store, name)
+
+
+class Ended(Exception):
+    """Stands for the end of a process."""
+
+
+class Job:
+    """Ranks whose heartbeat threads sleep: `second` lets each living rank beat once, in order."""
+
+    def __init__(self, ranks: int) -> None:
+        self.store, self.now = CountingStore(), 100.0
+        self.alive: dict[int, Heartbeat] = {}
+        for rank in range(ranks):
+            self.alive[rank] = Heartbeat(self.store, rank, ranks, PATIENCE, "do this")  # type: ignore[arg-type]
+
+    def second(self) -> set[int]:
+        """A second passes; returns the ranks that end in it."""
+        self.now += 1
+        ended = set()
+        for rank, heart in list(self.alive.items()):
+            try:
+                heart.tick()
+            except Ended:
+                ended.add(rank)
+                del self.alive[rank]
+        return ended
+
+    def seconds_until_an_end(self, limit: int = 100) -> int:
+        """Seconds until the first rank ends; the others must end within one more."""
+        for passed in range(1, limit):
+            if self.second():
+                self.second()
+                assert not self.alive
+                return passed
+        raise AssertionError("no rank ended")
+
+    def sleep(self, seconds: float) -> None:
+        """The others beat while a rank sleeps."""
+        before = int(self.now)
+        self.now += seconds
+        for _ in range(int(self.now) - before):
+            for heart in self.alive.values():
+                heart.tick()
+
+
+@pytest.fixture
+def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    made: list[Job] = []
+
+    class Clock:
+        monotonic = time = staticmethod(lambda: made[-1].now if made else 100.0)
+        sleep = staticmethod(lambda seconds: made[-1].sleep(seconds))
+
+    def end(code: int) -> None:
+        assert code == 1
+        raise Ended
+
+    monkeypatch.setattr(heartbeat, "time", Clock)
+    monkeypatch.setattr(heartbeat.os, "_exit", end)
+    # the threads wait for their first beat as long as the test takes
+    monkeypatch.setattr(heartbeat.Heartbeat, "_run", lambda heart: heart._stopped.wait())
+
+    def make(ranks: int) -> Job:
+        made.append(Job(ranks))
+        return made[-1]
+
+    yield make
+    for heart in made[-1].alive.values():
+        heart.stop(finished=False)
+
+
+@pytest.mark.parametrize("ranks", [2, 16, 64])
+def test_a_beat_costs_three_requests_however_many_ranks_there_are(job: Any, ranks: int) -> None:
+    simulated = job(ranks)
+    simulated.store.requests = 0
+    for _ in range(10):
+        assert not simulated.second()
+    assert simulated.store.requests <= 3 * ranks * 10
+
+
+def test_the_requests_of_running_threads_grow_with_ranks_not_with_their_square(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The same with real threads: requests per beat, so that a slow machine changes nothing."""
+    monkeypatch.setattr(heartbeat, "BEAT", 0.02)
+    store, ranks = CountingStore(), 16
+    beats = 0
+    write = Heartbeat._write_beat
+
+    def count(heart: Heartbeat, **settings: Any) -> None:
+        nonlocal beats
+        beats += 1
+        write(heart, **settings)
+
+    monkeypatch.setattr(Heartbeat, "_write_beat", count)
+    hearts = [Heartbeat(store, rank, ranks, 60, "") for rank in range(ranks)]  # type: ignore[arg-type]
+    while beats < 10 * ranks:
+        time.sleep(0.01)
+    for heart in hearts:
+        heart.stop(finished=True)
+    assert store.requests <= 4 * beats
+
+
+@pytest.mark.parametrize("silent", [0, 2, 4])
+def test_a_silent_rank_is_named_by_all_others_in_bounded_time(job: Any, silent: int, capsys: Any) -> None:
+    """Rank 0 too. The others end when their training threads had the time to notice."""
+    simulated = job(5)
+    simulated.alive[silent].done = 7
+    simulated.second()
+    del simulated.alive[silent]
+    assert simulated.seconds_until_an_end() <= PATIENCE + 2 * MISSED + 4
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 4
+    for line in said:
+        assert line.startswith(f"residua: rank {silent} (process ")
+        assert line.endswith("failed: it was silent for 10 seconds, last heard of after step 7; do this.")
+
+
+def test_a_rank_that_fails_is_named_with_its_reason(job: Any, capsys: Any) -> None:
+    simulated = job(3)
+    simulated.alive.pop(1).fail("the disk is full")
+    assert simulated.seconds_until_an_end() <= 2 * MISSED + 2
+    said = capsys.readouterr().err
+    assert said.count("residua: rank 1 (process ") == said.count("failed: the disk is full, last heard of") == 2
+
+
+def test_the_first_of_several_failures_is_named(job: Any, capsys: Any) -> None:
+    simulated = job(3)
+    simulated.alive.pop(2).fail("first")
+    simulated.alive.pop(1).fail("second")
+    simulated.seconds_until_an_end()
+    assert "failed: first" in (said := capsys.readouterr().err) and "second" not in said
+
+
+def test_a_rank_that_finished_is_not_missed(job: Any) -> None:
+    simulated = job(3)
+    simulated.alive.pop(1).stop(finished=True)
+    for _ in range(3 * PATIENCE):
+        assert not simulated.second()
+
+
+def test_without_a_store_every_rank_says_so_and_ends(job: Any, capsys: Any) -> None:
+    simulated = job(2)
+    simulated.store.lost = True
+    assert simulated.seconds_until_an_end() == 1
+    assert capsys.readouterr().err.count("residua: the store that torchrun keeps is gone") == 2
+
+
+def test_a_rank_that_finished_or_failed_does_not_need_the_store(job: Any) -> None:
+    """Rank 0 may have ended before it, and the store with it."""
+    simulated = job(2)
+    simulated.store.lost = True
+    simulated.alive[0].fail("for a reason of its own")
+    simulated.alive[1].stop(finished=True)
+
+
+@pytest.mark.parametrize("dead", [0, 2])
+def test_after_a_failed_collective_the_dead_rank_is_found(job: Any, dead: int) -> None:
+    simulated = job(4)
+    simulated.second()
+    del simulated.alive[dead]
+    asking = simulated.alive.pop(1)
+    assert asking.who_died().startswith(f"rank {dead} (process ")
+    assert asking.who_died().endswith(" died, last heard of after step 0")
+
+
+def test_after_a_failed_collective_a_reason_is_found_at_once(job: Any) -> None:
+    simulated = job(3)
+    simulated.alive.pop(2).fail("its own reason")
+    asked = simulated.now
+    assert "rank 2" in (said := simulated.alive.pop(0).who_died()) and "failed: its own reason" in said
+    assert simulated.now == asked
+
+
+def test_after_a_failed_collective_nobody_is_accused_when_all_are_alive(job: Any) -> None:
+    simulated = job(3)
+    assert simulated.alive.pop(0).who_died() is None
+
+
+def test_who_died_asks_a_store_that_is_gone(job: Any) -> None:
+    simulated = job(2)
+    simulated.store.lost = True
+    assert simulated.alive.pop(1).who_died().startswith("the store that torchrun keeps is gone")
+
+
+def test_outlasting_a_rank_ends_with_its_beat_and_after_12_seconds_at_most(job: Any) -> None:
+    simulated = job(2)
+    waiting, asked = simulated.alive.pop(1), simulated.now
+    waiting.outlast(rank=0)
+    assert 12 <= simulated.now - asked < 13
+    del simulated.alive[0]
+    asked = simulated.now
+    waiting.outlast(rank=0)
+    assert MISSED <= simulated.now - asked < MISSED + 1
+    simulated.store.lost = True
+    asked = simulated.now
+    waiting.outlast(rank=0)
+    assert simulated.now == asked
+
+
+def test_a_rank_that_outlasts_another_says_nothing_itself(job: Any, capsys: Any) -> None:
+    simulated = job(2)
+    simulated.alive[1].outlast(rank=0)
+    simulated.alive.pop(0).fail("said elsewhere")
+    for _ in range(3 * MISSED):
+        assert not simulated.second()
+    assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "lost"),
+    [
+        (RuntimeError("[../gloo/transport/tcp/pair.cc:534] Connection closed by peer"), True),
+        (dist.DistNetworkError("anything"), True),
+        (RuntimeError("shapes do not match"), False),
+        (ValueError("timeout"), False),
+    ],
+)
+def test_errors_that_mean_a_lost_peer(error: Exception, lost: bool) -> None:
+    assert lost_a_peer(error) is lost
