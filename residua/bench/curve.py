@@ -15,10 +15,10 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-import residua
 from residua import ops
 from residua.config.run import RunConfig
 from residua.data import Dataset, Loader
+from residua.model.decoder import build
 from residua.train.step import arithmetic, build_step
 
 WINDOW = 10
@@ -78,7 +78,7 @@ def _tell_step(tell: Callable[[str], object], name: str, done: int) -> None:
 def _train(config: RunConfig, dataset: Dataset, device: torch.device, tell: Callable[[int], object]) -> Curve:
     recipe, data = config.train, config.data
     torch.manual_seed(recipe.seed)
-    step = build_step(residua.build(config.model), recipe, device)
+    step = build_step(build(config.model), recipe, device)
     segments = data.masking == "documents"
     loader = Loader(dataset.split("train"), config.sequence, recipe.micro_batch, seed=data.seed, segments=segments)
     losses = []

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-import residua
 from residua import ops
 from residua.bench.step import Case
 from residua.bench.timing import Sample, synchronize, time_each
 from residua.generate.engine import Step, build_step, launched_step, resolve_engine
 from residua.generate.generator import weight_bytes
 from residua.model.cache import Cache
+from residua.model.decoder import build
 from residua.storage.opening import place, ready
 
 STEPS = 8
@@ -99,7 +99,7 @@ def bench_decode(
 def _contender(case: Case, device: torch.device, batch: int, filled: int, engine: str) -> _Contender:
     torch.manual_seed(case.config.train.seed)
     with torch.device("meta"):
-        built = residua.build(case.config.model)
+        built = build(case.config.model)
     model = built.to_empty(device=device)
     model.reset_parameters()
     model = place(ready(model), device)

@@ -19,7 +19,7 @@ from torch.nn.functional import linear
 
 from residua.bench.timing import Sample, time_each
 from residua.quantize.fp8 import Fp8, encode_fp8
-from residua.quantize.real import RECIPES, Fp8Projection, find_product
+from residua.quantize.real import SCALINGS, Fp8Projection, find_product
 from residua.quantize.schemes import find_scheme
 
 SCHEMES = ("fp8-row", "fp8-group", "fp8")
@@ -57,7 +57,7 @@ def bench_linear(
 
 
 def _scheme(x: Tensor, w: Tensor, scheme: str, plain: Sample, repeats: int) -> LinearResult:
-    recipe, tile = RECIPES[scheme]
+    recipe, tile = SCALINGS[scheme]
     product = find_product(recipe, x.device)
     shape = (x.shape[0], x.shape[1], w.shape[0], scheme, plain)
     if product is None:

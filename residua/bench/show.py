@@ -21,12 +21,7 @@ from residua.config.run import RunConfig
 from residua.storage.files import write_atomically
 
 WIDTH = 180
-
-
-def open_console() -> Console:
-    """Standard output; a file or a pipe gets lines wide enough for every table."""
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=WIDTH)
+"""Of a log: the widest table fits."""
 
 
 def print_device(console: Console, environment: dict[str, Any]) -> None:

@@ -11,14 +11,14 @@ from functools import partial
 
 import torch
 
-import residua
 from residua import ops
 from residua.bench.timing import Sample, synchronize, time_each
+from residua.config import variants
 from residua.config.run import RunConfig
 from residua.config.settings import ConfigError
 from residua.data.loader import Batch
+from residua.model.decoder import build
 from residua.model.size import measure
-from residua.study import variants
 from residua.train.step import Step, build_step
 from residua.train.throughput import mfu, peak_memory_gib
 
@@ -138,7 +138,7 @@ def _time(
 
 def _build(case: Case, device: torch.device, open_ranks: ExitStack) -> Step:
     torch.manual_seed(case.config.train.seed)
-    model = residua.build(case.config.model)
+    model = build(case.config.model)
     if case.way is None:
         return build_step(model, case.config.train, device)
     from residua.distributed.mesh import one_rank

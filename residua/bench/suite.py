@@ -17,7 +17,7 @@ from residua.bench.cases import Case, Function, Shape, depth_paths, operators
 from residua.bench.ceilings import Ceilings, measure_ceilings
 from residua.bench.operators import OpResult, bench_operator, implementations
 from residua.bench.peers import peers
-from residua.study.progress import clock, remaining
+from residua.report.terminal import clock, open_console, remaining
 from residua.train.environment import describe_environment
 
 DEPTH = "depth"
@@ -26,7 +26,7 @@ PRECISIONS = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 @dataclass(frozen=True)
-class Plan:
+class SuitePlan:
     """What will be timed."""
 
     shape: Shape
@@ -46,7 +46,7 @@ class Report:
     planned: int
 
 
-def plan(names: Sequence[str], ways: Sequence[str], precision: str, settings: dict[str, int]) -> Plan:
+def plan(names: Sequence[str], ways: Sequence[str], precision: str, settings: dict[str, int]) -> SuitePlan:
     """Check what was asked for; no names mean every operator and the whole depths."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     precision = precision or ("bfloat16" if device.type == "cuda" else "float32")
@@ -61,10 +61,10 @@ def plan(names: Sequence[str], ways: Sequence[str], precision: str, settings: di
             hint = f"did you mean {near[0]!r}?" if near else f"choose from {', '.join(known)}."
             raise ValueError(f"operator {name!r} does not exist: {hint}")
     cases = {case: make for name in names or known for case, make in known[name].items()}
-    return Plan(shape, device, cases, implementations(device, ways))
+    return SuitePlan(shape, device, cases, implementations(device, ways))
 
 
-def count_rows(plan: Plan) -> int:
+def count_rows(plan: SuitePlan) -> int:
     """How many implementations there are of all cases, which are made on the meta device for this."""
     nowhere = torch.device("meta")
     sketches = {**operators(plan.shape, nowhere), **depth_paths(plan.shape, nowhere)}
@@ -72,7 +72,7 @@ def count_rows(plan: Plan) -> int:
 
 
 def run(
-    plan: Plan,
+    plan: SuitePlan,
     repeats: int,
     tell: Callable[[str], object] = lambda text: None,
     keep: Callable[[Report], object] = lambda report: None,
@@ -90,7 +90,7 @@ def run(
     return report
 
 
-def _installed(plan: Plan, name: str, case: Case) -> dict[str, Function]:
+def _installed(plan: SuitePlan, name: str, case: Case) -> dict[str, Function]:
     return _others(name, case) if plan.device.type in WITH_PEERS else {}
 
 
@@ -140,7 +140,7 @@ class Progress:
         return f"{place}, {clock(remaining(self._start, 0, self._done, self._rows))} left"
 
 
-def conduct(plan: Plan, repeats: int, out: Path | None) -> None:
+def conduct(plan: SuitePlan, repeats: int, out: Path | None) -> None:
     """Measure and show. Whatever ends it early, rows that were measured are in the file and in the table."""
     progress = Progress(count_rows(plan), out)
     try:
@@ -159,7 +159,7 @@ def write_report(report: Report, out: Path) -> None:
 
 def show_report(report: Report, out: Path | None) -> None:
     """Print the tables and write the JSON."""
-    console, shape = show.open_console(), report.shape
+    console, shape = open_console(show.WIDTH), report.shape
     show.print_ceilings(console, report.environment, report.ceilings)
     console.print(f"{shape.tokens} tokens of width {shape.width}, {shape.dtype}".replace("torch.", ""))
     show.print_operators(console, report.results)

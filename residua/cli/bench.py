@@ -1,12 +1,16 @@
-"""`residua bench`: how fast training steps, decoding and the operators run on this machine, and how exactly."""
+"""`residua bench`: speed and exactness of training steps, decoding and operators on this machine."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.status import Status
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -17,16 +21,18 @@ app = typer.Typer(
 )
 
 PRESETS = "the preset's"
+Preset = Annotated[str, typer.Argument(metavar="PRESET", help="A preset's name or a run's TOML file.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[section.key=value ...]", show_default=False, help="Changes to the configuration."),
+]
 Out = Annotated[Path | None, typer.Option(show_default=False, help="Write everything measured to this JSON file.")]
 
 
 @app.command()
 def step(
-    preset: Annotated[str, typer.Argument(metavar="PRESET", help="A preset's name or a run's TOML file.")],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[section.key=value ...]", show_default=False, help="Changes to the configuration."),
-    ] = None,
+    preset: Preset,
+    overrides: Overrides = None,
     compare: Annotated[
         list[str] | None,
         typer.Option(
@@ -54,8 +60,6 @@ def step(
     residua bench step mgr-s-prenorm --accumulate 4 --compare prenorm,block_attnres,full_attnres,mgr --out step.json
     residua bench step mini --compare "mgr,mgr backend=reference,mgr model.topology.streams=8"
     """
-    from rich.console import Console
-
     from residua.config.run import RunConfig
 
     asked = {"train.micro_batch": micro_batch, "data.sequence": sequence, "train.accumulate": accumulate}
@@ -71,25 +75,20 @@ def step(
 
     cases = read_cases(base, [case for text in compare or [] for case in text.split(",")])
     device = choose_device(base.train)
-    environment, console = describe_environment(device), show.open_console()
-    with Console(stderr=True).status("measuring this device") as status:
+    environment, console = describe_environment(device), _console()
+    with _status("measuring this device") as status:
         ceilings = measure_ceilings(device)
         results = bench_step(cases, device, steps=steps, warmup=warmup, tell=status.update)
     show.print_ceilings(console, environment, ceilings)
     console.print(show.describe_step(base))
     show.print_steps(console, results)
-    if out is not None:
-        show.write_json(out, show.step_report(environment, ceilings, base.model_dump(mode="json"), results))
-        console.print(f"written to {out}", soft_wrap=True)
+    _write(console, out, show.step_report(environment, ceilings, base.model_dump(mode="json"), results))
 
 
 @app.command()
 def curve(
-    preset: Annotated[str, typer.Argument(metavar="PRESET", help="A preset's name or a run's TOML file.")],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[section.key=value ...]", show_default=False, help="Changes to the configuration."),
-    ] = None,
+    preset: Preset,
+    overrides: Overrides = None,
     steps: Annotated[int, typer.Option(min=1, help="Steps of each run.")] = 200,
     data: Annotated[
         Path | None, typer.Option(show_default="the preset's", help="A folder made by `residua data prepare`.")
@@ -103,8 +102,6 @@ def curve(
     residua bench curve mini-full --data text --out curve.json
     residua bench curve tiny-block train.micro_batch=4 --steps 20
     """
-    from rich.console import Console
-
     from residua.config.run import RunConfig
 
     config = RunConfig.find(preset).override(overrides or [])
@@ -121,14 +118,12 @@ def curve(
     from residua.train.step import choose_device
 
     device = choose_device(config.train)
-    dataset, environment, console = open_data(config), describe_environment(device), show.open_console()
-    with Console(stderr=True).status("starting") as status:
+    dataset, environment, console = open_data(config), describe_environment(device), _console()
+    with _status("starting") as status:
         result = bench_curve(config, dataset, device, tell=status.update)
     show.print_device(console, environment)
     print_curves(console, config, device, result)
-    if out is not None:
-        show.write_json(out, curve_report(environment, config, result))
-        console.print(f"written to {out}", soft_wrap=True)
+    _write(console, out, curve_report(environment, config, result))
 
 
 @app.command()
@@ -162,8 +157,6 @@ def decode(
     residua bench decode mgr-s-prenorm --compare prenorm,block_attnres,mgr,full_attnres --batch 1 --out decode.json
     residua bench decode mgr-s-prenorm --engine eager --engine graph --engine compile
     """
-    from rich.console import Console
-
     from residua.bench import show
     from residua.bench.ceilings import measure_ceilings
     from residua.bench.decode import bench_decode
@@ -178,9 +171,9 @@ def decode(
     engines = [resolve_engine(name, where) for name in engine or ["auto"]]
     named = {Path(name).stem: RunConfig.find(name) for name in presets or ["mgr-s-prenorm", "mgr-l-prenorm"]}
     cases = {name: read_cases(base, compare.split(",")) for name, base in named.items()}
-    environment, console = describe_environment(where), show.open_console()
+    environment, console = describe_environment(where), _console()
     results = []
-    with Console(stderr=True).status("measuring this device") as status:
+    with _status("measuring this device") as status:
         ceilings = measure_ceilings(where)
         for name in named:
             for chosen in engines:
@@ -191,10 +184,8 @@ def decode(
                     )  # fmt: skip
     show.print_ceilings(console, environment, ceilings)
     print_decode(console, results, ceilings)
-    if out is not None:
-        settings = {"filled": filled, "rounds": rounds, "cases": compare}
-        show.write_json(out, decode_report(environment, ceilings, settings, results))
-        console.print(f"written to {out}", soft_wrap=True)
+    settings = {"filled": filled, "rounds": rounds, "cases": compare}
+    _write(console, out, decode_report(environment, ceilings, settings, results))
 
 
 @app.command(name="ops")
@@ -257,30 +248,24 @@ def fp8(
     except ValueError:
         raise ValueError(f"--sizes {sizes} is not a list like 512:2048,4096:4096.") from None
     import torch
-    from rich.console import Console
 
     from residua.bench import fp8 as bench
     from residua.bench import show
     from residua.train.environment import describe_environment
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    console, environment = show.open_console(), describe_environment(device)
-    with Console(stderr=True).status("measuring this device") as status:
+    console, environment = _console(), describe_environment(device)
+    with _status("measuring this device") as status:
         results = bench.bench_linear(tokens, widths, device, repeats=repeats, tell=status.update)
     show.print_device(console, environment)
     bench.print_linear(console, results)
-    if out is not None:
-        show.write_json(out, bench.linear_report(environment, results))
-        console.print(f"written to {out}", soft_wrap=True)
+    _write(console, out, bench.linear_report(environment, results))
 
 
 @app.command(name="plan")
 def plan_run(
-    preset: Annotated[str, typer.Argument(metavar="PRESET", help="A preset's name or a run's TOML file.")],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[section.key=value ...]", show_default=False, help="Changes to the configuration."),
-    ] = None,
+    preset: Preset,
+    overrides: Overrides = None,
     gpus: Annotated[int, typer.Option(min=1, help="Devices in all.")] = 8,
     memory: Annotated[float, typer.Option(min=1, help="GiB of one device.")] = 140,
     flops: Annotated[
@@ -303,14 +288,33 @@ def plan_run(
 
     config = RunConfig.find(preset).override(overrides or [])
 
-    from residua.bench import show
     from residua.bench.plan import GIB, Machine, plan
     from residua.bench.plan_table import plan_report, print_plans
 
     machine = Machine(memory * GIB, flops * 1e12, link * 1e9, bandwidth * 1e9)
     plans = plan(config, gpus, machine)
-    console = show.open_console()
+    console = _console()
     print_plans(console, [preset, *(overrides or [])], config, machine, plans)
+    _write(console, out, plan_report(config, machine, plans))
+
+
+def _console() -> Console:
+    from residua.bench.show import WIDTH
+    from residua.report.terminal import open_console
+
+    return open_console(WIDTH)
+
+
+def _status(text: str) -> Status:
+    """What is being measured, on standard error."""
+    from rich.console import Console
+
+    return Console(stderr=True).status(text)
+
+
+def _write(console: Console, out: Path | None, report: dict[str, Any]) -> None:
+    from residua.bench.show import write_json
+
     if out is not None:
-        show.write_json(out, plan_report(config, machine, plans))
+        write_json(out, report)
         console.print(f"written to {out}", soft_wrap=True)

@@ -88,11 +88,9 @@ def compare(
 
     Ctrl-C stops after saving; the same command goes on. Complete runs are reused.
     """
-    from rich.console import Console
+    from residua.report.terminal import open_console
 
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = 120  # a log has room for the whole table
+    console = open_console()
     if listing:
         _list(console)
         return
@@ -110,14 +108,13 @@ def compare(
 def _study(what: list[str], demo: bool, given: dict[str, Any]) -> StudyConfig:
     """The demo, a study file, or names; options given on the command line go over what a file says."""
     from residua.config.settings import ConfigError, read_toml
-    from residua.study import StudyConfig
-    from residua.study.demo import demo_file
+    from residua.study.config import DEMO, StudyConfig
 
     files = [name for name in what if name.endswith(".toml")]
     if demo and what:
         raise ConfigError("--demo has its own variants: leave the names out, or leave --demo out.")
     if demo:
-        return StudyConfig(**{**read_toml(demo_file()), **given})
+        return StudyConfig(**{**read_toml(DEMO), **given})
     if files:
         if len(what) > 1:
             raise ConfigError(f"{files[0]} is a whole study: give it alone, or only names of variants.")
@@ -163,7 +160,7 @@ def _scaling(sizes: str | None, tokens_per_parameter: float | None) -> dict[str,
 
 
 def _list(console: Console) -> None:
-    from residua.study.variants import KNOWN
+    from residua.config.variants import KNOWN
 
     width = max(len(name) for name in KNOWN)
     for name, variant in KNOWN.items():

@@ -94,7 +94,7 @@ def _room(dataset: Path, preset: str) -> str:
     """The change that gives a preset as many token ids as a dataset has, padded as presets are; none if it has them."""
     from residua.config.run import RunConfig
     from residua.data import Dataset
-    from residua.study.plan import padded_vocabulary
+    from residua.data.tokenizer import padded_vocabulary
 
     needed = Dataset.open(dataset).vocab_size
     enough = needed <= RunConfig.find(preset).model.vocab_size

@@ -55,14 +55,14 @@ def diagnose(
     from rich.console import Console
 
     import residua.diagnose as work
-    from residua.cli.progress import Bars
+    from residua.report.terminal import ProgressBars
 
     if threads is not None:
         import torch
 
         torch.set_num_threads(threads)
     console = Console(highlight=False)
-    with Bars(console) as bars:
+    with ProgressBars(console) as bars:
         made = work.diagnose(
             models, folder, text=text, tokens=tokens, length=length, ablations=cast("Budget", ablations),
             ablation_tokens=ablation_tokens, device=cast("Device", device), progress=bars.stages(),

@@ -11,11 +11,11 @@ import typer
 if TYPE_CHECKING:
     from typing import Literal
 
-    from residua.cli.progress import Bars
     from residua.data import Dataset, Tokenizer
     from residua.evaluate.perplexity import TextScore
     from residua.evaluate.results import Results
     from residua.model.decoder import Decoder
+    from residua.report.terminal import ProgressBars
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
@@ -80,8 +80,8 @@ def evaluate(
     local = open_tasks(task_dir, names, shots=shots, split=split, limit=limit) if task_dir is not None else []
     import torch
 
-    from residua.cli.progress import Bars
     from residua.evaluate import results as work
+    from residua.report.terminal import ProgressBars, open_console
     from residua.storage.opening import choose_device, open_model, place
 
     if threads is not None:
@@ -95,8 +95,8 @@ def evaluate(
         "weights": str(loaded.embed.weight.dtype).removeprefix("torch."),
     }  # fmt: skip
     results = work.Results(str(model), settings)
-    console = work.open_console()
-    with Bars(console) as bars:
+    console = open_console()
+    with ProgressBars(console) as bars:
         if data is not None or not names:
             results.text = _text(loaded, tokenizer, model, data, split, tokens, batch_tokens, bars.track("text"))
         if names:
@@ -165,7 +165,7 @@ def _run_tasks(
     shots: int,
     limit: int | None,
     batch_tokens: int | None,
-    bars: Bars,
+    bars: ProgressBars,
 ) -> None:
     from residua.evaluate.accuracy import group_means, score_task
     from residua.evaluate.score import Scorer

@@ -109,10 +109,10 @@ def _continue(generator: Generator, request: Request, prompts: list[str]) -> Non
     else:
         from rich.console import Console
 
-        from residua.cli.progress import Bars
+        from residua.report.terminal import ProgressBars
 
         generator.check(prompts, request)
-        with Bars(Console(stderr=True)) as bars:
+        with ProgressBars(Console(stderr=True)) as bars:
             done, speed = generator(prompts, request, progress=bars.track("tokens"))
         for text, completion in zip(prompts, done, strict=True):
             typer.echo(f"--- {text}\n{_printable(completion.text)}")

@@ -67,15 +67,15 @@ def quantize(
     from rich.console import Console
 
     import residua.quantize.run as work
-    from residua.cli.progress import Bars
     from residua.quantize.sentences import sentences
+    from residua.report.terminal import ProgressBars
 
     if threads is not None:
         import torch
 
         torch.set_num_threads(threads)
     console = Console(highlight=False)
-    with Bars(console) as bars:
+    with ProgressBars(console) as bars:
         result = work.quantize(
             model, out, scheme=scheme, alpha=smooth, inside=inside, exempt=exempt or (), engine=engine, data=data,
             calibration=calibration, tokens=tokens, probes=probes, device=cast("Device", device),

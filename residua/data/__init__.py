@@ -2,9 +2,9 @@
 
 from residua.data.corpus import Corpus, open_corpus
 from residua.data.dataset import Dataset, Split, unigram_entropy
-from residua.data.errors import DataError
 from residua.data.loader import Batch, Loader, validation_batches
 from residua.data.pipeline import prepare, train_tokenizer
+from residua.data.readers import DataError
 from residua.data.stdlib import embedded, standard_library
 from residua.data.tokenizer import Tokenizer
 

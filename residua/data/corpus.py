@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from residua.data.errors import DataError
 from residua.data.readers import (
     FOUND_IN_FOLDERS,
     LINES_OF_JSON,
+    DataError,
     Documents,
     files_in,
     read_file,

@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 
 from residua.data.corpus import TRAIN, VALIDATION
-from residua.data.errors import DataError
-from residua.data.readers import reason
+from residua.data.readers import DataError, reason
 from residua.data.shards import Shard
 from residua.data.tokenizer import Tokenizer, hash_of
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from residua.data.dataset import Split
-from residua.data.errors import DataError
 from residua.data.order import Cursor, Order
+from residua.data.readers import DataError
 
 if TYPE_CHECKING:
     import torch

@@ -14,8 +14,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn
 from residua.data.corpus import TRAIN, VALIDATION, Corpus
 from residua.data.dataset import DESCRIPTION, FORMAT, FORMAT_VERSION, TOKENIZER, Dataset, read_description
 from residua.data.encode import encode_documents
-from residua.data.errors import DataError
-from residua.data.readers import reason
+from residua.data.readers import DataError, reason
 from residua.data.shards import ShardWriter, dtype_for
 from residua.data.tokenizer import Tokenizer
 from residua.machine import available_cores

@@ -17,8 +17,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from residua.data.errors import DataError
-
 Documents = Iterator[tuple[str, int]]
 
 SEPARATOR = "<|endoftext|>"
@@ -30,6 +28,10 @@ PARQUET = (".parquet",)
 PLAIN = (".txt", ".text", ".md", ".rst", ".py", ".tex", ".org", ".adoc")
 # A `.json` found in a folder is far more often a setting than a corpus; named outright it is read as JSON lines.
 FOUND_IN_FOLDERS = {*LINES_OF_JSON, *PARQUET, *PLAIN} - {".json"}
+
+
+class DataError(ValueError):
+    """A corpus, tokenizer or dataset cannot be used; the message says why, and what to do, in one sentence."""
 
 
 def split_suffix(path: Path) -> tuple[str, str]:

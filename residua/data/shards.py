@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from residua.data.errors import DataError
+from residua.data.readers import DataError
 
 MAGIC = b"RESIDUA\0"
 VERSION = 1

@@ -18,9 +18,8 @@ from pathlib import Path
 
 from residua.data.corpus import TRAIN, VALIDATION, Corpus, Part, unit_hash
 from residua.data.dataset import FORMAT_VERSION, Dataset
-from residua.data.errors import DataError
 from residua.data.pipeline import prepare, resolve_tokenizer, tokenizer_identity
-from residua.data.readers import Documents, reason
+from residua.data.readers import DataError, Documents, reason
 
 HOLDOUT = 0.08
 # Tests, installed packages, tables of code points, and parts that some distributions leave out.

@@ -17,8 +17,7 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from residua.data.errors import DataError
-from residua.data.readers import reason
+from residua.data.readers import DataError, reason
 from residua.storage.files import write_atomically
 
 END_OF_TEXT = "<|endoftext|>"
@@ -126,6 +125,11 @@ def hash_of(serialised: str) -> str:
         raise ValueError("a tokenizer is a JSON object")
     lasting = {name: value for name, value in content.items() if name not in WITHOUT_INFLUENCE}
     return hashlib.sha256(json.dumps(lasting, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def padded_vocabulary(tokens: int) -> int:
+    """The vocabulary size of a model for this many token ids: the next multiple of 128, which suits GPU kernels."""
+    return -(-tokens // 128) * 128
 
 
 def _byte_level(model: models.Model, words: bool = True) -> tokenizers.Tokenizer:

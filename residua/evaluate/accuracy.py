@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from residua.evaluate.tasks import GROUPS, Question, Task
 
 if TYPE_CHECKING:
-    from residua.evaluate.score import Likelihood, Progress, Scorer
+    from residua.evaluate.score import Likelihood, Scorer
+    from residua.report.terminal import Progress
 
 
 @dataclass(frozen=True)

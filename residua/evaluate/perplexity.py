@@ -12,8 +12,8 @@ from residua.data import Dataset, validation_batches
 from residua.data.loader import IGNORED
 
 if TYPE_CHECKING:
-    from residua.evaluate.score import Progress
     from residua.model.decoder import Decoder
+    from residua.report.terminal import Progress
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ from residua.evaluate.accuracy import Accuracy, TaskScore
 from residua.evaluate.perplexity import TextScore
 
 FOLDER = "evaluations"
-WIDTH = 120
 
 
 @dataclass
@@ -50,12 +49,6 @@ def new_file(model: Path, out: Path | None) -> Path:
     if out.exists():
         raise ValueError(f"{out} exists: choose another --out.")
     return out
-
-
-def open_console() -> Console:
-    """Standard output; a file or a pipe gets lines wide enough for every table."""
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=WIDTH)
 
 
 def show(console: Console, results: Results) -> None:

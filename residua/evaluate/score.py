@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -11,12 +11,10 @@ from torch import Tensor
 if TYPE_CHECKING:
     from residua.data.tokenizer import Tokenizer
     from residua.model.decoder import Decoder
+    from residua.report.terminal import Progress
 
 POSITIONS = 2048
 """How many positions' logits over the vocabulary are held at once."""
-
-Progress = Callable[[int, int], None]
-"""Called with what is done and what there is to do."""
 
 
 class Pair(NamedTuple):

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from residua.evaluate.score import Progress
 from residua.generate.engine import Step, build_step, engine_for
 from residua.generate.sample import Sampler, Sampling
 from residua.generate.text import TextStream
 from residua.model.moe import MoE
+from residua.report.terminal import Progress
 
 if TYPE_CHECKING:
     from residua.data.tokenizer import Tokenizer

@@ -18,7 +18,7 @@ CALIBRATION_SEQUENCES = 4096
 
 
 @dataclass(frozen=True)
-class Material:
+class CalibrationText:
     """A prepared text as a run sees it: training windows in random order, and the fixed validation set."""
 
     dataset: Dataset
@@ -27,13 +27,13 @@ class Material:
     validation_tokens: int
 
     @classmethod
-    def of_run(cls, config: RunConfig) -> Material:
+    def of_run(cls, config: RunConfig) -> CalibrationText:
         """The text that a run was trained and validated on."""
         data = config.data
         return cls(open_data(config), config.sequence, data.masking == "documents", data.validation_tokens)
 
     @classmethod
-    def of_folder(cls, folder: Path, model: ModelConfig, data: Path | None) -> Material:
+    def of_folder(cls, folder: Path, model: ModelConfig, data: Path | None) -> CalibrationText:
         """The run's own text, or a prepared folder that a person names; it must have the model's tokenizer."""
         run = folder / "config.toml"
         if data is None and not run.exists():
@@ -41,11 +41,11 @@ class Material:
         config = RunConfig.from_toml(run) if run.exists() else RunConfig(model=model, data=DataConfig())
         if data is not None:
             config = config.model_copy(update={"data": config.data.model_copy(update={"path": str(data)})})
-        material = cls.of_run(config)
+        text = cls.of_run(config)
         tokenizer = folder / "tokenizer.json"
         if data is not None and tokenizer.exists():
-            material.dataset.require_tokenizer(hash_of(tokenizer.read_text("utf-8")), str(folder))
-        return material
+            text.dataset.require_tokenizer(hash_of(tokenizer.read_text("utf-8")), str(folder))
+        return text
 
     def validation(self, tokens: int | None = None) -> list[Batch]:
         """The run's validation set, or the first `tokens` of it."""

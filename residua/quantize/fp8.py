@@ -16,8 +16,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from residua.quantize.finite import require_finite
-
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
 EMPTY_SCALE = torch.finfo(torch.float32).eps
@@ -49,6 +47,15 @@ class Fp8(NamedTuple):
         height, width = _extent(self.codes, self.tile)
         scale = self.scale.repeat_interleave(height, 0)[:rows].repeat_interleave(width, 1)[:, :columns]
         return self.codes.float() * scale
+
+
+def require_finite(x: Tensor, what: str = "the tensor") -> None:
+    """Raise `ValueError` if x holds NaN or infinity: no scale fits them, and one would turn its whole block to NaN."""
+    finite = torch.isfinite(x)
+    if not finite.all():
+        kind = "NaN" if torch.isnan(x).any() else "infinity"
+        count = int((~finite).sum())
+        raise ValueError(f"{what} holds {count} value(s) that are {kind}: quantize finite values only.")
 
 
 def quantize_fp8(x: Tensor, tile: Tile = BLOCK, *, what: str = "the tensor") -> Fp8:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -13,15 +13,15 @@ import torch
 from residua.data.loader import Batch
 from residua.model.decoder import Decoder
 from residua.quantize.apply import install, kept, quantize_weights, rounded, targets
-from residua.quantize.calibration import Material
+from residua.quantize.calibration import CalibrationText
 from residua.quantize.graph import edges
 from residua.quantize.low import matrices
 from residua.quantize.measure import forward, mean_loss, module_errors
 from residua.quantize.schema import KeptTensor, ModuleError, Probe
 from residua.quantize.schemes import Quantized, Scheme
 from residua.quantize.smoothing import smooth
+from residua.report.terminal import StageProgress
 
-Progress = Callable[[str, int, int], None]
 ERROR_TOKENS = 8192
 
 
@@ -32,9 +32,9 @@ class Judge:
     model: Decoder
     scheme: Scheme
     exempt: tuple[str, ...]
-    material: Material
+    text: CalibrationText
     validation: list[Batch]
-    progress: Progress
+    progress: StageProgress
 
     def __post_init__(self) -> None:
         self.originals = targets(self.model)
@@ -76,7 +76,7 @@ class Judge:
             done += len(batch.tokens)
             self.progress("calibrating", done, sequences)
 
-        smooth(self.model, self.material.calibration(sequences), alpha, inside=inside, run=counted)
+        smooth(self.model, self.text.calibration(sequences), alpha, inside=inside, run=counted)
         return self.loss("loss after folding")
 
     def findings(self, probes: int) -> dict[str, Any]:
@@ -103,7 +103,7 @@ class Judge:
                 yield name
 
     def _errors(self) -> list[ModuleError]:
-        few = self.material.validation(ERROR_TOKENS)
+        few = self.text.validation(ERROR_TOKENS)
         self.progress("error by module", 0, len(few))
         modules = {name: self.originals[name] for name in self.names}
         return module_errors(self.model, modules, self.weights, self.scheme, few)

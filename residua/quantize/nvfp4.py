@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from residua.quantize.finite import require_finite
-from residua.quantize.fp8 import E4M3, E4M3_MAX, quotient
+from residua.quantize.fp8 import E4M3, E4M3_MAX, quotient, require_finite
 
 GROUP = 16
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)

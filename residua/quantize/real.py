@@ -1,9 +1,9 @@
-"""FP8 matrix products as the hardware takes them, where it has them: `scaled_mm` of PyTorch, found by trying.
+"""FP8 matrix products on the hardware's matrix units, through PyTorch's `scaled_mm`.
 
-Two recipes. `row`: a scale per token and a scale per row of the weight. `block`: a scale per token and 128 channels,
-and per 128 × 128 block of the weight; one scale per token is the case in which all its groups share it, so this product
-serves `fp8` as well as `fp8-group`. Which ones a device has, and how PyTorch wants their scales laid out, differs by
-version: a recipe counts as there when a small product agrees with the simulation.
+There are two ways to scale. `row`: one scale per token and one per row of the weight. `block`: one scale per token and
+128 channels, and one per 128 × 128 block of the weight. One scale per token is the case in which all groups of a token
+share a scale, so the `block` product serves both `fp8` and `fp8-group`. Which products a device has, and how PyTorch
+expects their scales in memory, differs between versions: a product is used if a small one agrees with the simulation.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from residua.quantize import fp8
 from residua.quantize.fp8 import Fp8, Tile, encode_fp8
 from residua.quantize.low import OnItsGrid
 
-Recipe = Literal["row", "block"]
+Scaling = Literal["row", "block"]
 Product = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """codes [M, K], codes [N, K], their scales → [M, N] in bf16."""
 
-RECIPES: dict[str, tuple[Recipe, Tile]] = {
+SCALINGS: dict[str, tuple[Scaling, Tile]] = {
     "fp8": ("block", fp8.ROW),
     "fp8-group": ("block", fp8.GROUP),
     "fp8-row": ("row", fp8.ROW),
 }
-"""The recipe that serves a scheme, and the tile of its activations."""
+"""The scaling that serves a scheme, and the tile of its activations."""
 AGREES = 1e-2
 TOKENS = 4
 """Block-wise products want a multiple of this many tokens."""
@@ -54,14 +54,14 @@ class Fp8Projection(OnItsGrid):
 
 
 @cache
-def find_product(recipe: Recipe, device: torch.device) -> Product | None:
-    """The product of a recipe on a device, None where there is none."""
+def find_product(scaling: Scaling, device: torch.device) -> Product | None:
+    """The product of a scaling on a device, None where there is none."""
     generator = torch.Generator().manual_seed(0)
     x, w = (torch.randn(rows, 384, generator=generator).to(device) for rows in (64, 256))
-    sides = {"row": (fp8.ROW, fp8.ROW), "block": (fp8.GROUP, fp8.BLOCK)}[recipe]
+    sides = {"row": (fp8.ROW, fp8.ROW), "block": (fp8.GROUP, fp8.BLOCK)}[scaling]
     a, b = (encode_fp8(t, tile) for t, tile in zip((x, w), sides, strict=True))
     expected = a.dequantize() @ b.dequantize().T
-    for product in _products(recipe):
+    for product in _products(scaling):
         try:
             found = product(a.codes, b.codes, a.scale, b.scale).float()
         except (RuntimeError, ValueError, TypeError, NotImplementedError, AttributeError):
@@ -71,9 +71,9 @@ def find_product(recipe: Recipe, device: torch.device) -> Product | None:
     return None
 
 
-def takes(weight: Fp8, recipe: Recipe) -> bool:
+def takes(weight: Fp8, scaling: Scaling) -> bool:
     """The units want whole 16-byte rows, and blocks that end with the matrix."""
-    whole = 128 if recipe == "block" else 16
+    whole = 128 if scaling == "block" else 16
     return all(extent % whole == 0 for extent in weight.codes.shape)
 
 
@@ -81,13 +81,13 @@ def with_fp8_products(
     weights: Mapping[str, Fp8], scheme: str, device: torch.device
 ) -> tuple[dict[str, nn.Module], dict[str, str]]:
     """Modules that multiply in FP8 by name, and for the others why not."""
-    if scheme not in RECIPES:
+    if scheme not in SCALINGS:
         return {}, dict.fromkeys(weights, f"{scheme} is not FP8")
-    recipe, tile = RECIPES[scheme]
-    product = find_product(recipe, device)
+    scaling, tile = SCALINGS[scheme]
+    product = find_product(scaling, device)
     if product is None:
-        return {}, dict.fromkeys(weights, f"no {recipe}-wise FP8 product on {device} with PyTorch {torch.__version__}")
-    fits = {name: weight for name, weight in weights.items() if takes(weight, recipe)}
+        return {}, dict.fromkeys(weights, f"no {scaling}-wise FP8 product on {device} with PyTorch {torch.__version__}")
+    fits = {name: weight for name, weight in weights.items() if takes(weight, scaling)}
     modules: dict[str, nn.Module] = {
         name: Fp8Projection(Fp8(w.codes.to(device), w.scale.to(device), w.tile), tile, product)
         for name, w in fits.items()
@@ -95,9 +95,9 @@ def with_fp8_products(
     return modules, {name: "its shape does not fit the units" for name in weights.keys() - fits.keys()}
 
 
-def _products(recipe: Recipe) -> Iterator[Product]:
+def _products(scaling: Scaling) -> Iterator[Product]:
     """What to try, the public function first."""
-    if recipe == "row":
+    if scaling == "row":
         yield _public_rows
         yield _private_rows
         return
@@ -120,9 +120,9 @@ def _private_rows(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor) -> Ten
 def _public_blocks(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, *, aligned: bool) -> Tensor:
     library: Any = torch.nn.functional
     scale_a = _by_token(scale_a, a)
-    recipes = library.ScalingType.BlockWise1x128, library.ScalingType.BlockWise128x128
+    types = library.ScalingType.BlockWise1x128, library.ScalingType.BlockWise128x128
     other = pad(scale_b, (0, -scale_b.shape[1] % 4)) if aligned else scale_b
-    y: Tensor = library.scaled_mm(a, b.t(), scale_a, recipes[0], other.t(), recipes[1], output_dtype=torch.bfloat16)
+    y: Tensor = library.scaled_mm(a, b.t(), scale_a, types[0], other.t(), types[1], output_dtype=torch.bfloat16)
     return y
 
 

@@ -9,14 +9,14 @@ DEFAULT_ALPHA = 0.5
 
 
 @dataclass(frozen=True)
-class Treatment:
+class Recipe:
     """A scheme and, with SmoothQuant, its α: `nvfp4`, `nvfp4+smooth` (α = 0.5), `nvfp4+smooth:0.7`."""
 
     scheme: str
     alpha: float | None = None
 
     @classmethod
-    def parse(cls, text: str) -> Treatment:
+    def parse(cls, text: str) -> Recipe:
         name, plus, smoothing = text.strip().partition("+")
         check_scheme(name)
         if not plus:
@@ -27,7 +27,7 @@ class Treatment:
         except ValueError:
             alpha = -1.0
         if word != "smooth":
-            raise ValueError(f"{text!r} is no way to quantize: write a scheme, {name}, or {name}+smooth.")
+            raise ValueError(f"unknown recipe {text!r}: use {name} or {name}+smooth.")
         check_alpha(alpha, text)
         return cls(name, alpha)
 

@@ -8,16 +8,17 @@ from typing import Literal
 
 import torch
 
-import residua
 from residua.quantize.apply import targets
-from residua.quantize.calibration import CALIBRATION_SEQUENCES, Material
-from residua.quantize.judge import Judge, Progress
+from residua.quantize.calibration import CALIBRATION_SEQUENCES, CalibrationText
+from residua.quantize.judge import Judge
 from residua.quantize.qwen3 import check_qwen3, save_qwen3
 from residua.quantize.recipe import check_alpha
 from residua.quantize.schema import QuantizationResult
 from residua.quantize.schemes import find_scheme
 from residua.quantize.store import is_quantized, save_quantized
+from residua.report.terminal import StageProgress
 from residua.storage.files import refuse_used, write_atomically
+from residua.storage.load import load
 
 Device = Literal["auto", "cpu", "cuda"]
 RESULTS, REPORT = "results.json", "report.html"
@@ -38,7 +39,7 @@ def quantize(
     tokens: int | None = None,
     probes: int = PROBES,
     device: Device = "auto",
-    progress: Progress = lambda stage, done, total: None,
+    progress: StageProgress = lambda stage, done, total: None,
 ) -> QuantizationResult:
     """Quantize the model of a folder into `out`, with results.json and report.html beside it.
 
@@ -56,12 +57,12 @@ def quantize(
     if is_quantized(source):
         raise ValueError(f"{source} is quantized already: name the run or the export it was made from.")
     where = _device(device)
-    decoder = residua.load(source).to(where).eval()
+    decoder = load(source).to(where).eval()
     targets(decoder, exempt)
     if engine is not None:
         check_qwen3(decoder.config)
-    material = Material.of_folder(source, decoder.config, None if data is None else Path(data))
-    judge = Judge(decoder, chosen, tuple(exempt), material, material.validation(tokens), progress)
+    text = CalibrationText.of_folder(source, decoder.config, None if data is None else Path(data))
+    judge = Judge(decoder, chosen, tuple(exempt), text, text.validation(tokens), progress)
     before = judge.loss("loss in high precision")
     folded = None if alpha is None else judge.smooth(alpha, calibration, inside)
     result = QuantizationResult(
@@ -73,7 +74,7 @@ def quantize(
         inside=inside,
         calibration_sequences=0 if alpha is None else calibration,
         exempt=tuple(exempt),
-        text=str(material.dataset.path),
+        text=str(text.dataset.path),
         validation_tokens=sum(batch.tokens.numel() for batch in judge.validation),
         device=str(where),
         loss_before=before,

@@ -18,9 +18,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-import residua
 from residua.config.model import ModelConfig
-from residua.model.decoder import Decoder
+from residua.model.decoder import Decoder, build
 from residua.quantize.apply import candidates, install, rounded
 from residua.quantize.fp8 import Fp8
 from residua.quantize.layout import module_tensors, quantization_config, read_module
@@ -94,7 +93,7 @@ def load_quantized(folder: str | Path, *, fp8_products: torch.device | None = No
         tensors = load_file(folder / WEIGHTS)
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{folder / WEIGHTS} cannot be read: {error}.") from None
-    model = residua.build(ModelConfig(**mark["model"]))
+    model = build(ModelConfig(**mark["model"]))
     there = candidates(model)
     try:
         modules = {name: there[name] for name in mark["modules"]}

@@ -15,7 +15,7 @@ from residua.study import sentences as words
 from residua.study.config import StudyConfig
 from residua.study.diagnosed import SIDE_BY_SIDE, diagnose_runs
 from residua.study.page import study_page
-from residua.study.plan import STUDY, Plan, PlannedRun, base_run, make_plan, refuse_strangers, undone_sentences
+from residua.study.plan import STUDY, PlannedRun, StudyPlan, base_run, make_plan, refuse_strangers, undone_sentences
 from residua.study.plots import Records
 from residua.study.progress import LiveProgress
 from residua.study.quantized import measure_runs
@@ -74,7 +74,7 @@ def describe(dataset: Dataset, limit_tokens: int) -> DatasetFacts:
 
 
 def summarise(
-    study: StudyConfig, plan: Plan, out: Path, problems: dict[PlannedRun, str], dataset: DatasetFacts | None
+    study: StudyConfig, plan: StudyPlan, out: Path, problems: dict[PlannedRun, str], dataset: DatasetFacts | None
 ) -> Outcome:
     """Results and their files from the runs as they are on disk."""
     records = {run: read_run(run.folder, run.config) for run in plan.runs if is_complete(run.folder, run.config)}
@@ -87,7 +87,7 @@ def summarise(
     return Outcome(result, page.write(out / REPORT), inside if inside.exists() else None)
 
 
-def announce(console: Console, study: StudyConfig, plan: Plan) -> None:
+def announce(console: Console, study: StudyConfig, plan: StudyPlan) -> None:
     """What will be compared, and what parameter matching changed."""
     first = plan.runs[0].config
     console.print(

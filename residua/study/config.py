@@ -9,10 +9,12 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from residua.config.settings import ConfigError, Frozen, explain, read_toml, to_toml
-from residua.quantize.recipe import Treatment
+from residua.quantize.recipe import Recipe
 
 Positive = Annotated[int, Field(ge=1)]
 Seed = Annotated[int, Field(ge=0)]
+DEMO = Path(__file__).with_name("demo.toml")
+"""The study of `residua compare --demo`: four tiny models on the embedded corpus, without a network or a GPU."""
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")
 
 
@@ -56,7 +58,7 @@ class StudyConfig(Frozen):
     `base` is a preset's name or the path of a run's TOML; `set` are overrides of every run. The baseline is the first
     variant unless named. `seeds` is a list, or a number n for 0 … n−1. `workers` runs train side by side, each with
     `threads` threads (cores / workers when left out). `data` is a prepared folder; the embedded corpus without it.
-    `quantize` names treatments (`fp8`, `nvfp4`, `nvfp4+smooth`) whose loss is measured of every trained model, with
+    `quantize` names recipes (`fp8`, `nvfp4`, `nvfp4+smooth`) whose loss is measured of every trained model, with
     `calibration` sequences for SmoothQuant. `diagnose` looks inside every trained model (docs/diagnose.md).
     """
 
@@ -103,8 +105,8 @@ class StudyConfig(Frozen):
 
     @field_validator("quantize")
     @classmethod
-    def _treatments_exist(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(str(Treatment.parse(text)) for text in value)
+    def _recipes_exist(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(str(Recipe.parse(text)) for text in value)
 
     @field_validator("variants", mode="before")
     @classmethod

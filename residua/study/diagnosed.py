@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from residua.report.terminal import ProgressBars, StageProgress
 from residua.study.config import StudyConfig
-from residua.study.plan import Plan, PlannedRun
+from residua.study.plan import PlannedRun, StudyPlan
 from residua.study.runs import DIAGNOSIS, is_complete
 
 if TYPE_CHECKING:
@@ -22,34 +21,28 @@ if TYPE_CHECKING:
 SIDE_BY_SIDE = "diagnosis"
 
 
-def diagnose_runs(study: StudyConfig, plan: Plan, out: Path, dataset: Dataset, console: Console) -> None:
-    """Diagnose the complete runs that have no diagnosis yet, and lay those of the first seed side by side.
+def diagnose_runs(study: StudyConfig, plan: StudyPlan, out: Path, dataset: Dataset, console: Console) -> None:
+    """Diagnose the complete runs that have no diagnosis yet, and put those of the first seed side by side on a page.
 
-    A run that cannot be diagnosed is told of, and the others go on.
+    When a run cannot be diagnosed, the reason is printed and the next run follows.
     """
     if not study.diagnose:
         return
     complete = [run for run in plan.runs if is_complete(run.folder, run.config)]
     waiting = [run for run in complete if found(run) is None]
-    columns = (TextColumn("{task.description}"), BarColumn(bar_width=28), TextColumn("{task.completed}/{task.total}"))
-    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as bars:
-        every, task = bars.add_task("diagnosing", total=len(waiting)), bars.add_task("", total=None)
-
-        def tell(stage: str, done: int, total: int) -> None:
-            bars.update(task, description=stage, completed=done, total=total)
-
-        for run in waiting:
-            bars.update(every, description=f"diagnosing {run.title}")
+    with ProgressBars(console) as bars:
+        all_runs, stages = bars.stages("diagnosing"), bars.stages("")
+        for index, run in enumerate(waiting):
+            all_runs(f"diagnosing {run.title}", index, len(waiting))
             try:
-                made = diagnose_run(run, dataset, tell)
-                console.print(f"[green]✓[/green] {run.title}: {escape(_words(made))}", highlight=False)
+                made = diagnose_run(run, dataset, stages)
+                console.print(f"[green]✓[/green] {run.title}: {escape(_headline(made))}", highlight=False)
             except ValueError as problem:
                 console.print(f"[red]✗[/red] {run.title} has no diagnosis: {escape(str(problem))}", highlight=False)
-            bars.update(every, advance=1)
     _side_by_side(study, complete, out)
 
 
-def diagnose_run(run: PlannedRun, dataset: Dataset, tell: Callable[[str, int, int], None]) -> ModelDiagnosis:
+def diagnose_run(run: PlannedRun, dataset: Dataset, progress: StageProgress) -> ModelDiagnosis:
     """Diagnose a run's model on the validation text of the study, into the run's folder."""
     from residua.diagnose import Diagnosis, diagnose_model
     from residua.diagnose.api import write
@@ -57,13 +50,13 @@ def diagnose_run(run: PlannedRun, dataset: Dataset, tell: Callable[[str, int, in
     from residua.train.step import choose_device
 
     subject = open_subject(run.folder, choose_device(run.config.train))
-    made = diagnose_model(subject, _sample(run, dataset), path=str(run.folder), progress=tell)
+    made = diagnose_model(subject, _sample(run, dataset), path=str(run.folder), progress=progress)
     write(Diagnosis(models=[made]), run.folder)
     return made
 
 
 def found(run: PlannedRun) -> ModelDiagnosis | None:
-    """The diagnosis in a run's folder; None where there is none, or none that can be read."""
+    """The diagnosis in a run's folder; None if it is missing or unreadable."""
     from residua.diagnose import Diagnosis
     from residua.diagnose.api import JSON
 
@@ -76,7 +69,7 @@ def found(run: PlannedRun) -> ModelDiagnosis | None:
 
 
 def _sample(run: PlannedRun, dataset: Dataset) -> Sample:
-    """The first validation sequences, which the study's losses are measured on as well."""
+    """The first sequences of the validation text that the study's losses are measured on."""
     import torch
 
     from residua.data import Tokenizer, validation_batches
@@ -91,12 +84,12 @@ def _sample(run: PlannedRun, dataset: Dataset) -> Sample:
     return Sample(tokens, targets, facts, Tokenizer.load(run.folder))
 
 
-def _words(made: ModelDiagnosis) -> str:
+def _headline(made: ModelDiagnosis) -> str:
     return "; ".join(finding.words for finding in made.findings[:2]) or "nothing stands out"
 
 
 def _side_by_side(study: StudyConfig, complete: list[PlannedRun], out: Path) -> None:
-    """One page of the first seed's models, of those that were shown the same text as the first."""
+    """One page with the first seed's models; models that were shown other text than the first are left out."""
     from residua.diagnose import Diagnosis
     from residua.diagnose.api import write
 

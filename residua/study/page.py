@@ -120,9 +120,9 @@ def _low_precision(page: Page, result: StudyResult, size: str) -> None:
         "What each trained model loses in low precision. Healthy: little, with or without SmoothQuant. A large peak or "
         "sink ratio is an outlier that the rounding has to make room for.",
     )
-    treatments = list(rows[0].low_precision.losses)
-    section.table(words.precision_columns(treatments), [words.precision_cells(row) for row in rows])
-    section.figure(plots.precision_costs(rows, treatments), "Nats per token added to each variant's own loss.")
+    recipes = list(rows[0].low_precision.losses)
+    section.table(words.precision_columns(recipes), [words.precision_cells(row) for row in rows])
+    section.figure(plots.precision_costs(rows, recipes), "Nats per token added to each variant's own loss.")
 
 
 def _scaling(page: Page, result: StudyResult) -> None:

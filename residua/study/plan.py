@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from residua.config import variants
 from residua.config.run import RunConfig, differences
 from residua.config.settings import ConfigError
 from residua.data import Dataset
+from residua.data.tokenizer import padded_vocabulary
 from residua.model.size import measure
-from residua.study import variants
 from residua.study.config import StudyConfig
 from residua.study.matching import match
 
@@ -45,14 +46,14 @@ class PlannedRun:
 
 
 @dataclass(frozen=True)
-class Plan:
+class StudyPlan:
     """The models by (size, variant), and the runs in the order they start: by seed, so that pairs finish together."""
 
     models: dict[tuple[str, str], PlannedModel]
     runs: tuple[PlannedRun, ...]
 
 
-def make_plan(study: StudyConfig, out: Path, dataset: Dataset) -> Plan:
+def make_plan(study: StudyConfig, out: Path, dataset: Dataset) -> StudyPlan:
     """Resolve the study on a prepared text, the same for every run."""
     shared = [f"data.path={_quoted(str(dataset.path.resolve()))}"]
     if not any(change.replace(" ", "").startswith("model.vocab_size=") for change in study.set):
@@ -67,17 +68,12 @@ def make_plan(study: StudyConfig, out: Path, dataset: Dataset) -> Plan:
         for seed in study.seeds
         for name in study.variants
     )
-    return Plan(models, runs)
+    return StudyPlan(models, runs)
 
 
 def base_run(study: StudyConfig, size: str) -> RunConfig:
     """The run that the variants of a size vary."""
     return RunConfig.find(size).override(list(study.set))
-
-
-def padded_vocabulary(tokens: int) -> int:
-    """The next multiple of 128: what GPUs like, and GPT-2's 50,257 as 50,304. A base's larger one would be waste."""
-    return -(-tokens // 128) * 128
 
 
 def refuse_strangers(out: Path) -> None:
@@ -96,7 +92,7 @@ def _expected(path: Path) -> bool:
     return path.name in _BEGUN or (path.suffix == ".toml" and path.name != "config.toml")
 
 
-def check_folders(plan: Plan) -> None:
+def check_folders(plan: StudyPlan) -> None:
     """Refuse to continue runs that were made by a different study: a reused number must be the number asked for."""
     for run in plan.runs:
         written = run.folder / "config.toml"

@@ -55,14 +55,14 @@ def gains(rows: Sequence[VariantResult]) -> Figure | None:
     return grouped_bars(["step-wise gain", "throughput", "wall-clock gain"], parts, colours, "× baseline", line_at=1.0)
 
 
-def precision_costs(rows: Sequence[VariantResult], treatments: Sequence[str]) -> Figure:
+def precision_costs(rows: Sequence[VariantResult], recipes: Sequence[str]) -> Figure:
     """What low precision adds to each variant's loss; a gap where it was not finite."""
     parts = {
-        row.name: [None if (cost := row.low_precision.costs[name]) is None else cost.value for name in treatments]
+        row.name: [None if (cost := row.low_precision.costs[name]) is None else cost.value for name in recipes]
         for row in rows
         if row.low_precision is not None
     }
-    return grouped_bars(treatments, parts, [theme.colour(i) for i in range(len(parts))], "added loss, nats")
+    return grouped_bars(recipes, parts, [theme.colour(i) for i in range(len(parts))], "added loss, nats")
 
 
 def sublayer_curves(records: Records, key: str, y_title: str) -> Figure | None:

@@ -7,14 +7,15 @@ import time
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
-from residua.study.plan import Plan, PlannedRun
+from residua.report.terminal import clock, remaining
+from residua.study.plan import PlannedRun, StudyPlan
 from residua.study.runs import read_run, steps_done
 
 
 class LiveProgress:
     """A Watcher that draws on a terminal, and on anything else prints one line per finished run."""
 
-    def __init__(self, console: Console, plan: Plan) -> None:
+    def __init__(self, console: Console, plan: StudyPlan) -> None:
         self._console = console
         self._steps = {run: min(steps_done(run.folder), run.config.train.steps) for run in plan.runs}
         self._total = sum(run.config.train.steps for run in plan.runs)
@@ -68,19 +69,3 @@ class LiveProgress:
         done = sum(self._steps.values())
         left = f", {clock(remaining(self._start, self._before, done, self._total))} left" if done < self._total else ""
         return f"{self._ended}/{self._count} runs{left}"
-
-
-def remaining(start: float, before: int, done: int, total: int) -> float | None:
-    """Seconds left at the rate of this session (steps done before it took no time of it); None before the first."""
-    if done <= before:
-        return None
-    return (time.monotonic() - start) / (done - before) * (total - done)
-
-
-def clock(seconds: float | None) -> str:
-    """Seconds as 1:02:03 or 2:03; "?" when unknown."""
-    if seconds is None:
-        return "?"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -12,7 +12,7 @@ from pydantic import Field
 from residua.config.settings import Frozen
 from residua.study import scaling
 from residua.study.config import StudyConfig
-from residua.study.plan import RUNS, Plan, PlannedRun
+from residua.study.plan import RUNS, PlannedRun, StudyPlan
 from residua.study.runs import DIAGNOSIS, QuantizedRun, RunRecord
 from residua.study.statistics import (
     Estimate,
@@ -56,7 +56,7 @@ class RunResult(Frozen):
 
 
 class LowPrecision(Frozen):
-    """Means over seeds: outliers, and the loss by treatment with what it costs against the same model's own loss.
+    """Means over seeds: outliers, and the loss by recipe with what it costs against the same model's own loss.
 
     Null where it was not finite for one of the seeds.
     """
@@ -135,7 +135,7 @@ class StudyResult(Frozen):
 
 def collect(
     study: StudyConfig,
-    plan: Plan,
+    plan: StudyPlan,
     records: dict[PlannedRun, RunRecord],
     problems: dict[PlannedRun, str],
     dataset: DatasetFacts | None = None,
@@ -176,7 +176,7 @@ def _run_result(run: PlannedRun, record: RunRecord | None, problem: str) -> RunR
 
 
 def _variant_result(
-    study: StudyConfig, plan: Plan, records: dict[PlannedRun, RunRecord], size: str, name: str
+    study: StudyConfig, plan: StudyPlan, records: dict[PlannedRun, RunRecord], size: str, name: str
 ) -> VariantResult:
     model, reference = plan.models[size, name], plan.models[size, study.baseline]
     row = VariantResult(
@@ -211,8 +211,8 @@ def _low_precision(study: StudyConfig, found: Sequence[QuantizedRun | None]) -> 
         return None
     level = study.confidence
 
-    def over_seeds(treatment: str, minus_own: bool) -> Interval | None:
-        values = [loss - run.loss * minus_own for run in runs if (loss := run.losses[treatment]) is not None]
+    def over_seeds(recipe: str, minus_own: bool) -> Interval | None:
+        values = [loss - run.loss * minus_own for run in runs if (loss := run.losses[recipe]) is not None]
         return _interval(estimate(values, level)) if len(values) == len(runs) else None
 
     loss = _interval(estimate([run.loss for run in runs], level))
@@ -221,8 +221,8 @@ def _low_precision(study: StudyConfig, found: Sequence[QuantizedRun | None]) -> 
         peak_activation=mean([run.peak_activation for run in runs]),
         sink_ratio=mean([run.sink_ratio for run in runs]),
         loss=loss,
-        losses={treatment: over_seeds(treatment, False) for treatment in study.quantize},
-        costs={treatment: over_seeds(treatment, True) for treatment in study.quantize},
+        losses={recipe: over_seeds(recipe, False) for recipe in study.quantize},
+        costs={recipe: over_seeds(recipe, True) for recipe in study.quantize},
     )
 
 

@@ -23,7 +23,7 @@ from residua.config.settings import ConfigError
 from residua.machine import available_cores
 from residua.storage.files import write_atomically
 from residua.study.config import StudyConfig
-from residua.study.plan import CONFIGS, LOCK, LOGS, Plan, PlannedRun, check_folders
+from residua.study.plan import CONFIGS, LOCK, LOGS, PlannedRun, StudyPlan, check_folders
 from residua.study.runs import is_complete, latest, steps_done
 
 POLL_SECONDS = 0.25
@@ -49,7 +49,7 @@ class _Process:
     log: Path
 
 
-def run_plan(study: StudyConfig, plan: Plan, out: Path, watcher: Watcher) -> dict[PlannedRun, str]:
+def run_plan(study: StudyConfig, plan: StudyPlan, out: Path, watcher: Watcher) -> dict[PlannedRun, str]:
     """Complete every run of the plan; the ones that could not be, with the reason.
 
     Raises StudyInterrupted after SIGINT or SIGTERM, when every process has saved and ended.

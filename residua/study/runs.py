@@ -19,7 +19,7 @@ DIAGNOSIS = "report.html"
 
 
 class QuantizedRun(Frozen):
-    """quantized.json of a run: losses in nats per token on its validation set, by treatment, and its outliers.
+    """quantized.json of a run: losses in nats per token on its validation set, by recipe, and its outliers.
 
     `loss` is that of the same evaluation in high precision. `peak_activation` is the largest value any sublayer reads,
     `sink_ratio` the largest dimension's mean |h| over the median dimension's. A loss that is not finite is null.

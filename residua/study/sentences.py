@@ -108,7 +108,7 @@ def matching_sentences(result: StudyResult) -> list[str]:
     ]
 
 
-def precision_columns(treatments: Sequence[str]) -> list[Column]:
+def precision_columns(recipes: Sequence[str]) -> list[Column]:
     """The columns of the low-precision table."""
     return [
         Column("variant", numeric=False),
@@ -118,8 +118,8 @@ def precision_columns(treatments: Sequence[str]) -> list[Column]:
         ),
         Column("loss", "validation loss in high precision (bf16 on a GPU, fp32 on a CPU)"),
         *(
-            Column(name, f"loss after {_treatment(name)}, and what it adds to the same models' loss")
-            for name in treatments
+            Column(name, f"loss after {_describe_recipe(name)}, and what it adds to the same models' loss")
+            for name in recipes
         ),
     ]
 
@@ -128,7 +128,7 @@ def precision_cells(row: VariantResult) -> list[Value]:
     """One row of the low-precision table."""
     low = row.low_precision
     assert low is not None
-    treated = [
+    quantized = [
         Value("not finite") if (loss := low.losses[name]) is None or (cost := low.costs[name]) is None
         else Value(f"{loss.value:.4f}", f"({cost.value:+.4f}{'' if cost.error is None else f' ± {cost.error:.4f}'})")
         for name in low.losses
@@ -138,11 +138,11 @@ def precision_cells(row: VariantResult) -> list[Value]:
         Value(f"{low.peak_activation:.4g}"),
         Value(f"{low.sink_ratio:.4g}"),
         _loss(low.loss),
-        *treated,
+        *quantized,
     ]
 
 
-def _treatment(name: str) -> str:
+def _describe_recipe(name: str) -> str:
     """W8A8 or W4A4, and how."""
     scheme, _, smoothing = name.partition("+")
     bits = "W4A4" if scheme == "nvfp4" else "W8A8"

@@ -132,50 +132,9 @@ def smooth(values: Sequence[float], window: float) -> list[float]:
 
 @cache
 def t_quantile(probability: float, freedom: float) -> float:
-    """The value that a Student-t variable with `freedom` degrees of freedom stays below with this probability.
-
-    Bisection on the distribution function: monotone, a hundred cheap evaluations, and no scipy.
-    """
+    """The value that a Student-t variable with `freedom` degrees of freedom stays below with this probability."""
     if not 0.0 < probability < 1.0 or freedom <= 0.0:
         raise ValueError(f"t_quantile needs 0 < probability < 1 and freedom > 0, not {probability} and {freedom}")
-    if probability < 0.5:
-        return -t_quantile(1.0 - probability, freedom)
-    low, high = 0.0, 1.0
-    while t_distribution(high, freedom) < probability:
-        low, high = high, 2.0 * high
-    for _ in range(100):
-        middle = 0.5 * (low + high)
-        if t_distribution(middle, freedom) < probability:
-            low = middle
-        else:
-            high = middle
-    return 0.5 * (low + high)
+    from scipy import stats  # a second to import, which only a finished study needs
 
-
-def t_distribution(value: float, freedom: float) -> float:
-    """P(t ≤ value) = 1 − I_x(ν/2, 1/2)/2 with x = ν/(ν + value²), for value ≥ 0."""
-    tail = 0.5 * _incomplete_beta(freedom / (freedom + value * value), 0.5 * freedom, 0.5)
-    return 1.0 - tail if value >= 0 else tail
-
-
-def _incomplete_beta(x: float, a: float, b: float) -> float:
-    """The regularised incomplete beta function I_x(a, b), from the side on which its fraction converges fast."""
-    if x <= 0.0 or x >= 1.0:
-        return min(max(x, 0.0), 1.0)
-    if x > (a + 1.0) / (a + b + 2.0):
-        return 1.0 - _incomplete_beta(1.0 - x, b, a)
-    front = math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log1p(-x)
-    return math.exp(front) / (a * _beta_fraction(x, a, b))
-
-
-def _beta_fraction(x: float, a: float, b: float, terms: int = 200) -> float:
-    """1 + d₁/(1 + d₂/(1 + …)), evaluated from the far end (Abramowitz & Stegun 26.5.8)."""
-    value = 1.0
-    for j in range(terms, 0, -1):
-        m = j // 2
-        if j % 2:
-            term = -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1))
-        else:
-            term = m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m))
-        value = 1.0 + term / value
-    return value
+    return float(stats.t.ppf(probability, freedom))

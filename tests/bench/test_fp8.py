@@ -9,7 +9,7 @@ import torch
 from rich.console import Console
 
 from residua.bench.fp8 import bench_linear, linear_report, print_linear
-from residua.quantize.real import RECIPES, find_product
+from residua.quantize.real import SCALINGS, find_product
 
 CPU = torch.device("cpu")
 
@@ -18,7 +18,7 @@ def test_every_scheme_is_timed_or_says_why_not() -> None:
     results = bench_linear(8, [(64, 48), (32, 16)], CPU, repeats=2, tell=lambda text: None)
     assert [(r.inputs, r.outputs) for r in results] == [(64, 48)] * 3 + [(32, 16)] * 3
     for row in results:
-        if find_product(RECIPES[row.scheme][0], CPU) is None:
+        if find_product(SCALINGS[row.scheme][0], CPU) is None:
             assert row.problem is not None and row.product is None
         else:
             assert row.product is not None and row.layer is not None and row.disagreement is not None

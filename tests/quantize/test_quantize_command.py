@@ -15,7 +15,7 @@ import residua
 from residua.model.decoder import Decoder
 from residua.quantize import quantize
 from residua.quantize.apply import targets
-from residua.quantize.calibration import Material
+from residua.quantize.calibration import CalibrationText
 from residua.quantize.low import LowProjection
 from residua.quantize.measure import mean_loss
 from residua.quantize.page import quantization_page
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.slow
 
 
 def loss_of(model: Decoder, run: Path) -> float:
-    return mean_loss(model, Material.of_folder(run, model.config, None).validation())
+    return mean_loss(model, CalibrationText.of_folder(run, model.config, None).validation())
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -99,11 +99,11 @@ def test_the_report_opens_without_a_complaint_or_a_request(run: Path, tmp_path: 
 
 
 def test_calibration_reads_as_many_sequences_as_it_says(run: Path) -> None:
-    material = Material.of_folder(run, residua.load(run).config, None)
+    text = CalibrationText.of_folder(run, residua.load(run).config, None)
     for sequences in (3, 16, 20):
-        batches = list(material.calibration(sequences))
+        batches = list(text.calibration(sequences))
         assert sum(len(batch.tokens) for batch in batches) == sequences
-        again = next(iter(material.calibration(sequences)))
+        again = next(iter(text.calibration(sequences)))
         assert torch.equal(again.tokens, batches[0].tokens)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from residua.quantize.fp8 import BLOCK, E4M3_MAX, GROUP, ROW, Tile, quantize_fp8, round_fp8
 from residua.quantize.nvfp4 import E2M1, Nvfp4, e2m1_codes, e2m1_values, quantize_nvfp4, round_nvfp4
-from residua.quantize.recipe import Treatment
+from residua.quantize.recipe import Recipe
 from residua.quantize.schemes import SCHEMES, find_scheme
 from tests.quantize.adversarial import NAMES, TINY, tensors
 
@@ -183,13 +183,13 @@ def test_packing_is_undone_by_unpacking() -> None:
     assert torch.equal(again.codes, low.codes) and torch.equal(again.dequantize(), low.dequantize())
 
 
-def test_treatments_are_read_and_written() -> None:
+def test_recipes_are_read_and_written() -> None:
     for text, expected in {
-        "fp8": Treatment("fp8"),
-        "nvfp4+smooth": Treatment("nvfp4", 0.5),
-        "nvfp4+smooth:0.7": Treatment("nvfp4", 0.7),
+        "fp8": Recipe("fp8"),
+        "nvfp4+smooth": Recipe("nvfp4", 0.5),
+        "nvfp4+smooth:0.7": Recipe("nvfp4", 0.7),
     }.items():
-        assert Treatment.parse(text) == expected and str(expected) == text
+        assert Recipe.parse(text) == expected and str(expected) == text
     for wrong in ("int8", "nvfp4+rough", "nvfp4+smooth:2", "nvfp4+smooth:x"):
-        with pytest.raises(ValueError, match=r"choose|no way|between 0 and 1"):
-            Treatment.parse(wrong)
+        with pytest.raises(ValueError, match=r"choose|unknown recipe|between 0 and 1"):
+            Recipe.parse(wrong)

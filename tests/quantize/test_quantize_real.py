@@ -14,7 +14,7 @@ from residua.quantize import load_quantized, quantize
 from residua.quantize.apply import targets
 from residua.quantize.fp8 import BLOCK, ROW, encode_fp8
 from residua.quantize.low import LowProjection
-from residua.quantize.real import RECIPES, Fp8Projection, find_product, takes, with_fp8_products
+from residua.quantize.real import SCALINGS, Fp8Projection, find_product, takes, with_fp8_products
 from residua.quantize.schemes import SCHEMES, find_scheme
 from tests.quantize.adversarial import NAMES, tensors
 
@@ -62,12 +62,12 @@ def test_shapes_that_do_not_fit_the_units_are_left_out() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("scheme", RECIPES)
+@pytest.mark.parametrize("scheme", SCALINGS)
 @pytest.mark.parametrize("shape", [(512, 512, 1024), (2048, 768, 2048), (1001, 640, 384), (3, 1280, 256)])
 def test_products_on_the_gpu_agree_with_the_simulation(scheme: str, shape: tuple[int, int, int]) -> None:
     device = torch.device("cuda")
-    if find_product(RECIPES[scheme][0], device) is None:
-        pytest.skip(f"no {RECIPES[scheme][0]}-wise FP8 product on {torch.cuda.get_device_name()}, {torch.__version__}")
+    if find_product(SCALINGS[scheme][0], device) is None:
+        pytest.skip(f"no {SCALINGS[scheme][0]}-wise FP8 product on {torch.cuda.get_device_name()}, {torch.__version__}")
     assert compare(scheme, device, *shape) < 4e-3
 
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from residua.study.plan import Plan, PlannedRun
+from residua.study.plan import PlannedRun, StudyPlan
 
 Curve = Callable[[PlannedRun, int], float]
 
@@ -27,7 +27,7 @@ def write_run(run: PlannedRun, loss: Curve, *, rate: float = 1000.0, inspection:
     (run.folder / "inspection.json").write_text(json.dumps(inspection or look_inside(run)))
 
 
-def write_all(plan: Plan, loss: Curve, rates: dict[str, float] | None = None) -> None:
+def write_all(plan: StudyPlan, loss: Curve, rates: dict[str, float] | None = None) -> None:
     """Every run of a plan, complete."""
     for run in plan.runs:
         write_run(run, loss, rate=(rates or {}).get(run.variant, 1000.0))

@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 
 from residua.cli.compare import app
 from residua.config.settings import ConfigError
+from residua.config.variants import KNOWN
 from residua.data import Dataset
-from residua.study.variants import KNOWN
 from tests.study.conftest import SMALL
 
 runner = CliRunner()

@@ -9,9 +9,9 @@ import pytest
 from residua.config.model import ModelConfig
 from residua.config.run import RunConfig
 from residua.config.settings import ConfigError
+from residua.config.variants import KNOWN, overrides, sublayers_per_block
 from residua.study import StudyConfig
-from residua.study.demo import demo_file
-from residua.study.variants import KNOWN, overrides, sublayers_per_block
+from residua.study.config import DEMO
 
 
 def test_a_study_survives_its_toml(tmp_path: Path) -> None:
@@ -74,6 +74,6 @@ def test_block_attention_residuals_get_about_eight_blocks(layers: int, expected:
 
 
 def test_the_demo_compares_the_four_promised_architectures() -> None:
-    study = StudyConfig.from_toml(demo_file())
+    study = StudyConfig.from_toml(DEMO)
     assert list(study.variants) == ["prenorm", "block_attnres", "mgr", "exoformer"]
     assert (study.workers, study.threads, study.data) == (2, 1, None)

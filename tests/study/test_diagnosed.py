@@ -17,7 +17,7 @@ from residua.diagnose import Diagnosis
 from residua.study import StudyConfig
 from residua.study.conduct import summarise
 from residua.study.diagnosed import diagnose_runs
-from residua.study.plan import Plan, make_plan
+from residua.study.plan import StudyPlan, make_plan
 from tests.study.recorded import write_all
 from tests.study.test_results import straight
 
@@ -32,7 +32,7 @@ def asked(study: StudyConfig) -> StudyConfig:
 
 
 @pytest.fixture
-def plan(asked: StudyConfig, dataset: Dataset, out: Path) -> Plan:
+def plan(asked: StudyConfig, dataset: Dataset, out: Path) -> StudyPlan:
     """Complete runs, each with a checkpoint; the last one's weights are broken."""
     made = make_plan(asked, out, dataset)
     write_all(made, straight)
@@ -50,7 +50,7 @@ def plan(asked: StudyConfig, dataset: Dataset, out: Path) -> Plan:
 
 
 def test_every_run_is_diagnosed_once_linked_and_laid_side_by_side(
-    asked: StudyConfig, plan: Plan, dataset: Dataset, out: Path
+    asked: StudyConfig, plan: StudyPlan, dataset: Dataset, out: Path
 ) -> None:
     log = Console(record=True, width=200, file=io.StringIO())
     diagnose_runs(asked, plan, out, dataset, log)
@@ -80,7 +80,9 @@ def test_every_run_is_diagnosed_once_linked_and_laid_side_by_side(
     assert f"runs/{broken.title}/report.html" not in page
 
 
-def test_nothing_is_diagnosed_unless_asked_for(asked: StudyConfig, plan: Plan, dataset: Dataset, out: Path) -> None:
+def test_nothing_is_diagnosed_unless_asked_for(
+    asked: StudyConfig, plan: StudyPlan, dataset: Dataset, out: Path
+) -> None:
     plain = StudyConfig(**{**asked.model_dump(), "diagnose": False})
     diagnose_runs(plain, plan, out, dataset, Console(quiet=True))
     outcome = summarise(plain, plan, out, {}, None)

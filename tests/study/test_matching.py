@@ -7,10 +7,10 @@ import pytest
 from residua.config.model import ModelConfig
 from residua.config.run import RunConfig
 from residua.config.settings import ConfigError
+from residua.config.variants import KNOWN, overrides
 from residua.model.size import measure
 from residua.study.config import MatchDepth, MatchFFN, NoMatch
 from residua.study.matching import match
-from residua.study.variants import KNOWN, overrides
 
 pytestmark = pytest.mark.slow
 

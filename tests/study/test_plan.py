@@ -8,8 +8,9 @@ import pytest
 
 from residua.config.settings import ConfigError
 from residua.data import Dataset
+from residua.data.tokenizer import padded_vocabulary
 from residua.study import StudyConfig
-from residua.study.plan import check_folders, make_plan, padded_vocabulary, refuse_strangers
+from residua.study.plan import check_folders, make_plan, refuse_strangers
 
 
 def test_variants_of_a_seed_share_their_data_order(study: StudyConfig, dataset: Dataset, out: Path) -> None:

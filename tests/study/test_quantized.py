@@ -16,23 +16,23 @@ from residua.study import StudyConfig
 from residua.study.conduct import conduct, summarise
 from residua.study.plan import PlannedRun, make_plan
 from residua.study.quantized import measure_runs
-from residua.study.runs import read_quantized
+from residua.study.runs import QuantizedRun, read_quantized
 from residua.study.tables import markdown
 from tests.study.recorded import write_all
 
 pytestmark = pytest.mark.slow
 
-TREATMENTS = ("fp8", "nvfp4", "nvfp4+smooth")
+RECIPES = ("fp8", "nvfp4", "nvfp4+smooth")
 
 
 def low(study: StudyConfig, **changes: object) -> StudyConfig:
     names = {"prenorm": ("prenorm",), "gated_attention": ("gated_attention",), "preaffine": ("preaffine",)}
     variants = {**names, "gatednorm": ("gatednorm",)}
-    small = {"variants": variants, "seeds": (0,), "threads": 1, "quantize": TREATMENTS, "calibration": 8}
+    small = {"variants": variants, "seeds": (0,), "threads": 1, "quantize": RECIPES, "calibration": 8}
     return StudyConfig(**{**study.model_dump(), **small, **changes})
 
 
-def test_a_study_of_trained_models_has_a_loss_for_every_treatment(
+def test_a_study_of_trained_models_has_a_loss_for_every_recipe(
     study: StudyConfig, dataset: Dataset, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = low(study, data=str(dataset.path), workers=2)
@@ -48,17 +48,17 @@ def test_a_study_of_trained_models_has_a_loss_for_every_treatment(
         found = row.low_precision
         assert found is not None and run.quantized is not None and run.loss is not None
         assert abs(found.loss.value - run.loss) < 1e-4
-        assert list(found.losses) == list(TREATMENTS)
+        assert list(found.losses) == list(RECIPES)
         assert found.peak_activation > 0 and found.sink_ratio >= 1
         fp8, nvfp4 = (found.costs[name] for name in ("fp8", "nvfp4"))
         assert fp8 is not None and nvfp4 is not None and abs(fp8.value) < 0.05 and abs(nvfp4.value) < 0.5
     page, table = (out / "report.html").read_text(), (out / "results.md").read_text()
     assert "Low precision" in page and "residual-sink ratio" in table and "nvfp4+smooth" in table
     written = json.loads((out / "results.json").read_text())
-    assert written["variants"][0]["low_precision"]["losses"].keys() == set(TREATMENTS)
+    assert written["variants"][0]["low_precision"]["losses"].keys() == set(RECIPES)
 
 
-def test_a_treatment_that_does_not_exist_is_refused_before_anything_runs(study: StudyConfig, tmp_path: Path) -> None:
+def test_a_recipe_that_does_not_exist_is_refused_before_anything_runs(study: StudyConfig, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="int8"):
         low(study, quantize=("int8",))
     asked = low(study)
@@ -86,10 +86,14 @@ def test_a_run_is_measured_again_once_it_was_trained_further(
     write_all(plan, lambda run, step: 3.0)
     measured = []
 
-    def measure(run: PlannedRun, study: StudyConfig, tell: object) -> None:
+    def measure(run: PlannedRun, study: StudyConfig, tell: object) -> QuantizedRun:
         measured.append(run.title)
-        facts = {"loss": 3.0, "peak_activation": 1.0, "sink_ratio": 1.0, "losses": dict.fromkeys(study.quantize, 3.1)}
-        (run.folder / "quantized.json").write_text(json.dumps({"calibration": study.calibration, **facts}))
+        losses = dict.fromkeys(study.quantize, 3.1)
+        found = QuantizedRun(
+            calibration=study.calibration, loss=3.0, peak_activation=1.0, sink_ratio=1.0, losses=losses
+        )
+        (run.folder / "quantized.json").write_text(found.model_dump_json())
+        return found
 
     monkeypatch.setattr("residua.study.quantized.measure_run", measure)
     for _ in range(2):

@@ -11,7 +11,7 @@ import pytest
 from residua.data import Dataset
 from residua.study import StudyConfig
 from residua.study.conduct import Outcome, summarise
-from residua.study.plan import Plan, PlannedRun, make_plan
+from residua.study.plan import PlannedRun, StudyPlan, make_plan
 from residua.study.results import StudyResult, VariantResult, compute_points
 from residua.study.sentences import cells, verdict
 from residua.study.tables import markdown
@@ -26,7 +26,7 @@ def straight(run: PlannedRun, step: int) -> float:
     return 5.0 - 0.2 * step + 0.3 * run.seed + OFFSET[run.variant]
 
 
-def outcome_of(study: StudyConfig, plan: Plan, out: Path) -> Outcome:
+def outcome_of(study: StudyConfig, plan: StudyPlan, out: Path) -> Outcome:
     write_all(plan, straight, RATE)
     return summarise(study, plan, out, {}, None)
 
@@ -130,7 +130,7 @@ def test_scaling_recovers_the_law_the_runs_were_made_with(study: StudyConfig, da
     assert len(points) == 6 and all(math.isfinite(compute) for compute, _ in points)
 
 
-def with_rates(study: StudyConfig, plan: Plan, out: Path, rates: dict[tuple[str, int], float]) -> StudyResult:
+def with_rates(study: StudyConfig, plan: StudyPlan, out: Path, rates: dict[tuple[str, int], float]) -> StudyResult:
     for run in plan.runs:
         write_run(run, straight, rate=rates.get((run.variant, run.seed), 1000.0))
     return summarise(study, plan, out, {}, None).result

@@ -20,7 +20,7 @@ from residua.config.settings import ConfigError
 from residua.data import Dataset
 from residua.study import StudyConfig, runner
 from residua.study.conduct import conduct
-from residua.study.plan import Plan, PlannedRun, make_plan
+from residua.study.plan import PlannedRun, StudyPlan, make_plan
 from residua.study.runner import run_plan, threads_per_run
 from residua.study.runs import is_complete, read_run
 
@@ -46,7 +46,7 @@ def two(study: StudyConfig, **changes: object) -> StudyConfig:
     return StudyConfig(**{**study.model_dump(), **small, **changes})
 
 
-def losses(plan: Plan) -> dict[str, list[tuple[float, float]]]:
+def losses(plan: StudyPlan) -> dict[str, list[tuple[float, float]]]:
     return {run.title: read_run(run.folder, run.config).loss_curve for run in plan.runs}
 
 

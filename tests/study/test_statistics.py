@@ -26,9 +26,9 @@ def test_t_quantile_agrees_with_tables(probability: float, freedom: float, value
     assert statistics.t_quantile(probability, freedom) == pytest.approx(value, rel=1e-8, abs=1e-9)
 
 
-def test_t_distribution_with_two_degrees_has_its_closed_form() -> None:
+def test_t_quantile_with_two_degrees_inverts_the_closed_form() -> None:
     for t in (-3.0, -0.2, 0.0, 0.7, 5.0):
-        assert statistics.t_distribution(t, 2) == pytest.approx(0.5 + t / (2 * math.sqrt(2 + t * t)), abs=1e-12)
+        assert statistics.t_quantile(0.5 + t / (2 * math.sqrt(2 + t * t)), 2) == pytest.approx(t, rel=1e-9, abs=1e-9)
 
 
 def test_t_quantile_refuses_what_is_no_probability() -> None:

@@ -13,11 +13,11 @@ import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from residua.config import variants
 from residua.config.run import RunConfig
 from residua.config.settings import ConfigError
 from residua.model import taps
 from residua.model.decoder import Decoder, build
-from residua.study import variants
 from residua.train import summary
 from residua.train.compile.layers import structure
 from residua.train.inspect import inspect_model

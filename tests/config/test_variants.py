@@ -6,10 +6,10 @@ import pytest
 
 from residua.config.run import RunConfig
 from residua.config.settings import ConfigError
+from residua.config.variants import overrides
 from residua.model.size import measure
 from residua.study import plots
 from residua.study.runs import RunRecord
-from residua.study.variants import overrides
 
 
 def varied(base: str, *entries: str) -> RunConfig:

@@ -1,0 +1,73 @@
+"""What commands print while they work: a console, progress bars with an ETA, and durations."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+Progress = Callable[[int, int], None]
+"""Called with the number of items done and the total."""
+StageProgress = Callable[[str, int, int], None]
+"""Called with the name of the current stage, the number of items done in it and their total."""
+
+LOG_WIDTH = 120
+
+
+def open_console(log_width: int | None = LOG_WIDTH) -> Console:
+    """Standard output. In a file or a pipe, lines are `log_width` wide, so that whole tables fit."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=log_width)
+
+
+class ProgressBars:
+    """One progress bar with an ETA for each part of the work. The bars vanish when the block ends."""
+
+    def __init__(self, console: Console) -> None:
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = (
+            TextColumn("{task.description}"), BarColumn(bar_width=28), TextColumn("{task.completed}/{task.total}"),
+        )  # fmt: skip
+        self._bars = Progress(*columns, TimeRemainingColumn(), console=console, transient=True)
+
+    def __enter__(self) -> ProgressBars:
+        self._bars.start()
+        return self
+
+    def __exit__(self, *ending: object) -> None:
+        self._bars.stop()
+
+    def track(self, name: str) -> Progress:
+        """A bar for one part of the work."""
+        bar = self._bars.add_task(name, total=None)
+        return lambda done, total: self._bars.update(bar, completed=done, total=total)
+
+    def stages(self, first: str = "opening") -> StageProgress:
+        """One bar for work in stages; it shows the name of the current one."""
+        bar = self._bars.add_task(first, total=None)
+        return lambda stage, done, total: self._bars.update(bar, description=stage, completed=done, total=total)
+
+
+def remaining(start: float, before: int, done: int, total: int) -> float | None:
+    """Seconds left at the rate since `start` (a `time.monotonic`); None until something is done.
+
+    `before` items were done earlier and do not count for the rate.
+    """
+    if done <= before:
+        return None
+    return (time.monotonic() - start) / (done - before) * (total - done)
+
+
+def clock(seconds: float | None) -> str:
+    """Seconds as 1:02:03 or 2:03; "?" when unknown."""
+    if seconds is None:
+        return "?"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
