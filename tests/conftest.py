@@ -20,6 +20,12 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef) -> None:
+    # `_seed` comes after fixtures that several tests share: without this they would depend on what ran before
+    if fixturedef.scope != "function":
+        torch.manual_seed(0)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():

@@ -72,16 +72,12 @@ def test_the_page_opens_offline_without_complaint(diagnosis: Diagnosis, tmp_path
         assert page.locator("nav a").count() == len(SECTIONS)
         light = page.evaluate("getComputedStyle(document.body).backgroundColor")
         page.locator("nav a", has_text="Depth weights").click()
-        page.locator("#depth-weights .plot .main-svg").first.wait_for(state="attached", timeout=30_000)
-        for _ in range(50):  # the page scrolls smoothly
-            if abs(page.locator("#depth-weights").bounding_box()["y"]) < 200:
-                break
-            page.wait_for_timeout(100)
-        assert abs(page.locator("#depth-weights").bounding_box()["y"]) < 200
+        page.locator("#depth-weights .plot .main-svg").first.wait_for(state="attached")
+        # the page scrolls smoothly
+        seen.until("Math.abs(document.querySelector('#depth-weights').getBoundingClientRect().top) < 200")
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth + 1")
         page.emulate_media(color_scheme="dark")
-        page.wait_for_timeout(300)
-        assert page.evaluate("getComputedStyle(document.body).backgroundColor") != light
+        seen.until(f"getComputedStyle(document.body).backgroundColor != '{light}'")
         assert len(page.pdf()) > 10_000
         assert page.locator(".plot:has(.main-svg)").count() == page.locator(".plot").count()  # on paper, every tab
         assert seen.problems == []

@@ -17,6 +17,16 @@ def python_blocks(page: str) -> list[str]:
     return re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(encoding="utf-8"), re.S)
 
 
+@pytest.mark.slow
+def test_the_readme_builds_its_model_and_takes_a_loss():
+    (code,) = python_blocks("../README.md")
+    tokens = torch.randint(0, 1024, (1, 9))
+    scope: dict = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
+    with torch.no_grad():
+        exec(code, scope)
+    assert scope["loss"].isfinite()
+
+
 def test_the_topology_of_the_extension_page_works_as_written_and_is_short():
     (code,) = python_blocks("extend.md")
     assert len(code.splitlines()) < 40

@@ -87,7 +87,7 @@ def test_without_residua_the_same_text_is_written(python_without_residua, tmp_pa
     (tmp_path / "script.py").write_text(f"PROMPTS = {PROMPTS}\n{SCRIPT}")
     command = [python_without_residua, "-I", tmp_path / "script.py", *folders.values()]
     environment = {"HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PATH": "/usr/bin"}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     for name, model in models.items():

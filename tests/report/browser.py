@@ -16,6 +16,7 @@ ARGUMENTS = (
     "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update",
     "--disable-sync", "--no-first-run",
 )  # fmt: skip
+PATIENCE = 600_000  # milliseconds; only what hangs takes longer, also beside other processes
 
 
 @dataclass
@@ -25,6 +26,11 @@ class Opened:
     page: Any
     problems: list[str] = field(default_factory=list)
     requests: list[str] = field(default_factory=list)
+
+    def until(self, condition: str) -> None:
+        """Wait until a JavaScript expression holds, however busy the machine is."""
+        while not self.page.evaluate(condition):  # `wait_for_function` is refused by the page's security policy
+            self.page.wait_for_timeout(50)
 
 
 def chromium() -> str:
@@ -43,15 +49,16 @@ def opened(path: Path, **options: Any) -> Iterator[Opened]:
 
     executable = chromium()
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=executable, args=list(ARGUMENTS))
+        browser = playwright.chromium.launch(executable_path=executable, args=list(ARGUMENTS), timeout=PATIENCE)
         try:
             page = browser.new_page(viewport={"width": 1280, "height": 900}, **options)
+            page.set_default_timeout(PATIENCE)
             seen = Opened(page)
             page.on("console", lambda m: seen.problems.append(m.text) if m.type in ("error", "warning") else None)
             page.on("pageerror", lambda error: seen.problems.append(str(error)))
             page.on("request", lambda request: seen.requests.append(request.url))
             page.goto(path.as_uri())
-            page.wait_for_selector(".plot .main-svg", state="attached", timeout=60_000)
+            page.wait_for_selector(".plot .main-svg", state="attached")
             yield seen
         finally:
             browser.close()

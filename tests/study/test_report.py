@@ -50,8 +50,7 @@ def test_the_study_page_opens_whole_offline_light_dark_and_on_paper(report: Path
         assert page.evaluate("getComputedStyle(document.body).backgroundColor") != light
 
         page.click("nav a:has-text('Runs')")
-        page.wait_for_timeout(1000)
-        assert page.evaluate("document.querySelector('#runs').getBoundingClientRect().top") < 900
+        seen.until("document.querySelector('#runs').getBoundingClientRect().top < 900")  # the page scrolls smoothly
 
         assert len(page.pdf()) > 10_000
         assert drawn.count() == plots.count()

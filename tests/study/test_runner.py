@@ -111,7 +111,7 @@ def test_ctrl_c_saves_every_run_and_the_same_command_goes_on(study: StudyConfig,
     plan = make_plan(small, out, dataset)
     wait_for(lambda: all(read_run(run.folder, run.config).train for run in plan.runs), first)
     first.send_signal(signal.SIGINT)
-    _, complaint = first.communicate(timeout=120)
+    _, complaint = first.communicate()
     assert first.returncode == 130
     assert b"the same command goes on" in complaint
     saved = {run.title: next((run.folder / "checkpoints").glob("step-*")) for run in plan.runs}
@@ -147,8 +147,7 @@ def test_runs_take_no_more_threads_than_the_environment_allows(
     assert threads_per_run(alone.model_copy(update={"threads": 5})) == 5
 
 
-def wait_for(ready: Callable[[], bool], process: subprocess.Popen[bytes], seconds: float = 120.0) -> None:
-    deadline = time.monotonic() + seconds
+def wait_for(ready: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
     while not ready():
-        assert process.poll() is None and time.monotonic() < deadline
+        assert process.poll() is None
         time.sleep(0.1)

@@ -101,7 +101,7 @@ def test_recomputed_sublayers_are_counted_once(mixture: RunConfig, load: str) ->
 
 def on_ranks(count: int, work: Callable[[int, Callable[[Tensor], Tensor]], None]) -> None:
     """Run `work(rank, add_ranks)` on threads that sum tensors as processes would by an all-reduce."""
-    barrier, given = threading.Barrier(count, timeout=20), [torch.empty(0)] * count
+    barrier, given = threading.Barrier(count), [torch.empty(0)] * count
     failed: list[BaseException] = []
 
     def run(rank: int) -> None:

@@ -175,7 +175,7 @@ def run_killed(config: RunConfig, out: Path, tmp_path: Path, where: str) -> None
         train(RunConfig.from_toml(sys.argv[1]), sys.argv[2], console=Console(quiet=True))
     """
     command = [sys.executable, "-c", textwrap.dedent(script), str(tmp_path / "run.toml"), str(out)]
-    killed = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    killed = subprocess.run(command, capture_output=True, text=True)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
 
 
