@@ -70,11 +70,11 @@ def step(
     from residua.bench import show
     from residua.bench.ceilings import measure_ceilings
     from residua.bench.step import bench_step, read_cases
+    from residua.machine import choose_device
     from residua.train.environment import describe_environment
-    from residua.train.step import choose_device
 
     cases = read_cases(base, [case for text in compare or [] for case in text.split(",")])
-    device = choose_device(base.train)
+    device = choose_device(base.train.device, "train.device")
     environment, console = describe_environment(device), _console()
     with _status("measuring this device") as status:
         ceilings = measure_ceilings(device)
@@ -114,10 +114,10 @@ def curve(
     from residua.bench import show
     from residua.bench.curve import bench_curve, curve_report, print_curves
     from residua.data.source import open_data
+    from residua.machine import choose_device
     from residua.train.environment import describe_environment
-    from residua.train.step import choose_device
 
-    device = choose_device(config.train)
+    device = choose_device(config.train.device, "train.device")
     dataset, environment, console = open_data(config), describe_environment(device), _console()
     with _status("starting") as status:
         result = bench_curve(config, dataset, device, tell=status.update)
@@ -164,10 +164,10 @@ def decode(
     from residua.bench.step import read_cases
     from residua.config.run import RunConfig
     from residua.generate.engine import resolve_engine
-    from residua.storage.opening import choose_device
+    from residua.machine import choose_device
     from residua.train.environment import describe_environment
 
-    where = choose_device(device)
+    where = choose_device(device, "--device")
     engines = [resolve_engine(name, where) for name in engine or ["auto"]]
     named = {Path(name).stem: RunConfig.find(name) for name in presets or ["mgr-s-prenorm", "mgr-l-prenorm"]}
     cases = {name: read_cases(base, compare.split(",")) for name, base in named.items()}

@@ -81,12 +81,13 @@ def evaluate(
     import torch
 
     from residua.evaluate import results as work
+    from residua.machine import choose_device
     from residua.report.terminal import ProgressBars, open_console
-    from residua.storage.opening import choose_device, open_model, place
+    from residua.storage.opening import open_model, place
 
     if threads is not None:
         torch.set_num_threads(threads)
-    where = choose_device(device)
+    where = choose_device(device, "--device")
     target = work.new_file(model, out)
     loaded, tokenizer = open_model(model, cast("Literal['last', 'best']", checkpoint))
     loaded = place(loaded, where, precision)

@@ -67,11 +67,12 @@ def generate(
     import torch
 
     from residua.generate.generator import Generator, Request
-    from residua.storage.opening import choose_device, open_model, place
+    from residua.machine import choose_device
+    from residua.storage.opening import open_model, place
 
     if threads is not None:
         torch.set_num_threads(threads)
-    where = choose_device(device)
+    where = choose_device(device, "--device")
     loaded, tokenizer = open_model(model, cast("Literal['last', 'best']", checkpoint))
     generator = Generator(place(loaded, where, precision), tokenizer, engine=engine)
     request = Request(tokens, sampling, tuple(stop or ()))

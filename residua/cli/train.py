@@ -62,13 +62,14 @@ def train(
 def _run(config: RunConfig, folder: Path, resume: bool, threads: int | None) -> None:
     import torch
 
+    from residua.distributed.world import open_world
     from residua.train.health import TrainingStopped
     from residua.train.trainer import train as train_run
 
     if threads is not None:
         torch.set_num_threads(threads)
     try:
-        train_run(config, folder, resume=resume)
+        train_run(config, folder, resume=resume, world=open_world(config))
     except TrainingStopped as stop:
         typer.echo(f"residua: {stop}", err=True)
         raise typer.Exit(stop.exit_code) from None

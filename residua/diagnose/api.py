@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-import torch
-
 from residua.diagnose.ablate import Budget
 from residua.diagnose.folder import check_folder, open_subject, open_tokenizer
 from residua.diagnose.page import diagnosis_page
 from residua.diagnose.run import ABLATION_TOKENS, Progress, diagnose_model
 from residua.diagnose.schema import Diagnosis, ModelDiagnosis
 from residua.diagnose.text import DEFAULT_TOKENS, sample
+from residua.machine import choose_device
 from residua.storage.files import write_atomically
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -35,9 +34,7 @@ def diagnose(
     """Diagnose model folders on the same text and write `diagnosis.json` and `report.html` to `out`."""
     paths = [Path(model) for model in models]
     names = _names(paths)
-    where = torch.device("cuda" if device == "auto" and torch.cuda.is_available() else device.replace("auto", "cpu"))
-    if where.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda: this machine has no CUDA device; use --device cpu.")
+    where = choose_device(device, "--device")
     source = None if text is None else Path(text)
     if source is not None and not source.is_file():
         raise ValueError(f"--text {source} is no file: name a UTF-8 text file.")

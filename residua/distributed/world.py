@@ -15,13 +15,14 @@ from residua.config.run import RunConfig
 from residua.distributed.heartbeat import Heartbeat, lost_a_peer
 from residua.distributed.mesh import Mesh, Processes, job_store
 from residua.distributed.step import build_ranked_step
+from residua.machine import choose_device
 from residua.model.decoder import Decoder, build
 from residua.storage.checkpoint import what_is_left
 from residua.storage.run import FollowedRun, Run
 from residua.storage.sharded import Saver, load
 from residua.train.health import TrainingStopped
 from residua.train.step import Step
-from residua.train.world import World
+from residua.train.world import World, check_processes
 
 T = TypeVar("T")
 
@@ -145,3 +146,11 @@ class Ranks(World):
         sizes = f"data {parallel.data} × shard {parallel.shard} × pipeline {parallel.pipeline}"
         stages = f", {parallel.stages} stages, {parallel.schedule}" if parallel.pipeline > 1 else ""
         return f"{sizes}{stages}"
+
+
+def open_world(config: RunConfig) -> World:
+    """The world that the configuration asks for: one process, or those that torchrun started."""
+    check_processes(config)
+    if config.parallel.ranks == 1:
+        return World.alone(config)
+    return Ranks.start(config, choose_device(config.train.device, "train.device"))

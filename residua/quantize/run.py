@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-import torch
-
+from residua.machine import choose_device
 from residua.quantize.apply import targets
 from residua.quantize.calibration import CALIBRATION_SEQUENCES, CalibrationText
 from residua.quantize.judge import Judge
@@ -56,7 +55,7 @@ def quantize(
         raise ValueError("--inside says how far SmoothQuant reaches: use it with --smooth.")
     if is_quantized(source):
         raise ValueError(f"{source} is quantized already: name the run or the export it was made from.")
-    where = _device(device)
+    where = choose_device(device, "--device")
     decoder = load(source).to(where).eval()
     targets(decoder, exempt)
     if engine is not None:
@@ -113,10 +112,3 @@ def _check_folders(out: Path, engine: Path | None) -> None:
         refuse_used(engine, "--engine")
         if engine.resolve() == out.resolve():
             raise ValueError(f"--engine {engine} is --out too: the two hold different files, name two folders.")
-
-
-def _device(name: Device) -> torch.device:
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda: this machine has no CUDA device; use --device cpu.")
-    use_gpu = name == "cuda" or (name == "auto" and torch.cuda.is_available())
-    return torch.device("cuda" if use_gpu else "cpu")

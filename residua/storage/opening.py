@@ -50,16 +50,6 @@ def open_tokenizer(folder: str | Path) -> Tokenizer:
     return Tokenizer.load(path)
 
 
-def choose_device(name: str) -> torch.device:
-    """`cpu`, `cuda`, or what `auto` finds."""
-    if name not in ("auto", "cpu", "cuda"):
-        raise ValueError(f"device {name} does not exist: choose auto, cpu or cuda.")
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device cuda was asked for but PyTorch sees no GPU: use auto or cpu.")
-    gpu = name == "cuda" or (name == "auto" and torch.cuda.is_available())
-    return torch.device("cuda" if gpu else "cpu")
-
-
 def place(model: Decoder, device: torch.device, precision: str = "auto") -> Decoder:
     """Move a model to a device with its matrices in a precision, `auto` being bfloat16 on a GPU, else float32.
 

@@ -47,9 +47,9 @@ def diagnose_run(run: PlannedRun, dataset: Dataset, progress: StageProgress) -> 
     from residua.diagnose import Diagnosis, diagnose_model
     from residua.diagnose.api import write
     from residua.diagnose.folder import open_subject
-    from residua.train.step import choose_device
+    from residua.machine import choose_device
 
-    subject = open_subject(run.folder, choose_device(run.config.train))
+    subject = open_subject(run.folder, choose_device(run.config.train.device, "train.device"))
     made = diagnose_model(subject, _sample(run, dataset), path=str(run.folder), progress=progress)
     write(Diagnosis(models=[made]), run.folder)
     return made

@@ -52,14 +52,14 @@ def _headline(found: QuantizedRun) -> str:
 
 def measure_run(run: PlannedRun, study: StudyConfig, tell: Callable[[str], None] = lambda what: None) -> QuantizedRun:
     """Evaluate a run's last checkpoint in high precision and with every recipe, and write quantized.json."""
+    from residua.machine import choose_device
     from residua.quantize.calibration import CalibrationText
     from residua.quantize.measure import mean_loss, outlier_facts
     from residua.storage.load import load
-    from residua.train.step import choose_device
 
     text = CalibrationText.of_run(run.config)
     validation = text.validation()
-    model = load(run.folder).to(choose_device(run.config.train)).eval()
+    model = load(run.folder).to(choose_device(run.config.train.device, "train.device")).eval()
     exact = mean_loss(model, validation)
     peak, ratio = outlier_facts(model, validation)
     tell(run.title)

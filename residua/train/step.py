@@ -43,14 +43,6 @@ class Totals(NamedTuple):
     steps: float
 
 
-def choose_device(config: TrainConfig) -> torch.device:
-    """The configured device; `auto` takes a GPU where there is one."""
-    if config.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("train.device = 'cuda' but PyTorch sees no GPU: use train.device = 'auto' or 'cpu'.")
-    use_gpu = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
-    return torch.device("cuda" if use_gpu else "cpu")
-
-
 @contextmanager
 def arithmetic(config: TrainConfig) -> Iterator[None]:
     """Inside, a configuration that asks for exact repetition gets PyTorch's deterministic algorithms."""

@@ -30,18 +30,26 @@ from residua.train.step import arithmetic
 from residua.train.summary import check_disk, summarise
 from residua.train.throughput import mfu, peak_memory_gib, reset_peak_memory
 from residua.train.track import Sink, check_trackers, open_trackers
-from residua.train.world import World, open_world
+from residua.train.world import World
 
 SMOOTHED_LINES = 10
 
 
-def train(config: RunConfig, out: str | Path, *, resume: bool = False, console: Console | None = None) -> Result:
+def train(
+    config: RunConfig,
+    out: str | Path,
+    *,
+    resume: bool = False,
+    console: Console | None = None,
+    world: World | None = None,
+) -> Result:
     """Train a run in the folder `out`, or continue the one that is in it.
 
+    `world` is the processes that train it: this one only, or what `residua.distributed.world.open_world` returns.
     Raises `ValueError` for a mistake in the configuration, the data or the folder, before anything is written;
     `TrainingStopped` when the run cannot go on; `Interrupted` after a signal, once the run is saved.
     """
-    with open_world(config) as world:
+    with world or World.alone(config) as world:
         console = (console or Console(highlight=False)) if world.leads else Console(quiet=True)
         check_trackers(config)
         dataset = world.leader_first(lambda: open_data(config))

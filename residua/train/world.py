@@ -1,6 +1,6 @@
-"""The processes that train a run together. Usually there is one: what `World` describes.
+"""The processes that train a run together, as the trainer sees them. `World` is the usual case: one process.
 
-Under torchrun `residua.distributed` takes its place with the same verbs, so that the trainer is the same either way.
+Under torchrun the trainer is given `residua.distributed.world.Ranks` instead, which has the same methods.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
 
-import residua
 from residua.config.run import RunConfig
 from residua.config.settings import ConfigError
+from residua.machine import choose_device
+from residua.model.decoder import build
 from residua.storage.checkpoint import restore, save_checkpoint
 from residua.storage.run import Run
-from residua.train.step import Step, build_step, choose_device
+from residua.train.step import Step, build_step
 
 if TYPE_CHECKING:
     from residua.model.decoder import Decoder
@@ -26,7 +27,7 @@ T = TypeVar("T")
 
 
 class World:
-    """One process that is the whole world: it leads, has all the data and waits for nobody."""
+    """One process: it leads, reads all the data and waits for nobody."""
 
     leads = True
     size = 1
@@ -34,6 +35,14 @@ class World:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+
+    @classmethod
+    def alone(cls, config: RunConfig) -> Self:
+        """This process only; refused if the configuration asks for several."""
+        check_processes(config)
+        if config.parallel.ranks > 1:
+            raise ConfigError("parallel asks for several processes: pass world=open_world(config) to `train`.")
+        return cls(choose_device(config.train.device, "train.device"))
 
     def __enter__(self) -> Self:
         return self
@@ -60,7 +69,7 @@ class World:
         return signal_number
 
     def build_step(self, config: RunConfig) -> Step:
-        return build_step(residua.build(config.model), config.train, self.device)
+        return build_step(build(config.model), config.train, self.device)
 
     def save(self, run: Path, number: int, step: Step, state: Mapping[str, Any], keep: int) -> None:
         """Write checkpoint `number`; it may be finished in the background, by `settle` at the latest."""
@@ -81,8 +90,8 @@ class World:
         return None
 
 
-def open_world(config: RunConfig) -> World:
-    """The world that the configuration asks for, checked against the processes that there are."""
+def check_processes(config: RunConfig) -> None:
+    """Refuse a run that asks for more or fewer processes than were started."""
     asked, started = config.parallel.ranks, int(os.environ.get("WORLD_SIZE", 1))
     if asked != started:
         sizes = " × ".join(f"{name} {getattr(config.parallel, name)}" for name in ("data", "shard", "pipeline"))
@@ -91,9 +100,3 @@ def open_world(config: RunConfig) -> World:
             f"parallel asks for {asked} {processes} ({sizes}) and {started} {were} started: use torchrun "
             f"--nproc-per-node {asked}, or change parallel.data, parallel.shard and parallel.pipeline."
         )
-    device = choose_device(config.train)
-    if asked == 1:
-        return World(device)
-    from residua.distributed.world import Ranks
-
-    return Ranks.start(config, device)

@@ -10,7 +10,8 @@ import torch
 
 from residua.cli import main as command
 from residua.config.settings import ConfigError
-from residua.train.world import World, open_world
+from residua.distributed.world import open_world
+from residua.train.world import World
 from tests.distributed.cases import run_config
 from tests.distributed.launch import torchrun
 

@@ -17,6 +17,7 @@ from residua.cli.main import refuse
 from residua.config.run import RunConfig
 from residua.distributed import heartbeat
 from residua.distributed.heartbeat import Heartbeat
+from residua.distributed.world import open_world
 from residua.train.health import TrainingStopped
 from residua.train.trainer import Trainer, train
 
@@ -77,7 +78,7 @@ def main(spec: Path) -> None:
     heartbeat.BEAT = asked.get("beat", 1.0)
     config = RunConfig.from_toml(asked["config"]).override(asked.get("changes", []))
     try:
-        train(config, asked["out"], resume=asked.get("resume", False))
+        train(config, asked["out"], resume=asked.get("resume", False), world=open_world(config))
     except TrainingStopped as stop:
         print(f"residua: {stop}", file=sys.stderr, flush=True)
         sys.exit(stop.exit_code)

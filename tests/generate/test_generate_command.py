@@ -87,7 +87,7 @@ def test_a_line_too_long_is_refused_and_the_conversation_goes_on(
         (("--prompt", "a", "--seed", str(2**64)), f"seed is {2**64}: use a whole number from 0 to 2**63 - 1."),
         (("--prompt", "a", "--prompt", ""), "the prompt is empty: give the model a text to continue."),
         (("--prompt", "a", "--engine", "fast"), "engine fast does not exist: choose auto, eager, graph or compile."),
-        (("--prompt", "a", "--device", "tpu"), "device tpu does not exist: choose auto, cpu or cuda."),
+        (("--prompt", "a", "--device", "tpu"), "--device is 'tpu': choose auto, cpu or cuda."),
         (("--prompt", "a", "--checkpoint", "worst"), "--checkpoint worst does not exist: choose last or best."),
         (
             ("--file", "nofile.txt"),

@@ -10,8 +10,9 @@ import torch
 import residua
 from residua.config.run import RunConfig
 from residua.data.loader import Batch
+from residua.machine import choose_device
 from residua.model.decoder import Decoder
-from residua.train.step import Step, arithmetic, build_step, choose_device
+from residua.train.step import Step, arithmetic, build_step
 
 CPU = torch.device("cpu")
 
@@ -208,14 +209,14 @@ def test_exact_arithmetic_is_asked_for_and_given_back(config: RunConfig) -> None
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_asking_for_a_gpu_that_is_not_there_is_refused(config: RunConfig) -> None:
-    with pytest.raises(ValueError, match=r"train\.device = 'cuda' but PyTorch sees no GPU"):
-        choose_device(config.override(["train.device=cuda"]).train)
+    with pytest.raises(ValueError, match=r"train\.device is 'cuda' but PyTorch sees no GPU"):
+        choose_device("cuda", "train.device")
 
 
 @pytest.mark.gpu
 def test_a_gpu_step_is_compiled_bf16_and_learns(config: RunConfig) -> None:
     config = config.override(["train.device=cuda", "model.width=128", "model.context=64"])
-    step = build_step(residua.build(config.model), config.train, choose_device(config.train))
+    step = build_step(residua.build(config.model), config.train, choose_device(config.train.device))
     assert step.compiled and step.precision is torch.bfloat16
     losses = []
     for _ in range(20):
