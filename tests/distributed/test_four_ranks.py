@@ -28,7 +28,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 def traces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Tensor]]:
     out = tmp_path_factory.mktemp("traces")
     cases = [(name, model, parallel) for name, (model, parallel) in CASES.items()]
-    launch(4, "tests.distributed.worker", out, cases, timeout=180)
+    launch(4, "tests.distributed.worker", out, cases)
     return {name: load_file(out / f"{name}.safetensors") for name in CASES}
 
 

@@ -1,8 +1,9 @@
-"""Layers that are gathered some at a time and compiled some at a time."""
+"""Layers that are gathered and compiled a few at a time."""
 
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import pytest
@@ -95,19 +96,27 @@ def test_a_model_gathered_whole_runs_on_working_copies(compile: str, monkeypatch
     assert_same_training(seen, single("additive", layers=2, precision="bfloat16"))
 
 
-COMPILED = [
-    ("additive", "sublayers", "several", 3),  # units of two layers and of one, sublayers and junctions together
-    ("mgr", "sublayers", "one", 2),  # a state that is bound to the process: sublayers alone
-    ("moe", "none", "several", 1),  # the compiler stops at experts, and units return how they routed
-]
+COMPILED = {
+    "additive": ("sublayers", "several", 3),  # units of two layers and of one, sublayers and junctions together
+    "mgr": ("sublayers", "one", 2),  # a state that is bound to the process: sublayers alone
+    "moe": ("none", "several", 1),  # the compiler stops at experts, and units return how they routed
+}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("model", "recompute", "shards", "depth"), COMPILED)
-def test_compiled_layers_train_as_one_process(
-    model: str, recompute: str, shards: str, depth: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(units, "compile_rewritten", compiled)
+@pytest.mark.parametrize(
+    ("model", "backend"),
+    [
+        ("additive", "aot_eager"),
+        ("mgr", "eager"),
+        ("moe", "eager"),
+        pytest.param("mgr", "aot_eager", marks=pytest.mark.nightly),
+        pytest.param("moe", "aot_eager", marks=pytest.mark.nightly),
+    ],
+)
+def test_compiled_layers_train_as_one_process(model: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`eager` finds what cannot be traced, `aot_eager` also what cannot be differentiated ahead of time."""
+    recompute, shards, depth = COMPILED[model]
+    monkeypatch.setattr(units, "compile_rewritten", partial(torch.compile, dynamic=False, backend=backend))
     monkeypatch.setattr(units, "SMALLEST_UNIT", 3000 if depth > 2 else 1)
     monkeypatch.setattr(shard, "gives_back", lambda mesh: shards == "several")
     config = run_config(model, layers=depth, recompute=recompute, compile="on")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from residua.config.settings import ConfigError
 from residua.distributed.world import open_world
 from residua.train.world import World
 from tests.distributed.cases import run_config
-from tests.distributed.launch import torchrun
+from tests.distributed.launch import environment, torchrun
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "batch": ({"data": 3}, "train.accumulate = 4 micro-batches cannot be shared by"),
@@ -73,6 +75,17 @@ def test_of_many_ranks_one_says_what_is_wrong(changes: list[str], sentence: str,
     said = [line for line in agent.said().splitlines() if line.startswith("residua:")]
     assert [line.startswith(sentence) for line in said] == [True], agent.said()
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.nightly
+def test_the_command_of_the_documentation_refuses_too(tmp_path: Path) -> None:
+    """`torchrun … -m residua.cli.main`, all of whose processes import everything anew."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["-m", "residua.cli.main", "train", "tiny", "parallel.shard=4", "--out", str(tmp_path / "run")]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True)
+    assert done.returncode != 0
+    said = [line for line in done.stderr.splitlines() if line.startswith("residua:")]
+    assert len(said) == 1 and said[0].startswith("residua: parallel asks for 4 processes"), done.stderr
 
 
 def test_a_rank_that_nobody_ends_says_what_it_found(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,8 @@
-"""Two ranks train what one process trains: losses, gradients and weights, however the model is divided."""
+"""Two ranks train as one process does: same losses, gradients and weights, however the model is divided."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,21 +42,42 @@ EXTRA: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+SINGLE: dict[str, tuple[str, dict[str, Any]]] = {
+    "rounded": ("mgr", {"shard": 2, "unit": "model", "precision": "bfloat16"}),
+    "compiled-stages": ("full", {"pipeline": 2, "layers": 2, "compile": "on"}),
+    "rounded-stages": ("full", {**INTERLEAVED, "precision": "bfloat16"}),
+}
+"""Cases with a test of their own."""
+
+GRID = [(model, way) for model in ("additive", "full", "block", "mgr", "mhc", "exoformer") for way in WAYS]
+# A state that is one tensor every way, sources and streams through both pipelines, and what shards differently.
+NORMAL = [
+    *(("additive", way) for way in WAYS),
+    *((model, way) for model in ("full", "block") for way in ("1f1b", "interleaved")),
+    ("mgr", "fsdp"),
+    ("mgr", "1f1b"),
+    ("mhc", "interleaved"),
+    ("exoformer", "ddp"),
+    ("exoformer", "interleaved"),
+]
+NIGHTLY = [pair for pair in GRID if pair not in NORMAL]
+
+
+def train(out: Path, pairs: list[tuple[str, str]], cases: dict[str, tuple[str, Any]]) -> dict[str, dict[str, Tensor]]:
+    """What two ranks computed in all these cases, in one start."""
+    all_cases = {f"{model}-{way}": (model, WAYS[way]) for model, way in pairs} | cases
+    launch(2, "tests.distributed.worker", out, [(name, *case) for name, case in all_cases.items()], again=True)
+    return {name: load_file(out / f"{name}.safetensors") for name in all_cases}
+
+
 @pytest.fixture(scope="module")
 def traces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Tensor]]:
-    """Everything that two ranks did, all cases in one start."""
-    out = tmp_path_factory.mktemp("traces")
-    cases = [(f"{model}-{way}", model, parallel) for model in MODELS for way, parallel in WAYS.items()]
-    cases = [case for case in cases if case[1] in CORE]
-    cases += [(name, model, parallel) for name, (model, parallel) in EXTRA.items()]
-    cases += [("rounded", "mgr", {"shard": 2, "unit": "model", "precision": "bfloat16"})]
-    cases += [("compiled-stages", "full", {"pipeline": 2, "layers": 2, "compile": "on"})]
-    cases += [("rounded-stages", "full", {**INTERLEAVED, "precision": "bfloat16"})]
-    launch(2, "tests.distributed.worker", out, cases, again=True)
-    return {name: load_file(out / f"{name}.safetensors") for name, _, _ in cases}
+    return train(tmp_path_factory.mktemp("traces"), NORMAL, EXTRA | SINGLE)
 
 
-CORE = ("additive", "full", "block", "mgr", "mhc", "exoformer")
+@pytest.fixture(scope="module")
+def nightly_traces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Tensor]]:
+    return train(tmp_path_factory.mktemp("traces"), NIGHTLY, {})
 
 
 @pytest.fixture(scope="module")
@@ -65,10 +87,17 @@ def alone() -> dict[str, dict[str, Tensor]]:
     return {model: single(model) for model in MODELS}
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("model", CORE)
+@pytest.mark.parametrize(("model", "way"), NORMAL)
 def test_two_ranks_train_as_one(traces: Any, alone: Any, model: str, way: str) -> None:
     assert_same_training(traces[f"{model}-{way}"], alone[model])
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("model", "way"), NIGHTLY)
+def test_two_ranks_train_as_one_in_the_rest_of_the_grid(nightly_traces: Any, alone: Any, model: str, way: str) -> None:
+    trace = nightly_traces[f"{model}-{way}"]
+    assert_same_training(trace, alone[model])
+    assert trace.get("kept", 0) == 0
 
 
 @pytest.mark.parametrize("name", EXTRA)
@@ -137,7 +166,7 @@ def test_a_run_says_what_it_sent_beside_the_formulas(traces: Any) -> None:
 def test_what_was_kept_and_received_is_let_go(traces: Any) -> None:
     """After two steps and a validation."""
     left = {name: int(trace["kept"]) for name, trace in traces.items() if "kept" in trace}
-    assert len(left) > 2 * len(CORE)
+    assert len(left) > 12
     assert left == dict.fromkeys(left, 0)
 
 

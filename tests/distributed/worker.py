@@ -17,8 +17,7 @@ from torch.distributed.tensor import DTensor
 import residua
 import residua.train.optimizer
 import residua.train.step
-from residua.distributed import optimizer
-from residua.distributed import units as layers
+from residua.distributed import optimizer, units
 from residua.distributed.mesh import Mesh, Processes
 from residua.distributed.pipeline import stage
 from residua.distributed.pipeline.step import PipelinedStep
@@ -95,7 +94,7 @@ def orthogonalised() -> AbstractContextManager[list[int]]:
 def ranked(model: str, parallel: dict[str, Any]) -> dict[str, Tensor]:
     """A case: the keys of `[parallel]`, and of what is said here a few that belong elsewhere."""
     way = parallel.pop("way", None)
-    layers.SMALLEST_UNIT = parallel.pop("smallest_unit", 1)
+    units.SMALLEST_UNIT = parallel.pop("smallest_unit", 1)
     optimizer.TURN = parallel.pop("turn", 1 << 24)
     recipe = {key: parallel.pop(key) for key in ("layers", "precision", "recompute", "compile") if key in parallel}
     config = run_config(model, parallel, **recipe)
