@@ -11,7 +11,11 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from residua.storage.formats import register_format
+
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from residua import ops as ops
     from residua.config.model import ModelConfig as ModelConfig
     from residua.model.decoder import Decoder as Decoder
@@ -40,3 +44,12 @@ def __getattr__(name: str) -> Any:
     value = home if attribute is None else getattr(home, attribute)
     globals()[name] = value
     return value
+
+
+def _load_quantized(folder: Path) -> Decoder:
+    from residua.quantize.store import load_quantized
+
+    return load_quantized(folder)
+
+
+register_format("quantization.json", _load_quantized)

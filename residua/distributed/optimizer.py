@@ -18,9 +18,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from residua.distributed.mesh import Mesh
+from residua.storage.sharded import local
 from residua.train.optimizer import HybridOptimizer, Parts, Rows, Updates, orthogonal_updates
 from residua.train.polar import working_dtype
 
@@ -58,11 +58,6 @@ class RankedOptimizer(HybridOptimizer):
             waiting = turn
         assert waiting is not None
         yield from waiting.updates()
-
-
-def local(tensor: Tensor) -> Tensor:
-    """The rows of a tensor that are on this rank; writing to them writes to the tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def rows_of(rows: int, shards: int, shard: int) -> tuple[int, int]:

@@ -19,7 +19,7 @@ from residua.machine import choose_device
 from residua.model.decoder import Decoder, build
 from residua.storage.checkpoint import what_is_left
 from residua.storage.run import FollowedRun, Run
-from residua.storage.sharded import Saver, load
+from residua.storage.sharded import Saver, load_shards
 from residua.train.health import TrainingStopped
 from residua.train.step import Step
 from residua.train.world import World, check_processes
@@ -36,7 +36,7 @@ class Ranks(World):
         self.leads, self.size = mesh.rank == 0, mesh.size
         self.batch_rank, self.batch_ranks = mesh.batch_rank, config.parallel.batch_ranks
         self.folder: Path | None = None
-        self.saver = Saver(mesh)
+        self.saver = Saver()
         store = job_store("heartbeat", timedelta(seconds=30))
         self.heartbeat = Heartbeat(store, mesh.rank, mesh.size, config.parallel.patience, self._advice())
 
@@ -129,13 +129,13 @@ class Ranks(World):
         return build_ranked_step(build(config.model), config, self.mesh)
 
     def save(self, run: Path, number: int, step: Step, state: Mapping[str, Any], keep: int) -> None:
-        self.saver.save(run, number, step, state, keep)
+        self.saver.save(run, number, step.model, step.optimizer, state, keep)
 
     def settle(self) -> None:
         self.saver.settle()
 
     def restore(self, path: Path, step: Step) -> None:
-        load(path, step.model, step.optimizer)
+        load_shards(path, step.model, step.optimizer)
 
     def whole_model(self, step: Step) -> Decoder | None:
         parallel = self.config.parallel

@@ -1,7 +1,8 @@
-"""Checkpoints: `checkpoints/step-N/` with model.safetensors, optimizer.safetensors and state.json.
+"""Checkpoints of one process: `checkpoints/step-N/` with model.safetensors, optimizer.safetensors and state.json.
 
-A checkpoint is written under a temporary name, flushed to disk and renamed, so a folder called `step-N` is complete
-whatever happened around it. Nothing is ever unpickled.
+A checkpoint is a folder written atomically: one called `step-N` is complete, even after a crash. Nothing is ever
+unpickled. `sharded.py` writes the checkpoints of several ranks; what is here about names, pruning and errors serves
+both.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import Any, Protocol, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -20,15 +21,32 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from residua.storage.files import UNFINISHED, atomic_folder, unfinished
-from residua.train.health import TrainingStopped
-from residua.train.optimizer import HybridOptimizer
-
-if TYPE_CHECKING:
-    from residua.model.decoder import Decoder
 
 FOLDER = "checkpoints"
-SHARDS = "shards"  # in a checkpoint that several ranks wrote together, see `parallel/checkpoint.py`
+SHARDS = "shards"  # the subfolder of a checkpoint that several ranks wrote, see `sharded.py`
 _NAME = re.compile(r"step-(\d+)")
+
+
+class TrainingStopped(RuntimeError):
+    """The run cannot go on. Its message is one sentence for a person; `exit_code` is that of the command."""
+
+    exit_code = 1
+
+
+class OptimizerState(Protocol):
+    """What a checkpoint needs of an optimizer: its whole state as named tensors."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The state by name; writing to a tensor changes the state, but for step counts."""
+        ...
+
+    def load_tensors(self, saved: dict[str, Tensor]) -> None:
+        """Replace the state by one that `tensors` returned earlier."""
+        ...
+
+    def set_steps(self, saved: Mapping[str, Tensor]) -> None:
+        """Replace the step counts only."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -65,7 +83,7 @@ def best(found: list[Checkpoint]) -> Checkpoint | None:
 
 
 def save_checkpoint(
-    run: Path, step: int, model: nn.Module, optimizer: HybridOptimizer, state: Mapping[str, Any], keep: int
+    run: Path, step: int, model: nn.Module, optimizer: OptimizerState, state: Mapping[str, Any], keep: int
 ) -> Path:
     """Write `step-N` atomically, then drop all but the last `keep` and the best."""
     final = run / FOLDER / f"step-{step}"
@@ -146,12 +164,8 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     return dict(model.named_parameters()) | buffers
 
 
-def restore(path: Path, model: nn.Module, optimizer: HybridOptimizer | None = None) -> None:
-    """Copy a checkpoint's tensors into a model and, to go on training, into its optimizer."""
-    if (path / SHARDS).is_dir():
-        from residua.storage.sharded import load  # torch.distributed.checkpoint takes seconds to import
-
-        return load(path, model, optimizer)
+def read_checkpoint(path: Path, model: nn.Module, optimizer: OptimizerState | None = None) -> None:
+    """Copy the tensors of a checkpoint that one process wrote into a model and, if given, its optimizer."""
     _fill(path / "model.safetensors", model_tensors(model), _copy_all(model_tensors(model)))
     if optimizer is not None:
         _fill(path / "optimizer.safetensors", optimizer.tensors(), optimizer.load_tensors)
@@ -184,18 +198,3 @@ def _fill(path: Path, expected: dict[str, Tensor], take: Callable[[dict[str, Ten
     if surplus:
         raise ValueError(f"{path} holds tensor {surplus[0]!r}, which the model of config.toml does not have.")
     take(saved)
-
-
-def load_model(run_dir: str | Path, which: Literal["last", "best"] = "last") -> Decoder:
-    """The trained model of a run folder, on the CPU: its last checkpoint or the best one on the validation set."""
-    import residua
-    from residua.config.run import RunConfig
-
-    run = Path(run_dir)
-    found = checkpoints(run)
-    chosen = best(found) if which == "best" else next(reversed(found), None)
-    if chosen is None:
-        raise ValueError(f"{run} holds no {which} checkpoint: train it first.")
-    model = residua.build(RunConfig.from_toml(run / "config.toml").model)
-    restore(chosen.path, model)
-    return model

@@ -1,12 +1,17 @@
-"""A model from any folder that Residua writes."""
+"""Loading a model from any folder that Residua writes."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-if TYPE_CHECKING:
-    from residua.model.decoder import Decoder
+from torch import nn
+
+from residua.config.run import RunConfig
+from residua.model.decoder import Decoder, build
+from residua.storage.checkpoint import SHARDS, OptimizerState, best, checkpoints, read_checkpoint
+from residua.storage.exported import load_folder
+from residua.storage.formats import find_reader
 
 
 def load(folder: str | Path, which: Literal["last", "best"] = "last") -> Decoder:
@@ -16,14 +21,30 @@ def load(folder: str | Path, which: Literal["last", "best"] = "last") -> Decoder
     that precision. Nothing in a folder is executed.
     """
     folder = Path(folder)
-    if (folder / "quantization.json").exists():
-        from residua.quantize.store import load_quantized
-
-        return load_quantized(folder)
+    read = find_reader(folder)
+    if read is not None:
+        return read(folder)
     if (folder / "config.json").exists() and not (folder / "config.toml").exists():
-        from residua.storage.exported import load_folder
-
         return load_folder(folder)
-    from residua.storage.checkpoint import load_model
+    return load_run(folder, which)
 
-    return load_model(folder, which)
+
+def load_run(run: Path, which: Literal["last", "best"] = "last") -> Decoder:
+    """The model of a run folder, on the CPU."""
+    found = checkpoints(run)
+    chosen = best(found) if which == "best" else next(reversed(found), None)
+    if chosen is None:
+        raise ValueError(f"{run} holds no {which} checkpoint: train it first.")
+    model = build(RunConfig.from_toml(run / "config.toml").model)
+    restore(chosen.path, model)
+    return model
+
+
+def restore(path: Path, model: nn.Module, optimizer: OptimizerState | None = None) -> None:
+    """Copy a checkpoint of one process or of several ranks into a model and, to continue training, its optimizer."""
+    if (path / SHARDS).is_dir():
+        from residua.storage.sharded import load_shards  # torch.distributed.checkpoint takes seconds to import
+
+        load_shards(path, model, optimizer)
+    else:
+        read_checkpoint(path, model, optimizer)

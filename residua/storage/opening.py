@@ -9,6 +9,7 @@ import torch
 
 from residua.data.tokenizer import Tokenizer
 from residua.model.fold import fold_mixing
+from residua.storage.load import load
 
 if TYPE_CHECKING:
     from residua.model.decoder import Decoder
@@ -20,10 +21,8 @@ def open_model(
     folder: str | Path, which: Literal["last", "best"] = "last", *, as_trained: bool = False
 ) -> tuple[Decoder, Tokenizer]:
     """The model of a folder, on the CPU, and its tokenizer; ready to run, or with its parameters `as_trained`."""
-    import residua
-
     tokenizer = open_tokenizer(folder)
-    model = residua.load(folder, which)
+    model = load(folder, which)
     if tokenizer.vocab_size > model.config.vocab_size:
         raise ValueError(
             f"the tokenizer in {folder} makes {tokenizer.vocab_size} ids and the model knows "

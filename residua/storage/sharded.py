@@ -1,8 +1,8 @@
-"""Checkpoints written by all ranks together, each its own part (torch.distributed.checkpoint).
+"""Checkpoints of several ranks: each rank writes its own part (torch.distributed.checkpoint).
 
-`checkpoints/step-N/shards/` holds safetensors files, one per rank, that name the rows they have; `state.json` lies
-beside it as in a checkpoint of one process. What was saved on some ranks is read on any others, on one process, or
-from the files that one process wrote: the names are the same. Nothing is ever unpickled.
+`checkpoints/step-N/shards/` holds one safetensors file per rank, which lists the rows it has; `state.json` is next to
+it, as in a checkpoint of one process. Tensor names are the same in both kinds, so any number of ranks can read either
+kind. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -24,39 +24,54 @@ import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.tensor import DTensor
 
-from residua.distributed.mesh import Mesh
-from residua.distributed.optimizer import local
-from residua.storage.checkpoint import FOLDER, SHARDS, damaged, model_tensors, prune, what_is_left
+from residua.storage.checkpoint import (
+    FOLDER,
+    SHARDS,
+    OptimizerState,
+    TrainingStopped,
+    damaged,
+    model_tensors,
+    prune,
+    what_is_left,
+)
 from residua.storage.files import publish, unfinished
-from residua.train.health import TrainingStopped
-from residua.train.optimizer import HybridOptimizer
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-    from residua.train.step import Step
-
 
 class Saver:
-    """Saves without holding up training: tensors are copied to host memory, and written while the next steps run."""
+    """Saves while training goes on: `save` copies tensors to host memory; a thread writes them during later steps.
 
-    def __init__(self, mesh: Mesh) -> None:
-        self.mesh = mesh
-        # its own group: the writing thread talks while the training thread does
+    Every rank of the default process group has one, and calls the same methods in the same order.
+    """
+
+    def __init__(self) -> None:
+        # A group of its own: the writing thread communicates at the same time as the training thread.
         self.group = dist.new_group(backend="gloo")
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self._saving: Future[Any] | None = None
 
-    def save(self, run: Path, number: int, step: Step, state: Mapping[str, Any], keep: int) -> None:
-        """Begin to write `step-N`; it gets its name when all ranks have written."""
+    def save(
+        self,
+        run: Path,
+        number: int,
+        model: nn.Module,
+        optimizer: OptimizerState,
+        state: Mapping[str, Any],
+        keep: int,
+    ) -> None:
+        """Begin to write `step-N`; rank 0 gives the folder its name when all ranks have written."""
         self.settle()
         final = run / FOLDER / f"step-{number}"
         if self._everyone_has(final):
             return
-        tensors = {**model_tensors(step.model), **step.optimizer.tensors()}
+        tensors = {**model_tensors(model), **optimizer.tensors()}
         self._refuse_nonfinite(tensors, run)
         temporary = unfinished(final)
-        if self.mesh.rank == 0:
+        if self.rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
             (temporary / SHARDS).mkdir(parents=True)
             (temporary / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
@@ -69,13 +84,13 @@ class Saver:
         cast("Future[Any]", saved).add_done_callback(partial(self._name, self._saving, temporary, final, keep))
 
     def _name(self, saving: Future[Any], temporary: Path, final: Path, keep: int, written: Future[Any]) -> None:
-        """At once, in the writing thread: a checkpoint that is whole must be found, whatever happens next.
+        """Rename the folder from the writing thread, as soon as it is complete.
 
-        On rank 0, which gathers what the others report, `written` is done when all have written.
+        On rank 0 `written` is done when all ranks have written, because rank 0 gathers their reports.
         """
         try:
             written.result()
-            if self.mesh.rank == 0:
+            if self.rank == 0:
                 publish(temporary, final)
                 prune(final.parents[1], keep)
             saving.set_result(None)
@@ -95,22 +110,27 @@ class Saver:
             dist.barrier(group=self.group)
 
     def _everyone_has(self, final: Path) -> bool:
-        found = torch.tensor(int(self.mesh.rank == 0 and final.exists()))
+        found = torch.tensor(int(self.rank == 0 and final.exists()))
         dist.all_reduce(found, group=self.group)
         return bool(found)
 
     def _refuse_nonfinite(self, tensors: dict[str, Tensor], run: Path) -> None:
-        """All ranks stop, wherever the broken tensor is."""
+        """Stop every rank if any of them holds a tensor that is not finite."""
         broken = [name for name, t in tensors.items() if "/" not in name and not torch.isfinite(local(t)).all()]
-        found: list[Any] = [None] * self.mesh.size
+        found: list[Any] = [None] * self.size
         dist.all_gather_object(found, broken[:1], group=self.group)
         names = [name for rank in found for name in rank]
         if names:
             raise TrainingStopped(f"{names[0]} is no longer finite and was not saved; {what_is_left(run)}.")
 
 
-def load(path: Path, model: nn.Module, optimizer: HybridOptimizer | None = None) -> None:
-    """Fill a model and an optimizer, whole or in pieces, from a checkpoint of any number of ranks."""
+def local(tensor: Tensor) -> Tensor:
+    """The rows of a tensor that are on this rank; writing to them writes to the tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def load_shards(path: Path, model: nn.Module, optimizer: OptimizerState | None = None) -> None:
+    """Fill a model and an optimizer, whole or sharded, from a checkpoint of any number of ranks or of one process."""
     expected = dict(model_tensors(model)) | (optimizer.tensors() if optimizer is not None else {})
     source = path / SHARDS if (path / SHARDS).is_dir() else path
     reader = HuggingFaceStorageReader(str(source))
@@ -123,7 +143,7 @@ def load(path: Path, model: nn.Module, optimizer: HybridOptimizer | None = None)
 
 
 def _check(source: Path, reader: HuggingFaceStorageReader, expected: dict[str, Tensor]) -> None:
-    """Every tensor must be there, in its shape and whole: rows that no file has would silently stay as they were."""
+    """Refuse missing tensors, other shapes and missing rows: PyTorch would silently leave those rows unchanged."""
     try:
         held = reader.read_metadata().state_dict_metadata
     except (OSError, SafetensorError) as error:
@@ -144,7 +164,7 @@ def _check(source: Path, reader: HuggingFaceStorageReader, expected: dict[str, T
 
 @contextmanager
 def _quietly() -> Any:
-    """torch.distributed.checkpoint warns on every call that it works without a process group, or of its own age."""
+    """Silence the warnings that torch.distributed.checkpoint gives on every call."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

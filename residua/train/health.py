@@ -10,11 +10,7 @@ from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-
-class TrainingStopped(RuntimeError):
-    """The run cannot go on; its message is one sentence for a person, `exit_code` what the command ends with."""
-
-    exit_code = 1
+from residua.storage.checkpoint import TrainingStopped as TrainingStopped
 
 
 class Interrupted(TrainingStopped):

@@ -16,7 +16,8 @@ from residua.config.run import RunConfig
 from residua.config.settings import ConfigError
 from residua.machine import choose_device
 from residua.model.decoder import build
-from residua.storage.checkpoint import restore, save_checkpoint
+from residua.storage.checkpoint import save_checkpoint
+from residua.storage.load import restore
 from residua.storage.run import Run
 from residua.train.step import Step, build_step
 

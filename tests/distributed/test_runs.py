@@ -16,8 +16,8 @@ import torch
 
 import residua
 from residua.config.run import RunConfig
+from residua.distributed.convert import convert
 from residua.storage.checkpoint import checkpoints
-from residua.storage.convert import convert
 from residua.storage.run import read_metrics
 from residua.train.trainer import train
 from tests.distributed.launch import LIMIT, Started, launch, start, torchrun

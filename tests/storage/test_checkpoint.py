@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 
 import residua
 from residua.config.run import RunConfig
-from residua.storage.checkpoint import best, checkpoints, load_model, prune
+from residua.storage.checkpoint import best, checkpoints, prune
+from residua.storage.load import load
 from residua.train.trainer import train
 
 QUIET = Console(quiet=True)
@@ -60,7 +61,7 @@ def test_a_kill_while_old_checkpoints_go_leaves_only_whole_ones(
 
 def test_a_loaded_model_predicts_what_the_trained_one_did(run: Path, config: RunConfig) -> None:
     tokens = torch.randint(0, 257, (2, 16))
-    last = load_model(run)
+    last = load(run)
     again = residua.build(config.model)
     again.load_state_dict(load_file(run / "checkpoints" / "step-6" / "model.safetensors"))
     assert torch.equal(last(tokens), again(tokens))
@@ -70,12 +71,12 @@ def test_best_is_the_checkpoint_with_the_lowest_validation_loss(run: Path) -> No
     state = run / "checkpoints" / "step-4" / "state.json"
     state.write_text(json.dumps(json.loads(state.read_text()) | {"validation_loss": 0.0}))
     weights = load_file(run / "checkpoints" / "step-4" / "model.safetensors")
-    assert torch.equal(load_model(run, "best").embed.weight, weights["embed.weight"])
+    assert torch.equal(load(run, "best").embed.weight, weights["embed.weight"])
 
 
 def test_a_run_without_checkpoint_cannot_be_loaded(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="holds no last checkpoint: train it first"):
-        load_model(tmp_path)
+        load(tmp_path)
 
 
 def edit(run: Path, change: str) -> None:
@@ -101,13 +102,13 @@ def edit(run: Path, change: str) -> None:
 def test_a_checkpoint_of_another_model_is_refused_in_one_sentence(run: Path, change: str, sentence: str) -> None:
     edit(run, change)
     with pytest.raises(ValueError, match=sentence):
-        load_model(run)
+        load(run)
 
 
 def test_a_damaged_file_is_refused_in_one_sentence(run: Path) -> None:
     (run / "checkpoints" / "step-6" / "model.safetensors").write_bytes(b"not a tensor")
     with pytest.raises(ValueError, match=r"model\.safetensors cannot be read"):
-        load_model(run)
+        load(run)
 
 
 def cut(file: Path) -> None:
@@ -123,9 +124,9 @@ def test_a_damaged_checkpoint_names_the_one_to_go_on_from(run: Path, config: Run
         train(config, run, resume=True, console=QUIET)
     if name == "model.safetensors":
         with pytest.raises(ValueError, match=sentence):
-            load_model(run)
+            load(run)
     last.rename(run / "elsewhere")
-    load_model(run)
+    load(run)
     assert train(config, run, resume=True, console=QUIET).steps == 6
 
 
@@ -133,4 +134,4 @@ def test_where_no_checkpoint_is_whole_none_is_named(run: Path) -> None:
     for checkpoint in checkpoints(run):
         cut(checkpoint.path / "model.safetensors")
     with pytest.raises(ValueError, match=r"cannot be read .*: no other checkpoint is whole\.$"):
-        load_model(run)
+        load(run)

@@ -1,6 +1,6 @@
-"""A run that several ranks saved as a run of one process: `python -m residua.storage.convert RUN OUT`.
+"""Turn a run that several ranks saved into a run of one process: `python -m residua.distributed.convert RUN OUT`.
 
-The other direction needs no conversion: any number of ranks reads the files of one process.
+The other direction needs no conversion: any number of ranks can read the checkpoints of one process.
 """
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ import shutil
 import sys
 from pathlib import Path
 
-import residua
 from residua.config.run import ParallelConfig
-from residua.storage.checkpoint import checkpoints, restore, save_checkpoint
+from residua.model.decoder import build
+from residua.storage.checkpoint import checkpoints, save_checkpoint
+from residua.storage.files import write_atomically
+from residua.storage.load import restore
 from residua.storage.run import Run, saved_config
 from residua.train.optimizer import build_optimizer
 
@@ -19,12 +21,12 @@ COPIED = ("tokenizer.json", "metrics.jsonl", "environment.json", "result.json")
 
 
 def convert(run: Path, out: Path) -> Path:
-    """Write the last checkpoint of a run to a new run folder as model.safetensors and optimizer.safetensors."""
+    """Write the last checkpoint of a run to a new run folder, as model.safetensors and optimizer.safetensors."""
     found = checkpoints(run)
     if not found:
         raise ValueError(f"{run} holds no checkpoint: train it first.")
     config, last = saved_config(run), found[-1]
-    model = residua.build(config.model)
+    model = build(config.model)
     optimizer = build_optimizer(model, config.train.optimizer)
     restore(last.path, model, optimizer)
     alone = config.model_copy(update={"parallel": ParallelConfig()})
@@ -33,7 +35,7 @@ def convert(run: Path, out: Path) -> Path:
         for name in COPIED:
             if (run / name).exists():
                 shutil.copy(run / name, out / name)
-        (out / "config.toml").write_text(alone.to_toml(), encoding="utf-8")
+        write_atomically(out / "config.toml", alone.to_toml())
         return save_checkpoint(out, last.step, model, optimizer, last.state, config.train.keep)
     finally:
         new.close()
@@ -41,7 +43,7 @@ def convert(run: Path, out: Path) -> Path:
 
 def main() -> None:
     if len(sys.argv) != 3:
-        sys.exit("residua: name the run and the new folder: python -m residua.storage.convert RUN OUT")
+        sys.exit("residua: name the run and the new folder: python -m residua.distributed.convert RUN OUT")
     try:
         print(f"written to {convert(Path(sys.argv[1]), Path(sys.argv[2]))}")
     except (ValueError, OSError) as error:
