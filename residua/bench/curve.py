@@ -1,8 +1,7 @@
-"""Does training on the fused operators go where it goes on the references? Three runs from one start, side by side."""
+"""Compare training on the fused operators with training on the references: three runs from the same weights."""
 
 from __future__ import annotations
 
-import gc
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -10,19 +9,19 @@ from functools import partial
 from typing import Any
 
 import torch
-from rich import box
 from rich.console import Console
-from rich.table import Table
 from torch import nn
 
 from residua import ops
+from residua.bench.timing import release_memory
 from residua.config.run import RunConfig
 from residua.data import Dataset, Loader
 from residua.model.decoder import build
+from residua.report.terminal import new_table
 from residua.train.step import arithmetic, build_step
 
 WINDOW = 10
-"""Steps in a mean."""
+"""Steps that each mean covers."""
 RUNS = {"fused": "auto", "fused again": "auto", "reference": "reference"}
 """The backend of each run."""
 
@@ -56,7 +55,7 @@ class CurveResult:
 def bench_curve(
     config: RunConfig, dataset: Dataset, device: torch.device, tell: Callable[[str], object] = lambda text: None
 ) -> CurveResult:
-    """Train a configuration three times from the same weights on the same batches, all its steps.
+    """Train a configuration three times from the same weights on the same batches, to its last step.
 
     `train.determinism` should be "exact": otherwise PyTorch's own operators may differ from run to run on a GPU.
     """
@@ -64,10 +63,7 @@ def bench_curve(
     for name, backend in RUNS.items():
         with ops.backend(backend), arithmetic(config.train):
             curves[name] = _train(config, dataset, device, partial(_tell_step, tell, name))
-        torch.compiler.reset()
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+        release_memory(device)
     return CurveResult(curves)
 
 
@@ -103,26 +99,24 @@ def _digest(model: nn.Module) -> str:
 
 
 def print_curves(console: Console, config: RunConfig, device: torch.device, result: CurveResult) -> None:
-    """The means of both, and the two answers."""
+    """The mean losses, the largest difference, and whether the fused runs agree to the last bit."""
     recipe = config.train
     console.print(
         f"{recipe.steps} steps of {config.tokens_per_step:,} tokens, three runs from one start, "
         f"precision {recipe.precision}, compile {recipe.compile}, determinism {recipe.determinism}"
     )
-    table = Table(header_style="bold", box=box.SIMPLE_HEAD)
-    for title in ("steps", "fused", "reference", "difference"):
-        table.add_column(title, justify="right", no_wrap=True)
+    table = new_table((), ("steps", "fused", "reference", "difference"))
     fused, reference = result.curves["fused"].losses, result.curves["reference"].losses
     for i, difference in enumerate(result.differences):
         table.add_row(_steps(i, recipe.steps), f"{fused[i]:.4f}", f"{reference[i]:.4f}", f"{difference:.5f}")
     console.print(table)
-    console.print(_words(result.differences, recipe.steps))
+    console.print(_largest_difference(result.differences, recipe.steps))
     console.print(f"two fused runs: {'the same bits' if result.same_bits else 'different bits'}, losses and weights")
     if device.type != "cuda":
-        console.print("There is no GPU here: all three ran on the references, so this shows the command and no more.")
+        console.print("No GPU: all three runs used the references, so this only shows that the command works.")
 
 
-def _words(differences: Sequence[float], steps: int) -> str:
+def _largest_difference(differences: Sequence[float], steps: int) -> str:
     worst = max(range(len(differences)), key=differences.__getitem__)
     return f"largest difference of a {WINDOW}-step mean: {differences[worst]:.5f} nats, in steps {_steps(worst, steps)}"
 
@@ -132,7 +126,7 @@ def _steps(window: int, steps: int) -> str:
 
 
 def curve_report(environment: dict[str, Any], config: RunConfig, result: CurveResult) -> dict[str, Any]:
-    """Everything as plain JSON: nats."""
+    """Everything as plain JSON, in nats."""
     return {
         "kind": "curve",
         "environment": environment,

@@ -1,35 +1,38 @@
 """Decoding latency: one token per row on a filled cache, several models side by side.
 
-The models take turns, round after round, so that a change of the device's clock falls on all of them alike.
+The models take turns in every round, so that a change of the device's clock affects all of them alike.
 """
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
+from rich.console import Console
 from torch import Tensor
 
 from residua import ops
+from residua.bench.show import number
 from residua.bench.step import Case
-from residua.bench.timing import Sample, synchronize, time_each
+from residua.bench.timing import Ceilings, Sample, release_memory, synchronize, time_each
 from residua.generate.engine import Step, build_step, launched_step, resolve_engine
 from residua.generate.generator import weight_bytes
 from residua.model.cache import Cache
 from residua.model.decoder import build
+from residua.report.terminal import new_table
 from residua.storage.opening import place, ready
 
 STEPS = 8
-"""Steps from one mark of the clock to the next."""
+"""Steps per timing."""
 
 
 @dataclass(frozen=True)
 class DecodeResult:
-    """A step of one model at one batch size, and its ratio to the first model's; `kernels` are launches in a step.
+    """The time of one model's decoding step at one batch size, and its ratio to the first model's.
 
-    A step reads `weight_bytes` and of the cache `cache_bytes`.
+    A step reads `weight_bytes` of weights and `cache_bytes` of the cache, and launches `kernels` kernels.
     """
 
     model: str
@@ -89,10 +92,7 @@ def bench_decode(
         for c, sample in zip(contenders, samples, strict=True)
     ]
     contenders.clear()
-    torch.compiler.reset()
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    release_memory(device)
     return results
 
 
@@ -128,7 +128,7 @@ def _round(contender: _Contender, tokens: Tensor, filled: int, device: torch.dev
 
     with ops.backend(contender.case.backend):
         rewind()
-        steps()  # brings the weights that fit into the cache of the device, as steady decoding does
+        steps()  # warms the device's cache, as steady decoding does
         (seconds,) = time_each(steps, 1, device, before=rewind)
     synchronize(device)
     return seconds / STEPS
@@ -142,3 +142,43 @@ def _kernels(step: Step, cache: Cache) -> int:
         step(tokens)
         torch.cuda.synchronize()
     return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in seen.events())
+
+
+def print_decode(console: Console, results: Sequence[DecodeResult], ceilings: Ceilings) -> None:
+    """One row per model, batch size and case, ratios to the first case."""
+    measured = ("batch", "step µs", "p10–p90", "time ×", "tokens/s", "kernels", "GB/s", "of copy")
+    table = new_table(("model", "case", "engine"), measured)
+    for result in results:
+        rate = result.bytes_per_second
+        table.add_row(
+            result.model,
+            result.case,
+            result.engine,
+            str(result.batch),
+            f"{result.step.median * 1e6:,.1f}",
+            f"{result.step.p10 * 1e6:,.1f}–{result.step.p90 * 1e6:,.1f}",
+            f"{result.ratio:.3f}",
+            f"{result.batch / result.step.median:,.0f}",
+            number(result.kernels, "d"),
+            f"{rate / 1e9:,.0f}",
+            f"{rate / ceilings.copy_bytes_per_second:.0%}",
+        )
+    console.print(table)
+    console.print(
+        "GB/s: weights and cache, each read once per step. of copy: GB/s as a share of the copy bandwidth, which "
+        "counts bytes read and written. kernels: launches per step.",
+        soft_wrap=True,
+    )
+
+
+def decode_report(
+    environment: dict[str, Any], ceilings: Ceilings, settings: dict[str, Any], results: Sequence[DecodeResult]
+) -> dict[str, Any]:
+    """Everything as plain JSON: seconds and bytes."""
+    return {
+        "kind": "decode",
+        "environment": environment,
+        "ceilings": asdict(ceilings),
+        "settings": settings,
+        "results": [asdict(result) | {"bytes_per_second": result.bytes_per_second} for result in results],
+    }

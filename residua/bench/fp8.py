@@ -11,16 +11,15 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-from rich import box
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 from torch.nn.functional import linear
 
-from residua.bench.timing import Sample, time_each
+from residua.bench.timing import Sample
 from residua.quantize.fp8 import Fp8, encode_fp8
 from residua.quantize.real import SCALINGS, Fp8Projection, find_product
 from residua.quantize.schemes import find_scheme
+from residua.report.terminal import new_table
 
 SCHEMES = ("fp8-row", "fp8-group", "fp8")
 
@@ -49,7 +48,7 @@ def bench_linear(
     for inputs, outputs in widths:
         x = torch.randn(tokens, inputs, device=device, dtype=dtype)
         w = torch.randn(outputs, inputs, device=device, dtype=dtype) * inputs**-0.5
-        plain = _time(partial(linear, x, w), repeats, device)
+        plain = Sample.measure(partial(linear, x, w), repeats, device, warmup=5)
         for scheme in SCHEMES:
             tell(f"{tokens} × {inputs} → {outputs}, {scheme}")
             results.append(_scheme(x, w, scheme, plain, repeats))
@@ -57,45 +56,38 @@ def bench_linear(
 
 
 def _scheme(x: Tensor, w: Tensor, scheme: str, plain: Sample, repeats: int) -> LinearResult:
-    recipe, tile = SCALINGS[scheme]
-    product = find_product(recipe, x.device)
+    scaling, tile = SCALINGS[scheme]
+    product = find_product(scaling, x.device)
     shape = (x.shape[0], x.shape[1], w.shape[0], scheme, plain)
     if product is None:
-        return LinearResult(*shape, problem=f"no {recipe}-wise FP8 product on this device")
+        return LinearResult(*shape, problem=f"no {scaling}-wise FP8 product on this device")
     chosen = find_scheme(scheme)
     weight = cast(Fp8, chosen.weight(w))
     low = encode_fp8(x, tile)
     layer = Fp8Projection(weight, tile, product)
-    torch.compiler.reset()  # one method is compiled for every size and scheme, and there is a limit to that
+    torch.compiler.reset()  # one method is compiled for every size and scheme, up to a limit
     rounded: Any = torch.compile(layer, dynamic=False, fullgraph=True) if x.is_cuda else layer
     expected = linear(chosen.activation(x), weight.dequantize())
+    timed = partial(Sample.measure, repeats=repeats, device=x.device, warmup=5)
     with torch.no_grad():
         return LinearResult(
             *shape,
-            product=_time(lambda: product(low.codes, weight.codes, low.scale, weight.scale), repeats, x.device),
-            layer=_time(lambda: rounded(x), repeats, x.device),
+            product=timed(lambda: product(low.codes, weight.codes, low.scale, weight.scale)),
+            layer=timed(lambda: rounded(x)),
             disagreement=float((layer(x).float() - expected).norm() / expected.norm()),
         )
 
 
-def _time(work: Callable[[], object], repeats: int, device: torch.device) -> Sample:
-    time_each(work, 5, device)
-    return Sample.of(time_each(work, repeats, device))
-
-
 def print_linear(console: Console, results: Sequence[LinearResult]) -> None:
     """One row per size and scheme; × is how many times as fast as the plain layer."""
-    table = Table(header_style="bold", box=box.SIMPLE_HEAD)
-    for title in ("tokens × inputs → outputs", "scheme"):
-        table.add_column(title, no_wrap=True)
-    for title in ("plain ms", "product ms", "×", "with rounding ms", "×", "from simulation"):
-        table.add_column(title, justify="right", no_wrap=True)
+    measured = ("plain ms", "product ms", "×", "with rounding ms", "×", "from simulation")
+    table = new_table(("tokens × inputs → outputs", "scheme"), measured)
     for row in results:
         table.add_row(f"{row.tokens} × {row.inputs} → {row.outputs}", row.scheme, *_cells(row))
     console.print(table)
     console.print(
-        "plain: bf16 on a GPU, fp32 on a CPU. ×: times as fast as that. with rounding: scales found and values rounded "
-        "on the way (compiled on a GPU). from simulation: relative distance to the products of the rounded values.",
+        "plain: bf16 on a GPU, fp32 on a CPU. ×: speed-up over plain. with rounding: with the scales and rounding of "
+        "the input (compiled on a GPU). from simulation: relative distance to the simulated product.",
         soft_wrap=True,
     )
 

@@ -1,4 +1,4 @@
-"""Operators, each forward and forward + backward: ours, the plain reference, and peers where they are installed."""
+"""Time operators, forward and forward + backward: ours, the plain reference, and the peers that are installed."""
 
 from __future__ import annotations
 
@@ -11,18 +11,17 @@ from torch import Tensor
 
 from residua import ops
 from residua.bench.cases import Case, Function
-from residua.bench.ceilings import Ceilings
-from residua.bench.timing import Sample, time_each
+from residua.bench.timing import Ceilings, Sample, release_memory
 
 FLUSH_BYTES = 2**28
 
 
 @dataclass(frozen=True)
 class OpResult:
-    """One implementation of one case; with a `problem` there are no timings.
+    """One implementation of one case; one with a `problem` has no timings.
 
-    Bytes are the case's floor, of the forward pass and of both. Shares are of the copy bandwidth, or of the matrix
-    product's rate where arithmetic is the limit. Memory is what both passes take beyond the inputs.
+    Bytes are the least the case must move, forward and in both passes. Shares are of the copy bandwidth, or of the
+    matrix product's rate where arithmetic is the limit. Memory is what both passes need on top of the inputs.
     """
 
     case: str
@@ -58,9 +57,9 @@ def bench_operator(
     peers: dict[str, Function],
     tell: Callable[[str], object] = lambda text: None,
 ) -> Iterator[OpResult]:
-    """Time every implementation of a case on the same inputs, each as its result is asked for; `tell` hears which.
+    """Time the implementations of a case on the same inputs, one per iteration; `tell` gets the name of each.
 
-    What a peer raises is its result, ours is a defect.
+    An exception in a peer becomes its result; an exception in our code is raised.
     """
     for name, function in [*functions.items(), *peers.items()]:
         tell(f"{case.name}: {name}")
@@ -73,8 +72,7 @@ def bench_operator(
             if name not in peers:
                 raise
             result = replace(bare, problem=_first_line(error))
-        torch.compiler.reset()
-        _free(device)
+        release_memory(device)
         yield result
 
 
@@ -119,12 +117,11 @@ def _share(bytes_moved: int, flops: float, sample: Sample, ceilings: Ceilings) -
 def _time(work: Callable[[], object], device: torch.device, repeats: int) -> Sample:
     """Repeated runs, each from a cold cache."""
     flush = torch.empty(FLUSH_BYTES if device.type == "cuda" else 0, dtype=torch.uint8, device=device)
-    time_each(work, 3, device, before=flush.zero_)
-    return Sample.of(time_each(work, repeats, device, before=flush.zero_))
+    return Sample.measure(work, repeats, device, before=flush.zero_)
 
 
 def _captured(work: Callable[[], object], device: torch.device) -> Callable[[], object]:
-    """The work as a CUDA graph, so that launches do not count; as it is where it cannot be captured."""
+    """The work as a CUDA graph, so that launches do not count; unchanged if it cannot be captured."""
     if device.type != "cuda":
         return work
     side = torch.cuda.Stream()
@@ -153,18 +150,12 @@ def _memory(work: Callable[[], object], device: torch.device) -> float | None:
         work()
         return None
     work()
-    _free(device)
+    gc.collect()
+    torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     work()
     return (torch.cuda.max_memory_allocated(device) - before) / 2**30
-
-
-def _free(device: torch.device) -> None:
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.empty_cache()
 
 
 def _fused(function: Function) -> Function:

@@ -1,4 +1,4 @@
-"""Other people's kernels for the same operators, where they are installed: measured beside ours in the same run."""
+"""Kernels of other libraries for the same operators, if installed, to be timed in the same run as ours."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from residua.bench.cases import Function
 
 
 def peers(operator: str) -> dict[str, Function]:
-    """The installed implementations of an operator, taking the inputs of its case."""
+    """The installed implementations of an operator; they take the inputs of its case."""
     found: dict[str, dict[str, Function]] = {
         "depth_attention": {"fla": _fla_attention, "liger_kernel": _liger_attention},
         "manifold_hyper": {"liger_kernel": _liger_manifold_hyper},
@@ -28,7 +28,7 @@ def _fla_attention(query: Tensor, gain: Tensor, *sources: Tensor) -> Sequence[Te
 
 
 def _liger_attention(query: Tensor, gain: Tensor, *sources: Tensor) -> Sequence[Tensor]:
-    """Liger takes the sources stacked; making the stack is part of using it."""
+    """Liger takes the sources stacked, so stacking them counts."""
     from liger_kernel.ops.attn_res import LigerAttnResFunction
 
     return [LigerAttnResFunction.apply(torch.stack(sources), query, gain, 1e-6)]

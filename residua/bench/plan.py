@@ -44,7 +44,7 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Plan:
+class MeshPlan:
     """One way to divide a run. Bytes are a rank's in one step, `memory` the fullest rank's, `seconds` a step's.
 
     `depth` are the seconds among them that the depth's own operators take beyond an additive model's.
@@ -68,7 +68,7 @@ class Plan:
         return self.states + self.activations + self.gathered
 
 
-def plan(config: RunConfig, gpus: int, machine: Machine) -> list[Plan]:
+def plan(config: RunConfig, gpus: int, machine: Machine) -> list[MeshPlan]:
     """Every division of the run among `gpus` devices that its configuration allows, the fastest that fits first."""
     size = measure(config.model.model_copy(update={"context": config.sequence}))
     cuts = _cuts(config, gpus)
@@ -102,7 +102,7 @@ def _divisors(number: int) -> list[int]:
     return [d for d in range(1, number + 1) if number % d == 0]
 
 
-def _plan(config: RunConfig, parallel: ParallelConfig, size: Size, machine: Machine, cuts: Cuts) -> Plan:
+def _plan(config: RunConfig, parallel: ParallelConfig, size: Size, machine: Machine, cuts: Cuts) -> MeshPlan:
     shard, copies, stages = parallel.shard, parallel.data, parallel.pipeline
     micro = config.train.accumulate // parallel.batch_ranks
     tokens = config.train.micro_batch * config.sequence
@@ -126,7 +126,7 @@ def _plan(config: RunConfig, parallel: ParallelConfig, size: Size, machine: Mach
     hidden = max(0.0, weight_bytes / machine.link - compute)
     bare = (gradient_bytes + muon_bytes + 2 * max(hops)) / machine.link
     states, activations, gathered = _memory(config, parallel, size, micro, tokens, deepest)
-    return Plan(
+    return MeshPlan(
         parallel, states, activations, gathered, gradient_bytes, weight_bytes, muon_bytes, stage_bytes, bubble, depth,
         seconds=compute / (1 - bubble) + hidden + bare,
         fits=states + activations + gathered <= machine.memory,

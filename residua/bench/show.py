@@ -8,16 +8,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from residua.bench.cases import Shape
-from residua.bench.ceilings import Ceilings
 from residua.bench.operators import OpResult
 from residua.bench.step import StepResult
-from residua.bench.timing import Sample
+from residua.bench.timing import Ceilings, Sample
 from residua.config.run import RunConfig
+from residua.report.terminal import new_table
 from residua.storage.files import write_atomically
 
 WIDTH = 180
@@ -25,13 +23,13 @@ WIDTH = 180
 
 
 def print_device(console: Console, environment: dict[str, Any]) -> None:
-    """Where this was measured."""
+    """The device and the versions."""
     versions = ", ".join(f"{name} {environment[name]}" for name in ("torch", "triton", "python") if environment[name])
     console.print(f"{environment.get('gpu') or environment['processor'] or environment['platform']}: {versions}")
 
 
 def print_ceilings(console: Console, environment: dict[str, Any], ceilings: Ceilings) -> None:
-    """Where this was measured, and what that device can do at best."""
+    """The device, the versions, and the measured ceilings."""
     print_device(console, environment)
     console.print(
         f"measured in this run: copy {ceilings.copy_bytes_per_second / 1e12:.3g} TB/s, "
@@ -50,10 +48,8 @@ def describe_step(config: RunConfig) -> str:
 
 def print_steps(console: Console, results: Sequence[StepResult]) -> None:
     """One row per case, ratios to the first."""
-    table = Table(header_style="bold", box=box.SIMPLE_HEAD)
-    table.add_column("case", no_wrap=True)
-    for title in ("parameters", "step ms", "p10–p90", "time ×", "tokens/s", "MFU", "GiB", "memory ×", "first step"):
-        table.add_column(title, justify="right", no_wrap=True)
+    measured = ("step ms", "p10–p90", "time ×", "tokens/s", "MFU", "GiB", "memory ×", "first step")
+    table = new_table(("case",), ("parameters", *measured))
     for result in results:
         table.add_row(result.name, f"{result.parameters / 1e6:.2f}M", *_cells(result, results[0]))
     console.print(table)
@@ -102,11 +98,8 @@ def step_report(
 
 def print_operators(console: Console, results: Sequence[OpResult]) -> None:
     """One row per implementation of each case."""
-    table = Table(header_style="bold", box=box.SIMPLE_HEAD)
-    for title in ("case", "implementation"):
-        table.add_column(title, no_wrap=True)
-    for title in ("forward ms", "p10–p90", "MiB", "share", "both ms", "p10–p90", "MiB", "share", "GiB"):
-        table.add_column(title, justify="right", no_wrap=True)
+    measured = ("p10–p90", "MiB", "share")
+    table = new_table(("case", "implementation"), ("forward ms", *measured, "both ms", *measured, "GiB"))
     for result in results:
         table.add_row(result.case, result.implementation, *_operator_cells(result))
     console.print(table)
@@ -114,10 +107,10 @@ def print_operators(console: Console, results: Sequence[OpResult]) -> None:
         if result.problem is not None:
             console.print(f"{result.case}, {result.implementation}: {result.problem}", soft_wrap=True, markup=False)
     console.print(
-        "both: forward and backward. MiB: the least to move, every input of a junction read once and every output "
-        "written once (kernels that evaluate several reads of a depth together may move less). "
-        "share: that over the time, of the copy bandwidth; for linear_cross_entropy its products, of the matrix "
-        "product's rate. GiB: what both passes take beyond the inputs.",
+        "both: forward and backward. MiB: the least traffic, with every input of a junction read once and every output "
+        "written once (kernels that evaluate several reads together may move less). "
+        "share: MiB per second as a share of the copy bandwidth; for linear_cross_entropy, FLOP/s as a share of the "
+        "matrix product's. GiB: memory that both passes need on top of the inputs.",
         soft_wrap=True,
     )
 
@@ -144,7 +137,7 @@ def operator_line(result: OpResult) -> str:
 def operator_report(
     environment: dict[str, Any], ceilings: Ceilings, shape: Shape, results: Sequence[OpResult], planned: int
 ) -> dict[str, Any]:
-    """Everything as plain JSON: seconds, bytes, FLOP/s. With fewer results than `planned_rows` a run was cut short."""
+    """Everything as plain JSON: seconds, bytes, FLOP/s. A stopped run has fewer results than `planned_rows`."""
     return {
         "kind": "ops",
         "environment": environment,
@@ -156,12 +149,12 @@ def operator_report(
 
 
 def can_be_replaced(path: Path) -> bool:
-    """Whether a second report takes the place of the first: not in a pipe or a device, which pass on every one."""
+    """Whether writing again replaces the first report. A pipe or a device would pass on both."""
     return path.is_file() or not path.exists()
 
 
 def write_json(path: Path, report: dict[str, Any]) -> None:
-    """Write a report as a whole or not at all, making its folder; to what cannot be replaced it is just written."""
+    """Write a report and make its folder. A file is written atomically; a pipe or a device just gets the text."""
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(report, indent=1) + "\n"
     if can_be_replaced(path):
@@ -171,7 +164,7 @@ def write_json(path: Path, report: dict[str, Any]) -> None:
 
 
 def number(value: float | None, form: str) -> str:
-    """A table's cell; what was not measured is a dash."""
+    """A cell of a table: a dash if there is no measurement."""
     return "–" if value is None else format(value, form)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -12,7 +11,7 @@ from functools import partial
 import torch
 
 from residua import ops
-from residua.bench.timing import Sample, synchronize, time_each
+from residua.bench.timing import Sample, release_memory, synchronize, time_each
 from residua.config import variants
 from residua.config.run import RunConfig
 from residua.config.settings import ConfigError
@@ -25,15 +24,15 @@ from residua.train.throughput import mfu, peak_memory_gib
 BACKEND = "backend="
 WAY = "parallel="
 WAYS = ("replicate", "shard", "pipeline")
-# Of the peak learning rate: the work is the same, and no weight runs away on random tokens.
+# Share of the peak learning rate: small, so that training on random tokens does not diverge. The work is the same.
 RATE = 0.01
 
 
 @dataclass(frozen=True)
 class Case:
-    """One configuration to time, under a name, with the operators' backend it runs on.
+    """One configuration to time, under a name, with the operators' backend.
 
-    `way` runs it as one rank of a parallel run does: replicate, shard or pipeline.
+    `way` times it as one rank of a parallel run: replicate, shard or pipeline.
     """
 
     name: str
@@ -44,10 +43,9 @@ class Case:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one case took. `first_step` is the first call, compilation included; memory is the peak of all later ones.
+    """The timings of one case. `first_step` includes compilation; memory is the peak of all later steps.
 
-    With a `problem` (out of memory) there are no timings. On a CPU there is no memory: it only knows the peak of the
-    whole process, and no MFU.
+    A case with a `problem` (out of memory) has no timings. On a CPU, memory and MFU are not measured.
     """
 
     name: str
@@ -79,7 +77,7 @@ def read_cases(base: RunConfig, compare: Sequence[str]) -> list[Case]:
         if way is not None and way not in WAYS:
             raise ConfigError(f"parallel={way} does not exist: choose one of {', '.join(WAYS)}.")
         with ops.backend(backend):
-            pass  # refuses a backend that does not exist before anything is timed
+            pass  # refuse an unknown backend before anything is timed
         changes = variants.overrides([word for word in words if not word.startswith((BACKEND, WAY))], base.model)
         cases.append(Case(" ".join(words), base.override(changes), backend, way))
     return cases
@@ -93,18 +91,18 @@ def bench_step(
     warmup: int,
     tell: Callable[[str], object] = lambda text: None,
 ) -> list[StepResult]:
-    """Time each case in turn, from the same random tokens; `tell` hears what is happening."""
+    """Time each case in turn on the same random tokens; `tell` gets a line about what is running."""
     results = []
     for case in cases:
         tell(f"{case.name}: first step")
         results.append(_run(case, device, steps, warmup, tell))
-        _forget(device)
+        release_memory(device)
     return results
 
 
 def _run(case: Case, device: torch.device, steps: int, warmup: int, tell: Callable[[str], object]) -> StepResult:
     config = case.config
-    # Attention is counted at the length that is run, whatever context the model was meant for.
+    # Count the FLOPs of attention at the sequence length that is run, not at the model's context.
     size = measure(config.model.override([f"context={config.sequence}"]))
     bare = StepResult(case.name, size.parameters, size.flops_per_token, config.tokens_per_step)
     try:
@@ -131,7 +129,7 @@ def _run(case: Case, device: torch.device, steps: int, warmup: int, tell: Callab
 def _time(
     case: Case, device: torch.device, steps: int, warmup: int, started: Callable[[], object]
 ) -> tuple[float, list[float], float | None, float]:
-    """Seconds of the first step, seconds of each timed step, peak memory in GiB, and the mean loss on the way."""
+    """Seconds of the first step, seconds of each timed step, peak memory in GiB, and the mean loss."""
     with ExitStack() as open_ranks:
         return _time_step(_build(case, device, open_ranks), case.config, device, steps, warmup, started)
 
@@ -161,7 +159,7 @@ def _time_step(
 
     started()
     if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)  # before graphs are captured: replays allocate nothing
+        torch.cuda.reset_peak_memory_stats(device)  # before graph capture: replays allocate nothing
     for _ in range(warmup):
         step()
     synchronize(device)
@@ -172,16 +170,8 @@ def _time_step(
 
 
 def random_batches(config: RunConfig) -> list[Batch]:
-    """One step's micro-batches of random tokens in host memory, where the loader leaves its own."""
+    """One step's micro-batches of random tokens, in host memory like the loader's."""
     shape = (config.train.accumulate, config.train.micro_batch, config.sequence + 1)
     tokens = torch.randint(config.model.vocab_size, shape, generator=torch.Generator().manual_seed(config.train.seed))
     segments = torch.zeros_like(tokens[0, :, 1:]) if config.data.masking == "documents" else None
     return [Batch(t[:, :-1].contiguous(), t[:, 1:].contiguous(), segments) for t in tokens]
-
-
-def _forget(device: torch.device) -> None:
-    """Leave nothing of one case to the next: graphs, compiled code, cached memory."""
-    torch.compiler.reset()
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()

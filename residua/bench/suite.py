@@ -1,4 +1,4 @@
-"""`residua bench ops` from end to end: which cases, on what, and the report."""
+"""`residua bench ops` from end to end: choose the cases, time them, print and write the report."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from rich.console import Console
 
 from residua.bench import show
 from residua.bench.cases import Case, Function, Shape, depth_paths, operators
-from residua.bench.ceilings import Ceilings, measure_ceilings
 from residua.bench.operators import OpResult, bench_operator, implementations
 from residua.bench.peers import peers
+from residua.bench.timing import Ceilings, measure_ceilings
 from residua.report.terminal import clock, open_console, remaining
 from residua.train.environment import describe_environment
 
@@ -37,7 +37,7 @@ class SuitePlan:
 
 @dataclass(frozen=True)
 class Report:
-    """What was, of `planned` rows."""
+    """What was timed so far, of `planned` rows."""
 
     shape: Shape
     environment: dict[str, Any]
@@ -47,7 +47,7 @@ class Report:
 
 
 def plan(names: Sequence[str], ways: Sequence[str], precision: str, settings: dict[str, int]) -> SuitePlan:
-    """Check what was asked for; no names mean every operator and the whole depths."""
+    """Check the request and plan it; without names, every operator and whole depths."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     precision = precision or ("bfloat16" if device.type == "cuda" else "float32")
     if precision not in PRECISIONS:
@@ -65,7 +65,7 @@ def plan(names: Sequence[str], ways: Sequence[str], precision: str, settings: di
 
 
 def count_rows(plan: SuitePlan) -> int:
-    """How many implementations there are of all cases, which are made on the meta device for this."""
+    """How many rows the tables will have. The cases are built on the meta device to count them."""
     nowhere = torch.device("meta")
     sketches = {**operators(plan.shape, nowhere), **depth_paths(plan.shape, nowhere)}
     return sum(len(plan.ways) + len(_installed(plan, name, sketches[name]())) for name in plan.cases)
@@ -77,7 +77,7 @@ def run(
     tell: Callable[[str], object] = lambda text: None,
     keep: Callable[[Report], object] = lambda report: None,
 ) -> Report:
-    """Time every case, one after another; `tell` hears which, `keep` gets the report after every row."""
+    """Time every case in turn; `tell` gets the name of each, `keep` the report after every row."""
     environment, ceilings = describe_environment(plan.device), measure_ceilings(plan.device)
     report = Report(plan.shape, environment, ceilings, [], count_rows(plan))
     for name, make in plan.cases.items():
@@ -95,16 +95,16 @@ def _installed(plan: SuitePlan, name: str, case: Case) -> dict[str, Function]:
 
 
 def _others(name: str, case: Case) -> dict[str, Function]:
-    """The peers of a case; for a depth of reads, those of a read."""
+    """The peers of a case. For a whole depth, the peers of one read, applied to every read."""
     if case.by_reads is None:
         return peers(name)
     return {peer: case.by_reads(read) for peer, read in peers("depth_attention").items()}
 
 
-class Progress:
-    """Keeps what is measured and says on standard error how far it is.
+class SuiteProgress:
+    """Keeps the measurements and shows progress on standard error.
 
-    A terminal gets a status line, anything else one line for every finished row.
+    A terminal gets a status line; a log gets one line per finished row.
     """
 
     def __init__(self, rows: int, out: Path | None, console: Console | None = None) -> None:
@@ -114,7 +114,7 @@ class Progress:
         self._console = console or Console(stderr=True, highlight=False)
         self._status = self._console.status("measuring this device")
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> SuiteProgress:
         self._status.start()
         return self
 
@@ -141,8 +141,8 @@ class Progress:
 
 
 def conduct(plan: SuitePlan, repeats: int, out: Path | None) -> None:
-    """Measure and show. Whatever ends it early, rows that were measured are in the file and in the table."""
-    progress = Progress(count_rows(plan), out)
+    """Measure and show. If it ends early, the rows measured so far are still printed and in the file."""
+    progress = SuiteProgress(count_rows(plan), out)
     try:
         with progress:
             run(plan, repeats, progress.tell, progress.keep)

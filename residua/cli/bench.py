@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from residua.cli.options import Device, Overrides, Preset
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.status import Status
@@ -16,16 +18,11 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
-    help="Measure the training step and the operators against what this device can do.\n\n"
+    help="Measure training steps, decoding and operators on this device.\n\n"
     "Example: residua bench step mgr-s-prenorm --accumulate 4",
 )
 
-PRESETS = "the preset's"
-Preset = Annotated[str, typer.Argument(metavar="PRESET", help="A preset's name or a run's TOML file.")]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="[section.key=value ...]", show_default=False, help="Changes to the configuration."),
-]
+FROM_PRESET = "the preset's"
 Out = Annotated[Path | None, typer.Option(show_default=False, help="Write everything measured to this JSON file.")]
 
 
@@ -42,15 +39,15 @@ def step(
             "and backend=reference or parallel=shard, separated by spaces.",
         ),
     ] = None,
-    micro_batch: Annotated[int | None, typer.Option(show_default=PRESETS, help="Sequences at once.")] = None,
-    sequence: Annotated[int | None, typer.Option(show_default=PRESETS, help="Tokens in a sequence.")] = None,
-    accumulate: Annotated[int | None, typer.Option(show_default=PRESETS, help="Micro-batches in a step.")] = None,
+    micro_batch: Annotated[int | None, typer.Option(show_default=FROM_PRESET, help="Sequences at once.")] = None,
+    sequence: Annotated[int | None, typer.Option(show_default=FROM_PRESET, help="Tokens in a sequence.")] = None,
+    accumulate: Annotated[int | None, typer.Option(show_default=FROM_PRESET, help="Micro-batches in a step.")] = None,
     compiled: Annotated[
         bool | None,
         typer.Option("--compile/--no-compile", show_default="on a GPU", help="Compile the model, as training does."),
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Steps to time.")] = 20,
-    warmup: Annotated[int, typer.Option(min=0, help="Steps before those, after the first.")] = 3,
+    warmup: Annotated[int, typer.Option(min=0, help="Untimed steps, after the first one.")] = 3,
     out: Out = None,
 ) -> None:
     """Time the whole training step on random tokens, as `residua train` runs it.
@@ -63,13 +60,13 @@ def step(
     from residua.config.run import RunConfig
 
     asked = {"train.micro_batch": micro_batch, "data.sequence": sequence, "train.accumulate": accumulate}
-    asked_words = {"train.compile": {None: None, True: "on", False: "off"}[compiled]}
-    changes = [f"{key}={value}" for key, value in {**asked, **asked_words}.items() if value is not None]
+    switches = {"train.compile": {None: None, True: "on", False: "off"}[compiled]}
+    changes = [f"{key}={value}" for key, value in {**asked, **switches}.items() if value is not None]
     base = RunConfig.find(preset).override([*(overrides or []), *changes])
 
     from residua.bench import show
-    from residua.bench.ceilings import measure_ceilings
     from residua.bench.step import bench_step, read_cases
+    from residua.bench.timing import measure_ceilings
     from residua.machine import choose_device
     from residua.train.environment import describe_environment
 
@@ -91,11 +88,11 @@ def curve(
     overrides: Overrides = None,
     steps: Annotated[int, typer.Option(min=1, help="Steps of each run.")] = 200,
     data: Annotated[
-        Path | None, typer.Option(show_default="the preset's", help="A folder made by `residua data prepare`.")
+        Path | None, typer.Option(show_default=FROM_PRESET, help="A folder made by `residua data prepare`.")
     ] = None,
     out: Out = None,
 ) -> None:
-    """Train on the fused operators twice and on the references once: how far apart, and whether bits repeat.
+    """Train twice on the fused operators and once on the references: compare losses, and bits between repeats.
 
     \b
     residua bench curve mini-mgr
@@ -147,7 +144,7 @@ def decode(
         ),
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Timed rounds of 8 steps of each.")] = 30,
-    device: Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="Where to compute.")] = "auto",
+    device: Device = "auto",
     out: Out = None,
 ) -> None:
     """Time a decoding step, one token per row, of several variants side by side.
@@ -158,10 +155,9 @@ def decode(
     residua bench decode mgr-s-prenorm --engine eager --engine graph --engine compile
     """
     from residua.bench import show
-    from residua.bench.ceilings import measure_ceilings
-    from residua.bench.decode import bench_decode
-    from residua.bench.decode_table import decode_report, print_decode
+    from residua.bench.decode import bench_decode, decode_report, print_decode
     from residua.bench.step import read_cases
+    from residua.bench.timing import measure_ceilings
     from residua.config.run import RunConfig
     from residua.generate.engine import resolve_engine
     from residua.machine import choose_device
@@ -192,13 +188,15 @@ def decode(
 def operators(
     names: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[OPERATOR ...]", show_default="all", help="Operators, and `depth` for whole depths."),
+        typer.Argument(
+            metavar="[OPERATOR ...]", show_default="all", help="Operators, or `depth` for all junctions of a model."
+        ),
     ] = None,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens at once.")] = 32_768,
     width: Annotated[int, typer.Option(min=1, help="Channels.")] = 768,
     streams: Annotated[int, typer.Option(min=2, help="Streams of multi_gate.")] = 4,
     sources: Annotated[int, typer.Option(min=1, help="Sources of depth_attention.")] = 12,
-    sublayers: Annotated[int, typer.Option(min=4, help="Sublayers of whole depths.")] = 24,
+    sublayers: Annotated[int, typer.Option(min=4, help="Sublayers of `depth`.")] = 24,
     vocabulary: Annotated[int, typer.Option(min=2, help="Vocabulary of linear_cross_entropy.")] = 50_304,
     precision: Annotated[str, typer.Option(show_default="bfloat16 on a GPU", help="bfloat16 or float32.")] = "",
     implementations: Annotated[
@@ -207,7 +205,7 @@ def operators(
     repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each.")] = 50,
     out: Out = None,
 ) -> None:
-    """Time operators forward and backward, as a share of what this device can do, with peers that are installed.
+    """Time operators forward and backward, as a share of the device's limits, beside the peers that are installed.
 
     \b
     residua bench ops
@@ -266,18 +264,18 @@ def fp8(
 def plan_run(
     preset: Preset,
     overrides: Overrides = None,
-    gpus: Annotated[int, typer.Option(min=1, help="Devices in all.")] = 8,
+    gpus: Annotated[int, typer.Option(min=1, help="Number of devices.")] = 8,
     memory: Annotated[float, typer.Option(min=1, help="GiB of one device.")] = 140,
     flops: Annotated[
         float, typer.Option(min=1, help="TFLOP/s that a step reaches: the MFU of `bench step` times the peak.")
     ] = 500,
     link: Annotated[float, typer.Option(min=1, help="GB/s that a device sends to the others.")] = 300,
     bandwidth: Annotated[
-        float, typer.Option(min=1, help="GB/s that a copy in a device's memory reads and writes together.")
+        float, typer.Option(min=1, help="GB/s of a copy in a device's memory, read and written bytes added.")
     ] = 4250,
     out: Out = None,
 ) -> None:
-    """Lay out a run on paper: memory and bytes per rank and a step's time, for every mesh of so many devices.
+    """Estimate memory, bytes sent and step time for every mesh of a number of devices, without running anything.
 
     \b
     residua bench plan mgr-l-block8 --gpus 8

@@ -1,4 +1,4 @@
-"""`residua compare`: variants × seeds on identical data, and an honest table."""
+"""`residua compare`: train variants × seeds on identical data and compare them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def compare(
         ),
     ] = None,
     base: Annotated[
-        str | None, typer.Option(show_default="tiny", help="A preset or a run's TOML that the variants vary.")
+        str | None, typer.Option(show_default="tiny", help="The preset or run TOML that the variants change.")
     ] = None,
     seeds: Annotated[int | None, typer.Option(min=1, show_default="3", help="Seeds per variant.")] = None,
     data: Annotated[
@@ -41,13 +41,15 @@ def compare(
     ] = None,
     sizes: Annotated[
         str | None,
-        typer.Option(metavar="A,B,...", show_default=False, help="Compute scaling over these presets or run TOMLs."),
+        typer.Option(
+            metavar="A,B,...", show_default=False, help="Fit compute scaling over these presets or run TOMLs."
+        ),
     ] = None,
     tokens_per_parameter: Annotated[
         float | None,
         typer.Option(show_default="each size's own steps", help="Training tokens per parameter, with --sizes."),
     ] = None,
-    workers: Annotated[int | None, typer.Option(min=1, show_default="1", help="Runs side by side.")] = None,
+    workers: Annotated[int | None, typer.Option(min=1, show_default="1", help="Runs at the same time.")] = None,
     threads: Annotated[
         int | None,
         typer.Option(min=1, show_default="cores / workers, at most OMP_NUM_THREADS", help="CPU threads of each run."),
@@ -57,7 +59,7 @@ def compare(
         typer.Option(
             metavar="fp8,nvfp4,...",
             show_default=False,
-            help="Add each model's loss in low precision, as in fp8,nvfp4+smooth.",
+            help="Also measure each model's loss in low precision, as in fp8,nvfp4+smooth.",
         ),
     ] = None,
     calibration: Annotated[
@@ -65,15 +67,15 @@ def compare(
     ] = None,
     diagnose: Annotated[
         bool | None,
-        typer.Option("--diagnose", show_default=False, help="Diagnose every trained model, with a page each."),
+        typer.Option("--diagnose", show_default=False, help="Also diagnose every trained model; each gets a page."),
     ] = None,
     change: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="SECTION.KEY=VALUE", show_default=False, help="A change to every run."),
     ] = None,
     demo: Annotated[bool, typer.Option("--demo", help="Four tiny models on the embedded corpus, in minutes.")] = False,
-    plan: Annotated[bool, typer.Option("--plan", help="Show what would run, and stop.")] = False,
-    listing: Annotated[bool, typer.Option("--list", help="List the variants known by name, and stop.")] = False,
+    plan: Annotated[bool, typer.Option("--plan", help="Show the planned runs and stop.")] = False,
+    listing: Annotated[bool, typer.Option("--list", help="List the known variants and stop.")] = False,
 ) -> None:
     """Does a depth architecture pay on your data, per step and per second?
 
@@ -86,7 +88,7 @@ def compare(
     residua compare prenorm mgr --diagnose
     residua compare study.toml
 
-    Ctrl-C stops after saving; the same command goes on. Complete runs are reused.
+    Ctrl-C saves and stops; the same command continues. Complete runs are reused.
     """
     from residua.report.terminal import open_console
 
@@ -106,18 +108,18 @@ def compare(
 
 
 def _study(what: list[str], demo: bool, given: dict[str, Any]) -> StudyConfig:
-    """The demo, a study file, or names; options given on the command line go over what a file says."""
+    """The demo, a study file, or named variants; command-line options override the file."""
     from residua.config.settings import ConfigError, read_toml
     from residua.study.config import DEMO, StudyConfig
 
     files = [name for name in what if name.endswith(".toml")]
     if demo and what:
-        raise ConfigError("--demo has its own variants: leave the names out, or leave --demo out.")
+        raise ConfigError("--demo has its own variants: give either --demo or names.")
     if demo:
         return StudyConfig(**{**read_toml(DEMO), **given})
     if files:
         if len(what) > 1:
-            raise ConfigError(f"{files[0]} is a whole study: give it alone, or only names of variants.")
+            raise ConfigError(f"{files[0]} is a whole study: give either one study file or names of variants.")
         return StudyConfig(**{"name": Path(files[0]).stem, **read_toml(files[0]), **given})
     if len(what) < 2:
         raise ConfigError("name two variants or more, a study file, or --demo; `residua compare --list` has the names.")

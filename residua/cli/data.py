@@ -1,4 +1,4 @@
-"""`residua data`: text to datasets."""
+"""`residua data`: prepare text for training."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ Sources = Annotated[
         metavar="SOURCE",
         show_default=False,
         help="Files, folders, or a Hugging Face dataset (org/name or org/name:config). "
-        "None: the standard library of this Python.",
+        "Without one: the standard library of this Python.",
     ),
 ]
 Field = Annotated[str, typer.Option(help="The field that holds the text in JSONL, parquet and datasets.")]
 Limit = Annotated[
     int | None,
-    typer.Option("--max-bytes", show_default=False, help="Read only so many bytes of text."),
+    typer.Option("--max-bytes", show_default=False, help="Read at most this many bytes of text."),
 ]
 
 
@@ -50,7 +50,7 @@ def _corpus(
 
 @app.command()
 def prepare(
-    out: Annotated[Path, typer.Option(help="Folder to make; one with other content is refused.")],
+    out: Annotated[Path, typer.Option(help="The folder to write; it must be new, empty, or hold this same dataset.")],
     sources: Sources = None,
     tokenizer: Annotated[
         str | None,
@@ -70,10 +70,10 @@ def prepare(
     ] = None,
     field: Field = "text",
     limit: Limit = None,
-    workers: Annotated[int | None, typer.Option(show_default="all cores", help="Threads that tokenise.")] = None,
+    workers: Annotated[int | None, typer.Option(show_default="all cores", help="Tokenizer threads.")] = None,
     shard_tokens: Annotated[int, typer.Option(help="Tokens in one shard file.")] = 100_000_000,
 ) -> None:
-    """Tokenise text into a folder for `residua train --data`.
+    """Tokenize text into a folder for `residua train --data`.
 
     \b
     residua data prepare book.txt --out data/book
@@ -87,11 +87,13 @@ def prepare(
     chosen = tokenizer or ("bpe:8192" if sources else "bpe:1024")
     data.prepare(corpus, out, chosen, workers=workers, shard_tokens=shard_tokens, progress=True)
     info(out, sample=0)
-    typer.echo(f"\nnext: residua train tiny --data {shlex.quote(str(out))} --out runs/first{_room(out, 'tiny')}")
+    typer.echo(
+        f"\nnext: residua train tiny --data {shlex.quote(str(out))} --out runs/first{_vocabulary_change(out, 'tiny')}"
+    )
 
 
-def _room(dataset: Path, preset: str) -> str:
-    """The change that gives a preset as many token ids as a dataset has, padded as presets are; none if it has them."""
+def _vocabulary_change(dataset: Path, preset: str) -> str:
+    """The override that enlarges a preset's vocabulary to the dataset's, or nothing if it is large enough."""
     from residua.config.run import RunConfig
     from residua.data import Dataset
     from residua.data.tokenizer import padded_vocabulary
@@ -104,7 +106,7 @@ def _room(dataset: Path, preset: str) -> str:
 @app.command()
 def tokenizer(
     out: Annotated[Path, typer.Option(help="The tokenizer.json to write; an existing file is refused.")],
-    vocab_size: Annotated[int, typer.Option(help="Entries, the 256 bytes and the end of text included.")],
+    vocab_size: Annotated[int, typer.Option(help="Entries, including the 256 bytes and the end-of-text token.")],
     sources: Sources = None,
     field: Field = "text",
     limit: Limit = None,
@@ -127,7 +129,7 @@ def tokenizer(
     trained.save(out)
     typer.echo(f"{out}: {trained.vocab_size:,} entries, sha256 {trained.hash}")
     if trained.vocab_size < vocab_size:
-        typer.echo(f"fewer than the {vocab_size:,} asked for: the text has no more pairs to merge")
+        typer.echo(f"fewer than {vocab_size:,}: the text has no more pairs to merge")
     typer.echo(f"\nnext: residua data prepare {' '.join(corpus.names if sources else ())} --tokenizer {out} --out DIR")
 
 

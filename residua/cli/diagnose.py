@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
+from residua.cli.options import DEVICES, Device, Threads, require_choice, use_threads
+
 if TYPE_CHECKING:
     from residua.diagnose.ablate import Budget
-    from residua.diagnose.api import Device
+    from residua.diagnose.api import Device as DeviceName
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
@@ -25,7 +27,7 @@ def diagnose(
     text: Annotated[
         Path | None, typer.Option(show_default="the embedded corpus", help="A UTF-8 text file to show the models.")
     ] = None,
-    tokens: Annotated[int, typer.Option(min=2, help="How many tokens of it.")] = 8192,
+    tokens: Annotated[int, typer.Option(min=2, help="How many tokens of the text.")] = 8192,
     length: Annotated[
         int | None, typer.Option(min=2, show_default="the context, 1024 at most", help="Tokens per sequence.")
     ] = None,
@@ -35,11 +37,11 @@ def diagnose(
     ablations: Annotated[
         str, typer.Option(metavar="none|layers|all", help="What to remove: nothing, layers and sources, or heads too.")
     ] = "layers",
-    ablation_tokens: Annotated[int, typer.Option(min=2, help="Tokens on which removal is measured.")] = 4096,
-    device: Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="Where to compute.")] = "auto",
-    threads: Annotated[int | None, typer.Option(min=1, show_default="PyTorch's choice", help="CPU threads.")] = None,
+    ablation_tokens: Annotated[int, typer.Option(min=2, help="Tokens that ablations are measured on.")] = 4096,
+    device: Device = "auto",
+    threads: Threads = None,
 ) -> None:
-    """What does the depth of this model do? Sinks, massive activations, dead layers, depth routing.
+    """Look inside a model: sinks, massive activations, dead layers, depth routing.
 
     \b
     residua diagnose runs/tiny
@@ -49,23 +51,18 @@ def diagnose(
 
     Writes diagnosis.json and report.html, and prints a summary in words.
     """
-    _one_of("--ablations", ablations, ("none", "layers", "all"))
-    _one_of("--device", device, ("auto", "cpu", "cuda"))
+    require_choice("--ablations", ablations, ("none", "layers", "all"))
+    require_choice("--device", device, DEVICES)
     folder = out or _default_folder(models)
-    from rich.console import Console
-
     import residua.diagnose as work
-    from residua.report.terminal import ProgressBars
+    from residua.report.terminal import ProgressBars, open_console
 
-    if threads is not None:
-        import torch
-
-        torch.set_num_threads(threads)
-    console = Console(highlight=False)
+    use_threads(threads)
+    console = open_console(log_width=None)
     with ProgressBars(console) as bars:
         made = work.diagnose(
             models, folder, text=text, tokens=tokens, length=length, ablations=cast("Budget", ablations),
-            ablation_tokens=ablation_tokens, device=cast("Device", device), progress=bars.stages(),
+            ablation_tokens=ablation_tokens, device=cast("DeviceName", device), progress=bars.stages(),
         )  # fmt: skip
     for model in made.models:
         for line in model.summary:
@@ -78,12 +75,7 @@ def diagnose(
 
 
 def _default_folder(models: list[Path]) -> Path:
-    """A run's report lies in the run, where `residua compare` links to it."""
+    """The report of a single run goes into the run's folder, where `residua compare` finds it."""
     if len(models) == 1 and (models[0] / "config.toml").exists():
         return models[0]
     return Path("diagnosis") / "-".join(model.resolve().name for model in models)
-
-
-def _one_of(option: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{option} {value} does not exist: choose {', '.join(choices[:-1])} or {choices[-1]}.")

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
+from residua.cli.options import CHECKPOINTS, Checkpoint, Device, Precision, Threads, require_choice, use_threads
+
 if TYPE_CHECKING:
     from typing import Literal
 
@@ -38,7 +40,7 @@ def evaluate(
         typer.Option(
             metavar="TASK,TASK,...",
             show_default=False,
-            help="Tasks of lm-eval, or of --task-dir; `exoformer` is the six of the ExoFormer paper.",
+            help="Tasks of lm-eval or of --task-dir; `exoformer` means the six of the ExoFormer paper.",
         ),
     ] = None,
     task_dir: Annotated[
@@ -46,18 +48,16 @@ def evaluate(
     ] = None,
     shots: Annotated[int, typer.Option(min=0, help="Worked examples before each question.")] = 5,
     limit: Annotated[int | None, typer.Option(min=1, show_default="all", help="Questions per task.")] = None,
-    checkpoint: Annotated[str, typer.Option(metavar="last|best", help="Which checkpoint of a run.")] = "last",
+    checkpoint: Checkpoint = "last",
     batch_tokens: Annotated[
         int | None, typer.Option(min=1, show_default="65,536 on a GPU, else 4,096", help="Tokens scored at once.")
     ] = None,
-    device: Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="Where to compute.")] = "auto",
-    precision: Annotated[
-        str, typer.Option(metavar="auto|float32|bfloat16", help="Of the weights; auto: bfloat16 on a GPU.")
-    ] = "auto",
+    device: Device = "auto",
+    precision: Precision = "auto",
     out: Annotated[
         Path | None, typer.Option(show_default="RUN/evaluations/TIME.json", help="The JSON file of the results.")
     ] = None,
-    threads: Annotated[int | None, typer.Option(min=1, show_default="PyTorch's choice", help="CPU threads.")] = None,
+    threads: Threads = None,
 ) -> None:
     """Perplexity and bits per byte on prepared text, accuracy on multiple-choice tasks.
 
@@ -73,8 +73,7 @@ def evaluate(
     names = [name.strip() for name in (tasks or "").split(",") if name.strip()]
     if task_dir is not None and not names:
         raise ValueError("--task-dir needs --tasks: name the tasks, or a group such as exoformer.")
-    if checkpoint not in ("last", "best"):
-        raise ValueError(f"--checkpoint {checkpoint} does not exist: choose last or best.")
+    require_choice("--checkpoint", checkpoint, CHECKPOINTS)
     from residua.evaluate.tasks import open_tasks
 
     local = open_tasks(task_dir, names, shots=shots, split=split, limit=limit) if task_dir is not None else []
@@ -85,8 +84,7 @@ def evaluate(
     from residua.report.terminal import ProgressBars, open_console
     from residua.storage.opening import open_model, place
 
-    if threads is not None:
-        torch.set_num_threads(threads)
+    use_threads(threads)
     where = choose_device(device, "--device")
     target = work.new_file(model, out)
     loaded, tokenizer = open_model(model, cast("Literal['last', 'best']", checkpoint))
@@ -108,9 +106,7 @@ def evaluate(
     write_atomically(target, results.to_json())
     work.show(console, results)
     if split is not None and results.harness:
-        console.print(
-            f"--split {split} is not for lm-eval's tasks, which say themselves what they score.", soft_wrap=True
-        )
+        console.print(f"--split {split} was ignored: lm-eval's tasks define their own splits.", soft_wrap=True)
     console.print(f"Results: {target}", soft_wrap=True, markup=False)
     if not names:
         console.print(
@@ -147,7 +143,7 @@ def _open_data(folder: Path, data: Path | None) -> tuple[Dataset, bool]:
 
     if not (folder / "config.toml").exists():
         if data is None:
-            raise ValueError(f"{folder} does not say what text it was trained on: give --data or --tasks.")
+            raise ValueError(f"{folder} does not record its training text: give --data or --tasks.")
         return Dataset.open(data), False
     from residua.config.run import RunConfig
     from residua.data.source import open_data

@@ -1,4 +1,4 @@
-"""`residua export`: hand a trained model to the tools people already have."""
+"""`residua export`: write a trained model as a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
+
+from residua.cli.options import CHECKPOINTS, Checkpoint, require_choice
 
 if TYPE_CHECKING:
     from typing import Literal
@@ -17,7 +19,7 @@ app = typer.Typer(rich_markup_mode=None, add_completion=False)
 def export(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run of `residua train`.")],
     out: Annotated[Path, typer.Option(help="The folder to write; it must not exist, or be empty.")],
-    checkpoint: Annotated[str, typer.Option(metavar="last|best", help="Which checkpoint of the run.")] = "last",
+    checkpoint: Checkpoint = "last",
     precision: Annotated[str, typer.Option(metavar="float32|bfloat16", help="Of the weights.")] = "float32",
 ) -> None:
     """Write a trained model as a Hugging Face folder that transformers opens without Residua.
@@ -30,13 +32,11 @@ def export(
     from Residua's own source for exactly the parts this model uses. Its code is run
     and compared with the model before the folder gets its name.
     """
-    if checkpoint not in ("last", "best"):
-        raise ValueError(f"--checkpoint {checkpoint} does not exist: choose last or best.")
-    from rich.console import Console
-
+    require_choice("--checkpoint", checkpoint, CHECKPOINTS)
     from residua.export import export as write
+    from residua.report.terminal import open_console
 
-    console = Console(highlight=False)
+    console = open_console(log_width=None)
     with console.status("writing the folder and running its code"):
         made = write(run, out, cast("Literal['last', 'best']", checkpoint), precision)
     lines = len((out / "modeling_residua.py").read_text(encoding="utf-8").splitlines())
@@ -53,5 +53,5 @@ def export(
 
 def _checked(difference: float | None) -> str:
     if difference is None:
-        return "Its code was not run: install transformers (residua[hf]) to have it checked."
+        return "Its code was not run: install transformers (residua[hf]) to check it."
     return f"Its own code was run: logits differ from the model's by {difference:.1e} of the largest."

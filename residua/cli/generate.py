@@ -1,4 +1,4 @@
-"""`residua generate`: let a trained model write."""
+"""`residua generate`: continue text with a trained model."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
+
+from residua.cli.options import CHECKPOINTS, Checkpoint, Device, Precision, Threads, require_choice, use_threads
 
 if TYPE_CHECKING:
     from typing import Literal
@@ -34,20 +36,18 @@ def generate(
     stop: Annotated[
         list[str] | None, typer.Option(show_default=False, help="End before this text; may be given several times.")
     ] = None,
-    checkpoint: Annotated[str, typer.Option(metavar="last|best", help="Which checkpoint of a run.")] = "last",
+    checkpoint: Checkpoint = "last",
     engine: Annotated[
         str,
         typer.Option(
             metavar="auto|eager|graph|compile", help="How a step runs; auto: a CUDA graph on a GPU, else eager."
         ),
     ] = "auto",
-    device: Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="Where to compute.")] = "auto",
-    precision: Annotated[
-        str, typer.Option(metavar="auto|float32|bfloat16", help="Of the weights; auto: bfloat16 on a GPU.")
-    ] = "auto",
-    threads: Annotated[int | None, typer.Option(min=1, show_default="PyTorch's choice", help="CPU threads.")] = None,
+    device: Device = "auto",
+    precision: Precision = "auto",
+    threads: Threads = None,
 ) -> None:
-    """Continue texts with a trained model, as a stream.
+    """Continue text with a trained model, token by token.
 
     \b
     residua generate runs/tiny --prompt "def __init__(self"
@@ -56,22 +56,18 @@ def generate(
     residua generate runs/tiny --chat
 
     A base model has no chat template: --chat keeps the conversation as plain text
-    ("User: ...", "Model: ..."), and the oldest turns go when the context is full.
+    ("User: ...", "Model: ...") and drops the oldest turns when the context is full.
     """
     prompts = _prompts(prompt, file, chat)
-    if checkpoint not in ("last", "best"):
-        raise ValueError(f"--checkpoint {checkpoint} does not exist: choose last or best.")
+    require_choice("--checkpoint", checkpoint, CHECKPOINTS)
     from residua.generate.sample import Sampling
 
     sampling = Sampling(temperature, top_k, top_p, seed)
-    import torch
-
     from residua.generate.generator import Generator, Request
     from residua.machine import choose_device
     from residua.storage.opening import open_model, place
 
-    if threads is not None:
-        torch.set_num_threads(threads)
+    use_threads(threads)
     where = choose_device(device, "--device")
     loaded, tokenizer = open_model(model, cast("Literal['last', 'best']", checkpoint))
     generator = Generator(place(loaded, where, precision), tokenizer, engine=engine)
@@ -84,7 +80,7 @@ def generate(
 
 def _prompts(prompt: list[str] | None, file: Path | None, chat: bool) -> list[str]:
     if sum((bool(prompt), file is not None, chat)) != 1:
-        raise ValueError("say what to continue: --prompt TEXT, --file PROMPTS.txt or --chat, one of them.")
+        raise ValueError("say what to continue: give one of --prompt TEXT, --file PROMPTS.txt or --chat.")
     if file is None:
         return prompt or []
     try:
@@ -102,7 +98,7 @@ def _prompts(prompt: list[str] | None, file: Path | None, chat: bool) -> list[st
 
 def _continue(generator: Generator, request: Request, prompts: list[str]) -> None:
     if len(prompts) == 1:
-        # the tokens are counted before the prompt is echoed, so that a refusal stands alone
+        # check first, so that an error is not printed after the echoed prompt
         generator.check(prompts, request)
         typer.echo(prompts[0], nl=False)
         done, speed = generator(prompts, request, show=lambda _, piece: typer.echo(_printable(piece), nl=False))
@@ -117,7 +113,7 @@ def _continue(generator: Generator, request: Request, prompts: list[str]) -> Non
             done, speed = generator(prompts, request, progress=bars.track("tokens"))
         for text, completion in zip(prompts, done, strict=True):
             typer.echo(f"--- {text}\n{_printable(completion.text)}")
-    typer.echo(_words(done, speed), err=True)
+    typer.echo(_summary(done, speed), err=True)
 
 
 def _chat(generator: Generator, request: Request) -> None:
@@ -133,7 +129,7 @@ def _chat(generator: Generator, request: Request) -> None:
             typer.echo(f"\n{refused}", err=True)
             continue
         typer.echo()
-        typer.echo(_words(done, speed), err=True)
+        typer.echo(_summary(done, speed), err=True)
 
 
 def _lines() -> Iterator[str]:
@@ -148,7 +144,7 @@ def _lines() -> Iterator[str]:
         yield line
 
 
-def _words(done: list[Completion], speed: Speed) -> str:
+def _summary(done: list[Completion], speed: Speed) -> str:
     """`60 tokens, 950 tokens/s, 12.3 GB/s of 0.25 GB weights; prompt 17 tokens in 0.02 s`."""
     ends = ", ".join(sorted({completion.reason for completion in done}))
     return (
@@ -163,5 +159,5 @@ def _tokens(count: int) -> str:
 
 
 def _printable(piece: str) -> str:
-    """A model may write anything, also what a terminal would take for a command."""
+    """Replace control characters: a terminal would execute them."""
     return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in piece)

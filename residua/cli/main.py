@@ -14,11 +14,14 @@ from typer.core import TyperGroup
 VERBS = {
     "train": ("residua.cli.train", "Pretrain a model on your text."),
     "compare": ("residua.cli.compare", "Does a depth architecture pay on your data, per step and per second?"),
-    "generate": ("residua.cli.generate", "Let a trained model continue your text, or chat with it."),
+    "generate": ("residua.cli.generate", "Continue your text with a trained model, or chat with it."),
     "eval": ("residua.cli.eval", "Score a model: perplexity, bits per byte, multiple-choice tasks, lm-eval."),
     "export": ("residua.cli.export", "Write a model as a Hugging Face folder that works without Residua."),
-    "diagnose": ("residua.cli.diagnose", "See inside a model: sinks, massive activations, dead layers, depth routing."),
-    "quantize": ("residua.cli.quantize", "What FP8 and NVFP4 cost a model, and a checkpoint in them."),
+    "diagnose": (
+        "residua.cli.diagnose",
+        "Look inside a model: sinks, massive activations, dead layers, depth routing.",
+    ),
+    "quantize": ("residua.cli.quantize", "Quantize a model to FP8 or NVFP4, and measure what it costs."),
     "data": ("residua.cli.data", "Prepare text: tokenizers and shards."),
     "bench": ("residua.cli.bench", "Measure training steps and operators on this machine."),
     "presets": ("residua.cli.presets", "List the models that come with Residua, or print one."),
@@ -30,7 +33,7 @@ GRACE = 20.0
 
 
 class LazyVerbs(TyperGroup):
-    """Loads a verb's file when it is asked for: `residua --help` must not import torch."""
+    """Imports a verb's module only when it is used, so that `residua --help` does not import torch."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(VERBS)
@@ -62,7 +65,7 @@ def _residua() -> None:
 
 
 def main() -> None:
-    """Run a verb. A person's mistake ends as one sentence, not as a traceback."""
+    """Run a verb. A user's mistake is reported in one sentence, without a traceback."""
     try:
         app()
     except (ValueError, OSError, ImportError) as error:

@@ -1,4 +1,4 @@
-"""`residua presets`: what comes with the package."""
+"""`residua presets`: the models that come with Residua."""
 
 from __future__ import annotations
 
@@ -49,13 +49,14 @@ def listing(matching: str) -> None:
 
     from residua.config import presets
     from residua.config.model import ModelConfig
+    from residua.report.terminal import open_console
 
     chosen = [n for n in presets.names() if matching in n]
     if not chosen:
         raise ValueError(f"no preset's name contains {matching!r}: `residua presets` lists them all.")
     console = Console(stderr=True, highlight=False)
     console.print(f"measuring {len(chosen)} preset{'s' * (len(chosen) != 1)}, a few seconds")
-    from residua.model.size import measure  # brings torch, which neither the error above nor this line need wait for
+    from residua.model.size import measure  # imports torch: after the quick error and the message above
 
     table = Table(box=None, pad_edge=False)
     for heading, justify in _COLUMNS:
@@ -65,4 +66,4 @@ def listing(matching: str) -> None:
         size = measure(ModelConfig(**data["model"]))
         counts = (f"{count / 1e6:,.1f} M" for count in (size.parameters, size.parameters - size.idle))
         table.add_row(n, *counts, f"{size.flops_per_token / 1e9:.2f} G", data["summary"])
-    Console(width=None if Console().is_terminal else 140).print(table)
+    open_console(log_width=140).print(table)

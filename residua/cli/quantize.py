@@ -1,4 +1,4 @@
-"""`residua quantize`: a model in FP8 or NVFP4, and what that costs."""
+"""`residua quantize`: quantize a model to FP8 or NVFP4 and measure the cost."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
+from residua.cli.options import DEVICES, Device, Threads, require_choice, use_threads
+
 if TYPE_CHECKING:
-    from residua.quantize.run import Device
+    from residua.quantize.run import Device as DeviceName
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
@@ -25,60 +27,57 @@ def quantize(
         typer.Option(metavar="α", show_default="off", help="SmoothQuant with this exponent, 0 to 1; 0.5 is usual."),
     ] = None,
     inside: Annotated[
-        bool, typer.Option("--inside", help="SmoothQuant also inside sublayers, not out of norms only.")
+        bool, typer.Option("--inside", help="Also smooth inside sublayers, not only after norms.")
     ] = False,
     exempt: Annotated[
         list[str] | None,
         typer.Option(
             metavar="PATTERN",
             show_default=False,
-            help="Leave modules in high precision: sublayers.1.*, *.out.",
+            help="Leave modules in high precision, as in sublayers.1.* or *.out.",
         ),
     ] = None,
     engine: Annotated[
         Path | None,
-        typer.Option(show_default=False, help="Also write this folder as Qwen3 for engines, if it has that shape."),
+        typer.Option(
+            show_default=False, help="Also write a Qwen3 folder for serving engines, if the model has that shape."
+        ),
     ] = None,
     data: Annotated[
         Path | None,
-        typer.Option(show_default="the run's own", help="Prepared text to calibrate and judge on."),
+        typer.Option(show_default="the run's own", help="Prepared text to calibrate and evaluate on."),
     ] = None,
     calibration: Annotated[int, typer.Option(min=1, help="Sequences that SmoothQuant calibrates on.")] = 4096,
     tokens: Annotated[
-        int | None, typer.Option(min=1, show_default="the run's", help="Validation tokens to judge on, at most.")
+        int | None,
+        typer.Option(min=1, show_default="the run's", help="Evaluate on at most this many validation tokens."),
     ] = None,
     probes: Annotated[
-        int, typer.Option(min=0, help="For how many of the worst modules to measure what exempting it gains.")
+        int, typer.Option(min=0, help="Measure the gain from exempting each of this many worst modules.")
     ] = 3,
-    device: Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="Where to compute.")] = "auto",
-    threads: Annotated[int | None, typer.Option(min=1, show_default="PyTorch's choice", help="CPU threads.")] = None,
+    device: Device = "auto",
+    threads: Threads = None,
 ) -> None:
-    """What do W8A8 and W4A4 cost this model, and which tensors are to blame?
+    """Quantize a model to FP8 or NVFP4, and measure the loss it costs and which tensors cause it.
 
     \b
     residua quantize runs/tiny --scheme fp8 --out runs/tiny-fp8
     residua quantize runs/tiny --scheme nvfp4 --smooth 0.5 --out runs/tiny-nvfp4
     residua quantize runs/tiny --scheme nvfp4 --exempt "sublayers.1.*" --out runs/tiny-mixed
 
-    Writes a checkpoint that residua.load and engines with compressed-tensors read, results.json and report.html.
+    Writes a checkpoint for residua.load and for engines that read compressed-tensors, results.json and report.html.
     """
-    if device not in ("auto", "cpu", "cuda"):
-        raise ValueError(f"--device {device} does not exist: choose auto, cpu or cuda.")
-    from rich.console import Console
-
+    require_choice("--device", device, DEVICES)
     import residua.quantize.run as work
     from residua.quantize.sentences import sentences
-    from residua.report.terminal import ProgressBars
+    from residua.report.terminal import ProgressBars, open_console
 
-    if threads is not None:
-        import torch
-
-        torch.set_num_threads(threads)
-    console = Console(highlight=False)
+    use_threads(threads)
+    console = open_console(log_width=None)
     with ProgressBars(console) as bars:
         result = work.quantize(
             model, out, scheme=scheme, alpha=smooth, inside=inside, exempt=exempt or (), engine=engine, data=data,
-            calibration=calibration, tokens=tokens, probes=probes, device=cast("Device", device),
+            calibration=calibration, tokens=tokens, probes=probes, device=cast("DeviceName", device),
             progress=bars.stages(),
         )  # fmt: skip
     for sentence in sentences(result):

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from residua.cli.options import Threads, use_threads
+
 if TYPE_CHECKING:
     from residua.config.run import RunConfig
 
@@ -36,9 +38,9 @@ def train(
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue the run in --out from its last checkpoint.")
     ] = False,
-    threads: Annotated[int | None, typer.Option(min=1, show_default="PyTorch's choice", help="CPU threads.")] = None,
+    threads: Threads = None,
 ) -> None:
-    """Train a model on your text, or without any on the Python standard library.
+    """Train a model on your text, or by default on the Python standard library.
 
     \b
     residua train tiny
@@ -48,8 +50,8 @@ def train(
     residua train --resume --out runs/wiki
     torchrun --nproc-per-node 8 -m residua.cli.main train mgr-l-full parallel.shard=8
 
-    Ctrl-C saves and stops; --resume goes on where the run stopped: bit for bit on
-    a CPU, or on a GPU with train.determinism=exact.
+    Ctrl-C saves and stops. --resume continues from there, with the same bits on a CPU,
+    and on a GPU with train.determinism=exact.
     """
     given = list(changes or [])
     if source is not None and "=" in source:
@@ -60,14 +62,11 @@ def train(
 
 
 def _run(config: RunConfig, folder: Path, resume: bool, threads: int | None) -> None:
-    import torch
-
     from residua.distributed.world import open_world
     from residua.train.health import TrainingStopped
     from residua.train.trainer import train as train_run
 
-    if threads is not None:
-        torch.set_num_threads(threads)
+    use_threads(threads)
     try:
         train_run(config, folder, resume=resume, world=open_world(config))
     except TrainingStopped as stop:
@@ -76,7 +75,7 @@ def _run(config: RunConfig, folder: Path, resume: bool, threads: int | None) -> 
 
 
 def _configuration(source: str | None, folder: Path, resume: bool) -> RunConfig:
-    """What is to be trained: the named source, or with --resume alone what the folder holds."""
+    """The run's configuration: from the named source, or with --resume alone from the run's folder."""
     from residua.config.run import RunConfig
 
     if source is not None:
@@ -95,5 +94,5 @@ def _default_folder(source: str | None) -> Path:
 
 
 def _data_change(data: Path | None) -> list[str]:
-    """--data as a change: quoted, so that a folder called 2024 stays a name, and found again from anywhere."""
+    """--data as an override: absolute, and quoted, so that a folder called 2024 stays a string."""
     return [] if data is None else [f"data.path={json.dumps(str(data.resolve()))}"]

@@ -8,12 +8,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from residua.evaluate.accuracy import Accuracy, TaskScore
 from residua.evaluate.perplexity import TextScore
+from residua.report.terminal import new_table
 
 FOLDER = "evaluations"
 
@@ -69,7 +69,7 @@ def show(console: Console, results: Results) -> None:
 
 
 def _table(results: Results) -> Table:
-    table = _new_table("task", "split", "shots", "questions", "acc", "acc_norm", "chance", "reported")
+    table = new_table(("task",), ("split", "shots", "questions", "acc", "acc_norm", "chance", "reported"))
     for task in results.tasks:
         table.add_row(
             task.task, task.split, str(task.shots), f"{task.questions:,}", _percent(task.acc), _percent(task.acc_norm),
@@ -81,7 +81,7 @@ def _table(results: Results) -> Table:
 
 
 def _harness_table(results: Results) -> Table:
-    table = _new_table("task", "metric", "value", "± standard error")
+    table = new_table(("task",), ("metric", "value", "± standard error"))
     for task, metrics in results.harness.items():
         for name, value in metrics.items():
             metric, _, rest = name.partition(",")
@@ -95,14 +95,6 @@ def _harness_table(results: Results) -> Table:
 
 def _four(value: object) -> str:
     return f"{value:.4f}" if isinstance(value, float) else ""
-
-
-def _new_table(first: str, *others: str) -> Table:
-    table = Table(header_style="bold", box=box.SIMPLE_HEAD)
-    table.add_column(first, no_wrap=True)
-    for title in others:
-        table.add_column(title, justify="right", no_wrap=True)
-    return table
 
 
 def _percent(accuracy: Accuracy) -> str:

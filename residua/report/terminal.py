@@ -1,13 +1,14 @@
-"""What commands print while they work: a console, progress bars with an ETA, and durations."""
+"""What commands print: a console, tables, progress bars with an ETA, and durations."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
 Progress = Callable[[int, int], None]
 """Called with the number of items done and the total."""
@@ -23,6 +24,19 @@ def open_console(log_width: int | None = LOG_WIDTH) -> Console:
 
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=log_width)
+
+
+def new_table(names: Sequence[str], numbers: Sequence[str]) -> Table:
+    """An empty table: columns of names on the left, columns of numbers, aligned right, after them."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(header_style="bold", box=box.SIMPLE_HEAD)
+    for title in names:
+        table.add_column(title, no_wrap=True)
+    for title in numbers:
+        table.add_column(title, justify="right", no_wrap=True)
+    return table
 
 
 class ProgressBars:

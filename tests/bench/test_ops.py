@@ -13,11 +13,10 @@ from typer.testing import CliRunner
 from residua import ops
 from residua.bench import suite
 from residua.bench.cases import Shape, depth_paths, operators
-from residua.bench.ceilings import Ceilings
 from residua.bench.operators import OpResult, bench_operator
 from residua.bench.peers import peers
 from residua.bench.show import print_operators, write_json
-from residua.bench.timing import Sample
+from residua.bench.timing import Ceilings, Sample
 from residua.cli.bench import app
 
 CPU = torch.device("cpu")
@@ -263,7 +262,7 @@ def test_a_terminal_gets_a_status_line_with_the_time_left(monkeypatch):
     console = Console(file=io.StringIO(), force_terminal=True, width=120)
     sample = Sample(1e-3, 1e-3, 1e-3, 1)
     row = OpResult("add_norm", "fused", 1, 1, forward=sample, both=sample)
-    with suite.Progress(3, None, console) as progress:
+    with suite.SuiteProgress(3, None, console) as progress:
         progress.tell("add_norm: fused")
         now += 61
         progress.keep(suite.Report(SMALL, {}, Ceilings(1, 1, "float32"), [row], 3))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from residua.bench.plan import GIB, Machine, Plan, plan
+from residua.bench.plan import GIB, Machine, MeshPlan, plan
 from residua.cli.bench import app
 from residua.config.run import RunConfig
 from residua.config.settings import ConfigError
@@ -66,7 +66,7 @@ def test_every_topology_has_a_cost(model: str) -> None:
     assert slow.depth == pytest.approx(2 * fast.depth)
 
 
-def found(plans: list[Plan], **axes: int) -> Plan:
+def found(plans: list[MeshPlan], **axes: int) -> MeshPlan:
     return next(p for p in plans if all(getattr(p.parallel, axis) == size for axis, size in axes.items()))
 
 

@@ -86,7 +86,7 @@ def test_exoformer_through_the_harness_is_six_tasks_and_their_mean(
     }
     printed = capsys.readouterr().out
     assert "mean of exoformer" in printed and f"{mean['value']:.4f}" in printed and f"{mean['error']:.4f}" in printed
-    assert "--split test is not for lm-eval's tasks" in printed
+    assert "--split test was ignored: lm-eval's tasks" in printed
 
 
 def test_mistakes_are_one_sentence_and_write_nothing(

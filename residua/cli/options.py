@@ -1,0 +1,37 @@
+"""Options that several commands share, and their checks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+CHECKPOINTS = ("last", "best")
+DEVICES = ("auto", "cpu", "cuda")
+
+Preset = Annotated[str, typer.Argument(metavar="PRESET", help="A preset's name or a run's TOML file.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[section.key=value ...]", show_default=False, help="Changes to the configuration."),
+]
+Checkpoint = Annotated[str, typer.Option(metavar="last|best", help="Which checkpoint of a run.")]
+Device = Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="Where to compute.")]
+Precision = Annotated[
+    str, typer.Option(metavar="auto|float32|bfloat16", help="Of the weights; auto: bfloat16 on a GPU.")
+]
+Threads = Annotated[int | None, typer.Option(min=1, show_default="PyTorch's choice", help="CPU threads.")]
+
+
+def require_choice(option: str, value: str, choices: Sequence[str]) -> None:
+    """Refuse a value that is not one of the choices."""
+    if value not in choices:
+        raise ValueError(f"{option} {value} does not exist: choose {', '.join(choices[:-1])} or {choices[-1]}.")
+
+
+def use_threads(threads: int | None) -> None:
+    """Limit PyTorch to this many CPU threads, if a number was given."""
+    if threads is not None:
+        import torch
+
+        torch.set_num_threads(threads)
