@@ -55,9 +55,7 @@ def test_tokenizer_then_prepare(jsonl: Path, tmp_path: Path) -> None:
 
 
 def test_tokenizer_says_when_the_text_has_too_few_pairs(jsonl: Path, tmp_path: Path) -> None:
-    assert "fewer than 60,000" in run(
-        "tokenizer", jsonl, "--vocab-size", "60000", "--out", tmp_path / "t.json"
-    )
+    assert "fewer than 60,000" in run("tokenizer", jsonl, "--vocab-size", "60000", "--out", tmp_path / "t.json")
 
 
 def test_field_and_limit_reach_the_corpus(tmp_path: Path) -> None:
