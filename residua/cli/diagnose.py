@@ -10,8 +10,8 @@ import typer
 from residua.cli.options import DEVICES, Device, Threads, require_choice, use_threads
 
 if TYPE_CHECKING:
-    from residua.diagnose.ablate import Budget
     from residua.diagnose.api import Device as DeviceName
+    from residua.diagnose.metrics.removal import Budget
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from residua.diagnose.ablate import Budget
 from residua.diagnose.folder import check_folder, open_subject, open_tokenizer
+from residua.diagnose.metric import Metric
+from residua.diagnose.metrics.removal import Budget
 from residua.diagnose.page import diagnosis_page
 from residua.diagnose.run import ABLATION_TOKENS, Progress, diagnose_model
 from residua.diagnose.schema import Diagnosis, ModelDiagnosis
@@ -29,9 +30,13 @@ def diagnose(
     ablations: Budget = "layers",
     ablation_tokens: int = ABLATION_TOKENS,
     device: Device = "auto",
+    extra: Sequence[type[Metric]] = (),
     progress: Progress = lambda stage, done, total: None,
 ) -> Diagnosis:
-    """Diagnose model folders on the same text and write `diagnosis.json` and `report.html` to `out`."""
+    """Diagnose model folders on the same text and write `diagnosis.json` and `report.html` to `out`.
+
+    `extra` are metrics of your own, measured and shown besides those of this package.
+    """
     paths = [Path(model) for model in models]
     names = _names(paths)
     where = choose_device(device, "--device")
@@ -49,11 +54,10 @@ def diagnose(
             open_tokenizer(path), text=source, tokens=tokens, length=length,
             context=subject.context, vocabulary=subject.vocabulary,
         )  # fmt: skip
-        made.append(
-            diagnose_model(
-                subject, shown, path=str(path), ablations=ablations, ablation_tokens=ablation_tokens, progress=progress
-            )
-        )
+        made.append(diagnose_model(
+            subject, shown, path=str(path), ablations=ablations, ablation_tokens=ablation_tokens, extra=extra,
+            progress=progress,
+        ))  # fmt: skip
         del subject
     result = Diagnosis(models=made)
     write(result, Path(out))

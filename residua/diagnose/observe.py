@@ -11,6 +11,7 @@ from typing import Literal
 from torch import Tensor, nn
 
 from residua.diagnose.attention import AttentionSums
+from residua.ops._runtime.numeric import wide
 
 SiteKind = Literal["attention", "linear attention", "feed-forward", "mixture of experts", "layer"]
 AblationKind = Literal["layer", "sublayer", "head", "source", "stream", "uniform"]
@@ -50,6 +51,20 @@ class Observation:
     weights: dict[int, Tensor] = field(default_factory=dict)
     betas: dict[int, Tensor] = field(default_factory=dict)
     streams: dict[int, Tensor] = field(default_factory=dict)
+    _medians: dict[int, Tensor] = field(default_factory=dict, repr=False)
+    _mean_squares: dict[int, Tensor] = field(default_factory=dict, repr=False)
+
+    def median(self, state: int) -> Tensor:
+        """The (lower) median of |h| of each token, [B, T]; computed once for all metrics."""
+        if state not in self._medians:
+            self._medians[state] = wide(self.states[state]).abs().median(-1).values
+        return self._medians[state]
+
+    def mean_square(self, state: int) -> Tensor:
+        """The mean of h² of each token in float64, [B, T]; computed once for all metrics."""
+        if state not in self._mean_squares:
+            self._mean_squares[state] = wide(self.states[state]).double().square().mean(-1)
+        return self._mean_squares[state]
 
 
 @dataclass(frozen=True)
@@ -96,6 +111,10 @@ class Subject(ABC):
     state_name: str
     gains: dict[int, Tensor]
     skipped: list[str]
+
+    def reader_name(self, state: int) -> str:
+        """Who reads a state, for people: a sublayer, or the final norm."""
+        return self.sites[state].name if state < len(self.sites) else "the final norm"
 
     @abstractmethod
     def observe(self, tokens: Tensor, targets: Tensor) -> Observation:

@@ -7,16 +7,27 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
+from residua.config.settings import Frozen
 from residua.data.corpus import VALIDATION
 from residua.data.stdlib import standard_library
 from residua.data.tokenizer import Tokenizer
-from residua.diagnose.schema import TextFacts
 
 DEFAULT_TOKENS = 8192
 DEFAULT_LENGTH = 1024
 EMBEDDED = "the embedded corpus (Python standard library, validation part)"
+
+
+class TextFacts(Frozen):
+    """What the model was shown. `prefix` are token ids put before every sequence because its tokenizer does so."""
+
+    source: str
+    tokens: int
+    sequences: int
+    length: int
+    prefix: list[int] = Field(default_factory=list)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from residua.diagnose import Diagnosis, ModelDiagnosis, run
+from residua.diagnose.metrics.experts import Experts
 from residua.diagnose.page import diagnosis_page
 from residua.model.decoder import Decoder
 from tests.diagnose import planted
@@ -52,10 +53,9 @@ def test_expert_load_is_that_of_the_whole_text(made: tuple[Decoder, ModelDiagnos
 
 
 def test_a_dead_expert_is_told(made: tuple[Decoder, ModelDiagnosis]) -> None:
-    from residua.diagnose.sentences import _experts
-
     dead = made[1].experts[0].model_copy(update={"load": [0.5, 0.5, 0.0, 0.0]})
-    assert "2 of 4 are never chosen" in _experts(made[1].model_copy(update={"experts": [dead]}))
+    (sentence,) = Experts.sentences(made[1].model_copy(update={"experts": [dead]}))
+    assert "2 of 4 are never chosen" in sentence.text
 
 
 def test_the_page_has_a_map_of_the_load_and_the_file_reads_back(made: tuple[Decoder, ModelDiagnosis]) -> None:

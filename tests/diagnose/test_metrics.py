@@ -11,7 +11,8 @@ from torch import Tensor
 
 from residua.diagnose import ModelDiagnosis, run, taps
 from residua.diagnose.metrics import attention as attention_metrics
-from residua.diagnose.metrics.hidden import FAR, CoreFeatures
+from residua.diagnose.metrics.dimensions import FAR
+from residua.diagnose.metrics.states import CoreFeatures
 from residua.model.decoder import Decoder
 from residua.ops.depth_attention.reference import depth_attention
 from tests.diagnose import planted

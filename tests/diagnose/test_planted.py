@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from residua.diagnose import Diagnosis
-from residua.diagnose.findings import residual_sinks
+from residua.diagnose.metrics.dimensions import DimensionFacts, DimensionProfile, residual_sinks
 from residua.diagnose.page import diagnosis_page
-from residua.diagnose.schema import DimensionFacts, DimensionProfile
 from tests.diagnose import planted
 from tests.diagnose.planted import control, diagnosed, named
 

@@ -1,1 +1,26 @@
-"""Metrics as running sums over observations: one file per thing looked at. They know nothing of models."""
+"""Every metric, one file each. A file that is put in this folder is found by itself.
+
+A metric knows nothing of model classes: it reads observations (`residua/diagnose/observe.py`).
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pkgutil import iter_modules
+
+from residua.diagnose.metric import Metric
+
+
+def find_metrics() -> tuple[type[Metric], ...]:
+    """The metric classes defined in this folder, in the order of their keys in diagnosis.json."""
+    modules = [import_module(f"{__name__}.{found.name}") for found in iter_modules(__path__)]
+    classes = [
+        thing
+        for module in modules
+        for thing in vars(module).values()
+        if isinstance(thing, type) and issubclass(thing, Metric) and thing.__module__ == module.__name__
+    ]
+    return tuple(sorted(classes, key=lambda metric: metric.file_place))
+
+
+METRICS = find_metrics()

@@ -1,0 +1,115 @@
+"""What a metric is: one class in one file of `metrics/`, from its running sums to its section of the page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from residua.config.settings import Frozen
+from residua.diagnose.observe import Observation, Subject
+from residua.diagnose.text import Sample
+from residua.report import Column, Page
+
+LAST = 1000
+Model = Any
+"""A `ModelDiagnosis`. Its fields are the keys of all metrics, which no static type can list."""
+Models = Sequence[Model]
+
+
+class Finding(Frozen, from_attributes=True):
+    """Something a person should know. `where` are the numbers that name it: dimension, layer, token, reader."""
+
+    kind: str
+    where: dict[str, int | list[int]]
+    words: str
+
+
+class NoKeys(Frozen):
+    """For a metric that adds nothing to diagnosis.json."""
+
+
+@dataclass(frozen=True)
+class Sentence:
+    """A line for the summary. The summary has ten lines and fills them in order of `rank`, lowest first."""
+
+    rank: int
+    text: str
+
+
+class Metric:
+    """One thing that is measured. An instance measures one model; class methods show what was measured.
+
+    The order of calls: `add` for every batch, `facts`, `suspects`; then layers are removed one by one; then `findings`.
+    The class methods `sentences`, `cells` and `draw` read a finished `ModelDiagnosis`, which may come from a file.
+
+    keys: the keys it adds to a model in diagnosis.json, with their types. kinds: the kinds of findings it makes.
+    defect: what the summary calls absent when there are no such findings; empty if a healthy model may have them.
+    columns: its columns in the table that compares several models. file_place, page_place: its place among the keys
+    and on the page, lowest first.
+    """
+
+    keys: ClassVar[type[Frozen]] = NoKeys
+    kinds: ClassVar[tuple[str, ...]] = ()
+    defect: ClassVar[str] = ""
+    columns: ClassVar[tuple[Column, ...]] = ()
+    file_place: ClassVar[int] = LAST
+    page_place: ClassVar[int] = LAST
+
+    def __init__(self, subject: Subject, sample: Sample) -> None:
+        self.subject, self.sample = subject, sample
+        self.skipped: list[str] = []  # what could not be measured, and why
+
+    def add(self, seen: Observation) -> None:
+        """Add one batch to the running sums."""
+
+    def facts(self) -> Frozen:
+        """The values of `keys`."""
+        return self.keys()
+
+    def suspects(self) -> Sequence[int]:
+        """Sublayers that may be dead: each is removed by itself even if the budget removes only whole layers."""
+        return ()
+
+    def findings(self, model: Model) -> list[Finding]:
+        """What a person should know. `model` has the facts of all metrics, and what removal costs."""
+        return []
+
+    @classmethod
+    def sentences(cls, model: Model) -> Iterable[Sentence]:
+        """What the summary may say of it."""
+        return ()
+
+    @classmethod
+    def cells(cls, model: Model) -> Sequence[str]:
+        """A model's row in the comparison, one cell for each of `columns`."""
+        return ()
+
+    @classmethod
+    def draw(cls, page: Page, models: Models) -> None:
+        """Add its sections to the page, each with one sentence on what healthy looks like; none if nothing to show."""
+
+
+def on_page(model: Model) -> list[type[Metric]]:
+    """The metrics of a diagnosis in the order of the page, which is also that of the findings."""
+    return sorted(model.metrics, key=lambda metric: metric.page_place)
+
+
+class Mean:
+    """A running mean of tensors of one shape."""
+
+    def __init__(self) -> None:
+        self.sum: Tensor | None = None
+        self.count = 0
+
+    def add(self, total: Tensor, count: int) -> None:
+        """Add the sum of `count` tensors."""
+        total = total.double().cpu()
+        self.sum = total if self.sum is None else self.sum + total
+        self.count += count
+
+    def value(self) -> Tensor:
+        assert self.sum is not None
+        return self.sum / self.count

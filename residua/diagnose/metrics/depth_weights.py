@@ -1,0 +1,159 @@
+"""Depth weights: from which sources each reader takes its input, and what that choice is worth."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from pydantic import Field
+
+from residua.config.settings import Frozen
+from residua.diagnose.metric import Finding, Mean, Metric, Model, Models, Sentence
+from residua.diagnose.metrics.removal import AblationFacts
+from residua.diagnose.observe import Observation, Subject
+from residua.diagnose.plots import padded
+from residua.diagnose.text import Sample
+from residua.ops._runtime.numeric import wide
+from residua.report import Page, theme
+from residua.report.figures import grouped_bars, heatmap
+
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
+
+
+class ReaderFacts(Frozen):
+    """Mean depth weights of one reader over its sources; `initial` is the one an untrained model reads alone."""
+
+    reader: int
+    name: str
+    sources: list[str]
+    initial: int | None = None
+    mean: list[float]
+
+
+class DepthWeightKeys(Frozen):
+    """Every reader that weighs its sources."""
+
+    depth_weights: list[ReaderFacts] = Field(default_factory=list)
+
+
+class DepthWeights(Metric):
+    """Means over all tokens, by reader."""
+
+    keys = DepthWeightKeys
+    kinds = ("depth_routing",)
+    file_place, page_place = 60, 70
+
+    def __init__(self, subject: Subject, sample: Sample) -> None:
+        super().__init__(subject, sample)
+        self.weights: dict[int, Mean] = defaultdict(Mean)
+
+    def add(self, seen: Observation) -> None:
+        for reader, weights in seen.weights.items():
+            self.weights[reader].add(wide(weights).double().flatten(0, 1).sum(0), seen.tokens.numel())
+
+    def facts(self) -> DepthWeightKeys:
+        return DepthWeightKeys(depth_weights=[self._reader(*entry) for entry in sorted(self.weights.items())])
+
+    def _reader(self, reader: int, weights: Mean) -> ReaderFacts:
+        mean: list[float] = weights.value().tolist()
+        return ReaderFacts(
+            reader=reader,
+            name=self.subject.reader_name(reader),
+            sources=[self.subject.source_name(reader, i) for i in range(len(mean))],
+            initial=self.subject.initial_source(reader),
+            mean=mean,
+        )
+
+    def findings(self, model: Model) -> list[Finding]:
+        return _depth_routing(model.depth_weights, model.ablations)
+
+    @classmethod
+    def sentences(cls, model: Model) -> Iterable[Sentence]:
+        for everywhere in (a for a in model.ablations if a.kind == "uniform" and a.index == -1):
+            yield Sentence(30, f"Uniform depth weights everywhere would change the loss by {everywhere.change:+.4f}.")
+
+    @classmethod
+    def draw(cls, page: Page, models: Models) -> None:
+        weights = _maps(models)
+        if not weights:
+            return
+        section = page.section(
+            "Depth weights",
+            "Who reads what. Healthy: structure, such as a strong diagonal and a few far sources; a uniform map has "
+            "not learned to choose.",
+        )
+        section.tabs(weights, "Mean over tokens. Each row is one reader.")
+        costs = _costs(models)
+        if costs:
+            section.subheading("What the weights are worth")
+            section.tabs(
+                costs,
+                "Routing mass is not importance: this is the loss change when a source is taken away from every "
+                "reader, or when a reader's weights are made uniform. Healthy: sources with large weights cost "
+                "something.",
+            )
+
+
+def _depth_routing(readers: Sequence[ReaderFacts], ablations: Sequence[AblationFacts]) -> list[Finding]:
+    """Readers that learned to take most of their input from one source: more than half-way from uniform to all.
+
+    A source that the topology starts from is no finding.
+    """
+    uniform = {a.index: a.change for a in ablations if a.kind == "uniform"}
+    found = []
+    for reader in readers:
+        count = len(reader.mean)
+        best = max(range(count), key=lambda i: reader.mean[i])
+        weight = reader.mean[best]
+        if count < 2 or best == reader.initial or weight < 0.5 + 0.5 / count:
+            continue
+        change = uniform.get(reader.reader)
+        cost = "" if change is None else f"; uniform weights there change the loss by {change:+.4f}"
+        found.append(
+            Finding(
+                kind="depth_routing",
+                where={"reader": reader.reader, "source": best},
+                words=f"{reader.name} reads mostly {reader.sources[best]}: weight {weight:.2f} of {count} sources "
+                f"(uniform {1 / count:.2f}){cost}",
+            )
+        )
+    return found
+
+
+def _maps(models: Models) -> dict[str, Figure]:
+    """Reader × source."""
+    found = {}
+    for m in models:
+        if m.depth_weights:
+            count = max(len(r.mean) for r in m.depth_weights)
+            rows = [padded(r.mean, count) for r in m.depth_weights]
+            names = [r.name for r in m.depth_weights]
+            high = max(max(r.mean) for r in m.depth_weights)
+            widest = max(m.depth_weights, key=lambda r: len(r.sources))
+            found[m.name] = heatmap(
+                rows, widest.sources, names, "source", "read by", "mean weight",
+                bounds=(0.0, high), height=min(190 + 24 * len(rows), 760),
+            )  # fmt: skip
+    return found
+
+
+def _costs(models: Models) -> dict[str, Figure]:
+    """What the weights are worth: loss change without a source, without a stream, with uniform weights."""
+    titles = {"source": "source removed", "stream": "stream removed", "uniform": "weights made uniform"}
+    found = {}
+    for index, m in enumerate(models):
+        for kind, title in titles.items():
+            own = [a for a in m.ablations if a.kind == kind]
+            if own:
+                labels = [a.label.replace("uniform weights at ", "") for a in own]
+                key = title if len(models) == 1 else f"{m.name}: {title}"
+                found[key] = grouped_bars(
+                    labels,
+                    {title: [a.change for a in own]},
+                    [theme.colour(index + 1)],
+                    "loss change (nats)",
+                    line_at=0.0,
+                )
+    return found

@@ -1,0 +1,181 @@
+"""Residual sinks: dimensions of the states that are large in nearly every token, and the norm gains they meet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from residua.config.settings import Frozen
+from residua.diagnose.metric import Finding, Metric, Model, Models, Sentence
+from residua.diagnose.observe import Observation, Subject
+from residua.diagnose.plots import NONE, add_figure, line
+from residua.diagnose.sentences import percent
+from residua.diagnose.text import Sample
+from residua.ops._runtime.numeric import wide
+from residua.report import Column, Page, theme
+from residua.report.figures import Curve, curves
+
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
+
+FAR = 8.0
+"""A value stands far above the rest when it exceeds this many times its token's median |h|. For normal values of equal
+scale that happens once in 15 million."""
+MOST_TOKENS = 0.5
+SHOWN = 64
+
+
+class DimensionFacts(Frozen):
+    """One dimension of the states: mean |h|, that over the median dimension's, share of tokens in which it stands far
+    above the token's median, and the mean of |gain| that the norms give it."""
+
+    dimension: int
+    mean: float
+    ratio: float
+    share: float
+    gain: float | None = None
+
+
+class DimensionProfile(Frozen):
+    """The largest dimensions by mean |h| over tokens and states, and the median to compare with."""
+
+    median: float
+    median_gain: float | None
+    largest: list[DimensionFacts]
+
+
+class DimensionKeys(Frozen):
+    """All states together."""
+
+    dimensions: DimensionProfile
+
+
+class Dimensions(Metric):
+    """Mean |h| of each dimension over tokens and states, and the share of tokens in which it exceeds FAR medians."""
+
+    keys = DimensionKeys
+    kinds = ("residual_sink",)
+    defect = "residual sink"
+    columns = (Column("largest dimension", "mean |h| of the largest dimension over the median dimension's"),)
+    file_place, page_place = 40, 30
+
+    def __init__(self, subject: Subject, sample: Sample) -> None:
+        super().__init__(subject, sample)
+        self.sums: dict[int, tuple[Tensor, Tensor]] = {}
+        self.tokens = 0
+
+    def add(self, seen: Observation) -> None:
+        for k, state in seen.states.items():
+            size = wide(state).abs()
+            absolute = size.double().sum((0, 1))
+            far = (size > FAR * seen.median(k)[..., None]).double().sum((0, 1))
+            if k in self.sums:
+                absolute, far = self.sums[k][0] + absolute, self.sums[k][1] + far
+            self.sums[k] = absolute, far
+            self.tokens += seen.tokens.numel()
+
+    def facts(self) -> DimensionKeys:
+        states = [self.sums[k] for k in sorted(self.sums)]
+        mean, share = (torch.stack(parts).sum(0).div(self.tokens).cpu() for parts in zip(*states, strict=True))
+        gains = [gain.double().abs().cpu() for gain in self.subject.gains.values()]
+        gain = torch.stack(gains).mean(0) if gains else None
+        median = max(float(mean.median()), 1e-30)
+        largest = [
+            DimensionFacts(
+                dimension=j,
+                mean=float(mean[j]),
+                ratio=float(mean[j]) / median,
+                share=float(share[j]),
+                gain=None if gain is None else float(gain[j]),
+            )
+            for j in mean.argsort(descending=True)[:SHOWN].tolist()
+        ]
+        median_gain = None if gain is None else float(gain.median())
+        return DimensionKeys(dimensions=DimensionProfile(median=median, median_gain=median_gain, largest=largest))
+
+    def findings(self, model: Model) -> list[Finding]:
+        return residual_sinks(model.dimensions)
+
+    @classmethod
+    def sentences(cls, model: Model) -> Iterable[Sentence]:
+        largest = model.dimensions.largest[0]
+        state = max(model.states, key=lambda s: s.largest[0].value)
+        yield Sentence(
+            80,
+            f"The largest dimension, {largest.dimension}, is {largest.ratio:.3g}× the median; the largest single value "
+            f"is {state.largest[0].value:.4g}, before {state.name}.",
+        )
+
+    @classmethod
+    def cells(cls, model: Model) -> Sequence[str]:
+        return [f"{model.dimensions.largest[0].ratio:.3g}×"]
+
+    @classmethod
+    def draw(cls, page: Page, models: Models) -> None:
+        section = page.section(
+            "Residual sinks",
+            "Dimensions that are large in nearly every token. Healthy: a flat line near 1. A few dimensions far above "
+            "the rest, with a small norm gain to undo it, rescale all the others and make the model hard to quantize.",
+        )
+        section.figure(_sizes(models), "Mean |h| over tokens and sublayers, the largest dimensions first.")
+        add_figure(
+            section, _gains(models), "Healthy: a cloud. Points to the lower right are sinks whose norm shuts them out."
+        )
+        section.table(
+            [
+                Column("model", numeric=False),
+                Column("dimension"),
+                Column("× median", "mean |h| over that of the median dimension"),
+                Column("far above in", "share of tokens in which it exceeds 8 times the token's median |h|"),
+                Column("norm gain", "mean |gain| over all norms, and the median dimension's"),
+            ],
+            [
+                [m.name, str(d.dimension), f"{d.ratio:.3g}", percent(d.share), _gain(d.gain, m.dimensions.median_gain)]
+                for m in models
+                for d in m.dimensions.largest[: 5 if len(models) == 1 else 3]
+            ],
+        )
+
+
+def residual_sinks(profile: DimensionProfile) -> list[Finding]:
+    """Dimensions that stand FAR medians above the rest in most tokens."""
+    sinks = [d for d in profile.largest if d.share >= MOST_TOKENS and d.ratio >= FAR]
+    return [
+        Finding(
+            kind="residual_sink",
+            where={"dimension": d.dimension},
+            words=f"dimension {d.dimension} is a residual sink: {d.ratio:.3g}× the median, far above it in "
+            f"{percent(d.share)} of tokens"
+            + ("" if d.gain is None else f", norm gain {d.gain:.2g} (median {profile.median_gain or 0:.2g})"),
+        )
+        for d in sinks
+    ]
+
+
+def _sizes(models: Models) -> Figure:
+    """Mean |h| of the largest dimensions, sorted, in medians."""
+    series = [
+        line(m.name, [(rank + 1, d.ratio) for rank, d in enumerate(m.dimensions.largest)], theme.colour(i + 1))
+        for i, m in enumerate(models)
+    ]
+    return curves(series, "dimensions, largest first", "mean |h| / median dimension's", log_y=True, height=340)
+
+
+def _gains(models: Models) -> Figure | None:
+    """Norm gain against size, a point for each of the largest dimensions."""
+    series = []
+    for i, m in enumerate(models):
+        known = sorted((d.ratio, d.gain) for d in m.dimensions.largest if d.gain is not None)
+        if known:
+            x, y = [ratio for ratio, _ in known], [max(gain, 1e-6) for _, gain in known]
+            series.append(Curve(m.name, x, y, theme.colour(i + 1), markers=True, lines=False))
+    if not series:
+        return None
+    return curves(series, "mean |h| / median dimension's", "mean |norm gain|", log_x=True, log_y=True, height=340)
+
+
+def _gain(gain: float | None, median: float | None) -> str:
+    return NONE if gain is None or median is None else f"{gain:.3g} ({median:.3g})"

@@ -1,0 +1,81 @@
+"""Mixtures of experts: how evenly the tokens spread over the experts of each layer."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from pydantic import Field
+
+from residua.config.settings import Frozen
+from residua.diagnose.metric import Mean, Metric, Model, Models, Sentence
+from residua.diagnose.observe import Observation, Subject
+from residua.diagnose.plots import numbers
+from residua.diagnose.text import Sample
+from residua.report import Page
+from residua.report.figures import heatmap
+
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
+
+
+class ExpertFacts(Frozen):
+    """The mixture of experts of one layer: the share of the tokens' choices that each expert got."""
+
+    layer: int
+    load: list[float]
+
+
+class ExpertKeys(Frozen):
+    """Every layer with experts."""
+
+    experts: list[ExpertFacts] = Field(default_factory=list)
+
+
+class Experts(Metric):
+    """Means over all tokens, by layer."""
+
+    keys = ExpertKeys
+    file_place, page_place = 90, 90
+
+    def __init__(self, subject: Subject, sample: Sample) -> None:
+        super().__init__(subject, sample)
+        self.layers: dict[int, Mean] = defaultdict(Mean)
+
+    def add(self, seen: Observation) -> None:
+        tokens = seen.tokens.numel()
+        for layer, load in seen.loads.items():
+            self.layers[layer].add(load.double() * tokens, tokens)
+
+    def facts(self) -> ExpertKeys:
+        layers = sorted(self.layers.items())
+        return ExpertKeys(experts=[ExpertFacts(layer=layer, load=mean.value().tolist()) for layer, mean in layers])
+
+    @classmethod
+    def sentences(cls, model: Model) -> Iterable[Sentence]:
+        if model.experts:
+            loads = [share * len(e.load) for e in model.experts for share in e.load]
+            unused = sum(load == 0 for load in loads)
+            beside = f"; {unused} of {len(loads)} are never chosen" if unused else ""
+            yield Sentence(
+                40, f"Experts carry {min(loads):.2f} to {max(loads):.2f} times their fair share of the tokens{beside}."
+            )
+
+    @classmethod
+    def draw(cls, page: Page, models: Models) -> None:
+        maps = {m.name: _map(m.experts) for m in models if m.experts}
+        if maps:
+            page.section(
+                "Expert load",
+                "How often each expert is chosen, 1 being its fair share. Healthy: all near 1 over enough text. An "
+                "expert near 0 is not used; one far above 1 does the work of several.",
+            ).tabs(maps)
+
+
+def _map(experts: list[ExpertFacts]) -> Figure:
+    """Layer × expert: the load, 1 being an expert's fair share."""
+    rows = [[share * len(e.load) for share in e.load] for e in experts]
+    layers = [str(e.layer) for e in experts]
+    bounds = (0.0, max(max(row) for row in rows))
+    return heatmap(rows, numbers(len(rows[0])), layers, "expert", "layer", "load, 1 is fair", bounds=bounds)

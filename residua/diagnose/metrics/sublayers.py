@@ -1,0 +1,212 @@
+"""What each sublayer hands over: the size of its output and of its gradients, and whether it is dead."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from residua.config.settings import Frozen
+from residua.diagnose.metric import Finding, Metric, Model, Models, Sentence
+from residua.diagnose.metrics.removal import AblationFacts
+from residua.diagnose.observe import Observation, Site, SiteKind, Subject
+from residua.diagnose.plots import add_tabs, by_layer
+from residua.diagnose.sentences import percent
+from residua.diagnose.text import Sample
+from residua.ops._runtime.numeric import wide
+from residua.report import Page
+
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
+
+GRADIENT_TOKENS = 512
+SILENT = 1e-3
+"""A sublayer is silent when its output is below this share of what it reads, both in RMS and in the median. The RMS
+alone would call any output small beside an outlier dimension; the median alone, one that goes to few dimensions."""
+NO_CHANGE = 1e-3
+"""A silent sublayer is dead when removing it changes the loss by less than this, in nats."""
+
+
+class SiteFacts(Frozen):
+    """One sublayer. Output RMS; the same relative to the RMS of what it read; median |output| relative to the median
+    |input|, which no outlier dimension decides; RMS of its parameters' gradients."""
+
+    index: int
+    layer: int
+    kind: SiteKind
+    name: str
+    output_rms: float | None = None
+    relative_rms: float | None = None
+    relative_median: float | None = None
+    gradient_rms: float | None = None
+
+
+class SiteKeys(Frozen):
+    """Every sublayer in the order they run."""
+
+    sites: list[SiteFacts]
+
+
+class Sublayers(Metric):
+    """Sizes are sqrt(mean y²) over all tokens, and the median of |y|, a mean over tokens; of outputs and of states."""
+
+    keys = SiteKeys
+    kinds = ("dead_layer", "dead_sublayer")
+    defect = "dead layer"
+    file_place, page_place = 10, 50
+
+    def __init__(self, subject: Subject, sample: Sample) -> None:
+        super().__init__(subject, sample)
+        self.outputs: dict[int, float] = defaultdict(float)
+        self.output_medians: dict[int, float] = defaultdict(float)
+        self.states: dict[int, float] = defaultdict(float)
+        self.state_medians: dict[int, float] = defaultdict(float)
+        self.tokens = 0
+        self.sites: list[SiteFacts] = []
+
+    def add(self, seen: Observation) -> None:
+        for k, output in seen.outputs.items():
+            y = wide(output)
+            self.outputs[k] += float(y.double().square().mean(-1).sum())
+            self.output_medians[k] += float(y.abs().median(-1).values.double().sum())
+        for k in seen.states:
+            self.states[k] += float(seen.mean_square(k).sum())
+            self.state_medians[k] += float(seen.median(k).double().sum())
+        self.tokens += seen.tokens.numel()
+
+    def facts(self) -> SiteKeys:
+        gradients = self._gradients()
+        self.sites = [self._site(site, gradients.get(site.index)) for site in self.subject.sites]
+        return SiteKeys(sites=self.sites)
+
+    def _site(self, site: Site, gradient: float | None) -> SiteFacts:
+        k = site.index
+        output = (self.outputs[k] / self.tokens) ** 0.5 if k in self.outputs else None
+        state = (self.states[k] / self.tokens) ** 0.5 if k in self.states else None
+        known = output is not None and state is not None
+        return SiteFacts(
+            index=k,
+            layer=site.layer,
+            kind=site.kind,
+            name=site.name,
+            output_rms=output,
+            relative_rms=None if output is None or not state else output / state,
+            relative_median=self.output_medians[k] / max(self.state_medians[k], 1e-30) if known else None,
+            gradient_rms=gradient,
+        )
+
+    def _gradients(self) -> dict[int, float]:
+        """By sublayer, sqrt(mean g²) over its parameters, of the loss of the first few tokens."""
+        subject, sample = self.subject, self.sample
+        device = next(subject.model.parameters()).device
+        tokens, targets = (t[:1, :GRADIENT_TOKENS].to(device) for t in (sample.tokens, sample.targets))
+        subject.model.zero_grad(set_to_none=True)
+        try:
+            with torch.enable_grad():
+                subject.loss(tokens, targets).backward()
+            return {site.index: rms for site in subject.sites if (rms := _gradient_rms(subject, site)) is not None}
+        except (RuntimeError, NotImplementedError) as error:
+            self.skipped.append(f"Gradients: the model's backward pass failed ({str(error).splitlines()[0]}).")
+            return {}
+        finally:
+            subject.model.zero_grad(set_to_none=True)
+
+    def suspects(self) -> Sequence[int]:
+        return _silent(self.sites)
+
+    def findings(self, model: Model) -> list[Finding]:
+        return _dead_layers(model.sites, model.ablations)
+
+    @classmethod
+    def sentences(cls, model: Model) -> Iterable[Sentence]:
+        known = [s for s in model.sites if s.output_rms]
+        if known:
+            first, largest = known[0], max(known, key=lambda s: s.output_rms or 0)
+            growth = model.states[-1].rms / model.states[0].rms if model.states[0].rms else float("inf")
+            yield Sentence(
+                60,
+                f"Outputs are largest at {largest.name} (RMS {largest.output_rms:.3g}, {first.name} "
+                f"{first.output_rms:.3g}); the {model.state_name} ends {growth:.3g}× as large as it begins.",
+            )
+        gradients: dict[str, float] = {s.name: s.gradient_rms for s in model.sites if s.gradient_rms}
+        if len(gradients) > 1:
+            most, least = max(gradients, key=lambda n: gradients[n]), min(gradients, key=lambda n: gradients[n])
+            yield Sentence(
+                100,
+                f"Gradients differ by a factor of {gradients[most] / gradients[least]:.3g}, largest at {most}, "
+                f"smallest at {least}.",
+            )
+
+    @classmethod
+    def draw(cls, page: Page, models: Models) -> None:
+        section = page.section(
+            "Magnitude per sublayer",
+            "Healthy: outputs of the same order from first to last. A steep climb means late layers must shout over a "
+            "growing stream; an output far below what it is added to changes nothing.",
+        )
+        views = {
+            "output": _curve(models, "output_rms", "output RMS"),
+            "relative to input": _curve(models, "relative_rms", "output RMS / input RMS"),
+        }
+        add_tabs(section, views)
+        gradient = _curve(models, "gradient_rms", "gradient RMS")
+        if gradient is not None:
+            page.section(
+                "Gradient per sublayer",
+                "RMS of the loss gradient over each sublayer's parameters. Healthy: a flat line; a first layer far "
+                "above the rest means depth is trained unevenly.",
+            ).figure(gradient)
+
+
+def _curve(models: Models, key: str, title: str) -> Figure | None:
+    def points(m: Model) -> list[tuple[float, float]]:
+        return [(s.index, value) for s in m.sites if (value := getattr(s, key))]
+
+    return by_layer(models, points, title, log=True, x="sublayer")
+
+
+def _gradient_rms(subject: Subject, site: Site) -> float | None:
+    gradients = [p.grad for p in subject.parameters_of(site) if p.grad is not None]
+    count = sum(g.numel() for g in gradients)
+    return (sum(float(g.double().square().sum()) for g in gradients) / count) ** 0.5 if count else None
+
+
+def _silent(sites: Sequence[SiteFacts]) -> list[int]:
+    """Sublayers whose output is tiny beside what they read; whether they are dead, removal tells."""
+    return [s.index for s in sites if _relative(s) < SILENT]
+
+
+def _relative(site: SiteFacts) -> float:
+    known = [share for share in (site.relative_rms, site.relative_median) if share is not None]
+    return max(known, default=float("inf"))
+
+
+def _dead_layers(sites: Sequence[SiteFacts], ablations: Sequence[AblationFacts]) -> list[Finding]:
+    """Layers all of whose sublayers are silent and whose removal changes nothing; single sublayers likewise."""
+    changes = {(a.kind, a.index): a.change for a in ablations}
+    dead = [k for k in _silent(sites) if abs(changes.get(("sublayer", k), 0.0)) < NO_CHANGE]
+    found = []
+    for layer in dict.fromkeys(s.layer for s in sites):
+        own = [s for s in sites if s.layer == layer]
+        if all(s.index in dead for s in own) and abs(changes.get(("layer", layer), 0.0)) < NO_CHANGE:
+            change = changes.get(("layer", layer))
+            found.append(Finding(kind="dead_layer", where={"layer": layer}, words=_dead(f"layer {layer}", own, change)))
+            continue
+        found += [
+            Finding(
+                kind="dead_sublayer",
+                where={"sublayer": s.index},
+                words=_dead(s.name, [s], changes.get(("sublayer", s.index))),
+            )
+            for s in own
+            if s.index in dead
+        ]
+    return found
+
+
+def _dead(name: str, sites: Sequence[SiteFacts], change: float | None) -> str:
+    relative = max(map(_relative, sites))
+    removed = "" if change is None else f", and removing it changes the loss by {change:+.4f}"
+    return f"{name} is dead: its output is {percent(relative)} of what it reads{removed}"

@@ -1,0 +1,133 @@
+"""A metric is one class: its value is in diagnosis.json, its sentence in the summary, its figure on the page."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from html import unescape
+from pathlib import Path
+
+import pytest
+
+from residua.config.settings import Frozen
+from residua.diagnose import Diagnosis, Finding, Metric, ModelDiagnosis, Sentence, metrics
+from residua.diagnose.api import write
+from residua.diagnose.metric import Model, Models
+from residua.diagnose.observe import Observation, Subject
+from residua.diagnose.plots import by_layer
+from residua.diagnose.schema import with_metrics
+from residua.diagnose.text import Sample
+from residua.report import Column, Page
+from tests.diagnose import planted
+
+
+class OffsetKeys(Frozen):
+    offset: list[float]
+
+
+class Offset(Metric):
+    """|mean h| of each state over tokens and dimensions."""
+
+    keys = OffsetKeys
+    kinds = ("offset_state",)
+    defect = "offset state"
+    columns = (Column("offset", "largest |mean h|"),)
+    page_place = 55
+
+    def __init__(self, subject: Subject, sample: Sample) -> None:
+        super().__init__(subject, sample)
+        self.sums = [0.0] * (len(subject.sites) + 1)
+        self.tokens = 0
+
+    def add(self, seen: Observation) -> None:
+        for k, state in seen.states.items():
+            self.sums[k] += float(state.double().mean(-1).sum())
+        self.tokens += seen.tokens.numel()
+
+    def facts(self) -> OffsetKeys:
+        return OffsetKeys(offset=[abs(total) / self.tokens for total in self.sums])
+
+    def findings(self, model: Model) -> list[Finding]:
+        far = [k for k, value in enumerate(model.offset) if value > 10]
+        return [Finding(kind="offset_state", where={"state": k}, words=f"state {k} is far from zero") for k in far]
+
+    @classmethod
+    def sentences(cls, model: Model) -> Iterable[Sentence]:
+        yield Sentence(5, f"States are off zero by up to {max(model.offset):.3f}.")
+
+    @classmethod
+    def cells(cls, model: Model) -> Sequence[str]:
+        return [f"{max(model.offset):.3f}"]
+
+    @classmethod
+    def draw(cls, page: Page, models: Models) -> None:
+        figure = by_layer(models, lambda m: list(enumerate(m.offset)), "|mean h|", x="read by sublayer")
+        assert figure is not None
+        page.section("Offset", "Healthy: near zero.").figure(figure, "One point for each state.")
+
+
+@pytest.fixture(scope="module")
+def made() -> ModelDiagnosis:
+    return planted.diagnosed(planted.control(), ablations="none", extra=(Offset,))
+
+
+@pytest.fixture
+def folder(made: ModelDiagnosis, tmp_path: Path) -> Path:
+    write(Diagnosis(models=[made, made.model_copy(update={"name": "twin"})]), tmp_path)
+    return tmp_path
+
+
+def test_its_value_is_in_the_file_and_reads_back(folder: Path, made: ModelDiagnosis) -> None:
+    offset = json.loads((folder / "diagnosis.json").read_text())["models"][0]["offset"]
+    first = planted.control().embed(planted.sample().tokens).detach()
+    assert len(offset) == 9 and offset[0] == pytest.approx(abs(float(first.double().mean())), rel=1e-6)
+    assert Diagnosis.read(folder / "diagnosis.json", extra=(Offset,)).models[0] == made
+    with pytest.raises(ValueError, match="is no diagnosis of version 1"):
+        Diagnosis.read(folder / "diagnosis.json")
+    assert "offset" in with_metrics((Offset,)).model_json_schema()["properties"]
+
+
+def test_its_sentence_is_in_the_summary(made: ModelDiagnosis) -> None:
+    assert made.summary[1].endswith("massive activation, dead layer or offset state was found.")
+    assert f"States are off zero by up to {max(made.offset):.3f}." == made.summary[2]
+
+
+def test_its_figure_and_column_are_on_the_page(folder: Path) -> None:
+    html = unescape((folder / "report.html").read_text(encoding="utf-8"))
+    titles = re.findall(r"<h2[^>]*>(.*?)</h2>", html)
+    assert titles[titles.index("Offset") - 1 : titles.index("Offset") + 2] == [
+        "Gradient per sublayer", "Offset", "Token and layer similarity",
+    ]  # fmt: skip
+    section = html[html.index('<section id="offset"') :]
+    assert 'class="plot"' in section and "One point for each state." in section
+    assert '<th scope="col" class="number">offset</th>' in html
+
+
+def test_its_findings_have_its_kind_and_others_are_refused() -> None:
+    model = planted.control()
+    model.embed.weight.data += 20
+    made = planted.diagnosed(model, ablations="none", extra=(Offset,))
+    assert {"kind": "offset_state", "where": {"state": 0}, "words": "state 0 is far from zero"} in [
+        finding.model_dump() for finding in made.findings
+    ]
+    assert "State 0 is far from zero" in " ".join(made.summary)
+    with pytest.raises(ValueError, match="findings"):
+        ModelDiagnosis.model_validate({key: value for key, value in made.model_dump().items() if key != "offset"})
+
+
+@pytest.fixture
+def metric_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A file of its own, as if it lay in residua/diagnose/metrics/."""
+    path = tmp_path / "added_metric.py"
+    path.write_text("from residua.diagnose.metric import Metric\n\n\nclass Added(Metric):\n    file_place = 25\n")
+    monkeypatch.setattr(metrics, "__path__", [*metrics.__path__, str(tmp_path)])
+    yield path
+    sys.modules.pop(f"{metrics.__name__}.{path.stem}", None)
+
+
+def test_a_file_in_the_folder_is_found_by_itself(metric_file: Path) -> None:
+    found = [metric.__name__ for metric in metrics.find_metrics()]
+    assert found[:4] == ["Sublayers", "States", "Added", "Similarity"]
+    assert len(found) == len(metrics.METRICS) + 1
