@@ -140,7 +140,7 @@ def _build(case: Case, device: torch.device, open_ranks: ExitStack) -> Step:
     if case.way is None:
         return build_step(model, case.config.train, device)
     from residua.distributed.mesh import one_rank
-    from residua.distributed.step import build_ranked_step
+    from residua.distributed.world import build_ranked_step
 
     mesh = open_ranks.enter_context(one_rank(device, case.config.parallel))
     return build_ranked_step(model, case.config, mesh, case.way)  # type: ignore[arg-type]

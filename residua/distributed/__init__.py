@@ -3,7 +3,7 @@
 All of it is applied from outside: the model and the trainer do not know how many ranks there are. In reading order:
 
 - `mesh`: starts the process group and arranges the ranks as a grid, pipeline × data × shard.
-- `world`: `Ranks`, what the trainer talks to instead of `train.world.World` when torchrun starts several processes.
+- `world`: `Ranks`, which the trainer is given instead of `train.world.World` when torchrun starts several processes.
 - `step`: the training step on several ranks. It overrides hooks of `train.step.Step`; its docstring gives the order.
 - `shard`: makes a model ready for a step, replicated on every rank or sharded over them.
 - `units`: groups of layers that FSDP2 gathers, and `torch.compile` compiles, one at a time.

@@ -1,10 +1,11 @@
-"""Muon on several ranks: every matrix is orthogonalised once, by one owner, while others are on their way.
+"""Muon on several ranks: every matrix is orthogonalised once, on one rank, its owner.
 
-Momentum and AdamW are elementwise: each rank updates the rows it has. Orthogonalisation needs a whole matrix. In turns,
-each rank is given one or a few matrices: the rows of the others come to it (all-to-all along the shards), it computes,
-and each rank gets its rows of the update back. Where there are copies of the model, each copy takes a part of the
-matrices and its result is broadcast to the others. Directions and updates travel in the type they are computed in,
-bf16 on a GPU, so the result is what one process computes.
+Momentum and AdamW are elementwise: each rank updates the rows it has. Orthogonalisation needs a whole matrix. It is
+done in turns. In each turn every rank owns one or a few matrices: it receives their rows from the other shards
+(all-to-all), orthogonalises them, and sends each shard its rows of the update. While it computes, the rows of the next
+turn are already being sent. If the model is replicated, each copy does a part of the matrices and broadcasts the result
+to the other copies. Directions and updates are sent in the type they are computed in, bf16 on a GPU, so the result is
+what one process computes.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from residua.storage.sharded import local
 from residua.train.optimizer import HybridOptimizer, Parts, Rows, Updates, orthogonal_updates
 from residua.train.polar import working_dtype
 
-# Elements that an owner works on in one turn: enough to fill a GPU, few enough that turns overlap.
+# Elements that an owner orthogonalises in one turn: enough to fill a GPU, few enough that turns overlap.
 TURN = 1 << 24
 
 
 class RankedOptimizer(HybridOptimizer):
-    """The optimizer of one process, on rows: the same updates."""
+    """The optimizer of one process on the rows of this rank, with the same updates."""
 
     def __init__(self, groups: Iterable[dict[str, Any]], mesh: Mesh) -> None:
         super().__init__(groups)
@@ -61,14 +62,14 @@ class RankedOptimizer(HybridOptimizer):
 
 
 def rows_of(rows: int, shards: int, shard: int) -> tuple[int, int]:
-    """The first row and the one behind the last that a shard has: FSDP2 cuts as `torch.chunk` does."""
+    """The rows [start, end) of a shard. FSDP2 divides rows as `torch.chunk` does."""
     size = -(-rows // shards)
     return min(rows, shard * size), min(rows, (shard + 1) * size)
 
 
 @dataclass(frozen=True)
 class _Task:
-    """A matrix, by number, and the rank that orthogonalises it."""
+    """A matrix, by number, and its owner: the shard of a copy of the model."""
 
     matrix: int
     copy: int
@@ -76,7 +77,7 @@ class _Task:
 
 
 def _turns(shapes: Sequence[torch.Size], copies: int, shards: int) -> list[list[_Task]]:
-    """Matrices dealt out to owners, the costly ones first, so that all owners of a turn have as much to do."""
+    """Deal matrices out to owners, the costly ones first, so that the owners of a turn have equal work."""
     owners = copies * shards
     order = sorted(range(len(shapes)), key=lambda i: (-prod(shapes[i]) * min(shapes[i][-2:]), i))
     turns: list[list[_Task]] = []
@@ -93,7 +94,7 @@ def _turns(shapes: Sequence[torch.Size], copies: int, shards: int) -> list[list[
 
 
 class _Turn:
-    """One round of the exchange. Made: rows are on their way to their owners."""
+    """One turn: the constructor sends rows to their owners, `compute` orthogonalises, `updates` receives the result."""
 
     def __init__(
         self,
@@ -109,7 +110,7 @@ class _Turn:
         self.copies = [[t for t in tasks if t.copy == copy] for copy in range(mesh.config.data)]
         mine = self.copies[mesh.data_rank]
         self.owned = [t.matrix for t in mine if t.shard == mesh.shard_rank]
-        # what each shard is to own, in its order; what arrives from each shard is its rows of what this rank owns
+        # sent: to each shard, our rows of the matrices it owns; received: from each shard, its rows of ours
         self.to_owners = [[t.matrix for t in mine if t.shard == shard] for shard in range(mesh.config.shard)]
         self.out_sizes = [sum(self._size(m, mesh.shard_rank) for m in ms) for ms in self.to_owners]
         self.in_sizes = [sum(self._size(m, shard) for m in self.owned) for shard in range(mesh.config.shard)]
@@ -117,7 +118,7 @@ class _Turn:
         self.received, self.work = self._exchange(sent, self.out_sizes, self.in_sizes)
 
     def compute(self) -> None:
-        """Orthogonalise what is this rank's; results are then on their way back."""
+        """Orthogonalise the matrices that this rank owns and start to send the results back."""
         _wait(self.work)
         found = {m: torch.empty(self.shapes[m], dtype=self.dtype, device=self.received.device) for m in self.owned}
         self._cut(found, self.received, write=False)
@@ -131,7 +132,7 @@ class _Turn:
         self.spread = self._spread()
 
     def updates(self) -> Iterator[Updates]:
-        """The update of this rank's rows of every matrix of the turn."""
+        """The updates for this rank's rows of every matrix of the turn."""
         by_scale: dict[float, tuple[list[Rows], list[Tensor]]] = {}
         for tasks, (buffer, work) in zip(self.copies, self.spread, strict=True):
             _wait(work)
@@ -148,7 +149,7 @@ class _Turn:
             yield rows_list, values_list, scale
 
     def _spread(self) -> list[tuple[Tensor, dist.Work | None]]:
-        """For every copy, its results: received by broadcast from the rank of that copy that has our rows."""
+        """For every copy of the model, its results, broadcast by the rank of that copy that has our rows."""
         if self.mesh.config.data == 1:
             return [(self.received, self.work)]
         _wait(self.work)
@@ -162,30 +163,30 @@ class _Turn:
         return buffers
 
     def _pieces(self, matrix: int, update: Tensor) -> Iterator[tuple[Rows, Tensor, float]]:
-        """The rows here of each part of a matrix, and the part's factor on the learning rate."""
+        """For each part of a matrix: its rows on this rank, their update, and its factor on the learning rate."""
         columns = self.shapes[matrix][-1]
-        first, behind = rows_of(self.shapes[matrix][0], self.mesh.config.shard, self.mesh.shard_rank)
+        start, end = rows_of(self.shapes[matrix][0], self.mesh.config.shard, self.mesh.shard_rank)
         for stop, count in zip(accumulate(self.parts[matrix]), self.parts[matrix], strict=True):
-            low, high = max(first, stop - count), min(behind, stop)
+            low, high = max(start, stop - count), min(end, stop)
             if low < high:
-                here = Rows(matrix, low - first, high - first)
+                here = Rows(matrix, low - start, high - start)
                 yield here, update[here.start : here.stop], max(1.0, count / columns) ** 0.5
 
     def _cut(self, matrices: dict[int, Tensor], buffer: Tensor, *, write: bool) -> None:
-        """Between whole matrices and a buffer that holds, shard after shard, the shard's rows of each."""
+        """Copy between whole matrices and a buffer that holds, shard after shard, that shard's rows of each matrix."""
         place = 0
         for shard in range(self.mesh.config.shard):
             for matrix, values in matrices.items():
-                first, behind = rows_of(self.shapes[matrix][0], self.mesh.config.shard, shard)
+                start, end = rows_of(self.shapes[matrix][0], self.mesh.config.shard, shard)
                 size = self._size(matrix, shard)
-                rows, flat = values[first:behind], buffer[place : place + size]
+                rows, flat = values[start:end], buffer[place : place + size]
                 flat.copy_(rows.flatten()) if write else rows.copy_(flat.view(rows.shape))
                 place += size
 
     def _size(self, matrix: int, shard: int) -> int:
         shape = self.shapes[matrix]
-        first, behind = rows_of(shape[0], self.mesh.config.shard, shard)
-        return (behind - first) * prod(shape[1:])
+        start, end = rows_of(shape[0], self.mesh.config.shard, shard)
+        return (end - start) * prod(shape[1:])
 
     def _flat(self, tensors: list[Tensor]) -> Tensor:
         if not tensors:

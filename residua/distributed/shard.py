@@ -1,4 +1,8 @@
-"""A model made ready for several ranks from outside: replicated by DDP, or cut into shards by FSDP2."""
+"""Prepares a model for several ranks, from outside: replicated by DDP, or sharded by FSDP2.
+
+`replicated_losses` and `shard_losses` + `sharded_entry` return what computes the losses of a micro-batch.
+`shard_slice` shards one stage of a pipeline.
+"""
 
 from __future__ import annotations
 
@@ -24,19 +28,20 @@ Losses = Callable[..., tuple[Tensor, Tensor, Any]]
 
 
 def whole(parameter: nn.Parameter) -> bool:
-    """Whether a parameter stays whole on every rank: FSDP2 cuts along the first axis, which a scalar has not."""
+    """Whether a parameter stays whole on every rank: FSDP2 shards the first axis, and a scalar has none."""
     return parameter.dim() == 0
 
 
 def shard_losses(model: Decoder, mesh: Mesh, precision: torch.dtype, z_loss: float) -> nn.Module:
-    """Cut every parameter into `parallel.shard` pieces of rows, gathered some layers at a time while they compute.
+    """Shard the rows of every parameter over `parallel.shard` ranks; layers are gathered a few at a time.
 
-    The layers' matrices are gathered in the precision they compute in. Their vectors, which are small and not rounded
-    on one process either, and what the layers share (embedding, head, topology, anchors) stay in the masters' and are
-    gathered once, as the outermost group. With `parallel.unit = "model"` there is that group alone: more memory, but
-    one gather and a model that compiles as a whole.
+    FSDP2 gathers in groups. The matrices of the layers are gathered a unit (see `units`) at a time, in the precision
+    they compute in. One root group holds the rest in float32 and is gathered once per step: the vectors of the layers,
+    which are small and not rounded on one process either, and what layers share (embedding, head, topology, anchors).
+    With `parallel.unit = "model"` the root group holds everything: more memory, but one gather, and the model compiles
+    as a whole.
 
-    Returns what computes the losses and is the root of all groups.
+    Returns the module that computes the losses, which is the root of all groups.
     """
     if mesh.config.unit == "layer":
         layered = LayeredLosses(model, z_loss)
@@ -47,15 +52,15 @@ def shard_losses(model: Decoder, mesh: Mesh, precision: torch.dtype, z_loss: flo
 
 
 def gives_back(mesh: Mesh) -> bool:
-    """Whether a unit is given back between its passes: a shard of one piece is as large as what is gathered from it."""
+    """Whether a unit is resharded after each pass. With one shard that saves nothing: the shard is the whole unit."""
     return mesh.config.shard > 1
 
 
 def kept_modules(root: nn.Module, mesh: Mesh) -> list[Any]:
-    """The groups that stay gathered through a step, their gradients whole until its end.
+    """The groups that stay gathered for a whole step; their gradients are reduced at its end.
 
-    The outermost one is: needed before the first layer and behind the last, it takes this memory in every micro-batch.
-    Units of layers are where that saves nothing.
+    The root group always is: it is needed before the first layer and after the last, so every micro-batch needs its
+    memory anyway. Units of layers are if resharding them saves nothing.
     """
     return [root] if gives_back(mesh) else [m for m in root.modules() if isinstance(m, FSDPModule)]
 
@@ -65,7 +70,7 @@ def _shard(
 ) -> None:
     narrow = MixedPrecisionPolicy(param_dtype=precision, reduce_dtype=torch.float32, cast_forward_inputs=False)
     wide = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
-    # one axis where there are no copies: FSDP2 takes two for copies of shards
+    # FSDP2 takes one axis for shards, two for replicated shards
     grid = mesh.grid["shard"] if mesh.config.data == 1 else mesh.grid["data", "shard"]
     left = left | {parameter for parameter in root.parameters() if whole(parameter)}
     roots = left | {parameter for parameter in root.parameters() if parameter.dim() == 1}
@@ -73,14 +78,14 @@ def _shard(
     for unit in units:
         fully_shard(unit, mesh=grid, mp_policy=narrow, ignored_params=roots, reshard_after_forward=gives_back(mesh))
         cut |= set(unit.parameters()) - roots
-    # the root knows the sublayers by other names as well
+    # the root also holds the sublayers under other names
     fully_shard(root, mesh=grid, mp_policy=wide, ignored_params=left | cut, reshard_after_forward=False)
     for parameter in left:
         parameter.data = parameter.data.to(mesh.device)
 
 
 class GatheredCopies(WorkingCopies):
-    """Working copies of a model that is gathered as a whole: its masters are what FSDP2 gathers into."""
+    """Working copies of a model that is gathered as a whole; their masters are FSDP2's gathered parameters."""
 
     def __init__(self, root: Any, dtype: torch.dtype) -> None:
         self._root = root
@@ -94,7 +99,7 @@ class GatheredCopies(WorkingCopies):
 
 
 def sharded_entry(root: Any, compiled: bool, z_loss: float, copies: WorkingCopies | None) -> Losses:
-    """The losses of a sharded model, compiled where no gather happens: in each unit, or the whole model."""
+    """What computes the losses of a sharded model, compiled between gathers: each unit, or the whole model."""
     if isinstance(root, LayeredLosses):
         if compiled:
             root.compile_parts()
@@ -108,7 +113,7 @@ def sharded_entry(root: Any, compiled: bool, z_loss: float, copies: WorkingCopie
 
 
 class _Entry(nn.Module):
-    """The losses as a module's forward pass: what DDP can wrap."""
+    """The losses as the forward pass of a module, which DDP can wrap."""
 
     def __init__(self, model: Decoder, losses: Losses) -> None:
         super().__init__()
@@ -119,12 +124,12 @@ class _Entry(nn.Module):
 
 
 def replicated_losses(model: Decoder, compiled: bool, mesh: Mesh, z_loss: float) -> DistributedDataParallel:
-    """The losses of a model that every rank has a copy of; DDP adds up its gradients while they are computed."""
+    """What computes the losses of a replicated model; DDP reduces gradients while the backward pass runs."""
     losses: Losses = partial(model.routed_losses, z_loss=z_loss)
     entry = _Entry(model, compile_rewritten(losses) if compiled else losses)
     return DistributedDataParallel(entry, process_group=mesh.data, gradient_as_bucket_view=True)
 
 
 def shard_slice(module: Slice, mesh: Mesh, precision: torch.dtype, shared: Sequence[nn.Parameter]) -> None:
-    """As `shard_losses`, for one stage of a pipeline; what several stages share stays whole."""
+    """As `shard_losses`, for one stage of a pipeline; parameters that several stages share stay whole."""
     _shard(module, module.units if mesh.config.unit == "layer" else (), mesh, precision, set(shared))

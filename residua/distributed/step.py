@@ -1,10 +1,21 @@
-"""The training step on several ranks: the same loss and the same update as on one."""
+"""The training step on several ranks: the same loss and the same update as on one process.
+
+The order of a step is that of `train.step.Step`; the classes here override its hooks. All ranks do at the same time:
+
+1. Count the targets of the step and sum the count over the ranks: the loss is the mean over the targets of all ranks.
+2. For each of this rank's micro-batches: forward and backward. DDP (`ReplicatedStep`) and FSDP2 (`ShardedStep`) reduce
+   gradients over the ranks during the backward pass of the last micro-batch; before that they stay on the rank.
+3. Reduce the gradients that DDP and FSDP2 do not handle, then clip all gradients by one norm over all ranks.
+4. Update. Each rank updates the rows it has; Muon orthogonalises each matrix on one rank (`optimizer`).
+
+A `PipelinedStep` (in `pipeline.step`) differs in 2: a schedule moves the micro-batches through stages on other ranks.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -23,14 +34,12 @@ from residua.train.step import Step, Totals, resolve
 if TYPE_CHECKING:
     from residua.model.decoder import Decoder
 
-Way = Literal["replicate", "shard", "pipeline"]
-
 
 class RankedStep(Step):
     """What replicated, sharded and pipelined steps have in common.
 
-    DDP and FSDP2 average gradients over the ranks that have different micro-batches. The step's loss is a sum of
-    parts, each a share of the whole batch: times the number of ranks, the average is that sum.
+    DDP and FSDP2 average gradients over the ranks that have different micro-batches, but the loss of a step is a sum
+    over them. So each rank multiplies its loss by the number of ranks before the backward pass.
     """
 
     capturable = False
@@ -43,7 +52,10 @@ class RankedStep(Step):
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> tuple[float, int]:
-        """As on one rank. All ranks compute equally often: one without a batch repeats the first, for nothing."""
+        """Mean cross-entropy over all batches, as on one process.
+
+        Idle ranks rerun batch 0 with weight 0 so that collectives match.
+        """
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         if self._copies is not None:
             self._copies.refresh()
@@ -56,7 +68,7 @@ class RankedStep(Step):
         return total / targets, int(targets)
 
     def totals(self) -> Totals:
-        """The sums over all ranks; every rank must ask. What is the same everywhere counts on rank 0."""
+        """The sums over all ranks; every rank must call it. Norm and step count, equal on all, count on rank 0 only."""
         summed = self._totals.clone()
         if self.mesh.rank:
             summed[2:] = 0
@@ -79,7 +91,7 @@ class RankedStep(Step):
 
     @torch.no_grad()
     def _clip(self) -> Tensor:
-        """One norm over all gradients, whichever rank has them: each element counts once."""
+        """Clip by one norm over the gradients of all ranks, in which each element counts once."""
         self._complete_gradients()
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         counted = [local(p.grad) for p in self._parameters if p.grad is not None and self._counts(p)]
@@ -94,15 +106,15 @@ class RankedStep(Step):
         return norm
 
     def _counts(self, parameter: Tensor) -> bool:
-        """Whether this rank's part of a parameter is in no other rank's count."""
+        """Whether this rank adds its part of a parameter to the norm: of equal copies, one rank does."""
         return isinstance(parameter, DTensor) or self.mesh.shard_rank == 0
 
     def _complete_gradients(self) -> None:
-        """Add up what the engine did not."""
+        """Reduce the gradients that DDP or FSDP2 did not; before clipping."""
 
 
 class ReplicatedStep(RankedStep):
-    """A copy of the model on every rank."""
+    """A copy of the model on every rank (DDP)."""
 
     def __init__(self, model: Decoder, config: RunConfig, mesh: Mesh) -> None:
         super().__init__(model.to(mesh.device), config, mesh)
@@ -116,7 +128,7 @@ class ReplicatedStep(RankedStep):
 
 
 class ShardedStep(RankedStep):
-    """A piece of every matrix on every rank; where there are copies as well, the same piece in each."""
+    """A shard of every parameter on every rank (FSDP2); with `data` > 1 the shards are replicated."""
 
     def __init__(self, model: Decoder, config: RunConfig, mesh: Mesh) -> None:
         self._completes = True
@@ -128,7 +140,7 @@ class ShardedStep(RankedStep):
         return sharded_entry(self._root, self.compiled, config.z_loss, self._copies)
 
     def _build_copies(self, config: TrainConfig) -> GatheredCopies | None:
-        """For the model as one unit; units of layers are gathered in the products' precision."""
+        """Only if the model is gathered as one unit: units of layers are gathered in the compute precision already."""
         rounded = self.precision is not torch.float32 and config.recompute == "none"
         return GatheredCopies(self._root, self.precision) if rounded and self.parallel.unit == "model" else None
 
@@ -144,15 +156,3 @@ class ShardedStep(RankedStep):
         for parameter in self._parameters:
             if parameter.grad is not None and not isinstance(parameter, DTensor):
                 self.mesh.over_batch(parameter.grad.div_(self.ranks))
-
-
-def build_ranked_step(model: Decoder, config: RunConfig, mesh: Mesh, way: Way | None = None) -> RankedStep:
-    """The step that the mesh calls for; `way` insists on one, also where its axis has a single rank."""
-    parallel = config.parallel
-    found: Way = "pipeline" if parallel.pipeline > 1 else "shard" if parallel.shard > 1 else "replicate"
-    way = way or found
-    if way == "pipeline":
-        from residua.distributed.pipeline.step import PipelinedStep
-
-        return PipelinedStep(model, config, mesh)
-    return {"replicate": ReplicatedStep, "shard": ShardedStep}[way](model, config, mesh)

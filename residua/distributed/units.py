@@ -1,4 +1,4 @@
-"""The units that FSDP2 gathers: some transformer layers and the junctions behind their sublayers, called as one."""
+"""The units that FSDP2 gathers: a few transformer layers and the junctions after their sublayers, called as one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def divide(sublayers: Sequence[nn.Module]) -> list[range]:
-    """The sublayers of each unit: whole layers, as few as have `SMALLEST_UNIT` parameters; what is left is the last."""
+    """The sublayers of each unit: whole layers, as few as have `SMALLEST_UNIT` parameters; the last may have fewer."""
     units, first, size = [], 0, 0
     for end in range(2, len(sublayers) + 1, 2):
         size += sum(p.numel() for sublayer in sublayers[end - 2 : end] for p in sublayer.parameters())
@@ -32,11 +32,11 @@ def divide(sublayers: Sequence[nn.Module]) -> list[range]:
 
 
 class Carried:
-    """The topology's state on its way past FSDP2's hooks, which would take its tensors for inputs of the unit.
+    """Hides the state of the topology from FSDP2's hooks, which would treat its tensors as inputs of the unit.
 
-    They look into tuples and dataclasses, so this is neither. The unit's input is one of them in most topologies. It
-    comes back from the hooks as another tensor, so its places are left empty: read from both, it would get two
-    gradients to be added up.
+    The hooks look into tuples and dataclasses, so this is neither. In most topologies the input h of the unit is one of
+    the state's tensors, and the hooks replace h by another tensor. So its places in the state are left empty and filled
+    with the new h inside the unit; otherwise h would be read from two tensors, and their gradients would be added.
     """
 
     def __init__(self, h: Tensor, state: State) -> None:
@@ -47,22 +47,22 @@ class Carried:
 
 
 class Unit(nn.Module):
-    """Sublayers k, k+1 … of a decoder, each with the junction behind it, without the last one if not `closed`."""
+    """Sublayers k, k+1 … of a decoder, each with the junction after it; if not `closed`, without the last junction."""
 
     def __init__(self, first: int, sublayers: Sequence[nn.Module], topology: Topology, *, closed: bool = True) -> None:
         super().__init__()
         self.first, self.sublayers, self.closed = first, nn.ModuleList(sublayers), closed
-        self._shared = (topology,)  # in a tuple: its parameters belong to no unit
+        self._shared = (topology,)  # in a tuple, so that its parameters belong to no unit
         self.run = self._run
 
     def forward(self, h: Tensor, anchors: Anchors, context: Context, carried: Carried) -> tuple[Any, ...]:
-        """The next unit's input, or the last output where not `closed`; the anchors; routing, if there was any."""
+        """The next unit's input (if not `closed`, the last output), the anchors, and routing if there was any."""
         h, state, anchors, routed = self.run(h, carried.with_input(h), anchors, context)
         carried.state = state
         return h, anchors, *routed
 
     def compile_parts(self) -> None:
-        """Compile sublayers and junctions together, or where the state is bound to this process, the sublayers."""
+        """Compile sublayers and junctions together; if the state is bound to this process, only the sublayers."""
         allow_recompiling(self.first + len(self.sublayers))
         if build_cut(self._shared[0]).plain:
             self.run = compile_apart(self._run)
@@ -87,7 +87,7 @@ class Unit(nn.Module):
 def pass_through(
     units: Iterable[nn.Module], h: Tensor, state: State, anchors: Anchors, context: Context
 ) -> tuple[Tensor, State, Anchors, list[Routing]]:
-    """One unit after the other: the last one's h, state and anchors, and how mixtures of experts routed."""
+    """Call the units in order: h, state and anchors after the last, and the routing of mixtures of experts."""
     routed: list[Routing] = []
     for unit in units:
         carried = Carried(h, state)
@@ -98,7 +98,7 @@ def pass_through(
 
 
 def compile_apart(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a method of one of many like objects."""
+    """Compile a method of one of many similar objects, so that they do not count as recompilations of each other."""
 
     def call(*args: Any) -> Any:
         return function(*args)
@@ -107,7 +107,7 @@ def compile_apart(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class LayeredLosses(nn.Module):
-    """`Decoder.routed_losses` a unit at a time; what all layers share is its own."""
+    """`Decoder.routed_losses`, one unit at a time; holds what all layers share."""
 
     def __init__(self, model: Decoder, z_loss: float) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ class LayeredLosses(nn.Module):
         return cross_entropy, z, Routing.stack(routed) if routed else None
 
     def compile_parts(self) -> None:
-        """Compile where no gather happens: in each unit, before the first and behind the last."""
+        """Compile between gathers: each unit, and what comes before the first and after the last."""
         for unit in self.units:
             unit.compile_parts()  # type: ignore[operator]
         if build_cut(self.model.topology).plain:

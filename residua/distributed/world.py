@@ -1,12 +1,13 @@
-"""The world of a run on several processes."""
+"""A run on several processes, as the trainer sees it: `Ranks` has the methods of `train.world.World`."""
 
 from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,8 @@ import torch.distributed as dist
 from residua.config.run import RunConfig
 from residua.distributed.heartbeat import Heartbeat, lost_a_peer
 from residua.distributed.mesh import Mesh, Processes, job_store
-from residua.distributed.step import build_ranked_step
+from residua.distributed.pipeline.step import PipelinedStep
+from residua.distributed.step import RankedStep, ReplicatedStep, ShardedStep
 from residua.machine import choose_device
 from residua.model.decoder import Decoder, build
 from residua.storage.checkpoint import what_is_left
@@ -28,7 +30,7 @@ T = TypeVar("T")
 
 
 class Ranks(World):
-    """The processes that torchrun started, seen from one of them. Rank 0 leads: it owns the run's folder."""
+    """The processes that torchrun started, seen from one of them. Rank 0 leads: it owns the folder of the run."""
 
     def __init__(self, processes: Processes, mesh: Mesh, config: RunConfig) -> None:
         super().__init__(processes.device)
@@ -37,6 +39,7 @@ class Ranks(World):
         self.batch_rank, self.batch_ranks = mesh.batch_rank, config.parallel.batch_ranks
         self.folder: Path | None = None
         self.saver = Saver()
+        # a connection of its own: that of the process group is busy while a collective waits
         store = job_store("heartbeat", timedelta(seconds=30))
         self.heartbeat = Heartbeat(store, mesh.rank, mesh.size, config.parallel.patience, self._advice())
 
@@ -59,13 +62,14 @@ class Ranks(World):
                 self.processes.stop()
 
     def _leave_to_leader(self, code: int) -> None:
-        """What all ranks found, one of them says; the first to end would end it before it could."""
+        """End without a word, after rank 0: it prints why, and torchrun would end it if another rank ended first."""
         if not self.leads:
             self.heartbeat.outlast(rank=0)
             raise SystemExit(code)
 
     def _explain(self, error: Exception) -> None:
-        # torchrun now asks every rank to end, and would have the last word
+        """Say why this rank fails: for its own reason, or because another rank died."""
+        # torchrun now sends SIGTERM to every rank, and this one must still find and print the reason
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if not lost_a_peer(error):
             self.heartbeat.fail(f"{type(error).__name__}: {error}".splitlines()[0])
@@ -82,32 +86,30 @@ class Ranks(World):
     def open_run(self, folder: Path, config: RunConfig, *, resume: bool) -> Run:
         self.folder = folder
         self.heartbeat.advice = self._advice()
-        if not self.leads:
-            self._follow_leader(None)
-            return FollowedRun(folder, config)
-        try:
-            run = super().open_run(folder, config, resume=resume)
-        except (ValueError, OSError) as error:
-            self._follow_leader(str(error))
-            raise
-        self._follow_leader(None)
-        return run
+        if self.leads:
+            return self._lead(partial(super().open_run, folder, config, resume=resume))
+        self._follow()
+        return FollowedRun(folder, config)
 
     def leader_first(self, work: Callable[[], T]) -> T:
-        if not self.leads:
-            self._follow_leader(None)
-            return work()
+        if self.leads:
+            return self._lead(work)
+        self._follow()
+        return work()
+
+    def _lead(self, work: Callable[[], T]) -> T:
+        """On rank 0: do the work and tell the others, which wait in `_follow`, whether it failed."""
         try:
             made = work()
         except (ValueError, OSError) as error:
-            self._follow_leader(str(error))
+            self._broadcast(str(error))
             raise
-        self._follow_leader(None)
+        self._broadcast(None)
         return made
 
-    def _follow_leader(self, problem: str | None) -> None:
-        """Go on together, or not: the leader's own words are enough."""
-        if self._broadcast(problem) is not None:
+    def _follow(self) -> None:
+        """Wait for the work of rank 0. If it failed, end and leave it to rank 0 to print the reason."""
+        if self._broadcast(None) is not None:
             self._leave_to_leader(2)
 
     def from_leader(self, work: Callable[[], T]) -> T:
@@ -125,7 +127,7 @@ class Ranks(World):
         dist.all_reduce(heard, dist.ReduceOp.MAX)
         return int(heard) or None
 
-    def build_step(self, config: RunConfig) -> Step:
+    def build_step(self, config: RunConfig) -> RankedStep:
         return build_ranked_step(build(config.model), config, self.mesh)
 
     def save(self, run: Path, number: int, step: Step, state: Mapping[str, Any], keep: int) -> None:
@@ -146,6 +148,17 @@ class Ranks(World):
         sizes = f"data {parallel.data} × shard {parallel.shard} × pipeline {parallel.pipeline}"
         stages = f", {parallel.stages} stages, {parallel.schedule}" if parallel.pipeline > 1 else ""
         return f"{sizes}{stages}"
+
+
+Way = Literal["replicate", "shard", "pipeline"]
+STEPS: dict[Way, type[RankedStep]] = {"replicate": ReplicatedStep, "shard": ShardedStep, "pipeline": PipelinedStep}
+
+
+def build_ranked_step(model: Decoder, config: RunConfig, mesh: Mesh, way: Way | None = None) -> RankedStep:
+    """The step for a mesh; `way` chooses one even if its axis has a single rank."""
+    parallel = config.parallel
+    found: Way = "pipeline" if parallel.pipeline > 1 else "shard" if parallel.shard > 1 else "replicate"
+    return STEPS[way or found](model, config, mesh)
 
 
 def open_world(config: RunConfig) -> World:

@@ -28,7 +28,7 @@ def losses(step: Step, config: RunConfig) -> list[float]:
 @pytest.mark.parametrize("preset", ["tiny", "tiny-block", "tiny-full", "tiny-mgr", "tiny-exo"])
 def test_one_rank_trains_as_no_ranks(preset: str, way: Any) -> None:
     from residua.distributed.mesh import one_rank
-    from residua.distributed.step import build_ranked_step
+    from residua.distributed.world import build_ranked_step
 
     device = torch.device("cuda")
     config = RunConfig.find(preset).override(["train.micro_batch=2", "train.accumulate=2", "train.compile=off"])

@@ -13,7 +13,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from residua.distributed import shard, units
 from residua.distributed.mesh import one_rank
-from residua.distributed.step import build_ranked_step
+from residua.distributed.world import build_ranked_step
 from tests.distributed.cases import ACCUMULATE, batches, run_config
 from tests.distributed.compare import assert_same_training
 from tests.distributed.worker import make, single, trace

@@ -101,5 +101,5 @@ def test_rows_are_cut_as_fully_shard_cuts_them(rows: int, shards: int) -> None:
 
     parts = torch.arange(rows).chunk(shards)
     for shard in range(shards):
-        first, behind = rows_of(rows, shards, shard)
-        assert list(range(first, behind)) == (parts[shard].tolist() if shard < len(parts) else [])
+        start, end = rows_of(rows, shards, shard)
+        assert list(range(start, end)) == (parts[shard].tolist() if shard < len(parts) else [])

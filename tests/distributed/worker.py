@@ -21,7 +21,7 @@ from residua.distributed import optimizer, units
 from residua.distributed.mesh import Mesh, Processes
 from residua.distributed.pipeline import stage
 from residua.distributed.pipeline.step import PipelinedStep
-from residua.distributed.step import build_ranked_step
+from residua.distributed.world import build_ranked_step
 from residua.train.step import Step
 from tests.distributed.cases import ACCUMULATE, STEPS, batches, perturb, run_config
 
