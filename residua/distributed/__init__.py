@@ -9,6 +9,7 @@ All of it is applied from outside: the model and the trainer do not know how man
 - `units`: groups of layers that FSDP2 gathers, and `torch.compile` compiles, one at a time.
 - `optimizer`: Muon on several ranks; each matrix is orthogonalised on one of them.
 - `heartbeat`: finds a rank that died or hangs, and names it.
+- `convert`: turns the checkpoint of several ranks into the files of one process.
 - `pipeline/`: stages of the model on different ranks: where it is divided (`stage_boundary`), what is sent
   (`transport`, `traffic`), one stage (`stage`), parameters that several stages use (`shared_parameters`), and the step.
 """

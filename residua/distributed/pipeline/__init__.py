@@ -1,1 +1,1 @@
-"""Pipeline parallelism: where a model is cut, what crosses, and the schedule that drives the stages."""
+"""Pipeline parallelism: stages of the model on different ranks, what they send each other, and the schedule."""

@@ -1,4 +1,4 @@
-"""Parameters that are on several ranks of a pipeline: each computes a part of the gradient, all apply the sum."""
+"""Parameters that several ranks of a pipeline use: each computes a part of the gradient, all apply the sum."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 class SharedParameters:
-    """The topology's parameters and ExoFormer's projections on every rank, a tied embedding on the first and last.
+    """Every rank has the parameters of the topology; the first and the last have a tied embedding.
 
-    The projections are shared only where stages make anchors again; otherwise the first stage alone uses them.
+    Every rank has ExoFormer's projections if stages recompute anchors; otherwise only the first stage uses them.
     """
 
     def __init__(self, model: Decoder, mesh: Mesh, recompute_anchors: bool) -> None:
@@ -32,13 +32,13 @@ class SharedParameters:
         self.tied = model.unembed is None and mesh.config.pipeline > 1
 
     def counts(self, parameter: nn.Parameter) -> bool:
-        """Whether a parameter counts on this rank: what is on several counts on the first."""
+        """Whether this rank adds a parameter to the gradient norm: of a shared one, the first rank does."""
         if parameter in self._known or (self.tied and parameter is self._embedding()):
             return self.mesh.pipeline_rank == 0
         return True
 
     def complete(self, whole: Sequence[nn.Parameter], ranks: int) -> None:
-        """Add up gradients: of shared parameters over depth, of `whole` ones over ranks with other micro-batches."""
+        """Reduce gradients: of shared parameters over the pipeline, of unsharded (`whole`) ones over the batch."""
         if self.mesh.config.pipeline > 1:
             self._add(self.parameters, self.mesh.pipeline)
             self._add_tied()
@@ -48,7 +48,7 @@ class SharedParameters:
             torch._foreach_div_([cast(Tensor, p.grad) for p in whole], ranks)
 
     def _add(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
-        """Sum gradients over a group, in one message; a rank that has none adds zero."""
+        """Sum gradients over a group in one message; a rank that has no gradient adds zero."""
         if group.size() == 1 or not parameters:
             return
         for parameter in parameters:
@@ -79,5 +79,5 @@ class SharedParameters:
         local(embedding.grad).add_(other)
 
     def _embedding(self) -> Tensor | None:
-        # looked up each time: sharding puts another parameter in its place
+        # looked up each time: sharding replaces the parameter
         return None if self.model.embed is None else self.model.embed.weight

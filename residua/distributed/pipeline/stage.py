@@ -27,7 +27,7 @@ PASSIVE = ("anchor.", "output.", EMBEDDING)
 
 
 def slice_layers(layers: int, stages: int) -> list[range]:
-    """The sublayers of each stage: whole layers, as equal as can be, the first stages having one more."""
+    """The sublayers of each stage: whole layers, divided equally; the first stages have one more if needed."""
     sizes = [layers // stages + (i < layers % stages) for i in range(stages)]
     ends = [2 * sum(sizes[: i + 1]) for i in range(stages)]
     return [range(end - 2 * size, end) for size, end in zip(sizes, ends, strict=True)]
@@ -44,9 +44,9 @@ class Settings:
 
 
 class Slice(nn.Module):
-    """The sublayers of one stage and the junctions behind them; the first embeds, the last has norm and head.
+    """The sublayers of one stage and the junctions after them; the first embeds, the last has norm and head.
 
-    Its parameters are the decoder's own modules, so they keep their names there.
+    It uses the modules of the decoder itself, so parameters keep their names there.
     """
 
     def __init__(
@@ -65,14 +65,14 @@ class Slice(nn.Module):
         self.embed = model.embed if self.first or (self.last and model.unembed is None) else None
         self.norm = model.norm if self.last else None
         self.unembed = model.unembed if self.last else None
-        # helpers of the decoder that read its configuration alone
+        # a method of the decoder that only reads its configuration
         self._rotary = model._rotary
         self.body = self._body
 
     def forward(self, *received: Tensor, batch: Tensor, **given: Tensor) -> Any:
-        """One micro-batch, number `batch`: the tensors it is sent in, those to send on out; the last returns losses.
+        """One micro-batch, number `batch`: received tensors in, tensors to send out.
 
-        `given`: segments and targets [B, T], where there are any.
+        The first stage takes tokens [B, T], the last returns the losses. `given`: segments and targets [B, T], if any.
         """
         number = int(batch)
         tokens = received[0] if self.first else None
@@ -88,7 +88,7 @@ class Slice(nn.Module):
         return (hold(sent[0], held), *sent[1:])
 
     def compile_parts(self, *, whole: bool) -> None:
-        """Compile the computation, or where it is gathered a unit at a time, each of those."""
+        """Compile the `whole` computation, or each unit if FSDP2 gathers them one at a time."""
         if whole:
             self.body = compile_rewritten(self._body)
             return
@@ -102,7 +102,7 @@ class Slice(nn.Module):
     def _body(
         self, items: Items, tokens: Tensor | None, segments: Tensor | None = None, targets: Tensor | None = None
     ) -> Items:
-        """The computation itself: what can be compiled."""
+        """The computation itself, without communication: it can be compiled."""
         with self._autocast():
             h, state, anchors, constant = self._begin(items, tokens)
             context = Context(self._rotary(h[..., 0]), segments)
@@ -112,7 +112,7 @@ class Slice(nn.Module):
             return self.cut.close(self.range.stop - 1, h, state) | self._onward(anchors, constant)
 
     def _begin(self, items: Items, tokens: Tensor | None) -> tuple[Tensor, Any, tuple[Tensor, ...], Tensor | None]:
-        """The first sublayer's input, the state, the anchors, and the embedding where it must be sent on."""
+        """The input of the first sublayer, the state, the anchors, and the embedding if it must be sent on."""
         if tokens is not None:
             x = self._embedded(tokens)
             h, state = self.topology.open(x) if self.last else self.cut.begin(x)
@@ -149,9 +149,9 @@ class Slice(nn.Module):
 
 
 class Stage(PipelineStage):
-    """PyTorch's stage with two additions: it counts what it sends, and holds receive buffers only while they are used.
+    """PyTorch's stage with two additions: it counts the bytes it sends, and frees receive buffers after use.
 
-    The stock stage keeps a buffer per micro-batch and tensor for the whole run.
+    PyTorch's own keeps a buffer per micro-batch and tensor for the whole run.
     """
 
     sent_forward = sent_backward = 0
@@ -189,12 +189,12 @@ class Stage(PipelineStage):
         self._remake(infos, self.device)
 
     def _drop(self, infos: Sequence[Any]) -> None:
-        # a tensor without memory and not None: PyTorch 2.11 clears the gradients of all buffers
+        # a tensor without memory, not None: PyTorch 2.11 clears the gradients of all buffers
         self._remake(infos, torch.device("meta"))
 
     def _remake(self, infos: Sequence[Any], device: torch.device) -> None:
         for info in infos:
-            old = getattr(info, "buffer", None)  # the first stage is given its tokens and has none
+            old = getattr(info, "buffer", None)  # the first stage has none: it is given its tokens
             if old is not None and old.device.type != device.type:
                 info.buffer = torch.empty(old.shape, dtype=old.dtype, device=device, requires_grad=old.requires_grad)
 

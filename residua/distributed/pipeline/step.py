@@ -1,4 +1,14 @@
-"""The training step on a pipeline: stages of the model on different ranks, micro-batches flowing through them."""
+"""The training step on a pipeline: stages of the model on different ranks.
+
+A step, on every rank at the same time (compare `distributed.step`):
+
+1. Count the targets of the step and sum the count over the ranks with other micro-batches.
+2. `_flow` gives all micro-batches to the schedule of torch.distributed.pipelining (GPipe, 1F1B or interleaved 1F1B). It
+   runs the forward and backward passes of this rank's stages and sends activations and gradients between ranks. The
+   first stage is given the tokens, the last stage computes the losses, and `_loss` weighs them.
+3. Reduce the gradients of shared parameters over the pipeline, then clip by one norm over all ranks.
+4. Update the parameters of this rank's stages.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +40,10 @@ SCHEDULES: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 
 
 class PipelinedStep(RankedStep):
-    """A part of the depth on every rank; each part may be copied (data) or sharded besides.
+    """A part of the layers on every rank; each part may also be replicated (data) or sharded.
 
-    A step's micro-batches all flow in one go. Parameters that several stages use (the topology's, a tied embedding,
-    ExoFormer's projections where they are made again) are on each of them, and their gradients are added up.
+    Parameters that several stages use (see `shared_parameters`) are on each of these ranks, and their gradients are
+    summed.
     """
 
     def __init__(self, model: Decoder, config: RunConfig, mesh: Mesh) -> None:
@@ -65,7 +75,7 @@ class PipelinedStep(RankedStep):
         super().__init__(model, config.model_copy(update={"train": _plain(recipe)}), mesh)
 
     def _entry(self, config: TrainConfig) -> Callable[..., Any]:
-        """Not called: a schedule runs the stages. This makes it."""
+        """Build the stages and their schedule, which runs instead of the entry that is returned."""
         for module in self.modules if self.compiled else ():
             module.compile_parts(whole=self.parallel.shard == 1 or self.parallel.unit == "model")
         self.stages = [
@@ -80,7 +90,7 @@ class PipelinedStep(RankedStep):
         return lambda *_, **__: None
 
     def _examples(self, i: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """What a stage receives and returns, without memory."""
+        """Tensors without memory, shaped like what stage i receives and returns."""
         shape = (self.config.train.micro_batch, self.config.sequence)
 
         def travelling(names: Sequence[str], cut: int) -> tuple[Tensor, ...]:
@@ -107,7 +117,10 @@ class PipelinedStep(RankedStep):
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> tuple[float, int]:
-        """As on one rank, in groups that fill the pipeline; what is missing from the last is a batch that counts 0."""
+        """Mean cross-entropy over all batches, as on one process, in groups that fill the pipeline.
+
+        The last group is filled up with batch 0 at weight 0.
+        """
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         self._validation = sums[0]
         for first in range(0, len(batches), self.flowing * self.ranks):
@@ -122,12 +135,12 @@ class PipelinedStep(RankedStep):
         return total / targets, int(targets)
 
     def traffic(self) -> dict[str, int]:
-        """Bytes that all ranks together sent between stages in the last step, forward and backward; all must ask."""
+        """Bytes that all ranks together sent between stages in the last step. Every rank must call it."""
         totals = self.mesh.over_all(torch.tensor(self._sent, device=self.device).sum(0)).tolist()
         return {"forward": totals[0], "backward": totals[1]}
 
     def notice(self) -> str:
-        """What went over the wire in a step, beside what it would have been."""
+        """A sentence on the bytes sent in a step, and what they would be without the cache."""
         sent = self.traffic()
         pipelines = self.flowing * self.ranks
         every = plan_routes([list(items) for items in self.cuts], self.parallel.pipeline, "naive")
@@ -145,7 +158,7 @@ class PipelinedStep(RankedStep):
         )
 
     def _flow(self, batches: Sequence[Batch], shares: Tensor, run: Callable[..., Any]) -> None:
-        """Send micro-batches through the stages; `shares` [micro-batches] weigh their losses."""
+        """Run all micro-batches through the stages; `shares` [micro-batches] are the weights of their losses."""
         whole = {
             "targets": torch.cat([b.targets for b in batches]) if self._ends_here() else None,
             "segments": None if batches[0].segments is None else torch.cat([cast(Tensor, b.segments) for b in batches]),
@@ -156,7 +169,7 @@ class PipelinedStep(RankedStep):
         run(*tokens, target=shares if self._ends_here() else None, **given)
 
     def _loss(self, losses: Tensor, share: Tensor) -> Tensor:
-        """The last stage's cross-entropy and z-term of a micro-batch, as its part of the step's loss."""
+        """The part of a micro-batch in the step's loss; `losses` are the cross-entropy and z-term of the last stage."""
         share = share.squeeze()
         if self._validation is not None:
             self._validation += losses[0].double() * share
@@ -168,7 +181,7 @@ class PipelinedStep(RankedStep):
         return self.mesh.pipeline_rank == self.parallel.pipeline - 1
 
     def _filled(self, batch: Batch) -> Batch:
-        """A batch of the size that stages are made for; added rows have no targets."""
+        """The batch, padded to the size that stages are built for; added rows have no targets."""
         missing = self.config.train.micro_batch - len(batch.tokens)
         if missing == 0:
             return batch
@@ -185,12 +198,12 @@ class PipelinedStep(RankedStep):
 
 
 def _plain(recipe: TrainConfig) -> TrainConfig:
-    """The recipe for what is left to do: sublayers are wrapped for recomputation before they are cut and sharded."""
+    """The recipe without recomputation, which was applied before the model was divided and sharded."""
     return recipe.model_copy(update={"recompute": "none"})
 
 
 def _keep_only(model: Decoder, modules: Sequence[Slice]) -> None:
-    """Take from the decoder what this rank's stages do not use; what stays keeps its name."""
+    """Remove from the decoder what this rank's stages do not use; the rest keeps its names."""
     kept = {key: layer for module in modules for key, layer in module.sublayers.items()}
     model.sublayers = nn.ModuleDict(kept)  # type: ignore[assignment]
     ends = any(module.last for module in modules)

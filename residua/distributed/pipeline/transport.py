@@ -1,15 +1,15 @@
-"""Which tensors travel between pipeline stages, and how a rank keeps those it will need again.
+"""Which tensors are sent between pipeline stages, and how a rank caches those that its later stages need.
 
-Naive: every tensor that crosses a cut is sent at it. Cached (Attention Residuals, arXiv 2603.15031): a rank that holds
-several stages keeps what it has received or made, and is sent only what is new to it. With P ranks of V stages each
-and N_p blocks made per stage, in blocks per token and direction,
+Naive: every tensor that crosses a stage boundary is sent there. Cached (Attention Residuals, arXiv 2603.15031): a rank
+with several stages caches what it received or made, and is sent only what it does not have. With P ranks of V stages
+each and N_p blocks made per stage, in blocks per token and direction,
 
     naive    PV(PV−1)/2 · N_p
-    cached   P(P−1)/2 · N_p + (V−1) P² · N_p         the paper's; ours keeps also what the rank made itself, so the
+    cached   P(P−1)/2 · N_p + (V−1) P² · N_p         in the paper; we also cache what the rank made itself, so our
                                                      second term is (V−1) P(P−1) · N_p
 
-A kept tensor is the one that was received or made, not a copy. Backward the gradients of its later readers on the
-rank add up in its box, and the stage that brought it to the rank adds them to its own.
+The cache holds the tensor that was received or made, not a copy. In the backward pass the later stages of the rank add
+their gradients to the cache entry, and the stage that received or made the tensor adds their sum to its own gradient.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def _return(leaf: Tensor, box: Box) -> None:
 
 
 class _Lend(torch.autograd.Function):
-    """x in the forward pass; backward adds what the later readers left. They are done: theirs are later stages."""
+    """x in the forward pass; the backward pass adds the gradients of the later stages, which have run before it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, box: Box) -> Tensor:
@@ -128,7 +128,7 @@ class _Lend(torch.autograd.Function):
 
 
 class _Hold(torch.autograd.Function):
-    """x in the forward pass, with tensors that must get a gradient whether they are read or not."""
+    """x in the forward pass; zero gradients for the other tensors in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *held: Tensor) -> Tensor:
@@ -143,7 +143,7 @@ class _Hold(torch.autograd.Function):
 
 
 def hold(x: Tensor, held: Sequence[Tensor]) -> Tensor:
-    """x, so that every tensor of `held` takes part in its backward pass: what travelled is owed a gradient."""
+    """x, with every tensor of `held` in its backward pass. Received tensors always get a gradient, possibly zero."""
     owed = [t for t in held if t.requires_grad]
     kept: Tensor = _Hold.apply(x, *owed) if owed and x.requires_grad else x
     return kept
