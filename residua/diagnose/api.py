@@ -1,20 +1,27 @@
-"""Folders in, diagnosis.json and report.html out."""
+"""What people call from Python: `diagnose` for folders, `taps` for named tensors of a model in memory."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Literal
 
-from residua.diagnose.folder import check_folder, open_subject, open_tokenizer
+from torch import Tensor
+
+from residua.diagnose.folder import check_folder, open_subject
 from residua.diagnose.metric import Metric
 from residua.diagnose.metrics.removal import Budget
 from residua.diagnose.page import diagnosis_page
 from residua.diagnose.run import ABLATION_TOKENS, Progress, diagnose_model
-from residua.diagnose.schema import Diagnosis, ModelDiagnosis
+from residua.diagnose.schema import Diagnosis
 from residua.diagnose.text import DEFAULT_TOKENS, sample
 from residua.machine import choose_device
+from residua.model import taps as published
+from residua.model.decoder import Decoder
 from residua.storage.files import write_atomically
+from residua.storage.opening import open_tokenizer
 
 Device = Literal["auto", "cpu", "cuda"]
 JSON, PAGE = "diagnosis.json", "report.html"
@@ -42,7 +49,7 @@ def diagnose(
     where = choose_device(device, "--device")
     source = None if text is None else Path(text)
     if source is not None and not source.is_file():
-        raise ValueError(f"--text {source} is no file: name a UTF-8 text file.")
+        raise ValueError(f"--text {source} is not a file: name a UTF-8 text file.")
     for path in paths:
         check_folder(path)
     _check_out(Path(out), paths)
@@ -65,14 +72,14 @@ def diagnose(
 
 
 def write(diagnosis: Diagnosis, out: Path) -> None:
-    """Both files of a diagnosis."""
+    """Write both files of a diagnosis."""
     out.mkdir(parents=True, exist_ok=True)
     write_atomically(out / JSON, diagnosis.model_dump_json(indent=1))
     diagnosis_page(diagnosis).write(out / PAGE)
 
 
 def _check_out(out: Path, models: Sequence[Path]) -> None:
-    """A diagnosis lies in a model's folder, a new one, or over an older diagnosis, and replaces no other page."""
+    """Refuse to replace another command's page, or to write among files that belong to neither model nor diagnosis."""
     if (out / JSON).exists() or not out.is_dir():
         return
     if (out / PAGE).exists():
@@ -83,7 +90,7 @@ def _check_out(out: Path, models: Sequence[Path]) -> None:
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
-    """Folder names, with their parent's where two are the same."""
+    """The folders' names, with the parent folder's in front where two are the same."""
     plain = [path.resolve().name for path in paths]
     return [
         name if plain.count(name) == 1 else f"{path.resolve().parent.name}/{name}"
@@ -91,4 +98,32 @@ def _names(paths: Sequence[Path]) -> list[str]:
     ]
 
 
-__all__ = ["JSON", "PAGE", "Diagnosis", "ModelDiagnosis", "diagnose", "write"]
+class _Chosen(dict[str, Tensor]):
+    """Keeps the names that match one of the patterns."""
+
+    def __init__(self, patterns: tuple[str, ...]) -> None:
+        super().__init__()
+        self.patterns = patterns
+
+    def __setitem__(self, name: str, value: Tensor) -> None:
+        if any(fnmatchcase(name, pattern) for pattern in self.patterns):
+            super().__setitem__(name, value)
+
+
+@contextmanager
+def taps(model: Decoder, *patterns: str) -> Iterator[dict[str, Tensor]]:
+    """Record what a Residua model publishes in the forward passes inside the block, by name (docs/taps.md).
+
+    with residua.diagnose.taps(model, "depth.*.weights") as seen:
+        model(tokens)
+    seen["depth.3.weights"]                        # [B, T, sources]
+
+    Without patterns everything is kept. Tensors keep their graph; nothing is recorded, and nothing extra computed,
+    outside the block.
+    """
+    if not isinstance(model, Decoder):
+        raise ValueError(
+            f"{type(model).__name__} publishes no taps: they are those of a Residua model (residua.build)."
+        )
+    with published.record(_Chosen(patterns or ("*",))) as seen:
+        yield seen

@@ -1,7 +1,7 @@
-"""Softmax attention looked at block by block: sums over queries, never a T×T map of all heads.
+"""Sums over the queries of softmax attention, block by block: a T×T map of all heads never exists.
 
-Both adapters hand queries and keys here as attention uses them. One block of queries sees all keys, its softmax is
-added up and forgotten, so memory is heads × block × T whatever the number of layers and sequences.
+Both adapters pass queries and keys as attention uses them, normed and rotated. Each block of queries sees all keys; its
+softmax is added to the sums and dropped, so memory is heads × block × T for any number of layers and sequences.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ BLOCK_ELEMENTS = 1 << 24
 
 @dataclass(frozen=True)
 class Scores:
-    """What decides who looks at whom, besides q and k.
+    """How attention scores are made of q and k.
 
     scale: the factor on q·k; window: a query sees itself and the `window − 1` keys before it (None: all earlier ones);
     mask: [B or 1, H or 1, T, T], True where a query may look, or added to the scores if it is a float; softcap:
@@ -38,7 +38,7 @@ class Scores:
 class AttentionSums:
     """Sums over the queries of one layer, A the attention weights of one sequence and head.
 
-    received [B, H, T]: Σ_i A_ik, what key k is given; uniform [B, T]: the same if every query attended equally to all
+    received [B, H, T]: Σ_i A_ik, what key k receives; uniform [B, T]: the same if every query attended equally to all
     it can see; seen_by [B, T]: how many queries can see key k; entropy [B, H]: Σ_i −Σ_k A_ik ln A_ik in nats;
     uniform_entropy [B]: Σ_i ln(keys i can see); outside [B, H]: Σ_i of the mass on the learned sink.
     """
@@ -98,7 +98,7 @@ def _blocks(rows: int, length: int) -> Iterator[slice]:
 
 
 def _scores(products: Tensor, rows: slice, how: Scores) -> tuple[Tensor, Tensor]:
-    """Masked scores [B, H, rows, T] and who is visible [B or 1, rows, T]."""
+    """Masked scores [B, H, rows, T], and which keys each query can see [B or 1, rows, T]."""
     scores = products * how.scale
     if how.softcap is not None:
         scores = how.softcap * torch.tanh(scores / how.softcap)

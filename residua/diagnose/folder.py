@@ -1,4 +1,4 @@
-"""Opening what a person names: a run folder, an exported one, or a local Hugging Face model folder."""
+"""Open a model folder for diagnosis: a run, an exported one, or a local Hugging Face model."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Any
 
 import torch
 
-from residua.data.tokenizer import Tokenizer
 from residua.diagnose.huggingface import HuggingFaceSubject
 from residua.diagnose.native import NativeSubject
 from residua.diagnose.observe import Subject
 from residua.storage.exported import is_export
+from residua.storage.load import load
 
 
 def open_subject(path: Path, device: torch.device) -> Subject:
-    """The model in a folder, on the device and ready to be looked at; its weights must be finite."""
+    """The model in a folder, on the device and ready for diagnosis; its weights must be finite."""
     check_folder(path)
     if (path / "config.toml").exists() or is_export(path):
         return _run(path, device)
@@ -23,7 +23,7 @@ def open_subject(path: Path, device: torch.device) -> Subject:
 
 
 def check_folder(path: Path) -> None:
-    """Refuse what is no model folder, or has no tokenizer, before any model is opened."""
+    """Refuse a folder without a model or without a tokenizer. Quick: no model is opened."""
     if not path.exists():
         raise ValueError(f"{path} does not exist: name a run folder or a local Hugging Face model folder.")
     if not any((path / name).exists() for name in ("config.toml", "config.json")):
@@ -35,16 +35,9 @@ def check_folder(path: Path) -> None:
         raise ValueError(f"{path} has no tokenizer: put the model's tokenizer.json there.")
 
 
-def open_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer beside the model."""
-    return Tokenizer.load(path)
-
-
 def _run(path: Path, device: torch.device) -> NativeSubject:
-    import residua
-
-    model = residua.load(path).to(device).eval()
-    _refuse_nonfinite(model, path)
+    model = load(path).to(device).eval()
+    _require_finite(model, path)
     return NativeSubject(model, path.name)
 
 
@@ -64,11 +57,11 @@ def _hugging_face(path: Path, device: torch.device) -> HuggingFaceSubject:
         model.to(device)
     except Exception as error:  # configuration, weights or architecture: transformers raises many kinds
         raise ValueError(f"{path} cannot be opened as a causal language model: {_one_line(error)}") from None
-    _refuse_nonfinite(model, path)
+    _require_finite(model, path)
     return HuggingFaceSubject(model, path.name)
 
 
-def _refuse_nonfinite(model: torch.nn.Module, path: Path) -> None:
+def _require_finite(model: torch.nn.Module, path: Path) -> None:
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point() and not torch.isfinite(parameter).all():
             raise ValueError(

@@ -1,4 +1,4 @@
-"""A function for transformers' attention interface that sums attention block by block and returns what it should."""
+"""An attention function for transformers' interface: ordinary attention, block by block, that keeps its sums."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ INTERFACE = "residua_diagnose"
 
 @dataclass
 class _Watch:
-    """What the attention function does while a diagnosis looks on: keep sums by module, or silence a head."""
+    """What the attention function does besides attention: keep sums and head counts by module id, silence one head."""
 
     sums: dict[int, AttentionSums] = field(default_factory=dict)
     heads: dict[int, int] = field(default_factory=dict)
@@ -58,6 +58,7 @@ def attention(
 
 @contextmanager
 def watching() -> Iterator[_Watch]:
+    """Keep the attention sums of all modules that run inside the block."""
     _watch.sums, _watch.heads, _watch.keep = {}, {}, True
     try:
         yield _Watch(_watch.sums, _watch.heads)
@@ -67,6 +68,7 @@ def watching() -> Iterator[_Watch]:
 
 @contextmanager
 def without_head(module: nn.Module, head: int) -> Iterator[None]:
+    """Inside the block one head of the module gives zero."""
     _watch.silent = (id(module), head)
     try:
         yield

@@ -14,9 +14,10 @@ from residua.diagnose.observe import Observation, Site
 
 
 class Recorder:
-    """Follows tensors from norm to body: a body reads the input of the norm whose output it is given.
+    """Finds what each body reads and writes by following tensors through its layer.
 
-    In a layer that norms after its bodies, a body's own input is the state and the norm's output what it hands over.
+    If a body is given the output of a norm, its state is the input of that norm. In a layer that norms after its
+    bodies, a body's state is its own input, and its output is that of the norm.
     """
 
     def __init__(
@@ -34,6 +35,7 @@ class Recorder:
         self.state: Tensor | None = None
 
     def attach(self) -> list[Any]:
+        """Attach all hooks; returns their handles."""
         handles: list[Any] = []
         for n, layer in enumerate(self.decoder):
             handles.append(layer.module.register_forward_pre_hook(partial(self._enter, n), with_kwargs=True))
@@ -88,7 +90,7 @@ class Recorder:
             self.handed[id(y)] = (y, site)
 
     def _carried(self, state: Tensor) -> None:
-        """A body whose output is itself the next state has added the residual: what it hands over is the difference."""
+        """A body whose output is the next state has added the residual itself: record the difference as its output."""
         if (handed := self.handed.get(id(state))) is not None:
             site = handed[1]
             self.seen.outputs[site] = state - self.seen.states[site]

@@ -1,4 +1,4 @@
-"""The anatomy of a Hugging Face decoder, found by running it once: layers, sublayers, norms and their gains."""
+"""The structure of a Hugging Face decoder, found by running it once: layers, sublayers, norms and their gains."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ class Layer:
 
 
 def main_input(given: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    """What a module was given: its first argument, or `hidden_states` by name."""
     return given[0] if given else named.get("hidden_states", next(iter(named.values()), None))
 
 
@@ -60,18 +61,20 @@ def _layer(module: nn.Module, keeps: set[int], ranked: dict[int, int], width: in
 
 
 def is_norm(module: nn.Module, width: int) -> bool:
-    """One gain per dimension, and no matrix but a small gate's."""
+    """Whether it has one gain per dimension. A norm may hold more, such as the matrices of a small gate."""
     gain = getattr(module, "weight", None)
     return isinstance(gain, Tensor) and tuple(gain.shape) == (width,) and not isinstance(module, nn.Linear)
 
 
 def looks_like_attention(body: nn.Module) -> bool:
+    """Whether it has projections called as those of attention are."""
     names = {name.rpartition(".")[2] for name, _ in body.named_modules()}
     fused = {"query_key_value", "qkv_proj", "c_attn", "Wqkv", "attn_qkv"}
     return bool(names & fused) or (bool(names & {"q_proj", "query"}) and bool(names & {"k_proj", "key"}))
 
 
 def has_experts(body: nn.Module) -> bool:
+    """Whether it has a list of equal modules, or parameters with an axis for experts."""
     lists = (m for m in body.modules() if isinstance(m, nn.ModuleList))
     repeated = any(len(m) > 1 and len({type(x) for x in m}) == 1 for m in lists)
     return repeated or any(p.dim() == 3 for p in body.parameters())
@@ -85,9 +88,9 @@ def acting_gains(
     sites: list[Site],
     probe: Tensor,
 ) -> dict[int, Tensor]:
-    """By site, what the norm before it multiplies each dimension by, found by regressing its output on RMS(x).
+    """By site, the factor that the norm before it applies to each dimension.
 
-    So that gains stored as 1 + w, or scaled, come out as they act.
+    It is found by regressing the norm's output on x/RMS(x), so gains stored as 1 + w, or scaled, come out as they act.
     """
     found: dict[int, Tensor] = {}
     normed: dict[int, tuple[Tensor, Tensor]] = {}

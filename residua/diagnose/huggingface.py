@@ -1,9 +1,9 @@
-"""Hugging Face causal language models under diagnosis, found by structure and not by a list of names.
+"""Hugging Face causal language models under diagnosis. Their parts are found by structure, not by a list of names.
 
-The decoder layers are the longest list of modules whose outputs keep the hidden width; the sublayers of a layer are
-its children that hold matrices and give back that width; a norm is a child with one gain per dimension. Softmax
-attention is seen through transformers' attention interface: a function of ours takes its place, sums block by block
-and returns the ordinary output. Whatever does not fit is left out, and `skipped` says so.
+The decoder layers are the longest list of modules whose outputs keep the hidden width. The sublayers of a layer are its
+children that hold matrices and return that width; a norm is a child with one gain per dimension. Softmax attention is
+replaced, through transformers' attention interface, by a function that returns the same output and keeps sums of the
+weights. What does not fit is left out, and `skipped` says so.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class HuggingFaceSubject(Subject):
         return [ablation for kind in kinds for ablation in made.get(kind, [])]
 
     def _install(self, model: Any) -> None:
-        """Put our attention function in place where the model uses the interface."""
+        """Let the model use our attention function, if it uses the interface."""
         from transformers import AttentionInterface, AttentionMaskInterface
         from transformers.masking_utils import sdpa_mask
         from transformers.utils import logging
@@ -179,11 +179,11 @@ class HuggingFaceSubject(Subject):
             )
         if any(site.kind == "layer" for site in self.sites):
             self.skipped.append(
-                "Sublayers: some layers have no part that gives back the hidden width and count as one."
+                "Sublayers: some layers have no part that returns the hidden width; each counts as one sublayer."
             )
         if self.carrying:
             self.skipped.append(
-                "Removal of single sublayers: they add the residual themselves; whole layers are removed."
+                "Removal of single sublayers: they add the residual themselves, so only whole layers are removed."
             )
         if seen.streams:
             self.state_name = "sublayer input"
@@ -191,12 +191,12 @@ class HuggingFaceSubject(Subject):
         if partial_layers:
             self.skipped.append(
                 f"Part of layers {_listed(partial_layers)}: their sublayers' outputs do not add up to what the layer "
-                "changes, so some of it happens outside them; only the removal of whole layers counts it."
+                "changes, so part of it happens outside them; only removing whole layers measures that part."
             )
         self.skipped.append("Depth weights, gates, anchors and expert load: published by Residua models only.")
 
     def _adds_up(self, layer: int, seen: Observation) -> bool:
-        """Whether state + Σ outputs is the next layer's state; true also where the states are not known."""
+        """Whether state + Σ outputs is the next layer's state; true if the states are not known."""
         own = [site.index for site in self.sites if site.layer == layer]
         before, after = seen.states.get(own[0]), seen.states.get(own[-1] + 1)
         if before is None or after is None or any(k not in seen.outputs for k in own):
@@ -209,12 +209,12 @@ class HuggingFaceSubject(Subject):
 
 
 def _passed_through(module: nn.Module, given: tuple[Any, ...], named: dict[str, Any], output: Any) -> Any:
-    """A forward hook: the layer hands on what it was given."""
+    """A forward hook that makes the layer return its input."""
     x = main_input(given, named)
     return replaced_first(output, lambda y: x if isinstance(x, Tensor) and x.shape == y.shape else y)
 
 
 def _listed(layers: Sequence[int]) -> str:
-    """`0, 1, 2, 4`, or for many of them how many."""
+    """`0, 1, 2, 4`; of more than twelve the first, the last and how many."""
     unique = sorted(set(layers))
     return ", ".join(map(str, unique)) if len(unique) <= 12 else f"{unique[0]} to {unique[-1]} ({len(unique)} of them)"

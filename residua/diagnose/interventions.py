@@ -1,4 +1,4 @@
-"""Switching parts of a model off for the length of a block, and only that long."""
+"""Switch parts of a model off inside a `with` block. After it everything is as before."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 @contextmanager
 def hooked(handles: Callable[[], list[RemovableHandle]]) -> Iterator[None]:
-    """Hooks that are there inside the block."""
+    """Attach hooks for the length of the block."""
     attached = handles()
     try:
         yield
@@ -25,12 +25,12 @@ def hooked(handles: Callable[[], list[RemovableHandle]]) -> Iterator[None]:
 def on_each(
     modules: Sequence[nn.Module], hook: Callable[..., Any], with_kwargs: bool = False
 ) -> Callable[[], list[RemovableHandle]]:
-    """A forward hook on each of these modules."""
+    """For `hooked`: attaches a forward hook to each of these modules."""
     return lambda: [module.register_forward_hook(hook, with_kwargs=with_kwargs) for module in modules]
 
 
 def silenced(module: nn.Module, given: Any, output: Any) -> Any:
-    """A forward hook: the module's output, or the first of several, is zero."""
+    """A forward hook that sets the module's main output to zero."""
     return replaced_first(output, torch.zeros_like)
 
 
@@ -46,7 +46,7 @@ def replaced_first(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 @contextmanager
 def parameters_set(parameters: Sequence[nn.Parameter], change: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Parameters changed inside the block and restored after it."""
+    """Change parameters for the length of the block."""
     before = [parameter.detach().clone() for parameter in parameters]
     with torch.no_grad():
         for parameter in parameters:

@@ -1,4 +1,4 @@
-"""What a diagnosis sees of a model. Adapters fill it, metrics read it and know nothing else."""
+"""What a diagnosis sees of a model. Adapters (native.py, huggingface.py) record it; metrics read nothing else."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ AblationKind = Literal["layer", "sublayer", "head", "source", "stream", "uniform
 
 @dataclass(frozen=True)
 class Site:
-    """One sublayer: something that reads the depth state and writes to it. `layer` counts transformer layers from 0."""
+    """One sublayer, which reads the depth state and writes to it. `layer` counts transformer layers from 0."""
 
     index: int
     layer: int
@@ -33,12 +33,14 @@ class Site:
 
 @dataclass
 class Observation:
-    """One forward pass over a few sequences; whatever a model does not have stays empty.
+    """One forward pass over a few sequences. What a model does not have stays empty.
 
-    tokens [B, T]; loss: mean nats per target. By site, `len(sites)` standing for the final norm: states [B, T, C],
-    what each reads before its norm; weights [B, T, sources] and streams [B, T, n, C], what the site is given to read
-    from. By site: outputs [B, T, C], what each hands over; betas [B, T, n], the gates of its write. By layer:
-    attention, already summed; gates [B, T, heads, ·], after the sigmoid; loads [E], each expert's share of the choices.
+    tokens [B, T]; loss: mean nats per target.
+    By site, and at `len(sites)` for the final norm: states [B, T, C], what it reads before its norm; weights
+    [B, T, sources] and streams [B, T, n, C], from which that is mixed.
+    By site: outputs [B, T, C]; betas [B, T, n], the gates of its write.
+    By layer: attention, already summed; gates [B, T, heads, ·], after the sigmoid; loads [E], the share of the choices
+    that each expert got.
     """
 
     tokens: Tensor
@@ -69,9 +71,9 @@ class Observation:
 
 @dataclass(frozen=True)
 class Ablation:
-    """Something that can be switched off for the length of `applied()`; `index` counts within its kind.
+    """A part of the model that is switched off inside `with ablation.applied():`.
 
-    `second` is the head within its layer; `label` is for people.
+    `index` counts within its kind; `second` is the head within its layer; `label` is for people.
     """
 
     kind: AblationKind
@@ -118,11 +120,11 @@ class Subject(ABC):
 
     @abstractmethod
     def observe(self, tokens: Tensor, targets: Tensor) -> Observation:
-        """Run the model without gradients, and see."""
+        """Run the model without gradients and record what happens inside."""
 
     @abstractmethod
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross-entropy in nats per target, with its graph where gradients are on."""
+        """Mean cross-entropy in nats per target; differentiable where gradients are enabled."""
 
     @abstractmethod
     def parameters_of(self, site: Site) -> Iterator[nn.Parameter]:
@@ -130,11 +132,11 @@ class Subject(ABC):
 
     @abstractmethod
     def source_name(self, reader: int, source: int) -> str:
-        """What the source-th entry of the reader's weights is."""
+        """The name of a source, by its place among the reader's weights."""
 
     @abstractmethod
     def initial_source(self, reader: int) -> int | None:
-        """The source an untrained model of this kind reads from alone; None where it reads all alike."""
+        """The only source that the reader uses in an untrained model; None if it starts with all of them."""
 
     @abstractmethod
     def anchor_scales(self) -> list[AnchorScales]:
@@ -142,4 +144,4 @@ class Subject(ABC):
 
     @abstractmethod
     def ablations(self, kinds: Sequence[AblationKind]) -> list[Ablation]:
-        """What can be removed, of these kinds."""
+        """The parts of these kinds that can be removed."""

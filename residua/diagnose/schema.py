@@ -97,7 +97,7 @@ class Diagnosis(Frozen):
         try:
             return file.model_validate_json(Path(path).read_text(encoding="utf-8"))
         except ValidationError as error:
-            raise ValueError(f"{path} is no diagnosis of version {VERSION}: {error.errors()[0]['msg']}.") from None
+            raise ValueError(f"{path} is not a diagnosis of version {VERSION}: {error.errors()[0]['msg']}.") from None
 
 
 __all__ = ["Diagnosis", "Finding", "ModelDiagnosis", "TextFacts", "with_metrics"]

@@ -1,4 +1,4 @@
-"""The tokens a model is shown: a file, or the validation part of the embedded corpus, cut into equal sequences."""
+"""The tokens a model is shown, in sequences of one length: of a file, or the embedded corpus's validation part."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class TextFacts(Frozen):
 
 @dataclass(frozen=True)
 class Sample:
-    """Sequences and their targets, [N, T] each, and where they are from."""
+    """Sequences and their targets, [N, T] each, and where they come from."""
 
     tokens: Tensor
     targets: Tensor
@@ -44,6 +44,7 @@ class Sample:
         return f"#{token}" if self.tokenizer is None else self.tokenizer.decode([token])
 
     def batches(self, tokens_at_once: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Sequences and targets, in batches of at most this many tokens (but at least one sequence)."""
         rows = max(1, tokens_at_once // self.tokens.shape[1])
         yield from zip(self.tokens.split(rows), self.targets.split(rows), strict=True)
 
@@ -86,7 +87,7 @@ def sample(
 
 
 def starting_tokens(tokenizer: Tokenizer) -> list[int]:
-    """What the tokenizer's own post-processing puts before a text: the token models of its family expect first."""
+    """The tokens that the tokenizer's post-processing puts before a text (`<s>`, `<bos>`); its models expect them."""
     plain = tokenizer.backend.encode("a", add_special_tokens=False).ids
     full = tokenizer.backend.encode("a", add_special_tokens=True).ids
     begin = next((i for i in range(len(full)) if full[i : i + len(plain)] == plain), 0)

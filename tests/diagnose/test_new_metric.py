@@ -84,7 +84,7 @@ def test_its_value_is_in_the_file_and_reads_back(folder: Path, made: ModelDiagno
     first = planted.control().embed(planted.sample().tokens).detach()
     assert len(offset) == 9 and offset[0] == pytest.approx(abs(float(first.double().mean())), rel=1e-6)
     assert Diagnosis.read(folder / "diagnosis.json", extra=(Offset,)).models[0] == made
-    with pytest.raises(ValueError, match="is no diagnosis of version 1"):
+    with pytest.raises(ValueError, match="is not a diagnosis of version 1"):
         Diagnosis.read(folder / "diagnosis.json")
     assert "offset" in with_metrics((Offset,)).model_json_schema()["properties"]
 
