@@ -34,7 +34,7 @@ STEPS, MICRO_BATCH, ACCUMULATE, LENGTH = 2, 2, 4, 6
 
 
 def run_config(model: str, parallel: dict[str, Any] | None = None, layers: int = 4, **train: Any) -> RunConfig:
-    """A model of four layers, if not told otherwise, that two steps of four micro-batches are trained on."""
+    """A model of four layers, unless told otherwise, and a recipe with four micro-batches per step."""
     base = {
         "vocab_size": VOCABULARY,
         "context": LENGTH,
@@ -70,7 +70,7 @@ def batches(step: int) -> list[Batch]:
 
 
 def perturb(model: torch.nn.Module) -> None:
-    """Move what starts at zero away from it: a query of zero hides a wrong read."""
+    """Move parameters away from zero, where many start: a query of zero would hide a wrong read."""
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for parameter in model.parameters():

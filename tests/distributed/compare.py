@@ -1,16 +1,16 @@
-"""What it means that several ranks did what one process does."""
+"""Compares the training of several ranks with that of one process."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
 TOLERANCE = 1e-5
-# Muon turns a gradient's small singular values into large ones, so its weights show rounding that gradients hide.
+# Muon enlarges small singular values of a gradient, so weights show rounding that gradients do not.
 WEIGHT_TOLERANCE = 1e-3
 
 
 def assert_same_training(ranks: dict[str, Tensor], alone: dict[str, Tensor]) -> None:
-    """Losses and clipped gradients of each step, the validation loss, and the weights in the end."""
+    """Losses and clipped gradients of each step, the validation loss, and the final weights."""
     missing = alone.keys() - ranks.keys()
     assert not missing, f"no rank has {sorted(missing)[:3]}"
     for name, expected in alone.items():

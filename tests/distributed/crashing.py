@@ -1,4 +1,4 @@
-"""A rank that dies by a segmentation fault the first so many times."""
+"""A rank that dies by a segmentation fault the first `times` times."""
 
 from __future__ import annotations
 

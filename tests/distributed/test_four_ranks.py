@@ -1,4 +1,4 @@
-"""Four ranks: the products of data, shard and pipeline."""
+"""Four ranks: combinations of data, shard and pipeline."""
 
 from __future__ import annotations
 
@@ -54,6 +54,6 @@ def test_each_matrix_is_orthogonalised_once(traces: Any, name: str, turns: int) 
     assert (traces[name]["matrices"], traces[name]["turns"]) == (sum(matrices), turns * STEPS)
 
 
-def test_what_was_kept_and_received_is_let_go(traces: Any) -> None:
+def test_cache_and_receive_buffers_are_freed(traces: Any) -> None:
     left = {name: int(trace["kept"]) for name, trace in traces.items() if "kept" in trace}
     assert left == {"data-and-pipeline": 0, "shard-and-interleaved": 0, "four-stages": 0}

@@ -1,4 +1,4 @@
-"""Ranks that die by a segmentation fault are started once more where a test allows it, and only once."""
+"""Ranks that die by a segmentation fault are started once more if the test allows it, and only once."""
 
 from __future__ import annotations
 

@@ -25,8 +25,8 @@ def compiled(function: Any) -> Any:
     return torch.compile(function, dynamic=False, backend="aot_eager")
 
 
-def test_like_layers_are_compiled_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each finds its own code at once, and none counts as a recompilation of another."""
+def test_similar_layers_do_not_recompile_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has code of its own, and none counts as a recompilation of another."""
     monkeypatch.setattr(units, "compile_rewritten", compiled)
     factors = [torch.nn.Linear(1, 1, bias=i == 0) for i in range(3)]
     with torch._dynamo.config.patch(recompile_limit=1, fail_on_recompile_limit_hit=True):
@@ -36,7 +36,7 @@ def test_like_layers_are_compiled_apart(monkeypatch: pytest.MonkeyPatch) -> None
     torch.compiler.reset()
 
 
-def test_a_unit_is_as_few_layers_as_are_large_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_unit_has_as_few_layers_as_are_large_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     sublayers = [torch.nn.Linear(10, 10, bias=False) for _ in range(10)]
     for smallest, ends in {1: [2, 4, 6, 8, 10], 200: [2, 4, 6, 8, 10], 201: [4, 8, 10], 5000: [10]}.items():
         monkeypatch.setattr(units, "SMALLEST_UNIT", smallest)
@@ -46,7 +46,7 @@ def test_a_unit_is_as_few_layers_as_are_large_enough(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("shards", ["one", "several"])
 def test_what_saves_no_memory_is_gathered_once_a_step(shards: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a shard of one that is everything, of several all but the layers: those are gathered in every pass."""
+    """With one shard that is everything; with several, all but the layers, which are gathered in every pass."""
     monkeypatch.setattr(units, "SMALLEST_UNIT", 1)
     monkeypatch.setattr(shard, "gives_back", lambda mesh: shards == "several")
     gathers: Counter[Any] = Counter()
@@ -83,7 +83,7 @@ def test_vectors_are_not_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("compile", ["off", "on"])
 def test_a_model_gathered_whole_runs_on_working_copies(compile: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As without ranks: masters rounded once a step, gradients added up in float32, one graph."""
+    """As on one process: masters rounded once a step, gradients accumulated in float32, one graph."""
     monkeypatch.setattr(shard, "compile_rewritten", compiled)
     config = run_config("additive", {"unit": "model"}, layers=2, precision="bfloat16", compile=compile)
     with one_rank(torch.device("cpu"), config.parallel) as mesh:

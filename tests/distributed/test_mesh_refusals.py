@@ -1,4 +1,4 @@
-"""A mesh that cannot be is refused in one sentence, before any process is started."""
+"""An impossible mesh is refused in one sentence, before anything starts."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_processes_without_a_mesh_are_refused(monkeypatch: pytest.MonkeyPatch) -
     ],
 )
 def test_of_many_ranks_one_says_what_is_wrong(changes: list[str], sentence: str, tmp_path: Path) -> None:
-    """Also where rank 0 is the last to find it: a rank that ends makes torchrun end the others."""
+    """Also if rank 0 is the last to find it: a rank that ends makes torchrun end the others."""
     run = ["train", "tiny", "train.accumulate=4", *changes, "--out", str(tmp_path / "run")]
     agent = torchrun(3, "tests.distributed.command", *run)
     assert agent.process.exitcode != 0
@@ -89,7 +89,7 @@ def test_the_command_of_the_documentation_refuses_too(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_nobody_ends_says_what_it_found(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As one of two without a GPU of its own does, while rank 0 waits for it."""
+    """For example a rank without a GPU of its own, while rank 0 waits for it."""
     monkeypatch.setattr(command, "GRACE", 0)
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(SystemExit):

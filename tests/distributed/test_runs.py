@@ -1,4 +1,4 @@
-"""Whole runs on several ranks: checkpoints that any number of ranks can read, and deaths that cost little."""
+"""Whole runs on several ranks: checkpoints that any number of ranks can read, and ranks that die."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_two_ranks_then_one_then_two_go_on_with_the_same_curve(
 def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(
     recipe: RunConfig, unbroken: dict[int, float], tmp_path: Path
 ) -> None:
-    """torchrun starts the job again; the survivor has named the dead; the curve is the unbroken one."""
+    """torchrun starts the job again, the survivor names the dead rank, and the losses are those of an unbroken run."""
     run = tmp_path / "run"
     dies = {"rank": 1, "after": 5}
     asked = spec(tmp_path / "asked", recipe, out=str(run), changes=["parallel.shard=2"], dies=dies, beat=0.25)
@@ -109,7 +109,7 @@ def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(
 
 @pytest.fixture
 def saving(recipe: RunConfig, tmp_path: Path) -> Iterator[tuple[Path, Path, list[Started]]]:
-    """Two ranks that have done step 5 while step 4 is being saved: the run, the gate that ends this, the ranks."""
+    """Two ranks that have done step 5 while step 4 is being saved: the run, the gate that lets them save, the ranks."""
     run, gate = tmp_path / "run", tmp_path / "gate"
     held = {"changes": ["parallel.shard=2"], "holds": ["step-4", str(gate)]}
     ranks = start(2, TRAIN, spec(tmp_path / "asked", recipe, out=str(run), **held))
@@ -125,7 +125,7 @@ def saving(recipe: RunConfig, tmp_path: Path) -> Iterator[tuple[Path, Path, list
 
 
 def test_training_goes_on_while_a_checkpoint_is_written(saving: Any) -> None:
-    """It gets its name when it is whole: not before all have written, and in the end."""
+    """It gets its name when all ranks have written it, not before."""
     run, gate, ranks = saving
     assert [found.step for found in checkpoints(run)] == [2]
     assert list(run.glob("checkpoints/*step-4/state.json"))
@@ -149,8 +149,8 @@ def test_a_death_during_a_save_leaves_the_checkpoint_before_it(
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-4", "step-6"]
 
 
-def test_what_the_leader_refuses_it_alone_says_and_the_others_outlast_it(recipe: RunConfig, tmp_path: Path) -> None:
-    """A rank that ended before it would have torchrun end rank 0 without a word."""
+def test_only_the_leader_says_what_it_refuses_and_the_others_outlast_it(recipe: RunConfig, tmp_path: Path) -> None:
+    """If another rank ended first, torchrun would end rank 0 before it could say anything."""
     (tmp_path / "run").mkdir()
     (tmp_path / "run/mine.txt").touch()
     changes = ["parallel.data=2"]
@@ -164,7 +164,7 @@ def test_what_the_leader_refuses_it_alone_says_and_the_others_outlast_it(recipe:
 
 
 def test_a_rank_that_hangs_is_named_and_ends_the_others_in_bounded_time(recipe: RunConfig, tmp_path: Path) -> None:
-    """A stopped process keeps its connections open: nothing fails, only the beat is missing."""
+    """A stopped process keeps its connections open: nothing fails, only its heartbeats are missing."""
     dies = {"rank": 1, "after": 3, "by": "SIGSTOP", "patience": 2}
     changes = ["parallel.data=2", "parallel.patience=600"]
     asked = spec(tmp_path / "asked", recipe, out=str(tmp_path / "run"), changes=changes, dies=dies, beat=0.25)

@@ -1,4 +1,4 @@
-"""What travels between stages, what a rank keeps, and for how long."""
+"""What is sent between stages, what a rank caches, and for how long."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ GRID = [(2, 1), (2, 2), (3, 2), (4, 1), (4, 3)]
 
 
 def blocks_of(ranks: int, stages_per_rank: int, per_stage: int) -> list[list[str]]:
-    """The finished blocks behind each stage but the last."""
+    """The finished blocks after each stage but the last."""
     stages = ranks * stages_per_rank
     return [[f"source.{i}" for i in range(per_stage * (stage + 1))] for stage in range(stages - 1)]
 
@@ -25,7 +25,7 @@ def test_naive_transport_sends_what_its_formula_says(ranks: int, each: int) -> N
 
 @pytest.mark.parametrize(("ranks", "each"), GRID)
 def test_cached_transport_sends_each_block_once_to_each_rank(ranks: int, each: int) -> None:
-    """P(P−1)/2·N_p + (V−1)P(P−1)·N_p: the paper's count, less what a rank made itself."""
+    """P(P−1)/2·N_p + (V−1)P(P−1)·N_p: the count of the paper, less what a rank made itself."""
     routes = plan_routes(blocks_of(ranks, each, 3), ranks, "cached")
     sent = sum(len(route.sends) for route in routes)
     assert sent == (ranks * (ranks - 1) / 2 + (each - 1) * ranks * (ranks - 1)) * 3
@@ -85,8 +85,7 @@ def test_a_held_tensor_gets_a_gradient_without_being_read() -> None:
     assert torch.equal(idle.grad, torch.zeros(3))  # type: ignore[arg-type]
 
 
-@pytest.mark.slow  # torch.distributed.pipelining takes seconds to import
-def test_stages_are_whole_layers_as_equal_as_can_be() -> None:
+def test_stages_are_whole_layers_divided_equally() -> None:
     from residua.distributed.pipeline.stage import slice_layers
 
     slices = slice_layers(7, 3)
@@ -94,9 +93,8 @@ def test_stages_are_whole_layers_as_equal_as_can_be() -> None:
     assert [k for sublayers in slices for k in sublayers] == list(range(14))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("rows", "shards"), [(8, 2), (7, 2), (3, 4), (5, 3)])
-def test_rows_are_cut_as_fully_shard_cuts_them(rows: int, shards: int) -> None:
+def test_rows_are_divided_as_fully_shard_divides_them(rows: int, shards: int) -> None:
     from residua.distributed.optimizer import rows_of
 
     parts = torch.arange(rows).chunk(shards)

@@ -50,16 +50,16 @@ SINGLE: dict[str, tuple[str, dict[str, Any]]] = {
 """Cases with a test of their own."""
 
 GRID = [(model, way) for model in ("additive", "full", "block", "mgr", "mhc", "exoformer") for way in WAYS]
-# A state that is one tensor every way, sources and streams through both pipelines, and what shards differently.
 NORMAL = [
     *(("additive", way) for way in WAYS),
+    ("full", "ddp"),  # the deferred backward under DDP's hooks
     *((model, way) for model in ("full", "block") for way in ("1f1b", "interleaved")),
-    ("mgr", "fsdp"),
-    ("mgr", "1f1b"),
+    ("mgr", "fsdp"),  # a state that is bound to the process
+    ("mgr", "interleaved"),  # stage boundaries inside the fill phase and after it
     ("mhc", "interleaved"),
-    ("exoformer", "ddp"),
     ("exoformer", "interleaved"),
 ]
+"""What `make test` runs of the grid: one pair per kind of fault. `make nightly` runs the rest."""
 NIGHTLY = [pair for pair in GRID if pair not in NORMAL]
 
 
@@ -106,7 +106,7 @@ def test_other_divisions_train_as_one(traces: Any, alone: Any, name: str) -> Non
 
 
 def test_working_copies_of_a_gathered_model_give_the_gradients_of_one_process(traces: Any) -> None:
-    """The first step's: in bfloat16 weights that differ in the last bits are rounded apart afterwards."""
+    """In the first step. Later, weights that differ in the last bits may round differently in bfloat16."""
     from tests.distributed.worker import single
 
     first = {key: value for key, value in single("mgr", precision="bfloat16").items() if key.startswith("0/")}
@@ -114,7 +114,7 @@ def test_working_copies_of_a_gathered_model_give_the_gradients_of_one_process(tr
 
 
 def test_compiled_stages_train_as_one(traces: Any) -> None:
-    """Each of the two is a graph with gradients and one without."""
+    """Each of the two stages has a graph with gradients and one without."""
     from tests.distributed.worker import single
 
     assert_same_training(traces["compiled-stages"], single("full", layers=2))
@@ -122,13 +122,13 @@ def test_compiled_stages_train_as_one(traces: Any) -> None:
 
 
 def test_stages_recompute_every_sublayer(traces: Any) -> None:
-    """In each micro-batch of two steps and of a validation; that they train as one process is tested above."""
+    """In each micro-batch of two steps and a validation. Another test checks that they train as one process does."""
     passes = (STEPS + 1) * ACCUMULATE
     assert (traces["recomputed-stages"]["checkpointed"], traces["block-1f1b"]["checkpointed"]) == (8 * passes, 0)
 
 
 def test_stages_in_bfloat16_compute_the_gradients_of_one_process(traces: Any) -> None:
-    """But for rounding, which adds up over depth to 2 % of the smallest of them; half as many bytes travel."""
+    """Up to rounding, which accumulates over depth to 2 % of the smallest ones. Half as many bytes are sent."""
     from tests.distributed.worker import single
 
     first = {key: value for key, value in single("full", precision="bfloat16").items() if key.startswith("0/")}
@@ -139,7 +139,7 @@ def test_stages_in_bfloat16_compute_the_gradients_of_one_process(traces: Any) ->
         assert traces["rounded-stages"][way] * 2 == traces["full-interleaved"][way]
 
 
-def test_cached_blocks_travel_as_often_as_the_formula_says(traces: Any) -> None:
+def test_cached_blocks_are_sent_as_often_as_the_formula_says(traces: Any) -> None:
     """Full, 8 sublayers, P = V = 2: N_p = 2 blocks per stage, and the embedding once to the other rank."""
     block = MICRO_BATCH * LENGTH * 16 * 4 * ACCUMULATE
     sent, naive = traces["full-interleaved"], traces["naive"]
@@ -152,7 +152,7 @@ def test_cached_blocks_travel_as_often_as_the_formula_says(traces: Any) -> None:
 
 
 def test_a_run_says_what_it_sent_beside_the_formulas(traces: Any) -> None:
-    """A block is 3 KiB in a step: 7 are sent, 15 at every hop, 12 and 10 by the formulas, without the embedding."""
+    """A block is 3 KiB per step. 7 are sent, 15 by sending at every hop, 12 and 10 (no embedding) by the formulas."""
     said = {name: bytes(traces[name]["notice"].tolist()).decode() for name in ("full-interleaved", "additive-1f1b")}
     assert said == {
         "full-interleaved": "pipeline sent 0.0205 MiB forward and 0.0205 MiB backward in a step; every tensor at every "
@@ -163,15 +163,15 @@ def test_a_run_says_what_it_sent_beside_the_formulas(traces: Any) -> None:
     }
 
 
-def test_what_was_kept_and_received_is_let_go(traces: Any) -> None:
+def test_cache_and_receive_buffers_are_freed(traces: Any) -> None:
     """After two steps and a validation."""
     left = {name: int(trace["kept"]) for name, trace in traces.items() if "kept" in trace}
     assert len(left) > 12
     assert left == dict.fromkeys(left, 0)
 
 
-def test_an_anchor_that_is_made_again_is_not_sent(traces: Any) -> None:
-    """ExoFormer sends its embedding once per rank instead of four anchors; where it is a source anyway, nothing."""
+def test_recomputed_anchors_are_not_sent(traces: Any) -> None:
+    """ExoFormer sends its embedding once per rank instead of four anchors, and nothing if it is a source anyway."""
     block = MICRO_BATCH * LENGTH * 16 * 4 * ACCUMULATE
     assert traces["exoformer-interleaved"]["bytes/forward"] == (3 + 1) * block
     assert traces["exo-sent"]["bytes/forward"] == (3 + 4) * block
@@ -184,7 +184,7 @@ def test_a_pipeline_of_one_stage_per_rank_sends_every_block_onward(traces: Any) 
 
 
 def test_muon_gives_the_update_of_one_process(traces: Any, alone: Any) -> None:
-    """The first update starts from gradients that differ in the last bits only."""
+    """The first update starts from gradients that differ only in the last bits."""
     for way in ("ddp", "fsdp"):
         weights = {k: v for k, v in traces[f"additive-{way}"].items() if k.startswith("weight/sublayers")}
         for name, weight in weights.items():
@@ -193,7 +193,7 @@ def test_muon_gives_the_update_of_one_process(traces: Any, alone: Any) -> None:
 
 @pytest.mark.parametrize(("name", "turns"), [("ddp", 1), ("fsdp", 1), ("ddp-in-turns", 8), ("fsdp-in-turns", 8)])
 def test_each_matrix_is_orthogonalised_once(traces: Any, name: str, turns: int) -> None:
-    """By one of the ranks: all at once, or two at a time while the next two are on their way to their owners."""
+    """By one of the ranks: all at once, or two at a time while the next two are being sent to their owners."""
     from tests.distributed.worker import orthogonalised, single
 
     with orthogonalised() as matrices:

@@ -1,4 +1,4 @@
-"""What a rank does in the tests of equality: trains each case and leaves rank 0 with everything there is to compare."""
+"""A rank in the tests of equality: trains each case and gathers on rank 0 what is compared."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def single(model: str, **train: Any) -> dict[str, Tensor]:
-    """The same on one process, without any of the parallel code."""
+    """The same on one process, without any distributed code."""
     from residua.train.step import build_step
 
     config = run_config(model, **train)
@@ -74,7 +74,7 @@ def make(config: Any) -> Any:
 
 @contextmanager
 def counting(module: Any, name: str, size: Callable[[Any], int]) -> Iterator[list[int]]:
-    """The calls of a module's function, by the size of what they were given."""
+    """Record the calls of a module's function, by the size of their first argument."""
     function, seen = getattr(module, name), []
 
     def count(first: Any, *rest: Any, **settings: Any) -> Any:
@@ -87,12 +87,12 @@ def counting(module: Any, name: str, size: Callable[[Any], int]) -> Iterator[lis
 
 
 def orthogonalised() -> AbstractContextManager[list[int]]:
-    """Matrices that this process orthogonalises, in batches."""
+    """Record the matrices that this process orthogonalises, in batches."""
     return counting(residua.train.optimizer, "_orthogonal", len)
 
 
 def ranked(model: str, parallel: dict[str, Any]) -> dict[str, Tensor]:
-    """A case: the keys of `[parallel]`, and of what is said here a few that belong elsewhere."""
+    """Train a case. `parallel` has keys of `[parallel]` and a few that belong elsewhere, which are popped here."""
     way = parallel.pop("way", None)
     units.SMALLEST_UNIT = parallel.pop("smallest_unit", 1)
     optimizer.TURN = parallel.pop("turn", 1 << 24)
@@ -121,7 +121,7 @@ def ranked(model: str, parallel: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def of_pipeline(step: PipelinedStep) -> dict[str, Tensor]:
-    """What was sent, what is said of it, and how many tensors that were received or kept are still there."""
+    """The bytes sent, the sentence about them, and how many cached or received tensors are still there."""
     kept = len(step.modules[0].shelf.boxes)
     chunks = [way for one in step.stages for way in (one.args_recv_info, one.grad_recv_info)]
     buffers = [getattr(info, "buffer", None) for way in chunks for infos in way.values() for info in infos]
