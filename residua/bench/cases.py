@@ -1,23 +1,32 @@
-"""What `residua bench ops` times: each operator at one shape, with the bytes and arithmetic it cannot do without."""
+"""What `residua bench ops` times: each operator at one shape, with the least bytes and arithmetic it needs.
+
+Bytes count what an operator must read from memory once and write once. A depth path counts its junctions one by one
+(`Topology.floor`), each reading its state from memory and writing it back, because a sublayer runs in between; kernels
+that evaluate several reads together can move less. Backward, every tensor that forward read is still stored.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import cast
 
 import torch
 from torch import Tensor
 
 from residua import ops
-from residua.bench import floors
-from residua.bench.floors import Floor
 from residua.config import choices
 from residua.model.topology import build_topology
-from residua.model.topology.attnres import BlockAttnRes, Read
+from residua.model.topology.facts import Rows, read_rows, stream_rows
 
 Function = Callable[..., Sequence[Tensor]]
+
+GATED_NORM = Rows(2, 3)
+"""x → y; x, dy → dx."""
+ADD_NORM = Rows(4, 4)
+"""x, y → x + y, its norm; x + y and the gradients of both → the gradient of x, which is also y's."""
+MIX = Rows(3, 5)
+"""The projection and its anchor → the mix; both and the mix's gradient → their gradients."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +47,9 @@ class Shape:
 class Case:
     """An operator with its inputs; all floating-point inputs get gradients.
 
-    `forward_bytes` and `backward_bytes` are the least that can be moved (`floors`), `flops` the arithmetic of both
-    passes where that is the limit and not memory. Where a depth is made of reads, `by_reads` is the same with another
-    function for each of them, as `depth_attention` is called.
+    `forward_bytes` and `backward_bytes` are the least that can be moved, `flops` the arithmetic of both passes where
+    that is the limit and not memory. If a depth path consists of reads, `by_reads` builds the same path from another
+    function for each read, called as `depth_attention` is.
     """
 
     name: str
@@ -85,7 +94,7 @@ def _multi_gate(shape: Shape, device: torch.device) -> Case:
     n = shape.streams
     streams, update = _random(shape, device, n), _random(shape, device)
     weights = (_vector(shape, device), torch.randn(n + 1, device=device), _vector(shape, device))
-    moved = _bytes(floors.streams(n), shape)
+    moved = _bytes(stream_rows(n), shape)
     return Case(f"multi_gate, {n} streams", ops.multi_gate, (streams, update, *weights), *moved)
 
 
@@ -97,13 +106,13 @@ def _gated_norm(shape: Shape, device: torch.device) -> Case:
         f"gated_norm, rank {shape.rank}",
         lambda *inputs: [ops.gated_norm(*inputs)],
         (x, weight, down, up),
-        *_bytes(floors.GATED_NORM, shape),
+        *_bytes(GATED_NORM, shape),
     )
 
 
 def _add_norm(shape: Shape, device: torch.device) -> Case:
     inputs = (_random(shape, device), _random(shape, device), _vector(shape, device))
-    return Case("add_norm", ops.add_norm, inputs, *_bytes(floors.ADD_NORM, shape))
+    return Case("add_norm", ops.add_norm, inputs, *_bytes(ADD_NORM, shape))
 
 
 def _depth_attention(shape: Shape, device: torch.device) -> Case:
@@ -114,7 +123,7 @@ def _depth_attention(shape: Shape, device: torch.device) -> Case:
 
     inputs = (_vector(shape, device), _vector(shape, device), *sources)
     name = f"depth_attention, {shape.sources} sources"
-    return Case(name, attend, inputs, *_bytes(floors.read(shape.sources), shape))
+    return Case(name, attend, inputs, *_bytes(read_rows(shape.sources), shape))
 
 
 def _mix_projection(shape: Shape, device: torch.device) -> Case:
@@ -128,7 +137,7 @@ def _mix_projection(shape: Shape, device: torch.device) -> Case:
         return [ops.mix_projection(current, anchor, own, other, norm_weight=gain)]
 
     inputs = (current, anchor, *scales, gain)
-    return Case("mix_projection, elementwise", mix, inputs, *_bytes(floors.MIX, shape))
+    return Case("mix_projection, elementwise", mix, inputs, *_bytes(MIX, shape))
 
 
 def _mix_heads(shape: Shape, device: torch.device) -> Case:
@@ -150,7 +159,7 @@ def _mix_heads(shape: Shape, device: torch.device) -> Case:
         return list(heads.values())
 
     inputs = (projected, *anchors, *weights)
-    forward, backward = (rows * projected.nbytes for rows in floors.MIX)
+    forward, backward = (int(rows) * projected.nbytes for rows in MIX)
     return Case("mix_heads, elementwise", mix, inputs, forward, backward)
 
 
@@ -169,7 +178,7 @@ def _manifold_hyper(shape: Shape, device: torch.device) -> Case:
         return [h, X, 2 * torch.sigmoid(post), ops.sinkhorn(res.unflatten(-1, (n, n)), 20)]
 
     inputs = (streams, update, post, mix, phi, alpha, bias)
-    return Case(f"mhc junction, {n} streams", junction, inputs, *_bytes(floors.streams(n), shape))
+    return Case(f"mhc junction, {n} streams", junction, inputs, *_bytes(stream_rows(n), shape))
 
 
 def _linear_cross_entropy(shape: Shape, device: torch.device) -> Case:
@@ -200,28 +209,14 @@ def _depth_path(name: str, config: choices.Topology, shape: Shape, device: torch
             read.append(h)
         return read
 
-    moved = _bytes(floors.depth(topology, shape.sublayers), shape)
-    by_reads = partial(_by_reads, topology) if isinstance(topology, BlockAttnRes) else None
-    return Case(name, path, (embedding, *outputs, *topology.parameters()), *moved, by_reads=by_reads)
+    moved = _bytes(topology.floor(shape.sublayers, shape.width), shape)
+    inputs = (embedding, *outputs, *topology.parameters())
+    return Case(name, path, inputs, *moved, by_reads=topology.by_reads())
 
 
-def _by_reads(topology: BlockAttnRes, read: Function) -> Function:
-    """A model's reads over depth one by one, each as a call of `read`."""
-
-    def path(embedding: Tensor, *rest: Tensor) -> Sequence[Tensor]:
-        sources: tuple[Tensor, ...] = (embedding,)
-        made: list[Tensor] = []
-        for k, (y, weights) in enumerate(zip(rest, topology.reads, strict=False)):
-            sources = topology.sources(k, y, sources)
-            made += read(cast(Read, weights).query, cast(Tensor, weights.gain), *sources)
-        return made
-
-    return path
-
-
-def _bytes(floor: Floor, shape: Shape) -> tuple[int, int]:
+def _bytes(floor: Rows, shape: Shape) -> tuple[int, int]:
     row = shape.tokens * shape.width * shape.dtype.itemsize
-    return floor.forward * row, floor.backward * row
+    return int(floor.forward * row), int(floor.backward * row)
 
 
 def _random(shape: Shape, device: torch.device, *middle: int) -> Tensor:

@@ -1,25 +1,25 @@
-"""A planner on paper: for every way to divide a run among N devices, memory and bytes per rank, and a step's time.
+"""Estimates, for every way to divide a run among N devices, memory and bytes per rank and the time of a step.
 
 Memory per rank is states + gathered weights + activations. States: fp32 weights and gradients, Muon's momentum or
 AdamW's two moments, a bf16 copy of the weights. Activations per token are counted in widths of two bytes, from what the
 backward pass reads: per attention 2C + 2(q + k) + v + q, per feed-forward 2C and each hidden tensor, per junction what
-`DEPTH` says, and once the logits and six widths around the head. A stage holds those of every micro-batch in flight.
+the topology states, and once the logits and six widths around the head. A stage holds those of every micro-batch in
+flight.
 
-Bytes are what a rank sends in a step by ring collectives. Time adds up: computation over the rate it reaches, traffic
-of the depth's own operators (`plan_depth`), the pipeline's bubble, gathers and reductions where they take longer than
-the computation they hide behind, and what nothing hides: Muon's exchange, copies' gradients, and one hop through the
-pipeline per direction.
+Bytes are what a rank sends in a step by ring collectives. Time is the sum of: computation at the rate it reaches,
+traffic of the junctions (`plan_depth`), the pipeline's bubble, gathers and reductions as far as they take longer than
+the computation they overlap, and what overlaps nothing: Muon's exchange, the copies' gradients, and one hop through
+the pipeline per direction.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import ceil
 from typing import Any
 
-from residua.bench.plan_depth import depth_bytes
-from residua.config import choices
+from residua.bench.plan_depth import depth_bytes, kept_widths
 from residua.config.model import ModelConfig, head_dim
 from residua.config.run import SMALLEST_UNIT, Muon, ParallelConfig, RunConfig
 from residua.config.settings import ConfigError
@@ -28,13 +28,13 @@ from residua.model.size import Size, measure
 GIB = 2**30
 
 Cuts = dict[int, dict[str, Any]]
-"""For the last sublayer of a stage, the tensors that cross behind it."""
+"""For the last sublayer of a stage, the tensors that cross after it."""
 
 
 @dataclass(frozen=True)
 class Machine:
     """A device and its links: bytes of memory, the FLOP/s that an additive model's step reaches, the bytes/s that one
-    device sends to others, and that a copy in its memory reads and writes together (the default: an H200, measured).
+    device sends to others, and the bytes/s that a copy in its memory reads and writes together (an H200's, measured).
     """
 
     memory: float
@@ -47,7 +47,7 @@ class Machine:
 class MeshPlan:
     """One way to divide a run. Bytes are a rank's in one step, `memory` the fullest rank's, `seconds` a step's.
 
-    `depth` are the seconds among them that the depth's own operators take beyond an additive model's.
+    `depth` is the part of `seconds` that the junctions take beyond an additive model's.
     """
 
     parallel: ParallelConfig
@@ -173,11 +173,11 @@ def _in_flight(parallel: ParallelConfig, micro: int) -> float:
 def activation_widths(config: RunConfig) -> tuple[float, float]:
     """Elements kept per token: for one layer, and once for the embedding, the last norm and the head."""
     model, width = config.model, config.model.width
-    depth = 2 * _depth(model)
+    depth = 2 * kept_widths(model) * width
     if config.train.recompute == "sublayers":
         layer = 2 * width + depth
     else:
-        layer = _attention(model) + _ffn(model) + _norms(model) + depth
+        layer = _attention(model) + model.ffn.kept(width) + 2 * model.norm.kept_widths * width + depth
     return layer, model.vocab_size + 6 * width
 
 
@@ -188,44 +188,8 @@ def _attention(model: ModelConfig) -> float:
     q = attention.heads * head_dim(model)
     kv = (attention.kv_heads or attention.heads) * head_dim(model)
     gate = {"none": 0, "headwise": q, "elementwise": 3 * q}[attention.gate]
-    mixed = 0 if isinstance(model.anchors, choices.NoAnchors) else 2 * q + 2 * kv
+    mixed = 2 * q + 2 * kv if model.anchors.mixed else 0
     return 2 * width + 2 * (q + kv) + kv + q + gate + mixed
-
-
-HIDDEN = {"relu2": 1, "gelu": 2, "swiglu": 3, "glu": 3}
-"""Hidden tensors that a feed-forward keeps: relu² and its slope are in the products beside it."""
-HIDDEN_OF_EXPERTS = {**HIDDEN, "relu2": 2}
-
-
-def _ffn(model: ModelConfig) -> float:
-    ffn = model.ffn
-    if isinstance(ffn, choices.MoE):
-        hidden = ffn.hidden * HIDDEN_OF_EXPERTS[ffn.activation]
-        return 2 * model.width + ffn.top_k * (hidden + 2 * model.width) + ffn.shared * hidden
-    return 2 * model.width + HIDDEN[ffn.kind] * ffn.hidden
-
-
-def _norms(model: ModelConfig) -> float:
-    return 4.0 * model.width if "gated" in model.norm.kind else 0.0
-
-
-DEPTH: dict[type, Callable[[Any], float]] = {
-    choices.Additive: lambda t: 0,
-    choices.Clipped: lambda t: 0,
-    choices.FullAttnRes: lambda t: 1.12,
-    choices.BlockAttnRes: lambda t: 1.12,
-    choices.MultiGate: lambda t: t.streams / 2 + 1,  # the streams at every second junction, and each update
-    choices.Highway: lambda t: 2,
-    choices.HyperConnections: lambda t: 2 * t.streams + 1,
-    choices.ManifoldHyper: lambda t: 2 * t.streams + 1,
-    choices.ManifoldHyperLite: lambda t: 2 * t.streams + 1,
-    choices.DenseFormer: lambda t: 0.5,
-}
-"""Widths that a junction keeps beside the sublayer's input."""
-
-
-def _depth(model: ModelConfig) -> float:
-    return DEPTH[type(model.topology)](model.topology) * model.width
 
 
 def _uses_muon(config: RunConfig) -> bool:
@@ -233,7 +197,7 @@ def _uses_muon(config: RunConfig) -> bool:
 
 
 def _cuts(config: RunConfig, gpus: int) -> Cuts:
-    """What would cross behind every layer, in bf16, without memory; nothing where there can be no pipeline."""
+    """What would cross after every layer in bf16, as tensors without memory; empty if there can be no pipeline."""
     import torch
 
     from residua.distributed.pipeline.stage_boundary import crossing

@@ -61,7 +61,9 @@ app = typer.Typer(
 
 @app.callback()
 def _residua() -> None:
-    pass
+    from residua.config.plugins import load_plugins  # `residua --help` does without it
+
+    load_plugins()
 
 
 def main() -> None:

@@ -6,11 +6,13 @@ mix into their own (`anchors.py`); attention, feed-forward and norms are what th
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, PlainValidator, SerializeAsAny, model_validator
 from pydantic_core import PydanticCustomError
 
+from residua.config.depth import gate_bias, lerping_sublayers
+from residua.config.family import Family
 from residua.config.settings import Frozen
 
 
@@ -26,20 +28,27 @@ Granularity = Literal["elementwise", "headwise", "scalar"]
 Pathway = Literal["q", "k", "v", "g"]
 
 
-class Additive(Frozen):
+class TopologyChoice(Family):
+    """A choice of topology: subclass it, with a `kind`, for a topology of your own (docs/extend.md)."""
+
+    def check(self, layers: int) -> None:
+        """Raise ValueError, in a sentence, if a model of so many layers cannot have this topology."""
+
+
+class Additive(TopologyChoice):
     """h ← h + y."""
 
     kind: Literal["additive"] = "additive"
 
 
-class Clipped(Frozen):
+class Clipped(TopologyChoice):
     """h ← clip(h + y, ±limit)."""
 
     kind: Literal["clipped"] = "clipped"
     limit: float = Field(1000.0, gt=0)
 
 
-class AttentionResidual(Frozen):
+class AttentionResidual(TopologyChoice):
     """What Full and Block Attention Residuals share: the ablation switches of the paper."""
 
     scale: float = Field(1.0, gt=0)
@@ -59,6 +68,13 @@ class BlockAttnRes(AttentionResidual):
 
     kind: Literal["block_attnres"] = "block_attnres"
     sublayers_per_block: Positive
+
+    def check(self, layers: int) -> None:
+        if self.sublayers_per_block > 2 * layers:
+            raise ValueError(
+                f"topology.sublayers_per_block = {self.sublayers_per_block} is more than the model's "
+                f"{2 * layers} sublayers (layers = {layers}): use at most {2 * layers}."
+            )
 
 
 class Recompute(Frozen):
@@ -81,7 +97,7 @@ class Invert(Frozen):
 Memory = Annotated[Recompute | Invert, Field(discriminator="kind")]
 
 
-class MultiGate(Frozen):
+class MultiGate(TopologyChoice):
     """Multi-Gate Residuals. `bias_init` chooses, for independent gates, the corrected or the printed formula; `memory`
     is how training does without most of the streams."""
 
@@ -91,15 +107,24 @@ class MultiGate(Frozen):
     bias_init: Literal["corrected", "printed"] = "corrected"
     memory: Memory = Recompute()
 
+    def check(self, layers: int) -> None:
+        lerping = lerping_sublayers(2 * layers, self.streams)
+        if lerping < 1:
+            raise ValueError(
+                f"topology.streams = {self.streams} leaves no gated sublayer in layers = {layers}: the first "
+                f"{self.streams - 1} sublayers fill the streams; use at most {2 * layers} streams."
+            )
+        gate_bias(self, lerping)
 
-class Highway(Frozen):
+
+class Highway(TopologyChoice):
     """One gated stream; the gate is one number per token or one per channel."""
 
     kind: Literal["highway"] = "highway"
     gate: Literal["scalar", "elementwise"] = "scalar"
 
 
-class HyperConnections(Frozen):
+class HyperConnections(TopologyChoice):
     """HC: n streams with free read, write and mixing weights, static or computed from the streams."""
 
     kind: Literal["hyper"] = "hyper"
@@ -107,7 +132,7 @@ class HyperConnections(Frozen):
     weights: Literal["static", "dynamic"] = "dynamic"
 
 
-class ManifoldHyper(Frozen):
+class ManifoldHyper(TopologyChoice):
     """mHC: the mixing matrix is made doubly stochastic by Sinkhorn iterations."""
 
     kind: Literal["mhc"] = "mhc"
@@ -115,7 +140,7 @@ class ManifoldHyper(Frozen):
     iterations: Positive = 20
 
 
-class ManifoldHyperLite(Frozen):
+class ManifoldHyperLite(TopologyChoice):
     """mHC-lite: the mixing matrix is a convex sum of the n! permutation matrices."""
 
     kind: Literal["mhc_lite"] = "mhc_lite"
@@ -131,7 +156,7 @@ class ManifoldHyperLite(Frozen):
         return self
 
 
-class DenseFormer(Frozen):
+class DenseFormer(TopologyChoice):
     """After every `period`-th layer, a static weighted sum of every `dilation`-th earlier layer's output."""
 
     kind: Literal["dense"] = "dense"
@@ -139,22 +164,34 @@ class DenseFormer(Frozen):
     period: Positive = 1
 
 
-Topology = Annotated[
-    Additive
-    | Clipped
-    | FullAttnRes
-    | BlockAttnRes
-    | MultiGate
-    | Highway
-    | HyperConnections
-    | ManifoldHyper
-    | ManifoldHyperLite
-    | DenseFormer,
-    Field(discriminator="kind"),
-]
+TopologyChoice.join(
+    Additive,
+    Clipped,
+    FullAttnRes,
+    BlockAttnRes,
+    MultiGate,
+    Highway,
+    HyperConnections,
+    ManifoldHyper,
+    ManifoldHyperLite,
+    DenseFormer,
+)
+Topology = Annotated[SerializeAsAny[TopologyChoice], PlainValidator(TopologyChoice.choose)]
 
 
-class NoAnchors(Frozen):
+class AnchorChoice(Frozen):
+    """What every choice of anchors states."""
+
+    from_embedding: ClassVar[bool] = False
+    """Whether the anchors are projections of the embedding; otherwise the first softmax layer writes them."""
+
+    @property
+    def mixed(self) -> tuple[Pathway, ...]:
+        """The pathways that layers mix an anchor into."""
+        return ()
+
+
+class NoAnchors(AnchorChoice):
     kind: Literal["none"] = "none"
 
 
@@ -174,20 +211,28 @@ class DynamicMixing(Frozen):
 Mixing = Annotated[StaticMixing | DynamicMixing, Field(discriminator="kind")]
 
 
-class ResFormer(Frozen):
+class ResFormer(AnchorChoice):
     """The first layer's values, raw, in every later layer."""
 
     kind: Literal["resformer"] = "resformer"
     granularity: Granularity = "scalar"
 
+    @property
+    def mixed(self) -> tuple[Pathway, ...]:
+        return ("v",)
 
-class ProjectionAnchors(Frozen):
+
+class ProjectionAnchors(AnchorChoice):
     """What NuResFormer and ExoFormer share."""
 
     pathways: tuple[Pathway, ...] = ("q", "k", "v", "g")
     granularity: Granularity = "elementwise"
     norm: Literal["none", "qk", "all"] = "all"
     mixing: Mixing = StaticMixing()
+
+    @property
+    def mixed(self) -> tuple[Pathway, ...]:
+        return self.pathways
 
     @model_validator(mode="after")
     def _pathways_once(self) -> Self:
@@ -207,6 +252,8 @@ class NuResFormer(ProjectionAnchors):
 class ExoFormer(ProjectionAnchors):
     """Dedicated projections of the embedding, in every layer."""
 
+    from_embedding: ClassVar[bool] = True
+
     kind: Literal["exoformer"] = "exoformer"
 
 
@@ -215,6 +262,17 @@ Anchors = Annotated[NoAnchors | ResFormer | NuResFormer | ExoFormer, Field(discr
 
 class Mixer(Frozen):
     """A sequence mixer that every layer has."""
+
+    softmax_path: ClassVar[str] = "attention"
+    """The table with the keys of softmax attention."""
+
+    @property
+    def everywhere(self) -> SoftmaxAttention | None:
+        """The softmax attention of every layer; None if some layer has another mixer."""
+        return None
+
+    def check(self, layers: int) -> None:
+        """Raise ValueError, in a sentence, if a model of so many layers cannot have this attention."""
 
     def at(self, layer: int) -> Self:
         """The mixer of layer `layer`."""
@@ -232,6 +290,10 @@ class SoftmaxAttention(Mixer):
     rope_theta: float = Field(10_000.0, gt=0)
     gate: Literal["none", "elementwise", "headwise"] = "none"
     sink: Literal["none", "learned"] = "none"
+
+    @property
+    def everywhere(self) -> SoftmaxAttention:
+        return self
 
     @model_validator(mode="after")
     def _heads_divide(self) -> Self:
@@ -265,10 +327,25 @@ class GatedDeltaNet(Mixer):
 class HybridAttention(Frozen):
     """Linear attention, with softmax attention in the last of every `softmax_every` layers."""
 
+    softmax_path: ClassVar[str] = "attention.softmax"
+
     kind: Literal["hybrid"] = "hybrid"
     softmax_every: int = Field(4, ge=2)
     softmax: SoftmaxAttention
     linear: GatedDeltaNet
+
+    @property
+    def everywhere(self) -> SoftmaxAttention | None:
+        """The softmax attention of every layer; None if some layer has another mixer."""
+        return None
+
+    def check(self, layers: int) -> None:
+        """Raise ValueError, in a sentence, if a model of so many layers cannot have this attention."""
+        if self.softmax_every > layers:
+            raise ValueError(
+                f"attention.softmax_every = {self.softmax_every} leaves layers = {layers} without softmax attention: "
+                f"use at most {layers}, or attention.kind = 'gated_deltanet'."
+            )
 
     def at(self, layer: int) -> SoftmaxAttention | GatedDeltaNet:
         """The mixer of layer `layer`."""
@@ -278,24 +355,44 @@ class HybridAttention(Frozen):
 Attention = Annotated[SoftmaxAttention | GatedDeltaNet | HybridAttention, Field(discriminator="kind")]
 
 
-class SwiGLU(Frozen):
+class DenseChoice(Frozen):
+    """What every feed-forward that is no mixture states."""
+
+    mixture: ClassVar[bool] = False
+    """Whether it has experts."""
+    kept_hidden: ClassVar[int]
+    """Hidden tensors kept for the backward pass."""
+
+    kind: str
+    hidden: Positive
+
+    def kept(self, width: int) -> float:
+        """Elements per token kept for the backward pass."""
+        return 2 * width + self.kept_hidden * self.hidden
+
+
+class SwiGLU(DenseChoice):
+    kept_hidden: ClassVar[int] = 3
+
     kind: Literal["swiglu"] = "swiglu"
-    hidden: Positive
 
 
-class GLU(Frozen):
+class GLU(DenseChoice):
+    kept_hidden: ClassVar[int] = 3
+
     kind: Literal["glu"] = "glu"
-    hidden: Positive
 
 
-class ReLU2(Frozen):
+class ReLU2(DenseChoice):
+    kept_hidden: ClassVar[int] = 1  # relu² and its slope are computed within the products next to them
+
     kind: Literal["relu2"] = "relu2"
-    hidden: Positive
 
 
-class GELU(Frozen):
+class GELU(DenseChoice):
+    kept_hidden: ClassVar[int] = 2
+
     kind: Literal["gelu"] = "gelu"
-    hidden: Positive
 
 
 DenseFFN = SwiGLU | GLU | ReLU2 | GELU
@@ -304,8 +401,10 @@ DenseFFN = SwiGLU | GLU | ReLU2 | GELU
 class MoE(Frozen):
     """A mixture of `experts` feed-forwards of width `hidden`; a token visits `top_k` of them and the `shared` ones.
 
-    `top_k` is at least 2: the weights of the chosen sum to one, so that of a single one would teach the router nothing.
+    `top_k` is at least 2: the weights of the chosen sum to one, so a single one would teach the router nothing.
     """
+
+    mixture: ClassVar[bool] = True
 
     kind: Literal["moe"] = "moe"
     hidden: Positive
@@ -314,6 +413,11 @@ class MoE(Frozen):
     shared: Annotated[int, BeforeValidator(_number), Field(ge=0)] = 1
     shared_gate: Literal["none", "sigmoid"] = "none"
     activation: Literal["swiglu", "glu", "relu2", "gelu"] = "swiglu"
+
+    def kept(self, width: int) -> float:
+        """Elements per token kept for the backward pass."""
+        hidden = self.hidden * {"relu2": 2, "gelu": 2, "swiglu": 3, "glu": 3}[self.activation]
+        return 2 * width + self.top_k * (hidden + 2 * width) + self.shared * hidden
 
     @model_validator(mode="after")
     def _experts_suffice(self) -> Self:
@@ -330,17 +434,28 @@ class MoE(Frozen):
 FFN = Annotated[DenseFFN | MoE, Field(discriminator="kind")]
 
 
-class RMSNorm(Frozen):
+class NormChoice(Family):
+    """A choice of norm: subclass it, with a `kind`, for a norm of your own (docs/extend.md)."""
+
+    kept_widths: ClassVar[float] = 2.0
+    """Widths that one norm keeps for the backward pass, besides its input."""
+
+
+class RMSNorm(NormChoice):
+    kept_widths: ClassVar[float] = 0.0
+
     kind: Literal["rmsnorm"] = "rmsnorm"
     eps: float = Field(1e-6, gt=0)
 
 
-class PreAffine(Frozen):
+class PreAffine(NormChoice):
+    kept_widths: ClassVar[float] = 0.0
+
     kind: Literal["preaffine"] = "preaffine"
     eps: float = Field(1e-6, gt=0)
 
 
-class LowRankGate(Frozen):
+class LowRankGate(NormChoice):
     """What GatedNorm and GatedDyT share: the gate on the normalised vector."""
 
     rank: Positive = 16
@@ -353,7 +468,9 @@ class GatedNorm(LowRankGate):
     eps: float = Field(1e-6, gt=0)
 
 
-class DyT(Frozen):
+class DyT(NormChoice):
+    kept_widths: ClassVar[float] = 0.0
+
     kind: Literal["dyt"] = "dyt"
     alpha: float = Field(0.5, gt=0)
 
@@ -363,7 +480,8 @@ class GatedDyT(LowRankGate):
     alpha: float = Field(0.5, gt=0)
 
 
-Norm = Annotated[RMSNorm | PreAffine | GatedNorm | DyT | GatedDyT, Field(discriminator="kind")]
+NormChoice.join(RMSNorm, PreAffine, GatedNorm, DyT, GatedDyT)
+Norm = Annotated[SerializeAsAny[NormChoice], PlainValidator(NormChoice.choose)]
 
 
 class TiedHead(Frozen):

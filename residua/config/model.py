@@ -15,23 +15,18 @@ from residua.config.choices import (
     Additive,
     Anchors,
     Attention,
-    BlockAttnRes,
     GatedDeltaNet,
     Head,
-    HybridAttention,
     Init,
-    MultiGate,
     NoAnchors,
     Norm,
     Positive,
-    ProjectionAnchors,
     RMSNorm,
     SoftmaxAttention,
     TiedHead,
     Topology,
     divisors,
 )
-from residua.config.depth import gate_bias, lerping_sublayers
 from residua.config.settings import ConfigError, Frozen, apply_overrides, explain, read_toml, to_toml
 
 
@@ -118,22 +113,12 @@ def head_dim(config: ModelConfig) -> int:
     return softmax.head_dim or config.width // softmax.heads
 
 
-def _softmax_table(config: ModelConfig) -> str:
-    """Where a person finds the keys of softmax attention."""
-    return "attention.softmax" if isinstance(config.attention, HybridAttention) else "attention"
-
-
-def _check_hybrid(config: ModelConfig) -> None:
-    attention = config.attention
-    if isinstance(attention, HybridAttention) and attention.softmax_every > config.layers:
-        raise ValueError(
-            f"attention.softmax_every = {attention.softmax_every} leaves layers = {config.layers} without softmax "
-            f"attention: use at most {config.layers}, or attention.kind = 'gated_deltanet'."
-        )
+def _check_attention(config: ModelConfig) -> None:
+    config.attention.check(config.layers)
 
 
 def _check_heads(config: ModelConfig) -> None:
-    softmax, table = config.softmax, _softmax_table(config)
+    softmax, table = config.softmax, config.attention.softmax_path
     if softmax is None:
         return
     if softmax.head_dim is None and config.width % softmax.heads:
@@ -148,7 +133,7 @@ def _check_heads(config: ModelConfig) -> None:
 
 
 def _check_anchor_attention(config: ModelConfig) -> None:
-    if not isinstance(config.anchors, NoAnchors) and config.softmax is None:
+    if config.anchors.mixed and config.softmax is None:
         raise ValueError(
             f"anchors.kind = '{config.anchors.kind}' mixes softmax projections and attention.kind = "
             f"'{config.attention.kind}' has none: use anchors.kind = 'none' or attention.kind = 'softmax'."
@@ -156,42 +141,22 @@ def _check_anchor_attention(config: ModelConfig) -> None:
 
 
 def _check_gate_pathway(config: ModelConfig) -> None:
-    anchors, softmax, table = config.anchors, config.softmax, _softmax_table(config)
-    if not isinstance(anchors, ProjectionAnchors) or softmax is None:
-        return
-    if "g" in anchors.pathways and softmax.gate != "elementwise":
+    anchors, softmax, table = config.anchors, config.softmax, config.attention.softmax_path
+    if softmax is not None and "g" in anchors.mixed and softmax.gate != "elementwise":
         raise ValueError(
             f"anchors.pathways contains 'g' but {table}.gate = '{softmax.gate}': "
             f"use {table}.gate = 'elementwise' or leave 'g' out of anchors.pathways."
         )
 
 
-def _check_multi_gate(config: ModelConfig) -> None:
-    if not isinstance(config.topology, MultiGate):
-        return
-    lerping = lerping_sublayers(config.sublayers, config.topology.streams)
-    if lerping < 1:
-        raise ValueError(
-            f"topology.streams = {config.topology.streams} leaves no gated sublayer in layers = {config.layers}: the "
-            f"first {config.topology.streams - 1} sublayers fill the streams; use at most {config.sublayers} streams."
-        )
-    gate_bias(config.topology, lerping)
-
-
-def _check_block(config: ModelConfig) -> None:
-    topology = config.topology
-    if isinstance(topology, BlockAttnRes) and topology.sublayers_per_block > config.sublayers:
-        raise ValueError(
-            f"topology.sublayers_per_block = {topology.sublayers_per_block} is more than the model's "
-            f"{config.sublayers} sublayers (layers = {config.layers}): use at most {config.sublayers}."
-        )
+def _check_topology(config: ModelConfig) -> None:
+    config.topology.check(config.layers)
 
 
 _CHECKS = (
-    _check_hybrid,
+    _check_attention,
     _check_heads,
     _check_anchor_attention,
     _check_gate_pathway,
-    _check_multi_gate,
-    _check_block,
+    _check_topology,
 )

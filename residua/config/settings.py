@@ -6,7 +6,7 @@ import tomllib
 from collections.abc import Iterable
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Union, get_args, get_origin
+from typing import Any, ClassVar, Union, get_args, get_origin
 
 import tomli_w
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -16,10 +16,22 @@ class ConfigError(ValueError):
     """A configuration that cannot be; its message is one sentence for a person."""
 
 
+PLUGINS = "RESIDUA_PLUGINS"
+"""The environment variable that names a person's own modules (`residua.config.plugins`)."""
+
+
 class Frozen(BaseModel):
     """A table of choices: immutable, and a key it does not know is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    takes_plugins: ClassVar[bool] = False
+    """Whether plugins can add kinds to this one's."""
+
+    @classmethod
+    def alternatives(cls) -> list[type[Frozen]]:
+        """The tables that can stand where this one is asked for."""
+        return [cls]
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:
@@ -105,7 +117,9 @@ def _unknown_key(fault: Any, field: str, path: list[str], value: Any, model: typ
 
 def _unknown_kind(fault: Any, field: str, path: list[str], value: Any, model: type[BaseModel]) -> str:
     known = [word.strip(" '") for word in fault["ctx"]["expected_tags"].split(",")]
-    return f"{field}.kind = {fault['ctx']['tag']!r} does not exist: {_choose(fault['ctx']['tag'], known)}"
+    tag, family = fault["ctx"]["tag"], _annotation_at(fault["loc"], model)
+    nor = f", and no module that {PLUGINS} names adds it" if getattr(family, "takes_plugins", False) else ""
+    return f"{field}.kind = {tag!r} does not exist{nor}: {_choose(tag, known)}"
 
 
 def _missing_kind(fault: Any, field: str, path: list[str], value: Any, model: type[BaseModel]) -> str:
@@ -193,7 +207,7 @@ def _table_at(loc: tuple[int | str, ...], model: type[BaseModel]) -> type[BaseMo
 def _members(annotation: Any) -> list[type[BaseModel]]:
     """The tables an annotation allows: itself, or the members of its union."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
+        return [*annotation.alternatives()] if issubclass(annotation, Frozen) else [annotation]
     if get_origin(annotation) is Union or type(annotation).__name__ == "UnionType":
         return [t for arg in get_args(annotation) for t in _members(arg)]
     if hasattr(annotation, "__metadata__"):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 
-from residua.config.choices import HybridAttention, MoE, SoftmaxAttention
+from residua.config.choices import SoftmaxAttention
 from residua.config.model import ModelConfig, head_dim
 from residua.config.run import RunConfig
 from residua.config.settings import ConfigError
@@ -42,8 +42,7 @@ def _anchors(summary: str, kind: str, *keys: str) -> Variant:
 
 def _on_softmax(model: ModelConfig, *keys: str) -> Sequence[str]:
     """Changes of the softmax attention, which in a hybrid is a table of its own."""
-    table = "softmax." if isinstance(model.attention, HybridAttention) else ""
-    return [f"model.attention.{table}{key}" for key in keys]
+    return [f"model.{model.attention.softmax_path}.{key}" for key in keys]
 
 
 def _softmax(summary: str, key: str) -> Variant:
@@ -74,17 +73,18 @@ def _hybrid(model: ModelConfig) -> Sequence[str]:
 
 
 def _base_softmax(model: ModelConfig) -> SoftmaxAttention:
-    if not isinstance(model.attention, SoftmaxAttention):
+    softmax = model.attention.everywhere
+    if softmax is None:
         raise ConfigError(
             f"variants 'linear' and 'hybrid' replace softmax attention and the base has attention.kind = "
             f"'{model.attention.kind}': choose a base with attention.kind = 'softmax'."
         )
-    return model.attention
+    return softmax
 
 
 def _moe(model: ModelConfig) -> Sequence[str]:
     """A quarter of the base's width in each expert, three and a shared one active: the base's width for every token."""
-    if isinstance(model.ffn, MoE):
+    if model.ffn.mixture:
         raise ConfigError("variant 'moe' replaces a dense FFN and the base has ffn.kind = 'moe': use 'base'.")
     shape = f"hidden={max(1, model.ffn.hidden // 4)}, experts=16, top_k=3, shared=1"
     return [f"model.ffn={{kind='moe', activation='{model.ffn.kind}', {shape}}}"]

@@ -42,18 +42,3 @@ def first(output: Any) -> Any:
 def replaced_first(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """The output with its main tensor changed."""
     return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
-
-
-@contextmanager
-def parameters_set(parameters: Sequence[nn.Parameter], change: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Change parameters for the length of the block."""
-    before = [parameter.detach().clone() for parameter in parameters]
-    with torch.no_grad():
-        for parameter in parameters:
-            parameter.copy_(change(parameter))
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for parameter, old in zip(parameters, before, strict=True):
-                parameter.copy_(old)

@@ -1,4 +1,4 @@
-"""Residua models under diagnosis: everything is read from their taps (docs/taps.md)."""
+"""A Residua model under diagnosis: observations come from its taps (docs/taps.md)."""
 
 from __future__ import annotations
 
@@ -13,17 +13,9 @@ from torch import Tensor, nn
 from residua.diagnose import depth_ablations
 from residua.diagnose.attention import AttentionSums, Scores, attention_sums
 from residua.diagnose.interventions import hooked, on_each, silenced
-from residua.diagnose.observe import Ablation, AblationKind, AnchorScales, Observation, Site, SiteKind, Subject
+from residua.diagnose.observe import Ablation, AblationKind, AnchorScales, Observation, Site, Subject
 from residua.model import taps
-from residua.model.anchors import Mix
-from residua.model.attention import SoftmaxAttention
 from residua.model.decoder import Decoder, Sublayer
-from residua.model.linear_attention import GatedDeltaNet
-from residua.model.moe import MoE
-from residua.model.topology.attnres import BlockAttnRes, FullAttnRes
-from residua.model.topology.dense import DenseFormer
-from residua.model.topology.hyper import Streams
-from residua.model.topology.multigate import MultiGate
 
 NEAR_ZERO = 1e-3
 _TAP = re.compile(r"(sublayer|depth|attention|moe)\.(\d+)\.(\w+)")
@@ -37,15 +29,15 @@ class NativeSubject(Subject):
         self.model, self._decoder, self.name = model, model, name
         self.width, self.vocabulary, self.context = config.width, config.vocab_size, config.context
         self.layers = config.layers
-        self.sites = [Site(k, k // 2, _kind(cast(Sublayer, s).body)) for k, s in enumerate(model.sublayers)]
+        roles = [getattr(cast(Sublayer, s).body, "role", "feed-forward") for s in model.sublayers]
+        self.sites = [Site(k, k // 2, role) for k, role in enumerate(roles)]
         self.description = (
             f"{config.layers} layers of width {config.width}, {config.topology.kind} topology, {config.attention.kind} "
             f"attention, {config.ffn.kind} feed-forward, {config.norm.kind}, anchors {config.anchors.kind}"
         )
-        many = isinstance(model.topology, BlockAttnRes | MultiGate | Streams)
-        self.state_name = "sublayer input" if many else "residual stream"
+        self.state_name = "residual stream" if model.topology.one_stream else "sublayer input"
         norms = [cast(Sublayer, s).norm for s in model.sublayers] + [model.norm]
-        self.gains = {k: _gain(norm) for k, norm in enumerate(norms)}
+        self.gains = {k: gain for k, norm in enumerate(norms) if (gain := _gain(norm)) is not None}
         self.skipped = [] if config.softmax_layers else [
             "Attention metrics: no layer of this model has a softmax, so there are no attention weights to look at."
         ]  # fmt: skip
@@ -63,31 +55,16 @@ class NativeSubject(Subject):
         return self._decoder.sublayers[site.index].parameters()
 
     def source_name(self, reader: int, source: int) -> str:
-        topology = self._decoder.topology
-        if isinstance(topology, FullAttnRes):
-            number = topology.plan.sees[reader - 1][source]
-            return "embedding" if number == 0 else self.sites[number - 1].name
-        if isinstance(topology, DenseFormer):
-            layer = topology._sources(reader // 2)[source]
-            return "embedding" if layer == 0 else f"layer {layer - 1}"
-        if isinstance(topology, BlockAttnRes):
-            return "embedding" if source == 0 else f"block {source}"
-        return f"stream {source}"
+        return self._decoder.topology.source_name(reader, source, [site.name for site in self.sites])
 
     def initial_source(self, reader: int) -> int | None:
-        topology = self._decoder.topology
-        if isinstance(topology, DenseFormer):
-            return len(topology._sources(reader // 2)) - 1
-        return reader % topology.streams if isinstance(topology, Streams) else None
+        return self._decoder.topology.initial_source(reader)
 
     def anchor_scales(self) -> list[AnchorScales]:
         found = []
         for site in self.sites:
-            mix = getattr(self._body(site), "mix", None)
-            if not isinstance(mix, Mix):
-                continue
-            for pathway in mix.pathways:
-                anchor, current = mix.anchor_scale[pathway].detach(), mix.current_scale[pathway].detach()
+            mix: Any = getattr(self._body(site), "mix", None)
+            for pathway, (anchor, current) in mix.scales().items() if mix is not None else ():
                 near = float((anchor.abs() < NEAR_ZERO).double().mean())
                 found.append(AnchorScales(site.layer, pathway, _by_head(anchor), _by_head(current), near))
         return found
@@ -118,11 +95,9 @@ class NativeSubject(Subject):
     def _head_ablations(self) -> list[Ablation]:
         found = []
         for site in self.sites:
-            body = self._body(site)
-            if not isinstance(body, SoftmaxAttention):
-                continue
-            width = body.head_width["q"]
-            for head in range(body.rows[0] // width):
+            body: Any = self._body(site)
+            heads, width = getattr(body, "query_heads", (0, 0))
+            for head in range(heads):
                 part = slice(head * width, (head + 1) * width)
                 found.append(
                     Ablation("head", site.layer, f"layer {site.layer} head {head}", _without(body.out, part), head)
@@ -134,7 +109,7 @@ class NativeSubject(Subject):
 
 
 class _Collector(dict[str, Tensor]):
-    """Takes the taps as they are published: queries and keys are summed at once, the rest goes to the observation."""
+    """Receives taps as they are published: sums queries and keys at once, stores the rest in the observation."""
 
     def __init__(self, subject: NativeSubject, seen: Observation) -> None:
         super().__init__()
@@ -187,20 +162,10 @@ class _Collector(dict[str, Tensor]):
         return attention_sums(query.transpose(1, 2), key.transpose(1, 2), how)
 
 
-def _kind(body: nn.Module) -> SiteKind:
-    kinds: dict[type, SiteKind] = {
-        SoftmaxAttention: "attention",
-        GatedDeltaNet: "linear attention",
-        MoE: "mixture of experts",
-    }
-    return kinds.get(type(body), "feed-forward")
-
-
-def _gain(norm: nn.Module) -> Tensor:
-    """What the norm multiplies each dimension by: its gain, times PreAffine's where there is one."""
-    weight = cast(Tensor, norm.weight).detach()
-    affine = getattr(norm, "affine", None)
-    return weight if affine is None else weight * affine.detach()
+def _gain(norm: nn.Module) -> Tensor | None:
+    """The norm's factor on each dimension; None if it states none."""
+    stated: Any = getattr(norm, "gain", None)
+    return stated() if callable(stated) else None
 
 
 def _by_head(scale: Tensor) -> list[float]:

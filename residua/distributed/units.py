@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from residua import ops
 from residua.config.run import SMALLEST_UNIT
-from residua.distributed.pipeline.stage_boundary import build_cut
 from residua.model.context import Anchors, Context
 from residua.model.moe import Routing
 from residua.model.topology.base import State
@@ -64,7 +63,7 @@ class Unit(nn.Module):
     def compile_parts(self) -> None:
         """Compile sublayers and junctions together; if the state is bound to this process, only the sublayers."""
         allow_recompiling(self.first + len(self.sublayers))
-        if build_cut(self._shared[0]).plain:
+        if self._shared[0].boundary().plain:
             self.run = compile_apart(self._run)
             return
         for sublayer in self.sublayers:
@@ -129,7 +128,7 @@ class LayeredLosses(nn.Module):
         """Compile between gathers: each unit, and what comes before the first and after the last."""
         for unit in self.units:
             unit.compile_parts()  # type: ignore[operator]
-        if build_cut(self.model.topology).plain:
+        if self.model.topology.boundary().plain:
             self.begin = compile_rewritten(self._begin)
         self.end = compile_rewritten(self._end)
 

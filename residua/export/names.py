@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from residua.config.choices import SoftmaxAttention
 from residua.config.model import ModelConfig, head_dim
 
 
@@ -19,7 +18,7 @@ def standard_names(config: ModelConfig) -> dict[str, Any]:
         "intermediate_size": config.ffn.hidden,
         "num_hidden_layers": config.layers,
         "max_position_embeddings": config.context,
-        "layer_types": ["full_attention" if isinstance(m, SoftmaxAttention) else linear for m in config.mixers],
+        "layer_types": ["full_attention" if n in config.softmax_layers else linear for n in range(config.layers)],
         "tie_word_embeddings": config.head.kind == "tied",
     }
     if softmax is not None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from residua.generate.fused_decoder import fuse
-from residua.model.moe import Experts, MoE
+from residua.model.moe import Experts, mixtures
 from residua.ops._runtime.backend import chosen_backend
 from residua.ops.grouped_linear.grouped import takes
 
@@ -54,7 +54,7 @@ def engine_for(model: Decoder, name: str) -> str:
 
 
 def _loops_over_experts(model: Decoder) -> bool:
-    return not all(_in_one_product(m.experts, model.embed.weight) for m in model.modules() if isinstance(m, MoE))
+    return not all(_in_one_product(m.experts, model.embed.weight) for m in mixtures(model))
 
 
 def _in_one_product(experts: nn.Module, like: Tensor) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor
 from residua.generate.engine import Step, build_step, engine_for
 from residua.generate.sample import Sampler, Sampling
 from residua.generate.text import TextStream
-from residua.model.moe import MoE
+from residua.model.moe import MoE, mixtures
 from residua.report.terminal import Progress
 
 if TYPE_CHECKING:
@@ -262,8 +262,7 @@ def weight_bytes(model: Decoder, rows: int) -> int:
     weights = [
         w for w in (*model.parameters(), *model.buffers()) if model.unembed is None or w is not model.embed.weight
     ]
-    mixtures = [module for module in model.modules() if isinstance(module, MoE)]
-    return _bytes(weights) - sum(_idle_bytes(mixture, rows) for mixture in mixtures)
+    return _bytes(weights) - sum(_idle_bytes(mixture, rows) for mixture in mixtures(model))
 
 
 def _idle_bytes(mixture: MoE, rows: int) -> int:

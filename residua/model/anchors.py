@@ -7,7 +7,7 @@ The anchors are normalised once, when they are written, since every layer reads 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple, Protocol
 
 import torch
@@ -102,6 +102,27 @@ class Unmixed(nn.Module):
         own["q"], own["k"] = qk_norm(own["q"], own["k"], table)
         return own, anchors
 
+    @property
+    def plain(self) -> bool:
+        """Whether it neither mixes nor writes anchors."""
+        return type(self) is Unmixed
+
+    def mixes(self, pathway: str) -> bool:
+        """Whether this pathway is mixed with an anchor, or becomes one."""
+        return False
+
+    def readers(self) -> tuple[Tensor, ...]:
+        """Every matrix [R, C] that reads the layer's input."""
+        return ()
+
+    def divide_values(self) -> Callable[[Tensor], None] | None:
+        """How the values this layer attends to can be divided by channel; None if they cannot."""
+        return None
+
+    def scales(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """λ1 and λ2 by pathway; empty if nothing is mixed."""
+        return {}
+
     def split(self, projected: Tensor) -> Projections:
         parts = projected.split([heads * width for heads, width in self.sections.values()], -1)
         return {s: part.unflatten(-1, self.sections[s]) for s, part in zip(self.sections, parts, strict=True)}
@@ -121,6 +142,9 @@ class Write(Unmixed):
         own = self.split(projected)
         written = tuple(self.norm(s, own[s]) for s in self.pathways)
         return super().forward(projected, written, x, qk_norm, table)
+
+    def mixes(self, pathway: str) -> bool:
+        return pathway in self.pathways
 
 
 class Mix(Unmixed):
@@ -157,6 +181,21 @@ class Mix(Unmixed):
             gains=qk_norm.gains,
             gamma=self.factors(x),
         )
+
+    def mixes(self, pathway: str) -> bool:
+        return pathway in self.pathways
+
+    def divide_values(self) -> Callable[[Tensor], None] | None:
+        """V̂ = λ1 ⊙ V_anc + λ2 ⊙ V: both λ, if they have one number per element."""
+        return self._divide_scales if self.current_scale["v"].dim() == 2 else None
+
+    @torch.no_grad()
+    def _divide_scales(self, by: Tensor) -> None:
+        for scale in (self.anchor_scale["v"], self.current_scale["v"]):
+            scale.div_(by.view_as(scale))
+
+    def scales(self) -> dict[str, tuple[Tensor, Tensor]]:
+        return {s: (self.anchor_scale[s].detach(), self.current_scale[s].detach()) for s in self.pathways}
 
 
 class Modulation(nn.Module):
@@ -195,6 +234,9 @@ class DynamicMix(Mix):
     def factors(self, x: Tensor) -> Tensor:
         gamma: Tensor = self.gamma(x)
         return gamma
+
+    def readers(self) -> tuple[Tensor, ...]:
+        return (self.gamma.down.weight,)
 
 
 def _scale_shape(granularity: str, heads: int, head_dim: int) -> tuple[int, ...]:

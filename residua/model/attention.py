@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
@@ -11,6 +14,7 @@ from residua.model.anchors import HeadShape, build_mix
 from residua.model.attend import attend
 from residua.model.cache import KeyValueCache
 from residua.model.context import Anchors, Context
+from residua.model.edges import Edge, divide_rows
 from residua.model.projection import Projection
 from residua.model.taps import tap
 
@@ -61,6 +65,8 @@ class SoftmaxAttention(nn.Module):
     head in the softmax's denominator. `first_layer` is the first layer of the model that has softmax attention.
     """
 
+    role = "attention"
+
     def __init__(
         self,
         config: choices.SoftmaxAttention,
@@ -110,3 +116,35 @@ class SoftmaxAttention(nn.Module):
             tap(f"attention.{self.layer}.gate", gate)
             y = y * gate
         return self.out(y.flatten(-2)), anchors
+
+    @property
+    def plain_heads(self) -> bool:
+        """Whether decoding kernels may put the projected heads straight into the cache: no anchors are mixed in."""
+        return self.mix.plain
+
+    @property
+    def query_heads(self) -> tuple[int, int]:
+        """The number of query heads and their width."""
+        width = self.head_width["q"]
+        return self.rows[0] // width, width
+
+    def readers(self) -> tuple[Tensor, ...]:
+        """Every matrix [R, C] that reads the input."""
+        return (self.project.weight, *self.mix.readers())
+
+    def inner_edges(self, name: str) -> list[Edge]:
+        """From values to output: attention averages them and the gate multiplies them, both channel by channel."""
+        divide = self._divide_values()
+        if divide is None:
+            return []
+        head_dim, kv = self.head_width["v"], self.rows[2]
+        heads = self.rows[0] // head_dim
+        served = torch.arange(heads) // (heads * head_dim // kv)
+        channel = served[:, None] * head_dim + torch.arange(head_dim)
+        return [Edge(f"{name}.values", (self.out.weight,), channel.flatten(), divide, self.out)]
+
+    def _divide_values(self) -> Callable[[Tensor], None] | None:
+        """Without a mixture the rows of W_v are divided; in one, the anchors serve all layers and only λ can be."""
+        if not self.mix.mixes("v"):
+            return partial(divide_rows, self.project.weight, sum(self.rows[:2]), self.rows[2])
+        return self.mix.divide_values()

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
+import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, relu, sigmoid, silu
 
 from residua import ops
 from residua.config import choices
 from residua.model.context import Anchors, Context
+from residua.model.edges import Edge, divide_rows, divide_square
 from residua.model.projection import Projection
 
 
@@ -18,7 +21,30 @@ def relu2(x: Tensor) -> Tensor:
     return relu(x).square()
 
 
-class GatedFFN(nn.Module):
+class FeedForward(nn.Module):
+    """A dense feed-forward: y = W_out act(W x), gated or not. The methods besides `forward` are facts for tools."""
+
+    role = "feed-forward"
+
+    act: Callable[[Tensor], Tensor]
+    out: Projection
+
+    @property
+    def entry(self) -> Projection:
+        """The map that reads the input."""
+        raise NotImplementedError
+
+    @property
+    def activation(self) -> str | None:
+        """The kind of activation, if decoding kernels may compute it between `entry` and `out`."""
+        return next((kind for kind, shape in FFNS.items() if shape == (type(self), self.act)), None)
+
+    def readers(self) -> tuple[Tensor, ...]:
+        """Every matrix [R, C] that reads the input."""
+        return (self.entry.weight,)
+
+
+class GatedFFN(FeedForward):
     """y = W_out (act(W_gate x) ⊙ W_up x) (arXiv 2002.05202): SwiGLU with silu, GLU with sigmoid."""
 
     def __init__(
@@ -33,8 +59,18 @@ class GatedFFN(nn.Module):
         gate, up = self.gate_up(x).chunk(2, -1)
         return self.out(self.act(gate) * up), anchors
 
+    @property
+    def entry(self) -> Projection:
+        return self.gate_up
 
-class PlainFFN(nn.Module):
+    def inner_edges(self, name: str) -> list[Edge]:
+        """From the linear branch to the output."""
+        hidden = self.out.weight.shape[1]
+        divide = partial(divide_rows, self.gate_up.weight, hidden, hidden)
+        return [Edge(f"{name}.up", (self.out.weight,), torch.arange(hidden), divide, self.out)]
+
+
+class PlainFFN(FeedForward):
     """y = W_out act(W_in x)."""
 
     def __init__(
@@ -48,9 +84,21 @@ class PlainFFN(nn.Module):
     def forward(self, x: Tensor, anchors: Anchors, context: Context) -> tuple[Tensor, Anchors]:
         return self.out(self.act(self.up(x))), anchors
 
+    @property
+    def entry(self) -> Projection:
+        return self.up
+
+    def inner_edges(self, name: str) -> list[Edge]:
+        """relu(x/√s)² = relu(x)²/s; no other activation passes a factor on."""
+        if self.act is not relu2:
+            return []
+        hidden = self.out.weight.shape[1]
+        divide = partial(divide_square, self.up.weight)
+        return [Edge(f"{name}.up", (self.out.weight,), torch.arange(hidden), divide, self.out)]
+
 
 class SquaredReluFFN(PlainFFN):
-    """y = W_out relu(W_in x)² (arXiv 2109.08668), as one operator where the matrices are all there is to the maps."""
+    """y = W_out relu(W_in x)² (arXiv 2109.08668), as one operator if both maps are plain projections."""
 
     def forward(self, x: Tensor, anchors: Anchors, context: Context) -> tuple[Tensor, Anchors]:
         if self.act is relu2 and is_plain(self.up) and is_plain(self.out):
@@ -59,7 +107,7 @@ class SquaredReluFFN(PlainFFN):
 
 
 def is_plain(module: nn.Module) -> bool:
-    """A `Projection` that nothing stands in for or wraps, and no hook looks into."""
+    """Whether it is a `Projection`, neither replaced nor wrapped nor hooked."""
     return type(module) is Projection and not is_watched(module)
 
 

@@ -35,6 +35,9 @@ class FoldedMix(Unmixed):
         ones = {s: torch.ones_like(scale) for s, scale in mix.current_scale.items()}
         self.ones = nn.ParameterDict({s: nn.Parameter(one, requires_grad=False) for s, one in ones.items()})
 
+    def mixes(self, pathway: str) -> bool:
+        return pathway in self.pathways
+
     def forward(
         self, projected: Tensor, anchors: Anchors, x: Tensor, qk_norm: QueryKeyNorm, table: RotaryTable
     ) -> tuple[Projections, Anchors]:

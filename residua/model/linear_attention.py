@@ -12,6 +12,7 @@ from torch.nn.functional import pad, silu, softplus
 from residua.config import choices
 from residua.model.cache import RecurrentCache
 from residua.model.context import Anchors, Context
+from residua.model.edges import Edge
 from residua.model.norm import RMSNorm
 from residua.model.projection import Projection
 from residua.ops._runtime.numeric import wide
@@ -83,6 +84,8 @@ class GatedDeltaNet(nn.Module):
     State and convolution begin anew with each document. Order is in the recurrence: there are no rotary positions.
     """
 
+    role = "linear attention"
+
     def __init__(self, config: choices.GatedDeltaNet, width: int, *, std: float, output_std: float) -> None:
         super().__init__()
         self.head_dim = config.head_dim
@@ -151,6 +154,15 @@ class GatedDeltaNet(nn.Module):
             o, state = gated_delta(q, k, v, g, beta, segments=segments, state=state)
         y: Tensor = self.out((self.norm(o) * silu(z)).flatten(-2))
         return y, DeltaCache(recent, state)
+
+    def readers(self) -> tuple[Tensor, ...]:
+        """Every matrix [R, C] that reads the input."""
+        return self.project.weight, self.gates.weight
+
+    def inner_edges(self, name: str) -> list[Edge]:
+        """From the norm's gain, which all heads share, to the output; the gate multiplies channel by channel."""
+        channel = torch.arange(self.rows[2]) % self.head_dim
+        return [Edge(f"{name}.norm", (self.out.weight,), channel, self.norm.divide, self.out)]
 
 
 def unit(x: Tensor, eps: float = 1e-6) -> Tensor:

@@ -9,7 +9,8 @@ Softmax first, then top-k, the weights of the chosen made to sum to one; every t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,8 @@ from torch.nn.functional import linear
 from residua import ops
 from residua.config import choices
 from residua.model.context import Anchors, Context
-from residua.model.ffn import FFNS, GatedFFN
+from residua.model.edges import Edge, divide_square
+from residua.model.ffn import FFNS, GatedFFN, relu2
 from residua.model.taps import tap
 from residua.ops._runtime.numeric import no_autocast, wide
 from residua.ops.expert_slots import combine, dispatch, sort_slots
@@ -102,6 +104,36 @@ class Experts(nn.Module):
             h = self.act(h)
         return ops.grouped_linear(h, self.out.unflatten(0, (self.count, -1)), ends)
 
+    def inner_edges(self, name: str) -> list[Edge]:
+        """From the hidden states, of gated and of relu² experts, to the outputs."""
+        if not self.gated and self.act is not relu2:
+            return []
+        channel = torch.arange(self.out.shape[1])
+        return [Edge(name, (self.out,), channel, self._divide_states, self, partial(_states, self))]
+
+    @torch.no_grad()
+    def _divide_states(self, by: Tensor) -> None:
+        rows = self.up.unflatten(0, (self.count, -1))
+        if self.gated:
+            rows[:, len(by) :].div_(by[:, None])
+        else:
+            divide_square(rows, by)
+
+
+def expert_states(experts: Any, x: Tensor, ends: Tensor) -> Tensor:
+    """What the experts' last matrices read, in x's dtype: x [slots, C] → [slots, H]."""
+    up = experts.up.detach().to(x.dtype).unflatten(0, (experts.count, -1))
+    h = ops.grouped_linear(x, up, ends)
+    if not experts.gated:
+        return cast(Tensor, experts.act(h))
+    gate, up = h.chunk(2, -1)
+    return cast(Tensor, experts.act(gate) * up)
+
+
+def _states(experts: Experts, x: Tensor, ends: Tensor) -> Tensor:
+    with no_autocast(x):
+        return expert_states(experts, wide(x), ends)
+
 
 class SharedGate(nn.Module):
     """σ(w · x), one number per token on the shared expert's output (Qwen2-MoE)."""
@@ -120,7 +152,9 @@ class SharedGate(nn.Module):
 
 
 class MoE(nn.Module):
-    """The feed-forward of a layer as a mixture; beside y it returns how it routed (`Routing`)."""
+    """The feed-forward of a layer as a mixture; besides y it returns how it routed (`Routing`)."""
+
+    role = "mixture of experts"
 
     def __init__(self, config: choices.MoE, layer: int, width: int, *, std: float, output_std: float) -> None:
         super().__init__()
@@ -149,3 +183,19 @@ class MoE(nn.Module):
         counts = ends.diff(prepend=ends.new_zeros(1))
         load = counts.to(logits.dtype) / ends[-1]
         return Routing(load, logits.softmax(-1).mean(0), logits.logsumexp(-1).square().mean())
+
+    def readers(self) -> tuple[Tensor, ...]:
+        """The router and every expert; a factor that missed the router would send tokens elsewhere."""
+        shared = () if self.shared is None else self.shared.readers()
+        gate = () if self.shared_gate is None else (self.shared_gate.weight,)
+        return (self.router.weight, self.experts.up, *shared, *gate)
+
+    def inner_edges(self, name: str) -> list[Edge]:
+        """Inside the shared expert as in any feed-forward; inside the others, a channel's factor is common to all."""
+        shared = [] if self.shared is None else self.shared.inner_edges(f"{name}.shared")
+        return [*shared, *self.experts.inner_edges(f"{name}.experts")]
+
+
+def mixtures(model: nn.Module) -> list[MoE]:
+    """Every mixture of experts of a model."""
+    return [module for module in model.modules() if isinstance(module, MoE)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -11,7 +13,30 @@ from residua.config import choices
 GATE_STD = 0.02
 
 
-class RMSNorm(nn.Module):
+class Norm(nn.Module):
+    """What a sublayer does to its input first.
+
+    `forward` is all a model calls. Every other method has a default; override one where you know better.
+    """
+
+    def gain(self) -> Tensor | None:
+        """The factor [C] on each output channel, by default the parameter `weight`; None if there is none."""
+        weight = getattr(self, "weight", None)
+        return weight.detach() if isinstance(weight, Tensor) else None
+
+    def divide(self, by: Tensor) -> None:
+        """Divide the output channels by `by` [C] exactly, by changing parameters in place (SmoothQuant)."""
+        raise ValueError(
+            f"{type(self).__name__} does not say how its output can be divided by channel: give it a method divide(by)."
+        )
+
+    @property
+    def plain_rms(self) -> bool:
+        """Whether decoding kernels may compute it as weight ⊙ x / sqrt(mean(x²) + eps)."""
+        return False
+
+
+class RMSNorm(Norm):
     """y = weight ⊙ x / sqrt(mean(x²) + eps)."""
 
     def __init__(self, config: choices.RMSNorm, width: int) -> None:
@@ -26,8 +51,16 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return ops.rms_norm(x, self.weight, eps=self.eps)
 
+    @torch.no_grad()
+    def divide(self, by: Tensor) -> None:
+        self.weight.div_(by)
 
-class PreAffine(nn.Module):
+    @property
+    def plain_rms(self) -> bool:
+        return type(self) is RMSNorm
+
+
+class PreAffine(Norm):
     """y = RMSNorm(affine ⊙ x) (arXiv 2601.22966): `affine` can carry the outliers that x then need not."""
 
     def __init__(self, config: choices.PreAffine, width: int) -> None:
@@ -43,6 +76,13 @@ class PreAffine(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return ops.rms_norm(x * self.affine.to(x.dtype), self.weight, eps=self.eps)
+
+    def gain(self) -> Tensor:
+        return self.weight.detach() * self.affine.detach()
+
+    @torch.no_grad()
+    def divide(self, by: Tensor) -> None:
+        self.weight.div_(by)
 
 
 class LowRankGate(nn.Module):
@@ -69,7 +109,7 @@ class LowRankGate(nn.Module):
         return ops.low_rank_gate(y, self.down, self.up, activation=self.activation)
 
 
-class GatedNorm(nn.Module):
+class GatedNorm(Norm):
     """y = RMSNorm(x), y' = y ⊙ σ(up · silu(down · y)) (arXiv 2601.22966)."""
 
     def __init__(self, config: choices.GatedNorm, width: int) -> None:
@@ -86,8 +126,14 @@ class GatedNorm(nn.Module):
         gate = self.gate
         return ops.gated_norm(x, self.weight, gate.down, gate.up, eps=self.eps, activation=gate.activation)
 
+    @torch.no_grad()
+    def divide(self, by: Tensor) -> None:
+        """The gate reads the divided vector too."""
+        self.weight.div_(by)
+        self.gate.down.mul_(by)
 
-class DyT(nn.Module):
+
+class DyT(Norm):
     """y = weight ⊙ tanh(alpha · x) + bias (arXiv 2503.10622): a norm without statistics."""
 
     def __init__(self, config: choices.DyT | choices.GatedDyT, width: int) -> None:
@@ -106,6 +152,11 @@ class DyT(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return (self.weight * torch.tanh(self.alpha * x) + self.bias).to(x.dtype)
 
+    @torch.no_grad()
+    def divide(self, by: Tensor) -> None:
+        self.weight.div_(by)
+        self.bias.div_(by)
+
 
 class GatedDyT(DyT):
     """DyT followed by GatedNorm's low-rank gate."""
@@ -118,8 +169,13 @@ class GatedDyT(DyT):
         gated: Tensor = self.gate(super().forward(x))
         return gated
 
+    @torch.no_grad()
+    def divide(self, by: Tensor) -> None:
+        super().divide(by)
+        self.gate.down.mul_(by)
 
-NORMS: dict[type, type[nn.Module]] = {
+
+NORMS: dict[type[choices.NormChoice], Callable[..., Norm]] = {
     choices.RMSNorm: RMSNorm,
     choices.PreAffine: PreAffine,
     choices.GatedNorm: GatedNorm,
@@ -128,6 +184,12 @@ NORMS: dict[type, type[nn.Module]] = {
 }
 
 
-def build_norm(config: choices.Norm, width: int) -> nn.Module:
+def register_norm(choice: type[choices.NormChoice], norm: Callable[..., Norm]) -> None:
+    """Make `norm.kind = …` of a configuration build `norm(config, width)`; see docs/extend.md."""
+    choices.NormChoice.join(choice)
+    NORMS[choice] = norm
+
+
+def build_norm(config: choices.NormChoice, width: int) -> Norm:
     """The norm a configuration describes."""
     return NORMS[type(config)](config, width)

@@ -7,13 +7,12 @@ computes; the result has the precision that the exact module's would have.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from residua.model.moe import Experts
+from residua.model.moe import Experts, expert_states
 from residua.model.projection import Projection
 from residua.ops import grouped_linear
 from residua.ops._runtime.numeric import no_autocast, working_dtype
@@ -82,13 +81,3 @@ class LowExperts(OnItsGrid):
             h = expert_states(self, self.activation(x), ends)
             y = grouped_linear(self.activation(h), self.out.float().unflatten(0, (self.count, -1)), ends)
         return y.to(working_dtype(x))
-
-
-def expert_states(experts: Any, x: Tensor, ends: Tensor) -> Tensor:
-    """What the experts' last matrices read, in fp32 or wider: x [slots, C] → [slots, H]."""
-    up = experts.up.detach().to(x.dtype).unflatten(0, (experts.count, -1))
-    h = grouped_linear(x, up, ends)
-    if not experts.gated:
-        return experts.act(h)
-    gate, up = h.chunk(2, -1)
-    return experts.act(gate) * up

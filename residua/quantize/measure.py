@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from residua.data.loader import IGNORED, Batch
 from residua.model import taps
 from residua.model.decoder import Decoder
-from residua.model.moe import Experts
+from residua.model.moe import Experts, expert_states
 from residua.ops._runtime.numeric import no_autocast
-from residua.quantize.low import expert_states, in_low_precision, matrices
+from residua.quantize.low import in_low_precision, matrices
 from residua.quantize.schema import ModuleError, Outlier
 from residua.quantize.schemes import Quantized, Scheme
 from residua.quantize.smoothing import hooked

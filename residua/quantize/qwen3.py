@@ -12,7 +12,6 @@ from typing import Any
 
 from torch import Tensor
 
-from residua.config import choices
 from residua.config.model import ModelConfig, head_dim
 from residua.model.decoder import Decoder
 from residua.quantize.fp8 import Fp8, quantize_fp8
@@ -34,15 +33,15 @@ def why_not(config: ModelConfig) -> str | None:
     """What keeps a model from being Qwen3, or None."""
     attention = config.attention
     wanted: list[tuple[bool, str]] = [
-        (isinstance(attention, choices.SoftmaxAttention), f"attention.kind = {attention.kind!r}"),
+        (attention.kind == "softmax", f"attention.kind = {attention.kind!r}"),
         (getattr(attention, "gate", "none") == "none", "attention.gate"),
         (getattr(attention, "sink", "none") == "none", "attention.sink"),
         (getattr(attention, "qk_norm", "rms") == "rms", "attention.qk_norm = 'none'"),
-        (isinstance(config.norm, choices.RMSNorm), f"norm.kind = {config.norm.kind!r}"),
+        (config.norm.kind == "rmsnorm", f"norm.kind = {config.norm.kind!r}"),
         (getattr(config.norm, "eps", EPS) == EPS, f"norm.eps other than {EPS:g}"),
-        (isinstance(config.topology, choices.Additive), f"topology.kind = {config.topology.kind!r}"),
-        (isinstance(config.anchors, choices.NoAnchors), f"anchors.kind = {config.anchors.kind!r}"),
-        (isinstance(config.ffn, choices.SwiGLU), f"ffn.kind = {config.ffn.kind!r}"),
+        (config.topology.kind == "additive", f"topology.kind = {config.topology.kind!r}"),
+        (config.anchors.kind == "none", f"anchors.kind = {config.anchors.kind!r}"),
+        (config.ffn.kind == "swiglu", f"ffn.kind = {config.ffn.kind!r}"),
     ]
     return next((what for fits, what in wanted if not fits), None)
 
@@ -90,13 +89,13 @@ def rows_of(weight: Quantized, exact: Tensor, first: int, count: int) -> Quantiz
 
 def qwen3_config(config: ModelConfig) -> dict[str, Any]:
     """config.json of the same model."""
-    attention, ffn = config.attention, config.ffn
-    assert isinstance(attention, choices.SoftmaxAttention) and isinstance(ffn, choices.SwiGLU)
+    attention = config.attention.everywhere
+    assert attention is not None
     return {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
         "hidden_size": config.width,
-        "intermediate_size": ffn.hidden,
+        "intermediate_size": config.ffn.hidden,
         "num_hidden_layers": config.layers,
         "num_attention_heads": attention.heads,
         "num_key_value_heads": attention.kv_heads or attention.heads,
@@ -108,7 +107,7 @@ def qwen3_config(config: ModelConfig) -> dict[str, Any]:
         "rope_parameters": {"rope_type": "default", "rope_theta": attention.rope_theta},
         "hidden_act": "silu",
         "attention_bias": False,
-        "tie_word_embeddings": isinstance(config.head, choices.TiedHead),
+        "tie_word_embeddings": config.head.kind == "tied",
     }
 
 

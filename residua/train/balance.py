@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from residua.config.run import Balance
 from residua.data.loader import Batch
-from residua.model.moe import MoE, Routing, balance_loss
+from residua.model.moe import MoE, Routing, balance_loss, mixtures
 
 
 @dataclass(frozen=True)
@@ -128,5 +128,5 @@ def build_balancer(
     model: nn.Module, config: Balance, device: torch.device, add_ranks: Callable[[Tensor], Tensor] | None = None
 ) -> Balancer | None:
     """The balancer of a model's mixtures of experts, None if it has none."""
-    mixtures = [module for module in model.modules() if isinstance(module, MoE)]
-    return Balancer(config, mixtures, device, add_ranks) if mixtures else None
+    found = mixtures(model)
+    return Balancer(config, found, device, add_ranks) if found else None

@@ -27,16 +27,6 @@ def test_the_readme_builds_its_model_and_takes_a_loss():
     assert scope["loss"].isfinite()
 
 
-def test_the_topology_of_the_extension_page_works_as_written_and_is_short():
-    (code,) = python_blocks("extend.md")
-    assert len(code.splitlines()) < 40
-    scope: dict = {}
-    exec(code, scope)
-    model, tokens = scope["model"], torch.randint(0, 1024, (2, 9))
-    model.loss(tokens, tokens).backward()
-    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.topology.parameters())
-
-
 def test_the_page_on_kernels_works_as_written_and_names_every_operator_with_one():
     (code,) = python_blocks("kernels.md")
     scope: dict = {}
@@ -81,10 +71,10 @@ def test_topologies_have_the_parameters_their_table_says(name):
 
 
 def test_every_topology_has_a_section_and_a_row():
-    from residua.config.choices import Topology
+    from residua.config.choices import TopologyChoice
 
     page = (DOCS / "topologies.md").read_text(encoding="utf-8")
-    kinds = [t.model_fields["kind"].default for t in Topology.__args__[0].__args__]
+    kinds = [t.model_fields["kind"].default for t in TopologyChoice.alternatives()]
     assert [k for k in kinds if not re.search(rf"^\| `{k}`", page, re.M)] == []
     assert [k for k in kinds if not re.search(rf"^## .*\b{k}\b", page, re.M)] == []
 

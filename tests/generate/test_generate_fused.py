@@ -9,19 +9,11 @@ import torch
 
 import residua
 from residua.data.tokenizer import Tokenizer
-from residua.generate.fused_decoder import (
-    FEW,
-    FusedAdditive,
-    FusedAttention,
-    FusedBlock,
-    FusedFFN,
-    FusedMultiGate,
-    FusedTopology,
-    fuse,
-)
+from residua.generate.fused_decoder import FusedAttention, FusedFFN, fuse
 from residua.generate.generator import Generator, Request, prefill
 from residua.generate.sample import Sampling
 from residua.model.decoder import Decoder
+from residua.model.topology.fused import FEW, FusedAdditive, FusedBlock, FusedMultiGate, FusedTopology
 from residua.ops import decode
 from residua.ops._runtime.backend import Operator
 from residua.storage.opening import place

@@ -9,9 +9,9 @@ from torch import Tensor
 import residua
 from residua.data.loader import Batch
 from residua.model.decoder import Decoder
-from residua.model.norm import GatedDyT, GatedNorm
+from residua.model.norm import GatedDyT, GatedNorm, Norm
 from residua.quantize.apply import targets
-from residua.quantize.graph import divide_norm, edges, inner_edges, readers
+from residua.quantize.graph import edges, readers, stated
 from residua.quantize.smoothing import channel_peaks, smooth, smoothing_factors
 from tests.model.combinations import NORMS, ROWS, config_of, name_of
 from tests.model.pairwise import Row
@@ -63,7 +63,7 @@ def test_a_fold_that_forgets_the_gates_down_matrix_is_wrong(kind: str) -> None:
             assert isinstance(norm, GatedNorm | GatedDyT)
             down = norm.gate.down.clone()
             factor = torch.exp(torch.randn(16, dtype=torch.float64))
-            divide_norm(norm, factor)
+            norm.divide(factor)
             norm.gate.down.copy_(down)
             for reader in readers(sublayer.body):
                 reader.mul_(factor)
@@ -74,10 +74,10 @@ def test_a_fold_that_forgets_the_gates_down_matrix_is_wrong(kind: str) -> None:
 
 def test_grouped_heads_and_shared_gains_share_their_factor() -> None:
     grouped = lively(attention={"kind": "softmax", "heads": 4, "kv_heads": 2})
-    (values,) = inner_edges(grouped.sublayers[0].body, "x")
+    (values,) = grouped.sublayers[0].body.inner_edges("x")
     assert values.channel.tolist() == [0, 1, 2, 3] * 2 + [4, 5, 6, 7] * 2
     linear = lively(attention={"kind": "gated_deltanet", "key_heads": 1, "value_heads": 2, "head_dim": 8})
-    (gain,) = inner_edges(linear.sublayers[0].body, "x")
+    (gain,) = linear.sublayers[0].body.inner_edges("x")
     assert gain.channel.tolist() == list(range(8)) * 2
 
 
@@ -124,7 +124,9 @@ def test_silent_channels_and_unread_columns_keep_their_factor_of_one() -> None:
 
 def test_a_norm_or_a_body_that_says_nothing_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="LayerNorm does not say"):
-        divide_norm(torch.nn.LayerNorm(4), torch.ones(4))
+        stated(torch.nn.LayerNorm(4), "divide", "how its output can be divided by channel")
+    with pytest.raises(ValueError, match="Norm does not say"):
+        Norm().divide(torch.ones(4))
     with pytest.raises(ValueError, match="Identity does not say"):
         readers(torch.nn.Identity())
 
@@ -137,14 +139,12 @@ class OwnNorm(torch.nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self.gain * torch.tanh(x)
 
+    def divide(self, by: Tensor) -> None:
+        self.gain.div_(by)
+
 
 def test_a_norm_of_ones_own_is_folded_once_it_says_how() -> None:
     """As docs/quantize.md shows it."""
-
-    @divide_norm.register
-    def _(norm: OwnNorm, by: Tensor) -> None:
-        norm.gain.div_(by)
-
     model = lively()
     for sublayer in model.sublayers:
         sublayer.norm = OwnNorm(16).double()

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 from residua import ops
-from residua.distributed.pipeline.stage_boundary import EMBEDDING, Cut, Items
+from residua.distributed.pipeline.stage_boundary import EMBEDDING
 from residua.distributed.pipeline.transport import Route, Shelf, hold
 from residua.distributed.units import Unit, divide, pass_through
 from residua.model.context import Context
+from residua.model.topology.base import Boundary, Items
 from residua.train.compile.rewrites import compile_rewritten
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ class Slice(nn.Module):
     """
 
     def __init__(
-        self, model: Decoder, cut: Cut, sublayers: range, route: Route, shelf: Shelf, settings: Settings
+        self, model: Decoder, cut: Boundary, sublayers: range, route: Route, shelf: Shelf, settings: Settings
     ) -> None:
         super().__init__()
         self.cut, self.range, self.route, self.shelf, self.settings = cut, sublayers, route, shelf, settings

@@ -26,7 +26,7 @@ from residua.data.loader import IGNORED, Batch
 from residua.distributed.mesh import Mesh
 from residua.distributed.pipeline.shared_parameters import SharedParameters
 from residua.distributed.pipeline.stage import Settings, Slice, Stage, slice_layers
-from residua.distributed.pipeline.stage_boundary import build_cut, crossing, recomputes_anchors
+from residua.distributed.pipeline.stage_boundary import crossing, recomputes_anchors
 from residua.distributed.pipeline.traffic import formulas, hop_bytes, mib
 from residua.distributed.pipeline.transport import Shelf, plan_routes
 from residua.distributed.shard import shard_slice
@@ -64,7 +64,8 @@ class PipelinedStep(RankedStep):
         if recipe.recompute == "sublayers":
             recompute_sublayers(model)
         model.to(mesh.device)
-        cut, shelf = build_cut(model.topology), Shelf()
+        self.blocks = model.topology.blocks
+        cut, shelf = model.topology.boundary(), Shelf()
         modules = [Slice(model, cut, self.slices[i], self.routes[i], shelf, settings) for i in own]
         self.shared = SharedParameters(model, mesh, again)
         _keep_only(model, modules)
@@ -149,7 +150,7 @@ class PipelinedStep(RankedStep):
             f"tensor at every hop would be {mib(sum(hop_bytes(self.cuts, every)) * pipelines)}"
         )
         micro = self.config.train.micro_batch * self.config.sequence * self.config.model.width
-        expected = formulas(self.config.model, self.parallel, micro * self.element_bytes)
+        expected = formulas(self.blocks, self.parallel, micro * self.element_bytes)
         if expected is None:
             return words + "."
         return (

@@ -1,4 +1,4 @@
-"""Bytes between pipeline stages: what is sent, what would be without keeping, and what the formulas say."""
+"""Bytes between pipeline stages: measured, without caching, and by the formulas."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from residua.config.choices import BlockAttnRes, FullAttnRes
-from residua.config.model import ModelConfig
 from residua.config.run import ParallelConfig
 from residua.distributed.pipeline.transport import Route, cached_blocks, naive_blocks
 
@@ -23,20 +21,15 @@ def hop_bytes(cuts: Sequence[dict[str, Tensor]], routes: Sequence[Route]) -> lis
 
 @dataclass(frozen=True)
 class Formulas:
-    """Bytes of all hops of one micro-batch in one direction, of blocks alone, by the formulas of `transport`."""
+    """Bytes that one micro-batch sends over all hops in one direction, blocks only, by the formulas of `transport`."""
 
     naive: float
     cached: float
 
 
-def formulas(config: ModelConfig, parallel: ParallelConfig, block: int) -> Formulas | None:
-    """For Attention Residuals without a window, with `block` bytes in one block; None for other topologies."""
-    topology = config.topology
-    if isinstance(topology, BlockAttnRes):
-        blocks = config.sublayers / topology.sublayers_per_block
-    elif isinstance(topology, FullAttnRes) and topology.window is None:
-        blocks = float(config.sublayers)
-    else:
+def formulas(blocks: float | None, parallel: ParallelConfig, block: int) -> Formulas | None:
+    """For Attention Residuals with so many blocks of `block` bytes (`Topology.blocks`); None for other topologies."""
+    if blocks is None:
         return None
     arguments = parallel.pipeline, parallel.stages_per_rank, blocks / parallel.stages
     return Formulas(naive_blocks(*arguments) * block, cached_blocks(*arguments) * block)

@@ -1,6 +1,8 @@
-"""How sublayers talk to each other along depth: one file per family, all behind `open` and `step`."""
+"""How sublayers talk to each other along depth: one file per family, all used through `open` and `step`."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from residua.config import choices
 from residua.model.topology.additive import Additive, Clipped
@@ -10,7 +12,7 @@ from residua.model.topology.dense import DenseFormer
 from residua.model.topology.hyper import HyperConnections, ManifoldHyper, ManifoldHyperLite
 from residua.model.topology.multigate import Highway, MultiGate
 
-TOPOLOGIES: dict[type, type[Topology]] = {
+TOPOLOGIES: dict[type[choices.TopologyChoice], Callable[..., Topology]] = {
     choices.Additive: Additive,
     choices.Clipped: Clipped,
     choices.FullAttnRes: FullAttnRes,
@@ -24,9 +26,15 @@ TOPOLOGIES: dict[type, type[Topology]] = {
 }
 
 
-def build_topology(config: choices.Topology, sublayers: int, width: int) -> Topology:
+def register_topology(choice: type[choices.TopologyChoice], topology: Callable[..., Topology]) -> None:
+    """Make `topology.kind = …` of a configuration build `topology(config, sublayers, width)`; see docs/extend.md."""
+    choices.TopologyChoice.join(choice)
+    TOPOLOGIES[choice] = topology
+
+
+def build_topology(config: choices.TopologyChoice, sublayers: int, width: int) -> Topology:
     """The topology a configuration describes, for a model of `sublayers` sublayers."""
     return TOPOLOGIES[type(config)](config, sublayers, width)
 
 
-__all__ = ["TOPOLOGIES", "State", "Topology", "build_topology"]
+__all__ = ["TOPOLOGIES", "State", "Topology", "build_topology", "register_topology"]

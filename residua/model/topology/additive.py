@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
 from torch import Tensor
 
 from residua.config import choices
 from residua.model.topology.base import State, Topology
+from residua.model.topology.facts import ADDED_IN_NORM, ADDITION, Rows
+
+if TYPE_CHECKING:
+    from residua.model.norm import Norm
 
 
 class Additive(Topology):
     """h_{k+1} = h_k + y_k, the pre-norm baseline."""
 
-    def __init__(self, config: choices.Additive, sublayers: int, width: int) -> None:
+    def __init__(self, config: choices.Additive | choices.Clipped, sublayers: int, width: int) -> None:
         super().__init__()
 
     def open(self, x: Tensor) -> tuple[Tensor, State]:
@@ -21,16 +28,27 @@ class Additive(Topology):
         h = state[0] + y
         return h, (h,)
 
+    def fused(self, norms: Sequence[Norm]) -> Topology | None:
+        from residua.model.topology.fused import FusedAdditive  # training does not need the decoding kernels
 
-class Clipped(Topology):
+        return FusedAdditive(norms) if type(self) is Additive else None
+
+    def floor(self, sublayers: int, width: int) -> Rows:
+        return Rows(ADDITION.forward * sublayers, ADDITION.backward * sublayers)
+
+    def step_rows(self, sublayers: int, width: int, *, pipelined: bool = False) -> float:
+        return ADDED_IN_NORM * sublayers
+
+    def kept_widths(self, sublayers: int, width: int) -> float:
+        return 0.0
+
+
+class Clipped(Additive):
     """h_{k+1} = clip(h_k + y_k, ±limit): outliers cut off by force (arXiv 2601.22966, rows 10–14)."""
 
     def __init__(self, config: choices.Clipped, sublayers: int, width: int) -> None:
-        super().__init__()
+        super().__init__(config, sublayers, width)
         self.limit = config.limit
-
-    def open(self, x: Tensor) -> tuple[Tensor, State]:
-        return x, (x,)
 
     def step(self, k: int, y: Tensor, state: State) -> tuple[Tensor, State]:
         h = (state[0] + y).clamp(-self.limit, self.limit)

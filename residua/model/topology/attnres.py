@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, cast
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -11,8 +12,13 @@ from torch import Tensor, nn
 from residua import ops
 from residua.config import choices
 from residua.model.taps import tap
-from residua.model.topology.base import State, Topology
+from residua.model.topology.ablation import parameters_set, sources_dropped
+from residua.model.topology.base import Boundary, Items, Junctions, State, Topology
+from residua.model.topology.facts import Rows, read_rows
 from residua.ops.depth_attention import deferred
+
+if TYPE_CHECKING:
+    from residua.model.norm import Norm
 
 
 class Read(nn.Module):
@@ -61,9 +67,12 @@ class BlockAttnRes(Topology):
     The first sublayer has one source, whose softmax is 1 whatever the query: it reads the embedding and has no query.
     """
 
+    one_stream = False
+    bandwidth_share = 0.63  # measured in steps on an H200, docs/scale.md
+
     def __init__(self, config: choices.AttentionResidual, sublayers: int, width: int) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.block_size = config, self._block_size(config)
         self.reads = nn.ModuleList(Read(config, k, width) for k in range(sublayers))
         self.plan = self._plan(sublayers)
 
@@ -84,9 +93,14 @@ class BlockAttnRes(Topology):
         """What read k sees: y begins a block, or is added to the sum of its own."""
         return (*sources, y) if self._begins_block(k) else (*sources[:-1], sources[-1] + y)
 
+    def _block_size(self, config: choices.AttentionResidual) -> int | None:
+        """Sublayers in a block; None if reads do not see all earlier blocks."""
+        assert isinstance(config, choices.BlockAttnRes)
+        return config.sublayers_per_block
+
     def _begins_block(self, k: int) -> bool:
-        assert isinstance(self.config, choices.BlockAttnRes)
-        return k % self.config.sublayers_per_block == 0
+        assert self.block_size is not None
+        return k % self.block_size == 0
 
     def _plan(self, sublayers: int) -> deferred.Plan:
         """The same as `sources`, by number: 0 is the embedding, k+1 is y_k or the sum that y_k was added to."""
@@ -99,6 +113,73 @@ class BlockAttnRes(Topology):
         w = torch.stack([cast(Read, read).query for read in self.reads])
         g = torch.stack([cast(Tensor, read.gain) for read in self.reads])
         return self.config.scale * w.float() * g.float()
+
+    def boundary(self) -> Boundary:
+        return SourcesBoundary(self)
+
+    def fused(self, norms: Sequence[Norm]) -> Topology | None:
+        from residua.model.topology.fused import FusedBlock  # training does not need the decoding kernels
+
+        plain = self.config.key_norm == "rms" and self.config.activation == "softmax"
+        if type(self) not in (BlockAttnRes, FullAttnRes) or not plain:
+            return None
+        if self.block_size is None or not FusedBlock.serves(len(self.reads), self.block_size):
+            return None
+        return FusedBlock(self._queries().detach(), self.block_size, norms)
+
+    def floor(self, sublayers: int, width: int) -> Rows:
+        """Every read over depth, one by one, and the gradient of each source once.
+
+        Forward: a read's sources → h; a source that grows is made in passing, p, y → p'. Backward: a source and the dh
+        of its readers → dv, with the gradient of the source that grew out of it. Grouped reads can move less.
+        """
+        plan = self.plan
+        forward = sum(len(seen) + 1 for seen in plan.sees) + 2 * sum(plan.grows)
+        backward = sum(len(readers) + 2 for readers in plan.readers) + sum(plan.grows)
+        return Rows(forward, backward)
+
+    def step_rows(self, sublayers: int, width: int, *, pipelined: bool = False) -> float:
+        """What the plan of grouped reads and gradients moves; pipeline stages read one by one."""
+        if not pipelined:
+            return self.plan.rows
+        return sum(read_rows(len(seen)).total for seen in self.plan.sees) + 3 * sum(self.plan.grows)
+
+    def kept_widths(self, sublayers: int, width: int) -> float:
+        return 1.12
+
+    @property
+    def blocks(self) -> float | None:
+        return None if self.block_size is None else len(self.reads) / self.block_size
+
+    def by_reads(self) -> Callable[[Callable[..., Sequence[Tensor]]], Junctions] | None:
+        def junctions(read: Callable[..., Sequence[Tensor]]) -> Junctions:
+            return lambda embedding, *outputs: self._read_all(read, embedding, outputs)
+
+        return junctions
+
+    def _read_all(self, read: Callable[..., Sequence[Tensor]], x: Tensor, outputs: Sequence[Tensor]) -> list[Tensor]:
+        sources, inputs = (x,), list[Tensor]()
+        for k, (y, weights) in enumerate(zip(outputs, self.reads, strict=False)):
+            sources = self.sources(k, y, sources)
+            inputs += read(weights.query, weights.gain, *sources)
+        return inputs
+
+    def source_name(self, reader: int, source: int, sublayers: Sequence[str]) -> str:
+        return "embedding" if source == 0 else f"block {source}"
+
+    def sources_seen(self) -> Sequence[Sequence[int]]:
+        return self.plan.sees
+
+    def without_source(self, positions: Mapping[int, int]) -> AbstractContextManager[Any]:
+        return sources_dropped(self.reads, positions)
+
+    def weighing_readers(self) -> Sequence[int]:
+        return range(1, len(self.reads) + 1)
+
+    def with_equal_weights(self, readers: Sequence[int]) -> AbstractContextManager[Any]:
+        """A query of zero scores all sources alike."""
+        queries = [cast(Read, self.reads[reader - 1]).query for reader in readers]
+        return parameters_set(queries, torch.zeros_like)
 
 
 class FullAttnRes(BlockAttnRes):
@@ -118,3 +199,43 @@ class FullAttnRes(BlockAttnRes):
     def _window(self, sublayers: int) -> int:
         assert isinstance(self.config, choices.FullAttnRes)
         return self.config.window or sublayers
+
+    def _block_size(self, config: choices.AttentionResidual) -> int | None:
+        assert isinstance(config, choices.FullAttnRes)
+        return 1 if config.window is None else None
+
+    def source_name(self, reader: int, source: int, sublayers: Sequence[str]) -> str:
+        number = self.plan.sees[reader - 1][source]
+        return "embedding" if number == 0 else sublayers[number - 1]
+
+
+class SourcesBoundary(Boundary):
+    """The sources cross, and the next slice reads them.
+
+    Inside a slice the state is the plain tuple of sources too: handles of the deferred backward cannot be sent.
+    """
+
+    plain = False
+    topology: BlockAttnRes
+
+    def begin(self, x: Tensor) -> tuple[Tensor, State]:
+        return x, (x,)
+
+    def after(self, k: int, y: Tensor, state: State) -> State:
+        return self.topology.sources(k, y, state)
+
+    def close(self, k: int, y: Tensor, state: State) -> Items:
+        sources = self.after(k, y, state)
+        return {f"source.{number}": v for number, v in zip(self._numbers(k), sources, strict=True)}
+
+    def enter(self, k: int, items: Items) -> tuple[Tensor, State]:
+        sources = tuple(items[f"source.{number}"] for number in self._numbers(k))
+        h: Tensor = self.topology.reads[k](sources)
+        return h, sources
+
+    def embedding(self) -> str | None:
+        return "source.0"
+
+    def _numbers(self, k: int) -> Sequence[int]:
+        """What read k sees, numbered as in the deferred plan: a block has the number of its last output."""
+        return self.topology.plan.sees[k]

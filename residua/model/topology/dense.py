@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from residua.config import choices
 from residua.model.taps import tap
-from residua.model.topology.base import State, Topology
+from residua.model.topology.ablation import parameters_set
+from residua.model.topology.base import Boundary, Items, State, Topology
+from residua.model.topology.facts import ADDED_IN_NORM
 from residua.ops._runtime.numeric import wide
 
 
@@ -57,3 +63,45 @@ class DenseFormer(Topology):
         for a, j in zip(weights[:-1], self._sources(layer)[:-1], strict=True):
             mixed = mixed + a * wide(outputs[j])
         return mixed.to(outputs[-1].dtype)
+
+    def boundary(self) -> Boundary:
+        return OutputsBoundary(self)
+
+    def step_rows(self, sublayers: int, width: int, *, pipelined: bool = False) -> float:
+        """Additions, and after some layers a sum over earlier ones: X → Y; X, dY, dX → dX."""
+        return ADDED_IN_NORM * sublayers + sum(4 * len(alpha) + 2 for alpha in self.alphas.values())
+
+    def kept_widths(self, sublayers: int, width: int) -> float:
+        return 0.5
+
+    def source_name(self, reader: int, source: int, sublayers: Sequence[str]) -> str:
+        layer = self._sources(reader // 2)[source]
+        return "embedding" if layer == 0 else f"layer {layer - 1}"
+
+    def initial_source(self, reader: int) -> int | None:
+        return len(self._sources(reader // 2)) - 1
+
+    def weighing_readers(self) -> Sequence[int]:
+        return [2 * int(layer) for layer in self.alphas]
+
+    def with_equal_weights(self, readers: Sequence[int]) -> AbstractContextManager[Any]:
+        return parameters_set([self.alphas[str(reader // 2)] for reader in readers], _averaged)
+
+
+def _averaged(weights: Tensor) -> Tensor:
+    return weights.mean().expand_as(weights)
+
+
+class OutputsBoundary(Boundary):
+    """The running sum crosses, and the outputs of all layers so far, which no longer change."""
+
+    def close(self, k: int, y: Tensor, state: State) -> Items:
+        _, (h, *outputs) = self.topology.step(k, y, state)
+        return {f"input.{k}": h, **{f"output.{i}": tensor for i, tensor in enumerate(outputs)}}
+
+    def enter(self, k: int, items: Items) -> tuple[Tensor, State]:
+        h = items[f"input.{k}"]
+        return h, (h, *(items[f"output.{i}"] for i in range((k + 1) // 2 + 1)))
+
+    def embedding(self) -> str | None:
+        return "output.0"

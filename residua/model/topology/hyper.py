@@ -11,6 +11,9 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 from itertools import permutations
 from typing import Any, NamedTuple, cast
 
@@ -20,13 +23,18 @@ from torch import Tensor, nn
 from residua import ops
 from residua.config import choices
 from residua.model.taps import tap
+from residua.model.topology.ablation import reads_changed
 from residua.model.topology.base import State, Topology
+from residua.model.topology.facts import Rows, stream_rows
 from residua.ops._runtime.numeric import wide
 from residua.ops.hyper_connection import read_weights
 
 
 class Streams(Topology):
     """The part that HC, mHC and mHC-lite share."""
+
+    one_stream = False
+    bandwidth_share = 0.24  # their junction alone, measured on an H200, docs/RESULTS.md
 
     junctions: nn.ModuleList
 
@@ -50,9 +58,9 @@ class Streams(Topology):
         return h, state
 
     def _junction(self, k: int, y: Tensor, X: Tensor, post: Tensor, mix: Tensor) -> tuple[Tensor, State]:
-        """Write y, then read the input of sublayer k, or behind the last one the sum of the streams.
+        """Write y, then read the input of sublayer k, or after the last one the sum of the streams.
 
-        The state is X and, where they depend on it, the logits of what sublayer k will write.
+        The state is X and, if they depend on it, the logits of what sublayer k will write.
         """
         with full_precision(y):
             if k > self.last:
@@ -62,6 +70,44 @@ class Streams(Topology):
             h, X, logits = ops.hyper_step(X, y, post, mix, weights.bias, **weights.projection)
         tap(f"depth.{k}.pre", lambda: weights.of(logits))
         return h, (X, logits) if weights.projection else (X,)
+
+    def floor(self, sublayers: int, width: int) -> Rows:
+        junction = stream_rows(self.streams)
+        return Rows(junction.forward * sublayers, junction.backward * sublayers)
+
+    def source_name(self, reader: int, source: int, sublayers: Sequence[str]) -> str:
+        return f"stream {source}"
+
+    def initial_source(self, reader: int) -> int | None:
+        return reader % self.streams
+
+    def weighing_readers(self) -> Sequence[int]:
+        """The first reader's streams are copies of each other, and the last reader sums them."""
+        return range(1, self.last + 1)
+
+    def with_equal_weights(self, readers: Sequence[int]) -> AbstractContextManager[Any]:
+        return reads_changed(self, partial(_equal_read, readers))
+
+    def stream_count(self) -> int:
+        return self.streams
+
+    def without_stream(self, stream: int) -> AbstractContextManager[Any]:
+        return reads_changed(self, partial(_unread, stream))
+
+
+def _equal_read(readers: Sequence[int], k: int, h: Tensor, seen: dict[str, Tensor]) -> Tensor:
+    """pre_i becomes the token's mean of pre, so that their sum is kept."""
+    if k + 1 not in readers:
+        return h
+    share = wide(seen[f"depth.{k + 1}.pre"]).mean(-1, keepdim=True)
+    return (share * wide(seen[f"depth.{k}.streams"]).sum(-2)).to(h.dtype)
+
+
+def _unread(index: int, k: int, h: Tensor, seen: dict[str, Tensor]) -> Tensor:
+    """The read after sublayer k without one stream."""
+    stream = seen[f"depth.{k}.streams"][..., index, :]
+    pre = seen.get(f"depth.{k + 1}.pre")
+    return h - (stream if pre is None else pre[..., index, None].to(stream.dtype) * stream)
 
 
 def full_precision(x: Tensor) -> torch.autocast:

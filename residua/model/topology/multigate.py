@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -11,8 +14,13 @@ from residua import ops
 from residua.config import choices
 from residua.config.depth import depth_bias, gate_bias, lerping_sublayers
 from residua.model.taps import tap
-from residua.model.topology.base import State, Topology
+from residua.model.topology.ablation import parameters_set, reads_changed
+from residua.model.topology.base import Boundary, State, Topology
+from residua.model.topology.facts import Rows, add_rows, pool_rows, stream_rows
 from residua.ops._runtime.numeric import wide
+
+if TYPE_CHECKING:
+    from residua.model.norm import Norm
 
 
 class Pool(nn.Module):
@@ -58,6 +66,8 @@ class MultiGate(Topology):
     then one [B, T, n, C], after which the operator may keep tensors of its own.
     """
 
+    one_stream = False
+
     def __init__(self, config: choices.MultiGate, sublayers: int, width: int) -> None:
         super().__init__()
         lerping = lerping_sublayers(sublayers, config.streams)
@@ -71,7 +81,7 @@ class MultiGate(Topology):
         return x, (x,)
 
     def step(self, k: int, y: Tensor, state: State, ends: bool = False) -> tuple[Tensor, State]:
-        """See `Topology`; `ends` says that the streams leave this process, so that nothing comes back but gradients."""
+        """See `Topology`; with `ends` the streams leave this process, and only gradients come back."""
         if k < self.fill:
             return self._append(k, y, state)
         gates, pool = cast(Gates, self.gates[k - self.fill]), cast(Pool, self.pools[k])
@@ -96,6 +106,66 @@ class MultiGate(Topology):
 
     def _beta(self, gates: Gates, streams: Tensor) -> Tensor:
         return ops.gates(streams, gates.query, gates.bias, competitive=self.competitive)
+
+    def boundary(self) -> Boundary:
+        return StreamsBoundary(self)
+
+    def fused(self, norms: Sequence[Norm]) -> Topology | None:
+        from residua.model.topology.fused import FusedMultiGate  # training does not need the decoding kernels
+
+        if type(self) is not MultiGate or not FusedMultiGate.serves(self.stream_count()):
+            return None
+        gates = [(cast(Gates, gate).query, cast(Gates, gate).bias) for gate in self.gates]
+        pools = [cast(Pool, pool).query.detach() for pool in self.pools]
+        return FusedMultiGate(gates, pools, norms, competitive=self.competitive)
+
+    def floor(self, sublayers: int, width: int) -> Rows:
+        filling = [pool_rows(k + 2) for k in range(self.fill)]
+        return add_rows([*filling, *[stream_rows(self.fill + 1)] * (sublayers - self.fill)])
+
+    def kept_widths(self, sublayers: int, width: int) -> float:
+        """The streams at every second junction, and each update."""
+        return self.stream_count() / 2 + 1
+
+    def source_name(self, reader: int, source: int, sublayers: Sequence[str]) -> str:
+        return f"stream {source}"
+
+    def weighing_readers(self) -> Sequence[int]:
+        return range(1, len(self.pools) + 1)
+
+    def with_equal_weights(self, readers: Sequence[int]) -> AbstractContextManager[Any]:
+        """A query of zero scores all streams alike."""
+        queries = [cast(Pool, self.pools[reader - 1]).query for reader in readers]
+        return parameters_set(queries, torch.zeros_like)
+
+    def stream_count(self) -> int:
+        return self.fill + 1
+
+    def without_stream(self, stream: int) -> AbstractContextManager[Any]:
+        return reads_changed(self, partial(_unread, stream))
+
+
+def _unread(index: int, k: int, h: Tensor, seen: dict[str, Tensor]) -> Tensor:
+    """The read after sublayer k without one stream, the softmax over the others."""
+    streams = seen[f"depth.{k}.streams"]
+    if index >= streams.shape[-2]:
+        return h
+    stream = streams[..., index, :]
+    weight = seen[f"depth.{k}.weights"][..., index, None].to(stream.dtype)
+    return (h - weight * stream) / (1 - weight.clamp(max=1 - 1e-6))
+
+
+class StreamsBoundary(Boundary):
+    """After the fill phase the streams alone cross; what follows them in the state is the fused operator's own."""
+
+    plain = False
+    topology: MultiGate
+
+    def _end(self, k: int, y: Tensor, state: State) -> tuple[Tensor, State]:
+        return self.topology.step(k, y, state, ends=True)
+
+    def _plain(self, state: State) -> State:
+        return state[:1] if state[0].dim() == 4 else state
 
 
 class Highway(Topology):

@@ -1,0 +1,149 @@
+"""Junctions for decoding that apply the norm of the next sublayer as well: one kernel each.
+
+A fused topology hands each sublayer an input that is already normed. Results are the same but for rounding. It takes
+the tensors it needs from the topology it stands in for, and prepares them once: change no weight afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from residua.model.topology.base import State, Topology
+from residua.ops import decode
+from residua.ops.decode import MOST_STREAMS, Gate
+from residua.ops.decode.gated import as_vectors
+from residua.ops.decode.launch import MOST_SOURCES
+
+if TYPE_CHECKING:
+    from residua.model.norm import Norm
+
+FEW = 8
+"""Rows up to which a gated junction is prepared while its sublayer runs; with more, that costs more than it saves."""
+
+
+class FusedTopology(Topology):
+    """Junctions that norm: norms[k] is applied to the input of sublayer k, the last to the final state."""
+
+    def __init__(self, norms: Sequence[Norm]) -> None:
+        super().__init__()
+        self.norms = norms
+        self.unread = torch.zeros(1, norms[0].weight.shape[0], device=norms[0].weight.device)
+
+    def open(self, x: Tensor) -> tuple[Tensor, State]:
+        rows, norm = x.flatten(0, 1).contiguous(), self.norms[0]
+        normed, *_ = decode.read_sources([], rows, None, self.unread, norm.weight, eps=norm.eps)
+        return normed.view_as(x), (rows,)
+
+    def step(self, k: int, y: Tensor, state: State) -> tuple[Tensor, State]:
+        normed, state = self.junction(k, y.flatten(0, 1).contiguous(), state)
+        return normed.view_as(y), state
+
+    def junction(self, k: int, y: Tensor, state: State) -> tuple[Tensor, State]:
+        """`step` on rows [M, C]."""
+        raise NotImplementedError
+
+
+class FusedAdditive(FusedTopology):
+    """h' = h + y and its norm."""
+
+    def junction(self, k: int, y: Tensor, state: State) -> tuple[Tensor, State]:
+        norm = self.norms[k + 1]
+        normed, h = decode.add_norm(state[0], y, norm.weight, eps=norm.eps)
+        return normed, (h,)
+
+
+class FusedBlock(FusedTopology):
+    """Block Attention Residuals in two phases (arXiv 2603.15031).
+
+    When a block is finished, its sum and all earlier ones are final: the reads of the whole coming block are evaluated
+    against them together. Inside the block each read merges its running sum into what is already there.
+    State: o, lse and ‖o‖² of the coming reads, the finished blocks, and the running sum if the block has begun.
+    """
+
+    def __init__(self, queries: Tensor, size: int, norms: Sequence[Norm]) -> None:
+        """`queries` [reads, C] are u = scale · w ⊙ g; a block has `size` sublayers."""
+        super().__init__(norms)
+        self.size, self.queries = size, queries
+        self.opening = torch.cat([self.unread, self.queries[: size - 1]])
+
+    @staticmethod
+    def serves(reads: int, size: int) -> bool:
+        """Whether the kernels take as many blocks as `reads` sublayers make."""
+        return reads // size < MOST_SOURCES
+
+    def open(self, x: Tensor) -> tuple[Tensor, State]:
+        norm = self.norms[0]
+        normed, v, *reads = decode.read_sources([], x.flatten(0, 1), None, self.opening, norm.weight, eps=norm.eps)
+        return normed.view_as(x), (*reads, v)
+
+    def junction(self, k: int, y: Tensor, state: State) -> tuple[Tensor, State]:
+        (o, lse, square), sources, place = state[:3], state[3:], k % self.size
+        norm = self.norms[k + 1]
+        base = sources[-1] if place else None
+        finished = sources[:-1] if place else sources
+        if place == self.size - 1:
+            coming = self.queries[k : k + self.size]
+            normed, v, *reads = decode.read_sources(finished, y, base, coming, norm.weight, eps=norm.eps)
+            return normed, (*reads, *finished, v)
+        read = (o[place], lse[place], square[place])
+        normed, p = decode.read_partial(read, y, base, self.queries[k], norm.weight, eps=norm.eps)
+        return normed, (o, lse, square, *finished, p)
+
+
+class FusedMultiGate(FusedTopology):
+    """Multi-Gate Residuals: while the streams fill, a junction is a read of them; then one gated write and read.
+
+    State: the streams and, if there are few rows, what the next write needs of them alone, made while the sublayer
+    runs.
+    """
+
+    def __init__(
+        self,
+        gates: Sequence[tuple[Tensor, Tensor]],
+        pools: Sequence[Tensor],
+        norms: Sequence[Norm],
+        *,
+        competitive: bool,
+    ) -> None:
+        """`gates` are the query and bias of each gated junction, `pools` the query of each read."""
+        super().__init__(norms)
+        self.gates, self.pools, self.competitive = gates, pools, competitive
+        self.fill = len(pools) - len(gates)
+        self.filling = [pool.float()[None] * len(pool) ** -0.5 for pool in self.pools[: self.fill]]
+
+    @staticmethod
+    def serves(streams: int) -> bool:
+        """Whether the kernels take as many streams."""
+        return streams <= MOST_STREAMS
+
+    def junction(self, k: int, y: Tensor, state: State) -> tuple[Tensor, State]:
+        normed, streams = (self._append if k < self.fill else self._write)(k, y, state)
+        return normed, (*streams, *self._ahead(k + 1, streams))
+
+    def _append(self, k: int, y: Tensor, streams: State) -> tuple[Tensor, State]:
+        norm = self.norms[k + 1]
+        normed, *_ = decode.read_sources(streams, y, None, self.filling[k], norm.weight, eps=norm.eps)
+        return normed, (*streams, y)
+
+    def _write(self, k: int, y: Tensor, state: State) -> tuple[Tensor, State]:
+        streams, prepared = state[: self.fill + 1], state[self.fill + 1 :]
+        norm, gate = self.norms[k + 1], self._gate(k, streams)
+        if prepared:
+            return decode.gate_prepared(gate, prepared[0], y, norm.weight, eps=norm.eps)
+        return decode.gate_norm(
+            streams, y, gate.query, gate.bias, gate.pool_query, norm.weight, competitive=self.competitive, eps=norm.eps
+        )
+
+    def _ahead(self, k: int, streams: State) -> State:
+        """What the junction after sublayer k needs of the streams alone, if preparing it pays."""
+        written = self.fill <= k < len(self.pools)
+        pays = len(streams[0]) <= FEW and as_vectors(streams)
+        return (decode.prepare_gates(self._gate(k, streams)),) if written and pays else ()
+
+    def _gate(self, k: int, streams: State) -> Gate:
+        query, bias = self.gates[k - self.fill]
+        return Gate(streams, query, bias, self.pools[k], self.competitive)

@@ -1,0 +1,138 @@
+"""A topology and a norm of one's own, taken from docs/extend.md as written, go through every verb."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from residua.config import family, plugins
+from residua.config.choices import NormChoice, TopologyChoice
+from residua.config.model import ModelConfig
+from residua.config.settings import PLUGINS, ConfigError
+from residua.model.decoder import build
+from residua.model.norm import NORMS
+from residua.model.topology import TOPOLOGIES
+from residua.storage.load import load
+from tests.model.small import small
+from tests.trained import WORDS, residua, train_run
+
+PAGE = Path(__file__).parents[2] / "docs" / "extend.md"
+OWN = {"topology": {"kind": "layer_scale", "start": 0.2}, "norm": {"kind": "l1norm"}}
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """RESIDUA_PLUGINS names the page's two files; afterwards nothing knows them any more."""
+    folder = tmp_path_factory.mktemp("plugins")
+    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.S)
+    files = [folder / "layer_scale.py", folder / "l1_norm.py"]
+    for file, code in zip(files, blocks, strict=True):
+        file.write_text(code, encoding="utf-8")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(PLUGINS, ",".join(map(str, files)))
+        yield folder
+    for root, built, kind in ((TopologyChoice, TOPOLOGIES, "layer_scale"), (NormChoice, NORMS, "l1norm")):
+        choice = family._MEMBERS[root].pop(kind, None)
+        family._ADAPTERS.pop(root, None)
+        built.pop(choice, None)
+    for file in files:
+        sys.modules.pop(file.stem, None)
+        plugins._loaded.discard(str(file))
+
+
+@pytest.fixture(scope="module")
+def run(own: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train_run(tmp_path_factory.mktemp("own"), **OWN)
+
+
+def test_a_kind_of_ones_own_is_written_read_and_overridden_like_any_other(own: Path) -> None:
+    config = small(**OWN)
+    assert ModelConfig.from_dict(config.model_dump()) == config and 'kind = "layer_scale"' in config.to_toml()
+    assert config.override(["topology.start=0.5"]).topology.model_dump() == {"kind": "layer_scale", "start": 0.5}
+    with pytest.raises(ConfigError, match=r"topology.strat = 1 is not a known key: did you mean 'start'\?"):
+        config.override(["topology.strat=1"])
+    with pytest.raises(ConfigError, match=r"'layer_scal' does not exist, .*: did you mean 'layer_scale'\?"):
+        config.override(["topology.kind=layer_scal"])
+
+
+def test_every_parameter_of_ones_own_gets_a_gradient(own: Path) -> None:
+    model, tokens = build(small(**OWN)), torch.randint(0, 16, (2, 9))
+    model.loss(tokens, tokens).backward()
+    parameters = [*model.topology.parameters(), *model.norm.parameters()]
+    assert parameters and all(p.grad is not None and p.grad.abs().sum() > 0 for p in parameters)
+
+
+def test_an_unknown_kind_is_refused_and_the_variable_is_mentioned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(PLUGINS, raising=False)
+    for table in ("topology", "norm"):
+        with pytest.raises(ConfigError, match=f"{table}.kind = 'nowhere' does not exist.*{PLUGINS}"):
+            small(**{table: {"kind": "nowhere"}})
+
+
+def test_a_plugin_that_cannot_be_imported_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    broken = tmp_path / "broken.py"
+    broken.write_text("1 / 0")
+    for name, reason in (("no_such_module", "ModuleNotFoundError"), (str(broken), "ZeroDivisionError")):
+        monkeypatch.setenv(PLUGINS, name)
+        with pytest.raises(ConfigError, match=f"{PLUGINS} names .*{reason}"):
+            small(topology={"kind": "nowhere"})
+
+
+def test_a_kind_that_exists_cannot_be_taken_over() -> None:
+    class Additive(TopologyChoice):
+        kind: str = "additive"
+
+    with pytest.raises(ValueError, match="already has"):
+        TopologyChoice.join(Additive)
+
+
+@pytest.mark.slow
+def test_train_takes_them_from_the_command_line(own: Path, run: Path, tmp_path: Path, monkeypatch) -> None:
+    config = run / "config.toml"
+    assert residua(monkeypatch, "train", config, "--out", tmp_path / "again", "train.steps=2") == 0
+    assert type(load(tmp_path / "again").topology).__name__ == "LayerScale"
+
+
+@pytest.mark.slow
+def test_diagnose_generate_and_eval_open_the_run(own: Path, run: Path, tmp_path: Path, monkeypatch, capsys) -> None:
+    out = tmp_path / "diagnosis"
+    arguments = ("--tokens", 64, "--length", 16, "--ablation-tokens", 32, "--ablations", "all", "--out", out)
+    text = tmp_path / "text.txt"
+    text.write_text(" ".join(WORDS * 20))
+    assert residua(monkeypatch, "diagnose", run, "--text", text, *arguments) == 0
+    (found,) = out.rglob("diagnosis.json")
+    assert "layer_scale" in found.read_text(encoding="utf-8")
+    assert residua(monkeypatch, "generate", run, "--prompt", "depth is", "--tokens", 4) == 0
+    assert residua(monkeypatch, "eval", run, "--tokens", 64, "--out", tmp_path / "scores.json") == 0
+
+
+@pytest.mark.slow
+def test_quantize_smooths_them_too(own: Path, run: Path, tmp_path: Path, monkeypatch) -> None:
+    out = tmp_path / "fp8"
+    smooth = ("--smooth", 0.5, "--inside", "--calibration", 2, "--tokens", 64, "--probes", 0)
+    assert residua(monkeypatch, "quantize", run, "--out", out, *smooth) == 0
+    assert type(load(out).norm).__name__ == "L1Norm"
+
+
+@pytest.mark.slow
+def test_bench_times_and_plans_them(own: Path, run: Path, tmp_path: Path, monkeypatch) -> None:
+    config = run / "config.toml"
+    few = ("--steps", 1, "--warmup", 0, "--out", tmp_path / "step.json")
+    assert residua(monkeypatch, "bench", "step", config, *few) == 0
+    assert residua(monkeypatch, "bench", "plan", config, "train.accumulate=4", "--gpus", 2) == 0
+    assert json.loads((tmp_path / "step.json").read_text())
+
+
+@pytest.mark.slow
+def test_compare_trains_them_in_processes_of_their_own(own: Path, run: Path, tmp_path: Path, monkeypatch) -> None:
+    variants = ("base", "prenorm")
+    how = ("--base", run / "config.toml", "--seeds", 1, "--match", "none", "--set", "train.steps=2")
+    assert residua(monkeypatch, "compare", *variants, *how, "--out", tmp_path / "study") == 0
+    configs = [file.read_text(encoding="utf-8") for file in (tmp_path / "study").rglob("config.toml")]
+    assert sum("layer_scale" in config for config in configs) == 1
