@@ -28,9 +28,9 @@ def export(
     residua export runs/tiny --out exported/tiny
     residua export runs/wiki --out exported/wiki --checkpoint best --precision bfloat16
 
-    The folder holds safetensors, configuration, tokenizer and modelling code made
-    from Residua's own source for exactly the parts this model uses. Its code is run
-    and compared with the model before the folder gets its name.
+    The folder holds safetensors, configuration, tokenizer and modelling code: copies
+    of Residua's own files, those of the parts that this model has. The code is run and
+    compared with the model before the folder gets its name.
     """
     require_choice("--checkpoint", checkpoint, CHECKPOINTS)
     from residua.export import export as write
@@ -39,9 +39,9 @@ def export(
     console = open_console(log_width=None)
     with console.status("writing the folder and running its code"):
         made = write(run, out, cast("Literal['last', 'best']", checkpoint), precision)
-    lines = len((out / "modeling_residua.py").read_text(encoding="utf-8").splitlines())
+    files = len(list(out.glob("*.py")))
     console.print(
-        f"{out}: {made.parameters:,} parameters in {precision}, {lines} lines of modelling code.", soft_wrap=True
+        f"{out}: {made.parameters:,} parameters in {precision}, {files} files of modelling code.", soft_wrap=True
     )
     console.print(_checked(made.difference), soft_wrap=True)
     console.print("Next, in any Python with transformers:", markup=False)

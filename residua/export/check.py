@@ -1,4 +1,4 @@
-"""Before an export gets its name, its own code is run on its own files and compared with the model it was made of."""
+"""Before an export gets its name, its own code is run and compared with the model that it was made of."""
 
 from __future__ import annotations
 
@@ -30,14 +30,12 @@ def check_export(folder: Path, model: Decoder, dtype: torch.dtype) -> float | No
     """
     if find_spec("transformers") is None:
         return None
-    with _package(folder) as modeling:
-        exported = _build(folder, modeling)
     tokens = torch.randint(model.config.vocab_size, (1, TOKENS), generator=torch.Generator().manual_seed(0))
     device = next(model.parameters()).device
     was_training = model.training
-    with torch.no_grad(), ops.backend("reference"):
+    with torch.no_grad(), ops.backend("reference"), _package(folder) as modeling:
         expected = model.eval()(tokens.to(device)).float().cpu()
-        found = exported(tokens).logits.float()
+        found = _build(folder, modeling)(tokens).logits.float()
     model.train(was_training)
     difference = float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
     if not difference <= TOLERANCES[dtype]:

@@ -1,7 +1,7 @@
 """Writing a Hugging Face folder, whole or not at all (`residua.storage.exported` reads it back).
 
 config.json  generation_config.json  model.safetensors  tokenizer.json  tokenizer_config.json
-configuration_residua.py  modeling_residua.py
+configuration_residua.py  modeling_residua.py  and the modules that it imports (`residua.export.bundle`)
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-import residua
+from residua import __version__
 from residua.config.model import ModelConfig
 from residua.data.tokenizer import Tokenizer
+from residua.export.bundle import bundle, users_modules
 from residua.export.check import check_export
 from residua.export.names import standard_names
-from residua.export.source import configuration_source, modeling_source
 from residua.model.decoder import Decoder
 from residua.storage.checkpoint import model_tensors
 from residua.storage.exported import exported_name
@@ -53,16 +53,16 @@ def _fill(folder: Path, model: Decoder, tokenizer: Tokenizer, dtype: torch.dtype
         "dtype": str(dtype).removeprefix("torch."),
         **standard_names(model.config),
         **special,
-        "residua_version": residua.__version__,
+        "residua_version": __version__,
         "residua": model.config.model_dump(mode="json"),
     }
-    modeling = modeling_source(model.config)
+    if users_modules(model):  # an installed Residua may not know these classes
+        config["implementation"] = "file"
     texts = {
         "config.json": _json(config),
         "generation_config.json": _json({"do_sample": False, **special}),
         "tokenizer_config.json": _json(_tokenizer_config(tokenizer, model.config)),
-        "configuration_residua.py": configuration_source(modeling),
-        "modeling_residua.py": modeling,
+        **bundle(model, __version__),
     }
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8")

@@ -39,7 +39,7 @@ def test_the_folder_is_written_checked_and_named(
     out = tmp_path / "out"
     assert residua(monkeypatch, "export", run, "--out", out, "--precision", "bfloat16") == 0
     words = capsys.readouterr().out
-    assert re.search(r"[\d,]+ parameters in bfloat16, \d+ lines of modelling code", words)
+    assert re.search(r"[\d,]+ parameters in bfloat16, \d+ files of modelling code", words)
     assert re.search(r"Its own code was run: logits differ from the model's by \d\.\de-\d\d", words)
     assert "residua generate" in words and "trust_remote_code=True" in words
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
@@ -117,15 +117,15 @@ def test_code_that_differs_from_the_model_is_never_named(
     pytest.importorskip("transformers")
     from residua.export import export, folder
 
-    honest = folder.modeling_source
+    honest = folder.bundle
     right, wrong = "relu(linear(x, w_in)).square()", "relu(linear(x, w_in))"
 
-    def changed(config: Any) -> str:
-        source = honest(config)
-        assert right in source
-        return source.replace(right, wrong)
+    def changed(*given: Any) -> dict[str, str]:
+        files = honest(*given)
+        assert right in files["residua_ops_squared_relu.py"]
+        return {name: text.replace(right, wrong) for name, text in files.items()}
 
-    monkeypatch.setattr(folder, "modeling_source", changed)
+    monkeypatch.setattr(folder, "bundle", changed)
     with pytest.raises(RuntimeError, match="differs from the model"):
         export(run, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []

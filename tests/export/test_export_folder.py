@@ -56,7 +56,8 @@ def change(folder: Path, tensors: dict) -> None:
 
 
 def test_the_folder_holds_what_hugging_face_expects(written):
-    assert set(written) == FILES
+    assert set(written) >= FILES
+    assert all(name.endswith(".py") for name in set(written) - FILES)
     config = json.loads(written["config.json"])
     assert config["architectures"] == ["ResiduaForCausalLM"] and config["model_type"] == "residua"
     assert (
@@ -72,8 +73,8 @@ def test_residua_reads_it_back_exactly(folder, model):
 
 
 def test_reading_back_runs_none_of_its_code(folder):
-    for name in ("modeling_residua.py", "configuration_residua.py"):
-        (folder / name).write_text("raise SystemExit('this ran')")
+    for path in folder.glob("*.py"):
+        path.write_text("raise SystemExit('this ran')")
     residua.load(folder)
 
 
@@ -103,7 +104,7 @@ def test_others_may_read_the_weights_as_they_may_the_configuration(model, tmp_pa
 
 def test_an_empty_folder_is_used(model, tmp_path):
     (tmp_path / "empty").mkdir()
-    assert {p.name for p in write(model, tmp_path / "empty").iterdir()} == FILES
+    assert {p.name for p in write(model, tmp_path / "empty").iterdir()} >= FILES
 
 
 def test_what_fails_midway_leaves_nothing(model, tmp_path, monkeypatch):

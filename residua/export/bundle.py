@@ -1,0 +1,222 @@
+"""The Python files of an export: the modules that a model is made of, copied whole, with their imports rewritten.
+
+Why whole modules: an exported folder must run without Residua, and people read it. A copy that differs from the
+library in its import lines only is easy to trust, and any valid module can be copied. Cutting out the definitions that
+a model needs gave one shorter file, but took 1,100 lines of partial evaluation, which ordinary Python broke.
+
+Why files side by side: transformers copies the files that it finds in lines `from .file import …`, and no folders.
+`residua/model/topology/multigate.py` becomes `residua_topology_multigate.py`.
+
+The walk starts at `residua.export.modeling` and follows every import of Residua and of a person's own modules. Four
+things do not travel. They are replaced where they are imported:
+- `residua.config` needs pydantic. `residua_config.py` holds the tables as plain classes.
+- `residua.ops` needs Triton. An operator becomes its plain PyTorch function, a module of kernels `no_kernels`.
+- `build_topology` and `build_norm` choose a class by the configuration's `kind`. Those of `residua_parts.py` name the
+  classes of the built model, so that a model may have classes that Residua does not know.
+- Parts that the model does not have, such as experts, and what lies above `residua.model`, become `Unused`.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+from collections.abc import Iterator
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+from pydantic import BaseModel
+
+from residua import ops
+from residua.export import modules
+from residua.export.imports import ITSELF, Place, import_lines, rewritten, with_itself
+from residua.export.tables import has_tables, tables_source
+from residua.model.decoder import Decoder
+from residua.ops._runtime.backend import Operator
+
+CONFIG, OPS, PARTS, PLAIN = "residua_config", "residua_ops", "residua_parts", "residua_plain"
+FILES = {
+    "residua.export.modeling": "modeling_residua",
+    "residua.export.configuration": "configuration_residua",
+    "residua.export.plain": PLAIN,
+}
+TRAVELLING = ("residua.model.", "residua.config.", "residua.ops", "residua.export.")
+OF_PYDANTIC = ("Field", "field_validator", "model_validator")
+BUILDERS = ("build_topology", "build_norm")
+PARTS_SOURCE = '''"""The classes that the configuration of this model chooses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+{imports}
+
+
+def build_topology(config: Any, sublayers: int, width: int) -> Topology:
+    return Topology(config, sublayers, width)
+
+
+def build_norm(config: Any, width: int) -> Norm:
+    return Norm(config, width)
+'''
+OPS_SOURCE = '''"""The operators of this model in plain PyTorch. The installed Residua has kernels for them."""
+
+{imports}
+
+__all__ = {names}
+
+for operator in [{operators}]:
+    operator.reference = operator  # as in Residua, where an operator has a fused path too
+'''
+
+
+def bundle(model: Decoder, version: str) -> dict[str, str]:
+    """The Python files of an export of `model`, text by file name."""
+    texts = Bundle(model).texts(version)
+    # transformers takes configuration files with the same text for one class, and runs the code that it saw first for
+    # all of them: the fingerprint makes the text depend on the code
+    fingerprint = hashlib.sha256("".join(texts.values()).encode()).hexdigest()[:16]
+    texts["configuration_residua"] += f'\n\nCODE = "{fingerprint}"  # of all files of code\n'
+    return {f"{name}.py": text for name, text in texts.items()}
+
+
+def users_modules(model: Decoder) -> set[str]:
+    """The modules outside Residua that define classes of the model and belong to no other library."""
+    chosen = {type(model.topology).__module__, type(model.norm).__module__}
+    return {m for m in _homes(model) | chosen if not _is_residuas(m) and (m in chosen or modules.is_users(m))}
+
+
+def _homes(model: Decoder) -> set[str]:
+    """The modules that define the model's classes and their bases."""
+    return {base.__module__ for part in model.modules() for base in type(part).__mro__}
+
+
+def _is_residuas(module: str) -> bool:
+    return module.split(".")[0] == "residua"
+
+
+def _tables(value: Any) -> Iterator[BaseModel]:
+    """A table, and the tables in it."""
+    if isinstance(value, BaseModel):
+        yield value
+        for name in type(value).model_fields:
+            yield from _tables(getattr(value, name))
+
+
+class Bundle:
+    """The files of one model while they are collected."""
+
+    def __init__(self, model: Decoder) -> None:
+        self.model, self.homes, self.users = model, _homes(model), users_modules(model)
+        self.own = {"residua", *(module.split(".")[0] for module in self.users)}
+        self.files = dict(FILES)
+        self.waiting: list[str] = []
+        self.operators: dict[str, Place] = {}
+        self.tables: dict[str, Any] = {}
+        self.imported_as_modules: set[str] = set()
+
+    def texts(self, version: str) -> dict[str, str]:
+        """All files, by name without `.py`."""
+        by = f"by `residua export`, Residua {version}"
+        copies: dict[str, str] = {}
+        attributes: set[str] = set()
+        parts = self._parts_source()
+        # a person's modules are popped first, because what they import must not become `Unused`
+        self.waiting = [*FILES, *self.waiting, *sorted(self.users)]
+        while self.waiting:
+            module = self.waiting.pop()
+            if self._file(module) not in copies:
+                text = modules.source(module)
+                attributes |= modules.attributes(ast.parse(text))
+                note = f"# {modules.path_of(module)}, copied with its imports rewritten {by}\n"
+                copies[self._file(module)] = note + rewritten(text, module, self)
+        generated = {PARTS: parts, CONFIG: tables_source(self._config(), attributes)}
+        if self.operators:
+            generated[OPS] = self._operators_source()
+        texts = copies | {name: f"# generated for this model {by}\n{text}" for name, text in generated.items()}
+        return {n: with_itself(t) if n in self.imported_as_modules else t for n, t in sorted(texts.items())}
+
+    def travels(self, module: str) -> bool:
+        """Whether imports of a module are rewritten: Residua's, those of a person, and pydantic's."""
+        return module.split(".")[0] in self.own or module == "pydantic" or modules.is_users(module)
+
+    def place(self, importer: str, module: str, name: str | None) -> Place | None:
+        """Where `importer` finds `name` of a module, or the module itself; None if its import stays as it is."""
+        if module == "pydantic":
+            return Place(PLAIN, name) if name in OF_PYDANTIC else None
+        if not self.travels(module):
+            return None
+        if name in BUILDERS and _is_residuas(module):
+            return Place(PARTS, str(name))
+        try:
+            found = import_module(module) if name is None else modules.member(module, name)
+        except ImportError:
+            return None  # the module handles it, or is not run
+        if isinstance(found, ModuleType) and (name is None or self.travels(found.__name__)):
+            return self._module_place(importer, found.__name__)
+        assert name is not None
+        home, own_name = (module, name) if isinstance(found, ModuleType) else modules.origin(module, name)
+        if not self.travels(home):  # something of another library, which `module` imports
+            home, own_name = module, name
+        if stand_in := self._stand_in(importer, home):
+            return stand_in
+        if has_tables(home):
+            self.tables[own_name] = getattr(import_module(home), own_name)
+            return Place(CONFIG, own_name)
+        return Place(self._file(home), own_name)
+
+    def _module_place(self, importer: str, module: str) -> Place:
+        """Where a module itself is found; of operators and tables, those that `importer` names are in it."""
+        named = modules.attributes(ast.parse(modules.source(importer))) & vars(import_module(module)).keys()
+        if module == "residua.ops":
+            places = {name: self.place(importer, module, name) for name in named}
+            self.operators |= {name: place for name, place in places.items() if place is not None}
+            file = OPS
+        elif stand_in := self._stand_in(importer, module):
+            return stand_in
+        elif has_tables(module):
+            self.tables |= {name: getattr(import_module(module), name) for name in named}
+            file = CONFIG
+        else:
+            file = self._file(module)
+        self.imported_as_modules.add(file)
+        return Place(file, ITSELF)
+
+    def _stand_in(self, importer: str, module: str) -> Place | None:
+        """What replaces a module of Residua that does not travel."""
+        if not _is_residuas(module):
+            return None
+        if not module.startswith(TRAVELLING):
+            return Place(PLAIN, "Unused")
+        if module.startswith("residua.ops") and modules.needs(module, "triton"):
+            return Place(PLAIN, "no_kernels")
+        if not _is_residuas(importer):
+            self.homes.add(module)
+        is_part = module.startswith("residua.model.") and modules.defines_parts(module)
+        return Place(PLAIN, "Unused") if is_part and module not in self.homes else None
+
+    def _file(self, module: str) -> str:
+        """The file that a module is copied to."""
+        if module not in self.files:
+            left_out = ("model", "export", "_runtime", "reference") if _is_residuas(module) else ()
+            name = "_".join(part for part in module.split(".") if part not in left_out)
+            self.files[module] = name if name not in self.files.values() else module.replace(".", "_")
+            self.waiting.append(module)
+        return self.files[module]
+
+    def _parts_source(self) -> str:
+        chosen = {"Topology": type(self.model.topology), "Norm": type(self.model.norm)}
+        places = {name: Place(self._file(c.__module__), c.__name__) for name, c in chosen.items()}
+        return PARTS_SOURCE.format(imports="\n".join(import_lines(places)))
+
+    def _operators_source(self) -> str:
+        names = sorted(self.operators)
+        operators = ", ".join(name for name in names if isinstance(getattr(ops, name), Operator))
+        imports = "\n".join(import_lines(self.operators))
+        return OPS_SOURCE.format(imports=imports, names=json.dumps(names), operators=operators)
+
+    def _config(self) -> dict[str, Any]:
+        """The tables that copies name, and those that the configuration is made of."""
+        made_of = {type(t) for t in _tables(self.model.config) if _is_residuas(type(t).__module__)}
+        return self.tables | {table.__name__: table for table in made_of}

@@ -1,0 +1,201 @@
+"""Rewriting the imports of a module to files beside it. The rest of its text stays as it is."""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from types import ModuleType
+from typing import NamedTuple, Protocol
+
+from residua.export.modules import imported_from, member
+
+ITSELF = "this_module"
+"""The name under which a file holds its own module: transformers does not find `from . import file`."""
+LONGEST_LINE = 120
+
+
+class Place(NamedTuple):
+    """Where an import finds something in the folder: a file, without `.py`, and a name in it."""
+
+    file: str
+    name: str
+
+
+class Folder(Protocol):
+    """Says what is in the folder that a module is copied to."""
+
+    def travels(self, module: str) -> bool:
+        """Whether imports of a module are rewritten."""
+
+    def place(self, importer: str, module: str, name: str | None) -> Place | None:
+        """Where `importer` finds `name` of a module, or with None the module; None if its import stays as it is."""
+
+
+class Edit(NamedTuple):
+    """Bytes `start` to `end` of the text become `new`."""
+
+    start: int
+    end: int
+    new: str
+
+
+def rewritten(text: str, module: str, folder: Folder) -> str:
+    """The text of a module with its imports rewritten."""
+    tree = ast.parse(text)
+    if any(isinstance(node, ast.Import | ast.ImportFrom) and not _stands_alone(text, node) for node in ast.walk(tree)):
+        text = ast.unparse(tree) + "\n"  # `import a; import b`: gives each statement its own line
+        tree = ast.parse(text)
+    edits = _Rewriting(text, tree, module, folder).edits()
+    result, at = b"", 0
+    content = text.encode()
+    for start, end, new in sorted(set(edits)):
+        result += content[at:start] + new.encode()
+        at = end
+    return (result + content[at:]).decode()
+
+
+def import_lines(places: Mapping[str, Place]) -> list[str]:
+    """Statements that bind each name to what is at its place."""
+    names: dict[str, list[str]] = defaultdict(list)
+    for bound, place in sorted(places.items()):
+        names[place.file].append(bound if bound == place.name else f"{place.name} as {bound}")
+    lines = []
+    for file in sorted(names):
+        line = f"from .{file} import {', '.join(names[file])}"
+        inside = "".join(f"    {name},\n" for name in names[file])
+        lines.append(line if len(line) <= LONGEST_LINE else f"from .{file} import (\n{inside})")
+    return lines
+
+
+def with_itself(text: str) -> str:
+    """The text of a file that others import as a module."""
+    first = [node.end_lineno or 0 for node in ast.parse(text).body if _is_header(node)]
+    lines = text.splitlines(keepends=True)
+    at = max(first, default=0)
+    return "".join([*lines[:at], f"\nimport sys\n\n{ITSELF} = sys.modules[__name__]\n", *lines[at:]])
+
+
+def _is_header(node: ast.stmt) -> bool:
+    """A docstring or `from __future__ import …`, which nothing may stand before."""
+    if isinstance(node, ast.ImportFrom):
+        return node.module == "__future__"
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and node.lineno <= 3
+
+
+def _stands_alone(text: str, node: ast.stmt) -> bool:
+    """Whether a statement shares its lines with no other."""
+    lines = text.encode().splitlines()
+    assert node.end_lineno is not None
+    before, after = lines[node.lineno - 1][: node.col_offset], lines[node.end_lineno - 1][node.end_col_offset :]
+    return not before.strip() and (not after.strip() or after.strip().startswith(b"#"))
+
+
+class _Rewriting:
+    """The edits to one module."""
+
+    def __init__(self, text: str, tree: ast.Module, module: str, folder: Folder) -> None:
+        self.tree, self.module, self.folder = tree, module, folder
+        self.starts = [0]
+        for line in text.encode().splitlines(keepends=True):
+            self.starts.append(self.starts[-1] + len(line))
+
+    def edits(self) -> Iterator[Edit]:
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.ImportFrom):
+                lines = self._from_import(node)
+            elif isinstance(node, ast.Import):
+                lines = self._import(node)
+                yield from self._uses(node)
+            else:
+                continue
+            if lines is not None:
+                yield self._edit(node, ("\n" + " " * node.col_offset).join(lines or ["pass"]))
+
+    def _edit(self, node: ast.stmt | ast.expr, new: str) -> Edit:
+        assert node.end_lineno is not None and node.end_col_offset is not None
+        start, end = (
+            self.starts[node.lineno - 1] + node.col_offset,
+            self.starts[node.end_lineno - 1] + node.end_col_offset,
+        )
+        return Edit(start, end, new)
+
+    def _from_import(self, node: ast.ImportFrom) -> list[str] | None:
+        """`from x import a, b as c`; None if it stays as it is."""
+        home = imported_from(self.module, node)
+        names = {alias.asname or alias.name: alias.name for alias in node.names}
+        if "*" in names and self.folder.travels(home):
+            names = {name: name for name in self._names() if hasattr(import_module(home), name)}
+        places = {bound: self.folder.place(self.module, home, name) for bound, name in names.items()}
+        found = {bound: place for bound, place in places.items() if place is not None}
+        if not found:
+            return None
+        kept = [
+            ast.alias(name, None if name == bound else bound) for bound, name in names.items() if bound not in found
+        ]
+        return [*([ast.unparse(ast.ImportFrom(home, kept, 0))] if kept else []), *import_lines(found)]
+
+    def _import(self, node: ast.Import) -> list[str] | None:
+        """`import x.y as z` finds the file's own module; what `import x.y` binds is rewritten where it is used."""
+        if not any(self.folder.travels(alias.name) for alias in node.names):
+            return None
+        lines = []
+        for alias in node.names:
+            if not self.folder.travels(alias.name):
+                lines.append(ast.unparse(ast.Import([alias])))
+            elif _is_namespace(alias):
+                lines += import_lines({name: place for _, name, place in self._used(alias)})
+            else:
+                place = self.folder.place(self.module, alias.name, None)
+                lines += import_lines({str(alias.asname): place} if place else {})
+        return lines
+
+    def _uses(self, node: ast.Import) -> Iterator[Edit]:
+        for alias in node.names:
+            if _is_namespace(alias) and self.folder.travels(alias.name):
+                for use, name, _ in self._used(alias):
+                    yield self._edit(use, name)
+
+    def _used(self, alias: ast.alias) -> Iterator[tuple[ast.Attribute, str, Place]]:
+        """Each `residua.ops.rms` after `import residua.ops`, the name that replaces it, and what that is bound to."""
+        bound = alias.asname or alias.name.split(".")[0]
+        root = alias.name if alias.asname else bound
+        inner = {id(n.value) for n in ast.walk(self.tree) if isinstance(n, ast.Attribute)}
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Attribute) and (path := _path(node)) and path[0] == bound:
+                found = _followed(root, path[1:])
+                if found is None or (found[1] is None and id(node) in inner):
+                    continue
+                place = self.folder.place(self.module, *found)
+                if place is not None:
+                    yield node, "_".join([*found[0].split("."), *([found[1]] if found[1] else [])]), place
+
+    def _names(self) -> set[str]:
+        return {node.id for node in ast.walk(self.tree) if isinstance(node, ast.Name)}
+
+
+def _is_namespace(alias: ast.alias) -> bool:
+    """`import x.y` binds x, and `import residua as r` a package that has no file in the folder."""
+    return alias.asname is None or alias.name == "residua"
+
+
+def _path(node: ast.expr) -> list[str]:
+    """["a", "b", "c"] for a.b.c; empty for anything else."""
+    if isinstance(node, ast.Name):
+        return [node.id]
+    inner = _path(node.value) if isinstance(node, ast.Attribute) else []
+    return [*inner, node.attr] if inner and isinstance(node, ast.Attribute) else []
+
+
+def _followed(module: str, path: list[str]) -> tuple[str, str | None] | None:
+    """The module and the name in it that a path of attributes leads to; None if it goes on from there."""
+    for i, name in enumerate(path):
+        try:
+            found = member(module, name)
+        except ImportError:
+            return None
+        if not isinstance(found, ModuleType):
+            return (module, name) if i == len(path) - 1 else None
+        module = found.__name__
+    return module, None

@@ -1,0 +1,117 @@
+"""What the exporter asks about Python modules: their source, what they import, and where a name is defined."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from functools import cache
+from importlib import import_module
+from importlib.metadata import packages_distributions
+from importlib.util import find_spec, resolve_name
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+from residua.ops._runtime.backend import Operator
+
+
+def source(module: str) -> str:
+    """The text of a module's file."""
+    path = getattr(import_module(module), "__file__", None)
+    if module == "__main__" or path is None or Path(path).suffix != ".py":
+        raise ValueError(
+            f"module {module} cannot be exported: define the model's classes in a .py file that is imported."
+        )
+    return Path(path).read_text(encoding="utf-8")
+
+
+def path_of(module: str) -> str:
+    """The module's file, as a path from where its package lies."""
+    return module.replace(".", "/") + ("/__init__.py" if hasattr(import_module(module), "__path__") else ".py")
+
+
+def is_users(module: str) -> bool:
+    """Whether a module is a person's own: a `.py` file of no installed package, and not Python's."""
+    top = module.split(".")[0]
+    if top in sys.stdlib_module_names or top in _installed():
+        return False
+    try:
+        spec = find_spec(module)
+    except (ImportError, ValueError):  # ValueError: a module without a spec, such as a running script
+        return False
+    return spec is not None and str(spec.origin).endswith(".py")
+
+
+@cache
+def _installed() -> frozenset[str]:
+    return frozenset(packages_distributions())
+
+
+def member(module: str, name: str) -> Any:
+    """What `from module import name` binds, for an operator its plain PyTorch; raises ImportError as that would."""
+    home = import_module(module)
+    found = getattr(home, name) if hasattr(home, name) else import_module(f"{module}.{name}")
+    return found.reference if isinstance(found, Operator) else found
+
+
+def imported_from(module: str, statement: ast.ImportFrom) -> str:
+    """The absolute name of the module that a `from … import` names, relative or not."""
+    return resolve_name("." * statement.level + (statement.module or ""), import_module(module).__package__)
+
+
+def origin(module: str, name: str) -> tuple[str, str]:
+    """The module that defines what `from module import name` binds, and its name there."""
+    found = member(module, name)
+    home, own = getattr(found, "__module__", None), getattr(found, "__name__", None)
+    if isinstance(home, str) and isinstance(own, str) and getattr(sys.modules.get(home), own, None) is found:
+        return home, own
+    # constants and aliases of types do not know their module: follow the imports
+    for statement in ast.walk(ast.parse(source(module))):
+        if isinstance(statement, ast.ImportFrom):
+            for alias in statement.names:
+                if name == (alias.asname or alias.name):
+                    return origin(imported_from(module, statement), alias.name)
+    return module, name
+
+
+def attributes(tree: ast.AST) -> set[str]:
+    """Every `x` in `something.x`."""
+    return {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+
+
+def defines_parts(module: str) -> bool:
+    """Whether a module has classes that models are made of."""
+    values = vars(import_module(module)).values()
+    return any(isinstance(v, type) and issubclass(v, nn.Module) and v.__module__ == module for v in values)
+
+
+@cache
+def needs(module: str, package: str) -> bool:
+    """Whether a module imports `package`, itself or through other modules of Residua."""
+    seen, waiting = set(), [module]
+    while waiting:
+        name = waiting.pop()
+        if name.split(".")[0] == package:
+            return True
+        if name.startswith("residua.") and name not in seen:
+            seen.add(name)
+            waiting += _imports(name)
+    return False
+
+
+def _imports(module: str) -> Iterator[str]:
+    """The modules that a module imports, followed to those that define what it takes from them."""
+    for statement in ast.walk(ast.parse(source(module))):
+        if isinstance(statement, ast.Import):
+            yield from (alias.name for alias in statement.names)
+        elif isinstance(statement, ast.ImportFrom):
+            home = imported_from(module, statement)
+            if home.split(".")[0] != "residua":
+                yield home
+                continue
+            for alias in statement.names:
+                found = member(home, alias.name)
+                yield found.__name__ if isinstance(found, ModuleType) else origin(home, alias.name)[0]

@@ -1,0 +1,104 @@
+"""The code of an exported folder is the library's own source, of the parts that the model has."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from residua.export import modules
+from residua.export.bundle import bundle
+from residua.model.decoder import build
+from tests.model.small import small
+
+pytestmark = pytest.mark.slow
+
+LINEAR = {"kind": "gated_deltanet", "key_heads": 1, "value_heads": 2, "head_dim": 8}
+HYBRID = {"kind": "hybrid", "softmax_every": 2, "softmax": {"heads": 2, "gate": "headwise"}, "linear": LINEAR}
+CONFIGS = {
+    "additive": small(layers=1),
+    "mgr": small(
+        topology={"kind": "multi_gate", "streams": 2},
+        anchors={"kind": "exoformer"},
+        attention={"kind": "softmax", "heads": 2, "gate": "elementwise"},
+        norm={"kind": "gatednorm"},
+    ),
+    "attnres": small(
+        layers=2, topology={"kind": "block_attnres", "sublayers_per_block": 2}, attention=HYBRID, norm={"kind": "dyt"}
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def bundles() -> dict[str, dict[str, str]]:
+    return {name: bundle(build(config), "1.0") for name, config in CONFIGS.items()}
+
+
+def test_a_folder_holds_the_topology_and_the_mixers_of_its_model_only(bundles):
+    families = ("topology_", "linear_attention", "moe", "ops_gated_delta", "ops_depth_attention")
+    held = {
+        name: {file.removeprefix("residua_") for file in files if file.removeprefix("residua_").startswith(families)}
+        for name, files in bundles.items()
+    }
+    assert {"topology_additive.py"} <= held["additive"] and {"topology_multigate.py"} <= held["mgr"]
+    assert not held["additive"] & {"topology_multigate.py", "topology_attnres.py", "linear_attention.py", "moe.py"}
+    assert not held["mgr"] & {"topology_additive.py", "topology_attnres.py", "linear_attention.py", "moe.py"}
+    assert {"topology_attnres.py", "linear_attention.py", "ops_gated_delta.py"} <= held["attnres"]
+    assert not held["attnres"] & {"topology_additive.py", "topology_multigate.py", "moe.py"}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_files_import_torch_transformers_and_each_other_only(bundles, name):
+    allowed = sys.stdlib_module_names | {"torch", "transformers"}
+    for file, text in bundles[name].items():
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Import):
+                assert {alias.name.split(".")[0] for alias in node.names} <= allowed, file
+            elif isinstance(node, ast.ImportFrom) and node.level:
+                assert node.level == 1 and f"{node.module}.py" in bundles[name], file
+            elif isinstance(node, ast.ImportFrom):
+                assert str(node.module).split(".")[0] in allowed, file
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_transformers_finds_every_file(bundles, name, tmp_path):
+    dynamic = pytest.importorskip("transformers.dynamic_module_utils")
+    for file, text in bundles[name].items():
+        (tmp_path / file).write_text(text)
+    found = dynamic.get_relative_import_files(tmp_path / "modeling_residua.py")
+    assert {Path(f).name for f in found} | {"modeling_residua.py"} == set(bundles[name])
+
+
+def test_files_have_no_unknown_or_unused_names(bundles, tmp_path):
+    ruff = Path(sys.executable).with_name("ruff")
+    if not ruff.exists():
+        pytest.skip("ruff is not installed")
+    for name, files in bundles.items():
+        (tmp_path / name).mkdir()
+        for file, text in files.items():
+            (tmp_path / name / file).write_text(text)
+    done = subprocess.run([ruff, "check", "--isolated", "--select", "F,E9", tmp_path], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+def test_a_copy_differs_from_the_library_in_its_imports_only(bundles):
+    def body(text: str) -> list[str]:
+        return text[text.index("\n\n\n") :].splitlines()
+
+    for module in ("residua.model.norm", "residua.model.topology.multigate", "residua.model.attend"):
+        file = f"residua_{module.removeprefix('residua.model.').replace('.', '_')}.py"
+        source, copied = modules.source(module), bundles["mgr"][file]
+        assert copied.startswith(f"# {module.replace('.', '/')}.py, copied with its imports rewritten")
+        assert body(copied) == [line.replace("residua.model.cache", ".residua_cache") for line in body(source)]
+
+
+def test_a_change_in_the_library_is_a_change_in_the_folder(monkeypatch):
+    read = modules.source
+    monkeypatch.setattr(modules, "source", lambda module: read(module).replace("state[0] + y", "state[0] - y"))
+    files = bundle(build(CONFIGS["additive"]), "1.0")
+    assert "h = state[0] - y" in files["residua_topology_additive.py"]
+
+
+def test_configuration_files_of_different_code_differ(bundles):
+    assert len({files["configuration_residua.py"] for files in bundles.values()}) == len(bundles)
