@@ -13,7 +13,8 @@ things do not travel. They are replaced where they are imported:
 - `residua.ops` needs Triton. An operator becomes its plain PyTorch function, a module of kernels `no_kernels`.
 - `build_topology` and `build_norm` choose a class by the configuration's `kind`. Those of `residua_parts.py` name the
   classes of the built model, so that a model may have classes that Residua does not know.
-- Parts that the model does not have, such as experts, and what lies above `residua.model`, become `Unused`.
+- Parts that the decoder can have and this model has not, such as experts, become `Unused`. So does what lies above
+  `residua.model`.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ FILES = {
     "residua.export.configuration": "configuration_residua",
     "residua.export.plain": PLAIN,
 }
+CHOOSING = ("residua.model.decoder", "residua.model.topology")
+"""The modules that import parts of every kind, of which a model has some."""
 TRAVELLING = ("residua.model.", "residua.config.", "residua.ops", "residua.export.")
 OF_PYDANTIC = ("Field", "field_validator", "model_validator")
 BUILDERS = ("build_topology", "build_norm")
@@ -122,8 +125,7 @@ class Bundle:
         copies: dict[str, str] = {}
         attributes: set[str] = set()
         parts = self._parts_source()
-        # a person's modules are popped first, because what they import must not become `Unused`
-        self.waiting = [*FILES, *self.waiting, *sorted(self.users)]
+        self.waiting += [*FILES, *sorted(self.users)]
         while self.waiting:
             module = self.waiting.pop()
             if self._file(module) not in copies:
@@ -191,10 +193,9 @@ class Bundle:
             return Place(PLAIN, "Unused")
         if module.startswith("residua.ops") and modules.needs(module, "triton"):
             return Place(PLAIN, "no_kernels")
-        if not _is_residuas(importer):
-            self.homes.add(module)
-        is_part = module.startswith("residua.model.") and modules.defines_parts(module)
-        return Place(PLAIN, "Unused") if is_part and module not in self.homes else None
+        if importer in CHOOSING and modules.defines_parts(module) and module not in self.homes:
+            return Place(PLAIN, "Unused")
+        return None
 
     def _file(self, module: str) -> str:
         """The file that a module is copied to."""
