@@ -12,7 +12,11 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 import pytest
 import torch
 
+from tests.interpreter import patch_once
+
 torch.set_num_threads(1)
+if os.environ["TRITON_INTERPRET"] == "1":
+    patch_once()
 
 
 @pytest.fixture(autouse=True)

@@ -12,6 +12,7 @@ from residua.storage.exported import exported_name
 from tests.export.exported import VOCABULARY, bytes_config, in_transformers, trained_like, write
 from tests.model.combinations import config_of, fits, name_of
 from tests.model.pairwise import covering_array
+from tests.nightly import covering
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("copied_code")]
 pytest.importorskip("transformers")
@@ -46,7 +47,7 @@ def gradients(model: torch.nn.Module, logits: Tensor) -> dict[str, Tensor]:
     return found
 
 
-@pytest.mark.parametrize("row", ROWS, ids=name_of)
+@pytest.mark.parametrize("row", covering(ROWS), ids=name_of)
 @torch.no_grad()
 def test_exported_model_gives_the_same_logits_gradients_and_text(row, tmp_path: Path):
     model = trained_like(bytes_config(config_of(row)))

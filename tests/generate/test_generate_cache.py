@@ -12,6 +12,7 @@ from residua.model.decoder import Decoder
 from tests.model.combinations import ATTENTIONS, ROWS, config_of, name_of
 from tests.model.pairwise import Row
 from tests.model.small import small
+from tests.nightly import covering
 
 pytestmark = pytest.mark.slow
 
@@ -39,7 +40,7 @@ def uncached(model: Decoder, tokens: list[Tensor]) -> list[Tensor]:
     return [model(row[None])[0] for row in tokens]
 
 
-@pytest.mark.parametrize("row", ROWS, ids=name_of)
+@pytest.mark.parametrize("row", covering(ROWS, ("attention", "anchors")), ids=name_of)
 @torch.no_grad()
 def test_cached_batched_and_chunked_equal_uncached_and_single(row: Row) -> None:
     model, tokens = random_model(row), sequences()

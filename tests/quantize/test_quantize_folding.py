@@ -16,6 +16,7 @@ from residua.quantize.smoothing import channel_peaks, smooth, smoothing_factors
 from tests.model.combinations import NORMS, ROWS, config_of, name_of
 from tests.model.pairwise import Row
 from tests.model.small import small, tokens_and_targets
+from tests.nightly import covering
 
 pytestmark = pytest.mark.slow
 
@@ -46,7 +47,7 @@ def change_by_folding(model: Decoder) -> float:
     return relative(model(tokens), before)
 
 
-@pytest.mark.parametrize("row", ROWS, ids=name_of)
+@pytest.mark.parametrize("row", covering(ROWS, ("norm", "attention"), ("norm", "ffn")), ids=name_of)
 def test_folding_random_factors_into_every_edge_changes_nothing(row: Row) -> None:
     assert change_by_folding(stirred(residua.build(config_of(row)))) < 1e-12
 

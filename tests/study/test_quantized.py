@@ -26,8 +26,7 @@ RECIPES = ("fp8", "nvfp4", "nvfp4+smooth")
 
 
 def low(study: StudyConfig, **changes: object) -> StudyConfig:
-    names = {"prenorm": ("prenorm",), "gated_attention": ("gated_attention",), "preaffine": ("preaffine",)}
-    variants = {**names, "gatednorm": ("gatednorm",)}
+    variants = {"prenorm": ("prenorm",), "gatednorm": ("gatednorm",)}
     small = {"variants": variants, "seeds": (0,), "threads": 1, "quantize": RECIPES, "calibration": 8}
     return StudyConfig(**{**study.model_dump(), **small, **changes})
 
