@@ -6,25 +6,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.nn.parallel import DistributedDataParallel
 
 from residua.distributed.mesh import Mesh
 from residua.distributed.units import LayeredLosses
 from residua.train.compile.rewrites import compile_rewritten
-from residua.train.compile.working_copies import Entry, WorkingCopies
+from residua.train.compile.working_copies import WorkingCopies
+from residua.train.losses import Losses, LossFunction, eager_losses
 
 if TYPE_CHECKING:
     from residua.distributed.pipeline.stage import Slice
     from residua.model.decoder import Decoder
-
-Losses = Callable[..., tuple[Tensor, Tensor, Any]]
 
 
 def whole(parameter: nn.Parameter) -> bool:
@@ -98,36 +96,24 @@ class GatheredCopies(WorkingCopies):
         super().refresh()
 
 
-def sharded_entry(root: Any, compiled: bool, z_loss: float, copies: WorkingCopies | None) -> Losses:
+def sharded_entry(root: Any, compiled: bool, z_loss: float, copies: WorkingCopies | None) -> LossFunction:
     """What computes the losses of a sharded model, compiled between gathers: each unit, or the whole model."""
     if isinstance(root, LayeredLosses):
         if compiled:
             root.compile_parts()
         return root
-    losses = partial(root.routed_losses, z_loss=z_loss)
-    if copies is not None:
-        losses = partial(copies.run, Entry(root, losses), "model.")
+    losses = eager_losses(root, z_loss, copies)
     root.routed_losses = compile_rewritten(losses) if compiled else losses
     register_fsdp_forward_method(root, "routed_losses")
     return root.routed_losses  # type: ignore[no-any-return]
 
 
-class _Entry(nn.Module):
-    """The losses as the forward pass of a module, which DDP can wrap."""
-
-    def __init__(self, model: Decoder, losses: Losses) -> None:
-        super().__init__()
-        self.model, self.losses = model, losses
-
-    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Any]:
-        return self.losses(*args, **kwargs)
-
-
 def replicated_losses(model: Decoder, compiled: bool, mesh: Mesh, z_loss: float) -> DistributedDataParallel:
     """What computes the losses of a replicated model; DDP reduces gradients while the backward pass runs."""
-    losses: Losses = partial(model.routed_losses, z_loss=z_loss)
-    entry = _Entry(model, compile_rewritten(losses) if compiled else losses)
-    return DistributedDataParallel(entry, process_group=mesh.data, gradient_as_bucket_view=True)
+    losses = Losses(model, z_loss)
+    if compiled:
+        losses.forward = compile_rewritten(losses.forward)  # type: ignore[method-assign]
+    return DistributedDataParallel(losses, process_group=mesh.data, gradient_as_bucket_view=True)
 
 
 def shard_slice(module: Slice, mesh: Mesh, precision: torch.dtype, shared: Sequence[nn.Parameter]) -> None:

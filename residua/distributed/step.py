@@ -13,7 +13,7 @@ A `PipelinedStep` (in `pipeline.step`) differs in 2: a schedule moves the micro-
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,7 @@ from residua.distributed.mesh import Mesh
 from residua.distributed.optimizer import RankedOptimizer, local
 from residua.distributed.shard import GatheredCopies, kept_modules, replicated_losses, shard_losses, sharded_entry
 from residua.train.balance import Balancer, build_balancer
+from residua.train.losses import LossFunction
 from residua.train.optimizer import HybridOptimizer, build_optimizer
 from residua.train.step import Step, Totals, resolve
 
@@ -119,11 +120,11 @@ class ReplicatedStep(RankedStep):
     def __init__(self, model: Decoder, config: RunConfig, mesh: Mesh) -> None:
         super().__init__(model.to(mesh.device), config, mesh)
 
-    def _entry(self, config: TrainConfig) -> Callable[..., tuple[Tensor, Tensor, Any]]:
+    def _build_losses(self, config: TrainConfig) -> LossFunction:
         self._ddp = replicated_losses(self.model, self.compiled, self.mesh, config.z_loss)
         return self._ddp
 
-    def _begin(self, *, last: bool) -> None:
+    def _begin_micro_batch(self, *, last: bool) -> None:
         self._ddp.require_backward_grad_sync = last
 
 
@@ -136,7 +137,7 @@ class ShardedStep(RankedStep):
         self._kept = kept_modules(self._root, mesh)
         super().__init__(model, config, mesh)
 
-    def _entry(self, config: TrainConfig) -> Callable[..., tuple[Tensor, Tensor, Any]]:
+    def _build_losses(self, config: TrainConfig) -> LossFunction:
         return sharded_entry(self._root, self.compiled, config.z_loss, self._copies)
 
     def _build_copies(self, config: TrainConfig) -> GatheredCopies | None:
@@ -144,7 +145,7 @@ class ShardedStep(RankedStep):
         rounded = self.precision is not torch.float32 and config.recompute == "none"
         return GatheredCopies(self._root, self.precision) if rounded and self.parallel.unit == "model" else None
 
-    def _begin(self, *, last: bool) -> None:
+    def _begin_micro_batch(self, *, last: bool) -> None:
         if last == self._completes:
             return
         self._completes = last

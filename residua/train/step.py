@@ -1,13 +1,25 @@
-"""One whole optimizer step: micro-batches forward and backward, clip, update. Training and benchmarks run this.
+"""One optimizer step: forward and backward of each micro-batch, clip, update. Training and benchmarks run this.
 
-Nothing here waits for the GPU: losses and norms add up on the device, and `take_totals` reads them when asked.
+What `Step.__call__` does, in order, on one process:
+
+1. `WorkingCopies.begin` rounds the fp32 masters to the precision of the products, once for all micro-batches, and
+   zeroes the gradient buffers (only where autocast would round them in every micro-batch).
+2. For every micro-batch, `_learn`: replays its CUDA graph if one is captured; otherwise it calls `_pass`, which is
+   - `_forward`: autocast around `self._losses`: the model as written, on copies, compiled (`losses.py` composes them);
+   - the loss, (cross-entropy + z-term) × the micro-batch's share of the step's targets, + balance of the experts;
+   - `_backward`: adds its gradients to those of earlier micro-batches.
+3. `_update`: clips the norm of all gradients together, sets the learning rate, lets the optimizer (Muon and AdamW)
+   change the masters, and drops the gradients.
+
+`distributed.step` overrides the methods with a leading underscore for several ranks. Nothing here waits for the GPU:
+losses and norms are summed on the device, and `totals` reads the sums when asked.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,10 +33,10 @@ from residua.config.run import TrainConfig
 from residua.data.loader import IGNORED, Batch
 from residua.train.balance import Balancer, build_balancer
 from residua.train.compile.graphs import GraphedPass
-from residua.train.compile.layers import LayeredCopies, compile_sublayers
+from residua.train.compile.layers import LayeredCopies
 from residua.train.compile.precompile import Helpers
-from residua.train.compile.rewrites import compile_rewritten
-from residua.train.compile.working_copies import Entry, WorkingCopies
+from residua.train.compile.working_copies import WorkingCopies
+from residua.train.losses import LossFunction, build_losses
 from residua.train.optimizer import HybridOptimizer, build_optimizer, orthogonal_updates
 from residua.train.polar import working_dtype
 
@@ -45,7 +57,7 @@ class Totals(NamedTuple):
 
 @contextmanager
 def arithmetic(config: TrainConfig) -> Iterator[None]:
-    """Inside, a configuration that asks for exact repetition gets PyTorch's deterministic algorithms."""
+    """Use PyTorch's deterministic algorithms inside the block if `train.determinism = "exact"`."""
     before = torch.are_deterministic_algorithms_enabled()
     if config.determinism == "exact":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is first used
@@ -57,13 +69,13 @@ def arithmetic(config: TrainConfig) -> Iterator[None]:
 
 
 class Step:
-    """A model, its optimizer and its loss, ready to train; the parameters stay fp32, the masters."""
+    """A model, its optimizer and its loss, ready to train. The model's parameters are the masters and stay fp32."""
 
     ranks = 1
-    """Processes that a step's micro-batches are divided among."""
+    """Processes that share the micro-batches of a step."""
 
     capturable = True
-    """Whether a micro-batch may be replayed as a CUDA graph, and the machine is this process's own."""
+    """Whether this process may capture CUDA graphs and use all cores of the machine to compile kernels."""
 
     copying = True
     """Whether micro-batches may run on working copies of the weights."""
@@ -80,9 +92,8 @@ class Step:
         if config.recompute == "sublayers":
             recompute_sublayers(model)
         self._copies = self._build_copies(config)
-        self._layered = config.compile == "layers"
-        self._helpers = Helpers.start(device) if self._layered and self.capturable else None
-        self._losses = self._entry(config)
+        self._helpers = Helpers.start(device) if config.compile == "layers" and self.capturable else None
+        self._losses = self._build_losses(config)
         graphs = self.compiled and device.type == "cuda" and config.graphs == "auto" and self.balancer is None
         self._graphed = GraphedPass(self._pass, self._parameters) if graphs and self.capturable else None
 
@@ -92,11 +103,14 @@ class Step:
         The loss is the mean over all targets of the step, so the split into micro-batches changes nothing.
         """
         helpers, self._helpers = self._helpers, None
-        if helpers is not None:
-            with helpers.listening():
-                self._rehearse(batches[0])
-                self(batches, rate)
+        if helpers is None:
+            self._train(batches, rate)
             return
+        with helpers.listening():  # the first step: helper processes compile kernels that it will launch
+            self._rehearse(batches[0])
+            self._train(batches, rate)
+
+    def _train(self, batches: Sequence[Batch], rate: float) -> None:
         counts = [(batch.targets != IGNORED).sum() for batch in batches]
         total = self._over_ranks(torch.stack(counts).sum())
         sizes = [batch.tokens.numel() for batch in batches]
@@ -106,18 +120,12 @@ class Step:
         if self.balancer is not None:
             self.balancer.begin(batches, parts, lambda batch: self._forward(*self._moved(batch))[2])
         for i, (batch, count, part) in enumerate(zip(batches, counts, parts, strict=True), 1):
-            self._begin(last=i == len(batches))
+            self._begin_micro_batch(last=i == len(batches))
             share = self._move(count / total)
             ce, z = self._learn(*self._moved(batch), share, part, first=i == 1)
             self._totals[0] += ce * share
             self._totals[1] += z * share
-        self._totals[2] += self._clip()
-        self._totals[3] += 1
-        if self.balancer is not None:
-            self.balancer.end()
-        self.optimizer.set_rate(rate)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        self._update(rate)
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> tuple[float, int]:
@@ -133,15 +141,15 @@ class Step:
         return float(total) / targets, targets
 
     def totals(self) -> Totals:
-        """Read the sums; waits for the device."""
+        """Read the sums. Waits for the device."""
         return Totals(*self._totals.tolist())
 
     def set_totals(self, totals: Sequence[float]) -> None:
-        """Go on from sums that were read before; zeros start a new interval."""
+        """Continue from sums that were read before; zeros start a new interval."""
         self._totals = torch.tensor(totals, device=self.device, dtype=torch.float32)
 
     def notice(self) -> str | None:
-        """What a person should know once a step has been done."""
+        """A remark for the person, printed after the first step."""
         return None
 
     def _forward(self, tokens: Tensor, targets: Tensor, segments: Tensor | None) -> tuple[Tensor, Tensor, Any]:
@@ -151,7 +159,7 @@ class Step:
     def _learn(
         self, tokens: Tensor, targets: Tensor, segments: Tensor | None, share: Tensor, part: float, *, first: bool
     ) -> tuple[Tensor, Tensor]:
-        """Forward and backward of a micro-batch; its cross-entropy and z-term."""
+        """Forward and backward of a micro-batch, as a CUDA graph if there is one; its cross-entropy and z-term."""
         if self._graphed is not None:
             return self._graphed(tokens, targets, segments, share, first=first)
         return self._pass(tokens, targets, segments, share, part)
@@ -159,12 +167,23 @@ class Step:
     def _pass(
         self, tokens: Tensor, targets: Tensor, segments: Tensor | None, share: Tensor, part: float = 1.0
     ) -> tuple[Tensor, Tensor]:
+        """The same, kernel by kernel. `part` is the micro-batch's share of the step's tokens."""
         ce, z, routing = self._forward(tokens, targets, segments)
         loss = (ce + z) * share
         if self.balancer is not None:
             loss = loss + self.balancer.loss(routing, part)
         self._backward(loss)
         return ce.detach(), z.detach()
+
+    def _update(self, rate: float) -> None:
+        """Clip the gradients of the step, change the parameters by them, and drop them."""
+        self._totals[2] += self._clip()
+        self._totals[3] += 1
+        if self.balancer is not None:
+            self.balancer.end()
+        self.optimizer.set_rate(rate)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
 
     def _build_optimizer(self, config: TrainConfig) -> HybridOptimizer:
         return build_optimizer(self.model, config.optimizer)
@@ -173,27 +192,19 @@ class Step:
         return build_balancer(self.model, config.balance, self.device)
 
     def _build_copies(self, config: TrainConfig) -> WorkingCopies | None:
-        """None where autocast rounds nothing, and where sublayers run again after the call, on the masters."""
+        """None if autocast rounds nothing, or if sublayers are recomputed: they would read the masters then."""
         rounded = self.precision is not torch.float32 and config.recompute == "none"
         kind = LayeredCopies if config.compile == "layers" else WorkingCopies
         return kind(self.model, self.precision) if rounded and self.copying else None
 
-    def _entry(self, config: TrainConfig) -> Callable[..., tuple[Tensor, Tensor, Any]]:
-        """What the losses of a micro-batch are computed by."""
-        losses: Callable[..., Any] = partial(self.model.routed_losses, z_loss=config.z_loss)
-        if self._copies is not None:
-            losses = partial(self._copies.run, Entry(self.model, losses), "model.")
-        if not self.compiled:
-            return losses
-        if not self._layered:
-            return compile_rewritten(losses)
-        compile_sublayers(self.model)
-        return losses
+    def _build_losses(self, config: TrainConfig) -> LossFunction:
+        """What computes the losses of a micro-batch."""
+        return build_losses(self.model, config, self._copies, self.compiled)
 
     def _rehearse(self, batch: Batch) -> None:
-        """Run what no compiler traces on tensors without memory, so that helpers hear of its kernels before a launch.
+        """Run the eager parts of the step on tensors without memory, so that helpers can compile their kernels now.
 
-        What cannot be run without data is not heard, and compiled when it is launched.
+        A part that needs real data fails here without harm: its kernels are compiled at their first launch.
         """
         try:
             self._run_without_data(batch)
@@ -211,17 +222,17 @@ class Step:
             torch.autograd.grad(ce + z, self.model.embed.weight)
 
     def _over_ranks(self, count: Tensor) -> Tensor:
-        """A count of this process, summed over all that share the step."""
+        """The sum of a count over all processes that share the step."""
         return count
 
-    def _begin(self, *, last: bool) -> None:
-        """A micro-batch begins; after the `last` one the gradients are complete."""
+    def _begin_micro_batch(self, *, last: bool) -> None:
+        """Called before each micro-batch; after the `last` one the gradients are complete."""
 
     def _backward(self, loss: Tensor) -> None:
         loss.backward()
 
     def _clip(self) -> Tensor:
-        """Bring the norm of all gradients together down to the configured one; returns what it was."""
+        """Scale all gradients so that their common norm is at most `train.clip_norm`; returns the norm before."""
         return torch.nn.utils.clip_grad_norm_(self._parameters, self._clip_norm, foreach=True)
 
     def _moved(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -240,12 +251,12 @@ class Step:
 
 
 def build_step(model: Decoder, config: TrainConfig, device: torch.device) -> Step:
-    """Move a model to the device and make it ready to train exactly as `residua train` does."""
+    """Move a model to the device and make it ready to train, exactly as `residua train` does."""
     return Step(model.to(device), config, device)
 
 
 def resolve(config: TrainConfig, device: torch.device) -> tuple[torch.dtype, bool]:
-    """Precision and compilation, where `auto` asks for what suits the device."""
+    """The precision, and whether to compile; `auto` means bf16 and compiled on a GPU, fp32 and eager on a CPU."""
     on_gpu = device.type == "cuda"
     precisions = {"auto": torch.bfloat16 if on_gpu else torch.float32, "bfloat16": torch.bfloat16}
     compiled = {"auto": on_gpu, "on": True, "layers": True, "off": False}[config.compile]
@@ -253,6 +264,6 @@ def resolve(config: TrainConfig, device: torch.device) -> tuple[torch.dtype, boo
 
 
 def recompute_sublayers(model: Decoder) -> None:
-    """Activation checkpointing from outside: each sublayer keeps its inputs only and runs again in the backward."""
+    """Activation checkpointing: each sublayer keeps only its inputs and is recomputed in the backward pass."""
     for sublayer in model.sublayers:
         sublayer.forward = partial(checkpoint, sublayer.forward, use_reentrant=False, preserve_rng_state=False)

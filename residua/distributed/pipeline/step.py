@@ -75,8 +75,8 @@ class PipelinedStep(RankedStep):
         self.modules, self.own = modules, own
         super().__init__(model, config.model_copy(update={"train": _plain(recipe)}), mesh)
 
-    def _entry(self, config: TrainConfig) -> Callable[..., Any]:
-        """Build the stages and their schedule, which runs instead of the entry that is returned."""
+    def _build_losses(self, config: TrainConfig) -> Callable[..., Any]:
+        """Build the stages and their schedule, which runs instead of the function that is returned."""
         for module in self.modules if self.compiled else ():
             module.compile_parts(whole=self.parallel.shard == 1 or self.parallel.unit == "model")
         self.stages = [
@@ -110,11 +110,7 @@ class PipelinedStep(RankedStep):
             stage.sent_forward = stage.sent_backward = 0
         self._flow(batches, self._move(counts) / total, self.schedule.step)
         self._sent = [(stage.sent_forward, stage.sent_backward) for stage in self.stages]
-        self._totals[2] += self._clip()
-        self._totals[3] += 1
-        self.optimizer.set_rate(rate)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        self._update(rate)
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> tuple[float, int]:

@@ -1,10 +1,10 @@
-"""A micro-batch's forward and backward pass as one CUDA graph: the host launches once instead of a thousand times.
+"""CUDA graphs of a micro-batch's forward and backward pass: the host launches one graph, not a thousand kernels.
 
-Two graphs are captured after a few ordinary passes have compiled and warmed everything up: one for the first
-micro-batch of a step, which writes the gradients, and one for the others, which add to them (those of working copies
-are zeroed before a step, and both add). Both repeat the very kernels of an ordinary pass, so results are the same bit
-for bit. What a graph reads and writes has a fixed address: batches are copied in, and the gradients' buffers are handed
-to the parameters after every replay.
+Two graphs are captured after a few ordinary passes, when everything is compiled: one for the first micro-batch of a
+step, which writes the gradients, and one for the others, which add to them (gradients of working copies are zeroed
+before the step, so both graphs add). They replay the kernels of an ordinary pass, so results are bit-identical. A graph
+reads and writes fixed addresses: each batch is copied in, and after every replay the parameters get the graph's
+gradient buffers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ WARM_UP = 2
 
 Inputs = tuple[Tensor | None, ...]
 Pass = Callable[..., tuple[Tensor, Tensor]]
-"""Takes the tensors of a micro-batch, leaves gradients with the parameters and returns two numbers of it."""
+"""Takes the tensors of a micro-batch, leaves gradients in the parameters and returns cross-entropy and z-term."""
 
 
 class _Graph(NamedTuple):
@@ -41,7 +41,7 @@ class _Graph(NamedTuple):
 
 
 class GraphedPass:
-    """`run` replayed as a graph once it has been warmed up; micro-batches of another shape run as they would have."""
+    """`run`, replayed as a graph after the warm-up. A micro-batch of another shape runs without a graph."""
 
     def __init__(self, run: Pass, parameters: Sequence[nn.Parameter]) -> None:
         self._run = run
@@ -53,7 +53,7 @@ class GraphedPass:
         self._refused = False
 
     def __call__(self, *inputs: Tensor | None, first: bool) -> tuple[Tensor, Tensor]:
-        """One micro-batch; `first` if no gradients are there yet."""
+        """One micro-batch; `first` if it is the first of its step."""
         if first in self._graphs and self._goes_on(first) and _alike(self._graphs[first].inputs, inputs):
             return self._graphs[first].replay(inputs, self._parameters)
         self._passes[first] += 1
@@ -64,18 +64,18 @@ class GraphedPass:
         return self._ordinary(inputs)
 
     def _ready(self, first: bool) -> bool:
-        """The graph of later micro-batches adds to the buffers of the first one's, which therefore comes first."""
+        """Whether to capture now: the first micro-batch's graph, then the others', which adds to its buffers."""
         return first not in self._graphs and (first or True in self._graphs) and self._goes_on(first)
 
     def _goes_on(self, first: bool) -> bool:
-        """Whether the gradients so far are where later graphs add to: they are if the first pass was a replay."""
+        """Whether the gradients so far are in the buffers that the graph adds to: true if the first was a replay."""
         if first:
             return True
         pairs = zip(self._parameters, self._graphs[True].gradients, strict=True)
         return all(parameter.grad is gradient for parameter, gradient in pairs)
 
     def _ordinary(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
-        """On the stream that graphs are captured on, so that nothing remembers another one."""
+        """Run without a graph, but on the capture stream, so that no state refers to another stream."""
         before = torch.cuda.current_stream()
         self._stream.wait_stream(before)
         with torch.cuda.stream(self._stream):
@@ -89,7 +89,7 @@ class GraphedPass:
         graph = torch.cuda.CUDAGraph()
         try:
             torch.cuda.synchronize()
-            # other threads go on reading data meanwhile
+            # thread_local: the loader's threads keep working during the capture
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
                 outputs = self._run(*static)
         except RuntimeError as error:

@@ -1,9 +1,9 @@
-"""Sublayers compiled once for all that are alike: the time to the first step does not grow with depth.
+"""Compiling sublayer by sublayer (`train.compile = "layers"`): the time to the first step does not grow with depth.
 
-`torch.compile` takes about a second for each layer of a graph that holds the whole model. Here the graph holds one
-sublayer as a function of its weights; those of the same structure share it, and what lies between them, the topology's
-junctions on their own kernels, runs as it does without a compiler. What is lost are the rewrites that reach from one
-sublayer into the next, and hooks on modules inside a sublayer, which are silent; those on a sublayer itself run.
+`torch.compile` takes about a second for each layer of a graph that holds the whole model. Here a graph holds one
+sublayer as a function of its weights, and sublayers of the same structure share it. Between sublayers, the topology's
+junctions run eagerly on their own kernels. The price: rewrites that reach from one sublayer into the next are lost, and
+hooks on modules inside a sublayer do not run (those on the sublayer itself do).
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from torch.func import functional_call
 
 from residua.model import taps
 from residua.train.compile.rewrites import allow_recompiling, compile_rewritten, with_own_code
-from residua.train.compile.working_copies import Entry, WorkingCopies, adding_up
+from residua.train.compile.working_copies import WorkingCopies, adding_up
 
 if TYPE_CHECKING:
     from residua.model.decoder import Decoder
 
 
 class LayeredCopies(WorkingCopies):
-    """Working copies of which those of sublayers add up their gradients within the sublayer's compiled code."""
+    """Working copies for compiled sublayers: their gradients are summed inside the sublayer's compiled code."""
 
     active: ClassVar[LayeredCopies | None] = None
-    """Those that the model is now called on."""
+    """The copies that the model is being called on at the moment."""
 
     def run(self, module: nn.Module, prefix: str, *args: Any, **settings: Any) -> Any:
         before, LayeredCopies.active = LayeredCopies.active, self
@@ -42,11 +42,11 @@ class LayeredCopies(WorkingCopies):
 
     @property
     def origin(self) -> Tensor | None:
-        """What autograd sees as the origin of the copies."""
+        """The tensor that makes autograd run the backward pass of the copies."""
         return self._origin
 
     def totals(self, weights: Sequence[Tensor]) -> list[Tensor | None]:
-        """Where the gradient of each of these adds up, None for one that is no copy."""
+        """The gradient buffer of each weight, None for a weight that is not a copy."""
         return [self._totals.get(id(weight)) for weight in weights]
 
     @cached_property
@@ -55,10 +55,10 @@ class LayeredCopies(WorkingCopies):
 
 
 class SharedForward:
-    """The forward pass of a sublayer on code that it shares, and on whatever tensors it holds when it is called.
+    """The forward pass of a sublayer: calls the shared code with the tensors that the sublayer holds at that moment.
 
-    Taps are named after the layer, which shared code does not know: while they are recorded, the sublayer runs as it
-    is written. So does a copy or a pickle of it, on weights of its own: what is copied of this is what it replaced.
+    Names of taps contain the layer, which shared code does not know: while taps are recorded, the sublayer runs
+    eagerly. A copy or pickle of the sublayer runs eagerly too, on its own weights: it gets the original forward pass.
     """
 
     def __init__(self, code: Callable[..., Any], sublayer: nn.Module) -> None:
@@ -73,10 +73,21 @@ class SharedForward:
         if not taps.recording():
             return self._code(origin, tensors, totals, *args)
         weights = _weights([f"model.{name}" for name, _, _ in self._places], origin, tensors, totals)
-        return functional_call(Entry(self._sublayer, self.plain), weights, args)
+        return functional_call(_Plain(self._sublayer, self.plain), weights, args)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _itself, (self.plain,)
+
+
+class _Plain(nn.Module):
+    """A sublayer called through its original forward pass, as a module that `functional_call` can put weights into."""
+
+    def __init__(self, model: nn.Module, forward: Callable[..., Any]) -> None:
+        super().__init__()
+        self.model, self._forward = model, forward
+
+    def forward(self, *args: Any) -> Any:
+        return self._forward(*args)
 
 
 def _itself(x: Any) -> Any:
@@ -84,13 +95,13 @@ def _itself(x: Any) -> Any:
 
 
 def _plain(sublayer: nn.Module) -> Callable[..., Any]:
-    """The sublayer's forward pass on no shared code."""
+    """The sublayer's original forward pass."""
     forward = sublayer.forward
     return forward.plain if isinstance(forward, SharedForward) else forward
 
 
 def compile_sublayers(model: Decoder) -> None:
-    """Let every sublayer run on compiled code, from outside; it keeps its weights, and its place in the model."""
+    """Replace the forward pass of every sublayer by compiled code; modules, weights and names stay as they are."""
     allow_recompiling(len(model.sublayers))
     shared: dict[str, Callable[..., Any]] = {}
     for sublayer in model.sublayers:
@@ -101,9 +112,9 @@ def compile_sublayers(model: Decoder) -> None:
 
 
 def structure(module: nn.Module) -> str:
-    """All that decides what a module computes but its weights: equal for modules that can share compiled code.
+    """What a module computes, without the values of its weights: equal for modules that can share compiled code.
 
-    Its own `forward`, if it was given another one, is taken to be the same way round each sublayer.
+    A replaced `forward` (activation checkpointing) is not compared: it is assumed to be the same for all sublayers.
     """
     parts = []
     for name, part in module.named_modules():
@@ -114,7 +125,7 @@ def structure(module: nn.Module) -> str:
 
 
 _IGNORED = frozenset(vars(nn.Module())) | {"layer"}
-"""Bookkeeping, and a number that is part of names alone."""
+"""Attributes of every module, and the layer number, which only names use."""
 
 
 def _own(module: nn.Module) -> list[tuple[str, Tensor | None]]:
@@ -122,7 +133,7 @@ def _own(module: nn.Module) -> list[tuple[str, Tensor | None]]:
 
 
 def _places(module: nn.Module) -> list[tuple[str, dict[str, Any], str]]:
-    """Where each weight and buffer is: its name, and the dictionary and key that hold it."""
+    """Every weight and buffer: its name, and the dictionary and key that hold it."""
     found = []
     for prefix, part in module.named_modules():
         for holder in (part._parameters, part._buffers):
@@ -131,7 +142,7 @@ def _places(module: nn.Module) -> list[tuple[str, dict[str, Any], str]]:
 
 
 def _compile(sublayer: nn.Module) -> Callable[..., Any]:
-    """The sublayer as a function of its weights, compiled; the gradients of some add up in buffers."""
+    """The sublayer as a compiled function of its weights; a gradient with a buffer is added to it."""
     template = _template(sublayer)
     names = [name for name, _, _ in _places(template)]
 
@@ -142,7 +153,7 @@ def _compile(sublayer: nn.Module) -> Callable[..., Any]:
 
 
 def _template(sublayer: nn.Module) -> nn.Module:
-    """The sublayer without memory, and without hooks, which are those of one sublayer."""
+    """A copy of the sublayer on the meta device, without hooks: shared code must not run those of one sublayer."""
     hooks = [v for part in sublayer.modules() for k, v in vars(part).items() if "_hooks" in k and isinstance(v, dict)]
     return deepcopy(sublayer, {id(v): type(v)() for v in hooks}).to("meta")
 
@@ -150,7 +161,7 @@ def _template(sublayer: nn.Module) -> nn.Module:
 def _weights(
     names: Sequence[str], origin: Tensor | None, tensors: Sequence[Tensor], totals: Sequence[Tensor | None]
 ) -> dict[str, Tensor]:
-    """What a sublayer is called on: where there is a total, the gradient is added to it."""
+    """The tensors that a sublayer is called with, by name; where there is a total, the gradient is added to it."""
     return {
         name: tensor if total is None else adding_up(origin, tensor, total)
         for name, tensor, total in zip(names, tensors, totals, strict=True)

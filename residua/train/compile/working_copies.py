@@ -1,14 +1,14 @@
-"""Working copies of the matrices, rounded once per step, and gradients that add up where they are made.
+"""Working copies: matrices rounded once per step, and gradients summed in the kernel that produces them.
 
-Autocast rounds each float32 master for every micro-batch, and autograd reads and writes each gradient once more to add
-it to those of earlier micro-batches. Here the model is run on copies in the products' dtype, refreshed when a step
-begins; a copy's backward pass adds its gradient to a float32 buffer, which a compiler does where it brings the product
-to float32 anyway. The same numbers, with less traffic. Autograd does not see the masters, so hooks on those are silent.
+Autocast rounds every float32 master again for each micro-batch, and autograd reads and writes every gradient once more
+to add it to those of earlier micro-batches. Here the model runs on copies in the products' dtype, refreshed at the
+start of a step. A copy's backward pass adds its gradient to a float32 buffer; the compiler fuses this addition with the
+conversion to float32. The numbers are the same, with less memory traffic. Autograd does not see the masters, so hooks
+on them do not run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,10 +19,10 @@ from residua.model.projection import Projection
 
 
 class WorkingCopies:
-    """Copies of the trained weights of all projections of a model: what autocast would round and nothing else.
+    """Copies of the trained weights of all projections of a model: exactly what autocast would round.
 
-    Each has a gradient in every step, zero if no pass has used it: a projection that is not for every step must not be
-    among them. Of one weight under several names the first stands for all.
+    Every copy has a gradient in every step, zero if no pass used it, so each projection must be used in every step. A
+    weight with several names (tied) is copied once, under its first name.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
@@ -32,17 +32,17 @@ class WorkingCopies:
         masters = self._masters.values()
         self._copies = [torch.empty_like(m, dtype=dtype, requires_grad=False) for m in masters]
         self._gradients = [torch.empty_like(m, requires_grad=False) for m in masters]
-        # what autograd sees as the origin of the copies, so that their backward pass is run
+        # Autograd runs the backward pass of the copies because they depend on this tensor, which requires a gradient.
         self._origin = next(iter(masters)).new_zeros(()).requires_grad_() if self._masters else None
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Take over the masters as they are now."""
+        """Copy the current values of the masters."""
         if self._masters:
             torch._foreach_copy_(self._copies, list(self._masters.values()))
 
     def begin(self) -> None:
-        """Start a step: fresh copies, and gradients of zero with the masters."""
+        """Start a step: refresh the copies, and give the masters gradients of zero."""
         self.refresh()
         if self._masters:
             torch._foreach_zero_(self._gradients)
@@ -50,18 +50,18 @@ class WorkingCopies:
             master.grad = gradient
 
     def run(self, module: nn.Module, prefix: str, *args: Any, **settings: Any) -> Any:
-        """Call a module in which the model is found under `prefix`, on the copies."""
+        """Call a module with the copies in place of the weights; the model's name in it is `prefix`."""
         pairs = zip(self._masters, self._copies, self._gradients, strict=True)
         weights = {prefix + name: self._placed(name, copy, total) for name, copy, total in pairs}
         return functional_call(module, weights, args, settings)
 
     def _placed(self, name: str, copy: Tensor, total: Tensor) -> Tensor:
-        """What stands in the place of a weight during a call."""
+        """The tensor that replaces a weight during a call."""
         return adding_up(self._origin, copy, total)
 
 
 class _AddingUp(torch.autograd.Function):
-    """A copy whose gradient is added to a buffer."""
+    """The identity on a copy; its backward pass adds the gradient to a buffer and returns none."""
 
     @staticmethod
     def forward(ctx: Any, origin: Tensor, copy: Tensor, total: Tensor) -> Tensor:
@@ -76,17 +76,6 @@ class _AddingUp(torch.autograd.Function):
 
 
 def adding_up(origin: Tensor | None, copy: Tensor, total: Tensor) -> Tensor:
+    """A copy whose gradient is added to `total`."""
     out: Tensor = _AddingUp.apply(origin, copy, total)
     return out
-
-
-class Entry(nn.Module):
-    """A function of a model as a module, which is what tensors can be put into for one call."""
-
-    def __init__(self, model: nn.Module, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self.model = model
-        self._function = function
-
-    def forward(self, *args: Any, **settings: Any) -> Any:
-        return self._function(*args, **settings)
