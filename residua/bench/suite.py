@@ -17,6 +17,7 @@ from residua.bench.cases import Case, Function, Shape, depth_paths, operators
 from residua.bench.operators import OpResult, bench_operator, implementations
 from residua.bench.peers import peers
 from residua.bench.timing import Ceilings, measure_ceilings
+from residua.machine import choose_device
 from residua.report.terminal import clock, open_console, remaining
 from residua.train.environment import describe_environment
 
@@ -48,7 +49,7 @@ class Report:
 
 def plan(names: Sequence[str], ways: Sequence[str], precision: str, settings: dict[str, int]) -> SuitePlan:
     """Check the request and plan it; without names, every operator and whole depths."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = choose_device("auto")
     precision = precision or ("bfloat16" if device.type == "cuda" else "float32")
     if precision not in PRECISIONS:
         raise ValueError(f"--precision = {precision!r} does not exist: choose from {', '.join(PRECISIONS)}.")

@@ -245,13 +245,12 @@ def fp8(
         widths = [(int(inputs), int(outputs)) for inputs, outputs in (size.split(":") for size in sizes.split(","))]
     except ValueError:
         raise ValueError(f"--sizes {sizes} is not a list like 512:2048,4096:4096.") from None
-    import torch
-
     from residua.bench import fp8 as bench
     from residua.bench import show
+    from residua.machine import choose_device
     from residua.train.environment import describe_environment
 
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = choose_device("auto")
     console, environment = _console(), describe_environment(device)
     with _status("measuring this device") as status:
         results = bench.bench_linear(tokens, widths, device, repeats=repeats, tell=status.update)

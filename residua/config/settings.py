@@ -1,4 +1,4 @@
-"""Configurations in general: frozen tables, TOML in and out, overrides, and errors of one sentence."""
+"""What all configurations share: frozen tables, TOML in and out, overrides, and one-sentence errors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot be; its message is one sentence for a person."""
+    """An invalid configuration; the message is one sentence for the user."""
 
 
 PLUGINS = "RESIDUA_PLUGINS"
@@ -21,7 +21,7 @@ PLUGINS = "RESIDUA_PLUGINS"
 
 
 class Frozen(BaseModel):
-    """A table of choices: immutable, and a key it does not know is an error."""
+    """A configuration table: immutable, and an unknown key is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -35,7 +35,7 @@ class Frozen(BaseModel):
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:
-    """The tables of a TOML file, or one sentence on why they cannot be had."""
+    """The tables of a TOML file; ConfigError if it cannot be read."""
     try:
         return tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -52,7 +52,7 @@ def to_toml(data: dict[str, Any]) -> str:
 
 
 def merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """`base` with `changes` laid over it, table by table; a table whose `kind` changes is replaced, not mixed."""
+    """`base` updated with `changes`, table by table; a table whose `kind` changes is replaced as a whole."""
     merged = dict(base)
     for key, value in changes.items():
         old = merged.get(key)
@@ -64,7 +64,7 @@ def merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def apply_overrides(data: dict[str, Any], changes: Iterable[str]) -> dict[str, Any]:
-    """Lay `section.key=value` changes over tables, in order; values are TOML, bare words are strings."""
+    """Apply `section.key=value` overrides in order; values are TOML, bare words are strings."""
     for change in changes:
         path, separator, text = change.partition("=")
         keys = path.strip().split(".")
@@ -75,7 +75,7 @@ def apply_overrides(data: dict[str, Any], changes: Iterable[str]) -> dict[str, A
 
 
 def _nested(data: Any, keys: list[str], value: Any) -> dict[str, Any]:
-    """{a: {b: value}} for keys a.b; a word given where a tagged table stands chooses its kind."""
+    """{a: {b: value}} for keys a.b; a bare word for a table with a `kind` sets that kind."""
     current = data.get(keys[0]) if isinstance(data, dict) else None
     if len(keys) > 1:
         return {keys[0]: _nested(current, keys[1:], value)}
@@ -100,7 +100,7 @@ def _plain(value: Any) -> Any:
 
 
 def explain(error: ValidationError, model: type[BaseModel]) -> str:
-    """The first fault of a pydantic error as one sentence: the field, the value, the nearest valid choice."""
+    """The first problem of a pydantic error as one sentence: the field, the value, the nearest valid choice."""
     fault = error.errors()[0]
     path = _field_path(fault["loc"], model)
     field = ".".join(path) or "configuration"
@@ -137,7 +137,7 @@ def _missing(fault: Any, field: str, path: list[str], value: Any, model: type[Ba
 
 
 def _our_sentence(fault: Any, field: str, path: list[str], value: Any, model: type[BaseModel]) -> str:
-    """A table says its keys as it stands alone; inside another, their path is longer."""
+    """Our own message, with its keys extended to their full path if the table is nested."""
     sentence = str(fault["ctx"]["error"])
     return sentence.replace(f"{path[0]}.", f"{field}.") if len(path) > 1 else sentence
 
@@ -171,7 +171,7 @@ def _choose(word: str, known: list[str]) -> str:
 
 
 def _field_path(loc: tuple[int | str, ...], model: type[BaseModel]) -> list[str]:
-    """The keys a person wrote: pydantic also lists the tags of the unions it went through."""
+    """The keys as the user wrote them, without the union tags that pydantic adds."""
     path: list[str] = []
     annotation: Any = model
     for part in loc:
@@ -205,7 +205,7 @@ def _table_at(loc: tuple[int | str, ...], model: type[BaseModel]) -> type[BaseMo
 
 
 def _members(annotation: Any) -> list[type[BaseModel]]:
-    """The tables an annotation allows: itself, or the members of its union."""
+    """The tables that an annotation allows: itself, or the members of its union."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [*annotation.alternatives()] if issubclass(annotation, Frozen) else [annotation]
     if get_origin(annotation) is Union or type(annotation).__name__ == "UnionType":

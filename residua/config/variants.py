@@ -1,7 +1,7 @@
-"""Well-known architectures by short name: each is a list of overrides of one aspect of a run, so names combine.
+"""Architectures by short name. A name stands for overrides of one aspect of a run, so names can be combined.
 
 `mgr+exoformer` is Multi-Gate Residuals with exogenous anchors. A name changes its own aspect (topology, anchors,
-norm or gate) and leaves the rest of the base configuration alone; `base` changes nothing.
+norm or gate) and keeps the rest of the base configuration; `base` changes nothing.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from residua.config.settings import ConfigError
 
 @dataclass(frozen=True)
 class Variant:
-    """A name's meaning: one line for people, and its overrides, which may depend on the base model's depth."""
+    """What a name means: one line for people, and its overrides, which may depend on the base model."""
 
     summary: str
     overrides: Callable[[ModelConfig], Sequence[str]]
 
 
 def sublayers_per_block(layers: int) -> int:
-    """About eight blocks, as the paper recommends, and never one sublayer each (that would be Full)."""
+    """About eight blocks, as the paper recommends, with at least two sublayers each (one would be Full)."""
     return max(2, -(-2 * layers // 8))
 
 
@@ -41,7 +41,7 @@ def _anchors(summary: str, kind: str, *keys: str) -> Variant:
 
 
 def _on_softmax(model: ModelConfig, *keys: str) -> Sequence[str]:
-    """Changes of the softmax attention, which in a hybrid is a table of its own."""
+    """Overrides of the softmax attention, which has its own table in a hybrid."""
     return [f"model.{model.attention.softmax_path}.{key}" for key in keys]
 
 
@@ -61,7 +61,7 @@ def _block(model: ModelConfig) -> Sequence[str]:
 
 
 def _linear_table(model: ModelConfig) -> str:
-    """Gated DeltaNet with as many parameters as the base's softmax attention without a gate, or nearly."""
+    """Gated DeltaNet with about as many parameters as the base's softmax attention without a gate."""
     softmax = _base_softmax(model)
     shape = f"key_heads={max(1, softmax.heads // 2)}, value_heads={softmax.heads}, head_dim={head_dim(model)}"
     return f"kind='gated_deltanet', {shape}"
@@ -83,7 +83,7 @@ def _base_softmax(model: ModelConfig) -> SoftmaxAttention:
 
 
 def _moe(model: ModelConfig) -> Sequence[str]:
-    """A quarter of the base's width in each expert, three and a shared one active: the base's width for every token."""
+    """Experts of a quarter of the base's width; three and a shared one are active, so tokens see the base's width."""
     if model.ffn.mixture:
         raise ConfigError("variant 'moe' replaces a dense FFN and the base has ffn.kind = 'moe': use 'base'.")
     shape = f"hidden={max(1, model.ffn.hidden // 4)}, experts=16, top_k=3, shared=1"
@@ -120,7 +120,7 @@ KNOWN: dict[str, Variant] = {
 
 
 def overrides(entries: Sequence[str], model: ModelConfig) -> list[str]:
-    """The override list of a variant: entries with `=` stand for themselves, others are known names or their sum."""
+    """The overrides of a variant. An entry with `=` is an override itself; others are known names, joined with `+`."""
     changes: list[str] = []
     parts: list[str] = []
     for entry in entries:
@@ -132,7 +132,7 @@ def overrides(entries: Sequence[str], model: ModelConfig) -> list[str]:
             changes.extend(own)
             try:
                 model = model.override([change.removeprefix("model.") for change in own])
-            except ConfigError:  # what is wrong so far may be put right by what follows, and is told at the end
+            except ConfigError:  # a later name may fix this; if not, the whole list is refused at the end
                 continue
             parts.append(name.strip())
             _refuse_undoing(parts, model)
@@ -140,7 +140,7 @@ def overrides(entries: Sequence[str], model: ModelConfig) -> list[str]:
 
 
 def holds(config: RunConfig | ModelConfig, change: str) -> bool:
-    """Whether a configuration is as a change would make it."""
+    """Whether a configuration already has the value that an override would set."""
     try:
         return config.override([change]) == config
     except ConfigError:
@@ -148,12 +148,12 @@ def holds(config: RunConfig | ModelConfig, change: str) -> bool:
 
 
 def _refuse_undoing(names: Sequence[str], model: ModelConfig) -> None:
-    """Every name must still be in the model that the last one made: made again, it would change nothing."""
+    """Refuse a last name that overrides an earlier one: applying the names again must change nothing."""
     *earlier, last = names
     for name in earlier:
         try:
             own = KNOWN[name].overrides(model)
-        except ConfigError:  # it replaced something, which a second time is not there
+        except ConfigError:  # this name cannot be applied twice, because it replaced what it needs
             continue
         undone = next((change for change in own if not holds(model, change.removeprefix("model."))), None)
         if undone is not None:

@@ -1,4 +1,4 @@
-"""A corpus: parts that hold documents, and the rule that says which documents are held out for validation."""
+"""A corpus: parts that hold documents, and the rule that holds documents out for validation."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TRAIN, VALIDATION = "train", "validation"
 class Part:
     """One file or one stream; `size` in bytes is None for a stream.
 
-    `split` is where its documents go; None leaves that to a hash of each document.
+    `split` is the split of its documents; with None, a hash of each document decides.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Part:
 
 
 class Document(NamedTuple):
-    """A text, its length in UTF-8 bytes, its split, and how many bytes of the corpus have been read up to it."""
+    """A text, its length in UTF-8 bytes, its split, and the bytes of the corpus read so far."""
 
     text: str
     bytes: int
@@ -50,8 +50,8 @@ class Document(NamedTuple):
 class Corpus:
     """Parts read in order.
 
-    `holdout` is the share of documents that a hash of their text sends to validation. `limit` ends the reading
-    after the document that brings the text, validation parts not counted, to that many bytes.
+    `holdout` is the share of documents held out for validation, chosen by a hash of their text. Reading ends after the
+    document that reaches `limit` bytes of text; validation parts do not count.
     """
 
     names: tuple[str, ...]
@@ -61,7 +61,7 @@ class Corpus:
 
     @property
     def size(self) -> int | None:
-        """What `Document.position` comes to in the end, None where a stream leaves it unknown."""
+        """The final value of `Document.position`; None if a stream makes it unknown."""
         return self.limit or _sum(part.size for part in self.parts)
 
     @property
@@ -73,8 +73,8 @@ class Corpus:
     def documents(self) -> Iterator[Document]:
         """All documents that are not blank, each with its split.
 
-        The document with the lowest hash is kept back to the end. If nothing was held out by then it goes to
-        validation, so that a corpus of a few documents has a validation split as well.
+        The document with the lowest hash comes last. If nothing was held out by then, it goes to validation, so that
+        even a corpus of a few documents has a validation split.
         """
         lowest: tuple[float, Document] | None = None
         split_of_lowest = VALIDATION if self.holdout else TRAIN
@@ -109,7 +109,7 @@ class Corpus:
             before += part.size or 0
 
     def sample(self, limit: int) -> Iterator[str]:
-        """Training text of about `limit` bytes, from the head of each part in proportion to the part's size."""
+        """About `limit` bytes of training text: the beginning of each part, in proportion to its size."""
         limit = min(limit, self.limit or limit)
         total = _sum(part.size for part in self.parts)
         for part in self.parts:
@@ -132,12 +132,12 @@ def _sum(sizes: Iterable[int | None]) -> int | None:
 
 
 def unit_hash(data: bytes) -> float:
-    """A number in [0, 1) that depends on `data` alone, on every machine."""
+    """Hash `data` to a number in [0, 1), the same on every machine."""
     return int.from_bytes(hashlib.blake2b(data, digest_size=6).digest(), "big") / 2**48
 
 
 def _valid(text: str) -> tuple[str, bytes]:
-    """The text and its UTF-8; half a surrogate pair, which JSON can hold and UTF-8 cannot, becomes U+FFFD."""
+    """The text and its UTF-8. A lone surrogate, which JSON can hold and UTF-8 cannot, becomes U+FFFD."""
     try:
         return text, text.encode()
     except UnicodeEncodeError:

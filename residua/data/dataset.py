@@ -24,7 +24,7 @@ TOKENIZER = "tokenizer.json"
 
 
 class Split:
-    """One split of a dataset as a single stream of tokens: the shards, end to end."""
+    """One split of a dataset as a single stream of tokens: its shards, end to end."""
 
     def __init__(self, name: str, bytes: int, shards: list[Shard], tokenizer_hash: str) -> None:
         self.name = name
@@ -41,7 +41,7 @@ class Split:
         return np.concatenate(pieces).astype(np.int64)
 
     def document_starts(self, start: int, stop: int) -> np.ndarray:
-        """Positions in the stream, from `start` up to but without `stop`, at which a document begins."""
+        """Positions in [start, stop) of the stream at which a document begins."""
         found = [np.empty(0, np.int64)]
         for shard, low, high, first in self._overlap(start, stop):
             inside = slice(*np.searchsorted(shard.starts, [low, high]))
@@ -76,7 +76,7 @@ class Dataset:
 
     @classmethod
     def open(cls, path: str | Path) -> Dataset:
-        """Open a dataset; whatever is wrong with it raises `DataError` here, before any training."""
+        """Open and check a dataset; raises `DataError` if anything is wrong with it."""
         path = Path(path)
         description = read_description(path)
         tokenizer_hash = description["tokenizer_hash"]
@@ -99,7 +99,7 @@ class Dataset:
 
     @property
     def tokenizer_hash(self) -> str:
-        """SHA-256 that names the tokenizer."""
+        """SHA-256 that identifies the tokenizer."""
         return self.description["tokenizer_hash"]
 
     @cached_property
@@ -119,12 +119,12 @@ class Dataset:
         return chosen.bytes / chosen.tokens
 
     def bytes_of(self, ids: np.ndarray, split: str) -> float:
-        """UTF-8 bytes of text behind tokens of a split: exact for byte-level tokenizers, else by the split's mean."""
+        """UTF-8 bytes of text of tokens: exact for byte-level tokenizers, else estimated by the split's mean."""
         lengths = self.tokenizer.byte_lengths
         return float(lengths[ids].sum()) if lengths is not None else len(ids) * self.bytes_per_token(split)
 
     def require_tokenizer(self, tokenizer_hash: str, owner: str) -> None:
-        """Raise `DataError` unless the dataset was made with the tokenizer that `owner`, say a checkpoint, used."""
+        """Raise `DataError` unless the dataset has the tokenizer of `owner`, such as a checkpoint."""
         if self.tokenizer_hash != tokenizer_hash:
             raise _mismatch(self.path, self.tokenizer_hash, owner, tokenizer_hash)
 
@@ -132,10 +132,10 @@ class Dataset:
 def unigram_entropy(
     dataset: Dataset, *, fit: str = TRAIN, evaluate: str = VALIDATION, limit_tokens: int | None = None
 ) -> float:
-    """Nats per token of the model that knows only how often tokens occur.
+    """Nats per token of a model that knows only how often tokens occur.
 
     H = −Σ_v q(v) ln p(v), with p(v) = (n_fit(v) + 1) / (N_fit + V) and q the frequencies in `evaluate`, or in its
-    first `limit_tokens`. A model whose validation loss is well below it has learned something about order.
+    first `limit_tokens`. A model whose validation loss is well below has learned something about order.
     """
     fitted = dataset.split(fit).counts(dataset.vocab_size) + 1
     split = dataset.split(evaluate)

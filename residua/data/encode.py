@@ -22,8 +22,8 @@ def encode_documents(
 ) -> Iterator[tuple[Document, np.ndarray]]:
     """Each document with its ids and the end-of-text token, in order.
 
-    Threads are enough: the library releases the interpreter while it encodes. Its own thread pool is off
-    meanwhile, so that `workers` is the number of threads at work; few chunks are in flight, so memory is bounded.
+    Threads suffice, because the library releases the GIL while it encodes. Its own thread pool is switched off, so that
+    `workers` is the number of threads. Few chunks are in flight, so memory stays bounded.
     """
     dtype = dtype_for(tokenizer.vocab_size)
 

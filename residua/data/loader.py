@@ -25,8 +25,8 @@ class Batch:
     """`tokens`, `targets` [B, T] int64; `segments` [B, T] int64 or None: which document a token belongs to.
 
     `targets[b, t]` is the token after `tokens[b, t]`. With segments, ids count from 0 in each row and rise where a
-    document begins, and the target at an end-of-text token is -100: the first word of an unrelated document is
-    not asked for. Predicting the end-of-text token itself stays in the loss.
+    document begins, and the target at an end-of-text token is -100: the model need not predict the first word of an
+    unrelated document. The end-of-text token itself is predicted.
     """
 
     tokens: torch.Tensor
@@ -42,12 +42,12 @@ class Batch:
 class Loader:
     """Endless training batches of one rank.
 
-    All ranks follow one global order of windows (see `Order`). A batch takes the next `batch · world` windows of it
-    and gives rank r those at r, r + world, …: the windows of a step are the same however they are divided into
-    ranks, batches and accumulation. `state_dict` names a place in the global order, so rank 0's serves all
-    ranks, also after a change of `batch` or `world`.
+    All ranks follow one global order of windows (see `Order`). Each batch takes the next `batch · world` windows, of
+    which rank r gets those at r, r + world, …. So a step has the same windows however they are divided into ranks,
+    batches and accumulation. `state_dict` is a position in the global order, so rank 0's serves all ranks, also after
+    a change of `batch` or `world`.
 
-    `prefetch` batches are made ahead by a thread (0: none); it starts with the first batch and ends with `close`.
+    A thread prepares `prefetch` batches ahead (0: no thread); it starts with the first batch and ends with `close`.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Loader:
         self.split, self.sequence, self.seed, self.prefetch = split, sequence, seed, prefetch
         self._source = _Source(split, Order(split.tokens, sequence, seed), batch, rank, world, segments)
         self._cursor = Cursor(0, 0)
-        self._ahead: _Ahead | None = None
+        self._prefetcher: _Prefetcher | None = None
 
     def __iter__(self) -> Iterator[Batch]:
         return self
@@ -76,10 +76,10 @@ class Loader:
         if self.prefetch < 1:
             batch, self._cursor = self._source.make(self._cursor)
             return batch
-        if self._ahead is None:
-            self._ahead = _Ahead(self._source, self._cursor, self.prefetch)
+        if self._prefetcher is None:
+            self._prefetcher = _Prefetcher(self._source, self._cursor, self.prefetch)
         try:
-            batch, self._cursor = self._ahead.next()
+            batch, self._cursor = self._prefetcher.next()
         except BaseException:
             self.close()
             raise
@@ -87,15 +87,15 @@ class Loader:
 
     @property
     def epoch(self) -> float:
-        """How often the split has been gone through, fraction included."""
+        """Passes over the split so far, as a fraction."""
         return self._cursor.epoch + self._cursor.position / self._source.order.windows(self._cursor.epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """The place behind the last batch handed out, as plain JSON; batches made ahead do not count."""
+        """The position after the last batch returned, as plain JSON; prefetched batches do not count."""
         return {**self._identity(), "epoch": self._cursor.epoch, "position": self._cursor.position}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to a place saved by `state_dict`: the next batch is the one that would have come then."""
+        """Go to a position saved by `state_dict`: the next batch is the one that would have followed."""
         for name, here in self._identity().items():
             if state.get(name) != here:
                 raise DataError(f"the saved data position has {name} = {state.get(name)}, this run has {here}")
@@ -103,17 +103,17 @@ class Loader:
         self._cursor = Cursor(int(state["epoch"]), int(state["position"]))
 
     def close(self) -> None:
-        """End the thread that works ahead; going on afterwards starts another at the right place."""
-        if self._ahead is not None:
-            self._ahead.stop()
-            self._ahead = None
+        """End the prefetch thread; the next batch starts another one at the right position."""
+        if self._prefetcher is not None:
+            self._prefetcher.stop()
+            self._prefetcher = None
 
     def __del__(self) -> None:
-        if getattr(self, "_ahead", None) is not None:
+        if getattr(self, "_prefetcher", None) is not None:
             self.close()
 
     def _identity(self) -> dict[str, Any]:
-        """What the meaning of a place in the order depends on."""
+        """What a position in the order depends on."""
         split = self.split
         tokenizer = split.tokenizer_hash
         return {"seed": self.seed, "sequence": self.sequence, "tokens": split.tokens, "tokenizer_hash": tokenizer}
@@ -121,7 +121,7 @@ class Loader:
 
 @dataclass(frozen=True)
 class _Source:
-    """Makes the batch at a cursor; knows nothing of threads."""
+    """Makes the batch at a cursor."""
 
     split: Split
     order: Order
@@ -135,8 +135,8 @@ class _Source:
         return _windows(self.split, starts[self.rank :: self.world], self.order.sequence, self.segments), after
 
 
-class _Ahead:
-    """A thread that keeps a short queue of batches filled. It holds no reference to the loader it serves."""
+class _Prefetcher:
+    """A thread that keeps a short queue of batches filled. It holds no reference to the loader."""
 
     def __init__(self, source: _Source, cursor: Cursor, depth: int) -> None:
         self.queue: Queue[tuple[Batch, Cursor] | BaseException] = Queue(depth)
@@ -155,7 +155,7 @@ class _Ahead:
         self.stopped.set()
         while self.thread.is_alive():
             try:
-                self.queue.get_nowait()  # a full queue may be what the thread waits for
+                self.queue.get_nowait()  # the thread may be waiting for room in a full queue
             except Empty:
                 self.thread.join(timeout=0.01)
 
@@ -164,7 +164,7 @@ def _fill(source: _Source, cursor: Cursor, queue: Queue[Any], stopped: Event) ->
     while not stopped.is_set():
         try:
             made = source.make(cursor)
-        except BaseException as error:  # raised where the batch is asked for
+        except BaseException as error:  # raised in the thread that asks for the batch
             queue.put(error)
             return
         queue.put(made)
@@ -178,9 +178,9 @@ def validation_batches(
     limit_tokens: int | None = None,
     segments: bool = False,
 ) -> Iterator[Batch]:
-    """The windows of a split in order from its first token, the same each time, of `limit_tokens` at most.
+    """The windows of a split in order from its first token, `limit_tokens` at most; always the same.
 
-    Which windows does not depend on `batch`; the last batch may be smaller than the others.
+    They do not depend on `batch`; the last batch may be smaller.
     """
     _check_size(split, sequence, batch)
     windows = (split.tokens - 1) // sequence
@@ -203,7 +203,7 @@ def _check_size(split: Split, sequence: int, batch: int) -> None:
 
 def _windows(split: Split, starts: np.ndarray, sequence: int, segments: bool) -> Batch:
     """The windows that begin at `starts` [B], as a batch."""
-    import torch  # 1.4 s that `residua data` does not need
+    import torch  # takes 1.4 s, and `residua data` does not need it
 
     ids = np.stack([split.read(start, sequence + 1) for start in starts])
     tokens, targets = ids[:, :-1].copy(), ids[:, 1:].copy()

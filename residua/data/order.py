@@ -1,7 +1,7 @@
 """The order in which windows of a token stream are visited: a function of seed, epoch and window length alone.
 
-Neither the number of ranks nor the batch size has a part in it, and no list of windows is ever made or stored: the
-shuffle is a keyed bijection that gives any item of the order directly, so resuming needs two integers.
+It does not depend on the number of ranks or the batch size, and no list of windows is stored: the shuffle is a keyed
+bijection that computes any item of the order directly, so resuming needs two integers.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class Cursor(NamedTuple):
 class Order:
     """Windows of `sequence` tokens (and the one after) in shuffled order, epoch after epoch.
 
-    Epoch e cuts the stream from an offset o_e < sequence of its own, so the same text meets other window borders
-    each time; the tokens before o_e and those that fill no window at the end sit the epoch out.
+    Epoch e cuts the stream into windows from its own offset o_e < sequence, so window borders differ between epochs.
+    The tokens before o_e, and those after the last whole window, are not used in that epoch.
     """
 
     def __init__(self, tokens: int, sequence: int, seed: int) -> None:
@@ -42,7 +42,7 @@ class Order:
         return (self.tokens - 1 - self.offset(epoch)) // self.sequence
 
     def take(self, cursor: Cursor, count: int) -> tuple[np.ndarray, Cursor]:
-        """First tokens, int64 [count], of the next `count` windows, and the cursor behind them."""
+        """First tokens, int64 [count], of the next `count` windows, and the cursor after them."""
         taken = []
         while count > 0:
             epoch, position = cursor
@@ -56,7 +56,7 @@ class Order:
 
 
 def permute(items: np.ndarray, size: int, key: int) -> np.ndarray:
-    """Images of `items` under a pseudo-random bijection of range(size), int64, one for each key.
+    """Images of `items` under the pseudo-random bijection of range(size) that `key` selects, int64.
 
     A Feistel network is a bijection of 2h-bit words whatever its round function F: (l, r) → (r, l ⊕ F(r)). Words
     that land outside range(size) go through again until they are inside ("cycle walking"); 2^2h < 4·size keeps
@@ -84,5 +84,5 @@ def _mix(words: np.ndarray) -> np.ndarray:
 
 
 def _key(*parts: int) -> int:
-    """One 64-bit number out of several, the same on every machine."""
+    """Hash several numbers into one of 64 bits, the same on every machine."""
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "big")

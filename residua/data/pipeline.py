@@ -1,4 +1,4 @@
-"""From a corpus to a dataset folder: tokenise in threads, write shards, publish the folder in one rename."""
+"""From a corpus to a dataset folder: tokenize in threads, write shards, publish the folder by one rename."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from residua.machine import available_cores
 from residua.storage.files import atomic_folder
 
 SHARD_TOKENS = 100_000_000
-# More text than this changes a BPE vocabulary hardly at all and costs memory and time.
+# More text hardly changes a BPE vocabulary, and costs memory and time.
 TOKENIZER_SAMPLE_BYTES = 64_000_000
 BPE = "bpe:"
 
@@ -35,11 +35,10 @@ def prepare(
     shard_tokens: int = SHARD_TOKENS,
     progress: bool = False,
 ) -> Dataset:
-    """Tokenise `corpus` into the folder `out` and open it.
+    """Tokenize `corpus` into the folder `out` and open it.
 
-    `tokenizer` is one, or `bytes`, `bpe:N` (trained on the corpus itself), or the path of one. The result does not
-    depend on `workers`. A folder that already holds this very dataset is opened as it is; any other content is
-    refused.
+    `tokenizer` is a tokenizer, the path of one, `bytes`, or `bpe:N` (trained on the corpus itself). The result does not
+    depend on `workers`. A folder that already holds this dataset is opened; any other content is refused.
     """
     out = Path(out)
     for name, value in {"workers": workers, "shard_tokens": shard_tokens}.items():
@@ -62,16 +61,16 @@ def prepare(
             chosen.save(folder / TOKENIZER)
             _describe(folder, chosen, splits, recipe)
     except OSError as error:
-        # Another process was faster: its dataset serves, or is refused, like one found at the start.
+        # Another process was faster: use or refuse its dataset, like one that existed before.
         if isinstance(error, FileExistsError) and (faster := _same_dataset(out, recipe)) is not None:
             return faster
-        # The readers turn their own errors into DataError: what is left is the disk we write to.
+        # Readers turn their own errors into DataError, so this is the disk we write to.
         raise DataError(f"cannot write {out}: {reason(error)}; nothing was kept") from error
     return Dataset.open(out)
 
 
 def resolve_tokenizer(tokenizer: str | Tokenizer) -> str | Tokenizer:
-    """The tokenizer that a name or path stands for; `bpe:N` stays as it is, for it has to be trained first."""
+    """The tokenizer for a name or path; `bpe:N` is returned unchanged, since it has to be trained first."""
     if isinstance(tokenizer, Tokenizer):
         return tokenizer
     if tokenizer.startswith(BPE):
@@ -81,12 +80,12 @@ def resolve_tokenizer(tokenizer: str | Tokenizer) -> str | Tokenizer:
 
 
 def tokenizer_identity(resolved: str | Tokenizer) -> str:
-    """What tells a resolved tokenizer from others: its hash, or `bpe:N` while it is not trained yet."""
+    """What identifies a resolved tokenizer: its hash, or `bpe:N` if it is not trained yet."""
     return resolved if isinstance(resolved, str) else resolved.hash
 
 
 def train_tokenizer(corpus: Corpus, vocab_size: int, bar: Progress) -> Tokenizer:
-    """Train a byte-level BPE on up to 64 MB of the corpus's training text, with a task on the progress bar."""
+    """Train a byte-level BPE on up to 64 MB of the corpus's training text, shown on the progress bar."""
     task = bar.add_task("training the tokenizer", total=None, note="")
     trained = Tokenizer.train(corpus.sample(TOKENIZER_SAMPLE_BYTES), vocab_size)
     bar.update(task, total=1, completed=1, note=f"{trained.vocab_size:,} entries")
@@ -102,7 +101,7 @@ def _size_of(spec: str) -> int:
 
 
 class SplitWriter:
-    """The shards of one split, a new one begun when the last is full."""
+    """Writes the shards of one split; starts a new one when the last is full."""
 
     def __init__(self, folder: Path, name: str, tokenizer: Tokenizer, tokenizer_hash: str, shard_tokens: int) -> None:
         self.folder, self.name, self.shard_tokens = folder, name, shard_tokens
@@ -124,13 +123,13 @@ class SplitWriter:
             self.finish()
 
     def finish(self) -> None:
-        """Complete the shard under way, if there is one."""
+        """Complete the open shard, if there is one."""
         if self.shard is not None:
             self.shard.finish()
             self.shard = None
 
     def abandon(self) -> None:
-        """Let go of a shard that was not finished; on a full disk even closing it fails."""
+        """Close an unfinished shard; on a full disk even closing may fail."""
         if self.shard is not None:
             with suppress(OSError):
                 self.shard.file.close()

@@ -1,7 +1,6 @@
-"""Documents out of files and streamed datasets.
+"""Read documents from files and streamed datasets.
 
-Every reader yields `(text, position)`: one document and how many bytes of the source have been read so far,
-from which a progress bar knows where it stands.
+Every reader yields `(text, position)`: one document, and the bytes of the source read so far, for a progress bar.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ from typing import IO, Any
 Documents = Iterator[tuple[str, int]]
 
 SEPARATOR = "<|endoftext|>"
-# A book in one file would otherwise be one document: nothing to hold out, and all of it in memory at once.
+# Without this limit, a book in one file would be one document: nothing to hold out, and all of it in memory.
 DOCUMENT_CHARACTERS = 65_536
 
 LINES_OF_JSON = (".jsonl", ".ndjson", ".json")
 PARQUET = (".parquet",)
 PLAIN = (".txt", ".text", ".md", ".rst", ".py", ".tex", ".org", ".adoc")
-# A `.json` found in a folder is far more often a setting than a corpus; named outright it is read as JSON lines.
+# A `.json` in a folder is usually a settings file; one named by the user is read as JSON lines.
 FOUND_IN_FOLDERS = {*LINES_OF_JSON, *PARQUET, *PLAIN} - {".json"}
 
 
@@ -42,7 +41,7 @@ def split_suffix(path: Path) -> tuple[str, str]:
 
 
 def files_in(folder: Path) -> list[Path]:
-    """Files below `folder` that hold text by their suffix, sorted; hidden files and folders are left out."""
+    """Files below `folder` with a text suffix, sorted; hidden files and folders are left out."""
     found = []
     for path in folder.rglob("*"):
         hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
@@ -52,7 +51,7 @@ def files_in(folder: Path) -> list[Path]:
 
 
 def read_file(path: Path, field: str) -> Documents:
-    """Documents of one file, its format chosen by suffix; an unknown suffix is read as plain text."""
+    """Documents of one file. The suffix decides the format; an unknown suffix means plain text."""
     kind, compression = split_suffix(path)
     try:
         if kind in PARQUET:
@@ -68,14 +67,14 @@ def read_file(path: Path, field: str) -> Documents:
         raise
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8 text ({error.reason}): convert it or leave it out") from error
-    except Exception as error:  # each codec has error classes of its own; whichever it is, the file is at fault
+    except Exception as error:  # each codec has its own error classes; all of them mean a faulty file
         raise DataError(f"cannot read {path}: {reason(error)}") from error
 
 
 def plain_documents(lines: Iterable[str]) -> Iterator[str]:
     """Cut plain text into documents.
 
-    A document ends at `<|endoftext|>`; one longer than `DOCUMENT_CHARACTERS` ends at the next blank line, or at
+    A document ends at `<|endoftext|>`. One longer than `DOCUMENT_CHARACTERS` ends at the next blank line, or after
     twice that length at the next line end.
     """
     held: list[str] = []
@@ -149,14 +148,13 @@ def read_hub(name: str, config: str | None, field: str) -> Documents:
         raise
     except Exception as error:  # network, authentication, name, config: the library has dozens of classes
         raise DataError(
-            f"there is no file or folder {name}, and as a dataset of Hugging Face it cannot be streamed: "
-            f"{reason(error)}"
+            f"there is no file or folder {name}, and it cannot be streamed as a Hugging Face dataset: {reason(error)}"
         ) from error
 
 
 @contextmanager
 def _quiet(library: str) -> Iterator[None]:
-    """Hold back a library's warnings, such as a line for each of its retries."""
+    """Silence a library's warnings, such as a line for each retry."""
     logger = logging.getLogger(library)
     before = logger.level
     logger.setLevel(logging.ERROR)

@@ -1,4 +1,4 @@
-"""A shard: a file of token ids that is memory-mapped, with a header that is checked before anything is read.
+"""A shard: a memory-mapped file of token ids, with a header that is checked before anything is read.
 
     bytes 0..127   header, little-endian: magic (8 bytes), version u32, bytes per token u32, tokens u64,
                    documents u64, largest token id u64, SHA-256 of the tokenizer (32 bytes), CRC-32 of all these
@@ -6,7 +6,7 @@
     then           the token ids, u16 or u32; each document ends with the end-of-text token
     then           zeros up to a multiple of 8, and the first token of each document, u64 each, ascending from 0
 
-Documents are never cut by the end of a shard.
+A document never spans two shards.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _table_offset(tokens: int, itemsize: int) -> int:
 
 
 class ShardWriter:
-    """Write documents one after the other; the header comes last, so an unfinished shard does not open."""
+    """Writes documents one after another. The header comes last, so an unfinished shard cannot be opened."""
 
     def __init__(self, path: Path, dtype: np.dtype, tokenizer_hash: str) -> None:
         self.path, self.dtype, self.tokenizer_hash = path, dtype, tokenizer_hash
@@ -58,7 +58,7 @@ class ShardWriter:
         self.largest = max(self.largest, int(ids.max()))
 
     def finish(self) -> None:
-        """Write the document table and the header, and see them on disk."""
+        """Write the document table and the header, and flush them to disk."""
         table = _table_offset(self.tokens, self.dtype.itemsize)
         self.file.write(bytes(table - self.file.tell()))
         self.file.write(np.array(self.starts, dtype=START).tobytes())

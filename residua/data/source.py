@@ -11,7 +11,7 @@ from residua.data.dataset import DESCRIPTION
 
 
 def open_data(config: RunConfig) -> Dataset:
-    """The run's dataset, with every token id inside the model's vocabulary."""
+    """Open the run's dataset; refuse one with token ids outside the model's vocabulary."""
     data = config.data
     dataset = embedded(data.tokenizer, progress=True) if data.path is None else _prepared(Path(data.path))
     if dataset.vocab_size > config.model.vocab_size:
@@ -23,7 +23,7 @@ def open_data(config: RunConfig) -> Dataset:
 
 
 def _prepared(path: Path) -> Dataset:
-    """The dataset that a configuration names; since that was written it may have got another place."""
+    """The dataset that a configuration names; it may have been moved since."""
     if not (path / DESCRIPTION).exists():
         raise ConfigError(
             f"{path} is not a prepared dataset (it has no {DESCRIPTION}): if it was moved, give --data DIR; "

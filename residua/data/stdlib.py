@@ -1,7 +1,7 @@
-"""The corpus that every machine with Python already has: its standard library.
+"""The embedded corpus: Python's standard library, which is on every machine.
 
-Module sources, and the reference prose behind `help()` (`pydoc_data.topics`); about 10 MB. Each file, and each
-topic, belongs to train or validation as a whole, by a hash of its path.
+Module sources, and the reference prose of `help()` (`pydoc_data.topics`); about 10 MB. Each file and each topic
+belongs to train or validation as a whole, by a hash of its path.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from residua.data.pipeline import prepare, resolve_tokenizer, tokenizer_identity
 from residua.data.readers import DataError, Documents, reason
 
 HOLDOUT = 0.08
-# Tests, installed packages, tables of code points, and parts that some distributions leave out.
+# Tests, installed packages, tables of code points, and parts that some distributions omit.
 EXCLUDED = {
     "__phello__",
     "dist-packages",
@@ -60,7 +60,7 @@ def _modules(root: Path) -> Iterator[Part]:
 def _topics() -> Iterator[Part]:
     try:
         from pydoc_data.topics import topics
-    except ImportError:  # some distributions package it apart
+    except ImportError:  # some distributions package it separately
         return
     for topic, text in sorted(topics.items()):
         name, size = f"topics/{topic}", len(text.encode())
@@ -73,7 +73,7 @@ def _split(name: str) -> str:
 
 def _module(path: Path) -> Documents:
     try:
-        with tokenize.open(path) as file:  # knows the encoding that a module declares
+        with tokenize.open(path) as file:  # respects the encoding that a module declares
             yield file.read(), path.stat().st_size
     except (OSError, SyntaxError, UnicodeDecodeError) as error:
         raise DataError(f"cannot read {path}: {reason(error)}") from error
@@ -90,7 +90,7 @@ def embedded(tokenizer: str = "bpe:1024", *, progress: bool = False) -> Dataset:
     """The standard library as a dataset, prepared on first use (seconds) and kept in `cache_folder()`.
 
     `tokenizer` is what `--tokenizer` takes: `bytes`, `bpe:N`, or the path of one. The folder's name depends on the
-    sources and the tokenizer, and two processes that make it at once both get the same whole dataset.
+    sources and the tokenizer. Two processes may make it at the same time; both get the same dataset.
     """
     corpus, ready = standard_library(), resolve_tokenizer(tokenizer)
     key = json.dumps([FORMAT_VERSION, corpus.fingerprint, tokenizer_identity(ready)])
@@ -101,4 +101,4 @@ def embedded(tokenizer: str = "bpe:1024", *, progress: bool = False) -> Dataset:
     except DataError as error:
         if not path.exists():
             raise
-        raise DataError(f"{error}; this is the cached corpus: delete {path} and it is made again") from error
+        raise DataError(f"{error}; this is the cached corpus: delete {path} to make it again") from error

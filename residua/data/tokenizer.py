@@ -1,7 +1,7 @@
-"""Text to ids and back: a thin layer over the `tokenizers` library that settles what it leaves open.
+"""Text to ids and back: a thin layer over the `tokenizers` library.
 
-Settled here: which token ends a document, that no text can smuggle a special token in, that nothing is added,
-padded or cut, and one hash that names the tokenizer.
+It decides which token ends a document, encodes special tokens inside a text as plain text, adds, pads and truncates
+nothing, and identifies the tokenizer by one hash.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from residua.data.readers import DataError, reason
 from residua.storage.files import write_atomically
 
 END_OF_TEXT = "<|endoftext|>"
-# Names under which published tokenizers keep it, in the order of preference.
+# Names of this token in published tokenizers, in order of preference.
 END_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
 BYTE_VALUES = 256
-WITHOUT_INFLUENCE = ("post_processor", "truncation", "padding")
+IRRELEVANT_TO_IDS = ("post_processor", "truncation", "padding")
 
 
 class Tokenizer:
-    """A `tokenizers.Tokenizer` with an end-of-text token; one that has none is given `<|endoftext|>`."""
+    """A `tokenizers.Tokenizer` with an end-of-text token; `<|endoftext|>` is added if it has none."""
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         known = [name for name in END_NAMES if backend.token_to_id(name) is not None]
         name = known[0] if known else END_OF_TEXT
-        backend.add_special_tokens([name])  # a token of the vocabulary keeps its id
+        backend.add_special_tokens([name])  # an existing token keeps its id
         backend.no_padding()
         backend.no_truncation()
         backend.encode_special_tokens = True  # "<|endoftext|>" inside a text is text, not the end of a document
@@ -43,7 +43,7 @@ class Tokenizer:
 
     @classmethod
     def bytes(cls) -> Tokenizer:
-        """Ids 0 to 255 are the bytes of the UTF-8 text, 256 ends a document: nothing to train."""
+        """Ids 0 to 255 are the bytes of the UTF-8 text, 256 ends a document. Needs no training."""
         vocabulary = {symbol: value for value, symbol in enumerate(_byte_symbols())}
         return cls(_byte_level(models.BPE(vocab=vocabulary, merges=[]), words=False))
 
@@ -84,7 +84,7 @@ class Tokenizer:
 
     @cached_property
     def byte_lengths(self) -> np.ndarray | None:
-        """Bytes of text behind each id [vocab_size], special tokens 0; None unless the tokenizer is byte-level.
+        """Bytes of text per id [vocab_size], 0 for special tokens; None unless the tokenizer is byte-level.
 
         In a byte-level vocabulary every character of a token stands for one byte.
         """
@@ -102,11 +102,11 @@ class Tokenizer:
         write_atomically(path, self.backend.to_str(pretty=True) + "\n")
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text, no end-of-text added."""
+        """Ids of a text, without an end-of-text token."""
         return self.backend.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of several texts; other Python threads run meanwhile."""
+        """Ids of several texts; releases the GIL."""
         encoded = self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encoded]
 
@@ -116,15 +116,15 @@ class Tokenizer:
 
 
 def hash_of(serialised: str) -> str:
-    """SHA-256 of a tokenizer's JSON, keys sorted and white space gone.
+    """SHA-256 of a tokenizer's JSON, with sorted keys and no white space.
 
-    Parts that have no say in the ids we make are left out, so GPT-2's two files and their `tokenizer.json` agree.
+    Parts that do not affect our ids are left out, so GPT-2's two files and its `tokenizer.json` have the same hash.
     """
     content: Any = json.loads(serialised)
     if not isinstance(content, dict):
         raise ValueError("a tokenizer is a JSON object")
-    lasting = {name: value for name, value in content.items() if name not in WITHOUT_INFLUENCE}
-    return hashlib.sha256(json.dumps(lasting, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    relevant = {name: value for name, value in content.items() if name not in IRRELEVANT_TO_IDS}
+    return hashlib.sha256(json.dumps(relevant, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def padded_vocabulary(tokens: int) -> int:
@@ -133,7 +133,7 @@ def padded_vocabulary(tokens: int) -> int:
 
 
 def _byte_level(model: models.Model, words: bool = True) -> tokenizers.Tokenizer:
-    """`words` splits at word borders first, which merges may not cross; with no merges it would only cost time."""
+    """With `words`, text is first split at word borders, which merges cannot cross."""
     backend = tokenizers.Tokenizer(model)
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=words)
     backend.decoder = decoders.ByteLevel()

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Accuracy:
-    """A share of questions and its standard error, the sample's standard deviation / √n; None of a single question."""
+    """The share of right answers and its standard error, s / √n; None if there is only one question."""
 
     value: float
     error: float | None
@@ -32,8 +32,8 @@ class Accuracy:
 class TaskScore:
     """Results of one task.
 
-    acc: the choice with the highest log-likelihood; acc_norm: the highest per character. `metric` names the one that
-    papers report. `chance` is what guessing gives.
+    acc takes the choice with the highest log-likelihood, acc_norm the highest per character. `metric` names the one
+    that papers report. `chance` is the accuracy of guessing.
     """
 
     task: str
@@ -58,7 +58,7 @@ def score_task(scorer: Scorer, task: Task, progress: Progress | None = None) -> 
         for context, continuation in zip(question.contexts, question.continuations, strict=True)
     ]
     scores = iter(scorer.score(pairs, progress))
-    answers = [_judge(question, [next(scores) for _ in question.contexts]) for question in task.questions]
+    answers = [_is_right(question, [next(scores) for _ in question.contexts]) for question in task.questions]
     plain, normalised = ([answer[i] for answer in answers] for i in range(2))
     chance = sum(1 / len(question.contexts) for question in task.questions if len(question.contexts) > 1)
     return TaskScore(
@@ -73,8 +73,8 @@ def score_task(scorer: Scorer, task: Task, progress: Progress | None = None) -> 
     )
 
 
-def _judge(question: Question, scores: list[Likelihood]) -> tuple[bool, bool]:
-    """Whether the answer wins, plainly and per character; a single choice must be what greedy decoding gives."""
+def _is_right(question: Question, scores: list[Likelihood]) -> tuple[bool, bool]:
+    """Whether the answer wins, by likelihood and per character; a single choice must be the greedy output."""
     if len(scores) == 1:
         return scores[0].greedy, scores[0].greedy
     plain = [score.log for score in scores]
@@ -87,9 +87,9 @@ def _first_best(values: list[float]) -> int:
 
 
 def group_means(reported: Mapping[str, Accuracy], names: list[str]) -> dict[str, Accuracy]:
-    """For each named group of which tasks were scored: the mean of what is reported of them, with its error.
+    """For each named group with scored tasks: the mean of the reported metrics, with its standard error.
 
-    The name of one that is not complete says so.
+    If tasks of a group are missing, its title says so.
     """
     means = {}
     for name in names:

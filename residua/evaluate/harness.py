@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 NEW_TOKENS = 256
 BOOTSTRAPS = 1000
-"""For standard errors of metrics that have none in closed form."""
+"""Resamples for standard errors that have no closed form."""
 ROWS = 16
-"""Prompts that are continued at once."""
+"""Prompts per batch."""
 
 
 class ResiduaLM(TemplateLM):  # type: ignore[misc]
@@ -58,7 +58,7 @@ class ResiduaLM(TemplateLM):  # type: ignore[misc]
         return totals
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Requests with the same settings go in one batch; a prompt too long for its answer loses its beginning."""
+        """Generate in batches of equal settings; a prompt that leaves no room for an answer loses its beginning."""
         texts = [""] * len(requests)
         groups: dict[Request, list[int]] = {}
         for i, request in enumerate(requests):
@@ -76,7 +76,7 @@ class ResiduaLM(TemplateLM):  # type: ignore[misc]
 
 
 def _request(settings: dict[str, Any]) -> Request:
-    """The harness's generation settings as ours; it samples only where `do_sample` says so."""
+    """The harness's generation settings as a Request; it samples only if `do_sample` is set."""
     until = settings.get("until") or []
     sampling = Sampling()
     if settings.get("do_sample"):
@@ -93,7 +93,7 @@ def _request(settings: dict[str, Any]) -> Request:
 def evaluate_with_harness(
     scorer: Scorer, generator: Generator, names: list[str], *, shots: int | None, limit: int | None, **settings: Any
 ) -> dict[str, dict[str, Any]]:
-    """Run tasks of the harness, or a group of ours; returns its results by task, as it names them."""
+    """Run tasks of the harness, or one of our groups; returns the harness's results by task."""
     from lm_eval.tasks import TaskManager
 
     manager = settings.pop("task_manager", None) or TaskManager()
@@ -116,7 +116,7 @@ def evaluate_with_harness(
 
 
 def reported(results: dict[str, dict[str, Any]]) -> dict[str, Accuracy]:
-    """Of the harness's results, what papers report of each task that has it."""
+    """From the harness's results, the metric of each task that papers report."""
     found = {}
     for task, metrics in results.items():
         name = reported_metric(task)

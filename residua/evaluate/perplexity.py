@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TextScore:
-    """A loss in nats per scored token, and over the UTF-8 bytes of exactly these tokens.
+    """The loss in nats per scored token, and the UTF-8 bytes of exactly these tokens.
 
-    `exact_bytes` is False for a tokenizer that is not byte-level: then bytes are the split's mean per token.
+    If the tokenizer is not byte-level, `exact_bytes` is False and bytes are estimated by the split's mean per token.
     """
 
     data: str
@@ -51,14 +51,14 @@ def score_text(
     batch_tokens: int | None = None,
     progress: Progress | None = None,
 ) -> TextScore:
-    """Score the first `tokens` of a split (all if None) in windows of `sequence`, the model's context unless given.
+    """Score the first `tokens` of a split (default: all) in windows of `sequence` (default: the model's context).
 
     With `segments`, attention stays inside documents and the first token of a document is not scored, as in training
     with `data.masking = "documents"`.
     """
     if dataset.vocab_size > model.config.vocab_size:
         raise ValueError(
-            f"{dataset.path} has {dataset.vocab_size} token ids and the model knows {model.config.vocab_size}: "
+            f"{dataset.path} has {dataset.vocab_size} token ids, but the model has {model.config.vocab_size}: "
             "prepare the data with the model's own tokenizer."
         )
     device = model.embed.weight.device

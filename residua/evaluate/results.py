@@ -1,4 +1,4 @@
-"""The outcome of `residua eval` as a table and as JSON."""
+"""The results of `residua eval` as tables and as JSON."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FOLDER = "evaluations"
 
 @dataclass
 class Results:
-    """What was measured of one model; `harness` is as lm-evaluation-harness reports it."""
+    """All scores of one model; `harness` holds the results as lm-evaluation-harness reports them."""
 
     model: str
     settings: dict[str, Any]
@@ -42,7 +42,7 @@ class Results:
 
 
 def new_file(model: Path, out: Path | None) -> Path:
-    """Where the results go: a file that does not exist yet, by default in the model's folder under its time."""
+    """The path for the results, which must not exist; by default in the model's folder, named after the time."""
     if out is None:
         stamp = datetime.now(UTC).strftime("%Y-%m-%dT%H-%M-%S.%f")[:-3]
         out = model / FOLDER / f"{stamp}.json"
@@ -52,10 +52,10 @@ def new_file(model: Path, out: Path | None) -> Path:
 
 
 def show(console: Console, results: Results) -> None:
-    """Tables for people."""
+    """Print the scores."""
     text = results.text
     if text is not None:
-        about = "" if text.exact_bytes else " (bytes by the split's mean: the tokenizer is not byte-level)"
+        about = "" if text.exact_bytes else " (bytes estimated from the split's mean: the tokenizer is not byte-level)"
         console.print(
             f"{text.data}, {text.split}: {text.tokens:,} tokens, loss {text.loss:.4f} nats per token, "
             f"perplexity {text.perplexity:.3f}, {text.bits_per_byte:.4f} bits per byte{about}",

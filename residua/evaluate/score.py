@@ -1,4 +1,4 @@
-"""Log-likelihoods of texts: continuations after contexts, many at once, batched by length."""
+"""Log-likelihoods of continuations after contexts, batched by length."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from residua.report.terminal import Progress
 
 POSITIONS = 2048
-"""How many positions' logits over the vocabulary are held at once."""
+"""Positions whose logits are in memory at once."""
 
 
 class Pair(NamedTuple):
-    """A continuation to score after a context, both as tokens; the context has at least one."""
+    """A continuation to score after a context, both as tokens; the context is not empty."""
 
     context: list[int]
     continuation: list[int]
@@ -32,9 +32,9 @@ class Likelihood(NamedTuple):
 
 
 class Scorer:
-    """A model with its tokenizer, ready to score. A pair longer than the context loses the beginning of it.
+    """A model with its tokenizer, ready to score. A pair longer than the model's context is cut at its beginning.
 
-    Rows of a batch are padded on the right, where no causal position looks; `batch_tokens` bounds rows × length.
+    Rows of a batch are padded on the right, where causal attention never looks; `batch_tokens` limits rows × length.
     """
 
     def __init__(self, model: Decoder, tokenizer: Tokenizer, batch_tokens: int | None = None) -> None:
@@ -43,10 +43,10 @@ class Scorer:
         self.batch_tokens = batch_tokens or (65_536 if self.device.type == "cuda" else 4096)
 
     def pair(self, context: str, continuation: str) -> Pair:
-        """A continuation after a context, as lm-evaluation-harness cuts them into tokens.
+        """Tokenize a context and a continuation like lm-evaluation-harness.
 
-        Spaces at the end of the context belong to the continuation, the two are encoded together, and the end-of-text
-        token stands for an empty context.
+        Spaces at the end of the context move to the continuation, the two are encoded together, and an empty context
+        becomes the end-of-text token.
         """
         kept = context.rstrip()
         context, continuation = kept, context[len(kept) :] + continuation
@@ -57,7 +57,7 @@ class Scorer:
 
     @torch.inference_mode()
     def score(self, pairs: Sequence[Pair], progress: Progress | None = None) -> list[Likelihood]:
-        """The likelihoods of pairs, in their order. Long ones go first: what needs most memory fails at once."""
+        """The likelihoods of pairs, in their order. Long ones go first, so that a lack of memory shows early."""
         done = 0
         results: list[Likelihood | None] = [None] * len(pairs)
         for indices in self._batches(pairs):
@@ -80,7 +80,7 @@ class Scorer:
             yield batch
 
     def _length(self, pair: Pair) -> int:
-        """Tokens that the model reads: all but the last, and no more than its context."""
+        """Tokens that the model reads: all but the last, at most its context."""
         return min(self.model.config.context, len(pair.context) + len(pair.continuation) - 1)
 
     def _score(self, pairs: list[Pair]) -> list[Likelihood]:
@@ -114,9 +114,9 @@ class Scorer:
 
 
 def windows(tokens: Sequence[int], prefix: int, context: int) -> list[Pair]:
-    """Cut a long text into pairs that score each of its tokens once, each after as many tokens as fit.
+    """Cut a long text into pairs that score each token once.
 
-    The first window begins with `prefix`; the last one reaches back to fill the context.
+    The first window begins with `prefix`. The last one starts earlier than needed, so that it fills the context.
     """
     text = [prefix, *tokens]
     pairs = []

@@ -2,8 +2,8 @@
 
     {"task", "id", "split", "question" and/or "context", "choices": [...], "answer": index}
 
-Prompts are those of lm-evaluation-harness for the tasks it has, so that results compare; a task it does not have is
-asked as `Question: … Answer:`. Worked examples are the first of the file's `train` split.
+Prompts are those of lm-evaluation-harness, so that results are comparable; a task that it does not have is asked as
+`Question: … Answer:`. Worked examples are the first questions of the file's `train` split.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ EXTENSIONS = (".jsonl", ".jsonl.xz")
 
 
 class Question(NamedTuple):
-    """Each choice as a context and the text that is scored after it; `lengths` divide the normalised score."""
+    """Each choice as a context and a continuation to score; the normalised score is divided by `lengths`."""
 
     contexts: list[str]
     continuations: list[str]
@@ -62,7 +62,7 @@ def open_tasks(folder: Path, names: list[str], *, shots: int, split: str | None,
 
 
 def read_task(name: str, path: Path, *, shots: int, split: str | None = None, limit: int | None = None) -> Task:
-    """One task from its file; without `split`, its test questions, or where it has none those for validation."""
+    """One task from its file. Without `split`, takes the test questions, or else the validation questions."""
     records = _records(path)
     splits = {record["split"] for record in records}
     chosen = split or next((s for s in EVALUATED if s in splits), "")
@@ -100,7 +100,7 @@ def _records(path: Path) -> list[dict[str, Any]]:
 
 
 def _checked(record: Any, path: Path, number: int) -> dict[str, Any]:
-    """A question as the schema has it; whatever it lacks is named with its line."""
+    """Check a question against the schema; an error names the line."""
     where = f"{path}, line {number}"
     if not isinstance(record, dict):
         raise ValueError(f"{where}: expected an object, found {type(record).__name__}.")
@@ -148,7 +148,7 @@ def _sentence(record: Mapping[str, Any]) -> Question:
 
 
 def _ending(record: Mapping[str, Any]) -> Question:
-    """HellaSwag: the activity, the context, and the marks of its WikiHow part taken out."""
+    """HellaSwag: the activity and the context, without the marks of its WikiHow part."""
     context = str(record["context"])
     if "ctx_a" in record:
         context = f"{record['ctx_a']} {str(record.get('ctx_b', '')).capitalize()}"
@@ -163,7 +163,7 @@ def _without_marks(text: str) -> str:
 
 
 def _blank(record: Mapping[str, Any]) -> Question:
-    """WinoGrande: the text after the blank is scored after each filling."""
+    """WinoGrande: fill the blank with each choice and score the text after it."""
     before, _, after = str(record["context"]).partition("_")
     contexts = [before + str(choice) for choice in record["choices"]]
     rest = after.strip()
@@ -182,7 +182,7 @@ WITHOUT_NORMALISATION = {"winogrande", "boolq", "blimp", "lambada"}
 
 
 def _hint(task: str, asked: str, files: list[str]) -> str:
-    """`arc_esay: did you mean arc_easy?` for a name that a person wrote, else what there is."""
+    """`arc_esay: did you mean arc_easy?` for a misspelled name, else the list of tasks."""
     near = get_close_matches(task, [*files, *GROUPS], n=1) if task == asked else []
     member = "" if task == asked else f", one of {asked}"
     return f"{task}{member}: " + (

@@ -1,4 +1,4 @@
-"""A conversation with a base model: plain text that it continues, turn by turn."""
+"""A conversation with a base model: plain text that the model continues, turn by turn."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PERSON, MODEL = "User:", "Model:"
 
 
 class Conversation:
-    """Turns `User: …` and `Model: …`, one after the other; the oldest go when the context is full."""
+    """Alternating turns `User: …` and `Model: …`; the oldest are dropped when the context is full."""
 
     def __init__(self, generator: Generator, request: Request) -> None:
         self.generator = generator
@@ -20,7 +20,7 @@ class Conversation:
         self.turns: list[str] = []
 
     def say(self, line: str, show: Show | None = None) -> tuple[list[Completion], Speed]:
-        """A person's next line; the model's answer is added to the conversation."""
+        """Add the user's next line and the model's answer to the conversation."""
         self.turns.append(f"{PERSON} {line}\n{MODEL}")
         try:
             done, speed = self.generator([self._prompt()], self.request, show)
@@ -31,7 +31,7 @@ class Conversation:
         return done, speed
 
     def _prompt(self) -> str:
-        """As many of the last turns as leave room for an answer; the newest in any case."""
+        """The last turns, as many as leave room for an answer, and always the newest."""
         room = max(1, self.generator.model.config.context - self.request.tokens)
         for first in range(len(self.turns)):
             prompt = "".join(self.turns[first:])

@@ -1,8 +1,8 @@
 """One decoding step, run in one of three ways: op by op, as a replayed CUDA graph, or compiled and then replayed.
 
-All of them call the model's one forward pass on one token per row, the last two with fused junctions. On a GPU a step
-of a small model is a few hundred short kernels: launched one by one from Python they wait for the host, replayed as a
-graph they do not.
+All three call the model's forward pass on one token per row; the last two fuse the junctions. On a GPU, a step of a
+small model is a few hundred short kernels. Launched one by one from Python, they wait for the host; replayed as a
+graph, they do not.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ ENGINES = ("auto", "eager", "graph", "compile")
 WARM_UP = 3
 
 Step = Callable[[Tensor], Tensor]
-"""Tokens [B] in, the logits [B, V] of what follows them out; the cache grows by one token per row."""
+"""Takes tokens [B], returns the logits [B, V] of the next ones; the cache grows by one token per row."""
 
 
 def resolve_engine(name: str, device: torch.device) -> str:
-    """`auto` is a graph on a GPU and op by op elsewhere; what a device cannot do is refused."""
+    """`auto` is `graph` on a GPU and `eager` elsewhere; an engine that the device cannot run is refused."""
     if name not in ENGINES:
         raise ValueError(f"engine {name} does not exist: choose {', '.join(ENGINES[:-1])} or {ENGINES[-1]}.")
     if name == "auto":
@@ -41,7 +41,7 @@ def resolve_engine(name: str, device: torch.device) -> str:
 
 
 def engine_for(model: Decoder, name: str) -> str:
-    """`resolve_engine` where a model lies: experts that run in a loop are counted on the host in every step."""
+    """`resolve_engine` for a model: experts that run in a loop need the host in every step, so they need `eager`."""
     engine = resolve_engine(name, model.embed.weight.device)
     if engine == "eager" or not _loops_over_experts(model):
         return engine
@@ -58,7 +58,7 @@ def _loops_over_experts(model: Decoder) -> bool:
 
 
 def _in_one_product(experts: nn.Module, like: Tensor) -> bool:
-    """Whether tokens of the model's dtype pass all experts at once; rounded experts, which compute in fp32, do not."""
+    """Whether all experts run in one product. Quantized experts, which compute in fp32, do not."""
     if not isinstance(experts, Experts) or chosen_backend() == "reference":
         return False
     weights = [w.unflatten(0, (experts.count, -1)) for w in (experts.up, experts.out)]
@@ -66,13 +66,13 @@ def _in_one_product(experts: nn.Module, like: Tensor) -> bool:
 
 
 def build_step(model: Decoder, cache: Cache, engine: str) -> Step:
-    """The decoding step of a model on a cache; all but `eager` need the cache filled and made static first."""
+    """The decoding step of a model on a cache. All engines but `eager` need a filled, static cache."""
     step = launched_step(model, cache, engine)
     return Replay(step, cache) if engine != "eager" and cache.lengths.is_cuda else step
 
 
 def launched_step(model: Decoder, cache: Cache, engine: str) -> Step:
-    """The step of an engine as it is before capture, its kernels launched from the host."""
+    """The step of an engine before graph capture, with kernels launched from the host."""
     assert cache.static or engine == "eager"
     stepped = model if engine == "eager" else fuse(model, cache.capacity)
 
@@ -83,16 +83,16 @@ def launched_step(model: Decoder, cache: Cache, engine: str) -> Step:
 
 
 class Replay:
-    """A step captured once as a CUDA graph. The cache is left as the capture found it, and needs one free slot."""
+    """A step captured as a CUDA graph. Capture leaves the cache unchanged, but needs one free slot in it."""
 
     def __init__(self, step: Step, cache: Cache) -> None:
-        self._step = step  # the graph reads its tensors, the prepared ones too, at the addresses they have now
+        self._step = step  # keeps alive the tensors whose addresses the graph uses
         self._tokens = torch.zeros_like(cache.lengths)
-        # a step leaves its token in a free slot, where the next one overwrites it; all else is put back
+        # a step writes its token to a free slot, where the next one overwrites it; everything else is restored
         changed = [cache.lengths, *cache.recurrent()]
         before = [tensor.clone() for tensor in changed]
 
-        def put_back() -> None:
+        def restore() -> None:
             for tensor, value in zip(changed, before, strict=True):
                 tensor.copy_(value)
 
@@ -101,7 +101,7 @@ class Replay:
         with torch.cuda.stream(stream):
             for _ in range(WARM_UP):
                 step(self._tokens)
-                put_back()
+                restore()
         torch.cuda.current_stream().wait_stream(stream)
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph):

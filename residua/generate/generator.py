@@ -1,4 +1,4 @@
-"""Text from a model: prefill the prompts, then one token per row and step until every row has ended."""
+"""Generate text: prefill the prompts, then decode one token per row and step until every row has ended."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ GREEDY = Sampling()
 
 Reason = Literal["end", "stop", "length"]
 Show = Callable[[int, str], None]
-"""Called with a prompt's number and its next piece of text."""
+"""Called with the index of a prompt and its next piece of text."""
 
 
 @dataclass(frozen=True)
 class Speed:
-    """How fast a batch was generated; a step makes one token in every row and reads all weights it needs once.
+    """How fast a batch was generated. A step makes one token per row and reads the weights it needs once.
 
-    Of `new_tokens` the first of each row, `first_tokens` in all, came with the prompts and not of a step.
+    `first_tokens` of the `new_tokens`, one per row, came from the prefill and not from a step.
     """
 
     prompt_tokens: int
@@ -55,9 +55,9 @@ class Speed:
 
 @dataclass
 class Completion:
-    """What followed one prompt: tokens without the one that ended it, and text that ends before a stop string.
+    """The continuation of one prompt: tokens without the end-of-text token, and text up to the stop string.
 
-    reason: `end` (end of text), `stop` (a stop string) or `length` (as many tokens as were asked for or fit).
+    reason: `end` (end of text), `stop` (a stop string) or `length` (the token limit or the end of the context).
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -67,7 +67,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class Request:
-    """How to continue prompts. `tokens` at most, fewer where the model's context ends before."""
+    """How to continue prompts: at most `tokens` new tokens, fewer if the model's context ends before."""
 
     tokens: int = 128
     sampling: Sampling = GREEDY
@@ -75,7 +75,7 @@ class Request:
 
     def __post_init__(self) -> None:
         if self.tokens < 1:
-            raise ValueError(f"{self.tokens} tokens were asked for: ask for at least 1.")
+            raise ValueError(f"tokens is {self.tokens}: generate at least 1.")
         if "" in self.stop:
             raise ValueError("a stop string is empty: it would stop before the first token.")
 
@@ -83,7 +83,7 @@ class Request:
 class Generator:
     """A model with its tokenizer, ready to continue texts.
 
-    Buffers and a captured step are kept from call to call as long as they fit.
+    The cache and a captured step are reused between calls if they are large enough.
     """
 
     def __init__(self, model: Decoder, tokenizer: Tokenizer, *, engine: str = "auto", chunk: int = CHUNK) -> None:
@@ -100,7 +100,7 @@ class Generator:
         show: Show | None = None,
         progress: Progress | None = None,
     ) -> tuple[list[Completion], Speed]:
-        """Continue texts or lists of tokens, all at once. `progress` counts steps; a batch may end before the last."""
+        """Continue texts or token lists in one batch. `progress` counts steps; the batch may end before the last."""
         rows, limits = self.check(prompts, request)
         began = time.perf_counter()
         cache = self._empty_cache(len(rows), max(map(len, rows)) + max(limits) + 2)
@@ -125,7 +125,7 @@ class Generator:
     def check(
         self, prompts: Sequence[str] | Sequence[Sequence[int]], request: Request
     ) -> tuple[list[list[int]], list[int]]:
-        """The tokens of prompts, and how many may follow each; what cannot be continued is refused."""
+        """The tokens of each prompt, and how many may follow it. Refuses prompts that cannot be continued."""
         if not prompts:
             raise ValueError("there is no prompt: give the model a text to continue.")
         rows = [self.encode(p) if isinstance(p, str) else list(p) for p in prompts]
@@ -143,7 +143,7 @@ class Generator:
         tokens, taken = sampler(logits, 0), 0
         while True:
             arrival = Arrival(tokens)
-            # the next step starts before the host reads these tokens, so that the device need not wait for it
+            # start the next step before reading these tokens, so that the device does not wait for the host
             going_on = taken + 1 < max(batch.limits)
             if going_on:
                 taken += 1
@@ -181,7 +181,7 @@ class Generator:
 
 
 class _Batch:
-    """The rows of a batch as their tokens come in."""
+    """The rows of a batch while they are generated."""
 
     def __init__(self, streams: list[TextStream], limits: list[int], show: Show) -> None:
         self.streams, self.limits, self.show = streams, limits, show
@@ -189,7 +189,7 @@ class _Batch:
         self.open = set(range(len(streams)))
 
     def add(self, tokens: list[int], end_of_text: int) -> bool:
-        """Take the next token of every open row; True once all have ended."""
+        """Add the next token of every open row; True once all have ended."""
         for i in sorted(self.open):
             row, stream = self.completions[i], self.streams[i]
             if tokens[i] == end_of_text:
@@ -216,7 +216,7 @@ class _Batch:
 
 
 class Arrival:
-    """Tokens on their way from the device; reading waits for them, not for work that was launched after them."""
+    """Tokens being copied from the device. Reading waits for the copy, not for work launched after it."""
 
     def __init__(self, tokens: Tensor) -> None:
         self._host = tokens
@@ -255,9 +255,9 @@ def prefill(model: Decoder, cache: Cache, rows: Sequence[Sequence[int]], chunk: 
 
 
 def weight_bytes(model: Decoder, rows: int) -> int:
-    """Bytes of weights that a decoding step of `rows` tokens reads at most.
+    """The most bytes of weights that a decoding step of `rows` tokens reads.
 
-    All but an embedding that is not also the head, and no more experts of a mixture than the tokens can visit.
+    Excludes an embedding that is not also the head, and experts beyond the number that the tokens can visit.
     """
     weights = [
         w for w in (*model.parameters(), *model.buffers()) if model.unembed is None or w is not model.embed.weight

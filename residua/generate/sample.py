@@ -13,10 +13,10 @@ COLDEST = 1e-6
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn. Temperature 0 is greedy: the likeliest token, whatever the rest says.
+    """How tokens are drawn. Temperature 0 is greedy: always the likeliest token.
 
-    top_k keeps the k likeliest tokens, top_p of these the fewest whose probabilities reach p; both see the
-    distribution after the temperature.
+    top_k keeps the k likeliest tokens; of these, top_p keeps the fewest whose probabilities reach p. Both apply after
+    the temperature.
     """
 
     temperature: float = 0.0
@@ -36,15 +36,15 @@ class Sampling:
 
     @property
     def greedy(self) -> bool:
-        """Also where dividing by the temperature could overflow: the likeliest token then has all the probability."""
+        """Whether to take the likeliest token. Also true if dividing by the temperature could overflow."""
         return self.temperature < COLDEST
 
 
 class Sampler:
-    """Draws one token per row and step, by inverting the cumulated probabilities at a uniform number.
+    """Draws one token per row and step, by inverting the cumulative probabilities at a uniform number.
 
-    Row i's numbers come from the seed `seeds[i]` alone, so a prompt gets the same text alone as in any batch. They are
-    all drawn beforehand: a step needs nothing from the host.
+    Row i's numbers depend on `seeds[i]` only, so a prompt gets the same text alone as in any batch. All numbers are
+    drawn beforehand, so a step needs nothing from the host.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Sampler:
         self._uniform = None if sampling.greedy else _uniform(seeds, steps).to(device)
 
     def __call__(self, logits: Tensor, step: int) -> Tensor:
-        """Tokens [B] from logits [B, V]; ids past the tokenizer's vocabulary, which pad V, are never drawn."""
+        """Tokens [B] from logits [B, V]; padding ids beyond the tokenizer's vocabulary are never drawn."""
         logits = logits[:, : self.vocabulary].float()
         if self._uniform is None:
             return logits.argmax(-1)
@@ -62,16 +62,16 @@ class Sampler:
         cumulated = probabilities.cumsum(-1)
         threshold = self._uniform[:, step, None] * cumulated[:, -1:]
         place = torch.searchsorted(cumulated, threshold, right=True)
-        # rounding may carry the number past the last token that has a probability at all
+        # rounding may carry the number past the last token with a probability above 0
         last = (probabilities > 0).sum(-1, keepdim=True) - 1 if ids is not None else logits.shape[-1] - 1
         place = place.clamp(max=last)
         return (place if ids is None else ids.gather(-1, place))[:, 0]
 
 
 def candidates(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor | None]:
-    """Probabilities [B, K] of the tokens to draw from, not normalised, and their ids, None if all are in order.
+    """Unnormalised probabilities [B, K] of the tokens to draw from, and their ids; None means ids 0 to K − 1.
 
-    Candidates that top-p leaves out have probability 0 and come last.
+    Candidates excluded by top-p have probability 0 and come last.
     """
     scaled = logits / sampling.temperature
     if sampling.top_k is None and sampling.top_p == 1:

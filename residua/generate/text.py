@@ -1,4 +1,4 @@
-"""Tokens to text as they come: only whole characters, and never the beginning of a stop string."""
+"""Decode tokens as they arrive: only whole characters, and never part of a stop string."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 class TextStream:
     """Decodes a growing list of tokens piece by piece.
 
-    What is shown is final: a character whose bytes are spread over several tokens waits for the last of them, and text
-    that may turn out to be the beginning of a stop string waits until that is decided. `text` ends before the first
-    stop string; where several would end it, the one that begins first counts.
+    Text that was shown is final. A character whose bytes span several tokens waits for the last of them, and text that
+    may be the beginning of a stop string waits until that is decided. `text` ends before the stop string that begins
+    first.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], stop: Sequence[str] = ()) -> None:
@@ -27,7 +27,7 @@ class TextStream:
     def push(self, token: int) -> str:
         """Add a token; returns the text that can be shown now."""
         self._ids.append(token)
-        # decoded behind the tokens before it, since some tokenizers drop a space at the beginning of a text
+        # decode it after the previous tokens: some tokenizers drop a space at the beginning of a text
         known, whole = (self._decode(self._ids[self._context : end]) for end in (self._read, len(self._ids)))
         if whole.endswith(UNFINISHED):
             return ""
@@ -35,7 +35,7 @@ class TextStream:
         return self._add(whole[len(known) :])
 
     def finish(self) -> str:
-        """No token follows: the rest of the text, with a replacement character for what never became one."""
+        """The rest of the text, when no token follows; an incomplete character becomes a replacement character."""
         if self.stopped:
             return ""
         known, whole = (self._decode(self._ids[self._context : end]) for end in (self._read, len(self._ids)))

@@ -1,4 +1,4 @@
-"""Low precision: exact simulations of FP8 and NVFP4, SmoothQuant along the model's own graph, checkpoints, reports."""
+"""Low precision: exact simulations of FP8 and NVFP4, SmoothQuant, checkpoints and reports."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from residua.quantize.smoothing import smooth as smooth
     from residua.quantize.store import load_quantized as load_quantized
 
-# Names resolve when first used: a study's file is checked without torch.
+# Names are imported when first used, so that a study file is checked without importing torch.
 _HOMES = {
     "SCHEMES": "schemes",
     "Fp8": "fp8",

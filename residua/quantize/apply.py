@@ -1,7 +1,7 @@
-"""A model in low precision: its large matrices replaced by modules that round weights and activations.
+"""Quantize a model: replace its large matrices by modules that round weights and activations.
 
-What is replaced is every `Projection`, the linear maps of attention, feed-forward and anchors, and the experts of a
-mixture. The embedding, the head, norms, gates, routers and the depth operators stay as they are.
+These are every `Projection` (the linear maps of attention, feed-forward and anchors) and the experts of a mixture. The
+embedding, the head, norms, gates, routers and the depth operators stay in high precision.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from residua.quantize.low import in_low_precision, matrices
 from residua.quantize.schemes import Quantized, Scheme
 
 ALWAYS_KEPT = ("*.gates", "*.gamma.down", "*.gamma.up")
-"""Small maps that steer others (decay, mixing): they cost nothing in high precision and much in low."""
+"""Small maps that control others (decay, mixing): cheap in high precision, and rounding them is costly."""
 
 
 @dataclass(frozen=True)
@@ -43,12 +43,12 @@ def candidates(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def targets(model: nn.Module, exempt: Iterable[str] = ()) -> dict[str, nn.Module]:
-    """The modules that are quantized: all but the small ones that steer, and those that a pattern exempts."""
+    """The modules to quantize: all candidates except those in `ALWAYS_KEPT` or matched by an `exempt` pattern."""
     found, patterns = candidates(model), tuple(exempt)
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in found):
             examples = ", ".join(list(found)[:3])
-            raise ValueError(f"--exempt {pattern!r} matches no module of this model: they are called like {examples}.")
+            raise ValueError(f"--exempt {pattern!r} matches no module of this model; examples of names: {examples}.")
     return {name: module for name, module in found.items() if not _matches(name, (*ALWAYS_KEPT, *patterns))}
 
 
@@ -63,7 +63,7 @@ def kept(model: Decoder, quantized: Iterable[str]) -> list[Kept]:
 
 
 def quantize_weights(modules: Mapping[str, nn.Module], scheme: Scheme) -> dict[str, Quantized]:
-    """The matrices of modules in low precision, by name; one that is not finite is refused by it."""
+    """The quantized matrices of modules by name; raises ValueError for one that is not finite."""
     return {
         f"{name}{end}": scheme.weight(matrix, what=f"{name}{end}")
         for name, module in modules.items()
@@ -72,7 +72,7 @@ def quantize_weights(modules: Mapping[str, nn.Module], scheme: Scheme) -> dict[s
 
 
 def rounded(modules: Mapping[str, nn.Module], weights: Mapping[str, Quantized], scheme: Scheme) -> dict[str, nn.Module]:
-    """The modules that stand in for exact ones, with these weights."""
+    """Low-precision replacements of these modules, with these weights."""
     return {
         name: in_low_precision(
             module, [weights[f"{name}{end}"].dequantize() for end in matrices(module)], scheme.activation, scheme.name
@@ -82,7 +82,7 @@ def rounded(modules: Mapping[str, nn.Module], weights: Mapping[str, Quantized], 
 
 
 def install(model: nn.Module, modules: Mapping[str, nn.Module]) -> None:
-    """Put modules in the places of their names."""
+    """Replace the modules of these names."""
     for name, module in modules.items():
         model.set_submodule(name, module)
 

@@ -1,4 +1,4 @@
-"""The text a model is calibrated and judged on."""
+"""The text that a model is calibrated and evaluated on."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CALIBRATION_SEQUENCES = 4096
 
 @dataclass(frozen=True)
 class CalibrationText:
-    """A prepared text as a run sees it: training windows in random order, and the fixed validation set."""
+    """Prepared text as a run sees it: shuffled training windows, and the fixed validation set."""
 
     dataset: Dataset
     sequence: int
@@ -34,10 +34,10 @@ class CalibrationText:
 
     @classmethod
     def of_folder(cls, folder: Path, model: ModelConfig, data: Path | None) -> CalibrationText:
-        """The run's own text, or a prepared folder that a person names; it must have the model's tokenizer."""
+        """The run's own text, or the prepared folder `data`, which must have the model's tokenizer."""
         run = folder / "config.toml"
         if data is None and not run.exists():
-            raise ValueError(f"{folder} does not say what it was trained on: name prepared text with --data.")
+            raise ValueError(f"{folder} does not record its training text: name prepared text with --data.")
         config = RunConfig.from_toml(run) if run.exists() else RunConfig(model=model, data=DataConfig())
         if data is not None:
             config = config.model_copy(update={"data": config.data.model_copy(update={"path": str(data)})})
@@ -56,7 +56,7 @@ class CalibrationText:
         )
 
     def calibration(self, sequences: int) -> Iterator[Batch]:
-        """So many training windows, always the same ones."""
+        """The first `sequences` training windows, always the same ones."""
         size = min(SEQUENCES_AT_ONCE, sequences)
         loader = Loader(self.dataset.split("train"), self.sequence, size, segments=self.documents, prefetch=0)
         for start, batch in zip(range(0, sequences, size), loader, strict=False):

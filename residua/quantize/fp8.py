@@ -65,7 +65,7 @@ def quantize_fp8(x: Tensor, tile: Tile = BLOCK, *, what: str = "the tensor") -> 
 
 
 def encode_fp8(x: Tensor, tile: Tile) -> Fp8:
-    """`quantize_fp8` without the check: NaN and infinity in a tile make all of it NaN."""
+    """`quantize_fp8` without the check: one NaN or infinity makes its whole tile NaN."""
     rows, columns = x.shape
     height, width = _extent(x, tile)
     tiles = (

@@ -1,4 +1,4 @@
-"""A model measured exactly and in low precision, whole and module by module."""
+"""Evaluate a model in high and in low precision, as a whole and module by module."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ERROR_TOKENS = 8192
 
 @dataclass
 class Judge:
-    """A model on its device with the text it is judged on. Between the calls its modules are exact."""
+    """A model on its device with its evaluation text. Between calls, all modules are in high precision."""
 
     model: Decoder
     scheme: Scheme
@@ -42,12 +42,12 @@ class Judge:
 
     @cached_property
     def weights(self) -> dict[str, Quantized]:
-        """All matrices in low precision, as they are when first asked for: after smoothing."""
+        """All matrices in low precision. Computed on first use, which must come after smoothing."""
         return quantize_weights(self.originals, self.scheme)
 
     @property
     def chosen(self) -> dict[str, Quantized]:
-        """Those of the modules that are not exempt."""
+        """The quantized matrices of the modules that are not exempt."""
         ends = {name: matrices(self.originals[name]) for name in self.names}
         return {f"{name}{end}": self.weights[f"{name}{end}"] for name in self.names for end in ends[name]}
 
@@ -63,11 +63,11 @@ class Judge:
         finally:
             install(self.model, exact)
         if not math.isfinite(loss):
-            raise ValueError(f"{stage} is {loss}: the model, or what rounding makes of it, overflows on this text.")
+            raise ValueError(f"{stage} is {loss}: the model or its rounded copy overflows on this text.")
         return loss
 
     def smooth(self, alpha: float, sequences: int, inside: bool) -> float:
-        """Calibrate and fold; the loss afterwards, still in high precision."""
+        """Calibrate and fold SmoothQuant's factors; returns the loss afterwards, still in high precision."""
         done, run = 0, partial(forward, self.model)
 
         def counted(batch: Batch) -> None:
@@ -80,7 +80,7 @@ class Judge:
         return self.loss("loss after folding")
 
     def findings(self, probes: int) -> dict[str, Any]:
-        """What low precision does, by the names of `QuantizationResult`."""
+        """The measurements in low precision, as fields of `QuantizationResult`."""
         after = self.loss("loss in low precision", self.names)
         errors = self._errors()
         worst = [module.name for module in sorted(errors, key=lambda module: -module.error)]
@@ -96,7 +96,7 @@ class Judge:
         }
 
     def unsmoothed(self, inside: bool) -> Iterator[str]:
-        """Quantized modules with a matrix that no edge reads."""
+        """Quantized modules with a matrix that SmoothQuant did not reach."""
         smoothed = {id(reader) for edge in edges(self.model, inside=inside) for reader in edge.readers}
         for name in self.names:
             if any(id(parameter) not in smoothed for parameter in self.originals[name].parameters()):

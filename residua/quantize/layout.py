@@ -29,7 +29,7 @@ PARTS = ("weight_packed", "weight_scale", "weight_global_scale", "input_global_s
 
 
 def module_tensors(name: str, weight: Quantized, input_peak: float) -> dict[str, Tensor]:
-    """The tensors of one module. Engines that keep NVFP4's second activation scale static take `input_global_scale`."""
+    """The tensors of one module. `input_global_scale` is for engines whose second NVFP4 activation scale is static."""
     if isinstance(weight, Fp8):
         return {f"{name}.weight": weight.codes, f"{name}.weight_scale": weight.scale}
     static = E4M3_MAX * E2M1_MAX / max(input_peak, 1e-12)
@@ -42,7 +42,7 @@ def module_tensors(name: str, weight: Quantized, input_peak: float) -> dict[str,
 
 
 def read_module(tensors: Mapping[str, Tensor], name: str, scheme: str, columns: int) -> Quantized:
-    """The weight of one module from its tensors; KeyError where one is missing."""
+    """The weight of one module from its tensors; KeyError if one is missing."""
     if scheme in TILES:
         return Fp8(tensors[f"{name}.weight"], tensors[f"{name}.weight_scale"], TILES[scheme])
     packed, scale, second = (tensors[f"{name}.{part}"] for part in PARTS[:3])
@@ -66,7 +66,7 @@ def quantization_config(scheme: str, modules: Iterable[str]) -> dict[str, Any]:
 
 
 def _arguments(scheme: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """How weights and activations are rounded, in that library's words."""
+    """How weights and activations are rounded, in the terms of compressed-tensors."""
     if scheme == "nvfp4":
         four = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": GROUP}
         scales = {"scale_dtype": "torch.float8_e4m3fn", "zp_dtype": "torch.float8_e4m3fn"}

@@ -1,7 +1,7 @@
-"""Modules in low precision: they round their activations, and hold weights that were rounded before.
+"""Modules in low precision: they hold rounded weights and round their activations.
 
-Products are taken in fp32 over the rounded values, which is what a kernel with exact products and fp32 accumulation
-computes; the result has the precision that the exact module's would have.
+Products of the rounded values are computed in fp32, like a kernel with exact products and fp32 accumulation. The
+result has the same dtype as that of the original module.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Matrices = dict[str, Tensor]
 
 
 def matrices(module: nn.Module) -> Matrices:
-    """The matrices [R, C] of a module that can be quantized, by the end of their name: one, or each expert's two."""
+    """The matrices [R, C] of a module by the suffix of their name: one, or two per expert."""
     if isinstance(module, Experts):
         stacks = {"up": module.up, "out": module.out}
         return {
@@ -41,15 +41,15 @@ def in_low_precision(module: nn.Module, weights: Sequence[Tensor], activation: R
     return LowProjection(weights[0], activation, label)
 
 
-class OnItsGrid(nn.Module):
-    """Moves between devices and keeps its precision when a model is cast: weights are not to be rounded again."""
+class FixedPrecision(nn.Module):
+    """A module that moves between devices but ignores dtype casts, which would round its weights again."""
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> OnItsGrid:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FixedPrecision:
         super()._apply(lambda tensor: tensor.to(fn(tensor[:0]).device), recurse)
         return self
 
 
-class LowProjection(OnItsGrid):
+class LowProjection(FixedPrecision):
     """y = x̂ Ŵᵀ."""
 
     def __init__(self, weight: Tensor, activation: Round, label: str) -> None:
@@ -66,8 +66,8 @@ class LowProjection(OnItsGrid):
         return f"{self.weight.shape[1]} → {self.weight.shape[0]}, {self.label}"
 
 
-class LowExperts(OnItsGrid):
-    """The experts of a mixture, each with weights that were rounded on their own."""
+class LowExperts(FixedPrecision):
+    """The experts of a mixture; each expert's weights were rounded separately."""
 
     def __init__(self, experts: Experts, weights: Sequence[Tensor], activation: Round) -> None:
         super().__init__()

@@ -24,7 +24,7 @@ OUTLIERS_SHOWN = 3
 
 
 def high_precision(device: torch.device) -> AbstractContextManager[Any]:
-    """How a model runs that is not quantized: bf16 autocast on a GPU, as in training, and fp32 on a CPU."""
+    """The precision of a model that is not quantized: bf16 autocast on a GPU, as in training, and fp32 on a CPU."""
     return torch.autocast("cuda", torch.bfloat16) if device.type == "cuda" else nullcontext()
 
 
@@ -45,7 +45,7 @@ def mean_loss(model: Decoder, batches: Iterable[Batch], tell: Callable[[], None]
 
 @torch.no_grad()
 def forward(model: Decoder, batch: Batch) -> Tensor:
-    """The final states of a batch, wherever the model is."""
+    """The final states of a batch, computed on the model's device."""
     device = next(model.parameters()).device
     there = batch.to(device)
     with high_precision(device):
@@ -53,7 +53,7 @@ def forward(model: Decoder, batch: Batch) -> Tensor:
 
 
 class _States(dict[str, Tensor]):
-    """Reduces what sublayers and the final norm read, as it is published: the largest |h|, and Σ|h| by dimension."""
+    """Reduces the inputs of sublayers and of the final norm as they are recorded: max |h|, and Σ|h| by dimension."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ def outlier_facts(model: Decoder, batches: Iterable[Batch]) -> tuple[float, floa
 
 
 class _Sums:
-    """What one module's rounding does, over all tokens it has seen."""
+    """Sums of one module's rounding errors over all its tokens."""
 
     def __init__(self, name: str, module: nn.Module, weights: Mapping[str, Quantized], scheme: Scheme) -> None:
         exact = matrices(module)
@@ -129,7 +129,7 @@ class _Sums:
         )
 
     def _outliers(self) -> tuple[Outlier, ...]:
-        """The largest input channels, and how much of the activations' error each brings into the output."""
+        """The largest input channels, and each one's share of the output error from rounding the activations."""
         harm = self.spread * self.first.double().square().sum(0)
         share = harm / harm.sum().clamp(min=1e-300)
         median = self.peak.median().clamp(min=1e-30)
@@ -147,7 +147,7 @@ def module_errors(
     scheme: Scheme,
     batches: Iterable[Batch],
 ) -> list[ModuleError]:
-    """Each module rounded on its own, on the inputs it has in the unquantized model.
+    """The error of each module when only it is rounded, on its inputs in the unquantized model.
 
     error = ‖x̂Ŵᵀ − xWᵀ‖ / ‖xWᵀ‖ over all tokens; the parts round only the weight or only the activations.
     """

@@ -25,14 +25,14 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1_MAX = E2M1[-1]
 SMALLEST_SCALE = torch.finfo(E4M3).tiny
 SMALLEST_SECOND = 2.0**-119
-"""Keeps t⁻¹ / s finite: what is far below 10⁻³² becomes zero."""
+"""Keeps t⁻¹ / s finite: values far below 10⁻³² become zero."""
 SIGN = 8
 
 Span = Literal["tensor", "token"]
 
 
 def _ties() -> list[float]:
-    """Where rounding to E2M1 changes over: halfway, a tie going to the even code, so every other bound is inclusive."""
+    """The thresholds of rounding to E2M1: halfway, with ties to the even code, so every other bound is inclusive."""
     halfway = [(a + b) / 2 for a, b in pairwise(E2M1)]
     below = torch.nextafter(torch.tensor(halfway), torch.tensor(-math.inf)).tolist()
     return [tie if code % 2 == 0 else under for code, (tie, under) in enumerate(zip(halfway, below, strict=True))]
@@ -67,7 +67,7 @@ class Nvfp4(NamedTuple):
 
 
 def quantize_nvfp4(x: Tensor, span: Span = "tensor", *, what: str = "the tensor") -> Nvfp4:
-    """Quantize a matrix [R, C]; the last block of a row is padded with zeros. `span` shares the second scale."""
+    """Quantize a matrix [R, C]; the last block of a row is padded with zeros. `span` is what shares a second scale."""
     require_finite(x, what)
     return encode_nvfp4(x, span)
 
@@ -86,13 +86,13 @@ def encode_nvfp4(x: Tensor, span: Span) -> Nvfp4:
 
 
 def round_nvfp4(x: Tensor) -> Tensor:
-    """x̂ of activations [..., C], a second scale per token, in fp32."""
+    """x̂ of activations [..., C] in fp32, with a second scale per token."""
     return encode_nvfp4(x.flatten(end_dim=-2), "token").dequantize().view(x.shape)
 
 
 def e2m1_codes(x: Tensor) -> Tensor:
     """The codes 0 … 15 of the nearest E2M1 values, uint8."""
-    # by comparisons: a table would be copied to the device, which a CUDA graph does not allow
+    # by comparisons: a lookup table would be copied to the device, which a CUDA graph does not allow
     size, codes = x.abs(), torch.signbit(x).to(torch.uint8) * SIGN
     for tie in TIES:
         codes += size > tie

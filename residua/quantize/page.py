@@ -1,11 +1,11 @@
-"""The report of a quantization: what it costs first, then which modules and channels are to blame."""
+"""The report of a quantization: the cost first, then the modules and channels that cause it."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
 
-from residua.quantize import sentences as words
+from residua.quantize import sentences
 from residua.quantize.schema import KeptTensor, ModuleError, QuantizationResult, perplexity
 from residua.report import Column, Page, Value, theme
 from residua.report.figures import grouped_bars
@@ -17,19 +17,19 @@ def quantization_page(result: QuantizationResult) -> Page:
     """The page of one quantized model."""
     page = Page(
         f"{result.scheme}: what low precision costs",
-        f"{result.model}, {result.words}{words.smoothing(result)}. Losses are nats per token on "
+        f"{result.model}, {result.words}{sentences.smoothing(result)}. Losses are nats per token on "
         f"{result.validation_tokens:,} validation tokens.",
     )
     _verdict(page, result)
     _modules(page, result)
     _exempting(page, result)
     _kept(page, result)
-    _made(page, result)
+    _provenance(page, result)
     return page
 
 
 def _verdict(page: Page, result: QuantizationResult) -> None:
-    section = page.section("Verdict", "A model that is ready for low precision loses a few hundredths of a nat.")
+    section = page.section("Verdict", "Healthy: low precision adds a few hundredths of a nat or less.")
     rows = [("high precision", result.loss_before)]
     if result.loss_folded is not None:
         rows.append(("after folding, still in high precision", result.loss_folded))
@@ -46,10 +46,10 @@ def _verdict(page: Page, result: QuantizationResult) -> None:
         [name, f"{loss:.4f}", f"{loss - result.loss_before:+.4f}", f"{perplexity(loss):.3f}"] for name, loss in rows
     ]
     section.table(columns, cells, emphasised=[len(cells) - 1])
-    section.points(words.sentences(result)[1:])
+    section.points(sentences.sentences(result)[1:])
     section.facts(
         {
-            "weights": f"{words.size(result.bytes_before)} → {words.size(result.bytes_after)}",
+            "weights": f"{sentences.size(result.bytes_before)} → {sentences.size(result.bytes_after)}",
             "text": result.text.rpartition("/")[2],
             "device": result.device,
             "calibration": f"{result.calibration_sequences:,} sequences" if result.alpha is not None else "none needed",
@@ -60,8 +60,8 @@ def _verdict(page: Page, result: QuantizationResult) -> None:
 def _modules(page: Page, result: QuantizationResult) -> None:
     section = page.section(
         "Error by module",
-        "Each module rounded on its own, on the inputs it has in the exact model. Healthy: all alike. One that "
-        "stands out has outlier channels in its input, or in its weights.",
+        "Each module rounded alone, on its inputs in the exact model. Healthy: all alike. A module that stands out has "
+        "outlier channels in its input or in its weights.",
     )
     order = result.modules
     parts = {
@@ -76,18 +76,18 @@ def _modules(page: Page, result: QuantizationResult) -> None:
     columns = [
         Column("module", numeric=False),
         Column("shape"),
-        Column("error", "‖rounded − exact‖ / ‖exact‖ of the output, over all tokens looked at"),
+        Column("error", "‖rounded − exact‖ / ‖exact‖ of the output, over all evaluated tokens"),
         Column("activations", "the same with only the activations rounded"),
         Column("weights", "the same with only the weights rounded"),
-        Column("largest input channels", "their peak over the median channel's peak, and their share of the error that "
-               "rounding the activations brings in", numeric=False),
+        Column("largest input channels", "their peak over the median channel's peak, and their share of the error from "
+               "rounding the activations", numeric=False),
     ]  # fmt: skip
     section.subheading(f"The worst {min(WORST_SHOWN, len(result.modules))}")
     section.table(columns, [_row(module) for module in result.worst[:WORST_SHOWN]])
     if result.unsmoothed:
         section.note(
             f"SmoothQuant did not reach the inputs of {', '.join(result.unsmoothed)}: "
-            f"{'no factor can move out of them.' if result.inside else 'without --inside it moves out of norms only.'}"
+            f"{'no factor can be folded there.' if result.inside else 'without --inside it only smooths after norms.'}"
         )
 
 
@@ -95,7 +95,7 @@ def _row(module: ModuleError) -> list[str | Value]:
     channels = ", ".join(f"{o.channel}: {o.ratio:.3g}×" for o in module.outliers)
     shares = ", ".join(f"{o.share:.0%}" for o in module.outliers)
     errors = [f"{value:.2%}" for value in (module.error, module.activation_error, module.weight_error)]
-    return [module.name, words.shapes(module.shape), *errors, Value(channels, f"{shares} of the error")]
+    return [module.name, sentences.shapes(module.shape), *errors, Value(channels, f"{shares} of the error")]
 
 
 def _exempting(page: Page, result: QuantizationResult) -> None:
@@ -103,7 +103,7 @@ def _exempting(page: Page, result: QuantizationResult) -> None:
         return
     section = page.section(
         "What exempting a module would gain",
-        "The worst modules, each left in high precision in turn. A gain worth having belongs in --exempt.",
+        "The worst modules, each left in high precision in turn. If a gain is worth it, add the module to --exempt.",
     )
     columns = [Column("module", numeric=False), Column("loss"), Column("gain", "nats that exempting it saves")]
     section.table(columns, [[p.module, f"{p.loss:.4f}", f"{p.gain:+.4f}"] for p in result.probes])
@@ -111,22 +111,22 @@ def _exempting(page: Page, result: QuantizationResult) -> None:
 
 def _kept(page: Page, result: QuantizationResult) -> None:
     section = page.section(
-        "What stays in high precision", "Small parts that cost nothing to keep, and the depth operators, all of them."
+        "What stays in high precision", "Small parts that cost little to keep, and all depth operators."
     )
     for reason in sorted({tensor.reason for tensor in result.kept}):
         tensors = [tensor for tensor in result.kept if tensor.reason == reason]
         section.subheading(f"{reason[0].upper()}{reason[1:]}: {sum(t.parameters for t in tensors):,} parameters")
         columns = [Column("tensor", numeric=False), Column("shape"), Column("how many")]
-        alike = Counter((_name(tensor), words.shapes(tensor.shape)) for tensor in tensors)
+        alike = Counter((_name(tensor), sentences.shapes(tensor.shape)) for tensor in tensors)
         section.table(columns, [[name, shape, str(count)] for (name, shape), count in alike.items()])
 
 
 def _name(tensor: KeptTensor) -> str:
-    """Its name, the depth operators' and exempted ones in full, with the layer left open elsewhere."""
+    """The tensor's name; layer numbers become * except for depth operators and exempted tensors."""
     return tensor.name if tensor.reason in ("depth operator", "exempted") else re.sub(r"\b\d+\b", "*", tensor.name)
 
 
-def _made(page: Page, result: QuantizationResult) -> None:
+def _provenance(page: Page, result: QuantizationResult) -> None:
     options = [f"--scheme {result.scheme}"]
     if result.alpha is not None:
         options.append(f"--smooth {result.alpha:g} --calibration {result.calibration_sequences}")

@@ -1,7 +1,7 @@
-"""A quantized model as Qwen3 in the compressed-tensors layout, which serving engines load without code of ours.
+"""Write a quantized model as Qwen3 in the compressed-tensors layout, which serving engines load without Residua.
 
-A pre-norm model of RMSNorm, softmax attention with QK-norm and SwiGLU is Qwen3 but for names: fused projections are
-taken apart by rows, with the scales they have.
+A pre-norm model with RMSNorm, softmax attention with QK-norm and SwiGLU is Qwen3 under other names. Fused projections
+are split by rows and keep their scales.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NORMS = ("input_layernorm", "post_attention_layernorm")
 
 
 def why_not(config: ModelConfig) -> str | None:
-    """What keeps a model from being Qwen3, or None."""
+    """The part that differs from Qwen3, or None if the model is one."""
     attention = config.attention
     wanted: list[tuple[bool, str]] = [
         (attention.kind == "softmax", f"attention.kind = {attention.kind!r}"),
@@ -76,7 +76,7 @@ def save_qwen3(
 
 
 def rows_of(weight: Quantized, exact: Tensor, first: int, count: int) -> Quantized:
-    """Rows of a quantized matrix under the scales they have; quantized anew where a block would be cut in two."""
+    """Rows of a quantized matrix with their scales; quantized again where a block would be cut in two."""
     rows = slice(first, first + count)
     if isinstance(weight, Nvfp4):
         return Nvfp4(weight.codes[rows], weight.scale[rows], weight.global_scale.clone(), weight.columns)
@@ -112,7 +112,7 @@ def qwen3_config(config: ModelConfig) -> dict[str, Any]:
 
 
 def _projections(model: Decoder) -> Iterator[tuple[str, Tensor, list[tuple[str, int]]]]:
-    """Name and weight of each projection, and the names and row counts of its parts there."""
+    """Name and weight of each projection, and the names and row counts of its parts in Qwen3."""
     for k, sublayer in enumerate(model.sublayers):
         names = {own: (theirs,) for own, theirs in NAMES[k % 2].items()} | PARTS
         for own, theirs in names.items():

@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 from residua.ops._runtime.numeric import working_dtype
 from residua.quantize import fp8
 from residua.quantize.fp8 import Fp8, Tile, encode_fp8
-from residua.quantize.low import OnItsGrid
+from residua.quantize.low import FixedPrecision
 
 Scaling = Literal["row", "block"]
 Product = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -33,10 +33,10 @@ SCALINGS: dict[str, tuple[Scaling, Tile]] = {
 """The scaling that serves a scheme, and the tile of its activations."""
 AGREES = 1e-2
 TOKENS = 4
-"""Block-wise products want a multiple of this many tokens."""
+"""Block-wise products need a multiple of this many tokens."""
 
 
-class Fp8Projection(OnItsGrid):
+class Fp8Projection(FixedPrecision):
     """y = x̂ Ŵᵀ with both operands in E4M3 on the matrix units; bf16 out."""
 
     def __init__(self, weight: Fp8, tile: Tile, product: Product) -> None:
@@ -46,7 +46,7 @@ class Fp8Projection(OnItsGrid):
         self.scale = nn.Buffer(weight.scale)
 
     def forward(self, x: Tensor) -> Tensor:
-        # autocast knows none of the operations below; a context manager for it would cut a compiled layer in two
+        # autocast changes none of these operations; a context manager to disable it would break the compiled graph
         dtype, rows = working_dtype(x), x.flatten(end_dim=-2)
         low = encode_fp8(pad(rows, (0, 0, 0, -len(rows) % TOKENS)), self.tile)
         y = self.product(low.codes, self.codes, low.scale, self.scale)[: len(rows)]
@@ -55,7 +55,7 @@ class Fp8Projection(OnItsGrid):
 
 @cache
 def find_product(scaling: Scaling, device: torch.device) -> Product | None:
-    """The product of a scaling on a device, None where there is none."""
+    """The product with this scaling on a device, or None."""
     generator = torch.Generator().manual_seed(0)
     x, w = (torch.randn(rows, 384, generator=generator).to(device) for rows in (64, 256))
     sides = {"row": (fp8.ROW, fp8.ROW), "block": (fp8.GROUP, fp8.BLOCK)}[scaling]
@@ -72,7 +72,7 @@ def find_product(scaling: Scaling, device: torch.device) -> Product | None:
 
 
 def takes(weight: Fp8, scaling: Scaling) -> bool:
-    """The units want whole 16-byte rows, and blocks that end with the matrix."""
+    """Whether the hardware accepts the shape: rows of whole 16 bytes, and whole blocks."""
     whole = 128 if scaling == "block" else 16
     return all(extent % whole == 0 for extent in weight.codes.shape)
 
@@ -80,7 +80,7 @@ def takes(weight: Fp8, scaling: Scaling) -> bool:
 def with_fp8_products(
     weights: Mapping[str, Fp8], scheme: str, device: torch.device
 ) -> tuple[dict[str, nn.Module], dict[str, str]]:
-    """Modules that multiply in FP8 by name, and for the others why not."""
+    """By name, the modules that multiply in FP8, and for the others the reason why not."""
     if scheme not in SCALINGS:
         return {}, dict.fromkeys(weights, f"{scheme} is not FP8")
     scaling, tile = SCALINGS[scheme]
@@ -92,11 +92,11 @@ def with_fp8_products(
         name: Fp8Projection(Fp8(w.codes.to(device), w.scale.to(device), w.tile), tile, product)
         for name, w in fits.items()
     }
-    return modules, {name: "its shape does not fit the units" for name in weights.keys() - fits.keys()}
+    return modules, {name: "its shape is not supported by the hardware" for name in weights.keys() - fits.keys()}
 
 
 def _products(scaling: Scaling) -> Iterator[Product]:
-    """What to try, the public function first."""
+    """The functions to try, PyTorch's public one first."""
     if scaling == "row":
         yield _public_rows
         yield _private_rows
@@ -133,5 +133,5 @@ def _private_blocks(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, *, a
 
 
 def _by_token(scale: Tensor, codes: Tensor) -> Tensor:
-    """A scale per token and 128 channels, however many there were, tokens next to each other in memory."""
+    """Expand to a scale per token and 128 channels, with tokens contiguous in memory."""
     return scale.expand(-1, -(-codes.shape[1] // 128)).t().contiguous().t()

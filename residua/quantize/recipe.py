@@ -1,4 +1,4 @@
-"""How to quantize, in a word: a scheme, with or without SmoothQuant. This file imports no torch."""
+"""Recipes: a scheme, with or without SmoothQuant, as one word. Importing this does not import torch."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ class Recipe:
 
     @classmethod
     def parse(cls, text: str) -> Recipe:
+        """Read a recipe as `str` writes it."""
         name, plus, smoothing = text.strip().partition("+")
         check_scheme(name)
         if not plus:
@@ -38,7 +39,7 @@ class Recipe:
 
 
 def check_alpha(alpha: float, where: str) -> None:
-    """SmoothQuant's exponent moves difficulty from activations (0: none of it) to weights (1: all)."""
+    """Refuse an exponent outside [0, 1]: 0 moves no range from activations to weights, 1 moves all of it."""
     if not 0 <= alpha <= 1:
         raise ValueError(f"{where}: SmoothQuant's α must lie between 0 and 1; 0.5 is usual.")
 

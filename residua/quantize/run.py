@@ -1,4 +1,4 @@
-"""A folder in, a quantized folder and its report out."""
+"""Quantize the model of a folder: evaluate, write the quantized folder and the report."""
 
 from __future__ import annotations
 
@@ -42,17 +42,16 @@ def quantize(
 ) -> QuantizationResult:
     """Quantize the model of a folder into `out`, with results.json and report.html beside it.
 
-    `alpha` turns SmoothQuant on, `inside` lets it reach into sublayers. `exempt` are patterns of module names that stay
-    in high precision, `probes` is for how many of the worst modules the gain from exempting it is measured. `tokens`
-    bounds the validation set. `engine` is another folder, in Qwen3's names for serving engines, if the model has that
-    shape.
+    `alpha` turns SmoothQuant on, `inside` extends it into sublayers. Modules whose names match `exempt` stay in high
+    precision. For the `probes` worst modules, the gain from exempting each is measured. `tokens` limits the validation
+    set. `engine` is a second folder, in Qwen3's layout for serving engines, if the model has that shape.
     """
     source, target, chosen = Path(model), Path(out), find_scheme(scheme)
     _check_folders(target, None if engine is None else Path(engine))
     if alpha is not None:
         check_alpha(alpha, f"--smooth {alpha:g}")
     elif inside:
-        raise ValueError("--inside says how far SmoothQuant reaches: use it with --smooth.")
+        raise ValueError("--inside extends SmoothQuant: use it with --smooth.")
     if is_quantized(source):
         raise ValueError(f"{source} is quantized already: name the run or the export it was made from.")
     where = choose_device(device, "--device")
@@ -91,14 +90,14 @@ def quantize(
 
 
 def input_peaks(result: QuantizationResult) -> dict[str, float]:
-    """The largest activation that each matrix reads, by the name of its module, or of the experts' last matrices."""
+    """The largest input of each matrix, by module; the experts' last matrices have an entry of their own."""
     outer = {module.name: module.input_peak for module in result.modules}
     inner = {f"{m.name}.out": m.inner_peak for m in result.modules if m.inner_peak is not None}
     return outer | inner
 
 
 def write_results(result: QuantizationResult, out: Path) -> None:
-    """results.json and report.html."""
+    """Write results.json and report.html."""
     from residua.quantize.page import quantization_page
 
     write_atomically(out / RESULTS, result.model_dump_json(indent=1) + "\n")
@@ -106,9 +105,9 @@ def write_results(result: QuantizationResult, out: Path) -> None:
 
 
 def _check_folders(out: Path, engine: Path | None) -> None:
-    """Both are refused before any work is done."""
+    """Refuse unusable output folders before any work is done."""
     refuse_used(out)
     if engine is not None:
         refuse_used(engine, "--engine")
         if engine.resolve() == out.resolve():
-            raise ValueError(f"--engine {engine} is --out too: the two hold different files, name two folders.")
+            raise ValueError(f"--engine {engine} is the same as --out: name two folders.")

@@ -1,4 +1,4 @@
-"""What a quantization came to, as data: the documented, versioned content of results.json (docs/quantize.md)."""
+"""The results of a quantization as data: the versioned content of results.json (docs/quantize.md)."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class Outlier(Frozen):
     channel: int
     peak: float = Field(description="largest |x| over the tokens looked at")
     ratio: float = Field(description="peak over the median channel's")
-    share: float = Field(description="its share of the squared error that rounding the activations brings in")
+    share: float = Field(description="its share of the squared error from rounding the activations")
 
 
 class ModuleError(Frozen):
-    """One module, rounded on its own: relative error of its output, of both kinds together and apart."""
+    """One module rounded alone: the relative error of its output, in total and from weights or activations only."""
 
     name: str
     shape: tuple[int, int]
@@ -28,12 +28,12 @@ class ModuleError(Frozen):
     weight_error: float
     activation_error: float
     input_peak: float = Field(description="largest |x| that the module reads")
-    inner_peak: float | None = Field(description="largest value that experts' last matrices read; null elsewhere")
+    inner_peak: float | None = Field(description="largest input of the experts' last matrices; null for other modules")
     outliers: tuple[Outlier, ...]
 
 
 class Probe(Frozen):
-    """The loss with one more projection left in high precision, and what that gains."""
+    """The loss with one more module left in high precision, and the gain."""
 
     module: str
     loss: float
@@ -58,20 +58,22 @@ class QuantizationResult(Frozen):
     bits: str
     words: str
     alpha: float | None = Field(description="SmoothQuant's exponent; null without it")
-    inside: bool = Field(description="whether SmoothQuant reached into sublayers, or out of norms only")
+    inside: bool = Field(description="whether SmoothQuant also smoothed inside sublayers, not only after norms")
     calibration_sequences: int
     exempt: tuple[str, ...]
     text: str
     validation_tokens: int
     device: str
     loss_before: float
-    loss_folded: float | None = Field(description="after folding alone, which must change nothing but rounding")
+    loss_folded: float | None = Field(
+        description="after folding alone, which changes nothing but rounding; null without SmoothQuant"
+    )
     loss_after: float
     loss_without_exemptions: float | None = Field(description="null when nothing was exempted")
     modules: tuple[ModuleError, ...] = Field(description="in the order of the forward pass")
     probes: tuple[Probe, ...]
     kept: tuple[KeptTensor, ...]
-    unsmoothed: tuple[str, ...] = Field(description="quantized projections whose input no factor could be moved out of")
+    unsmoothed: tuple[str, ...] = Field(description="quantized modules whose input could not be smoothed")
     bytes_before: int
     bytes_after: int
 
@@ -90,5 +92,5 @@ class QuantizationResult(Frozen):
 
 
 def perplexity(loss: float) -> float:
-    """e^loss; infinite where that has no number."""
+    """e^loss, or infinity if that overflows."""
     return math.exp(loss) if loss < 700 else math.inf

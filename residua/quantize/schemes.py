@@ -1,4 +1,4 @@
-"""The schemes by name: how weights and activations are rounded.
+"""The quantization schemes by name: how weights and activations are rounded.
 
 | name | weights | activations (dynamic) |
 |---|---|---|

@@ -1,4 +1,4 @@
-"""A quantization in sentences and table cells, for the terminal and the page."""
+"""The sentences and table cells of a quantization, for the terminal and the page."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from residua.quantize.schema import ModuleError, QuantizationResult, perplexity
 
-WORTH_A_WORD = 1e-3
-"""Nats; less than this is not advice but noise."""
+WORTH_MENTIONING = 1e-3
+"""Nats; a smaller gain is noise and not worth a recommendation."""
 
 
 def verdict(result: QuantizationResult) -> str:
-    """One sentence: what it costs."""
+    """One sentence: what quantization costs."""
     change = result.loss_after - result.loss_before
     return (
         f"{result.scheme} ({result.bits}{smoothing(result)}): loss {result.loss_before:.4f} → {result.loss_after:.4f} "
@@ -25,13 +25,13 @@ def smoothing(result: QuantizationResult) -> str:
 
 
 def sentences(result: QuantizationResult) -> list[str]:
-    """What a person should know, most important first."""
+    """The findings in sentences, most important first."""
     found = [verdict(result)]
     if result.modules:
         worst = result.worst[0]
         found.append(f"Worst module: {worst.name}, {worst.error:.1%} error; {blame(worst)}")
     best = max(result.probes, key=lambda probe: probe.gain, default=None)
-    if best is not None and best.gain > WORTH_A_WORD:
+    if best is not None and best.gain > WORTH_MENTIONING:
         found.append(f"Leaving {best.module} in high precision gains {best.gain:.4f} nats: --exempt '{best.module}'.")
     if result.loss_without_exemptions is not None:
         gain = result.loss_without_exemptions - result.loss_after
@@ -49,7 +49,7 @@ def sentences(result: QuantizationResult) -> list[str]:
 
 
 def blame(module: ModuleError) -> str:
-    """Which rounding does it, and the channels behind it."""
+    """Which rounding causes the error, and the largest input channels."""
     part = "activations" if module.activation_error >= module.weight_error else "weights"
     return f"mostly from its {part}; largest input channels {channels(module)}."
 

@@ -1,9 +1,9 @@
-"""SmoothQuant (arXiv 2211.10438): move what is hard to quantize from activations into weights, channel by channel.
+"""SmoothQuant (arXiv 2211.10438): per channel, divide activations and multiply weights, so that both round well.
 
     s_j = max|X_j|^α / max|W_j|^(1−α),   X_j ← X_j / s_j,   W_j ← W_j · s_j
 
 X_j is an input channel over the calibration text, W_j its column in all maps that read it. The division is folded into
-whatever produces X (graph.py), so the smoothed model has the same modules and computes the same function.
+the producer of X (graph.py), so the smoothed model has the same modules and computes the same function.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ def smooth(
     inside: bool = False,
     run: Callable[[Batch], object] | None = None,
 ) -> dict[str, Tensor]:
-    """Calibrate on `batches` and fold; returns the factors by edge.
+    """Calibrate on `batches` and fold the factors; returns them by edge.
 
-    Factors come out of norms, as in the paper, and with `inside` also out of what feeds each sublayer's last matrix.
+    Smooths the outputs of norms, as in the paper, and with `inside` also the inputs of each sublayer's last matrix.
     `run` is a forward pass, by default the model's.
     """
     found = edges(model, inside=inside)
@@ -64,7 +64,7 @@ def channel_peaks(
 
 
 def smoothing_factors(edge: Edge, peaks: Tensor, alpha: float) -> Tensor:
-    """s of the producer's channels; 1 where a channel is silent or nobody reads it."""
+    """s for the producer's channels; 1 where a channel is always zero or has no reader."""
     columns = torch.stack([reader.detach().abs().amax(0) for reader in edge.readers]).amax(0).float()
     peaks, columns = (_shared(values, edge.channel) for values in (peaks, columns))
     factors = peaks**alpha / columns ** (1 - alpha)
@@ -73,14 +73,14 @@ def smoothing_factors(edge: Edge, peaks: Tensor, alpha: float) -> Tensor:
 
 
 def _shared(values: Tensor, channel: Tensor) -> Tensor:
-    """The largest of the values that share a producer's channel."""
+    """The largest value among the channels that share a producer's channel."""
     shared = values.new_zeros(int(channel.max()) + 1)
     return shared.scatter_reduce(0, channel.to(values.device), values, "amax")
 
 
 @contextmanager
 def hooked(hooks: dict[str, tuple[nn.Module, Callable[..., None]]]) -> Iterator[None]:
-    """Forward pre-hooks on modules while the block is open."""
+    """Install forward pre-hooks on modules for the duration of the block."""
     handles = [module.register_forward_pre_hook(hook) for module, hook in hooks.values()]
     try:
         yield

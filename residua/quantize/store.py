@@ -1,4 +1,4 @@
-"""A quantized model's folder: written whole or not at all, and read back into a model that computes the same.
+"""Write and read the folder of a quantized model.
 
 `config.toml` and `tokenizer.json` as in a run, `model.safetensors` in the compressed-tensors layout, `config.json` with
 its quantization_config, and `quantization.json`, which says how it was made and is what `residua.load` looks for.
@@ -47,7 +47,7 @@ def save_quantized(
 ) -> None:
     """Write the folder: the matrices of `modules` from `weights`, everything else from `model` as it is.
 
-    `input_peaks` are the largest activations by module, or by the stack that a matrix is in.
+    `input_peaks` are the largest inputs by module, or by the stack that a matrix belongs to.
     """
     refuse_used(out)
     tensors = {n: tensor for n, tensor in model_tensors(model).items() if n.rpartition(".")[0] not in modules}
@@ -81,10 +81,10 @@ def is_quantized(folder: Path) -> bool:
 
 
 def load_quantized(folder: str | Path, *, fp8_products: torch.device | None = None) -> Decoder:
-    """The model in such a folder, on the CPU, rounding weights and activations as it was quantized to.
+    """The model of a quantized folder, on the CPU, with weights and activations rounded by its scheme.
 
-    With a device in `fp8_products` the model is there, and multiplies in FP8 wherever the device and the shapes allow;
-    a warning says where they do not.
+    With `fp8_products`, the model is on that device and multiplies in FP8 where the device and the shapes allow it; a
+    warning names the modules where they do not.
     """
     folder = Path(folder)
     mark = _read_mark(folder / MARK)
@@ -119,16 +119,16 @@ def _multiply_in_fp8(
     install(model, real)
     slow = [name for name in modules if name not in real]
     if slow:
-        why = problems.get(slow[0], "only projections in an FP8 scheme have such a product")
+        why = problems.get(slow[0], "only projections in an FP8 scheme have an FP8 product")
         warnings.warn(
-            f"{len(slow)} of {len(modules)} modules only simulate products in FP8, {slow[0]} among them: {why}.",
+            f"{len(slow)} of {len(modules)} modules only simulate FP8 products, among them {slow[0]}: {why}.",
             stacklevel=3,
         )
 
 
 @torch.no_grad()
 def _copy_rest(path: Path, model: Decoder, tensors: Mapping[str, Tensor], modules: Collection[str]) -> None:
-    """What is in high precision; every tensor of the model must be there in its shape."""
+    """Load the tensors in high precision; each must be there in the right shape."""
     for name, tensor in model_tensors(model).items():
         if name.rpartition(".")[0] in modules:
             continue

@@ -1,4 +1,4 @@
-"""The plots that pages are made of: curves with bands, grouped bars, heat maps. All labels are plain text."""
+"""The plots of report pages: curves with bands, grouped bars, heat maps. All labels are plain text."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def curves(
 
 
 def _logarithmic(values: Sequence[float]) -> dict[str, Any]:
-    """A logarithmic axis with a label at each decade, at 1, 2 and 5 of few, wherever there is room within one."""
+    """A logarithmic axis: labels per decade if there are many, at 1, 2 and 5 if few, automatic within one decade."""
     positive = [value for value in values if value > 0] or [1.0]
     decades = math.log10(max(positive) / min(positive))
     labels = {"tickformat": "~g"} if min(positive) > 1e-5 and max(positive) < 1e5 else {"exponentformat": "power"}

@@ -1,7 +1,7 @@
-"""One HTML file that needs nothing else: text, tables and Plotly figures, light and dark, on screen and on paper.
+"""A self-contained HTML page: text, tables and Plotly figures, light and dark, for screen and print.
 
-A page is a title, a lead and sections; a section opens with one sentence on what to look for. Everything a caller
-passes is text and is escaped here; no caller writes HTML. plotly.js is embedded once, and the page's own
+A page has a title, a lead and sections; a section opens with one sentence on what to look for. Callers pass plain text,
+which is escaped here; no caller writes HTML. plotly.js is embedded once, and the page's own
 Content-Security-Policy forbids every network request.
 """
 
@@ -33,7 +33,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Value:
-    """A cell with a value and what qualifies it (an interval, a unit), which stands smaller below it."""
+    """A cell with a value and a detail (an interval, a unit), which is shown smaller below it."""
 
     main: str
     detail: str = ""
@@ -56,7 +56,7 @@ class Column:
 
 
 class Section:
-    """A heading, one sentence on what to look for, and what is shown, in the order it was added."""
+    """A heading, a sentence on what to look for, and the content in the order it was added."""
 
     def __init__(self, page: Page, title: str, look_for: str) -> None:
         self._page = page
@@ -79,11 +79,11 @@ class Section:
         self._parts.append(f"<ul>{items}</ul>")
 
     def note(self, sentence: str) -> None:
-        """A remark that a reader should not miss: something was changed, left out or failed."""
+        """A highlighted remark: something was changed, left out or failed."""
         self._parts.append(f'<p class="note">{escape(sentence)}</p>')
 
     def code(self, text: str) -> None:
-        """Text as it stands: a configuration, a command."""
+        """Preformatted text: a configuration, a command."""
         self._parts.append(f"<pre>{escape(text)}</pre>")
 
     def facts(self, facts: Mapping[str, Cell]) -> None:
@@ -92,7 +92,7 @@ class Section:
         self._parts.append(f'<dl class="facts">{items}</dl>')
 
     def table(self, columns: Sequence[Column], rows: Iterable[Sequence[Cell]], emphasised: Iterable[int] = ()) -> None:
-        """A table that scrolls sideways when it must; `emphasised` row numbers stand out."""
+        """A table that scrolls sideways if needed; rows with an index in `emphasised` are highlighted."""
         strong = set(emphasised)
         kind = ["number" if column.numeric else "words" for column in columns]
         head = "".join(
@@ -113,7 +113,7 @@ class Section:
         self._parts.append(f"<figure>{self._page._plot(figure)}{_caption(caption)}</figure>")
 
     def tabs(self, figures: Mapping[str, Figure], caption: str = "") -> None:
-        """Several views of which the reader sees one at a time (and all of them on paper)."""
+        """Several views; the reader sees one at a time on screen, and all of them in print."""
         group = self._page._new_anchor(f"{self.title} view")
         labels, panels = [], []
         for index, (label, figure) in enumerate(figures.items()):
@@ -174,7 +174,7 @@ class Page:
         )
 
     def write(self, path: str | Path) -> Path:
-        """Write the page; a reader never sees half of it."""
+        """Write the page atomically."""
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(target, self.html())

@@ -25,7 +25,7 @@ _DIVERGING = {
 
 
 def colour(index: int) -> str:
-    """The colour of the index-th series of a page: the same variant has the same colour in every plot."""
+    """The colour of a page's index-th series: a variant has the same colour in every plot."""
     return SERIES[index % len(SERIES)]
 
 
@@ -36,7 +36,7 @@ def faded(hex_colour: str, opacity: float) -> str:
 
 
 def embeddable(text: str) -> str:
-    """JSON that can stand inside a <script> element: nothing in it can close the element or open a comment."""
+    """JSON escaped for a <script> element: nothing in it can close the element or open a comment."""
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
 

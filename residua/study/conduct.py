@@ -1,4 +1,4 @@
-"""A study from start to end: open the text, plan, run, work out the results, write them."""
+"""A study from start to end: open the text, plan, train, collect the results, write them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.text import Text
 
 from residua.data import Dataset, embedded, unigram_entropy
 from residua.storage.files import write_atomically
-from residua.study import sentences as words
+from residua.study import sentences
 from residua.study.config import StudyConfig
 from residua.study.diagnosed import SIDE_BY_SIDE, diagnose_runs
 from residua.study.page import study_page
@@ -29,7 +29,7 @@ RESULTS, TABLE, REPORT = "results.json", "results.md", "report.html"
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a study came to: its results, where the page is and the one of the diagnoses, and whether all completed."""
+    """The outcome of a study: its results, its page, and the page of diagnoses if there is one."""
 
     result: StudyResult
     report: Path
@@ -37,11 +37,12 @@ class Outcome:
 
     @property
     def complete(self) -> bool:
+        """Whether every run completed."""
         return all(run.status == "complete" for run in self.result.runs)
 
 
 def conduct(study: StudyConfig, out: Path, console: Console) -> Outcome:
-    """Run what is not done yet, then write study.toml, results.json, results.md and report.html into `out`."""
+    """Train the incomplete runs, then write study.toml, results.json, results.md and report.html into `out`."""
     refuse_strangers(out)
     dataset = open_dataset(study, console)
     plan = make_plan(study, out, dataset)
@@ -62,7 +63,7 @@ def open_dataset(study: StudyConfig, console: Console) -> Dataset:
 
 
 def describe(dataset: Dataset, limit_tokens: int) -> DatasetFacts:
-    """What the losses are to be read against; the entropy is of the text they are measured on."""
+    """Facts to compare the losses with; the entropy is of the text that losses are measured on."""
     return DatasetFacts(
         path=str(dataset.path),
         vocab_size=dataset.vocab_size,
@@ -76,7 +77,7 @@ def describe(dataset: Dataset, limit_tokens: int) -> DatasetFacts:
 def summarise(
     study: StudyConfig, plan: StudyPlan, out: Path, problems: dict[PlannedRun, str], dataset: DatasetFacts | None
 ) -> Outcome:
-    """Results and their files from the runs as they are on disk."""
+    """Collect the runs on disk into results, and write the files."""
     records = {run: read_run(run.folder, run.config) for run in plan.runs if is_complete(run.folder, run.config)}
     result = collect(study, plan, records, problems, dataset)
     write_atomically(out / STUDY, study.to_toml())
@@ -88,7 +89,7 @@ def summarise(
 
 
 def announce(console: Console, study: StudyConfig, plan: StudyPlan) -> None:
-    """What will be compared, and what parameter matching changed."""
+    """Print the planned models, and what parameter matching changed."""
     first = plan.runs[0].config
     console.print(
         f"{len(study.variants)} variants × {len(study.seeds)} seeds"
@@ -101,8 +102,10 @@ def announce(console: Console, study: StudyConfig, plan: StudyPlan) -> None:
         table.add_column(title, justify="left" if title in ("size", "variant", "matching") else "right")
     for (size, name), model in plan.models.items():
         steps = model.config.train.steps
-        tokens = words.count(steps * model.config.tokens_per_step)
-        table.add_row(Text(size), Text(name), f"{model.parameters:,}", str(steps), tokens, model.matching or "as it is")
+        tokens = sentences.count(steps * model.config.tokens_per_step)
+        table.add_row(
+            Text(size), Text(name), f"{model.parameters:,}", str(steps), tokens, model.matching or "unchanged"
+        )
     console.print(table)
     console.print(f"text: {first.data.path}, vocabulary {first.model.vocab_size:,}", highlight=False, soft_wrap=True)
     for sentence in undone_sentences(study):

@@ -1,4 +1,4 @@
-"""A study as data: variants × seeds (× sizes) of one base run, matched in parameters, against a baseline."""
+"""The configuration of a study: variants × seeds (× sizes) of a base run, compared with a baseline."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")
 
 
 class MatchFFN(Frozen):
-    """Change the feed-forward width until the parameters agree with the baseline's, within `tolerance`."""
+    """Change the feed-forward width until the parameter count is within `tolerance` of the baseline's."""
 
     kind: Literal["ffn"] = "ffn"
     tolerance: float = Field(0.005, gt=0, lt=1)
 
 
 class MatchDepth(Frozen):
-    """Change the number of layers, then, for the rest, the feed-forward width."""
+    """Change the number of layers first, then the feed-forward width for the rest."""
 
     kind: Literal["depth"] = "depth"
     tolerance: float = Field(0.005, gt=0, lt=1)
@@ -44,8 +44,8 @@ Match = Annotated[MatchFFN | MatchDepth | NoMatch, Field(discriminator="kind")]
 class Scaling(Frozen):
     """Several sizes: the names of presets or the paths of run TOMLs, smallest first.
 
-    With `tokens_per_parameter` every size trains on that many tokens per parameter of its baseline (20 is the common
-    choice); without it, on as many steps as its own configuration says.
+    With `tokens_per_parameter`, every size trains on that many tokens per parameter of its baseline (20 is common);
+    without it, for the number of steps in its own configuration.
     """
 
     sizes: tuple[str, ...] = Field(min_length=2)
@@ -56,10 +56,10 @@ class StudyConfig(Frozen):
     """What to compare. `variants` maps a name to a list of overrides or known names (`residua compare --list`).
 
     `base` is a preset's name or the path of a run's TOML; `set` are overrides of every run. The baseline is the first
-    variant unless named. `seeds` is a list, or a number n for 0 … n−1. `workers` runs train side by side, each with
-    `threads` threads (cores / workers when left out). `data` is a prepared folder; the embedded corpus without it.
-    `quantize` names recipes (`fp8`, `nvfp4`, `nvfp4+smooth`) whose loss is measured of every trained model, with
-    `calibration` sequences for SmoothQuant. `diagnose` looks inside every trained model (docs/diagnose.md).
+    variant unless named. `seeds` is a list, or a number n for 0 … n−1. `workers` runs train at the same time, each with
+    `threads` threads (default: cores / workers). `data` is a prepared folder (default: the embedded corpus).
+    `quantize` names recipes (`fp8`, `nvfp4`, `nvfp4+smooth`) to measure every trained model with;
+    `calibration` is the number of sequences for SmoothQuant. `diagnose` also diagnoses every trained model.
     """
 
     name: str = "study"
@@ -95,7 +95,7 @@ class StudyConfig(Frozen):
 
     @property
     def sizes(self) -> tuple[str, ...]:
-        """The base runs this study goes through."""
+        """The base runs of this study: one, or one per size."""
         return self.scaling.sizes if self.scaling else (self.base,)
 
     @field_validator("seeds", mode="before")

@@ -1,7 +1,7 @@
 """Parameter matching: a variant that adds parameters elsewhere gets a narrower feed-forward network, and the reverse.
 
-The papers compare at equal parameters (ExoFormer drops layers, Attention Residuals narrow nothing because they add
-almost nothing); here every variant stays within a tolerance of its baseline, and what was changed is said.
+The papers compare at equal parameters (ExoFormer drops layers; Attention Residuals change nothing, since they add
+almost no parameters). Here every variant is brought within a tolerance of the baseline, and the change is reported.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from residua.study.config import Match, MatchDepth, NoMatch
 
 @dataclass(frozen=True)
 class Matched:
-    """A model, its parameter count, and one sentence on what matching changed (empty when nothing)."""
+    """A model, its parameter count, and what matching changed in it (empty if nothing)."""
 
     model: ModelConfig
     parameters: int
@@ -24,7 +24,7 @@ class Matched:
 
 
 def match(name: str, model: ModelConfig, target: int, rule: Match) -> Matched:
-    """`model` changed by `rule` until its parameters are within tolerance of `target`; a ConfigError if none is."""
+    """Change `model` by `rule` until its parameters are within tolerance of `target`; ConfigError if it cannot be."""
     parameters = measure(model).parameters
     if isinstance(rule, NoMatch) or _off(parameters, target) <= rule.tolerance:
         return Matched(model, parameters, "")
@@ -39,7 +39,7 @@ def _off(parameters: int, target: int) -> float:
 
 
 def _nearest_depth(model: ModelConfig, target: int) -> ModelConfig:
-    """The number of layers whose count is nearest: parameters grow with every layer, so walk while it helps."""
+    """The number of layers with the nearest parameter count: add or remove layers while that brings it closer."""
     step = 1 if measure(model).parameters < target else -1
     best = model
     while best.layers + step >= 1:
@@ -51,7 +51,7 @@ def _nearest_depth(model: ModelConfig, target: int) -> ModelConfig:
 
 
 def _nearest_width(name: str, model: ModelConfig, target: int, tolerance: float) -> ModelConfig:
-    """Parameters are affine in the feed-forward width: solve, then round to a multiple of 8, or of 1 if that is off."""
+    """Parameters are affine in the feed-forward width: solve, round to a multiple of 8, or of 1 if 8 is too coarse."""
     hidden = model.ffn.hidden
     parameters = measure(model).parameters
     per_unit = measure(_hidden(model, hidden + 1)).parameters - parameters

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from residua.report import Column, Link, Page
-from residua.study import plots
-from residua.study import sentences as words
+from residua.study import plots, sentences
 from residua.study.config import StudyConfig
 from residua.study.diagnosed import SIDE_BY_SIDE
 from residua.study.plan import RUNS
@@ -15,7 +14,7 @@ from residua.study.results import RunResult, StudyResult, compute_points
 
 
 def study_page(study: StudyConfig, result: StudyResult, records: dict[str, Records], out: Path) -> Page:
-    """The page of a study; `records` are the complete runs by size and variant, `out` the folder it will lie in."""
+    """The page of a study; `records` are the complete runs by size and variant, `out` is the folder of the page."""
     page = Page(_title(result), _lead(result))
     _verdict(page, result)
     for size in result.sizes:
@@ -26,7 +25,7 @@ def study_page(study: StudyConfig, result: StudyResult, records: dict[str, Recor
         _scaling(page, result)
     _inside(page, records[result.sizes[-1]])
     _runs(page, result, out)
-    _made(page, study)
+    _provenance(page, study)
     return page
 
 
@@ -46,15 +45,15 @@ def _lead(result: StudyResult) -> str:
 def _verdict(page: Page, result: StudyResult) -> None:
     section = page.section(
         "Verdict",
-        "Look at the wall-clock gain first: it is what a variant returns per second of training. A Δ loss whose "
-        "interval holds 0 is no difference, however good the mean looks.",
+        "Look at the wall-clock gain first: it is what a variant gains per second of training. If the interval of "
+        "Δ loss contains 0, no difference was shown, however good the mean looks.",
     )
     if result.dataset:
         facts = result.dataset
         section.facts(
             {
                 "text": Path(facts.path).name,
-                "training tokens": words.count(facts.train_tokens),
+                "training tokens": sentences.count(facts.train_tokens),
                 "vocabulary": f"{facts.vocab_size:,}",
                 "unigram entropy": f"{facts.unigram_entropy:.4f} nats/token",
                 "seeds": str(len(result.seeds)),
@@ -65,24 +64,26 @@ def _verdict(page: Page, result: StudyResult) -> None:
         if len(result.sizes) > 1:
             section.subheading(f"Size {size}")
         section.table(
-            words.columns(result.confidence) if size == result.sizes[-1] else _titles(result),
-            [words.cells(row, result.baseline) for row in rows],
+            sentences.columns(result.confidence) if size == result.sizes[-1] else _titles(result),
+            [sentences.cells(row, result.baseline) for row in rows],
             emphasised=[index for index, row in enumerate(rows) if row.name == result.baseline],
         )
     last = result.rows(result.sizes[-1])
-    verdicts = [words.verdict(row, result.baseline, result.confidence) for row in last if row.name != result.baseline]
-    section.points([*verdicts, *([words.dataset_sentence(result.dataset, last)] if result.dataset else [])])
+    verdicts = [
+        sentences.verdict(row, result.baseline, result.confidence) for row in last if row.name != result.baseline
+    ]
+    section.points([*verdicts, *([sentences.dataset_sentence(result.dataset, last)] if result.dataset else [])])
     gains = plots.gains(last)
     if gains is not None:
         section.figure(gains, "The dotted line is the baseline. Wall-clock gain is the product of the other two.")
-    for sentence in (" ".join(words.matching_sentences(result)), words.side_by_side_sentence(result)):
+    for sentence in (" ".join(sentences.matching_sentences(result)), sentences.side_by_side_sentence(result)):
         if sentence:
             section.note(sentence)
 
 
 def _titles(result: StudyResult) -> list[Column]:
-    """The columns without their meanings, which one table on the page explains."""
-    return [Column(column.title, numeric=column.numeric) for column in words.columns(result.confidence)]
+    """The columns without their meanings, which only the last table on the page explains."""
+    return [Column(column.title, numeric=column.numeric) for column in sentences.columns(result.confidence)]
 
 
 def _loss(page: Page, result: StudyResult, records: Records, size: str) -> None:
@@ -117,25 +118,25 @@ def _low_precision(page: Page, result: StudyResult, size: str) -> None:
     suffix = f" at {size}" if len(result.sizes) > 1 else ""
     section = page.section(
         f"Low precision{suffix}",
-        "What each trained model loses in low precision. Healthy: little, with or without SmoothQuant. A large peak or "
-        "sink ratio is an outlier that the rounding has to make room for.",
+        "The loss that low precision adds to each trained model. Healthy: little, with or without SmoothQuant. A large "
+        "peak or sink ratio means outliers, which leave fewer levels for all other values.",
     )
     recipes = list(rows[0].low_precision.losses)
-    section.table(words.precision_columns(recipes), [words.precision_cells(row) for row in rows])
+    section.table(sentences.precision_columns(recipes), [sentences.precision_cells(row) for row in rows])
     section.figure(plots.precision_costs(rows, recipes), "Nats per token added to each variant's own loss.")
 
 
 def _scaling(page: Page, result: StudyResult) -> None:
     section = page.section(
         "Compute scaling",
-        "Lines that stay parallel keep their advantage as models grow; lines that meet lose it. Two sizes always lie "
-        "on a line: trust a fit with three or more.",
+        "If two lines are parallel, the advantage holds as models grow; if they meet, it disappears. Two sizes always "
+        "lie on a line: trust a fit over three or more.",
     )
     order = list(dict.fromkeys(row.name for row in result.variants))
     section.figure(plots.scaling_figure(compute_points(result.runs, result.variants), result.scaling, order))
     section.table(
-        words.scaling_columns(result.confidence),
-        [words.scaling_cells(row, result.baseline) for row in result.scaling],
+        sentences.scaling_columns(result.confidence),
+        [sentences.scaling_cells(row, result.baseline) for row in result.scaling],
     )
 
 
@@ -145,14 +146,14 @@ def _inside(page: Page, records: Records) -> None:
     if magnitude is not None:
         page.section(
             "Magnitude per sublayer",
-            "Healthy: outputs of the same order from first to last. A steep climb means late layers must shout over a "
-            "growing stream, as plain pre-norm does.",
+            "Healthy: outputs of similar size from first to last. A steep climb means that late layers need larger "
+            "and larger outputs to change a growing stream, as in plain pre-norm.",
         ).figure(magnitude)
     gradient = plots.sublayer_curves(records, "gradient_rms", "RMS of the gradient")
     if gradient is not None:
         page.section(
             "Gradient per layer",
-            "Healthy: a flat line. A first layer far above the rest means depth is trained unevenly.",
+            "Healthy: a flat line. A first layer far above the rest means that layers train at very different rates.",
         ).figure(gradient)
     weights = plots.depth_weights(records)
     if weights:
@@ -175,13 +176,13 @@ def _inside(page: Page, records: Records) -> None:
     if loads:
         page.section(
             "Expert load",
-            "How often each expert of a mixture is chosen, 1 being its fair share. Healthy: all near 1; an expert near "
-            "0 is not used, and one far above it does the work of several.",
+            "How often each expert is chosen; 1 is its fair share. Healthy: all near 1. An expert near 0 is not used; "
+            "one far above 1 does the work of several.",
         ).tabs(loads)
 
 
 def _runs(page: Page, result: StudyResult, out: Path) -> None:
-    section = page.section("Runs", "Every run of the study, with its folder; a failed one says why.")
+    section = page.section("Runs", "Every run of the study, with its folder; for failed runs, the reason.")
     titles = ("variant", "size", "seed", "status", "loss", "tokens/s", "memory", "folder", "diagnosis")
     numeric = {"seed", "loss", "tokens/s", "memory"}
     columns = [Column(title, numeric=title in numeric) for title in titles]
@@ -201,14 +202,14 @@ def _run_cells(run: RunResult, out: Path) -> list[str | Link]:
         run.size,
         str(run.seed),
         run.status,
-        words.NONE if run.loss is None else f"{run.loss:.4f}",
-        words.NONE if run.tokens_per_second is None else f"{run.tokens_per_second:,.0f}",
-        words.NONE if run.memory_gib is None else f"{run.memory_gib:.2f} GiB",
+        sentences.NONE if run.loss is None else f"{run.loss:.4f}",
+        sentences.NONE if run.tokens_per_second is None else f"{run.tokens_per_second:,.0f}",
+        sentences.NONE if run.memory_gib is None else f"{run.memory_gib:.2f} GiB",
         Link(run.folder, folder) if (out / folder).exists() else run.folder,
-        words.NONE if run.diagnosis is None else Link("open", run.diagnosis),
+        sentences.NONE if run.diagnosis is None else Link("open", run.diagnosis),
     ]
 
 
-def _made(page: Page, study: StudyConfig) -> None:
+def _provenance(page: Page, study: StudyConfig) -> None:
     section = page.section("How this was made", "The same study file gives the same runs.")
     section.code(study.to_toml())

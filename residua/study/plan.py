@@ -1,4 +1,4 @@
-"""From a study to its runs: every variant resolved against every size, matched, and given a folder."""
+"""From a study to its runs: every variant at every size, matched in parameters, each with a folder."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from residua.study.config import StudyConfig
 from residua.study.matching import match
 
 RUNS, CONFIGS, LOGS, LOCK, STUDY = "runs", "configs", "logs", ".lock", "study.toml"
-# What a study that was interrupted leaves behind: its study.toml comes last.
+# What an interrupted study leaves in its folder: study.toml is written last.
 _BEGUN = (RUNS, CONFIGS, LOGS, LOCK, "diagnosis")
 
 
 @dataclass(frozen=True)
 class PlannedModel:
-    """A variant at one size: the overrides that make it, what matching changed, and what it costs."""
+    """A variant at one size: its overrides, what matching changed, and its cost."""
 
     config: RunConfig
     overrides: tuple[str, ...]
@@ -42,6 +42,7 @@ class PlannedRun:
 
     @property
     def title(self) -> str:
+        """The name of its folder."""
         return self.folder.name
 
 
@@ -54,7 +55,7 @@ class StudyPlan:
 
 
 def make_plan(study: StudyConfig, out: Path, dataset: Dataset) -> StudyPlan:
-    """Resolve the study on a prepared text, the same for every run."""
+    """Plan the study on a prepared text, which all runs share."""
     shared = [f"data.path={_quoted(str(dataset.path.resolve()))}"]
     if not any(change.replace(" ", "").startswith("model.vocab_size=") for change in study.set):
         shared.append(f"model.vocab_size={padded_vocabulary(dataset.vocab_size)}")
@@ -72,28 +73,28 @@ def make_plan(study: StudyConfig, out: Path, dataset: Dataset) -> StudyPlan:
 
 
 def base_run(study: StudyConfig, size: str) -> RunConfig:
-    """The run that the variants of a size vary."""
+    """The run that the variants of a size change."""
     return RunConfig.find(size).override(list(study.set))
 
 
 def refuse_strangers(out: Path) -> None:
-    """Refuse a folder of something else, such as a training run: a study never writes among its files."""
+    """Refuse a folder that holds anything but a study, such as a training run."""
     if out.exists() and not out.is_dir():
         raise ConfigError(f"{out} is a file: choose another --out.")
     if not out.exists() or (out / STUDY).exists():
         return
     stranger = min((path.name for path in out.iterdir() if not _expected(path)), default=None)
     if stranger is not None:
-        raise ConfigError(f"{out} holds {stranger} and is no study's folder: choose another --out.")
+        raise ConfigError(f"{out} holds {stranger}, which no study wrote: choose another --out.")
 
 
 def _expected(path: Path) -> bool:
-    """What a study's folder may hold before its study.toml, the file it is started from included."""
+    """Whether an unfinished study's folder may hold this file; the study file it is started from may lie there too."""
     return path.name in _BEGUN or (path.suffix == ".toml" and path.name != "config.toml")
 
 
 def check_folders(plan: StudyPlan) -> None:
-    """Refuse to continue runs that were made by a different study: a reused number must be the number asked for."""
+    """Refuse to reuse runs whose configuration differs from what this study needs."""
     for run in plan.runs:
         written = run.folder / "config.toml"
         if not written.exists():
@@ -102,13 +103,13 @@ def check_folders(plan: StudyPlan) -> None:
         if changed:
             key, (old, new) = next(iter(changed.items()))
             raise ConfigError(
-                f"{run.folder} holds a run with {key} = {old!r} where this study wants {new!r}: "
+                f"{run.folder} holds a run with {key} = {old!r}, and this study needs {new!r}: "
                 "choose another --out, or remove that folder."
             )
 
 
 def _models(study: StudyConfig, base: RunConfig) -> dict[str, PlannedModel]:
-    """The variants of one size; the baseline first, since the others are matched to it."""
+    """The variants of one size, matched to the baseline."""
     reference = _varied(study, base, study.baseline)
     target = measure(reference.model).parameters
     steps = _steps(study, reference, target)
@@ -134,10 +135,10 @@ def _varied(study: StudyConfig, base: RunConfig, name: str) -> RunConfig:
 
 
 def undone_sentences(study: StudyConfig) -> list[str]:
-    """The changes to every run that a variant's names change again, one sentence each."""
+    """One sentence for each `set` change that a variant overrides."""
     base = base_run(study, study.sizes[0])
     return [
-        f"--set {change} does not hold for {name}, which changes it."
+        f"--set {change} has no effect on {name}, which sets its own value."
         for change in study.set
         if variants.holds(base, change)
         for name, entries in study.variants.items()
@@ -146,7 +147,7 @@ def undone_sentences(study: StudyConfig) -> list[str]:
 
 
 def _sets(entries: tuple[str, ...], change: str) -> bool:
-    """Whether a variant gives a key its own value on purpose."""
+    """Whether a variant sets this key explicitly."""
     key = change.partition("=")[0].strip()
     return any(entry.partition("=")[0].strip() == key for entry in entries)
 
@@ -158,7 +159,7 @@ def _steps(study: StudyConfig, reference: RunConfig, parameters: int) -> int | N
 
 
 def _run(study: StudyConfig, config: RunConfig, size: str, name: str, seed: int, out: Path) -> PlannedRun:
-    """The same data order for every variant of a seed, and the same seed for the weights."""
+    """All variants of a seed share the data order and the seed of the weights."""
     seeded = config.override([f"train.seed={seed}", f"data.seed={seed}"])
     stem = f"{Path(size).stem}-{name}" if study.scaling else name
     return PlannedRun(name, size, seed, seeded, out / RUNS / f"{stem}-seed{seed}")

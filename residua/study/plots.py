@@ -19,7 +19,7 @@ TOKENS, SECONDS = "tokens", "seconds of training"
 
 
 def validation_curves(records: Records, against: str) -> Figure:
-    """Mean over seeds, with the band of all seeds."""
+    """Validation loss: the mean over seeds, with a band that spans all seeds."""
     lines = {name: [_validation_points(run, against) for run in runs] for name, runs in records.items()}
     return _loss_figure(lines, against, "validation loss (nats per token)", markers=True)
 
@@ -42,7 +42,7 @@ def difference_curves(records: Records, baseline: str) -> Figure:
 
 
 def gains(rows: Sequence[VariantResult]) -> Figure | None:
-    """Per token, speed, and per second, each as a quotient to the baseline."""
+    """Step-wise gain, throughput and wall-clock gain of each variant, relative to the baseline."""
     parts, colours = {}, []
     for index, row in enumerate(rows):
         found = (row.step_gain, row.throughput_ratio, row.wall_clock_gain)
@@ -56,7 +56,7 @@ def gains(rows: Sequence[VariantResult]) -> Figure | None:
 
 
 def precision_costs(rows: Sequence[VariantResult], recipes: Sequence[str]) -> Figure:
-    """What low precision adds to each variant's loss; a gap where it was not finite."""
+    """The loss that low precision adds to each variant; no bar where it was not finite."""
     parts = {
         row.name: [None if (cost := row.low_precision.costs[name]) is None else cost.value for name in recipes]
         for row in rows
@@ -66,7 +66,7 @@ def precision_costs(rows: Sequence[VariantResult], recipes: Sequence[str]) -> Fi
 
 
 def sublayer_curves(records: Records, key: str, y_title: str) -> Figure | None:
-    """A quantity of each sublayer, on a logarithmic axis; None when no run was inspected."""
+    """A quantity per sublayer, on a logarithmic axis; None if no run was inspected."""
     series = []
     for name, runs in records.items():
         values = _mean_rows([[row[key] for row in run.inspection.get("sublayers", [])] for run in _inspected(runs)])
@@ -78,7 +78,7 @@ def sublayer_curves(records: Records, key: str, y_title: str) -> Figure | None:
 
 
 def depth_weights(records: Records) -> dict[str, Figure]:
-    """Who reads what, by variant; variants without depth weights have none."""
+    """The mean weight of every source at every reader, for the variants that have depth weights."""
     found = {}
     for name, runs in records.items():
         tables = [run.inspection["depth_weights"] for run in _inspected(runs) if "depth_weights" in run.inspection]
@@ -103,7 +103,7 @@ def gate_writes(records: Records) -> dict[str, Figure]:
 
 
 def attention_gates(records: Records) -> dict[str, Figure]:
-    """Mean of the attention gate and the share of it that is nearly closed, per layer."""
+    """Per layer: the mean of the attention gate, and the share of gate values that are nearly closed."""
     found = {}
     for label, key in (("mean gate", "mean"), ("share below 0.2", "closed")):
         series = []
@@ -111,7 +111,7 @@ def attention_gates(records: Records) -> dict[str, Figure]:
             tables = [run.inspection["gates"] for run in _inspected(runs) if "gates" in run.inspection]
             values = _mean_rows([[row[key] for row in table] for table in tables])
             if values:
-                layers = [row["layer"] for row in tables[0]]  # of a hybrid, only some
+                layers = [row["layer"] for row in tables[0]]  # in a hybrid, only some layers
                 series.append(Curve(name, layers, values, _colour(records, name), markers=True))
         if series:
             found[label] = curves(series, "layer", label, whole_x=True, y_range=(0.0, 1.0), height=320)
@@ -119,7 +119,7 @@ def attention_gates(records: Records) -> dict[str, Figure]:
 
 
 def expert_loads(records: Records) -> dict[str, Figure]:
-    """The load of every expert, 1 being its fair share; variants without experts have none."""
+    """The load of every expert (1 is its fair share), for the variants that have experts."""
     found = {}
     for name, runs in records.items():
         tables = [run.inspection["experts"] for run in _inspected(runs) if "experts" in run.inspection]
@@ -177,7 +177,7 @@ def _loss_figure(
 
 
 def _focus(values: Sequence[Sequence[float | None]]) -> tuple[float, float] | None:
-    """The range that shows where curves part: without the steep first tenth, which double-click brings back."""
+    """A range without the steep first tenth, so that the differences show. Double-click shows the whole curve."""
     ends = [[v for v in line if v is not None] for line in values]
     if not ends or any(len(line) < 5 for line in ends):
         return None
@@ -197,7 +197,7 @@ def _training_points(run: RunRecord, against: str) -> list[tuple[float, float]]:
 
 
 def _mean_curve(runs: Sequence[Sequence[tuple[float, float]]]) -> list[tuple[float, float]]:
-    """The mean of curves that were measured at the same steps; x is averaged too, since seconds differ."""
+    """The mean of curves measured at the same steps; x is averaged too, because seconds differ between runs."""
     return [(mean([p[0] for p in points]), mean([p[1] for p in points])) for points in zip(*runs, strict=False)]
 
 

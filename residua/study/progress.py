@@ -1,4 +1,4 @@
-"""The live view of a study: one bar for everything with its ETA, one line for each run under way."""
+"""The live view of a study: a bar for all runs with an ETA, and a line for each active run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from residua.study.runs import read_run, steps_done
 
 
 class LiveProgress:
-    """A Watcher that draws on a terminal, and on anything else prints one line per finished run."""
+    """A Watcher that draws bars on a terminal; in a log it prints one line per finished run."""
 
     def __init__(self, console: Console, plan: StudyPlan) -> None:
         self._console = console

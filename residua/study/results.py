@@ -1,4 +1,4 @@
-"""What a study found, as data: the documented, versioned content of results.json (docs/compare.md)."""
+"""The results of a study as data: the versioned content of results.json (docs/compare.md)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ VERSION = 1
 
 
 class Interval(Frozen):
-    """A mean over `count` runs, its standard error and its confidence interval; null where one run allows none."""
+    """A mean over `count` runs, its standard error and its confidence interval; null if there is only one run."""
 
     value: float
     count: int
@@ -38,7 +38,7 @@ class Interval(Frozen):
 
 
 class RunResult(Frozen):
-    """One run: where it is, and what it measured, or why it did not."""
+    """One run: where it is, and its measurements or its problem."""
 
     variant: str
     size: str
@@ -52,13 +52,13 @@ class RunResult(Frozen):
     tokens_per_second: float | None = None
     memory_gib: float | None = None
     quantized: QuantizedRun | None = None
-    diagnosis: str | None = Field(None, description="the page of its diagnosis, seen from the study's folder")
+    diagnosis: str | None = Field(None, description="the page of its diagnosis, relative to the study's folder")
 
 
 class LowPrecision(Frozen):
-    """Means over seeds: outliers, and the loss by recipe with what it costs against the same model's own loss.
+    """Means over seeds: outliers, and by recipe the loss and its increase over the same model in high precision.
 
-    Null where it was not finite for one of the seeds.
+    Null if the loss was not finite for one of the seeds.
     """
 
     peak_activation: float
@@ -69,12 +69,12 @@ class LowPrecision(Frozen):
 
 
 class VariantResult(Frozen):
-    """One row of the table: a variant at one size. The quotients compare it with the baseline of the same size."""
+    """One row of the table: a variant at one size. Ratios compare it with the baseline of the same size."""
 
     name: str
     size: str
     overrides: tuple[str, ...]
-    matching: str = Field(description="what parameter matching changed; empty when nothing")
+    matching: str = Field(description="what parameter matching changed; empty if nothing")
     parameters: int
     parameters_ratio: float
     flops_per_token: float
@@ -90,7 +90,7 @@ class VariantResult(Frozen):
 
 
 class ScalingResult(Frozen):
-    """L = scale · compute^−exponent for one variant, and the compute the baseline needs for the same loss / ours."""
+    """L = scale · compute^−exponent for one variant; `advantage` is the baseline's compute / ours for the same loss."""
 
     name: str
     scale: float
@@ -100,7 +100,7 @@ class ScalingResult(Frozen):
 
 
 class DatasetFacts(Frozen):
-    """What the losses are to be read against."""
+    """Facts about the text, to compare the losses with."""
 
     path: str
     vocab_size: int
@@ -111,7 +111,7 @@ class DatasetFacts(Frozen):
 
 
 class StudyResult(Frozen):
-    """results.json."""
+    """The content of results.json."""
 
     version: Literal[1] = 1
     name: str
@@ -130,6 +130,7 @@ class StudyResult(Frozen):
 
     @property
     def sizes(self) -> list[str]:
+        """The sizes, smallest first."""
         return list(dict.fromkeys(row.size for row in self.variants))
 
 
@@ -140,7 +141,7 @@ def collect(
     problems: dict[PlannedRun, str],
     dataset: DatasetFacts | None = None,
 ) -> StudyResult:
-    """The results of the runs that completed; the others are listed with their problem."""
+    """The results of the complete runs; the others are listed with their problem."""
     runs = tuple(_run_result(run, records.get(run), problems.get(run, "")) for run in plan.runs)
     variants = tuple(
         _variant_result(study, plan, records, size, name) for size in study.sizes for name in study.variants
@@ -205,7 +206,7 @@ def _variant_result(
 
 
 def _low_precision(study: StudyConfig, found: Sequence[QuantizedRun | None]) -> LowPrecision | None:
-    """What the study asked for; None until every run was measured."""
+    """The low-precision results; None until every run was measured."""
     runs = [run for run in found if run is not None]
     if not study.quantize or len(runs) < len(found) or any(t not in run.losses for run in runs for t in study.quantize):
         return None
@@ -298,7 +299,7 @@ def compute_points(
 
 
 def _finite(interval: Interval | None) -> Interval | None:
-    """JSON has no infinity: an interval too wide for a number is one that says nothing."""
+    """JSON has no infinity: drop an interval that is not finite."""
     if interval is None or not math.isfinite(interval.value):
         return None
     if interval.high is None or math.isfinite(interval.high):

@@ -1,7 +1,7 @@
-"""Runs a plan: each run is its own trainer process, several side by side, and whatever is done already is kept.
+"""Trains the runs of a plan, each in its own process, several at a time. Complete runs are reused.
 
-A process per run, so that a crash or a memory fault in one leaves the others alone, and an interrupted study goes on
-from its checkpoints when it is started again.
+With a process per run, a crash in one does not affect the others, and an interrupted study continues from its
+checkpoints when it is started again.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ STOP_SECONDS = 120.0
 
 
 class StudyInterrupted(RuntimeError):
-    """The study was stopped from outside; its message says how to go on."""
+    """The study was stopped by a signal; the message says how to continue."""
 
 
 class Watcher(Protocol):
-    """What is told of the runs' progress while a study goes on."""
+    """Gets the progress of the runs while a study trains."""
 
     def started(self, run: PlannedRun, step: int) -> None: ...
     def advanced(self, run: PlannedRun, step: int, loss: float | None) -> None: ...
@@ -50,9 +50,9 @@ class _Process:
 
 
 def run_plan(study: StudyConfig, plan: StudyPlan, out: Path, watcher: Watcher) -> dict[PlannedRun, str]:
-    """Complete every run of the plan; the ones that could not be, with the reason.
+    """Train every run of the plan to its end; returns the failed runs with the reason.
 
-    Raises StudyInterrupted after SIGINT or SIGTERM, when every process has saved and ended.
+    Raises StudyInterrupted after SIGINT or SIGTERM, once every process has saved and ended.
     """
     with _own(out) as lock:
         check_folders(plan)
@@ -66,12 +66,12 @@ def run_plan(study: StudyConfig, plan: StudyPlan, out: Path, watcher: Watcher) -
                         active.append(_start(waiting.pop(0), study, out, lock))
                         watcher.started(active[-1].run, steps_done(active[-1].run.folder))
                     time.sleep(POLL_SECONDS)
-                    active = _look(active, problems, watcher)
+                    active = _poll(active, problems, watcher)
             except KeyboardInterrupt:
                 _stop(active)
                 done = sum(is_complete(run.folder, run.config) for run in plan.runs)
                 raise StudyInterrupted(
-                    f"Stopped with {done} of {len(plan.runs)} runs complete: the same command goes on from here."
+                    f"Stopped with {done} of {len(plan.runs)} runs complete: the same command continues from here."
                 ) from None
             except BaseException:
                 _stop(active)
@@ -80,7 +80,7 @@ def run_plan(study: StudyConfig, plan: StudyPlan, out: Path, watcher: Watcher) -
 
 
 def threads_per_run(study: StudyConfig) -> int:
-    """What each trainer may use, so that runs side by side do not fight over cores; no more than OMP_NUM_THREADS."""
+    """CPU threads of each trainer: an equal share of the cores, at most OMP_NUM_THREADS."""
     share = max(1, available_cores() // study.workers)
     limit = os.environ.get("OMP_NUM_THREADS", "")
     return study.threads or (min(share, max(1, int(limit))) if limit.isdecimal() else share)
@@ -96,8 +96,8 @@ def _start(run: PlannedRun, study: StudyConfig, out: Path, lock: int) -> _Proces
         command.append("--resume")
     environment = os.environ | {"OMP_NUM_THREADS": str(threads_per_run(study)), "PYTHONUNBUFFERED": "1"}
     with log.open("ab") as file:
-        # Its own session: Ctrl-C reaches the study alone, which then stops its trainers in order. The inherited lock
-        # keeps the folder owned while any trainer lives, even if the study itself is killed.
+        # In a session of its own, Ctrl-C reaches only the study, which then stops its trainers. The inherited lock
+        # keeps the folder locked while any trainer lives, even if the study itself is killed.
         child = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, env=environment,
             start_new_session=True, pass_fds=(lock,),
@@ -105,8 +105,8 @@ def _start(run: PlannedRun, study: StudyConfig, out: Path, lock: int) -> _Proces
     return _Process(run, child, log)
 
 
-def _look(active: list[_Process], problems: dict[PlannedRun, str], watcher: Watcher) -> list[_Process]:
-    """Report progress, and take the ended processes out."""
+def _poll(active: list[_Process], problems: dict[PlannedRun, str], watcher: Watcher) -> list[_Process]:
+    """Report progress, and return the processes that still run."""
     alive = []
     for process in active:
         code = process.child.poll()
@@ -122,7 +122,7 @@ def _look(active: list[_Process], problems: dict[PlannedRun, str], watcher: Watc
 
 
 def _problem(process: _Process, code: int) -> str:
-    """One sentence: the last thing the trainer said, and where the rest is."""
+    """One sentence: how the trainer ended, the last line of its log, and where the log is."""
     lines = [line.strip() for line in process.log.read_text(encoding="utf-8", errors="replace").splitlines()]
     spoken = [line for line in lines if line]
     ending = f"ended by signal {-code}" if code < 0 else f"ended with status {code}"
@@ -131,7 +131,7 @@ def _problem(process: _Process, code: int) -> str:
 
 
 def _stop(active: list[_Process]) -> None:
-    """Ask every trainer to save and end; end those that do not listen."""
+    """Ask every trainer to save and end; kill those that do not end in time."""
     for process in active:
         if process.child.poll() is None:
             process.child.send_signal(signal.SIGTERM)
@@ -146,7 +146,7 @@ def _stop(active: list[_Process]) -> None:
 
 @contextmanager
 def _own(out: Path) -> Iterator[int]:
-    """Hold the study's folder; a second study in it is refused."""
+    """Lock the study's folder; refuse if another study holds it."""
     out.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(out / LOCK, os.O_RDWR | os.O_CREAT)
     try:
@@ -164,7 +164,7 @@ def _own(out: Path) -> Iterator[int]:
 
 @contextmanager
 def _stop_as_exception() -> Iterator[None]:
-    """SIGTERM behaves like Ctrl-C inside."""
+    """Inside the block, SIGTERM raises KeyboardInterrupt like Ctrl-C."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
@@ -172,7 +172,7 @@ def _stop_as_exception() -> Iterator[None]:
     previous: Callable[[int, FrameType | None], object] | int | None
     try:
         previous = signal.signal(signal.SIGTERM, interrupt)
-    except ValueError:  # not in the main thread: whoever started us there handles signals
+    except ValueError:  # not in the main thread, which alone can handle signals
         yield
         return
     try:

@@ -1,4 +1,4 @@
-"""Reading run folders: what a run was configured to do, how far it got, and its curves."""
+"""Read run folders: how far a run got, its curves and its other measurements."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ DIAGNOSIS = "report.html"
 
 
 class QuantizedRun(Frozen):
-    """quantized.json of a run: losses in nats per token on its validation set, by recipe, and its outliers.
+    """quantized.json of a run: validation losses by recipe in nats per token, and outliers.
 
-    `loss` is that of the same evaluation in high precision. `peak_activation` is the largest value any sublayer reads,
+    `loss` is the same evaluation in high precision. `peak_activation` is the largest value any sublayer reads,
     `sink_ratio` the largest dimension's mean |h| over the median dimension's. A loss that is not finite is null.
     """
 
@@ -75,7 +75,7 @@ class RunRecord:
 
 
 def read_run(folder: Path, config: RunConfig) -> RunRecord:
-    """Everything measured in a run's folder; an empty record for one that has not started."""
+    """Everything measured in a run's folder; an empty record if the run has not started."""
     rows = read_metrics(folder / METRICS)
     return RunRecord(
         folder,
@@ -93,7 +93,7 @@ def steps_done(folder: Path) -> int:
 
 
 def latest(folder: Path) -> tuple[int, float | None]:
-    """The last logged step and its loss, cheaply: only the end of the file is read. (0, None) before the first."""
+    """The last logged step and its loss; (0, None) before the first. Reads only the end of the file."""
     path = folder / METRICS
     if not path.exists():
         return 0, None
@@ -112,14 +112,14 @@ def latest(folder: Path) -> tuple[int, float | None]:
 
 
 def is_complete(folder: Path, config: RunConfig) -> bool:
-    """Whether the run reached its last step, validated there, and wrote its inspection, which comes last."""
+    """Whether the run reached its last step, validated there, and wrote its inspection, which it does last."""
     if not (folder / INSPECTION).exists():
         return False
     return any(row["step"] >= config.train.steps for row in read_run(folder, config).validation)
 
 
 def read_quantized(folder: Path) -> QuantizedRun | None:
-    """What was measured of a run in low precision; None where nothing was, or nothing that can be read."""
+    """The low-precision measurements of a run; None if they are missing or unreadable."""
     content = _read_json(folder / QUANTIZED)
     try:
         return None if content is None else QuantizedRun(**content)

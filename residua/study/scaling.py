@@ -15,7 +15,7 @@ from residua.study.statistics import Estimate, mean, t_quantile
 
 @dataclass(frozen=True)
 class PowerLaw:
-    """ln L = log_scale − exponent·ln C, with what its uncertainty needs."""
+    """The fit ln L = log_scale − exponent·ln C, with what the interval needs."""
 
     log_scale: float
     exponent: float
@@ -43,7 +43,7 @@ def fit(points: Sequence[tuple[float, float]]) -> PowerLaw:
     centre = mean(x) if x else 0.0
     spread = math.fsum((value - centre) ** 2 for value in x)
     if spread <= 1e-12:
-        raise ValueError("a power law needs runs at two sizes at least; name more in scaling.sizes")
+        raise ValueError("a power law needs runs at two sizes at least: name more in scaling.sizes")
     slope = math.fsum((a - centre) * b for a, b in zip(x, y, strict=True)) / spread
     log_scale = mean(y) - slope * centre
     residual = math.fsum((b - log_scale - slope * a) ** 2 for a, b in zip(x, y, strict=True))
@@ -51,12 +51,12 @@ def fit(points: Sequence[tuple[float, float]]) -> PowerLaw:
 
 
 def advantage(ours: PowerLaw, baseline: PowerLaw, compute: float, confidence: float = 0.95) -> Estimate | None:
-    """How many times our compute the baseline needs for the loss we fit at `compute`: C_b / C above 1 saves compute.
+    """C_b / C: the compute that the baseline needs for the loss our fit has at `compute`, over `compute`.
 
     ln(C_b/C) = (a_b − a_o + α_o ln C)/α_b − ln C. The interval is analytic (delta method) with one residual variance
-    pooled over both fits and n_b + n_o − 4 degrees of freedom; without a degree of freedom there is none. Seeds shared
-    by both variants make it a little too wide; a law that does not hold makes it too narrow, since runs of one size
-    share its misfit. None when the baseline does not fall with compute.
+    pooled over both fits and n_b + n_o − 4 degrees of freedom; with no degree of freedom left there is no interval.
+    It is a little too wide if both variants share seeds, and too narrow if the power law does not hold, because runs of
+    one size share the misfit. Returns None if the baseline's loss does not fall with compute.
     """
     if baseline.exponent <= 0:
         return None
@@ -67,7 +67,7 @@ def advantage(ours: PowerLaw, baseline: PowerLaw, compute: float, confidence: fl
     if freedom < 1:
         return Estimate(math.exp(log_gain), count)
     pooled = (ours.residual + baseline.residual) / freedom
-    # d ln C_b moves with each fit's predicted ln L where it is read: ours at x, the baseline's at x + log_gain.
+    # Variance of each fit's prediction of ln L where it is evaluated: ours at x, the baseline's at x + log_gain.
     ours_variance = pooled * (1 / ours.count + (x - ours.centre) ** 2 / ours.spread)
     read = x + log_gain
     baseline_variance = pooled * (1 / baseline.count + (read - baseline.centre) ** 2 / baseline.spread)

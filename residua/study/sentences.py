@@ -1,4 +1,4 @@
-"""Numbers as people read them: the cells and sentences that the terminal, Markdown and HTML tables share."""
+"""The cells and sentences that the terminal, Markdown and HTML tables share."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from residua.report import Column, Value
 from residua.study.results import DatasetFacts, Interval, ScalingResult, StudyResult, VariantResult
 
 NONE = "—"
-WIDEST = 1000.0  # high / low of an interval of quotients; a wider one says nothing
+WIDEST = 1000.0  # high / low of an interval of ratios; a wider interval is not shown
 
 
 def columns(confidence: float) -> list[Column]:
@@ -16,14 +16,14 @@ def columns(confidence: float) -> list[Column]:
     level = f"{confidence * 100:g} %"
     return [
         Column("variant", "the architecture; the baseline is the one the others are compared with", numeric=False),
-        Column("parameters", "all parameters, embedding and head included, and their quotient to the baseline's"),
+        Column("parameters", "all parameters, including embedding and head, and the difference to the baseline"),
         Column("validation loss", "cross-entropy in nats per token on the fixed validation set after the last step: "
                "mean over seeds ± standard error. Lower is better"),
         Column("bits/byte", "the same loss per byte of text, which does not depend on the tokenizer"),
         Column(f"Δ loss [{level}]", "loss minus the baseline's, paired by seed (same data order), with its "
-               f"{level} Student-t interval. An interval that holds 0 shows no difference"),
+               f"{level} Student-t interval. If it contains 0, no difference was shown"),
         Column("step-wise gain", "baseline tokens / our tokens to reach the same loss, the worse of the two final "
-               "losses. Above 1 needs fewer tokens"),
+               "losses. Above 1: the variant needs fewer tokens"),
         Column("throughput", "our tokens per second / the baseline's"),
         Column("wall-clock gain", "step-wise gain × throughput: baseline seconds / our seconds to the same loss"),
         Column("memory", "peak memory of one run: GPU allocations, or the process's resident set on a CPU"),
@@ -64,20 +64,20 @@ def verdict(row: VariantResult, baseline: str, confidence: float) -> str:
 
 
 def _gains(row: VariantResult, baseline: str) -> str:
-    """Per step and per second, or why there is no such number."""
+    """The gains per step and per second, or why there are none."""
     if row.throughput_ratio is None:
         return "no gain per step, since no seed completed in both"
     if row.step_gain is None or row.wall_clock_gain is None:
         return "no gain per step, since the curves have one validation point each: make train.validate_every smaller"
     per_step = f"{row.step_gain.value:.2f}× per step"
-    if _says_nothing(row.throughput_ratio):
+    if _too_wide(row.throughput_ratio):
         return f"{per_step}; the seeds' speeds against {baseline} disagree, so none is stated"
     speed, seconds = row.throughput_ratio.value, row.wall_clock_gain.value
     return f"{per_step} at {speed:.2f}× the speed of {baseline}, so {seconds:.2f}× per second"
 
 
 def dataset_sentence(facts: DatasetFacts, rows: Sequence[VariantResult]) -> str:
-    """What the losses are to be read against, and by how much even the worst of them is better."""
+    """The unigram entropy, and by how much even the worst variant is below it."""
     losses = [row.loss.value for row in rows if row.loss is not None]
     below = facts.unigram_entropy - max(losses) if losses else 0.0
     learned = f"; every variant ends at least {below:.2f} below it" if below > 0 else ""
@@ -88,12 +88,12 @@ def dataset_sentence(facts: DatasetFacts, rows: Sequence[VariantResult]) -> str:
 
 
 def side_by_side_sentence(result: StudyResult) -> str:
-    """A warning that belongs to every speed measured on a shared machine; empty when runs were alone."""
+    """A warning for speeds measured while runs shared the machine; empty if each ran alone."""
     if result.side_by_side < 2:
         return ""
     return (
-        f"{result.side_by_side} runs trained side by side on this machine, so speeds and wall-clock gains carry what "
-        "they cost each other; measure them with one worker before relying on them."
+        f"{result.side_by_side} runs shared this machine, so they slowed each other down: measure speeds and "
+        "wall-clock gains with one worker before relying on them."
     )
 
 
@@ -112,13 +112,14 @@ def precision_columns(recipes: Sequence[str]) -> list[Column]:
     """The columns of the low-precision table."""
     return [
         Column("variant", numeric=False),
-        Column("peak activation", "the largest value that any sublayer reads, mean over seeds"),
+        Column("peak activation", "the largest value that any sublayer reads; mean over seeds"),
         Column(
-            "residual-sink ratio", "the largest dimension's mean |h| over tokens and depth / the median dimension's"
+            "residual-sink ratio",
+            "mean |h| over tokens and depth, largest dimension / median dimension",
         ),
         Column("loss", "validation loss in high precision (bf16 on a GPU, fp32 on a CPU)"),
         *(
-            Column(name, f"loss after {_describe_recipe(name)}, and what it adds to the same models' loss")
+            Column(name, f"loss after {_describe_recipe(name)}, and the increase over high precision")
             for name in recipes
         ),
     ]
@@ -143,7 +144,7 @@ def precision_cells(row: VariantResult) -> list[Value]:
 
 
 def _describe_recipe(name: str) -> str:
-    """W8A8 or W4A4, and how."""
+    """A recipe in words: W8A8 or W4A4, the scheme, and whether with SmoothQuant."""
     scheme, _, smoothing = name.partition("+")
     bits = "W4A4" if scheme == "nvfp4" else "W8A8"
     return f"{bits} ({scheme}{', SmoothQuant' if smoothing else ''})"
@@ -157,7 +158,10 @@ def scaling_columns(confidence: float) -> list[Column]:
         Column("L = A·C^−α", "least-squares fit of ln L on ln C over all runs; C in training FLOPs"),
         Column("α", "how fast loss falls with compute"),
         Column("fitted loss", "the fit at the baseline's largest compute"),
-        Column(f"compute advantage [{level}]", "baseline's compute for that loss / ours. Above 1 saves compute"),
+        Column(
+            f"compute advantage [{level}]",
+            "baseline's compute for that loss / ours. Above 1 saves compute",
+        ),
     ]
 
 
@@ -200,13 +204,13 @@ def _difference(value: Interval | None) -> Value:
 def _ratio(value: Interval | None) -> Value:
     if value is None:
         return Value(NONE)
-    if _says_nothing(value):
+    if _too_wide(value):
         return Value(f"{value.value:.2f}×", "(no interval)")
     return Value(f"{value.value:.2f}×", "" if value.low is None else f"[{value.low:.2f}, {value.high:.2f}]")
 
 
-def _says_nothing(value: Interval) -> bool:
-    """Whether the seeds differ so much that their interval goes from nearly nothing to a thousand times as much."""
+def _too_wide(value: Interval) -> bool:
+    """Whether the seeds disagree so much that the ends of the interval are a factor of 1,000 apart."""
     return value.low is not None and value.high is not None and value.high > WIDEST * value.low
 
 

@@ -1,6 +1,6 @@
 """Small statistics for few runs: standard errors, t-intervals, and the tokens a curve needs to reach a loss.
 
-Studies have two to five seeds, so every interval uses Student's t; one seed has no interval and says so (`None`).
+Studies have two to five seeds, so every interval uses Student's t; with one seed there is no interval (`None`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def mean(values: Sequence[float]) -> float:
 
 
 def geometric_mean(values: Sequence[float]) -> float:
-    """exp(mean ln x), the mean whose quotients are the means of quotients; at least one value."""
+    """exp(mean ln x); at least one value. A ratio of such means is the mean of the ratios."""
     return math.exp(mean([math.log(value) for value in values]))
 
 
@@ -47,9 +47,9 @@ def estimate(values: Sequence[float], confidence: float = 0.95) -> Estimate:
 
 
 def estimate_ratio(ratios: Sequence[float], confidence: float = 0.95) -> Estimate:
-    """The geometric mean of ratios, with the t-interval of their logarithms carried back.
+    """The geometric mean of ratios, with a t-interval computed from their logarithms.
 
-    Logarithms, so that "twice" and "half" weigh the same. The error is that of the logarithm: a relative error.
+    With logarithms, "twice" and "half" weigh the same. The error is that of the logarithm, that is, relative.
     """
     logs = estimate([math.log(ratio) for ratio in ratios], confidence)
     low, high = (None if edge is None else math.exp(edge) for edge in (logs.low, logs.high))
@@ -59,8 +59,8 @@ def estimate_ratio(ratios: Sequence[float], confidence: float = 0.95) -> Estimat
 def paired_difference(ours: dict[int, float], baseline: dict[int, float], confidence: float = 0.95) -> Estimate | None:
     """ours − baseline by seed: a t-interval over the differences of the seeds both have.
 
-    Runs that share a seed share their data order, and pairing removes what that order does to both. Without a shared
-    seed it falls back to Welch's interval for two independent samples. None when either side has no run.
+    Runs with the same seed share their data order, and pairing removes its effect. Without a shared seed, uses Welch's
+    interval for two independent samples. None if either side has no run.
     """
     shared = sorted(ours.keys() & baseline.keys())
     if shared:
@@ -87,10 +87,10 @@ def _interval(value: float, error: float, freedom: float, count: int, confidence
 
 
 def tokens_to_reach(loss: float, curve: Sequence[tuple[float, float]]) -> float | None:
-    """The tokens at which a validation curve [(tokens, loss), ...] first is at or below `loss`.
+    """The tokens at which a validation curve [(tokens, loss), ...] is first at or below `loss`.
 
-    Linear between two validations; None when the curve never gets there. The first point counts as it stands: nothing
-    is known before it.
+    Linear between two validations. None if the curve never gets there. If the first point is already below, returns
+    its tokens.
     """
     before: tuple[float, float] | None = None
     for tokens, value in curve:
@@ -106,8 +106,8 @@ def tokens_to_reach(loss: float, curve: Sequence[tuple[float, float]]) -> float 
 def step_gain(ours: Sequence[tuple[float, float]], baseline: Sequence[tuple[float, float]]) -> float | None:
     """Baseline tokens / our tokens to reach the same loss: the worse of the two final losses, which both reached.
 
-    Above 1 we need fewer tokens. Both curves come from the same number of tokens under the same schedule. None when
-    a curve has fewer than two points: between them the crossing is looked for.
+    Above 1, we need fewer tokens. Both curves must have the same number of tokens and the same schedule. None if a
+    curve has fewer than two points, since the crossing is interpolated.
     """
     if len(ours) < 2 or len(baseline) < 2:
         return None

@@ -1,4 +1,4 @@
-"""The study's table on a terminal and in Markdown; both use the same cells."""
+"""The study's tables on a terminal and in Markdown, with the same cells."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from rich.table import Table
 from rich.text import Text
 
 from residua.report import Column, Value
-from residua.study import sentences as words
+from residua.study import sentences
 from residua.study.results import StudyResult
 
-SPARED = ("bits/byte", "memory", "parameters")  # what a narrow terminal does without, in this order
+SPARED = ("bits/byte", "memory", "parameters")  # columns that a narrow terminal drops, in this order
 
 
 def print_study(console: Console, result: StudyResult) -> None:
@@ -27,7 +27,7 @@ def print_study(console: Console, result: StudyResult) -> None:
 
 
 def _fitting(console: Console, title: str, columns: Sequence[Column], rows: Sequence[Sequence[Value]]) -> Table:
-    """The table with as many columns as the terminal has room for; on a very narrow one its cells wrap."""
+    """The table with as many columns as fit the terminal; on a very narrow one, cells wrap."""
     unbounded = console.options.update(width=10_000)
     for spared in range(len(SPARED) + 1):
         table = _table(title, columns, rows, SPARED[:spared])
@@ -60,7 +60,7 @@ def markdown(result: StudyResult) -> str:
     parts += [f"- {_plain(sentence)}" for sentence in _sentences(result)]
     inside = [f"[{_plain(run.folder)}]({run.diagnosis})" for run in result.runs if run.diagnosis]
     parts += [f"- Diagnoses: {', '.join(inside)}."] if inside else []
-    meanings = [column for column in words.columns(result.confidence) if column.meaning]
+    meanings = [column for column in sentences.columns(result.confidence) if column.meaning]
     parts += ["", "Columns:", "", *(f"- **{column.title}**: {column.meaning}." for column in meanings)]
     return "\n".join(parts) + "\n"
 
@@ -71,8 +71,8 @@ def _tables(result: StudyResult) -> list[tuple[str, list[Column], list[list[Valu
     found = [
         (
             f"size {size}" if several else "",
-            words.columns(result.confidence),
-            [words.cells(row, result.baseline) for row in result.rows(size)],
+            sentences.columns(result.confidence),
+            [sentences.cells(row, result.baseline) for row in result.rows(size)],
         )
         for size in result.sizes
     ]
@@ -80,24 +80,24 @@ def _tables(result: StudyResult) -> list[tuple[str, list[Column], list[list[Valu
         low = [row for row in result.rows(size) if row.low_precision is not None]
         if low and low[0].low_precision is not None:
             title = f"low precision, size {size}" if several else "low precision"
-            columns = words.precision_columns(list(low[0].low_precision.losses))
-            found.append((title, columns, [words.precision_cells(row) for row in low]))
+            columns = sentences.precision_columns(list(low[0].low_precision.losses))
+            found.append((title, columns, [sentences.precision_cells(row) for row in low]))
     if result.scaling:
-        fits = [words.scaling_cells(row, result.baseline) for row in result.scaling]
-        found.append(("compute scaling", words.scaling_columns(result.confidence), fits))
+        fits = [sentences.scaling_cells(row, result.baseline) for row in result.scaling]
+        found.append(("compute scaling", sentences.scaling_columns(result.confidence), fits))
     return found
 
 
 def _sentences(result: StudyResult) -> list[str]:
     verdicts = [
-        words.verdict(row, result.baseline, result.confidence)
+        sentences.verdict(row, result.baseline, result.confidence)
         for row in result.rows(result.sizes[-1])
         if row.name != result.baseline
     ]
     failed = [f"{run.folder} did not complete: {run.problem}" for run in result.runs if run.status == "failed"]
-    facts = [words.dataset_sentence(result.dataset, result.variants)] if result.dataset else []
-    warning = words.side_by_side_sentence(result)
-    return [*facts, *words.matching_sentences(result), *verdicts, *([warning] if warning else []), *failed]
+    facts = [sentences.dataset_sentence(result.dataset, result.variants)] if result.dataset else []
+    warning = sentences.side_by_side_sentence(result)
+    return [*facts, *sentences.matching_sentences(result), *verdicts, *([warning] if warning else []), *failed]
 
 
 def _markdown_table(columns: Sequence[Column], rows: Sequence[Sequence[Value]]) -> list[str]:
@@ -107,5 +107,5 @@ def _markdown_table(columns: Sequence[Column], rows: Sequence[Sequence[Value]]) 
 
 
 def _plain(text: str) -> str:
-    """Text that Markdown shows as it is."""
+    """Text with Markdown's special characters escaped."""
     return "".join(f"\\{c}" if c in "|\\`*<" else c for c in text.replace("\n", " "))

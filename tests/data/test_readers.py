@@ -181,7 +181,7 @@ def test_a_hub_out_of_reach_is_one_sentence_without_the_librarys_lines(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
     sentence = (
-        "there is no file or folder org/name, and as a dataset of Hugging Face it cannot be streamed: Couldn't reach"
+        "there is no file or folder org/name, and it cannot be streamed as a Hugging Face dataset: Couldn't reach"
     )
     with pytest.raises(DataError, match=sentence):
         read("org/name")

@@ -113,13 +113,13 @@ def test_what_cannot_be_is_refused_with_a_sentence(run: Path, tmp_path: Path) ->
     wrong: list[tuple[dict[str, object], str]] = [
         ({"scheme": "int3"}, "scheme 'int3' does not exist: choose fp8"),
         ({"alpha": 1.5}, "α must lie between 0 and 1"),
-        ({"exempt": ["layers.*"]}, "matches no module of this model: they are called like"),
+        ({"exempt": ["layers.*"]}, "matches no module of this model; examples of names: "),
         ({"out": tmp_path / "full"}, "exists and is not an empty folder: choose another --out"),
         ({"model": tmp_path}, "holds no last checkpoint"),
         ({"data": tmp_path}, "is not a prepared dataset"),
-        ({"inside": True}, "--inside says how far SmoothQuant reaches: use it with --smooth"),
+        ({"inside": True}, "--inside extends SmoothQuant: use it with --smooth"),
         ({"engine": tmp_path / "full"}, "full exists and is not an empty folder: choose another --engine"),
-        ({"engine": tmp_path / "q"}, "is --out too: the two hold different files"),
+        ({"engine": tmp_path / "q"}, "is the same as --out: name two folders"),
     ]
     for options, sentence in wrong:
         given = {"model": run, "out": tmp_path / "q", "scheme": "fp8", **options}

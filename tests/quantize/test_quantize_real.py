@@ -206,6 +206,8 @@ def test_what_does_not_multiply_in_fp8_is_said(run: Path, tmp_path: Path, monkey
         if scheme == "fp8" and find_product("block", CPU) is not None:
             continue
         quantize(run, tmp_path / scheme, scheme=scheme, probes=0, device="cpu")
-        with pytest.warns(UserWarning, match=rf"8 of 8 modules only simulate products in FP8.*sublayers\.0.*{why}"):
+        with pytest.warns(
+            UserWarning, match=rf"8 of 8 modules only simulate FP8 products, among them sublayers\.0.*{why}"
+        ):
             model = load_quantized(tmp_path / scheme, fp8_products=CPU)
         assert not [module for module in model.modules() if isinstance(module, Fp8Projection)]

@@ -85,7 +85,7 @@ def test_a_folder_of_something_else_is_refused_and_left_as_it_is(
     arguments = ["prenorm", "mgr", "--seeds", "1", *small, "--data", str(dataset.path), "--out", str(tmp_path), *plan]
     result = runner.invoke(app, arguments)
     assert isinstance(result.exception, ConfigError)
-    assert str(result.exception) == f"{tmp_path} holds {stranger} and is no study's folder: choose another --out."
+    assert str(result.exception) == f"{tmp_path} holds {stranger}, which no study wrote: choose another --out."
     assert {path.name for path in tmp_path.iterdir()} == {stranger, "report.html"}
     assert (tmp_path / "report.html").read_text() == "its own page"
 
@@ -94,5 +94,5 @@ def test_a_change_that_a_variant_undoes_is_told(dataset: Dataset) -> None:
     changes = ["--set", "model.topology.kind=additive", "--set", "train.steps=100"]
     arguments = ["prenorm", "mgr", *changes, "--data", str(dataset.path), "--plan"]
     shown = runner.invoke(app, arguments, catch_exceptions=False).output
-    assert "--set model.topology.kind=additive does not hold for mgr, which changes it." in shown
+    assert "--set model.topology.kind=additive has no effect on mgr, which sets its own value." in shown
     assert "train.steps=100 does not" not in shown and "for prenorm" not in shown

@@ -79,7 +79,7 @@ def test_a_study_runs_writes_everything_and_is_reused(study: StudyConfig, datase
 
     # The same folder for a different study is refused, and nothing in it changes.
     other = two(study, data=str(dataset.path), set=(*study.set, "train.steps=12"))
-    with pytest.raises(ConfigError, match=r"train\.steps = 10 where this study wants 12"):
+    with pytest.raises(ConfigError, match=r"train\.steps = 10, and this study needs 12"):
         conduct(other, out, Console(quiet=True))
     assert losses(plan) == before
 
@@ -113,7 +113,7 @@ def test_ctrl_c_saves_every_run_and_the_same_command_goes_on(study: StudyConfig,
     first.send_signal(signal.SIGINT)
     _, complaint = first.communicate()
     assert first.returncode == 130
-    assert b"the same command goes on" in complaint
+    assert b"the same command continues" in complaint
     saved = {run.title: next((run.folder / "checkpoints").glob("step-*")) for run in plan.runs}
     watcher = Quiet()
     assert all(0 < int(path.name.removeprefix("step-")) < 200 for path in saved.values())

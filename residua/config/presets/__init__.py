@@ -1,4 +1,4 @@
-"""The models that come with Residua: TOML files, each a `summary`, an optional `extends`, `[model]` and `[train]`."""
+"""The models that come with Residua: TOML files with `summary`, optional `extends`, `[model]` and `[train]`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def names() -> tuple[str, ...]:
 
 
 def load(name: str) -> dict[str, Any]:
-    """The tables of a preset, with what it extends merged in."""
+    """The tables of a preset, merged over those of the preset it extends."""
     if name not in names():
         near = get_close_matches(name, names(), n=1, cutoff=0.4)
         hint = f"did you mean {near[0]!r}?" if near else "`residua presets` lists them."
