@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from residua.generate.fused_decoder import fuse
 from residua.model.moe import Experts, mixtures
 from residua.ops._runtime.backend import chosen_backend
-from residua.ops.grouped_linear.grouped import takes
+from residua.ops.grouped_linear.launch import takes
 
 if TYPE_CHECKING:
     from residua.model.cache import Cache

@@ -28,7 +28,6 @@ from triton.runtime.jit import JITFunction
 
 from residua import ops
 from residua.ops._runtime import fused
-from residua.ops.depth_attention import launch
 from tests.ops.offline_cases import Case, small_cases, wide_cases
 
 HOPPER = "sm_90"
@@ -89,7 +88,6 @@ def compiled(cases: Iterable[Case], usage: bool, gpu: str = HOPPER) -> list[str]
     JITFunction.run = lambda fn, *args, **settings: compiler(fn, *args, **settings)
     fused.serves = lambda *tensors: all(x.dtype in fused.DTYPES for x in tensors)
     fused.multiprocessors = lambda x: MULTIPROCESSORS
-    launch._cores = lambda device: MULTIPROCESSORS
     failed = []
     with ops.backend("triton"):
         for name, run in cases:

@@ -12,8 +12,8 @@ from torch import Tensor
 from residua import ops
 from residua.ops import decode, descent
 from residua.ops.depth_attention import deferred
-from residua.ops.depth_attention.plan import Plan
-from residua.ops.squared_relu import triton
+from residua.ops.depth_attention.plan import ReadPlan
+from residua.ops.squared_relu import launch
 
 Case = tuple[str, Callable[[], Any]]
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -130,7 +130,7 @@ def depth_walk(dtype: torch.dtype, width: int, sublayers: int, block: int, token
     """All reads of a model with blocks of `block` sublayers; 1 is Full."""
     # the embedding, the finished blocks' sums, and the running one
     sees = [[0, *range(block, k + 1, block), k + 1] for k in range(sublayers)]
-    plan = Plan(sees, [False, *(k % block > 0 for k in range(sublayers))])
+    plan = ReadPlan(sees, [False, *(k % block > 0 for k in range(sublayers))])
     queries, x = draw(sublayers, width), draw(tokens, width, dtype=dtype)
     state, read = deferred.open(plan, x, queries), []
     for k in range(sublayers):
@@ -143,7 +143,7 @@ def depth_walk(dtype: torch.dtype, width: int, sublayers: int, block: int, token
 def squared_relu(width: int, hidden: int, plan: str, tokens: int = 300) -> None:
     """The two products alone: the others, on a CPU, would take minutes."""
     forward, backward = (
-        (triton.FORWARD, triton.BACKWARD) if plan == "chosen" else (triton.FLAT_FORWARD, triton.FLAT_BACKWARD)
+        (launch.FORWARD, launch.BACKWARD) if plan == "chosen" else (launch.FLAT_FORWARD, launch.FLAT_BACKWARD)
     )
     x, a = torch.zeros(tokens, width, dtype=BF16), torch.zeros(tokens, hidden, dtype=BF16)
     forward.launch(x, torch.zeros(hidden, width, dtype=BF16), None, a)
@@ -185,7 +185,7 @@ def decode_junctions(dtype: torch.dtype, width: int, count: int, n: int, rows: i
     for competitive in (False, True):
         gate = decode.Gate([y] * n, weight, torch.zeros(n + competitive), weight, competitive)
         decode.gate_norm(gate.streams, y, weight, gate.bias, weight, weight, competitive=competitive)
-        if decode.gated.as_vectors(gate.streams):
+        if decode.launch.as_vectors(gate.streams):
             decode.gate_prepared(gate, decode.prepare_gates(gate), y, weight)
 
 

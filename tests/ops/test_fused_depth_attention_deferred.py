@@ -10,9 +10,9 @@ from residua import ops
 from residua.config import choices
 from residua.model import taps
 from residua.model.topology import build_topology
-from residua.ops.depth_attention import deferred, fused, junction
+from residua.ops.depth_attention import autograd, deferred, launch
 from residua.ops.depth_attention.plan import BLOCK as BLOCK_SIZE
-from residua.ops.depth_attention.plan import FEW, GROUP, cheapest
+from residua.ops.depth_attention.plan import FEW, GROUP, ReadPlan, cheapest
 
 from .test_fused_depth_attention import as_near, relative
 
@@ -105,8 +105,8 @@ def test_a_deep_model_equals_the_plain_topology_in_float64():
 
 
 def test_warps_that_share_a_row_find_the_same_sums(monkeypatch):
-    tile = junction.piece_tile
-    monkeypatch.setattr(junction, "piece_tile", lambda *a, **b: {**tile(*a, **b), "TOKENS": 2, "TOGETHER": True})
+    tile = launch.piece_tile
+    monkeypatch.setattr(launch, "piece_tile", lambda *a, **b: {**tile(*a, **b), "TOKENS": 2, "TOGETHER": True})
     case = case_of(FULL, 5, 24, shape=(3,))
     agree(run("triton", *case), truth_of(*case), 2e-5)
 
@@ -153,7 +153,7 @@ def test_sources_that_grow_or_leave_the_window_are_on_their_own():
 
 
 def test_a_source_with_many_readers_needs_no_other_kernel():
-    plan = deferred.Plan([[0, k + 1] for k in range(40)], [False] * 41)
+    plan = ReadPlan([[0, k + 1] for k in range(40)], [False] * 41)
 
     class Fan(torch.nn.Module):
         def __init__(self):
@@ -175,7 +175,7 @@ def test_a_source_with_many_readers_needs_no_other_kernel():
 
 def test_a_read_of_many_sources_needs_no_other_kernel():
     values, scores = torch.randn(73, 5, 8), torch.randn(73, 2, 16)
-    h, lse = junction.depth_mix([*values], [*scores], [i % 2 for i in range(73)])
+    h, lse = autograd.depth_mix([*values], [*scores], [i % 2 for i in range(73)])
     z = torch.stack([scores[i, i % 2, :5] for i in range(73)]).double()
     assert relative(h, (z.softmax(0)[..., None] * values.double()).sum(0)) < 1e-6
     assert relative(lse[:5], z.logsumexp(0)) < 1e-6
@@ -309,7 +309,7 @@ def test_without_gradients_the_state_is_the_plain_list_of_sources():
 
 def test_queries_in_two_parts_keep_sixteen_bits():
     u = torch.randn(3, 24)
-    parts = junction.depth_parts(u)
+    parts = autograd.depth_parts(u)
     assert parts.shape == (3, 2, 24) and parts.dtype == torch.bfloat16
     assert (parts.double().sum(1) - u).abs().le(2.0**-17 * u.abs()).all()
 
@@ -322,21 +322,21 @@ def test_the_last_tokens_of_a_block_get_no_slopes_from_beyond():
 
 def test_kernels_describe_their_outputs_truly():
     v, u = torch.randn(2, 5, 24), torch.randn(3, 24)
-    z, rstd = junction.depth_scores(v, u, 1, 2, 1e-6)
-    h, lse = junction.depth_mix([v, v], [z, z], [0, 1])
-    stats = junction.depth_stats(v, h, lse)
+    z, rstd = autograd.depth_scores(v, u, 1, 2, 1e-6)
+    h, lse = autograd.depth_mix([v, v], [z, z], [0, 1])
+    stats = autograd.depth_stats(v, h, lse)
     for operator, arguments in [
-        (junction.depth_parts, (u,)),
-        (junction.depth_scores, (v, u, 1, 2, 1e-6)),
-        (junction.depth_sum_scores, (v, v, u, 0, 3, 1e-6)),
-        (junction.depth_mix, ([v, v], [z, z], [0, 1])),
-        (junction.depth_stats, (v, h, lse)),
-        (junction.depth_mix_group, ([v, v], [z, z], [0, 0], 2)),
-        (junction.depth_sum_read, (v, v, u, 1, [v, v], [z, z], [0, 1], 1e-6)),
-        (junction.depth_source_gradient, (v, z, rstd, u, 1, None, [v, v], [stats, stats], None)),
-        (junction.depth_source_gradient, (v, z, rstd, u, 1, v, [v], [stats], u)),
-        (junction.depth_block_gradient, ([v, v, v], [z, z, z], [rstd, rstd, rstd], u, 1, [v, v], [stats, stats], None)),
-        (fused.depth_attend, ([v, v], u[0], 1e-6)),
+        (autograd.depth_parts, (u,)),
+        (autograd.depth_scores, (v, u, 1, 2, 1e-6)),
+        (autograd.depth_sum_scores, (v, v, u, 0, 3, 1e-6)),
+        (autograd.depth_mix, ([v, v], [z, z], [0, 1])),
+        (autograd.depth_stats, (v, h, lse)),
+        (autograd.depth_mix_group, ([v, v], [z, z], [0, 0], 2)),
+        (autograd.depth_sum_read, (v, v, u, 1, [v, v], [z, z], [0, 1], 1e-6)),
+        (autograd.depth_source_gradient, (v, z, rstd, u, 1, None, [v, v], [stats, stats], None)),
+        (autograd.depth_source_gradient, (v, z, rstd, u, 1, v, [v], [stats], u)),
+        (autograd.depth_block_gradient, ([v, v, v], [z, z, z], [rstd, rstd, rstd], u, 1, [v, v], [stats, stats], None)),
+        (autograd.depth_attend, ([v, v], u[0], 1e-6)),
     ]:
         torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
 

@@ -60,9 +60,9 @@ def test_the_kernels_equal_the_reference_in_every_gradient(size):
 
 @interpreter
 def test_tiles_of_rows_share_programs(monkeypatch):
-    from residua.ops.gated_norm import triton as host
+    from residua.ops.gated_norm import launch as host
 
-    rows, tokens = host.Plan(16, 16, 4), host.Plan(16, 16, 4, 1, 1)
+    rows, tokens = host.TilePlan(16, 16, 4), host.TilePlan(16, 16, 4, 1, 1)
     monkeypatch.setattr(host, "forward_plan", lambda *_: host.Forward(rows, tokens))
     monkeypatch.setattr(host, "backward_plan", lambda *_: host.Backward(rows, tokens))
     inputs = drawn(100, 20, 3)
@@ -72,10 +72,10 @@ def test_tiles_of_rows_share_programs(monkeypatch):
 
 def with_additions(x: Tensor, update: Tensor, residual: Tensor, g: Tensor, weights: list[Tensor]) -> list[Tensor]:
     """The operators that a compiled step is given: the sum, the gated rows, g_x + residual, the weights' gradients."""
-    from residua.ops.gated_norm import triton as host
+    from residua.ops.gated_norm import autograd as host
 
-    out, small, rstd, bottleneck, total = host._forward_added(x, update, *weights, 1e-6)
-    return [total, out, *host._backward(g, total, *weights, small, rstd, bottleneck, residual)]
+    out, small, rstd, bottleneck, total = host.forward_added(x, update, *weights, 1e-6)
+    return [total, out, *host.backward(g, total, *weights, small, rstd, bottleneck, residual)]
 
 
 def exact_with_additions(total: Tensor, residual: Tensor, g: Tensor, weights: list[Tensor]) -> list[Tensor]:

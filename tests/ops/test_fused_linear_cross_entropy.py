@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from residua import ops
 from residua.ops._runtime import fused
-from residua.ops.linear_cross_entropy import chunked
+from residua.ops.linear_cross_entropy import autograd, launch
 from residua.ops.linear_cross_entropy.reference import linear_cross_entropy as reference
 
 pytestmark = pytest.mark.slow
@@ -62,14 +62,14 @@ def fused_operator(*args: Tensor, **kwargs: float) -> tuple[Tensor, Tensor]:
 @pytest.fixture(params=["kept", "recomputed"])
 def memory(request, monkeypatch):
     if request.param == "recomputed":
-        monkeypatch.setattr(chunked, "KEPT_BYTES", 0)
-        monkeypatch.setattr(chunked, "CHUNK_BYTES", 4 * VOCABULARY * 3)
+        monkeypatch.setattr(autograd, "KEPT_BYTES", 0)
+        monkeypatch.setattr(launch, "CHUNK_BYTES", 4 * VOCABULARY * 3)
 
 
 @pytest.mark.parametrize("g", GRADIENTS.values(), ids=GRADIENTS)
 def test_plain_chunks_equal_the_reference_for_any_incoming_gradients(memory, g):
     drawn = [t.double() if t.is_floating_point() else t for t in inputs()]
-    assert_close(results(chunked.linear_cross_entropy, *drawn, g), results(reference, *drawn, g), 1e-12)
+    assert_close(results(autograd.linear_cross_entropy, *drawn, g), results(reference, *drawn, g), 1e-12)
 
 
 @interpreter
@@ -83,12 +83,10 @@ def test_the_kernel_equals_the_reference_for_any_incoming_gradients(memory, g):
 @interpreter
 @pytest.mark.parametrize("vocabulary", [1, 33, 100])
 def test_the_kernel_takes_a_row_in_several_pieces_of_any_length(vocabulary, monkeypatch):
-    from residua.ops.linear_cross_entropy import triton
-
-    monkeypatch.setattr(triton, "LANES", 8)
+    monkeypatch.setattr(launch, "LANES", 8)
     logits, targets = 30 * torch.randn(5, vocabulary), torch.randint(vocabulary, (5,))
     expected = logits.double().softmax(-1)
-    lse, nll = triton.softmax_(logits, targets, -100, True)
+    lse, nll = launch.softmax_(logits, targets, -100, True)
     assert torch.allclose(logits.double(), expected, atol=1e-6)
     assert torch.allclose(nll.double(), -expected.gather(1, targets[:, None])[:, 0].log(), atol=1e-4)
     assert torch.isfinite(lse).all()
@@ -99,13 +97,13 @@ def test_a_coefficient_that_cancels_to_zero_still_teaches_the_target():
     lse = torch.tensor(2.0, dtype=torch.float64).log()
     g = (1.0, float(-1 / (2 * Z * lse)))
     drawn = (hidden, weight, torch.tensor([1]))
-    assert_close(results(chunked.linear_cross_entropy, *drawn, g), results(reference, *drawn, g), 1e-12)
+    assert_close(results(autograd.linear_cross_entropy, *drawn, g), results(reference, *drawn, g), 1e-12)
 
 
 def test_ignored_and_absent_tokens_cost_nothing(memory):
     hidden, weight, targets = inputs()
-    ignored = results(chunked.linear_cross_entropy, hidden, weight, torch.full_like(targets, -100), (1.0, 1.0))
-    absent = results(chunked.linear_cross_entropy, hidden[:0], weight, targets[:0], (1.0, 1.0))
+    ignored = results(autograd.linear_cross_entropy, hidden, weight, torch.full_like(targets, -100), (1.0, 1.0))
+    absent = results(autograd.linear_cross_entropy, hidden[:0], weight, targets[:0], (1.0, 1.0))
     assert all(t.count_nonzero() == 0 for t in [*ignored, *absent])
     assert absent[2].shape == (0, WIDTH)
 
@@ -114,7 +112,7 @@ def test_non_contiguous_batches_are_taken(memory):
     hidden, weight, targets = inputs()
     leaf = hidden.t().contiguous().requires_grad_()
     batch = leaf.t()[:10].reshape(5, 2, WIDTH).transpose(0, 1)
-    loss, z = chunked.linear_cross_entropy(batch, weight, targets[:10].reshape(5, 2).t(), z_loss=Z)
+    loss, z = autograd.linear_cross_entropy(batch, weight, targets[:10].reshape(5, 2).t(), z_loss=Z)
     (g,) = torch.autograd.grad(loss + z, leaf)
     expected = results(reference, hidden[:10].double(), weight.double(), targets[:10], (1.0, 1.0))
     assert_close([loss, z, g.t()[:10], torch.ones(1)], [*expected[:3], torch.ones(1)], 2e-6)
@@ -123,7 +121,7 @@ def test_non_contiguous_batches_are_taken(memory):
 def test_a_second_backward_pass_may_bring_other_gradients(memory):
     drawn = inputs()
     leaves = [t.clone().requires_grad_() for t in drawn[:2]]
-    loss, z = chunked.linear_cross_entropy(*leaves, drawn[2], z_loss=Z)
+    loss, z = autograd.linear_cross_entropy(*leaves, drawn[2], z_loss=Z)
     for g in GRADIENTS.values():
         again = torch.autograd.grad(g[0] * loss + g[1] * z, leaves, retain_graph=True)
         assert_close([loss, z, *again], results(reference, *(t.double() for t in drawn[:2]), drawn[2], g), 2e-6)
@@ -133,7 +131,7 @@ def test_under_autocast_the_masters_get_float32_gradients():
     hidden, weight, targets = inputs()
     weight.requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
-        loss, _ = chunked.linear_cross_entropy(hidden, weight, targets)
+        loss, _ = autograd.linear_cross_entropy(hidden, weight, targets)
     loss.backward()
     assert loss.dtype == torch.float32 and weight.grad is not None and weight.grad.dtype == torch.float32
 
@@ -142,7 +140,7 @@ def test_compiles_into_one_graph():
     hidden, weight, targets = inputs()
 
     def step(h: Tensor, w: Tensor) -> Tensor:
-        loss, z = chunked.linear_cross_entropy(h * 2, w, targets, z_loss=Z)
+        loss, z = autograd.linear_cross_entropy(h * 2, w, targets, z_loss=Z)
         return loss + z
 
     outcomes = []
@@ -154,11 +152,11 @@ def test_compiles_into_one_graph():
 
 def test_nothing_is_kept_when_no_gradient_is_wanted(monkeypatch):
     asked = []
-    monkeypatch.setattr(chunked, "_forward", lambda *args: asked.append(args[-1]) or (torch.zeros(()),) * 5)
+    monkeypatch.setattr(autograd, "_forward", lambda *args: asked.append(args[-1]) or (torch.zeros(()),) * 5)
     hidden, weight, targets = inputs()
     with torch.no_grad():
-        chunked.linear_cross_entropy(hidden.requires_grad_(), weight, targets)
-    chunked.linear_cross_entropy(hidden, weight, targets)
+        autograd.linear_cross_entropy(hidden.requires_grad_(), weight, targets)
+    autograd.linear_cross_entropy(hidden, weight, targets)
     assert asked == [False, True]
 
 
@@ -170,7 +168,7 @@ class Largest(TorchDispatchMode):
         self.elements: Counter[torch.dtype] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        inside = {str(op._opoverload): op._init_fn for op in (chunked._forward, chunked._backward)}.get(str(func))
+        inside = {str(autograd._forward): launch.forward, str(autograd._backward): launch.backward}.get(str(func))
         if inside is not None:
             with self:
                 return inside(*args, **kwargs or {})
@@ -190,9 +188,9 @@ def test_the_kernel_leaves_no_logits_in_float32(memory, request):
 
 
 def test_plain_chunks_have_the_logits_of_some_tokens_at_a_time(monkeypatch):
-    monkeypatch.setattr(chunked, "KEPT_BYTES", 0)
-    monkeypatch.setattr(chunked, "CHUNK_BYTES", 4 * VOCABULARY * 3)
-    logits, elements = largest(chunked.linear_cross_entropy)
+    monkeypatch.setattr(autograd, "KEPT_BYTES", 0)
+    monkeypatch.setattr(launch, "CHUNK_BYTES", 4 * VOCABULARY * 3)
+    logits, elements = largest(autograd.linear_cross_entropy)
     assert elements[torch.float32] < logits / 2 and elements[torch.bfloat16] < logits / 2
 
 
@@ -222,10 +220,8 @@ def test_on_a_gpu_every_gradient_is_right(dtype, g, width, memory):
 @pytest.mark.parametrize("vocabulary", [16, 1024])
 def test_on_a_gpu_no_target_is_overwritten_before_it_is_read(vocabulary):
     """Warps are not in step: what one writes in place, another may not have read."""
-    from residua.ops.linear_cross_entropy import triton
-
     torch.manual_seed(0)
     logits, targets = 30 * torch.randn(8192, vocabulary, device="cuda"), torch.randint(vocabulary, (8192,)).cuda()
-    _, expected = triton.softmax_(logits.clone(), targets, -100, False)
-    wrong = sum((triton.softmax_(logits.clone(), targets, -100, True)[1] != expected).sum() for _ in range(200))
+    _, expected = launch.softmax_(logits.clone(), targets, -100, False)
+    wrong = sum((launch.softmax_(logits.clone(), targets, -100, True)[1] != expected).sum() for _ in range(200))
     assert int(wrong) == 0

@@ -11,7 +11,8 @@ from residua.ops.norm_rotate import reference
 pytestmark = pytest.mark.slow
 
 pytest.importorskip("triton")
-host = importlib.import_module("residua.ops.norm_rotate.triton")
+host = importlib.import_module("residua.ops.norm_rotate.launch")
+autograd = importlib.import_module("residua.ops.norm_rotate.autograd")
 
 
 def inputs(batch=2, length=5, heads=3, width=8, device="cpu", dtype=torch.float32, strided=False):
@@ -59,7 +60,7 @@ def test_every_row_may_have_a_table_of_its_own():
 @pytest.mark.parametrize("plan", [(8, 1, 4, 1), (16, 2, 4, 2), (8, 3, 4, 1), (4, 6, 4, 1, 3)], ids=str)
 def test_tiles_and_groups_of_heads_share_programs(plan, monkeypatch):
     for name in ("FORWARD", "BACKWARD"):
-        monkeypatch.setattr(host, name, host.Plan(*plan))
+        monkeypatch.setattr(host, name, host.HeadsPlan(*plan))
     case = inputs(3, 13, 6, 8, strided=True)
     truth = run("reference", *(t.double() for t in case))
     for fused, exact in zip(run("triton", *case), truth, strict=True):
@@ -83,7 +84,7 @@ def split(projected, grads):
 
 def packed(projected, gains, table, grads):
     q, k, _ = (part.unflatten(-1, g.shape[2:]) for part, g in zip(split(projected, grads), grads, strict=True))
-    return host.packed_heads_backward(*grads, q, k, *gains, *table, 1e-6, 1e-6)
+    return autograd.packed_heads_backward(*grads, q, k, *gains, *table, 1e-6, 1e-6)
 
 
 def unpacked(projected, gains, table, grads):
@@ -110,7 +111,7 @@ SHAPES = {
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_packed_gradient_is_that_of_the_projection(shape, plan, monkeypatch):
     if plan:
-        monkeypatch.setattr(host, "PACKED", host.Plan(*plan))
+        monkeypatch.setattr(host, "PACKED", host.HeadsPlan(*plan))
     case = projection(**SHAPES[shape])
     for ours, exact in zip(packed(*case), unpacked(*case), strict=True):
         assert ours.shape == exact.shape and relative(ours, exact) < 1e-6

@@ -57,9 +57,9 @@ def test_the_kernels_equal_the_reference_in_every_gradient(size):
 
 @interpreter
 def test_rows_share_programs(monkeypatch):
-    from residua.ops.rms_norm import triton as host
+    from residua.ops.rms_norm import launch as host
 
-    monkeypatch.setattr(host, "backward_plan", lambda width: host.Plan(1, 1))
+    monkeypatch.setattr(host, "backward_plan", lambda width: host.RowPlan(1, 1))
     inputs = drawn(30, 20)
     assert_close(results("triton", inputs), results("reference", inputs, torch.float64), 2e-6)
 
@@ -77,7 +77,7 @@ def test_no_tokens_and_strided_inputs_are_taken():
 
 def assert_dotted(x: Tensor, g: Tensor, weight: Tensor) -> None:
     """The same gradients, and the dot product of x with its own as it is stored. A small eps would make that 0."""
-    import residua.ops.rms_norm.triton  # noqa: F401
+    import residua.ops.rms_norm.autograd  # noqa: F401
 
     operators = torch.ops.residua
     _, rstd = operators.rms_norm(x, weight, 10.0)

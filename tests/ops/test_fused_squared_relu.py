@@ -21,8 +21,7 @@ from residua.ops._runtime import fused
 pytestmark = pytest.mark.slow
 
 pytest.importorskip("triton")
-host = importlib.import_module("residua.ops.squared_relu.triton")
-plans = importlib.import_module("residua.ops.squared_relu.plans")
+host = importlib.import_module("residua.ops.squared_relu.launch")
 
 
 @pytest.fixture(autouse=True)
@@ -88,7 +87,7 @@ def test_on_a_gpu_broken_numbers_stay():
 )
 def test_tiles_are_walked_over_in_any_plan(plan, monkeypatch):
     for name in ("FORWARD", "BACKWARD"):
-        monkeypatch.setattr(host, name, plans.Flat(*plan))
+        monkeypatch.setattr(host, name, host.FlatPlan(*plan))
     case = inputs(150, 48, hidden=104)
     truth = run("reference", *(t.double() for t in case))
     for ours, exact in zip(run("triton", *case), truth, strict=True):

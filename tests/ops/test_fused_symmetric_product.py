@@ -10,8 +10,7 @@ from residua.train.polar import polar_express
 triton = pytest.importorskip("triton")
 
 from residua.ops.symmetric_product import SMALLEST, kernels  # noqa: E402
-from residua.ops.symmetric_product import triton as host  # noqa: E402
-from residua.ops.symmetric_product.triton import Plan  # noqa: E402
+from residua.ops.symmetric_product import launch as host  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
@@ -77,7 +76,7 @@ def test_inputs_and_what_lies_around_the_result_are_left_alone():
         around = torch.full((5, m + 8, 64), 7.0)
         inside = around[1:4, :m, :m]
         kept = x.clone(), c.clone()
-        host.launch(Plan(16, 16, 4, 2, False), x, c, inside, *MIX.values())
+        host.launch(host.TilePlan(16, 16, 4, 2, False), x, c, inside, *MIX.values())
         near(inside, exact(x, c, **MIX), 2e-6)
         assert torch.equal(x, kept[0]) and torch.equal(c, kept[1])
         around[1:4, :m, :m] = 7.0
@@ -106,7 +105,7 @@ def _list_kernel(out):
 
 @pytest.mark.parametrize("rows", [1, 2, 5, 16, 31])
 def test_every_tile_on_and_below_the_diagonal_is_computed_once(rows):
-    listed = torch.empty(Plan(1, 16, 4, 2, False).triangle(rows), 2, dtype=torch.int32)
+    listed = torch.empty(host.TilePlan(1, 16, 4, 2, False).triangle(rows), 2, dtype=torch.int32)
     _list_kernel[(len(listed),)](listed)
     wanted = [[row, column] for row in range(rows) for column in range(rows) if column <= row]
     assert listed.tolist() == wanted

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from residua import ops
-from residua.ops.gated_delta import library
+from residua.ops.gated_delta import autograd, library
 from residua.ops.gated_delta.reference import chunked
 from tests.ops.test_gated_delta import inputs, short_documents
 
@@ -74,7 +74,7 @@ def both(found: Sequence[Tensor], expected: Sequence[Tensor], leaves: Sequence[T
 def test_our_half_passes_arguments_documents_and_every_gradient_on(stand_in: None, documents: str) -> None:
     arguments = single(LENGTH)
     segments = short_documents(LENGTH) if documents == "many" else None
-    found = library.gated_delta(**arguments, segments=segments)
+    found = autograd.gated_delta(**arguments, segments=segments)
     errors = both(found, chunked(**arguments, segments=segments), list(arguments.values()))
     assert max(errors.values()) < 1e-5, errors
 
@@ -84,31 +84,31 @@ def test_operators_give_the_shapes_and_strides_that_compiled_code_expects(stand_
     arguments = [x.detach() for x in single(LENGTH).values()]
     arguments[2] = arguments[2].repeat(1, 1, 1, 2)[..., : arguments[2].shape[-1]]
     fake = ("test_schema", "test_faketensor")
-    torch.library.opcheck(library._forward, arguments, test_utils=fake)
-    given = [torch.randn_like(x) for x in library._forward(*arguments)]
-    torch.library.opcheck(library._backward, [*given, *arguments], test_utils=fake)
+    torch.library.opcheck(autograd._forward, arguments, test_utils=fake)
+    given = [torch.randn_like(x) for x in autograd._forward(*arguments)]
+    torch.library.opcheck(autograd._backward, [*given, *arguments], test_utils=fake)
 
 
 def test_the_last_state_may_go_unused(stand_in: None) -> None:
     arguments = single(LENGTH)
     leaves = list(arguments.values())
-    found, expected = (torch.autograd.grad(f(**arguments)[0].sum(), leaves) for f in (library.gated_delta, chunked))
+    found, expected = (torch.autograd.grad(f(**arguments)[0].sum(), leaves) for f in (autograd.gated_delta, chunked))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_without_a_state_the_first_document_begins_empty(stand_in: None) -> None:
     arguments = single(LENGTH)
     del arguments["state"]
-    found, expected = library.gated_delta(**arguments), chunked(**arguments)
+    found, expected = autograd.gated_delta(**arguments), chunked(**arguments)
     torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.slow
 def test_compile_sees_one_graph(stand_in: None) -> None:
     arguments, segments = single(LENGTH), short_documents(LENGTH)
-    compiled = torch.compile(library.gated_delta, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(autograd.gated_delta, fullgraph=True, backend="aot_eager")
     found = compiled(**arguments, segments=segments)
-    errors = both(found, library.gated_delta(**arguments, segments=segments), list(arguments.values()))
+    errors = both(found, autograd.gated_delta(**arguments, segments=segments), list(arguments.values()))
     assert max(errors.values()) < 1e-6, errors
 
 

@@ -16,6 +16,7 @@ from residua.model.topology.ablation import parameters_set, sources_dropped
 from residua.model.topology.base import Boundary, Items, Junctions, State, Topology
 from residua.model.topology.facts import Rows, read_rows
 from residua.ops.depth_attention import deferred
+from residua.ops.depth_attention.plan import ReadPlan
 
 if TYPE_CHECKING:
     from residua.model.norm import Norm
@@ -102,11 +103,11 @@ class BlockAttnRes(Topology):
         assert self.block_size is not None
         return k % self.block_size == 0
 
-    def _plan(self, sublayers: int) -> deferred.Plan:
+    def _plan(self, sublayers: int) -> ReadPlan:
         """The same as `sources`, by number: 0 is the embedding, k+1 is y_k or the sum that y_k was added to."""
         finished = [k + 1 for k in range(sublayers) if self._begins_block(k + 1)]
         sees = [[0, *(s for s in finished if s <= k), k + 1] for k in range(sublayers)]
-        return deferred.Plan(sees, [False, *(not self._begins_block(k) for k in range(sublayers))])
+        return ReadPlan(sees, [False, *(not self._begins_block(k) for k in range(sublayers))])
 
     def _queries(self) -> Tensor:
         """u_l = scale · w_l ⊙ g_l of every read, [reads, C]."""
@@ -191,10 +192,10 @@ class FullAttnRes(BlockAttnRes):
     def sources(self, k: int, y: Tensor, sources: State) -> State:
         return (sources[0], *(*sources[1:], y)[-self._window(len(self.reads)) :])
 
-    def _plan(self, sublayers: int) -> deferred.Plan:
+    def _plan(self, sublayers: int) -> ReadPlan:
         window = self._window(sublayers)
         sees = [[0, *range(max(1, k + 2 - window), k + 2)] for k in range(sublayers)]
-        return deferred.Plan(sees, [False] * (sublayers + 1))
+        return ReadPlan(sees, [False] * (sublayers + 1))
 
     def _window(self, sublayers: int) -> int:
         assert isinstance(self.config, choices.FullAttnRes)

@@ -1,1 +1,1 @@
-"""What the operators share: which backend runs, how kernels are launched and registered, small arithmetic."""
+"""What the operators share: choosing a backend, registering operators, launching kernels, small arithmetic."""

@@ -1,4 +1,4 @@
-"""What the fused paths share: where Triton kernels can run, and on which tensors they are used."""
+"""Where Triton kernels can run, and which tensors the fused paths take."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from residua.ops._runtime.backend import chosen_backend
 
 DTYPES = (torch.float32, torch.bfloat16)
 INSTALLED = find_spec("triton") is not None
-# Triton was told to run its kernels in Python, on a CPU: for tests, thousands of times slower.
+# Triton's interpreter runs kernels in Python on a CPU: for tests, thousands of times slower.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def serves(*tensors: Tensor) -> bool:
     """Whether the fused path takes these tensors: all on a GPU, float32 or bfloat16, with Triton installed.
 
-    On a CPU it takes them only in the interpreter, and only when `backend("triton")` asks for it.
+    On a CPU it takes them only in the interpreter, and only if `backend("triton")` asks for it.
     """
     if not INSTALLED:
         return False
@@ -28,5 +28,5 @@ def serves(*tensors: Tensor) -> bool:
 
 
 def multiprocessors(x: Tensor) -> int:
-    """How many multiprocessors the tensor's GPU has. The interpreter gets 3: programs that share work are tested."""
+    """How many multiprocessors the tensor's GPU has. The interpreter gets 3, so that tests have programs share work."""
     return torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 3

@@ -1,39 +1,26 @@
-"""What launching kernels has in common: operators that `torch.compile` does not look into, sizes and alignment."""
+"""What launching kernels has in common: sizes, alignment, tables of addresses, sums of partial results."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-_LIBRARY = torch.library.Library("residua", "FRAGMENT")
-
-listeners: list[Callable[[str, str, tuple[Any, ...], dict[str, Any]], None]] = []
-"""Told of each operator that is traced: module and name, arguments and settings, tensors without memory."""
+from residua.ops._runtime import fused
 
 
-def operator(schema: str, outputs: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
-    """Register `residua::schema`, opaque to `torch.compile` and outside of autograd; `outputs` makes empty results.
+def cdiv(n: int, size: int) -> int:
+    """n / size, rounded up."""
+    return -(-n // size)
 
-    Defined on the library itself, not by `custom_op`: at two hundred calls a step, its wrappers cost more than kernels.
-    """
-    name = schema.split("(")[0]
 
-    def register(run: Callable[..., Any]) -> Any:
-        def traced(*args: Any, **settings: Any) -> Any:
-            for listener in listeners:
-                listener(run.__module__, name, args, settings)
-            return outputs(*args, **settings)
-
-        _LIBRARY.define(schema)
-        _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"residua::{name}", traced, lib=_LIBRARY)
-        return getattr(torch.ops.residua, name).default
-
-    return register
+def power(n: int) -> int:
+    """The next power of two, at least 1."""
+    return 1 << max(0, n - 1).bit_length()
 
 
 def extent(v: Tensor) -> tuple[int, int]:
@@ -42,19 +29,62 @@ def extent(v: Tensor) -> tuple[int, int]:
 
 
 def aligned(x: Tensor) -> Tensor:
-    """Contiguous at a 16-byte address: kernels are compiled for that alone."""
+    """Contiguous and at a 16-byte address, the only case that kernels are compiled for."""
     x = x.contiguous()
     return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
 def on(x: Tensor) -> Any:
+    """Launch on the GPU that holds x."""
     return torch.cuda.device_of(x)
 
 
-def power(n: int) -> int:
-    """The next power of two, at least 1."""
-    return 1 << max(0, n - 1).bit_length()
+MOST_ADDRESSES = 64
+"""Most addresses that one launch writes into a table."""
+
+_TABLES: dict[tuple[Any, ...], Tensor] = {}
+_MOST_TABLES = 4096
 
 
-def divided(n: int, size: int) -> int:
-    return -(-n // size)
+def addresses(tensors: Sequence[Tensor], others: Sequence[int]) -> Tensor:
+    """int64: the addresses of the tensors, then the others. A kernel writes them, so the host does not wait.
+
+    A kernel that takes such a table is not compiled for the number of its tensors. Training steps use the same
+    addresses again and again, so tables are cached, except during a CUDA graph capture, which has its own memory.
+    """
+    device = tensors[0].device
+    key = (*(t.data_ptr() for t in tensors), *others)
+    if not tensors[0].is_cuda or torch.cuda.is_current_stream_capturing():
+        return _write(key, device)
+    place = (torch.cuda.current_stream(device).cuda_stream, device.index, *key)
+    table = _TABLES.get(place)
+    if table is None:
+        if len(_TABLES) >= _MOST_TABLES:
+            _TABLES.clear()
+        table = _TABLES[place] = _write(key, device)
+    return table
+
+
+def _write(entries: Sequence[int], device: torch.device) -> Tensor:
+    table = torch.empty(len(entries), dtype=torch.int64, device=device)
+    for start in range(0, len(entries), MOST_ADDRESSES):
+        part = tuple(entries[start : start + MOST_ADDRESSES])
+        padded = part + part[:1] * (MOST_ADDRESSES - len(part))
+        with on(table):
+            _kernels().address_kernel[(1,)](padded, table, start, len(entries), MOST=MOST_ADDRESSES, num_warps=1)
+    return table
+
+
+def sum_rows(partial: Tensor, total: Tensor) -> None:
+    """total [LENGTH] = the sum of the rows of partial [parts, LENGTH], in a fixed order; float32 and contiguous."""
+    block = 4096 if fused.INTERPRETED else 32
+    _kernels().sum_kernel[(cdiv(len(total), block),)](
+        partial, total, len(partial), LENGTH=len(total), PARTS=64, BLOCK=block
+    )
+
+
+@cache
+def _kernels() -> Any:
+    from residua.ops._runtime import kernels
+
+    return kernels

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from residua.ops._runtime import fused
 from residua.ops._runtime.backend import Operator
-from residua.ops.decode import gated, launch, reference
+from residua.ops.decode import autograd, launch, reference
 from residua.ops.decode.reference import Gate
 
 MOST_STREAMS = 16
@@ -63,9 +63,9 @@ def _serves_activation(x: Tensor, kind: str) -> bool:
 
 
 def _serves_preparation(gate: Gate) -> bool:
-    """Streams are taken as they lie: a copy would have to be kept until the kernel beside the sublayer has read it."""
+    """Streams must be contiguous: a copy would have to be kept until the kernel on the side stream has read it."""
     dense = all(s.is_contiguous() for s in gate.streams)
-    return dense and gated.as_vectors(gate.streams) and _rows(*gate.streams)
+    return dense and launch.as_vectors(gate.streams) and _rows(*gate.streams)
 
 
 def _serves_prepared(gate: Gate, prepared: Tensor, y: Tensor, *_: Any, **__: Any) -> bool:
@@ -73,15 +73,15 @@ def _serves_prepared(gate: Gate, prepared: Tensor, y: Tensor, *_: Any, **__: Any
 
 
 if fused.INSTALLED:
-    add_norm.register_fused(launch.add_norm, _serves_add)
-    read_sources.register_fused(launch.read_sources, _serves_sources)
-    read_partial.register_fused(launch.read_partial, _serves_partial)
-    gate_norm.register_fused(gated.gate_norm, _serves_gate)
-    enter_cache.register_fused(launch.enter_cache, _serves_entry)
-    decode_attention.register_fused(launch.decode_attention, _serves_attention)
-    activate.register_fused(launch.activate, _serves_activation)
-    prepare_gates.register_fused(gated.prepare_gates, _serves_preparation)
-    gate_prepared.register_fused(gated.gate_prepared, _serves_prepared)
+    add_norm.register_fused(autograd.add_norm, _serves_add)
+    read_sources.register_fused(autograd.read_sources, _serves_sources)
+    read_partial.register_fused(autograd.read_partial, _serves_partial)
+    gate_norm.register_fused(autograd.gate_norm, _serves_gate)
+    enter_cache.register_fused(autograd.enter_cache, _serves_entry)
+    decode_attention.register_fused(autograd.decode_attention, _serves_attention)
+    activate.register_fused(autograd.activate, _serves_activation)
+    prepare_gates.register_fused(autograd.prepare_gates, _serves_preparation)
+    gate_prepared.register_fused(autograd.gate_prepared, _serves_prepared)
 
 __all__ = [
     "activate",

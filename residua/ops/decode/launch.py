@@ -1,79 +1,69 @@
-"""Launching the kernels of decoding, as operators that `torch.compile` and CUDA graphs take whole."""
+"""Decoding: tile sizes, and launching the kernels. Triton is imported when the first of them runs."""
 
-# No `from __future__ import annotations` here: custom_op reads the signatures as they are.
+from __future__ import annotations
+
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from residua.ops._runtime import fused
-from residua.ops._runtime.launch import on, power
+from residua.ops._runtime.launch import cdiv, on, power
+from residua.ops.decode import overlap
 from residua.ops.decode.reference import GATED, KEY_EPS
 
 MOST_SOURCES = 32
 TILE = 8
 MOST_SPLITS = 16
 STEP = 1024
+MOST_VALUES = 8192
+"""Values of all streams of a row, each padded to a power of two, that a program holds as vectors."""
+MOST_VECTORS = 8
+
+
+class _Kernels(NamedTuple):
+    junctions: Any
+    gates: Any
+    sublayers: Any
 
 
 @cache
-def junction_kernels() -> Any:
-    from residua.ops.decode import kernels
+def _kernels() -> _Kernels:
+    from residua.ops.decode import kernels, kernels_gates, kernels_sublayer
 
-    return kernels
-
-
-@cache
-def gate_kernels() -> Any:
-    from residua.ops.decode import gate_kernels
-
-    return gate_kernels
+    return _Kernels(kernels, kernels_gates, kernels_sublayer)
 
 
-@cache
-def sublayer_kernels() -> Any:
-    from residua.ops.decode import sublayer_kernels
+def as_vectors(streams: Sequence[Tensor]) -> bool:
+    """Whether a program can hold these streams as vectors, as a junction in two parts does; a whole one has a tile."""
+    n = len(streams)
+    return n <= MOST_VECTORS and n * power(streams[0].shape[-1]) <= MOST_VALUES
 
-    return sublayer_kernels
 
-
-def aligned(tensors: Sequence[Tensor]) -> bool:
+def _aligned(tensors: Sequence[Tensor]) -> bool:
     """Whether every row of every tensor begins at a 16-byte address."""
     return all(t.data_ptr() % 16 == 0 and t.shape[-1] * t.element_size() % 16 == 0 for t in tensors)
 
 
-def block(width: int) -> int:
-    """The power of two that holds a row."""
-    return 1 << (width - 1).bit_length()
-
-
-def row_settings(width: int, least: int = 1) -> dict[str, int]:
+def _row_settings(width: int, least: int = 1) -> dict[str, int]:
     """Sizes of a program that holds a row, and its warps: at least `least` from 512 channels on."""
-    sizes = {"C": width, "BLOCK": block(width)}
-    warps = max(least if width >= 512 else 1, min(16, block(width) // 256))
+    sizes = {"C": width, "BLOCK": power(width)}
+    warps = max(least if width >= 512 else 1, min(16, power(width) // 256))
     return sizes if fused.INTERPRETED else sizes | {"num_warps": warps}
 
 
-@torch.library.custom_op("residua::add_norm_decode", mutates_args=())
-def _add_norm(base: Tensor, y: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    normed, h = torch.empty_like(y), torch.empty_like(y)
-    if len(y):
-        settings = row_settings(y.shape[-1], least=8)
-        with on(y):
-            junction_kernels().add_norm_kernel[(len(y),)](base, y, weight, normed, h, eps, **settings)
-    return normed, h
-
-
-@_add_norm.register_fake
-def _(base: Tensor, y: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_norm_outputs(base: Tensor, y: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return torch.empty_like(y), torch.empty_like(y)
 
 
-def add_norm(base: Tensor, y: Tensor, weight: Tensor, *, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
-    """The contract is the reference's."""
-    normed, h = _add_norm(base.contiguous(), y.contiguous(), weight, eps)
+def add_norm(base: Tensor, y: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    normed, h = add_norm_outputs(base, y, weight, eps)
+    if len(y):
+        settings = _row_settings(y.shape[-1], least=8)
+        with on(y):
+            _kernels().junctions.add_norm_kernel[(len(y),)](base, y, weight, normed, h, eps, **settings)
     return normed, h
 
 
@@ -85,25 +75,7 @@ def _sources_tile(count: int) -> tuple[int, int]:
     return tile - 1, tile
 
 
-@torch.library.custom_op("residua::read_sources", mutates_args=())
-def _read_sources(
-    sources: Sequence[Tensor], y: Tensor, base: Tensor | None, queries: Tensor, weight: Tensor, eps: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    outputs = _sources_outputs(sources, y, base, queries, weight, eps)
-    rows, width = y.shape
-    if rows:
-        most, tile = _sources_tile(len(sources))
-        padded = (*sources, *[y] * (max(most, tile) - len(sources)))
-        with on(y):
-            junction_kernels().read_sources_kernel[(rows, len(queries))](
-                padded, y if base is None else base, y, queries, weight, *outputs, rows, len(sources), eps, KEY_EPS,
-                ADD=base is not None, MOST=most, TILE=tile, ALIGNED=aligned(padded), **row_settings(width),
-            )  # fmt: skip
-    return outputs
-
-
-@_read_sources.register_fake
-def _sources_outputs(
+def read_sources_outputs(
     sources: Sequence[Tensor], y: Tensor, base: Tensor | None, queries: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     (rows, width), others = y.shape, len(queries) - 1
@@ -112,70 +84,114 @@ def _sources_outputs(
 
 
 def read_sources(
-    sources: Sequence[Tensor], y: Tensor, base: Tensor | None, queries: Tensor, weight: Tensor, *, eps: float = 1e-6
+    sources: Sequence[Tensor], y: Tensor, base: Tensor | None, queries: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The contract is the reference's."""
-    dense, base = [s.contiguous() for s in sources], None if base is None else base.contiguous()
-    return _read_sources(dense, y.contiguous(), base, queries, weight, eps)  # type: ignore[return-value]
-
-
-@torch.library.custom_op("residua::read_partial", mutates_args=())
-def _read_partial(
-    o: Tensor, lse: Tensor, square: Tensor, y: Tensor, base: Tensor | None, query: Tensor, weight: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
-    normed, p = torch.empty_like(y), torch.empty_like(y)
-    if len(y):
+    outputs = read_sources_outputs(sources, y, base, queries, weight, eps)
+    rows, width = y.shape
+    if rows:
+        most, tile = _sources_tile(len(sources))
+        padded = (*sources, *[y] * (max(most, tile) - len(sources)))
         with on(y):
-            junction_kernels().read_partial_kernel[(len(y),)](
-                o, lse, square, y if base is None else base, y, query, weight, normed, p, eps, KEY_EPS,
-                ADD=base is not None, **row_settings(y.shape[-1], least=8),
+            _kernels().junctions.read_sources_kernel[(rows, len(queries))](
+                padded, y if base is None else base, y, queries, weight, *outputs, rows, len(sources), eps, KEY_EPS,
+                ADD=base is not None, MOST=most, TILE=tile, ALIGNED=_aligned(padded), **_row_settings(width),
             )  # fmt: skip
-    return normed, p
+    return outputs
 
 
-@_read_partial.register_fake
-def _(
+def read_partial_outputs(
     o: Tensor, lse: Tensor, square: Tensor, y: Tensor, base: Tensor | None, query: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
     return torch.empty_like(y), torch.empty_like(y)
 
 
 def read_partial(
-    finished: tuple[Tensor, Tensor, Tensor],
-    y: Tensor,
-    base: Tensor | None,
-    query: Tensor,
-    weight: Tensor,
-    *,
-    eps: float = 1e-6,
+    o: Tensor, lse: Tensor, square: Tensor, y: Tensor, base: Tensor | None, query: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """The contract is the reference's."""
-    o, lse, square = (t.contiguous() for t in finished)
-    base = None if base is None else base.contiguous()
-    normed, p = _read_partial(o, lse, square, y.contiguous(), base, query, weight, eps)
+    normed, p = read_partial_outputs(o, lse, square, y, base, query, weight, eps)
+    if len(y):
+        with on(y):
+            _kernels().junctions.read_partial_kernel[(len(y),)](
+                o, lse, square, y if base is None else base, y, query, weight, normed, p, eps, KEY_EPS,
+                ADD=base is not None, **_row_settings(y.shape[-1], least=8),
+            )  # fmt: skip
     return normed, p
 
 
-@torch.library.custom_op("residua::enter_cache", mutates_args=("keys", "values"))
-def _enter_cache(
-    projected: Tensor, heads: int, gains: Sequence[Tensor], cos: Tensor, sin: Tensor,
-    keys: Tensor, values: Tensor, positions: Tensor,
-) -> Tensor:  # fmt: skip
-    batch, (kv, width) = len(projected), keys.shape[2:]
-    q = projected.new_empty(batch, heads, width)
-    if batch:
-        first, second = gains or (projected, projected)
-        with on(keys):
-            sublayer_kernels().enter_cache_kernel[(batch, heads + kv)](
-                projected, first, second, cos, sin, keys, values, positions, q, projected.stride(0), *keys.stride()[:3],
-                KEY_EPS, HEADS=heads, KV=kv, HALF=width // 2, LANES=1 << (width // 2 - 1).bit_length(),
-                NORM=bool(gains), num_warps=1,
+def gate_norm_outputs(
+    streams: Sequence[Tensor], y: Tensor, gate_query: Tensor, gate_bias: Tensor, pool_query: Tensor, weight: Tensor,
+    competitive: bool, eps: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return torch.empty_like(y), y.new_empty(len(streams), *y.shape)
+
+
+def gate_norm(
+    streams: Sequence[Tensor], y: Tensor, gate_query: Tensor, gate_bias: Tensor, pool_query: Tensor, weight: Tensor,
+    competitive: bool, eps: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    queries = (gate_query, gate_bias, pool_query)
+    normed, after = gate_norm_outputs(streams, y, *queries, weight, competitive, eps)
+    (rows, width), n = y.shape, len(streams)
+    if rows:
+        tile = _padded(streams)
+        with on(y):
+            _kernels().junctions.gate_norm_kernel[(rows,)](
+                tile, y, *queries, weight, normed, after, rows, eps, KEY_EPS, width**-0.5, N=n, ROWS=len(tile),
+                COMPETITIVE=competitive, ALIGNED=_aligned((*tile, y)), **_row_settings(width),
             )  # fmt: skip
-    return q
+    return normed, after
 
 
-@_enter_cache.register_fake
-def _(
+def _padded(streams: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Tiles have a power of two rows, and at least two."""
+    n = len(streams)
+    return (*streams, *[streams[0]] * (max(2, power(n)) - n))
+
+
+def prepare_gates_output(
+    streams: Sequence[Tensor], gate_query: Tensor, gate_bias: Tensor, pool_query: Tensor, competitive: bool
+) -> Tensor:
+    n = len(streams)
+    return streams[0].new_empty(len(streams[0]), n * (n + 5) // 2, dtype=torch.float32)
+
+
+def prepare_gates(
+    streams: Sequence[Tensor], gate_query: Tensor, gate_bias: Tensor, pool_query: Tensor, competitive: bool
+) -> Tensor:
+    """In a capture, runs on a side stream until `gate_prepared`."""
+    prepared = prepare_gates_output(streams, gate_query, gate_bias, pool_query, competitive)
+    rows, width = streams[0].shape
+    if rows:
+        with on(prepared), overlap.beside(prepared):
+            _kernels().gates.prepare_gates_kernel[(rows,)](
+                tuple(streams), gate_query, gate_bias, pool_query, prepared, KEY_EPS, width**-0.5,
+                N=len(streams), COMPETITIVE=competitive, **_row_settings(width),
+            )  # fmt: skip
+    return prepared
+
+
+def gate_prepared_outputs(
+    streams: Sequence[Tensor], y: Tensor, prepared: Tensor, pool_query: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(y), y.new_empty(len(streams), *y.shape)
+
+
+def gate_prepared(
+    streams: Sequence[Tensor], y: Tensor, prepared: Tensor, pool_query: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    normed, after = gate_prepared_outputs(streams, y, prepared, pool_query, weight, eps)
+    rows, width = y.shape
+    overlap.join(y)
+    if rows:
+        with on(y):
+            _kernels().gates.gate_prepared_kernel[(rows,)](
+                tuple(streams), y, prepared, pool_query, weight, normed, after, rows, eps, KEY_EPS, width**-0.5,
+                N=len(streams), **_row_settings(width, least=4),
+            )  # fmt: skip
+    return normed, after
+
+
+def enter_cache_output(
     projected: Tensor, heads: int, gains: Sequence[Tensor], cos: Tensor, sin: Tensor,
     keys: Tensor, values: Tensor, positions: Tensor,
 ) -> Tensor:  # fmt: skip
@@ -183,61 +199,51 @@ def _(
 
 
 def enter_cache(
-    projected: Tensor,
-    heads: int,
-    gains: tuple[Tensor, Tensor] | None,
-    cos: Tensor,
-    sin: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    positions: Tensor,
-) -> Tensor:
-    """The contract is the reference's."""
-    dense = projected if projected.stride(1) == 1 else projected.contiguous()
-    tables = (cos.contiguous(), sin.contiguous())
-    q: Tensor = _enter_cache(dense, heads, list(gains or ()), *tables, keys, values, positions)
+    projected: Tensor, heads: int, gains: Sequence[Tensor], cos: Tensor, sin: Tensor,
+    keys: Tensor, values: Tensor, positions: Tensor,
+) -> Tensor:  # fmt: skip
+    q = enter_cache_output(projected, heads, gains, cos, sin, keys, values, positions)
+    batch, (kv, width) = len(projected), keys.shape[2:]
+    if batch:
+        first, second = gains or (projected, projected)
+        with on(keys):
+            _kernels().sublayers.enter_cache_kernel[(batch, heads + kv)](
+                projected, first, second, cos, sin, keys, values, positions, q, projected.stride(0), *keys.stride()[:3],
+                KEY_EPS, HEADS=heads, KV=kv, HALF=width // 2, LANES=power(width // 2),
+                NORM=bool(gains), num_warps=1,
+            )  # fmt: skip
     return q
 
 
-@torch.library.custom_op("residua::decode_attention", mutates_args=())
-def _decode_attention(q: Tensor, keys: Tensor, values: Tensor, until: Tensor, sink: Tensor | None) -> Tensor:
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+def decode_attention_output(q: Tensor, keys: Tensor, values: Tensor, until: Tensor, sink: Tensor | None) -> Tensor:
+    return torch.empty_like(q, memory_format=torch.contiguous_format)
+
+
+def decode_attention(q: Tensor, keys: Tensor, values: Tensor, until: Tensor, sink: Tensor | None) -> Tensor:
+    out = decode_attention_output(q, keys, values, until, sink)
     if not len(q):
         return out
     batch, heads, width = q.shape
     splits = _splits(keys, batch * heads)
-    slots = max(16, 4096 // (1 << (width - 1).bit_length()))
     part = q.new_empty(batch * heads * splits, width, dtype=torch.float32)
     lse = q.new_empty(batch * heads * splits, dtype=torch.float32)
     with on(q):
-        sublayer_kernels().decode_attention_kernel[(batch * heads, splits)](
+        _kernels().sublayers.decode_attention_kernel[(batch * heads, splits)](
             q, keys, values, until, q if sink is None else sink, out, part, lse, _counters(keys, batch * heads),
             width**-0.5, q.stride(0), *keys.stride()[:3], HEADS=heads, GROUPS=heads // keys.shape[2], D=width,
-            LANES=1 << (width - 1).bit_length(), SLOTS=slots, SPLITS=splits, SINK=sink is not None,
+            LANES=power(width), SLOTS=max(16, 4096 // power(width)), SPLITS=splits, SINK=sink is not None,
         )  # fmt: skip
     return out
-
-
-@_decode_attention.register_fake
-def _(q: Tensor, keys: Tensor, values: Tensor, until: Tensor, sink: Tensor | None) -> Tensor:
-    return torch.empty_like(q, memory_format=torch.contiguous_format)
-
-
-def decode_attention(q: Tensor, keys: Tensor, values: Tensor, until: Tensor, sink: Tensor | None = None) -> Tensor:
-    """The contract is the reference's."""
-    dense = q if q.stride(2) == 1 and q.stride(1) == q.shape[2] else q.contiguous()
-    result: Tensor = _decode_attention(dense, keys, values, until, sink)
-    return result
 
 
 _COUNTERS: dict[tuple[torch.device, int, int], Tensor] = {}
 
 
 def _counters(keys: Tensor, heads: int) -> Tensor:
-    """One count per head, zero between launches: whoever counts to the last sets it back.
+    """One count per head, zero between launches: the last program of a head to finish resets it.
 
-    Those of each cache are its own, for two generators may run at once, and stay: a captured graph may hold them. In a
-    capture nothing is zeroed yet: what is made there is zeroed by every replay, and for nobody else.
+    Each cache has its own counters, for two generators may run at once. They are never freed, for a captured graph may
+    hold them. During a capture nothing is zeroed yet: counters made there are zeroed by every replay, and not shared.
     """
     place = (keys.device, heads, keys.data_ptr())
     counts = _COUNTERS.get(place)
@@ -249,31 +255,22 @@ def _counters(keys: Tensor, heads: int) -> Tensor:
 
 
 def _splits(keys: Tensor, heads: int) -> int:
-    """Shares of a head's slots, a power of two: enough programs for every multiprocessor, none for 64 slots."""
+    """Shares of a head's slots, a power of two: enough programs for every multiprocessor, at least 64 slots each."""
     wanted = max(1, 2 * fused.multiprocessors(keys) // heads)
     most = max(1, keys.shape[1] // 64)
     limit = min(wanted, most, MOST_SPLITS)
     return 1 << (limit.bit_length() - 1)
 
 
-@torch.library.custom_op("residua::activate_decode", mutates_args=())
-def _activate(x: Tensor, kind: str) -> Tensor:
-    out = _activated_like(x, kind)
-    rows, hidden = out.shape
-    if rows:
-        grid = (rows, -(-hidden // STEP))
-        settings = {"HIDDEN": hidden, "STEP": STEP, "KIND": kind}
-        with on(x):
-            sublayer_kernels().activate_kernel[grid](x, out, **settings)
-    return out
-
-
-@_activate.register_fake
-def _activated_like(x: Tensor, kind: str) -> Tensor:
+def activate_output(x: Tensor, kind: str) -> Tensor:
     return x.new_empty(len(x), x.shape[1] // (2 if kind in GATED else 1))
 
 
 def activate(x: Tensor, kind: str) -> Tensor:
-    """The contract is the reference's."""
-    result: Tensor = _activate(x.contiguous(), kind)
-    return result
+    out = activate_output(x, kind)
+    rows, hidden = out.shape
+    if rows:
+        settings = {"HIDDEN": hidden, "STEP": STEP, "KIND": kind}
+        with on(x):
+            _kernels().sublayers.activate_kernel[(rows, cdiv(hidden, STEP))](x, out, **settings)
+    return out

@@ -1,4 +1,7 @@
-"""Kernels of decoding that run beside a sublayer: a fork of the captured stream, and its join."""
+"""Side streams for decoding: kernels that run concurrently with a sublayer, by a fork and a join of a captured stream.
+
+Not part of `launch.py`: it knows streams and captures, not kernels.
+"""
 
 from __future__ import annotations
 
@@ -12,20 +15,20 @@ from torch import Tensor
 
 @cache
 def _side(main: torch.cuda.Stream) -> torch.cuda.Stream:
-    """A second stream for each: one that is being captured must take no work of others."""
+    """Each stream has a side stream of its own: one that is being captured must not take work from others."""
     return torch.cuda.Stream(main.device)
 
 
 _forked: dict[torch.cuda.Stream, torch.cuda.Stream] = {}
-"""The second streams of those whose fork has not been joined."""
+"""Streams with a fork that has not been joined, and their side streams."""
 
 
 @contextmanager
 def beside(x: Tensor) -> Iterator[None]:
-    """Kernels launched in the block run beside those behind it, until `join`; only in a capture.
+    """Kernels launched in the block run on a side stream, concurrent with later kernels, until `join`.
 
-    Outside one, kernels wait for the host, and there is nothing to gain. What they read and write must be kept until
-    `join`: memory that is given back is used again in the order of the first stream.
+    Only in a capture: outside one, kernels wait for the host and there is nothing to gain. What they read and write
+    must be kept until `join`, for freed memory is reused in the order of the main stream.
     """
     if not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
         yield
@@ -42,7 +45,7 @@ def beside(x: Tensor) -> Iterator[None]:
 
 
 def join(x: Tensor) -> None:
-    """What comes behind waits for all that runs `beside`."""
+    """Later kernels wait for all that runs `beside`."""
     if x.is_cuda and _forked:
         main = torch.cuda.current_stream(x.device)
         if (side := _forked.pop(main, None)) is not None:

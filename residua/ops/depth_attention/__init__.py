@@ -1,10 +1,34 @@
 """Attention over depth: h = Σ softmax(w · RMS(v_i)) v_i."""
 
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from residua.ops._runtime import fused
 from residua.ops._runtime.backend import Operator
-from residua.ops.depth_attention import fused, reference
+from residua.ops.depth_attention import autograd, reference
 from residua.ops.depth_attention.reference import attend_finished, attend_partial
 
+
+def _serves(
+    sources: Sequence[Tensor],
+    query: Tensor,
+    *,
+    key_norm: str = "rms",
+    activation: str = "softmax",
+    return_weights: bool = False,
+    **_: Any,
+) -> bool:
+    """Sources of the same shape and dtype, with normalised keys and a softmax, if the weights are not asked for."""
+    if key_norm != "rms" or activation != "softmax" or return_weights or len(sources) == 0:
+        return False
+    first = sources[0]
+    alike = all(v.shape == first.shape and v.dtype == first.dtype and v.device == first.device for v in sources)
+    return alike and query.shape == first.shape[-1:] and fused.serves(first)
+
+
 depth_attention = Operator(reference.depth_attention)
-depth_attention.register_fused(fused.attend, fused.serves)
+depth_attention.register_fused(autograd.depth_attention, _serves)
 
 __all__ = ["attend_finished", "attend_partial", "depth_attention"]

@@ -20,18 +20,15 @@ reads are evaluated together against the sources they share, and one source's ba
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
-from torch.nn.functional import pad
 
-from residua.ops._runtime import fused as shared
+from residua.ops._runtime import fused
 from residua.ops._runtime.backend import chosen_backend
-from residua.ops.depth_attention import junction
-from residua.ops.depth_attention.launch import narrow
-from residua.ops.depth_attention.plan import FRONT, Plan
+from residua.ops.depth_attention import autograd
+from residua.ops.depth_attention.plan import FRONT, ReadPlan
+from residua.ops.depth_attention.tiles import narrow
 
 State = tuple[Tensor, ...]
 
@@ -39,10 +36,10 @@ State = tuple[Tensor, ...]
 def serves(x: Tensor, *, key_norm: str, activation: str) -> bool:
     """Whether a model that starts from x should run deferred: in training, where the kernels run."""
     able = key_norm == "rms" and activation == "softmax" and torch.is_grad_enabled() and chosen_backend() != "reference"
-    return able and shared.serves(x)
+    return able and fused.serves(x)
 
 
-def open(plan: Plan, x: Tensor, queries: Tensor, eps: float = 1e-6) -> State:
+def open(plan: ReadPlan, x: Tensor, queries: Tensor, eps: float = 1e-6) -> State:
     """Begin with source 0; queries [reads, C] fp32 are the u_l of every read.
 
     The state is u, u in the form that the scores of narrow sources take, the chain that collects du, what a group of
@@ -52,13 +49,13 @@ def open(plan: Plan, x: Tensor, queries: Tensor, eps: float = 1e-6) -> State:
     """
     u = queries.detach().contiguous()
     value = x.detach().contiguous()
-    parts = junction.depth_parts(u) if narrow(value) else u
-    made = value, *junction.depth_scores(value, parts, 0, len(plan.readers[0]), eps)
+    parts = autograd.depth_parts(u) if narrow(value) else u
+    made = value, *autograd.depth_scores(value, parts, 0, len(plan.readers[0]), eps)
     chain, *handles = _fork(plan, 0, x, made, [], u, queries)
     return u, parts, chain, *made, *handles
 
 
-def step(plan: Plan, k: int, y: Tensor, state: State, eps: float = 1e-6) -> tuple[Tensor, State]:
+def step(plan: ReadPlan, k: int, y: Tensor, state: State, eps: float = 1e-6) -> tuple[Tensor, State]:
     """Make source k+1 of the output y of sublayer k, then read: h [..., C] and the next state."""
     table, (u, parts, link) = plan.steps[k], state[:FRONT]
     y = y.to(state[table.newest].dtype)
@@ -71,21 +68,21 @@ def step(plan: Plan, k: int, y: Tensor, state: State, eps: float = 1e-6) -> tupl
         first, own = int(plan.goes_on(k + 1)), len(plan.own[k + 1])
         stats.append(handles.pop(first + own))
         gradients.append(handles.pop(first))
-    h = _read(torch.compiler.is_compiling(), h, lse, gradients, stats)
+    h = autograd.read(torch.compiler.is_compiling(), h, lse, gradients, stats)
     after = [u, parts, chain, *partial]
     for start, stop in table.kept:
         after += state[start:stop]
     return h, (*after, *made, *handles) if plan.keeps_new(k) else tuple(after)
 
 
-def values(plan: Plan, k: int, y: Tensor, state: State) -> list[Tensor]:
+def values(plan: ReadPlan, k: int, y: Tensor, state: State) -> list[Tensor]:
     """The sources that read k sees, outside of autograd: for looking at."""
     older = {place.source: state[place.start] for place in plan.before(k)}
     new = older[k] + y.detach() if plan.grows[k + 1] else y.detach()
     return [new if s == k + 1 else older[s] for s in plan.sees[k]]
 
 
-def holds(plan: Plan, k: int, state: State) -> bool:
+def holds(plan: ReadPlan, k: int, state: State) -> bool:
     """Whether this is a deferred state before step k rather than the plain list of sources."""
     return len(state) > len(plan.sees[k])
 
@@ -94,7 +91,7 @@ Made = tuple[Tensor, Tensor, Tensor]
 """The value of a source, its scores and its rstd."""
 
 
-def _evaluate(plan: Plan, k: int, y: Tensor, state: State, eps: float) -> tuple[Made, Tensor, Tensor, State]:
+def _evaluate(plan: ReadPlan, k: int, y: Tensor, state: State, eps: float) -> tuple[Made, Tensor, Tensor, State]:
     """All that step k computes, outside of autograd: source k+1, then h and lse of the read, then the partial reads.
 
     A group of reads begins with all of them over the sources there are; `partial` holds their lse, and o_l of each read
@@ -110,22 +107,22 @@ def _evaluate(plan: Plan, k: int, y: Tensor, state: State, eps: float) -> tuple[
         partial = (partial[0], *partial[2:]) if len(partial) > 2 else ()
     base = state[table.newest] if plan.grows[k + 1] else None
     if base is not None and plan.fuses(k):
-        *made, h, lse = junction.depth_sum_read(base, y, u, k, values, scores, rows, eps)
+        *made, h, lse = autograd.depth_sum_read(base, y, u, k, values, scores, rows, eps)
         return (made[0], made[1], made[2]), h, lse, partial
     if base is None:
-        new: Made = (y, *junction.depth_scores(y, parts, first, count, eps))
+        new: Made = (y, *autograd.depth_scores(y, parts, first, count, eps))
     else:
-        new = junction.depth_sum_scores(base, y, parts, first, count, eps)
+        new = autograd.depth_sum_scores(base, y, parts, first, count, eps)
     values, scores, rows = [*values, new[0]], [*scores, new[1]], [*rows, k - first]
     if k == start and size > 1:
-        every_lse, h, *later = junction.depth_mix_group(values, scores, rows, size)
+        every_lse, h, *later = autograd.depth_mix_group(values, scores, rows, size)
         return new, h, every_lse[0], (every_lse, *later)
-    h, lse = junction.depth_mix(values, scores, rows)
+    h, lse = autograd.depth_mix(values, scores, rows)
     return new, h, lse, partial
 
 
 def _fork(
-    plan: Plan, s: int, y: Tensor, made: Made, before: Sequence[State], u: Tensor, chain: Tensor
+    plan: ReadPlan, s: int, y: Tensor, made: Made, before: Sequence[State], u: Tensor, chain: Tensor
 ) -> tuple[Tensor, ...]:
     """The next link of the chain that collects du, then the handles of source s in the order of the state.
 
@@ -133,81 +130,4 @@ def _fork(
     """
     onward = [source[3] for source in before]
     led = [t for source in before for t in source[:3]] if s in plan.leads else []
-    return _handles(y, chain, *made, u, plan.readers[s][0], len(plan.own[s]), plan.goes_on(s), onward, led)
-
-
-class _Fork(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, y: Tensor, chain: Tensor, value: Tensor, scores: Tensor, rstd: Tensor, u: Tensor,
-        first: int, own: int, goes_on: bool, handed: int, *before: Tensor,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
-        ctx.save_for_backward(value, scores, rstd, u, *before[handed:])
-        ctx.first, ctx.own, ctx.goes_on, ctx.handed = first, own, goes_on, handed
-        ctx.set_materialize_grads(False)
-        gradients = [_handle(value, value.shape) for _ in range(own + goes_on)]
-        stats = [_handle(scores, (2, scores.shape[1])) for _ in range(own)]
-        return _handle(u, u.shape), *gradients, *stats
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, du: Tensor | None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        value, scores, rstd, u, *led = ctx.saved_tensors
-        onward, *of_reads = grads if ctx.goes_on else (None, *grads)
-        grown = ctx.handed if not led else 0
-        frozen, nothing = [None] * 8, [None] * (ctx.handed - grown + len(led))
-        if all(g is None for g in grads):
-            return (None, du, *frozen, *[None] * grown, *nothing)
-        onward = None if onward is None else onward.contiguous()
-        if all(g is None for g in of_reads):
-            return (onward, du, *frozen, *[onward] * grown, *nothing)
-        dh = [torch.zeros_like(value) if g is None else g for g in of_reads[: ctx.own]]
-        stats = [scores.new_zeros(2, scores.shape[1]) if g is None else g for g in of_reads[ctx.own :]]
-        if led:
-            block = [[own, *led[i::3]] for i, own in enumerate((value, scores, rstd))]
-            du, dv, *handed = junction.depth_block_gradient(*block, u, ctx.first, dh, stats, du)
-            return (dv, du, *frozen, *handed, *[None] * len(led))
-        dv, du = junction.depth_source_gradient(value, scores, rstd, u, ctx.first, onward, dh, stats, du)
-        return (dv, du, *frozen, *[dv] * grown)
-
-
-class _Read(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, compiled: bool, h: Tensor, lse: Tensor, *handles: Tensor) -> Tensor:
-        ctx.count, ctx.compiled = len(handles) // 2, compiled
-        ctx.save_for_backward(h, lse)
-        return h.view_as(h)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dh: Tensor) -> tuple[Tensor | None, ...]:
-        dh = dh.contiguous()
-        stats = (_plain_stats if ctx.compiled else junction.depth_stats)(dh, *ctx.saved_tensors)
-        return (None, None, None, *[dh] * ctx.count, *[stats] * ctx.count)
-
-
-@torch.compiler.allow_in_graph
-def _handles(
-    y: Tensor, chain: Tensor, value: Tensor, scores: Tensor, rstd: Tensor, u: Tensor,
-    first: int, own: int, goes_on: bool, onward: list[Tensor], led: list[Tensor],
-) -> tuple[Tensor, ...]:  # fmt: skip
-    handles: tuple[Tensor, ...] = _Fork.apply(
-        y, chain, value, scores, rstd, u, first, own, goes_on, len(onward), *onward, *led
-    )
-    return handles
-
-
-@torch.compiler.allow_in_graph
-def _read(compiled: bool, h: Tensor, lse: Tensor, gradients: list[Tensor], stats: list[Tensor]) -> Tensor:
-    read: Tensor = _Read.apply(compiled, h, lse, *gradients, *stats)
-    return read
-
-
-def _plain_stats(dh: Tensor, h: Tensor, lse: Tensor) -> Tensor:
-    """`depth_stats` for the compiler, which fuses it into whatever makes dh."""
-    delta = (dh.float() * h.float()).sum(-1).flatten()
-    return torch.stack([lse, pad(delta, (0, len(lse) - len(delta)))])
-
-
-def _handle(like: Tensor, shape: Sequence[int]) -> Tensor:
-    return torch.empty_strided(tuple(shape), (0,) * len(shape), dtype=like.dtype, device=like.device)
+    return autograd.make_handles(y, chain, *made, u, plan.readers[s][0], len(plan.own[s]), plan.goes_on(s), onward, led)

@@ -1,147 +1,362 @@
-"""How the kernels of attention over depth are launched: tile sizes, and how work is shared among programs.
-
-A source is [..., C] and its tokens are all the leading axes; per-token scalars are fp32 rows of `pitch(tokens)`.
-"""
+"""Launching the kernels of attention over depth; a source's scores and gradients are for many readers at once."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from residua.ops._runtime import fused as shared
-from residua.ops._runtime.launch import divided, power
-
-CHUNK = 32
-"""Most readers to one matrix product; see `product_tile`."""
+from residua.ops._runtime import fused
+from residua.ops._runtime.launch import addresses, aligned, cdiv, extent, on, power
+from residua.ops.depth_attention.plan import FEW
+from residua.ops.depth_attention.tiles import (
+    NUMBERS,
+    SLOPES,
+    UNROLL,
+    mix_tile,
+    piece_tile,
+    pitch,
+    row_tile,
+    scores_gradient_tile,
+    scores_tile,
+    shares,
+    stack_tile,
+)
 
 
 class _Kernels(NamedTuple):
     forward: Any
     backward: Any
+    block: Any
 
 
 @cache
-def kernels() -> _Kernels:
+def _kernels() -> _Kernels:
     """The modules of kernels; Triton is imported when the first of them runs."""
-    from residua.ops.depth_attention import triton, triton_backward
+    from residua.ops.depth_attention import kernels, kernels_backward, kernels_block
 
-    return _Kernels(triton, triton_backward)
-
-
-def pitch(tokens: int) -> int:
-    """Length of a row of per-token scalars: every row starts 16-byte aligned."""
-    return (tokens + 15) // 16 * 16
+    return _Kernels(kernels, kernels_backward, kernels_block)
 
 
-def row(scores: Tensor, index: int) -> int:
+def _row(scores: Tensor, index: int) -> int:
     """The address of a row of scalars."""
     return scores.data_ptr() + index * scores.stride(0) * scores.element_size()
 
 
-def narrow(x: Tensor) -> bool:
-    """Whether products are taken in bf16, as x is; the interpreter has none."""
-    return x.dtype == torch.bfloat16 and not shared.INTERPRETED
+def parts_output(u: Tensor) -> Tensor:
+    return u.new_empty(len(u), 2, u.shape[1], dtype=torch.bfloat16)
 
 
-UNROLL = 2
-"""Rows in flight at once; more were slower at every number of sources, registers being what bounds these kernels."""
+def parts(u: Tensor) -> Tensor:
+    """u [reads, C] as the sum of two bf16 parts [reads, 2, C]; opaque, as a compiler may leave out the rounding."""
+    coarse = u.bfloat16()
+    return torch.stack([coarse, (u - coarse).bfloat16()], 1)
 
 
-NUMBERS = {"TOKENS": 64, "LANES": 8}
-"""The tile of kernels that work on per-token scalars alone: tokens, and sources or readers."""
+def scores_outputs(v: Tensor, u: Tensor, first: int, count: int, eps: float) -> tuple[Tensor, Tensor]:
+    length = pitch(extent(v)[1])
+    return v.new_empty(count, length, dtype=torch.float32), v.new_empty(length, dtype=torch.float32)
 
 
-SLOPES = {"TOKENS": 64, "LANES": 4, "num_warps": 8}
-"""The same where a token has several sources at once, so that it takes fewer readers."""
+def scores(v: Tensor, u: Tensor, first: int, count: int, eps: float) -> tuple[Tensor, Tensor]:
+    """z_l = rstd (u_l · v) [count, pitch] for the readers from `first` on, and rstd [pitch]; u may be in parts."""
+    z, rstd = scores_outputs(v, u, first, count, eps)
+    _launch_scores(None, v, None, u, z, rstd, first, eps)
+    return z, rstd
 
 
-def row_tile(width: int) -> dict[str, Any]:
-    """For kernels that reduce over whole rows: a row in two pieces, one warp to a token, so no barriers."""
-    low = 1 << max(0, (width - 1).bit_length() - 1)
-    high = max(power(width - low), min(256, low))
-    tile = {"C": width, "LOW": low, "HIGH": high}
-    if shared.INTERPRETED:
-        return {**tile, "TOKENS": 16}
-    return {**tile, "TOKENS": 1, "num_warps": 1 if width <= 1536 else 4}
+def sum_outputs(
+    base: Tensor, y: Tensor, u: Tensor, first: int, count: int, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(y), *scores_outputs(y, u, first, count, eps)
 
 
-def piece_tile(v: Tensor, readers: int) -> dict[str, Any]:
-    """For the kernel that holds a token's v and rows of its readers: rows in pieces of equal length, and few warps.
+def sum_scores(base: Tensor, y: Tensor, u: Tensor, first: int, count: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """v = base + y, and `depth_scores` of v."""
+    v, z, rstd = sum_outputs(base, y, u, first, count, eps)
+    _launch_scores(base, y, v, u, z, rstd, first, eps)
+    return v, z, rstd
 
-    A thread has room for about 220 fp32 numbers, and where warps share a row they must wait for each other. Rows are
-    loaded two steps ahead, if they fit.
+
+def _launch_scores(
+    base: Tensor | None, y: Tensor, v: Tensor | None, u: Tensor, z: Tensor, rstd: Tensor, first: int, eps: float
+) -> None:
+    width, tokens = extent(y)
+    if tokens == 0:
+        return
+    y = aligned(y)
+    tile = scores_tile(width, len(z), u)
+    with on(y):
+        _kernels().forward.scores_kernel[(cdiv(tokens, tile["TOKENS"]),)](
+            y if base is None else aligned(base), y, y if v is None else v, u, z, rstd,
+            tokens, first, len(z), z.stride(0), eps, ADD=base is not None, **tile,
+        )  # fmt: skip
+
+
+def mix_outputs(sources: Sequence[Tensor], scores: Sequence[Tensor], rows: Sequence[int]) -> tuple[Tensor, Tensor]:
+    h = torch.empty_like(sources[0], memory_format=torch.contiguous_format)
+    return h, scores[0].new_empty(scores[0].shape[1])
+
+
+def mix(sources: Sequence[Tensor], scores: Sequence[Tensor], rows: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """h = Σ_i softmax(z)_i v_i and lse [pitch]; source i's score is scores[i][rows[i]]."""
+    h, lse = mix_outputs(sources, scores, rows)
+    width, tokens = extent(h)
+    if tokens:
+        tile = mix_tile(width)
+        sources = [aligned(v) for v in sources]
+        with on(h):
+            _kernels().forward.mix_kernel[(cdiv(tokens, tile["TOKENS"]), cdiv(width, tile["COLUMNS"]))](
+                addresses(sources, [*map(_row, scores, rows)]), h, lse,
+                tokens, len(sources), LANES=32, UNROLL=UNROLL, **tile,
+            )  # fmt: skip
+    return h, lse
+
+
+def group_outputs(
+    sources: Sequence[Tensor], scores: Sequence[Tensor], rows: Sequence[int], readers: int
+) -> list[Tensor]:
+    like = torch.empty_like(sources[0], memory_format=torch.contiguous_format)
+    others = [torch.empty_like(like) for _ in range(readers - 1)]
+    return [scores[0].new_empty(readers, scores[0].shape[1]), like, *others]
+
+
+def mix_group(sources: Sequence[Tensor], scores: Sequence[Tensor], rows: Sequence[int], readers: int) -> list[Tensor]:
+    """`depth_mix` for some readers in a row, the first's scores being rows[i]: lse [readers, pitch], then each h."""
+    lse, *h = outputs = group_outputs(sources, scores, rows, readers)
+    width, tokens = extent(h[0])
+    if tokens:
+        count, length, tile = len(sources), lse.stride(0), stack_tile(h[0], readers, columns=128, stages=2)
+        sources, weights = [aligned(v) for v in sources], lse.new_empty(count, length, readers)
+        first = [*map(_row, scores, rows)]
+        table = addresses(sources, [*(o.data_ptr() for o in h), *first])
+        with on(lse):
+            _kernels().forward.weights_kernel[(cdiv(tokens, NUMBERS["TOKENS"]),)](
+                table, weights, lse, tokens, count, length, READERS=readers, SIZE=_numbers(readers), **NUMBERS
+            )
+            _kernels().forward.mix_group_kernel[(cdiv(tokens, tile["TOKENS"]), cdiv(width, tile["COLUMNS"]))](
+                table, weights, h[0], tokens, count, length, READERS=readers, **tile
+            )
+    return outputs
+
+
+def sum_read_outputs(
+    base: Tensor, y: Tensor, u: Tensor, reader: int,
+    sources: Sequence[Tensor], scores: Sequence[Tensor], rows: Sequence[int], eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    v, z, rstd = sum_outputs(base, y, u, reader, 1, eps)
+    return v, z, rstd, torch.empty_like(v), torch.empty_like(rstd)
+
+
+def sum_read(
+    base: Tensor, y: Tensor, u: Tensor, reader: int,
+    sources: Sequence[Tensor], scores: Sequence[Tensor], rows: Sequence[int], eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """`depth_sum_scores` for one reader and, after it, `depth_mix` of the sources and v: v, z, rstd, h, lse."""
+    v, z, rstd, h, lse = outputs = sum_read_outputs(base, y, u, reader, sources, scores, rows, eps)
+    width, tokens = extent(v)
+    if tokens:
+        tile = row_tile(width)
+        sources = [aligned(s) for s in sources]
+        with on(v):
+            _kernels().forward.sum_read_kernel[(cdiv(tokens, tile["TOKENS"]),)](
+                addresses(sources, [*map(_row, scores, rows)]), aligned(base), aligned(y), aligned(u[reader]),
+                v, z, rstd, h, lse, tokens, len(sources), eps, LANES=8, UNROLL=UNROLL, **tile,
+            )  # fmt: skip
+    return outputs
+
+
+def stats_output(dh: Tensor, h: Tensor, lse: Tensor) -> Tensor:
+    return lse.new_empty(2, len(lse))
+
+
+def stats(dh: Tensor, h: Tensor, lse: Tensor) -> Tensor:
+    """[2, pitch]: a read's lse and δ = dh · h."""
+    stats = stats_output(dh, h, lse)
+    width, tokens = extent(h)
+    if tokens:
+        tile = row_tile(width)
+        with on(h):
+            _kernels().backward.stats_kernel[(cdiv(tokens, tile["TOKENS"]),)](
+                aligned(dh), aligned(h), lse, stats, tokens, len(lse), **tile
+            )
+    return stats
+
+
+def gradient_outputs(
+    v: Tensor, z: Tensor, rstd: Tensor, u: Tensor, first: int,
+    onward: Tensor | None, dh: Sequence[Tensor], stats: Sequence[Tensor], du: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return torch.empty_like(v), torch.empty_like(u)
+
+
+def source_gradient(
+    v: Tensor, z: Tensor, rstd: Tensor, u: Tensor, first: int,
+    onward: Tensor | None, dh: Sequence[Tensor], stats: Sequence[Tensor], du: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """A source's gradient [..., C] from the readers from `first` on, and du [readers of the model, C] so far.
+
+    Theirs are the first len(dh) rows of z; `onward` is the gradient that reaches the source otherwise.
     """
-    width = v.shape[-1]
-    if shared.INTERPRETED:
-        piece = min(64, max(16, power(width)))
-        tile = {"C": width, "PIECE": piece, "PIECES": divided(width, piece), "TOKENS": 16}
-        return {**tile, "TOGETHER": False, "STAGES": 1}
-    warps = next(n for n in (1, 2, 4, 8, 16) if (3 * readers + 2) * width <= n * 32 * 220 or n == 16)
-    piece = min(power(width), 256 if width % 512 else 256 * max(1, warps // 2))
-    tile = {"C": width, "PIECE": piece, "PIECES": divided(width, piece), "TOKENS": 1}
-    ahead = 2 * (readers + 2) * tile["PIECES"] * piece * v.element_size()
-    return {**tile, "TOGETHER": warps > 1, "STAGES": 3 if ahead <= 100_000 else 1, "num_warps": warps}
+    dv, new_du = gradient_outputs(v, z, rstd, u, first, onward, dh, stats, du)
+    if extent(v)[1] == 0:
+        return dv, new_du.zero_() if du is None else new_du.copy_(du)
+    v, onward = aligned(v), None if onward is None else aligned(onward)
+    dh, stats = [aligned(g) for g in dh], [aligned(s) for s in stats]
+    with on(v):
+        how = _few_readers_gradient if len(dh) <= FEW else _many_readers_gradient
+        du_parts = how(v, z, rstd, u, first, onward, dh, stats, dv)
+        _add_parts(du_parts, du, new_du, first)
+    return dv, new_du
 
 
-def mix_tile(width: int) -> dict[str, Any]:
-    """For kernels that do not reduce over a row."""
-    columns = min(256, max(16, power(width)))
-    return {"C": width, "TOKENS": 2048 // columns, "COLUMNS": columns}
+def _few_readers_gradient(
+    v: Tensor, z: Tensor, rstd: Tensor, u: Tensor, first: int,
+    onward: Tensor | None, dh: Sequence[Tensor], stats: Sequence[Tensor], dv: Tensor,
+) -> Tensor:  # fmt: skip
+    width, tokens = extent(v)
+    tile = piece_tile(v, len(dh))
+    parts, tiles = shares(v, cdiv(tokens, tile["TOKENS"]), per_core=8 / tile.get("num_warps", 1))
+    du_parts = u.new_empty(parts, len(dh), width)
+    _kernels().backward.few_readers_backward_kernel[(parts,)](
+        addresses(dh, [s.data_ptr() for s in stats]), v, v if onward is None else onward, z, rstd, u, dv, du_parts,
+        tokens, first, z.stride(0), tiles, READERS=len(dh), ADD=onward is not None, **tile,
+    )  # fmt: skip
+    return du_parts
 
 
-def stack_tile(v: Tensor, results: int, columns: int, stages: int) -> dict[str, Any]:
-    """For kernels that are matrix products over a stack of rows, one for each token and each with a warp of its own.
-
-    `columns` and `stages` were the fastest on an H200 from 768 to 2,048 channels; float32 has room for fewer columns.
-    """
-    width = v.shape[-1]
-    tile = {"C": width, "NARROW": narrow(v), "ROWS": 16, "PADDED": max(8, power(results))}
-    if shared.INTERPRETED:
-        return {**tile, "TOKENS": 16, "COLUMNS": min(64, max(16, power(width)))}
-    columns = min(columns if narrow(v) else 64, max(16, power(width)))
-    return {**tile, "TOKENS": 1, "COLUMNS": columns, "num_warps": 1, "num_stages": stages}
-
-
-def scores_tile(width: int, readers: int, u: Tensor) -> dict[str, Any]:
-    return product_tile(width, readers, u, tokens=128, columns=64, warps=4, stages=4, room=4)
-
-
-def scores_gradient_tile(width: int, readers: int, v: Tensor) -> dict[str, Any]:
-    return product_tile(width, readers, v, 32 if readers <= CHUNK else 16, columns=128, warps=8, stages=3, room=2)
+def _many_readers_gradient(
+    v: Tensor, z: Tensor, rstd: Tensor, u: Tensor, first: int,
+    onward: Tensor | None, dh: Sequence[Tensor], stats: Sequence[Tensor], dv: Tensor,
+) -> Tensor:  # fmt: skip
+    width, tokens = extent(v)
+    tile = row_tile(width)
+    slopes, pull = v.new_empty(1, len(dh), z.shape[1]), torch.empty_like(rstd)[None]
+    slopes[..., tokens:] = 0
+    table = addresses(dh, [*(s.data_ptr() for s in stats), v.data_ptr(), dv.data_ptr()])
+    _kernels().backward.mix_backward_kernel[(cdiv(tokens, tile["TOKENS"]),)](
+        table, v, v if onward is None else onward, z, rstd,
+        dv, slopes, pull, tokens, len(dh), z.stride(0), ADD=onward is not None, UNROLL=UNROLL, **tile,
+    )  # fmt: skip
+    return _scores_gradient(table, v, slopes, pull, u, first)
 
 
-def product_tile(
-    width: int, readers: int, factor: Tensor, tokens: int, columns: int, warps: int, stages: int, room: int
-) -> dict[str, Any]:
-    """For kernels that are matrix products between tokens and readers, CHUNKS of them.
-
-    With 64 readers to a product Triton makes asynchronous products that still read a buffer while its pipeline loads
-    the next tile into it (a source that is used both in a product and otherwise gets one buffer too few). With 32 it
-    makes none. The sums of all chunks stay in registers: where there is no `room` for as many, tiles are smaller.
-    """
-    chunks = divided(readers, CHUNK)
-    tile = {"C": width, "READERS": min(CHUNK, max(16, power(readers))), "CHUNKS": chunks}
-    tile["NARROW"] = narrow(factor)
-    if shared.INTERPRETED:
-        return {**tile, "TOKENS": 16, "COLUMNS": min(64, max(16, power(width)))}
-    if not tile["NARROW"]:
-        most, warps = (64, 4) if chunks == 1 else (32, 8)
-        tokens, columns, stages, room = min(tokens, most), 64, 3, 3
-    smaller = power(divided(chunks, room))
-    tokens, columns = max(16, tokens // smaller), max(16, min(columns // smaller, power(width)))
-    warps = max(4, warps // smaller)
-    return {**tile, "TOKENS": tokens, "COLUMNS": columns, "num_warps": warps, "num_stages": stages}
+def block_outputs(
+    values: Sequence[Tensor], scores: Sequence[Tensor], rstds: Sequence[Tensor],
+    u: Tensor, first: int, dh: Sequence[Tensor], stats: Sequence[Tensor], du: Tensor | None,
+) -> list[Tensor]:  # fmt: skip
+    new_du = torch.empty_like(u)
+    return [new_du, *[torch.empty_like(v) for v in values]]
 
 
-def shares(x: Tensor, blocks: int, per_core: float) -> tuple[int, int]:
-    """Split `blocks` among programs that loop: how many programs, and how many blocks each."""
-    tiles = divided(blocks, max(2, round(_cores(x.device) * per_core)))
-    return divided(blocks, tiles), tiles
+def block_gradient(
+    values: Sequence[Tensor], scores: Sequence[Tensor], rstds: Sequence[Tensor],
+    u: Tensor, first: int, dh: Sequence[Tensor], stats: Sequence[Tensor], du: Tensor | None,
+) -> list[Tensor]:  # fmt: skip
+    """du, then `depth_source_gradient` of some sources from the same readers, the last rows of each one's scores."""
+    new_du, *dv = outputs = block_outputs(values, scores, rstds, u, first, dh, stats, du)
+    width, tokens = extent(dv[0])
+    if tokens == 0:
+        new_du.zero_() if du is None else new_du.copy_(du)
+        return outputs
+    values, count, length = [aligned(v) for v in values], len(dh), rstds[0].shape[0]
+    dh, stats = [aligned(g) for g in dh], [aligned(s) for s in stats]
+    size = len(values)
+    slopes, pull = values[0].new_empty(size, count, length), u.new_empty(size, length)
+    tile = stack_tile(values[0], size, columns=256, stages=1)
+    parts = cdiv(width, tile["COLUMNS"])
+    weights, dots = u.new_empty(count, length, size), u.new_empty(parts, count, length, size)
+    held = [t.data_ptr() for t in (*stats, *values, *dv)]
+    few = cdiv(tokens, NUMBERS["TOKENS"])
+    with on(u):
+        table = addresses(dh, [*held, *(_row(z, len(z) - count) for z in scores), *(r.data_ptr() for r in rstds)])
+        run = _kernels().block
+        run.block_weights_kernel[(few,)](
+            table, weights, tokens, count, length, SOURCES=size, SIZE=_numbers(size), **NUMBERS
+        )
+        run.block_backward_kernel[(cdiv(tokens, tile["TOKENS"]), parts)](
+            table, values[0], weights, dots, tokens, count, length, SOURCES=size, **tile
+        )
+        run.block_slopes_kernel[(cdiv(tokens, SLOPES["TOKENS"]),)](
+            table, weights, dots, slopes, pull, tokens, count, length,
+            C=width, PARTS=parts, SOURCES=size, PADDED=power(size), **SLOPES,
+        )  # fmt: skip
+        _add_parts(_scores_gradient(table, values[0], slopes, pull, u, first), du, new_du, first)
+    return outputs
 
 
-@cache
-def _cores(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+def _numbers(each: int) -> int:
+    """How many numbers a program of `NUMBERS` works on at once, `each` for a token."""
+    return NUMBERS["TOKENS"] * power(each)
+
+
+def _scores_gradient(table: Tensor, v: Tensor, slopes: Tensor, pull: Tensor, u: Tensor, first: int) -> Tensor:
+    """Add what comes through the scores to the gradients of some sources like v, those in `table`; du in parts."""
+    (width, tokens), (size, count, length) = extent(v), slopes.shape
+    tile = scores_gradient_tile(width, count, v)
+    blocks, per_core = cdiv(width, tile["COLUMNS"]), 2 if tile.get("num_warps") == 8 else 3
+    parts, tiles = shares(v, cdiv(tokens, tile["TOKENS"]), per_core / blocks)
+    du_parts = u.new_empty(parts, count, width)
+    _kernels().block.scores_backward_kernel[(blocks, parts)](
+        table, v, slopes, pull, u, du_parts, tokens, first, count, length, tiles, SOURCES=size, **tile
+    )
+    return du_parts
+
+
+def _add_parts(du_parts: Tensor, du: Tensor | None, new_du: Tensor, first: int) -> None:
+    parts, count, width = du_parts.shape
+    block = 4096 if fused.INTERPRETED else 32
+    _kernels().backward.add_parts_kernel[(cdiv(new_du.numel(), block),)](
+        du_parts, du_parts if du is None else du, new_du, new_du.numel(), first * width, count * width, parts,
+        ADD=du is not None, PARTS=64 if parts <= 64 else 256, BLOCK=block,
+    )  # fmt: skip
+
+
+def attend_outputs(sources: Sequence[Tensor], u: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    h = torch.empty_like(sources[0], memory_format=torch.contiguous_format)
+    row = pitch(extent(h)[1])
+    return h, u.new_empty(row), u.new_empty(len(sources), row), u.new_empty(len(sources), row)
+
+
+def attend(sources: Sequence[Tensor], u: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """h [..., C], lse [pitch], scores and rstd [sources, pitch] of one query u [C]."""
+    h, lse, scores, rstd = attend_outputs(sources, u, eps)
+    width, tokens = extent(h)
+    if tokens:
+        sources = [aligned(v) for v in sources]
+        tile = row_tile(width)
+        with on(h):
+            _kernels().forward.attend_kernel[(cdiv(tokens, tile["TOKENS"]),)](
+                addresses(sources, ()), aligned(u), h, lse, scores, rstd,
+                tokens, len(sources), pitch(tokens), eps, UNROLL=UNROLL, **tile,
+            )  # fmt: skip
+    return h, lse, scores, rstd
+
+
+def attend_gradients(
+    sources: Sequence[Tensor], u: Tensor, dh: Tensor, h: Tensor, lse: Tensor, scores: Tensor, rstd: Tensor
+) -> list[Tensor]:
+    return [torch.empty_like(u), *(torch.empty_like(v) for v in sources)]
+
+
+def attend_backward(
+    sources: Sequence[Tensor], u: Tensor, dh: Tensor, h: Tensor, lse: Tensor, scores: Tensor, rstd: Tensor
+) -> list[Tensor]:
+    """du [C], then the gradient of each source."""
+    grads = [torch.empty_like(v) for v in sources]
+    width, tokens = extent(h)
+    if tokens == 0:
+        return [torch.zeros_like(u), *grads]
+    sources = [aligned(v) for v in sources]
+    tile = row_tile(width)
+    parts, tiles = shares(h, cdiv(tokens, tile["TOKENS"]), per_core=16)
+    du_parts = u.new_empty(parts, width)
+    with on(h):
+        _kernels().backward.attend_backward_kernel[(parts,)](
+            addresses(sources, [g.data_ptr() for g in grads]), aligned(u), aligned(dh), h, lse, scores, rstd, du_parts,
+            tokens, len(sources), pitch(tokens), tiles, **tile,
+        )  # fmt: skip
+    return [du_parts.sum(0), *grads]

@@ -49,7 +49,7 @@ class Step(NamedTuple):
     """From where to where the state goes on as it is."""
 
 
-class Plan:
+class ReadPlan:
     """Which sources each read sees. Source 0 is the embedding, source k+1 is made of the output of sublayer k.
 
     sees: for each read, its sources in ascending order; the readers of a source must be consecutive.

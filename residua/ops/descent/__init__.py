@@ -13,7 +13,7 @@ momentum_directions = Operator(reference.momentum_directions)
 cautious_descent = Operator(reference.cautious_descent)
 
 if fused.INSTALLED:
-    from residua.ops.descent import triton
+    from residua.ops.descent import launch
 
     def _serves(tensors: Sequence[Tensor], others: Sequence[Tensor], *_: Any) -> bool:
         return fused.serves(*tensors, *others) and all(_plain(t) for t in (*tensors, *others))
@@ -22,7 +22,7 @@ if fused.INSTALLED:
         """Contiguous, and at an address that vector loads can take."""
         return t.is_contiguous() and not (t.is_cuda and t.data_ptr() % 16)
 
-    momentum_directions.register_fused(triton.momentum_directions, _serves)
-    cautious_descent.register_fused(triton.cautious_descent, _serves)
+    momentum_directions.register_fused(launch.momentum_directions, _serves)
+    cautious_descent.register_fused(launch.cautious_descent, _serves)
 
 __all__ = ["cautious_descent", "momentum_directions"]

@@ -1,7 +1,7 @@
-"""The gated delta rule by flash-linear-attention's chunked kernels, where that package is installed and there is a GPU.
+"""The gated delta rule by flash-linear-attention's chunked kernels: when the package can be used, and how it is called.
 
-The kernels come as two opaque operators, so that torch.compile sees one graph; the package itself would break it. The
-backward operator runs the package's forward again and then its backward: nothing but the inputs is kept.
+Not a `launch.py`: the kernels are the package's, and so are their plans. The backward pass runs the package's forward
+again and then its backward, so only the inputs are kept.
 """
 
 from __future__ import annotations
@@ -14,17 +14,12 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from residua.ops.gated_delta.reference import begins, check_shapes, initial_state
-
 INSTALLED = find_spec("fla") is not None and find_spec("triton") is not None
-# A document's first token fades the state by e^−40, below float32's rounding of anything it is added to. Minus infinity
-# would do it exactly and turn the kernels' differences of cumulative sums into NaN.
-FORGET = -40.0
 WIDEST_HEAD = 256
 
 
 def takes(k: Tensor, v: Tensor) -> bool:
-    """Whether the kernels take these. The package breaks on a machine without a GPU, so it is imported only on one."""
+    """Whether the kernels take these inputs. The package fails to import without a GPU, so it is imported late."""
     fits = INSTALLED and v.is_cuda and v.dtype is torch.bfloat16 and max(k.shape[-1], v.shape[-1]) <= WIDEST_HEAD
     return fits and (not torch.is_grad_enabled() or _can_train(v.device))
 
@@ -48,25 +43,6 @@ def triton_version() -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", triton.__version__)[:3])
 
 
-def gated_delta(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    *,
-    segments: Tensor | None = None,
-    state: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """The fused twin of `reference.chunked`."""
-    check_shapes(q, k, v, g, beta)
-    q, k, g, beta = q.to(v.dtype), k.to(v.dtype), g.float(), beta.float()
-    if segments is not None:
-        g = g.masked_fill(begins(v, segments)[..., None], FORGET)
-    o, last = _forward(q, k, v, g, beta, initial_state(k, v, state))
-    return o, last
-
-
 @cache
 def _kernels() -> Callable[..., tuple[Tensor, Tensor]]:
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
@@ -81,20 +57,24 @@ def _run(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
     return o, last
 
 
-@torch.library.custom_op("residua::gated_delta", mutates_args=())
-def _forward(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+def forward_outputs(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    return v.new_empty(v.shape), state.new_empty(state.shape)
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     with torch.no_grad():
         o, last = _run(q, k, v, g, beta, state)
     return o.contiguous(), last.contiguous()  # compiled code is written for the strides below
 
 
-@_forward.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    return v.new_empty(v.shape), state.new_empty(state.shape)
+def backward_outputs(
+    d_o: Tensor, d_last: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    dq, dk, dv, dg, dbeta, dstate = (x.new_empty(x.shape) for x in (q, k, v, g, beta, state))
+    return dq, dk, dv, dg, dbeta, dstate
 
 
-@torch.library.custom_op("residua::gated_delta_backward", mutates_args=())
-def _backward(
+def backward(
     d_o: Tensor, d_last: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     inputs = [x.detach().requires_grad_() for x in (q, k, v, g, beta, state)]
@@ -103,22 +83,3 @@ def _backward(
     found = torch.autograd.grad(outputs, inputs, (d_o, d_last))
     dq, dk, dv, dg, dbeta, dstate = (gradient.contiguous() for gradient in found)
     return dq, dk, dv, dg, dbeta, dstate
-
-
-@_backward.register_fake
-def _(
-    d_o: Tensor, d_last: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    dq, dk, dv, dg, dbeta, dstate = (x.new_empty(x.shape) for x in (q, k, v, g, beta, state))
-    return dq, dk, dv, dg, dbeta, dstate
-
-
-def _save(ctx, inputs, output):  # type: ignore[no-untyped-def]
-    ctx.save_for_backward(*inputs)
-
-
-def _differentiate(ctx, d_o, d_last):  # type: ignore[no-untyped-def]
-    return _backward(d_o, d_last, *ctx.saved_tensors)
-
-
-_forward.register_autograd(_differentiate, setup_context=_save)

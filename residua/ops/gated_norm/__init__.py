@@ -13,7 +13,7 @@ HIGHEST_RANK = 64
 
 
 def _fused(*args: Any, **settings: Any) -> Any:
-    from residua.ops.gated_norm.triton import gated_norm
+    from residua.ops.gated_norm.autograd import gated_norm
 
     return gated_norm(*args, **settings)
 

@@ -3,15 +3,15 @@
 from torch import Tensor
 
 from residua.ops._runtime.backend import Operator
-from residua.ops.grouped_linear import grouped, reference
+from residua.ops.grouped_linear import launch, reference
 
 grouped_linear = Operator(reference.grouped_linear)
 
 
 def _serves(x: Tensor, weight: Tensor, ends: Tensor) -> bool:
-    return x.is_cuda and grouped.takes(x, weight)
+    return x.is_cuda and launch.takes(x, weight)
 
 
-grouped_linear.register_fused(grouped.grouped_linear, _serves)
+grouped_linear.register_fused(launch.grouped_linear, _serves)
 
 __all__ = ["grouped_linear"]

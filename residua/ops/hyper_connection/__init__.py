@@ -13,13 +13,13 @@ MOST_STREAMS = 8
 
 
 def _fused(*args: Any, **settings: Any) -> Any:
-    from residua.ops.hyper_connection.triton import hyper_step
+    from residua.ops.hyper_connection.autograd import hyper_step
 
     return hyper_step(*args, **settings)
 
 
 def _fused_sinkhorn(*args: Any, **settings: Any) -> Any:
-    from residua.ops.hyper_connection.doubly_stochastic import sinkhorn
+    from residua.ops.hyper_connection.autograd import sinkhorn
 
     return sinkhorn(*args, **settings)
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from residua.ops._runtime import fused
 from residua.ops._runtime.backend import Operator
-from residua.ops.linear_cross_entropy import chunked, reference
+from residua.ops.linear_cross_entropy import autograd, reference
 
 linear_cross_entropy = Operator(reference.linear_cross_entropy)
 
@@ -15,6 +15,6 @@ def _serves(hidden: Tensor, weight: Tensor, targets: Tensor, **_: Any) -> bool:
     return fused.serves(hidden, weight)
 
 
-linear_cross_entropy.register_fused(chunked.linear_cross_entropy, _serves)
+linear_cross_entropy.register_fused(autograd.linear_cross_entropy, _serves)
 
 __all__ = ["linear_cross_entropy"]

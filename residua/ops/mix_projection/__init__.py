@@ -14,13 +14,13 @@ WIDEST_HEAD = 4096
 
 
 def _fused(*args: Any, **settings: Any) -> Any:
-    from residua.ops.mix_projection.triton import mix_projection
+    from residua.ops.mix_projection.autograd import mix_projection
 
     return mix_projection(*args, **settings)
 
 
 def _fused_heads(*args: Any, **settings: Any) -> Any:
-    from residua.ops.mix_projection.triton import mix_heads
+    from residua.ops.mix_projection.autograd import mix_heads
 
     return mix_heads(*args, **settings)
 

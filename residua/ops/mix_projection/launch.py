@@ -1,4 +1,4 @@
-"""Anchor mixing, fused: the kernels' launches, as operators that torch.compile takes as they are."""
+"""Anchor mixing: tile sizes, and launching the kernels section by section."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from residua.ops._runtime import fused
-from residua.ops._runtime.launch import on
+from residua.ops._runtime.launch import cdiv, on, power
 from residua.ops.mix_projection import kernels
-from residua.ops.norm_rotate.triton import sum_rows
+from residua.ops.norm_rotate.launch import sum_rows
 
 
 class Tiling(NamedTuple):
@@ -26,8 +25,8 @@ class Tiling(NamedTuple):
     registers: int | None = None
 
     def sizes(self, width: int) -> dict[str, Any]:
-        half = triton.cdiv(width, 2)
-        lanes = triton.next_power_of_2(half)
+        half = cdiv(width, 2)
+        lanes = power(half)
         sizes = {"D": width, "HALF": half, "LANES": lanes, "ROWS": max(1, self.tile // lanes)}
         return sizes | {"STAGES": self.stages, "num_warps": self.warps, "maxnreg": self.registers}
 
@@ -71,8 +70,8 @@ class Section(NamedTuple):
         return 2 * parts["MIXED"] + parts["NORMED"] + parts["ANCHOR_NORMED"]
 
 
-Plan = list[int]
-"""Sections as an operator takes them: the numbers of each after the other."""
+SectionPlan = list[int]
+"""Sections as an operator takes them: the five numbers of each, one section after the other."""
 
 
 def sections(plan: Sequence[int]) -> list[Section]:
@@ -119,7 +118,7 @@ class Inputs(NamedTuple):
                     "sin": sin,
                     "batches": batches,
                     "length": length,
-                    "tiles": triton.cdiv(length, sizes["ROWS"]),
+                    "tiles": cdiv(length, sizes["ROWS"]),
                     "turns": length if turned and cos.shape[:-1].numel() > length else 0,
                     "heads": s.heads,
                     "current_stride": flat.stride(0),
@@ -132,7 +131,10 @@ class Inputs(NamedTuple):
             )
 
 
-@torch.library.custom_op("residua::mix_heads", mutates_args=())
+def forward_outputs(projected: Tensor, *rest: Any) -> list[Tensor]:
+    return _heads(projected, rest[-2])
+
+
 def forward(
     projected: Tensor,
     gamma: Tensor | None,
@@ -156,12 +158,10 @@ def forward(
     return made
 
 
-@forward.register_fake
-def _(projected: Tensor, *rest: Any) -> list[Tensor]:
-    return _heads(projected, rest[-2])
+def backward_outputs(dy: Sequence[Tensor], later: Sequence[Tensor], *rest: Any) -> list[Tensor]:
+    return _gradients(Inputs(*rest[:-2]), rest[-2])
 
 
-@torch.library.custom_op("residua::mix_heads_backward", mutates_args=())
 def backward(
     dy: Sequence[Tensor],
     later: Sequence[Tensor],
@@ -217,11 +217,6 @@ def backward(
     return [d_projected, d_gamma, sums, *d_anchors]
 
 
-@backward.register_fake
-def _(dy: Sequence[Tensor], later: Sequence[Tensor], *rest: Any) -> list[Tensor]:
-    return _gradients(Inputs(*rest[:-2]), rest[-2])
-
-
 def rows(x: Tensor) -> Tensor:
     """[..., R] as [M, R], its last axis dense."""
     flat = x.reshape(-1, x.shape[-1])
@@ -250,4 +245,4 @@ def _chunks(work: list[tuple[Section, dict[str, Any]]], projected: Tensor, tilin
     """Programs per head, the same for every section, so that one sum ends them all."""
     tiles = max(arguments["batches"] * arguments["tiles"] for _, arguments in work)
     fewest = min(s.heads for s, _ in work)
-    return min(tiles, triton.cdiv(tiling.programs * fused.multiprocessors(projected), fewest))
+    return min(tiles, cdiv(tiling.programs * fused.multiprocessors(projected), fewest))

@@ -7,32 +7,32 @@ from torch import Tensor
 
 from residua.ops._runtime import fused
 from residua.ops._runtime.backend import Operator
-from residua.ops.multi_gate import chain, inversion, reference
+from residua.ops.multi_gate import inversion, reference
 from residua.ops.multi_gate.reference import gates, pool, pool_weights
 
 MOST_STREAMS = 16
 
 
 def _fused(*args: Any, **settings: Any) -> Any:
-    from residua.ops.multi_gate.triton import multi_gate
+    from residua.ops.multi_gate.autograd import multi_gate
 
     return multi_gate(*args, **settings)
 
 
 def _fused_chain(*args: Any, **settings: Any) -> Any:
-    from residua.ops.multi_gate.triton import multi_gate_chain
+    from residua.ops.multi_gate.autograd import multi_gate_chain
 
     return multi_gate_chain(*args, **settings)
 
 
 def _fused_inverted(*args: Any, **settings: Any) -> Any:
-    from residua.ops.multi_gate.triton import multi_gate_inverted
+    from residua.ops.multi_gate.autograd import multi_gate_inverted
 
     return multi_gate_inverted(*args, **settings)
 
 
 def _fused_pool(*args: Any, **settings: Any) -> Any:
-    from residua.ops.multi_gate.triton import pool_streams
+    from residua.ops.multi_gate.autograd import pool_streams
 
     return pool_streams(*args, **settings)
 
@@ -42,10 +42,10 @@ def _serves(streams: Tensor, update: Tensor, *weights: Tensor, **_: Any) -> bool
 
 
 def _serves_chain(state: Sequence[Tensor], update: Tensor, *weights: Tensor, **_: Any) -> bool:
-    streams, _past = chain.split(state, update)
+    streams, _past = reference.split(state, update)
     if len(streams) > 1 and not _alike(streams):
         return False
-    return chain.shape(streams)[-2] <= MOST_STREAMS and fused.serves(streams[0], update, *weights)
+    return reference.shape(streams)[-2] <= MOST_STREAMS and fused.serves(streams[0], update, *weights)
 
 
 def _serves_pool(streams: Sequence[Tensor], query: Tensor, **_: Any) -> bool:
@@ -59,11 +59,11 @@ def _alike(streams: Sequence[Tensor]) -> bool:
 
 multi_gate = Operator(reference.multi_gate)
 multi_gate.register_fused(_fused, _serves)
-multi_gate_chain = Operator(chain.multi_gate_chain)
+multi_gate_chain = Operator(reference.multi_gate_chain)
 multi_gate_chain.register_fused(_fused_chain, _serves_chain)
 multi_gate_inverted = Operator(inversion.multi_gate_inverted)
 multi_gate_inverted.register_fused(_fused_inverted, _serves_chain)
-pool_streams = Operator(chain.pool_streams)
+pool_streams = Operator(reference.pool_streams)
 pool_streams.register_fused(_fused_pool, _serves_pool)
 
 __all__ = ["gates", "multi_gate", "multi_gate_chain", "multi_gate_inverted", "pool", "pool_streams", "pool_weights"]

@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from residua.ops._runtime.numeric import wide
 from residua.ops.multi_gate import reference
-from residua.ops.multi_gate.chain import shape, split
+from residua.ops.multi_gate.reference import shape, split
 
 SHARE = 0.01
 FLOOR = 1 / 64

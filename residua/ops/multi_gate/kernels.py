@@ -20,7 +20,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from residua.ops.multi_gate.tiles import add2, add3, add4, fold, pick, put, rounded, row, scalars, stream, vector
+from residua.ops.multi_gate.kernels_tile import add2, add3, add4, fold, pick, put, rounded, row, scalars, stream, vector
 
 
 @triton.jit

@@ -1,7 +1,6 @@
-"""How the kernels of Multi-Gate Residuals are launched; as operators that `torch.compile` does not look into.
+"""Multi-Gate Residuals: tile sizes, and launching the kernels.
 
-None is differentiated: `triton.py` says what the gradients are. A list of streams is one tensor [..., N, C] or N of
-[..., C]; tokens are all the leading axes.
+A list of streams is one tensor [..., N, C] or N of [..., C]; tokens are all the leading axes.
 """
 
 from __future__ import annotations
@@ -13,12 +12,11 @@ import torch
 from torch import Tensor
 
 from residua.ops._runtime import fused
-from residua.ops._runtime.launch import aligned, divided, extent, on, operator, power
-from residua.ops._runtime.partials import sum_rows
-from residua.ops.multi_gate import kernels, pool_kernels
+from residua.ops._runtime.launch import aligned, cdiv, extent, on, power, sum_rows
+from residua.ops.multi_gate import kernels, kernels_pool
 
 
-class Plan(NamedTuple):
+class TilePlan(NamedTuple):
     """How a kernel is launched: channels per thread at a time, warps per program, a cap on registers (0: none) and,
     where programs are persistent, how many per multiprocessor."""
 
@@ -29,28 +27,28 @@ class Plan(NamedTuple):
 
     def settings(self, n: int, width: int) -> dict[str, Any]:
         block = min(32 * self.channels * self.warps, power(width))
-        tile = {"C": width, "N": n, "ROWS": power(n), "BLOCK": block, "TILES": divided(width, block)}
+        tile = {"C": width, "N": n, "ROWS": power(n), "BLOCK": block, "TILES": cdiv(width, block)}
         registers = {"maxnreg": self.registers} if self.registers else {}
         lanes = min(block, 32 * self.warps)
         return {**tile, "LANES": lanes, "num_warps": self.warps, "num_stages": 1, **registers}
 
 
-def forward_plan(n: int, width: int, size: int) -> Plan:
+def forward_plan(n: int, width: int, size: int) -> TilePlan:
     """Rows cut into pieces of 512 channels, a warp to each; short rows of many streams into halves of that."""
     if n > 4 and width < 1024:
-        return Plan(8 // size, 2)
-    return Plan(16 // size, _floor(width / 512))
+        return TilePlan(8 // size, 2)
+    return TilePlan(16 // size, _floor(width / 512))
 
 
-def backward_plan(n: int, width: int, size: int) -> Plan:
+def backward_plan(n: int, width: int, size: int) -> TilePlan:
     """Half as many channels at a time, for the factors of every stream are held besides.
 
     Between 1024 and 2048 channels that is too many pieces: there one warp takes a token.
     """
     if n <= 4 and 1024 < width < 2048:
-        return Plan(16 // size, 1, programs=8)
+        return TilePlan(16 // size, 1, programs=8)
     warps = _floor((n + 1) * width / 1920)
-    return Plan(8 // size, warps, programs=max(1, (12 if n <= 4 else 8) // warps))
+    return TilePlan(8 // size, warps, programs=max(1, (12 if n <= 4 else 8) // warps))
 
 
 def _floor(wanted: float) -> int:
@@ -58,7 +56,7 @@ def _floor(wanted: float) -> int:
     return min(16, power(int(wanted) + 1) // 2 or 1)
 
 
-def _tile(plan: Any, n: int, x: Tensor) -> tuple[Plan, dict[str, Any]]:
+def _tile(plan: Any, n: int, x: Tensor) -> tuple[TilePlan, dict[str, Any]]:
     made = plan(n, x.shape[-1], x.element_size())
     return made, made.settings(n, x.shape[-1])
 
@@ -71,7 +69,7 @@ def streams_in(streams: Sequence[Tensor]) -> int:
     return streams[0].shape[-2] if len(streams) == 1 else len(streams)
 
 
-def _forward_outputs(
+def forward_outputs(
     streams: Sequence[Tensor], update: Tensor, gate_query: Tensor, gate_bias: Tensor, pool_query: Tensor,
     competitive: bool, eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
@@ -80,17 +78,12 @@ def _forward_outputs(
     return streams[0].new_empty(update.shape), streams[0].new_empty((*lead, n, update.shape[-1])), stats
 
 
-@operator(
-    "multi_gate_forward(Tensor[] streams, Tensor update, Tensor gate_query, Tensor gate_bias, Tensor pool_query,"
-    " bool competitive, float eps) -> (Tensor, Tensor, Tensor)",
-    _forward_outputs,
-)
-def multi_gate_forward(
+def forward(
     streams: Sequence[Tensor], update: Tensor, gate_query: Tensor, gate_bias: Tensor, pool_query: Tensor,
     competitive: bool, eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """h [..., C], s' [..., N, C] and the scalars [..., 5N + 2] (β, then the 4N + 2)."""
-    hidden, after, stats = _forward_outputs(streams, update, gate_query, gate_bias, pool_query, competitive, eps)
+    hidden, after, stats = forward_outputs(streams, update, gate_query, gate_bias, pool_query, competitive, eps)
     width, tokens = extent(update)
     if tokens:
         _, tile = _tile(forward_plan, streams_in(streams), hidden)
@@ -102,7 +95,7 @@ def multi_gate_forward(
     return hidden, after, stats
 
 
-def _backward_outputs(
+def backward_outputs(
     g_hidden: Tensor, g_after: Sequence[Tensor], start: Sequence[Tensor], updates: Sequence[Tensor],
     stats: Sequence[Tensor], gate_query: Tensor, pool_query: Tensor, apart: bool, competitive: bool, eps: float,
 ) -> list[Tensor]:  # fmt: skip
@@ -112,12 +105,7 @@ def _backward_outputs(
     return [*g_streams, torch.empty_like(updates[-1]), stats[0].new_empty(2 * width + n + 1)]
 
 
-@operator(
-    "multi_gate_backward(Tensor g_hidden, Tensor[] g_after, Tensor[] start, Tensor[] updates, Tensor[] stats,"
-    " Tensor gate_query, Tensor pool_query, bool apart, bool competitive, float eps) -> Tensor[]",
-    _backward_outputs,
-)
-def multi_gate_backward(
+def backward(
     g_hidden: Tensor, g_after: Sequence[Tensor], start: Sequence[Tensor], updates: Sequence[Tensor],
     stats: Sequence[Tensor], gate_query: Tensor, pool_query: Tensor, apart: bool, competitive: bool, eps: float,
 ) -> list[Tensor]:  # fmt: skip
@@ -127,7 +115,7 @@ def multi_gate_backward(
     streams were N tensors, and so are their gradients.
     """
     weights = (gate_query, pool_query)
-    outputs = _backward_outputs(g_hidden, g_after, start, updates, stats, *weights, apart, competitive, eps)
+    outputs = backward_outputs(g_hidden, g_after, start, updates, stats, *weights, apart, competitive, eps)
     *g_streams, g_update, total = outputs
     width, tokens = extent(g_hidden)
     plan, tile = _tile(backward_plan, streams_in(start), start[0])
@@ -143,13 +131,13 @@ def multi_gate_backward(
     return outputs
 
 
-@operator(
-    "multi_gate_invert(Tensor after, Tensor update, Tensor stats, float floor) -> Tensor",
-    lambda after, update, stats, floor: torch.empty_like(after, memory_format=torch.contiguous_format),
-)
-def multi_gate_invert(after: Tensor, update: Tensor, stats: Tensor, floor: float) -> Tensor:
+def invert_output(after: Tensor, update: Tensor, stats: Tensor, floor: float) -> Tensor:
+    return torch.empty_like(after, memory_format=torch.contiguous_format)
+
+
+def invert(after: Tensor, update: Tensor, stats: Tensor, floor: float) -> Tensor:
     """s [..., N, C] from s', f and the scalars of the junction between; 1 − β counts as `floor` at least."""
-    streams = torch.empty_like(after, memory_format=torch.contiguous_format)
+    streams = invert_output(after, update, stats, floor)
     _, tokens = extent(update)
     if tokens:
         _, tile = _tile(forward_plan, after.shape[-2], after)
@@ -158,50 +146,44 @@ def multi_gate_invert(after: Tensor, update: Tensor, stats: Tensor, floor: float
     return streams
 
 
-def _pool_outputs(streams: Sequence[Tensor], query: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def pool_outputs(streams: Sequence[Tensor], query: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     first = streams[0]
     hidden = torch.empty_like(first, memory_format=torch.contiguous_format)
     return hidden, first.new_empty((*first.shape[:-1], 2 * len(streams)), dtype=torch.float32)
 
 
-@operator("multi_gate_pool(Tensor[] streams, Tensor query, float eps) -> (Tensor, Tensor)", _pool_outputs)
-def multi_gate_pool(streams: Sequence[Tensor], query: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def pool(streams: Sequence[Tensor], query: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """h [..., C] of two or more streams [..., C], and the scalars [..., 2N]."""
-    hidden, stats = _pool_outputs(streams, query, eps)
+    hidden, stats = pool_outputs(streams, query, eps)
     width, tokens = extent(hidden)
     if tokens:
         _, tile = _tile(forward_plan, len(streams), hidden)
         with on(hidden):
-            pool_kernels.pool_forward_kernel[(tokens,)](
+            kernels_pool.pool_forward_kernel[(tokens,)](
                 tuple(aligned(s) for s in streams), query, hidden, stats, *_numbers(width, eps), **tile
             )
     return hidden, stats
 
 
-def _pool_gradients(
+def pool_gradients(
     g_hidden: Tensor, g_after: Sequence[Tensor], streams: Sequence[Tensor], query: Tensor, stats: Tensor, eps: float
 ) -> list[Tensor]:
     return [torch.empty_like(s) for s in streams] + [stats.new_empty(query.shape)]
 
 
-@operator(
-    "multi_gate_pool_backward(Tensor g_hidden, Tensor[] g_after, Tensor[] streams, Tensor query, Tensor stats,"
-    " float eps) -> Tensor[]",
-    _pool_gradients,
-)
-def multi_gate_pool_backward(
+def pool_backward(
     g_hidden: Tensor, g_after: Sequence[Tensor], streams: Sequence[Tensor], query: Tensor, stats: Tensor, eps: float
 ) -> list[Tensor]:
     """The gradient of each stream, `g_after` (N or none) included, and that of the query."""
     streams = [aligned(s) for s in streams]
-    outputs = _pool_gradients(g_hidden, g_after, streams, query, stats, eps)
+    outputs = pool_gradients(g_hidden, g_after, streams, query, stats, eps)
     *g_streams, total = outputs
     width, tokens = extent(g_hidden)
     plan, tile = _tile(backward_plan, len(streams), g_hidden)
     partial = _partial(total, plan, tokens)
     with on(g_hidden):
         if tokens:
-            pool_kernels.pool_backward_kernel[(len(partial),)](
+            kernels_pool.pool_backward_kernel[(len(partial),)](
                 aligned(g_hidden), tuple(aligned(g) for g in g_after), tuple(streams), query, stats,
                 tuple(g_streams), partial, tokens, *_numbers(width, eps), **tile,
             )  # fmt: skip
@@ -209,7 +191,7 @@ def multi_gate_pool_backward(
     return outputs
 
 
-def _partial(total: Tensor, plan: Plan, tokens: int) -> Tensor:
+def _partial(total: Tensor, plan: TilePlan, tokens: int) -> Tensor:
     """One row for each program; in the interpreter there are few, so that they share tokens."""
     programs = fused.multiprocessors(total) * (plan.programs if total.is_cuda else 1)
     return total.new_empty((min(tokens, programs), len(total)))

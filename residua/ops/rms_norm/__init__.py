@@ -12,13 +12,13 @@ WIDEST = 16_384
 
 
 def _fused(*args: Any, **settings: Any) -> Any:
-    from residua.ops.rms_norm.triton import rms_norm
+    from residua.ops.rms_norm.autograd import rms_norm
 
     return rms_norm(*args, **settings)
 
 
 def _fused_sum(*args: Any, **settings: Any) -> Any:
-    from residua.ops.rms_norm.triton import add_norm
+    from residua.ops.rms_norm.autograd import add_norm
 
     return add_norm(*args, **settings)
 

@@ -17,7 +17,7 @@ ALIGNMENT = 8
 def _fused(x: Tensor, w_in: Tensor, w_out: Tensor) -> Tensor:
     if not _pays(x, w_in):
         return reference.squared_relu_ffn(x, w_in, w_out)
-    from residua.ops.squared_relu.triton import squared_relu_ffn
+    from residua.ops.squared_relu.autograd import squared_relu_ffn
 
     return squared_relu_ffn(x, w_in, w_out)
 

@@ -18,7 +18,7 @@ SHARED_BYTES = 232_448
 def _fused(x: Tensor, *args: Any, **settings: Any) -> Any:
     if not _fits(x):
         return reference.symmetric_product(x, *args, **settings)
-    from residua.ops.symmetric_product.triton import symmetric_product
+    from residua.ops.symmetric_product.autograd import symmetric_product
 
     return symmetric_product(x, *args, **settings)
 

@@ -28,8 +28,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from residua.machine import available_cores
-from residua.ops._runtime import fused, launch
-from residua.ops.depth_attention import launch as depth_launch
+from residua.ops._runtime import fused, library
 
 MOST_HELPERS = 8
 
@@ -90,11 +89,11 @@ class Helpers:
     @contextmanager
     def listening(self) -> Iterator[None]:
         """What is traced inside is all that they will do."""
-        launch.listeners.append(self.hear)
+        library.listeners.append(self.hear)
         try:
             yield
         finally:
-            launch.listeners.remove(self.hear)
+            library.listeners.remove(self.hear)
             self.close()
 
     def hear(self, module: str, name: str, args: tuple[Any, ...], settings: dict[str, Any]) -> None:
@@ -144,7 +143,6 @@ def serve(requests: Iterator[Request], capability: int, multiprocessors: int) ->
     """Call each request's operator, compiling instead of launching; returns the names of the kernels."""
     compiled = _compile_only(capability)
     fused.multiprocessors = lambda x: multiprocessors  # type: ignore[assignment]
-    depth_launch._cores = lambda device: multiprocessors  # type: ignore[assignment]
     for module, name, args, settings in requests:
         with suppress(Exception):  # whatever it is, the launch itself will say so
             import_module(module)

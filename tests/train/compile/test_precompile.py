@@ -16,24 +16,24 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from residua.ops._runtime import fused, launch
-from residua.ops.depth_attention import junction
+from residua.ops._runtime import fused, library
+from residua.ops.depth_attention import autograd
 from residua.train.compile import precompile
 
 pytestmark = pytest.mark.skipif(not fused.INSTALLED, reason="Triton is not installed")
 
-DEPTH = "residua.ops.depth_attention.junction"
+DEPTH = "residua.ops.depth_attention.autograd"
 ROOT = Path(__file__).parents[3]
 
 
 def test_what_is_traced_is_heard_with_shapes_and_numbers() -> None:
     heard: list[tuple[Any, ...]] = []
-    launch.listeners.append(lambda *call: heard.append(call))
+    library.listeners.append(lambda *call: heard.append(call))
     try:
         with FakeTensorMode():
-            junction.depth_scores(torch.empty(2, 3, 8), torch.empty(5, 8), 1, 4, 1e-6)
+            autograd.depth_scores(torch.empty(2, 3, 8), torch.empty(5, 8), 1, 4, 1e-6)
     finally:
-        launch.listeners.pop()
+        library.listeners.pop()
     (module, name, args, settings) = heard[0]
     assert (module, name, args[2:], settings) == (DEPTH, "depth_scores", (1, 4, 1e-6), {})
     assert precompile.StandIn.of(args[0]) == ((2, 3, 8), (24, 8, 1), torch.float32)
@@ -78,8 +78,8 @@ def test_helpers_that_cannot_be_started_are_done_without(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(subprocess, "Popen", start)
     with precompile.Helpers(90, 132, 3).listening(), FakeTensorMode():
-        junction.depth_scores(torch.empty(2, 3, 8), torch.empty(5, 8), 1, 4, 1e-6)
-    assert len(started) == able and not launch.listeners
+        autograd.depth_scores(torch.empty(2, 3, 8), torch.empty(5, 8), 1, 4, 1e-6)
+    assert len(started) == able and not library.listeners
 
 
 def _sent(monkeypatch: pytest.MonkeyPatch, *requests: int) -> None:
@@ -102,7 +102,7 @@ def test_a_helper_ends_when_its_parent_is_gone(monkeypatch: pytest.MonkeyPatch) 
 
 LAUNCH = """
 import torch
-from residua.ops.depth_attention import junction
+from residua.ops.depth_attention import autograd
 from tests.ops.offline import compiled
 
 v, u = torch.randn(64, 256, dtype=torch.bfloat16), torch.randn(4, 256)
@@ -140,8 +140,8 @@ def test_a_helper_compiles_what_a_launch_looks_for_and_ends(environment: Path, m
         v, u = torch.empty(64, 256, dtype=torch.bfloat16), torch.empty(4, 256)
         helpers.hear(DEPTH, "depth_scores", (v,), {})
         for _ in range(2):
-            junction.depth_scores(v, u, 0, 4, 1e-6)
-    assert not launch.listeners and len(helpers._seen) == 2
+            autograd.depth_scores(v, u, 0, 4, 1e-6)
+    assert not library.listeners and len(helpers._seen) == 2
 
     own = {**os.environ, "TRITON_CACHE_DIR": str(environment / "launched"), "PYTHONPATH": str(ROOT)}
     subprocess.run([sys.executable, "-P", "-c", LAUNCH], env=own, check=True, capture_output=True)

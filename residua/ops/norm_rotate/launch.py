@@ -11,15 +11,14 @@ import math
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from residua.ops._runtime import fused
-from residua.ops._runtime.launch import on, operator
+from residua.ops._runtime.launch import cdiv, on, power
 from residua.ops.norm_rotate import kernels
 
 
-class Plan(NamedTuple):
+class HeadsPlan(NamedTuple):
     tile: int
     """Elements of a half tile: tokens times half a head."""
     group: int
@@ -37,14 +36,14 @@ class Plan(NamedTuple):
     def sizes(self, width: int, *heads: int) -> dict[str, int]:
         """The kernels' constants: of the heads' common divisors, the largest that is no more than `group`."""
         half = width // 2
-        lanes, shared = triton.next_power_of_2(half), math.gcd(*heads)
+        lanes, shared = power(half), math.gcd(*heads)
         group = max(g for g in range(1, self.group + 1) if shared % g == 0)
         return {"HALF": half, "LANES": lanes, "ROWS": max(1, self.tile // lanes), "GROUP": group}
 
 
-FORWARD = Plan(1024, 3, 4)
-BACKWARD = Plan(1024, 1, 4, 5)
-PACKED = Plan(1024, 2, 4, 8)
+FORWARD = HeadsPlan(1024, 3, 4)
+BACKWARD = HeadsPlan(1024, 1, 4, 5)
+PACKED = HeadsPlan(1024, 2, 4, 8)
 
 
 class Tokens(NamedTuple):
@@ -55,11 +54,11 @@ class Tokens(NamedTuple):
     turns: int
 
     def tiles(self, rows: int) -> int:
-        return triton.cdiv(self.length, rows)
+        return cdiv(self.length, rows)
 
-    def chunks(self, x: Tensor, plan: Plan, rows: int, groups: int) -> int:
+    def chunks(self, x: Tensor, plan: HeadsPlan, rows: int, groups: int) -> int:
         """Programs that share the tiles of each group of heads."""
-        return min(self.batches * self.tiles(rows), triton.cdiv(plan.programs * fused.multiprocessors(x), groups))
+        return min(self.batches * self.tiles(rows), cdiv(plan.programs * fused.multiprocessors(x), groups))
 
 
 def tokens(x: Tensor, cos: Tensor) -> Tokens:
@@ -77,10 +76,13 @@ def strides(x: Tensor, walk: Tokens) -> tuple[int, int, int]:
     return (0, batch, head) if walk.length != x.shape[1] else (batch, token, head)
 
 
-@torch.library.custom_op("residua::norm_rotate", mutates_args=())
-def _norm_rotate(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
+def forward_output(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+def forward(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
     x, (_, _, heads, width) = _last_axis_dense(x), x.shape
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    y = forward_output(x, weight, cos, sin, eps)
     if y.numel():
         sizes, walk = FORWARD.sizes(width, heads), tokens(x, cos)
         groups, tiles = heads // sizes["GROUP"], walk.tiles(sizes["ROWS"])
@@ -92,17 +94,15 @@ def _norm_rotate(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float
     return y
 
 
-@_norm_rotate.register_fake
-def _(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
-
-
-@torch.library.custom_op("residua::norm_rotate_backward", mutates_args=())
-def _norm_rotate_backward(
+def backward_outputs(
     dy: Tensor, x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device), torch.empty_like(weight)
+
+
+def backward(dy: Tensor, x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     dy, x, (_, _, heads, width) = _last_axis_dense(dy), _last_axis_dense(x), x.shape
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    dx, dweight = backward_outputs(dy, x, weight, cos, sin, eps)
     sizes, walk = BACKWARD.sizes(width, heads), tokens(x, cos)
     groups = heads // sizes["GROUP"]
     rows = walk.chunks(x, BACKWARD, sizes["ROWS"], groups) * groups
@@ -114,17 +114,11 @@ def _norm_rotate_backward(
                 walk.tiles(sizes["ROWS"]), groups, *strides(dy, walk), *strides(x, walk), *strides(dx, walk)[:2],
                 walk.turns, eps, **sizes, STAGES=BACKWARD.stages, **BACKWARD.settings,
             )  # fmt: skip
-    dweight = torch.empty_like(weight)
     sum_rows(partial, dweight, rows=rows)
     return dx, dweight
 
 
-@_norm_rotate_backward.register_fake
-def _(dy: Tensor, x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device), torch.empty_like(weight)
-
-
-def _packed(
+def packed_outputs(
     dq: Tensor, dk: Tensor, dv: Tensor, q: Tensor, k: Tensor, query: Tensor, key: Tensor, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     columns = (q.shape[2] + 2 * k.shape[2]) * q.shape[3]
@@ -132,12 +126,7 @@ def _packed(
     return packed, torch.empty_like(query), torch.empty_like(key)
 
 
-@operator(
-    "packed_heads_backward(Tensor dq, Tensor dk, Tensor dv, Tensor q, Tensor k, Tensor query, Tensor key, "
-    "Tensor cos, Tensor sin, float query_eps, float key_eps) -> (Tensor, Tensor, Tensor)",
-    _packed,
-)
-def packed_heads_backward(
+def packed_backward(
     dq: Tensor, dk: Tensor, dv: Tensor, q: Tensor, k: Tensor, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor,
     query_eps: float, key_eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
@@ -147,7 +136,7 @@ def packed_heads_backward(
     the values, and the queries and keys as projected. Equals two `norm_rotate_backward` and a concatenation.
     """
     dq, dk, dv, q, k = (_last_axis_dense(t) for t in (dq, dk, dv, q, k))
-    packed, d_query, d_key = _packed(dq, dk, dv, q, k, query, key)
+    packed, d_query, d_key = packed_outputs(dq, dk, dv, q, k, query, key)
     sizes, walk = PACKED.sizes(q.shape[3], q.shape[2], k.shape[2]), tokens(q, cos)
     query_groups, key_groups = q.shape[2] // sizes["GROUP"], k.shape[2] // sizes["GROUP"]
     groups = query_groups + 2 * key_groups
@@ -170,28 +159,9 @@ def sum_rows(partial: Tensor, first: Tensor, second: Tensor | None = None, *, ro
     """first = Σ of the first `rows` rows of `partial` [R, W], second = Σ of the others: in one launch, always alike."""
     width, block = partial.shape[1], 16
     with on(partial):
-        kernels.sum_rows_kernel[(triton.cdiv(width, block), 1 if second is None else 2)](
+        kernels.sum_rows_kernel[(cdiv(width, block), 1 if second is None else 2)](
             partial, first, second, rows, len(partial) - rows, WIDTH=width, ROWS=256, BLOCK=block
         )
-
-
-def _save(ctx, inputs, output):  # type: ignore[no-untyped-def]
-    *tensors, ctx.eps = inputs
-    ctx.save_for_backward(*tensors)
-
-
-def _differentiate(ctx, dy):  # type: ignore[no-untyped-def]
-    dx, dweight = _norm_rotate_backward(dy, *ctx.saved_tensors, ctx.eps)
-    return dx, dweight, None, None, None
-
-
-_norm_rotate.register_autograd(_differentiate, setup_context=_save)
-
-
-def norm_rotate(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, *, eps: float = 1e-6) -> Tensor:
-    """The fused twin of `reference.norm_rotate`."""
-    result: Tensor = _norm_rotate(x, weight, cos, sin, eps)
-    return result
 
 
 def _last_axis_dense(x: Tensor) -> Tensor:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import triton
+import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from residua.ops._runtime import fused
+from residua.ops._runtime.launch import aligned, cdiv, on
 from residua.ops.squared_relu import kernels
 
-try:  # Triton calls it experimental: where it is gone or has moved, `Flat` serves
+try:  # Triton calls it experimental: where it is gone or has moved, `FlatPlan` serves
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as PlacedDescriptor
 
@@ -22,7 +23,7 @@ else:
     HAS_GLUON = True
 
 
-class Flat(NamedTuple):
+class FlatPlan(NamedTuple):
     """`kernels`: all warps of a program do the same."""
 
     rows: int
@@ -53,7 +54,7 @@ class Flat(NamedTuple):
         return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), block)
 
 
-class Specialized(NamedTuple):
+class SpecializedPlan(NamedTuple):
     """`specialized`: a task to every group of warps."""
 
     columns: int
@@ -71,7 +72,7 @@ class Specialized(NamedTuple):
         tensors = (x, [half, self.depth]), (w, weight), (y if a is None else a, part), (y, part)
         specialized.product_kernel[(_programs(y, rows, self.columns),)](
             *(self._described(*pair) for pair in tensors),
-            triton.cdiv(y.shape[0], rows), triton.cdiv(y.shape[1], self.columns), K=x.shape[1], STAGES=self.stages,
+            cdiv(y.shape[0], rows), cdiv(y.shape[1], self.columns), K=x.shape[1], STAGES=self.stages,
             PARTS=self.parts, SLOTS=self.slots, GROUP=self.group, SLOPES=a is not None, num_warps=4, maxnreg=168,
         )  # fmt: skip
 
@@ -82,4 +83,43 @@ class Specialized(NamedTuple):
 
 def _programs(y: Tensor, rows: int, columns: int) -> int:
     """One to a multiprocessor, if there are as many tiles."""
-    return min(fused.multiprocessors(y), triton.cdiv(y.shape[0], rows) * triton.cdiv(y.shape[1], columns))
+    return min(fused.multiprocessors(y), cdiv(y.shape[0], rows) * cdiv(y.shape[1], columns))
+
+
+INTERPRETED = FlatPlan(16, 32, 16, 2, 2, 4, 1)
+"""Small tiles, so that the interpreter's tests have many of them."""
+
+
+def _plan(flat: FlatPlan, specialized: SpecializedPlan) -> FlatPlan | SpecializedPlan:
+    if fused.INTERPRETED:
+        return INTERPRETED
+    return specialized if HAS_GLUON else flat
+
+
+FLAT_FORWARD, FLAT_BACKWARD = FlatPlan(128, 256, 64, 8, 2, 8, 4), FlatPlan(128, 256, 64, 8, 2, 8, 3)
+FORWARD = _plan(FLAT_FORWARD, SpecializedPlan(256, 64, 4, 2, 1, 8))
+BACKWARD = _plan(FLAT_BACKWARD, SpecializedPlan(256, 32, 6, 4, 4, 8))
+
+
+def forward_output(x: Tensor, weight: Tensor) -> Tensor:
+    return x.new_empty((x.shape[0], weight.shape[0]))
+
+
+def forward(x: Tensor, weight: Tensor) -> Tensor:
+    """a = relu(x weightᵀ)² [M, N] of x [M, K] and weight [N, K], summed in float32."""
+    a = forward_output(x, weight)
+    with on(x):
+        FORWARD.launch(aligned(x), aligned(weight), None, a)
+    return a
+
+
+def backward_output(g: Tensor, weight: Tensor, a: Tensor) -> Tensor:
+    return torch.empty_like(a, memory_format=torch.contiguous_format)
+
+
+def backward(g: Tensor, weight: Tensor, a: Tensor) -> Tensor:
+    """p = (g weight) ⊙ 2√a [M, N] of g [M, K], weight [K, N] and a [M, N], summed in float32."""
+    p = backward_output(g, weight, a)
+    with on(g):
+        BACKWARD.launch(aligned(g), aligned(weight), aligned(a), p)
+    return p

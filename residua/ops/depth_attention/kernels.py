@@ -4,17 +4,18 @@ All of them are bound by memory, so each reads a C-wide row once. Sources and gr
 never stacked, and how many they are is a run-time number: depth recompiles nothing. Rows are any width: kernels that
 reduce over a row keep it in two power-of-two pieces (768 = 512 + 256), the others tile it.
 Per-token scalars are fp32, [readers, tokens] with a row pitch that keeps every row 16-byte aligned.
-The kernels of the gradient are in `triton_backward.py`.
+The kernels of the gradient are in `kernels_backward.py` and `kernels_block.py`.
 """
 
+# mypy: ignore-errors
 import triton
 import triton.language as tl
 
-from residua.ops._runtime.triton_table import tensor
+from residua.ops._runtime.kernels import tensor
 
 
 @triton.jit
-def load_row(pointer, at, low, high, C: tl.constexpr, inside):  # type: ignore[no-untyped-def]
+def load_row(pointer, at, low, high, C: tl.constexpr, inside):
     """The rows `at` [tokens] as two fp32 pieces."""
     base = pointer + at[:, None] * C
     first = tl.load(base + low[None, :], mask=inside[:, None] & (low < C)[None, :], other=0.0)
@@ -23,7 +24,7 @@ def load_row(pointer, at, low, high, C: tl.constexpr, inside):  # type: ignore[n
 
 
 @triton.jit
-def store_row(pointer, at, low, high, C: tl.constexpr, inside, first, second):  # type: ignore[no-untyped-def]
+def store_row(pointer, at, low, high, C: tl.constexpr, inside, first, second):
     base = pointer + at[:, None] * C
     dtype = pointer.dtype.element_ty
     tl.store(base + low[None, :], first.to(dtype), mask=inside[:, None] & (low < C)[None, :])
@@ -31,7 +32,7 @@ def store_row(pointer, at, low, high, C: tl.constexpr, inside, first, second):  
 
 
 @triton.jit
-def _add_scores(sum, queries, known, v, C: tl.constexpr, NARROW: tl.constexpr):  # type: ignore[no-untyped-def]
+def _add_scores(sum, queries, known, v, C: tl.constexpr, NARROW: tl.constexpr):
     """sum [readers, tokens] + u vᵀ. Narrow v is exact in bf16, and so are the `queries` in two bf16 parts, C apart."""
     u = tl.load(queries, mask=known, other=0.0)
     if NARROW:
@@ -43,7 +44,7 @@ def _add_scores(sum, queries, known, v, C: tl.constexpr, NARROW: tl.constexpr): 
 
 
 @triton.jit(do_not_specialize=["tokens", "first", "count"])
-def scores_kernel(  # type: ignore[no-untyped-def]
+def scores_kernel(
     base, y, v_out, u, z, rstd, tokens, first, count, pitch, eps,
     C: tl.constexpr, ADD: tl.constexpr, NARROW: tl.constexpr,
     TOKENS: tl.constexpr, COLUMNS: tl.constexpr, READERS: tl.constexpr, CHUNKS: tl.constexpr,
@@ -59,7 +60,7 @@ def scores_kernel(  # type: ignore[no-untyped-def]
     inside = at < tokens
     dots = ()
     for _ in tl.static_range(CHUNKS):
-        dots = dots + (tl.zeros([READERS, TOKENS], tl.float32),)  # type: ignore[assignment]
+        dots = dots + (tl.zeros([READERS, TOKENS], tl.float32),)
     squares = tl.zeros([TOKENS, COLUMNS // 8], tl.float32)
     for start in range(0, C, COLUMNS):
         columns = start + tl.arange(0, COLUMNS)
@@ -74,7 +75,7 @@ def scores_kernel(  # type: ignore[no-untyped-def]
             l = chunk * READERS + readers  # noqa: E741
             queries = u + (first + l)[:, None] * (PARTS * C) + columns[None, :]
             known = (l < count)[:, None] & (columns < C)[None, :]
-            more = more + (_add_scores(dots[chunk], queries, known, v, C, NARROW),)  # type: ignore[assignment]
+            more = more + (_add_scores(dots[chunk], queries, known, v, C, NARROW),)
         dots = more
         wide = v.to(tl.float32)
         squares += tl.sum(tl.reshape(wide * wide, [TOKENS, COLUMNS // 8, 8]), 2)
@@ -87,7 +88,7 @@ def scores_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _log_sum_exp(rows, count, at, top, total, LANES: tl.constexpr):  # type: ignore[no-untyped-def]
+def _log_sum_exp(rows, count, at, top, total, LANES: tl.constexpr):
     """log(total · exp(top) + Σ_i exp(z_i)) of the tokens `at`; `rows` holds the addresses of the z_i."""
     for start in range(0, count, LANES):
         lanes = start + tl.arange(0, LANES)
@@ -101,7 +102,7 @@ def _log_sum_exp(rows, count, at, top, total, LANES: tl.constexpr):  # type: ign
 
 
 @triton.jit(do_not_specialize=["tokens", "count"])
-def mix_kernel(  # type: ignore[no-untyped-def]
+def mix_kernel(
     table, h, lse, tokens, count,
     C: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, LANES: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
@@ -130,7 +131,7 @@ def mix_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["tokens", "count"])
-def weights_kernel(  # type: ignore[no-untyped-def]
+def weights_kernel(
     table, weights, lse, tokens, count, pitch,
     TOKENS: tl.constexpr, LANES: tl.constexpr, READERS: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
@@ -157,13 +158,13 @@ def weights_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def tensors(table, slots, known, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+def tensors(table, slots, known, dtype: tl.constexpr):
     """The tensors whose addresses are in those `slots` that are `known`."""
     return tl.multiple_of(tl.load(table + slots, mask=known, other=0).to(tl.pointer_type(dtype)), 16)
 
 
 @triton.jit
-def add_weighted(sums, rows, a, NARROW: tl.constexpr):  # type: ignore[no-untyped-def]
+def add_weighted(sums, rows, a, NARROW: tl.constexpr):
     """sums [tokens, columns, n] + Σ_k rows_k a_kn, a matrix product for each token; rows [tokens, k, columns], a fp32.
 
     Narrow rows are exact in bf16, and so is `a` as the sum of two bf16 parts.
@@ -178,7 +179,7 @@ def add_weighted(sums, rows, a, NARROW: tl.constexpr):  # type: ignore[no-untype
 
 
 @triton.jit
-def store_sums(table, slots, known, at, columns, mask, sums, C: tl.constexpr, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+def store_sums(table, slots, known, at, columns, mask, sums, C: tl.constexpr, dtype: tl.constexpr):
     """sums [tokens, columns, n] into the n tensors of `slots`; mask [tokens, columns]."""
     here = (at[:, None] * C + columns[None, :])[:, :, None]
     out = tensors(table, slots, known, dtype)[None, None, :] + here
@@ -186,7 +187,7 @@ def store_sums(table, slots, known, at, columns, mask, sums, C: tl.constexpr, dt
 
 
 @triton.jit(do_not_specialize=["tokens", "count"])
-def mix_group_kernel(  # type: ignore[no-untyped-def]
+def mix_group_kernel(
     table, weights, like, tokens, count, pitch,
     C: tl.constexpr, NARROW: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
     READERS: tl.constexpr, PADDED: tl.constexpr,
@@ -219,7 +220,7 @@ def mix_group_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["tokens", "count"])
-def sum_read_kernel(  # type: ignore[no-untyped-def]
+def sum_read_kernel(
     table, base, y, u, v_out, z_out, rstd, h, lse, tokens, count, eps,
     C: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, TOKENS: tl.constexpr, LANES: tl.constexpr,
     UNROLL: tl.constexpr,
@@ -258,7 +259,7 @@ def sum_read_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["tokens", "count"])
-def attend_kernel(  # type: ignore[no-untyped-def]
+def attend_kernel(
     table, u, h, lse, scores, rstd, tokens, count, pitch, eps,
     C: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, TOKENS: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip

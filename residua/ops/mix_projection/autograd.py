@@ -19,8 +19,18 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from residua.ops._runtime.library import operator
 from residua.ops.mix_projection import launch
 from residua.ops.mix_projection.reference import Heads, Sections, per_head
+
+_INPUTS = (
+    "Tensor projected, Tensor? gamma, Tensor[] table, Tensor[] anchors, Tensor[] anchor_scales,"
+    " Tensor[] current_scales, Tensor[] gains, Tensor[] anchor_gains, SymInt[] plan, float eps"
+)
+forward = operator(f"mix_heads({_INPUTS}) -> Tensor[]", launch.forward, launch.forward_outputs)
+backward = operator(
+    f"mix_heads_backward(Tensor[] dy, Tensor[] later, {_INPUTS}) -> Tensor[]", launch.backward, launch.backward_outputs
+)
 
 
 def mix_heads(
@@ -35,7 +45,7 @@ def mix_heads(
     gamma: Tensor | None = None,
     eps: float = 1e-6,
 ) -> tuple[Heads, tuple[Tensor, ...]]:
-    """The operator's contract is the reference's."""
+    """The fused twin of the reference."""
     plan, first = [], 0
     for s, (heads, width) in sections.items():
         turned = ("qk".index(s) if gains else -2) if s in "qk" else -1
@@ -59,7 +69,7 @@ def mix_projection(
     norm_weight: Tensor | None = None,
     eps: float = 1e-6,
 ) -> Tensor:
-    """The operator's contract is the reference's."""
+    """The fused twin of the reference."""
     *_, heads, width = current.shape
     scales = [[per_head(scale).expand(heads, width)] for scale in (anchor_scale, current_scale)]
     mixed, _ = _apply(
@@ -71,7 +81,7 @@ def mix_projection(
 
 @torch.compiler.allow_in_graph
 def _apply(
-    plan: launch.Plan, eps: float, projected: Tensor, gamma: Tensor | None, table: Sequence[Tensor],
+    plan: launch.SectionPlan, eps: float, projected: Tensor, gamma: Tensor | None, table: Sequence[Tensor],
     anchors: Sequence[Tensor], anchor_scales: Sequence[Tensor], current_scales: Sequence[Tensor],
     gains: Sequence[Tensor], anchor_gains: Sequence[Tensor],
 ) -> tuple[Tensor, ...]:  # fmt: skip
@@ -86,14 +96,14 @@ class _MixHeads(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, plan: launch.Plan, eps: float, counts: list[int], projected: Tensor, gamma: Tensor | None,
+        ctx: Any, plan: launch.SectionPlan, eps: float, counts: list[int], projected: Tensor, gamma: Tensor | None,
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         ctx.plan, ctx.eps, ctx.counts = plan, eps, counts
         ctx.save_for_backward(projected, gamma, *tensors)
         ctx.set_materialize_grads(False)
         inputs = _inputs(projected, gamma, tensors, counts)
-        made = iter(launch.forward(*inputs, plan, eps))
+        made = iter(forward(*inputs, plan, eps))
         heads = [
             projected[..., s.columns].unflatten(-1, (s.heads, s.width)) if s.passes else next(made)
             for s in launch.sections(plan)
@@ -115,7 +125,7 @@ class _MixHeads(torch.autograd.Function):
         passed = grads[len(sections) :]
         later = [torch.zeros_like(a) if g is None else g for a, g in zip(inputs.anchors, passed, strict=True)]
         known = any(g is not None for g in passed)
-        made = launch.backward(dy, later if known else [], *inputs, ctx.plan, ctx.eps)
+        made = backward(dy, later if known else [], *inputs, ctx.plan, ctx.eps)
         d_projected, d_gamma, sums, *d_anchors = made
         d_gamma = None if gamma is None else d_gamma.to(gamma.dtype)
         d_rest = [d.to(t.dtype) for d, t in zip(_parts(sums, sections, inputs), _summed(inputs), strict=True)]

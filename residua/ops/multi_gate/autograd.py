@@ -14,9 +14,36 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from residua.ops._runtime.library import operator
 from residua.ops.multi_gate import inversion, launch
-from residua.ops.multi_gate.chain import SEGMENT, shape, split
-from residua.ops.multi_gate.reference import check
+from residua.ops.multi_gate.reference import SEGMENT, check, shape, split
+
+junction_forward = operator(
+    "multi_gate_forward(Tensor[] streams, Tensor update, Tensor gate_query, Tensor gate_bias, Tensor pool_query,"
+    " bool competitive, float eps) -> (Tensor, Tensor, Tensor)",
+    launch.forward,
+    launch.forward_outputs,
+)
+junction_backward = operator(
+    "multi_gate_backward(Tensor g_hidden, Tensor[] g_after, Tensor[] start, Tensor[] updates, Tensor[] stats,"
+    " Tensor gate_query, Tensor pool_query, bool apart, bool competitive, float eps) -> Tensor[]",
+    launch.backward,
+    launch.backward_outputs,
+)
+junction_invert = operator(
+    "multi_gate_invert(Tensor after, Tensor update, Tensor stats, float floor) -> Tensor",
+    launch.invert,
+    launch.invert_output,
+)
+pool_forward = operator(
+    "multi_gate_pool(Tensor[] streams, Tensor query, float eps) -> (Tensor, Tensor)", launch.pool, launch.pool_outputs
+)
+pool_backward = operator(
+    "multi_gate_pool_backward(Tensor g_hidden, Tensor[] g_after, Tensor[] streams, Tensor query, Tensor stats,"
+    " float eps) -> Tensor[]",
+    launch.pool_backward,
+    launch.pool_gradients,
+)
 
 
 def multi_gate(
@@ -29,7 +56,7 @@ def multi_gate(
     competitive: bool = True,
     eps: float = 1e-6,
 ) -> tuple[Tensor, Tensor]:
-    """The operator's contract is the reference's."""
+    """The fused twin of `reference.multi_gate`."""
     hidden, (after, *_) = multi_gate_chain(
         (streams,), update, gate_query, gate_bias, pool_query, competitive=competitive, eps=eps, segment=1
     )
@@ -47,7 +74,7 @@ def multi_gate_chain(
     eps: float = 1e-6,
     segment: int = SEGMENT,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The contract is `chain.multi_gate_chain`'s.
+    """The fused twin of `reference.multi_gate_chain`.
 
     Inside a segment the state is the streams, then the streams at its start (one tensor or N), then f and the scalars
     of each junction since.
@@ -68,7 +95,7 @@ def starts(past: Sequence[Tensor], update: Tensor) -> int:
 
 
 def pool_streams(streams: Sequence[Tensor], query: Tensor, *, eps: float = 1e-6) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The contract is `chain.pool_streams`'s."""
+    """The fused twin of `reference.pool_streams`."""
     hidden, *after = _pool(eps, query, *(s.contiguous() for s in streams))
     return hidden, tuple(after)
 
@@ -83,7 +110,7 @@ class _Junction(torch.autograd.Function):
         they are kept themselves."""
         streams, past = tensors[:count], tensors[count:]
         weights = (gate_query, gate_bias, pool_query)
-        hidden, after, stats = launch.multi_gate_forward(streams, update, *weights, competitive, eps)
+        hidden, after, stats = junction_forward(streams, update, *weights, competitive, eps)
         ctx.competitive, ctx.eps, ctx.count, ctx.bias_dtype = competitive, eps, count, gate_bias.dtype
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(stats)
@@ -99,7 +126,7 @@ class _Junction(torch.autograd.Function):
         junction = starts(kept, g_hidden)
         start, since = kept[:junction], kept[junction:]
         given = [] if g_after is None else [g_after]
-        *g_streams, g_update, g_rest = launch.multi_gate_backward(
+        *g_streams, g_update, g_rest = junction_backward(
             g_hidden, given, start, since[::2], since[1::2], gate_query, pool_query,
             ctx.count > 1, ctx.competitive, ctx.eps,
         )  # fmt: skip
@@ -123,13 +150,11 @@ class Fused:
         self.competitive, self.eps = competitive, eps
 
     def forward(self, streams: Sequence[Tensor], update: Tensor, *weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        out: tuple[Tensor, Tensor, Tensor] = launch.multi_gate_forward(
-            streams, update, *weights, self.competitive, self.eps
-        )
+        out: tuple[Tensor, Tensor, Tensor] = junction_forward(streams, update, *weights, self.competitive, self.eps)
         return out
 
     def invert(self, after: Tensor, update: Tensor, stats: Tensor) -> Tensor:
-        found: Tensor = launch.multi_gate_invert(after, update, stats, inversion.FLOOR)
+        found: Tensor = junction_invert(after, update, stats, inversion.FLOOR)
         return found
 
     def backward(
@@ -137,7 +162,7 @@ class Fused:
     ) -> tuple[Tensor, ...]:
         gate_query, _, pool_query = weights
         given = [] if g_after is None else [g_after]
-        g_streams, g_update, g_rest = launch.multi_gate_backward(
+        g_streams, g_update, g_rest = junction_backward(
             g_hidden, given, [streams], [update], [stats], gate_query, pool_query, False, self.competitive, self.eps
         )
         return g_streams, g_update, *_apart(g_rest, [w.dtype for w in weights], g_hidden.shape[-1], self.competitive)
@@ -158,7 +183,7 @@ def multi_gate_inverted(
     competitive: bool = True,
     eps: float = 1e-6,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The contract is `inversion.multi_gate_inverted`'s."""
+    """The fused twin of `inversion.multi_gate_inverted`."""
     weights = (gate_query, gate_bias, pool_query)
     return inversion.junction("fused", state, update, weights, last=last, share=share, competitive=competitive, eps=eps)
 
@@ -166,7 +191,7 @@ def multi_gate_inverted(
 class _Pool(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, eps: float, query: Tensor, *streams: Tensor) -> tuple[Tensor, ...]:
-        hidden, stats = launch.multi_gate_pool(streams, query, eps)
+        hidden, stats = pool_forward(streams, query, eps)
         ctx.eps = eps
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(query, stats, *streams)
@@ -180,7 +205,7 @@ class _Pool(torch.autograd.Function):
             return None, None, *g_after
         given = [torch.zeros_like(g_hidden) if g is None else g for g in g_after]
         given = [] if all(g is None for g in g_after) else given
-        *g_streams, g_query = launch.multi_gate_pool_backward(g_hidden, given, streams, query, stats, ctx.eps)
+        *g_streams, g_query = pool_backward(g_hidden, given, streams, query, stats, ctx.eps)
         return None, g_query.to(query.dtype), *g_streams
 
 

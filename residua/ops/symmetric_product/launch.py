@@ -9,11 +9,11 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from residua.ops._runtime import fused
-from residua.ops._runtime.launch import divided, on, operator
+from residua.ops._runtime.launch import cdiv, on
 from residua.ops.symmetric_product import kernels
 
 
-class Plan(NamedTuple):
+class TilePlan(NamedTuple):
     block: int
     """Rows and columns of a tile."""
     depth: int
@@ -25,27 +25,27 @@ class Plan(NamedTuple):
 
     def triangle(self, m: int) -> int:
         """Tiles on and below the diagonal of an m×m matrix."""
-        rows = divided(m, self.block)
+        rows = cdiv(m, self.block)
         return rows * (rows + 1) // 2
 
 
-PLANS = {torch.bfloat16: Plan(128, 64, 8, 4, True), torch.float32: Plan(16, 16, 4, 2, False)}
+PLANS = {torch.bfloat16: TilePlan(128, 64, 8, 4, True), torch.float32: TilePlan(16, 16, 4, 2, False)}
 """Float32 is for the interpreter, where small tiles make small tests say something."""
 
 
-def _outputs(x: Tensor, *_: object) -> Tensor:
+def output(x: Tensor, *_: object) -> Tensor:
     return _pitched(x, x.shape[1], x.shape[1])
 
 
-@operator("symmetric_product(Tensor x, Tensor? c, float alpha, float beta, float gamma) -> Tensor", _outputs)
-def _symmetric_product(x: Tensor, c: Tensor | None, alpha: float, beta: float, gamma: float) -> Tensor:
-    s = _outputs(x)
+def forward(x: Tensor, c: Tensor | None, alpha: float, beta: float, gamma: float) -> Tensor:
+    """S = αXXᵀ + βC + γI."""
+    s = output(x)
     if s.numel():
         launch(PLANS[x.dtype], x, c, s, alpha, beta, gamma)
     return s
 
 
-def launch(plan: Plan, x: Tensor, c: Tensor | None, s: Tensor, alpha: float, beta: float, gamma: float) -> None:
+def launch(plan: TilePlan, x: Tensor, c: Tensor | None, s: Tensor, alpha: float, beta: float, gamma: float) -> None:
     """s ← αXXᵀ + βC + γI."""
     block, depth = plan.block, plan.depth
     turned = not _walkable(x) and _walkable(x.mT)
@@ -76,12 +76,4 @@ def _walked(x: Tensor) -> Tensor:
 def _pitched(x: Tensor, rows: int, columns: int) -> Tensor:
     """An empty stack of as many matrices as x has, whose rows begin at multiples of 16 bytes."""
     per_row = 16 // x.element_size()
-    return x.new_empty(len(x), rows, divided(columns, per_row) * per_row)[..., :columns]
-
-
-def symmetric_product(
-    x: Tensor, c: Tensor | None = None, *, alpha: float = 1.0, beta: float = 0.0, gamma: float = 0.0
-) -> Tensor:
-    """The fused twin of `reference.symmetric_product`."""
-    result: Tensor = _symmetric_product(x, c, alpha, beta, gamma)
-    return result
+    return x.new_empty(len(x), rows, cdiv(columns, per_row) * per_row)[..., :columns]

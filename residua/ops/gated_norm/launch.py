@@ -1,23 +1,21 @@
-"""GatedNorm, fused: launching the kernels, and what autograd keeps (x, one float and RANK numbers more per token)."""
+"""GatedNorm: tile sizes, and launching the kernels."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from residua.ops._runtime import fused
-from residua.ops._runtime.launch import on, operator
-from residua.ops.gated_norm import backward_kernels, kernels
+from residua.ops._runtime.launch import cdiv, on, power
+from residua.ops.gated_norm import kernels, kernels_backward
 
 PITCH = 256
 """Rows of the prepared matrices are as long as a multiple of this, so that no block needs a mask."""
 
 
-class Plan(NamedTuple):
+class TilePlan(NamedTuple):
     tokens: int
     block: int
     warps: int
@@ -33,11 +31,11 @@ class Plan(NamedTuple):
         return {**tile, **limit, "FAST": not fused.INTERPRETED}
 
     def tiles(self, tokens: int) -> int:
-        return triton.cdiv(tokens, self.tokens)
+        return cdiv(tokens, self.tokens)
 
     def shares(self, x: Tensor) -> tuple[int, int]:
         """The grid of a kernel that goes over tokens: blocks of channels, and programs that share the tiles of each."""
-        blocks = triton.cdiv(x.shape[1], self.block)
+        blocks = cdiv(x.shape[1], self.block)
         most = self.programs * fused.multiprocessors(x) // blocks
         return blocks, max(1, min(most, self.tiles(x.shape[0])))
 
@@ -45,13 +43,13 @@ class Plan(NamedTuple):
 class Forward(NamedTuple):
     """A kernel that goes over channels and one that goes over tokens."""
 
-    project: Plan
-    gate: Plan
+    project: TilePlan
+    gate: TilePlan
 
 
 class Backward(NamedTuple):
-    reduce: Plan
-    spread: Plan
+    reduce: TilePlan
+    spread: TilePlan
 
 
 def forward_plan(width: int, rank: int, size: int) -> Forward:
@@ -62,49 +60,23 @@ def forward_plan(width: int, rank: int, size: int) -> Forward:
     Triton gives it one buffer too few.
     """
     if size == 4:
-        return Forward(Plan(32, 64, 4, 2), Plan(32, 64, 4, 2, 3))
-    return Forward(Plan(32, 64, 2, 3), Plan(32, 64, 2, 3, 8))
+        return Forward(TilePlan(32, 64, 4, 2), TilePlan(32, 64, 4, 2, 3))
+    return Forward(TilePlan(32, 64, 2, 3), TilePlan(32, 64, 2, 3, 8))
 
 
 def backward_plan(width: int, rank: int, size: int) -> Backward:
     """The last plan's products over 64 rows are asynchronous, but each is used, and so waited for, in its own step."""
     if size == 4:
-        return Backward(Plan(32, 32, 4, 2), Plan(32, 32, 4, 2, 3))
+        return Backward(TilePlan(32, 32, 4, 2), TilePlan(32, 32, 4, 2, 3))
     if rank > 16:
-        return Backward(Plan(32, 64, 2, 3), Plan(32, 32, 2, 3, 6))
-    return Backward(Plan(32, 64, 2, 3, 0, 128), Plan(64, 64, 4, 3, 2))
+        return Backward(TilePlan(32, 64, 2, 3), TilePlan(32, 32, 2, 3, 6))
+    return Backward(TilePlan(32, 64, 2, 3, 0, 128), TilePlan(64, 64, 4, 3, 2))
 
 
-def gated_norm(x: Tensor, weight: Tensor, down: Tensor, up: Tensor, *, eps: float = 1e-6, **_: str) -> Tensor:
-    """The operator's contract is the reference's; `_serves` has seen to it that the gate is a sigmoid per channel."""
-    rows = x.reshape(-1, x.shape[-1])
-    return _apply(rows, weight, down, up, eps).reshape(x.shape)
-
-
-class _GatedNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, down: Tensor, up: Tensor, eps: float) -> Tensor:
-        x = x.contiguous()
-        out, small, rstd, bottleneck = _forward(x, weight, down, up, eps)
-        ctx.save_for_backward(x, weight, down, up, small, rstd, bottleneck)
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        return *_backward(g.contiguous(), *ctx.saved_tensors), None
-
-
-@torch.compiler.allow_in_graph
-def _apply(x: Tensor, weight: Tensor, down: Tensor, up: Tensor, eps: float) -> Tensor:
-    out: Tensor = _GatedNorm.apply(x, weight, down, up, eps)
-    return out
-
-
-def _forward_outputs(x: Tensor, weight: Tensor, down: Tensor, up: Tensor, eps: float) -> tuple[Tensor, ...]:
+def forward_outputs(x: Tensor, weight: Tensor, down: Tensor, up: Tensor, eps: float) -> tuple[Tensor, ...]:
     tokens, width = x.shape
     rank = padded(down)
-    small = x.new_empty((4, rank, triton.cdiv(width, PITCH) * PITCH))
+    small = x.new_empty((4, rank, cdiv(width, PITCH) * PITCH))
     rstd = x.new_empty((tokens,), dtype=torch.float32)
     return _rows_like(x), small, rstd, x.new_empty((tokens, rank))
 
@@ -113,33 +85,24 @@ def _rows_like(x: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-@operator(
-    "gated_norm(Tensor x, Tensor weight, Tensor down, Tensor up, float eps) -> (Tensor, Tensor, Tensor, Tensor)",
-    _forward_outputs,
-)
-def _forward(x: Tensor, weight: Tensor, down: Tensor, up: Tensor, eps: float) -> tuple[Tensor, ...]:
+def forward(x: Tensor, weight: Tensor, down: Tensor, up: Tensor, eps: float) -> tuple[Tensor, ...]:
     """The gated rows [M, C], the prepared matrices [4, RANK, PITCH], rstd [M] and u [M, RANK]."""
-    outputs = _forward_outputs(x, weight, down, up, eps)
+    outputs = forward_outputs(x, weight, down, up, eps)
     _launch_forward(x, None, x, weight, down, up, eps, outputs)
     return outputs
 
 
-def _added_outputs(
+def added_outputs(
     x: Tensor, update: Tensor, weight: Tensor, down: Tensor, up: Tensor, eps: float
 ) -> tuple[Tensor, ...]:
-    return *_forward_outputs(x, weight, down, up, eps), _rows_like(x)
+    return *forward_outputs(x, weight, down, up, eps), _rows_like(x)
 
 
-@operator(
-    "gated_norm_added(Tensor x, Tensor update, Tensor weight, Tensor down, Tensor up, float eps) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _added_outputs,
-)
-def _forward_added(
+def forward_added(
     x: Tensor, update: Tensor, weight: Tensor, down: Tensor, up: Tensor, eps: float
 ) -> tuple[Tensor, ...]:
     """What `gated_norm` gives for x + update [M, C], and then that sum itself, rounded to its dtype as any sum is."""
-    outputs = _added_outputs(x, update, weight, down, up, eps)
+    outputs = added_outputs(x, update, weight, down, up, eps)
     _launch_forward(x.contiguous(), update.contiguous(), outputs[4], weight, down, up, eps, outputs[:4])
     return outputs
 
@@ -169,26 +132,21 @@ def _launch_forward(
             )
 
 
-def _backward_outputs(
+def backward_outputs(
     g: Tensor, x: Tensor, weight: Tensor, down: Tensor, up: Tensor, small: Tensor, rstd: Tensor, bottleneck: Tensor,
     residual: Tensor | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     return tuple(torch.empty_like(p, memory_format=torch.contiguous_format) for p in (x, weight, down, up))
 
 
-@operator(
-    "gated_norm_backward(Tensor g, Tensor x, Tensor weight, Tensor down, Tensor up, Tensor small, Tensor rstd, "
-    "Tensor bottleneck, Tensor? residual=None) -> (Tensor, Tensor, Tensor, Tensor)",
-    _backward_outputs,
-)
-def _backward(
+def backward(
     g: Tensor, x: Tensor, weight: Tensor, down: Tensor, up: Tensor, small: Tensor, rstd: Tensor, bottleneck: Tensor,
     residual: Tensor | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """The gradients of x, weight, down and up; to that of x the `residual` is added, before it is rounded."""
     tokens, width = x.shape
     rank = down.shape[0]
-    g_x, *g_weights = outputs = _backward_outputs(g, x, weight, down, up, small, rstd, bottleneck)
+    g_x, *g_weights = outputs = backward_outputs(g, x, weight, down, up, small, rstd, bottleneck)
     hidden, slope = torch.empty((2, *bottleneck.shape), dtype=x.dtype, device=x.device)
     pull = torch.empty_like(rstd)
     reduce, spread = backward_plan(width, small.shape[1], x.element_size())
@@ -198,14 +156,14 @@ def _backward(
     sizes = {"C": width, "RANK": small.shape[1], "PITCH": small.shape[2]}
     with on(x):
         if tokens:
-            backward_kernels.reduce_kernel[(reduce.tiles(tokens),)](
+            kernels_backward.reduce_kernel[(reduce.tiles(tokens),)](
                 g, x, weight, small, rstd, bottleneck, hidden, slope, pull, tokens, **sizes, **reduce.settings()
             )
-        backward_kernels.spread_kernel[(blocks, parts)](
+        kernels_backward.spread_kernel[(blocks, parts)](
             g, x, g if residual is None else residual.contiguous(), weight, small, rstd, hidden, slope, pull,
             g_x, partial, tokens, R=rank, ADDED=residual is not None, **sizes, **spread.settings(),
         )  # fmt: skip
-        backward_kernels.finish_kernel[(1 + 2 * rank, triton.cdiv(width, 128))](
+        kernels_backward.finish_kernel[(1 + 2 * rank, cdiv(width, 128))](
             partial, weight, *g_weights, parts, C=width, R=rank, PARTS=32, BLOCK=128
         )
     return outputs
@@ -213,4 +171,4 @@ def _backward(
 
 def padded(down: Tensor) -> int:
     """The rank as the products take it."""
-    return max(16, triton.next_power_of_2(down.shape[0]))
+    return max(16, power(down.shape[0]))

@@ -1,0 +1,41 @@
+"""How operators are registered with `torch.library`: the one way, which every folder's `autograd.py` uses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_LIBRARY = torch.library.Library("residua", "FRAGMENT")
+
+listeners: list[Callable[[str, str, tuple[Any, ...], dict[str, Any]], None]] = []
+"""Called for each operator that is traced: module that registers it, name, arguments and settings (fake tensors)."""
+
+
+def operator(schema: str, run: Callable[..., Any], outputs: Callable[..., Any], *, ahead: bool = True) -> Any:
+    """Register `residua::schema` and return it: `torch.compile` sees one opaque call, autograd nothing.
+
+    `run` does the work, `outputs` makes empty results of the right shapes. They live in the operator's folder, whose
+    `autograd.py` makes this call. Defined on a library, not by `custom_op`: a training step makes two hundred calls,
+    and the wrappers of `custom_op` would cost more than the kernels.
+    `ahead`: to compile its kernels, `precompile` may call `run` on a CPU with tensors whose memory is never touched;
+    off where `run` also multiplies matrices.
+    """
+    name = schema.split("(")[0]
+    module = f"{run.__module__.rpartition('.')[0]}.autograd"
+
+    def traced(*args: Any, **settings: Any) -> Any:
+        for listener in listeners if ahead else ():
+            listener(module, name, args, settings)
+        return outputs(*args, **settings)
+
+    _LIBRARY.define(schema)
+    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"residua::{name}", traced, lib=_LIBRARY)
+    return getattr(torch.ops.residua, name).default
+
+
+def differentiate(operator: Any, backward: Callable[..., Any], save: Callable[..., None]) -> None:
+    """Give an operator a gradient: `save(ctx, inputs, output)` keeps what `backward(ctx, *gradients)` needs."""
+    torch.library.register_autograd(operator, backward, setup_context=save, lib=_LIBRARY)

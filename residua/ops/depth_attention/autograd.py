@@ -1,0 +1,196 @@
+"""Attention over depth, fused: operators and gradients, of one read and of a whole model's (`deferred.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import pad
+
+from residua.ops._runtime.library import operator
+from residua.ops.depth_attention import launch, reference
+from residua.ops.depth_attention.reference import Activation, KeyNorm
+
+depth_parts = operator(
+    "depth_parts(Tensor u) -> Tensor",
+    launch.parts,
+    launch.parts_output,
+)
+depth_scores = operator(
+    "depth_scores(Tensor v, Tensor u, int first, int count, float eps) -> (Tensor, Tensor)",
+    launch.scores,
+    launch.scores_outputs,
+)
+depth_sum_scores = operator(
+    "depth_sum_scores(Tensor base, Tensor y, Tensor u, int first, int count, float eps) -> (Tensor, Tensor, Tensor)",
+    launch.sum_scores,
+    launch.sum_outputs,
+)
+depth_mix = operator(
+    "depth_mix(Tensor[] sources, Tensor[] scores, int[] rows) -> (Tensor, Tensor)",
+    launch.mix,
+    launch.mix_outputs,
+)
+depth_mix_group = operator(
+    "depth_mix_group(Tensor[] sources, Tensor[] scores, int[] rows, int readers) -> Tensor[]",
+    launch.mix_group,
+    launch.group_outputs,
+)
+depth_sum_read = operator(
+    "depth_sum_read(Tensor base, Tensor y, Tensor u, int reader, Tensor[] sources, Tensor[] scores, int[] rows,"
+    " float eps) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    launch.sum_read,
+    launch.sum_read_outputs,
+)
+depth_stats = operator(
+    "depth_stats(Tensor dh, Tensor h, Tensor lse) -> Tensor",
+    launch.stats,
+    launch.stats_output,
+)
+depth_source_gradient = operator(
+    "depth_source_gradient(Tensor v, Tensor z, Tensor rstd, Tensor u, int first, Tensor? onward, Tensor[] dh,"
+    " Tensor[] stats, Tensor? du) -> (Tensor, Tensor)",
+    launch.source_gradient,
+    launch.gradient_outputs,
+)
+depth_block_gradient = operator(
+    "depth_block_gradient(Tensor[] values, Tensor[] scores, Tensor[] rstds, Tensor u, int first, Tensor[] dh,"
+    " Tensor[] stats, Tensor? du) -> Tensor[]",
+    launch.block_gradient,
+    launch.block_outputs,
+)
+depth_attend = operator(
+    "depth_attend(Tensor[] sources, Tensor u, float eps) -> (Tensor, Tensor, Tensor, Tensor)",
+    launch.attend,
+    launch.attend_outputs,
+)
+depth_attend_backward = operator(
+    "depth_attend_backward(Tensor[] sources, Tensor u, Tensor dh, Tensor h, Tensor lse, Tensor scores, Tensor"
+    " rstd) -> Tensor[]",
+    launch.attend_backward,
+    launch.attend_gradients,
+)
+
+
+def depth_attention(
+    sources: Sequence[Tensor],
+    query: Tensor,
+    *,
+    norm_weight: Tensor | None = None,
+    scale: float = 1.0,
+    eps: float = 1e-6,
+    key_norm: KeyNorm = "rms",
+    activation: Activation = "softmax",
+    return_weights: bool = False,
+) -> Any:
+    """`depth_attention` in one pass over the sources; its backward reads each once and writes its gradient once.
+
+    One source alone has weight 1 whatever the query, whose gradient is exactly zero: the plain code says so, where
+    δ − dh · v would leave a rounding error.
+    """
+    if len(sources) == 1:
+        return reference.depth_attention(sources, query, norm_weight=norm_weight, scale=scale, eps=eps)
+    u = scale * query.float() * (1.0 if norm_weight is None else norm_weight.float())
+    return _attend(eps, u, *sources)
+
+
+class _Attend(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, eps: float, u: Tensor, *sources: Tensor) -> Tensor:
+        values = [v.contiguous() for v in sources]
+        h, lse, scores, rstd = depth_attend(values, u, eps)
+        ctx.save_for_backward(u, h, lse, scores, rstd, *values)
+        return h
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dh: Tensor) -> tuple[Tensor | None, ...]:
+        u, h, lse, scores, rstd, *values = ctx.saved_tensors
+        du, *dv = depth_attend_backward(values, u, dh.contiguous(), h, lse, scores, rstd)
+        return None, du, *dv
+
+
+@torch.compiler.allow_in_graph
+def _attend(eps: float, u: Tensor, *sources: Tensor) -> Tensor:
+    h: Tensor = _Attend.apply(eps, u, *sources)
+    return h
+
+
+class _Fork(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, y: Tensor, chain: Tensor, value: Tensor, scores: Tensor, rstd: Tensor, u: Tensor,
+        first: int, own: int, goes_on: bool, handed: int, *before: Tensor,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        ctx.save_for_backward(value, scores, rstd, u, *before[handed:])
+        ctx.first, ctx.own, ctx.goes_on, ctx.handed = first, own, goes_on, handed
+        ctx.set_materialize_grads(False)
+        gradients = [_handle(value, value.shape) for _ in range(own + goes_on)]
+        stats = [_handle(scores, (2, scores.shape[1])) for _ in range(own)]
+        return _handle(u, u.shape), *gradients, *stats
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, du: Tensor | None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        value, scores, rstd, u, *led = ctx.saved_tensors
+        onward, *of_reads = grads if ctx.goes_on else (None, *grads)
+        grown = ctx.handed if not led else 0
+        frozen, nothing = [None] * 8, [None] * (ctx.handed - grown + len(led))
+        if all(g is None for g in grads):
+            return (None, du, *frozen, *[None] * grown, *nothing)
+        onward = None if onward is None else onward.contiguous()
+        if all(g is None for g in of_reads):
+            return (onward, du, *frozen, *[onward] * grown, *nothing)
+        dh = [torch.zeros_like(value) if g is None else g for g in of_reads[: ctx.own]]
+        stats = [scores.new_zeros(2, scores.shape[1]) if g is None else g for g in of_reads[ctx.own :]]
+        if led:
+            block = [[own, *led[i::3]] for i, own in enumerate((value, scores, rstd))]
+            du, dv, *handed = depth_block_gradient(*block, u, ctx.first, dh, stats, du)
+            return (dv, du, *frozen, *handed, *[None] * len(led))
+        dv, du = depth_source_gradient(value, scores, rstd, u, ctx.first, onward, dh, stats, du)
+        return (dv, du, *frozen, *[dv] * grown)
+
+
+class _Read(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, compiled: bool, h: Tensor, lse: Tensor, *handles: Tensor) -> Tensor:
+        ctx.count, ctx.compiled = len(handles) // 2, compiled
+        ctx.save_for_backward(h, lse)
+        return h.view_as(h)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dh: Tensor) -> tuple[Tensor | None, ...]:
+        dh = dh.contiguous()
+        stats = (_plain_stats if ctx.compiled else depth_stats)(dh, *ctx.saved_tensors)
+        return (None, None, None, *[dh] * ctx.count, *[stats] * ctx.count)
+
+
+@torch.compiler.allow_in_graph
+def make_handles(
+    y: Tensor, chain: Tensor, value: Tensor, scores: Tensor, rstd: Tensor, u: Tensor,
+    first: int, own: int, goes_on: bool, onward: list[Tensor], led: list[Tensor],
+) -> tuple[Tensor, ...]:  # fmt: skip
+    handles: tuple[Tensor, ...] = _Fork.apply(
+        y, chain, value, scores, rstd, u, first, own, goes_on, len(onward), *onward, *led
+    )
+    return handles
+
+
+@torch.compiler.allow_in_graph
+def read(compiled: bool, h: Tensor, lse: Tensor, gradients: list[Tensor], stats: list[Tensor]) -> Tensor:
+    read: Tensor = _Read.apply(compiled, h, lse, *gradients, *stats)
+    return read
+
+
+def _plain_stats(dh: Tensor, h: Tensor, lse: Tensor) -> Tensor:
+    """`depth_stats` for the compiler, which fuses it into whatever makes dh."""
+    delta = (dh.float() * h.float()).sum(-1).flatten()
+    return torch.stack([lse, pad(delta, (0, len(lse) - len(delta)))])
+
+
+def _handle(like: Tensor, shape: Sequence[int]) -> Tensor:
+    return torch.empty_strided(tuple(shape), (0,) * len(shape), dtype=like.dtype, device=like.device)

@@ -1,0 +1,123 @@
+"""Tile sizes of the kernels of attention over depth. A file of its own because `launch.py` has many kernels to launch.
+
+A source is [..., C] and its tokens are all the leading axes; per-token scalars are fp32 rows of `pitch(tokens)`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from residua.ops._runtime import fused
+from residua.ops._runtime.launch import cdiv, power
+
+CHUNK = 32
+"""Most readers to one matrix product; see `product_tile`."""
+
+
+def pitch(tokens: int) -> int:
+    """Length of a row of per-token scalars: every row starts 16-byte aligned."""
+    return (tokens + 15) // 16 * 16
+
+
+def narrow(x: Tensor) -> bool:
+    """Whether products are taken in bf16, as x is; the interpreter has none."""
+    return x.dtype == torch.bfloat16 and not fused.INTERPRETED
+
+
+UNROLL = 2
+"""Rows in flight at once; more were slower at every number of sources, registers being what bounds these kernels."""
+
+
+NUMBERS = {"TOKENS": 64, "LANES": 8}
+"""The tile of kernels that work on per-token scalars alone: tokens, and sources or readers."""
+
+
+SLOPES = {"TOKENS": 64, "LANES": 4, "num_warps": 8}
+"""The same where a token has several sources at once, so that it takes fewer readers."""
+
+
+def row_tile(width: int) -> dict[str, Any]:
+    """For kernels that reduce over whole rows: a row in two pieces, one warp to a token, so no barriers."""
+    low = 1 << max(0, (width - 1).bit_length() - 1)
+    high = max(power(width - low), min(256, low))
+    tile = {"C": width, "LOW": low, "HIGH": high}
+    if fused.INTERPRETED:
+        return {**tile, "TOKENS": 16}
+    return {**tile, "TOKENS": 1, "num_warps": 1 if width <= 1536 else 4}
+
+
+def piece_tile(v: Tensor, readers: int) -> dict[str, Any]:
+    """For the kernel that holds a token's v and rows of its readers: rows in pieces of equal length, and few warps.
+
+    A thread has room for about 220 fp32 numbers, and where warps share a row they must wait for each other. Rows are
+    loaded two steps ahead, if they fit.
+    """
+    width = v.shape[-1]
+    if fused.INTERPRETED:
+        piece = min(64, max(16, power(width)))
+        tile = {"C": width, "PIECE": piece, "PIECES": cdiv(width, piece), "TOKENS": 16}
+        return {**tile, "TOGETHER": False, "STAGES": 1}
+    warps = next(n for n in (1, 2, 4, 8, 16) if (3 * readers + 2) * width <= n * 32 * 220 or n == 16)
+    piece = min(power(width), 256 if width % 512 else 256 * max(1, warps // 2))
+    tile = {"C": width, "PIECE": piece, "PIECES": cdiv(width, piece), "TOKENS": 1}
+    ahead = 2 * (readers + 2) * tile["PIECES"] * piece * v.element_size()
+    return {**tile, "TOGETHER": warps > 1, "STAGES": 3 if ahead <= 100_000 else 1, "num_warps": warps}
+
+
+def mix_tile(width: int) -> dict[str, Any]:
+    """For kernels that do not reduce over a row."""
+    columns = min(256, max(16, power(width)))
+    return {"C": width, "TOKENS": 2048 // columns, "COLUMNS": columns}
+
+
+def stack_tile(v: Tensor, results: int, columns: int, stages: int) -> dict[str, Any]:
+    """For kernels that are matrix products over a stack of rows, one for each token and each with a warp of its own.
+
+    `columns` and `stages` were the fastest on an H200 from 768 to 2,048 channels; float32 has room for fewer columns.
+    """
+    width = v.shape[-1]
+    tile = {"C": width, "NARROW": narrow(v), "ROWS": 16, "PADDED": max(8, power(results))}
+    if fused.INTERPRETED:
+        return {**tile, "TOKENS": 16, "COLUMNS": min(64, max(16, power(width)))}
+    columns = min(columns if narrow(v) else 64, max(16, power(width)))
+    return {**tile, "TOKENS": 1, "COLUMNS": columns, "num_warps": 1, "num_stages": stages}
+
+
+def scores_tile(width: int, readers: int, u: Tensor) -> dict[str, Any]:
+    return product_tile(width, readers, u, tokens=128, columns=64, warps=4, stages=4, room=4)
+
+
+def scores_gradient_tile(width: int, readers: int, v: Tensor) -> dict[str, Any]:
+    return product_tile(width, readers, v, 32 if readers <= CHUNK else 16, columns=128, warps=8, stages=3, room=2)
+
+
+def product_tile(
+    width: int, readers: int, factor: Tensor, tokens: int, columns: int, warps: int, stages: int, room: int
+) -> dict[str, Any]:
+    """For kernels that are matrix products between tokens and readers, CHUNKS of them.
+
+    With 64 readers to a product Triton makes asynchronous products that still read a buffer while its pipeline loads
+    the next tile into it (a source that is used both in a product and otherwise gets one buffer too few). With 32 it
+    makes none. The sums of all chunks stay in registers: where there is no `room` for as many, tiles are smaller.
+    """
+    chunks = cdiv(readers, CHUNK)
+    tile = {"C": width, "READERS": min(CHUNK, max(16, power(readers))), "CHUNKS": chunks}
+    tile["NARROW"] = narrow(factor)
+    if fused.INTERPRETED:
+        return {**tile, "TOKENS": 16, "COLUMNS": min(64, max(16, power(width)))}
+    if not tile["NARROW"]:
+        most, warps = (64, 4) if chunks == 1 else (32, 8)
+        tokens, columns, stages, room = min(tokens, most), 64, 3, 3
+    smaller = power(cdiv(chunks, room))
+    tokens, columns = max(16, tokens // smaller), max(16, min(columns // smaller, power(width)))
+    warps = max(4, warps // smaller)
+    return {**tile, "TOKENS": tokens, "COLUMNS": columns, "num_warps": warps, "num_stages": stages}
+
+
+def shares(x: Tensor, blocks: int, per_core: float) -> tuple[int, int]:
+    """Split `blocks` among programs that loop: how many programs, and how many blocks each."""
+    tiles = cdiv(blocks, max(2, round(fused.multiprocessors(x) * per_core)))
+    return cdiv(blocks, tiles), tiles

@@ -1,0 +1,105 @@
+"""Hyper-connections and Sinkhorn's normalisation, fused: operators and gradients.
+
+A step keeps X, y and X' for the backward pass; X' is the next step's X. Sinkhorn keeps the logits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from residua.ops._runtime.library import differentiate, operator
+from residua.ops.hyper_connection import launch
+from residua.ops.hyper_connection.reference import Norm
+
+_step = operator(
+    "hyper_step(Tensor streams, Tensor update, Tensor post, Tensor mix, Tensor bias, Tensor scale, Tensor phi,"
+    " str norm, float eps) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    launch.step,
+    launch.step_outputs,
+)
+_step_backward = operator(
+    "hyper_step_backward(Tensor g_hidden, Tensor? g_after, Tensor? g_logits, Tensor streams, Tensor update,"
+    " Tensor post, Tensor mix, Tensor scale, Tensor phi, Tensor logits, Tensor rstd, Tensor weights, str norm)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    launch.step_backward,
+    launch.step_gradients,
+)
+_sinkhorn = operator("sinkhorn(Tensor logits, SymInt iterations) -> Tensor", launch.sinkhorn, launch.sinkhorn_output)
+_sinkhorn_backward = operator(
+    "sinkhorn_backward(Tensor g, Tensor logits, SymInt iterations) -> Tensor",
+    launch.sinkhorn_backward,
+    launch.sinkhorn_gradient,
+)
+
+
+def hyper_step(
+    streams: Tensor,
+    update: Tensor,
+    post: Tensor,
+    mix: Tensor,
+    bias: Tensor,
+    *,
+    scale: Tensor | None = None,
+    phi: Tensor | None = None,
+    norm: Norm = "none",
+    eps: float = 1e-6,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The fused twin of `reference.hyper_step`."""
+    *lead, n, width = streams.shape
+    flat, y = streams.reshape(-1, n, width).contiguous(), update.reshape(-1, width).contiguous()
+    post, mix = post.expand(*lead, n).reshape(-1, n), mix.expand(*lead, n, n).reshape(-1, n * n)
+    scale = bias.new_zeros(()) if scale is None else scale
+    phi = bias.new_zeros((0, width)) if phi is None else phi.contiguous()
+    after, hidden, logits, *_ = _step(flat, y.to(flat.dtype), post, mix, bias, scale, phi, norm, eps)
+    shape = {"all": (*lead, len(phi)), "each": (*lead, n, len(phi)), "none": (*lead, 0)}[norm]
+    return hidden.reshape(update.shape), after.reshape(streams.shape), logits.reshape(shape)
+
+
+def sinkhorn(logits: Tensor, iterations: int) -> Tensor:
+    """The fused twin of `reference.sinkhorn`."""
+    result: Tensor = _sinkhorn(logits.contiguous(), iterations)
+    return result
+
+
+def _save_step(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    *tensors, ctx.norm, _ = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*tensors, output[0], *output[2:])
+
+
+def _differentiate_step(
+    ctx: Any, g_after: Tensor | None, g_hidden: Tensor | None, g_logits: Tensor | None, *_: None
+) -> tuple[Tensor | None, ...]:
+    streams, update, post, mix, bias, scale, phi, after, logits, rstd, weights = ctx.saved_tensors
+    g_hidden = torch.zeros_like(update) if g_hidden is None else g_hidden
+    g_logits = None if ctx.norm == "none" else g_logits
+    inputs = (streams, update, post, mix, scale, phi, logits, rstd, weights)
+    g_streams, g_update, g_post, g_mix, g_pre, g_z = _step_backward(g_hidden, g_after, g_logits, *inputs, ctx.norm)
+    g_scale, g_phi = None, None
+    if ctx.norm != "none":
+        seen = logits[:, : len(bias)] if ctx.norm == "all" else torch.tanh(logits[:, :: len(phi)])
+        g_scale = (g_pre * seen).sum().to(scale.dtype)
+        normed, dz = after.reshape(-1, phi.shape[1]), g_z.reshape(-1, len(phi))
+        g_phi = (dz.to(after.dtype).T @ normed).to(phi.dtype)
+    return (
+        g_streams, g_update, g_post.to(post.dtype), g_mix.to(mix.dtype), g_pre.sum(0).to(bias.dtype), g_scale, g_phi,
+        None, None,
+    )  # fmt: skip
+
+
+differentiate(_step, _differentiate_step, _save_step)
+
+
+def _save_sinkhorn(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    logits, ctx.iterations = inputs
+    ctx.save_for_backward(logits)
+
+
+def _differentiate_sinkhorn(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+    return _sinkhorn_backward(g, *ctx.saved_tensors, ctx.iterations), None
+
+
+differentiate(_sinkhorn, _differentiate_sinkhorn, _save_sinkhorn)

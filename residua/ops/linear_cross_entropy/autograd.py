@@ -1,0 +1,70 @@
+"""The head's projection and the cross-entropy without float32 logits in memory.
+
+With p = softmax(logits), g and g_z the gradients that reach the loss and the z-term, and count the counted targets, the
+gradient of a token's logits is  c·p − (g/count)·onehot(target),  c = (g + 2·z_loss·lse·g_z)/count.  So the forward
+pass leaves p where the logits were, in the compute dtype, and the backward pass is two matrix products with p: c scales
+rows of their other operands, and the target's entry of p is replaced by p_target − g/(count·c), computed from the
+saved float32 scalars. That is exact for any g and g_z, and costs no arithmetic beyond the three products.
+
+Where p would take more than KEPT_BYTES it is not kept: the backward pass makes it again, some tokens at a time.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from residua.ops._runtime.library import differentiate, operator
+from residua.ops.linear_cross_entropy import launch
+
+KEPT_BYTES = 4 * 2**30
+
+_forward = operator(
+    "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor cast, Tensor targets, float z_loss, SymInt ignore_index,"
+    " bool keep) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    launch.forward,
+    launch.forward_outputs,
+    ahead=False,
+)
+_backward = operator(
+    "linear_cross_entropy_backward(Tensor g_loss, Tensor g_z, Tensor hidden, Tensor cast, Tensor targets, Tensor lse,"
+    " Tensor nll, Tensor kept, float z_loss, SymInt ignore_index, ScalarType weight_dtype) -> (Tensor, Tensor)",
+    launch.backward,
+    launch.backward_outputs,
+    ahead=False,
+)
+
+
+def linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, z_loss: float = 0.0, ignore_index: int = -100
+) -> tuple[Tensor, Tensor]:
+    """The operator's contract is the reference's; the logits exist in hidden's dtype only (autocast's, inside it)."""
+    kind = hidden.device.type
+    if torch.is_autocast_enabled(kind):
+        hidden = hidden.to(torch.get_autocast_dtype(kind))
+    rows, flat_targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
+    cast = weight.detach().to(hidden.dtype)
+    wanted = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    keep = wanted and rows.shape[0] * weight.shape[0] * hidden.element_size() <= KEPT_BYTES
+    loss, z, *_ = _forward(rows, weight, cast, flat_targets, z_loss, ignore_index, keep)
+    return loss, z
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    hidden, weight, cast, targets, ctx.z_loss, ctx.ignore_index, _ = inputs
+    ctx.weight_dtype = weight.dtype
+    ctx.save_for_backward(hidden, cast, targets, *output[2:])
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, g_loss: Tensor | None, g_z: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+    hidden, cast, targets, lse, nll, kept = ctx.saved_tensors
+    g_loss, g_z = (lse.new_zeros(()) if g is None else g for g in (g_loss, g_z))
+    saved = (hidden, cast, targets, lse, nll, kept)
+    g_hidden, g_weight = _backward(g_loss, g_z, *saved, ctx.z_loss, ctx.ignore_index, ctx.weight_dtype)
+    return g_hidden, g_weight, None, None, None, None, None
+
+
+differentiate(_forward, _differentiate, _save)
