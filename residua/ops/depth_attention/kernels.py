@@ -1,8 +1,8 @@
 """Triton kernels of attention over depth. Letters and equations are those of `reference.py` and `deferred.py`.
 
-All of them are bound by memory, so each reads a C-wide row once. Sources and gradients come as a table of addresses,
-never stacked, and how many they are is a run-time number: depth recompiles nothing. Rows are any width: kernels that
-reduce over a row keep it in two power-of-two pieces (768 = 512 + 256), the others tile it.
+All are bound by memory, so each reads a C-wide row once. Sources and gradients come as a table of addresses, never
+stacked, and their number is a run-time value: a deeper model recompiles nothing. Rows have any width: kernels that
+reduce over a row keep it in two power-of-two pieces, low and high (768 = 512 + 256), the others tile it.
 Per-token scalars are fp32, [readers, tokens] with a row pitch that keeps every row 16-byte aligned.
 The kernels of the gradient are in `kernels_backward.py` and `kernels_block.py`.
 """
@@ -15,279 +15,305 @@ from residua.ops._runtime.kernels import tensor
 
 
 @triton.jit
-def load_row(pointer, at, low, high, C: tl.constexpr, inside):
-    """The rows `at` [tokens] as two fp32 pieces."""
-    base = pointer + at[:, None] * C
-    first = tl.load(base + low[None, :], mask=inside[:, None] & (low < C)[None, :], other=0.0)
-    second = tl.load(base + high[None, :], mask=inside[:, None] & (high < C)[None, :], other=0.0)
-    return first.to(tl.float32), second.to(tl.float32)
+def load_row(x_ptr, t, low, high, C: tl.constexpr, live):
+    """The rows t [TOKENS] of x as two fp32 pieces."""
+    base = x_ptr + t[:, None] * C
+    b_low = tl.load(base + low[None, :], mask=live[:, None] & (low < C)[None, :], other=0.0)  # [TOKENS, LOW]
+    b_high = tl.load(base + high[None, :], mask=live[:, None] & (high < C)[None, :], other=0.0)  # [TOKENS, HIGH]
+    return b_low.to(tl.float32), b_high.to(tl.float32)
 
 
 @triton.jit
-def store_row(pointer, at, low, high, C: tl.constexpr, inside, first, second):
-    base = pointer + at[:, None] * C
-    dtype = pointer.dtype.element_ty
-    tl.store(base + low[None, :], first.to(dtype), mask=inside[:, None] & (low < C)[None, :])
-    tl.store(base + high[None, :], second.to(dtype), mask=inside[:, None] & (high < C)[None, :])
+def store_row(x_ptr, t, low, high, C: tl.constexpr, live, b_low, b_high):
+    base = x_ptr + t[:, None] * C
+    dtype = x_ptr.dtype.element_ty
+    tl.store(base + low[None, :], b_low.to(dtype), mask=live[:, None] & (low < C)[None, :])
+    tl.store(base + high[None, :], b_high.to(dtype), mask=live[:, None] & (high < C)[None, :])
 
 
 @triton.jit
-def _add_scores(sum, queries, known, v, C: tl.constexpr, NARROW: tl.constexpr):
-    """sum [readers, tokens] + u vᵀ. Narrow v is exact in bf16, and so are the `queries` in two bf16 parts, C apart."""
-    u = tl.load(queries, mask=known, other=0.0)
+def _add_scores(b_z, u_ptr, live, b_v, C: tl.constexpr, NARROW: tl.constexpr):
+    """z [READERS, TOKENS] + u vᵀ. Narrow v is exact in bf16, and so is u as two bf16 parts, C elements apart."""
+    b_u = tl.load(u_ptr, mask=live, other=0.0)
     if NARROW:
-        sum = tl.dot(u, tl.trans(v), sum)
-        sum = tl.dot(tl.load(queries + C, mask=known, other=0.0), tl.trans(v), sum)
+        b_z = tl.dot(b_u, tl.trans(b_v), b_z)
+        b_z = tl.dot(tl.load(u_ptr + C, mask=live, other=0.0), tl.trans(b_v), b_z)
     else:
-        sum = tl.dot(u, tl.trans(v.to(tl.float32)), sum, input_precision="tf32x3")
-    return sum
+        b_z = tl.dot(b_u, tl.trans(b_v.to(tl.float32)), b_z, input_precision="tf32x3")
+    return b_z
 
 
 @triton.jit(do_not_specialize=["tokens", "first", "count"])
 def scores_kernel(
-    base, y, v_out, u, z, rstd, tokens, first, count, pitch, eps,
+    base_ptr, y_ptr, v_ptr, u_ptr, z_ptr, rstd_ptr, tokens, first, count, stride_zl, eps,
     C: tl.constexpr, ADD: tl.constexpr, NARROW: tl.constexpr,
     TOKENS: tl.constexpr, COLUMNS: tl.constexpr, READERS: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """z_l = rstd · (u_l · v) for readers l in [first, first + count), rstd = (mean(v²) + eps)^-½; v = y or base + y.
 
-    `u` is [reads, C] fp32 or, if NARROW, their parts [reads, 2, C] bf16. The readers are in CHUNKS of READERS, a
-    product each. Squares are added up by eight, which one thread has: so few sums leave room for more warps.
+    u is [reads, C] fp32 or, if NARROW, two parts [reads, 2, C] bf16. The readers are in CHUNKS of READERS, one matrix
+    product each. Squares are added in groups of eight, which one thread holds: few sums leave room for more warps.
     """
     PARTS: tl.constexpr = 2 if NARROW else 1
-    at = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    t = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     readers = tl.arange(0, READERS)
-    inside = at < tokens
-    dots = ()
+    live = t < tokens
+    b_z = ()
     for _ in tl.static_range(CHUNKS):
-        dots = dots + (tl.zeros([READERS, TOKENS], tl.float32),)
-    squares = tl.zeros([TOKENS, COLUMNS // 8], tl.float32)
+        b_z = b_z + (tl.zeros([READERS, TOKENS], tl.float32),)
+    b_squares = tl.zeros([TOKENS, COLUMNS // 8], tl.float32)  # [TOKENS, COLUMNS / 8]
     for start in range(0, C, COLUMNS):
-        columns = start + tl.arange(0, COLUMNS)
-        here = at[:, None] * C + columns[None, :]
-        mask = inside[:, None] & (columns < C)[None, :]
-        v = tl.load(y + here, mask=mask, other=0.0)
+        c = start + tl.arange(0, COLUMNS)
+        here = t[:, None] * C + c[None, :]
+        mask = live[:, None] & (c < C)[None, :]
+        # v = y or base + y, rounded as it is stored
+        b_v = tl.load(y_ptr + here, mask=mask, other=0.0)  # [TOKENS, COLUMNS]
         if ADD:
-            v = (v.to(tl.float32) + tl.load(base + here, mask=mask, other=0.0).to(tl.float32)).to(v.dtype)
-            tl.store(v_out + here, v, mask=mask)
-        more = ()
+            b_v = (b_v.to(tl.float32) + tl.load(base_ptr + here, mask=mask, other=0.0).to(tl.float32)).to(b_v.dtype)
+            tl.store(v_ptr + here, b_v, mask=mask)
+        # z_l += u_l · v over these columns, for every reader l
+        b_z_new = ()
         for chunk in tl.static_range(CHUNKS):
             l = chunk * READERS + readers  # noqa: E741
-            queries = u + (first + l)[:, None] * (PARTS * C) + columns[None, :]
-            known = (l < count)[:, None] & (columns < C)[None, :]
-            more = more + (_add_scores(dots[chunk], queries, known, v, C, NARROW),)
-        dots = more
-        wide = v.to(tl.float32)
-        squares += tl.sum(tl.reshape(wide * wide, [TOKENS, COLUMNS // 8, 8]), 2)
-    r = tl.rsqrt(tl.sum(squares, 1) / C + eps)
-    tl.store(rstd + at, r, mask=inside)
+            query_ptr = u_ptr + (first + l)[:, None] * (PARTS * C) + c[None, :]
+            is_query = (l < count)[:, None] & (c < C)[None, :]
+            b_z_new = b_z_new + (_add_scores(b_z[chunk], query_ptr, is_query, b_v, C, NARROW),)
+        b_z = b_z_new
+        # Σ v²
+        b_wide = b_v.to(tl.float32)
+        b_squares += tl.sum(tl.reshape(b_wide * b_wide, [TOKENS, COLUMNS // 8, 8]), 2)
+    # rstd = (mean(v²) + eps)^-½
+    b_rstd = tl.rsqrt(tl.sum(b_squares, 1) / C + eps)  # [TOKENS]
+    tl.store(rstd_ptr + t, b_rstd, mask=live)
     for chunk in tl.static_range(CHUNKS):
         l = chunk * READERS + readers  # noqa: E741
-        here = l[:, None] * pitch + at[None, :]
-        tl.store(z + here, dots[chunk] * r[None, :], mask=(l < count)[:, None] & (at < pitch)[None, :])
+        # z_l ← rstd z_l
+        here = l[:, None] * stride_zl + t[None, :]
+        tl.store(z_ptr + here, b_z[chunk] * b_rstd[None, :], mask=(l < count)[:, None] & (t < stride_zl)[None, :])
 
 
 @triton.jit
-def _log_sum_exp(rows, count, at, top, total, LANES: tl.constexpr):
-    """log(total · exp(top) + Σ_i exp(z_i)) of the tokens `at`; `rows` holds the addresses of the z_i."""
+def _log_sum_exp(rows_ptr, count, t, b_top, b_total, LANES: tl.constexpr):
+    """log(total · exp(top) + Σ_i exp(z_i)) of the tokens t; rows holds the addresses of the z_i."""
     for start in range(0, count, LANES):
         lanes = start + tl.arange(0, LANES)
-        real = lanes < count
-        scores = tl.load(rows + lanes, mask=real, other=0).to(tl.pointer_type(tl.float32))
-        z = tl.load(scores[None, :] + at[:, None], mask=real[None, :], other=float("-inf"))
-        higher = tl.maximum(top, tl.max(z, 1))
-        total = total * tl.exp(top - higher) + tl.sum(tl.exp(z - higher[:, None]), 1)
-        top = higher
-    return top + tl.log(total)
+        live = lanes < count
+        z_ptr = tl.load(rows_ptr + lanes, mask=live, other=0).to(tl.pointer_type(tl.float32))
+        b_z = tl.load(z_ptr[None, :] + t[:, None], mask=live[None, :], other=float("-inf"))  # [TOKENS, LANES]
+        # running maximum and Σ exp(z − maximum)
+        b_higher = tl.maximum(b_top, tl.max(b_z, 1))
+        b_total = b_total * tl.exp(b_top - b_higher) + tl.sum(tl.exp(b_z - b_higher[:, None]), 1)
+        b_top = b_higher
+    return b_top + tl.log(b_total)
 
 
 @triton.jit(do_not_specialize=["tokens", "count"])
 def mix_kernel(
-    table, h, lse, tokens, count,
+    table_ptr, h_ptr, lse_ptr, tokens, count,
     C: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, LANES: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """h = Σ_i softmax(z)_i v_i and its lse; `table` holds the `count` addresses of the v_i, then those of the z_i."""
-    at = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = at < tokens
-    at = tl.minimum(at, tokens - 1)
-    here = at[:, None] * C + columns[None, :]
-    mask = inside[:, None] & (columns < C)[None, :]
-    none, nothing = tl.full([TOKENS], float("-inf"), tl.float32), tl.zeros([TOKENS], tl.float32)
-    whole = _log_sum_exp(table + count, count, at, none, nothing, LANES)
+    """h = Σ_i softmax(z)_i v_i and its lse; the table holds the `count` addresses of the v_i, then those of the z_i."""
+    t = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    c = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    live = t < tokens
+    t = tl.minimum(t, tokens - 1)
+    here = t[:, None] * C + c[None, :]
+    mask = live[:, None] & (c < C)[None, :]
+    b_top, b_total = tl.full([TOKENS], float("-inf"), tl.float32), tl.zeros([TOKENS], tl.float32)
+    # lse = log Σ_i exp(z_i)
+    b_lse = _log_sum_exp(table_ptr + count, count, t, b_top, b_total, LANES)  # [TOKENS]
     if tl.program_id(1) == 0:
-        tl.store(lse + at, whole, mask=inside)
+        tl.store(lse_ptr + t, b_lse, mask=live)
 
-    sum = tl.zeros([TOKENS, COLUMNS], tl.float32)
+    # h = Σ_i exp(z_i − lse) v_i, UNROLL sources at a time
+    b_h = tl.zeros([TOKENS, COLUMNS], tl.float32)
     for start in range(0, count, UNROLL):
         for i in tl.static_range(UNROLL):
-            real = start + i < count
+            exists = start + i < count
             slot = tl.minimum(start + i, count - 1)
-            z = tl.load(tensor(table, count + slot, tl.float32) + at)
-            a = tl.where(real, tl.exp(z - whole), 0.0)
-            v = tl.load(tensor(table, slot, h.dtype.element_ty) + here, mask=mask & real, other=0.0)
-            sum += a[:, None] * v.to(tl.float32)
-    tl.store(h + here, sum.to(h.dtype.element_ty), mask=mask)
+            b_z = tl.load(tensor(table_ptr, count + slot, tl.float32) + t)
+            b_a = tl.where(exists, tl.exp(b_z - b_lse), 0.0)  # [TOKENS]
+            b_v = tl.load(
+                tensor(table_ptr, slot, h_ptr.dtype.element_ty) + here, mask=mask & exists, other=0.0
+            )  # [TOKENS, COLUMNS]
+            b_h += b_a[:, None] * b_v.to(tl.float32)
+    tl.store(h_ptr + here, b_h.to(h_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["tokens", "count"])
 def weights_kernel(
-    table, weights, lse, tokens, count, pitch,
+    table_ptr, a_ptr, lse_ptr, tokens, count, stride_zl,
     TOKENS: tl.constexpr, LANES: tl.constexpr, READERS: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """lse_l and weights [count, pitch, READERS], a_il = exp(z_il − lse_l), of readers whose z are rows in a row.
+    """lse_l and weights [count, pitch, READERS], a_il = exp(z_il − lse_l), of readers whose z are consecutive rows.
 
-    `table` is that of `mix_group_kernel`, and ends with the `count` addresses of the first reader's rows. The weights
-    of one token and source lie side by side.
+    The table is that of `mix_group_kernel`, and ends with the `count` addresses of the first reader's rows. The weights
+    of one token and source are adjacent in memory.
     """
-    rows = table + count + READERS
-    place = tl.arange(0, SIZE)
-    token, reader = tl.program_id(0).to(tl.int64) * TOKENS + place // READERS, place % READERS
-    inside = (place < TOKENS * READERS) & (token < tokens)
-    at = reader * pitch + tl.minimum(token, tokens - 1)
-    none, nothing = tl.full([SIZE], float("-inf"), tl.float32), tl.zeros([SIZE], tl.float32)
-    whole = _log_sum_exp(rows, count, at, none, nothing, LANES)
-    tl.store(lse + at, whole, mask=inside)
+    rows_ptr = table_ptr + count + READERS
+    # SIZE numbers: one for each token and reader
+    n = tl.arange(0, SIZE)
+    t, reader = tl.program_id(0).to(tl.int64) * TOKENS + n // READERS, n % READERS
+    live = (n < TOKENS * READERS) & (t < tokens)
+    zt = reader * stride_zl + tl.minimum(t, tokens - 1)
+    b_top, b_total = tl.full([SIZE], float("-inf"), tl.float32), tl.zeros([SIZE], tl.float32)
+    # lse_l = log Σ_i exp(z_il)
+    b_lse = _log_sum_exp(rows_ptr, count, zt, b_top, b_total, LANES)  # [SIZE]
+    tl.store(lse_ptr + zt, b_lse, mask=live)
     for start in range(0, count, LANES):
         lanes = start + tl.arange(0, LANES)
-        real = inside[:, None] & (lanes < count)[None, :]
-        scores = tl.load(rows + lanes, mask=lanes < count, other=0).to(tl.pointer_type(tl.float32))
-        a = tl.exp(tl.load(scores[None, :] + at[:, None], mask=real, other=0.0) - whole[:, None])
-        here = (lanes.to(tl.int64) * pitch)[None, :] * READERS + (token * READERS + reader)[:, None]
-        tl.store(weights + here, a, mask=real)
+        exists = live[:, None] & (lanes < count)[None, :]
+        z_ptr = tl.load(rows_ptr + lanes, mask=lanes < count, other=0).to(tl.pointer_type(tl.float32))
+        # a_il = exp(z_il − lse_l)
+        b_a = tl.exp(tl.load(z_ptr[None, :] + zt[:, None], mask=exists, other=0.0) - b_lse[:, None])  # [SIZE, LANES]
+        here = (lanes.to(tl.int64) * stride_zl)[None, :] * READERS + (t * READERS + reader)[:, None]
+        tl.store(a_ptr + here, b_a, mask=exists)
 
 
 @triton.jit
-def tensors(table, slots, known, dtype: tl.constexpr):
-    """The tensors whose addresses are in those `slots` that are `known`."""
-    return tl.multiple_of(tl.load(table + slots, mask=known, other=0).to(tl.pointer_type(dtype)), 16)
+def tensors(table_ptr, slots, live, dtype: tl.constexpr):
+    """The pointers that the table holds in those `slots` that are live."""
+    return tl.multiple_of(tl.load(table_ptr + slots, mask=live, other=0).to(tl.pointer_type(dtype)), 16)
 
 
 @triton.jit
-def add_weighted(sums, rows, a, NARROW: tl.constexpr):
-    """sums [tokens, columns, n] + Σ_k rows_k a_kn, a matrix product for each token; rows [tokens, k, columns], a fp32.
+def add_weighted(b_sums, b_rows, b_a, NARROW: tl.constexpr):
+    """sums [TOKENS, COLUMNS, n] + Σ_k rows_k a_kn, a matrix product per token; rows [TOKENS, k, COLUMNS], a fp32.
 
-    Narrow rows are exact in bf16, and so is `a` as the sum of two bf16 parts.
+    Narrow rows are exact in bf16, and so is a as the sum of two bf16 parts.
     """
     if NARROW:
-        turned, coarse = tl.trans(rows, (0, 2, 1)), a.to(tl.bfloat16)
-        sums = tl.dot(turned, coarse, sums)
-        sums = tl.dot(turned, (a - coarse.to(tl.float32)).to(tl.bfloat16), sums)
+        b_turned, b_coarse = tl.trans(b_rows, (0, 2, 1)), b_a.to(tl.bfloat16)
+        b_sums = tl.dot(b_turned, b_coarse, b_sums)
+        b_sums = tl.dot(b_turned, (b_a - b_coarse.to(tl.float32)).to(tl.bfloat16), b_sums)
     else:
-        sums = tl.dot(tl.trans(rows.to(tl.float32), (0, 2, 1)), a, sums, input_precision="tf32x3")
-    return sums
+        b_sums = tl.dot(tl.trans(b_rows.to(tl.float32), (0, 2, 1)), b_a, b_sums, input_precision="tf32x3")
+    return b_sums
 
 
 @triton.jit
-def store_sums(table, slots, known, at, columns, mask, sums, C: tl.constexpr, dtype: tl.constexpr):
-    """sums [tokens, columns, n] into the n tensors of `slots`; mask [tokens, columns]."""
-    here = (at[:, None] * C + columns[None, :])[:, :, None]
-    out = tensors(table, slots, known, dtype)[None, None, :] + here
-    tl.store(out, sums.to(dtype), mask=mask[:, :, None] & known[None, None, :])
+def store_sums(table_ptr, slots, live, t, c, mask, b_sums, C: tl.constexpr, dtype: tl.constexpr):
+    """Store sums [TOKENS, COLUMNS, n] to the n tensors of `slots`; mask [TOKENS, COLUMNS]."""
+    here = (t[:, None] * C + c[None, :])[:, :, None]
+    out_ptr = tensors(table_ptr, slots, live, dtype)[None, None, :] + here
+    tl.store(out_ptr, b_sums.to(dtype), mask=mask[:, :, None] & live[None, None, :])
 
 
 @triton.jit(do_not_specialize=["tokens", "count"])
 def mix_group_kernel(
-    table, weights, like, tokens, count, pitch,
+    table_ptr, a_ptr, like_ptr, tokens, count, stride_al,
     C: tl.constexpr, NARROW: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
     READERS: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
     """h_l = Σ_i a_il v_i for READERS readers in one pass over the sources, with the weights of `weights_kernel`.
 
-    `table` holds the `count` addresses of the v_i, then those of the h_l, which are of the type of `like`.
+    The table holds the `count` addresses of the v_i, then those of the h_l, which have the dtype of `like`.
     """
-    dtype: tl.constexpr = like.dtype.element_ty
-    at = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    columns, readers = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, PADDED)
-    inside, known = at < tokens, readers < READERS
-    mask = inside[:, None] & (columns < C)[None, :]
-    here = (at[:, None] * C + columns[None, :])[:, None, :]
-    sums = tl.zeros([TOKENS, COLUMNS, PADDED], tl.float32)
+    dtype: tl.constexpr = like_ptr.dtype.element_ty
+    t = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    c, reader = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, PADDED)
+    live, is_reader = t < tokens, reader < READERS
+    mask = live[:, None] & (c < C)[None, :]
+    here = (t[:, None] * C + c[None, :])[:, None, :]
+    b_h = tl.zeros([TOKENS, COLUMNS, PADDED], tl.float32)
     for start in range(0, count, ROWS):
         i = start + tl.arange(0, ROWS)
-        real = i < count
-        v = tl.load(
-            tensors(table, i, real, dtype)[None, :, None] + here, mask=mask[:, None, :] & real[None, :, None], other=0.0
-        )
-        of_source = ((i.to(tl.int64) * pitch)[None, :] + at[:, None]) * READERS
-        a = tl.load(
-            weights + of_source[:, :, None] + readers[None, None, :],
-            mask=(inside[:, None] & real[None, :])[:, :, None] & known[None, None, :],
+        exists = i < count
+        # v_i of ROWS sources: [TOKENS, ROWS, COLUMNS]
+        b_v = tl.load(
+            tensors(table_ptr, i, exists, dtype)[None, :, None] + here,
+            mask=mask[:, None, :] & exists[None, :, None],
             other=0.0,
         )
-        sums = add_weighted(sums, v, a, NARROW)
-    store_sums(table, count + readers, known, at, columns, mask, sums, C, dtype)
+        at = ((i.to(tl.int64) * stride_al)[None, :] + t[:, None]) * READERS
+        # a_il of these sources: [TOKENS, ROWS, PADDED]
+        b_a = tl.load(
+            a_ptr + at[:, :, None] + reader[None, None, :],
+            mask=(live[:, None] & exists[None, :])[:, :, None] & is_reader[None, None, :],
+            other=0.0,
+        )
+        # h_l += Σ_i a_il v_i
+        b_h = add_weighted(b_h, b_v, b_a, NARROW)
+    store_sums(table_ptr, count + reader, is_reader, t, c, mask, b_h, C, dtype)
 
 
 @triton.jit(do_not_specialize=["tokens", "count"])
 def sum_read_kernel(
-    table, base, y, u, v_out, z_out, rstd, h, lse, tokens, count, eps,
+    table_ptr, base_ptr, y_ptr, u_ptr, v_ptr, z_ptr, rstd_ptr, h_ptr, lse_ptr, tokens, count, eps,
     C: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, TOKENS: tl.constexpr, LANES: tl.constexpr,
     UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """v = base + y, its z and rstd for its one reader u, and that read: over v and the `count` others in `table`."""
-    at = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    inside = at < tokens
-    at = tl.minimum(at, tokens - 1)
+    """v = base + y, its z and rstd for its one reader u, and that read: over v and the `count` others in the table."""
+    t = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    live = t < tokens
+    t = tl.minimum(t, tokens - 1)
     low, high = tl.arange(0, LOW), LOW + tl.arange(0, HIGH)
-    y_low, y_high = load_row(y, at, low, high, C, inside)
-    b_low, b_high = load_row(base, at, low, high, C, inside)
-    # The sum is what is stored, rounding and all.
-    v_low = (y_low + b_low).to(y.dtype.element_ty).to(tl.float32)
-    v_high = (y_high + b_high).to(y.dtype.element_ty).to(tl.float32)
-    store_row(v_out, at, low, high, C, inside, v_low, v_high)
-    u_low = tl.load(u + low, mask=low < C, other=0.0)[None, :]
-    u_high = tl.load(u + high, mask=high < C, other=0.0)[None, :]
-    r = tl.rsqrt((tl.sum(v_low * v_low, 1) + tl.sum(v_high * v_high, 1)) / C + eps)
-    z = r * (tl.sum(v_low * u_low, 1) + tl.sum(v_high * u_high, 1))
-    whole = _log_sum_exp(table + count, count, at, z, tl.full([TOKENS], 1.0, tl.float32), LANES)
-    tl.store(rstd + at, r, mask=inside)
-    tl.store(z_out + at, z, mask=inside)
-    tl.store(lse + at, whole, mask=inside)
+    b_y_low, b_y_high = load_row(y_ptr, t, low, high, C, live)
+    b_base_low, b_base_high = load_row(base_ptr, t, low, high, C, live)
+    # v = base + y, rounded as it is stored
+    b_v_low = (b_y_low + b_base_low).to(y_ptr.dtype.element_ty).to(tl.float32)
+    b_v_high = (b_y_high + b_base_high).to(y_ptr.dtype.element_ty).to(tl.float32)
+    store_row(v_ptr, t, low, high, C, live, b_v_low, b_v_high)
+    b_u_low = tl.load(u_ptr + low, mask=low < C, other=0.0)[None, :]  # [1, LOW]
+    b_u_high = tl.load(u_ptr + high, mask=high < C, other=0.0)[None, :]  # [1, HIGH]
+    # rstd and z = rstd (u · v) of the new source
+    b_rstd = tl.rsqrt((tl.sum(b_v_low * b_v_low, 1) + tl.sum(b_v_high * b_v_high, 1)) / C + eps)  # [TOKENS]
+    b_z = b_rstd * (tl.sum(b_v_low * b_u_low, 1) + tl.sum(b_v_high * b_u_high, 1))
+    # lse over v and the other sources
+    b_lse = _log_sum_exp(table_ptr + count, count, t, b_z, tl.full([TOKENS], 1.0, tl.float32), LANES)
+    tl.store(rstd_ptr + t, b_rstd, mask=live)
+    tl.store(z_ptr + t, b_z, mask=live)
+    tl.store(lse_ptr + t, b_lse, mask=live)
 
-    a = tl.exp(z - whole)
-    sum_low, sum_high = a[:, None] * v_low, a[:, None] * v_high
+    # h = Σ_i exp(z_i − lse) v_i, beginning with v
+    b_a = tl.exp(b_z - b_lse)
+    b_h_low, b_h_high = b_a[:, None] * b_v_low, b_a[:, None] * b_v_high
     for start in range(0, count, UNROLL):
         for i in tl.static_range(UNROLL):
-            real = start + i < count
+            exists = start + i < count
             slot = tl.minimum(start + i, count - 1)
-            a = tl.exp(tl.load(tensor(table, count + slot, tl.float32) + at) - whole)
-            o_low, o_high = load_row(tensor(table, slot, h.dtype.element_ty), at, low, high, C, inside & real)
-            sum_low += a[:, None] * o_low
-            sum_high += a[:, None] * o_high
-    store_row(h, at, low, high, C, inside, sum_low, sum_high)
+            b_a = tl.exp(tl.load(tensor(table_ptr, count + slot, tl.float32) + t) - b_lse)
+            b_o_low, b_o_high = load_row(
+                tensor(table_ptr, slot, h_ptr.dtype.element_ty), t, low, high, C, live & exists
+            )
+            b_h_low += b_a[:, None] * b_o_low
+            b_h_high += b_a[:, None] * b_o_high
+    store_row(h_ptr, t, low, high, C, live, b_h_low, b_h_high)
 
 
 @triton.jit(do_not_specialize=["tokens", "count"])
 def attend_kernel(
-    table, u, h, lse, scores, rstd, tokens, count, pitch, eps,
+    table_ptr, u_ptr, h_ptr, lse_ptr, z_ptr, rstd_ptr, tokens, count, stride_zi, eps,
     C: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, TOKENS: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     """One query over `count` sources in one pass, by online softmax: h, lse, and each source's z and rstd."""
-    at = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    inside = at < tokens
+    t = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    live = t < tokens
     low, high = tl.arange(0, LOW), LOW + tl.arange(0, HIGH)
-    u_low = tl.load(u + low, mask=low < C, other=0.0)[None, :]
-    u_high = tl.load(u + high, mask=high < C, other=0.0)[None, :]
-    top = tl.full([TOKENS], float("-inf"), tl.float32)
-    total = tl.zeros([TOKENS], tl.float32)
-    sum_low, sum_high = tl.zeros([TOKENS, LOW], tl.float32), tl.zeros([TOKENS, HIGH], tl.float32)
+    b_u_low = tl.load(u_ptr + low, mask=low < C, other=0.0)[None, :]
+    b_u_high = tl.load(u_ptr + high, mask=high < C, other=0.0)[None, :]
+    b_top = tl.full([TOKENS], float("-inf"), tl.float32)
+    b_total = tl.zeros([TOKENS], tl.float32)
+    b_h_low, b_h_high = tl.zeros([TOKENS, LOW], tl.float32), tl.zeros([TOKENS, HIGH], tl.float32)
     for start in range(0, count, UNROLL):
         for i in tl.static_range(UNROLL):
-            known = start + i < count
+            exists = start + i < count
             slot = tl.minimum(start + i, count - 1)
-            real = inside & known
-            v_low, v_high = load_row(tensor(table, slot, h.dtype.element_ty), at, low, high, C, real)
-            r = tl.rsqrt((tl.sum(v_low * v_low, 1) + tl.sum(v_high * v_high, 1)) / C + eps)
-            z = r * (tl.sum(v_low * u_low, 1) + tl.sum(v_high * u_high, 1))
-            tl.store(rstd + slot * pitch + at, r, mask=real)
-            tl.store(scores + slot * pitch + at, z, mask=real)
-            z = tl.where(known, z, float("-inf"))
-            higher = tl.maximum(top, z)
-            keep, a = tl.exp(top - higher), tl.exp(z - higher)
-            total = total * keep + a
-            sum_low = sum_low * keep[:, None] + a[:, None] * v_low
-            sum_high = sum_high * keep[:, None] + a[:, None] * v_high
-            top = higher
-    tl.store(lse + at, top + tl.log(total), mask=inside)
-    store_row(h, at, low, high, C, inside, sum_low / total[:, None], sum_high / total[:, None])
+            mask = live & exists
+            b_v_low, b_v_high = load_row(tensor(table_ptr, slot, h_ptr.dtype.element_ty), t, low, high, C, mask)
+            # rstd_i and z_i = rstd_i (u · v_i)
+            b_rstd = tl.rsqrt((tl.sum(b_v_low * b_v_low, 1) + tl.sum(b_v_high * b_v_high, 1)) / C + eps)
+            b_z = b_rstd * (tl.sum(b_v_low * b_u_low, 1) + tl.sum(b_v_high * b_u_high, 1))
+            tl.store(rstd_ptr + slot * stride_zi + t, b_rstd, mask=mask)
+            tl.store(z_ptr + slot * stride_zi + t, b_z, mask=mask)
+            # online softmax: rescale what is summed so far to the new maximum, add exp(z_i) v_i
+            b_z = tl.where(exists, b_z, float("-inf"))
+            b_higher = tl.maximum(b_top, b_z)
+            b_keep, b_a = tl.exp(b_top - b_higher), tl.exp(b_z - b_higher)
+            b_total = b_total * b_keep + b_a
+            b_h_low = b_h_low * b_keep[:, None] + b_a[:, None] * b_v_low
+            b_h_high = b_h_high * b_keep[:, None] + b_a[:, None] * b_v_high
+            b_top = b_higher
+    # lse, and h = Σ_i exp(z_i) v_i / Σ_i exp(z_i)
+    tl.store(lse_ptr + t, b_top + tl.log(b_total), mask=live)
+    store_row(h_ptr, t, low, high, C, live, b_h_low / b_total[:, None], b_h_high / b_total[:, None])

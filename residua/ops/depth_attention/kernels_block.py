@@ -9,122 +9,136 @@ from residua.ops.depth_attention.kernels import add_weighted, store_sums, tensor
 
 @triton.jit(do_not_specialize=["tokens", "count"])
 def block_weights_kernel(
-    table, weights, tokens, count, pitch,
+    table_ptr, a_ptr, tokens, count, stride_zl,
     TOKENS: tl.constexpr, LANES: tl.constexpr, SOURCES: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """weights [count, pitch, SOURCES]: a_il = exp(z_il − lse_l); `table` is that of `block_backward_kernel`.
+    """weights [count, pitch, SOURCES]: a_il = exp(z_il − lse_l); the table is that of `block_backward_kernel`.
 
-    The weights of one token and reader lie side by side.
+    The weights of one token and reader are adjacent in memory.
     """
-    place = tl.arange(0, SIZE)
-    token, source = tl.program_id(0).to(tl.int64) * TOKENS + place // SOURCES, place % SOURCES
-    inside = (place < TOKENS * SOURCES) & (token < tokens)
-    scores = tl.load(table + 2 * count + 2 * SOURCES + source).to(tl.pointer_type(tl.float32)) + token
+    # SIZE numbers: one for each token and source
+    n = tl.arange(0, SIZE)
+    t, source = tl.program_id(0).to(tl.int64) * TOKENS + n // SOURCES, n % SOURCES
+    live = (n < TOKENS * SOURCES) & (t < tokens)
+    z_ptr = tl.load(table_ptr + 2 * count + 2 * SOURCES + source).to(tl.pointer_type(tl.float32)) + t
     for start in range(0, count, LANES):
         lanes = start + tl.arange(0, LANES)
-        real = inside[:, None] & (lanes < count)[None, :]
-        stats = tl.load(table + count + lanes, mask=lanes < count, other=0).to(tl.pointer_type(tl.float32))
-        far = (lanes.to(tl.int64) * pitch)[None, :]
-        z = tl.load(scores[:, None] + far, mask=real, other=0.0)
-        lse = tl.load(stats[None, :] + token[:, None], mask=real, other=0.0)
-        tl.store(weights + far * SOURCES + (token * SOURCES + source)[:, None], tl.exp(z - lse), mask=real)
+        exists = live[:, None] & (lanes < count)[None, :]
+        stats_ptr = tl.load(table_ptr + count + lanes, mask=lanes < count, other=0).to(tl.pointer_type(tl.float32))
+        far = (lanes.to(tl.int64) * stride_zl)[None, :]
+        b_z = tl.load(z_ptr[:, None] + far, mask=exists, other=0.0)  # [SIZE, LANES]
+        b_lse = tl.load(stats_ptr[None, :] + t[:, None], mask=exists, other=0.0)
+        # a_il = exp(z_il − lse_l)
+        tl.store(a_ptr + far * SOURCES + (t * SOURCES + source)[:, None], tl.exp(b_z - b_lse), mask=exists)
 
 
 @triton.jit(do_not_specialize=["tokens", "count"])
 def block_backward_kernel(
-    table, like, weights, dots, tokens, count, pitch,
+    table_ptr, like_ptr, a_ptr, dots_ptr, tokens, count, stride_al,
     C: tl.constexpr, NARROW: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
     SOURCES: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
     """Σ_l a_il dh_l and dots_il = dh_l · v_i of some sources i, from the `count` readers l they share; dh_l read once.
 
-    Both are matrix products, one for each token. `table` holds the addresses of the dh_l and of the readers' stats,
-    then those of the sources' v, of their sums, and of their z and rstd. A program has some columns of the row, and its
-    part of the dots: dots [C / COLUMNS, count, pitch, SOURCES].
+    Both are matrix products, one for each token. The table holds the addresses of the dh_l and of the readers' stats,
+    then those of the sources' v, of their sums, and of their z and rstd. A program has COLUMNS columns of the row, and
+    its part of the dots: dots [C / COLUMNS, count, pitch, SOURCES].
     """
-    dtype: tl.constexpr = like.dtype.element_ty
-    at = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    columns, sources = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, PADDED)
-    inside, known = at < tokens, sources < SOURCES
-    mask = inside[:, None] & (columns < C)[None, :]
-    here = (at[:, None] * C + columns[None, :])[:, None, :]
-    values = tensors(table, 2 * count + sources, known, dtype)[None, :, None] + here
-    v = tl.trans(tl.load(values, mask=mask[:, None, :] & known[None, :, None], other=0.0), (0, 2, 1))
-    parts = dots + tl.program_id(1).to(tl.int64) * count * pitch * SOURCES
-    sums = tl.zeros([TOKENS, COLUMNS, PADDED], tl.float32)
+    dtype: tl.constexpr = like_ptr.dtype.element_ty
+    t = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    c, i = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, PADDED)
+    live, is_source = t < tokens, i < SOURCES
+    mask = live[:, None] & (c < C)[None, :]
+    here = (t[:, None] * C + c[None, :])[:, None, :]
+    # v_i: [TOKENS, COLUMNS, PADDED]
+    v_ptr = tensors(table_ptr, 2 * count + i, is_source, dtype)[None, :, None] + here
+    b_v = tl.trans(tl.load(v_ptr, mask=mask[:, None, :] & is_source[None, :, None], other=0.0), (0, 2, 1))
+    part_ptr = dots_ptr + tl.program_id(1).to(tl.int64) * count * stride_al * SOURCES
+    b_sums = tl.zeros([TOKENS, COLUMNS, PADDED], tl.float32)
     for start in range(0, count, ROWS):
         l = start + tl.arange(0, ROWS)  # noqa: E741
-        real = l < count
-        g = tl.load(
-            tensors(table, l, real, dtype)[None, :, None] + here, mask=mask[:, None, :] & real[None, :, None], other=0.0
+        exists = l < count
+        # dh_l of ROWS readers: [TOKENS, ROWS, COLUMNS]
+        b_dh = tl.load(
+            tensors(table_ptr, l, exists, dtype)[None, :, None] + here,
+            mask=mask[:, None, :] & exists[None, :, None],
+            other=0.0,
         )
-        of_reader = ((l.to(tl.int64) * pitch)[None, :] + at[:, None]) * SOURCES
-        place = of_reader[:, :, None] + sources[None, None, :]
-        exists = (inside[:, None] & real[None, :])[:, :, None] & known[None, None, :]
-        a = tl.load(weights + place, mask=exists, other=0.0)
+        at = ((l.to(tl.int64) * stride_al)[None, :] + t[:, None]) * SOURCES
+        a_at = at[:, :, None] + i[None, None, :]
+        mask_a = (live[:, None] & exists[None, :])[:, :, None] & is_source[None, None, :]
+        # a_il: [TOKENS, ROWS, PADDED]
+        b_a = tl.load(a_ptr + a_at, mask=mask_a, other=0.0)
+        # dots_il = dh_l · v_i over these columns
         if NARROW:
-            found = tl.dot(g, v)
+            b_dots = tl.dot(b_dh, b_v)
         else:
-            found = tl.dot(g.to(tl.float32), v.to(tl.float32), input_precision="tf32x3")
-        tl.store(parts + place, found, mask=exists)
-        sums = add_weighted(sums, g, a, NARROW)
-    store_sums(table, 2 * count + SOURCES + sources, known, at, columns, mask, sums, C, dtype)
+            b_dots = tl.dot(b_dh.to(tl.float32), b_v.to(tl.float32), input_precision="tf32x3")
+        tl.store(part_ptr + a_at, b_dots, mask=mask_a)
+        # Σ_l a_il dh_l
+        b_sums = add_weighted(b_sums, b_dh, b_a, NARROW)
+    store_sums(table_ptr, 2 * count + SOURCES + i, is_source, t, c, mask, b_sums, C, dtype)
 
 
 @triton.jit(do_not_specialize=["tokens", "count"])
 def block_slopes_kernel(
-    table, weights, dots, dz, pull, tokens, count, pitch,
+    table_ptr, a_ptr, dots_ptr, dz_ptr, pull_ptr, tokens, count, stride_zl,
     C: tl.constexpr, PARTS: tl.constexpr, TOKENS: tl.constexpr, LANES: tl.constexpr, SOURCES: tl.constexpr,
     PADDED: tl.constexpr,
 ):  # fmt: skip
     """What the scores' gradient needs, from `block_backward_kernel`'s dots: slope_il = rstd_i a_il (dots_il − δ_l) as
     dz [SOURCES, count, pitch], zero beyond the tokens, and pull_i = rstd_i/C Σ_l slope_il z_il.
 
-    A program has all the sources of its tokens: what lies side by side in `weights` and `dots` is read together, and
-    Triton turns it for dz, which lies along the tokens.
+    A program has all the sources of its tokens: it reads what is adjacent in a and dots, and Triton transposes it for
+    dz, which is contiguous along the tokens.
     """
-    token, sources = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS), tl.arange(0, PADDED)
-    inside, known = token < tokens, sources < SOURCES
-    each = (token < pitch)[:, None] & known[None, :]
-    slot = 2 * count + 2 * SOURCES + sources
-    r = tl.load(tensors(table, slot + SOURCES, known, tl.float32)[None, :] + token[:, None], mask=each, other=0.0)
-    scores = tensors(table, slot, known, tl.float32)[None, None, :]
-    weight = tl.zeros([TOKENS, PADDED], tl.float32)
+    t, i = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS), tl.arange(0, PADDED)
+    live, is_source = t < tokens, i < SOURCES
+    each = (t < stride_zl)[:, None] & is_source[None, :]
+    slot = 2 * count + 2 * SOURCES + i
+    b_rstd = tl.load(
+        tensors(table_ptr, slot + SOURCES, is_source, tl.float32)[None, :] + t[:, None], mask=each, other=0.0
+    )
+    z_ptr = tensors(table_ptr, slot, is_source, tl.float32)[None, None, :]
+    b_pull = tl.zeros([TOKENS, PADDED], tl.float32)
     for start in range(0, count, LANES):
         l = start + tl.arange(0, LANES)  # noqa: E741
-        real = l < count
-        far = token[:, None] + (l.to(tl.int64) * pitch)[None, :]
-        delta = tl.load(
-            tensors(table, count + l, real, tl.float32)[None, :] + pitch + token[:, None],
-            mask=(token < pitch)[:, None] & real[None, :],
+        is_reader = l < count
+        far = t[:, None] + (l.to(tl.int64) * stride_zl)[None, :]
+        b_delta = tl.load(
+            tensors(table_ptr, count + l, is_reader, tl.float32)[None, :] + stride_zl + t[:, None],
+            mask=(t < stride_zl)[:, None] & is_reader[None, :],
             other=0.0,
         )
-        exists = each[:, None, :] & real[None, :, None]
-        place = far[:, :, None] * SOURCES + sources[None, None, :]
-        dot = tl.zeros([TOKENS, LANES, PADDED], tl.float32) - delta[:, :, None]
+        exists = each[:, None, :] & is_reader[None, :, None]
+        at = far[:, :, None] * SOURCES + i[None, None, :]
+        # dh_l · v_i − δ_l, from the parts of the dot product
+        b_dot = tl.zeros([TOKENS, LANES, PADDED], tl.float32) - b_delta[:, :, None]
         for part in tl.static_range(PARTS):
-            of_part = dots + tl.cast(part * count, tl.int64) * pitch * SOURCES
-            dot += tl.load(of_part + place, mask=exists, other=0.0)
-        slope = r[:, None, :] * tl.load(weights + place, mask=exists, other=0.0) * dot
-        slope = tl.where(inside[:, None, None], slope, 0.0)
-        weight += tl.sum(slope * tl.load(scores + far[:, :, None], mask=exists, other=0.0), 1)
-        mine = dz + (sources.to(tl.int64) * count * pitch)[None, None, :] + far[:, :, None]
-        tl.store(mine, slope.to(dz.dtype.element_ty), mask=exists)
-    tl.store(pull + (sources * pitch)[None, :] + token[:, None], weight * r / C, mask=each)
+            part_ptr = dots_ptr + tl.cast(part * count, tl.int64) * stride_zl * SOURCES
+            b_dot += tl.load(part_ptr + at, mask=exists, other=0.0)
+        # slope_il = rstd_i a_il (dh_l · v_i − δ_l)
+        b_slope = b_rstd[:, None, :] * tl.load(a_ptr + at, mask=exists, other=0.0) * b_dot
+        b_slope = tl.where(live[:, None, None], b_slope, 0.0)
+        # Σ_l slope_il z_il
+        b_pull += tl.sum(b_slope * tl.load(z_ptr + far[:, :, None], mask=exists, other=0.0), 1)
+        mine_ptr = dz_ptr + (i.to(tl.int64) * count * stride_zl)[None, None, :] + far[:, :, None]
+        tl.store(mine_ptr, b_slope.to(dz_ptr.dtype.element_ty), mask=exists)
+    tl.store(pull_ptr + (i * stride_zl)[None, :] + t[:, None], b_pull * b_rstd / C, mask=each)
 
 
 @triton.jit
-def _entries(table, slot, COUNT: tl.constexpr):
-    """The addresses in `table` from `slot` on."""
+def _entries(table_ptr, slot, COUNT: tl.constexpr):
+    """COUNT addresses of the table, from `slot` on."""
     found = ()
     for i in tl.static_range(COUNT):
-        found = found + (tl.load(table + slot + i),)
+        found = found + (tl.load(table_ptr + slot + i),)
     return found
 
 
 @triton.jit
 def _chosen(addresses, which, COUNT: tl.constexpr, dtype: tl.constexpr):
-    """The tensor whose address is number `which`, without a load: in a loop, others would have to wait for it."""
+    """The pointer number `which`, chosen without a load: in a loop, other loads would have to wait for it."""
     address = addresses[0]
     for i in tl.static_range(1, COUNT):
         address = tl.where(which == i, addresses[i], address)
@@ -132,77 +146,87 @@ def _chosen(addresses, which, COUNT: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
-def _add_products(before, values, back, slopes, turned, queries, du, NARROW: tl.constexpr, CHUNKS: tl.constexpr):
-    """before − back · v + Σ slopesᵀ u, and du + slopes v, chunk by chunk; `turned` are the slopesᵀ.
+def _add_products(b_before, b_v, b_pull, b_slopes, b_slopes_t, b_u, b_du, NARROW: tl.constexpr, CHUNKS: tl.constexpr):
+    """dv = before − pull · v + Σ slopesᵀ u, and du + slopes v, chunk by chunk.
 
-    Narrow, all that comes from memory is a factor of a product, if with the identity: that is what Triton loads ahead.
+    If NARROW, all that comes from memory is a factor of a product, `before` of one with the identity: Triton prefetches
+    only such loads.
     """
-    new_du = ()
+    b_du_new = ()
     if NARROW:
-        grad = -back[:, None] * values.to(tl.float32)
-        one = tl.arange(0, before.shape[0])
-        grad = tl.dot((one[:, None] == one[None, :]).to(before.dtype), before, grad)
+        b_dv = -b_pull[:, None] * b_v.to(tl.float32)
+        one = tl.arange(0, b_before.shape[0])
+        b_dv = tl.dot((one[:, None] == one[None, :]).to(b_before.dtype), b_before, b_dv)
         for chunk in tl.static_range(CHUNKS):
-            grad = tl.dot(turned[chunk], queries[chunk], grad)
-            new_du = new_du + (tl.dot(slopes[chunk], values, du[chunk]),)
+            b_dv = tl.dot(b_slopes_t[chunk], b_u[chunk], b_dv)
+            b_du_new = b_du_new + (tl.dot(b_slopes[chunk], b_v, b_du[chunk]),)
     else:
-        wide = values.to(tl.float32)
-        grad = before.to(tl.float32) - back[:, None] * wide
+        b_wide = b_v.to(tl.float32)
+        b_dv = b_before.to(tl.float32) - b_pull[:, None] * b_wide
         for chunk in tl.static_range(CHUNKS):
-            grad = tl.dot(turned[chunk].to(tl.float32), queries[chunk], grad, input_precision="tf32x3")
-            more = tl.dot(slopes[chunk].to(tl.float32), wide, du[chunk], input_precision="tf32x3")
-            new_du = new_du + (more,)
-    return grad, new_du
+            b_dv = tl.dot(b_slopes_t[chunk].to(tl.float32), b_u[chunk], b_dv, input_precision="tf32x3")
+            b_more = tl.dot(b_slopes[chunk].to(tl.float32), b_wide, b_du[chunk], input_precision="tf32x3")
+            b_du_new = b_du_new + (b_more,)
+    return b_dv, b_du_new
 
 
 @triton.jit(do_not_specialize=["tokens", "first", "count", "tiles"])
 def scores_backward_kernel(
-    table, like, dz, pull, u, du_parts, tokens, first, count, pitch, tiles,
+    table_ptr, like_ptr, dz_ptr, pull_ptr, u_ptr, du_ptr, tokens, first, count, stride_zl, tiles,
     C: tl.constexpr, NARROW: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, READERS: tl.constexpr,
     CHUNKS: tl.constexpr, SOURCES: tl.constexpr,
 ):  # fmt: skip
     """dv_i += Σ_l dz_il u_l − pull_i · v_i, and this program's part of du_l = Σ_i Σ_tokens dz_il v_i.
 
-    `table` is that of `block_backward_kernel`, the sources' sums being dv. One loop goes over tokens and sources, so du
-    stays in registers to the end. The readers are in CHUNKS of READERS, two products each. dz is zero beyond the
-    tokens, so it can be loaded up to the pitch and sixteen numbers at once.
+    The table is that of `block_backward_kernel`, the sources' sums being dv. One loop over tokens and sources keeps du
+    in registers to the end. The readers are in CHUNKS of READERS, two products each. dz is zero after the last
+    token, so it can be loaded up to the pitch, sixteen numbers at a time.
     """
-    dtype: tl.constexpr = like.dtype.element_ty
-    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    dtype: tl.constexpr = like_ptr.dtype.element_ty
+    c = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     part = tl.program_id(1)
-    readers, token = tl.arange(0, READERS), tl.arange(0, TOKENS).to(tl.int64)
-    queries, du = (), ()
+    readers, tile_t = tl.arange(0, READERS), tl.arange(0, TOKENS).to(tl.int64)
+    b_u, b_du = (), ()
     for chunk in tl.static_range(CHUNKS):
         l = chunk * READERS + readers  # noqa: E741
-        known = (l < count)[:, None] & (columns < C)[None, :]
-        query = tl.load(u + (first + l)[:, None] * C + columns[None, :], mask=known, other=0.0)
-        queries = queries + (query.to(tl.bfloat16) if NARROW else query,)
-        du = du + (tl.zeros([READERS, COLUMNS], tl.float32),)
-    values_at, grads_at = _entries(table, 2 * count, SOURCES), _entries(table, 2 * count + SOURCES, SOURCES)
+        is_query = (l < count)[:, None] & (c < C)[None, :]
+        # u_l of every reader: CHUNKS of [READERS, COLUMNS]
+        b_query = tl.load(u_ptr + (first + l)[:, None] * C + c[None, :], mask=is_query, other=0.0)
+        b_u = b_u + (b_query.to(tl.bfloat16) if NARROW else b_query,)
+        b_du = b_du + (tl.zeros([READERS, COLUMNS], tl.float32),)
+    v_ptrs, dv_ptrs = _entries(table_ptr, 2 * count, SOURCES), _entries(table_ptr, 2 * count + SOURCES, SOURCES)
     begin, end = part * tiles * SOURCES, (part * tiles + tiles) * SOURCES
-    at = begin // SOURCES * TOKENS + token
-    coming = tl.load(pull + at, mask=at < tokens, other=0.0)
+    t = begin // SOURCES * TOKENS + tile_t
+    b_pull_next = tl.load(pull_ptr + t, mask=t < tokens, other=0.0)  # [TOKENS]
     for step in range(begin, end):
-        source, at = step % SOURCES, step // SOURCES * TOKENS + token
-        inside = at < tokens
-        here = at[:, None] * C + columns[None, :]
-        mask = inside[:, None] & (columns < C)[None, :]
-        dv = _chosen(grads_at, source, SOURCES, dtype) + here
-        before = tl.load(dv, mask=mask, other=0.0)
-        values = tl.load(_chosen(values_at, source, SOURCES, dtype) + here, mask=mask, other=0.0)
-        slopes, turned = (), ()
+        source, t = step % SOURCES, step // SOURCES * TOKENS + tile_t
+        live = t < tokens
+        here = t[:, None] * C + c[None, :]
+        mask = live[:, None] & (c < C)[None, :]
+        dv_ptr = _chosen(dv_ptrs, source, SOURCES, dtype) + here
+        b_before = tl.load(dv_ptr, mask=mask, other=0.0)  # [TOKENS, COLUMNS]
+        b_v = tl.load(_chosen(v_ptrs, source, SOURCES, dtype) + here, mask=mask, other=0.0)  # [TOKENS, COLUMNS]
+        b_slopes, b_slopes_t = (), ()
         for chunk in tl.static_range(CHUNKS):
             l = chunk * READERS + readers  # noqa: E741
-            far, real = (source * count + l).to(tl.int64) * pitch, l < count
-            slope = tl.load(dz + far[:, None] + at[None, :], mask=real[:, None] & (at < pitch)[None, :], other=0.0)
-            other = tl.load(dz + far[None, :] + at[:, None], mask=real[None, :] & (at < pitch)[:, None], other=0.0)
-            slopes, turned = slopes + (slope,), turned + (other,)
-        back, after = coming, step + 1
-        then = after // SOURCES * TOKENS + token
-        coming = tl.load(pull + after % SOURCES * pitch + then, mask=(then < tokens) & (after < end), other=0.0)
-        grad, du = _add_products(before, values, back, slopes, turned, queries, du, NARROW, CHUNKS)
-        tl.store(dv, grad.to(dtype), mask=mask)
+            far, is_reader = (source * count + l).to(tl.int64) * stride_zl, l < count
+            # slope_l [READERS, TOKENS] and its transpose
+            b_slope = tl.load(
+                dz_ptr + far[:, None] + t[None, :], mask=is_reader[:, None] & (t < stride_zl)[None, :], other=0.0
+            )
+            b_slope_t = tl.load(
+                dz_ptr + far[None, :] + t[:, None], mask=is_reader[None, :] & (t < stride_zl)[:, None], other=0.0
+            )
+            b_slopes, b_slopes_t = b_slopes + (b_slope,), b_slopes_t + (b_slope_t,)
+        b_pull, after = b_pull_next, step + 1
+        then = after // SOURCES * TOKENS + tile_t
+        b_pull_next = tl.load(
+            pull_ptr + after % SOURCES * stride_zl + then, mask=(then < tokens) & (after < end), other=0.0
+        )
+        # dv_i += Σ_l slope_il u_l − pull_i v_i, du_l += Σ_tokens slope_il v_i
+        b_dv, b_du = _add_products(b_before, b_v, b_pull, b_slopes, b_slopes_t, b_u, b_du, NARROW, CHUNKS)
+        tl.store(dv_ptr, b_dv.to(dtype), mask=mask)
     for chunk in tl.static_range(CHUNKS):
         l = chunk * READERS + readers  # noqa: E741
-        known = (l < count)[:, None] & (columns < C)[None, :]
-        tl.store(du_parts + (part * count + l)[:, None] * C + columns[None, :], du[chunk], mask=known)
+        is_query = (l < count)[:, None] & (c < C)[None, :]
+        tl.store(du_ptr + (part * count + l)[:, None] * C + c[None, :], b_du[chunk], mask=is_query)
