@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from residua.ops._runtime import backend
+from residua.ops._runtime.backend import backend
 from residua.ops.descent import cautious_descent, momentum_directions
 
 pytestmark = pytest.mark.slow

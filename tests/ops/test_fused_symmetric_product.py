@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from residua.ops import symmetric_product
-from residua.ops._runtime import backend
+from residua.ops._runtime.backend import backend
 from residua.train.polar import polar_express
 
 triton = pytest.importorskip("triton")
