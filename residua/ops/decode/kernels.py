@@ -1,7 +1,7 @@
-"""Triton kernels of decoding. A program holds a whole row of C channels: there are few rows, and time is latency.
+"""Triton kernels of decoding: junctions. A program holds a whole row of C channels: rows are few, and latency counts.
 
-So that a junction takes as long as the sum and norm of an additive model, it needs one round of reductions too: the
-squared norm of a mixture follows from the dot products of what is mixed.
+To be as fast as the sum and norm of an additive model, a junction may have only one round of reductions: the squared
+norm of a mixture follows from the dot products of what is mixed. Equations and letters are those of `reference.py`.
 """
 
 # mypy: ignore-errors
@@ -27,65 +27,69 @@ def _add5(a0, a1, a2, a3, a4, b0, b1, b2, b3, b4):
 
 
 @triton.jit
-def _base(base, at, inside, ADD: tl.constexpr):
-    """What y is added to."""
+def _base(base_ptr, at, live, ADD: tl.constexpr):
+    """What y is added to [BLOCK], or 0."""
     if ADD:
-        return tl.load(base + at, mask=inside, other=0.0).to(tl.float32)
+        return tl.load(base_ptr + at, mask=live, other=0.0).to(tl.float32)
     else:
         return 0.0
 
 
 @triton.jit
-def _sum_of(b, y, at, inside):
-    """b + y, rounded as it is stored, in float32."""
-    v = tl.load(y + at, mask=inside, other=0.0)
-    return (v.to(tl.float32) + b).to(v.dtype).to(tl.float32)
+def _sum_of(b_base, y_ptr, at, live):
+    """base + y [BLOCK] in float32, rounded as it is stored."""
+    b_v = tl.load(y_ptr + at, mask=live, other=0.0)
+    return (b_v.to(tl.float32) + b_base).to(b_v.dtype).to(tl.float32)
 
 
 @triton.jit
-def add_norm_kernel(base, y, weight, normed, h, eps, C: tl.constexpr, BLOCK: tl.constexpr):
+def add_norm_kernel(base_ptr, y_ptr, weight_ptr, normed_ptr, h_ptr, eps, C: tl.constexpr, BLOCK: tl.constexpr):
     c = tl.arange(0, BLOCK)
-    inside = c < C
+    live = c < C
     at = tl.program_id(0).to(tl.int64) * C + c
-    w = tl.load(weight + c, mask=inside, other=0.0).to(tl.float32)
-    b = _base(base, at, inside, True)
-    v = _sum_of(b, y, at, inside)
-    rstd = tl.rsqrt(tl.sum(v * v, 0) / C + eps)
-    tl.store(h + at, v.to(h.dtype.element_ty), mask=inside)
-    tl.store(normed + at, (v * rstd * w).to(normed.dtype.element_ty), mask=inside)
+    b_w = tl.load(weight_ptr + c, mask=live, other=0.0).to(tl.float32)
+    b_base = _base(base_ptr, at, live, True)
+    # h = base + y, then weight ⊙ RMS(h)
+    b_h = _sum_of(b_base, y_ptr, at, live)
+    b_rstd = tl.rsqrt(tl.sum(b_h * b_h, 0) / C + eps)
+    tl.store(h_ptr + at, b_h.to(h_ptr.dtype.element_ty), mask=live)
+    tl.store(normed_ptr + at, (b_h * b_rstd * b_w).to(normed_ptr.dtype.element_ty), mask=live)
 
 
 @triton.jit
 def read_partial_kernel(
-    o, lse, square, base, y, query, weight, normed, p, eps, key_eps,
+    o_ptr, lse_ptr, square_ptr, base_ptr, y_ptr, u_ptr, weight_ptr, normed_ptr, p_ptr, eps, key_eps,
     C: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
     """‖h‖² = (1−t)² ‖o‖² + 2t(1−t) o·p + t² ‖p‖²."""
     row = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, BLOCK)
-    inside = c < C
+    live = c < C
     at = row * C + c
-    u = tl.load(query + c, mask=inside, other=0.0)
-    w = tl.load(weight + c, mask=inside, other=0.0).to(tl.float32)
-    finished = tl.load(o + at, mask=inside, other=0.0)
-    total, oo = tl.load(lse + row), tl.load(square + row)
-    b = _base(base, at, inside, ADD)
-    v = _sum_of(b, y, at, inside)
-    tl.store(p + at, v.to(p.dtype.element_ty), mask=inside)
-    pp, up, op = tl.reduce((v * v, u * v, finished * v), 0, _add3)
-    t = tl.sigmoid(up * tl.rsqrt(pp / C + key_eps) - total)
+    b_u = tl.load(u_ptr + c, mask=live, other=0.0)  # [BLOCK]
+    b_w = tl.load(weight_ptr + c, mask=live, other=0.0).to(tl.float32)
+    b_o = tl.load(o_ptr + at, mask=live, other=0.0)
+    lse, oo = tl.load(lse_ptr + row), tl.load(square_ptr + row)
+    b_base = _base(base_ptr, at, live, ADD)
+    # p = y or base + y
+    b_p = _sum_of(b_base, y_ptr, at, live)
+    tl.store(p_ptr + at, b_p.to(p_ptr.dtype.element_ty), mask=live)
+    pp, up, op = tl.reduce((b_p * b_p, b_u * b_p, b_o * b_p), 0, _add3)
+    # t = sigmoid(u · RMS(p) − lse)
+    t = tl.sigmoid(up * tl.rsqrt(pp / C + key_eps) - lse)
     hh = (1 - t) * (1 - t) * oo + 2 * t * (1 - t) * op + t * t * pp
+    # h = o + t (p − o), then weight ⊙ RMS(h)
     rstd = tl.rsqrt(tl.maximum(hh, 0.0) / C + eps)
-    h = finished + t * (v - finished)
-    tl.store(normed + at, (h * rstd * w).to(normed.dtype.element_ty), mask=inside)
+    b_h = b_o + t * (b_p - b_o)
+    tl.store(normed_ptr + at, (b_h * rstd * b_w).to(normed_ptr.dtype.element_ty), mask=live)
 
 
 @triton.jit
-def _pointers(tensors, lanes, dtype: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr, ALIGNED: tl.constexpr):
-    """The addresses of COUNT tensors from FIRST on, one per lane: rows of different tensors in one tile."""
+def _pointers(x_ptrs, lanes, dtype: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr, ALIGNED: tl.constexpr):
+    """The pointers of COUNT tensors from FIRST on, one per lane, so that one tile holds rows of different tensors."""
     address = tl.zeros([COUNT], tl.int64)
     for i in tl.static_range(COUNT):
-        address = tl.where(lanes == i, tensors[FIRST + i].to(tl.int64), address)
+        address = tl.where(lanes == i, x_ptrs[FIRST + i].to(tl.int64), address)
     pointers = address.to(tl.pointer_type(dtype))
     if ALIGNED:
         pointers = tl.multiple_of(pointers, [16])
@@ -93,104 +97,109 @@ def _pointers(tensors, lanes, dtype: tl.constexpr, FIRST: tl.constexpr, COUNT: t
 
 
 @triton.jit
-def _rows(tensors, lanes, count, at, inside, dtype: tl.constexpr, FIRST: tl.constexpr, TILE: tl.constexpr,
+def _rows(x_ptrs, lanes, count, at, live, dtype: tl.constexpr, FIRST: tl.constexpr, TILE: tl.constexpr,
           ALIGNED: tl.constexpr):  # fmt: skip
-    """One row of each of TILE tensors from FIRST on, in float32; zero from `count` on."""
-    pointers = _pointers(tensors, lanes, dtype, FIRST, TILE, ALIGNED)
-    mask = (FIRST + lanes < count)[:, None] & inside[None, :]
+    """One row of each of TILE tensors from FIRST on, [TILE, BLOCK] in float32; zero from `count` on."""
+    pointers = _pointers(x_ptrs, lanes, dtype, FIRST, TILE, ALIGNED)
+    mask = (FIRST + lanes < count)[:, None] & live[None, :]
     return tl.load(pointers[:, None] + at[None, :], mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _scores(tile, u, known, key_eps, C: tl.constexpr):
-    """u · RMS(v) of the rows v of a tile."""
-    dd, ud = tl.reduce((tile * tile, tile * u[None, :]), 1, _add2)
+def _scores(b_v, b_u, known, key_eps, C: tl.constexpr):
+    """z = u · RMS(v) [TILE] of the rows v of a tile."""
+    dd, ud = tl.reduce((b_v * b_v, b_v * b_u[None, :]), 1, _add2)
     return tl.where(known, ud * tl.rsqrt(dd / C + key_eps), -float("inf"))
 
 
 @triton.jit
-def _read_tile(tile, u, known, key_eps, C: tl.constexpr):
-    """o and its lse where all sources are in one tile: a single round of reductions."""
-    z = _scores(tile, u, known, key_eps, C)
-    top = tl.max(z, 0)
-    e = tl.exp(z - top)
-    total = tl.sum(e, 0)
-    return tl.sum(e[:, None] * tile, 0) / total, top + tl.log(total)
+def _read_tile(b_v, b_u, known, key_eps, C: tl.constexpr):
+    """o = Σ softmax(z)_i v_i [BLOCK] and its lse, all sources in one tile: a single round of reductions."""
+    b_z = _scores(b_v, b_u, known, key_eps, C)
+    top = tl.max(b_z, 0)
+    b_e = tl.exp(b_z - top)
+    total = tl.sum(b_e, 0)
+    return tl.sum(b_e[:, None] * b_v, 0) / total, top + tl.log(total)
 
 
 @triton.jit
 def _read_tiles(
-    sources, tile, v, u, at, inside, count, key_eps, dtype: tl.constexpr,
+    v_ptrs, b_tile, b_v, b_u, at, live, count, key_eps, dtype: tl.constexpr,
     C: tl.constexpr, MOST: tl.constexpr, TILE: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """o and its lse, the finished sources TILE at a time, and then v."""
+    """o [BLOCK] and its lse: the finished sources TILE at a time, then v."""
     lanes = tl.arange(0, TILE)
-    top, total, mixed = -float("inf"), 0.0, u * 0
+    top, total, b_o = -float("inf"), 0.0, b_u * 0
     for start in tl.static_range(0, MOST, TILE):
         if start < count:
             if start > 0:
-                tile = _rows(sources, lanes, count, at, inside, dtype, start, TILE, ALIGNED)
-            z = _scores(tile, u, start + lanes < count, key_eps, C)
-            higher = tl.maximum(top, tl.max(z, 0))
-            e, keep = tl.exp(z - higher), tl.exp(top - higher)
-            mixed = mixed * keep + tl.sum(e[:, None] * tile, 0)
-            total = total * keep + tl.sum(e, 0)
+                b_tile = _rows(v_ptrs, lanes, count, at, live, dtype, start, TILE, ALIGNED)
+            b_z = _scores(b_tile, b_u, start + lanes < count, key_eps, C)
+            # online softmax over the tiles
+            higher = tl.maximum(top, tl.max(b_z, 0))
+            b_e, keep = tl.exp(b_z - higher), tl.exp(top - higher)
+            b_o = b_o * keep + tl.sum(b_e[:, None] * b_tile, 0)
+            total = total * keep + tl.sum(b_e, 0)
             top = higher
-    vv, uv = tl.reduce((v * v, u * v), 0, _add2)
-    z = uv * tl.rsqrt(vv / C + key_eps)
-    higher = tl.maximum(top, z)
-    e, keep = tl.exp(z - higher), tl.exp(top - higher)
-    total = total * keep + e
-    return (mixed * keep + e * v) / total, higher + tl.log(total)
+    # and the newest source v
+    vv, uv = tl.reduce((b_v * b_v, b_u * b_v), 0, _add2)
+    b_z = uv * tl.rsqrt(vv / C + key_eps)
+    higher = tl.maximum(top, b_z)
+    b_e, keep = tl.exp(b_z - higher), tl.exp(top - higher)
+    total = total * keep + b_e
+    return (b_o * keep + b_e * b_v) / total, higher + tl.log(total)
 
 
 @triton.jit(do_not_specialize=["rows", "count"])
 def read_sources_kernel(
-    sources, base, y, queries, weight, normed, new, o, lse, square, rows, count, eps, key_eps,
+    v_ptrs, base_ptr, y_ptr, u_ptr, weight_ptr, normed_ptr, v_ptr, o_ptr, lse_ptr, square_ptr,
+    rows, count, eps, key_eps,
     C: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, MOST: tl.constexpr, TILE: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Program (m, s) is read s of row m, of at most MOST finished sources and the newest one."""
     row, s = tl.program_id(0).to(tl.int64), tl.program_id(1)
     c, lanes = tl.arange(0, BLOCK), tl.arange(0, TILE)
-    inside = c < C
+    live = c < C
     at = row * C + c
-    tile = _rows(sources, lanes, count, at, inside, y.dtype.element_ty, 0, TILE, ALIGNED)
-    u = tl.load(queries + s * C + c, mask=inside, other=0.0)
-    w = tl.load(weight + c, mask=inside, other=0.0).to(tl.float32)
-    b = _base(base, at, inside, ADD)
-    v = _sum_of(b, y, at, inside)  # on its way while the others are reduced
+    b_tile = _rows(v_ptrs, lanes, count, at, live, y_ptr.dtype.element_ty, 0, TILE, ALIGNED)  # [TILE, BLOCK]
+    b_u = tl.load(u_ptr + s * C + c, mask=live, other=0.0)
+    b_w = tl.load(weight_ptr + c, mask=live, other=0.0).to(tl.float32)
+    b_base = _base(base_ptr, at, live, ADD)
+    b_v = _sum_of(b_base, y_ptr, at, live)  # in flight while the others are reduced
     if s == 0:
-        tl.store(new + at, v.to(new.dtype.element_ty), mask=inside)
+        tl.store(v_ptr + at, b_v.to(v_ptr.dtype.element_ty), mask=live)
+    # o_s = Σ_i softmax(z_s)_i v_i and lse_s
     if MOST < TILE:
-        tile = tl.where(lanes[:, None] == count, v[None, :], tile)
-        mixed, total = _read_tile(tile, u, lanes <= count, key_eps, C)
+        b_tile = tl.where(lanes[:, None] == count, b_v[None, :], b_tile)
+        b_o, lse = _read_tile(b_tile, b_u, lanes <= count, key_eps, C)
     else:
-        mixed, total = _read_tiles(
-            sources, tile, v, u, at, inside, count, key_eps, y.dtype.element_ty, C, MOST, TILE, ALIGNED
+        b_o, lse = _read_tiles(
+            v_ptrs, b_tile, b_v, b_u, at, live, count, key_eps, y_ptr.dtype.element_ty, C, MOST, TILE, ALIGNED
         )
-    oo = tl.sum(mixed * mixed, 0)
+    # read 0 is a sublayer's input, weight ⊙ RMS(o); the others are stored as o, lse and ‖o‖²
+    oo = tl.sum(b_o * b_o, 0)
     if s == 0:
         rstd = tl.rsqrt(oo / C + eps)
-        tl.store(normed + at, (mixed * rstd * w).to(normed.dtype.element_ty), mask=inside)
+        tl.store(normed_ptr + at, (b_o * rstd * b_w).to(normed_ptr.dtype.element_ty), mask=live)
     else:
         other = (s - 1) * rows + row
-        tl.store(o + other * C + c, mixed, mask=inside)
-        tl.store(lse + other, total)
-        tl.store(square + other, oo)
+        tl.store(o_ptr + other * C + c, b_o, mask=live)
+        tl.store(lse_ptr + other, lse)
+        tl.store(square_ptr + other, oo)
 
 
 @triton.jit
-def _gate_betas(ss, s1, bias, forget, live, key_eps, per_root, C: tl.constexpr, COMPETITIVE: tl.constexpr):
-    """β from ‖s_i‖² and w1·s_i."""
-    z = s1 * tl.rsqrt(ss / C + key_eps) * per_root
+def _gate_betas(ss, s1, b_bias, forget, live, key_eps, per_root, C: tl.constexpr, COMPETITIVE: tl.constexpr):
+    """β [ROWS] from ss = ‖s_i‖² and s1 = w1·s_i."""
+    b_z = s1 * tl.rsqrt(ss / C + key_eps) * per_root
     if COMPETITIVE:
-        z = tl.where(live, z + bias, -float("inf"))
-        top = tl.maximum(tl.max(z, 0), forget)
-        e = tl.exp(z - top)
-        beta = e / (tl.sum(e, 0) + tl.exp(forget - top))
+        b_z = tl.where(live, b_z + b_bias, -float("inf"))
+        top = tl.maximum(tl.max(b_z, 0), forget)
+        b_e = tl.exp(b_z - top)
+        beta = b_e / (tl.sum(b_e, 0) + tl.exp(forget - top))
     else:
-        beta = tl.where(live, tl.sigmoid(z + bias), 0.0)
+        beta = tl.where(live, tl.sigmoid(b_z + b_bias), 0.0)
     return beta
 
 
@@ -199,45 +208,49 @@ def _pool_weights(ss, sf, s2, ff, f2, beta, live, key_eps, per_root, C: tl.const
     """a = softmax_i(w2 · RMS(s'_i)/√C) of s'_i = (1 − β_i) s_i + β_i f, from dot products."""
     keep = 1 - beta
     squared = keep * keep * ss + 2 * beta * keep * sf + beta * beta * ff
-    z = (keep * s2 + beta * f2) * tl.rsqrt(tl.maximum(squared, 0.0) / C + key_eps) * per_root
-    z = tl.where(live, z, -float("inf"))
-    e = tl.exp(z - tl.max(z, 0))
-    return e / tl.sum(e, 0)
+    b_z = (keep * s2 + beta * f2) * tl.rsqrt(tl.maximum(squared, 0.0) / C + key_eps) * per_root
+    b_z = tl.where(live, b_z, -float("inf"))
+    b_e = tl.exp(b_z - tl.max(b_z, 0))
+    return b_e / tl.sum(b_e, 0)
 
 
 @triton.jit
-def _store_streams(after, s, i, at, live, inside, rows, C: tl.constexpr):
+def _store_streams(after_ptr, b_s, i, at, live, is_channel, rows, C: tl.constexpr):
     to = i[:, None] * (rows * C).to(tl.int64) + at[None, :]
-    tl.store(after + to, s.to(after.dtype.element_ty), mask=live[:, None] & inside[None, :])
+    tl.store(after_ptr + to, b_s.to(after_ptr.dtype.element_ty), mask=live[:, None] & is_channel[None, :])
 
 
 @triton.jit(do_not_specialize=["rows"])
 def gate_norm_kernel(
-    streams, y, gate_query, gate_bias, pool_query, weight, normed, after, rows, eps, key_eps, per_root,
+    s_ptrs, f_ptr, w1_ptr, bias_ptr, w2_ptr, weight_ptr, normed_ptr, after_ptr, rows, eps, key_eps, per_root,
     C: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, COMPETITIVE: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """β and a from the 4N + 2 scalars {‖s_i‖², w1·s_i, w2·s_i, s_i·f; ‖f‖², w2·f} of one round of reductions."""
     row = tl.program_id(0).to(tl.int64)
     c, i = tl.arange(0, BLOCK), tl.arange(0, ROWS)
-    inside, live = c < C, i < N
+    is_channel, live = c < C, i < N
     at = row * C + c
-    s = _rows(streams, i, N, at, inside, y.dtype.element_ty, 0, ROWS, ALIGNED)
-    w1 = tl.load(gate_query + c, mask=inside, other=0.0).to(tl.float32)
-    w2 = tl.load(pool_query + c, mask=inside, other=0.0).to(tl.float32)
-    w = tl.load(weight + c, mask=inside, other=0.0).to(tl.float32)
-    f = tl.load(y + at, mask=inside, other=0.0).to(tl.float32)
-    # the biases too, though they are needed later: a load behind the reductions would be waited for by itself
-    bias = tl.load(gate_bias + COMPETITIVE + i, mask=live, other=0.0).to(tl.float32)
-    forget = tl.load(gate_bias).to(tl.float32)
-    # what f needs alone goes into the first two rows of a fifth sum: a reduction of its own would be another round
-    alone = tl.where(i[:, None] == 0, (f * f)[None, :], (f * w2)[None, :])
-    ss, sf, s1, s2, alone = tl.reduce((s * s, s * f[None, :], s * w1[None, :], s * w2[None, :], alone), 1, _add5)
-    ff, f2 = tl.sum(tl.where(i == 0, alone, 0.0), 0), tl.sum(tl.where(i == 1, alone, 0.0), 0)
-    beta = _gate_betas(ss, s1, bias, forget, live, key_eps, per_root, C, COMPETITIVE)
+    b_s = _rows(s_ptrs, i, N, at, is_channel, f_ptr.dtype.element_ty, 0, ROWS, ALIGNED)  # [ROWS, BLOCK]
+    b_w1 = tl.load(w1_ptr + c, mask=is_channel, other=0.0).to(tl.float32)
+    b_w2 = tl.load(w2_ptr + c, mask=is_channel, other=0.0).to(tl.float32)
+    b_w = tl.load(weight_ptr + c, mask=is_channel, other=0.0).to(tl.float32)
+    b_f = tl.load(f_ptr + at, mask=is_channel, other=0.0).to(tl.float32)  # [BLOCK]
+    # the biases too, though they are needed later: a load after the reductions would add its own latency
+    b_bias = tl.load(bias_ptr + COMPETITIVE + i, mask=live, other=0.0).to(tl.float32)
+    forget = tl.load(bias_ptr).to(tl.float32)
+    # ‖f‖² and w2·f are the first two rows of a fifth sum: a reduction of their own would be another round
+    b_alone = tl.where(i[:, None] == 0, (b_f * b_f)[None, :], (b_f * b_w2)[None, :])
+    ss, sf, s1, s2, b_alone = tl.reduce(
+        (b_s * b_s, b_s * b_f[None, :], b_s * b_w1[None, :], b_s * b_w2[None, :], b_alone), 1, _add5
+    )
+    ff, f2 = tl.sum(tl.where(i == 0, b_alone, 0.0), 0), tl.sum(tl.where(i == 1, b_alone, 0.0), 0)
+    # β, a
+    beta = _gate_betas(ss, s1, b_bias, forget, live, key_eps, per_root, C, COMPETITIVE)
     a = _pool_weights(ss, sf, s2, ff, f2, beta, live, key_eps, per_root, C)
-    s = s + beta[:, None] * (f[None, :] - s)
-    _store_streams(after, s, i, at, live, inside, rows, C)
-    h = tl.sum(a[:, None] * s, 0)
-    rstd = tl.rsqrt(tl.sum(h * h, 0) / C + eps)
-    tl.store(normed + at, (h * rstd * w).to(normed.dtype.element_ty), mask=inside)
+    # s' = s + β(f − s), h = Σ a s', then weight ⊙ RMS(h)
+    b_s = b_s + beta[:, None] * (b_f[None, :] - b_s)
+    _store_streams(after_ptr, b_s, i, at, live, is_channel, rows, C)
+    b_h = tl.sum(a[:, None] * b_s, 0)
+    rstd = tl.rsqrt(tl.sum(b_h * b_h, 0) / C + eps)
+    tl.store(normed_ptr + at, (b_h * rstd * b_w).to(normed_ptr.dtype.element_ty), mask=is_channel)

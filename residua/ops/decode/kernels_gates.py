@@ -1,6 +1,7 @@
-"""Triton kernels of a gated junction: n streams as vectors of C channels, and their dot products as scalars.
+"""Triton kernels of a gated junction in two parts: n streams as vectors [C], and their dot products as scalars.
 
-What a junction needs of the streams alone is `prepared` before the sublayer's output f is there: β_i, w2·s_i, s_i·s_j.
+Before the sublayer's output f is known, `prepare_gates_kernel` computes what depends on the streams alone: β_i, w2·s_i
+and s_i·s_j. `gate_prepared_kernel` does the rest. Equations and letters are those of `multi_gate`.
 """
 
 # mypy: ignore-errors
@@ -10,7 +11,7 @@ import triton
 import triton.language as tl
 
 CANCELLED = tl.constexpr(0.1)
-"""Where ‖h‖² is a smaller share than this of its terms' squares, float32 dot products are no longer enough for it."""
+"""Where ‖h‖² is less than this share of the sum of its squared terms, float32 dot products are too inexact for it."""
 
 
 @triton.jit
@@ -30,61 +31,64 @@ def _add18(
 
 
 @triton.jit
-def _sums_by_6(v, COUNT: tl.constexpr):
-    """The sums of COUNT vectors, six in a round of reductions: as many as four streams have with f."""
+def _sums_by_6(b_v, COUNT: tl.constexpr):
+    """The sums of COUNT vectors, six to a round of reductions: four streams have six with f."""
     sums = ()
     for _ in tl.static_range((6 - COUNT % 6) % 6):
-        v = v + (v[0],)
+        b_v = b_v + (b_v[0],)
     for k in tl.static_range(0, COUNT, 6):
-        sums = sums + tl.reduce((v[k], v[k + 1], v[k + 2], v[k + 3], v[k + 4], v[k + 5]), 0, _add6)
+        sums = sums + tl.reduce((b_v[k], b_v[k + 1], b_v[k + 2], b_v[k + 3], b_v[k + 4], b_v[k + 5]), 0, _add6)
     return sums
 
 
 @triton.jit
-def _sums_by_18(v, COUNT: tl.constexpr):
-    """The sums of COUNT vectors, 18 in a round: as many as four streams have without f."""
+def _sums_by_18(b_v, COUNT: tl.constexpr):
+    """The sums of COUNT vectors, 18 to a round: four streams have 18 without f."""
     sums = ()
     for _ in tl.static_range((18 - COUNT % 18) % 18):
-        v = v + (v[0],)
+        b_v = b_v + (b_v[0],)
     for k in tl.static_range(0, COUNT, 18):
         sums = sums + tl.reduce(
-            (v[k], v[k + 1], v[k + 2], v[k + 3], v[k + 4], v[k + 5], v[k + 6], v[k + 7], v[k + 8], v[k + 9],
-             v[k + 10], v[k + 11], v[k + 12], v[k + 13], v[k + 14], v[k + 15], v[k + 16], v[k + 17]), 0, _add18,
+            (b_v[k], b_v[k + 1], b_v[k + 2], b_v[k + 3], b_v[k + 4], b_v[k + 5], b_v[k + 6], b_v[k + 7], b_v[k + 8],
+             b_v[k + 9], b_v[k + 10], b_v[k + 11], b_v[k + 12], b_v[k + 13], b_v[k + 14], b_v[k + 15], b_v[k + 16],
+             b_v[k + 17]), 0, _add18,
         )  # fmt: skip
     return sums
 
 
 @triton.jit
-def _vector(x, at, inside):
-    return tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+def _vector(x_ptr, at, live):
+    return tl.load(x_ptr + at, mask=live, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _vectors(tensors, at, inside, N: tl.constexpr):
-    v = ()
+def _vectors(x_ptrs, at, live, N: tl.constexpr):
+    b_v = ()
     for i in tl.static_range(N):
-        v = v + (_vector(tensors[i], at, inside),)
-    return v
+        b_v = b_v + (_vector(x_ptrs[i], at, live),)
+    return b_v
 
 
 @triton.jit
 def _prepared(
-    s, gate_query, gate_bias, w2, c, inside, key_eps, per_root,
+    b_s, w1_ptr, bias_ptr, b_w2, c, live, key_eps, per_root,
     C: tl.constexpr, N: tl.constexpr, COMPETITIVE: tl.constexpr,
 ):  # fmt: skip
     """β_i, w2·s_i, and s_i·s_j as ‖s_0‖² … ‖s_n‖², s_0·s_1, s_0·s_2 …"""
     bias = ()
     for i in tl.static_range(N):
-        bias = bias + (tl.load(gate_bias + COMPETITIVE + i).to(tl.float32),)
-    forget = tl.load(gate_bias).to(tl.float32)
-    w1 = _vector(gate_query, c, inside)
+        bias = bias + (tl.load(bias_ptr + COMPETITIVE + i).to(tl.float32),)
+    forget = tl.load(bias_ptr).to(tl.float32)
+    b_w1 = _vector(w1_ptr, c, live)
+    # the products w1·s_i, w2·s_i, ‖s_i‖² and s_i·s_j
     by_w1, by_w2, squares, others = (), (), (), ()
     for i in tl.static_range(N):
-        by_w1, by_w2, squares = by_w1 + (s[i] * w1,), by_w2 + (s[i] * w2,), squares + (s[i] * s[i],)
+        by_w1, by_w2, squares = by_w1 + (b_s[i] * b_w1,), by_w2 + (b_s[i] * b_w2,), squares + (b_s[i] * b_s[i],)
         for j in tl.static_range(i + 1, N):
-            others = others + (s[i] * s[j],)
+            others = others + (b_s[i] * b_s[j],)
     sums = _sums_by_18(by_w1 + by_w2 + squares + others, N * (N + 5) // 2)
 
+    # z_i = w1 · RMS(s_i)/√C + b_i, and the gates' softmax
     z, top = (), forget
     for i in tl.static_range(N):
         z = z + (sums[i] * tl.rsqrt(sums[2 * N + i] / C + key_eps) * per_root + bias[i],)
@@ -92,6 +96,7 @@ def _prepared(
     total = tl.exp(forget - top)
     for i in tl.static_range(N):
         total += tl.exp(z[i] - top)
+    # β_i
     beta, s2, products = (), (), ()
     for i in tl.static_range(N):
         if COMPETITIVE:
@@ -106,32 +111,32 @@ def _prepared(
 
 @triton.jit
 def prepare_gates_kernel(
-    streams, gate_query, gate_bias, pool_query, prepared, key_eps, per_root,
+    s_ptrs, w1_ptr, bias_ptr, w2_ptr, prepared_ptr, key_eps, per_root,
     C: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, COMPETITIVE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, BLOCK)
-    inside = c < C
-    s = _vectors(streams, row * C + c, inside, N)
-    w2 = _vector(pool_query, c, inside)
+    live = c < C
+    b_s = _vectors(s_ptrs, row * C + c, live, N)  # N of [BLOCK]
+    b_w2 = _vector(w2_ptr, c, live)  # [BLOCK]
     beta, s2, products = _prepared(
-        s, gate_query, gate_bias, w2, c, inside, key_eps, per_root, C, N, COMPETITIVE
+        b_s, w1_ptr, bias_ptr, b_w2, c, live, key_eps, per_root, C, N, COMPETITIVE
     )  # fmt: skip
-    ready = prepared + row * (N * (N + 5) // 2)
+    ready_ptr = prepared_ptr + row * (N * (N + 5) // 2)
     for i in tl.static_range(N):
-        tl.store(ready + i, beta[i])
-        tl.store(ready + N + i, s2[i])
+        tl.store(ready_ptr + i, beta[i])
+        tl.store(ready_ptr + N + i, s2[i])
     for i in tl.static_range(N * (N + 1) // 2):
-        tl.store(ready + 2 * N + i, products[i])
+        tl.store(ready_ptr + 2 * N + i, products[i])
 
 
 @triton.jit
-def _loaded(ready, N: tl.constexpr):
+def _loaded(ready_ptr, N: tl.constexpr):
     beta, s2, products = (), (), ()
     for i in tl.static_range(N):
-        beta, s2 = beta + (tl.load(ready + i),), s2 + (tl.load(ready + N + i),)
+        beta, s2 = beta + (tl.load(ready_ptr + i),), s2 + (tl.load(ready_ptr + N + i),)
     for i in tl.static_range(N * (N + 1) // 2):
-        products = products + (tl.load(ready + 2 * N + i),)
+        products = products + (tl.load(ready_ptr + 2 * N + i),)
     return beta, s2, products
 
 
@@ -159,7 +164,10 @@ def _pool_weights(beta, s2, products, sums, key_eps, per_root, C: tl.constexpr, 
 
 @triton.jit
 def _squared_norm(a, beta, products, sums, N: tl.constexpr):
-    """‖h‖² = Σ_ij c_i c_j s_i·s_j + 2d Σ c_i s_i·f + d² ‖f‖² with c_i = a_i (1 − β_i), d = Σ a_i β_i; its squares."""
+    """‖h‖² = Σ_ij c_i c_j s_i·s_j + 2d Σ c_i s_i·f + d² ‖f‖² with c_i = a_i (1 − β_i), d = Σ a_i β_i.
+
+    Returns it, and the sum of its squared terms.
+    """
     d = a[0] * beta[0]
     for i in tl.static_range(1, N):
         d += a[i] * beta[i]
@@ -177,32 +185,36 @@ def _squared_norm(a, beta, products, sums, N: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows"])
 def gate_prepared_kernel(
-    streams, y, prepared, pool_query, weight, normed, after, rows, eps, key_eps, per_root,
+    s_ptrs, f_ptr, prepared_ptr, w2_ptr, weight_ptr, normed_ptr, after_ptr, rows, eps, key_eps, per_root,
     C: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The scalars without f are `prepared`; N + 2 sums are left."""
+    """s'_i and weight ⊙ RMS(h), from the scalars in `prepared`."""
     row = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, BLOCK)
-    inside = c < C
+    live = c < C
     at = row * C + c
-    s = _vectors(streams, at, inside, N)
-    w2, w = _vector(pool_query, c, inside), _vector(weight, c, inside)
-    f = _vector(y, at, inside)
-    beta, s2, products = _loaded(prepared + row * (N * (N + 5) // 2), N)
+    b_s = _vectors(s_ptrs, at, live, N)  # N of [BLOCK]
+    b_w2, b_w = _vector(w2_ptr, c, live), _vector(weight_ptr, c, live)
+    b_f = _vector(f_ptr, at, live)  # [BLOCK]
+    beta, s2, products = _loaded(prepared_ptr + row * (N * (N + 5) // 2), N)
+    # the N + 2 sums with f: s_i·f, ‖f‖², w2·f
     by_f = ()
     for i in tl.static_range(N):
-        by_f = by_f + (s[i] * f,)
-    sums = _sums_by_6(by_f + (f * f, f * w2), N + 2)
+        by_f = by_f + (b_s[i] * b_f,)
+    sums = _sums_by_6(by_f + (b_f * b_f, b_f * b_w2), N + 2)
+    # a, and ‖h‖² from dot products
     a = _pool_weights(beta, s2, products, sums, key_eps, per_root, C, N)
     hh, parts = _squared_norm(a, beta, products, sums, N)
 
-    h = f * 0
+    # s'_i = s_i + β_i (f − s_i), h = Σ a_i s'_i
+    b_h = b_f * 0
     for i in tl.static_range(N):
-        written = s[i] + beta[i] * (f - s[i])
-        h += a[i] * written
-        to = after + i * (rows * C).to(tl.int64) + at
-        tl.store(to, written.to(after.dtype.element_ty), mask=inside)
+        b_written = b_s[i] + beta[i] * (b_f - b_s[i])
+        b_h += a[i] * b_written
+        to_ptr = after_ptr + i * (rows * C).to(tl.int64) + at
+        tl.store(to_ptr, b_written.to(after_ptr.dtype.element_ty), mask=live)
+    # ‖h‖² once more where it cancelled; then weight ⊙ RMS(h)
     if hh < parts * CANCELLED:
-        hh = tl.sum(h * h, 0)
+        hh = tl.sum(b_h * b_h, 0)
     rstd = tl.rsqrt(hh / C + eps)
-    tl.store(normed + at, (h * rstd * w).to(normed.dtype.element_ty), mask=inside)
+    tl.store(normed_ptr + at, (b_h * rstd * b_w).to(normed_ptr.dtype.element_ty), mask=live)

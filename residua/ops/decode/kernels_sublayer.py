@@ -8,132 +8,139 @@ import triton.language as tl
 
 
 @triton.jit
-def _turned(x, gain, cos, sin, half, inside, eps, HALF: tl.constexpr, NORM: tl.constexpr):
-    """The two halves of a head: gain ⊙ RMS(x), then turned."""
-    x1 = tl.load(x + half, mask=inside, other=0.0).to(tl.float32)
-    x2 = tl.load(x + HALF + half, mask=inside, other=0.0).to(tl.float32)
+def _turned(x_ptr, gain_ptr, b_cos, b_sin, half, live, eps, HALF: tl.constexpr, NORM: tl.constexpr):
+    """The two halves of a head [LANES]: gain ⊙ RMS(x), then rotated."""
+    b_x1 = tl.load(x_ptr + half, mask=live, other=0.0).to(tl.float32)
+    b_x2 = tl.load(x_ptr + HALF + half, mask=live, other=0.0).to(tl.float32)
     if NORM:
-        rstd = tl.rsqrt(tl.sum(x1 * x1 + x2 * x2, 0) / (2 * HALF) + eps)
-        x1 = x1 * rstd * tl.load(gain + half, mask=inside, other=0.0).to(tl.float32)
-        x2 = x2 * rstd * tl.load(gain + HALF + half, mask=inside, other=0.0).to(tl.float32)
-    return x1 * cos - x2 * sin, x2 * cos + x1 * sin
+        rstd = tl.rsqrt(tl.sum(b_x1 * b_x1 + b_x2 * b_x2, 0) / (2 * HALF) + eps)
+        b_x1 = b_x1 * rstd * tl.load(gain_ptr + half, mask=live, other=0.0).to(tl.float32)
+        b_x2 = b_x2 * rstd * tl.load(gain_ptr + HALF + half, mask=live, other=0.0).to(tl.float32)
+    return b_x1 * b_cos - b_x2 * b_sin, b_x2 * b_cos + b_x1 * b_sin
 
 
 @triton.jit
 def enter_cache_kernel(
-    projected, q_gain, k_gain, cos, sin, keys, values, positions, q, stride, kb, ks, kh, eps,
+    x_ptr, q_gain_ptr, k_gain_ptr, cos_ptr, sin_ptr, k_ptr, v_ptr, positions_ptr, q_ptr,
+    stride_xb, stride_kb, stride_ks, stride_kh, eps,
     HEADS: tl.constexpr, KV: tl.constexpr, HALF: tl.constexpr, LANES: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
     """Program (b, h) is query head h, or from HEADS on a key and its value."""
     batch, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
     half = tl.arange(0, LANES)
-    inside = half < HALF
-    position = tl.load(positions + batch)
-    c = tl.load(cos + position * HALF + half, mask=inside, other=0.0)
-    s = tl.load(sin + position * HALF + half, mask=inside, other=0.0)
-    x = projected + batch * stride + h * 2 * HALF
+    live = half < HALF
+    position = tl.load(positions_ptr + batch)
+    b_cos = tl.load(cos_ptr + position * HALF + half, mask=live, other=0.0)  # [LANES]
+    b_sin = tl.load(sin_ptr + position * HALF + half, mask=live, other=0.0)
+    head_ptr = x_ptr + batch * stride_xb + h * 2 * HALF
+    # a query: normed, rotated, returned
     if h < HEADS:
-        y1, y2 = _turned(x, q_gain, c, s, half, inside, eps, HALF, NORM)
-        to = q + (batch * HEADS + h) * 2 * HALF + half
-        tl.store(to, y1.to(q.dtype.element_ty), mask=inside)
-        tl.store(to + HALF, y2.to(q.dtype.element_ty), mask=inside)
+        b_y1, b_y2 = _turned(head_ptr, q_gain_ptr, b_cos, b_sin, half, live, eps, HALF, NORM)
+        to_ptr = q_ptr + (batch * HEADS + h) * 2 * HALF + half
+        tl.store(to_ptr, b_y1.to(q_ptr.dtype.element_ty), mask=live)
+        tl.store(to_ptr + HALF, b_y2.to(q_ptr.dtype.element_ty), mask=live)
     else:
-        y1, y2 = _turned(x, k_gain, c, s, half, inside, eps, HALF, NORM)
-        slot = batch * kb + position * ks + (h - HEADS) * kh + half
-        tl.store(keys + slot, y1.to(keys.dtype.element_ty), mask=inside)
-        tl.store(keys + slot + HALF, y2.to(keys.dtype.element_ty), mask=inside)
-        v = x + KV * 2 * HALF + half
-        tl.store(values + slot, tl.load(v, mask=inside, other=0.0).to(values.dtype.element_ty), mask=inside)
-        v2 = tl.load(v + HALF, mask=inside, other=0.0)
-        tl.store(values + slot + HALF, v2.to(values.dtype.element_ty), mask=inside)
+        # a key: normed, rotated, put into its slot; and its value, as it is
+        b_y1, b_y2 = _turned(head_ptr, k_gain_ptr, b_cos, b_sin, half, live, eps, HALF, NORM)
+        slot = batch * stride_kb + position * stride_ks + (h - HEADS) * stride_kh + half
+        tl.store(k_ptr + slot, b_y1.to(k_ptr.dtype.element_ty), mask=live)
+        tl.store(k_ptr + slot + HALF, b_y2.to(k_ptr.dtype.element_ty), mask=live)
+        value_ptr = head_ptr + KV * 2 * HALF + half
+        tl.store(v_ptr + slot, tl.load(value_ptr, mask=live, other=0.0).to(v_ptr.dtype.element_ty), mask=live)
+        b_v2 = tl.load(value_ptr + HALF, mask=live, other=0.0)
+        tl.store(v_ptr + slot + HALF, b_v2.to(v_ptr.dtype.element_ty), mask=live)
 
 
 @triton.jit
 def decode_attention_kernel(
-    q, keys, values, until, sink, out, part, part_lse, arrived, scale, sq, kb, ks, kh,
+    q_ptr, k_ptr, v_ptr, until_ptr, sink_ptr, out_ptr, part_ptr, part_lse_ptr, arrived_ptr, scale,
+    stride_qb, stride_kb, stride_ks, stride_kh,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, LANES: tl.constexpr, SLOTS: tl.constexpr,
     SPLITS: tl.constexpr, SINK: tl.constexpr,
 ):  # fmt: skip
-    """Program (b·H + h, split) attends to its share of the slots; the last of a head's shares to arrive merges them.
+    """Program (b·H + h, split) attends to its share of the slots; the last program of a head merges the shares.
 
-    Shares are cut by the row's own length, so that all programs of a head have the same to do.
+    Shares depend on the row's own length, so that all programs of a head have the same amount of work.
     """
     head, split = tl.program_id(0), tl.program_id(1)
     batch, h = (head // HEADS).to(tl.int64), head % HEADS
     d, lane = tl.arange(0, LANES), tl.arange(0, SLOTS)
-    wide = d < D
-    query = tl.load(q + batch * sq + h * D + d, mask=wide, other=0.0).to(tl.float32) * scale
-    last = tl.load(until + batch)
+    live = d < D
+    b_q = tl.load(q_ptr + batch * stride_qb + h * D + d, mask=live, other=0.0).to(tl.float32) * scale  # [LANES]
+    last = tl.load(until_ptr + batch)
     share = tl.cdiv(tl.cdiv(last + 1, SPLITS), SLOTS) * SLOTS
     first, end = split * share, tl.minimum((split + 1) * share, last + 1)
-    cell = batch * kb + (h // GROUPS) * kh + d[None, :]
+    cell = batch * stride_kb + (h // GROUPS) * stride_kh + d[None, :]
 
-    top = tl.full([SLOTS], -float("inf"), tl.float32)
-    total = tl.zeros([SLOTS], tl.float32)
-    mixed = tl.zeros([SLOTS, LANES], tl.float32)
+    # this program's slots: z = q · k/√D, online softmax over them
+    b_top = tl.full([SLOTS], -float("inf"), tl.float32)
+    b_total = tl.zeros([SLOTS], tl.float32)
+    b_o = tl.zeros([SLOTS, LANES], tl.float32)
     for start in range(first, end, SLOTS):
         slot = start + lane
-        mask = (slot < end)[:, None] & wide[None, :]
-        k = tl.load(keys + cell + slot[:, None] * ks, mask=mask, other=0.0).to(tl.float32)
-        v = tl.load(values + cell + slot[:, None] * ks, mask=mask, other=0.0).to(tl.float32)
-        z = tl.where(slot < end, tl.sum(k * query[None, :], 1), -float("inf"))
-        # every lane keeps a maximum of its own: the lanes meet once, after the loop
-        higher = tl.maximum(top, z)
-        safe = tl.where(higher == -float("inf"), 0.0, higher)
-        e, keep = tl.exp(z - safe), tl.exp(top - safe)
-        mixed = mixed * keep[:, None] + e[:, None] * v
-        total = total * keep + e
-        top = higher
-    highest = tl.max(top, 0)
-    safe = tl.where(highest == -float("inf"), 0.0, highest)
-    e = tl.exp(top - safe)
-    whole = tl.sum(total * e, 0)
-    y = tl.sum(mixed * e[:, None], 0) / tl.where(whole == 0.0, 1.0, whole)
-    lse = tl.where(whole == 0.0, -float("inf"), safe + tl.log(tl.where(whole == 0.0, 1.0, whole)))
+        mask = (slot < end)[:, None] & live[None, :]
+        b_k = tl.load(k_ptr + cell + slot[:, None] * stride_ks, mask=mask, other=0.0).to(tl.float32)  # [SLOTS, LANES]
+        b_v = tl.load(v_ptr + cell + slot[:, None] * stride_ks, mask=mask, other=0.0).to(tl.float32)  # [SLOTS, LANES]
+        b_z = tl.where(slot < end, tl.sum(b_k * b_q[None, :], 1), -float("inf"))  # [SLOTS]
+        # every lane keeps its own maximum; the lanes are merged once, after the loop
+        b_higher = tl.maximum(b_top, b_z)
+        b_safe = tl.where(b_higher == -float("inf"), 0.0, b_higher)
+        b_e, b_keep = tl.exp(b_z - b_safe), tl.exp(b_top - b_safe)
+        b_o = b_o * b_keep[:, None] + b_e[:, None] * b_v
+        b_total = b_total * b_keep + b_e
+        b_top = b_higher
+    # merge the lanes: y = Σ softmax(z) v and its lse
+    highest = tl.max(b_top, 0)
+    b_safe = tl.where(highest == -float("inf"), 0.0, highest)
+    b_e = tl.exp(b_top - b_safe)
+    whole = tl.sum(b_total * b_e, 0)
+    b_y = tl.sum(b_o * b_e[:, None], 0) / tl.where(whole == 0.0, 1.0, whole)
+    lse = tl.where(whole == 0.0, -float("inf"), b_safe + tl.log(tl.where(whole == 0.0, 1.0, whole)))
 
-    result = out + head.to(tl.int64) * D + d
+    # one share: the result, with exp(sink) in the denominator. Several: the last one to arrive merges them.
+    result_ptr = out_ptr + head.to(tl.int64) * D + d
     if SPLITS == 1:
         if SINK:
-            y = y * tl.sigmoid(lse - tl.load(sink + h).to(tl.float32))
-        tl.store(result, y.to(out.dtype.element_ty), mask=wide)
+            b_y = b_y * tl.sigmoid(lse - tl.load(sink_ptr + h).to(tl.float32))
+        tl.store(result_ptr, b_y.to(out_ptr.dtype.element_ty), mask=live)
     else:
         mine = (head * SPLITS + split).to(tl.int64)
-        tl.store(part + mine * D + d, y, mask=wide)
-        tl.store(part_lse + mine, lse)
+        tl.store(part_ptr + mine * D + d, b_y, mask=live)
+        tl.store(part_lse_ptr + mine, lse)
         tl.debug_barrier()  # all threads' stores come before the count that announces them
-        if tl.atomic_add(arrived + head, 1, sem="acq_rel") == SPLITS - 1:
+        if tl.atomic_add(arrived_ptr + head, 1, sem="acq_rel") == SPLITS - 1:
             shares = (head * SPLITS + tl.arange(0, SPLITS)).to(tl.int64)
-            every_lse = tl.load(part_lse + shares, cache_modifier=".cg")
-            best = tl.max(every_lse, 0)
-            weights = tl.exp(every_lse - best)
-            sum = tl.sum(weights, 0)
-            every = part + shares[:, None] * D + d[None, :]
-            every_y = tl.load(every, mask=wide[None, :], other=0.0, cache_modifier=".cg")
-            merged = tl.sum(every_y * (weights / sum)[:, None], 0)
+            b_lse = tl.load(part_lse_ptr + shares, cache_modifier=".cg")
+            best = tl.max(b_lse, 0)
+            b_weights = tl.exp(b_lse - best)
+            sum = tl.sum(b_weights, 0)
+            every_ptr = part_ptr + shares[:, None] * D + d[None, :]
+            b_parts = tl.load(every_ptr, mask=live[None, :], other=0.0, cache_modifier=".cg")
+            b_merged = tl.sum(b_parts * (b_weights / sum)[:, None], 0)
             if SINK:
-                merged = merged * tl.sigmoid(best + tl.log(sum) - tl.load(sink + h).to(tl.float32))
-            tl.store(result, merged.to(out.dtype.element_ty), mask=wide)
-            tl.store(arrived + head, 0)  # ready for the next launch
+                b_merged = b_merged * tl.sigmoid(best + tl.log(sum) - tl.load(sink_ptr + h).to(tl.float32))
+            tl.store(result_ptr, b_merged.to(out_ptr.dtype.element_ty), mask=live)
+            tl.store(arrived_ptr + head, 0)  # ready for the next launch
 
 
 @triton.jit
 def activate_kernel(
-    x, out, HIDDEN: tl.constexpr, STEP: tl.constexpr, KIND: tl.constexpr
+    x_ptr, out_ptr, HIDDEN: tl.constexpr, STEP: tl.constexpr, KIND: tl.constexpr
 ):  # fmt: skip
-    """Program (m, part)."""
+    """Program (m, part): STEP channels of row m."""
     row, j = tl.program_id(0).to(tl.int64), tl.program_id(1) * STEP + tl.arange(0, STEP)
-    inside = j < HIDDEN
+    live = j < HIDDEN
     GATED: tl.constexpr = KIND == "swiglu" or KIND == "glu"
-    at = x + row * HIDDEN * (1 + GATED) + j
-    v = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    row_ptr = x_ptr + row * HIDDEN * (1 + GATED) + j
+    b_x = tl.load(row_ptr, mask=live, other=0.0).to(tl.float32)  # [STEP]
     if KIND == "relu2":
-        v = tl.maximum(v, 0.0, tl.PropagateNan.ALL)
-        y = v * v
+        b_x = tl.maximum(b_x, 0.0, tl.PropagateNan.ALL)
+        b_y = b_x * b_x
     elif KIND == "gelu":
-        y = 0.5 * v * (1 + tl.erf(v * 0.7071067811865476))
+        b_y = 0.5 * b_x * (1 + tl.erf(b_x * 0.7071067811865476))
     else:
-        y = tl.sigmoid(v)
+        b_y = tl.sigmoid(b_x)
         if KIND == "swiglu":
-            y = v * y
-        y = y * tl.load(at + HIDDEN, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * HIDDEN + j, y.to(out.dtype.element_ty), mask=inside)
+            b_y = b_x * b_y
+        b_y = b_y * tl.load(row_ptr + HIDDEN, mask=live, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * HIDDEN + j, b_y.to(out_ptr.dtype.element_ty), mask=live)

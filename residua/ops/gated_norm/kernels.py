@@ -1,9 +1,13 @@
-"""GatedNorm on the GPU, forward: one kernel goes over channels and finds the gate's few numbers per row, another goes
-over rows and finds the last of them in L2. Rows held in registers between the two were slower from 1280 channels on.
+"""GatedNorm on the GPU, forward:
+
+    rstd = (mean(x²) + eps)^-½,   u = down · (x·rstd·weight),   t = silu(u),   y' = x·rstd·weight · σ(up · t)
+
+`project_kernel` goes over channels and computes rstd, u and t of every row; `gate_kernel` goes over rows, last first,
+and finds the last of them in L2. Keeping rows in registers between the two was slower from 1280 channels on.
 
 The low-rank gate is small matrix products over the tile (RANK is R rounded up to what they take). y = x·rstd·weight
-never enters them: rstd comes out of every sum over channels and the weight goes to the small side, so that their large
-operand is x as it was loaded. What the small side is made of is prepared once per call, in the dtype of x.
+never enters them: rstd is factored out of every sum over channels and the weight goes to the small side, so that their
+large operand is x as it was loaded. `prepare_kernel` makes the small side once per call, in the dtype of x.
 """
 
 # mypy: ignore-errors
@@ -22,126 +26,130 @@ NEGATIVE_LOG2_E = tl.constexpr(-1.4426950408889634)
 
 
 @triton.jit
-def squash(z, FAST: tl.constexpr):
-    """1/(1 + 2^z), in three instructions where the approximate ones of a GPU (2⁻²² at worst) can be named."""
+def squash(b_z, FAST: tl.constexpr):
+    """1/(1 + 2^z); FAST: in three approximate instructions of the GPU, with an error of 2⁻²² at worst."""
     if FAST:
         return tl.inline_asm_elementwise(
             "ex2.approx.ftz.f32 $0, $1; add.ftz.f32 $0, $0, 0f3F800000; rcp.approx.ftz.f32 $0, $0;",
             "=f,f",
-            [z],
+            [b_z],
             dtype=tl.float32,
             is_pure=True,
             pack=1,
         )
     else:
-        return 1 / (1 + tl.exp2(z))
+        return 1 / (1 + tl.exp2(b_z))
 
 
 @triton.jit
-def mask_of(inside, c, C: tl.constexpr, BLOCK: tl.constexpr):
-    """Which of a tile exists; without a comparison per channel where BLOCK divides C."""
+def mask_of(live, c, C: tl.constexpr, BLOCK: tl.constexpr):
+    """The mask of a tile [TOKENS, BLOCK]; without a comparison per channel where BLOCK divides C."""
     if C % BLOCK == 0:
-        return inside[:, None]
+        return live[:, None]
     else:
-        return inside[:, None] & (c < C)[None, :]
+        return live[:, None] & (c < C)[None, :]
 
 
 @triton.jit
-def tile_of(x, row, c, inside, C: tl.constexpr, BLOCK: tl.constexpr):
-    """Channels c of the rows; x points to the first row, so that all within the tile is 32-bit arithmetic."""
-    return tl.load(x + row[:, None] * C + c[None, :], mask=mask_of(inside, c, C, BLOCK), other=0.0)
+def tile_of(x_ptr, t, c, live, C: tl.constexpr, BLOCK: tl.constexpr):
+    """Channels c of the rows t, [TOKENS, BLOCK]; x_ptr points to the first row, so that offsets fit in 32 bits."""
+    return tl.load(x_ptr + t[:, None] * C + c[None, :], mask=mask_of(live, c, C, BLOCK), other=0.0)
 
 
 @triton.jit
-def vector_of(x, c, C: tl.constexpr):
-    return tl.load(x + c, mask=c < C, other=0.0).to(tl.float32)
+def vector_of(x_ptr, c, C: tl.constexpr):
+    return tl.load(x_ptr + c, mask=c < C, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def matrix_of(small, which: tl.constexpr, c, RANK: tl.constexpr, PITCH: tl.constexpr):
+def matrix_of(small_ptr, which: tl.constexpr, c, RANK: tl.constexpr, PITCH: tl.constexpr):
     """Channels c of a prepared matrix as [RANK, BLOCK]."""
-    return tl.load(small + which * RANK * PITCH + tl.arange(0, RANK)[:, None] * PITCH + c[None, :])
+    return tl.load(small_ptr + which * RANK * PITCH + tl.arange(0, RANK)[:, None] * PITCH + c[None, :])
 
 
 @triton.jit
 def prepare_kernel(
-    weight, down, up, small,
+    weight_ptr, down_ptr, up_ptr, small_ptr,
     C: tl.constexpr, R: tl.constexpr, RANK: tl.constexpr, PITCH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write `small`: weight·down, −log2 e·up, weight·up and down, channels last, all of their PITCH."""
+    """small [4, RANK, PITCH] = weight·down, −log2 e·up, weight·up and down, with channels last."""
     r, c = tl.arange(0, RANK), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    there = (r < R)[:, None] & (c < C)[None, :]
-    narrow = tl.load(down + r[:, None] * C + c[None, :], mask=there, other=0.0).to(tl.float32)
-    wide = tl.load(up + c[None, :] * R + r[:, None], mask=there, other=0.0).to(tl.float32)
-    w = vector_of(weight, c, C)[None, :]
-    at = small + r[:, None] * PITCH + c[None, :]
-    tl.store(at + WEIGHTED_DOWN * RANK * PITCH, narrow * w)
-    tl.store(at + SCALED_UP * RANK * PITCH, wide * NEGATIVE_LOG2_E)
-    tl.store(at + WEIGHTED_UP * RANK * PITCH, wide * w)
-    tl.store(at + DOWN * RANK * PITCH, narrow)
+    mask = (r < R)[:, None] & (c < C)[None, :]
+    b_down = tl.load(down_ptr + r[:, None] * C + c[None, :], mask=mask, other=0.0).to(tl.float32)  # [RANK, BLOCK]
+    b_up = tl.load(up_ptr + c[None, :] * R + r[:, None], mask=mask, other=0.0).to(tl.float32)  # [RANK, BLOCK]
+    b_w = vector_of(weight_ptr, c, C)[None, :]  # [1, BLOCK]
+    out_ptr = small_ptr + r[:, None] * PITCH + c[None, :]
+    tl.store(out_ptr + WEIGHTED_DOWN * RANK * PITCH, b_down * b_w)
+    tl.store(out_ptr + SCALED_UP * RANK * PITCH, b_up * NEGATIVE_LOG2_E)
+    tl.store(out_ptr + WEIGHTED_UP * RANK * PITCH, b_up * b_w)
+    tl.store(out_ptr + DOWN * RANK * PITCH, b_down)
 
 
 @triton.jit
-def keep(rstds, bottleneck, start, row, inside, rstd, u, RANK: tl.constexpr):
-    """rstd and u are kept for the backward pass."""
-    tl.store(rstds + start + row, rstd, mask=inside)
-    at = bottleneck + start * RANK + row[:, None] * RANK + tl.arange(0, RANK)[None, :]
-    tl.store(at, u.to(bottleneck.dtype.element_ty), mask=inside[:, None])
+def keep(rstd_ptr, u_ptr, start, t, live, b_rstd, b_u, RANK: tl.constexpr):
+    """Keep rstd [TOKENS] and u [TOKENS, RANK] for the backward pass."""
+    tl.store(rstd_ptr + start + t, b_rstd, mask=live)
+    out_ptr = u_ptr + start * RANK + t[:, None] * RANK + tl.arange(0, RANK)[None, :]
+    tl.store(out_ptr, b_u.to(u_ptr.dtype.element_ty), mask=live[:, None])
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def project_kernel(
-    x, update, added, small, rstds, bottleneck, hidden, tokens, eps,
+    x_ptr, update_ptr, added_ptr, small_ptr, rstd_ptr, u_ptr, t_ptr, tokens, eps,
     C: tl.constexpr, RANK: tl.constexpr, PITCH: tl.constexpr,
     TOKENS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, FAST: tl.constexpr, ADDED: tl.constexpr,
 ):  # fmt: skip
-    """rstd, u and hidden = silu(u) of TOKENS rows; if ADDED, of added = x + update, rounded as it is stored."""
-    start, row = tl.program_id(0).to(tl.int64) * TOKENS, tl.arange(0, TOKENS)
-    inside = row < tokens - start
-    square = tl.zeros([TOKENS, BLOCK], tl.float32)
-    u = tl.zeros([TOKENS, RANK], tl.float32)
+    """rstd, u and t = silu(u) of TOKENS rows; if ADDED, of added = x + update, rounded as it is stored."""
+    start, t = tl.program_id(0).to(tl.int64) * TOKENS, tl.arange(0, TOKENS)
+    live = t < tokens - start
+    b_square = tl.zeros([TOKENS, BLOCK], tl.float32)
+    b_u = tl.zeros([TOKENS, RANK], tl.float32)
     for first in tl.range(0, C, BLOCK, num_stages=STAGES):
         c = first + tl.arange(0, BLOCK)
-        raw = tile_of(x + start * C, row, c, inside, C, BLOCK)
+        # x, or x + update rounded as it is stored
+        b_x = tile_of(x_ptr + start * C, t, c, live, C, BLOCK)  # [TOKENS, BLOCK]
         if ADDED:
-            sum = raw.to(tl.float32) + tile_of(update + start * C, row, c, inside, C, BLOCK).to(tl.float32)
-            raw = sum.to(raw.dtype)
-            at = start * C + row[:, None] * C + c[None, :]
-            tl.store(added + at, raw, mask=mask_of(inside, c, C, BLOCK))
-        v = raw.to(tl.float32)
-        square += v * v
-        u = tl.dot(raw, tl.trans(matrix_of(small, WEIGHTED_DOWN, c, RANK, PITCH)), u, input_precision="ieee")
-    rstd = tl.rsqrt(tl.sum(square, 1) / C + eps)
-    u *= rstd[:, None]
-    keep(rstds, bottleneck, start, row, inside, rstd, u, RANK)
-    t = u * squash(u * NEGATIVE_LOG2_E, FAST)
-    at = hidden + start * RANK + row[:, None] * RANK + tl.arange(0, RANK)[None, :]
-    tl.store(at, t.to(hidden.dtype.element_ty), mask=inside[:, None])
+            b_sum = b_x.to(tl.float32) + tile_of(update_ptr + start * C, t, c, live, C, BLOCK).to(tl.float32)
+            b_x = b_sum.to(b_x.dtype)
+            at = start * C + t[:, None] * C + c[None, :]
+            tl.store(added_ptr + at, b_x, mask=mask_of(live, c, C, BLOCK))
+        # Σ x² and x · (weight·down)ᵀ
+        b_v = b_x.to(tl.float32)
+        b_square += b_v * b_v
+        b_u = tl.dot(b_x, tl.trans(matrix_of(small_ptr, WEIGHTED_DOWN, c, RANK, PITCH)), b_u, input_precision="ieee")
+    # rstd, u = rstd · Σ, t = silu(u)
+    b_rstd = tl.rsqrt(tl.sum(b_square, 1) / C + eps)  # [TOKENS]
+    b_u *= b_rstd[:, None]
+    keep(rstd_ptr, u_ptr, start, t, live, b_rstd, b_u, RANK)
+    b_t = b_u * squash(b_u * NEGATIVE_LOG2_E, FAST)  # [TOKENS, RANK]
+    at = t_ptr + start * RANK + t[:, None] * RANK + tl.arange(0, RANK)[None, :]
+    tl.store(at, b_t.to(t_ptr.dtype.element_ty), mask=live[:, None])
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def gate_kernel(
-    x, weight, small, rstds, hidden, out, tokens,
+    x_ptr, weight_ptr, small_ptr, rstd_ptr, t_ptr, out_ptr, tokens,
     C: tl.constexpr, RANK: tl.constexpr, PITCH: tl.constexpr,
     TOKENS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """BLOCK channels of every P-th tile of rows, last first: `project_kernel` has left the last ones in L2."""
     c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    row = tl.arange(0, TOKENS)
-    at = row[:, None] * RANK + tl.arange(0, RANK)[None, :]
-    w = vector_of(weight, c, C)
-    up = matrix_of(small, SCALED_UP, c, RANK, PITCH)
+    t = tl.arange(0, TOKENS)
+    at = t[:, None] * RANK + tl.arange(0, RANK)[None, :]
+    b_w = vector_of(weight_ptr, c, C)
+    b_up = matrix_of(small_ptr, SCALED_UP, c, RANK, PITCH)
     tiles = tl.cdiv(tokens, TOKENS)
     for before in tl.range(tl.program_id(1), tiles, tl.num_programs(1), num_stages=STAGES):
         start = (tiles - 1 - before).to(tl.int64) * TOKENS
-        inside = row < tokens - start
-        t = tl.load(hidden + start * RANK + at, mask=inside[:, None], other=0.0)
-        rstd = tl.load(rstds + start + row, mask=inside, other=0.0)
-        v = tile_of(x + start * C, row, c, inside, C, BLOCK).to(tl.float32)
-        s = squash(tl.dot(t, up, input_precision="ieee"), FAST)
-        y = v * rstd[:, None] * (s * w[None, :])
+        live = t < tokens - start
+        b_t = tl.load(t_ptr + start * RANK + at, mask=live[:, None], other=0.0)  # [TOKENS, RANK]
+        b_rstd = tl.load(rstd_ptr + start + t, mask=live, other=0.0)
+        b_x = tile_of(x_ptr + start * C, t, c, live, C, BLOCK).to(tl.float32)  # [TOKENS, BLOCK]
+        # s = σ(up · t), y' = x·rstd·weight·s
+        b_s = squash(tl.dot(b_t, b_up, input_precision="ieee"), FAST)  # [TOKENS, BLOCK]
+        b_y = b_x * b_rstd[:, None] * (b_s * b_w[None, :])
         tl.store(
-            out + start * C + row[:, None] * C + c[None, :],
-            y.to(out.dtype.element_ty),
-            mask=mask_of(inside, c, C, BLOCK),
+            out_ptr + start * C + t[:, None] * C + c[None, :],
+            b_y.to(out_ptr.dtype.element_ty),
+            mask=mask_of(live, c, C, BLOCK),
         )

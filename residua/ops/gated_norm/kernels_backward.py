@@ -5,8 +5,9 @@ With ŷ = x·rstd, y = ŷ·weight, u = down·y, t = silu(u), s = σ(up·t), y' =
     g_u = silu'(u) · upᵀ(g·y·s(1 − s)),   g_y = g·s + downᵀg_u,   m = mean(ŷ·weight·g_y)
     g_x = rstd·(weight·g_y − ŷ·m),   g_weight = Σ g_y·ŷ,   g_down = Σ g_u yᵀ,   g_up = Σ g·y·s(1 − s) tᵀ
 
-`reduce_kernel` finds g_u and m of every token; of m, the part that comes through the gate is Σ_r g_u·u, so that one
-sweep gives both. `spread_kernel` keeps a block of channels and goes over tokens, the sums over tokens in registers.
+`reduce_kernel` computes g_u and m of every token; the part of m that comes through the gate is Σ_r g_u·u, so one sweep
+gives both. `spread_kernel` keeps a block of channels and goes over tokens, with the sums over tokens in registers.
+`finish_kernel` adds up these sums.
 """
 
 # mypy: ignore-errors
@@ -30,105 +31,117 @@ from residua.ops.gated_norm.kernels import (
 
 @triton.jit(do_not_specialize=["tokens"])
 def reduce_kernel(
-    g, x, weight, small, rstds, bottleneck, hidden, slope, pull, tokens,
+    g_ptr, x_ptr, weight_ptr, small_ptr, rstd_ptr, u_ptr, t_ptr, slope_ptr, pull_ptr, tokens,
     C: tl.constexpr, RANK: tl.constexpr, PITCH: tl.constexpr,
     TOKENS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """TOKENS rows: hidden = t, slope = rstd·g_u (both [M, RANK]) and pull = rstd²·m."""
-    dtype: tl.constexpr = x.dtype.element_ty
-    start, row = tl.program_id(0).to(tl.int64) * TOKENS, tl.arange(0, TOKENS)
-    inside = row < tokens - start
-    at = start * RANK + row[:, None] * RANK + tl.arange(0, RANK)[None, :]
-    u = tl.load(bottleneck + at, mask=inside[:, None], other=0.0).to(tl.float32)
-    sigma = squash(u * NEGATIVE_LOG2_E, FAST)
-    t = (u * sigma).to(dtype)
-    tl.store(hidden + at, t, mask=inside[:, None])
+    """TOKENS rows: t and slope = rstd·g_u (both [M, RANK]), and pull = rstd²·m [M]."""
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    start, t = tl.program_id(0).to(tl.int64) * TOKENS, tl.arange(0, TOKENS)
+    live = t < tokens - start
+    at = start * RANK + t[:, None] * RANK + tl.arange(0, RANK)[None, :]
+    b_u = tl.load(u_ptr + at, mask=live[:, None], other=0.0).to(tl.float32)  # [TOKENS, RANK]
+    # t = silu(u) = u·σ(u)
+    b_sigma = squash(b_u * NEGATIVE_LOG2_E, FAST)
+    b_t = (b_u * b_sigma).to(dtype)
+    tl.store(t_ptr + at, b_t, mask=live[:, None])
 
-    through = tl.zeros([TOKENS, BLOCK], tl.float32)
-    g_t = tl.zeros([TOKENS, RANK], tl.float32)
+    b_through = tl.zeros([TOKENS, BLOCK], tl.float32)
+    b_g_t = tl.zeros([TOKENS, RANK], tl.float32)
     for first in tl.range(0, C, BLOCK, num_stages=STAGES):
         c = first + tl.arange(0, BLOCK)
-        v = tile_of(x + start * C, row, c, inside, C, BLOCK).to(tl.float32)
-        v *= tile_of(g + start * C, row, c, inside, C, BLOCK).to(tl.float32)
-        s = squash(tl.dot(t, matrix_of(small, SCALED_UP, c, RANK, PITCH), input_precision="ieee"), FAST)
-        v *= s
-        through += v * vector_of(weight, c, C)[None, :]
-        wide = tl.trans(matrix_of(small, WEIGHTED_UP, c, RANK, PITCH))
-        g_t = tl.dot((v - v * s).to(dtype), wide, g_t, input_precision="ieee")
-    rstd = tl.load(rstds + start + row, mask=inside, other=0.0)
-    g_u = g_t * rstd[:, None] * (sigma + u * sigma * (1 - sigma))
-    mean = (tl.sum(through, 1) * rstd + tl.sum(g_u * u, 1)) / C
-    tl.store(slope + at, (g_u * rstd[:, None]).to(dtype), mask=inside[:, None])
-    tl.store(pull + start + row, rstd * rstd * mean, mask=inside)
+        b_v = tile_of(x_ptr + start * C, t, c, live, C, BLOCK).to(tl.float32)  # [TOKENS, BLOCK]
+        b_v *= tile_of(g_ptr + start * C, t, c, live, C, BLOCK).to(tl.float32)
+        # s = σ(up · t); v becomes x·g·s
+        b_s = squash(tl.dot(b_t, matrix_of(small_ptr, SCALED_UP, c, RANK, PITCH), input_precision="ieee"), FAST)
+        b_v *= b_s
+        # Σ x·weight·g·s, m's part without the gate
+        b_through += b_v * vector_of(weight_ptr, c, C)[None, :]
+        # g_t += upᵀ(g·y·s(1 − s)), without rstd
+        b_up = tl.trans(matrix_of(small_ptr, WEIGHTED_UP, c, RANK, PITCH))
+        b_g_t = tl.dot((b_v - b_v * b_s).to(dtype), b_up, b_g_t, input_precision="ieee")
+    b_rstd = tl.load(rstd_ptr + start + t, mask=live, other=0.0)
+    # g_u = silu'(u)·g_t, m
+    b_g_u = b_g_t * b_rstd[:, None] * (b_sigma + b_u * b_sigma * (1 - b_sigma))
+    b_m = (tl.sum(b_through, 1) * b_rstd + tl.sum(b_g_u * b_u, 1)) / C  # [TOKENS]
+    tl.store(slope_ptr + at, (b_g_u * b_rstd[:, None]).to(dtype), mask=live[:, None])
+    tl.store(pull_ptr + start + t, b_rstd * b_rstd * b_m, mask=live)
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def spread_kernel(
-    g, x, residual, weight, small, rstds, hidden, slope, pull, g_x, partial, tokens,
+    g_ptr, x_ptr, residual_ptr, weight_ptr, small_ptr, rstd_ptr, t_ptr, slope_ptr, pull_ptr, g_x_ptr, partial_ptr,
+    tokens,
     C: tl.constexpr, R: tl.constexpr, RANK: tl.constexpr, PITCH: tl.constexpr,
     TOKENS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, FAST: tl.constexpr, ADDED: tl.constexpr,
 ):  # fmt: skip
     """BLOCK channels of every P-th tile of rows: g_x, and this program's part [1 + 2R, C] of three sums over tokens.
 
     They are the gradient of weight, and those of down and of up transposed, both still to be multiplied by weight.
-    If ADDED, g_x also has `residual`, what x is given on another path; the sum is rounded once.
-    Tiles come last first: `reduce_kernel` has left the last ones in L2.
+    If ADDED, g_x includes `residual`, the gradient of x on another path; the sum is rounded once.
+    Tiles are taken last first: `reduce_kernel` has left the last ones in L2.
     """
-    dtype: tl.constexpr = x.dtype.element_ty
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
     c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    row, r = tl.arange(0, TOKENS), tl.arange(0, RANK)
-    at = row[:, None] * RANK + r[None, :]
-    w = vector_of(weight, c, C)
-    up, down = matrix_of(small, SCALED_UP, c, RANK, PITCH), matrix_of(small, DOWN, c, RANK, PITCH)
-    to_weight = tl.zeros([TOKENS, BLOCK], tl.float32)
-    to_down = tl.zeros([RANK, BLOCK], tl.float32)
-    to_up = tl.zeros([RANK, BLOCK], tl.float32)
+    t, r = tl.arange(0, TOKENS), tl.arange(0, RANK)
+    at = t[:, None] * RANK + r[None, :]
+    b_w = vector_of(weight_ptr, c, C)
+    b_up, b_down = matrix_of(small_ptr, SCALED_UP, c, RANK, PITCH), matrix_of(small_ptr, DOWN, c, RANK, PITCH)
+    b_to_weight = tl.zeros([TOKENS, BLOCK], tl.float32)
+    b_to_down = tl.zeros([RANK, BLOCK], tl.float32)
+    b_to_up = tl.zeros([RANK, BLOCK], tl.float32)
     tiles = tl.cdiv(tokens, TOKENS)
     for before in tl.range(tl.program_id(1), tiles, tl.num_programs(1), num_stages=STAGES):
         start = (tiles - 1 - before).to(tl.int64) * TOKENS
-        inside = row < tokens - start
-        t = tl.load(hidden + start * RANK + at, mask=inside[:, None], other=0.0)
-        g_u = tl.load(slope + start * RANK + at, mask=inside[:, None], other=0.0)
-        raw = tile_of(x + start * C, row, c, inside, C, BLOCK)
-        v = raw.to(tl.float32)
-        rstd = tl.load(rstds + start + row, mask=inside, other=0.0)
-        back = tl.load(pull + start + row, mask=inside, other=0.0)
+        live = t < tokens - start
+        b_t = tl.load(t_ptr + start * RANK + at, mask=live[:, None], other=0.0)  # [TOKENS, RANK]
+        b_g_u = tl.load(slope_ptr + start * RANK + at, mask=live[:, None], other=0.0)  # [TOKENS, RANK]
+        b_x = tile_of(x_ptr + start * C, t, c, live, C, BLOCK)  # [TOKENS, BLOCK]
+        b_v = b_x.to(tl.float32)
+        b_rstd = tl.load(rstd_ptr + start + t, mask=live, other=0.0)
+        b_pull = tl.load(pull_ptr + start + t, mask=live, other=0.0)
 
-        s = squash(tl.dot(t, up, input_precision="ieee"), FAST)
-        g_y = tile_of(g + start * C, row, c, inside, C, BLOCK).to(tl.float32) * s * rstd[:, None]
-        z = g_y * v
-        z = (z - z * s).to(dtype)
-        g_y = tl.dot(g_u, down, g_y, input_precision="ieee")
-        new = g_y * w[None, :] - v * back[:, None]
+        # rstd·g·s, and z = rstd·g·x·s(1 − s), up's gradient without weight and t
+        b_s = squash(tl.dot(b_t, b_up, input_precision="ieee"), FAST)
+        b_g_y = tile_of(g_ptr + start * C, t, c, live, C, BLOCK).to(tl.float32) * b_s * b_rstd[:, None]
+        b_z = b_g_y * b_v
+        b_z = (b_z - b_z * b_s).to(dtype)
+        # rstd·g_y = rstd·(g·s + downᵀg_u)
+        b_g_y = tl.dot(b_g_u, b_down, b_g_y, input_precision="ieee")
+        # g_x = rstd·weight·g_y − x·rstd²·m + residual
+        b_g_x = b_g_y * b_w[None, :] - b_v * b_pull[:, None]  # [TOKENS, BLOCK]
         if ADDED:
-            new += tile_of(residual + start * C, row, c, inside, C, BLOCK).to(tl.float32)
-        tl.store(g_x + start * C + row[:, None] * C + c[None, :], new.to(dtype), mask=mask_of(inside, c, C, BLOCK))
-        to_weight += g_y * v
-        to_down = tl.dot(tl.trans(g_u), raw, to_down, input_precision="ieee")
-        to_up = tl.dot(tl.trans(t), z, to_up, input_precision="ieee")
+            b_g_x += tile_of(residual_ptr + start * C, t, c, live, C, BLOCK).to(tl.float32)
+        tl.store(g_x_ptr + start * C + t[:, None] * C + c[None, :], b_g_x.to(dtype), mask=mask_of(live, c, C, BLOCK))
+        # the three sums over tokens
+        b_to_weight += b_g_y * b_v
+        b_to_down = tl.dot(tl.trans(b_g_u), b_x, b_to_down, input_precision="ieee")
+        b_to_up = tl.dot(tl.trans(b_t), b_z, b_to_up, input_precision="ieee")
 
-    mine = partial + tl.program_id(1).to(tl.int64) * (2 * R + 1) * C + c
-    tl.store(mine, tl.sum(to_weight, 0), mask=c < C)
-    there = (r < R)[:, None] & (c < C)[None, :]
-    tl.store(mine[None, :] + (1 + r)[:, None] * C, to_down, mask=there)
-    tl.store(mine[None, :] + (1 + R + r)[:, None] * C, to_up, mask=there)
+    mine_ptr = partial_ptr + tl.program_id(1).to(tl.int64) * (2 * R + 1) * C + c
+    tl.store(mine_ptr, tl.sum(b_to_weight, 0), mask=c < C)
+    mask = (r < R)[:, None] & (c < C)[None, :]
+    tl.store(mine_ptr[None, :] + (1 + r)[:, None] * C, b_to_down, mask=mask)
+    tl.store(mine_ptr[None, :] + (1 + R + r)[:, None] * C, b_to_up, mask=mask)
 
 
 @triton.jit(do_not_specialize=["parts"])
 def finish_kernel(
-    partial, weight, g_weight, g_down, g_up, parts,
+    partial_ptr, weight_ptr, g_weight_ptr, g_down_ptr, g_up_ptr, parts,
     C: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One row of the three sums: its parts, always added up in the same order, times weight but for weight's own."""
+    """One row of the three sums: its parts, added in a fixed order, times weight except for weight's own gradient."""
     row = tl.program_id(0)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros([PARTS, BLOCK], tl.float32)
+    b_total = tl.zeros([PARTS, BLOCK], tl.float32)
     for first in range(0, parts, PARTS):
         part = first + tl.arange(0, PARTS)
-        at = partial + (part * (2 * R + 1) + row)[:, None] * C + c[None, :]
-        total += tl.load(at, mask=(part < parts)[:, None] & (c < C)[None, :], other=0.0)
-    sum = tl.sum(total, 0)
-    scaled = sum * vector_of(weight, c, C)
-    tl.store(g_weight + c, sum.to(g_weight.dtype.element_ty), mask=(c < C) & (row == 0))
-    tl.store(g_down + (row - 1) * C + c, scaled.to(g_down.dtype.element_ty), mask=(c < C) & (row > 0) & (row <= R))
-    tl.store(g_up + c * R + (row - 1 - R), scaled.to(g_up.dtype.element_ty), mask=(c < C) & (row > R))
+        part_ptr = partial_ptr + (part * (2 * R + 1) + row)[:, None] * C + c[None, :]
+        b_total += tl.load(part_ptr, mask=(part < parts)[:, None] & (c < C)[None, :], other=0.0)
+    b_sum = tl.sum(b_total, 0)
+    b_scaled = b_sum * vector_of(weight_ptr, c, C)
+    tl.store(g_weight_ptr + c, b_sum.to(g_weight_ptr.dtype.element_ty), mask=(c < C) & (row == 0))
+    tl.store(
+        g_down_ptr + (row - 1) * C + c, b_scaled.to(g_down_ptr.dtype.element_ty), mask=(c < C) & (row > 0) & (row <= R)
+    )
+    tl.store(g_up_ptr + c * R + (row - 1 - R), b_scaled.to(g_up_ptr.dtype.element_ty), mask=(c < C) & (row > R))

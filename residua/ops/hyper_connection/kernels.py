@@ -3,15 +3,15 @@
     X'_i = Σ_j mix_ij X_j + post_i y,   z = RMS(X') φᵀ,   h = Σ_i pre_i X'_i,   pre from z
 
 TOKENS rows at a time, in blocks of BLOCK channels. The first sweep writes X'; the second finds it in the cache and sums
-‖X'‖² and the products with φ, small matrix products over the tile; from these pre follows, and the third makes h.
-Backward likewise: of pre's gradient dh · X'_i the first sweep needs only dh · X_j and dh · y, and X' is made again from
-X and y, not read.
+‖X'‖² and the products with φ, small matrix products over the tile, which give pre; the third computes h.
+Backward likewise: for pre's gradient dh · X'_i the first sweep needs only dh · X_j and dh · y, and X' is recomputed
+from X and y, not read.
 
 NORM says where z comes from. "all": RMS over all streams as one vector, φ [K, N·C], pre_i = σ(scale z_i + bias_i);
 "each": RMS of each stream, φ [K, C], z [N, K], pre_i = bias_i + scale tanh(z_i0); "none": no z, pre_i = bias_i.
 Either way z is one row of Z numbers in a tile of RANK columns, K of which, or all, belong to a stream.
 
-What a stream brings along per token (mix_ij, post_i) is loaded where it is used: held, it would fill the registers.
+The per-token weights (mix_ij, post_i) are loaded where they are used: held, they would fill the registers.
 """
 
 # mypy: ignore-errors
@@ -22,8 +22,8 @@ import triton.language as tl
 
 
 @triton.jit
-def _tile(x, at, mask):
-    return tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
+def _tile(x_ptr, at, mask):
+    return tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -38,21 +38,21 @@ def _replaced(values, t: tl.constexpr, value, COUNT: tl.constexpr):
 
 
 @triton.jit
-def _streams(x, rows, c, mask, C: tl.constexpr, N: tl.constexpr):
-    """The streams' tiles."""
-    tiles = ()
+def _streams(x_ptr, t, c, mask, C: tl.constexpr, N: tl.constexpr):
+    """The tiles [TOKENS, BLOCK] of all N streams."""
+    b_tiles = ()
     for j in tl.static_range(N):
-        tiles = tiles + (_tile(x, rows[:, None] * (N * C) + j * C + c[None, :], mask),)
-    return tiles
+        b_tiles = b_tiles + (_tile(x_ptr, t[:, None] * (N * C) + j * C + c[None, :], mask),)
+    return b_tiles
 
 
 @triton.jit
-def _mixed(x, y, mix, post, i, inside, N: tl.constexpr, dtype: tl.constexpr):
-    """X'_i as it is stored, from the streams' tiles; `mix` and `post` point at the tokens' numbers."""
-    v = _tile(post, i, inside)[:, None] * y
+def _mixed(b_x, b_y, mix_ptr, post_ptr, i, live, N: tl.constexpr, dtype: tl.constexpr):
+    """X'_i = Σ_j mix_ij X_j + post_i y [TOKENS, BLOCK], as it is stored; pointers to the tokens' weights."""
+    b_v = _tile(post_ptr, i, live)[:, None] * b_y
     for j in tl.static_range(N):
-        v += _tile(mix, i * N + j, inside)[:, None] * x[j]
-    return v.to(dtype)
+        b_v += _tile(mix_ptr, i * N + j, live)[:, None] * b_x[j]
+    return b_v.to(dtype)
 
 
 @triton.jit
@@ -62,11 +62,11 @@ def _belongs(k, i, K: tl.constexpr, NORM: tl.constexpr):
 
 
 @triton.jit
-def _phi(phi, k, c, i, Z: tl.constexpr, K: tl.constexpr, C: tl.constexpr, N: tl.constexpr, NORM: tl.constexpr):
+def _phi(phi_ptr, k, c, i, Z: tl.constexpr, K: tl.constexpr, C: tl.constexpr, N: tl.constexpr, NORM: tl.constexpr):
     """φ of stream i as [RANK, BLOCK]."""
-    at = phi + ((k * N + i) * C if NORM == "all" else k % K * C)[:, None] + c[None, :]
+    at_ptr = phi_ptr + ((k * N + i) * C if NORM == "all" else k % K * C)[:, None] + c[None, :]
     mask = ((k < Z) & _belongs(k, i, K, NORM))[:, None] & (c < C)[None, :]
-    return tl.load(at, mask=mask, other=0.0)
+    return tl.load(at_ptr, mask=mask, other=0.0)
 
 
 @triton.jit
@@ -75,83 +75,88 @@ def _tanh(x):
 
 
 @triton.jit
-def _weight(z, scale, bias, i, NORM: tl.constexpr):
+def _weight(b_z, scale_ptr, bias_ptr, i, NORM: tl.constexpr):
     """pre_i, from its column of z."""
-    b = tl.load(bias + i).to(tl.float32)
+    b = tl.load(bias_ptr + i).to(tl.float32)
     if NORM == "all":
-        return tl.sigmoid(tl.load(scale).to(tl.float32) * z + b)
-    return b + tl.load(scale).to(tl.float32) * _tanh(z)
+        return tl.sigmoid(tl.load(scale_ptr).to(tl.float32) * b_z + b)
+    return b + tl.load(scale_ptr).to(tl.float32) * _tanh(b_z)
 
 
 @triton.jit
 def forward_kernel(
-    streams, update, post, mix, scale, bias, phi, rest, after, hidden, logits, rstds, weights,
-    tokens, post_stride, mix_stride, eps,
+    x_ptr, y_ptr, post_ptr, mix_ptr, scale_ptr, bias_ptr, phi_ptr, rest_ptr, after_ptr, h_ptr, z_ptr, rstd_ptr, pre_ptr,
+    tokens, stride_post, stride_mix, eps,
     C: tl.constexpr, N: tl.constexpr, K: tl.constexpr, Z: tl.constexpr, RANK: tl.constexpr,
     TOKENS: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """φ comes in the streams' dtype; SPLIT: with the rest that rounding took from it, so that z is not rounded.
 
-    Each sweep loads its tiles anew, behind a barrier: tiles shared with a matrix product would take its layout, in
-    which every warp holds them all.
+    Each sweep loads its tiles again, after a barrier: tiles shared with a matrix product would take its layout, in
+    which every warp holds all of them.
     """
-    dtype: tl.constexpr = after.dtype.element_ty
-    rows = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    inside = rows < tokens
+    dtype: tl.constexpr = after_ptr.dtype.element_ty
+    t = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    live = t < tokens
     k = tl.arange(0, RANK)
-    post, mix = post + rows * post_stride, mix + rows * mix_stride
+    post_ptr, mix_ptr = post_ptr + t * stride_post, mix_ptr + t * stride_mix
 
+    # first sweep: X'_i = Σ_j mix_ij X_j + post_i y
     for first in range(0, C, BLOCK):
         c = first + tl.arange(0, BLOCK)
-        mask = inside[:, None] & (c < C)[None, :]
-        y = _tile(update, rows[:, None] * C + c[None, :], mask)
-        x = _streams(streams, rows, c, mask, C, N)
+        mask = live[:, None] & (c < C)[None, :]
+        b_y = _tile(y_ptr, t[:, None] * C + c[None, :], mask)  # [TOKENS, BLOCK]
+        b_x = _streams(x_ptr, t, c, mask, C, N)  # N of [TOKENS, BLOCK]
         for i in range(N):
-            new = _mixed(x, y, mix, post, i, inside, N, dtype)
-            tl.store(after + rows[:, None] * (N * C) + i * C + c[None, :], new, mask=mask)
+            b_new = _mixed(b_x, b_y, mix_ptr, post_ptr, i, live, N, dtype)
+            tl.store(after_ptr + t[:, None] * (N * C) + i * C + c[None, :], b_new, mask=mask)
     tl.debug_barrier()
 
+    # second sweep: z = RMS(X') φᵀ, and pre from z
     if NORM == "none":
         for i in range(N):
-            tl.store(weights + rows * N + i, tl.zeros([TOKENS], tl.float32) + tl.load(bias + i), mask=inside)
+            tl.store(pre_ptr + t * N + i, tl.zeros([TOKENS], tl.float32) + tl.load(bias_ptr + i), mask=live)
     else:
-        z, square = tl.zeros([TOKENS, RANK], tl.float32), tl.zeros([TOKENS, RANK], tl.float32)
+        b_z, b_square = tl.zeros([TOKENS, RANK], tl.float32), tl.zeros([TOKENS, RANK], tl.float32)
         for i in range(N):
-            own = tl.zeros([TOKENS], tl.float32)
+            b_own = tl.zeros([TOKENS], tl.float32)
             for first in range(0, C, BLOCK):
                 c = first + tl.arange(0, BLOCK)
-                at, mask = rows[:, None] * (N * C) + i * C + c[None, :], inside[:, None] & (c < C)[None, :]
-                raw = tl.load(after + at, mask=mask, other=0.0)
-                z = tl.dot(raw, tl.trans(_phi(phi, k, c, i, Z, K, C, N, NORM)), z, input_precision="ieee")
+                at, mask = t[:, None] * (N * C) + i * C + c[None, :], live[:, None] & (c < C)[None, :]
+                b_raw = tl.load(after_ptr + at, mask=mask, other=0.0)  # [TOKENS, BLOCK]
+                b_z = tl.dot(b_raw, tl.trans(_phi(phi_ptr, k, c, i, Z, K, C, N, NORM)), b_z, input_precision="ieee")
                 if SPLIT:
-                    z = tl.dot(raw, tl.trans(_phi(rest, k, c, i, Z, K, C, N, NORM)), z, input_precision="ieee")
-                v = raw.to(tl.float32)
-                own += tl.sum(v * v, 1)
-            square += tl.where(_belongs(k, i, K, NORM)[None, :], own[:, None], 0.0)
-        rstd = tl.rsqrt(square / (C * N if NORM == "all" else C) + eps)
-        z *= rstd
-        at = rows[:, None] * Z + k[None, :]
-        tl.store(logits + at, z, mask=inside[:, None] & (k < Z)[None, :])
-        tl.store(rstds + at, rstd, mask=inside[:, None] & (k < Z)[None, :])
+                    b_z = tl.dot(
+                        b_raw, tl.trans(_phi(rest_ptr, k, c, i, Z, K, C, N, NORM)), b_z, input_precision="ieee"
+                    )
+                b_v = b_raw.to(tl.float32)
+                b_own += tl.sum(b_v * b_v, 1)
+            b_square += tl.where(_belongs(k, i, K, NORM)[None, :], b_own[:, None], 0.0)
+        b_rstd = tl.rsqrt(b_square / (C * N if NORM == "all" else C) + eps)  # [TOKENS, RANK]
+        b_z *= b_rstd
+        at = t[:, None] * Z + k[None, :]
+        tl.store(z_ptr + at, b_z, mask=live[:, None] & (k < Z)[None, :])
+        tl.store(rstd_ptr + at, b_rstd, mask=live[:, None] & (k < Z)[None, :])
         for i in range(N):
-            own = tl.sum(tl.where((k == (i if NORM == "all" else i * K))[None, :], z, 0.0), 1)
-            tl.store(weights + rows * N + i, _weight(own, scale, bias, i, NORM), mask=inside)
+            b_own = tl.sum(tl.where((k == (i if NORM == "all" else i * K))[None, :], b_z, 0.0), 1)
+            tl.store(pre_ptr + t * N + i, _weight(b_own, scale_ptr, bias_ptr, i, NORM), mask=live)
     tl.debug_barrier()
 
     for first in range(0, C, BLOCK):
         c = first + tl.arange(0, BLOCK)
-        mask = inside[:, None] & (c < C)[None, :]
-        h = tl.zeros([TOKENS, BLOCK], tl.float32)
+        mask = live[:, None] & (c < C)[None, :]
+        # third sweep: h = Σ_j pre_j X'_j
+        b_h = tl.zeros([TOKENS, BLOCK], tl.float32)
         for j in tl.static_range(N):
-            pre = _tile(weights, rows * N + j, inside)
-            h += pre[:, None] * _tile(after, rows[:, None] * (N * C) + j * C + c[None, :], mask)
-        tl.store(hidden + rows[:, None] * C + c[None, :], h.to(dtype), mask=mask)
+            b_pre = _tile(pre_ptr, t * N + j, live)  # [TOKENS]
+            b_h += b_pre[:, None] * _tile(after_ptr, t[:, None] * (N * C) + j * C + c[None, :], mask)
+        tl.store(h_ptr + t[:, None] * C + c[None, :], b_h.to(dtype), mask=mask)
 
 
 @triton.jit
 def backward_kernel(
-    g_after, g_hidden, g_logits, streams, update, post, mix, scale, phi, logits, rstds, weights,
-    g_streams, g_update, g_post, g_mix, g_pre, g_z, tokens, post_stride, mix_stride,
+    g_after_ptr, g_h_ptr, g_logits_ptr, x_ptr, y_ptr, post_ptr, mix_ptr, scale_ptr, phi_ptr, z_ptr, rstd_ptr, pre_ptr,
+    g_x_ptr, g_y_ptr, g_post_ptr, g_mix_ptr, g_pre_ptr, g_z_ptr, tokens, stride_post, stride_mix,
     C: tl.constexpr, N: tl.constexpr, K: tl.constexpr, Z: tl.constexpr, RANK: tl.constexpr,
     TOKENS: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, SQUARE: tl.constexpr,
     HAS_AFTER: tl.constexpr, HAS_LOGITS: tl.constexpr,
@@ -166,90 +171,94 @@ def backward_kernel(
     Until they are written, g_X holds rstd dz φ and g_post the factor of X': as in the forward kernel, what comes out of
     a matrix product must not pass its layout on.
     """
-    dtype: tl.constexpr = g_streams.dtype.element_ty
-    rows = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    inside = rows < tokens
+    dtype: tl.constexpr = g_x_ptr.dtype.element_ty
+    t = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    live = t < tokens
     k = tl.arange(0, RANK)
-    post, mix = post + rows * post_stride, mix + rows * mix_stride
+    post_ptr, mix_ptr = post_ptr + t * stride_post, mix_ptr + t * stride_mix
 
-    hy, hx = tl.zeros([TOKENS], tl.float32), ()
+    # first sweep: dh · y and dh · X_j
+    b_hy, b_hx = tl.zeros([TOKENS], tl.float32), ()
     for _ in tl.static_range(N):
-        hx = hx + (tl.zeros([TOKENS], tl.float32),)
+        b_hx = b_hx + (tl.zeros([TOKENS], tl.float32),)
     for first in range(0, C, BLOCK):
         c = first + tl.arange(0, BLOCK)
-        mask = inside[:, None] & (c < C)[None, :]
-        h = _tile(g_hidden, rows[:, None] * C + c[None, :], mask)
-        hy += tl.sum(h * _tile(update, rows[:, None] * C + c[None, :], mask), 1)
+        mask = live[:, None] & (c < C)[None, :]
+        b_g_h = _tile(g_h_ptr, t[:, None] * C + c[None, :], mask)
+        b_hy += tl.sum(b_g_h * _tile(y_ptr, t[:, None] * C + c[None, :], mask), 1)
         for j in tl.static_range(N):
-            dot = tl.sum(h * _tile(streams, rows[:, None] * (N * C) + j * C + c[None, :], mask), 1)
-            hx = _replaced(hx, j, hx[j] + dot, N)
+            b_dot = tl.sum(b_g_h * _tile(x_ptr, t[:, None] * (N * C) + j * C + c[None, :], mask), 1)
+            b_hx = _replaced(b_hx, j, b_hx[j] + b_dot, N)
 
-    at, known = rows[:, None] * Z + k[None, :], inside[:, None] & (k < Z)[None, :]
-    z, dz = tl.zeros([TOKENS, RANK], tl.float32), tl.zeros([TOKENS, RANK], tl.float32)
+    # the gradient of pre_i, dh · X'_i = post_i dh·y + Σ_j mix_ij dh·X_j, and through it dz
+    at, is_z = t[:, None] * Z + k[None, :], live[:, None] & (k < Z)[None, :]
+    b_z, b_dz = tl.zeros([TOKENS, RANK], tl.float32), tl.zeros([TOKENS, RANK], tl.float32)
     if NORM != "none":
-        z = tl.load(logits + at, mask=known, other=0.0)
+        b_z = tl.load(z_ptr + at, mask=is_z, other=0.0)
     if HAS_LOGITS:
-        dz = tl.load(g_logits + at, mask=known, other=0.0).to(tl.float32)
+        b_dz = tl.load(g_logits_ptr + at, mask=is_z, other=0.0).to(tl.float32)
     for i in range(N):
-        g = _tile(post, i, inside) * hy
+        b_g = _tile(post_ptr, i, live) * b_hy
         for j in tl.static_range(N):
-            g += _tile(mix, i * N + j, inside) * hx[j]
+            b_g += _tile(mix_ptr, i * N + j, live) * b_hx[j]
         if NORM != "none":
             column = (k == (i if NORM == "all" else i * K))[None, :]
             if NORM == "all":
-                pre = _tile(weights, rows * N + i, inside)
-                g *= pre * (1 - pre)
-                step = g
+                b_pre = _tile(pre_ptr, t * N + i, live)
+                b_g *= b_pre * (1 - b_pre)
+                b_step = b_g
             else:
-                t = _tanh(_tile(logits, rows * Z + i * K, inside))
-                step = g * (1 - t * t)
-            dz += tl.where(column, (tl.load(scale).to(tl.float32) * step)[:, None], 0.0)
-        tl.store(g_pre + rows * N + i, g, mask=inside)
+                b_t = _tanh(_tile(z_ptr, t * Z + i * K, live))
+                b_step = b_g * (1 - b_t * b_t)
+            b_dz += tl.where(column, (tl.load(scale_ptr).to(tl.float32) * b_step)[:, None], 0.0)
+        tl.store(g_pre_ptr + t * N + i, b_g, mask=live)
     if NORM != "none":
-        rstd = tl.load(rstds + at, mask=known, other=0.0)
-        back = rstd * rstd * dz * z / (C * N if NORM == "all" else C)
-        dz *= rstd
-        tl.store(g_z + at, dz, mask=known)
-        dz = dz.to(dtype)
+        # rstd dz φ_i, and the factor rstd²/D Σ_k dz_k z_k of X'_i
+        b_rstd = tl.load(rstd_ptr + at, mask=is_z, other=0.0)  # [TOKENS, RANK]
+        b_back = b_rstd * b_rstd * b_dz * b_z / (C * N if NORM == "all" else C)
+        b_dz *= b_rstd
+        tl.store(g_z_ptr + at, b_dz, mask=is_z)
+        b_dz = b_dz.to(dtype)
         for i in range(N):
             for first in range(0, C, BLOCK):
                 c = first + tl.arange(0, BLOCK)
-                mask = inside[:, None] & (c < C)[None, :]
-                through = tl.dot(dz, _phi(phi, k, c, i, Z, K, C, N, NORM), input_precision="ieee")
-                tl.store(g_streams + rows[:, None] * (N * C) + i * C + c[None, :], through.to(dtype), mask=mask)
-            shrink = tl.sum(tl.where(_belongs(k, i, K, NORM)[None, :], back, 0.0), 1)
-            tl.store(g_post + rows * N + i, shrink, mask=inside)
+                mask = live[:, None] & (c < C)[None, :]
+                b_through = tl.dot(b_dz, _phi(phi_ptr, k, c, i, Z, K, C, N, NORM), input_precision="ieee")
+                tl.store(g_x_ptr + t[:, None] * (N * C) + i * C + c[None, :], b_through.to(dtype), mask=mask)
+            b_shrink = tl.sum(tl.where(_belongs(k, i, K, NORM)[None, :], b_back, 0.0), 1)
+            tl.store(g_post_ptr + t * N + i, b_shrink, mask=live)
         tl.debug_barrier()
 
     s = tl.arange(0, SQUARE)
-    sums = tl.zeros([TOKENS, SQUARE], tl.float32)
+    # last sweep: G_i, and from it all the gradients
+    b_sums = tl.zeros([TOKENS, SQUARE], tl.float32)
     for first in range(0, C, BLOCK):
         c = first + tl.arange(0, BLOCK)
-        mask = inside[:, None] & (c < C)[None, :]
-        y = _tile(update, rows[:, None] * C + c[None, :], mask)
-        h = _tile(g_hidden, rows[:, None] * C + c[None, :], mask)
-        x, dx = _streams(streams, rows, c, mask, C, N), ()
+        mask = live[:, None] & (c < C)[None, :]
+        b_y = _tile(y_ptr, t[:, None] * C + c[None, :], mask)
+        b_g_h = _tile(g_h_ptr, t[:, None] * C + c[None, :], mask)
+        b_x, b_g_x = _streams(x_ptr, t, c, mask, C, N), ()
         for _ in tl.static_range(N):
-            dx = dx + (tl.zeros([TOKENS, BLOCK], tl.float32),)
-        dy = tl.zeros([TOKENS, BLOCK], tl.float32)
+            b_g_x = b_g_x + (tl.zeros([TOKENS, BLOCK], tl.float32),)
+        b_g_y = tl.zeros([TOKENS, BLOCK], tl.float32)
         for i in range(N):
-            G = _tile(weights, rows * N + i, inside)[:, None] * h
+            b_G = _tile(pre_ptr, t * N + i, live)[:, None] * b_g_h
             if HAS_AFTER:
-                G += _tile(g_after, rows[:, None] * (N * C) + i * C + c[None, :], mask)
+                b_G += _tile(g_after_ptr, t[:, None] * (N * C) + i * C + c[None, :], mask)
             if NORM != "none":
-                G += _tile(g_streams, rows[:, None] * (N * C) + i * C + c[None, :], mask)
-                shrink = _tile(g_post, rows * N + i, inside)
-                G -= shrink[:, None] * _mixed(x, y, mix, post, i, inside, N, dtype).to(tl.float32)
-            dy += _tile(post, i, inside)[:, None] * G
-            sums += tl.where((s == N * N + i)[None, :], tl.sum(G * y, 1)[:, None], 0.0)
+                b_G += _tile(g_x_ptr, t[:, None] * (N * C) + i * C + c[None, :], mask)
+                b_shrink = _tile(g_post_ptr, t * N + i, live)
+                b_G -= b_shrink[:, None] * _mixed(b_x, b_y, mix_ptr, post_ptr, i, live, N, dtype).to(tl.float32)
+            b_g_y += _tile(post_ptr, i, live)[:, None] * b_G
+            b_sums += tl.where((s == N * N + i)[None, :], tl.sum(b_G * b_y, 1)[:, None], 0.0)
             for j in tl.static_range(N):
-                dx = _replaced(dx, j, dx[j] + _tile(mix, i * N + j, inside)[:, None] * G, N)
-                sums += tl.where((s == i * N + j)[None, :], tl.sum(G * x[j], 1)[:, None], 0.0)
-        tl.store(g_update + rows[:, None] * C + c[None, :], dy.to(dtype), mask=mask)
+                b_g_x = _replaced(b_g_x, j, b_g_x[j] + _tile(mix_ptr, i * N + j, live)[:, None] * b_G, N)
+                b_sums += tl.where((s == i * N + j)[None, :], tl.sum(b_G * b_x[j], 1)[:, None], 0.0)
+        tl.store(g_y_ptr + t[:, None] * C + c[None, :], b_g_y.to(dtype), mask=mask)
         tl.debug_barrier()
         for j in tl.static_range(N):
-            tl.store(g_streams + rows[:, None] * (N * C) + j * C + c[None, :], dx[j].to(dtype), mask=mask)
+            tl.store(g_x_ptr + t[:, None] * (N * C) + j * C + c[None, :], b_g_x[j].to(dtype), mask=mask)
     tl.debug_barrier()
     to_mix, to_post = s < N * N, (s >= N * N) & (s < N * N + N)
-    tl.store(g_mix + rows[:, None] * (N * N) + s[None, :], sums, mask=inside[:, None] & to_mix[None, :])
-    tl.store(g_post + rows[:, None] * N + s[None, :] - N * N, sums, mask=inside[:, None] & to_post[None, :])
+    tl.store(g_mix_ptr + t[:, None] * (N * N) + s[None, :], b_sums, mask=live[:, None] & to_mix[None, :])
+    tl.store(g_post_ptr + t[:, None] * N + s[None, :] - N * N, b_sums, mask=live[:, None] & to_post[None, :])

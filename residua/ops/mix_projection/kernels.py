@@ -1,11 +1,11 @@
-"""Anchor mixing on the GPU: one head of tiles of ROWS tokens of a sequence, mixed, normalised, turned and written.
+"""Anchor mixing on the GPU: one head of tiles of ROWS tokens of a sequence, mixed, normalised, rotated and written.
 
     m = λ1 γ1 ⊙ N(a) + λ2 γ2 ⊙ s,   y = rotate(gain ⊙ RMS(m))
 
 Each part can be absent: mixing (MIXED), γ (DYNAMIC), the anchor's own norm N (ANCHOR_NORMED), QK-norm (NORMED) and
-rotation (TURNED). A head of width D is held as two halves, which the rotation pairs; of an odd D the second half is one
-short. The backward pass keeps nothing: m and both 1/rms are computed again from s and a, which it reads anyway. A
-program stays with one head, whose scales and gains it reads once; where a tile begins is worked out once for its rows.
+rotation (TURNED). A head of width D is held as two halves [ROWS, LANES], which the rotation pairs (b_x1, b_x2); if D is
+odd, the second half is one short. The backward pass keeps nothing: m and both 1/rms are recomputed from s and a, which
+it reads anyway. A program stays with one head, whose scales and gains it reads once.
 """
 
 # mypy: ignore-errors
@@ -16,191 +16,204 @@ import triton.language as tl
 
 
 @triton.jit
-def _tile(pointer, first, stride, head, LANES: tl.constexpr, ROWS: tl.constexpr):
-    """Where one head of ROWS tokens lies, `first` the first token and `stride` from one to the next."""
+def _tile(x_ptr, first, stride_t, head, LANES: tl.constexpr, ROWS: tl.constexpr):
+    """Pointers to the first half of one head of ROWS tokens, from token `first` on; `head` is the head's offset."""
     row, lane = tl.arange(0, ROWS)[:, None], tl.arange(0, LANES)[None, :]
-    return pointer + (tl.cast(first, tl.int64) * stride + head) + (row * stride + lane)
+    return x_ptr + (tl.cast(first, tl.int64) * stride_t + head) + (row * stride_t + lane)
 
 
 @triton.jit
-def _load(at, low, high, HALF: tl.constexpr):
-    x1 = tl.load(at, mask=low, other=0.0).to(tl.float32)
-    return x1, tl.load(at + HALF, mask=high, other=0.0).to(tl.float32)
+def _load(x_ptr, is_low, is_high, HALF: tl.constexpr):
+    b_x1 = tl.load(x_ptr, mask=is_low, other=0.0).to(tl.float32)
+    return b_x1, tl.load(x_ptr + HALF, mask=is_high, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _store(at, low, high, x1, x2, HALF: tl.constexpr):
-    tl.store(at, x1.to(at.dtype.element_ty), mask=low)
-    tl.store(at + HALF, x2.to(at.dtype.element_ty), mask=high)
+def _store(x_ptr, is_low, is_high, b_x1, b_x2, HALF: tl.constexpr):
+    tl.store(x_ptr, b_x1.to(x_ptr.dtype.element_ty), mask=is_low)
+    tl.store(x_ptr + HALF, b_x2.to(x_ptr.dtype.element_ty), mask=is_high)
 
 
 @triton.jit
-def _rstd(x1, x2, eps, D: tl.constexpr):
-    return tl.rsqrt((tl.sum(x1 * x1, 1) + tl.sum(x2 * x2, 1)) / D + eps)[:, None]
+def _rstd(b_x1, b_x2, eps, D: tl.constexpr):
+    return tl.rsqrt((tl.sum(b_x1 * b_x1, 1) + tl.sum(b_x2 * b_x2, 1)) / D + eps)[:, None]
 
 
 @triton.jit
-def _factors(gamma, first, stride, inside, ROWS: tl.constexpr):
-    """γ1 and γ2 of ROWS tokens."""
-    at = gamma + tl.cast(first, tl.int64) * stride + (tl.arange(0, ROWS) * stride)[:, None]
-    g1 = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    return g1, tl.load(at + 1, mask=inside, other=0.0).to(tl.float32)
+def _factors(gamma_ptr, first, stride_t, live, ROWS: tl.constexpr):
+    """γ1 and γ2 of ROWS tokens, [ROWS, 1] each."""
+    at_ptr = gamma_ptr + tl.cast(first, tl.int64) * stride_t + (tl.arange(0, ROWS) * stride_t)[:, None]
+    b_g1 = tl.load(at_ptr, mask=live, other=0.0).to(tl.float32)
+    return b_g1, tl.load(at_ptr + 1, mask=live, other=0.0).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["batches", "length", "tiles", "turns"])
 def forward_kernel(
-    current, anchor, own, other, gamma, gain, anchor_gain, cos, sin, out,
-    batches, length, tiles, turns, heads, current_stride, anchor_stride, anchor_head, gamma_stride, eps,
+    s_ptr, a_ptr, own_ptr, other_ptr, gamma_ptr, gain_ptr, anchor_gain_ptr, cos_ptr, sin_ptr, y_ptr,
+    batches, length, tiles, turns, heads, stride_st, stride_at, stride_ah, stride_gt, eps,
     D: tl.constexpr, HALF: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
     MIXED: tl.constexpr, DYNAMIC: tl.constexpr, ANCHOR_NORMED: tl.constexpr,
     NORMED: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
-    """One head of every P-th tile, P the programs of a head. `own` is λ2 and `other` λ1 [heads, D]; gamma's two columns
-    are γ1 and γ2; the table of the next sequence is `turns` tokens further, 0 if all share one.
+    """One head of every P-th tile, P the programs of a head. own is λ2 and other λ1, [heads, D]; gamma's two columns
+    are γ1 and γ2; the table of the next sequence is `turns` tokens further on, 0 if all share one.
     """
     head, chunk, chunks = tl.program_id(0) % heads, tl.program_id(0) // heads, tl.num_programs(0) // heads
     lane = tl.arange(0, LANES)[None, :]
-    low, high = lane < HALF, lane < D - HALF
+    is_low, is_high = lane < HALF, lane < D - HALF
     if MIXED:
-        l1, l2 = _load(other + head * D + lane, low, high, HALF)
-        k1, k2 = _load(own + head * D + lane, low, high, HALF)
+        b_l1, b_l2 = _load(other_ptr + head * D + lane, is_low, is_high, HALF)  # λ1 [1, LANES]
+        b_k1, b_k2 = _load(own_ptr + head * D + lane, is_low, is_high, HALF)  # λ2
     if ANCHOR_NORMED:
-        w1, w2 = _load(anchor_gain + lane, low, high, HALF)
+        b_w1, b_w2 = _load(anchor_gain_ptr + lane, is_low, is_high, HALF)
     if NORMED:
-        b1, b2 = _load(gain + lane, low, high, HALF)
+        b_b1, b_b2 = _load(gain_ptr + lane, is_low, is_high, HALF)
     for block in tl.range(chunk, batches * tiles, chunks, num_stages=STAGES):
         batch, start = block // tiles, block % tiles * ROWS
         token = tl.cast(batch, tl.int64) * length + start
-        inside = (start + tl.arange(0, ROWS) < length)[:, None]
-        first, second = inside & low, inside & high
-        m1, m2 = _load(_tile(current, token, current_stride, head * D, LANES, ROWS), first, second, HALF)
+        live = (start + tl.arange(0, ROWS) < length)[:, None]
+        first, second = live & is_low, live & is_high
+        # m = λ1 γ1 ⊙ N(a) + λ2 γ2 ⊙ s
+        b_m1, b_m2 = _load(_tile(s_ptr, token, stride_st, head * D, LANES, ROWS), first, second, HALF)  # [ROWS, LANES]
         if MIXED:
-            at = _tile(anchor, token, anchor_stride, head * anchor_head, LANES, ROWS)
-            a1, a2 = _load(at, first, second, HALF)
+            at_ptr = _tile(a_ptr, token, stride_at, head * stride_ah, LANES, ROWS)
+            b_a1, b_a2 = _load(at_ptr, first, second, HALF)
             if ANCHOR_NORMED:
-                r = _rstd(a1, a2, eps, D)
-                a1, a2 = a1 * r * w1, a2 * r * w2
-            a1, a2, m1, m2 = a1 * l1, a2 * l2, m1 * k1, m2 * k2
+                b_rstd = _rstd(b_a1, b_a2, eps, D)
+                b_a1, b_a2 = b_a1 * b_rstd * b_w1, b_a2 * b_rstd * b_w2
+            b_a1, b_a2, b_m1, b_m2 = b_a1 * b_l1, b_a2 * b_l2, b_m1 * b_k1, b_m2 * b_k2
             if DYNAMIC:
-                g1, g2 = _factors(gamma, token, gamma_stride, inside, ROWS)
-                a1, a2, m1, m2 = a1 * g1, a2 * g1, m1 * g2, m2 * g2
-            m1, m2 = m1 + a1, m2 + a2
+                b_g1, b_g2 = _factors(gamma_ptr, token, stride_gt, live, ROWS)
+                b_a1, b_a2, b_m1, b_m2 = b_a1 * b_g1, b_a2 * b_g1, b_m1 * b_g2, b_m2 * b_g2
+            b_m1, b_m2 = b_m1 + b_a1, b_m2 + b_a2
         if NORMED:
-            r = _rstd(m1, m2, eps, D)
-            m1, m2 = m1 * r * b1, m2 * r * b2
+            # gain ⊙ RMS(m)
+            b_rstd = _rstd(b_m1, b_m2, eps, D)
+            b_m1, b_m2 = b_m1 * b_rstd * b_b1, b_m2 * b_rstd * b_b2
         if TURNED:
+            # rotate
             turn = batch * turns + start
-            c = tl.load(_tile(cos, turn, HALF, 0, LANES, ROWS), mask=first, other=0.0)
-            s = tl.load(_tile(sin, turn, HALF, 0, LANES, ROWS), mask=first, other=0.0)
-            m1, m2 = m1 * c - m2 * s, m2 * c + m1 * s
-        _store(_tile(out, token, heads * D, head * D, LANES, ROWS), first, second, m1, m2, HALF)
+            b_cos = tl.load(_tile(cos_ptr, turn, HALF, 0, LANES, ROWS), mask=first, other=0.0)
+            b_sin = tl.load(_tile(sin_ptr, turn, HALF, 0, LANES, ROWS), mask=first, other=0.0)
+            b_m1, b_m2 = b_m1 * b_cos - b_m2 * b_sin, b_m2 * b_cos + b_m1 * b_sin
+        _store(_tile(y_ptr, token, heads * D, head * D, LANES, ROWS), first, second, b_m1, b_m2, HALF)
 
 
 @triton.jit(do_not_specialize=["batches", "length", "tiles", "turns"])
 def backward_kernel(
-    dy, current, anchor, later, own, other, gamma, gain, anchor_gain, cos, sin,
-    d_current, d_anchor, d_gamma, partial,
-    batches, length, tiles, turns, heads, dy_batch, dy_token, dy_head, current_stride, d_current_stride,
-    anchor_stride, anchor_head, gamma_stride, partial_stride, eps,
+    dy_ptr, s_ptr, a_ptr, later_ptr, own_ptr, other_ptr, gamma_ptr, gain_ptr, anchor_gain_ptr, cos_ptr, sin_ptr,
+    ds_ptr, da_ptr, d_gamma_ptr, partial_ptr,
+    batches, length, tiles, turns, heads, stride_yb, stride_yt, stride_yh, stride_st, stride_dst,
+    stride_at, stride_ah, stride_gt, stride_p, eps,
     D: tl.constexpr, HALF: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
     MIXED: tl.constexpr, DYNAMIC: tl.constexpr, ANCHOR_NORMED: tl.constexpr,
     NORMED: tl.constexpr, TURNED: tl.constexpr, LATER: tl.constexpr,
 ):  # fmt: skip
-    """One head of every P-th tile of tokens, P the programs of a head. With n = m·rstd and dz = dy turned back:
+    """One head of every P-th tile of tokens, P the programs of a head. With n = m·rstd and dz = dy rotated back:
 
     d_gain = Σ dz ⊙ n,  dm = rstd (gain ⊙ dz − n mean(gain ⊙ dz ⊙ n)),  ds = λ2 γ2 ⊙ dm,  dN(a) = λ1 γ1 ⊙ dm
     dλ1 = Σ γ1 dm ⊙ N(a),  dλ2 = Σ γ2 dm ⊙ s,  dγ1 = Σ λ1 ⊙ dm ⊙ N(a),  dγ2 = Σ λ2 ⊙ dm ⊙ s
 
-    `later` is what later layers gave the anchor as its gradient; the sum is written. dγ is left per head. The sums over
+    later is the anchor's gradient from later layers; da is written with it added. dγ is left per head. The sums over
     tokens stay per row of the tile until the end, when each program writes them, up to four [heads, D], into its own
-    row of `partial`: a reduction across warps in every turn would cost more than the traffic.
+    row of `partial`: a reduction across warps for every tile would cost more than the memory traffic.
     """
     head, chunk, chunks = tl.program_id(0) % heads, tl.program_id(0) // heads, tl.num_programs(0) // heads
     lane = tl.arange(0, LANES)[None, :]
-    low, high = lane < HALF, lane < D - HALF
-    zero = tl.zeros([ROWS, LANES], tl.float32)
-    p1, p2, q1, q2, v1, v2, u1, u2 = zero, zero, zero, zero, zero, zero, zero, zero
+    is_low, is_high = lane < HALF, lane < D - HALF
+    b_zero = tl.zeros([ROWS, LANES], tl.float32)
+    # sums over tokens of dλ1, dλ2, d_gain and d_anchor_gain
+    b_p1, b_p2, b_q1, b_q2, b_v1, b_v2, b_u1, b_u2 = b_zero, b_zero, b_zero, b_zero, b_zero, b_zero, b_zero, b_zero
     if MIXED:
-        o1, o2 = _load(other + head * D + lane, low, high, HALF)
-        i1, i2 = _load(own + head * D + lane, low, high, HALF)
+        b_o1, b_o2 = _load(other_ptr + head * D + lane, is_low, is_high, HALF)  # λ1 [1, LANES]
+        b_i1, b_i2 = _load(own_ptr + head * D + lane, is_low, is_high, HALF)  # λ2
     if ANCHOR_NORMED:
-        w1, w2 = _load(anchor_gain + lane, low, high, HALF)
+        b_w1, b_w2 = _load(anchor_gain_ptr + lane, is_low, is_high, HALF)
     if NORMED:
-        b1, b2 = _load(gain + lane, low, high, HALF)
+        b_b1, b_b2 = _load(gain_ptr + lane, is_low, is_high, HALF)
     for block in tl.range(chunk, batches * tiles, chunks, num_stages=STAGES):
         batch, start = block // tiles, block % tiles * ROWS
         token = tl.cast(batch, tl.int64) * length + start
-        inside = (start + tl.arange(0, ROWS) < length)[:, None]
-        first, second = inside & low, inside & high
-        given = dy + (tl.cast(batch, tl.int64) * dy_batch)
-        d1, d2 = _load(_tile(given, start, dy_token, head * dy_head, LANES, ROWS), first, second, HALF)
-        s1, s2 = _load(_tile(current, token, current_stride, head * D, LANES, ROWS), first, second, HALF)
-        m1, m2 = s1, s2
+        live = (start + tl.arange(0, ROWS) < length)[:, None]
+        first, second = live & is_low, live & is_high
+        batch_ptr = dy_ptr + (tl.cast(batch, tl.int64) * stride_yb)
+        b_d1, b_d2 = _load(
+            _tile(batch_ptr, start, stride_yt, head * stride_yh, LANES, ROWS), first, second, HALF
+        )  # [ROWS, LANES]
+        b_s1, b_s2 = _load(_tile(s_ptr, token, stride_st, head * D, LANES, ROWS), first, second, HALF)
+        # m = λ1 γ1 ⊙ N(a) + λ2 γ2 ⊙ s, again
+        b_m1, b_m2 = b_s1, b_s2
         if MIXED:
-            at = _tile(anchor, token, anchor_stride, head * anchor_head, LANES, ROWS)
-            a1, a2 = _load(at, first, second, HALF)
-            l1, l2, k1, k2 = o1, o2, i1, i2
+            at_ptr = _tile(a_ptr, token, stride_at, head * stride_ah, LANES, ROWS)
+            b_a1, b_a2 = _load(at_ptr, first, second, HALF)
+            b_l1, b_l2, b_k1, b_k2 = b_o1, b_o2, b_i1, b_i2
             if ANCHOR_NORMED:
-                ra = _rstd(a1, a2, eps, D)
-                n1, n2 = a1 * ra, a2 * ra
-                a1, a2 = n1 * w1, n2 * w2
+                b_rstd_a = _rstd(b_a1, b_a2, eps, D)
+                b_n1, b_n2 = b_a1 * b_rstd_a, b_a2 * b_rstd_a
+                b_a1, b_a2 = b_n1 * b_w1, b_n2 * b_w2
             if DYNAMIC:
-                g1, g2 = _factors(gamma, token, gamma_stride, inside, ROWS)
-                l1, l2, k1, k2 = l1 * g1, l2 * g1, k1 * g2, k2 * g2
+                b_g1, b_g2 = _factors(gamma_ptr, token, stride_gt, live, ROWS)
+                b_l1, b_l2, b_k1, b_k2 = b_l1 * b_g1, b_l2 * b_g1, b_k1 * b_g2, b_k2 * b_g2
             if NORMED:
-                m1, m2 = a1 * l1 + s1 * k1, a2 * l2 + s2 * k2
+                b_m1, b_m2 = b_a1 * b_l1 + b_s1 * b_k1, b_a2 * b_l2 + b_s2 * b_k2
 
         if TURNED:
+            # dz = dy rotated back
             turn = batch * turns + start
-            c = tl.load(_tile(cos, turn, HALF, 0, LANES, ROWS), mask=first, other=0.0)
-            s = tl.load(_tile(sin, turn, HALF, 0, LANES, ROWS), mask=first, other=0.0)
-            d1, d2 = d1 * c + d2 * s, d2 * c - d1 * s
+            b_cos = tl.load(_tile(cos_ptr, turn, HALF, 0, LANES, ROWS), mask=first, other=0.0)
+            b_sin = tl.load(_tile(sin_ptr, turn, HALF, 0, LANES, ROWS), mask=first, other=0.0)
+            b_d1, b_d2 = b_d1 * b_cos + b_d2 * b_sin, b_d2 * b_cos - b_d1 * b_sin
         if NORMED:
-            r = _rstd(m1, m2, eps, D)
-            m1, m2 = m1 * r, m2 * r
-            v1, v2 = v1 + d1 * m1, v2 + d2 * m2
-            d1, d2 = d1 * b1, d2 * b2
-            mean = ((tl.sum(d1 * m1, 1) + tl.sum(d2 * m2, 1)) / D)[:, None]
-            d1, d2 = r * (d1 - m1 * mean), r * (d2 - m2 * mean)
+            # d_gain, and dm = rstd (gain ⊙ dz − n mean(gain ⊙ dz ⊙ n))
+            b_rstd = _rstd(b_m1, b_m2, eps, D)
+            b_m1, b_m2 = b_m1 * b_rstd, b_m2 * b_rstd
+            b_v1, b_v2 = b_v1 + b_d1 * b_m1, b_v2 + b_d2 * b_m2
+            b_d1, b_d2 = b_d1 * b_b1, b_d2 * b_b2
+            b_mean = ((tl.sum(b_d1 * b_m1, 1) + tl.sum(b_d2 * b_m2, 1)) / D)[:, None]
+            b_d1, b_d2 = b_rstd * (b_d1 - b_m1 * b_mean), b_rstd * (b_d2 - b_m2 * b_mean)
 
-        to = _tile(d_current, token, d_current_stride, head * D, LANES, ROWS)
+        to_ptr = _tile(ds_ptr, token, stride_dst, head * D, LANES, ROWS)
         if MIXED:
-            _store(to, first, second, d1 * k1, d2 * k2, HALF)
-            a1, a2, s1, s2 = a1 * d1, a2 * d2, s1 * d1, s2 * d2
+            # ds = λ2 γ2 ⊙ dm
+            _store(to_ptr, first, second, b_d1 * b_k1, b_d2 * b_k2, HALF)
+            b_a1, b_a2, b_s1, b_s2 = b_a1 * b_d1, b_a2 * b_d2, b_s1 * b_d1, b_s2 * b_d2
             if DYNAMIC:
-                dg1 = tl.sum(a1 * o1, 1) + tl.sum(a2 * o2, 1)
-                dg2 = tl.sum(s1 * i1, 1) + tl.sum(s2 * i2, 1)
-                at = d_gamma + (token * heads + head) * 2 + (tl.arange(0, ROWS) * heads * 2)[:, None]
-                tl.store(at, dg1[:, None], mask=inside)
-                tl.store(at + 1, dg2[:, None], mask=inside)
-                a1, a2, s1, s2 = a1 * g1, a2 * g1, s1 * g2, s2 * g2
-            p1, p2, q1, q2 = p1 + a1, p2 + a2, q1 + s1, q2 + s2
-            d1, d2 = d1 * l1, d2 * l2
+                # dγ1, dγ2 of this head
+                b_dg1 = tl.sum(b_a1 * b_o1, 1) + tl.sum(b_a2 * b_o2, 1)
+                b_dg2 = tl.sum(b_s1 * b_i1, 1) + tl.sum(b_s2 * b_i2, 1)
+                at_ptr = d_gamma_ptr + (token * heads + head) * 2 + (tl.arange(0, ROWS) * heads * 2)[:, None]
+                tl.store(at_ptr, b_dg1[:, None], mask=live)
+                tl.store(at_ptr + 1, b_dg2[:, None], mask=live)
+                b_a1, b_a2, b_s1, b_s2 = b_a1 * b_g1, b_a2 * b_g1, b_s1 * b_g2, b_s2 * b_g2
+            b_p1, b_p2, b_q1, b_q2 = b_p1 + b_a1, b_p2 + b_a2, b_q1 + b_s1, b_q2 + b_s2
+            # dN(a) = λ1 γ1 ⊙ dm, then through N, plus what later layers gave
+            b_d1, b_d2 = b_d1 * b_l1, b_d2 * b_l2
             if ANCHOR_NORMED:
-                u1, u2 = u1 + d1 * n1, u2 + d2 * n2
-                d1, d2 = d1 * w1, d2 * w2
-                mean = ((tl.sum(d1 * n1, 1) + tl.sum(d2 * n2, 1)) / D)[:, None]
-                d1, d2 = ra * (d1 - n1 * mean), ra * (d2 - n2 * mean)
+                b_u1, b_u2 = b_u1 + b_d1 * b_n1, b_u2 + b_d2 * b_n2
+                b_d1, b_d2 = b_d1 * b_w1, b_d2 * b_w2
+                b_mean = ((tl.sum(b_d1 * b_n1, 1) + tl.sum(b_d2 * b_n2, 1)) / D)[:, None]
+                b_d1, b_d2 = b_rstd_a * (b_d1 - b_n1 * b_mean), b_rstd_a * (b_d2 - b_n2 * b_mean)
             if LATER:
-                e1, e2 = _load(_tile(later, token, heads * D, head * D, LANES, ROWS), first, second, HALF)
-                d1, d2 = d1 + e1, d2 + e2
-            _store(_tile(d_anchor, token, heads * D, head * D, LANES, ROWS), first, second, d1, d2, HALF)
+                b_e1, b_e2 = _load(_tile(later_ptr, token, heads * D, head * D, LANES, ROWS), first, second, HALF)
+                b_d1, b_d2 = b_d1 + b_e1, b_d2 + b_e2
+            _store(_tile(da_ptr, token, heads * D, head * D, LANES, ROWS), first, second, b_d1, b_d2, HALF)
         else:
-            _store(to, first, second, d1, d2, HALF)
+            _store(to_ptr, first, second, b_d1, b_d2, HALF)
 
-    at = partial + chunk * partial_stride + head * D
+    # this program's row of `partial`
+    at_ptr = partial_ptr + chunk * stride_p + head * D
     if MIXED:
-        _store_sums(at, lane, low, high, p1, p2, HALF)
-        _store_sums(at + heads * D, lane, low, high, q1, q2, HALF)
-        at += 2 * heads * D
+        _store_sums(at_ptr, lane, is_low, is_high, b_p1, b_p2, HALF)
+        _store_sums(at_ptr + heads * D, lane, is_low, is_high, b_q1, b_q2, HALF)
+        at_ptr += 2 * heads * D
     if NORMED:
-        _store_sums(at, lane, low, high, v1, v2, HALF)
-        at += heads * D
+        _store_sums(at_ptr, lane, is_low, is_high, b_v1, b_v2, HALF)
+        at_ptr += heads * D
     if ANCHOR_NORMED:
-        _store_sums(at, lane, low, high, u1, u2, HALF)
+        _store_sums(at_ptr, lane, is_low, is_high, b_u1, b_u2, HALF)
 
 
 @triton.jit
-def _store_sums(at, lane, low, high, x1, x2, HALF: tl.constexpr):
-    tl.store(at + lane, tl.sum(x1, 0)[None, :], mask=low)
-    tl.store(at + HALF + lane, tl.sum(x2, 0)[None, :], mask=high)
+def _store_sums(at_ptr, lane, is_low, is_high, b_x1, b_x2, HALF: tl.constexpr):
+    tl.store(at_ptr + lane, tl.sum(b_x1, 0)[None, :], mask=is_low)
+    tl.store(at_ptr + HALF + lane, tl.sum(b_x2, 0)[None, :], mask=is_high)

@@ -107,24 +107,24 @@ class Inputs(NamedTuple):
             yield (
                 s,
                 {
-                    "current": flat[:, s.first :],
-                    "anchor": anchor if anchor.stride(-1) == 1 else anchor.contiguous(),
-                    "own": self.current_scales[s.anchor].contiguous() if mixed else flat,
-                    "other": self.anchor_scales[s.anchor].contiguous() if mixed else flat,
-                    "gamma": gamma,
-                    "gain": self.gains[s.gain] if normed else flat,
-                    "anchor_gain": self.anchor_gains[s.anchor] if mixed and self.anchor_gains else flat,
-                    "cos": cos,
-                    "sin": sin,
+                    "s_ptr": flat[:, s.first :],
+                    "a_ptr": anchor if anchor.stride(-1) == 1 else anchor.contiguous(),
+                    "own_ptr": self.current_scales[s.anchor].contiguous() if mixed else flat,
+                    "other_ptr": self.anchor_scales[s.anchor].contiguous() if mixed else flat,
+                    "gamma_ptr": gamma,
+                    "gain_ptr": self.gains[s.gain] if normed else flat,
+                    "anchor_gain_ptr": self.anchor_gains[s.anchor] if mixed and self.anchor_gains else flat,
+                    "cos_ptr": cos,
+                    "sin_ptr": sin,
                     "batches": batches,
                     "length": length,
                     "tiles": cdiv(length, sizes["ROWS"]),
                     "turns": length if turned and cos.shape[:-1].numel() > length else 0,
                     "heads": s.heads,
-                    "current_stride": flat.stride(0),
-                    "anchor_stride": anchor.stride(0),
-                    "anchor_head": anchor.stride(1),
-                    "gamma_stride": gamma.stride(0),
+                    "stride_st": flat.stride(0),
+                    "stride_at": anchor.stride(0),
+                    "stride_ah": anchor.stride(1),
+                    "stride_gt": gamma.stride(0),
                     **sizes,
                     **s.parts(self.gamma is not None, len(self.anchor_gains) > 0),
                 },
@@ -154,7 +154,7 @@ def forward(
         chunks = _chunks([(section, arguments)], projected, FORWARD)
         if chunks:
             with on(projected):
-                kernels.forward_kernel[(chunks * section.heads,)](**arguments, out=out, eps=eps)
+                kernels.forward_kernel[(chunks * section.heads,)](**arguments, y_ptr=out, eps=eps)
     return made
 
 
@@ -196,17 +196,17 @@ def backward(
             with on(projected):
                 kernels.backward_kernel[(chunks * s.heads,)](
                     **arguments,
-                    dy=g,
-                    later=later[s.anchor].contiguous() if later and s.anchor >= 0 else flat,
-                    d_current=flat[:, s.first :],
-                    d_anchor=d_anchors[s.anchor] if s.anchor >= 0 else flat,
-                    d_gamma=per_head,
-                    partial=partial[:, column:],
-                    dy_batch=g.stride(0),
-                    dy_token=g.stride(1),
-                    dy_head=g.stride(2),
-                    d_current_stride=flat.stride(0),
-                    partial_stride=partial.stride(0),
+                    dy_ptr=g,
+                    later_ptr=later[s.anchor].contiguous() if later and s.anchor >= 0 else flat,
+                    ds_ptr=flat[:, s.first :],
+                    da_ptr=d_anchors[s.anchor] if s.anchor >= 0 else flat,
+                    d_gamma_ptr=per_head,
+                    partial_ptr=partial[:, column:],
+                    stride_yb=g.stride(0),
+                    stride_yt=g.stride(1),
+                    stride_yh=g.stride(2),
+                    stride_dst=flat.stride(0),
+                    stride_p=partial.stride(0),
                     eps=eps,
                     LATER=len(later) > 0 and s.anchor >= 0,
                 )

@@ -1,7 +1,6 @@
-"""The fill phase on the GPU: streams that are only read, h = Σ a_i s_i, and the sum that ends a backward pass.
+"""The fill phase on the GPU: streams that are only read, h = Σ a_i s_i. The kernels of `kernels.py` without a write.
 
-The kernels of `kernels.py` without a write. A stream's gradient goes through every read of it, each adding its own, so
-that no other pass has to add gradients up.
+A stream's gradient passes through every read of it, and each adds its own part: no other pass has to sum gradients.
 """
 
 # mypy: ignore-errors
@@ -16,17 +15,17 @@ from residua.ops.multi_gate.kernels_tile import add2, fold, pick, put, row, scal
 @triton.jit
 def _weights(ss, s2, live, eps, per_width, per_root):
     rstd = tl.rsqrt(ss * per_width + eps)
-    z = tl.where(live, s2 * rstd * per_root, -float("inf"))
-    e = tl.exp(z - tl.max(z, 0))
-    return rstd, e * (1 / tl.sum(e, 0))
+    b_z = tl.where(live, s2 * rstd * per_root, -float("inf"))
+    b_e = tl.exp(b_z - tl.max(b_z, 0))
+    return rstd, b_e * (1 / tl.sum(b_e, 0))
 
 
 @triton.jit
 def pool_forward_kernel(
-    streams,
-    query,
-    hidden,
-    stats,
+    s_ptrs,
+    w2_ptr,
+    h_ptr,
+    stats_ptr,
     eps,
     per_width,
     per_root,
@@ -41,35 +40,37 @@ def pool_forward_kernel(
     token = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, ROWS)
     live = i < N
+    # first sweep: ‖s_i‖² and w2·s_i, then a
     ss, s2 = tl.zeros([ROWS, LANES], tl.float32), tl.zeros([ROWS, LANES], tl.float32)
     for tile in range(TILES):
         c = tile * BLOCK + tl.arange(0, BLOCK)[None, :]
-        w2 = vector(query, c, C)
+        b_w2 = vector(w2_ptr, c, C)
         for k in tl.static_range(N):
-            s = row(stream(streams, k, token, C, N), c, C, "evict_last")
-            ss, s2 = put(ss, i, k, fold(s * s, LANES)), put(s2, i, k, fold(s * w2, LANES))
-    ss, s2 = tl.reduce((ss, s2), 1, add2)
+            b_s = row(stream(s_ptrs, k, token, C, N), c, C, "evict_last")  # [1, BLOCK]
+            ss, s2 = put(ss, i, k, fold(b_s * b_s, LANES)), put(s2, i, k, fold(b_s * b_w2, LANES))
+    ss, s2 = tl.reduce((ss, s2), 1, add2)  # each [ROWS]
     _, a = _weights(ss, s2, live, eps, per_width, per_root)
-    tl.store(stats + token * 2 * N + i, ss, mask=live)
-    tl.store(stats + token * 2 * N + N + i, s2, mask=live)
+    tl.store(stats_ptr + token * 2 * N + i, ss, mask=live)
+    tl.store(stats_ptr + token * 2 * N + N + i, s2, mask=live)
 
     for tile in range(TILES):
         c = tile * BLOCK + tl.arange(0, BLOCK)[None, :]
-        h = tl.zeros([1, BLOCK], tl.float32)
+        # second sweep: h = Σ a_i s_i
+        b_h = tl.zeros([1, BLOCK], tl.float32)
         for k in tl.static_range(N):
-            h += pick(a, i, k) * row(stream(streams, k, token, C, N), c, C, "evict_first")
-        tl.store(hidden + token * C + c, h.to(hidden.dtype.element_ty), mask=c < C)
+            b_h += pick(a, i, k) * row(stream(s_ptrs, k, token, C, N), c, C, "evict_first")
+        tl.store(h_ptr + token * C + c, b_h.to(h_ptr.dtype.element_ty), mask=c < C)
 
 
 @triton.jit
 def pool_backward_kernel(
-    g_hidden,
-    g_after,
-    streams,
-    query,
-    stats,
-    g_streams,
-    partial,
+    g_h_ptr,
+    g_after_ptrs,
+    s_ptrs,
+    w2_ptr,
+    stats_ptr,
+    g_s_ptrs,
+    partial_ptr,
     tokens,
     eps,
     per_width,
@@ -85,40 +86,43 @@ def pool_backward_kernel(
     program = tl.program_id(0)
     i = tl.arange(0, ROWS)
     live = i < N
-    g_w2 = ()
+    b_g_w2 = ()
     for _ in tl.static_range(TILES):
-        g_w2 = g_w2 + (tl.zeros([1, BLOCK], tl.float32),)
+        b_g_w2 = b_g_w2 + (tl.zeros([1, BLOCK], tl.float32),)
 
     for turn in tl.range(tl.cdiv(tokens - program, tl.num_programs(0))):
         token = program.to(tl.int64) + turn * tl.num_programs(0)
-        line = stats + token * 2 * N
-        ss, s2 = scalars(line, i, N), scalars(line + N, i, N)
+        line_ptr = stats_ptr + token * 2 * N
+        ss, s2 = scalars(line_ptr, i, N), scalars(line_ptr + N, i, N)
+        # first sweep: g_h·s_i
         hs = tl.zeros([ROWS, LANES], tl.float32)
         for tile in range(TILES):
             c = tile * BLOCK + tl.arange(0, BLOCK)[None, :]
-            h = row(g_hidden + token * C, c, C, "evict_last")
+            b_g_h = row(g_h_ptr + token * C, c, C, "evict_last")
             for k in tl.static_range(N):
-                hs = put(hs, i, k, fold(h * row(stream(streams, k, token, C, N), c, C, "evict_last"), LANES))
+                hs = put(hs, i, k, fold(b_g_h * row(stream(s_ptrs, k, token, C, N), c, C, "evict_last"), LANES))
         hs = tl.sum(hs, 1)
+        # a, A and B: the gradient through the scores
         rstd, a = _weights(ss, s2, live, eps, per_width, per_root)
         A = a * (hs - tl.sum(a * hs, 0)) * rstd * per_root
         B = -A * s2 * rstd * rstd * per_width
 
-        new_w2 = ()
+        # second sweep: g_s, and w2's sum over tokens
+        b_new_w2 = ()
         for tile in tl.static_range(TILES):
             c = tile * BLOCK + tl.arange(0, BLOCK)[None, :]
-            h, w2, to_w2 = row(g_hidden + token * C, c, C, "evict_first"), vector(query, c, C), g_w2[tile]
+            b_g_h, b_w2, b_to_w2 = row(g_h_ptr + token * C, c, C, "evict_first"), vector(w2_ptr, c, C), b_g_w2[tile]
             for k in tl.static_range(N):
-                s = row(stream(streams, k, token, C, N), c, C, "evict_first")
-                to_w2 += pick(A, i, k) * s
-                g = pick(B, i, k) * s + pick(a, i, k) * h
-                g += pick(A, i, k) * w2
-                if len(g_after) > 0:
-                    g += row(stream(g_after, k, token, C, N), c, C, "evict_first")
-                tl.store(stream(g_streams, k, token, C, N) + c, g.to(g_streams[0].dtype.element_ty), mask=c < C)
-            new_w2 = new_w2 + (to_w2,)
-        g_w2 = new_w2
+                b_s = row(stream(s_ptrs, k, token, C, N), c, C, "evict_first")
+                b_to_w2 += pick(A, i, k) * b_s
+                b_g_s = pick(B, i, k) * b_s + pick(a, i, k) * b_g_h
+                b_g_s += pick(A, i, k) * b_w2
+                if len(g_after_ptrs) > 0:
+                    b_g_s += row(stream(g_after_ptrs, k, token, C, N), c, C, "evict_first")
+                tl.store(stream(g_s_ptrs, k, token, C, N) + c, b_g_s.to(g_s_ptrs[0].dtype.element_ty), mask=c < C)
+            b_new_w2 = b_new_w2 + (b_to_w2,)
+        b_g_w2 = b_new_w2
 
     for tile in tl.static_range(TILES):
         c = tile * BLOCK + tl.arange(0, BLOCK)[None, :]
-        tl.store(partial + program * C + c, g_w2[tile], mask=c < C)
+        tl.store(partial_ptr + program * C + c, b_g_w2[tile], mask=c < C)

@@ -1,9 +1,9 @@
 """QK-norm and rotation on the GPU: tiles of ROWS tokens of a sequence, GROUP heads with one look at the table.
 
-    n = x·rstd,  y = rotate(w ⊙ n);   dz = dy turned back,  dw = Σ dz ⊙ n,  dx = rstd (w ⊙ dz − n mean(w ⊙ dz ⊙ n))
+    n = x·rstd,  y = rotate(w ⊙ n);   dz = dy rotated back,  dw = Σ dz ⊙ n,  dx = rstd (w ⊙ dz − n mean(w ⊙ dz ⊙ n))
 
-A head is held as its two halves, which the rotation pairs. A tile lies within one sequence, and where it begins is
-worked out once for all of its rows: divisions for every row took longer than the memory traffic.
+A head is held as its two halves [ROWS, LANES], which the rotation pairs. A tile is within one sequence, and its first
+token is computed once for all of its rows: divisions for every row took longer than the memory traffic.
 """
 
 # mypy: ignore-errors
@@ -14,37 +14,40 @@ import triton.language as tl
 
 
 @triton.jit
-def _tile(pointer, batch, start, sb, st, LANES: tl.constexpr, ROWS: tl.constexpr):
-    """Where the first half of head 0 lies, for ROWS tokens of a sequence from `start` on."""
+def _tile(x_ptr, batch, start, stride_b, stride_t, LANES: tl.constexpr, ROWS: tl.constexpr):
+    """Pointers to the first half of head 0, for ROWS tokens of a sequence from `start` on."""
     row, lane = tl.arange(0, ROWS)[:, None], tl.arange(0, LANES)[None, :]
-    return pointer + (tl.cast(batch, tl.int64) * sb + tl.cast(start, tl.int64) * st) + (row * st + lane)
+    return x_ptr + (tl.cast(batch, tl.int64) * stride_b + tl.cast(start, tl.int64) * stride_t) + (row * stride_t + lane)
 
 
 @triton.jit
-def _load(at, mask, HALF: tl.constexpr):
-    return tl.load(at, mask=mask, other=0.0).to(tl.float32), tl.load(at + HALF, mask=mask, other=0.0).to(tl.float32)
+def _load(x_ptr, mask, HALF: tl.constexpr):
+    return tl.load(x_ptr, mask=mask, other=0.0).to(tl.float32), tl.load(x_ptr + HALF, mask=mask, other=0.0).to(
+        tl.float32
+    )
 
 
 @triton.jit
-def _store(at, x1, x2, mask, HALF: tl.constexpr):
-    tl.store(at, x1.to(at.dtype.element_ty), mask=mask)
-    tl.store(at + HALF, x2.to(at.dtype.element_ty), mask=mask)
+def _store(x_ptr, b_x1, b_x2, mask, HALF: tl.constexpr):
+    tl.store(x_ptr, b_x1.to(x_ptr.dtype.element_ty), mask=mask)
+    tl.store(x_ptr + HALF, b_x2.to(x_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _gain(weight, HALF: tl.constexpr, LANES: tl.constexpr):
+def _gain(weight_ptr, HALF: tl.constexpr, LANES: tl.constexpr):
     lane = tl.arange(0, LANES)[None, :]
-    return _load(weight + lane, lane < HALF, HALF)
+    return _load(weight_ptr + lane, lane < HALF, HALF)
 
 
 @triton.jit
-def _mean(x1, x2, HALF: tl.constexpr):
-    return (tl.sum(x1 + x2, 1) / (2 * HALF))[:, None]
+def _mean(b_x1, b_x2, HALF: tl.constexpr):
+    return (tl.sum(b_x1 + b_x2, 1) / (2 * HALF))[:, None]
 
 
 @triton.jit(do_not_specialize=["length", "tiles", "groups"])
 def forward_kernel(
-    x, weight, cos, sin, y, length, tiles, groups, sb, st, sh, yb, yt, turns, eps,
+    x_ptr, weight_ptr, cos_ptr, sin_ptr, y_ptr, length, tiles, groups,
+    stride_xb, stride_xt, stride_xh, stride_yb, stride_yt, turns, eps,
     HALF: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """`turns` is how far the table of the next sequence is, 0 if all share one."""
@@ -52,94 +55,107 @@ def forward_kernel(
     first = tl.program_id(0) % groups * GROUP
     batch, start = block // tiles, block % tiles * ROWS
     mask = (start + tl.arange(0, ROWS) < length)[:, None] & (tl.arange(0, LANES) < HALF)[None, :]
-    source = _tile(x, batch, start, sb, st, LANES, ROWS) + first * sh
-    target = _tile(y, batch, start, yb, yt, LANES, ROWS) + first * (2 * HALF)
-    a1, a2 = _load(source, mask, HALF)
-    c = tl.load(_tile(cos, batch, start, turns, HALF, LANES, ROWS), mask=mask, other=0.0)
-    s = tl.load(_tile(sin, batch, start, turns, HALF, LANES, ROWS), mask=mask, other=0.0)
-    w1, w2 = _gain(weight, HALF, LANES)
+    source_ptr = _tile(x_ptr, batch, start, stride_xb, stride_xt, LANES, ROWS) + first * stride_xh
+    target_ptr = _tile(y_ptr, batch, start, stride_yb, stride_yt, LANES, ROWS) + first * (2 * HALF)
+    b_next1, b_next2 = _load(source_ptr, mask, HALF)  # [ROWS, LANES]
+    b_cos = tl.load(_tile(cos_ptr, batch, start, turns, HALF, LANES, ROWS), mask=mask, other=0.0)
+    b_sin = tl.load(_tile(sin_ptr, batch, start, turns, HALF, LANES, ROWS), mask=mask, other=0.0)
+    b_w1, b_w2 = _gain(weight_ptr, HALF, LANES)
     for head in tl.static_range(GROUP):
-        x1, x2 = a1, a2
-        if head + 1 < GROUP:  # on its way while this head is worked on
-            a1, a2 = _load(source + (head + 1) * sh, mask, HALF)
-        rstd = tl.rsqrt(_mean(x1 * x1, x2 * x2, HALF) + eps)
-        n1, n2 = x1 * rstd * w1, x2 * rstd * w2
-        _store(target + head * (2 * HALF), n1 * c - n2 * s, n2 * c + n1 * s, mask, HALF)
+        b_x1, b_x2 = b_next1, b_next2
+        if head + 1 < GROUP:  # in flight while this head is worked on
+            b_next1, b_next2 = _load(source_ptr + (head + 1) * stride_xh, mask, HALF)
+        # y = rotate(w ⊙ x · rstd)
+        b_rstd = tl.rsqrt(_mean(b_x1 * b_x1, b_x2 * b_x2, HALF) + eps)
+        b_n1, b_n2 = b_x1 * b_rstd * b_w1, b_x2 * b_rstd * b_w2
+        _store(target_ptr + head * (2 * HALF), b_n1 * b_cos - b_n2 * b_sin, b_n2 * b_cos + b_n1 * b_sin, mask, HALF)
 
 
 @triton.jit
 def _turn_back(
-    dy, x, weight, cos, sin, dx, partial, group, chunk, chunks, batches, length, tiles,
-    gb, gt, gh, sb, st, sh, db, dt, turns, eps,
+    dy_ptr, x_ptr, weight_ptr, cos_ptr, sin_ptr, dx_ptr, partial_ptr, group, chunk, chunks, batches, length, tiles,
+    stride_gb, stride_gt, stride_gh, stride_xb, stride_xt, stride_xh, stride_db, stride_dt, turns, eps,
     HALF: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """GROUP heads of every `chunks`-th tile; their part of dw goes to `partial` [D].
 
-    It is summed over rows only at the end: a reduction across warps in every turn would cost more than the traffic.
+    It is summed over rows only at the end: a reduction across warps for every tile would cost more than the traffic.
     """
     lane = tl.arange(0, LANES)
     first = group * GROUP
-    w1, w2 = _gain(weight, HALF, LANES)
-    dw1 = tl.zeros([ROWS, LANES], tl.float32)
-    dw2 = tl.zeros([ROWS, LANES], tl.float32)
+    b_w1, b_w2 = _gain(weight_ptr, HALF, LANES)
+    b_dw1 = tl.zeros([ROWS, LANES], tl.float32)
+    b_dw2 = tl.zeros([ROWS, LANES], tl.float32)
     for block in tl.range(chunk, batches * tiles, chunks, num_stages=STAGES):
         batch, start = block // tiles, block % tiles * ROWS
         mask = (start + tl.arange(0, ROWS) < length)[:, None] & (lane < HALF)[None, :]
-        c = tl.load(_tile(cos, batch, start, turns, HALF, LANES, ROWS), mask=mask, other=0.0)
-        s = tl.load(_tile(sin, batch, start, turns, HALF, LANES, ROWS), mask=mask, other=0.0)
-        source = _tile(x, batch, start, sb, st, LANES, ROWS) + first * sh
-        given = _tile(dy, batch, start, gb, gt, LANES, ROWS) + first * gh
-        target = _tile(dx, batch, start, db, dt, LANES, ROWS) + first * (2 * HALF)
+        b_cos = tl.load(_tile(cos_ptr, batch, start, turns, HALF, LANES, ROWS), mask=mask, other=0.0)
+        b_sin = tl.load(_tile(sin_ptr, batch, start, turns, HALF, LANES, ROWS), mask=mask, other=0.0)
+        source_ptr = _tile(x_ptr, batch, start, stride_xb, stride_xt, LANES, ROWS) + first * stride_xh
+        dy_at = _tile(dy_ptr, batch, start, stride_gb, stride_gt, LANES, ROWS) + first * stride_gh
+        target_ptr = _tile(dx_ptr, batch, start, stride_db, stride_dt, LANES, ROWS) + first * (2 * HALF)
         for head in tl.static_range(GROUP):
-            x1, x2 = _load(source + head * sh, mask, HALF)
-            g1, g2 = _load(given + head * gh, mask, HALF)
-            rstd = tl.rsqrt(_mean(x1 * x1, x2 * x2, HALF) + eps)
-            n1, n2 = x1 * rstd, x2 * rstd
-            z1, z2 = g1 * c + g2 * s, g2 * c - g1 * s
-            dw1 += z1 * n1
-            dw2 += z2 * n2
-            z1, z2 = z1 * w1, z2 * w2
-            mean = _mean(z1 * n1, z2 * n2, HALF)
-            _store(target + head * (2 * HALF), rstd * (z1 - n1 * mean), rstd * (z2 - n2 * mean), mask, HALF)
-    tl.store(partial + lane, tl.sum(dw1, 0), mask=lane < HALF)
-    tl.store(partial + HALF + lane, tl.sum(dw2, 0), mask=lane < HALF)
+            b_x1, b_x2 = _load(source_ptr + head * stride_xh, mask, HALF)
+            b_dy1, b_dy2 = _load(dy_at + head * stride_gh, mask, HALF)
+            # n = x · rstd, dz = dy rotated back
+            b_rstd = tl.rsqrt(_mean(b_x1 * b_x1, b_x2 * b_x2, HALF) + eps)
+            b_n1, b_n2 = b_x1 * b_rstd, b_x2 * b_rstd
+            b_z1, b_z2 = b_dy1 * b_cos + b_dy2 * b_sin, b_dy2 * b_cos - b_dy1 * b_sin
+            # dw += dz ⊙ n
+            b_dw1 += b_z1 * b_n1
+            b_dw2 += b_z2 * b_n2
+            # dx = rstd (w ⊙ dz − n mean(w ⊙ dz ⊙ n))
+            b_z1, b_z2 = b_z1 * b_w1, b_z2 * b_w2
+            b_mean = _mean(b_z1 * b_n1, b_z2 * b_n2, HALF)
+            _store(
+                target_ptr + head * (2 * HALF),
+                b_rstd * (b_z1 - b_n1 * b_mean),
+                b_rstd * (b_z2 - b_n2 * b_mean),
+                mask,
+                HALF,
+            )
+    tl.store(partial_ptr + lane, tl.sum(b_dw1, 0), mask=lane < HALF)
+    tl.store(partial_ptr + HALF + lane, tl.sum(b_dw2, 0), mask=lane < HALF)
 
 
 @triton.jit(do_not_specialize=["batches", "length", "tiles", "groups"])
 def backward_kernel(
-    dy, x, weight, cos, sin, dx, partial, batches, length, tiles, groups,
-    gb, gt, gh, sb, st, sh, db, dt, turns, eps,
+    dy_ptr, x_ptr, weight_ptr, cos_ptr, sin_ptr, dx_ptr, partial_ptr, batches, length, tiles, groups,
+    stride_gb, stride_gt, stride_gh, stride_xb, stride_xt, stride_xh, stride_db, stride_dt, turns, eps,
     HALF: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     _turn_back(
-        dy, x, weight, cos, sin, dx, partial + program * 2 * HALF,
+        dy_ptr, x_ptr, weight_ptr, cos_ptr, sin_ptr, dx_ptr, partial_ptr + program * 2 * HALF,
         program % groups, program // groups, tl.num_programs(0) // groups, batches, length, tiles,
-        gb, gt, gh, sb, st, sh, db, dt, turns, eps, HALF, LANES, ROWS, GROUP, STAGES,
+        stride_gb, stride_gt, stride_gh, stride_xb, stride_xt, stride_xh, stride_db, stride_dt, turns, eps,
+        HALF, LANES, ROWS, GROUP, STAGES,
     )  # fmt: skip
 
 
 @triton.jit
 def _copy(
-    source, target, group, chunk, chunks, batches, length, tiles, gb, gt, gh, db, dt,
+    x_ptr, y_ptr, group, chunk, chunks, batches, length, tiles, stride_xb, stride_xt, stride_xh, stride_yb, stride_yt,
     HALF: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """GROUP heads of every `chunks`-th tile as they are."""
     for block in tl.range(chunk, batches * tiles, chunks, num_stages=STAGES):
         batch, start = block // tiles, block % tiles * ROWS
         mask = (start + tl.arange(0, ROWS) < length)[:, None] & (tl.arange(0, LANES) < HALF)[None, :]
-        at = _tile(source, batch, start, gb, gt, LANES, ROWS) + group * GROUP * gh
-        to = _tile(target, batch, start, db, dt, LANES, ROWS) + group * GROUP * (2 * HALF)
+        source_ptr = _tile(x_ptr, batch, start, stride_xb, stride_xt, LANES, ROWS) + group * GROUP * stride_xh
+        target_ptr = _tile(y_ptr, batch, start, stride_yb, stride_yt, LANES, ROWS) + group * GROUP * (2 * HALF)
         for head in tl.static_range(GROUP):
-            v1 = tl.load(at + head * gh, mask=mask, other=0.0)
-            v2 = tl.load(at + head * gh + HALF, mask=mask, other=0.0)
-            _store(to + head * (2 * HALF), v1, v2, mask, HALF)
+            b_v1 = tl.load(source_ptr + head * stride_xh, mask=mask, other=0.0)
+            b_v2 = tl.load(source_ptr + head * stride_xh + HALF, mask=mask, other=0.0)
+            _store(target_ptr + head * (2 * HALF), b_v1, b_v2, mask, HALF)
 
 
 @triton.jit(do_not_specialize=["batches", "length", "tiles", "query_groups", "key_groups"])
 def packed_kernel(
-    dq, dk, dv, q, k, query, key, cos, sin, packed, partial, batches, length, tiles, query_groups, key_groups,
-    dqb, dqt, dqh, dkb, dkt, dkh, dvb, dvt, dvh, qb, qt, qh, kb, kt, kh, db, dt, turns, query_eps, key_eps,
+    dq_ptr, dk_ptr, dv_ptr, q_ptr, k_ptr, query_ptr, key_ptr, cos_ptr, sin_ptr, packed_ptr, partial_ptr,
+    batches, length, tiles, query_groups, key_groups,
+    stride_dqb, stride_dqt, stride_dqh, stride_dkb, stride_dkt, stride_dkh, stride_dvb, stride_dvt, stride_dvh,
+    stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_pb, stride_pt, turns, query_eps, key_eps,
     HALF: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The gradient of a projection [Q | K | V]: a program stays within one GROUP of the query, key or value heads.
@@ -151,43 +167,53 @@ def packed_kernel(
     columns = 2 * HALF * GROUP
     if group < query_groups:
         _turn_back(
-            dq, q, query, cos, sin, packed, partial + (chunk * query_groups + group) * 2 * HALF,
+            dq_ptr, q_ptr, query_ptr, cos_ptr, sin_ptr, packed_ptr,
+            partial_ptr + (chunk * query_groups + group) * 2 * HALF,
             group, chunk, chunks, batches, length, tiles,
-            dqb, dqt, dqh, qb, qt, qh, db, dt, turns, query_eps, HALF, LANES, ROWS, GROUP, STAGES,
+            stride_dqb, stride_dqt, stride_dqh, stride_qb, stride_qt, stride_qh, stride_pb, stride_pt, turns, query_eps,
+            HALF, LANES, ROWS, GROUP, STAGES,
         )  # fmt: skip
     elif group < query_groups + key_groups:
         group -= query_groups
         _turn_back(
-            dk, k, key, cos, sin, packed + query_groups * columns,
-            partial + ((chunks * query_groups) + chunk * key_groups + group) * 2 * HALF,
+            dk_ptr, k_ptr, key_ptr, cos_ptr, sin_ptr, packed_ptr + query_groups * columns,
+            partial_ptr + ((chunks * query_groups) + chunk * key_groups + group) * 2 * HALF,
             group, chunk, chunks, batches, length, tiles,
-            dkb, dkt, dkh, kb, kt, kh, db, dt, turns, key_eps, HALF, LANES, ROWS, GROUP, STAGES,
+            stride_dkb, stride_dkt, stride_dkh, stride_kb, stride_kt, stride_kh, stride_pb, stride_pt, turns, key_eps,
+            HALF, LANES, ROWS, GROUP, STAGES,
         )  # fmt: skip
     else:
         group -= query_groups + key_groups
         _copy(
-            dv, packed + (query_groups + key_groups) * columns, group, chunk, chunks, batches, length, tiles,
-            dvb, dvt, dvh, db, dt, HALF, LANES, ROWS, GROUP, STAGES,
+            dv_ptr, packed_ptr + (query_groups + key_groups) * columns, group, chunk, chunks, batches, length, tiles,
+            stride_dvb, stride_dvt, stride_dvh, stride_pb, stride_pt, HALF, LANES, ROWS, GROUP, STAGES,
         )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["first_rows", "second_rows"])
 def sum_rows_kernel(
-    partial, first, second, first_rows, second_rows, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+    partial_ptr,
+    first_ptr,
+    second_ptr,
+    first_rows,
+    second_rows,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """BLOCK columns of the sum of the first rows of `partial` or, if there is a second result, of the others."""
     if tl.program_id(1) == 0:
-        _sum_rows(partial, first, first_rows, WIDTH, ROWS, BLOCK)
-    elif second is not None:
-        _sum_rows(partial + first_rows * WIDTH, second, second_rows, WIDTH, ROWS, BLOCK)
+        _sum_rows(partial_ptr, first_ptr, first_rows, WIDTH, ROWS, BLOCK)
+    elif second_ptr is not None:
+        _sum_rows(partial_ptr + first_rows * WIDTH, second_ptr, second_rows, WIDTH, ROWS, BLOCK)
 
 
 @triton.jit
-def _sum_rows(partial, out, rows, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def _sum_rows(partial_ptr, out_ptr, rows, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     lane = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros([ROWS, BLOCK], tl.float32)
+    b_total = tl.zeros([ROWS, BLOCK], tl.float32)
     for start in range(0, rows, ROWS):
         row = start + tl.arange(0, ROWS)
         mask = (row < rows)[:, None] & (lane < WIDTH)[None, :]
-        total += tl.load(partial + row[:, None] * WIDTH + lane[None, :], mask=mask, other=0.0)
-    tl.store(out + lane, tl.sum(total, 0).to(out.dtype.element_ty), mask=lane < WIDTH)
+        b_total += tl.load(partial_ptr + row[:, None] * WIDTH + lane[None, :], mask=mask, other=0.0)
+    tl.store(out_ptr + lane, tl.sum(b_total, 0).to(out_ptr.dtype.element_ty), mask=lane < WIDTH)

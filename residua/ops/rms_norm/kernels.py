@@ -1,6 +1,6 @@
-"""RMSNorm on the GPU, with the additions beside it.
+"""RMSNorm on the GPU, with the additions before it and after its gradient.
 
-A program has one row at a time, of any width, in TILES tiles of BLOCK channels, all of them on chip.
+A program has one row of any width at a time, as TILES tiles of BLOCK channels, all of them in registers.
 """
 
 # mypy: ignore-errors
@@ -11,56 +11,58 @@ import triton.language as tl
 
 
 @triton.jit
-def _tile(x, k: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr):
-    """Tile k of a row, as it is stored."""
+def _tile(row_ptr, k: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr):
+    """Tile k of a row [BLOCK], in the dtype it is stored in."""
     c = k * BLOCK + tl.arange(0, BLOCK)
-    return tl.load(x + c, mask=c < C, other=0.0)
+    return tl.load(row_ptr + c, mask=c < C, other=0.0)
 
 
 @triton.jit
-def _put(x, k: tl.constexpr, tile, C: tl.constexpr, BLOCK: tl.constexpr):
+def _put(row_ptr, k: tl.constexpr, b_tile, C: tl.constexpr, BLOCK: tl.constexpr):
     c = k * BLOCK + tl.arange(0, BLOCK)
-    tl.store(x + c, tile.to(x.dtype.element_ty), mask=c < C)
+    tl.store(row_ptr + c, b_tile.to(row_ptr.dtype.element_ty), mask=c < C)
 
 
 @triton.jit
 def forward_kernel(
-    x, update, weight, added, normed, rstds, eps,
+    x_ptr, update_ptr, weight_ptr, added_ptr, normed_ptr, rstd_ptr, eps,
     C: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr, ADDED: tl.constexpr,
 ):  # fmt: skip
-    """Of x, or of x + update, which is written to `added`."""
+    """The norm of x, or of x + update, which is written to `added`."""
     row = tl.program_id(0).to(tl.int64)
-    s, square = (), tl.zeros([BLOCK], tl.float32)
+    b_s, b_square = (), tl.zeros([BLOCK], tl.float32)
     for k in tl.static_range(TILES):
-        new = _tile(x + row * C, k, C, BLOCK).to(tl.float32)
+        # s = x, or x + update rounded as it is stored
+        b_new = _tile(x_ptr + row * C, k, C, BLOCK).to(tl.float32)
         if ADDED:
-            sum = (new + _tile(update + row * C, k, C, BLOCK).to(tl.float32)).to(added.dtype.element_ty)
-            _put(added + row * C, k, sum, C, BLOCK)
-            new = sum.to(tl.float32)
-        s = s + (new,)
-        square += new * new
-    rstd = tl.rsqrt(tl.sum(square, 0) / C + eps)
-    tl.store(rstds + row, rstd)
+            b_sum = (b_new + _tile(update_ptr + row * C, k, C, BLOCK).to(tl.float32)).to(added_ptr.dtype.element_ty)
+            _put(added_ptr + row * C, k, b_sum, C, BLOCK)
+            b_new = b_sum.to(tl.float32)
+        b_s = b_s + (b_new,)
+        b_square += b_new * b_new
+    # rstd = (mean(s²) + eps)^-½, and weight ⊙ s · rstd
+    rstd = tl.rsqrt(tl.sum(b_square, 0) / C + eps)
+    tl.store(rstd_ptr + row, rstd)
     for k in tl.static_range(TILES):
-        _put(normed + row * C, k, s[k] * rstd * _tile(weight, k, C, BLOCK).to(tl.float32), C, BLOCK)
+        _put(normed_ptr + row * C, k, b_s[k] * rstd * _tile(weight_ptr, k, C, BLOCK).to(tl.float32), C, BLOCK)
 
 
 @triton.jit
-def _loaded(x, g, residual, row, tokens, C: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr,
+def _loaded(x_ptr, g_ptr, residual_ptr, row, tokens, C: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr,
             ADDED: tl.constexpr):  # fmt: skip
-    """All that the backward pass reads of a row, as it is stored: loaded a row ahead, in few registers."""
+    """All that the backward pass reads of a row, in the dtype it is stored in: a row ahead takes few registers so."""
     at = tl.minimum(row, tokens - 1).to(tl.int64) * C
-    tiles = ()
+    b_tiles = ()
     for k in tl.static_range(TILES):
-        tiles = tiles + (_tile(x + at, k, C, BLOCK), _tile(g + at, k, C, BLOCK))
+        b_tiles = b_tiles + (_tile(x_ptr + at, k, C, BLOCK), _tile(g_ptr + at, k, C, BLOCK))
         if ADDED:
-            tiles = tiles + (_tile(residual + at, k, C, BLOCK),)
-    return tiles
+            b_tiles = b_tiles + (_tile(residual_ptr + at, k, C, BLOCK),)
+    return b_tiles
 
 
 @triton.jit
 def backward_kernel(
-    g, residual, x, weight, rstds, g_x, dots, partial, tokens,
+    g_ptr, residual_ptr, x_ptr, weight_ptr, rstd_ptr, g_x_ptr, dots_ptr, partial_ptr, tokens,
     C: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr, ADDED: tl.constexpr, DOTTED: tl.constexpr,
 ):  # fmt: skip
     """Every P-th row, P the number of programs. With n = x·rstd and g the gradient of the norm:
@@ -72,30 +74,33 @@ def backward_kernel(
     """
     EACH: tl.constexpr = 3 if ADDED else 2
     program = tl.program_id(0)
-    g_w, gain = (), ()
+    b_g_w, b_w = (), ()
     for k in tl.static_range(TILES):
-        g_w, gain = g_w + (tl.zeros([BLOCK], tl.float32),), gain + (_tile(weight, k, C, BLOCK).to(tl.float32),)
-    tiles = _loaded(x, g, residual, program, tokens, C, BLOCK, TILES, ADDED)
+        b_g_w, b_w = b_g_w + (tl.zeros([BLOCK], tl.float32),), b_w + (_tile(weight_ptr, k, C, BLOCK).to(tl.float32),)
+    b_tiles = _loaded(x_ptr, g_ptr, residual_ptr, program, tokens, C, BLOCK, TILES, ADDED)
     for row in range(program, tokens, tl.num_programs(0)):
-        coming = _loaded(x, g, residual, row + tl.num_programs(0), tokens, C, BLOCK, TILES, ADDED)
-        rstd = tl.load(rstds + row)
-        through, new_w = tl.zeros([BLOCK], tl.float32), ()
+        # load the next row while this one is worked on
+        b_next = _loaded(x_ptr, g_ptr, residual_ptr, row + tl.num_programs(0), tokens, C, BLOCK, TILES, ADDED)
+        rstd = tl.load(rstd_ptr + row)
+        b_through, b_new_w = tl.zeros([BLOCK], tl.float32), ()
         for k in tl.static_range(TILES):
-            product = tiles[EACH * k].to(tl.float32) * tiles[EACH * k + 1].to(tl.float32)
-            new_w = new_w + (g_w[k] + product * rstd,)
-            through += product * gain[k]
-        g_w = new_w
-        pull = tl.sum(through, 0) / C * rstd * rstd * rstd
-        dot = tl.zeros([BLOCK], tl.float32)
+            # g_weight += g ⊙ n, and Σ weight ⊙ g ⊙ x
+            b_product = b_tiles[EACH * k].to(tl.float32) * b_tiles[EACH * k + 1].to(tl.float32)  # [BLOCK]
+            b_new_w = b_new_w + (b_g_w[k] + b_product * rstd,)
+            b_through += b_product * b_w[k]
+        b_g_w = b_new_w
+        pull = tl.sum(b_through, 0) / C * rstd * rstd * rstd
+        b_dot = tl.zeros([BLOCK], tl.float32)
         for k in tl.static_range(TILES):
-            d = rstd * tiles[EACH * k + 1].to(tl.float32) * gain[k] - pull * tiles[EACH * k].to(tl.float32)
+            # g_x = rstd · weight ⊙ g − pull · x + residual
+            b_g_x = rstd * b_tiles[EACH * k + 1].to(tl.float32) * b_w[k] - pull * b_tiles[EACH * k].to(tl.float32)
             if ADDED:
-                d += tiles[EACH * k + 2].to(tl.float32)
-            _put(g_x + tl.cast(row, tl.int64) * C, k, d, C, BLOCK)
+                b_g_x += b_tiles[EACH * k + 2].to(tl.float32)
+            _put(g_x_ptr + tl.cast(row, tl.int64) * C, k, b_g_x, C, BLOCK)
             if DOTTED:
-                dot += d.to(g_x.dtype.element_ty).to(tl.float32) * tiles[EACH * k].to(tl.float32)
+                b_dot += b_g_x.to(g_x_ptr.dtype.element_ty).to(tl.float32) * b_tiles[EACH * k].to(tl.float32)
         if DOTTED:
-            tl.store(dots + row, tl.sum(dot, 0))
-        tiles = coming
+            tl.store(dots_ptr + row, tl.sum(b_dot, 0))
+        b_tiles = b_next
     for k in tl.static_range(TILES):
-        _put(partial + program * C, k, g_w[k], C, BLOCK)
+        _put(partial_ptr + program * C, k, b_g_w[k], C, BLOCK)

@@ -1,9 +1,9 @@
-"""Kernels compiled ahead: helper processes fill Triton's cache on disk while `torch.compile` still traces the model.
+"""Compile kernels ahead: helper processes fill Triton's cache on disk while `torch.compile` still traces the model.
 
-Triton compiles a kernel when it is first launched, one after the other, and a model's first step launches dozens that
-were never seen. But tracing asks each operator for its outputs long before, with the shapes, strides and dtypes that
-the launch will see; a helper that calls the same operator on stand-ins on the CPU compiles the very kernels. What it
-gets wrong, or not done in time, is compiled at the launch as ever.
+Triton compiles a kernel when it is first launched, one after the other, and a model's first step launches dozens of new
+ones. But long before that, tracing asks each operator for its outputs, with the shapes, strides and dtypes of the
+launch. A helper calls the same operator on stand-in CPU tensors, and so compiles the same kernels. What it misses, or
+does not finish in time, is compiled at the launch as usual.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MOST_HELPERS = 8
 
 
 class StandIn(NamedTuple):
-    """What a kernel is compiled for, of a tensor."""
+    """What kernels are compiled for: a tensor's shape, strides and dtype."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -45,13 +45,13 @@ class StandIn(NamedTuple):
         return _same(cls(tuple(map(int, x.shape)), tuple(map(int, x.stride())), x.dtype))
 
     def make(self) -> Tensor:
-        """A tensor whose memory is never touched, and so never taken."""
+        """A tensor whose memory is never touched, so that the system never allocates it."""
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
 
 
 @cache
 def _same(stand_in: StandIn) -> StandIn:
-    """One object for all that are equal: a pickle holds it once."""
+    """One object for all equal ones, so that a pickle holds it once."""
     return stand_in
 
 
@@ -65,11 +65,11 @@ class Request(NamedTuple):
 
 
 class Helpers:
-    """Processes that compile the kernels of what is traced; they end when that is done, or nobody holds this object."""
+    """Processes that compile the kernels of traced operators. They end when done, or when this object is freed."""
 
     @classmethod
     def start(cls, device: torch.device) -> Helpers | None:
-        """As many as there are cores to spare; None where no kernels run."""
+        """Start as many as there are spare cores; None where no kernels run."""
         count = min(MOST_HELPERS, available_cores() // 2 - 1)
         if device.type != "cuda" or not fused.INSTALLED or fused.INTERPRETED or count < 1:
             return None
@@ -83,12 +83,12 @@ class Helpers:
         self._requests: SimpleQueue[bytes | None] = SimpleQueue()
         Thread(target=_distribute, args=(self._requests, processes), daemon=True).start()
         self.close = finalize(self, self._requests.put, None)
-        """Nothing more comes."""
+        """Tell the helpers that no more requests will come."""
         self._seen: set[str] = set()
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """What is traced inside is all that they will do."""
+        """Send the helpers what is traced inside the block; at its end they get no more requests."""
         library.listeners.append(self.hear)
         try:
             yield
@@ -97,8 +97,8 @@ class Helpers:
             self.close()
 
     def hear(self, module: str, name: str, args: tuple[Any, ...], settings: dict[str, Any]) -> None:
-        """An operator is traced: hand it to a helper, once; neighbours in a model go to different ones."""
-        with suppress(Exception):  # sizes that are no numbers
+        """Send a traced operator to a helper, once; neighbouring operators of a model go to different helpers."""
+        with suppress(Exception):  # symbolic sizes
             request = Request(module, name, *tree_map_only(Tensor, StandIn.of, (args, settings)))
             if repr(request) not in self._seen:
                 self._seen.add(repr(request))
@@ -106,7 +106,7 @@ class Helpers:
 
 
 def _distribute(requests: SimpleQueue[bytes | None], processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Requests to the helpers in turn; on a thread, since a pipe may be full until its helper has imported all."""
+    """Send requests to the helpers in turn; on a thread, since a pipe may be full until its helper has started."""
     pipes = [process.stdin for process in processes if process.stdin is not None]
     for request, pipe in zip(iter(requests.get, None), cycle(pipes), strict=False):
         with suppress(OSError):  # this helper died
@@ -120,9 +120,9 @@ def _distribute(requests: SimpleQueue[bytes | None], processes: Sequence[subproc
 
 
 def _environment() -> dict[str, str]:
-    """What a helper is to see: no GPU, the modules that are imported here, the cache that launches look into.
+    """A helper's environment: no GPU, this process's import path, and the cache that launches read.
 
-    Inductor names another directory to a process that has none set, when it compiles: from here on this one is set.
+    When inductor compiles, it changes the cache directory of a process that has none set; so this sets it here, too.
     """
     from triton import knobs
 
@@ -132,7 +132,7 @@ def _environment() -> dict[str, str]:
 
 
 def _begin(command: list[str], environment: dict[str, str], count: int) -> Iterator[subprocess.Popen[bytes]]:
-    """As many processes as this machine lets us start."""
+    """Start `count` processes, or as many as the system allows."""
     quiet = subprocess.DEVNULL
     with suppress(OSError):
         for _ in range(count):
@@ -140,11 +140,11 @@ def _begin(command: list[str], environment: dict[str, str], count: int) -> Itera
 
 
 def serve(requests: Iterator[Request], capability: int, multiprocessors: int) -> list[str]:
-    """Call each request's operator, compiling instead of launching; returns the names of the kernels."""
+    """Call each request's operator, with kernels compiled and not launched; returns the names of the kernels."""
     compiled = _compile_only(capability)
     fused.multiprocessors = lambda x: multiprocessors  # type: ignore[assignment]
     for module, name, args, settings in requests:
-        with suppress(Exception):  # whatever it is, the launch itself will say so
+        with suppress(Exception):  # the launch itself will report it
             import_module(module)
             tensors, named = tree_map_only(StandIn, StandIn.make, (args, settings), is_leaf=_is_stand_in)
             getattr(torch.ops.residua, name)(*tensors, **named)
@@ -156,7 +156,7 @@ def _is_stand_in(x: object) -> bool:
 
 
 def _compile_only(capability: int) -> list[str]:
-    """From here on Triton compiles for a GPU that it does not look for, and launches nothing."""
+    """From here on Triton compiles for a GPU that is absent, and launches nothing."""
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
@@ -183,7 +183,7 @@ def _compile_only(capability: int) -> list[str]:
 
 
 def received(parent: int) -> Iterator[Request]:
-    """What a helper is sent, for as long as somebody waits for it."""
+    """The requests that a helper is sent, until its parent process ends."""
     with suppress(EOFError):
         while os.getppid() == parent:
             yield pickle.load(sys.stdin.buffer)

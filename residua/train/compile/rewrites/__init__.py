@@ -1,7 +1,7 @@
-"""What a compiled training step does better once the whole graph is seen: rewrites of inductor's forward and backward.
+"""Rewrites of the graphs of a compiled training step: savings that show only when the whole graph is seen.
 
-The model is written for people, one module after another; some savings lie between modules, or between a module's
-backward and the optimizer's buffers. Each rewrite is a function of a graph that leaves alone what it does not know.
+The model is written for people, one module after another; some savings are between modules, or between a module's
+backward pass and the optimizer's buffers. A rewrite is a function of a graph; it changes only patterns that it knows.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ def compile_rewritten(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def with_own_code(function: Any) -> Callable[..., Any]:
-    """A function, one of many made by the same lines, that is to be compiled apart from the others.
+    """Give a closure its own code object, so that it is compiled apart from others made by the same lines.
 
-    PyTorch keeps what it compiled with the code, counts it, and tries all of it, the most recent first, at every call:
-    functions that take turns would always find theirs last.
+    PyTorch caches compiled versions per code object and tries them at every call, the most recent first: closures that
+    take turns would always find theirs last, and would reach the recompile limit.
     """
     function.__code__ = function.__code__.replace()
     own: Callable[..., Any] = function
@@ -30,9 +30,9 @@ def with_own_code(function: Any) -> Callable[..., Any]:
 
 
 def allow_recompiling(sublayers: int) -> None:
-    """As often as there are sublayers, and a few times more.
+    """Raise the recompile limit to the number of sublayers, plus a few.
 
-    Where the compiler stops inside, at experts in a loop, all sublayers share the code of what it goes on with.
+    At a graph break inside a sublayer (experts in a loop), all sublayers share the code object that follows it.
     """
     config: Any = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, sublayers + 8)
@@ -40,7 +40,7 @@ def allow_recompiling(sublayers: int) -> None:
 
 @cache
 def _rewrites() -> Any:
-    # inductor takes a second to import, and only those who compile need it
+    # inductor takes a second to import, and is needed only for compiling
     from residua.train.compile.rewrites.graphs import Rewrites
     from residua.train.compile.rewrites.norm_additions import fuse_additions
     from residua.train.compile.rewrites.norm_dots import take_dots

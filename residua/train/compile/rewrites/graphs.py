@@ -20,7 +20,7 @@ VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 
 
 class Rewrites(CustomGraphPass):
-    """Rewrites in turn. Compiled code is cached under their sources, so that a changed rewrite is never a stale one."""
+    """Applies the rewrites in turn. Inductor's cache key has their sources, so an edited rewrite takes effect."""
 
     def __init__(self, *rewrites: Rewrite) -> None:
         self._rewrites = rewrites
@@ -37,10 +37,10 @@ class Rewrites(CustomGraphPass):
 
 
 def _announce_operators(graph: Graph) -> None:
-    """Make inductor know the operators of a graph before it meets them.
+    """Register fallbacks for our operators before inductor meets them.
 
-    Before torch 2.13 it writes down, for a log that nobody reads, everything an unknown operator's arguments are made
-    of. Where two outputs of each operator go into the next one, that doubles with every layer, and never ends.
+    Before torch 2.13, inductor logs the whole expression of an unknown operator's arguments. Where two outputs of each
+    operator go into the next one, that expression doubles with every layer, and compiling does not end.
     """
     if TorchVersion(torch.__version__) >= TorchVersion("2.13"):
         return
@@ -53,7 +53,7 @@ def _announce_operators(graph: Graph) -> None:
 
 
 def call(graph: Graph, operator: Any, *args: Any, **settings: Any) -> Node:
-    """A new call at the graph's insertion point, its shape and dtype known as the other nodes' are."""
+    """A new call at the graph's insertion point, with the shape and dtype of its result in `meta`."""
     node = graph.call_function(operator, args, settings)
     values, named = torch.fx.map_arg((args, settings), lambda argument: argument.meta["val"])
     node.meta["val"] = operator(*values, **named)
@@ -61,13 +61,13 @@ def call(graph: Graph, operator: Any, *args: Any, **settings: Any) -> Node:
 
 
 def value(node: object) -> torch.Tensor | None:
-    """The shape, dtype and device of what a node computes, if it computes one tensor."""
+    """The fake tensor that a node computes (shape, dtype, device), or None if it computes something else."""
     found = node.meta.get("val") if isinstance(node, Node) else None
     return found if isinstance(found, torch.Tensor) else None
 
 
 def source(node: Any) -> Node:
-    """What a chain of views is of."""
+    """The node that a chain of views starts from."""
     while node.target in VIEWS:
         node = node.args[0]
     assert isinstance(node, Node)
@@ -81,7 +81,7 @@ def like(graph: Graph, node: Any, other: Any) -> Node:
 
 
 def replace_outputs(graph: Graph, old: Node, new: Node) -> dict[Any, Node]:
-    """Who reads an output of `old` reads that of `new`."""
+    """Make readers of an output of `old` read the same output of `new`."""
     outputs = {}
     for item in list(old.users):
         which = item.args[1]

@@ -1,8 +1,8 @@
-"""The additions beside a norm, computed by its kernels.
+"""Move the additions next to a norm into its kernels.
 
-To `torch.compile` the fused norm is a closed operator, so that what stands next to it becomes kernels of its own: the
-sum that it reads in the forward pass (x' = x + y), and in the backward pass the sum of its gradient with that of the
-residual path (g_x + g). Both are passes over tensors that the norm's kernels have in their hands anyway.
+To `torch.compile` the fused norm is an opaque operator, so its neighbours become kernels of their own: the sum that it
+reads in the forward pass (x' = x + y), and in the backward pass the sum of its gradient and that of the residual path
+(g_x + g). The norm's kernels read or write these tensors anyway.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ aten = torch.ops.aten
 
 
 class Norm(NamedTuple):
-    """The operators of a norm: x and weights in, the normed rows first; with an addition x, update and weights in."""
+    """The operators of a norm: `forward(x, *weights)` and `forward_added(x, update, *weights)`, normed rows first."""
 
     forward: OpOverload
     forward_added: OpOverload
     added: int
-    """Which output of it is the sum."""
+    """Index of the sum among the outputs of `forward_added`."""
     backward: OpOverload
     residual: int
-    """Which argument of it is the other path's gradient; the first output is that of x."""
+    """Index of the residual path's gradient among the arguments of `backward`; output 0 is the gradient of x."""
 
 
 def _norms() -> Iterator[Norm]:
@@ -43,10 +43,10 @@ def _norms() -> Iterator[Norm]:
 
 
 def fuse_additions(graph: Graph) -> None:
-    """Give the norms of a graph of aten operators, forward or backward, the additions next to them.
+    """Fuse additions into the norms next to them, in a forward or backward graph of aten operators.
 
-    An addition is taken if it is one of two tensors of equal shape and dtype, and neither of them the result of
-    elementwise work that would be computed within the addition. Everything else stays as it is.
+    Takes sums of two tensors of equal shape and dtype, unless one of them is elementwise work that inductor would
+    compute within the addition.
     """
     if not fused.INSTALLED:
         return
@@ -58,7 +58,7 @@ def fuse_additions(graph: Graph) -> None:
 
 
 def _fuse_forward(graph: Graph, old: Node, norm: Norm) -> None:
-    """norm(a + b) becomes one operator where the sum stood; who else reads the sum reads its own output."""
+    """norm(a + b) becomes one operator, in the sum's place; other readers of the sum read the operator's output."""
     rows, *weights = old.args
     total = source(rows)
     if not _is_plain_sum(total):
@@ -76,7 +76,7 @@ def _fuse_forward(graph: Graph, old: Node, norm: Norm) -> None:
 
 
 def _fuse_backward(graph: Graph, old: Node, norm: Norm) -> None:
-    """g_x + g becomes an operator that is also given g, below where g is computed."""
+    """g_x + g becomes an operator that also takes g, placed after g is computed."""
     g_x = next((item for item in old.users if item.args[1] == 0), None)
     total = None if g_x is None else _only_reader(g_x)
     if total is None or len(old.args) > norm.residual or not _is_plain_sum(total):
@@ -94,7 +94,7 @@ def _fuse_backward(graph: Graph, old: Node, norm: Norm) -> None:
 
 
 def _is_plain_sum(node: Node) -> bool:
-    """Two tensors of the shape and dtype of their sum, both of which are in memory anyway."""
+    """Whether this is a sum of two tensors of its own shape and dtype, both in memory anyway."""
     if node.target is not aten.add.Tensor or node.kwargs.get("alpha", 1) != 1:
         return False
     total, *operands = (value(n) for n in (node, *node.args))
@@ -105,14 +105,14 @@ def _is_plain_sum(node: Node) -> bool:
 
 
 def _would_be_fused(operand: Any) -> bool:
-    """Whether it is elementwise work for one reader: `torch.compile` computes that within the addition, and cheaper."""
+    """Whether it is elementwise work with one reader: `torch.compile` computes that within the addition."""
     while len(operand.users) == 1 and operand.target in VIEWS:
         operand = operand.args[0]
     return len(operand.users) == 1 and torch.Tag.pointwise in getattr(operand.target, "tags", ())
 
 
 def _only_reader(node: Node) -> Node | None:
-    """Who reads it, through views, if that is one only."""
+    """The one node that reads it, through views; None if there are several."""
     while len(node.users) == 1:
         node = next(iter(node.users))
         if node.target not in VIEWS:

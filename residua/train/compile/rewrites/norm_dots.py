@@ -1,7 +1,7 @@
-"""The dot product of a norm's input with its gradient, taken where both are on chip.
+"""Take the dot product of a norm's input with its gradient inside the norm's backward kernel.
 
-A read over depth is followed by a norm, and its backward pass begins with δ = dh · h, dh being what the norm's backward
-has just made of h: a pass over two tensors for one number per token.
+A read over depth is followed by a norm, and the read's backward pass begins with δ = dh · h. The norm's backward has
+just computed dh from h; without this rewrite, δ is another pass over two tensors for one number per token.
 
     sum(rms_norm_backward(g, h) ⊙ h)  =  the third output of rms_norm_backward_dotted(g, h)
 """
@@ -19,11 +19,11 @@ from residua.train.compile.rewrites.graphs import VIEWS, call, erase, like, repl
 
 aten, prims = torch.ops.aten, torch.ops.prims
 RESIDUAL = 4
-"""Which argument of the backward operator is the other path's gradient: with one the sum is not the norm's alone."""
+"""Index of the residual path's gradient among the backward operator's arguments; with it the sum is not the norm's."""
 
 
 def take_dots(graph: Graph) -> None:
-    """Give each norm of a backward graph the dot products of its gradient with its input. The rest stays as it is."""
+    """Let each norm of a backward graph return the dot products of its gradient and its input, where used."""
     if not fused.INSTALLED:
         return
     import residua.ops.rms_norm.autograd  # noqa: F401  (registers the operators)
@@ -35,10 +35,10 @@ def take_dots(graph: Graph) -> None:
 
 
 def _norm(total: Node) -> Node | None:
-    """The norm's backward of which this is the dot product of the gradient and the input, over the last axis."""
+    """The norm's backward node, if `total` sums the product of its gradient and its input over the last axis."""
     product, axes = total.args[:2]
     last = isinstance(product, Node) and axes in ([-1], [product.meta["val"].dim() - 1])
-    # autocast asks for sums in float32 on a GPU, and not on a CPU
+    # autocast requests float32 sums on a GPU, not on a CPU
     plain = len(total.args) == 2 and total.kwargs in ({}, {"dtype": torch.float32})
     if not last or not plain or product.target is not aten.mul.Tensor:  # type: ignore[union-attr]
         return None
@@ -61,7 +61,7 @@ def _fits(total: Node, norm: Node) -> bool:
 
 
 def _plain(factor: Any) -> Node | None:
-    """What a factor is of, seen in another shape or brought to float32."""
+    """A factor without its views and its conversion to float32."""
     while isinstance(factor, Node):
         widened = factor.target is prims.convert_element_type.default and factor.args[1] is torch.float32
         if not widened and factor.target not in VIEWS:

@@ -1,7 +1,7 @@
-"""The gradient of an attention layer's projection [Q | K | V], written where it belongs.
+"""Write the gradient of an attention layer's projection [Q | K | V] in one piece.
 
-The backward pass of QK-norm and rotation gives the gradients of queries and keys as tensors of their own, attention
-that of the values; the projection's is all three side by side, and putting them there reads and writes each once more:
+The backward pass of QK-norm and rotation returns the gradients of queries and keys as separate tensors, attention that
+of the values. The projection's gradient is their concatenation, which reads and writes each of them once more:
 
     cat(norm_rotate_backward(dq, q), norm_rotate_backward(dk, k), dv)  =  packed_heads_backward(dq, dk, dv, q, k)
 """
@@ -26,15 +26,14 @@ RESHAPES = (
     aten.clone.default,
     aten.alias.default,
 )
-"""What leaves a tensor's elements in their order."""
+"""Operators that keep a tensor's elements in order."""
 
 
 def pack_head_gradients(graph: Graph) -> None:
-    """Give every concatenation of a layer's head gradients to the operator that writes them side by side.
+    """Replace concatenations of a layer's head gradients by the operator that writes all three.
 
-    It is taken if it joins, along the last axis, the gradients of queries and keys, which nobody else reads, and one
-    more tensor with as many heads as the keys. Everything else stays as it is. What is left without readers is not
-    erased here.
+    Takes those that join, along the last axis, the gradients of queries and keys, which nothing else reads, and one
+    more tensor with as many heads as the keys. Nodes left without readers are not erased here.
     """
     if not fused.INSTALLED:
         return
@@ -61,7 +60,7 @@ class Layer(NamedTuple):
 
 
 def _layer(cat: Node) -> Layer | None:
-    """The layer whose head gradients are joined here."""
+    """The layer whose head gradients this concatenation joins, if any."""
     parts: Any = cat.args[0]
     joined, axis = value(cat), cat.args[1] if len(cat.args) > 1 else cat.kwargs.get("dim", 0)
     if joined is None or axis not in (-1, joined.dim() - 1) or len(parts) != 3:
@@ -74,7 +73,7 @@ def _layer(cat: Node) -> Layer | None:
 
 
 def _fits(layer: Layer, parts: Any, joined: torch.Tensor) -> bool:
-    """Whether the three have the shapes and the dtype of one projection's gradient, known in advance."""
+    """Whether the three have the shapes and dtype of one projection's gradient, with fixed sizes."""
     q, k = (value(node.args[1]) for node in (layer.query, layer.key))
     found = [value(part) for part in parts]
     if q is None or k is None or any(v is None or v.dtype != q.dtype for v in (*found, k)):
@@ -86,7 +85,7 @@ def _fits(layer: Layer, parts: Any, joined: torch.Tensor) -> bool:
 
 
 def _normed(part: Any) -> Node | None:
-    """The `norm_rotate_backward` of which this is the first output, if nobody else reads that on its way here."""
+    """The `norm_rotate_backward` whose first output this is, if nothing else reads that output."""
     while part.target in RESHAPES and len(part.users) == 1:
         part = part.args[0]
     if part.target is not getitem or len(part.users) > 1:
@@ -97,7 +96,7 @@ def _normed(part: Any) -> Node | None:
 
 
 def _pack(graph: Graph, cat: Node, layer: Layer) -> None:
-    """One operator before all that reads it; the gains' gradients are its second and third output."""
+    """Insert the operator before everything that reads it; the gains' gradients are its outputs 1 and 2."""
     gains = [(item, which) for which, node in ((1, layer.query), (2, layer.key)) for item in node.users if item.args[1]]
     place = min([cat, *(reader for item, _ in gains for reader in item.users)])
     if any(place <= n for n in layer.arguments if isinstance(n, Node)):
@@ -114,7 +113,7 @@ def _pack(graph: Graph, cat: Node, layer: Layer) -> None:
 
 
 def _heads(graph: Graph, values: Node, shape: list[int]) -> Node:
-    """The gradient of the values as heads; as attention gave it, before it was copied into another order."""
+    """The gradient of the values as heads [B, T, H_kv, D]: as attention returned it, if it was only reshaped since."""
     chain: list[Any] = [values]
     while chain[-1].target in RESHAPES:
         chain.append(chain[-1].args[0])

@@ -1,40 +1,41 @@
-"""Weight gradients whose tiles fill the GPU.
+"""Split weight gradients so that their tiles fill the GPU.
 
-dW = dYᵀX sums over all tokens into a small matrix: its tiles seldom come out as whole waves over the multiprocessors.
-5120×1280 in tiles of 128×256 are 200 on 132 of them, so that half of the GPU waits through the second wave. Cut into s
-sums over a share of the tokens each, the product is a batch of s times as many tiles, and the shares are added where
-the gradient is brought to float32 anyway:
+dW = dYᵀX sums over all tokens into a small matrix, whose tiles seldom make whole waves over the multiprocessors:
+5120×1280 is 200 tiles of 128×256 on 132 of them, so half of the GPU is idle during the second wave. Split over tokens
+into s shares, the product is a batch with s times as many tiles, and the shares are added where the gradient is
+converted to float32 anyway:
 
     dW = Σ_j dY_jᵀ X_j,   j = 1 … s
 
 The shares are rounded to the products' dtype, as the whole was, and added in float32. Below one wave a matrix library
-splits the sum itself; it gains less by that than a batch does, and adds the shares in a pass of its own.
+splits the sum itself, but gains less by it, and adds the shares in a pass of its own.
 """
 
 from __future__ import annotations
 
-from functools import cache, reduce
+from functools import reduce
 from math import ceil
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from residua.ops._runtime import fused
 from residua.train.compile.rewrites.graphs import call, value
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
 TILES = ((128, 256), (256, 128), (192, 192), (320, 128))
-"""Of a matrix library's fast kernels."""
+"""Tiles of a matrix library's fast kernels."""
 SPLITS = (1, 2, 4, 8)
 FLOPS_PER_BYTE = 190
-"""What a GPU multiplies and adds while it moves a byte: a share costs its traffic."""
+"""FLOPs of a GPU in the time it moves a byte: the cost of a share's traffic."""
 GAIN = 1.08
-"""Below it, things stay as they are."""
+"""Least speedup for which a product is split."""
 
 
 def split_weight_gradients(graph: Graph) -> None:
-    """Rewrite every product dYᵀX of 16-bit matrices on a GPU that gains by it."""
+    """Split every product dYᵀX of 16-bit matrices on a GPU that becomes faster by it."""
     for node in graph.find_nodes(op="call_function", target=aten.mm.default):
         operands = _weight_gradient(node)
         if operands is None:
@@ -42,7 +43,7 @@ def split_weight_gradients(graph: Graph) -> None:
         g, x = (value(operand) for operand in operands)
         if g is None or x is None or not _suits(g, x):
             continue
-        splits = best_split(len(g), g.shape[1], x.shape[1], _multiprocessors(g.device))
+        splits = best_split(len(g), g.shape[1], x.shape[1], fused.multiprocessors(g))
         if splits > 1:
             _split(graph, node, *operands, splits)
 
@@ -91,8 +92,3 @@ def _split(graph: Graph, product: Node, g: Node, x: Node, splits: int) -> None:
         if widened:
             reader.replace_all_uses_with(whole)
     product.replace_all_uses_with(rounded)
-
-
-@cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
