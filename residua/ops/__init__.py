@@ -1,4 +1,4 @@
-"""The numerics of depth. Each operator is a plain PyTorch reference, the truth, with room for a fused twin beside it.
+"""The numerics of depth. Each operator is a plain PyTorch reference, the truth; most have a fused twin.
 
 `ops` imports nothing else of Residua: take it alone if you only want the operators.
 """

@@ -1,8 +1,8 @@
 """Which implementation of an operator runs: the plain PyTorch reference or a fused kernel.
 
 Every operator is registered once with its reference (the truth) and, where one exists, a fused path with a
-predicate that says which inputs it takes. `auto` uses the fused path wherever its predicate holds; `reference` and
-`triton` insist, and `triton` refuses an operator or an input it cannot serve instead of quietly running the slow path.
+predicate that says which inputs it takes. `auto` uses the fused path wherever its predicate holds. `reference` never
+does. `triton` always does, and refuses an operator or an input that it cannot serve.
 """
 
 from __future__ import annotations

@@ -22,12 +22,12 @@ def rms(x: Tensor, eps: float = 1e-6, weight: Tensor | None = None) -> Tensor:
 
 @torch.compiler.assume_constant_result
 def _has_autocast(kind: str) -> bool:
-    """Whether autocast knows this kind of device; a constant, for torch 2.11 cannot trace the question."""
+    """Whether autocast supports this kind of device; a constant, for torch 2.11 cannot trace the call."""
     return torch.amp.is_autocast_available(kind)
 
 
 def no_autocast(x: Tensor) -> AbstractContextManager[object]:
-    """Inside, products of x keep the dtype they are given, as they do anyway on meta, which autocast does not know."""
+    """Inside, products of x keep their dtype. Nothing to do on `meta`, which autocast does not support."""
     kind = x.device.type
     return torch.autocast(kind, enabled=False) if _has_autocast(kind) else nullcontext()
 

@@ -86,9 +86,9 @@ def depth_attention(
     activation: Activation = "softmax",
     return_weights: bool = False,
 ) -> Any:
-    """`depth_attention` in one pass over the sources; its backward reads each once and writes its gradient once.
+    """The fused twin of `reference.depth_attention`: one pass over the sources, forward and backward.
 
-    One source alone has weight 1 whatever the query, whose gradient is exactly zero: the plain code says so, where
+    A single source has weight 1 for any query, whose gradient is exactly zero. The plain code gives that; the kernel's
     δ − dh · v would leave a rounding error.
     """
     if len(sources) == 1:
@@ -187,7 +187,7 @@ def read(compiled: bool, h: Tensor, lse: Tensor, gradients: list[Tensor], stats:
 
 
 def _plain_stats(dh: Tensor, h: Tensor, lse: Tensor) -> Tensor:
-    """`depth_stats` for the compiler, which fuses it into whatever makes dh."""
+    """`depth_stats` in plain PyTorch: `torch.compile` fuses it into the kernel that computes dh."""
     delta = (dh.float() * h.float()).sum(-1).flatten()
     return torch.stack([lse, pad(delta, (0, len(lse) - len(delta)))])
 

@@ -2,19 +2,21 @@
 
 A source v_i is read by many reads l: h_l = Σ_i a_il v_i, a_l = softmax(z_l), z_il = rstd_i (u_l · v_i), with
 u_l = scale · w_l ⊙ gain_l. Taken read by read, the backward would add to the gradient of every earlier source at every
-read. Here read l only passes on dh_l and two numbers per token, its lse_l and δ_l = dh_l · h_l; the producer of v_i,
-which autograd reaches when all its readers are done, does the rest in one pass:
+read. Here read l only passes on dh_l and two numbers per token, lse_l and δ_l = dh_l · h_l. Autograd reaches the
+producer of v_i after all its readers, and the producer does the rest in one pass:
 
     a_il = exp(z_il − lse_l)              dv_i = Σ_l a_il dh_l + rstd_i Σ_l dz_il u_l − v_i rstd_i²/C Σ_l dz_il z_il
     dz_il = a_il (dh_l · v_i − δ_l)       du_l = Σ_i Σ_tokens dz_il rstd_i v_i
 
-What ties them together are *handles*: tensors without memory (stride 0) that a source hands out, one pair to each of
-its readers. They carry no value forward; backward, their gradient is dh_l, the same tensor for every source, and the
-pair (lse_l, δ_l). So the graph is an ordinary one, and compile, checkpointing and retain_graph need nothing special.
-Since queries do not depend on the input, a source's scores for all its readers are computed when it is made, several
-reads are evaluated together against the sources they share, and one source's backward does most of its neighbours'.
+*Handles* connect them: tensors without memory (stride 0), one pair from a source to each of its readers. They carry no
+value forward; backward, their gradients are dh_l, the same tensor for every source, and the pair (lse_l, δ_l). So the
+graph is an ordinary one, and compile, checkpointing and retain_graph need nothing special. Since queries do not depend
+on the input, a source's scores for all its readers are computed when it is made, several reads are evaluated together
+over the sources they share, and one source's backward does most of its neighbours'.
 
-δ_l is taken with h_l as it was stored: in bf16 that is half a percent of noise on du_l, zero on average.
+δ_l uses h_l as it was stored: in bf16 that is half a percent of noise on du_l, zero on average.
+
+This file has the state of a whole model and its two verbs, `open` and `step`; the operators are in `autograd.py`.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ State = tuple[Tensor, ...]
 
 
 def serves(x: Tensor, *, key_norm: str, activation: str) -> bool:
-    """Whether a model that starts from x should run deferred: in training, where the kernels run."""
+    """Whether a model that starts from x should run deferred: in training, where kernels can run."""
     able = key_norm == "rms" and activation == "softmax" and torch.is_grad_enabled() and chosen_backend() != "reference"
     return able and fused.serves(x)
 
@@ -42,10 +44,10 @@ def serves(x: Tensor, *, key_norm: str, activation: str) -> bool:
 def open(plan: ReadPlan, x: Tensor, queries: Tensor, eps: float = 1e-6) -> State:
     """Begin with source 0; queries [reads, C] fp32 are the u_l of every read.
 
-    The state is u, u in the form that the scores of narrow sources take, the chain that collects du, what a group of
-    reads has under way, and then for every source that is still needed: its value outside of autograd, scores and rstd;
-    a handle for a later source, if that hands a gradient on to this one; and of each coming reader of its own the
-    handle whose gradient is dh, then those for (lse, δ).
+    The state is u, u in the form that the scores of bf16 sources take, the chain that collects du, the partial results
+    of a group of reads, and then for every source that is still needed: its detached value, scores and rstd; a handle
+    for a later source, if that passes a gradient to this one; and for each of its own later readers the handle whose
+    gradient is dh, then those for (lse, δ).
     """
     u = queries.detach().contiguous()
     value = x.detach().contiguous()
@@ -56,7 +58,7 @@ def open(plan: ReadPlan, x: Tensor, queries: Tensor, eps: float = 1e-6) -> State
 
 
 def step(plan: ReadPlan, k: int, y: Tensor, state: State, eps: float = 1e-6) -> tuple[Tensor, State]:
-    """Make source k+1 of the output y of sublayer k, then read: h [..., C] and the next state."""
+    """Make source k+1 from the output y of sublayer k, then read: h [..., C] and the next state."""
     table, (u, parts, link) = plan.steps[k], state[:FRONT]
     y = y.to(state[table.newest].dtype)
     made, h, lse, partial = _evaluate(plan, k, y.detach().contiguous(), state, eps)
@@ -76,14 +78,14 @@ def step(plan: ReadPlan, k: int, y: Tensor, state: State, eps: float = 1e-6) -> 
 
 
 def values(plan: ReadPlan, k: int, y: Tensor, state: State) -> list[Tensor]:
-    """The sources that read k sees, outside of autograd: for looking at."""
+    """The sources that read k sees, detached: for diagnosis."""
     older = {place.source: state[place.start] for place in plan.before(k)}
     new = older[k] + y.detach() if plan.grows[k + 1] else y.detach()
     return [new if s == k + 1 else older[s] for s in plan.sees[k]]
 
 
 def holds(plan: ReadPlan, k: int, state: State) -> bool:
-    """Whether this is a deferred state before step k rather than the plain list of sources."""
+    """Whether this is a deferred state before step k, not the plain list of sources."""
     return len(state) > len(plan.sees[k])
 
 
@@ -92,10 +94,10 @@ Made = tuple[Tensor, Tensor, Tensor]
 
 
 def _evaluate(plan: ReadPlan, k: int, y: Tensor, state: State, eps: float) -> tuple[Made, Tensor, Tensor, State]:
-    """All that step k computes, outside of autograd: source k+1, then h and lse of the read, then the partial reads.
+    """All that step k computes, without autograd: source k+1, then h and lse of the read, then the partial reads.
 
-    A group of reads begins with all of them over the sources there are; `partial` holds their lse, and o_l of each read
-    to come. Such a read is o_l, whose score is lse_l, and the sources that are newer.
+    The first step of a group evaluates all its reads over the sources so far; `partial` holds their lse, and o_l of
+    each later read. Such a read is then over o_l, with score lse_l, and the newer sources.
     """
     table, (u, parts, _) = plan.steps[k], state[:FRONT]
     first, count = plan.readers[k + 1][0], len(plan.readers[k + 1])
@@ -126,7 +128,7 @@ def _fork(
 ) -> tuple[Tensor, ...]:
     """The next link of the chain that collects du, then the handles of source s in the order of the state.
 
-    `before` are the sources with their handles to which this one hands a gradient on.
+    `before` are the sources, with their handles, to which this one passes a gradient.
     """
     onward = [source[3] for source in before]
     led = [t for source in before for t in source[:3]] if s in plan.leads else []

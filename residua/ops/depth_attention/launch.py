@@ -51,7 +51,7 @@ def parts_output(u: Tensor) -> Tensor:
 
 
 def parts(u: Tensor) -> Tensor:
-    """u [reads, C] as the sum of two bf16 parts [reads, 2, C]; opaque, as a compiler may leave out the rounding."""
+    """u [reads, C] as the sum of two bf16 parts [reads, 2, C]; opaque, for a compiler may skip the rounding."""
     coarse = u.bfloat16()
     return torch.stack([coarse, (u - coarse).bfloat16()], 1)
 
@@ -75,7 +75,7 @@ def sum_outputs(
 
 
 def sum_scores(base: Tensor, y: Tensor, u: Tensor, first: int, count: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """v = base + y, and `depth_scores` of v."""
+    """v = base + y, and `scores` of v."""
     v, z, rstd = sum_outputs(base, y, u, first, count, eps)
     _launch_scores(base, y, v, u, z, rstd, first, eps)
     return v, z, rstd
@@ -125,7 +125,7 @@ def group_outputs(
 
 
 def mix_group(sources: Sequence[Tensor], scores: Sequence[Tensor], rows: Sequence[int], readers: int) -> list[Tensor]:
-    """`depth_mix` for some readers in a row, the first's scores being rows[i]: lse [readers, pitch], then each h."""
+    """`mix` for consecutive readers, the first one's scores in rows[i]: lse [readers, pitch], then each h."""
     lse, *h = outputs = group_outputs(sources, scores, rows, readers)
     width, tokens = extent(h[0])
     if tokens:
@@ -155,7 +155,7 @@ def sum_read(
     base: Tensor, y: Tensor, u: Tensor, reader: int,
     sources: Sequence[Tensor], scores: Sequence[Tensor], rows: Sequence[int], eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """`depth_sum_scores` for one reader and, after it, `depth_mix` of the sources and v: v, z, rstd, h, lse."""
+    """`sum_scores` for one reader, then `mix` of the sources and v: v, z, rstd, h, lse."""
     v, z, rstd, h, lse = outputs = sum_read_outputs(base, y, u, reader, sources, scores, rows, eps)
     width, tokens = extent(v)
     if tokens:
@@ -199,7 +199,7 @@ def source_gradient(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """A source's gradient [..., C] from the readers from `first` on, and du [readers of the model, C] so far.
 
-    Theirs are the first len(dh) rows of z; `onward` is the gradient that reaches the source otherwise.
+    z's first len(dh) rows are theirs; `onward` is the gradient that reaches the source on other paths.
     """
     dv, new_du = gradient_outputs(v, z, rstd, u, first, onward, dh, stats, du)
     if extent(v)[1] == 0:
@@ -256,7 +256,7 @@ def block_gradient(
     values: Sequence[Tensor], scores: Sequence[Tensor], rstds: Sequence[Tensor],
     u: Tensor, first: int, dh: Sequence[Tensor], stats: Sequence[Tensor], du: Tensor | None,
 ) -> list[Tensor]:  # fmt: skip
-    """du, then `depth_source_gradient` of some sources from the same readers, the last rows of each one's scores."""
+    """du, then `source_gradient` of several sources from the same readers, the last rows of each one's scores."""
     new_du, *dv = outputs = block_outputs(values, scores, rstds, u, first, dh, stats, du)
     width, tokens = extent(dv[0])
     if tokens == 0:
@@ -289,12 +289,12 @@ def block_gradient(
 
 
 def _numbers(each: int) -> int:
-    """How many numbers a program of `NUMBERS` works on at once, `each` for a token."""
+    """How many numbers a program with `NUMBERS` tokens works on at once, `each` per token."""
     return NUMBERS["TOKENS"] * power(each)
 
 
 def _scores_gradient(table: Tensor, v: Tensor, slopes: Tensor, pull: Tensor, u: Tensor, first: int) -> Tensor:
-    """Add what comes through the scores to the gradients of some sources like v, those in `table`; du in parts."""
+    """Add the gradient through the scores to those of the sources in `table`, which are like v; returns du in parts."""
     (width, tokens), (size, count, length) = extent(v), slopes.shape
     tile = scores_gradient_tile(width, count, v)
     blocks, per_core = cdiv(width, tile["COLUMNS"]), 2 if tile.get("num_warps") == 8 else 3

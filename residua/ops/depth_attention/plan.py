@@ -1,4 +1,7 @@
-"""Who reads what in a model with attention over depth, and which work is done together because of it."""
+"""Which read sees which sources in a model with attention over depth, and which work is done together.
+
+Not part of `launch.py`: it knows nothing of kernels, only of reads, sources and what the state holds.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,11 @@ BLOCK = 6
 FRONT = 3
 """Tensors that a state begins with: u, the queries as the scores take them, and the chain that collects du."""
 FEW = 5
-"""Most readers that one kernel serves to the end, scores and all: as many as are left over in a block of sources."""
+"""Most readers for which one kernel does the whole gradient: as many as are left over in a block of sources."""
 
 
 class Place(NamedTuple):
-    """Where a source stands in the state: three tensors from `start` on, then `onward` handles and twice `ahead`."""
+    """A source's position in the state: three tensors from `start` on, then `onward` handles and twice `ahead`."""
 
     source: int
     start: int
@@ -25,28 +28,28 @@ class Place(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What step k takes from the state and what it leaves there, by position: a table for each step.
+    """What step k takes from the state and what it leaves there, by position.
 
-    A compiler that follows every line of Python follows a look into a table quickest, and in a deep model it has
-    thousands of sources to follow.
+    A table per step, since `torch.compile` traces a table lookup faster than the code that computes it, and a deep
+    model has thousands of sources.
     """
 
     newest: int
-    """The value of source k; where nothing needs that any more, of another source."""
+    """The value of source k, or of another source if nothing needs that one any more."""
     onward: list[int]
-    """The values of the sources to which source k+1 hands a gradient on; score, rstd and handle follow each."""
+    """The values of the sources to which source k+1 passes a gradient; score, rstd and handle follow each."""
     pending: int
-    """Tensors of a group of reads that is under way, from position FRONT on."""
+    """Tensors of an unfinished group of reads, from position FRONT on."""
     seen: list[int]
-    """The values that are read, without those that the group's first read took in and without the new one."""
+    """The values that are read, except those that the group's first read covered, and the new one."""
     rows: list[int]
-    """In which row of each of their scores this read's are."""
+    """The row of this read in each of their scores."""
     gradients: list[int]
-    """The handles for dh, of every older source whose own backward serves this read."""
+    """The handles for dh, of every older source whose own backward covers this read."""
     stats: list[int]
-    """The handles for (lse, δ), of the same."""
+    """The handles for (lse, δ), of the same sources."""
     kept: list[tuple[int, int]]
-    """From where to where the state goes on as it is."""
+    """Ranges of the state that are kept unchanged."""
 
 
 class ReadPlan:
@@ -78,16 +81,16 @@ class ReadPlan:
         return bool(self.places[k + 1]) and self.places[k + 1][-1].source == k + 1
 
     def goes_on(self, s: int) -> bool:
-        """Whether a later source hands a gradient on to source s: it grew out of it, or leads it."""
+        """Whether a later source passes a gradient to source s: it is a sum that includes s, or it leads s."""
         return self.grows[s + 1] or s in self.leader
 
     def fuses(self, k: int) -> bool:
-        """Whether one kernel makes the sum of step k and reads: if nothing else reads it, and no group begins here."""
+        """Whether one kernel does the sum of step k and the read: if no other read sees it and no group begins here."""
         start, size = self.group[k]
         return self._read_once(k) and (k > start or size == 1)
 
     def pending(self, k: int) -> int:
-        """How many reads of a group are begun but not finished after read k."""
+        """How many reads of a group are started but not finished after read k."""
         return sum(self.group[k]) - 1 - k if k >= 0 else 0
 
     def _places(self, k: int) -> list[Place]:
@@ -129,18 +132,18 @@ class ReadPlan:
         )
 
     def _leaders(self) -> dict[int, list[int]]:
-        """Sources whose backward also does most of that of those before: all of the readers they share.
+        """Maps each leader to the sources whose shared-reader gradients it computes, latest first.
 
-        Of each, these sources, latest first. What must be left over to themselves are a few readers each.
+        The few other readers of such a source are left to its own backward.
         """
         ends = cheapest(len(self.readers), BLOCK, self._gradient_cost)
         return {end - 1: list(range(end - 2, start - 1, -1)) for start, end in ends if end - start > 1}
 
     def _gradient_cost(self, first: int, size: int) -> float | None:
-        """Rows moved for the gradients of `size` sources together; None if they cannot be.
+        """Rows moved for the gradients of `size` sources computed together; None if they cannot be.
 
-        With m readers in common: m rows read, each source's value read and what comes through the values written; and
-        once more, with the gradient, for what comes through the scores. Then each source's other readers.
+        With m shared readers: m rows read; each source's value read and its gradient through the values written; both
+        read, and the gradient written, once more for the part through the scores. Then each source's other readers.
         """
         sources = range(first, first + size)
         shared = self.readers[sources[-1]]
@@ -153,7 +156,7 @@ class ReadPlan:
         return m + 5 * size + sum(3 + r for r in others if r)
 
     def _own_readers(self, s: int) -> list[int]:
-        """The readers of a source that its own backward serves, not its leader's."""
+        """The readers of a source that its own backward covers, not its leader's."""
         return [k for k in self.readers[s] if s not in self.leader or k not in self.readers[self.leader[s]]]
 
     def _groups(self) -> list[tuple[int, int]]:
@@ -172,8 +175,8 @@ class ReadPlan:
     def _read_cost(self, first: int, size: int) -> float | None:
         """Rows moved by `size` reads as a group; None if they cannot be one.
 
-        A group begins with a read that sees n sources, and the others see these and newer ones. The n are read once for
-        all; an intermediate result for each of the others is written, and read again with the newer sources.
+        The first read of a group sees n sources, and the others see these and newer ones. The n are read once for all;
+        for each of the others an intermediate result is written, and read again with the newer sources.
         """
         seen = self.sees[first]
         n, later = len(seen), self.sees[first + 1 : first + size]
@@ -183,12 +186,12 @@ class ReadPlan:
         return n + size - fused + sum(len(sources) - n + 2 for sources in later)
 
     def _read_once(self, k: int) -> bool:
-        """Whether read k is the only one of the sum that step k makes."""
+        """Whether read k is the only one that sees the sum of step k."""
         return self.grows[k + 1] and len(self.readers[k + 1]) == 1
 
 
 def cheapest(length: int, most: int, cost: Callable[[int, int], float | None]) -> list[tuple[int, int]]:
-    """0 … length in ranges of at most `most`, (start, end) in order, at the least cost(start, size) in all."""
+    """Split 0 … length into ranges (start, end) of at most `most`, with the least total cost(start, size)."""
     best: list[tuple[float, list[tuple[int, int]]]] = [(0.0, [])]
     for end in range(1, length + 1):
         ways = []
@@ -202,7 +205,7 @@ def cheapest(length: int, most: int, cost: Callable[[int, int], float | None]) -
 
 
 def _joined(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The same positions in as few ranges as can be."""
+    """The same positions in as few ranges as possible."""
     joined: list[tuple[int, int]] = []
     for start, stop in ranges:
         if joined and joined[-1][1] == start:

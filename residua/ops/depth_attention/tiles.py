@@ -28,7 +28,7 @@ def narrow(x: Tensor) -> bool:
 
 
 UNROLL = 2
-"""Rows in flight at once; more were slower at every number of sources, registers being what bounds these kernels."""
+"""Rows in flight at once; more were slower for any number of sources, since registers bound these kernels."""
 
 
 NUMBERS = {"TOKENS": 64, "LANES": 8}
@@ -36,11 +36,11 @@ NUMBERS = {"TOKENS": 64, "LANES": 8}
 
 
 SLOPES = {"TOKENS": 64, "LANES": 4, "num_warps": 8}
-"""The same where a token has several sources at once, so that it takes fewer readers."""
+"""The same where a token has several sources at once, and so fewer readers."""
 
 
 def row_tile(width: int) -> dict[str, Any]:
-    """For kernels that reduce over whole rows: a row in two pieces, one warp to a token, so no barriers."""
+    """For kernels that reduce over whole rows: a row in two pieces and one warp per token, so no barriers."""
     low = 1 << max(0, (width - 1).bit_length() - 1)
     high = max(power(width - low), min(256, low))
     tile = {"C": width, "LOW": low, "HIGH": high}
@@ -52,8 +52,8 @@ def row_tile(width: int) -> dict[str, Any]:
 def piece_tile(v: Tensor, readers: int) -> dict[str, Any]:
     """For the kernel that holds a token's v and rows of its readers: rows in pieces of equal length, and few warps.
 
-    A thread has room for about 220 fp32 numbers, and where warps share a row they must wait for each other. Rows are
-    loaded two steps ahead, if they fit.
+    A thread has room for about 220 fp32 numbers, and warps that share a row must synchronise. Rows are loaded two steps
+    ahead, if they fit.
     """
     width = v.shape[-1]
     if fused.INTERPRETED:
@@ -74,7 +74,7 @@ def mix_tile(width: int) -> dict[str, Any]:
 
 
 def stack_tile(v: Tensor, results: int, columns: int, stages: int) -> dict[str, Any]:
-    """For kernels that are matrix products over a stack of rows, one for each token and each with a warp of its own.
+    """For kernels that are matrix products over a stack of rows, one product and one warp per token.
 
     `columns` and `stages` were the fastest on an H200 from 768 to 2,048 channels; float32 has room for fewer columns.
     """
@@ -99,9 +99,9 @@ def product_tile(
 ) -> dict[str, Any]:
     """For kernels that are matrix products between tokens and readers, CHUNKS of them.
 
-    With 64 readers to a product Triton makes asynchronous products that still read a buffer while its pipeline loads
-    the next tile into it (a source that is used both in a product and otherwise gets one buffer too few). With 32 it
-    makes none. The sums of all chunks stay in registers: where there is no `room` for as many, tiles are smaller.
+    With 64 readers per product, Triton emits asynchronous products that still read a buffer while its pipeline loads
+    the next tile into it (a source used both in a product and elsewhere gets one buffer too few). With 32 it emits none.
+    The sums of all chunks stay in registers: where there is no `room` for them, tiles are smaller.
     """
     chunks = cdiv(readers, CHUNK)
     tile = {"C": width, "READERS": min(CHUNK, max(16, power(readers))), "CHUNKS": chunks}

@@ -1,8 +1,8 @@
 """Multi-Gate Residuals, fused: the junctions of a chain, and what autograd keeps.
 
-A junction need not keep its streams. In a chain of junctions the streams are kept at the first one of a segment; the
-others keep f and β, and their backward pass repeats s ← s + β(f − s) from there on, on chip, rounded as it was then:
-bit for bit the same streams, for C more values to read per repeated junction instead of n·C more to keep.
+A junction need not keep its streams. In a chain of junctions only the first of a segment keeps them; the others keep f
+and β, and their backward pass repeats s ← s + β(f − s) from there, in registers and with the same rounding: bit for
+bit the same streams, for C more values to read per repeated junction instead of n·C more to keep.
 """
 
 from __future__ import annotations
@@ -106,8 +106,8 @@ class _Junction(torch.autograd.Function):
         ctx: Any, competitive: bool, eps: float, count: int,
         update: Tensor, gate_query: Tensor, gate_bias: Tensor, pool_query: Tensor, *tensors: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """`tensors` are the streams, `count` of them, and what the backward pass makes them from, or nothing: then
-        they are kept themselves."""
+        """`tensors` are the `count` streams, then what the backward pass recomputes them from; if nothing follows, the
+        streams themselves are kept."""
         streams, past = tensors[:count], tensors[count:]
         weights = (gate_query, gate_bias, pool_query)
         hidden, after, stats = junction_forward(streams, update, *weights, competitive, eps)
@@ -144,7 +144,7 @@ def _apart(row: Tensor, dtypes: Sequence[torch.dtype], width: int, competitive: 
 
 
 class Fused:
-    """A junction's two halves, for `inversion`."""
+    """A junction's forward and backward without autograd, for `inversion`."""
 
     def __init__(self, competitive: bool, eps: float) -> None:
         self.competitive, self.eps = competitive, eps

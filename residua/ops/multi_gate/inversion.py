@@ -1,14 +1,16 @@
-"""Junctions that keep no streams: the backward pass finds them from the streams that came after.
+"""Junctions that keep no streams: the backward pass recovers them from the streams after the junction.
 
     s'_i = s_i + β_i (f − s_i)   ⇒   s_i = (s'_i − β_i f) / (1 − β_i)
 
 is the fallback inversion of Multi-Gate Residuals (arXiv 2605.23259). Only the last junction of a chain keeps its
-streams; each hands what it found to the one before it, in place of a gradient: the chain's state ends with a tensor
-without content (`link`) whose "gradient" is s. A junction keeps f and β.
+streams; each passes what it recovered to the one before it, in place of a gradient: the chain's state ends with a
+tensor without content (`link`) whose "gradient" is s. A junction keeps f and β.
 
-Streams are rounded when they are stored, and division by 1 − β makes that error grow: after m junctions it is about
-ε √m Π 1/(1 − β). Where β is large, s cannot be found at all, so the true s is kept for the `share` of all (token,
-stream) pairs with the largest β, a fixed number. For the others 1 − β counts as FLOOR at least.
+Streams are rounded when they are stored, and division by 1 − β amplifies that error: after m junctions it is about
+ε √m Π 1/(1 − β). Where β is large, s cannot be recovered, so the true s is kept for the `share` of all (token, stream)
+pairs with the largest β, a fixed number. For the others, 1 − β is at least FLOOR.
+
+A file of its own: it serves both backends, the plain one and `autograd.py`.
 """
 
 from __future__ import annotations
@@ -84,9 +86,9 @@ def multi_gate_inverted(
     competitive: bool = True,
     eps: float = 1e-6,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """One junction of a chain, as `multi_gate_chain`, whose streams the backward pass finds by inversion.
+    """One junction of a chain, like `multi_gate_chain`; the backward pass recovers its streams by inversion.
 
-    `last` says that no junction follows which could hand its streams back: then they are kept. A state is read once.
+    `last`: no junction follows that could pass its streams back, so this one keeps them. Use a state once only.
     """
     weights = (gate_query, gate_bias, pool_query)
     return junction("plain", state, update, weights, last=last, share=share, competitive=competitive, eps=eps)
@@ -96,7 +98,7 @@ def junction(
     halves: str, state: Sequence[Tensor], update: Tensor, weights: Sequence[Tensor],
     *, last: bool, share: float, competitive: bool, eps: float,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
-    """h and the next state: the streams and, but for the last junction, the link to the one that follows."""
+    """h and the next state: the streams and, except for the last junction, the link to the next one."""
     streams, link = split(state, update)
     reference.check(shape(streams), update, weights[1], competitive)
     streams = [s.contiguous() for s in streams]
@@ -113,9 +115,9 @@ class _Inverted(torch.autograd.Function):
         ctx: Any, halves: str, competitive: bool, eps: float, kept: int, count: int,
         update: Tensor, gate_query: Tensor, gate_bias: Tensor, pool_query: Tensor, *tensors: Tensor,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        """`tensors` are the streams, `count` of them, and the link to the junction before this one, if any.
+        """`tensors` are the `count` streams, and the link to the junction before this one, if any.
 
-        `kept` rows of them are kept; −1: all, and there is no junction to follow.
+        `kept` of their rows are kept; −1: all, since no junction follows.
         """
         streams = tensors[:count]
         weights = (gate_query, gate_bias, pool_query)

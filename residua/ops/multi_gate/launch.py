@@ -41,9 +41,9 @@ def forward_plan(n: int, width: int, size: int) -> TilePlan:
 
 
 def backward_plan(n: int, width: int, size: int) -> TilePlan:
-    """Half as many channels at a time, for the factors of every stream are held besides.
+    """Half as many channels at a time, for the factors of every stream are held too.
 
-    Between 1024 and 2048 channels that is too many pieces: there one warp takes a token.
+    Between 1024 and 2048 channels that is too many pieces: there one warp has a token.
     """
     if n <= 4 and 1024 < width < 2048:
         return TilePlan(16 // size, 1, programs=8)
@@ -111,8 +111,8 @@ def backward(
 ) -> list[Tensor]:  # fmt: skip
     """The gradients of s, of f, and of w1, w2 and the biases in one row [2C + N + 1] of float32.
 
-    `updates` and `stats` are those of the junctions since `start`; the last ones are this junction's. `apart`: the
-    streams were N tensors, and so are their gradients.
+    `updates` and `stats` are those of the junctions since `start`, this one last. `apart`: the streams were N tensors,
+    and so are their gradients.
     """
     weights = (gate_query, pool_query)
     outputs = backward_outputs(g_hidden, g_after, start, updates, stats, *weights, apart, competitive, eps)
@@ -136,7 +136,7 @@ def invert_output(after: Tensor, update: Tensor, stats: Tensor, floor: float) ->
 
 
 def invert(after: Tensor, update: Tensor, stats: Tensor, floor: float) -> Tensor:
-    """s [..., N, C] from s', f and the scalars of the junction between; 1 − β counts as `floor` at least."""
+    """s [..., N, C] from s', f and the scalars of the junction between; 1 − β is at least `floor`."""
     streams = invert_output(after, update, stats, floor)
     _, tokens = extent(update)
     if tokens:

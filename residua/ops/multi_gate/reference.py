@@ -86,8 +86,8 @@ def pool_streams(streams: Sequence[Tensor], query: Tensor, *, eps: float = 1e-6)
 
         a = softmax_i(query · RMS(s_i)/√C),   h = Σ a_i s_i
 
-    The streams that come back are those that went in. Who reads them next should take these: the fused path adds a
-    read's gradient to the one that arrives from later readers in the same pass.
+    The streams are returned unchanged. Later reads should use the returned ones: the fused path then adds this read's
+    gradient to that of later reads in the same pass.
     """
     return pool(torch.stack([*streams], -2), query, eps=eps), tuple(streams)
 
@@ -106,8 +106,8 @@ def multi_gate_chain(
     """One junction of a chain: h [..., C] and the next state, from a state and a sublayer's output.
 
     The equations are those of `multi_gate`. A state begins with the streams: one tensor [..., N, C], or N tensors
-    [..., C], as the fill phase leaves them; the streams alone are a state. What follows them is the fused path's own:
-    it keeps the streams for the backward pass once per `segment` junctions and makes the others again, exactly.
+    [..., C], as the fill phase leaves them; the streams alone are a state. The rest belongs to the fused path, which
+    keeps the streams for the backward pass once per `segment` junctions and recomputes the others exactly.
     """
     streams, _ = split(state, update)
     stacked = streams[0] if len(streams) == 1 else torch.stack(streams, -2)
