@@ -1,4 +1,4 @@
-"""Decoding one token per row: junction and norm in one launch, and attention to a cache."""
+"""Decoding one token per row: a junction and its norm in one launch, and attention to a cache."""
 
 from typing import Any
 

@@ -1,7 +1,7 @@
-"""Operators of decoding in plain PyTorch: a junction together with the norm behind it, and attention to a cache.
+"""Operators of decoding in plain PyTorch: a junction together with the norm after it, and attention to a cache.
 
-One token per row leaves nothing to do but wait for kernels to start, so what counts is how many there are: each of
-these is one launch when fused. Rows are [M, C]; equations are those of `depth_attention` and `multi_gate`.
+With one token per row, time is spent on launching kernels, so their number counts: each of these is one launch when
+fused. Rows are [M, C]; equations are those of `depth_attention` and `multi_gate`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ GATED = ("swiglu", "glu")
 
 
 class Gate(NamedTuple):
-    """A gated write before its update is there: n streams [M, C] and the weights of `multi_gate`."""
+    """A gated write whose update is not known yet: n streams [M, C] and the weights of `multi_gate`."""
 
     streams: Sequence[Tensor]
     query: Tensor
@@ -103,14 +103,14 @@ def gate_norm(
     competitive: bool = True,
     eps: float = 1e-6,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """`multi_gate` and the norm behind it: weight ⊙ RMS(h) [M, C], and the streams, each [M, C], after the write."""
+    """`multi_gate` and the norm after it: weight ⊙ RMS(h) [M, C], and the streams, each [M, C], after the write."""
     together = torch.stack([wide(stream) for stream in streams], 1)
     hidden, after = multi_gate(together, wide(y), gate_query, gate_bias, pool_query, competitive=competitive)
     return rms(hidden, eps, weight).to(y.dtype), after.to(y.dtype).unbind(1)
 
 
 def prepare_gates(gate: Gate) -> Tensor:
-    """What a gated write and the norm behind it need of the streams alone.
+    """What a gated write and the norm after it need of the streams alone.
 
     Returns [M, n(n+5)/2]: β_i, w2·s_i, ‖s_i‖², and s_i·s_j of i < j, row by row.
     """
@@ -124,7 +124,7 @@ def prepare_gates(gate: Gate) -> Tensor:
 def gate_prepared(
     gate: Gate, prepared: Tensor, y: Tensor, weight: Tensor, *, eps: float = 1e-6
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """`gate_norm` with what `prepare_gates` made; here β is all that is taken of it."""
+    """`gate_norm` with the result of `prepare_gates`, of which only β is used here."""
     s = torch.stack([wide(stream) for stream in gate.streams], 1)
     beta = prepared[:, : s.shape[1], None].to(s.dtype)
     after = s + beta * (wide(y)[:, None] - s)
@@ -147,10 +147,10 @@ def enter_cache(
     values: Tensor,
     positions: Tensor,
 ) -> Tensor:
-    """The heads of one token per row: queries and keys normed and turned, keys and values put into their slots.
+    """The heads of one token per row: queries and keys normed and rotated, keys and values put into their slots.
 
     projected [B, R] begins with `heads` queries and then the H_kv keys and values of keys, values [B, S, H_kv, D];
-    gains [D] of queries and keys, None: turned only; cos, sin [positions, D/2], of every position that may occur;
+    gains [D] of queries and keys, None: no norm; cos, sin [positions, D/2], of every position that may occur;
     positions [B]. Returns the queries [B, H, D].
     """
     kv, width = keys.shape[2:]

@@ -1,4 +1,4 @@
-"""What an optimizer does to many weights at once, in place."""
+"""Optimizer updates of many weights at once, in place."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -9,7 +9,7 @@ import triton.language as tl
 from residua.ops._runtime.kernels import tensor
 
 
-# Kernels are told whether the size is a multiple of 16: only then can loads under a mask be 16 bytes wide.
+# `size` is specialised: masked loads can be 16 bytes wide only if it is known to be a multiple of 16.
 @triton.jit(do_not_specialize=["count", "beta"])
 def momentum_kernel(
     table_ptr, count, size, beta, M: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr

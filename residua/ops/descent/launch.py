@@ -1,4 +1,4 @@
-"""Momentum and cautious descent fused: each tensor is read once and written once.
+"""Momentum and cautious descent: launching the kernels, which read and write each tensor once.
 
 Bytes per weight: 14 for the momentum (g; m twice; a bf16 direction) and 10 for the descent (x twice; a bf16 update),
 where list operations move 30 and 60. Tensors of one size share a launch and a table of addresses.
@@ -49,7 +49,7 @@ _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
 
 
 def _alike(*lists: Sequence[Tensor]) -> Iterator[tuple[list[Tensor], ...]]:
-    """The lists cut into groups of one size and dtype."""
+    """The lists split into groups of one size and dtype."""
     groups: dict[tuple[object, ...], list[tuple[Tensor, ...]]] = {}
     for together in zip(*lists, strict=True):
         if together[0].numel():

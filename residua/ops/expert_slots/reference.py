@@ -1,7 +1,7 @@
 """Where each token's copies go when they are sorted by expert, and how their results come back.
 
-A token that visits k experts has k slots. Sorting is stable and both ways are gathers, forward and backward, so that
-nothing is added up by atomics: the same input gives the same bits.
+A token that visits k experts has k slots. Sorting is stable, and both directions are gathers, forward and backward:
+without atomic additions, the same input gives the same bits.
 """
 
 from __future__ import annotations

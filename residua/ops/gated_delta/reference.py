@@ -2,9 +2,9 @@
 
     S_t = α_t (I − β_t k_t k_tᵀ) S_{t−1} + β_t k_t v_tᵀ,   α_t = exp(g_t),   o_t = S_tᵀ q_t
 
-The state S [K, V] is a memory from keys to values (the paper's, transposed): it fades by α, then what it holds under
+The state S [K, V] is a memory from keys to values (the paper's, transposed): it decays by α, then what it holds under
 k_t moves towards v_t by the share β. `naive` is this loop, the truth; `chunked` does the same work in matrix products;
-`step` is one turn of the loop.
+`step` is one iteration of the loop.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ def _fused(*args: Any, **settings: Any) -> Any:
 
 
 def _serves(x: Tensor, weight: Tensor, down: Tensor, up: Tensor, *, activation: str = "sigmoid", **_: Any) -> bool:
-    """One sigmoid per channel, and a rank that is low."""
+    """One sigmoid per channel, and a low rank."""
     per_channel = up.shape[0] == x.shape[-1] and activation == "sigmoid"
     return per_channel and down.shape[0] <= HIGHEST_RANK and fused.serves(x, weight, down, up)
 

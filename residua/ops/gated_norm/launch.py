@@ -12,7 +12,7 @@ from residua.ops._runtime.launch import cdiv, on, power
 from residua.ops.gated_norm import kernels, kernels_backward
 
 PITCH = 256
-"""Rows of the prepared matrices are as long as a multiple of this, so that no block needs a mask."""
+"""Rows of the prepared matrices are padded to a multiple of this, so that no block needs a mask."""
 
 
 class TilePlan(NamedTuple):
@@ -21,9 +21,9 @@ class TilePlan(NamedTuple):
     warps: int
     stages: int = 1
     programs: int = 0
-    """Per multiprocessor, of a kernel that goes over tokens."""
+    """Programs per multiprocessor, of a kernel that goes over tokens."""
     registers: int = 0
-    """Most to a thread; 0: as the compiler likes."""
+    """Most registers per thread; 0: the compiler chooses."""
 
     def settings(self) -> dict[str, Any]:
         tile = {"TOKENS": self.tokens, "BLOCK": self.block, "STAGES": self.stages, "num_warps": self.warps}
@@ -55,9 +55,9 @@ class Backward(NamedTuple):
 def forward_plan(width: int, rank: int, size: int) -> Forward:
     """For elements of `size` bytes.
 
-    Two warps to a program: with four warps and 64 rows Triton's products are asynchronous, and one whose sum goes on
-    from step to step may still read x when the next tile is loaded into its buffer: x is used elsewhere too, and then
-    Triton gives it one buffer too few.
+    Two warps per program: with four warps and 64 rows Triton's products are asynchronous. A product whose sum continues
+    over steps may then still read x when the next tile is loaded into its buffer: x is used elsewhere too, and Triton
+    gives it one buffer too few.
     """
     if size == 4:
         return Forward(TilePlan(32, 64, 4, 2), TilePlan(32, 64, 4, 2, 3))
@@ -65,7 +65,7 @@ def forward_plan(width: int, rank: int, size: int) -> Forward:
 
 
 def backward_plan(width: int, rank: int, size: int) -> Backward:
-    """The last plan's products over 64 rows are asynchronous, but each is used, and so waited for, in its own step."""
+    """The last plan's products over 64 rows are asynchronous, but each result is used in its own step, which waits."""
     if size == 4:
         return Backward(TilePlan(32, 32, 4, 2), TilePlan(32, 32, 4, 2, 3))
     if rank > 16:
@@ -101,7 +101,7 @@ def added_outputs(
 def forward_added(
     x: Tensor, update: Tensor, weight: Tensor, down: Tensor, up: Tensor, eps: float
 ) -> tuple[Tensor, ...]:
-    """What `gated_norm` gives for x + update [M, C], and then that sum itself, rounded to its dtype as any sum is."""
+    """`forward` of x + update [M, C], then that sum itself, rounded to its dtype."""
     outputs = added_outputs(x, update, weight, down, up, eps)
     _launch_forward(x.contiguous(), update.contiguous(), outputs[4], weight, down, up, eps, outputs[:4])
     return outputs
@@ -111,7 +111,7 @@ def _launch_forward(
     x: Tensor, update: Tensor | None, added: Tensor, weight: Tensor, down: Tensor, up: Tensor, eps: float,
     outputs: tuple[Tensor, ...],
 ) -> None:  # fmt: skip
-    """The norm reads `added`: x itself, or where there is an update the rows that x + update is written to."""
+    """The norm reads `added`: x itself or, if there is an update, the rows of x + update."""
     tokens, width = x.shape
     out, small, rstd, bottleneck = outputs
     sizes = {"C": width, "RANK": small.shape[1], "PITCH": small.shape[2]}
@@ -143,7 +143,7 @@ def backward(
     g: Tensor, x: Tensor, weight: Tensor, down: Tensor, up: Tensor, small: Tensor, rstd: Tensor, bottleneck: Tensor,
     residual: Tensor | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """The gradients of x, weight, down and up; to that of x the `residual` is added, before it is rounded."""
+    """The gradients of x, weight, down and up; `residual` is added to that of x before it is rounded."""
     tokens, width = x.shape
     rank = down.shape[0]
     g_x, *g_weights = outputs = backward_outputs(g, x, weight, down, up, small, rstd, bottleneck)
@@ -170,5 +170,5 @@ def backward(
 
 
 def padded(down: Tensor) -> int:
-    """The rank as the products take it."""
+    """The rank, padded to a size that matrix products take."""
     return max(16, power(down.shape[0]))

@@ -1,4 +1,4 @@
-"""Grouped linear maps by PyTorch's grouped matrix product: one kernel for all groups, whose sizes stay on the GPU."""
+"""Grouped linear maps by PyTorch's grouped matrix product: one kernel for all groups, with their sizes on the GPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ALIGNED = 8  # bfloat16 values in 16 bytes: rows of every operand must start on 
 
 
 def takes(x: Tensor, weight: Tensor) -> bool:
-    """Whether the product takes these: bfloat16, also by autocast, and rows of whole 16 bytes."""
+    """Whether the product takes these: bfloat16, also by autocast, and rows of a multiple of 16 bytes."""
     return working_dtype(x) is torch.bfloat16 and all(size % ALIGNED == 0 for size in weight.shape[1:])
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 
-@torch.compiler.disable  # the sizes of the groups are data: every new division would be compiled anew
+@torch.compiler.disable  # group sizes are data: every new split would be recompiled
 def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """y_i = W_e x_i for the rows i of group e, those from ends[e − 1] (or 0) up to ends[e].
 

@@ -60,9 +60,9 @@ def read_weights(z: Tensor, bias: Tensor, scale: Tensor | None, norm: Norm) -> T
 
 
 def sinkhorn(logits: Tensor, iterations: int) -> Tensor:
-    """exp(logits) [..., out, in] made doubly stochastic: columns (over out), then rows (over in), repeatedly.
+    """exp(logits) [..., out, in] made doubly stochastic: normalise columns (over out), then rows (over in), repeatedly.
 
-    In logarithms, where no row or column can vanish.
+    In logarithms, so that no row or column becomes zero.
     """
     for _ in range(iterations):
         logits = logits - logits.logsumexp(-2, keepdim=True)

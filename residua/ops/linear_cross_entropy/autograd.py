@@ -2,11 +2,11 @@
 
 With p = softmax(logits), g and g_z the gradients that reach the loss and the z-term, and count the counted targets, the
 gradient of a token's logits is  c·p − (g/count)·onehot(target),  c = (g + 2·z_loss·lse·g_z)/count.  So the forward
-pass leaves p where the logits were, in the compute dtype, and the backward pass is two matrix products with p: c scales
-rows of their other operands, and the target's entry of p is replaced by p_target − g/(count·c), computed from the
-saved float32 scalars. That is exact for any g and g_z, and costs no arithmetic beyond the three products.
+pass replaces the logits by p, in the compute dtype, and the backward pass is two matrix products with p: c scales rows
+of their other operands, and the target's entry of p is replaced by p_target − g/(count·c), computed from the saved
+float32 scalars. That is exact for any g and g_z, and costs no arithmetic beyond the three products.
 
-Where p would take more than KEPT_BYTES it is not kept: the backward pass makes it again, some tokens at a time.
+If p would take more than KEPT_BYTES it is not kept: the backward pass recomputes it, some tokens at a time.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _backward = operator(
 def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, targets: Tensor, *, z_loss: float = 0.0, ignore_index: int = -100
 ) -> tuple[Tensor, Tensor]:
-    """The operator's contract is the reference's; the logits exist in hidden's dtype only (autocast's, inside it)."""
+    """The fused twin of the reference; logits exist only in hidden's dtype (under autocast, in autocast's)."""
     kind = hidden.device.type
     if torch.is_autocast_enabled(kind):
         hidden = hidden.to(torch.get_autocast_dtype(kind))

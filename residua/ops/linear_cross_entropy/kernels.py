@@ -18,7 +18,7 @@ def softmax_kernel(
 ):  # fmt: skip
     """One token: lse and −log p(target), and with WRITE the probabilities over the logits.
 
-    Each lane keeps its own running maximum and sum, and takes ROWS logits at a time, so that the row costs
+    Each lane keeps its own running maximum and sum, and takes ROWS logits at a time, so a row costs
     (ROWS + 1)/ROWS exponentials per logit and one reduction across lanes. The second read finds the row in L2.
     """
     token = tl.program_id(0).to(tl.int64)

@@ -99,7 +99,7 @@ def _products(
     p: Tensor, hidden: Tensor, cast: Tensor, scale: Tensor, entry: Tensor, target: Tensor, weight_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """scale·(p·W) and pᵀ·(scale·hidden), the target's entry of each row of p being `entry`."""
-    # Through .data, past autograd's count of changes: each backward pass writes these entries anew before it uses them.
+    # Through .data, which does not bump the version: each backward pass rewrites these entries before it uses them.
     p.data.scatter_(1, target, entry)
     g_hidden = torch.mm(p, cast).mul_(scale)
     scaled = torch.mul(hidden, scale, out=torch.empty_like(hidden))

@@ -37,7 +37,7 @@ def _serves(
 
 
 def _serves_heads(projected: Tensor, sections: Sections, anchors: Mapping[str, Tensor], *_: Any, **__: Any) -> bool:
-    """Heads that are not wider than a tile."""
+    """Heads that fit into a tile."""
     widest = max(width for _, width in sections.values())
     return widest <= WIDEST_HEAD and fused.serves(projected, *anchors.values())
 

@@ -1,12 +1,12 @@
-"""Anchor mixing, fused: the graph around the kernels.
+"""Anchor mixing, fused: operators and gradients.
 
-Of a layer with P mixed pathways, each C wide: forward reads the projection and the anchors and writes the heads, 3PC a
-token; backward reads dy, both again and the anchors' gradient from later layers, and writes the gradients of the
+For a layer with P mixed pathways, each C wide: forward reads the projection and the anchors and writes the heads, 3PC
+per token; backward reads dy, both again and the anchors' gradient from later layers, and writes the gradients of the
 projection and of the anchors, 6PC. Two things save whole passes. The operator takes the projection unsplit and writes
-its gradient in one piece, where a split would end in a concatenation (2PC). And it hands the anchors on to the next
-layer, so that what comes back as their gradient is the sum over all later layers, added to on chip (1PC more to read),
-where autograd would add in a pass of its own at every layer (3PC). Deferring every layer's part to one last pass, as
-`depth_attention` does, would spare half a PC of the 9, and would keep all dm of Q and K alive for it: not worth it.
+its gradient in one piece, where a split would end in a concatenation (2PC). And it returns the anchors for the next
+layer to use, so that their gradient arrives as the sum over all later layers and is added to in the kernel (1PC more to
+read), where autograd would add in a pass of its own at every layer (3PC). Deferring every layer's part to one last
+pass, as `depth_attention` does, would save half a PC of the 9 and keep all dm of Q and K alive: not worth it.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _apply(
 
 
 class _MixHeads(torch.autograd.Function):
-    """Every section's heads, then the anchors, as they are, for the next layer."""
+    """Every section's heads, then the unchanged anchors for the next layer."""
 
     @staticmethod
     def forward(
@@ -138,7 +138,7 @@ def _inputs(projected: Tensor, gamma: Tensor | None, tensors: Sequence[Tensor], 
 
 
 def _summed(inputs: launch.Inputs) -> list[Tensor]:
-    """What gets a gradient summed over tokens, in the order of the function's arguments."""
+    """The tensors whose gradient is a sum over tokens, in the order of the function's arguments."""
     return [*inputs.anchor_scales, *inputs.current_scales, *inputs.gains, *inputs.anchor_gains]
 
 

@@ -15,8 +15,8 @@ from residua.ops.norm_rotate.launch import sum_rows
 
 
 class Tiling(NamedTuple):
-    """Elements of a half tile, programs to a multiprocessor, warps of each, turns of its loop under way at once, and
-    the most registers of a thread."""
+    """Elements of a half tile, programs per multiprocessor, warps per program, pipeline stages, and the most registers
+    per thread."""
 
     tile: int
     programs: int
@@ -35,15 +35,15 @@ FORWARD, BACKWARD = Tiling(1024, 16), Tiling(512, 8, stages=2)
 
 
 class Section(NamedTuple):
-    """Columns of the projection that are one pathway. A section that is neither turned nor mixed passes as it is."""
+    """Columns of the projection that are one pathway. A section that is neither rotated nor mixed is passed through."""
 
     first: int
     heads: int
     width: int
     gain: int
-    """Which gain normalises it before it is turned; −1: it is not turned, −2: turned without a norm."""
+    """Index of the gain of its norm before the rotation; −1: not rotated, −2: rotated without a norm."""
     anchor: int
-    """Which anchor it is mixed with; −1: none."""
+    """Index of the anchor it is mixed with; −1: none."""
 
     @property
     def columns(self) -> slice:
@@ -79,7 +79,7 @@ def sections(plan: Sequence[int]) -> list[Section]:
 
 
 class Inputs(NamedTuple):
-    """What is read in both directions. `table` is (cos, sin), `gains` the QK-norm's, `anchor_gains` the anchors'.
+    """What both directions read. `table` is (cos, sin), `gains` the QK-norm's, `anchor_gains` the anchors'.
 
     Scales are [heads, width] whatever their granularity.
     """
@@ -94,7 +94,7 @@ class Inputs(NamedTuple):
     anchor_gains: Sequence[Tensor]
 
     def arguments(self, plan: Sequence[int], tiling: Tiling) -> Iterator[tuple[Section, dict[str, Any]]]:
-        """Each section that does not pass, with the kernels' arguments; in place of what it lacks, any tensor."""
+        """Each section that is not passed through, with the kernels' arguments; any tensor stands for a missing one."""
         flat, (batches, length) = rows(self.projected), self.projected.shape[:2]
         for s in sections(plan):
             if s.passes:
@@ -147,7 +147,7 @@ def forward(
     plan: Sequence[int],
     eps: float,
 ) -> list[Tensor]:
-    """The heads [B, T, H, D] of every section that does not pass, from the projection [B, T, R]."""
+    """The heads [B, T, H, D] of every section that is not passed through, from the projection [B, T, R]."""
     inputs = Inputs(projected, gamma, table, anchors, anchor_scales, current_scales, gains, anchor_gains)
     made = _heads(projected, plan)
     for out, (section, arguments) in zip(made, inputs.arguments(plan, FORWARD), strict=True):
@@ -229,7 +229,7 @@ def _heads(projected: Tensor, plan: Sequence[int]) -> list[Tensor]:
 
 
 def _gradients(inputs: Inputs, plan: Sequence[int]) -> list[Tensor]:
-    """The results of the backward pass, not yet written."""
+    """The results of the backward pass, still empty."""
     projected = inputs.projected
     factors = 0 if inputs.gamma is None else inputs.gamma.shape[-1]
     sums = sum(s.sums(len(inputs.anchor_gains) > 0) * s.heads * s.width for s in sections(plan))
@@ -242,7 +242,7 @@ def _gradients(inputs: Inputs, plan: Sequence[int]) -> list[Tensor]:
 
 
 def _chunks(work: list[tuple[Section, dict[str, Any]]], projected: Tensor, tiling: Tiling) -> int:
-    """Programs per head, the same for every section, so that one sum ends them all."""
+    """Programs per head, the same for every section, so that one kernel sums all their parts."""
     tiles = max(arguments["batches"] * arguments["tiles"] for _, arguments in work)
     fewest = min(s.heads for s, _ in work)
     return min(tiles, cdiv(tiling.programs * fused.multiprocessors(projected), fewest))

@@ -54,7 +54,7 @@ def mix_heads(
         Ŝ = λ1 γ1 ⊙ S_anc + λ2 γ2 ⊙ S  for each S of anchors,   Q, K = rotate(gain ⊙ RMS(·))
 
     projected [B, T, R]; anchors [B, T, H, D], already normalised; scales λ1 and λ2 as in `mix_projection`, not per
-    token; table cos and sin [T, D/2]; gains [D] of Q and K, None: turned only; gamma [B, T, 2·anchors], γ1 and γ2 of
+    token; table cos and sin [T, D/2]; gains [D] of Q and K, None: no norm; gamma [B, T, 2·anchors], γ1 and γ2 of
     each anchor in turn, None: 1. Returns the heads by name, and the anchors for the next layer to use.
     """
     parts = projected.split([heads * width for heads, width in sections.values()], -1)

@@ -1,4 +1,4 @@
-"""Normalise every head and turn it by its position, in one operator."""
+"""Normalise every head and rotate it by its position, in one operator."""
 
 from typing import Any
 

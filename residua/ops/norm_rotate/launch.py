@@ -1,8 +1,8 @@
 """QK-norm and rotation in one pass over the heads: read x, write y; backward: read dy and x, write dx.
 
-Where both directions of an attention layer's queries and keys are known, `packed_heads_backward` goes from the
-gradients that attention gives straight to that of the projection [Q | K | V]: without it, a concatenation would read
-and write all three once more. `residua.train.compile.rewrites` puts it into compiled graphs.
+`packed_backward` goes from the gradients that attention returns straight to that of the projection [Q | K | V]: without
+it, a concatenation would read and write all three once more. `residua.train.compile.rewrites` puts it into compiled
+graphs.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ class HeadsPlan(NamedTuple):
     tile: int
     """Elements of a half tile: tokens times half a head."""
     group: int
-    """Most heads that share one look at the table."""
+    """Most heads that share one load of the rotation table."""
     warps: int
     programs: int = 0
-    """Programs to a multiprocessor; backward, where each walks over many tiles."""
+    """Programs per multiprocessor in the backward pass, where each walks over many tiles."""
     stages: int = 1
     registers: int | None = None
 
@@ -34,7 +34,7 @@ class HeadsPlan(NamedTuple):
         return {"num_warps": self.warps, "maxnreg": self.registers}
 
     def sizes(self, width: int, *heads: int) -> dict[str, int]:
-        """The kernels' constants: of the heads' common divisors, the largest that is no more than `group`."""
+        """The kernels' constants; GROUP is the largest common divisor of the heads that is at most `group`."""
         half = width // 2
         lanes, shared = power(half), math.gcd(*heads)
         group = max(g for g in range(1, self.group + 1) if shared % g == 0)
@@ -47,7 +47,7 @@ PACKED = HeadsPlan(1024, 2, 4, 8)
 
 
 class Tokens(NamedTuple):
-    """How the tokens are walked over: sequences, each `length` long, whose tables are `turns` apart."""
+    """The tokens as sequences of `length` tokens, whose rotation tables are `turns` elements apart."""
 
     batches: int
     length: int
@@ -62,7 +62,7 @@ class Tokens(NamedTuple):
 
 
 def tokens(x: Tensor, cos: Tensor) -> Tokens:
-    """Sequences of one token, each with a table of its own, are one long sequence."""
+    """Sequences of one token, each with its own table, count as one long sequence."""
     batch, length, _, width = x.shape
     own = batch > 1 and cos.shape[:-1].numel() == batch * length
     if own and length == 1:
@@ -132,8 +132,8 @@ def packed_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradient [B, T, (H + 2 H_kv) D] of a projection [Q | K | V], and those of the gains `query` and `key` [D].
 
-    dq and q [B, T, H, D], dk, dv and k [B, T, H_kv, D]: the gradients of the normalised, turned queries and keys and of
-    the values, and the queries and keys as projected. Equals two `norm_rotate_backward` and a concatenation.
+    dq and q [B, T, H, D], dk, dv and k [B, T, H_kv, D]: the gradients of the normalised, rotated queries and keys and
+    of the values, and the queries and keys as projected. Equals two `backward` and a concatenation.
     """
     dq, dk, dv, q, k = (_last_axis_dense(t) for t in (dq, dk, dv, q, k))
     packed, d_query, d_key = packed_outputs(dq, dk, dv, q, k, query, key)
@@ -156,7 +156,7 @@ def packed_backward(
 
 
 def sum_rows(partial: Tensor, first: Tensor, second: Tensor | None = None, *, rows: int) -> None:
-    """first = Σ of the first `rows` rows of `partial` [R, W], second = Σ of the others: in one launch, always alike."""
+    """first = Σ of the first `rows` rows of `partial` [R, W], second = Σ of the others: one launch, a fixed order."""
     width, block = partial.shape[1], 16
     with on(partial):
         kernels.sum_rows_kernel[(cdiv(width, block), 1 if second is None else 2)](

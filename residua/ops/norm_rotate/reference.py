@@ -9,7 +9,7 @@ from residua.ops._runtime.numeric import rms
 
 
 def norm_rotate(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, *, eps: float = 1e-6) -> Tensor:
-    """Normalise every head, then turn it by its position: rotate(weight ⊙ RMS(x)).
+    """Normalise every head, then rotate it by its position: rotate(weight ⊙ RMS(x)).
 
     x [B, T, H, D], RMS over D; weight [D]; cos, sin [T, D/2] or, of each row, [B, T, D/2]. Returns [B, T, H, D].
     """
@@ -17,9 +17,9 @@ def norm_rotate(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, *, eps: flo
 
 
 def rotate(x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
-    """Turn the pairs (x_i, x_{i+D/2}) of x [B, T, H, D] by their position's angles, given as cos and sin
+    """Rotate the pairs (x_i, x_{i+D/2}) of x [B, T, H, D] by their position's angles.
 
-    [T, D/2] or [B, T, D/2].
+    The table is cos and sin, [T, D/2] or [B, T, D/2].
     """
     cos, sin = (t[..., None, :].to(x.dtype if x.dtype == torch.float64 else torch.float32) for t in table)
     first, second = x.chunk(2, -1)

@@ -1,4 +1,4 @@
-"""The feed-forward with relu(·)² between its two maps, without a pass of its own for that."""
+"""The feed-forward with relu(·)² between its two maps, fused into their products."""
 
 import torch
 from torch import Tensor
@@ -9,9 +9,9 @@ from residua.ops._runtime.numeric import working_dtype
 from residua.ops.squared_relu import reference
 
 FEWEST_TOKENS = 2048
-"""Below, a matrix library's product and a pass over a small result take no longer than a kernel of ours."""
+"""With fewer, a matrix library's product and a pass over its small result take no longer than our kernel."""
 ALIGNMENT = 8
-"""Elements of a row that a tensor descriptor needs to be a multiple of: 16 bytes of them."""
+"""Tensor descriptors need rows of a multiple of this many elements, 16 bytes."""
 
 
 def _fused(x: Tensor, w_in: Tensor, w_out: Tensor) -> Tensor:
@@ -23,7 +23,7 @@ def _fused(x: Tensor, w_in: Tensor, w_out: Tensor) -> Tensor:
 
 
 def _pays(x: Tensor, w_in: Tensor) -> bool:
-    """Many tokens and 16-bit products, on a GPU that has the instructions; the interpreter's are right in float32."""
+    """Many tokens and 16-bit products, on a GPU that has the instructions; in the interpreter, float32."""
     kernel_dtype = torch.float32 if fused.INTERPRETED else torch.bfloat16
     hidden, width = w_in.shape
     return (

@@ -1,9 +1,9 @@
-"""Two matrix products with relu(·)² in what follows the sum, tile by tile:
+"""Two matrix products with relu(·)² or its slope applied to each tile of the sum:
 
     a = relu(x W_inᵀ)²            p = (g W_out) ⊙ 2√a
 
-Programs stay, and walk over tiles; operands come and results go by tensor descriptors (TMA), which also see to what a
-tile has beyond the edge. The result leaves in PARTS, so that one part is written while the next is computed.
+Programs are persistent and walk over tiles; operands and results go through tensor descriptors (TMA), which also mask
+what a tile has past the edge. The result is written in PARTS, so that one is written while the next is computed.
 """
 
 # mypy: ignore-errors
@@ -15,7 +15,7 @@ import triton.language as tl
 
 @triton.jit
 def place(tile, rows, columns, GROUP: tl.constexpr):
-    """Row and column of a tile: GROUP rows of tiles are walked down column by column, for L2 to hold their operands."""
+    """Row and column of a tile: GROUP rows of tiles are walked column by column, so that L2 holds their operands."""
     first = tile // (GROUP * columns) * GROUP
     height = min(rows - first, GROUP)
     within = tile % (GROUP * columns)
@@ -60,7 +60,7 @@ def square_kernel(
 ):  # fmt: skip
     """a [M, N] = relu(x wᵀ)² of x [M, K] and w [N, K]."""
     rows, columns = tl.cdiv(tokens, ROWS), tl.cdiv(N, COLUMNS)
-    # counted apart from the loop, so that the next tile's loads can begin before this one is written
+    # counted separately from the loop, so that the next tile's loads can begin before this one is written
     written = tl.program_id(0)
     for tile in tl.range(tl.program_id(0), rows * columns, tl.num_programs(0), flatten=True):
         row, column = place(tile, rows, columns, GROUP)

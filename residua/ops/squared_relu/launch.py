@@ -1,4 +1,4 @@
-"""How the two products are cut and launched: y = relu(x wᵀ)², or where `a` is given y = (x w) ⊙ 2√a."""
+"""Tiles and launches of the two products: y = relu(x wᵀ)², or if `a` is given y = (x w) ⊙ 2√a."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ else:
 
 
 class FlatPlan(NamedTuple):
-    """`kernels`: all warps of a program do the same."""
+    """For `kernels.py`: all warps of a program do the same."""
 
     rows: int
     columns: int
     depth: int
-    """Elements of a step of the sums."""
+    """Elements of the sum per step."""
     group: int
-    """Rows of tiles that are walked down together."""
+    """Rows of tiles that are walked together."""
     parts: int
-    """That a tile is written in."""
+    """Parts that a tile is written in."""
     warps: int
     stages: int
 
@@ -55,7 +55,7 @@ class FlatPlan(NamedTuple):
 
 
 class SpecializedPlan(NamedTuple):
-    """`specialized`: a task to every group of warps."""
+    """For `specialized.py`: a task for every group of warps."""
 
     columns: int
     depth: int
@@ -82,7 +82,7 @@ class SpecializedPlan(NamedTuple):
 
 
 def _programs(y: Tensor, rows: int, columns: int) -> int:
-    """One to a multiprocessor, if there are as many tiles."""
+    """One per multiprocessor, or one per tile if there are fewer."""
     return min(fused.multiprocessors(y), cdiv(y.shape[0], rows) * cdiv(y.shape[1], columns))
 
 

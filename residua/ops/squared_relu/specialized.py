@@ -1,12 +1,11 @@
-"""The same two products for Hopper, with a task to every group of warps, written in Gluon:
+"""The same two products for Hopper, with a task for every group of warps; in Gluon, hence not in `kernels.py`:
 
     one warp        loads the operands of step after step by TMA, as far ahead as there are stages;
     two warpgroups  take 64 rows of a tile each: products, then relu(·)² or the slope, into slots of shared memory;
     two warps       write what is in the slots of a warpgroup, and (backward) first load there the part of a it needs.
 
-Nothing holds the two warpgroups together but the stages: while one is at the end of its tile, the other keeps the
-tensor cores busy. A slot is passed on by two barriers: `given`, free or filled with a part of a; `taken`, the result is
-in it.
+Only the stages synchronise the two warpgroups: while one finishes its tile, the other keeps the tensor cores busy. A
+slot is passed on by two barriers: `given`, free or filled with a part of a; `taken`, the result is in it.
 """
 
 # mypy: ignore-errors
@@ -98,7 +97,7 @@ def multiply(
             if not SLOPES:
                 w = w.permute((1, 0))
             z = warpgroup_mma(xs.index(2 * stage + WHO), w, z, use_acc=k > 0, is_async=True)
-            # one product stays under way; the operands of the one before are free
+            # one product stays in flight; the operands of the one before are free
             z = warpgroup_mma_wait(num_outstanding=1, deps=(z,))
             mbarrier.arrive(empty.index(before), count=1, pred=k > 0)
             before = stage
@@ -127,7 +126,7 @@ def write_results(
     WHO: gl.constexpr, a, y, slots, given, taken, rows, columns,
     COLUMNS: gl.constexpr, PARTS: gl.constexpr, SLOTS: gl.constexpr, GROUP: gl.constexpr, SLOPES: gl.constexpr,
 ):  # fmt: skip
-    """One warpgroup's results leave their slots, which are then given again."""
+    """Write one warpgroup's results from their slots, which are then free again."""
     WIDTH: gl.constexpr = COLUMNS // PARTS
     tiles = (rows * columns - gl.program_id(0) + gl.num_programs(0) - 1) // gl.num_programs(0)
     for n in range(0, SLOTS):
@@ -188,7 +187,7 @@ def product_kernel(
     given, taken = barriers(2 * SLOTS, 1), barriers(2 * SLOTS, 1)
     fence_async_shared()
 
-    # a constant would become a number of run time in a tuple with a name
+    # literal arguments: in a named tuple, constants would become run-time values
     gl.warp_specialize(
         [
             (multiply, (0, xs, ws, empty, ready, slots, given, taken, rows, columns, K, COLUMNS, PARTS, SLOTS, SLOPES)),

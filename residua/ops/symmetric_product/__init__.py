@@ -1,4 +1,4 @@
-"""A stack of matrices, each times its own transpose: half of a symmetric result is enough."""
+"""A stack of matrices, each times its own transpose, computing half of the symmetric result."""
 
 from typing import Any
 
@@ -10,9 +10,9 @@ from residua.ops._runtime.backend import Operator, chosen_backend
 from residua.ops.symmetric_product import reference
 
 SMALLEST = 512
-"""Rows from which half the tiles are faster than cuBLAS with all of them."""
+"""Rows from which half the tiles are faster than cuBLAS with all tiles."""
 SHARED_BYTES = 232_448
-"""Shared memory of a program, which the tiles are made for: compute capability 9.0 and 10.0 have it."""
+"""Shared memory that the tiles need; compute capability 9.0 and 10.0 have it."""
 
 
 def _fused(x: Tensor, *args: Any, **settings: Any) -> Any:

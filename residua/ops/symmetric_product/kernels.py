@@ -1,6 +1,6 @@
 """The symmetric product S = αXXᵀ + βC + γI: only the tiles on and below the diagonal are computed.
 
-A tile below the diagonal is written a second time, turned over, at its mirror image: so S is exactly symmetric.
+A tile below the diagonal is also written transposed at its mirror image, so S is exactly symmetric.
 """
 
 # mypy: ignore-errors

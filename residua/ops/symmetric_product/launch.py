@@ -1,4 +1,4 @@
-"""The symmetric product at half the work: which tiles, how many programs, and tensors as the copy engine wants them."""
+"""The symmetric product at half the work: tiles, programs, and tensors in a form that TMA can load."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class TilePlan(NamedTuple):
     warps: int
     stages: int
     flat: bool
-    """Begin to read the next tile while one is written."""
+    """Load the next tile while one is written."""
 
     def triangle(self, m: int) -> int:
         """Tiles on and below the diagonal of an m×m matrix."""
@@ -30,7 +30,7 @@ class TilePlan(NamedTuple):
 
 
 PLANS = {torch.bfloat16: TilePlan(128, 64, 8, 4, True), torch.float32: TilePlan(16, 16, 4, 2, False)}
-"""Float32 is for the interpreter, where small tiles make small tests say something."""
+"""Float32 is for the interpreter, with tiles so small that small tests have several."""
 
 
 def output(x: Tensor, *_: object) -> Tensor:
@@ -64,7 +64,7 @@ def launch(plan: TilePlan, x: Tensor, c: Tensor | None, s: Tensor, alpha: float,
 
 
 def _walkable(x: Tensor) -> bool:
-    """Whether the copy engine can walk over it: dense rows, everything at multiples of 16 bytes."""
+    """Whether TMA can load it: dense rows, all strides and the address multiples of 16 bytes."""
     steps = [step * x.element_size() for step in x.stride()[:-1]]
     return x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(step > 0 and step % 16 == 0 for step in steps)
 
