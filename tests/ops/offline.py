@@ -1,13 +1,13 @@
-"""Every launch of a set of cases, compiled for sm_90 instead of run: what the interpreter cannot see, without a GPU.
+"""Compile every kernel that a set of cases launches, for sm_90 and without a GPU: finds what the interpreter cannot.
 
     PYTHONPATH=. python tests/ops/offline.py [wide] [sm_80|sm_89|sm_100|sm_120] [word …]
 
-compiles the cases that CI compiles, or with `wide` all dtypes and sizes (for an hour), of the operators whose name has
-one of the words. For other GPUs than sm_90 what they would leave to plain PyTorch is left out.
+compiles the cases that CI compiles, or with `wide` all dtypes and sizes (an hour), of the operators whose names contain
+one of the words. For GPUs other than sm_90 it leaves out what they leave to plain PyTorch.
 
-The operators are called on CPU tensors as a model calls them, so the launchers choose the branches they choose on a
-GPU; Triton is told of a GPU that is not there, and compiles each kernel without starting it. One line per kernel says
-what it takes; the exit status is 1 if any does not compile or would not fit. TRITON_INTERPRET must not be set.
+The operators are called on CPU tensors as a model calls them, so the launchers take the same branches as on a GPU.
+Triton is given an absent GPU as its target, and compiles each kernel without launching it. One line per kernel says
+what it needs; the exit status is 1 if any does not compile or does not fit. TRITON_INTERPRET must not be set.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from tests.ops.offline_cases import Case, small_cases, wide_cases
 
 HOPPER = "sm_90"
 MOST_SHARED = {"sm_80": 166_912, "sm_89": 101_376, HOPPER: 232_448, "sm_100": 232_448, "sm_120": 101_376}
-"""Bytes of shared memory that a program may have."""
+"""Most bytes of shared memory per program."""
 MULTIPROCESSORS = 132
 
 
 class Absent:
-    """A GPU for which Triton compiles, and on which nothing runs."""
+    """A GPU that Triton compiles for, and on which nothing runs."""
 
     def __init__(self, name: str) -> None:
         self.capability = int(name.removeprefix("sm_"))
@@ -71,7 +71,7 @@ class Compiler:
 
 
 def spills(kernel: Any) -> str:
-    """Registers of a thread, and bytes of its stack, where what does not fit into them goes."""
+    """Registers per thread, and bytes of stack, to which registers spill."""
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
@@ -94,7 +94,7 @@ def compiled(cases: Iterable[Case], usage: bool, gpu: str = HOPPER) -> list[str]
             print(name, flush=True)
             try:
                 run()
-            except Exception as error:  # whatever it is, the other kernels are tried too
+            except Exception as error:  # the other kernels are tried, too
                 failed.append(name)
                 print(f"  FAILED: {type(error).__name__}: {error}", flush=True)
     print(f"{len(compiler.seen)} kernels, {len(failed)} cases failed: {', '.join(failed) or 'none'}", flush=True)

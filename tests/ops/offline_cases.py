@@ -1,4 +1,4 @@
-"""Operators called as a model calls them, on CPU tensors of zeros: what `offline.py` compiles the kernels of."""
+"""The cases of `offline.py`: operators called as a model calls them, on CPU tensors of zeros."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def gated_norm(dtype: torch.dtype, width: int, rank: int, tokens: int = 70) -> N
 
 @torch.no_grad()
 def gated_norm_added(dtype: torch.dtype, width: int, rank: int, tokens: int = 70) -> None:
-    """With the additions beside it, as the rewritten graph of a compiled step calls it."""
+    """With the additions next to it, as the rewritten graph of a compiled step calls it."""
     x, weights = torch.zeros(tokens, width, dtype=dtype), (draw(width), draw(rank, width), draw(width, rank))
     _, *saved, added = torch.ops.residua.gated_norm_added(x, x, *weights, 1e-6)
     torch.ops.residua.gated_norm_backward(x, added, *weights, *saved, x)
@@ -97,7 +97,7 @@ def mix_projection(dtype: torch.dtype, width: int, heads: int, normed: bool, tok
 
 
 def multi_gate(dtype: torch.dtype, width: int, n: int, competitive: bool, apart: bool, tokens: int = 5) -> None:
-    """Two junctions of a segment, the streams one tensor or n; the streams of the second are made again backward."""
+    """Two junctions of a segment, the streams one tensor or n; backward recomputes the streams of the second."""
     streams = [draw(tokens, width, dtype=dtype) for _ in range(n)] if apart else [draw(tokens, n, width, dtype=dtype)]
     state, read = tuple(streams), []
     for _ in range(2):
@@ -141,7 +141,7 @@ def depth_walk(dtype: torch.dtype, width: int, sublayers: int, block: int, token
 
 @torch.no_grad()
 def squared_relu(width: int, hidden: int, plan: str, tokens: int = 300) -> None:
-    """The two products alone: the others, on a CPU, would take minutes."""
+    """Only the two fused products: the others would take minutes on a CPU."""
     forward, backward = (
         (launch.FORWARD, launch.BACKWARD) if plan == "chosen" else (launch.FLAT_FORWARD, launch.FLAT_BACKWARD)
     )
@@ -197,7 +197,7 @@ def decode_activations(dtype: torch.dtype, hidden: int, rows: int = 3) -> None:
 
 @torch.no_grad()
 def decode_heads(dtype: torch.dtype, width: int, slots: int, batch: int, heads: int, kv_heads: int) -> None:
-    """One share of the slots for few of them or many heads; else up to 16, which the last one merges."""
+    """One share of the slots if they are few or heads are many; otherwise up to 16, which the last program merges."""
     keys, values = (torch.zeros(batch, slots, kv_heads, width, dtype=dtype) for _ in range(2))
     projected = torch.zeros(batch, (heads + 2 * kv_heads) * width, dtype=dtype)
     table = (torch.zeros(slots, width // 2), torch.zeros(slots, width // 2))
@@ -248,7 +248,7 @@ def small_cases() -> Iterator[Case]:
 
 
 def wide_cases() -> Iterator[Case]:
-    """What launchers can choose, as far as it makes another kernel."""
+    """Everything that launchers can choose and that makes another kernel."""
     widths, dtypes, switch = (33, 768, 1000, 1280, 4096), (BF16, FP32), (False, True)
     for dtype, width in product(dtypes, widths):
         yield case(add_norm, dtype, width)

@@ -25,7 +25,7 @@ def double(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.fixture
 def operator() -> Operator:
-    """Two paths that can be told apart: the fused one answers with zeros and serves vectors only."""
+    """Two distinguishable paths: the fused one returns zeros and takes only vectors."""
     operator = Operator(double)
     operator.register_fused(torch.zeros_like, lambda x: x.dim() == 1)
     return operator

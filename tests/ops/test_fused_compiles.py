@@ -1,4 +1,4 @@
-"""Every kernel compiles for a GPU (sm_90): the interpreter runs kernels as Python, and takes what no compiler does."""
+"""Every kernel compiles for a GPU (sm_90). The interpreter runs Python, and accepts more than the compiler."""
 
 from __future__ import annotations
 

@@ -240,7 +240,7 @@ def test_no_rows_give_no_rows(device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_scattered_rows_are_made_dense_but_not_for_a_kernel_beside_the_sublayer(device: str) -> None:
-    """The copy would have to be kept until that kernel has read it."""
+    """A copy would have to be kept until the kernel on the side stream has read it."""
     y, weight = draw(3, 8, device=device), draw(8, device=device)
     scattered = draw(8, 3, device=device).T
     gate = Gate([y, scattered], weight, weight[:3], weight)
@@ -251,7 +251,7 @@ def test_scattered_rows_are_made_dense_but_not_for_a_kernel_beside_the_sublayer(
 
 
 class FakeStream:
-    """Notes who waits for whom."""
+    """Records which stream waits for which."""
 
     def __init__(self, name: str, log: list[str]) -> None:
         self.name, self.log = name, log

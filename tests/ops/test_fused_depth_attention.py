@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 @pytest.fixture(autouse=True)
 def _poisoned():
-    """Every buffer that a kernel is to fill starts as NaN."""
+    """Fill every output buffer with NaN before the kernel runs."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -136,7 +136,7 @@ def test_gpu_read_equals_the_reference_in_float64(count, width):
 @pytest.mark.gpu
 @pytest.mark.parametrize("count, width", SHAPES)
 def test_gpu_read_in_bfloat16_is_as_near_as_plain_pytorch(count, width):
-    """But for gradients, in which δ = dh · h is taken with h as it was stored: half a percent of noise."""
+    """Except gradients, where δ = dh · h uses h as it was stored: half a percent of noise."""
     case = inputs(count, width, shape=(3, 101), device="cuda", dtype=torch.bfloat16)
     truth = run("reference", *doubled(*case))
     as_near(run("triton", *case), run("reference", *case), truth, values=1, noise=1e-2)

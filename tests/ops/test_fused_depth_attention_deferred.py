@@ -27,7 +27,7 @@ BLOCK = choices.BlockAttnRes(sublayers_per_block=3)
 
 @pytest.fixture(autouse=True)
 def _poisoned():
-    """Every buffer that a kernel is to fill starts as NaN."""
+    """Fill every output buffer with NaN before the kernel runs."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)

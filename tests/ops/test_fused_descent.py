@@ -33,7 +33,7 @@ def momentum(choice, device="cpu", dtype=torch.float32, out=None):
 
 def descent(choice, decay, device="cpu", dtype=torch.float32, update=None):
     x, u = tensors(0, device, dtype), [t.to(update or dtype) for t in tensors(1, device, dtype)]
-    x[0][0, 0] = 0.0  # a weight at zero, and an update that is: the mask counts both as towards zero
+    x[0][0, 0] = 0.0  # a zero weight and a zero update: the mask counts both as towards zero
     u[1][0] = 0.0
     with backend(choice):
         cautious_descent(x, u, 0.3, decay)

@@ -27,7 +27,7 @@ GRADIENTS = {"loss + z": (0.7, 0.7), "loss only": (1.3, 0.0), "z only": (0.0, 2.
 
 @pytest.fixture(autouse=True)
 def _poison():
-    """Memory that is handed out uninitialised holds NaN: an output that is not written shows."""
+    """Fill uninitialised memory with NaN, so that an unwritten output shows."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -161,7 +161,7 @@ def test_nothing_is_kept_when_no_gradient_is_wanted(monkeypatch):
 
 
 class Largest(TorchDispatchMode):
-    """Of each dtype the most elements that any tensor had, those made inside the operator's own two passes too."""
+    """The largest number of elements of any tensor, by dtype; also of tensors made inside the operator."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -181,7 +181,7 @@ class Largest(TorchDispatchMode):
 
 @interpreter
 def test_the_kernel_leaves_no_logits_in_float32(memory, request):
-    """In bfloat16 all of them, where they are kept; else some tokens of them at a time."""
+    """All of them in bfloat16 if they are kept; otherwise those of some tokens at a time."""
     logits, elements = largest(fused_operator)
     assert elements[torch.float32] < logits / 2
     assert elements[torch.bfloat16] == logits if "kept" in request.node.name else elements[torch.bfloat16] < logits / 2
@@ -219,7 +219,7 @@ def test_on_a_gpu_every_gradient_is_right(dtype, g, width, memory):
 @pytest.mark.skipif(fused.INTERPRETED, reason="needs TRITON_INTERPRET=0")
 @pytest.mark.parametrize("vocabulary", [16, 1024])
 def test_on_a_gpu_no_target_is_overwritten_before_it_is_read(vocabulary):
-    """Warps are not in step: what one writes in place, another may not have read."""
+    """Warps run independently: one may overwrite what another has not read yet."""
     torch.manual_seed(0)
     logits, targets = 30 * torch.randn(8192, vocabulary, device="cuda"), torch.randint(vocabulary, (8192,)).cuda()
     _, expected = launch.softmax_(logits.clone(), targets, -100, False)

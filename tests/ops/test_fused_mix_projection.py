@@ -32,7 +32,7 @@ CASES = {
 
 @pytest.fixture(autouse=True)
 def _poison():
-    """Memory that is handed out uninitialised holds NaN: an output that is not written shows."""
+    """Fill uninitialised memory with NaN, so that an unwritten output shows."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -87,7 +87,7 @@ class Layers:
         leaves = {name: t.detach().to(dtype or t.dtype).requires_grad_() for name, t in self.leaves.items()}
         with ops.backend(choice):
             made = self(leaves, tuple(t.to(dtype or t.dtype) for t in self.table))
-        # gradients as attention gives them: heads before tokens
+        # gradients as attention returns them: heads before tokens
         draw = torch.Generator(made[0].device).manual_seed(1)
         probes = [
             torch.randn(y.transpose(1, 2).shape, generator=draw, device=y.device).to(y).transpose(1, 2) for y in made

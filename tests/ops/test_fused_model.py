@@ -42,7 +42,7 @@ MODELS = {
 
 
 def model_of(changes: list[str]) -> Decoder:
-    """A small model none of whose parameters is at its start."""
+    """A small model with every parameter moved away from its initial value."""
     config = residua.ModelConfig(
         vocab_size=24,
         context=4,
@@ -77,7 +77,7 @@ def test_loss_and_every_gradient_are_the_references(changes):
 
 @pytest.mark.parametrize("name", ["full", "multi_gate"])
 def test_sublayers_that_run_again_change_no_bit(name):
-    """`train.recompute = "sublayers"`: what the depth keeps outside of autograd is not made twice."""
+    """`train.recompute = "sublayers"`: what the depth state keeps outside of autograd is not computed twice."""
     model, tokens = model_of(MODELS[name]), torch.randint(24, (1, 5))
     reference = loss_and_gradients(model, tokens, "reference")
     kept = loss_and_gradients(model, tokens, "triton")

@@ -21,7 +21,7 @@ NAMES = ("hidden", "streams", "g streams", "g update", "g gate_query", "g gate_b
 
 @pytest.fixture(autouse=True)
 def _poison():
-    """Memory that is handed out uninitialised holds NaN: an output that is not written shows."""
+    """Fill uninitialised memory with NaN, so that an unwritten output shows."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)

@@ -68,7 +68,7 @@ def test_tiles_and_groups_of_heads_share_programs(plan, monkeypatch):
 
 
 def projection(batch=2, length=5, heads=4, kv_heads=2, width=8, device="cpu", dtype=torch.float32, per_row=False):
-    """A projection [Q | K | V], gains, a table, and gradients as attention gives them: heads before tokens."""
+    """A projection [Q | K | V], gains, a table, and gradients as attention returns them: heads before tokens."""
     torch.manual_seed(0)
     counts = (heads, kv_heads, kv_heads)
     projected = torch.randn(batch, length, sum(counts) * width, device=device).to(dtype)

@@ -1,4 +1,4 @@
-"""The fused norm, alone and behind an addition, against the reference in float64."""
+"""The fused norm, alone and after an addition, against the reference in float64."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ interpreter = pytest.mark.skipif(not fused.INTERPRETED, reason="needs TRITON_INT
 
 @pytest.fixture(autouse=True)
 def _poison():
-    """Memory that is handed out uninitialised holds NaN: an output that is not written shows."""
+    """Fill uninitialised memory with NaN, so that an unwritten output shows."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)

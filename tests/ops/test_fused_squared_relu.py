@@ -64,7 +64,7 @@ def test_interpreted_products_equal_float64_reference_with_every_gradient(shape,
 
 
 def assert_broken_numbers_stay(device: str, dtype: torch.dtype) -> None:
-    """A run that has diverged must not look healthy again behind a ReLU."""
+    """NaN passes the ReLU: a run that has diverged must not look healthy after it."""
     x, w_in, w_out, g = inputs(48, 64, hidden=64, device=device, dtype=dtype)
     x[5], x[17, 3] = float("nan"), float("inf")
     for ours, exact in zip(run("triton", x, w_in, w_out, g), run("reference", x, w_in, w_out, g), strict=True):
@@ -145,7 +145,7 @@ def test_under_autocast_products_are_narrow_and_gradients_as_wide_as_the_weights
 
 
 def test_compiled_weight_gradients_are_products_with_a_turned_operand(monkeypatch):
-    """As `train.rewrites.weight_gradients` looks for them: permute(dY) @ X."""
+    """In the form that `rewrites.weight_gradients` matches: permute(dY) @ X."""
     fake_products(monkeypatch)
     graphs = []
 

@@ -84,7 +84,7 @@ def test_inputs_and_what_lies_around_the_result_are_left_alone():
 
 
 def test_only_the_lower_half_of_what_is_added_is_read():
-    """So both halves of the result come from one, and are equal whatever the hardware does."""
+    """Both halves of the result come from one computation, so they are equal on any hardware."""
     x, c = matrices(2, 50, 24)
     half = torch.full_like(c, float("nan")).triu(1) + c.tril()
     near(fused(x, half, **MIX), exact(x, c, **MIX), 2e-6)

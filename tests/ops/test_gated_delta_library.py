@@ -113,7 +113,7 @@ def test_compile_sees_one_graph(stand_in: None) -> None:
 
 
 def test_the_package_is_not_touched_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It breaks where there is none: being importable is no reason to import it."""
+    """The package fails without a GPU, so it must not be imported just because it is installed."""
     monkeypatch.setattr(library, "INSTALLED", True)
     monkeypatch.setattr(library, "_kernels", lambda: pytest.fail("the package was imported"))
     arguments = {name: x.detach().bfloat16() for name, x in inputs(70).items()}

@@ -42,7 +42,7 @@ def run(chain: dict[str, Any], operator: str, apart: bool = False, **settings: A
     streams, updates, weights = chain["streams"], chain["updates"], chain["weights"]
     state, outputs = streams.unbind(-2) if apart else (streams,), []
     for k, (update, ws) in enumerate(zip(updates, weights, strict=True)):
-        update = update + 0.1 * outputs[-1] if outputs else update  # a sublayer writes what it makes of what it read
+        update = update + 0.1 * outputs[-1] if outputs else update  # the sublayer's output depends on its input
         how = settings | ({"last": k == len(updates) - 1} if operator == "multi_gate_inverted" else {})
         h, state = getattr(ops, operator)(state, update, *ws, **how)
         outputs.append(h)
@@ -82,7 +82,7 @@ def test_independent_gates_are_inverted_as_well() -> None:
 
 
 def test_streams_that_were_overwritten_are_those_that_were_kept() -> None:
-    """β = 1 exactly leaves nothing of s in s': only the kept rows can give it back."""
+    """β = 1 leaves nothing of s in s': only the kept rows can restore it."""
     chain = drawn(4, bias=3.0)
     with torch.no_grad():
         for ws in chain["weights"][:3]:

@@ -1,4 +1,4 @@
-"""Half precision: operators answer in the dtype they are given, and reduce in single precision."""
+"""Half precision: operators return the dtype they are given, and reduce in single precision."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def normed(x: Tensor, w: Tensor) -> Tensor:
 
 OPERATORS = [depth, merge, competitive, independent, gated, mixed, normed]
 BOUND = {torch.float32: 6 * 2.0**-24, torch.bfloat16: 2 * 2.0**-8, torch.float16: 2 * 2.0**-11}
-"""Relative RMS error: two roundings of a half-precision value, since all between input and output is single."""
+"""Relative RMS error: two roundings of a half-precision value, since everything in between is in single precision."""
 
 
 @pytest.mark.parametrize("dtype", BOUND, ids=str)

@@ -1,4 +1,4 @@
-"""Helpers that compile kernels ahead: they are told what is traced, and compile what would be launched."""
+"""Helpers that compile kernels ahead: they hear what is traced, and compile what would be launched."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_helpers_take_no_more_cores_than_this_process_may_use(monkeypatch: pytes
 
 
 def test_helpers_fill_the_cache_that_launches_look_into(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inductor gives a process that names none another one, once it compiles: so one is named before."""
+    """When inductor compiles, it changes the cache directory of a process that has none set; so it is set before."""
     from triton import knobs
 
     monkeypatch.setenv("TRITON_CACHE_DIR", "to be put back")
@@ -93,7 +93,7 @@ def test_a_helper_ends_when_nothing_more_comes(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_helper_ends_when_its_parent_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever still waits in the pipe."""
+    """Even with requests left in the pipe."""
     _sent(monkeypatch, 1, 2, 3)
     parents = iter([7, 7, 1])
     monkeypatch.setattr(os, "getppid", lambda: next(parents))

@@ -1,4 +1,4 @@
-"""Rewritten graphs compute what the plain ones do, and only what gains by it is rewritten."""
+"""Rewritten graphs compute the same, and only what becomes faster is rewritten."""
 
 from __future__ import annotations
 

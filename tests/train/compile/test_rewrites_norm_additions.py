@@ -1,4 +1,4 @@
-"""Additions beside a norm move into its kernels, and nothing else changes."""
+"""Additions next to a norm move into its kernels, and nothing else changes."""
 
 from __future__ import annotations
 

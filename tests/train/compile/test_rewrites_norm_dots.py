@@ -1,4 +1,4 @@
-"""A read's δ comes from the norm behind it, and nothing else changes."""
+"""A read's δ is computed by the norm after it, and nothing else changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Head gradients are written side by side by one operator, and nothing else changes."""
+"""One operator writes all head gradients in one piece, and nothing else changes."""
 
 from __future__ import annotations
 
