@@ -15,8 +15,7 @@ from torch import Tensor
 from residua.model.topology.base import State, Topology
 from residua.ops import decode
 from residua.ops.decode import MOST_STREAMS, Gate
-from residua.ops.decode.gated import as_vectors
-from residua.ops.decode.launch import MOST_SOURCES
+from residua.ops.decode.launch import MOST_SOURCES, as_vectors
 
 if TYPE_CHECKING:
     from residua.model.norm import Norm
