@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
+from residua.storage import files
 from residua.storage.files import atomic_folder, refuse_used, write_atomically
 
 
@@ -49,6 +51,20 @@ def test_a_file_that_could_not_be_written_leaves_the_old_one(tmp_path: Path) -> 
     with pytest.raises(UnicodeEncodeError):
         write_atomically(tmp_path / "text", "\ud800")
     assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("text", "old")]
+
+
+def test_everything_is_on_the_disk_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a power cut would show, and no other test can: the order of flushing and renaming."""
+    done: list[str] = []
+    for name in ("rename", "replace"):
+        monkeypatch.setattr(Path, name, lambda path, to: done.append(f"named {to.name}") or os.rename(path, to))
+    monkeypatch.setattr(files, "flush", lambda path: done.append(path.name))
+    write_atomically(tmp_path / "text", "all")
+    assert len(done) == 2 and done[0].endswith("text") and done[1] == "named text"
+    done.clear()
+    with atomic_folder(tmp_path / "out") as folder:
+        (folder / "inside").touch()
+    assert done == ["inside", ".unfinished-out", "named out", tmp_path.name]
 
 
 def test_used_folders_files_and_the_working_directory_are_refused(
