@@ -1,4 +1,4 @@
-"""Tiny random Hugging Face models of several architectures, written to a folder with a tokenizer of bytes."""
+"""Tiny random Hugging Face models of several architectures, saved to a folder with a byte tokenizer."""
 
 from __future__ import annotations
 

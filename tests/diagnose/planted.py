@@ -1,4 +1,4 @@
-"""Small models with a known defect each, and the text they are shown."""
+"""Small models, a known defect to plant in each, and the text they are shown."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from residua.model.decoder import Decoder
 
 VOCABULARY, WIDTH, HEAD, LENGTH, SEQUENCES = 61, 32, 8, 32, 8
 FIRST = 0
-"""The token every sequence begins with, and that stands nowhere else."""
+"""The token that every sequence begins with; it occurs nowhere else."""
 
 
 def config(**tables: Any) -> residua.ModelConfig:
@@ -57,7 +57,7 @@ def diagnosed(model: Decoder, text: Sample | None = None, **options: Any) -> Mod
 
 
 def named(made: ModelDiagnosis) -> set[tuple[str, tuple[tuple[str, Any], ...]]]:
-    """What the diagnosis found, in a form that can be compared."""
+    """The findings of a diagnosis as a set that can be compared."""
     return {
         (f.kind, tuple(sorted((k, tuple(v) if isinstance(v, list) else v) for k, v in f.where.items())))
         for f in made.findings
@@ -66,7 +66,7 @@ def named(made: ModelDiagnosis) -> set[tuple[str, tuple[tuple[str, Any], ...]]]:
 
 @torch.no_grad()
 def plant_sink(model: Decoder, layer: int, dimension: int) -> None:
-    """Every query of the layer looks for `dimension`: the score goes through the slowest rotation of each head."""
+    """Let every query of the layer attend to tokens with a large `dimension`, by the slowest rotation of each head."""
     project = model.sublayers[2 * layer].body.project.weight.view(3, WIDTH // HEAD, HEAD, WIDTH)
     slowest = HEAD // 2 - 1
     project[:2] = 0.0
@@ -76,7 +76,7 @@ def plant_sink(model: Decoder, layer: int, dimension: int) -> None:
 
 @torch.no_grad()
 def plant_outlier(model: Decoder, dimension: int, size: float, gain: float) -> None:
-    """One dimension large in every token and shut out by every norm; the other gains undo what it does to the RMS."""
+    """Make one dimension large in every token and small after every norm; other gains undo its effect on the RMS."""
     model.embed.weight[:, dimension] = size
     for norm in (*(s.norm for s in model.sublayers), model.norm):
         norm.weight[:] = (1 + size**2 / WIDTH) ** 0.5
@@ -91,7 +91,7 @@ def silence(model: Decoder, *sublayers: int) -> None:
 
 @torch.no_grad()
 def plant_routing(model: Decoder, reader: int, strength: float = 30.0) -> None:
-    """The reader looks for dimension 1, which the embedding has in every token and no sublayer writes."""
+    """Let the reader choose by dimension 1, which the embedding has in every token and no sublayer writes."""
     for sublayer in model.sublayers:
         sublayer.body.out.weight[1] = 0.0
     model.topology.reads[reader - 1].query[1] = strength

@@ -1,4 +1,4 @@
-"""What is removed is really gone, nothing else is, and all of it comes back."""
+"""An ablation removes exactly what it names, and afterwards the model is as before."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The size that a diagnosis is promised to handle: 32 sequences of 2,048 tokens through 12 layers of 768."""
+"""The size that docs/diagnose.md promises: 32 sequences of 2,048 tokens through 12 layers of width 768."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ CASES = {
 
 
 def whole_map(q: Tensor, k: Tensor, how: Scores) -> tuple[Tensor, Tensor]:
-    """A [B, H, T, T] and who is visible [B, T, T], written plainly."""
+    """The weights A [B, H, T, T], and which keys each query can see [B, T, T], by the definition."""
     scores = torch.einsum("bhid,bhjd->bhij", q, k.repeat_interleave(HEADS // KV, 1)) * how.scale
     if how.softcap:
         scores = how.softcap * torch.tanh(scores / how.softcap)

@@ -1,4 +1,4 @@
-"""The command: folders in, files and words out, and one clear sentence for each mistake."""
+"""The command: it writes a report and prints a summary, and answers each mistake with one clear sentence."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def test_structure_states_and_outputs_are_found(name: str) -> None:
     with torch.no_grad():
         torch.testing.assert_close(model(TOKENS, use_cache=False).logits, expected, rtol=1e-4, atol=1e-5)
     seen = subject.observe(TOKENS, TOKENS)
-    for k in range(len(subject.sites)):  # what a sublayer reads and hands over adds up to what the next one reads
+    for k in range(len(subject.sites)):  # what a sublayer reads plus its output is what the next one reads
         torch.testing.assert_close(seen.states[k] + seen.outputs[k], seen.states[k + 1], rtol=1e-4, atol=1e-5)
 
 
@@ -116,7 +116,7 @@ def test_the_streams_of_hyper_connections_are_not_passed_off_as_one_residual() -
 
 
 class Strange(nn.Module):
-    """A layer whose parts do not give back the hidden width: it counts as one."""
+    """A layer whose parts do not return the hidden width, so that it counts as one sublayer."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

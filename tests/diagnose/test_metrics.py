@@ -21,7 +21,7 @@ Case = tuple[Decoder, ModelDiagnosis, dict[str, Tensor]]
 
 
 def case(**tables: object) -> Case:
-    """A model in float64, its diagnosis in batches of three and two sequences, and its taps on all of them at once."""
+    """A model in float64, its diagnosis in batches of three and two sequences, and its taps from one batch of all."""
     model = planted.control(**tables).double()
     with torch.no_grad():
         for p in model.topology.parameters():

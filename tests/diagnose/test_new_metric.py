@@ -16,11 +16,14 @@ from residua.diagnose import Diagnosis, Finding, Metric, ModelDiagnosis, Sentenc
 from residua.diagnose.api import write
 from residua.diagnose.metric import Model, Models
 from residua.diagnose.observe import Observation, Subject
+from residua.diagnose.page import diagnosis_page
 from residua.diagnose.plots import by_layer
 from residua.diagnose.schema import with_metrics
 from residua.diagnose.text import Sample
 from residua.report import Column, Page
 from tests.diagnose import planted
+
+DOCS = Path(__file__).parents[2] / "docs" / "diagnose.md"
 
 
 class OffsetKeys(Frozen):
@@ -118,16 +121,18 @@ def test_its_findings_have_its_kind_and_others_are_refused() -> None:
 
 
 @pytest.fixture
-def metric_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A file of its own, as if it lay in residua/diagnose/metrics/."""
-    path = tmp_path / "added_metric.py"
-    path.write_text("from residua.diagnose.metric import Metric\n\n\nclass Added(Metric):\n    file_place = 25\n")
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The example of docs/diagnose.md as a file that seems to lie in residua/diagnose/metrics/."""
+    (example,) = re.findall(r"```python\n(.*?)```", DOCS.read_text(encoding="utf-8"), flags=re.DOTALL)
+    (tmp_path / "documented.py").write_text(example, encoding="utf-8")
     monkeypatch.setattr(metrics, "__path__", [*metrics.__path__, str(tmp_path)])
-    yield path
-    sys.modules.pop(f"{metrics.__name__}.{path.stem}", None)
+    yield f"{metrics.__name__}.documented"
+    sys.modules.pop(f"{metrics.__name__}.documented", None)
 
 
-def test_a_file_in_the_folder_is_found_by_itself(metric_file: Path) -> None:
-    found = [metric.__name__ for metric in metrics.find_metrics()]
-    assert found[:4] == ["Sublayers", "States", "Added", "Similarity"]
-    assert len(found) == len(metrics.METRICS) + 1
+def test_the_documented_example_is_found_and_works(module: str) -> None:
+    (added,) = set(metrics.find_metrics()) - set(metrics.METRICS)
+    assert added.__module__ == module
+    made = planted.diagnosed(planted.control(), ablations="none", extra=(added,))
+    assert len(made.offset) == 9 and any(line.startswith("States are off zero") for line in made.summary)
+    assert "Healthy: near zero at every depth." in diagnosis_page(Diagnosis(models=[made])).html()

@@ -31,7 +31,7 @@ SECTIONS = (
 
 
 def everything() -> Diagnosis:
-    """Models that between them have every section."""
+    """Models that together have every section."""
     gated = {"kind": "softmax", "heads": 4, "gate": "elementwise", "sink": "learned"}
     tables = (
         {"topology": {"kind": "full_attnres"}},

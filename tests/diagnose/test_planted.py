@@ -1,4 +1,4 @@
-"""A defect that was put in is named, exactly, and nothing else is."""
+"""A diagnosis names exactly the defects that were planted."""
 
 from __future__ import annotations
 

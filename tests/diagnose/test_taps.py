@@ -1,4 +1,4 @@
-"""Named taps for people."""
+"""`residua.diagnose.taps` records what a model publishes, by name."""
 
 from __future__ import annotations
 
