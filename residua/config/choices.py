@@ -1,7 +1,7 @@
-"""The tables a configuration is made of, each union tagged by `kind`. What a choice means is written where it is built.
+"""The tables of a model's configuration, told apart by `kind`. The class that a choice builds explains what it means.
 
-Topologies say how sublayers talk along depth (`topology/`, docs/topologies.md), anchors which projections later layers
-mix into their own (`anchors.py`); attention, feed-forward and norms are what they are called.
+A topology says how sublayers talk along depth (`model/topology/`, docs/topologies.md), anchors say which projections
+later layers mix into their own (`model/anchors.py`). Topologies and norms are open families: plugins add to them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from residua.config.settings import Frozen
 
 
 def _number(value: object) -> object:
-    """Python counts True as 1; a person who writes `layers = true` did not mean one layer."""
+    """Refuse True, which Python counts as 1: `layers = true` does not mean one layer."""
     if isinstance(value, bool):
         raise PydanticCustomError("number", "a truth value is not a number")
     return value
@@ -49,7 +49,7 @@ class Clipped(TopologyChoice):
 
 
 class AttentionResidual(TopologyChoice):
-    """What Full and Block Attention Residuals share: the ablation switches of the paper."""
+    """The keys that Full and Block Attention Residuals share: the switches of the paper's ablations."""
 
     scale: float = Field(1.0, gt=0)
     key_norm: Literal["rms", "none"] = "rms"
@@ -78,16 +78,16 @@ class BlockAttnRes(AttentionResidual):
 
 
 class Recompute(Frozen):
-    """Streams are kept once per `segment` junctions; the backward pass makes the others again, exactly."""
+    """Keep the streams once per `segment` junctions; the backward pass recomputes the others, exactly."""
 
     kind: Literal["recompute"] = "recompute"
     segment: Positive = 2
 
 
 class Invert(Frozen):
-    """Streams are found again from later ones, approximately; the true ones are kept for this share with the largest β.
+    """Compute streams backwards from later ones, approximately; only the last junction keeps its streams.
 
-    Only the last junction keeps its streams.
+    For the `share` of (token, stream) pairs with the largest β the true values are kept.
     """
 
     kind: Literal["invert"] = "invert"
@@ -98,8 +98,10 @@ Memory = Annotated[Recompute | Invert, Field(discriminator="kind")]
 
 
 class MultiGate(TopologyChoice):
-    """Multi-Gate Residuals. `bias_init` chooses, for independent gates, the corrected or the printed formula; `memory`
-    is how training does without most of the streams."""
+    """Multi-Gate Residuals. `memory` says how training avoids storing most of the streams.
+
+    `bias_init` chooses the corrected or the printed formula for independent gates.
+    """
 
     kind: Literal["multi_gate"] = "multi_gate"
     streams: int = Field(4, ge=2, le=64)
@@ -223,7 +225,7 @@ class ResFormer(AnchorChoice):
 
 
 class ProjectionAnchors(AnchorChoice):
-    """What NuResFormer and ExoFormer share."""
+    """The keys that NuResFormer and ExoFormer share."""
 
     pathways: tuple[Pathway, ...] = ("q", "k", "v", "g")
     granularity: Granularity = "elementwise"
@@ -261,7 +263,7 @@ Anchors = Annotated[NoAnchors | ResFormer | NuResFormer | ExoFormer, Field(discr
 
 
 class Mixer(Frozen):
-    """A sequence mixer that every layer has."""
+    """A sequence mixer, the same in every layer."""
 
     softmax_path: ClassVar[str] = "attention"
     """The table with the keys of softmax attention."""
@@ -456,7 +458,7 @@ class PreAffine(NormChoice):
 
 
 class LowRankGate(NormChoice):
-    """What GatedNorm and GatedDyT share: the gate on the normalised vector."""
+    """The keys that GatedNorm and GatedDyT share: the gate on the normalised vector."""
 
     rank: Positive = 16
     granularity: Literal["elementwise", "tensorwise"] = "elementwise"

@@ -1,4 +1,4 @@
-"""What follows from depth alone, without tensors: gate biases, stream filling, permutations. Resolved at build."""
+"""What follows from a model's depth alone, without tensors: how many outputs fill streams, and the gates' biases."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from residua.config.choices import MultiGate
 
-BASE_DEPTH = 21  # lerping sublayers of the paper's reference model: 12 layers, 4 streams
-BASE_BIAS = 3.0  # minus the gate bias that served it
+BASE_DEPTH = 21  # gated sublayers of the paper's reference model: 12 layers, 4 streams
+BASE_BIAS = 3.0  # minus the gate bias of that model
 
 
 def lerping_sublayers(sublayers: int, streams: int) -> int:
-    """Sublayers whose output is gated into the streams; the first `streams − 1` outputs become streams themselves."""
+    """Sublayers whose output is gated into the streams; the first `streams − 1` outputs become streams."""
     return sublayers - (streams - 1)
 
 
 def depth_bias(lerping: int, streams: int) -> float:
-    """b = ln( sqrt(L_lerp/21)·(e³+1) − n ): starts β near sqrt(21/L_lerp)·sigmoid(−3)."""
+    """b = ln( sqrt(L_lerp/21)·(e³+1) − n ), which starts β near sqrt(21/L_lerp)·sigmoid(−3)."""
     margin = math.sqrt(lerping / BASE_DEPTH) * (math.exp(BASE_BIAS) + 1) - streams
     if margin <= 0:
         needed = math.floor(BASE_DEPTH * (streams / (math.exp(BASE_BIAS) + 1)) ** 2) + 1
@@ -32,8 +32,8 @@ def depth_bias(lerping: int, streams: int) -> float:
 def gate_bias(config: MultiGate, lerping: int) -> tuple[float, ...]:
     """The initial biases of one junction: [forget, 0 … 0] for competitive gates, n equal ones for independent gates.
 
-    The paper's formula for independent gates, with its n, misses the start it aims at,
-    sqrt(21/L)·sigmoid(−3); with n = 1 it meets it. `corrected` takes n = 1, `printed` the paper's n.
+    For independent gates the paper's formula, with its n, misses its own target, sqrt(21/L)·sigmoid(−3); with n = 1 it
+    meets it. `corrected` uses n = 1, `printed` the paper's n.
     """
     n = config.streams
     if config.gate == "competitive":

@@ -44,8 +44,9 @@ class Family(Frozen):
         if isinstance(kind, str) and kind not in _MEMBERS[cls]:
             load_plugins()
         if cls not in _ADAPTERS:
-            union = Union[tuple(_MEMBERS[cls].values())]  # noqa: UP007  # made of a tuple
-            _ADAPTERS[cls] = TypeAdapter(Annotated[union, Field(discriminator="kind")])
+            union: Any = Union[tuple(_MEMBERS[cls].values())]  # noqa: UP007  # made of a tuple
+            tagged: Any = Annotated[union, Field(discriminator="kind")]
+            _ADAPTERS[cls] = TypeAdapter(tagged)
         chosen: Self = _ADAPTERS[cls].validate_python(value)
         return chosen
 

@@ -1,6 +1,6 @@
-"""A whole model as data: frozen, checked once when built, equal after a round trip through TOML.
+"""A model's configuration: immutable, checked once when built, equal after a round trip through TOML.
 
-This file imports no torch, so that reading or listing configurations is instant.
+This file imports no torch, so reading or listing configurations is instant.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from residua.config.settings import ConfigError, Frozen, apply_overrides, explai
 class ModelConfig(Frozen):
     """A decoder-only language model.
 
-    `vocab_size` defaults to GPT-2's 50,257 padded to a multiple of 128; `context` is the length it is trained at.
+    `vocab_size` defaults to GPT-2's 50,257 padded to a multiple of 128; `context` is the training length.
     """
 
     vocab_size: Positive = 50_304
@@ -91,12 +91,12 @@ class ModelConfig(Frozen):
 
     @property
     def softmax_layers(self) -> tuple[int, ...]:
-        """The layers with softmax attention; the first of them writes ResFormer's and NuResFormer's anchors."""
+        """The layers with softmax attention; the first one writes the anchors of ResFormer and NuResFormer."""
         return tuple(layer for layer, mixer in enumerate(self.mixers) if isinstance(mixer, SoftmaxAttention))
 
     @property
     def softmax(self) -> SoftmaxAttention | None:
-        """The softmax attention that the model's softmax layers share, None if it has no such layer."""
+        """The softmax attention of the model's softmax layers; None if it has no such layer."""
         return next((mixer for mixer in self.mixers if isinstance(mixer, SoftmaxAttention)), None)
 
     @model_validator(mode="after")

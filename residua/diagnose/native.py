@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from residua.diagnose import depth_ablations
 from residua.diagnose.attention import AttentionSums, Scores, attention_sums
 from residua.diagnose.interventions import hooked, on_each, silenced
-from residua.diagnose.observe import Ablation, AblationKind, AnchorScales, Observation, Site, Subject
+from residua.diagnose.observe import Ablation, AblationKind, AnchorScales, Observation, Site, SiteKind, Subject
 from residua.model import taps
 from residua.model.decoder import Decoder, Sublayer
 
@@ -29,7 +29,8 @@ class NativeSubject(Subject):
         self.model, self._decoder, self.name = model, model, name
         self.width, self.vocabulary, self.context = config.width, config.vocab_size, config.context
         self.layers = config.layers
-        roles = [getattr(cast(Sublayer, s).body, "role", "feed-forward") for s in model.sublayers]
+        bodies: list[Any] = [cast(Sublayer, s).body for s in model.sublayers]
+        roles: list[SiteKind] = [getattr(body, "role", "feed-forward") for body in bodies]
         self.sites = [Site(k, k // 2, role) for k, role in enumerate(roles)]
         self.description = (
             f"{config.layers} layers of width {config.width}, {config.topology.kind} topology, {config.attention.kind} "

@@ -19,7 +19,7 @@ from residua.model.cache import Now
 from residua.model.context import Anchors, Context
 from residua.model.decoder import Decoder, Sublayer
 from residua.model.ffn import FeedForward, is_watched
-from residua.model.norm import Norm
+from residua.model.norm import Norm, RMSNorm
 from residua.model.topology.base import Topology
 from residua.ops import decode
 
@@ -34,7 +34,7 @@ class FusedAttention(nn.Module):
         super().__init__()
         self.attention = attention
         self.heads = attention.rows[0] // attention.head_width["q"]
-        self.gains: tuple[Tensor, Tensor] | None = attention.qk_norm.gains
+        self.gains = cast("tuple[Tensor, Tensor] | None", attention.qk_norm.gains)
 
     def forward(self, x: Tensor, anchors: Anchors, context: Context) -> tuple[Tensor, Anchors]:
         now, cache, attention = context.now, context.cache, self.attention
@@ -53,7 +53,7 @@ class FusedFFN(Sublayer):
 
     def __init__(self, norm: nn.Module, body: FeedForward) -> None:
         super().__init__(norm, body)
-        self.entry, self.out, self.kind = body.entry, body.out, body.activation
+        self.entry, self.out, self.kind = body.entry, body.out, cast(str, body.activation)
 
     def forward(self, h: Tensor, anchors: Anchors, context: Context) -> tuple[Any, ...]:
         y = decode.activate(self.entry(self.norm(h)).flatten(0, 1), self.kind)
@@ -78,11 +78,14 @@ def fuse(model: Decoder, positions: int) -> Decoder:
     topology = fused_topology(model.topology, norms)
     if topology is not None:
         norms = [nn.Identity() for _ in norms]
-        rewritten.topology, rewritten.norm = topology, norms[-1]
+        rewritten.topology, rewritten.norm = topology, cast(Norm, norms[-1])
     bodies = [sublayer.body for sublayer in sublayers]
     plain = [getattr(body, "plain_heads", None) for body in bodies]
     if True in plain and False not in plain:
-        bodies = [FusedAttention(body) if heads else body for body, heads in zip(bodies, plain, strict=True)]
+        bodies = [
+            FusedAttention(cast(SoftmaxAttention, body)) if heads else body
+            for body, heads in zip(bodies, plain, strict=True)
+        ]
         rewritten.__class__ = FusedDecoder
         every = torch.zeros(1, positions, dtype=torch.int64, device=model.embed.weight.device)
         cast(FusedDecoder, rewritten).table = cast("tuple[Tensor, Tensor]", model._rotary(every))
@@ -98,5 +101,5 @@ def _sublayer(norm: nn.Module, body: nn.Module) -> Sublayer:
 def fused_topology(topology: Topology, norms: Sequence[nn.Module]) -> Topology | None:
     """A topology whose junctions norm as well; None if the topology or a norm has no such form."""
     if all(getattr(norm, "plain_rms", False) for norm in norms):
-        return topology.fused(cast("Sequence[Norm]", norms))
+        return topology.fused(cast("Sequence[RMSNorm]", norms))
     return None

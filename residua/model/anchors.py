@@ -2,7 +2,7 @@
 
     Ŝ_k = λ1 ⊙ N(S_anc) + λ2 ⊙ S_k          for each pathway S of Q, K, V, G
 
-The anchors are normalised once, when they are written, since every layer reads the same ones.
+The anchors are normalised once, when they are written, because every layer reads the same ones.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ RotaryTable = tuple[Tensor, Tensor]
 
 
 class QueryKeyNorm(Protocol):
-    """What is done to queries and keys before they meet: `gains` are its parameters, None if it only turns them."""
+    """What is applied to queries and keys before their product; `gains` are its parameters, None if it only rotates."""
 
     @property
     def gains(self) -> tuple[Tensor, Tensor] | None: ...
@@ -46,7 +46,7 @@ class HeadShape(NamedTuple):
 
 
 class AnchorNorm(nn.Module):
-    """RMS over head_dim with a gain shared by heads and layers, one per normalised pathway; others pass."""
+    """RMS over head_dim with a gain shared by heads and layers, one per normalised pathway; others pass through."""
 
     NORMED: Mapping[str, tuple[str, ...]] = {"none": (), "qk": ("q", "k"), "all": ("q", "k", "v", "g")}
 
@@ -65,7 +65,7 @@ class AnchorNorm(nn.Module):
 
 
 class NoSource(nn.Module):
-    """Nothing is projected from the embedding: anchors, if any, come from the first attention layer."""
+    """Projects nothing from the embedding: anchors, if any, come from the first attention layer."""
 
     def open(self, x: Tensor) -> Anchors:
         return ()
@@ -88,7 +88,7 @@ class ExoSource(nn.Module):
 
 
 class Unmixed(nn.Module):
-    """A layer that leaves its projections alone: they are split into heads, and queries and keys normed and turned."""
+    """A layer without anchors: splits the projection into heads, norms and rotates queries and keys."""
 
     def __init__(self, sections: ops.Sections) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class Unmixed(nn.Module):
     def forward(
         self, projected: Tensor, anchors: Anchors, x: Tensor, qk_norm: QueryKeyNorm, table: RotaryTable
     ) -> tuple[Projections, Anchors]:
-        """The layer's fused projection [B, T, R] of x in; the heads that attend out, and anchors for later layers."""
+        """Turn the layer's fused projection [B, T, R] of x into the heads that attend, and anchors for later layers."""
         own = self.split(projected)
         own["q"], own["k"] = qk_norm(own["q"], own["k"], table)
         return own, anchors
@@ -129,7 +129,7 @@ class Unmixed(nn.Module):
 
 
 class Write(Unmixed):
-    """The first layer of ResFormer and NuResFormer: unmixed itself, its projections become the anchors."""
+    """The first layer of ResFormer and NuResFormer: mixes nothing, and its projections become the anchors."""
 
     def __init__(self, sections: ops.Sections, pathways: tuple[str, ...], norm: str, shape: HeadShape) -> None:
         super().__init__(sections)
@@ -165,7 +165,7 @@ class Mix(Unmixed):
             nn.init.constant_(scale, self.START)
 
     def factors(self, x: Tensor) -> Tensor | None:
-        """γ [B, T, 2·pathways], or None where λ is all there is."""
+        """γ [B, T, 2·pathways]; None for a static mixture."""
         return None
 
     def forward(
@@ -217,7 +217,7 @@ class Modulation(nn.Module):
 
 
 class DynamicMix(Mix):
-    """λ ⊙ γ in λ's place, γ computed from the layer's pre-normed input x, in the order q1, q2, k1, k2, …
+    """λ ⊙ γ instead of λ, with γ computed from the layer's normed input x, in the order q1, q2, k1, k2, …
 
     λ starts at 1, so that with γ = ½ the mixture starts as the static one does.
     """
@@ -244,7 +244,7 @@ def _scale_shape(granularity: str, heads: int, head_dim: int) -> tuple[int, ...]
 
 
 def build_source(config: choices.Anchors, shape: HeadShape | None, width: int, *, std: float) -> NoSource | ExoSource:
-    """The anchors a model opens with."""
+    """The module that makes a model's first anchors."""
     if isinstance(config, choices.ExoFormer):
         assert shape is not None
         return ExoSource(config, shape, width, std=std)
@@ -254,7 +254,7 @@ def build_source(config: choices.Anchors, shape: HeadShape | None, width: int, *
 def build_mix(
     config: choices.Anchors, layer: int, shape: HeadShape, sections: ops.Sections, width: int, *, std: float
 ) -> Unmixed:
-    """What attention layer `layer`, 0 being the first with softmax, does with the anchors: leave, write or mix them."""
+    """What softmax layer `layer`, counted from the model's first, does with the anchors: nothing, write or mix them."""
     if isinstance(config, choices.NoAnchors):
         return Unmixed(sections)
     if isinstance(config, choices.ResFormer):

@@ -1,7 +1,7 @@
-"""Who looks at whom: causal attention over [B, T, H, D], inside documents, with or without a sink.
+"""Causal attention over [B, T, H, D], within documents, with or without a sink.
 
-Plain causal attention is torch's scaled_dot_product_attention. Documents and sinks are flex attention on CUDA, which
-skips masked blocks and returns the log-sum-exp that a sink needs, and dense PyTorch elsewhere.
+Plain causal attention is torch's scaled_dot_product_attention. With documents or sinks it is flex attention on CUDA,
+which skips masked blocks and returns the log-sum-exp that a sink needs, and dense PyTorch elsewhere.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, segments: Tensor | None = None, s
 
 
 def attend_cached(q: Tensor, k: Tensor, v: Tensor, now: Now, *, sink: Tensor | None = None) -> Tensor:
-    """`attend` of q [B, T, H, D], which follow what a cache holds, to slots k, v [B, S, H_kv, D] seen from `now`."""
+    """Attend from q [B, T, H, D], which follow the cached tokens, to slots k, v [B, S, H_kv, D] visible from `now`."""
     if now.visible is None:
         if now.until is None:
             return attend(q, k, v, sink=sink)

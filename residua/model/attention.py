@@ -26,7 +26,7 @@ def head_shape(config: choices.SoftmaxAttention, width: int) -> HeadShape:
 
 
 class QKNorm(nn.Module):
-    """Queries and keys: RMS over head_dim with a gain each (arXiv 2010.04245), then turned by position."""
+    """RMS over head_dim with a gain each for queries and keys (arXiv 2010.04245), then rotation by position."""
 
     def __init__(self, head_dim: int) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class QKNorm(nn.Module):
 
 
 class NoQKNorm(nn.Module):
-    """Queries and keys turned by position only."""
+    """Rotates queries and keys by position, nothing else."""
 
     gains = None
 

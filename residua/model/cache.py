@@ -1,8 +1,8 @@
 """What decoding keeps of earlier tokens: one static buffer per sequence mixer, rows of different lengths in one batch.
 
-Rows are padded on the right, so the slot of a token is its position. What padding leaves in a slot is overwritten by
-the token that comes to stand there before any query may look at it: causality is the only mask. Depth needs no cache,
-every topology being token-local.
+Rows are padded on the right, so the slot of a token is its position. The token at a position overwrites what padding
+left in its slot before any query sees it: causality is the only mask. Depth needs no cache, since every topology is
+token-local.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from residua.model.attend import attend_cached
 
 
 class Now(NamedTuple):
-    """One call's place in the sequences: where its tokens stand and what they see.
+    """The positions of one call's tokens and what they see.
 
-    positions: [B, T]; visible: [B, 1, T, slots], True where a query may look, None while the cache is empty and a
-    token sees only earlier ones of its own call; until: [B], the last slot that a single token sees, None for several;
-    real: [B, T], False for padding, None if there is none; ends: [B], how far each row's real tokens reach in the call.
+    positions: [B, T]. visible: [B, 1, T, slots], True where a query may look; None while the cache is empty and a token
+    sees only earlier ones of its own call. until: [B], the last slot that a single token sees; None for several tokens.
+    real: [B, T], False for padding; None if there is none. ends: [B], the number of real tokens in each row.
     """
 
     positions: Tensor
@@ -32,7 +32,7 @@ class Now(NamedTuple):
 
 
 class SublayerCache(Protocol):
-    """What a sublayer finds in its context while decoding; its kind is the sublayer's own affair."""
+    """What a sublayer finds in its context while decoding; each mixer has its own kind."""
 
     def tensors(self) -> Iterator[Tensor]:
         """Everything it keeps."""
@@ -40,7 +40,7 @@ class SublayerCache(Protocol):
 
 
 class KeyValueCache:
-    """Keys and values [B, capacity, H_kv, D] of softmax attention, as they enter the product: mixed, normed, turned."""
+    """Keys and values [B, capacity, H_kv, D] of softmax attention as they enter the product: mixed, normed, rotated."""
 
     def __init__(self, batch: int, capacity: int, heads: int, head_dim: int, like: Tensor) -> None:
         self.keys, self.values = (like.new_zeros(batch, capacity, heads, head_dim) for _ in range(2))
@@ -50,11 +50,11 @@ class KeyValueCache:
         yield from (self.keys, self.values)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, now: Now, *, sink: Tensor | None = None) -> Tensor:
-        """Attention of q [B, T, H, D] to what is kept and to k, v, which are kept from now on."""
+        """Store k, v and attend from q [B, T, H, D] to everything stored."""
         return attend_cached(q, *self.extend(k, v, now), now, sink=sink)
 
     def extend(self, k: Tensor, v: Tensor, now: Now) -> tuple[Tensor, Tensor]:
-        """Write k, v [B, T, H_kv, D] into their slots; returns the keys and values that `now` lets them see."""
+        """Write k, v [B, T, H_kv, D] into their slots; returns the keys and values that queries may see."""
         self.keys.index_put_((self._rows, now.positions), k.to(self.keys.dtype))
         self.values.index_put_((self._rows, now.positions), v.to(self.values.dtype))
         if now.visible is None and now.until is None:
@@ -73,7 +73,7 @@ class RecurrentCache:
         yield from self.state
 
     def keep(self, state: Sequence[Tensor]) -> None:
-        """Take over the state after this call, in place: a captured graph finds it where it was."""
+        """Store the state after this call in place: a captured graph reads it at the same address."""
         for mine, new in zip(self.state, state, strict=True):
             mine.copy_(new)
 
@@ -81,8 +81,8 @@ class RecurrentCache:
 class Cache:
     """The caches of one batch of sequences, one entry per sublayer, and how many tokens of each row they hold.
 
-    lengths: [B]; reach: a bound on them that the host knows, so that nothing waits for the device; `static` looks at
-    all slots in every call, so that each decoding step has the same shapes.
+    lengths: [B]. reach: an upper bound on them that the host knows, so that nothing waits for the device. With `static`
+    every call attends to all slots, so that each decoding step has the same shapes.
     """
 
     def __init__(self, sublayers: Sequence[SublayerCache | None], batch: int, capacity: int, device: torch.device):
@@ -93,7 +93,7 @@ class Cache:
         self.static = False
 
     def now(self, length: int, counts: Tensor | None = None) -> Now:
-        """The place of the coming `length` tokens of each row; of row b's, the first counts[b] are real."""
+        """The positions of the next `length` tokens of each row; in row b the first counts[b] are real."""
         if not self.static and self.reach + length > self.capacity:
             raise ValueError(
                 f"the cache holds {self.capacity} tokens and {self.reach} + {length} do not fit: build a larger one."
@@ -111,20 +111,20 @@ class Cache:
         return Now(positions, visible, until, real, counts)
 
     def advance(self, length: int, counts: Tensor | None = None) -> None:
-        """Count the tokens of the call that has just ended."""
+        """Add the tokens of the call that has just ended."""
         self.lengths.add_(length if counts is None else counts)
         if not self.static:
             self.reach += length
 
     def clear(self) -> None:
-        """Empty, to be filled anew."""
+        """Empty the cache for reuse."""
         for tensor in self.tensors():
             tensor.zero_()
         self.lengths.zero_()
         self.reach, self.static = 0, False
 
     def recurrent(self) -> Iterator[Tensor]:
-        """The buffers that every token rewrites, unlike slots, which each token has of its own."""
+        """The buffers that every token rewrites; slots are written once per token."""
         for part in self.sublayers:
             if isinstance(part, RecurrentCache):
                 yield from part.tensors()

@@ -1,4 +1,4 @@
-"""What every sublayer of one forward pass shares: positions and who may look at whom."""
+"""What all sublayers of one forward pass share: positions, documents, and the cache while decoding."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ Anchors = tuple[Tensor, ...]
 
 
 class Context(NamedTuple):
-    """The sublayers' surroundings.
+    """What a sublayer is given besides its input.
 
     rotary: cos and sin [T, head_dim/2], or [B, T, head_dim/2] while decoding, in float32; None for a model without
-    softmax attention; segments: [B, T] document ids, None where a sequence is one document; now and cache: while
-    decoding, where the tokens stand and what this very sublayer keeps of earlier ones (`model/cache.py`).
+    softmax attention. segments: [B, T] document ids; None if each sequence is one document. now, cache: while decoding,
+    the tokens' positions and what this sublayer keeps of earlier tokens (`model/cache.py`).
     """
 
     rotary: tuple[Tensor, Tensor] | None

@@ -58,8 +58,8 @@ class Sublayer(nn.Module):
 class Decoder(nn.Module):
     """A decoder-only language model: tokens [B, T] in, logits [B, T, V] out.
 
-    Sublayers alternate attention and feed-forward. What lies between them is the topology's: it turns the output of one
-    into the input of the next.
+    Sublayers alternate attention and feed-forward. Between them the topology turns the output of one into the input of
+    the next.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -78,7 +78,7 @@ class Decoder(nn.Module):
         self.unembed = build_unembedding(config)
 
     def reset_parameters(self) -> None:
-        """Initialise in place, each module its own: for a model built on the meta device and then made real."""
+        """Initialise every module in place, after a model built on the meta device was given memory."""
         for module in self.modules():
             reset = getattr(module, "reset_parameters", None)
             if module is not self and callable(reset):
@@ -86,11 +86,11 @@ class Decoder(nn.Module):
 
     @property
     def head_weight(self) -> Tensor:
-        """[V, C]: the embedding's own matrix when tied."""
+        """[V, C]: the embedding's matrix when tied."""
         return self.embed.weight if self.unembed is None else self.unembed.weight
 
     def new_cache(self, batch: int, capacity: int, dtype: torch.dtype | None = None) -> Cache:
-        """An empty cache for `batch` sequences of up to `capacity` tokens, in the embedding's dtype or another."""
+        """An empty cache for `batch` sequences of up to `capacity` tokens, by default in the embedding's dtype."""
         like = self.embed.weight.new_empty(0, dtype=dtype)
         makers = (getattr(sublayer.body, "new_cache", None) for sublayer in self.sublayers)
         parts = [make(batch, capacity, like) if make else None for make in makers]
@@ -105,8 +105,8 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """The final normed state [B, T, C]; `segments` [B, T] are document ids that attention does not cross.
 
-        With a cache the tokens follow those it holds, and are added to it; `counts` [B] says how many of each row's
-        are real, the rest being padding on the right. A sequence may come in one call or in any number of them.
+        With a cache the tokens follow the cached ones and are added to them; `counts` [B] is the number of real tokens
+        in each row, the rest is padding on the right. A sequence may come in one call or in several.
         """
         return self._run(tokens, segments, cache, counts)[0]
 
@@ -142,24 +142,24 @@ class Decoder(nn.Module):
     def losses(
         self, tokens: Tensor, targets: Tensor, z_loss: float = 0.0, segments: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The pure cross-entropy (nats per target, −100 ignored) and the z-term z_loss · mean(lse²), apart."""
+        """The pure cross-entropy (nats per target, −100 ignored) and the z-term z_loss · mean(lse²), separately."""
         return ops.linear_cross_entropy(self.hidden(tokens, segments), self.head_weight, targets, z_loss=z_loss)
 
     def routed_losses(
         self, tokens: Tensor, targets: Tensor, z_loss: float = 0.0, segments: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Routing | None]:
-        """`losses`, and the routing of all mixtures of experts, stacked by layer; None for a model without any."""
+        """`losses`, and the routing of all mixtures of experts, stacked by layer; None if there are none."""
         h, routed = self._run(tokens, segments)
         cross_entropy, z = ops.linear_cross_entropy(h, self.head_weight, targets, z_loss=z_loss)
         return cross_entropy, z, Routing.stack(routed) if routed else None
 
     def loss(self, tokens: Tensor, targets: Tensor, z_loss: float = 0.0, segments: Tensor | None = None) -> Tensor:
-        """What training minimises: cross-entropy plus the z-term. With z_loss = 0 it is the pure cross-entropy."""
+        """Cross-entropy plus the z-term, which training minimises; with z_loss = 0 the pure cross-entropy."""
         cross_entropy, z = self.losses(tokens, targets, z_loss, segments)
         return cross_entropy + z
 
     def _embedded(self, tokens: Tensor) -> Tensor:
-        """Under autocast the stream itself is low precision: the depth operators' traffic is what they cost."""
+        """The embedded tokens; under autocast in low precision, because depth operators are bound by traffic."""
         x: Tensor = self.embed(tokens)
         return x.to(working_dtype(x))
 
@@ -193,13 +193,13 @@ def build_layer(config: ModelConfig, layer: int, *, output_std: float) -> tuple[
 
 
 def build_anchor_source(config: ModelConfig) -> NoSource | ExoSource:
-    """What the anchors are opened with."""
+    """The module that makes the first anchors."""
     shape = None if config.softmax is None else head_shape(config.softmax, config.width)
     return build_source(config.anchors, shape, config.width, std=config.init.std)
 
 
 def build_unembedding(config: ModelConfig) -> Embedding | None:
-    """The head's own matrix, None when it is the embedding's."""
+    """The head's own matrix; None when it is tied to the embedding."""
     if isinstance(config.head, choices.TiedHead):
         return None
     std = {"normal": config.init.std, "zero": 0.0}[config.head.init]

@@ -1,9 +1,9 @@
-"""Projection mixing with its static scale folded into the weights, for inference.
+"""Fold the static scale of projection mixing into the weights, for inference.
 
     Ŝ = λ1 ⊙ S_anc + λ2 ⊙ (W x) = λ1 ⊙ S_anc + W' x,   W' = diag(λ2) W
 
-Mixing comes before QK-norm, rotation and the gate's sigmoid, so on every pathway the scale moves into W alone, exactly
-but for rounding. A layer that writes the anchors is not mixed and keeps its W, and a dynamic λ depends on the token.
+Mixing comes before QK-norm, rotation and the gate's sigmoid, so on every pathway the scale moves into W exactly, but
+for rounding. A layer that writes the anchors does not mix and keeps its W; a dynamic λ depends on the token and stays.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ class FoldedMix(Unmixed):
 
 
 def fold_mixing(model: Decoder) -> int:
-    """Fold every static λ2 of a model into its projections, in place; returns in how many layers."""
+    """Fold every static λ2 of a model into its projections, in place; returns the number of layers changed."""
     folded = 0
     for module in model.modules():
-        # a projection in low precision keeps the rows that were rounded
+        # a projection in low precision keeps its rounded rows
         if isinstance(module, SoftmaxAttention) and type(module.mix) is Mix and type(module.project) is Projection:
             _fold(module, module.mix)
             module.mix = FoldedMix(module.mix)

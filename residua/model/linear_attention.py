@@ -23,9 +23,10 @@ TIME_STEPS = (1e-3, 1e-1)
 
 
 class DeltaCache(NamedTuple):
-    """All that later tokens need of earlier ones, however many those are.
+    """All that later tokens need of earlier ones, of fixed size.
 
-    recent: [B, kernel − 1, channels], what the short convolution still sees; state: [B, H, D, D], the delta rule's.
+    recent: [B, kernel − 1, channels], the inputs that the short convolution still sees; state: [B, H, D, D], the delta
+    rule's.
     """
 
     recent: Tensor
@@ -33,7 +34,7 @@ class DeltaCache(NamedTuple):
 
 
 class ShortConvolution(nn.Module):
-    """y_t = silu(Σ_j weight_j ⊙ x_{t−j}), j = 0 … kernel − 1, over the tokens of t's own document.
+    """y_t = silu(Σ_j weight_j ⊙ x_{t−j}), j = 0 … kernel − 1, over tokens of the same document.
 
     Starts uniform in ±1/√kernel, as torch's convolutions do.
     """
@@ -50,9 +51,9 @@ class ShortConvolution(nn.Module):
     def forward(
         self, x: Tensor, recent: Tensor | None, segments: Tensor | None, ends: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """x [B, T, channels] that follows `recent` (zeros if None); returns y and the `recent` of what follows x.
+        """Convolve x [B, T, channels], which follows `recent` (zeros if None); returns y and the next `recent`.
 
-        Row b of x is real up to ends[b], if given, and padding after.
+        If `ends` is given, row b of x is real up to ends[b] and padding after.
         """
         past, length = self.weight.shape[0] - 1, x.shape[1]
         document = pad(begins(x, segments).cumsum(1), (past, 0))
@@ -81,7 +82,7 @@ class GatedDeltaNet(nn.Module):
         S_t = exp(g_t) (I − β_t k_t k_tᵀ) S_{t−1} + β_t k_t v_tᵀ,   o_t = S_tᵀ q_t
         y = W_out (RMSNorm(o) ⊙ silu(W_z x))                    the norm per head, one gain for all
 
-    State and convolution begin anew with each document. Order is in the recurrence: there are no rotary positions.
+    State and convolution start over with each document. The recurrence knows the order: no rotary positions.
     """
 
     role = "linear attention"
@@ -116,7 +117,7 @@ class GatedDeltaNet(nn.Module):
         return y, anchors
 
     def new_cache(self, batch: int, capacity: int, like: Tensor) -> RecurrentCache:
-        """The state of `batch` rows, of one size whatever their `capacity`; `like` gives dtype and device."""
+        """The state of `batch` rows, whose size does not depend on `capacity`; `like` gives dtype and device."""
         past, channels = self.convolve.weight.shape[0] - 1, self.convolve.weight.shape[1]
         heads = self.rows[2] // self.head_dim
         shapes = (batch, past, channels), (batch, heads, self.head_dim, self.head_dim)
@@ -132,8 +133,8 @@ class GatedDeltaNet(nn.Module):
     ) -> tuple[Tensor, DeltaCache]:
         """y [B, T, C] for the tokens x [B, T, C] that follow those in `cache`, and the cache after them.
 
-        Serves prefill and decoding alike; a single token takes the recurrent step. The first token of x continues the
-        document of the cache. Padding, where `real` [B, T] is False and from ends [B] on, leaves the cache as it is.
+        Serves prefill and decoding; a single token takes the recurrent step. The first token of x continues the cached
+        document. Padding, where `real` [B, T] is False and from ends [B] on, does not change the cache.
         """
         recent, state = cache or (None, None)
         qkv, z = self.project(x).split([sum(self.rows[:3]), self.rows[3]], -1)

@@ -1,9 +1,9 @@
-"""Mixture of experts: many feed-forwards, of which each token visits a few, and what training needs to spread the load.
+"""Mixture of experts: many feed-forwards, of which each token visits a few; and the loss that balances their load.
 
     p = softmax(W_r x),   T = the k largest of p,   w_e = p_e / Σ_{j∈T} p_j
     y = Σ_{e∈T} w_e FFN_e(x) + FFN_shared(x)
 
-Softmax first, then top-k, the weights of the chosen made to sum to one; every token keeps its choice, none is dropped.
+Softmax first, then top-k; the weights of the chosen experts are scaled to sum to one. No token is dropped.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from residua.ops.expert_slots import combine, dispatch, sort_slots
 class Routing(NamedTuple):
     """How one layer, or a stack of layers [L, …], routed the tokens of a batch.
 
-    load: [E], the share f_e of all choices that fell on each expert, a count without gradient; probability: [E], the
-    mean P_e of the router's softmax; z: the mean of its squared log-sum-exp. All are means over tokens, so those of a
-    larger batch are the means of its equal parts'.
+    load: [E], the share f_e of all choices that fell on each expert, without gradient; probability: [E], the mean P_e
+    of the router's softmax; z: the mean of its squared log-sum-exp. All are means over tokens, so a batch's are the
+    means over its equal parts.
     """
 
     load: Tensor
@@ -40,15 +40,15 @@ class Routing(NamedTuple):
 
     @classmethod
     def stack(cls, layers: Sequence[Routing]) -> Routing:
-        """Layer by layer in one tensor each."""
+        """Stack the layers."""
         return cls(*(torch.stack(part) for part in zip(*layers, strict=True)))
 
 
 def balance_loss(load: Tensor, probability: Tensor) -> Tensor:
     """E · Σ_e f_e P_e (Switch Transformer, arXiv 2101.03961), one number per layer.
 
-    With f_e = 1/E it is 1 whatever P, which is also its least value where f and P agree. Whose f and P is the caller's
-    affair: over the global batch (arXiv 2501.11873) both are the means over all its micro-batches and ranks.
+    With f_e = 1/E it is 1 for any P; that is also its minimum if f = P. Over the global batch (arXiv 2501.11873) the
+    caller passes means of f and P over all micro-batches and ranks.
     """
     return load.shape[-1] * (load * probability).sum(-1)
 
@@ -66,17 +66,17 @@ class Router(nn.Module):
         nn.init.normal_(self.weight, std=self.std)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x [N, C]; returns the logits [N, E], and the weights and the ids of the chosen experts, [N, k] each."""
-        with no_autocast(x):  # a near tie decided in half precision would send tokens elsewhere
+        """Route x [N, C]; returns the logits [N, E], and weights and ids of the chosen experts, [N, k] each."""
+        with no_autocast(x):  # in half precision, near ties would send tokens to other experts
             logits = linear(wide(x), wide(self.weight))
         weights, chosen = logits.softmax(-1).topk(self.top_k)
         return logits, weights / weights.sum(-1, keepdim=True), chosen
 
 
 class Experts(nn.Module):
-    """The matrices of all experts, one below the other: `up` [E·rows, C], gate and up where gated, and `out` [E·C, H].
+    """The stacked matrices of all experts: `up` [E·rows, C], gate and up if gated, and `out` [E·C, H].
 
-    To an optimizer that orthogonalises, every expert's are matrices of their own.
+    Muon orthogonalises each expert's matrices separately.
     """
 
     def __init__(self, config: choices.MoE, width: int, *, std: float, output_std: float) -> None:
@@ -95,7 +95,7 @@ class Experts(nn.Module):
         nn.init.normal_(self.out, std=self.output_std) if self.output_std else nn.init.zeros_(self.out)
 
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
-        """x [slots, C], sorted by expert, whose runs end at `ends` [E]; returns [slots, C]."""
+        """Apply each expert to its rows of x [slots, C], sorted by expert, which end at `ends` [E]; [slots, C]."""
         h = ops.grouped_linear(x, self.up.unflatten(0, (self.count, -1)), ends)
         if self.gated:
             gate, up = h.chunk(2, -1)

@@ -61,7 +61,7 @@ class RMSNorm(Norm):
 
 
 class PreAffine(Norm):
-    """y = RMSNorm(affine ⊙ x) (arXiv 2601.22966): `affine` can carry the outliers that x then need not."""
+    """y = RMSNorm(affine ⊙ x) (arXiv 2601.22966): `affine` can hold the outliers instead of x."""
 
     def __init__(self, config: choices.PreAffine, width: int) -> None:
         super().__init__()
@@ -88,8 +88,8 @@ class PreAffine(Norm):
 class LowRankGate(nn.Module):
     """The parameters of y ⊙ act(up · silu(down · y)): `down` [R, C], `up` [C, R], or [1, R] when tensorwise.
 
-    The paper gives no initialisation. Ours: a sigmoid starts from up = 0, every gate at ½, and `down` learns from the
-    second step on; the other activations are 0 at 0 and would silence the model, so their `up` starts normal.
+    The paper gives no initialisation. Ours: with a sigmoid `up` starts at 0, every gate at ½, and `down` learns from
+    the second step on. The other activations are 0 at 0 and would silence the model, so their `up` starts normal.
     """
 
     def __init__(self, config: choices.LowRankGate, width: int) -> None:

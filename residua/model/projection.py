@@ -1,4 +1,4 @@
-"""The hidden matrices of a model: linear maps without bias that know how they start and how they are optimised."""
+"""Linear maps without bias, with their initialisation and what Muon needs to know of them."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from torch.nn.functional import linear
 class Projection(nn.Module):
     """y = W x. Starts normal with `std` (zero if 0).
 
-    `parts` are the row counts of the independent maps fused in W (Q, K, V, G …); an optimizer that orthogonalises
-    matrices takes them one by one. `hidden_matrices` is how any module declares such a parameter; a parameter that no
-    module declares is for AdamW.
+    `parts` are the row counts of the independent maps fused in W (Q, K, V, G …); Muon orthogonalises them one by one.
+    Any module declares such parameters in `hidden_matrices`; AdamW takes the parameters that no module declares.
     """
 
     def __init__(self, inputs: int, outputs: int, *, std: float, parts: tuple[int, ...] | None = None) -> None:

@@ -26,8 +26,8 @@ def _(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
 def rotary_table(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
     """cos and sin [..., head_dim/2] of positions [...]: position · theta^(−2i/head_dim), in float32.
 
-    When compiled, an operator of its own, so that the table is computed once: fused into its readers, the powers and
-    cosines of every element of every layer took an eighth of the training step.
+    When compiled it is a custom operator, so that the table is computed once. Fused into its readers, the powers and
+    cosines were computed per element and layer and took an eighth of the training step.
     """
     table = _rotary_op if torch.compiler.is_compiling() else _rotary_table
     cos, sin = table(positions, head_dim, theta)

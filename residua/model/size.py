@@ -1,4 +1,4 @@
-"""How large a model is and what a token costs, without making it: it is built on the meta device."""
+"""A model's parameters and FLOPs per token, counted on the meta device, without memory."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from torch import nn
 
 from residua.config.model import ModelConfig, head_dim
 from residua.model.decoder import Decoder, Sublayer, build
-from residua.model.moe import MoE
+from residua.model.moe import MoE, mixtures
 
 
 @dataclass(frozen=True)
 class Size:
-    """Parameter counts by what they are for; they add up to `parameters`.
+    """Parameter counts by purpose; they add up to `parameters`.
 
-    `head` is the head's own matrix, 0 when tied. `depth` is the topology's, `anchors` the anchor projections, their
-    norms and the λ of every layer. `idle` are, of those in `ffn`, the experts' that a token does not visit.
+    `head` is the head's own matrix, 0 when tied. `depth` counts the topology, `anchors` the anchor projections, their
+    norms and the λ of every layer. `idle` is the part of `ffn` in experts that a token does not visit.
     """
 
     parameters: int
@@ -36,7 +36,7 @@ class Size:
 
     @property
     def active(self) -> int:
-        """Parameters that a token is multiplied with: its experts', not the embedding's, the head's even when tied."""
+        """Parameters that a token is multiplied with: of experts only those it visits; the head, but no embedding."""
         return self.parameters - self.idle - (self.embedding if self.head else 0)
 
 
@@ -48,7 +48,7 @@ def measure(config: ModelConfig) -> Size:
 
 @contextmanager
 def _shapes_only() -> Iterator[None]:
-    """Leave parameters unfilled: a count needs their shapes, and filling meta tensors is what would take the time."""
+    """Leave parameters unfilled: a count needs only shapes, and filling meta tensors would take most of the time."""
     fills = {name: getattr(nn.init, name) for name in ("normal_", "zeros_", "ones_", "constant_", "eye_")}
     for name in fills:
         setattr(nn.init, name, lambda tensor, *args, **kwargs: tensor)
@@ -60,7 +60,7 @@ def _shapes_only() -> Iterator[None]:
 
 
 def size_of(model: Decoder) -> Size:
-    """The size of a model at hand.
+    """The size of a model that is already built.
 
     Training FLOPs per token = 6 × active parameters + 6 × softmax layers × heads·head_dim × context: two per
     multiply-add, three products (forward, two backward), half of the attention matrix being masked.
@@ -80,7 +80,7 @@ def size_of(model: Decoder) -> Size:
         norms=sum(_count(s.norm) for s in sublayers) + _count(model.norm),
         depth=_count(model.topology),
         anchors=_count(model.anchors) + mixes,
-        idle=sum(_idle(s.body) for s in sublayers if isinstance(s.body, MoE)),
+        idle=sum(_idle(mixture) for mixture in mixtures(model)),
         flops_per_token=0,
     )
     flops = 6 * size.active + 6 * _attention_width(config) * config.context
@@ -88,13 +88,13 @@ def size_of(model: Decoder) -> Size:
 
 
 def _attention_width(config: ModelConfig) -> int:
-    """heads · head_dim over all softmax layers; linear attention's state is in its projections' count."""
+    """heads · head_dim over all softmax layers; linear attention costs no more than its projections."""
     softmax = config.softmax
     return 0 if softmax is None else len(config.softmax_layers) * softmax.heads * head_dim(config)
 
 
 def _idle(mixture: MoE) -> int:
-    """The parameters of the experts that a token leaves out."""
+    """The parameters of the experts that a token does not visit."""
     return _count(mixture.experts) // mixture.count * (mixture.count - mixture.router.top_k)
 
 

@@ -1,4 +1,4 @@
-"""Published names for what can be looked at inside a model (docs/taps.md). Nothing is kept unless someone asks.
+"""Published names for tensors inside a model (docs/taps.md). Nothing is kept unless someone records.
 
 with taps.record() as seen:
     model(tokens)
@@ -19,7 +19,7 @@ _seen: dict[str, Tensor] | None = None
 def record(into: dict[str, Tensor] | None = None) -> Iterator[dict[str, Tensor]]:
     """Collect every tap of the forward passes inside the block; tensors keep their graph.
 
-    `into` receives them one by one as they are published, so a dict of one's own can reduce what it need not keep.
+    `into` receives them one by one, so a dict of your own can reduce tensors instead of keeping them.
     """
     global _seen
     seen = {} if into is None else into
@@ -31,11 +31,11 @@ def record(into: dict[str, Tensor] | None = None) -> Iterator[dict[str, Tensor]]
 
 
 def recording() -> bool:
-    """Whether anybody looks."""
+    """Whether someone records."""
     return _seen is not None
 
 
 def tap(name: str, value: Tensor | Callable[[], Tensor]) -> None:
-    """Publish a tensor; a function is only called, and its tensor only computed, while someone records."""
+    """Publish a tensor; a function is called, and its tensor computed, only while someone records."""
     if _seen is not None:
         _seen[name] = value if isinstance(value, Tensor) else value()

@@ -12,7 +12,7 @@ from residua.model.topology.base import State, Topology
 from residua.model.topology.facts import ADDED_IN_NORM, ADDITION, Rows
 
 if TYPE_CHECKING:
-    from residua.model.norm import Norm
+    from residua.model.norm import RMSNorm
 
 
 class Additive(Topology):
@@ -28,7 +28,7 @@ class Additive(Topology):
         h = state[0] + y
         return h, (h,)
 
-    def fused(self, norms: Sequence[Norm]) -> Topology | None:
+    def fused(self, norms: Sequence[RMSNorm]) -> Topology | None:
         from residua.model.topology.fused import FusedAdditive  # training does not need the decoding kernels
 
         return FusedAdditive(norms) if type(self) is Additive else None

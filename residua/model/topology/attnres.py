@@ -19,7 +19,7 @@ from residua.ops.depth_attention import deferred
 from residua.ops.depth_attention.plan import ReadPlan
 
 if TYPE_CHECKING:
-    from residua.model.norm import Norm
+    from residua.model.norm import RMSNorm
 
 
 class Read(nn.Module):
@@ -59,13 +59,13 @@ class Read(nn.Module):
 
 
 class BlockAttnRes(Topology):
-    """Sublayers in blocks of S; sources are the embedding b_0, the finished blocks, and the running sum of this one.
+    """Sublayers in blocks of S; sources are the embedding b_0, the finished blocks and the current block's running sum.
 
     b_n = Σ of block n's outputs, from zero. The first sublayer of a block reads [b_0 … b_{n−1}], each later one also
     the partial sum so far; the last read, before the head, sees every block. A finished block and a partial sum are
-    both just the newest source, so the state is the list of sources and a new block appends to it.
+    both the newest source, so the state is the tuple of sources, and a new block appends to it.
 
-    The first sublayer has one source, whose softmax is 1 whatever the query: it reads the embedding and has no query.
+    The first sublayer has one source, whose softmax is 1 for any query: it reads the embedding and has no query.
     """
 
     one_stream = False
@@ -91,7 +91,7 @@ class BlockAttnRes(Topology):
         return self.reads[k](sources), sources
 
     def sources(self, k: int, y: Tensor, sources: State) -> State:
-        """What read k sees: y begins a block, or is added to the sum of its own."""
+        """What read k sees: y begins a block, or is added to the running sum."""
         return (*sources, y) if self._begins_block(k) else (*sources[:-1], sources[-1] + y)
 
     def _block_size(self, config: choices.AttentionResidual) -> int | None:
@@ -118,7 +118,7 @@ class BlockAttnRes(Topology):
     def boundary(self) -> Boundary:
         return SourcesBoundary(self)
 
-    def fused(self, norms: Sequence[Norm]) -> Topology | None:
+    def fused(self, norms: Sequence[RMSNorm]) -> Topology | None:
         from residua.model.topology.fused import FusedBlock  # training does not need the decoding kernels
 
         plain = self.config.key_norm == "rms" and self.config.activation == "softmax"
@@ -159,7 +159,8 @@ class BlockAttnRes(Topology):
         return junctions
 
     def _read_all(self, read: Callable[..., Sequence[Tensor]], x: Tensor, outputs: Sequence[Tensor]) -> list[Tensor]:
-        sources, inputs = (x,), list[Tensor]()
+        sources: State = (x,)
+        inputs: list[Tensor] = []
         for k, (y, weights) in enumerate(zip(outputs, self.reads, strict=False)):
             sources = self.sources(k, y, sources)
             inputs += read(weights.query, weights.gain, *sources)
@@ -172,7 +173,7 @@ class BlockAttnRes(Topology):
         return self.plan.sees
 
     def without_source(self, positions: Mapping[int, int]) -> AbstractContextManager[Any]:
-        return sources_dropped(self.reads, positions)
+        return sources_dropped(list(self.reads), positions)
 
     def weighing_readers(self) -> Sequence[int]:
         return range(1, len(self.reads) + 1)

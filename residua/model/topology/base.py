@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from residua.model.topology.facts import Rows, trace_rows
 
 if TYPE_CHECKING:
-    from residua.model.norm import Norm
+    from residua.model.norm import RMSNorm
 
 State = tuple[Tensor, ...]
 """Tensors only: compilation, activation checkpointing and pipeline stages carry it."""
@@ -58,7 +58,7 @@ class Topology(nn.Module):
         """How the state crosses from one pipeline stage to the next."""
         return Boundary(self)
 
-    def fused(self, norms: Sequence[Norm]) -> Topology | None:
+    def fused(self, norms: Sequence[RMSNorm]) -> Topology | None:
         """The same topology with norms[k] applied to the input of reader k, for decoding; None if there is none.
 
         All `norms` are plain RMSNorms. Parameters may be prepared once: they do not change afterwards.

@@ -18,7 +18,7 @@ from residua.ops.decode import MOST_STREAMS, Gate
 from residua.ops.decode.launch import MOST_SOURCES, as_vectors
 
 if TYPE_CHECKING:
-    from residua.model.norm import Norm
+    from residua.model.norm import RMSNorm
 
 FEW = 8
 """Rows up to which a gated junction is prepared while its sublayer runs; with more, that costs more than it saves."""
@@ -27,7 +27,7 @@ FEW = 8
 class FusedTopology(Topology):
     """Junctions that norm: norms[k] is applied to the input of sublayer k, the last to the final state."""
 
-    def __init__(self, norms: Sequence[Norm]) -> None:
+    def __init__(self, norms: Sequence[RMSNorm]) -> None:
         super().__init__()
         self.norms = norms
         self.unread = torch.zeros(1, norms[0].weight.shape[0], device=norms[0].weight.device)
@@ -63,7 +63,7 @@ class FusedBlock(FusedTopology):
     State: o, lse and ‖o‖² of the coming reads, the finished blocks, and the running sum if the block has begun.
     """
 
-    def __init__(self, queries: Tensor, size: int, norms: Sequence[Norm]) -> None:
+    def __init__(self, queries: Tensor, size: int, norms: Sequence[RMSNorm]) -> None:
         """`queries` [reads, C] are u = scale · w ⊙ g; a block has `size` sublayers."""
         super().__init__(norms)
         self.size, self.queries = size, queries
@@ -104,7 +104,7 @@ class FusedMultiGate(FusedTopology):
         self,
         gates: Sequence[tuple[Tensor, Tensor]],
         pools: Sequence[Tensor],
-        norms: Sequence[Norm],
+        norms: Sequence[RMSNorm],
         *,
         competitive: bool,
     ) -> None:

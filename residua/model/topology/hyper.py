@@ -116,11 +116,11 @@ def full_precision(x: Tensor) -> torch.autocast:
 
 
 class ReadWeights(NamedTuple):
-    """How `ops.hyper_step` finds pre, and the logits of post and mix with it."""
+    """How `ops.hyper_step` computes pre, and with it the logits of post and mix."""
 
     bias: Tensor
     projection: dict[str, Any]
-    """scale, phi and norm, or nothing where pre is the bias."""
+    """scale, phi and norm; empty if pre is the bias."""
 
     def of(self, logits: Tensor) -> Tensor:
         """pre [..., n]."""
@@ -129,11 +129,11 @@ class ReadWeights(NamedTuple):
 
 
 class Junction(nn.Module):
-    """The weights around one sublayer, all computed from the streams as it reads them."""
+    """The weights around one sublayer, computed from the streams that it reads."""
 
     @abstractmethod
     def read(self) -> ReadWeights:
-        """What pre is made of."""
+        """What pre is computed from."""
 
     @abstractmethod
     def write(self, *logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -207,7 +207,7 @@ class DynamicJunction(StaticJunction):
 class HyperConnections(Streams):
     """HC: h = A_mᵀ H, H' = B y + A_rᵀ H, weights static or dynamic.
 
-    The output projections start √n larger, since the sum of n streams is what reaches the head.
+    The output projections start √n larger, since the head sees the sum of n streams.
     """
 
     def __init__(self, config: choices.HyperConnections, sublayers: int, width: int) -> None:
@@ -266,8 +266,8 @@ class PermutationMixing(nn.Module):
 class ManifoldJunction(Junction):
     """[pre, post, res] = α · (vec(X) φ)/rms(vec(X)) + b;  pre = sigmoid, post = 2 sigmoid, mix = `mixing`(res).
 
-    φ starts at zero, α at 0.01. The papers leave the biases open; ours favour one stream per sublayer in turn (±1),
-    so that the equal copies the streams start from can part.
+    φ starts at zero, α at 0.01. The papers leave the biases open; ours favour one stream per sublayer in turn (±1), so
+    that streams that start as equal copies can differ.
     """
 
     SCALE = 0.01
@@ -304,7 +304,7 @@ class ManifoldJunction(Junction):
 
 
 class ManifoldHyper(Streams):
-    """mHC: X' = H_res X + H_postᵀ f(H_pre X) with H_res doubly stochastic by Sinkhorn, so the streams' mean is kept."""
+    """mHC: X' = H_res X + H_postᵀ f(H_pre X); Sinkhorn makes H_res doubly stochastic, which keeps the streams' mean."""
 
     def __init__(self, config: choices.ManifoldHyper, sublayers: int, width: int) -> None:
         super().__init__(config.streams, sublayers)

@@ -20,7 +20,7 @@ from residua.model.topology.facts import Rows, add_rows, pool_rows, stream_rows
 from residua.ops._runtime.numeric import wide
 
 if TYPE_CHECKING:
-    from residua.model.norm import Norm
+    from residua.model.norm import RMSNorm
 
 
 class Pool(nn.Module):
@@ -56,14 +56,14 @@ class Gates(nn.Module):
 
 
 class MultiGate(Topology):
-    """n streams; every sublayer's output is written into each through its own gate, and the next input is their pool.
+    """n streams; every sublayer's output is written into each through a gate, and the next input pools them.
 
         z_i = w1 · RMS(s_i)/√C + b_i,   β = exp(z_i)/(Σ_j exp(z_j) + exp(b_0))  or  sigmoid(z_i)
         s'_i = s_i + β_i (f − s_i),     h = Σ softmax_i( w2 · RMS(s'_i)/√C ) s'_i
 
-    Fill phase: stream 1 is the embedding and the first n − 1 outputs are appended as the others. (n copies of the
-    embedding would stay identical for ever.) The state is the tuple of streams until the first write through gates,
-    then one [B, T, n, C], after which the operator may keep tensors of its own.
+    Fill phase: stream 1 is the embedding and the first n − 1 outputs become the others. (n copies of the embedding
+    would stay identical for ever.) The state is the tuple of streams until the first gated write, then one [B, T, n, C],
+    followed by tensors of the operator's own, if any.
     """
 
     one_stream = False
@@ -110,7 +110,7 @@ class MultiGate(Topology):
     def boundary(self) -> Boundary:
         return StreamsBoundary(self)
 
-    def fused(self, norms: Sequence[Norm]) -> Topology | None:
+    def fused(self, norms: Sequence[RMSNorm]) -> Topology | None:
         from residua.model.topology.fused import FusedMultiGate  # training does not need the decoding kernels
 
         if type(self) is not MultiGate or not FusedMultiGate.serves(self.stream_count()):
