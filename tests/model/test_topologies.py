@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from residua.config import choices
-from residua.model.topology import Topology
+from residua.model.topology import Topology, build_topology
 from residua.ops import sinkhorn
 from tests.golden import attnres, dense, hyper, multigate
 from tests.golden.compare import agree, close, each_token, leaves_of, random
@@ -230,3 +230,12 @@ def test_a_finished_model_of_32_blocks_keeps_33_sources() -> None:
     for k, output in enumerate(y):
         _, state = topology.step(k, output, state)
     assert len(state) == 33
+
+
+def test_a_topology_that_states_no_cost_is_counted_by_running_it() -> None:
+    """By default a topology is run on tensors without memory; the counts are those that were made by hand."""
+    streams, highway = (
+        build_topology(c, 6, 32) for c in (choices.HyperConnections(weights="static"), choices.Highway())
+    )
+    assert Topology.floor(streams, 6, 32) == streams.floor(6, 32) == (10 * 6, 15 * 6)
+    assert highway.floor(6, 32) == (3 * 6, 5 * 6) and highway.kept_widths(6, 32) == 2

@@ -62,7 +62,7 @@ class MultiGate(Topology):
         s'_i = s_i + β_i (f − s_i),     h = Σ softmax_i( w2 · RMS(s'_i)/√C ) s'_i
 
     Fill phase: stream 1 is the embedding and the first n − 1 outputs become the others. (n copies of the embedding
-    would stay identical for ever.) The state is the tuple of streams until the first gated write, then one [B, T, n, C],
+    would stay identical for ever.) The state is the tuple of streams until the first gated write, then [B, T, n, C],
     followed by tensors of the operator's own, if any.
     """
 
