@@ -239,3 +239,6 @@ def test_a_topology_that_states_no_cost_is_counted_by_running_it() -> None:
     )
     assert Topology.floor(streams, 6, 32) == streams.floor(6, 32) == (10 * 6, 15 * 6)
     assert highway.floor(6, 32) == (3 * 6, 5 * 6) and highway.kept_widths(6, 32) == 2
+    with torch.device("meta"):
+        shapes = build_topology(choices.ManifoldHyper(), 6, 32)
+    assert Topology.floor(shapes, 6, 32).forward > shapes.floor(6, 32).forward  # it also carries logits

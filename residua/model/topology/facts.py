@@ -7,6 +7,7 @@ from copy import deepcopy
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -56,10 +57,11 @@ def trace_rows(topology: nn.Module, sublayers: int, width: int) -> Rows:
     A junction reads the state and y once, and writes once what is new in the next state and input. Backward it reads
     the same tensors and the gradients of what it wrote, and writes the gradients of what it read.
     """
-    traced: Any = deepcopy(topology).to("meta")
-    x = torch.empty(1, 1, width, device="meta")
+    shapes: Any = deepcopy(topology).to("meta")
     parts = []
-    with torch.no_grad():
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        traced = shapes.to_empty(device="cpu")
+        x = torch.empty(1, 1, width)
         _, state = traced.open(x)
         for k in range(sublayers):
             y = torch.empty_like(x)
