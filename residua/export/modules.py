@@ -78,8 +78,9 @@ def origin(module: str, name: str) -> tuple[str, str]:
 
 
 def attributes(tree: ast.AST) -> set[str]:
-    """Every `x` in `something.x`."""
-    return {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    """Every `x` in `something.x`, but not Python's own `__x__`."""
+    found = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    return {name for name in found if not name.startswith("__")}
 
 
 def defines_parts(module: str) -> bool:

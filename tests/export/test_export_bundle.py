@@ -84,13 +84,14 @@ def test_files_have_no_unknown_or_unused_names(bundles, tmp_path):
 
 def test_a_copy_differs_from_the_library_in_its_imports_only(bundles):
     def body(text: str) -> list[str]:
-        return text[text.index("\n\n\n") :].splitlines()
+        lines = text[text.index("\n\n\n") :].splitlines()
+        return [line for line in lines if not line.strip().startswith("from ")]
 
     for module in ("residua.model.norm", "residua.model.topology.multigate", "residua.model.attend"):
         file = f"residua_{module.removeprefix('residua.model.').replace('.', '_')}.py"
         source, copied = modules.source(module), bundles["mgr"][file]
         assert copied.startswith(f"# {module.replace('.', '/')}.py, copied with its imports rewritten")
-        assert body(copied) == [line.replace("residua.model.cache", ".residua_cache") for line in body(source)]
+        assert body(copied) == body(source) and len(body(source)) > 50
 
 
 def test_a_change_in_the_library_is_a_change_in_the_folder(monkeypatch):

@@ -1,4 +1,4 @@
-"""A topology of one's own is exported whichever ordinary Python it is written in."""
+"""A topology or a norm of one's own is exported, in whichever ordinary Python it is written."""
 
 import sys
 from importlib import import_module, invalidate_caches
@@ -9,11 +9,15 @@ import torch
 
 from residua.data.tokenizer import Tokenizer
 from residua.export.folder import write_folder
+from residua.storage.load import load
 from tests.export.exported import VOCABULARY, bytes_config, in_transformers, trained_like
 from tests.model.small import small
+from tests.model.test_extend import OWN, own
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("copied_code")]
 pytest.importorskip("transformers")
+
+__all__ = ["own"]  # a fixture: the files of docs/extend.md as plugins
 
 BASE = '''
 from residua.model.topology import State as State
@@ -242,7 +246,7 @@ def test_a_topology_of_ones_own_is_exported(idiom: str, tmp_path: Path, monkeypa
     folder = tmp_path / "exported"
     difference = write_folder(model, Tokenizer.bytes(), folder)
     assert difference is not None and difference < 1e-5
-    # in the way of a machine that has neither Residua's plugin nor its files
+    # transformers must not find the plugin itself
     for name in [n for n in sys.modules if n.split(".")[0] == package]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(sys, "path", [p for p in sys.path if p != str(tmp_path)])
@@ -251,6 +255,20 @@ def test_a_topology_of_ones_own_is_exported(idiom: str, tmp_path: Path, monkeypa
         exported = in_transformers(folder, **settings)
         torch.testing.assert_close(exported(tokens).logits, model(tokens), rtol=1e-5, atol=1e-5)
     assert not any("residua." in line for line in _imports(folder))
+
+
+@torch.no_grad()
+def test_the_topology_and_the_norm_of_the_page_are_exported(own: Path, tmp_path: Path) -> None:
+    model = trained_like(bytes_config(small(layers=2, **OWN)))
+    folder = tmp_path / "exported"
+    assert write_folder(model, Tokenizer.bytes(), folder) == 0
+    assert {"layer_scale.py", "l1_norm.py"} <= {path.name for path in folder.iterdir()}
+    tokens = torch.randint(VOCABULARY, (2, 9))
+    for implementation in ("file", "library"):
+        exported = in_transformers(folder, implementation=implementation)
+        torch.testing.assert_close(exported(tokens).logits, model(tokens), rtol=1e-5, atol=1e-5)
+    again = load(folder)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
 
 
 def _imports(folder: Path) -> list[str]:
