@@ -68,4 +68,4 @@ def build_losses(model: Decoder, config: TrainConfig, copies: WorkingCopies | No
 def eager_losses(model: Decoder, z_loss: float, copies: WorkingCopies | None) -> LossFunction:
     """The losses without a compiler, on copies if there are any."""
     losses = Losses(model, z_loss)
-    return losses if copies is None else CopiedLosses(losses, copies)
+    return losses.forward if copies is None else CopiedLosses(losses, copies)
