@@ -9,176 +9,28 @@ from __future__ import annotations
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, PlainValidator, SerializeAsAny, model_validator
-from pydantic_core import PydanticCustomError
 
-from residua.config.depth import gate_bias, lerping_sublayers
 from residua.config.family import Family
-from residua.config.settings import Frozen
+from residua.config.settings import Frozen, Positive, number
+from residua.config.topologies import Additive as Additive
+from residua.config.topologies import AttentionResidual as AttentionResidual
+from residua.config.topologies import BlockAttnRes as BlockAttnRes
+from residua.config.topologies import Clipped as Clipped
+from residua.config.topologies import DenseFormer as DenseFormer
+from residua.config.topologies import FullAttnRes as FullAttnRes
+from residua.config.topologies import Highway as Highway
+from residua.config.topologies import HyperConnections as HyperConnections
+from residua.config.topologies import Invert as Invert
+from residua.config.topologies import ManifoldHyper as ManifoldHyper
+from residua.config.topologies import ManifoldHyperLite as ManifoldHyperLite
+from residua.config.topologies import Memory as Memory
+from residua.config.topologies import MultiGate as MultiGate
+from residua.config.topologies import Recompute as Recompute
+from residua.config.topologies import Topology as Topology
+from residua.config.topologies import TopologyChoice as TopologyChoice
 
-
-def _number(value: object) -> object:
-    """Refuse True, which Python counts as 1: `layers = true` does not mean one layer."""
-    if isinstance(value, bool):
-        raise PydanticCustomError("number", "a truth value is not a number")
-    return value
-
-
-Positive = Annotated[int, BeforeValidator(_number), Field(ge=1)]
 Granularity = Literal["elementwise", "headwise", "scalar"]
 Pathway = Literal["q", "k", "v", "g"]
-
-
-class TopologyChoice(Family):
-    """A choice of topology: subclass it, with a `kind`, for a topology of your own (docs/extend.md)."""
-
-    def check(self, layers: int) -> None:
-        """Raise ValueError, in a sentence, if a model of so many layers cannot have this topology."""
-
-
-class Additive(TopologyChoice):
-    """h ← h + y."""
-
-    kind: Literal["additive"] = "additive"
-
-
-class Clipped(TopologyChoice):
-    """h ← clip(h + y, ±limit)."""
-
-    kind: Literal["clipped"] = "clipped"
-    limit: float = Field(1000.0, gt=0)
-
-
-class AttentionResidual(TopologyChoice):
-    """The keys that Full and Block Attention Residuals share: the switches of the paper's ablations."""
-
-    scale: float = Field(1.0, gt=0)
-    key_norm: Literal["rms", "none"] = "rms"
-    activation: Literal["softmax", "sigmoid"] = "softmax"
-
-
-class FullAttnRes(AttentionResidual):
-    """Every sublayer attends to every earlier output; `window` keeps the embedding and the last few only."""
-
-    kind: Literal["full_attnres"] = "full_attnres"
-    window: Positive | None = None
-
-
-class BlockAttnRes(AttentionResidual):
-    """Every sublayer attends to the finished blocks and the running sum of its own."""
-
-    kind: Literal["block_attnres"] = "block_attnres"
-    sublayers_per_block: Positive
-
-    def check(self, layers: int) -> None:
-        if self.sublayers_per_block > 2 * layers:
-            raise ValueError(
-                f"topology.sublayers_per_block = {self.sublayers_per_block} is more than the model's "
-                f"{2 * layers} sublayers (layers = {layers}): use at most {2 * layers}."
-            )
-
-
-class Recompute(Frozen):
-    """Keep the streams once per `segment` junctions; the backward pass recomputes the others, exactly."""
-
-    kind: Literal["recompute"] = "recompute"
-    segment: Positive = 2
-
-
-class Invert(Frozen):
-    """Compute streams backwards from later ones, approximately; only the last junction keeps its streams.
-
-    For the `share` of (token, stream) pairs with the largest β the true values are kept.
-    """
-
-    kind: Literal["invert"] = "invert"
-    share: float = Field(0.01, ge=0, le=1)
-
-
-Memory = Annotated[Recompute | Invert, Field(discriminator="kind")]
-
-
-class MultiGate(TopologyChoice):
-    """Multi-Gate Residuals. `memory` says how training avoids storing most of the streams.
-
-    `bias_init` chooses the corrected or the printed formula for independent gates.
-    """
-
-    kind: Literal["multi_gate"] = "multi_gate"
-    streams: int = Field(4, ge=2, le=64)
-    gate: Literal["competitive", "independent"] = "competitive"
-    bias_init: Literal["corrected", "printed"] = "corrected"
-    memory: Memory = Recompute()
-
-    def check(self, layers: int) -> None:
-        lerping = lerping_sublayers(2 * layers, self.streams)
-        if lerping < 1:
-            raise ValueError(
-                f"topology.streams = {self.streams} leaves no gated sublayer in layers = {layers}: the first "
-                f"{self.streams - 1} sublayers fill the streams; use at most {2 * layers} streams."
-            )
-        gate_bias(self, lerping)
-
-
-class Highway(TopologyChoice):
-    """One gated stream; the gate is one number per token or one per channel."""
-
-    kind: Literal["highway"] = "highway"
-    gate: Literal["scalar", "elementwise"] = "scalar"
-
-
-class HyperConnections(TopologyChoice):
-    """HC: n streams with free read, write and mixing weights, static or computed from the streams."""
-
-    kind: Literal["hyper"] = "hyper"
-    streams: Positive = 4
-    weights: Literal["static", "dynamic"] = "dynamic"
-
-
-class ManifoldHyper(TopologyChoice):
-    """mHC: the mixing matrix is made doubly stochastic by Sinkhorn iterations."""
-
-    kind: Literal["mhc"] = "mhc"
-    streams: Positive = 4
-    iterations: Positive = 20
-
-
-class ManifoldHyperLite(TopologyChoice):
-    """mHC-lite: the mixing matrix is a convex sum of the n! permutation matrices."""
-
-    kind: Literal["mhc_lite"] = "mhc_lite"
-    streams: Positive = 4
-
-    @model_validator(mode="after")
-    def _few_streams(self) -> Self:
-        if self.streams > 4:
-            raise ValueError(
-                f"topology.kind = 'mhc_lite' sums over streams! permutations and topology.streams = {self.streams} "
-                "makes too many of them: use at most 4 streams, or topology.kind = 'mhc'."
-            )
-        return self
-
-
-class DenseFormer(TopologyChoice):
-    """After every `period`-th layer, a static weighted sum of every `dilation`-th earlier layer's output."""
-
-    kind: Literal["dense"] = "dense"
-    dilation: Positive = 1
-    period: Positive = 1
-
-
-TopologyChoice.join(
-    Additive,
-    Clipped,
-    FullAttnRes,
-    BlockAttnRes,
-    MultiGate,
-    Highway,
-    HyperConnections,
-    ManifoldHyper,
-    ManifoldHyperLite,
-    DenseFormer,
-)
-Topology = Annotated[SerializeAsAny[TopologyChoice], PlainValidator(TopologyChoice.choose)]
 
 
 class AnchorChoice(Frozen):
@@ -412,7 +264,7 @@ class MoE(Frozen):
     hidden: Positive
     experts: Positive
     top_k: int = Field(ge=2)
-    shared: Annotated[int, BeforeValidator(_number), Field(ge=0)] = 1
+    shared: Annotated[int, BeforeValidator(number), Field(ge=0)] = 1
     shared_gate: Literal["none", "sigmoid"] = "none"
     activation: Literal["swiglu", "glu", "relu2", "gelu"] = "swiglu"
 

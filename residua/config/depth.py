@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from residua.config.choices import MultiGate
+    from residua.config.topologies import MultiGate
 
 BASE_DEPTH = 21  # gated sublayers of the paper's reference model: 12 layers, 4 streams
 BASE_BIAS = 3.0  # minus the gate bias of that model

@@ -20,14 +20,13 @@ from residua.config.choices import (
     Init,
     NoAnchors,
     Norm,
-    Positive,
     RMSNorm,
     SoftmaxAttention,
     TiedHead,
     Topology,
     divisors,
 )
-from residua.config.settings import ConfigError, Frozen, apply_overrides, explain, read_toml, to_toml
+from residua.config.settings import ConfigError, Frozen, Positive, apply_overrides, explain, read_toml, to_toml
 
 
 class ModelConfig(Frozen):

@@ -44,9 +44,13 @@ def _load(name: str) -> None:
 
 def _from_file(path: Path) -> None:
     """Import a file as a module of its own name, so that its classes can be pickled and their source found."""
-    if path.stem in sys.modules:
-        raise ImportError(f"a module called {path.stem} is already imported")
-    spec = spec_from_file_location(path.stem, path.resolve())
+    path = path.resolve()
+    known = sys.modules.get(path.stem)
+    if known is not None:
+        if getattr(known, "__file__", None) != str(path):
+            raise ImportError(f"a module called {path.stem} is already imported: rename the file")
+        return
+    spec = spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
     module = module_from_spec(spec)
     sys.modules[path.stem] = module

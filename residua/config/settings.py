@@ -6,10 +6,11 @@ import tomllib
 from collections.abc import Iterable
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, ClassVar, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Union, get_args, get_origin
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic_core import PydanticCustomError
 
 
 class ConfigError(ValueError):
@@ -32,6 +33,17 @@ class Frozen(BaseModel):
     def alternatives(cls) -> list[type[Frozen]]:
         """The tables that can stand where this one is asked for."""
         return [cls]
+
+
+def number(value: object) -> object:
+    """Refuse True, which Python counts as 1: `layers = true` does not mean one layer."""
+    if isinstance(value, bool):
+        raise PydanticCustomError("number", "a truth value is not a number")
+    return value
+
+
+Positive = Annotated[int, BeforeValidator(number), Field(ge=1)]
+"""At least 1."""
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -78,8 +79,11 @@ def test_an_unknown_kind_is_refused_and_the_variable_is_mentioned(monkeypatch: p
 def test_a_plugin_that_cannot_be_imported_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     broken = tmp_path / "broken.py"
     broken.write_text("1 / 0")
-    for name, reason in (("no_such_module", "ModuleNotFoundError"), (str(broken), "ZeroDivisionError")):
-        monkeypatch.setenv(PLUGINS, name)
+    taken = tmp_path / "json.py"
+    taken.write_text("")
+    reasons = {"no_such_module": "ModuleNotFoundError", broken: "ZeroDivisionError", taken: "already imported"}
+    for name, reason in reasons.items():
+        monkeypatch.setenv(PLUGINS, str(name))
         with pytest.raises(ConfigError, match=f"{PLUGINS} names .*{reason}"):
             small(topology={"kind": "nowhere"})
 
@@ -118,6 +122,26 @@ def test_quantize_smooths_them_too(own: Path, run: Path, tmp_path: Path, monkeyp
     smooth = ("--smooth", 0.5, "--inside", "--calibration", 2, "--tokens", 64, "--probes", 0)
     assert residua(monkeypatch, "quantize", run, "--out", out, *smooth) == 0
     assert type(load(out).norm).__name__ == "L1Norm"
+
+
+@pytest.mark.slow
+def test_export_copies_their_files(own: Path, run: Path, tmp_path: Path, monkeypatch) -> None:
+    """The exporter runs what it wrote, without Residua, and compares the logits."""
+    out = tmp_path / "exported"
+    assert residua(monkeypatch, "export", run, "--out", out) == 0
+    code = {file.name: file.read_text(encoding="utf-8") for file in out.glob("*.py")}
+    assert "class LayerScale(" in code["layer_scale.py"] and "class L1Norm(" in code["l1_norm.py"]
+
+
+def test_entry_points_of_installed_packages_are_plugins_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = []
+    point = SimpleNamespace(load=lambda: loaded.append("once"))
+    monkeypatch.setattr(plugins, "entry_points", lambda group: [point] if group == "residua.plugins" else [])
+    monkeypatch.setattr(plugins, "_loaded", set())
+    monkeypatch.delenv(PLUGINS, raising=False)
+    plugins.load_plugins()
+    plugins.load_plugins()
+    assert loaded == ["once"]
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from residua.config import choices
+from residua.config import choices, topologies
 from residua.model.attention import SoftmaxAttention
 from residua.model.ffn import GatedFFN, PlainFFN, SquaredReluFFN
 from residua.model.linear_attention import GatedDeltaNet
@@ -24,7 +24,8 @@ BUILT: tuple[type, ...] = (
     *TOPOLOGIES.values(), *NORMS.values(), SoftmaxAttention, GatedDeltaNet, GatedFFN, PlainFFN, SquaredReluFFN, MoE
 )  # fmt: skip
 MODULES = {kind.__name__ for kind in BUILT} | {"Streams", "FeedForward"} - {Norm.__name__}
-CHOICES = {name for name, kind in vars(choices).items() if getattr(kind, "__module__", None) == choices.__name__}
+HOMES = (choices.__name__, topologies.__name__)
+CHOICES = {name for name, kind in vars(choices).items() if getattr(kind, "__module__", None) in HOMES}
 KNOWN = MODULES | CHOICES
 TOPOLOGY_FILES = {
     f"residua.model.topology.{file.stem}" for file in (PACKAGE / "model" / "topology").glob("*.py")
