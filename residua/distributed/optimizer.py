@@ -121,13 +121,13 @@ class _Turn:
         """Orthogonalise the matrices that this rank owns and start to send the results back."""
         _wait(self.work)
         found = {m: torch.empty(self.shapes[m], dtype=self.dtype, device=self.received.device) for m in self.owned}
-        self._cut(found, self.received, write=False)
+        self._copy_rows(found, self.received, write=False)
         whole = [found[m] for m in self.owned]
         updates = [torch.empty_like(direction) for direction in whole]
         for rows, values, _ in orthogonal_updates(whole, [self.parts[m] for m in self.owned]):
             torch._foreach_copy_([updates[i][start:stop] for i, start, stop in rows], values)
         sent = torch.empty_like(self.received)
-        self._cut(dict(zip(self.owned, updates, strict=True)), sent, write=True)
+        self._copy_rows(dict(zip(self.owned, updates, strict=True)), sent, write=True)
         self.received, self.work = self._exchange(sent, self.in_sizes, self.out_sizes)
         self.spread = self._spread()
 
@@ -172,7 +172,7 @@ class _Turn:
                 here = Rows(matrix, low - start, high - start)
                 yield here, update[here.start : here.stop], max(1.0, count / columns) ** 0.5
 
-    def _cut(self, matrices: dict[int, Tensor], buffer: Tensor, *, write: bool) -> None:
+    def _copy_rows(self, matrices: dict[int, Tensor], buffer: Tensor, *, write: bool) -> None:
         """Copy between whole matrices and a buffer that holds, shard after shard, that shard's rows of each matrix."""
         place = 0
         for shard in range(self.mesh.config.shard):

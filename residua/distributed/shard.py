@@ -1,7 +1,7 @@
 """Prepares a model for several ranks, from outside: replicated by DDP, or sharded by FSDP2.
 
-`replicated_losses` and `shard_losses` + `sharded_entry` return what computes the losses of a micro-batch.
-`shard_slice` shards one stage of a pipeline.
+`replicated_losses` returns what computes the losses of a replicated model, `sharded_losses` the same for one that
+`shard_model` has sharded. `shard_slice` shards one stage of a pipeline.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def whole(parameter: nn.Parameter) -> bool:
     return parameter.dim() == 0
 
 
-def shard_losses(model: Decoder, mesh: Mesh, precision: torch.dtype, z_loss: float) -> nn.Module:
+def shard_model(model: Decoder, mesh: Mesh, precision: torch.dtype, z_loss: float) -> nn.Module:
     """Shard the rows of every parameter over `parallel.shard` ranks; layers are gathered a few at a time.
 
     FSDP2 gathers in groups. The matrices of the layers are gathered a unit (see `units`) at a time, in the precision
@@ -49,18 +49,18 @@ def shard_losses(model: Decoder, mesh: Mesh, precision: torch.dtype, z_loss: flo
     return model
 
 
-def gives_back(mesh: Mesh) -> bool:
+def reshards(mesh: Mesh) -> bool:
     """Whether a unit is resharded after each pass. With one shard that saves nothing: the shard is the whole unit."""
     return mesh.config.shard > 1
 
 
-def kept_modules(root: nn.Module, mesh: Mesh) -> list[Any]:
+def gathered_modules(root: nn.Module, mesh: Mesh) -> list[Any]:
     """The groups that stay gathered for a whole step; their gradients are reduced at its end.
 
     The root group always is: it is needed before the first layer and after the last, so every micro-batch needs its
     memory anyway. Units of layers are if resharding them saves nothing.
     """
-    return [root] if gives_back(mesh) else [m for m in root.modules() if isinstance(m, FSDPModule)]
+    return [root] if reshards(mesh) else [m for m in root.modules() if isinstance(m, FSDPModule)]
 
 
 def _shard(
@@ -72,12 +72,12 @@ def _shard(
     grid = mesh.grid["shard"] if mesh.config.data == 1 else mesh.grid["data", "shard"]
     left = left | {parameter for parameter in root.parameters() if whole(parameter)}
     roots = left | {parameter for parameter in root.parameters() if parameter.dim() == 1}
-    cut: set[nn.Parameter] = set()
+    sharded: set[nn.Parameter] = set()
     for unit in units:
-        fully_shard(unit, mesh=grid, mp_policy=narrow, ignored_params=roots, reshard_after_forward=gives_back(mesh))
-        cut |= set(unit.parameters()) - roots
+        fully_shard(unit, mesh=grid, mp_policy=narrow, ignored_params=roots, reshard_after_forward=reshards(mesh))
+        sharded |= set(unit.parameters()) - roots
     # the root also holds the sublayers under other names
-    fully_shard(root, mesh=grid, mp_policy=wide, ignored_params=left | cut, reshard_after_forward=False)
+    fully_shard(root, mesh=grid, mp_policy=wide, ignored_params=left | sharded, reshard_after_forward=False)
     for parameter in left:
         parameter.data = parameter.data.to(mesh.device)
 
@@ -96,7 +96,7 @@ class GatheredCopies(WorkingCopies):
         super().refresh()
 
 
-def sharded_entry(root: Any, compiled: bool, z_loss: float, copies: WorkingCopies | None) -> LossFunction:
+def sharded_losses(root: Any, compiled: bool, z_loss: float, copies: WorkingCopies | None) -> LossFunction:
     """What computes the losses of a sharded model, compiled between gathers: each unit, or the whole model."""
     if isinstance(root, LayeredLosses):
         if compiled:
@@ -117,5 +117,5 @@ def replicated_losses(model: Decoder, compiled: bool, mesh: Mesh, z_loss: float)
 
 
 def shard_slice(module: Slice, mesh: Mesh, precision: torch.dtype, shared: Sequence[nn.Parameter]) -> None:
-    """As `shard_losses`, for one stage of a pipeline; parameters that several stages share stay whole."""
+    """As `shard_model`, for one stage of a pipeline; parameters that several stages share stay whole."""
     _shard(module, module.units if mesh.config.unit == "layer" else (), mesh, precision, set(shared))

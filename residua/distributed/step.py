@@ -26,7 +26,7 @@ from residua.config.run import RunConfig, TrainConfig
 from residua.data.loader import IGNORED, Batch
 from residua.distributed.mesh import Mesh
 from residua.distributed.optimizer import RankedOptimizer, local
-from residua.distributed.shard import GatheredCopies, kept_modules, replicated_losses, shard_losses, sharded_entry
+from residua.distributed.shard import GatheredCopies, gathered_modules, replicated_losses, shard_model, sharded_losses
 from residua.train.balance import Balancer, build_balancer
 from residua.train.losses import LossFunction
 from residua.train.optimizer import HybridOptimizer, build_optimizer
@@ -133,12 +133,12 @@ class ShardedStep(RankedStep):
 
     def __init__(self, model: Decoder, config: RunConfig, mesh: Mesh) -> None:
         self._completes = True
-        self._root: Any = shard_losses(model, mesh, resolve(config.train, mesh.device)[0], config.train.z_loss)
-        self._kept = kept_modules(self._root, mesh)
+        self._root: Any = shard_model(model, mesh, resolve(config.train, mesh.device)[0], config.train.z_loss)
+        self._kept = gathered_modules(self._root, mesh)
         super().__init__(model, config, mesh)
 
     def _build_losses(self, config: TrainConfig) -> LossFunction:
-        return sharded_entry(self._root, self.compiled, config.z_loss, self._copies)
+        return sharded_losses(self._root, self.compiled, config.z_loss, self._copies)
 
     def _build_copies(self, config: TrainConfig) -> GatheredCopies | None:
         """Only if the model is gathered as one unit: units of layers are gathered in the compute precision already."""

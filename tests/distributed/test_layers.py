@@ -48,7 +48,7 @@ def test_a_unit_has_as_few_layers_as_are_large_enough(monkeypatch: pytest.Monkey
 def test_what_saves_no_memory_is_gathered_once_a_step(shards: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With one shard that is everything; with several, all but the layers, which are gathered in every pass."""
     monkeypatch.setattr(units, "SMALLEST_UNIT", 1)
-    monkeypatch.setattr(shard, "gives_back", lambda mesh: shards == "several")
+    monkeypatch.setattr(shard, "reshards", lambda mesh: shards == "several")
     gathers: Counter[Any] = Counter()
     unsharded = FSDPParamGroup._to_unsharded
 
@@ -118,7 +118,7 @@ def test_compiled_layers_train_as_one_process(model: str, backend: str, monkeypa
     recompute, shards, depth = COMPILED[model]
     monkeypatch.setattr(units, "compile_rewritten", partial(torch.compile, dynamic=False, backend=backend))
     monkeypatch.setattr(units, "SMALLEST_UNIT", 3000 if depth > 2 else 1)
-    monkeypatch.setattr(shard, "gives_back", lambda mesh: shards == "several")
+    monkeypatch.setattr(shard, "reshards", lambda mesh: shards == "several")
     config = run_config(model, layers=depth, recompute=recompute, compile="on")
     limits = torch._dynamo.config.patch(recompile_limit=torch._dynamo.config.recompile_limit)
     with limits, one_rank(torch.device("cpu"), config.parallel) as mesh:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -74,6 +75,8 @@ def test_of_many_ranks_one_says_what_is_wrong(changes: list[str], sentence: str,
     assert agent.process.exitcode != 0
     said = [line for line in agent.said().splitlines() if line.startswith("residua:")]
     assert [line.startswith(sentence) for line in said] == [True], agent.said()
+    first_to_end = re.search(r"Root Cause.*?rank\s+: (\d)", agent.said(), re.DOTALL)
+    assert first_to_end is not None and first_to_end[1] == "0", agent.said()
     assert not (tmp_path / "run").exists()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from residua.distributed.pipeline.transport import Shelf, cached_blocks, hold, naive_blocks, plan_routes
+from residua.distributed.pipeline.transport import StageCache, cached_blocks, hold, naive_blocks, plan_routes
 
 GRID = [(2, 1), (2, 2), (3, 2), (4, 1), (4, 3)]
 
@@ -20,7 +20,7 @@ def blocks_of(ranks: int, stages_per_rank: int, per_stage: int) -> list[list[str
 def test_naive_transport_sends_what_its_formula_says(ranks: int, each: int) -> None:
     routes = plan_routes(blocks_of(ranks, each, 3), ranks, "naive")
     assert sum(len(route.sends) for route in routes) == naive_blocks(ranks, each, 3)
-    assert not any(route.borrows or route.lends for route in routes)
+    assert not any(route.from_cache or route.to_cache for route in routes)
 
 
 @pytest.mark.parametrize(("ranks", "each"), GRID)
@@ -38,45 +38,45 @@ def test_cached_transport_sends_each_block_once_to_each_rank(ranks: int, each: i
 
 @pytest.mark.parametrize("transport", ["cached", "naive"])
 def test_every_stage_has_all_that_crosses_to_it(transport: str) -> None:
-    cuts = blocks_of(3, 3, 2)
-    routes = plan_routes(cuts, 3, transport)
-    for names, route in zip(cuts, routes[1:], strict=True):
-        assert sorted((*route.receives, *route.borrows)) == sorted(names)
+    boundaries = blocks_of(3, 3, 2)
+    routes = plan_routes(boundaries, 3, transport)
+    for names, route in zip(boundaries, routes[1:], strict=True):
+        assert sorted((*route.receives, *route.from_cache)) == sorted(names)
 
 
-def test_what_is_lent_is_borrowed_that_often() -> None:
+def test_every_cached_tensor_is_read_as_often_as_planned() -> None:
     routes = plan_routes(blocks_of(2, 3, 1), 2, "cached")
     for rank in range(2):
         own = routes[rank::2]
-        lent = {name: readers for route in own for name, readers in route.lends.items()}
-        borrowed = [name for route in own for name in route.borrows]
-        assert lent == {name: borrowed.count(name) for name in set(borrowed)}
+        put = {name: readers for route in own for name, readers in route.to_cache.items()}
+        taken = [name for route in own for name in route.from_cache]
+        assert put == {name: taken.count(name) for name in set(taken)}
 
 
-def test_a_kept_tensor_is_no_copy_and_goes_with_its_last_reader() -> None:
-    shelf, x = Shelf(), torch.randn(4, requires_grad=True)
-    lent = shelf.lend(0, "a", x * 1.0, readers=2)
-    first, second = shelf.borrow(0, "a"), shelf.borrow(0, "a")
-    assert first.data_ptr() == second.data_ptr() == lent.data_ptr()
-    assert not shelf.boxes
+def test_a_cached_tensor_is_no_copy_and_is_freed_after_its_last_reader() -> None:
+    cache, x = StageCache(), torch.randn(4, requires_grad=True)
+    cached = cache.put(0, "a", x * 1.0, readers=2)
+    first, second = cache.get(0, "a"), cache.get(0, "a")
+    assert first.data_ptr() == second.data_ptr() == cached.data_ptr()
+    assert not cache.entries
 
 
 def test_gradients_of_later_readers_reach_the_first() -> None:
     """y = 2x on the first stage; the later stages of the rank compute 3y and 5y, the next rank 7y."""
-    shelf, x = Shelf(), torch.ones(3, requires_grad=True)
-    lent = shelf.lend(1, "y", 2 * x, readers=2)
+    cache, x = StageCache(), torch.ones(3, requires_grad=True)
+    cached = cache.put(1, "y", 2 * x, readers=2)
     for factor in (3.0, 5.0):
-        (factor * shelf.borrow(1, "y")).sum().backward()
-    (7 * lent).sum().backward()
+        (factor * cache.get(1, "y")).sum().backward()
+    (7 * cached).sum().backward()
     assert torch.equal(x.grad, torch.full((3,), 2.0 * (3 + 5 + 7)))  # type: ignore[arg-type]
 
 
-def test_without_gradients_a_shelf_still_empties() -> None:
-    shelf = Shelf()
+def test_without_gradients_a_cache_still_empties() -> None:
+    cache = StageCache()
     with torch.no_grad():
-        shelf.lend(0, "a", torch.ones(2), readers=1)
-        assert not shelf.borrow(0, "a").requires_grad
-    assert not shelf.boxes
+        cache.put(0, "a", torch.ones(2), readers=1)
+        assert not cache.get(0, "a").requires_grad
+    assert not cache.entries
 
 
 def test_a_held_tensor_gets_a_gradient_without_being_read() -> None:

@@ -122,7 +122,7 @@ def ranked(model: str, parallel: dict[str, Any]) -> dict[str, Tensor]:
 
 def of_pipeline(step: PipelinedStep) -> dict[str, Tensor]:
     """The bytes sent, the sentence about them, and how many cached or received tensors are still there."""
-    kept = len(step.modules[0].shelf.boxes)
+    kept = len(step.modules[0].cache.entries)
     chunks = [way for one in step.stages for way in (one.args_recv_info, one.grad_recv_info)]
     buffers = [getattr(info, "buffer", None) for way in chunks for infos in way.values() for info in infos]
     kept += sum(buffer is not None and not buffer.is_meta for buffer in buffers)

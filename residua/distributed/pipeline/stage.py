@@ -14,7 +14,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from residua import ops
 from residua.distributed.pipeline.stage_boundary import EMBEDDING
-from residua.distributed.pipeline.transport import Route, Shelf, hold
+from residua.distributed.pipeline.transport import Route, StageCache, hold
 from residua.distributed.units import Unit, divide, pass_through
 from residua.model.context import Context
 from residua.model.topology.base import Boundary, Items
@@ -51,10 +51,10 @@ class Slice(nn.Module):
     """
 
     def __init__(
-        self, model: Decoder, cut: Boundary, sublayers: range, route: Route, shelf: Shelf, settings: Settings
+        self, model: Decoder, boundary: Boundary, sublayers: range, route: Route, cache: StageCache, settings: Settings
     ) -> None:
         super().__init__()
-        self.cut, self.range, self.route, self.shelf, self.settings = cut, sublayers, route, shelf, settings
+        self.boundary, self.range, self.route, self.cache, self.settings = boundary, sublayers, route, cache, settings
         self.first, self.last = sublayers.start == 0, sublayers.stop == model.config.sublayers
         self.sublayers = nn.ModuleDict({str(k): model.sublayers[k] for k in sublayers})
         own = list(self.sublayers.values())
@@ -79,7 +79,7 @@ class Slice(nn.Module):
         tokens = received[0] if self.first else None
         items: Items = {} if self.first else dict(zip(self.route.receives, received, strict=True))
         items = {name: self._keep(number, name, value) for name, value in items.items()}
-        items |= {name: self.shelf.borrow(number, name) for name in self.route.borrows}
+        items |= {name: self.cache.get(number, name) for name in self.route.from_cache}
         made = self.body(items, tokens, **given)
         if self.last:
             return made["losses"]
@@ -97,8 +97,8 @@ class Slice(nn.Module):
             unit.compile_parts()  # type: ignore[operator]
 
     def _keep(self, batch: int, name: str, value: Tensor) -> Tensor:
-        readers = self.route.lends.get(name, 0)
-        return self.shelf.lend(batch, name, value, readers) if readers else value
+        readers = self.route.to_cache.get(name, 0)
+        return self.cache.put(batch, name, value, readers) if readers else value
 
     def _body(
         self, items: Items, tokens: Tensor | None, segments: Tensor | None = None, targets: Tensor | None = None
@@ -110,17 +110,17 @@ class Slice(nn.Module):
             h, state, anchors, _ = pass_through(self.units, h, state, anchors, context)
             if self.last:
                 return {"losses": self._losses(h, targets, items)}
-            return self.cut.close(self.range.stop - 1, h, state) | self._onward(anchors, constant)
+            return self.boundary.close(self.range.stop - 1, h, state) | self._onward(anchors, constant)
 
     def _begin(self, items: Items, tokens: Tensor | None) -> tuple[Tensor, Any, tuple[Tensor, ...], Tensor | None]:
         """The input of the first sublayer, the state, the anchors, and the embedding if it must be sent on."""
         if tokens is not None:
             x = self._embedded(tokens)
-            h, state = self.topology.open(x) if self.last else self.cut.begin(x)
+            h, state = self.topology.open(x) if self.last else self.boundary.begin(x)
             return h, state, self.anchors.open(x), x
-        h, state = self.cut.enter(self.range.start - 1, items)
+        h, state = self.boundary.enter(self.range.start - 1, items)
         if self.settings.recompute_anchors:
-            x = items[self.cut.embedding() or EMBEDDING]
+            x = items[self.boundary.embedding() or EMBEDDING]
             return h, state, self.anchors.open(x), x
         return h, state, tuple(value for name, value in items.items() if name.startswith("anchor.")), None
 
@@ -128,7 +128,7 @@ class Slice(nn.Module):
         if not self.settings.recompute_anchors:
             return {f"anchor.{i}": anchor for i, anchor in enumerate(anchors)}
         assert embedding is not None
-        return {} if self.cut.embedding() else {EMBEDDING: embedding}
+        return {} if self.boundary.embedding() else {EMBEDDING: embedding}
 
     def _losses(self, h: Tensor, targets: Tensor | None, items: Items) -> Tensor:
         assert self.norm is not None and targets is not None

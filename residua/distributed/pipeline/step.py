@@ -28,7 +28,7 @@ from residua.distributed.pipeline.shared_parameters import SharedParameters
 from residua.distributed.pipeline.stage import Settings, Slice, Stage, slice_layers
 from residua.distributed.pipeline.stage_boundary import crossing, recomputes_anchors
 from residua.distributed.pipeline.traffic import formulas, hop_bytes, mib
-from residua.distributed.pipeline.transport import Shelf, plan_routes
+from residua.distributed.pipeline.transport import StageCache, plan_routes
 from residua.distributed.shard import shard_slice
 from residua.distributed.step import RankedStep
 from residua.train.step import recompute_sublayers, resolve
@@ -54,8 +54,8 @@ class PipelinedStep(RankedStep):
         self.slices = slice_layers(config.model.layers, parallel.stages)
         shape = (recipe.micro_batch, config.sequence, config.model.width)
         ends = [sublayers.stop - 1 for sublayers in self.slices[:-1]]
-        self.cuts = crossing(config.model, ends, shape, precision, parallel.anchors)
-        self.routes = plan_routes([list(items) for items in self.cuts], parallel.pipeline, parallel.transport)
+        self.boundaries = crossing(config.model, ends, shape, precision, parallel.anchors)
+        self.routes = plan_routes([list(items) for items in self.boundaries], parallel.pipeline, parallel.transport)
         self.element_bytes = torch.empty(0, dtype=precision).element_size()
         own = range(mesh.pipeline_rank, parallel.stages, parallel.pipeline)
         again = recomputes_anchors(config.model, parallel.anchors)
@@ -65,8 +65,8 @@ class PipelinedStep(RankedStep):
             recompute_sublayers(model)
         model.to(mesh.device)
         self.blocks = model.topology.blocks
-        cut, shelf = model.topology.boundary(), Shelf()
-        modules = [Slice(model, cut, self.slices[i], self.routes[i], shelf, settings) for i in own]
+        boundary, cache = model.topology.boundary(), StageCache()
+        modules = [Slice(model, boundary, self.slices[i], self.routes[i], cache, settings) for i in own]
         self.shared = SharedParameters(model, mesh, again)
         _keep_only(model, modules)
         if parallel.shard > 1:
@@ -94,14 +94,14 @@ class PipelinedStep(RankedStep):
         """Tensors without memory, shaped like what stage i receives and returns."""
         shape = (self.config.train.micro_batch, self.config.sequence)
 
-        def travelling(names: Sequence[str], cut: int) -> tuple[Tensor, ...]:
-            return tuple(torch.empty_like(self.cuts[cut][name]).requires_grad_() for name in names)
+        def outlines(names: Sequence[str], boundary: int) -> tuple[Tensor, ...]:
+            return tuple(torch.empty_like(self.boundaries[boundary][name]).requires_grad_() for name in names)
 
         tokens = (torch.empty(shape, dtype=torch.long, device="meta"),)
         losses = (torch.empty(2, device="meta").requires_grad_(),)
         route = self.routes[i]
-        received = tokens if i == 0 else travelling(route.receives, i - 1)
-        return received, losses if i == self.parallel.stages - 1 else travelling(route.sends, i)
+        received = tokens if i == 0 else outlines(route.receives, i - 1)
+        return received, losses if i == self.parallel.stages - 1 else outlines(route.sends, i)
 
     def __call__(self, batches: Sequence[Batch], rate: float = 1.0) -> None:
         counts = torch.stack([(batch.targets != IGNORED).sum() for batch in batches])
@@ -140,10 +140,10 @@ class PipelinedStep(RankedStep):
         """A sentence on the bytes sent in a step, and what they would be without the cache."""
         sent = self.traffic()
         pipelines = self.flowing * self.ranks
-        every = plan_routes([list(items) for items in self.cuts], self.parallel.pipeline, "naive")
+        every = plan_routes([list(items) for items in self.boundaries], self.parallel.pipeline, "naive")
         words = (
             f"pipeline sent {mib(sent['forward'])} forward and {mib(sent['backward'])} backward in a step; every "
-            f"tensor at every hop would be {mib(sum(hop_bytes(self.cuts, every)) * pipelines)}"
+            f"tensor at every hop would be {mib(sum(hop_bytes(self.boundaries, every)) * pipelines)}"
         )
         micro = self.config.train.micro_batch * self.config.sequence * self.config.model.width
         expected = formulas(self.blocks, self.parallel, micro * self.element_bytes)

@@ -25,35 +25,38 @@ from torch.autograd.function import once_differentiable
 
 @dataclass(frozen=True)
 class Route:
-    """What one stage is sent, takes from its rank's boxes, puts there for how many later readers, and sends on."""
+    """The tensors of one stage, by name: received, taken from the cache of its rank, put there, and sent on.
+
+    `to_cache` says how many later stages of the rank will read a tensor.
+    """
 
     receives: tuple[str, ...] = ()
-    borrows: tuple[str, ...] = ()
-    lends: dict[str, int] = field(default_factory=dict)
+    from_cache: tuple[str, ...] = ()
+    to_cache: dict[str, int] = field(default_factory=dict)
     sends: tuple[str, ...] = ()
 
 
-def plan_routes(cuts: Sequence[Sequence[str]], ranks: int, transport: str) -> list[Route]:
-    """The routes of len(cuts) + 1 stages, dealt out to the ranks in turn; `cuts` are the names that cross each cut."""
-    stages = len(cuts) + 1
+def plan_routes(boundaries: Sequence[Sequence[str]], ranks: int, transport: str) -> list[Route]:
+    """The routes of all stages, dealt out to the ranks in turn; `boundaries` are the names that cross each boundary."""
+    stages = len(boundaries) + 1
     brought: list[dict[str, int]] = [{} for _ in range(ranks)]
-    """For each rank, the stage that first had a tensor there."""
+    """For each rank, the stage that first received or made a tensor."""
     receives: list[tuple[str, ...]] = [()]
-    borrows: list[tuple[str, ...]] = [()]
-    lends: list[dict[str, int]] = [{} for _ in range(stages)]
+    from_cache: list[tuple[str, ...]] = [()]
+    to_cache: list[dict[str, int]] = [{} for _ in range(stages)]
     for stage in range(1, stages):
-        names, known = cuts[stage - 1], brought[stage % ranks]
+        names, known = boundaries[stage - 1], brought[stage % ranks]
         for name in names:
             brought[(stage - 1) % ranks].setdefault(name, stage - 1)
         kept = tuple(name for name in names if name in known) if transport == "cached" else ()
         for name in kept:
-            lends[known[name]][name] = lends[known[name]].get(name, 0) + 1
+            to_cache[known[name]][name] = to_cache[known[name]].get(name, 0) + 1
         receives.append(tuple(name for name in names if name not in kept))
-        borrows.append(kept)
+        from_cache.append(kept)
         for name in names:
             known.setdefault(name, stage)
     sends = [*receives[1:], ()]
-    return [Route(*parts) for parts in zip(receives, borrows, lends, sends, strict=True)]
+    return [Route(*parts) for parts in zip(receives, from_cache, to_cache, sends, strict=True)]
 
 
 def naive_blocks(ranks: int, stages_per_rank: int, blocks_per_stage: float) -> float:
@@ -67,64 +70,64 @@ def cached_blocks(ranks: int, stages_per_rank: int, blocks_per_stage: float) -> 
     return (ranks * (ranks - 1) / 2 + (stages_per_rank - 1) * ranks**2) * blocks_per_stage
 
 
-class Box:
-    """A tensor that a rank keeps for the later stages it holds, and the gradient they leave for it."""
+class Entry:
+    """A cached tensor, the number of stages that will still read it, and the sum of their gradients."""
 
     def __init__(self, value: Tensor, readers: int) -> None:
         self.value: Tensor | None = value
         self.readers = readers
         self.gradient: Tensor | None = None
 
-    def leave(self, gradient: Tensor) -> None:
+    def add_gradient(self, gradient: Tensor) -> None:
         self.gradient = gradient if self.gradient is None else self.gradient + gradient
 
 
-class Shelf:
-    """The boxes of one rank, by micro-batch and name. A value is let go with its last reader."""
+class StageCache:
+    """The tensors that a rank caches for its later stages, by micro-batch and name; freed after the last reader."""
 
     def __init__(self) -> None:
-        self.boxes: dict[tuple[int, str], Box] = {}
+        self.entries: dict[tuple[int, str], Entry] = {}
 
-    def lend(self, batch: int, name: str, value: Tensor, readers: int) -> Tensor:
-        """Keep a value for `readers`; what is returned is to be used in its place."""
-        box = self.boxes[batch, name] = Box(value.detach(), readers)
-        lent: Tensor = _Lend.apply(value, box) if value.requires_grad else value
-        return lent
+    def put(self, batch: int, name: str, value: Tensor, readers: int) -> Tensor:
+        """Cache a value for so many `readers`; use the returned tensor in its place."""
+        entry = self.entries[batch, name] = Entry(value.detach(), readers)
+        cached: Tensor = _Put.apply(value, entry) if value.requires_grad else value
+        return cached
 
-    def borrow(self, batch: int, name: str) -> Tensor:
-        """A kept value as the begin of a graph of its own; its gradient goes into the box."""
-        box = self.boxes[batch, name]
-        assert box.value is not None
-        value = box.value.detach()
-        box.readers -= 1
-        if box.readers == 0:
-            box.value = None
-            del self.boxes[batch, name]
+    def get(self, batch: int, name: str) -> Tensor:
+        """A cached value, as the leaf of a new autograd graph; its gradient goes to the cache entry."""
+        entry = self.entries[batch, name]
+        assert entry.value is not None
+        value = entry.value.detach()
+        entry.readers -= 1
+        if entry.readers == 0:
+            entry.value = None
+            del self.entries[batch, name]
         if torch.is_grad_enabled():
             value.requires_grad_()
-            value.register_post_accumulate_grad_hook(lambda leaf: _return(leaf, box))
+            value.register_post_accumulate_grad_hook(lambda leaf: _return_gradient(leaf, entry))
         return value
 
 
-def _return(leaf: Tensor, box: Box) -> None:
+def _return_gradient(leaf: Tensor, entry: Entry) -> None:
     assert leaf.grad is not None
-    box.leave(leaf.grad)
+    entry.add_gradient(leaf.grad)
     leaf.grad = None
 
 
-class _Lend(torch.autograd.Function):
+class _Put(torch.autograd.Function):
     """x in the forward pass; the backward pass adds the gradients of the later stages, which have run before it."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, box: Box) -> Tensor:
-        ctx.box = box
+    def forward(ctx: Any, x: Tensor, entry: Entry) -> Tensor:
+        ctx.entry = entry
         return x.view_as(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        left, ctx.box.gradient = ctx.box.gradient, None
-        return (gradient if left is None else gradient + left), None
+        later, ctx.entry.gradient = ctx.entry.gradient, None
+        return (gradient if later is None else gradient + later), None
 
 
 class _Hold(torch.autograd.Function):
