@@ -29,6 +29,7 @@ demo: setup  ## compare four depth architectures on this machine's CPU, in a few
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-cache
 
 types: setup
 	$(BIN)/mypy

@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from residua.storage.formats import register_format
+from residua.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
     from residua.model.decoder import Decoder as Decoder
     from residua.model.decoder import build as build
     from residua.storage.load import load as load
-
-__version__ = "0.1.0"
 
 # Names resolve when first used: `import residua` must stay instant, and most commands do not need torch.
 _HOMES = {

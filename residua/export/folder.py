@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from residua import __version__
 from residua.config.model import ModelConfig
 from residua.data.tokenizer import Tokenizer
 from residua.export.bundle import bundle, users_modules
@@ -25,6 +24,7 @@ from residua.model.decoder import Decoder
 from residua.storage.checkpoint import model_tensors
 from residua.storage.exported import exported_name
 from residua.storage.files import atomic_folder, refuse_used
+from residua.version import __version__
 
 AUTO_MAP = {
     "AutoConfig": "configuration_residua.ResiduaConfig",

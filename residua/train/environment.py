@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-import residua
+from residua.version import __version__
 
 
 def describe_environment(device: torch.device) -> dict[str, Any]:
     """The surroundings of this process, as plain JSON."""
     described: dict[str, Any] = {
-        "residua": residua.__version__,
+        "residua": __version__,
         "commit": code_commit(),
         "python": platform.python_version(),
         "torch": torch.__version__,

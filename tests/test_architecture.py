@@ -1,0 +1,83 @@
+"""The import contract, beyond the layers that `lint-imports` checks: no circles, and leaves that import nothing."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+import residua
+
+ROOT = Path(residua.__file__).parent
+LEAVES = ("residua.machine", "residua.storage.files", "residua.version")
+
+
+def name_of(path: Path) -> str:
+    parts = path.relative_to(ROOT.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+@cache
+def modules() -> dict[str, ast.Module]:
+    return {name_of(path): ast.parse(path.read_text(encoding="utf-8")) for path in sorted(ROOT.rglob("*.py"))}
+
+
+def statements(node: ast.AST) -> Iterator[ast.AST]:
+    """Everything that can run, also inside functions: all but what only type checkers read."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            for statement in child.orelse:
+                yield from (statement, *statements(statement))
+        else:
+            yield child
+            yield from statements(child)
+
+
+def imports(tree: ast.Module) -> set[str]:
+    """Modules of Residua that a module imports when it is imported, or later inside a function."""
+    found: set[str] = set()
+    for node in statements(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names if alias.name in modules()}
+        elif isinstance(node, ast.ImportFrom) and node.module in modules():
+            below = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name if name in modules() else node.module for name in below}
+    return found
+
+
+def find_circle(graph: dict[str, set[str]]) -> list[str] | None:
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return None
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    """Also not inside a function: such a circle only hides that two modules are one."""
+    assert find_circle({name: imports(tree) - {name} for name, tree in modules().items()}) is None
+
+
+def test_a_planted_circle_is_found() -> None:
+    tree = ast.parse("def later():\n    from residua.train.trainer import train\n")
+    graph = {name: imports(tree) for name, tree in modules().items()}
+    assert find_circle({**graph, "residua.storage.files": imports(tree)}) is not None
+
+
+def test_no_module_imports_the_package_itself() -> None:
+    """`import residua` is for users: inside, the module that has a thing is imported, so that layers can be checked."""
+    assert [name for name, tree in modules().items() if "residua" in imports(tree) - {name}] == []
+
+
+@pytest.mark.parametrize("name", LEAVES)
+def test_leaves_import_nothing_of_residua(name: str) -> None:
+    assert imports(modules()[name]) == set()
+
+
+def test_relative_imports_are_not_used() -> None:
+    for name, tree in modules().items():
+        assert not [n for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.level], name
