@@ -12,12 +12,6 @@ from residua.ops.gated_norm.reference import low_rank_gate
 HIGHEST_RANK = 64
 
 
-def _fused(*args: Any, **settings: Any) -> Any:
-    from residua.ops.gated_norm.autograd import gated_norm
-
-    return gated_norm(*args, **settings)
-
-
 def _serves(x: Tensor, weight: Tensor, down: Tensor, up: Tensor, *, activation: str = "sigmoid", **_: Any) -> bool:
     """One sigmoid per channel, and a low rank."""
     per_channel = up.shape[0] == x.shape[-1] and activation == "sigmoid"
@@ -25,6 +19,10 @@ def _serves(x: Tensor, weight: Tensor, down: Tensor, up: Tensor, *, activation: 
 
 
 gated_norm = Operator(reference.gated_norm)
-gated_norm.register_fused(_fused, _serves)
+
+if fused.INSTALLED:
+    from residua.ops.gated_norm import autograd
+
+    gated_norm.register_fused(autograd.gated_norm, _serves)
 
 __all__ = ["gated_norm", "low_rank_gate"]

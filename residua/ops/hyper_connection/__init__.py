@@ -12,18 +12,6 @@ from residua.ops.hyper_connection.reference import Norm, read_weights
 MOST_STREAMS = 8
 
 
-def _fused(*args: Any, **settings: Any) -> Any:
-    from residua.ops.hyper_connection.autograd import hyper_step
-
-    return hyper_step(*args, **settings)
-
-
-def _fused_sinkhorn(*args: Any, **settings: Any) -> Any:
-    from residua.ops.hyper_connection.autograd import sinkhorn
-
-    return sinkhorn(*args, **settings)
-
-
 def _serves(
     streams: Tensor, update: Tensor, *weights: Tensor,
     scale: Tensor | None = None, phi: Tensor | None = None, **_: Any,
@@ -37,8 +25,12 @@ def _serves_sinkhorn(logits: Tensor, iterations: int) -> bool:
 
 
 hyper_step = Operator(reference.hyper_step)
-hyper_step.register_fused(_fused, _serves)
 sinkhorn = Operator(reference.sinkhorn)
-sinkhorn.register_fused(_fused_sinkhorn, _serves_sinkhorn)
+
+if fused.INSTALLED:
+    from residua.ops.hyper_connection import autograd
+
+    hyper_step.register_fused(autograd.hyper_step, _serves)
+    sinkhorn.register_fused(autograd.sinkhorn, _serves_sinkhorn)
 
 __all__ = ["Norm", "hyper_step", "read_weights", "sinkhorn"]

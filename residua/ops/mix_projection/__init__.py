@@ -13,18 +13,6 @@ from residua.ops.mix_projection.reference import Heads, Sections, per_head
 WIDEST_HEAD = 4096
 
 
-def _fused(*args: Any, **settings: Any) -> Any:
-    from residua.ops.mix_projection.autograd import mix_projection
-
-    return mix_projection(*args, **settings)
-
-
-def _fused_heads(*args: Any, **settings: Any) -> Any:
-    from residua.ops.mix_projection.autograd import mix_heads
-
-    return mix_heads(*args, **settings)
-
-
 def _serves(
     current: Tensor, anchor: Tensor, current_scale: Tensor, anchor_scale: Tensor, *,
     norm_weight: Tensor | None = None, **_: Any,
@@ -43,8 +31,12 @@ def _serves_heads(projected: Tensor, sections: Sections, anchors: Mapping[str, T
 
 
 mix_projection = Operator(reference.mix_projection)
-mix_projection.register_fused(_fused, _serves)
 mix_heads = Operator(reference.mix_heads)
-mix_heads.register_fused(_fused_heads, _serves_heads)
+
+if fused.INSTALLED:
+    from residua.ops.mix_projection import autograd
+
+    mix_projection.register_fused(autograd.mix_projection, _serves)
+    mix_heads.register_fused(autograd.mix_heads, _serves_heads)
 
 __all__ = ["Heads", "Sections", "mix_heads", "mix_projection", "per_head"]

@@ -13,30 +13,6 @@ from residua.ops.multi_gate.reference import gates, pool, pool_weights
 MOST_STREAMS = 16
 
 
-def _fused(*args: Any, **settings: Any) -> Any:
-    from residua.ops.multi_gate.autograd import multi_gate
-
-    return multi_gate(*args, **settings)
-
-
-def _fused_chain(*args: Any, **settings: Any) -> Any:
-    from residua.ops.multi_gate.autograd import multi_gate_chain
-
-    return multi_gate_chain(*args, **settings)
-
-
-def _fused_inverted(*args: Any, **settings: Any) -> Any:
-    from residua.ops.multi_gate.autograd import multi_gate_inverted
-
-    return multi_gate_inverted(*args, **settings)
-
-
-def _fused_pool(*args: Any, **settings: Any) -> Any:
-    from residua.ops.multi_gate.autograd import pool_streams
-
-    return pool_streams(*args, **settings)
-
-
 def _serves(streams: Tensor, update: Tensor, *weights: Tensor, **_: Any) -> bool:
     return streams.shape[-2] <= MOST_STREAMS and fused.serves(streams, update, *weights)
 
@@ -58,12 +34,16 @@ def _alike(streams: Sequence[Tensor]) -> bool:
 
 
 multi_gate = Operator(reference.multi_gate)
-multi_gate.register_fused(_fused, _serves)
 multi_gate_chain = Operator(reference.multi_gate_chain)
-multi_gate_chain.register_fused(_fused_chain, _serves_chain)
 multi_gate_inverted = Operator(inversion.multi_gate_inverted)
-multi_gate_inverted.register_fused(_fused_inverted, _serves_chain)
 pool_streams = Operator(reference.pool_streams)
-pool_streams.register_fused(_fused_pool, _serves_pool)
+
+if fused.INSTALLED:
+    from residua.ops.multi_gate import autograd
+
+    multi_gate.register_fused(autograd.multi_gate, _serves)
+    multi_gate_chain.register_fused(autograd.multi_gate_chain, _serves_chain)
+    multi_gate_inverted.register_fused(autograd.multi_gate_inverted, _serves_chain)
+    pool_streams.register_fused(autograd.pool_streams, _serves_pool)
 
 __all__ = ["gates", "multi_gate", "multi_gate_chain", "multi_gate_inverted", "pool", "pool_streams", "pool_weights"]

@@ -11,18 +11,6 @@ from residua.ops.rms_norm import reference
 WIDEST = 16_384
 
 
-def _fused(*args: Any, **settings: Any) -> Any:
-    from residua.ops.rms_norm.autograd import rms_norm
-
-    return rms_norm(*args, **settings)
-
-
-def _fused_sum(*args: Any, **settings: Any) -> Any:
-    from residua.ops.rms_norm.autograd import add_norm
-
-    return add_norm(*args, **settings)
-
-
 def _serves(x: Tensor, weight: Tensor, **_: Any) -> bool:
     return x.shape[-1] <= WIDEST and fused.serves(x, weight)
 
@@ -32,8 +20,12 @@ def _serves_sum(h: Tensor, y: Tensor, weight: Tensor, **_: Any) -> bool:
 
 
 rms_norm = Operator(reference.rms_norm)
-rms_norm.register_fused(_fused, _serves)
 add_norm = Operator(reference.add_norm)
-add_norm.register_fused(_fused_sum, _serves_sum)
+
+if fused.INSTALLED:
+    from residua.ops.rms_norm import autograd
+
+    rms_norm.register_fused(autograd.rms_norm, _serves)
+    add_norm.register_fused(autograd.add_norm, _serves_sum)
 
 __all__ = ["add_norm", "rms_norm"]

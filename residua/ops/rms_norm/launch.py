@@ -1,4 +1,4 @@
-"""RMSNorm with the additions beside it: launching the kernels.
+"""RMSNorm with the additions next to it: launching the kernels.
 
 Forward: read x (or h and y), write the norm (and the sum). Backward: read its gradient (and the sum's) and x, write
 one gradient.

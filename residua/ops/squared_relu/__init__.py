@@ -14,14 +14,6 @@ ALIGNMENT = 8
 """Tensor descriptors need rows of a multiple of this many elements, 16 bytes."""
 
 
-def _fused(x: Tensor, w_in: Tensor, w_out: Tensor) -> Tensor:
-    if not _pays(x, w_in):
-        return reference.squared_relu_ffn(x, w_in, w_out)
-    from residua.ops.squared_relu.autograd import squared_relu_ffn
-
-    return squared_relu_ffn(x, w_in, w_out)
-
-
 def _pays(x: Tensor, w_in: Tensor) -> bool:
     """Many tokens and 16-bit products, on a GPU that has the instructions; in the interpreter, float32."""
     kernel_dtype = torch.float32 if fused.INTERPRETED else torch.bfloat16
@@ -44,6 +36,14 @@ def _serves(x: Tensor, w_in: Tensor, w_out: Tensor) -> bool:
 
 
 squared_relu_ffn = Operator(reference.squared_relu_ffn)
-squared_relu_ffn.register_fused(_fused, _serves)
+
+if fused.INSTALLED:
+    from residua.ops.squared_relu import autograd
+
+    def _fused(x: Tensor, w_in: Tensor, w_out: Tensor) -> Tensor:
+        run = autograd.squared_relu_ffn if _pays(x, w_in) else reference.squared_relu_ffn
+        return run(x, w_in, w_out)
+
+    squared_relu_ffn.register_fused(_fused, _serves)
 
 __all__ = ["squared_relu_ffn"]

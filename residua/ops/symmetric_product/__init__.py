@@ -15,14 +15,6 @@ SHARED_BYTES = 232_448
 """Shared memory that the tiles need; compute capability 9.0 and 10.0 have it."""
 
 
-def _fused(x: Tensor, *args: Any, **settings: Any) -> Any:
-    if not _fits(x):
-        return reference.symmetric_product(x, *args, **settings)
-    from residua.ops.symmetric_product.autograd import symmetric_product
-
-    return symmetric_product(x, *args, **settings)
-
-
 def _serves(x: Tensor, c: Tensor | None = None, **_: Any) -> bool:
     if not fused.serves(x) or x.shape[2] == 0 or (x.requires_grad and torch.is_grad_enabled()):
         return False
@@ -37,6 +29,14 @@ def _fits(x: Tensor) -> bool:
 
 
 symmetric_product = Operator(reference.symmetric_product)
-symmetric_product.register_fused(_fused, _serves)
+
+if fused.INSTALLED:
+    from residua.ops.symmetric_product import autograd
+
+    def _fused(x: Tensor, *args: Any, **settings: Any) -> Tensor:
+        run = autograd.symmetric_product if _fits(x) else reference.symmetric_product
+        return run(x, *args, **settings)
+
+    symmetric_product.register_fused(_fused, _serves)
 
 __all__ = ["symmetric_product"]
