@@ -116,7 +116,7 @@ def test_junctions_of_few_rows_are_prepared_beside_the_sublayer(
 
 
 def test_streams_too_many_for_vectors_are_written_by_whole_junctions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode.gated, "MOST_VALUES", 16)
+    monkeypatch.setattr(decode.launch, "MOST_VALUES", 16)
     monkeypatch.delattr(decode, "gate_prepared")
     built = model({"kind": "multi_gate"}).double()
     torch.testing.assert_close(*decoded(built, torch.randint(23, (2, 5))), rtol=0, atol=1e-6)
