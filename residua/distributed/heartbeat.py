@@ -54,7 +54,7 @@ class Heartbeat:
         self._last_beat, self._last_heard = "", time.monotonic()
         self._noticed: float | None = None
         self._speaks = True
-        self._store.append(FAILURES, "")  # reading a missing key would wait for it
+        self._append("")  # reading a missing key would wait for it
         self._write_beat()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="residua-heartbeat", daemon=True)
@@ -167,7 +167,10 @@ class Heartbeat:
         return {rank: beat.decode() for rank, beat in zip(keys, beats, strict=True)}
 
     def _add_failure(self, rank: int, reason: str) -> None:
-        self._store.append(FAILURES, json.dumps({"rank": rank, "reason": reason}) + "\n")
+        self._append(json.dumps({"rank": rank, "reason": reason}) + "\n")
+
+    def _append(self, text: str) -> None:
+        self._store.append(FAILURES, text)  # type: ignore[attr-defined]  # missing in PyTorch's type stubs
 
     def _first_failure(self, lines: bytes) -> tuple[int, str] | None:
         """The first rank but this one that failed, and how."""

@@ -155,7 +155,7 @@ STEPS: dict[Way, type[RankedStep]] = {"replicate": ReplicatedStep, "shard": Shar
 
 
 def build_ranked_step(model: Decoder, config: RunConfig, mesh: Mesh, way: Way | None = None) -> RankedStep:
-    """The step for a mesh; `way` chooses one even if its axis has a single rank."""
+    """The step for a mesh; `way` chooses a kind even if its axis has a single rank, as benchmarks and tests do."""
     parallel = config.parallel
     found: Way = "pipeline" if parallel.pipeline > 1 else "shard" if parallel.shard > 1 else "replicate"
     return STEPS[way or found](model, config, mesh)

@@ -151,7 +151,7 @@ def test_cached_blocks_are_sent_as_often_as_the_formula_says(traces: Any) -> Non
         assert sent[f"bytes/{way}"] < naive[f"bytes/{way}"]
 
 
-def test_a_run_says_what_it_sent_beside_the_formulas(traces: Any) -> None:
+def test_a_run_says_what_it_sent_and_what_the_formulas_give(traces: Any) -> None:
     """A block is 3 KiB per step. 7 are sent, 15 by sending at every hop, 12 and 10 (no embedding) by the formulas."""
     said = {name: bytes(traces[name]["notice"].tolist()).decode() for name in ("full-interleaved", "additive-1f1b")}
     assert said == {

@@ -78,13 +78,13 @@ class Slice(nn.Module):
         number = int(batch)
         tokens = received[0] if self.first else None
         items: Items = {} if self.first else dict(zip(self.route.receives, received, strict=True))
-        items = {name: self._keep(number, name, value) for name, value in items.items()}
+        items = {name: self._cached(number, name, value) for name, value in items.items()}
         items |= {name: self.cache.get(number, name) for name in self.route.from_cache}
         made = self.body(items, tokens, **given)
         if self.last:
             return made["losses"]
         held = [value for name, value in items.items() if name.startswith(PASSIVE)]
-        made = {name: value if name in items else self._keep(number, name, value) for name, value in made.items()}
+        made = {name: value if name in items else self._cached(number, name, value) for name, value in made.items()}
         sent = [made[name].contiguous() for name in self.route.sends]
         return (hold(sent[0], held), *sent[1:])
 
@@ -96,7 +96,8 @@ class Slice(nn.Module):
         for unit in self.units:
             unit.compile_parts()  # type: ignore[operator]
 
-    def _keep(self, batch: int, name: str, value: Tensor) -> Tensor:
+    def _cached(self, batch: int, name: str, value: Tensor) -> Tensor:
+        """The value, put into the cache if later stages of this rank read it."""
         readers = self.route.to_cache.get(name, 0)
         return self.cache.put(batch, name, value, readers) if readers else value
 
@@ -125,6 +126,7 @@ class Slice(nn.Module):
         return h, state, tuple(value for name, value in items.items() if name.startswith("anchor.")), None
 
     def _onward(self, anchors: Sequence[Tensor], embedding: Tensor | None) -> Items:
+        """What later stages need for their anchors, besides the state of the topology."""
         if not self.settings.recompute_anchors:
             return {f"anchor.{i}": anchor for i, anchor in enumerate(anchors)}
         assert embedding is not None

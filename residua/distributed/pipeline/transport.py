@@ -89,7 +89,7 @@ class StageCache:
         self.entries: dict[tuple[int, str], Entry] = {}
 
     def put(self, batch: int, name: str, value: Tensor, readers: int) -> Tensor:
-        """Cache a value for so many `readers`; use the returned tensor in its place."""
+        """Cache a value that `readers` later stages will read; use the returned tensor in its place."""
         entry = self.entries[batch, name] = Entry(value.detach(), readers)
         cached: Tensor = _Put.apply(value, entry) if value.requires_grad else value
         return cached
@@ -147,6 +147,6 @@ class _Hold(torch.autograd.Function):
 
 def hold(x: Tensor, held: Sequence[Tensor]) -> Tensor:
     """x, with every tensor of `held` in its backward pass. Received tensors always get a gradient, possibly zero."""
-    owed = [t for t in held if t.requires_grad]
-    kept: Tensor = _Hold.apply(x, *owed) if owed and x.requires_grad else x
-    return kept
+    received = [t for t in held if t.requires_grad]
+    holding: Tensor = _Hold.apply(x, *received) if received and x.requires_grad else x
+    return holding
