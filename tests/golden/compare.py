@@ -66,7 +66,7 @@ def random(*shape: int, seed: int = 0, grad: bool = True, scale: float = 1.0) ->
 
 
 def randomise(module: nn.Module, scale: float = 0.5, seed: int = 2) -> nn.Module:
-    """Move every parameter away from its start, so that nothing hides behind a zero or a one; to float64."""
+    """Move every parameter away from its start, so that no zero or one hides a fault; to float64."""
     module.double()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -76,5 +76,5 @@ def randomise(module: nn.Module, scale: float = 0.5, seed: int = 2) -> nn.Module
 
 
 def leaves_of(module: nn.Module, **others: Tensor) -> dict[str, Tensor]:
-    """Every parameter of a module and the inputs beside it."""
+    """Every parameter of a module, and the inputs."""
     return {**others, **dict(module.named_parameters())}

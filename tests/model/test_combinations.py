@@ -140,7 +140,7 @@ def test_declared_hidden_matrices_are_the_modules_own_and_their_parts_add_up() -
 
 
 def test_zero_initialised_outputs_and_head_wake_one_after_the_other() -> None:
-    """ExoFormer's recipe: the head first, then the output projections, then everything behind them."""
+    """ExoFormer's recipe: the head first, then the output projections, then everything before them."""
     config = small(
         head={"kind": "untied", "init": "zero"},
         init={"std": 0.2, "output": "zero"},
