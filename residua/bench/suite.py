@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from residua.bench.cases import Case, Function, Shape, depth_paths, operators
 from residua.bench.operators import OpResult, bench_operator, implementations
 from residua.bench.peers import peers
 from residua.bench.timing import Ceilings, measure_ceilings
+from residua.config.settings import suggest
 from residua.machine import choose_device
 from residua.report.terminal import clock, open_console, remaining
 from residua.train.environment import describe_environment
@@ -58,9 +58,7 @@ def plan(names: Sequence[str], ways: Sequence[str], precision: str, settings: di
     known[DEPTH] = depth_paths(shape, device)
     for name in names:
         if name not in known:
-            near = get_close_matches(name, known, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]!r}?" if near else f"choose from {', '.join(known)}."
-            raise ValueError(f"operator {name!r} does not exist: {hint}")
+            raise ValueError(f"operator {name!r} does not exist: {suggest(name, known)}")
     cases = {case: make for name in names or known for case, make in known[name].items()}
     return SuitePlan(shape, device, cases, implementations(device, ways))
 

@@ -124,24 +124,24 @@ def explain(error: ValidationError, model: type[BaseModel]) -> str:
 def _unknown_key(fault: Any, field: str, path: list[str], value: Any, model: type[BaseModel]) -> str:
     table = _table_at(fault["loc"][:-1], model)
     known = list(table.model_fields) if table else []
-    return f"{field} = {value!r} is not a known key: {_choose(path[-1], known)}"
+    return f"{field} = {value!r} is not a known key: {suggest(path[-1], known)}"
 
 
 def _unknown_kind(fault: Any, field: str, path: list[str], value: Any, model: type[BaseModel]) -> str:
     known = [word.strip(" '") for word in fault["ctx"]["expected_tags"].split(",")]
     tag, family = fault["ctx"]["tag"], _annotation_at(fault["loc"], model)
     nor = f", and no module that {PLUGINS} names adds it" if getattr(family, "takes_plugins", False) else ""
-    return f"{field}.kind = {tag!r} does not exist{nor}: {_choose(tag, known)}"
+    return f"{field}.kind = {tag!r} does not exist{nor}: {suggest(tag, known)}"
 
 
 def _missing_kind(fault: Any, field: str, path: list[str], value: Any, model: type[BaseModel]) -> str:
     known = [t.model_fields["kind"].default for t in _members(_annotation_at(fault["loc"], model))]
-    return f"{field} has no kind: {_choose('', known)}"
+    return f"{field} has no kind: {suggest('', known)}"
 
 
 def _wrong_word(fault: Any, field: str, path: list[str], value: Any, model: type[BaseModel]) -> str:
     known = [w.strip(" '") for part in fault["ctx"]["expected"].split(" or ") for w in part.split(",")]
-    return f"{field} = {value!r} is not a choice: {_choose(str(value), known)}"
+    return f"{field} = {value!r} is not a choice: {suggest(str(value), known)}"
 
 
 def _missing(fault: Any, field: str, path: list[str], value: Any, model: type[BaseModel]) -> str:
@@ -175,7 +175,9 @@ _RULES = {
 }
 
 
-def _choose(word: str, known: list[str]) -> str:
+def suggest(word: str, known: Iterable[str]) -> str:
+    """The end of a message about an unknown word: the nearest known one, or all of them."""
+    known = list(known)
     near = get_close_matches(word, known, n=1, cutoff=0.5)
     if near:
         return f"did you mean {near[0]!r}?"

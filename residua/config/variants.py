@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 
 from residua.config.choices import SoftmaxAttention
 from residua.config.model import ModelConfig, head_dim
 from residua.config.run import RunConfig
-from residua.config.settings import ConfigError
+from residua.config.settings import ConfigError, suggest
 
 
 @dataclass(frozen=True)
@@ -164,6 +163,4 @@ def _refuse_undoing(names: Sequence[str], model: ModelConfig) -> None:
 def _known(name: str) -> Variant:
     if name in KNOWN:
         return KNOWN[name]
-    near = get_close_matches(name, KNOWN, n=1, cutoff=0.5)
-    advice = f"did you mean {near[0]!r}?" if near else f"choose from {', '.join(KNOWN)}."
-    raise ConfigError(f"{name!r} is not a known variant: {advice}")
+    raise ConfigError(f"{name!r} is not a known variant: {suggest(name, KNOWN)}")
