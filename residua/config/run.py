@@ -1,4 +1,4 @@
-"""A run as data: which model, on which text, trained how. Written to the run's folder and read back from it.
+"""The configuration of a run: model, data, training, parallelism. Written to the run's folder and read back from it.
 
 This file imports no torch, so that `residua train` can refuse a wrong configuration at once.
 """
@@ -23,7 +23,7 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class AdamW(Frozen):
-    """AdamW. As the optimizer of a whole model it decays the hidden matrices only, cautiously."""
+    """AdamW. As the optimizer of a whole model it applies (cautious) weight decay to the hidden matrices only."""
 
     kind: Literal["adamw"] = "adamw"
     lr: Rate = 3e-3
@@ -61,11 +61,11 @@ class DataConfig(Frozen):
 
 
 class Balance(Frozen):
-    """What keeps a mixture of experts balanced: `weight` · E·Σ f_e P_e + `router_z` · mean(lse²), summed over layers.
+    """Load balancing of experts: `weight` · E·Σ f_e P_e + `router_z` · mean(lse²), summed over layers.
 
-    f_e and P_e are those of the whole step, all its micro-batches and ranks. The gradient needs every f_e before the
-    first backward pass: `previous_step` takes the last step's, `same_step` takes the step's own, for one more forward
-    pass over its micro-batches where there are several (`train/balance.py`).
+    f_e and P_e are taken over the whole step, all its micro-batches and ranks. The gradient needs every f_e before the
+    first backward pass: `previous_step` uses those of the last step; `same_step` uses the step's own, which takes one
+    more forward pass over its micro-batches if there are several (`train/balance.py`).
     """
 
     weight: Decay = 0.01
@@ -77,9 +77,9 @@ class TrainConfig(Frozen):
     """How to train: a step is `accumulate` micro-batches of `micro_batch` sequences each.
 
     `z_loss` and `balance` are trained on but not part of any reported loss. `auto` means: on a GPU compiled, with bf16
-    autocast, each micro-batch replayed as a CUDA graph; on a CPU plain fp32. `compile = "layers"` compiles sublayers
-    that are alike once, not the model as a whole, for a quick start of one process. `recompute = "sublayers"` trades a
-    third more compute for activation memory. A run whose loss stays `divergence_margin` nats above its first loss for
+    autocast, each micro-batch replayed as a CUDA graph; on a CPU plain fp32. `compile = "layers"` compiles each
+    kind of sublayer once instead of the whole model, for a quick start of one process. `recompute = "sublayers"` saves
+    activation memory for a third more compute. A run whose loss stays `divergence_margin` nats above its first loss for
     `divergence_patience` log lines in a row is stopped. `keep` checkpoints stay on disk, and the best one. A CPU run
     always repeats bit for bit; `determinism = "exact"` makes a GPU run do so too, at some cost in speed.
     """
@@ -118,19 +118,19 @@ class TrainConfig(Frozen):
 
 
 SMALLEST_UNIT = 25_000_000
-"""Parameters that FSDP2 gathers at a time, at least. A unit costs the host milliseconds however small it is: the GPU
-must have that long to do meanwhile."""
+"""The fewest parameters that FSDP2 gathers at a time. Every unit costs the host milliseconds, and the GPU must have
+that much work meanwhile."""
 
 
 class ParallelConfig(Frozen):
     """How a run is divided among the `data` × `shard` × `pipeline` processes that torchrun starts.
 
-    data: copies of the model, each with its share of a step's micro-batches. shard: pieces that weights, gradients and
-    optimizer state are cut into (FSDP2), gathered a `unit` at a time; a piece's owner also has its own micro-batches.
-    pipeline: ranks along depth, each with `stages_per_rank` slices of the layers (more than one for the interleaved
-    schedule). `anchors`: whether stages send ExoFormer's anchors on or make them again from the embedding; `auto`
-    takes what sends fewer bytes. A rank that is silent for `patience` seconds is taken for dead and ends the run.
-    The batch stays the recipe's: how many ranks share it changes speed, not what is learned.
+    data: replicas of the model, each with its share of a step's micro-batches. shard: the number of shards of weights,
+    gradients and optimizer state (FSDP2), gathered one `unit` at a time; each rank also has its own micro-batches.
+    pipeline: ranks along depth, each with `stages_per_rank` slices of the layers (several for the interleaved
+    schedule). `anchors`: whether stages send ExoFormer's anchors on or recompute them from the embedding; `auto`
+    chooses what sends fewer bytes. A rank that is silent for `patience` seconds is considered dead and ends the run.
+    The number of ranks changes speed, not the batch or what is learned.
     """
 
     data: Positive = 1
@@ -149,7 +149,7 @@ class ParallelConfig(Frozen):
 
     @property
     def batch_ranks(self) -> int:
-        """The ranks that a step's micro-batches are divided among."""
+        """The number of ranks that share the micro-batches of a step."""
         return self.data * self.shard
 
     @property
@@ -158,7 +158,7 @@ class ParallelConfig(Frozen):
 
     @property
     def command(self) -> str:
-        """How such a run is started, on one machine."""
+        """The command that starts such a run on one machine."""
         if self.ranks == 1:
             return "residua train"
         return f"torchrun --nproc-per-node {self.ranks} -m residua.cli.main train"
@@ -210,7 +210,7 @@ class RunConfig(Frozen):
         return RunConfig(**apply_overrides(self.model_dump(exclude_none=True), changes))
 
     def _place(self, change: str) -> str:
-        """Where a key that names no section belongs: the least deep places that have it, or the nearest spelling."""
+        """Advice for a key without a section: the shallowest places that have it, or the nearest spelling."""
         key = change.partition("=")[0]
         first = key.partition(".")[0]
         places = _paths(self.model_dump())
@@ -289,7 +289,7 @@ def _check_compilation(config: RunConfig) -> None:
 
 
 def _sections(data: dict[str, Any]) -> dict[str, Any]:
-    """The run's tables of a preset; its one-line summary is for people."""
+    """The tables of a preset without its one-line summary."""
     return {key: value for key, value in data.items() if key != "summary"}
 
 
@@ -301,7 +301,7 @@ def differences(old: RunConfig, new: RunConfig) -> dict[str, tuple[Any, Any]]:
 
 
 def _paths(table: dict[str, Any], prefix: str = "") -> list[str]:
-    """Every key of nested tables, by its path; those of tables as well."""
+    """The paths of all keys in nested tables, and of the tables themselves."""
     paths = []
     for key, value in table.items():
         below = _paths(value, f"{prefix}{key}.") if isinstance(value, dict) else []

@@ -1,4 +1,4 @@
-"""Learning-rate schedules: the share of the peak rate that a step trains with."""
+"""Learning-rate schedules: which share of the peak rate each step uses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class WarmUp(Frozen):
-    """What every schedule shares: a linear rise over `warmup` steps, and `floor`, the share that is left at the end."""
+    """Common to all schedules: a linear rise over `warmup` steps, and `floor`, the share of the rate at the end."""
 
     warmup: int = Field(100, ge=0)
     floor: Share = 0.1
@@ -25,7 +25,7 @@ class WarmUp(Frozen):
         return self.floor + (1 - self.floor) * self._remaining(step, steps)
 
     def _remaining(self, step: int, steps: int) -> float:
-        """What is left of the decay, from 1 down to 0 at the last step."""
+        """The remaining part of the decay: from 1 down to 0 at the last step."""
         raise NotImplementedError
 
 

@@ -58,7 +58,7 @@ class Checkpoint:
 
     @property
     def state(self) -> dict[str, Any]:
-        """Step, data position, random states and what the trainer needs to go on."""
+        """Step, data position, random states and the rest of what the trainer needs to resume."""
         try:
             return cast("dict[str, Any]", json.loads((self.path / "state.json").read_text(encoding="utf-8")))
         except (OSError, ValueError) as error:
@@ -66,7 +66,7 @@ class Checkpoint:
 
     @property
     def validation_loss(self) -> float | None:
-        """Its loss on the validation set; None where the run was interrupted between validations."""
+        """Loss on the validation set; None if the run was interrupted between validations."""
         return cast("float | None", self.state["validation_loss"])
 
 
@@ -77,7 +77,7 @@ def checkpoints(run: Path) -> list[Checkpoint]:
 
 
 def best(found: list[Checkpoint]) -> Checkpoint | None:
-    """The one with the lowest validation loss, the earliest of equals."""
+    """The checkpoint with the lowest validation loss; the earliest if several have it."""
     scored = [(loss, c) for c in found if (loss := c.validation_loss) is not None]
     return min(scored, key=lambda pair: pair[0])[1] if scored else None
 
@@ -110,7 +110,7 @@ def _write(final: Path, tensors: dict[str, dict[str, Tensor]], state: Mapping[st
 
 
 def prune(run: Path, keep: int) -> None:
-    """Remove what a killed save left behind, and all checkpoints but the last `keep` and the best."""
+    """Remove leftovers of killed saves, and all checkpoints but the last `keep` and the best."""
     for leftover in (run / FOLDER).glob(f"{UNFINISHED}*"):
         shutil.rmtree(leftover, ignore_errors=True)
     found = checkpoints(run)
@@ -119,7 +119,7 @@ def prune(run: Path, keep: int) -> None:
     winner = best(found)
     for old in found[:-keep]:
         if old != winner:
-            # under another name first: a kill in the middle must not leave a `step-N` that is not whole
+            # Renamed first: a kill during the removal must not leave an incomplete `step-N`.
             doomed = unfinished(old.path)
             shutil.rmtree(doomed, ignore_errors=True)
             old.path.rename(doomed)
@@ -127,20 +127,20 @@ def prune(run: Path, keep: int) -> None:
 
 
 def what_is_left(run: Path) -> str:
-    """A clause for an error message: which checkpoint a person can go on from."""
+    """A clause for an error message: the checkpoint to resume from."""
     found = checkpoints(run)
     return f"the last good checkpoint is {found[-1].path}" if found else "no checkpoint had been written yet"
 
 
 def damaged(file: Path, checkpoint: Path, error: Exception) -> ValueError:
-    """The error for a checkpoint that cannot be read, with the one that a person can go on from."""
+    """The error for a checkpoint that cannot be read; names one to resume from instead."""
     others = [c for c in checkpoints(checkpoint.parents[1]) if c.path != checkpoint and _whole(c.path)]
     advice = f"move {checkpoint} elsewhere to go on from {others[-1].path}, which is whole" if others else ""
     return ValueError(f"{file} cannot be read ({error}): {advice or 'no other checkpoint is whole'}.")
 
 
 def _whole(checkpoint: Path) -> bool:
-    """Whether every file of tensors is as long as its header says; none is read."""
+    """Whether every safetensors file is as long as its header says; reads headers only."""
     files = list(checkpoint.rglob("*.safetensors"))
     try:
         for file in files:
@@ -158,7 +158,7 @@ def _refuse_nonfinite(tensors: dict[str, Tensor], run: Path) -> None:
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by name, a tied tensor once."""
+    """Parameters and persistent buffers by name; a tied tensor appears once."""
     saved = model.state_dict().keys()
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved}
     return dict(model.named_parameters()) | buffers

@@ -1,4 +1,4 @@
-"""Opening what a person names: a run of `residua train` or a folder made by `residua export`."""
+"""Opening a model folder for use: the model, ready to run, and its tokenizer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 def open_model(
     folder: str | Path, which: Literal["last", "best"] = "last", *, as_trained: bool = False
 ) -> tuple[Decoder, Tokenizer]:
-    """The model of a folder, on the CPU, and its tokenizer; ready to run, or with its parameters `as_trained`."""
+    """The model of a folder, on the CPU, and its tokenizer; ready to run, or `as_trained` with nothing folded."""
     tokenizer = open_tokenizer(folder)
     model = load(folder, which)
     if tokenizer.vocab_size > model.config.vocab_size:
@@ -32,13 +32,13 @@ def open_model(
 
 
 def ready(model: Decoder) -> Decoder:
-    """A model that will not be trained any more, in place: static λ2 folded, before `place` rounds its matrices."""
+    """Prepare a model for inference, in place: fold static λ2 into weights. Call it before `place` rounds them."""
     fold_mixing(model)
     return model.eval()
 
 
 def open_tokenizer(folder: str | Path) -> Tokenizer:
-    """The tokenizer beside the model."""
+    """The tokenizer in a model folder; refuses a folder without a model or a tokenizer."""
     path = Path(folder)
     if not path.is_dir():
         raise ValueError(f"{path} is not a folder: name a run of `residua train` or a folder of `residua export`.")
@@ -50,9 +50,9 @@ def open_tokenizer(folder: str | Path) -> Tokenizer:
 
 
 def place(model: Decoder, device: torch.device, precision: str = "auto") -> Decoder:
-    """Move a model to a device with its matrices in a precision, `auto` being bfloat16 on a GPU, else float32.
+    """Move a model to a device and convert its matrices; `auto` is bfloat16 on a GPU and float32 on a CPU.
 
-    Gains, biases and queries stay in float32: they are few, and the operators take them so.
+    Gains, biases and queries stay in float32: they are small, and the operators expect float32.
     """
     if precision not in (*PRECISIONS, "auto"):
         raise ValueError(f"precision {precision} does not exist: choose auto, {' or '.join(PRECISIONS)}.")

@@ -1,7 +1,8 @@
 """A run's folder: config.toml, environment.json, metrics.jsonl, tokenizer.json, checkpoints/, result.json.
 
-One process at a time owns it. Metrics are lines of JSON, appended as they happen and cut back to the checkpoint when
-a run is resumed, so that no step appears twice; where no checkpoint is left, they are kept as metrics-lost-N.jsonl.
+One process at a time owns it. Metrics are lines of JSON, appended during training. When a run is resumed, lines after
+its checkpoint are removed, so that no step appears twice; if there is no checkpoint, all lines move to
+metrics-lost-N.jsonl.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from residua.storage.checkpoint import Checkpoint, checkpoints
 from residua.storage.files import UNFINISHED, write_atomically
 
 LOCK = ".lock"
-# What a run that was refused or killed before it began leaves behind.
+# Files that a run leaves if it is refused or killed before it begins.
 _OURS = (LOCK, UNFINISHED)
-# What a resumed run may not change, since its weights, its data order or its optimizer state would no longer fit.
+# Keys that a resumed run may not change: its weights, data order or optimizer state would no longer fit.
 _FIXED = (
     "model.",
     "data.tokenizer",
@@ -39,8 +40,8 @@ _FIXED = (
 class Run:
     """The folder of one run, owned by this process from `create` or `reopen` until `close`.
 
-    Until `begin` nothing in it is written, so whatever is refused before leaves the folder as it was; those in `made`
-    were not there.
+    Nothing is written before `begin`, so a run that is refused leaves the folder as it was; `close` then removes the
+    folders in `made`, which `create` made.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class Run:
 
     @classmethod
     def create(cls, folder: Path, config: RunConfig) -> Run:
-        """Take a new folder; one that already holds something is refused."""
+        """Create the folder; refuses one that is not empty."""
         if folder.exists() and (not folder.is_dir() or any(not p.name.startswith(_OURS) for p in folder.iterdir())):
             raise ConfigError(f"{folder} is not empty: choose another --out, or continue the run in it with --resume.")
         made = [path for path in (folder, *folder.parents) if not path.exists()]
@@ -64,7 +65,7 @@ class Run:
 
     @classmethod
     def reopen(cls, folder: Path, config: RunConfig) -> Run:
-        """Take an old folder. What shapes weights or data order must be as it was; the rest may change."""
+        """Open the folder of an earlier run. Refuses changes to what decides weights or data order."""
         old = saved_config(folder)
         changes = differences(old, config)
         if config.tokens_per_step != old.tokens_per_step:
@@ -85,24 +86,24 @@ class Run:
         return found[-1] if found else None
 
     def begin(self, environment: dict[str, Any], step: int) -> None:
-        """Write config.toml, and note in environment.json what this process is and what it changed from `step` on."""
+        """Write config.toml, and add this session to environment.json: its environment, first step and changes."""
         path = self.folder / "environment.json"
         sessions = json.loads(path.read_text(encoding="utf-8"))["sessions"] if path.exists() else []
         changes = {key: list(pair) for key, pair in self._changes.items()}
         started = datetime.now(UTC).isoformat(timespec="seconds")
         sessions.append({"started": started, "from_step": step, "changes": changes})
-        # The configuration first: with it alone a run can be resumed, without it not.
+        # config.toml first: a run cannot be resumed without it.
         write_atomically(self.folder / "config.toml", self.config.to_toml())
         write_atomically(path, json.dumps({**environment, "sessions": sessions}, indent=1) + "\n")
 
     def keep_tokenizer(self, source: Path) -> None:
-        """Copy the dataset's tokenizer beside the weights: a run stays usable when its data has gone."""
+        """Copy the dataset's tokenizer into the run, which then stays usable without the dataset."""
         target = self.folder / "tokenizer.json"
         if source.exists() and not target.exists():
             write_atomically(target, source.read_text(encoding="utf-8"))
 
     def set_metrics_aside(self) -> str | None:
-        """For a run that is at step 0 again: keep what was measured of its lost steps, and say where."""
+        """For a run that starts again at step 0: move its old metrics to another file; returns a notice."""
         path = self.folder / "metrics.jsonl"
         lost = read_metrics(path)
         if not lost:
@@ -115,21 +116,21 @@ class Run:
         )
 
     def metrics(self, until: int) -> Metrics:
-        """The metrics file, cut back to lines of step `until` and earlier."""
+        """The metrics file; lines after step `until` are removed."""
         return MetricsFile(self.folder / "metrics.jsonl", until)
 
     def close(self) -> None:
-        """Give the folder up; one in which nothing began is left as it was found."""
+        """Release the folder; if nothing was written to it, remove what `create` made."""
         if not (self.folder / "config.toml").exists():
             (self.folder / LOCK).unlink(missing_ok=True)
-            with suppress(OSError):  # another process has put something there meanwhile
+            with suppress(OSError):  # another process has written to it in the meantime
                 for folder in self._made:
                     folder.rmdir()
         os.close(self._lock)
 
 
 class FollowedRun(Run):
-    """The folder of a run that another process of the same job owns: read, never written."""
+    """The folder of a run that another process of the same job owns: only read."""
 
     def __init__(self, folder: Path, config: RunConfig) -> None:
         super().__init__(folder, config, {})
@@ -154,7 +155,7 @@ class FollowedRun(Run):
 
 
 class Metrics:
-    """Where the records of a run go: nowhere."""
+    """A metrics file that discards its records, for ranks that do not own the run."""
 
     def write(self, record: dict[str, Any]) -> None:
         pass
@@ -175,12 +176,12 @@ class MetricsFile(Metrics):
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, record: dict[str, Any]) -> None:
-        """Append a line; readers see it at once."""
+        """Append a line and flush it to readers."""
         self._file.write(json.dumps(record) + "\n")
         self._file.flush()
 
     def sync(self) -> None:
-        """Wait until every line is on the disk: a checkpoint must not be newer than the metrics before it."""
+        """Wait until all lines are on the disk. A checkpoint must not be newer than its metrics."""
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
@@ -188,7 +189,7 @@ class MetricsFile(Metrics):
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records of a metrics file; a last line cut short by a crash is left out."""
+    """The records of a metrics file; an incomplete last line (after a crash) is skipped."""
     if not path.exists():
         return []
     lines = path.read_text(encoding="utf-8").split("\n")[:-1]
@@ -203,7 +204,7 @@ def saved_config(folder: Path) -> RunConfig:
 
 
 def _own(folder: Path) -> int:
-    """Lock the folder for this process; the lock ends with the process, however it ends."""
+    """Lock the folder for this process; the system releases the lock when the process ends."""
     descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

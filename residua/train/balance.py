@@ -1,16 +1,16 @@
-"""Keeping a mixture of experts balanced by statistics of the whole step, whatever micro-batches and ranks it is cut in.
+"""Load balancing of experts over a whole step: the loss does not depend on how micro-batches and ranks divide it.
 
 Per layer the loss is L = E · Σ_e f_e P_e: f_e is the share of the step's choices that fell on expert e, a count without
 gradient, and P_e the mean router probability over the step's tokens (arXiv 2501.11873). With f given, L is linear
-in P, and P is the mean of the micro-batches': Σ_m s_m P_e^m with s_m the part of the tokens that micro-batch m has. So
+in P, and P is a mean over micro-batches: Σ_m s_m P_e^m, where micro-batch m has the share s_m of the tokens. So
 
     Σ_m s_m · E Σ_e f_e P_e^m = E Σ_e f_e P_e
 
-in value and gradient, for any cut. What is left is that f must be there before the first backward pass. `same_step`
-finds it by a forward pass over the step's micro-batches, unless there is only one; `previous_step` takes the last
-step's f, known to every rank (uniform before the first step, where L is constant). The routing changes little in one
-step, and neither statistic depends on the cut. Statistics are returned by the forward pass and added up here, so a
-sublayer that is run again in the backward pass is not counted twice.
+in value and gradient, for any division. But f must be known before the first backward pass. `same_step` measures it
+with an extra forward pass over the step's micro-batches, unless there is only one; `previous_step` uses the last step's
+f, which every rank knows (uniform before the first step, where L is constant): routing changes little in one step. The
+forward pass returns its statistics and they are summed here, so a sublayer that is recomputed in the backward pass is
+not counted twice.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ class Spread:
 
     @property
     def heaviest(self) -> float:
-        """The load of the busiest expert of any layer, 1 being its fair share."""
+        """The load of the busiest expert in any layer; 1 is a fair share."""
         return max(max(layer) * len(layer) for layer in self.load)
 
     @property
     def lightest(self) -> float:
-        """The load of the idlest expert of any layer, 1 being its fair share."""
+        """The load of the least used expert in any layer; 1 is a fair share."""
         return min(min(layer) * len(layer) for layer in self.load)
 
 
 class Balancer:
-    """The balance loss of a model's mixtures, and what the log says about them.
+    """The balance loss of a model's mixtures of experts, and their statistics for the log.
 
-    `add_ranks` sums a tensor over the processes that share a step; shares of tokens are shares of the whole step.
+    `add_ranks` sums a tensor over the processes that share a step. Shares of tokens refer to the whole step.
     """
 
     def __init__(
@@ -69,13 +69,13 @@ class Balancer:
         self._steps = 0
 
     def begin(self, batches: Sequence[Batch], shares: Sequence[float], route: Callable[[Batch], Routing]) -> None:
-        """Before a step's first forward pass: settle its f. `shares` are the batches' parts of the step's tokens."""
+        """Before a step's first forward pass: decide its f. `shares` are the batches' shares of the step's tokens."""
         if self.config.load == "same_step":
             alone = len(batches) == 1 and self._add_ranks is None
             self._load = None if alone else self._measure(batches, shares, route)
 
     def loss(self, routing: Routing, share: float) -> Tensor:
-        """A micro-batch's part of the step's loss; it has `share` of the step's tokens."""
+        """The part of the balance loss of a micro-batch that has `share` of the step's tokens."""
         own = Routing(*(part.detach().double() * share for part in routing))
         self._step = Routing(*(a + b for a, b in zip(self._step, own, strict=True)))
         load = routing.load if self._load is None else self._load.to(routing.probability.dtype)
@@ -83,7 +83,7 @@ class Balancer:
         return share * (self.config.weight * balance + self.config.router_z * routing.z.sum())
 
     def end(self) -> None:
-        """After a step's last backward pass: its statistics are whole."""
+        """After a step's last backward pass: complete its statistics."""
         step = Routing(*(self._summed(part) for part in self._step))
         self._load = step.load
         self._step = Routing(*(torch.zeros_like(part) for part in step))
@@ -94,12 +94,12 @@ class Balancer:
         self._steps += 1
 
     def spread(self) -> Spread:
-        """What came about since `clear`; waits for the device."""
+        """Statistics since `clear`. Waits for the device."""
         load, balance, z = (part / max(1, self._steps) for part in self._sums)
         return Spread(float(balance), float(z), load.tolist())
 
     def clear(self) -> None:
-        """Begin a new interval of the log."""
+        """Start a new log interval."""
         self._sums = Routing(*(torch.zeros_like(part) for part in self._sums))
         self._steps = 0
 
@@ -109,7 +109,7 @@ class Balancer:
         return {"load": load, "sums": [part.tolist() for part in self._sums], "steps": self._steps}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Go on from a state that was read before."""
+        """Continue from a state that `state` returned."""
         like = self._step.load
         self._load = None if state["load"] is None else like.new_tensor(state["load"])
         self._sums = Routing(*(like.new_tensor(part) for part in state["sums"]))

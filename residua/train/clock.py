@@ -1,4 +1,4 @@
-"""The time and the random state of a run, both part of what a resumed run goes on from."""
+"""Training time and random states of a run. Checkpoints keep both, so that a resumed run continues from them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @dataclass
 class Clock:
-    """Seconds spent training, without validation and saving: in the whole run, and since the last log line."""
+    """Seconds of training without validation and saving: `total` for the run, `interval` since the last log line."""
 
     total: float = 0.0
     interval: float = 0.0
@@ -20,7 +20,7 @@ class Clock:
         self._started = time.perf_counter()
 
     def stop(self) -> None:
-        """Count the time since `start`, and go on from now."""
+        """Add the time since `start`, and start again."""
         now = time.perf_counter()
         self.total += now - self._started
         self.interval += now - self._started
@@ -36,7 +36,7 @@ def random_states(device: torch.device) -> dict[str, str]:
 
 
 def set_random_states(states: dict[str, str]) -> None:
-    """Go on from states that `random_states` gave; one of a GPU that is not here any more is left out."""
+    """Restore states that `random_states` returned; skips that of a GPU if this machine has none."""
     setters = {"cpu": torch.set_rng_state, "cuda": torch.cuda.set_rng_state}
     for name, text in states.items():
         if name == "cpu" or torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""What a run was made with: code version, interpreter, libraries, hardware."""
+"""What a run was trained with: version and commit of the code, Python, libraries, hardware."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from residua.version import __version__
 
 
 def describe_environment(device: torch.device) -> dict[str, Any]:
-    """The surroundings of this process, as plain JSON."""
+    """Software and hardware of this process, as plain JSON."""
     described: dict[str, Any] = {
         "residua": __version__,
         "commit": code_commit(),

@@ -1,4 +1,4 @@
-"""When to stop: a loss that is no number, a loss that ran away, a signal from outside."""
+"""When a run stops early: a loss that is not finite, a loss that diverged, or a signal."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class Interrupted(TrainingStopped):
 
 @dataclass
 class Watch:
-    """Looks at each logged loss. `first_loss` is the run's first, `strikes` how often in a row it was far above that.
+    """Checks each logged loss. `strikes` counts how often in a row it was more than `margin` above `first_loss`.
 
-    A healthy loss starts near ln(vocabulary) and falls; one that stays a margin above its own start is worse than
-    knowing nothing and does not come back.
+    A healthy loss starts near ln(vocabulary) and falls. One that stays a margin above its start has diverged: it does
+    not recover.
     """
 
     margin: float
@@ -51,7 +51,7 @@ class Watch:
 
 
 class StopSignals:
-    """Inside the `with` block the first SIGINT or SIGTERM only sets `received`; a second one ends the program."""
+    """In the `with` block the first SIGINT or SIGTERM only sets `received`; the second ends the program as usual."""
 
     def __init__(self) -> None:
         self.received: int | None = None

@@ -1,6 +1,6 @@
-"""A look inside a trained model for reports: one forward and backward pass with the model's taps recorded.
+"""Statistics of a trained model for reports, from one forward and backward pass with the model's taps recorded.
 
-Written to `inspection.json`. A section whose taps the model does not publish is left out.
+Written to `inspection.json`. Sections whose taps the model does not have are left out.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _experts(seen: dict[str, Tensor]) -> list[dict[str, Any]]:
 
 
 def _numbered(seen: dict[str, Tensor], pattern: str) -> Iterator[tuple[int, Tensor]]:
-    """The taps whose name matches, in the order of the number in it."""
+    """The taps whose names match, sorted by the number in the name."""
     matches = [(int(match[1]), tensor) for name, tensor in seen.items() if (match := re.fullmatch(pattern, name))]
     for number, tensor in sorted(matches, key=lambda pair: pair[0]):
         yield number, tensor.detach()

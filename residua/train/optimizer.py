@@ -3,9 +3,8 @@
 Cautious weight decay (arXiv 2510.12402): x ← x − η(u + wd·1[u⊙x ≥ 0]⊙x), decay only where the update itself moves
 the weight towards zero. Parameters are the fp32 masters; in bf16 storage a decay of η·wd = 1e-3 would round to nothing.
 
-Which matrices are Muon's is said by the modules that own them: `hidden_matrices` maps the name of a module's own 2-D
-parameter to the row counts of its independent parts, so that the projections of a fused Q, K, V, G matrix are
-orthogonalised apart.
+Modules declare which matrices Muon updates: `hidden_matrices` maps the name of a module's own 2-D parameter to the row
+counts of its independent parts, so that the projections of a fused Q, K, V, G matrix are orthogonalised separately.
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ def hidden_matrices(model: nn.Module) -> dict[str, Parts]:
 class HybridOptimizer(torch.optim.Optimizer):
     """One optimizer over groups that each follow a rule, `muon` or `adamw`.
 
-    Every group holds its `names`, so that state can be saved by parameter name, and its `peak_lr`; `set_rate` sets the
-    share of the peak rate that the next step uses.
+    Every group has `names`, so that its state can be saved by parameter name, and a `peak_lr`; `set_rate` sets the
+    share of it that the next step uses.
     """
 
     def __init__(self, groups: Iterable[dict[str, Any]]) -> None:
@@ -64,13 +63,13 @@ class HybridOptimizer(torch.optim.Optimizer):
                 rule(self, group, with_gradient)
 
     def here(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """What this process holds of each tensor: all of it."""
+        """The part of each tensor that is on this process: here, all of it."""
         return list(tensors)
 
     def orthogonalise(
         self, parameters: Sequence[Tensor], directions: Sequence[Tensor], parts: Sequence[Parts]
     ) -> Iterator[Updates]:
-        """The update of what this process holds of each matrix, from the same rows of its directions."""
+        """Updates for the rows of each matrix that are on this process, from the same rows of its direction."""
         return orthogonal_updates(directions, parts)
 
     def tensors(self) -> dict[str, Tensor]:
@@ -83,14 +82,14 @@ class HybridOptimizer(torch.optim.Optimizer):
         return saved
 
     def load_tensors(self, saved: dict[str, Tensor]) -> None:
-        """Take over a state that `tensors` gave; the caller has checked names and shapes against `tensors()`."""
+        """Restore a state that `tensors` returned; the caller has checked its names and shapes."""
         for name, current in self.tensors().items():
             if not name.endswith("/steps"):
                 current.copy_(saved[name])
         self.set_steps(saved)
 
     def set_steps(self, saved: Mapping[str, Tensor]) -> None:
-        """Take over the step counts of a state that `tensors` gave."""
+        """Restore the step counts of a state that `tensors` returned."""
         for group in self.param_groups:
             group["steps"] = int(saved[f"{group['rule']}-{group['title']}/steps"])
 
@@ -145,7 +144,7 @@ def _state(state: Any, group: dict[str, Any], parameter: nn.Parameter) -> dict[s
 
 
 def _muon(optimizer: HybridOptimizer, group: dict[str, Any], chosen: list[int]) -> None:
-    """m ← βm + (1−β)g; u = polar(βm + (1−β)g), each part apart; step η·max(1, rows/columns)^½ (Nesterov)."""
+    """m ← βm + (1−β)g; u = polar(βm + (1−β)g), each part separately; step η·max(1, rows/columns)^½ (Nesterov)."""
     parameters = [group["params"][i] for i in chosen]
     weights, gradients = optimizer.here(parameters), optimizer.here([p.grad for p in parameters])
     momenta = optimizer.here([_state(optimizer.state, group, p)["momentum"] for p in parameters])
@@ -165,11 +164,11 @@ class Rows(NamedTuple):
 
 
 Updates = tuple[list[Rows], list[Tensor], float]
-"""Which rows are updated, with what, and the factor on the learning rate that they share."""
+"""Rows, their updates, and a factor on the learning rate that is the same for all of them."""
 
 
 def orthogonal_updates(directions: Sequence[Tensor], parts: Sequence[Parts]) -> Iterator[Updates]:
-    """Every part of every matrix orthogonalised, those of one shape in one batch."""
+    """Orthogonalise every part of every matrix; parts of one shape go through as one batch."""
     by_shape: dict[tuple[int, int], list[Rows]] = {}
     for i, (direction, counts) in enumerate(zip(directions, parts, strict=True)):
         for stop, count in zip(accumulate(counts), counts, strict=True):
@@ -199,7 +198,7 @@ def _adamw(optimizer: HybridOptimizer, group: dict[str, Any], chosen: list[int])
     torch._foreach_mul_(squares, beta2)
     torch._foreach_addcmul_(squares, gradients, gradients, 1 - beta2)
 
-    # The corrections are numbers: they go into eps and the rate instead of two more passes over the weights.
+    # Bias corrections are scalars: folded into eps and the rate, they save two passes over the weights.
     correction1, correction2 = 1 - beta1 ** group["steps"], (1 - beta2 ** group["steps"]) ** 0.5
     scales = torch._foreach_sqrt(squares)
     torch._foreach_add_(scales, group["eps"] * correction2)

@@ -12,7 +12,7 @@ from residua.config.run import RunConfig
 
 
 class Display:
-    """Shows the records of a run as they come."""
+    """Prints the records of a run as they arrive."""
 
     def __init__(self, config: RunConfig, start: int, console: Console | None = None) -> None:
         self.console = console or Console(file=sys.stdout, highlight=False)
@@ -59,7 +59,7 @@ class Display:
 
 
 def validation_line(record: dict[str, Any]) -> str:
-    """A validation record for a person."""
+    """A validation record as one line of text."""
     return (
         f"step {record['step']}  validation loss {record['loss']:.4f} nats/token, "
         f"{record['bits_per_byte']:.4f} bits/byte over {short(record['tokens'])} tokens"
@@ -67,7 +67,7 @@ def validation_line(record: dict[str, Any]) -> str:
 
 
 def experts_words(record: dict[str, Any]) -> str:
-    """How evenly the experts were used, in few words: the idlest and the busiest against their fair share."""
+    """How evenly the experts were used: the load of the lightest and the heaviest, 1 being a fair share."""
     return f"experts {record['lightest']:.2f}–{record['heaviest']:.2f}"
 
 

@@ -1,4 +1,4 @@
-"""What a finished run came to, read back from its metrics."""
+"""The result of a finished run, computed from its metrics."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Result:
-    """The content of `result.json`. Losses are nats per token on the validation set, speed is the median log line."""
+    """The content of `result.json`. Losses: nats per token on the validation set. Speed: median over log lines."""
 
     folder: str
     steps: int
@@ -40,7 +40,7 @@ def collect_result(folder: Path, config: RunConfig, size: Size, device: torch.de
     records = read_metrics(folder / "metrics.jsonl")
     validations = [record for record in records if record["kind"] == "validation"]
     lines = [record for record in records if record["kind"] == "train"]
-    # The first line is the first step alone, compilation and warm-up included.
+    # The first line covers the first step only, which includes compilation and warm-up.
     speed = median(line["tokens_per_second"] for line in lines[1:] or lines)
     return Result(
         folder=str(folder),
@@ -59,7 +59,7 @@ def collect_result(folder: Path, config: RunConfig, size: Size, device: torch.de
 
 
 def closing_words(result: Result, command: str) -> str:
-    """The end of the run for a person, and what to do next; `command` is what starts it."""
+    """What to print when a run has finished: its result and what to do next; `command` starts a run."""
     return (
         f"Finished: validation loss {result.validation_loss:.4f} ({result.bits_per_byte:.4f} bits/byte) after "
         f"{result.steps} steps; weights, curves and config are in {result.folder}.\n"

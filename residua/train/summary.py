@@ -1,4 +1,4 @@
-"""What a run is about to do, printed before it does it."""
+"""The summary that is printed before a run starts, and a check that its checkpoints fit on the disk."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 RULES = {"muon": "Muon", "adamw": "AdamW"}
 
 DEEP = 48
-"""Sublayers from which compiling them as one graph takes about a minute and more."""
+"""From this many sublayers on, compiling them as one graph takes a minute or more."""
 
 
 def summarise(
     console: Console, config: RunConfig, step: Step, dataset: Dataset, size: Size, done: int, ranks: str | None = None
 ) -> None:
-    """Print parameters by group, compute, data, batch, device and, where there are several, `ranks`."""
+    """Print parameters by group, compute, data, batch, device and, if several processes train, `ranks`."""
     for title, line in _lines(config, step, dataset, size):
         console.print(f"{title:<8} {line}", soft_wrap=True)
     if ranks is not None:

@@ -1,4 +1,4 @@
-"""Speed against what the hardware could do: model FLOPs, the GPU's dense peak, memory."""
+"""Speed relative to the hardware: model FLOP utilisation, peak FLOP/s by GPU, peak memory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 
 import torch
 
-# Dense bf16 peaks in TFLOP/s by the vendors' datasheets; the first name that a device's name contains counts.
+# Dense bf16 peaks in TFLOP/s, from the vendors' datasheets. The first entry that the device's name contains is used.
 PEAKS = {
     "H100 PCIe": 756.0,
     "H100 NVL": 835.0,
@@ -37,19 +37,19 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 def mfu(tokens_per_second: float, flops_per_token: float, device: torch.device) -> float | None:
-    """Model FLOP utilisation: the share of the peak that the model's own arithmetic reaches."""
+    """Model FLOP utilisation: FLOP/s of the model as a share of the device's peak."""
     peak = peak_flops(device)
     return None if peak is None else tokens_per_second * flops_per_token / peak
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Measure the peak from here on, where the device can: a process may train more than one model."""
+    """Measure peak memory from here on (GPU only): a process may train more than one model."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """The most memory this process has held: on the GPU what PyTorch allocated, on a CPU its resident set."""
+    """Peak memory of this process: what PyTorch allocated on the GPU, or the resident set on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

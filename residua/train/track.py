@@ -1,4 +1,4 @@
-"""Trackers beside metrics.jsonl: TensorBoard wherever it is installed, Weights & Biases on request."""
+"""Experiment trackers: TensorBoard if it is installed, Weights & Biases on request. metrics.jsonl is always written."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Sink(Protocol):
 
 
 class TensorBoard:
-    """Event files under `RUN/tensorboard`; lines after `start`, of a session that was lost, are hidden."""
+    """Event files under `RUN/tensorboard`; hides steps after `start` that an interrupted session wrote."""
 
     def __init__(self, folder: Path, start: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -61,7 +61,7 @@ class WandB:
 
 
 def scalars(record: dict[str, Any]) -> dict[str, float]:
-    """The numbers of a record as `kind/name`; its tables are for reports."""
+    """The numbers of a record as `kind/name`; tables are left out."""
     return {
         f"{record['kind']}/{key}": value
         for key, value in record.items()
@@ -80,7 +80,7 @@ def open_trackers(config: RunConfig, folder: Path, start: int) -> list[Sink]:
 
 
 def check_trackers(config: RunConfig) -> None:
-    """Refuse a tracker that was asked for and is not there, before training."""
+    """Refuse, before training, a tracker that is configured but not installed."""
     if config.train.track != "wandb":
         return
     try:

@@ -1,4 +1,4 @@
-"""The training loop: steps, logs, validations and checkpoints in the order that makes a run resumable bit for bit."""
+"""The training loop: steps, logs, validations and checkpoints, in an order that lets a run resume bit for bit."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def train(
 
 
 class Trainer:
-    """One run in progress: the model, where it stands, and who is told."""
+    """A run in progress: its step, data, counters and sinks (metrics file, display, trackers)."""
 
     def __init__(self, run: Run, dataset: Dataset, world: World, console: Console) -> None:
         self.run, self.dataset, self.world, self.console = run, dataset, world, console
@@ -98,7 +98,7 @@ class Trainer:
         self._restore()
 
     def fit(self, signals: StopSignals) -> None:
-        """Train to the last step, or until a signal comes or the loss is lost."""
+        """Train to the last step, or until a signal arrives or the loss diverges."""
         summarise(self.console, self.config, self.step, self.dataset, self.size, self.done, self.world.describe())
         self.run.begin(describe_environment(self.device), self.done)
         self.run.keep_tokenizer(self.dataset.path / "tokenizer.json")
@@ -176,7 +176,7 @@ class Trainer:
         self.clock.interval = 0.0
 
     def _log_experts(self) -> None:
-        """For a mixture of experts, a line of its own: how the load of the interval was spread."""
+        """For a mixture of experts, one more record: how the load was distributed over the interval."""
         if self.step.balancer is None:
             return
         spread = self.step.balancer.spread()
@@ -214,7 +214,7 @@ class Trainer:
         self.clock.start()
 
     def _pause(self) -> None:
-        """Stop the clock once the device has caught up."""
+        """Wait for the device, then stop the clock."""
         self.step.totals()
         self.clock.stop()
 
@@ -240,7 +240,7 @@ class Trainer:
             sink.write(record)
 
     def _state(self) -> dict[str, Any]:
-        """What a resumed run needs beside the tensors; all of it plain JSON that reads back exactly."""
+        """What a resumed run needs besides the tensors, as plain JSON that reads back exactly."""
         return {
             "step": self.done,
             "validation_loss": self.validation_loss,
@@ -278,7 +278,7 @@ class Trainer:
         set_random_states(state["rng"])
 
     def finish(self) -> Result:
-        """Write result.json and inspection.json, and say what to do next."""
+        """Write result.json and inspection.json, and print what to do next."""
         self.world.settle()
         return self.world.from_leader(self._report)
 

@@ -52,38 +52,38 @@ class World:
         pass
 
     def open_run(self, folder: Path, config: RunConfig, *, resume: bool) -> Run:
-        """Take the run's folder. A job that torchrun starts again after a death goes on in it unasked."""
+        """Create or reopen the run's folder. A job that torchrun restarts resumes without --resume."""
         restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
         resume = resume or (restarted and (folder / "config.toml").exists())
         return Run.reopen(folder, config) if resume else Run.create(folder, config)
 
     def leader_first(self, work: Callable[[], T]) -> T:
-        """Do something that leaves files behind for the others to find."""
+        """Call `work` on the leader first, then on the others, which find the files it wrote."""
         return work()
 
     def from_leader(self, work: Callable[[], T]) -> T:
-        """What the leader makes, on every process; plain data."""
+        """Call `work` on the leader and return its result (plain data) on every process."""
         return work()
 
     def agree(self, signal_number: int | None, done: int) -> int | None:
-        """After step `done`: a signal that any process received."""
+        """After step `done`: the signal that any of the processes received, or None."""
         return signal_number
 
     def build_step(self, config: RunConfig) -> Step:
         return build_step(build(config.model), config.train, self.device)
 
     def save(self, run: Path, number: int, step: Step, state: Mapping[str, Any], keep: int) -> None:
-        """Write checkpoint `number`; it may be finished in the background, by `settle` at the latest."""
+        """Write checkpoint `number`, possibly in the background: it is complete after `settle`."""
         save_checkpoint(run, number, step.model, step.optimizer, state, keep)
 
     def settle(self) -> None:
-        """Wait until what was saved is on the disk."""
+        """Wait until the last checkpoint is on the disk."""
 
     def restore(self, path: Path, step: Step) -> None:
         restore(path, step.model, step.optimizer)
 
     def whole_model(self, step: Step) -> Decoder | None:
-        """The model, where one process has all of it."""
+        """The model, if one process has all of it."""
         return step.model
 
     def describe(self) -> str | None:
