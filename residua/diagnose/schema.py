@@ -77,7 +77,7 @@ def with_metrics(extra: tuple[type[Metric], ...]) -> type[ModelDiagnosis]:
 
     class Extended(*_keys(extra), ModelDiagnosis, title="ModelDiagnosis"):  # type: ignore[misc]
         metrics = every
-        findings: list[finding] = Field(default_factory=list)  # type: ignore[valid-type, assignment]
+        findings: list[finding] = Field(default_factory=list)  # type: ignore[assignment]
 
     return Extended
 

@@ -252,7 +252,8 @@ class Attention(Metric):
 
 def _mean(model: Model, key: str) -> float:
     """The mean over the softmax layers."""
-    return sum(getattr(layer, key) for layer in model.attention) / len(model.attention)
+    values: list[float] = [getattr(layer, key) for layer in model.attention]
+    return sum(values) / len(values)
 
 
 def _attention_sinks(layers: dict[int, LayerSums]) -> list[Finding]:

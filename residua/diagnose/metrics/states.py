@@ -89,7 +89,7 @@ class StateSums:
 
 def token_similarity(h: Tensor) -> Tensor:
     """Mean cosine over pairs of different tokens of each sequence, [B]; 1 for a sequence of one."""
-    u = (h / h.norm(dim=-1, keepdim=True).clamp(min=1e-30)).double()
+    u: Tensor = (h / h.norm(dim=-1, keepdim=True).clamp(min=1e-30)).double()
     length = h.shape[1]
     if length == 1:
         return torch.ones(h.shape[0], dtype=torch.float64)

@@ -77,7 +77,7 @@ class Streams(Metric):
 
         Takes and returns unit vectors, `before` being those of the reader before.
         """
-        u = streams / streams.norm(dim=-1, keepdim=True).clamp(min=1e-30)
+        u: Tensor = streams / streams.norm(dim=-1, keepdim=True).clamp(min=1e-30)
         count, tokens = u.shape[-2], u.shape[:2].numel()
         if before is not None:
             shared = min(count, before.shape[-2])
