@@ -16,23 +16,28 @@ def momentum_kernel(
 ):  # fmt: skip
     """m ← m + (1−β)(g − m);  d = g + β(m − g)."""
     slot = tl.program_id(1)
-    m, g, d = tensor(table_ptr, slot, M), tensor(table_ptr, count + slot, G), tensor(table_ptr, 2 * count + slot, D)
+    m_ptr, g_ptr, d_ptr = (
+        tensor(table_ptr, slot, M),
+        tensor(table_ptr, count + slot, G),
+        tensor(table_ptr, 2 * count + slot, D),
+    )
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < size
-    gradient = tl.load(g + at, mask=inside).to(tl.float32)
-    momentum = tl.load(m + at, mask=inside).to(tl.float32)
-    momentum += (1 - beta) * (gradient - momentum)
-    tl.store(m + at, momentum.to(M), mask=inside)
-    tl.store(d + at, (gradient + beta * (momentum - gradient)).to(D), mask=inside)
+    live = at < size
+    b_g = tl.load(g_ptr + at, mask=live).to(tl.float32)  # [BLOCK]
+    b_m = tl.load(m_ptr + at, mask=live).to(tl.float32)  # [BLOCK]
+    b_m += (1 - beta) * (b_g - b_m)
+    tl.store(m_ptr + at, b_m.to(M), mask=live)
+    tl.store(d_ptr + at, (b_g + beta * (b_m - b_g)).to(D), mask=live)
 
 
 @triton.jit(do_not_specialize=["count", "rate", "decay"])
 def descent_kernel(table_ptr, count, size, rate, decay, X: tl.constexpr, U: tl.constexpr, BLOCK: tl.constexpr):
     slot = tl.program_id(1)
-    x, u = tensor(table_ptr, slot, X), tensor(table_ptr, count + slot, U)
+    x_ptr, u_ptr = tensor(table_ptr, slot, X), tensor(table_ptr, count + slot, U)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < size
-    weight = tl.load(x + at, mask=inside).to(tl.float32)
-    update = tl.load(u + at, mask=inside).to(tl.float32)
-    kept = weight - tl.where(update * weight >= 0, decay * weight, 0.0)
-    tl.store(x + at, (kept - rate * update).to(X), mask=inside)
+    live = at < size
+    b_x = tl.load(x_ptr + at, mask=live).to(tl.float32)  # [BLOCK]
+    b_u = tl.load(u_ptr + at, mask=live).to(tl.float32)
+    # x ← x − decay·1[u⊙x ≥ 0]⊙x − rate·u
+    b_kept = b_x - tl.where(b_u * b_x >= 0, decay * b_x, 0.0)
+    tl.store(x_ptr + at, (b_kept - rate * b_u).to(X), mask=live)

@@ -23,38 +23,38 @@ def place(tile, rows, columns, GROUP: tl.constexpr):
 
 
 @triton.jit
-def halves(z):
+def halves(b_z):
     """The left and the right columns of z."""
-    return z.reshape(z.shape[0], 2, z.shape[1] // 2).permute(0, 2, 1).split()
+    return b_z.reshape(b_z.shape[0], 2, b_z.shape[1] // 2).permute(0, 2, 1).split()
 
 
 @triton.jit
-def write_squares(a, z, row, column, PARTS: tl.constexpr):
+def write_squares(a_desc, b_z, row, column, PARTS: tl.constexpr):
     """a = relu(z)² at (row, column)."""
     if PARTS == 1:
-        positive = tl.maximum(z, 0.0, tl.PropagateNan.ALL)
-        a.store([row, column], (positive * positive).to(a.dtype))
+        b_positive = tl.maximum(b_z, 0.0, tl.PropagateNan.ALL)
+        a_desc.store([row, column], (b_positive * b_positive).to(a_desc.dtype))
     else:
-        left, right = halves(z)
-        write_squares(a, left, row, column, PARTS // 2)
-        write_squares(a, right, row, column + z.shape[1] // 2, PARTS // 2)
+        b_left, b_right = halves(b_z)
+        write_squares(a_desc, b_left, row, column, PARTS // 2)
+        write_squares(a_desc, b_right, row, column + b_z.shape[1] // 2, PARTS // 2)
 
 
 @triton.jit
-def write_slopes(p, a, g, row, column, PARTS: tl.constexpr):
+def write_slopes(p_desc, a_desc, b_g, row, column, PARTS: tl.constexpr):
     """p = g ⊙ 2√a at (row, column)."""
     if PARTS == 1:
-        root = tl.sqrt(a.load([row, column]).to(tl.float32))
-        p.store([row, column], (g * (2 * root)).to(p.dtype))
+        b_root = tl.sqrt(a_desc.load([row, column]).to(tl.float32))
+        p_desc.store([row, column], (b_g * (2 * b_root)).to(p_desc.dtype))
     else:
-        left, right = halves(g)
-        write_slopes(p, a, left, row, column, PARTS // 2)
-        write_slopes(p, a, right, row, column + g.shape[1] // 2, PARTS // 2)
+        b_left, b_right = halves(b_g)
+        write_slopes(p_desc, a_desc, b_left, row, column, PARTS // 2)
+        write_slopes(p_desc, a_desc, b_right, row, column + b_g.shape[1] // 2, PARTS // 2)
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def square_kernel(
-    x, w, a, tokens,
+    x_desc, w_desc, a_desc, tokens,
     N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
     GROUP: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
@@ -64,17 +64,20 @@ def square_kernel(
     written = tl.program_id(0)
     for tile in tl.range(tl.program_id(0), rows * columns, tl.num_programs(0), flatten=True):
         row, column = place(tile, rows, columns, GROUP)
-        z = tl.zeros([ROWS, COLUMNS], tl.float32)
+        # z = x wᵀ, then a = relu(z)²
+        b_z = tl.zeros([ROWS, COLUMNS], tl.float32)
         for k in range(0, K, DEPTH):
-            z = tl.dot(x.load([row * ROWS, k]), w.load([column * COLUMNS, k]).T, z, input_precision="ieee")
+            b_z = tl.dot(
+                x_desc.load([row * ROWS, k]), w_desc.load([column * COLUMNS, k]).T, b_z, input_precision="ieee"
+            )
         row, column = place(written, rows, columns, GROUP)
-        write_squares(a, z, row * ROWS, column * COLUMNS, PARTS)
+        write_squares(a_desc, b_z, row * ROWS, column * COLUMNS, PARTS)
         written += tl.num_programs(0)
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def slope_kernel(
-    g, w, a, p, tokens,
+    g_desc, w_desc, a_desc, p_desc, tokens,
     N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
     GROUP: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
@@ -83,9 +86,10 @@ def slope_kernel(
     written = tl.program_id(0)
     for tile in tl.range(tl.program_id(0), rows * columns, tl.num_programs(0), flatten=True):
         row, column = place(tile, rows, columns, GROUP)
-        z = tl.zeros([ROWS, COLUMNS], tl.float32)
+        # z = g w, then p = z ⊙ 2√a
+        b_z = tl.zeros([ROWS, COLUMNS], tl.float32)
         for k in range(0, K, DEPTH):
-            z = tl.dot(g.load([row * ROWS, k]), w.load([k, column * COLUMNS]), z, input_precision="ieee")
+            b_z = tl.dot(g_desc.load([row * ROWS, k]), w_desc.load([k, column * COLUMNS]), b_z, input_precision="ieee")
         row, column = place(written, rows, columns, GROUP)
-        write_slopes(p, a, z, row * ROWS, column * COLUMNS, PARTS)
+        write_slopes(p_desc, a_desc, b_z, row * ROWS, column * COLUMNS, PARTS)
         written += tl.num_programs(0)

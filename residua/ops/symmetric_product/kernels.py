@@ -20,38 +20,41 @@ def _triangle(t):
 
 
 @triton.jit
-def _rows(x, b, row, k, ROWS: tl.constexpr, DEPTH: tl.constexpr, TURNED: tl.constexpr):
+def _rows(x_desc, b, row, k, ROWS: tl.constexpr, DEPTH: tl.constexpr, TURNED: tl.constexpr):
     """X[b, row:row+ROWS, k:k+DEPTH]; `TURNED` if memory holds Xᵀ."""
     if TURNED:
-        return x.load([b, k, row]).reshape(DEPTH, ROWS).T
-    return x.load([b, row, k]).reshape(ROWS, DEPTH)
+        return x_desc.load([b, k, row]).reshape(DEPTH, ROWS).T
+    return x_desc.load([b, row, k]).reshape(ROWS, DEPTH)
 
 
 @triton.jit
-def _write(s, c, product, b, i, j, alpha, beta, gamma, ADDED: tl.constexpr, BLOCK: tl.constexpr):
+def _write(s_desc, c_desc, b_product, b, i, j, alpha, beta, gamma, ADDED: tl.constexpr, BLOCK: tl.constexpr):
     """Tile (i, j) and its mirror image (j, i)."""
-    value = product * alpha
+    # S = αXXᵀ + βC + γI
+    b_s = b_product * alpha
     if ADDED:
-        value += beta * c.load([b, i * BLOCK, j * BLOCK]).reshape(BLOCK, BLOCK).to(tl.float32)
+        b_s += beta * c_desc.load([b, i * BLOCK, j * BLOCK]).reshape(BLOCK, BLOCK).to(tl.float32)
     row, column = i * BLOCK + tl.arange(0, BLOCK)[:, None], j * BLOCK + tl.arange(0, BLOCK)[None, :]
-    value = tl.where(row == column, value + gamma, value).to(s.dtype)
-    value = tl.where(row >= column, value, value.T)
-    s.store([b, i * BLOCK, j * BLOCK], value.reshape(1, BLOCK, BLOCK))
-    s.store([b, j * BLOCK, i * BLOCK], value.T.reshape(1, BLOCK, BLOCK))
+    b_s = tl.where(row == column, b_s + gamma, b_s).to(s_desc.dtype)
+    b_s = tl.where(row >= column, b_s, b_s.T)
+    # the tile, and its mirror image
+    s_desc.store([b, i * BLOCK, j * BLOCK], b_s.reshape(1, BLOCK, BLOCK))
+    s_desc.store([b, j * BLOCK, i * BLOCK], b_s.T.reshape(1, BLOCK, BLOCK))
 
 
 @triton.jit(do_not_specialize=["tiles", "triangle", "alpha", "beta", "gamma"])
 def product_kernel(
-    x, c, s, tiles, triangle, depth, alpha, beta, gamma,
+    x_desc, c_desc, s_desc, tiles, triangle, depth, alpha, beta, gamma,
     TURNED: tl.constexpr, ADDED: tl.constexpr, BLOCK: tl.constexpr, DEPTH: tl.constexpr, FLAT: tl.constexpr,
 ):  # fmt: skip
     """Every program walks over its share of the `tiles`, `triangle` of them to a matrix."""
     for t in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=FLAT):
         b = t // triangle
         i, j = _triangle(t % triangle)
-        product = tl.zeros((BLOCK, BLOCK), tl.float32)
+        # XXᵀ of tile (i, j), DEPTH columns of X at a time
+        b_product = tl.zeros((BLOCK, BLOCK), tl.float32)
         for k in range(0, depth, DEPTH):
-            left = _rows(x, b, i * BLOCK, k, BLOCK, DEPTH, TURNED)
-            right = _rows(x, b, j * BLOCK, k, BLOCK, DEPTH, TURNED)
-            product = tl.dot(left, right.T, product, input_precision="ieee")
-        _write(s, c, product, b, i, j, alpha, beta, gamma, ADDED, BLOCK)
+            b_left = _rows(x_desc, b, i * BLOCK, k, BLOCK, DEPTH, TURNED)
+            b_right = _rows(x_desc, b, j * BLOCK, k, BLOCK, DEPTH, TURNED)
+            b_product = tl.dot(b_left, b_right.T, b_product, input_precision="ieee")
+        _write(s_desc, c_desc, b_product, b, i, j, alpha, beta, gamma, ADDED, BLOCK)
