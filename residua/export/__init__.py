@@ -13,7 +13,7 @@ __all__ = ["Exported", "export", "write_folder"]
 
 
 class Exported(NamedTuple):
-    """What was written, and how far its own code is from the model (None where it could not be run)."""
+    """What was written, and how far the logits of its own code are from the model's (None if it could not be run)."""
 
     folder: Path
     parameters: int
@@ -29,7 +29,7 @@ def export(
     if precision not in PRECISIONS:
         raise ValueError(f"precision {precision} does not exist: choose {' or '.join(PRECISIONS)}.")
     if (Path(run) / "quantization.json").exists():
-        raise ValueError(f"{run} is quantized, and exports are not: export the run it was made of.")
+        raise ValueError(f"{run} is quantized, and exports are not: export the run that it was made from.")
     model, tokenizer = open_model(run, which, as_trained=True)
     difference = write_folder(model, tokenizer, out, PRECISIONS[precision])
     return Exported(out, sum(p.numel() for p in model.parameters()), difference)

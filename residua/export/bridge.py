@@ -1,4 +1,4 @@
-"""Between transformers' caches and the model's: where tokens stand, what they see, and where their past is kept."""
+"""transformers' caches for the model: the tokens' positions, what they see, and where keys and states are kept."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ Attention = Callable[..., tuple[Tensor, Any]]
 class KeyValues:
     """The keys and values of one attention layer, in a transformers cache or, without one, of this call only.
 
-    A host, such as vLLM, keeps them itself: its attention is called instead, as transformers' models call it, with
-    this object for the module that asks.
+    A host such as vLLM keeps them itself: its attention is called as transformers' models call it, with this object in
+    place of the attention module.
     """
 
     is_causal = True
@@ -29,17 +29,17 @@ class KeyValues:
         self.cache, self.layer_idx, self.host = cache, layer, host
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, now: Now, *, sink: Tensor | None = None) -> Tensor:
-        """Attention of q [B, T, H, D] to what is kept and to k, v [B, T, H_kv, D], which are kept from now on."""
+        """Attention of q [B, T, H, D] to the cached keys and to k, v [B, T, H_kv, D], which are added to the cache."""
         if self.host is None:
             return attend_cached(q, *self.extend(k, v, now), now, sink=sink)
         if sink is not None:
-            raise ValueError("this attn_implementation knows no learned sinks: use 'sdpa'.")
+            raise ValueError("this attn_implementation has no learned sinks: use 'sdpa'.")
         self.num_key_value_groups = q.shape[2] // k.shape[2]
         y, _ = self.host(self, *(t.transpose(1, 2) for t in (q, k, v)), None, scaling=q.shape[-1] ** -0.5)
         return y.reshape(q.shape)
 
     def extend(self, k: Tensor, v: Tensor, now: Now) -> tuple[Tensor, Tensor]:
-        """Add k, v; returns all that `now` lets the tokens see, which a static cache keeps more of."""
+        """Add k, v; returns as many slots as `now.visible` has (a static cache has more)."""
         if self.cache is None:
             return k, v
         assert now.visible is not None
@@ -49,7 +49,7 @@ class KeyValues:
 
 
 class Recurrent:
-    """The state of one linear attention layer: what its convolution still sees, and the delta rule's."""
+    """The state of one linear attention layer: the last inputs of its convolution, and the delta rule's memory."""
 
     def __init__(self, cache: Any, layer: int, counts: bool) -> None:
         self.cache, self.layer, self.counts = cache, layer, counts
@@ -69,9 +69,9 @@ class Recurrent:
 
 
 class Past:
-    """What the decoder takes for its cache: transformers' cache, if there is one, and the attention mask.
+    """The decoder's cache: transformers' cache, if there is one, and the attention mask.
 
-    Padding may stand anywhere; a padded token sees itself, so that no row of the softmax is empty.
+    Padding may be anywhere; a padded token sees itself, so that no row of the softmax is empty.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Past:
         self.sublayers = [part for layer in layers for part in (layer, None)]
 
     def now(self, length: int, counts: Tensor | None = None) -> Now:
-        """The place of the tokens, which follow the past."""
+        """Positions and visible slots of `length` new tokens, which follow the cached ones."""
         total = self.length + length
         slots = torch.arange(total, device=self.tokens.device)
         own = slots[self.length :, None]
@@ -111,7 +111,7 @@ class Past:
         return positions if self.positions is None else self.positions.expand_as(positions)
 
     def advance(self, length: int, counts: Tensor | None = None) -> None:
-        """Where no layer keeps keys, the number of tokens is kept as that of keys of width 1."""
+        """Count the tokens: if no layer keeps keys, the cache counts keys of width 1."""
         first = self.sublayers[0]
         if self.cache is not None and isinstance(first, Recurrent) and first.counts:
             counted = torch.zeros(self.tokens.shape[0], 1, length, 1, device=self.tokens.device)

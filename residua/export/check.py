@@ -26,7 +26,7 @@ _PACKAGE = "residua_export_under_check"
 def check_export(folder: Path, model: Decoder, dtype: torch.dtype) -> float | None:
     """The largest difference in logits between the folder's own code and the model, relative to the largest logit.
 
-    Where weights are rounded to `dtype`, rounding is in it. None where transformers, which the code needs, is missing.
+    It includes the rounding of the weights to `dtype`. None if transformers, which the code needs, is not installed.
     """
     if find_spec("transformers") is None:
         return None
@@ -58,7 +58,7 @@ def _build(folder: Path, modeling: ModuleType) -> Any:
 
 @contextmanager
 def _package(folder: Path) -> Iterator[ModuleType]:
-    """The folder's modelling file, imported as a package of its own that is forgotten afterwards."""
+    """The folder's modelling file, imported in a package of its own, which is removed from `sys.modules` afterwards."""
     package = ModuleType(_PACKAGE)
     package.__path__ = [str(folder)]
     sys.modules[_PACKAGE] = package

@@ -8,11 +8,11 @@ from transformers import PreTrainedConfig
 
 
 class ResiduaConfig(PreTrainedConfig):
-    """Everything about the model is in `residua`, the tables of Residua's own configuration; the other keys of
-    config.json repeat what other libraries look for.
+    """`residua` holds the whole configuration, in Residua's own tables; the other keys of config.json repeat what other
+    libraries look for.
 
-    `implementation` says whose code runs: `auto` is the installed Residua, which has kernels, or where there is none
-    the modelling file beside this one; `library` and `file` insist.
+    `implementation` says whose code runs: `library` is the installed Residua, which has kernels, `file` the code beside
+    this file, and `auto` the library if it is installed.
     """
 
     model_type = "residua"

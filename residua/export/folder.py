@@ -15,11 +15,10 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from residua.config.model import ModelConfig
+from residua.config.model import ModelConfig, head_dim
 from residua.data.tokenizer import Tokenizer
 from residua.export.bundle import bundle, users_modules
 from residua.export.check import check_export
-from residua.export.names import standard_names
 from residua.model.decoder import Decoder
 from residua.storage.checkpoint import model_tensors
 from residua.storage.exported import exported_name
@@ -36,7 +35,7 @@ AUTO_MAP = {
 def write_folder(
     model: Decoder, tokenizer: Tokenizer, out: Path, dtype: torch.dtype = torch.float32, check: bool = True
 ) -> float | None:
-    """Write an export; `out` must not exist, or be empty. Returns what `check_export` finds."""
+    """Write an export; `out` must not exist, or be an empty folder. Returns what `check_export` finds."""
     refuse_used(out)
     with atomic_folder(out) as folder:
         _fill(folder, model, tokenizer, dtype)
@@ -51,7 +50,7 @@ def _fill(folder: Path, model: Decoder, tokenizer: Tokenizer, dtype: torch.dtype
         "auto_map": AUTO_MAP,
         "model_type": "residua",
         "dtype": str(dtype).removeprefix("torch."),
-        **standard_names(model.config),
+        **_standard_names(model.config),
         **special,
         "residua_version": __version__,
         "residua": model.config.model_dump(mode="json"),
@@ -70,8 +69,29 @@ def _fill(folder: Path, model: Decoder, tokenizer: Tokenizer, dtype: torch.dtype
     tensors = {exported_name(n): t.detach().cpu().contiguous() for n, t in model_tensors(model).items()}
     tensors = {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    # safetensors lets nobody else read what it writes
+    # safetensors makes its files readable for their owner only
     shutil.copymode(folder / "config.json", folder / "model.safetensors")
+
+
+def _standard_names(config: ModelConfig) -> dict[str, Any]:
+    """Sizes, heads and kinds of cache, under the names that transformers and libraries around it look for."""
+    # without softmax attention, the cache counts tokens in keys of width 1 next to the recurrent state
+    linear = "linear_attention" if config.softmax_layers else "hybrid"
+    softmax = config.softmax
+    names = {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.width,
+        "intermediate_size": config.ffn.hidden,
+        "num_hidden_layers": config.layers,
+        "max_position_embeddings": config.context,
+        "layer_types": ["full_attention" if n in config.softmax_layers else linear for n in range(config.layers)],
+        "tie_word_embeddings": config.head.kind == "tied",
+    }
+    if softmax is not None:
+        names["num_attention_heads"] = softmax.heads
+        names["num_key_value_heads"] = softmax.kv_heads or softmax.heads
+        names["head_dim"] = head_dim(config)
+    return names
 
 
 def _tokenizer_config(tokenizer: Tokenizer, config: ModelConfig) -> dict[str, Any]:
@@ -83,7 +103,7 @@ def _tokenizer_config(tokenizer: Tokenizer, config: ModelConfig) -> dict[str, An
         "pad_token": end,
         "padding_side": "left",
         "clean_up_tokenization_spaces": False,
-        # as in training: the name of a special token inside a text is text
+        # the name of a special token inside a text is text, as in training
         "split_special_tokens": True,
     }
 

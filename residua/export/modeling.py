@@ -1,6 +1,7 @@
-"""The model as Hugging Face transformers drives it: a decoder of Residua behind transformers' two usual classes.
+"""A language model with Residua's depth architecture as Hugging Face transformers runs it: its two usual classes.
 
-This file runs in the library; an export holds it too, with the decoder's own source above it.
+An exported folder holds a copy of this file and, beside it, copies of the modules that it imports. Where Residua is
+installed, its decoder runs instead of the copy, with fused kernels.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from residua.model.decoder import Decoder
 
 
 def build_decoder(config: ResiduaConfig) -> nn.Module:
-    """The installed Residua's decoder, which has kernels, or the one of this file; the head is kept outside of it."""
+    """The installed Residua's decoder, which has kernels, or the one imported here; the head stays outside of it."""
     if config.residua is None:
         raise ValueError("the configuration has no 'residua' tables: make it with `residua export`.")
     tables = config.residua | {"head": {"kind": "tied"}}
@@ -37,7 +38,7 @@ def build_decoder(config: ResiduaConfig) -> nn.Module:
 
 
 def _library() -> Any:
-    """Residua where it is installed; a folder of that name, which Python would import as well, is not it."""
+    """Residua if it is installed. Python also imports any folder of that name, which is not Residua."""
     try:
         library = import_module("residua")
     except ImportError:
@@ -46,7 +47,7 @@ def _library() -> Any:
 
 
 class ResiduaPreTrainedModel(PreTrainedModel):
-    """What both classes share."""
+    """What both models share."""
 
     config: ResiduaConfig
     config_class = ResiduaConfig
@@ -58,7 +59,7 @@ class ResiduaPreTrainedModel(PreTrainedModel):
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Each module knows how its parameters start; the head starts as the configuration says."""
+        """Each module initialises its own parameters; the head starts as the configuration says."""
         own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
         if all(getattr(tensor, "_is_hf_initialized", False) for tensor in own):
             return
@@ -72,7 +73,7 @@ class ResiduaPreTrainedModel(PreTrainedModel):
     def _set_gradient_checkpointing(  # type: ignore[override]
         self, enable: bool = True, gradient_checkpointing_func: Callable[..., Any] = checkpoint, **kwargs: Any
     ) -> None:
-        """Each sublayer keeps its inputs only and runs again in the backward pass; of every n layers, one does."""
+        """Sublayers keep their inputs only and run again in the backward pass, in one of every `every_n_layers`."""
         super()._set_gradient_checkpointing(enable, gradient_checkpointing_func, **kwargs)
         decoder: Any = self.base_model.decoder
         for k, sublayer in enumerate(decoder.sublayers):
@@ -128,7 +129,7 @@ class ResiduaModel(ResiduaPreTrainedModel):
 
 
 def _host_attention(config: ResiduaConfig, settings: dict[str, Any]) -> Attention | None:
-    """The attention that a program around the model has registered for it, as vLLM does, with what it passes along."""
+    """The attention that a host program such as vLLM has registered, with the keywords that it passes along."""
     name = config._attn_implementation
     return None if name in (None, "sdpa", "eager") else partial(ALL_ATTENTION_FUNCTIONS[name], **settings)
 
@@ -151,7 +152,7 @@ def _documents(positions: Tensor | None) -> Tensor | None:
 
 
 class ResiduaForCausalLM(ResiduaPreTrainedModel, GenerationMixin):
-    """Tokens in, logits out, and a loss where there are labels."""
+    """Tokens in, logits out, and a loss if labels are given."""
 
     _tied_weights_keys = {"lm_head.weight": "model.decoder.embed.weight"}  # noqa: RUF012
 
@@ -169,7 +170,7 @@ class ResiduaForCausalLM(ResiduaPreTrainedModel, GenerationMixin):
 
     @staticmethod
     def create_masks_for_generate(attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
-        """The mask as it is: what a token sees is worked out in one place, `Past`, for every kind of cache."""
+        """The mask as it is: `Past` works out what a token sees, for every kind of cache."""
         return attention_mask
 
     def forward(
