@@ -47,6 +47,7 @@ class DecodeResult:
 
     @property
     def bytes_per_second(self) -> float:
+        """Bytes of weights and cache read per second."""
         return (self.weight_bytes + self.cache_bytes) / self.step.median
 
 

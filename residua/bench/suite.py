@@ -121,10 +121,12 @@ class SuiteProgress:
         self._status.stop()
 
     def tell(self, what: str) -> None:
+        """Show what is being timed."""
         self._start = self._start or time.monotonic()
         self._status.update(f"{what} ({self._place()})")
 
     def keep(self, report: Report) -> None:
+        """Keep the report, rewrite the file, and print a line to a log."""
         self.report, self._done = report, len(report.results)
         if self._out is not None and show.can_be_replaced(self._out):
             write_report(report, self._out)

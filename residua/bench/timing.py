@@ -22,6 +22,7 @@ class Sample:
 
     @classmethod
     def of(cls, seconds: Sequence[float]) -> Sample:
+        """Summarise timings."""
         values = torch.tensor(seconds, dtype=torch.float64)
         p10, median, p90 = torch.quantile(values, torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)).tolist()
         return cls(median, p10, p90, len(seconds))

@@ -33,6 +33,7 @@ def presets(
 
 
 def show(name: str) -> None:
+    """Print a preset as TOML."""
     from residua.config import presets
     from residua.config.model import ModelConfig
     from residua.config.settings import to_toml
@@ -43,6 +44,7 @@ def show(name: str) -> None:
 
 
 def listing(matching: str) -> None:
+    """Print a table of the presets whose names contain `matching`."""
     from rich.console import Console
     from rich.progress import track
     from rich.table import Table

@@ -95,12 +95,12 @@ class Dataset:
     @property
     def vocab_size(self) -> int:
         """Number of ids: one more than the largest id of the tokenizer."""
-        return self.description["vocab_size"]
+        return int(self.description["vocab_size"])
 
     @property
     def tokenizer_hash(self) -> str:
         """SHA-256 that identifies the tokenizer."""
-        return self.description["tokenizer_hash"]
+        return str(self.description["tokenizer_hash"])
 
     @cached_property
     def tokenizer(self) -> Tokenizer:

@@ -80,7 +80,8 @@ def _mix(words: np.ndarray) -> np.ndarray:
     """The finaliser of SplitMix64 (Steele, Lea & Flood 2014): every input bit reaches every output bit."""
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return words ^ (words >> np.uint64(31))
+    mixed: np.ndarray = words ^ (words >> np.uint64(31))
+    return mixed
 
 
 def _key(*parts: int) -> int:

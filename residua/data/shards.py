@@ -26,11 +26,11 @@ VERSION = 1
 HEADER_BYTES = 128
 FIELDS = struct.Struct("<8sIIQQQ32s")
 CHECKSUM = struct.Struct("<I")
-DTYPES: dict[int, Any] = {2: np.dtype("<u2"), 4: np.dtype("<u4")}
+DTYPES: dict[int, np.dtype[Any]] = {2: np.dtype("<u2"), 4: np.dtype("<u4")}
 START = np.dtype("<u8")
 
 
-def dtype_for(vocab_size: int) -> np.dtype:
+def dtype_for(vocab_size: int) -> np.dtype[Any]:
     """The smallest dtype that holds every id of a vocabulary."""
     return DTYPES[2] if vocab_size <= 1 << 16 else DTYPES[4]
 

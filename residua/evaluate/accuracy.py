@@ -23,6 +23,7 @@ class Accuracy:
 
     @classmethod
     def of(cls, right: list[bool]) -> Accuracy:
+        """From whether each question was answered right."""
         n = len(right)
         mean = sum(right) / n
         return cls(mean, math.sqrt(mean * (1 - mean) / (n - 1)) if n > 1 else None)
@@ -47,6 +48,7 @@ class TaskScore:
 
     @property
     def reported(self) -> Accuracy:
+        """The accuracy that papers report."""
         return {"acc": self.acc, "acc_norm": self.acc_norm}[self.metric]
 
 

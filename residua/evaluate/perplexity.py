@@ -32,10 +32,12 @@ class TextScore:
 
     @property
     def perplexity(self) -> float:
+        """e^loss."""
         return math.exp(self.loss)
 
     @property
     def bits_per_byte(self) -> float:
+        """The loss in bits per UTF-8 byte."""
         return self.loss * self.tokens / math.log(2) / self.bytes
 
 

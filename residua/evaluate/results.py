@@ -30,6 +30,7 @@ class Results:
     harness: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def to_json(self) -> str:
+        """The content of the results file."""
         text = None
         if self.text is not None:
             derived = {"perplexity": self.text.perplexity, "bits_per_byte": self.text.bits_per_byte}

@@ -46,10 +46,12 @@ class Speed:
 
     @property
     def tokens_per_second(self) -> float:
+        """New tokens per second of decoding, without those of the prefill."""
         return (self.new_tokens - self.first_tokens) / self.decode_seconds if self.decode_seconds else 0.0
 
     @property
     def bytes_per_second(self) -> float:
+        """Weight bytes read per second of decoding."""
         return self.steps * self.bytes_per_step / self.decode_seconds if self.decode_seconds else 0.0
 
 
@@ -227,6 +229,7 @@ class Arrival:
             self._event.record()
 
     def read(self) -> list[int]:
+        """The tokens, once they are on the host."""
         if self._host.is_pinned():
             self._event.synchronize()
         return [int(t) for t in self._host.tolist()]

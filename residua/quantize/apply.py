@@ -34,6 +34,7 @@ class Kept:
 
     @property
     def parameters(self) -> int:
+        """Number of elements."""
         return prod(self.shape)
 
 

@@ -79,5 +79,5 @@ class LowExperts(FixedPrecision):
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
         with no_autocast(x):
             h = expert_states(self, self.activation(x), ends)
-            y = grouped_linear(self.activation(h), self.out.float().unflatten(0, (self.count, -1)), ends)
+            y: Tensor = grouped_linear(self.activation(h), self.out.float().unflatten(0, (self.count, -1)), ends)
         return y.to(working_dtype(x))

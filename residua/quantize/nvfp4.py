@@ -52,11 +52,13 @@ class Nvfp4(NamedTuple):
     def dequantize(self) -> Tensor:
         """x̂ [R, C] in fp32."""
         step = self.scale.float() / self.global_scale
-        return (e2m1_values(self.codes).unflatten(-1, (-1, GROUP)) * step[..., None]).flatten(-2)[:, : self.columns]
+        blocks: Tensor = e2m1_values(self.codes).unflatten(-1, (-1, GROUP))
+        return (blocks * step[..., None]).flatten(-2)[:, : self.columns]
 
     def packed(self) -> Tensor:
         """[R, ⌈C/16⌉·8] uint8: two codes a byte, the earlier one in the low half."""
-        low, high = self.codes.unflatten(-1, (-1, 2)).unbind(-1)
+        pairs: Tensor = self.codes.unflatten(-1, (-1, 2))
+        low, high = pairs.unbind(-1)
         return low | (high << 4)
 
     @classmethod

@@ -84,10 +84,12 @@ class QuantizationResult(Frozen):
 
     @property
     def perplexity_before(self) -> float:
+        """Perplexity in high precision."""
         return perplexity(self.loss_before)
 
     @property
     def perplexity_after(self) -> float:
+        """Perplexity of the quantized model."""
         return perplexity(self.loss_after)
 
 

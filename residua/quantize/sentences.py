@@ -21,6 +21,7 @@ def verdict(result: QuantizationResult) -> str:
 
 
 def smoothing(result: QuantizationResult) -> str:
+    """SmoothQuant's exponent for a sentence; empty without SmoothQuant."""
     return "" if result.alpha is None else f", SmoothQuant α = {result.alpha:g}"
 
 
@@ -55,6 +56,7 @@ def blame(module: ModuleError) -> str:
 
 
 def channels(module: ModuleError) -> str:
+    """The outlier channels with their ratios."""
     return ", ".join(f"{o.channel} ({o.ratio:.3g}× the median)" for o in module.outliers)
 
 
@@ -64,4 +66,5 @@ def size(count: int) -> str:
 
 
 def shapes(shape: Sequence[int]) -> str:
+    """A shape as 3 × 4."""
     return " × ".join(str(extent) for extent in shape) or "scalar"

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from residua.data.loader import Batch
 from residua.model.decoder import Decoder
-from residua.quantize.graph import Edge, edges
+from residua.model.edges import Edge
+from residua.quantize.graph import edges
 
 LARGEST_FACTOR = 1e4
 

@@ -41,10 +41,12 @@ class LiveProgress:
         self._bars.stop()
 
     def started(self, run: PlannedRun, step: int) -> None:
+        """Show a bar for the run."""
         note = f"from step {step}" if step else ""
         self._tasks[run] = self._bars.add_task(run.title, total=run.config.train.steps, completed=step, note=note)
 
     def advanced(self, run: PlannedRun, step: int, loss: float | None) -> None:
+        """Move the run's bar and the bar of all runs."""
         if step == self._steps[run]:
             return
         self._steps[run] = step
@@ -53,6 +55,7 @@ class LiveProgress:
         self._bars.update(self._all, completed=sum(self._steps.values()), note=self._status())
 
     def finished(self, run: PlannedRun, problem: str) -> None:
+        """Remove the run's bar and print its result or problem."""
         self._ended += 1
         self._steps[run] = run.config.train.steps
         self._bars.remove_task(self._tasks.pop(run))

@@ -55,6 +55,7 @@ class RunRecord:
 
     @property
     def final_bits_per_byte(self) -> float:
+        """Validation loss at the last step, in bits per byte."""
         return float(self.validation[-1]["bits_per_byte"])
 
     @property

@@ -1,4 +1,4 @@
-"""A model rewritten for decoding, its junctions fused with the norms behind them, gives the same logits."""
+"""A model rewritten for decoding, its junctions fused with the norms after them, gives the same logits."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def test_a_study_runs_writes_everything_and_is_reused(study: StudyConfig, datase
     assert watcher.starts == {}
     assert losses(plan) == before
 
-    # A run cut back to its first checkpoint goes on from there and ends where it ended before, bit for bit.
+    # A run cut back to its first checkpoint continues from there and ends with the same bits.
     cut = plan.runs[1].folder
     shutil.rmtree(cut / "checkpoints" / "step-10")
     (cut / "inspection.json").unlink()
