@@ -135,8 +135,8 @@ def what_is_left(run: Path) -> str:
 def damaged(file: Path, checkpoint: Path, error: Exception) -> ValueError:
     """The error for a checkpoint that cannot be read; names one to resume from instead."""
     others = [c for c in checkpoints(checkpoint.parents[1]) if c.path != checkpoint and _whole(c.path)]
-    advice = f"move {checkpoint} elsewhere to go on from {others[-1].path}, which is whole" if others else ""
-    return ValueError(f"{file} cannot be read ({error}): {advice or 'no other checkpoint is whole'}.")
+    advice = f"move {checkpoint} elsewhere to resume from {others[-1].path}, which is complete" if others else ""
+    return ValueError(f"{file} cannot be read ({error}): {advice or 'no other checkpoint is complete'}.")
 
 
 def _whole(checkpoint: Path) -> bool:

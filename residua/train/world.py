@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 class World:
-    """One process: it leads, reads all the data and waits for nobody."""
+    """One process: it leads, reads all the data and never waits for others."""
 
     leads = True
     size = 1

@@ -119,7 +119,7 @@ def cut(file: Path) -> None:
 def test_a_damaged_checkpoint_names_the_one_to_go_on_from(run: Path, config: RunConfig, name: str) -> None:
     last, earlier = run / "checkpoints" / "step-6", run / "checkpoints" / "step-4"
     cut(last / name)
-    sentence = rf"{last / name} cannot be read .*: move {last} elsewhere to go on from {earlier}, which is whole\.$"
+    sentence = rf"{last / name} cannot be read .*: move {last} elsewhere to resume from {earlier}, which is complete\.$"
     with pytest.raises(ValueError, match=sentence):
         train(config, run, resume=True, console=QUIET)
     if name == "model.safetensors":
@@ -133,5 +133,5 @@ def test_a_damaged_checkpoint_names_the_one_to_go_on_from(run: Path, config: Run
 def test_where_no_checkpoint_is_whole_none_is_named(run: Path) -> None:
     for checkpoint in checkpoints(run):
         cut(checkpoint.path / "model.safetensors")
-    with pytest.raises(ValueError, match=r"cannot be read .*: no other checkpoint is whole\.$"):
+    with pytest.raises(ValueError, match=r"cannot be read .*: no other checkpoint is complete\.$"):
         load(run)

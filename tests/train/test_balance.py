@@ -1,4 +1,4 @@
-"""The balance loss is the whole step's, however the step is cut; and what a run tells of its experts."""
+"""The balance loss is that of the whole step, for any split into micro-batches and ranks; what a run logs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ EXPERTS = 4
 
 @pytest.fixture
 def mixture(config: RunConfig) -> RunConfig:
-    """A balance loss that weighs as much as the loss itself, so that a mistake in it moves the weights."""
+    """A balance loss as large as the loss itself, so that a mistake in it changes the weights."""
     return config.override(
         ["model.ffn={kind='moe', hidden=8, experts=4, top_k=2}", "train.balance={weight=1.0, router_z=0.1}"]
     )
@@ -65,7 +65,7 @@ def test_a_step_learns_the_same_however_it_is_cut_into_micro_batches(
 
 
 def test_micro_batches_balanced_each_for_itself_would_learn_something_else(mixture: RunConfig) -> None:
-    """What the test above can notice: f of each micro-batch alone is another loss."""
+    """The test above can fail: with f of each micro-batch by itself, the loss is different."""
     right, wrong = (made(mixture, "train.balance.load=same_step") for _ in range(2))
     wrong.balancer.begin = lambda *arguments: setattr(wrong.balancer, "_load", None)
     for step in (right, wrong):
@@ -100,7 +100,7 @@ def test_recomputed_sublayers_are_counted_once(mixture: RunConfig, load: str) ->
 
 
 def on_ranks(count: int, work: Callable[[int, Callable[[Tensor], Tensor]], None]) -> None:
-    """Run `work(rank, add_ranks)` on threads that sum tensors as processes would by an all-reduce."""
+    """Run `work(rank, add_ranks)` on threads; `add_ranks` sums tensors over them, like an all-reduce."""
     barrier, given = threading.Barrier(count), [torch.empty(0)] * count
     failed: list[BaseException] = []
 
@@ -183,7 +183,7 @@ class _Mixture:
 
 
 def test_the_balance_loss_evens_the_load_out(mixture: RunConfig) -> None:
-    """From a router that prefers one expert: the load is spread within a few steps, and without the loss it is not."""
+    """From a router that prefers one expert, the load evens out in a few steps; without the loss it does not."""
 
     def heaviest(weight: float) -> float:
         step = made(mixture, f"train.balance.weight={weight}", "train.optimizer=adamw", "train.optimizer.lr=0.02")
@@ -202,7 +202,7 @@ def test_the_balance_loss_evens_the_load_out(mixture: RunConfig) -> None:
 
 @pytest.mark.gpu
 def test_a_compiled_hybrid_mixture_learns_on_a_gpu_as_its_reference_does() -> None:
-    """All in bfloat16: the first loss is rounding apart, the next few what an optimizer makes of it."""
+    """All in bfloat16: first losses differ by rounding; later ones by what the optimizer makes of that."""
     config = RunConfig.find("tiny-hybrid-moe").override(["train.device=cuda", "model.context=128"])
     given = [batch(16, seed) for seed in range(20)]
 

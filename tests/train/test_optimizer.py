@@ -22,7 +22,7 @@ PUBLISHED = [
 
 
 def reference_polar(gradient: np.ndarray) -> np.ndarray:
-    """The polynomials applied to singular values, which is what they mean."""
+    """The polynomials applied to the singular values directly."""
     left, values, right = np.linalg.svd(gradient, full_matrices=False)
     values = values / (1.02 * np.linalg.norm(gradient) + 1e-6)
     for a, b, c in PUBLISHED:
@@ -129,7 +129,7 @@ def test_a_stack_is_orthogonalised_matrix_by_matrix() -> None:
 
 
 def test_parts_of_a_fused_matrix_do_not_mix() -> None:
-    """A gradient a million times larger in one part leaves the direction of the others alone."""
+    """A gradient a million times larger in one part does not change the direction of the others."""
     updates = []
     for scale in (1.0, 1e6):
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""What must not happen to a person's run: a sentence instead, and everything that was there is still there."""
+"""Runs that are refused or stopped: one sentence says why, and no file is lost."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_loss_that_is_no_number_stops_the_run_and_leaves_the_last_good_checkpo
 def test_weights_that_are_no_numbers_are_never_saved(
     config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where no log line comes between the accident and the save."""
+    """Also if no log line comes between the broken weight and the save."""
     poison(monkeypatch, after=3, value=float("nan"))
     with pytest.raises(TrainingStopped, match="validation loss is nan"):
         train(config.override(["train.log_every=100"]), tmp_path / "run", console=QUIET)

@@ -1,4 +1,4 @@
-"""A run that stops and goes on ends with the same bits as one that never stopped, however it stopped."""
+"""A run that is stopped and resumed ends with the same bits as one that never stopped."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TIMES = ("seconds", "tokens_per_second", "memory_gib")
 
 
 def curves(folder: Path) -> list[dict[str, Any]]:
-    """The metrics without what a clock measured."""
+    """The metrics without times and speeds."""
     return [
         {key: value for key, value in record.items() if key not in TIMES}
         for record in read_metrics(folder / "metrics.jsonl")
@@ -69,7 +69,7 @@ def stop_after(monkeypatch: pytest.MonkeyPatch, steps: int, number: int = signal
 
 @pytest.fixture
 def whole(config: RunConfig, tmp_path: Path) -> Path:
-    """The run that never stops."""
+    """A run that is not interrupted."""
     train(config, tmp_path / "whole", console=QUIET)
     return tmp_path / "whole"
 
@@ -92,7 +92,7 @@ def test_a_signal_saves_and_the_resumed_run_equals_the_whole(
 def test_random_numbers_go_on_where_they_stopped(
     config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a model with dropout would draw them."""
+    """Random numbers, as a model with dropout would draw them."""
     call = Step.__call__
     drawn: list[float] = []
 
@@ -149,7 +149,7 @@ def test_an_exact_gpu_run_resumes_bit_for_bit(config: RunConfig, tmp_path: Path)
 
 
 def run_killed(config: RunConfig, out: Path, tmp_path: Path, where: str) -> None:
-    """Train in another process that is killed, beyond any handler, at `where` inside its second save."""
+    """Train in another process that is killed with SIGKILL at `where` during its second save."""
     (tmp_path / "run.toml").write_text(config.to_toml())
     script = f"""
         import os, pathlib, signal, sys
@@ -195,7 +195,7 @@ def test_killed_inside_a_save_the_resumed_run_equals_the_whole(
 
 
 def test_leftovers_and_a_cut_metrics_line_are_forgotten(config: RunConfig, whole: Path, tmp_path: Path) -> None:
-    """What a kill in the middle of a save leaves: a half-written folder, metrics ahead of the checkpoint."""
+    """A kill during a save leaves an incomplete folder, and metrics newer than the checkpoint."""
     out = tmp_path / "stopped"
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Interrupted):
         stop_after(patch, 4)
@@ -245,7 +245,7 @@ def test_a_longer_run_goes_on_from_the_old_end(config: RunConfig, whole: Path) -
 
 
 def test_smaller_micro_batches_go_on_in_the_same_data_order(config: RunConfig, whole: Path, tmp_path: Path) -> None:
-    """What a person does when the memory was too small: half the micro-batch, twice as many."""
+    """After running out of memory a person halves train.micro_batch and doubles train.accumulate."""
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Interrupted):
         stop_after(patch, 3)
         train(config, tmp_path / "stopped", console=QUIET)

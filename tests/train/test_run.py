@@ -1,4 +1,4 @@
-"""What a finished run leaves behind and what a person sees of it."""
+"""The files of a finished run, and what it prints."""
 
 from __future__ import annotations
 

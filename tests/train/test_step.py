@@ -52,7 +52,7 @@ def test_accumulation_equals_one_big_batch(config: RunConfig, optimizer: str) ->
 
 
 def test_micro_batches_count_by_their_targets(config: RunConfig) -> None:
-    """Where documents are masked, micro-batches hold different numbers of targets."""
+    """With masked documents, micro-batches have different numbers of targets."""
     full, sparse = batch(2, 1), batch(2, 2, ignored=12)
     together = Batch(torch.cat([full.tokens, sparse.tokens]), torch.cat([full.targets, sparse.targets]))
     big, small = make(config, double=True), make(config, double=True)
@@ -130,7 +130,7 @@ ROUNDED = {
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 @pytest.mark.parametrize("changes", ROUNDED.values(), ids=list(ROUNDED))
 def test_working_copies_are_what_autocast_would_round(config: RunConfig, changes, monkeypatch) -> None:
-    """The same bits, over steps of several micro-batches and an evaluation with new weights."""
+    """Same bits with and without working copies, over several micro-batches and an evaluation after an update."""
     found = []
     for copying in (False, True):
         monkeypatch.setattr(Step, "copying", copying)

@@ -1,4 +1,4 @@
-"""A micro-batch replayed as a CUDA graph is the same micro-batch."""
+"""A CUDA graph of a micro-batch gives the same losses and gradients as running it."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def batches(config, seed, documents=False, sequence=None):
 
 
 def warmed_up(*changes, documents=False):
-    """A step whose graphs have been captured, by training."""
+    """A step that has trained until its graphs were captured."""
     config = RunConfig.find("tiny").override(["train.accumulate=3", *changes])
     torch.manual_seed(0)
     torch._dynamo.reset()
@@ -35,7 +35,7 @@ def warmed_up(*changes, documents=False):
 
 
 def gradients(step, micro_batches, learn):
-    """What one step's micro-batches leave with the parameters, and their losses."""
+    """The gradients and losses of the micro-batches of one step."""
     share = torch.tensor(1 / len(micro_batches), device="cuda")
     losses = []
     if step._copies is not None:
@@ -59,7 +59,7 @@ def same(a, b):
 
 @pytest.fixture(autouse=True)
 def _exact():
-    """The compiled gradient of an embedding adds in any order otherwise."""
+    """Without this, the compiled gradient of an embedding is summed in no fixed order."""
     with arithmetic(RunConfig.find("tiny").override(["train.determinism=exact"]).train):
         yield
 
@@ -96,7 +96,7 @@ def test_a_micro_batch_of_another_length_runs_as_it_would_have():
 
 
 def test_a_step_may_begin_with_a_micro_batch_of_another_length():
-    """Its gradients are not where the graph of later ones adds to."""
+    """Its gradients are not in the buffers that the graph of later micro-batches adds to."""
     config, step = warmed_up()
     mixed = [*batches(config, 98, sequence=17)[:1], *batches(config, 99)]
     same(gradients(step, mixed, step._graphed), gradients(step, mixed, ordinary(step)))
@@ -108,7 +108,7 @@ def test_graphs_can_be_declined():
 
 
 def test_working_copies_change_nothing(monkeypatch):
-    """Compiled, rewritten and replayed: the same weights with and without them."""
+    """Compiled, rewritten and replayed: same weights with and without working copies."""
     found = []
     for copying in (False, True):
         monkeypatch.setattr(Step, "copying", copying)

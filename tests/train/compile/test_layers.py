@@ -1,4 +1,4 @@
-"""Sublayers that share compiled code: the same step, and as few compilations as there are kinds of sublayers."""
+"""Sublayers that share compiled code: the same step, with one compilation per kind of sublayer."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ROUNDED = "train.precision=bfloat16"
 
 @pytest.fixture
 def counter(monkeypatch: pytest.MonkeyPatch) -> CompileCounterWithBackend:
-    """Counts graphs; compiled code is traced and run as it is."""
+    """Count graphs; traced code runs without a compiler."""
     compile_plainly, counter = torch.compile, CompileCounterWithBackend("aot_eager")
     torch.compiler.reset()
     monkeypatch.setattr(torch, "compile", lambda f, **_: compile_plainly(f, backend=counter, dynamic=False))
@@ -43,7 +43,7 @@ def counter(monkeypatch: pytest.MonkeyPatch) -> CompileCounterWithBackend:
 
 @pytest.fixture
 def shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What would be compiled is shared and run as it is."""
+    """Share code between sublayers, but run it without a compiler."""
     monkeypatch.setattr(torch, "compile", lambda f, **_: f)
 
 
@@ -52,7 +52,7 @@ def _changes(config: RunConfig, *words: str) -> list[str]:
 
 
 def _pair(config: RunConfig, *changes: str) -> tuple[Step, Step]:
-    """Steps without a compiler, and on shared code."""
+    """A step without a compiler, and one on shared code."""
     return make(config, *changes, "train.compile=off"), make(config, *changes, LAYERED)
 
 
@@ -69,7 +69,7 @@ GRAPHS = {
     "moe": 6,  # the compiler stops at experts in a loop, and goes on behind it
 }
 EXACT = {"hybrid": "train.precision=float32", "moe": "train.precision=float32"}
-"""Where a compiler that rounds elsewhere changes more than the tolerance, however much of the model it sees."""
+"""Cases where a compiler's other rounding exceeds the tolerance, for the whole model as well as for sublayers."""
 
 
 @pytest.mark.slow
@@ -174,7 +174,7 @@ def _counted(module: nn.Module) -> list[int]:
 
 
 def test_a_hook_on_a_sublayer_runs_for_that_one(config: RunConfig, shared: None) -> None:
-    """And those on modules inside, whenever they were placed, do not."""
+    """Hooks on modules inside a sublayer do not run, whenever they were added."""
     model = build(config.model)
     before, inside = _counted(model.sublayers[0]), _counted(model.sublayers[0].body)
     step = build_step(model, config.override([LAYERED]).train, CPU)
@@ -189,7 +189,7 @@ def test_a_hook_on_a_sublayer_runs_for_that_one(config: RunConfig, shared: None)
 def test_a_rehearsal_leaves_nothing_behind(
     config: RunConfig, shared: None, caplog: pytest.LogCaptureFixture, variant: str, heard: bool
 ) -> None:
-    """Experts in a loop need data: that a rehearsal fails is for whoever debugs."""
+    """Experts in a loop need data, so the rehearsal fails: it is only logged at debug level."""
     changes = [ROUNDED, LAYERED, *_changes(config, variant)]
     first, second = (make(config, *changes) for _ in range(2))
     with caplog.at_level(logging.DEBUG, "residua"):
