@@ -25,8 +25,9 @@ from torch.distributed.tensor import DTensor
 from residua.config.run import RunConfig, TrainConfig
 from residua.data.loader import IGNORED, Batch
 from residua.distributed.mesh import Mesh
-from residua.distributed.optimizer import RankedOptimizer, local
+from residua.distributed.optimizer import RankedOptimizer
 from residua.distributed.shard import GatheredCopies, gathered_modules, replicated_losses, shard_model, sharded_losses
+from residua.storage.sharded import local
 from residua.train.balance import Balancer, build_balancer
 from residua.train.losses import LossFunction
 from residua.train.optimizer import HybridOptimizer, build_optimizer

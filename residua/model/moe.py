@@ -102,7 +102,8 @@ class Experts(nn.Module):
             h = self.act(gate) * up
         else:
             h = self.act(h)
-        return ops.grouped_linear(h, self.out.unflatten(0, (self.count, -1)), ends)
+        y: Tensor = ops.grouped_linear(h, self.out.unflatten(0, (self.count, -1)), ends)
+        return y
 
     def inner_edges(self, name: str) -> list[Edge]:
         """From the hidden states, of gated and of relu² experts, to the outputs."""

@@ -12,6 +12,8 @@ from residua.data import open_corpus, prepare
 from residua.data.source import open_data
 from residua.ops._runtime.backend import chosen_backend
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 MODEL = """
 [model]

@@ -19,6 +19,8 @@ from residua.bench.show import print_operators, write_json
 from residua.bench.timing import Ceilings, Sample
 from residua.cli.bench import app
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 SMALL = Shape(tokens=24, width=32, streams=3, sources=4, rank=2, vocabulary=50, sublayers=8, dtype=torch.float32)
 QUICK = ["--tokens", "16", "--width", "32", "--repeats", "2", "--implementations", "reference"]

@@ -12,6 +12,8 @@ from residua.diagnose.page import diagnosis_page
 from tests.diagnose import planted
 from tests.report.browser import chromium, opened
 
+pytestmark = pytest.mark.slow
+
 SECTIONS = (
     "Summary",
     "What removal costs",

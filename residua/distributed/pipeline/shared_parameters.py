@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from residua.distributed.mesh import Mesh
-from residua.distributed.optimizer import local
+from residua.storage.sharded import local
 
 if TYPE_CHECKING:
     from residua.model.decoder import Decoder

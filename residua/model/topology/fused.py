@@ -14,8 +14,9 @@ from torch import Tensor
 
 from residua.model.topology.base import State, Topology
 from residua.ops import decode
-from residua.ops.decode import MOST_STREAMS, Gate
+from residua.ops.decode import MOST_STREAMS
 from residua.ops.decode.launch import MOST_SOURCES, as_vectors
+from residua.ops.decode.reference import Gate
 
 if TYPE_CHECKING:
     from residua.model.norm import RMSNorm
