@@ -236,3 +236,11 @@ def test_a_layer_that_writes_the_anchors_has_a_structure_of_its_own(config: RunC
 
 def test_layers_of_different_attention_have_different_structures(config: RunConfig) -> None:
     assert len(set(_structures(config, "hybrid"))) == 3
+
+
+def test_a_sublayer_with_another_setting_has_another_structure(config: RunConfig) -> None:
+    """Same classes and shapes, and yet another computation."""
+    sublayer = build(config.model).sublayers[0]
+    before = structure(sublayer)
+    sublayer.norm.eps *= 2
+    assert structure(sublayer) != before
