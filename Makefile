@@ -9,7 +9,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # two workers, a file at a time; the longest of the last run first (tests/conftest.py)
 PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: test check nightly fast demo lint types setup browser clean
+.PHONY: test check nightly fast demo lint types map setup browser clean
 
 test: setup browser lint types  ## everything CI checks
 	$(PYTEST) -m "not nightly"
@@ -33,6 +33,9 @@ lint: setup
 
 types: setup
 	$(BIN)/mypy
+
+map: setup  ## draw docs/img/architecture.svg from the imports in the code
+	$(BIN)/python tools/architecture.py
 
 setup: $(READY)
 

@@ -1,3 +1,3 @@
 """The version of Residua: `residua.__version__`, the wheel and exported folders read it here."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

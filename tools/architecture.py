@@ -20,7 +20,9 @@ LINE, PADDING = 15, 12
 
 def layers() -> list[list[str]]:
     """The rooms by level, top first, as the import contract has them."""
-    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]["contracts"]
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"][
+        "contracts"
+    ]
     found = next(contract["layers"] for contract in contracts if contract["type"] == "layers")
     return [[name.strip().removeprefix("residua.") for name in _split(layer)] for layer in found]
 

@@ -15,8 +15,8 @@ from residua.bench.operators import OpResult
 from residua.bench.step import StepResult
 from residua.bench.timing import Ceilings, Sample
 from residua.config.run import RunConfig
+from residua.files import write_atomically
 from residua.report.terminal import new_table
-from residua.storage.files import write_atomically
 
 WIDTH = 180
 """Of a log: the widest table fits."""

@@ -100,7 +100,7 @@ def evaluate(
             results.text = _text(loaded, tokenizer, model, data, split, tokens, batch_tokens, bars.track("text"))
         if names:
             _run_tasks(results, loaded, tokenizer, local, names, shots, limit, batch_tokens, bars)
-    from residua.storage.files import write_atomically
+    from residua.files import write_atomically
 
     target.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(target, results.to_json())

@@ -17,8 +17,8 @@ from residua.data.encode import encode_documents
 from residua.data.readers import DataError, reason
 from residua.data.shards import ShardWriter, dtype_for
 from residua.data.tokenizer import Tokenizer
+from residua.files import atomic_folder
 from residua.machine import available_cores
-from residua.storage.files import atomic_folder
 
 SHARD_TOKENS = 100_000_000
 # More text hardly changes a BPE vocabulary, and costs memory and time.

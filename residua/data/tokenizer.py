@@ -18,7 +18,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from residua.data.readers import DataError, reason
-from residua.storage.files import write_atomically
+from residua.files import write_atomically
 
 END_OF_TEXT = "<|endoftext|>"
 # Names of this token in published tokenizers, in order of preference.

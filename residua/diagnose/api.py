@@ -17,10 +17,10 @@ from residua.diagnose.page import diagnosis_page
 from residua.diagnose.run import ABLATION_TOKENS, Progress, diagnose_model
 from residua.diagnose.schema import Diagnosis
 from residua.diagnose.text import DEFAULT_TOKENS, sample
+from residua.files import write_atomically
 from residua.machine import choose_device
 from residua.model import taps as published
 from residua.model.decoder import Decoder
-from residua.storage.files import write_atomically
 from residua.storage.opening import open_tokenizer
 
 Device = Literal["auto", "cpu", "cuda"]

@@ -10,9 +10,9 @@ import sys
 from pathlib import Path
 
 from residua.config.run import ParallelConfig
+from residua.files import write_atomically
 from residua.model.decoder import build
 from residua.storage.checkpoint import checkpoints, save_checkpoint
-from residua.storage.files import write_atomically
 from residua.storage.load import restore
 from residua.storage.run import Run, saved_config
 from residua.train.optimizer import build_optimizer

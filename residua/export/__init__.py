@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from residua.export.folder import write_folder
-from residua.storage.files import refuse_used
+from residua.files import refuse_used
 from residua.storage.opening import PRECISIONS, open_model
 
 __all__ = ["Exported", "export", "write_folder"]

@@ -19,10 +19,10 @@ from residua.config.model import ModelConfig, head_dim
 from residua.data.tokenizer import Tokenizer
 from residua.export.bundle import bundle, users_modules
 from residua.export.check import check_export
+from residua.files import atomic_folder, refuse_used
 from residua.model.decoder import Decoder
 from residua.storage.checkpoint import model_tensors
 from residua.storage.exported import exported_name
-from residua.storage.files import atomic_folder, refuse_used
 from residua.version import __version__
 
 AUTO_MAP = {

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
+from residua.files import refuse_used, write_atomically
 from residua.machine import choose_device
 from residua.quantize.apply import targets
 from residua.quantize.calibration import CALIBRATION_SEQUENCES, CalibrationText
@@ -16,7 +17,6 @@ from residua.quantize.schema import QuantizationResult
 from residua.quantize.schemes import find_scheme
 from residua.quantize.store import is_quantized, save_quantized
 from residua.report.terminal import StageProgress
-from residua.storage.files import refuse_used, write_atomically
 from residua.storage.load import load
 
 Device = Literal["auto", "cpu", "cuda"]

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from residua.config.model import ModelConfig
+from residua.files import atomic_folder, refuse_used
 from residua.model.decoder import Decoder, build
 from residua.quantize.apply import candidates, install, rounded
 from residua.quantize.fp8 import Fp8
@@ -27,7 +28,6 @@ from residua.quantize.low import matrices
 from residua.quantize.real import with_fp8_products
 from residua.quantize.schemes import Quantized, find_scheme
 from residua.storage.checkpoint import model_tensors
-from residua.storage.files import atomic_folder, refuse_used
 
 MARK = "quantization.json"
 WEIGHTS = "model.safetensors"

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
+from residua.files import write_atomically
 from residua.report import theme
-from residua.storage.files import write_atomically
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure

@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from residua.storage.files import UNFINISHED, atomic_folder, unfinished
+from residua.files import UNFINISHED, atomic_folder, unfinished
 
 FOLDER = "checkpoints"
 SHARDS = "shards"  # the subfolder of a checkpoint that several ranks wrote, see `sharded.py`

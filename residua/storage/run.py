@@ -19,8 +19,8 @@ from typing import Any
 
 from residua.config.run import RunConfig, differences
 from residua.config.settings import ConfigError
+from residua.files import UNFINISHED, write_atomically
 from residua.storage.checkpoint import Checkpoint, checkpoints
-from residua.storage.files import UNFINISHED, write_atomically
 
 LOCK = ".lock"
 # Files that a run leaves if it is refused or killed before it begins.

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.tensor import DTensor
 
+from residua.files import publish, unfinished
 from residua.storage.checkpoint import (
     FOLDER,
     SHARDS,
@@ -36,7 +37,6 @@ from residua.storage.checkpoint import (
     prune,
     what_is_left,
 )
-from residua.storage.files import publish, unfinished
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata

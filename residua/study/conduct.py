@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from residua.data import Dataset, embedded, unigram_entropy
-from residua.storage.files import write_atomically
+from residua.files import write_atomically
 from residua.study import sentences
 from residua.study.config import StudyConfig
 from residua.study.diagnosed import SIDE_BY_SIDE, diagnose_runs

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from residua.files import write_atomically
 from residua.quantize.recipe import Recipe
 from residua.report.terminal import ProgressBars
-from residua.storage.files import write_atomically
 from residua.study.config import StudyConfig
 from residua.study.plan import PlannedRun, StudyPlan
 from residua.study.runs import INSPECTION, QUANTIZED, QuantizedRun, is_complete, read_quantized

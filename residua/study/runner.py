@@ -20,8 +20,8 @@ from types import FrameType
 from typing import Protocol
 
 from residua.config.settings import ConfigError
+from residua.files import write_atomically
 from residua.machine import available_cores
-from residua.storage.files import write_atomically
 from residua.study.config import StudyConfig
 from residua.study.plan import CONFIGS, LOCK, LOGS, PlannedRun, StudyPlan, check_folders
 from residua.study.runs import is_complete, latest, steps_done

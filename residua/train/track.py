@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from residua.config.run import RunConfig
 from residua.config.settings import ConfigError
-from residua.storage.files import write_atomically
+from residua.files import write_atomically
 
 
 class Sink(Protocol):

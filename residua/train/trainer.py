@@ -16,9 +16,9 @@ from residua.config.settings import ConfigError
 from residua.data import Dataset, Loader, validation_batches
 from residua.data.loader import IGNORED
 from residua.data.source import open_data
+from residua.files import write_atomically
 from residua.model.size import measure
 from residua.storage.checkpoint import prune, what_is_left
-from residua.storage.files import write_atomically
 from residua.storage.run import Run
 from residua.train.clock import Clock, random_states, set_random_states
 from residua.train.environment import describe_environment

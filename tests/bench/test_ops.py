@@ -279,7 +279,7 @@ def test_a_write_that_is_cut_leaves_the_file_as_it_was(tmp_path, monkeypatch):
 
     out = tmp_path / "ops.json"
     write_json(out, {"rows": 1})
-    monkeypatch.setattr("residua.storage.files.flush", cut)
+    monkeypatch.setattr("residua.files.flush", cut)
     with pytest.raises(OSError, match="no space"):
         write_json(out, {"rows": 2})
     assert json.loads(out.read_text()) == {"rows": 1}

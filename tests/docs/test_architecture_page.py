@@ -43,5 +43,9 @@ def test_the_picture_is_drawn_from_the_code_as_it_is():
 
 def test_every_path_of_the_package_that_a_page_names_exists():
     pages = [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
-    named = {(page.name, path) for page in pages for path in re.findall(r"\b((?:residua|tests)/[\w/.]*\w)", page.read_text("utf-8"))}
+    named = {
+        (page.name, path)
+        for page in pages
+        for path in re.findall(r"\b((?:residua|tests)/[\w/.]*\w)", page.read_text("utf-8"))
+    }
     assert not sorted((page, path) for page, path in named if not (ROOT / path).exists())

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from residua.storage import files
-from residua.storage.files import atomic_folder, refuse_used, write_atomically
+from residua import files
+from residua.files import atomic_folder, refuse_used, write_atomically
 
 
 def test_a_folder_appears_whole_and_may_replace_an_empty_one(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Atomic writes: a file or folder that has its name is complete, even after a crash or a power cut.
 
 Everything is written under a temporary name (it starts with `UNFINISHED`), flushed to disk, then renamed. This is the
-only place that does so. It imports nothing but the standard library, so `data` and `report` may use it too.
+only place that does so. It imports nothing but the standard library, so every room may use it.
 """
 
 from __future__ import annotations
