@@ -1,7 +1,8 @@
 """Draw the package's rooms and the imports between them: `make map` writes docs/img/architecture.svg.
 
 Rooms are the folders of `residua/`, their order is the import contract's in pyproject.toml, their sentence is the first
-of their docstring, and arrows are the imports in the code, less those that follow from others.
+of their docstring. "Uses" lists the imports in the code, less those that follow from others; the ones between
+neighbouring levels are drawn as arrows.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PICTURE = ROOT / "docs" / "img" / "architecture.svg"
-WIDTH, MARGIN, GAP, ROW = 1180, 24, 18, 46
+WIDTH, MARGIN, GAP, ROW = 1180, 24, 18, 30
 LINE, PADDING = 15, 12
 
 
@@ -83,19 +84,23 @@ def reduced(edges: set[tuple[str, str]]) -> set[tuple[str, str]]:
 
 def draw() -> str:
     """The picture as SVG."""
-    words, places, parts = rooms(), {}, []
+    words, edges, places, parts = rooms(), reduced(arrows()), {}, []
     y = MARGIN
-    for level in layers():
+    for number, level in enumerate(layers()):
         width = (WIDTH - 2 * MARGIN - GAP * (len(level) - 1)) / len(level)
-        wrapped = {room: textwrap.wrap(words[room], int((width - 2 * PADDING) / 6.1)) for room in level}
-        inside = {room: textwrap.wrap(" · ".join(subrooms(room)), int((width - 2 * PADDING) / 6.1)) for room in level}
+        columns = int((width - 2 * PADDING) / 6.4)
+        wrapped = {room: textwrap.wrap(words[room], columns) for room in level}
+        used = {room: ", ".join(b for a, b in sorted(edges) if a == room) for room in level}
+        details = {room: [" · ".join(subrooms(room)), used[room] and f"uses {used[room]}"] for room in level}
+        inside = {room: [line for part in details[room] for line in textwrap.wrap(part, columns)] for room in level}
         height = 2 * PADDING + LINE * (1 + max(len(wrapped[room]) + len(inside[room]) for room in level))
         for i, room in enumerate(level):
             x = MARGIN + i * (width + GAP)
-            places[room] = (x, y, width, height)
+            places[room] = (number, x, y, width, height)
             parts.append(_box(room, x, y, width, height, wrapped[room], inside[room]))
         y += height + ROW
-    lines = [_line(places[a], places[b]) for a, b in sorted(reduced(arrows())) if a in places and b in places]
+    near = [(a, b) for a, b in sorted(edges) if a in places and places[b][0] - places[a][0] == 1]
+    lines = [_line(places[a][1:], places[b][1:]) for a, b in near]
     return "\n".join([_HEAD.format(width=WIDTH, height=int(y - ROW + MARGIN)), *lines, *parts, "</svg>", ""])
 
 
@@ -119,9 +124,6 @@ def _box(room: str, x: float, y: float, width: float, height: float, words: list
 def _line(upper: tuple[float, ...], lower: tuple[float, ...]) -> str:
     x1, y1 = upper[0] + upper[2] / 2, upper[1] + upper[3]
     x2, y2 = lower[0] + lower[2] / 2, lower[1]
-    if y2 < y1:  # neighbours on one level
-        y1 = y2 = upper[1] + upper[3] / 2
-        x1, x2 = (upper[0] + upper[2], lower[0]) if lower[0] > upper[0] else (upper[0], lower[0] + lower[2])
     middle = (y1 + y2) / 2
     return (
         f'<path d="M{x1:.0f} {y1:.0f} C{x1:.0f} {middle:.0f} {x2:.0f} {middle:.0f} {x2:.0f} {y2 - 2:.0f}" '

@@ -1,0 +1,1 @@
+"""How fast training steps, operators and decoding are, measured or planned on paper."""

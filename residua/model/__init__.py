@@ -1,0 +1,1 @@
+"""The decoder and its parts: attention, anchors, mixers, feed-forwards, norms, topologies."""

@@ -1,1 +1,1 @@
-"""Files and folders: atomic writes, run folders, checkpoints, and loading a model from any folder."""
+"""Folders: runs, checkpoints, and loading a model from any folder."""

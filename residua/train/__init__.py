@@ -1,1 +1,1 @@
-"""Training: optimizer, schedule, checkpoints, run folders. `residua.train.trainer.train` is where a run starts."""
+"""Training on one process: trainer, step, optimizer, telemetry. `residua.train.trainer.train` is where a run starts."""
