@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from residua.diagnose.metric import Metric, on_page
 from residua.diagnose.metrics.removal import Budget, measure, planned
@@ -69,18 +70,23 @@ def diagnose_model(
 
 def _observe(subject: Subject, sample: Sample, metrics: Sequence[Metric], progress: Progress) -> float:
     """Show the model the whole sample, a batch at a time; its mean loss."""
-    device = next(subject.model.parameters()).device
     batches = list(sample.batches(TOKENS_AT_ONCE))
     total = 0.0
     for done, (tokens, targets) in enumerate(batches):
-        seen = subject.observe(tokens.to(device), targets.to(device))
-        if not math.isfinite(seen.loss):
-            raise ValueError(f"{subject.name} gives a loss of {seen.loss} on this text: its weights are broken.")
-        for metric in metrics:
-            metric.add(seen)
-        total += seen.loss * tokens.numel()
+        total += _observe_batch(subject, tokens, targets, metrics) * tokens.numel()
         progress("looking", done + 1, len(batches))
     return total / sample.tokens.numel()
+
+
+def _observe_batch(subject: Subject, tokens: Tensor, targets: Tensor, metrics: Sequence[Metric]) -> float:
+    """The loss of one batch. A function of its own: an observation is large and must be freed before the next."""
+    device = next(subject.model.parameters()).device
+    seen = subject.observe(tokens.to(device), targets.to(device))
+    if not math.isfinite(seen.loss):
+        raise ValueError(f"{subject.name} gives a loss of {seen.loss} on this text: its weights are broken.")
+    for metric in metrics:
+        metric.add(seen)
+    return seen.loss
 
 
 def _first(sample: Sample, tokens: int) -> Sample:
