@@ -163,7 +163,7 @@ def build_ranked_step(model: Decoder, config: RunConfig, mesh: Mesh, way: Way | 
 
 def open_world(config: RunConfig) -> World:
     """The world that the configuration asks for: one process, or those that torchrun started."""
-    check_processes(config)
     if config.parallel.ranks == 1:
         return World.alone(config)
+    check_processes(config)
     return Ranks.start(config, choose_device(config.train.device, "train.device"))

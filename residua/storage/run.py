@@ -86,7 +86,13 @@ class Run:
         return found[-1] if found else None
 
     def begin(self, environment: dict[str, Any], step: int) -> None:
-        """Write config.toml, and add this session to environment.json: its environment, first step and changes."""
+        """Write config.toml, and add this session to environment.json: its environment, first step and changes.
+
+        Removes files that a killed session left half written.
+        """
+        for leftover in self.folder.glob(f"{UNFINISHED}*"):
+            if leftover.is_file():  # a folder may be a model that is being quantized into the run
+                leftover.unlink(missing_ok=True)
         path = self.folder / "environment.json"
         sessions = json.loads(path.read_text(encoding="utf-8"))["sessions"] if path.exists() else []
         changes = {key: list(pair) for key, pair in self._changes.items()}

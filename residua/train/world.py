@@ -42,7 +42,10 @@ class World:
         """This process only; refused if the configuration asks for several."""
         check_processes(config)
         if config.parallel.ranks > 1:
-            raise ConfigError("parallel asks for several processes: pass world=open_world(config) to `train`.")
+            raise ConfigError(
+                "parallel asks for several processes: pass `train` the world that "
+                "residua.distributed.world.open_world(config) returns."
+            )
         return cls(choose_device(config.train.device, "train.device"))
 
     def __enter__(self) -> Self:

@@ -144,6 +144,20 @@ def test_a_silent_rank_is_named_by_all_others_in_bounded_time(job: Any, silent: 
         assert line.endswith("failed: it was silent for 10 seconds, last heard of after step 7; do this.")
 
 
+@pytest.mark.parametrize("dead", [{2, 3}, {0, 1}, {4, 0}, {1, 3}, {0, 1, 2, 3}])
+def test_of_ranks_that_die_together_all_others_name_the_same_one(job: Any, dead: set[int], capsys: Any) -> None:
+    """The rank before a dead one in the ring may be dead too; before the first of them there is one that lives."""
+    simulated = job(5)
+    simulated.second()
+    for rank in dead:
+        del simulated.alive[rank]
+    assert simulated.seconds_until_an_end() <= PATIENCE + 2 * MISSED + 4
+    said = capsys.readouterr().err.splitlines()
+    named = {line.split(" (process ")[0] for line in said}
+    assert len(said) == 5 - len(dead) and len(named) == 1
+    assert named <= {f"residua: rank {rank}" for rank in dead}
+
+
 def test_a_rank_that_fails_is_named_with_its_reason(job: Any, capsys: Any) -> None:
     simulated = job(3)
     simulated.alive.pop(1).fail("the disk is full")

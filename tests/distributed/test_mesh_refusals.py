@@ -57,6 +57,12 @@ def test_processes_without_a_mesh_are_refused(monkeypatch: pytest.MonkeyPatch) -
         open_world(run_config("additive"))
 
 
+def test_a_process_alone_does_not_train_a_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match=r"pass `train` the world that residua\.distributed\.world\.open_world"):
+        World.alone(run_config("additive", {"shard": 2}))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "sentence"),
@@ -84,7 +90,8 @@ def test_of_many_ranks_one_says_what_is_wrong(changes: list[str], sentence: str,
 def test_the_command_of_the_documentation_refuses_too(tmp_path: Path) -> None:
     """`torchrun … -m residua.cli.main`, all of whose processes import everything anew."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["-m", "residua.cli.main", "train", "tiny", "parallel.shard=4", "--out", str(tmp_path / "run")]
+    command += ["-m", "residua.cli.main", "train", "tiny", "train.accumulate=4", "parallel.shard=4"]
+    command += ["--out", str(tmp_path / "run")]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True)
     assert done.returncode != 0
     said = [line for line in done.stderr.splitlines() if line.startswith("residua:")]

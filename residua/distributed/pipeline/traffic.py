@@ -11,11 +11,11 @@ from residua.config.run import ParallelConfig
 from residua.distributed.pipeline.transport import Route, cached_blocks, naive_blocks
 
 
-def hop_bytes(cuts: Sequence[dict[str, Tensor]], routes: Sequence[Route]) -> list[int]:
+def hop_bytes(boundaries: Sequence[dict[str, Tensor]], routes: Sequence[Route]) -> list[int]:
     """For each hop, the bytes that one micro-batch sends in one direction."""
     return [
         sum(items[name].numel() * items[name].element_size() for name in route.sends)
-        for items, route in zip(cuts, routes, strict=False)
+        for items, route in zip(boundaries, routes, strict=False)
     ]
 
 
