@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from importlib.metadata import entry_points
 from importlib.util import module_from_spec, spec_from_file_location
@@ -23,31 +25,35 @@ _loaded: set[str] = set()
 
 def load_plugins() -> None:
     """Import every plugin that is not yet imported."""
-    for name in os.environ.get(PLUGINS, "").split(","):
-        if name.strip() and name.strip() not in _loaded:
-            _load(name.strip())
-    if GROUP not in _loaded:
-        _loaded.add(GROUP)
-        for point in entry_points(group=GROUP):
-            point.load()
+    for name in filter(None, map(str.strip, os.environ.get(PLUGINS, "").split(","))):
+        if name not in _loaded:
+            load = partial(_from_file, Path(name)) if name.endswith(".py") else partial(import_module, name)
+            _load(name, f"{PLUGINS} names {name!r}, which", load)
+    for point in entry_points(group=GROUP):
+        if point.value not in _loaded:
+            _load(
+                point.value, f"the entry point {GROUP} of an installed package names {point.value!r}, which", point.load
+            )
 
 
-def _load(name: str) -> None:
-    _loaded.add(name)  # first: what a plugin does while it is imported may ask for plugins
+def _load(key: str, what: str, load: Callable[[], object]) -> None:
+    _loaded.add(key)  # first: what a plugin does while it is imported may ask for plugins
     try:
-        _from_file(Path(name)) if name.endswith(".py") else import_module(name)
-    except Exception as error:
-        _loaded.discard(name)
-        reason = f"{type(error).__name__}: {error}"
-        raise ConfigError(f"{PLUGINS} names {name!r}, which cannot be imported ({reason}).") from error
+        load()
+    except (Exception, SystemExit) as error:
+        _loaded.discard(key)
+        reason = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(".")
+        raise ConfigError(f"{what} cannot be imported ({reason}).") from error
 
 
 def _from_file(path: Path) -> None:
     """Import a file as a module of its own name, so that its classes can be pickled and their source found."""
-    path = path.resolve()
+    path = path.expanduser().resolve()
+    if not path.stem.isidentifier():
+        raise ImportError(f"{path.stem!r} is not a name that Python can import: rename the file")
     known = sys.modules.get(path.stem)
     if known is not None:
-        if getattr(known, "__file__", None) != str(path):
+        if Path(getattr(known, "__file__", None) or "").resolve() != path:
             raise ImportError(f"a module called {path.stem} is already imported: rename the file")
         return
     spec = spec_from_file_location(path.stem, path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Iterable
 from difflib import get_close_matches
@@ -151,7 +152,10 @@ def _missing(fault: Any, field: str, path: list[str], value: Any, model: type[Ba
 def _our_sentence(fault: Any, field: str, path: list[str], value: Any, model: type[BaseModel]) -> str:
     """Our own message, with its keys extended to their full path if the table is nested."""
     sentence = str(fault["ctx"]["error"])
-    return sentence.replace(f"{path[0]}.", f"{field}.") if len(path) > 1 else sentence
+    if len(path) < 2:
+        return sentence
+    key = rf"(?<![\w./\\'-]){re.escape(path[0])}\."  # not in the path of a file such as 'my/model.py'
+    return re.sub(key, f"{field}.", sentence)
 
 
 def _not_a_table(fault: Any, field: str, path: list[str], value: Any, model: type[BaseModel]) -> str:

@@ -88,8 +88,8 @@ class Past:
             raise ValueError("this attn_implementation takes softmax attention without padding only: use 'sdpa'.")
         self.length = 0 if cache is None else int(cache.get_seq_length())
         layers = [
-            KeyValues(cache, layer, host) if kind == "full_attention" else Recurrent(cache, layer, kind == "hybrid")
-            for layer, kind in enumerate(layer_types)
+            KeyValues(cache, layer, host) if name == "full_attention" else Recurrent(cache, layer, name == "hybrid")
+            for layer, name in enumerate(layer_types)
         ]
         self.sublayers = [part for layer in layers for part in (layer, None)]
 

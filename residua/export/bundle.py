@@ -13,8 +13,8 @@ things do not travel. They are replaced where they are imported:
 - `residua.ops` needs Triton. An operator becomes its plain PyTorch function, a module of kernels `no_kernels`.
 - `build_topology` and `build_norm` choose a class by the configuration's `kind`. Those of `residua_parts.py` name the
   classes of the built model, so that a model may have classes that Residua does not know.
-- Parts that the decoder can have and this model has not, such as experts, become `Unused`. So do fused decoding and
-  what lies above `residua.model`.
+- Parts that the decoder can have and this model has not, such as experts, become `Unused`. So does what Residua's own
+  modules import for its tools only (`STAYING`), and what lies above `residua.model`.
 """
 
 from __future__ import annotations
@@ -44,8 +44,13 @@ FILES = {
 }
 CHOOSING = ("residua.model.decoder", "residua.model.topology")
 """The modules that import parts of every kind, of which a model has some."""
-STAYING = ("residua.model.topology.fused",)
-"""Only `residua generate` uses these."""
+STAYING = (
+    "residua.model.edges",
+    "residua.model.topology.ablation",
+    "residua.model.topology.facts",
+    "residua.model.topology.fused",
+)
+"""What a model's parts need only to answer `residua quantize`, `diagnose`, `bench` and `generate`."""
 TRAVELLING = ("residua.model.", "residua.config.", "residua.ops", "residua.export.")
 OF_PYDANTIC = ("Field", "field_validator", "model_validator")
 BUILDERS = ("build_topology", "build_norm")
@@ -191,7 +196,7 @@ class Bundle:
         """What replaces a module of Residua that does not travel."""
         if not _is_residuas(module):
             return None
-        if not module.startswith(TRAVELLING) or module in STAYING:
+        if not module.startswith(TRAVELLING) or (module in STAYING and _is_residuas(importer)):
             return Place(PLAIN, "Unused")
         if module.startswith("residua.ops") and modules.needs(module, "triton"):
             return Place(PLAIN, "no_kernels")

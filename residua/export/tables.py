@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Iterator
 from functools import cached_property
 from importlib import import_module
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import Any
 
 from pydantic import BaseModel
@@ -21,7 +21,7 @@ HEADER = '''"""The tables of the configuration, with their defaults and the meth
 
 from __future__ import annotations
 
-from typing import {typing}
+{modules}from typing import {typing}
 
 from .residua_plain import Table
 '''
@@ -34,7 +34,7 @@ def tables_source(wanted: dict[str, Any], called: set[str]) -> str:
         for name, value in sorted(wanted.items()):
             tables.add(name, value)
         if tables.called == called:
-            header = HEADER.format(typing=", ".join(sorted(tables.typing)))
+            header = HEADER.format(modules="".join(tables.modules), typing=", ".join(sorted(tables.typing)))
             return "\n\n".join([header, *filter(None, ["".join(tables.values)]), *tables.definitions.values()])
         called = tables.called  # a method that was written calls another one
 
@@ -56,6 +56,7 @@ class _Tables:
     def __init__(self, called: set[str]) -> None:
         self.called, self.typing, self.seen = called, {"Any"}, set[str]()
         self.definitions: dict[str, str] = {}
+        self.modules: list[str] = []
         self.values: list[str] = []
 
     def add(self, name: str, value: Any) -> None:
@@ -65,6 +66,10 @@ class _Tables:
         self.seen.add(name)
         if getattr(value, "__module__", None) == "typing" and getattr(value, "__name__", None) == name:
             self.typing.add(name)
+        elif isinstance(value, ModuleType):
+            self.modules.append(
+                f"import {name}\n" if value.__name__ == name else f"import {value.__name__} as {name}\n"
+            )
         elif value is Frozen:
             self.values.append(f"{name} = Table\n")
         elif is_table(value):

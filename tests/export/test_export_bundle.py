@@ -4,11 +4,14 @@ import ast
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from residua.export import modules
+from residua.config.choices import MultiGate
+from residua.export import modules, plain
 from residua.export.bundle import bundle
+from residua.export.tables import tables_source
 from residua.model.decoder import build
 from tests.model.small import small
 
@@ -46,6 +49,23 @@ def test_a_folder_holds_the_topology_and_the_mixers_of_its_model_only(bundles):
     assert not held["mgr"] & {"topology_additive.py", "topology_attnres.py", "linear_attention.py", "moe.py"}
     assert {"topology_attnres.py", "linear_attention.py", "ops_gated_delta.py"} <= held["attnres"]
     assert not held["attnres"] & {"topology_additive.py", "topology_multigate.py", "moe.py"}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_what_only_tools_ask_a_model_for_is_left_out(bundles, name):
+    tools = {"topology_facts", "topology_ablation", "topology_fused", "edges"}
+    assert not {f"residua_{tool}.py" for tool in tools} & bundles[name].keys()
+    assert "torch._subclasses" not in "".join(bundles[name].values())
+
+
+def test_a_method_of_a_table_finds_the_modules_that_it_uses():
+    """`MultiGate.check` calls a function that uses `math`."""
+    source = tables_source({"MultiGate": MultiGate}, {"check"}).replace("from .residua_plain", f"from {plain.__name__}")
+    made: dict[str, Any] = {}
+    exec(source, made)
+    made["MultiGate"]().check(layers=12)
+    with pytest.raises(ValueError, match="leaves no gated sublayer"):
+        made["MultiGate"](streams=8).check(layers=2)
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -15,6 +15,7 @@ import torch
 from residua.config import family, plugins
 from residua.config.choices import NormChoice, TopologyChoice
 from residua.config.model import ModelConfig
+from residua.config.run import RunConfig
 from residua.config.settings import PLUGINS, ConfigError
 from residua.model.decoder import build
 from residua.model.norm import NORMS
@@ -76,16 +77,32 @@ def test_an_unknown_kind_is_refused_and_the_variable_is_mentioned(monkeypatch: p
             small(**{table: {"kind": "nowhere"}})
 
 
-def test_a_plugin_that_cannot_be_imported_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_plugin_that_cannot_be_imported_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys) -> None:
     broken = tmp_path / "broken.py"
     broken.write_text("1 / 0")
     taken = tmp_path / "json.py"
     taken.write_text("")
-    reasons = {"no_such_module": "ModuleNotFoundError", broken: "ZeroDivisionError", taken: "already imported"}
+    ends, dashed = tmp_path / "model.py", tmp_path / "layer-scale.py"
+    ends.write_text("import sys\nsys.exit('ends here.')")
+    clash = tmp_path / "clash.py"
+    clash.write_text(
+        "from residua.config.choices import TopologyChoice\nfrom residua.model.topology import register_topology\n"
+        "class Own(TopologyChoice):\n    kind: str = 'additive'\nregister_topology(Own, None)"
+    )
+    reasons = {
+        "no_such_module": "ModuleNotFoundError", broken: "ZeroDivisionError", taken: "already imported",
+        ends: "ends here", dashed: "not a name that Python can import", tmp_path / "nowhere.py": "No such file",
+        clash: "clash.Own has kind = 'additive', which residua.config.topologies.Additive already has",
+    }  # fmt: skip
     for name, reason in reasons.items():
         monkeypatch.setenv(PLUGINS, str(name))
-        with pytest.raises(ConfigError, match=f"{PLUGINS} names .*{reason}"):
+        with pytest.raises(ConfigError, match=f"^{PLUGINS} names '{re.escape(str(name))}', .*{reason}"):
             small(topology={"kind": "nowhere"})
+        with pytest.raises(ConfigError, match=f"^{PLUGINS} names '{re.escape(str(name))}', .*{reason}"):
+            RunConfig(model=small().model_dump() | {"topology": {"kind": "nowhere"}})
+        assert residua(monkeypatch, "presets") == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"residua: {PLUGINS} names {str(name)!r}, which cannot be imported (") and reason in line
 
 
 def test_a_kind_that_exists_cannot_be_taken_over() -> None:
@@ -135,13 +152,17 @@ def test_export_copies_their_files(own: Path, run: Path, tmp_path: Path, monkeyp
 
 def test_entry_points_of_installed_packages_are_plugins_too(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = []
-    point = SimpleNamespace(load=lambda: loaded.append("once"))
+    point = SimpleNamespace(value="package.module", load=lambda: loaded.append("once"))
     monkeypatch.setattr(plugins, "entry_points", lambda group: [point] if group == "residua.plugins" else [])
     monkeypatch.setattr(plugins, "_loaded", set())
     monkeypatch.delenv(PLUGINS, raising=False)
     plugins.load_plugins()
     plugins.load_plugins()
     assert loaded == ["once"]
+    point.value, point.load = "package.broken", lambda: {}["missing"]
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"names 'package.broken', which cannot be imported \(KeyError"):
+            plugins.load_plugins()
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 
 from residua.ops._runtime.numeric import wide
 from residua.ops.multi_gate import reference
-from residua.ops.multi_gate.reference import shape, split
+from residua.ops.multi_gate.reference import check, shape, split
 
 SHARE = 0.01
 FLOOR = 1 / 64
@@ -100,7 +100,7 @@ def junction(
 ) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
     """h and the next state: the streams and, except for the last junction, the link to the next one."""
     streams, link = split(state, update)
-    reference.check(shape(streams), update, weights[1], competitive)
+    check(shape(streams), update, weights[1], competitive)
     streams = [s.contiguous() for s in streams]
     kept = -1 if last or not torch.is_grad_enabled() else math.ceil(share * math.prod(shape(streams)[:-1]))
     hidden, *after = _inverted(
