@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Self, Union
+from typing import Annotated, Any, ClassVar, Self, Union, get_args
 
 from pydantic import Field, TypeAdapter
 
@@ -25,8 +25,9 @@ class Family(Frozen):
         """Add choices to the family, by the default of their `kind`."""
         known = _MEMBERS.setdefault(cls, {})
         for choice in choices:
-            kind = choice.model_fields["kind"].default
-            if not isinstance(kind, str):
+            field = choice.model_fields["kind"]
+            kind = field.default
+            if get_args(field.annotation) != (kind,):
                 raise ValueError(f'{choice.__name__} has no kind: give it `kind: Literal["name"] = "name"`.')
             other = known.get(kind)
             if other is not None and (other.__module__, other.__name__) != (choice.__module__, choice.__name__):

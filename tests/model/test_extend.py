@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Literal
 
 import pytest
 import torch
@@ -86,8 +87,9 @@ def test_a_plugin_that_cannot_be_imported_is_named(monkeypatch: pytest.MonkeyPat
     ends.write_text("import sys\nsys.exit('ends here.')")
     clash = tmp_path / "clash.py"
     clash.write_text(
-        "from residua.config.choices import TopologyChoice\nfrom residua.model.topology import register_topology\n"
-        "class Own(TopologyChoice):\n    kind: str = 'additive'\nregister_topology(Own, None)"
+        "from typing import Literal\nfrom residua.config.choices import TopologyChoice\n"
+        "from residua.model.topology import register_topology\n"
+        "class Own(TopologyChoice):\n    kind: Literal['additive'] = 'additive'\nregister_topology(Own, None)"
     )
     reasons = {
         "no_such_module": "ModuleNotFoundError", broken: "ZeroDivisionError", taken: "already imported",
@@ -107,10 +109,23 @@ def test_a_plugin_that_cannot_be_imported_is_named(monkeypatch: pytest.MonkeyPat
 
 def test_a_kind_that_exists_cannot_be_taken_over() -> None:
     class Additive(TopologyChoice):
-        kind: str = "additive"
+        kind: Literal["additive"] = "additive"
 
     with pytest.raises(ValueError, match="already has"):
         TopologyChoice.join(Additive)
+
+
+def test_a_choice_without_a_kind_of_its_own_is_refused_when_it_is_registered() -> None:
+    class Word(TopologyChoice):
+        kind: str = "word"
+
+    class Nothing(TopologyChoice):
+        start: float = 0.1
+
+    for choice in (Word, Nothing):
+        with pytest.raises(ValueError, match=f"{choice.__name__} has no kind: give it `kind: Literal"):
+            TopologyChoice.join(choice)
+    assert small(topology={"kind": "additive"}).topology.kind == "additive"
 
 
 @pytest.mark.slow
