@@ -257,7 +257,7 @@ def _check_shares(config: RunConfig) -> None:
 
 def _check_stages(config: RunConfig) -> None:
     parallel = config.parallel
-    if parallel.pipeline > 1 and config.model.ffn.kind == "moe":
+    if parallel.pipeline > 1 and config.model.ffn.mixture:
         raise ValueError(
             f"parallel.pipeline = {parallel.pipeline} does not go with model.ffn.kind = 'moe', whose balance loss does "
             "not cross stages: use parallel.data or parallel.shard."
