@@ -46,6 +46,8 @@ class AnchorChoice(Frozen):
 
 
 class NoAnchors(AnchorChoice):
+    """Layers mix nothing into their projections."""
+
     kind: Literal["none"] = "none"
 
 
@@ -226,24 +228,32 @@ class DenseChoice(Frozen):
 
 
 class SwiGLU(DenseChoice):
+    """down( silu(gate x) ⊙ up x )."""
+
     kept_hidden: ClassVar[int] = 3
 
     kind: Literal["swiglu"] = "swiglu"
 
 
 class GLU(DenseChoice):
+    """down( sigmoid(gate x) ⊙ up x )."""
+
     kept_hidden: ClassVar[int] = 3
 
     kind: Literal["glu"] = "glu"
 
 
 class ReLU2(DenseChoice):
+    """down( relu(up x)² )."""
+
     kept_hidden: ClassVar[int] = 1  # relu² and its slope are computed within the products next to them
 
     kind: Literal["relu2"] = "relu2"
 
 
 class GELU(DenseChoice):
+    """down( gelu(up x) )."""
+
     kept_hidden: ClassVar[int] = 2
 
     kind: Literal["gelu"] = "gelu"
@@ -296,6 +306,8 @@ class NormChoice(Family):
 
 
 class RMSNorm(NormChoice):
+    """x / RMS(x) with a gain."""
+
     kept_widths: ClassVar[float] = 0.0
 
     kind: Literal["rmsnorm"] = "rmsnorm"
@@ -303,6 +315,8 @@ class RMSNorm(NormChoice):
 
 
 class PreAffine(NormChoice):
+    """RMSNorm of a learned per-channel scaling of x."""
+
     kept_widths: ClassVar[float] = 0.0
 
     kind: Literal["preaffine"] = "preaffine"
@@ -318,11 +332,15 @@ class LowRankGate(NormChoice):
 
 
 class GatedNorm(LowRankGate):
+    """RMSNorm with a low-rank gate on its own output."""
+
     kind: Literal["gatednorm"] = "gatednorm"
     eps: float = Field(1e-6, gt=0)
 
 
 class DyT(NormChoice):
+    """tanh(α x) with a gain and a bias; no statistics."""
+
     kept_widths: ClassVar[float] = 0.0
 
     kind: Literal["dyt"] = "dyt"
@@ -330,6 +348,8 @@ class DyT(NormChoice):
 
 
 class GatedDyT(LowRankGate):
+    """DyT with a low-rank gate on its own output."""
+
     kind: Literal["gated_dyt"] = "gated_dyt"
     alpha: float = Field(0.5, gt=0)
 
@@ -345,6 +365,8 @@ class TiedHead(Frozen):
 
 
 class UntiedHead(Frozen):
+    """The head has a matrix of its own."""
+
     kind: Literal["untied"] = "untied"
     init: Literal["normal", "zero"] = "normal"
 

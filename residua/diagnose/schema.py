@@ -50,7 +50,7 @@ def _kinds(metrics: Metrics) -> Any:
     return Literal[tuple(kind for metric in sorted(metrics, key=lambda m: m.page_place) for kind in metric.kinds)]
 
 
-class Finding(metric.Finding):
+class Finding(metric.Finding):  # noqa: D101 (its docstring is the metric's)
     __doc__ = metric.Finding.__doc__
 
     kind: _kinds(METRICS)  # type: ignore[valid-type]

@@ -42,6 +42,7 @@ def convert(run: Path, out: Path) -> Path:
 
 
 def main() -> None:
+    """The command: two folders, RUN and OUT."""
     if len(sys.argv) != 3:
         sys.exit("residua: name the run and the new folder: python -m residua.distributed.convert RUN OUT")
     try:

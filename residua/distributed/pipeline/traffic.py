@@ -36,4 +36,5 @@ def formulas(blocks: float | None, parallel: ParallelConfig, block: int) -> Form
 
 
 def mib(size: float) -> str:
+    """Bytes as people read them."""
     return f"{size / 2**20:.3g} MiB"
