@@ -17,6 +17,7 @@ from residua.model.decoder import Decoder
 from tests.model.combinations import FACTORS, ROWS, TABLES, config_of, fits, name_of
 from tests.model.pairwise import Row, pairs_of, possible_pairs
 from tests.model.small import small, tokens_and_targets
+from tests.nightly import covering
 
 pytestmark = pytest.mark.slow
 
@@ -107,7 +108,7 @@ def test_a_combination_learns_everywhere_but_where_it_must_start_dead(row: Row) 
     assert not still
 
 
-@pytest.mark.parametrize("row", ROWS, ids=name_of)
+@pytest.mark.parametrize("row", covering(ROWS, ("topology", "norm"), ("topology", "anchors")), ids=name_of)
 def test_a_combination_is_finite_and_near_single_precision_in_half(row: Row) -> None:
     """Both ways: weights in bfloat16, and float32 weights under autocast."""
     model = residua.build(config_of(row))

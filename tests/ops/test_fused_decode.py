@@ -109,7 +109,15 @@ def some_gate(device: str, streams: int, competitive: bool, dtype: torch.dtype, 
     return Gate(s, w1, draw(streams + competitive, device=device), w2, competitive)
 
 
-STREAMS = [(2, 24), (3, 33), (4, 5), (4, 96), (5, 24), (6, 17), (7, 24), (8, 40)]
+MORE_STREAMS = [(5, 24), (6, 17), (7, 24)]  # padded to a power of two, as 3 is
+STREAMS = [
+    (2, 24),
+    (3, 33),
+    (4, 5),
+    (4, 96),
+    (8, 40),
+    *(pytest.param(*s, marks=pytest.mark.nightly) for s in MORE_STREAMS),
+]
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), PRECISIONS)
