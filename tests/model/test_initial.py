@@ -18,6 +18,8 @@ from tests.golden.compare import close
 from tests.model.depth import SMALL, drive, embedding_and_outputs
 from tests.model.small import small, tokens_and_targets
 
+pytestmark = pytest.mark.slow
+
 
 def from_meta(config: ModelConfig) -> Decoder:
     """Built without memory, made real as NaN, then initialised: what is left out of the last pass shows."""

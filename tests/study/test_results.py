@@ -17,6 +17,8 @@ from residua.study.sentences import cells, verdict
 from residua.study.tables import markdown
 from tests.study.recorded import write_all, write_run
 
+pytestmark = pytest.mark.slow
+
 OFFSET = {"prenorm": 0.0, "block_attnres": -0.1, "mgr": 0.0, "exoformer": 0.05}
 RATE = {"prenorm": 1000.0, "block_attnres": 800.0, "mgr": 500.0, "exoformer": 1000.0}
 
