@@ -11,6 +11,8 @@ from residua.config import presets
 from residua.config.model import ModelConfig
 from residua.model.size import measure
 
+pytestmark = pytest.mark.slow  # each test starts the command
+
 
 def residua(*arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, "-m", "residua.cli.main", *arguments], capture_output=True, text=True)
