@@ -49,6 +49,18 @@ def compare(
         float | None,
         typer.Option(show_default="each size's own steps", help="Training tokens per parameter, with --sizes."),
     ] = None,
+    ladder: Annotated[
+        str | None,
+        typer.Option(
+            metavar="0.5,1,...",
+            show_default=False,
+            help="Also train the baseline with these shares of the steps, for gains in equivalent tokens.",
+        ),
+    ] = None,
+    time_alone: Annotated[
+        bool | None,
+        typer.Option("--time-alone", show_default=False, help="Time every step alone; always with several workers."),
+    ] = None,
     workers: Annotated[int | None, typer.Option(min=1, show_default="1", help="Runs at the same time.")] = None,
     threads: Annotated[
         int | None,
@@ -83,6 +95,7 @@ def compare(
     residua compare --demo
     residua compare prenorm block_attnres mgr exoformer --base mini --seeds 3 --data data/wiki --out runs/wiki
     residua compare prenorm mgr mgr+exoformer gatednorm --set train.steps=1000
+    residua compare prenorm mgr --ladder 0.5,1,1.5,2 --workers 4
     residua compare prenorm mgr --sizes tiny,mini --tokens-per-parameter 20
     residua compare prenorm gated_attention preaffine gatednorm --quantize fp8,nvfp4,nvfp4+smooth
     residua compare prenorm mgr --diagnose
@@ -100,7 +113,7 @@ def compare(
         "base": base, "seeds": seeds, "data": None if data is None else str(data), "baseline": baseline,
         "match": None if match is None else {"kind": match}, "workers": workers, "threads": threads,
         "set": change, "scaling": _scaling(sizes, tokens_per_parameter), "calibration": calibration,
-        "diagnose": diagnose,
+        "diagnose": diagnose, "ladder": _budgets(ladder), "time_alone": time_alone,
         "quantize": None if quantize is None else [name.strip() for name in quantize.split(",") if name.strip()],
     }  # fmt: skip
     study = _study(what or [], demo, {key: value for key, value in given.items() if value is not None})
@@ -159,6 +172,15 @@ def _scaling(sizes: str | None, tokens_per_parameter: float | None) -> dict[str,
         return None
     names = [name.strip() for name in sizes.split(",") if name.strip()]
     return {"sizes": names} | ({"tokens_per_parameter": tokens_per_parameter} if tokens_per_parameter else {})
+
+
+def _budgets(ladder: str | None) -> list[float] | None:
+    from residua.config.settings import ConfigError
+
+    try:
+        return None if ladder is None else [float(word) for word in ladder.split(",") if word.strip()]
+    except ValueError:
+        raise ConfigError(f"--ladder {ladder} is not a list of numbers: write it as 0.5,1,1.5,2.") from None
 
 
 def _list(console: Console) -> None:

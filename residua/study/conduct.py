@@ -93,7 +93,8 @@ def announce(console: Console, study: StudyConfig, plan: StudyPlan) -> None:
     first = plan.runs[0].config
     console.print(
         f"{len(study.variants)} variants × {len(study.seeds)} seeds"
-        f"{f' × {len(study.sizes)} sizes' if study.scaling else ''} = {len(plan.runs)} runs, "
+        f"{f' × {len(study.sizes)} sizes' if study.scaling else ''} = {len(plan.compared)} runs, "
+        f"{f'and {len(plan.ladder)} of the ladder, ' if plan.ladder else ''}"
         f"{study.workers} at a time on {threads_per_run(study)} threads each",
         highlight=False,
     )
@@ -106,16 +107,24 @@ def announce(console: Console, study: StudyConfig, plan: StudyPlan) -> None:
         table.add_row(
             Text(size), Text(name), f"{model.parameters:,}", str(steps), tokens, model.matching or "unchanged"
         )
+    for run in plan.ladder:
+        if run.seed == study.seeds[0]:
+            model, steps = plan.models[run.size, run.variant], run.config.train.steps
+            tokens = sentences.count(steps * run.config.tokens_per_step)
+            named = Text(f"{run.variant}, ladder {run.budget:g}×")
+            table.add_row(Text(run.size), named, f"{model.parameters:,}", str(steps), tokens, "unchanged")
     console.print(table)
     console.print(f"text: {first.data.path}, vocabulary {first.model.vocab_size:,}", highlight=False, soft_wrap=True)
-    for sentence in undone_sentences(study):
+    for sentence in (*sentences.cost_sentences(plan), *undone_sentences(study)):
         console.print(Text(f"• {sentence}"), soft_wrap=True)
 
 
 def _by_size(study: StudyConfig, records: dict[PlannedRun, RunRecord]) -> dict[str, Records]:
     return {
         size: {
-            name: [record for run, record in records.items() if (run.size, run.variant) == (size, name)]
+            name: [
+                record for run, record in records.items() if (run.size, run.variant, run.budget) == (size, name, 1.0)
+            ]
             for name in study.variants
         }
         for size in study.sizes

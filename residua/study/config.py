@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -60,6 +61,9 @@ class StudyConfig(Frozen):
     `threads` threads (default: cores / workers). `data` is a prepared folder (default: the embedded corpus).
     `quantize` names recipes (`fp8`, `nvfp4`, `nvfp4+smooth`) to measure every trained model with;
     `calibration` is the number of sequences for SmoothQuant. `diagnose` also diagnoses every trained model.
+    `ladder` are budgets, as multiples of a run's steps, that the baseline is also trained with, each with its own full
+    schedule: they turn a loss into equivalent tokens. With several workers, or `time_alone`, every variant's step is
+    timed alone once its runs are complete.
     """
 
     name: str = "study"
@@ -71,6 +75,8 @@ class StudyConfig(Frozen):
     data: str | None = None
     match: Match = MatchFFN()
     scaling: Scaling | None = None
+    ladder: tuple[float, ...] = ()
+    time_alone: bool = False
     workers: Positive = 1
     threads: Positive | None = None
     confidence: float = Field(0.95, gt=0.5, lt=1)
@@ -102,6 +108,15 @@ class StudyConfig(Frozen):
     @classmethod
     def _count_of_seeds(cls, value: Any) -> Any:
         return tuple(range(value)) if isinstance(value, int) and value >= 1 else value
+
+    @field_validator("ladder")
+    @classmethod
+    def _budgets_differ(cls, value: tuple[float, ...]) -> tuple[float, ...]:
+        if any(not 0 < budget < math.inf for budget in value) or len(set(value)) != len(value):
+            raise ValueError(f"ladder = {list(value)} must be different positive multiples, as in [0.5, 1, 1.5, 2].")
+        if value and set(value) == {1.0}:
+            raise ValueError("ladder = [1] adds no budget to the study's own: name others, as in [0.5, 1, 1.5, 2].")
+        return tuple(sorted(value))
 
     @field_validator("quantize")
     @classmethod

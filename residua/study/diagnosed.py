@@ -28,7 +28,7 @@ def diagnose_runs(study: StudyConfig, plan: StudyPlan, out: Path, dataset: Datas
     """
     if not study.diagnose:
         return
-    complete = [run for run in plan.runs if is_complete(run.folder, run.config)]
+    complete = [run for run in plan.compared if is_complete(run.folder, run.config)]
     waiting = [run for run in complete if found(run) is None]
     with ProgressBars(console) as bars:
         all_runs, stages = bars.stages("diagnosing"), bars.stages("")

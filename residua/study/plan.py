@@ -14,9 +14,9 @@ from residua.model.size import measure
 from residua.study.config import StudyConfig
 from residua.study.matching import match
 
-RUNS, CONFIGS, LOGS, LOCK, STUDY = "runs", "configs", "logs", ".lock", "study.toml"
+RUNS, CONFIGS, LOGS, TIMINGS, LOCK, STUDY = "runs", "configs", "logs", "timings", ".lock", "study.toml"
 # What an interrupted study leaves in its folder: study.toml is written last.
-_BEGUN = (RUNS, CONFIGS, LOGS, LOCK, "diagnosis")
+_BEGUN = (RUNS, CONFIGS, LOGS, LOCK, TIMINGS, "diagnosis")
 
 
 @dataclass(frozen=True)
@@ -32,13 +32,14 @@ class PlannedModel:
 
 @dataclass(frozen=True, eq=False)
 class PlannedRun:
-    """One training run of the study."""
+    """One training run of the study. `budget` is its share of the study's steps: 1, but for runs of the ladder."""
 
     variant: str
     size: str
     seed: int
     config: RunConfig
     folder: Path
+    budget: float = 1.0
 
     @property
     def title(self) -> str:
@@ -48,10 +49,24 @@ class PlannedRun:
 
 @dataclass(frozen=True)
 class StudyPlan:
-    """The models by (size, variant), and the runs in the order they start: by seed, so that pairs finish together."""
+    """The models by (size, variant), and the runs in the order they start: by seed, so that pairs finish together.
+
+    `runs` includes those of the ladder, `text_tokens` is the length of the training text.
+    """
 
     models: dict[tuple[str, str], PlannedModel]
     runs: tuple[PlannedRun, ...]
+    text_tokens: int = 0
+
+    @property
+    def compared(self) -> tuple[PlannedRun, ...]:
+        """The runs of variants × seeds × sizes, without those of the ladder."""
+        return tuple(run for run in self.runs if run.budget == 1.0)
+
+    @property
+    def ladder(self) -> tuple[PlannedRun, ...]:
+        """The baseline's runs at other budgets."""
+        return tuple(run for run in self.runs if run.budget != 1.0)
 
 
 def make_plan(study: StudyConfig, out: Path, dataset: Dataset) -> StudyPlan:
@@ -63,13 +78,16 @@ def make_plan(study: StudyConfig, out: Path, dataset: Dataset) -> StudyPlan:
     for size in study.sizes:
         base = base_run(study, size).override(shared)
         models |= {(size, name): model for name, model in _models(study, base).items()}
+    started = [(name, 1.0) for name in study.variants]
+    started += [(study.baseline, budget) for budget in study.ladder if budget != 1.0]
     runs = tuple(
-        _run(study, models[size, name].config, size, name, seed, out)
+        _run(study, models[size, name].config, size, name, seed, out, budget)
         for size in study.sizes
         for seed in study.seeds
-        for name in study.variants
+        for name, budget in started
     )
-    return StudyPlan(models, runs)
+    _check_ladder(runs)
+    return StudyPlan(models, runs, dataset.split("train").tokens)
 
 
 def base_run(study: StudyConfig, size: str) -> RunConfig:
@@ -158,11 +176,37 @@ def _steps(study: StudyConfig, reference: RunConfig, parameters: int) -> int | N
     return max(1, round(study.scaling.tokens_per_parameter * parameters / reference.tokens_per_step))
 
 
-def _run(study: StudyConfig, config: RunConfig, size: str, name: str, seed: int, out: Path) -> PlannedRun:
-    """All variants of a seed share the data order and the seed of the weights."""
+def _run(
+    study: StudyConfig, config: RunConfig, size: str, name: str, seed: int, out: Path, budget: float
+) -> PlannedRun:
+    """All variants of a seed share the data order and the seed of the weights; so do all budgets, as far as they go."""
     seeded = config.override([f"train.seed={seed}", f"data.seed={seed}"])
-    stem = f"{Path(size).stem}-{name}" if study.scaling else name
-    return PlannedRun(name, size, seed, seeded, out / RUNS / f"{stem}-seed{seed}")
+    stem = model_title(study, size, name)
+    if budget != 1.0:
+        stem += f"-{budget:g}x"
+        try:
+            seeded = seeded.override([f"train.steps={max(1, round(budget * config.train.steps))}"])
+        except ConfigError as error:
+            raise ConfigError(f"ladder = {budget:g}: {error}") from None
+    return PlannedRun(name, size, seed, seeded, out / RUNS / f"{stem}-seed{seed}", budget)
+
+
+def model_title(study: StudyConfig, size: str, name: str) -> str:
+    """The part of its files' names that says which model it is."""
+    return f"{Path(size).stem}-{name}" if study.scaling else name
+
+
+def _check_ladder(runs: tuple[PlannedRun, ...]) -> None:
+    """Refuse budgets that come to the same number of steps, or to the folder of another run."""
+    seen: dict[object, PlannedRun] = {}
+    for run in runs:
+        for key in (run.folder, (run.size, run.variant, run.seed, run.config.train.steps)):
+            twin = seen.setdefault(key, run)
+            if twin is not run:
+                raise ConfigError(
+                    f"ladder = {run.budget:g} and {twin.title} come to the same run: choose budgets further apart, or "
+                    "rename the variant."
+                )
 
 
 def _quoted(text: str) -> str:

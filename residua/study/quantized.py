@@ -31,7 +31,7 @@ def measure_runs(study: StudyConfig, plan: StudyPlan, console: Console) -> None:
     """Measure the complete runs that do not have what the study asks for yet."""
     waiting = [
         run
-        for run in plan.runs
+        for run in plan.compared
         if study.quantize and is_complete(run.folder, run.config) and not _is_measured(run.folder, study)
     ]
     if not waiting:

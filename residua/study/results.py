@@ -43,6 +43,7 @@ class RunResult(Frozen):
     variant: str
     size: str
     seed: int
+    budget: float = Field(1.0, description="share of the study's steps; not 1 for runs of the ladder")
     folder: str
     status: Literal["complete", "failed", "missing"]
     problem: str = ""
@@ -160,7 +161,9 @@ def collect(
 
 
 def _run_result(run: PlannedRun, record: RunRecord | None, problem: str) -> RunResult:
-    where = {"variant": run.variant, "size": run.size, "seed": run.seed, "folder": run.folder.name}
+    where = {
+        "variant": run.variant, "size": run.size, "seed": run.seed, "folder": run.folder.name, "budget": run.budget,
+    }  # fmt: skip
     if record is None:
         return RunResult(**where, status="failed" if problem else "missing", problem=problem)
     return RunResult(
@@ -250,7 +253,7 @@ def _against_baseline(
 
 
 def _by_seed(records: dict[PlannedRun, RunRecord], size: str, name: str) -> dict[int, RunRecord]:
-    return {run.seed: record for run, record in records.items() if (run.size, run.variant) == (size, name)}
+    return {r.seed: record for r, record in records.items() if (r.size, r.variant, r.budget) == (size, name, 1.0)}
 
 
 def _interval(value: Estimate | None) -> Interval | None:
@@ -292,7 +295,7 @@ def compute_points(
     flops = {(row.size, row.name): row.flops_per_token for row in variants}
     points: dict[str, list[tuple[float, float]]] = {}
     for run in runs:
-        if run.loss is not None and run.tokens is not None:
+        if run.loss is not None and run.tokens is not None and run.budget == 1.0:
             compute = flops[run.size, run.variant] * run.tokens
             points.setdefault(run.variant, []).append((compute, run.loss))
     return points

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from residua.report import Column, Value
+from residua.study.plan import PlannedRun, StudyPlan
 from residua.study.results import DatasetFacts, Interval, ScalingResult, StudyResult, VariantResult
 
 NONE = "—"
@@ -95,6 +96,27 @@ def side_by_side_sentence(result: StudyResult) -> str:
         f"{result.side_by_side} runs shared this machine, so they slowed each other down: measure speeds and "
         "wall-clock gains with one worker before relying on them."
     )
+
+
+def cost_sentences(plan: StudyPlan) -> list[str]:
+    """What a ladder costs, and whether it repeats text."""
+    if not plan.ladder:
+        return []
+    own, added = (sum(_tokens(run) for run in runs) for runs in (plan.compared, plan.ladder))
+    largest = max(_tokens(run) for run in plan.runs)
+    said = [
+        f"The ladder adds {count(added)} training tokens to the {count(own)} of the comparison ({added / own:+.0%})."
+    ]
+    if largest > plan.text_tokens:
+        said.append(
+            f"The largest budget reads the text {largest / plan.text_tokens:.1f} times. Repeated text teaches less "
+            "than new text, which favours the variants."
+        )
+    return said
+
+
+def _tokens(run: PlannedRun) -> int:
+    return run.config.train.steps * run.config.tokens_per_step
 
 
 def matching_sentences(result: StudyResult) -> list[str]:

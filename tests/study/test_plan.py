@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from residua.config.run import differences
 from residua.config.settings import ConfigError
 from residua.data import Dataset
 from residua.data.tokenizer import padded_vocabulary
 from residua.study import StudyConfig
 from residua.study.plan import check_folders, make_plan, refuse_strangers
+from residua.study.sentences import cost_sentences
 
 
 def test_variants_of_a_seed_share_their_data_order(study: StudyConfig, dataset: Dataset, out: Path) -> None:
@@ -78,3 +80,46 @@ def test_a_file_is_no_folder_for_a_study(out: Path) -> None:
     out.touch()
     with pytest.raises(ConfigError, match="is a file: choose another --out"):
         refuse_strangers(out)
+
+
+def with_ladder(study: StudyConfig, *budgets: float) -> StudyConfig:
+    return StudyConfig(**{**study.model_dump(), "ladder": budgets})
+
+
+def test_a_ladder_adds_runs_of_the_baseline_and_changes_none(study: StudyConfig, dataset: Dataset, out: Path) -> None:
+    plain, laddered = (make_plan(chosen, out, dataset) for chosen in (study, with_ladder(study, 2, 0.5, 1)))
+    assert {(r.folder, r.config) for r in laddered.compared} == {(r.folder, r.config) for r in plain.runs}
+    assert [(r.title, r.seed, r.config.train.steps) for r in laddered.ladder] == [
+        ("prenorm-0.5x-seed0", 0, 5),
+        ("prenorm-2x-seed0", 0, 20),
+        ("prenorm-0.5x-seed1", 1, 5),
+        ("prenorm-2x-seed1", 1, 20),
+    ]
+    for run in laddered.ladder:  # but for its steps, it is the baseline's run of that seed
+        own = next(r for r in plain.runs if (r.variant, r.seed) == ("prenorm", run.seed))
+        assert differences(own.config, run.config).keys() == {"train.steps"}
+
+
+@pytest.mark.parametrize(
+    ("budgets", "sentence"),
+    [
+        ((0.2, 1.0), r"ladder = 0\.2: train\.schedule\.warmup = 2 is not shorter than train\.steps = 2"),
+        ((1.0, 1.01), r"ladder = 1\.01 and prenorm-seed0 come to the same run"),
+        ((1.0,), "adds no budget"),
+        ((0.5, -1.0), "different positive multiples"),
+        ((0.5, 0.5), "different positive multiples"),
+    ],
+)
+def test_a_ladder_that_cannot_be_trained_is_refused(
+    budgets: tuple[float, ...], sentence: str, study: StudyConfig, dataset: Dataset, out: Path
+) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        make_plan(with_ladder(study, *budgets), out, dataset)
+
+
+def test_a_ladder_that_repeats_the_text_says_so(study: StudyConfig, dataset: Dataset, out: Path) -> None:
+    plan = make_plan(with_ladder(study, 1, 2), out, dataset)
+    assert cost_sentences(plan) == ["The ladder adds 2.56 k training tokens to the 5.12 k of the comparison (+50%)."]
+    steps = plan.text_tokens // 64  # 64 tokens in a step
+    longer = StudyConfig(**{**study.model_dump(), "set": (*study.set, f"train.steps={steps}"), "ladder": (1, 2)})
+    assert "reads the text 2.0 times" in cost_sentences(make_plan(longer, out, dataset))[1]
