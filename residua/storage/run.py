@@ -85,10 +85,11 @@ class Run:
         found = checkpoints(self.folder)
         return found[-1] if found else None
 
-    def begin(self, environment: dict[str, Any], step: int) -> None:
+    def begin(self, environment: dict[str, Any], step: int, startup: dict[str, float] | None = None) -> None:
         """Write config.toml, and add this session to environment.json: its environment, first step and changes.
 
-        Removes files that a killed session left half written.
+        `startup` is the seconds that each stage before the first step took. Removes files that a killed session left
+        half written.
         """
         for leftover in self.folder.glob(f"{UNFINISHED}*"):
             if leftover.is_file():  # a folder may be a model that is being quantized into the run
@@ -97,7 +98,7 @@ class Run:
         sessions = json.loads(path.read_text(encoding="utf-8"))["sessions"] if path.exists() else []
         changes = {key: list(pair) for key, pair in self._changes.items()}
         started = datetime.now(UTC).isoformat(timespec="seconds")
-        sessions.append({"started": started, "from_step": step, "changes": changes})
+        sessions.append({"started": started, "from_step": step, "changes": changes, "startup": startup or {}})
         # config.toml first: a run cannot be resumed without it.
         write_atomically(self.folder / "config.toml", self.config.to_toml())
         write_atomically(path, json.dumps({**environment, "sessions": sessions}, indent=1) + "\n")
@@ -144,7 +145,7 @@ class FollowedRun(Run):
     def _take(self) -> int:
         return -1
 
-    def begin(self, environment: dict[str, Any], step: int) -> None:
+    def begin(self, environment: dict[str, Any], step: int, startup: dict[str, float] | None = None) -> None:
         pass
 
     def keep_tokenizer(self, source: Path) -> None:

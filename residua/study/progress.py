@@ -41,7 +41,9 @@ class LiveProgress:
         self._bars.stop()
 
     def started(self, run: PlannedRun, step: int) -> None:
-        """Show a bar for the run."""
+        """Show a bar for the run, or its old bar if it was started before."""
+        if run in self._tasks:
+            return
         note = f"from step {step}" if step else ""
         self._tasks[run] = self._bars.add_task(run.title, total=run.config.train.steps, completed=step, note=note)
 

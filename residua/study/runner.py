@@ -1,7 +1,7 @@
-"""Trains the runs of a plan, each in its own process, several at a time. Complete runs are reused.
+"""Trains the runs of a plan that are not complete yet.
 
-With a process per run, a crash in one does not affect the others, and an interrupted study continues from its
-checkpoints when it is started again.
+Runs of one graph share a process and its compiled code (`crew.py`). A crash in one process does not affect the others,
+and an interrupted study continues from its checkpoints when it is started again.
 """
 
 from __future__ import annotations
@@ -9,44 +9,22 @@ from __future__ import annotations
 import fcntl
 import os
 import signal
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Protocol
 
 from residua.config.settings import ConfigError
-from residua.files import write_atomically
 from residua.machine import available_cores
 from residua.study.config import StudyConfig
-from residua.study.plan import CONFIGS, LOCK, LOGS, PlannedRun, StudyPlan, check_folders
-from residua.study.runs import is_complete, latest, steps_done
-
-POLL_SECONDS = 0.25
-STOP_SECONDS = 120.0
+from residua.study.crew import Crew, Watcher, compiling_ahead
+from residua.study.plan import LOCK, PlannedRun, StudyPlan, check_folders
+from residua.study.runs import is_complete
+from residua.train.shared import graph_of
 
 
 class StudyInterrupted(RuntimeError):
     """The study was stopped by a signal; the message says how to continue."""
-
-
-class Watcher(Protocol):
-    """Gets the progress of the runs while a study trains."""
-
-    def started(self, run: PlannedRun, step: int) -> None: ...
-    def advanced(self, run: PlannedRun, step: int, loss: float | None) -> None: ...
-    def finished(self, run: PlannedRun, problem: str) -> None: ...
-
-
-@dataclass
-class _Process:
-    run: PlannedRun
-    child: subprocess.Popen[bytes]
-    log: Path
 
 
 def run_plan(study: StudyConfig, plan: StudyPlan, out: Path, watcher: Watcher) -> dict[PlannedRun, str]:
@@ -57,26 +35,32 @@ def run_plan(study: StudyConfig, plan: StudyPlan, out: Path, watcher: Watcher) -
     with _own(out) as lock:
         check_folders(plan)
         waiting = [run for run in plan.runs if not is_complete(run.folder, run.config)]
-        problems: dict[PlannedRun, str] = {}
-        active: list[_Process] = []
+        # The inherited lock keeps the folder locked while any process lives, even if the study itself is killed.
+        crew = Crew(
+            by_graph(waiting), study.workers, out, watcher, _environment(study), keep_open=(lock,),
+            ahead=compiling_ahead(),
+        )  # fmt: skip
         with _stop_as_exception():
             try:
-                while waiting or active:
-                    while waiting and len(active) < study.workers:
-                        active.append(_start(waiting.pop(0), study, out, lock))
-                        watcher.started(active[-1].run, steps_done(active[-1].run.folder))
-                    time.sleep(POLL_SECONDS)
-                    active = _poll(active, problems, watcher)
+                crew.work()
             except KeyboardInterrupt:
-                _stop(active)
+                crew.stop()
                 done = sum(is_complete(run.folder, run.config) for run in plan.runs)
                 raise StudyInterrupted(
                     f"Stopped with {done} of {len(plan.runs)} runs complete: the same command continues from here."
                 ) from None
             except BaseException:
-                _stop(active)
+                crew.stop()
                 raise
-    return problems
+    return crew.problems
+
+
+def by_graph(runs: Iterable[PlannedRun]) -> list[list[PlannedRun]]:
+    """Runs that can share compiled code, in the order of the plan: seeds, learning rates and lengths of a variant."""
+    groups: dict[str, list[PlannedRun]] = {}
+    for run in runs:
+        groups.setdefault(graph_of(run.config), []).append(run)
+    return list(groups.values())
 
 
 def threads_per_run(study: StudyConfig) -> int:
@@ -86,62 +70,11 @@ def threads_per_run(study: StudyConfig) -> int:
     return study.threads or (min(share, max(1, int(limit))) if limit.isdecimal() else share)
 
 
-def _start(run: PlannedRun, study: StudyConfig, out: Path, lock: int) -> _Process:
-    config, log = out / CONFIGS / f"{run.title}.toml", out / LOGS / f"{run.title}.log"
-    for path in (config, log):
-        path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(config, run.config.to_toml())
-    command = [sys.executable, "-m", "residua.cli.main", "train", str(config), "--out", str(run.folder)]
-    if (run.folder / "config.toml").exists():
-        command.append("--resume")
-    environment = os.environ | {"OMP_NUM_THREADS": str(threads_per_run(study)), "PYTHONUNBUFFERED": "1"}
-    with log.open("ab") as file:
-        # In a session of its own, Ctrl-C reaches only the study, which then stops its trainers. The inherited lock
-        # keeps the folder locked while any trainer lives, even if the study itself is killed.
-        child = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, env=environment,
-            start_new_session=True, pass_fds=(lock,),
-        )  # fmt: skip
-    return _Process(run, child, log)
-
-
-def _poll(active: list[_Process], problems: dict[PlannedRun, str], watcher: Watcher) -> list[_Process]:
-    """Report progress, and return the processes that still run."""
-    alive = []
-    for process in active:
-        code = process.child.poll()
-        watcher.advanced(process.run, *latest(process.run.folder))
-        if code is None:
-            alive.append(process)
-            continue
-        problem = "" if is_complete(process.run.folder, process.run.config) else _problem(process, code)
-        if problem:
-            problems[process.run] = problem
-        watcher.finished(process.run, problem)
-    return alive
-
-
-def _problem(process: _Process, code: int) -> str:
-    """One sentence: how the trainer ended, the last line of its log, and where the log is."""
-    lines = [line.strip() for line in process.log.read_text(encoding="utf-8", errors="replace").splitlines()]
-    spoken = [line for line in lines if line]
-    ending = f"ended by signal {-code}" if code < 0 else f"ended with status {code}"
-    said = f": {spoken[-1]}" if spoken else ""
-    return f"{ending}{said} (log: {process.log})"
-
-
-def _stop(active: list[_Process]) -> None:
-    """Ask every trainer to save and end; kill those that do not end in time."""
-    for process in active:
-        if process.child.poll() is None:
-            process.child.send_signal(signal.SIGTERM)
-    deadline = time.monotonic() + STOP_SECONDS
-    for process in active:
-        try:
-            process.child.wait(timeout=max(0.1, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            process.child.kill()
-            process.child.wait()
+def _environment(study: StudyConfig) -> dict[str, str]:
+    """That of a worker: its threads, and this package on the path wherever the worker is started."""
+    paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    own = {"OMP_NUM_THREADS": str(threads_per_run(study)), "PYTHONPATH": os.pathsep.join(paths)}
+    return os.environ | own | {"PYTHONUNBUFFERED": "1"}
 
 
 @contextmanager

@@ -1,8 +1,13 @@
-"""Training time and random states of a run. Checkpoints keep both, so that a resumed run continues from them."""
+"""Training time, time to start and random states of a run.
+
+Checkpoints keep the training time and the random states, so that a resumed run continues from them.
+"""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +30,30 @@ class Clock:
         self.total += now - self._started
         self.interval += now - self._started
         self._started = now
+
+
+class Stages:
+    """Seconds that each stage before a run's first step took, by name."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+
+    @contextmanager
+    def measure(self, name: str) -> Iterator[None]:
+        """Add the time inside the block to the stage's."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.add(name, time.perf_counter() - start)
+
+    def add(self, name: str, seconds: float) -> None:
+        self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+
+    def take(self) -> dict[str, float]:
+        """The stages so far, rounded to milliseconds; the next ones belong to another run."""
+        taken, self._seconds = self._seconds, {}
+        return {name: round(seconds, 3) for name, seconds in taken.items()}
 
 
 def random_states(device: torch.device) -> dict[str, str]:

@@ -128,6 +128,21 @@ class Step:
         self._update(rate)
 
     @torch.no_grad()
+    def restart(self, model: Decoder, config: TrainConfig) -> None:
+        """Begin another run with the weights of `model`; compiled code, CUDA graphs and buffers stay in use.
+
+        `model` and `config` must compute the same graph as before (`shared.graph_of`).
+        """
+        fresh = _tensors(model)
+        for name, tensor in _tensors(self.model).items():
+            tensor.copy_(fresh[name])
+        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer = self._build_optimizer(config)
+        self.balancer = self._build_balancer(config)
+        self._clip_norm = config.clip_norm
+        self.set_totals([0.0] * 4)
+
+    @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> tuple[float, int]:
         """Mean cross-entropy over the targets of all batches, in nats, and how many there were."""
         total = torch.zeros((), dtype=torch.float64, device=self.device)
@@ -248,6 +263,10 @@ class Step:
         if self.precision is torch.float32:
             return nullcontext()
         return torch.autocast(self.device.type, dtype=self.precision)
+
+
+def _tensors(model: Decoder) -> dict[str, Tensor]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
 def build_step(model: Decoder, config: TrainConfig, device: torch.device) -> Step:

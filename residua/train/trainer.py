@@ -14,8 +14,7 @@ from rich.console import Console
 from residua.config.run import RunConfig
 from residua.config.settings import ConfigError
 from residua.data import Dataset, Loader, validation_batches
-from residua.data.loader import IGNORED
-from residua.data.source import open_data
+from residua.data.loader import IGNORED, Batch
 from residua.files import write_atomically
 from residua.model.size import measure
 from residua.storage.checkpoint import prune, what_is_left
@@ -28,7 +27,7 @@ from residua.train.progress import Display
 from residua.train.result import Result, closing_words, collect_result
 from residua.train.step import arithmetic
 from residua.train.summary import check_disk, summarise
-from residua.train.throughput import mfu, peak_memory_gib, reset_peak_memory
+from residua.train.throughput import mfu, peak_memory_gib
 from residua.train.track import Sink, check_trackers, open_trackers
 from residua.train.world import World
 
@@ -52,7 +51,8 @@ def train(
     with world or World.alone(config) as world:
         console = (console or Console(highlight=False)) if world.leads else Console(quiet=True)
         check_trackers(config)
-        dataset = world.leader_first(lambda: open_data(config))
+        with world.stages.measure("data"):
+            dataset = world.open_data(config)
         run = world.open_run(Path(out), config, resume=resume)
         try:
             with arithmetic(config.train):
@@ -64,6 +64,17 @@ def train(
             run.close()
 
 
+def open_batches(config: RunConfig, dataset: Dataset, world: World) -> tuple[Loader, list[Batch]]:
+    """The training batches of this process, in the order of `data.seed`, and the validation set."""
+    data, segments = config.data, config.data.masking == "documents"
+    shape = {"sequence": config.sequence, "batch": config.train.micro_batch}
+    ranks = {"rank": world.batch_rank, "world": world.batch_ranks}
+    loader = Loader(dataset.split("train"), seed=data.seed, segments=segments, **shape, **ranks)
+    limit = data.validation_tokens
+    validation = validation_batches(dataset.split("validation"), **shape, limit_tokens=limit, segments=segments)
+    return loader, list(validation)
+
+
 class Trainer:
     """A run in progress: its step, data, counters and sinks (metrics file, display, trackers)."""
 
@@ -71,25 +82,19 @@ class Trainer:
         self.run, self.dataset, self.world, self.console = run, dataset, world, console
         self.device = world.device
         self.config = run.config
-        recipe, data = self.config.train, self.config.data
+        recipe = self.config.train
         self.size = measure(self.config.model.model_copy(update={"context": self.config.sequence}))
         torch.manual_seed(recipe.seed)
-        reset_peak_memory(self.device)
-        self.step = world.build_step(self.config)
+        world.reset_peak_memory()
+        with world.stages.measure("build"):
+            self.step = world.build_step(self.config)
         if world.leads:
             check_disk(self.step, run.folder, recipe.keep)
 
-        segments = data.masking == "documents"
-        shape = {"sequence": self.config.sequence, "batch": recipe.micro_batch}
-        ranks = {"rank": world.batch_rank, "world": world.batch_ranks}
-        self.loader = Loader(dataset.split("train"), seed=data.seed, segments=segments, **shape, **ranks)
-        self.validation = list(
-            validation_batches(
-                dataset.split("validation"), **shape, limit_tokens=data.validation_tokens, segments=segments
-            )
-        )
-        targets = torch.cat([batch.targets.flatten() for batch in self.validation])
-        self.validation_bytes = dataset.bytes_of(targets[targets != IGNORED].numpy(), "validation")
+        with world.stages.measure("data"):
+            self.loader, self.validation = open_batches(self.config, dataset, world)
+            targets = torch.cat([batch.targets.flatten() for batch in self.validation])
+            self.validation_bytes = dataset.bytes_of(targets[targets != IGNORED].numpy(), "validation")
         self.done = 0
         self.clock = Clock()
         self.watch = Watch(recipe.divergence_margin, recipe.divergence_patience)
@@ -100,7 +105,7 @@ class Trainer:
     def fit(self, signals: StopSignals) -> None:
         """Train to the last step, or until a signal arrives or the loss diverges."""
         summarise(self.console, self.config, self.step, self.dataset, self.size, self.done, self.world.describe())
-        self.run.begin(describe_environment(self.device), self.done)
+        self.run.begin(describe_environment(self.device), self.done, self.world.stages.take())
         self.run.keep_tokenizer(self.dataset.path / "tokenizer.json")
         if self.done == 0 and (notice := self.run.set_metrics_aside()):
             self.console.print(notice, soft_wrap=True, markup=False)

@@ -14,12 +14,16 @@ import torch
 
 from residua.config.run import RunConfig
 from residua.config.settings import ConfigError
+from residua.data import Dataset
+from residua.data.source import open_data
 from residua.machine import choose_device
 from residua.model.decoder import build
 from residua.storage.checkpoint import save_checkpoint
 from residua.storage.load import restore
 from residua.storage.run import Run
+from residua.train.clock import Stages
 from residua.train.step import Step, build_step
+from residua.train.throughput import reset_peak_memory
 
 if TYPE_CHECKING:
     from residua.model.decoder import Decoder
@@ -36,6 +40,8 @@ class World:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.stages = Stages()
+        """What this process did before the first step of the current run, and for how long."""
 
     @classmethod
     def alone(cls, config: RunConfig) -> Self:
@@ -60,6 +66,10 @@ class World:
         resume = resume or (restarted and (folder / "config.toml").exists())
         return Run.reopen(folder, config) if resume else Run.create(folder, config)
 
+    def open_data(self, config: RunConfig) -> Dataset:
+        """The run's text, checked against its model."""
+        return self.leader_first(lambda: open_data(config))
+
     def leader_first(self, work: Callable[[], T]) -> T:
         """Call `work` on the leader first, then on the others, which find the files it wrote."""
         return work()
@@ -71,6 +81,10 @@ class World:
     def agree(self, signal_number: int | None, done: int) -> int | None:
         """After step `done`: the signal that any of the processes received, or None."""
         return signal_number
+
+    def reset_peak_memory(self) -> None:
+        """Measure the peak memory of a run from here on: a process may have trained another model before."""
+        reset_peak_memory(self.device)
 
     def build_step(self, config: RunConfig) -> Step:
         return build_step(build(config.model), config.train, self.device)

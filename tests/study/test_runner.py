@@ -68,8 +68,9 @@ def test_a_study_runs_writes_everything_and_is_reused(study: StudyConfig, datase
     assert watcher.starts == {}
     assert losses(plan) == before
 
-    # A run cut back to its first checkpoint continues from there and ends with the same bits.
+    # Of a complete run the last checkpoint is left, and the best. A run that lost it trains again to the same bits.
     cut = plan.runs[1].folder
+    assert [path.name for path in (cut / "checkpoints").iterdir()] == ["step-10"]
     shutil.rmtree(cut / "checkpoints" / "step-10")
     (cut / "inspection.json").unlink()
     assert not is_complete(cut, plan.runs[1].config)
