@@ -37,6 +37,7 @@ def statements(node: ast.AST) -> Iterator[ast.AST]:
             yield from statements(child)
 
 
+@cache
 def imports(tree: ast.Module) -> set[str]:
     """Modules of Residua that a module imports when it is imported, or later inside a function."""
     found: set[str] = set()

@@ -18,6 +18,7 @@ from residua.train.optimizer import hidden_matrices
 from residua.train.step import recompute_sublayers
 from tests.golden.compare import agree, leaves_of, random, randomise
 from tests.model.small import small, tokens_and_targets
+from tests.nightly import only_nightly
 
 WIDTH, HIDDEN, EXPERTS = 16, 8, 5
 TABLE = {"kind": "moe", "hidden": HIDDEN, "experts": EXPERTS, "top_k": 2}
@@ -128,7 +129,7 @@ def test_recomputed_sublayers_give_the_same_losses_routing_and_gradients() -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recompute", ["none", "sublayers"])
+@pytest.mark.parametrize("recompute", only_nightly(["none", "sublayers"], but=["sublayers"]))
 def test_compile_sees_one_graph_where_the_product_is_grouped(recompute: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU; PyTorch has the same product on a CPU."""
     monkeypatch.setattr(ops.grouped_linear, "_serves", lambda *tensors: True)

@@ -13,6 +13,7 @@ from residua.model.topology import build_topology
 from residua.ops.depth_attention import autograd, deferred, launch
 from residua.ops.depth_attention.plan import BLOCK as BLOCK_SIZE
 from residua.ops.depth_attention.plan import FEW, GROUP, ReadPlan, cheapest
+from tests.nightly import only_nightly
 
 from .test_fused_depth_attention import as_near, relative
 
@@ -97,7 +98,7 @@ def test_blocks_that_are_read_in_groups_equal_the_plain_topology_in_float64():
     agree(run("triton", *case), truth_of(*case), 2e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_deep_model_equals_the_plain_topology_in_float64():
     """73 sources: groups and blocks of every size, and readers in three chunks."""
     case = case_of(FULL, 72, 8, shape=(3,))
@@ -233,14 +234,14 @@ def test_bfloat16_comes_near_even_where_stores_are_rounded_towards_zero():
     agree(run("triton", *case), truth_of(*case), 6e-2)
 
 
-@pytest.mark.parametrize("config", [FULL, BLOCK], ids=["full", "block"])
+@pytest.mark.parametrize("config", only_nightly([FULL, BLOCK], but=[BLOCK]), ids=["full", "block"])
 def test_two_runs_give_the_same_bits(config):
     case = case_of(config, 4, 33)
     for first, second in zip(run("triton", *case), run("triton", *case), strict=True):
         assert torch.equal(first, second)
 
 
-@pytest.mark.parametrize("config", [FULL, BLOCK], ids=["full", "block"])
+@pytest.mark.parametrize("config", only_nightly([FULL, BLOCK], but=[BLOCK]), ids=["full", "block"])
 def test_checkpointing_each_step_changes_no_bit(config):
     def checkpointed(topology, x, outputs):
         h, state = topology.open(x)
@@ -263,7 +264,7 @@ def test_checkpointing_each_step_changes_no_bit(config):
         assert torch.equal(first, second)
 
 
-@pytest.mark.parametrize("config", [FULL, BLOCK], ids=["full", "block"])
+@pytest.mark.parametrize("config", only_nightly([FULL, BLOCK], but=[BLOCK]), ids=["full", "block"])
 def test_the_whole_walk_compiles_and_agrees(config):
     torch._dynamo.reset()
     case = case_of(config, 5, 24)

@@ -10,6 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from residua.ops._runtime import fused
 from residua.train.compile.rewrites.norm_dots import take_dots
+from tests.nightly import only_nightly
 from tests.train.compile.rewriting import calls, differentiated, model_loss, untouched
 
 pytestmark = [
@@ -24,7 +25,10 @@ def _registered():
     import residua.ops.rms_norm.autograd  # noqa: F401  (its operators)
 
 
-@pytest.mark.parametrize("topology", [{"kind": "full_attnres"}, {"kind": "block_attnres", "sublayers_per_block": 2}])
+FULL, BLOCK = {"kind": "full_attnres"}, {"kind": "block_attnres", "sublayers_per_block": 2}
+
+
+@pytest.mark.parametrize("topology", only_nightly([FULL, BLOCK], but=[BLOCK]), ids=["full", "block"])
 def test_a_model_keeps_its_loss_and_gradients_and_every_read_has_its_dots_from_a_norm(topology):
     loss, parameters = model_loss(layers=2, topology=topology)
     plain, (_, before) = differentiated(loss, parameters, rewrite=untouched)
