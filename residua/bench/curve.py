@@ -13,12 +13,12 @@ from rich.console import Console
 from torch import nn
 
 from residua import ops
-from residua.bench.timing import release_memory
 from residua.config.run import RunConfig
 from residua.data import Dataset, Loader
 from residua.model.decoder import build
 from residua.report.terminal import new_table
 from residua.train.step import arithmetic, build_step
+from residua.train.timing import release_memory
 
 WINDOW = 10
 """Steps that each mean covers."""

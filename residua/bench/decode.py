@@ -16,13 +16,14 @@ from torch import Tensor
 from residua import ops
 from residua.bench.show import number
 from residua.bench.step import Case
-from residua.bench.timing import Ceilings, Sample, release_memory, synchronize, time_each
+from residua.bench.timing import Ceilings
 from residua.generate.engine import Step, build_step, launched_step, resolve_engine
 from residua.generate.generator import weight_bytes
 from residua.model.cache import Cache
 from residua.model.decoder import build
 from residua.report.terminal import new_table
 from residua.storage.opening import place, ready
+from residua.train.timing import Sample, release_memory, synchronize, time_each
 
 STEPS = 8
 """Steps per timing."""

@@ -15,11 +15,11 @@ from rich.console import Console
 from torch import Tensor
 from torch.nn.functional import linear
 
-from residua.bench.timing import Sample
 from residua.quantize.fp8 import Fp8, encode_fp8
 from residua.quantize.real import SCALINGS, Fp8Projection, find_product
 from residua.quantize.schemes import find_scheme
 from residua.report.terminal import new_table
+from residua.train.timing import Sample
 
 SCHEMES = ("fp8-row", "fp8-group", "fp8")
 

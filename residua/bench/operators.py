@@ -11,7 +11,8 @@ from torch import Tensor
 
 from residua import ops
 from residua.bench.cases import Case, Function
-from residua.bench.timing import Ceilings, Sample, release_memory
+from residua.bench.timing import Ceilings
+from residua.train.timing import Sample, release_memory
 
 FLUSH_BYTES = 2**28
 

@@ -13,10 +13,11 @@ from rich.console import Console
 from residua.bench.cases import Shape
 from residua.bench.operators import OpResult
 from residua.bench.step import StepResult
-from residua.bench.timing import Ceilings, Sample
+from residua.bench.timing import Ceilings
 from residua.config.run import RunConfig
 from residua.files import write_atomically
 from residua.report.terminal import new_table
+from residua.train.timing import Sample
 
 WIDTH = 180
 """Of a log: the widest table fits."""

@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
 from residua import ops
-from residua.bench.timing import Sample, release_memory, synchronize, time_each
 from residua.config import variants
 from residua.config.run import RunConfig
 from residua.config.settings import ConfigError
-from residua.data.loader import Batch
 from residua.model.decoder import build
 from residua.model.size import measure
 from residua.train.step import Step, build_step
-from residua.train.throughput import mfu, peak_memory_gib
+from residua.train.throughput import mfu
+from residua.train.timing import Sample, TimedStep, release_memory, time_step
 
 BACKEND = "backend="
 WAY = "parallel="
 WAYS = ("replicate", "shard", "pipeline")
-# Share of the peak learning rate: small, so that training on random tokens does not diverge. The work is the same.
-RATE = 0.01
 
 
 @dataclass(frozen=True)
@@ -107,31 +102,29 @@ def _run(case: Case, device: torch.device, steps: int, warmup: int, tell: Callab
     bare = StepResult(case.name, size.parameters, size.flops_per_token, config.tokens_per_step)
     try:
         with ops.backend(case.backend):
-            first, seconds, memory, loss = _time(case, device, steps, warmup, lambda: tell(f"{case.name}: timing"))
+            timed = _time(case, device, steps, warmup, lambda: tell(f"{case.name}: timing"))
     except torch.OutOfMemoryError:
         return StepResult(**{**bare.__dict__, "problem": "out of memory"})
-    sample = Sample.of(seconds)
+    sample = Sample.of(timed.seconds)
     speed = config.tokens_per_step / sample.median
     return StepResult(
         case.name,
         size.parameters,
         size.flops_per_token,
         config.tokens_per_step,
-        first_step=first,
+        first_step=timed.first,
         step=sample,
         tokens_per_second=speed,
         mfu=mfu(speed, size.flops_per_token, device),
-        peak_memory_gib=memory,
-        loss=loss,
+        peak_memory_gib=timed.memory_gib,
+        loss=timed.loss,
     )
 
 
-def _time(
-    case: Case, device: torch.device, steps: int, warmup: int, started: Callable[[], object]
-) -> tuple[float, list[float], float | None, float]:
-    """Seconds of the first step, seconds of each timed step, peak memory in GiB, and the mean loss."""
+def _time(case: Case, device: torch.device, steps: int, warmup: int, started: Callable[[], object]) -> TimedStep:
     with ExitStack() as open_ranks:
-        return _time_step(_build(case, device, open_ranks), case.config, device, steps, warmup, started)
+        trained = _build(case, device, open_ranks)
+        return time_step(trained, case.config, steps=steps, warmup=warmup, started=started)
 
 
 def _build(case: Case, device: torch.device, open_ranks: ExitStack) -> Step:
@@ -144,34 +137,3 @@ def _build(case: Case, device: torch.device, open_ranks: ExitStack) -> Step:
 
     mesh = open_ranks.enter_context(one_rank(device, case.config.parallel))
     return build_ranked_step(model, case.config, mesh, case.way)  # type: ignore[arg-type]
-
-
-def _time_step(
-    trained: Step, config: RunConfig, device: torch.device, steps: int, warmup: int, started: Callable[[], object]
-) -> tuple[float, list[float], float | None, float]:
-    batches = random_batches(config)
-    step = partial(trained, batches, RATE)
-
-    begin = time.perf_counter()
-    step()
-    synchronize(device)
-    first = time.perf_counter() - begin
-
-    started()
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)  # before graph capture: replays allocate nothing
-    for _ in range(warmup):
-        step()
-    synchronize(device)
-    seconds = time_each(step, steps, device)
-    totals = trained.totals()
-    memory = peak_memory_gib(device) if device.type == "cuda" else None
-    return first, seconds, memory, totals.loss / totals.steps
-
-
-def random_batches(config: RunConfig) -> list[Batch]:
-    """One step's micro-batches of random tokens, in host memory like the loader's."""
-    shape = (config.train.accumulate, config.train.micro_batch, config.sequence + 1)
-    tokens = torch.randint(config.model.vocab_size, shape, generator=torch.Generator().manual_seed(config.train.seed))
-    segments = torch.zeros_like(tokens[0, :, 1:]) if config.data.masking == "documents" else None
-    return [Batch(t[:, :-1].contiguous(), t[:, 1:].contiguous(), segments) for t in tokens]

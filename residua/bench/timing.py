@@ -1,90 +1,12 @@
-"""Timing on a device, and its ceilings: the copy bandwidth and matrix product rate that results are compared with."""
+"""The ceilings of a device: the copy bandwidth and matrix product rate that results are compared with."""
 
 from __future__ import annotations
 
-import gc
-import time
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-
-@dataclass(frozen=True)
-class Sample:
-    """Repeated timings in seconds: the median and the spread, from the 10th to the 90th percentile."""
-
-    median: float
-    p10: float
-    p90: float
-    count: int
-
-    @classmethod
-    def of(cls, seconds: Sequence[float]) -> Sample:
-        """Summarise timings."""
-        values = torch.tensor(seconds, dtype=torch.float64)
-        p10, median, p90 = torch.quantile(values, torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)).tolist()
-        return cls(median, p10, p90, len(seconds))
-
-    @classmethod
-    def measure(
-        cls,
-        work: Callable[[], object],
-        repeats: int,
-        device: torch.device,
-        *,
-        warmup: int = 3,
-        before: Callable[[], object] | None = None,
-    ) -> Sample:
-        """Time `repeats` calls after `warmup` untimed ones; `before` runs before every call and is not counted."""
-        time_each(work, warmup, device, before)
-        return cls.of(time_each(work, repeats, device, before))
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait until the device has finished all queued work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def release_memory(device: torch.device) -> None:
-    """Drop graphs, compiled code and cached memory, so that the next case starts afresh."""
-    torch.compiler.reset()
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.empty_cache()
-
-
-def time_each(
-    work: Callable[[], object], repeats: int, device: torch.device, before: Callable[[], object] | None = None
-) -> list[float]:
-    """Seconds of each of `repeats` calls; `before` runs before every call and is not counted.
-
-    A GPU is timed by events on the stream, read after the last call: the host never waits, as in training.
-    """
-    synchronize(device)
-    clock: Callable[[], Any] = _event if device.type == "cuda" else time.perf_counter
-    marks = []
-    for _ in range(repeats):
-        if before is not None:
-            before()
-        start = clock()
-        work()
-        marks.append((start, clock()))
-    synchronize(device)
-    return [_seconds(start, end) for start, end in marks]
-
-
-def _event() -> torch.cuda.Event:
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def _seconds(start: Any, end: Any) -> float:
-    return float(start.elapsed_time(end)) / 1e3 if isinstance(start, torch.cuda.Event) else end - start
+from residua.train.timing import Sample
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from residua.study.results import DatasetFacts, StudyResult, collect
 from residua.study.runner import run_plan, threads_per_run
 from residua.study.runs import RunRecord, is_complete, read_run
 from residua.study.tables import markdown
+from residua.study.timing import read_timings, time_variants
 
 RESULTS, TABLE, REPORT = "results.json", "results.md", "report.html"
 
@@ -49,6 +50,7 @@ def conduct(study: StudyConfig, out: Path, console: Console) -> Outcome:
     announce(console, study, plan)
     with LiveProgress(console, plan) as progress:
         problems = run_plan(study, plan, out, progress)
+    time_variants(study, plan, out, console)
     measure_runs(study, plan, console)
     diagnose_runs(study, plan, out, dataset, console)
     limit = plan.runs[0].config.data.validation_tokens
@@ -79,7 +81,7 @@ def summarise(
 ) -> Outcome:
     """Collect the runs on disk into results, and write the files."""
     records = {run: read_run(run.folder, run.config) for run in plan.runs if is_complete(run.folder, run.config)}
-    result = collect(study, plan, records, problems, dataset)
+    result = collect(study, plan, records, problems, dataset, read_timings(study, plan, out))
     write_atomically(out / STUDY, study.to_toml())
     write_atomically(out / RESULTS, result.model_dump_json(indent=1) + "\n")
     write_atomically(out / TABLE, markdown(result))

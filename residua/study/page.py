@@ -64,14 +64,12 @@ def _verdict(page: Page, result: StudyResult) -> None:
         if len(result.sizes) > 1:
             section.subheading(f"Size {size}")
         section.table(
-            sentences.columns(result.confidence) if size == result.sizes[-1] else _titles(result),
-            [sentences.cells(row, result.baseline) for row in rows],
+            sentences.columns(result) if size == result.sizes[-1] else _titles(result),
+            [sentences.cells(row, result) for row in rows],
             emphasised=[index for index, row in enumerate(rows) if row.name == result.baseline],
         )
     last = result.rows(result.sizes[-1])
-    verdicts = [
-        sentences.verdict(row, result.baseline, result.confidence) for row in last if row.name != result.baseline
-    ]
+    verdicts = [sentences.verdict(row, result) for row in last if row.name != result.baseline]
     section.points([*verdicts, *([sentences.dataset_sentence(result.dataset, last)] if result.dataset else [])])
     gains = plots.gains(last)
     if gains is not None:
@@ -83,7 +81,7 @@ def _verdict(page: Page, result: StudyResult) -> None:
 
 def _titles(result: StudyResult) -> list[Column]:
     """The columns without their meanings, which only the last table on the page explains."""
-    return [Column(column.title, numeric=column.numeric) for column in sentences.columns(result.confidence)]
+    return [Column(column.title, numeric=column.numeric) for column in sentences.columns(result)]
 
 
 def _loss(page: Page, result: StudyResult, records: Records, size: str) -> None:

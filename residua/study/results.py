@@ -3,32 +3,36 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import asdict
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 from pydantic import Field
 
 from residua.config.settings import Frozen
 from residua.study import scaling
 from residua.study.config import StudyConfig
+from residua.study.gains import Timings, compare
+from residua.study.ladder import Gain, fit_law
 from residua.study.plan import RUNS, PlannedRun, StudyPlan
 from residua.study.runs import DIAGNOSIS, QuantizedRun, RunRecord
 from residua.study.statistics import (
     Estimate,
     estimate,
-    estimate_ratio,
     geometric_mean,
     mean,
     paired_difference,
-    step_gain,
 )
+from residua.study.timing import StepTiming
 
 VERSION = 1
 
 
 class Interval(Frozen):
-    """A mean over `count` runs, its standard error and its confidence interval; null if there is only one run."""
+    """A mean over `count` runs, its standard error and its confidence interval; null if there is only one run.
+
+    An interval of equivalent tokens can be open: then only one of `low` and `high` is null.
+    """
 
     value: float
     count: int
@@ -83,11 +87,37 @@ class VariantResult(Frozen):
     bits_per_byte: Interval | None = None
     difference: Interval | None = None
     step_gain: Interval | None = None
+    equivalent_tokens: Interval | None = Field(None, description="from the ladder: D'/D, the baseline's tokens / ours")
+    extrapolated: bool = Field(False, description="D' lies outside the budgets of the ladder")
     tokens_per_second: float | None = None
+    timing: StepTiming | None = Field(None, description="the step timed alone; throughput_ratio is then from it")
     throughput_ratio: Interval | None = None
     wall_clock_gain: Interval | None = None
     memory_gib: float | None = None
     low_precision: LowPrecision | None = None
+
+
+class Rung(Frozen):
+    """The baseline's loss after one budget of tokens, trained with that budget's own schedule."""
+
+    tokens: float
+    loss: Interval
+
+
+class FittedLaw(Frozen):
+    """L(D) = floor + scale·D^−exponent, D in tokens."""
+
+    floor: float
+    scale: float
+    exponent: float
+
+
+class LadderResult(Frozen):
+    """The baseline at several budgets, smallest first, and the law through them (null with fewer than three)."""
+
+    size: str
+    rungs: tuple[Rung, ...]
+    law: FittedLaw | None = None
 
 
 class ScalingResult(Frozen):
@@ -122,6 +152,7 @@ class StudyResult(Frozen):
     side_by_side: int = Field(description="runs that shared the machine while speeds were measured")
     dataset: DatasetFacts | None = None
     variants: tuple[VariantResult, ...]
+    ladder: tuple[LadderResult, ...] = ()
     scaling: tuple[ScalingResult, ...] = ()
     runs: tuple[RunResult, ...]
 
@@ -135,17 +166,30 @@ class StudyResult(Frozen):
         return list(dict.fromkeys(row.size for row in self.variants))
 
 
+@dataclass(frozen=True)
+class Measured:
+    """The complete runs, and the steps timed alone by (size, variant)."""
+
+    records: dict[PlannedRun, RunRecord]
+    timings: Mapping[tuple[str, str], Timings]
+
+
 def collect(
     study: StudyConfig,
     plan: StudyPlan,
     records: dict[PlannedRun, RunRecord],
     problems: dict[PlannedRun, str],
     dataset: DatasetFacts | None = None,
+    timings: Mapping[tuple[str, str], Timings] | None = None,
 ) -> StudyResult:
-    """The results of the complete runs; the others are listed with their problem."""
+    """The results of the complete runs; the others are listed with their problem.
+
+    `timings` are those of steps timed alone, by (size, variant).
+    """
+    measured = Measured(records, timings or {})
     runs = tuple(_run_result(run, records.get(run), problems.get(run, "")) for run in plan.runs)
     variants = tuple(
-        _variant_result(study, plan, records, size, name) for size in study.sizes for name in study.variants
+        _variant_result(study, plan, measured, size, name) for size in study.sizes for name in study.variants
     )
     return StudyResult(
         name=study.name,
@@ -155,6 +199,7 @@ def collect(
         side_by_side=min(study.workers, len(plan.runs)),
         dataset=dataset,
         variants=variants,
+        ladder=tuple(found for size in study.sizes if (found := _ladder(study, measured, size)) is not None),
         scaling=_scaling(study, runs, variants) if study.scaling else (),
         runs=runs,
     )
@@ -179,9 +224,7 @@ def _run_result(run: PlannedRun, record: RunRecord | None, problem: str) -> RunR
     )
 
 
-def _variant_result(
-    study: StudyConfig, plan: StudyPlan, records: dict[PlannedRun, RunRecord], size: str, name: str
-) -> VariantResult:
+def _variant_result(study: StudyConfig, plan: StudyPlan, measured: Measured, size: str, name: str) -> VariantResult:
     model, reference = plan.models[size, name], plan.models[size, study.baseline]
     row = VariantResult(
         name=name,
@@ -192,20 +235,22 @@ def _variant_result(
         parameters_ratio=model.parameters / reference.parameters,
         flops_per_token=model.flops_per_token,
     )
-    ours, baseline = (_by_seed(records, size, who) for who in (name, study.baseline))
+    ours = _by_seed(measured.records, size, name)
     if not ours:
         return row
     level = study.confidence
-    measured = {
+    timings = list(measured.timings.get((size, name), {}).values())
+    found = {
         "loss": _interval(estimate([run.final_loss for run in ours.values()], level)),
         "bits_per_byte": _interval(estimate([run.final_bits_per_byte for run in ours.values()], level)),
         "tokens_per_second": geometric_mean([run.tokens_per_second for run in ours.values()]),
         "memory_gib": max(run.memory_gib for run in ours.values()),
         "low_precision": _low_precision(study, [run.quantized for run in ours.values()]),
+        "timing": timings[-1] if timings else None,
     }
     if name != study.baseline:
-        measured |= _against_baseline(ours, baseline, level)
-    return row.model_copy(update=measured)
+        found |= _against_baseline(study, measured, size, name)
+    return row.model_copy(update=found)
 
 
 def _low_precision(study: StudyConfig, found: Sequence[QuantizedRun | None]) -> LowPrecision | None:
@@ -230,38 +275,59 @@ def _low_precision(study: StudyConfig, found: Sequence[QuantizedRun | None]) -> 
     )
 
 
-def _against_baseline(
-    ours: dict[int, RunRecord], baseline: dict[int, RunRecord], level: float
-) -> dict[str, Interval | None]:
-    """Difference, gains and ratios, each from the seeds that both completed."""
-    shared = sorted(ours.keys() & baseline.keys())
-    gains = {seed: step_gain(ours[seed].loss_curve, baseline[seed].loss_curve) for seed in shared}
-    speed = {seed: ours[seed].tokens_per_second / baseline[seed].tokens_per_second for seed in shared}
-    reached = {seed: gain for seed, gain in gains.items() if gain is not None}
+def _against_baseline(study: StudyConfig, measured: Measured, size: str, name: str) -> dict[str, Any]:
+    """Difference, gains and ratios: paired by seed where both completed it."""
+    ours, baseline = (_by_seed(measured.records, size, who) for who in (name, study.baseline))
+    difference = paired_difference(_losses(ours), _losses(baseline), study.confidence)
+    timings = (measured.timings.get((size, who), {}) for who in (name, study.baseline))
+    found = compare(ours, baseline, _rungs(study, measured, size), *timings, study.confidence)
     return {
-        "difference": _interval(
-            paired_difference(
-                {seed: run.final_loss for seed, run in ours.items()},
-                {seed: run.final_loss for seed, run in baseline.items()},
-                level,
-            )
-        ),
-        "step_gain": _ratio(list(reached.values()), level),
-        "throughput_ratio": _ratio(list(speed.values()), level),
-        "wall_clock_gain": _ratio([gain * speed[seed] for seed, gain in reached.items()], level),
+        "difference": _interval(difference),
+        "step_gain": _interval(found.step),
+        "equivalent_tokens": _interval(found.equivalent),
+        "extrapolated": found.equivalent is not None and found.equivalent.extrapolated,
+        "throughput_ratio": _interval(found.throughput),
+        "wall_clock_gain": _interval(found.wall_clock),
+        "timing": found.timing,
     }
+
+
+def _rungs(study: StudyConfig, measured: Measured, size: str) -> dict[float, dict[int, float]]:
+    """The baseline's final losses by tokens and seed, at every budget; empty without a ladder."""
+    found: dict[float, dict[int, float]] = {}
+    for run, record in measured.records.items():
+        if study.ladder and (run.size, run.variant) == (size, study.baseline):
+            found.setdefault(float(record.tokens), {})[run.seed] = record.final_loss
+    return found if len(found) > 1 else {}
+
+
+def _ladder(study: StudyConfig, measured: Measured, size: str) -> LadderResult | None:
+    found = _rungs(study, measured, size)
+    if not found:
+        return None
+    means = {tokens: estimate(list(losses.values()), study.confidence) for tokens, losses in sorted(found.items())}
+    law = fit_law(found)
+    return LadderResult(
+        size=size,
+        rungs=tuple(Rung(tokens=tokens, loss=_known(loss)) for tokens, loss in means.items()),
+        law=None if law is None else FittedLaw(**asdict(law)),
+    )
+
+
+def _losses(runs: dict[int, RunRecord]) -> dict[int, float]:
+    return {seed: run.final_loss for seed, run in runs.items()}
 
 
 def _by_seed(records: dict[PlannedRun, RunRecord], size: str, name: str) -> dict[int, RunRecord]:
     return {r.seed: record for r, record in records.items() if (r.size, r.variant, r.budget) == (size, name, 1.0)}
 
 
-def _interval(value: Estimate | None) -> Interval | None:
-    return None if value is None else Interval(**asdict(value))
+def _interval(value: Estimate | Gain | None) -> Interval | None:
+    return None if value is None else _known(value)
 
 
-def _ratio(values: Sequence[float], level: float) -> Interval | None:
-    return _interval(estimate_ratio(values, level)) if values else None
+def _known(value: Estimate | Gain) -> Interval:
+    return Interval(value=value.value, count=value.count, error=value.error, low=value.low, high=value.high)
 
 
 def _scaling(

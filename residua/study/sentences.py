@@ -10,11 +10,14 @@ from residua.study.results import DatasetFacts, Interval, ScalingResult, StudyRe
 
 NONE = "—"
 WIDEST = 1000.0  # high / low of an interval of ratios; a wider interval is not shown
+SAYS_NOTHING = 2.0  # high / low of an interval around 1; from a wider one follows no verdict
 
 
-def columns(confidence: float) -> list[Column]:
+def columns(result: StudyResult) -> list[Column]:
     """The columns of the study's table, with what they mean."""
-    level = f"{confidence * 100:g} %"
+    level = f"{result.confidence * 100:g} %"
+    how = "each step timed alone" if any(row.timing is not None for row in result.variants) else "in training"
+    gain = "equivalent tokens" if result.ladder else "step-wise gain"
     return [
         Column("variant", "the architecture; the baseline is the one the others are compared with", numeric=False),
         Column("parameters", "all parameters, including embedding and head, and the difference to the baseline"),
@@ -25,14 +28,23 @@ def columns(confidence: float) -> list[Column]:
                f"{level} Student-t interval. If it contains 0, no difference was shown"),
         Column("step-wise gain", "baseline tokens / our tokens to reach the same loss, the worse of the two final "
                "losses. Above 1: the variant needs fewer tokens"),
-        Column("throughput", "our tokens per second / the baseline's"),
-        Column("wall-clock gain", "step-wise gain × throughput: baseline seconds / our seconds to the same loss"),
+        *([EQUIVALENT] if result.ladder else []),
+        Column("throughput", f"our tokens per second / the baseline's, {how}"),
+        Column("wall-clock gain", f"{gain} × throughput: baseline seconds / our seconds to the same loss"),
         Column("memory", "peak memory of one run: GPU allocations, or the process's resident set on a CPU"),
     ]  # fmt: skip
 
 
-def cells(row: VariantResult, baseline: str) -> list[Value]:
+EQUIVALENT = Column(
+    "equivalent tokens",
+    "tokens that the baseline, trained with a full schedule of its own, needs for our loss / our tokens. From the fit "
+    "L(D) = E + B·D^−b through the baseline's budgets; * lies outside them",
+)
+
+
+def cells(row: VariantResult, result: StudyResult) -> list[Value]:
     """One row of the table."""
+    baseline = result.baseline
     against = row if row.name != baseline else None
     return [
         Value(row.name, "" if against else "(baseline)"),
@@ -41,13 +53,14 @@ def cells(row: VariantResult, baseline: str) -> list[Value]:
         Value(NONE if row.bits_per_byte is None else f"{row.bits_per_byte.value:.4f}"),
         _difference(against.difference) if against else Value(NONE),
         _ratio(against.step_gain) if against else Value(NONE),
+        *([_ratio(row.equivalent_tokens, "*" if row.extrapolated else "")] if result.ladder else []),
         _throughput(row, baseline),
         _ratio(against.wall_clock_gain) if against else Value(NONE),
         Value(NONE if row.memory_gib is None else f"{row.memory_gib:.2f} GiB"),
     ]
 
 
-def verdict(row: VariantResult, baseline: str, confidence: float) -> str:
+def verdict(row: VariantResult, result: StudyResult) -> str:
     """One sentence on whether a variant pays, per step and per second, and how sure that is."""
     if row.loss is None:
         return f"{row.name}: no complete run."
@@ -57,24 +70,56 @@ def verdict(row: VariantResult, baseline: str, confidence: float) -> str:
     if change.low is None or change.high is None:
         sure = f"{_direction(change.value)} by {abs(change.value):.4f}, but n = 1 allows no interval and no claim"
     elif change.low <= 0.0 <= change.high:
-        level = f"{confidence * 100:g} %"
+        level = f"{result.confidence * 100:g} %"
         sure = f"no difference shown (Δ {change.value:+.4f}, {level} interval [{change.low:+.4f}, {change.high:+.4f}])"
     else:
         sure = f"{_direction(change.value)} by {abs(change.value):.4f} (n = {change.count})"
-    return f"{row.name}: {sure}; {_gains(row, baseline)}."
+    return f"{row.name}: {sure}; {_gains(row, result)}."
 
 
-def _gains(row: VariantResult, baseline: str) -> str:
-    """The gains per step and per second, or why there are none."""
+def _gains(row: VariantResult, result: StudyResult) -> str:
+    """The gains per token and per second, or why there are none."""
     if row.throughput_ratio is None:
         return "no gain per step, since no seed completed in both"
-    if row.step_gain is None or row.wall_clock_gain is None:
+    if row.wall_clock_gain is None:
         return "no gain per step, since the curves have one validation point each: make train.validate_every smaller"
-    per_step = f"{row.step_gain.value:.2f}× per step"
-    if _too_wide(row.throughput_ratio):
-        return f"{per_step}; the seeds' speeds against {baseline} disagree, so none is stated"
-    speed, seconds = row.throughput_ratio.value, row.wall_clock_gain.value
-    return f"{per_step} at {speed:.2f}× the speed of {baseline}, so {seconds:.2f}× per second"
+    per_token = _per_token(row)
+    if result.side_by_side > 1 and row.timing is None:
+        return f"{per_token}; its speed was not measured alone, so no gain per second is stated (--time-alone)"
+    if says_nothing(row.throughput_ratio):
+        ends = _ends(row.throughput_ratio)
+        return f"{per_token}; its speed against {result.baseline} is not shown (interval {ends}), nor a gain per second"
+    speed, seconds = row.throughput_ratio.value, row.wall_clock_gain
+    said = f"{per_token} at {speed:.2f}× the speed of {result.baseline}, so {seconds.value:.2f}× per second"
+    if seconds.low is None and seconds.high is None:
+        return said
+    if says_nothing(seconds) or _around_one(seconds):
+        return f"{said}, but no gain or loss per second is shown (interval {_ends(seconds)})"
+    return f"{said} (interval {_ends(seconds)})"
+
+
+def _per_token(row: VariantResult) -> str:
+    if row.equivalent_tokens is not None:
+        beyond = " (extrapolated)" if row.extrapolated else ""
+        return f"worth {row.equivalent_tokens.value:.2f}× the tokens{beyond}"
+    assert row.step_gain is not None  # a wall-clock gain comes from one of the two
+    return f"{row.step_gain.value:.2f}× per step"
+
+
+def says_nothing(ratio: Interval) -> bool:
+    """Whether an interval of a ratio holds 1 and is so wide that no verdict follows from it."""
+    if ratio.low is None and ratio.high is None:
+        return False  # one run: no interval was asked
+    return _around_one(ratio) and (ratio.low is None or ratio.high is None or ratio.high > SAYS_NOTHING * ratio.low)
+
+
+def _around_one(ratio: Interval) -> bool:
+    return (ratio.low is None or ratio.low <= 1.0) and (ratio.high is None or ratio.high >= 1.0)
+
+
+def _ends(ratio: Interval) -> str:
+    low, high = ("" if end is None else f"{end:.2f}" if end < 100 else f"{end:.2g}" for end in (ratio.low, ratio.high))
+    return f"{low} to {high}" if low and high else f"above {low}" if low else f"below {high}"
 
 
 def dataset_sentence(facts: DatasetFacts, rows: Sequence[VariantResult]) -> str:
@@ -89,12 +134,15 @@ def dataset_sentence(facts: DatasetFacts, rows: Sequence[VariantResult]) -> str:
 
 
 def side_by_side_sentence(result: StudyResult) -> str:
-    """A warning for speeds measured while runs shared the machine; empty if each ran alone."""
+    """How speeds were measured: alone, or while runs shared the machine; empty if there was one run at a time."""
+    devices = sorted({row.timing.device for row in result.variants if row.timing is not None})
+    if devices:
+        return f"Speeds are those of each variant's step timed alone, after its runs ({', '.join(devices)})."
     if result.side_by_side < 2:
         return ""
     return (
         f"{result.side_by_side} runs shared this machine, so they slowed each other down: measure speeds and "
-        "wall-clock gains with one worker before relying on them."
+        "wall-clock gains with --time-alone before relying on them."
     )
 
 
@@ -223,12 +271,14 @@ def _difference(value: Interval | None) -> Value:
     return Value(f"{value.value:+.4f}", interval)
 
 
-def _ratio(value: Interval | None) -> Value:
+def _ratio(value: Interval | None, mark: str = "") -> Value:
     if value is None:
         return Value(NONE)
-    if _too_wide(value):
-        return Value(f"{value.value:.2f}×", "(no interval)")
-    return Value(f"{value.value:.2f}×", "" if value.low is None else f"[{value.low:.2f}, {value.high:.2f}]")
+    shown = f"{value.value:.2f}×{mark}"
+    if value.low is None and value.high is None:
+        return Value(shown)
+    low, high = ("…" if end is None else f"{end:.2f}" for end in (value.low, value.high))
+    return Value(shown, "(no interval)" if _too_wide(value) else f"[{low}, {high}]")
 
 
 def _too_wide(value: Interval) -> bool:
@@ -239,7 +289,8 @@ def _too_wide(value: Interval) -> bool:
 def _throughput(row: VariantResult, baseline: str) -> Value:
     if row.tokens_per_second is None:
         return Value(NONE)
-    rate = f"{count(row.tokens_per_second)} tok/s"
+    speed = row.tokens_per_second if row.timing is None else row.timing.tokens_per_second
+    rate = f"{count(speed)} tok/s"
     if row.name == baseline or row.throughput_ratio is None:
         return Value(rate)
     return Value(f"{row.throughput_ratio.value:.2f}×", rate)

@@ -60,7 +60,7 @@ def markdown(result: StudyResult) -> str:
     parts += [f"- {_plain(sentence)}" for sentence in _sentences(result)]
     inside = [f"[{_plain(run.folder)}]({run.diagnosis})" for run in result.runs if run.diagnosis]
     parts += [f"- Diagnoses: {', '.join(inside)}."] if inside else []
-    meanings = [column for column in sentences.columns(result.confidence) if column.meaning]
+    meanings = [column for column in sentences.columns(result) if column.meaning]
     parts += ["", "Columns:", "", *(f"- **{column.title}**: {column.meaning}." for column in meanings)]
     return "\n".join(parts) + "\n"
 
@@ -71,8 +71,8 @@ def _tables(result: StudyResult) -> list[tuple[str, list[Column], list[list[Valu
     found = [
         (
             f"size {size}" if several else "",
-            sentences.columns(result.confidence),
-            [sentences.cells(row, result.baseline) for row in result.rows(size)],
+            sentences.columns(result),
+            [sentences.cells(row, result) for row in result.rows(size)],
         )
         for size in result.sizes
     ]
@@ -89,11 +89,7 @@ def _tables(result: StudyResult) -> list[tuple[str, list[Column], list[list[Valu
 
 
 def _sentences(result: StudyResult) -> list[str]:
-    verdicts = [
-        sentences.verdict(row, result.baseline, result.confidence)
-        for row in result.rows(result.sizes[-1])
-        if row.name != result.baseline
-    ]
+    verdicts = [sentences.verdict(row, result) for row in result.rows(result.sizes[-1]) if row.name != result.baseline]
     failed = [f"{run.folder} did not complete: {run.problem}" for run in result.runs if run.status == "failed"]
     facts = [sentences.dataset_sentence(result.dataset, result.variants)] if result.dataset else []
     warning = sentences.side_by_side_sentence(result)

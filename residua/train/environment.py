@@ -36,6 +36,13 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
     return described
 
 
+def device_name(device: torch.device) -> str:
+    """The GPU's name, or the processor's with the threads in use: speeds with the same name can be compared."""
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_properties(device).name)
+    return f"{_processor() or platform.machine()}, {torch.get_num_threads()} threads"
+
+
 def code_commit() -> str | None:
     """The git commit this package runs from, with `+changes` where the tree differs; None outside a checkout."""
     package = Path(__file__).parents[1]

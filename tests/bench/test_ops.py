@@ -16,8 +16,9 @@ from residua.bench.cases import Shape, depth_paths, operators
 from residua.bench.operators import OpResult, bench_operator
 from residua.bench.peers import peers
 from residua.bench.show import print_operators, write_json
-from residua.bench.timing import Ceilings, Sample
+from residua.bench.timing import Ceilings
 from residua.cli.bench import app
+from residua.train.timing import Sample
 
 pytestmark = pytest.mark.slow
 

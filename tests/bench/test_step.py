@@ -4,11 +4,12 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from residua.bench.step import bench_step, random_batches, read_cases
+from residua.bench.step import bench_step, read_cases
 from residua.cli.bench import app
 from residua.config.run import RunConfig
 from residua.config.settings import ConfigError
 from residua.model.size import measure
+from residua.train.timing import random_batches
 
 CPU = torch.device("cpu")
 

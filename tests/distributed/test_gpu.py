@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import residua
-from residua.bench.step import random_batches
 from residua.config.run import RunConfig
 from residua.train.step import Step, build_step
+from residua.train.timing import random_batches
 
 pytestmark = pytest.mark.gpu
 

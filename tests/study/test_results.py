@@ -11,10 +11,14 @@ import pytest
 from residua.data import Dataset
 from residua.study import StudyConfig
 from residua.study.conduct import Outcome, summarise
+from residua.study.gains import product
 from residua.study.plan import PlannedRun, StudyPlan, make_plan
-from residua.study.results import StudyResult, VariantResult, compute_points
+from residua.study.results import Interval, StudyResult, VariantResult, collect, compute_points
+from residua.study.runs import read_run
 from residua.study.sentences import cells, verdict
+from residua.study.statistics import Estimate, t_quantile
 from residua.study.tables import markdown
+from residua.study.timing import StepTiming
 from tests.study.recorded import write_all, write_run
 
 pytestmark = pytest.mark.slow
@@ -104,10 +108,10 @@ def test_verdicts_claim_nothing_from_one_seed_or_an_interval_over_zero(result: S
     base = row(result, "block_attnres")
     assert base.difference is not None
     one = base.model_copy(update={"difference": base.difference.model_copy(update={"low": None, "high": None})})
-    assert "no claim" in verdict(one, "prenorm", 0.95)
+    assert "no claim" in verdict(one, result)
     wide = base.model_copy(update={"difference": base.difference.model_copy(update={"low": -0.3, "high": 0.1})})
-    assert "no difference shown" in verdict(wide, "prenorm", 0.95)
-    assert verdict(base, "prenorm", 0.95).startswith("block_attnres: lower loss by 0.1000 (n = 2)")
+    assert "no difference shown" in verdict(wide, result)
+    assert verdict(base, result).startswith("block_attnres: lower loss by 0.1000 (n = 2)")
 
 
 def test_scaling_recovers_the_law_the_runs_were_made_with(study: StudyConfig, dataset: Dataset, out: Path) -> None:
@@ -150,26 +154,140 @@ def test_the_speeds_of_the_table_give_its_throughput(study: StudyConfig, dataset
 def test_seeds_whose_speeds_disagree_allow_no_factor(study: StudyConfig, dataset: Dataset, out: Path) -> None:
     rates = {("prenorm", 0): 1000.0, ("prenorm", 1): 4000.0, ("mgr", 0): 900.0, ("mgr", 1): 400.0}
     result = with_rates(study, make_plan(study, out, dataset), out, rates)
-    told = verdict(row(result, "mgr"), "prenorm", 0.95)
-    assert told.endswith("× per step; the seeds' speeds against prenorm disagree, so none is stated.")
-    shown = [cell.joined() for cell in cells(row(result, "mgr"), "prenorm")]
+    told = verdict(row(result, "mgr"), result)
+    assert "× per step; its speed against prenorm is not shown (interval 0.00 to " in told
+    assert told.endswith("), nor a gain per second.")
+    shown = [cell.joined() for cell in cells(row(result, "mgr"), result)]
     assert shown[7] == "0.30× (no interval)"
 
 
+def test_runs_side_by_side_give_no_speed_and_no_gain_per_second(result: StudyResult) -> None:
+    """Five runs at a time once gave GatedNorm 1.56× the baseline's speed, interval 0.08 to 30, and a verdict."""
+    seen = row(result, "block_attnres").model_copy(
+        update={
+            "step_gain": Interval(value=1.006, count=2, error=0.01, low=0.96, high=1.05),
+            "throughput_ratio": Interval(value=1.56, count=2, error=0.23, low=0.08, high=30.0),
+            "wall_clock_gain": Interval(value=1.57, count=2, error=0.23, low=0.08, high=30.2),
+        }
+    )
+    told = verdict(seen, result)
+    assert told.endswith(
+        "1.01× per step; its speed against prenorm is not shown (interval 0.08 to 30.00), nor a gain per second."
+    )
+    beside = verdict(row(result, "mgr"), result.model_copy(update={"side_by_side": 5}))
+    assert beside.endswith("; its speed was not measured alone, so no gain per second is stated (--time-alone).")
+
+
+def test_a_gain_per_second_is_claimed_if_its_interval_is_clear_of_one(result: StudyResult) -> None:
+    for low, high, said in (
+        (1.05, 1.20, "so 1.10× per second (interval 1.05 to 1.20)."),
+        (0.97, 1.25, "so 1.10× per second, but no gain or loss per second is shown (interval 0.97 to 1.25)."),
+        (1.05, None, "so 1.10× per second (interval above 1.05)."),
+        (0.90, None, "so 1.10× per second, but no gain or loss per second is shown (interval above 0.90)."),
+        (None, None, "so 1.10× per second."),
+    ):
+        gain = Interval(value=1.10, count=3, low=low, high=high)
+        assert verdict(row(result, "mgr").model_copy(update={"wall_clock_gain": gain}), result).endswith(said)
+
+
 def test_seeds_whose_speeds_agree_give_a_factor(result: StudyResult) -> None:
-    assert "at 0.80× the speed of prenorm" in verdict(row(result, "block_attnres"), "prenorm", 0.95)
-    assert cells(row(result, "block_attnres"), "prenorm")[7].joined() == "0.84× [0.84, 0.84]"
+    assert "at 0.80× the speed of prenorm" in verdict(row(result, "block_attnres"), result)
+    assert cells(row(result, "block_attnres"), result)[7].joined() == "0.84× [0.84, 0.84]"
 
 
 def test_one_validation_gives_a_difference_and_says_what_a_gain_needs(result: StudyResult) -> None:
     single = row(result, "block_attnres").model_copy(update={"step_gain": None, "wall_clock_gain": None})
-    told = verdict(single, "prenorm", 0.95)
+    told = verdict(single, result)
     assert told.startswith("block_attnres: lower loss by 0.1000 (n = 2); no gain per step")
     assert told.endswith("the curves have one validation point each: make train.validate_every smaller.")
     alone = single.model_copy(update={"difference": None})
-    assert verdict(alone, "prenorm", 0.95) == "block_attnres: nothing to compare it with."
+    assert verdict(alone, result) == "block_attnres: nothing to compare it with."
     apart = single.model_copy(update={"throughput_ratio": None})
-    assert verdict(apart, "prenorm", 0.95).endswith("no gain per step, since no seed completed in both.")
+    assert verdict(apart, result).endswith("no gain per step, since no seed completed in both.")
+
+
+def laddered(study: StudyConfig, out: Path, dataset: Dataset, budgets: tuple[float, ...]) -> StudyResult:
+    """A study with a ladder whose losses follow a law; block_attnres is as good as 1.25 times the tokens."""
+    steps = ("train.steps=40", "train.schedule.warmup=2")
+    longer = StudyConfig(**{**study.model_dump(), "set": (*study.set, *steps), "ladder": budgets})
+    plan = make_plan(longer, out, dataset)
+    worth = {"prenorm": 1.0, "block_attnres": 1.25, "mgr": 0.9, "exoformer": 3.0}
+
+    def law(run: PlannedRun, step: int) -> float:
+        shape = run.config.train.steps / step  # a curve that falls to the end, and ends on the law
+        return 2.0 + 3.0 * (worth[run.variant] * step) ** -0.4 * shape**0.1 + 0.1 * run.seed
+
+    write_all(plan, law, RATE)
+    return summarise(longer, plan, out, {}, None).result
+
+
+def test_a_ladder_gives_equivalent_tokens_beside_the_step_wise_gain(
+    study: StudyConfig, dataset: Dataset, out: Path
+) -> None:
+    result = laddered(study, out, dataset, (0.5, 1, 1.5, 2))
+    (ladder,) = result.ladder
+    assert [rung.tokens / 64 for rung in ladder.rungs] == [20, 40, 60, 80]
+    assert ladder.law is not None and ladder.law.exponent == pytest.approx(0.4, rel=1e-3)
+    block = row(result, "block_attnres")
+    assert block.equivalent_tokens is not None and block.wall_clock_gain is not None and block.step_gain is not None
+    assert block.equivalent_tokens.value == pytest.approx(1.25, rel=1e-3) and not block.extrapolated
+    assert block.wall_clock_gain.value == pytest.approx(1.25 * 0.8, rel=1e-3)
+    assert 1.0 < block.step_gain.value < 1.25
+    far = row(result, "exoformer")
+    assert far.extrapolated and far.equivalent_tokens is not None
+    assert far.equivalent_tokens.value == pytest.approx(3.0, rel=1e-2)
+    assert "worth 3.00× the tokens (extrapolated) at 1.00× the speed" in verdict(far, result)
+    assert row(result, "prenorm").equivalent_tokens is None
+    assert {run.budget for run in result.runs} == {0.5, 1.0, 1.5, 2.0}
+    loss = row(result, "prenorm").loss
+    assert loss is not None and loss.count == 2  # the ladder's runs are no seeds of the baseline
+    text = markdown(result)
+    assert "| equivalent tokens |" in text and "1.25× [1.25, 1.25]" in text and "3.00×\\* [" in text
+
+
+def test_a_ladder_of_two_budgets_gives_a_gain_and_no_interval(study: StudyConfig, dataset: Dataset, out: Path) -> None:
+    gain = row(laddered(study, out, dataset, (1, 2)), "block_attnres").equivalent_tokens
+    assert gain is not None and gain.low is None
+    assert gain.value == pytest.approx(1.25, rel=0.05)
+
+
+def timed(tokens_per_second: float, error: float = 0.001, device: str = "H200") -> StepTiming:
+    seconds = 64 / tokens_per_second
+    return StepTiming(device=device, tokens=64, median=seconds, p10=seconds, p90=seconds, count=100, error=error)
+
+
+def test_steps_timed_alone_give_throughput_and_wall_clock_gain(study: StudyConfig, dataset: Dataset, out: Path) -> None:
+    plan = make_plan(study, out, dataset)
+    write_all(plan, straight, RATE)
+    records = {run: read_run(run.folder, run.config) for run in plan.runs}
+    timings = {
+        ("tiny", "prenorm"): {"CPU": timed(10, device="CPU"), "H200": timed(1000)},
+        ("tiny", "block_attnres"): {"H200": timed(900)},
+        ("tiny", "mgr"): {"A100": timed(700, device="A100")},
+    }
+    several = study.model_copy(update={"workers": 4})
+    result = collect(several, plan, records, {}, None, timings)
+    block = row(result, "block_attnres")
+    assert block.throughput_ratio is not None and block.wall_clock_gain is not None
+    assert block.throughput_ratio.value == pytest.approx(0.9)
+    assert block.throughput_ratio.low == pytest.approx(0.9 * math.exp(-t_quantile(0.975, 18) * 0.001 * 2**0.5))
+    assert block.wall_clock_gain.value == pytest.approx(0.9 * 10 / 9.5)
+    assert "at 0.90× the speed of prenorm" in verdict(block, result)
+    assert "Speeds are those of each variant's step timed alone, after its runs (H200)." in markdown(result)
+    other = row(result, "mgr")  # timed on a device that the baseline was not timed on
+    assert other.timing is None and "not measured alone" in verdict(other, result)
+
+
+def test_the_interval_of_a_product_of_ratios() -> None:
+    gain, speed = Estimate(1.2, 3, 0.05, 1.1, 1.4), Estimate(0.8, 10, 0.01, 0.78, 0.82)
+    found = product(gain, speed)
+    assert found is not None and found.low is not None and found.high is not None
+    assert found.value == pytest.approx(0.96)
+    assert math.log(0.96 / found.low) ** 2 == pytest.approx(math.log(1.2 / 1.1) ** 2 + math.log(0.8 / 0.78) ** 2)
+    assert math.log(found.high / 0.96) ** 2 == pytest.approx(math.log(1.4 / 1.2) ** 2 + math.log(0.82 / 0.8) ** 2)
+    half_open = product(Estimate(1.2, 3, 0.05, 1.1, None), speed)
+    assert half_open is not None and half_open.low is not None and half_open.high is None
+    assert product(None, speed) is None
 
 
 SIZES = ["tiny", "mini", "mgr-s-prenorm"]

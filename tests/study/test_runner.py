@@ -19,12 +19,19 @@ from rich.console import Console
 from residua.config.settings import ConfigError
 from residua.data import Dataset
 from residua.study import StudyConfig, runner
+from residua.study import conduct as conduct_module
 from residua.study.conduct import conduct
 from residua.study.plan import PlannedRun, StudyPlan, make_plan
 from residua.study.runner import run_plan, threads_per_run
 from residua.study.runs import is_complete, read_run
 
 pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def no_timing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """These tests are about the runs; `test_timing.py` is about timing them."""
+    monkeypatch.setattr(conduct_module, "time_variants", lambda *arguments: None)
 
 
 class Quiet:

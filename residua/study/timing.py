@@ -1,0 +1,196 @@
+"""The speed of every variant's step, timed alone once its runs are complete: runs side by side slow each other down.
+
+One process times all variants, one after the other, exactly as `residua train` would run them. A record is kept per
+model and device under `timings/`, so nothing is measured twice, and speeds of different devices are never compared.
+`python -m residua.study.timing SECONDS CONFIG.toml RECORD.json …` is that process.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+
+from pydantic import Field
+from rich.console import Console
+from rich.markup import escape
+
+from residua.config.run import RunConfig
+from residua.config.settings import Frozen
+from residua.files import write_atomically
+from residua.study.config import StudyConfig
+from residua.study.plan import CONFIGS, LOGS, TIMINGS, StudyPlan, model_title
+from residua.study.runner import StudyInterrupted, threads_per_run
+from residua.study.runs import is_complete
+
+SECONDS = 4.0
+"""How long each step is timed, after compilation and warm-up."""
+FEWEST, MOST, BLOCKS = 10, 2000, 10  # timed steps at least and at most, and the blocks they are divided into
+
+
+class StepTiming(Frozen):
+    """The seconds of one training step, timed alone: the median and the spread from the 10th to the 90th percentile.
+
+    `error` is the standard error of the median's logarithm, from the medians of ten blocks of steps. `memory_gib` is
+    the peak on a GPU.
+    """
+
+    device: str
+    tokens: int
+    median: float
+    p10: float
+    p90: float
+    count: int
+    error: float
+    memory_gib: float | None = None
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens of a step over its seconds."""
+        return self.tokens / self.median
+
+
+class _Record(Frozen):
+    """The content of a file under `timings/`: what was timed, and the timings by device."""
+
+    config: str
+    devices: dict[str, StepTiming] = Field(default_factory=dict)
+
+
+def time_variants(study: StudyConfig, plan: StudyPlan, out: Path, console: Console) -> None:
+    """Time the variants that have a complete run, unless all were timed on one device before."""
+    if study.workers < 2 and not study.time_alone:
+        return
+    complete = {(r.size, r.variant) for r in plan.compared if is_complete(r.folder, r.config)}
+    models = {model_title(study, *key): plan.models[key].config for key in plan.models if key in complete}
+    known = {title: _read(out, title, config) for title, config in models.items()}
+    if not models or set.intersection(*(set(record.devices) for record in known.values())):
+        return
+    command = [sys.executable, "-m", "residua.study.timing", str(SECONDS)]
+    for title, config in models.items():
+        path, record = out / CONFIGS / f"{title}.toml", _path(out, title)
+        for made in (path, record):
+            made.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, config.to_toml())
+        if not record.exists() or known[title].devices == {}:
+            write_atomically(record, _Record(config=_signature(config)).model_dump_json())
+        command += [str(path), str(record)]
+    _run(command, study, out, console)
+
+
+def read_timings(study: StudyConfig, plan: StudyPlan, out: Path) -> dict[tuple[str, str], dict[str, StepTiming]]:
+    """The timings of every model by (size, variant), then by device; empty where none is recorded."""
+    return {key: dict(_read(out, model_title(study, *key), m.config).devices) for key, m in plan.models.items()}
+
+
+def _run(command: Sequence[str], study: StudyConfig, out: Path, console: Console) -> None:
+    """Print a line for every variant that is timed; what cannot be timed is told, and the study goes on."""
+    threads = threads_per_run(study.model_copy(update={"workers": 1}))
+    log = out / LOGS / "timing.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("ab") as file:
+        child = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=file, text=True,
+            env=os.environ | {"OMP_NUM_THREADS": str(threads)},
+        )  # fmt: skip
+        assert child.stdout is not None
+        try:
+            for line in child.stdout:
+                console.print(f"[green]✓[/green] {escape(line.rstrip())}", highlight=False)
+            ending = child.wait()
+        except KeyboardInterrupt:
+            child.terminate()
+            child.wait()
+            raise StudyInterrupted("Stopped while steps were timed alone: the same command continues.") from None
+    if ending:
+        console.print(f"[red]✗[/red] not every step could be timed alone (log: {escape(str(log))})", highlight=False)
+
+
+def _path(out: Path, title: str) -> Path:
+    return out / TIMINGS / f"{title}.json"
+
+
+def _read(out: Path, title: str, config: RunConfig) -> _Record:
+    """What is recorded of this model; an empty record if there is none, or one of another configuration."""
+    empty = _Record(config=_signature(config))
+    try:
+        found = _Record(**json.loads(_path(out, title).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return empty
+    return found if found.config == empty.config else empty
+
+
+def _signature(config: RunConfig) -> str:
+    """The configuration without what differs between seeds and machines."""
+    data = config.data.model_copy(update={"path": None, "seed": 0})
+    train = config.train.model_copy(update={"seed": 0})
+    return config.model_copy(update={"data": data, "train": train}).to_toml()
+
+
+def measure(config: RunConfig, seconds: float) -> StepTiming:
+    """Time the step of a run on this machine, for about this long."""
+    import torch
+
+    from residua.train.environment import device_name
+    from residua.train.step import arithmetic
+    from residua.train.timing import Sample, release_memory, time_step
+    from residua.train.world import World
+
+    with World.alone(config) as world, arithmetic(config.train):
+        torch.manual_seed(config.train.seed)
+        step = world.build_step(config)
+        probe = time_step(step, config, steps=5, warmup=5)
+        steps = round(seconds / Sample.of(probe.seconds).median)
+        timed = time_step(step, config, steps=min(max(steps, FEWEST), MOST), warmup=0)
+        del step
+        release_memory(world.device)
+        device = device_name(world.device)
+    sample = Sample.of(timed.seconds)
+    return StepTiming(
+        device=device, tokens=config.tokens_per_step, median=sample.median, p10=sample.p10, p90=sample.p90,
+        count=sample.count, error=_error(timed.seconds), memory_gib=timed.memory_gib,
+    )  # fmt: skip
+
+
+def _error(seconds: Sequence[float]) -> float:
+    """The standard error of the logarithm of the median, from the medians of successive blocks."""
+    edges = [round(i * len(seconds) / BLOCKS) for i in range(BLOCKS + 1)]
+    medians = [statistics.median(seconds[a:b]) for a, b in pairwise(edges)]
+    return statistics.stdev([math.log(value) for value in medians]) / math.sqrt(BLOCKS)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Time every configuration that has no timing on this device yet, and add it to its record; 1 if one failed."""
+    import torch
+
+    from residua.machine import choose_device
+    from residua.train.environment import device_name
+
+    failed = False
+    for path, kept in zip(map(Path, arguments[1::2]), map(Path, arguments[2::2]), strict=True):
+        config = RunConfig.from_toml(path)
+        record = _Record(**json.loads(kept.read_text(encoding="utf-8")))
+        if device_name(choose_device(config.train.device, "train.device")) in record.devices:
+            continue
+        try:
+            timing = measure(config, float(arguments[0]))
+        except (RuntimeError, ValueError) as problem:  # also out of memory
+            print(f"{path.stem}: {problem}", file=sys.stderr)
+            failed = True
+            torch.compiler.reset()
+            continue
+        devices = {**record.devices, timing.device: timing}
+        write_atomically(kept, record.model_copy(update={"devices": devices}).model_dump_json(indent=1) + "\n")
+        spread = (timing.p90 - timing.p10) / timing.median
+        print(f"{path.stem}: {timing.tokens_per_second:,.0f} tokens/s alone, spread {spread:.1%}", flush=True)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

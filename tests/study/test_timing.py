@@ -1,0 +1,148 @@
+"""Steps timed alone after runs side by side: recorded once, and compared on one device only."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from residua.config.run import RunConfig
+from residua.data import Dataset
+from residua.study import StudyConfig, timing
+from residua.study.conduct import conduct
+from residua.study.plan import StudyPlan, make_plan
+from residua.study.runner import StudyInterrupted
+from residua.study.timing import StepTiming, read_timings, time_variants
+from tests.study.recorded import write_all
+from tests.study.test_results import straight
+
+
+def two(study: StudyConfig, dataset: Dataset, **changes: object) -> StudyConfig:
+    small = {"variants": ["prenorm", "mgr"], "data": str(dataset.path), "workers": 2, "threads": 1}
+    return StudyConfig(**{**study.model_dump(exclude={"baseline"}), **small, **changes})
+
+
+class Timed:
+    """Stands in for the process that times: runs it here, with a made-up speed, and counts."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, device: str = "H200") -> None:
+        self.calls: list[str] = []
+        monkeypatch.setattr(timing, "measure", self._measure)
+        monkeypatch.setattr(timing, "_run", lambda command, study, out, console: timing.main(command[3:]))
+        monkeypatch.setattr("residua.train.environment.device_name", lambda device: self.device)
+        self.device = device
+
+    def _measure(self, config: RunConfig, seconds: float) -> StepTiming:
+        self.calls.append(config.model.topology.kind)
+        values = {"median": 1.0, "p10": 0.9, "p90": 1.1, "count": 10, "error": 0.01}
+        return StepTiming(device=self.device, tokens=config.tokens_per_step, **values)
+
+
+@pytest.fixture
+def plan(study: StudyConfig, dataset: Dataset, out: Path) -> StudyPlan:
+    plan = make_plan(two(study, dataset), out, dataset)
+    write_all(plan, straight)
+    return plan
+
+
+def quietly(study: StudyConfig, plan: StudyPlan, out: Path) -> None:
+    time_variants(study, plan, out, Console(quiet=True))
+
+
+@pytest.mark.slow
+def test_a_study_side_by_side_times_every_step_alone_and_uses_that(
+    study: StudyConfig, dataset: Dataset, plan: StudyPlan, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(timing, "SECONDS", 0.0)
+    result = conduct(two(study, dataset), out, Console(quiet=True)).result  # the runs are complete
+    baseline, ours = result.variants
+    assert baseline.timing is not None and ours.timing is not None and ours.throughput_ratio is not None
+    assert ours.timing.count == 10 and ours.timing.p10 <= ours.timing.median <= ours.timing.p90
+    assert ours.timing.device == baseline.timing.device and ours.timing.device.endswith(", 1 threads")
+    assert ours.throughput_ratio.value == pytest.approx(baseline.timing.median / ours.timing.median)
+    assert ours.throughput_ratio.value != 1.0  # which the training runs have
+    monkeypatch.setattr(timing, "_run", lambda *arguments: pytest.fail("timed again"))
+    assert conduct(two(study, dataset), out, Console(quiet=True)).result == result
+
+
+def test_one_run_at_a_time_is_timed_on_request_only(
+    study: StudyConfig, dataset: Dataset, plan: StudyPlan, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timed = Timed(monkeypatch)
+    quietly(two(study, dataset, workers=1), plan, out)
+    assert timed.calls == []
+    quietly(two(study, dataset, workers=1, time_alone=True), plan, out)
+    assert timed.calls == ["additive", "multi_gate"]
+
+
+def test_what_was_timed_is_not_timed_again_and_what_changed_is(
+    study: StudyConfig, dataset: Dataset, plan: StudyPlan, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timed, chosen = Timed(monkeypatch), two(study, dataset)
+    for _ in range(2):
+        quietly(chosen, plan, out)
+    assert timed.calls == ["additive", "multi_gate"]
+    (out / "timings" / "mgr.json").unlink()  # as if the study had been stopped between the two
+    quietly(chosen, plan, out)
+    assert timed.calls == ["additive", "multi_gate", "multi_gate"]
+    (out / "timings" / "prenorm.json").write_text("{")
+    quietly(chosen, plan, out)
+    assert timed.calls[3:] == ["additive"]
+
+    wider = {key: model.config.override(["train.micro_batch=4"]) for key, model in plan.models.items()}
+    changed = StudyPlan({k: m.__class__(**{**vars(m), "config": wider[k]}) for k, m in plan.models.items()}, plan.runs)
+    assert read_timings(chosen, changed, out) == {("tiny", "prenorm"): {}, ("tiny", "mgr"): {}}
+
+
+def test_on_another_device_all_are_timed_again_if_one_is_new(
+    study: StudyConfig, dataset: Dataset, plan: StudyPlan, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timed, chosen = Timed(monkeypatch), two(study, dataset)
+    quietly(chosen, plan, out)
+    timed.device = "B200"
+    quietly(chosen, plan, out)  # all have one device in common: nothing to do
+    (out / "timings" / "mgr.json").unlink()
+    quietly(chosen, plan, out)
+    assert timed.calls == ["additive", "multi_gate"] * 2
+    found = read_timings(chosen, plan, out)
+    assert list(found["tiny", "prenorm"]) == ["H200", "B200"] and list(found["tiny", "mgr"]) == ["B200"]
+
+
+def test_a_variant_that_cannot_be_timed_does_not_stop_the_others(
+    study: StudyConfig, dataset: Dataset, plan: StudyPlan, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timed = Timed(monkeypatch)
+
+    def fails(config: RunConfig, seconds: float) -> StepTiming:
+        if config.model.topology.kind == "additive":
+            raise RuntimeError("out of memory")
+        return timed._measure(config, seconds)
+
+    monkeypatch.setattr(timing, "measure", fails)
+    quietly(two(study, dataset), plan, out)
+    assert json.loads((out / "timings" / "prenorm.json").read_text())["devices"] == {}
+    assert timed.calls == ["multi_gate"]
+
+
+def test_ctrl_c_while_timing_says_how_to_go_on(
+    study: StudyConfig, dataset: Dataset, plan: StudyPlan, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Interrupted:
+        def __init__(self, *arguments: object, **options: object) -> None:
+            self.stdout, self.ended = self, False
+
+        def __iter__(self) -> Interrupted:
+            raise KeyboardInterrupt
+
+        def terminate(self) -> None:
+            self.ended = True
+
+        def wait(self) -> int:
+            assert self.ended
+            return -15
+
+    monkeypatch.setattr(timing.subprocess, "Popen", Interrupted)
+    with pytest.raises(StudyInterrupted, match="the same command continues"):
+        quietly(two(study, dataset), plan, out)
