@@ -123,7 +123,7 @@ def _fork(
     output: Path, variables: dict[str, str], module: str, arguments: tuple[Any, ...], store: dist.Store | None = None
 ) -> Started:
     forked = multiprocessing.get_context("forkserver")
-    forked.set_forkserver_preload(["tests.distributed.worker", "tests.distributed.train_run"])
+    forked.set_forkserver_preload(["tests.distributed.worker", "tests.distributed.train_run", "tests.soak.rank"])
     # a daemon ends with pytest, but may not have children: the agent of torchrun is none
     daemon = store is not None
     process = forked.Process(target=_run, args=(variables, output, module, arguments), daemon=daemon)

@@ -1,0 +1,209 @@
+"""Injects faults into runs until all are spent, resumes after each, and compares every run with an undisturbed one."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.soak.disk import SmallDisk, SmallFiles
+from tests.soak.faults import FULL, Deck, Fault, Place, show_shards
+from tests.soak.jobs import Commanded, Forked, Job, holders
+from tests.soak.runs import (
+    SAVE_EVERY,
+    STEPS,
+    Kind,
+    differences,
+    fingerprint,
+    last_line,
+    last_step,
+    make_data,
+    metrics_file,
+    saves,
+    write_config,
+)
+
+FAULTS_PER_RUN = 12
+
+
+@dataclass
+class Injected:
+    """A fault that happened: to which run, when, and what was wrong afterwards (nothing, if it was survived)."""
+
+    kind: Kind
+    fault: Fault
+    moment: str
+    in_save: bool
+    command: bool
+    wrong: list[str] = field(default_factory=list)
+
+
+class Session:
+    """One start of a run. What an earlier session left, a save or lines of metrics, is not taken for this one's."""
+
+    def __init__(self, run: Path) -> None:
+        self.run = run
+        self.began = last_step(run)
+        self._old_saves, self._old_metrics = saves(run), metrics_file(run)
+
+    def past_start(self) -> bool:
+        return metrics_file(self.run) not in (None, self._old_metrics)
+
+    def saves(self) -> bool:
+        """Whether a checkpoint is being written, or was when the processes were killed."""
+        return bool(saves(self.run) - self._old_saves)
+
+
+class Soak:
+    """Spends the `decks`, faults and their moments by kind; `commands` is the share of starts by real commands."""
+
+    def __init__(
+        self,
+        folder: Path,
+        disk: SmallDisk | SmallFiles,
+        decks: dict[Kind, Deck],
+        *,
+        chance: random.Random,
+        commands: float = 0.0,
+        tell: Callable[[str], None] = print,
+    ) -> None:
+        self.folder, self.disk, self.commands, self.tell = folder, disk, commands, tell
+        self.chance, self.decks = chance, {kind: list(deck) for kind, deck in decks.items()}
+        self.data = make_data(folder)
+        self.injected: list[Injected] = []
+        self.sessions = self.runs = 0
+        self.start_seconds = dict.fromkeys(decks, 1.0)
+
+    def conduct(self) -> None:
+        """All runs of all kinds in turn."""
+        Forked(1, ["--help"]).end()  # the first pays for the imports
+        for kind in self.decks:
+            write_config(self.folder / f"{kind.name}.toml", self.data, kind)
+            undisturbed = self.disk.path / f"{kind.name}-undisturbed"
+            self.finish_undisturbed(kind, undisturbed)
+            while self.decks[kind]:
+                self.soak_run(kind, undisturbed)
+            shutil.rmtree(undisturbed)
+
+    def finish_undisturbed(self, kind: Kind, run: Path) -> None:
+        """The run that the others are compared with; measures how long a start takes."""
+        job = self.start(kind, run, command=False)
+        began = time.monotonic()
+        self.until(job, lambda: last_line(run) > 0)
+        self.start_seconds[kind] = time.monotonic() - began
+        if not job.end() or job.codes() != [0] * len(job.codes()):
+            raise RuntimeError(f"the undisturbed run on {kind.name} failed:\n{job.said()}")
+
+    def soak_run(self, kind: Kind, undisturbed: Path) -> None:
+        """One run from its first step to its last, with faults on the way."""
+        self.runs += 1
+        run = self.disk.path / f"{kind.name}-{self.runs}"
+        faults: list[Injected] = []
+        while True:
+            started = Session(run)
+            job = self.start(kind, run)
+            found = self.session(kind, started, job, left=FAULTS_PER_RUN - len(faults))
+            faults += found
+            self.injected += found
+            if found and found[-1].fault.ends:
+                continue
+            if not job.end():
+                wrong = [f"hung: {job.said()[-500:]}"]
+            elif any(job.codes()):
+                wrong = [f"ended with {job.codes()}: {job.said()[-1500:]}"]
+            else:
+                wrong = differences(run, undisturbed)
+            break
+        wrong += [f"process {pid} is left over" for pid in (*holders(run), *holders(job.output))]
+        for fault in faults:
+            fault.wrong += wrong
+        said = "; ".join(wrong) or "equal to the undisturbed run"
+        self.tell(f"{kind.name}, run {self.runs}: {len(faults)} faults, {said}")
+        if not wrong:
+            shutil.rmtree(run)
+
+    def session(self, kind: Kind, session: Session, job: Job, left: int) -> list[Injected]:
+        """The faults of one start of a run: any number that it outlives, and one that ends it."""
+        found: list[Injected] = []
+        run = session.run
+        while self.decks[kind] and len(found) < left:
+            fault, moment = self.decks[kind][-1]
+            if not self.wait_for(kind, session, job, moment):
+                break
+            before = last_step(run)
+            in_save = session.saves()
+            place = Place(job, self.disk, self.data, self.chance)
+            fault.strike(place)
+            ended = not fault.ends or job.end()
+            if fault.ends and not any(job.codes()):
+                break  # the run was over before the fault took effect
+            self.decks[kind].pop()
+            told = Injected(
+                kind, fault, moment, in_save or (fault.ends and session.saves()), isinstance(job, Commanded)
+            )
+            told.wrong = self.look(kind, run, job, fault, before) if ended else [f"hung: {job.said()[-500:]}"]
+            found.append(told)
+            self.tell(f"{kind.name}: {fault.name} at {moment}: {'; '.join(told.wrong) or 'survived'}")
+            if fault.ends:
+                break
+        self.disk.empty()
+        show_shards(self.data)
+        return found
+
+    def look(self, kind: Kind, run: Path, job: Job, fault: Fault, before: int) -> list[str]:
+        """What is wrong right after a fault."""
+        wrong = []
+        if last_step(run) < before:
+            wrong.append(f"the last checkpoint was that of step {before} and is that of step {last_step(run)}")
+        if "Traceback" in job.said():
+            wrong.append(f"a traceback: {job.said()[-3000:]}")
+        if fault is FULL and saves(run):
+            wrong.append(f"the checkpoint that found no room is left half written: {job.said()[-1500:]}")
+        if fault.name == "SIGTERM" and set(job.codes()) == {143} and last_step(run) != last_line(run):
+            wrong.append(f"was saved at step {last_step(run)}, after step {last_line(run)}")
+        return wrong + (self.refused(kind, run) if fault.refused else [])
+
+    def refused(self, kind: Kind, run: Path) -> list[str]:
+        """A start that must be refused in one sentence and change nothing."""
+        files = fingerprint(run)
+        job = self.start(kind, run, command=False)
+        if not job.end():
+            return [f"the next start hung: {job.said()[-500:]}"]
+        sentences = job.said().strip().splitlines()
+        wrong = [] if fingerprint(run) == files else ["the refused start changed the run"]
+        if job.codes()[0] != 2 or len(sentences) != 1 or not sentences[0].startswith("residua: "):
+            wrong.append(f"the next start ended with {job.codes()}: {job.said()[-1500:]}")
+        return wrong
+
+    def start(self, kind: Kind, run: Path, command: bool | None = None) -> Job:
+        """Start or resume a run."""
+        self.sessions += 1
+        resumed = ["--resume"] if (run / "config.toml").exists() else [str(self.folder / f"{kind.name}.toml")]
+        arguments = ["train", *resumed, "--out", str(run)]
+        if self.chance.random() < self.commands if command is None else command:
+            return Commanded(kind.ranks, arguments, self.folder / f"output-{self.sessions}")
+        return Forked(kind.ranks, arguments)
+
+    def wait_for(self, kind: Kind, session: Session, job: Job, moment: str) -> bool:
+        """Wait for a random moment of that sort; False if the job ended before."""
+        if moment == "start-up":
+            until = time.monotonic() + self.chance.uniform(0, self.start_seconds[kind])
+            return self.until(job, lambda: time.monotonic() > until)
+        step = min(session.began + self.chance.randint(1, 3 * SAVE_EVERY), STEPS - 1)
+        if not self.until(job, lambda: session.past_start() and last_line(session.run) >= step):
+            return False
+        if moment == "save" and not self.until(job, session.saves, pause=0.0003):
+            return False
+        until = time.monotonic() + self.chance.uniform(0, 0.01)
+        return self.until(job, lambda: time.monotonic() > until, pause=0.0003)
+
+    def until(self, job: Job, holds: Callable[[], bool], pause: float = 0.003) -> bool:
+        """Wait; False if the job ended first."""
+        while job.running():
+            if holds():
+                return True
+            time.sleep(pause)
+        return False
