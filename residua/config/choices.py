@@ -8,10 +8,20 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import BeforeValidator, Field, PlainValidator, SerializeAsAny, model_validator
+from pydantic import Field, PlainValidator, SerializeAsAny, model_validator
 
 from residua.config.family import Family
-from residua.config.settings import Frozen, Positive, number
+from residua.config.ffns import FFN as FFN
+from residua.config.ffns import GELU as GELU
+from residua.config.ffns import GLU as GLU
+from residua.config.ffns import DenseChoice as DenseChoice
+from residua.config.ffns import DenseFFN as DenseFFN
+from residua.config.ffns import GeGLU as GeGLU
+from residua.config.ffns import MoE as MoE
+from residua.config.ffns import ReLU2 as ReLU2
+from residua.config.ffns import SwiGLU as SwiGLU
+from residua.config.positions import RopeScaling as RopeScaling
+from residua.config.settings import Frozen, Positive
 from residua.config.topologies import Additive as Additive
 from residua.config.topologies import AttentionResidual as AttentionResidual
 from residua.config.topologies import BlockAttnRes as BlockAttnRes
@@ -136,19 +146,42 @@ class Mixer(Frozen):
 
 
 class SoftmaxAttention(Mixer):
-    """Causal softmax attention; `kv_heads` below `heads` is grouped-query attention."""
+    """Causal softmax attention; `kv_heads` below `heads` is grouped-query attention.
+
+    `qk_norm` is over each head, or over all heads together ("rms_all", OLMo 2). With `window`, a token sees itself and
+    the `window` − 1 tokens before it, in all layers or in `window_layers`; `local_rope_theta` is the base of rotary
+    positions in those layers, which are not scaled there (Gemma 3). `bias` adds biases to queries, keys and
+    values ("qkv"), or to the output projection too ("all").
+    """
 
     kind: Literal["softmax"] = "softmax"
     heads: Positive
     kv_heads: Positive | None = None
     head_dim: Positive | None = None
-    qk_norm: Literal["rms", "none"] = "rms"
+    qk_norm: Literal["rms", "rms_all", "none"] = "rms"
+    qk_eps: float = Field(1e-6, gt=0)
+    bias: Literal["none", "qkv", "all"] = "none"
     rope_theta: float = Field(10_000.0, gt=0)
+    rope_scaling: RopeScaling | None = None
+    local_rope_theta: Annotated[float, Field(gt=0)] | None = None
+    window: Positive | None = None
+    window_layers: tuple[int, ...] | None = None
     gate: Literal["none", "elementwise", "headwise"] = "none"
     sink: Literal["none", "learned"] = "none"
 
     @property
     def everywhere(self) -> SoftmaxAttention:
+        return self
+
+    def window_at(self, layer: int) -> int | None:
+        """The window of layer `layer`; None if its tokens see all earlier ones."""
+        return self.window if self.window_layers is None or layer in self.window_layers else None
+
+    @model_validator(mode="after")
+    def _window_is_set(self) -> Self:
+        for key in ("window_layers", "local_rope_theta"):
+            if getattr(self, key) is not None and self.window is None:
+                raise ValueError(f"attention.{key} needs attention.window: the number of tokens that those layers see.")
         return self
 
     @model_validator(mode="after")
@@ -209,93 +242,6 @@ class HybridAttention(Frozen):
 
 
 Attention = Annotated[SoftmaxAttention | GatedDeltaNet | HybridAttention, Field(discriminator="kind")]
-
-
-class DenseChoice(Frozen):
-    """What every feed-forward that is no mixture states."""
-
-    mixture: ClassVar[bool] = False
-    """Whether it has experts."""
-    kept_hidden: ClassVar[int]
-    """Hidden tensors kept for the backward pass."""
-
-    kind: str
-    hidden: Positive
-
-    def kept(self, width: int) -> float:
-        """Elements per token kept for the backward pass."""
-        return 2 * width + self.kept_hidden * self.hidden
-
-
-class SwiGLU(DenseChoice):
-    """down( silu(gate x) ⊙ up x )."""
-
-    kept_hidden: ClassVar[int] = 3
-
-    kind: Literal["swiglu"] = "swiglu"
-
-
-class GLU(DenseChoice):
-    """down( sigmoid(gate x) ⊙ up x )."""
-
-    kept_hidden: ClassVar[int] = 3
-
-    kind: Literal["glu"] = "glu"
-
-
-class ReLU2(DenseChoice):
-    """down( relu(up x)² )."""
-
-    kept_hidden: ClassVar[int] = 1  # relu² and its slope are computed within the products next to them
-
-    kind: Literal["relu2"] = "relu2"
-
-
-class GELU(DenseChoice):
-    """down( gelu(up x) )."""
-
-    kept_hidden: ClassVar[int] = 2
-
-    kind: Literal["gelu"] = "gelu"
-
-
-DenseFFN = SwiGLU | GLU | ReLU2 | GELU
-
-
-class MoE(Frozen):
-    """A mixture of `experts` feed-forwards of width `hidden`; a token visits `top_k` of them and the `shared` ones.
-
-    `top_k` is at least 2: the weights of the chosen sum to one, so a single one would teach the router nothing.
-    """
-
-    mixture: ClassVar[bool] = True
-
-    kind: Literal["moe"] = "moe"
-    hidden: Positive
-    experts: Positive
-    top_k: int = Field(ge=2)
-    shared: Annotated[int, BeforeValidator(number), Field(ge=0)] = 1
-    shared_gate: Literal["none", "sigmoid"] = "none"
-    activation: Literal["swiglu", "glu", "relu2", "gelu"] = "swiglu"
-
-    def kept(self, width: int) -> float:
-        """Elements per token kept for the backward pass."""
-        hidden = self.hidden * {"relu2": 2, "gelu": 2, "swiglu": 3, "glu": 3}[self.activation]
-        return 2 * width + self.top_k * (hidden + 2 * width) + self.shared * hidden
-
-    @model_validator(mode="after")
-    def _experts_suffice(self) -> Self:
-        if self.top_k > self.experts:
-            raise ValueError(f"ffn.top_k = {self.top_k} is more than ffn.experts = {self.experts}: use at most that.")
-        if self.shared_gate != "none" and not self.shared:
-            raise ValueError(
-                f"ffn.shared_gate = '{self.shared_gate}' has nothing to gate with ffn.shared = 0: "
-                "use ffn.shared_gate = 'none' or ffn.shared = 1."
-            )
-        return self
-
-
-FFN = Annotated[DenseFFN | MoE, Field(discriminator="kind")]
 
 
 class NormChoice(Family):

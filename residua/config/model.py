@@ -6,9 +6,9 @@ This file imports no torch, so reading or listing configurations is instant.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
-from pydantic import ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from residua.config.choices import (
     FFN,
@@ -26,13 +26,16 @@ from residua.config.choices import (
     Topology,
     divisors,
 )
+from residua.config.positions import LongRope
 from residua.config.settings import ConfigError, Frozen, Positive, apply_overrides, explain, read_toml, to_toml
 
 
 class ModelConfig(Frozen):
     """A decoder-only language model.
 
-    `vocab_size` defaults to GPT-2's 50,257 padded to a multiple of 128; `context` is the training length.
+    `vocab_size` defaults to GPT-2's 50,257 padded to a multiple of 128; `context` is the training length. `placement`
+    says what sublayers norm: their input (pre-norm), their output (OLMo 2), or both (Gemma). Embedded tokens are
+    multiplied by `embed_scale`.
     """
 
     vocab_size: Positive = 50_304
@@ -42,9 +45,11 @@ class ModelConfig(Frozen):
     attention: Attention
     ffn: FFN
     norm: Norm = RMSNorm()
+    placement: Literal["input", "output", "both"] = "input"
     topology: Topology = Additive()
     anchors: Anchors = NoAnchors()
     head: Head = TiedHead()
+    embed_scale: float = Field(1.0, gt=0)
     init: Init = Init()
 
     def __init__(self, **data: Any) -> None:
@@ -131,6 +136,32 @@ def _check_heads(config: ModelConfig) -> None:
         )
 
 
+def _check_positions(config: ModelConfig) -> None:
+    softmax, table = config.softmax, config.attention.softmax_path
+    if softmax is None:
+        return
+    scaling, pairs = softmax.rope_scaling, head_dim(config) // 2
+    if isinstance(scaling, LongRope) and len(scaling.short) != pairs:
+        raise ValueError(
+            f"{table}.rope_scaling.short has {len(scaling.short)} factors and heads of width {2 * pairs} have {pairs} "
+            "pairs: give one factor for each."
+        )
+    beyond = [layer for layer in softmax.window_layers or () if not 0 <= layer < config.layers]
+    if beyond:
+        raise ValueError(
+            f"{table}.window_layers contains {beyond[0]}, and layers = {config.layers}: count layers from 0."
+        )
+
+
+def _check_anchor_norm(config: ModelConfig) -> None:
+    softmax = config.softmax
+    if softmax is not None and config.anchors.mixed and softmax.qk_norm == "rms_all":
+        raise ValueError(
+            f"anchors.kind = '{config.anchors.kind}' mixes heads one by one and {config.attention.softmax_path}."
+            "qk_norm = 'rms_all' norms them together: use anchors.kind = 'none' or qk_norm = 'rms'."
+        )
+
+
 def _check_anchor_attention(config: ModelConfig) -> None:
     if config.anchors.mixed and config.softmax is None:
         raise ValueError(
@@ -155,7 +186,9 @@ def _check_topology(config: ModelConfig) -> None:
 _CHECKS = (
     _check_attention,
     _check_heads,
+    _check_positions,
     _check_anchor_attention,
+    _check_anchor_norm,
     _check_gate_pathway,
     _check_topology,
 )

@@ -6,8 +6,10 @@ norm or gate) and keeps the rest of the base configuration; `base` changes nothi
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from residua.config.choices import SoftmaxAttention
 from residua.config.model import ModelConfig, head_dim
@@ -67,8 +69,15 @@ def _linear_table(model: ModelConfig) -> str:
 
 
 def _hybrid(model: ModelConfig) -> Sequence[str]:
-    softmax = ", ".join(f"{key}={value!r}" for key, value in _base_softmax(model).model_dump(exclude_none=True).items())
-    return [f"model.attention={{kind='hybrid', softmax={{{softmax}}}, linear={{{_linear_table(model)}}}}}"]
+    softmax = _inline(_base_softmax(model).model_dump(exclude_none=True))
+    return [f"model.attention={{kind='hybrid', softmax={softmax}, linear={{{_linear_table(model)}}}}}"]
+
+
+def _inline(value: Any) -> str:
+    """A value as TOML on one line."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}={_inline(item)}" for key, item in value.items()) + "}"
+    return "[" + ", ".join(map(_inline, value)) + "]" if isinstance(value, list | tuple) else json.dumps(value)
 
 
 def _base_softmax(model: ModelConfig) -> SoftmaxAttention:

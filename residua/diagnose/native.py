@@ -158,8 +158,8 @@ class _Collector(dict[str, Tensor]):
         self.query = None
 
     def _sums(self, layer: int, query: Tensor, key: Tensor) -> AttentionSums:
-        body = self.subject._body(self.subject.sites[2 * layer])
-        how = Scores(scale=query.shape[-1] ** -0.5, sink=cast("Tensor | None", body.sink))
+        body: Any = self.subject._body(self.subject.sites[2 * layer])
+        how = Scores(scale=query.shape[-1] ** -0.5, window=body.window, sink=body.sink)
         return attention_sums(query.transpose(1, 2), key.transpose(1, 2), how)
 
 

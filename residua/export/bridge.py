@@ -28,14 +28,18 @@ class KeyValues:
     def __init__(self, cache: Any, layer: int, host: Attention | None) -> None:
         self.cache, self.layer_idx, self.host = cache, layer, host
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, now: Now, *, sink: Tensor | None = None) -> Tensor:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, now: Now, *, sink: Tensor | None = None, window: int | None = None
+    ) -> Tensor:
         """Attention of q [B, T, H, D] to the cached keys and to k, v [B, T, H_kv, D], which are added to the cache."""
         if self.host is None:
-            return attend_cached(q, *self.extend(k, v, now), now, sink=sink)
+            return attend_cached(q, *self.extend(k, v, now), now, sink=sink, window=window)
         if sink is not None:
             raise ValueError("this attn_implementation has no learned sinks: use 'sdpa'.")
         self.num_key_value_groups = q.shape[2] // k.shape[2]
-        y, _ = self.host(self, *(t.transpose(1, 2) for t in (q, k, v)), None, scaling=q.shape[-1] ** -0.5)
+        settings = {} if window is None else {"sliding_window": window}
+        heads = (t.transpose(1, 2) for t in (q, k, v))
+        y, _ = self.host(self, *heads, None, scaling=q.shape[-1] ** -0.5, **settings)
         return y.reshape(q.shape)
 
     def extend(self, k: Tensor, v: Tensor, now: Now) -> tuple[Tensor, Tensor]:

@@ -51,13 +51,13 @@ class FusedAttention(nn.Module):
 class FusedFFN(Sublayer):
     """A feed-forward sublayer whose activation, gate included, is one kernel."""
 
-    def __init__(self, norm: nn.Module, body: FeedForward) -> None:
-        super().__init__(norm, body)
+    def __init__(self, norm: nn.Module, body: FeedForward, after: nn.Module | None) -> None:
+        super().__init__(norm, body, after)
         self.entry, self.out, self.kind = body.entry, body.out, cast(str, body.activation)
 
     def forward(self, h: Tensor, anchors: Anchors, context: Context) -> tuple[Any, ...]:
-        y = decode.activate(self.entry(self.norm(h)).flatten(0, 1), self.kind)
-        return self.out(y).view_as(h), anchors
+        y = self.out(decode.activate(self.entry(self.norm(h)).flatten(0, 1), self.kind)).view_as(h)
+        return y if self.after is None else self.after(y), anchors
 
 
 class FusedDecoder(Decoder):
@@ -89,13 +89,14 @@ def fuse(model: Decoder, positions: int) -> Decoder:
         rewritten.__class__ = FusedDecoder
         every = torch.zeros(1, positions, dtype=torch.int64, device=model.embed.weight.device)
         cast(FusedDecoder, rewritten).table = cast("tuple[Tensor, Tensor]", model._rotary(every))
-    rewritten.sublayers = nn.ModuleList(_sublayer(*parts) for parts in zip(norms[:-1], bodies, strict=True))
+    afters = [sublayer.after for sublayer in sublayers]
+    rewritten.sublayers = nn.ModuleList(_sublayer(*parts) for parts in zip(norms[:-1], bodies, afters, strict=True))
     return rewritten.eval()
 
 
-def _sublayer(norm: nn.Module, body: nn.Module) -> Sublayer:
+def _sublayer(norm: nn.Module, body: nn.Module, after: nn.Module | None) -> Sublayer:
     fusable = getattr(body, "activation", None) is not None and not is_watched(body)
-    return FusedFFN(norm, cast(FeedForward, body)) if fusable else Sublayer(norm, body)
+    return FusedFFN(norm, cast(FeedForward, body), after) if fusable else Sublayer(norm, body, after)
 
 
 def fused_topology(topology: Topology, norms: Sequence[nn.Module]) -> Topology | None:

@@ -29,6 +29,8 @@ RotaryTable = tuple[Tensor, Tensor]
 class QueryKeyNorm(Protocol):
     """What is applied to queries and keys before their product; `gains` are its parameters, None if it only rotates."""
 
+    eps: float
+
     @property
     def gains(self) -> tuple[Tensor, Tensor] | None: ...
 
@@ -180,6 +182,7 @@ class Mix(Unmixed):
             table,
             gains=qk_norm.gains,
             gamma=self.factors(x),
+            eps=qk_norm.eps,
         )
 
     def mixes(self, pathway: str) -> bool:

@@ -1,7 +1,7 @@
-"""Causal attention over [B, T, H, D], within documents, with or without a sink.
+"""Causal attention over [B, T, H, D], within documents and windows, with or without a sink.
 
-Plain causal attention is torch's scaled_dot_product_attention. With documents or sinks it is flex attention on CUDA,
-which skips masked blocks and returns the log-sum-exp that a sink needs, and dense PyTorch elsewhere.
+Plain causal attention is torch's scaled_dot_product_attention. With documents, windows or sinks it is flex attention on
+CUDA, which skips masked blocks and returns the log-sum-exp that a sink needs, and dense PyTorch elsewhere.
 """
 
 from __future__ import annotations
@@ -18,44 +18,72 @@ if TYPE_CHECKING:
     from residua.model.cache import Now
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, *, segments: Tensor | None = None, sink: Tensor | None = None) -> Tensor:
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    segments: Tensor | None = None,
+    sink: Tensor | None = None,
+    window: int | None = None,
+) -> Tensor:
     """softmax(QKᵀ/√D) V over earlier positions, of the same document if `segments` [B, T] is given.
 
     q [B, T, H, D]; k, v [B, T, H_kv, D] with H a multiple of H_kv. `sink` [H] adds exp(sink) to each head's softmax
-    denominator. Returns [B, T, H, D].
+    denominator. With `window` a query sees itself and the window − 1 positions before it. Returns [B, T, H, D].
     """
     q, k, v = (t.transpose(1, 2) for t in (q, k.to(q.dtype), v.to(q.dtype)))
     grouped = q.shape[1] != k.shape[1]
-    if segments is None and sink is None:
+    if segments is None and sink is None and window is None:
         y = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
     elif q.is_cuda:
-        y = _flex(q, k, v, segments, sink, grouped)
-    elif sink is None:
-        y = scaled_dot_product_attention(q, k, v, attn_mask=_visible(q, segments), enable_gqa=grouped)
+        y = _flex(q, k, v, segments, sink, window, grouped)
     else:
-        y = _dense_with_sink(q, k, v, _visible(q, segments), sink)
+        y = _dense(q, k, v, _visible(q, segments, window), sink)
     return y.transpose(1, 2)
 
 
-def attend_cached(q: Tensor, k: Tensor, v: Tensor, now: Now, *, sink: Tensor | None = None) -> Tensor:
+def attend_cached(
+    q: Tensor, k: Tensor, v: Tensor, now: Now, *, sink: Tensor | None = None, window: int | None = None
+) -> Tensor:
     """Attend from q [B, T, H, D], which follow the cached tokens, to slots k, v [B, S, H_kv, D] visible from `now`."""
-    if now.visible is None:
-        if now.until is None:
-            return attend(q, k, v, sink=sink)
+    if now.visible is None and now.until is None:
+        return attend(q, k, v, sink=sink, window=window)
+    if now.visible is None and window is None:
         return decode_attention(q[:, 0], k, v, now.until, sink)[:, None]
     q, k, v = (t.transpose(1, 2) for t in (q, k.to(q.dtype), v.to(q.dtype)))
-    if sink is None:
-        y = scaled_dot_product_attention(q, k, v, attn_mask=now.visible, enable_gqa=q.shape[1] != k.shape[1])
+    return _dense(q, k, v, _seen(now, window, k.shape[2]), sink).transpose(1, 2)
+
+
+def _seen(now: Now, window: int | None, slots: int) -> Tensor:
+    """[B, 1, T, slots], True where a query may look.
+
+    The slots of a row are in the order of its tokens. If some are padding, a window is counted in slots that are seen.
+    """
+    if now.visible is None:
+        assert now.until is not None
+        visible = torch.arange(slots, device=now.until.device) <= now.until[:, None, None, None]
     else:
-        y = _dense_with_sink(q, k, v, now.visible, sink)
-    return y.transpose(1, 2)
+        visible = now.visible
+    if window is None:
+        return visible
+    later = visible.flip(-1).cumsum(-1).flip(-1)
+    return visible & (later <= window)
 
 
-def _visible(q: Tensor, segments: Tensor | None) -> Tensor:
+def _visible(q: Tensor, segments: Tensor | None, window: int | None = None) -> Tensor:
     """[T, T] or [B, 1, T, T], True where a query may look."""
     length = q.shape[2]
     causal = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
+    if window is not None:
+        causal = causal.triu(1 - window)
     return causal if segments is None else causal & (segments[:, None, :, None] == segments[:, None, None, :])
+
+
+def _dense(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, sink: Tensor | None) -> Tensor:
+    if sink is None:
+        return scaled_dot_product_attention(q, k, v, attn_mask=visible, enable_gqa=q.shape[1] != k.shape[1])
+    return _dense_with_sink(q, k, v, visible, sink)
 
 
 def _dense_with_sink(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, sink: Tensor) -> Tensor:
@@ -68,18 +96,18 @@ def _dense_with_sink(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, sink: Ten
     return weights.to(v.dtype) @ v
 
 
-def _flex(q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, sink: Tensor | None, grouped: bool) -> Tensor:
+def _flex(
+    q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, sink: Tensor | None, window: int | None, grouped: bool
+) -> Tensor:
     from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
-    def causal(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return i >= j
-
-    def causal_in_document(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        assert segments is not None
-        return (i >= j) & (segments[b, i] == segments[b, j])
+    def rule(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        seen = i >= j
+        if segments is not None:
+            seen = seen & (segments[b, i] == segments[b, j])
+        return seen if window is None else seen & (i - j < window)
 
     batch, _, length, _ = q.shape
-    rule = causal if segments is None else causal_in_document
     mask = create_block_mask(rule, None if segments is None else batch, None, length, length, device=q.device)
     if sink is None:
         return flex_attention(q, k, v, block_mask=mask, enable_gqa=grouped)

@@ -15,8 +15,10 @@ from residua.model.attend import attend
 from residua.model.cache import KeyValueCache
 from residua.model.context import Anchors, Context
 from residua.model.edges import Edge, divide_rows
-from residua.model.projection import Projection
+from residua.model.projection import projection
+from residua.model.rope import GROWING
 from residua.model.taps import tap
+from residua.ops.decode.reference import KEY_EPS
 
 
 def head_shape(config: choices.SoftmaxAttention, width: int) -> HeadShape:
@@ -28,11 +30,17 @@ def head_shape(config: choices.SoftmaxAttention, width: int) -> HeadShape:
 class QKNorm(nn.Module):
     """RMS over head_dim with a gain each for queries and keys (arXiv 2010.04245), then rotation by position."""
 
-    def __init__(self, head_dim: int) -> None:
+    def __init__(self, shape: HeadShape, eps: float) -> None:
         super().__init__()
-        self.query = nn.Parameter(torch.empty(head_dim))
-        self.key = nn.Parameter(torch.empty(head_dim))
+        self.eps = eps
+        query, key = self._sizes(shape)
+        self.query = nn.Parameter(torch.empty(query))
+        self.key = nn.Parameter(torch.empty(key))
         self.reset_parameters()
+
+    @staticmethod
+    def _sizes(shape: HeadShape) -> tuple[int, int]:
+        return shape.head_dim, shape.head_dim
 
     def reset_parameters(self) -> None:
         nn.init.ones_(self.query)
@@ -42,27 +50,60 @@ class QKNorm(nn.Module):
     def gains(self) -> tuple[Tensor, Tensor]:
         return self.query, self.key
 
+    @property
+    def in_kernels(self) -> bool:
+        """Whether decoding kernels compute it."""
+        return self.eps == KEY_EPS
+
     def forward(self, q: Tensor, k: Tensor, table: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        return ops.norm_rotate(q, self.query, *table), ops.norm_rotate(k, self.key, *table)
+        query = ops.norm_rotate(q, self.query, *table, eps=self.eps)
+        return query, ops.norm_rotate(k, self.key, *table, eps=self.eps)
+
+
+class JointQKNorm(QKNorm):
+    """RMS over all heads of the queries together, and of the keys, each with a gain [H·D] (OLMo 2)."""
+
+    @staticmethod
+    def _sizes(shape: HeadShape) -> tuple[int, int]:
+        return shape.rows("q"), shape.rows("k")
+
+    @property
+    def gains(self) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError("a norm over all heads has no gain per head")
+
+    @property
+    def in_kernels(self) -> bool:
+        return False
+
+    def forward(self, q: Tensor, k: Tensor, table: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        normed = (ops.rms_norm(x.flatten(-2), g, eps=self.eps).view_as(x) for x, g in ((q, self.query), (k, self.key)))
+        q, k = (ops.rotate(x, table) for x in normed)
+        return q, k
 
 
 class NoQKNorm(nn.Module):
     """Rotates queries and keys by position, nothing else."""
 
     gains = None
+    in_kernels = True
 
-    def __init__(self, head_dim: int) -> None:
+    def __init__(self, shape: HeadShape, eps: float) -> None:
         super().__init__()
+        self.eps = eps
 
     def forward(self, q: Tensor, k: Tensor, table: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         return ops.rotate(q, table), ops.rotate(k, table)
 
 
+QK_NORMS: dict[str, type[QKNorm] | type[NoQKNorm]] = {"rms": QKNorm, "rms_all": JointQKNorm, "none": NoQKNorm}
+
+
 class SoftmaxAttention(nn.Module):
     """softmax(QKᵀ/√d) V, causal, with grouped key-value heads, and optionally
 
-    a gate Y ⊙ σ(x W_g) on its output, one per element or head (arXiv 2505.06708), and a learned sink, one logit per
-    head in the softmax's denominator. `first_layer` is the first layer of the model that has softmax attention.
+    a gate Y ⊙ σ(x W_g) on its output, one per element or head (arXiv 2505.06708); a learned sink, one logit per head in
+    the softmax's denominator; a window of tokens that each one sees; biases. `first_layer` is the first layer of the
+    model that has softmax attention.
     """
 
     role = "attention"
@@ -84,12 +125,17 @@ class SoftmaxAttention(nn.Module):
         gate = {"none": {}, "headwise": {"g": 1}, "elementwise": {"g": shape.head_dim}}[config.gate]
         self.head_width: dict[str, int] = dict.fromkeys("qkv", shape.head_dim) | gate
         self.rows = tuple(shape.heads[s] * w for s, w in self.head_width.items())
-        self.project = Projection(width, sum(self.rows), std=std, parts=self.rows)
+        biased = config.bias != "none"
+        self.project = projection(width, sum(self.rows), std=std, bias=biased, parts=self.rows)
         sections = {s: (shape.heads[s], w) for s, w in self.head_width.items()}
         self.mix = build_mix(anchors, layer - first_layer, shape, sections, width, std=std)
-        self.qk_norm = {"rms": QKNorm, "none": NoQKNorm}[config.qk_norm](shape.head_dim)
+        self.qk_norm = QK_NORMS[config.qk_norm](shape, config.qk_eps)
+        self.window = config.window_at(layer)
+        local = self.window is not None and config.local_rope_theta is not None
+        self.table = slice(2, 4) if local else slice(0, 2)
+        self.steady = config.rope_scaling is None or config.rope_scaling.kind not in GROWING
         self.sink = nn.Parameter(torch.empty(config.heads)) if config.sink == "learned" else None
-        self.out = Projection(shape.rows("q"), width, std=output_std)
+        self.out = projection(shape.rows("q"), width, std=output_std, bias=config.bias == "all")
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -102,15 +148,15 @@ class SoftmaxAttention(nn.Module):
         return KeyValueCache(batch, capacity, heads, head_dim, like)
 
     def forward(self, x: Tensor, anchors: Anchors, context: Context) -> tuple[Tensor, Anchors]:
-        own, anchors = self.mix(self.project(x), anchors, x, self.qk_norm, context.rotary)
+        own, anchors = self.mix(self.project(x), anchors, x, self.qk_norm, context.rotary[self.table])
         q, k = own["q"], own["k"]
         for name, projected in (("query", q), ("key", k), ("value", own["v"])):
             tap(f"attention.{self.layer}.{name}", projected)
         v, now = own["v"], context.now
         if now is None:
-            y = attend(q, k, v, segments=context.segments, sink=self.sink)
+            y = attend(q, k, v, segments=context.segments, sink=self.sink, window=self.window)
         else:
-            y = context.cache.attend(q, k, v, now, sink=self.sink)
+            y = context.cache.attend(q, k, v, now, sink=self.sink, window=self.window)
         if "g" in own:
             gate = torch.sigmoid(own["g"])
             tap(f"attention.{self.layer}.gate", gate)
@@ -119,8 +165,11 @@ class SoftmaxAttention(nn.Module):
 
     @property
     def plain_heads(self) -> bool:
-        """Whether decoding kernels may put the projected heads straight into the cache: no anchors are mixed in."""
-        return self.mix.plain
+        """Whether decoding kernels may put the projected heads straight into the cache and attend to all of it.
+
+        No anchors are mixed in, QK-norm is the kernels', angles do not depend on the length, and there is no window.
+        """
+        return self.mix.plain and self.qk_norm.in_kernels and self.steady and self.window is None
 
     @property
     def query_heads(self) -> tuple[int, int]:
@@ -146,5 +195,5 @@ class SoftmaxAttention(nn.Module):
     def _divide_values(self) -> Callable[[Tensor], None] | None:
         """Without a mixture the rows of W_v are divided; in one, the anchors serve all layers and only λ can be."""
         if not self.mix.mixes("v"):
-            return partial(divide_rows, self.project.weight, sum(self.rows[:2]), self.rows[2])
+            return partial(divide_rows, self.project, sum(self.rows[:2]), self.rows[2])
         return self.mix.divide_values()

@@ -49,9 +49,11 @@ class KeyValueCache:
     def tensors(self) -> Iterator[Tensor]:
         yield from (self.keys, self.values)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, now: Now, *, sink: Tensor | None = None) -> Tensor:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, now: Now, *, sink: Tensor | None = None, window: int | None = None
+    ) -> Tensor:
         """Store k, v and attend from q [B, T, H, D] to everything stored."""
-        return attend_cached(q, *self.extend(k, v, now), now, sink=sink)
+        return attend_cached(q, *self.extend(k, v, now), now, sink=sink, window=window)
 
     def extend(self, k: Tensor, v: Tensor, now: Now) -> tuple[Tensor, Tensor]:
         """Write k, v [B, T, H_kv, D] into their slots; returns the keys and values that queries may see."""

@@ -16,12 +16,13 @@ Anchors = tuple[Tensor, ...]
 class Context(NamedTuple):
     """What a sublayer is given besides its input.
 
-    rotary: cos and sin [T, head_dim/2], or [B, T, head_dim/2] while decoding, in float32; None for a model without
-    softmax attention. segments: [B, T] document ids; None if each sequence is one document. now, cache: while decoding,
-    the tokens' positions and what this sublayer keeps of earlier tokens (`model/cache.py`).
+    rotary: cos and sin [T, head_dim/2], or [B, T, head_dim/2] while decoding, in float32, followed by those of layers
+    with a window if they differ; None for a model without softmax attention. segments: [B, T] document ids; None if
+    each sequence is one document. now, cache: while decoding, the tokens' positions and what this sublayer keeps of
+    earlier tokens (`model/cache.py`).
     """
 
-    rotary: tuple[Tensor, Tensor] | None
+    rotary: tuple[Tensor, ...] | None
     segments: Tensor | None
     now: Now | None = None
     cache: Any = None

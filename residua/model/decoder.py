@@ -19,7 +19,7 @@ from residua.model.context import Anchors, Context
 from residua.model.ffn import build_ffn
 from residua.model.linear_attention import GatedDeltaNet
 from residua.model.moe import MoE, Routing
-from residua.model.norm import build_norm
+from residua.model.norm import NoNorm, build_norm
 from residua.model.rope import rotary_table
 from residua.model.taps import tap
 from residua.model.topology import build_topology
@@ -27,11 +27,11 @@ from residua.ops._runtime.numeric import working_dtype
 
 
 class Embedding(nn.Module):
-    """Token vectors [V, C], normal with `std`; zero if 0."""
+    """Token vectors [V, C], normal with `std`; zero if 0. What it returns is multiplied by `scale`."""
 
-    def __init__(self, vocabulary: int, width: int, *, std: float) -> None:
+    def __init__(self, vocabulary: int, width: int, *, std: float, scale: float = 1.0) -> None:
         super().__init__()
-        self.std = std
+        self.std, self.scale = std, scale
         self.weight = nn.Parameter(torch.empty(vocabulary, width))
         self.reset_parameters()
 
@@ -39,19 +39,25 @@ class Embedding(nn.Module):
         nn.init.normal_(self.weight, std=self.std) if self.std else nn.init.zeros_(self.weight)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return embedding(tokens, self.weight)
+        x = embedding(tokens, self.weight)
+        return x if self.scale == 1 else x * self.scale
 
 
 class Sublayer(nn.Module):
-    """y = f(norm(h)): one attention or one feed-forward with its own pre-norm."""
+    """y = f(norm(h)): one attention or one feed-forward with its own pre-norm.
 
-    def __init__(self, norm: nn.Module, body: nn.Module) -> None:
+    `after` is the norm of the output, if it has one: y = after(f(h)) (OLMo 2), y = after(f(norm(h))) (Gemma 3).
+    """
+
+    def __init__(self, norm: nn.Module, body: nn.Module, after: nn.Module | None = None) -> None:
         super().__init__()
-        self.norm, self.body = norm, body
+        self.norm, self.body, self.after = norm, body, after
 
     def forward(self, h: Tensor, anchors: Anchors, context: Context) -> tuple[Any, ...]:
         """y and the anchors; a mixture of experts adds its `Routing`."""
         y, anchors, *routing = self.body(self.norm(h), anchors, context)
+        if self.after is not None:
+            y = self.after(y)
         return y, anchors, *routing
 
 
@@ -66,11 +72,11 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         width, std = config.width, config.init.std
-        self.embed = Embedding(config.vocab_size, width, std=std)
+        self.embed = Embedding(config.vocab_size, width, std=std, scale=config.embed_scale)
         self.topology = build_topology(config.topology, config.sublayers, width)
         self.anchors = build_anchor_source(config)
         self.sublayers = nn.ModuleList(
-            Sublayer(build_norm(config.norm, width), body)
+            build_sublayer(config, body)
             for layer in range(config.layers)
             for body in build_layer(config, layer, output_std=output_std(config) * self.topology.output_gain)
         )
@@ -163,17 +169,27 @@ class Decoder(nn.Module):
         x: Tensor = self.embed(tokens)
         return x.to(working_dtype(x))
 
-    def _rotary(self, tokens: Tensor, now: Now | None = None) -> tuple[Tensor, Tensor] | None:
+    def _rotary(self, tokens: Tensor, now: Now | None = None) -> tuple[Tensor, ...] | None:
         softmax = self.config.softmax
         if softmax is None:
             return None
         positions = torch.arange(tokens.shape[1], device=tokens.device) if now is None else now.positions
-        return rotary_table(positions, head_shape(softmax, self.config.width).head_dim, softmax.rope_theta)
+        head_dim = head_shape(softmax, self.config.width).head_dim
+        table = rotary_table(positions, head_dim, softmax.rope_theta, softmax.rope_scaling)
+        if softmax.local_rope_theta is None:
+            return table
+        return *table, *rotary_table(positions, head_dim, softmax.local_rope_theta)
 
 
 def build(config: ModelConfig) -> Decoder:
     """Build the model a configuration describes, initialised."""
     return Decoder(config)
+
+
+def build_sublayer(config: ModelConfig, body: nn.Module) -> Sublayer:
+    """A body with its norms where the configuration places them."""
+    before = NoNorm() if config.placement == "output" else build_norm(config.norm, config.width)
+    return Sublayer(before, body, None if config.placement == "input" else build_norm(config.norm, config.width))
 
 
 def build_layer(config: ModelConfig, layer: int, *, output_std: float) -> tuple[nn.Module, nn.Module]:

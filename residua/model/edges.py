@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from residua.model.projection import BiasedProjection, Projection
+
 
 def _first(x: Tensor, *rest: object) -> Tensor:
     return x
@@ -44,9 +46,12 @@ class Edge:
 
 
 @torch.no_grad()
-def divide_rows(weight: Tensor, first: int, count: int, by: Tensor) -> None:
-    """Divide `count` rows of a matrix, from `first` on."""
-    weight[first : first + count].div_(by[:, None])
+def divide_rows(projection: Projection, first: int, count: int, by: Tensor) -> None:
+    """Divide `count` outputs of a projection, from `first` on."""
+    rows = slice(first, first + count)
+    projection.weight[rows].div_(by[:, None])
+    if isinstance(projection, BiasedProjection):
+        projection.bias[rows].div_(by)
 
 
 @torch.no_grad()

@@ -13,12 +13,18 @@ from residua import ops
 from residua.config import choices
 from residua.model.context import Anchors, Context
 from residua.model.edges import Edge, divide_rows, divide_square
-from residua.model.projection import Projection
+from residua.model.projection import BiasedProjection, Projection, projection
+from residua.ops.decode.reference import ACTIVATIONS
 
 
 def relu2(x: Tensor) -> Tensor:
     """relu(x)² (arXiv 2109.08668)."""
     return relu(x).square()
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    """gelu by its tanh approximation (arXiv 1606.08415)."""
+    return gelu(x, approximate="tanh")
 
 
 class FeedForward(nn.Module):
@@ -37,7 +43,7 @@ class FeedForward(nn.Module):
     @property
     def activation(self) -> str | None:
         """The kind of activation, if decoding kernels may compute it between `entry` and `out`."""
-        return next((kind for kind, shape in FFNS.items() if shape == (type(self), self.act)), None)
+        return next((kind for kind in ACTIVATIONS if FFNS[kind] == (type(self), self.act)), None)
 
     def readers(self) -> tuple[Tensor, ...]:
         """Every matrix [R, C] that reads the input."""
@@ -45,15 +51,22 @@ class FeedForward(nn.Module):
 
 
 class GatedFFN(FeedForward):
-    """y = W_out (act(W_gate x) ⊙ W_up x) (arXiv 2002.05202): SwiGLU with silu, GLU with sigmoid."""
+    """y = W_out (act(W_gate x) ⊙ W_up x) (arXiv 2002.05202): SwiGLU with silu, GLU with sigmoid, GeGLU with gelu."""
 
     def __init__(
-        self, act: Callable[[Tensor], Tensor], width: int, hidden: int, *, std: float, output_std: float
+        self,
+        act: Callable[[Tensor], Tensor],
+        width: int,
+        hidden: int,
+        *,
+        std: float,
+        output_std: float,
+        bias: bool = False,
     ) -> None:
         super().__init__()
         self.act = act
-        self.gate_up = Projection(width, 2 * hidden, std=std, parts=(hidden, hidden))
-        self.out = Projection(hidden, width, std=output_std)
+        self.gate_up = projection(width, 2 * hidden, std=std, bias=bias, parts=(hidden, hidden))
+        self.out = projection(hidden, width, std=output_std, bias=bias)
 
     def forward(self, x: Tensor, anchors: Anchors, context: Context) -> tuple[Tensor, Anchors]:
         gate, up = self.gate_up(x).chunk(2, -1)
@@ -66,7 +79,7 @@ class GatedFFN(FeedForward):
     def inner_edges(self, name: str) -> list[Edge]:
         """From the linear branch to the output."""
         hidden = self.out.weight.shape[1]
-        divide = partial(divide_rows, self.gate_up.weight, hidden, hidden)
+        divide = partial(divide_rows, self.gate_up, hidden, hidden)
         return [Edge(f"{name}.up", (self.out.weight,), torch.arange(hidden), divide, self.out)]
 
 
@@ -74,12 +87,19 @@ class PlainFFN(FeedForward):
     """y = W_out act(W_in x)."""
 
     def __init__(
-        self, act: Callable[[Tensor], Tensor], width: int, hidden: int, *, std: float, output_std: float
+        self,
+        act: Callable[[Tensor], Tensor],
+        width: int,
+        hidden: int,
+        *,
+        std: float,
+        output_std: float,
+        bias: bool = False,
     ) -> None:
         super().__init__()
         self.act = act
-        self.up = Projection(width, hidden, std=std)
-        self.out = Projection(hidden, width, std=output_std)
+        self.up = projection(width, hidden, std=std, bias=bias)
+        self.out = projection(hidden, width, std=output_std, bias=bias)
 
     def forward(self, x: Tensor, anchors: Anchors, context: Context) -> tuple[Tensor, Anchors]:
         return self.out(self.act(self.up(x))), anchors
@@ -93,8 +113,13 @@ class PlainFFN(FeedForward):
         if self.act is not relu2:
             return []
         hidden = self.out.weight.shape[1]
-        divide = partial(divide_square, self.up.weight)
-        return [Edge(f"{name}.up", (self.out.weight,), torch.arange(hidden), divide, self.out)]
+        return [Edge(f"{name}.up", (self.out.weight,), torch.arange(hidden), self._divide_states, self.out)]
+
+    @torch.no_grad()
+    def _divide_states(self, by: Tensor) -> None:
+        divide_square(self.up.weight, by)
+        if isinstance(self.up, BiasedProjection):
+            self.up.bias.div_(by.sqrt())
 
 
 class SquaredReluFFN(PlainFFN):
@@ -120,6 +145,7 @@ def is_watched(module: nn.Module) -> bool:
 FFNS: dict[str, tuple[type[GatedFFN] | type[PlainFFN], Callable[[Tensor], Tensor]]] = {
     "swiglu": (GatedFFN, silu),
     "glu": (GatedFFN, sigmoid),
+    "geglu": (GatedFFN, gelu_tanh),
     "relu2": (SquaredReluFFN, relu2),
     "gelu": (PlainFFN, gelu),
 }
@@ -128,4 +154,4 @@ FFNS: dict[str, tuple[type[GatedFFN] | type[PlainFFN], Callable[[Tensor], Tensor
 def build_ffn(config: choices.DenseFFN, width: int, *, std: float, output_std: float) -> nn.Module:
     """The dense feed-forward sublayer a configuration describes."""
     shape, act = FFNS[config.kind]
-    return shape(act, width, config.hidden, std=std, output_std=output_std)
+    return shape(act, width, config.hidden, std=std, output_std=output_std, bias=config.bias)

@@ -43,7 +43,8 @@ class FoldedMix(Unmixed):
     ) -> tuple[Projections, Anchors]:
         named = dict(zip(self.pathways, anchors, strict=True))
         scales, ones = dict(self.anchor_scale.items()), dict(self.ones.items())
-        return ops.mix_heads(projected, self.sections, named, scales, ones, table, gains=qk_norm.gains)
+        heads = (projected, self.sections, named, scales, ones, table)
+        return ops.mix_heads(*heads, gains=qk_norm.gains, eps=qk_norm.eps)
 
 
 def fold_mixing(model: Decoder) -> int:

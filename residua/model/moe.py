@@ -3,7 +3,8 @@
     p = softmax(W_r x),   T = the k largest of p,   w_e = p_e / Σ_{j∈T} p_j
     y = Σ_{e∈T} w_e FFN_e(x) + FFN_shared(x)
 
-Softmax first, then top-k; the weights of the chosen experts are scaled to sum to one. No token is dropped.
+Softmax first, then top-k; the weights of the chosen experts are scaled to sum to one, or left as they are
+(`normalize = false`: w_e = p_e). No token is dropped.
 """
 
 from __future__ import annotations
@@ -56,9 +57,9 @@ def balance_loss(load: Tensor, probability: Tensor) -> Tensor:
 class Router(nn.Module):
     """p = softmax(W x) in at least float32, and the `top_k` experts of each token."""
 
-    def __init__(self, experts: int, top_k: int, width: int, *, std: float) -> None:
+    def __init__(self, experts: int, top_k: int, width: int, *, std: float, normalize: bool = True) -> None:
         super().__init__()
-        self.top_k, self.std = top_k, std
+        self.top_k, self.std, self.normalize = top_k, std, normalize
         self.weight = nn.Parameter(torch.empty(experts, width))
         self.reset_parameters()
 
@@ -70,7 +71,7 @@ class Router(nn.Module):
         with no_autocast(x):  # in half precision, near ties would send tokens to other experts
             logits = linear(wide(x), wide(self.weight))
         weights, chosen = logits.softmax(-1).topk(self.top_k)
-        return logits, weights / weights.sum(-1, keepdim=True), chosen
+        return logits, weights / weights.sum(-1, keepdim=True) if self.normalize else weights, chosen
 
 
 class Experts(nn.Module):
@@ -160,7 +161,7 @@ class MoE(nn.Module):
     def __init__(self, config: choices.MoE, layer: int, width: int, *, std: float, output_std: float) -> None:
         super().__init__()
         self.layer, self.count = layer, config.experts
-        self.router = Router(config.experts, config.top_k, width, std=std)
+        self.router = Router(config.experts, config.top_k, width, std=std, normalize=config.normalize)
         self.experts = Experts(config, width, std=std, output_std=output_std)
         shape, act = FFNS[config.activation]
         shared = {"width": width, "hidden": config.shared * config.hidden}

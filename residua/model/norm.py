@@ -36,6 +36,13 @@ class Norm(nn.Module):
         return False
 
 
+class NoNorm(Norm):
+    """The input as it is: sublayers that norm their output read the stream itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
 class RMSNorm(Norm):
     """y = weight ⊙ x / sqrt(mean(x²) + eps)."""
 

@@ -1,4 +1,4 @@
-"""Linear maps without bias, with their initialisation and what Muon needs to know of them."""
+"""Linear maps, with their initialisation and what Muon needs to know of them."""
 
 from __future__ import annotations
 
@@ -29,3 +29,26 @@ class Projection(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[1]} → {self.weight.shape[0]}, std={self.std:g}"
+
+
+class BiasedProjection(Projection):
+    """y = W x + b; b starts at zero. It is no plain projection: what folds or fuses projections leaves it alone."""
+
+    def __init__(self, inputs: int, outputs: int, *, std: float, parts: tuple[int, ...] | None = None) -> None:
+        super().__init__(inputs, outputs, std=std, parts=parts)
+        self.bias = nn.Parameter(torch.zeros(outputs))
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        if "bias" in self._parameters:  # not yet while the weight is made
+            nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias.to(self.weight.dtype))
+
+
+def projection(
+    inputs: int, outputs: int, *, std: float, bias: bool, parts: tuple[int, ...] | None = None
+) -> Projection:
+    """A projection with or without bias."""
+    return (BiasedProjection if bias else Projection)(inputs, outputs, std=std, parts=parts)

@@ -1,11 +1,24 @@
-"""Rotary positions (arXiv 2104.09864), the half-split convention."""
+"""Rotary positions (arXiv 2104.09864), the half-split convention, plain or stretched (`config/positions.py`).
+
+The angle of pair i at position p is p · f_i, with f_i = theta^(−2i/head_dim) unless a scaling changes it.
+"""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from residua.ops.norm_rotate import rotate
+
+if TYPE_CHECKING:
+    from residua.config import positions as scalings
+
+Frequencies = tuple[Tensor, float]
+"""f [head_dim/2] in float32, and the factor on cos and sin."""
 
 
 def _rotary_table(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
@@ -23,15 +36,104 @@ def _(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
     return tuple(torch.empty(shape, device=positions.device, dtype=torch.float32) for _ in range(2))  # type: ignore[return-value]
 
 
-def rotary_table(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """cos and sin [..., head_dim/2] of positions [...]: position · theta^(−2i/head_dim), in float32.
+def _turned_table(positions: Tensor, frequencies: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+    angles = positions.float()[..., None] * frequencies
+    return angles.cos() * factor, angles.sin() * factor
+
+
+_turned_op = torch.library.custom_op("residua::turned_table", _turned_table, mutates_args=())
+
+
+@_turned_op.register_fake
+def _(positions: Tensor, frequencies: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+    shape = (*positions.shape, len(frequencies))
+    return tuple(torch.empty(shape, device=positions.device, dtype=torch.float32) for _ in range(2))  # type: ignore[return-value]
+
+
+def rotary_table(
+    positions: Tensor, head_dim: int, theta: float, scaling: scalings.RopeScaling | None = None
+) -> tuple[Tensor, Tensor]:
+    """cos and sin [..., head_dim/2] of positions [...], in float32.
 
     When compiled it is a custom operator, so that the table is computed once. Fused into its readers, the powers and
     cosines were computed per element and layer and took an eighth of the training step.
     """
-    table = _rotary_op if torch.compiler.is_compiling() else _rotary_table
-    cos, sin = table(positions, head_dim, theta)
+    compiling = torch.compiler.is_compiling()
+    if scaling is None:
+        cos, sin = (_rotary_op if compiling else _rotary_table)(positions, head_dim, theta)
+        return cos, sin
+    frequencies, factor = SCALINGS[scaling.kind](scaling, _plain(positions, head_dim, theta), theta, positions)
+    cos, sin = (_turned_op if compiling else _turned_table)(positions, frequencies, factor)
     return cos, sin
 
 
-__all__ = ["rotary_table", "rotate"]
+def _plain(positions: Tensor, head_dim: int, theta: float | Tensor) -> Tensor:
+    exponent = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim
+    return 1.0 / theta**exponent
+
+
+def _length(positions: Tensor) -> Tensor:
+    """The tokens up to the last position of the batch."""
+    return positions.max() + 1
+
+
+def _linear(config: scalings.LinearRope, f: Tensor, theta: float, positions: Tensor) -> Frequencies:
+    return f / config.factor, 1.0
+
+
+def _dynamic(config: scalings.DynamicRope, f: Tensor, theta: float, positions: Tensor) -> Frequencies:
+    """theta · (factor · length / original − (factor − 1))^(D / (D − 2)) for sequences longer than the original."""
+    head_dim, original = 2 * len(f), config.original_context
+    length = _length(positions).clamp(min=original)
+    growth = (config.factor * length / original - (config.factor - 1)) ** (head_dim / (head_dim - 2))
+    return _plain(positions, head_dim, theta * growth), 1.0
+
+
+def _yarn(config: scalings.YarnRope, f: Tensor, theta: float, positions: Tensor) -> Frequencies:
+    """f / factor where a pair turns fewer than `beta_slow` times in the original context, f above `beta_fast`."""
+    head_dim = 2 * len(f)
+
+    def pair(rotations: float) -> float:
+        """The pair that turns so many times in the original context."""
+        return head_dim * math.log(config.original_context / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = pair(config.beta_fast), pair(config.beta_slow)
+    if config.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001
+    ramp = ((torch.arange(len(f), device=f.device, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    return f / config.factor * ramp + f * (1 - ramp), config.attention_factor
+
+
+def _llama3(config: scalings.Llama3Rope, f: Tensor, theta: float, positions: Tensor) -> Frequencies:
+    wavelength = 2 * math.pi / f
+    smooth = ((config.original_context / wavelength - config.low) / (config.high - config.low)).clamp(0, 1)
+    return (1 - smooth) * f / config.factor + smooth * f, 1.0
+
+
+def _longrope(config: scalings.LongRope, f: Tensor, theta: float, positions: Tensor) -> Frequencies:
+    short, long = (torch.tensor(each, device=f.device, dtype=torch.float32) for each in (config.short, config.long))
+    divisor = torch.where(_length(positions) > config.original_context, long, short)
+    return f / divisor, config.attention_factor
+
+
+def _proportional(config: scalings.ProportionalRope, f: Tensor, theta: float, positions: Tensor) -> Frequencies:
+    turning = torch.arange(len(f), device=f.device) < int(config.share * 2 * len(f) // 2)
+    return torch.where(turning, f / config.factor, 0.0), 1.0
+
+
+SCALINGS: dict[str, Callable[..., Frequencies]] = {
+    "linear": _linear,
+    "dynamic_ntk": _dynamic,
+    "yarn": _yarn,
+    "llama3": _llama3,
+    "longrope": _longrope,
+    "proportional": _proportional,
+}
+
+GROWING = ("dynamic_ntk", "longrope")
+"""Scalings whose angles depend on the length of the sequence, so that no table of all positions serves every step."""
+
+__all__ = ["GROWING", "rotary_table", "rotate"]

@@ -42,12 +42,12 @@ class Size:
 
 def measure(config: ModelConfig) -> Size:
     """Count parameters and training FLOPs per token."""
-    with torch.device("meta"), _shapes_only():
+    with torch.device("meta"), shapes_only():
         return size_of(build(config))
 
 
 @contextmanager
-def _shapes_only() -> Iterator[None]:
+def shapes_only() -> Iterator[None]:
     """Leave parameters unfilled: a count needs only shapes, and filling meta tensors would take most of the time."""
     fills = {name: getattr(nn.init, name) for name in ("normal_", "zeros_", "ones_", "constant_", "eye_")}
     for name in fills:
@@ -77,7 +77,7 @@ def size_of(model: Decoder) -> Size:
         head=head,
         attention=sum(_count(s.body) for s in sublayers[::2]) - mixes,
         ffn=sum(_count(s.body) for s in sublayers[1::2]),
-        norms=sum(_count(s.norm) for s in sublayers) + _count(model.norm),
+        norms=sum(_count(s) - _count(s.body) for s in sublayers) + _count(model.norm),
         depth=_count(model.topology),
         anchors=_count(model.anchors) + mixes,
         idle=sum(_idle(mixture) for mixture in mixtures(model)),

@@ -59,8 +59,14 @@ def kept(model: Decoder, quantized: Iterable[str]) -> list[Kept]:
     return [
         Kept(name, tuple(parameter.shape), _reason(name, large))
         for name, parameter in model.named_parameters()
-        if name.rpartition(".")[0] not in low
+        if not is_rounded(name, low)
     ]
+
+
+def is_rounded(name: str, modules: Container[str]) -> bool:
+    """Whether a parameter is a matrix of one of these modules; biases stay in high precision."""
+    module, _, own = name.rpartition(".")
+    return module in modules and own != "bias"
 
 
 def quantize_weights(modules: Mapping[str, nn.Module], scheme: Scheme) -> dict[str, Quantized]:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from residua.model.decoder import Decoder, Sublayer
 from residua.model.edges import Edge
+from residua.model.norm import NoNorm
 
 
 def edges(model: Decoder, *, inside: bool = True) -> list[Edge]:
@@ -22,8 +23,9 @@ def edges(model: Decoder, *, inside: bool = True) -> list[Edge]:
     width = torch.arange(model.config.width)
     for k, sublayer in enumerate(cast(Iterable[Sublayer], model.sublayers)):
         body: Any = sublayer.body
-        divide = stated(sublayer.norm, "divide", "how its output can be divided by channel")
-        found.append(Edge(f"sublayers.{k}.norm", readers(body), width, divide, body))
+        if not isinstance(sublayer.norm, NoNorm):
+            divide = stated(sublayer.norm, "divide", "how its output can be divided by channel")
+            found.append(Edge(f"sublayers.{k}.norm", readers(body), width, divide, body))
         if inside and hasattr(body, "inner_edges"):
             found += body.inner_edges(f"sublayers.{k}.body")
     return found

@@ -38,7 +38,7 @@ def in_low_precision(module: nn.Module, weights: Sequence[Tensor], activation: R
     """The module with these weights, in the order of `matrices`, and rounded activations."""
     if isinstance(module, Experts):
         return LowExperts(module, weights, activation)
-    return LowProjection(weights[0], activation, label)
+    return LowProjection(weights[0], activation, label, getattr(module, "bias", None))
 
 
 class FixedPrecision(nn.Module):
@@ -50,16 +50,17 @@ class FixedPrecision(nn.Module):
 
 
 class LowProjection(FixedPrecision):
-    """y = x̂ Ŵᵀ."""
+    """y = x̂ Ŵᵀ, plus a bias in high precision if the projection has one."""
 
-    def __init__(self, weight: Tensor, activation: Round, label: str) -> None:
+    def __init__(self, weight: Tensor, activation: Round, label: str, bias: Tensor | None = None) -> None:
         super().__init__()
         self.activation, self.label = activation, label
         self.weight = nn.Parameter(weight, requires_grad=False)
+        self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
         with no_autocast(x):
-            y = linear(self.activation(x), self.weight.float())
+            y = linear(self.activation(x), self.weight.float(), None if self.bias is None else self.bias.float())
         return y.to(working_dtype(x))
 
     def extra_repr(self) -> str:

@@ -21,7 +21,7 @@ from torch import Tensor
 from residua.config.model import ModelConfig
 from residua.files import atomic_folder, refuse_used
 from residua.model.decoder import Decoder, build
-from residua.quantize.apply import candidates, install, rounded
+from residua.quantize.apply import candidates, install, is_rounded, rounded
 from residua.quantize.fp8 import Fp8
 from residua.quantize.layout import module_tensors, quantization_config, read_module
 from residua.quantize.low import matrices
@@ -50,7 +50,7 @@ def save_quantized(
     `input_peaks` are the largest inputs by module, or by the stack that a matrix belongs to.
     """
     refuse_used(out)
-    tensors = {n: tensor for n, tensor in model_tensors(model).items() if n.rpartition(".")[0] not in modules}
+    tensors = {n: tensor for n, tensor in model_tensors(model).items() if not is_rounded(n, modules)}
     for name, weight in weights.items():
         peak = next(input_peaks[n] for n in (name, *_parents(name)) if n in input_peaks)
         tensors |= module_tensors(name, weight, peak)
@@ -114,12 +114,16 @@ def load_quantized(folder: str | Path, *, fp8_products: torch.device | None = No
 def _multiply_in_fp8(
     model: Decoder, modules: Collection[str], weights: Mapping[str, Quantized], scheme: str, device: torch.device
 ) -> None:
-    plain = {name: weight for name, weight in weights.items() if name in modules and isinstance(weight, Fp8)}
+    plain = {
+        name: weight
+        for name, weight in weights.items()
+        if name in modules and isinstance(weight, Fp8) and getattr(model.get_submodule(name), "bias", None) is None
+    }
     real, problems = with_fp8_products(plain, scheme, device)
     install(model, real)
     slow = [name for name in modules if name not in real]
     if slow:
-        why = problems.get(slow[0], "only projections in an FP8 scheme have an FP8 product")
+        why = problems.get(slow[0], "only projections in an FP8 scheme and without bias have an FP8 product")
         warnings.warn(
             f"{len(slow)} of {len(modules)} modules only simulate FP8 products, among them {slow[0]}: {why}.",
             stacklevel=3,
@@ -130,7 +134,7 @@ def _multiply_in_fp8(
 def _copy_rest(path: Path, model: Decoder, tensors: Mapping[str, Tensor], modules: Collection[str]) -> None:
     """Load the tensors in high precision; each must be there in the right shape."""
     for name, tensor in model_tensors(model).items():
-        if name.rpartition(".")[0] in modules:
+        if is_rounded(name, modules):
             continue
         if name not in tensors or tensors[name].shape != tensor.shape:
             raise ValueError(f"{path} lacks tensor {name!r} in shape {list(tensor.shape)}: quantize again.")

@@ -13,9 +13,10 @@ Projections = dict[str, Tensor]
 """Pathway name to [T, heads, head_dim] ([T, heads, 1] for a headwise gate)."""
 
 
-def project(x: Tensor, W: Tensor, heads: int) -> Tensor:
-    """S[t, h] = the h-th slice of W x_t; x [T, C]."""
-    return torch.stack([torch.stack([W_h @ x_t for W_h in W.chunk(heads)]) for x_t in x])
+def project(x: Tensor, W: Tensor, heads: int, bias: Tensor | None = None) -> Tensor:
+    """S[t, h] = the h-th slice of W x_t + b; x [T, C]."""
+    S = torch.stack([torch.stack([W_h @ x_t for W_h in W.chunk(heads)]) for x_t in x])
+    return S if bias is None else S + torch.stack(bias.chunk(heads))
 
 
 def rope(v: Tensor, position: int, theta: float) -> Tensor:
@@ -41,15 +42,22 @@ def attention(
     k_gain: Tensor | None = None,
     sink: Tensor | None = None,
     documents: list[int] | None = None,
+    window: int | None = None,
+    eps: float = EPS,
+    b_out: Tensor | None = None,
 ) -> Tensor:
-    """QK-norm, RoPE, softmax over earlier positions of the same document (and the sink), gate, output projection."""
+    """QK-norm, RoPE, softmax over earlier positions of the same document (and the sink), gate, output projection.
+
+    A gain longer than a head stands for a norm over all heads together. A query sees `window` positions, itself one.
+    """
     length, heads, head_dim = S["q"].shape
     group = heads // S["k"].shape[1]
-    queries = [[_key_or_query(v, q_gain, t, theta) for v in S["q"][t]] for t in range(length)]
-    keys = [[_key_or_query(v, k_gain, t, theta) for v in S["k"][t]] for t in range(length)]
+    queries = [[rope(v, t, theta) for v in _normed(S["q"][t], q_gain, eps)] for t in range(length)]
+    keys = [[rope(v, t, theta) for v in _normed(S["k"][t], k_gain, eps)] for t in range(length)]
     rows = []
     for t in range(length):
         earlier = [j for j in range(t + 1) if documents is None or documents[j] == documents[t]]
+        earlier = [j for j in earlier if window is None or t - j < window]
         per_head = []
         for h in range(heads):
             logits = [(queries[t][h] * keys[j][h // group]).sum() / math.sqrt(head_dim) for j in earlier]
@@ -57,11 +65,14 @@ def attention(
             y = weighted_sum(weights, [S["v"][j, h // group] for j in earlier])
             per_head.append(y * sigmoid(S["g"][t, h]) if "g" in S else y)
         rows.append(W_out @ torch.cat(per_head))
-    return torch.stack(rows)
+    return torch.stack(rows) if b_out is None else torch.stack(rows) + b_out
 
 
-def _key_or_query(v: Tensor, gain: Tensor | None, position: int, theta: float) -> Tensor:
-    return rope(v if gain is None else gain * rms(v), position, theta)
+def _normed(heads: Tensor, gain: Tensor | None, eps: float) -> list[Tensor]:
+    """The heads [H, D] of one position, normed each by itself, or together if the gain is that long."""
+    if gain is not None and gain.numel() > heads.shape[1]:
+        return list((gain * rms(heads.flatten(), eps)).chunk(len(heads)))
+    return [v if gain is None else gain * rms(v, eps) for v in heads]
 
 
 def normed(S: Tensor, gain: Tensor | None, eps: float = EPS) -> Tensor:

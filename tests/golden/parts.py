@@ -43,6 +43,13 @@ def glu(x: Tensor, w_gate: Tensor, w_up: Tensor, w_out: Tensor) -> Tensor:
     return w_out @ (sigmoid(w_gate @ x) * (w_up @ x))
 
 
+def geglu(x: Tensor, w_gate: Tensor, w_up: Tensor, w_out: Tensor) -> Tensor:
+    """gelu by its tanh approximation."""
+    z = w_gate @ x
+    gate = 0.5 * z * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (z + 0.044715 * z**3)))
+    return w_out @ (gate * (w_up @ x))
+
+
 def relu2(x: Tensor, w_in: Tensor, w_out: Tensor) -> Tensor:
     z = w_in @ x
     return w_out @ torch.where(z > 0, z * z, torch.zeros_like(z))

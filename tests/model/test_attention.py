@@ -55,8 +55,10 @@ def own_projections(layer: SoftmaxAttention, config: choices.SoftmaxAttention, x
     kv = config.kv_heads or HEADS
     heads = {"q": HEADS, "k": kv, "v": kv} | ({} if config.gate == "none" else {"g": HEADS})
     rows = {s: n * HEAD_DIM for s, n in heads.items()} | ({"g": HEADS} if config.gate == "headwise" else {})
-    matrices = layer.project.weight.split([rows[s] for s in heads])
-    return {s: golden.project(x, W, n) for (s, n), W in zip(heads.items(), matrices, strict=True)}
+    sizes = [rows[s] for s in heads]
+    biases = [None] * len(heads) if config.bias == "none" else layer.project.bias.split(sizes)
+    parts = zip(heads.items(), layer.project.weight.split(sizes), biases, strict=True)
+    return {s: golden.project(x, W, n, b) for (s, n), W, b in parts}
 
 
 def rest_of_layer(layer: SoftmaxAttention, S: golden.Projections, documents: list[int] | None) -> Tensor:
@@ -69,6 +71,9 @@ def rest_of_layer(layer: SoftmaxAttention, S: golden.Projections, documents: lis
         k_gain=layer.qk_norm.key if normed else None,
         sink=layer.sink,
         documents=documents,
+        window=layer.window,
+        eps=layer.qk_norm.eps,
+        b_out=getattr(layer.out, "bias", None),
     )
 
 
@@ -81,6 +86,12 @@ VARIANTS = [
     {"gate": "headwise", "kv_heads": 2},
     {"sink": "learned"},
     {"sink": "learned", "kv_heads": 2, "gate": "elementwise"},
+    {"window": 2},
+    {"window": 3, "sink": "learned", "kv_heads": 2},
+    {"bias": "qkv", "gate": "headwise"},
+    {"bias": "all", "qk_norm": "none", "window": 1},
+    {"qk_norm": "rms_all", "kv_heads": 2, "qk_eps": 0.1},
+    {"qk_eps": 0.1},
 ]
 
 

@@ -35,7 +35,7 @@ def run(module: nn.Module, x: Tensor) -> Tensor:
     return y
 
 
-def token_by_token(module: MoE, x: Tensor, *, gated: bool) -> Tensor:
+def token_by_token(module: MoE, x: Tensor, *, gated: bool, normalize: bool = True) -> Tensor:
     """The equations, one token and one expert at a time."""
     up, out = (w.unflatten(0, (EXPERTS, -1)) for w in (module.experts.up, module.experts.out))
 
@@ -47,7 +47,8 @@ def token_by_token(module: MoE, x: Tensor, *, gated: bool) -> Tensor:
     for t in x.flatten(0, 1):
         p = torch.softmax(module.router.weight @ t, 0)
         chosen = p.argsort(descending=True)[: module.router.top_k].tolist()
-        rows.append(sum(p[e] / sum(p[j] for j in chosen) * expert(e, t) for e in chosen))
+        total = sum(p[j] for j in chosen) if normalize else 1
+        rows.append(sum(p[e] / total * expert(e, t) for e in chosen))
     return torch.stack(rows).view_as(x)
 
 
@@ -55,6 +56,12 @@ def token_by_token(module: MoE, x: Tensor, *, gated: bool) -> Tensor:
 def test_mixture_is_its_equations(top_k: int) -> None:
     module, x = mixture(top_k=top_k, shared=0), random(2, 7, WIDTH)
     agree([run(module, x)], [token_by_token(module, x, gated=True)], leaves_of(module, x=x))
+
+
+@pytest.mark.parametrize("top_k", [1, 3])
+def test_weights_that_are_not_normalized_are_the_routers_probabilities(top_k: int) -> None:
+    module, x = mixture(top_k=top_k, shared=0, normalize=False), random(2, 7, WIDTH)
+    agree([run(module, x)], [token_by_token(module, x, gated=True, normalize=False)], leaves_of(module, x=x))
 
 
 def test_plain_experts_and_shared_ones_with_a_gate_are_their_equations() -> None:

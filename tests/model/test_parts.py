@@ -74,9 +74,21 @@ def gated_halves(ffn: nn.Module) -> tuple[Tensor, Tensor, Tensor]:
 FFNS = {
     "swiglu": (choices.SwiGLU(hidden=9), lambda f, x: parts.swiglu(x, *gated_halves(f))),
     "glu": (choices.GLU(hidden=9), lambda f, x: parts.glu(x, *gated_halves(f))),
+    "geglu": (choices.GeGLU(hidden=9), lambda f, x: parts.geglu(x, *gated_halves(f))),
     "relu2": (choices.ReLU2(hidden=9), lambda f, x: parts.relu2(x, f.up.weight, f.out.weight)),
     "gelu": (choices.GELU(hidden=9), lambda f, x: parts.gelu_ffn(x, f.up.weight, f.out.weight)),
 }
+
+
+def test_biases_are_added_after_each_product() -> None:
+    gated = randomise(build_ffn(choices.SwiGLU(hidden=9, bias=True), 7, std=0.2, output_std=0.2))
+    plain = randomise(build_ffn(choices.ReLU2(hidden=9, bias=True), 7, std=0.2, output_std=0.2))
+    x = random(2, 3, 7)
+    gate, up = (x @ gated.gate_up.weight.T + gated.gate_up.bias).chunk(2, -1)
+    expected = (gate / (1 + (-gate).exp()) * up) @ gated.out.weight.T + gated.out.bias
+    agree([gated(x, (), NOWHERE)[0]], [expected], leaves_of(gated, x=x))
+    squares = (x @ plain.up.weight.T + plain.up.bias).clamp(min=0) ** 2
+    agree([plain(x, (), NOWHERE)[0]], [squares @ plain.out.weight.T + plain.out.bias], leaves_of(plain, x=x))
 
 
 @pytest.mark.parametrize("width", [7, 33])

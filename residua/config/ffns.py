@@ -1,0 +1,112 @@
+"""The choices of feed-forward, dense or a mixture of experts."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal, Self
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from residua.config.settings import Frozen, Positive, number
+
+
+class DenseChoice(Frozen):
+    """What every feed-forward that is no mixture states."""
+
+    mixture: ClassVar[bool] = False
+    """Whether it has experts."""
+    kept_hidden: ClassVar[int]
+    """Hidden tensors kept for the backward pass."""
+
+    kind: str
+    hidden: Positive
+    bias: bool = False
+
+    def kept(self, width: int) -> float:
+        """Elements per token kept for the backward pass."""
+        return 2 * width + self.kept_hidden * self.hidden
+
+
+class SwiGLU(DenseChoice):
+    """down( silu(gate x) ⊙ up x )."""
+
+    kept_hidden: ClassVar[int] = 3
+
+    kind: Literal["swiglu"] = "swiglu"
+
+
+class GLU(DenseChoice):
+    """down( sigmoid(gate x) ⊙ up x )."""
+
+    kept_hidden: ClassVar[int] = 3
+
+    kind: Literal["glu"] = "glu"
+
+
+class GeGLU(DenseChoice):
+    """down( gelu(gate x) ⊙ up x ), gelu by its tanh approximation (Gemma)."""
+
+    kept_hidden: ClassVar[int] = 3
+
+    kind: Literal["geglu"] = "geglu"
+
+
+class ReLU2(DenseChoice):
+    """down( relu(up x)² )."""
+
+    kept_hidden: ClassVar[int] = 1  # relu² and its slope are computed within the products next to them
+
+    kind: Literal["relu2"] = "relu2"
+
+
+class GELU(DenseChoice):
+    """down( gelu(up x) )."""
+
+    kept_hidden: ClassVar[int] = 2
+
+    kind: Literal["gelu"] = "gelu"
+
+
+DenseFFN = SwiGLU | GLU | GeGLU | ReLU2 | GELU
+
+
+class MoE(Frozen):
+    """A mixture of `experts` feed-forwards of width `hidden`; a token visits `top_k` of them and the `shared` ones.
+
+    The weights of the chosen are scaled to sum to one, unless `normalize` is off (OLMoE). With it on, `top_k` is at
+    least 2: the weight of a single one would teach the router nothing.
+    """
+
+    mixture: ClassVar[bool] = True
+
+    kind: Literal["moe"] = "moe"
+    hidden: Positive
+    experts: Positive
+    top_k: Positive
+    normalize: bool = True
+    shared: Annotated[int, BeforeValidator(number), Field(ge=0)] = 1
+    shared_gate: Literal["none", "sigmoid"] = "none"
+    activation: Literal["swiglu", "glu", "relu2", "gelu"] = "swiglu"
+
+    def kept(self, width: int) -> float:
+        """Elements per token kept for the backward pass."""
+        hidden = self.hidden * {"relu2": 2, "gelu": 2, "swiglu": 3, "glu": 3}[self.activation]
+        return 2 * width + self.top_k * (hidden + 2 * width) + self.shared * hidden
+
+    @model_validator(mode="after")
+    def _experts_suffice(self) -> Self:
+        if self.top_k > self.experts:
+            raise ValueError(f"ffn.top_k = {self.top_k} is more than ffn.experts = {self.experts}: use at most that.")
+        if self.top_k == 1 and self.normalize:
+            raise ValueError(
+                "ffn.top_k = 1 gives the one expert a weight of 1, from which the router learns nothing: "
+                "use ffn.top_k = 2 or ffn.normalize = false."
+            )
+        if self.shared_gate != "none" and not self.shared:
+            raise ValueError(
+                f"ffn.shared_gate = '{self.shared_gate}' has nothing to gate with ffn.shared = 0: "
+                "use ffn.shared_gate = 'none' or ffn.shared = 1."
+            )
+        return self
+
+
+FFN = Annotated[DenseFFN | MoE, Field(discriminator="kind")]

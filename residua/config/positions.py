@@ -1,0 +1,99 @@
+"""The ways to stretch rotary positions beyond the length that a model was first trained at, told apart by `kind`.
+
+The names and formulas are those of transformers' `rope_type`; `model/rope.py` computes them. A table holds every number
+that decides the angles, so that nothing depends on other keys.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from residua.config.settings import Frozen, Positive
+
+Factor = Annotated[float, Field(gt=0)]
+
+
+class LinearRope(Frozen):
+    """Every frequency divided by `factor`."""
+
+    kind: Literal["linear"] = "linear"
+    factor: Factor
+
+
+class DynamicRope(Frozen):
+    """A base that grows with the sequence once it is longer than `original_context` (dynamic NTK)."""
+
+    kind: Literal["dynamic_ntk"] = "dynamic_ntk"
+    factor: Factor
+    original_context: Positive
+
+
+class YarnRope(Frozen):
+    """YaRN (arXiv 2309.00071): low frequencies divided by `factor`, high ones kept, a ramp in between.
+
+    cos and sin are multiplied by `attention_factor`.
+    """
+
+    kind: Literal["yarn"] = "yarn"
+    factor: Factor
+    original_context: Positive
+    attention_factor: Factor = 1.0
+    beta_fast: Factor = 32.0
+    beta_slow: Factor = 1.0
+    truncate: bool = True
+
+
+class Llama3Rope(Frozen):
+    """Llama 3.1: wavelengths above `original_context` / `low` divided by `factor`, those below / `high` kept."""
+
+    kind: Literal["llama3"] = "llama3"
+    factor: Factor
+    original_context: Positive
+    low: Factor = 1.0
+    high: Factor = 4.0
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.high <= self.low:
+            raise ValueError(
+                f"rope_scaling.high = {self.high} must be more than rope_scaling.low = {self.low}: "
+                "Llama 3.1 has 4 and 1."
+            )
+        return self
+
+
+class LongRope(Frozen):
+    """LongRoPE (arXiv 2402.13753): each frequency has two divisors, for sequences up to `original_context` and longer.
+
+    cos and sin are multiplied by `attention_factor`.
+    """
+
+    kind: Literal["longrope"] = "longrope"
+    short: tuple[Factor, ...]
+    long: tuple[Factor, ...]
+    original_context: Positive
+    attention_factor: Factor = 1.0
+
+    @model_validator(mode="after")
+    def _alike(self) -> Self:
+        if len(self.short) != len(self.long):
+            raise ValueError(
+                f"rope_scaling.short has {len(self.short)} factors and rope_scaling.long {len(self.long)}: "
+                "both need one for every two elements of a head."
+            )
+        return self
+
+
+class ProportionalRope(Frozen):
+    """Only the first `share` of the pairs of a head turn; their frequencies are divided by `factor`."""
+
+    kind: Literal["proportional"] = "proportional"
+    share: float = Field(gt=0, le=1)
+    factor: Factor = 1.0
+
+
+RopeScaling = Annotated[
+    LinearRope | DynamicRope | YarnRope | Llama3Rope | LongRope | ProportionalRope, Field(discriminator="kind")
+]

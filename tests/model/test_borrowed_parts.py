@@ -1,0 +1,137 @@
+"""Parts that other families have: norms on outputs, scaled embeddings, windows, biases, stretched positions."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import residua
+from residua.config.model import ModelConfig
+from residua.config.settings import ConfigError
+from residua.model.context import Context
+from residua.model.decoder import Decoder
+from residua.model.size import measure
+from residua.quantize.graph import edges
+from tests.golden.compare import agree, leaves_of, randomise
+from tests.golden.parts import rmsnorm
+from tests.model.small import small, tokens_and_targets
+
+SOFTMAX = {"kind": "softmax", "heads": 4, "kv_heads": 2}
+YARN = {"kind": "yarn", "factor": 4.0, "original_context": 4, "attention_factor": 1.1}
+LONG = {"kind": "longrope", "short": [1.0, 2.0], "long": [3.0, 4.0], "original_context": 4}
+
+
+def norm_rows(x: Tensor, norm: Any) -> Tensor:
+    return torch.stack([torch.stack([rmsnorm(v, norm.weight) for v in row]) for row in x])
+
+
+@pytest.mark.parametrize("placement", ["input", "output", "both"])
+def test_norms_are_where_the_configuration_places_them(placement: str) -> None:
+    model = randomise(residua.build(small(placement=placement, layers=2, embed_scale=3.0)))
+    tokens, _ = tokens_and_targets(2, 5)
+    rotary = model._rotary(tokens)
+    h = 3.0 * model.embed.weight[tokens]
+    for sublayer in model.sublayers:
+        x = h if placement == "output" else norm_rows(h, sublayer.norm)
+        y, _ = sublayer.body(x, (), Context(rotary, None))
+        h = h + (y if placement == "input" else norm_rows(y, sublayer.after))
+    expected = norm_rows(h, model.norm) @ model.embed.weight.T
+    agree([model(tokens)], [expected], leaves_of(model))
+
+
+def test_norms_on_outputs_are_counted_and_offer_no_edge() -> None:
+    sizes = {where: measure(small(placement=where)).norms for where in ("input", "output", "both")}
+    assert sizes == {"input": 7 * 16, "output": 7 * 16, "both": 13 * 16}
+    model = residua.build(small(placement="output"))
+    assert not [edge for edge in edges(model) if edge.name.endswith(".norm")]
+
+
+MODELS: dict[str, dict[str, Any]] = {
+    "window": {"attention": SOFTMAX | {"window": 3}},
+    "window in one layer": {"attention": SOFTMAX | {"window": 2, "window_layers": [1], "local_rope_theta": 100.0}},
+    "biases": {"attention": SOFTMAX | {"bias": "all"}, "ffn": {"kind": "swiglu", "hidden": 24, "bias": True}},
+    "joint QK-norm on outputs": {"attention": SOFTMAX | {"qk_norm": "rms_all"}, "placement": "output"},
+    "both norms, GeGLU": {"placement": "both", "ffn": {"kind": "geglu", "hidden": 24}, "embed_scale": 4.0},
+    "yarn": {"attention": SOFTMAX | {"rope_scaling": YARN}},
+    "linear": {"attention": SOFTMAX | {"rope_scaling": {"kind": "linear", "factor": 2.0}, "qk_eps": 0.1}},
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", MODELS)
+def test_cached_tokens_see_what_they_see_in_one_pass(name: str) -> None:
+    from residua.generate.fused_decoder import fuse
+
+    tokens, _ = tokens_and_targets(2, 8)
+    model = randomise(residua.build(small(**MODELS[name]))).eval()
+    cache = model.new_cache(2, 8)
+    parts = [model(tokens[:, :3], cache=cache), model(tokens[:, 3:4], cache=cache), model(tokens[:, 4:7], cache=cache)]
+    parts.append(fuse(model, 8)(tokens[:, 7:], cache=cache))
+    torch.testing.assert_close(torch.cat(parts, 1), model(tokens), rtol=0, atol=1e-12)
+
+
+@torch.no_grad()
+def test_positions_that_depend_on_the_length_are_looked_up_in_no_table() -> None:
+    """LongRoPE changes its angles when the sequence grows beyond its first length: decoding has to do so too."""
+    from residua.generate.fused_decoder import FusedAttention, fuse
+
+    tokens, _ = tokens_and_targets(1, 4)
+    model: Decoder = randomise(residua.build(small(attention=SOFTMAX | {"rope_scaling": LONG}))).eval()
+    fused = fuse(model, 8)
+    assert not any(isinstance(module, FusedAttention) for module in fused.modules())
+    cache = model.new_cache(1, 8)
+    model(tokens[:, :3], cache=cache)
+    torch.testing.assert_close(fused(tokens[:, 3:], cache=cache), model(tokens)[:, 3:], rtol=0, atol=1e-12)
+    short = residua.build(small(attention=SOFTMAX | {"rope_scaling": LONG | {"long": [1.0, 2.0]}})).double()
+    short.load_state_dict(model.state_dict())
+    longer, _ = tokens_and_targets(1, 5)
+    assert (short(longer) - model(longer)).abs().max() > 1e-3
+    assert torch.equal(short(tokens), model(tokens))
+
+
+@torch.no_grad()
+def test_biased_projections_quantize_with_their_bias() -> None:
+    from residua.quantize.apply import quantize_model
+    from residua.quantize.schemes import find_scheme
+
+    model = randomise(residua.build(small(**MODELS["biases"])), 0.1).float()
+    tokens, targets = tokens_and_targets()
+    before = model.loss(tokens, targets)
+    quantize_model(model, find_scheme("fp8"))
+    assert abs(float(model.loss(tokens, targets) - before)) < 0.1
+    assert model.sublayers[0].body.project.bias is not None
+
+
+@pytest.mark.parametrize(
+    ("attention", "message"),
+    [
+        ({"window_layers": [0]}, "attention.window_layers needs attention.window"),
+        ({"window": 2, "window_layers": [3]}, "attention.window_layers contains 3, and layers = 3"),
+        ({"rope_scaling": LONG | {"short": [1.0], "long": [1.0]}}, "heads of width 4 have 2 pairs"),
+        ({"rope_scaling": LONG | {"short": [1.0]}}, "has 1 factors and"),
+        ({"rope_scaling": {"kind": "llama3", "factor": 2.0, "original_context": 4, "high": 1.0}}, "must be more than"),
+        ({"rope_scaling": {"kind": "yarm"}}, "did you mean 'yarn'?"),
+    ],
+    ids=str,
+)
+def test_mistakes_are_refused_in_a_sentence(attention: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        small(attention=SOFTMAX | attention)
+
+
+def test_anchors_and_a_norm_over_all_heads_are_refused_together() -> None:
+    with pytest.raises(ConfigError, match="norms them together"):
+        small(attention=SOFTMAX | {"qk_norm": "rms_all"}, anchors={"kind": "resformer"})
+
+
+def test_scaled_positions_survive_toml_and_the_hybrid_variant() -> None:
+    from residua.config.variants import overrides
+
+    config = small(attention=SOFTMAX | {"rope_scaling": LONG, "window": 4, "window_layers": [0, 2]})
+    assert ModelConfig(**config.model_dump()) == config
+    changes = [change.removeprefix("model.") for change in overrides(["hybrid"], config)]
+    assert config.override([*changes, "attention.softmax_every=2"]).softmax == config.softmax
