@@ -6,6 +6,8 @@ import os
 # On a machine with a GPU, TRITON_INTERPRET=0 in the environment runs the real kernels.
 os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# as `residua` sets it for the processes it starts: tests call the command in their own process
+os.environ.setdefault("PYTHONSAFEPATH", "1")
 # cuBLAS reads this when it is first used, which may be long before the test that asks for equal bits
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 

@@ -68,6 +68,8 @@ def _residua() -> None:
 
 def main() -> None:
     """Run a verb. A user's mistake is reported in one sentence, without a traceback."""
+    # Libraries start processes too (Inductor's compilers, spawned workers): none may import from the working folder.
+    os.environ.setdefault("PYTHONSAFEPATH", "1")
     try:
         app()
     except (ValueError, OSError, ImportError) as error:

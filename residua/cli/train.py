@@ -48,7 +48,7 @@ def train(
     residua train tiny model.topology.kind=full_attnres --out runs/full
     residua train my-run.toml --threads 4
     residua train --resume --out runs/wiki
-    torchrun --nproc-per-node 8 -m residua.cli.main train mgr-l-full parallel.shard=8
+    torchrun --nproc-per-node 8 --no-python residua train mgr-l-full parallel.shard=8
 
     Ctrl-C saves and stops. --resume continues from there, with the same bits on a CPU,
     and on a GPU with train.determinism=exact.

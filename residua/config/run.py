@@ -161,7 +161,7 @@ class ParallelConfig(Frozen):
         """The command that starts such a run on one machine."""
         if self.ranks == 1:
             return "residua train"
-        return f"torchrun --nproc-per-node {self.ranks} -m residua.cli.main train"
+        return f"torchrun --nproc-per-node {self.ranks} --no-python residua train"
 
     @model_validator(mode="after")
     def _schedule_fits(self) -> Self:

@@ -12,7 +12,6 @@ import os
 import select
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from residua.files import write_atomically
-from residua.machine import available_cores
+from residua.machine import available_cores, python_command
 from residua.study.plan import CONFIGS, LOGS, PlannedRun
 from residua.study.runs import is_complete, latest, steps_done
 
@@ -53,7 +52,7 @@ class Request(NamedTuple):
 def worker_command(first: Request) -> list[str]:
     """The command that starts a worker, which compiles for its first run at once."""
     call = "from residua.study.worker import main; main()"
-    return [sys.executable, "-P", "-c", call, first.config, first.log, repr(time.time())]
+    return python_command("-c", call, first.config, first.log, repr(time.time()))
 
 
 @dataclass(eq=False)

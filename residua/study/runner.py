@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FrameType
 
 from residua.config.settings import ConfigError
-from residua.machine import available_cores
+from residua.machine import available_cores, python_environment
 from residua.study.config import StudyConfig
 from residua.study.crew import Crew, Watcher, compiling_ahead
 from residua.study.plan import LOCK, PlannedRun, StudyPlan, check_folders
@@ -35,9 +35,10 @@ def run_plan(study: StudyConfig, plan: StudyPlan, out: Path, watcher: Watcher) -
     with _own(out) as lock:
         check_folders(plan)
         waiting = [run for run in plan.runs if not is_complete(run.folder, run.config)]
+        environment = python_environment(OMP_NUM_THREADS=str(threads_per_run(study)), PYTHONUNBUFFERED="1")
         # The inherited lock keeps the folder locked while any process lives, even if the study itself is killed.
         crew = Crew(
-            by_graph(waiting), study.workers, out, watcher, _environment(study), keep_open=(lock,),
+            by_graph(waiting), study.workers, out, watcher, environment, keep_open=(lock,),
             ahead=compiling_ahead(),
         )  # fmt: skip
         with _stop_as_exception():
@@ -68,13 +69,6 @@ def threads_per_run(study: StudyConfig) -> int:
     share = max(1, available_cores() // study.workers)
     limit = os.environ.get("OMP_NUM_THREADS", "")
     return study.threads or (min(share, max(1, int(limit))) if limit.isdecimal() else share)
-
-
-def _environment(study: StudyConfig) -> dict[str, str]:
-    """That of a worker: its threads, and this package on the path wherever the worker is started."""
-    paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    own = {"OMP_NUM_THREADS": str(threads_per_run(study)), "PYTHONPATH": os.pathsep.join(paths)}
-    return os.environ | own | {"PYTHONUNBUFFERED": "1"}
 
 
 @contextmanager

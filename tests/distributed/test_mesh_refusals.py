@@ -88,9 +88,10 @@ def test_of_many_ranks_one_says_what_is_wrong(changes: list[str], sentence: str,
 
 @pytest.mark.nightly
 def test_the_command_of_the_documentation_refuses_too(tmp_path: Path) -> None:
-    """`torchrun … -m residua.cli.main`, all of whose processes import everything anew."""
+    """`torchrun … --no-python residua`, all of whose processes import everything anew."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["-m", "residua.cli.main", "train", "tiny", "train.accumulate=4", "parallel.shard=4"]
+    residua = str(Path(sys.executable).with_name("residua"))
+    command += ["--no-python", residua, "train", "tiny", "train.accumulate=4", "parallel.shard=4"]
     command += ["--out", str(tmp_path / "run")]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True)
     assert done.returncode != 0
@@ -121,7 +122,7 @@ def test_a_job_that_torchrun_starts_again_goes_on_in_its_folder(tmp_path: Path, 
 def test_the_command_that_starts_a_run_again_starts_as_many_processes() -> None:
     assert run_config("additive").parallel.command == "residua train"
     started = run_config("additive", {"data": 2, "pipeline": 2}).parallel.command
-    assert started == "torchrun --nproc-per-node 4 -m residua.cli.main train"
+    assert started == "torchrun --nproc-per-node 4 --no-python residua train"
 
 
 def test_the_mesh_does_not_change_the_batch() -> None:

@@ -175,5 +175,5 @@ def test_a_rank_that_hangs_is_named_and_ends_the_others_in_bounded_time(recipe: 
         stopped.kill()
     assert survivor.process.exitcode == 1, said
     assert re.search(r"residua: rank 1 \(.*\) failed: it was silent for 2 seconds", said), said
-    assert f"`torchrun --nproc-per-node 2 -m residua.cli.main train --resume --out {tmp_path / 'run'}` by hand" in said
+    assert f"`torchrun --nproc-per-node 2 --no-python residua train --resume --out {tmp_path / 'run'}` by hand" in said
     assert checkpoints(tmp_path / "run")[-1].step == 2

@@ -17,7 +17,6 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from importlib import import_module
 from itertools import cycle
-from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
 from typing import Any, NamedTuple
@@ -27,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from residua.machine import available_cores
+from residua.machine import available_cores, python_command, python_environment
 from residua.ops._runtime import fused, library
 
 MOST_HELPERS = 8
@@ -78,7 +77,7 @@ class Helpers:
 
     def __init__(self, capability: int, multiprocessors: int, count: int) -> None:
         call = f"precompile.serve(precompile.received({os.getpid()}), {capability}, {multiprocessors})"
-        command = [sys.executable, "-P", "-c", f"from residua.train.compile import precompile; {call}"]
+        command = python_command("-c", f"from residua.train.compile import precompile; {call}")
         processes = list(_begin(command, _environment(), count))
         self._requests: SimpleQueue[bytes | None] = SimpleQueue()
         Thread(target=_distribute, args=(self._requests, processes), daemon=True).start()
@@ -120,15 +119,14 @@ def _distribute(requests: SimpleQueue[bytes | None], processes: Sequence[subproc
 
 
 def _environment() -> dict[str, str]:
-    """A helper's environment: no GPU, this process's import path, and the cache that launches read.
+    """A helper's environment: no GPU, and the cache that launches read.
 
     When inductor compiles, it changes the cache directory of a process that has none set; so this sets it here, too.
     """
     from triton import knobs
 
     os.environ.setdefault("TRITON_CACHE_DIR", knobs.cache.dir)
-    paths = [*filter(None, sys.path), str(Path(__file__).parents[2])]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "CUDA_VISIBLE_DEVICES": ""}
+    return python_environment(CUDA_VISIBLE_DEVICES="")
 
 
 def _begin(command: list[str], environment: dict[str, str], count: int) -> Iterator[subprocess.Popen[bytes]]:
