@@ -68,7 +68,7 @@ def curves(
             )
         )  # fmt: skip
     figure = Figure(traces)
-    _axes(figure, x_title, y_title, height)
+    label_axes(figure, x_title, y_title, height)
     figure.update_layout(hovermode="x unified" if len(series) <= 12 else "closest")
     if log_x:
         figure.update_xaxes(_logarithmic([x for curve in series for x in curve.x]))
@@ -113,7 +113,7 @@ def grouped_bars(
         for (part, values), colour in zip(parts.items(), colours, strict=True)
     ]  # fmt: skip
     figure = Figure(bars)
-    _axes(figure, "", y_title, height)
+    label_axes(figure, "", y_title, height)
     figure.update_layout(barmode="group", bargap=0.35, bargroupgap=0.08, hovermode="x unified")
     if line_at is not None:
         figure.add_hline(y=line_at, line={"color": theme.SERIES[0], "width": 1.5, "dash": "dot"})
@@ -144,14 +144,15 @@ def heatmap(
         hovertemplate=f"{escape(x_title)} %{{x}}<br>{escape(y_title)} %{{y}}<br>%{{z:.4g}}<extra></extra>", **centre,
     )  # fmt: skip
     figure = Figure([shown])
-    _axes(figure, x_title, y_title, height or min(max(200, 24 * len(y) + 90), 620))
+    label_axes(figure, x_title, y_title, height or min(max(200, 24 * len(y) + 90), 620))
     figure.update_layout(margin_t=14)
     figure.update_xaxes(type="category", showgrid=False)
     figure.update_yaxes(type="category", autorange="reversed", showgrid=False)
     return figure
 
 
-def _axes(figure: Figure, x_title: str, y_title: str, height: int) -> None:
+def label_axes(figure: Figure, x_title: str, y_title: str, height: int) -> None:
+    """Titles, height, margins, and the legend above the plot."""
     figure.update_layout(
         template=None,
         height=height,

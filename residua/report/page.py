@@ -205,10 +205,16 @@ def _row(cells: Sequence[Cell], kinds: Sequence[str], strong: bool) -> str:
 
 def _cell(cell: Cell) -> str:
     if isinstance(cell, Link):
-        return f'<a href="{quote(cell.target, safe="/#.-_~")}">{escape(cell.text)}</a>'
+        return f'<a href="{quote(cell.target, safe="/#.-_~")}">{_breakable(cell.text)}</a>'
     if isinstance(cell, Value):
-        return f"{escape(cell.main)}<small>{escape(cell.detail)}</small>" if cell.detail else escape(cell.main)
-    return escape(cell)
+        return f"{_breakable(cell.main)}<small>{escape(cell.detail)}</small>" if cell.detail else _breakable(cell.main)
+    return _breakable(cell)
+
+
+def _breakable(text: str) -> str:
+    """Long names of combined variants may continue on the next line after a +."""
+    shown = escape(text)
+    return f'<span class="joined">{shown.replace("+", "+<wbr>")}</span>' if "+" in shown[1:] else shown
 
 
 def _caption(caption: str) -> str:

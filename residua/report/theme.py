@@ -25,8 +25,8 @@ _DIVERGING = {
 
 
 def colour(index: int) -> str:
-    """The colour of a page's index-th series: a variant has the same colour in every plot."""
-    return SERIES[index % len(SERIES)]
+    """The colour of a page's index-th series, the same in every plot; only the first is grey."""
+    return SERIES[1 + (index - 1) % (len(SERIES) - 1)] if index else SERIES[0]
 
 
 def faded(hex_colour: str, opacity: float) -> str:

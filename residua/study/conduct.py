@@ -15,6 +15,7 @@ from residua.study import sentences
 from residua.study.config import StudyConfig
 from residua.study.diagnosed import SIDE_BY_SIDE, diagnose_runs
 from residua.study.page import study_page
+from residua.study.picture import picture
 from residua.study.plan import STUDY, PlannedRun, StudyPlan, base_run, make_plan, refuse_strangers, undone_sentences
 from residua.study.plots import Records
 from residua.study.progress import LiveProgress
@@ -25,7 +26,7 @@ from residua.study.runs import RunRecord, is_complete, read_run
 from residua.study.tables import markdown
 from residua.study.timing import read_timings, time_variants
 
-RESULTS, TABLE, REPORT = "results.json", "results.md", "report.html"
+RESULTS, TABLE, REPORT, PICTURE = "results.json", "results.md", "report.html", "gains.svg"
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,8 @@ def summarise(
     write_atomically(out / STUDY, study.to_toml())
     write_atomically(out / RESULTS, result.model_dump_json(indent=1) + "\n")
     write_atomically(out / TABLE, markdown(result))
+    if (drawn := picture(result)) is not None:
+        write_atomically(out / PICTURE, drawn)
     page = study_page(study, result, _by_size(study, records), out)
     inside = out / SIDE_BY_SIDE / REPORT
     return Outcome(result, page.write(out / REPORT), inside if inside.exists() else None)

@@ -60,7 +60,7 @@ class Law:
 
     def loss(self, tokens: float) -> float:
         """The fitted loss after `tokens`."""
-        return self.floor + self.scale * tokens**-self.exponent
+        return float(self.floor + self.scale * tokens**-self.exponent)
 
 
 def fit_law(ladder: Mapping[float, Losses]) -> Law | None:
@@ -140,7 +140,8 @@ class _Fitted:
     @property
     def freedom(self) -> int:
         """Runs less parameters."""
-        return self.jacobian.shape[1] - self.jacobian.shape[2]
+        runs, parameters = self.jacobian.shape[1:]
+        return int(runs - parameters)
 
 
 class _Line:
@@ -219,7 +220,7 @@ class _PowerLaw:
 
 def _indicators(values: NDArray[Any], names: Sequence[Any]) -> Array:
     """[values, names]: 1 where a value is that name, else 0."""
-    return (values[:, None] == np.array(names, dtype=values.dtype)[None]).astype(float)
+    return np.asarray(values[:, None] == np.array(names, dtype=values.dtype)[None], dtype=np.float64)
 
 
 def _centre(budgets: Sequence[float]) -> float:
@@ -300,7 +301,7 @@ def _zero(logs: Array, values: Array, left: Array) -> Array:
     each, left = np.arange(len(values)), np.clip(left, 0, len(logs) - 2)
     a, b = values[each, left], values[each, left + 1]
     share = a / np.where(a == b, 1.0, a - b)
-    return logs[left] + np.clip(share, 0.0, 1.0) * (logs[1] - logs[0])
+    return np.asarray(logs[left] + np.clip(share, 0.0, 1.0) * (logs[1] - logs[0]))
 
 
 def _at(logs: Array, values: Array, places: Array) -> Array:

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from residua.report import Column, Link, Page
+from residua.report import Column, Link, Page, Value
 from residua.study import plots, sentences
 from residua.study.config import StudyConfig
 from residua.study.diagnosed import SIDE_BY_SIDE
+from residua.study.picture import break_even, ladder_scatter
 from residua.study.plan import RUNS
 from residua.study.plots import SECONDS, TOKENS, Records
-from residua.study.results import RunResult, StudyResult, compute_points
+from residua.study.results import LadderResult, RunResult, StudyResult, compute_points
 
 
 def study_page(study: StudyConfig, result: StudyResult, records: dict[str, Records], out: Path) -> Page:
     """The page of a study; `records` are the complete runs by size and variant, `out` is the folder of the page."""
     page = Page(_title(result), _lead(result))
     _verdict(page, result)
+    for ladder in result.ladder:
+        _ladder(page, result, ladder)
     for size in result.sizes:
         _loss(page, result, records[size], size)
     for size in result.sizes:
@@ -63,20 +66,45 @@ def _verdict(page: Page, result: StudyResult) -> None:
         rows = result.rows(size)
         if len(result.sizes) > 1:
             section.subheading(f"Size {size}")
+        columns = sentences.columns(result)
+        # A ladder's column takes the room of another, which results.md still has.
+        shown = [i for i, column in enumerate(columns) if not result.ladder or column.title != "bits/byte"]
+        kept = columns if size == result.sizes[-1] else _titles(result)
+        cells = [sentences.cells(row, result) for row in rows]
         section.table(
-            sentences.columns(result) if size == result.sizes[-1] else _titles(result),
-            [sentences.cells(row, result) for row in rows],
+            [kept[i] for i in shown],
+            [[row[i] for i in shown] for row in cells],
             emphasised=[index for index, row in enumerate(rows) if row.name == result.baseline],
         )
-    last = result.rows(result.sizes[-1])
+    last, level = result.rows(result.sizes[-1]), f"{result.confidence * 100:g} %"
     verdicts = [sentences.verdict(row, result) for row in last if row.name != result.baseline]
     section.points([*verdicts, *([sentences.dataset_sentence(result.dataset, last)] if result.dataset else [])])
-    gains = plots.gains(last)
+    pays = break_even(result)
+    if pays is not None:
+        section.figure(
+            pays.figure(),
+            f"Points above the dashed line gain more from their tokens than their steps cost. Whiskers are {level} "
+            "intervals.",
+        )
+    gains = plots.gains(result)
     if gains is not None:
         section.figure(gains, "The dotted line is the baseline. Wall-clock gain is the product of the other two.")
     for sentence in (" ".join(sentences.matching_sentences(result)), sentences.side_by_side_sentence(result)):
         if sentence:
             section.note(sentence)
+
+
+def _ladder(page: Page, result: StudyResult, ladder: LadderResult) -> None:
+    suffix = f" at {ladder.size}" if len(result.sizes) > 1 else ""
+    section = page.section(
+        f"Equivalent tokens{suffix}",
+        f"How long {result.baseline} would have to train, with a full schedule of its own, to reach each variant's "
+        "loss. Trust points between its budgets; those beyond them rest on the fitted law.",
+    )
+    section.figure(
+        ladder_scatter(result, ladder).figure(),
+        f"Grey: {result.baseline} at its budgets, mean over seeds. Coloured: each variant where the law has its loss.",
+    )
 
 
 def _titles(result: StudyResult) -> list[Column]:
@@ -193,10 +221,10 @@ def _runs(page: Page, result: StudyResult, out: Path) -> None:
             section.note(f"{run.folder}: {run.problem}")
 
 
-def _run_cells(run: RunResult, out: Path) -> list[str | Link]:
+def _run_cells(run: RunResult, out: Path) -> list[str | Link | Value]:
     folder = f"{RUNS}/{run.folder}"
     return [
-        run.variant,
+        Value(run.variant, "" if run.budget == 1.0 else f"ladder {run.budget:g}×"),
         run.size,
         str(run.seed),
         run.status,

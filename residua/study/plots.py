@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from residua.report import theme
 from residua.report.figures import Curve, curves, grouped_bars, heatmap
-from residua.study.results import ScalingResult, VariantResult
+from residua.study.results import ScalingResult, StudyResult, VariantResult
 from residua.study.runs import RunRecord
+from residua.study.sentences import speed_is_shown
 from residua.study.statistics import mean, smooth
 
 if TYPE_CHECKING:
@@ -41,18 +42,23 @@ def difference_curves(records: Records, baseline: str) -> Figure:
     return curves(series, TOKENS, "loss − baseline's loss", height=340)
 
 
-def gains(rows: Sequence[VariantResult]) -> Figure | None:
-    """Step-wise gain, throughput and wall-clock gain of each variant, relative to the baseline."""
-    parts, colours = {}, []
-    for index, row in enumerate(rows):
-        found = (row.step_gain, row.throughput_ratio, row.wall_clock_gain)
+def gains(result: StudyResult) -> Figure | None:
+    """Token gain, throughput and wall-clock gain of each variant at the last size, relative to the baseline.
+
+    No bars for a speed that is not known, nor for what follows from it.
+    """
+    parts: dict[str, list[float | None]] = {}
+    colours = []
+    for index, row in enumerate(result.rows(result.sizes[-1])):
+        found = (row.equivalent_tokens or row.step_gain, row.throughput_ratio, row.wall_clock_gain)
         values = [part.value for part in found if part is not None]
         if len(values) == len(found):
-            parts[row.name] = values
+            parts[row.name] = [*values] if speed_is_shown(row, result) else [values[0], None, None]
             colours.append(theme.colour(index))
     if not parts:
         return None
-    return grouped_bars(["step-wise gain", "throughput", "wall-clock gain"], parts, colours, "× baseline", line_at=1.0)
+    names = ["equivalent tokens" if result.ladder else "step-wise gain", "throughput", "wall-clock gain"]
+    return grouped_bars(names, parts, colours, "× baseline", line_at=1.0)
 
 
 def precision_costs(rows: Sequence[VariantResult], recipes: Sequence[str]) -> Figure:

@@ -279,8 +279,8 @@ def _against_baseline(study: StudyConfig, measured: Measured, size: str, name: s
     """Difference, gains and ratios: paired by seed where both completed it."""
     ours, baseline = (_by_seed(measured.records, size, who) for who in (name, study.baseline))
     difference = paired_difference(_losses(ours), _losses(baseline), study.confidence)
-    timings = (measured.timings.get((size, who), {}) for who in (name, study.baseline))
-    found = compare(ours, baseline, _rungs(study, measured, size), *timings, study.confidence)
+    timed, baseline_timed = (measured.timings.get((size, who), {}) for who in (name, study.baseline))
+    found = compare(ours, baseline, _rungs(study, measured, size), timed, baseline_timed, study.confidence)
     return {
         "difference": _interval(difference),
         "step_gain": _interval(found.step),

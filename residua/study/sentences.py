@@ -106,6 +106,12 @@ def _per_token(row: VariantResult) -> str:
     return f"{row.step_gain.value:.2f}× per step"
 
 
+def speed_is_shown(row: VariantResult, result: StudyResult) -> bool:
+    """Whether a variant's speed is known well enough to draw conclusions from it."""
+    shared = result.side_by_side > 1 and row.timing is None
+    return row.throughput_ratio is not None and not shared and not says_nothing(row.throughput_ratio)
+
+
 def says_nothing(ratio: Interval) -> bool:
     """Whether an interval of a ratio holds 1 and is so wide that no verdict follows from it."""
     if ratio.low is None and ratio.high is None:

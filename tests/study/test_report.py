@@ -8,14 +8,12 @@ import pytest
 
 from residua.data import Dataset
 from residua.study import StudyConfig
-from residua.study.conduct import summarise
-from residua.study.plan import make_plan
 from tests.report.browser import chromium, opened
-from tests.study.recorded import write_all
-from tests.study.test_results import straight
+from tests.study.test_results import laddered
 
 SECTIONS = (
     "Verdict",
+    "Equivalent tokens",
     "Loss curves",
     "Magnitude per sublayer",
     "Gradient per layer",
@@ -28,9 +26,8 @@ SECTIONS = (
 @pytest.fixture
 def report(study: StudyConfig, dataset: Dataset, out: Path) -> Path:
     chromium()
-    plan = make_plan(study, out, dataset)
-    write_all(plan, straight)
-    return summarise(study, plan, out, {}, None).report
+    laddered(study, out, dataset, (0.5, 1, 1.5, 2))
+    return out / "report.html"
 
 
 @pytest.mark.slow

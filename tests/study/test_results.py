@@ -12,6 +12,7 @@ from residua.data import Dataset
 from residua.study import StudyConfig
 from residua.study.conduct import Outcome, summarise
 from residua.study.gains import product
+from residua.study.picture import break_even, ladder_scatter, picture
 from residua.study.plan import PlannedRun, StudyPlan, make_plan
 from residua.study.results import Interval, StudyResult, VariantResult, collect, compute_points
 from residua.study.runs import read_run
@@ -243,6 +244,29 @@ def test_a_ladder_gives_equivalent_tokens_beside_the_step_wise_gain(
     assert loss is not None and loss.count == 2  # the ladder's runs are no seeds of the baseline
     text = markdown(result)
     assert "| equivalent tokens |" in text and "1.25× [1.25, 1.25]" in text and "3.00×\\* [" in text
+
+
+def test_the_picture_has_the_cost_of_a_step_against_its_worth(study: StudyConfig, dataset: Dataset, out: Path) -> None:
+    result = laddered(study, out, dataset, (0.5, 1, 1.5, 2))
+    drawn = break_even(result)
+    assert drawn is not None
+    places = {point.name: (point.x, point.y) for point in drawn.points}
+    assert places["prenorm"] == (1.0, 1.0)
+    assert places["block_attnres"] == pytest.approx((1 / 0.8, 1.25), rel=1e-3)
+    assert drawn.y_title == "equivalent tokens, × prenorm's"
+    stored = StudyResult(**json.loads((out / "results.json").read_text()))
+    assert picture(stored) == (out / "gains.svg").read_text()  # made again from the stored results, the same
+    beside = result.model_copy(update={"side_by_side": 5})
+    assert break_even(beside) is None  # no speed was measured alone
+    law = ladder_scatter(result, result.ladder[0])
+    assert [point.name for point in law.points if point.labelled] == [
+        "0.00128 M",
+        "0.00256 M",
+        "0.00384 M",
+        "0.00512 M",
+    ]
+    worth = next(point for point in law.points if point.name == "block_attnres")
+    assert worth.x == pytest.approx(1.25 * 0.00256, rel=1e-3)
 
 
 def test_a_ladder_of_two_budgets_gives_a_gain_and_no_interval(study: StudyConfig, dataset: Dataset, out: Path) -> None:

@@ -1,0 +1,279 @@
+"""Named points with intervals and reference lines: as a Plotly figure for pages, as SVG for documents."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from residua.report import theme
+from residua.report.figures import label_axes
+
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
+
+WIDTH, HEIGHT = 860, 520
+_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 24, 44, 56
+_LETTER, _LINE = 6.7, 13.0  # size of a character at 12 px, nearly
+# Where a label may stand, best first: the side as Plotly names it, and the shift of its anchor from the point.
+_SIDES = {
+    "middle right": (9.0, 4.0), "top right": (6.0, -7.0), "bottom right": (6.0, 15.0), "top center": (0.0, -9.0),
+    "bottom center": (0.0, 18.0), "middle left": (-9.0, 4.0), "top left": (-6.0, -7.0), "bottom left": (-6.0, 15.0),
+}  # fmt: skip
+_ANCHORS = {"right": "start", "center": "middle", "left": "end"}
+_DASHES = {"dot": "2 4", "dash": "6 4"}
+
+Box = tuple[float, float, float, float]  # left, top, right, bottom in pixels
+
+
+@dataclass(frozen=True)
+class Point:
+    """A named value; the ends are those of its intervals, None where there is none. An open end is infinite.
+
+    Without a label, an interactive figure names it in the legend.
+    """
+
+    name: str
+    x: float
+    y: float
+    colour: str
+    x_ends: tuple[float, float] | None = None
+    y_ends: tuple[float, float] | None = None
+    labelled: bool = True
+
+
+@dataclass(frozen=True)
+class Line:
+    """A reference: straight between its points."""
+
+    name: str
+    x: Sequence[float]
+    y: Sequence[float]
+    colour: str = theme.SERIES[0]
+    dash: str = "solid"
+
+
+@dataclass(frozen=True)
+class Scatter:
+    """Points and lines over two linear axes; a line's name stands in the legend."""
+
+    points: Sequence[Point]
+    lines: Sequence[Line]
+    x_title: str
+    y_title: str
+
+    @property
+    def ranges(self) -> tuple[tuple[float, float], tuple[float, float]]:
+        """The axes: room for all points and for their intervals as far as twice the extent of the points."""
+        return (
+            _range([p.x for p in self.points], [p.x_ends for p in self.points]),
+            _range([p.y for p in self.points], [p.y_ends for p in self.points]),
+        )
+
+    def figure(self, height: int = 460) -> Figure:
+        """The interactive figure of a page."""
+        from plotly.graph_objects import Figure
+        from plotly.graph_objects import Scatter as Trace
+
+        sides = self._sides()
+        traces = [
+            Trace(
+                x=list(line.x), y=list(line.y), mode="lines", name=escape(line.name), hoverinfo="skip",
+                line={"color": line.colour, "width": 1.5, "dash": line.dash},
+            )
+            for line in self.lines
+        ]  # fmt: skip
+        traces += [
+            Trace(
+                x=[point.x], y=[point.y], mode="markers+text" if point.labelled else "markers", name=escape(point.name),
+                text=[escape(point.name)], textposition=side, showlegend=not point.labelled,
+                cliponaxis=False, textfont={"color": point.colour},
+                marker={"color": point.colour, "size": 9}, hovertemplate="%{text}: %{y:.4g} at %{x:.4g}<extra></extra>",
+                error_x=_whiskers(point.x, point.x_ends, point.colour),
+                error_y=_whiskers(point.y, point.y_ends, point.colour),
+            )
+            for point, side in zip(self.points, sides, strict=True)
+        ]  # fmt: skip
+        figure = Figure(traces)
+        label_axes(figure, self.x_title, self.y_title, height)
+        x_range, y_range = self.ranges
+        figure.update_xaxes(range=list(x_range))
+        figure.update_yaxes(range=list(y_range))
+        return figure
+
+    def svg(self, title: str) -> str:
+        """The same as a static picture, on white."""
+        parts = [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" '
+            f'role="img" font-family="{escape(theme.FONT)}" font-size="12" fill="#3a414b">',
+            f"<title>{escape(title)}</title>",
+            '<rect width="100%" height="100%" fill="#ffffff"/>',
+            f'<text x="{_LEFT}" y="18" font-size="14" font-weight="600">{escape(title)}</text>',
+            *self._axes(),
+            f'<clipPath id="plot"><rect x="{_LEFT}" y="{_TOP}" width="{WIDTH - _LEFT - _RIGHT}" '
+            f'height="{HEIGHT - _TOP - _BOTTOM}"/></clipPath>',
+            '<g clip-path="url(#plot)">',
+            *map(self._drawn_line, self.lines),
+            *map(self._drawn_whiskers, self.points),
+            "</g>",
+            *self._line_names(),
+            *(self._drawn_point(point, side) for point, side in zip(self.points, self._sides(), strict=True)),
+            "</svg>",
+        ]
+        return "\n".join(part for part in parts if part) + "\n"
+
+    def _pixel(self, x: float, y: float) -> tuple[float, float]:
+        (left, right), (low, high) = self.ranges
+        across, up = (x - left) / (right - left), (y - low) / (high - low)
+        return _LEFT + across * (WIDTH - _LEFT - _RIGHT), HEIGHT - _BOTTOM - up * (HEIGHT - _TOP - _BOTTOM)
+
+    def _sides(self) -> list[str]:
+        """For each point, the side of its label that overlaps least with markers, intervals and earlier labels."""
+        centres = [self._pixel(point.x, point.y) for point in self.points]
+        taken: list[Box] = [(x - 6, y - 6, x + 6, y + 6) for x, y in centres]
+        for point in self.points:
+            taken += self._whisker_boxes(point)
+        for line in self.lines:
+            taken += self._line_boxes(line)
+        sides = []
+        for point, centre in zip(self.points, centres, strict=True):
+            boxes = {side: _label_box(point.name, centre, side) for side in _SIDES}
+            best = min(boxes, key=lambda side: sum(_overlap(boxes[side], box) for box in (*taken, *_FRAME)))
+            taken.append(boxes[best])
+            sides.append(best)
+        return sides
+
+    def _line_boxes(self, line: Line) -> list[Box]:
+        """Small boxes along a line, which labels keep clear of too."""
+        places = [self._pixel(x, y) for x, y in zip(line.x, line.y, strict=True)]
+        found = []
+        for (x1, y1), (x2, y2) in pairwise(places):
+            count = max(1, int(math.hypot(x2 - x1, y2 - y1) / 8))
+            for i in range(count + 1):
+                x, y = x1 + (x2 - x1) * i / count, y1 + (y2 - y1) * i / count
+                found.append((x - 2, y - 2, x + 2, y + 2))
+        return found
+
+    def _whisker_boxes(self, point: Point) -> list[Box]:
+        found = []
+        for ends, across in ((point.x_ends, True), (point.y_ends, False)):
+            for (x1, y1), (x2, y2) in self._whisker(point, ends, across):
+                found.append((min(x1, x2) - 1, min(y1, y2) - 1, max(x1, x2) + 1, max(y1, y2) + 1))
+        return found
+
+    def _whisker(
+        self, point: Point, ends: tuple[float, float] | None, across: bool
+    ) -> list[tuple[tuple[float, float], tuple[float, float]]]:
+        """The line of an interval in pixels, cut at the frame."""
+        if ends is None:
+            return []
+        (left, right), (low, high) = self.ranges
+        if across:
+            first, last = (min(max(end, left), right) for end in ends)
+            return [(self._pixel(first, point.y), self._pixel(last, point.y))]
+        first, last = (min(max(end, low), high) for end in ends)
+        return [(self._pixel(point.x, first), self._pixel(point.x, last))]
+
+    def _drawn_whiskers(self, point: Point) -> str:
+        lines = [*self._whisker(point, point.x_ends, True), *self._whisker(point, point.y_ends, False)]
+        return "".join(
+            f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{point.colour}" stroke-width="1.5" '
+            'stroke-opacity="0.55"/>'
+            for (x1, y1), (x2, y2) in lines
+        )
+
+    def _drawn_line(self, line: Line) -> str:
+        places = " ".join("{:.1f},{:.1f}".format(*self._pixel(x, y)) for x, y in zip(line.x, line.y, strict=True))
+        dash = f' stroke-dasharray="{_DASHES[line.dash]}"' if line.dash in _DASHES else ""
+        return f'<polyline points="{places}" fill="none" stroke="{line.colour}" stroke-width="1.5"{dash}/>'
+
+    def _line_names(self) -> list[str]:
+        """A legend at the upper right, on the line of the title."""
+        parts, x = [], float(WIDTH - _RIGHT)
+        for line in reversed([line for line in self.lines if line.name]):
+            dash = f' stroke-dasharray="{_DASHES[line.dash]}"' if line.dash in _DASHES else ""
+            start = x - _LETTER * len(line.name) - 30
+            parts.append(
+                f'<line x1="{start:.1f}" y1="33" x2="{start + 22:.1f}" y2="33" stroke="{line.colour}" '
+                f'stroke-width="1.5"{dash}/><text x="{start + 27:.1f}" y="37">{escape(line.name)}</text>'
+            )
+            x = start - 16
+        return parts
+
+    def _drawn_point(self, point: Point, side: str) -> str:
+        (x, y), (dx, dy) = self._pixel(point.x, point.y), _SIDES[side]
+        return (
+            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4.5" fill="{point.colour}"/>'
+            f'<text x="{x + dx:.1f}" y="{y + dy:.1f}" text-anchor="{_ANCHORS[side.split()[1]]}" fill="{point.colour}">'
+            f"{escape(point.name)}</text>"
+        )
+
+    def _axes(self) -> list[str]:
+        (left, right), (low, high) = self.ranges
+        bottom, parts = HEIGHT - _BOTTOM, []
+        for value in _ticks(left, right):
+            x, _ = self._pixel(value, low)
+            parts.append(f'<line x1="{x:.1f}" y1="{_TOP}" x2="{x:.1f}" y2="{bottom}" stroke="#e6e9ee"/>')
+            parts.append(f'<text x="{x:.1f}" y="{bottom + 18}" text-anchor="middle">{value:g}</text>')
+        for value in _ticks(low, high):
+            _, y = self._pixel(left, value)
+            parts.append(f'<line x1="{_LEFT}" y1="{y:.1f}" x2="{WIDTH - _RIGHT}" y2="{y:.1f}" stroke="#e6e9ee"/>')
+            parts.append(f'<text x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{value:g}</text>')
+        middle = (_TOP + bottom) / 2
+        return [
+            *parts,
+            f'<path d="M{_LEFT} {_TOP}V{bottom}H{WIDTH - _RIGHT}" fill="none" stroke="#c3c9d1"/>',
+            f'<text x="{(_LEFT + WIDTH - _RIGHT) / 2}" y="{HEIGHT - 14}" text-anchor="middle" font-size="13">'
+            f"{escape(self.x_title)}</text>",
+            f'<text x="16" y="{middle}" text-anchor="middle" font-size="13" transform="rotate(-90 16 {middle})">'
+            f"{escape(self.y_title)}</text>",
+        ]
+
+
+_FRAME: tuple[Box, ...] = (
+    (-1e4, -1e4, _LEFT, 1e4), (WIDTH - _RIGHT, -1e4, 1e4, 1e4),
+    (-1e4, -1e4, 1e4, _TOP), (-1e4, HEIGHT - _BOTTOM, 1e4, 1e4),
+)  # fmt: skip
+
+
+def _label_box(name: str, centre: tuple[float, float], side: str) -> Box:
+    (x, y), (dx, dy), width = centre, _SIDES[side], _LETTER * len(name)
+    left = x + dx - {"start": 0.0, "middle": width / 2, "end": width}[_ANCHORS[side.split()[1]]]
+    return left, y + dy - 10, left + width, y + dy - 10 + _LINE
+
+
+def _overlap(a: Box, b: Box) -> float:
+    return max(0.0, min(a[2], b[2]) - max(a[0], b[0])) * max(0.0, min(a[3], b[3]) - max(a[1], b[1]))
+
+
+def _range(values: Sequence[float], ends: Sequence[tuple[float, float] | None]) -> tuple[float, float]:
+    low, high = min(values), max(values)
+    extent = (high - low) or 0.2 * abs(high) or 1.0
+    edges = [edge for pair in ends if pair is not None for edge in pair]
+    low = min([low, *(max(edge, low - extent) for edge in edges)])
+    high = max([high, *(min(edge, high + extent) for edge in edges)])
+    room = 0.08 * (high - low or extent)
+    return low - room, high + room
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    """Round values, about seven of them."""
+    raw = (high - low) / 7
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= raw)
+    first = math.ceil(low / step)
+    return [round(index * step, 10) for index in range(first, math.floor(high / step) + 1)]
+
+
+def _whiskers(value: float, ends: tuple[float, float] | None, colour: str) -> dict[str, object] | None:
+    if ends is None:
+        return None
+    far = 1e3 * abs(value)  # an open end runs out of the frame
+    low, high = (min(abs(end - value), far) for end in ends)
+    return {
+        "type": "data", "symmetric": False, "array": [high], "arrayminus": [low],
+        "color": theme.faded(colour, 0.55), "thickness": 1.5, "width": 0,
+    }  # fmt: skip

@@ -1,0 +1,91 @@
+"""The answer as a picture: what a variant's step costs against what its tokens are worth, and the ladder behind it."""
+
+from __future__ import annotations
+
+import math
+
+from residua.report import theme
+from residua.report.scatter import Line, Point, Scatter
+from residua.study.results import Interval, LadderResult, StudyResult, VariantResult
+from residua.study.sentences import speed_is_shown
+
+MILLION = 1e6
+
+
+def break_even(result: StudyResult, size: str | None = None) -> Scatter | None:
+    """Cost of a step against token gain, at one size (default: the last); above the line a variant pays per second.
+
+    None if no variant has both a gain and a speed.
+    """
+    rows = result.rows(size or result.sizes[-1])
+    points = [
+        Point(row.name, 1 / row.throughput_ratio.value, gain.value, theme.colour(index),
+              _inverse(_ends(row.throughput_ratio)), _ends(gain))
+        for index, row in enumerate(rows)
+        if row.throughput_ratio is not None and speed_is_shown(row, result) and (gain := _gain(row)) is not None
+    ]  # fmt: skip
+    if not points:
+        return None
+    at = next(index for index, row in enumerate(rows) if row.name == result.baseline)
+    points.insert(0, Point(result.baseline, 1.0, 1.0, theme.colour(at)))
+    (left, right), (low, high) = Scatter(points, (), "", "").ranges
+    ends = [min(left, low), max(right, high)]
+    line = Line("breaks even: above it, a variant pays per second", ends, ends, dash="dash")
+    what = "equivalent tokens" if any(row.equivalent_tokens is not None for row in rows) else "step-wise gain"
+    return Scatter(points, [line], f"time of a step, × {result.baseline}'s", f"{what}, × {result.baseline}'s")
+
+
+def picture(result: StudyResult, size: str | None = None) -> str | None:
+    """`break_even` as SVG, for a document; None if there is nothing to draw."""
+    found, size = break_even(result, size), size or result.sizes[-1]
+    if found is None:
+        return None
+    what = f"{result.name}, {size}" if len(result.sizes) > 1 else result.name
+    return found.svg(f"{what}: what a step costs and what it is worth")
+
+
+def ladder_scatter(result: StudyResult, ladder: LadderResult) -> Scatter:
+    """Loss against tokens: the baseline's budgets, the law, and each variant where the law has its loss."""
+    rungs = [
+        Point(f"{rung.tokens / MILLION:.4g} M", rung.tokens / MILLION, rung.loss.value,
+              theme.SERIES[0], None, _ends(rung.loss))
+        for rung in ladder.rungs
+    ]  # fmt: skip
+    tokens = {(run.variant, run.size): run.tokens for run in result.runs if run.budget == 1.0 and run.tokens}
+    variants = []
+    for index, row in enumerate(result.rows(ladder.size)):
+        gain, trained = row.equivalent_tokens, tokens.get((row.name, row.size))
+        if gain is not None and trained is not None and row.loss is not None:
+            scale, ends = trained / MILLION, _ends(gain)
+            around = None if ends is None else (ends[0] * scale, ends[1] * scale)
+            variants.append(
+                Point(row.name, gain.value * scale, row.loss.value, theme.colour(index), around, labelled=False)
+            )
+    points = [*rungs, *variants]
+    return Scatter(points, [_law(ladder, points)], "million tokens", "validation loss")
+
+
+def _law(ladder: LadderResult, points: list[Point]) -> Line:
+    if ladder.law is None:
+        ends = (ladder.rungs[0], ladder.rungs[-1])
+        return Line("a line in ln D", [rung.tokens / MILLION for rung in ends], [rung.loss.value for rung in ends])
+    law, low, high = ladder.law, min(p.x for p in points), max(p.x for p in points)
+    places = [low + (high - low) * share / 60 for share in range(61)]
+    losses = [law.floor + law.scale * (place * MILLION) ** -law.exponent for place in places]
+    scale = law.scale * MILLION**-law.exponent
+    return Line(f"L = {law.floor:.3f} + {scale:.3g}·D^−{law.exponent:.3f}, D in millions", places, losses)
+
+
+def _gain(row: VariantResult) -> Interval | None:
+    return row.equivalent_tokens or row.step_gain
+
+
+def _ends(value: Interval) -> tuple[float, float] | None:
+    """Both ends of an interval, an open one infinite; None if there is no interval."""
+    if value.low is None and value.high is None:
+        return None
+    return (-math.inf if value.low is None else value.low), (math.inf if value.high is None else value.high)
+
+
+def _inverse(ends: tuple[float, float] | None) -> tuple[float, float] | None:
+    return None if ends is None else (1 / ends[1], 1 / ends[0])
