@@ -13,7 +13,7 @@ import pytest
 import residua
 
 ROOT = Path(residua.__file__).parent
-LEAVES = ("residua.machine", "residua.files", "residua.version")
+LEAVES = ("residua.machine", "residua.files", "residua.reading", "residua.version")
 
 
 def name_of(path: Path) -> str:

@@ -122,7 +122,7 @@ def compare(
 
 def _study(what: list[str], demo: bool, given: dict[str, Any]) -> StudyConfig:
     """The demo, a study file, or named variants; command-line options override the file."""
-    from residua.config.settings import ConfigError, read_toml
+    from residua.config.settings import ConfigError, of_file, read_toml
     from residua.study.config import DEMO, StudyConfig
 
     files = [name for name in what if name.endswith(".toml")]
@@ -133,7 +133,8 @@ def _study(what: list[str], demo: bool, given: dict[str, Any]) -> StudyConfig:
     if files:
         if len(what) > 1:
             raise ConfigError(f"{files[0]} is a whole study: give either one study file or names of variants.")
-        return StudyConfig(**{"name": Path(files[0]).stem, **read_toml(files[0]), **given})
+        with of_file(files[0]):
+            return StudyConfig(**{"name": Path(files[0]).stem, **read_toml(files[0]), **given})
     if len(what) < 2:
         raise ConfigError("name two variants or more, a study file, or --demo; `residua compare --list` has the names.")
     return StudyConfig(variants=what, **given)

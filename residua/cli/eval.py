@@ -147,8 +147,9 @@ def _open_data(folder: Path, data: Path | None) -> tuple[Dataset, bool]:
         return Dataset.open(data), False
     from residua.config.run import RunConfig
     from residua.data.source import open_data
+    from residua.reading import inside
 
-    config = RunConfig.from_toml(folder / "config.toml")
+    config = RunConfig.from_toml(inside(folder, "config.toml"))
     dataset = open_data(config) if data is None else Dataset.open(data)
     return dataset, config.data.masking == "documents"
 

@@ -27,7 +27,7 @@ from residua.config.choices import (
     divisors,
 )
 from residua.config.positions import LongRope
-from residua.config.settings import ConfigError, Frozen, Positive, apply_overrides, explain, read_toml, to_toml
+from residua.config.settings import ConfigError, Frozen, Positive, apply_overrides, explain, of_file, read_toml, to_toml
 
 
 class ModelConfig(Frozen):
@@ -52,7 +52,7 @@ class ModelConfig(Frozen):
     embed_scale: float = Field(1.0, gt=0)
     init: Init = Init()
 
-    def __init__(self, **data: Any) -> None:
+    def __init__(self, /, **data: Any) -> None:
         try:
             super().__init__(**data)
         except ValidationError as error:
@@ -67,7 +67,11 @@ class ModelConfig(Frozen):
     def from_toml(cls, path: str | Path) -> ModelConfig:
         """Read a TOML file: the model's keys at its top, or under `[model]`."""
         data = read_toml(path)
-        return cls(**data.get("model", data))
+        model = data.get("model", data)
+        with of_file(path):
+            if not isinstance(model, dict):
+                raise ConfigError(f"model = {model!r} should be a table of keys.")
+            return cls(**model)
 
     @classmethod
     def preset(cls, name: str) -> ModelConfig:

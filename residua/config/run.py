@@ -14,7 +14,7 @@ from pydantic import Field, ValidationError, model_validator
 from residua.config import presets
 from residua.config.model import ModelConfig
 from residua.config.schedule import LinearDecay, Schedule
-from residua.config.settings import ConfigError, Frozen, apply_overrides, explain, merge, read_toml, to_toml
+from residua.config.settings import ConfigError, Frozen, apply_overrides, explain, merge, of_file, read_toml, to_toml
 
 Positive = Annotated[int, Field(ge=1)]
 Rate = Annotated[float, Field(gt=0)]
@@ -181,7 +181,7 @@ class RunConfig(Frozen):
     train: TrainConfig = TrainConfig()
     parallel: ParallelConfig = ParallelConfig()
 
-    def __init__(self, **data: Any) -> None:
+    def __init__(self, /, **data: Any) -> None:
         try:
             super().__init__(**data)
         except ValidationError as error:
@@ -191,8 +191,9 @@ class RunConfig(Frozen):
     def from_toml(cls, path: str | Path) -> RunConfig:
         """Read a run's TOML file; `extends = "PRESET"` at its top lays it over that preset."""
         data = read_toml(path)
-        base = presets.load(data.pop("extends")) if "extends" in data else {}
-        return cls(**_sections(merge(base, data)))
+        with of_file(path):
+            base = presets.load(data.pop("extends")) if "extends" in data else {}
+            return cls(**_sections(merge(base, data)))
 
     @classmethod
     def find(cls, source: str) -> RunConfig:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Union, get_args, get_origin
@@ -12,6 +12,8 @@ from typing import Annotated, Any, ClassVar, Union, get_args, get_origin
 import tomli_w
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import PydanticCustomError
+
+from residua import reading
 
 
 class ConfigError(ValueError):
@@ -48,15 +50,17 @@ Positive = Annotated[int, BeforeValidator(number), Field(ge=1)]
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:
-    """The tables of a TOML file; ConfigError if it cannot be read."""
+    """The tables of a TOML file."""
+    return reading.read_toml(Path(path), "correct it or name another file")
+
+
+@contextmanager
+def of_file(path: str | Path) -> Iterator[None]:
+    """Name the file in the errors of a configuration that was read from it."""
     try:
-        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"{path} does not exist.") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not valid TOML: {error}.") from None
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}.") from None
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
 
 
 def to_toml(data: dict[str, Any]) -> str:
@@ -81,9 +85,9 @@ def apply_overrides(data: dict[str, Any], changes: Iterable[str]) -> dict[str, A
     for change in changes:
         path, separator, text = change.partition("=")
         keys = path.strip().split(".")
-        if not separator or not all(keys):
+        if not separator or not all(keys) or len(keys) > reading.DEPTH:
             raise ConfigError(f"override {change!r} is not of the form section.key=value.")
-        data = merge(data, _nested(data, keys, _parse(text.strip())))
+        data = merge(data, _nested(data, keys, reading.parse_toml_value(text.strip())))
     return data
 
 
@@ -95,13 +99,6 @@ def _nested(data: Any, keys: list[str], value: Any) -> dict[str, Any]:
     if isinstance(current, dict) and "kind" in current and isinstance(value, str):
         return {keys[0]: {"kind": value}}
     return {keys[0]: value}
-
-
-def _parse(text: str) -> Any:
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return text
 
 
 def _plain(value: Any) -> Any:
@@ -162,6 +159,10 @@ def _not_a_table(fault: Any, field: str, path: list[str], value: Any, model: typ
     return f"{field} = {value!r} should be a table of keys."
 
 
+def _not_a_list(fault: Any, field: str, path: list[str], value: Any, model: type[BaseModel]) -> str:
+    return f"{field} = {value!r} should be a list."
+
+
 def _any_fault(fault: Any, field: str, path: list[str], value: Any, model: type[BaseModel]) -> str:
     reason = fault["msg"][0].lower() + fault["msg"][1:]
     return f"{field} = {value!r} is refused: {reason}."
@@ -176,6 +177,8 @@ _RULES = {
     "value_error": _our_sentence,
     "model_type": _not_a_table,
     "model_attributes_type": _not_a_table,
+    "dict_type": _not_a_table,
+    "tuple_type": _not_a_list,
 }
 
 

@@ -2,50 +2,72 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
+from pydantic import Field
 
 from residua.data.corpus import TRAIN, VALIDATION
-from residua.data.readers import DataError, reason
+from residua.data.readers import DataError
 from residua.data.shards import Shard
 from residua.data.tokenizer import Tokenizer, hash_of
+from residua.reading import Count, Shape, check, inside, read_json, read_text
 
 FORMAT = "residua-dataset"
 FORMAT_VERSION = 1
 DESCRIPTION = "dataset.json"
 TOKENIZER = "tokenizer.json"
+AGAIN = "prepare the data again"
+
+
+class _SplitFacts(Shape):
+    tokens: Count
+    documents: Count
+    bytes: Annotated[int, Field(ge=1, lt=2**63)]
+    shards: list[str] = Field(min_length=1)
+
+
+class _Facts(Shape):
+    """The keys of dataset.json that are used."""
+
+    tokenizer_hash: str
+    vocab_size: Annotated[int, Field(ge=1, le=2**32)]
+    dtype: Literal["uint16", "uint32"]
+    splits: dict[str, _SplitFacts]
 
 
 class Split:
-    """One split of a dataset as a single stream of tokens: its shards, end to end."""
+    """One split of a dataset as a single stream of tokens: its shards, end to end.
 
-    def __init__(self, name: str, bytes: int, shards: list[Shard], tokenizer_hash: str) -> None:
+    Every id that is read is checked to be below `vocab_size`, because files can be damaged after they were opened.
+    """
+
+    def __init__(self, name: str, bytes: int, shards: list[Shard], tokenizer_hash: str, vocab_size: int) -> None:
         self.name = name
         self.bytes = bytes
         self.shards = shards
         self.tokenizer_hash = tokenizer_hash
+        self.vocab_size = vocab_size
         self.tokens: int = sum(shard.tokens for shard in shards)
         self.documents: int = sum(shard.documents for shard in shards)
         self._first = np.cumsum([0, *(shard.tokens for shard in shards)])
 
     def read(self, start: int, count: int) -> np.ndarray:
         """Tokens `start` to `start + count` of the stream, int64 [count]."""
-        pieces = [shard.ids[low:high] for shard, low, high, _ in self._overlap(start, start + count)]
+        overlap = self._overlap(start, start + count)
+        pieces = [shard.read(low, high, self.vocab_size) for shard, low, high, _ in overlap]
         return np.concatenate(pieces).astype(np.int64)
 
     def document_starts(self, start: int, stop: int) -> np.ndarray:
         """Positions in [start, stop) of the stream at which a document begins."""
         found = [np.empty(0, np.int64)]
         for shard, low, high, first in self._overlap(start, stop):
-            inside = slice(*np.searchsorted(shard.starts, [low, high]))
-            found.append(shard.starts[inside].astype(np.int64) + first)
+            found.append(shard.documents_between(low, high) + first)
         return np.concatenate(found)
 
     def counts(self, vocab_size: int) -> np.ndarray:
@@ -76,20 +98,15 @@ class Dataset:
 
     @classmethod
     def open(cls, path: str | Path) -> Dataset:
-        """Open and check a dataset; raises `DataError` if anything is wrong with it."""
+        """Open and check a dataset; raises `ValueError` if anything is wrong with it."""
         path = Path(path)
         description = read_description(path)
-        tokenizer_hash = description["tokenizer_hash"]
-        try:
-            stored = hash_of((path / TOKENIZER).read_text("utf-8"))
-        except (OSError, ValueError) as error:
-            raise DataError(f"cannot read {path / TOKENIZER}: {reason(error)}") from error
-        if stored != tokenizer_hash:
-            raise _mismatch(path / TOKENIZER, stored, "the dataset", tokenizer_hash)
-        try:
-            splits = {name: _open_split(path, name, description) for name in description["splits"]}
-        except (KeyError, TypeError) as error:
-            raise DataError(f"{path / DESCRIPTION} is damaged ({reason(error)}): prepare the data again") from error
+        facts = check(description, _Facts, path / DESCRIPTION, AGAIN)
+        tokenizer = inside(path, TOKENIZER)
+        stored = hash_of(read_text(tokenizer, AGAIN), tokenizer)
+        if stored != facts.tokenizer_hash:
+            raise _mismatch(tokenizer, stored, "the dataset", facts.tokenizer_hash)
+        splits = {name: _open_split(path, name, about, facts) for name, about in facts.splits.items()}
         return cls(path, description, splits)
 
     @property
@@ -105,7 +122,13 @@ class Dataset:
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """The tokenizer that made the dataset."""
-        return Tokenizer.load(self.path / TOKENIZER)
+        tokenizer = Tokenizer.load(self.path / TOKENIZER)
+        if tokenizer.vocab_size != self.vocab_size:
+            raise DataError(
+                f"{self.path / DESCRIPTION} says vocab_size = {self.vocab_size}, but its tokenizer has "
+                f"{tokenizer.vocab_size} ids: {AGAIN}"
+            )
+        return tokenizer
 
     def split(self, name: str) -> Split:
         """The split of that name, `train` or `validation`."""
@@ -154,42 +177,37 @@ def read_description(path: Path) -> dict[str, Any]:
         raise DataError(
             f"{path} is not a prepared dataset (it has no {DESCRIPTION}): make one with residua data prepare"
         )
-    try:
-        description = json.loads(file.read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise DataError(f"cannot read {file}: {reason(error)}") from error
-    if not isinstance(description, dict) or description.get("format") != FORMAT:
-        raise DataError(f"{file} does not describe a dataset of Residua")
+    description = read_json(inside(path, DESCRIPTION), dict[str, Any], AGAIN)
+    if description.get("format") != FORMAT:
+        raise DataError(f"{file} does not describe a dataset of Residua: name a folder made by residua data prepare")
     if description.get("version") != FORMAT_VERSION:
         version = description.get("version")
-        raise DataError(f"{file} has version {version}, this Residua reads {FORMAT_VERSION}: prepare the data again")
-    if lacking := {"tokenizer_hash", "vocab_size", "dtype", "splits"} - description.keys():
-        raise DataError(f"{file} lacks {', '.join(sorted(lacking))}: prepare the data again")
+        raise DataError(f"{file} has version {version}, this Residua reads {FORMAT_VERSION}: {AGAIN}")
     return description
 
 
-def _open_split(path: Path, name: str, description: dict[str, Any]) -> Split:
-    about = description["splits"][name]
-    shards = [Shard(path / file) for file in about["shards"]]
+def _open_split(path: Path, name: str, about: _SplitFacts, facts: _Facts) -> Split:
+    shards = [Shard(inside(path, file)) for file in about.shards]
     for shard in shards:
-        _check(shard, description)
-    split = Split(name, about["bytes"], shards, description["tokenizer_hash"])
-    if (split.tokens, split.documents) != (about["tokens"], about["documents"]):
+        _check(shard, facts)
+    split = Split(name, about.bytes, shards, facts.tokenizer_hash, facts.vocab_size)
+    if (split.tokens, split.documents) != (about.tokens, about.documents):
         raise DataError(
             f"the {name} shards in {path} hold {split.tokens} tokens in {split.documents} documents, {DESCRIPTION} "
-            f"says {about['tokens']} in {about['documents']}: prepare the data again"
+            f"says {about.tokens} in {about.documents}: {AGAIN}"
         )
     return split
 
 
-def _check(shard: Shard, description: dict[str, Any]) -> None:
-    if shard.dtype.name != description["dtype"]:
-        raise DataError(f"shard {shard.path} holds {shard.dtype.name}, {DESCRIPTION} says {description['dtype']}")
-    if shard.tokenizer_hash != description["tokenizer_hash"]:
-        raise _mismatch(shard.path, shard.tokenizer_hash, "the dataset", description["tokenizer_hash"])
-    if shard.largest >= description["vocab_size"]:
-        size = description["vocab_size"]
-        raise DataError(f"shard {shard.path} holds token {shard.largest}, outside the vocabulary of {size}")
+def _check(shard: Shard, facts: _Facts) -> None:
+    if shard.dtype.name != facts.dtype:
+        raise DataError(f"shard {shard.path} holds {shard.dtype.name}, {DESCRIPTION} says {facts.dtype}: {AGAIN}")
+    if shard.tokenizer_hash != facts.tokenizer_hash:
+        raise _mismatch(shard.path, shard.tokenizer_hash, "the dataset", facts.tokenizer_hash)
+    if shard.largest >= facts.vocab_size:
+        raise DataError(
+            f"shard {shard.path} holds token {shard.largest}, outside the vocabulary of {facts.vocab_size}: {AGAIN}"
+        )
 
 
 def _mismatch(path: Path, found: str, owner: str, expected: str) -> DataError:

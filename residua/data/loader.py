@@ -99,8 +99,11 @@ class Loader:
         for name, here in self._identity().items():
             if state.get(name) != here:
                 raise DataError(f"the saved data position has {name} = {state.get(name)}, this run has {here}")
+        cursor = Cursor(int(state["epoch"]), int(state["position"]))
+        if not 0 <= cursor.position < self._source.order.windows(cursor.epoch):
+            raise DataError(f"the saved data position {cursor.position} is outside epoch {cursor.epoch}")
         self.close()
-        self._cursor = Cursor(int(state["epoch"]), int(state["position"]))
+        self._cursor = cursor
 
     def close(self) -> None:
         """End the prefetch thread; the next batch starts another one at the right position."""

@@ -14,11 +14,12 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn
 from residua.data.corpus import TRAIN, VALIDATION, Corpus
 from residua.data.dataset import DESCRIPTION, FORMAT, FORMAT_VERSION, TOKENIZER, Dataset, read_description
 from residua.data.encode import encode_documents
-from residua.data.readers import DataError, reason
+from residua.data.readers import DataError
 from residua.data.shards import ShardWriter, dtype_for
 from residua.data.tokenizer import Tokenizer
 from residua.files import atomic_folder
 from residua.machine import available_cores
+from residua.reading import reason
 
 SHARD_TOKENS = 100_000_000
 # More text hardly changes a BPE vocabulary, and costs memory and time.

@@ -8,13 +8,14 @@ from __future__ import annotations
 import bz2
 import gzip
 import io
-import json
 import logging
 import lzma
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
+
+from residua.reading import ReadError, json_lines, reason
 
 Documents = Iterator[tuple[str, int]]
 
@@ -29,8 +30,8 @@ PLAIN = (".txt", ".text", ".md", ".rst", ".py", ".tex", ".org", ".adoc")
 FOUND_IN_FOLDERS = {*LINES_OF_JSON, *PARQUET, *PLAIN} - {".json"}
 
 
-class DataError(ValueError):
-    """A corpus, tokenizer or dataset cannot be used; the message says why, and what to do, in one sentence."""
+DataError = ReadError
+"""A corpus, tokenizer or dataset cannot be used; the message says why, and what to do, in one sentence."""
 
 
 def split_suffix(path: Path) -> tuple[str, str]:
@@ -93,14 +94,8 @@ def plain_documents(lines: Iterable[str]) -> Iterator[str]:
 
 
 def _json_lines(lines: Iterable[str], path: Path, field: str) -> Iterator[str]:
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise DataError(f"{path} line {number} is not JSON ({error.msg}): expected one object per line") from None
-        yield _text_of(record, field, f"{path} line {number}")
+    for where, record in json_lines(lines, path, "expected one object per line", lenient=True):
+        yield _text_of(record, field, where)
 
 
 def _text_of(record: Any, field: str, where: str) -> str:
@@ -130,7 +125,7 @@ def _parquet(path: Path, field: str) -> Documents:
     for batch in file.iter_batches(batch_size=256, columns=[field]):
         for text in batch.column(0).to_pylist():
             seen += 1
-            yield _text_of({field: text}, field, f"{path} row {seen}"), size * seen // rows
+            yield _text_of({field: text}, field, f"{path}, row {seen}"), size * seen // rows
 
 
 def read_hub(name: str, config: str | None, field: str) -> Documents:
@@ -167,13 +162,6 @@ def _quiet(library: str) -> Iterator[None]:
 def missing(package: str, purpose: str) -> DataError:
     """The error for an optional package that is not installed."""
     return DataError(f"{purpose} needs the package {package}: pip install 'residua[data]'")
-
-
-def reason(error: BaseException) -> str:
-    """The first line of an error, or its class where it says nothing."""
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def _zst(raw: IO[bytes]) -> IO[bytes]:

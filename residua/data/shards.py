@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from residua.data.readers import DataError
+from residua.reading import require_file
 
 MAGIC = b"RESIDUA\0"
 VERSION = 1
@@ -82,10 +83,10 @@ class Shard:
     """An open shard: `ids` [tokens] and `starts` [documents], both mapped, never loaded as a whole."""
 
     def __init__(self, path: Path) -> None:
+        size = require_file(path, "prepare the dataset again, or restore the shard from a copy")
         try:
             with path.open("rb") as file:
                 header = file.read(HEADER_BYTES)
-                size = os.fstat(file.fileno()).st_size
         except OSError as error:
             raise DataError(f"cannot open the shard {path}: {error.strerror}") from error
         itemsize, self.tokens, self.documents, self.largest, self.tokenizer_hash = _parse(path, header)
@@ -98,6 +99,27 @@ class Shard:
         self.dtype = DTYPES[itemsize]
         self.ids = np.memmap(path, self.dtype, "r", HEADER_BYTES, (self.tokens,))
         self.starts = np.memmap(path, START, "r", table, (self.documents,))
+
+    def read(self, low: int, high: int, vocab_size: int) -> np.ndarray:
+        """Ids `low` to `high`, mapped; refuses one outside the vocabulary. The header only says what was written."""
+        ids = self.ids[low:high]
+        if int(ids.max()) >= vocab_size:
+            at = int(np.argmax(ids >= vocab_size))
+            raise DataError(
+                f"shard {self.path} holds id {ids[at]} at token {low + at}, outside the vocabulary of {vocab_size}: "
+                "the file is damaged, prepare the dataset again or restore it from a copy"
+            )
+        return ids
+
+    def documents_between(self, low: int, high: int) -> np.ndarray:
+        """The tokens from `low` to `high` at which a document begins, int64, ascending."""
+        starts = self.starts[slice(*np.searchsorted(self.starts, [low, high]))]
+        if len(starts) and not (low <= starts[0] and starts[-1] < high and (starts[:-1] < starts[1:]).all()):
+            raise DataError(
+                f"the table of documents at the end of shard {self.path} is damaged between tokens {low} and {high}: "
+                "prepare the dataset again or restore it from a copy"
+            )
+        return starts.astype(np.int64)
 
 
 def _parse(path: Path, header: bytes) -> tuple[int, int, int, int, str]:

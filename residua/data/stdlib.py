@@ -19,7 +19,8 @@ from pathlib import Path
 from residua.data.corpus import TRAIN, VALIDATION, Corpus, Part, unit_hash
 from residua.data.dataset import FORMAT_VERSION, Dataset
 from residua.data.pipeline import prepare, resolve_tokenizer, tokenizer_identity
-from residua.data.readers import DataError, Documents, reason
+from residua.data.readers import DataError, Documents
+from residua.reading import reason
 
 HOLDOUT = 0.08
 # Tests, installed packages, tables of code points, and parts that some distributions omit.
@@ -98,7 +99,8 @@ def embedded(tokenizer: str = "bpe:1024", *, progress: bool = False) -> Dataset:
     path = cache_folder() / "datasets" / name
     try:
         return prepare(corpus, path, ready, progress=progress)
-    except DataError as error:
+    except ValueError as error:
         if not path.exists():
             raise
-        raise DataError(f"{error}; this is the cached corpus: delete {path} to make it again") from error
+        problem = str(error).rstrip(".")
+        raise DataError(f"{problem}; this is the cached corpus: delete {path} to make it again") from error

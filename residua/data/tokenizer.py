@@ -17,13 +17,15 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from residua.data.readers import DataError, reason
+from residua.data.readers import DataError
 from residua.files import write_atomically
+from residua.reading import ReadError, check, inside, parse_json, read_text, reason, require_file
 
 END_OF_TEXT = "<|endoftext|>"
 # Names of this token in published tokenizers, in order of preference.
 END_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
 BYTE_VALUES = 256
+EXPECTED = "expected a tokenizer.json, or a folder with one or with vocab.json and merges.txt"
 IRRELEVANT_TO_IDS = ("post_processor", "truncation", "padding")
 
 
@@ -67,20 +69,25 @@ class Tokenizer:
         """From a `tokenizer.json`, or a folder with one, or a folder with GPT-2's `vocab.json` and `merges.txt`."""
         path = Path(path)
         if path.is_dir() and (path / "tokenizer.json").exists():
-            path = path / "tokenizer.json"
+            path = inside(path, "tokenizer.json")
         try:
             if path.is_dir():
-                model = models.BPE.from_file(str(path / "vocab.json"), str(path / "merges.txt"))
-                return cls(_byte_level(model))
-            return cls(tokenizers.Tokenizer.from_str(path.read_text("utf-8")))
-        except Exception as error:  # the library raises bare Exception
-            expected = "expected a tokenizer.json, or a folder with one or with vocab.json and merges.txt"
-            raise DataError(f"cannot load a tokenizer from {path} ({reason(error)}): {expected}") from error
+                vocabulary, merges = (inside(path, name) for name in ("vocab.json", "merges.txt"))
+                for file in (vocabulary, merges):
+                    require_file(file, EXPECTED)
+                return cls(_byte_level(models.BPE.from_file(str(vocabulary), str(merges))))
+            return cls(tokenizers.Tokenizer.from_str(read_text(path, EXPECTED)))
+        except ReadError:
+            raise
+        except BaseException as error:  # the library raises bare Exception, and BaseException where it panics
+            if isinstance(error, KeyboardInterrupt | SystemExit):
+                raise
+            raise DataError(f"cannot load a tokenizer from {path} ({reason(error)}): {EXPECTED}") from error
 
     @cached_property
     def hash(self) -> str:
         """SHA-256 of the canonical serialisation, see `hash_of`."""
-        return hash_of(self.backend.to_str())
+        return hash_of(self.backend.to_str(), "the tokenizer")
 
     @cached_property
     def byte_lengths(self) -> np.ndarray | None:
@@ -88,8 +95,7 @@ class Tokenizer:
 
         In a byte-level vocabulary every character of a token stands for one byte.
         """
-        decoder = json.loads(self.backend.to_str())["decoder"] or {}
-        if decoder.get("type") != "ByteLevel":
+        if not isinstance(self.backend.decoder, decoders.ByteLevel):
             return None
         lengths = np.zeros(self.vocab_size, np.int64)
         for symbol, token in self.backend.get_vocab(with_added_tokens=False).items():
@@ -115,14 +121,13 @@ class Tokenizer:
         return self.backend.decode([int(token) for token in ids], skip_special_tokens=False)
 
 
-def hash_of(serialised: str) -> str:
-    """SHA-256 of a tokenizer's JSON, with sorted keys and no white space.
+def hash_of(serialised: str, where: Path | str) -> str:
+    """SHA-256 of a tokenizer's JSON, with sorted keys and no white space; `where` names it in errors.
 
     Parts that do not affect our ids are left out, so GPT-2's two files and its `tokenizer.json` have the same hash.
     """
-    content: Any = json.loads(serialised)
-    if not isinstance(content, dict):
-        raise ValueError("a tokenizer is a JSON object")
+    hint = "put the tokenizer.json there that the data was prepared with"
+    content = check(parse_json(serialised, where, hint, lenient=True), dict[str, Any], where, hint)
     relevant = {name: value for name, value in content.items() if name not in IRRELEVANT_TO_IDS}
     return hashlib.sha256(json.dumps(relevant, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 

@@ -10,8 +10,10 @@ import torch
 from residua.diagnose.huggingface import HuggingFaceSubject
 from residua.diagnose.native import NativeSubject
 from residua.diagnose.observe import Subject
+from residua.reading import check_links, read_json
 from residua.storage.exported import is_export
 from residua.storage.load import load
+from residua.storage.tensors import INDEX, WEIGHTS, check_header, weight_files
 
 
 def open_subject(path: Path, device: torch.device) -> Subject:
@@ -47,6 +49,7 @@ def _hugging_face(path: Path, device: torch.device) -> HuggingFaceSubject:
         from transformers.utils import logging
     except ImportError:
         raise ValueError(f"{path} is a Hugging Face model: install transformers to open it (residua[hf]).") from None
+    _check_files(path)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     dtype: Any = torch.float32 if device.type == "cpu" else "auto"
@@ -59,6 +62,18 @@ def _hugging_face(path: Path, device: torch.device) -> HuggingFaceSubject:
         raise ValueError(f"{path} cannot be opened as a causal language model: {_one_line(error)}") from None
     _require_finite(model, path)
     return HuggingFaceSubject(model, path.name)
+
+
+def _check_files(path: Path) -> None:
+    """Refuse damaged files, and names and links that lead out of the folder: transformers would follow them."""
+    hint = "download the model again"
+    check_links(path)
+    read_json(path / "config.json", dict[str, Any], hint, lenient=True)
+    if any((path / name).exists() for name in (INDEX, WEIGHTS)):
+        for file in weight_files(path, hint):
+            check_header(file, hint)
+    if (path / "adapter_config.json").exists():
+        raise ValueError(f"{path} is an adapter, which names a model elsewhere: merge the two, diagnose the result.")
 
 
 def _require_finite(model: torch.nn.Module, path: Path) -> None:

@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
-from pydantic import Field, SerializeAsAny, ValidationError, create_model
+from pydantic import Field, SerializeAsAny, create_model
 
 from residua.config.settings import Frozen
 from residua.diagnose import metric
@@ -18,6 +18,7 @@ from residua.diagnose.metric import Metric, NoKeys
 from residua.diagnose.metrics import METRICS
 from residua.diagnose.metrics.removal import AblationFacts
 from residua.diagnose.text import TextFacts
+from residua.reading import read_json
 
 VERSION: Literal[1] = 1
 Metrics = Sequence[type[Metric]]
@@ -94,10 +95,7 @@ class Diagnosis(Frozen):
         model: Any = with_metrics(tuple(extra))
         models: Any = (list[model], Field(min_length=1))
         file = create_model("Diagnosis", __base__=cls, models=models) if extra else cls
-        try:
-            return file.model_validate_json(Path(path).read_text(encoding="utf-8"))
-        except ValidationError as error:
-            raise ValueError(f"{path} is not a diagnosis of version {VERSION}: {error.errors()[0]['msg']}.") from None
+        return read_json(Path(path), file, f"it is not a diagnosis of version {VERSION}, diagnose the model again")
 
 
 __all__ = ["Diagnosis", "Finding", "ModelDiagnosis", "TextFacts", "with_metrics"]

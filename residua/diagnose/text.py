@@ -14,6 +14,7 @@ from residua.config.settings import Frozen
 from residua.data.corpus import VALIDATION
 from residua.data.stdlib import standard_library
 from residua.data.tokenizer import Tokenizer
+from residua.reading import LOG, read_text
 
 DEFAULT_TOKENS = 8192
 DEFAULT_LENGTH = 1024
@@ -96,10 +97,7 @@ def starting_tokens(tokenizer: Tokenizer) -> list[int]:
 
 def _encoded(tokenizer: Tokenizer, text: Path | None) -> Iterator[list[int]]:
     if text is not None:
-        try:
-            yield tokenizer.encode(text.read_text(encoding="utf-8"))
-        except UnicodeDecodeError:
-            raise ValueError(f"{text} is not UTF-8 text: convert it first.") from None
+        yield tokenizer.encode(read_text(text, "give --text a file of UTF-8 text", limit=LOG, empty=True))
         return
     for part in standard_library().parts:
         if part.split == VALIDATION:

@@ -12,6 +12,7 @@ from pathlib import Path
 from residua.config.run import ParallelConfig
 from residua.files import write_atomically
 from residua.model.decoder import build
+from residua.reading import inside
 from residua.storage.checkpoint import checkpoints, save_checkpoint
 from residua.storage.load import restore
 from residua.storage.run import Run, saved_config
@@ -33,7 +34,7 @@ def convert(run: Path, out: Path) -> Path:
     new = Run.create(out, alone)
     try:
         for name in COPIED:
-            if (run / name).exists():
+            if inside(run, name).exists():
                 shutil.copy(run / name, out / name)
         write_atomically(out / "config.toml", alone.to_toml())
         return save_checkpoint(out, last.step, model, optimizer, last.state, config.train.keep)

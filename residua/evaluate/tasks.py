@@ -8,7 +8,6 @@ Prompts are those of lm-evaluation-harness, so that results are comparable; a ta
 
 from __future__ import annotations
 
-import json
 import lzma
 import re
 from collections.abc import Callable, Mapping
@@ -17,11 +16,16 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pydantic import Field
+
+from residua.reading import Count, Shape, check, json_lines, reason, refuse, require_file
+
 EXOFORMER = ("arc_challenge", "arc_easy", "hellaswag", "openbookqa", "piqa", "winogrande")
 """The tasks of the ExoFormer paper (arXiv 2601.08131)."""
 GROUPS = {"exoformer": EXOFORMER}
 EVALUATED = ("test", "validation")
 EXTENSIONS = (".jsonl", ".jsonl.xz")
+_HINT = "a task file has one question per line, as docs/evaluate.md says"
 
 
 class Question(NamedTuple):
@@ -86,32 +90,34 @@ def reported_metric(name: str) -> str:
 
 
 def _records(path: Path) -> list[dict[str, Any]]:
-    records = []
+    require_file(path, _HINT)
     try:
-        with (lzma.open if path.suffix == ".xz" else open)(path, "rt", encoding="utf-8") as lines:
-            for number, line in enumerate(lines, 1):
-                if line.strip():
-                    records.append(_checked(json.loads(line), path, number))
-    except (lzma.LZMAError, EOFError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path} cannot be read as JSON Lines ({error}).") from None
+        with (lzma.open if path.suffix == ".xz" else open)(path, "rt", encoding="utf-8-sig") as lines:
+            records = [_checked(record, where) for where, record in json_lines(lines, path, _HINT, lenient=True)]
+    except (lzma.LZMAError, EOFError, UnicodeDecodeError, OSError) as error:
+        refuse(f"{path} cannot be read as JSON Lines ({reason(error)})", _HINT)
     if not records:
         raise ValueError(f"{path} holds no questions.")
     return records
 
 
-def _checked(record: Any, path: Path, number: int) -> dict[str, Any]:
+class _Record(Shape):
+    choices: list[str] = Field(min_length=1)
+    answer: Count
+    split: str = "validation"
+    question: str | None = None
+    context: str | None = None
+
+
+def _checked(record: Any, where: str) -> dict[str, Any]:
     """Check a question against the schema; an error names the line."""
-    where = f"{path}, line {number}"
-    if not isinstance(record, dict):
-        raise ValueError(f"{where}: expected an object, found {type(record).__name__}.")
-    choices, answer = record.get("choices"), record.get("answer")
-    if not isinstance(choices, list) or not choices or not all(isinstance(c, str) and c.strip() for c in choices):
-        raise ValueError(f"{where}: choices must be a list of texts, none of them empty.")
-    if isinstance(answer, bool) or not isinstance(answer, int) or not 0 <= answer < len(choices):
-        raise ValueError(f"{where}: answer is {answer!r}, expected the index of one of {len(choices)} choices.")
-    if not isinstance(record.setdefault("split", "validation"), str):
-        raise ValueError(f"{where}: split is {record['split']!r}, expected a name such as validation.")
-    return record
+    checked = check(record, _Record, where, _HINT)
+    if not all(choice.strip() for choice in checked.choices):
+        refuse(f"{where}: one of the choices is empty", _HINT)
+    if checked.answer >= len(checked.choices):
+        many = len(checked.choices)
+        refuse(f"{where}: answer is {checked.answer}, expected the index of one of {many} choices", _HINT)
+    return {**record, "split": checked.split}
 
 
 def _form(name: str, record: Mapping[str, Any], path: Path) -> Question:

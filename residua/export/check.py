@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,12 +12,14 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 
 from residua import ops
 from residua.model.decoder import Decoder
+from residua.reading import read_json
+from residua.storage.tensors import WEIGHTS, read_tensors
 
 TOKENS = 16
+AGAIN = "export again"
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 0.1}
 _PACKAGE = "residua_export_under_check"
 
@@ -46,11 +47,11 @@ def check_export(folder: Path, model: Decoder, dtype: torch.dtype) -> float | No
 
 
 def _build(folder: Path, modeling: ModuleType) -> Any:
-    keys = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    keys = read_json(folder / "config.json", dict[str, Any], AGAIN)
     config = modeling.ResiduaConfig(**keys | {"implementation": "file"})
     exported = modeling.ResiduaForCausalLM(config).eval().float()
     tied = config.tie_word_embeddings
-    missing, unexpected = exported.load_state_dict(load_file(folder / "model.safetensors"), strict=False)
+    missing, unexpected = exported.load_state_dict(read_tensors(folder / WEIGHTS, AGAIN), strict=False)
     if unexpected or missing != (["lm_head.weight"] if tied else []):
         raise RuntimeError(f"the exported code lacks {unexpected} and asks for {missing}: this is a bug in the export.")
     return exported

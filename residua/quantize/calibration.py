@@ -9,9 +9,11 @@ from pathlib import Path
 from residua.config.model import ModelConfig
 from residua.config.run import DataConfig, RunConfig
 from residua.data import Dataset, Loader, validation_batches
+from residua.data.dataset import TOKENIZER
 from residua.data.loader import Batch
 from residua.data.source import open_data
 from residua.data.tokenizer import hash_of
+from residua.reading import inside, read_text
 
 SEQUENCES_AT_ONCE = 16
 CALIBRATION_SEQUENCES = 4096
@@ -35,16 +37,16 @@ class CalibrationText:
     @classmethod
     def of_folder(cls, folder: Path, model: ModelConfig, data: Path | None) -> CalibrationText:
         """The run's own text, or the prepared folder `data`, which must have the model's tokenizer."""
-        run = folder / "config.toml"
+        run = inside(folder, "config.toml")
         if data is None and not run.exists():
             raise ValueError(f"{folder} does not record its training text: name prepared text with --data.")
         config = RunConfig.from_toml(run) if run.exists() else RunConfig(model=model, data=DataConfig())
         if data is not None:
             config = config.model_copy(update={"data": config.data.model_copy(update={"path": str(data)})})
         text = cls.of_run(config)
-        tokenizer = folder / "tokenizer.json"
+        tokenizer, hint = folder / TOKENIZER, "put the tokenizer of its data there"
         if data is not None and tokenizer.exists():
-            text.dataset.require_tokenizer(hash_of(tokenizer.read_text("utf-8")), str(folder))
+            text.dataset.require_tokenizer(hash_of(read_text(inside(folder, TOKENIZER), hint), tokenizer), str(folder))
         return text
 
     def validation(self, tokens: int | None = None) -> list[Batch]:

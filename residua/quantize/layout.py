@@ -12,7 +12,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -41,12 +41,18 @@ def module_tensors(name: str, weight: Quantized, input_peak: float) -> dict[str,
     }
 
 
-def read_module(tensors: Mapping[str, Tensor], name: str, scheme: str, columns: int) -> Quantized:
-    """The weight of one module from its tensors; KeyError if one is missing."""
+def read_module(tensors: Mapping[str, Tensor], name: str, scheme: str, shape: Sequence[int]) -> Quantized:
+    """The weight [R, C] of one module from its tensors; KeyError if one is missing, ValueError if it is another's."""
+    rows, columns = shape
     if scheme in TILES:
-        return Fp8(tensors[f"{name}.weight"], tensors[f"{name}.weight_scale"], TILES[scheme])
-    packed, scale, second = (tensors[f"{name}.{part}"] for part in PARTS[:3])
-    return Nvfp4.unpacked(packed, scale, second, columns)
+        weight: Quantized = Fp8(tensors[f"{name}.weight"], tensors[f"{name}.weight_scale"], TILES[scheme])
+    else:
+        packed, scale, second = (tensors[f"{name}.{part}"] for part in PARTS[:3])
+        weight = Nvfp4.unpacked(packed, scale, second, columns)
+        columns += -columns % GROUP
+    if tuple(weight.codes.shape) != (rows, columns):
+        raise ValueError(f"{name} has codes for {list(weight.codes.shape)}, expected {[rows, columns]}")
+    return weight
 
 
 def quantization_config(scheme: str, modules: Iterable[str]) -> dict[str, Any]:

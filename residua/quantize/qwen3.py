@@ -19,6 +19,7 @@ from residua.quantize.layout import module_tensors, quantization_config
 from residua.quantize.nvfp4 import Nvfp4
 from residua.quantize.schemes import Quantized
 from residua.quantize.store import write_folder
+from residua.reading import inside
 
 EPS = 1e-6
 PARTS = {
@@ -72,7 +73,7 @@ def save_qwen3(
     # engines unpack FP4 into bf16
     dtype = "bfloat16" if scheme == "nvfp4" else "float32"
     config = qwen3_config(model.config) | {"dtype": dtype, "quantization_config": quantization_config(scheme, low)}
-    write_folder(out, tensors, {"config.json": config}, copies=[source / "tokenizer.json"])
+    write_folder(out, tensors, {"config.json": config}, copies=[inside(source, "tokenizer.json")])
 
 
 def rows_of(weight: Quantized, exact: Tensor, first: int, count: int) -> Quantized:

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from residua.config.model import ModelConfig
+from residua.config.settings import of_file
 from residua.files import atomic_folder, refuse_used
 from residua.model.decoder import Decoder, build
 from residua.quantize.apply import candidates, install, is_rounded, rounded
@@ -27,10 +27,12 @@ from residua.quantize.layout import module_tensors, quantization_config, read_mo
 from residua.quantize.low import matrices
 from residua.quantize.real import with_fp8_products
 from residua.quantize.schemes import Quantized, find_scheme
+from residua.reading import Shape, check, inside, read_json, reason, refuse
 from residua.storage.checkpoint import model_tensors
+from residua.storage.tensors import WEIGHTS, fitting, read_tensors
 
 MARK = "quantization.json"
-WEIGHTS = "model.safetensors"
+AGAIN = "the folder is damaged, quantize again"
 COPIED = ("config.toml", "tokenizer.json")
 VERSION = 1
 
@@ -57,7 +59,7 @@ def save_quantized(
     mark = {"version": VERSION, "scheme": scheme, "modules": list(modules), **about}
     mark["model"] = model.config.model_dump(mode="json", exclude_none=True)
     config = {"model_type": "residua", "quantization_config": quantization_config(scheme, weights)}
-    write_folder(out, tensors, {MARK: mark, "config.json": config}, copies=[source / name for name in COPIED])
+    write_folder(out, tensors, {MARK: mark, "config.json": config}, copies=[inside(source, name) for name in COPIED])
 
 
 def write_folder(
@@ -87,25 +89,25 @@ def load_quantized(folder: str | Path, *, fp8_products: torch.device | None = No
     warning names the modules where they do not.
     """
     folder = Path(folder)
-    mark = _read_mark(folder / MARK)
-    scheme = find_scheme(mark["scheme"])
-    try:
-        tensors = load_file(folder / WEIGHTS)
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"{folder / WEIGHTS} cannot be read: {error}.") from None
-    model = build(ModelConfig(**mark["model"]))
+    mark = _read_mark(folder)
+    with of_file(folder / MARK):
+        scheme, model = find_scheme(mark.scheme), build(ModelConfig(**mark.model))
+    tensors = read_tensors(inside(folder, WEIGHTS), AGAIN)
     there = candidates(model)
     try:
-        modules = {name: there[name] for name in mark["modules"]}
+        modules = {name: there[name] for name in mark.modules}
         weights = {
-            f"{name}{end}": read_module(tensors, f"{name}{end}", scheme.name, matrix.shape[1])
+            f"{name}{end}": read_module(tensors, f"{name}{end}", scheme.name, matrix.shape)
             for name, module in modules.items()
             for end, matrix in matrices(module).items()
         }
+        replaced = rounded(modules, weights, scheme)
     except KeyError as error:
-        raise ValueError(f"{folder / WEIGHTS} lacks {error}: the folder is damaged, quantize again.") from None
+        refuse(f"{folder / WEIGHTS} lacks {error}", AGAIN)
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        refuse(f"{folder / WEIGHTS} does not fit {MARK} ({reason(error)})", AGAIN)
     _copy_rest(folder / WEIGHTS, model, tensors, modules)
-    install(model, rounded(modules, weights, scheme))
+    install(model, replaced)
     if fp8_products is not None:
         _multiply_in_fp8(model.to(fp8_products), modules, weights, scheme.name, fp8_products)
     return model
@@ -136,9 +138,7 @@ def _copy_rest(path: Path, model: Decoder, tensors: Mapping[str, Tensor], module
     for name, tensor in model_tensors(model).items():
         if is_rounded(name, modules):
             continue
-        if name not in tensors or tensors[name].shape != tensor.shape:
-            raise ValueError(f"{path} lacks tensor {name!r} in shape {list(tensor.shape)}: quantize again.")
-        tensor.copy_(tensors[name])
+        tensor.copy_(fitting(path, name, tensors.get(name), tensor, AGAIN))
 
 
 def _parents(name: str) -> Iterator[str]:
@@ -147,14 +147,15 @@ def _parents(name: str) -> Iterator[str]:
         yield name
 
 
-def _read_mark(path: Path) -> dict[str, Any]:
-    try:
-        mark = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read ({error}).") from None
-    if not isinstance(mark, dict) or mark.get("version") != VERSION:
-        found = mark.get("version") if isinstance(mark, dict) else None
-        raise ValueError(f"{path} has version {found}, this Residua reads {VERSION}.")
-    if missing := {"scheme", "modules", "model"} - mark.keys():
-        raise ValueError(f"{path} lacks {', '.join(sorted(missing))}: the folder is damaged, quantize again.")
-    return mark
+class _Mark(Shape):
+    scheme: str
+    modules: list[str]
+    model: dict[str, Any]
+
+
+def _read_mark(folder: Path) -> _Mark:
+    path = inside(folder, MARK)
+    content = read_json(path, dict[str, Any], AGAIN)
+    if content.get("version") != VERSION:
+        raise ValueError(f"{path} has version {content.get('version')}, this Residua reads {VERSION}: quantize again.")
+    return check(content, _Mark, path, AGAIN)

@@ -13,16 +13,21 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypeVar
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from residua.files import UNFINISHED, atomic_folder, unfinished
+from residua.reading import ReadError, Shape, inside, read_json, reason
+from residua.storage.tensors import fitting, read_tensors, whole
+
+T = TypeVar("T")
 
 FOLDER = "checkpoints"
+STATE = "state.json"
 SHARDS = "shards"  # the subfolder of a checkpoint that several ranks wrote, see `sharded.py`
 _NAME = re.compile(r"step-(\d+)")
 
@@ -49,6 +54,10 @@ class OptimizerState(Protocol):
         ...
 
 
+class _Scored(Shape):
+    validation_loss: float | None
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """A finished checkpoint on disk."""
@@ -59,20 +68,24 @@ class Checkpoint:
     @property
     def state(self) -> dict[str, Any]:
         """Step, data position, random states and the rest of what the trainer needs to resume."""
-        try:
-            return cast("dict[str, Any]", json.loads((self.path / "state.json").read_text(encoding="utf-8")))
-        except (OSError, ValueError) as error:
-            raise ValueError(f"{self.path / 'state.json'} cannot be read ({error}): remove {self.path}.") from None
+        return self.read(dict[str, Any])
+
+    def read(self, shape: type[T]) -> T:
+        """state.json as a shape."""
+        return read_json(inside(self.path, STATE), shape, lambda: elsewhere(self.path))
 
     @property
     def validation_loss(self) -> float | None:
         """Loss on the validation set; None if the run was interrupted between validations."""
-        return cast("float | None", self.state["validation_loss"])
+        return self.read(_Scored).validation_loss
 
 
 def checkpoints(run: Path) -> list[Checkpoint]:
     """The finished checkpoints of a run, oldest first."""
-    found = [(match, path) for path in (run / FOLDER).glob("step-*") if (match := _NAME.fullmatch(path.name))]
+    folder = inside(run, FOLDER)
+    found = [(match, path) for path in folder.glob("step-*") if (match := _NAME.fullmatch(path.name))]
+    for _, path in found:
+        inside(run, f"{FOLDER}/{path.name}")
     return sorted((Checkpoint(path, int(match[1])) for match, path in found), key=lambda c: c.step)
 
 
@@ -106,7 +119,7 @@ def _write(final: Path, tensors: dict[str, dict[str, Tensor]], state: Mapping[st
         for name, content in tensors.items():
             path = folder / f"{name}.safetensors"
             save_file({key: value.detach().cpu().contiguous() for key, value in content.items()}, path)
-        (folder / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
+        (folder / STATE).write_text(json.dumps(state, indent=1), encoding="utf-8")
 
 
 def prune(run: Path, keep: int) -> None:
@@ -116,7 +129,10 @@ def prune(run: Path, keep: int) -> None:
     found = checkpoints(run)
     if len(found) <= keep:
         return
-    winner = best(found)
+    try:
+        winner = best(found)
+    except ReadError:  # nobody knows which is the best: keep all
+        return
     for old in found[:-keep]:
         if old != winner:
             # Renamed first: a kill during the removal must not leave an incomplete `step-N`.
@@ -134,21 +150,15 @@ def what_is_left(run: Path) -> str:
 
 def damaged(file: Path, checkpoint: Path, error: Exception) -> ValueError:
     """The error for a checkpoint that cannot be read; names one to resume from instead."""
-    others = [c for c in checkpoints(checkpoint.parents[1]) if c.path != checkpoint and _whole(c.path)]
-    advice = f"move {checkpoint} elsewhere to resume from {others[-1].path}, which is complete" if others else ""
-    return ValueError(f"{file} cannot be read ({error}): {advice or 'no other checkpoint is complete'}.")
+    return ReadError(f"{file} cannot be read ({reason(error)}): {elsewhere(checkpoint)}.")
 
 
-def _whole(checkpoint: Path) -> bool:
-    """Whether every safetensors file is as long as its header says; reads headers only."""
-    files = list(checkpoint.rglob("*.safetensors"))
-    try:
-        for file in files:
-            with safe_open(file, framework="pt"):
-                pass
-    except (OSError, SafetensorError):
-        return False
-    return bool(files)
+def elsewhere(checkpoint: Path) -> str:
+    """How to go on if a checkpoint is damaged."""
+    others = [c for c in checkpoints(checkpoint.parents[1]) if c.path != checkpoint and whole(c.path)]
+    if not others:
+        return "no other checkpoint is complete"
+    return f"move {checkpoint} elsewhere to resume from {others[-1].path}, which is complete"
 
 
 def _refuse_nonfinite(tensors: dict[str, Tensor], run: Path) -> None:
@@ -182,18 +192,9 @@ def _copy_all(into: dict[str, Tensor]) -> Callable[[dict[str, Tensor]], None]:
 
 def _fill(path: Path, expected: dict[str, Tensor], take: Callable[[dict[str, Tensor]], None]) -> None:
     """Check that a file holds exactly the expected names and shapes, then hand its tensors to `take`."""
-    try:
-        saved = load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise damaged(path, path.parent, error) from None
+    saved = read_tensors(inside(path.parent, path.name), lambda: elsewhere(path.parent))
     for name, tensor in expected.items():
-        if name not in saved:
-            raise ValueError(f"{path} lacks tensor {name!r}: it was written by another configuration than config.toml.")
-        if saved[name].shape != tensor.shape:
-            raise ValueError(
-                f"{path} holds {name!r} with shape {list(saved[name].shape)} where the model has "
-                f"{list(tensor.shape)}: it was written by another configuration than config.toml."
-            )
+        fitting(path, name, saved.get(name), tensor, "it was written by another configuration than config.toml")
     surplus = sorted(saved.keys() - expected.keys())
     if surplus:
         raise ValueError(f"{path} holds tensor {surplus[0]!r}, which the model of config.toml does not have.")

@@ -9,6 +9,7 @@ from torch import nn
 
 from residua.config.run import RunConfig
 from residua.model.decoder import Decoder, build
+from residua.reading import inside
 from residua.storage.checkpoint import SHARDS, OptimizerState, best, checkpoints, read_checkpoint
 from residua.storage.exported import load_folder
 from residua.storage.formats import find_reader
@@ -35,7 +36,7 @@ def load_run(run: Path, which: Literal["last", "best"] = "last") -> Decoder:
     chosen = best(found) if which == "best" else next(reversed(found), None)
     if chosen is None:
         raise ValueError(f"{run} holds no {which} checkpoint: train it first.")
-    model = build(RunConfig.from_toml(run / "config.toml").model)
+    model = build(RunConfig.from_toml(inside(run, "config.toml")).model)
     restore(chosen.path, model)
     return model
 

@@ -20,9 +20,13 @@ from typing import Any
 from residua.config.run import RunConfig, differences
 from residua.config.settings import ConfigError
 from residua.files import UNFINISHED, write_atomically
+from residua.reading import Count, Shape, check, inside, read_json, read_json_lines, read_text
 from residua.storage.checkpoint import Checkpoint, checkpoints
 
 LOCK = ".lock"
+ENVIRONMENT = "environment.json"
+METRICS = "metrics.jsonl"
+_GO_ON = "move the file elsewhere to go on without it"
 # Files that a run leaves if it is refused or killed before it begins.
 _OURS = (LOCK, UNFINISHED)
 # Keys that a resumed run may not change: its weights, data order or optimizer state would no longer fit.
@@ -79,7 +83,14 @@ class Run:
                     f"{key} was {before!r} when {folder} was started and is {after!r} now: "
                     "resume with the old value, or start a new run in another --out."
                 )
-        return cls(folder, config, changes)
+        run = cls(folder, config, changes)
+        try:  # before anything is written
+            run._sessions()
+            read_metrics(folder / METRICS)
+        except BaseException:
+            run.close()
+            raise
+        return run
 
     def last_checkpoint(self) -> Checkpoint | None:
         found = checkpoints(self.folder)
@@ -91,27 +102,31 @@ class Run:
         `startup` is the seconds that each stage before the first step took. Removes files that a killed session left
         half written.
         """
+        sessions = self._sessions()
         for leftover in self.folder.glob(f"{UNFINISHED}*"):
             if leftover.is_file():  # a folder may be a model that is being quantized into the run
                 leftover.unlink(missing_ok=True)
-        path = self.folder / "environment.json"
-        sessions = json.loads(path.read_text(encoding="utf-8"))["sessions"] if path.exists() else []
         changes = {key: list(pair) for key, pair in self._changes.items()}
         started = datetime.now(UTC).isoformat(timespec="seconds")
         sessions.append({"started": started, "from_step": step, "changes": changes, "startup": startup or {}})
         # config.toml first: a run cannot be resumed without it.
         write_atomically(self.folder / "config.toml", self.config.to_toml())
-        write_atomically(path, json.dumps({**environment, "sessions": sessions}, indent=1) + "\n")
+        write_atomically(self.folder / ENVIRONMENT, json.dumps({**environment, "sessions": sessions}, indent=1) + "\n")
+
+    def _sessions(self) -> list[dict[str, Any]]:
+        """The earlier sessions in environment.json."""
+        path = inside(self.folder, ENVIRONMENT)
+        return [*read_json(path, _Environment, _GO_ON).sessions] if path.exists() else []
 
     def keep_tokenizer(self, source: Path) -> None:
         """Copy the dataset's tokenizer into the run, which then stays usable without the dataset."""
         target = self.folder / "tokenizer.json"
         if source.exists() and not target.exists():
-            write_atomically(target, source.read_text(encoding="utf-8"))
+            write_atomically(target, read_text(source, "prepare the data again"))
 
     def set_metrics_aside(self) -> str | None:
         """For a run that starts again at step 0: move its old metrics to another file; returns a notice."""
-        path = self.folder / "metrics.jsonl"
+        path = self.folder / METRICS
         lost = read_metrics(path)
         if not lost:
             return None
@@ -124,7 +139,7 @@ class Run:
 
     def metrics(self, until: int) -> Metrics:
         """The metrics file; lines after step `until` are removed."""
-        return MetricsFile(self.folder / "metrics.jsonl", until)
+        return MetricsFile(self.folder / METRICS, until)
 
     def close(self) -> None:
         """Release the folder; if nothing was written to it, remove what `create` made."""
@@ -195,19 +210,49 @@ class MetricsFile(Metrics):
         self._file.close()
 
 
+class _Environment(Shape):
+    sessions: list[dict[str, Any]]
+
+
+class _Record(Shape):
+    kind: str
+    step: Count
+
+
+class _TrainRecord(_Record):
+    loss: float
+    seconds: float
+    tokens_per_second: float
+    memory_gib: float
+
+
+class _ValidationRecord(_Record):
+    loss: float
+    bits_per_byte: float
+
+
+_RECORDS: dict[str, type[_Record]] = {"train": _TrainRecord, "validation": _ValidationRecord}
+
+
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The records of a metrics file; an incomplete last line (after a crash) is skipped."""
+    inside(path.parent, path.name)
     if not path.exists():
         return []
-    lines = path.read_text(encoding="utf-8").split("\n")[:-1]
-    return [json.loads(line) for line in lines]
+    records = []
+    hint = "correct or remove the line, or move the file elsewhere to go on without the old curves"
+    for where, record in read_json_lines(path, hint):
+        kind = check(record, _Record, where, hint).kind
+        check(record, _RECORDS.get(kind, _Record), where, hint)
+        records.append(record)
+    return records
 
 
 def saved_config(folder: Path) -> RunConfig:
     """The configuration a run folder was started with."""
     if not (folder / "config.toml").exists():
         raise ConfigError(f"{folder} holds no run to resume: leave --resume out to start one there.")
-    return RunConfig.from_toml(folder / "config.toml")
+    return RunConfig.from_toml(inside(folder, "config.toml"))
 
 
 def _own(folder: Path) -> int:

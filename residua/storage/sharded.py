@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, Hu
 from torch.distributed.tensor import DTensor
 
 from residua.files import publish, unfinished
+from residua.reading import check_links
 from residua.storage.checkpoint import (
     FOLDER,
     SHARDS,
@@ -133,6 +134,7 @@ def load_shards(path: Path, model: nn.Module, optimizer: OptimizerState | None =
     """Fill a model and an optimizer, whole or sharded, from a checkpoint of any number of ranks or of one process."""
     expected = dict(model_tensors(model)) | (optimizer.tensors() if optimizer is not None else {})
     source = path / SHARDS if (path / SHARDS).is_dir() else path
+    check_links(path)
     reader = HuggingFaceStorageReader(str(source))
     _check(source, reader, expected)
     wanted = {name: tensor.detach() for name, tensor in expected.items()}
@@ -146,7 +148,7 @@ def _check(source: Path, reader: HuggingFaceStorageReader, expected: dict[str, T
     """Refuse missing tensors, other shapes and missing rows: PyTorch would silently leave those rows unchanged."""
     try:
         held = reader.read_metadata().state_dict_metadata
-    except (OSError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise damaged(source, source.parent if source.name == SHARDS else source, error) from None
     blame = "it was written by another configuration than config.toml."
     for name, tensor in expected.items():

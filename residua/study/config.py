@@ -9,13 +9,15 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from residua.config.settings import ConfigError, Frozen, explain, read_toml, to_toml
+from residua.config.settings import ConfigError, Frozen, explain, of_file, read_toml, to_toml
 from residua.quantize.recipe import Recipe
+from residua.reading import shown
 
 Positive = Annotated[int, Field(ge=1)]
 Seed = Annotated[int, Field(ge=0)]
 DEMO = Path(__file__).with_name("demo.toml")
 """The study of `residua compare --demo`: four tiny models on the embedded corpus, without a network or a GPU."""
+MOST_SEEDS = 1000
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")
 
 
@@ -84,7 +86,7 @@ class StudyConfig(Frozen):
     calibration: Positive = 4096
     diagnose: bool = False
 
-    def __init__(self, **data: Any) -> None:
+    def __init__(self, /, **data: Any) -> None:
         try:
             super().__init__(**data)
         except ValidationError as error:
@@ -93,7 +95,8 @@ class StudyConfig(Frozen):
     @classmethod
     def from_toml(cls, path: str | Path) -> StudyConfig:
         """Read a study's TOML file."""
-        return cls(**read_toml(path))
+        with of_file(path):
+            return cls(**read_toml(path))
 
     def to_toml(self) -> str:
         """The whole study as TOML; reading it back gives an equal one."""
@@ -107,7 +110,13 @@ class StudyConfig(Frozen):
     @field_validator("seeds", mode="before")
     @classmethod
     def _count_of_seeds(cls, value: Any) -> Any:
-        return tuple(range(value)) if isinstance(value, int) and value >= 1 else value
+        if isinstance(value, list | tuple):
+            return value
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST_SEEDS:
+            raise ValueError(
+                f"seeds = {shown(value)} should be a list such as [0, 1, 2], or how many, from 1 to {MOST_SEEDS}."
+            )
+        return tuple(range(value))
 
     @field_validator("ladder")
     @classmethod
@@ -126,8 +135,12 @@ class StudyConfig(Frozen):
     @field_validator("variants", mode="before")
     @classmethod
     def _names_only(cls, value: Any) -> Any:
-        if not isinstance(value, list | tuple):
+        if isinstance(value, dict):
             return value
+        if not isinstance(value, list | tuple) or not all(isinstance(name, str) for name in value):
+            raise ValueError(
+                f"variants = {shown(value)} should be a table or a list of names: `residua compare --list` shows them."
+            )
         twice = next((name for name in value if value.count(name) > 1), None)
         if twice is not None:
             raise ValueError(f"variants names {twice!r} twice: name each variant once.")
@@ -136,8 +149,9 @@ class StudyConfig(Frozen):
     @model_validator(mode="before")
     @classmethod
     def _first_is_baseline(cls, data: Any) -> Any:
-        if isinstance(data, dict) and data.get("variants") and not data.get("baseline"):
-            return {**data, "baseline": next(iter(data["variants"]))}
+        variants = data.get("variants") if isinstance(data, dict) else None
+        if isinstance(variants, dict | list | tuple) and variants and not data.get("baseline"):
+            return {**data, "baseline": next(iter(variants))}
         return data
 
     @model_validator(mode="after")

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import json
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 from residua.config.run import RunConfig
 from residua.config.settings import Frozen
-from residua.storage.run import read_metrics
+from residua.reading import Count, ReadError, Shape, check, inside, parse_json, read_json
+from residua.storage.run import METRICS, read_metrics
 
-METRICS = "metrics.jsonl"
+T = TypeVar("T")
+
 INSPECTION = "inspection.json"
 QUANTIZED = "quantized.json"
 DIAGNOSIS = "report.html"
@@ -30,6 +32,11 @@ class QuantizedRun(Frozen):
     peak_activation: float
     sink_ratio: float
     losses: dict[str, float | None]
+
+
+class _Row(Shape):
+    step: Count
+    loss: float | None = None
 
 
 @dataclass(frozen=True)
@@ -83,7 +90,7 @@ def read_run(folder: Path, config: RunConfig) -> RunRecord:
         config.tokens_per_step,
         [row for row in rows if row["kind"] == "train"],
         [row for row in rows if row["kind"] == "validation"],
-        _read_json(folder / INSPECTION),
+        _readable(folder / INSPECTION, dict[str, Any]),
         read_quantized(folder),
     )
 
@@ -103,12 +110,9 @@ def latest(folder: Path) -> tuple[int, float | None]:
         file.seek(max(0, file.tell() - 8192))
         lines = file.read().decode("utf-8", "replace").splitlines()
     for line in reversed(lines):
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        if isinstance(row, dict) and "step" in row:
-            return int(row["step"]), row.get("loss")
+        with suppress(ReadError):  # the first and the last line may be cut off
+            row = check(parse_json(line, path, ""), _Row, path, "")
+            return row.step, row.loss
     return 0, None
 
 
@@ -121,18 +125,12 @@ def is_complete(folder: Path, config: RunConfig) -> bool:
 
 def read_quantized(folder: Path) -> QuantizedRun | None:
     """The low-precision measurements of a run; None if they are missing or unreadable."""
-    content = _read_json(folder / QUANTIZED)
-    try:
-        return None if content is None else QuantizedRun(**content)
-    except (ValueError, TypeError):
-        return None
+    return _readable(folder / QUANTIZED, QuantizedRun)
 
 
-def _read_json(path: Path) -> dict[str, Any] | None:
-    if not path.exists():
-        return None
+def _readable(path: Path, shape: type[T]) -> T | None:
+    """The content of a file that a study makes again if it is missing or damaged."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError):
+        return read_json(inside(path.parent, path.name), shape, "")
+    except ReadError:
         return None
-    return content if isinstance(content, dict) else None

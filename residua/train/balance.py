@@ -110,10 +110,16 @@ class Balancer:
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Continue from a state that `state` returned."""
+        if not state:
+            raise ValueError("it has no balance of experts")
         like = self._step.load
-        self._load = None if state["load"] is None else like.new_tensor(state["load"])
-        self._sums = Routing(*(like.new_tensor(part) for part in state["sums"]))
-        self._steps = state["steps"]
+        load = None if state["load"] is None else like.new_tensor(state["load"])
+        sums = Routing(*(like.new_tensor(part) for part in state["sums"]))
+        if [part.shape for part in sums] != [part.shape for part in self._sums] or (
+            load is not None and load.shape != like.shape
+        ):
+            raise ValueError("the saved balance of experts belongs to another model")
+        self._load, self._sums, self._steps = load, sums, state["steps"]
 
     @torch.no_grad()
     def _measure(self, batches: Sequence[Batch], shares: Sequence[float], route: Callable[[Batch], Routing]) -> Tensor:

@@ -68,5 +68,5 @@ def set_random_states(states: dict[str, str]) -> None:
     """Restore states that `random_states` returned; skips that of a GPU if this machine has none."""
     setters = {"cpu": torch.set_rng_state, "cuda": torch.cuda.set_rng_state}
     for name, text in states.items():
-        if name == "cpu" or torch.cuda.is_available():
+        if name == "cpu" or (name == "cuda" and torch.cuda.is_available()):
             setters[name](torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8))

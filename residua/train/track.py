@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from residua.config.run import RunConfig
 from residua.config.settings import ConfigError
 from residua.files import write_atomically
+from residua.reading import read_text
 
 
 class Sink(Protocol):
@@ -47,7 +48,7 @@ class WandB:
         self._run = wandb.init(
             project="residua",
             name=folder.name,
-            id=identity.read_text(encoding="utf-8"),
+            id=read_text(identity, "remove it to start another run there"),
             resume="allow",
             dir=str(folder),
             config=config.model_dump(),

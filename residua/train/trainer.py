@@ -25,6 +25,7 @@ from residua.train.health import Interrupted, StopSignals, TrainingStopped, Watc
 from residua.train.inspect import inspect_model
 from residua.train.progress import Display
 from residua.train.result import Result, closing_words, collect_result
+from residua.train.state import fitting_state, read_state
 from residua.train.step import arithmetic
 from residua.train.summary import check_disk, summarise
 from residua.train.throughput import mfu, peak_memory_gib
@@ -264,23 +265,24 @@ class Trainer:
         checkpoint = self.run.last_checkpoint()
         if checkpoint is None:
             return
-        state = checkpoint.state
-        self.dataset.require_tokenizer(state["tokenizer_hash"], str(checkpoint.path))
+        state = read_state(checkpoint)
+        self.dataset.require_tokenizer(state.tokenizer_hash, str(checkpoint.path))
         self.world.restore(checkpoint.path, self.step)
-        self.done = state["step"]
+        self.done = state.step
         if self.done > self.config.train.steps:
             raise ConfigError(
                 f"{self.run.folder} has done {self.done} steps and train.steps = {self.config.train.steps} is fewer: "
                 "ask for more, or start a new run in another --out."
             )
-        self.loader.load_state_dict(state["loader"])
-        self.step.set_totals(state["totals"])
-        if self.step.balancer is not None:
-            self.step.balancer.set_state(state["balance"])
-        self.clock = Clock(**state["clock"])
-        self.watch.first_loss, self.watch.strikes = state["watch"]["first_loss"], state["watch"]["strikes"]
-        self.smoothed, self.lines = state["smoothed"], state["lines"]
-        set_random_states(state["rng"])
+        with fitting_state(checkpoint):
+            self.loader.load_state_dict(state.loader.model_dump())
+            self.step.set_totals(state.totals)
+            if self.step.balancer is not None:
+                self.step.balancer.set_state({} if state.balance is None else state.balance.model_dump())
+            set_random_states(state.rng)
+        self.clock = Clock(state.clock.total, state.clock.interval)
+        self.watch.first_loss, self.watch.strikes = state.watch.first_loss, state.watch.strikes
+        self.smoothed, self.lines = state.smoothed, state.lines
 
     def finish(self) -> Result:
         """Write result.json and inspection.json, and print what to do next."""

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from residua.config.model import ModelConfig
 from residua.config.settings import ConfigError, apply_overrides, merge
+from residua.reading import ReadError
 from tests.model.combinations import ROWS, TABLES, config_of, name_of
 from tests.model.small import small
 
@@ -226,11 +227,11 @@ def test_a_file_that_cannot_be_read_is_one_sentence(tmp_path: Path) -> None:
     latin.write_bytes(b"layers = '\xff'")
     for path, words in (
         (tmp_path / "nowhere.toml", "does not exist"),
-        (tmp_path, "cannot be read"),
+        (tmp_path, "is a folder, not a file"),
         (broken, "is not valid TOML"),
-        (latin, "is not valid TOML"),
+        (latin, "line 1 is not UTF-8 text"),
     ):
-        with pytest.raises(ConfigError, match=words) as refusal:
+        with pytest.raises(ReadError, match=words) as refusal:
             ModelConfig.from_toml(path)
         assert str(path) in str(refusal.value)
 

@@ -100,7 +100,11 @@ def test_plain_text_without_blank_lines_is_cut_as_well() -> None:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.jsonl", b'{"text": "x"}\n{"text": \n', r"a\.jsonl line 2 is not JSON"),
+        (
+            "a.jsonl",
+            b'{"text": "x"}\n{"text": \n',
+            r"a\.jsonl, line 2 is not valid JSON",
+        ),
         ("a.jsonl", b'{"body": "x"}\n', r"line 1 has no field 'text': name one of body with --field"),
         ("a.jsonl", b'{"text": 3}\n', r"line 1: field 'text' holds int, not text"),
         ("a.jsonl", b"[1]\n", r"line 1 holds list, not an object"),

@@ -121,13 +121,13 @@ def test_exchanged_tokenizer_is_refused(copy: Path) -> None:
 
 def test_missing_shard_is_refused(copy: Path) -> None:
     (copy / "train-00000.bin").unlink()
-    with pytest.raises(DataError, match=r"cannot open the shard .*train-00000\.bin: No such file"):
+    with pytest.raises(DataError, match=r"train-00000\.bin does not exist: prepare the dataset again"):
         Dataset.open(copy)
 
 
 def test_missing_tokenizer_is_refused(copy: Path) -> None:
     (copy / "tokenizer.json").unlink()
-    with pytest.raises(DataError, match=r"cannot read .*tokenizer\.json"):
+    with pytest.raises(DataError, match=r"tokenizer\.json does not exist: prepare the data again"):
         Dataset.open(copy)
 
 
@@ -146,7 +146,11 @@ def test_token_count_must_agree_with_the_description(copy: Path) -> None:
         ({"vocab_size": 50}, "outside the vocabulary of 50"),
         ({"version": 7}, "has version 7"),
         ({"format": "other"}, "does not describe a dataset"),
-        ({"splits": {"train": {}}}, "is damaged"),
+        ({"splits": {"train": {}}}, r"dataset\.json has no key splits\.train\.tokens: prepare the data again"),
+        (
+            {"splits": ["train"]},
+            r"dataset\.json: splits is a list of 1 entry, expected an object: prepare",
+        ),
     ],
 )
 def test_description_that_does_not_fit_is_refused(copy: Path, changes: dict[str, object], message: str) -> None:
@@ -160,5 +164,5 @@ def test_folder_that_is_no_dataset_is_refused(tmp_path: Path) -> None:
         with pytest.raises(DataError, match="is not a prepared dataset"):
             Dataset.open(path)
     (tmp_path / "dataset.json").write_text("{")
-    with pytest.raises(DataError, match=r"cannot read .*dataset\.json"):
+    with pytest.raises(DataError, match=r"dataset\.json is not valid JSON .*: prepare the data again"):
         Dataset.open(tmp_path)

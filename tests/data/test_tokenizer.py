@@ -103,7 +103,7 @@ def test_tokenizer_without_an_end_of_text_is_given_one(tmp_path: Path) -> None:
 def test_what_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
     (tmp_path / "bad.json").write_text('{"not": "a tokenizer"}')
     for path in (tmp_path / "missing.json", tmp_path / "bad.json", tmp_path):
-        with pytest.raises(DataError, match="cannot load a tokenizer from") as caught:
+        with pytest.raises(DataError, match=r"cannot load a tokenizer from|does not exist") as caught:
             Tokenizer.load(path)
         assert "\n" not in str(caught.value)
     with pytest.raises(DataError, match="vocab_size is 256"):

@@ -224,10 +224,10 @@ def test_exoformer_is_six_tasks_and_their_mean(tmp_path: Path) -> None:
     ("content", "message"),
     [
         ("", "holds no questions."),
-        ("{", "cannot be read as JSON Lines"),
-        ("[1]", "line 1: expected an object, found list."),
-        ('{"choices": ["a"], "answer": 1}', "line 1: answer is 1, expected the index of one of 1 choices."),
-        ('{"choices": ["a", ""], "answer": 0}', "line 1: choices must be a list of texts, none of them empty."),
+        ("{", "line 1 is not valid JSON"),
+        ("[1]", "line 1 holds a list of 1 entry, expected an object: a task file has"),
+        ('{"choices": ["a"], "answer": 1}', "line 1: answer is 1, expected the index of one of 1 choices: a task"),
+        ('{"choices": ["a", ""], "answer": 0}', "line 1: one of the choices is empty: a task file"),
         ('{"choices": ["a"], "answer": 0, "split": "train"}', "has no test or validation split, only train."),
         (
             '{"choices": ["a"], "answer": 0}',

@@ -124,7 +124,7 @@ def test_what_fails_midway_leaves_nothing(model, tmp_path, monkeypatch):
         ({"lm_head.weight": None}, "lacks tensor 'lm_head.weight'"),
         (
             {"model.decoder.norm.weight": torch.ones(15)},
-            r"'model.decoder.norm.weight' with shape \[15\], but .* \[16\]",
+            r"'model.decoder.norm.weight' with shape \[15\] where the model has \[16\]",
         ),
         ({"model.decoder.extra": torch.ones(1)}, "holds tensor 'model.decoder.extra'"),
     ],
@@ -139,7 +139,7 @@ def test_tensors_that_do_not_fit_are_named_in_one_sentence(folder, damage, sente
 @pytest.mark.parametrize(
     ("name", "content", "sentence"),
     [
-        ("config.json", "{", "config.json cannot be read"),
+        ("config.json", "{", "config.json is not valid JSON .*: export or download the folder again"),
         ("config.json", '{"model_type": "llama"}', "model of type 'llama'"),
         ("config.json", '{"model_type": "residua", "residua": {"layers": 0}}', "layers = 0 is refused"),
         ("model.safetensors", "nonsense", "model.safetensors cannot be read"),

@@ -145,7 +145,11 @@ def test_a_damaged_folder_is_refused_with_a_sentence(run: Path, tmp_path: Path) 
     path.write_bytes(b"nothing")
     with pytest.raises(ValueError, match="cannot be read"):
         residua.load(tmp_path / "q")
-    for mark, sentence in ({"version": 9}, "has version 9"), ({"version": 1, "scheme": "fp8"}, "lacks model, modules"):
+    for mark, sentence in (
+        ({"version": 9}, "has version 9"),
+        ({"version": 1, "scheme": "fp8"}, r"quantization\.json has no key modules: .* quantize again"),
+        ({"version": 1, "scheme": 8, "modules": [], "model": {}}, r"quantization\.json: scheme is 8, expected a text"),
+    ):
         (tmp_path / "q" / "quantization.json").write_text(json.dumps(mark))
         with pytest.raises(ValueError, match=sentence):
             residua.load(tmp_path / "q")

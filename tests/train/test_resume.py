@@ -28,6 +28,7 @@ from residua.train.trainer import train
 pytestmark = pytest.mark.slow
 
 QUIET = Console(quiet=True)
+LOGGED = {"loss": 9.0, "seconds": 1.0, "tokens_per_second": 64.0, "memory_gib": 0.5}
 TIMES = ("seconds", "tokens_per_second", "memory_gib")
 
 
@@ -203,7 +204,7 @@ def test_leftovers_and_a_cut_metrics_line_are_forgotten(config: RunConfig, whole
     (out / "checkpoints" / ".unfinished-step-6").mkdir()
     (out / "checkpoints" / ".unfinished-step-6" / "model.safetensors").write_bytes(b"half")
     with (out / "metrics.jsonl").open("a") as metrics:
-        metrics.write(json.dumps({"kind": "train", "step": 6, "loss": 1.0}) + '\n{"kind": "tr')
+        metrics.write(json.dumps({"kind": "train", "step": 6, **LOGGED}) + '\n{"kind": "tr')
     train(config, out, resume=True, console=QUIET)
     assert_same_run(whole, out)
 
@@ -218,7 +219,7 @@ def test_a_run_killed_before_its_first_checkpoint_starts_over(config: RunConfig,
     out = tmp_path / "early"
     out.mkdir()
     (out / "config.toml").write_text(config.to_toml())
-    (out / "metrics.jsonl").write_text('{"kind": "train", "step": 1, "loss": 9.0}\n')
+    (out / "metrics.jsonl").write_text(json.dumps({"kind": "train", "step": 1, **LOGGED}) + "\n")
     train(config, out, resume=True, console=QUIET)
     assert_same_run(whole, out)
 

@@ -8,6 +8,7 @@ from importlib.resources import files
 from typing import Any
 
 from residua.config.settings import ConfigError, merge, read_toml
+from residua.reading import shown
 
 _FOLDER = files("residua") / "config" / "presets"
 
@@ -18,8 +19,10 @@ def names() -> tuple[str, ...]:
     return tuple(sorted(f.name.removesuffix(".toml") for f in _FOLDER.iterdir() if f.name.endswith(".toml")))
 
 
-def load(name: str) -> dict[str, Any]:
-    """The tables of a preset, merged over those of the preset it extends."""
+def load(name: Any) -> dict[str, Any]:
+    """The tables of a preset, merged over those of the preset it extends. `name` may come from a file, as `extends`."""
+    if not isinstance(name, str):
+        raise ConfigError(f"extends = {shown(name)} should be the name of a preset: `residua presets` lists them.")
     if name not in names():
         near = get_close_matches(name, names(), n=1, cutoff=0.4)
         hint = f"did you mean {near[0]!r}?" if near else "`residua presets` lists them."

@@ -1,0 +1,72 @@
+"""Tensors of safetensors files: the one place that opens them. They are checked before anything is copied from them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+
+from residua.reading import Hint, ReadError, Shape, inside, read_json, reason, refuse, require_file
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+
+class _Index(Shape):
+    weight_map: dict[str, str]
+
+
+def read_tensors(path: Path, hint: Hint) -> dict[str, Tensor]:
+    """All tensors of a file."""
+    with _opening(path, hint):
+        return load_file(path)
+
+
+def whole(folder: Path) -> bool:
+    """Whether a folder holds safetensors files, each as long as its header says; reads headers only."""
+    files = list(folder.rglob("*.safetensors"))
+    try:
+        for file in files:
+            check_header(file, "")
+    except ReadError:
+        return False
+    return bool(files)
+
+
+def check_header(path: Path, hint: Hint) -> None:
+    """Refuse a file whose header is damaged, or that is not as long as its header says."""
+    with _opening(path, hint), safe_open(path, framework="pt"):
+        pass
+
+
+def weight_files(folder: Path, hint: Hint) -> list[Path]:
+    """The files with a folder's tensors: model.safetensors, or the parts that its index lists, all inside it."""
+    if not inside(folder, INDEX).exists():
+        return [inside(folder, WEIGHTS)]
+    parts = read_json(folder / INDEX, _Index, hint, lenient=True).weight_map.values()
+    return [inside(folder, name) for name in sorted(set(parts))]
+
+
+def fitting(where: Path, name: str, found: Tensor | None, expected: Tensor, hint: Hint) -> Tensor:
+    """The tensor found for a name. Refuses a missing one, and one whose shape or kind of number is not the model's."""
+    if found is None:
+        refuse(f"{where} lacks tensor {name!r}", hint)
+    if found.shape != expected.shape:
+        shapes = f"shape {list(found.shape)} where the model has {list(expected.shape)}"
+        refuse(f"{where} holds {name!r} with {shapes}", hint)
+    if found.is_floating_point() != expected.is_floating_point():
+        refuse(f"{where} holds {name!r} as {found.dtype} where the model has {expected.dtype}", hint)
+    return found
+
+
+@contextmanager
+def _opening(path: Path, hint: Hint) -> Iterator[None]:
+    require_file(path, hint)
+    try:
+        yield
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        refuse(f"{path} cannot be read ({reason(error)})", hint)
