@@ -32,6 +32,7 @@ READERS = {
     "reading.py": "the one place",
     "storage/tensors.py": "the one place for safetensors",
     "distributed/heartbeat.py": "messages between the ranks of a job, no files",
+    "study/worker.py": "requests of the study through a pipe, no files",
     "train/compile/precompile.py": "requests of the parent process through a pipe, no files",
 }
 DECODING = {

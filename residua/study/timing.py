@@ -7,7 +7,6 @@ model and device under `timings/`, so nothing is measured twice, and speeds of d
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import statistics
@@ -24,6 +23,7 @@ from rich.markup import escape
 from residua.config.run import RunConfig
 from residua.config.settings import Frozen
 from residua.files import write_atomically
+from residua.reading import ReadError, read_json
 from residua.study.config import StudyConfig
 from residua.study.plan import CONFIGS, LOGS, TIMINGS, StudyPlan, model_title
 from residua.study.runner import StudyInterrupted, threads_per_run
@@ -120,8 +120,8 @@ def _read(out: Path, title: str, config: RunConfig) -> _Record:
     """What is recorded of this model; an empty record if there is none, or one of another configuration."""
     empty = _Record(config=_signature(config))
     try:
-        found = _Record(**json.loads(_path(out, title).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
+        found = read_json(_path(out, title), _Record, "")
+    except ReadError:
         return empty
     return found if found.config == empty.config else empty
 
@@ -175,7 +175,7 @@ def main(arguments: Sequence[str]) -> int:
     failed = False
     for path, kept in zip(map(Path, arguments[1::2]), map(Path, arguments[2::2]), strict=True):
         config = RunConfig.from_toml(path)
-        record = _Record(**json.loads(kept.read_text(encoding="utf-8")))
+        record = read_json(kept, _Record, "remove it to time the model again")
         if device_name(choose_device(config.train.device, "train.device")) in record.devices:
             continue
         try:
