@@ -81,6 +81,11 @@ def publish(temporary: Path, final: Path) -> None:
     flush(final.parent)
 
 
+def is_plain_name(name: str) -> bool:
+    """Whether a name is that of one visible file or folder: no path, no leading dot, nothing unprintable."""
+    return bool(name) and name.isprintable() and not name.startswith(".") and not {"/", "\\"} & set(name)
+
+
 def refuse_used(out: Path, option: str = "--out") -> None:
     """Refuse non-empty folders, files and the working directory; `option` is what the person named it with."""
     if out.resolve() == Path.cwd():

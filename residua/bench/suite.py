@@ -110,7 +110,7 @@ class SuiteProgress:
         self.report: Report | None = None
         self._rows, self._done, self._out = rows, 0, out
         self._start: float | None = None
-        self._console = console or Console(stderr=True, highlight=False)
+        self._console = console or open_console(None, stderr=True)
         self._status = self._console.status("measuring this device")
 
     def __enter__(self) -> SuiteProgress:

@@ -304,9 +304,9 @@ def _console() -> Console:
 
 def _status(text: str) -> Status:
     """What is being measured, on standard error."""
-    from rich.console import Console
+    from residua.report.terminal import open_console
 
-    return Console(stderr=True).status(text)
+    return open_console(None, stderr=True).status(text)
 
 
 def _write(console: Console, out: Path | None, report: dict[str, Any]) -> None:

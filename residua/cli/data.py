@@ -144,15 +144,16 @@ def info(
     residua data info data/corpus
     """
     from residua.data import Dataset
+    from residua.report.plain import printable
 
     opened = Dataset.open(dataset)
     typer.echo(f"{dataset}: vocabulary {opened.vocab_size:,}, tokenizer {opened.tokenizer_hash[:12]}")
     for name, split in opened.splits.items():
         typer.echo(
-            f"  {name:<10} {split.tokens:>14,} tokens  {split.documents:>10,} documents  "
+            f"  {printable(name):<10} {split.tokens:>14,} tokens  {split.documents:>10,} documents  "
             f"{opened.bytes_per_token(name):.2f} bytes/token  {len(split.shards)} shard(s)"
         )
     for name, split in opened.splits.items():
         if sample > 0:
             text = opened.tokenizer.decode(split.read(0, min(sample, split.tokens)))
-            typer.echo(f"\n{name} begins:\n{text}")
+            typer.echo(f"\n{printable(name)} begins:\n{printable(text)}")

@@ -97,36 +97,37 @@ def _prompts(prompt: list[str] | None, file: Path | None, chat: bool) -> list[st
 
 
 def _continue(generator: Generator, request: Request, prompts: list[str]) -> None:
+    from residua.report.plain import printable
+
     if len(prompts) == 1:
         # check first, so that an error is not printed after the echoed prompt
         generator.check(prompts, request)
-        typer.echo(prompts[0], nl=False)
-        done, speed = generator(prompts, request, show=lambda _, piece: typer.echo(_printable(piece), nl=False))
+        typer.echo(printable(prompts[0]), nl=False)
+        done, speed = generator(prompts, request, show=lambda _, piece: typer.echo(printable(piece), nl=False))
         typer.echo()
     else:
-        from rich.console import Console
-
-        from residua.report.terminal import ProgressBars
+        from residua.report.terminal import ProgressBars, open_console
 
         generator.check(prompts, request)
-        with ProgressBars(Console(stderr=True)) as bars:
+        with ProgressBars(open_console(None, stderr=True)) as bars:
             done, speed = generator(prompts, request, progress=bars.track("tokens"))
         for text, completion in zip(prompts, done, strict=True):
-            typer.echo(f"--- {text}\n{_printable(completion.text)}")
+            typer.echo(f"--- {printable(text)}\n{printable(completion.text)}")
     typer.echo(_summary(done, speed), err=True)
 
 
 def _chat(generator: Generator, request: Request) -> None:
     from residua.generate.chat import Conversation
+    from residua.report.plain import printable
 
     conversation = Conversation(generator, request)
     typer.echo("Write and press Enter; an empty line or Ctrl-D ends the conversation.", err=True)
     for line in _lines():
         typer.echo("Model:", nl=False)
         try:
-            done, speed = conversation.say(line, show=lambda _, piece: typer.echo(_printable(piece), nl=False))
+            done, speed = conversation.say(line, show=lambda _, piece: typer.echo(printable(piece), nl=False))
         except ValueError as refused:
-            typer.echo(f"\n{refused}", err=True)
+            typer.echo(f"\n{printable(str(refused))}", err=True)
             continue
         typer.echo()
         typer.echo(_summary(done, speed), err=True)
@@ -156,8 +157,3 @@ def _summary(done: list[Completion], speed: Speed) -> str:
 
 def _tokens(count: int) -> str:
     return f"{count} token{'s' * (count != 1)}"
-
-
-def _printable(piece: str) -> str:
-    """Replace control characters: a terminal would execute them."""
-    return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in piece)

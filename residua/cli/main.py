@@ -11,6 +11,8 @@ from typing import Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
+from residua.cli.options import complain
+
 VERBS = {
     "train": ("residua.cli.train", "Pretrain a model on your text."),
     "compare": ("residua.cli.compare", "Does a depth architecture pay on your data, per step and per second?"),
@@ -87,7 +89,7 @@ def refuse(mistake: Exception) -> NoReturn:
     """
     if int(os.environ.get("RANK", 0)) > 0:
         time.sleep(GRACE + int(os.environ.get("LOCAL_RANK", 0)))
-    print(f"residua: {mistake}", file=sys.stderr, flush=True)
+    complain(str(mistake))
     sys.exit(2)
 
 

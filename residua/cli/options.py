@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -21,6 +22,13 @@ Precision = Annotated[
     str, typer.Option(metavar="auto|float32|bfloat16", help="Of the weights; auto: bfloat16 on a GPU.")
 ]
 Threads = Annotated[int | None, typer.Option(min=1, show_default="PyTorch's choice", help="CPU threads.")]
+
+
+def complain(sentence: str) -> None:
+    """Print on standard error why the command ends."""
+    from residua.report.plain import printable
+
+    print(f"residua: {printable(sentence)}", file=sys.stderr, flush=True)
 
 
 def require_choice(option: str, value: str, choices: Sequence[str]) -> None:

@@ -45,7 +45,6 @@ def show(name: str) -> None:
 
 def listing(matching: str) -> None:
     """Print a table of the presets whose names contain `matching`."""
-    from rich.console import Console
     from rich.progress import track
     from rich.table import Table
 
@@ -56,7 +55,7 @@ def listing(matching: str) -> None:
     chosen = [n for n in presets.names() if matching in n]
     if not chosen:
         raise ValueError(f"no preset's name contains {matching!r}: `residua presets` lists them all.")
-    console = Console(stderr=True, highlight=False)
+    console = open_console(None, stderr=True)
     console.print(f"measuring {len(chosen)} preset{'s' * (len(chosen) != 1)}, a few seconds")
     from residua.model.size import measure  # imports torch: after the quick error and the message above
 

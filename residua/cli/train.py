@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from residua.cli.options import Threads, use_threads
+from residua.cli.options import Threads, complain, use_threads
+from residua.files import is_plain_name
 
 if TYPE_CHECKING:
     from residua.config.run import RunConfig
@@ -70,7 +71,7 @@ def _run(config: RunConfig, folder: Path, resume: bool, threads: int | None) -> 
     try:
         train_run(config, folder, resume=resume, world=open_world(config))
     except TrainingStopped as stop:
-        typer.echo(f"residua: {stop}", err=True)
+        complain(str(stop))
         raise typer.Exit(stop.exit_code) from None
 
 
@@ -90,7 +91,10 @@ def _configuration(source: str | None, folder: Path, resume: bool) -> RunConfig:
 def _default_folder(source: str | None) -> Path:
     if source is None:
         raise ValueError("name what to train (`residua presets` lists models), or the run to --resume by its --out.")
-    return Path("runs") / Path(source).stem
+    name = Path(source).stem
+    if not is_plain_name(name):
+        raise ValueError(f"{source!r} gives the run no plain name: choose its folder with --out.")
+    return Path("runs") / name
 
 
 def _data_change(data: Path | None) -> list[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +61,12 @@ def _hugging_face(path: Path, device: torch.device) -> HuggingFaceSubject:
         )
         model.to(device)
     except Exception as error:  # configuration, weights or architecture: transformers raises many kinds
-        raise ValueError(f"{path} cannot be opened as a causal language model: {_one_line(error)}") from None
+        if _brings_code(path):
+            raise ValueError(
+                f"{path} needs Python code of its own (auto_map in its config.json), and Residua runs no code from a "
+                "model folder: diagnose a model that transformers knows by itself."
+            ) from None
+        raise ValueError(f"{path} cannot be opened as a causal language model: {first_sentences(error)}") from None
     _require_finite(model, path)
     return HuggingFaceSubject(model, path.name)
 
@@ -84,6 +91,18 @@ def _require_finite(model: torch.nn.Module, path: Path) -> None:
             )
 
 
-def _one_line(error: Exception) -> str:
-    words = " ".join(str(error).split())
-    return words if len(words) <= 240 else f"{words[:237]}..."
+def _brings_code(path: Path) -> bool:
+    try:
+        return "auto_map" in json.loads((path / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, TypeError):
+        return False
+
+
+def first_sentences(error: Exception, most: int = 240) -> str:
+    """What a library said, on one line: its first sentence, and those after it that end within `most` characters."""
+    first, *more = re.split(r"(?<=[.!?]) ", " ".join(str(error).split()) or type(error).__name__)
+    for sentence in more:
+        if len(first) + len(sentence) >= most:
+            break
+        first = f"{first} {sentence}"
+    return first

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from typing import TYPE_CHECKING, Any
 
 from residua.report import theme
+from residua.report.plain import escape
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure

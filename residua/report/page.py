@@ -10,14 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from html import escape
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import quote
 
 from residua.files import write_atomically
 from residua.report import theme
+from residua.report.plain import escape, link
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
@@ -205,7 +204,7 @@ def _row(cells: Sequence[Cell], kinds: Sequence[str], strong: bool) -> str:
 
 def _cell(cell: Cell) -> str:
     if isinstance(cell, Link):
-        return f'<a href="{quote(cell.target, safe="/#.-_~")}">{_breakable(cell.text)}</a>'
+        return f'<a href="{link(cell.target)}">{_breakable(cell.text)}</a>'
     if isinstance(cell, Value):
         return f"{_breakable(cell.main)}<small>{escape(cell.detail)}</small>" if cell.detail else _breakable(cell.main)
     return _breakable(cell)

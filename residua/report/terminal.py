@@ -18,12 +18,12 @@ StageProgress = Callable[[str, int, int], None]
 LOG_WIDTH = 120
 
 
-def open_console(log_width: int | None = LOG_WIDTH) -> Console:
-    """Standard output. In a file or a pipe, lines are `log_width` wide, so that whole tables fit."""
-    from rich.console import Console
+def open_console(log_width: int | None = LOG_WIDTH, *, stderr: bool = False) -> Console:
+    """Standard output or error. In a file or a pipe, lines are `log_width` wide, so that whole tables fit."""
+    from residua.report.plain import PlainConsole
 
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=log_width)
+    console = PlainConsole(stderr=stderr)
+    return console if console.is_terminal else PlainConsole(stderr=stderr, width=log_width)
 
 
 def new_table(names: Sequence[str], numbers: Sequence[str]) -> Table:
@@ -46,7 +46,8 @@ class ProgressBars:
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
         columns = (
-            TextColumn("{task.description}"), BarColumn(bar_width=28), TextColumn("{task.completed}/{task.total}"),
+            TextColumn("{task.description}", markup=False), BarColumn(bar_width=28),
+            TextColumn("{task.completed}/{task.total}"),
         )  # fmt: skip
         self._bars = Progress(*columns, TimeRemainingColumn(), console=console, transient=True)
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from residua.config.settings import ConfigError, Frozen, explain, of_file, read_toml, to_toml
+from residua.files import is_plain_name
 from residua.quantize.recipe import Recipe
 from residua.reading import shown
 
@@ -154,6 +155,13 @@ class StudyConfig(Frozen):
             return {**data, "baseline": next(iter(variants))}
         return data
 
+    @field_validator("name")
+    @classmethod
+    def _names_a_folder(cls, value: str) -> str:
+        if not is_plain_name(value):
+            raise ValueError(f"name = {value!r} names the folder of the study: use a plain name, without a path.")
+        return value
+
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.baseline not in self.variants:
@@ -165,6 +173,9 @@ class StudyConfig(Frozen):
                 raise ValueError(f"variants.{name} names a folder: use letters, digits and any of '_', '.', '+', '-'.")
         if not self.seeds or len(set(self.seeds)) != len(self.seeds):
             raise ValueError(f"seeds = {list(self.seeds)} must be one or more different numbers.")
+        odd = next((size for size in self.sizes if not is_plain_name(Path(size).stem)), None)
+        if odd is not None:
+            raise ValueError(f"{odd!r} cannot name a folder, and sizes name folders too: rename the file.")
         if len({Path(size).stem for size in self.sizes}) != len(self.sizes):
             raise ValueError(f"scaling.sizes = {list(self.sizes)} uses a name twice: sizes name folders too.")
         return self

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.markup import escape
 
+from residua.report.plain import outcome
 from residua.report.terminal import ProgressBars, StageProgress
 from residua.study.config import StudyConfig
 from residua.study.plan import PlannedRun, StudyPlan
@@ -36,9 +36,9 @@ def diagnose_runs(study: StudyConfig, plan: StudyPlan, out: Path, dataset: Datas
             all_runs(f"diagnosing {run.title}", index, len(waiting))
             try:
                 made = diagnose_run(run, dataset, stages)
-                console.print(f"[green]✓[/green] {run.title}: {escape(_headline(made))}", highlight=False)
+                console.print(outcome(f"{run.title}: {_headline(made)}"))
             except ValueError as problem:
-                console.print(f"[red]✗[/red] {run.title} has no diagnosis: {escape(str(problem))}", highlight=False)
+                console.print(outcome(f"{run.title} has no diagnosis: {problem}", good=False))
     _side_by_side(study, complete, out)
 
 

@@ -7,6 +7,7 @@ import time
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
+from residua.report.plain import outcome
 from residua.report.terminal import clock, remaining
 from residua.study.plan import PlannedRun, StudyPlan
 from residua.study.runs import read_run, steps_done
@@ -24,14 +25,14 @@ class LiveProgress:
         self._count, self._ended = len(plan.runs), sum(s >= r.config.train.steps for r, s in self._steps.items())
         self._tasks: dict[PlannedRun, TaskID] = {}
         self._bars = Progress(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=28),
             TextColumn("{task.percentage:>3.0f} %"),
-            TextColumn("{task.fields[note]}", style="dim"),
+            TextColumn("{task.fields[note]}", style="dim", markup=False),
             console=console,
             transient=True,
         )
-        self._all = self._bars.add_task("[bold]all runs", total=self._total, completed=self._before, note="")
+        self._all = self._bars.add_task("all runs", total=self._total, completed=self._before, note="")
 
     def __enter__(self) -> LiveProgress:
         self._bars.start()
@@ -63,12 +64,10 @@ class LiveProgress:
         self._bars.remove_task(self._tasks.pop(run))
         self._bars.update(self._all, completed=sum(self._steps.values()), note=self._status())
         if problem:
-            self._console.print(f"[red]✗[/red] {run.title}: {problem}", highlight=False)
+            self._console.print(outcome(f"{run.title}: {problem}", good=False))
             return
         loss = read_run(run.folder, run.config).final_loss
-        self._console.print(
-            f"[green]✓[/green] {run.title}: validation loss {loss:.4f}  [dim]{self._status()}[/dim]", highlight=False
-        )
+        self._console.print(outcome(f"{run.title}: validation loss {loss:.4f}  ").append(self._status(), "dim"))
 
     def _status(self) -> str:
         done = sum(self._steps.values())

@@ -17,6 +17,7 @@ from rich.console import Console
 
 from residua.files import write_atomically
 from residua.quantize.recipe import Recipe
+from residua.report.plain import outcome
 from residua.report.terminal import ProgressBars
 from residua.study.config import StudyConfig
 from residua.study.plan import PlannedRun, StudyPlan
@@ -41,7 +42,7 @@ def measure_runs(study: StudyConfig, plan: StudyPlan, console: Console) -> None:
         progress = bars.stages("low precision")
         for run in waiting:
             measured = measure_run(run, study, lambda what: progress(what, next(done), total))
-            console.print(f"[green]✓[/green] {run.title}: {_headline(measured)}", highlight=False)
+            console.print(outcome(f"{run.title}: {_headline(measured)}"))
 
 
 def _headline(found: QuantizedRun) -> str:

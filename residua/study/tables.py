@@ -11,7 +11,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from residua.report import Column, Value
+from residua.report import Column, Value, plain
 from residua.study import sentences
 from residua.study.results import StudyResult
 
@@ -52,13 +52,13 @@ def _table(
 
 def markdown(result: StudyResult) -> str:
     """The same, as a Markdown page."""
-    parts = [f"# {_plain(result.name)}", ""]
+    parts = [f"# {plain.markdown(result.name)}", ""]
     for title, columns, rows in _tables(result):
         if title:
-            parts += [f"## {_plain(title)}", ""]
+            parts += [f"## {plain.markdown(title)}", ""]
         parts += [*_markdown_table(columns, rows), ""]
-    parts += [f"- {_plain(sentence)}" for sentence in _sentences(result)]
-    inside = [f"[{_plain(run.folder)}]({run.diagnosis})" for run in result.runs if run.diagnosis]
+    parts += [f"- {plain.markdown(sentence, begins=True)}" for sentence in _sentences(result)]
+    inside = [f"[{plain.markdown(run.folder)}]({plain.link(run.diagnosis)})" for run in result.runs if run.diagnosis]
     parts += [f"- Diagnoses: {', '.join(inside)}."] if inside else []
     meanings = [column for column in sentences.columns(result) if column.meaning]
     parts += ["", "Columns:", "", *(f"- **{column.title}**: {column.meaning}." for column in meanings)]
@@ -97,11 +97,6 @@ def _sentences(result: StudyResult) -> list[str]:
 
 
 def _markdown_table(columns: Sequence[Column], rows: Sequence[Sequence[Value]]) -> list[str]:
-    head = "| " + " | ".join(_plain(column.title) for column in columns) + " |"
+    head = "| " + " | ".join(plain.markdown(column.title) for column in columns) + " |"
     rule = "|" + "|".join("---:" if column.numeric else "---" for column in columns) + "|"
-    return [head, rule, *("| " + " | ".join(_plain(cell.joined()) for cell in row) + " |" for row in rows)]
-
-
-def _plain(text: str) -> str:
-    """Text with Markdown's special characters escaped."""
-    return "".join(f"\\{c}" if c in "|\\`*<" else c for c in text.replace("\n", " "))
+    return [head, rule, *("| " + " | ".join(plain.markdown(cell.joined()) for cell in row) + " |" for row in rows)]

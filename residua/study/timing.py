@@ -8,7 +8,6 @@ model and device under `timings/`, so nothing is measured twice, and speeds of d
 from __future__ import annotations
 
 import math
-import os
 import statistics
 import subprocess
 import sys
@@ -18,12 +17,13 @@ from pathlib import Path
 
 from pydantic import Field
 from rich.console import Console
-from rich.markup import escape
 
 from residua.config.run import RunConfig
 from residua.config.settings import Frozen
 from residua.files import write_atomically
+from residua.machine import python_command, python_environment
 from residua.reading import ReadError, read_json
+from residua.report.plain import outcome
 from residua.study.config import StudyConfig
 from residua.study.plan import CONFIGS, LOGS, TIMINGS, StudyPlan, model_title
 from residua.study.runner import StudyInterrupted, threads_per_run
@@ -72,7 +72,7 @@ def time_variants(study: StudyConfig, plan: StudyPlan, out: Path, console: Conso
     known = {title: _read(out, title, config) for title, config in models.items()}
     if not models or set.intersection(*(set(record.devices) for record in known.values())):
         return
-    command = [sys.executable, "-m", "residua.study.timing", str(SECONDS)]
+    command = python_command("-m", "residua.study.timing", str(SECONDS))
     for title, config in models.items():
         path, record = out / CONFIGS / f"{title}.toml", _path(out, title)
         for made in (path, record):
@@ -97,19 +97,19 @@ def _run(command: Sequence[str], study: StudyConfig, out: Path, console: Console
     with log.open("ab") as file:
         child = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=file, text=True,
-            env=os.environ | {"OMP_NUM_THREADS": str(threads)},
+            env=python_environment(OMP_NUM_THREADS=str(threads)),
         )  # fmt: skip
         assert child.stdout is not None
         try:
             for line in child.stdout:
-                console.print(f"[green]✓[/green] {escape(line.rstrip())}", highlight=False)
+                console.print(outcome(line.rstrip()))
             ending = child.wait()
         except KeyboardInterrupt:
             child.terminate()
             child.wait()
             raise StudyInterrupted("Stopped while steps were timed alone: the same command continues.") from None
     if ending:
-        console.print(f"[red]✗[/red] not every step could be timed alone (log: {escape(str(log))})", highlight=False)
+        console.print(outcome(f"not every step could be timed alone (log: {log})", good=False))
 
 
 def _path(out: Path, title: str) -> Path:

@@ -9,13 +9,14 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from residua.config.run import RunConfig
+from residua.report.plain import PlainConsole
 
 
 class Display:
     """Prints the records of a run as they arrive."""
 
     def __init__(self, config: RunConfig, start: int, console: Console | None = None) -> None:
-        self.console = console or Console(file=sys.stdout, highlight=False)
+        self.console = console or PlainConsole(file=sys.stdout)
         self._steps = config.train.steps
         self._tokens_per_step = config.tokens_per_step
         self._experts = ""
@@ -39,7 +40,8 @@ class Display:
             self._live = None
 
     def _start_line(self, start: int) -> tuple[Progress, TaskID]:
-        progress = Progress(BarColumn(bar_width=20), TextColumn("{task.description}"), console=self.console)
+        columns = BarColumn(bar_width=20), TextColumn("{task.description}", markup=False)
+        progress = Progress(*columns, console=self.console)
         task = progress.add_task("first steps (a GPU run compiles now)", total=self._steps, completed=start)
         progress.start()
         return progress, task

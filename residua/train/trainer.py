@@ -17,6 +17,7 @@ from residua.data import Dataset, Loader, validation_batches
 from residua.data.loader import IGNORED, Batch
 from residua.files import write_atomically
 from residua.model.size import measure
+from residua.report.plain import PlainConsole
 from residua.storage.checkpoint import prune, what_is_left
 from residua.storage.run import Run
 from residua.train.clock import Clock, random_states, set_random_states
@@ -50,7 +51,7 @@ def train(
     `TrainingStopped` when the run cannot go on; `Interrupted` after a signal, once the run is saved.
     """
     with world or World.alone(config) as world:
-        console = (console or Console(highlight=False)) if world.leads else Console(quiet=True)
+        console = (console or PlainConsole()) if world.leads else Console(quiet=True)
         check_trackers(config)
         with world.stages.measure("data"):
             dataset = world.open_data(config)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from residua import machine
 from residua.data import Dataset, open_corpus, prepare
 from residua.machine import python_command, python_environment
 from residua.study import StudyConfig
@@ -56,6 +57,12 @@ def test_a_process_of_ours_imports_from_where_we_do(
     monkeypatch.setattr(sys, "path", ["", *sys.path])  # as in a notebook, or under `python -c`
     done = subprocess.run(python_command(*start), env=python_environment(), capture_output=True, text=True)
     assert (done.returncode, imported(hostile)) == (0, ""), done.stderr
+
+
+def test_python_is_started_in_one_place_only() -> None:
+    package = Path(machine.__file__).parent
+    starting = [path for path in package.rglob("*.py") if "sys.executable" in path.read_text()]
+    assert starting == [package / "machine.py"]
 
 
 def test_the_hostile_folder_is_one(hostile: Path) -> None:

@@ -34,6 +34,13 @@ def test_prepare_then_info(jsonl: Path, tmp_path: Path) -> None:
     assert dataset.tokenizer.decode(dataset.split("validation").read(0, 20)) in printed
 
 
+def test_info_shows_text_that_a_terminal_would_execute_as_text(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("a\x1b[2Jb\x1b]0;title\x07c")
+    run("prepare", tmp_path / "text.txt", "--out", tmp_path / "out", "--tokenizer", "bytes", "--holdout", "0")
+    shown = run("info", tmp_path / "out")
+    assert "a\N{REPLACEMENT CHARACTER}[2Jb" in shown and not set(shown) & set("\x1b\x07")
+
+
 def test_the_next_command_makes_room_for_a_vocabulary_larger_than_the_presets(tmp_path: Path) -> None:
     (tmp_path / "words.txt").write_text("\n\n".join(f"{i * i:x} {i**3:x}" for i in range(20_000)))
     dataset = tmp_path / "data of mine"

@@ -15,6 +15,7 @@ from residua.config.run import RunConfig
 from residua.config.settings import to_toml
 from residua.data import Tokenizer
 from residua.diagnose import Diagnosis, diagnose
+from residua.diagnose.folder import first_sentences
 from tests.diagnose import planted
 
 pytestmark = pytest.mark.slow
@@ -134,7 +135,26 @@ def test_a_folder_of_unreadable_weights_is_one_sentence(tmp_path: Path) -> None:
     Tokenizer.bytes().save(folder / "tokenizer.json")
     with pytest.raises(ValueError, match="cannot be opened as a causal language model") as error:
         diagnose([folder], tmp_path / "out")
-    assert "\n" not in str(error.value)
+    assert "\n" not in str(error.value) and str(error.value).endswith((".", "`"))
+
+
+def test_a_folder_that_brings_code_is_refused_in_our_own_words(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    code = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "evil", "auto_map": code}))
+    Tokenizer.bytes().save(tmp_path / "tokenizer.json")
+    with pytest.raises(ValueError, match=r"needs Python code of its own .* Residua runs no code from a model folder"):
+        diagnose([tmp_path], tmp_path / "out")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_message_of_another_library_is_not_cut_inside_a_sentence() -> None:
+    long = "word " * 60 + "end."
+    assert first_sentences(ValueError(f"{long} More.")) == long
+    assert first_sentences(ValueError(f"Short.\n{long}")) == "Short."
+    assert first_sentences(ValueError("One. Two.")) == "One. Two."
+    assert first_sentences(KeyError()) == "KeyError"
 
 
 def test_sequences_begin_with_what_the_tokenizer_puts_first(run: Path, text: Path, tmp_path: Path) -> None:

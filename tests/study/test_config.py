@@ -42,7 +42,12 @@ def test_names_become_variants_and_the_first_is_the_baseline() -> None:
         ({"match": {"kind": "width"}}, "match.kind = 'width' does not exist"),
         ({"scaling": {"sizes": ["tiny"]}}, "scaling.sizes"),
         ({"scaling": {"sizes": ["tiny", "x/tiny.toml"]}}, "uses a name twice"),
+        ({"scaling": {"sizes": ["tiny", "x/...toml"]}}, "cannot name a folder"),
         ({"workres": 2}, "did you mean 'workers'"),
+        *(
+            ({"name": name}, "use a plain name, without a path")
+            for name in ("../../x", "/tmp/x", "..", "", "a\\b", "a\nb")
+        ),
     ],
 )
 def test_a_mistake_is_named_in_one_sentence(changes: dict[str, object], sentence: str) -> None:

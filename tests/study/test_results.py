@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 
 import pytest
+from markdown_it import MarkdownIt
 
 from residua.data import Dataset
 from residua.study import StudyConfig
@@ -92,6 +93,20 @@ def test_markdown_has_a_row_per_variant_and_the_verdicts(result: StudyResult) ->
     assert "| block_attnres | " in text and "| prenorm (baseline) | " in text
     assert "exoformer: FFN width 128 → " in text
     assert all(line.count("|") == text.splitlines()[2].count("|") for line in text.splitlines() if line.startswith("|"))
+
+
+def test_markdown_shows_names_and_messages_of_strangers_as_text(result: StudyResult) -> None:
+    evil = "](javascript:x) <img src=x> | a\n# b `c`"
+    first = result.runs[0].model_copy(
+        update={"folder": evil, "problem": evil, "status": "failed", "diagnosis": f"x/{evil}"}
+    )
+    rows = [row.model_copy(update={"name": evil}) for row in result.variants]
+    changed = {"name": evil, "variants": rows, "runs": [first, *result.runs[1:]]}
+    shown = MarkdownIt("commonmark").enable("table").render(markdown(result.model_copy(update=changed)))
+    assert (
+        shown.count("<h1>") == 1 and "<img" not in shown and "<code>" not in shown and 'href="javascript' not in shown
+    )
+    assert shown.count("<tr>") == 1 + len(rows) and shown.count("<a ") == 1
 
 
 def test_a_failed_run_is_listed_and_the_others_still_count(study: StudyConfig, dataset: Dataset, out: Path) -> None:

@@ -46,6 +46,26 @@ def test_a_file_is_trained_with_changes(call: Call, file: str, data: Path, tmp_p
     assert (config.train.steps, config.model.layers, config.data.path) == (4, 1, str(data))
 
 
+def test_a_folder_whose_name_is_markup_or_a_command_for_the_terminal(
+    call: Call, file: str, data: Path, tmp_path: Path
+) -> None:
+    odd = tmp_path / "[/red]\x1b[31m"
+    shutil.copytree(data, odd)
+    code, output = call(file, "train.steps=3", "--data", odd, "--out", tmp_path / "[bold]run")
+    assert code == 0 and "[/red]\N{REPLACEMENT CHARACTER}[31m" in output and "[bold]run" in output
+    code, output = call(f"{odd}/no.toml", "--out", tmp_path / "x")
+    assert code == 2 and "\x1b" not in output
+
+
+def test_a_file_without_a_name_does_not_choose_the_folder(
+    call: Call, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(file).rename(tmp_path / "...toml")
+    code, output = call("...toml")
+    assert code == 2 and "choose its folder with --out" in output
+
+
 def test_ctrl_c_says_how_to_resume_and_resume_needs_only_the_folder(
     call: Call, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
