@@ -30,7 +30,7 @@ class Timed:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, device: str = "H200") -> None:
         self.calls: list[str] = []
         monkeypatch.setattr(timing, "measure", self._measure)
-        monkeypatch.setattr(timing, "_run", lambda command, study, out, console: timing.main(command[3:]))
+        monkeypatch.setattr(timing, "_run", lambda command, study, out, console: timing.main(command[4:]))
         monkeypatch.setattr("residua.train.environment.device_name", lambda device: self.device)
         self.device = device
 
