@@ -41,7 +41,7 @@ def run_plan(study: StudyConfig, plan: StudyPlan, out: Path, watcher: Watcher) -
             by_graph(waiting), study.workers, out, watcher, environment, keep_open=(lock,),
             ahead=compiling_ahead(),
         )  # fmt: skip
-        with _stop_as_exception():
+        with stop_as_exception():
             try:
                 crew.work()
             except KeyboardInterrupt:
@@ -90,7 +90,7 @@ def _own(out: Path) -> Iterator[int]:
 
 
 @contextmanager
-def _stop_as_exception() -> Iterator[None]:
+def stop_as_exception() -> Iterator[None]:
     """Inside the block, SIGTERM raises KeyboardInterrupt like Ctrl-C."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:

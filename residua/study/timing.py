@@ -21,12 +21,12 @@ from rich.console import Console
 from residua.config.run import RunConfig
 from residua.config.settings import Frozen
 from residua.files import write_atomically
-from residua.machine import python_command, python_environment
+from residua.machine import choose_device, python_command, python_environment
 from residua.reading import ReadError, read_json
 from residua.report.plain import outcome
 from residua.study.config import StudyConfig
 from residua.study.plan import CONFIGS, LOGS, TIMINGS, StudyPlan, model_title
-from residua.study.runner import StudyInterrupted, threads_per_run
+from residua.study.runner import StudyInterrupted, stop_as_exception, threads_per_run
 from residua.study.runs import is_complete
 
 SECONDS = 4.0
@@ -94,14 +94,13 @@ def _run(command: Sequence[str], study: StudyConfig, out: Path, console: Console
     threads = threads_per_run(study.model_copy(update={"workers": 1}))
     log = out / LOGS / "timing.log"
     log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("ab") as file:
+    with log.open("ab") as file, stop_as_exception():
         child = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=file, text=True,
             env=python_environment(OMP_NUM_THREADS=str(threads)),
         )  # fmt: skip
-        assert child.stdout is not None
         try:
-            for line in child.stdout:
+            for line in child.stdout or ():
                 console.print(outcome(line.rstrip()))
             ending = child.wait()
         except KeyboardInterrupt:
@@ -169,9 +168,10 @@ def main(arguments: Sequence[str]) -> int:
     """Time every configuration that has no timing on this device yet, and add it to its record; 1 if one failed."""
     import torch
 
-    from residua.machine import choose_device
+    from residua.config.plugins import load_plugins
     from residua.train.environment import device_name
 
+    load_plugins()
     failed = False
     for path, kept in zip(map(Path, arguments[1::2]), map(Path, arguments[2::2]), strict=True):
         config = RunConfig.from_toml(path)

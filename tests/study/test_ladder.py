@@ -28,6 +28,16 @@ def test_the_fit_returns_the_law_that_the_losses_were_made_with(budgets: tuple[f
     assert found.loss(3 * D) == pytest.approx(law(3 * D), rel=1e-8)
 
 
+def test_the_example_of_the_docs() -> None:
+    losses = {19.7: (4.142, 4.136, 4.139), 39.3: (3.975, 3.969, 3.978), 59.0: (3.888, 3.893, 3.897)}
+    losses[78.6] = (3.846, 3.839, 3.841)
+    ladder = {tokens * 1e6: dict(enumerate(seeds)) for tokens, seeds in losses.items()}
+    found, fitted = equivalent_tokens(ladder, {0: 3.908, 1: 3.900, 2: 3.907}, 39.3e6), fit_law(ladder)
+    assert found is not None and found.low is not None and found.high is not None and fitted is not None
+    assert (found.value, found.low, found.high) == pytest.approx((1.41, 1.37, 1.44), abs=0.005)
+    assert (fitted.floor, fitted.scale, fitted.exponent) == pytest.approx((3.327, 205.2, 0.3294), rel=1e-3)
+
+
 @pytest.mark.parametrize("gain", [0.7, 1.0, 1.23, 1.9])
 def test_a_loss_becomes_the_tokens_at_which_the_law_has_it(gain: float) -> None:
     found = equivalent_tokens(rungs(), {seed: law(gain * D) for seed in range(3)}, D)
