@@ -59,12 +59,21 @@ class Fuzzer:
         self.targets = [(reader, pattern) for reader in (FULL if full else QUICK) for pattern in reader.files]
         build(self.folder, full=full)
         self.folder.rename(self.whole)
+        shutil.rmtree(self.box)
+
+    def control(self) -> None:
+        """Check that every command succeeds while nothing is damaged."""
+        for reader in dict.fromkeys(reader for reader, _ in self.targets):
+            shutil.copytree(self.whole, self.folder)
+            done = command(reader.arguments, self.folder)
+            assert done.code == 0, f"residua {' '.join(reader.arguments)} ended with {done.code}: {done.errors}"
+            shutil.rmtree(self.box)
 
     def run(self, number: int) -> Case:
         """One damaged file. The commands and the files they read have their turns."""
         chance = random.Random(f"{self.seed}/{number}")
         reader, pattern = self.targets[number % len(self.targets)]
-        shutil.rmtree(self.box)
+        shutil.rmtree(self.box, ignore_errors=True)
         shutil.copytree(self.whole, self.folder)
         path = chance.choice(sorted(self.folder.glob(pattern)))
         mutation = mutate(path, chance)

@@ -65,7 +65,7 @@ class Reader:
 CHECKPOINT = "run/checkpoints/step-4"
 DATA = ("data/dataset.json", "data/tokenizer.json", "data/*.bin")
 WEIGHTS = ("run/config.toml", f"{CHECKPOINT}/model.safetensors")
-TEXT = ("--text", "prompts.txt", "--tokens", "40", "--ablations", "none")
+TEXT = ("--text", "text.txt", "--tokens", "40", "--ablations", "none")
 GENERATE = ("--prompt", "a", "--tokens", "2", "--device", "cpu")
 QUICK = (
     Reader(
@@ -89,7 +89,7 @@ QUICK = (
     Reader("data info", ("data", "info", "data"), DATA),
     Reader("data prepare", ("data", "prepare", "corpus.jsonl", "--tokenizer", "tokenizer.json", "--out", "new"),
            ("corpus.jsonl", "tokenizer.json")),
-    Reader("bench plan", ("bench", "plan", "mine.toml"), ("mine.toml",)),
+    Reader("bench plan", ("bench", "plan", "mine.toml", "--gpus", "1"), ("mine.toml",)),
     Reader("compare --plan", ("compare", "study.toml", "--plan"), ("study.toml", *DATA)),
 )  # fmt: skip
 FULL = (
@@ -98,7 +98,7 @@ FULL = (
            ("sharded/checkpoints/step-4/shards/*", "sharded/checkpoints/step-4/state.json", "sharded/config.toml")),
     Reader("export", ("export", "run", "--out", "new"), (*WEIGHTS, "run/tokenizer.json")),
     Reader("diagnose", ("diagnose", "run", *TEXT),
-           (*WEIGHTS, "run/tokenizer.json", "prompts.txt")),
+           (*WEIGHTS, "run/tokenizer.json", "text.txt")),
     Reader("quantize", ("quantize", "run", "--out", "new", "--probes", "0"), (*WEIGHTS, *DATA, "run/tokenizer.json")),
     Reader("generate exported", ("generate", "exported", *GENERATE),
            ("exported/*.json", "exported/*.safetensors")),
@@ -108,7 +108,6 @@ FULL = (
            ("quantized/*.json", "quantized/*.safetensors", "quantized/*.toml")),
     Reader("diagnose Hugging Face", ("diagnose", "hf", *TEXT),
            ("hf/*.json", "hf/*.safetensors")),
-    Reader("quantize Hugging Face", ("quantize", "hf", "--out", "new", "--data", "data"), ("hf/config.json",)),
     Reader("compare", ("compare", "study.toml", "--out", "study"),
            ("study.toml", "study/study.toml", "study/runs/*/metrics.jsonl", "study/runs/*/inspection.json",
             "study/runs/*/config.toml", "study/runs/*/quantized.json", "study/results.json"), writes=True),
@@ -121,7 +120,8 @@ def build(root: Path, *, full: bool) -> Path:
     source = random.Random(0)
     texts = [" ".join(source.choices(WORDS, k=30)) for _ in range(20)]
     (root / "corpus.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    (root / "prompts.txt").write_text("\n".join(texts[:6]) + "\n")
+    (root / "text.txt").write_text("\n".join(texts))
+    (root / "prompts.txt").write_text("\n".join(WORDS) + "\n")
     (root / "mine.toml").write_text(RUN_TOML)
     (root / "tasks").mkdir()
     (root / "tasks" / "mine.jsonl").write_text("".join(_question(number) for number in range(6)))
