@@ -56,7 +56,7 @@ def read_toml(path: str | Path) -> dict[str, Any]:
 
 @contextmanager
 def of_file(path: str | Path) -> Iterator[None]:
-    """Name the file in the errors of a configuration that was read from it."""
+    """Name the file, or a key of it, in the errors of a configuration that was read from it."""
     try:
         yield
     except ConfigError as error:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from residua.config import variants
 from residua.config.run import RunConfig, differences
-from residua.config.settings import ConfigError
+from residua.config.settings import ConfigError, of_file
 from residua.data import Dataset
 from residua.data.tokenizer import padded_vocabulary
 from residua.model.size import measure
@@ -92,7 +92,9 @@ def make_plan(study: StudyConfig, out: Path, dataset: Dataset) -> StudyPlan:
 
 def base_run(study: StudyConfig, size: str) -> RunConfig:
     """The run that the variants of a size change."""
-    return RunConfig.find(size).override(list(study.set))
+    base = RunConfig.find(size)
+    with of_file("set"):
+        return base.override(list(study.set))
 
 
 def refuse_strangers(out: Path) -> None:

@@ -97,7 +97,7 @@ class Fuzzer:
         sentences = [line for line in done.errors.splitlines() if line.startswith("residua: ")]
         if len(sentences) != 1:
             yield f"{len(sentences)} sentences"
-        elif not any(name in done.errors for name in (path.name, str(path.parent.name))):
+        elif not any(name in done.errors for name in (path.name, path.parent.name, *reader.also)):
             yield f"a sentence that does not name {path.name}"
         if len(done.errors.splitlines()) > LINES or len(done.errors) > LETTERS:
             yield f"{len(done.errors.splitlines())} lines, {len(done.errors)} letters"

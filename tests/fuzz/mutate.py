@@ -109,7 +109,7 @@ def in_toml(content: bytes, chance: random.Random) -> bytes:
         raw, tree = swap(tomllib.loads(content.decode()), chance, TOML_TEXTS)
         try:
             return tomli_w.dumps(tree).replace(f'"{RAW}"', raw).encode()
-        except (TypeError, ValueError):  # TOML has no null, and no other root than a table
+        except (AttributeError, TypeError, ValueError):  # TOML has no null, and no other root than a table
             continue
     raise AssertionError("nothing in this file can be changed")
 

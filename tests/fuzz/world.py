@@ -60,6 +60,8 @@ class Reader:
     files: Sequence[str]
     writes: bool = False
     """Whether it may have written something before it fails: it trained, or let others train."""
+    also: Sequence[str] = ()
+    """Words that name the file as well as its own name does."""
 
 
 CHECKPOINT = "run/checkpoints/step-4"
@@ -83,14 +85,15 @@ QUICK = (
         ("generate", "run", "--checkpoint", "best", *GENERATE),
         ("run/checkpoints/*/state.json",),
     ),
-    Reader("generate --file", ("generate", "run", "--file", "prompts.txt", "--tokens", "2"), ("prompts.txt",)),
+    Reader("generate --file", ("generate", "run", "--file", "prompts.txt", "--tokens", "2"), ("prompts.txt",),
+           also=("prompt",)),
     Reader("eval", ("eval", "run", "--tokens", "40"), (*WEIGHTS, *DATA, "run/tokenizer.json")),
     Reader("eval --tasks", ("eval", "run", "--tasks", "mine", "--task-dir", "tasks", "--shots", "1"), ("tasks/*",)),
     Reader("data info", ("data", "info", "data"), DATA),
     Reader("data prepare", ("data", "prepare", "corpus.jsonl", "--tokenizer", "tokenizer.json", "--out", "new"),
            ("corpus.jsonl", "tokenizer.json")),
     Reader("bench plan", ("bench", "plan", "mine.toml", "--gpus", "1"), ("mine.toml",)),
-    Reader("compare --plan", ("compare", "study.toml", "--plan"), ("study.toml", *DATA)),
+    Reader("compare --plan", ("compare", "study.toml", "--plan"), ("study.toml", *DATA), also=("set: ",)),
 )  # fmt: skip
 FULL = (
     *QUICK,
@@ -110,7 +113,8 @@ FULL = (
            ("hf/*.json", "hf/*.safetensors")),
     Reader("compare", ("compare", "study.toml", "--out", "study"),
            ("study.toml", "study/study.toml", "study/runs/*/metrics.jsonl", "study/runs/*/inspection.json",
-            "study/runs/*/config.toml", "study/runs/*/quantized.json", "study/results.json"), writes=True),
+            "study/runs/*/config.toml", "study/runs/*/quantized.json", "study/results.json"),
+           writes=True, also=("set: ",)),
 )  # fmt: skip
 
 
