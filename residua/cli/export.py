@@ -21,16 +21,21 @@ def export(
     out: Annotated[Path, typer.Option(help="The folder to write; it must not exist, or be empty.")],
     checkpoint: Checkpoint = "last",
     precision: Annotated[str, typer.Option(metavar="float32|bfloat16", help="Of the weights.")] = "float32",
+    layout: Annotated[
+        str, typer.Option(metavar="residua|llama|qwen3|...", help="Residua's own with its code, or a model_type.")
+    ] = "residua",
 ) -> None:
     """Write a trained model as a Hugging Face folder that transformers opens without Residua.
 
     \b
     residua export runs/tiny --out exported/tiny
     residua export runs/wiki --out exported/wiki --checkpoint best --precision bfloat16
+    residua export runs/llama --out exported/llama --layout llama
 
     The folder holds safetensors, configuration, tokenizer and modelling code: copies
     of Residua's own files, those of the parts that this model has. The code is run and
-    compared with the model before the folder gets its name.
+    compared with the model before the folder gets its name. With --layout there is no
+    code: the model is written as one of transformers' own, if it is one.
     """
     require_choice("--checkpoint", checkpoint, CHECKPOINTS)
     from residua.export import export as write
@@ -38,16 +43,14 @@ def export(
 
     console = open_console(log_width=None)
     with console.status("writing the folder and running its code"):
-        made = write(run, out, cast("Literal['last', 'best']", checkpoint), precision)
+        made = write(run, out, cast("Literal['last', 'best']", checkpoint), precision, layout)
     files = len(list(out.glob("*.py")))
-    console.print(
-        f"{out}: {made.parameters:,} parameters in {precision}, {files} files of modelling code.", soft_wrap=True
-    )
+    code = f"{files} files of modelling code" if files else f"as a {layout} model"
+    console.print(f"{out}: {made.parameters:,} parameters in {precision}, {code}.", soft_wrap=True)
     console.print(_checked(made.difference), soft_wrap=True)
     console.print("Next, in any Python with transformers:", markup=False)
-    console.print(
-        f'    AutoModelForCausalLM.from_pretrained("{out}", trust_remote_code=True)', soft_wrap=True, markup=False
-    )
+    trust = ", trust_remote_code=True" if files else ""
+    console.print(f'    AutoModelForCausalLM.from_pretrained("{out}"{trust})', soft_wrap=True, markup=False)
     console.print(f"or here: residua generate {out} --prompt TEXT", soft_wrap=True, markup=False)
 
 

@@ -18,6 +18,7 @@ VERBS = {
     "compare": ("residua.cli.compare", "Does a depth architecture pay on your data, per step and per second?"),
     "generate": ("residua.cli.generate", "Continue your text with a trained model, or chat with it."),
     "eval": ("residua.cli.eval", "Score a model: perplexity, bits per byte, multiple-choice tasks, lm-eval."),
+    "import": ("residua.cli.import_", "Make a run of a Hugging Face model: Llama, Qwen, OLMo, Gemma and others."),
     "export": ("residua.cli.export", "Write a model as a Hugging Face folder that works without Residua."),
     "diagnose": (
         "residua.cli.diagnose",

@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from residua import ops
 from residua.model.decoder import Decoder
@@ -31,13 +32,39 @@ def check_export(folder: Path, model: Decoder, dtype: torch.dtype) -> float | No
     """
     if find_spec("transformers") is None:
         return None
-    tokens = torch.randint(model.config.vocab_size, (1, TOKENS), generator=torch.Generator().manual_seed(0))
+    tokens = _tokens(model)
     device = next(model.parameters()).device
     was_training = model.training
     with torch.no_grad(), ops.backend("reference"), _package(folder) as modeling:
         expected = model.eval()(tokens.to(device)).float().cpu()
         found = _build(folder, modeling)(tokens).logits.float()
     model.train(was_training)
+    return _difference(found, expected, dtype)
+
+
+def check_layout(folder: Path, model: Decoder, dtype: torch.dtype) -> float | None:
+    """The same for a folder in the layout of one of transformers' own families, run by transformers' code."""
+    if find_spec("transformers") is None:
+        return None
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    tokens = _tokens(model)
+    theirs = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=torch.float32).eval()
+    was_training = model.training
+    with torch.no_grad():
+        expected = model.eval()(tokens.to(next(model.parameters()).device)).float().cpu()
+        found = theirs(tokens).logits
+    model.train(was_training)
+    return _difference(found, expected, dtype)
+
+
+def _tokens(model: Decoder) -> Tensor:
+    return torch.randint(model.config.vocab_size, (1, TOKENS), generator=torch.Generator().manual_seed(0))
+
+
+def _difference(found: Tensor, expected: Tensor, dtype: torch.dtype) -> float:
     difference = float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
     if not difference <= TOLERANCES[dtype]:
         raise RuntimeError(

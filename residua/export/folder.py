@@ -33,18 +33,24 @@ AUTO_MAP = {
 
 
 def write_folder(
-    model: Decoder, tokenizer: Tokenizer, out: Path, dtype: torch.dtype = torch.float32, check: bool = True
+    model: Decoder,
+    tokenizer: Tokenizer,
+    out: Path,
+    dtype: torch.dtype = torch.float32,
+    check: bool = True,
+    chat_template: Path | None = None,
 ) -> float | None:
     """Write an export; `out` must not exist, or be an empty folder. Returns what `check_export` finds."""
     refuse_used(out)
     with atomic_folder(out) as folder:
         _fill(folder, model, tokenizer, dtype)
+        if chat_template is not None:
+            shutil.copyfile(chat_template, folder / chat_template.name)
         return check_export(folder, model, dtype) if check else None
 
 
 def _fill(folder: Path, model: Decoder, tokenizer: Tokenizer, dtype: torch.dtype) -> None:
-    end = tokenizer.end_of_text
-    special = {"eos_token_id": end, "pad_token_id": end}
+    special = end_tokens(tokenizer)
     config: dict[str, Any] = {
         "architectures": ["ResiduaForCausalLM"],
         "auto_map": AUTO_MAP,
@@ -58,9 +64,9 @@ def _fill(folder: Path, model: Decoder, tokenizer: Tokenizer, dtype: torch.dtype
     if users_modules(model):  # an installed Residua may not know these classes
         config["implementation"] = "file"
     texts = {
-        "config.json": _json(config),
-        "generation_config.json": _json({"do_sample": False, **special}),
-        "tokenizer_config.json": _json(_tokenizer_config(tokenizer, model.config)),
+        "config.json": json_text(config),
+        "generation_config.json": json_text({"do_sample": False, **special}),
+        "tokenizer_config.json": json_text(tokenizer_config(tokenizer, model.config)),
         **bundle(model, __version__),
     }
     for name, text in texts.items():
@@ -94,7 +100,13 @@ def _standard_names(config: ModelConfig) -> dict[str, Any]:
     return names
 
 
-def _tokenizer_config(tokenizer: Tokenizer, config: ModelConfig) -> dict[str, Any]:
+def end_tokens(tokenizer: Tokenizer) -> dict[str, Any]:
+    """The ids that transformers needs to end and to pad a text."""
+    return {"eos_token_id": tokenizer.end_of_text, "pad_token_id": tokenizer.end_of_text}
+
+
+def tokenizer_config(tokenizer: Tokenizer, config: ModelConfig) -> dict[str, Any]:
+    """tokenizer_config.json of a tokenizer that was trained or prepared here."""
     end = tokenizer.backend.id_to_token(tokenizer.end_of_text)
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -108,5 +120,6 @@ def _tokenizer_config(tokenizer: Tokenizer, config: ModelConfig) -> dict[str, An
     }
 
 
-def _json(content: Mapping[str, Any]) -> str:
+def json_text(content: Mapping[str, Any]) -> str:
+    """JSON for people to read."""
     return json.dumps(content, indent=2, ensure_ascii=False) + "\n"

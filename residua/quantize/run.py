@@ -10,8 +10,8 @@ from residua.files import refuse_used, write_atomically
 from residua.machine import choose_device
 from residua.quantize.apply import targets
 from residua.quantize.calibration import CALIBRATION_SEQUENCES, CalibrationText
+from residua.quantize.engine import find_layout, save_engine
 from residua.quantize.judge import Judge
-from residua.quantize.qwen3 import check_qwen3, save_qwen3
 from residua.quantize.recipe import check_alpha
 from residua.quantize.schema import QuantizationResult
 from residua.quantize.schemes import find_scheme
@@ -58,7 +58,7 @@ def quantize(
     decoder = load(source).to(where).eval()
     targets(decoder, exempt)
     if engine is not None:
-        check_qwen3(decoder.config)
+        find_layout(decoder.config)
     text = CalibrationText.of_folder(source, decoder.config, None if data is None else Path(data))
     judge = Judge(decoder, chosen, tuple(exempt), text, text.validation(tokens), progress)
     before = judge.loss("loss in high precision")
@@ -84,7 +84,7 @@ def quantize(
     peaks = input_peaks(result)
     save_quantized(target, source, decoder, judge.names, judge.chosen, scheme, peaks, about)
     if engine is not None:
-        save_qwen3(Path(engine), source, decoder, judge.chosen, scheme, peaks)
+        save_engine(Path(engine), source, decoder, judge.chosen, scheme, peaks)
     write_results(result, target)
     return result
 

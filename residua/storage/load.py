@@ -13,18 +13,22 @@ from residua.reading import inside
 from residua.storage.checkpoint import SHARDS, OptimizerState, best, checkpoints, read_checkpoint
 from residua.storage.exported import load_folder
 from residua.storage.formats import find_reader
+from residua.storage.imported import is_family, load_family
 
 
 def load(folder: str | Path, which: Literal["last", "best"] = "last") -> Decoder:
     """The trained model of a run folder, on the CPU: its last checkpoint or the best one on the validation set.
 
     A folder made by `residua export` holds one model; one made by `residua quantize` gives a model that computes in
-    that precision. Nothing in a folder is executed.
+    that precision. A folder of transformers, of a family that Residua knows (docs/import.md), is opened as it is.
+    Nothing in a folder is executed.
     """
     folder = Path(folder)
     read = find_reader(folder)
     if read is not None:
         return read(folder)
+    if is_family(folder):
+        return load_family(folder)
     if (folder / "config.json").exists() and not (folder / "config.toml").exists():
         return load_folder(folder)
     return load_run(folder, which)

@@ -1,4 +1,4 @@
-"""Folders in Qwen3's names, opened by transformers: the same weights and, for FP8, the same rounded model."""
+"""Folders in transformers' own names, opened by it: the same weights and, for FP8, the same rounded model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import residua
 from residua.config.model import ModelConfig
 from residua.model.decoder import Decoder
 from residua.quantize.apply import install, quantize_weights, rounded, targets
-from residua.quantize.qwen3 import check_qwen3, rows_of, save_qwen3, why_not
+from residua.quantize.engine import find_layout, rows_of, save_engine
 from residua.quantize.schemes import SCHEMES, find_scheme
 from tests.quantize.conftest import quiet_transformers
 
@@ -40,7 +40,7 @@ def quantized(scheme: str, out: Path, exempt: tuple[str, ...] = (), **changes: A
             parameter.add_(torch.randn_like(parameter) * 0.02)
     modules = targets(model, exempt)
     weights = quantize_weights(modules, find_scheme(scheme))
-    save_qwen3(out, out.parent, model, weights, scheme, dict.fromkeys(modules, 30.0))
+    save_engine(out, out.parent, model, weights, scheme, dict.fromkeys(modules, 30.0))
     install(model, rounded(modules, weights, find_scheme(scheme)))
     return model.eval()
 
@@ -68,9 +68,19 @@ def test_transformers_reads_the_same_weights(scheme: str, tmp_path: Path) -> Non
 
 @pytest.mark.filterwarnings("ignore:You passed `quantization_config`")
 @pytest.mark.parametrize("scheme", [name for name in SCHEMES if name != "nvfp4"])
-@pytest.mark.parametrize("head", ["tied", "untied"])
-def test_transformers_computes_the_same_with_rounded_activations(scheme: str, head: str, tmp_path: Path) -> None:
-    model = quantized(scheme, tmp_path / "q", head={"kind": head})
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"head": {"kind": "tied"}},
+        {"head": {"kind": "untied"}},
+        {"attention": {"kind": "softmax", "heads": 4, "qk_norm": "none", "bias": "qkv"}},
+    ],
+    ids=["tied", "untied", "biases"],
+)
+def test_transformers_computes_the_same_with_rounded_activations(
+    scheme: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    model = quantized(scheme, tmp_path / "q", **changes)
     with torch.no_grad():
         found, ours = opened_by_transformers(tmp_path / "q")(TOKENS).logits, model(TOKENS)
     assert (found - ours).norm() < 1e-4 * ours.norm()
@@ -104,14 +114,23 @@ def test_rows_keep_the_scales_of_the_whole_unless_a_block_would_be_cut() -> None
         {"anchors": {"kind": "resformer"}},
         {"ffn": {"kind": "relu2", "hidden": 64}},
         {"attention": {"kind": "softmax", "heads": 4, "gate": "headwise"}},
-        {"attention": {"kind": "softmax", "heads": 4, "qk_norm": "none"}},
-        {"norm": {"kind": "rmsnorm", "eps": 1e-5}},
+        {"attention": {"kind": "softmax", "heads": 4, "qk_norm": "rms_all"}},
+        {"placement": "output"},
     ],
     ids=str,
 )
 def test_another_shape_is_refused_by_what_it_has(change: dict[str, Any]) -> None:
-    config = ModelConfig(**(SHAPE | change))
-    problem = why_not(config)
-    assert problem is not None and problem.startswith(next(iter(change)))
-    with pytest.raises(ValueError, match="of Qwen3's shape"):
-        check_qwen3(config)
+    with pytest.raises(ValueError, match=f"models of the shape of .* has {next(iter(change))}.*: leave --engine out"):
+        find_layout(ModelConfig(**(SHAPE | change)))
+
+
+def test_the_first_family_that_fits_is_taken() -> None:
+    heads = {"kind": "softmax", "heads": 4}
+    shapes: dict[str, dict[str, Any]] = {
+        "qwen3": {"attention": heads | {"qk_eps": 1e-5}, "norm": {"kind": "rmsnorm", "eps": 1e-5}},
+        "llama": {"attention": heads | {"qk_norm": "none"}},
+        "qwen2": {"attention": heads | {"qk_norm": "none", "bias": "qkv"}},
+        "mistral": {"attention": heads | {"qk_norm": "none", "window": 8}},
+    }
+    for name, changes in shapes.items():
+        assert find_layout(ModelConfig(**(SHAPE | changes))).model_type == name

@@ -1,0 +1,43 @@
+"""`residua import`: make a run of a model that transformers trained or downloaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(rich_markup_mode=None, add_completion=False)
+
+
+@app.command()
+def import_(
+    folder: Annotated[Path, typer.Argument(metavar="HF_FOLDER", help="A local folder of a Hugging Face model.")],
+    out: Annotated[Path, typer.Option(help="The run folder to write; it must not exist, or be empty.")],
+) -> None:
+    """Make a run of a Hugging Face model: Llama, Mistral, Qwen, OLMo, Gemma, Mixtral and others.
+
+    \b
+    residua import models/Qwen3-0.6B --out runs/qwen3
+    residua diagnose runs/qwen3 --text book.txt
+    residua export runs/qwen3 --out exported/qwen3 --layout qwen3
+
+    Weights keep their precision and are copied tensor by tensor, so a model needs
+    little more memory than its largest matrix. Tokenizer, chat template and
+    generation settings come along. What Residua cannot compute is refused by name.
+    """
+    from residua.report.terminal import open_console
+    from residua.storage.imported import import_folder
+
+    console = open_console(log_width=None)
+    with console.status("copying weights"):
+        made = import_folder(folder, out)
+    size = f"{made.bytes / 2**30:.2f} GiB"
+    console.print(f"{out}: {made.parameters:,} parameters of a {made.model_type} model, {size}.", soft_wrap=True)
+    if not made.has_tokenizer:
+        console.print(
+            f"{folder} has no tokenizer.json: save one with transformers' AutoTokenizer and put it into {out}.",
+            soft_wrap=True,
+        )
+    console.print(f"Next: residua generate {out} --prompt TEXT", soft_wrap=True, markup=False)
+    console.print(f"or:   residua diagnose {out}", soft_wrap=True, markup=False)

@@ -1,0 +1,393 @@
+"""The families: what each has beyond Llama. Their papers and code name the keys; transformers is the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from residua.config import choices
+from residua.config.model import ModelConfig
+from residua.convert.family import FAMILIES as FAMILIES
+from residua.convert.family import Family, Names, gated_kind, layer_types, layer_windows, register
+from residua.convert.family import find_family as find_family
+from residua.convert.positions import read_positions
+
+
+def biased(config: ModelConfig) -> bool:
+    """transformers' `attention_bias`: biases on all four projections."""
+    return config.softmax is not None and config.softmax.bias == "all"
+
+
+def window_of(config: ModelConfig) -> int | None:
+    """transformers' `sliding_window`."""
+    return None if config.softmax is None else config.softmax.window
+
+
+def head_qk_norm(tables: dict[str, Any], keys: dict[str, Any]) -> dict[str, Any]:
+    """With QK-norm of each head, and biases if `attention_bias` says so."""
+    bias = "all" if keys.get("attention_bias") else "none"
+    tables["attention"] |= {"qk_norm": "rms", "qk_eps": keys["rms_norm_eps"], "bias": bias}
+    return tables
+
+
+def joint_qk_norm(tables: dict[str, Any], keys: dict[str, Any]) -> dict[str, Any]:
+    """With QK-norm over all heads together, and biases if `attention_bias` says so."""
+    tables = head_qk_norm(tables, keys)
+    tables["attention"]["qk_norm"] = "rms_all"
+    return tables
+
+
+@register
+class Llama(Family):
+    """Llama 1 to 3: pre-norm, SwiGLU, grouped-query attention; optional biases."""
+
+    model_type = "llama"
+    architecture = "LlamaForCausalLM"
+
+    def tables(self, keys: dict[str, Any]) -> dict[str, Any]:
+        tables = super().tables(keys)
+        tables["attention"]["bias"] = "all" if keys.get("attention_bias") else "none"
+        tables["ffn"]["bias"] = bool(keys.get("mlp_bias"))
+        return tables
+
+    def keys(self, config: ModelConfig) -> dict[str, Any]:
+        of_ffn = bool(getattr(config.ffn, "bias", False))
+        return super().keys(config) | {"attention_bias": biased(config), "mlp_bias": of_ffn}
+
+
+@register
+class Mistral(Family):
+    """Mistral: Llama with a window in every layer, or none."""
+
+    model_type = "mistral"
+    architecture = "MistralForCausalLM"
+
+    def window(self, keys: dict[str, Any]) -> dict[str, Any]:
+        return {} if keys.get("sliding_window") is None else {"window": keys["sliding_window"]}
+
+    def keys(self, config: ModelConfig) -> dict[str, Any]:
+        return super().keys(config) | {"sliding_window": window_of(config)}
+
+
+class Qwen(Family):
+    """What Qwen 2 and 3 share: a window in the layers from `max_window_layers` on, if it is switched on."""
+
+    def window(self, keys: dict[str, Any]) -> dict[str, Any]:
+        if not keys.get("use_sliding_window"):
+            return {}
+        first = keys.get("max_window_layers", 28)
+        derived = ["sliding_attention" if i >= first else "full_attention" for i in range(keys["num_hidden_layers"])]
+        return layer_windows(keys, keys.get("layer_types") or derived)
+
+    def keys(self, config: ModelConfig) -> dict[str, Any]:
+        window = window_of(config)
+        return super().keys(config) | {
+            "use_sliding_window": window is not None,
+            "sliding_window": window,
+            "layer_types": layer_types(config),
+        }
+
+
+@register
+class Qwen2(Qwen):
+    """Qwen 2 and 2.5: biases on queries, keys and values."""
+
+    model_type = "qwen2"
+    architecture = "Qwen2ForCausalLM"
+
+    def tables(self, keys: dict[str, Any]) -> dict[str, Any]:
+        tables = super().tables(keys)
+        tables["attention"]["bias"] = "qkv"
+        return tables
+
+
+@register
+class Qwen3(Qwen):
+    """Qwen 3: QK-norm, heads of a width of their own, no biases unless switched on."""
+
+    model_type = "qwen3"
+    architecture = "Qwen3ForCausalLM"
+    DEFAULTS: ClassVar[Mapping[str, Any]] = {**Family.DEFAULTS, "head_dim": 128}
+
+    def tables(self, keys: dict[str, Any]) -> dict[str, Any]:
+        return head_qk_norm(super().tables(keys), keys)
+
+    def keys(self, config: ModelConfig) -> dict[str, Any]:
+        return super().keys(config) | {"attention_bias": biased(config)}
+
+
+@register
+class Olmo2(Family):
+    """OLMo 2: norms on the sublayers' outputs, and QK-norm over all heads together."""
+
+    model_type = "olmo2"
+    architecture = "Olmo2ForCausalLM"
+    DEFAULTS: ClassVar[Mapping[str, Any]] = {**Family.DEFAULTS, "rms_norm_eps": 1e-5}
+    ATTENTION: ClassVar[Names] = {**Family.ATTENTION, "after.weight": ("post_attention_layernorm.weight",)}
+    FEED_FORWARD: ClassVar[Names] = {**Family.FEED_FORWARD, "after.weight": ("post_feedforward_layernorm.weight",)}
+
+    def tables(self, keys: dict[str, Any]) -> dict[str, Any]:
+        return joint_qk_norm(super().tables(keys), keys) | {"placement": "output"}
+
+    def keys(self, config: ModelConfig) -> dict[str, Any]:
+        return super().keys(config) | {"attention_bias": biased(config)}
+
+
+class Gemma(Family):
+    """What Gemmas share: embeddings times √width, gains stored less one, GeGLU."""
+
+    DEFAULTS: ClassVar[Mapping[str, Any]] = {
+        **Family.DEFAULTS,
+        "tie_word_embeddings": True,
+        "head_dim": 256,
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_activation": "gelu_pytorch_tanh",
+    }
+    UNKNOWN: ClassVar[Mapping[str, tuple[Any, ...]]] = {"use_bidirectional_attention": (False,)}
+
+    def tables(self, keys: dict[str, Any]) -> dict[str, Any]:
+        tables = super().tables(keys) | {"embed_scale": keys["hidden_size"] ** 0.5}
+        tables["attention"]["bias"] = "all" if keys.get("attention_bias") else "none"
+        return tables
+
+    def keys(self, config: ModelConfig) -> dict[str, Any]:
+        return super().keys(config) | {"attention_bias": biased(config)}
+
+    def change(self, name: str, keys: Mapping[str, Any]) -> tuple[float, float]:
+        gain = name.endswith(("norm.weight", "after.weight", "qk_norm.query", "qk_norm.key"))
+        return float(gain), 1.0
+
+
+@register
+class Gemma1(Gemma):
+    """Gemma."""
+
+    model_type = "gemma"
+    architecture = "GemmaForCausalLM"
+
+    def feed_forward(self, keys: dict[str, Any]) -> dict[str, Any]:
+        act = keys["hidden_act"]  # "gelu" stands for its approximation in the first releases
+        return super().feed_forward(keys | {"hidden_act": "gelu_pytorch_tanh" if act == "gelu" else act})
+
+
+class SandwichGemma(Gemma):
+    """What Gemma 2 and 3 share: norms on both sides of a sublayer, and windows in most layers."""
+
+    ATTENTION: ClassVar[Names] = {**Family.ATTENTION, "after.weight": ("post_attention_layernorm.weight",)}
+    FEED_FORWARD: ClassVar[Names] = {
+        **Family.FEED_FORWARD,
+        "norm.weight": ("pre_feedforward_layernorm.weight",),
+        "after.weight": ("post_feedforward_layernorm.weight",),
+    }
+    DEFAULTS: ClassVar[Mapping[str, Any]] = {
+        **Gemma.DEFAULTS,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 6,
+        "query_pre_attn_scalar": 256,
+    }
+
+    def tables(self, keys: dict[str, Any]) -> dict[str, Any]:
+        return super().tables(keys) | {"placement": "both"}
+
+    def feed_forward(self, keys: dict[str, Any]) -> dict[str, Any]:
+        return super().feed_forward(keys | {"hidden_act": keys["hidden_activation"]})
+
+    def window(self, keys: dict[str, Any]) -> dict[str, Any]:
+        every, layers = keys["sliding_window_pattern"], range(keys["num_hidden_layers"])
+        derived = ["sliding_attention" if (i + 1) % every else "full_attention" for i in layers]
+        return layer_windows(keys, keys.get("layer_types") or derived)
+
+    def keys(self, config: ModelConfig) -> dict[str, Any]:
+        keys = super().keys(config)
+        return keys | {
+            "hidden_activation": keys["hidden_act"],
+            "query_pre_attn_scalar": keys["head_dim"],
+            "sliding_window": window_of(config),
+            "layer_types": layer_types(config),
+        }
+
+
+@register
+class Gemma2(SandwichGemma):
+    """Gemma 2, as far as it caps neither attention scores nor logits: all released ones do both."""
+
+    model_type = "gemma2"
+    architecture = "Gemma2ForCausalLM"
+    DEFAULTS: ClassVar[Mapping[str, Any]] = {
+        **SandwichGemma.DEFAULTS,
+        "sliding_window_pattern": 2,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+    }
+    UNKNOWN: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **Gemma.UNKNOWN,
+        "attn_logit_softcapping": (),
+        "final_logit_softcapping": (),
+    }
+
+    def tables(self, keys: dict[str, Any]) -> dict[str, Any]:
+        tables = super().tables(keys)
+        if keys["query_pre_attn_scalar"] != tables["attention"]["head_dim"]:
+            raise ValueError(f"query_pre_attn_scalar = {keys['query_pre_attn_scalar']} other than head_dim is missing.")
+        return tables
+
+    def keys(self, config: ModelConfig) -> dict[str, Any]:
+        return super().keys(config) | {"attn_logit_softcapping": None, "final_logit_softcapping": None}
+
+
+@register
+class Gemma3(SandwichGemma):
+    """Gemma 3, text only: QK-norm, and another rotary base in the layers with a window."""
+
+    model_type = "gemma3_text"
+    architecture = "Gemma3ForCausalLM"
+    DEFAULTS: ClassVar[Mapping[str, Any]] = {
+        **SandwichGemma.DEFAULTS,
+        "rope_theta": 1_000_000.0,
+        "rope_local_base_freq": 10_000.0,
+    }
+    UNKNOWN: ClassVar[Mapping[str, tuple[Any, ...]]] = {**Gemma.UNKNOWN, "final_logit_softcapping": ()}
+    FREE: ClassVar[tuple[str, ...]] = ("query_pre_attn_scalar",)
+
+    def tables(self, keys: dict[str, Any]) -> dict[str, Any]:
+        tables = super().tables(keys)
+        tables["attention"] |= {"qk_norm": "rms", "qk_eps": keys["rms_norm_eps"]}
+        if "window" not in tables["attention"]:
+            tables["attention"].pop("local_rope_theta")
+        return tables
+
+    def positions(self, keys: dict[str, Any]) -> dict[str, Any]:
+        by_layer = {"full_attention": {}, "sliding_attention": {}} | (keys.get("rope_parameters") or {})
+        plain = {key: value for key, value in keys.items() if key not in ("rope_parameters", "rope_scaling")}
+        full = (keys.get("rope_scaling") or {}) | (by_layer["full_attention"] or {})
+        local = read_positions(
+            plain | {"rope_parameters": by_layer["sliding_attention"], "rope_theta": keys["rope_local_base_freq"]},
+            self.DEFAULTS["rope_local_base_freq"],
+        )
+        if "rope_scaling" in local:
+            raise ValueError("rope_parameters scale the layers with a window, which is missing here.")
+        positions = read_positions(plain | {"rope_parameters": full}, self.DEFAULTS["rope_theta"])
+        return positions | {"local_rope_theta": local["rope_theta"]}
+
+    def keys(self, config: ModelConfig) -> dict[str, Any]:
+        keys = super().keys(config)
+        softmax = config.softmax
+        theta = softmax.local_rope_theta if softmax is not None else None
+        local = {"rope_type": "default", "rope_theta": theta or self.DEFAULTS["rope_local_base_freq"]}
+        keys["rope_parameters"] = {"full_attention": keys["rope_parameters"], "sliding_attention": local}
+        return keys | {"rope_local_base_freq": local["rope_theta"]}
+
+    def change(self, name: str, keys: Mapping[str, Any]) -> tuple[float, float]:
+        shift, scale = super().change(name, keys)
+        known = {**self.DEFAULTS, **keys}
+        # scores are divided by √query_pre_attn_scalar there and by √head_dim here
+        turned = (known["head_dim"] / known["query_pre_attn_scalar"]) ** 0.5
+        return shift, turned if name.endswith("qk_norm.query") else scale
+
+
+class Mixture(Family):
+    """What mixtures of experts share: Qwen's names of their parts."""
+
+    mixture = True
+    EXPERTS: ClassVar[tuple[str, ...]] = ("num_experts", "num_local_experts")
+    """The names of the number of experts."""
+    HIDDEN: ClassVar[str] = "intermediate_size"
+    FEED_FORWARD: ClassVar[Names] = {
+        "norm.weight": ("post_attention_layernorm.weight",),
+        "body.router.weight": ("mlp.gate.weight",),
+        "body.experts.up": ("mlp.experts.{e}.gate_proj.weight", "mlp.experts.{e}.up_proj.weight"),
+        "body.experts.out": ("mlp.experts.{e}.down_proj.weight",),
+    }
+
+    def feed_forward(self, keys: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "kind": "moe",
+            "activation": gated_kind(keys["hidden_act"]),
+            "hidden": keys[self.HIDDEN],
+            "experts": next((keys[name] for name in self.EXPERTS if name in keys), None) or keys[self.EXPERTS[0]],
+            "top_k": keys["num_experts_per_tok"],
+            "normalize": bool(keys.get("norm_topk_prob")),
+            "shared": 0,
+        }
+
+    def keys(self, config: ModelConfig) -> dict[str, Any]:
+        keys, ffn = super().keys(config), config.ffn
+        assert isinstance(ffn, choices.MoE)
+        return keys | {
+            self.HIDDEN: ffn.hidden,
+            **dict.fromkeys(self.EXPERTS, ffn.experts),
+            "num_experts_per_tok": ffn.top_k,
+            "norm_topk_prob": ffn.normalize,
+        }
+
+
+@register
+class Mixtral(Mixture):
+    """Mixtral: Mistral with experts, whose chosen weights sum to one."""
+
+    model_type = "mixtral"
+    architecture = "MixtralForCausalLM"
+    DEFAULTS: ClassVar[Mapping[str, Any]] = {
+        **Family.DEFAULTS,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1_000_000.0,
+        "norm_topk_prob": True,
+    }
+    EXPERTS: ClassVar[tuple[str, ...]] = ("num_local_experts",)
+    FEED_FORWARD: ClassVar[Names] = {
+        "norm.weight": ("post_attention_layernorm.weight",),
+        "body.router.weight": ("block_sparse_moe.gate.weight",),
+        "body.experts.up": ("block_sparse_moe.experts.{e}.w1.weight", "block_sparse_moe.experts.{e}.w3.weight"),
+        "body.experts.out": ("block_sparse_moe.experts.{e}.w2.weight",),
+    }
+
+    def window(self, keys: dict[str, Any]) -> dict[str, Any]:
+        return {} if keys.get("sliding_window") is None else {"window": keys["sliding_window"]}
+
+    def keys(self, config: ModelConfig) -> dict[str, Any]:
+        keys = super().keys(config) | {"sliding_window": window_of(config)}
+        keys.pop("norm_topk_prob")
+        return keys
+
+
+@register
+class Qwen3Moe(Mixture):
+    """Qwen 3 with experts in every layer."""
+
+    model_type = "qwen3_moe"
+    architecture = "Qwen3MoeForCausalLM"
+    HIDDEN = "moe_intermediate_size"
+    UNKNOWN: ClassVar[Mapping[str, tuple[Any, ...]]] = {"decoder_sparse_step": (1,), "mlp_only_layers": ([],)}
+
+    def window(self, keys: dict[str, Any]) -> dict[str, Any]:
+        used = keys.get("use_sliding_window") and keys.get("sliding_window") is not None
+        return {"window": keys["sliding_window"]} if used else {}
+
+    def tables(self, keys: dict[str, Any]) -> dict[str, Any]:
+        return head_qk_norm(super().tables(keys), keys)
+
+    def keys(self, config: ModelConfig) -> dict[str, Any]:
+        window = window_of(config)
+        return super().keys(config) | {
+            "attention_bias": biased(config),
+            "use_sliding_window": window is not None,
+            "sliding_window": window,
+            "mlp_only_layers": [],
+            "decoder_sparse_step": 1,
+        }
+
+
+@register
+class Olmoe(Mixture):
+    """OLMoE: pre-norm, QK-norm over all heads together, weights of experts that need not sum to one."""
+
+    model_type = "olmoe"
+    architecture = "OlmoeForCausalLM"
+    DEFAULTS: ClassVar[Mapping[str, Any]] = {**Family.DEFAULTS, "rms_norm_eps": 1e-5}
+    UNKNOWN: ClassVar[Mapping[str, tuple[Any, ...]]] = {"clip_qkv": ()}
+
+    def tables(self, keys: dict[str, Any]) -> dict[str, Any]:
+        return joint_qk_norm(super().tables(keys), keys)
+
+    def keys(self, config: ModelConfig) -> dict[str, Any]:
+        return super().keys(config) | {"attention_bias": biased(config), "clip_qkv": None}

@@ -1,0 +1,300 @@
+"""What a family of transformers' models states about itself, and the rules that follow from it.
+
+A family reads its config.json into Residua's tables (`tables`), writes it back (`keys`), and names the tensors that
+each of Residua's parameters is made of (`TOP`, `ATTENTION`, `FEED_FORWARD`): parts that Residua has fused are stacked
+by rows. What a family's mathematics needs and Residua lacks is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from residua.config.model import ModelConfig, head_dim
+from residua.convert.positions import read_positions, write_positions
+from residua.model.decoder import Decoder, build
+from residua.model.size import shapes_only
+from residua.reading import OpenShape
+
+Size = Annotated[int, Field(ge=1, lt=2**31)]
+
+
+class Keys(OpenShape):
+    """What config.json must hold for any family; other keys are kept."""
+
+    vocab_size: Size
+    hidden_size: Size
+    num_hidden_layers: Size
+    num_attention_heads: Size
+    max_position_embeddings: Size
+    intermediate_size: Size | None = None
+    num_key_value_heads: Size | None = None
+    head_dim: Size | None = None
+    sliding_window: Size | None = None
+    rope_scaling: dict[str, Any] | None = None
+    rope_parameters: dict[str, Any] | None = None
+    layer_types: list[str] | None = None
+
+
+Names = Mapping[str, tuple[str, ...]]
+"""A parameter of ours to the tensors of theirs that are stacked to make it; `{e}` stands for each expert."""
+
+GATED = {"silu": "swiglu", "swish": "swiglu", "sigmoid": "glu", "gelu_pytorch_tanh": "geglu"}
+"""`hidden_act` of a gated feed-forward to its kind."""
+
+FAMILIES: dict[str, type[Family]] = {}
+"""Families by `model_type`."""
+
+
+def register(family: type[Family]) -> type[Family]:
+    """Make a family known by its `model_type`."""
+    FAMILIES[family.model_type] = family
+    return family
+
+
+def find_family(model_type: object) -> Family:
+    """The family of a `model_type`."""
+    if model_type not in FAMILIES:
+        raise ValueError(f"model_type = {model_type!r} is no family known here: {', '.join(FAMILIES)}.")
+    return FAMILIES[str(model_type)]()
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One parameter of ours: the tensors of theirs stacked by `rows`, then (x + shift) · scale."""
+
+    ours: str
+    shape: tuple[int, ...]
+    theirs: tuple[str, ...]
+    rows: tuple[int, ...]
+    shift: float = 0.0
+    scale: float = 1.0
+
+    @property
+    def exact(self) -> bool:
+        """Whether values go over as they are, so that they can keep their precision."""
+        return self.shift == 0 and self.scale == 1
+
+    def read(self, parts: list[Tensor]) -> Tensor:
+        """Our parameter from their tensors."""
+        whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return whole if self.exact else (whole.float() + self.shift) * self.scale
+
+    def write(self, parameter: Tensor) -> dict[str, Tensor]:
+        """Their tensors from our parameter."""
+        whole = parameter if self.exact else parameter.float() / self.scale - self.shift
+        return dict(zip(self.theirs, whole.split(self.rows), strict=True))
+
+
+def alike(name: str, *projections: str) -> Names:
+    """The weight and the bias of a projection, made of these."""
+    return {f"{name}.{own}": tuple(f"{each}.{own}" for each in projections) for own in ("weight", "bias")}
+
+
+class Family:
+    """A family with Llama's layout: subclass it and say what differs."""
+
+    model_type: ClassVar[str]
+    architecture: ClassVar[str]
+    mixture: ClassVar[bool] = False
+    """Whether its feed-forwards have experts."""
+
+    DEFAULTS: ClassVar[Mapping[str, Any]] = {
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10_000.0,
+        "tie_word_embeddings": False,
+        "initializer_range": 0.02,
+    }
+    """What transformers takes for keys that a config.json leaves out."""
+    UNKNOWN: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    """Keys that Residua has no counterpart of, and the values with which they change nothing."""
+    FREE: ClassVar[tuple[str, ...]] = ()
+    """Keys whose values `change` works into the weights, so that a model can be written with any of them."""
+    TOP: ClassVar[Names] = {
+        "embed.weight": ("model.embed_tokens.weight",),
+        "norm.weight": ("model.norm.weight",),
+        "unembed.weight": ("lm_head.weight",),
+    }
+    ATTENTION: ClassVar[Names] = {
+        "norm.weight": ("input_layernorm.weight",),
+        **alike("body.project", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        **alike("body.out", "self_attn.o_proj"),
+        "body.qk_norm.query": ("self_attn.q_norm.weight",),
+        "body.qk_norm.key": ("self_attn.k_norm.weight",),
+    }
+    FEED_FORWARD: ClassVar[Names] = {
+        "norm.weight": ("post_attention_layernorm.weight",),
+        **alike("body.gate_up", "mlp.gate_proj", "mlp.up_proj"),
+        **alike("body.out", "mlp.down_proj"),
+    }
+
+    def read(self, keys: Mapping[str, Any]) -> ModelConfig:
+        """The configuration that a config.json describes; raises ValueError with what is missing here."""
+        known = {**self.DEFAULTS, **keys}
+        if known.get("quantization_config"):
+            raise ValueError("its weights are quantized: import the model that they were made from.")
+        for key, neutral in self.UNKNOWN.items():
+            if known.get(key) is not None and known[key] not in neutral:
+                raise ValueError(f"{key} = {known[key]!r} has no counterpart here.")
+        try:
+            return ModelConfig(**self.tables(known))
+        except KeyError as error:
+            raise ValueError(f"config.json lacks {error.args[0]!r}.") from None
+
+    def tables(self, keys: dict[str, Any]) -> dict[str, Any]:
+        """Residua's tables from the keys of a config.json, `DEFAULTS` filled in."""
+        return {
+            "vocab_size": keys["vocab_size"],
+            "context": keys["max_position_embeddings"],
+            "layers": keys["num_hidden_layers"],
+            "width": keys["hidden_size"],
+            "attention": {
+                "kind": "softmax",
+                "heads": keys["num_attention_heads"],
+                "kv_heads": keys.get("num_key_value_heads") or keys["num_attention_heads"],
+                "head_dim": keys.get("head_dim") or keys["hidden_size"] // keys["num_attention_heads"],
+                "qk_norm": "none",
+                **self.positions(keys),
+                **self.window(keys),
+            },
+            "ffn": self.feed_forward(keys),
+            "norm": {"kind": "rmsnorm", "eps": keys["rms_norm_eps"]},
+            "head": {"kind": "tied" if keys["tie_word_embeddings"] else "untied"},
+            "init": {"std": keys["initializer_range"]},
+        }
+
+    def feed_forward(self, keys: dict[str, Any]) -> dict[str, Any]:
+        """The table of the feed-forward."""
+        return {"kind": gated_kind(keys["hidden_act"]), "hidden": keys["intermediate_size"]}
+
+    def positions(self, keys: dict[str, Any]) -> dict[str, Any]:
+        """The keys of rotary positions."""
+        return read_positions(keys, self.DEFAULTS["rope_theta"])
+
+    def window(self, keys: dict[str, Any]) -> dict[str, Any]:
+        """The keys of a window, if layers have one."""
+        return {}
+
+    def keys(self, config: ModelConfig) -> dict[str, Any]:
+        """The keys of a config.json for a model with softmax attention; `misfit` says whether they hold all of it."""
+        attention = config.softmax
+        assert attention is not None
+        return {
+            "architectures": [self.architecture],
+            "model_type": self.model_type,
+            "vocab_size": config.vocab_size,
+            "max_position_embeddings": config.context,
+            "num_hidden_layers": config.layers,
+            "hidden_size": config.width,
+            "intermediate_size": config.ffn.hidden,
+            "num_attention_heads": attention.heads,
+            "num_key_value_heads": attention.kv_heads or attention.heads,
+            "head_dim": head_dim(config),
+            "hidden_act": {kind: act for act, kind in reversed(GATED.items())}.get(config.ffn.kind, "silu"),
+            "rms_norm_eps": getattr(config.norm, "eps", self.DEFAULTS["rms_norm_eps"]),
+            "tie_word_embeddings": config.head.kind == "tied",
+            "initializer_range": config.init.std,
+            **write_positions(attention.rope_theta, attention.rope_scaling),
+        }
+
+    def write(self, config: ModelConfig) -> dict[str, Any]:
+        """The config.json of a model; raises ValueError with the first key of ours that the layout cannot hold."""
+        problem = self.misfit(config)
+        if problem is not None:
+            raise ValueError(f"{problem} has no place in the {self.model_type} layout.")
+        return self.keys(config)
+
+    def misfit(self, config: ModelConfig) -> str | None:
+        """The first key of ours that the layout cannot hold, None if it holds all: what is written is read back."""
+        if config.attention.everywhere is None:
+            return f"attention.kind = '{config.attention.kind}'"
+        if config.ffn.mixture != self.mixture:
+            return f"ffn.kind = '{config.ffn.kind}'"
+        wanted, found = (flat(_settled(each)) for each in (config, self.read(self.keys(config))))
+        different = (key for key in (*wanted, *found) if wanted.get(key) != found.get(key))
+        return next((f"{key} = {wanted.get(key)!r}" for key in different), None)
+
+    def change(self, name: str, keys: Mapping[str, Any]) -> tuple[float, float]:
+        """Shift and scale of a parameter's values: ours = (theirs + shift) · scale."""
+        return 0.0, 1.0
+
+    def rules(self, config: ModelConfig, keys: Mapping[str, Any]) -> Iterator[Rule]:
+        """How every parameter of a model is made, in the model's order; `keys` are those of config.json."""
+        with torch.device("meta"), shapes_only():
+            model = build(config)
+        for name, parameter in model.named_parameters():
+            parts = _parts(model, name, parameter)
+            theirs = self._theirs(name, config)
+            if theirs is None or len(theirs) != len(parts):
+                raise ValueError(f"parameter {name} has no place in the {self.model_type} layout.")
+            shift, scale = self.change(name, keys)
+            yield Rule(name, tuple(parameter.shape), theirs, parts, shift, scale)
+
+    def _theirs(self, name: str, config: ModelConfig) -> tuple[str, ...] | None:
+        if not name.startswith("sublayers."):
+            return self.TOP.get(name)
+        _, number, own = name.split(".", 2)
+        layer, second = divmod(int(number), 2)
+        names = (self.FEED_FORWARD if second else self.ATTENTION).get(own)
+        if names is None:
+            return None
+        experts = range(getattr(config.ffn, "experts", 1)) if "{e}" in names[0] else range(1)
+        return tuple(f"model.layers.{layer}.{each}".replace("{e}", str(e)) for e in experts for each in names)
+
+
+def gated_kind(act: str) -> str:
+    """The kind of a gated feed-forward by its activation."""
+    if act not in GATED:
+        raise ValueError(f"hidden_act = {act!r}: a gated feed-forward with it is missing here ({', '.join(GATED)}).")
+    return GATED[act]
+
+
+def layer_windows(keys: dict[str, Any], types: list[str]) -> dict[str, Any]:
+    """The keys of a window from transformers' `layer_types`."""
+    if unknown := set(types) - {"full_attention", "sliding_attention"}:
+        raise ValueError(f"layer_types contains {sorted(unknown)[0]!r}, a kind of layer that is missing here.")
+    sliding = [layer for layer, kind in enumerate(types) if kind == "sliding_attention"]
+    if not sliding or keys.get("sliding_window") is None:
+        return {}
+    return {"window": keys["sliding_window"], **({} if len(sliding) == len(types) else {"window_layers": sliding})}
+
+
+def layer_types(config: ModelConfig) -> list[str]:
+    """transformers' `layer_types` of a model."""
+    attention = config.softmax
+    assert attention is not None
+    windows = (attention.window_at(layer) for layer in range(config.layers))
+    return ["full_attention" if window is None else "sliding_attention" for window in windows]
+
+
+def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested tables as one: `attention.heads` → 8."""
+    made: dict[str, Any] = {}
+    for key, value in table.items():
+        made |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return made
+
+
+def _settled(config: ModelConfig) -> dict[str, Any]:
+    """What decides a model's function, with defaults that depend on other keys filled in; not how it starts."""
+    tables = config.model_dump(exclude={"init": True, "head": {"init"}}, exclude_none=True)
+    softmax = config.attention.everywhere
+    if softmax is not None:
+        tables["attention"] |= {"head_dim": head_dim(config), "kv_heads": softmax.kv_heads or softmax.heads}
+        if softmax.qk_norm == "none":
+            tables["attention"].pop("qk_eps")
+    return tables
+
+
+def _parts(model: Decoder, name: str, parameter: Tensor) -> tuple[int, ...]:
+    """The rows of the independent maps that are fused in a parameter."""
+    parent, _, own = name.rpartition(".")
+    module: nn.Module = model.get_submodule(parent)
+    declared: dict[str, tuple[int, ...]] = getattr(module, "hidden_matrices", {})
+    return declared.get("weight" if own == "bias" else own, (parameter.shape[0],))

@@ -1,0 +1,71 @@
+"""Exports in the layout of one of transformers' own families: no code travels, and any tool that knows it reads it."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from residua.convert.families import find_family
+from residua.convert.family import Rule
+from residua.data.tokenizer import Tokenizer
+from residua.export.check import check_layout
+from residua.export.folder import end_tokens, json_text, tokenizer_config
+from residua.files import atomic_folder, refuse_used
+from residua.model.decoder import Decoder
+from residua.reading import inside, read_json
+from residua.storage.imported import KEPT, SOURCE
+from residua.storage.stream import Entry, write_tensors
+
+AGAIN = "import the model again"
+
+
+def write_layout(
+    model: Decoder, tokenizer: Tokenizer, run: Path, out: Path, layout: str, dtype: torch.dtype = torch.float32
+) -> float | None:
+    """Write the model of a run as a folder of the family `layout`; returns what `check_layout` finds.
+
+    What an imported run has kept of its folder goes back: chat template, generation settings, and the keys of
+    config.json that say nothing about the model's mathematics.
+    """
+    refuse_used(out)
+    family = find_family(layout)
+    kept = {name: run / SOURCE / name for name in KEPT if inside(run, f"{SOURCE}/{name}").is_file()}
+    before = _read(kept.pop("config.json", None))
+    if before.get("model_type") != layout:
+        before = end_tokens(tokenizer)
+    before.pop("torch_dtype", None)
+    try:
+        keys = family.write(model.config) | {key: before[key] for key in family.FREE if key in before}
+        rules = list(family.rules(model.config, keys))
+    except ValueError as error:
+        raise ValueError(f"--layout {layout} cannot hold this model: {error}") from None
+    with atomic_folder(out) as folder:
+        config = {**before, **keys, "dtype": str(dtype).removeprefix("torch.")}
+        (folder / "config.json").write_text(json_text(config), encoding="utf-8")
+        if not kept:
+            text = json_text(tokenizer_config(tokenizer, model.config))
+            (folder / "tokenizer_config.json").write_text(text, encoding="utf-8")
+        for name, path in kept.items():
+            shutil.copyfile(path, folder / name)
+        shutil.copyfile(inside(run, "tokenizer.json"), folder / "tokenizer.json")
+        entries = [
+            Entry(name, dtype, (rows, *rule.shape[1:]))
+            for rule in rules
+            for name, rows in zip(rule.theirs, rule.rows, strict=True)
+        ]
+        write_tensors(folder / "model.safetensors", entries, _theirs(model, rules))
+        return check_layout(folder, model, dtype)
+
+
+def _theirs(model: Decoder, rules: list[Rule]) -> Iterator[Tensor]:
+    for rule in rules:
+        yield from rule.write(model.get_parameter(rule.ours).detach()).values()
+
+
+def _read(path: Path | None) -> dict[str, Any]:
+    return {} if path is None else read_json(path, dict[str, Any], AGAIN, lenient=True)

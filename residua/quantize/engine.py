@@ -1,0 +1,76 @@
+"""Write a quantized model in the compressed-tensors layout of one of transformers' families.
+
+Serving engines load it without Residua. A pre-norm model with RMSNorm, softmax attention with QK-norm and SwiGLU is
+Qwen3 under other names, one without QK-norm is Llama (`residua.convert`). Fused projections are split by rows and keep
+their scales.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from torch import Tensor
+
+from residua.config.model import ModelConfig
+from residua.convert.families import find_family
+from residua.convert.family import Family
+from residua.model.decoder import Decoder
+from residua.quantize.fp8 import Fp8, quantize_fp8
+from residua.quantize.layout import module_tensors, quantization_config
+from residua.quantize.nvfp4 import Nvfp4
+from residua.quantize.schemes import Quantized
+from residua.quantize.store import write_folder
+from residua.reading import inside
+
+LAYOUTS = ("qwen3", "llama", "qwen2", "mistral")
+"""The families that are tried, in this order. Those with experts are not: engines expect them under other names."""
+
+
+def find_layout(config: ModelConfig) -> Family:
+    """The first family that a model is; refuses one that is none of them."""
+    families = [find_family(name) for name in LAYOUTS]
+    for family in families:
+        if family.misfit(config) is None:
+            return family
+    raise ValueError(
+        f"--engine writes models of the shape of {', '.join(LAYOUTS)}, and this one has {families[0].misfit(config)}: "
+        "leave --engine out."
+    )
+
+
+def save_engine(
+    out: Path, source: Path, model: Decoder, weights: Mapping[str, Quantized], scheme: str, peaks: Mapping[str, float]
+) -> None:
+    """Write config.json, model.safetensors and the tokenizer; what is not in `weights` stays in high precision."""
+    family = find_layout(model.config)
+    keys = family.write(model.config)
+    tensors: dict[str, Tensor] = {}
+    low: list[str] = []
+    for rule in family.rules(model.config, keys):
+        parameter, name = model.get_parameter(rule.ours), rule.ours.removesuffix(".weight")
+        if name not in weights:
+            tensors |= rule.write(parameter)
+            continue
+        first = 0
+        for theirs, rows in zip(rule.theirs, rule.rows, strict=True):
+            part = theirs.removesuffix(".weight")
+            low.append(part)
+            tensors |= module_tensors(part, rows_of(weights[name], parameter, first, rows), peaks[name])
+            first += rows
+    # engines unpack FP4 into bf16
+    dtype = "bfloat16" if scheme == "nvfp4" else "float32"
+    config = keys | {"dtype": dtype, "quantization_config": quantization_config(scheme, low)}
+    write_folder(out, tensors, {"config.json": config}, copies=[inside(source, "tokenizer.json")])
+
+
+def rows_of(weight: Quantized, exact: Tensor, first: int, count: int) -> Quantized:
+    """Rows of a quantized matrix with their scales; quantized again where a block would be cut in two."""
+    rows = slice(first, first + count)
+    if isinstance(weight, Nvfp4):
+        return Nvfp4(weight.codes[rows], weight.scale[rows], weight.global_scale.clone(), weight.columns)
+    assert isinstance(weight, Fp8)
+    height = weight.tile.rows or len(weight.codes)
+    if first % height or ((first + count) % height and first + count < len(weight.codes)):
+        return quantize_fp8(exact[rows].detach(), weight.tile)
+    return Fp8(weight.codes[rows], weight.scale[first // height : -(-(first + count) // height)], weight.tile)

@@ -1,0 +1,175 @@
+"""Folders of transformers' own models: opened as models, or imported as runs, one tensor at a time.
+
+No code from a folder is run, and no pickle is read: weights are safetensors.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from residua.config.model import ModelConfig
+from residua.config.run import RunConfig
+from residua.config.settings import ConfigError
+from residua.convert.families import FAMILIES, find_family
+from residua.convert.family import Family, Keys, Rule
+from residua.files import atomic_folder, refuse_used
+from residua.model.decoder import Decoder, build
+from residua.model.size import shapes_only
+from residua.reading import check, inside, read_json
+from residua.storage.checkpoint import FOLDER
+from residua.storage.stream import DTYPES, Entry, write_tensors
+from residua.storage.tensors import check_header, weight_files
+
+AGAIN = "download or save the model again, as safetensors"
+SOURCE = "source"
+"""The folder of an imported run with what `export` gives back: config.json, the chat template, generation settings."""
+KEPT = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+)
+IGNORED = ("rotary_emb.inv_freq",)
+"""Ends of the names of tensors that old versions of transformers wrote and that follow from config.json."""
+
+
+class Imported(NamedTuple):
+    """What was imported."""
+
+    model_type: str
+    parameters: int
+    bytes: int
+    has_tokenizer: bool
+
+
+class Source:
+    """A folder of a known family: its configuration, and its tensors by name, read one at a time."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        path = inside(folder, "config.json")
+        keys = read_json(path, dict[str, Any], AGAIN, lenient=True)
+        try:
+            self.family: Family = find_family(keys.get("model_type"))
+        except ValueError as error:
+            raise ValueError(f"{folder} cannot be imported: {error}") from None
+        check(keys, Keys, path, AGAIN)
+        try:
+            self.config: ModelConfig = self.family.read(keys)
+            self.rules = list(self.family.rules(self.config, keys))
+        except ConfigError as error:
+            raise ValueError(f"{folder} cannot be imported, because its config.json is not valid: {error}") from None
+        except ValueError as error:
+            raise ValueError(f"{folder} cannot be imported: {error}") from None
+        self._files: dict[str, Path] = {}
+        self._about: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+        for file in weight_files(folder, AGAIN):
+            self._look(file)
+        self._check()
+
+    def _look(self, file: Path) -> None:
+        check_header(file, AGAIN)
+        with safe_open(file, framework="pt") as content:
+            for name in content.keys():  # noqa: SIM118  # a safetensors file is no mapping
+                part = content.get_slice(name)
+                if part.get_dtype() not in DTYPES:
+                    raise ValueError(
+                        f"{file} holds {name!r} as {part.get_dtype()}: import the model in 16 or 32 bits instead."
+                    )
+                self._files[name] = file
+                self._about[name] = DTYPES[part.get_dtype()], tuple(part.get_shape())
+
+    def _check(self) -> None:
+        """Refuse tensors that are missing, have another shape, or are not the family's."""
+        left = set(self._files)
+        for rule in self.rules:
+            for name, rows in zip(rule.theirs, rule.rows, strict=True):
+                if name not in self._files:
+                    raise ValueError(f"{self.folder} lacks tensor {name!r}, which its config.json asks for: {AGAIN}.")
+                shape, asked = self._about[name][1], (rows, *rule.shape[1:])
+                if shape != asked:
+                    raise ValueError(
+                        f"{self.folder} holds {name!r} with shape {list(shape)}, but its config.json asks for "
+                        f"{list(asked)}: {AGAIN}."
+                    )
+                left.discard(name)
+        if self.config.head.kind == "tied":
+            left -= set(self.family.TOP["unembed.weight"])
+        surplus = sorted(name for name in left if not name.endswith(IGNORED))
+        if surplus:
+            raise ValueError(
+                f"{self.folder} cannot be imported: it holds tensor {surplus[0]!r}, which {self.family.model_type} "
+                "models do not have here."
+            )
+
+    def dtype(self, rule: Rule) -> torch.dtype:
+        """The precision of a parameter: that of its parts, float32 if values are changed or parts differ."""
+        found = {self._about[name][0] for name in rule.theirs}
+        return found.pop() if rule.exact and len(found) == 1 else torch.float32
+
+    def parameter(self, rule: Rule) -> Tensor:
+        """One parameter of ours."""
+        return rule.read([self._tensor(name) for name in rule.theirs])
+
+    def _tensor(self, name: str) -> Tensor:
+        with safe_open(self._files[name], framework="pt") as content:
+            return content.get_tensor(name)
+
+
+def is_family(folder: Path) -> bool:
+    """Whether a folder holds a model of transformers that can be imported, by its `model_type`."""
+    if not (folder / "config.json").is_file() or (folder / "config.toml").exists():
+        return False
+    keys = read_json(inside(folder, "config.json"), dict[str, Any], AGAIN, lenient=True)
+    return keys.get("model_type") in FAMILIES
+
+
+def load_family(folder: Path) -> Decoder:
+    """The model of such a folder, on the CPU in float32."""
+    source = Source(folder)
+    with torch.device("meta"), shapes_only():
+        model = build(source.config)
+    for rule in source.rules:
+        parent, _, own = rule.ours.rpartition(".")
+        parameter = nn.Parameter(source.parameter(rule).to(torch.float32, copy=True))
+        model.get_submodule(parent).register_parameter(own, parameter)
+    return model
+
+
+def import_folder(folder: Path, out: Path) -> Imported:
+    """Write a run folder with one checkpoint, of step 0, in the precision of the folder's weights."""
+    refuse_used(out)
+    source = Source(folder)
+    entries = [Entry(rule.ours, source.dtype(rule), rule.shape) for rule in source.rules]
+    has_tokenizer = inside(folder, "tokenizer.json").is_file()
+    with atomic_folder(out) as run:
+        (run / "config.toml").write_text(RunConfig(model=source.config).to_toml(), encoding="utf-8")
+        step = run / FOLDER / "step-0"
+        step.mkdir(parents=True)
+        write_tensors(step / "model.safetensors", entries, _parameters(source))
+        state = {"step": 0, "validation_loss": None, "imported": source.family.model_type}
+        (step / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
+        (run / SOURCE).mkdir()
+        for name in KEPT:
+            if inside(folder, name).is_file():
+                shutil.copyfile(folder / name, run / SOURCE / name)
+        if has_tokenizer:
+            shutil.copyfile(folder / "tokenizer.json", run / "tokenizer.json")
+    total = sum(entry.bytes for entry in entries)
+    return Imported(source.family.model_type, sum(prod(rule.shape) for rule in source.rules), total, has_tokenizer)
+
+
+def _parameters(source: Source) -> Iterator[Tensor]:
+    for rule in source.rules:
+        yield source.parameter(rule)

@@ -1,0 +1,185 @@
+"""Every family: logits as transformers computes them, and the way there and back."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import residua
+from residua.convert.families import FAMILIES as KNOWN
+from residua.convert.families import find_family
+from residua.convert.positions import READERS
+from residua.data.tokenizer import Tokenizer
+from residua.export import export
+from residua.storage.imported import import_folder
+from residua.storage.load import load
+from tests.convert.tiny import FAMILIES, ROTARY, logits, saved, tokens
+from tests.model.small import small
+
+pytest.importorskip("transformers")
+TOLERANCE = 1e-5
+
+
+def equal(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=TOLERANCE)
+
+
+def test_all_families_and_all_scalings_of_transformers_are_covered() -> None:
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    assert {architecture.lower() for architecture, _ in FAMILIES.values()} == {
+        name.replace("_text", "").replace("_", "") for name in KNOWN
+    }
+    assert set(READERS) == set(ROPE_INIT_FUNCTIONS)
+    assert {table["rope_type"] for table in ROTARY.values()} == set(READERS)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_are_transformers_there_and_back(name: str, tmp_path: Path) -> None:
+    architecture, keys = FAMILIES[name]
+    theirs = saved(tmp_path / "hf", architecture, **keys)
+    expected = logits(theirs, tokens())
+    equal(logits(load(tmp_path / "hf"), tokens()), expected)
+    import_folder(tmp_path / "hf", tmp_path / "run")
+    assert torch.equal(logits(load(tmp_path / "run"), tokens()), logits(load(tmp_path / "hf"), tokens()))
+
+    Tokenizer.bytes().save(tmp_path / "run" / "tokenizer.json")
+    model_type = theirs.config.model_type
+    export_back(tmp_path, model_type)
+    first, second = (load_file(tmp_path / which / "model.safetensors") for which in ("hf", "back"))
+    assert first.keys() == second.keys()
+    for tensor in first:
+        torch.testing.assert_close(second[tensor], first[tensor], rtol=0, atol=1e-6 if "gemma" in model_type else 0)
+
+
+def export_back(folder: Path, layout: str) -> None:
+    """The imported run in its own layout; the byte tokenizer has more ids than the tiny vocabulary."""
+    from residua.export.layout import write_layout
+
+    difference = write_layout(load(folder / "run"), Tokenizer.bytes(), folder / "run", folder / "back", layout)
+    assert difference is not None and difference < 1e-5
+
+
+@pytest.mark.parametrize("name", ROTARY)
+def test_scaled_positions_are_transformers(name: str, tmp_path: Path) -> None:
+    table = dict(ROTARY[name])
+    keys = {"max_position_embeddings": table.pop("max_position_embeddings", 64)}
+    theirs = saved(tmp_path / "hf", "Llama", rope_parameters={"rope_theta": 500.0, **table}, **keys)
+    model = load(tmp_path / "hf")
+    equal(logits(model, tokens()), logits(theirs, tokens()))
+    again = find_family("llama").read(find_family("llama").write(model.config))
+    assert again.softmax == model.config.softmax
+
+
+def test_configurations_of_earlier_versions_are_read() -> None:
+    old = {
+        "model_type": "llama",
+        "vocab_size": 97,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 64,
+        "rope_theta": 500.0,
+        "rope_scaling": {"type": "linear", "factor": 2.0},
+        "torch_dtype": "float16",
+    }
+    config = find_family("llama").read(old)
+    softmax = config.softmax
+    assert softmax is not None and softmax.rope_theta == 500.0 and softmax.kv_heads == 4
+    assert softmax.rope_scaling is not None and softmax.rope_scaling.kind == "linear"
+    local = {"rope_local_base_freq": 7.0, "rope_theta": 9.0, "head_dim": 16, "sliding_window_pattern": 2}
+    gemma = find_family("gemma3_text").read(old | local | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}})
+    softmax = gemma.softmax
+    assert softmax is not None and (softmax.rope_theta, softmax.local_rope_theta) == (9.0, 7.0)
+    assert softmax.window_layers == (0, 2) and softmax.rope_scaling is not None
+
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("llama", {"hidden_act": "relu"}, "hidden_act = 'relu'"),
+    ("llama", {"rope_scaling": {"rope_type": "axial"}}, "rope_type = 'axial' is missing here"),
+    ("llama", {"rope_scaling": {"rope_type": "linear"}}, "needs 'factor'"),
+    ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
+    ("llama", {"quantization_config": {"quant_method": "fp8"}}, "its weights are quantized"),
+    ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": "four"}}, "rope_type = 'yarn' make no sense"),
+    ("gemma2", {}, "attn_logit_softcapping = 50.0 has no counterpart here"),
+    ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
+    ("gemma3_text", {"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0"),
+    ("qwen3", {"use_sliding_window": True, "layer_types": ["chunked_attention"] * 3}, "'chunked_attention'"),
+    ("qwen3_moe", {"mlp_only_layers": [0]}, "mlp_only_layers = [0]"),
+    ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step = 2"),
+    ("olmoe", {"clip_qkv": 8.0}, "clip_qkv = 8.0"),
+    ("gpt2", {}, "model_type = 'gpt2' is no family known here: llama, mistral"),
+    (None, {}, "model_type = None"),
+]
+
+
+@pytest.mark.parametrize(("model_type", "keys", "message"), REFUSED, ids=[message for *_, message in REFUSED])
+def test_what_is_missing_is_refused_by_name(
+    model_type: str | None, keys: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    sizes = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
+    sizes |= {"num_attention_heads": 4, "max_position_embeddings": 64, "num_experts": 4, "num_experts_per_tok": 2}
+    sizes |= {"model_type": model_type, "moe_intermediate_size": 24}
+    (tmp_path / "config.json").write_text(json.dumps(sizes | keys))
+    with pytest.raises(ValueError, match=re.escape(message)) as refusal:
+        import_folder(tmp_path, tmp_path / "run")
+    assert str(refusal.value).startswith(f"{tmp_path} cannot be imported") and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"hidden_size": None}, "hidden_size is null, expected a whole number"),
+        ({"num_attention_heads": 0}, "num_attention_heads is 0, expected 1 or more"),
+        ({"rope_scaling": 3}, "rope_scaling is 3, expected an object"),
+        ({"intermediate_size": None}, "config.json"),
+    ],
+    ids=str,
+)
+def test_keys_that_make_no_sense_are_refused(keys: dict[str, Any], message: str, tmp_path: Path) -> None:
+    sizes = {"model_type": "llama", "vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 3}
+    sizes |= {"num_attention_heads": 4, "max_position_embeddings": 64}
+    (tmp_path / "config.json").write_text(json.dumps(sizes | keys))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("layout", "tables", "message"),
+    [
+        ("qwen3", {"topology": {"kind": "multi_gate", "streams": 2}}, "topology.kind = 'multi_gate' has no place"),
+        ("llama", {}, "attention.qk_norm = 'rms' has no place in the llama layout"),
+        ("qwen3", {"norm": {"kind": "gatednorm"}}, "norm.kind = 'gatednorm'"),
+        ("qwen3", {"norm": {"kind": "rmsnorm", "eps": 1e-5}}, "attention.qk_eps = 1e-06"),
+        ("mixtral", {"attention": {"kind": "softmax", "heads": 2, "qk_norm": "none"}}, "ffn.kind = 'swiglu'"),
+        ("qwen3", {"attention": {"kind": "gated_deltanet", "key_heads": 1, "value_heads": 2}}, "attention.kind"),
+    ],
+)
+def test_layouts_refuse_what_they_cannot_hold(layout: str, tables: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        find_family(layout).write(small(**tables))
+
+
+def test_a_plain_model_trained_here_is_a_qwen3(tmp_path: Path) -> None:
+    from residua.export.layout import write_layout
+
+    model = residua.build(small(vocab_size=300, attention={"kind": "softmax", "heads": 2, "kv_heads": 1}))
+    Tokenizer.bytes().save(tmp_path / "tokenizer.json")
+    assert write_layout(model, Tokenizer.bytes(), tmp_path, tmp_path / "out", "qwen3") < 1e-5  # type: ignore[operator]
+    equal(logits(load(tmp_path / "out"), tokens()), logits(model, tokens()))
+
+
+def test_export_takes_the_layout_and_refuses_an_unknown_one(tmp_path: Path) -> None:
+    saved(tmp_path / "hf", "Llama", vocab_size=300)
+    import_folder(tmp_path / "hf", tmp_path / "run")
+    Tokenizer.bytes().save(tmp_path / "run" / "tokenizer.json")
+    assert export(tmp_path / "run", tmp_path / "out", layout="llama").difference is not None
+    with pytest.raises(ValueError, match="model_type = 'lama' is no family known here"):
+        export(tmp_path / "run", tmp_path / "other", layout="lama")

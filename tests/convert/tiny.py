@@ -1,0 +1,108 @@
+"""Tiny random models of transformers' families, saved as their folders are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+SIZES = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,
+    "pad_token_id": 0,
+}
+LENGTH = 40
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
+GEMMA = {"head_dim": 16, "sliding_window": 6}
+SMALL_PAIRS = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 3.0, 4.0, 5.0]}
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {"rms_norm_eps": 1e-5}),
+    "llama, biases, tied": ("Llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    "mistral": ("Mistral", {"sliding_window": None, "head_dim": 16}),
+    "mistral, window": ("Mistral", {"sliding_window": 7}),
+    "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen2, windows": ("Qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
+    "qwen3": ("Qwen3", {"head_dim": 16, "rms_norm_eps": 1e-5}),
+    "qwen3, biases": ("Qwen3", {"head_dim": 16, "attention_bias": True, "num_key_value_heads": 4}),
+    "olmo2": ("Olmo2", {}),
+    "olmo2, biases": ("Olmo2", {"attention_bias": True, "num_key_value_heads": 1}),
+    "gemma": ("Gemma", {"head_dim": 16, "num_key_value_heads": 1}),
+    "gemma2, no caps": (
+        "Gemma2",
+        GEMMA | {"query_pre_attn_scalar": 16, "attn_logit_softcapping": None, "final_logit_softcapping": None},
+    ),
+    "gemma3": ("Gemma3", GEMMA | {"query_pre_attn_scalar": 8, "sliding_window_pattern": 2}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4}),
+    "qwen3_moe": ("Qwen3Moe", EXPERTS | {"moe_intermediate_size": 24, "head_dim": 16, "norm_topk_prob": True}),
+    "qwen3_moe, raw weights": ("Qwen3Moe", EXPERTS | {"moe_intermediate_size": 24}),
+    "olmoe": ("Olmoe", EXPERTS),
+}
+ROTARY: dict[str, dict[str, Any]] = {
+    "linear": {"rope_type": "linear", "factor": 2.0},
+    "dynamic, short": {"rope_type": "dynamic", "factor": 4.0},
+    "dynamic, long": {"rope_type": "dynamic", "factor": 4.0, "max_position_embeddings": 20},
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+    "yarn, mscale": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 16,
+        "mscale": 0.7,
+        "mscale_all_dim": 1.2,
+        "beta_fast": 4.0,
+        "truncate": False,
+    },
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    },
+    "longrope, long": {"rope_type": "longrope", "original_max_position_embeddings": 16, **SMALL_PAIRS, "factor": 4.0},
+    "longrope, short": {"rope_type": "longrope", "original_max_position_embeddings": 48, **SMALL_PAIRS, "factor": 4.0},
+    "proportional": {"rope_type": "proportional", "partial_rotary_factor": 0.5},
+}
+
+
+def build(architecture: str, **keys: Any) -> Any:
+    """A random model; gains and biases are away from where they start."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    configuration = {"Gemma3": "Gemma3TextConfig"}.get(architecture, f"{architecture}Config")
+    torch.manual_seed(0)
+    config = getattr(transformers, configuration)(**SIZES | keys)
+    model = getattr(transformers, f"{architecture}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    return model
+
+
+def saved(folder: Path, architecture: str, **keys: Any) -> Any:
+    """A random model, and its folder written."""
+    model = build(architecture, **keys)
+    model.save_pretrained(folder)
+    return model
+
+
+def tokens(batch: int = 2) -> Tensor:
+    return torch.randint(SIZES["vocab_size"], (batch, LENGTH), generator=torch.Generator().manual_seed(1))
+
+
+@torch.no_grad()
+def logits(model: Any, given: Tensor) -> Tensor:
+    """Of a model of transformers or of Residua."""
+    found = model(given)
+    return found if isinstance(found, Tensor) else found.logits

@@ -1,0 +1,185 @@
+"""Folders of transformers: what comes along, parts of a model in several files, memory, and the commands on a run."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from residua.cli.main import app
+from residua.data.tokenizer import Tokenizer
+from residua.export import export
+from residua.storage.imported import import_folder
+from residua.storage.load import load
+from residua.storage.opening import open_model
+from residua.storage.stream import Entry, write_tensors
+from tests.convert.tiny import logits, saved, tokens
+
+pytest.importorskip("transformers")
+TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A tiny Qwen 3 in bfloat16 with a tokenizer, a chat template and generation settings."""
+    path = tmp_path / "hf"
+    model = saved(path, "Qwen3", vocab_size=300, head_dim=16)
+    model.to(torch.bfloat16).save_pretrained(path)
+    Tokenizer.bytes().save(path / "tokenizer.json")
+    (path / "chat_template.jinja").write_text(TEMPLATE)
+    (path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+    (path / "generation_config.json").write_text(json.dumps({"temperature": 0.6}))
+    return path
+
+
+def test_tokenizer_chat_template_and_settings_come_along_and_go_back(folder: Path, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    made = import_folder(folder, tmp_path / "run")
+    assert made.model_type == "qwen3" and made.has_tokenizer
+    _, tokenizer = open_model(tmp_path / "run")
+    assert tokenizer.decode(tokenizer.encode("wörld")) == "wörld"
+    export(tmp_path / "run", tmp_path / "back", layout="qwen3", precision="bfloat16")
+    export(tmp_path / "run", tmp_path / "own", precision="bfloat16")
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
+        assert (tmp_path / "back" / name).read_bytes() == (folder / name).read_bytes()
+    for exported in ("back", "own"):
+        theirs = AutoTokenizer.from_pretrained(tmp_path / exported)
+        assert theirs.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "hi"
+    config, before = (json.loads((path / "config.json").read_text()) for path in (tmp_path / "back", folder))
+    assert {key: config.get(key) for key in before} == before
+
+
+def test_weights_keep_their_precision(folder: Path, tmp_path: Path) -> None:
+    made = import_folder(folder, tmp_path / "run")
+    stored = load_file(tmp_path / "run" / "checkpoints" / "step-0" / "model.safetensors")
+    assert {tensor.dtype for tensor in stored.values()} == {torch.bfloat16}
+    assert made.bytes == sum(tensor.numel() * 2 for tensor in stored.values()) == 2 * made.parameters
+    assert next(load(tmp_path / "run").parameters()).dtype == torch.float32
+
+
+def test_a_model_in_several_files_is_read_by_its_index(folder: Path, tmp_path: Path) -> None:
+    whole = logits(load(folder), tokens())
+    content = load_file(folder / "model.safetensors")
+    parts = {name: f"part-{number % 3}.safetensors" for number, name in enumerate(sorted(content))}
+    for file in set(parts.values()):
+        save_file({name: tensor for name, tensor in content.items() if parts[name] == file}, folder / file)
+    (folder / "model.safetensors").unlink()
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": parts}))
+    assert torch.equal(logits(load(folder), tokens()), whole)
+    shutil.move(folder / "part-0.safetensors", tmp_path / "elsewhere.safetensors")
+    parts |= {name: "../elsewhere.safetensors" for name, file in parts.items() if file == "part-0.safetensors"}
+    index.write_text(json.dumps({"weight_map": parts}))
+    with pytest.raises(ValueError, match="not a file inside it"):
+        import_folder(folder, tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop("model.norm.weight"), "lacks tensor 'model.norm.weight'"),
+        (lambda t: t.update({"model.extra": torch.zeros(2)}), "holds tensor 'model.extra', which qwen3 models do not"),
+        (
+            lambda t: t.update({"model.norm.weight": torch.zeros(2)}),
+            "with shape [2], but its config.json asks for [32]",
+        ),
+        (lambda t: t.update({"model.norm.weight": torch.zeros(32, dtype=torch.int8)}), "as I8: import the model in 16"),
+    ],
+    ids=["missing", "surplus", "shape", "quantized"],
+)
+def test_tensors_that_do_not_fit_are_named(folder: Path, tmp_path: Path, change: Any, message: str) -> None:
+    content = load_file(folder / "model.safetensors")
+    change(content)
+    save_file(content, folder / "model.safetensors")
+    with pytest.raises(ValueError, match=re.escape(message)):
+        import_folder(folder, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_tensors_are_written_one_by_one_as_safetensors_writes_them(tmp_path: Path) -> None:
+    given = {"a": torch.randn(3, 5), "b": torch.randn(7).bfloat16(), "c": torch.zeros(0, 2), "d": torch.randn(2, 2).T}
+    entries = [Entry(name, t.dtype, t.shape) for name, t in given.items()]
+    write_tensors(tmp_path / "x.safetensors", entries, given.values())
+    for name, tensor in load_file(tmp_path / "x.safetensors").items():
+        assert torch.equal(tensor, given[name]) and tensor.dtype == given[name].dtype
+
+
+STATUS = Path("/proc/self/status")
+
+
+def memory(key: str) -> int:
+    """Bytes of this process: VmRSS now, VmHWM at most since the peak was set back."""
+    line = next(line for line in STATUS.read_text().splitlines() if line.startswith(f"{key}:"))
+    return int(line.split()[1]) * 1024
+
+
+def peak_of_import(tmp_path: Path, **sizes: int) -> tuple[float, int]:
+    """The memory that an import takes, as a multiple of its weights (zeros in bfloat16), and their bytes."""
+    from residua.convert.families import find_family
+
+    folder = tmp_path / "hf"
+    folder.mkdir()
+    keys = {"model_type": "llama", "max_position_embeddings": 64, "num_key_value_heads": 8} | sizes
+    (folder / "config.json").write_text(json.dumps(keys))
+    family = find_family("llama")
+    rules = list(family.rules(family.read(keys), keys))
+    entries = [
+        Entry(name, torch.bfloat16, (rows, *rule.shape[1:]))
+        for rule in rules
+        for name, rows in zip(rule.theirs, rule.rows, strict=True)
+    ]
+    tensors = (torch.zeros(*entry.shape, dtype=torch.bfloat16) for entry in entries)
+    write_tensors(folder / "model.safetensors", entries, tensors)
+    total = sum(entry.bytes for entry in entries)
+    before = memory("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # sets VmHWM back
+    import_folder(folder, tmp_path / "run")
+    return (memory("VmHWM") - before) / total, total
+
+
+@pytest.mark.skipif(not STATUS.exists(), reason="memory is read from /proc")
+def test_an_import_takes_less_memory_than_its_weights(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 8192, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 4}
+    share, total = peak_of_import(tmp_path, num_attention_heads=16, **sizes)
+    assert total > 100 * 2**20 and 0.05 < share < 0.5
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+@pytest.mark.skipif(not STATUS.exists(), reason="memory is read from /proc")
+def test_a_model_of_one_billion_is_imported_within_its_own_size(tmp_path: Path) -> None:
+    """The shape of Llama 3.2 1B."""
+    sizes = {"vocab_size": 128_256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16}
+    share, total = peak_of_import(tmp_path, num_attention_heads=32, **sizes)
+    assert total > 2 * 2**30 and 0.05 < share < 1.2
+
+
+@pytest.mark.slow
+def test_an_imported_run_is_an_ordinary_run(folder: Path, tmp_path: Path) -> None:
+    from typer.testing import CliRunner
+
+    run, text = tmp_path / "run", tmp_path / "text.txt"
+    text.write_text("The quick brown fox jumps over the lazy dog. " * 60)
+
+    def residua(*arguments: object) -> str:
+        result = CliRunner().invoke(app, [str(a) for a in arguments], catch_exceptions=False)
+        assert result.exit_code == 0, result.output
+        return result.output
+
+    assert "qwen3 model" in residua("import", folder, "--out", run)
+    assert "generate" in residua("import", folder, "--out", tmp_path / "other")
+    residua("generate", run, "--prompt", "The", "--tokens", 4)
+    residua("diagnose", run, "--text", text, "--out", tmp_path / "diagnosis")
+    prepared = ("--validation", text, "--tokenizer", run / "tokenizer.json", "--out", tmp_path / "data")
+    residua("data", "prepare", text, *prepared)
+    residua("eval", run, "--data", tmp_path / "data")
+    residua("quantize", run, "--data", tmp_path / "data", "--out", tmp_path / "low")
+    assert load(tmp_path / "low").config == load(run).config
+    assert "as a qwen3 model" in residua("export", run, "--out", tmp_path / "back", "--layout", "qwen3")
