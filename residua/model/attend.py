@@ -47,10 +47,11 @@ def attend_cached(
     q: Tensor, k: Tensor, v: Tensor, now: Now, *, sink: Tensor | None = None, window: int | None = None
 ) -> Tensor:
     """Attend from q [B, T, H, D], which follow the cached tokens, to slots k, v [B, S, H_kv, D] visible from `now`."""
-    if now.visible is None and now.until is None:
-        return attend(q, k, v, sink=sink, window=window)
-    if now.visible is None and window is None:
-        return decode_attention(q[:, 0], k, v, now.until, sink)[:, None]
+    if now.visible is None:
+        if now.until is None:
+            return attend(q, k, v, sink=sink, window=window)
+        if window is None:
+            return decode_attention(q[:, 0], k, v, now.until, sink)[:, None]
     q, k, v = (t.transpose(1, 2) for t in (q, k.to(q.dtype), v.to(q.dtype)))
     return _dense(q, k, v, _seen(now, window, k.shape[2]), sink).transpose(1, 2)
 

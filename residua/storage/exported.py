@@ -39,7 +39,8 @@ def load_folder(folder: Path) -> Decoder:
     tables = content.get("residua")
     if not isinstance(tables, dict):
         raise ValueError(
-            f"{path} describes a model of type {shown(content.get('model_type'))}: `residua export` did not write it."
+            f"{path} describes a model of type {shown(content.get('model_type'))}: neither `residua export` "
+            "wrote it nor does `residua import` know this family (docs/import.md)."
         )
     try:
         model = build(ModelConfig(**tables))

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 
 from residua.config.model import ModelConfig
@@ -26,8 +25,9 @@ from residua.model.decoder import Decoder, build
 from residua.model.size import shapes_only
 from residua.reading import check, inside, read_json
 from residua.storage.checkpoint import FOLDER
+from residua.storage.exported import AGAIN as EXPORTED_AGAIN
 from residua.storage.stream import DTYPES, Entry, write_tensors
-from residua.storage.tensors import check_header, weight_files
+from residua.storage.tensors import open_tensors, weight_files
 
 AGAIN = "download or save the model again, as safetensors"
 SOURCE = "source"
@@ -79,16 +79,14 @@ class Source:
         self._check()
 
     def _look(self, file: Path) -> None:
-        check_header(file, AGAIN)
-        with safe_open(file, framework="pt") as content:
-            for name in content.keys():  # noqa: SIM118  # a safetensors file is no mapping
-                part = content.get_slice(name)
-                if part.get_dtype() not in DTYPES:
-                    raise ValueError(
-                        f"{file} holds {name!r} as {part.get_dtype()}: import the model in 16 or 32 bits instead."
-                    )
-                self._files[name] = file
-                self._about[name] = DTYPES[part.get_dtype()], tuple(part.get_shape())
+        with open_tensors(file, AGAIN) as content:
+            parts = {name: content.get_slice(name) for name in content.keys()}  # noqa: SIM118  # it is no mapping
+            about = {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in parts.items()}
+        for name, (kind, shape) in about.items():
+            if kind not in DTYPES:
+                raise ValueError(f"{file} holds {name!r} as {kind}: import the model in 16 or 32 bits instead.")
+            self._files[name] = file
+            self._about[name] = DTYPES[kind], shape
 
     def _check(self) -> None:
         """Refuse tensors that are missing, have another shape, or are not the family's."""
@@ -123,15 +121,16 @@ class Source:
         return rule.read([self._tensor(name) for name in rule.theirs])
 
     def _tensor(self, name: str) -> Tensor:
-        with safe_open(self._files[name], framework="pt") as content:
-            return content.get_tensor(name)
+        with open_tensors(self._files[name], AGAIN) as content:
+            tensor: Tensor = content.get_tensor(name)
+            return tensor
 
 
 def is_family(folder: Path) -> bool:
     """Whether a folder holds a model of transformers that can be imported, by its `model_type`."""
     if not (folder / "config.json").is_file() or (folder / "config.toml").exists():
         return False
-    keys = read_json(inside(folder, "config.json"), dict[str, Any], AGAIN, lenient=True)
+    keys = read_json(inside(folder, "config.json"), dict[str, Any], EXPORTED_AGAIN, lenient=True)
     return keys.get("model_type") in FAMILIES
 
 

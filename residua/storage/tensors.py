@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
@@ -24,6 +25,13 @@ def read_tensors(path: Path, hint: Hint) -> dict[str, Tensor]:
     """All tensors of a file."""
     with _opening(path, hint):
         return load_file(path)
+
+
+@contextmanager
+def open_tensors(path: Path, hint: Hint) -> Iterator[Any]:
+    """A file whose tensors are read one by one: `keys`, `get_slice` and `get_tensor`."""
+    with _opening(path, hint), safe_open(path, framework="pt") as content:
+        yield content
 
 
 def whole(folder: Path) -> bool:
