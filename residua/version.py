@@ -1,3 +1,6 @@
 """The version of Residua: `residua.__version__`, the wheel and exported folders read it here."""
 
 __version__ = "0.2.0"
+
+MATHEMATICS = 1
+"""Raised when a change alters what a run of the same configuration computes beyond rounding; saved results hold it."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,9 +22,10 @@ def compare(
     what: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="VARIANT...|STUDY.toml",
+            metavar="VARIANT...|STUDY.toml|FOLDER|RESULTS.json",
             show_default=False,
-            help="Names from --list, joined with + to combine them; the first is the baseline. Or one study file.",
+            help="Names from --list, joined with + to combine them; the first is the baseline. Or one study file or "
+            "folder, or a file of --results to show.",
         ),
     ] = None,
     base: Annotated[
@@ -34,6 +37,14 @@ def compare(
         typer.Option(show_default="the embedded corpus", help="A folder made by `residua data prepare`."),
     ] = None,
     out: Annotated[Path | None, typer.Option(show_default="runs/NAME", help="The study's folder.")] = None,
+    results: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.json",
+            show_default=False,
+            help="Also keep the numbers in this file; if it exists, extend it, without training its runs again.",
+        ),
+    ] = None,
     baseline: Annotated[str | None, typer.Option(show_default="the first", help="Compare with this variant.")] = None,
     match: Annotated[
         str | None,
@@ -100,6 +111,8 @@ def compare(
     residua compare prenorm gated_attention preaffine gatednorm --quantize fp8,nvfp4,nvfp4+smooth
     residua compare prenorm mgr --diagnose
     residua compare study.toml
+    residua compare study.toml --results docs/results/wiki.json
+    residua compare docs/results/wiki.json
 
     Ctrl-C saves and stops; the same command continues. Complete runs are reused.
     """
@@ -116,14 +129,43 @@ def compare(
         "diagnose": diagnose, "ladder": _budgets(ladder), "time_alone": time_alone,
         "quantize": None if quantize is None else [name.strip() for name in quantize.split(",") if name.strip()],
     }  # fmt: skip
-    study = _study(what or [], demo, {key: value for key, value in given.items() if value is not None})
-    _conduct(study, out or Path("runs") / study.name, console, plan)
+    chosen = {key: value for key, value in given.items() if value is not None}
+    if what and len(what) == 1 and what[0].endswith(".json"):
+        _show(Path(what[0]), out, console, [*chosen, *(["results"] if results else [])])
+        return
+    folder = Path(what[0]) if what and len(what) == 1 and Path(what[0]).is_dir() else None
+    study = _study(what or [], demo, chosen, folder, results)
+    _conduct(study, out or folder or Path("runs") / study.name, console, plan, results)
 
 
-def _study(what: list[str], demo: bool, given: dict[str, Any]) -> StudyConfig:
-    """The demo, a study file, or named variants; command-line options override the file."""
+def _show(path: Path, out: Path | None, console: Console, given: list[str]) -> None:
+    """Print the tables of a results file; with --out, also write its page there."""
+    from residua.config.settings import ConfigError
+    from residua.files import refuse_used
+    from residua.study.conduct import show_saved
+    from residua.study.saved import SavedStudy
+    from residua.study.tables import print_study
+
+    if given:
+        raise ConfigError(f"{path} holds results, which are only shown: --{given[0].replace('_', '-')} has no effect.")
+    if out is not None:
+        refuse_used(out)
+    print_study(console, show_saved(SavedStudy.read(path), out))
+    if out is not None:
+        console.print(f"\nReport: {(out / 'report.html').resolve()}", soft_wrap=True)
+
+
+def _study(
+    what: list[str], demo: bool, given: dict[str, Any], folder: Path | None, results: Path | None
+) -> StudyConfig:
+    """The demo, a study file, the study of a folder or of a results file, or named variants.
+
+    Command-line options override the file.
+    """
     from residua.config.settings import ConfigError, of_file, read_toml
     from residua.study.config import DEMO, StudyConfig
+    from residua.study.plan import STUDY
+    from residua.study.saved import SavedStudy
 
     files = [name for name in what if name.endswith(".toml")]
     if demo and what:
@@ -135,12 +177,19 @@ def _study(what: list[str], demo: bool, given: dict[str, Any]) -> StudyConfig:
             raise ConfigError(f"{files[0]} is a whole study: give either one study file or names of variants.")
         with of_file(files[0]):
             return StudyConfig(**{"name": Path(files[0]).stem, **read_toml(files[0]), **given})
+    if folder is not None:
+        if not (folder / STUDY).exists():
+            raise ConfigError(f"{folder} holds no finished study (no {STUDY}): name the study file it was made from.")
+        with of_file(folder / STUDY):
+            return StudyConfig(**{**read_toml(folder / STUDY), **given})
+    if not what and results is not None and results.exists():
+        return StudyConfig(**{**SavedStudy.read(results).study, **given})
     if len(what) < 2:
         raise ConfigError("name two variants or more, a study file, or --demo; `residua compare --list` has the names.")
     return StudyConfig(variants=what, **given)
 
 
-def _conduct(study: StudyConfig, out: Path, console: Console, plan_only: bool) -> None:
+def _conduct(study: StudyConfig, out: Path, console: Console, plan_only: bool, results: Path | None) -> None:
     from residua.study.conduct import announce, conduct, open_dataset
     from residua.study.plan import make_plan, refuse_strangers
     from residua.study.runner import StudyInterrupted
@@ -151,7 +200,7 @@ def _conduct(study: StudyConfig, out: Path, console: Console, plan_only: bool) -
         announce(console, study, make_plan(study, out, open_dataset(study, console)))
         return
     try:
-        outcome = conduct(study, out, console)
+        outcome = conduct(study, out, console, results, _command())
     except StudyInterrupted as stop:
         typer.echo(str(stop), err=True)
         raise typer.Exit(130) from None
@@ -162,6 +211,12 @@ def _conduct(study: StudyConfig, out: Path, console: Console, plan_only: bool) -
     console.print(f"Next: open it in a browser; numbers are in {out / 'results.json'}", soft_wrap=True)
     if not outcome.complete:
         raise typer.Exit(1)
+
+
+def _command() -> str:
+    """The command line, for the record: of absolute paths only the last part, which means something elsewhere."""
+    words = [Path(word).name if word.startswith("/") else word for word in sys.argv[1:]]
+    return shlex.join(["residua", *words])
 
 
 def _scaling(sizes: str | None, tokens_per_parameter: float | None) -> dict[str, Any] | None:

@@ -294,6 +294,11 @@ def _sections(data: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in data.items() if key != "summary"}
 
 
+def settings(config: RunConfig, without: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Every key of a run with its value, `train.steps` → 1000, but for keys that begin with one of `without`."""
+    return {key: value for key, value in _flat(config.model_dump()).items() if not key.startswith(without)}
+
+
 def differences(old: RunConfig, new: RunConfig) -> dict[str, tuple[Any, Any]]:
     """The keys in which two runs differ: `train.steps` → (old, new)."""
     before, after = _flat(old.model_dump()), _flat(new.model_dump())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ FORMAT = "residua-dataset"
 FORMAT_VERSION = 1
 DESCRIPTION = "dataset.json"
 TOKENIZER = "tokenizer.json"
+FINGERPRINTED = 65_536
+"""Tokens at each end of a split that go into a dataset's fingerprint."""
 AGAIN = "prepare the data again"
 
 
@@ -118,6 +121,18 @@ class Dataset:
     def tokenizer_hash(self) -> str:
         """SHA-256 that identifies the tokenizer."""
         return str(self.description["tokenizer_hash"])
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Identifies the text as a model sees it, wherever the folder is: the tokenizer and the counts in dataset.json,
+        and the first and last tokens of each split."""
+        digest = hashlib.sha256(self.tokenizer_hash.encode())
+        for name, split in sorted(self.splits.items()):
+            digest.update(repr((name, split.tokens, split.documents, split.bytes)).encode())
+            some = min(FINGERPRINTED, split.tokens)
+            for start in (0, split.tokens - some):
+                digest.update(split.read(start, some).astype("<i8").tobytes())
+        return digest.hexdigest()[:16]
 
     @cached_property
     def tokenizer(self) -> Tokenizer:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from rich.console import Console
@@ -14,6 +16,7 @@ from residua.files import write_atomically
 from residua.study import sentences
 from residua.study.config import StudyConfig
 from residua.study.diagnosed import SIDE_BY_SIDE, diagnose_runs
+from residua.study.extend import Extended, alone, extend, extend_sentences
 from residua.study.page import study_page
 from residua.study.picture import picture
 from residua.study.plan import STUDY, PlannedRun, StudyPlan, base_run, make_plan, refuse_strangers, undone_sentences
@@ -23,8 +26,9 @@ from residua.study.quantized import measure_runs
 from residua.study.results import DatasetFacts, StudyResult, collect
 from residua.study.runner import run_plan, threads_per_run
 from residua.study.runs import RunRecord, is_complete, read_run
+from residua.study.saved import SavedStudy, save_study
 from residua.study.tables import markdown
-from residua.study.timing import read_timings, time_variants
+from residua.study.timing import keep_timings, read_timings, time_variants
 
 RESULTS, TABLE, REPORT, PICTURE = "results.json", "results.md", "report.html", "gains.svg"
 
@@ -43,19 +47,71 @@ class Outcome:
         return all(run.status == "complete" for run in self.result.runs)
 
 
-def conduct(study: StudyConfig, out: Path, console: Console) -> Outcome:
-    """Train the incomplete runs, then write study.toml, results.json, results.md and report.html into `out`."""
+def conduct(study: StudyConfig, out: Path, console: Console, results: Path | None = None, command: str = "") -> Outcome:
+    """Train the incomplete runs, then write study.toml, results.json, results.md and report.html into `out`.
+
+    The numbers are also kept in the file `results`, after every run. If it exists, the study extends it: runs in it are
+    not trained again. `command` is recorded there.
+    """
     refuse_strangers(out)
     dataset = open_dataset(study, console)
     plan = make_plan(study, out, dataset)
     announce(console, study, plan)
-    with LiveProgress(console, plan) as progress:
-        problems = run_plan(study, plan, out, progress)
-    time_variants(study, plan, out, console)
-    measure_runs(study, plan, console)
-    diagnose_runs(study, plan, out, dataset, console)
-    limit = plan.runs[0].config.data.validation_tokens
-    return summarise(study, plan, out, problems, describe(dataset, limit))
+    whole = alone(study, plan)
+    if results is not None and results.exists():
+        whole = extend(results, study, plan, dataset.fingerprint, out)
+        for sentence in extend_sentences(results, whole):
+            console.print(Text(f"• {sentence}"), soft_wrap=True)
+    keeper = Keeper(whole, out, dataset, results, command)
+    with LiveProgress(console, whole.new) as progress:
+        problems = run_plan(study, whole.new, out, Kept(progress, keeper))
+    keep_timings(whole.study, whole.plan, out, whole.timings)
+    time_variants(study, whole.plan, out, console, whole.known)
+    measure_runs(study, whole.plan, console)
+    diagnose_runs(study, whole.plan, out, dataset, console)
+    keeper.write()
+    write_atomically(out / STUDY, study.to_toml())
+    return summarise(whole.study, whole.plan, out, problems, keeper.facts, whole.known)
+
+
+class Keeper:
+    """Writes the numbers of the complete runs into the results file, if there is one."""
+
+    def __init__(self, whole: Extended, out: Path, dataset: Dataset, results: Path | None, command: str) -> None:
+        self._whole, self._out, self._dataset, self._results = whole, out, dataset, results
+        self._commands = (*whole.commands, command) if command else whole.commands
+
+    @cached_property
+    def facts(self) -> DatasetFacts:
+        return describe(self._dataset, self._whole.plan.runs[0].config.data.validation_tokens)
+
+    def write(self) -> None:
+        if self._results is None:
+            return
+        study, plan = self._whole.study, self._whole.plan
+        records = complete_records(plan, self._whole.known)
+        timings = {**self._whole.timings, **{k: v for k, v in read_timings(study, plan, self._out).items() if v}}
+        save_study(study, plan, records, self._dataset.fingerprint, self.facts, timings, self._commands).write(
+            self._results
+        )
+
+
+class Kept:
+    """A Watcher that keeps the numbers after every run, so that a killed study loses none."""
+
+    def __init__(self, shown: LiveProgress, keeper: Keeper) -> None:
+        self._keeper = keeper
+        self.started, self.advanced, self._finished = shown.started, shown.advanced, shown.finished
+
+    def finished(self, run: PlannedRun, problem: str) -> None:
+        self._finished(run, problem)
+        self._keeper.write()
+
+
+def complete_records(plan: StudyPlan, known: Mapping[PlannedRun, RunRecord]) -> dict[PlannedRun, RunRecord]:
+    """What was measured in the complete runs: on disk, or `known` from elsewhere."""
+    own = {run: read_run(run.folder, run.config) for run in plan.runs if is_complete(run.folder, run.config)}
+    return {run: own.get(run) or known[run] for run in plan.runs if run in own or run in known}
 
 
 def open_dataset(study: StudyConfig, console: Console) -> Dataset:
@@ -78,12 +134,20 @@ def describe(dataset: Dataset, limit_tokens: int) -> DatasetFacts:
 
 
 def summarise(
-    study: StudyConfig, plan: StudyPlan, out: Path, problems: dict[PlannedRun, str], dataset: DatasetFacts | None
+    study: StudyConfig,
+    plan: StudyPlan,
+    out: Path,
+    problems: dict[PlannedRun, str],
+    dataset: DatasetFacts | None,
+    known: Mapping[PlannedRun, RunRecord] | None = None,
 ) -> Outcome:
-    """Collect the runs on disk into results, and write the files."""
-    records = {run: read_run(run.folder, run.config) for run in plan.runs if is_complete(run.folder, run.config)}
+    """Collect the runs on disk, and those `known` from elsewhere, into results, and write the files."""
+    records = complete_records(plan, known or {})
     result = collect(study, plan, records, problems, dataset, read_timings(study, plan, out))
-    write_atomically(out / STUDY, study.to_toml())
+    return _write(study, result, records, out)
+
+
+def _write(study: StudyConfig, result: StudyResult, records: dict[PlannedRun, RunRecord], out: Path) -> Outcome:
     write_atomically(out / RESULTS, result.model_dump_json(indent=1) + "\n")
     write_atomically(out / TABLE, markdown(result))
     if (drawn := picture(result)) is not None:
@@ -91,6 +155,17 @@ def summarise(
     page = study_page(study, result, _by_size(study, records), out)
     inside = out / SIDE_BY_SIDE / REPORT
     return Outcome(result, page.write(out / REPORT), inside if inside.exists() else None)
+
+
+def show_saved(saved: SavedStudy, out: Path | None = None) -> StudyResult:
+    """The results of a saved study; with `out`, also its files and page there, without folders of runs."""
+    study, plan = saved.config, saved.plan(out or Path())
+    records = saved.records(plan)
+    result = collect(study, plan, records, {}, saved.dataset, saved.timings)
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        _write(study, result, records, out)
+    return result
 
 
 def announce(console: Console, study: StudyConfig, plan: StudyPlan) -> None:

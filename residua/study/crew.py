@@ -180,7 +180,7 @@ class Crew:
 
     def _listen(self) -> None:
         """Wait a moment for answers, report progress, and drop the processes that have ended."""
-        pipes = [worker.child.stdout for worker in self._workers]
+        pipes = [worker.child.stdout for worker in self._workers if worker.child.stdout is not None]
         select.select(pipes, [], [], POLL_SECONDS)
         lost = []
         for worker in self._workers:

@@ -42,17 +42,23 @@ def compare(
     shared = sorted(ours.keys() & baseline.keys())
     found = {seed: step_gain(ours[seed].loss_curve, baseline[seed].loss_curve) for seed in shared}
     steps = {seed: gain for seed, gain in found.items() if gain is not None}
-    speeds = {seed: ours[seed].tokens_per_second / baseline[seed].tokens_per_second for seed in shared}
+    speeds = {seed: speed for seed in shared if (speed := _speed(ours[seed], baseline[seed])) is not None}
     step = _mean(list(steps.values()), confidence)
     alone = [(timings[device], baseline_timings[device]) for device in timings if device in baseline_timings]
     timing = alone[-1][0] if alone else None
     throughput = timed_ratio(*alone[-1], confidence) if alone else _mean(list(speeds.values()), confidence)
     equivalent = _equivalent(ladder, ours, confidence)
     if equivalent is None and timing is None:  # seed by seed, since a seed's two runs were trained side by side
-        wall_clock = _mean([gain * speeds[seed] for seed, gain in steps.items()], confidence)
+        wall_clock = _mean([gain * speeds[seed] for seed, gain in steps.items() if seed in speeds], confidence)
     else:
         wall_clock = product(equivalent or step, throughput)
     return Gains(step, equivalent, throughput, wall_clock, timing)
+
+
+def _speed(ours: RunRecord, baseline: RunRecord) -> float | None:
+    """The ratio of two runs' speeds; None if one is not known, or if they were trained on different hardware."""
+    ratio = ours.tokens_per_second / baseline.tokens_per_second
+    return ratio if math.isfinite(ratio) and ours.hardware == baseline.hardware else None
 
 
 def _equivalent(ladder: Mapping[float, Mapping[int, float]], ours: Runs, confidence: float) -> Gain | None:

@@ -15,7 +15,7 @@ from residua.study.config import StudyConfig
 from residua.study.gains import Timings, compare
 from residua.study.ladder import Gain, fit_law
 from residua.study.plan import RUNS, PlannedRun, StudyPlan
-from residua.study.runs import DIAGNOSIS, QuantizedRun, RunRecord
+from residua.study.runs import DIAGNOSIS, QuantizedRun, RunRecord, known
 from residua.study.statistics import (
     Estimate,
     estimate,
@@ -217,8 +217,8 @@ def _run_result(run: PlannedRun, record: RunRecord | None, problem: str) -> RunR
         loss=record.final_loss,
         bits_per_byte=record.final_bits_per_byte,
         tokens=record.tokens,
-        tokens_per_second=record.tokens_per_second,
-        memory_gib=record.memory_gib,
+        tokens_per_second=known(record.tokens_per_second),
+        memory_gib=known(record.memory_gib),
         quantized=record.quantized,
         diagnosis=f"{RUNS}/{run.folder.name}/{DIAGNOSIS}" if (run.folder / DIAGNOSIS).exists() else None,
     )
@@ -243,8 +243,8 @@ def _variant_result(study: StudyConfig, plan: StudyPlan, measured: Measured, siz
     found = {
         "loss": _interval(estimate([run.final_loss for run in ours.values()], level)),
         "bits_per_byte": _interval(estimate([run.final_bits_per_byte for run in ours.values()], level)),
-        "tokens_per_second": geometric_mean([run.tokens_per_second for run in ours.values()]),
-        "memory_gib": max(run.memory_gib for run in ours.values()),
+        "tokens_per_second": known(geometric_mean([run.tokens_per_second for run in ours.values()])),
+        "memory_gib": known(max(run.memory_gib for run in ours.values())),
         "low_precision": _low_precision(study, [run.quantized for run in ours.values()]),
         "timing": timings[-1] if timings else None,
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,7 @@ from residua.storage.run import METRICS, read_metrics
 
 T = TypeVar("T")
 
+ENVIRONMENT = "environment.json"
 INSPECTION = "inspection.json"
 QUANTIZED = "quantized.json"
 DIAGNOSIS = "report.html"
@@ -41,7 +43,10 @@ class _Row(Shape):
 
 @dataclass(frozen=True)
 class RunRecord:
-    """A run's measurements. Rows are those of its metrics.jsonl, in order of step."""
+    """A run's measurements. Rows are those of its metrics.jsonl, in order of step.
+
+    `speed` and `memory` are given where the rows of the training log are not all there.
+    """
 
     folder: Path
     tokens_per_step: int
@@ -49,6 +54,9 @@ class RunRecord:
     validation: list[dict[str, Any]] = field(default_factory=list)
     inspection: dict[str, Any] | None = None
     quantized: QuantizedRun | None = None
+    environment: dict[str, Any] = field(default_factory=dict)
+    speed: float | None = None
+    memory: float | None = None
 
     @property
     def loss_curve(self) -> list[tuple[float, float]]:
@@ -71,15 +79,30 @@ class RunRecord:
         return int(self.validation[-1]["step"]) * self.tokens_per_step
 
     @property
+    def hardware(self) -> str:
+        """The GPU, or the processor and its threads; empty if unknown."""
+        about = self.environment
+        return str(about.get("gpu") or f"{about.get('processor', '')} {about.get('threads', '')}".strip())
+
+    @property
     def tokens_per_second(self) -> float:
-        """Median over the log lines after the first tenth, which holds warm-up and compilation."""
-        rates = [float(row["tokens_per_second"]) for row in self.train]
-        return median(rates[max(1, len(rates) // 10) :] or rates)
+        """Median over the log lines after the first tenth, which holds warm-up and compilation; NaN if unknown."""
+        if self.speed is not None:
+            return self.speed
+        rates = [float(row["tokens_per_second"]) for row in self.train if "tokens_per_second" in row]
+        return median(rates[max(1, len(rates) // 10) :] or rates or [math.nan])
 
     @property
     def memory_gib(self) -> float:
-        """The peak over the run."""
-        return max(float(row["memory_gib"]) for row in self.train)
+        """The peak over the run; NaN if unknown."""
+        if self.memory is not None:
+            return self.memory
+        return max((float(row["memory_gib"]) for row in self.train if "memory_gib" in row), default=math.nan)
+
+
+def known(value: float) -> float | None:
+    """The value; None if it is NaN, which stands for a measurement that was not made."""
+    return None if math.isnan(value) else value
 
 
 def read_run(folder: Path, config: RunConfig) -> RunRecord:
@@ -92,6 +115,7 @@ def read_run(folder: Path, config: RunConfig) -> RunRecord:
         [row for row in rows if row["kind"] == "validation"],
         _readable(folder / INSPECTION, dict[str, Any]),
         read_quantized(folder),
+        _readable(folder / ENVIRONMENT, dict[str, Any]) or {},
     )
 
 

@@ -11,7 +11,7 @@ import math
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Container, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from residua.machine import choose_device, python_command, python_environment
 from residua.reading import ReadError, read_json
 from residua.report.plain import outcome
 from residua.study.config import StudyConfig
-from residua.study.plan import CONFIGS, LOGS, TIMINGS, StudyPlan, model_title
+from residua.study.plan import CONFIGS, LOGS, TIMINGS, PlannedRun, StudyPlan, model_title
 from residua.study.runner import StudyInterrupted, stop_as_exception, threads_per_run
 from residua.study.runs import is_complete
 
@@ -63,11 +63,13 @@ class _Record(Frozen):
     devices: dict[str, StepTiming] = Field(default_factory=dict)
 
 
-def time_variants(study: StudyConfig, plan: StudyPlan, out: Path, console: Console) -> None:
-    """Time the variants that have a complete run, unless all were timed on one device before."""
+def time_variants(
+    study: StudyConfig, plan: StudyPlan, out: Path, console: Console, elsewhere: Container[PlannedRun] = ()
+) -> None:
+    """Time the variants that have a complete run, here or `elsewhere`, unless all were timed on one device before."""
     if study.workers < 2 and not study.time_alone:
         return
-    complete = {(r.size, r.variant) for r in plan.compared if is_complete(r.folder, r.config)}
+    complete = {(r.size, r.variant) for r in plan.compared if r in elsewhere or is_complete(r.folder, r.config)}
     models = {model_title(study, *key): plan.models[key].config for key in plan.models if key in complete}
     known = {title: _read(out, title, config) for title, config in models.items()}
     if not models or set.intersection(*(set(record.devices) for record in known.values())):
@@ -87,6 +89,19 @@ def time_variants(study: StudyConfig, plan: StudyPlan, out: Path, console: Conso
 def read_timings(study: StudyConfig, plan: StudyPlan, out: Path) -> dict[tuple[str, str], dict[str, StepTiming]]:
     """The timings of every model by (size, variant), then by device; empty where none is recorded."""
     return {key: dict(_read(out, model_title(study, *key), m.config).devices) for key, m in plan.models.items()}
+
+
+def keep_timings(
+    study: StudyConfig, plan: StudyPlan, out: Path, timings: Mapping[tuple[str, str], Mapping[str, StepTiming]]
+) -> None:
+    """Record timings that were made elsewhere; those of this folder stay."""
+    for key, devices in timings.items():
+        title, config = model_title(study, *key), plan.models[key].config
+        own = _read(out, title, config)
+        if devices.keys() - own.devices.keys():
+            _path(out, title).parent.mkdir(parents=True, exist_ok=True)
+            record = own.model_copy(update={"devices": {**devices, **own.devices}})
+            write_atomically(_path(out, title), record.model_dump_json(indent=1) + "\n")
 
 
 def _run(command: Sequence[str], study: StudyConfig, out: Path, console: Console) -> None:

@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 
-from residua.version import __version__
+from residua.version import MATHEMATICS, __version__
 
 
 def describe_environment(device: torch.device) -> dict[str, Any]:
     """Software and hardware of this process, as plain JSON."""
     described: dict[str, Any] = {
         "residua": __version__,
+        "mathematics": MATHEMATICS,
         "commit": code_commit(),
         "python": platform.python_version(),
         "torch": torch.__version__,

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from residua.config.run import RunConfig
+from residua.config.run import RunConfig, settings
 from residua.data import Dataset
 from residua.model.decoder import build
 from residua.train.compile.graphs import WARM_UP
@@ -23,23 +23,17 @@ from residua.train.step import Step, arithmetic
 from residua.train.trainer import open_batches
 from residua.train.world import World
 
-_FREE = {
-    "data": {"seed"},
-    "train": {
-        "steps", "seed", "optimizer", "schedule", "clip_norm", "balance", "log_every", "validate_every", "save_every",
-        "keep", "divergence_margin", "divergence_patience", "track",
-    },
-}  # fmt: skip
+_FREE = (
+    "data.seed", "train.seed", "train.steps", "train.optimizer.", "train.schedule.", "train.clip_norm",
+    "train.balance.", "train.log_every", "train.validate_every", "train.save_every", "train.keep",
+    "train.divergence_", "train.track",
+)  # fmt: skip
 """What runs of one graph may differ in: nothing that `train.step.Step` compiles."""
 
 
 def graph_of(config: RunConfig) -> str:
     """Equal for runs that can share a step."""
-    kept = {
-        section: {key: value for key, value in values.items() if key not in _FREE.get(section, ())}
-        for section, values in config.model_dump().items()
-    }
-    return json.dumps(kept, sort_keys=True)
+    return json.dumps(settings(config, without=_FREE), sort_keys=True)
 
 
 class SharedWorld(World):

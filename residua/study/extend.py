@@ -1,0 +1,148 @@
+"""Extend a saved study by another one: what was run already is not run again, and the two become one study.
+
+Two runs are the same if size, variant, seed and budget have the same names, the text has the same fingerprint, and the
+configurations are equal in every key but those of PLACE. The same names with anything else different are refused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from residua.config.run import RunConfig, settings
+from residua.config.settings import ConfigError
+from residua.study.config import StudyConfig
+from residua.study.plan import PlannedRun, StudyPlan
+from residua.study.runs import RunRecord, is_complete, read_run
+from residua.study.saved import SavedStudy, Timings
+from residua.version import MATHEMATICS
+
+PLACE = (
+    "data.path", "data.tokenizer", "train.device", "train.log_every", "train.save_every", "train.keep", "train.track",
+    "train.divergence_", "parallel.",
+)  # fmt: skip
+"""What does not change what a run computes: where its text is (its fingerprint counts), where it trains, what it logs
+and when it gives up."""
+
+
+@dataclass(frozen=True)
+class Extended:
+    """A study and a saved one as one: the merged study and plan, and what is known of the saved runs."""
+
+    study: StudyConfig
+    plan: StudyPlan
+    known: dict[PlannedRun, RunRecord]
+    timings: Timings
+    commands: tuple[str, ...] = ()
+
+    @property
+    def new(self) -> StudyPlan:
+        """The runs that are not saved."""
+        return replace(self.plan, runs=tuple(run for run in self.plan.runs if run not in self.known))
+
+
+def alone(study: StudyConfig, plan: StudyPlan) -> Extended:
+    """A study by itself."""
+    return Extended(study, plan, {}, {})
+
+
+def extend(path: Path, study: StudyConfig, plan: StudyPlan, fingerprint: str, out: Path) -> Extended:
+    """Merge a study and its plan in `out` with the saved study in `path`; ConfigError if they contradict."""
+    saved = SavedStudy.read(path)
+    if saved.fingerprint != fingerprint:
+        raise ConfigError(
+            f"{path} was trained on another text (fingerprint {saved.fingerprint}, here {fingerprint}): prepare the "
+            "same text in the same way, or name another file for --results."
+        )
+    merged = _merged(path, saved.config, study)
+    before = saved.plan(out)
+    for key, model in before.models.items():
+        if key in plan.models:
+            _check_model(path, key, model.config, plan.models[key].config)
+    kept = saved.records(before)
+    asked = {_place(run): run for run in plan.runs}
+    # A saved run that this study asks for takes the study's own PlannedRun, and so its place in the plan.
+    known = {asked.get(_place(run), run): record for run, record in kept.items()}
+    _check_runs(path, known)
+    others = tuple(run for run in before.runs if _place(run) not in asked)
+    models = {**before.models, **plan.models}
+    whole = StudyPlan(models, (*others, *plan.runs), plan.text_tokens)
+    return Extended(merged, whole, known, saved.timings, saved.commands)
+
+
+def extend_sentences(path: Path, extended: Extended) -> list[str]:
+    """What a person should know about the saved runs."""
+    known = list(extended.known.values())
+    told = [f"{len(known)} runs are in {path.name} and are not trained again."] if known else []
+    old = sorted({run.environment.get("mathematics", MATHEMATICS) for run in known} - {MATHEMATICS})
+    if old:
+        told.append(
+            f"{path.name} holds runs of mathematics version {', '.join(map(str, old))}, and this Residua has "
+            f"{MATHEMATICS}: the same configuration may compute something else. Name another file for --results to "
+            "train them again."
+        )
+    return told
+
+
+def _merged(path: Path, before: StudyConfig, study: StudyConfig) -> StudyConfig:
+    """One study with the variants, seeds, sizes and budgets of both."""
+    for key in ("baseline", "match", "confidence"):
+        old, new = getattr(before, key), getattr(study, key)
+        if old != new:
+            raise ConfigError(
+                f"{path} has {key} = {old!r} and this study {new!r}: use the same, or name another file for --results."
+            )
+    return StudyConfig(
+        **{
+            **study.model_dump(exclude_none=True),
+            "name": before.name,
+            "variants": {**before.variants, **study.variants},
+            "seeds": tuple(sorted({*before.seeds, *study.seeds})),
+            "scaling": _scaling(path, before, study),
+            "ladder": tuple(sorted({*before.ladder, *study.ladder})),
+            "quantize": tuple(dict.fromkeys((*before.quantize, *study.quantize))),
+            "workers": max(before.workers, study.workers),
+        }
+    )
+
+
+def _scaling(path: Path, before: StudyConfig, study: StudyConfig) -> dict[str, object] | None:
+    if before.scaling is None and study.scaling is None and before.base == study.base:
+        return None
+    rules = [s.scaling.tokens_per_parameter if s.scaling else None for s in (before, study)]
+    if before.scaling is None or study.scaling is None or rules[0] != rules[1]:
+        raise ConfigError(
+            f"{path} has the sizes {', '.join(before.sizes)} and this study {', '.join(study.sizes)}, not scaled in "
+            "the same way: use the same --base, --sizes and --tokens-per-parameter, or name another file for --results."
+        )
+    return {**study.scaling.model_dump(), "sizes": tuple(dict.fromkeys((*before.sizes, *study.sizes)))}
+
+
+_OF_A_RUN = ("data.seed", "train.seed")
+
+
+def _check_model(path: Path, key: tuple[str, str], saved: RunConfig, planned: RunConfig) -> None:
+    old, new = (settings(config, without=PLACE + _OF_A_RUN) for config in (saved, planned))
+    for name in {**old, **new}:
+        if old.get(name) != new.get(name):
+            raise ConfigError(
+                f"{path} has {key[1]} with {name} = {old.get(name)!r}, and this study needs {new.get(name)!r}: give "
+                "the variant another name, or name another file for --results."
+            )
+
+
+def _check_runs(path: Path, known: dict[PlannedRun, RunRecord]) -> None:
+    """Refuse a run that the study's folder and the saved study both have, with different results."""
+    for run, saved in known.items():
+        if not is_complete(run.folder, run.config):
+            continue
+        own = read_run(run.folder, run.config)
+        if own.loss_curve != saved.loss_curve:
+            raise ConfigError(
+                f"{run.folder} ends with a loss of {own.final_loss:.6f} and the same run in {path} with "
+                f"{saved.final_loss:.6f}: remove that folder, or name another file for --results."
+            )
+
+
+def _place(run: PlannedRun) -> tuple[object, ...]:
+    return run.size, run.variant, run.seed, run.budget

@@ -1,0 +1,278 @@
+"""A study's numbers, without its weights, as one small file: every table and picture can be made from it.
+
+It holds the study, the configuration of its models, and of every complete run the curves, speed, memory, versions and
+hardware. A later study can extend it (`extend.py`), also on a machine that has nothing but this file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import Field
+
+from residua.config.run import RunConfig
+from residua.config.settings import Frozen
+from residua.files import write_atomically
+from residua.reading import check, read_json, reason, refuse, shown
+from residua.study.config import StudyConfig
+from residua.study.plan import RUNS, PlannedModel, PlannedRun, StudyPlan, model_title
+from residua.study.results import DatasetFacts
+from residua.study.runs import QuantizedRun, RunRecord, known
+from residua.study.timing import StepTiming
+
+FORMAT = "residua-study-results"
+HINT = "restore it, or make it again with --results"
+POINTS = 60
+"""Points of a training curve that are kept; validations are all kept."""
+ENVIRONMENT = ("residua", "mathematics", "commit", "python", "torch", "triton", "cuda", "gpu", "processor", "threads")
+
+Timings = Mapping[tuple[str, str], Mapping[str, StepTiming]]
+"""By (size, variant), then by device."""
+
+
+class Points(Frozen):
+    """A curve by columns. `seconds` of training and `bits_per_byte` are empty where they were not measured."""
+
+    step: tuple[int, ...] = ()
+    loss: tuple[float, ...] = ()
+    seconds: tuple[float, ...] = ()
+    bits_per_byte: tuple[float, ...] = ()
+
+    @classmethod
+    def of(cls, rows: Sequence[Mapping[str, Any]]) -> Self:
+        """The columns that every row has."""
+        columns = {
+            key: tuple(row[key] for row in rows)
+            for key in cls.model_fields
+            if all(key in row and not _unknown(row[key]) for row in rows)
+        }
+        return cls(**columns)
+
+    def rows(self, kind: str, tokens_per_step: int) -> list[dict[str, Any]]:
+        """Rows as in metrics.jsonl; what was not measured is NaN."""
+        names = [key for key in Points.model_fields if key != "step"]
+        columns = {key: getattr(self, key) or [math.nan] * len(self.step) for key in names}
+        return [
+            {"kind": kind, "step": step, "tokens": step * tokens_per_step, **{k: v[i] for k, v in columns.items()}}
+            for i, step in enumerate(self.step)
+        ]
+
+
+class SavedModel(Frozen):
+    """A variant at one size; `config` is that of its runs but for seed, budget and place."""
+
+    size: str
+    variant: str
+    overrides: tuple[str, ...]
+    matching: str
+    parameters: int
+    flops_per_token: float
+    config: dict[str, Any]
+    timings: dict[str, StepTiming] = Field(default_factory=dict, description="its step timed alone, by device")
+
+
+class SavedRun(Frozen):
+    """A complete run. `environment` is a place in the study's list."""
+
+    size: str
+    variant: str
+    seed: int
+    budget: float
+    steps: int
+    environment: int
+    started: str = ""
+    tokens_per_second: float | None = None
+    memory_gib: float | None = None
+    train: Points = Points()
+    validation: Points
+    quantized: QuantizedRun | None = None
+
+
+class SavedStudy(Frozen):
+    """The content of a results file, version 1."""
+
+    format: Literal["residua-study-results"] = "residua-study-results"
+    version: Literal[1] = 1
+    commands: tuple[str, ...] = ()
+    study: dict[str, Any]
+    fingerprint: str
+    dataset: DatasetFacts | None = None
+    environments: tuple[dict[str, Any], ...] = ()
+    models: tuple[SavedModel, ...]
+    runs: tuple[SavedRun, ...]
+    checksum: str = Field("", description="of models, runs, environments and text: finds a damaged file")
+
+    @classmethod
+    def read(cls, path: Path) -> SavedStudy:
+        """Read and check a file; the error says what is wrong with it."""
+        content = read_json(path, dict[str, Any], HINT)
+        if content.get("format") != FORMAT:
+            refuse(f"{path} does not hold the results of a study", "name a file that --results wrote")
+        if content.get("version") != 1:
+            refuse(f"{path} has version {shown(content.get('version'))}, this Residua reads 1", "update Residua")
+        saved = check(content, cls, path, HINT)
+        try:
+            saved._check(content)
+        except (ValueError, KeyError) as error:
+            refuse(f"{path} is damaged ({reason(error)})", HINT)
+        return saved
+
+    def write(self, path: Path) -> None:
+        """Write the file as a whole, one line per run and model."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, self.text())
+
+    def text(self) -> str:
+        """The file's content: JSON with one line per run and model, so that changes read well in a diff."""
+        parts = []
+        content = self.model_dump(mode="json", exclude_none=True)
+        for key, value in {**content, "checksum": _checksum(content)}.items():
+            if key in ("environments", "models", "runs", "commands"):
+                lines = ",\n".join(f"  {json.dumps(entry, ensure_ascii=False)}" for entry in value)
+                parts.append(f' "{key}": [\n{lines}\n ]' if lines else f' "{key}": []')
+            else:
+                parts.append(f' "{key}": {json.dumps(value, ensure_ascii=False)}')
+        return "{\n" + ",\n".join(parts) + "\n}\n"
+
+    @property
+    def config(self) -> StudyConfig:
+        """The study; the place of its text is not known."""
+        return StudyConfig(**self.study)
+
+    @property
+    def timings(self) -> dict[tuple[str, str], dict[str, StepTiming]]:
+        """Steps timed alone, by (size, variant), then by device."""
+        return {(model.size, model.variant): model.timings for model in self.models}
+
+    def plan(self, out: Path) -> StudyPlan:
+        """The models and the complete runs; folders are where a study in `out` would have them."""
+        study = self.config
+        models = {
+            (model.size, model.variant): PlannedModel(
+                RunConfig(**model.config), model.overrides, model.matching, model.parameters, model.flops_per_token
+            )
+            for model in self.models
+        }
+        runs = []
+        for run in self.runs:
+            title = model_title(study, run.size, run.variant) + (f"-{run.budget:g}x" if run.budget != 1.0 else "")
+            config = _seeded(models[run.size, run.variant].config, run.seed, run.steps)
+            folder = out / RUNS / f"{title}-seed{run.seed}"
+            runs.append(PlannedRun(run.variant, run.size, run.seed, config, folder, run.budget))
+        return StudyPlan(models, tuple(runs), self.dataset.train_tokens if self.dataset else 0)
+
+    def records(self, plan: StudyPlan) -> dict[PlannedRun, RunRecord]:
+        """What was measured in the runs of `plan`, which `self.plan` returned."""
+        return {run: self._record(run, saved) for run, saved in zip(plan.runs, self.runs, strict=True)}
+
+    def _record(self, run: PlannedRun, saved: SavedRun) -> RunRecord:
+        per_step = run.config.tokens_per_step
+        session = {"started": saved.started}
+        return RunRecord(
+            run.folder,
+            per_step,
+            saved.train.rows("train", per_step),
+            saved.validation.rows("validation", per_step),
+            quantized=saved.quantized,
+            environment={**self.environments[saved.environment], "sessions": [session]},
+            speed=math.nan if saved.tokens_per_second is None else saved.tokens_per_second,
+            memory=math.nan if saved.memory_gib is None else saved.memory_gib,
+        )
+
+    def _check(self, content: dict[str, Any]) -> None:
+        """Refuse a file that was changed, or whose parts do not fit together."""
+        if self.checksum != _checksum(content):
+            raise ValueError("its checksum is another")
+        plan = self.plan(Path())
+        seen: set[object] = set()
+        for run, saved in zip(plan.runs, self.runs, strict=True):
+            where = (run.size, run.variant, run.seed, run.budget)
+            if where in seen:
+                raise ValueError(f"{run.title} is there twice")
+            seen.add(where)
+            if not saved.validation.step or saved.validation.step[-1] < saved.steps:
+                raise ValueError(f"{run.title} was not validated at its last step")
+            if saved.environment not in range(len(self.environments)):
+                raise ValueError(f"{run.title} names an environment that is not there")
+
+
+def _checksum(content: Mapping[str, Any]) -> str:
+    kept = {key: content.get(key) for key in ("study", "fingerprint", "environments", "models", "runs")}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def save_study(
+    study: StudyConfig,
+    plan: StudyPlan,
+    records: Mapping[PlannedRun, RunRecord],
+    fingerprint: str,
+    dataset: DatasetFacts | None,
+    timings: Timings | None = None,
+    commands: Iterable[str] = (),
+) -> SavedStudy:
+    """The complete runs of a study, ready to be written."""
+    environments: list[dict[str, Any]] = []
+    runs = []
+    for run in plan.runs:
+        record = records.get(run)
+        if record is None:
+            continue
+        about = {key: record.environment[key] for key in ENVIRONMENT if record.environment.get(key) is not None}
+        if about not in environments:
+            environments.append(about)
+        sessions = record.environment.get("sessions") or [{}]
+        runs.append(
+            SavedRun(
+                size=run.size,
+                variant=run.variant,
+                seed=run.seed,
+                budget=run.budget,
+                steps=run.config.train.steps,
+                environment=environments.index(about),
+                started=sessions[0].get("started", ""),
+                tokens_per_second=known(record.tokens_per_second),
+                memory_gib=known(record.memory_gib),
+                train=Points.of(_thinned(record.train)),
+                validation=Points.of(record.validation),
+                quantized=record.quantized,
+            )
+        )
+    return SavedStudy(
+        commands=tuple(dict.fromkeys(commands)),
+        study=study.model_dump(mode="json", exclude_none=True, exclude={"data", "threads"}),
+        fingerprint=fingerprint,
+        dataset=None if dataset is None else dataset.model_copy(update={"path": Path(dataset.path).name}),
+        environments=tuple(environments),
+        models=tuple(_saved_model(key, model, (timings or {}).get(key, {})) for key, model in plan.models.items()),
+        runs=tuple(runs),
+    )
+
+
+def _saved_model(key: tuple[str, str], model: PlannedModel, timings: Mapping[str, StepTiming]) -> SavedModel:
+    config = model.config.model_dump(mode="json", exclude_none=True)
+    config["data"].pop("path", None)
+    size, variant = key
+    return SavedModel(
+        size=size, variant=variant, overrides=model.overrides, matching=model.matching, parameters=model.parameters,
+        flops_per_token=model.flops_per_token, config=config, timings=dict(timings),
+    )  # fmt: skip
+
+
+def _seeded(config: RunConfig, seed: int, steps: int) -> RunConfig:
+    return config.override([f"train.seed={seed}", f"data.seed={seed}", f"train.steps={steps}"])
+
+
+def _thinned(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """At most POINTS rows, evenly spaced, the first and the last among them."""
+    if len(rows) <= POINTS:
+        return list(rows)
+    return [rows[round(i * (len(rows) - 1) / (POINTS - 1))] for i in range(POINTS)]
+
+
+def _unknown(value: object) -> bool:
+    return isinstance(value, float) and math.isnan(value)

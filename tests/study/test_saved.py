@@ -1,0 +1,336 @@
+"""A study's numbers as one file: what it holds, how a later study extends it, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from residua.cli.compare import app
+from residua.config.settings import ConfigError
+from residua.data import Dataset, open_corpus, prepare
+from residua.study import StudyConfig
+from residua.study import conduct as conducting
+from residua.study.conduct import conduct, show_saved, summarise
+from residua.study.plan import PlannedRun, StudyPlan, make_plan
+from residua.study.runner import StudyInterrupted
+from residua.study.runs import read_run
+from residua.study.saved import SavedStudy, save_study
+from residua.study.timing import StepTiming
+from tests.study.recorded import write_run
+
+ENVIRONMENT = {"residua": "0.2.0", "mathematics": 1, "commit": "abc", "torch": "2.11", "gpu": "H200", "platform": "x"}
+
+
+def loss(run: PlannedRun, step: int) -> float:
+    return 5.0 - 0.01 * step - 0.1 * run.seed - (0.2 if run.variant == "mgr" else 0.0) + 1e-3 * len(run.variant)
+
+
+@dataclass
+class Trainer:
+    """Stands in for the processes that train: writes complete runs at once, and remembers which."""
+
+    trained: list[str]
+    stop_after: int | None = None
+
+    def __call__(self, study: StudyConfig, plan: StudyPlan, out: Path, watcher: Any) -> dict[PlannedRun, str]:
+        out.mkdir(parents=True, exist_ok=True)
+        for run in plan.runs:
+            if run.folder.exists():
+                continue
+            watcher.started(run, 0)
+            write_run(run, loss)
+            (run.folder / "environment.json").write_text(json.dumps({**ENVIRONMENT, "sessions": [{"started": "now"}]}))
+            self.trained.append(run.title)
+            watcher.finished(run, "")
+            if len(self.trained) == self.stop_after:
+                raise StudyInterrupted("Stopped")
+        return {}
+
+
+@pytest.fixture
+def trainer(monkeypatch: pytest.MonkeyPatch) -> Trainer:
+    stand_in = Trainer([])
+    monkeypatch.setattr(conducting, "run_plan", stand_in)
+    return stand_in
+
+
+@pytest.fixture
+def chosen(study: StudyConfig, dataset: Dataset) -> Callable[..., StudyConfig]:
+    """A study of pre-norm and others on the small text."""
+
+    def choose(*variants: str, **changes: Any) -> StudyConfig:
+        given = {"variants": ["prenorm", *variants], "data": str(dataset.path), **changes}
+        return StudyConfig(**{**study.model_dump(exclude={"baseline", "variants"}), **given})
+
+    return choose
+
+
+def run(study: StudyConfig, out: Path, results: Path) -> Any:
+    return conduct(study, out, Console(quiet=True), results, "residua compare study.toml").result
+
+
+def test_the_file_gives_the_results_of_the_study_it_was_made_from(
+    chosen: Callable[..., StudyConfig], trainer: Trainer, tmp_path: Path
+) -> None:
+    study = chosen("mgr", ladder=[2, 3])
+    result = run(study, tmp_path / "study", tmp_path / "kept" / "x.json")
+    saved = SavedStudy.read(tmp_path / "kept" / "x.json")
+    again = show_saved(saved)
+    assert again.variants == result.variants
+    assert [r.loss for r in again.runs] == [r.loss for r in result.runs]
+    assert saved.commands == ("residua compare study.toml",)
+    assert saved.environments == ({k: v for k, v in ENVIRONMENT.items() if k != "platform"},)
+    assert str(tmp_path) not in saved.text()
+    assert SavedStudy(**json.loads(saved.text())) == saved and saved.checksum
+    assert saved.dataset is not None and again.dataset == saved.dataset
+
+
+def test_the_page_is_made_from_the_file_alone(
+    chosen: Callable[..., StudyConfig], trainer: Trainer, tmp_path: Path
+) -> None:
+    run(chosen("mgr"), tmp_path / "study", tmp_path / "x.json")
+    show_saved(SavedStudy.read(tmp_path / "x.json"), tmp_path / "page")
+    made = {path.name for path in (tmp_path / "page").iterdir()}
+    assert made >= {"report.html", "results.json", "results.md"} and "runs" not in made
+
+
+def test_a_long_training_curve_is_thinned_and_the_speed_is_not(
+    chosen: Callable[..., StudyConfig], dataset: Dataset, out: Path
+) -> None:
+    study = chosen(set=(*chosen().set, "train.steps=1000"), seeds=1)
+    plan = make_plan(study, out, dataset)
+    (one,) = plan.runs
+    write_run(one, loss)
+    rows = [json.loads(line) for line in (one.folder / "metrics.jsonl").read_text().splitlines()]
+    many = [{**row, "step": i + 1, "tokens_per_second": float(i)} for i in range(1000) for row in rows[:1]]
+    (one.folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*many, *rows[1::2]]))
+    record = read_run(one.folder, one.config)
+    saved = save_study(study, plan, {one: record}, dataset.fingerprint, None)
+    assert len(saved.runs[0].train.step) == 60
+    assert (saved.runs[0].train.step[0], saved.runs[0].train.step[-1]) == (1, 1000)
+    assert saved.runs[0].tokens_per_second == record.tokens_per_second
+    again = saved.plan(out)
+    assert save_study(study, again, saved.records(again), dataset.fingerprint, None).text() == saved.text()
+
+
+def test_other_variants_seeds_and_budgets_are_added_and_nothing_is_trained_twice(
+    chosen: Callable[..., StudyConfig], trainer: Trainer, tmp_path: Path
+) -> None:
+    kept = tmp_path / "x.json"
+    run(chosen("mgr", seeds=[0, 1]), tmp_path / "first", kept)
+    first = list(trainer.trained)
+    # Another folder, as on another machine that has only the file.
+    result = run(chosen("block_attnres", seeds=[0, 1, 2], ladder=[2]), tmp_path / "second", kept)
+    new = trainer.trained[len(first) :]
+    assert sorted(new) == sorted(
+        ["prenorm-seed2", *(f"block_attnres-seed{i}" for i in range(3)), *(f"prenorm-2x-seed{i}" for i in range(3))]
+    )
+    assert {row.name for row in result.variants} == {"prenorm", "mgr", "block_attnres"}
+    counts = {row.name: row.loss.count for row in result.variants}
+    assert counts == {"prenorm": 3, "mgr": 2, "block_attnres": 3}
+    assert {r.status for r in result.runs} == {"complete"}
+    assert show_saved(SavedStudy.read(kept)).variants == result.variants
+    # And a third time nothing is left to train.
+    run(chosen("mgr", "block_attnres", seeds=[0, 1]), tmp_path / "third", kept)
+    assert len(trainer.trained) == len(first) + len(new)
+
+
+def test_a_study_that_is_stopped_keeps_what_was_trained_and_continues_elsewhere(
+    chosen: Callable[..., StudyConfig], trainer: Trainer, tmp_path: Path
+) -> None:
+    kept, study = tmp_path / "x.json", chosen("mgr", seeds=[0, 1])
+    trainer.stop_after = 3
+    with pytest.raises(StudyInterrupted):
+        run(study, tmp_path / "first", kept)
+    assert len(SavedStudy.read(kept).runs) == 3
+    trainer.stop_after = None
+    result = run(study, tmp_path / "second", kept)
+    assert len(trainer.trained) == len(set(trainer.trained)) == 4
+    assert {r.status for r in result.runs} == {"complete"}
+
+
+def test_timings_travel_with_the_file(
+    chosen: Callable[..., StudyConfig], trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timing = StepTiming(device="H200", tokens=64, median=0.5, p10=0.4, p90=0.6, count=10, error=0.01)
+
+    def timed(study: StudyConfig, plan: StudyPlan, out: Path, *rest: object) -> None:
+        conducting.keep_timings(study, plan, out, {key: {"H200": timing} for key in plan.models})
+
+    monkeypatch.setattr(conducting, "time_variants", timed)
+    run(chosen("mgr"), tmp_path / "first", tmp_path / "x.json")
+    monkeypatch.setattr(conducting, "time_variants", lambda *arguments: None)
+    result = run(chosen("block_attnres"), tmp_path / "second", tmp_path / "x.json")
+    assert {row.name: row.timing for row in result.variants} == {
+        "prenorm": timing, "mgr": timing, "block_attnres": None,
+    }  # fmt: skip
+
+
+@pytest.fixture
+def kept(chosen: Callable[..., StudyConfig], trainer: Trainer, tmp_path: Path) -> Path:
+    run(chosen("mgr", seeds=[0, 1]), tmp_path / "first", tmp_path / "x.json")
+    return tmp_path / "x.json"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"set": ["train.optimizer.lr=0.5"]}, r"prenorm with train\.optimizer\.lr = 0\.02, and this study needs 0\.5"),
+        ({"baseline": "mgr"}, "baseline = 'prenorm' and this study 'mgr'"),
+        (
+            {"variants": {"prenorm": ["prenorm"], "mgr": ["mgr", "model.topology.streams=2"]}},
+            "give the variant another",
+        ),
+        ({"match": {"kind": "none"}}, "match = "),
+        ({"scaling": {"sizes": ["tiny", "mini"]}}, "not scaled in the same way"),
+    ],
+)
+def test_a_study_that_contradicts_the_file_is_refused(
+    chosen: Callable[..., StudyConfig], kept: Path, tmp_path: Path, changes: dict[str, Any], words: str
+) -> None:
+    before = kept.read_text()
+    base = chosen("mgr")
+    changes = {**changes, **({"set": (*base.set, *changes["set"])} if "set" in changes else {})}
+    study = StudyConfig(**{**base.model_dump(exclude_none=True), **changes})
+    with pytest.raises(ConfigError, match=words):
+        run(study, tmp_path / "second", kept)
+    assert kept.read_text() == before
+
+
+def test_a_run_with_another_result_in_the_folder_is_refused(
+    chosen: Callable[..., StudyConfig], kept: Path, tmp_path: Path
+) -> None:
+    metrics = tmp_path / "first" / "runs" / "mgr-seed1" / "metrics.jsonl"
+    metrics.write_text(metrics.read_text().replace('"loss": 4', '"loss": 3'))
+    with pytest.raises(ConfigError, match="mgr-seed1 ends with a loss of 3"):
+        run(chosen("mgr", seeds=[0, 1]), tmp_path / "first", kept)
+
+
+def test_another_text_is_refused(chosen: Callable[..., StudyConfig], kept: Path, tmp_path: Path) -> None:
+    (tmp_path / "text").mkdir()
+    for index in range(5):
+        (tmp_path / "text" / f"{index}.txt").write_text("other words than before " * 40)
+    other = prepare(open_corpus([tmp_path / "text"], holdout=0.4), tmp_path / "other", "bytes")
+    with pytest.raises(ConfigError, match="another text"):
+        run(
+            StudyConfig(**{**chosen("mgr").model_dump(exclude_none=True), "data": str(other.path)}),
+            tmp_path / "b",
+            kept,
+        )
+
+
+def test_the_fingerprint_of_a_text_does_not_depend_on_where_it_is(dataset: Dataset, tmp_path: Path) -> None:
+    shutil.copytree(dataset.path, tmp_path / "elsewhere")
+    assert Dataset.open(tmp_path / "elsewhere").fingerprint == dataset.fingerprint
+
+
+def test_another_version_of_the_mathematics_is_said(
+    chosen: Callable[..., StudyConfig], kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("residua.study.extend.MATHEMATICS", 7)
+    console = Console(record=True, width=400, quiet=False, file=(tmp_path / "shown").open("w"))
+    conduct(chosen("mgr", seeds=[0, 1]), tmp_path / "second", console, kept)
+    shown = console.export_text()
+    assert "4 runs are in x.json and are not trained again" in shown
+    assert "mathematics version 1, and this Residua has 7" in shown
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda text: text[: len(text) // 2], "is not valid JSON"),
+        (lambda text: "[]", "holds a list of 0 entries, expected an object"),
+        (lambda text: "{}", "does not hold the results of a study"),
+        (lambda text: text.replace('"version": 1', '"version": 9'), "has version 9"),
+        (lambda text: text.replace('"steps": 10', '"steps": 9'), "its checksum is another"),
+        (lambda text: text.replace('"environment": 0', '"environment": 5'), "its checksum is another"),
+        (lambda text: text.replace('"matching"', '"matchinh"'), r"has no key models\[0\]\.matching"),
+    ],
+)
+def test_a_damaged_file_is_refused_in_a_sentence(kept: Path, damage: Callable[[str], str], words: str) -> None:
+    kept.write_text(damage(kept.read_text()))
+    with pytest.raises(ValueError, match=words) as refused:
+        SavedStudy.read(kept)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"environment": 5}, "names an environment"),
+        ({"seed": 0}, "is there twice"),
+        ({"steps": 11}, "was not validated at its last step"),
+    ],
+)
+def test_a_file_whose_parts_do_not_fit_is_refused(kept: Path, change: dict[str, Any], words: str) -> None:
+    saved = SavedStudy.read(kept)
+    runs = (*saved.runs[:-1], saved.runs[-1].model_copy(update=change))
+    saved.model_copy(update={"runs": runs}).write(kept)
+    with pytest.raises(ValueError, match=words):
+        SavedStudy.read(kept)
+
+
+def test_a_key_that_a_later_version_adds_gets_its_default(kept: Path) -> None:
+    saved = SavedStudy.read(kept)
+    models = []
+    for model in saved.models:
+        train = {key: value for key, value in model.config["train"].items() if key != "determinism"}
+        models.append(model.model_copy(update={"config": {**model.config, "train": train}}))
+    saved.model_copy(update={"models": tuple(models)}).write(kept)
+    assert [run.config.train.determinism for run in SavedStudy.read(kept).plan(Path()).runs] == ["fast"] * 4
+
+
+def test_a_file_that_cannot_be_opened_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="is a folder, not a file"):
+        SavedStudy.read(tmp_path)
+
+
+def test_speeds_are_compared_on_the_same_hardware_only(
+    chosen: Callable[..., StudyConfig], trainer: Trainer, dataset: Dataset, tmp_path: Path
+) -> None:
+    study, out = chosen("mgr", seeds=1), tmp_path / "study"
+    run(study, out, tmp_path / "x.json")
+    there = out / "runs" / "mgr-seed0" / "environment.json"
+    there.write_text(json.dumps({**ENVIRONMENT, "gpu": "B200"}))
+    result = summarise(study, make_plan(study, out, dataset), out, {}, None).result
+    assert result.variants[1].step_gain is not None
+    assert result.variants[1].throughput_ratio is None and result.variants[1].wall_clock_gain is None
+
+
+def invoke(*arguments: object) -> str:
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    if isinstance(result.exception, ConfigError):
+        return str(result.exception)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_the_command_shows_a_file_and_continues_its_study(
+    chosen: Callable[..., StudyConfig], kept: Path, trainer: Trainer, dataset: Dataset, tmp_path: Path
+) -> None:
+    shown = invoke(kept)
+    assert "prenorm" in shown and "mgr" in shown
+    assert "Report: " in invoke(kept, "--out", tmp_path / "page") and (tmp_path / "page" / "report.html").exists()
+    assert "--seeds has no effect" in invoke(kept, "--seeds", 2)
+    trainer.trained.clear()
+    # Without names, the study is the file's own; with --seeds it has more.
+    invoke("--results", kept, "--data", dataset.path, "--out", tmp_path / "more", "--seeds", 3)
+    assert trainer.trained == ["prenorm-seed2", "mgr-seed2"]
+    assert len(SavedStudy.read(kept).runs) == 6
+
+
+def test_the_command_takes_the_folder_of_a_study(kept: Path, trainer: Trainer, tmp_path: Path) -> None:
+    trainer.trained.clear()
+    invoke(tmp_path / "first", "--results", tmp_path / "again.json")
+    assert trainer.trained == []
+    assert SavedStudy.read(tmp_path / "again.json").runs == SavedStudy.read(kept).runs
+    (tmp_path / "empty").mkdir()
+    assert "holds no finished study" in invoke(tmp_path / "empty")
