@@ -161,6 +161,7 @@ def measure(config: RunConfig, seconds: float) -> StepTiming:
         step = world.build_step(config)
         probe = time_step(step, config, steps=5, warmup=5)
         steps = round(seconds / Sample.of(probe.seconds).median)
+        # Peak memory is the probe's: later steps replay CUDA graphs, which allocate nothing.
         timed = time_step(step, config, steps=min(max(steps, FEWEST), MOST), warmup=0)
         del step
         release_memory(world.device)
@@ -168,7 +169,7 @@ def measure(config: RunConfig, seconds: float) -> StepTiming:
     sample = Sample.of(timed.seconds)
     return StepTiming(
         device=device, tokens=config.tokens_per_step, median=sample.median, p10=sample.p10, p90=sample.p90,
-        count=sample.count, error=_error(timed.seconds), memory_gib=timed.memory_gib,
+        count=sample.count, error=_error(timed.seconds), memory_gib=probe.memory_gib,
     )  # fmt: skip
 
 

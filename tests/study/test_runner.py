@@ -92,6 +92,26 @@ def test_a_study_runs_writes_everything_and_is_reused(study: StudyConfig, datase
     assert losses(plan) == before
 
 
+def test_budgets_added_to_a_finished_study_are_all_that_is_trained(
+    study: StudyConfig, dataset: Dataset, out: Path
+) -> None:
+    alone = {"data": str(dataset.path), "variants": {"prenorm": ("prenorm",)}}
+    first = two(study, **alone, ladder=(1, 2))
+    assert run_plan(first, make_plan(first, out, dataset), out, Quiet()) == {}
+    longer = two(study, **alone, ladder=(0.5, 1, 2))
+    plan, watcher = make_plan(longer, out, dataset), Quiet()
+    assert run_plan(longer, plan, out, watcher) == {}
+    assert watcher.starts == {"prenorm-0.5x-seed0": 0}
+
+    # All budgets see the same batches: until the shortest lowers its learning rate, their losses have the same bits.
+    records = {run.budget: read_run(run.folder, run.config) for run in plan.runs}
+    losses = {budget: [row["loss"] for row in record.train[:4]] for budget, record in records.items()}
+    assert losses[0.5] == losses[1.0] == losses[2.0]
+    rates = {budget: [row["lr"] for row in record.train] for budget, record in records.items()}
+    assert {budget: len(each) for budget, each in rates.items()} == {0.5: 5, 1.0: 10, 2.0: 20}
+    assert len({each[-1] for each in rates.values()}) == 1 and rates[0.5][-1] < rates[1.0][4]  # each decays at its end
+
+
 def test_one_failing_run_leaves_the_others_alone(study: StudyConfig, dataset: Dataset, out: Path) -> None:
     small = two(study, data=str(dataset.path))
     plan = make_plan(small, out, dataset)
