@@ -44,6 +44,10 @@ class _Facts(Shape):
     splits: dict[str, _SplitFacts]
 
 
+PLACES = 64
+"""Where a sample of a split is read."""
+
+
 class Split:
     """One split of a dataset as a single stream of tokens: its shards, end to end.
 
@@ -73,11 +77,13 @@ class Split:
             found.append(shard.documents_between(low, high) + first)
         return np.concatenate(found)
 
-    def counts(self, vocab_size: int) -> np.ndarray:
-        """How often each token occurs, int64 [vocab_size]."""
+    def counts(self, vocab_size: int, sample: int | None = None) -> np.ndarray:
+        """How often each token occurs, int64 [vocab_size]; with `sample`, among about so many spread over the split."""
         total = np.zeros(vocab_size, np.int64)
-        chunk = 1 << 24
-        for start in range(0, self.tokens, chunk):
+        every = chunk = 1 << 24
+        if sample is not None and sample < self.tokens:
+            every, chunk = -(-self.tokens // PLACES), max(1, sample // PLACES)
+        for start in range(0, self.tokens, every):
             ids = self.read(start, min(chunk, self.tokens - start))
             total += np.bincount(ids, minlength=vocab_size)
         return total
@@ -168,14 +174,19 @@ class Dataset:
 
 
 def unigram_entropy(
-    dataset: Dataset, *, fit: str = TRAIN, evaluate: str = VALIDATION, limit_tokens: int | None = None
+    dataset: Dataset,
+    *,
+    fit: str = TRAIN,
+    evaluate: str = VALIDATION,
+    limit_tokens: int | None = None,
+    sample: int | None = None,
 ) -> float:
-    """Nats per token of a model that knows only how often tokens occur.
+    """Nats per token of a model that knows only how often tokens occur, all of them or about `sample` of `fit`.
 
     H = −Σ_v q(v) ln p(v), with p(v) = (n_fit(v) + 1) / (N_fit + V) and q the frequencies in `evaluate`, or in its
     first `limit_tokens`. A model whose validation loss is well below has learned something about order.
     """
-    fitted = dataset.split(fit).counts(dataset.vocab_size) + 1
+    fitted = dataset.split(fit).counts(dataset.vocab_size, sample) + 1
     split = dataset.split(evaluate)
     if limit_tokens is None or limit_tokens >= split.tokens:
         evaluated = split.counts(dataset.vocab_size)

@@ -1,4 +1,4 @@
-"""When a run stops early: a loss that is not finite, a loss that diverged, or a signal."""
+"""When a run stops: a loss that is not finite, has diverged or is no better than token frequencies, or a signal."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ import signal
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
 from types import FrameType, TracebackType
 from typing import Any, Self
 
+from residua.config.run import RunConfig, TrainConfig
+from residua.data import Dataset, unigram_entropy
 from residua.storage.checkpoint import TrainingStopped as TrainingStopped
 
 
@@ -21,18 +24,93 @@ class Interrupted(TrainingStopped):
         self.exit_code = 128 + signal_number
 
 
+SKEW = 0.5
+"""Nats between guessing and knowing how often tokens occur, from which on a loss is judged by them."""
+FAIR_STEPS = 10.0
+"""Steps at the full learning rate after which a healthy loss has begun to fall."""
+STRETCH, STRETCH_LINES = 500, 5
+"""Steps after warm-up, and log lines, without a fall that end a run whose loss token frequencies alone would give."""
+FALL = 0.01
+"""Nats that count as a fall of the loss."""
+SHARE = 0.05
+"""Of the way from guessing to token frequencies: a loss that has not come so far has learned nothing."""
+SAMPLE = 1 << 20
+"""Training tokens that are counted."""
+LOST = 0.5
+"""Nats above its lowest value at which a loss no better than token frequencies means that the model was lost."""
+
+
+@dataclass(frozen=True)
+class Frequencies:
+    """Losses to judge a run by, in nats per token: `guessing` any token, and knowing `unigram` frequencies only.
+
+    On text with common and rare tokens, a healthy model is below `unigram` after some hundred steps. A run at a huge
+    learning rate sits at `guessing` for ever: its norms keep activations finite, so the loss does not explode.
+    """
+
+    guessing: float
+    unigram: float
+    warmup: int
+
+    @property
+    def telling(self) -> bool:
+        """Whether the text tells a run that learns from one that does not: random tokens do not."""
+        return self.guessing - self.unigram >= SKEW
+
+
+def token_frequencies(config: RunConfig, dataset: Dataset) -> Frequencies:
+    """The losses of guessing and of token frequencies on the validation set, from a sample of the training text."""
+    unigram = unigram_entropy(dataset, limit_tokens=config.data.validation_tokens, sample=SAMPLE)
+    return Frequencies(math.log(config.model.vocab_size), unigram, config.train.schedule.warmup)
+
+
+def had_fair_steps(recipe: TrainConfig) -> bool:
+    """Whether the rates of a run's steps add up to those of `FAIR_STEPS` steps at its full rate."""
+    rates = accumulate(recipe.schedule.factor(step, recipe.steps) for step in range(recipe.steps))
+    return any(total >= FAIR_STEPS for total in rates)
+
+
 @dataclass
 class Watch:
     """Checks each logged loss. `strikes` counts how often in a row it was more than `margin` above `first_loss`.
 
     A healthy loss starts near ln(vocabulary) and falls. One that stays a margin above its start has diverged: it does
-    not recover.
+    not recover. `stale` counts the log lines since the loss was at its `lowest`, in step `lowest_step`.
     """
 
     margin: float
     patience: int
     first_loss: float | None = None
     strikes: int = 0
+    lowest: float | None = None
+    lowest_step: int = 0
+    stale: int = 0
+
+    def stuck(self, step: int, loss: float, known: Frequencies) -> str | None:
+        """None, or how long this loss, already checked, has not fallen though token frequencies alone would do."""
+        still = step - max(self.lowest_step, known.warmup)
+        if not known.telling or loss < known.unigram or still < STRETCH or self.stale < STRETCH_LINES:
+            return None
+        return (
+            f"the run learns nothing: at step {step} the loss is {loss:.3f} and has not fallen for {still} steps, and "
+            f"token frequencies alone would give {known.unigram:.3f}"
+        )
+
+    def unlearned(self, steps: int, loss: float, known: Frequencies) -> str | None:
+        """None, or why the last `loss` of a run that had `FAIR_STEPS` is not that of a trained model."""
+        if not known.telling or loss < known.unigram:
+            return None
+        if loss > known.guessing - SHARE * (known.guessing - known.unigram):
+            return (
+                f"the run has learned nothing: after {steps} steps the loss is {loss:.3f}, guessing gives "
+                f"{known.guessing:.3f} and token frequencies alone {known.unigram:.3f}"
+            )
+        if self.lowest is not None and self.lowest < known.unigram and loss > self.lowest + LOST:
+            return (
+                f"the run lost what it had learned: the loss was {self.lowest:.3f} at step {self.lowest_step} and is "
+                f"{loss:.3f} at the end, where token frequencies alone give {known.unigram:.3f}"
+            )
+        return None
 
     def check(self, step: int, loss: float, grad_norm: float) -> str | None:
         """None, or the reason to stop."""
@@ -42,6 +120,9 @@ class Watch:
         if self.first_loss is None:
             self.first_loss = loss
         self.strikes = self.strikes + 1 if loss > self.first_loss + self.margin else 0
+        self.stale += 1
+        if self.lowest is None or loss < self.lowest - FALL:
+            self.lowest, self.lowest_step, self.stale = loss, step, 0
         if self.strikes >= self.patience:
             return (
                 f"the run diverged: at step {step} the loss is {loss:.3f}, more than {self.margin} above its first "

@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Result:
-    """The content of `result.json`. Losses: nats per token on the validation set. Speed: median over log lines."""
+    """The content of `result.json`. Losses: nats per token on the validation set. Speed: median over log lines.
+
+    `unigram_entropy` is the loss of a model that knows only how often tokens occur.
+    """
 
     folder: str
     steps: int
@@ -29,13 +32,16 @@ class Result:
     validation_loss: float
     bits_per_byte: float
     best_validation_loss: float
+    unigram_entropy: float
     seconds: float
     tokens_per_second: float
     mfu: float | None
     memory_gib: float
 
 
-def collect_result(folder: Path, config: RunConfig, size: Size, device: torch.device, ranks: int = 1) -> Result:
+def collect_result(
+    folder: Path, config: RunConfig, size: Size, device: torch.device, unigram_entropy: float, ranks: int = 1
+) -> Result:
     """The result of a run that reached its last step on `ranks` devices."""
     records = read_metrics(folder / "metrics.jsonl")
     validations = [record for record in records if record["kind"] == "validation"]
@@ -51,6 +57,7 @@ def collect_result(folder: Path, config: RunConfig, size: Size, device: torch.de
         validation_loss=validations[-1]["loss"],
         bits_per_byte=validations[-1]["bits_per_byte"],
         best_validation_loss=min(record["loss"] for record in validations),
+        unigram_entropy=unigram_entropy,
         seconds=lines[-1]["seconds"],
         tokens_per_second=speed,
         mfu=mfu(speed / ranks, size.flops_per_token, device),
@@ -60,9 +67,12 @@ def collect_result(folder: Path, config: RunConfig, size: Size, device: torch.de
 
 def closing_words(result: Result, command: str) -> str:
     """What to print when a run has finished: its result and what to do next; `command` starts a run."""
+    frequencies = f"the frequencies of tokens alone, {result.unigram_entropy:.4f}"
+    early = f"It is no better than {frequencies}: a model that has learned is below.\n"
     return (
         f"Finished: validation loss {result.validation_loss:.4f} ({result.bits_per_byte:.4f} bits/byte) after "
         f"{result.steps} steps; weights, curves and config are in {result.folder}.\n"
+        f"{early * (result.validation_loss >= result.unigram_entropy)}"
         f"Next: set it against another architecture with residua compare, or train it longer with\n"
         f"  {command} --resume --out {result.folder} train.steps={2 * result.steps}\n"
         "(the schedule then ends later, so the learning rate rises again)"

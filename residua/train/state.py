@@ -35,6 +35,9 @@ class _Clock(Shape):
 class _Watch(Shape):
     first_loss: float | None
     strikes: Count
+    lowest: float | None = None
+    lowest_step: Count = 0
+    stale: Count = 0
 
 
 class RunState(Shape):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,14 @@ from residua.storage.checkpoint import prune, what_is_left
 from residua.storage.run import Run
 from residua.train.clock import Clock, random_states, set_random_states
 from residua.train.environment import describe_environment
-from residua.train.health import Interrupted, StopSignals, TrainingStopped, Watch
+from residua.train.health import (
+    Interrupted,
+    StopSignals,
+    TrainingStopped,
+    Watch,
+    had_fair_steps,
+    token_frequencies,
+)
 from residua.train.inspect import inspect_model
 from residua.train.progress import Display
 from residua.train.result import Result, closing_words, collect_result
@@ -100,7 +107,8 @@ class Trainer:
         self.done = 0
         self.clock = Clock()
         self.watch = Watch(recipe.divergence_margin, recipe.divergence_patience)
-        self.smoothed, self.lines = 0.0, 0
+        self.frequencies = token_frequencies(self.config, dataset)
+        self.loss, self.smoothed, self.lines = math.inf, 0.0, 0
         self.validation_loss: float | None = None
         self._restore()
 
@@ -149,6 +157,8 @@ class Trainer:
             self._validate()
         if last and self.watch.strikes:
             self._stop_if("the run ended while its loss was above its start")
+        if last:
+            self._stop_unlearned()
         if last or (self.done % recipe.save_every == 0 and not self.watch.strikes):
             self._save()
 
@@ -157,6 +167,8 @@ class Trainer:
         self.clock.stop()
         loss, grad_norm = totals.loss / totals.steps, totals.grad_norm / totals.steps
         self._stop_if(self.watch.check(self.done, loss, grad_norm))
+        self._start_again_if(self.watch.stuck(self.done, loss, self.frequencies))
+        self.loss = loss
         self.lines += 1
         self.smoothed += (loss - self.smoothed) / min(self.lines, SMOOTHED_LINES)
         speed = totals.steps * self.config.tokens_per_step / self.clock.interval
@@ -239,6 +251,21 @@ class Trainer:
                 f"train.schedule.warmup, then start again or {self._how_to_resume()}."
             )
 
+    def _stop_unlearned(self) -> None:
+        """Do not call a run finished that had time to learn and whose losses say that it has not."""
+        recipe = self.config.train
+        if had_fair_steps(recipe) and self.validation_loss is not None:
+            loss = min(self.loss, self.validation_loss)
+            self._start_again_if(self.watch.unlearned(recipe.steps, loss, self.frequencies))
+
+    def _start_again_if(self, reason: str | None) -> None:
+        if reason is not None:
+            rate = f"train.optimizer.lr = {self.config.train.optimizer.lr:g}"
+            raise TrainingStopped(
+                f"{reason}; {what_is_left(self.run.folder)}. Try a learning rate other than {rate}, usually a lower "
+                "one, in a new run."
+            )
+
     def _how_to_resume(self) -> str:
         return f"continue with: {self.config.parallel.command} --resume --out {self.run.folder}"
 
@@ -282,7 +309,7 @@ class Trainer:
                 self.step.balancer.set_state({} if state.balance is None else state.balance.model_dump())
             set_random_states(state.rng)
         self.clock = Clock(state.clock.total, state.clock.interval)
-        self.watch.first_loss, self.watch.strikes = state.watch.first_loss, state.watch.strikes
+        self.watch = replace(self.watch, **state.watch.model_dump())
         self.smoothed, self.lines = state.smoothed, state.lines
 
     def finish(self) -> Result:
@@ -292,7 +319,8 @@ class Trainer:
 
     def _report(self) -> Result:
         folder = self.run.folder
-        result = collect_result(folder, self.config, self.size, self.device, self.world.size)
+        unigram = self.frequencies.unigram
+        result = collect_result(folder, self.config, self.size, self.device, unigram, self.world.size)
         write_atomically(folder / "result.json", json.dumps(asdict(result), indent=1) + "\n")
         model = self.world.whole_model(self.step)
         if model is not None:

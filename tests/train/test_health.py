@@ -1,0 +1,90 @@
+"""Runs that learn nothing are told apart from runs that have not learned yet."""
+
+from __future__ import annotations
+
+import io
+import math
+from pathlib import Path
+
+import pytest
+
+from residua.config.run import RunConfig
+from residua.data import Dataset, unigram_entropy
+from residua.report.plain import PlainConsole
+from residua.storage.checkpoint import checkpoints
+from residua.train.health import STRETCH, Frequencies, TrainingStopped, Watch, had_fair_steps, token_frequencies
+from residua.train.trainer import train
+
+TEXT = Frequencies(guessing=6.9, unigram=5.9, warmup=20)
+
+
+def run(config: RunConfig, out: Path, *changes: str) -> str:
+    said = io.StringIO()
+    train(config.override(list(changes)), out, console=PlainConsole(file=said, width=200))
+    return said.getvalue()
+
+
+def test_a_huge_learning_rate_is_not_called_finished(config: RunConfig, tmp_path: Path) -> None:
+    changes = ["train.steps=24", "train.optimizer.lr=1e6", "train.save_every=100"]
+    expected = r"has learned nothing: after 24 steps .* train\.optimizer\.lr = 1e\+06"
+    with pytest.raises(TrainingStopped, match=expected) as end:
+        run(config, tmp_path / "run", *changes)
+    assert end.value.exit_code == 1 and "token frequencies alone" in str(end.value)
+    assert checkpoints(tmp_path / "run") == [] and not (tmp_path / "run" / "result.json").exists()
+
+
+@pytest.mark.parametrize("steps", [3, 24])
+def test_a_healthy_run_finishes_however_short(config: RunConfig, tmp_path: Path, steps: int) -> None:
+    said = run(config, tmp_path / "run", f"train.steps={steps}")
+    assert "Finished" in said and "It is no better than the frequencies of tokens alone" in said
+
+
+def test_a_slow_run_that_still_falls_finishes(config: RunConfig, tmp_path: Path) -> None:
+    assert "Finished" in run(config, tmp_path / "run", "train.steps=24", "train.optimizer={kind='adamw', lr=1e-3}")
+
+
+def test_short_runs_and_warm_up_are_not_judged(config: RunConfig) -> None:
+    def fair(*changes: str) -> bool:
+        return had_fair_steps(config.override(list(changes)).train)
+
+    assert not fair("train.steps=5")
+    assert not fair("train.steps=16", "train.schedule.warmup=15")
+    assert fair("train.steps=30")
+
+
+def test_the_frequencies_are_those_of_the_text(config: RunConfig, data: Path) -> None:
+    known = token_frequencies(config, Dataset.open(data))
+    assert known.guessing == math.log(320) and 2.0 < known.unigram < 3.5 and known.telling
+    exact = unigram_entropy(Dataset.open(data), limit_tokens=128)
+    assert known.unigram == exact  # a text smaller than the sample is counted whole
+    assert unigram_entropy(Dataset.open(data), limit_tokens=128, sample=2000) == pytest.approx(exact, rel=0.1)
+
+
+def checked(losses: list[float], every: int = 100) -> Watch:
+    watch = Watch(margin=1.0, patience=3)
+    for line, loss in enumerate(losses, 1):
+        assert watch.check(line * every, loss, 1.0) is None
+    return watch
+
+
+def test_a_loss_that_does_not_fall_for_a_long_stretch_stops_the_run() -> None:
+    watch = checked([6.92, 6.91] + [6.93] * 9)
+    assert "has not fallen for 1000 steps" in (watch.stuck(1100, 6.93, TEXT) or "")
+    assert watch.stuck(1100, 5.8, TEXT) is None  # better than token frequencies: a plateau like any other
+    assert watch.stuck(1100, 6.93, Frequencies(6.9, 5.9, warmup=1100 - STRETCH + 1)) is None
+    assert checked([6.92, 6.93], every=600).stuck(1200, 6.93, TEXT) is None  # two lines are no stretch
+    assert checked([7 - 0.02 * line for line in range(20)]).stuck(2000, 6.6, TEXT) is None  # slow, but it falls
+
+
+def test_tokens_without_common_and_rare_ones_tell_nothing() -> None:
+    """Copying random tokens is learned after a long plateau at ln(vocabulary)."""
+    random = Frequencies(6.9, 6.85, warmup=0)
+    watch = checked([6.9] * 50)
+    assert watch.stuck(5000, 6.9, random) is None and watch.unlearned(5000, 6.9, random) is None
+
+
+def test_a_run_that_loses_what_it_had_learned_is_not_finished_either() -> None:
+    watch = checked([6.9, 5.0, 4.0, 4.8])
+    assert "was 4.000 at step 300 and is 6.200 at the end" in (watch.unlearned(500, 6.2, TEXT) or "")
+    assert watch.unlearned(500, 5.8, TEXT) is None
+    assert checked([6.9, 6.4, 5.85, 6.0]).unlearned(500, 6.0, TEXT) is None  # about to cross, with noise
