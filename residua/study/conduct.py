@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -30,6 +31,8 @@ from residua.study.saved import SavedStudy, save_study
 from residua.study.tables import markdown
 from residua.study.timing import keep_timings, read_timings, time_variants
 
+NOWHERE = Path(os.devnull)
+"""The folder of a study that has none: nothing is found in it."""
 RESULTS, TABLE, REPORT, PICTURE = "results.json", "results.md", "report.html", "gains.svg"
 
 
@@ -159,7 +162,7 @@ def _write(study: StudyConfig, result: StudyResult, records: dict[PlannedRun, Ru
 
 def show_saved(saved: SavedStudy, out: Path | None = None) -> StudyResult:
     """The results of a saved study; with `out`, also its files and page there, without folders of runs."""
-    study, plan = saved.config, saved.plan(out or Path())
+    study, plan = saved.config, saved.plan(out or NOWHERE)
     records = saved.records(plan)
     result = collect(study, plan, records, {}, saved.dataset, saved.timings)
     if out is not None:

@@ -80,7 +80,10 @@ def verdict(row: VariantResult, result: StudyResult) -> str:
 def _gains(row: VariantResult, result: StudyResult) -> str:
     """The gains per token and per second, or why there are none."""
     if row.throughput_ratio is None:
-        return "no gain per step, since no seed completed in both"
+        gain = row.equivalent_tokens or row.step_gain
+        if gain is None:
+            return "no gain per step, since no seed completed in both"
+        return f"{gain.value:.2f}× per step, and no speeds to compare"
     if row.wall_clock_gain is None:
         return "no gain per step, since the curves have one validation point each: make train.validate_every smaller"
     per_token = _per_token(row)

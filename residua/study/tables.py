@@ -52,17 +52,22 @@ def _table(
 
 def markdown(result: StudyResult) -> str:
     """The same, as a Markdown page."""
-    parts = [f"# {plain.markdown(result.name)}", ""]
-    for title, columns, rows in _tables(result):
-        if title:
-            parts += [f"## {plain.markdown(title)}", ""]
-        parts += [*_markdown_table(columns, rows), ""]
+    parts = [f"# {plain.markdown(result.name)}", "", *markdown_tables(result), ""]
     parts += [f"- {plain.markdown(sentence, begins=True)}" for sentence in _sentences(result)]
     inside = [f"[{plain.markdown(run.folder)}]({plain.link(run.diagnosis)})" for run in result.runs if run.diagnosis]
     parts += [f"- Diagnoses: {', '.join(inside)}."] if inside else []
     meanings = [column for column in sentences.columns(result) if column.meaning]
     parts += ["", "Columns:", "", *(f"- **{column.title}**: {column.meaning}." for column in meanings)]
     return "\n".join(parts) + "\n"
+
+
+def markdown_tables(result: StudyResult) -> list[str]:
+    """The tables alone, as lines of Markdown."""
+    parts: list[str] = []
+    for title, columns, rows in _tables(result):
+        parts += [*([""] if parts else []), *([f"## {plain.markdown(title)}", ""] if title else [])]
+        parts += markdown_table(columns, rows)
+    return parts
 
 
 def _tables(result: StudyResult) -> list[tuple[str, list[Column], list[list[Value]]]]:
@@ -96,7 +101,8 @@ def _sentences(result: StudyResult) -> list[str]:
     return [*facts, *sentences.matching_sentences(result), *verdicts, *([warning] if warning else []), *failed]
 
 
-def _markdown_table(columns: Sequence[Column], rows: Sequence[Sequence[Value]]) -> list[str]:
+def markdown_table(columns: Sequence[Column], rows: Sequence[Sequence[Value]]) -> list[str]:
+    """A table as lines of Markdown."""
     head = "| " + " | ".join(plain.markdown(column.title) for column in columns) + " |"
     rule = "|" + "|".join("---:" if column.numeric else "---" for column in columns) + "|"
     return [head, rule, *("| " + " | ".join(plain.markdown(cell.joined()) for cell in row) + " |" for row in rows)]

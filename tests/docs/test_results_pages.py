@@ -1,0 +1,66 @@
+"""Tables and pictures of the documentation are what `make results` makes of docs/results."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+STUDY = ROOT / "docs" / "results" / "learning-rates.json"
+
+
+@pytest.fixture(scope="module")
+def results() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("results", ROOT / "tools" / "results.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A repository with one study and no page."""
+    (tmp_path / "docs" / "results").mkdir(parents=True)
+    shutil.copy(STUDY, tmp_path / "docs" / "results" / "rates.json")
+    (tmp_path / "docs" / "results" / "other.json").write_text('{"step": 3}')
+    (tmp_path / "README.md").write_text("# A title\n")
+    return tmp_path
+
+
+def test_the_committed_pages_are_what_the_studies_make(results: ModuleType) -> None:
+    stale = [
+        str(path.relative_to(ROOT))
+        for path, content in results.made(ROOT).items()
+        if not path.exists() or path.read_text(encoding="utf-8") != content
+    ]
+    assert stale == [], "run `make results` and commit what it writes"
+
+
+def test_a_study_without_a_page_gets_one_and_a_second_time_nothing_changes(results: ModuleType, root: Path) -> None:
+    (page, text), *others = results.made(root).items()
+    assert (page, others) == (root / "docs" / "results" / "rates.md", [])
+    assert "| prenorm | 3.9746 | 3.9771 |" in text
+    assert "Not run yet: mgr_exo seed 1" in text and "--results docs/results/rates.json" in text
+    page.write_text(text)
+    assert results.made(root) == {page: text}
+
+
+def test_a_block_is_replaced_and_the_words_around_it_stay(results: ModuleType, root: Path) -> None:
+    readme = root / "README.md"
+    readme.write_text("before\n<!-- study rates rates -->\nstale\n<!-- end -->\nafter\n")
+    text = results.made(root)[readme]
+    assert text.startswith("before\n<!-- study rates rates -->\n\n| variant | 0.5× | 1× | 2× |\n")
+    assert "| prenorm | 3.9952 (n = 2) | **3.9758** (n = 2) | 3.9839 |" in text
+    assert text.endswith("\n<!-- end -->\nafter\n") and "stale" not in text
+
+
+@pytest.mark.parametrize("block", ["lost rates", "rates sum"])
+def test_a_block_of_an_unknown_study_or_part_is_refused(results: ModuleType, root: Path, block: str) -> None:
+    (root / "README.md").write_text(f"<!-- study {block} -->\n<!-- end -->\n")
+    with pytest.raises(ValueError, match=r"README\.md asks for part"):
+        results.made(root)

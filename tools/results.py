@@ -1,0 +1,195 @@
+"""Write the tables and pictures of the documentation from the studies in docs/results: `make results`.
+
+In README.md and the pages under docs, the lines between `<!-- study NAME PART -->` and `<!-- end -->` are made from
+docs/results/NAME.json, which `residua compare --results` wrote. The parts:
+
+    table    the study's tables
+    rates    the loss of each variant by learning rate
+    losses   the loss of every run
+    picture  the cost of a step against what its tokens are worth (docs/img/NAME.svg)
+    made     text, software, hardware and commands, and what is not run yet
+
+A study without a page docs/results/NAME.md gets one. What is made depends on the files alone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from residua.report import Column, Value
+from residua.study.conduct import show_saved
+from residua.study.picture import picture
+from residua.study.results import StudyResult
+from residua.study.saved import FORMAT, SavedStudy
+from residua.study.sentences import count
+from residua.study.statistics import mean
+from residua.study.tables import markdown_table, markdown_tables
+
+ROOT = Path(__file__).parents[1]
+BLOCK = re.compile(r"(<!-- study (\S+) (\S+) -->\n).*?(<!-- end -->)", re.S)
+RATE = "train.optimizer."
+
+
+def made(root: Path = ROOT) -> dict[Path, str]:
+    """Every page and picture that comes from the studies, with its content."""
+    studies = {path.stem: SavedStudy.read(path) for path in _study_files(root)}
+    results = {name: show_saved(saved) for name, saved in studies.items()}
+    files = {}
+    for name, result in results.items():
+        drawn = picture(result)
+        if drawn is not None:
+            files[root / "docs" / "img" / f"{name}.svg"] = drawn
+        page = root / "docs" / "results" / f"{name}.md"
+        if not page.exists():
+            files[page] = _new_page(name, drawn is not None)
+    pages = {page: page.read_text(encoding="utf-8") for page in _pages(root)}
+    for page, text in {**files, **pages}.items():
+        if page.suffix == ".md" and BLOCK.search(text):
+            files[page] = BLOCK.sub(lambda found, page=page: _filled(found, page, root, studies, results), text)
+    return files
+
+
+def _study_files(root: Path) -> list[Path]:
+    """The results of studies; other measurements may lie beside them."""
+    found = sorted((root / "docs" / "results").glob("*.json"))
+    return [path for path in found if f'"{FORMAT}"' in path.read_text(encoding="utf-8")[:100]]
+
+
+def _pages(root: Path) -> list[Path]:
+    return [root / "README.md", *sorted((root / "docs").rglob("*.md"))]
+
+
+def _new_page(name: str, drawn: bool) -> str:
+    parts = ["table", *(["picture"] if drawn else []), "losses", "made"]
+    blocks = "\n\n".join(f"<!-- study {name} {part} -->\n<!-- end -->" for part in parts)
+    return f"# {name}\n\n{blocks}\n"
+
+
+def _filled(
+    found: re.Match[str], page: Path, root: Path, studies: dict[str, SavedStudy], results: dict[str, StudyResult]
+) -> str:
+    start, name, part, end = found.groups()
+    if name not in studies or part not in PARTS:
+        known = f"studies are {', '.join(studies)}, parts are {', '.join(PARTS)}"
+        raise ValueError(f"{page.relative_to(root)} asks for part {part} of study {name}: {known}.")
+    up = "../" * (len(page.relative_to(root).parts) - 1)
+    lines = PARTS[part](name, studies[name], results[name], up)
+    return "\n".join([start + "", *lines, "", end]) if lines else start + end
+
+
+def _table(name: str, saved: SavedStudy, result: StudyResult, up: str) -> list[str]:
+    return markdown_tables(result)
+
+
+def _picture(name: str, saved: SavedStudy, result: StudyResult, up: str) -> list[str]:
+    return [f"![{name}: what a step costs and what it is worth]({up}docs/img/{name}.svg)"] if picture(result) else []
+
+
+def _rates(name: str, saved: SavedStudy, result: StudyResult, up: str) -> list[str]:
+    """Rows are variants without their changes of the learning rate, columns the rate over that of the base."""
+    study = saved.config
+    rates = {model.variant: _rate(model.config) for model in saved.models}
+    plain = {tuple(e for e in entries if not e.startswith(RATE)): v for v, entries in reversed(study.variants.items())}
+    own = {variant: plain[tuple(e for e in entries if not e.startswith(RATE))]
+           for variant, entries in study.variants.items()}  # fmt: skip
+    losses: dict[tuple[str, float], list[float]] = {}
+    for run in result.runs:
+        if run.loss is not None and run.budget == 1.0:
+            key = own[run.variant], round(rates[run.variant] / rates[own[run.variant]], 6)
+            losses.setdefault(key, []).append(run.loss)
+    factors = sorted({factor for _, factor in losses})
+    columns = [Column("variant", numeric=False), *(Column(f"{factor:g}×", numeric=True) for factor in factors)]
+    rows = []
+    for variant in dict.fromkeys(own.values()):
+        cells = [losses.get((variant, factor), []) for factor in factors]
+        best = min((mean(cell) for cell in cells if cell), default=None)
+        rows.append([Value(variant), *(Value(_mean_loss(cell, best)) for cell in cells)])
+    return _unescaped(markdown_table(columns, rows))
+
+
+def _mean_loss(losses: list[float], best: float | None) -> str:
+    if not losses:
+        return "—"
+    words = f"{mean(losses):.4f}"
+    return (f"**{words}**" if mean(losses) == best else words) + (f" (n = {len(losses)})" if len(losses) > 1 else "")
+
+
+def _unescaped(lines: list[str]) -> list[str]:
+    return [line.replace("\\*", "*") for line in lines]
+
+
+def _rate(config: dict[str, dict[str, dict[str, float]]]) -> float:
+    return config["train"]["optimizer"]["lr"]
+
+
+def _losses(name: str, saved: SavedStudy, result: StudyResult, up: str) -> list[str]:
+    """One row per size, variant and budget, one column per seed."""
+    seeds = sorted({run.seed for run in result.runs})
+    found: dict[tuple[str, str, float], dict[int, float]] = {}
+    for run in result.runs:
+        if run.loss is not None:
+            found.setdefault((run.size, run.variant, run.budget), {})[run.seed] = run.loss
+    columns = [Column("variant", numeric=False), *(Column(f"seed {seed}", numeric=True) for seed in seeds)]
+    rows = []
+    for (size, variant, budget), losses in found.items():
+        title = f"{size} {variant}" if len(result.sizes) > 1 else variant
+        title += f", {budget:g}× tokens" if budget != 1.0 else ""
+        rows.append([Value(title), *(Value(f"{losses[s]:.4f}" if s in losses else "—") for s in seeds)])
+    return markdown_table(columns, rows)
+
+
+def _made(name: str, saved: SavedStudy, result: StudyResult, up: str) -> list[str]:
+    lines = [f"Numbers and curves: [{name}.json]({up}docs/results/{name}.json), {len(saved.runs)} runs."]
+    if saved.dataset is not None:
+        facts = saved.dataset
+        lines.append(
+            f"Text: {count(facts.train_tokens)} training tokens, vocabulary {facts.vocab_size:,}, fingerprint "
+            f"`{saved.fingerprint}`."
+        )
+    for index, about in enumerate(saved.environments):
+        runs = sum(run.environment == index for run in saved.runs)
+        software = ", ".join(f"{key} {about[key]}" for key in ("torch", "triton", "cuda", "python") if key in about)
+        place = about.get("gpu") or about.get("processor", "unknown hardware")
+        commit = str(about.get("commit", "unknown"))[:10]
+        lines.append(f"{runs} runs: Residua {about.get('residua', '?')} at {commit}, {software}; {place}.")
+    lines += [f"Made by `{command}`." for command in saved.commands]
+    missing = _missing(saved)
+    if missing:
+        shown = ", ".join(missing[:12]) + (f" and {len(missing) - 12} more" if len(missing) > 12 else "")
+        again = f"`residua compare --results docs/results/{name}.json --data FOLDER`"
+        lines.append(f"Not run yet: {shown}. {again} trains them.")
+    return [f"- {line}" for line in lines]
+
+
+def _missing(saved: SavedStudy) -> list[str]:
+    study = saved.config
+    asked = [(variant, 1.0) for variant in study.variants]
+    asked += [(study.baseline, budget) for budget in study.ladder if budget != 1.0]
+    done = {(run.size, run.variant, run.budget, run.seed) for run in saved.runs}
+    return [
+        f"{f'{size} ' if len(study.sizes) > 1 else ''}{variant}{f' {budget:g}×' if budget != 1.0 else ''} seed {seed}"
+        for size in study.sizes
+        for variant, budget in asked
+        for seed in study.seeds
+        if (size, variant, budget, seed) not in done
+    ]
+
+
+PARTS: dict[str, Callable[[str, SavedStudy, StudyResult, str], list[str]]] = {
+    "table": _table, "rates": _rates, "losses": _losses, "picture": _picture, "made": _made,
+}  # fmt: skip
+
+
+def main() -> None:
+    """Write every page and picture that has changed, and name it."""
+    for path, content in made().items():
+        if not path.exists() or path.read_text(encoding="utf-8") != content:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(content, encoding="utf-8")
+            print(f"wrote {path.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    main()
