@@ -48,7 +48,7 @@ def __getattr__(name: str) -> Any:
 def _load_quantized(folder: Path) -> Decoder:
     from residua.quantize.store import load_quantized
 
-    return load_quantized(folder)
+    return load_quantized(folder, allow_nonfinite=True)  # `load` checks the model of any folder
 
 
 register_format("quantization.json", _load_quantized)

@@ -1,7 +1,8 @@
 """Atomic writes: a file or folder that has its name is complete, even after a crash or a power cut.
 
 Everything is written under a temporary name (it starts with `UNFINISHED`), flushed to disk, then renamed. This is the
-only place that does so. It imports nothing but the standard library, so every room may use it.
+only place that does so. What cannot be written raises `WriteError`: one sentence with the path, the reason and what is
+intact. It imports nothing but the standard library, so every room may use it.
 """
 
 from __future__ import annotations
@@ -11,12 +12,85 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 UNFINISHED = ".unfinished-"
 # Some file systems cannot flush a folder's list of names.
 _UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES)
+
+_ADVICE = {
+    errno.ENOSPC: "make room on the disk",
+    errno.EDQUOT: "make room in your quota",
+    errno.EFBIG: "raise the limit on the size of files (ulimit -f)",
+    errno.EROFS: "choose a folder that can be written to",
+    errno.EACCES: "choose a folder that you may write to",
+    errno.EPERM: "choose a folder that you may write to",
+    errno.ENOTDIR: "choose another folder",
+    errno.EEXIST: "choose another folder",
+    errno.ENAMETOOLONG: "choose a shorter name",
+}
+# What only a write can run into.
+_WRITES = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+GONE = "nothing of it is left"
+
+
+class WriteError(OSError):
+    """A file or folder could not be written; `intact` says what is still good."""
+
+    def __init__(self, path: Path, cause: OSError, intact: str = GONE) -> None:
+        super().__init__(cause.errno, cause.strerror or str(cause), str(path))
+        self.intact = intact
+
+    def __str__(self) -> str:
+        return sentence(self)
+
+
+def explain(error: OSError) -> tuple[str, str]:
+    """What failed, with its path, and how to go on: two clauses of a sentence. No number of an error, no traceback."""
+    reason = error.strerror or str(error) or type(error).__name__
+    advice = _ADVICE.get(error.errno or 0, "check the disk and its permissions")
+    if isinstance(error, WriteError) or error.errno in _WRITES:
+        return f"could not write {error.filename or 'a file, or what is printed'}: {reason}", advice
+    if error.filename is None:
+        return f"the system refused a file: {reason}", advice
+    return f"{error.filename}: {reason}", "check its name and its permissions"
+
+
+def sentence(error: OSError) -> str:
+    """One sentence for a person: what could not be read or written, why, what is intact, and how to go on."""
+    what, advice = explain(error)
+    return f"{what}; {error.intact}: {advice}." if isinstance(error, WriteError) else f"{what}: {advice}."
+
+
+@contextmanager
+def writing(path: Path, intact: str = GONE, within: Path | None = None) -> Iterator[None]:
+    """Raise `WriteError` for `path` if the block cannot write; errors about files outside `within` pass unchanged.
+
+    `FileExistsError` passes too: another process was faster.
+    """
+    try:
+        yield
+    except (FileExistsError, WriteError):
+        raise
+    except OSError as error:
+        if within is not None and error.filename is not None and not _is_within(str(error.filename), within):
+            raise
+        raise WriteError(path, error, intact) from None
+
+
+def _is_within(name: str, folder: Path) -> bool:
+    return Path(name).is_relative_to(folder) or Path(name) in folder.parents
+
+
+@contextmanager
+def keeping(intact: str) -> Iterator[None]:
+    """Inside the block, a `WriteError` says that `intact`."""
+    try:
+        yield
+    except WriteError as error:
+        error.intact = intact
+        raise
 
 
 def flush(path: Path) -> None:
@@ -32,15 +106,35 @@ def flush(path: Path) -> None:
             raise
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Replace a text file as a whole, or leave the old one as it was. Several processes may write the same file."""
+def write_atomically(path: Path, text: str, *, parents: bool = False) -> None:
+    """Replace a text file as a whole, or leave the old one as it was. Several processes may write the same file.
+
+    With `parents`, its folder is made; if the file cannot be written, it is removed again.
+    """
     temporary = unfinished(path, unique=True)
+    with writing(path, "the file is as it was" if path.exists() else GONE), _made(path.parent if parents else None):
+        try:
+            temporary.write_text(text, encoding="utf-8")
+            flush(temporary)
+            temporary.replace(path)
+        except BaseException:
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            raise
+
+
+@contextmanager
+def _made(folder: Path | None) -> Iterator[None]:
+    """Make a folder; if the block fails, remove what was made and is empty."""
+    made = [] if folder is None else [path for path in (folder, *folder.parents) if not path.exists()]
     try:
-        temporary.write_text(text, encoding="utf-8")
-        flush(temporary)
-        temporary.replace(path)
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+        yield
     except BaseException:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # another process has written to it in the meantime
+            for path in made:
+                path.rmdir()
         raise
 
 
@@ -53,13 +147,44 @@ def atomic_folder(final: Path, *, unique: bool = False) -> Iterator[Path]:
     """
     temporary = unfinished(final, unique=unique)
     shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    try:
-        yield temporary
-        publish(temporary, final)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
+    with writing(final, within=temporary), _made(final.parent):
+        try:
+            temporary.mkdir()
+            yield temporary
+            publish(temporary, final)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+
+
+class AppendedFile:
+    """A file that grows by whole pieces: one that does not fit is taken back, so that the file stays readable."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with writing(path):
+            self._file = path.open("ab", buffering=0)
+
+    def write(self, piece: bytes) -> None:
+        """Append a piece; readers see it at once."""
+        with writing(self.path, "what it held is intact"):
+            before, left = os.fstat(self._file.fileno()).st_size, piece
+            try:
+                while left:
+                    left = left[self._file.write(left) :]
+            except OSError:
+                with suppress(OSError):
+                    self._file.truncate(before)
+                raise
+
+    def sync(self) -> None:
+        """Wait until everything is on the disk."""
+        with writing(self.path, "it may lack its last lines"):
+            os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        with suppress(OSError):  # nothing is buffered here
+            self._file.close()
 
 
 def unfinished(path: Path, *, unique: bool = False) -> Path:

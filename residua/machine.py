@@ -1,8 +1,9 @@
-"""The machine that a process runs on: its cores, its device, the processes it starts. Does not import torch."""
+"""The machine that a process runs on: cores, device, memory, the processes it starts. Does not import torch."""
 
 from __future__ import annotations
 
 import os
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -41,3 +42,98 @@ def choose_device(name: str, setting: str = "device") -> torch.device:
     if name == "cuda" and not gpu:
         raise ValueError(f"{setting} is 'cuda' but PyTorch sees no GPU: choose auto or cpu.")
     return torch.device("cuda" if gpu and name != "cpu" else "cpu")
+
+
+_NO_MEMORY = re.compile(r"can't allocate memory|not enough memory|cannot allocate memory|out of memory", re.IGNORECASE)
+
+
+def out_of_memory(error: BaseException) -> str | None:
+    """`the GPU` or `this machine` if an error says that its memory is full; None for any other error."""
+    if type(error).__name__ in ("OutOfMemoryError", "AcceleratorError") and _NO_MEMORY.search(
+        str(error) or "out of memory"
+    ):
+        return "the GPU"
+    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error))):
+        return "the GPU" if "CUDA" in str(error) else "this machine"
+    return None
+
+
+class TooLarge(ValueError):
+    """A model does not fit into the memory that is free; the message says its size and what is free."""
+
+
+def require_memory(what: str, needed: int, advice: str, device: torch.device | None = None) -> None:
+    """Refuse before memory is taken: `what` needs that many bytes, and fewer are free."""
+    free = free_memory(device)
+    if free is not None and needed > free:
+        where = "the GPU" if device is not None and device.type == "cuda" else "this machine"
+        raise TooLarge(f"{what} {_gib(needed)} of memory, and {where} has {_gib(free)} free: {advice}.")
+
+
+def _gib(count: int) -> str:
+    return f"{count / 2**30:,.1f} GiB" if count >= 1 << 29 else f"{count / 2**20:,.1f} MiB"
+
+
+def free_memory(device: torch.device | None = None) -> int | None:
+    """Bytes that a process could still take, of a GPU or of this machine (with swap); None if it is not known.
+
+    On the machine: the least of what the system, each control group of the process and its own limit leave.
+    """
+    if device is not None and device.type == "cuda":
+        import torch
+
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + cached
+    system, swap = _free_in_system()
+    limits = [system, *(free + swap for free in _free_in_groups()), _free_in_limit()]
+    return min((free for free in limits if free is not None), default=None)
+
+
+def _free_in_system() -> tuple[int | None, int]:
+    """What the system could still give, with swap, and the swap alone."""
+    lines = _read("/proc/meminfo").splitlines()
+    kib = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines) if rest.split()}
+    swap = kib.get("SwapFree", 0) * 1024
+    return (kib["MemAvailable"] * 1024 + swap if "MemAvailable" in kib else None), swap
+
+
+def _free_in_groups(root: str = "/sys/fs/cgroup", own: str = "/proc/self/cgroup") -> list[int]:
+    """What each control group that holds this process leaves, without swap; pages of files it could drop are free."""
+    found = []
+    for line in _read(own).splitlines():
+        _, kinds, group = line.split(":", 2)
+        if kinds == "":
+            names = ("memory.max", "memory.current", "inactive_file")
+            base = Path(root)
+        elif "memory" in kinds.split(","):
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            base = Path(root, "memory")
+        else:
+            continue
+        place = base / group.lstrip("/")
+        for folder in (place, *place.parents):
+            if folder.is_relative_to(base):
+                limit, used = (_read(folder / name).strip() for name in names[:2])
+                if limit.isdecimal() and used.isdecimal():
+                    cached = re.search(rf"^{names[2]} (\d+)$", _read(folder / "memory.stat"), re.MULTILINE)
+                    found.append(max(0, int(limit) - int(used) + (int(cached[1]) if cached else 0)))
+    return found
+
+
+def _free_in_limit() -> int | None:
+    """What `ulimit -v` leaves."""
+    try:
+        import resource
+    except ImportError:  # not on Windows
+        return None
+    limit, pages = resource.getrlimit(resource.RLIMIT_AS)[0], _read("/proc/self/statm").split()
+    if limit == resource.RLIM_INFINITY or not pages:
+        return None
+    return max(0, limit - int(pages[0]) * resource.getpagesize())
+
+
+def _read(path: str | Path) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError:
+        return ""

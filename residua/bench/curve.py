@@ -15,7 +15,7 @@ from torch import nn
 from residua import ops
 from residua.config.run import RunConfig
 from residua.data import Dataset, Loader
-from residua.model.decoder import build
+from residua.model.size import build_if_it_fits
 from residua.report.terminal import new_table
 from residua.train.step import arithmetic, build_step
 from residua.train.timing import release_memory
@@ -74,7 +74,7 @@ def _tell_step(tell: Callable[[str], object], name: str, done: int) -> None:
 def _train(config: RunConfig, dataset: Dataset, device: torch.device, tell: Callable[[int], object]) -> Curve:
     recipe, data = config.train, config.data
     torch.manual_seed(recipe.seed)
-    step = build_step(build(config.model), recipe, device)
+    step = build_step(build_if_it_fits(config.model, "this model"), recipe, device)
     segments = data.masking == "documents"
     loader = Loader(dataset.split("train"), config.sequence, recipe.micro_batch, seed=data.seed, segments=segments)
     losses = []

@@ -20,7 +20,7 @@ from residua.bench.timing import Ceilings
 from residua.generate.engine import Step, build_step, launched_step, resolve_engine
 from residua.generate.generator import weight_bytes
 from residua.model.cache import Cache
-from residua.model.decoder import build
+from residua.model.size import build_if_it_fits
 from residua.report.terminal import new_table
 from residua.storage.opening import place, ready
 from residua.train.timing import Sample, release_memory, synchronize, time_each
@@ -101,7 +101,7 @@ def bench_decode(
 def _contender(case: Case, device: torch.device, batch: int, filled: int, engine: str) -> _Contender:
     torch.manual_seed(case.config.train.seed)
     with torch.device("meta"):
-        built = build(case.config.model)
+        built = build_if_it_fits(case.config.model, case.name)
     model = built.to_empty(device=device)
     model.reset_parameters()
     model = place(ready(model), device)

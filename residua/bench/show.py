@@ -15,7 +15,7 @@ from residua.bench.operators import OpResult
 from residua.bench.step import StepResult
 from residua.bench.timing import Ceilings
 from residua.config.run import RunConfig
-from residua.files import write_atomically
+from residua.files import write_atomically, writing
 from residua.report.terminal import new_table
 from residua.train.timing import Sample
 
@@ -156,12 +156,12 @@ def can_be_replaced(path: Path) -> bool:
 
 def write_json(path: Path, report: dict[str, Any]) -> None:
     """Write a report and make its folder. A file is written atomically; a pipe or a device just gets the text."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(report, indent=1) + "\n"
     if can_be_replaced(path):
-        write_atomically(path.resolve(), text)
+        write_atomically(path.resolve(), text, parents=True)
     else:
-        path.write_text(text, encoding="utf-8")
+        with writing(path):
+            path.write_text(text, encoding="utf-8")
 
 
 def number(value: float | None, form: str) -> str:

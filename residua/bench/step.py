@@ -12,8 +12,8 @@ from residua import ops
 from residua.config import variants
 from residua.config.run import RunConfig
 from residua.config.settings import ConfigError
-from residua.model.decoder import build
-from residua.model.size import measure
+from residua.machine import TooLarge, out_of_memory
+from residua.model.size import build_if_it_fits, measure
 from residua.train.step import Step, build_step
 from residua.train.throughput import mfu
 from residua.train.timing import Sample, TimedStep, release_memory, time_step
@@ -103,7 +103,11 @@ def _run(case: Case, device: torch.device, steps: int, warmup: int, tell: Callab
     try:
         with ops.backend(case.backend):
             timed = _time(case, device, steps, warmup, lambda: tell(f"{case.name}: timing"))
-    except torch.OutOfMemoryError:
+    except TooLarge:
+        return StepResult(**{**bare.__dict__, "problem": "larger than memory"})
+    except (MemoryError, RuntimeError) as error:
+        if out_of_memory(error) is None:
+            raise
         return StepResult(**{**bare.__dict__, "problem": "out of memory"})
     sample = Sample.of(timed.seconds)
     speed = config.tokens_per_step / sample.median
@@ -129,7 +133,7 @@ def _time(case: Case, device: torch.device, steps: int, warmup: int, started: Ca
 
 def _build(case: Case, device: torch.device, open_ranks: ExitStack) -> Step:
     torch.manual_seed(case.config.train.seed)
-    model = build(case.config.model)
+    model = build_if_it_fits(case.config.model, case.name)
     if case.way is None:
         return build_step(model, case.config.train, device)
     from residua.distributed.mesh import one_rank

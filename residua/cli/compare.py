@@ -190,6 +190,7 @@ def _study(
 
 
 def _conduct(study: StudyConfig, out: Path, console: Console, plan_only: bool, results: Path | None) -> None:
+    from residua.files import keeping
     from residua.study.conduct import announce, conduct, open_dataset
     from residua.study.plan import make_plan, refuse_strangers
     from residua.study.runner import StudyInterrupted
@@ -200,7 +201,8 @@ def _conduct(study: StudyConfig, out: Path, console: Console, plan_only: bool, r
         announce(console, study, make_plan(study, out, open_dataset(study, console)))
         return
     try:
-        outcome = conduct(study, out, console, results, _command())
+        with keeping("trained runs are kept, and the same command goes on from them"):
+            outcome = conduct(study, out, console, results, _command())
     except StudyInterrupted as stop:
         typer.echo(str(stop), err=True)
         raise typer.Exit(130) from None

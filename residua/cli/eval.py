@@ -100,11 +100,11 @@ def evaluate(
             results.text = _text(loaded, tokenizer, model, data, split, tokens, batch_tokens, bars.track("text"))
         if names:
             _run_tasks(results, loaded, tokenizer, local, names, shots, limit, batch_tokens, bars)
-    from residua.files import write_atomically
+    from residua.files import keeping, write_atomically
 
-    target.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(target, results.to_json())
     work.show(console, results)
+    with keeping("the results are printed above"):
+        write_atomically(target, results.to_json(), parents=True)
     if split is not None and results.harness:
         console.print(f"--split {split} was ignored: lm-eval's tasks define their own splits.", soft_wrap=True)
     console.print(f"Results: {target}", soft_wrap=True, markup=False)

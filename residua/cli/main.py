@@ -12,6 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from residua.cli.options import complain
+from residua.machine import out_of_memory
 
 VERBS = {
     "train": ("residua.cli.train", "Pretrain a model on your text."),
@@ -70,15 +71,28 @@ def _residua() -> None:
 
 
 def main() -> None:
-    """Run a verb. A user's mistake is reported in one sentence, without a traceback."""
+    """Run a verb. A user's mistake, a full disk or full memory is reported in one sentence, without a traceback."""
     # Libraries start processes too (Inductor's compilers, spawned workers): none may import from the working folder.
     os.environ.setdefault("PYTHONSAFEPATH", "1")
     try:
         app()
-    except (ValueError, OSError, ImportError) as error:
+    except (ValueError, OSError, ImportError, MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and out_of_memory(error) is None:
+            raise
         refuse(error)
     except KeyboardInterrupt:
         sys.exit(130)
+    finally:
+        _flush_output()
+
+
+def _flush_output() -> None:
+    """Write what is still to be printed; if its disk is full, drop it, or Python would end with a traceback."""
+    for number, stream in ((1, sys.stdout), (2, sys.stderr)):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), number)
 
 
 def refuse(mistake: Exception) -> NoReturn:
@@ -90,7 +104,9 @@ def refuse(mistake: Exception) -> NoReturn:
     """
     if int(os.environ.get("RANK", 0)) > 0:
         time.sleep(GRACE + int(os.environ.get("LOCAL_RANK", 0)))
-    complain(str(mistake))
+    from residua.report.terminal import say  # a command that succeeds does without it
+
+    complain(say(mistake))
     sys.exit(2)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Annotated
 
 import typer
@@ -28,7 +29,8 @@ def complain(sentence: str) -> None:
     """Print on standard error why the command ends."""
     from residua.report.plain import printable
 
-    print(f"residua: {printable(sentence)}", file=sys.stderr, flush=True)
+    with suppress(OSError):  # standard error may go to the disk that is full
+        print(f"residua: {printable(sentence)}", file=sys.stderr, flush=True)
 
 
 def require_choice(option: str, value: str, choices: Sequence[str]) -> None:

@@ -19,7 +19,6 @@ from residua.data.shards import ShardWriter, dtype_for
 from residua.data.tokenizer import Tokenizer
 from residua.files import atomic_folder
 from residua.machine import available_cores
-from residua.reading import reason
 
 SHARD_TOKENS = 100_000_000
 # More text hardly changes a BPE vocabulary, and costs memory and time.
@@ -65,8 +64,7 @@ def prepare(
         # Another process was faster: use or refuse its dataset, like one that existed before.
         if isinstance(error, FileExistsError) and (faster := _same_dataset(out, recipe)) is not None:
             return faster
-        # Readers turn their own errors into DataError, so this is the disk we write to.
-        raise DataError(f"cannot write {out}: {reason(error)}; nothing was kept") from error
+        raise  # readers turn their own errors into DataError, so this is the disk we write to
     return Dataset.open(out)
 
 

@@ -17,7 +17,7 @@ from residua.diagnose.page import diagnosis_page
 from residua.diagnose.run import ABLATION_TOKENS, Progress, diagnose_model
 from residua.diagnose.schema import Diagnosis
 from residua.diagnose.text import DEFAULT_TOKENS, sample
-from residua.files import write_atomically
+from residua.files import keeping, write_atomically
 from residua.machine import choose_device
 from residua.model import taps as published
 from residua.model.decoder import Decoder
@@ -73,9 +73,9 @@ def diagnose(
 
 def write(diagnosis: Diagnosis, out: Path) -> None:
     """Write both files of a diagnosis."""
-    out.mkdir(parents=True, exist_ok=True)
-    write_atomically(out / JSON, diagnosis.model_dump_json(indent=1))
-    diagnosis_page(diagnosis).write(out / PAGE)
+    write_atomically(out / JSON, diagnosis.model_dump_json(indent=1), parents=True)
+    with keeping(f"{out / JSON} holds the numbers"):
+        diagnosis_page(diagnosis).write(out / PAGE)
 
 
 def _check_out(out: Path, models: Sequence[Path]) -> None:

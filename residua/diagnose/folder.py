@@ -14,6 +14,7 @@ from residua.diagnose.native import NativeSubject
 from residua.diagnose.observe import Subject
 from residua.reading import check_links, read_json
 from residua.storage.exported import is_export
+from residua.storage.finite import require_finite
 from residua.storage.load import load
 from residua.storage.tensors import INDEX, WEIGHTS, check_header, weight_files
 
@@ -40,9 +41,7 @@ def check_folder(path: Path) -> None:
 
 
 def _run(path: Path, device: torch.device) -> NativeSubject:
-    model = load(path).to(device).eval()
-    _require_finite(model, path)
-    return NativeSubject(model, path.name)
+    return NativeSubject(load(path).to(device).eval(), path.name)
 
 
 def _hugging_face(path: Path, device: torch.device) -> HuggingFaceSubject:
@@ -67,7 +66,7 @@ def _hugging_face(path: Path, device: torch.device) -> HuggingFaceSubject:
                 "model folder: diagnose a model that transformers knows by itself."
             ) from None
         raise ValueError(f"{path} cannot be opened as a causal language model: {first_sentences(error)}") from None
-    _require_finite(model, path)
+    require_finite(dict(model.named_parameters()), path, "nothing could be measured, so use another copy of the model")
     return HuggingFaceSubject(model, path.name)
 
 
@@ -81,14 +80,6 @@ def _check_files(path: Path) -> None:
             check_header(file, hint)
     if (path / "adapter_config.json").exists():
         raise ValueError(f"{path} is an adapter, which names a model elsewhere: merge the two, diagnose the result.")
-
-
-def _require_finite(model: torch.nn.Module, path: Path) -> None:
-    for name, parameter in model.named_parameters():
-        if parameter.is_floating_point() and not torch.isfinite(parameter).all():
-            raise ValueError(
-                f"{path}: weight {name} is not finite, so nothing could be measured: use another checkpoint."
-            )
 
 
 def _brings_code(path: Path) -> bool:

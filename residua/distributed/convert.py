@@ -10,10 +10,11 @@ import sys
 from pathlib import Path
 
 from residua.config.run import ParallelConfig
-from residua.files import write_atomically
-from residua.model.decoder import build
+from residua.files import sentence, write_atomically
+from residua.model.size import build_if_it_fits
 from residua.reading import inside
-from residua.storage.checkpoint import checkpoints, save_checkpoint
+from residua.storage.checkpoint import checkpoints, model_tensors, save_checkpoint
+from residua.storage.finite import require_finite
 from residua.storage.load import restore
 from residua.storage.run import Run, saved_config
 from residua.train.optimizer import build_optimizer
@@ -27,9 +28,12 @@ def convert(run: Path, out: Path) -> Path:
     if not found:
         raise ValueError(f"{run} holds no checkpoint: train it first.")
     config, last = saved_config(run), found[-1]
-    model = build(config.model)
+    model = build_if_it_fits(config.model, run)
     optimizer = build_optimizer(model, config.train.optimizer)
     restore(last.path, model, optimizer)
+    require_finite(
+        model_tensors(model) | optimizer.tensors(), last.path, f"move {last.path} elsewhere to convert another"
+    )
     alone = config.model_copy(update={"parallel": ParallelConfig()})
     new = Run.create(out, alone)
     try:
@@ -49,7 +53,7 @@ def main() -> None:
     try:
         print(f"written to {convert(Path(sys.argv[1]), Path(sys.argv[2]))}")
     except (ValueError, OSError) as error:
-        sys.exit(f"residua: {error}")
+        sys.exit(f"residua: {sentence(error) if isinstance(error, OSError) else error}")
 
 
 if __name__ == "__main__":

@@ -19,11 +19,12 @@ from residua.distributed.pipeline.step import PipelinedStep
 from residua.distributed.step import RankedStep, ReplicatedStep, ShardedStep
 from residua.machine import choose_device
 from residua.model.decoder import Decoder, build
-from residua.storage.checkpoint import what_is_left
+from residua.storage.checkpoint import model_tensors, what_is_left
 from residua.storage.run import FollowedRun, Run
 from residua.storage.sharded import Saver, load_shards
 from residua.train.health import TrainingStopped
 from residua.train.step import Step
+from residua.train.summary import check_memory
 from residua.train.world import World, check_processes
 
 T = TypeVar("T")
@@ -128,6 +129,7 @@ class Ranks(World):
         return int(heard) or None
 
     def build_step(self, config: RunConfig) -> RankedStep:
+        check_memory(config, self.device)
         return build_ranked_step(build(config.model), config, self.mesh)
 
     def save(self, run: Path, number: int, step: Step, state: Mapping[str, Any], keep: int) -> None:
@@ -138,6 +140,9 @@ class Ranks(World):
 
     def restore(self, path: Path, step: Step) -> None:
         load_shards(path, step.model, step.optimizer)
+
+    def nonfinite(self, step: Step) -> list[str]:
+        return self.saver.nonfinite(model_tensors(step.model) | step.optimizer.tensors())
 
     def whole_model(self, step: Step) -> Decoder | None:
         parallel = self.config.parallel

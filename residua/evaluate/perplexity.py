@@ -10,6 +10,7 @@ import torch
 
 from residua.data import Dataset, validation_batches
 from residua.data.loader import IGNORED
+from residua.storage.finite import overflowed
 
 if TYPE_CHECKING:
     from residua.model.decoder import Decoder
@@ -32,8 +33,8 @@ class TextScore:
 
     @property
     def perplexity(self) -> float:
-        """e^loss."""
-        return math.exp(self.loss)
+        """e^loss; infinite where that is too large for a float."""
+        return math.exp(self.loss) if self.loss < 700 else math.inf
 
     @property
     def bits_per_byte(self) -> float:
@@ -73,7 +74,10 @@ def score_text(
         moved = batch.to(device)
         scored = batch.targets[batch.targets != IGNORED]
         ce, _ = model.losses(moved.tokens, moved.targets, segments=moved.segments)
-        loss += float(ce) * len(scored)
+        value = float(ce)
+        if not math.isfinite(value):
+            raise overflowed(f"the loss on {dataset.path}", model)
+        loss += value * len(scored)
         count += len(scored)
         size += dataset.bytes_of(scored.numpy(), split)
         if progress is not None:

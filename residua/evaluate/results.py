@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -33,7 +34,8 @@ class Results:
         """The content of the results file."""
         text = None
         if self.text is not None:
-            derived = {"perplexity": self.text.perplexity, "bits_per_byte": self.text.bits_per_byte}
+            perplexity = self.text.perplexity if math.isfinite(self.text.perplexity) else None  # JSON has no infinity
+            derived = {"perplexity": perplexity, "bits_per_byte": self.text.bits_per_byte}
             text = asdict(self.text) | derived
         content: dict[str, Any] = {"model": self.model, "settings": self.settings, "text": text}
         content["tasks"] = [asdict(task) for task in self.tasks]

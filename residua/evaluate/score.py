@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from residua.storage.finite import overflowed
+
 if TYPE_CHECKING:
     from residua.data.tokenizer import Tokenizer
     from residua.model.decoder import Decoder
@@ -99,6 +101,8 @@ class Scorer:
         hidden = self.model.hidden(inputs.to(self.device))
         hidden = hidden[torch.tensor(rows, device=self.device), torch.tensor(places, device=self.device)]
         logs, best = self._log_probabilities(hidden, torch.tensor(targets, device=self.device))
+        if not torch.isfinite(logs).all():
+            raise overflowed("a log-likelihood", self.model)
         totals = torch.zeros(len(pairs), dtype=torch.float64).index_add_(0, torch.tensor(rows), logs)
         wrong = torch.zeros(len(pairs), dtype=torch.int64).index_add_(0, torch.tensor(rows), (~best).long())
         return [Likelihood(float(t), int(w) == 0) for t, w in zip(totals, wrong, strict=True)]

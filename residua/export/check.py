@@ -65,6 +65,11 @@ def _tokens(model: Decoder) -> Tensor:
 
 
 def _difference(found: Tensor, expected: Tensor, dtype: torch.dtype) -> float:
+    if not torch.isfinite(expected).all():
+        raise ValueError(
+            "the model's own logits are not finite although its weights are, so its export could not be checked: "
+            "some weights are too large; use another checkpoint."
+        )
     difference = float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
     if not difference <= TOLERANCES[dtype]:
         raise RuntimeError(

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from residua.config.model import ModelConfig, head_dim
 from residua.data.tokenizer import Tokenizer
@@ -23,6 +22,8 @@ from residua.files import atomic_folder, refuse_used
 from residua.model.decoder import Decoder
 from residua.storage.checkpoint import model_tensors
 from residua.storage.exported import exported_name
+from residua.storage.finite import require_finite
+from residua.storage.tensors import save_tensors
 from residua.version import __version__
 
 AUTO_MAP = {
@@ -72,9 +73,13 @@ def _fill(folder: Path, model: Decoder, tokenizer: Tokenizer, dtype: torch.dtype
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8")
     tokenizer.save(folder / "tokenizer.json")
-    tensors = {exported_name(n): t.detach().cpu().contiguous() for n, t in model_tensors(model).items()}
+    tensors = {exported_name(n): t.detach() for n, t in model_tensors(model).items()}
     tensors = {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    name = config["dtype"]
+    require_finite(
+        tensors, f"the weights in {name}", "use another checkpoint, or --precision float32 if they are finite"
+    )
+    save_tensors(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     # safetensors makes its files readable for their owner only
     shutil.copymode(folder / "config.json", folder / "model.safetensors")
 

@@ -15,6 +15,7 @@ from residua.generate.sample import Sampler, Sampling
 from residua.generate.text import TextStream
 from residua.model.moe import MoE, mixtures
 from residua.report.terminal import Progress
+from residua.storage.finite import overflowed
 
 if TYPE_CHECKING:
     from residua.data.tokenizer import Tokenizer
@@ -107,7 +108,8 @@ class Generator:
         began = time.perf_counter()
         cache = self._empty_cache(len(rows), max(map(len, rows)) + max(limits) + 2)
         logits = self.model.logits(prefill(self.model, cache, rows, self.chunk))
-        self._wait()
+        if not torch.isfinite(logits).all():
+            raise overflowed("the prediction after the prompt", self.model)
         middle = time.perf_counter()
         batch = _Batch([TextStream(self.tokenizer.decode, request.stop) for _ in rows], limits, show or _silent)
         steps = self._decode(batch, logits, cache, request, progress or _silent)

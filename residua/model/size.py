@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from residua.config.model import ModelConfig, head_dim
+from residua.machine import TooLarge, require_memory
 from residua.model.decoder import Decoder, Sublayer, build
 from residua.model.moe import MoE, mixtures
 
@@ -42,8 +43,33 @@ class Size:
 
 def measure(config: ModelConfig) -> Size:
     """Count parameters and training FLOPs per token."""
-    with torch.device("meta"), shapes_only():
-        return size_of(build(config))
+    return size_of(shapes(config))
+
+
+def shapes(config: ModelConfig) -> Decoder:
+    """The model without memory, on the meta device."""
+    try:
+        with torch.device("meta"), shapes_only():
+            return build(config)
+    except RuntimeError as error:
+        if "overflow" not in str(error) and "size" not in str(error):
+            raise
+        raise TooLarge(
+            "the model is too large for any machine: lower its width, its layers or its vocabulary."
+        ) from None
+
+
+def build_if_it_fits(config: ModelConfig, source: object) -> Decoder:
+    """Build a model on the CPU; refused beforehand if its weights, in float32, need more memory than is free."""
+    require_room(shapes(config), source)
+    return build(config)
+
+
+def require_room(model: Decoder, source: object) -> None:
+    """Refuse a model, which may be on the meta device, whose weights in float32 need more memory than is free."""
+    parameters = _count(model)
+    advice = "end other programs, or use a machine with more memory"
+    require_memory(f"{source}: the model has {parameters:,} parameters and needs", 4 * parameters, advice)
 
 
 @contextmanager

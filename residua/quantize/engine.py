@@ -20,7 +20,7 @@ from residua.quantize.fp8 import Fp8, quantize_fp8
 from residua.quantize.layout import module_tensors, quantization_config
 from residua.quantize.nvfp4 import Nvfp4
 from residua.quantize.schemes import Quantized
-from residua.quantize.store import write_folder
+from residua.quantize.store import as_json, write_folder
 from residua.reading import inside
 
 LAYOUTS = ("qwen3", "llama", "qwen2", "mistral")
@@ -61,7 +61,7 @@ def save_engine(
     # engines unpack FP4 into bf16
     dtype = "bfloat16" if scheme == "nvfp4" else "float32"
     config = keys | {"dtype": dtype, "quantization_config": quantization_config(scheme, low)}
-    write_folder(out, tensors, {"config.json": config}, copies=[inside(source, "tokenizer.json")])
+    write_folder(out, tensors, {"config.json": as_json(config)}, copies=[inside(source, "tokenizer.json")])
 
 
 def rows_of(weight: Quantized, exact: Tensor, first: int, count: int) -> Quantized:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from residua.files import refuse_used, write_atomically
+from residua.files import keeping, refuse_used
 from residua.machine import choose_device
 from residua.quantize.apply import targets
 from residua.quantize.calibration import CALIBRATION_SEQUENCES, CalibrationText
@@ -82,10 +82,10 @@ def quantize(
     )
     about = {"alpha": alpha, "exempt": list(exempt), "source": str(source)}
     peaks = input_peaks(result)
-    save_quantized(target, source, decoder, judge.names, judge.chosen, scheme, peaks, about)
+    save_quantized(target, source, decoder, judge.names, judge.chosen, scheme, peaks, about, results(result))
     if engine is not None:
-        save_engine(Path(engine), source, decoder, judge.chosen, scheme, peaks)
-    write_results(result, target)
+        with keeping(f"{target} is complete"):
+            save_engine(Path(engine), source, decoder, judge.chosen, scheme, peaks)
     return result
 
 
@@ -96,12 +96,11 @@ def input_peaks(result: QuantizationResult) -> dict[str, float]:
     return outer | inner
 
 
-def write_results(result: QuantizationResult, out: Path) -> None:
-    """Write results.json and report.html."""
+def results(result: QuantizationResult) -> dict[str, str]:
+    """The texts of results.json and report.html."""
     from residua.quantize.page import quantization_page
 
-    write_atomically(out / RESULTS, result.model_dump_json(indent=1) + "\n")
-    quantization_page(result).write(out / REPORT)
+    return {RESULTS: result.model_dump_json(indent=1) + "\n", REPORT: quantization_page(result).html()}
 
 
 def _check_folders(out: Path, engine: Path | None) -> None:

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from residua.config.model import ModelConfig
 from residua.config.settings import of_file
 from residua.files import atomic_folder, refuse_used
-from residua.model.decoder import Decoder, build
+from residua.model.decoder import Decoder
+from residua.model.size import build_if_it_fits
 from residua.quantize.apply import candidates, install, is_rounded, rounded
 from residua.quantize.fp8 import Fp8
 from residua.quantize.layout import module_tensors, quantization_config, read_module
@@ -29,7 +29,8 @@ from residua.quantize.real import with_fp8_products
 from residua.quantize.schemes import Quantized, find_scheme
 from residua.reading import Shape, check, inside, read_json, reason, refuse
 from residua.storage.checkpoint import model_tensors
-from residua.storage.tensors import WEIGHTS, fitting, read_tensors
+from residua.storage.finite import require_finite
+from residua.storage.tensors import WEIGHTS, fitting, read_tensors, save_tensors
 
 MARK = "quantization.json"
 AGAIN = "the folder is damaged, quantize again"
@@ -46,10 +47,11 @@ def save_quantized(
     scheme: str,
     input_peaks: Mapping[str, float],
     about: Mapping[str, Any],
+    texts: Mapping[str, str] | None = None,
 ) -> None:
     """Write the folder: the matrices of `modules` from `weights`, everything else from `model` as it is.
 
-    `input_peaks` are the largest inputs by module, or by the stack that a matrix belongs to.
+    `input_peaks` are the largest inputs by module, or by the stack that a matrix belongs to; `texts` are more files.
     """
     refuse_used(out)
     tensors = {n: tensor for n, tensor in model_tensors(model).items() if not is_rounded(n, modules)}
@@ -59,22 +61,27 @@ def save_quantized(
     mark = {"version": VERSION, "scheme": scheme, "modules": list(modules), **about}
     mark["model"] = model.config.model_dump(mode="json", exclude_none=True)
     config = {"model_type": "residua", "quantization_config": quantization_config(scheme, weights)}
-    write_folder(out, tensors, {MARK: mark, "config.json": config}, copies=[inside(source, name) for name in COPIED])
+    documents = {MARK: as_json(mark), "config.json": as_json(config), **(texts or {})}
+    write_folder(out, tensors, documents, copies=[inside(source, name) for name in COPIED])
+
+
+def as_json(content: Mapping[str, Any]) -> str:
+    """The text of a JSON file."""
+    return json.dumps(content, indent=1) + "\n"
 
 
 def write_folder(
-    out: Path, tensors: Mapping[str, Tensor], documents: Mapping[str, Mapping[str, Any]], copies: Iterable[Path]
+    out: Path, tensors: Mapping[str, Tensor], documents: Mapping[str, str], copies: Iterable[Path]
 ) -> None:
-    """A folder with model.safetensors, JSON documents and copies of the files that exist, whole or not at all."""
+    """A folder with model.safetensors, texts and copies of the files that exist, whole or not at all."""
     refuse_used(out)
     with atomic_folder(out) as folder:
-        saved = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        save_file(saved, folder / WEIGHTS, metadata={"format": "pt"})
+        save_tensors(tensors, folder / WEIGHTS, metadata={"format": "pt"})
         for path in copies:
             if path.exists():
                 shutil.copyfile(path, folder / path.name)
-        for name, content in documents.items():
-            (folder / name).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        for name, text in documents.items():
+            (folder / name).write_text(text, encoding="utf-8")
 
 
 def is_quantized(folder: Path) -> bool:
@@ -82,17 +89,21 @@ def is_quantized(folder: Path) -> bool:
     return (folder / MARK).exists()
 
 
-def load_quantized(folder: str | Path, *, fp8_products: torch.device | None = None) -> Decoder:
+def load_quantized(
+    folder: str | Path, *, fp8_products: torch.device | None = None, allow_nonfinite: bool = False
+) -> Decoder:
     """The model of a quantized folder, on the CPU, with weights and activations rounded by its scheme.
 
     With `fp8_products`, the model is on that device and multiplies in FP8 where the device and the shapes allow it; a
-    warning names the modules where they do not.
+    warning names the modules where they do not. Weights that are NaN or infinite are refused, unless `allow_nonfinite`.
     """
     folder = Path(folder)
     mark = _read_mark(folder)
     with of_file(folder / MARK):
-        scheme, model = find_scheme(mark.scheme), build(ModelConfig(**mark.model))
+        scheme, model = find_scheme(mark.scheme), build_if_it_fits(ModelConfig(**mark.model), folder)
     tensors = read_tensors(inside(folder, WEIGHTS), AGAIN)
+    if not allow_nonfinite:
+        require_finite(tensors, folder / WEIGHTS, AGAIN)
     there = candidates(model)
     try:
         modules = {name: there[name] for name in mark.modules}

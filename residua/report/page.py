@@ -175,8 +175,7 @@ class Page:
     def write(self, path: str | Path) -> Path:
         """Write the page atomically."""
         target = Path(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(target, self.html())
+        write_atomically(target, self.html(), parents=True)
         return target
 
     def _new_anchor(self, title: str) -> str:

@@ -1,10 +1,13 @@
-"""What commands print: a console, tables, progress bars with an ETA, and durations."""
+"""What commands print: a console, tables, progress bars with an ETA, durations, and errors as sentences."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
+
+from residua.files import sentence
+from residua.machine import out_of_memory
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -86,3 +89,12 @@ def clock(seconds: float | None) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def say(mistake: BaseException) -> str:
+    """An error as a sentence for a person: no number of an error, no name of a class."""
+    if isinstance(mistake, OSError):
+        return sentence(mistake)
+    if where := out_of_memory(mistake):
+        return f"{where} ran out of memory: end other programs, or choose a smaller model or batch."
+    return str(mistake)

@@ -16,13 +16,12 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from residua.files import UNFINISHED, atomic_folder, unfinished
+from residua.files import UNFINISHED, atomic_folder, keeping, unfinished
 from residua.reading import ReadError, Shape, inside, read_json, reason
-from residua.storage.tensors import fitting, read_tensors, whole
+from residua.storage.finite import nonfinite
+from residua.storage.tensors import fitting, read_tensors, save_tensors, whole
 
 T = TypeVar("T")
 
@@ -101,25 +100,16 @@ def save_checkpoint(
     """Write `step-N` atomically, then drop all but the last `keep` and the best."""
     final = run / FOLDER / f"step-{step}"
     if not final.exists():
-        parameters = model_tensors(model)
-        _refuse_nonfinite(parameters, run)
-        try:
-            _write(final, {"model": parameters, "optimizer": optimizer.tensors()}, state)
-        except (OSError, SafetensorError) as error:
-            raise TrainingStopped(
-                f"checkpoint {final} could not be written ({error}); {what_is_left(run)}: "
-                "make room on the disk, then continue with --resume."
-            ) from None
+        tensors = {"model": model_tensors(model), "optimizer": optimizer.tensors()}
+        for part in tensors.values():
+            if broken := nonfinite(part):
+                raise not_saved(broken, run)
+        with keeping(what_is_left(run)), atomic_folder(final) as folder:
+            for name, content in tensors.items():
+                save_tensors(content, folder / f"{name}.safetensors")
+            (folder / STATE).write_text(json.dumps(state, indent=1), encoding="utf-8")
     prune(run, keep)
     return final
-
-
-def _write(final: Path, tensors: dict[str, dict[str, Tensor]], state: Mapping[str, Any]) -> None:
-    with atomic_folder(final) as folder:
-        for name, content in tensors.items():
-            path = folder / f"{name}.safetensors"
-            save_file({key: value.detach().cpu().contiguous() for key, value in content.items()}, path)
-        (folder / STATE).write_text(json.dumps(state, indent=1), encoding="utf-8")
 
 
 def prune(run: Path, keep: int) -> None:
@@ -161,10 +151,10 @@ def elsewhere(checkpoint: Path) -> str:
     return f"move {checkpoint} elsewhere to resume from {others[-1].path}, which is complete"
 
 
-def _refuse_nonfinite(tensors: dict[str, Tensor], run: Path) -> None:
-    broken = [name for name, tensor in tensors.items() if not torch.isfinite(tensor).all()]
-    if broken:
-        raise TrainingStopped(f"{broken[0]} is no longer finite and was not saved; {what_is_left(run)}.")
+def not_saved(broken: list[str], run: Path) -> TrainingStopped:
+    """The error for tensors that have become NaN or infinite."""
+    what = broken[0] if len(broken) == 1 else f"{broken[0]} (the first of {len(broken)} tensors)"
+    return TrainingStopped(f"{what} is no longer finite and was not saved; {what_is_left(run)}.")
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:

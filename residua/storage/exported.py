@@ -10,7 +10,8 @@ from torch import Tensor
 
 from residua.config.model import ModelConfig
 from residua.config.settings import ConfigError
-from residua.model.decoder import Decoder, build
+from residua.model.decoder import Decoder
+from residua.model.size import build_if_it_fits
 from residua.reading import inside, read_json, shown
 from residua.storage.checkpoint import model_tensors
 from residua.storage.tensors import fitting, read_tensors, weight_files
@@ -43,7 +44,7 @@ def load_folder(folder: Path) -> Decoder:
             "wrote it nor does `residua import` know this family (docs/import.md)."
         )
     try:
-        model = build(ModelConfig(**tables))
+        model = build_if_it_fits(ModelConfig(**tables), folder)
     except ConfigError as error:
         raise ValueError(f"{path} holds an invalid configuration: {error}") from None
     saved: dict[str, Tensor] = {}

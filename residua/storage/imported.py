@@ -21,8 +21,8 @@ from residua.config.settings import ConfigError
 from residua.convert.families import FAMILIES, find_family
 from residua.convert.family import Family, Keys, Rule
 from residua.files import atomic_folder, refuse_used
-from residua.model.decoder import Decoder, build
-from residua.model.size import shapes_only
+from residua.model.decoder import Decoder
+from residua.model.size import require_room, shapes
 from residua.reading import check, inside, read_json
 from residua.storage.checkpoint import FOLDER
 from residua.storage.exported import AGAIN as EXPORTED_AGAIN
@@ -137,8 +137,8 @@ def is_family(folder: Path) -> bool:
 def load_family(folder: Path) -> Decoder:
     """The model of such a folder, on the CPU in float32."""
     source = Source(folder)
-    with torch.device("meta"), shapes_only():
-        model = build(source.config)
+    model = shapes(source.config)
+    require_room(model, folder)
     for rule in source.rules:
         parent, _, own = rule.ours.rpartition(".")
         parameter = nn.Parameter(source.parameter(rule).to(torch.float32, copy=True))

@@ -8,41 +8,58 @@ from typing import Literal
 from torch import nn
 
 from residua.config.run import RunConfig
-from residua.model.decoder import Decoder, build
+from residua.model.decoder import Decoder
+from residua.model.size import build_if_it_fits
 from residua.reading import inside
-from residua.storage.checkpoint import SHARDS, OptimizerState, best, checkpoints, read_checkpoint
+from residua.storage.checkpoint import (
+    SHARDS,
+    Checkpoint,
+    OptimizerState,
+    best,
+    checkpoints,
+    model_tensors,
+    read_checkpoint,
+)
 from residua.storage.exported import load_folder
+from residua.storage.finite import describe, nonfinite
 from residua.storage.formats import find_reader
 from residua.storage.imported import is_family, load_family
+from residua.storage.tensors import holds_only_numbers
 
 
-def load(folder: str | Path, which: Literal["last", "best"] = "last") -> Decoder:
+def load(folder: str | Path, which: Literal["last", "best"] = "last", *, allow_nonfinite: bool = False) -> Decoder:
     """The trained model of a run folder, on the CPU: its last checkpoint or the best one on the validation set.
 
     A folder made by `residua export` holds one model; one made by `residua quantize` gives a model that computes in
     that precision. A folder of transformers, of a family that Residua knows (docs/import.md), is opened as it is.
-    Nothing in a folder is executed.
+    Nothing in a folder is executed. Weights that are NaN or infinite are refused, unless `allow_nonfinite`.
     """
     folder = Path(folder)
     read = find_reader(folder)
+    chosen: Checkpoint | None = None
     if read is not None:
-        return read(folder)
-    if is_family(folder):
-        return load_family(folder)
-    if (folder / "config.json").exists() and not (folder / "config.toml").exists():
-        return load_folder(folder)
-    return load_run(folder, which)
+        model = read(folder)
+    elif is_family(folder):
+        model = load_family(folder)
+    elif (folder / "config.json").exists() and not (folder / "config.toml").exists():
+        model = load_folder(folder)
+    else:
+        chosen = _choose(folder, which)
+        model = build_if_it_fits(RunConfig.from_toml(inside(folder, "config.toml")).model, folder)
+        restore(chosen.path, model)
+    tensors = {} if allow_nonfinite else model_tensors(model)
+    if broken := nonfinite(tensors):
+        advice = "the folder is damaged, make it again" if chosen is None else _other_checkpoint(folder, chosen)
+        raise ValueError(f"{chosen.path if chosen else folder}: {describe(tensors, broken)}: {advice}.")
+    return model
 
 
-def load_run(run: Path, which: Literal["last", "best"] = "last") -> Decoder:
-    """The model of a run folder, on the CPU."""
+def _choose(run: Path, which: Literal["last", "best"]) -> Checkpoint:
     found = checkpoints(run)
     chosen = best(found) if which == "best" else next(reversed(found), None)
     if chosen is None:
         raise ValueError(f"{run} holds no {which} checkpoint: train it first.")
-    model = build(RunConfig.from_toml(inside(run, "config.toml")).model)
-    restore(chosen.path, model)
-    return model
+    return chosen
 
 
 def restore(path: Path, model: nn.Module, optimizer: OptimizerState | None = None) -> None:
@@ -53,3 +70,11 @@ def restore(path: Path, model: nn.Module, optimizer: OptimizerState | None = Non
         load_shards(path, model, optimizer)
     else:
         read_checkpoint(path, model, optimizer)
+
+
+def _other_checkpoint(run: Path, broken: Checkpoint) -> str:
+    """How to go on without a checkpoint that is not finite."""
+    others = [c.path for c in checkpoints(run) if c != broken and holds_only_numbers(c.path)]
+    if not others:
+        return "no other checkpoint of this run is finite"
+    return f"move {broken.path} elsewhere to use {others[-1]}, which is finite"

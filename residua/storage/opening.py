@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from residua.data.tokenizer import Tokenizer
+from residua.machine import require_memory
 from residua.model.fold import fold_mixing
 from residua.storage.load import load
 
@@ -57,6 +58,9 @@ def place(model: Decoder, device: torch.device, precision: str = "auto") -> Deco
     if precision not in (*PRECISIONS, "auto"):
         raise ValueError(f"precision {precision} does not exist: choose auto, {' or '.join(PRECISIONS)}.")
     dtype = PRECISIONS.get(precision, torch.bfloat16 if device.type == "cuda" else torch.float32)
+    if device.type == "cuda":
+        weights = sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()))
+        require_memory("the model needs", weights, "choose --device cpu, or end other programs on the GPU", device)
     model = model.to(device)
     for module in model.modules():
         names = [*getattr(module, "hidden_matrices", ())]

@@ -19,7 +19,7 @@ from typing import Any
 
 from residua.config.run import RunConfig, differences
 from residua.config.settings import ConfigError
-from residua.files import UNFINISHED, write_atomically
+from residua.files import UNFINISHED, AppendedFile, write_atomically, writing
 from residua.reading import Count, Shape, check, inside, read_json, read_json_lines, read_text
 from residua.storage.checkpoint import Checkpoint, checkpoints
 
@@ -64,8 +64,13 @@ class Run:
         if folder.exists() and (not folder.is_dir() or any(not p.name.startswith(_OURS) for p in folder.iterdir())):
             raise ConfigError(f"{folder} is not empty: choose another --out, or continue the run in it with --resume.")
         made = [path for path in (folder, *folder.parents) if not path.exists()]
-        folder.mkdir(parents=True, exist_ok=True)
-        return cls(folder, config, {}, made)
+        try:
+            with writing(folder):
+                folder.mkdir(parents=True, exist_ok=True)
+            return cls(folder, config, {}, made)
+        except OSError:
+            _remove_empty(made)
+            raise
 
     @classmethod
     def reopen(cls, folder: Path, config: RunConfig) -> Run:
@@ -92,9 +97,15 @@ class Run:
             raise
         return run
 
-    def last_checkpoint(self) -> Checkpoint | None:
-        found = checkpoints(self.folder)
-        return found[-1] if found else None
+    def checkpoints(self) -> list[Checkpoint]:
+        """The finished checkpoints, oldest first."""
+        return checkpoints(self.folder)
+
+    def set_checkpoint_aside(self, checkpoint: Checkpoint) -> str:
+        """Rename a checkpoint that is not finite, so that the run can save that step again; returns the new name."""
+        names = (checkpoint.path.with_name(f"{checkpoint.path.name}-not-finite-{number}") for number in count(1))
+        with writing(checkpoint.path, "it is where it was"):
+            return checkpoint.path.rename(next(name for name in names if not name.exists())).name
 
     def begin(self, environment: dict[str, Any], step: int, startup: dict[str, float] | None = None) -> None:
         """Write config.toml, and add this session to environment.json: its environment, first step and changes.
@@ -131,7 +142,8 @@ class Run:
         if not lost:
             return None
         names = (self.folder / f"metrics-lost-{number}.jsonl" for number in count(1))
-        kept = path.rename(next(name for name in names if not name.exists()))
+        with writing(path, "it is where it was"):
+            kept = path.rename(next(name for name in names if not name.exists()))
         return (
             f"{self.folder} holds no checkpoint: starting again at step 1; the metrics up to step {lost[-1]['step']} "
             f"are kept in {kept.name}."
@@ -144,10 +156,9 @@ class Run:
     def close(self) -> None:
         """Release the folder; if nothing was written to it, remove what `create` made."""
         if not (self.folder / "config.toml").exists():
-            (self.folder / LOCK).unlink(missing_ok=True)
-            with suppress(OSError):  # another process has written to it in the meantime
-                for folder in self._made:
-                    folder.rmdir()
+            with suppress(OSError):
+                (self.folder / LOCK).unlink(missing_ok=True)
+            _remove_empty(self._made)
         os.close(self._lock)
 
 
@@ -162,6 +173,9 @@ class FollowedRun(Run):
 
     def begin(self, environment: dict[str, Any], step: int, startup: dict[str, float] | None = None) -> None:
         pass
+
+    def set_checkpoint_aside(self, checkpoint: Checkpoint) -> str:
+        return ""
 
     def keep_tokenizer(self, source: Path) -> None:
         pass
@@ -195,16 +209,15 @@ class MetricsFile(Metrics):
     def __init__(self, path: Path, until: int) -> None:
         kept = [record for record in read_metrics(path) if record["step"] <= until]
         write_atomically(path, "".join(json.dumps(record) + "\n" for record in kept))
-        self._file = path.open("a", encoding="utf-8")
+        self._file = AppendedFile(path)
 
     def write(self, record: dict[str, Any]) -> None:
-        """Append a line and flush it to readers."""
-        self._file.write(json.dumps(record) + "\n")
-        self._file.flush()
+        """Append a line; readers see it at once."""
+        self._file.write((json.dumps(record) + "\n").encode())
 
     def sync(self) -> None:
         """Wait until all lines are on the disk. A checkpoint must not be newer than its metrics."""
-        os.fsync(self._file.fileno())
+        self._file.sync()
 
     def close(self) -> None:
         self._file.close()
@@ -255,9 +268,16 @@ def saved_config(folder: Path) -> RunConfig:
     return RunConfig.from_toml(inside(folder, "config.toml"))
 
 
+def _remove_empty(folders: Sequence[Path]) -> None:
+    with suppress(OSError):  # another process has written to it in the meantime
+        for folder in folders:
+            folder.rmdir()
+
+
 def _own(folder: Path) -> int:
     """Lock the folder for this process; the system releases the lock when the process ends."""
-    descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT)
+    with writing(folder / LOCK, "the folder is as it was"):
+        descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

@@ -23,21 +23,24 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.tensor import DTensor
 
-from residua.files import publish, unfinished
+from residua.files import WriteError, keeping, publish, unfinished, writing
 from residua.reading import check_links
 from residua.storage.checkpoint import (
     FOLDER,
     SHARDS,
     OptimizerState,
-    TrainingStopped,
     damaged,
     model_tensors,
+    not_saved,
     prune,
     what_is_left,
 )
+from residua.storage.finite import nonfinite
+from residua.storage.tensors import as_os_error
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -74,8 +77,9 @@ class Saver:
         temporary = unfinished(final)
         if self.rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
-            (temporary / SHARDS).mkdir(parents=True)
-            (temporary / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
+            with keeping(what_is_left(run)), writing(final, within=temporary):
+                (temporary / SHARDS).mkdir(parents=True)
+                (temporary / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
         dist.barrier(group=self.group)
         writer = HuggingFaceStorageWriter(str(temporary / SHARDS), save_distributed=True)
         with _quietly():
@@ -96,12 +100,9 @@ class Saver:
                 prune(final.parents[1], keep)
             saving.set_result(None)
         except BaseException as error:
-            saving.set_exception(
-                TrainingStopped(
-                    f"checkpoint {final} could not be written ({error}); {what_is_left(final.parents[1])}: "
-                    "make room on the disk, then continue with --resume."
-                )
-            )
+            if self.rank == 0:
+                shutil.rmtree(temporary, ignore_errors=True)
+            saving.set_exception(WriteError(final, _cause(error, final), what_is_left(final.parents[1])))
 
     def settle(self) -> None:
         """Wait for a save in progress."""
@@ -117,12 +118,25 @@ class Saver:
 
     def _refuse_nonfinite(self, tensors: dict[str, Tensor], run: Path) -> None:
         """Stop every rank if any of them holds a tensor that is not finite."""
-        broken = [name for name, t in tensors.items() if "/" not in name and not torch.isfinite(local(t)).all()]
+        if broken := self.nonfinite(tensors):
+            raise not_saved(broken, run)
+
+    def nonfinite(self, tensors: Mapping[str, Tensor]) -> list[str]:
+        """The tensors that are not finite on any rank; every rank gets the same list."""
         found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, broken[:1], group=self.group)
-        names = [name for rank in found for name in rank]
-        if names:
-            raise TrainingStopped(f"{names[0]} is no longer finite and was not saved; {what_is_left(run)}.")
+        dist.all_gather_object(found, nonfinite({name: local(t) for name, t in tensors.items()}), group=self.group)
+        return list(dict.fromkeys(name for rank in found for name in rank))
+
+
+def _cause(error: BaseException, path: Path) -> OSError:
+    """What went wrong on the first rank that failed: PyTorch's own error lists the tracebacks of all ranks."""
+    if isinstance(error, CheckpointException) and error.failures:
+        error = next(iter(error.failures.values()))[0]
+    found = error if isinstance(error, OSError) else error.__cause__ or error.__context__
+    if isinstance(found, OSError):
+        return found
+    words = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    return as_os_error(ValueError(words), path)
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -138,8 +152,11 @@ def load_shards(path: Path, model: nn.Module, optimizer: OptimizerState | None =
     reader = HuggingFaceStorageReader(str(source))
     _check(source, reader, expected)
     wanted = {name: tensor.detach() for name, tensor in expected.items()}
-    with _quietly():
-        dcp.load(wanted, storage_reader=reader, no_dist=not dist.is_initialized())
+    try:
+        with _quietly():
+            dcp.load(wanted, storage_reader=reader, no_dist=not dist.is_initialized())
+    except CheckpointException as error:
+        raise damaged(source, path, ValueError(_cause(error, source).strerror)) from None
     if optimizer is not None:
         optimizer.set_steps(wanted)
 

@@ -12,6 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from residua.storage.finite import require_finite
+
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 ALIGNMENT = 8
@@ -47,5 +49,8 @@ def write_tensors(path: Path, entries: Sequence[Entry], tensors: Iterable[Tensor
         for entry, tensor in zip(entries, tensors, strict=True):
             assert tuple(tensor.shape) == tuple(entry.shape), f"{entry.name} has shape {tuple(tensor.shape)}"
             flat = tensor.detach().cpu().to(entry.dtype).contiguous().view(-1)
+            require_finite(
+                {entry.name: flat}, NAMES[entry.dtype], "it was not written; use other weights or a wider type"
+            )
             if len(flat):
                 file.write(flat.view(torch.uint8).numpy().data)

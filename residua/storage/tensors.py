@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import errno
+import os
+import re
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from residua.reading import Hint, ReadError, Shape, inside, read_json, reason, refuse, require_file
+from residua.storage.finite import nonfinite
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -32,6 +36,36 @@ def open_tensors(path: Path, hint: Hint) -> Iterator[Any]:
     """A file whose tensors are read one by one: `keys`, `get_slice` and `get_tensor`."""
     with _opening(path, hint), safe_open(path, framework="pt") as content:
         yield content
+
+
+def save_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
+    """Write a file; an error of the disk is an `OSError`, as for any other file."""
+    copies = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    try:
+        save_file(copies, path, metadata)
+    except SafetensorError as error:
+        raise as_os_error(error, path) from None
+
+
+def as_os_error(error: Exception, path: Path) -> OSError:
+    """The error of the system that safetensors, which is written in Rust, reports in words."""
+    number = re.search(r"\(os error (\d+)\)", str(error))
+    code = int(number[1]) if number else errno.EIO
+    return OSError(code, os.strerror(code) if number else str(error), str(path))
+
+
+def holds_only_numbers(folder: Path) -> bool:
+    """Whether every safetensors file below a folder can be read and is finite. Loads one tensor at a time."""
+    files = sorted(folder.rglob("*.safetensors"))
+    try:
+        for file in files:
+            with open_tensors(file, "") as opened:
+                for name in opened.keys():  # noqa: SIM118 (it is not a dict)
+                    if nonfinite({name: opened.get_tensor(name)}):
+                        return False
+    except ReadError:
+        return False
+    return bool(files)
 
 
 def whole(folder: Path) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import select
+import shutil
 import signal
 import subprocess
 import time
@@ -19,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from residua.files import write_atomically
+from residua.files import write_atomically, writing
 from residua.machine import available_cores, python_command
 from residua.study.plan import CONFIGS, LOGS, PlannedRun
 from residua.study.runs import is_complete, latest, steps_done
@@ -31,6 +32,8 @@ POLL_SECONDS = 0.25
 STOP_SECONDS = 120.0
 END_SECONDS = 20.0
 CORES_TO_COMPILE = 8
+SMALLEST_ROOM = 1 << 16
+"""With fewer bytes free on the disk, a trainer may not have been able to write its last words."""
 
 
 class Watcher(Protocol):
@@ -118,7 +121,8 @@ class Crew:
     def work(self) -> None:
         """Train all runs."""
         for folder in (CONFIGS, LOGS):
-            (self.out / folder).mkdir(parents=True, exist_ok=True)
+            with writing(self.out / folder):
+                (self.out / folder).mkdir(parents=True, exist_ok=True)
         while self.groups or any(worker.run or worker.waiting for worker in self._workers):
             self._start()
             self._hand_out()
@@ -155,7 +159,8 @@ class Crew:
         first = _request(runs[0], self.out)
         for run in runs:
             write_atomically(Path(_request(run, self.out).config), run.config.to_toml())
-        with Path(first.log).open("ab") as log:
+        path = Path(first.log)
+        with writing(path, within=path), path.open("ab") as log:
             # In a session of its own, Ctrl-C reaches only the study, which then stops its workers.
             child = subprocess.Popen(
                 self.command(first), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=self.environment,
@@ -255,7 +260,8 @@ class Crew:
     def _note(self, what: str, run: PlannedRun | None) -> None:
         """One line of logs/timeline.jsonl: when a run got how far."""
         line = {"seconds": round(time.monotonic() - self._begun, 2), "run": run.title if run else None, "event": what}
-        with (self.out / LOGS / "timeline.jsonl").open("a", encoding="utf-8") as file:
+        # a study does without it when the disk is full
+        with suppress(OSError), (self.out / LOGS / "timeline.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
 
@@ -279,7 +285,8 @@ def _problem(log: Path, code: int) -> str:
     spoken = [line for line in lines if line]
     ending = f"ended by signal {-code}" if code < 0 else f"ended with status {code}"
     said = f": {spoken[-1]}" if spoken else ""
-    return f"{ending}{said} (log: {log})"
+    full = "; the disk is full" * (shutil.disk_usage(log.parent).free < SMALLEST_ROOM)
+    return f"{ending}{said}{full} (log: {log})"
 
 
 def _close(worker: Worker) -> None:

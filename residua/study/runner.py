@@ -15,6 +15,7 @@ from pathlib import Path
 from types import FrameType
 
 from residua.config.settings import ConfigError
+from residua.files import writing
 from residua.machine import available_cores, python_environment
 from residua.study.config import StudyConfig
 from residua.study.crew import Crew, Watcher, compiling_ahead
@@ -74,8 +75,9 @@ def threads_per_run(study: StudyConfig) -> int:
 @contextmanager
 def _own(out: Path) -> Iterator[int]:
     """Lock the study's folder; refuse if another study holds it."""
-    out.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(out / LOCK, os.O_RDWR | os.O_CREAT)
+    with writing(out):
+        out.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(out / LOCK, os.O_RDWR | os.O_CREAT)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

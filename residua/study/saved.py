@@ -124,8 +124,7 @@ class SavedStudy(Frozen):
 
     def write(self, path: Path) -> None:
         """Write the file as a whole, one line per run and model."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, self.text())
+        write_atomically(path, self.text(), parents=True)
 
     def text(self) -> str:
         """The file's content: JSON with one line per run and model, so that changes read well in a diff."""

@@ -12,12 +12,14 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 
 from residua.config.plugins import load_plugins
 from residua.config.run import RunConfig
+from residua.report.terminal import say
 from residua.storage.checkpoint import prune
 from residua.study.crew import ENDED, OUT_OF_MEMORY, READY, TRAINED, Request
 from residua.train.clock import Stages
@@ -41,7 +43,8 @@ def main() -> None:
         request = Request(**json.loads(line))
         _print_to(Path(request.log))
         code = worker.train(request)
-        sys.stdout.flush()
+        with suppress(OSError):
+            sys.stdout.flush()
         worker.answer(f"{ENDED} {code}")
         since = time.perf_counter()
 
@@ -73,7 +76,8 @@ class _Worker:
             config = RunConfig.from_toml(request.config)
             train(config, folder, resume=(folder / "config.toml").exists(), world=self._open(config))
         except (TrainingStopped, ValueError, OSError, ImportError) as error:
-            print(f"residua: {error}", flush=True)
+            with suppress(OSError):  # the log may be on the disk that is full
+                print(f"residua: {say(error)}", flush=True)
             if isinstance(error, Interrupted):
                 sys.exit(error.exit_code)
             if isinstance(error.__context__, torch.OutOfMemoryError):

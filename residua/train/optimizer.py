@@ -72,6 +72,10 @@ class HybridOptimizer(torch.optim.Optimizer):
         """Updates for the rows of each matrix that are on this process, from the same rows of its direction."""
         return orthogonal_updates(directions, parts)
 
+    def state_size(self) -> int:
+        """Elements of the whole state; allocates nothing."""
+        return sum(len(_STATE[group["rule"]]) * p.numel() for group in self.param_groups for p in group["params"])
+
     def tensors(self) -> dict[str, Tensor]:
         """The whole state by name: `PARAMETER/momentum`, … and the step count of each group."""
         saved = {}

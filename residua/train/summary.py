@@ -13,7 +13,10 @@ from rich.console import Console
 from residua.config.run import RunConfig
 from residua.config.settings import ConfigError
 from residua.data import Dataset
+from residua.machine import require_memory
+from residua.model.size import shapes
 from residua.storage.checkpoint import checkpoints, model_tensors
+from residua.train.optimizer import build_optimizer
 from residua.train.progress import short
 from residua.train.step import Step
 
@@ -84,6 +87,24 @@ def _compiled(config: RunConfig) -> str:
         return "compiled by layers"
     slow = config.model.sublayers >= DEEP and config.parallel.ranks == 1
     return "compiled" + ", which takes a minute or more (train.compile=layers starts sooner)" * slow
+
+
+def check_memory(config: RunConfig, device: torch.device) -> None:
+    """Refuse a run whose weights, gradients and optimizer state, all in float32, are larger than the free memory.
+
+    Activations come on top; they depend on what can be recomputed, so they are not counted. The processes of a run
+    share the states on their GPUs; on the machine each builds the whole model first.
+    """
+    model = shapes(config.model)
+    weights = 4 * sum(tensor.numel() for tensor in model_tensors(model).values())
+    needed = 2 * weights + 4 * build_optimizer(model, config.train.optimizer).state_size()
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    what = f"the model has {short(parameters)} parameters, and to train it needs at least"
+    advice = "choose a smaller model, or divide it over more devices with parallel.shard"
+    if device.type == "cuda":
+        require_memory(what, needed // config.parallel.ranks, advice, device)
+    alone = device.type == "cpu" and config.parallel.ranks == 1
+    require_memory(what, needed if alone else weights, advice)
 
 
 def check_disk(step: Step, folder: Path, keep: int) -> None:

@@ -1,15 +1,24 @@
-"""Experiment trackers: TensorBoard if it is installed, Weights & Biases on request. metrics.jsonl is always written."""
+"""Experiment trackers: TensorBoard if it is installed, Weights & Biases on request. metrics.jsonl is always written.
+
+A run stops when metrics.jsonl, its record, cannot be written. It goes on without a tracker or a display that fails.
+"""
 
 from __future__ import annotations
 
+import io
+import os
 import secrets
+import socket
+import time
+from collections.abc import Callable
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from typing import Any, Protocol
 
 from residua.config.run import RunConfig
 from residua.config.settings import ConfigError
-from residua.files import write_atomically
+from residua.files import AppendedFile, explain, write_atomically, writing
 from residua.reading import read_text
 
 
@@ -20,20 +29,73 @@ class Sink(Protocol):
     def close(self) -> None: ...
 
 
-class TensorBoard:
-    """Event files under `RUN/tensorboard`; hides steps after `start` that an interrupted session wrote."""
+class Optional:
+    """A sink that a run does without: when it cannot be written, `tell` says so once, and nothing more goes to it.
 
-    def __init__(self, folder: Path, start: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
+    Raises the error of a closed pipe: the person who read the output has left.
+    """
 
-        self._writer: Any = SummaryWriter(folder / "tensorboard", purge_step=start + 1)  # type: ignore[no-untyped-call]
+    def __init__(self, name: str, open_sink: Callable[[], Sink], tell: Callable[[str], None]) -> None:
+        self._name, self._tell = name, tell
+        self._sink: Sink | None = None
+        self._try(lambda: setattr(self, "_sink", open_sink()))
 
     def write(self, record: dict[str, Any]) -> None:
-        for name, value in scalars(record).items():
-            self._writer.add_scalar(name, value, record["step"])
+        if (sink := self._sink) is not None:
+            self._try(lambda: sink.write(record))
 
     def close(self) -> None:
-        self._writer.close()
+        if (sink := self._sink) is not None:
+            self._try(sink.close)
+
+    def _try(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            self._sink = None
+            what, advice = explain(error)
+            with suppress(OSError):  # what is printed may go to the same disk
+                self._tell(f"{self._name} is off from here on: {what} ({advice}); the run and metrics.jsonl go on")
+
+
+class TensorBoard:
+    """Event files under `RUN/tensorboard`; hides steps after `start` that an interrupted session wrote.
+
+    Writes the records itself: the library's writer does so in a thread, which dies with a traceback on a full disk.
+    """
+
+    _numbers = count()
+
+    def __init__(self, folder: Path, start: int) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+
+        self._event: Any = Event
+        name = f"events.out.tfevents.{time.time():010.0f}.{socket.gethostname()}.{os.getpid()}.{next(self._numbers)}"
+        with writing(folder / "tensorboard"):
+            (folder / "tensorboard").mkdir(exist_ok=True)
+        self._file = AppendedFile(folder / "tensorboard" / name)
+        self._add([
+            Event(file_version="brain.Event:2"),
+            Event(step=start + 1, session_log=SessionLog(status=SessionLog.START)),
+        ])  # fmt: skip
+
+    def write(self, record: dict[str, Any]) -> None:
+        values = [{"tag": name, "simple_value": value} for name, value in scalars(record).items()]
+        self._add([self._event(step=record["step"], summary={"value": values})])
+
+    def _add(self, events: list[Any]) -> None:
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        records = io.BytesIO()
+        for event in events:
+            event.wall_time = time.time()
+            RecordWriter(records).write(event.SerializeToString())
+        self._file.write(records.getvalue())
+
+    def close(self) -> None:
+        self._file.close()
 
 
 class WandB:
@@ -70,13 +132,13 @@ def scalars(record: dict[str, Any]) -> dict[str, float]:
     }
 
 
-def open_trackers(config: RunConfig, folder: Path, start: int) -> list[Sink]:
-    """The trackers this run writes to."""
+def open_trackers(config: RunConfig, folder: Path, start: int, tell: Callable[[str], None]) -> list[Sink]:
+    """The trackers this run writes to; `tell` prints a notice."""
     trackers: list[Sink] = []
     with suppress(ImportError):  # TensorBoard is a convenience, metrics.jsonl is the record
-        trackers.append(TensorBoard(folder, start))
+        trackers.append(Optional("TensorBoard", lambda: TensorBoard(folder, start), tell))
     if config.train.track == "wandb":
-        trackers.append(WandB(folder, config))
+        trackers.append(Optional("Weights & Biases", lambda: WandB(folder, config), tell))
     return trackers
 
 

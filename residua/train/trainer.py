@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -15,10 +17,11 @@ from residua.config.run import RunConfig
 from residua.config.settings import ConfigError
 from residua.data import Dataset, Loader, validation_batches
 from residua.data.loader import IGNORED, Batch
-from residua.files import write_atomically
+from residua.files import explain, write_atomically
+from residua.machine import out_of_memory
 from residua.model.size import measure
 from residua.report.plain import PlainConsole
-from residua.storage.checkpoint import prune, what_is_left
+from residua.storage.checkpoint import Checkpoint, prune, what_is_left
 from residua.storage.run import Run
 from residua.train.clock import Clock, random_states, set_random_states
 from residua.train.environment import describe_environment
@@ -33,11 +36,11 @@ from residua.train.health import (
 from residua.train.inspect import inspect_model
 from residua.train.progress import Display
 from residua.train.result import Result, closing_words, collect_result
-from residua.train.state import fitting_state, read_state
+from residua.train.state import RunState, fitting_state, read_state
 from residua.train.step import arithmetic
 from residua.train.summary import check_disk, summarise
 from residua.train.throughput import mfu, peak_memory_gib
-from residua.train.track import Sink, check_trackers, open_trackers
+from residua.train.track import Optional, Sink, check_trackers, open_trackers
 from residua.train.world import World
 
 SMOOTHED_LINES = 10
@@ -66,9 +69,10 @@ def train(
         try:
             with arithmetic(config.train):
                 trainer = Trainer(run, dataset, world, console)
-                with StopSignals() as signals:
-                    trainer.fit(signals)
-                return trainer.finish()
+                with trainer.explained():
+                    with StopSignals() as signals:
+                        trainer.fit(signals)
+                    return trainer.finish()
         finally:
             run.close()
 
@@ -110,15 +114,19 @@ class Trainer:
         self.frequencies = token_frequencies(self.config, dataset)
         self.loss, self.smoothed, self.lines = math.inf, 0.0, 0
         self.validation_loss: float | None = None
+        self.skipped: dict[Checkpoint, str] = {}
         self._restore()
 
     def fit(self, signals: StopSignals) -> None:
         """Train to the last step, or until a signal arrives or the loss diverges."""
         summarise(self.console, self.config, self.step, self.dataset, self.size, self.done, self.world.describe())
         self.run.begin(describe_environment(self.device), self.done, self.world.stages.take())
+        for checkpoint, reason in self.skipped.items():
+            moved = self.run.set_checkpoint_aside(checkpoint)
+            self._notify(f"skipped {checkpoint.path}: {reason}; it is now {moved}")
         self.run.keep_tokenizer(self.dataset.path / "tokenizer.json")
         if self.done == 0 and (notice := self.run.set_metrics_aside()):
-            self.console.print(notice, soft_wrap=True, markup=False)
+            self._notify(notice)
         self.metrics = self.run.metrics(until=self.done)
         self.sinks: list[Sink] = self._open_sinks() if self.world.leads else []
         try:
@@ -128,21 +136,40 @@ class Trainer:
                 signal_number = self.world.agree(signals.received, self.done)
                 if signal_number is not None and self.done < self.config.train.steps:
                     self._interrupt(signal_number)
-        except torch.OutOfMemoryError:
-            raise TrainingStopped(
-                f"the GPU ran out of memory after step {self.done}; {what_is_left(self.run.folder)}. Lower "
-                f"train.micro_batch = {self.config.train.micro_batch} and raise train.accumulate, or set "
-                "train.recompute=sublayers."
-            ) from None
         finally:
             self.loader.close()
             for sink in self.sinks:
                 sink.close()
 
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """Stop in a sentence that names what is left when the disk or the memory is full, or a file is refused."""
+        try:
+            yield
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            what, advice = explain(error)
+            raise TrainingStopped(
+                f"{what}; {what_is_left(self.run.folder)}: {advice}, then {self._how_to_resume()}."
+            ) from None
+        except (MemoryError, RuntimeError) as error:
+            device = out_of_memory(error)
+            if device is None:
+                raise
+            raise TrainingStopped(
+                f"{device} ran out of memory after step {self.done}; {what_is_left(self.run.folder)}. Lower "
+                f"train.micro_batch = {self.config.train.micro_batch} and raise train.accumulate, or set "
+                "train.recompute=sublayers."
+            ) from None
+
     def _open_sinks(self) -> list[Sink]:
         prune(self.run.folder, self.config.train.keep)
-        display = Display(self.config, self.done, self.console)
-        return [self.metrics, display, *open_trackers(self.config, self.run.folder, self.done)]
+        display = Optional("The display", lambda: Display(self.config, self.done, self.console), self._notify)
+        return [self.metrics, display, *open_trackers(self.config, self.run.folder, self.done, self._notify)]
+
+    def _notify(self, words: str) -> None:
+        self.console.print(words, soft_wrap=True, markup=False)
 
     def _train_step(self) -> None:
         recipe = self.config.train
@@ -290,12 +317,24 @@ class Trainer:
         }
 
     def _restore(self) -> None:
-        checkpoint = self.run.last_checkpoint()
-        if checkpoint is None:
-            return
-        state = read_state(checkpoint)
-        self.dataset.require_tokenizer(state.tokenizer_hash, str(checkpoint.path))
-        self.world.restore(checkpoint.path, self.step)
+        """Go on from the newest checkpoint whose weights and optimizer state are finite, if there is any checkpoint."""
+        found = self.run.checkpoints()
+        for checkpoint in reversed(found):
+            state = read_state(checkpoint)
+            self.dataset.require_tokenizer(state.tokenizer_hash, str(checkpoint.path))
+            self.world.restore(checkpoint.path, self.step)
+            broken = self.world.nonfinite(self.step)
+            if not broken:
+                self._go_on_from(checkpoint, state)
+                return
+            self.skipped[checkpoint] = f"{broken[0]} is not finite" + f" (first of {len(broken)})" * (len(broken) > 1)
+        if found:
+            raise ConfigError(
+                f"no checkpoint of {self.run.folder} is finite (in {found[-1].path}, {self.skipped[found[-1]]}): "
+                "start a new run in another --out."
+            )
+
+    def _go_on_from(self, checkpoint: Checkpoint, state: RunState) -> None:
         self.done = state.step
         if self.done > self.config.train.steps:
             raise ConfigError(

@@ -18,11 +18,13 @@ from residua.data import Dataset
 from residua.data.source import open_data
 from residua.machine import choose_device
 from residua.model.decoder import build
-from residua.storage.checkpoint import save_checkpoint
+from residua.storage.checkpoint import model_tensors, save_checkpoint
+from residua.storage.finite import nonfinite
 from residua.storage.load import restore
 from residua.storage.run import Run
 from residua.train.clock import Stages
 from residua.train.step import Step, build_step
+from residua.train.summary import check_memory
 from residua.train.throughput import reset_peak_memory
 
 if TYPE_CHECKING:
@@ -87,6 +89,7 @@ class World:
         reset_peak_memory(self.device)
 
     def build_step(self, config: RunConfig) -> Step:
+        check_memory(config, self.device)
         return build_step(build(config.model), config.train, self.device)
 
     def save(self, run: Path, number: int, step: Step, state: Mapping[str, Any], keep: int) -> None:
@@ -98,6 +101,10 @@ class World:
 
     def restore(self, path: Path, step: Step) -> None:
         restore(path, step.model, step.optimizer)
+
+    def nonfinite(self, step: Step) -> list[str]:
+        """The tensors of the model and its optimizer that are NaN or infinite on any process."""
+        return nonfinite(model_tensors(step.model) | step.optimizer.tensors())
 
     def whole_model(self, step: Step) -> Decoder | None:
         """The model, if one process has all of it."""

@@ -111,7 +111,7 @@ def test_what_fails_midway_leaves_nothing(model, tmp_path, monkeypatch):
     def full(*_, **__):
         raise OSError("No space left on device")
 
-    monkeypatch.setattr("residua.export.folder.save_file", full)
+    monkeypatch.setattr("residua.storage.tensors.save_file", full)
     with pytest.raises(OSError, match="No space"):
         write(model, tmp_path / "model")
     assert list(tmp_path.iterdir()) == []

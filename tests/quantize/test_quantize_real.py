@@ -169,7 +169,7 @@ def test_a_checkpoint_multiplies_in_fp8_where_it_can_and_agrees_with_its_simulat
     if find_product("row", where) is None:
         pytest.skip(f"no row-wise FP8 product on {device}")
     # the page needs plotly, which a machine that only computes may lack
-    monkeypatch.setattr("residua.quantize.run.write_results", lambda result, out: None)
+    monkeypatch.setattr("residua.quantize.run.results", lambda result: {})
     quantize(run, tmp_path / "q", scheme="fp8-row", probes=0, device=device)
     simulated = load_quantized(tmp_path / "q").to(where)
     real = load_quantized(tmp_path / "q", fp8_products=where)
@@ -201,7 +201,7 @@ def test_casting_a_model_leaves_rounded_weights_on_their_grid() -> None:
 
 @pytest.mark.slow
 def test_what_does_not_multiply_in_fp8_is_said(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("residua.quantize.run.write_results", lambda result, out: None)
+    monkeypatch.setattr("residua.quantize.run.results", lambda result: {})
     for scheme, why in (("nvfp4", "only projections in an FP8 scheme"), ("fp8", "no block-wise FP8 product on cpu")):
         if scheme == "fp8" and find_product("block", CPU) is not None:
             continue

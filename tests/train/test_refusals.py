@@ -15,7 +15,7 @@ from torch import Tensor
 
 from residua.config.run import RunConfig
 from residua.data import open_corpus, prepare
-from residua.storage import checkpoint as checkpoint_module
+from residua.storage import tensors as tensors_module
 from residua.storage.checkpoint import checkpoints
 from residua.storage.run import Run, read_metrics
 from residua.train.health import TrainingStopped, Watch
@@ -190,9 +190,9 @@ def test_a_refused_run_leaves_nothing_behind(config: RunConfig, tmp_path: Path) 
 def test_a_disk_that_fills_up_leaves_the_previous_checkpoint(
     config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save, calls = checkpoint_module.save_file, 0
+    save, calls = tensors_module.save_file, 0
 
-    def full(tensors: dict[str, Tensor], path: Path) -> None:
+    def full(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
         nonlocal calls
         calls += 1
         if calls == 4:
@@ -201,8 +201,8 @@ def test_a_disk_that_fills_up_leaves_the_previous_checkpoint(
         save(tensors, path)
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint_module, "save_file", full)
-        with pytest.raises(TrainingStopped, match=r"step-4 .*No space left.* last good checkpoint is .*step-2"):
+        patch.setattr(tensors_module, "save_file", full)
+        with pytest.raises(TrainingStopped, match=r"step-4: No space left.* good checkpoint is .*step-2: make room"):
             train(config, tmp_path / "run", console=QUIET)
     assert [c.step for c in checkpoints(tmp_path / "run")] == [2]
     assert not list((tmp_path / "run" / "checkpoints").glob(".unfinished-*"))

@@ -82,13 +82,26 @@ def test_a_terminal_gets_one_live_line(config: RunConfig) -> None:
 
 def test_tensorboard_is_written_where_it_is_installed(seen: str, tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
-    assert list((tmp_path / "run" / "tensorboard").glob("events.*"))
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+    (file,) = (tmp_path / "run" / "tensorboard").glob("events.*")
+    events = list(EventFileLoader(str(file)).Load())
+    assert events[0].file_version == "brain.Event:2" and events[1].step == 1
+    assert events[1].session_log.status == events[1].session_log.START
+    losses = {
+        event.step: value.tensor.float_val[0]
+        for event in events
+        for value in event.summary.value
+        if value.tag == "train/loss"
+    }
+    records = [r for r in read_metrics(tmp_path / "run" / "metrics.jsonl") if r["kind"] == "train"]
+    assert losses == pytest.approx({r["step"]: r["loss"] for r in records})
 
 
 def test_a_run_trains_where_tensorboard_is_not_installed(
     config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    monkeypatch.setitem(sys.modules, "tensorboard.compat.proto.event_pb2", None)
     train(config, tmp_path / "run", console=Console(quiet=True))
     assert not (tmp_path / "run" / "tensorboard").exists()
 

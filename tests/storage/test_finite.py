@@ -1,0 +1,200 @@
+"""Weights that are NaN or infinite are named and refused, by every verb and for every kind of folder."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from io import StringIO
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file, save_file
+
+import residua as package
+from residua.config.run import RunConfig
+from residua.distributed.convert import convert
+from residua.storage.checkpoint import checkpoints
+from residua.storage.finite import nonfinite
+from residua.train.health import TrainingStopped
+from residua.train.step import Step
+from residua.train.trainer import train
+from tests.trained import residua, train_run
+
+QUIET = Console(quiet=True)
+
+
+def spoil(file: Path, name: str | None = None, value: float = math.nan) -> str:
+    """Put a value into a tensor of a safetensors file; returns the tensor's name."""
+    tensors = load_file(file)
+    name = name or min(n for n, t in tensors.items() if t.is_floating_point() and t.element_size() > 1)
+    tensors[name].view(-1)[-1] = value
+    save_file(tensors, file, metadata={"format": "pt"})
+    return name
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn])
+def test_one_value_anywhere_is_found_in_every_type(dtype: torch.dtype) -> None:
+    for size in (1, 7, 64, 1000):
+        for place in {0, size // 2, size - 1}:
+            for value in (math.nan, math.inf, -math.inf):
+                tensor = torch.randn(size)
+                tensor[place] = math.nan if dtype is torch.float8_e4m3fn else value
+                tensors = {"whole": torch.randn(3).to(dtype), "broken": tensor.to(dtype)}
+                assert nonfinite(tensors) == ["broken"]
+
+
+def test_the_largest_numbers_integers_and_empty_tensors_are_finite() -> None:
+    largest = torch.full((9,), torch.finfo(torch.float64).max, dtype=torch.float64)
+    assert nonfinite({"a": largest, "b": torch.arange(3), "c": torch.empty(0), "d": -largest.new_ones(1)}) == []
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train_run(tmp_path_factory.mktemp("finite"))
+
+
+@pytest.fixture
+def run(trained: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(trained, tmp_path / "run"))
+
+
+VERBS = {
+    "generate": ("--prompt", "the depth", "--tokens", "4"),
+    "eval": (),
+    "export": ("--out", "OUT"),
+    "diagnose": ("--out", "OUT", "--tokens", "64", "--ablations", "none"),
+    "quantize": ("--out", "OUT", "--probes", "0"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("value", [math.nan, math.inf], ids=["NaN", "infinite"])
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_names_the_tensor_and_writes_nothing(
+    verb: str, value: float, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    spoil(run / "checkpoints/step-4/model.safetensors", "norm.weight", value)
+    before = sorted(run.rglob("*"))
+    arguments = [str(tmp_path / "out") if word == "OUT" else word for word in VERBS[verb]]
+    assert residua(monkeypatch, verb, run, *arguments) == 2
+    said = capsys.readouterr()
+    kind = "NaN" if math.isnan(value) else "infinite"
+    assert f"weight norm.weight is not finite (1 of 16 values: 1 {kind})" in said.err
+    assert said.err.count("\n") == 1 and not said.out.strip()
+    assert sorted(run.rglob("*")) == before and not (tmp_path / "out").exists()
+
+
+def test_load_refuses_unless_it_is_told_not_to(run: Path) -> None:
+    path = run / "checkpoints/step-4/model.safetensors"
+    spoil(path, "embed.weight")
+    spoil(path, "norm.weight")
+    with pytest.raises(ValueError, match=r"weight embed\.weight is not finite .*, the first of 2 such tensors of \d+"):
+        package.load(run)
+    assert package.load(run, allow_nonfinite=True).norm.weight.isnan().any()
+
+
+def test_the_refusal_names_a_checkpoint_that_is_finite(run: Path) -> None:
+    shutil.copytree(run / "checkpoints/step-4", run / "checkpoints/step-2")
+    spoil(run / "checkpoints/step-4/model.safetensors")
+    with pytest.raises(ValueError, match=r"move .*step-4 elsewhere to use .*step-2, which is finite"):
+        package.load(run)
+    spoil(run / "checkpoints/step-2/optimizer.safetensors")
+    with pytest.raises(ValueError, match="no other checkpoint of this run is finite"):
+        package.load(run)
+
+
+@pytest.mark.slow
+def test_exported_and_quantized_folders_are_checked_too(run: Path, tmp_path: Path) -> None:
+    from residua.export import export
+    from residua.quantize import load_quantized, quantize
+
+    export(run, tmp_path / "exported")
+    spoil(tmp_path / "exported/model.safetensors", "model.decoder.norm.weight", -math.inf)
+    with pytest.raises(ValueError, match=r"exported: weight norm\.weight is not finite \(1 of 16 values: 1 infinite\)"):
+        package.load(tmp_path / "exported")
+    for scheme in ("fp8", "nvfp4"):
+        out = tmp_path / scheme
+        quantize(run, out, scheme=scheme, probes=0)
+        scales = [name for name in load_file(out / "model.safetensors") if name.endswith("weight_scale")]
+        spoil(out / "model.safetensors", scales[0])
+        with pytest.raises(ValueError, match=r"weight sublayers\.\S+ is not finite"):
+            package.load(out)
+        with pytest.raises(ValueError, match=r"weight sublayers\.\S+weight_scale is not finite"):
+            load_quantized(out)
+        assert package.load(out, allow_nonfinite=True) is not None
+
+
+@pytest.mark.slow
+def test_weights_too_large_for_the_arithmetic_are_refused_as_such(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    path = run / "checkpoints/step-4/model.safetensors"
+    tensors = load_file(path)
+    tensors["norm.weight"].fill_(3.4e38)
+    save_file(tensors, path)
+    for verb in ("generate", "eval", "export", "quantize"):
+        arguments = [str(tmp_path / "out") if word == "OUT" else word for word in VERBS[verb]]
+        assert residua(monkeypatch, verb, run, *arguments) == 2, verb
+        said = capsys.readouterr().err
+        assert ("not finite although" in said or "overflows" in said) and said.count("residua: ") == 1, said
+    assert residua(monkeypatch, "export", run, "--out", tmp_path / "out", "--precision", "bfloat16") == 2
+    assert "model.decoder.norm.weight is not finite" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists() and not list(run.glob("evaluations/*"))
+
+
+@pytest.fixture
+def stopped(config: RunConfig, tmp_path: Path) -> Path:
+    """A run that has saved steps 2, 4 and 6."""
+    train(config.override(["train.steps=6", "train.keep=5"]), tmp_path / "stopped", console=QUIET)
+    return tmp_path / "stopped"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", ["model", "optimizer"])
+def test_resume_goes_on_from_the_newest_checkpoint_that_is_finite(config: RunConfig, stopped: Path, file: str) -> None:
+    for step in (4, 6):
+        name = spoil(stopped / f"checkpoints/step-{step}/{file}.safetensors")
+    said = StringIO()
+    console = Console(file=said, width=200, highlight=False)
+    train(config.override(["train.steps=8", "train.keep=5"]), stopped, resume=True, console=console)
+    words = said.getvalue()
+    assert "resuming after step 2 of 8" in words
+    for step in (4, 6):
+        assert f"step-{step}: {name} is not finite; it is now step-{step}-not-finite-1" in words
+        assert (stopped / f"checkpoints/step-{step}-not-finite-1/model.safetensors").exists()
+    assert [c.step for c in checkpoints(stopped)] == [2, 4, 6, 8]
+    assert package.load(stopped) is not None
+
+
+@pytest.mark.slow
+def test_a_run_without_a_finite_checkpoint_is_not_resumed_and_stays_as_it_was(config: RunConfig, stopped: Path) -> None:
+    for step in (2, 4, 6):
+        spoil(stopped / f"checkpoints/step-{step}/model.safetensors", "norm.weight")
+    before = sorted(stopped.rglob("*"))
+    with pytest.raises(ValueError, match=r"no checkpoint of .*stopped is finite .*norm\.weight is not finite"):
+        train(config.override(["train.steps=8"]), stopped, resume=True, console=QUIET)
+    assert sorted(stopped.rglob("*")) == before
+    with pytest.raises(ValueError, match=r"step-6: weight norm\.weight is not finite"):
+        convert(stopped, stopped / "converted")
+
+
+@pytest.mark.slow
+def test_an_optimizer_state_that_is_not_finite_is_not_saved(
+    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call, done = Step.__call__, 0
+
+    def spoiled(self: Step, *arguments: object) -> None:
+        nonlocal done
+        call(self, *arguments)
+        done += 1
+        if done == 4:
+            state = {name: t for name, t in self.optimizer.tensors().items() if "/momentum" in name}
+            next(iter(state.values())).view(-1)[0] = math.nan
+
+    monkeypatch.setattr(Step, "__call__", spoiled)
+    with pytest.raises(TrainingStopped, match=r"/momentum is no longer finite and was not saved; .* is .*step-2"):
+        train(config, tmp_path / "run", console=QUIET)
+    assert [c.step for c in checkpoints(tmp_path / "run")] == [2]
