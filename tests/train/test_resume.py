@@ -155,7 +155,7 @@ def run_killed(config: RunConfig, out: Path, tmp_path: Path, where: str) -> None
     script = f"""
         import os, pathlib, signal, sys
         from rich.console import Console
-        from residua.storage import checkpoint
+        from residua.storage import tensors
         from residua.config.run import RunConfig
         from residua.train.trainer import train
 
@@ -171,7 +171,7 @@ def run_killed(config: RunConfig, out: Path, tmp_path: Path, where: str) -> None
                 return original(*arguments)
             return call
 
-        owner = checkpoint if "{where}" == "save_file" else pathlib.Path
+        owner = tensors if "{where}" == "save_file" else pathlib.Path
         setattr(owner, "{where}", deadly(getattr(owner, "{where}")))
         train(RunConfig.from_toml(sys.argv[1]), sys.argv[2], console=Console(quiet=True))
     """
