@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -50,7 +49,7 @@ def _hugging_face(path: Path, device: torch.device) -> HuggingFaceSubject:
         from transformers.utils import logging
     except ImportError:
         raise ValueError(f"{path} is a Hugging Face model: install transformers to open it (residua[hf]).") from None
-    _check_files(path)
+    config = _check_files(path)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     dtype: Any = torch.float32 if device.type == "cpu" else "auto"
@@ -60,7 +59,7 @@ def _hugging_face(path: Path, device: torch.device) -> HuggingFaceSubject:
         )
         model.to(device)
     except Exception as error:  # configuration, weights or architecture: transformers raises many kinds
-        if _brings_code(path):
+        if "auto_map" in config:
             raise ValueError(
                 f"{path} needs Python code of its own (auto_map in its config.json), and Residua runs no code from a "
                 "model folder: diagnose a model that transformers knows by itself."
@@ -70,23 +69,20 @@ def _hugging_face(path: Path, device: torch.device) -> HuggingFaceSubject:
     return HuggingFaceSubject(model, path.name)
 
 
-def _check_files(path: Path) -> None:
-    """Refuse damaged files, and names and links that lead out of the folder: transformers would follow them."""
+def _check_files(path: Path) -> dict[str, Any]:
+    """The content of config.json.
+
+    Refuses damaged files, and names and links that lead out of the folder: transformers would follow them.
+    """
     hint = "download the model again"
     check_links(path)
-    read_json(path / "config.json", dict[str, Any], hint, lenient=True)
+    config = read_json(path / "config.json", dict[str, Any], hint, lenient=True)
     if any((path / name).exists() for name in (INDEX, WEIGHTS)):
         for file in weight_files(path, hint):
             check_header(file, hint)
     if (path / "adapter_config.json").exists():
         raise ValueError(f"{path} is an adapter, which names a model elsewhere: merge the two, diagnose the result.")
-
-
-def _brings_code(path: Path) -> bool:
-    try:
-        return "auto_map" in json.loads((path / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, TypeError):
-        return False
+    return config
 
 
 def first_sentences(error: Exception, most: int = 240) -> str:

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from residua.evaluate.accuracy import Accuracy, TaskScore
 from residua.evaluate.perplexity import TextScore
+from residua.reading import inside
 from residua.report.terminal import new_table
 
 FOLDER = "evaluations"
@@ -48,7 +49,7 @@ def new_file(model: Path, out: Path | None) -> Path:
     """The path for the results, which must not exist; by default in the model's folder, named after the time."""
     if out is None:
         stamp = datetime.now(UTC).strftime("%Y-%m-%dT%H-%M-%S.%f")[:-3]
-        out = model / FOLDER / f"{stamp}.json"
+        out = inside(model, FOLDER) / f"{stamp}.json"
     if out.exists():
         raise ValueError(f"{out} exists: choose another --out.")
     return out

@@ -15,7 +15,7 @@ from residua.quantize.judge import Judge
 from residua.quantize.recipe import check_alpha
 from residua.quantize.schema import QuantizationResult
 from residua.quantize.schemes import find_scheme
-from residua.quantize.store import is_quantized, save_quantized
+from residua.quantize.store import files_to_copy, is_quantized, save_quantized
 from residua.report.terminal import StageProgress
 from residua.storage.load import load
 
@@ -54,6 +54,7 @@ def quantize(
         raise ValueError("--inside extends SmoothQuant: use it with --smooth.")
     if is_quantized(source):
         raise ValueError(f"{source} is quantized already: name the run or the export it was made from.")
+    files_to_copy(source)
     where = choose_device(device, "--device")
     decoder = load(source).to(where).eval()
     targets(decoder, exempt)

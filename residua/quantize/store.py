@@ -62,7 +62,7 @@ def save_quantized(
     mark["model"] = model.config.model_dump(mode="json", exclude_none=True)
     config = {"model_type": "residua", "quantization_config": quantization_config(scheme, weights)}
     documents = {MARK: as_json(mark), "config.json": as_json(config), **(texts or {})}
-    write_folder(out, tensors, documents, copies=[inside(source, name) for name in COPIED])
+    write_folder(out, tensors, documents, copies=files_to_copy(source))
 
 
 def as_json(content: Mapping[str, Any]) -> str:
@@ -82,6 +82,11 @@ def write_folder(
                 shutil.copyfile(path, folder / path.name)
         for name, text in documents.items():
             (folder / name).write_text(text, encoding="utf-8")
+
+
+def files_to_copy(source: Path) -> list[Path]:
+    """The files of a model folder that its quantized folder gets too; refuses links to elsewhere."""
+    return [inside(source, name) for name in COPIED]
 
 
 def is_quantized(folder: Path) -> bool:

@@ -147,7 +147,7 @@ def elsewhere(checkpoint: Path) -> str:
     """How to go on if a checkpoint is damaged."""
     others = [c for c in checkpoints(checkpoint.parents[1]) if c.path != checkpoint and whole(c.path)]
     if not others:
-        return "no other checkpoint is complete"
+        return "no other checkpoint is complete, so restore this one from a copy or train again"
     return f"move {checkpoint} elsewhere to resume from {others[-1].path}, which is complete"
 
 

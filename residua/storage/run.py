@@ -26,6 +26,8 @@ from residua.storage.checkpoint import Checkpoint, checkpoints
 LOCK = ".lock"
 ENVIRONMENT = "environment.json"
 METRICS = "metrics.jsonl"
+# What a resumed run writes to: none may be a link to elsewhere.
+_WRITTEN = (LOCK, "config.toml", ENVIRONMENT, METRICS, "tokenizer.json", "checkpoints", "tensorboard", "wandb-id")
 _GO_ON = "move the file elsewhere to go on without it"
 # Files that a run leaves if it is refused or killed before it begins.
 _OURS = (LOCK, UNFINISHED)
@@ -88,6 +90,8 @@ class Run:
                     f"{key} was {before!r} when {folder} was started and is {after!r} now: "
                     "resume with the old value, or start a new run in another --out."
                 )
+        for name in _WRITTEN:
+            inside(folder, name)
         run = cls(folder, config, changes)
         try:  # before anything is written
             run._sessions()

@@ -221,7 +221,16 @@ def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[f
 
 
 def _inspected(runs: Sequence[RunRecord]) -> list[Any]:
-    return [run for run in runs if run.inspection]
+    """The runs with an inspection; one that is not built like the first is left out."""
+    seen = [run for run in runs if run.inspection]
+    return [run for run in seen if _frame(run.inspection) == _frame(seen[0].inspection)]
+
+
+def _frame(value: Any) -> Any:
+    """The keys and lengths of nested tables and lists."""
+    if isinstance(value, dict):
+        return {key: _frame(inner) for key, inner in value.items()}
+    return [_frame(inner) for inner in value] if isinstance(value, list) else None
 
 
 def _colour(records: Records, name: str) -> str:

@@ -41,6 +41,42 @@ class _Row(Shape):
     loss: float | None = None
 
 
+class _Sublayer(Shape):
+    output_rms: float
+    gradient_rms: float
+
+
+class _DepthWeights(Shape):
+    readers: list[Count]
+    mean: list[list[float]]
+
+
+class _Gate(Shape):
+    layer: Count
+    mean: float
+    closed: float
+
+
+class _Beta(Shape):
+    sublayer: Count
+    mean: list[float]
+
+
+class _Experts(Shape):
+    layer: Count
+    load: list[float]
+
+
+class _Inspection(Shape):
+    """The sections of inspection.json that pages draw; a model has some of them."""
+
+    sublayers: list[_Sublayer] | None = None
+    depth_weights: _DepthWeights | None = None
+    gates: list[_Gate] | None = None
+    beta: list[_Beta] | None = None
+    experts: list[_Experts] | None = None
+
+
 @dataclass(frozen=True)
 class RunRecord:
     """A run's measurements. Rows are those of its metrics.jsonl, in order of step.
@@ -108,12 +144,13 @@ def known(value: float) -> float | None:
 def read_run(folder: Path, config: RunConfig) -> RunRecord:
     """Everything measured in a run's folder; an empty record if the run has not started."""
     rows = read_metrics(folder / METRICS)
+    inspection = _readable(folder / INSPECTION, _Inspection)
     return RunRecord(
         folder,
         config.tokens_per_step,
         [row for row in rows if row["kind"] == "train"],
         [row for row in rows if row["kind"] == "validation"],
-        _readable(folder / INSPECTION, dict[str, Any]),
+        None if inspection is None else inspection.model_dump(exclude_none=True),
         read_quantized(folder),
         _readable(folder / ENVIRONMENT, dict[str, Any]) or {},
     )
@@ -144,7 +181,8 @@ def is_complete(folder: Path, config: RunConfig) -> bool:
     """Whether the run reached its last step, validated there, and wrote its inspection, which it does last."""
     if not (folder / INSPECTION).exists():
         return False
-    return any(row["step"] >= config.train.steps for row in read_run(folder, config).validation)
+    record = read_run(folder, config)
+    return bool(record.train) and any(row["step"] >= config.train.steps for row in record.validation)
 
 
 def read_quantized(folder: Path) -> QuantizedRun | None:
@@ -153,7 +191,7 @@ def read_quantized(folder: Path) -> QuantizedRun | None:
 
 
 def _readable(path: Path, shape: type[T]) -> T | None:
-    """The content of a file that a study makes again if it is missing or damaged."""
+    """The content of a file that a study can do without, or makes again; None if it is missing or damaged."""
     try:
         return read_json(inside(path.parent, path.name), shape, "")
     except ReadError:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from residua.config.run import RunConfig
-from residua.storage.run import read_metrics
+from residua.reading import refuse
+from residua.storage.run import METRICS, read_metrics
 from residua.train.throughput import mfu
 
 if TYPE_CHECKING:
@@ -43,9 +44,14 @@ def collect_result(
     folder: Path, config: RunConfig, size: Size, device: torch.device, unigram_entropy: float, ranks: int = 1
 ) -> Result:
     """The result of a run that reached its last step on `ranks` devices."""
-    records = read_metrics(folder / "metrics.jsonl")
+    records = read_metrics(folder / METRICS)
     validations = [record for record in records if record["kind"] == "validation"]
     lines = [record for record in records if record["kind"] == "train"]
+    if not validations or not lines:
+        refuse(
+            f"{folder / METRICS} holds no training or no validation, so the run has no result",
+            f"restore the file, or train longer with train.steps={2 * config.train.steps}",
+        )
     # The first line covers the first step only, which includes compilation and warm-up.
     speed = median(line["tokens_per_second"] for line in lines[1:] or lines)
     return Result(

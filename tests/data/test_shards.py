@@ -38,7 +38,7 @@ def test_shard_gives_back_tokens_and_document_starts(tmp_path: Path, dtype: str)
     assert shard.ids.tolist() == [token for ids in DOCUMENTS for token in ids]
     assert shard.starts.tolist() == [0, 4, 5]
     assert (shard.tokens, shard.documents, shard.largest, shard.tokenizer_hash) == (8, 3, 65535, HASH)
-    assert isinstance(shard.ids, np.memmap)
+    assert isinstance(shard.ids.base, np.memmap)
 
 
 def test_dtype_is_the_smallest_that_holds_the_vocabulary() -> None:
@@ -166,3 +166,35 @@ def test_folder_that_is_no_dataset_is_refused(tmp_path: Path) -> None:
     (tmp_path / "dataset.json").write_text("{")
     with pytest.raises(DataError, match=r"dataset\.json is not valid JSON .*: prepare the data again"):
         Dataset.open(tmp_path)
+
+
+def test_an_id_outside_the_vocabulary_is_named_when_it_is_read(copy: Path) -> None:
+    """The header keeps the largest id that was written; a file can be damaged afterwards."""
+    opened = Dataset.open(copy)
+    first = opened.split("train").shards[0].tokens
+    path = copy / "train-00001.bin"
+    ids = np.memmap(path, np.dtype("<u2"), "r+", 128, (20,))
+    ids[5] = 257
+    ids.flush()
+    split = Dataset.open(copy).split("train")
+    split.read(0, first + 5)
+    sentence = r"train-00001\.bin holds id 257 at token 5, outside the vocabulary of 257: the file is damaged, prepare"
+    for read in (lambda: split.read(first - 3, 20), lambda: split.counts(257)):
+        with pytest.raises(DataError, match=sentence):
+            read()
+
+
+def test_a_damaged_table_of_documents_is_named(copy: Path) -> None:
+    shard = Dataset.open(copy).split("train").shards[0]
+    with shard.path.open("r+b") as file:
+        file.seek(-8 * (shard.documents - 1), 2)
+        file.write((2**63).to_bytes(8, "little"))
+    split = Dataset.open(copy).split("train")
+    with pytest.raises(DataError, match=r"table of documents at the end of shard .*train-00000\.bin is damaged"):
+        split.document_starts(0, split.shards[0].tokens)
+
+
+def test_a_vocabulary_that_is_not_the_tokenizers_is_refused(copy: Path) -> None:
+    change_description(copy, vocab_size=300)
+    with pytest.raises(DataError, match=r"says vocab_size = 300, but its tokenizer has 257 ids: prepare the data"):
+        _ = Dataset.open(copy).tokenizer

@@ -133,5 +133,8 @@ def test_a_damaged_checkpoint_names_the_one_to_go_on_from(run: Path, config: Run
 def test_where_no_checkpoint_is_whole_none_is_named(run: Path) -> None:
     for checkpoint in checkpoints(run):
         cut(checkpoint.path / "model.safetensors")
-    with pytest.raises(ValueError, match=r"cannot be read .*: no other checkpoint is complete\.$"):
+    with pytest.raises(
+        ValueError,
+        match=r"cannot be read .*: no other checkpoint is complete, so restore this one from a copy or train again\.$",
+    ):
         load(run)

@@ -1,0 +1,273 @@
+"""Every command refuses damaged, foreign and outward files: one sentence, exit code 2, and the folder as it was."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from residua.data.shards import HEADER_BYTES
+from tests.trained import residua, train_run
+
+pytestmark = pytest.mark.slow
+
+Say = Callable[..., str]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train_run(tmp_path_factory.mktemp("trained"), masking="documents")
+
+
+@pytest.fixture
+def run(trained: Path, tmp_path: Path) -> Path:
+    """A copy of a run to damage; its data is a copy too."""
+    shutil.copytree(trained.with_name("data"), tmp_path / "data")
+    folder = shutil.copytree(trained, tmp_path / "run")
+    config = (folder / "config.toml").read_text()
+    (folder / "config.toml").write_text(config.replace(str(trained.with_name("data")), str(tmp_path / "data")))
+    return folder
+
+
+@pytest.fixture
+def say(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Say:
+    """What a command that must refuse prints: one sentence. Nothing below the test's folder may change."""
+
+    def files() -> dict[Path, bytes | str]:
+        return {
+            path: str(path.readlink()) if path.is_symlink() else path.read_bytes()
+            for path in tmp_path.rglob("*")
+            if (path.is_symlink() or path.is_file()) and path.name != ".lock"
+        }
+
+    def refused(*arguments: object) -> str:
+        before = files()
+        capsys.readouterr()
+        assert residua(monkeypatch, *arguments) == 2
+        printed = capsys.readouterr().err.strip().splitlines()
+        assert len(printed) == 1 and printed[0].startswith("residua: "), printed
+        assert files() == before
+        return printed[0]
+
+    return refused
+
+
+def change(path: Path, edit: Callable[[dict], object]) -> None:  # type: ignore[type-arg]
+    content = json.loads(path.read_text())
+    edit(content)
+    path.write_text(json.dumps(content))
+
+
+def test_a_run_with_a_damaged_environment_is_not_resumed(run: Path, say: Say) -> None:
+    change(run / "environment.json", lambda content: content.pop("sessions"))
+    sentence = say("train", "--resume", "--out", run, "train.steps=5")
+    assert sentence == (
+        f"residua: {run}/environment.json has no key sessions: move the file elsewhere to go on without it."
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("nonsense", "line 2 is not valid JSON (column 1: expecting value)"),
+        ('"text"', "line 2 holds 'text', expected an object"),
+        ('{"step": 1}', "line 2 has no key kind"),
+        ('{"kind": "train", "step": "1"}', "line 2: step is '1', expected a whole number"),
+        ('{"kind": "validation", "step": 1, "loss": NaN, "bits_per_byte": 1}', "line 2: loss is nan, expected a"),
+    ],
+)  # fmt: skip
+def test_a_bad_line_of_metrics_is_named(run: Path, say: Say, line: str, words: str) -> None:
+    path = run / "metrics.jsonl"
+    first, *rest = path.read_text().splitlines()
+    path.write_text("\n".join([first, line, *rest, ""]))
+    sentence = say("train", "--resume", "--out", run, "train.steps=5")
+    assert f"{path}, {words}" in sentence and "correct or remove the line, or move the file elsewhere" in sentence
+
+
+def test_a_finished_run_without_metrics_has_no_result(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run / "metrics.jsonl").unlink()
+    assert residua(monkeypatch, "train", "--resume", "--out", run) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        f"residua: {run}/metrics.jsonl holds no training or no validation, so the run has no result: "
+        "restore the file, or train longer with train.steps=8."
+    )
+    assert residua(monkeypatch, "train", "--resume", "--out", run, "train.steps=8") == 0
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        (lambda state: state.clear(), "state.json has no key step"),
+        (lambda state: state["loader"].pop("epoch"), "state.json has no key loader.epoch"),
+        (lambda state: state.update(step=3), "state.json does not fit this run (it is of step 3)"),
+        (lambda state: state["loader"].update(position=10**6), "data position 1000000 is outside epoch 0"),
+        (lambda state: state.update(rng={"cpu": "00ff"}), "input RNG state size to be 2)"),
+        (lambda state: state.update(watch=[]), "state.json: watch is a list of 0 entries, expected an object"),
+    ],
+)
+def test_a_damaged_state_is_named(run: Path, say: Say, edit: Callable[[dict], object], words: str) -> None:  # type: ignore[type-arg]
+    path = run / "checkpoints" / "step-4" / "state.json"
+    change(path, edit)
+    sentence = say("train", "--resume", "--out", run, "train.steps=5")
+    assert words in sentence and str(path) in sentence
+    shutil.copytree(path.parent, path.parent.with_name("step-2"))
+    advice = f"move {path.parent} elsewhere to resume from {path.parent.with_name('step-2')}, which is complete."
+    assert say("train", "--resume", "--out", run, "train.steps=5").endswith(advice)
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        (lambda d: d.update(splits=["train"]), "dataset.json: splits is a list of 1 entry, expected an object"),
+        (lambda d: d["splits"]["train"].update(shards=[3]), "splits.train.shards[0] is 3, expected a text"),
+        (lambda d: d["splits"]["train"].update(shards=["../secret"]), "refers to '../secret', which is not a file"),
+        (lambda d: d["splits"]["train"].update(shards=["/etc/passwd"]), "refers to '/etc/passwd', which is not a file"),
+        (lambda d: d["splits"]["validation"].update(shards=["link.bin"]), "link.bin is a link that leads out of its"),
+    ],
+)  # fmt: skip
+def test_every_reader_of_a_dataset_refuses_it(
+    run: Path, say: Say, tmp_path: Path, edit: Callable[[dict], object], words: str  # type: ignore[type-arg]
+) -> None:  # fmt: skip
+    data = tmp_path / "data"
+    shutil.copy(data / "validation-00000.bin", tmp_path / "secret")
+    (data / "link.bin").symlink_to(tmp_path / "secret")
+    change(data / "dataset.json", edit)
+    for arguments in (
+        ("train", "--resume", "--out", run, "train.steps=5"),
+        ("eval", run, "--device", "cpu"),
+        ("quantize", run, "--out", tmp_path / "q", "--device", "cpu"),
+        ("compare", "prenorm", "mgr", "--data", data, "--out", tmp_path / "study"),
+    ):
+        assert words in say(*arguments)
+
+
+def test_an_id_outside_the_vocabulary_is_named(run: Path, say: Say, tmp_path: Path) -> None:
+    """The header still says what was written; the ids were changed later."""
+    for split in ("train", "validation"):
+        path = tmp_path / "data" / f"{split}-00000.bin"
+        ids = np.memmap(path, np.dtype("<u2"), "r+", HEADER_BYTES, (40,))
+        ids[17:] = 300
+        ids.flush()
+    words = "holds id 300 at token 17, outside the vocabulary of 257: the file is damaged, prepare the dataset again"
+    for arguments in (
+        ("train", "--resume", "--out", run, "train.steps=5"),
+        ("eval", run, "--device", "cpu"),
+        ("quantize", run, "--out", tmp_path / "q", "--device", "cpu"),
+    ):
+        assert f"validation-00000.bin {words}" in say(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("config.toml", "config.toml is a link that leads out of its folder: replace it by a copy of"),
+        ("tokenizer.json", "tokenizer.json is a link that leads out of its folder"),
+        ("checkpoints", "checkpoints is a link that leads out of its folder"),
+        ("checkpoints/step-4", "step-4 is a link that leads out of its folder"),
+        ("checkpoints/step-4/model.safetensors", "model.safetensors is a link that leads out of its folder"),
+    ],
+)
+def test_every_reader_of_a_run_refuses_links_to_elsewhere(
+    run: Path, say: Say, tmp_path: Path, name: str, words: str
+) -> None:
+    (run / name).rename(tmp_path / "elsewhere")
+    (run / name).symlink_to(tmp_path / "elsewhere")
+    commands = {
+        "generate": ("generate", run, "--prompt", "a", "--device", "cpu"),
+        "eval": ("eval", run, "--device", "cpu"),
+        "export": ("export", run, "--out", tmp_path / "exported"),
+        "quantize": ("quantize", run, "--out", tmp_path / "q", "--device", "cpu"),
+        "diagnose": ("diagnose", run, "--out", tmp_path / "d", "--device", "cpu"),
+        "train": ("train", "--resume", "--out", run, "train.steps=5"),
+    }
+    for arguments in commands.values():
+        assert words in say(*arguments)
+
+
+def test_links_of_an_environment_and_metrics_are_not_followed(run: Path, say: Say, tmp_path: Path) -> None:
+    for name in ("environment.json", "metrics.jsonl", "tensorboard"):
+        (run / name).rename(tmp_path / name)
+        (run / name).symlink_to(tmp_path / name)
+        assert f"{name} is a link that leads out" in say("train", "--resume", "--out", run, "train.steps=5")
+        (run / name).unlink()
+        (tmp_path / name).rename(run / name)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("extends = 3", "extends = 3 should be the name of a preset: `residua presets` lists them."),
+        ("extends = ['tiny']", "extends = a list of 1 entry should be the name of a preset"),
+        ("model = 3", "model = 3 should be a table of keys."),
+        ("self = 1\nextends = 'tiny'", "self = 1 is not a known key"),
+    ],
+)
+def test_a_run_file_of_wrong_types_is_named(say: Say, tmp_path: Path, text: str, words: str) -> None:
+    (tmp_path / "my.toml").write_text(text)
+    assert f"{tmp_path}/my.toml: {words}" in say("train", tmp_path / "my.toml", "--out", tmp_path / "new")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("variants = 3", "variants = 3 should be a table or a list of names: `residua compare --list` shows them."),
+        ("variants = [3]", "variants = a list of 1 entry should be a table or a list of names"),
+        ("variants = [['mgr']]", "variants = a list of 1 entry should be a table or a list of names"),
+        ("variants = {a = 3}", "variants.a = 3 should be a list."),
+        ("variants = ['mgr', 'prenorm']\nseeds = 0", "seeds = 0 should be a list such as [0, 1, 2], or how many"),
+        ("variants = ['mgr', 'prenorm']\nseeds = true", "seeds = True should be a list"),
+        ("variants = ['mgr', 'prenorm']\nseeds = 100000000", "seeds = 100000000 should be a list"),
+        ("variants = ['mgr', 'prenorm']\nseeds = ['a']", "seeds.0 = 'a' is refused"),
+        ("variants = ['mgr', 'prenorm']\nmatch = 3", "match = 3 should be a table of keys."),
+    ],
+)  # fmt: skip
+def test_a_study_file_of_wrong_types_is_named(say: Say, tmp_path: Path, text: str, words: str) -> None:
+    (tmp_path / "study.toml").write_text(text)
+    assert f"{tmp_path}/study.toml: {words}" in say("compare", tmp_path / "study.toml", "--out", tmp_path / "new")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        (3, "weight_map.'model.norm.weight' is 3, expected a text"),
+        ("../secret", "refers to '../secret', which is not a file inside it"),
+        ("/etc/passwd", "refers to '/etc/passwd', which is not a file inside it"),
+        ("link.safetensors", "link.safetensors is a link that leads out of its folder"),
+        ("gone.safetensors", "gone.safetensors does not exist"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["llama", "residua"])
+def test_every_reader_of_an_index_refuses_outward_names(
+    trained: Path, say: Say, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, name: object, words: str
+) -> None:
+    """The folder is refused before transformers, or we, open any weights."""
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (tmp_path / "secret").write_bytes(b"x")
+    (folder / "link.safetensors").symlink_to(tmp_path / "secret")
+    model = {"vocab_size": 320, "context": 32, "layers": 1, "width": 16, "attention": {"kind": "softmax", "heads": 2}}
+    config = {"model_type": kind, "residua": {**model, "ffn": {"kind": "relu2", "hidden": 32}}}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"model.norm.weight": name}}))
+    shutil.copy(trained / "tokenizer.json", folder)
+    diagnose = ("diagnose", folder, "--out", tmp_path / "d", "--device", "cpu")
+    if kind == "llama":
+        pytest.importorskip("transformers", reason="transformers is not installed")
+        if name != "link.safetensors":
+            (folder / "link.safetensors").unlink()
+        assert words in say(*diagnose)
+        return
+    for arguments in (
+        diagnose,
+        ("generate", folder, "--prompt", "a", "--device", "cpu"),
+        ("eval", folder, "--data", trained.with_name("data"), "--device", "cpu"),
+        ("export", folder, "--out", tmp_path / "exported"),
+        ("quantize", folder, "--out", tmp_path / "q", "--data", trained.with_name("data"), "--device", "cpu"),
+    ):
+        assert words in say(*arguments)
