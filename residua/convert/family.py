@@ -39,6 +39,8 @@ class Keys(OpenShape):
     rope_scaling: dict[str, Any] | None = None
     rope_parameters: dict[str, Any] | None = None
     layer_types: list[str] | None = None
+    model_type: str
+    hidden_act: str | None = None
 
 
 Names = Mapping[str, tuple[str, ...]]
@@ -57,9 +59,14 @@ def register(family: type[Family]) -> type[Family]:
     return family
 
 
+def is_known(model_type: object) -> bool:
+    """Whether a `model_type` names a family; a config.json may hold anything there."""
+    return isinstance(model_type, str) and model_type in FAMILIES
+
+
 def find_family(model_type: object) -> Family:
     """The family of a `model_type`."""
-    if model_type not in FAMILIES:
+    if not is_known(model_type):
         raise ValueError(f"model_type = {model_type!r} is no family known here: {', '.join(FAMILIES)}.")
     return FAMILIES[str(model_type)]()
 

@@ -21,7 +21,7 @@ def read_positions(config: dict[str, Any], default_theta: float) -> dict[str, An
         raise ValueError(f"partial_rotary_factor = {share}: heads that turn in part are missing here.")
     if kind == "default":
         return {"rope_theta": theta}
-    if kind not in READERS:
+    if not isinstance(kind, str) or kind not in READERS:
         raise ValueError(f"rope_type = {kind!r} is missing here: known are default, {', '.join(READERS)}.")
     try:
         return {"rope_theta": theta, "rope_scaling": READERS[kind](found, config)}

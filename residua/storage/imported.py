@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from residua.config.model import ModelConfig
 from residua.config.run import RunConfig
 from residua.config.settings import ConfigError
-from residua.convert.families import FAMILIES, find_family
-from residua.convert.family import Family, Keys, Rule
+from residua.convert.families import find_family
+from residua.convert.family import Family, Keys, Rule, is_known
 from residua.files import atomic_folder, refuse_used
 from residua.model.decoder import Decoder
 from residua.model.size import require_room, shapes
@@ -131,7 +131,7 @@ def is_family(folder: Path) -> bool:
     if not (folder / "config.json").is_file() or (folder / "config.toml").exists():
         return False
     keys = read_json(inside(folder, "config.json"), dict[str, Any], EXPORTED_AGAIN, lenient=True)
-    return keys.get("model_type") in FAMILIES
+    return is_known(keys.get("model_type"))
 
 
 def load_family(folder: Path) -> Decoder:

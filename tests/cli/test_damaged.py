@@ -271,3 +271,24 @@ def test_every_reader_of_an_index_refuses_outward_names(
         ("quantize", folder, "--out", tmp_path / "q", "--data", trained.with_name("data"), "--device", "cpu"),
     ):
         assert words in say(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model_type": []}, "model_type = [] is no family known here"),
+        ({"rope_parameters": {"rope_type": []}}, "rope_type = [] is missing here"),
+        ({"hidden_size": "16"}, "config.json: hidden_size is '16', expected a whole number"),
+        ({"hidden_size": 10**30}, "config.json: hidden_size is 10000000"),
+    ],
+)
+def test_a_configuration_of_wrong_types_is_not_imported(
+    say: Say, tmp_path: Path, changes: dict[str, object], words: str
+) -> None:
+    keys = {
+        "model_type": "llama", "vocab_size": 257, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "max_position_embeddings": 32,
+    }  # fmt: skip
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "config.json").write_text(json.dumps(keys | changes))
+    assert words in say("import", tmp_path / "theirs", "--out", tmp_path / "ours")
