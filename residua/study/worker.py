@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -31,10 +32,10 @@ from residua.train.trainer import train
 def main() -> None:
     """Prepare for the configuration named on the command line, then train what the input names."""
     config, log, spawned = sys.argv[1:]
-    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
+    answers = os.dup(sys.stdout.fileno())
     _print_to(Path(log))
     load_plugins()
-    worker = _Worker(lambda words: print(words, file=answers))
+    worker = _Worker(partial(tell, answers))
     worker.stages.add("import", time.time() - float(spawned))
     worker.prepare(Path(config))
     since = time.perf_counter()
@@ -47,6 +48,12 @@ def main() -> None:
             sys.stdout.flush()
         worker.answer(f"{ENDED} {code}")
         since = time.perf_counter()
+
+
+def tell(pipe: int, words: str) -> None:
+    """Answer the study. If it was killed, nobody listens, and the run goes on."""
+    with suppress(OSError):
+        os.write(pipe, f"{words}\n".encode())
 
 
 class _Worker:

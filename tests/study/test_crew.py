@@ -15,6 +15,9 @@ from residua.config.run import RunConfig
 from residua.study.crew import Crew, Request
 from residua.study.plan import PlannedRun
 from residua.study.runner import by_graph
+from residua.study.worker import tell
+
+pytestmark = pytest.mark.slow  # it starts processes
 
 WORKER = """
 import json, os, pathlib, signal, sys, time
@@ -48,7 +51,7 @@ for line in sys.stdin:
     note("trained", name)
     say("trained")
     folder.mkdir(parents=True)
-    row = {"kind": "validation", "step": 1000, "loss": 1.0}
+    row = {"kind": "validation", "step": 1000, "loss": 1.0, "bits_per_byte": 1.0, "tokens": 9, "seconds": 1.0}
     (folder / "metrics.jsonl").write_text(json.dumps(row) + "\\n")
     (folder / "inspection.json").write_text("{}")
     note("ended", name)
@@ -174,3 +177,12 @@ def test_stopping_ends_every_process(crew: Crew) -> None:
     crew.stop()
     assert time.monotonic() - begun < 60
     assert all(worker.child.returncode is not None for worker in crew._workers)
+
+
+def test_a_worker_goes_on_when_the_study_was_killed() -> None:
+    reader, writer = os.pipe()
+    tell(writer, "ready")
+    assert os.read(reader, 100) == b"ready\n"
+    os.close(reader)
+    tell(writer, "trained")  # nobody listens
+    os.close(writer)

@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,14 @@ from residua.config.settings import ConfigError
 from residua.data import Dataset, open_corpus, prepare
 from residua.study import StudyConfig
 from residua.study import conduct as conducting
-from residua.study.conduct import conduct, show_saved, summarise
+from residua.study.conduct import Outcome, complete_records, conduct, show_saved, summarise
 from residua.study.plan import PlannedRun, StudyPlan, make_plan
+from residua.study.results import collect
 from residua.study.runner import StudyInterrupted
-from residua.study.runs import read_run
+from residua.study.runs import RunRecord, read_run
 from residua.study.saved import SavedStudy, save_study
-from residua.study.timing import StepTiming
+from residua.study.timing import StepTiming, read_timings
+from tests.study.conftest import SMALL
 from tests.study.recorded import write_run
 
 ENVIRONMENT = {"residua": "0.2.0", "mathematics": 1, "commit": "abc", "torch": "2.11", "gpu": "H200", "platform": "x"}
@@ -55,22 +58,36 @@ class Trainer:
         return {}
 
 
+def without_pages(
+    study: StudyConfig,
+    plan: StudyPlan,
+    out: Path,
+    problems: dict[PlannedRun, str],
+    dataset: Any,
+    known: dict[PlannedRun, RunRecord],
+) -> Outcome:
+    """`summarise` without the files that it writes."""
+    records, timings = complete_records(plan, known), read_timings(study, plan, out)
+    return Outcome(collect(study, plan, records, problems, dataset, timings), out / "report.html")
+
+
 @pytest.fixture
 def trainer(monkeypatch: pytest.MonkeyPatch) -> Trainer:
     stand_in = Trainer([])
     monkeypatch.setattr(conducting, "run_plan", stand_in)
+    monkeypatch.setattr(conducting, "summarise", without_pages)
     return stand_in
 
 
-@pytest.fixture
-def chosen(study: StudyConfig, dataset: Dataset) -> Callable[..., StudyConfig]:
+def choose(dataset: Dataset, *variants: str, **changes: Any) -> StudyConfig:
     """A study of pre-norm and others on the small text."""
+    given = {"variants": ["prenorm", *variants], "data": str(dataset.path), "seeds": 2, **changes}
+    return StudyConfig(**{"name": "small", "base": "tiny", "set": SMALL, **given})
 
-    def choose(*variants: str, **changes: Any) -> StudyConfig:
-        given = {"variants": ["prenorm", *variants], "data": str(dataset.path), **changes}
-        return StudyConfig(**{**study.model_dump(exclude={"baseline", "variants"}), **given})
 
-    return choose
+@pytest.fixture
+def chosen(dataset: Dataset) -> Callable[..., StudyConfig]:
+    return partial(choose, dataset)
 
 
 def run(study: StudyConfig, out: Path, results: Path) -> Any:
@@ -93,6 +110,7 @@ def test_the_file_gives_the_results_of_the_study_it_was_made_from(
     assert saved.dataset is not None and again.dataset == saved.dataset
 
 
+@pytest.mark.slow
 def test_the_page_is_made_from_the_file_alone(
     chosen: Callable[..., StudyConfig], trainer: Trainer, tmp_path: Path
 ) -> None:
@@ -105,7 +123,7 @@ def test_the_page_is_made_from_the_file_alone(
 def test_a_long_training_curve_is_thinned_and_the_speed_is_not(
     chosen: Callable[..., StudyConfig], dataset: Dataset, out: Path
 ) -> None:
-    study = chosen(set=(*chosen().set, "train.steps=1000"), seeds=1)
+    study = chosen(set=(*SMALL, "train.steps=1000"), seeds=1)
     plan = make_plan(study, out, dataset)
     (one,) = plan.runs
     write_run(one, loss)
@@ -174,9 +192,20 @@ def test_timings_travel_with_the_file(
     }  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def made_once(dataset: Dataset, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A study of four complete runs in `first`, and its numbers in x.json."""
+    folder = tmp_path_factory.mktemp("kept")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(conducting, "run_plan", Trainer([]))
+        patched.setattr(conducting, "summarise", without_pages)
+        run(choose(dataset, "mgr", seeds=[0, 1]), folder / "first", folder / "x.json")
+    return folder
+
+
 @pytest.fixture
-def kept(chosen: Callable[..., StudyConfig], trainer: Trainer, tmp_path: Path) -> Path:
-    run(chosen("mgr", seeds=[0, 1]), tmp_path / "first", tmp_path / "x.json")
+def kept(made_once: Path, trainer: Trainer, tmp_path: Path) -> Path:
+    shutil.copytree(made_once, tmp_path, dirs_exist_ok=True)
     return tmp_path / "x.json"
 
 
@@ -198,7 +227,7 @@ def test_a_study_that_contradicts_the_file_is_refused(
 ) -> None:
     before = kept.read_text()
     base = chosen("mgr")
-    changes = {**changes, **({"set": (*base.set, *changes["set"])} if "set" in changes else {})}
+    changes = {**changes, **({"set": (*SMALL, *changes["set"])} if "set" in changes else {})}
     study = StudyConfig(**{**base.model_dump(exclude_none=True), **changes})
     with pytest.raises(ConfigError, match=words):
         run(study, tmp_path / "second", kept)
@@ -313,6 +342,7 @@ def invoke(*arguments: object) -> str:
     return result.output
 
 
+@pytest.mark.slow
 def test_the_command_shows_a_file_and_continues_its_study(
     chosen: Callable[..., StudyConfig], kept: Path, trainer: Trainer, dataset: Dataset, tmp_path: Path
 ) -> None:
