@@ -10,7 +10,7 @@ thread that does two things per beat, through the key-value store of the job:
 
 When the list names another rank, the training thread gets a few seconds to notice the failure itself (`who_died`).
 Otherwise the heartbeat thread prints a sentence that names the rank and ends the process. torchrun may then start the
-job again.
+job again. A rank that said itself why it fails is heard once: rank 0 prints the reason, the others end in silence.
 
 A beat costs a rank three store requests, however many ranks there are.
 """
@@ -54,6 +54,8 @@ class Heartbeat:
         self._last_beat, self._last_heard = "", time.monotonic()
         self._noticed: float | None = None
         self._speaks = True
+        self.told = False
+        """Whether the rank that failed gave its reason itself; known after `who_died`."""
         self._append("")  # reading a missing key would wait for it
         self._write_beat()
         self._stopped = threading.Event()
@@ -63,7 +65,7 @@ class Heartbeat:
     def fail(self, reason: str) -> None:
         """Tell the others that this rank is about to end, and why."""
         with suppress(RuntimeError):  # without a store the others end anyway
-            self._add_failure(self.rank, reason)
+            self._add_failure(self.rank, reason, told=True)
 
     def stop(self, *, finished: bool) -> None:
         """Stop beating; a rank that has `finished` is not missed."""
@@ -129,8 +131,9 @@ class Heartbeat:
         if beat != self._last_beat or _finished(beat):
             self._last_beat, self._last_heard = beat, time.monotonic()
         if failure is not None:
-            if self._overdue():
-                self._end(self._sentence(*failure))
+            silent = self.told and self.rank > 0
+            if self._overdue(2 * MISSED + MISSED * silent):
+                self._end(self._sentence(*failure), silent=silent)
         elif time.monotonic() - self._last_heard > self.patience:
             self._add_failure(self._watched, f"it was silent for {self.patience:.0f} seconds")
 
@@ -141,17 +144,19 @@ class Heartbeat:
         failures, *beats = self._store.multi_get(keys)
         return (beats[0].decode() if beats else ""), self._first_failure(failures)
 
-    def _overdue(self) -> bool:
+    def _overdue(self, beats: int) -> bool:
         """Whether the training thread has had its time to notice a failure itself."""
         now = time.monotonic()
         self._noticed = now if self._noticed is None else self._noticed
-        return now - self._noticed > 2 * MISSED * BEAT
+        return now - self._noticed > beats * BEAT
 
-    def _end(self, sentence: str) -> None:
+    def _end(self, sentence: str, *, silent: bool = False) -> None:
         if not self._speaks:
             self._stopped.set()
             return
-        print(f"residua: {sentence}; {self.advice}.", file=sys.stderr, flush=True)
+        if not silent:
+            with suppress(OSError):  # standard error may go to a disk that is full
+                print(f"residua: {sentence}; {self.advice}.", file=sys.stderr, flush=True)
         os._exit(1)
 
     def _write_beat(self, *, finished: bool = False) -> None:
@@ -166,8 +171,8 @@ class Heartbeat:
         beats = self._store.multi_get(list(keys.values())) if keys else []
         return {rank: beat.decode() for rank, beat in zip(keys, beats, strict=True)}
 
-    def _add_failure(self, rank: int, reason: str) -> None:
-        self._append(json.dumps({"rank": rank, "reason": reason}) + "\n")
+    def _add_failure(self, rank: int, reason: str, *, told: bool = False) -> None:
+        self._append(json.dumps({"rank": rank, "reason": reason, "told": told}) + "\n")
 
     def _append(self, text: str) -> None:
         self._store.append(FAILURES, text)  # type: ignore[attr-defined]  # missing in PyTorch's type stubs
@@ -175,8 +180,11 @@ class Heartbeat:
     def _first_failure(self, lines: bytes) -> tuple[int, str] | None:
         """The first rank but this one that failed, and how."""
         failures = [json.loads(line) for line in lines.splitlines()]
-        named = [(f["rank"], f"failed: {f['reason']}") for f in failures if f["rank"] != self.rank]
-        return named[0] if named else None
+        others = [failure for failure in failures if failure["rank"] != self.rank]
+        if not others:
+            return None
+        self.told = others[0]["told"]
+        return others[0]["rank"], f"failed: {others[0]['reason']}"
 
     def _sentence(self, rank: int, what: str) -> str:
         beat = json.loads(self._read_beats([rank]).get(rank, "{}"))

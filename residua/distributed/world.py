@@ -76,6 +76,8 @@ class Ranks(World):
             self.heartbeat.fail(f"{type(error).__name__}: {error}".splitlines()[0])
             return
         sentence = self.heartbeat.who_died()
+        if self.heartbeat.told:
+            self._leave_to_leader(1)
         if sentence is not None:
             left = what_is_left(self.folder) if self.folder is not None else "nothing had been saved"
             raise TrainingStopped(f"{sentence}; {left}; {self.heartbeat.advice}.") from None
@@ -114,7 +116,9 @@ class Ranks(World):
             self._leave_to_leader(2)
 
     def from_leader(self, work: Callable[[], T]) -> T:
-        made: T = self._broadcast(work() if self.leads else None)
+        if not self.leads:
+            self._follow()
+        made: T = self._broadcast(self._lead(work) if self.leads else None)
         return made
 
     def _broadcast(self, value: Any) -> Any:

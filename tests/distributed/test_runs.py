@@ -177,3 +177,27 @@ def test_a_rank_that_hangs_is_named_and_ends_the_others_in_bounded_time(recipe: 
     assert re.search(r"residua: rank 1 \(.*\) failed: it was silent for 2 seconds", said), said
     assert f"`torchrun --nproc-per-node 2 --no-python residua train --resume --out {tmp_path / 'run'}` by hand" in said
     assert checkpoints(tmp_path / "run")[-1].step == 2
+
+
+@pytest.mark.parametrize(
+    ("full", "path"),
+    [
+        (["step-4", 1], r"checkpoints/step-4"),
+        pytest.param(['"step": 3', 0], r"metrics\.jsonl", marks=pytest.mark.nightly),
+    ],
+    ids=["a shard", "metrics"],
+)
+def test_a_full_disk_is_reported_once_and_costs_no_checkpoint(
+    recipe: RunConfig, tmp_path: Path, full: list[Any], path: str
+) -> None:
+    """Whichever rank cannot write, rank 0 says so and the others end in silence."""
+    run = tmp_path / "run"
+    asked = spec(tmp_path / "asked", recipe, out=str(run), changes=["parallel.shard=2"], full=full, beat=0.25)
+    ranks = start(2, TRAIN, asked)
+    said = [rank.wait() for rank in ranks]
+    spoken = re.findall(r"residua: .*", "\n".join(said))
+    assert len(spoken) == 1 and spoken[0] in said[0] and "Traceback" not in "".join(said), said
+    assert re.search(rf"{path}: No space left on device; the last good checkpoint is \S+step-2: make room", spoken[0])
+    assert all(rank.process.exitcode for rank in ranks)
+    assert [found.step for found in checkpoints(run)] == [2] and residua.load(run) is not None
+    assert not list(run.rglob(".unfinished-*"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -18,6 +19,7 @@ from residua.config.run import RunConfig
 from residua.distributed import heartbeat
 from residua.distributed.heartbeat import Heartbeat
 from residua.distributed.world import open_world
+from residua.files import AppendedFile, WriteError
 from residua.train.health import TrainingStopped
 from residua.train.trainer import Trainer, train
 
@@ -32,6 +34,26 @@ def hold_save(name: str, gate: str) -> None:
         return write(writer, *arguments)
 
     HuggingFaceStorageWriter.write_data = held
+
+
+def fill_disk(name: str, rank: int) -> None:
+    """On `rank`, let the disk be full for the file, or the part of a checkpoint, whose path has `name` in it."""
+    if os.environ["RANK"] != str(rank):
+        return
+    write, append = HuggingFaceStorageWriter.write_data, AppendedFile.write
+
+    def saved(writer: Any, *arguments: Any) -> Any:
+        if name in str(writer.path):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(writer, *arguments)
+
+    def appended(file: AppendedFile, piece: bytes) -> None:
+        if name in f"{file.path} {piece!r}":
+            raise WriteError(file.path, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+        append(file, piece)
+
+    HuggingFaceStorageWriter.write_data = saved
+    AppendedFile.write = appended  # type: ignore[method-assign]
 
 
 def hesitate(seconds: float) -> None:
@@ -72,6 +94,8 @@ def main(spec: Path) -> None:
     asked = json.loads(spec.read_text())
     if "holds" in asked:
         hold_save(*asked["holds"])
+    if "full" in asked:
+        fill_disk(*asked["full"])
     hesitate(asked.get("hesitates", 0))
     if "dies" in asked:
         die(**asked["dies"])
