@@ -97,7 +97,7 @@ def compare(
         typer.Option("--set", metavar="SECTION.KEY=VALUE", show_default=False, help="A change to every run."),
     ] = None,
     demo: Annotated[bool, typer.Option("--demo", help="Four tiny models on the embedded corpus, in minutes.")] = False,
-    plan: Annotated[bool, typer.Option("--plan", help="Show the planned runs and stop.")] = False,
+    plan: Annotated[bool, typer.Option("--plan", help="Show the planned runs and stop; keep --results.")] = False,
     listing: Annotated[bool, typer.Option("--list", help="List the known variants and stop.")] = False,
 ) -> None:
     """Does a depth architecture pay on your data, per step and per second?
@@ -191,14 +191,14 @@ def _study(
 
 def _conduct(study: StudyConfig, out: Path, console: Console, plan_only: bool, results: Path | None) -> None:
     from residua.files import keeping
-    from residua.study.conduct import announce, conduct, open_dataset
-    from residua.study.plan import make_plan, refuse_strangers
+    from residua.study.conduct import begin, conduct
     from residua.study.runner import StudyInterrupted
     from residua.study.tables import print_study
 
     if plan_only:
-        refuse_strangers(out)
-        announce(console, study, make_plan(study, out, open_dataset(study, console)))
+        kept = begin(study, out, console, results, _command()).write()
+        if results is not None:
+            console.print(f"{results} holds the numbers of {kept} complete runs", soft_wrap=True)
         return
     try:
         with keeping("trained runs are kept, and the same command goes on from them"):

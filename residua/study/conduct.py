@@ -56,6 +56,21 @@ def conduct(study: StudyConfig, out: Path, console: Console, results: Path | Non
     The numbers are also kept in the file `results`, after every run. If it exists, the study extends it: runs in it are
     not trained again. `command` is recorded there.
     """
+    keeper = begin(study, out, console, results, command)
+    whole = keeper.whole
+    with LiveProgress(console, whole.new) as progress:
+        problems = run_plan(study, whole.new, out, Kept(progress, keeper))
+    keep_timings(whole.study, whole.plan, out, whole.timings)
+    time_variants(study, whole.plan, out, console, whole.known)
+    measure_runs(study, whole.plan, console)
+    diagnose_runs(study, whole.plan, out, keeper.dataset, console)
+    keeper.write()
+    write_atomically(out / STUDY, study.to_toml())
+    return summarise(whole.study, whole.plan, out, problems, keeper.facts, whole.known)
+
+
+def begin(study: StudyConfig, out: Path, console: Console, results: Path | None, command: str) -> Keeper:
+    """Plan and announce a study, merged with the one in the file `results` if that exists; trains nothing."""
     refuse_strangers(out)
     dataset = open_dataset(study, console)
     plan = make_plan(study, out, dataset)
@@ -65,38 +80,30 @@ def conduct(study: StudyConfig, out: Path, console: Console, results: Path | Non
         whole = extend(results, study, plan, dataset.fingerprint, out)
         for sentence in extend_sentences(results, whole):
             console.print(Text(f"• {sentence}"), soft_wrap=True)
-    keeper = Keeper(whole, out, dataset, results, command)
-    with LiveProgress(console, whole.new) as progress:
-        problems = run_plan(study, whole.new, out, Kept(progress, keeper))
-    keep_timings(whole.study, whole.plan, out, whole.timings)
-    time_variants(study, whole.plan, out, console, whole.known)
-    measure_runs(study, whole.plan, console)
-    diagnose_runs(study, whole.plan, out, dataset, console)
-    keeper.write()
-    write_atomically(out / STUDY, study.to_toml())
-    return summarise(whole.study, whole.plan, out, problems, keeper.facts, whole.known)
+    return Keeper(whole, out, dataset, results, command)
 
 
 class Keeper:
     """Writes the numbers of the complete runs into the results file, if there is one."""
 
     def __init__(self, whole: Extended, out: Path, dataset: Dataset, results: Path | None, command: str) -> None:
-        self._whole, self._out, self._dataset, self._results = whole, out, dataset, results
+        self.whole, self.dataset, self._out, self._results = whole, dataset, out, results
         self._commands = (*whole.commands, command) if command else whole.commands
 
     @cached_property
     def facts(self) -> DatasetFacts:
-        return describe(self._dataset, self._whole.plan.runs[0].config.data.validation_tokens)
+        return describe(self.dataset, self.whole.plan.runs[0].config.data.validation_tokens)
 
-    def write(self) -> None:
+    def write(self) -> int:
+        """Write the file; returns how many runs it holds."""
         if self._results is None:
-            return
-        study, plan = self._whole.study, self._whole.plan
-        records = complete_records(plan, self._whole.known)
-        timings = {**self._whole.timings, **{k: v for k, v in read_timings(study, plan, self._out).items() if v}}
-        save_study(study, plan, records, self._dataset.fingerprint, self.facts, timings, self._commands).write(
-            self._results
-        )
+            return 0
+        study, plan = self.whole.study, self.whole.plan
+        records = complete_records(plan, self.whole.known)
+        timings = {**self.whole.timings, **{k: v for k, v in read_timings(study, plan, self._out).items() if v}}
+        saved = save_study(study, plan, records, self.dataset.fingerprint, self.facts, timings, self._commands)
+        saved.write(self._results)
+        return len(saved.runs)
 
 
 class Kept:

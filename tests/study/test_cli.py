@@ -62,8 +62,8 @@ def test_a_plan_says_what_matching_changes_and_trains_nothing(dataset: Dataset, 
 def test_a_mistake_is_answered_in_one_sentence(arguments: list[str], sentence: str, dataset: Dataset) -> None:
     given = arguments if "--demo" in arguments else [*arguments, "--data", str(dataset.path)]
     result = runner.invoke(app, [*given, "--plan"])
-    assert isinstance(result.exception, ConfigError)
-    with pytest.raises(ConfigError, match=sentence):
+    assert isinstance(result.exception, ValueError)
+    with pytest.raises(ValueError, match=sentence):
         raise result.exception
 
 

@@ -357,6 +357,16 @@ def test_the_command_shows_a_file_and_continues_its_study(
     assert len(SavedStudy.read(kept).runs) == 6
 
 
+def test_a_plan_keeps_what_the_folder_has_and_trains_nothing(
+    chosen: Callable[..., StudyConfig], kept: Path, trainer: Trainer, tmp_path: Path
+) -> None:
+    (tmp_path / "more.toml").write_text(chosen("mgr", seeds=3).to_toml())
+    arguments = (tmp_path / "more.toml", "--out", tmp_path / "first", "--results", tmp_path / "again.json", "--plan")
+    assert "again.json holds the numbers of 4 complete runs" in " ".join(invoke(*arguments).split())
+    assert trainer.trained == []
+    assert SavedStudy.read(tmp_path / "again.json").runs == SavedStudy.read(kept).runs
+
+
 def test_the_command_takes_the_folder_of_a_study(kept: Path, trainer: Trainer, tmp_path: Path) -> None:
     trainer.trained.clear()
     invoke(tmp_path / "first", "--results", tmp_path / "again.json")
