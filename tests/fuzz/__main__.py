@@ -10,6 +10,7 @@ from collections import Counter
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 def main() -> None:
@@ -20,9 +21,10 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="only what `make test` runs: no exports, no studies")
     asked = parser.parse_args()
 
-    from tests.fuzz import preload  # noqa: F401
     from tests.fuzz.fuzz import Fuzzer
+    from tests.fuzz.preload import preload
 
+    preload(full=not asked.quick)
     counts: Counter[tuple[str, str]] = Counter()
     with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
         fuzzer = Fuzzer(Path(folder), full=not asked.quick, seed=asked.seed)

@@ -1,19 +1,25 @@
 """Imports what the commands need, once, before cases are forked."""
 
+from __future__ import annotations
+
 import gc
 import importlib
-import os
 import pkgutil
-
-os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import torch
 import torch.utils.tensorboard
 
 import residua
 
-torch.set_num_threads(1)
-for found in pkgutil.walk_packages(residua.__path__, "residua."):
-    if not found.name.startswith(("residua.ops.", "residua.bench.")):
-        importlib.import_module(found.name)
-gc.freeze()  # the pages of what is imported stay shared with the forked processes
+LATER = ("residua.ops.", "residua.bench.")
+HEAVY = ("residua.export.", "residua.evaluate.harness")
+"""Modules that the quick cases do without: they import transformers and lm-eval."""
+
+
+def preload(*, full: bool) -> None:
+    """Import the modules of Residua; what is imported stays shared with the forked processes."""
+    torch.set_num_threads(1)
+    for found in pkgutil.walk_packages(residua.__path__, "residua."):
+        if not found.name.startswith(LATER if full else LATER + HEAVY):
+            importlib.import_module(found.name)
+    gc.freeze()
