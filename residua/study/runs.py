@@ -7,7 +7,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
+
+from pydantic import Field
 
 from residua.config.run import RunConfig
 from residua.config.settings import Frozen
@@ -41,40 +43,50 @@ class _Row(Shape):
     loss: float | None = None
 
 
+_Number = Annotated[float, Field(allow_inf_nan=True)]
+
+
 class _Sublayer(Shape):
-    output_rms: float
-    gradient_rms: float
+    sublayer: Count
+    output_rms: _Number
+    gradient_rms: _Number
 
 
-class _DepthWeights(Shape):
-    readers: list[Count]
-    mean: list[list[float]]
+class _Reads(Shape):
+    readers: list[Count] = Field(min_length=1)
+    mean: list[list[_Number]]
 
 
 class _Gate(Shape):
     layer: Count
-    mean: float
-    closed: float
+    mean: _Number
+    closed: _Number
 
 
 class _Beta(Shape):
     sublayer: Count
-    mean: list[float]
+    mean: list[_Number]
 
 
-class _Experts(Shape):
+class _Load(Shape):
     layer: Count
-    load: list[float]
+    load: list[_Number]
 
 
 class _Inspection(Shape):
-    """The sections of inspection.json that pages draw; a model has some of them."""
+    """inspection.json, as `train/inspect.py` writes it; sections that a model does not have are left out."""
 
-    sublayers: list[_Sublayer] | None = None
-    depth_weights: _DepthWeights | None = None
-    gates: list[_Gate] | None = None
-    beta: list[_Beta] | None = None
-    experts: list[_Experts] | None = None
+    sublayers: list[_Sublayer] = Field(default_factory=list)
+    depth_weights: _Reads | None = None
+    gates: list[_Gate] = Field(default_factory=list)
+    beta: list[_Beta] = Field(default_factory=list)
+    experts: list[_Load] = Field(default_factory=list)
+
+    def fits(self, config: RunConfig) -> bool:
+        """Whether it has a row for every sublayer, so that the means over seeds can be taken."""
+        reads = self.depth_weights
+        complete = not self.sublayers or len(self.sublayers) == config.model.sublayers
+        return complete and (reads is None or len(reads.mean) == len(reads.readers))
 
 
 @dataclass(frozen=True)
@@ -144,13 +156,12 @@ def known(value: float) -> float | None:
 def read_run(folder: Path, config: RunConfig) -> RunRecord:
     """Everything measured in a run's folder; an empty record if the run has not started."""
     rows = read_metrics(folder / METRICS)
-    inspection = _readable(folder / INSPECTION, _Inspection)
     return RunRecord(
         folder,
         config.tokens_per_step,
         [row for row in rows if row["kind"] == "train"],
         [row for row in rows if row["kind"] == "validation"],
-        None if inspection is None else inspection.model_dump(exclude_none=True),
+        _read_inspection(folder, config),
         read_quantized(folder),
         _readable(folder / ENVIRONMENT, dict[str, Any]) or {},
     )
@@ -179,10 +190,16 @@ def latest(folder: Path) -> tuple[int, float | None]:
 
 def is_complete(folder: Path, config: RunConfig) -> bool:
     """Whether the run reached its last step, validated there, and wrote its inspection, which it does last."""
-    if not (folder / INSPECTION).exists():
+    if _read_inspection(folder, config) is None:
         return False
     record = read_run(folder, config)
     return bool(record.train) and any(row["step"] >= config.train.steps for row in record.validation)
+
+
+def _read_inspection(folder: Path, config: RunConfig) -> dict[str, Any] | None:
+    """What a run looks like inside; None if it is missing or damaged, and the run writes it again."""
+    found = _readable(folder / INSPECTION, _Inspection)
+    return found.model_dump(exclude_unset=True) if found is not None and found.fits(config) else None
 
 
 def read_quantized(folder: Path) -> QuantizedRun | None:

@@ -16,7 +16,7 @@ from residua.study.gains import product
 from residua.study.picture import break_even, ladder_scatter, picture
 from residua.study.plan import PlannedRun, StudyPlan, make_plan
 from residua.study.results import Interval, StudyResult, VariantResult, collect, compute_points
-from residua.study.runs import read_run
+from residua.study.runs import is_complete, read_run
 from residua.study.sentences import cells, verdict
 from residua.study.statistics import Estimate, t_quantile
 from residua.study.tables import markdown
@@ -118,6 +118,27 @@ def test_a_failed_run_is_listed_and_the_others_still_count(study: StudyConfig, d
     assert [run.problem for run in result.runs if run.status == "failed"] == ["ended by signal 9"]
     difference = row(result, "mgr").difference
     assert difference is not None and (difference.count, difference.low) == (1, None)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"sublayers": [{"sublayer": 0, "output_rms": {}, "gradient_rms": 1.0}]},
+        {"sublayers": [{"sublayer": 0, "output_rms": 1.0, "gradient_rms": 1.0}]},
+        {"gates": 3},
+        [],
+    ],
+    ids=["a value of another type", "rows that are missing", "a section of another type", "a list"],
+)
+def test_a_run_whose_inspection_is_damaged_writes_it_again(
+    study: StudyConfig, dataset: Dataset, out: Path, damage: object
+) -> None:
+    plan = make_plan(study, out, dataset)
+    write_all(plan, straight, RATE)
+    run = plan.runs[0]
+    assert is_complete(run.folder, run.config)
+    (run.folder / "inspection.json").write_text(json.dumps(damage))
+    assert not is_complete(run.folder, run.config)
 
 
 def test_verdicts_claim_nothing_from_one_seed_or_an_interval_over_zero(result: StudyResult) -> None:
