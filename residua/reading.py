@@ -277,8 +277,12 @@ def shown(value: Any) -> str:
         return f"{'an object' if isinstance(value, dict) else 'a list'} of {size} {'entry' if size == 1 else 'entries'}"
     if value is None:
         return "null"
-    words = "a very long number" if isinstance(value, int) and abs(value) > 10**40 else repr(value)
-    return words if len(words) <= 60 else f"{words[:57]}..."
+    return brief("a very long number" if isinstance(value, int) and abs(value) > 10**40 else repr(value), 60)
+
+
+def brief(words: str, limit: int = 300) -> str:
+    """The beginning of a text that is too long for a sentence."""
+    return words if len(words) <= limit else f"{words[: limit - 3]}..."
 
 
 def reason(error: BaseException) -> str:
@@ -290,7 +294,7 @@ def reason(error: BaseException) -> str:
         return error.strerror
     if "int_max_str_digits" in str(error):
         return "it holds a number with thousands of digits"
-    return next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(".")
+    return brief(next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip("."))
 
 
 def refuse(problem: str, hint: Hint) -> NoReturn:

@@ -113,40 +113,40 @@ def explain(error: ValidationError, model: type[BaseModel]) -> str:
     """The first problem of a pydantic error as one sentence: the field, the value, the nearest valid choice."""
     fault = error.errors()[0]
     path = _field_path(fault["loc"], model)
-    field = ".".join(path) or "configuration"
-    value = fault["input"]
+    field = reading.brief(".".join(path)) or "configuration"
+    value = reading.brief(repr(fault["input"]))
     rule = _RULES.get(fault["type"], _any_fault)
     return rule(fault, field, path, value, model)
 
 
-def _unknown_key(fault: Any, field: str, path: list[str], value: Any, model: type[BaseModel]) -> str:
+def _unknown_key(fault: Any, field: str, path: list[str], value: str, model: type[BaseModel]) -> str:
     table = _table_at(fault["loc"][:-1], model)
     known = list(table.model_fields) if table else []
-    return f"{field} = {value!r} is not a known key: {suggest(path[-1], known)}"
+    return f"{field} = {value} is not a known key: {suggest(path[-1], known)}"
 
 
-def _unknown_kind(fault: Any, field: str, path: list[str], value: Any, model: type[BaseModel]) -> str:
+def _unknown_kind(fault: Any, field: str, path: list[str], value: str, model: type[BaseModel]) -> str:
     known = [word.strip(" '") for word in fault["ctx"]["expected_tags"].split(",")]
     tag, family = fault["ctx"]["tag"], _annotation_at(fault["loc"], model)
     nor = f", and no module that {PLUGINS} names adds it" if getattr(family, "takes_plugins", False) else ""
-    return f"{field}.kind = {tag!r} does not exist{nor}: {suggest(tag, known)}"
+    return f"{field}.kind = {reading.brief(repr(tag))} does not exist{nor}: {suggest(tag, known)}"
 
 
-def _missing_kind(fault: Any, field: str, path: list[str], value: Any, model: type[BaseModel]) -> str:
+def _missing_kind(fault: Any, field: str, path: list[str], value: str, model: type[BaseModel]) -> str:
     known = [t.model_fields["kind"].default for t in _members(_annotation_at(fault["loc"], model))]
     return f"{field} has no kind: {suggest('', known)}"
 
 
-def _wrong_word(fault: Any, field: str, path: list[str], value: Any, model: type[BaseModel]) -> str:
+def _wrong_word(fault: Any, field: str, path: list[str], value: str, model: type[BaseModel]) -> str:
     known = [w.strip(" '") for part in fault["ctx"]["expected"].split(" or ") for w in part.split(",")]
-    return f"{field} = {value!r} is not a choice: {suggest(str(value), known)}"
+    return f"{field} = {value} is not a choice: {suggest(str(fault['input']), known)}"
 
 
-def _missing(fault: Any, field: str, path: list[str], value: Any, model: type[BaseModel]) -> str:
+def _missing(fault: Any, field: str, path: list[str], value: str, model: type[BaseModel]) -> str:
     return f"{field} is missing: give it a value."
 
 
-def _our_sentence(fault: Any, field: str, path: list[str], value: Any, model: type[BaseModel]) -> str:
+def _our_sentence(fault: Any, field: str, path: list[str], value: str, model: type[BaseModel]) -> str:
     """Our own message, with its keys extended to their full path if the table is nested."""
     sentence = str(fault["ctx"]["error"])
     if len(path) < 2:
@@ -155,17 +155,17 @@ def _our_sentence(fault: Any, field: str, path: list[str], value: Any, model: ty
     return re.sub(key, f"{field}.", sentence)
 
 
-def _not_a_table(fault: Any, field: str, path: list[str], value: Any, model: type[BaseModel]) -> str:
-    return f"{field} = {value!r} should be a table of keys."
+def _not_a_table(fault: Any, field: str, path: list[str], value: str, model: type[BaseModel]) -> str:
+    return f"{field} = {value} should be a table of keys."
 
 
-def _not_a_list(fault: Any, field: str, path: list[str], value: Any, model: type[BaseModel]) -> str:
-    return f"{field} = {value!r} should be a list."
+def _not_a_list(fault: Any, field: str, path: list[str], value: str, model: type[BaseModel]) -> str:
+    return f"{field} = {value} should be a list."
 
 
-def _any_fault(fault: Any, field: str, path: list[str], value: Any, model: type[BaseModel]) -> str:
+def _any_fault(fault: Any, field: str, path: list[str], value: str, model: type[BaseModel]) -> str:
     reason = fault["msg"][0].lower() + fault["msg"][1:]
-    return f"{field} = {value!r} is refused: {reason}."
+    return f"{field} = {value} is refused: {reason}."
 
 
 _RULES = {

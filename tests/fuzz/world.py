@@ -64,6 +64,8 @@ class Reader:
     """Words that name the file as well as its own name does."""
 
 
+OF_STUDY = ("set: ", "this study needs", "is not a prepared dataset")
+"""A study file that is valid but another may name other data, or another study than the one in the folder."""
 CHECKPOINT = "run/checkpoints/step-4"
 DATA = ("data/dataset.json", "data/tokenizer.json", "data/*.bin")
 WEIGHTS = ("run/config.toml", f"{CHECKPOINT}/model.safetensors")
@@ -93,7 +95,7 @@ QUICK = (
     Reader("data prepare", ("data", "prepare", "corpus.jsonl", "--tokenizer", "tokenizer.json", "--out", "new"),
            ("corpus.jsonl", "tokenizer.json")),
     Reader("bench plan", ("bench", "plan", "mine.toml", "--gpus", "1"), ("mine.toml",)),
-    Reader("compare --plan", ("compare", "study.toml", "--plan"), ("study.toml", *DATA), also=("set: ",)),
+    Reader("compare --plan", ("compare", "study.toml", "--plan"), ("study.toml", *DATA), also=OF_STUDY),
 )  # fmt: skip
 FULL = (
     *QUICK,
@@ -111,10 +113,11 @@ FULL = (
            ("quantized/*.json", "quantized/*.safetensors", "quantized/*.toml")),
     Reader("diagnose Hugging Face", ("diagnose", "hf", *TEXT),
            ("hf/*.json", "hf/*.safetensors")),
+    Reader("import", ("import", "hf", "--out", "new"), ("hf/*.json", "hf/*.safetensors")),
     Reader("compare", ("compare", "study.toml", "--out", "study"),
            ("study.toml", "study/study.toml", "study/runs/*/metrics.jsonl", "study/runs/*/inspection.json",
             "study/runs/*/config.toml", "study/runs/*/quantized.json", "study/results.json"),
-           writes=True, also=("set: ",)),
+           writes=True, also=OF_STUDY),
 )  # fmt: skip
 
 
