@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from residua.report import Column, Value
@@ -47,7 +48,7 @@ def made(root: Path = ROOT) -> dict[Path, str]:
     pages = {page: page.read_text(encoding="utf-8") for page in _pages(root)}
     for page, text in {**files, **pages}.items():
         if page.suffix == ".md" and BLOCK.search(text):
-            files[page] = BLOCK.sub(lambda found, page=page: _filled(found, page, root, studies, results), text)
+            files[page] = BLOCK.sub(partial(_filled, page.relative_to(root), studies, results), text)
     return files
 
 
@@ -67,14 +68,12 @@ def _new_page(name: str, drawn: bool) -> str:
     return f"# {name}\n\n{blocks}\n"
 
 
-def _filled(
-    found: re.Match[str], page: Path, root: Path, studies: dict[str, SavedStudy], results: dict[str, StudyResult]
-) -> str:
+def _filled(page: Path, studies: dict[str, SavedStudy], results: dict[str, StudyResult], found: re.Match[str]) -> str:
     start, name, part, end = found.groups()
     if name not in studies or part not in PARTS:
         known = f"studies are {', '.join(studies)}, parts are {', '.join(PARTS)}"
-        raise ValueError(f"{page.relative_to(root)} asks for part {part} of study {name}: {known}.")
-    up = "../" * (len(page.relative_to(root).parts) - 1)
+        raise ValueError(f"{page} asks for part {part} of study {name}: {known}.")
+    up = "../" * (len(page.parts) - 1)
     lines = PARTS[part](name, studies[name], results[name], up)
     return "\n".join([start + "", *lines, "", end]) if lines else start + end
 

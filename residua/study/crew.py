@@ -281,7 +281,8 @@ def _request(run: PlannedRun, out: Path) -> Request:
 
 def _problem(log: Path, code: int) -> str:
     """One sentence: how the trainer ended, the last line of its log, and where the log is."""
-    lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines()]
+    text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
+    lines = [line.strip() for line in text.splitlines()]
     spoken = [line for line in lines if line]
     ending = f"ended by signal {-code}" if code < 0 else f"ended with status {code}"
     said = f": {spoken[-1]}" if spoken else ""

@@ -51,8 +51,10 @@ for line in sys.stdin:
     note("trained", name)
     say("trained")
     folder.mkdir(parents=True)
-    row = {"kind": "validation", "step": 1000, "loss": 1.0, "bits_per_byte": 1.0, "tokens": 9, "seconds": 1.0}
-    (folder / "metrics.jsonl").write_text(json.dumps(row) + "\\n")
+    row = {"step": 1000, "loss": 1.0, "tokens": 9, "seconds": 1.0}
+    rows = [{**row, "kind": "train", "tokens_per_second": 9.0, "memory_gib": 1.0}]
+    rows += [{**row, "kind": "validation", "bits_per_byte": 1.0}]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\\n" for row in rows))
     (folder / "inspection.json").write_text("{}")
     note("ended", name)
     say("ended 0")
