@@ -211,9 +211,18 @@ def is_plain_name(name: str) -> bool:
     return bool(name) and name.isprintable() and not name.startswith(".") and not {"/", "\\"} & set(name)
 
 
+def refuse_blocked(out: Path, option: str = "--out") -> None:
+    """Refuse a folder that cannot be made because a file has its name or the name of a folder above it."""
+    nearest = next((path for path in (out, *out.parents) if path.exists() or path.is_symlink()), None)
+    if nearest is not None and not nearest.is_dir():
+        blocked = "" if nearest == out else f", so {out} cannot be made"
+        raise ValueError(f"{nearest} is a file{blocked}: choose another {option}.")
+
+
 def refuse_used(out: Path, option: str = "--out") -> None:
     """Refuse non-empty folders, files and the working directory; `option` is what the person named it with."""
     if out.resolve() == Path.cwd():
         raise ValueError(f"{out} is the folder you are in: choose a new one for {option}.")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    refuse_blocked(out, option)
+    if out.exists() and any(out.iterdir()):
         raise ValueError(f"{out} exists and is not an empty folder: choose another {option}.")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from residua.cli.options import Device, Overrides, Preset
+from residua.cli.options import Device, Overrides, Preset, check_file
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -23,7 +23,10 @@ app = typer.Typer(
 )
 
 FROM_PRESET = "the preset's"
-Out = Annotated[Path | None, typer.Option(show_default=False, help="Write everything measured to this JSON file.")]
+Out = Annotated[
+    Path | None,
+    typer.Option(show_default=False, callback=check_file, help="Write everything measured to this JSON file."),
+]
 
 
 @app.command()
@@ -39,9 +42,11 @@ def step(
             "and backend=reference or parallel=shard, separated by spaces.",
         ),
     ] = None,
-    micro_batch: Annotated[int | None, typer.Option(show_default=FROM_PRESET, help="Sequences at once.")] = None,
-    sequence: Annotated[int | None, typer.Option(show_default=FROM_PRESET, help="Tokens in a sequence.")] = None,
-    accumulate: Annotated[int | None, typer.Option(show_default=FROM_PRESET, help="Micro-batches in a step.")] = None,
+    micro_batch: Annotated[int | None, typer.Option(min=1, show_default=FROM_PRESET, help="Sequences at once.")] = None,
+    sequence: Annotated[int | None, typer.Option(min=1, show_default=FROM_PRESET, help="Tokens in a sequence.")] = None,
+    accumulate: Annotated[
+        int | None, typer.Option(min=1, show_default=FROM_PRESET, help="Micro-batches in a step.")
+    ] = None,
     compiled: Annotated[
         bool | None,
         typer.Option("--compile/--no-compile", show_default="on a GPU", help="Compile the model, as training does."),
@@ -244,7 +249,9 @@ def fp8(
     try:
         widths = [(int(inputs), int(outputs)) for inputs, outputs in (size.split(":") for size in sizes.split(","))]
     except ValueError:
-        raise ValueError(f"--sizes {sizes} is not a list like 512:2048,4096:4096.") from None
+        widths = []
+    if not widths or min(map(min, widths)) < 1:
+        raise ValueError(f"--sizes {sizes} is not a list like 512:2048,4096:4096.")
     from residua.bench import fp8 as bench
     from residua.bench import show
     from residua.machine import choose_device
@@ -263,7 +270,7 @@ def fp8(
 def plan_run(
     preset: Preset,
     overrides: Overrides = None,
-    gpus: Annotated[int, typer.Option(min=1, help="Number of devices.")] = 8,
+    gpus: Annotated[int, typer.Option(min=1, max=1_000_000, help="Number of devices.")] = 8,
     memory: Annotated[float, typer.Option(min=1, help="GiB of one device.")] = 140,
     flops: Annotated[
         float, typer.Option(min=1, help="TFLOP/s that a step reaches: the MFU of `bench step` times the peak.")

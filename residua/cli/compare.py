@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import sys
 from pathlib import Path
@@ -229,7 +230,13 @@ def _scaling(sizes: str | None, tokens_per_parameter: float | None) -> dict[str,
             raise ConfigError("--tokens-per-parameter needs --sizes: it sets how long each size trains.")
         return None
     names = [name.strip() for name in sizes.split(",") if name.strip()]
-    return {"sizes": names} | ({"tokens_per_parameter": tokens_per_parameter} if tokens_per_parameter else {})
+    if len(names) < 2:
+        raise ConfigError(f"--sizes {sizes} is too few to fit: name two sizes or more, as in tiny,mini.")
+    if tokens_per_parameter is None:
+        return {"sizes": names}
+    if not 0 < tokens_per_parameter < math.inf:
+        raise ConfigError(f"--tokens-per-parameter {tokens_per_parameter:g} is no length: use a number above 0.")
+    return {"sizes": names, "tokens_per_parameter": tokens_per_parameter}
 
 
 def _budgets(ladder: str | None) -> list[float] | None:

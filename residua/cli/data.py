@@ -31,7 +31,7 @@ Sources = Annotated[
 Field = Annotated[str, typer.Option(help="The field that holds the text in JSONL, parquet and datasets.")]
 Limit = Annotated[
     int | None,
-    typer.Option("--max-bytes", show_default=False, help="Read at most this many bytes of text."),
+    typer.Option("--max-bytes", min=1, show_default=False, help="Read at most this many bytes of text."),
 ]
 
 
@@ -40,6 +40,8 @@ def _corpus(
 ) -> Corpus:
     from residua.data import DataError, open_corpus, standard_library
 
+    if holdout is not None and not 0 <= holdout < 1:
+        raise DataError(f"--holdout {holdout:g} is no share of the documents: use 0 or more, and less than 1.")
     if sources:
         share = 0.01 if holdout is None else holdout
         return open_corpus(sources, field=field, validation=validation, holdout=share, limit=limit)
@@ -70,8 +72,8 @@ def prepare(
     ] = None,
     field: Field = "text",
     limit: Limit = None,
-    workers: Annotated[int | None, typer.Option(show_default="all cores", help="Tokenizer threads.")] = None,
-    shard_tokens: Annotated[int, typer.Option(help="Tokens in one shard file.")] = 100_000_000,
+    workers: Annotated[int | None, typer.Option(min=1, show_default="all cores", help="Tokenizer threads.")] = None,
+    shard_tokens: Annotated[int, typer.Option(min=1, help="Tokens in one shard file.")] = 100_000_000,
 ) -> None:
     """Tokenize text into a folder for `residua train --data`.
 
@@ -106,7 +108,10 @@ def _vocabulary_change(dataset: Path, preset: str) -> str:
 @app.command()
 def tokenizer(
     out: Annotated[Path, typer.Option(help="The tokenizer.json to write; an existing file is refused.")],
-    vocab_size: Annotated[int, typer.Option(help="Entries, including the 256 bytes and the end-of-text token.")],
+    vocab_size: Annotated[
+        int,
+        typer.Option(min=257, max=2**31 - 1, help="Entries, including the 256 bytes and the end-of-text token."),
+    ],
     sources: Sources = None,
     field: Field = "text",
     limit: Limit = None,
@@ -120,7 +125,7 @@ def tokenizer(
     from residua.data.pipeline import progress_bar
 
     if out.exists():
-        raise DataError(f"{out} exists: delete it or name another --out")
+        raise DataError(f"{out} exists: name another --out, or move it elsewhere.")
     if not out.parent.is_dir():
         raise DataError(f"the folder {out.parent} for --out does not exist: make it first")
     corpus = _corpus(sources, field, None, 0.0 if sources else None, limit)
@@ -136,7 +141,7 @@ def tokenizer(
 @app.command()
 def info(
     dataset: Annotated[Path, typer.Argument(metavar="DIR", help="A folder made by `residua data prepare`.")],
-    sample: Annotated[int, typer.Option(help="Tokens of each split to show as text.")] = 120,
+    sample: Annotated[int, typer.Option(min=0, help="Tokens of each split to show as text.")] = 120,
 ) -> None:
     """Check a dataset and show what is in it.
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Sequence
 from importlib import import_module
+from itertools import pairwise
 from typing import Any, NoReturn
 
 import typer
@@ -34,6 +36,7 @@ VERBS = {
 
 # Seconds for rank 0 to get as far as the others: the first rank to end makes torchrun end all of them.
 GRACE = 20.0
+MAY_BE_EMPTY = ("--prompt", "--stop", "--matching")
 
 
 class LazyVerbs(TyperGroup):
@@ -75,15 +78,35 @@ def main() -> None:
     # Libraries start processes too (Inductor's compilers, spawned workers): none may import from the working folder.
     os.environ.setdefault("PYTHONSAFEPATH", "1")
     try:
-        app()
+        refuse_empty(sys.argv[1:])
+        ending = app(standalone_mode=False)
+    except typer.Abort:
+        sys.exit(1)
     except (ValueError, OSError, ImportError, MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and out_of_memory(error) is None:
             raise
         refuse(error)
     except KeyboardInterrupt:
         sys.exit(130)
+    except Exception as error:
+        if not hasattr(error, "format_message"):  # an error of ours, not of the arguments
+            raise
+        _leave_to_first_rank()
+        error.show()
+        sys.exit(2)
     finally:
         _flush_output()
+    sys.exit(ending if isinstance(ending, int) else 0)
+
+
+def refuse_empty(arguments: Sequence[str]) -> None:
+    """Refuse an empty argument, such as that of `--out "$UNSET"`: as a path it would mean the working folder."""
+    for before, argument in pairwise(["", *arguments]):
+        joined = argument.startswith("--") and argument.endswith("=")
+        option = argument.removesuffix("=") if joined else before
+        if (joined or not argument) and option not in MAY_BE_EMPTY:
+            what = option if option.startswith("--") else "an argument"
+            raise ValueError(f"{what} is empty: give it a value or leave it out.")
 
 
 def _flush_output() -> None:
@@ -102,12 +125,16 @@ def refuse(mistake: Exception) -> NoReturn:
     that is still alive after GRACE seconds found something that rank 0 did not (a missing GPU, a file that only its
     machine lacks) and prints it; of several ranks on a machine the first does.
     """
-    if int(os.environ.get("RANK", 0)) > 0:
-        time.sleep(GRACE + int(os.environ.get("LOCAL_RANK", 0)))
+    _leave_to_first_rank()
     from residua.report.terminal import say  # a command that succeeds does without it
 
     complain(say(mistake))
     sys.exit(2)
+
+
+def _leave_to_first_rank() -> None:
+    if int(os.environ.get("RANK", 0)) > 0:
+        time.sleep(GRACE + int(os.environ.get("LOCAL_RANK", 0)))
 
 
 if __name__ == "__main__":

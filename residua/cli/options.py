@@ -5,9 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from residua.files import refuse_blocked
 
 CHECKPOINTS = ("last", "best")
 DEVICES = ("auto", "cpu", "cuda")
@@ -22,7 +25,7 @@ Device = Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="Where to com
 Precision = Annotated[
     str, typer.Option(metavar="auto|float32|bfloat16", help="Of the weights; auto: bfloat16 on a GPU.")
 ]
-Threads = Annotated[int | None, typer.Option(min=1, show_default="PyTorch's choice", help="CPU threads.")]
+Threads = Annotated[int | None, typer.Option(min=1, max=4096, show_default="PyTorch's choice", help="CPU threads.")]
 
 
 def complain(sentence: str) -> None:
@@ -31,6 +34,15 @@ def complain(sentence: str) -> None:
 
     with suppress(OSError):  # standard error may go to the disk that is full
         print(f"residua: {printable(sentence)}", file=sys.stderr, flush=True)
+
+
+def check_file(out: Path | None) -> Path | None:
+    """Refuse an --out that is a folder, or cannot be made, before anything is measured."""
+    if out is not None and out.is_dir():
+        raise ValueError(f"--out {out} is a folder: name the file to write.")
+    if out is not None:
+        refuse_blocked(out.parent)
+    return out
 
 
 def require_choice(option: str, value: str, choices: Sequence[str]) -> None:

@@ -27,7 +27,7 @@ from residua.config.choices import (
     divisors,
 )
 from residua.config.positions import LongRope
-from residua.config.settings import ConfigError, Frozen, Positive, apply_overrides, explain, of_file, read_toml, to_toml
+from residua.config.settings import ConfigError, Frozen, Positive, apply_overrides, of_file, read_toml, refusal, to_toml
 
 
 class ModelConfig(Frozen):
@@ -56,7 +56,7 @@ class ModelConfig(Frozen):
         try:
             super().__init__(**data)
         except ValidationError as error:
-            raise ConfigError(explain(error, ModelConfig)) from None
+            raise refusal(error, ModelConfig) from None
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> ModelConfig:

@@ -14,9 +14,19 @@ from pydantic import Field, ValidationError, model_validator
 from residua.config import presets
 from residua.config.model import ModelConfig
 from residua.config.schedule import LinearDecay, Schedule
-from residua.config.settings import ConfigError, Frozen, apply_overrides, explain, merge, of_file, read_toml, to_toml
+from residua.config.settings import (
+    ConfigError,
+    Frozen,
+    Positive,
+    Seed,
+    apply_overrides,
+    merge,
+    of_file,
+    read_toml,
+    refusal,
+    to_toml,
+)
 
-Positive = Annotated[int, Field(ge=1)]
 Rate = Annotated[float, Field(gt=0)]
 Decay = Annotated[float, Field(ge=0)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -55,7 +65,7 @@ class DataConfig(Frozen):
     path: str | None = None
     tokenizer: str = "bpe:1024"
     sequence: Positive | None = None
-    seed: int = Field(0, ge=0)
+    seed: Seed = 0
     masking: Literal["none", "documents"] = "none"
     validation_tokens: Positive = 262_144
 
@@ -87,7 +97,7 @@ class TrainConfig(Frozen):
     steps: Positive = 1000
     micro_batch: Positive = 8
     accumulate: Positive = 1
-    seed: int = Field(0, ge=0)
+    seed: Seed = 0
     optimizer: Optimizer = Muon()
     schedule: Schedule = LinearDecay()
     clip_norm: float = Field(1.0, gt=0)
@@ -185,7 +195,7 @@ class RunConfig(Frozen):
         try:
             super().__init__(**data)
         except ValidationError as error:
-            raise ConfigError(explain(error, RunConfig)) from None
+            raise refusal(error, RunConfig) from None
 
     @classmethod
     def from_toml(cls, path: str | Path) -> RunConfig:
@@ -200,13 +210,15 @@ class RunConfig(Frozen):
         """The run that a preset's name or a TOML file's path describes."""
         if source.endswith(".toml"):
             return cls.from_toml(source)
+        if source not in presets.names() and Path(source).exists():
+            raise ConfigError(f"{source!r} is neither a preset (`residua presets` lists them) nor a .toml file.")
         return cls(**_sections(presets.load(source)))
 
     def override(self, changes: list[str]) -> RunConfig:
         """Apply `section.key=value` changes, for example `train.steps=500`. A new `kind` drops the old kind's keys."""
         for change in changes:
-            section = change.partition(".")[0]
-            if section not in RunConfig.model_fields:
+            section = change.partition("=")[0].partition(".")[0].strip()
+            if section and section not in RunConfig.model_fields:
                 raise ConfigError(f"override {change!r} names no section: {self._place(change)}")
         return RunConfig(**apply_overrides(self.model_dump(exclude_none=True), changes))
 

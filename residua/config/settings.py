@@ -19,6 +19,9 @@ from residua import reading
 class ConfigError(ValueError):
     """An invalid configuration; the message is one sentence for the user."""
 
+    problem: tuple[ValidationError, type[BaseModel]] | None = None
+    """What it explains, so that a table around this one can name its keys in full."""
+
 
 PLUGINS = "RESIDUA_PLUGINS"
 """The environment variable that names a person's own modules (`residua.config.plugins`)."""
@@ -45,8 +48,11 @@ def number(value: object) -> object:
     return value
 
 
-Positive = Annotated[int, BeforeValidator(number), Field(ge=1)]
+MOST = 2**31 - 1
+Positive = Annotated[int, BeforeValidator(number), Field(ge=1, le=MOST)]
 """At least 1."""
+Seed = Annotated[int, BeforeValidator(number), Field(ge=0, lt=2**63)]
+"""What random generators take."""
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:
@@ -109,61 +115,78 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def explain(error: ValidationError, model: type[BaseModel]) -> str:
-    """The first problem of a pydantic error as one sentence: the field, the value, the nearest valid choice."""
+def refusal(error: ValidationError, model: type[BaseModel]) -> ConfigError:
+    """The error to raise for what pydantic found."""
+    made = ConfigError(explain(error, model))
+    made.problem = (error, model)
+    return made
+
+
+def explain(error: ValidationError, model: type[BaseModel], within: str = "") -> str:
+    """The first problem of a pydantic error as one sentence: the field, the value, the nearest valid choice.
+
+    `within` is the table that holds this one, as in "model": a person typed `model.norm.kind`, not `norm.kind`.
+    """
     fault = error.errors()[0]
     path = _field_path(fault["loc"], model)
-    field = reading.brief(".".join(path)) or "configuration"
+    field = reading.brief(".".join([within] * bool(within) + path)) or "configuration"
+    cause = fault.get("ctx", {}).get("error")
+    if isinstance(cause, ConfigError) and cause.problem is not None:
+        return explain(*cause.problem, within=field)
     value = reading.brief(repr(fault["input"]))
     rule = _RULES.get(fault["type"], _any_fault)
-    return rule(fault, field, path, value, model)
+    return rule(fault, field, path, value, model, within)
 
 
-def _unknown_key(fault: Any, field: str, path: list[str], value: str, model: type[BaseModel]) -> str:
+def _unknown_key(fault: Any, field: str, path: list[str], value: str, model: type[BaseModel], within: str) -> str:
     table = _table_at(fault["loc"][:-1], model)
     known = list(table.model_fields) if table else []
     return f"{field} = {value} is not a known key: {suggest(path[-1], known)}"
 
 
-def _unknown_kind(fault: Any, field: str, path: list[str], value: str, model: type[BaseModel]) -> str:
+def _unknown_kind(fault: Any, field: str, path: list[str], value: str, model: type[BaseModel], within: str) -> str:
     known = [word.strip(" '") for word in fault["ctx"]["expected_tags"].split(",")]
     tag, family = fault["ctx"]["tag"], _annotation_at(fault["loc"], model)
     nor = f", and no module that {PLUGINS} names adds it" if getattr(family, "takes_plugins", False) else ""
     return f"{field}.kind = {reading.brief(repr(tag))} does not exist{nor}: {suggest(tag, known)}"
 
 
-def _missing_kind(fault: Any, field: str, path: list[str], value: str, model: type[BaseModel]) -> str:
+def _missing_kind(fault: Any, field: str, path: list[str], value: str, model: type[BaseModel], within: str) -> str:
     known = [t.model_fields["kind"].default for t in _members(_annotation_at(fault["loc"], model))]
     return f"{field} has no kind: {suggest('', known)}"
 
 
-def _wrong_word(fault: Any, field: str, path: list[str], value: str, model: type[BaseModel]) -> str:
+def _wrong_word(fault: Any, field: str, path: list[str], value: str, model: type[BaseModel], within: str) -> str:
     known = [w.strip(" '") for part in fault["ctx"]["expected"].split(" or ") for w in part.split(",")]
     return f"{field} = {value} is not a choice: {suggest(str(fault['input']), known)}"
 
 
-def _missing(fault: Any, field: str, path: list[str], value: str, model: type[BaseModel]) -> str:
+def _missing(fault: Any, field: str, path: list[str], value: str, model: type[BaseModel], within: str) -> str:
     return f"{field} is missing: give it a value."
 
 
-def _our_sentence(fault: Any, field: str, path: list[str], value: str, model: type[BaseModel]) -> str:
+_KEY = r"(?<![\w./\\'-])"  # not in the path of a file such as 'my/model.py'
+
+
+def _our_sentence(fault: Any, field: str, path: list[str], value: str, model: type[BaseModel], within: str) -> str:
     """Our own message, with its keys extended to their full path if the table is nested."""
     sentence = str(fault["ctx"]["error"])
-    if len(path) < 2:
-        return sentence
-    key = rf"(?<![\w./\\'-]){re.escape(path[0])}\."  # not in the path of a file such as 'my/model.py'
-    return re.sub(key, f"{field}.", sentence)
+    if len(path) >= 2:
+        sentence = re.sub(rf"{_KEY}{re.escape(path[0])}\.", f"{'.'.join(path)}.", sentence)
+    if within:
+        sentence = re.sub(rf"{_KEY}({'|'.join(model.model_fields)})(?=\.[a-z]| = )", rf"{within}.\1", sentence)
+    return sentence
 
 
-def _not_a_table(fault: Any, field: str, path: list[str], value: str, model: type[BaseModel]) -> str:
+def _not_a_table(fault: Any, field: str, path: list[str], value: str, model: type[BaseModel], within: str) -> str:
     return f"{field} = {value} should be a table of keys."
 
 
-def _not_a_list(fault: Any, field: str, path: list[str], value: str, model: type[BaseModel]) -> str:
+def _not_a_list(fault: Any, field: str, path: list[str], value: str, model: type[BaseModel], within: str) -> str:
     return f"{field} = {value} should be a list."
 
 
-def _any_fault(fault: Any, field: str, path: list[str], value: str, model: type[BaseModel]) -> str:
+def _any_fault(fault: Any, field: str, path: list[str], value: str, model: type[BaseModel], within: str) -> str:
     reason = fault["msg"][0].lower() + fault["msg"][1:]
     return f"{field} = {value} is refused: {reason}."
 

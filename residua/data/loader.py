@@ -200,7 +200,7 @@ def _check_size(split: Split, sequence: int, batch: int) -> None:
     if split.tokens <= sequence:
         raise DataError(
             f"the {split.name} split holds {split.tokens} tokens, too few for a sequence of {sequence} and its "
-            "targets: shorten the sequence or prepare more text"
+            "targets: shorten the sequence (data.sequence, or else model.context) or prepare more text"
         )
 
 

@@ -195,7 +195,7 @@ def _same_dataset(out: Path, recipe: dict[str, Any]) -> Dataset | None:
     if out.is_dir() and (out / DESCRIPTION).exists() and read_description(out).get("recipe") == recipe:
         return Dataset.open(out)
     raise DataError(
-        f"{out} already holds something made from other sources or settings: delete it or name another --out"
+        f"{out} already holds something made from other sources or settings: name another --out, or move it elsewhere"
     )
 
 

@@ -52,8 +52,11 @@ class Tokenizer:
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> Tokenizer:
         """A byte-level BPE with GPT-2's splitting rule; fewer than `vocab_size` tokens if the text has no more."""
-        if vocab_size <= BYTE_VALUES:
-            raise DataError(f"vocab_size is {vocab_size}: 256 bytes and {END_OF_TEXT} need at least 257")
+        if not BYTE_VALUES < vocab_size < 2**31:
+            raise DataError(
+                f"a BPE of {vocab_size} entries cannot be trained: 256 bytes and {END_OF_TEXT} need at least 257, and "
+                "ids have 31 bits"
+            )
         backend = _byte_level(models.BPE())
         trainer = trainers.BpeTrainer(
             vocab_size=vocab_size,

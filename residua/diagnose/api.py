@@ -17,7 +17,7 @@ from residua.diagnose.page import diagnosis_page
 from residua.diagnose.run import ABLATION_TOKENS, Progress, diagnose_model
 from residua.diagnose.schema import Diagnosis
 from residua.diagnose.text import DEFAULT_TOKENS, sample
-from residua.files import keeping, write_atomically
+from residua.files import keeping, refuse_blocked, write_atomically
 from residua.machine import choose_device
 from residua.model import taps as published
 from residua.model.decoder import Decoder
@@ -80,6 +80,7 @@ def write(diagnosis: Diagnosis, out: Path) -> None:
 
 def _check_out(out: Path, models: Sequence[Path]) -> None:
     """Refuse to replace another command's page, or to write among files that belong to neither model nor diagnosis."""
+    refuse_blocked(out)
     if (out / JSON).exists() or not out.is_dir():
         return
     if (out / PAGE).exists():

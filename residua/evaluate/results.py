@@ -14,6 +14,7 @@ from rich.table import Table
 
 from residua.evaluate.accuracy import Accuracy, TaskScore
 from residua.evaluate.perplexity import TextScore
+from residua.files import refuse_blocked
 from residua.reading import inside
 from residua.report.terminal import new_table
 
@@ -52,6 +53,7 @@ def new_file(model: Path, out: Path | None) -> Path:
         out = inside(model, FOLDER) / f"{stamp}.json"
     if out.exists():
         raise ValueError(f"{out} exists: choose another --out.")
+    refuse_blocked(out.parent)
     return out
 
 

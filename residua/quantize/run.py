@@ -18,6 +18,7 @@ from residua.quantize.schemes import find_scheme
 from residua.quantize.store import files_to_copy, is_quantized, save_quantized
 from residua.report.terminal import StageProgress
 from residua.storage.load import load
+from residua.storage.opening import require_model
 
 Device = Literal["auto", "cpu", "cuda"]
 RESULTS, REPORT = "results.json", "report.html"
@@ -52,6 +53,7 @@ def quantize(
         check_alpha(alpha, f"--smooth {alpha:g}")
     elif inside:
         raise ValueError("--inside extends SmoothQuant: use it with --smooth.")
+    require_model(source)
     if is_quantized(source):
         raise ValueError(f"{source} is quantized already: name the run or the export it was made from.")
     files_to_copy(source)

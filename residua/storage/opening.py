@@ -38,13 +38,18 @@ def ready(model: Decoder) -> Decoder:
     return model.eval()
 
 
-def open_tokenizer(folder: str | Path) -> Tokenizer:
-    """The tokenizer in a model folder; refuses a folder without a model or a tokenizer."""
-    path = Path(folder)
+def require_model(path: Path) -> None:
+    """Refuse what is no folder, and a folder without a model. Quick: nothing is opened."""
     if not path.is_dir():
         raise ValueError(f"{path} is not a folder: name a run of `residua train` or a folder of `residua export`.")
     if not any((path / name).exists() for name in ("config.toml", "config.json")):
         raise ValueError(f"{path} holds no model: name a run of `residua train` or a folder of `residua export`.")
+
+
+def open_tokenizer(folder: str | Path) -> Tokenizer:
+    """The tokenizer in a model folder; refuses a folder without a model or a tokenizer."""
+    path = Path(folder)
+    require_model(path)
     if not any((path / name).exists() for name in ("tokenizer.json", "vocab.json")):
         raise ValueError(f"{path} has no tokenizer: put the tokenizer.json of its data there.")
     return Tokenizer.load(path)

@@ -19,7 +19,7 @@ from typing import Any
 
 from residua.config.run import RunConfig, differences
 from residua.config.settings import ConfigError
-from residua.files import UNFINISHED, AppendedFile, write_atomically, writing
+from residua.files import UNFINISHED, AppendedFile, refuse_blocked, write_atomically, writing
 from residua.reading import Count, Shape, check, inside, read_json, read_json_lines, read_text
 from residua.storage.checkpoint import Checkpoint, checkpoints
 
@@ -63,7 +63,8 @@ class Run:
     @classmethod
     def create(cls, folder: Path, config: RunConfig) -> Run:
         """Create the folder; refuses one that is not empty."""
-        if folder.exists() and (not folder.is_dir() or any(not p.name.startswith(_OURS) for p in folder.iterdir())):
+        refuse_blocked(folder)
+        if folder.exists() and any(not p.name.startswith(_OURS) for p in folder.iterdir()):
             raise ConfigError(f"{folder} is not empty: choose another --out, or continue the run in it with --resume.")
         made = [path for path in (folder, *folder.parents) if not path.exists()]
         try:

@@ -9,13 +9,11 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from residua.config.settings import ConfigError, Frozen, explain, of_file, read_toml, to_toml
+from residua.config.settings import Frozen, Positive, Seed, of_file, read_toml, refusal, to_toml
 from residua.files import is_plain_name
 from residua.quantize.recipe import Recipe
 from residua.reading import shown
 
-Positive = Annotated[int, Field(ge=1)]
-Seed = Annotated[int, Field(ge=0)]
 DEMO = Path(__file__).with_name("demo.toml")
 """The study of `residua compare --demo`: four tiny models on the embedded corpus, without a network or a GPU."""
 MOST_SEEDS = 1000
@@ -91,7 +89,7 @@ class StudyConfig(Frozen):
         try:
             super().__init__(**data)
         except ValidationError as error:
-            raise ConfigError(explain(error, StudyConfig)) from None
+            raise refusal(error, StudyConfig) from None
 
     @classmethod
     def from_toml(cls, path: str | Path) -> StudyConfig:

@@ -10,6 +10,7 @@ from residua.config.run import RunConfig, differences
 from residua.config.settings import ConfigError, of_file
 from residua.data import Dataset
 from residua.data.tokenizer import padded_vocabulary
+from residua.files import refuse_blocked
 from residua.model.size import measure
 from residua.study.config import StudyConfig
 from residua.study.matching import match
@@ -99,8 +100,7 @@ def base_run(study: StudyConfig, size: str) -> RunConfig:
 
 def refuse_strangers(out: Path) -> None:
     """Refuse a folder that holds anything but a study, such as a training run."""
-    if out.exists() and not out.is_dir():
-        raise ConfigError(f"{out} is a file: choose another --out.")
+    refuse_blocked(out)
     if not out.exists() or (out / STUDY).exists():
         return
     stranger = min((path.name for path in out.iterdir() if not _expected(path)), default=None)
@@ -124,7 +124,7 @@ def check_folders(plan: StudyPlan) -> None:
             key, (old, new) = next(iter(changed.items()))
             raise ConfigError(
                 f"{run.folder} holds a run with {key} = {old!r}, and this study needs {new!r}: "
-                "choose another --out, or remove that folder."
+                "choose another --out, or move that folder elsewhere."
             )
 
 

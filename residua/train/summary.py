@@ -17,7 +17,7 @@ from residua.machine import require_memory
 from residua.model.size import shapes
 from residua.storage.checkpoint import checkpoints, model_tensors
 from residua.train.optimizer import build_optimizer
-from residua.train.progress import short
+from residua.train.progress import short, short_bytes
 from residua.train.step import Step
 
 if TYPE_CHECKING:
@@ -115,6 +115,6 @@ def check_disk(step: Step, folder: Path, keep: int) -> None:
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise ConfigError(
-            f"the checkpoints of this run need {needed / 2**30:.2f} GiB ({one / 2**30:.2f} each) and {folder} has "
-            f"{free / 2**30:.2f} GiB free: make room, choose another --out, or lower train.keep = {keep}."
+            f"the checkpoints of this run need {short_bytes(needed)} ({short_bytes(one)} each) and {folder} has "
+            f"{short_bytes(free)} free: make room, choose another --out, or lower train.keep = {keep}."
         )

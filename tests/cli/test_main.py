@@ -65,8 +65,8 @@ def test_active_parameters_in_a_preset_say_that_they_leave_the_embedding_out(nam
         ),
         (
             ("train", "tiny", "--out", "nowhere", "model.topology=ful_attnres"),
-            "residua: topology.kind = 'ful_attnres' does not exist, and no module that RESIDUA_PLUGINS names adds it: "
-            "did you mean 'full_attnres'?",
+            "residua: model.topology.kind = 'ful_attnres' does not exist, and no module that RESIDUA_PLUGINS names "
+            "adds it: did you mean 'full_attnres'?",
         ),
     ],
 )

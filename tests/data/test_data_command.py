@@ -57,7 +57,7 @@ def test_tokenizer_then_prepare(jsonl: Path, tmp_path: Path) -> None:
     run("tokenizer", jsonl, "--vocab-size", "300", "--out", path)
     run("prepare", jsonl, "--tokenizer", path, "--out", tmp_path / "out")
     assert Dataset.open(tmp_path / "out").tokenizer_hash == Tokenizer.load(path).hash
-    with pytest.raises(DataError, match="exists: delete it or name another --out"):
+    with pytest.raises(DataError, match="exists: name another --out, or move it elsewhere"):
         run("tokenizer", jsonl, "--vocab-size", "300", "--out", path)
 
 

@@ -71,9 +71,12 @@ def test_used_folders_files_and_the_working_directory_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()
-    for used in (tmp_path, tmp_path / "file"):
-        with pytest.raises(ValueError, match="exists and is not an empty folder: choose another --engine"):
-            refuse_used(used, "--engine")
+    with pytest.raises(ValueError, match="exists and is not an empty folder: choose another --engine"):
+        refuse_used(tmp_path, "--engine")
+    with pytest.raises(ValueError, match="file is a file: choose another --engine"):
+        refuse_used(tmp_path / "file", "--engine")
+    with pytest.raises(ValueError, match=r"file is a file, so .*file/inside cannot be made: choose another --out"):
+        refuse_used(tmp_path / "file" / "inside")
     (tmp_path / "empty").mkdir()
     refuse_used(tmp_path / "empty")
     refuse_used(tmp_path / "new")

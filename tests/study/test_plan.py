@@ -78,8 +78,9 @@ def test_a_study_that_was_interrupted_goes_on_in_its_folder(out: Path) -> None:
 
 def test_a_file_is_no_folder_for_a_study(out: Path) -> None:
     out.touch()
-    with pytest.raises(ConfigError, match="is a file: choose another --out"):
-        refuse_strangers(out)
+    for place in (out, out / "inside"):
+        with pytest.raises(ValueError, match=r"is a file.*: choose another --out"):
+            refuse_strangers(place)
 
 
 def with_ladder(study: StudyConfig, *budgets: float) -> StudyConfig:

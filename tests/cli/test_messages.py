@@ -1,0 +1,127 @@
+"""What was typed wrongly is answered in one sentence that names it; nothing is written, and no traceback is shown."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from residua.cli import main as command
+from residua.cli.main import main
+from residua.config.model import ModelConfig
+from residua.config.settings import ConfigError
+from residua.train.progress import short_bytes
+
+Say = Callable[..., str]
+HUGE = "99999999999999999999999"
+
+
+@pytest.fixture
+def say(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Say:
+    """Run a refused command in a folder with a `file` and a `folder`; what it said on standard error."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "folder").mkdir()
+
+    def run(line: str) -> str:
+        arguments = [word.replace("_EMPTY_", "") for word in line.split()]
+        monkeypatch.setattr(sys, "argv", ["residua", *arguments])
+        with pytest.raises(SystemExit) as end:
+            main()
+        printed = capsys.readouterr()
+        assert end.value.code == 2, printed
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder"]
+        assert (tmp_path / "file").read_text() == "mine" and not list((tmp_path / "folder").iterdir())
+        return printed.err
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("train tiny model.norm.kind=x", "residua: model.norm.kind = 'x' does not exist"),
+        ("train tiny model.width=-1", "residua: model.width = -1 is refused"),
+        ("train tiny model.layers=true", "residua: model.layers = True is refused: a truth value is not a number"),
+        ("train tiny train.steps=true", "residua: train.steps = True is refused: a truth value is not a number"),
+        (
+            "train tiny model.attention.heads=3",
+            "residua: model.attention.heads = 3 does not divide model.width = 128: choose one of 1, 2, 4, 8, 16, 32, "
+            "64, 128 or set model.attention.head_dim.",
+        ),
+        ("train tiny model.topology.streams=8", "residua: model.topology.streams = 8 is not a known key"),
+        (f"train tiny train.seed={HUGE}", f"residua: train.seed = {HUGE} is refused: input should be less than"),
+        (f"train tiny data.seed={HUGE}", f"residua: data.seed = {HUGE} is refused: input should be less than"),
+        (f"train tiny model.width={HUGE}", f"residua: model.width = {HUGE} is refused: input should be less than"),
+        (f"train tiny train.micro_batch={HUGE}", f"residua: train.micro_batch = {HUGE} is refused"),
+        ("train tiny =3", "residua: override '=3' is not of the form section.key=value."),
+        ("train tiny model=3", "residua: model = 3 should be a table of keys."),
+        ("train tiny steps=3", "residua: override 'steps=3' names no section: write train.steps=3."),
+        ("train folder", "residua: 'folder' is neither a preset (`residua presets` lists them) nor a .toml file."),
+        ("train tiny --out file", "residua: file is a file: choose another --out."),
+        ("train tiny --out file/x", "residua: file is a file, so file/x cannot be made: choose another --out."),
+        ("train tiny --out _EMPTY_", "residua: --out is empty: give it a value or leave it out."),
+        ("train tiny --out=", "residua: --out is empty"),
+        ("train _EMPTY_", "residua: an argument is empty"),
+        (f"train tiny --threads {HUGE}", "Invalid value for '--threads'"),
+        ("train tiny --nonsense", "No such option: --nonsense"),
+        ("quantize nowhere --out q", "residua: nowhere is not a folder: name a run of `residua train`"),
+        ("quantize folder --out q", "residua: folder holds no model: name a run of `residua train`"),
+        ("data info folder --sample -1", "Invalid value for '--sample'"),
+        ("data prepare folder --out p --workers 0", "Invalid value for '--workers'"),
+        ("data prepare folder --out p --shard-tokens 0", "Invalid value for '--shard-tokens'"),
+        ("data prepare folder --out p --max-bytes -4", "Invalid value for '--max-bytes'"),
+        ("data prepare folder --out p --holdout 2", "residua: --holdout 2 is no share of the documents"),
+        ("data prepare folder --out p --holdout nan", "residua: --holdout nan is no share of the documents"),
+        ("data prepare folder --out p --tokenizer _EMPTY_", "residua: --tokenizer is empty"),
+        (f"data tokenizer --vocab-size {HUGE} --out t.json", "Invalid value for '--vocab-size'"),
+        (
+            "compare prenorm mgr --out file/x",
+            "residua: file is a file, so file/x cannot be made: choose another --out.",
+        ),
+        ("compare prenorm mgr --sizes tiny", "residua: --sizes tiny is too few to fit: name two sizes or more"),
+        ("compare prenorm mgr --sizes tiny,mini --tokens-per-parameter 0", "residua: --tokens-per-parameter 0 is no"),
+        ("compare prenorm mgr --quantize _EMPTY_", "residua: --quantize is empty"),
+        ("compare prenorm mgr --set model.norm=x", "model.norm.kind = 'x' does not exist"),
+        ("bench step tiny --micro-batch 0", "Invalid value for '--micro-batch'"),
+        ("bench step tiny --out folder", "residua: --out folder is a folder: name the file to write."),
+        ("bench step tiny --out file/x", "residua: file is a file: choose another --out."),
+        ("bench fp8 --sizes 0:0", "residua: --sizes 0:0 is not a list like 512:2048,4096:4096."),
+        ("bench fp8 --sizes -1:3", "residua: --sizes -1:3 is not a list like"),
+        (f"bench plan tiny --gpus {HUGE}", "Invalid value for '--gpus'"),
+    ],
+)
+def test_what_was_typed_is_named(line: str, sentence: str, say: Say) -> None:
+    said = say(line)
+    assert sentence in said and "Traceback" not in said and "Errno" not in said
+    assert said.startswith("residua: ") == sentence.startswith("residua: ") or "set:" in said
+
+
+def test_in_python_the_keys_of_a_model_are_those_that_were_typed() -> None:
+    with pytest.raises(ConfigError, match=r"^norm\.kind = 'x' does not exist"):
+        ModelConfig.preset("tiny").override(["norm=x"])
+
+
+def test_of_many_ranks_one_prints_how_the_command_is_used(say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others wait, and torchrun ends them."""
+    waited: list[float] = []
+    monkeypatch.setattr(command.time, "sleep", waited.append)
+    assert "No such option" in say("train tiny --nonsense") and waited == []
+    monkeypatch.setitem(os.environ, "RANK", "1")
+    assert say("train tiny --nonsense") and waited == [command.GRACE]
+
+
+def test_exit_codes_are_those_of_the_verbs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, code in ((["presets", "tiny"], 0), (["--help"], 0), ([], 2)):
+        monkeypatch.setattr(sys, "argv", ["residua", *arguments])
+        with pytest.raises(SystemExit) as end:
+            main()
+        assert end.value.code == code, arguments
+        assert capsys.readouterr()
+
+
+def test_few_bytes_are_not_called_zero_gibibytes() -> None:
+    assert [short_bytes(n) for n in (12, 3_400_000, 5 * 2**30)] == ["12 bytes", "3.2 MiB", "5.0 GiB"]
