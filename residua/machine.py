@@ -67,10 +67,11 @@ def require_memory(what: str, needed: int, advice: str, device: torch.device | N
     free = free_memory(device)
     if free is not None and needed > free:
         where = "the GPU" if device is not None and device.type == "cuda" else "this machine"
-        raise TooLarge(f"{what} {_gib(needed)} of memory, and {where} has {_gib(free)} free: {advice}.")
+        raise TooLarge(f"{what} {short_bytes(needed)} of memory, and {where} has {short_bytes(free)} free: {advice}.")
 
 
-def _gib(count: int) -> str:
+def short_bytes(count: int) -> str:
+    """A size in words: 3400000 → 3.2 MiB."""
     return f"{count / 2**30:,.1f} GiB" if count >= 1 << 29 else f"{count / 2**20:,.1f} MiB"
 
 

@@ -81,14 +81,6 @@ def short(number: float) -> str:
     return f"{number:.3g}"
 
 
-def short_bytes(count: float) -> str:
-    """3400000 → 3.2 MiB."""
-    for size, unit in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if count >= size:
-            return f"{count / size:,.1f} {unit}"
-    return f"{count:.0f} bytes"
-
-
 def duration(seconds: float) -> str:
     """3723 → 1h02m."""
     whole = round(seconds)

@@ -13,11 +13,11 @@ from rich.console import Console
 from residua.config.run import RunConfig
 from residua.config.settings import ConfigError
 from residua.data import Dataset
-from residua.machine import require_memory
+from residua.machine import require_memory, short_bytes
 from residua.model.size import shapes
 from residua.storage.checkpoint import checkpoints, model_tensors
 from residua.train.optimizer import build_optimizer
-from residua.train.progress import short, short_bytes
+from residua.train.progress import short
 from residua.train.step import Step
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from residua.cli import main as command
 from residua.cli.main import main
 from residua.config.model import ModelConfig
 from residua.config.settings import ConfigError
-from residua.train.progress import short_bytes
+from residua.machine import short_bytes
 
 Say = Callable[..., str]
 HUGE = "99999999999999999999999"
@@ -124,4 +124,4 @@ def test_exit_codes_are_those_of_the_verbs(monkeypatch: pytest.MonkeyPatch, caps
 
 
 def test_few_bytes_are_not_called_zero_gibibytes() -> None:
-    assert [short_bytes(n) for n in (12, 3_400_000, 5 * 2**30)] == ["12 bytes", "3.2 MiB", "5.0 GiB"]
+    assert [short_bytes(n) for n in (300_000, 3_400_000, 5 * 2**30)] == ["0.3 MiB", "3.2 MiB", "5.0 GiB"]
