@@ -11,6 +11,7 @@ import torch
 from residua.diagnose.huggingface import HuggingFaceSubject
 from residua.diagnose.native import NativeSubject
 from residua.diagnose.observe import Subject
+from residua.machine import require_memory
 from residua.reading import check_links, read_json
 from residua.storage.exported import is_export
 from residua.storage.finite import require_finite
@@ -50,6 +51,8 @@ def _hugging_face(path: Path, device: torch.device) -> HuggingFaceSubject:
     except ImportError:
         raise ValueError(f"{path} is a Hugging Face model: install transformers to open it (residua[hf]).") from None
     config = _check_files(path)
+    weights = sum(file.stat().st_size for file in path.glob("*.safetensors"))
+    require_memory(f"{path} needs", weights, "end other programs, or use a machine with more memory")
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     dtype: Any = torch.float32 if device.type == "cpu" else "auto"

@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 import errno
+import io
+import os
 import re
+import resource
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from residua.config.run import RunConfig
-from residua.files import UNFINISHED
+from residua.files import UNFINISHED, AppendedFile, WriteError
 from residua.storage.checkpoint import checkpoints
 from residua.storage.tensors import holds_only_numbers
+from residua.train.health import TrainingStopped
+from residua.train.trainer import train
 from tests.faults import Disk, failing
+from tests.nightly import only_nightly
+from tests.soak.disk import SmallDisk, open_disk
+from tests.train.conftest import config as config
+from tests.train.conftest import data as data
 from tests.trained import residua, train_run
 
 pytestmark = pytest.mark.slow
@@ -134,8 +146,128 @@ def test_a_failing_disk_costs_only_what_was_being_written(
             code = run_verb(verb, place, monkeypatch)
         out, err = capfd.readouterr()
         assert disk.failed, "the moment was not reached"
-        if code == 0:
+        harmful = [what for what in disk.failed if not what.startswith("mkdir")]  # of a folder that exists
+        if code != 0:
+            check(verb, place, before, code, err)
+        elif harmful:
             assert all("tfevents" in what or "tensorboard" in what for what in disk.failed), disk.failed
             assert out.count("TensorBoard is off from here on") == 1 and not err.strip(), (out, err)
-        else:
-            check(verb, place, before, code, err)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[SmallDisk]:
+    with open_disk(tmp_path / "small") as disk:
+        if not isinstance(disk, SmallDisk):
+            pytest.skip("mounting a file system is not permitted here")
+        yield disk
+
+
+def copy_to(folder: Path, place: Path) -> Path:
+    made = Path(shutil.copytree(place, folder / "place"))
+    for name in ("run/config.toml", "new.toml"):
+        (made / name).write_text((place / name).read_text().replace(str(place), str(made)))
+    return made
+
+
+@pytest.mark.parametrize("verb", only_nightly(VERBS, ["train", "quantize"]))
+def test_a_disk_that_is_really_full_is_one_sentence(
+    verb: str, place: Path, small_disk: SmallDisk, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr("residua.train.summary.check_disk", lambda *_: None)
+    monkeypatch.setattr("residua.train.trainer.check_disk", lambda *_: None)
+    made = copy_to(small_disk.path, place)
+    before = files(made)
+    for room in (0, 1 << 13, 1 << 16):
+        small_disk.fill(room, [])
+        capfd.readouterr()
+        code = run_verb(verb, made, monkeypatch)
+        err = capfd.readouterr().err
+        if code:
+            check(verb, made, before, code, err)
+        small_disk.empty()
+        shutil.rmtree(made / "out", ignore_errors=True)
+        shutil.rmtree(made / "run", ignore_errors=True)
+        copied = Path(shutil.copytree(place / "run", made / "run"))
+        (copied / "config.toml").write_bytes(before["run/config.toml"])
+        (made / "tokenizer.json").unlink(missing_ok=True)
+        assert code or room, "no room at all, and nothing failed"
+
+
+@pytest.mark.parametrize("verb", only_nightly(VERBS, ["train", "export"]))
+def test_a_limit_on_the_size_of_files_is_one_sentence(
+    verb: str, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """Reaches what is written below Python too: safetensors is Rust."""
+    monkeypatch.setattr("residua.export.folder.bundle", lambda *_: {})  # takes seconds
+    before, limits = files(place), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64, limits[1]))
+    try:
+        code = run_verb(verb, place, monkeypatch)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    err = capsys.readouterr().err
+    check(verb, place, before, code, err)
+    assert "File too large" in err and "ulimit -f" in err
+
+
+def test_a_run_goes_on_without_tensorboard_and_stops_without_metrics(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    pytest.importorskip("tensorboard")
+    write, broken = AppendedFile.write, "tfevents"
+
+    def full(file: AppendedFile, piece: bytes) -> None:
+        if broken in file.path.name and b"validation" in piece:
+            raise WriteError(file.path, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+        write(file, piece)
+
+    monkeypatch.setattr(AppendedFile, "write", full)
+    assert run_verb("train", place, monkeypatch) == 0
+    out, err = capfd.readouterr()
+    assert out.count("TensorBoard is off from here on: could not write") == 1 and not err
+    assert checkpoints(place / "out/run")[-1].step == 6
+    shutil.rmtree(place / "out")
+    broken = "metrics"
+    assert run_verb("train", place, monkeypatch) == 1
+    assert re.search(r"could not write \S+metrics\.jsonl: No space .* written yet: make room", capfd.readouterr().err)
+
+
+def test_a_line_that_does_not_fit_is_taken_back(tmp_path: Path) -> None:
+    file = AppendedFile(tmp_path / "lines")
+    file.write(b"first\n")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8, limits[1]))
+    try:
+        with pytest.raises(OSError, match=r"could not write .*lines: File too large; what it held is intact: raise"):
+            file.write(b"second\n")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    file.close()
+    assert (tmp_path / "lines").read_bytes() == b"first\n"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_output_that_cannot_be_printed_ends_in_silence_and_with_a_code() -> None:
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-m", "residua.cli.main", "presets", "tiny"]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+        assert done.returncode != 0 and "Traceback" not in done.stderr and done.stderr.count("residua: ") == 1
+        assert subprocess.run(command, stdout=full, stderr=full).returncode != 0
+
+
+def test_a_run_survives_a_log_that_cannot_grow(config: RunConfig, tmp_path: Path) -> None:
+    """What is printed goes to a file on another disk, which is full from the third line of the run on."""
+
+    class Log(io.StringIO):
+        def write(self, text: str) -> int:
+            if "step 4/6" in text:
+                self.full = True
+            if getattr(self, "full", False):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return super().write(text)
+
+    with pytest.raises(
+        TrainingStopped, match=r"what is printed: No space left on device; the last good \S+ is \S+step-6"
+    ):
+        train(config, tmp_path / "run", console=Console(file=Log(), width=200))
+    assert checkpoints(tmp_path / "run")[-1].step == 6 and (tmp_path / "run/result.json").exists()

@@ -183,3 +183,15 @@ def test_an_imported_run_is_an_ordinary_run(folder: Path, tmp_path: Path) -> Non
     residua("quantize", run, "--data", tmp_path / "data", "--out", tmp_path / "low")
     assert load(tmp_path / "low").config == load(run).config
     assert "as a qwen3 model" in residua("export", run, "--out", tmp_path / "back", "--layout", "qwen3")
+
+
+def test_weights_that_are_not_numbers_are_neither_loaded_nor_imported(folder: Path, tmp_path: Path) -> None:
+    content = load_file(folder / "model.safetensors")
+    content["model.norm.weight"][3] = float("inf")
+    save_file(content, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"hf: weight norm\.weight is not finite \(1 of 32 values: 1 infinite\)"):
+        load(folder)
+    assert load(folder, allow_nonfinite=True).norm.weight.isinf().any()
+    with pytest.raises(ValueError, match=r"weight norm\.weight is not finite"):
+        import_folder(folder, tmp_path / "run")
+    assert not (tmp_path / "run").exists()

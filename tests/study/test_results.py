@@ -21,6 +21,7 @@ from residua.study.sentences import cells, verdict
 from residua.study.statistics import Estimate, t_quantile
 from residua.study.tables import markdown
 from residua.study.timing import StepTiming
+from tests.faults import Disk, failing
 from tests.study.recorded import write_all, write_run
 
 pytestmark = pytest.mark.slow
@@ -351,3 +352,18 @@ def test_the_interval_of_a_product_of_ratios() -> None:
 
 
 SIZES = ["tiny", "mini", "mgr-s-prenorm"]
+
+
+def test_results_that_cannot_be_written_leave_the_runs_and_name_the_file(
+    study: StudyConfig, dataset: Dataset, out: Path
+) -> None:
+    plan = make_plan(study, out, dataset)
+    write_all(plan, lambda run, step: 3.0 + 1 / step + 0.1 * run.seed, RATE)
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    with failing(counted := Disk(out)):
+        summarise(study, plan, out, {}, None)
+    for moment in (1, counted.done):
+        with failing(Disk(out, moment)), pytest.raises(OSError, match=rf"could not write {out}/\S+: No space left"):
+            summarise(study, plan, out, {}, None)
+        assert not list(out.rglob(".unfinished-*"))
+        assert {path: path.read_bytes() for path in before} == before
