@@ -111,8 +111,9 @@ def parse_json(text: str, where: Path | str, hint: Hint, *, lenient: bool = Fals
 
 def check(content: Any, shape: type[T], where: Path | str, hint: Hint) -> T:
     """`content` as a `shape`, which may be any type that pydantic knows."""
+    kind: Any = shape
     try:
-        checked: T = _adapter(shape).validate_python(content)
+        checked: T = _adapter(kind).validate_python(content)
         return checked
     except ValidationError as error:
         fault = error.errors(include_url=False)[0]

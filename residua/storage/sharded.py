@@ -28,22 +28,27 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, Hu
 from torch.distributed.tensor import DTensor
 
 from residua.files import WriteError, keeping, publish, unfinished, writing
-from residua.reading import check_links
+from residua.reading import Count, Hint, Shape, check, check_links, parse_json
 from residua.storage.checkpoint import (
     FOLDER,
     SHARDS,
     OptimizerState,
     damaged,
+    elsewhere,
     model_tensors,
     not_saved,
     prune,
     what_is_left,
 )
 from residua.storage.finite import nonfinite
-from residua.storage.tensors import as_os_error
+from residua.storage.tensors import as_os_error, open_tensors
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+
+ROWS = "DCP_SHARDING_INFO"
+"""The key in a file's header that lists the rows it has, as torch.distributed.checkpoint writes it."""
 
 
 class Saver:
@@ -149,6 +154,7 @@ def load_shards(path: Path, model: nn.Module, optimizer: OptimizerState | None =
     expected = dict(model_tensors(model)) | (optimizer.tensors() if optimizer is not None else {})
     source = path / SHARDS if (path / SHARDS).is_dir() else path
     check_links(path)
+    _check_rows(source, lambda: elsewhere(path))
     reader = HuggingFaceStorageReader(str(source))
     _check(source, reader, expected)
     wanted = {name: tensor.detach() for name, tensor in expected.items()}
@@ -159,6 +165,20 @@ def load_shards(path: Path, model: nn.Module, optimizer: OptimizerState | None =
         raise damaged(source, path, ValueError(_cause(error, source).strerror)) from None
     if optimizer is not None:
         optimizer.set_steps(wanted)
+
+
+class _Rows(Shape):
+    saved_offsets: list[Count]
+
+
+def _check_rows(source: Path, hint: Hint) -> None:
+    """Refuse files that cannot be read, or whose list of the rows they hold makes no sense."""
+    for file in sorted(source.glob("*.safetensors")):
+        with open_tensors(file, hint) as content:
+            rows = (content.metadata() or {}).get(ROWS)
+        if rows:
+            where = f"{file}, {ROWS}"
+            check(parse_json(rows, where, hint), dict[str, _Rows], where, hint)
 
 
 def _check(source: Path, reader: HuggingFaceStorageReader, expected: dict[str, Tensor]) -> None:

@@ -110,5 +110,7 @@ def _opening(path: Path, hint: Hint) -> Iterator[None]:
     require_file(path, hint)
     try:
         yield
+    except ReadError:
+        raise
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         refuse(f"{path} cannot be read ({reason(error)})", hint)

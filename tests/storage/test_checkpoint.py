@@ -14,6 +14,7 @@ import residua
 from residua.config.run import RunConfig
 from residua.storage.checkpoint import best, checkpoints, prune
 from residua.storage.load import load
+from residua.storage.sharded import load_shards
 from residua.train.trainer import train
 
 QUIET = Console(quiet=True)
@@ -138,3 +139,24 @@ def test_where_no_checkpoint_is_whole_none_is_named(run: Path) -> None:
         match=r"cannot be read .*: no other checkpoint is complete, so restore this one from a copy or train again\.$",
     ):
         load(run)
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ("[]", r"DCP_SHARDING_INFO holds a list of 0 entries, expected an object"),
+        ("{", r"DCP_SHARDING_INFO is not valid JSON"),
+        ('{"weight": {}}', r"DCP_SHARDING_INFO has no key weight\.saved_offsets"),
+        ('{"weight": {"saved_offsets": [-1, 0]}}', r"weight\.saved_offsets\[0\] is -1, expected 0 or more"),
+    ],
+)
+def test_a_list_of_rows_that_makes_no_sense_is_named(tmp_path: Path, rows: str, words: str) -> None:
+    shards = tmp_path / "checkpoints" / "step-2" / "shards"
+    shards.mkdir(parents=True)
+    save_file({"weight": torch.zeros(2, 2)}, shards / "shard-1.safetensors", metadata={"DCP_SHARDING_INFO": rows})
+    with pytest.raises(ValueError, match=rf"shard-1\.safetensors[,:].*{words}.*: no other checkpoint is complete"):
+        load_shards(shards.parent, torch.nn.Linear(2, 2))
+    (shards / "shard-1.safetensors").rename(tmp_path / "elsewhere")
+    (shards / "shard-1.safetensors").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match=r"shard-1\.safetensors is a link that leads out of its folder"):
+        load_shards(shards.parent, torch.nn.Linear(2, 2))
