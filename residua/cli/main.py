@@ -89,10 +89,11 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     except Exception as error:
-        if not hasattr(error, "format_message"):  # an error of ours, not of the arguments
+        show = getattr(error, "show", None)
+        if show is None:  # an error of ours, not of the arguments
             raise
         _leave_to_first_rank()
-        error.show()
+        show()
         sys.exit(2)
     finally:
         _flush_output()

@@ -132,7 +132,7 @@ class LayeredLosses(nn.Module):
             self.begin = compile_rewritten(self._begin)
         self.end = compile_rewritten(self._end)
 
-    def _begin(self, tokens: Tensor) -> tuple[Tensor, State, Anchors, tuple[Tensor, Tensor] | None]:
+    def _begin(self, tokens: Tensor) -> tuple[Tensor, State, Anchors, tuple[Tensor, ...] | None]:
         x = self.model._embedded(tokens)
         h, state = self.model.topology.open(x)
         return h, state, self.model.anchors.open(x), self.model._rotary(tokens)

@@ -34,13 +34,14 @@ class FusedAttention(nn.Module):
         super().__init__()
         self.attention = attention
         self.heads = attention.rows[0] // attention.head_width["q"]
-        self.gains = cast("tuple[Tensor, Tensor] | None", attention.qk_norm.gains)
+        self.gains = attention.qk_norm.gains
 
     def forward(self, x: Tensor, anchors: Anchors, context: Context) -> tuple[Tensor, Anchors]:
         now, cache, attention = context.now, context.cache, self.attention
         assert now is not None and now.until is not None and context.rotary is not None
         projected = attention.project(x)[:, 0]
-        q = decode.enter_cache(projected, self.heads, self.gains, *context.rotary, cache.keys, cache.values, now.until)
+        cos, sin = context.rotary[attention.table]
+        q = decode.enter_cache(projected, self.heads, self.gains, cos, sin, cache.keys, cache.values, now.until)
         y = decode.decode_attention(q, cache.keys, cache.values, now.until, attention.sink)
         if "g" in attention.head_width:
             width = attention.head_width["g"]
@@ -63,9 +64,9 @@ class FusedFFN(Sublayer):
 class FusedDecoder(Decoder):
     """A decoder that looks rotary angles up in a table of all positions instead of computing them in every step."""
 
-    table: tuple[Tensor, Tensor]
+    table: tuple[Tensor, ...]
 
-    def _rotary(self, tokens: Tensor, now: Now | None = None) -> tuple[Tensor, Tensor]:
+    def _rotary(self, tokens: Tensor, now: Now | None = None) -> tuple[Tensor, ...]:
         return self.table
 
 
@@ -88,7 +89,7 @@ def fuse(model: Decoder, positions: int) -> Decoder:
         ]
         rewritten.__class__ = FusedDecoder
         every = torch.zeros(1, positions, dtype=torch.int64, device=model.embed.weight.device)
-        cast(FusedDecoder, rewritten).table = cast("tuple[Tensor, Tensor]", model._rotary(every))
+        cast(FusedDecoder, rewritten).table = cast("tuple[Tensor, ...]", model._rotary(every))
     afters = [sublayer.after for sublayer in sublayers]
     rewritten.sublayers = nn.ModuleList(_sublayer(*parts) for parts in zip(norms[:-1], bodies, afters, strict=True))
     return rewritten.eval()

@@ -148,7 +148,9 @@ class SoftmaxAttention(nn.Module):
         return KeyValueCache(batch, capacity, heads, head_dim, like)
 
     def forward(self, x: Tensor, anchors: Anchors, context: Context) -> tuple[Tensor, Anchors]:
-        own, anchors = self.mix(self.project(x), anchors, x, self.qk_norm, context.rotary[self.table])
+        assert context.rotary is not None
+        cos, sin = context.rotary[self.table]
+        own, anchors = self.mix(self.project(x), anchors, x, self.qk_norm, (cos, sin))
         q, k = own["q"], own["k"]
         for name, projected in (("query", q), ("key", k), ("value", own["v"])):
             tap(f"attention.{self.layer}.{name}", projected)

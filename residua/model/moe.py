@@ -164,8 +164,8 @@ class MoE(nn.Module):
         self.router = Router(config.experts, config.top_k, width, std=std, normalize=config.normalize)
         self.experts = Experts(config, width, std=std, output_std=output_std)
         shape, act = FFNS[config.activation]
-        shared = {"width": width, "hidden": config.shared * config.hidden}
-        self.shared = shape(act, **shared, std=std, output_std=output_std) if config.shared else None
+        hidden = config.shared * config.hidden
+        self.shared = shape(act, width, hidden, std=std, output_std=output_std) if hidden else None
         self.shared_gate = SharedGate(width, std=std) if config.shared_gate == "sigmoid" else None
 
     def forward(self, x: Tensor, anchors: Anchors, context: Context) -> tuple[Tensor, Anchors, Routing]:
