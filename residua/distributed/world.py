@@ -19,6 +19,7 @@ from residua.distributed.pipeline.step import PipelinedStep
 from residua.distributed.step import RankedStep, ReplicatedStep, ShardedStep
 from residua.machine import choose_device
 from residua.model.decoder import Decoder, build
+from residua.reading import reason
 from residua.storage.checkpoint import model_tensors, what_is_left
 from residua.storage.run import FollowedRun, Run
 from residua.storage.sharded import Saver, load_shards
@@ -46,8 +47,17 @@ class Ranks(World):
 
     @classmethod
     def start(cls, config: RunConfig, device: torch.device) -> Self:
-        processes = Processes.start(device, config.parallel.patience)
-        return cls(processes, Mesh(config.parallel, processes.device), config)
+        """Join the other processes. One that ends meanwhile cannot be named, because it has no heartbeat yet."""
+        try:
+            processes = Processes.start(device, config.parallel.patience)
+            return cls(processes, Mesh(config.parallel, processes.device), config)
+        except Exception as error:
+            if not lost_a_peer(error):
+                raise
+            raise TrainingStopped(
+                f"the ranks could not connect ({reason(error)}), probably because one of them ended while they "
+                "started; nothing was written: start the same command again."
+            ) from None
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         try:

@@ -13,7 +13,9 @@ import torch
 
 from residua.cli import main as command
 from residua.config.settings import ConfigError
+from residua.distributed.mesh import Processes
 from residua.distributed.world import open_world
+from residua.train.health import TrainingStopped
 from residua.train.world import World
 from tests.distributed.cases import run_config
 from tests.distributed.launch import environment, torchrun
@@ -106,6 +108,19 @@ def test_a_rank_that_nobody_ends_says_what_it_found(capsys: Any, monkeypatch: py
     with pytest.raises(SystemExit):
         command.refuse(ConfigError("process 1 of this machine has no GPU of its own."))
     assert capsys.readouterr().err == "residua: process 1 of this machine has no GPU of its own.\n"
+
+
+def test_a_rank_that_ends_while_they_connect_is_reported_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: Any) -> None:
+        raise RuntimeError("Gloo connectFullMesh failed with timed out connecting: Connection refused\nat pair.cc:152")
+
+    monkeypatch.setattr(Processes, "start", fail)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(
+        TrainingStopped, match=r"could not connect \(Gloo .* refused\), probably .* start the same"
+    ) as stop:
+        open_world(run_config("additive", {"data": 2}))
+    assert "\n" not in str(stop.value)
 
 
 def test_a_job_that_torchrun_starts_again_goes_on_in_its_folder(tmp_path: Path, monkeypatch: Any) -> None:

@@ -144,7 +144,7 @@ class Soak:
             told = Injected(
                 kind, fault, moment, in_save or (fault.ends and session.saves()), isinstance(job, Commanded)
             )
-            told.wrong = self.look(kind, run, job, fault, before) if ended else [f"hung: {job.said()[-500:]}"]
+            told.wrong = self.look(kind, session, job, fault, before) if ended else [f"hung: {job.said()[-500:]}"]
             found.append(told)
             self.tell(f"{kind.name}: {fault.name} at {moment}: {'; '.join(told.wrong) or 'survived'}")
             if fault.ends:
@@ -153,14 +153,14 @@ class Soak:
         show_shards(self.data)
         return found
 
-    def look(self, kind: Kind, run: Path, job: Job, fault: Fault, before: int) -> list[str]:
+    def look(self, kind: Kind, session: Session, job: Job, fault: Fault, before: int) -> list[str]:
         """What is wrong right after a fault."""
-        wrong = []
+        wrong, run = [], session.run
         if last_step(run) < before:
             wrong.append(f"the last checkpoint was that of step {before} and is that of step {last_step(run)}")
         if "Traceback" in job.said():
             wrong.append(f"a traceback: {job.said()[-3000:]}")
-        if fault is FULL and saves(run):
+        if fault is FULL and session.saves():
             wrong.append(f"the checkpoint that found no room is left half written: {job.said()[-1500:]}")
         if fault.name == "SIGTERM" and set(job.codes()) == {143} and last_step(run) != last_line(run):
             wrong.append(f"was saved at step {last_step(run)}, after step {last_line(run)}")
