@@ -8,6 +8,7 @@ import struct
 import tomllib
 import zlib
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -190,7 +191,7 @@ def swap(tree: Any, chance: random.Random, texts: tuple[str, ...]) -> tuple[str,
             parent[key] = RAW
         case 3:
             other, there = chance.choice(places)
-            parent[key] = other[there]
+            parent[key] = deepcopy(other[there])
         case 4 if isinstance(parent, dict):
             parent[chance.choice(("", "kind", "../x", key + "x"))] = parent.pop(key)
         case 5 if isinstance(parent, list):

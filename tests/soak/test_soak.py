@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.soak.disk import open_disk
-from tests.soak.faults import GONE, SIGNALS, Deck, deal
+from tests.soak.faults import FULL, GONE, SIGNALS, Deck, deal
 from tests.soak.runs import KINDS, Kind
 from tests.soak.soak import Soak
 
@@ -38,7 +38,7 @@ def lost(tmp_path: Path) -> Callable[..., list[str]]:
 
 def test_a_run_survives_every_fault_and_ends_with_the_same_bits(lost: Callable[..., list[str]]) -> None:
     faults = [(KILL, "save"), (GONE, "steps"), (FREEZE, "start-up"), (TERMINATE, "steps"), (PAUSE, "steps")]
-    assert lost({ONE: faults, FSDP2: [(KILL, "save")]}) == []
+    assert lost({ONE: [*faults, (FULL, "steps")], FSDP2: [(KILL, "save"), (FULL, "save")]}) == []
 
 
 @pytest.mark.nightly
