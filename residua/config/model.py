@@ -6,7 +6,7 @@ This file imports no torch, so reading or listing configurations is instant.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -29,6 +29,8 @@ from residua.config.choices import (
 from residua.config.positions import LongRope
 from residua.config.settings import ConfigError, Frozen, Positive, apply_overrides, of_file, read_toml, refusal, to_toml
 
+Layers = Annotated[Positive, Field(le=10_000)]
+
 
 class ModelConfig(Frozen):
     """A decoder-only language model.
@@ -40,7 +42,7 @@ class ModelConfig(Frozen):
 
     vocab_size: Positive = 50_304
     context: Positive = 1024
-    layers: Positive
+    layers: Layers
     width: Positive
     attention: Attention
     ffn: FFN

@@ -58,7 +58,8 @@ def _choose(run: Path, which: Literal["last", "best"]) -> Checkpoint:
     found = checkpoints(run)
     chosen = best(found) if which == "best" else next(reversed(found), None)
     if chosen is None:
-        raise ValueError(f"{run} holds no {which} checkpoint: train it first.")
+        scored = " with a validation loss" * (which == "best")
+        raise ValueError(f"{run} holds no checkpoint{scored}: train it first.")
     return chosen
 
 

@@ -52,6 +52,7 @@ def say(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp
             "residua: model.attention.heads = 3 does not divide model.width = 128: choose one of 1, 2, 4, 8, 16, 32, "
             "64, 128 or set model.attention.head_dim.",
         ),
+        ("train tiny model.layers=99999999", "residua: model.layers = 99999999 is refused: input should be less than"),
         ("train tiny model.topology.streams=8", "residua: model.topology.streams = 8 is not a known key"),
         (f"train tiny train.seed={HUGE}", f"residua: train.seed = {HUGE} is refused: input should be less than"),
         (f"train tiny data.seed={HUGE}", f"residua: data.seed = {HUGE} is refused: input should be less than"),

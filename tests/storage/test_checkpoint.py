@@ -76,7 +76,7 @@ def test_best_is_the_checkpoint_with_the_lowest_validation_loss(run: Path) -> No
 
 
 def test_a_run_without_checkpoint_cannot_be_loaded(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="holds no last checkpoint: train it first"):
+    with pytest.raises(ValueError, match="holds no checkpoint: train it first"):
         load(tmp_path)
 
 
