@@ -55,10 +55,49 @@ def _set(summary: str, *changes: str) -> Variant:
 
 
 def _block(model: ModelConfig) -> Sequence[str]:
-    return (
-        "model.topology.kind=block_attnres",
-        f"model.topology.sublayers_per_block={sublayers_per_block(model.layers)}",
-    )
+    return _blocks_of(sublayers_per_block(model.layers))
+
+
+def _blocks_of(sublayers: int) -> Sequence[str]:
+    return ("model.topology.kind=block_attnres", f"model.topology.sublayers_per_block={sublayers}")
+
+
+def _blocks(count: int) -> Variant:
+    """Block Attention Residuals with at most `count` blocks, whatever the depth."""
+    summary = f"Block Attention Residuals, {count} blocks"
+    return Variant(summary, lambda model: _blocks_of(-(-model.sublayers // count)))
+
+
+def _glu(model: ModelConfig) -> Sequence[str]:
+    """The base's feed-forward, or its experts, with a sigmoid in the gate."""
+    if model.ffn.mixture:
+        return ["model.ffn.activation=glu"]
+    return [f"model.ffn={{kind='glu', hidden={model.ffn.hidden}}}"]
+
+
+def _anchor_rows() -> dict[str, Variant]:
+    """The rows of the ExoFormer paper's table 3 that differ from `nuresformer` and `exoformer` in one or two keys."""
+    parts = {
+        "": ("", ()),
+        "_qk": (", norms on Q and K only", ("norm=qk",)),
+        "_vg": (", V and G only, without norms", ("norm=none", "pathways=['v', 'g']")),
+    }
+    granularities = {"": ("", ()), "_headwise": (", λ per head", ("granularity=headwise",)),
+                     "_scalar": (", one λ", ("granularity=scalar",))}  # fmt: skip
+    rows = {
+        f"nuresformer{part}{grain}": _anchors(f"NuResFormer{what}{how}", "nuresformer", *keys, *finer)
+        for part, (what, keys) in parts.items()
+        for grain, (how, finer) in granularities.items()
+        if part or grain
+    }
+    rows |= {
+        f"exoformer{grain}": _anchors(f"ExoFormer{how}", "exoformer", *finer)
+        for grain, (how, finer) in granularities.items()
+        if grain
+    }
+    rows["exoformer_nonorm"] = _anchors("ExoFormer without norms on the anchors", "exoformer", "norm=none")
+    rows["exoformer_qk"] = _anchors("ExoFormer, norms on Q and K only", "exoformer", "norm=qk")
+    return rows
 
 
 def _linear_table(model: ModelConfig) -> str:
@@ -103,9 +142,17 @@ KNOWN: dict[str, Variant] = {
     "prenorm": _topology("x + f(x)", "additive"),
     "full_attnres": _topology("Full Attention Residuals", "full_attnres"),
     "block_attnres": Variant("Block Attention Residuals, about 8 blocks", _block),
+    **{f"block{count}": _blocks(count) for count in (2, 4, 8, 16)},
     "mgr": _topology("Multi-Gate Residuals, competitive, 4 streams", "multi_gate"),
     "mgr8": _topology("Multi-Gate Residuals, competitive, 8 streams", "multi_gate", "streams=8"),
     "mgr_independent": _topology("Multi-Gate Residuals, independent gates", "multi_gate", "gate=independent"),
+    "mgr8_independent": _topology(
+        "Multi-Gate Residuals, independent gates, 8 streams", "multi_gate", "streams=8", "gate=independent"
+    ),
+    **{
+        f"clip{limit}": _topology(f"x + f(x), clipped at ±{limit}", "clipped", f"limit={limit}.0")
+        for limit in (10, 100, 1000)
+    },
     "highway": _topology("one gated stream", "highway"),
     "hc": _topology("hyper-connections, dynamic, 4 streams", "hyper"),
     "mhc": _topology("manifold-constrained hyper-connections, 4 streams", "mhc"),
@@ -115,11 +162,13 @@ KNOWN: dict[str, Variant] = {
     "nuresformer": _anchors("first layer's projections as normalised anchors, with the gate they mix", "nuresformer"),
     "exoformer": _anchors("projections of the embedding as anchors, with the gate they mix", "exoformer"),
     "exoformer_dynamic": _anchors("ExoFormer with dynamic mixing, with the gate", "exoformer", "mixing.kind=dynamic"),
+    **_anchor_rows(),
     "gated_attention": _softmax("sigmoid gate on the attention output", "gate=elementwise"),
     "sink": _softmax("learned attention sink", "sink=learned"),
     "linear": Variant("linear attention (Gated DeltaNet)", lambda m: [f"model.attention={{{_linear_table(m)}}}"]),
     "hybrid": Variant("linear attention, and softmax in one layer of four", _hybrid),
     "moe": Variant("16 experts, 3 and a shared one active, as wide for a token as the base's FFN", _moe),
+    "glu": Variant("sigmoid GLU as feed-forward, as wide as the base's", _glu),
     "gatednorm": _set("RMSNorm with a low-rank gate", "model.norm.kind=gatednorm"),
     "preaffine": _set("gain before the norm", "model.norm.kind=preaffine"),
     "dyt": _set("dynamic tanh instead of a norm", "model.norm.kind=dyt"),

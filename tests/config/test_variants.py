@@ -1,4 +1,4 @@
-"""Variants of hybrids and mixtures: what a short name changes depends on the base, and names still combine."""
+"""Short names stand for the rows of the papers' tables: on the paper's base, a name gives the paper's preset."""
 
 from __future__ import annotations
 
@@ -7,70 +7,62 @@ import pytest
 from residua.config.run import RunConfig
 from residua.config.settings import ConfigError
 from residua.config.variants import overrides
-from residua.model.size import measure
-from residua.study import plots
-from residua.study.runs import RunRecord
+
+GRAINS = {"e": "", "h": "_headwise", "s": "_scalar"}
+PARTS = {"": "", "-qk": "_qk", "-vg": "_vg"}
+EXOFORMER = {
+    "exoformer-e-nonorm": "exoformer_nonorm",
+    "exoformer-e-dynamic": "exoformer_dynamic",
+    "exoformer-naive": "resformer+gated_attention",
+    **{f"exoformer-{letter}": f"exoformer{grain}" for letter, grain in GRAINS.items()},
+    **{
+        f"exoformer-nures-{letter}{part}": f"nuresformer{rows}{grain}"
+        for letter, grain in GRAINS.items()
+        for part, rows in PARTS.items()
+    },
+}
+MGR = {
+    "block4": "block4",
+    "block8": "block8",
+    "full": "full_attnres",
+    "mhc-lite": "mhc_lite",
+    "independent4": "mgr_independent",
+    "independent8": "mgr8_independent",
+    "competitive4": "mgr",
+    "competitive8": "mgr8",
+}
+OUTLIER = {
+    **{f"clip{limit}": f"clip{limit}" for limit in (10, 100, 1000)},
+    "ga-clip10": "gated_attention+clip10",
+    "glu": "glu",
+    "ga-gatednorm-glu": "gated_attention+gatednorm+glu",
+}
+ROWS = [
+    *(("exoformer-gated", name, preset) for preset, name in EXOFORMER.items()),
+    *((f"mgr-{s}-prenorm", name, f"mgr-{s}-{row}") for row, name in MGR.items() for s in "sml"),
+    *(("outlier-2b-full", name, f"outlier-2b-{row}") for row, name in OUTLIER.items()),
+]
 
 
-def varied(base: str, *entries: str) -> RunConfig:
-    config = RunConfig.find(base)
-    return config.override(overrides(entries, config.model))
+@pytest.mark.parametrize(("base", "name", "preset"), ROWS)
+def test_a_short_name_gives_the_papers_row(base: str, name: str, preset: str) -> None:
+    run = RunConfig.find(base)
+    assert run.override(overrides([name], run.model)) == RunConfig.find(preset)
 
 
-def test_moe_gives_a_token_the_bases_width() -> None:
-    dense, sparse = measure(RunConfig.find("tiny").model), measure(varied("tiny", "moe").model)
-    assert dense.active <= sparse.active <= 1.01 * dense.active
-    assert varied("tiny", "moe").model.ffn.activation == RunConfig.find("tiny").model.ffn.kind
+@pytest.mark.parametrize(("layers", "expected"), [(2, 1), (5, 3), (9, 5), (36, 18)])
+def test_four_blocks_are_at_most_four_at_any_depth(layers: int, expected: int) -> None:
+    run = RunConfig.find("mini").override([f"model.layers={layers}"])
+    topology = run.override(overrides(["block4"], run.model)).model.topology
+    assert topology.sublayers_per_block == expected
+    assert -(-2 * layers // expected) <= 4
 
 
-def test_linear_attention_has_nearly_the_parameters_of_what_it_replaces() -> None:
-    softmax, linear = measure(RunConfig.find("tiny").model), measure(varied("tiny", "linear").model)
-    assert linear.attention == pytest.approx(softmax.attention, rel=0.05)
+def test_the_experts_of_a_mixture_become_glu_too() -> None:
+    run = RunConfig.find("mini-moe")
+    assert run.override(overrides(["glu"], run.model)).model.ffn.activation == "glu"
 
 
-def test_names_combine_with_a_hybrid_in_any_order_that_makes_sense() -> None:
-    model = varied("tiny", "hybrid+exoformer+moe+mgr").model
-    assert model.attention.softmax.gate == "elementwise"
-    assert (model.anchors.kind, model.ffn.kind, model.topology.kind) == ("exoformer", "moe", "multi_gate")
-    assert varied("tiny-hybrid", "gated_attention").model.attention.softmax.gate == "elementwise"
-    assert varied("tiny", "gated_attention").model.attention.gate == "elementwise"
-
-
-@pytest.mark.parametrize(("base", "name"), [("tiny-hybrid", "linear"), ("tiny-linear", "hybrid"), ("tiny-moe", "moe")])
-def test_a_name_that_has_nothing_to_replace_says_so(base: str, name: str) -> None:
-    with pytest.raises(ConfigError, match="the base has"):
-        varied(base, name)
-
-
-def test_expert_loads_are_drawn_for_the_variants_that_have_them(tmp_path) -> None:
-    load = [{"layer": 0, "load": [0.4, 0.3, 0.2, 0.1]}, {"layer": 1, "load": [0.25] * 4}]
-    sparse = RunRecord(tmp_path, 1, [], [], {"experts": load})
-    dense = RunRecord(tmp_path, 1, [], [], {"sublayers": []})
-    figures = plots.expert_loads({"dense": [dense], "moe": [sparse, sparse]})
-    assert list(figures) == ["moe"]
-    assert [list(row) for row in figures["moe"].data[0].z] == [pytest.approx([1.6, 1.2, 0.8, 0.4]), [1.0] * 4]
-
-
-@pytest.mark.parametrize(
-    ("names", "key"),
-    [
-        ("mgr+block_attnres", "model.topology.kind"),
-        ("prenorm+mgr", "model.topology.kind"),
-        ("gatednorm+exoformer+dyt", "model.norm.kind"),
-        ("resformer+exoformer", "model.anchors.kind"),
-        ("sink+linear", "model.attention.sink"),
-    ],
-)
-def test_two_names_that_set_the_same_choice_are_refused(names: str, key: str) -> None:
-    first, last = names.split("+")[0], names.split("+")[-1]
-    with pytest.raises(ConfigError, match=f"'{first}' and '{last}' both set {key}"):
-        varied("tiny", names)
-    with pytest.raises(ConfigError, match=f"'{first}' and '{last}' both set {key}"):
-        varied("tiny", *names.split("+"))
-
-
-def test_names_that_agree_on_a_choice_combine() -> None:
-    assert varied("tiny", "exoformer+gated_attention").model.attention.gate == "elementwise"
-    assert varied("tiny", "gated_attention+sink+hybrid").model.attention.softmax.sink == "learned"
-    assert varied("mgr-s-prenorm", "mgr8+mgr_independent").model.topology.streams == 8
-    assert varied("tiny", "mgr", "model.topology.kind=additive").model.topology.kind == "additive"
+def test_two_limits_of_clipping_are_refused() -> None:
+    with pytest.raises(ConfigError, match="both set model.topology.limit"):
+        overrides(["clip10+clip100"], RunConfig.find("mini").model)
