@@ -9,7 +9,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # two workers, a file at a time; the longest of the last run first (tests/conftest.py)
 PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: test check nightly fast demo lint types map results setup browser clean
+.PHONY: test check nightly fast demo lint types map results entries setup browser clean
 
 test: setup browser lint types  ## everything CI checks
 	$(PYTEST) -m "not nightly"
@@ -39,6 +39,9 @@ map: setup  ## draw docs/img/architecture.svg from the imports in the code
 
 results: setup  ## write the tables and pictures of the documentation from docs/results
 	$(BIN)/python tools/results.py
+
+entries: setup  ## write the list of `residua reproduce` into docs/reproduce.md
+	$(BIN)/python tools/entries.py
 
 setup: $(READY)
 

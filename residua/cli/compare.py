@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-import shlex
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from residua.cli.options import command_line
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -197,13 +197,13 @@ def _conduct(study: StudyConfig, out: Path, console: Console, plan_only: bool, r
     from residua.study.tables import print_study
 
     if plan_only:
-        kept = begin(study, out, console, results, _command()).write()
+        kept = begin(study, out, console, results, command_line()).write()
         if results is not None:
             console.print(f"{results} holds the numbers of {kept} complete runs", soft_wrap=True)
         return
     try:
         with keeping("trained runs are kept, and the same command goes on from them"):
-            outcome = conduct(study, out, console, results, _command())
+            outcome = conduct(study, out, console, results, command_line())
     except StudyInterrupted as stop:
         typer.echo(str(stop), err=True)
         raise typer.Exit(130) from None
@@ -214,12 +214,6 @@ def _conduct(study: StudyConfig, out: Path, console: Console, plan_only: bool, r
     console.print(f"Next: open it in a browser; numbers are in {out / 'results.json'}", soft_wrap=True)
     if not outcome.complete:
         raise typer.Exit(1)
-
-
-def _command() -> str:
-    """The command line, for the record: of absolute paths only the last part, which means something elsewhere."""
-    words = [Path(word).name if word.startswith("/") else word for word in sys.argv[1:]]
-    return shlex.join(["residua", *words])
 
 
 def _scaling(sizes: str | None, tokens_per_parameter: float | None) -> dict[str, Any] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -57,3 +58,9 @@ def use_threads(threads: int | None) -> None:
         import torch
 
         torch.set_num_threads(threads)
+
+
+def command_line() -> str:
+    """The command line, for the record: of absolute paths only the last part, which means something elsewhere."""
+    words = [Path(word).name if word.startswith("/") else word for word in sys.argv[1:]]
+    return shlex.join(["residua", *words])

@@ -18,7 +18,7 @@ from residua.study import sentences
 from residua.study.config import StudyConfig
 from residua.study.diagnosed import SIDE_BY_SIDE, diagnose_runs
 from residua.study.extend import Extended, alone, extend, extend_sentences
-from residua.study.page import study_page
+from residua.study.page import Supplement, study_page
 from residua.study.picture import picture
 from residua.study.plan import STUDY, PlannedRun, StudyPlan, base_run, make_plan, refuse_strangers, undone_sentences
 from residua.study.plots import Records
@@ -50,11 +50,18 @@ class Outcome:
         return all(run.status == "complete" for run in self.result.runs)
 
 
-def conduct(study: StudyConfig, out: Path, console: Console, results: Path | None = None, command: str = "") -> Outcome:
+def conduct(
+    study: StudyConfig,
+    out: Path,
+    console: Console,
+    results: Path | None = None,
+    command: str = "",
+    supplement: Supplement | None = None,
+) -> Outcome:
     """Train the incomplete runs, then write study.toml, results.json, results.md and report.html into `out`.
 
     The numbers are also kept in the file `results`, after every run. If it exists, the study extends it: runs in it are
-    not trained again. `command` is recorded there.
+    not trained again. `command` is recorded there. `supplement` adds to the page and to results.md.
     """
     keeper = begin(study, out, console, results, command)
     whole = keeper.whole
@@ -66,7 +73,7 @@ def conduct(study: StudyConfig, out: Path, console: Console, results: Path | Non
     diagnose_runs(study, whole.plan, out, keeper.dataset, console)
     keeper.write()
     write_atomically(out / STUDY, study.to_toml())
-    return summarise(whole.study, whole.plan, out, problems, keeper.facts, whole.known)
+    return summarise(whole.study, whole.plan, out, problems, keeper.facts, whole.known, supplement)
 
 
 def begin(study: StudyConfig, out: Path, console: Console, results: Path | None, command: str) -> Keeper:
@@ -150,19 +157,27 @@ def summarise(
     problems: dict[PlannedRun, str],
     dataset: DatasetFacts | None,
     known: Mapping[PlannedRun, RunRecord] | None = None,
+    supplement: Supplement | None = None,
 ) -> Outcome:
     """Collect the runs on disk, and those `known` from elsewhere, into results, and write the files."""
     records = complete_records(plan, known or {})
     result = collect(study, plan, records, problems, dataset, read_timings(study, plan, out))
-    return _write(study, result, records, out)
+    return _write(study, result, records, out, supplement)
 
 
-def _write(study: StudyConfig, result: StudyResult, records: dict[PlannedRun, RunRecord], out: Path) -> Outcome:
+def _write(
+    study: StudyConfig,
+    result: StudyResult,
+    records: dict[PlannedRun, RunRecord],
+    out: Path,
+    supplement: Supplement | None = None,
+) -> Outcome:
     write_atomically(out / RESULTS, result.model_dump_json(indent=1) + "\n")
-    write_atomically(out / TABLE, markdown(result))
+    added = "" if supplement is None else f"\n{supplement.markdown(result)}"
+    write_atomically(out / TABLE, markdown(result) + added)
     if (drawn := picture(result)) is not None:
         write_atomically(out / PICTURE, drawn)
-    page = study_page(study, result, _by_size(study, records), out)
+    page = study_page(study, result, _by_size(study, records), out, supplement)
     inside = out / SIDE_BY_SIDE / REPORT
     return Outcome(result, page.write(out / REPORT), inside if inside.exists() else None)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Protocol
 
 from residua.report import Column, Link, Page, Value
 from residua.study import plots, sentences
@@ -14,9 +15,25 @@ from residua.study.plots import SECONDS, TOKENS, Records
 from residua.study.results import LadderResult, RunResult, StudyResult, compute_points
 
 
-def study_page(study: StudyConfig, result: StudyResult, records: dict[str, Records], out: Path) -> Page:
+class Supplement(Protocol):
+    """What another command adds to a study: sections before the study's own, and text after results.md."""
+
+    def draw(self, page: Page, result: StudyResult) -> None: ...
+
+    def markdown(self, result: StudyResult) -> str: ...
+
+
+def study_page(
+    study: StudyConfig,
+    result: StudyResult,
+    records: dict[str, Records],
+    out: Path,
+    supplement: Supplement | None = None,
+) -> Page:
     """The page of a study; `records` are the complete runs by size and variant, `out` is the folder of the page."""
     page = Page(_title(result), _lead(result))
+    if supplement is not None:
+        supplement.draw(page, result)
     _verdict(page, result)
     for ladder in result.ladder:
         _ladder(page, result, ladder)

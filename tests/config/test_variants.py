@@ -64,5 +64,5 @@ def test_the_experts_of_a_mixture_become_glu_too() -> None:
 
 
 def test_two_limits_of_clipping_are_refused() -> None:
-    with pytest.raises(ConfigError, match="both set model.topology.limit"):
+    with pytest.raises(ConfigError, match=r"both set model\.topology\.limit"):
         overrides(["clip10+clip100"], RunConfig.find("mini").model)

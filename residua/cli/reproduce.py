@@ -1,0 +1,118 @@
+"""`residua reproduce`: a table or figure of a paper as one command, the paper's number beside ours."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from residua.cli.options import command_line
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from residua.reproduce.build import Request
+
+app = typer.Typer(rich_markup_mode=None, add_completion=False)
+
+
+@app.command()
+def reproduce(
+    entry: Annotated[
+        str | None,
+        typer.Argument(metavar="ENTRY", show_default=False, help="A table or figure, such as 004:table1."),
+    ] = None,
+    scale: Annotated[
+        str, typer.Option(metavar="1/32", help="Share of the paper's parameters and tokens; 1 is the paper's size.")
+    ] = "1/32",
+    data: Annotated[
+        Path | None,
+        typer.Option(show_default="the embedded corpus", help="A folder made by `residua data prepare`."),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(show_default="runs/ENTRY", help="The study's folder.")] = None,
+    sizes: Annotated[
+        str | None, typer.Option(metavar="A,B,...", show_default="all", help="Sizes of the table to train.")
+    ] = None,
+    rows: Annotated[
+        str | None,
+        typer.Option(metavar="A,B,...", show_default="all", help="Rows to train; the baseline is always one."),
+    ] = None,
+    seeds: Annotated[int | None, typer.Option(min=1, show_default="the entry's", help="Seeds per row.")] = None,
+    workers: Annotated[int, typer.Option(min=1, help="Runs at the same time.")] = 1,
+    threads: Annotated[
+        int | None, typer.Option(min=1, show_default="cores / workers", help="CPU threads of each run.")
+    ] = None,
+    run: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="FOLDER", show_default=False, help="Look inside this model instead of training."),
+    ] = None,
+    change: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="SECTION.KEY=VALUE", show_default=False, help="A change to every run."),
+    ] = None,
+    results: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", show_default=False, help="Keep the numbers in this file, and extend it."),
+    ] = None,
+    plan: Annotated[bool, typer.Option("--plan", help="Show runs, tokens, FLOPs and hours, and stop.")] = False,
+) -> None:
+    """See a table or figure of a paper on your machine, the paper's number beside yours.
+
+    \b
+    residua reproduce
+    residua reproduce 004:table1 --plan
+    residua reproduce 004:table1 --scale 1/32 --sizes S --data data/wiki --out runs/mgr
+    residua reproduce 004:table1 --rows full_attnres,mgr --seeds 5
+    residua reproduce 003:fig1 --run models/Qwen3-0.6B
+
+    Without an entry, lists all of them with what they cost. Ctrl-C saves and stops; the same command continues.
+    """
+    from residua.report.terminal import open_console
+    from residua.reproduce.build import Request
+    from residua.reproduce.scale import parse_scale
+
+    console = open_console()
+    share = parse_scale(scale)
+    if entry is None:
+        from residua.reproduce.listing import print_list
+
+        print_list(console, share)
+        return
+    folder = out or Path("runs") / entry.replace(":", "-")
+    request = Request(
+        scale=share, sizes=_names(sizes), rows=_names(rows), seeds=seeds, set=tuple(change or ()),
+        data=None if data is None else str(data), workers=workers, threads=threads,
+    )  # fmt: skip
+    from residua.reproduce import conduct as work
+
+    if run:
+        page = work.look_inside(entry, run, folder, console)
+        console.print(f"Report: {page.resolve()}", soft_wrap=True, markup=False)
+        return
+    if plan:
+        work.show_plan(entry, request, folder, console)
+        return
+    _conduct(entry, request, folder, results, console)
+
+
+def _conduct(entry: str, request: Request, folder: Path, results: Path | None, console: Console) -> None:
+    from residua.reproduce.conduct import reproduce as conduct
+    from residua.study.runner import StudyInterrupted
+
+    try:
+        made = conduct(entry, request, folder, console, results, command_line())
+    except StudyInterrupted as stop:
+        typer.echo(str(stop), err=True)
+        raise typer.Exit(130) from None
+    for line in made.lines:
+        console.print(line, soft_wrap=True, markup=False, highlight=False)
+    console.print(f"\nReport: {made.outcome.report.resolve()}", soft_wrap=True, markup=False)
+    if made.outcome.diagnosis is not None:
+        console.print(f"Inside the models: {made.outcome.diagnosis.resolve()}", soft_wrap=True, markup=False)
+    if not made.complete:
+        raise typer.Exit(1)
+
+
+def _names(text: str | None) -> tuple[str, ...]:
+    return () if text is None else tuple(name.strip() for name in text.split(",") if name.strip())

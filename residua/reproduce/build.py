@@ -1,0 +1,129 @@
+"""From an entry to an ordinary study: its sizes at a scale, its rows, and what it costs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cache
+from pathlib import Path
+
+from residua.config.run import RunConfig
+from residua.config.settings import ConfigError
+from residua.files import write_atomically
+from residua.model.size import measure
+from residua.reproduce.entry import Size, Study
+from residua.reproduce.scale import changes
+from residua.study.config import Scaling, StudyConfig
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a person asked for: the scale, and which part of the entry. Empty means as the entry has it."""
+
+    scale: Fraction = Fraction(1)
+    sizes: tuple[str, ...] = ()
+    rows: tuple[str, ...] = ()
+    seeds: int | None = None
+    set: tuple[str, ...] = ()
+    data: str | None = None
+    workers: int = 1
+    threads: int | None = None
+
+
+def selected(entry: Study, request: Request) -> Study:
+    """The entry with the rows and sizes that were asked for, the baseline among them, and the claims about them."""
+    sizes = _chosen("--sizes", request.sizes, [size.name for size in entry.sizes])
+    rows = _chosen("--rows", request.rows, [row.name for row in entry.rows])
+    baseline = entry.baseline or entry.rows[0].name
+    rows = [row.name for row in entry.rows if row.name in rows or row.name == baseline]
+    if len(rows) < 2 < 1 + len(entry.rows):
+        raise ConfigError("--rows leaves only the baseline: name at least one row to compare with it.")
+    return entry.model_copy(
+        update={
+            "baseline": baseline,
+            "sizes": tuple(size for size in entry.sizes if size.name in sizes),
+            "rows": tuple(row for row in entry.rows if row.name in rows),
+            "claims": tuple(
+                claim
+                for claim in entry.claims
+                if set(claim.named) <= set(rows) and (not claim.sizes or set(claim.sizes) & set(sizes))
+            ),
+            "seeds": request.seeds or entry.seeds,
+        }
+    )
+
+
+def build_study(name: str, entry: Study, request: Request, folder: Path) -> StudyConfig:
+    """The study of a selected entry.
+
+    A study names several sizes by their files: they are written to `folder`.
+    """
+    several = len(entry.sizes) > 1
+    files = []
+    for size in entry.sizes if several else ():
+        folder.mkdir(parents=True, exist_ok=True)
+        files.append(str(folder / f"{size.name}.toml"))
+        run = RunConfig.find(size.base).override(size_changes(size, request.scale))
+        write_atomically(Path(files[-1]), run.to_toml())
+    first = entry.sizes[0]
+    return StudyConfig(
+        name=name.replace(":", "-"),
+        base=first.base,
+        scaling=Scaling(sizes=tuple(files)) if several else None,
+        set=request.set if several else (*size_changes(first, request.scale), *request.set),
+        variants={row.name: row.variant for row in entry.rows},
+        baseline=entry.baseline,
+        seeds=entry.seeds,
+        data=request.data,
+        match=entry.match,
+        ladder=entry.ladder,
+        time_alone=entry.time_alone,
+        quantize=entry.quantize,
+        diagnose=entry.diagnosed,
+        workers=request.workers,
+        threads=request.threads,
+    )
+
+
+def size_changes(size: Size, scale: Fraction) -> list[str]:
+    """The overrides that make a size's preset into its run at a scale."""
+    base = RunConfig.find(size.base).override(list(size.set))
+    return [*size.set, *changes(base, scale, size.tokens)]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What training an entry takes."""
+
+    runs: int
+    tokens: float
+    flops: float
+
+
+def estimated_cost(entry: Study, scale: Fraction) -> Cost:
+    """Runs, tokens and FLOPs, with the baseline's FLOPs per token for every row, on a vocabulary as published."""
+    budgets = sum(budget for budget in entry.ladder if budget != 1.0)
+    per_size = len(entry.rows) + budgets
+    runs = len(entry.rows) + sum(budget != 1.0 for budget in entry.ladder)
+    tokens = flops = 0.0
+    for size in entry.sizes:
+        trained, per_token = _base_cost(size.base, size.set, size.tokens, scale)
+        tokens += trained * per_size * entry.seeds
+        flops += trained * per_size * entry.seeds * per_token
+    return Cost(runs * len(entry.sizes) * entry.seeds, tokens, flops)
+
+
+@cache
+def _base_cost(base: str, overrides: tuple[str, ...], tokens: float | None, scale: Fraction) -> tuple[float, float]:
+    """Training tokens and FLOPs per token of a size."""
+    run = RunConfig.find(base)
+    run = run.override(size_changes(Size(name="any", base=base, set=overrides, tokens=tokens), scale))
+    return float(run.train.steps * run.tokens_per_step), float(measure(run.model).flops_per_token)
+
+
+def _chosen(option: str, asked: Sequence[str], known: list[str]) -> list[str]:
+    stranger = next((name for name in asked if name not in known), None)
+    if stranger is not None:
+        raise ConfigError(f"{option} {stranger} is not in this entry: choose from {', '.join(known)}.")
+    return list(asked) or known

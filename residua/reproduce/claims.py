@@ -1,0 +1,216 @@
+"""A verdict on every claim of a table: confirmed, contradicted or not shown, with the interval that says so.
+
+Claims are about differences and ratios between rows, since another text and size give other absolute losses. A claim is
+confirmed when the whole interval lies on its side, contradicted when the whole interval lies on the other side, and
+not shown otherwise; with one seed there is no interval and nothing is shown.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Literal
+
+from residua.reproduce.entry import Below, Claim, Diverges, Gain, Order, Study, Unmeasured
+from residua.reproduce.measures import MEASURES, Measure
+from residua.study.results import StudyResult
+from residua.study.statistics import Estimate, estimate_ratio, paired_difference
+
+DIVERGED = re.compile(r"the run diverged|the (loss|gradient norm) is (nan|-?inf)")
+"""What the trainer says of a run that it stopped (`train/health.py`)."""
+ALL = "all"
+Word = Literal["confirmed", "contradicted", "not shown"]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What our runs say about a claim at one size. `found` has our number and its interval, `printed` the paper's."""
+
+    claim: str
+    size: str
+    word: Word
+    found: str
+    printed: str = ""
+
+    @property
+    def sentence(self) -> str:
+        """The verdict as one line of text."""
+        paper = f" The paper has {self.printed}." if self.printed else ""
+        return f"{self.claim} ({self.size}): {self.word}. {self.found}.{paper}"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A study's results in its folder, and the entry it was made for."""
+
+    entry: Study
+    result: StudyResult
+    out: Path
+
+    def values(self, size: str, row: str, measure: Measure) -> dict[int, float]:
+        """A measure of the complete runs of a row, by seed."""
+        found = {
+            run.seed: measure.of(run, self.out)
+            for run in self.result.runs
+            if (self.size_of(run.size), run.variant, run.budget) == (size, row, 1.0) and run.status == "complete"
+        }
+        return {seed: value for seed, value in found.items() if value is not None}
+
+    def published(self, size: str, row: str, column: str) -> float | None:
+        """The paper's value."""
+        rows = {known.name: known for known in self.entry.rows}
+        return rows[row].published.get(size, {}).get(column)
+
+    def size_of(self, known: str) -> str:
+        """The entry's name of a size that the study knows by its file or, if it is the only one, by its preset."""
+        return self.entry.sizes[0].name if len(self.entry.sizes) == 1 else Path(known).stem
+
+
+def verdicts(measured: Measured) -> list[Verdict]:
+    """Every claim at every size it is about."""
+    judge: dict[type, Callable[..., Verdict]] = {
+        Below: _below, Order: _order, Gain: _gain, Diverges: _diverges, Unmeasured: _unmeasured,
+    }  # fmt: skip
+    sizes = [size.name for size in measured.entry.sizes]
+    return [
+        judge[type(claim)](claim, size, measured)
+        for claim in measured.entry.claims
+        for size in ([ALL] if _over_sizes(claim) else sizes)
+        if size == ALL or not claim.sizes or size in claim.sizes
+    ]
+
+
+def _over_sizes(claim: Claim) -> bool:
+    """Whether a claim has one verdict for all sizes together."""
+    return isinstance(claim, Unmeasured) or (isinstance(claim, Gain) and claim.measure == "compute_advantage")
+
+
+def _unmeasured(claim: Unmeasured, size: str, measured: Measured) -> Verdict:
+    return Verdict(claim.text, size, "not shown", claim.reason)
+
+
+def _below(claim: Below, size: str, measured: Measured) -> Verdict:
+    measure = MEASURES[claim.measure]
+    found = _compared(claim.row, claim.than, size, measure, measured)
+    return Verdict(
+        claim.text,
+        size,
+        _side(found, _neutral(measure)),
+        _in_words(found, measure, f"{claim.row} against {claim.than}"),
+        _printed(claim.row, claim.than, claim.measure, size, measured, found),
+    )
+
+
+def _order(claim: Order, size: str, measured: Measured) -> Verdict:
+    measure = MEASURES[claim.measure]
+    pairs = [(low, high, _compared(low, high, size, measure, measured)) for low, high in pairwise(claim.rows)]
+    words = {(low, high): _side(found, _neutral(measure)) for low, high, found in pairs}
+    wrong = [pair for pair, word in words.items() if word == "contradicted"]
+    open_ = [pair for pair, word in words.items() if word == "not shown"]
+    word: Word = "contradicted" if wrong else "not shown" if open_ else "confirmed"
+    told = [_in_words(found, measure, f"{low} against {high}") for low, high, found in pairs]
+    return Verdict(claim.text, size, word, "; ".join(told), " < ".join(claim.rows))
+
+
+def _gain(claim: Gain, size: str, measured: Measured) -> Verdict:
+    result = measured.result
+    if claim.measure == "compute_advantage":
+        found = next((row.advantage for row in result.scaling if row.name == claim.row), None)
+    else:
+        rows = [row for row in result.variants if (measured.size_of(row.size), row.name) == (size, claim.row)]
+        found = getattr(rows[0], claim.measure) if rows else None
+    estimate = None if found is None else Estimate(found.value, found.count, found.error, found.low, found.high)
+    word = _side(estimate, 1.0, upward=claim.published > 1.0)
+    title = {
+        "step_gain": "tokens for the same loss, baseline / ours",
+        "equivalent_tokens": "equivalent tokens",
+        "compute_advantage": "compute for the same loss, baseline / ours",
+        "throughput_ratio": "tokens per second, ours / baseline",
+    }[claim.measure]
+    if estimate is None:
+        return Verdict(claim.text, size, word, f"{title}: not measured", f"{claim.published:g}×")
+    printed = f"{claim.published:g}×, {_where(claim.published, estimate)}"
+    return Verdict(claim.text, size, word, f"{title}: {_ratio_text(estimate)}", printed)
+
+
+def _diverges(claim: Diverges, size: str, measured: Measured) -> Verdict:
+    runs = [
+        run
+        for run in measured.result.runs
+        if (measured.size_of(run.size), run.variant, run.budget) == (size, claim.row, 1.0)
+    ]
+    diverged = [run for run in runs if DIVERGED.search(run.problem)]
+    done = [run for run in runs if run.status == "complete"]
+    word: Word = "not shown"
+    if runs and len(diverged) == len(runs):
+        word = "confirmed"
+    elif runs and len(done) == len(runs):
+        word = "contradicted"
+    return Verdict(claim.text, size, word, f"{len(diverged)} of {len(runs)} runs diverged, {len(done)} completed")
+
+
+def _compared(row: str, than: str, size: str, measure: Measure, measured: Measured) -> Estimate | None:
+    """row − than by seed, or row / than for measures that are compared by ratio."""
+    ours, theirs = (measured.values(size, name, measure) for name in (row, than))
+    level = measured.result.confidence
+    if not measure.ratio:
+        return paired_difference(ours, theirs, level)
+    shared = sorted(ours.keys() & theirs.keys())
+    ratios = [ours[seed] / theirs[seed] for seed in shared if ours[seed] > 0 and theirs[seed] > 0]
+    return estimate_ratio(ratios, level) if ratios else None
+
+
+def _neutral(measure: Measure) -> float:
+    return 1.0 if measure.ratio else 0.0
+
+
+def _side(found: Estimate | None, neutral: float, upward: bool = False) -> Word:
+    """Whether an interval lies wholly on the claimed side of `neutral`: below it, or with `upward` above it."""
+    if found is None or (found.low is None and found.high is None):
+        return "not shown"
+    low = -math.inf if found.low is None else found.low
+    high = math.inf if found.high is None else found.high
+    below, above = high < neutral, low > neutral
+    if above if upward else below:
+        return "confirmed"
+    return "contradicted" if (below if upward else above) else "not shown"
+
+
+def _printed(row: str, than: str, column: str, size: str, measured: Measured, found: Estimate | None) -> str:
+    """The paper's difference or ratio, and where it lies relative to our interval."""
+    ours, theirs = (measured.published(size, name, column) for name in (row, than))
+    if ours is None or theirs is None:
+        return ""
+    ratio = MEASURES[column].ratio
+    value = ours / theirs if ratio else ours - theirs
+    return f"{value:.2f}×" * ratio + f"{value:+.4f}" * (not ratio) + (f", {_where(value, found)}" if found else "")
+
+
+def _where(value: float, found: Estimate) -> str:
+    """Where the paper's number lies: the size of a difference, after its sign."""
+    if found.low is None and found.high is None:
+        return "with one seed there is no interval to compare it with"
+    if found.low is not None and value < found.low:
+        return "below our interval"
+    return "above our interval" if found.high is not None and value > found.high else "inside our interval"
+
+
+def _in_words(found: Estimate | None, measure: Measure, what: str) -> str:
+    if found is None:
+        return f"{what}: {measure.title} not measured"
+    if measure.ratio:
+        return f"{what}: {measure.title} {_ratio_text(found)}"
+    if found.low is None:
+        return f"{what}: {measure.title} {found.value:+.4f} (n = 1, no interval)"
+    return f"{what}: {measure.title} {found.value:+.4f} [{found.low:+.4f}, {found.high:+.4f}]"
+
+
+def _ratio_text(found: Estimate) -> str:
+    if found.low is None and found.high is None:
+        return f"{found.value:.2f}× (n = {found.count}, no interval)"
+    low, high = ("…" if end is None else f"{end:.2f}" for end in (found.low, found.high))
+    return f"{found.value:.2f}× [{low}, {high}]"

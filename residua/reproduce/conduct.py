@@ -1,0 +1,136 @@
+"""`residua reproduce`: plan an entry, conduct it as a study, or look inside models that a person has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from rich.console import Console
+from rich.text import Text
+
+from residua.bench.timing import measure_ceilings
+from residua.config.settings import ConfigError
+from residua.machine import choose_device
+from residua.report.terminal import ProgressBars
+from residua.reproduce.build import Cost, Request, build_study, selected
+from residua.reproduce.catalogue import load
+from residua.reproduce.claims import DIVERGED, Measured, verdicts
+from residua.reproduce.entry import Inside, Nothing, Study
+from residua.reproduce.scale import sentence
+from residua.reproduce.show import Comparison
+from residua.study.conduct import Outcome, announce, conduct, open_dataset
+from residua.study.plan import StudyPlan, make_plan, refuse_strangers
+from residua.study.sentences import count
+from residua.study.tables import print_study
+
+TRAINING_SHARE = 0.4
+"""Training steps reach about this share of the rate of a large matrix product; it turns FLOPs into hours."""
+
+
+@dataclass(frozen=True)
+class Reproduced:
+    """The study that was made for an entry, and the lines that say what became of the paper's claims."""
+
+    outcome: Outcome
+    lines: tuple[str, ...]
+
+    @property
+    def complete(self) -> bool:
+        """Whether every run completed, or diverged, which some papers claim."""
+        runs = self.outcome.result.runs
+        return all(run.status == "complete" or DIVERGED.search(run.problem) for run in runs)
+
+
+def reproduce(
+    name: str, request: Request, out: Path, console: Console, results: Path | None = None, command: str = ""
+) -> Reproduced:
+    """Conduct an entry as a study in `out`; the paper's values and the verdicts are on its page and in results.md."""
+    entry = selected(trained(name), request)
+    refuse_strangers(out)
+    study = build_study(name, entry, request, out)
+    console.print(Text(f"{name}: {entry.title}. {sentence(request.scale)}"), soft_wrap=True)
+    outcome = conduct(study, out, console, results, command, supplement=Comparison(name, entry, request.scale, out))
+    print_study(console, outcome.result)
+    lines = [f"• {found.sentence}" for found in verdicts(Measured(entry, outcome.result, out))]
+    return Reproduced(outcome, tuple(lines))
+
+
+def show_plan(name: str, request: Request, out: Path, console: Console) -> None:
+    """Print the planned runs, tokens, FLOPs and hours on this device; writes nothing and trains nothing."""
+    entry = selected(trained(name), request)
+    refuse_strangers(out)
+    with TemporaryDirectory() as folder:
+        study = build_study(name, entry, request, Path(folder))
+        dataset = open_dataset(study, console)
+        plan = make_plan(study, out, dataset)
+        console.print(Text(f"{name}: {entry.title}. {sentence(request.scale)}"), soft_wrap=True)
+        announce(console, study, plan)
+    cost = planned_cost(plan)
+    console.print(Text(cost_sentence(cost)), soft_wrap=True)
+    longest = max(run.config.train.steps * run.config.tokens_per_step for run in plan.runs)
+    if longest > plan.text_tokens:
+        console.print(
+            Text(f"• The longest run reads the text {longest / plan.text_tokens:.1f} times: a longer text is better."),
+            soft_wrap=True,
+        )
+    for note in entry.notes:
+        console.print(Text(f"• {note}"), soft_wrap=True)
+
+
+def planned_cost(plan: StudyPlan) -> Cost:
+    """Runs, tokens and FLOPs of a plan."""
+    tokens = [run.config.train.steps * run.config.tokens_per_step for run in plan.runs]
+    flops = [plan.models[run.size, run.variant].flops_per_token for run in plan.runs]
+    return Cost(len(plan.runs), float(sum(tokens)), sum(t * f for t, f in zip(tokens, flops, strict=True)))
+
+
+def cost_sentence(cost: Cost) -> str:
+    """A cost in words, with hours on this device."""
+    return (
+        f"{cost.runs} runs, {count(cost.tokens)} tokens, {cost.flops:.2g} FLOPs: about "
+        f"{hours_shown(cost.flops / training_rate())} on this device, one run at a time."
+    )
+
+
+def hours_shown(seconds: float) -> str:
+    """A duration as people say it."""
+    for unit, size in (("years", 365 * 86400.0), ("days", 2 * 86400.0), ("hours", 3600.0), ("minutes", 60.0)):
+        if seconds >= size:
+            return f"{seconds / (86400.0 if unit == 'days' else size):.3g} {unit}"
+    return f"{seconds:.2g} seconds"
+
+
+def training_rate() -> float:
+    """FLOP/s that training is expected to reach on this device, from a matrix product that is timed now."""
+    return TRAINING_SHARE * measure_ceilings(choose_device("auto")).matmul_flops_per_second
+
+
+def look_inside(name: str, runs: Sequence[Path], out: Path, console: Console) -> Path:
+    """Diagnose models that a person has, for an entry that looks inside; returns the page."""
+    from residua.diagnose import diagnose
+
+    entry = load(name)
+    if not isinstance(entry, Inside):
+        raise ConfigError(f"--run is for entries that look inside a model, and {name} does not: leave it out.")
+    with ProgressBars(console) as bars:
+        diagnose(list(runs), out, progress=bars.stages())
+    console.print(Text(inside_sentence(name, entry)), soft_wrap=True)
+    return out / "report.html"
+
+
+def inside_sentence(name: str, entry: Inside) -> str:
+    """Where on the page of a diagnosis the paper's figure is."""
+    sections = ", ".join(f"“{title}”" for title in entry.shows)
+    return f"{name} is in the section {sections} of the page. {entry.missing}".rstrip()
+
+
+def trained(name: str) -> Study:
+    """An entry with rows to train; the others are refused with what can be had instead."""
+    entry = load(name)
+    if isinstance(entry, Nothing):
+        raise ConfigError(f"{name} cannot be reproduced: {entry.reason}. Nearest: {entry.nearest}.")
+    if not entry.trains:
+        raise ConfigError(f"{name} looks at models that are not trained here: name their folders with --run FOLDER.")
+    return entry

@@ -1,0 +1,123 @@
+"""What can be measured of a run: a column of a paper's table, taken from the run's files by name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from residua.storage.run import METRICS, read_metrics
+from residua.study.plan import RUNS
+from residua.study.results import RunResult
+from residua.study.statistics import mean
+
+LAST_SHARE = 0.01  # of the steps, for the mean of the training loss: 200 of 20,000
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A column: its title, how it is taken from a complete run in a study's folder (None if it is not there yet).
+
+    Values of a `ratio` measure are compared by their ratio, others by their difference. `diagnosed` ones need a
+    diagnosis, `quantized` ones the study's low-precision measurements.
+    """
+
+    title: str
+    of: Callable[[RunResult, Path], float | None]
+    meaning: str = ""
+    digits: str = ".4f"
+    ratio: bool = False
+    diagnosed: bool = False
+    quantized: bool = False
+
+    def shown(self, value: float) -> str:
+        """A value as the tables show it."""
+        return format(value, self.digits)
+
+
+def _perplexity(run: RunResult, out: Path) -> float | None:
+    return None if run.loss is None else math.exp(run.loss)
+
+
+def _train_loss(run: RunResult, out: Path) -> float | None:
+    """The mean of the log lines of the last hundredth of the steps."""
+    path = out / RUNS / run.folder / METRICS
+    rows = [row for row in read_metrics(path) if row["kind"] == "train"] if path.exists() else []
+    if not rows:
+        return None
+    last = rows[-1]["step"]
+    return mean([float(row["loss"]) for row in rows if row["step"] > last * (1 - LAST_SHARE)])
+
+
+def _peak(run: RunResult, out: Path) -> float | None:
+    return None if run.quantized is None else run.quantized.peak_activation
+
+
+def _sink_ratio(run: RunResult, out: Path) -> float | None:
+    return None if run.quantized is None else run.quantized.sink_ratio
+
+
+def _cost(recipe: str) -> Callable[[RunResult, Path], float | None]:
+    def added(run: RunResult, out: Path) -> float | None:
+        loss = None if run.quantized is None else run.quantized.losses.get(recipe)
+        return None if run.quantized is None or loss is None else loss - run.quantized.loss
+
+    return added
+
+
+def _inside(read: Callable[..., float | None]) -> Callable[[RunResult, Path], float | None]:
+    """A value from the diagnosis in the run's folder."""
+
+    def of(run: RunResult, out: Path) -> float | None:
+        from residua.diagnose import Diagnosis
+        from residua.diagnose.api import JSON
+
+        path = out / RUNS / run.folder / JSON
+        return read(Diagnosis.read(path).models[0]) if path.exists() else None
+
+    return of
+
+
+MEASURES: dict[str, Measure] = {
+    "loss": Measure("validation loss", lambda run, out: run.loss, "nats per token after the last step"),
+    "perplexity": Measure("perplexity", _perplexity, "exp of the validation loss", digits=".3f", ratio=True),
+    "train_loss": Measure("training loss", _train_loss, "mean of the log lines of the last hundredth of the steps"),
+    "peak_activation": Measure(
+        "peak activation", _peak, "the largest value that any sublayer reads", digits=".4g", ratio=True, quantized=True
+    ),
+    "sink_ratio": Measure(
+        "residual-sink ratio",
+        _sink_ratio,
+        "mean |h| over tokens and depth, largest dimension / median dimension",
+        digits=".4g",
+        ratio=True,
+        quantized=True,
+    ),
+    "nvfp4_cost": Measure(
+        "cost of W4A4", _cost("nvfp4"), "loss after NVFP4 less the loss before", quantized=True
+    ),
+    "nvfp4_smooth_cost": Measure(
+        "cost of W4A4+SQ", _cost("nvfp4+smooth"), "the same after SmoothQuant", quantized=True
+    ),
+    "attention_sink": Measure(
+        "attention sink",
+        _inside(lambda m: mean([layer.first_token for layer in m.attention]) if m.attention else None),
+        "mean attention to the first token, over softmax layers",
+        ratio=True,
+        diagnosed=True,
+    ),
+    "token_similarity": Measure(
+        "token similarity",
+        _inside(lambda m: mean([state.token_similarity for state in m.states])),
+        "mean cosine of two tokens of a sequence, over states",
+        diagnosed=True,
+    ),
+    "core_features": Measure(
+        "core features",
+        _inside(lambda m: mean(found) if (found := [s.core_features for s in m.states if s.core_features]) else None),
+        "principal components that hold 99 % of the variance, mean over states",
+        digits=".1f",
+        diagnosed=True,
+    ),
+}  # fmt: skip

@@ -1,0 +1,111 @@
+"""`--scale s`: parameters and training tokens are both multiplied by s, so compute falls by s².
+
+The depth stays as published: it is what the papers are about, and some rows need it (eight streams fill seven
+sublayers). Parameters outside the embedding grow with the square of the width, so the width and the width of the
+feed-forward are multiplied by √s. The batch and the number of steps are each multiplied by √s, warm-up with the steps.
+Context, learning rates, norms and every other key stay as published; the vocabulary is that of the text.
+"""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+from residua.config.choices import GatedDeltaNet
+from residua.config.model import ModelConfig, head_dim
+from residua.config.run import RunConfig
+from residua.config.settings import ConfigError
+
+NARROWEST = 32  # channels
+WIDER_BATCH = 4  # a narrower model takes micro-batches up to this many times as large
+
+
+def parse_scale(text: str) -> Fraction:
+    """`1/32`, `0.25` or `1` as a number above 0, at most 1."""
+    try:
+        scale = Fraction(text)
+    except (ValueError, ZeroDivisionError):
+        scale = Fraction(0)
+    if not 0 < scale <= 1:
+        raise ConfigError(f"--scale {text} is not a number above 0 and at most 1: write it as 1/32 or 0.25.")
+    return scale
+
+
+def changes(config: RunConfig, scale: Fraction, tokens: float | None = None) -> list[str]:
+    """The overrides that bring a run to this scale. `tokens` are the published ones; without them, the run's own."""
+    published = float(tokens or config.train.steps * config.tokens_per_step)
+    if scale == 1:
+        steps = max(2, round(published / config.tokens_per_step))
+        short = steps <= config.train.schedule.warmup  # an entry that only times a few steps
+        return [*([f"train.schedule.warmup={steps - 1}"] if short else []), f"train.steps={steps}"]
+    root = math.sqrt(scale)
+    narrow = _narrow(config.model, root)
+    narrower = config.model.width / config.model.override(narrow).width
+    batch = max(1, round(config.train.micro_batch * config.train.accumulate * root))
+    limit = max(1, int(config.train.micro_batch * min(WIDER_BATCH, narrower)))
+    accumulate = -(-batch // limit)
+    micro = max(1, round(batch / accumulate))
+    steps = max(2, round(published * scale / (micro * accumulate * config.sequence)))
+    return [
+        *(f"model.{change}" for change in narrow),
+        f"train.micro_batch={micro}",
+        f"train.accumulate={accumulate}",
+        f"train.schedule.warmup={min(max(1, round(config.train.schedule.warmup * root)), steps - 1)}",
+        f"train.steps={steps}",
+        f"train.log_every={max(1, min(config.train.log_every, steps // 100))}",
+        f"train.validate_every={max(1, steps // 20)}",
+        f"train.save_every={max(1, steps // 4)}",
+    ]
+
+
+def _narrow(model: ModelConfig, root: float) -> list[str]:
+    width = max(NARROWEST, NARROWEST * round(model.width * root / NARROWEST))
+    share = width / model.width
+    return [
+        f"width={width}",
+        f"ffn.hidden={max(8, 8 * round(model.ffn.hidden * share / 8))}",
+        *_narrow_softmax(model, share),
+        *_narrow_linear(model, share),
+    ]
+
+
+def _narrow_softmax(model: ModelConfig, share: float) -> list[str]:
+    """Fewer and narrower heads; groups of queries for each key and value as before, as far as they divide."""
+    softmax, table = model.softmax, model.attention.softmax_path
+    if softmax is None:
+        return []
+    heads, dim = _heads(softmax.heads * head_dim(model), head_dim(model), share)
+    changes = [f"{table}.heads={heads}", f"{table}.head_dim={dim}"]
+    if softmax.kv_heads is not None:
+        shared = max(1, heads * softmax.kv_heads // softmax.heads)
+        changes.append(f"{table}.kv_heads={math.gcd(heads, shared)}")
+    return changes
+
+
+def _narrow_linear(model: ModelConfig, share: float) -> list[str]:
+    linear = next((mixer for mixer in model.mixers if isinstance(mixer, GatedDeltaNet)), None)
+    if linear is None:
+        return []
+    table = "attention" if model.softmax is None else "attention.linear"
+    values, dim = _heads(linear.value_heads * linear.head_dim, linear.head_dim, share)
+    keys = math.gcd(values, max(1, values * linear.key_heads // linear.value_heads))
+    return [f"{table}.value_heads={values}", f"{table}.key_heads={keys}", f"{table}.head_dim={dim}"]
+
+
+def _heads(width: int, dim: int, share: float) -> tuple[int, int]:
+    """Heads and their width: the widest power of two that divides the narrowed width and leaves two heads."""
+    narrowed = max(NARROWEST, NARROWEST * round(width * share / NARROWEST))
+    dim = min(dim, narrowed // 2)
+    while narrowed % dim or dim & (dim - 1):
+        dim -= 1
+    return narrowed // dim, dim
+
+
+def sentence(scale: Fraction) -> str:
+    """What the scale does, for the page and the terminal."""
+    if scale == 1:
+        return "The paper's size: parameters and tokens as published."
+    return (
+        f"Scale {scale}: parameters outside the embedding and training tokens are {float(scale):.3g} of the paper's, "
+        "compute is about the square of that. Depth, context and learning rates are the paper's."
+    )

@@ -1,0 +1,131 @@
+"""The paper's values beside ours, and the verdicts: a section of the study's page, of results.md, and the terminal."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+
+from residua.report import Column, Link, Page, Value, plain
+from residua.reproduce.catalogue import DOCUMENTS, printed_place
+from residua.reproduce.claims import Measured, Verdict, verdicts
+from residua.reproduce.entry import Inside, Study
+from residua.reproduce.measures import MEASURES
+from residua.reproduce.scale import sentence
+from residua.study.diagnosed import SIDE_BY_SIDE
+from residua.study.results import StudyResult
+from residua.study.sentences import NONE
+from residua.study.statistics import estimate
+from residua.study.tables import markdown_table
+
+LOOK_FOR = (
+    "Look at the verdicts, not at the absolute values: another text and another size give other losses, so claims are "
+    "about differences between rows. Not shown means that the interval holds no difference, or that there is none."
+)
+CLAIMS = [
+    Column("claim of the paper", numeric=False),
+    Column("size", numeric=False),
+    Column("verdict", "confirmed: the whole interval is on the claim's side; contradicted: on the other", False),
+    Column("ours", numeric=False),
+    Column("paper", numeric=False),
+]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Adds the paper to the page and to results.md of the study that was made for an entry."""
+
+    name: str
+    entry: Study
+    scale: Fraction
+    out: Path
+
+    @property
+    def title(self) -> str:
+        """The table or figure as the paper numbers it."""
+        return f"{self.name}: {printed_place(self.name)}"
+
+    def draw(self, page: Page, result: StudyResult) -> None:
+        """The first section of the page."""
+        measured = Measured(self.entry, result, self.out)
+        section = page.section(f"Paper, {self.title}", LOOK_FOR)
+        section.text(f"{DOCUMENTS[self.name[:3]]}: {self.entry.title}.")
+        section.text(sentence(self.scale))
+        found = verdicts(measured)
+        if found:
+            section.table(CLAIMS, [_claim_cells(verdict) for verdict in found])
+        for size, columns, rows in self._tables(measured):
+            if len(self.entry.sizes) > 1:
+                section.subheading(f"Size {size}")
+            section.table(columns, rows)
+        if (target := self._diagnosis(result)) is not None and isinstance(self.entry, Inside):
+            section.facts({"shown in": Link(", ".join(self.entry.shows), target)})
+        for note in self._notes():
+            section.note(note)
+
+    def markdown(self, result: StudyResult) -> str:
+        """The same as Markdown."""
+        measured = Measured(self.entry, result, self.out)
+        parts = [f"## Paper, {self.title}", "", f"{self.entry.title}. {sentence(self.scale)} {LOOK_FOR}", ""]
+        found = verdicts(measured)
+        if found:
+            parts += [*markdown_table(CLAIMS, [_claim_cells(verdict) for verdict in found]), ""]
+        for size, columns, rows in self._tables(measured):
+            parts += [f"### Size {size}", "", *markdown_table(columns, rows), ""]
+        if (target := self._diagnosis(result)) is not None and isinstance(self.entry, Inside):
+            parts += [f"Shown in [{', '.join(self.entry.shows)}]({plain.link(target)}).", ""]
+        return "\n".join([*parts, *(f"- {note}" for note in self._notes())]) + "\n"
+
+    def _notes(self) -> list[str]:
+        missing = self.entry.missing if isinstance(self.entry, Inside) else ""
+        unmeasured = [f"{name} is not measured: {reason}." for name, reason in self.entry.unmeasured.items()]
+        return [*([missing] if missing else []), *unmeasured, *self.entry.notes]
+
+    def _tables(self, measured: Measured) -> list[tuple[str, list[Column], list[list[Value]]]]:
+        """By size: the paper's rows, each column twice."""
+        columns = [Column("row", numeric=False), Column("variant", numeric=False)]
+        for name in self.entry.columns:
+            measure = MEASURES[name]
+            columns += [Column(f"{measure.title}, paper"), Column(f"{measure.title}, ours", measure.meaning)]
+        columns += [Column(f"{name}, paper") for name in self.entry.unmeasured]
+        return [
+            (size.name, columns, [self._cells(measured, size.name, row.name) for row in self.entry.rows])
+            for size in self.entry.sizes
+        ]
+
+    def _cells(self, measured: Measured, size: str, row: str) -> list[Value]:
+        printed = next(known.printed for known in self.entry.rows if known.name == row)
+        cells = [Value(printed), Value(row)]
+        for name in self.entry.columns:
+            cells += [self._published(measured, size, row, name), _ours(measured, size, row, name)]
+        return [*cells, *(self._published(measured, size, row, name) for name in self.entry.unmeasured)]
+
+    @staticmethod
+    def _published(measured: Measured, size: str, row: str, column: str) -> Value:
+        value = measured.published(size, row, column)
+        return Value(NONE if value is None else f"{value:g}")
+
+    def _diagnosis(self, result: StudyResult) -> str | None:
+        """The page with the models side by side, or that of the only one, relative to the study's folder."""
+        if (self.out / SIDE_BY_SIDE / "report.html").exists():
+            return f"{SIDE_BY_SIDE}/report.html"
+        return next((run.diagnosis for run in result.runs if run.diagnosis), None)
+
+
+def _ours(measured: Measured, size: str, row: str, column: str) -> Value:
+    measure = MEASURES[column]
+    values = list(measured.values(size, row, measure).values())
+    if not values:
+        return Value(NONE)
+    found = estimate(values, measured.result.confidence)
+    return Value(measure.shown(found.value), "(n=1)" if found.error is None else f"± {measure.shown(found.error)}")
+
+
+def _claim_cells(verdict: Verdict) -> list[Value]:
+    return [
+        Value(verdict.claim),
+        Value(verdict.size),
+        Value(verdict.word),
+        Value(verdict.found),
+        Value(verdict.printed or NONE),
+    ]

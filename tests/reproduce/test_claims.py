@@ -1,0 +1,134 @@
+"""Verdicts from runs with known losses: on the claim's side, on the other, in between, and without an interval."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+from pydantic import TypeAdapter
+
+from residua.data import Dataset
+from residua.reproduce.build import Request, build_study, selected
+from residua.reproduce.catalogue import load
+from residua.reproduce.claims import Measured, Verdict, verdicts
+from residua.reproduce.entry import AnyClaim, Study
+from residua.reproduce.show import Comparison
+from residua.study.conduct import summarise
+from residua.study.plan import PlannedRun, make_plan
+from residua.study.results import DatasetFacts, StudyResult
+from tests.reproduce.conftest import QUICK
+from tests.study.recorded import write_run
+
+NAME = "004:table1"
+ROWS = ("full_attnres", "mgr", "mgr8", "mgr_independent")
+END = {"prenorm": 2.0, "full_attnres": 1.9, "mgr": 1.95, "mgr8": 1.85, "mgr_independent": 1.9}
+FACTS = DatasetFacts(
+    path="text", vocab_size=10, train_tokens=9, validation_tokens=9, bytes_per_token=1.0, unigram_entropy=2.3
+)
+
+
+def loss(run: PlannedRun, step: int) -> float:
+    """The seeds agree to 0.01, except where independent gates are near Full AttnRes."""
+    wobble = 0.001 * run.seed if run.variant != "mgr_independent" else 0.05 * (run.seed - 1)
+    return END[run.variant] + wobble + 0.5 * (1 - step / run.config.train.steps)
+
+
+def recorded(
+    dataset: Dataset, out: Path, seeds: int = 3, missing: str = "", problem: str = ""
+) -> tuple[Comparison, StudyResult]:
+    """The study of some rows at size S, with runs of known content; `missing` has none, for this reason."""
+    changed = tuple(c for c in QUICK if not c.startswith("train.steps")) + ("train.steps=10",)
+    request = Request(Fraction(1, 10**6), ("S",), ROWS, seeds, changed, str(dataset.path))
+    entry = load(NAME)
+    assert isinstance(entry, Study)
+    entry = selected(entry, request)
+    study = build_study(NAME, entry, request, out)
+    plan = make_plan(study, out, dataset)
+    for run in plan.runs:
+        if run.variant != missing:
+            write_run(run, loss)
+    problems = {run: problem for run in plan.runs if run.variant == missing}
+    added = Comparison(NAME, entry, request.scale, out)
+    return added, summarise(study, plan, out, problems, FACTS, supplement=added).result
+
+
+def judged(comparison: Comparison, result: StudyResult, *claims: dict[str, object]) -> list[Verdict]:
+    """The verdicts on other claims about the same runs."""
+    other = tuple(TypeAdapter(AnyClaim).validate_python(claim) for claim in claims)
+    return verdicts(Measured(comparison.entry.model_copy(update={"claims": other}), result, comparison.out))
+
+
+def by_claim(comparison: Comparison, result: StudyResult) -> dict[str, Verdict]:
+    found = verdicts(Measured(comparison.entry, result, comparison.out))
+    return {verdict.claim: verdict for verdict in found}
+
+
+def test_claims_are_confirmed_contradicted_or_not_shown(dataset: Dataset, tmp_path: Path) -> None:
+    said = by_claim(*recorded(dataset, tmp_path / "study"))
+    assert said["Competitive MGR is better with 8 streams than with 4"].word == "confirmed"
+    assert said["At n=4 competitive MGR outperforms Full AttnRes"].word == "contradicted"
+    assert said["At n=4 independent MGR outperforms Full AttnRes"].word == "not shown"
+    better = said["Full AttnRes outperforms pre-norm"]
+    assert better.word == "confirmed"
+    assert "-0.1000 [-0.1000, -0.1000]" in better.found
+    assert better.printed.startswith("-0.0374") and "above our interval" in better.printed
+
+
+def test_one_seed_shows_nothing(dataset: Dataset, tmp_path: Path) -> None:
+    said = by_claim(*recorded(dataset, tmp_path / "study", seeds=1))
+    assert {verdict.word for verdict in said.values()} == {"not shown"}
+    assert "n = 1, no interval" in said["Full AttnRes outperforms pre-norm"].found
+
+
+def test_the_page_and_the_table_have_the_papers_values_beside_ours(dataset: Dataset, tmp_path: Path) -> None:
+    out = tmp_path / "study"
+    recorded(dataset, out)
+    page, table = (out / "report.html").read_text("utf-8"), (out / "results.md").read_text("utf-8")
+    for text in (page, table):
+        assert "Paper, 004:table1: Table 1" in text
+        assert "2.9066" in text and "1.9010" in text  # Full AttnRes: the paper's loss and ours
+        assert "contradicted" in text and "another text and another size" in text
+    assert page.index("Paper, 004:table1") < page.index(">Verdict<")
+
+
+@pytest.mark.parametrize(
+    ("problem", "word"),
+    [
+        ("by step 7 the loss is nan", "confirmed"),
+        ("the run diverged: at step 9", "confirmed"),
+        ("no space", "not shown"),
+    ],
+)
+def test_divergence_is_a_claim_about_runs_that_the_trainer_stopped(
+    problem: str, word: str, dataset: Dataset, tmp_path: Path
+) -> None:
+    comparison, result = recorded(dataset, tmp_path / "study", missing="mgr", problem=problem)
+    claim = {"kind": "diverges", "text": "It diverges", "row": "mgr"}
+    found = judged(comparison, result, claim, {**claim, "row": "mgr8"})
+    assert [verdict.word for verdict in found] == [word, "contradicted"]
+
+
+def test_an_order_holds_if_every_neighbour_does(dataset: Dataset, tmp_path: Path) -> None:
+    comparison, result = recorded(dataset, tmp_path / "study")
+
+    def order(*rows: str) -> str:
+        claim = {"kind": "order", "text": "An order", "rows": list(rows)}
+        return judged(comparison, result, claim)[0].word
+
+    assert order("mgr8", "full_attnres", "mgr", "prenorm") == "confirmed"
+    assert order("mgr8", "mgr", "full_attnres") == "contradicted"
+    assert order("mgr8", "full_attnres", "mgr_independent", "prenorm") == "not shown"
+
+
+def test_gains_are_judged_by_the_side_of_one_and_the_papers_number_is_placed(dataset: Dataset, tmp_path: Path) -> None:
+    comparison, result = recorded(dataset, tmp_path / "study")
+    claims = [
+        {"kind": "gain", "text": "More", "row": "mgr8", "measure": "step_gain", "published": 9.0},
+        {"kind": "gain", "text": "Slower", "row": "mgr8", "measure": "step_gain", "published": 0.5},
+        {"kind": "gain", "text": "Compute", "row": "mgr8", "measure": "compute_advantage", "published": 1.2},
+    ]
+    more, slower, compute = judged(comparison, result, *claims)
+    assert (more.word, slower.word, compute.word) == ("confirmed", "contradicted", "not shown")
+    assert "above our interval" in more.printed and "below our interval" in slower.printed
+    assert compute.size == "all"

@@ -1,0 +1,105 @@
+"""`residua reproduce` as a person meets it: plans, mistakes, and an entry from start to end."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from residua.cli.reproduce import app
+from residua.config.settings import ConfigError
+from residua.data import Dataset
+from residua.reproduce import conduct as work
+from residua.reproduce.catalogue import load, names
+from residua.reproduce.entry import Inside, Nothing
+from tests.report.browser import chromium, opened
+from tests.reproduce.conftest import QUICK
+from tests.trained import train_run
+
+runner = CliRunner()
+SMALL = ["--scale", "1/1000000", *(word for change in QUICK for word in ("--set", change))]
+
+
+@pytest.fixture(autouse=True)
+def known_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(work, "training_rate", lambda: 1e12)
+
+
+def test_a_plan_says_runs_tokens_flops_and_hours_and_writes_nothing(dataset: Dataset, tmp_path: Path) -> None:
+    out = tmp_path / "study"
+    arguments = ["004:table1", *SMALL, "--sizes", "S,M", "--rows", "mgr", "--plan", "--data", str(dataset.path)]
+    shown = runner.invoke(app, [*arguments, "--out", str(out)], catch_exceptions=False).output
+    assert "2 variants × 3 seeds × 2 sizes = 12 runs" in shown
+    assert "12 runs, 3.07 k tokens" in shown and "FLOPs: about" in shown and "on this device" in shown
+    assert "QK-norm is off" in shown
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["004:table9"], "'004:table9' is no entry of `residua reproduce`: did you mean"),
+        (["004:table2"], "cannot be reproduced: a list of hyper-parameters. Nearest: the presets"),
+        (["003:fig1"], "name their folders with --run FOLDER"),
+        (["004:table1", "--run", "runs/x"], "--run is for entries that look inside a model"),
+        (["004:table1", "--scale", "3"], "--scale 3 is not a number above 0 and at most 1"),
+        (["004:table1", "--sizes", "XL"], "--sizes XL is not in this entry: choose from S, M, L"),
+    ],
+)
+def test_a_mistake_is_answered_in_one_sentence(arguments: list[str], sentence: str) -> None:
+    result = runner.invoke(app, arguments)
+    assert isinstance(result.exception, ConfigError)
+    assert sentence in str(result.exception)
+
+
+@pytest.mark.slow
+def test_an_entry_runs_from_start_to_end_and_continues_where_it_was(dataset: Dataset, tmp_path: Path) -> None:
+    out = tmp_path / "study"
+    arguments = ["004:table1", *SMALL, "--sizes", "S", "--rows", "block4", "--seeds", "2", "--out", str(out)]
+    arguments += ["--data", str(dataset.path), "--threads", "1", "--set", "model.layers=2"]
+    result = runner.invoke(app, arguments, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    assert "Paper, 004:table1: Table 1" in (out / "report.html").read_text("utf-8")
+    assert "2.9107" in (out / "results.md").read_text("utf-8")  # the paper's loss of Block AttnRes (n=4)
+    runs = json.loads((out / "results.json").read_text("utf-8"))["runs"]
+    assert [run["status"] for run in runs] == ["complete"] * 4
+    written = {path: path.stat().st_mtime_ns for path in out.glob("runs/*/metrics.jsonl")}
+    assert runner.invoke(app, arguments, catch_exceptions=False).exit_code == 0
+    assert {path: path.stat().st_mtime_ns for path in written} == written
+
+
+TRAINED = [name for name in names() if not isinstance(entry := load(name), Nothing) and entry.trains]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", TRAINED)
+def test_every_entry_runs_from_start_to_end(name: str, dataset: Dataset, tmp_path: Path) -> None:
+    out = tmp_path / "study"
+    arguments = [name, *SMALL, "--seeds", "1", "--out", str(out), "--data", str(dataset.path), "--threads", "1"]
+    result = runner.invoke(app, arguments, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    chromium()
+    with opened(out / "report.html") as seen:
+        titles = seen.page.locator("main h2").all_inner_texts()
+        assert titles[0].startswith(f"Paper, {name}")
+        entry = load(name)
+        assert not isinstance(entry, Nothing)
+        shown = seen.page.locator("main section").first.inner_text()
+        assert [row.printed for row in entry.rows if row.printed not in shown] == []
+        values = {f"{v:g}" for row in entry.rows for by in row.published.values() for v in by.values()}
+        assert [value for value in values if value not in shown] == []
+        assert seen.problems == []
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["000:fig6", "003:fig1"])
+def test_a_persons_own_model_is_looked_into(name: str, tmp_path: Path) -> None:
+    look = tmp_path / "look"
+    result = runner.invoke(app, [name, "--run", str(train_run(tmp_path)), "--out", str(look)], catch_exceptions=False)
+    assert f"{name} is in the section" in result.output
+    page = (look / "report.html").read_text("utf-8")
+    entry = load(name)
+    assert isinstance(entry, Inside)
+    assert [title for title in entry.shows if f">{title}<" not in page] == []

@@ -1,0 +1,141 @@
+"""Entries are data: every file is valid, every row is a run at every scale, and mistakes are named."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import residua
+from residua.config.run import RunConfig
+from residua.config.settings import ConfigError
+from residua.config.variants import overrides
+from residua.data import Dataset
+from residua.model.size import measure
+from residua.reproduce.build import Request, build_study, selected, size_changes
+from residua.reproduce.catalogue import FOLDER, load, names, read_entry
+from residua.reproduce.entry import Inside, Nothing, Study
+from residua.reproduce.scale import changes, parse_scale
+from residua.study.plan import make_plan
+from tests.nightly import only_nightly
+
+ENTRIES = {name: load(name) for name in names()}
+TRAINED = {name: entry for name, entry in ENTRIES.items() if not isinstance(entry, Nothing) and entry.trains}
+SMALLEST = Fraction(1, 10**6)
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_every_row_is_a_run_as_published_and_at_the_smallest_scale(name: str) -> None:
+    entry = TRAINED[name]
+    for size in entry.sizes:
+        for scale in (Fraction(1), SMALLEST):
+            base = RunConfig.find(size.base).override(size_changes(size, scale))
+            for row in entry.rows:
+                assert base.override(overrides(row.variant, base.model)).model.width == base.model.width
+
+
+@pytest.mark.parametrize("name", only_nightly(TRAINED, but=["001:fig28", "004:fig2", "000:fig5"]))
+def test_every_entry_plans_its_study_at_the_smallest_scale(name: str, dataset: Dataset, tmp_path: Path) -> None:
+    request = Request(scale=SMALLEST, data=str(dataset.path))
+    entry = selected(TRAINED[name], request)
+    study = build_study(name, entry, request, tmp_path)
+    plan = make_plan(study, tmp_path / "study", dataset)
+    assert len(plan.compared) == len(entry.rows) * len(entry.sizes) * entry.seeds
+    assert study.diagnose == (isinstance(entry, Inside) or entry.diagnosed)
+
+
+def test_figures_name_sections_that_the_page_of_a_diagnosis_has() -> None:
+    folder = Path(residua.__file__).parent / "diagnose" / "metrics"
+    source = "".join(path.read_text(encoding="utf-8") for path in folder.glob("*.py"))
+    shown = {title for entry in ENTRIES.values() if isinstance(entry, Inside) for title in entry.shows}
+    assert shown and [title for title in shown if f'"{title}"' not in source] == []
+
+
+@pytest.mark.parametrize("base", ["mgr-s-prenorm", "exoformer-base", "outlier-2b-full", "outlier-2b-hybrid"])
+def test_a_scale_multiplies_parameters_and_tokens_and_keeps_the_depth(base: str) -> None:
+    whole = RunConfig.find(base)
+    part = whole.override(changes(whole, Fraction(1, 4)))
+    before, after = measure(whole.model), measure(part.model)
+    outside = [size.parameters - size.embedding - size.head for size in (before, after)]
+    assert outside[1] / outside[0] == pytest.approx(0.25, rel=0.01)
+    assert part.train.steps * part.tokens_per_step / (whole.train.steps * whole.tokens_per_step) == pytest.approx(
+        0.25, rel=0.01
+    )
+    assert (part.model.layers, part.model.context) == (whole.model.layers, whole.model.context)
+    assert part.train.steps / whole.train.steps == pytest.approx(math.sqrt(0.25), rel=0.01)
+    assert part.train.optimizer == whole.train.optimizer
+
+
+def test_at_full_scale_only_the_published_tokens_change_a_preset() -> None:
+    run = RunConfig.find("outlier-2b-full")
+    assert run.override(changes(run, Fraction(1))) == run
+    longer = run.override(changes(run, Fraction(1), tokens=120e9))
+    assert longer.train.steps * longer.tokens_per_step == pytest.approx(120e9, rel=1e-4)
+
+
+@pytest.mark.parametrize("text", ["0", "2", "-1/2", "much", "1/0"])
+def test_a_scale_is_a_share(text: str) -> None:
+    with pytest.raises(ConfigError, match="write it as 1/32"):
+        parse_scale(text)
+
+
+VALID: dict[str, Any] = {
+    "kind": '"study"',
+    "title": '"Two rows"',
+    "sizes": '[{ name = "S", base = "tiny" }]',
+    "rows": '[{ name = "a", printed = "A", variant = ["base"] }, { name = "b", printed = "B", variant = ["mgr"] }]',
+}
+
+
+def written(folder: Path, **keys: str) -> Path:
+    path = folder / "entry.toml"
+    path.write_text("".join(f"{key} = {value}\n" for key, value in {**VALID, **keys}.items()))
+    return path
+
+
+def test_a_new_table_is_a_file_and_no_code(tmp_path: Path) -> None:
+    assert isinstance(read_entry(written(tmp_path)), Study)
+
+
+@pytest.mark.parametrize(
+    ("keys", "sentence"),
+    [
+        ({"kind": '"table"'}, "kind = 'table' does not exist|kind"),
+        ({"columns": '["lose"]'}, "'lose' is not measured"),
+        ({"baseline": '"c"'}, "baseline = 'c' is not a row"),
+        ({"claims": '[{ kind = "below", text = "A claim", row = "a", than = "c" }]'}, "'A claim' names 'c'"),
+        ({"columns": '["peak_activation"]'}, "quantize is empty"),
+        ({"sizes": '[{ name = "S", base = "tiny" }, { name = "S", base = "mini" }]'}, "uses a name twice"),
+        ({"sizes": "[]"}, "sizes and rows go together"),
+        ({"seed": "3"}, "seed"),
+        (
+            {"rows": '[{ name = "a", printed = "A", variant = ["base"], published = { M = { loss = 1.0 } } }]'},
+            "has values for 'M'",
+        ),
+    ],
+)
+def test_a_mistake_in_an_entry_is_named(keys: dict[str, str], sentence: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        read_entry(written(tmp_path, **keys))
+
+
+def test_rows_and_sizes_can_be_chosen_and_keep_the_claims_about_them() -> None:
+    entry = TRAINED["004:table1"]
+    part = selected(entry, Request(sizes=("S",), rows=("mgr", "full_attnres")))
+    assert [row.name for row in part.rows] == ["prenorm", "full_attnres", "mgr"]
+    assert {claim.text for claim in part.claims} == {
+        "At n=4 competitive MGR outperforms Full AttnRes",
+        "Competitive MGR (n=4) outperforms pre-norm",
+        "Full AttnRes outperforms pre-norm",
+    }
+    with pytest.raises(ConfigError, match="--rows mrg is not in this entry"):
+        selected(entry, Request(rows=("mrg",)))
+    with pytest.raises(ConfigError, match="only the baseline"):
+        selected(entry, Request(rows=("prenorm",)))
+
+
+def test_the_files_of_entries_are_in_the_package() -> None:
+    assert FOLDER.is_dir() and len(list(FOLDER.glob("*/*.toml"))) == len(names())

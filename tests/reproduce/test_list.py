@@ -1,0 +1,55 @@
+"""The list of entries covers the five documents, and docs/reproduce.md shows it as it is."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from residua.cli.reproduce import app
+from residua.reproduce import listing
+from residua.reproduce.build import estimated_cost
+from residua.reproduce.catalogue import load, names
+from residua.reproduce.entry import Nothing, Study
+from tests.reproduce.captions import CAPTIONS
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_every_numbered_table_and_figure_has_an_entry() -> None:
+    assert set(names()) == set(CAPTIONS)
+
+
+def test_the_command_lists_every_entry_on_one_line_with_its_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "220")
+    monkeypatch.setattr(listing, "training_rate", lambda: 1e14)
+    shown = CliRunner().invoke(app, [], catch_exceptions=False).output.splitlines()
+    for name in names():
+        (line,) = [line for line in shown if line.startswith(f"{name} ")]
+        entry = load(name)
+        assert isinstance(entry, Nothing) or ("tokens" in line and "FLOPs" in line) == entry.trains
+
+
+def test_what_cannot_be_had_says_why_and_what_comes_nearest() -> None:
+    absent = [entry for entry in map(load, names()) if isinstance(entry, Nothing)]
+    assert absent and all(entry.reason and entry.nearest for entry in absent)
+    words = {word.strip(",.") for entry in absent for word in entry.nearest.split()}
+    named = {word for word in words if ":fig" in word or ":table" in word}
+    assert named <= set(names())
+
+
+def test_a_cost_counts_rows_sizes_seeds_and_tokens() -> None:
+    entry = load("004:table1")
+    assert isinstance(entry, Study)
+    cost = estimated_cost(entry, Fraction(1))
+    assert (cost.runs, cost.tokens) == (9 * 3 * 3, 9 * 3 * 3 * 20_000 * 512 * 1024)
+    quarter = estimated_cost(entry, Fraction(1, 4))
+    assert quarter.tokens == pytest.approx(cost.tokens / 4, rel=0.01)
+    assert quarter.flops < cost.flops / 8
+
+
+def test_the_page_has_the_list_as_it_is() -> None:
+    page = (ROOT / "docs" / "reproduce.md").read_text(encoding="utf-8")
+    assert listing.markdown_list(Fraction(1, 32)) in page, "run `make entries`"
