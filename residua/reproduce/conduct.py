@@ -90,11 +90,11 @@ def cost_sentence(cost: Cost) -> str:
     """A cost in words, with hours on this device."""
     return (
         f"{cost.runs} runs, {count(cost.tokens)} tokens, {cost.flops:.2g} FLOPs: about "
-        f"{hours_shown(cost.flops / training_rate())} on this device, one run at a time."
+        f"{duration(cost.flops / training_rate())} on this device, one run at a time."
     )
 
 
-def hours_shown(seconds: float) -> str:
+def duration(seconds: float) -> str:
     """A duration as people say it."""
     for unit, size in (("years", 365 * 86400.0), ("days", 2 * 86400.0), ("hours", 3600.0), ("minutes", 60.0)):
         if seconds >= size:

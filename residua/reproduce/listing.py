@@ -5,13 +5,12 @@ from __future__ import annotations
 from fractions import Fraction
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from residua.report import Column, Value
 from residua.reproduce.build import Cost, estimated_cost
 from residua.reproduce.catalogue import DOCUMENTS, load, names
-from residua.reproduce.conduct import hours_shown, training_rate
+from residua.reproduce.conduct import duration, training_rate
 from residua.reproduce.entry import Inside, Nothing, Study
 from residua.reproduce.scale import sentence
 from residua.study.sentences import NONE, count
@@ -19,40 +18,40 @@ from residua.study.tables import markdown_table
 
 KINDS = {"study": "study", "inside": "inside a model", "none": "no"}
 NEEDS_MODELS = "--run FOLDER"
+COST = 46  # characters
 
 
 def print_list(console: Console, scale: Fraction) -> None:
-    """One line for each entry: what it shows, and what it costs as published and at `scale`."""
+    """One line for each entry: what it costs as published and at `scale`, and what it shows."""
     rate = training_rate()
     for document, title in DOCUMENTS.items():
-        table = Table(box=None, header_style="bold", pad_edge=False, title=f"{document}: {title}", title_justify="left")
-        table.add_column("entry", no_wrap=True)
-        table.add_column("kind", no_wrap=True)
-        table.add_column("what", no_wrap=True, overflow="ellipsis", ratio=1)
-        table.add_column("as published", no_wrap=True)
-        table.add_column(f"at {scale}", no_wrap=True)
+        console.print(Text(f"{document}: {title}", style="bold"), soft_wrap=True)
+        _line(console, "entry", "runs", f"{'as published':<{COST}}{f'at {scale}':<{COST}}", "what")
         for name in names():
             if name.startswith(document):
-                entry = load(name)
-                told = [_cost(entry, at, rate) for at in (Fraction(1), scale)]
-                table.add_row(name, KINDS[entry.kind], Text(_what(entry)), *map(Text, told))
-        console.print(table)
+                _line(console, name, *_cells(load(name), scale, rate))
         console.print()
     console.print(Text(sentence(scale)), soft_wrap=True)
-    console.print("Next: residua reproduce ENTRY --plan; docs/reproduce.md says what every entry measures.")
+    console.print("Next: residua reproduce ENTRY --plan; docs/reproduce.md says how.", soft_wrap=True)
 
 
-def _what(entry: Study | Inside | Nothing) -> str:
-    return f"{entry.title}. {entry.reason}: {entry.nearest}" if isinstance(entry, Nothing) else entry.title
+def _line(console: Console, name: str, runs: str, costs: str, what: str) -> None:
+    line = Text(f"{name:<11} {runs:>5}  {costs:<{2 * COST}}{what}")
+    if console.is_terminal:
+        console.print(line, no_wrap=True, overflow="ellipsis", highlight=False)
+    else:
+        console.print(line, soft_wrap=True, highlight=False)
 
 
-def _cost(entry: Study | Inside | Nothing, scale: Fraction, rate: float) -> str:
+def _cells(entry: Study | Inside | Nothing, scale: Fraction, rate: float) -> tuple[str, str, str]:
+    """Runs, what they cost as published and at the scale, and what the entry shows."""
     if isinstance(entry, Nothing):
-        return ""
+        return "", f"no: {entry.reason}", f"{entry.title}. Nearest: {entry.nearest}"
     if not entry.trains:
-        return NEEDS_MODELS
-    cost = estimated_cost(entry, scale)
-    return f"{_short(cost)}, {hours_shown(cost.flops / rate)}"
+        return "", NEEDS_MODELS, entry.title
+    costs = [estimated_cost(entry, at) for at in (Fraction(1), scale)]
+    told = [f"{count(cost.tokens)} tokens, {cost.flops:.1e} FLOPs, {duration(cost.flops / rate)}" for cost in costs]
+    return str(costs[0].runs), "".join(f"{text:<{COST}}" for text in told), entry.title
 
 
 def _short(cost: Cost) -> str:

@@ -14,15 +14,15 @@ from residua.reproduce.catalogue import load
 from residua.reproduce.claims import Measured, Verdict, verdicts
 from residua.reproduce.entry import AnyClaim, Study
 from residua.reproduce.show import Comparison
-from residua.study.conduct import summarise
+from residua.study.conduct import complete_records, summarise
 from residua.study.plan import PlannedRun, make_plan
-from residua.study.results import DatasetFacts, StudyResult
+from residua.study.results import DatasetFacts, StudyResult, collect
 from tests.reproduce.conftest import QUICK
 from tests.study.recorded import write_run
 
 NAME = "004:table1"
-ROWS = ("full_attnres", "mgr", "mgr8", "mgr_independent")
-END = {"prenorm": 2.0, "full_attnres": 1.9, "mgr": 1.95, "mgr8": 1.85, "mgr_independent": 1.9}
+ROWS = ("full_attnres", "block4", "mgr", "mgr_independent")
+END = {"prenorm": 2.0, "full_attnres": 1.9, "mgr": 1.95, "block4": 1.85, "mgr_independent": 1.9}
 FACTS = DatasetFacts(
     path="text", vocab_size=10, train_tokens=9, validation_tokens=9, bytes_per_token=1.0, unigram_entropy=2.3
 )
@@ -38,7 +38,7 @@ def recorded(
     dataset: Dataset, out: Path, seeds: int = 3, missing: str = "", problem: str = ""
 ) -> tuple[Comparison, StudyResult]:
     """The study of some rows at size S, with runs of known content; `missing` has none, for this reason."""
-    changed = tuple(c for c in QUICK if not c.startswith("train.steps")) + ("train.steps=10",)
+    changed = tuple(c for c in QUICK if not c.startswith("train.steps")) + ("train.steps=10", "model.layers=3")
     request = Request(Fraction(1, 10**6), ("S",), ROWS, seeds, changed, str(dataset.path))
     entry = load(NAME)
     assert isinstance(entry, Study)
@@ -50,7 +50,15 @@ def recorded(
             write_run(run, loss)
     problems = {run: problem for run in plan.runs if run.variant == missing}
     added = Comparison(NAME, entry, request.scale, out)
+    if missing or seeds < 3:
+        return added, collect(study, plan, complete_records(plan, {}), problems, FACTS)
     return added, summarise(study, plan, out, problems, FACTS, supplement=added).result
+
+
+@pytest.fixture(scope="module")
+def made(dataset: Dataset, tmp_path_factory: pytest.TempPathFactory) -> tuple[Comparison, StudyResult]:
+    """Three seeds of every row, with a page."""
+    return recorded(dataset, tmp_path_factory.mktemp("made") / "study")
 
 
 def judged(comparison: Comparison, result: StudyResult, *claims: dict[str, object]) -> list[Verdict]:
@@ -64,9 +72,9 @@ def by_claim(comparison: Comparison, result: StudyResult) -> dict[str, Verdict]:
     return {verdict.claim: verdict for verdict in found}
 
 
-def test_claims_are_confirmed_contradicted_or_not_shown(dataset: Dataset, tmp_path: Path) -> None:
-    said = by_claim(*recorded(dataset, tmp_path / "study"))
-    assert said["Competitive MGR is better with 8 streams than with 4"].word == "confirmed"
+def test_claims_are_confirmed_contradicted_or_not_shown(made: tuple[Comparison, StudyResult]) -> None:
+    said = by_claim(*made)
+    assert said["Competitive MGR (n=4) outperforms pre-norm"].word == "confirmed"
     assert said["At n=4 competitive MGR outperforms Full AttnRes"].word == "contradicted"
     assert said["At n=4 independent MGR outperforms Full AttnRes"].word == "not shown"
     better = said["Full AttnRes outperforms pre-norm"]
@@ -81,9 +89,8 @@ def test_one_seed_shows_nothing(dataset: Dataset, tmp_path: Path) -> None:
     assert "n = 1, no interval" in said["Full AttnRes outperforms pre-norm"].found
 
 
-def test_the_page_and_the_table_have_the_papers_values_beside_ours(dataset: Dataset, tmp_path: Path) -> None:
-    out = tmp_path / "study"
-    recorded(dataset, out)
+def test_the_page_and_the_table_have_the_papers_values_beside_ours(made: tuple[Comparison, StudyResult]) -> None:
+    out = made[0].out
     page, table = (out / "report.html").read_text("utf-8"), (out / "results.md").read_text("utf-8")
     for text in (page, table):
         assert "Paper, 004:table1: Table 1" in text
@@ -105,28 +112,30 @@ def test_divergence_is_a_claim_about_runs_that_the_trainer_stopped(
 ) -> None:
     comparison, result = recorded(dataset, tmp_path / "study", missing="mgr", problem=problem)
     claim = {"kind": "diverges", "text": "It diverges", "row": "mgr"}
-    found = judged(comparison, result, claim, {**claim, "row": "mgr8"})
+    found = judged(comparison, result, claim, {**claim, "row": "block4"})
     assert [verdict.word for verdict in found] == [word, "contradicted"]
 
 
-def test_an_order_holds_if_every_neighbour_does(dataset: Dataset, tmp_path: Path) -> None:
-    comparison, result = recorded(dataset, tmp_path / "study")
+def test_an_order_holds_if_every_neighbour_does(made: tuple[Comparison, StudyResult]) -> None:
+    comparison, result = made
 
     def order(*rows: str) -> str:
         claim = {"kind": "order", "text": "An order", "rows": list(rows)}
         return judged(comparison, result, claim)[0].word
 
-    assert order("mgr8", "full_attnres", "mgr", "prenorm") == "confirmed"
-    assert order("mgr8", "mgr", "full_attnres") == "contradicted"
-    assert order("mgr8", "full_attnres", "mgr_independent", "prenorm") == "not shown"
+    assert order("block4", "full_attnres", "mgr", "prenorm") == "confirmed"
+    assert order("block4", "mgr", "full_attnres") == "contradicted"
+    assert order("block4", "full_attnres", "mgr_independent", "prenorm") == "not shown"
 
 
-def test_gains_are_judged_by_the_side_of_one_and_the_papers_number_is_placed(dataset: Dataset, tmp_path: Path) -> None:
-    comparison, result = recorded(dataset, tmp_path / "study")
+def test_gains_are_judged_by_the_side_of_one_and_the_papers_number_is_placed(
+    made: tuple[Comparison, StudyResult],
+) -> None:
+    comparison, result = made
     claims = [
-        {"kind": "gain", "text": "More", "row": "mgr8", "measure": "step_gain", "published": 9.0},
-        {"kind": "gain", "text": "Slower", "row": "mgr8", "measure": "step_gain", "published": 0.5},
-        {"kind": "gain", "text": "Compute", "row": "mgr8", "measure": "compute_advantage", "published": 1.2},
+        {"kind": "gain", "text": "More", "row": "block4", "measure": "step_gain", "published": 9.0},
+        {"kind": "gain", "text": "Slower", "row": "block4", "measure": "step_gain", "published": 0.5},
+        {"kind": "gain", "text": "Compute", "row": "block4", "measure": "compute_advantage", "published": 1.2},
     ]
     more, slower, compute = judged(comparison, result, *claims)
     assert (more.word, slower.word, compute.word) == ("confirmed", "contradicted", "not shown")
