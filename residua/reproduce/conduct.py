@@ -95,11 +95,11 @@ def cost_sentence(cost: Cost) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A duration as people say it."""
-    for unit, size in (("years", 365 * 86400.0), ("days", 2 * 86400.0), ("hours", 3600.0), ("minutes", 60.0)):
-        if seconds >= size:
-            return f"{seconds / (86400.0 if unit == 'days' else size):.3g} {unit}"
-    return f"{seconds:.2g} seconds"
+    """A time as people say it."""
+    for unit, size, least in (("years", 365 * 86400.0, 1.0), ("days", 86400.0, 2.0), ("hours", 3600.0, 1.0)):
+        if seconds >= least * size:
+            return f"{seconds / size:,.0f} {unit}" if seconds >= 10 * size else f"{seconds / size:.1f} {unit}"
+    return f"{seconds / 60:.1f} minutes"
 
 
 def training_rate() -> float:

@@ -18,7 +18,7 @@ from residua.study.tables import markdown_table
 
 KINDS = {"study": "study", "inside": "inside a model", "none": "no"}
 NEEDS_MODELS = "--run FOLDER"
-COST = 46  # characters
+COST = 52  # characters
 
 
 def print_list(console: Console, scale: Fraction) -> None:

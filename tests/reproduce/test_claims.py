@@ -128,7 +128,7 @@ def test_an_order_holds_if_every_neighbour_does(made: tuple[Comparison, StudyRes
     assert order("block4", "full_attnres", "mgr_independent", "prenorm") == "not shown"
 
 
-def test_gains_are_judged_by_the_side_of_one_and_the_papers_number_is_placed(
+def test_gains_are_judged_by_the_side_of_one(
     made: tuple[Comparison, StudyResult],
 ) -> None:
     comparison, result = made
