@@ -8,7 +8,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from pydantic import RootModel, ValidationError
+from pydantic import BaseModel, RootModel, ValidationError
 
 from residua.config.settings import ConfigError, explain, of_file, read_toml, suggest
 from residua.reproduce.entry import Entry, Inside, Nothing, Study
@@ -22,6 +22,8 @@ DOCUMENTS = {
     "004": "Multi-Gate Residuals",
 }
 """The documents. 002 numbers neither its pictures nor its table: they are counted in order of appearance."""
+
+KINDS: dict[str, type[BaseModel]] = {"study": Study, "inside": Inside, "none": Nothing}
 
 
 class _File(RootModel[Entry]):
@@ -49,8 +51,7 @@ def read_entry(path: Path) -> Study | Inside | Nothing:
         try:
             return _File.model_validate(tables).root
         except ValidationError as error:
-            kind = {"study": Study, "inside": Inside, "none": Nothing}.get(str(tables.get("kind")), Study)
-            raise ConfigError(explain(error, kind)) from None
+            raise ConfigError(explain(error, KINDS.get(str(tables.get("kind")), Study))) from None
 
 
 def printed_place(name: str) -> str:
