@@ -97,11 +97,13 @@ def reproduce(
 
 
 def _conduct(entry: str, request: Request, folder: Path, results: Path | None, console: Console) -> None:
+    from residua.files import keeping
     from residua.reproduce.conduct import reproduce as conduct
     from residua.study.runner import StudyInterrupted
 
     try:
-        made = conduct(entry, request, folder, console, results, command_line())
+        with keeping("trained runs are kept, and the same command goes on from them"):
+            made = conduct(entry, request, folder, console, results, command_line())
     except StudyInterrupted as stop:
         typer.echo(str(stop), err=True)
         raise typer.Exit(130) from None
