@@ -11,6 +11,7 @@ import torch
 from rich.console import Console
 
 from residua import machine
+from residua.cli.main import refuse
 from residua.config.run import RunConfig
 from residua.machine import TooLarge, free_memory, out_of_memory, require_memory
 from residua.train.health import TrainingStopped
@@ -172,3 +173,16 @@ def test_memory_that_runs_out_in_training_leaves_the_last_checkpoint(
     monkeypatch.setattr(Step, "__call__", full)
     with pytest.raises(TrainingStopped, match=r"this machine ran out of memory after step 3; .* is \S+step-2\. Lower"):
         train(config, tmp_path / "run", console=QUIET)
+
+
+def test_without_room_to_say_it_well_it_is_still_said(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    def full(mistake: BaseException) -> str:
+        raise MemoryError
+
+    monkeypatch.setattr("residua.report.terminal.say", full)
+    with pytest.raises(SystemExit) as ended:
+        refuse(MemoryError())
+    assert ended.value.code == 2
+    assert capfd.readouterr().err == "residua: this machine ran out of memory: end other programs.\n"

@@ -128,9 +128,12 @@ def refuse(mistake: Exception) -> NoReturn:
     machine lacks) and prints it; of several ranks on a machine the first does.
     """
     _leave_to_first_rank()
-    from residua.report.terminal import say  # a command that succeeds does without it
+    try:
+        from residua.report.terminal import say  # a command that succeeds does without it
 
-    complain(say(mistake))
+        complain(say(mistake))
+    except MemoryError:  # there is not even room to import it
+        os.write(2, b"residua: this machine ran out of memory: end other programs.\n")
     sys.exit(2)
 
 

@@ -285,7 +285,7 @@ def _problem(log: Path, code: int) -> str:
     lines = [line.strip() for line in text.splitlines()]
     spoken = [line for line in lines if line]
     ending = f"ended by signal {-code}" if code < 0 else f"ended with status {code}"
-    said = f": {spoken[-1]}" if spoken else ""
+    said = f": {spoken[-1].removesuffix('.')}" if spoken else ""
     full = "; the disk is full" * (shutil.disk_usage(log.parent).free < SMALLEST_ROOM)
     return f"{ending}{said}{full} (log: {log})"
 
