@@ -32,6 +32,12 @@ def compare(
     base: Annotated[
         str | None, typer.Option(show_default="tiny", help="The preset or run TOML that the variants change.")
     ] = None,
+    start: Annotated[
+        Path | None,
+        typer.Option(
+            "--from", metavar="RUN", show_default=False, help="Begin every variant with the weights of this run."
+        ),
+    ] = None,
     seeds: Annotated[int | None, typer.Option(min=1, show_default="3", help="Seeds per variant.")] = None,
     data: Annotated[
         Path | None,
@@ -111,6 +117,7 @@ def compare(
     residua compare prenorm mgr --sizes tiny,mini --tokens-per-parameter 20
     residua compare prenorm gated_attention preaffine gatednorm --quantize fp8,nvfp4,nvfp4+smooth
     residua compare prenorm mgr --diagnose
+    residua compare base block_attnres mgr --from runs/qwen3 --data data/wiki --set train.steps=500
     residua compare study.toml
     residua compare study.toml --results docs/results/wiki.json
     residua compare docs/results/wiki.json
@@ -130,6 +137,8 @@ def compare(
         "diagnose": diagnose, "ladder": _budgets(ladder), "time_alone": time_alone,
         "quantize": None if quantize is None else [name.strip() for name in quantize.split(",") if name.strip()],
     }  # fmt: skip
+    if start is not None:
+        given |= _started(start, given)
     chosen = {key: value for key, value in given.items() if value is not None}
     if what and len(what) == 1 and what[0].endswith(".json"):
         _show(Path(what[0]), out, console, [*chosen, *(["results"] if results else [])])
@@ -154,6 +163,19 @@ def _show(path: Path, out: Path | None, console: Console, given: list[str]) -> N
     print_study(console, show_saved(SavedStudy.read(path), out))
     if out is not None:
         console.print(f"\nReport: {(out / 'report.html').resolve()}", soft_wrap=True)
+
+
+def _started(start: Path, given: dict[str, Any]) -> dict[str, Any]:
+    """Options of a study whose variants begin with the weights of a run, and must have their shapes."""
+    from residua.config.settings import ConfigError
+    from residua.storage.load import start_changes
+
+    if given["base"] is not None or given["scaling"] is not None:
+        raise ConfigError("--from gives the base and its size: leave --base and --sizes out.")
+    if given["match"] not in (None, {"kind": "none"}):
+        raise ConfigError("variants that begin with given weights have their shapes: leave --match out.")
+    base, changes = start_changes(start)
+    return {"base": base, "match": {"kind": "none"}, "set": [*changes, "model.reader_eps=sum", *(given["set"] or [])]}
 
 
 def _study(

@@ -36,6 +36,10 @@ def train(
         typer.Option(show_default="the embedded corpus", help="A folder made by `residua data prepare`."),
     ] = None,
     out: Annotated[Path | None, typer.Option(show_default="runs/NAME", help="The run's folder.")] = None,
+    start: Annotated[
+        Path | None,
+        typer.Option("--from", metavar="RUN", show_default=False, help="Begin with the weights of this run."),
+    ] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue the run in --out from its last checkpoint.")
     ] = False,
@@ -49,6 +53,7 @@ def train(
     residua train tiny model.topology.kind=full_attnres --out runs/full
     residua train my-run.toml --threads 4
     residua train --resume --out runs/wiki
+    residua train --from runs/qwen3 model.topology=block_attnres --data data/wiki --out runs/block
     torchrun --nproc-per-node 8 --no-python residua train mgr-l-full parallel.shard=8
 
     Ctrl-C saves and stops. --resume continues from there, with the same bits on a CPU,
@@ -58,8 +63,33 @@ def train(
     if source is not None and "=" in source:
         given.insert(0, source)
         source = None
+    if start is not None:
+        folder, config = _retrofit(start, source, given, data, out, resume)
+        _run(config, folder, resume, threads)
+        return
     folder = out or _default_folder(source)
     _run(_configuration(source, folder, resume).override([*_data_change(data), *given]), folder, resume, threads)
+
+
+def _retrofit(
+    start: Path, source: str | None, changes: list[str], data: Path | None, out: Path | None, resume: bool
+) -> tuple[Path, RunConfig]:
+    """The folder and the configuration of a run that begins with the weights of another."""
+    from residua.config.run import RunConfig
+    from residua.config.variants import with_eps
+    from residua.storage.load import start_changes
+
+    if source is not None:
+        raise ValueError(f"--from takes the model and the recipe of {start}: leave {source} out.")
+    if resume:
+        raise ValueError("a run that was started with --from is resumed without it: leave --from out.")
+    if out is None:
+        raise ValueError("choose the new run's folder with --out.")
+    base_file, begin = start_changes(start)
+    base = RunConfig.from_toml(base_file)
+    changed = base.override([*begin, *_data_change(data), *changes])
+    exact = [] if changed.model.topology == base.model.topology else ["model.reader_eps=sum"]
+    return out, changed.override([*with_eps(base.model, changed.model, changes), *exact, *changes])
 
 
 def _run(config: RunConfig, folder: Path, resume: bool, threads: int | None) -> None:

@@ -37,7 +37,8 @@ class ModelConfig(Frozen):
 
     `vocab_size` defaults to GPT-2's 50,257 padded to a multiple of 128; `context` is the training length. `placement`
     says what sublayers norm: their input (pre-norm), their output (OLMo 2), or both (Gemma). Embedded tokens are
-    multiplied by `embed_scale`.
+    multiplied by `embed_scale`. With `reader_eps = "sum"` the norm of reader k has eps · c_k², for a topology that
+    hands it c_k times the sum when it starts as a pre-norm model: that start is then exact (docs/retrofit.md).
     """
 
     vocab_size: Positive = 50_304
@@ -48,6 +49,7 @@ class ModelConfig(Frozen):
     ffn: FFN
     norm: Norm = RMSNorm()
     placement: Literal["input", "output", "both"] = "input"
+    reader_eps: Literal["norm", "sum"] = "norm"
     topology: Topology = Additive()
     anchors: Anchors = NoAnchors()
     head: Head = TiedHead()

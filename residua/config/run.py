@@ -91,9 +91,11 @@ class TrainConfig(Frozen):
     kind of sublayer once instead of the whole model, for a quick start of one process. `recompute = "sublayers"` saves
     activation memory for a third more compute. A run whose loss stays `divergence_margin` nats above its first loss for
     `divergence_patience` log lines in a row is stopped. `keep` checkpoints stay on disk, and the best one. A CPU run
-    always repeats bit for bit; `determinism = "exact"` makes a GPU run do so too, at some cost in speed.
+    always repeats bit for bit; `determinism = "exact"` makes a GPU run do so too, at some cost in speed. `start` is a
+    run, or a folder of a Hugging Face model, whose weights the model begins with (`--from`).
     """
 
+    start: str | None = None
     steps: Positive = 1000
     micro_batch: Positive = 8
     accumulate: Positive = 1

@@ -50,6 +50,19 @@ def _softmax(summary: str, key: str) -> Variant:
     return Variant(summary, lambda model: _on_softmax(model, key))
 
 
+def _norm(summary: str, kind: str) -> Variant:
+    """Another kind of norm, with the eps of the base's."""
+    kinds = (f"model.norm.kind={kind}",)
+    return Variant(summary, lambda model: (*kinds, *with_eps(model, model.override([f"norm.kind={kind}"]), kinds)))
+
+
+def with_eps(before: ModelConfig, after: ModelConfig, changes: Sequence[str]) -> list[str]:
+    """An override that gives a new kind of norm the eps of the old one, where both have one and `changes` has none."""
+    old, new = (getattr(model.norm, "eps", None) for model in (before, after))
+    given = any(change.startswith(("model.norm.eps", "model.norm={")) for change in changes)
+    return [] if given or None in (old, new) or old == new else [f"model.norm.eps={old}"]
+
+
 def _set(summary: str, *changes: str) -> Variant:
     return Variant(summary, lambda model: changes)
 
@@ -169,10 +182,10 @@ KNOWN: dict[str, Variant] = {
     "hybrid": Variant("linear attention, and softmax in one layer of four", _hybrid),
     "moe": Variant("16 experts, 3 and a shared one active, as wide for a token as the base's FFN", _moe),
     "glu": Variant("sigmoid GLU as feed-forward, as wide as the base's", _glu),
-    "gatednorm": _set("RMSNorm with a low-rank gate", "model.norm.kind=gatednorm"),
-    "preaffine": _set("gain before the norm", "model.norm.kind=preaffine"),
-    "dyt": _set("dynamic tanh instead of a norm", "model.norm.kind=dyt"),
-    "gated_dyt": _set("dynamic tanh with a low-rank gate", "model.norm.kind=gated_dyt"),
+    "gatednorm": _norm("RMSNorm with a low-rank gate", "gatednorm"),
+    "preaffine": _norm("gain before the norm", "preaffine"),
+    "dyt": _norm("dynamic tanh instead of a norm", "dyt"),
+    "gated_dyt": _norm("dynamic tanh with a low-rank gate", "gated_dyt"),
 }
 
 

@@ -18,12 +18,13 @@ from residua.distributed.mesh import Mesh, Processes, job_store
 from residua.distributed.pipeline.step import PipelinedStep
 from residua.distributed.step import RankedStep, ReplicatedStep, ShardedStep
 from residua.machine import choose_device
-from residua.model.decoder import Decoder, build
+from residua.model.decoder import Decoder
 from residua.reading import reason
 from residua.storage.checkpoint import model_tensors, what_is_left
 from residua.storage.run import FollowedRun, Run
 from residua.storage.sharded import Saver, load_shards
 from residua.train.health import TrainingStopped
+from residua.train.start import starting_model
 from residua.train.step import Step
 from residua.train.summary import check_memory
 from residua.train.world import World, check_processes
@@ -144,7 +145,7 @@ class Ranks(World):
 
     def build_step(self, config: RunConfig) -> RankedStep:
         check_memory(config, self.device)
-        return build_ranked_step(build(config.model), config, self.mesh)
+        return build_ranked_step(starting_model(config), config, self.mesh)
 
     def save(self, run: Path, number: int, step: Step, state: Mapping[str, Any], keep: int) -> None:
         self.saver.save(run, number, step.model, step.optimizer, state, keep)

@@ -17,6 +17,7 @@ from torch.nn.functional import gelu
 from residua import ops
 from residua.config import choices
 from residua.model.context import Anchors
+from residua.model.kept import Kept
 from residua.model.projection import Projection
 
 Projections = dict[str, Tensor]
@@ -109,6 +110,16 @@ class Unmixed(nn.Module):
         """Whether it neither mixes nor writes anchors."""
         return type(self) is Unmixed
 
+    def begin_as(self, old: Unmixed) -> Kept:
+        """Start as another layer's: with its parameters if it is of the same kind, else with no anchor mixed in."""
+        if type(self) is type(old):
+            self.load_state_dict(old.state_dict())
+            return Kept.EXACTLY
+        return self._begin_unmixed() if old.plain else Kept.NOT
+
+    def _begin_unmixed(self) -> Kept:
+        return Kept.EXACTLY
+
     def mixes(self, pathway: str) -> bool:
         """Whether this pathway is mixed with an anchor, or becomes one."""
         return False
@@ -169,6 +180,13 @@ class Mix(Unmixed):
     def factors(self, x: Tensor) -> Tensor | None:
         """γ [B, T, 2·pathways]; None for a static mixture."""
         return None
+
+    def _begin_unmixed(self) -> Kept:
+        """λ1 = 0 and λ2 = 1; for a dynamic mixture, whose γ begins at ½, λ2 = 2."""
+        for anchor, current in zip(self.anchor_scale.values(), self.current_scale.values(), strict=True):
+            nn.init.zeros_(anchor)
+            nn.init.constant_(current, 2 * self.START)
+        return Kept.EXACTLY
 
     def forward(
         self, projected: Tensor, anchors: Anchors, x: Tensor, qk_norm: QueryKeyNorm, table: RotaryTable

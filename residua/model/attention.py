@@ -15,7 +15,8 @@ from residua.model.attend import attend
 from residua.model.cache import KeyValueCache
 from residua.model.context import Anchors, Context
 from residua.model.edges import Edge, divide_rows
-from residua.model.projection import projection
+from residua.model.kept import Kept
+from residua.model.projection import BiasedProjection, Projection, projection
 from residua.model.rope import GROWING
 from residua.model.taps import tap
 from residua.ops.decode.reference import KEY_EPS
@@ -95,6 +96,27 @@ class NoQKNorm(nn.Module):
         return ops.rotate(q, table), ops.rotate(k, table)
 
 
+def _begin_projection(new: Projection, old: Projection) -> Kept:
+    """Take the rows that both have; others are zero."""
+    rows = min(len(new.weight), len(old.weight))
+    nn.init.zeros_(new.weight)
+    new.weight[:rows] = old.weight[:rows]
+    if isinstance(new, BiasedProjection):
+        nn.init.zeros_(new.bias)
+        if isinstance(old, BiasedProjection):
+            new.bias[:rows] = old.bias[:rows]
+    return Kept.NOT if isinstance(old, BiasedProjection) and not isinstance(new, BiasedProjection) else Kept.EXACTLY
+
+
+def _begin_qk_norm(new: nn.Module, old: nn.Module) -> Kept:
+    if type(new) is not type(old):
+        return Kept.NOT
+    new.load_state_dict(old.state_dict())
+    return Kept.EXACTLY
+
+
+NEW_SINK = -10.0
+
 QK_NORMS: dict[str, type[QKNorm] | type[NoQKNorm]] = {"rms": QKNorm, "rms_all": JointQKNorm, "none": NoQKNorm}
 
 
@@ -164,6 +186,31 @@ class SoftmaxAttention(nn.Module):
             tap(f"attention.{self.layer}.gate", gate)
             y = y * gate
         return self.out(y.flatten(-2)), anchors
+
+    @torch.no_grad()
+    def begin_as(self, old: nn.Module) -> Kept:
+        """Start as another attention with the same heads.
+
+        A new gate starts at σ(0) = ½ with W_g = 0, and W_out is doubled. A new bias starts at zero. A new sink starts
+        at `NEW_SINK`, which takes e^NEW_SINK off the softmax: nearly nothing, yet with a gradient.
+        """
+        if not isinstance(old, SoftmaxAttention) or old.rows[:3] != self.rows[:3]:
+            raise ValueError("attention.heads, kv_heads or head_dim differ from the model to start from: keep them.")
+        new_gate = len(self.rows) > len(old.rows)
+        kept = [
+            Kept.EXACTLY if new_gate or self.rows == old.rows else Kept.NOT,
+            _begin_projection(self.project, old.project),
+            _begin_projection(self.out, old.out),
+            self.mix.begin_as(old.mix),
+            _begin_qk_norm(self.qk_norm, old.qk_norm),
+        ]
+        if new_gate:
+            self.out.weight.mul_(2)
+        if self.sink is not None:
+            self.sink.copy_(old.sink) if old.sink is not None else nn.init.constant_(self.sink, NEW_SINK)
+        if (self.sink is None) != (old.sink is None):
+            kept.append(Kept.NOT if self.sink is None else Kept.NEARLY)
+        return max(kept)
 
     @property
     def plain_heads(self) -> bool:

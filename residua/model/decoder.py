@@ -81,7 +81,16 @@ class Decoder(nn.Module):
             for body in build_layer(config, layer, output_std=output_std(config) * self.topology.output_gain)
         )
         self.norm = build_norm(config.norm, width)
+        if config.reader_eps == "sum":
+            self._scale_eps()
         self.unembed = build_unembedding(config)
+
+    def _scale_eps(self) -> None:
+        """Give the norm of each reader the eps with which c times the sum is normed as the sum is."""
+        norms: list[Any] = [*(sublayer.norm for sublayer in self.sublayers), self.norm]
+        for norm, factor in zip(norms, self.topology.sum_factors(self.config.sublayers), strict=True):
+            if hasattr(norm, "eps"):
+                norm.eps *= factor**2
 
     def reset_parameters(self) -> None:
         """Initialise every module in place, after a model built on the meta device was given memory."""

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from residua import ops
 from residua.config import choices
+from residua.model.kept import Kept
 
 GATE_STD = 0.02
 
@@ -35,6 +36,16 @@ class Norm(nn.Module):
         """Whether decoding kernels may compute it as weight ⊙ x / sqrt(mean(x²) + eps)."""
         return False
 
+    scale_invariant = False
+    """Whether a positive factor on x changes nothing, but for eps."""
+
+    def begin_as(self, old: Norm) -> Kept:
+        """Start as another norm with the same eps, by changing parameters in place; by default, one of its kind."""
+        if type(self) is not type(old):
+            return Kept.NOT
+        self.load_state_dict(old.state_dict())
+        return Kept.EXACTLY
+
 
 class NoNorm(Norm):
     """The input as it is: sublayers that norm their output read the stream itself."""
@@ -45,6 +56,8 @@ class NoNorm(Norm):
 
 class RMSNorm(Norm):
     """y = weight ⊙ x / sqrt(mean(x²) + eps)."""
+
+    scale_invariant = True
 
     def __init__(self, config: choices.RMSNorm, width: int) -> None:
         super().__init__()
@@ -70,6 +83,8 @@ class RMSNorm(Norm):
 class PreAffine(Norm):
     """y = RMSNorm(affine ⊙ x) (arXiv 2601.22966): `affine` can hold the outliers instead of x."""
 
+    scale_invariant = True
+
     def __init__(self, config: choices.PreAffine, width: int) -> None:
         super().__init__()
         self.eps = config.eps
@@ -86,6 +101,15 @@ class PreAffine(Norm):
 
     def gain(self) -> Tensor:
         return self.weight.detach() * self.affine.detach()
+
+    @torch.no_grad()
+    def begin_as(self, old: Norm) -> Kept:
+        """An RMSNorm is one with `affine` = 1."""
+        if not isinstance(old, RMSNorm):
+            return super().begin_as(old)
+        self.weight.copy_(old.weight)
+        nn.init.ones_(self.affine)
+        return Kept.EXACTLY
 
     @torch.no_grad()
     def divide(self, by: Tensor) -> None:
@@ -119,6 +143,8 @@ class LowRankGate(nn.Module):
 class GatedNorm(Norm):
     """y = RMSNorm(x), y' = y ⊙ σ(up · silu(down · y)) (arXiv 2601.22966)."""
 
+    scale_invariant = True
+
     def __init__(self, config: choices.GatedNorm, width: int) -> None:
         super().__init__()
         self.eps = config.eps
@@ -132,6 +158,15 @@ class GatedNorm(Norm):
     def forward(self, x: Tensor) -> Tensor:
         gate = self.gate
         return ops.gated_norm(x, self.weight, gate.down, gate.up, eps=self.eps, activation=gate.activation)
+
+    @torch.no_grad()
+    def begin_as(self, old: Norm) -> Kept:
+        """With `up` = 0 every gate is ½, and a doubled gain makes it the RMSNorm; other activations are 0 there."""
+        if not isinstance(old, RMSNorm) or self.gate.activation != "sigmoid":
+            return super().begin_as(old)
+        self.weight.copy_(2 * old.weight)
+        nn.init.zeros_(self.gate.up)
+        return Kept.EXACTLY
 
     @torch.no_grad()
     def divide(self, by: Tensor) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Literal
 
 from torch import nn
 
+from residua.config.model import ModelConfig
 from residua.config.run import RunConfig
 from residua.model.decoder import Decoder
 from residua.model.size import build_if_it_fits
@@ -23,7 +25,7 @@ from residua.storage.checkpoint import (
 from residua.storage.exported import load_folder
 from residua.storage.finite import describe, nonfinite
 from residua.storage.formats import find_reader
-from residua.storage.imported import is_family, load_family
+from residua.storage.imported import SOURCE, Source, is_family, load_family
 from residua.storage.tensors import holds_only_numbers
 
 
@@ -52,6 +54,30 @@ def load(folder: str | Path, which: Literal["last", "best"] = "last", *, allow_n
         advice = "the folder is damaged, make it again" if chosen is None else _other_checkpoint(folder, chosen)
         raise ValueError(f"{chosen.path if chosen else folder}: {describe(tensors, broken)}: {advice}.")
     return model
+
+
+def stored_config(folder: Path) -> ModelConfig:
+    """The configuration of the model that `load` returns, without its weights: of a run, or of transformers' folder."""
+    if is_family(folder):
+        return Source(folder).config
+    if not inside(folder, "config.toml").is_file():
+        raise ValueError(f"{folder} is neither a run nor a model of a known family: name one of them.")
+    return RunConfig.from_toml(inside(folder, "config.toml")).model
+
+
+def start_changes(run: Path) -> tuple[str, list[str]]:
+    """For runs that begin with the weights of another: its config.toml, and the changes that make them do so.
+
+    For an imported run, which has no text of its own, the embedded corpus is cut into its tokens.
+    """
+    at = run.resolve()
+    if not inside(at, "config.toml").is_file():
+        raise ValueError(f"{run} is no run: name one, or make one of a Hugging Face model with residua import.")
+    config = RunConfig.from_toml(at / "config.toml")
+    changes = [f"train.start={json.dumps(str(at))}", f"model.vocab_size={config.model.vocab_size}"]
+    if inside(at, SOURCE).is_dir() and inside(at, "tokenizer.json").is_file():
+        changes.append(f"data.tokenizer={json.dumps(str(at / 'tokenizer.json'))}")
+    return str(at / "config.toml"), changes
 
 
 def _choose(run: Path, which: Literal["last", "best"]) -> Checkpoint:

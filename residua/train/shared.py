@@ -17,8 +17,8 @@ import torch
 
 from residua.config.run import RunConfig, settings
 from residua.data import Dataset
-from residua.model.decoder import build
 from residua.train.compile.graphs import WARM_UP
+from residua.train.start import starting_model
 from residua.train.step import Step, arithmetic
 from residua.train.trainer import open_batches
 from residua.train.world import World
@@ -57,7 +57,7 @@ class SharedWorld(World):
     def build_step(self, config: RunConfig) -> Step:
         self._steps = config.train.steps
         if self._step is not None and self._graph == graph_of(config):
-            self._step.restart(build(config.model), config.train)
+            self._step.restart(starting_model(config), config.train)
             return self._step
         self.forget()
         super().reset_peak_memory()

@@ -36,6 +36,7 @@ from residua.train.health import (
 from residua.train.inspect import inspect_model
 from residua.train.progress import Display
 from residua.train.result import Result, closing_words, collect_result
+from residua.train.start import check_tokenizer, start_lines
 from residua.train.state import RunState, fitting_state, read_state
 from residua.train.step import arithmetic
 from residua.train.summary import check_disk, summarise
@@ -65,6 +66,7 @@ def train(
         check_trackers(config)
         with world.stages.measure("data"):
             dataset = world.open_data(config)
+            check_tokenizer(config, dataset)
         run = world.open_run(Path(out), config, resume=resume)
         try:
             with arithmetic(config.train):
@@ -120,6 +122,8 @@ class Trainer:
     def fit(self, signals: StopSignals) -> None:
         """Train to the last step, or until a signal arrives or the loss diverges."""
         summarise(self.console, self.config, self.step, self.dataset, self.size, self.done, self.world.describe())
+        for line in start_lines(self.config) if self.done == 0 else ():
+            self.console.print(f"{'start':<8} {line}", soft_wrap=True, markup=False)
         self.run.begin(describe_environment(self.device), self.done, self.world.stages.take())
         for checkpoint, reason in self.skipped.items():
             moved = self.run.set_checkpoint_aside(checkpoint)
@@ -131,6 +135,8 @@ class Trainer:
         self.sinks: list[Sink] = self._open_sinks() if self.world.leads else []
         try:
             self.clock.start()
+            if self.done == 0 and self.config.train.start is not None:
+                self._validate()  # shows what the start has kept
             while self.done < self.config.train.steps:
                 self._train_step()
                 signal_number = self.world.agree(signals.received, self.done)

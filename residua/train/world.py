@@ -17,12 +17,12 @@ from residua.config.settings import ConfigError
 from residua.data import Dataset
 from residua.data.source import open_data
 from residua.machine import choose_device
-from residua.model.decoder import build
 from residua.storage.checkpoint import model_tensors, save_checkpoint
 from residua.storage.finite import nonfinite
 from residua.storage.load import restore
 from residua.storage.run import Run
 from residua.train.clock import Stages
+from residua.train.start import starting_model
 from residua.train.step import Step, build_step
 from residua.train.summary import check_memory
 from residua.train.throughput import reset_peak_memory
@@ -90,7 +90,7 @@ class World:
 
     def build_step(self, config: RunConfig) -> Step:
         check_memory(config, self.device)
-        return build_step(build(config.model), config.train, self.device)
+        return build_step(starting_model(config), config.train, self.device)
 
     def save(self, run: Path, number: int, step: Step, state: Mapping[str, Any], keep: int) -> None:
         """Write checkpoint `number`, possibly in the background: it is complete after `settle`."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from residua.config import choices
+from residua.model.kept import Kept
 from residua.model.topology.base import State, Topology
 from residua.model.topology.facts import ADDED_IN_NORM, ADDITION, Rows
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
 class Additive(Topology):
     """h_{k+1} = h_k + y_k, the pre-norm baseline."""
+
+    adds = True
 
     def __init__(self, config: choices.Additive | choices.Clipped, sublayers: int, width: int) -> None:
         super().__init__()
@@ -46,6 +49,8 @@ class Additive(Topology):
 class Clipped(Additive):
     """h_{k+1} = clip(h_k + y_k, ±limit): outliers cut off by force (arXiv 2601.22966, rows 10–14)."""
 
+    adds = False
+
     def __init__(self, config: choices.Clipped, sublayers: int, width: int) -> None:
         super().__init__(config, sublayers, width)
         self.limit = config.limit
@@ -53,3 +58,7 @@ class Clipped(Additive):
     def step(self, k: int, y: Tensor, state: State) -> tuple[Tensor, State]:
         h = (state[0] + y).clamp(-self.limit, self.limit)
         return h, (h,)
+
+    def begin_as_sum(self) -> Kept:
+        """Exactly where no element of the sum exceeds the limit."""
+        return Kept.NEARLY

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from residua import ops
 from residua.config import choices
+from residua.model.kept import Kept
 from residua.model.taps import tap
 from residua.model.topology.ablation import parameters_set, sources_dropped
 from residua.model.topology.base import Boundary, Items, Junctions, State, Topology
@@ -114,6 +115,21 @@ class BlockAttnRes(Topology):
         w = torch.stack([cast(Read, read).query for read in self.reads])
         g = torch.stack([cast(Tensor, read.gain) for read in self.reads])
         return self.config.scale * w.float() * g.float()
+
+    def begin_as_sum(self) -> Kept:
+        """Queries of zero weigh all sources alike: a reader gets the sum, divided by their number.
+
+        Not if a window hides sources.
+        """
+        for read in self.reads:
+            cast(Read, read).reset_parameters()
+        return Kept.NOT if self.block_size is None else Kept.UP_TO_EPS
+
+    def sum_factors(self, sublayers: int) -> Sequence[float]:
+        if self.block_size is None:
+            return super().sum_factors(sublayers)
+        weigh: Callable[[int], float] = {"softmax": lambda n: 1 / n, "sigmoid": lambda n: 0.5}[self.config.activation]
+        return [1.0, *(weigh(len(seen)) for seen in self.plan.sees)]
 
     def boundary(self) -> Boundary:
         return SourcesBoundary(self)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from residua.model.kept import Kept
 from residua.model.topology.facts import Rows, trace_rows
 
 if TYPE_CHECKING:
@@ -53,6 +54,22 @@ class Topology(nn.Module):
     @abstractmethod
     def step(self, k: int, y: Tensor, state: State) -> tuple[Tensor, State]:
         """Turn the output of sublayer k into the input of sublayer k+1 (after the last: of the final norm)."""
+
+    adds = False
+    """Whether every reader gets the sum of the embedding and all outputs so far, so that others can start as it."""
+
+    def begin_as_sum(self) -> Kept:
+        """Start as a model that adds up its outputs, by changing parameters in place.
+
+        EXACTLY: every reader gets the sum of the embedding and all outputs so far. UP_TO_EPS: a positive multiple of
+        it, `sum_factors`, which a norm in front of every reader takes out. By default the topology starts as in a new
+        model.
+        """
+        return Kept.NOT
+
+    def sum_factors(self, sublayers: int) -> Sequence[float]:
+        """After `begin_as_sum`, the factors on the sum that readers 0, 1, … get; 1 if it is not UP_TO_EPS."""
+        return [1.0] * (sublayers + 1)
 
     def boundary(self) -> Boundary:
         """How the state crosses from one pipeline stage to the next."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from residua.config import choices
+from residua.model.kept import Kept
 from residua.model.taps import tap
 from residua.model.topology.ablation import parameters_set
 from residua.model.topology.base import Boundary, Items, State, Topology
@@ -63,6 +64,11 @@ class DenseFormer(Topology):
         for a, j in zip(weights[:-1], self._sources(layer)[:-1], strict=True):
             mixed = mixed + a * wide(outputs[j])
         return mixed.to(outputs[-1].dtype)
+
+    def begin_as_sum(self) -> Kept:
+        """α_ii = 1 and the others 0, as in a new model."""
+        self.reset_parameters()
+        return Kept.EXACTLY
 
     def boundary(self) -> Boundary:
         return OutputsBoundary(self)

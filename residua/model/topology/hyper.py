@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from residua import ops
 from residua.config import choices
+from residua.model.kept import Kept
 from residua.model.taps import tap
 from residua.model.topology.ablation import reads_changed
 from residua.model.topology.base import State, Topology
@@ -216,6 +217,23 @@ class HyperConnections(Streams):
         junction = {"static": StaticJunction, "dynamic": DynamicJunction}[config.weights]
         self.junctions = nn.ModuleList(junction(k, config.streams, width) for k in range(sublayers))
 
+    def begin_as_sum(self) -> Kept:
+        """Every stream holds the sum and each sublayer reads one of them; the final norm gets n times the sum."""
+        for junction in self.junctions:
+            start_again(junction)
+        return Kept.UP_TO_EPS
+
+    def sum_factors(self, sublayers: int) -> Sequence[float]:
+        return [1.0] * sublayers + [float(self.streams)]
+
+
+def start_again(module: nn.Module) -> None:
+    """Initialise a module and all in it."""
+    for part in module.modules():
+        reset: Any = getattr(part, "reset_parameters", None)
+        if callable(reset):
+            reset()
+
 
 class SinkhornMixing(nn.Module):
     """mix = Sinkhorn(exp(res)), res [..., n²].
@@ -272,6 +290,7 @@ class ManifoldJunction(Junction):
 
     SCALE = 0.01
     FAVOUR = 1.0
+    OTHERS_READ = 0.05
 
     def __init__(self, k: int, streams: int, width: int, mixing: SinkhornMixing | PermutationMixing) -> None:
         super().__init__()
@@ -290,6 +309,19 @@ class ManifoldJunction(Junction):
         with torch.no_grad():
             self.bias.copy_(torch.cat([favour, favour, self.mixing.start()]))
 
+    @torch.no_grad()
+    def begin_as_sum(self) -> None:
+        """post = 1 and Σ pre = 1, most of it on one stream in turn; any doubly stochastic mix keeps equal streams.
+
+        A single stream is read with pre = ½.
+        """
+        start_again(self)
+        n, others = self.streams, self.OTHERS_READ
+        nn.init.constant_(self.bias[: 2 * n], 0.0)
+        if n > 1:
+            nn.init.constant_(self.bias[:n], math.log(others / (1 - others)))
+            nn.init.constant_(self.bias[self.k % n], math.log(1 / ((n - 1) * others) - 1))
+
     def read(self) -> ReadWeights:
         return ReadWeights(
             self.bias[: self.streams], {"scale": self.alpha[0], "phi": self.phi, "norm": "all"}
@@ -303,7 +335,20 @@ class ManifoldJunction(Junction):
         return 2 * torch.sigmoid(post), self.mixing(res)
 
 
-class ManifoldHyper(Streams):
+class Manifold(Streams):
+    """What mHC and mHC-lite share."""
+
+    def begin_as_sum(self) -> Kept:
+        """Every stream holds the sum; the final norm gets n times the sum."""
+        for junction in self.junctions:
+            cast(ManifoldJunction, junction).begin_as_sum()
+        return Kept.UP_TO_EPS
+
+    def sum_factors(self, sublayers: int) -> Sequence[float]:
+        return [1.0 if self.streams > 1 else 0.5] * sublayers + [float(self.streams)]
+
+
+class ManifoldHyper(Manifold):
     """mHC: X' = H_res X + H_postᵀ f(H_pre X); Sinkhorn makes H_res doubly stochastic, which keeps the streams' mean."""
 
     def __init__(self, config: choices.ManifoldHyper, sublayers: int, width: int) -> None:
@@ -314,7 +359,7 @@ class ManifoldHyper(Streams):
         )
 
 
-class ManifoldHyperLite(Streams):
+class ManifoldHyperLite(Manifold):
     """mHC-lite: H_res a convex sum of permutations, for at most 4 streams."""
 
     def __init__(self, config: choices.ManifoldHyperLite, sublayers: int, width: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from residua import ops
 from residua.config import choices
 from residua.config.depth import depth_bias, gate_bias, lerping_sublayers
+from residua.model.kept import Kept
 from residua.model.taps import tap
 from residua.model.topology.ablation import parameters_set, reads_changed
 from residua.model.topology.base import Boundary, State, Topology
@@ -52,7 +54,12 @@ class Gates(nn.Module):
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.query)
         with torch.no_grad():
-            self.bias.copy_(torch.tensor(self.start))
+            self.bias.copy_(torch.tensor(self.start, dtype=torch.float64))
+
+    def begin(self, bias: Sequence[float]) -> None:
+        """Start with other biases."""
+        self.start = tuple(bias)
+        self.reset_parameters()
 
 
 class MultiGate(Topology):
@@ -104,6 +111,25 @@ class MultiGate(Topology):
         tap(f"depth.{k}.streams", lambda: torch.stack(streams, -2))
         return h, streams
 
+    def begin_as_sum(self) -> Kept:
+        """The streams' mean stays a multiple of the sum if the j-th gated write has β = 1/(n + j) for every stream.
+
+        After the fill phase the n streams add up to the sum S. Writing y with β keeps Σ s' = (1 − β) Σ s + n β y, and
+        with Σ s = c S this is a multiple of S + y if (1 − β) c = n β: β_j = 1/(n + j), c_j = n/(n + j). The pools
+        weigh all streams alike, so that a reader gets S/(n + j).
+        """
+        n = self.stream_count()
+        for pool in self.pools:
+            cast(Pool, pool).reset_parameters()
+        for j, gate in enumerate(self.gates, 1):
+            # e^0 / (n e^0 + e^b) = 1/(n + j), or sigmoid(b) = 1/(n + j)
+            bias = (math.log(j), *(0.0,) * n) if self.competitive else (-math.log(n + j - 1),) * n
+            cast(Gates, gate).begin(bias)
+        return Kept.UP_TO_EPS
+
+    def sum_factors(self, sublayers: int) -> Sequence[float]:
+        return averaging(sublayers)
+
     def _beta(self, gates: Gates, streams: Tensor) -> Tensor:
         return ops.gates(streams, gates.query, gates.bias, competitive=self.competitive)
 
@@ -143,6 +169,11 @@ class MultiGate(Topology):
 
     def without_stream(self, stream: int) -> AbstractContextManager[Any]:
         return reads_changed(self, partial(_unread, stream))
+
+
+def averaging(sublayers: int) -> Sequence[float]:
+    """Reader k gets the mean of the embedding and k outputs."""
+    return [1 / (k + 1) for k in range(sublayers + 1)]
 
 
 def _unread(index: int, k: int, h: Tensor, seen: dict[str, Tensor]) -> Tensor:
@@ -191,6 +222,15 @@ class Highway(Topology):
         h = (wide(h) + wide(gate) * (wide(y) - wide(h))).to(h.dtype)
         return h, (h,)
 
+    def begin_as_sum(self) -> Kept:
+        """T_k = 1/(k + 2) makes h the mean of the embedding and all outputs so far."""
+        for k, gate in enumerate(self.gates):
+            cast(ScalarGate | ElementGate, gate).begin(-math.log(k + 1))
+        return Kept.UP_TO_EPS
+
+    def sum_factors(self, sublayers: int) -> Sequence[float]:
+        return averaging(sublayers)
+
 
 class ScalarGate(nn.Module):
     """sigmoid( w · RMS(h)/√C + b ), [B, T, 1]."""
@@ -198,6 +238,10 @@ class ScalarGate(nn.Module):
     def __init__(self, width: int, bias: float) -> None:
         super().__init__()
         self.gates = Gates(width, (bias,))
+
+    def begin(self, bias: float) -> None:
+        """Start with another bias, the same for all tokens."""
+        self.gates.begin((bias,))
 
     def forward(self, h: Tensor) -> Tensor:
         return ops.gates(h[..., None, :], self.gates.query, self.gates.bias, competitive=False)
@@ -217,6 +261,11 @@ class ElementGate(nn.Module):
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.weight)
         nn.init.constant_(self.bias, self.start)
+
+    def begin(self, bias: float) -> None:
+        """Start with another bias, the same for all tokens."""
+        self.start = bias
+        self.reset_parameters()
 
     def forward(self, h: Tensor) -> Tensor:
         return torch.sigmoid(nn.functional.linear(h, self.weight.to(h.dtype), self.bias.to(h.dtype)))

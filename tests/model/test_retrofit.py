@@ -1,0 +1,205 @@
+"""Retrofits: a model that starts as another computes what that one did, as nearly as its parts claim."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import residua
+from residua.config.model import ModelConfig
+from residua.model.decoder import Decoder
+from residua.model.kept import Kept
+from residua.model.retrofit import retrofit
+from tests.golden.compare import randomise
+from tests.model.small import small, tokens_and_targets
+
+GATED = {"attention": {"kind": "softmax", "heads": 4, "kv_heads": 2, "gate": "elementwise"}}
+ANCHORS = {"resformer": {}, "nuresformer": GATED, "exoformer": GATED}
+
+EXACT: dict[str, dict[str, Any]] = {
+    "the same": {},
+    "denseformer": {"topology": {"kind": "dense"}},
+    "denseformer, dilated": {"topology": {"kind": "dense", "dilation": 2, "period": 2}},
+    "preaffine": {"norm": {"kind": "preaffine"}},
+    "gatednorm": {"norm": {"kind": "gatednorm", "rank": 3}},
+    "gatednorm, one gate": {"norm": {"kind": "gatednorm", "rank": 3, "granularity": "tensorwise"}},
+    "gated attention": GATED,
+    "gated attention by head": {"attention": GATED["attention"] | {"gate": "headwise"}},
+    "biases": {"attention": GATED["attention"] | {"gate": "none", "bias": "all"}},
+    **{name: gate | {"anchors": {"kind": name}} for name, gate in ANCHORS.items()},
+    "resformer by element": {"anchors": {"kind": "resformer", "granularity": "elementwise"}},
+    "exoformer, dynamic": GATED | {"anchors": {"kind": "exoformer", "mixing": {"kind": "dynamic"}}},
+    "exoformer without gate": {"anchors": {"kind": "exoformer", "pathways": ["q", "k", "v"]}},
+    "denseformer + exoformer + gatednorm": GATED
+    | {"topology": {"kind": "dense"}, "anchors": {"kind": "exoformer"}, "norm": {"kind": "gatednorm"}},
+}
+UP_TO_EPS: dict[str, dict[str, Any]] = {
+    "hyper-connections": {"topology": {"kind": "hyper"}},
+    "hyper-connections, static": {"topology": {"kind": "hyper", "weights": "static", "streams": 3}},
+    "mhc": {"topology": {"kind": "mhc"}},
+    "mhc, one stream": {"topology": {"kind": "mhc", "streams": 1}},
+    "mhc_lite": {"topology": {"kind": "mhc_lite", "streams": 3}},
+    "full_attnres": {"topology": {"kind": "full_attnres"}},
+    "full_attnres, sigmoid": {"topology": {"kind": "full_attnres", "activation": "sigmoid", "key_norm": "none"}},
+    "block_attnres": {"topology": {"kind": "block_attnres", "sublayers_per_block": 2}},
+    "block_attnres, uneven": {"topology": {"kind": "block_attnres", "sublayers_per_block": 4, "scale": 0.5}},
+    "mgr": {"topology": {"kind": "multi_gate", "streams": 2}},
+    "mgr, four streams": {"topology": {"kind": "multi_gate", "streams": 4}},
+    "mgr, independent": {"topology": {"kind": "multi_gate", "streams": 3, "gate": "independent"}},
+    "highway": {"topology": {"kind": "highway"}},
+    "highway by element": {"topology": {"kind": "highway", "gate": "elementwise"}},
+    "mgr + exoformer + gatednorm": GATED
+    | {"topology": {"kind": "multi_gate"}, "anchors": {"kind": "exoformer"}, "norm": {"kind": "gatednorm"}},
+    "block_attnres + preaffine": {
+        "topology": {"kind": "block_attnres", "sublayers_per_block": 2},
+        "norm": {"kind": "preaffine"},
+    },
+}
+BASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "llama": {"attention": {"qk_norm": "none", "window": 3}, "head": {"kind": "untied"}},
+    "qwen2": {"attention": {"qk_norm": "none", "bias": "qkv"}, "ffn": {"kind": "swiglu", "hidden": 24, "bias": True}},
+    "gemma": {"placement": "both", "embed_scale": 4.0, "ffn": {"kind": "geglu", "hidden": 24}},
+    "mixture": {"ffn": {"kind": "moe", "hidden": 8, "experts": 4, "top_k": 2, "normalize": False, "shared": 1}},
+}
+
+
+def configured(base: str, changes: dict[str, Any], eps: float = 1e-6) -> ModelConfig:
+    """A base with changes laid over it: attention key by key, norms with the base's eps."""
+    tables = {"attention": {"kind": "softmax", "heads": 4, "kv_heads": 2}, "norm": {"kind": "rmsnorm", "eps": eps}}
+    for given in (BASES[base], changes):
+        merged = {**tables.get("attention", {}), **given.get("attention", {})}
+        tables = {**tables, **given, "attention": merged}
+    tables["norm"] = {**({} if "dyt" in tables["norm"]["kind"] else {"eps": eps}), **tables["norm"]}
+    return small(**tables)
+
+
+def retrofitted(base: str, changes: dict[str, Any], eps: float = 1e-6) -> tuple[Decoder, Decoder, dict[str, Kept]]:
+    old = randomise(residua.build(configured(base, {}, eps)), 0.3)
+    new = residua.build(configured(base, changes, eps)).double()
+    return new, old, retrofit(new, old)
+
+
+@torch.no_grad()
+def difference(new: Decoder, old: Decoder) -> float:
+    tokens, _ = tokens_and_targets(2, 8)
+    return float((new(tokens) - old(tokens)).abs().max())
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_exact_starts_are_exact(name: str) -> None:
+    for base in BASES if name in ("gatednorm", "exoformer", "gated attention", "denseformer") else ("plain",):
+        new, old, kept = retrofitted(base, EXACT[name])
+        assert kept == {"model": Kept.EXACTLY} and difference(new, old) < 1e-11, base
+
+
+@pytest.mark.parametrize("name", UP_TO_EPS)
+def test_starts_as_a_multiple_of_the_sum_are_exact_with_the_eps_of_the_sum(name: str) -> None:
+    """The norm of each reader takes the multiple out: exactly if its eps is scaled too, else up to its eps."""
+    for base in BASES if name in ("mgr", "block_attnres", "hyper-connections") else ("plain",):
+        new, old, kept = retrofitted(base, UP_TO_EPS[name] | {"reader_eps": "sum"}, eps=1e-3)
+        assert kept == {"model": Kept.EXACTLY} and difference(new, old) < 1e-11, base
+        new, old, _ = retrofitted(base, UP_TO_EPS[name] | {"reader_eps": "sum"}, eps=1e-5)
+        assert difference(new.float(), old.float()) < 1e-5, base
+        new, old, kept = retrofitted(base, UP_TO_EPS[name], eps=1e-3)
+        assert kept["model"] is Kept.UP_TO_EPS and difference(new, old) > 1e-9, base
+        new, old, _ = retrofitted(base, UP_TO_EPS[name], eps=1e-16)
+        assert difference(new, old) < 1e-10, base
+
+
+def test_a_new_sink_changes_nearly_nothing_and_can_be_learned() -> None:
+    new, old, kept = retrofitted("plain", {"attention": {"sink": "learned"}})
+    assert kept["model"] is Kept.NEARLY and 0 < difference(new, old) < 1e-3
+    tokens, targets = tokens_and_targets()
+    new.loss(tokens, targets).backward()
+    assert all(sublayer.body.sink.grad.abs().max() > 0 for sublayer in new.sublayers[::2])
+
+
+NOT: dict[str, dict[str, Any]] = {
+    "dyt": {"norm": {"kind": "dyt"}},
+    "gatednorm, tanh": {"norm": {"kind": "gatednorm", "activation": "tanh"}},
+    "full_attnres, window": {"topology": {"kind": "full_attnres", "window": 1}},
+    "no qk_norm": {"attention": {"qk_norm": "none"}},
+    "other positions": {"attention": {"rope_theta": 77.0}},
+    "a window": {"attention": {"window": 2}},
+    "mgr, dyt": {"topology": {"kind": "multi_gate", "streams": 2}, "norm": {"kind": "dyt"}},
+}
+
+
+@pytest.mark.parametrize("name", NOT)
+def test_what_is_not_kept_is_not_claimed(name: str) -> None:
+    new, old, kept = retrofitted("plain", NOT[name])
+    assert kept["model"] is Kept.NOT and difference(new, old) > 1e-3
+
+
+def test_a_multiple_of_the_sum_is_not_enough_where_outputs_are_normed() -> None:
+    """Sublayers of OLMo 2 read the stream itself: only exact topologies keep them."""
+    old = randomise(residua.build(configured("plain", {"placement": "output"})), 0.3)
+    results = {}
+    for kind in ("dense", "multi_gate"):
+        new = residua.build(configured("plain", {"placement": "output", "topology": {"kind": kind}})).double()
+        results[kind] = (retrofit(new, old)["model"], difference(new, old) < 1e-11)
+    assert results == {"dense": (Kept.EXACTLY, True), "multi_gate": (Kept.NOT, False)}
+
+
+def test_clipping_is_exact_below_its_limit() -> None:
+    new, old, kept = retrofitted("plain", {"topology": {"kind": "clipped"}})
+    assert kept["topology"] is Kept.NEARLY and difference(new, old) < 1e-11
+
+
+def test_a_model_of_the_same_shape_takes_everything_over() -> None:
+    """Also the parameters of its topology, anchors and gates."""
+    tables = EXACT["exoformer, dynamic"] | {"topology": {"kind": "multi_gate"}}
+    old = randomise(residua.build(configured("plain", tables)), 0.3)
+    new = residua.build(configured("plain", tables)).double()
+    assert retrofit(new, old) == {"model": Kept.EXACTLY} and difference(new, old) == 0.0
+    untied = residua.build(configured("plain", tables | {"head": {"kind": "untied"}})).double()
+    assert retrofit(untied, old) == {"model": Kept.EXACTLY} and difference(untied, old) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"width": 32}, "model.width differs"),
+        ({"ffn": {"kind": "swiglu", "hidden": 32}}, "model.ffn differs"),
+        ({"attention": {"heads": 2}}, "attention.heads, kv_heads or head_dim differ"),
+        ({"placement": "output"}, "model.placement differs"),
+    ],
+    ids=str,
+)
+def test_weights_that_do_not_fit_are_refused(changes: dict[str, Any], message: str) -> None:
+    old = residua.build(configured("plain", {}))
+    with pytest.raises(ValueError, match=message):
+        retrofit(residua.build(configured("plain", changes)), old)
+
+
+def test_the_eps_of_readers_is_part_of_the_function() -> None:
+    tables = {"topology": {"kind": "highway"}}
+    old = randomise(residua.build(configured("plain", tables | {"reader_eps": "sum"})), 0.3)
+    new = residua.build(configured("plain", tables)).double()
+    assert retrofit(new, old)["topology"] is Kept.UP_TO_EPS
+    new, old, kept = retrofitted("plain", {"norm": {"kind": "rmsnorm", "eps": 1e-3}})
+    assert kept == {"norm.eps": Kept.UP_TO_EPS, "model": Kept.UP_TO_EPS}
+
+
+def test_only_a_sum_can_be_given_another_topology() -> None:
+    old = residua.build(configured("plain", {"topology": {"kind": "highway"}}))
+    with pytest.raises(ValueError, match="'highway', and only one that adds up"):
+        retrofit(residua.build(configured("plain", {"topology": {"kind": "dense"}})), old)
+
+
+def test_new_parameters_learn_from_the_first_steps_on() -> None:
+    """A start at which gradients vanish would keep the function for ever."""
+    tokens, targets = tokens_and_targets()
+    for tables in (UP_TO_EPS["mgr + exoformer + gatednorm"], UP_TO_EPS["mhc"], EXACT["denseformer"]):
+        new, _, _ = retrofitted("plain", tables)
+        before = {name: parameter.detach().clone() for name, parameter in new.named_parameters()}
+        optimizer = torch.optim.SGD(new.parameters(), lr=0.5)
+        for _ in range(3):
+            optimizer.zero_grad()
+            new.loss(tokens, targets).backward()
+            optimizer.step()
+        still = [name for name, parameter in new.named_parameters() if torch.equal(parameter, before[name])]
+        assert not still

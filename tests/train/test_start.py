@@ -1,0 +1,142 @@
+"""`train --from` and `train.start`: a run that begins with the weights of another."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from residua.config.run import RunConfig
+from residua.config.settings import ConfigError
+from residua.data import open_corpus, prepare
+from residua.model.kept import Kept
+from residua.storage.load import load
+from residua.storage.run import read_metrics, saved_config
+from residua.train.shared import SharedWorld
+from residua.train.start import start_lines, starting_model, what_is_kept
+from residua.train.trainer import train
+from tests.trained import residua
+
+
+@pytest.fixture(scope="module")
+def old(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Path:
+    """A trained pre-norm model."""
+    out = tmp_path_factory.mktemp("old") / "run"
+    train(of(data), out)
+    return out
+
+
+def of(data: Path) -> RunConfig:
+    model = {
+        "vocab_size": 320, "context": 16, "layers": 2, "width": 16, "attention": {"kind": "softmax", "heads": 2},
+        "ffn": {"kind": "relu2", "hidden": 32}, "norm": {"kind": "rmsnorm", "eps": 1e-5},
+    }  # fmt: skip
+    recipe = {"steps": 4, "micro_batch": 2, "device": "cpu", "log_every": 2, "validate_every": 2, "save_every": 4}
+    recipe["schedule"] = {"kind": "cosine", "warmup": 1}
+    return RunConfig(model=model, data={"path": str(data), "validation_tokens": 128}, train=recipe)
+
+
+def validations(run: Path) -> dict[int, float]:
+    return {r["step"]: r["loss"] for r in read_metrics(run / "metrics.jsonl") if r["kind"] == "validation"}
+
+
+@pytest.mark.parametrize("change", ["model.topology=block_attnres", "model.norm=gatednorm", "train.seed=1"])
+def test_a_run_begins_where_the_other_ended(
+    old: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], change: str
+) -> None:
+    extra = ["model.topology.sublayers_per_block=2"] if "block" in change else []
+    assert residua(monkeypatch, "train", "--from", old, change, *extra, "--out", tmp_path / "new") == 0
+    losses = validations(tmp_path / "new")
+    assert sorted(losses) == [0, 2, 4]
+    assert losses[0] == pytest.approx(validations(old)[4], abs=2e-6)
+    assert "what it computes is kept" in capsys.readouterr().out
+    config = saved_config(tmp_path / "new")
+    assert config.train.start == str(old.resolve()) and config.model.norm.eps == 1e-5
+
+
+def test_a_run_that_was_killed_begins_again_with_the_same_weights(old: Path, tmp_path: Path, data: Path) -> None:
+    """Its configuration remembers the start, so --resume needs no --from."""
+    config = of(data).override([f"train.start='{old}'"])
+    train(config, tmp_path / "new")
+    for folder in (tmp_path / "new" / "checkpoints").iterdir():
+        folder.rename(tmp_path / folder.name)
+    before = validations(tmp_path / "new")
+    train(saved_config(tmp_path / "new"), tmp_path / "new", resume=True)
+    assert validations(tmp_path / "new") == before
+
+
+def test_shared_processes_give_every_run_its_start(old: Path, data: Path) -> None:
+    config = of(data).override([f"train.start='{old}'", "model.topology.kind=dense"])
+    world = SharedWorld(torch.device("cpu"))
+    first = world.build_step(config)
+    with torch.no_grad():
+        first.model.embed.weight.zero_()
+    again = world.build_step(config.override(["train.seed=3"]))
+    assert again is first and torch.equal(first.model.embed.weight, load(old).embed.weight)
+
+
+def test_what_is_kept_is_known_without_the_weights(old: Path, data: Path) -> None:
+    config = of(data).override([f"train.start='{old}'", "model.topology.kind=mhc", "model.norm.kind=gatednorm"])
+    assert what_is_kept(config.model, of(data).model) == {
+        "norm.eps": Kept.UP_TO_EPS,  # the new kind has another eps unless it is given the old one
+        "topology": Kept.UP_TO_EPS,
+        "model": Kept.UP_TO_EPS,
+    }
+    (line,) = start_lines(config)
+    assert "kept up to the norms' eps (norm.eps: up to the norms' eps, topology: up to the norms' eps)" in line
+    assert not list(start_lines(of(data)))
+
+
+def test_mistakes_are_refused_before_anything_is_written(old: Path, tmp_path: Path, data: Path) -> None:
+    config = of(data).override([f"train.start='{old}'"])
+    with pytest.raises(ConfigError, match=r"cannot start from .*: model.width differs"):
+        train(config.override(["model.width=32"]), tmp_path / "new")
+    with pytest.raises(ConfigError, match=r"cannot start from .*nowhere"):
+        starting_model(config.override(["train.start=nowhere"]))
+    (tmp_path / "text.txt").write_text("some other text " * 400)
+    text = tmp_path / "text.txt"
+    prepare(open_corpus([text], validation=text), tmp_path / "d", "bpe:260", workers=1)
+    with pytest.raises(ConfigError, match=r"prepared with another tokenizer .*: prepare it with --tokenizer"):
+        train(config.override([f"data.path='{tmp_path / 'd'}'"]), tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["tiny"], "leave tiny out"),
+        (["--resume"], "leave --from out"),
+        ([], "--out"),
+    ],
+)
+def test_from_goes_with_a_new_folder_only(
+    old: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    message: str,
+) -> None:
+    out = ["--out", tmp_path / "new"] if arguments else []
+    assert residua(monkeypatch, "train", *arguments, "--from", old, *out) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_an_imported_run_is_trained_from_not_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], data: Path
+) -> None:
+    pytest.importorskip("transformers")
+    from residua.storage.imported import import_folder
+    from tests.convert.tiny import saved
+
+    saved(tmp_path / "hf", "Llama", vocab_size=320, rms_norm_eps=1e-5)
+    (tmp_path / "hf" / "tokenizer.json").write_bytes((data / "tokenizer.json").read_bytes())
+    import_folder(tmp_path / "hf", tmp_path / "run")
+    assert residua(monkeypatch, "train", "--resume", "--out", tmp_path / "run") == 2
+    assert "was imported and has no training to resume" in capsys.readouterr().err
+    changes = ["model.topology=multi_gate", "model.norm=gatednorm", "train.steps=2", "train.schedule.warmup=1"]
+    options = ["--data", data, "--out", tmp_path / "new"]
+    assert residua(monkeypatch, "train", "--from", tmp_path / "run", *changes, "train.device=cpu", *options) == 0
+    assert sorted(validations(tmp_path / "new")) == [0, 2]
+    assert saved_config(tmp_path / "new").model.norm.eps == 1e-5
