@@ -25,6 +25,8 @@ DOCUMENT = 256 * MIB
 """The longest document that is read as a whole: tokenizers have tens of MiB, everything else far less."""
 LOG = 4096 * MIB
 """The longest file of lines."""
+LONGEST_NAME = 1024
+"""The longest name of a file inside a folder, with its subfolders."""
 DEPTH = 64
 """The deepest nesting of tables and lists."""
 
@@ -170,6 +172,8 @@ def inside(folder: Path, name: str) -> Path:
     """
     pure = PurePosixPath(name)
     path = folder / name
+    if len(name) > LONGEST_NAME:
+        raise ReadError(f"{folder} refers to {shown(name)}, a name of {len(name)} letters: choose a shorter one.")
     if not pure.parts or "\0" in name or pure.is_absolute() or ".." in pure.parts:
         raise ReadError(
             f"{folder} refers to {shown(name)}, which is not a file inside it: put the file into the folder and name "

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from residua.data import Corpus
+    from residua.data import Corpus, Dataset
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -88,7 +88,7 @@ def prepare(
     corpus = _corpus(sources, field, validation, holdout, limit)
     chosen = tokenizer or ("bpe:8192" if sources else "bpe:1024")
     data.prepare(corpus, out, chosen, workers=workers, shard_tokens=shard_tokens, progress=True)
-    info(out, sample=0)
+    _describe(data.Dataset.open(out), sample=0)
     typer.echo(
         f"\nnext: residua train tiny --data {shlex.quote(str(out))} --out runs/first{_vocabulary_change(out, 'tiny')}"
     )
@@ -143,16 +143,23 @@ def info(
     dataset: Annotated[Path, typer.Argument(metavar="DIR", help="A folder made by `residua data prepare`.")],
     sample: Annotated[int, typer.Option(min=0, help="Tokens of each split to show as text.")] = 120,
 ) -> None:
-    """Check a dataset and show what is in it.
+    """Check every token of a dataset and show what is in it.
 
     \b
     residua data info data/corpus
     """
     from residua.data import Dataset
-    from residua.report.plain import printable
 
     opened = Dataset.open(dataset)
-    typer.echo(f"{dataset}: vocabulary {opened.vocab_size:,}, tokenizer {opened.tokenizer_hash[:12]}")
+    for split in opened.splits.values():
+        split.check()
+    _describe(opened, sample)
+
+
+def _describe(opened: Dataset, sample: int) -> None:
+    from residua.report.plain import printable
+
+    typer.echo(f"{opened.path}: vocabulary {opened.vocab_size:,}, tokenizer {opened.tokenizer_hash[:12]}")
     for name, split in opened.splits.items():
         typer.echo(
             f"  {printable(name):<10} {split.tokens:>14,} tokens  {split.documents:>10,} documents  "

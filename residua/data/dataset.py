@@ -17,7 +17,7 @@ from residua.data.corpus import TRAIN, VALIDATION
 from residua.data.readers import DataError
 from residua.data.shards import Shard
 from residua.data.tokenizer import Tokenizer, hash_of
-from residua.reading import Count, Shape, check, inside, read_json, read_text
+from residua.reading import Count, Shape, check, inside, read_json, read_text, shown
 
 FORMAT = "residua-dataset"
 FORMAT_VERSION = 1
@@ -44,6 +44,8 @@ class _Facts(Shape):
     splits: dict[str, _SplitFacts]
 
 
+CHUNK = 1 << 24
+"""Tokens of a split that are in memory at once where all are read."""
 PLACES = 64
 """Where a sample of a split is read."""
 
@@ -70,6 +72,13 @@ class Split:
         pieces = [shard.read(low, high, self.vocab_size) for shard, low, high, _ in overlap]
         return np.concatenate(pieces).astype(np.int64)
 
+    def check(self) -> None:
+        """Read every id and every table of documents, and refuse what is damaged."""
+        for shard in self.shards:
+            shard.documents_between(0, shard.tokens)
+            for low in range(0, shard.tokens, CHUNK):
+                shard.read(low, min(low + CHUNK, shard.tokens), self.vocab_size)
+
     def document_starts(self, start: int, stop: int) -> np.ndarray:
         """Positions in [start, stop) of the stream at which a document begins."""
         found = [np.empty(0, np.int64)]
@@ -80,7 +89,7 @@ class Split:
     def counts(self, vocab_size: int, sample: int | None = None) -> np.ndarray:
         """How often each token occurs, int64 [vocab_size]; with `sample`, among about so many spread over the split."""
         total = np.zeros(vocab_size, np.int64)
-        every = chunk = 1 << 24
+        every = chunk = CHUNK
         if sample is not None and sample < self.tokens:
             every, chunk = -(-self.tokens // PLACES), max(1, sample // PLACES)
         for start in range(0, self.tokens, every):
@@ -207,7 +216,7 @@ def read_description(path: Path) -> dict[str, Any]:
     if description.get("format") != FORMAT:
         raise DataError(f"{file} does not describe a dataset of Residua: name a folder made by residua data prepare")
     if description.get("version") != FORMAT_VERSION:
-        version = description.get("version")
+        version = shown(description.get("version"))
         raise DataError(f"{file} has version {version}, this Residua reads {FORMAT_VERSION}: {AGAIN}")
     return description
 

@@ -48,6 +48,12 @@ class Fp8(NamedTuple):
         scale = self.scale.repeat_interleave(height, 0)[:rows].repeat_interleave(width, 1)[:, :columns]
         return self.codes.float() * scale
 
+    @property
+    def scale_shape(self) -> tuple[int, int]:
+        """One scale per tile."""
+        (rows, columns), (height, width) = self.codes.shape, _extent(self.codes, self.tile)
+        return -(-rows // height), -(-columns // width)
+
 
 def require_finite(x: Tensor, what: str = "the tensor") -> None:
     """Raise `ValueError` if x holds NaN or infinity: no scale fits them, and one would turn its whole block to NaN."""

@@ -52,7 +52,20 @@ def read_module(tensors: Mapping[str, Tensor], name: str, scheme: str, shape: Se
         columns += -columns % GROUP
     if tuple(weight.codes.shape) != (rows, columns):
         raise ValueError(f"{name} has codes for {list(weight.codes.shape)}, expected {[rows, columns]}")
+    _check_scale(name, weight)
     return weight
+
+
+def _check_scale(name: str, weight: Quantized) -> None:
+    """Refuse scales of another shape, which would be cut or repeated, and scales that are not floating-point."""
+    scales = {"weight_scale": (weight.scale, weight.scale_shape)}
+    if isinstance(weight, Nvfp4):
+        scales["weight_global_scale"] = (weight.global_scale, (1,))
+    for part, (scale, expected) in scales.items():
+        if tuple(scale.shape) != expected:
+            raise ValueError(f"{name}.{part} has shape {list(scale.shape)}, expected {list(expected)}")
+        if not scale.is_floating_point():
+            raise ValueError(f"{name}.{part} is {scale.dtype}, expected a floating-point type")
 
 
 def quantization_config(scheme: str, modules: Iterable[str]) -> dict[str, Any]:

@@ -55,6 +55,12 @@ class Nvfp4(NamedTuple):
         blocks: Tensor = e2m1_values(self.codes).unflatten(-1, (-1, GROUP))
         return (blocks * step[..., None]).flatten(-2)[:, : self.columns]
 
+    @property
+    def scale_shape(self) -> tuple[int, int]:
+        """One scale per block of 16."""
+        rows, columns = self.codes.shape
+        return rows, columns // GROUP
+
     def packed(self) -> Tensor:
         """[R, ⌈C/16⌉·8] uint8: two codes a byte, the earlier one in the low half."""
         pairs: Tensor = self.codes.unflatten(-1, (-1, 2))

@@ -27,7 +27,7 @@ from residua.quantize.layout import module_tensors, quantization_config, read_mo
 from residua.quantize.low import matrices
 from residua.quantize.real import with_fp8_products
 from residua.quantize.schemes import Quantized, find_scheme
-from residua.reading import Shape, check, inside, read_json, reason, refuse
+from residua.reading import Shape, check, inside, read_json, reason, refuse, shown
 from residua.storage.checkpoint import model_tensors
 from residua.storage.finite import require_finite
 from residua.storage.tensors import WEIGHTS, fitting, read_tensors, save_tensors
@@ -173,5 +173,6 @@ def _read_mark(folder: Path) -> _Mark:
     path = inside(folder, MARK)
     content = read_json(path, dict[str, Any], AGAIN)
     if content.get("version") != VERSION:
-        raise ValueError(f"{path} has version {content.get('version')}, this Residua reads {VERSION}: quantize again.")
+        version = shown(content.get("version"))
+        raise ValueError(f"{path} has version {version}, this Residua reads {VERSION}: quantize again.")
     return check(content, _Mark, path, AGAIN)

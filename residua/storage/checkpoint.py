@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from residua.files import UNFINISHED, atomic_folder, keeping, unfinished
-from residua.reading import ReadError, Shape, inside, read_json, reason
+from residua.reading import ReadError, Shape, inside, read_json, reason, refuse
 from residua.storage.finite import nonfinite
 from residua.storage.tensors import fitting, read_tensors, save_tensors, whole
 
@@ -188,4 +188,12 @@ def _fill(path: Path, expected: dict[str, Tensor], take: Callable[[dict[str, Ten
     surplus = sorted(saved.keys() - expected.keys())
     if surplus:
         raise ValueError(f"{path} holds tensor {surplus[0]!r}, which the model of config.toml does not have.")
+    require_counts(path, saved, path.parent)
     take(saved)
+
+
+def require_counts(source: Path, tensors: Mapping[str, Tensor], checkpoint: Path) -> None:
+    """Refuse step counts of an optimizer that are below 0."""
+    for name, tensor in tensors.items():
+        if name.endswith("/steps") and int(tensor) < 0:
+            refuse(f"{source}: {name} is {int(tensor)}, expected 0 or more", lambda: elsewhere(checkpoint))

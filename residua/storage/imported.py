@@ -156,7 +156,7 @@ def import_folder(folder: Path, out: Path) -> Imported:
         (run / "config.toml").write_text(RunConfig(model=source.config).to_toml(), encoding="utf-8")
         step = run / FOLDER / "step-0"
         step.mkdir(parents=True)
-        write_tensors(step / "model.safetensors", entries, _parameters(source))
+        write_tensors(step / "model.safetensors", entries, _parameters(source), folder)
         state = {"step": 0, "validation_loss": None, "imported": source.family.model_type}
         (step / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
         (run / SOURCE).mkdir()

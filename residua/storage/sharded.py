@@ -38,6 +38,7 @@ from residua.storage.checkpoint import (
     model_tensors,
     not_saved,
     prune,
+    require_counts,
     what_is_left,
 )
 from residua.storage.finite import nonfinite
@@ -164,6 +165,7 @@ def load_shards(path: Path, model: nn.Module, optimizer: OptimizerState | None =
     except CheckpointException as error:
         raise damaged(source, path, ValueError(_cause(error, source).strerror)) from None
     if optimizer is not None:
+        require_counts(source, wanted, path)
         optimizer.set_steps(wanted)
 
 

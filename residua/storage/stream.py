@@ -17,6 +17,7 @@ from residua.storage.finite import require_finite
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 ALIGNMENT = 8
+FINITE = "use weights that are finite, or a wider type"
 
 
 class Entry(NamedTuple):
@@ -31,8 +32,13 @@ class Entry(NamedTuple):
         return prod(self.shape) * self.dtype.itemsize
 
 
-def write_tensors(path: Path, entries: Sequence[Entry], tensors: Iterable[Tensor]) -> None:
-    """Write the tensors, in the order of `entries`; each is converted to its dtype, and released before the next."""
+def write_tensors(
+    path: Path, entries: Sequence[Entry], tensors: Iterable[Tensor], source: str | Path = "the model"
+) -> None:
+    """Write the tensors, in the order of `entries`; each is converted to its dtype, and released before the next.
+
+    A tensor that is not finite in its dtype is refused; `source` says where it came from.
+    """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for entry in entries:
@@ -49,8 +55,6 @@ def write_tensors(path: Path, entries: Sequence[Entry], tensors: Iterable[Tensor
         for entry, tensor in zip(entries, tensors, strict=True):
             assert tuple(tensor.shape) == tuple(entry.shape), f"{entry.name} has shape {tuple(tensor.shape)}"
             flat = tensor.detach().cpu().to(entry.dtype).contiguous().view(-1)
-            require_finite(
-                {entry.name: flat}, NAMES[entry.dtype], "it was not written; use other weights or a wider type"
-            )
+            require_finite({entry.name: flat}, source, f"it was not written as {NAMES[entry.dtype]}; {FINITE}")
             if len(flat):
                 file.write(flat.view(torch.uint8).numpy().data)

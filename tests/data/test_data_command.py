@@ -34,6 +34,16 @@ def test_prepare_then_info(jsonl: Path, tmp_path: Path) -> None:
     assert dataset.tokenizer.decode(dataset.split("validation").read(0, 20)) in printed
 
 
+def test_info_checks_every_token(jsonl: Path, tmp_path: Path) -> None:
+    run("prepare", jsonl, "--out", tmp_path / "out", "--tokenizer", "bytes", "--workers", "1")
+    shard = Dataset.open(tmp_path / "out").split("train").shards[-1]
+    with shard.path.open("r+b") as file:
+        file.seek(128 + 2 * (shard.tokens - 1))
+        file.write(b"\xff\xff")
+    with pytest.raises(DataError, match=rf"holds id 65535 at token {shard.tokens - 1}, outside the vocabulary of 257"):
+        run("info", tmp_path / "out")
+
+
 def test_info_shows_text_that_a_terminal_would_execute_as_text(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("a\x1b[2Jb\x1b]0;title\x07c")
     run("prepare", tmp_path / "text.txt", "--out", tmp_path / "out", "--tokenizer", "bytes", "--holdout", "0")

@@ -143,6 +143,14 @@ def test_a_damaged_folder_is_refused_with_a_sentence(run: Path, tmp_path: Path) 
         save_file({name: tensor for name, tensor in tensors.items() if name != lost}, path)
         with pytest.raises(ValueError, match=f"lacks.*{lost}"):
             residua.load(tmp_path / "q")
+    scale = "sublayers.0.body.project.weight_scale"
+    for wrong, sentence in (
+        (torch.ones(7, 7), r"weight_scale has shape \[7, 7\], expected \[1, 1\]\): .* quantize again"),
+        (torch.ones(1, 1, dtype=torch.int32), r"weight_scale is torch\.int32, expected a floating-point type"),
+    ):
+        save_file(tensors | {scale: wrong}, path)
+        with pytest.raises(ValueError, match=sentence):
+            residua.load(tmp_path / "q")
     path.write_bytes(b"nothing")
     with pytest.raises(ValueError, match="cannot be read"):
         residua.load(tmp_path / "q")

@@ -112,6 +112,15 @@ def test_a_damaged_file_is_refused_in_one_sentence(run: Path) -> None:
         load(run)
 
 
+def test_a_negative_step_count_of_the_optimizer_is_refused(run: Path, config: RunConfig) -> None:
+    path = run / "checkpoints" / "step-6" / "optimizer.safetensors"
+    tensors = load_file(path)
+    save_file(tensors | {"adamw-rest/steps": torch.tensor(-6)}, path)
+    sentence = r"optimizer\.safetensors: adamw-rest/steps is -6, expected 0 or more: move .*step-6 elsewhere"
+    with pytest.raises(ValueError, match=sentence):
+        train(config, run, resume=True, console=QUIET)
+
+
 def cut(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:-100])
 

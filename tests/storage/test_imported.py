@@ -103,6 +103,15 @@ def test_tensors_that_do_not_fit_are_named(folder: Path, tmp_path: Path, change:
     assert not (tmp_path / "run").exists()
 
 
+def test_a_tensor_that_is_not_finite_is_named_with_its_folder(folder: Path, tmp_path: Path) -> None:
+    content = load_file(folder / "model.safetensors")
+    content["model.norm.weight"][3] = torch.inf
+    save_file(content, folder / "model.safetensors")
+    with pytest.raises(ValueError, match=rf"^{folder}: weight norm\.weight is not finite .* not written as BF16"):
+        import_folder(folder, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 def test_tensors_are_written_one_by_one_as_safetensors_writes_them(tmp_path: Path) -> None:
     given = {"a": torch.randn(3, 5), "b": torch.randn(7).bfloat16(), "c": torch.zeros(0, 2), "d": torch.randn(2, 2).T}
     entries = [Entry(name, t.dtype, t.shape) for name, t in given.items()]
