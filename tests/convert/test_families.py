@@ -21,9 +21,12 @@ from residua.storage.imported import import_folder
 from residua.storage.load import load
 from tests.convert.tiny import FAMILIES, ROTARY, logits, saved, tokens
 from tests.model.small import small
+from tests.nightly import only_nightly
 
 pytest.importorskip("transformers")
 TOLERANCE = 1e-5
+SECOND = ("mistral", "qwen2", "qwen3, biases", "olmo2, biases", "gemma2, no caps", "qwen3_moe, raw weights")
+DISTINCT = [name for name in FAMILIES if name not in SECOND]
 
 
 def equal(ours: torch.Tensor, theirs: torch.Tensor) -> None:
@@ -40,7 +43,8 @@ def test_all_families_and_all_scalings_of_transformers_are_covered() -> None:
     assert {table["rope_type"] for table in ROTARY.values()} == set(READERS)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", only_nightly(FAMILIES, DISTINCT))
 def test_logits_are_transformers_there_and_back(name: str, tmp_path: Path) -> None:
     architecture, keys = FAMILIES[name]
     theirs = saved(tmp_path / "hf", architecture, **keys)

@@ -140,9 +140,10 @@ def test_a_strong_sink_takes_all_attention() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 7], ids=["all tokens", "window"])
 @pytest.mark.parametrize("sink", [False, True], ids=["no sink", "sink"])
 @pytest.mark.parametrize("documents", [False, True], ids=["one document", "documents"])
-def test_attention_on_a_gpu_equals_attention_on_a_cpu(documents: bool, sink: bool) -> None:
+def test_attention_on_a_gpu_equals_attention_on_a_cpu(documents: bool, sink: bool, window: int | None) -> None:
     """Flex attention there, dense here."""
     q, k, v = (torch.randn(2, 100, n, 16) for n in (HEADS, 2, 2))
     probe = torch.randn(2, 100, HEADS, 16)
@@ -152,7 +153,7 @@ def test_attention_on_a_gpu_equals_attention_on_a_cpu(documents: bool, sink: boo
     for device in ("cpu", "cuda"):
         leaves = [t.to(device).requires_grad_() for t in (q, k, v, *([options["sink"]] if sink else []))]
         moved = {name: t.to(device) for name, t in options.items()} | ({"sink": leaves[3]} if sink else {})
-        y = attend(*leaves[:3], **moved)
+        y = attend(*leaves[:3], **moved, window=window)
         gradients = torch.autograd.grad((y * probe.to(device)).sum(), leaves)
         results.append([t.detach().cpu() for t in (y, *gradients)])
     for here, there in zip(*results, strict=True):
