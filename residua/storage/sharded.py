@@ -82,10 +82,8 @@ class Saver:
         self._refuse_nonfinite(tensors, run)
         temporary = unfinished(final)
         if self.rank == 0:
-            shutil.rmtree(temporary, ignore_errors=True)
             with keeping(what_is_left(run)), writing(final, within=temporary):
-                (temporary / SHARDS).mkdir(parents=True)
-                (temporary / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
+                _begin(temporary, state)
         dist.barrier(group=self.group)
         writer = HuggingFaceStorageWriter(str(temporary / SHARDS), save_distributed=True)
         with _quietly():
@@ -132,6 +130,17 @@ class Saver:
         found: list[Any] = [None] * self.size
         dist.all_gather_object(found, nonfinite({name: local(t) for name, t in tensors.items()}), group=self.group)
         return list(dict.fromkeys(name for rank in found for name in rank))
+
+
+def _begin(temporary: Path, state: Mapping[str, Any]) -> None:
+    """Make the folder that the ranks write into; leaves nothing if it cannot."""
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        (temporary / SHARDS).mkdir(parents=True)
+        (temporary / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
 
 
 def _cause(error: BaseException, path: Path) -> OSError:
