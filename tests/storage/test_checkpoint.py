@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,10 +14,12 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 import residua
-from residua.config.run import RunConfig
+from residua.config.run import ParallelConfig, RunConfig
+from residua.distributed.mesh import one_rank
+from residua.files import WriteError
 from residua.storage.checkpoint import best, checkpoints, prune
 from residua.storage.load import load
-from residua.storage.sharded import load_shards
+from residua.storage.sharded import Saver, load_shards
 from residua.train.trainer import train
 
 QUIET = Console(quiet=True)
@@ -169,3 +174,20 @@ def test_a_list_of_rows_that_makes_no_sense_is_named(tmp_path: Path, rows: str, 
     (shards / "shard-1.safetensors").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(ValueError, match=r"shard-1\.safetensors is a link that leads out of its folder"):
         load_shards(shards.parent, torch.nn.Linear(2, 2))
+
+
+def test_a_sharded_checkpoint_that_cannot_be_begun_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk may have room for a folder and not for the first file in it."""
+
+    def full(path: Path, *arguments: object, **settings: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    model = torch.nn.Linear(2, 2)
+    optimizer = SimpleNamespace(tensors=dict)
+    with one_rank(torch.device("cpu"), ParallelConfig()), monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", full)
+        with pytest.raises(WriteError, match="No space left on device"):
+            Saver().save(tmp_path, 4, model, optimizer, {"step": 4}, keep=1)  # type: ignore[arg-type]
+    assert list((tmp_path / "checkpoints").iterdir()) == []
