@@ -57,14 +57,14 @@ def test_a_mistake_is_answered_in_one_sentence(arguments: list[str], sentence: s
 @pytest.mark.slow
 def test_an_entry_runs_from_start_to_end_and_continues_where_it_was(dataset: Dataset, tmp_path: Path) -> None:
     out = tmp_path / "study"
-    arguments = ["004:table1", *SMALL, "--sizes", "S", "--rows", "block4", "--seeds", "2", "--out", str(out)]
+    arguments = ["004:table1", *SMALL, "--sizes", "S", "--rows", "block4", "--seeds", "1", "--out", str(out)]
     arguments += ["--data", str(dataset.path), "--threads", "1", "--set", "model.layers=2"]
     result = runner.invoke(app, arguments, catch_exceptions=False)
     assert result.exit_code == 0, result.output
     assert "Paper, 004:table1: Table 1" in (out / "report.html").read_text("utf-8")
     assert "2.9107" in (out / "results.md").read_text("utf-8")  # the paper's loss of Block AttnRes (n=4)
     runs = json.loads((out / "results.json").read_text("utf-8"))["runs"]
-    assert [run["status"] for run in runs] == ["complete"] * 4
+    assert [run["status"] for run in runs] == ["complete"] * 2
     written = {path: path.stat().st_mtime_ns for path in out.glob("runs/*/metrics.jsonl")}
     assert runner.invoke(app, arguments, catch_exceptions=False).exit_code == 0
     assert {path: path.stat().st_mtime_ns for path in written} == written
