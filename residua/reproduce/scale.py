@@ -106,6 +106,7 @@ def sentence(scale: Fraction) -> str:
     if scale == 1:
         return "The paper's size: parameters and tokens as published."
     return (
-        f"Scale {scale}: parameters outside the embedding and training tokens are {float(scale):.3g} of the paper's, "
-        "compute is about the square of that. Depth, context and learning rates are the paper's."
+        f"Scale {scale}: about {float(scale):.3g} of the paper's parameters outside the embedding (the width is "
+        f"{NARROWEST} at least) and of its tokens; compute falls with the square. Depth, context and learning rates are "
+        "the paper's."
     )
