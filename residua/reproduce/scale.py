@@ -107,6 +107,6 @@ def sentence(scale: Fraction) -> str:
         return "The paper's size: parameters and tokens as published."
     return (
         f"Scale {scale}: about {float(scale):.3g} of the paper's parameters outside the embedding (the width is "
-        f"{NARROWEST} at least) and of its tokens; compute falls with the square. Depth, context and learning rates are "
-        "the paper's."
+        f"{NARROWEST} at least) and of its tokens; compute falls with the square. Depth, context and learning rates "
+        "are the paper's."
     )
