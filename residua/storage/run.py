@@ -22,6 +22,7 @@ from residua.config.settings import ConfigError
 from residua.files import UNFINISHED, AppendedFile, refuse_blocked, write_atomically, writing
 from residua.reading import Count, Shape, check, inside, read_json, read_json_lines, read_text
 from residua.storage.checkpoint import Checkpoint, checkpoints
+from residua.storage.formats import find_reader
 from residua.storage.imported import SOURCE
 
 LOCK = ".lock"
@@ -271,6 +272,8 @@ def saved_config(folder: Path) -> RunConfig:
     """The configuration a run folder was started with."""
     if not (folder / "config.toml").exists():
         raise ConfigError(f"{folder} holds no run to resume: leave --resume out to start one there.")
+    if find_reader(folder) is not None:
+        raise ConfigError(f"{folder} is a quantized model, which cannot be trained: resume the run it was made from.")
     if inside(folder, SOURCE).is_dir():
         raise ConfigError(
             f"{folder} was imported and has no training to resume: train from it with --from {folder} --out NEW."

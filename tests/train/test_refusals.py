@@ -98,6 +98,15 @@ def test_resuming_where_no_run_is_is_refused(config: RunConfig, tmp_path: Path) 
         train(config, tmp_path / "run", resume=True, console=QUIET)
 
 
+def test_a_quantized_folder_is_not_resumed(config: RunConfig, tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text(config.to_toml())
+    (tmp_path / "quantization.json").write_text("{}")
+    before = files(tmp_path)
+    with pytest.raises(ValueError, match="is a quantized model, which cannot be trained: resume the run it was made"):
+        train(config, tmp_path, resume=True, console=QUIET)
+    assert files(tmp_path) == before
+
+
 def test_running_out_of_gpu_memory_says_what_to_lower(
     config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
