@@ -31,14 +31,19 @@ FAULTS_PER_RUN = 12
 
 @dataclass
 class Injected:
-    """A fault that happened: to which run, when, and what was wrong afterwards (nothing, if it was survived)."""
+    """A fault that happened: to which run, when, what was lost, and what else was not as it should be."""
 
     kind: Kind
     fault: Fault
     moment: str
     in_save: bool
     command: bool
-    wrong: list[str] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
+    untidy: list[str] = field(default_factory=list)
+
+    @property
+    def wrong(self) -> list[str]:
+        return self.lost + self.untidy
 
 
 class Session:
@@ -119,7 +124,7 @@ class Soak:
             break
         wrong += [f"process {pid} is left over" for pid in (*holders(run), *holders(job.output))]
         for fault in faults:
-            fault.wrong += wrong
+            fault.lost += wrong
         said = "; ".join(wrong) or "equal to the undisturbed run"
         self.tell(f"{kind.name}, run {self.runs}: {len(faults)} faults, {said}")
         if not wrong:
@@ -144,7 +149,10 @@ class Soak:
             told = Injected(
                 kind, fault, moment, in_save or (fault.ends and session.saves()), isinstance(job, Commanded)
             )
-            told.wrong = self.look(kind, session, job, fault, before) if ended else [f"hung: {job.said()[-500:]}"]
+            if ended:
+                self.look(told, session, job, before)
+            else:
+                told.lost.append(f"hung: {job.said()[-500:]}")
             found.append(told)
             self.tell(f"{kind.name}: {fault.name} at {moment}: {'; '.join(told.wrong) or 'survived'}")
             if fault.ends:
@@ -153,18 +161,19 @@ class Soak:
         show_shards(self.data)
         return found
 
-    def look(self, kind: Kind, session: Session, job: Job, fault: Fault, before: int) -> list[str]:
-        """What is wrong right after a fault."""
-        wrong, run = [], session.run
+    def look(self, told: Injected, session: Session, job: Job, before: int) -> None:
+        """Note what is wrong right after a fault."""
+        run, fault = session.run, told.fault
         if last_step(run) < before:
-            wrong.append(f"the last checkpoint was that of step {before} and is that of step {last_step(run)}")
-        if "Traceback" in job.said():
-            wrong.append(f"a traceback: {job.said()[-3000:]}")
-        if fault is FULL and session.saves():
-            wrong.append(f"the checkpoint that found no room is left half written: {job.said()[-1500:]}")
+            told.lost.append(f"the last checkpoint was that of step {before} and is that of step {last_step(run)}")
         if fault.name == "SIGTERM" and set(job.codes()) == {143} and last_step(run) != last_line(run):
-            wrong.append(f"was saved at step {last_step(run)}, after step {last_line(run)}")
-        return wrong + (self.refused(kind, run) if fault.refused else [])
+            told.lost.append(f"was saved at step {last_step(run)}, after step {last_line(run)}")
+        if "Traceback" in job.said():
+            told.untidy.append(f"a traceback: {job.said()[-3000:]}")
+        if fault is FULL and session.saves():
+            told.untidy.append(f"the checkpoint that found no room is left half written: {job.said()[-1500:]}")
+        if fault.refused:
+            told.untidy += self.refused(told.kind, run)
 
     def refused(self, kind: Kind, run: Path) -> list[str]:
         """A start that must be refused in one sentence and change nothing."""

@@ -19,7 +19,7 @@ BEGAN = time.monotonic()
 def page(soak: Soak, command: str) -> str:
     """Kinds of checkpoint × faults, and kinds × moments: injected, and in the last columns survived and lost."""
     found = soak.injected
-    lost = sum(bool(f.wrong) for f in found)
+    lost, untidy = sum(bool(f.lost) for f in found), sum(bool(f.untidy) for f in found)
     commands = sum(f.command for f in found)
     lines = [
         "# Training under faults",
@@ -29,7 +29,8 @@ def page(soak: Soak, command: str) -> str:
         "minutes.",
         "",
         f"{len(found)} faults were injected into {soak.runs} runs of {STEPS} steps, in {soak.sessions} starts; {lost} "
-        f"lost anything. {commands} of them hit processes that `python -m residua.cli.main` or torchrun had started, "
+        f"lost anything, {untidy} left a traceback or a file. {commands} of them hit processes that "
+        "`python -m residua.cli.main` or torchrun had started, "
         "the others hit ranks forked from a process that had PyTorch imported. A full disk is "
         f"{soak.disk.title}.",
         "",
@@ -37,7 +38,8 @@ def page(soak: Soak, command: str) -> str:
         "there, a run that was told to stop (SIGTERM) is saved at its last step, and the run, resumed after every "
         "fault, ends with the weights, optimizer state, data position, random state and metrics of an undisturbed run, "
         "bit for bit, without temporary files and without stray processes. After a vanished shard the next start must "
-        "be refused in one sentence and change nothing; then the shard comes back.",
+        "be refused in one sentence and change nothing; then the shard comes back. A run that lost nothing but left a "
+        "traceback or a temporary file counts as untidy.",
         "",
         *_table(found, [f.name for f in FAULTS], lambda f: f.fault.name),
         "",
@@ -52,11 +54,11 @@ def page(soak: Soak, command: str) -> str:
 
 
 def _table(found: list[Injected], columns: Sequence[str], column: Callable[[Injected], str]) -> list[str]:
-    rows = ["| checkpoint | " + " | ".join(columns) + " | injected | survived | lost |"]
-    rows.append("|---" * (len(columns) + 4) + "|")
+    rows = ["| checkpoint | " + " | ".join(columns) + " | injected | survived | untidy | lost |"]
+    rows.append("|---" * (len(columns) + 5) + "|")
     for name in (*(kind.name for kind in KINDS), "all"):
         mine = [f for f in found if name in (f.kind.name, "all")]
         counts = [sum(column(f) == title for f in mine) for title in columns]
-        lost = sum(bool(f.wrong) for f in mine)
-        rows.append(f"| {name} | " + " | ".join(map(str, (*counts, len(mine), len(mine) - lost, lost))) + " |")
+        ends = [not f.wrong for f in mine], [bool(f.untidy and not f.lost) for f in mine], [bool(f.lost) for f in mine]
+        rows.append(f"| {name} | " + " | ".join(map(str, (*counts, len(mine), *map(sum, ends)))) + " |")
     return rows
