@@ -58,7 +58,7 @@ def read_module(tensors: Mapping[str, Tensor], name: str, scheme: str, shape: Se
 
 def _check_scale(name: str, weight: Quantized) -> None:
     """Refuse scales of another shape, which would be cut or repeated, and scales that are not floating-point."""
-    scales = {"weight_scale": (weight.scale, weight.scale_shape)}
+    scales: dict[str, tuple[Tensor, tuple[int, ...]]] = {"weight_scale": (weight.scale, weight.scale_shape)}
     if isinstance(weight, Nvfp4):
         scales["weight_global_scale"] = (weight.global_scale, (1,))
     for part, (scale, expected) in scales.items():

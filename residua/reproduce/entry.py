@@ -10,9 +10,9 @@ from typing import Annotated, Literal, Self, get_args
 
 from pydantic import Field, model_validator
 
-from residua.config.settings import Frozen
+from residua.config.settings import Frozen, Positive
 from residua.reproduce.measures import MEASURES
-from residua.study.config import Match, NoMatch, Positive
+from residua.study.config import Match, NoMatch
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.+-]*$")]
 Words = Annotated[str, Field(min_length=1)]

@@ -85,7 +85,7 @@ def test_a_folder_in_use_is_refused_and_left_alone(folder, model):
     assert {p.name: p.read_bytes() for p in folder.iterdir()} == before
     file = folder.parent / "file"
     file.write_text("mine")
-    with pytest.raises(ValueError, match="not an empty folder"):
+    with pytest.raises(ValueError, match="is a file: choose another --out"):
         write(model, file)
     assert file.read_text() == "mine"
 
