@@ -121,7 +121,10 @@ class CoreFeatures:
     def result(self) -> int:
         assert self.sum is not None and self.square is not None
         mean = self.sum / self.count
-        values = torch.linalg.eigvalsh(self.square / self.count - mean[:, None] * mean[None]).clamp(min=0).flip(0)
+        covariance = self.square / self.count - mean[:, None] * mean[None]
+        if not torch.isfinite(covariance).all():
+            raise ValueError("hidden states overflow although every weight is finite: some weights are too large.")
+        values = torch.linalg.eigvalsh(covariance).clamp(min=0).flip(0)
         share = values.cumsum(0) / values.sum().clamp(min=1e-300)
         return int((share < CORE_VARIANCE - 1e-12).sum()) + 1
 
