@@ -40,6 +40,11 @@ class _Watch(Shape):
     stale: Count = 0
 
 
+class _Random(Shape):
+    cpu: str
+    cuda: str | None = None
+
+
 class RunState(Shape):
     """Step, data position, counters and random states; `Trainer._state` writes it."""
 
@@ -53,7 +58,7 @@ class RunState(Shape):
     watch: _Watch
     smoothed: float
     lines: Count
-    rng: dict[str, str]
+    rng: _Random
 
 
 def read_state(checkpoint: Checkpoint) -> RunState:

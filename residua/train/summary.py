@@ -89,11 +89,15 @@ def _compiled(config: RunConfig) -> str:
     return "compiled" + ", which takes a minute or more (train.compile=layers starts sooner)" * slow
 
 
+TOKEN_BYTES = 16
+"""A token and its target."""
+
+
 def check_memory(config: RunConfig, device: torch.device) -> None:
     """Refuse a run whose weights, gradients and optimizer state, all in float32, are larger than the free memory.
 
-    Activations come on top; they depend on what can be recomputed, so they are not counted. The processes of a run
-    share the states on their GPUs; on the machine each builds the whole model first.
+    The processes of a run share the states on their GPUs; on the machine each builds the whole model first. Activations
+    come on top; they depend on what can be recomputed, so only a micro-batch's tokens and one state of it are counted.
     """
     model = shapes(config.model)
     weights = 4 * sum(tensor.numel() for tensor in model_tensors(model).values())
@@ -105,6 +109,10 @@ def check_memory(config: RunConfig, device: torch.device) -> None:
         require_memory(what, needed // config.parallel.ranks, advice, device)
     alone = device.type == "cpu" and config.parallel.ranks == 1
     require_memory(what, needed if alone else weights, advice)
+    batch, length = config.train.micro_batch, config.model.context
+    tokens = f"a micro-batch of {batch:,} × {length:,} tokens needs at least"
+    smaller = "lower train.micro_batch, and raise train.accumulate for the same tokens per step"
+    require_memory(tokens, batch * length * (TOKEN_BYTES + 2 * config.model.width), smaller, device)
 
 
 def check_disk(step: Step, folder: Path, keep: int) -> None:

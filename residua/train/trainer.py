@@ -352,7 +352,7 @@ class Trainer:
             self.step.set_totals(state.totals)
             if self.step.balancer is not None:
                 self.step.balancer.set_state({} if state.balance is None else state.balance.model_dump())
-            set_random_states(state.rng)
+            set_random_states(state.rng.model_dump(exclude_none=True))
         self.clock = Clock(state.clock.total, state.clock.interval)
         self.watch = replace(self.watch, **state.watch.model_dump())
         self.smoothed, self.lines = state.smoothed, state.lines

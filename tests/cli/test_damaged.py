@@ -108,6 +108,7 @@ def test_a_finished_run_without_metrics_has_no_result(
         (lambda state: state.update(step=3), "state.json does not fit this run (it is of step 3)"),
         (lambda state: state["loader"].update(position=10**6), "data position 1000000 is outside epoch 0"),
         (lambda state: state.update(rng={"cpu": "00ff"}), "input RNG state size to be 2)"),
+        (lambda state: state.update(rng={}), "state.json has no key rng.cpu"),
         (lambda state: state.update(watch=[]), "state.json: watch is a list of 0 entries, expected an object"),
     ],
 )
