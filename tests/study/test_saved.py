@@ -65,6 +65,7 @@ def without_pages(
     problems: dict[PlannedRun, str],
     dataset: Any,
     known: dict[PlannedRun, RunRecord],
+    supplement: None = None,
 ) -> Outcome:
     """`summarise` without the files that it writes."""
     records, timings = complete_records(plan, known), read_timings(study, plan, out)
