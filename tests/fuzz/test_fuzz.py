@@ -13,11 +13,17 @@ from tests.distributed.launch import environment
 from tests.fuzz.mutate import STRUCTURED, mutate
 from tests.fuzz.world import FULL, QUICK
 
+ROOT = Path(__file__).parents[2]
+
 
 def fuzz(*arguments: object) -> None:
     """In a process of its own: cases are forked, which a process that has trained cannot do."""
     command = [sys.executable, "-m", "tests.fuzz", *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment(TRITON_INTERPRET=1))
+    variables = {
+        **environment(TRITON_INTERPRET=1),
+        "PYTHONPATH": str(ROOT),
+    }  # the working folder may not be on the path
+    done = subprocess.run(command, capture_output=True, text=True, env=variables)
     assert done.returncode == 0, done.stdout[-20_000:] + done.stderr[-2000:]
 
 
