@@ -111,6 +111,11 @@ class ModelConfig(Frozen):
         """The softmax attention of the model's softmax layers; None if it has no such layer."""
         return next((mixer for mixer in self.mixers if isinstance(mixer, SoftmaxAttention)), None)
 
+    @property
+    def linear(self) -> GatedDeltaNet | None:
+        """The linear attention of the model's linear layers; None if it has no such layer."""
+        return next((mixer for mixer in self.mixers if isinstance(mixer, GatedDeltaNet)), None)
+
     @model_validator(mode="after")
     def _parts_fit(self) -> Self:
         for check in _CHECKS:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from fractions import Fraction
 
-from residua.config.choices import GatedDeltaNet
 from residua.config.model import ModelConfig, head_dim
 from residua.config.run import RunConfig
 from residua.config.settings import ConfigError
@@ -83,7 +82,7 @@ def _narrow_softmax(model: ModelConfig, share: float) -> list[str]:
 
 
 def _narrow_linear(model: ModelConfig, share: float) -> list[str]:
-    linear = next((mixer for mixer in model.mixers if isinstance(mixer, GatedDeltaNet)), None)
+    linear = model.linear
     if linear is None:
         return []
     table = "attention" if model.softmax is None else "attention.linear"
