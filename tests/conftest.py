@@ -1,6 +1,7 @@
 """Every test runs on one thread and from one seed; Triton kernels run in its interpreter unless told not to."""
 
 import os
+import tempfile
 
 # Triton reads its switch when it is first imported, OpenMP when torch is: both before any other import.
 # On a machine with a GPU, TRITON_INTERPRET=0 in the environment runs the real kernels.
@@ -10,6 +11,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("PYTHONSAFEPATH", "1")
 # cuBLAS reads this when it is first used, which may be long before the test that asks for equal bits
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+# transformers copies the code of an exported folder into one place for all processes of a person, and imports it there:
+# a second run of the tests at the same time would remove what the first imports
+_CODE = tempfile.TemporaryDirectory(prefix="residua-tests-")
+os.environ["HF_MODULES_CACHE"] = _CODE.name
 
 import pytest
 import torch
@@ -44,6 +49,8 @@ def pytest_configure(config: pytest.Config) -> None:
     parallel = getattr(config.option, "numprocesses", None) or hasattr(config, "workerinput")
     if parallel and getattr(config, "cache", None):
         config.pluginmanager.register(LongestFirst(config))
+    if getattr(config.option, "numprocesses", None):
+        config.pluginmanager.register(StopAtCrash(config))
 
 
 class LongestFirst:
@@ -68,6 +75,18 @@ class LongestFirst:
     def pytest_sessionfinish(self) -> None:
         if not hasattr(self.config, "workerinput"):  # the workers have reported to this process
             self.config.cache.set(self.KEY, self.seconds | self.measured)
+
+
+class StopAtCrash:
+    """Ends the run when a worker dies: xdist would wait forever for the tests that it moves to another worker."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: object, error: object) -> None:
+        if error:
+            self.config.pluginmanager.get_plugin("dsession").shouldstop = f"a worker died: {error}"
 
 
 def _file(nodeid: str) -> str:
