@@ -17,7 +17,7 @@ def _drawing():
 
 def _listed() -> set[str]:
     """The paths that the page's indented list names."""
-    (block,) = re.findall(r"```\nresidua/\n(.*?)```", PAGE, re.S)
+    (block,) = re.findall(r"```text\nresidua/\n(.*?)```", PAGE, re.S)
     found, parents = set(), {}
     for line in block.splitlines():
         depth, name = (len(line) - len(line.lstrip())) // 2, line.split()[0]
