@@ -34,8 +34,9 @@ lint: setup
 types: setup
 	$(BIN)/mypy
 
-map: setup  ## draw docs/img/architecture.svg from the imports in the code
+map: setup  ## draw docs/img/architecture.svg from the imports in the code, and docs/img/topology-*.svg from the topologies
 	$(BIN)/python tools/architecture.py
+	$(BIN)/python tools/topologies.py
 
 results: setup  ## write the tables and pictures of the documentation from docs/results
 	$(BIN)/python tools/results.py
