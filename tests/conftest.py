@@ -1,6 +1,8 @@
 """Every test runs on one thread and from one seed; Triton kernels run in its interpreter unless told not to."""
 
+import atexit
 import os
+import shutil
 import tempfile
 
 # Triton reads its switch when it is first imported, OpenMP when torch is: both before any other import.
@@ -13,14 +15,14 @@ os.environ.setdefault("PYTHONSAFEPATH", "1")
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 # transformers copies the code of an exported folder into one place for all processes of a person, and imports it there:
 # a second run of the tests at the same time would remove what the first imports
-_CODE = tempfile.TemporaryDirectory(prefix="residua-tests-")
-os.environ["HF_MODULES_CACHE"] = _CODE.name
+os.environ["HF_MODULES_CACHE"] = tempfile.mkdtemp(prefix="residua-tests-")
 
 import pytest
 import torch
 
 from tests.interpreter import patch_once
 
+atexit.register(shutil.rmtree, os.environ["HF_MODULES_CACHE"], ignore_errors=True)
 torch.set_num_threads(1)
 if os.environ["TRITON_INTERPRET"] == "1":
     patch_once()
