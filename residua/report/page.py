@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING
 
 from residua.files import write_atomically
 from residua.report import theme
+from residua.report.cards import Card, cards_html, good_html
 from residua.report.plain import escape, link
+from residua.report.strips import Strip, Track, strips_html
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
@@ -80,6 +82,19 @@ class Section:
     def note(self, sentence: str) -> None:
         """A highlighted remark: something was changed, left out or failed."""
         self._parts.append(f'<p class="note">{escape(sentence)}</p>')
+
+    def good(self, sentence: str) -> None:
+        """A green line: nothing is wrong."""
+        self._parts.append(good_html(sentence))
+
+    def cards(self, cards: Sequence[Card]) -> None:
+        """Cards beside each other; nothing if there are none."""
+        if cards:
+            self._parts.append(cards_html(cards))
+
+    def strips(self, tracks: Sequence[Track], strips: Sequence[Strip], caption: str, corner: str = "") -> None:
+        """Models layer by layer, side by side."""
+        self._parts.append(strips_html(tracks, strips, caption, corner))
 
     def code(self, text: str) -> None:
         """Preformatted text: a configuration, a command."""
@@ -168,7 +183,7 @@ class Page:
             lead=escape(self.lead),
             contents=contents,
             body=body,
-            style=_asset("page.css"),
+            style=_asset("page.css") + _asset("cards.css"),
             scripts=f"{scripts}<script>{_asset('page.js')}</script>",
         )
 

@@ -1,0 +1,124 @@
+"""A model as a picture: its layers from bottom to top, one row each, several quantities beside each other.
+
+A strip is an HTML table, so it needs no script, scrolls within itself and can be read aloud. The strips of several
+models stand side by side with the same columns and the same scales.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from residua.report.cards import owner_html
+from residua.report.plain import escape
+
+Flag = Literal["", "bad", "note"]
+FAINT = 0.02
+"""A smaller weight of a spread is not drawn."""
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One cell: bars of lengths 0 to 1 below each other (None: not measured), and the number in words.
+
+    `mark` is a reference on the same scale, drawn as a line. A `flag` colours the cell, and `finding` says why.
+    """
+
+    lengths: tuple[float | None, ...]
+    text: str
+    mark: float | None = None
+    flag: Flag = ""
+    finding: str = ""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """One cell: rows of weights, 0 to 1, drawn as cells of that strength."""
+
+    rows: tuple[tuple[float, ...], ...]
+    text: str
+    flag: Flag = ""
+    finding: str = ""
+
+
+@dataclass(frozen=True)
+class Track:
+    """A column: its title, its scale in words, and what it shows."""
+
+    title: str
+    scale: str
+    meaning: str
+
+
+@dataclass(frozen=True)
+class Strip:
+    """One model. `rows` from top to bottom: the row's name, and a cell for each track (None: the model has none)."""
+
+    name: str
+    colour: str
+    rows: Mapping[str, Sequence[Bar | Spread | None]]
+
+
+def strips_html(tracks: Sequence[Track], strips: Sequence[Strip], caption: str, corner: str = "") -> str:
+    """The strips side by side, and below them what the columns mean. `corner` is the title of the rows' names."""
+    head = "".join(
+        f'<th scope="col">{escape(track.title)}<small>{escape(track.scale)}</small></th>' for track in tracks
+    )
+    shown = "".join(_strip(strip, f'<th scope="col">{escape(corner)}</th>{head}', len(strips) > 1) for strip in strips)
+    terms = "".join(f"<dt>{escape(track.title)}</dt><dd>{escape(track.meaning)}</dd>" for track in tracks)
+    return (
+        f'<figure class="strips" role="group" aria-label="{escape(caption)}"><div class="side">{shown}</div>'
+        f"<figcaption>{escape(caption)}</figcaption></figure>"
+        f'<details class="meanings"><summary>What the columns mean</summary><dl>{terms}</dl></details>'
+    )
+
+
+def _strip(strip: Strip, head: str, named: bool) -> str:
+    title = f"<caption>{owner_html(strip.name, strip.colour)}</caption>" if named else ""
+    spoken = "" if named else f' aria-label="{escape(strip.name)}"'
+    body = "".join(
+        f'<tr><th scope="row">{escape(name)}</th>{"".join(map(_cell, cells))}</tr>'
+        for name, cells in strip.rows.items()
+    )
+    return (
+        f'<div class="strip" style="--own:{escape(strip.colour)}" tabindex="0" role="region" '
+        f'aria-label="{escape(strip.name)}, layer by layer"><table{spoken}>{title}<thead><tr>{head}</tr></thead>'
+        f"<tbody>{body}</tbody></table></div>"
+    )
+
+
+def _cell(cell: Bar | Spread | None) -> str:
+    if cell is None:
+        return '<td class="missing"><span>—</span></td>'
+    drawn = _bars(cell) if isinstance(cell, Bar) else _spread(cell)
+    spoken = f'<span class="spoken"> ({escape(cell.finding)})</span>' if cell.finding else ""
+    title = f' title="{escape(cell.finding)}"' if cell.finding else ""
+    kind = f' class="{cell.flag}"' if cell.flag else ""
+    return f"<td{kind}{title}><div>{drawn}<span>{escape(cell.text)}{spoken}</span></div></td>"
+
+
+def _bars(bar: Bar) -> str:
+    mark = "" if bar.mark is None else f'<u style="left:{_percent(bar.mark)}"></u>'
+    drawn = "".join(
+        '<b class="missing"></b>' if length is None else f'<b style="width:{_percent(length)}"></b>'
+        for length in bar.lengths
+    )
+    return f'<div class="rail" aria-hidden="true">{drawn}{mark}</div>'
+
+
+def _spread(spread: Spread) -> str:
+    """Rows of small rectangles; the picture stretches with its cell."""
+    height, width = len(spread.rows), max(len(row) for row in spread.rows)
+    cells = "".join(
+        f'<rect x="{x}" y="{y}" width="1" height=".86" fill-opacity="{min(weight, 1):.2f}"/>'
+        for y, row in enumerate(spread.rows)
+        for x, weight in enumerate(row)
+        if weight >= FAINT
+    )
+    view = f'viewBox="0 0 {width} {height}" preserveAspectRatio="none"'
+    return f'<svg class="rail" {view} aria-hidden="true">{cells}</svg>'
+
+
+def _percent(share: float) -> str:
+    return f"{100 * min(max(share, 0.0), 1.0):.3g}%"
