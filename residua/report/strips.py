@@ -22,24 +22,26 @@ FAINT = 0.02
 class Bar:
     """One cell: bars of lengths 0 to 1 below each other (None: not measured), and the number in words.
 
-    `mark` is a reference on the same scale, drawn as a line. A `flag` colours the cell, and `finding` says why.
+    `mark` is a reference on the same scale, drawn as a line. A `flag` colours the cell; `words` say it all, under the
+    pointer, and are read aloud where there is a flag.
     """
 
     lengths: tuple[float | None, ...]
     text: str
     mark: float | None = None
     flag: Flag = ""
-    finding: str = ""
+    words: str = ""
 
 
 @dataclass(frozen=True)
 class Spread:
-    """One cell: rows of weights, 0 to 1, drawn as cells of that strength."""
+    """One cell: rows of weights, 0 to 1, over at most `width` sources; sources that a row does not have stay empty."""
 
     rows: tuple[tuple[float, ...], ...]
+    width: int
     text: str
     flag: Flag = ""
-    finding: str = ""
+    words: str = ""
 
 
 @dataclass(frozen=True)
@@ -92,8 +94,8 @@ def _cell(cell: Bar | Spread | None) -> str:
     if cell is None:
         return '<td class="missing"><span>—</span></td>'
     drawn = _bars(cell) if isinstance(cell, Bar) else _spread(cell)
-    spoken = f'<span class="spoken"> ({escape(cell.finding)})</span>' if cell.finding else ""
-    title = f' title="{escape(cell.finding)}"' if cell.finding else ""
+    spoken = f'<span class="spoken"> ({escape(cell.words)})</span>' if cell.flag else ""
+    title = f' title="{escape(cell.words)}"' if cell.words else ""
     kind = f' class="{cell.flag}"' if cell.flag else ""
     return f"<td{kind}{title}><div>{drawn}<span>{escape(cell.text)}{spoken}</span></div></td>"
 
@@ -109,15 +111,17 @@ def _bars(bar: Bar) -> str:
 
 def _spread(spread: Spread) -> str:
     """Rows of small rectangles; the picture stretches with its cell."""
-    height, width = len(spread.rows), max(len(row) for row in spread.rows)
+    paper = "".join(
+        f'<rect class="paper" y="{y}" width="{len(row)}" height=".86"/>' for y, row in enumerate(spread.rows)
+    )
     cells = "".join(
         f'<rect x="{x}" y="{y}" width="1" height=".86" fill-opacity="{min(weight, 1):.2f}"/>'
         for y, row in enumerate(spread.rows)
         for x, weight in enumerate(row)
         if weight >= FAINT
     )
-    view = f'viewBox="0 0 {width} {height}" preserveAspectRatio="none"'
-    return f'<svg class="rail" {view} aria-hidden="true">{cells}</svg>'
+    view = f'viewBox="0 0 {spread.width} {len(spread.rows)}" preserveAspectRatio="none"'
+    return f'<svg class="rail" {view} aria-hidden="true">{paper}{cells}</svg>'
 
 
 def _percent(share: float) -> str:
