@@ -1,0 +1,103 @@
+"""The commands of the documentation, and what of them cannot be run in a test."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from residua.cli.main import app
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+# These are parsed, not executed: a regular expression on "page: command", and why. A test holds the list minimal.
+NOT_EXECUTED = {
+    r": make ": "`make test` is what runs this",
+    r": pip ": "installs packages",
+    r" pytest ": "needs a GPU",
+    r": torchrun ": "starts several processes: tests/distributed does that",
+    r"residua\.distributed\.convert ": "needs a sharded checkpoint: tests/distributed makes one",
+    r"data prepare org/name": "downloads a dataset",
+    r"--tasks arc_easy,lambada_openai": "lm-evaluation-harness downloads its tasks",
+    r"compare --demo": "three minutes: tests/study runs it with fewer steps",
+    r"^docs/RESULTS\.md: ": "what was measured on a GPU, in minutes to hours",
+    r"bench (fp8|ops|curve|decode)": "kernels of a GPU, or models of 124 M parameters: tests/bench runs small ones",
+    r"reproduce 004:table1 --(scale|rows)": "hours: tests/reproduce trains small entries",
+    r"^docs/scale\.md: residua train --resume": "the run of the torchrun line above it",
+}
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command of a page."""
+
+    page: str
+    line: int
+    words: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.page}: {shlex.join(self.words)}"
+
+    @property
+    def arguments(self) -> list[str] | None:
+        """What follows `residua`; None if it is another program's command."""
+        return list(self.words[self.words.index("residua") + 1 :]) if "residua" in self.words else None
+
+    @property
+    def reason(self) -> str | None:
+        """Why it is not executed."""
+        return next((why for pattern, why in NOT_EXECUTED.items() if re.search(pattern, str(self))), None)
+
+
+def blocks(page: Path) -> list[tuple[int, str, str]]:
+    """Line, language and text of every fenced block."""
+    found, start, language, lines = [], 0, None, []
+    for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1):
+        fence = re.match(r"\s*```(\S*)\s*$", line)
+        if fence and language is None:
+            start, language, lines = number, fence[1], []
+        elif fence:
+            found.append((start, language, "\n".join(lines)))
+            language = None
+        elif language is not None:
+            lines.append(line)
+    return found
+
+
+def commands(page: Path) -> list[Command]:
+    """Every command in the page's bash blocks; lines that end with a backslash are joined."""
+    found = []
+    for start, language, text in blocks(page):
+        if language != "bash":
+            continue
+        pending, first = "", 0
+        for offset, line in enumerate(text.splitlines(), 1):
+            first = first if pending else start + offset
+            pending += line
+            if pending.endswith("\\"):
+                pending = pending[:-1]
+                continue
+            if words := shlex.split(pending, comments=True):
+                found.append(Command(str(page.relative_to(ROOT)), first, tuple(words)))
+            pending = ""
+    return found
+
+
+def every_command() -> list[Command]:
+    return [command for page in PAGES for command in commands(page)]
+
+
+def parse(arguments: list[str]) -> tuple[str, dict[str, Any]]:
+    """The verb and its parameters, as the command line reads them; raises what it would refuse."""
+    command: Any = typer.main.get_command(app)
+    context, names = command.make_context("residua", list(arguments)), []
+    while hasattr(command, "resolve_command"):
+        name, command, rest = command.resolve_command(context, [*context._protected_args, *context.args])
+        context = command.make_context(name, rest, parent=context)
+        names.append(name)
+    return " ".join(names), context.params

@@ -1,0 +1,133 @@
+"""Every command in the documentation is one that Residua understands, and, tiny, runs."""
+
+from __future__ import annotations
+
+import glob
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from residua.config.run import RunConfig
+from tests.docs.commands import NOT_EXECUTED, PAGES, ROOT, Command, blocks, commands, every_command, parse
+from tests.docs.world import World, shrunk, sources
+from tests.trained import residua
+
+
+def test_blocks_that_hold_commands_say_bash() -> None:
+    unmarked = [
+        f"{page.relative_to(ROOT)}:{line}"
+        for page in PAGES
+        for line, language, text in blocks(page)
+        if language != "bash" and re.search(r"^\s*(residua [a-z]|torchrun |\$ )", text, re.M)
+    ]
+    assert unmarked == [], "begin these blocks with ```bash, so that their commands are tested"
+
+
+@pytest.mark.slow
+def test_every_command_of_the_documentation_is_understood() -> None:
+    found = [command for command in every_command() if command.arguments is not None]
+    assert len(found) > 100
+    for command in found:
+        try:
+            verb, parameters = parse(command.arguments or [])
+            _check_settings(verb, parameters)
+        except BaseException as error:
+            pytest.fail(f"{command.page}:{command.line}: {error}", pytrace=False)
+
+
+def _check_settings(verb: str, parameters: dict) -> None:
+    """Refuse overrides, presets, variants and entries that do not exist."""
+    if verb == "train":
+        source, changes = parameters["source"], parameters["changes"] or []
+        if source is not None and "=" in source:
+            source, changes = None, [source, *changes]
+        _run(source).override([change for change in changes if "layer_scale" not in change and ".start=" not in change])
+    elif verb == "compare":
+        _check_study(parameters)
+    elif verb in ("bench step", "bench curve", "bench plan"):
+        base = _run(parameters["preset"]).override(parameters["overrides"] or [])
+        _check_cases(base, ",".join(parameters.get("compare") or []))
+    elif verb == "bench decode":
+        for preset in parameters["presets"] or ["mgr-s-prenorm"]:
+            _check_cases(_run(preset), parameters["compare"])
+    elif verb == "reproduce" and parameters["entry"] is not None:
+        from residua.reproduce import catalogue
+
+        catalogue.load(parameters["entry"])
+
+
+def _run(source: str | None) -> RunConfig:
+    return RunConfig.find("tiny" if source is None or source.endswith(".toml") else source)
+
+
+def _check_cases(base: RunConfig, cases: str) -> None:
+    from residua.bench.step import read_cases
+
+    read_cases(base, cases.split(",") if cases else [])
+
+
+def _check_study(parameters: dict) -> None:
+    from residua.config.variants import overrides
+
+    base = _run(parameters["base"]).override(parameters["change"] or [])
+    for name in parameters["what"] or []:
+        if name != "base" and "/" not in name and not name.endswith((".toml", ".json")):
+            base.override(overrides([name], base.model))
+    for size in (parameters["sizes"] or "").split(","):
+        _run(size or None)
+
+
+def test_what_is_not_executed_has_a_reason_and_no_reason_is_left_over() -> None:
+    found = [str(command) for command in every_command()]
+    used = {pattern: [text for text in found if re.search(pattern, text)] for pattern in NOT_EXECUTED}
+    for pattern, texts in used.items():
+        print(f"{NOT_EXECUTED[pattern]}:", *texts, sep="\n  ")
+    assert [pattern for pattern, texts in used.items() if not texts] == []
+
+
+def test_make_knows_the_targets_that_the_pages_name() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = set(re.findall(r"^([a-z]+):", makefile, re.M))
+    named = {
+        target
+        for page in [*PAGES, ROOT / "Makefile"]
+        for target in re.findall(r"`make ([a-z]+)`", page.read_text(encoding="utf-8"))
+    }
+    assert named <= targets
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    place = tmp_path_factory.mktemp("world")
+    return World(place)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_the_commands_of_a_page_run_in_order(
+    page: Path, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = [command for command in commands(page) if command.reason is None]
+    if not wanted:
+        pytest.skip("no commands")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RESIDUA_CACHE", str(world.place / "cache"))
+    monkeypatch.setattr("builtins.input", lambda *_: "")
+    sources(tmp_path)
+    failed = [str(command) for command in wanted if not _runs(command, world, tmp_path, monkeypatch)]
+    assert failed == []
+
+
+def _runs(command: Command, world: World, folder: Path, monkeypatch: pytest.MonkeyPatch) -> bool:
+    if command.words[0] == "export":
+        monkeypatch.setenv(*command.words[1].split("=", 1))
+        return True
+    if command.arguments is None:
+        return subprocess.run(command.words, check=False).returncode == 0
+    world.supply(folder, command)
+    verb, parameters = parse(command.arguments)
+    words = [found for word in shrunk(command, verb, parameters) for found in sorted(glob.glob(word)) or [word]]
+    print(f"\n$ residua {' '.join(words)}", flush=True)
+    return residua(monkeypatch, *words) == 0

@@ -1,0 +1,131 @@
+"""The folders that the commands of the documentation speak of, tiny: texts, datasets, runs, a model of transformers."""
+
+from __future__ import annotations
+
+import json
+import lzma
+import random
+import shutil
+from pathlib import Path
+
+from residua.data import open_corpus, prepare
+from tests.convert.tiny import saved
+from tests.docs.commands import ROOT, Command, blocks
+from tests.evaluate.test_eval_scores import write_task
+from tests.trained import WORDS, train_run
+
+SIZES = ["model.layers=2", "model.width=32", "model.ffn.hidden=64"]
+RECIPE = [
+    "train.steps=4", "train.micro_batch=2", "train.accumulate=1", "train.schedule.warmup=1", "train.log_every=1",
+    "train.validate_every=2", "train.save_every=2", "train.device=cpu", "train.compile=off", "data.sequence=32",
+    "data.validation_tokens=128",
+]  # fmt: skip
+TEXTS = ("my-texts", "corpus")
+MORE = """name = "wiki"
+base = "mini"
+data = "data/wiki"
+seeds = 3
+baseline = "prenorm"
+
+[variants]
+prenorm = ["prenorm"]
+highway = ["highway"]
+"""
+
+
+def sources(folder: Path) -> None:
+    """What a person has before the first command: texts, prompts, tasks, files that the page shows."""
+    drawn = random.Random(0)
+    documents = [" ".join(drawn.choices(WORDS, k=60)) + ".\n\n" for _ in range(120)]
+    for name in TEXTS:
+        (folder / name).mkdir(parents=True)
+        for number, text in enumerate(documents):
+            (folder / name / f"{number}.txt").write_text(text)
+    for name in ("book.txt", "other.txt"):
+        (folder / name).write_text("<|endoftext|>".join(documents))
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in documents)
+    for name in ("train", "val", "corpus/part"):
+        with lzma.open(folder / f"{name}.jsonl.xz", "wt") as file:
+            file.write(lines)
+    (folder / "prompts.txt").write_text("depth is\nthe layers of\n")
+    (folder / "tasks").mkdir()
+    for task in ("arc_easy", "arc_challenge", "hellaswag", "openbookqa", "piqa", "winogrande"):
+        write_task(folder / "tasks", task, questions=6)
+    (study, *_) = (text for _, language, text in blocks(ROOT / "docs" / "compare.md") if language == "toml")
+    (folder / "wiki.toml").write_text(study)
+    (folder / "more.toml").write_text(MORE)
+    (plugin, *_) = (text for _, language, text in blocks(ROOT / "docs" / "extend.md") if language == "python")
+    (folder / "layer_scale.py").write_text(plugin)
+
+
+class World:
+    """Makes each kind of folder once, and hands out copies."""
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+        sources(place)
+        prepare(open_corpus([place / "corpus"], holdout=0.2), place / "data", "bytes", workers=1)
+        (place / "trained").mkdir()
+        self.run = train_run(place / "trained")
+        (place / "qwen-shaped").mkdir()
+        self.shaped = train_run(place / "qwen-shaped", ffn={"kind": "swiglu", "hidden": 32}, head={"kind": "untied"})
+        self.model = place / "model"
+        saved(self.model, "Qwen3", head_dim=16, vocab_size=320)
+        shutil.copy(self.run / "tokenizer.json", self.model)
+
+    def supply(self, folder: Path, command: Command) -> None:
+        """Put what the command reads into the folder, unless an earlier command made it."""
+        words = command.words
+        for before, word in zip(("", *words), words, strict=False):
+            path = folder / word
+            if before in ("--out", "--engine") or path.exists():
+                continue
+            if word.startswith("data") or (before == "--data"):
+                shutil.copytree(self.place / "data", path)
+            elif word.startswith("models/"):
+                shutil.copytree(self.model, path)
+            elif word.startswith("runs/qwen3"):
+                self._imported(path.parent / Path(word).name if word.count("/") == 1 else folder / "runs" / "qwen3")
+            elif word.startswith("runs/plain"):
+                shutil.copytree(self.shaped, path)
+            elif word.startswith("runs/"):
+                shutil.copytree(self.run, path)
+
+    def _imported(self, run: Path) -> None:
+        from residua.storage.imported import import_folder
+
+        if not run.exists():
+            import_folder(self.model, run)
+
+
+def shrunk(command: Command, verb: str, parameters: dict) -> list[str]:
+    """The command's arguments, and at their end settings that make it small."""
+    return [*(command.arguments or []), *_smaller(verb, parameters)]
+
+
+def _smaller(verb: str, parameters: dict) -> list[str]:
+    if verb == "train":
+        if parameters["resume"]:
+            return []
+        return [*RECIPE, *_sizes(parameters["start"], parameters["source"])]
+    if verb == "compare":
+        if parameters["listing"] or (parameters["what"] or [""])[0].endswith(".json"):
+            return []
+        sizes = _sizes(parameters["start"], parameters["base"])
+        small = [word for setting in [*RECIPE, *sizes] for word in ("--set", setting)]
+        return [*small, "--seeds", "1", "--workers", "1", "--threads", "1", "--calibration", "4"]
+    return {
+        "diagnose": ["--tokens", "128", "--length", "32", "--ablation-tokens", "64"],
+        "eval": ["--tokens", "64", "--limit", "2", "--shots", "1"],
+        "generate": ["--tokens", "4"],
+        "quantize": ["--calibration", "4", "--tokens", "64", "--probes", "1"],
+        "bench step": ["--steps", "1", "--warmup", "0", "--no-compile", "--micro-batch", "1", "--accumulate", "1",
+                       "--sequence", "16", *SIZES, "model.vocab_size=320"],
+    }.get(verb, [])  # fmt: skip
+
+
+def _sizes(start: Path | None, base: str | None) -> list[str]:
+    """A run's weights have their shapes; hybrids and experts are small in the presets of a CPU."""
+    if start is not None or any(kind in (base or "") for kind in ("hybrid", "moe")):
+        return []
+    return [*SIZES, "model.attention.heads=2", "model.context=32"]
