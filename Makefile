@@ -6,8 +6,9 @@ READY := $(VENV)/.ready
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-# two workers, a file at a time; the longest of the last run first (tests/conftest.py)
-PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
+# three workers, since many tests wait for processes; a file at a time, the longest of the last run first
+# (tests/conftest.py)
+PYTEST := $(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder
 
 .PHONY: test check nightly fast demo lint types map results entries setup browser clean
 
