@@ -17,6 +17,12 @@ Select = Callable[[Model], Points]
 NONE = "—"
 
 
+def place(models: Models, index: int) -> int:
+    """The place that decides the colour (`theme.colour`): that in the study if all models come from one."""
+    known = [model.place for model in models]
+    return index + 1 if None in known or len(set(known)) < len(known) else known[index]
+
+
 def by_layer(
     models: Models,
     points: Select,
@@ -40,7 +46,7 @@ def by_layer(
     for index, model in enumerate(models):
         found = points(model)
         if found:
-            colour = theme.colour(index + 1)
+            colour = theme.colour(place(models, index))
             series.append(line(model.name, found, colour))
             if floor is not None and not shared:
                 series.append(line(f"{model.name}, {floor_name}", floor(model), colour, dash="dot"))

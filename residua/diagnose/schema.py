@@ -39,6 +39,7 @@ class Header(Frozen):
     seconds: float
     loss: float
     ablation_tokens: int
+    place: int | None = Field(None, description="of its variant in the study it belongs to: decides its colour")
 
 
 def _keys(metrics: Metrics) -> list[type[Frozen]]:

@@ -1,4 +1,8 @@
-"""The plots of report pages: curves with bands, grouped bars, heat maps. All labels are plain text."""
+"""The plots of report pages: curves with bands, grouped bars, heat maps. All labels are plain text.
+
+Every trace names its series in `meta`: the page makes a legend of them, and a hover over a series highlights it in
+every figure and table.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from residua.report import theme
-from residua.report.plain import escape
+from residua.report.plain import escape, printable
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
@@ -16,7 +20,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Curve:
-    """One line. Curves of one `group` share a legend entry; `low` and `high` draw a band around it."""
+    """One line. Curves of one `group` share a legend entry; `low` and `high` draw a band around it.
+
+    `symbol` is the marker's, as Plotly names it (`theme.symbol`).
+    """
 
     name: str
     x: Sequence[float]
@@ -28,6 +35,7 @@ class Curve:
     opacity: float = 1.0
     dash: str = "solid"
     markers: bool = False
+    symbol: str = "circle"
     lines: bool = True
     low: Sequence[float] | None = None
     high: Sequence[float] | None = None
@@ -49,7 +57,7 @@ def curves(
 
     traces: list[Any] = []
     for curve in series:
-        shared = {"legendgroup": escape(curve.group or curve.name), "name": escape(curve.name)}
+        shared = {"name": escape(curve.name), "meta": of_series(curve.group or curve.name)}
         if curve.low is not None and curve.high is not None:
             edge = [*curve.high, *reversed(curve.low)]
             traces.append(
@@ -63,13 +71,12 @@ def curves(
             Scatter(
                 x=list(curve.x), y=list(curve.y), mode=mode, showlegend=curve.legend, opacity=curve.opacity,
                 line={"color": curve.colour, "width": curve.width, "dash": curve.dash},
-                marker={"color": curve.colour, "size": 7},
-                hovertemplate="%{y:.4g}", **shared,
+                marker={"color": curve.colour, "size": 7, "symbol": curve.symbol},
+                hovertemplate=f"{escape(curve.name)}: %{{y:.4g}}<br>{escape(x_title)} %{{x}}<extra></extra>", **shared,
             )
         )  # fmt: skip
     figure = Figure(traces)
     label_axes(figure, x_title, y_title, height)
-    figure.update_layout(hovermode="x unified" if len(series) <= 12 else "closest")
     if log_x:
         figure.update_xaxes(_logarithmic([x for curve in series for x in curve.x]))
     if log_y:
@@ -99,25 +106,43 @@ def grouped_bars(
     colours: Sequence[str],
     y_title: str,
     *,
+    ends: Mapping[str, Sequence[tuple[float, float] | None]] | None = None,
     line_at: float | None = None,
     height: int = 340,
 ) -> Figure:
-    """Bars side by side for each name, one per part; `line_at` marks a reference value."""
+    """Bars side by side for each name, one per part; `line_at` marks a reference value.
+
+    `ends` are the ends of each bar's interval. Give them wherever a value was measured more than once.
+    """
     from plotly.graph_objects import Bar, Figure
 
     bars = [
         Bar(
-            name=escape(part), x=[escape(name) for name in names], y=list(values), hovertemplate="%{y:.4g}",
-            marker={"color": colour},
+            name=escape(part), x=[escape(name) for name in names], y=list(values), meta=of_series(part),
+            hovertemplate=f"{escape(part)}: %{{y:.4g}}<br>%{{x}}<extra></extra>",
+            marker={"color": colour}, error_y=_error_bars(values, (ends or {}).get(part)),
         )
         for (part, values), colour in zip(parts.items(), colours, strict=True)
     ]  # fmt: skip
     figure = Figure(bars)
     label_axes(figure, "", y_title, height)
-    figure.update_layout(barmode="group", bargap=0.35, bargroupgap=0.08, hovermode="x unified")
+    figure.update_layout(barmode="group", bargap=0.35, bargroupgap=0.08)
     if line_at is not None:
         figure.add_hline(y=line_at, line={"color": theme.SERIES[0], "width": 1.5, "dash": "dot"})
     return figure
+
+
+def _error_bars(
+    values: Sequence[float | None], ends: Sequence[tuple[float, float] | None] | None
+) -> dict[str, object] | None:
+    if ends is None:
+        return None
+    known = [(v, e) if v is not None and e is not None else None for v, e in zip(values, ends, strict=True)]
+    return {
+        "type": "data", "symmetric": False, "thickness": 1.5, "width": 4,
+        "array": [0.0 if pair is None else pair[1][1] - pair[0] for pair in known],
+        "arrayminus": [0.0 if pair is None else pair[0] - pair[1][0] for pair in known],
+    }  # fmt: skip
 
 
 def heatmap(
@@ -132,7 +157,7 @@ def heatmap(
     diverging: bool = False,
     height: int | None = None,
 ) -> Figure:
-    """A matrix as colours, first row at the top. Missing cells (None) stay empty."""
+    """A matrix as colours, first row at the top. Missing cells (None) stay empty; those near zero are light."""
     from plotly.graph_objects import Figure, Heatmap
 
     low, high = bounds if bounds else (None, None)
@@ -145,19 +170,24 @@ def heatmap(
     )  # fmt: skip
     figure = Figure([shown])
     label_axes(figure, x_title, y_title, height or min(max(200, 24 * len(y) + 90), 620))
-    figure.update_layout(margin_t=14)
     figure.update_xaxes(type="category", showgrid=False)
     figure.update_yaxes(type="category", autorange="reversed", showgrid=False)
     return figure
 
 
+def of_series(name: str) -> dict[str, str]:
+    """The `meta` of a trace that belongs to a series: the name that legends and tables highlight it by."""
+    return {"series": printable(name)}
+
+
 def label_axes(figure: Figure, x_title: str, y_title: str, height: int) -> None:
-    """Titles, height, margins, and the legend above the plot."""
+    """Titles, height and margins. The legend is the page's (`legend.py`), not Plotly's."""
     figure.update_layout(
         template=None,
         height=height,
-        margin={"l": 64, "r": 20, "t": 34, "b": 48},
-        legend={"orientation": "h", "x": 0, "xanchor": "left", "y": 1.02, "yanchor": "bottom"},
+        margin={"l": 58, "r": 16, "t": 12, "b": 46},
+        hovermode="closest",
+        showlegend=False,
     )
     figure.update_xaxes(title_text=escape(x_title))
     figure.update_yaxes(title_text=escape(y_title))

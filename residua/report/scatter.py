@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from residua.report import theme
-from residua.report.figures import label_axes
+from residua.report.figures import label_axes, of_series
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
@@ -43,6 +43,7 @@ class Point:
     x_ends: tuple[float, float] | None = None
     y_ends: tuple[float, float] | None = None
     labelled: bool = True
+    symbol: str = "circle"
 
 
 @dataclass(frozen=True)
@@ -64,34 +65,41 @@ class Scatter:
     lines: Sequence[Line]
     x_title: str
     y_title: str
+    width: int = WIDTH
+    height: int = HEIGHT
 
     @property
     def ranges(self) -> tuple[tuple[float, float], tuple[float, float]]:
         """The axes: room for all points and for their intervals as far as twice the extent of the points."""
         return (
-            _range([p.x for p in self.points], [p.x_ends for p in self.points]),
-            _range([p.y for p in self.points], [p.y_ends for p in self.points]),
+            span([p.x for p in self.points], [p.x_ends for p in self.points]),
+            span([p.y for p in self.points], [p.y_ends for p in self.points]),
         )
 
-    def figure(self, height: int = 460) -> Figure:
-        """The interactive figure of a page."""
+    def figure(self, height: int = 460, narrowest: int = 380, legend: bool = True) -> Figure:
+        """The interactive figure of a page.
+
+        A point is labelled if its label overlaps nothing, also in a figure as narrow as `narrowest` pixels; the others
+        are named by a hover, by the legend, or by the figure beside it.
+        """
         from plotly.graph_objects import Figure
         from plotly.graph_objects import Scatter as Trace
 
-        sides = self._sides()
+        sides = replace(self, width=narrowest, height=height)._sides(free=True)
         traces = [
             Trace(
                 x=list(line.x), y=list(line.y), mode="lines", name=escape(line.name), hoverinfo="skip",
-                line={"color": line.colour, "width": 1.5, "dash": line.dash},
+                line={"color": line.colour, "width": 1.5, "dash": line.dash}, meta=of_series(line.name),
             )
             for line in self.lines
         ]  # fmt: skip
         traces += [
             Trace(
-                x=[point.x], y=[point.y], mode="markers+text" if point.labelled else "markers", name=escape(point.name),
-                text=[escape(point.name)], textposition=side, showlegend=not point.labelled,
-                cliponaxis=False, textfont={"color": point.colour},
-                marker={"color": point.colour, "size": 9}, hovertemplate="%{text}: %{y:.4g} at %{x:.4g}<extra></extra>",
+                x=[point.x], y=[point.y], mode="markers+text" if point.labelled and side else "markers",
+                name=escape(point.name), text=[escape(point.name)], textposition=side or "middle right",
+                meta=of_series(point.name), showlegend=legend and not point.labelled, cliponaxis=False,
+                marker={"color": point.colour, "size": 10, "symbol": point.symbol},
+                hovertemplate="%{text}: %{y:.4g} at %{x:.4g}<extra></extra>",
                 error_x=_whiskers(point.x, point.x_ends, point.colour),
                 error_y=_whiskers(point.y, point.y_ends, point.colour),
             )
@@ -128,23 +136,37 @@ class Scatter:
     def _pixel(self, x: float, y: float) -> tuple[float, float]:
         (left, right), (low, high) = self.ranges
         across, up = (x - left) / (right - left), (y - low) / (high - low)
-        return _LEFT + across * (WIDTH - _LEFT - _RIGHT), HEIGHT - _BOTTOM - up * (HEIGHT - _TOP - _BOTTOM)
+        return (
+            _LEFT + across * (self.width - _LEFT - _RIGHT),
+            self.height - _BOTTOM - up * (self.height - _TOP - _BOTTOM),
+        )
 
-    def _sides(self) -> list[str]:
-        """For each point, the side of its label that overlaps least with markers, intervals and earlier labels."""
+    def _sides(self, free: bool = False) -> list[str]:
+        """For each point, the side of its label that overlaps least with markers, intervals and earlier labels.
+
+        `free`: empty where every side overlaps another label or marker, or leaves the frame.
+        """
         centres = [self._pixel(point.x, point.y) for point in self.points]
-        taken: list[Box] = [(x - 6, y - 6, x + 6, y + 6) for x, y in centres]
-        for point in self.points:
-            taken += self._whisker_boxes(point)
-        for line in self.lines:
-            taken += self._line_boxes(line)
+        taken: list[Box] = [*self._frame(), *((x - 6, y - 6, x + 6, y + 6) for x, y in centres)]
+        light = [box for point in self.points for box in self._whisker_boxes(point)]
+        light += [box for line in self.lines for box in self._line_boxes(line)]
         sides = []
         for point, centre in zip(self.points, centres, strict=True):
             boxes = {side: _label_box(point.name, centre, side) for side in _SIDES}
-            best = min(boxes, key=lambda side: sum(_overlap(boxes[side], box) for box in (*taken, *_FRAME)))
+            best = min(boxes, key=lambda side: sum(_overlap(boxes[side], box) for box in (*taken, *light)))
+            if free and any(_overlap(boxes[best], box) for box in taken):
+                sides.append("")
+                continue
             taken.append(boxes[best])
             sides.append(best)
         return sides
+
+    def _frame(self) -> list[Box]:
+        """All around the plot, where no label may stand."""
+        return [
+            (-1e4, -1e4, _LEFT, 1e4), (self.width - _RIGHT, -1e4, 1e4, 1e4),
+            (-1e4, -1e4, 1e4, _TOP), (-1e4, self.height - _BOTTOM, 1e4, 1e4),
+        ]  # fmt: skip
 
     def _line_boxes(self, line: Line) -> list[Box]:
         """Small boxes along a line, which labels keep clear of too."""
@@ -233,12 +255,6 @@ class Scatter:
         ]
 
 
-_FRAME: tuple[Box, ...] = (
-    (-1e4, -1e4, _LEFT, 1e4), (WIDTH - _RIGHT, -1e4, 1e4, 1e4),
-    (-1e4, -1e4, 1e4, _TOP), (-1e4, HEIGHT - _BOTTOM, 1e4, 1e4),
-)  # fmt: skip
-
-
 def _label_box(name: str, centre: tuple[float, float], side: str) -> Box:
     (x, y), (dx, dy), width = centre, _SIDES[side], _LETTER * len(name)
     left = x + dx - {"start": 0.0, "middle": width / 2, "end": width}[_ANCHORS[side.split()[1]]]
@@ -249,12 +265,15 @@ def _overlap(a: Box, b: Box) -> float:
     return max(0.0, min(a[2], b[2]) - max(a[0], b[0])) * max(0.0, min(a[3], b[3]) - max(a[1], b[1]))
 
 
-def _range(values: Sequence[float], ends: Sequence[tuple[float, float] | None]) -> tuple[float, float]:
+def span(
+    values: Sequence[float], ends: Sequence[tuple[float, float] | None], reach: float = 1.0
+) -> tuple[float, float]:
+    """An axis with room for all values, and for their intervals as far as `reach` times the extent of the values."""
     low, high = min(values), max(values)
     extent = (high - low) or 0.2 * abs(high) or 1.0
     edges = [edge for pair in ends if pair is not None for edge in pair]
-    low = min([low, *(max(edge, low - extent) for edge in edges)])
-    high = max([high, *(min(edge, high + extent) for edge in edges)])
+    low = min([low, *(max(edge, low - reach * extent) for edge in edges)])
+    high = max([high, *(min(edge, high + reach * extent) for edge in edges)])
     room = 0.08 * (high - low or extent)
     return low - room, high + room
 

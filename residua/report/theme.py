@@ -1,4 +1,10 @@
-"""Colours and the two Plotly templates. Series colours are readable on both backgrounds, so only the paper changes."""
+"""Colours, markers and the Plotly templates for light, dark and paper.
+
+A series keeps its look everywhere: `colour(place)` and `symbol(place)`, where `place` is its position in the study (0
+is the baseline). A diagnosis of a study's run gets the same place (`ModelDiagnosis.place`). No two of the first 16
+places share a colour, no two of the first 100 share both. Series colours have a contrast of 3 or more to both
+backgrounds, so that only the paper changes between light and dark.
+"""
 
 from __future__ import annotations
 
@@ -6,27 +12,36 @@ import json
 from typing import Any
 
 SERIES = (
-    "#7d848f", "#2f7ed8", "#e0752d", "#2a9d6f", "#9b62c9", "#d14a5f", "#1a9bab", "#b58b1c", "#d671a8", "#6d8f2e",
+    "#7d848f", "#2f7ed8", "#d9641c", "#4d9f0c", "#cf2a6f", "#9a3fe8", "#886800", "#00a385",
+    "#0f9bb8", "#c08098", "#487840", "#806090", "#e858cf", "#a89060", "#f2616a", "#a06050",
 )  # fmt: skip
+SYMBOLS = ("circle", "square", "diamond", "triangle-up", "triangle-down", "cross", "x")
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 
 _PAPER = {
     "light": {"ink": "#3a414b", "grid": "#e6e9ee", "line": "#c3c9d1", "panel": "#ffffff"},
     "dark": {"ink": "#c4cad3", "grid": "#2b313a", "line": "#465060", "panel": "#1e232b"},
+    "paper": {"ink": "#000000", "grid": "#dddddd", "line": "#888888", "panel": "#ffffff"},
 }
+# The lowest colour differs from the panel, so that a cell near zero is not taken for a missing one.
 _SEQUENTIAL = {
-    "light": ["#f6f8fb", "#d6e4f5", "#a5c8ec", "#66a1de", "#2f7ac4", "#175a9c", "#0b3a6b"],
-    "dark": ["#1b2028", "#1d3350", "#1f4f83", "#2e72b5", "#5698d8", "#93c0ec", "#dcebfa"],
+    "light": ["#dce7f4", "#bfd7f0", "#94bee8", "#5d9bda", "#2f7ac4", "#175a9c", "#0b3a6b"],
+    "dark": ["#2c3b50", "#24466f", "#22568c", "#2e72b5", "#5698d8", "#93c0ec", "#dcebfa"],
 }
 _DIVERGING = {
-    "light": ["#a63d1f", "#e28a5f", "#f7d9c6", "#f7f8fa", "#c5dcf2", "#5d9bd6", "#1c5c9e"],
-    "dark": ["#f09a6c", "#b55f36", "#5d3525", "#232830", "#24466b", "#3f80bf", "#9cc8f2"],
+    "light": ["#a63d1f", "#e28a5f", "#f3cdb6", "#e4e7ec", "#b9d4ee", "#5d9bd6", "#1c5c9e"],
+    "dark": ["#f09a6c", "#b55f36", "#69402f", "#3a424f", "#2a5077", "#3f80bf", "#9cc8f2"],
 }
 
 
-def colour(index: int) -> str:
-    """The colour of a page's index-th series, the same in every plot; only the first is grey."""
-    return SERIES[1 + (index - 1) % (len(SERIES) - 1)] if index else SERIES[0]
+def colour(place: int) -> str:
+    """The colour of a series, the same on every page; only place 0, the baseline, is grey."""
+    return SERIES[1 + (place - 1) % (len(SERIES) - 1)] if place else SERIES[0]
+
+
+def symbol(place: int) -> str:
+    """The marker of a series, as Plotly names it: tells series apart where colours do not."""
+    return SYMBOLS[place % len(SYMBOLS)]
 
 
 def faded(hex_colour: str, opacity: float) -> str:
@@ -41,7 +56,7 @@ def embeddable(text: str) -> str:
 
 
 def templates_json() -> str:
-    """Both Plotly templates, for the script that switches between them."""
+    """The Plotly templates, for the script that switches between them."""
     return embeddable(json.dumps({name: _template(name) for name in _PAPER}))
 
 
@@ -52,7 +67,8 @@ def _template(name: str) -> dict[str, Any]:
         "tickcolor": paper["line"], "ticks": "outside", "ticklen": 4, "showline": True, "automargin": True,
         "title": {"standoff": 10, "font": {"size": 13}},
     }  # fmt: skip
-    sequential, diverging = _scale(_SEQUENTIAL[name]), _scale(_DIVERGING[name])
+    scales = "dark" if name == "dark" else "light"
+    sequential, diverging = _scale(_SEQUENTIAL[scales]), _scale(_DIVERGING[scales])
     bar = {"outlinewidth": 0, "thickness": 12, "ticklen": 3, "title": {"side": "right", "font": {"size": 13}}}
     return {
         "layout": {

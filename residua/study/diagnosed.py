@@ -35,15 +35,20 @@ def diagnose_runs(study: StudyConfig, plan: StudyPlan, out: Path, dataset: Datas
         for index, run in enumerate(waiting):
             all_runs(f"diagnosing {run.title}", index, len(waiting))
             try:
-                made = diagnose_run(run, dataset, stages)
+                made = diagnose_run(run, dataset, stages, list(study.variants).index(run.variant))
                 console.print(outcome(f"{run.title}: {_headline(made)}"))
             except ValueError as problem:
                 console.print(outcome(f"{run.title} has no diagnosis: {problem}", good=False))
     _side_by_side(study, complete, out)
 
 
-def diagnose_run(run: PlannedRun, dataset: Dataset, progress: StageProgress) -> ModelDiagnosis:
-    """Diagnose a run's model on the validation text of the study, into the run's folder."""
+def diagnose_run(
+    run: PlannedRun, dataset: Dataset, progress: StageProgress, place: int | None = None
+) -> ModelDiagnosis:
+    """Diagnose a run's model on the validation text of the study, into the run's folder.
+
+    `place` is that of its variant in the study: the variant keeps its colour.
+    """
     from residua.diagnose import Diagnosis, diagnose_model
     from residua.diagnose.api import write
     from residua.diagnose.folder import open_subject
@@ -51,6 +56,7 @@ def diagnose_run(run: PlannedRun, dataset: Dataset, progress: StageProgress) -> 
 
     subject = open_subject(run.folder, choose_device(run.config.train.device, "train.device"))
     made = diagnose_model(subject, _sample(run, dataset), path=str(run.folder), progress=progress)
+    made = made.model_copy(update={"place": place})
     write(Diagnosis(models=[made]), run.folder)
     return made
 
@@ -93,8 +99,14 @@ def _side_by_side(study: StudyConfig, complete: list[PlannedRun], out: Path) -> 
     from residua.diagnose import Diagnosis
     from residua.diagnose.api import write
 
+    places = {name: place for place, name in enumerate(study.variants)}
     models = [
-        made.model_copy(update={"name": run.variant if len(study.sizes) == 1 else f"{run.variant} {run.size}"})
+        made.model_copy(
+            update={
+                "name": run.variant if len(study.sizes) == 1 else f"{run.variant} {run.size}",
+                "place": places[run.variant],
+            }
+        )
         for run in complete
         if run.seed == study.seeds[0] and (made := found(run)) is not None
     ]

@@ -1,4 +1,7 @@
-"""Opens pages in headless Chromium and notes everything that goes wrong."""
+"""Opens pages in headless Chromium and notes everything that goes wrong: problems, requests, overflow, axe-core's view.
+
+`opened` starts a browser for one page; `Browser` (and the fixture `browser` of a module) keeps one for many.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +21,15 @@ ARGUMENTS = (
     "--disable-sync", "--no-first-run",
 )  # fmt: skip
 PATIENCE = 600_000  # milliseconds; only what hangs takes longer, also beside other processes
+# Elements that stick out of the window and are not inside a box that scrolls by itself.
+_OVERFLOWING = """() => {
+  const room = document.documentElement.clientWidth;
+  const inside = (element) => element.closest(".scroll, .strip, pre, nav, .plot, [hidden], details:not([open])");
+  return [...document.querySelectorAll("body *")]
+    .filter((element) => !inside(element.parentElement) && element.getBoundingClientRect().right > room + 0.5)
+    .map((element) => `${element.localName}.${element.className}`)
+    .concat(document.documentElement.scrollWidth > room ? ["the page scrolls sideways"] : []);
+}"""
 
 
 @dataclass
@@ -32,6 +45,31 @@ class Opened:
         while not self.page.evaluate(condition):  # `wait_for_function` is refused by the page's security policy
             self.page.wait_for_timeout(50)
 
+    def resize(self, width: int, height: int = 900) -> None:
+        """Change the window, and wait until every visible plot fits into it again."""
+        self.page.set_viewport_size({"width": width, "height": height})
+        self.until(
+            "[...document.querySelectorAll('.plot')].every(plot => !plot.querySelector('.main-svg') || "
+            "plot.querySelector('.main-svg').getBoundingClientRect().width <= plot.clientWidth + 1)"
+        )
+
+    def overflowing(self) -> list[str]:
+        """What sticks out of the window, apart from what scrolls within itself."""
+        found: list[str] = self.page.evaluate(_OVERFLOWING)
+        return found
+
+    def cut_tables(self) -> list[tuple[int, int]]:
+        """Width needed and width there of the visible tables that do not fit their box."""
+        boxes = "[...document.querySelectorAll('.scroll')].map(box => [box.scrollWidth, box.clientWidth])"
+        return [(wide, room) for wide, room in self.page.evaluate(boxes) if wide > room]
+
+    def violations(self) -> list[str]:
+        """What axe-core finds: rule and element. Skips the test where axe-core is not installed."""
+        path = axe_core()
+        self.page.evaluate(f"(() => {{ {path.read_text(encoding='utf-8')} }})()")
+        found = self.page.evaluate("axe.run().then(r => r.violations.flatMap(v => v.nodes.map(n => [v.id, n.html])))")
+        return [f"{rule}: {element[:160]}" for rule, element in found]
+
 
 def chromium() -> str:
     """The browser's path; the calling test skips where there is none."""
@@ -42,16 +80,25 @@ def chromium() -> str:
     return found
 
 
-@contextmanager
-def opened(path: Path, **options: Any) -> Iterator[Opened]:
-    """Load a file and wait until its first plot is drawn."""
-    from playwright.sync_api import sync_playwright
+def axe_core() -> Path:
+    """axe-core's script; the calling test skips where it is not installed."""
+    package = find_spec("axe_playwright_python")
+    if package is None or package.origin is None:
+        pytest.skip("axe-core is not installed (pip install axe-playwright-python)")
+    return next(Path(package.origin).parent.rglob("axe.min.js"))
 
-    executable = chromium()
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=executable, args=list(ARGUMENTS), timeout=PATIENCE)
+
+class Browser:
+    """A running Chromium that opens one page after another."""
+
+    def __init__(self, browser: Any) -> None:
+        self._browser = browser
+
+    @contextmanager
+    def opened(self, path: Path, width: int = 1280, **options: Any) -> Iterator[Opened]:
+        """Load a file and wait until its first plot is drawn; `color_scheme="dark"` opens it in the dark."""
+        page = self._browser.new_page(viewport={"width": width, "height": 900}, **options)
         try:
-            page = browser.new_page(viewport={"width": 1280, "height": 900}, **options)
             page.set_default_timeout(PATIENCE)
             seen = Opened(page)
             page.on("console", lambda m: seen.problems.append(m.text) if m.type in ("error", "warning") else None)
@@ -61,4 +108,33 @@ def opened(path: Path, **options: Any) -> Iterator[Opened]:
             page.wait_for_selector(".plot .main-svg", state="attached")
             yield seen
         finally:
+            page.close()
+
+
+@contextmanager
+def running() -> Iterator[Browser]:
+    """Chromium, for as long as the block lasts."""
+    from playwright.sync_api import sync_playwright
+
+    executable = chromium()
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=executable, args=list(ARGUMENTS), timeout=PATIENCE)
+        try:
+            yield Browser(browser)
+        finally:
             browser.close()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    """One Chromium for the tests of a module: `from tests.report.browser import browser`."""
+    chromium()
+    with running() as found:
+        yield found
+
+
+@contextmanager
+def opened(path: Path, **options: Any) -> Iterator[Opened]:
+    """Load a file in a browser of its own and wait until its first plot is drawn."""
+    with running() as found, found.opened(path, **options) as seen:
+        yield seen

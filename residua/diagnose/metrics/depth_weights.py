@@ -12,7 +12,7 @@ from residua.config.settings import Frozen
 from residua.diagnose.metric import Finding, Mean, Metric, Model, Models, Sentence
 from residua.diagnose.metrics.removal import AblationFacts
 from residua.diagnose.observe import Observation, Subject
-from residua.diagnose.plots import padded
+from residua.diagnose.plots import padded, place
 from residua.diagnose.text import Sample
 from residua.ops._runtime.numeric import wide
 from residua.report import Page, theme
@@ -152,7 +152,7 @@ def _costs(models: Models) -> dict[str, Figure]:
                 found[key] = grouped_bars(
                     labels,
                     {title: [a.change for a in own]},
-                    [theme.colour(index + 1)],
+                    [theme.colour(place(models, index))],
                     "loss change (nats)",
                     line_at=0.0,
                 )

@@ -11,7 +11,7 @@ from torch import Tensor
 from residua.config.settings import Frozen
 from residua.diagnose.metric import Finding, Metric, Model, Models, Sentence
 from residua.diagnose.observe import Observation, Subject
-from residua.diagnose.plots import NONE, add_figure, line
+from residua.diagnose.plots import NONE, add_figure, line, place
 from residua.diagnose.sentences import percent
 from residua.diagnose.text import Sample
 from residua.ops._runtime.numeric import wide
@@ -158,7 +158,9 @@ def residual_sinks(profile: DimensionProfile) -> list[Finding]:
 def _sizes(models: Models) -> Figure:
     """Mean |h| of the largest dimensions, sorted, in medians."""
     series = [
-        line(m.name, [(rank + 1, d.ratio) for rank, d in enumerate(m.dimensions.largest)], theme.colour(i + 1))
+        line(
+            m.name, [(rank + 1, d.ratio) for rank, d in enumerate(m.dimensions.largest)], theme.colour(place(models, i))
+        )
         for i, m in enumerate(models)
     ]
     return curves(series, "dimensions, largest first", "mean |h| / median dimension's", log_y=True, height=340)
@@ -171,7 +173,7 @@ def _gains(models: Models) -> Figure | None:
         known = sorted((d.ratio, d.gain) for d in m.dimensions.largest if d.gain is not None)
         if known:
             x, y = [ratio for ratio, _ in known], [max(gain, 1e-6) for _, gain in known]
-            series.append(Curve(m.name, x, y, theme.colour(i + 1), markers=True, lines=False))
+            series.append(Curve(m.name, x, y, theme.colour(place(models, i)), markers=True, lines=False))
     if not series:
         return None
     return curves(series, "mean |h| / median dimension's", "mean |norm gain|", log_x=True, log_y=True, height=340)

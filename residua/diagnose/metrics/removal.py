@@ -13,7 +13,7 @@ import torch
 from residua.config.settings import Frozen
 from residua.diagnose.metric import Metric, Model, Models, Sentence
 from residua.diagnose.observe import Ablation, AblationKind, Subject
-from residua.diagnose.plots import by_layer, numbers
+from residua.diagnose.plots import by_layer, numbers, place
 from residua.diagnose.text import Sample
 from residua.report import Page, theme
 from residua.report.figures import grouped_bars, heatmap
@@ -129,7 +129,7 @@ def _layer_costs(models: Models) -> Figure | None:
     if not shown:
         return None
     count = max(m.layers for m in shown)
-    colours = [theme.colour(index + 1) for index, m in enumerate(models) if m in shown]
+    colours = [theme.colour(place(models, index)) for index, m in enumerate(models) if m in shown]
     parts = {}
     for m in shown:
         changes = {a.index: a.change for a in m.ablations if a.kind == "layer"}
