@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+DOCS := $(VENV)/.docs
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
@@ -10,7 +11,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # (tests/conftest.py)
 PYTEST := $(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder
 
-.PHONY: test check nightly fast demo lint types map results entries setup browser clean
+.PHONY: test check nightly fast demo lint types map results entries docs setup browser clean
 
 test: setup browser lint types  ## everything CI checks
 	$(PYTEST) -m "not nightly"
@@ -18,7 +19,7 @@ test: setup browser lint types  ## everything CI checks
 check: setup  ## under a minute: lint, types and the fast tests, side by side
 	$(MAKE) --no-print-directory -j 2 lint types fast
 
-nightly: setup browser  ## every test, also the exhaustive grids
+nightly: setup browser $(DOCS)  ## every test, also the exhaustive grids
 	$(PYTEST)
 
 fast: setup
@@ -45,11 +46,18 @@ results: setup  ## write the tables and pictures of the documentation from docs/
 entries: setup  ## write the list of `residua reproduce` into docs/reproduce.md
 	$(BIN)/python tools/entries.py
 
+docs: $(DOCS)  ## the site in build/site; a warning is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 setup: $(READY)
 
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q -c constraints.txt -e '.[dev]'
+	touch $@
+
+$(DOCS): $(READY)
+	$(BIN)/pip install -q -c constraints.txt -e '.[docs]'
 	touch $@
 
 browser:  ## the report's pages are opened in Chromium; without one those tests skip and say so
@@ -58,4 +66,4 @@ browser:  ## the report's pages are opened in Chromium; without one those tests 
 	  || echo "no Chromium and no way to install it here: the page tests will skip"
 
 clean:
-	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) build runs .pytest_cache .mypy_cache .ruff_cache

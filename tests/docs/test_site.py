@@ -1,0 +1,117 @@
+"""The documentation site: every page is on it, it builds without a warning, and it asks nothing of other machines."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import mimetypes
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import residua
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+NAV = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").split("\nnav:\n")[1]
+API = (DOCS / "api.md").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def site():
+    spec = importlib.util.spec_from_file_location("site_hooks", ROOT / "tools" / "site.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_page_has_its_place_in_the_navigation(site) -> None:
+    listed = re.findall(r"(\S+\.md)", NAV)
+    pages = {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")} | set(site.BORROWED.values())
+    assert len(listed) == len(set(listed)) and set(listed) == pages
+
+
+def test_the_reference_shows_the_public_surface() -> None:
+    shown = set(re.findall(r"^      heading: (\S+)", API, re.M))
+    operators = ["depth_attention", "multi_gate", "gated_norm", "mix_projection", "linear_cross_entropy", "backend"]
+    surface = {f"residua.{name}" for name in residua.__all__ if name != "ops"}
+    assert surface | {f"residua.ops.{name}" for name in operators} <= shown
+    for public in shown:
+        place, _, name = public.rpartition(".")
+        assert hasattr(importlib.import_module(place), name), public
+
+
+def test_links_between_files_become_links_between_pages(site) -> None:
+    def relink(text: str, source: str = "README.md", page: str = "index.md") -> str:
+        return site.relink(text, source, page)
+
+    assert relink("[a](docs/train.md#x) ![b](docs/img/c.png)") == "[a](train.md#x) ![b](img/c.png)"
+    assert relink("[why](docs/decisions/README.md), [how](CONTRIBUTING.md)") == (
+        "[why](decisions/README.md), [how](contributing.md)"
+    )
+    assert relink("[p](../SECURITY.md)", "docs/security.md", "security.md") == "[p](security-policy.md)"
+    assert relink("![p](../../docs/img/a.svg)", "docs/results/a.md", "results/a.md") == "![p](../img/a.svg)"
+    assert relink("[x](https://example.org/a) [y](#b) [z](LICENSE)") == "[x](https://example.org/a) [y](#b) z"
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("mkdocs", reason="needs the docs extra: `make docs` installs it")
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    made = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert made.returncode == 0, made.stderr
+    return folder
+
+
+@pytest.mark.nightly
+def test_the_site_builds_without_a_warning(built: Path) -> None:
+    assert {"index.html", "quickstart.html", "api.html", "gallery.html"} <= {page.name for page in built.iterdir()}
+    assert "residua.ops.depth_attention" in (built / "api.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.nightly
+def test_pages_name_no_file_of_another_machine(built: Path) -> None:
+    loading = re.compile(r"""<(?:script|link|img|iframe|source)\b[^>]*(?:src|href)=["']?(?:https?:)?//""")
+    assert [page.name for page in built.rglob("*.html") if loading.search(page.read_text(encoding="utf-8"))] == []
+
+
+@pytest.mark.nightly
+def test_the_site_works_in_a_browser_and_finds_words_without_the_network(built: Path) -> None:
+    api = pytest.importorskip("playwright.sync_api")
+    browser_path = shutil.which("chromium")
+    if browser_path is None:
+        pytest.skip("no Chromium here: `make browser` installs it")
+    asked, errors = [], []
+
+    def serve(route) -> None:
+        name = route.request.url.removeprefix("http://site.test/").partition("?")[0]
+        file = built / name
+        asked.append(route.request.url)
+        if file.is_file():
+            kind = mimetypes.guess_type(file.name)[0] or "text/plain"
+            route.fulfill(status=200, body=file.read_bytes(), content_type=kind)
+        else:
+            route.abort()
+
+    with api.sync_playwright() as player:
+        browser = player.chromium.launch(executable_path=browser_path, args=["--no-sandbox"])
+        context = browser.new_context(color_scheme="dark")
+        context.route("**/*", serve)
+        page = context.new_page()
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        for name in ("index.html", "topologies.html", "gallery.html"):
+            page.goto(f"http://site.test/{name}")
+            broken = "[...document.images].filter(i => i.complete && !i.naturalWidth).map(i => i.src)"
+            assert page.evaluate(broken) == []
+        page.click("input.md-search__input")
+        page.keyboard.type("gates", delay=30)
+        page.wait_for_selector(".md-search-result__item")
+        browser.close()
+    assert errors == [] and [url for url in asked if not url.startswith("http://site.test/")] == []
