@@ -35,12 +35,21 @@ def hidden_matrices(model: nn.Module) -> dict[str, Parts]:
     return declared
 
 
+def _plain(method: Callable[..., None]) -> Callable[..., None]:
+    """A method of torch's without the decorator that imports `torch._dynamo`: seconds, for nothing on a CPU."""
+    undecorated: Callable[..., None] = getattr(method, "__wrapped__", method)
+    return undecorated
+
+
 class HybridOptimizer(torch.optim.Optimizer):
     """One optimizer over groups that each follow a rule, `muon` or `adamw`.
 
     Every group has `names`, so that its state can be saved by parameter name, and a `peak_lr`; `set_rate` sets the
     share of it that the next step uses.
     """
+
+    add_param_group = _plain(torch.optim.Optimizer.add_param_group)
+    zero_grad = _plain(torch.optim.Optimizer.zero_grad)
 
     def __init__(self, groups: Iterable[dict[str, Any]]) -> None:
         super().__init__([group for group in groups if group["params"]], {})

@@ -58,10 +58,12 @@ class Totals(NamedTuple):
 @contextmanager
 def arithmetic(config: TrainConfig) -> Iterator[None]:
     """Use PyTorch's deterministic algorithms inside the block if `train.determinism = "exact"`."""
+    if config.determinism != "exact":
+        yield
+        return
     before = torch.are_deterministic_algorithms_enabled()
-    if config.determinism == "exact":
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is first used
-        torch.use_deterministic_algorithms(True)
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is first used
+    torch.use_deterministic_algorithms(True)
     try:
         yield
     finally:

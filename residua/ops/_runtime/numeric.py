@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def constant(function: F) -> F:
+    """`torch.compiler.assume_constant_result`, which would import `torch._dynamo` at once: seconds, often for nothing.
+
+    Tracing calls the function and keeps its result as a constant.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
 
 
 def wide(x: Tensor) -> Tensor:
@@ -20,7 +33,7 @@ def rms(x: Tensor, eps: float = 1e-6, weight: Tensor | None = None) -> Tensor:
     return (y if weight is None else y * weight.to(y.dtype)).to(x.dtype)
 
 
-@torch.compiler.assume_constant_result
+@constant
 def _has_autocast(kind: str) -> bool:
     """Whether autocast supports this kind of device; a constant, for torch 2.11 cannot trace the call."""
     return torch.amp.is_autocast_available(kind)

@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
 from residua.ops._runtime.library import operator
+from residua.ops._runtime.tracing import in_graph
 from residua.ops.depth_attention import launch, reference
 from residua.ops.depth_attention.reference import Activation, KeyNorm
 
@@ -113,7 +114,7 @@ class _Attend(torch.autograd.Function):
         return None, du, *dv
 
 
-@torch.compiler.allow_in_graph
+@in_graph
 def _attend(eps: float, u: Tensor, *sources: Tensor) -> Tensor:
     h: Tensor = _Attend.apply(eps, u, *sources)
     return h
@@ -169,7 +170,7 @@ class _Read(torch.autograd.Function):
         return (None, None, None, *[dh] * ctx.count, *[stats] * ctx.count)
 
 
-@torch.compiler.allow_in_graph
+@in_graph
 def make_handles(
     y: Tensor, chain: Tensor, value: Tensor, scores: Tensor, rstd: Tensor, u: Tensor,
     first: int, own: int, goes_on: bool, onward: list[Tensor], led: list[Tensor],
@@ -180,7 +181,7 @@ def make_handles(
     return handles
 
 
-@torch.compiler.allow_in_graph
+@in_graph
 def read(compiled: bool, h: Tensor, lse: Tensor, gradients: list[Tensor], stats: list[Tensor]) -> Tensor:
     read: Tensor = _Read.apply(compiled, h, lse, *gradients, *stats)
     return read

@@ -14,6 +14,8 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from residua.ops._runtime.numeric import constant
+
 INSTALLED = find_spec("fla") is not None and find_spec("triton") is not None
 WIDEST_HEAD = 256
 
@@ -24,7 +26,7 @@ def takes(k: Tensor, v: Tensor) -> bool:
     return fits and (not torch.is_grad_enabled() or _can_train(v.device))
 
 
-@torch.compiler.assume_constant_result
+@constant
 def _can_train(device: torch.device) -> bool:
     """Whether the package's backward pass runs: it refuses to where Triton is known to compile it wrongly."""
     return compiles_backward(

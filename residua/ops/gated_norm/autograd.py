@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from residua.ops._runtime.library import operator
+from residua.ops._runtime.tracing import in_graph
 from residua.ops.gated_norm import launch
 
 forward = operator(
@@ -50,7 +51,7 @@ class _GatedNorm(torch.autograd.Function):
         return *backward(g.contiguous(), *ctx.saved_tensors), None
 
 
-@torch.compiler.allow_in_graph
+@in_graph
 def _apply(x: Tensor, weight: Tensor, down: Tensor, up: Tensor, eps: float) -> Tensor:
     out: Tensor = _GatedNorm.apply(x, weight, down, up, eps)
     return out

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from residua.ops._runtime.library import operator
+from residua.ops._runtime.tracing import in_graph
 from residua.ops.mix_projection import launch
 from residua.ops.mix_projection.reference import Heads, Sections, per_head
 
@@ -79,7 +80,7 @@ def mix_projection(
     return mixed.reshape(current.shape)
 
 
-@torch.compiler.allow_in_graph
+@in_graph
 def _apply(
     plan: launch.SectionPlan, eps: float, projected: Tensor, gamma: Tensor | None, table: Sequence[Tensor],
     anchors: Sequence[Tensor], anchor_scales: Sequence[Tensor], current_scales: Sequence[Tensor],

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from residua.ops._runtime.library import operator
+from residua.ops._runtime.tracing import in_graph
 from residua.ops.multi_gate import inversion, launch
 from residua.ops.multi_gate.reference import SEGMENT, check, shape, split
 
@@ -209,13 +210,13 @@ class _Pool(torch.autograd.Function):
         return None, g_query.to(query.dtype), *g_streams
 
 
-@torch.compiler.allow_in_graph
+@in_graph
 def _junction(competitive: bool, eps: float, count: int, *tensors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     out: tuple[Tensor, Tensor, Tensor] = _Junction.apply(competitive, eps, count, *tensors)
     return out
 
 
-@torch.compiler.allow_in_graph
+@in_graph
 def _pool(eps: float, query: Tensor, *streams: Tensor) -> tuple[Tensor, ...]:
     out: tuple[Tensor, ...] = _Pool.apply(eps, query, *streams)
     return out

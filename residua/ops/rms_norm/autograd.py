@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from residua.ops._runtime.library import operator
+from residua.ops._runtime.tracing import in_graph
 from residua.ops.rms_norm import launch
 
 forward = operator(
@@ -71,13 +72,13 @@ class _AddNorm(torch.autograd.Function):
         return g, g, g_weight, None
 
 
-@torch.compiler.allow_in_graph
+@in_graph
 def _apply(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     out: Tensor = _RMSNorm.apply(x, weight, eps)
     return out
 
 
-@torch.compiler.allow_in_graph
+@in_graph
 def _apply_sum(h: Tensor, y: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     out: tuple[Tensor, Tensor] = _AddNorm.apply(h, y, weight, eps)
     return out

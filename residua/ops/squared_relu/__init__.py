@@ -5,7 +5,7 @@ from torch import Tensor
 
 from residua.ops._runtime import fused
 from residua.ops._runtime.backend import Operator
-from residua.ops._runtime.numeric import working_dtype
+from residua.ops._runtime.numeric import constant, working_dtype
 from residua.ops.squared_relu import reference
 
 FEWEST_TOKENS = 2048
@@ -26,7 +26,7 @@ def _pays(x: Tensor, w_in: Tensor) -> bool:
     )
 
 
-@torch.compiler.assume_constant_result
+@constant
 def _is_hopper() -> bool:
     return torch.cuda.get_device_capability()[0] == 9
 

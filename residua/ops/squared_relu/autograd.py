@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from residua.ops._runtime.library import operator
 from residua.ops._runtime.numeric import working_dtype
+from residua.ops._runtime.tracing import in_graph
 from residua.ops.squared_relu import launch
 
 squared_relu_linear = operator(
@@ -50,7 +51,7 @@ class _SquaredReluFFN(torch.autograd.Function):
         return p @ w_in, p.t() @ x, g.t() @ a
 
 
-@torch.compiler.allow_in_graph
+@in_graph
 def _apply(x: Tensor, w_in: Tensor, w_out: Tensor) -> Tensor:
     y: Tensor = _SquaredReluFFN.apply(x, w_in, w_out)
     return y

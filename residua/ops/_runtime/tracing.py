@@ -1,0 +1,61 @@
+"""`torch.compiler.allow_in_graph` for our functions, without importing `torch._dynamo` before something is compiled.
+
+Torch's own decorator imports it, which takes seconds, and most commands compile nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+from typing import Any, TypeVar
+
+import torch
+
+DYNAMO = "torch._dynamo"
+F = TypeVar("F", bound=Callable[..., Any])
+
+_waiting: list[Callable[..., Any]] = []
+
+
+def in_graph(function: F) -> F:
+    """Make the function one opaque node of compiled graphs; Dynamo is told so when it is imported."""
+    if DYNAMO in sys.modules:
+        return torch.compiler.allow_in_graph(function)  # type: ignore[no-any-return, no-untyped-call]
+    _waiting.append(function)
+    return function
+
+
+class _Declaring(Loader):
+    """Loads Dynamo as its own loader does, then declares the functions that wait for it."""
+
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._loader.exec_module(module)
+        while _waiting:
+            torch.compiler.allow_in_graph(_waiting.pop())  # type: ignore[no-untyped-call]
+
+
+class _Watch(MetaPathFinder):
+    """Notices the import of Dynamo, by whomever."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name != DYNAMO:
+            return None
+        spec = PathFinder.find_spec(name, path, target)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Declaring(spec.loader)
+        return spec
+
+
+if DYNAMO not in sys.modules:
+    sys.meta_path.insert(0, _Watch())
