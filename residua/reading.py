@@ -279,10 +279,15 @@ def shown(value: Any) -> str:
     """A value in a few words; a long table or list is only named."""
     if isinstance(value, dict | list):
         size = len(value)
-        return f"{'an object' if isinstance(value, dict) else 'a list'} of {size} {'entry' if size == 1 else 'entries'}"
+        return f"{'an object' if isinstance(value, dict) else 'a list'} of {counted(size, 'entry', 'entries')}"
     if value is None:
         return "null"
     return brief("a very long number" if isinstance(value, int) and abs(value) > 10**40 else repr(value), 60)
+
+
+def counted(number: int, noun: str, plural: str = "") -> str:
+    """`1 step`, `2,000 steps`; `plural` where it is not the noun with an s."""
+    return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"
 
 
 def brief(words: str, limit: int = 300) -> str:

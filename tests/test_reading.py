@@ -16,6 +16,7 @@ from residua.reading import (
     ReadError,
     Shape,
     check_links,
+    counted,
     inside,
     json_lines,
     parse_json,
@@ -265,3 +266,8 @@ def test_the_cache_of_hugging_face_links_into_its_own_blobs_only(tmp_path: Path)
     (lookalike / "config.json").symlink_to("../../blobs/cafe")
     with pytest.raises(ReadError, match="leads out of its folder"):
         inside(lookalike, "config.json")
+
+
+def test_one_thing_is_singular() -> None:
+    assert [counted(n, "step") for n in (0, 1, 2, 20_000)] == ["0 steps", "1 step", "2 steps", "20,000 steps"]
+    assert counted(2, "entry", "entries") == "2 entries" and counted(1, "entry", "entries") == "1 entry"

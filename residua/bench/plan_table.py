@@ -10,6 +10,7 @@ from rich.console import Console
 
 from residua.bench.plan import GIB, Machine, MeshPlan
 from residua.config.run import RunConfig
+from residua.reading import counted
 from residua.report.terminal import new_table
 
 MIB = 2**20
@@ -19,8 +20,9 @@ def print_plans(
     console: Console, asked: Sequence[str], config: RunConfig, machine: Machine, plans: Sequence[MeshPlan]
 ) -> None:
     """One row per mesh, and how to start the first; `asked` is the preset and the changes to it."""
+    batches = counted(config.train.accumulate, "micro-batch", "micro-batches")
     console.print(
-        f"one step: {config.tokens_per_step} tokens in {config.train.accumulate} micro-batches of "
+        f"one step: {config.tokens_per_step} tokens in {batches} of "
         f"{config.train.micro_batch} × {config.sequence}; a device has {machine.memory / GIB:.0f} GiB, reaches "
         f"{machine.flops / 1e12:.0f} TFLOP/s in an additive step, copies {machine.bandwidth / 1e9:.0f} GB/s and "
         f"sends {machine.link / 1e9:.0f}"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from residua.cli.options import command_line
+from residua.cli.options import command_line, complain
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -214,6 +214,7 @@ def _study(
 
 def _conduct(study: StudyConfig, out: Path, console: Console, plan_only: bool, results: Path | None) -> None:
     from residua.files import keeping
+    from residua.reading import counted
     from residua.study.conduct import begin, conduct
     from residua.study.runner import StudyInterrupted
     from residua.study.tables import print_study
@@ -221,7 +222,7 @@ def _conduct(study: StudyConfig, out: Path, console: Console, plan_only: bool, r
     if plan_only:
         kept = begin(study, out, console, results, command_line()).write()
         if results is not None:
-            console.print(f"{results} holds the numbers of {kept} complete runs", soft_wrap=True)
+            console.print(f"{results} holds the numbers of {counted(kept, 'complete run')}", soft_wrap=True)
         return
     try:
         with keeping("trained runs are kept, and the same command goes on from them"):
@@ -235,6 +236,10 @@ def _conduct(study: StudyConfig, out: Path, console: Console, plan_only: bool, r
         console.print(f"Inside the models: {outcome.diagnosis.resolve()}", soft_wrap=True)
     console.print(f"Next: open it in a browser; numbers are in {out / 'results.json'}", soft_wrap=True)
     if not outcome.complete:
+        missing = [run for run in outcome.result.runs if run.status != "complete"]
+        for run in missing:
+            complain(f"{run.folder} did not complete{f': {run.problem}' * bool(run.problem)}")
+        complain(f"{len(missing)} of {counted(len(outcome.result.runs), 'run')} did not complete: see above.")
         raise typer.Exit(1)
 
 

@@ -41,10 +41,9 @@ def _corpus(
     from residua.data import DataError, open_corpus, standard_library
 
     if holdout is not None and not 0 <= holdout < 1:
-        raise DataError(f"--holdout {holdout:g} is no share of the documents: use 0 or more, and less than 1.")
+        raise DataError(f"--holdout {holdout:g} is no share of the text: use 0 or more, and less than 1.")
     if sources:
-        share = 0.01 if holdout is None else holdout
-        return open_corpus(sources, field=field, validation=validation, holdout=share, limit=limit)
+        return open_corpus(sources, field=field, validation=validation, holdout=holdout, limit=limit)
     if validation is not None or holdout is not None or limit is not None:
         raise DataError("--validation, --holdout and --max-bytes need a SOURCE: the built-in corpus has its own split")
     return standard_library()
@@ -68,7 +67,10 @@ def prepare(
     ] = None,
     holdout: Annotated[
         float | None,
-        typer.Option(show_default="0.01", help="Share of documents held out for validation, 0 for none."),
+        typer.Option(
+            show_default="0.01, 32 KiB at least, a tenth at most",
+            help="Share of the text held out for validation, 0 for none.",
+        ),
     ] = None,
     field: Field = "text",
     limit: Limit = None,
@@ -88,21 +90,11 @@ def prepare(
     corpus = _corpus(sources, field, validation, holdout, limit)
     chosen = tokenizer or ("bpe:8192" if sources else "bpe:1024")
     data.prepare(corpus, out, chosen, workers=workers, shard_tokens=shard_tokens, progress=True)
-    _describe(data.Dataset.open(out), sample=0)
-    typer.echo(
-        f"\nnext: residua train tiny --data {shlex.quote(str(out))} --out runs/first{_vocabulary_change(out, 'tiny')}"
-    )
-
-
-def _vocabulary_change(dataset: Path, preset: str) -> str:
-    """The override that enlarges a preset's vocabulary to the dataset's, or nothing if it is large enough."""
-    from residua.config.run import RunConfig
-    from residua.data import Dataset
-    from residua.data.tokenizer import padded_vocabulary
-
-    needed = Dataset.open(dataset).vocab_size
-    enough = needed <= RunConfig.find(preset).model.vocab_size
-    return "" if enough else f" model.vocab_size={padded_vocabulary(needed)}"
+    opened = data.Dataset.open(out)
+    _describe(opened, sample=0)
+    if (notice := opened.tiny_validation()) is not None:
+        typer.echo(f"{notice}: raise --holdout, or give --validation SOURCE")
+    typer.echo(f"\nnext: residua train tiny --data {shlex.quote(str(out))} --out runs/first")
 
 
 @app.command()
@@ -123,6 +115,7 @@ def tokenizer(
     """
     from residua.data import DataError, train_tokenizer
     from residua.data.pipeline import progress_bar
+    from residua.reading import counted
 
     if out.exists():
         raise DataError(f"{out} exists: name another --out, or move it elsewhere.")
@@ -132,7 +125,7 @@ def tokenizer(
     with progress_bar(True) as bar:
         trained = train_tokenizer(corpus, vocab_size, bar)
     trained.save(out)
-    typer.echo(f"{out}: {trained.vocab_size:,} entries, sha256 {trained.hash}")
+    typer.echo(f"{out}: {counted(trained.vocab_size, 'entry', 'entries')}, sha256 {trained.hash}")
     if trained.vocab_size < vocab_size:
         typer.echo(f"fewer than {vocab_size:,}: the text has no more pairs to merge")
     typer.echo(f"\nnext: residua data prepare {' '.join(corpus.names if sources else ())} --tokenizer {out} --out DIR")
@@ -157,13 +150,15 @@ def info(
 
 
 def _describe(opened: Dataset, sample: int) -> None:
+    from residua.reading import counted
     from residua.report.plain import printable
 
     typer.echo(f"{opened.path}: vocabulary {opened.vocab_size:,}, tokenizer {opened.tokenizer_hash[:12]}")
     for name, split in opened.splits.items():
+        tokens, documents = counted(split.tokens, "token"), counted(split.documents, "document")
         typer.echo(
-            f"  {printable(name):<10} {split.tokens:>14,} tokens  {split.documents:>10,} documents  "
-            f"{opened.bytes_per_token(name):.2f} bytes/token  {len(split.shards)} shard(s)"
+            f"  {printable(name):<10} {tokens:>21}  {documents:>20}  "
+            f"{opened.bytes_per_token(name):.2f} bytes/token  {counted(len(split.shards), 'shard')}"
         )
     for name, split in opened.splits.items():
         if sample > 0:

@@ -25,7 +25,11 @@ def diagnose(
         ),
     ],
     text: Annotated[
-        Path | None, typer.Option(show_default="the embedded corpus", help="A UTF-8 text file to show the models.")
+        Path | None,
+        typer.Option(
+            show_default="the run's own validation text",
+            help="What to show the models: a UTF-8 text file, or a folder made by `residua data prepare`.",
+        ),
     ] = None,
     tokens: Annotated[int, typer.Option(min=2, help="How many tokens of the text.")] = 8192,
     length: Annotated[
@@ -46,10 +50,12 @@ def diagnose(
     \b
     residua diagnose runs/tiny
     residua diagnose runs/prenorm runs/mgr --out diagnosis
+    residua diagnose runs/wiki --text data/other
     residua diagnose models/Qwen3-0.6B --text book.txt --tokens 65536 --length 2048
     residua diagnose runs/tiny --ablations all
 
-    Writes diagnosis.json and report.html, and prints a summary in words.
+    Without --text: the first run's validation text; for folders of Hugging Face, the
+    embedded corpus. Writes diagnosis.json and report.html, and prints a summary in words.
     """
     require_choice("--ablations", ablations, ("none", "layers", "all"))
     require_choice("--device", device, DEVICES)

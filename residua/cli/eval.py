@@ -77,6 +77,7 @@ def evaluate(
     from residua.evaluate.tasks import open_tasks
 
     local = open_tasks(task_dir, names, shots=shots, split=split, limit=limit) if task_dir is not None else []
+    manager = _known_tasks(names) if names and not local else None
     import torch
 
     from residua.evaluate import results as work
@@ -99,7 +100,7 @@ def evaluate(
         if data is not None or not names:
             results.text = _text(loaded, tokenizer, model, data, split, tokens, batch_tokens, bars.track("text"))
         if names:
-            _run_tasks(results, loaded, tokenizer, local, names, shots, limit, batch_tokens, bars)
+            _run_tasks(results, loaded, tokenizer, local, manager, names, shots, limit, batch_tokens, bars)
     from residua.files import keeping, write_atomically
 
     work.show(console, results)
@@ -154,11 +155,19 @@ def _open_data(folder: Path, data: Path | None) -> tuple[Dataset, bool]:
     return dataset, config.data.masking == "documents"
 
 
+def _known_tasks(names: list[str]) -> Any:
+    """The tasks of lm-eval; a name that is not among them is refused before the model is opened."""
+    from residua.evaluate.harness import find_tasks
+
+    return find_tasks(names)[0]
+
+
 def _run_tasks(
     results: Results,
     model: Decoder,
     tokenizer: Tokenizer,
     local: list[Any],
+    manager: Any,
     names: list[str],
     shots: int,
     limit: int | None,
@@ -176,5 +185,6 @@ def _run_tasks(
     from residua.evaluate.harness import evaluate_with_harness, reported
     from residua.generate.generator import Generator
 
-    results.harness = evaluate_with_harness(scorer, Generator(model, tokenizer), names, shots=shots, limit=limit)
+    generator = Generator(model, tokenizer)
+    results.harness = evaluate_with_harness(scorer, generator, names, shots=shots, limit=limit, task_manager=manager)
     results.means = group_means(reported(results.harness), names)

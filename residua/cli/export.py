@@ -39,13 +39,14 @@ def export(
     """
     require_choice("--checkpoint", checkpoint, CHECKPOINTS)
     from residua.export import export as write
+    from residua.reading import counted
     from residua.report.terminal import open_console
 
     console = open_console(log_width=None)
     with console.status("writing the folder and running its code"):
         made = write(run, out, cast("Literal['last', 'best']", checkpoint), precision, layout)
     files = len(list(out.glob("*.py")))
-    code = f"{files} files of modelling code" if files else f"as a {layout} model"
+    code = f"{counted(files, 'file')} of modelling code" if files else f"as a {layout} model"
     console.print(f"{out}: {made.parameters:,} parameters in {precision}, {code}.", soft_wrap=True)
     console.print(_checked(made.difference), soft_wrap=True)
     console.print("Next, in any Python with transformers:", markup=False)

@@ -83,6 +83,8 @@ def _prompts(prompt: list[str] | None, file: Path | None, chat: bool) -> list[st
         raise ValueError("say what to continue: give one of --prompt TEXT, --file PROMPTS.txt or --chat.")
     if file is None:
         return prompt or []
+    if file.exists() and not file.is_file():
+        raise ValueError(f"{file} is no plain file: --file is a text file with one prompt per line.")
     try:
         lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
     except UnicodeDecodeError:
@@ -147,13 +149,11 @@ def _lines() -> Iterator[str]:
 
 def _summary(done: list[Completion], speed: Speed) -> str:
     """`60 tokens, 950 tokens/s, 12.3 GB/s of 0.25 GB weights; prompt 17 tokens in 0.02 s`."""
+    from residua.reading import counted
+
     ends = ", ".join(sorted({completion.reason for completion in done}))
     return (
-        f"[{_tokens(speed.new_tokens)} ({ends}), {speed.tokens_per_second:,.1f} tokens/s, "
+        f"[{counted(speed.new_tokens, 'token')} ({ends}), {speed.tokens_per_second:,.1f} tokens/s, "
         f"{speed.bytes_per_second / 1e9:,.2f} GB/s of {speed.bytes_per_step / 1e9:.3g} GB of weights; "
-        f"prompt: {_tokens(speed.prompt_tokens)} in {speed.prefill_seconds:.2f} s]"
+        f"prompt: {counted(speed.prompt_tokens, 'token')} in {speed.prefill_seconds:.2f} s]"
     )
-
-
-def _tokens(count: int) -> str:
-    return f"{count} token{'s' * (count != 1)}"

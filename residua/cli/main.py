@@ -14,6 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 from residua.cli.options import complain
+from residua.cli.process import Terminated, end_tidily, quiet_libraries
 from residua.machine import out_of_memory
 
 VERBS = {
@@ -53,6 +54,13 @@ class LazyVerbs(TyperGroup):
         command.name = name
         return command
 
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args and args[0] not in VERBS and not args[0].startswith("-"):
+            from residua.config.settings import suggest
+
+            raise ValueError(f"there is no command {args[0]!r}: {suggest(args[0], VERBS)}")
+        return super().resolve_command(ctx, args)
+
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         with formatter.section("Commands"):
             formatter.write_dl([(name, text) for name, (_, text) in VERBS.items()])
@@ -78,11 +86,16 @@ def main() -> None:
     """Run a verb. A user's mistake, a full disk or full memory is reported in one sentence, without a traceback."""
     # Libraries start processes too (Inductor's compilers, spawned workers): none may import from the working folder.
     os.environ.setdefault("PYTHONSAFEPATH", "1")
+    end_tidily()
+    quiet_libraries()
     try:
         refuse_empty(sys.argv[1:])
         ending = app(standalone_mode=False)
     except typer.Abort:
         sys.exit(1)
+    except Terminated as stop:
+        _flush_output()
+        stop.die()
     except (ValueError, OSError, ImportError, MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and out_of_memory(error) is None:
             raise

@@ -30,11 +30,11 @@ Threads = Annotated[int | None, typer.Option(min=1, max=4096, show_default="PyTo
 
 
 def complain(sentence: str) -> None:
-    """Print on standard error why the command ends."""
-    from residua.report.plain import printable
+    """Print on standard error why the command ends, on one line: a path in it may hold a newline."""
+    from residua.report.plain import one_line
 
     with suppress(OSError):  # standard error may go to the disk that is full
-        print(f"residua: {printable(sentence)}", file=sys.stderr, flush=True)
+        print(f"residua: {one_line(sentence)}", file=sys.stderr, flush=True)
 
 
 def check_file(out: Path | None) -> Path | None:

@@ -13,6 +13,7 @@ from residua.files import is_plain_name
 
 if TYPE_CHECKING:
     from residua.config.run import RunConfig
+    from residua.train.world import World
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
@@ -56,6 +57,7 @@ def train(
     residua train --from runs/qwen3 model.topology=block_attnres --data data/wiki --out runs/block
     torchrun --nproc-per-node 8 --no-python residua train mgr-l-full parallel.shard=8
 
+    The model's vocabulary is that of the text, unless model.vocab_size is given.
     Ctrl-C saves and stops. --resume continues from there, with the same bits on a CPU,
     and on a GPU with train.determinism=exact.
     """
@@ -68,7 +70,8 @@ def train(
         _run(config, folder, resume, threads)
         return
     folder = out or _default_folder(source)
-    _run(_configuration(source, folder, resume).override([*_data_change(data), *given]), folder, resume, threads)
+    config = _configuration(source, folder, resume).override([*_data_change(data), *given])
+    _run(config.override(_vocabulary_change(config, source, given, folder, resume)), folder, resume, threads)
 
 
 def _retrofit(
@@ -93,16 +96,24 @@ def _retrofit(
 
 
 def _run(config: RunConfig, folder: Path, resume: bool, threads: int | None) -> None:
-    from residua.distributed.world import open_world
     from residua.train.health import TrainingStopped
     from residua.train.trainer import train as train_run
 
     use_threads(threads)
     try:
-        train_run(config, folder, resume=resume, world=open_world(config))
+        train_run(config, folder, resume=resume, world=_ranks(config))
     except TrainingStopped as stop:
         complain(str(stop))
         raise typer.Exit(stop.exit_code) from None
+
+
+def _ranks(config: RunConfig) -> World | None:
+    """The processes of a run that asks for several; one process does without torch.distributed, seconds to import."""
+    if config.parallel.ranks == 1:
+        return None
+    from residua.distributed.world import open_world
+
+    return open_world(config)
 
 
 def _configuration(source: str | None, folder: Path, resume: bool) -> RunConfig:
@@ -116,6 +127,24 @@ def _configuration(source: str | None, folder: Path, resume: bool) -> RunConfig:
     from residua.storage.run import saved_config
 
     return saved_config(folder)
+
+
+def _vocabulary_change(
+    config: RunConfig, source: str | None, changes: list[str], folder: Path, resume: bool
+) -> list[str]:
+    """The override that gives a model the vocabulary of its text, unless one is asked for or the run has begun."""
+    from residua.config.settings import read_toml
+    from residua.storage.run import saved_config
+
+    asked = any(change.replace(" ", "").startswith("model.vocab_size=") for change in changes)
+    of_file = source is not None and source.endswith(".toml") and "vocab_size" in read_toml(source).get("model", {})
+    if asked or of_file or source is None:
+        return []
+    if resume:
+        return [f"model.vocab_size={saved_config(folder).model.vocab_size}"]
+    from residua.data.source import vocabulary
+
+    return [f"model.vocab_size={vocabulary(config.data)}"]
 
 
 def _default_folder(source: str | None) -> Path:

@@ -188,6 +188,9 @@ def _not_a_list(fault: Any, field: str, path: list[str], value: str, model: type
 
 def _any_fault(fault: Any, field: str, path: list[str], value: str, model: type[BaseModel], within: str) -> str:
     reason = fault["msg"][0].lower() + fault["msg"][1:]
+    bound = next((fault["ctx"][key] for key in ("ge", "gt", "le", "lt") if key in fault.get("ctx", {})), None)
+    if isinstance(bound, int):  # pydantic rounds a large one
+        reason = f"{reason.rpartition(' ')[0]} {bound}"
     return f"{field} = {value} is refused: {reason}."
 
 

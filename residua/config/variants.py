@@ -15,6 +15,7 @@ from residua.config.choices import SoftmaxAttention
 from residua.config.model import ModelConfig, head_dim
 from residua.config.run import RunConfig
 from residua.config.settings import ConfigError, suggest
+from residua.reading import counted
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ def _blocks_of(sublayers: int) -> Sequence[str]:
 
 def _blocks(count: int) -> Variant:
     """Block Attention Residuals with at most `count` blocks, whatever the depth."""
-    summary = f"Block Attention Residuals, {count} blocks"
+    summary = f"Block Attention Residuals, {counted(count, 'block')}"
     return Variant(summary, lambda model: _blocks_of(-(-model.sublayers // count)))
 
 

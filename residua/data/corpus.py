@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,6 +23,12 @@ from residua.data.readers import (
 )
 
 TRAIN, VALIDATION = "train", "validation"
+HOLDOUT = 0.01
+LEAST_HELD_OUT = 32_768
+"""Bytes of text that are held out at least when no share is given, but at most a tenth of the text."""
+# Of more documents than this, chosen by their hash, the held-out ones are close enough to their share of the text.
+_FEW_DOCUMENTS, _FEW_BYTES = 1000, 256_000_000
+_LEAST_PIECE = 1024
 
 
 @dataclass(frozen=True)
@@ -46,18 +54,24 @@ class Document(NamedTuple):
     position: int
 
 
+Hashed = tuple[float | None, Document]
+"""A document and its hash in [0, 1); None if its part decides its split."""
+
+
 @dataclass(frozen=True)
 class Corpus:
     """Parts read in order.
 
-    `holdout` is the share of documents held out for validation, chosen by a hash of their text. Reading ends after the
-    document that reaches `limit` bytes of text; validation parts do not count.
+    `holdout` is the share of the text held out for validation, and `least` how many bytes at least (but at most a tenth
+    of the text). Documents are chosen by a hash of their text. Reading ends after the document that reaches `limit`
+    bytes of text; validation parts do not count.
     """
 
     names: tuple[str, ...]
     parts: tuple[Part, ...]
     holdout: float = 0.0
     limit: int | None = None
+    least: int = 0
 
     @property
     def size(self) -> int | None:
@@ -66,19 +80,65 @@ class Corpus:
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 over name, size, version and split of every part, the share held out and the limit."""
+        """SHA-256 over name, size, version and split of every part, what is held out and the limit."""
         identity = [(part.name, part.size, part.version, part.split) for part in self.parts]
-        return hashlib.sha256(repr((identity, self.holdout, self.limit)).encode()).hexdigest()
+        rule = (self.holdout, self.limit, "by size", self.least) if self.holdout else (self.holdout, self.limit)
+        return hashlib.sha256(repr((identity, *rule)).encode()).hexdigest()
 
     def documents(self) -> Iterator[Document]:
         """All documents that are not blank, each with its split.
 
-        The document with the lowest hash comes last. If nothing was held out by then, it goes to validation, so that
-        even a corpus of a few documents has a validation split.
+        A document is held out if its hash is below the share. If the documents are few and this gives less than half or
+        more than twice the share of the text, whole documents in order of their hash are held out as long as they fit,
+        and if that is less than half of it, the end of the next one.
         """
+        hashed = self._hashed()
+        first = _beginning(hashed) if self.holdout else []
+        following = next(hashed, None)
+        if following is None and first and not self._is_even(first):
+            yield from self._by_size(first)
+        else:
+            yield from self._by_hash(chain(first, [] if following is None else [following], hashed))
+
+    def _wanted(self, total: int) -> float:
+        """Bytes to hold out of so many."""
+        return max(self.holdout * total, min(self.least, total / 10))
+
+    def _is_even(self, documents: Sequence[Hashed]) -> bool:
+        """Whether the hash alone holds out half to twice the share."""
+        sizes = [(hashed < self.holdout, document.bytes) for hashed, document in documents if hashed is not None]
+        held, wanted = sum(size for chosen, size in sizes if chosen), self._wanted(sum(size for _, size in sizes))
+        return wanted / 2 <= held <= wanted * 2
+
+    def _by_size(self, documents: Sequence[Hashed]) -> Iterator[Document]:
+        """Few documents, in their order; one of them may be divided."""
+        open_ones = [(hashed, document) for hashed, document in documents if hashed is not None]
+        wanted = self._wanted(sum(document.bytes for _, document in open_ones))
+        copies = Counter(document.text for _, document in open_ones)  # equal texts stay together
+        held: set[str] = set()
+        divided, size = "", 0
+        for _, document in sorted(open_ones, key=lambda pair: pair[0]):
+            if document.text in held:
+                continue
+            if size + document.bytes * copies[document.text] > wanted:
+                divided = document.text if size < wanted / 2 else ""
+                break
+            held.add(document.text)
+            size += document.bytes * copies[document.text]
+        for hashed, document in documents:
+            if hashed is None:
+                yield document
+            elif document.text == divided:
+                yield from _divide(document, wanted - size)
+                divided = ""
+            else:
+                yield document._replace(split=VALIDATION if document.text in held else TRAIN)
+
+    def _by_hash(self, documents: Iterable[Hashed]) -> Iterator[Document]:
+        """The document with the lowest hash comes last. If nothing was held out by then, it goes to validation."""
         lowest: tuple[float, Document] | None = None
         split_of_lowest = VALIDATION if self.holdout else TRAIN
-        for hashed, document in self._hashed():
+        for hashed, document in documents:
             if hashed is None:
                 yield document
             elif hashed < self.holdout:
@@ -93,7 +153,7 @@ class Corpus:
         if lowest is not None:
             yield lowest[1]._replace(split=split_of_lowest)
 
-    def _hashed(self) -> Iterator[tuple[float | None, Document]]:
+    def _hashed(self) -> Iterator[Hashed]:
         before, taken = 0, 0
         for part in self.parts:
             for text, position in part.read():
@@ -112,6 +172,7 @@ class Corpus:
         """About `limit` bytes of training text: the beginning of each part, in proportion to its size."""
         limit = min(limit, self.limit or limit)
         total = _sum(part.size for part in self.parts)
+        withheld, any_text = "", False
         for part in self.parts:
             if part.split == VALIDATION:
                 continue
@@ -119,11 +180,43 @@ class Corpus:
             for text, _ in part.read():
                 text, data = _valid(text)
                 if part.split is None and unit_hash(data) < self.holdout:
+                    withheld = withheld or text
                     continue
                 yield text
+                any_text = True
                 left -= len(data)
                 if left <= 0:
                     break
+        if withheld and not any_text:  # a single document, which is divided
+            yield withheld
+
+
+def _beginning(documents: Iterator[Hashed]) -> list[Hashed]:
+    """The first documents, as many as are few."""
+    first: list[Hashed] = []
+    size = 0
+    for hashed, document in documents:
+        first.append((hashed, document))
+        size += document.bytes
+        if len(first) == _FEW_DOCUMENTS or size >= _FEW_BYTES:
+            break
+    return first
+
+
+def _divide(document: Document, held: float) -> Iterator[Document]:
+    """The document with its last `held` bytes (1 KiB at least) in validation, cut where a line or a word begins.
+
+    One that is not twice as long goes there as a whole.
+    """
+    text, held = document.text, max(held, _LEAST_PIECE)
+    if document.bytes < 2 * held:
+        yield document._replace(split=VALIDATION)
+        return
+    at = len(text) - max(1, round(len(text) * held / document.bytes))
+    ends = (end for end in (text.find("\n", at - 1), text.find(" ", at - 1)) if 0 <= end < (at + len(text)) // 2)
+    at = next(ends, at - 1) + 1
+    for part, split in ((text[:at], TRAIN), (text[at:], VALIDATION)):
+        yield document._replace(text=part, bytes=len(part.encode()), split=split)
 
 
 def _sum(sizes: Iterable[int | None]) -> int | None:
@@ -150,22 +243,25 @@ def open_corpus(
     *,
     field: str = "text",
     validation: str | Path | None = None,
-    holdout: float = 0.01,
+    holdout: float | None = None,
     limit: int | None = None,
 ) -> Corpus:
     """The corpus of files, folders or Hugging Face dataset names (`org/name` or `org/name:config`).
 
     With `validation` (a source like the others) nothing is held out of `sources`; otherwise the share `holdout`
-    of the documents is, chosen by a hash of the text: equal texts always land on the same side. `limit` is the
-    number of bytes of text to read, for a first part of a large corpus.
+    of the text is, in documents chosen by a hash: equal texts always land on the same side. Without a share it is 1 %,
+    but 32 KiB at least, or a tenth of a small text. `limit` is the number of bytes of text to read, for a first part of
+    a large corpus.
     """
+    least = LEAST_HELD_OUT if holdout is None else 0
+    holdout = HOLDOUT if holdout is None else holdout
     if not 0 <= holdout < 1:
         raise DataError(f"holdout is {holdout}: the share held out for validation must be at least 0 and below 1")
     if limit is not None and limit < 1:
         raise DataError(f"limit is {limit}: the bytes of text to read must be at least 1")
     names = tuple(str(source) for source in sources)
     if validation is None:
-        return Corpus(names, tuple(_parts(names, field, None)), holdout, limit)
+        return Corpus(names, tuple(_parts(names, field, None)), holdout, limit, least)
     # First, so that a limit cannot end the reading before the validation text.
     parts = [*_parts([str(validation)], field, VALIDATION), *_parts(names, field, TRAIN)]
     return Corpus(names, tuple(parts), limit=limit)

@@ -17,7 +17,7 @@ from residua.data.corpus import TRAIN, VALIDATION
 from residua.data.readers import DataError
 from residua.data.shards import Shard
 from residua.data.tokenizer import Tokenizer, hash_of
-from residua.reading import Count, Shape, check, inside, read_json, read_text, shown
+from residua.reading import Count, Shape, check, counted, inside, read_json, read_text, shown
 
 FORMAT = "residua-dataset"
 FORMAT_VERSION = 1
@@ -106,6 +106,10 @@ class Split:
             index += 1
 
 
+TINY_VALIDATION = 10_000
+"""With fewer tokens, the loss varies by some hundredths of a nat from one validation text to another."""
+
+
 @dataclass(frozen=True)
 class Dataset:
     """A folder made by `prepare`. `description` is the content of its `dataset.json`."""
@@ -165,6 +169,13 @@ class Dataset:
         if name not in self.splits:
             raise DataError(f"the dataset {self.path} has no split {name!r}, only {', '.join(self.splits)}")
         return self.splits[name]
+
+    def tiny_validation(self) -> str | None:
+        """What to say about a validation split whose losses are uncertain because it is so small."""
+        split = self.splits.get("validation")
+        if split is None or split.tokens >= TINY_VALIDATION:
+            return None
+        return f"validation is tiny, {counted(split.tokens, 'token')}: losses on it are uncertain"
 
     def bytes_per_token(self, split: str) -> float:
         """UTF-8 bytes of text per token, end-of-text tokens counted: bits per byte = nats / (ln 2 · this)."""
@@ -228,8 +239,8 @@ def _open_split(path: Path, name: str, about: _SplitFacts, facts: _Facts) -> Spl
     split = Split(name, about.bytes, shards, facts.tokenizer_hash, facts.vocab_size)
     if (split.tokens, split.documents) != (about.tokens, about.documents):
         raise DataError(
-            f"the {name} shards in {path} hold {split.tokens} tokens in {split.documents} documents, {DESCRIPTION} "
-            f"says {about.tokens} in {about.documents}: {AGAIN}"
+            f"the {name} shards in {path} hold {counted(split.tokens, 'token')} in "
+            f"{counted(split.documents, 'document')}, {DESCRIPTION} says {about.tokens} in {about.documents}: {AGAIN}"
         )
     return split
 

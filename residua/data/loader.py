@@ -13,6 +13,7 @@ import numpy as np
 from residua.data.dataset import Split
 from residua.data.order import Cursor, Order
 from residua.data.readers import DataError
+from residua.reading import counted
 
 if TYPE_CHECKING:
     import torch
@@ -199,8 +200,8 @@ def _check_size(split: Split, sequence: int, batch: int) -> None:
         raise DataError(f"sequence is {sequence} and batch is {batch}: both must be at least 1")
     if split.tokens <= sequence:
         raise DataError(
-            f"the {split.name} split holds {split.tokens} tokens, too few for a sequence of {sequence} and its "
-            "targets: shorten the sequence (data.sequence, or else model.context) or prepare more text"
+            f"the {split.name} split holds {counted(split.tokens, 'token')}, too few for a sequence of {sequence} and "
+            "its targets: shorten the sequence (data.sequence, or else model.context) or prepare more text"
         )
 
 

@@ -55,7 +55,7 @@ def prepare(
         return existing
     try:
         with atomic_folder(out, unique=True) as folder, progress_bar(progress) as bar:
-            chosen = train_tokenizer(corpus, _size_of(ready), bar) if isinstance(ready, str) else ready
+            chosen = train_tokenizer(corpus, size_of(ready), bar) if isinstance(ready, str) else ready
             splits = _write_shards(corpus, chosen, folder, workers or available_cores(), shard_tokens, bar)
             _check_splits(corpus, splits)
             chosen.save(folder / TOKENIZER)
@@ -73,7 +73,7 @@ def resolve_tokenizer(tokenizer: str | Tokenizer) -> str | Tokenizer:
     if isinstance(tokenizer, Tokenizer):
         return tokenizer
     if tokenizer.startswith(BPE):
-        _size_of(tokenizer)
+        size_of(tokenizer)
         return tokenizer
     return Tokenizer.bytes() if tokenizer == "bytes" else Tokenizer.load(tokenizer)
 
@@ -91,7 +91,7 @@ def train_tokenizer(corpus: Corpus, vocab_size: int, bar: Progress) -> Tokenizer
     return trained
 
 
-def _size_of(spec: str) -> int:
+def size_of(spec: str) -> int:
     """N of `bpe:N`."""
     digits = spec.removeprefix(BPE)
     if not digits.isdecimal():

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from residua.data.readers import DataError
-from residua.reading import require_file
+from residua.reading import counted, require_file
 
 MAGIC = b"RESIDUA\0"
 VERSION = 1
@@ -140,5 +140,7 @@ def _parse(path: Path, header: bytes) -> tuple[int, int, int, int, str]:
     if CHECKSUM.unpack_from(header, FIELDS.size)[0] != zlib.crc32(header[: FIELDS.size]):
         raise DataError(f"the header of shard {path} is damaged (its checksum differs); prepare the dataset again")
     if itemsize not in DTYPES or not tokens or not documents:
-        raise DataError(f"shard {path} claims {tokens} tokens of {itemsize} bytes in {documents} documents")
+        raise DataError(
+            f"shard {path} claims {counted(tokens, 'token')} of {itemsize} bytes in {counted(documents, 'document')}"
+        )
     return itemsize, tokens, documents, largest, tokenizer.hex()

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from residua.config.run import RunConfig
+from residua.config.run import DataConfig, RunConfig
 from residua.config.settings import ConfigError
 from residua.data import Dataset, embedded
 from residua.data.dataset import DESCRIPTION
+from residua.data.pipeline import resolve_tokenizer, size_of
+from residua.data.tokenizer import padded_vocabulary
 
 
 def open_data(config: RunConfig) -> Dataset:
@@ -17,9 +19,20 @@ def open_data(config: RunConfig) -> Dataset:
     if dataset.vocab_size > config.model.vocab_size:
         raise ConfigError(
             f"model.vocab_size = {config.model.vocab_size} is smaller than the {dataset.vocab_size} token ids of "
-            f"{dataset.path}: set model.vocab_size={dataset.vocab_size} or more."
+            f"{dataset.path}: set model.vocab_size={dataset.vocab_size} or more, or leave it out."
         )
     return dataset
+
+
+def vocabulary(data: DataConfig) -> int:
+    """The vocabulary size of a model for this text: its number of token ids, padded; prepares nothing.
+
+    The embedded corpus has enough text for a BPE of any usual size.
+    """
+    if data.path is not None:
+        return padded_vocabulary(_prepared(Path(data.path)).vocab_size)
+    ready = resolve_tokenizer(data.tokenizer)
+    return padded_vocabulary(size_of(ready) if isinstance(ready, str) else ready.vocab_size)
 
 
 def _prepared(path: Path) -> Dataset:

@@ -16,7 +16,7 @@ from residua.diagnose.metrics.removal import Budget
 from residua.diagnose.page import diagnosis_page
 from residua.diagnose.run import ABLATION_TOKENS, Progress, diagnose_model
 from residua.diagnose.schema import Diagnosis
-from residua.diagnose.text import DEFAULT_TOKENS, sample
+from residua.diagnose.text import DEFAULT_TOKENS, open_text, sample
 from residua.files import keeping, refuse_blocked, write_atomically
 from residua.machine import choose_device
 from residua.model import taps as published
@@ -42,16 +42,15 @@ def diagnose(
 ) -> Diagnosis:
     """Diagnose model folders on the same text and write `diagnosis.json` and `report.html` to `out`.
 
+    `text` is a text file or a prepared dataset; without it, the validation text of the first run.
     `extra` are metrics of your own, measured and shown besides those of this package.
     """
     paths = [Path(model) for model in models]
     names = _names(paths)
     where = choose_device(device, "--device")
-    source = None if text is None else Path(text)
-    if source is not None and not source.is_file():
-        raise ValueError(f"--text {source} is not a file: name a UTF-8 text file.")
     for path in paths:
         check_folder(path)
+    source = open_text(None if text is None else Path(text), paths)
     _check_out(Path(out), paths)
     made = []
     for path, name in zip(paths, names, strict=True):

@@ -30,6 +30,7 @@ from residua.diagnose.hf_structure import (
 from residua.diagnose.interventions import hooked, on_each, replaced_first, silenced
 from residua.diagnose.observe import Ablation, AblationKind, AnchorScales, Observation, Site, SiteKind, Subject
 from residua.ops._runtime.numeric import wide
+from residua.reading import counted
 
 PROBE_LENGTH = 16
 LOGITS_AT_ONCE = 1 << 24
@@ -56,7 +57,9 @@ class HuggingFaceSubject(Subject):
         self.gains = acting_gains(model, self.decoder, self._final_norm(), self._bodies, self.sites, probe)
         counts = Counter(site.kind for site in self.sites)
         kinds = ", ".join(f"{count} {kind}" for kind, count in counts.items())
-        self.description = f"{type(model).__name__}: {self.layers} layers of width {self.width} ({kinds} sublayers)"
+        self.description = (
+            f"{type(model).__name__}: {counted(self.layers, 'layer')} of width {self.width} ({kinds} sublayers)"
+        )
         self.carrying: set[int] = set()
         self._say_what_is_missing(self.observe(probe, probe))
 

@@ -16,6 +16,7 @@ from residua.diagnose.interventions import hooked, on_each, silenced
 from residua.diagnose.observe import Ablation, AblationKind, AnchorScales, Observation, Site, SiteKind, Subject
 from residua.model import taps
 from residua.model.decoder import Decoder, Sublayer
+from residua.reading import counted
 
 NEAR_ZERO = 1e-3
 _TAP = re.compile(r"(sublayer|depth|attention|moe)\.(\d+)\.(\w+)")
@@ -33,8 +34,9 @@ class NativeSubject(Subject):
         roles: list[SiteKind] = [getattr(body, "role", "feed-forward") for body in bodies]
         self.sites = [Site(k, k // 2, role) for k, role in enumerate(roles)]
         self.description = (
-            f"{config.layers} layers of width {config.width}, {config.topology.kind} topology, {config.attention.kind} "
-            f"attention, {config.ffn.kind} feed-forward, {config.norm.kind}, anchors {config.anchors.kind}"
+            f"{counted(config.layers, 'layer')} of width {config.width}, {config.topology.kind} topology, "
+            f"{config.attention.kind} attention, {config.ffn.kind} feed-forward, "
+            f"{config.norm.kind}, anchors {config.anchors.kind}"
         )
         self.state_name = "residual stream" if model.topology.one_stream else "sublayer input"
         norms = [cast(Sublayer, s).norm for s in model.sublayers] + [model.norm]

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 from residua.diagnose.metric import Model, on_page
+from residua.reading import counted
 
 LINES = 10
 _PER_KIND = 3
@@ -19,9 +20,7 @@ def summary(model: Model) -> list[str]:
         if len(lines) < LINES - bool(model.skipped):
             lines.append(sentence.text)
     if model.skipped:
-        lines.append(
-            f"Not measured: {len(model.skipped)} {'things' if len(model.skipped) > 1 else 'thing'}, see the report."
-        )
+        lines.append(f"Not measured: {counted(len(model.skipped), 'thing')}, see the report.")
     return lines
 
 
@@ -29,8 +28,8 @@ def _what(model: Model) -> str:
     text = model.text
     return (
         f"{model.name}: {model.description}. Loss {model.loss:.4f} nats per token (perplexity "
-        f"{math.exp(min(model.loss, 50)):,.1f}) on {text.tokens:,} tokens of {text.source}, "
-        f"{text.sequences} sequences of {text.length}."
+        f"{math.exp(min(model.loss, 50)):,.1f}) on {counted(text.tokens, 'token')} of {text.source}, "
+        f"{counted(text.sequences, 'sequence')} of {text.length}."
     )
 
 

@@ -1,23 +1,30 @@
-"""The tokens a model is shown, in sequences of one length: of a file, or the embedded corpus's validation part."""
+"""The tokens a model is shown, in sequences of one length: of a file, of a prepared dataset, or the run's own text."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
+import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor
 
+from residua.config.run import RunConfig
 from residua.config.settings import Frozen
-from residua.data.corpus import VALIDATION
+from residua.data import Dataset
+from residua.data.corpus import TRAIN, VALIDATION
+from residua.data.dataset import DESCRIPTION
 from residua.data.stdlib import standard_library
 from residua.data.tokenizer import Tokenizer
-from residua.reading import LOG, read_text
+from residua.reading import LOG, counted, inside, read_text
 
 DEFAULT_TOKENS = 8192
 DEFAULT_LENGTH = 1024
+_PIECE = 65_536
+"""Tokens of a dataset that are read at a time."""
 EMBEDDED = "the embedded corpus (Python standard library, validation part)"
 
 
@@ -50,14 +57,87 @@ class Sample:
         yield from zip(self.tokens.split(rows), self.targets.split(rows), strict=True)
 
 
+class Text(Protocol):
+    """What models are shown. `name` is what the page and the summary call it."""
+
+    name: str
+
+    def pieces(self, tokenizer: Tokenizer) -> Iterator[list[int]]:
+        """The text in this tokenizer's ids, piece by piece."""
+        ...
+
+
+class TextFile:
+    """A file of plain text."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.name = path, str(path)
+
+    def pieces(self, tokenizer: Tokenizer) -> Iterator[list[int]]:
+        yield tokenizer.encode(read_text(self.path, "give --text a file of UTF-8 text", limit=LOG, empty=True))
+
+
+class Prepared:
+    """The validation part of a prepared dataset, or its training part if it has no other."""
+
+    def __init__(self, dataset: Dataset, name: str) -> None:
+        part = VALIDATION if VALIDATION in dataset.splits else TRAIN
+        self.dataset, self.split = dataset, dataset.split(part)
+        self.name = f"{name} ({dataset.path}, {'validation' if part == VALIDATION else 'training'} part)"
+
+    def pieces(self, tokenizer: Tokenizer) -> Iterator[list[int]]:
+        """As the dataset was cut into tokens; for a model with another tokenizer, its documents are cut anew."""
+        same = tokenizer.hash == self.dataset.tokenizer_hash
+        for low in range(0, self.split.tokens, _PIECE):
+            high = min(low + _PIECE, self.split.tokens)
+            ids = self.split.read(low, high - low)
+            if same:
+                yield ids.tolist()
+                continue
+            inner = self.split.document_starts(low + 1, high) - low
+            for document in np.split(ids, inner):
+                ended = int(document[-1]) == self.dataset.tokenizer.end_of_text
+                again = tokenizer.encode(self.dataset.tokenizer.decode(document[:-1] if ended else document))
+                yield [*again, tokenizer.end_of_text] if ended else again
+
+
+class Embedded:
+    """The validation part of the embedded corpus."""
+
+    name = EMBEDDED
+
+    def pieces(self, tokenizer: Tokenizer) -> Iterator[list[int]]:
+        for part in standard_library().parts:
+            if part.split == VALIDATION:
+                for document, _ in part.read():
+                    yield [*tokenizer.encode(document), tokenizer.end_of_text]
+
+
+def open_text(text: Path | None, folders: Sequence[Path]) -> Text:
+    """The text that is named, a file or a prepared dataset; otherwise the validation text of the first run.
+
+    Models without training text of their own (imported ones, folders of Hugging Face) are shown the embedded corpus.
+    """
+    if text is not None:
+        if (text / DESCRIPTION).is_file():
+            return Prepared(Dataset.open(text), "a dataset")
+        if not text.is_file():
+            raise ValueError(
+                f"--text {text} is not a file of text nor a prepared dataset: name a UTF-8 text file, or a folder of "
+                "residua data prepare."
+            )
+        return TextFile(text)
+    run = next((folder for folder in folders if inside(folder, "config.toml").is_file()), None)
+    path = None if run is None else RunConfig.from_toml(inside(run, "config.toml")).data.path
+    if run is None or path is None:
+        return Embedded()
+    if not (Path(path) / DESCRIPTION).is_file():
+        raise ValueError(f"{path}, the text of {run}, is not there any more: name a text or a dataset with --text.")
+    return Prepared(Dataset.open(path), f"the text of {run.resolve().name}")
+
+
 def sample(
-    tokenizer: Tokenizer,
-    *,
-    text: Path | None,
-    tokens: int,
-    length: int | None,
-    context: int | None,
-    vocabulary: int,
+    tokenizer: Tokenizer, *, text: Text, tokens: int, length: int | None, context: int | None, vocabulary: int
 ) -> Sample:
     """`tokens` of text in sequences of `length` (the model's context, 1,024 at most, unless given)."""
     length = length or min(context or DEFAULT_LENGTH, DEFAULT_LENGTH, tokens)
@@ -68,12 +148,12 @@ def sample(
     prefix = starting_tokens(tokenizer)
     body = length + 1 - len(prefix)
     wanted = max(1, tokens // length)
-    ids = _take(_encoded(tokenizer, text), wanted * body)
+    ids = _take(text.pieces(tokenizer), wanted * body)
     count = min(wanted, len(ids) // body)
     if count == 0:
-        source = text or EMBEDDED
         raise ValueError(
-            f"{source} gives {len(ids)} tokens, too few for one sequence of {length}: add text or lower --length."
+            f"{text.name} gives {counted(len(ids), 'token')}, too few for one sequence of {length}: name more text "
+            "with --text, or lower --length."
         )
     if (largest := max(ids)) >= vocabulary:
         raise ValueError(
@@ -81,9 +161,7 @@ def sample(
         )
     rows = torch.tensor(ids[: count * body]).view(count, body)
     rows = torch.cat([torch.tensor(prefix, dtype=rows.dtype).expand(count, -1), rows], 1)
-    facts = TextFacts(
-        source=str(text) if text else EMBEDDED, tokens=count * length, sequences=count, length=length, prefix=prefix
-    )
+    facts = TextFacts(source=text.name, tokens=count * length, sequences=count, length=length, prefix=prefix)
     return Sample(rows[:, :-1].contiguous(), rows[:, 1:].contiguous(), facts, tokenizer)
 
 
@@ -93,16 +171,6 @@ def starting_tokens(tokenizer: Tokenizer) -> list[int]:
     full = tokenizer.backend.encode("a", add_special_tokens=True).ids
     begin = next((i for i in range(len(full)) if full[i : i + len(plain)] == plain), 0)
     return list(full[:begin])
-
-
-def _encoded(tokenizer: Tokenizer, text: Path | None) -> Iterator[list[int]]:
-    if text is not None:
-        yield tokenizer.encode(read_text(text, "give --text a file of UTF-8 text", limit=LOG, empty=True))
-        return
-    for part in standard_library().parts:
-        if part.split == VALIDATION:
-            for document, _ in part.read():
-                yield [*tokenizer.encode(document), tokenizer.end_of_text]
 
 
 def _take(pieces: Iterable[list[int]], count: int) -> list[int]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 try:
     from lm_eval import simple_evaluate
     from lm_eval.api.model import TemplateLM
+    from lm_eval.tasks import TaskManager
 except ImportError:
     raise ImportError(
         "tasks of lm-evaluation-harness need lm-eval: pip install 'residua[eval]', or give --task-dir for local files."
@@ -90,20 +92,36 @@ def _request(settings: dict[str, Any]) -> Request:
     )
 
 
-def evaluate_with_harness(
-    scorer: Scorer, generator: Generator, names: list[str], *, shots: int | None, limit: int | None, **settings: Any
-) -> dict[str, dict[str, Any]]:
-    """Run tasks of the harness, or one of our groups; returns the harness's results by task."""
-    from lm_eval.tasks import TaskManager
+def find_tasks(names: list[str], manager: TaskManager | None = None) -> tuple[TaskManager, list[str]]:
+    """The harness's own list of tasks, which is local, and the names that are asked for, one of our groups written out.
 
-    manager = settings.pop("task_manager", None) or TaskManager()
+    Raises `ValueError` for a name that is not in the list; nothing is downloaded.
+    """
+    manager = manager or TaskManager()
     wanted = list(dict.fromkeys(task for name in names for task in GROUPS.get(name, (name,))))
     known = set(manager.all_tasks)
     for name in wanted:
         if name not in known:
+            near = get_close_matches(name, known, n=1)
+            meant = f"did you mean {near[0]}? " if near else ""
             raise ValueError(
-                f"lm-eval has no task {name}: `lm_eval ls tasks` lists them; --task-dir reads local files."
+                f"lm-eval has no task {name}: {meant}`lm_eval ls tasks` lists them; --task-dir reads local files."
             )
+    return manager, wanted
+
+
+def evaluate_with_harness(
+    scorer: Scorer,
+    generator: Generator,
+    names: list[str],
+    *,
+    shots: int | None,
+    limit: int | None,
+    task_manager: TaskManager | None = None,
+    **settings: Any,
+) -> dict[str, dict[str, Any]]:
+    """Run tasks of the harness, or one of our groups; returns the harness's results by task."""
+    manager, wanted = find_tasks(names, task_manager)
     try:
         made = simple_evaluate(
             model=ResiduaLM(scorer, generator), tasks=wanted, num_fewshot=shots, limit=limit, task_manager=manager,

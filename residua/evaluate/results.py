@@ -15,7 +15,7 @@ from rich.table import Table
 from residua.evaluate.accuracy import Accuracy, TaskScore
 from residua.evaluate.perplexity import TextScore
 from residua.files import refuse_blocked
-from residua.reading import inside
+from residua.reading import counted, inside
 from residua.report.terminal import new_table
 
 FOLDER = "evaluations"
@@ -63,7 +63,7 @@ def show(console: Console, results: Results) -> None:
     if text is not None:
         about = "" if text.exact_bytes else " (bytes estimated from the split's mean: the tokenizer is not byte-level)"
         console.print(
-            f"{text.data}, {text.split}: {text.tokens:,} tokens, loss {text.loss:.4f} nats per token, "
+            f"{text.data}, {text.split}: {counted(text.tokens, 'token')}, loss {text.loss:.4f} nats per token, "
             f"perplexity {text.perplexity:.3f}, {text.bits_per_byte:.4f} bits per byte{about}",
             soft_wrap=True,
             markup=False,

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from pydantic import Field
 
-from residua.reading import Count, Shape, check, json_lines, reason, refuse, require_file
+from residua.reading import Count, Shape, check, counted, json_lines, reason, refuse, require_file
 
 EXOFORMER = ("arc_challenge", "arc_easy", "hellaswag", "openbookqa", "piqa", "winogrande")
 """The tasks of the ExoFormer paper (arXiv 2601.08131)."""
@@ -74,7 +74,7 @@ def read_task(name: str, path: Path, *, shots: int, split: str | None = None, li
         raise ValueError(f"{path} has no {split or 'test or validation'} split, only {', '.join(sorted(splits))}.")
     examples = [_form(name, record, path) for record in records if record["split"] == "train"][:shots]
     if len(examples) < shots:
-        have = f"{len(examples)} worked example{'s' * (len(examples) != 1)}"
+        have = counted(len(examples), "worked example")
         raise ValueError(
             f"{path} has {have} in its train split and {shots} were asked for: use --shots {len(examples)}."
         )

@@ -14,6 +14,7 @@ from residua.generate.engine import Step, build_step, engine_for
 from residua.generate.sample import Sampler, Sampling
 from residua.generate.text import TextStream
 from residua.model.moe import MoE, mixtures
+from residua.reading import counted
 from residua.report.terminal import Progress
 from residua.storage.finite import overflowed
 
@@ -162,7 +163,7 @@ class Generator:
             raise ValueError("the prompt is empty: give the model a text to continue.")
         if len(prompt) >= context:
             raise ValueError(
-                f"the prompt has {len(prompt)} tokens and the model's context is {context}: "
+                f"the prompt has {counted(len(prompt), 'token')} and the model's context is {context}: "
                 f"shorten it to {context - 1} or fewer."
             )
         known = self.model.config.vocab_size

@@ -7,6 +7,7 @@ from collections import Counter
 
 from residua.quantize import sentences
 from residua.quantize.schema import KeptTensor, ModuleError, QuantizationResult, perplexity
+from residua.reading import counted
 from residua.report import Column, Page, Value, theme
 from residua.report.figures import grouped_bars
 
@@ -52,7 +53,9 @@ def _verdict(page: Page, result: QuantizationResult) -> None:
             "weights": f"{sentences.size(result.bytes_before)} → {sentences.size(result.bytes_after)}",
             "text": result.text.rpartition("/")[2],
             "device": result.device,
-            "calibration": f"{result.calibration_sequences:,} sequences" if result.alpha is not None else "none needed",
+            "calibration": counted(result.calibration_sequences, "sequence")
+            if result.alpha is not None
+            else "none needed",
         }
     )
 

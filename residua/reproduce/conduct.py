@@ -13,6 +13,7 @@ from rich.text import Text
 from residua.bench.timing import measure_ceilings
 from residua.config.settings import ConfigError
 from residua.machine import choose_device
+from residua.reading import counted
 from residua.report.terminal import ProgressBars
 from residua.reproduce.build import Cost, Request, build_study, selected
 from residua.reproduce.catalogue import load
@@ -89,7 +90,7 @@ def planned_cost(plan: StudyPlan) -> Cost:
 def cost_sentence(cost: Cost) -> str:
     """A cost in words, with hours on this device."""
     return (
-        f"{cost.runs} runs, {count(cost.tokens)} tokens, {cost.flops:.2g} FLOPs: about "
+        f"{counted(cost.runs, 'run')}, {count(cost.tokens)} tokens, {cost.flops:.2g} FLOPs: about "
         f"{duration(cost.flops / training_rate())} on this device, one run at a time."
     )
 

@@ -7,6 +7,7 @@ from fractions import Fraction
 from rich.console import Console
 from rich.text import Text
 
+from residua.reading import counted
 from residua.report import Column, Value
 from residua.reproduce.build import Cost, estimated_cost
 from residua.reproduce.catalogue import DOCUMENTS, load, names
@@ -55,7 +56,7 @@ def _cells(entry: Study | Inside | Nothing, scale: Fraction, rate: float) -> tup
 
 
 def _short(cost: Cost) -> str:
-    return f"{cost.runs} runs, {count(cost.tokens)} tokens, {cost.flops:.1e} FLOPs"
+    return f"{counted(cost.runs, 'run')}, {count(cost.tokens)} tokens, {cost.flops:.1e} FLOPs"
 
 
 def markdown_list(scale: Fraction) -> str:

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from residua.data import Dataset, embedded, unigram_entropy
 from residua.files import write_atomically
+from residua.reading import counted
 from residua.study import sentences
 from residua.study.config import StudyConfig
 from residua.study.diagnosed import SIDE_BY_SIDE, diagnose_runs
@@ -23,7 +24,7 @@ from residua.study.picture import picture
 from residua.study.plan import STUDY, PlannedRun, StudyPlan, base_run, make_plan, refuse_strangers, undone_sentences
 from residua.study.plots import Records
 from residua.study.progress import LiveProgress
-from residua.study.quantized import measure_runs
+from residua.study.quantized import measure_runs, with_earlier
 from residua.study.results import DatasetFacts, StudyResult, collect
 from residua.study.runner import run_plan, threads_per_run
 from residua.study.runs import RunRecord, is_complete, read_run
@@ -61,8 +62,10 @@ def conduct(
     """Train the incomplete runs, then write study.toml, results.json, results.md and report.html into `out`.
 
     The numbers are also kept in the file `results`, after every run. If it exists, the study extends it: runs in it are
-    not trained again. `command` is recorded there. `supplement` adds to the page and to results.md.
+    not trained again. `command` is recorded there. `supplement` adds to the page and to results.md. What an earlier
+    study in `out` measured in low precision is kept.
     """
+    study = with_earlier(study, out)
     keeper = begin(study, out, console, results, command)
     whole = keeper.whole
     with LiveProgress(console, whole.new) as progress:
@@ -197,10 +200,10 @@ def announce(console: Console, study: StudyConfig, plan: StudyPlan) -> None:
     """Print the planned models, and what parameter matching changed."""
     first = plan.runs[0].config
     console.print(
-        f"{len(study.variants)} variants × {len(study.seeds)} seeds"
-        f"{f' × {len(study.sizes)} sizes' if study.scaling else ''} = {len(plan.compared)} runs, "
+        f"{counted(len(study.variants), 'variant')} × {counted(len(study.seeds), 'seed')}"
+        f"{f' × {len(study.sizes)} sizes' if study.scaling else ''} = {counted(len(plan.compared), 'run')}, "
         f"{f'and {len(plan.ladder)} of the ladder, ' if plan.ladder else ''}"
-        f"{study.workers} at a time on {threads_per_run(study)} threads each",
+        f"{study.workers} at a time on {counted(threads_per_run(study), 'thread')} each",
         highlight=False,
     )
     table = Table(box=None, header_style="bold", pad_edge=False)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from residua.config.run import RunConfig, settings
 from residua.config.settings import ConfigError
+from residua.reading import counted
 from residua.study.config import StudyConfig
 from residua.study.plan import PlannedRun, StudyPlan
 from residua.study.runs import RunRecord, is_complete, read_run
@@ -73,7 +74,7 @@ def extend(path: Path, study: StudyConfig, plan: StudyPlan, fingerprint: str, ou
 def extend_sentences(path: Path, extended: Extended) -> list[str]:
     """What a person should know about the saved runs."""
     known = list(extended.known.values())
-    told = [f"{len(known)} runs are in {path.name} and are not trained again."] if known else []
+    told = [f"{counted(len(known), 'run')} of {path.name} will not be trained again."] if known else []
     old = sorted({run.environment.get("mathematics", MATHEMATICS) for run in known} - {MATHEMATICS})
     if old:
         told.append(

@@ -7,6 +7,7 @@ import time
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
+from residua.reading import counted
 from residua.report.plain import outcome
 from residua.report.terminal import clock, remaining
 from residua.study.plan import PlannedRun, StudyPlan
@@ -72,4 +73,4 @@ class LiveProgress:
     def _status(self) -> str:
         done = sum(self._steps.values())
         left = f", {clock(remaining(self._start, self._before, done, self._total))} left" if done < self._total else ""
-        return f"{self._ended}/{self._count} runs{left}"
+        return f"{self._ended}/{counted(self._count, 'run')}{left}"

@@ -17,6 +17,7 @@ from types import FrameType
 from residua.config.settings import ConfigError
 from residua.files import writing
 from residua.machine import available_cores, python_environment
+from residua.reading import counted
 from residua.study.config import StudyConfig
 from residua.study.crew import Crew, Watcher, compiling_ahead
 from residua.study.plan import LOCK, PlannedRun, StudyPlan, check_folders
@@ -49,7 +50,8 @@ def run_plan(study: StudyConfig, plan: StudyPlan, out: Path, watcher: Watcher) -
                 crew.stop()
                 done = sum(is_complete(run.folder, run.config) for run in plan.runs)
                 raise StudyInterrupted(
-                    f"Stopped with {done} of {len(plan.runs)} runs complete: the same command continues from here."
+                    f"Stopped with {done} of {counted(len(plan.runs), 'run')} complete: "
+                    "the same command continues from here."
                 ) from None
             except BaseException:
                 crew.stop()

@@ -13,6 +13,7 @@ from typing import Any, Self
 
 from residua.config.run import RunConfig, TrainConfig
 from residua.data import Dataset, unigram_entropy
+from residua.reading import counted
 from residua.storage.checkpoint import TrainingStopped as TrainingStopped
 
 
@@ -92,8 +93,8 @@ class Watch:
         if not known.telling or loss < known.unigram or still < STRETCH or self.stale < STRETCH_LINES:
             return None
         return (
-            f"the run learns nothing: at step {step} the loss is {loss:.3f} and has not fallen for {still} steps, and "
-            f"token frequencies alone would give {known.unigram:.3f}"
+            f"the run learns nothing: at step {step} the loss is {loss:.3f} and has not fallen for "
+            f"{counted(still, 'step')}, and token frequencies alone would give {known.unigram:.3f}"
         )
 
     def unlearned(self, steps: int, loss: float, known: Frequencies) -> str | None:
@@ -102,7 +103,7 @@ class Watch:
             return None
         if loss > known.guessing - SHARE * (known.guessing - known.unigram):
             return (
-                f"the run has learned nothing: after {steps} steps the loss is {loss:.3f}, guessing gives "
+                f"the run has learned nothing: after {counted(steps, 'step')} the loss is {loss:.3f}, guessing gives "
                 f"{known.guessing:.3f} and token frequencies alone {known.unigram:.3f}"
             )
         if self.lowest is not None and self.lowest < known.unigram and loss > self.lowest + LOST:

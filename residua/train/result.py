@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from residua.config.run import RunConfig
-from residua.reading import refuse
+from residua.reading import counted, refuse
 from residua.storage.run import METRICS, read_metrics
 from residua.train.throughput import mfu
 
@@ -77,7 +77,7 @@ def closing_words(result: Result, command: str) -> str:
     early = f"It is no better than {frequencies}: a model that has learned is below.\n"
     return (
         f"Finished: validation loss {result.validation_loss:.4f} ({result.bits_per_byte:.4f} bits/byte) after "
-        f"{result.steps} steps; weights, curves and config are in {result.folder}.\n"
+        f"{counted(result.steps, 'step')}; weights, curves and config are in {result.folder}.\n"
         f"{early * (result.validation_loss >= result.unigram_entropy)}"
         f"Next: set it against another architecture with residua compare, or train it longer with\n"
         f"  {command} --resume --out {result.folder} train.steps={2 * result.steps}\n"

@@ -13,8 +13,10 @@ from rich.console import Console
 from residua.config.run import RunConfig
 from residua.config.settings import ConfigError
 from residua.data import Dataset
+from residua.data.tokenizer import padded_vocabulary
 from residua.machine import require_memory, short_bytes
 from residua.model.size import shapes
+from residua.reading import counted
 from residua.storage.checkpoint import checkpoints, model_tensors
 from residua.train.optimizer import build_optimizer
 from residua.train.progress import short
@@ -44,7 +46,7 @@ def summarise(
 def _lines(config: RunConfig, step: Step, dataset: Dataset, size: Size) -> Iterator[tuple[str, str]]:
     model, recipe = config.model, config.train
     tokens = recipe.steps * config.tokens_per_step
-    shape = f"{model.layers} layers of width {model.width}, {model.topology.kind}"
+    shape = f"{counted(model.layers, 'layer')} of width {model.width}, {model.topology.kind}"
     active = f", {short(size.parameters - size.idle)} for any one token" if size.idle else ""
     yield "model", f"{shape}, {short(size.parameters)} parameters{active}"
     for group in step.optimizer.param_groups:
@@ -52,21 +54,34 @@ def _lines(config: RunConfig, step: Step, dataset: Dataset, size: Size) -> Itera
     yield "compute", f"{short(size.flops_per_token)}FLOP a token, {short(size.flops_per_token * tokens)}FLOP in all"
     available = dataset.split("train").tokens
     yield "data", f"{dataset.path}: {short(available)} tokens, {tokens / available:.2g} times over"
+    yield "vocab", _vocabulary_line(model.vocab_size, dataset.vocab_size)
+    if (notice := dataset.tiny_validation()) is not None:
+        yield "note", notice
     yield (
         "batch",
         (
             f"{recipe.accumulate} x {recipe.micro_batch} x {config.sequence} = {config.tokens_per_step} tokens a step, "
-            f"{recipe.steps} steps, {short(tokens)} tokens ({tokens / size.parameters:.3g} per parameter)"
+            f"{counted(recipe.steps, 'step')}, {short(tokens)} tokens ({tokens / size.parameters:.3g} per parameter)"
         ),
     )
     yield "device", f"{_device_name(step.device)}, {str(step.precision).removeprefix('torch.')}, {_mode(step, config)}"
+
+
+def _vocabulary_line(model: int, text: int) -> str:
+    """How the model's vocabulary relates to the text's."""
+    padded = padded_vocabulary(text)
+    if model == padded > text:
+        return f"{model:,} token ids: the {text:,} of the text, padded to a multiple of 128"
+    if model > padded:
+        return f"{model:,} token ids, of which the text has {text:,}: model.vocab_size={padded} would be enough"
+    return f"{model:,} token ids, of which the text has {text:,}"
 
 
 def _group_line(group: dict[str, Any]) -> str:
     elements = sum(parameter.numel() for parameter in group["params"])
     decay = f", decay {group['weight_decay']:g}" if group["weight_decay"] else ""
     return (
-        f"{group['title']}: {RULES[group['rule']]}, {short(elements)} in {len(group['params'])} tensors, "
+        f"{group['title']}: {RULES[group['rule']]}, {short(elements)} in {counted(len(group['params']), 'tensor')}, "
         f"rate {group['peak_lr']:g}{decay}"
     )
 
@@ -74,7 +89,7 @@ def _group_line(group: dict[str, Any]) -> str:
 def _device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"CPU with {torch.get_num_threads()} threads"
+    return f"CPU with {counted(torch.get_num_threads(), 'thread')}"
 
 
 def _mode(step: Step, config: RunConfig) -> str:

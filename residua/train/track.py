@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from residua.config.run import RunConfig
 from residua.config.settings import ConfigError
 from residua.files import AppendedFile, explain, write_atomically, writing
-from residua.reading import read_text
+from residua.reading import read_text, reason
 
 
 class Sink(Protocol):
@@ -32,11 +32,18 @@ class Sink(Protocol):
 class Optional:
     """A sink that a run does without: when it cannot be written, `tell` says so once, and nothing more goes to it.
 
-    Raises the error of a closed pipe: the person who read the output has left.
+    `errors` are those that mean so: a library has its own besides those of the system. Raises the error of a closed
+    pipe: the person who read the output has left.
     """
 
-    def __init__(self, name: str, open_sink: Callable[[], Sink], tell: Callable[[str], None]) -> None:
-        self._name, self._tell = name, tell
+    def __init__(
+        self,
+        name: str,
+        open_sink: Callable[[], Sink],
+        tell: Callable[[str], None],
+        errors: type[Exception] = OSError,
+    ) -> None:
+        self._name, self._tell, self._errors = name, tell, errors
         self._sink: Sink | None = None
         self._try(lambda: setattr(self, "_sink", open_sink()))
 
@@ -53,11 +60,11 @@ class Optional:
             work()
         except BrokenPipeError:
             raise
-        except OSError as error:
+        except self._errors as error:
             self._sink = None
-            what, advice = explain(error)
+            what = "{} ({})".format(*explain(error)) if isinstance(error, OSError) else reason(error)
             with suppress(OSError):  # what is printed may go to the same disk
-                self._tell(f"{self._name} is off from here on: {what} ({advice}); the run and metrics.jsonl go on")
+                self._tell(f"{self._name} is off from here on: {what}; the run and metrics.jsonl go on")
 
 
 class TensorBoard:
@@ -138,7 +145,7 @@ def open_trackers(config: RunConfig, folder: Path, start: int, tell: Callable[[s
     with suppress(ImportError):  # TensorBoard is a convenience, metrics.jsonl is the record
         trackers.append(Optional("TensorBoard", lambda: TensorBoard(folder, start), tell))
     if config.train.track == "wandb":
-        trackers.append(Optional("Weights & Biases", lambda: WandB(folder, config), tell))
+        trackers.append(Optional("Weights & Biases", lambda: WandB(folder, config), tell, Exception))
     return trackers
 
 

@@ -17,6 +17,7 @@ from residua.config.settings import ConfigError
 from residua.data import Dataset
 from residua.data.source import open_data
 from residua.machine import choose_device
+from residua.reading import counted
 from residua.storage.checkpoint import model_tensors, save_checkpoint
 from residua.storage.finite import nonfinite
 from residua.storage.load import restore
@@ -120,8 +121,8 @@ def check_processes(config: RunConfig) -> None:
     asked, started = config.parallel.ranks, int(os.environ.get("WORLD_SIZE", 1))
     if asked != started:
         sizes = " × ".join(f"{name} {getattr(config.parallel, name)}" for name in ("data", "shard", "pipeline"))
-        processes, were = "process" if asked == 1 else "processes", "was" if started == 1 else "were"
+        were = "was" if started == 1 else "were"
         raise ConfigError(
-            f"parallel asks for {asked} {processes} ({sizes}) and {started} {were} started: use torchrun "
-            f"--nproc-per-node {asked}, or change parallel.data, parallel.shard and parallel.pipeline."
+            f"parallel asks for {counted(asked, 'process', 'processes')} ({sizes}) and {started} {were} started: use "
+            f"torchrun --nproc-per-node {asked}, or change parallel.data, parallel.shard and parallel.pipeline."
         )

@@ -54,7 +54,12 @@ def say(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp
         ),
         ("train tiny model.layers=99999999", "residua: model.layers = 99999999 is refused: input should be less than"),
         ("train tiny model.topology.streams=8", "residua: model.topology.streams = 8 is not a known key"),
-        (f"train tiny train.seed={HUGE}", f"residua: train.seed = {HUGE} is refused: input should be less than"),
+        ("trian tiny", "residua: there is no command 'trian': did you mean 'train'?"),
+        ("zzz", "residua: there is no command 'zzz': choose one of 'train',"),
+        (
+            f"train tiny train.seed={HUGE}",
+            f"residua: train.seed = {HUGE} is refused: input should be less than 9223372036854775808.",
+        ),
         (f"train tiny data.seed={HUGE}", f"residua: data.seed = {HUGE} is refused: input should be less than"),
         (f"train tiny model.width={HUGE}", f"residua: model.width = {HUGE} is refused: input should be less than"),
         (f"train tiny train.micro_batch={HUGE}", f"residua: train.micro_batch = {HUGE} is refused"),
@@ -75,8 +80,8 @@ def say(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp
         ("data prepare folder --out p --workers 0", "Invalid value for '--workers'"),
         ("data prepare folder --out p --shard-tokens 0", "Invalid value for '--shard-tokens'"),
         ("data prepare folder --out p --max-bytes -4", "Invalid value for '--max-bytes'"),
-        ("data prepare folder --out p --holdout 2", "residua: --holdout 2 is no share of the documents"),
-        ("data prepare folder --out p --holdout nan", "residua: --holdout nan is no share of the documents"),
+        ("data prepare folder --out p --holdout 2", "residua: --holdout 2 is no share of the text"),
+        ("data prepare folder --out p --holdout nan", "residua: --holdout nan is no share of the text"),
         ("data prepare folder --out p --tokenizer _EMPTY_", "residua: --tokenizer is empty"),
         (f"data tokenizer --vocab-size {HUGE} --out t.json", "Invalid value for '--vocab-size'"),
         (
@@ -126,3 +131,23 @@ def test_exit_codes_are_those_of_the_verbs(monkeypatch: pytest.MonkeyPatch, caps
 
 def test_few_bytes_are_not_called_zero_gibibytes() -> None:
     assert [short_bytes(n) for n in (300_000, 3_400_000, 5 * 2**30)] == ["0.3 MiB", "3.2 MiB", "5.0 GiB"]
+
+
+def test_a_newline_in_a_path_does_not_split_the_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["residua", "quantize", "no\nwhere", "--out", "q"])
+    with pytest.raises(SystemExit):
+        main()
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and said.startswith("residua: no where is not a folder")
+
+
+def test_prompts_are_not_read_from_a_pipe_that_nobody_writes_to(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    monkeypatch.setattr(sys, "argv", ["residua", "generate", "run", "--file", str(tmp_path / "pipe")])
+    with pytest.raises(SystemExit):
+        main()
+    assert "pipe is no plain file: --file is a text file" in capsys.readouterr().err

@@ -70,3 +70,46 @@ def test_positions_reach_the_size_of_the_corpus(jsonl: Path) -> None:
 def test_holdout_outside_its_range_is_refused(jsonl: Path, holdout: float) -> None:
     with pytest.raises(DataError, match="holdout is"):
         open_corpus([jsonl], holdout=holdout)
+
+
+def shares(path: Path, holdout: float | None) -> dict[str, int]:
+    """Bytes of text in each split."""
+    found = {"train": 0, "validation": 0}
+    for document in open_corpus([path], holdout=holdout).documents():
+        found[document.split] += document.bytes
+        assert document.bytes == len(document.text.encode())
+    return found
+
+
+@pytest.mark.parametrize("count", [1, 3, 9])
+def test_of_a_few_long_documents_only_the_share_is_held_out(tmp_path: Path, count: int) -> None:
+    texts = ["\n".join(some_texts(400, seed)) for seed in range(count)]
+    path = write_jsonl(tmp_path / "a.jsonl", texts)
+    held = shares(path, 0.05)
+    assert held["train"] + held["validation"] == sum(len(text.encode()) for text in texts), "nothing is lost"
+    assert 0.04 < held["validation"] / sum(held.values()) < 0.06
+    (cut,) = [d.text for d in open_corpus([path], holdout=0.05).documents() if d.split == "validation"]
+    (whole,) = [text for text in texts if text.endswith(cut)]
+    assert whole[: -len(cut)].endswith("\n"), "the cut is where a line begins"
+
+
+def test_without_a_share_a_small_text_holds_out_a_tenth_and_a_larger_one_32_kibibytes(tmp_path: Path) -> None:
+    small = shares(write_jsonl(tmp_path / "a.jsonl", ["\n".join(some_texts(400))]), None)
+    assert small["validation"] / sum(small.values()) == pytest.approx(0.1, abs=0.01)
+    larger = shares(write_jsonl(tmp_path / "b.jsonl", ["\n".join(some_texts(8000))]), None)
+    assert larger["validation"] == pytest.approx(32_768, rel=0.01)
+
+
+def test_whole_documents_are_held_out_where_they_fit_and_equal_texts_stay_together(tmp_path: Path) -> None:
+    texts = [f"{number} " + "x" * 2000 for number in range(10)] * 2
+    for holdout in (0.1, 0.2, 0.3, 0.5):
+        documents = list(open_corpus([write_jsonl(tmp_path / "a.jsonl", texts)], holdout=holdout).documents())
+        assert sorted(d.text for d in documents) == sorted(texts), "none is cut"
+        held = [d.text for d in documents if d.split == "validation"]
+        assert all(held.count(text) == 2 for text in held)
+        assert holdout / 2 <= len(held) / 20 <= 2 * holdout
+
+
+def test_a_tokenizer_is_trained_on_a_single_document_even_if_its_hash_is_low(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [text := "\n".join(some_texts(400))])
+    assert list(open_corpus([path], holdout=0.999).sample(1000)) == [text]

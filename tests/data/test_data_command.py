@@ -10,9 +10,9 @@ import pytest
 from typer.testing import CliRunner
 
 from residua.cli.data import app
-from residua.config.run import RunConfig
+from residua.config.run import DataConfig, RunConfig
 from residua.data import DataError, Dataset, Tokenizer
-from residua.data.source import open_data
+from residua.data.source import open_data, vocabulary
 
 
 def run(*arguments: str | Path) -> str:
@@ -51,15 +51,34 @@ def test_info_shows_text_that_a_terminal_would_execute_as_text(tmp_path: Path) -
     assert "a\N{REPLACEMENT CHARACTER}[2Jb" in shown and not set(shown) & set("\x1b\x07")
 
 
-def test_the_next_command_makes_room_for_a_vocabulary_larger_than_the_presets(tmp_path: Path) -> None:
+def test_the_next_command_trains_a_vocabulary_larger_than_the_presets(tmp_path: Path) -> None:
     (tmp_path / "words.txt").write_text("\n\n".join(f"{i * i:x} {i**3:x}" for i in range(20_000)))
     dataset = tmp_path / "data of mine"
     printed = run("prepare", tmp_path / "words.txt", "--out", dataset, "--tokenizer", "bpe:1500", "--workers", "1")
     *_, command = printed.partition("next: residua train ")
     preset, *rest = shlex.split(command)
-    assert rest[:2] == ["--data", str(dataset)] and rest[2:4] == ["--out", "runs/first"]
-    config = RunConfig.find(preset).override([f"data.path='{dataset}'", *rest[4:]])
-    assert rest[4:] and open_data(config).vocab_size == 1500
+    assert rest == ["--data", str(dataset), "--out", "runs/first"]
+    config = RunConfig.find(preset).override([f"data.path='{dataset}'"])
+    with pytest.raises(ValueError, match=r"set model\.vocab_size=1500 or more, or leave it out"):
+        open_data(config)
+    assert vocabulary(config.data) == 1536
+    assert open_data(config.override(["model.vocab_size=1536"])).vocab_size == 1500
+
+
+def test_the_embedded_corpus_tells_its_vocabulary_without_being_prepared(tmp_path: Path) -> None:
+    Tokenizer.train(["some text " * 9], 265).save(tmp_path / "tokenizer.json")
+    for tokenizer, size in (("bpe:1000", 1024), ("bytes", 384), (str(tmp_path / "tokenizer.json"), 384)):
+        assert vocabulary(DataConfig(tokenizer=tokenizer)) == size
+
+
+def test_a_tiny_validation_text_is_told(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("a few words\n" * 1000)
+    printed = run("prepare", tmp_path / "text.txt", "--out", tmp_path / "a", "--tokenizer", "bytes")
+    assert "validation is tiny, 1,2" in printed and "raise --holdout, or give --validation SOURCE" in printed
+    assert "1 document " in printed and "1 shard\n" in printed
+    (tmp_path / "text.txt").write_text("a few words\n" * 20_000)
+    printed = run("prepare", tmp_path / "text.txt", "--out", tmp_path / "b", "--tokenizer", "bytes")
+    assert "validation is tiny" not in printed
 
 
 def test_tokenizer_then_prepare(jsonl: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 from pathlib import Path
 
@@ -13,9 +14,10 @@ from typer.testing import CliRunner
 from residua.cli.diagnose import app
 from residua.config.run import RunConfig
 from residua.config.settings import to_toml
-from residua.data import Tokenizer
+from residua.data import Dataset, Tokenizer, open_corpus, prepare
 from residua.diagnose import Diagnosis, diagnose
 from residua.diagnose.folder import first_sentences
+from residua.diagnose.text import open_text, sample
 from tests.diagnose import planted
 
 pytestmark = pytest.mark.slow
@@ -196,3 +198,58 @@ def test_the_summary_names_the_text(run: Path, text: Path, tmp_path: Path) -> No
     assert f"on 64 tokens of {text}, 2 sequences of 32." in shown
     shown = diagnose([run], tmp_path / "b", tokens=64, ablations="none").models[0].summary[0]
     assert "of the embedded corpus (Python standard library, validation part), 2 sequences of 32." in shown
+
+
+LESSON = "a text of its own, which the run was trained on and is validated on. "
+
+
+@pytest.fixture
+def lesson(tmp_path: Path) -> Dataset:
+    (tmp_path / "lesson.txt").write_text(LESSON * 300, encoding="utf-8")
+    return prepare(open_corpus([tmp_path / "lesson.txt"], holdout=0.1), tmp_path / "data", "bytes")
+
+
+def with_data(run: Path, dataset: Dataset) -> Path:
+    config = RunConfig.from_toml(run / "config.toml").override([f"data.path='{dataset.path}'"])
+    (run / "config.toml").write_text(config.to_toml())
+    return run
+
+
+def test_a_run_is_shown_its_own_validation_text(run: Path, lesson: Dataset, tmp_path: Path) -> None:
+    with_data(run, lesson)
+    arguments = [str(run), "--tokens", "64", "--device", "cpu", "--ablations", "none", "--out", str(tmp_path / "out")]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.exception
+    source = f"the text of run ({lesson.path}, validation part)"
+    assert f"on 64 tokens of {source}, 2 sequences of 32." in result.output
+    assert html.escape(source) in (tmp_path / "out" / "report.html").read_text()
+    shown = sample(
+        Tokenizer.load(run), text=open_text(None, [run]), tokens=64, length=32, context=32, vocabulary=264
+    ).tokens
+    first = lesson.split("validation").read(0, 66)
+    assert shown.tolist() == [first[:32].tolist(), first[33:65].tolist()]
+
+
+def test_a_prepared_dataset_is_shown_to_models_of_any_tokenizer(run: Path, lesson: Dataset, tmp_path: Path) -> None:
+    text = open_text(lesson.path, [run])
+    assert text.name == f"a dataset ({lesson.path}, validation part)"
+    other = Tokenizer.train([LESSON], 270)
+    assert other.hash != lesson.tokenizer_hash
+    own, cut_anew = ([i for piece in text.pieces(t) for i in piece] for t in (Tokenizer.bytes(), other))
+    assert len(cut_anew) < len(own) == lesson.split("validation").tokens
+    assert other.decode(cut_anew) == Tokenizer.bytes().decode(own)
+    made = diagnose([run], tmp_path / "out", text=lesson.path, tokens=64, ablations="none").models[0]
+    assert made.text.source == text.name
+
+
+def test_a_dataset_without_validation_shows_its_training_part(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "t.txt").write_text(LESSON * 9)
+    prepare(open_corpus([tmp_path / "t.txt"], holdout=0), tmp_path / "data", "bytes")
+    assert open_text(tmp_path / "data", [run]).name.endswith("training part)")
+
+
+def test_a_text_that_was_moved_away_is_asked_for(run: Path, lesson: Dataset) -> None:
+    with_data(run, lesson)
+    lesson.path.rename(lesson.path.with_name("elsewhere"))
+    with pytest.raises(ValueError, match=r"the text of .*run, is not there any more: name a text or a dataset"):
+        diagnose([run], run, tokens=64)

@@ -14,6 +14,7 @@ from residua.evaluate.score import Scorer
 from residua.evaluate.tasks import read_task
 from residua.generate.generator import Generator, Request
 from tests.evaluate.test_eval_scores import TOKENIZER, log_likelihood, model, write_task
+from tests.trained import residua
 
 pytest.importorskip("lm_eval")
 pytestmark = pytest.mark.slow
@@ -138,3 +139,13 @@ def test_without_a_network_local_files_are_named(monkeypatch: pytest.MonkeyPatch
             scorer, Generator(scorer.model, TOKENIZER), ["mine"], shots=0, limit=1,
             task_manager=SimpleNamespace(all_tasks=["mine"]),
         )  # fmt: skip
+
+
+def test_a_task_that_the_harness_does_not_have_is_refused_before_the_model_is_opened(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from residua.evaluate import harness
+
+    monkeypatch.setattr(harness, "TaskManager", lambda: SimpleNamespace(all_tasks=["arc_easy", "piqa"]))
+    assert residua(monkeypatch, "eval", "nowhere", "--tasks", "arc_esay") == 2
+    assert "residua: lm-eval has no task arc_esay: did you mean arc_easy?" in capsys.readouterr().err

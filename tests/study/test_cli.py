@@ -13,7 +13,9 @@ from residua.cli.compare import app
 from residua.config.settings import ConfigError
 from residua.config.variants import KNOWN
 from residua.data import Dataset
+from residua.study.plan import PlannedRun, StudyPlan
 from tests.study.conftest import SMALL
+from tests.study.recorded import write_run
 
 runner = CliRunner()
 
@@ -96,3 +98,24 @@ def test_a_change_that_a_variant_undoes_is_told(dataset: Dataset) -> None:
     shown = runner.invoke(app, arguments, catch_exceptions=False).output
     assert "--set model.topology.kind=additive has no effect on mgr, which sets its own value." in shown
     assert "train.steps=100 does not" not in shown and "for prenorm" not in shown
+
+
+def test_a_study_with_a_failed_run_says_why_on_standard_error(
+    dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = [argument for change in SMALL for argument in ("--set", change)]
+    reason = "it ran out of memory"
+
+    def fail(study: object, plan: StudyPlan, out: Path, watcher: object) -> dict[PlannedRun, str]:
+        for run in plan.runs[1:]:
+            write_run(run, lambda run, step: 3.0)
+        return {plan.runs[0]: reason}
+
+    monkeypatch.setattr("residua.study.conduct.run_plan", fail)
+    out = tmp_path / "study"
+    result = runner.invoke(
+        app, ["prenorm", "mgr", "--seeds", "1", *small, "--data", str(dataset.path), "--out", str(out)]
+    )
+    assert result.exit_code == 1, result.output
+    assert f"residua: prenorm-seed0 did not complete: {reason}\n" in result.stderr
+    assert result.stderr.endswith("residua: 1 of 2 runs did not complete: see above.\n")

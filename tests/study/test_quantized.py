@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -102,3 +103,34 @@ def test_a_run_is_measured_again_once_it_was_trained_further(
     os.utime(plan.runs[0].folder / "inspection.json", (later, later))
     measure_runs(asked, plan, Console(quiet=True))
     assert len(measured) == 2
+
+
+def test_a_rerun_without_recipes_keeps_what_was_measured_and_one_with_others_adds_to_it(
+    study: StudyConfig, dataset: Dataset, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = low(study, variants={"prenorm": ("prenorm",)}, quantize=("fp8",), data=str(dataset.path))
+    write_all(make_plan(first, out, dataset), lambda run, step: 3.0)
+    measured = []
+
+    def measure(run: PlannedRun, study: StudyConfig, tell: object) -> QuantizedRun:
+        measured.append((study.quantize, study.calibration))
+        losses = dict.fromkeys(study.quantize, 3.1)
+        found = QuantizedRun(
+            calibration=study.calibration, loss=3.0, peak_activation=1.0, sink_ratio=1.0, losses=losses
+        )
+        (run.folder / "quantized.json").write_text(found.model_dump_json())
+        return found
+
+    def recipes(again: StudyConfig) -> list[str]:
+        row = conduct(again, out, Console(quiet=True)).result.variants[0].low_precision
+        return [] if row is None else list(row.losses)
+
+    page = SimpleNamespace(write=lambda path: path)  # drawing it takes seconds
+    monkeypatch.setattr("residua.study.conduct.study_page", lambda *_: page)
+    monkeypatch.setattr("residua.study.quantized.measure_run", measure)
+    assert recipes(first) == ["fp8"]
+    plain = {k: v for k, v in first.model_dump().items() if k not in ("quantize", "calibration")}
+    assert recipes(StudyConfig(**plain)) == ["fp8"]
+    assert measured == [(("fp8",), 8)], "nothing is measured again, nor with another calibration"
+    assert recipes(StudyConfig(**plain, quantize=("nvfp4",))) == ["fp8", "nvfp4"]
+    assert StudyConfig.from_toml(out / "study.toml").quantize == ("fp8", "nvfp4")

@@ -269,7 +269,7 @@ def test_another_version_of_the_mathematics_is_said(
     console = Console(record=True, width=400, quiet=False, file=(tmp_path / "shown").open("w"))
     conduct(chosen("mgr", seeds=[0, 1]), tmp_path / "second", console, kept)
     shown = console.export_text()
-    assert "4 runs are in x.json and are not trained again" in shown
+    assert "4 runs of x.json will not be trained again" in shown
     assert "mathematics version 1, and this Residua has 7" in shown
 
 

@@ -109,3 +109,42 @@ def test_a_mistake_is_one_sentence(
     code, output = call(*arguments)
     assert code == 2 and sentence in output and "Traceback" not in output
     assert not list(tmp_path.iterdir())
+
+
+SMALL = [
+    "model.layers=1", "model.width=16", "model.attention.heads=2", "model.ffn.hidden=16", "model.context=16",
+    "train.steps=2", "train.schedule.warmup=0", "train.micro_batch=2", "data.validation_tokens=64", "train.device=cpu",
+]  # fmt: skip
+
+
+def vocabulary(run: Path) -> int:
+    return RunConfig.from_toml(run / "config.toml").model.vocab_size
+
+
+def test_the_vocabulary_is_that_of_the_text_unless_one_is_asked_for(call: Call, data: Path, tmp_path: Path) -> None:
+    code, output = call("tiny", "--data", data, "--out", tmp_path / "a", *SMALL)
+    assert code == 0 and vocabulary(tmp_path / "a") == 384
+    assert "384 token ids: the 257 of the text, padded to a multiple of 128\n" in output
+    assert "validation is tiny, " in output and "1 layer of width 16" in output and "CPU with 1 thread," in output
+    code, output = call("tiny", "--data", data, "--out", tmp_path / "b", *SMALL, "model.vocab_size=640")
+    assert code == 0 and vocabulary(tmp_path / "b") == 640
+    assert "640 token ids, of which the text has 257: model.vocab_size=384 would be enough\n" in output
+
+
+def test_the_vocabulary_of_a_file_is_kept_and_that_of_the_preset_it_extends_is_not(
+    call: Call, data: Path, tmp_path: Path
+) -> None:
+    for written, size in (("", 384), ("[model]\nvocab_size = 300\n", 300)):
+        (tmp_path / "mine.toml").write_text(f'extends = "tiny"\n{written}')
+        out = tmp_path / f"run{size}"
+        assert call(tmp_path / "mine.toml", "--data", data, "--out", out, *SMALL)[0] == 0
+        assert vocabulary(out) == size
+
+
+def test_a_resumed_run_keeps_its_vocabulary_also_if_its_preset_is_named(call: Call, data: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    assert call("tiny", "--data", data, "--out", out, *SMALL, "model.vocab_size=640")[0] == 0
+    code, output = call("tiny", "--resume", "--data", data, "--out", out, *SMALL, "train.steps=3")
+    assert code == 0 and "step 3/3" in output and vocabulary(out) == 640
+    code, output = call("--from", out, "--data", data, "--out", tmp_path / "new", "train.steps=2")
+    assert code == 0 and vocabulary(tmp_path / "new") == 640

@@ -208,3 +208,19 @@ def test_a_file_may_extend_a_preset(tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_text('extends = "tiny"\n[train]\nsteps = 77\n')
     mine = RunConfig.find(str(tmp_path / "mine.toml"))
     assert mine.train.steps == 77 and mine.model == RunConfig.find("tiny").model
+
+
+def test_a_failing_wandb_is_one_sentence_and_the_run_goes_on(
+    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(**_: Any) -> None:
+        raise RuntimeError("api key not configured (no-tty). call wandb.login\nmore")
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=fail))
+    printed = io.StringIO()
+    train(config.override(["train.track=wandb"]), tmp_path / "run", console=Console(file=printed, width=300))
+    assert (
+        "Weights & Biases is off from here on: api key not configured (no-tty). call wandb.login; the run and "
+        "metrics.jsonl go on\n"
+    ) in printed.getvalue()
+    assert "Finished" in printed.getvalue()

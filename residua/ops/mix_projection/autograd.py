@@ -72,10 +72,11 @@ def mix_projection(
 ) -> Tensor:
     """The fused twin of the reference."""
     *_, heads, width = current.shape
-    scales = [[per_head(scale).expand(heads, width)] for scale in (anchor_scale, current_scale)]
+    of_anchor, of_current = (per_head(scale).expand(heads, width) for scale in (anchor_scale, current_scale))
     mixed, _ = _apply(
         [0, heads, width, -1, 0], eps, current.reshape(1, -1, heads * width), None, (),
-        [anchor.reshape(1, -1, heads, width)], *scales, (), () if norm_weight is None else (norm_weight,),
+        [anchor.reshape(1, -1, heads, width)], [of_anchor], [of_current], (),
+        () if norm_weight is None else (norm_weight,),
     )  # fmt: skip
     return mixed.reshape(current.shape)
 
