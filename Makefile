@@ -42,6 +42,7 @@ map: setup  ## draw docs/img/architecture.svg from the imports in the code, and 
 
 results: setup  ## write the tables and pictures of the documentation from docs/results
 	$(BIN)/python tools/results.py
+	$(BIN)/python tools/answer.py
 
 entries: setup  ## write the list of `residua reproduce` into docs/reproduce.md
 	$(BIN)/python tools/entries.py

@@ -80,7 +80,7 @@ class World:
             path = folder / word
             if before in ("--out", "--engine") or path.exists():
                 continue
-            if word.startswith("data") or (before == "--data"):
+            if word.startswith("data/") or before == "--data":
                 shutil.copytree(self.place / "data", path)
             elif word.startswith("models/"):
                 shutil.copytree(self.model, path)
@@ -113,14 +113,15 @@ def _smaller(verb: str, parameters: dict) -> list[str]:
             return []
         sizes = _sizes(parameters["start"], parameters["base"])
         small = [word for setting in [*RECIPE, *sizes] for word in ("--set", setting)]
-        return [*small, "--seeds", "1", "--workers", "1", "--threads", "1", "--calibration", "4"]
+        length = ["--tokens-per-parameter", "0.01"] if parameters["sizes"] else []
+        return [*small, *length, "--seeds", "1", "--workers", "1", "--threads", "1", "--calibration", "4"]
     return {
         "diagnose": ["--tokens", "128", "--length", "32", "--ablation-tokens", "64"],
         "eval": ["--tokens", "64", "--limit", "2", "--shots", "1"],
         "generate": ["--tokens", "4"],
         "quantize": ["--calibration", "4", "--tokens", "64", "--probes", "1"],
         "bench step": ["--steps", "1", "--warmup", "0", "--no-compile", "--micro-batch", "1", "--accumulate", "1",
-                       "--sequence", "16", *SIZES, "model.vocab_size=320"],
+                       "--sequence", "16", *SIZES, "model.attention.heads=2", "model.vocab_size=320"],
     }.get(verb, [])  # fmt: skip
 
 

@@ -1,0 +1,59 @@
+"""The README: its links hold in the repository and on PyPI, and its picture is that of the measured table."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+LINK = re.compile(r"(!?)\[[^\]]*\]\(([^)\s]+)\)")
+
+
+def _module(path: str):
+    spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_relative_link_is_a_file_of_the_repository() -> None:
+    relative = [target for _, target in LINK.findall(README) if not target.startswith("https://")]
+    assert len(relative) > 20
+    assert [target for target in relative if not (ROOT / target.partition("#")[0]).exists()] == []
+
+
+def test_on_pypi_every_link_is_absolute_and_leads_to_that_file() -> None:
+    text = _module("setup.py").absolute(README, "https://example.org/us/residua", "v1")
+    pairs = list(zip(LINK.findall(README), LINK.findall(text), strict=True))
+    for (mark, before), (_, after) in pairs:
+        assert after.startswith("https://")
+        if not before.startswith("https://"):
+            assert after == f"https://example.org/us/residua/{'raw' if mark else 'blob'}/v1/{before}"
+    assert any(mark for (mark, _), _ in pairs)
+
+
+def test_a_build_knows_its_repository_on_github_only(monkeypatch) -> None:
+    setup = _module("setup.py")
+    for name, value in (("SERVER_URL", "https://example.org"), ("REPOSITORY", "us/residua"), ("SHA", "abc")):
+        monkeypatch.setenv(f"GITHUB_{name}", value)
+    assert setup.repository() == ("https://example.org/us/residua", "abc")
+    monkeypatch.delenv("GITHUB_REPOSITORY")
+    assert setup.repository() is None
+
+
+def test_the_picture_is_drawn_from_the_measured_table() -> None:
+    answer = _module("tools/answer.py")
+    found = answer.rows(answer.PAGE.read_text(encoding="utf-8"))
+    assert len(found) == 5 and [row.change for row in found] == sorted(row.change for row in found)
+    assert answer.PICTURE.read_text(encoding="utf-8") == answer.draw(found), "run `make results`"
+    assert "docs/img/answer.svg" in README
+
+
+def test_the_picture_says_what_the_numbers_say() -> None:
+    answer = _module("tools/answer.py")
+    lower = answer.Row("A, x", -0.2, -0.3, -0.1, 1.2, 1.1, 1.3, 1.1)
+    unsure = answer.Row("B", -0.1, -0.3, 0.1, 1.3, 0.8, 1.6, 1.5)
+    assert answer._answer([lower, unsure]) == "Lower loss per step: A. Faster per second: A."
+    assert answer._answer([unsure]) == "No lower loss was shown. Faster per second: none in this study."
