@@ -24,6 +24,10 @@ def export(
     layout: Annotated[
         str, typer.Option(metavar="residua|llama|qwen3|...", help="Residua's own with its code, or a model_type.")
     ] = "residua",
+    push: Annotated[
+        str | None, typer.Option(metavar="ORG/NAME", help="Also send it to this repository of the Hugging Face Hub.")
+    ] = None,
+    public: Annotated[bool, typer.Option("--public", help="With --push: a new repository is for everybody.")] = False,
 ) -> None:
     """Write a trained model as a Hugging Face folder that transformers opens without Residua.
 
@@ -31,12 +35,16 @@ def export(
     residua export runs/tiny --out exported/tiny
     residua export runs/wiki --out exported/wiki --checkpoint best --precision bfloat16
     residua export runs/llama --out exported/llama --layout llama
+    residua export runs/tiny --out exported/tiny --push me/tiny
 
-    The folder holds safetensors, configuration, tokenizer and modelling code: copies
-    of Residua's own files, those of the parts that this model has. The code is run and
-    compared with the model before the folder gets its name. With --layout there is no
-    code: the model is written as one of transformers' own, if it is one.
+    The folder holds safetensors, configuration, tokenizer, a model card and modelling
+    code: copies of Residua's own files, those of the parts that this model has. The code
+    is run and compared with the model before the folder gets its name. With --layout
+    there is no code: the model is written as one of transformers' own, if it is one.
+    --push makes a private repository if there is none.
     """
+    if public and push is None:
+        raise ValueError("--public says who may see what is pushed: name the repository with --push ORG/NAME.")
     require_choice("--checkpoint", checkpoint, CHECKPOINTS)
     from residua.export import export as write
     from residua.reading import counted
@@ -44,11 +52,13 @@ def export(
 
     console = open_console(log_width=None)
     with console.status("writing the folder and running its code"):
-        made = write(run, out, cast("Literal['last', 'best']", checkpoint), precision, layout)
+        made = write(run, out, cast("Literal['last', 'best']", checkpoint), precision, layout, push, public)
     files = len(list(out.glob("*.py")))
     code = f"{counted(files, 'file')} of modelling code" if files else f"as a {layout} model"
     console.print(f"{out}: {made.parameters:,} parameters in {precision}, {code}.", soft_wrap=True)
     console.print(_checked(made.difference), soft_wrap=True)
+    if made.address is not None:
+        console.print(f"Pushed to {made.address}.", soft_wrap=True, markup=False)
     console.print("Next, in any Python with transformers:", markup=False)
     trust = ", trust_remote_code=True" if files else ""
     console.print(f'    AutoModelForCausalLM.from_pretrained("{out}"{trust})', soft_wrap=True, markup=False)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from residua.export.card import Trained, model_card
 from residua.export.folder import write_folder
+from residua.export.hub import push, require_hub
 from residua.export.layout import write_layout
 from residua.files import refuse_used
 from residua.reading import inside
@@ -18,11 +20,15 @@ __all__ = ["Exported", "export", "write_folder"]
 
 
 class Exported(NamedTuple):
-    """What was written, and how far the logits of its own code are from the model's (None if it could not be run)."""
+    """What was written, and how far the logits of its own code are from the model's (None if it could not be run).
+
+    `address` is where it was pushed to.
+    """
 
     folder: Path
     parameters: int
     difference: float | None
+    address: str | None = None
 
 
 def export(
@@ -31,22 +37,30 @@ def export(
     which: Literal["last", "best"] = "last",
     precision: str = "float32",
     layout: str = RESIDUA,
+    push_to: str | None = None,
+    public: bool = False,
 ) -> Exported:
     """Write the model of a run as a Hugging Face folder; `precision` is that of the weights in it.
 
-    `layout` is Residua's own, with its code, or a `model_type` of transformers that fits the model.
+    `layout` is Residua's own, with its code, or a `model_type` of transformers that fits the model. `push_to` is a
+    repository ORG/NAME of the Hugging Face Hub; one that is new is private unless `public`.
     """
     run, out = Path(run), Path(out)
     refuse_used(out)
+    if push_to is not None:
+        require_hub(push_to)
     if precision not in PRECISIONS:
         raise ValueError(f"precision {precision} does not exist: choose {' or '.join(PRECISIONS)}.")
     if (run / "quantization.json").exists():
         raise ValueError(f"{run} is quantized, and exports are not: export the run that it was made from.")
     model, tokenizer = open_model(run, which, as_trained=True)
     dtype = PRECISIONS[precision]
+    card = model_card(model, push_to or out.name, Trained(run, which), own_code=layout == RESIDUA)
     if layout == RESIDUA:
         template = inside(run, f"{SOURCE}/chat_template.jinja")
-        difference = write_folder(model, tokenizer, out, dtype, chat_template=template if template.is_file() else None)
+        chat = template if template.is_file() else None
+        difference = write_folder(model, tokenizer, out, dtype, chat_template=chat, card=card)
     else:
-        difference = write_layout(model, tokenizer, run, out, layout, dtype)
-    return Exported(out, sum(p.numel() for p in model.parameters()), difference)
+        difference = write_layout(model, tokenizer, run, out, layout, dtype, card)
+    address = None if push_to is None else push(out, push_to, public=public)
+    return Exported(out, sum(p.numel() for p in model.parameters()), difference, address)

@@ -34,12 +34,11 @@ class KeyValues:
         """Attention of q [B, T, H, D] to the cached keys and to k, v [B, T, H_kv, D], which are added to the cache."""
         if self.host is None:
             return attend_cached(q, *self.extend(k, v, now), now, sink=sink, window=window)
-        if sink is not None:
-            raise ValueError("this attn_implementation has no learned sinks: use 'sdpa'.")
+        if sink is not None or window is not None:  # hosts ignore them without a word
+            raise ValueError("this attn_implementation has no learned sinks and no windows: use 'sdpa'.")
         self.num_key_value_groups = q.shape[2] // k.shape[2]
-        settings = {} if window is None else {"sliding_window": window}
         heads = (t.transpose(1, 2) for t in (q, k, v))
-        y, _ = self.host(self, *heads, None, scaling=q.shape[-1] ** -0.5, **settings)
+        y, _ = self.host(self, *heads, None, scaling=q.shape[-1] ** -0.5)
         return y.reshape(q.shape)
 
     def extend(self, k: Tensor, v: Tensor, now: Now) -> tuple[Tensor, Tensor]:

@@ -54,6 +54,7 @@ STAYING = (
 """What a model's parts need only to answer `residua quantize`, `diagnose`, `bench` and `generate`."""
 TRAVELLING = ("residua.model.", "residua.config.", "residua.ops", "residua.export.")
 OF_PYDANTIC = ("Field", "field_validator", "model_validator")
+LICENCE = "# SPDX-FileCopyrightText: The Residua developers\n# SPDX-License-Identifier: Apache-2.0\n"
 BUILDERS = ("build_topology", "build_norm")
 PARTS_SOURCE = '''"""The classes that the configuration of this model chooses."""
 
@@ -140,11 +141,12 @@ class Bundle:
                 text = modules.source(module)
                 attributes |= modules.attributes(ast.parse(text))
                 note = f"# {modules.path_of(module)}, copied with its imports rewritten {by}\n"
-                copies[self._file(module)] = note + rewritten(text, module, self)
+                licence = LICENCE if _is_residuas(module) else ""
+                copies[self._file(module)] = note + licence + rewritten(text, module, self)
         generated = {PARTS: parts, CONFIG: tables_source(self._config(), attributes)}
         if self.operators:
             generated[OPS] = self._operators_source()
-        texts = copies | {name: f"# generated for this model {by}\n{text}" for name, text in generated.items()}
+        texts = copies | {name: f"# generated for this model {by}\n{LICENCE}{text}" for name, text in generated.items()}
         return {n: with_itself(t) if n in self.imported_as_modules else t for n, t in sorted(texts.items())}
 
     def travels(self, module: str) -> bool:

@@ -1,7 +1,7 @@
 """Writing a Hugging Face folder, whole or not at all (`residua.storage.exported` reads it back).
 
 config.json  generation_config.json  model.safetensors  tokenizer.json  tokenizer_config.json
-configuration_residua.py  modeling_residua.py  and the modules that it imports (`residua.export.bundle`)
+README.md  configuration_residua.py  modeling_residua.py  and the modules that it imports (`residua.export.bundle`)
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from residua.config.model import ModelConfig, head_dim
 from residua.data.tokenizer import Tokenizer
 from residua.export.bundle import bundle, users_modules
+from residua.export.card import CARD_FILE, model_card
 from residua.export.check import check_export
 from residua.files import atomic_folder, refuse_used
 from residua.model.decoder import Decoder
@@ -40,11 +41,13 @@ def write_folder(
     dtype: torch.dtype = torch.float32,
     check: bool = True,
     chat_template: Path | None = None,
+    card: str | None = None,
 ) -> float | None:
     """Write an export; `out` must not exist, or be an empty folder. Returns what `check_export` finds."""
     refuse_used(out)
     with atomic_folder(out) as folder:
         _fill(folder, model, tokenizer, dtype)
+        (folder / CARD_FILE).write_text(card or model_card(model, out.name), encoding="utf-8")
         if chat_template is not None:
             shutil.copyfile(chat_template, folder / chat_template.name)
         return check_export(folder, model, dtype) if check else None

@@ -71,17 +71,18 @@ def import_lines(places: Mapping[str, Place]) -> list[str]:
 
 def with_itself(text: str) -> str:
     """The text of a file that others import as a module."""
-    first = [node.end_lineno or 0 for node in ast.parse(text).body if _is_header(node)]
+    body = ast.parse(text).body
+    first = [node.end_lineno or 0 for node in body if _is_header(node, first=node is body[0])]
     lines = text.splitlines(keepends=True)
     at = max(first, default=0)
     return "".join([*lines[:at], f"\nimport sys\n\n{ITSELF} = sys.modules[__name__]\n", *lines[at:]])
 
 
-def _is_header(node: ast.stmt) -> bool:
+def _is_header(node: ast.stmt, *, first: bool) -> bool:
     """A docstring or `from __future__ import …`, which nothing may stand before."""
     if isinstance(node, ast.ImportFrom):
         return node.module == "__future__"
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and node.lineno <= 3
+    return first and isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
 
 
 def _stands_alone(text: str, node: ast.stmt) -> bool:

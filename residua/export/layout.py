@@ -13,6 +13,7 @@ from torch import Tensor
 from residua.convert.families import find_family
 from residua.convert.family import Rule
 from residua.data.tokenizer import Tokenizer
+from residua.export.card import CARD_FILE, model_card
 from residua.export.check import check_layout
 from residua.export.folder import end_tokens, json_text, tokenizer_config
 from residua.files import atomic_folder, refuse_used
@@ -25,7 +26,13 @@ AGAIN = "import the model again"
 
 
 def write_layout(
-    model: Decoder, tokenizer: Tokenizer, run: Path, out: Path, layout: str, dtype: torch.dtype = torch.float32
+    model: Decoder,
+    tokenizer: Tokenizer,
+    run: Path,
+    out: Path,
+    layout: str,
+    dtype: torch.dtype = torch.float32,
+    card: str | None = None,
 ) -> float | None:
     """Write the model of a run as a folder of the family `layout`; returns what `check_layout` finds.
 
@@ -47,6 +54,7 @@ def write_layout(
     with atomic_folder(out) as folder:
         config = {**before, **keys, "dtype": str(dtype).removeprefix("torch.")}
         (folder / "config.json").write_text(json_text(config), encoding="utf-8")
+        (folder / CARD_FILE).write_text(card or model_card(model, out.name, own_code=False), encoding="utf-8")
         if not kept:
             text = json_text(tokenizer_config(tokenizer, model.config))
             (folder / "tokenizer_config.json").write_text(text, encoding="utf-8")

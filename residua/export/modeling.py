@@ -6,7 +6,8 @@ installed, its decoder runs instead of the copy, with fused kernels.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -21,6 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from residua.config.model import ModelConfig
 from residua.export.bridge import Attention, Past
 from residua.export.configuration import ResiduaConfig
+from residua.export.memory import offloaded_weights, recomputed
 from residua.model.decoder import Decoder
 
 
@@ -59,14 +61,18 @@ class ResiduaPreTrainedModel(PreTrainedModel):
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Each module initialises its own parameters; the head starts as the configuration says."""
+        """Each module initialises its own parameters; the head starts as the configuration says.
+
+        So do the embedding and the head that transformers makes for another vocabulary.
+        """
         own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
         if all(getattr(tensor, "_is_hf_initialized", False) for tensor in own):
             return
-        if isinstance(module, nn.Linear):
+        if type(module) in (nn.Linear, nn.Embedding):
             tables = self.config.residua or {}
-            zero = tables["head"].get("init") == "zero"
-            nn.init.zeros_(module.weight) if zero else nn.init.normal_(module.weight, std=tables["init"]["std"])
+            zero = type(module) is nn.Linear and tables["head"].get("init") == "zero"
+            weight: Any = module.weight
+            nn.init.zeros_(weight) if zero else nn.init.normal_(weight, std=tables["init"]["std"])
         elif callable(reset := getattr(module, "reset_parameters", None)):
             reset()
 
@@ -79,7 +85,13 @@ class ResiduaPreTrainedModel(PreTrainedModel):
         for k, sublayer in enumerate(decoder.sublayers):
             sublayer.__dict__.pop("forward", None)
             if enable and k // 2 % kwargs.get("every_n_layers", 1) == 0:
-                sublayer.forward = partial(gradient_checkpointing_func, sublayer.forward)
+                sublayer.forward = partial(recomputed, sublayer.forward, gradient_checkpointing_func)
+
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Any:
+        """As transformers does; Residua's tables follow, so that a saved model is read with its new vocabulary."""
+        embedding = super().resize_token_embeddings(*args, **kwargs)
+        self.config.residua = {**(self.config.residua or {}), "vocab_size": self.config.vocab_size}
+        return embedding
 
 
 class ResiduaModel(ResiduaPreTrainedModel):
@@ -104,14 +116,21 @@ class ResiduaModel(ResiduaPreTrainedModel):
         position_ids: Tensor | None = None,
         past_key_values: Any = None,
         use_cache: bool | None = None,
+        inputs_embeds: Tensor | None = None,
+        output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
         **kwargs: Any,
     ) -> Any:
         """attention_mask [B, past + T] is 0 for padding, on either side. Without a cache and a mask, position_ids
-        that start again begin a new document.
+        that start again begin a new document. inputs_embeds [B, T, C] are what `get_input_embeddings` returns.
+
+        hidden_states are the inputs of all layers, as the topology makes them, and last the final normed states.
         """
-        if input_ids is None:
-            raise ValueError("this model takes input_ids; inputs_embeds are not supported.")
+        tokens = inputs_embeds if input_ids is None else input_ids
+        if tokens is None or (input_ids is not None and inputs_embeds is not None):
+            raise ValueError("this model takes either input_ids or inputs_embeds.")
+        if kwargs.pop("output_attentions", None) or self.config.output_attentions:
+            raise ValueError("this model does not return attention weights: leave output_attentions out.")
         if self.gradient_checkpointing and self.training:
             use_cache, past_key_values = False, None
         use_cache = not self.training if use_cache is None else use_cache
@@ -119,13 +138,30 @@ class ResiduaModel(ResiduaPreTrainedModel):
             past_key_values = DynamicCache(config=self.config)
         mask = attention_mask if _is_needed(attention_mask, cached=past_key_values is not None) else None
         host = _host_attention(self.config, kwargs)
-        if past_key_values is None and mask is None and host is None:
-            hidden = self.decoder.hidden(input_ids, _documents(position_ids))
-        else:
-            past = Past(past_key_values, self.config.layer_types, input_ids, mask, position_ids, host)
-            hidden = self.decoder.hidden(input_ids, cache=past)
-        output = BaseModelOutputWithPast(last_hidden_state=hidden, past_key_values=past_key_values)
+        seen = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        with offloaded_weights(self.decoder), _layer_inputs(self.decoder.sublayers[::2] if seen else ()) as inputs:
+            if past_key_values is None and mask is None and host is None:
+                hidden = self.decoder.hidden(tokens, _documents(position_ids))
+            else:
+                past = Past(past_key_values, self.config.layer_types, tokens, mask, position_ids, host)
+                hidden = self.decoder.hidden(tokens, cache=past)
+        states: Any = (*inputs, hidden) if seen else None
+        output = BaseModelOutputWithPast(
+            last_hidden_state=hidden, past_key_values=past_key_values, hidden_states=states
+        )
         return output.to_tuple() if return_dict is False else output
+
+
+@contextmanager
+def _layer_inputs(sublayers: Iterable[nn.Module]) -> Iterator[list[Tensor]]:
+    """Collect what these sublayers are called with."""
+    inputs: list[Tensor] = []
+    hooks = [s.register_forward_pre_hook(lambda _, given: inputs.append(given[0])) for s in sublayers]
+    try:
+        yield inputs
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _host_attention(config: ResiduaConfig, settings: dict[str, Any]) -> Attention | None:
@@ -182,6 +218,8 @@ class ResiduaForCausalLM(ResiduaPreTrainedModel, GenerationMixin):
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
+        inputs_embeds: Tensor | None = None,
+        output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
         **kwargs: Any,
     ) -> Any:
@@ -189,12 +227,18 @@ class ResiduaForCausalLM(ResiduaPreTrainedModel, GenerationMixin):
 
         logits_to_keep: how many of the last positions to make logits for, 0 for all, or which ones.
         """
-        outputs = self.model(input_ids, attention_mask, position_ids, past_key_values, use_cache, **kwargs)
+        given = (input_ids, attention_mask, position_ids, past_key_values, use_cache)
+        outputs = self.model(*given, inputs_embeds, output_hidden_states, **kwargs)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         hidden = outputs.last_hidden_state[:, kept]
         logits = self.lm_head(hidden.to(self.lm_head.weight.dtype))
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=outputs.past_key_values)
+        output = CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+        )
         return output.to_tuple() if return_dict is False else output

@@ -26,21 +26,20 @@ from residua.model.topology import build_topology
 from residua.ops._runtime.numeric import working_dtype
 
 
-class Embedding(nn.Module):
+class Embedding(nn.Embedding):
     """Token vectors [V, C], normal with `std`; zero if 0. What it returns is multiplied by `scale`."""
 
     def __init__(self, vocabulary: int, width: int, *, std: float, scale: float = 1.0) -> None:
-        super().__init__()
-        self.std, self.scale = std, scale
-        self.weight = nn.Parameter(torch.empty(vocabulary, width))
-        self.reset_parameters()
+        # before nn.Embedding initialises itself; serving engines look for an `embed_scale`
+        self.std, self.embed_scale = std, scale
+        super().__init__(vocabulary, width)
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.weight, std=self.std) if self.std else nn.init.zeros_(self.weight)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = embedding(tokens, self.weight)
-        return x if self.scale == 1 else x * self.scale
+        return x if self.embed_scale == 1 else x * self.embed_scale
 
 
 class Sublayer(nn.Module):
@@ -120,6 +119,7 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """The final normed state [B, T, C]; `segments` [B, T] are document ids that attention does not cross.
 
+        In place of tokens [B, T], vectors [B, T, C] may be given, as `embed` returns them.
         With a cache the tokens follow the cached ones and are added to them; `counts` [B] is the number of real tokens
         in each row, the rest is padding on the right. A sequence may come in one call or in several.
         """
@@ -175,7 +175,7 @@ class Decoder(nn.Module):
 
     def _embedded(self, tokens: Tensor) -> Tensor:
         """The embedded tokens; under autocast in low precision, because depth operators are bound by traffic."""
-        x: Tensor = self.embed(tokens)
+        x: Tensor = tokens if tokens.is_floating_point() else self.embed(tokens)
         return x.to(working_dtype(x))
 
     def _rotary(self, tokens: Tensor, now: Now | None = None) -> tuple[Tensor, ...] | None:

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
 
-class Projection(nn.Module):
+class Projection(nn.Linear):
     """y = W x. Starts normal with `std` (zero if 0).
 
     `parts` are the row counts of the independent maps fused in W (Q, K, V, G …); Muon orthogonalises them one by one.
     Any module declares such parameters in `hidden_matrices`; AdamW takes the parameters that no module declares.
     """
 
+    has_bias = False
+
     def __init__(self, inputs: int, outputs: int, *, std: float, parts: tuple[int, ...] | None = None) -> None:
-        super().__init__()
-        self.std = std
-        self.weight = nn.Parameter(torch.empty(outputs, inputs))
+        self.std = std  # nn.Linear initialises itself as soon as it has its weight
+        super().__init__(inputs, outputs, bias=self.has_bias)
         self.hidden_matrices: dict[str, tuple[int, ...]] = {"weight": parts or (outputs,)}
-        self.reset_parameters()
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.weight, std=self.std) if self.std else nn.init.zeros_(self.weight)
@@ -34,14 +33,11 @@ class Projection(nn.Module):
 class BiasedProjection(Projection):
     """y = W x + b; b starts at zero. It is no plain projection: what folds or fuses projections leaves it alone."""
 
-    def __init__(self, inputs: int, outputs: int, *, std: float, parts: tuple[int, ...] | None = None) -> None:
-        super().__init__(inputs, outputs, std=std, parts=parts)
-        self.bias = nn.Parameter(torch.zeros(outputs))
+    has_bias = True
 
     def reset_parameters(self) -> None:
         super().reset_parameters()
-        if "bias" in self._parameters:  # not yet while the weight is made
-            nn.init.zeros_(self.bias)
+        nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias.to(self.weight.dtype))

@@ -23,6 +23,7 @@ NOT_EXECUTED = {
     r": torchrun ": "starts several processes: tests/distributed does that",
     r"residua\.distributed\.convert ": "needs a sharded checkpoint: tests/distributed makes one",
     r"data prepare org/name": "downloads a dataset",
+    r"export .* --push ": "uploads a folder: tests/export does it with a stand-in for the Hub",
     r"--tasks arc_easy,lambada_openai": "lm-evaluation-harness downloads its tasks",
     r"compare --demo": "three minutes: tests/study runs it with fewer steps",
     r"^docs/RESULTS\.md: ": "what was measured on a GPU, in minutes to hours",

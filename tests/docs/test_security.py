@@ -44,12 +44,12 @@ def test_no_code_is_made_of_text() -> None:
 
 def test_code_of_model_folders_is_never_trusted() -> None:
     trusting = files_with(r"trust_remote_code\s*=\s*(?!False)\w+")
-    assert trusting == {"cli/export.py"}  # which prints how transformers opens the folder
+    assert trusting == {"cli/export.py", "export/card.py"}  # which say how transformers opens the folder
 
 
 @pytest.mark.parametrize("name", ["urllib.request", "http", "requests", "httpx", "huggingface_hub"])
 def test_the_network_is_left_to_libraries_that_a_person_asks_for(name: str) -> None:
-    assert imported(name) == set()
+    assert imported(name) == ({"export/hub.py"} if name == "huggingface_hub" else set())  # for `export --push`
     assert calls("socket.socket", "socket.create_connection", "socket.create_server") == set()
 
 

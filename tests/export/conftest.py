@@ -1,8 +1,13 @@
 """What several tests of this folder share."""
 
+import venv
 from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
+
+WITHHELD = ("residua", "__editable__", "pydantic", "typer", "tomli_w")
 
 
 @pytest.fixture(scope="session")
@@ -17,3 +22,17 @@ def copied_code(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     dynamic_module_utils.HF_MODULES_CACHE = str(tmp_path_factory.mktemp("modules"))
     yield
     dynamic_module_utils.HF_MODULES_CACHE = before
+
+
+@pytest.fixture(scope="session")
+def python_without_residua(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A fresh interpreter that finds all that is installed here, but not Residua and what it alone needs."""
+    home = tmp_path_factory.mktemp("alone")
+    venv.create(home, symlinks=True)
+    (site,) = home.glob("lib/python*/site-packages")
+    spec = find_spec("transformers")
+    assert spec is not None and spec.origin is not None
+    for entry in Path(spec.origin).parents[1].iterdir():
+        if not entry.name.startswith(WITHHELD) and entry.suffix != ".pth":
+            (site / entry.name).symlink_to(entry)
+    return home / "bin" / "python"

@@ -3,9 +3,7 @@
 import json
 import subprocess
 import sys
-import venv
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import torch
@@ -35,7 +33,6 @@ CONFIGS = {
         },
     },
 }
-WITHHELD = ("residua", "__editable__", "pydantic", "typer", "tomli_w")
 PROMPTS = ["The depth axis", "of"]
 
 SCRIPT = """
@@ -64,20 +61,6 @@ for folder in sys.argv[1:]:
         written[folder].append(model(torch.arange(9)[None]).logits[0, -1].tolist())
 print(json.dumps(written))
 """
-
-
-@pytest.fixture(scope="module")
-def python_without_residua(tmp_path_factory) -> Path:
-    """A fresh interpreter that finds all that is installed here, but not Residua and what it alone needs."""
-    home = tmp_path_factory.mktemp("alone")
-    venv.create(home, symlinks=True)
-    (site,) = home.glob("lib/python*/site-packages")
-    spec = find_spec("transformers")
-    assert spec is not None and spec.origin is not None
-    for entry in Path(spec.origin).parents[1].iterdir():
-        if not entry.name.startswith(WITHHELD) and entry.suffix != ".pth":
-            (site / entry.name).symlink_to(entry)
-    return home / "bin" / "python"
 
 
 def test_without_residua_the_same_text_is_written(python_without_residua, tmp_path):

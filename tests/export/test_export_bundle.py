@@ -114,6 +114,13 @@ def test_a_copy_differs_from_the_library_in_its_imports_only(bundles):
         assert body(copied) == body(source) and len(body(source)) > 50
 
 
+def test_every_file_says_where_it_comes_from_and_its_licence(bundles):
+    for file, text in bundles["mgr"].items():
+        first, *licence = text.splitlines()[:3]
+        assert first.endswith("by `residua export`, Residua 1.0"), file
+        assert licence == ["# SPDX-FileCopyrightText: The Residua developers", "# SPDX-License-Identifier: Apache-2.0"]
+
+
 def test_a_change_in_the_library_is_a_change_in_the_folder(monkeypatch):
     read = modules.source
     monkeypatch.setattr(modules, "source", lambda module: read(module).replace("state[0] + y", "state[0] - y"))

@@ -24,6 +24,7 @@ FILES = {
     "tokenizer_config.json",
     "configuration_residua.py",
     "modeling_residua.py",
+    "README.md",
 }
 
 

@@ -1,0 +1,210 @@
+"""README.md of an export: what the model is, how to load it, what it was trained on, its losses, and whom to cite."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from pydantic import Field
+
+from residua.config.model import ModelConfig
+from residua.config.run import RunConfig
+from residua.data.dataset import DESCRIPTION
+from residua.model.decoder import Decoder
+from residua.reading import ReadError, Shape, inside, read_json
+from residua.report.plain import markdown
+from residua.storage.checkpoint import best, checkpoints
+from residua.storage.imported import SOURCE
+from residua.storage.run import METRICS, read_metrics
+from residua.version import __version__
+
+CARD_FILE = "README.md"
+ROWS = 12
+"""Rows of the table of losses, at most."""
+
+ATTNRES = ("Attention Residuals", "2603.15031")
+SINKS = ("A Unified View of Attention and Residual Sinks", "2601.22966")
+EXOFORMER = ("Attention Projection Mixing with Exogenous Anchors", "2601.08131")
+DYT = ("Transformers without Normalization", "2503.10622")
+GLU = ("GLU Variants Improve Transformer", "2002.05202")
+GATED = ("Gated Attention for Large Language Models", "2505.06708")
+
+PAPERS: dict[tuple[str, str], tuple[tuple[str, str], ...]] = {
+    ("topology", "clipped"): (SINKS,),
+    ("topology", "full_attnres"): (ATTNRES,),
+    ("topology", "block_attnres"): (ATTNRES,),
+    ("topology", "multi_gate"): (("Multi-Gate Residuals", "2605.23259"),),
+    ("topology", "highway"): (("Highway Networks", "1505.00387"),),
+    ("topology", "hyper"): (("Hyper-Connections", "2409.19606"),),
+    ("topology", "mhc"): (("mHC: Manifold-Constrained Hyper-Connections", "2512.24880"),),
+    ("topology", "mhc_lite"): (("mHC-lite", "2601.05732"),),
+    ("topology", "dense"): (("DenseFormer", "2402.02622"),),
+    ("anchors", "resformer"): (("Value Residual Learning", "2410.17897"),),
+    ("anchors", "nuresformer"): (EXOFORMER,),
+    ("anchors", "exoformer"): (EXOFORMER,),
+    ("norm", "rmsnorm"): (("Root Mean Square Layer Normalization", "1910.07467"),),
+    ("norm", "preaffine"): (SINKS,),
+    ("norm", "gatednorm"): (SINKS,),
+    ("norm", "dyt"): (DYT,),
+    ("norm", "gated_dyt"): (DYT, SINKS),
+    ("ffn", "swiglu"): (GLU,),
+    ("ffn", "glu"): (GLU,),
+    ("ffn", "geglu"): (GLU,),
+    ("ffn", "relu2"): (("Primer: Searching for Efficient Transformers for Language Modeling", "2109.08668"),),
+    ("ffn", "moe"): (("Switch Transformers", "2101.03961"),),
+    ("gate", "elementwise"): (GATED,),
+    ("gate", "headwise"): (GATED,),
+    ("qk_norm", "rms"): (("Query-Key Normalization for Transformers", "2010.04245"),),
+    ("linear", "gated_deltanet"): (("Gated Delta Networks", "2412.06464"),),
+}
+"""Titles and arXiv numbers of what a model is made of, by part and kind."""
+
+CARD = """---
+library_name: transformers
+pipeline_tag: text-generation
+tags:
+{tags}
+---
+
+# {name}
+
+A language model with {parameters:,} parameters, written by `residua export`, Residua {version}.
+
+{parts}
+
+## Load it
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained({quoted}, trust_remote_code=False)
+model = AutoModelForCausalLM.from_pretrained({quoted}{trust})
+```
+
+{code}
+
+## Training data
+
+{data}
+
+## Losses
+
+{losses}
+
+## Papers
+
+{papers}
+"""
+OWN_CODE = """The Python files say in their first lines where they come from: those of Residua are under the Apache
+License 2.0. They run without Residua. The weights have the licence that their owner gives them."""
+NO_CODE = "transformers runs the model with its own code. The weights have the licence that their owner gives them."
+
+
+class Trained(NamedTuple):
+    """Where a model was trained: its run, and which of the checkpoints it is."""
+
+    run: Path
+    which: Literal["last", "best"] = "last"
+
+
+def model_card(model: Decoder, name: str, trained: Trained | None = None, *, own_code: bool = True) -> str:
+    """The card of a model called `name`, with what its run says of it, if it has one."""
+    parts = dict(_parts(model.config))
+    has_run = trained is not None and (trained.run / "config.toml").is_file()
+    return CARD.format(
+        name=markdown(name, begins=True),
+        quoted=json.dumps(name),
+        version=__version__,
+        parameters=sum(p.numel() for p in model.parameters()),
+        tags="\n".join(f"- {json.dumps(tag)}" for tag in ("residua", parts["topology"])),
+        parts=_table(("part", "kind"), parts.items()),
+        trust=", trust_remote_code=True" if own_code else "",
+        code=OWN_CODE if own_code else NO_CODE,
+        data=_data(trained) if trained and has_run else "Not recorded.",
+        losses=_losses(trained.run) if trained and has_run else "Not recorded.",
+        papers="\n".join(
+            f"- {title}, [arXiv:{number}](https://arxiv.org/abs/{number})" for title, number in papers(model.config)
+        ),
+    )
+
+
+def papers(config: ModelConfig) -> list[tuple[str, str]]:
+    """Title and arXiv number of every paper that a model uses, each once."""
+    return list(dict.fromkeys(paper for choice in _parts(config) for paper in PAPERS.get(choice, ())))
+
+
+def _parts(config: ModelConfig) -> Iterator[tuple[str, str]]:
+    yield "topology", config.topology.kind
+    yield "anchors", config.anchors.kind
+    yield "norm", config.norm.kind
+    yield "attention", config.attention.kind
+    if config.softmax is not None:
+        yield "gate", config.softmax.gate
+        yield "qk_norm", config.softmax.qk_norm
+    if config.linear is not None:
+        yield "linear", config.linear.kind
+    yield "ffn", config.ffn.kind
+    yield "head", config.head.kind
+
+
+def _data(trained: Trained) -> str:
+    """What the run read. Of paths only the last part: a card may be published."""
+    run = trained.run
+    if inside(run, SOURCE).is_dir():
+        return "The model was imported: the card of the original says what it was trained on."
+    config = RunConfig.from_toml(inside(run, "config.toml"))
+    data, step = config.data, _step(trained)
+    where = "Residua's embedded corpus, Python's standard library" if data.path is None else Path(data.path).name
+    lines = [f"- data: {markdown(where)}"]
+    if sources := [markdown(source) for source in _sources(data.path)]:
+        lines.append(f"- sources: {', '.join(sources[:ROWS])}{' and others' if len(sources) > ROWS else ''}")
+    lines += [
+        f"- tokens of training: {step * config.tokens_per_step:,}, in {step:,} steps",
+        f"- tokens in a sequence: {config.sequence:,}",
+        f"- vocabulary: {config.model.vocab_size:,} tokens",
+    ]
+    return "\n".join(lines)
+
+
+def _step(trained: Trained) -> int:
+    found = checkpoints(trained.run)
+    chosen = best(found) if trained.which == "best" else found[-1]
+    assert chosen is not None  # the model was loaded from it
+    return chosen.step
+
+
+class _Recipe(Shape):
+    sources: list[str] = Field(default_factory=list)
+
+
+class _Dataset(Shape):
+    recipe: _Recipe = _Recipe()
+
+
+def _sources(path: str | None) -> list[str]:
+    """The names of the files or sets that a dataset was prepared from, if it is still there to be asked."""
+    if path is None or not (Path(path) / DESCRIPTION).is_file():
+        return []
+    try:
+        recipe = read_json(Path(path) / DESCRIPTION, _Dataset, "prepare the data again").recipe
+    except ReadError:
+        return []
+    return [Path(source).name if Path(source).is_absolute() else source for source in recipe.sources]
+
+
+def _losses(run: Path) -> str:
+    """The validations of a run, evenly chosen if there are many; always the last one."""
+    records = [record for record in read_metrics(run / METRICS) if record["kind"] == "validation"]
+    if not records:
+        return "Not recorded."
+    stride = -(-len(records) // ROWS)
+    chosen = records[::-1][::stride][::-1]
+    rows = ((f"{r['step']:,}", f"{r['loss']:.4f}", f"{r['bits_per_byte']:.4f}") for r in chosen)
+    return "On the validation set, in nats per token.\n\n" + _table(("step", "loss", "bits per byte"), rows)
+
+
+def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    cells = (head, ("---",) * len(head), *(tuple(map(markdown, row)) for row in rows))
+    return "\n".join(f"| {' | '.join(row)} |" for row in cells)

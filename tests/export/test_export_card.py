@@ -1,0 +1,139 @@
+"""The model card of an export, and its way to the Hugging Face Hub (a stand-in: no test uses the network)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from residua.export.card import PAPERS, model_card, papers
+from residua.model.decoder import build
+from tests.model.combinations import TABLES
+from tests.model.small import small
+from tests.trained import residua, train_run
+
+pytestmark = pytest.mark.slow
+hub = pytest.importorskip("huggingface_hub")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train_run(
+        tmp_path_factory.mktemp("card"), topology={"kind": "multi_gate", "streams": 2}, norm={"kind": "gatednorm"}
+    )
+
+
+class Hub:
+    """Stands for the client of the Hub and keeps what it is asked to do."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, Any]] = []
+        self.uploaded: set[str] = set()
+        self.refusal: OSError | None = None
+
+    def create_repo(self, repository: str, **settings: Any) -> str:
+        self.calls.append((repository, settings))
+        return f"https://hub.example/{repository}"
+
+    def upload_folder(self, *, repo_id: str, folder_path: Path, commit_message: str) -> None:
+        if self.refusal is not None:
+            raise self.refusal
+        self.calls.append((repo_id, commit_message))
+        self.uploaded = {path.name for path in Path(folder_path).iterdir()}
+
+
+@pytest.fixture
+def client(monkeypatch: pytest.MonkeyPatch) -> Hub:
+    client = Hub()
+    monkeypatch.setattr(hub.HfApi, "create_repo", client.create_repo)
+    monkeypatch.setattr(hub.HfApi, "upload_folder", client.upload_folder)
+    monkeypatch.setattr(hub, "get_token", lambda: "a token of nobody")
+    return client
+
+
+def test_a_card_says_data_losses_loading_and_papers_and_shows_no_path(
+    run: Path, client: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert residua(monkeypatch, "export", run, "--out", out, "--push", "me/tiny") == 0
+    assert "Pushed to https://hub.example/me/tiny." in capsys.readouterr().out
+    assert client.calls == [
+        ("me/tiny", {"private": True, "exist_ok": True}),
+        ("me/tiny", "Upload by `residua export`"),
+    ]
+    assert client.uploaded == {path.name for path in out.iterdir()} >= {"README.md", "model.safetensors"}
+
+    card = (out / "README.md").read_text()
+    assert card.startswith("---\nlibrary_name: transformers\n")
+    assert 'tags:\n- "residua"\n- "multi_gate"\n---' in card
+    assert 'AutoModelForCausalLM.from_pretrained("me/tiny", trust_remote_code=True)' in card
+    assert "- data: data\n- sources: texts\n- tokens of training: 512, in 4 steps" in card
+    assert "| step | loss | bits per byte |" in card and "\n| 4 | " in card
+    assert "Multi-Gate Residuals, [arXiv:2605.23259]" in card and "arXiv:2601.22966" in card
+    assert "2603.15031" not in card and str(run.parent) not in card
+
+
+def test_a_layout_has_a_card_without_code_and_may_be_public(
+    client: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = train_run(tmp_path, ffn={"kind": "swiglu", "hidden": 32})
+    out = tmp_path / "out"
+    assert residua(monkeypatch, "export", run, "--out", out, "--layout", "qwen3", "--push", "me/plain", "--public") == 0
+    assert client.calls[0] == ("me/plain", {"private": False, "exist_ok": True})
+    card = (out / "README.md").read_text()
+    assert 'from_pretrained("me/plain")' in card and "its own code" in card and not list(out.glob("*.py"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "token", "sentence"),
+    [
+        (("--push", "me/tiny"), None, "--push me/tiny needs a login at the Hugging Face Hub: run `hf auth login`"),
+        (("--push", "tiny"), "one", "--push tiny names no repository: write ORG/NAME with"),
+        (("--push", "me/ti ny"), "one", "--push me/ti ny names no repository: write ORG/NAME with"),
+        (("--public",), "one", "--public says who may see what is pushed: name the repository"),
+    ],
+)
+def test_a_push_that_cannot_succeed_is_refused_before_anything_is_written(
+    arguments: tuple[str, ...],
+    token: str | None,
+    sentence: str,
+    run: Path,
+    client: Hub,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(hub, "get_token", lambda: token)
+    assert residua(monkeypatch, "export", run, "--out", tmp_path / "out", *arguments) == 2
+    said = capsys.readouterr().err
+    assert sentence in said and said.count("\n") == 1
+    assert client.calls == [] and list(tmp_path.iterdir()) == []
+
+
+def test_a_push_that_fails_leaves_the_folder_and_says_how_to_send_it(
+    run: Path, client: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    client.refusal = OSError("403 Forbidden\nyou have no right to write here")
+    out = tmp_path / "out"
+    assert residua(monkeypatch, "export", run, "--out", out, "--push", "me/tiny") == 2
+    said = capsys.readouterr().err
+    assert "me/tiny was not written (403 Forbidden you have no right to write here)" in said
+    assert f"`hf upload me/tiny {out} .`" in said and said.count("\n") == 1
+    assert (out / "model.safetensors").is_file()
+
+
+def test_a_model_without_a_run_has_a_card_too() -> None:
+    card = model_card(build(small(layers=1)), "mine <b>")
+    assert card.count("Not recorded.") == 2 and "\n# mine \\<b>\n" in card
+
+
+@pytest.mark.parametrize("part", ["topology", "anchors", "norm"])
+def test_every_part_but_the_baseline_has_a_paper(part: str) -> None:
+    kinds = {table["kind"] for table in TABLES[part].values()} - {"additive", "none"}
+    assert kinds and all((part, kind) in PAPERS for kind in kinds)
+
+
+def test_a_paper_is_named_once() -> None:
+    config = small(norm={"kind": "gatednorm"}, topology={"kind": "clipped", "limit": 1.0})
+    assert [number for _, number in papers(config)].count("2601.22966") == 1

@@ -1,0 +1,106 @@
+"""peft, accelerate, torchao and transformers' own helpers work on exported models: here, and without Residua."""
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import residua
+from tests.export import with_tools
+from tests.export.exported import VOCABULARY, bytes_config, in_transformers, trained_like, write
+from tests.model.combinations import config_of
+from tests.model.small import small
+
+pytestmark = pytest.mark.slow
+pytest.importorskip("transformers")
+pytest.importorskip("peft")
+
+FACTORS = ("topology", "anchors", "norm", "attention", "ffn", "head")
+# Every topology, source of anchors, norm, attention, feed-forward and head at least once.
+COMBINATIONS = [
+    ("additive", "none", "gatednorm", "gated", "relu2", "untied"),
+    ("clipped", "resformer", "rmsnorm", "no qk-norm", "gelu", "tied"),
+    ("full_attnres", "nuresformer with gate", "gatednorm", "gated", "swiglu", "tied"),
+    ("block_attnres", "exoformer", "preaffine", "grouped", "relu2", "untied"),
+    ("multi_gate", "exoformer dynamic", "gated_dyt", "gated", "swiglu", "tied"),
+    ("multi_gate independent", "none", "rmsnorm", "hybrid", "moe", "tied"),
+    ("highway", "exoformer", "gatednorm tensorwise", "sink", "moe plain", "tied"),
+    ("highway elementwise", "none", "dyt", "linear", "glu", "untied"),
+    ("hyper", "nuresformer", "rmsnorm", "hybrid gated", "swiglu", "tied"),
+    ("hyper static", "exoformer with gate", "gatednorm tanh", "gated", "relu2", "untied"),
+    ("mhc", "resformer", "preaffine", "grouped", "moe", "tied"),
+    ("mhc_lite", "none", "dyt", "linear", "swiglu", "untied"),
+    ("dense", "exoformer with gate", "gatednorm silu", "sink", "relu2", "tied"),
+]
+QUICK = COMBINATIONS[4]
+
+
+def exported(row: tuple[str, ...], home: Path) -> Path:
+    """A folder, and beside it what Residua computes."""
+    torch.manual_seed(5)
+    model = trained_like(bytes_config(config_of(dict(zip(FACTORS, row, strict=True)))))
+    folder = write(model, home / "_".join(row[0].split()))
+    tokens = torch.randint(VOCABULARY - 1, (2, 9))
+    with torch.no_grad():
+        save_file({"tokens": tokens, "logits": model(tokens)}, folder.with_suffix(".safetensors"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return exported(QUICK, tmp_path_factory.mktemp("tools"))
+
+
+NIGHTLY = {"lora_by_name"}
+EVERY = [pytest.param(name, marks=[pytest.mark.nightly] * (name in NIGHTLY)) for name in with_tools.CHECKS]
+
+
+@pytest.mark.parametrize("check", EVERY)
+def test_tools_accept_an_export(check: str, folder: Path, tmp_path: Path, copied_code: None) -> None:
+    with_tools.CHECKS[check](folder, tmp_path)
+
+
+@pytest.mark.nightly
+def test_tools_accept_every_part_where_residua_is_not_installed(python_without_residua: Path, tmp_path: Path) -> None:
+    folders = [exported(row, tmp_path / "models") for row in COMBINATIONS]
+    home = tmp_path / "home"
+    environment = {"HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PATH": "/usr/bin"}
+    command = [python_without_residua, "-I", with_tools.__file__, home, *folders]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
+    assert done.returncode == 0, done.stderr[-4000:]
+    passed: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    assert len(passed) == len(COMBINATIONS) and all(checks == [*with_tools.CHECKS] for checks in passed.values())
+
+
+@torch.no_grad()
+def test_residua_reads_a_resized_model(folder: Path, tmp_path: Path, copied_code: None) -> None:
+    model = in_transformers(folder)
+    model.resize_token_embeddings(VOCABULARY + 7, mean_resizing=False)
+    model.save_pretrained(tmp_path / "resized")
+    again = residua.load(tmp_path / "resized")
+    assert again.config.vocab_size == VOCABULARY + 7
+    tokens = torch.full((1, 4), VOCABULARY + 6)
+    torch.testing.assert_close(again(tokens), model(tokens).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_projections_and_embeddings_are_torchs_own_and_start_as_before() -> None:
+    model = residua.build(small(layers=1, attention={"kind": "softmax", "heads": 2, "bias": "all"}))
+    assert isinstance(model.embed, torch.nn.Embedding)
+    project = model.sublayers[0].body.project
+    assert isinstance(project, torch.nn.Linear) and not project.bias.any()
+    assert project.in_features == 16 and project.out_features == len(project.weight)
+    assert not {"bias"} & model.sublayers[1].body.out.state_dict().keys()
+
+
+def test_attention_weights_and_two_kinds_of_input_are_refused_in_one_sentence(folder: Path, copied_code: None) -> None:
+    model = in_transformers(folder)
+    tokens = torch.zeros(1, 3, dtype=torch.long)
+    with pytest.raises(ValueError, match="does not return attention weights: leave output_attentions out"):
+        model(tokens, output_attentions=True)
+    for given in ({}, {"input_ids": tokens, "inputs_embeds": model.get_input_embeddings()(tokens)}):
+        with pytest.raises(ValueError, match="takes either input_ids or inputs_embeds"):
+            model(**given)
