@@ -14,7 +14,7 @@ from tests.docs.commands import ROOT, Command, blocks
 from tests.evaluate.test_eval_scores import write_task
 from tests.trained import WORDS, train_run
 
-SIZES = ["model.layers=5", "model.width=32", "model.ffn.hidden=256"]
+SIZES = ["model.layers=8", "model.width=32", "model.ffn.hidden=256"]
 RECIPE = [
     "train.steps=4", "train.micro_batch=2", "train.accumulate=1", "train.schedule.warmup=1", "train.log_every=1",
     "train.validate_every=2", "train.save_every=2", "train.device=cpu", "train.compile=off", "data.sequence=32",
