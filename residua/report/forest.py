@@ -23,7 +23,7 @@ _FRAME = 74
 class Estimate:
     """A value and the ends of its interval, infinite where open; without `ends` there is no interval, and it is hollow.
 
-    `text` is what stands at the right of its line.
+    `text` is what stands at the right of its line, `detail` what a hover and a screen reader add to it.
     """
 
     name: str
@@ -31,6 +31,7 @@ class Estimate:
     colour: str
     ends: tuple[float, float] | None = None
     text: str = ""
+    detail: str = ""
     symbol: str = "circle"
 
 
@@ -42,7 +43,7 @@ def forest(rows: Sequence[Estimate], x_title: str, *, reference: float = 0.0, he
     traces = []
     for place, row in enumerate(rows):
         ends = None if row.ends is None else (max(row.ends[0], low), min(row.ends[1], high))
-        said = escape(f"{row.name}: {row.text}" if row.text else row.name)
+        said = escape(f"{row.name}: {row.text or format(row.value, '.4g')}{f', {row.detail}' if row.detail else ''}")
         if ends is not None:
             traces.append(
                 Scatter(
@@ -90,7 +91,7 @@ def height_of(rows: int) -> int:
     return max(180, _FRAME + _ROW * rows)
 
 
-def finite(low: float | None, high: float | None) -> tuple[float, float] | None:
+def both_ends(low: float | None, high: float | None) -> tuple[float, float] | None:
     """The ends of an interval, an open one infinite; None if both are open."""
     if low is None and high is None:
         return None

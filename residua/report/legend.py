@@ -74,6 +74,8 @@ def words(figure: Figure) -> str:
 def _series(trace: Any) -> str:
     """A series' name with its values: all of a bar or of a few points, else the first and the last."""
     name = html.unescape(trace.name or "")
+    if trace.type == "scatter" and trace.mode == "markers" and trace.text:
+        return html.unescape("; ".join(trace.text))  # a forest's marks say it all
     points = [(x, y) for x, y in zip(_listed(trace.x), _listed(trace.y), strict=True) if _is_number(y)]
     if not points:
         return ""

@@ -79,7 +79,7 @@ def _template(name: str) -> dict[str, Any]:
             "xaxis": axis,
             "yaxis": axis,
             "hoverlabel": {"bgcolor": paper["panel"], "bordercolor": paper["line"], "font": {"color": paper["ink"]}},
-            "legend": {"bgcolor": "rgba(0,0,0,0)"},
+            "annotationdefaults": {"bgcolor": paper["panel"], "borderpad": 1},
             "coloraxis": {"colorbar": bar, "colorscale": sequential},
             "colorscale": {"sequential": sequential, "sequentialminus": sequential, "diverging": diverging},
             "modebar": {"bgcolor": "rgba(0,0,0,0)", "color": paper["line"], "activecolor": paper["ink"]},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -76,7 +76,7 @@ def conduct(
     diagnose_runs(study, whole.plan, out, keeper.dataset, console)
     keeper.write()
     write_atomically(out / STUDY, study.to_toml())
-    return summarise(whole.study, whole.plan, out, problems, keeper.facts, whole.known, supplement)
+    return summarise(whole.study, whole.plan, out, problems, keeper.facts, whole.known, supplement, keeper.commands)
 
 
 def begin(study: StudyConfig, out: Path, console: Console, results: Path | None, command: str) -> Keeper:
@@ -98,7 +98,7 @@ class Keeper:
 
     def __init__(self, whole: Extended, out: Path, dataset: Dataset, results: Path | None, command: str) -> None:
         self.whole, self.dataset, self._out, self._results = whole, dataset, out, results
-        self._commands = (*whole.commands, command) if command else whole.commands
+        self.commands = tuple(dict.fromkeys((*whole.commands, command) if command else whole.commands))
 
     @cached_property
     def facts(self) -> DatasetFacts:
@@ -111,7 +111,7 @@ class Keeper:
         study, plan = self.whole.study, self.whole.plan
         records = complete_records(plan, self.whole.known)
         timings = {**self.whole.timings, **{k: v for k, v in read_timings(study, plan, self._out).items() if v}}
-        saved = save_study(study, plan, records, self.dataset.fingerprint, self.facts, timings, self._commands)
+        saved = save_study(study, plan, records, self.dataset.fingerprint, self.facts, timings, self.commands)
         saved.write(self._results)
         return len(saved.runs)
 
@@ -161,11 +161,12 @@ def summarise(
     dataset: DatasetFacts | None,
     known: Mapping[PlannedRun, RunRecord] | None = None,
     supplement: Supplement | None = None,
+    commands: Sequence[str] = (),
 ) -> Outcome:
     """Collect the runs on disk, and those `known` from elsewhere, into results, and write the files."""
     records = complete_records(plan, known or {})
     result = collect(study, plan, records, problems, dataset, read_timings(study, plan, out))
-    return _write(study, result, records, out, supplement)
+    return _write(study, result, records, out, supplement, commands)
 
 
 def _write(
@@ -174,13 +175,14 @@ def _write(
     records: dict[PlannedRun, RunRecord],
     out: Path,
     supplement: Supplement | None = None,
+    commands: Sequence[str] = (),
 ) -> Outcome:
     write_atomically(out / RESULTS, result.model_dump_json(indent=1) + "\n")
     added = "" if supplement is None else f"\n{supplement.markdown(result)}"
     write_atomically(out / TABLE, markdown(result) + added)
     if (drawn := picture(result)) is not None:
         write_atomically(out / PICTURE, drawn)
-    page = study_page(study, result, _by_size(study, records), out, supplement)
+    page = study_page(study, result, _by_size(study, records), out, supplement, commands)
     inside = out / SIDE_BY_SIDE / REPORT
     return Outcome(result, page.write(out / REPORT), inside if inside.exists() else None)
 
@@ -192,7 +194,7 @@ def show_saved(saved: SavedStudy, out: Path | None = None) -> StudyResult:
     result = collect(study, plan, records, {}, saved.dataset, saved.timings)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
-        _write(study, result, records, out)
+        _write(study, result, records, out, commands=saved.commands)
     return result
 
 

@@ -1,18 +1,31 @@
-"""The study's report.html: the verdict first, then what explains it."""
+"""The study's report.html: the title answers, two pictures and a table show why, the rest explains it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from residua.report import Column, Link, Page, Value
+from residua.report import Cell, Column, Link, Page, Picture, Section, Series, Sorted, theme
+from residua.report.forest import height_of
 from residua.study import plots, sentences
+from residua.study.answer import answer, best_row, by_gain, by_loss, comparisons_sentence, provenance
 from residua.study.config import StudyConfig
 from residua.study.diagnosed import SIDE_BY_SIDE
 from residua.study.picture import break_even, ladder_scatter
 from residua.study.plan import RUNS
 from residua.study.plots import SECONDS, TOKENS, Records
-from residua.study.results import LadderResult, RunResult, StudyResult, compute_points
+from residua.study.results import LadderResult, RunResult, StudyResult, VariantResult, compute_points
+
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
+
+NAMED = 4
+"""The lead names at most so many variants."""
+SMALLEST = 320
+"""Height of the two pictures of the verdict, at least, in pixels."""
+FIRST = ("variant", "wall-clock gain", "equivalent tokens", "step-wise gain", "throughput", "Δ loss", "validation loss")
+"""Columns of the table, in the order in which to look at them; the others follow."""
 
 
 class Supplement(Protocol):
@@ -29,9 +42,14 @@ def study_page(
     records: dict[str, Records],
     out: Path,
     supplement: Supplement | None = None,
+    commands: Sequence[str] = (),
 ) -> Page:
-    """The page of a study; `records` are the complete runs by size and variant, `out` is the folder of the page."""
-    page = Page(_title(result), _lead(result))
+    """The page of a study; `records` are the complete runs by size and variant, `out` is the folder of the page.
+
+    `commands` are those that made the study.
+    """
+    tone, title = answer(result)
+    page = Page(title, _lead(result), tone)
     if supplement is not None:
         supplement.draw(page, result)
     _verdict(page, result)
@@ -45,70 +63,110 @@ def study_page(
         _scaling(page, result)
     _inside(page, records[result.sizes[-1]])
     _runs(page, result, out)
-    _provenance(page, study)
+    _file(page, study)
+    every = [run for by_variant in records.values() for runs in by_variant.values() for run in runs]
+    page.made(provenance(result, every, commands))
     return page
-
-
-def _title(result: StudyResult) -> str:
-    return f"{result.name}: does it pay against {result.baseline}?"
 
 
 def _lead(result: StudyResult) -> str:
     others = [name for name in dict.fromkeys(row.name for row in result.variants) if name != result.baseline]
     seeds = f"{len(result.seeds)} seeds" if len(result.seeds) > 1 else "one seed"
+    who = ", ".join(others) if len(others) <= NAMED else f"{len(others)} variants"
     return (
-        f"{', '.join(others)} against {result.baseline}, {seeds}, on the same tokens in the same order. "
+        f"{result.name}: {who} against {result.baseline}, {seeds}, on the same tokens in the same order. "
         "Gains above 1 are in the variant's favour."
     )
 
 
 def _verdict(page: Page, result: StudyResult) -> None:
-    section = page.section(
-        "Verdict",
-        "Look at the wall-clock gain first: it is what a variant gains per second of training. If the interval of "
-        "Δ loss contains 0, no difference was shown, however good the mean looks.",
-    )
-    if result.dataset:
-        facts = result.dataset
-        section.facts(
-            {
-                "text": Path(facts.path).name,
-                "training tokens": sentences.count(facts.train_tokens),
-                "vocabulary": f"{facts.vocab_size:,}",
-                "unigram entropy": f"{facts.unigram_entropy:.4f} nats/token",
-                "seeds": str(len(result.seeds)),
-            }
-        )
-    for size in result.sizes:
-        rows = result.rows(size)
-        if len(result.sizes) > 1:
-            section.subheading(f"Size {size}")
-        columns = sentences.columns(result)
-        # A ladder's column takes the room of another, which results.md still has.
-        shown = [i for i, column in enumerate(columns) if not result.ladder or column.title != "bits/byte"]
-        kept = columns if size == result.sizes[-1] else _titles(result)
-        cells = [sentences.cells(row, result) for row in rows]
-        section.table(
-            [kept[i] for i in shown],
-            [[row[i] for i in shown] for row in cells],
-            emphasised=[index for index, row in enumerate(rows) if row.name == result.baseline],
-        )
-    last, level = result.rows(result.sizes[-1]), f"{result.confidence * 100:g} %"
-    verdicts = [sentences.verdict(row, result) for row in last if row.name != result.baseline]
-    section.points([*verdicts, *([sentences.dataset_sentence(result.dataset, last)] if result.dataset else [])])
-    pays = break_even(result)
-    if pays is not None:
-        section.figure(
-            pays.figure(),
-            f"Points above the dashed line gain more from their tokens than their steps cost. Whiskers are {level} "
-            "intervals.",
-        )
-    gains = plots.gains(result)
-    if gains is not None:
-        section.figure(gains, "The dotted line is the baseline. Wall-clock gain is the product of the other two.")
+    section = page.section("Verdict")
+    _pictures(section, result)
+    best = best_row(result)
+    if best is not None:
+        section.verdict(" ".join([sentences.verdict(best, result), comparisons_sentence(result)]).strip())
+    _table(section, result, result.sizes[-1], explained=True)
     for sentence in (" ".join(sentences.matching_sentences(result)), sentences.side_by_side_sentence(result)):
         if sentence:
             section.note(sentence)
+    for size in result.sizes[:-1]:
+        with section.fold(f"The same at size {size}"):
+            _table(section, result, size)
+    last = result.rows(result.sizes[-1])
+    said = [sentences.verdict(row, result) for row in by_gain(last, result.baseline) if row.name != result.baseline]
+    with section.fold("Every variant in a sentence"):
+        section.points([*said, *([sentences.dataset_sentence(result.dataset, last)] if result.dataset else [])])
+
+
+def _pictures(section: Section, result: StudyResult) -> None:
+    """Loss against the baseline, and beside it what a step costs against what it is worth."""
+    rows, level = by_loss(result.rows(result.sizes[-1])), f"{result.confidence * 100:g} %"
+    size = f" at {result.sizes[-1]}" if len(result.sizes) > 1 else ""
+    height = max(SMALLEST, height_of(len(rows)))
+    shown = []
+    if rows:
+        shown.append(
+            Picture(
+                plots.forest_of_losses(rows, result, height),
+                f"Is the loss lower{size}?",
+                f"The dashed line is {result.baseline}. An interval ({level}, paired by seed) that crosses it shows no "
+                "difference; a hollow mark has none.",
+            )
+        )
+    pays = break_even(result)
+    if pays is not None:
+        shown.append(
+            Picture(
+                _labelled(pays.figure(height, legend=False)),
+                f"Is it worth its cost{size}?",
+                f"Above the dashed line a variant gains more from its tokens than its steps cost. Whiskers are {level} "
+                "intervals.",
+            )
+        )
+    if shown:
+        section.beside(*shown)
+
+
+def _labelled(figure: Figure) -> Figure:
+    """The two sides of the break-even line, in words."""
+    for words, x, y, at in (("pays per second", 0.02, 0.99, "left"), ("does not pay", 0.98, 0.02, "right")):
+        figure.add_annotation(
+            text=f"<i>{words}</i>", xref="paper", yref="paper", x=x, y=y, xanchor=at, showarrow=False, font={"size": 12}
+        )
+    return figure
+
+
+def _table(section: Section, result: StudyResult, size: str, explained: bool = False) -> None:
+    """The rows of one size, largest gain first, the columns to look at first on the left."""
+    columns, place = sentences.columns(result), plots.places(result)
+    order = sorted(range(len(columns)), key=lambda i: _importance(columns[i].title))
+    rows = by_gain(result.rows(size), result.baseline)
+    cells = []
+    for row in rows:
+        values = sentences.cells(row, result)
+        name = Series(row.name, theme.colour(place[row.name]), values[0].detail)
+        cells.append([name if i == 0 else values[i] for i in order])
+    gain = next((at for at, i in enumerate(order) if _gained(columns[i].title, rows)), 0)
+    section.table(
+        [columns[i] if explained else Column(columns[i].title, numeric=columns[i].numeric) for i in order],
+        cells,
+        emphasised=[index for index, row in enumerate(rows) if row.name == result.baseline],
+        order=Sorted(gain, descending=gain > 0),
+    )
+
+
+def _importance(title: str) -> int:
+    return next((place for place, known in enumerate(FIRST) if title.startswith(known)), len(FIRST))
+
+
+def _gained(title: str, rows: Sequence[VariantResult]) -> bool:
+    """Whether the table is sorted by this column: the first gain that is known."""
+    keys = {
+        "wall-clock gain": "wall_clock_gain",
+        "equivalent tokens": "equivalent_tokens",
+        "step-wise gain": "step_gain",
+    }
+    return title in keys and any(getattr(row, keys[title]) is not None for row in rows)
 
 
 def _ladder(page: Page, result: StudyResult, ladder: LadderResult) -> None:
@@ -124,34 +182,25 @@ def _ladder(page: Page, result: StudyResult, ladder: LadderResult) -> None:
     )
 
 
-def _titles(result: StudyResult) -> list[Column]:
-    """The columns without their meanings, which only the last table on the page explains."""
-    return [Column(column.title, numeric=column.numeric) for column in sentences.columns(result)]
-
-
 def _loss(page: Page, result: StudyResult, records: Records, size: str) -> None:
     suffix = f" at {size}" if len(result.sizes) > 1 else ""
     if not any(records.values()):
         return
     section = page.section(
         f"Loss curves{suffix}",
-        "Healthy curves fall smoothly and stay apart in the same order to the end. A lead in tokens that vanishes "
-        "against seconds is paid for in speed.",
+        f"Below zero is better than {result.baseline} after the same tokens. A lead in tokens that vanishes against "
+        "seconds is paid for in speed. Healthy curves stay apart in the same order to the end.",
     )
-    section.tabs(
-        {
-            "validation, by tokens": plots.validation_curves(records, TOKENS),
-            "validation, by seconds": plots.validation_curves(records, SECONDS),
-            "training, by tokens": plots.training_curves(records, TOKENS),
-            "training, by seconds": plots.training_curves(records, SECONDS),
-        },
-        "Mean over seeds; the band spans all seeds. Double-click shows the whole curve.",
-    )
+    views = {
+        "validation, by tokens": plots.validation_curves(records, TOKENS),
+        "validation, by seconds": plots.validation_curves(records, SECONDS),
+        "training, by tokens": plots.training_curves(records, TOKENS),
+        "training, by seconds": plots.training_curves(records, SECONDS),
+    }
     if records.get(result.baseline) and sum(bool(runs) for runs in records.values()) > 1:
-        section.figure(
-            plots.difference_curves(records, result.baseline),
-            "Below zero is better than the baseline at the same number of tokens.",
-        )
+        views = {f"difference to {result.baseline}": plots.difference_curves(records, result.baseline), **views}
+    spans = "the band spans all seeds" if len(records) <= plots.BANDS else "click a name to hide its curve"
+    section.tabs(views, f"Mean over seeds; {spans}. Double-click shows the whole curve.")
 
 
 def _low_precision(page: Page, result: StudyResult, size: str) -> None:
@@ -165,8 +214,14 @@ def _low_precision(page: Page, result: StudyResult, size: str) -> None:
         "peak or sink ratio means outliers, which leave fewer levels for all other values.",
     )
     recipes = list(rows[0].low_precision.losses)
-    section.table(sentences.precision_columns(recipes), [sentences.precision_cells(row) for row in rows])
-    section.figure(plots.precision_costs(rows, recipes), "Nats per token added to each variant's own loss.")
+    place = plots.places(result)
+    cells: list[list[Cell]] = [[_named(place, row.name), *sentences.precision_cells(row)[1:]] for row in rows]
+    section.table(sentences.precision_columns(recipes), cells)
+    costs = plots.precision_costs(result, rows, recipes)
+    if costs:
+        section.tabs(
+            costs, f"Added to each variant's own loss, with {result.confidence * 100:g} % intervals over seeds."
+        )
 
 
 def _scaling(page: Page, result: StudyResult) -> None:
@@ -175,12 +230,16 @@ def _scaling(page: Page, result: StudyResult) -> None:
         "If two lines are parallel, the advantage holds as models grow; if they meet, it disappears. Two sizes always "
         "lie on a line: trust a fit over three or more.",
     )
-    order = list(dict.fromkeys(row.name for row in result.variants))
-    section.figure(plots.scaling_figure(compute_points(result.runs, result.variants), result.scaling, order))
+    place = plots.places(result)
+    section.figure(plots.scaling_figure(compute_points(result.runs, result.variants), result.scaling, list(place)))
     section.table(
         sentences.scaling_columns(result.confidence),
-        [sentences.scaling_cells(row, result.baseline) for row in result.scaling],
+        [[_named(place, row.name), *sentences.scaling_cells(row, result.baseline)[1:]] for row in result.scaling],
     )
+
+
+def _named(place: dict[str, int], name: str) -> Series:
+    return Series(name, theme.colour(place[name]))
 
 
 def _inside(page: Page, records: Records) -> None:
@@ -226,22 +285,27 @@ def _inside(page: Page, records: Records) -> None:
 
 def _runs(page: Page, result: StudyResult, out: Path) -> None:
     section = page.section("Runs", "Every run of the study, with its folder; for failed runs, the reason.")
-    titles = ("variant", "size", "seed", "status", "loss", "tokens/s", "memory", "folder", "diagnosis")
-    numeric = {"seed", "loss", "tokens/s", "memory"}
-    columns = [Column(title, numeric=title in numeric) for title in titles]
-    section.table(columns, [_run_cells(run, out) for run in result.runs])
     inside = f"{SIDE_BY_SIDE}/report.html"
     if (out / inside).exists():
         section.facts({"diagnoses": Link("the variants side by side, first seed", inside)})
     for run in result.runs:
         if run.problem:
             section.note(f"{run.folder}: {run.problem}")
+    titles = ("variant", "size", "seed", "status", "loss", "tokens/s", "memory", "folder", "diagnosis")
+    numeric = {"seed", "loss", "tokens/s", "memory"}
+    columns = [Column(title, numeric=title in numeric) for title in titles]
+    place = plots.places(result)
+    done = sum(run.status == "complete" for run in result.runs)
+    with section.fold(f"{done} of {len(result.runs)} runs are complete"):
+        section.table(
+            columns, [_run_cells(run, out, place[run.variant]) for run in result.runs], order=Sorted(0, False)
+        )
 
 
-def _run_cells(run: RunResult, out: Path) -> list[str | Link | Value]:
+def _run_cells(run: RunResult, out: Path, place: int) -> list[Cell]:
     folder = f"{RUNS}/{run.folder}"
     return [
-        Value(run.variant, "" if run.budget == 1.0 else f"ladder {run.budget:g}×"),
+        Series(run.variant, theme.colour(place), "" if run.budget == 1.0 else f"ladder {run.budget:g}×"),
         run.size,
         str(run.seed),
         run.status,
@@ -253,6 +317,7 @@ def _run_cells(run: RunResult, out: Path) -> list[str | Link | Value]:
     ]
 
 
-def _provenance(page: Page, study: StudyConfig) -> None:
+def _file(page: Page, study: StudyConfig) -> None:
     section = page.section("How this was made", "The same study file gives the same runs.")
-    section.code(study.to_toml())
+    with section.fold("The study file"):
+        section.code(study.to_toml())

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
-
 from residua.report import theme
+from residua.report.forest import both_ends
 from residua.report.scatter import Line, Point, Scatter
 from residua.study.results import Interval, LadderResult, StudyResult, VariantResult
 from residua.study.sentences import speed_is_shown
@@ -20,14 +19,14 @@ def break_even(result: StudyResult, size: str | None = None) -> Scatter | None:
     rows = result.rows(size or result.sizes[-1])
     points = [
         Point(row.name, 1 / row.throughput_ratio.value, gain.value, theme.colour(index),
-              _inverse(_ends(row.throughput_ratio)), _ends(gain))
+              _inverse(_ends(row.throughput_ratio)), _ends(gain), symbol=theme.symbol(index))
         for index, row in enumerate(rows)
         if row.throughput_ratio is not None and speed_is_shown(row, result) and (gain := _gain(row)) is not None
     ]  # fmt: skip
     if not points:
         return None
     at = next(index for index, row in enumerate(rows) if row.name == result.baseline)
-    points.insert(0, Point(result.baseline, 1.0, 1.0, theme.colour(at)))
+    points.insert(0, Point(result.baseline, 1.0, 1.0, theme.colour(at), symbol=theme.symbol(at)))
     (left, right), (low, high) = Scatter(points, (), "", "").ranges
     ends = [min(left, low), max(right, high)]
     line = Line("breaks even: above it, a variant pays per second", ends, ends, dash="dash")
@@ -59,8 +58,9 @@ def ladder_scatter(result: StudyResult, ladder: LadderResult) -> Scatter:
             scale, ends = trained / MILLION, _ends(gain)
             around = None if ends is None else (ends[0] * scale, ends[1] * scale)
             variants.append(
-                Point(row.name, gain.value * scale, row.loss.value, theme.colour(index), around, labelled=False)
-            )
+                Point(row.name, gain.value * scale, row.loss.value, theme.colour(index), around,
+                      labelled=False, symbol=theme.symbol(index))
+            )  # fmt: skip
     points = [*rungs, *variants]
     return Scatter(points, [_law(ladder, points)], "million tokens", "validation loss")
 
@@ -81,10 +81,7 @@ def _gain(row: VariantResult) -> Interval | None:
 
 
 def _ends(value: Interval) -> tuple[float, float] | None:
-    """Both ends of an interval, an open one infinite; None if there is no interval."""
-    if value.low is None and value.high is None:
-        return None
-    return (-math.inf if value.low is None else value.low), (math.inf if value.high is None else value.high)
+    return both_ends(value.low, value.high)
 
 
 def _inverse(ends: tuple[float, float] | None) -> tuple[float, float] | None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from residua.report import theme
-from residua.report.figures import Curve, curves, grouped_bars, heatmap
-from residua.study.results import ScalingResult, StudyResult, VariantResult
+from residua.report.figures import Curve, curves, heatmap
+from residua.report.forest import Estimate, both_ends, forest
+from residua.study.results import Interval, ScalingResult, StudyResult, VariantResult
 from residua.study.runs import RunRecord
-from residua.study.sentences import speed_is_shown
 from residua.study.statistics import mean, smooth
 
 if TYPE_CHECKING:
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 Records = dict[str, list[RunRecord]]  # by variant, in the order of the study
 TOKENS, SECONDS = "tokens", "seconds of training"
+BANDS = 6
+"""With more variants than these, bands around the curves would hide the curves."""
 
 
 def validation_curves(records: Records, against: str) -> Figure:
@@ -32,43 +34,52 @@ def training_curves(records: Records, against: str) -> Figure:
 
 
 def difference_curves(records: Records, baseline: str) -> Figure:
-    """Validation loss minus the baseline's at the same step, mean over seeds."""
-    reference = dict(_mean_curve([run.loss_curve for run in records[baseline]]))
-    series = [Curve(baseline, list(reference), [0.0] * len(reference), _colour(records, baseline), dash="dot")]
+    """Validation loss minus the baseline's of the same seed at the same step: mean over seeds, and a band for few."""
+    reference = {_seed(run): dict(run.loss_curve) for run in records[baseline]}
+    steps = sorted({x for curve in reference.values() for x in curve})
+    series = [_curve(records, baseline, [(x, 0.0) for x in steps], dash="dash")]
+    few = sum(bool(runs) for runs in records.values()) <= BANDS
     for name, runs in records.items():
-        points = [(x, y - reference[x]) for x, y in _mean_curve([run.loss_curve for run in runs]) if x in reference]
-        if name != baseline:
-            series.append(Curve(name, *_columns(points), _colour(records, name), markers=True))
-    return curves(series, TOKENS, "loss − baseline's loss", height=340)
+        paired = [
+            [(x, y - known[x]) for x, y in run.loss_curve if x in known]
+            for run in runs
+            if name != baseline and (known := reference.get(_seed(run)))
+        ]
+        if paired:
+            band = _band(paired) if few and len(paired) > 1 else (None, None)
+            series.append(_curve(records, name, _mean_curve(paired), markers=True, low=band[0], high=band[1]))
+    return curves(series, TOKENS, f"loss − {baseline}'s", y_range=_focus_differences(series[1:]))
 
 
-def gains(result: StudyResult) -> Figure | None:
-    """Token gain, throughput and wall-clock gain of each variant at the last size, relative to the baseline.
-
-    No bars for a speed that is not known, nor for what follows from it.
-    """
-    parts: dict[str, list[float | None]] = {}
-    colours = []
-    for index, row in enumerate(result.rows(result.sizes[-1])):
-        found = (row.equivalent_tokens or row.step_gain, row.throughput_ratio, row.wall_clock_gain)
-        values = [part.value for part in found if part is not None]
-        if len(values) == len(found):
-            parts[row.name] = [*values] if speed_is_shown(row, result) else [values[0], None, None]
-            colours.append(theme.colour(index))
-    if not parts:
-        return None
-    names = ["equivalent tokens" if result.ladder else "step-wise gain", "throughput", "wall-clock gain"]
-    return grouped_bars(names, parts, colours, "× baseline", line_at=1.0)
+def forest_of_losses(rows: Sequence[VariantResult], result: StudyResult, height: int | None = None) -> Figure:
+    """Δ loss of each row with its interval, in the order of the rows, against the baseline's line at 0."""
+    place = places(result)
+    found = [_estimate(row.name, place[row.name], row.difference, "+.4f") for row in rows if row.difference is not None]
+    return forest(found, f"Δ loss against {result.baseline}, nats per token (left is better)", height=height)
 
 
-def precision_costs(rows: Sequence[VariantResult], recipes: Sequence[str]) -> Figure:
-    """The loss that low precision adds to each variant; no bar where it was not finite."""
-    parts = {
-        row.name: [None if (cost := row.low_precision.costs[name]) is None else cost.value for name in recipes]
-        for row in rows
-        if row.low_precision is not None
-    }
-    return grouped_bars(recipes, parts, [theme.colour(i) for i in range(len(parts))], "added loss, nats")
+def precision_costs(result: StudyResult, rows: Sequence[VariantResult], recipes: Sequence[str]) -> dict[str, Figure]:
+    """By recipe, the loss that low precision adds to each variant, with its interval; left out where not finite."""
+    place, found = places(result), {}
+    for recipe in recipes:
+        costs = [(row.name, row.low_precision.costs[recipe]) for row in rows if row.low_precision is not None]
+        shown = [_estimate(name, place[name], cost, "+.4f") for name, cost in costs if cost is not None]
+        if shown:
+            shown.sort(key=lambda estimate: estimate.value)
+            found[recipe] = forest(shown, "added loss, nats per token (left is better)")
+    return found
+
+
+def places(result: StudyResult) -> dict[str, int]:
+    """The place of each variant in the study, which decides its colour on every page."""
+    return {name: index for index, name in enumerate(dict.fromkeys(row.name for row in result.variants))}
+
+
+def _estimate(name: str, place: int, value: Interval, form: str) -> Estimate:
+    low, high = ("…" if end is None else f"{end:{form}}" for end in (value.low, value.high))
+    ends, shown = both_ends(value.low, value.high), f"{value.value:{form}}"
+    interval = "one seed, no interval" if ends is None else f"interval {low} to {high}"
+    return Estimate(name, value.value, theme.colour(place), ends, shown, interval, theme.symbol(place))
 
 
 def sublayer_curves(records: Records, key: str, y_title: str) -> Figure | None:
@@ -77,7 +88,7 @@ def sublayer_curves(records: Records, key: str, y_title: str) -> Figure | None:
     for name, runs in records.items():
         values = _mean_rows([[row[key] for row in run.inspection.get("sublayers", [])] for run in _inspected(runs)])
         if values:
-            series.append(Curve(name, list(range(len(values))), values, _colour(records, name), markers=True))
+            series.append(_curve(records, name, list(enumerate(values)), markers=True))
     if not series:
         return None
     return curves(series, "sublayer (even: attention, odd: feed-forward)", y_title, log_y=True, whole_x=True)
@@ -118,7 +129,7 @@ def attention_gates(records: Records) -> dict[str, Figure]:
             values = _mean_rows([[row[key] for row in table] for table in tables])
             if values:
                 layers = [row["layer"] for row in tables[0]]  # in a hybrid, only some layers
-                series.append(Curve(name, layers, values, _colour(records, name), markers=True))
+                series.append(_curve(records, name, list(zip(layers, values, strict=True)), markers=True))
         if series:
             found[label] = curves(series, "layer", label, whole_x=True, y_range=(0.0, 1.0), height=320)
     return found
@@ -151,7 +162,7 @@ def scaling_figure(
         if not found:
             continue
         colour = theme.colour(index)
-        series.append(Curve(name, *_columns(found), colour, markers=True, lines=False))
+        series.append(Curve(name, *_columns(found), colour, markers=True, lines=False, symbol=theme.symbol(index)))
         if name in laws:
             ends = [found[0][0], found[-1][0]]
             fitted = [laws[name].scale * c ** -laws[name].exponent for c in ends]
@@ -172,13 +183,13 @@ def _loss_figure(
     lines: dict[str, list[list[tuple[float, float]]]], against: str, y_title: str, *, markers: bool
 ) -> Figure:
     series = []
-    for index, (name, runs) in enumerate(lines.items()):
-        runs = [run for run in runs if run]
+    few = sum(any(runs) for runs in lines.values()) <= BANDS
+    for name, every in lines.items():
+        runs = [run for run in every if run]
         if not runs:
             continue
-        x, y = _columns(_mean_curve(runs))
-        band = _band(runs) if len(runs) > 1 else (None, None)
-        series.append(Curve(name, x, y, theme.colour(index), markers=markers, low=band[0], high=band[1]))
+        band = _band(runs) if few and len(runs) > 1 else (None, None)
+        series.append(_curve(lines, name, _mean_curve(runs), markers=markers, low=band[0], high=band[1]))
     return curves(series, against, y_title, y_range=_focus([curve.y for curve in series]))
 
 
@@ -189,6 +200,19 @@ def _focus(values: Sequence[Sequence[float | None]]) -> tuple[float, float] | No
         return None
     low, high = min(min(line) for line in ends), max(line[len(line) // 10] for line in ends)
     return low - 0.04 * (high - low), high
+
+
+def _focus_differences(series: Sequence[Curve]) -> tuple[float, float] | None:
+    """The same for differences: from the second half on, with their bands and zero in sight."""
+    late = [
+        v for curve in series for line in (curve.y, curve.low, curve.high) for v in (line or [])[len(curve.x) // 2 :]
+    ]
+    known = [v for v in late if v is not None]
+    if not known:
+        return None
+    low, high = min(*known, 0.0), max(*known, 0.0)
+    room = 0.25 * ((high - low) or 1.0)
+    return low - room, high + room
 
 
 def _validation_points(run: RunRecord, against: str) -> list[tuple[float, float]]:
@@ -233,5 +257,12 @@ def _frame(value: Any) -> Any:
     return [_frame(inner) for inner in value] if isinstance(value, list) else None
 
 
-def _colour(records: Records, name: str) -> str:
-    return theme.colour(list(records).index(name))
+def _curve(order: Mapping[str, object], name: str, points: Sequence[tuple[float, float]], **look: Any) -> Curve:
+    """A variant's line, in the look of its place in the study."""
+    place = list(order).index(name)
+    return Curve(name, *_columns(points), theme.colour(place), symbol=theme.symbol(place), **look)
+
+
+def _seed(run: RunRecord) -> str:
+    """What pairs a run with the baseline's: folders end in -seedN."""
+    return run.folder.name.rpartition("-")[2]

@@ -9,6 +9,7 @@ from residua.study.plan import PlannedRun, StudyPlan
 from residua.study.results import DatasetFacts, Interval, ScalingResult, StudyResult, VariantResult
 
 NONE = "—"
+ONE = Value(NONE, key=1.0)  # the baseline's own gain: not shown, but sorted
 WIDEST = 1000.0  # high / low of an interval of ratios; a wider interval is not shown
 SAYS_NOTHING = 2.0  # high / low of an interval around 1; from a wider one follows no verdict
 
@@ -48,14 +49,18 @@ def cells(row: VariantResult, result: StudyResult) -> list[Value]:
     against = row if row.name != baseline else None
     return [
         Value(row.name, "" if against else "(baseline)"),
-        Value(count(row.parameters), f"({row.parameters_ratio - 1:+.2%})" if against else ""),
+        Value(count(row.parameters), f"({row.parameters_ratio - 1:+.2%})" if against else "", row.parameters),
         _loss(row.loss),
         Value(NONE if row.bits_per_byte is None else f"{row.bits_per_byte.value:.4f}"),
-        _difference(against.difference) if against else Value(NONE),
-        _ratio(against.step_gain) if against else Value(NONE),
-        *([_ratio(row.equivalent_tokens, "*" if row.extrapolated else "")] if result.ladder else []),
+        _difference(against.difference) if against else Value(NONE, key=0.0),
+        _ratio(against.step_gain) if against else ONE,
+        *(
+            [_ratio(row.equivalent_tokens, "*" if row.extrapolated else "") if against else ONE]
+            if result.ladder
+            else []
+        ),
         _throughput(row, baseline),
-        _ratio(against.wall_clock_gain) if against else Value(NONE),
+        _ratio(against.wall_clock_gain) if against else ONE,
         Value(NONE if row.memory_gib is None else f"{row.memory_gib:.2f} GiB"),
     ]
 
@@ -285,9 +290,9 @@ def _ratio(value: Interval | None, mark: str = "") -> Value:
         return Value(NONE)
     shown = f"{value.value:.2f}×{mark}"
     if value.low is None and value.high is None:
-        return Value(shown)
+        return Value(shown, key=value.value)
     low, high = ("…" if end is None else f"{end:.2f}" for end in (value.low, value.high))
-    return Value(shown, "(no interval)" if _too_wide(value) else f"[{low}, {high}]")
+    return Value(shown, "(no interval)" if _too_wide(value) else f"[{low}, {high}]", value.value)
 
 
 def _too_wide(value: Interval) -> bool:
@@ -301,5 +306,5 @@ def _throughput(row: VariantResult, baseline: str) -> Value:
     speed = row.tokens_per_second if row.timing is None else row.timing.tokens_per_second
     rate = f"{count(speed)} tok/s"
     if row.name == baseline or row.throughput_ratio is None:
-        return Value(rate)
-    return Value(f"{row.throughput_ratio.value:.2f}×", rate)
+        return Value(rate, key=1.0 if row.name == baseline else None)
+    return Value(f"{row.throughput_ratio.value:.2f}×", rate, row.throughput_ratio.value)

@@ -62,8 +62,10 @@ def test_every_run_is_diagnosed_once_linked_and_laid_side_by_side(
         assert f"✓ {run.title}: " in said
         found = Diagnosis.read(run.folder / "diagnosis.json").models[0]
         assert found.text.source == f"the validation text of {dataset.path.name}" and found.ablations
+        assert found.place == list(asked.variants).index(run.variant)
     both = Diagnosis.read(out / "diagnosis" / "diagnosis.json")
     assert [model.name for model in both.models] == ["prenorm", "mgr"]
+    assert [model.place for model in both.models] == [0, 1]  # they keep the colours of the study's page
 
     before = {run: (run.folder / "diagnosis.json").stat() for run in good}
     diagnose_runs(asked, plan, out, dataset, Console(quiet=True))

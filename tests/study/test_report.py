@@ -1,66 +1,167 @@
-"""The study's page in headless Chromium: plots there, no error, no request; tabs, themes, contents, paper."""
+"""The study's page in headless Chromium: it answers at once, fits, and can be read by everyone; tabs, themes, paper."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 
-from residua.data import Dataset
-from residua.study import StudyConfig
-from tests.report.browser import chromium, opened
-from tests.study.test_results import laddered
+from tests.report.browser import Browser, Opened, browser  # noqa: F401 (a fixture)
+from tests.study.pretend import NAMES, pretended
 
-SECTIONS = (
-    "Verdict",
-    "Equivalent tokens",
-    "Loss curves",
-    "Magnitude per sublayer",
-    "Gradient per layer",
-    "Depth weights",
-    "Gate statistics",
-    "Runs",
-)
+pytestmark = pytest.mark.slow
+SECTIONS = [
+    "Verdict", "Equivalent tokens", "Loss curves", "Low precision", "Magnitude per sublayer", "Gradient per layer",
+    "Depth weights", "Gate statistics", "Runs", "How this was made",
+]  # fmt: skip
+WIDTHS, SCHEMES = (1400, 1100, 420), ("light", "dark")
+# The colours that the figures on the page give to each series.
+COLOURS = """() => {
+  const found = {};
+  for (const plot of document.querySelectorAll(".plot")) {
+    const figure = plot.figure || JSON.parse(plot.querySelector("script").textContent);
+    for (const trace of figure.data) {
+      const colour = trace.marker?.color || trace.line?.color;
+      if (typeof colour === "string" && trace.meta) (found[trace.meta.series] ||= new Set()).add(colour);
+    }
+  }
+  return Object.fromEntries(Object.entries(found).map(([name, colours]) => [name, [...colours]]));
+}"""
 
 
-@pytest.fixture
-def report(study: StudyConfig, dataset: Dataset, out: Path) -> Path:
-    chromium()
-    laddered(study, out, dataset, (0.5, 1, 1.5, 2))
-    return out / "report.html"
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+    """The page of a study with so many variants, made once."""
+    folder = tmp_path_factory.mktemp("studies")
+    return cache(lambda variants: pretended(variants).page(folder).write(folder / f"{variants}.html"))
 
 
-@pytest.mark.slow
-def test_the_study_page_opens_whole_offline_light_dark_and_on_paper(report: Path) -> None:
-    with opened(report, color_scheme="light") as seen:
+@pytest.fixture(scope="module")
+def seen(report: Callable[[int], Path], browser: Browser) -> Iterator[Opened]:  # noqa: F811
+    """The page of sixteen variants, in the light, open for several tests."""
+    with browser.opened(report(16), 1400, color_scheme="light") as opened:
+        yield opened
+
+
+def check(seen: Opened, width: int, path: Path) -> None:
+    """Nothing sticks out, nothing is cut at a desk, no complaint, no request, nothing in a reader's way."""
+    assert seen.overflowing() == []
+    assert width < 1000 or seen.cut_tables() == []
+    assert seen.violations() == []
+    assert seen.problems == []
+    assert seen.requests == [path.as_uri()]
+
+
+def test_the_title_answers_and_the_foot_says_how_it_was_made(seen: Opened) -> None:
+    assert seen.page.inner_text("h1") == "Yes: the best, block_attnres, is 1.06× per second"
+    assert seen.page.locator("main h2").all_inner_texts() == SECTIONS
+    foot = seen.page.inner_text("footer")
+    for fact in ("2026-11-02", "NVIDIA H200", "PyTorch 2.13.0", "0123456789ab", "32.77 M tokens", "residua compare"):
+        assert fact in foot
+    shown = "rect => rect.bottom > 0 && rect.bottom <= innerHeight"
+    first = "[...document.querySelectorAll('.beside .plot')].map(p => p.getBoundingClientRect())"
+    assert seen.page.evaluate(f"{first}.every({shown})"), "both pictures are on the first screen"
+
+
+def test_sixteen_variants_have_one_colour_each_and_no_two_the_same(seen: Opened) -> None:
+    found = {name: colours for name, colours in seen.page.evaluate(COLOURS).items() if name in NAMES}
+    assert list(found) and set(found) == set(NAMES)
+    assert all(len(colours) == 1 for colours in found.values()), found
+    assert len({colours[0] for colours in found.values()}) == 16
+
+
+def test_every_visible_figure_is_drawn_and_says_in_words_what_it_shows(seen: Opened) -> None:
+    page = seen.page
+    page.click("[role=tab]:has-text('training, by seconds')")
+    assert page.locator(".plot:visible:has(.main-svg)").count() == page.locator(".plot:visible").count() >= 8
+    words = page.evaluate("[...document.querySelectorAll('.plot')].map(plot => plot.getAttribute('aria-label'))")
+    assert all(len(label) > 40 for label in words)
+    assert "block_attnres: -0.0450, interval -0.0570 to -0.0330" in words[0]
+    page.click("[role=tab]:has-text('difference to prenorm')")
+
+
+def test_a_column_is_sorted_with_the_keyboard(seen: Opened) -> None:
+    table = seen.page.locator("table").first
+    rows = table.locator("tbody tr")
+    names = [rows.nth(i).get_attribute("data-series") for i in range(3)]
+    assert names == ["block_attnres", "mgr", "prenorm"]  # by wall-clock gain, the baseline at 1
+    head = table.locator("th", has_text="parameters")
+    head.locator("button").focus()
+    seen.page.keyboard.press("Enter")
+    assert head.get_attribute("aria-sort") == "descending" and rows.first.get_attribute("data-series") == "resformer"
+    seen.page.keyboard.press("Enter")
+    assert head.get_attribute("aria-sort") == "ascending" and rows.first.get_attribute("data-series") == "prenorm"
+    assert table.locator("th[aria-sort]").count() == 1
+
+
+def test_pointing_at_a_variant_highlights_it_everywhere(seen: Opened) -> None:
+    page = seen.page
+    page.locator("table tr[data-series=mgr8]").first.hover()
+    faint = "[...document.querySelectorAll('.plot:has(.main-svg)')].filter(p => p.querySelector('.faint')).length"
+    assert page.evaluate(faint) >= 4
+    assert page.locator(".legend button.seen").count() == page.locator(".legend button[data-series=mgr8]").count() > 0
+    page.locator("h1").hover()
+    assert page.locator(".faint, .seen").count() == 0
+
+
+def test_a_name_in_the_legend_hides_and_shows_its_curve(seen: Opened) -> None:
+    plot = seen.page.locator("#loss-curves [role=tabpanel]:visible")
+    lines = plot.locator("g.trace.scatter")
+    before = lines.count()
+    for state, count in (("false", before - 1), ("true", before)):
+        plot.locator(".legend button[data-series=mgr]").click()
+        assert plot.locator(".legend button[data-series=mgr]").get_attribute("aria-pressed") == state
+        assert lines.count() == count
+
+
+def test_the_page_fits_desk_laptop_and_telephone_and_reads_well(seen: Opened, report: Callable[[int], Path]) -> None:
+    for width in (1100, 420, 1400):
+        seen.resize(width)
+        assert seen.overflowing() == []
+        assert width < 1000 or seen.cut_tables() == []
+    check(seen, 1400, report(16))
+
+
+def test_the_page_in_the_dark_on_a_telephone_and_on_paper(
+    report: Callable[[int], Path],
+    browser: Browser,  # noqa: F811
+) -> None:
+    with browser.opened(report(3), 420, color_scheme="dark") as seen:
         page = seen.page
-        titles = page.locator("main h2").all_inner_texts()
-        assert [title for title in SECTIONS if title not in titles] == []
-
-        plots, drawn = page.locator(".plot"), page.locator(".plot:has(.main-svg)")
-        assert drawn.count() == page.locator(".plot:visible").count() >= 7
-        page.click("[role=tab]:has-text('training, by seconds')")
-        assert page.locator(".plot:visible:has(.main-svg)").count() == page.locator(".plot:visible").count()
-
-        light = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        check(seen, 420, report(3))
+        style = "(s => [s.color, s.backgroundColor])(getComputedStyle(document.body))"
+        dark = page.evaluate(style)
         page.click("#theme")
-        assert page.evaluate("getComputedStyle(document.body).backgroundColor") != light
-
+        assert page.evaluate(style) != dark
         page.click("nav a:has-text('Runs')")
         seen.until("document.querySelector('#runs').getBoundingClientRect().top < 900")  # the page scrolls smoothly
 
+        page.click("#theme")
+        assert page.evaluate(style) == dark
         assert len(page.pdf()) > 10_000
-        assert drawn.count() == plots.count()
-
+        assert page.locator(".plot:has(.main-svg)").count() == page.locator(".plot").count()  # every view and fold
+        page.emulate_media(media="print")
+        assert page.evaluate(style) == ["rgb(0, 0, 0)", "rgb(255, 255, 255)"]
         assert seen.problems == []
-        assert seen.requests == [report.as_uri()]
 
 
-@pytest.mark.slow
-def test_no_column_is_cut_on_a_laptop_screen(report: Path) -> None:
-    with opened(report) as seen:
-        seen.page.set_viewport_size({"width": 1200, "height": 900})
-        tables = seen.page.evaluate(
-            "[...document.querySelectorAll('.scroll')].map(box => [box.scrollWidth, box.clientWidth])"
-        )
-        assert tables and all(wide <= room for wide, room in tables)
+@pytest.mark.nightly
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("variants", [3, 12, 16])
+def test_every_page_at_every_width_in_light_and_dark(
+    variants: int,
+    scheme: str,
+    width: int,
+    report: Callable[[int], Path],
+    browser: Browser,  # noqa: F811
+) -> None:
+    with browser.opened(report(variants), width, color_scheme=scheme) as seen:
+        check(seen, width, report(variants))
+        for summary in seen.page.locator("summary").all():
+            summary.click()
+        check(seen, width, report(variants))
+        found = {name: colours for name, colours in seen.page.evaluate(COLOURS).items() if name in NAMES}
+        assert len({colour for colours in found.values() for colour in colours}) == len(found) == variants

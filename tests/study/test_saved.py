@@ -66,6 +66,7 @@ def without_pages(
     dataset: Any,
     known: dict[PlannedRun, RunRecord],
     supplement: None = None,
+    commands: tuple[str, ...] = (),
 ) -> Outcome:
     """`summarise` without the files that it writes."""
     records, timings = complete_records(plan, known), read_timings(study, plan, out)

@@ -1,0 +1,137 @@
+"""The answer of a study in one line, and how its numbers were made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from residua.report import Cell, Tone
+from residua.study.results import Interval, StudyResult, VariantResult
+from residua.study.runs import RunRecord
+from residua.study.sentences import count, says_nothing, speed_is_shown
+
+MANY = 5
+"""From so many comparisons on, the verdict says that intervals are not corrected for their number."""
+
+
+def answer(result: StudyResult) -> tuple[Tone, str]:
+    """Does a variant pay per second, at the last size? "Yes" and "No" only where the intervals say so."""
+    rows = [row for row in result.rows(result.sizes[-1]) if row.name != result.baseline]
+    timed = [row for row in rows if row.wall_clock_gain is not None and speed_is_shown(row, result)]
+    if not timed:
+        return _by_loss(rows, result)
+    best = max(timed, key=_seconds)
+    per_second, gain = f"{_seconds(best):.2f}× per second", best.wall_clock_gain
+    named = f"the best, {best.name}," if len(rows) > 1 else best.name
+    if gain is not None and gain.low is not None and gain.low > 1.0:
+        return "good", f"Yes: {named} is {per_second}"
+    if len(timed) == len(rows) and all(_below_one(row.wall_clock_gain) for row in timed):
+        return "bad", f"No: {named} is {per_second}"
+    return "unsure", f"Not shown: {named} is {per_second}, {_why(gain)}"
+
+
+def best_row(result: StudyResult) -> VariantResult | None:
+    """The row of the answer: the largest gain per second, else the lowest loss; None if nothing is compared."""
+    rows = [row for row in result.rows(result.sizes[-1]) if row.difference is not None]
+    timed = [row for row in rows if row.wall_clock_gain is not None and speed_is_shown(row, result)]
+    return max(timed, key=_seconds) if timed else min(rows, key=_change, default=None)
+
+
+def by_gain(rows: Iterable[VariantResult], baseline: str) -> list[VariantResult]:
+    """Rows by gain per second, else per token, largest first; the baseline is at 1, those without a gain come last."""
+
+    def place(row: VariantResult) -> float:
+        gain = row.wall_clock_gain or row.equivalent_tokens or row.step_gain
+        return -1.0 if row.name == baseline else float("inf") if gain is None else -gain.value
+
+    return sorted(rows, key=place)
+
+
+def by_loss(rows: Iterable[VariantResult]) -> list[VariantResult]:
+    """The rows that can be compared with the baseline, lowest loss first."""
+    return sorted((row for row in rows if row.difference is not None), key=_change)
+
+
+def comparisons_sentence(result: StudyResult) -> str:
+    """A warning where many variants are compared at once; empty for a few."""
+    shown = sum(row.difference is not None for row in result.rows(result.sizes[-1]))
+    if shown < MANY:
+        return ""
+    return f"The {result.confidence * 100:g} % intervals are not corrected for {shown} comparisons."
+
+
+def _by_loss(rows: Sequence[VariantResult], result: StudyResult) -> tuple[Tone, str]:
+    compared = by_loss(rows)
+    if not compared:
+        done = sum(run.status == "complete" for run in result.runs)
+        return "unsure", f"No answer yet: {done} of {len(result.runs)} runs are complete"
+    best = compared[0]
+    named = f"the lowest, {best.name}'s," if len(rows) > 1 else f"{best.name}'s"
+    return "unsure", f"Not shown per second, since speeds are not known: loss, {named} is {_change(best):+.4f}"
+
+
+def _why(gain: Interval | None) -> str:
+    if gain is None or (gain.low is None and gain.high is None):
+        return "but one seed allows no interval"
+    if says_nothing(gain) or gain.low is None or gain.high is None:
+        return "but the interval is too wide to tell"
+    if gain.high < 1.0:
+        return "but others are not measured well enough"
+    return f"interval {gain.low:.2f} to {gain.high:.2f}"
+
+
+def _below_one(gain: Interval | None) -> bool:
+    return gain is not None and gain.high is not None and gain.high < 1.0
+
+
+def _seconds(row: VariantResult) -> float:
+    return -1.0 if row.wall_clock_gain is None else row.wall_clock_gain.value
+
+
+def _change(row: VariantResult) -> float:
+    return float("inf") if row.difference is None else row.difference.value
+
+
+def provenance(result: StudyResult, runs: Sequence[RunRecord], commands: Sequence[str]) -> dict[str, Cell]:
+    """Text, tokens, seeds, date, hardware, versions, commit and command; what is not known is left out."""
+    facts: dict[str, Cell] = {}
+    if result.dataset:
+        about = result.dataset
+        facts |= {
+            "text": Path(about.path).name,
+            "training text": f"{count(about.train_tokens)} tokens",
+            "vocabulary": f"{about.vocab_size:,}",
+            "unigram entropy": f"{about.unigram_entropy:.4f} nats per token",
+        }
+    seen = _unique(count(run.tokens) for run in result.runs if run.tokens is not None and run.budget == 1.0)
+    facts |= {"seen by a run": f"{' or '.join(seen)} tokens"} if seen else {}
+    facts["seeds"] = str(len(result.seeds))
+    environments = [run.environment for run in runs]
+    started = sorted(s["started"][:10] for e in environments for s in e.get("sessions") or () if s.get("started"))
+    known = {
+        "trained": [started[0], *started[-1:]] if started else [],
+        "hardware": [run.hardware for run in runs],
+        "software": [_software(about) for about in environments],
+        "commit": [_commit(about) for about in environments],
+    }
+    for name, values in known.items():
+        if shown := _unique(values):
+            facts[name] = (" to " if name == "trained" else "; ").join(shown)
+    if commands:
+        facts["command"] = "; ".join(commands)
+    return facts
+
+
+def _software(about: dict[str, Any]) -> str:
+    titles = {"residua": "Residua", "torch": "PyTorch", "triton": "Triton", "cuda": "CUDA", "python": "Python"}
+    return ", ".join(f"{title} {about[key]}" for key, title in titles.items() if about.get(key))
+
+
+def _commit(about: dict[str, Any]) -> str:
+    commit, _, changed = str(about.get("commit") or "").partition("+")
+    return f"{commit[:12]}{' with changes' if changed else ''}" if commit else ""
+
+
+def _unique(values: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(value for value in values if value))

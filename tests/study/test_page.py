@@ -1,0 +1,119 @@
+"""What the study's page says at its top and at its foot, without a browser."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from residua.report import Tone, theme
+from residua.study.answer import answer, by_gain, comparisons_sentence, provenance
+from residua.study.plots import difference_curves, forest_of_losses, precision_costs
+from residua.study.results import StudyResult
+from tests.study.pretend import pretended
+
+
+def changed(result: StudyResult, **keys: object) -> StudyResult:
+    """The same study with other values in the rows of the variants."""
+    rows = tuple(row if row.name == "prenorm" else row.model_copy(update=keys) for row in result.variants)
+    return result.model_copy(update={"variants": rows})
+
+
+@pytest.mark.parametrize(
+    ("best", "seeds", "tone", "title"),
+    [
+        (1.06, 3, "good", "Yes: the best, block_attnres, is 1.06× per second"),
+        (0.95, 3, "bad", "No: the best, block_attnres, is 0.95× per second"),
+        (1.01, 3, "unsure", "Not shown: the best, block_attnres, is 1.01× per second, interval 0.98 to 1.04"),
+        (1.50, 1, "unsure", "Not shown: the best, block_attnres, is 1.50× per second, but one seed allows no interval"),
+    ],
+)
+def test_the_title_answers_and_says_yes_or_no_only_where_the_intervals_do(
+    best: float, seeds: int, tone: Tone, title: str
+) -> None:
+    assert answer(pretended(3, seeds=seeds, best=best).result) == (tone, title)
+
+
+def test_no_needs_every_variant_below_one() -> None:
+    result = pretended(3, best=0.95).result
+    first, second, third = result.variants
+    assert third.wall_clock_gain is not None
+    wide = third.wall_clock_gain.model_copy(update={"low": 0.7, "high": 1.1})
+    open_question = result.model_copy(
+        update={"variants": (first, second, third.model_copy(update={"wall_clock_gain": wide}))}
+    )
+    tone, title = answer(open_question)
+    assert tone == "unsure" and title.endswith("is 0.95× per second, but others are not measured well enough")
+
+
+def test_without_speeds_the_title_speaks_of_loss_and_without_runs_of_none() -> None:
+    result = pretended(3).result
+    silent = changed(result, throughput_ratio=None, wall_clock_gain=None)
+    assert answer(silent) == (
+        "unsure",
+        "Not shown per second, since speeds are not known: loss, the lowest, block_attnres's, is -0.0450",
+    )
+    nothing = changed(silent, difference=None).model_copy(
+        update={"runs": tuple(run.model_copy(update={"status": "missing"}) for run in result.runs[1:])}
+    )
+    assert answer(nothing) == ("unsure", "No answer yet: 0 of 8 runs are complete")
+
+
+def test_many_comparisons_are_said_to_be_many() -> None:
+    assert comparisons_sentence(pretended(3).result) == ""
+    assert comparisons_sentence(pretended(16).result) == "The 95 % intervals are not corrected for 15 comparisons."
+
+
+def test_rows_come_by_gain_with_the_baseline_at_one() -> None:
+    result = pretended(6).result
+    assert [row.name for row in by_gain(result.variants, "prenorm")][:3] == ["block_attnres", "mgr", "prenorm"]
+
+
+def test_the_foot_has_date_hardware_versions_commit_command_and_tokens_seen() -> None:
+    made = pretended(3)
+    runs = [run for found in made.records["mini"].values() for run in found]
+    assert provenance(made.result, runs, ["residua compare x"]) == {
+        "text": "wiki",
+        "training text": "117.00 M tokens",
+        "vocabulary": "32,768",
+        "unigram entropy": "7.4142 nats per token",
+        "seen by a run": "32.77 M tokens",
+        "seeds": "3",
+        "trained": "2026-11-02",
+        "hardware": "NVIDIA H200",
+        "software": "Residua 0.2.0, PyTorch 2.13.0, Triton 3.7.1, CUDA 13.0, Python 3.11.9",
+        "commit": "0123456789ab",
+        "command": "residua compare x",
+    }
+    assert "trained" not in provenance(made.result, [], [])
+
+
+def test_a_variant_has_the_colour_of_its_place_in_every_figure() -> None:
+    made = pretended(16)
+    rows = [row for row in made.result.variants if row.difference is not None][::-1]
+    for figure in (
+        forest_of_losses(rows, made.result),
+        difference_curves(made.records["mini"], "prenorm"),
+        precision_costs(made.result, made.result.variants, ["fp8"])["fp8"],
+    ):
+        for trace in figure.data:
+            place = next(i for i, row in enumerate(made.result.variants) if row.name == trace.meta["series"])
+            assert (trace.line.color or trace.marker.color) == theme.colour(place)
+
+
+def test_difference_curves_are_paired_by_seed() -> None:
+    made = pretended(3)
+    figure = difference_curves(made.records["mini"], "prenorm")
+    line = next(trace for trace in figure.data if trace.meta["series"] == "mgr" and trace.mode == "lines+markers")
+    assert line.y[-1] == pytest.approx(made.result.variants[2].difference.value, abs=0.004)  # type: ignore[union-attr]
+    fewer = {**made.records["mini"], "mgr": made.records["mini"]["mgr"][2:]}  # only the last seed completed
+    alone = difference_curves(fewer, "prenorm")
+    left = next(trace for trace in alone.data if trace.meta["series"] == "mgr" and trace.mode == "lines+markers")
+    assert abs(left.y[-1] - line.y[-1]) < 0.004  # against its own seed, which is 0.008 above the first
+
+
+def test_what_repeats_the_table_is_folded(tmp_path: Path) -> None:
+    html = pretended(3).page(tmp_path).html()
+    for folded in ("Every variant in a sentence", "9 of 9 runs are complete", "The study file"):
+        assert f"<summary>{folded}</summary>" in html
+    assert html.index("<summary>The study file</summary>") < html.index("[variants]") < html.rindex("</details>")
