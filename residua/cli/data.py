@@ -92,6 +92,10 @@ def prepare(
     data.prepare(corpus, out, chosen, workers=workers, shard_tokens=shard_tokens, progress=True)
     opened = data.Dataset.open(out)
     _describe(opened, sample=0)
+    if tokenizer is None and opened.split("train").tokens < 20 * opened.vocab_size:
+        typer.echo(
+            f"{opened.vocab_size:,} token ids are many for so little text: --tokenizer bpe:1024 would suit it better"
+        )
     if (notice := opened.tiny_validation()) is not None:
         typer.echo(f"{notice}: raise --holdout, or give --validation SOURCE")
     typer.echo(f"\nnext: residua train tiny --data {shlex.quote(str(out))} --out runs/first")

@@ -157,9 +157,12 @@ def _open_data(folder: Path, data: Path | None) -> tuple[Dataset, bool]:
 
 def _known_tasks(names: list[str]) -> Any:
     """The tasks of lm-eval; a name that is not among them is refused before the model is opened."""
-    from residua.evaluate.harness import find_tasks
+    from residua.report.terminal import open_console
 
-    return find_tasks(names)[0]
+    with open_console(stderr=True).status("reading lm-eval's list of tasks"):
+        from residua.evaluate.harness import find_tasks
+
+        return find_tasks(names)[0]
 
 
 def _run_tasks(

@@ -175,7 +175,7 @@ class Dataset:
         split = self.splits.get("validation")
         if split is None or split.tokens >= TINY_VALIDATION:
             return None
-        return f"validation is tiny, {counted(split.tokens, 'token')}: losses on it are uncertain"
+        return f"validation is tiny ({counted(split.tokens, 'token')}), so losses on it are uncertain"
 
     def bytes_per_token(self, split: str) -> float:
         """UTF-8 bytes of text per token, end-of-text tokens counted: bits per byte = nats / (ln 2 · this)."""

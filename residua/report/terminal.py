@@ -52,7 +52,9 @@ class ProgressBars:
             TextColumn("{task.description}", markup=False), BarColumn(bar_width=28),
             TextColumn("{task.completed}/{task.total}"),
         )  # fmt: skip
-        self._bars = Progress(*columns, TimeRemainingColumn(), console=console, transient=True)
+        bars = (*columns, TimeRemainingColumn())
+        # in a file or a pipe a vanished bar would leave an empty line
+        self._bars = Progress(*bars, console=console, transient=True, disable=not console.is_terminal)
 
     def __enter__(self) -> ProgressBars:
         self._bars.start()

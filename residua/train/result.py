@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -74,12 +75,16 @@ def collect_result(
 def closing_words(result: Result, command: str) -> str:
     """What to print when a run has finished: its result and what to do next; `command` starts a run."""
     frequencies = f"the frequencies of tokens alone, {result.unigram_entropy:.4f}"
+    folder = shlex.quote(result.folder)
     early = f"It is no better than {frequencies}: a model that has learned is below.\n"
     return (
         f"Finished: validation loss {result.validation_loss:.4f} ({result.bits_per_byte:.4f} bits/byte) after "
         f"{counted(result.steps, 'step')}; weights, curves and config are in {result.folder}.\n"
         f"{early * (result.validation_loss >= result.unigram_entropy)}"
-        f"Next: set it against another architecture with residua compare, or train it longer with\n"
-        f"  {command} --resume --out {result.folder} train.steps={2 * result.steps}\n"
-        "(the schedule then ends later, so the learning rate rises again)"
+        "Next: try it, look inside it, or set it against another architecture with\n"
+        f"  residua generate {folder} --prompt TEXT\n"
+        f"  residua diagnose {folder}\n"
+        f"  residua compare prenorm mgr --base {folder}/config.toml\n"
+        "or train it longer (the schedule then ends later, so the learning rate rises again) with\n"
+        f"  {command} --resume --out {folder} train.steps={2 * result.steps}"
     )

@@ -71,10 +71,16 @@ def test_the_embedded_corpus_tells_its_vocabulary_without_being_prepared(tmp_pat
         assert vocabulary(DataConfig(tokenizer=tokenizer)) == size
 
 
+def test_a_vocabulary_too_large_for_the_text_is_told(jsonl: Path, tmp_path: Path) -> None:
+    printed = run("prepare", jsonl, "--out", tmp_path / "out", "--workers", "1")
+    assert "token ids are many for so little text: --tokenizer bpe:1024 would suit it better" in printed
+
+
 def test_a_tiny_validation_text_is_told(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("a few words\n" * 1000)
     printed = run("prepare", tmp_path / "text.txt", "--out", tmp_path / "a", "--tokenizer", "bytes")
-    assert "validation is tiny, 1,2" in printed and "raise --holdout, or give --validation SOURCE" in printed
+    assert "validation is tiny (1,2" in printed and "raise --holdout, or give --validation SOURCE" in printed
+    assert "token ids are many" not in printed
     assert "1 document " in printed and "1 shard\n" in printed
     (tmp_path / "text.txt").write_text("a few words\n" * 20_000)
     printed = run("prepare", tmp_path / "text.txt", "--out", tmp_path / "b", "--tokenizer", "bytes")

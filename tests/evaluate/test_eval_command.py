@@ -58,7 +58,6 @@ def test_exoformer_through_the_harness_is_six_tasks_and_their_mean(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("lm_eval")
-    from lm_eval import tasks
 
     from residua.evaluate import harness
     from residua.evaluate.tasks import EXOFORMER
@@ -74,7 +73,7 @@ def test_exoformer_through_the_harness_is_six_tasks_and_their_mean(
         scores["winogrande"] = {"acc,none": 0.5, "acc_stderr,none": 0.02}
         return {"results": scores}
 
-    monkeypatch.setattr(tasks, "TaskManager", lambda: type("Manager", (), {"all_tasks": list(EXOFORMER)}))
+    monkeypatch.setattr(harness, "TaskManager", lambda: type("Manager", (), {"all_tasks": list(EXOFORMER)}))
     monkeypatch.setattr(harness, "simple_evaluate", evaluate)
     out = tmp_path / "scores.json"
     assert residua(monkeypatch, "eval", run, "--tasks", "exoformer", "--split", "test", "--out", out) == 0

@@ -112,3 +112,10 @@ def test_a_progress_bar_of_our_own_console_needs_no_markup(terminal: tuple[Plain
     with Progress(console=console):
         console.print("[/x]")
     assert "[/x]" in file.getvalue()
+
+
+def test_progress_bars_leave_no_empty_line_in_a_file() -> None:
+    written = io.StringIO()
+    with ProgressBars(PlainConsole(file=written)) as bars:
+        bars.track("tokens")(1, 2)
+    assert written.getvalue() == ""

@@ -124,8 +124,9 @@ def vocabulary(run: Path) -> int:
 def test_the_vocabulary_is_that_of_the_text_unless_one_is_asked_for(call: Call, data: Path, tmp_path: Path) -> None:
     code, output = call("tiny", "--data", data, "--out", tmp_path / "a", *SMALL)
     assert code == 0 and vocabulary(tmp_path / "a") == 384
+    assert f"residua compare prenorm mgr --base {tmp_path / 'a'}/config.toml\n" in output
     assert "384 token ids: the 257 of the text, padded to a multiple of 128\n" in output
-    assert "validation is tiny, " in output and "1 layer of width 16" in output and "CPU with 1 thread," in output
+    assert "validation is tiny (" in output and "1 layer of width 16" in output and "CPU with 1 thread," in output
     code, output = call("tiny", "--data", data, "--out", tmp_path / "b", *SMALL, "model.vocab_size=640")
     assert code == 0 and vocabulary(tmp_path / "b") == 640
     assert "640 token ids, of which the text has 257: model.vocab_size=384 would be enough\n" in output
