@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from residua.config.settings import Frozen
 from residua.diagnose.observe import Observation, Subject
 from residua.diagnose.text import Sample
-from residua.report import Column, Page
+from residua.report import Bar, Cell, Column, Page, Spread
 
 LAST = 1000
 Model = Any
@@ -39,11 +39,33 @@ class Sentence:
     text: str
 
 
+@dataclass(frozen=True)
+class Explained:
+    """What a card says of findings of one kind, besides their words: where, how sure that is, and what to do."""
+
+    where: str
+    sure: str = ""
+    remedy: str = ""
+
+
+@dataclass(frozen=True)
+class LayerTrack:
+    """A column in the picture of the model: title, scale in words, meaning, and for each model its cells by layer.
+
+    The final norm counts as layer `model.layers`.
+    """
+
+    title: str
+    scale: str
+    meaning: str
+    cells: Sequence[Mapping[int, Bar | Spread]]
+
+
 class Metric:
     """One thing that is measured. An instance measures one model; class methods show what was measured.
 
     The order of calls: `add` for every batch, `facts`, `suspects`; then layers are removed one by one; then `findings`.
-    The class methods `sentences`, `cells` and `draw` read a finished `ModelDiagnosis`, which may come from a file.
+    The class methods from `explain` on read a finished `ModelDiagnosis`, which may come from a file.
 
     keys: the keys it adds to a model in diagnosis.json, with their types. kinds: the kinds of findings it makes.
     defect: what the summary calls absent when there are no such findings; empty if a healthy model may have them.
@@ -78,18 +100,34 @@ class Metric:
         return []
 
     @classmethod
+    def explain(cls, model: Model, findings: Sequence[Finding]) -> Explained:
+        """What the card of these findings, all of one kind, says besides their words."""
+        return Explained("; ".join(_numbers(finding) for finding in findings))
+
+    @classmethod
+    def tracks(cls, models: Models) -> Sequence[LayerTrack]:
+        """Its columns in the picture of the models, layer by layer."""
+        return ()
+
+    @classmethod
     def sentences(cls, model: Model) -> Iterable[Sentence]:
         """What the summary may say of it."""
         return ()
 
     @classmethod
-    def cells(cls, model: Model) -> Sequence[str]:
+    def cells(cls, model: Model) -> Sequence[Cell]:
         """A model's row in the comparison, one cell for each of `columns`."""
         return ()
 
     @classmethod
     def draw(cls, page: Page, models: Models) -> None:
         """Add its sections to the page, each with one sentence on what healthy looks like; none if nothing to show."""
+
+
+def _numbers(finding: Finding) -> str:
+    """`dimension 5`, `layers 3, 4`."""
+    shown = {k: ", ".join(map(str, v)) if isinstance(v, list) else v for k, v in finding.where.items()}
+    return ", ".join(f"{name} {number}" for name, number in shown.items())
 
 
 def on_page(model: Model) -> list[type[Metric]]:

@@ -1,18 +1,33 @@
-"""The report of a diagnosis: the summary first, then each metric with one sentence on what healthy looks like."""
+"""The report of a diagnosis: findings, the model as a picture, a summary, then every metric and what healthy is."""
 
 from __future__ import annotations
 
+import math
+from collections import Counter
+
 from residua.diagnose.metric import Model, Models, on_page
-from residua.diagnose.plots import NONE
+from residua.diagnose.overview import add_findings, add_picture, defects
+from residua.diagnose.plots import NONE, owners
 from residua.diagnose.schema import Diagnosis
-from residua.report import Column, Page
+from residua.diagnose.sentences import described, joined
+from residua.reading import counted
+from residua.report import Cell, Column, Page, Value
+
+NAMED = 4
+"""A title names at most this many models."""
 
 
 def diagnosis_page(diagnosis: Diagnosis) -> Page:
     """One page for one model or for several side by side."""
     models = diagnosis.models
-    names = " and ".join([", ".join(m.name for m in models[:-1])] * (len(models) > 1) + [models[-1].name])
-    page = Page(f"Inside {names}", _lead(models))
+    page = Page(title(models), _lead(models), "bad" if any(map(defects, models)) else "good")
+    add_findings(page.section("Findings", "Healthy: no sinks, no massive activations and no dead layers."), models)
+    picture = page.section(
+        "Layer by layer",
+        "Healthy: bars that change smoothly from layer to layer. A dead layer writes nothing and costs nothing to "
+        "remove; a massive activation or a sink is a bar far longer than its neighbours.",
+    )
+    add_picture(picture, models)
     _summary(page, models)
     for metric in on_page(models[0]):
         metric.draw(page, models)
@@ -20,29 +35,57 @@ def diagnosis_page(diagnosis: Diagnosis) -> Page:
     return page
 
 
+def title(models: Models) -> str:
+    """The answer: what is wrong, or where."""
+    names = joined([m.name for m in models]) if len(models) <= NAMED else f"{len(models)} models"
+    troubled = [m for m in models if defects(m)]
+    if not troubled:
+        return f"Inside {names}: nothing wrong found"
+    if len(models) == 1:
+        counts = Counter(finding.kind.replace("_", " ") for finding in defects(models[0]))
+        return f"Inside {names}: {joined([_several(kind, count) for kind, count in counts.items()])}"
+    where = joined([m.name for m in troubled]) if len(troubled) < NAMED else f"{len(troubled)} of them"
+    return f"Inside {names}: findings in {where if len(troubled) < len(models) else 'all of them'}"
+
+
+def _several(noun: str, count: int) -> str:
+    if count > 1:
+        return f"{count} {noun}s"
+    return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}"
+
+
 def _lead(models: Models) -> str:
     text = models[0].text
     return (
-        f"What depth does in {'these models' if len(models) > 1 else 'this model'}: measured on {text.tokens:,} tokens "
-        f"({text.sequences} sequences of {text.length}) of {text.source}."
+        f"What depth does in {'these models' if len(models) > 1 else 'this model'}: measured on "
+        f"{counted(text.tokens, 'token')} ({counted(text.sequences, 'sequence')} of {text.length}) of {text.source}."
     )
 
 
 def _summary(page: Page, models: Models) -> None:
-    section = page.section("Summary", "A healthy model has no sinks, no massive activations and no dead layers.")
+    """One model in sentences, several in a table."""
+    section = page.section("Summary", "The rest in brief. Healthy: numbers near those of models you trust.")
     if len(models) > 1:
-        section.table(_columns(models[0]), [_row(model) for model in models])
-    for model in models:
-        if len(models) > 1:
-            section.subheading(model.name)
-        section.points(model.summary)
-        if len(model.findings) > 6:
-            section.text(f"All {len(model.findings)} findings are listed under “How this was made”.")
+        filled = _filled(models)
+        cells = [[_cells(model)[i] for i in filled] for model in models]
+        columns = [Column("model", numeric=False), *(_columns(models[0])[i] for i in filled)]
+        section.table(columns, [[owner, *row] for owner, row in zip(owners(models), cells, strict=True)])
+        return
+    (model,) = models
+    section.facts(
+        {
+            "loss": f"{model.loss:.4f} nats per token",
+            "perplexity": f"{math.exp(min(model.loss, 50)):,.1f}",
+            "parameters": f"{model.parameters:,}",
+            "layers": str(model.layers),
+            "width": str(model.width),
+        }
+    )
+    section.points(described(model))
 
 
 def _columns(model: Model) -> list[Column]:
     return [
-        Column("model", numeric=False),
         Column("parameters"),
         Column("loss", "nats per token on the text of this page; comparable between models of one tokenizer only"),
         *(column for metric in on_page(model) for column in metric.columns),
@@ -50,9 +93,20 @@ def _columns(model: Model) -> list[Column]:
     ]
 
 
-def _row(model: Model) -> list[str]:
-    cells = [cell for metric in on_page(model) for cell in metric.cells(model)]
-    return [model.name, f"{model.parameters:,}", f"{model.loss:.4f}", *cells, str(len(model.findings))]
+def _cells(model: Model) -> list[Cell]:
+    shown = [cell for metric in on_page(model) for cell in metric.cells(model)]
+    return [
+        Value(f"{model.parameters / 1e6:.3g} M", key=model.parameters),
+        f"{model.loss:.4f}",
+        *shown,
+        str(len(model.findings)),
+    ]
+
+
+def _filled(models: Models) -> list[int]:
+    """The places of columns that are not empty throughout."""
+    rows = [_cells(model) for model in models]
+    return [i for i in range(len(rows[0])) if any(row[i] != NONE for row in rows)]
 
 
 def _made(page: Page, models: Models) -> None:
@@ -68,7 +122,5 @@ def _made(page: Page, models: Models) -> None:
                 "time": f"{m.seconds:.1f} s",
             }
         )
-        if m.findings:
-            section.points(f.words for f in m.findings)
         for reason in m.skipped:
             section.note(f"Not measured: {reason}")

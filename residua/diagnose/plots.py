@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from residua.diagnose.metric import Model, Models
-from residua.report import Section, theme
+from residua.report import Section, Series, theme
 from residua.report.figures import Curve, curves
 
 if TYPE_CHECKING:
@@ -15,12 +16,24 @@ if TYPE_CHECKING:
 Points = list[tuple[float, float]]
 Select = Callable[[Model], Points]
 NONE = "—"
+LABELS = 12
+"""An axis names at most this many layers."""
 
 
-def place(models: Models, index: int) -> int:
-    """The place that decides the colour (`theme.colour`): that in the study if all models come from one."""
+def places(models: Models) -> list[int]:
+    """The place of each model, which decides its colour and its marker: that in the study if all come from one."""
     known = [model.place for model in models]
-    return index + 1 if None in known or len(set(known)) < len(known) else known[index]
+    return list(range(1, len(models) + 1)) if None in known or len(set(known)) < len(known) else known
+
+
+def colours(models: Models) -> list[str]:
+    """The colour of each model, the same in every figure of the page, and as on the page of the study it belongs to."""
+    return [theme.colour(place) for place in places(models)]
+
+
+def owners(models: Models) -> list[Series]:
+    """The models as cells of a table, each with its colour."""
+    return [Series(model.name, colour) for model, colour in zip(models, colours(models), strict=True)]
 
 
 def by_layer(
@@ -34,28 +47,60 @@ def by_layer(
     x: str = "layer",
     bounds: tuple[float, float] | None = None,
 ) -> Figure | None:
-    """A quantity over depth, one line per model; None if no model has it.
+    """A quantity over depth, one line per model; None if no model has it. Models without it keep their colour.
 
-    `floor` is a reference to compare with, drawn dotted: once if all models share it, else once per model.
+    `floor` is a reference to compare with, drawn dotted: once if all models share it, else once per model. Unless `x`
+    is "layer", points are numbered by sublayer; the axis then names layers, and the pointer shows sublayers.
     """
-    series = []
+    series, drawn = [], []
     floors = [] if floor is None else [found for model in models if (found := floor(model))]
     shared = bool(floors) and all(other == floors[0] for other in floors)
     if shared:
         series.append(line(floor_name, floors[0], theme.colour(0), dash="dot"))
-    for index, model in enumerate(models):
-        found = points(model)
+        drawn.append(models[0])
+    for model, place in zip(models, places(models), strict=True):
+        found, colour = points(model), theme.colour(place)
         if found:
-            colour = theme.colour(place(models, index))
-            series.append(line(model.name, found, colour))
+            series.append(line(model.name, found, colour, symbol=theme.symbol(place)))
+            drawn.append(model)
             if floor is not None and not shared:
                 series.append(line(f"{model.name}, {floor_name}", floor(model), colour, dash="dot"))
-    return curves(series, x, y, log_y=log, whole_x=True, y_range=bounds, height=340) if series else None
+                drawn.append(model)
+    if not series:
+        return None
+    figure = curves(series, x, y, log_y=log, whole_x=True, y_range=bounds, height=340)
+    if x == "layer":
+        figure.update_xaxes(unifiedhovertitle={"text": "layer %{x}"})
+    else:
+        name_sublayers(figure, drawn)
+    return figure
 
 
-def line(name: str, points: Points, colour: str, dash: str = "solid") -> Curve:
+def name_sublayers(figure: Figure, models: Models) -> None:
+    """Name the layers along an axis of sublayers, and each sublayer under the pointer; trace i is one of model i."""
+    for trace, owner in zip(figure.data, models, strict=True):
+        trace.customdata = [_sublayer(owner, int(x)) for x in trace.x]
+    deepest = max(models, key=lambda model: len(model.sites))
+    starts = [
+        site.index for site in deepest.sites if site.index == 0 or deepest.sites[site.index - 1].layer != site.layer
+    ]
+    shown = starts[:: max(1, -(-len(starts) // LABELS))]
+    figure.update_xaxes(
+        tickmode="array",
+        tickvals=shown,
+        ticktext=[f"layer {deepest.sites[k].layer}" for k in shown],
+        unifiedhovertitle={"text": "%{customdata}"},
+    )
+
+
+def _sublayer(model: Model, index: int) -> str:
+    return str(model.sites[index].name) if index < len(model.sites) else "the final norm"
+
+
+def line(name: str, points: Points, colour: str, dash: str = "solid", symbol: str = "circle") -> Curve:
     """One curve; solid ones have markers."""
-    return Curve(name, [x for x, _ in points], [y for _, y in points], colour, dash=dash, markers=dash == "solid")
+    x, y = [x for x, _ in points], [y for _, y in points]
+    return Curve(name, x, y, colour, dash=dash, markers=dash == "solid", symbol=symbol)
 
 
 def add_figure(section: Section, figure: Figure | None, caption: str = "") -> None:
@@ -74,6 +119,11 @@ def add_tabs(section: Section, views: Mapping[str, Figure | None], caption: str 
 def padded(row: Sequence[float], count: int) -> list[float | None]:
     """The row with empty cells up to `count`."""
     return [*row, *[None] * (count - len(row))]
+
+
+def on_log(value: float, low: float, high: float) -> float:
+    """Where a value stands on a logarithmic scale from `low` (0) to `high` (1)."""
+    return math.log(max(value, low) / low) / math.log(high / low)
 
 
 def numbers(count: int) -> list[str]:

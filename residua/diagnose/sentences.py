@@ -10,18 +10,25 @@ from residua.reading import counted
 
 LINES = 10
 _PER_KIND = 3
+CLEAR = 2.0
+"""A finding is clear when it exceeds its limit this many times."""
+FEW = 4
+"""With fewer sequences than this, a finding may be about the text and not about the model."""
 
 
 def summary(model: Model) -> list[str]:
     """At most ten sentences: what was looked at, what stands out, and what the rest is like."""
     lines = [_what(model), *_findings(model)][:LINES]
-    rest = [sentence for metric in model.metrics for sentence in metric.sentences(model)]
-    for sentence in sorted(rest, key=lambda sentence: sentence.rank):
-        if len(lines) < LINES - bool(model.skipped):
-            lines.append(sentence.text)
+    lines += described(model)[: max(0, LINES - bool(model.skipped) - len(lines))]
     if model.skipped:
         lines.append(f"Not measured: {counted(len(model.skipped), 'thing')}, see the report.")
     return lines
+
+
+def described(model: Model) -> list[str]:
+    """What the model is like apart from its findings, most important first."""
+    rest = [found for metric in model.metrics for found in metric.sentences(model)]
+    return [found.text for found in sorted(rest, key=lambda found: found.rank)]
 
 
 def _what(model: Model) -> str:
@@ -35,23 +42,57 @@ def _what(model: Model) -> str:
 
 def _findings(model: Model) -> list[str]:
     """The first of each kind; how many more there are."""
-    defects = [metric for metric in on_page(model) if metric.defect]
+    defects = [kind for metric in model.metrics if metric.defect for kind in metric.kinds]
     found = {finding.kind for finding in model.findings}
-    lines = []
-    if not any(kind in found for metric in defects for kind in metric.kinds):
-        *names, last = [metric.defect for metric in defects]
-        lines.append(f"No {', '.join(names)} or {last} was found.")
+    lines = [] if found.intersection(defects) else [absent(model)]
     for kind in dict.fromkeys(finding.kind for finding in model.findings):
         own = [finding for finding in model.findings if finding.kind == kind]
         shown = own[: _PER_KIND if len(found) <= 2 else 1]
-        lines += [_sentence(finding.words) for finding in shown]
+        lines += [sentence(finding.words) for finding in shown]
         if len(own) > len(shown):
             lines[-1] = f"{lines[-1][:-1]}; {len(own) - len(shown)} more like it."
     return lines
 
 
-def _sentence(words: str) -> str:
+def absent(model: Model) -> str:
+    """Of a model without defects: which were looked for."""
+    *names, last = [metric.defect for metric in on_page(model) if metric.defect]
+    return f"No {', '.join(names)} or {last} was found."
+
+
+def sentence(words: str) -> str:
+    """The words with a capital letter and a full stop."""
     return f"{words[0].upper()}{words[1:]}."
+
+
+def sureness(measured: str, times: float, model: Model) -> str:
+    """How sure a finding is that was made by a limit: how far beyond it, and on how much text.
+
+    `measured` is the number beside its limit, `times` how many times the limit it is.
+    """
+    text = model.text
+    grade = "Clear" if times >= CLEAR else "Near the limit"
+    again = " Measure again with more text (--tokens)." if times < CLEAR or text.sequences < FEW else ""
+    return f"{grade}: {measured}, on {text.tokens:,} tokens in {counted(text.sequences, 'sequence')}.{again}"
+
+
+def token(text: str, number: int) -> str:
+    """A token as people know it, by its text; by its number where that is not known."""
+    return f"{text!r} (id {number})" if text and text != f"#{number}" else f"id {number}"
+
+
+def short(value: float) -> str:
+    """A number in at most five characters, for narrow places: 0.003, 0.31, 1.8, 41, 970, 12k."""
+    size = abs(value)
+    if size >= 9999.5:
+        return f"{value / 1000:.0f}k" if size < 999_500 else f"{value:.0e}".replace("e+0", "e")
+    return f"{value:.0f}" if size >= 9.95 else f"{value:.1f}" if size >= 0.995 else f"{value:.2g}"
+
+
+def joined(names: Sequence[str]) -> str:
+    """`a`, `a and b`, `a, b and c`."""
+    *first, last = names
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 def percent(share: float) -> str:

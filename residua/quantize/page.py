@@ -2,35 +2,86 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from residua.quantize import sentences
 from residua.quantize.schema import KeptTensor, ModuleError, QuantizationResult, perplexity
 from residua.reading import counted
-from residua.report import Column, Page, Value, theme
-from residua.report.figures import grouped_bars
+from residua.report import Bar, Card, Column, Page, Section, Spread, Strip, Track, Value, theme
+from residua.report.cards import Tone
+from residua.report.figures import Curve, curves
+
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
 
 WORST_SHOWN = 12
+NAMED = 4
+"""A card names at most this many modules."""
 
 
 def quantization_page(result: QuantizationResult) -> Page:
     """The page of one quantized model."""
     page = Page(
-        f"{result.scheme}: what low precision costs",
+        _title(result),
         f"{result.model}, {result.words}{sentences.smoothing(result)}. Losses are nats per token on "
         f"{result.validation_tokens:,} validation tokens.",
+        "good" if result.cost <= sentences.HEALTHY else "unsure" if result.cost <= sentences.DEAR else "bad",
     )
     _verdict(page, result)
-    _modules(page, result)
+    if result.modules:
+        _picture(page, result)
+        _modules(page, result)
     _exempting(page, result)
     _kept(page, result)
     _provenance(page, result)
     return page
 
 
+def _title(result: QuantizationResult) -> str:
+    if abs(result.cost) < sentences.WORTH_MENTIONING:
+        return f"{result.scheme} costs this model nothing"
+    if result.cost < 0:
+        return f"{result.scheme} costs this model nothing: its loss falls by {-result.cost:.4f} nats"
+    return f"{result.scheme} costs {result.cost:.4f} nats per token"
+
+
 def _verdict(page: Page, result: QuantizationResult) -> None:
-    section = page.section("Verdict", "Healthy: low precision adds a few hundredths of a nat or less.")
+    section = page.section(
+        "Verdict", "What it costs, where the error comes from, what helps. Healthy: a few hundredths of a nat or less."
+    )
+    tone: Tone = "good" if result.cost <= sentences.HEALTHY else "note" if result.cost <= sentences.DEAR else "bad"
+    cards = [Card("What it costs", sentences.verdict(result), tone=tone)]
+    if result.modules:
+        odd = sentences.standing_out(result)
+        names = ", ".join(sentences.place(module.name) for module in odd[:NAMED])
+        shown = f"{names}{f' and {len(odd) - NAMED} more' if len(odd) > NAMED else ''}"
+        facts = {
+            "Stands out": shown or f"No module: none has {sentences.STANDS_OUT:g} times the median module's error.",
+            "All modules": sentences.total(result),
+        }
+        cards.append(Card("Where the error comes from", sentences.worst(result), facts, tone="bad" if odd else "good"))
+    helps = sentences.helps(result) or ["Nothing needs help." if tone == "good" else "Nothing was tried."]
+    cards.append(Card("What helps", helps[0], tone="note", points=helps[1:]))
+    section.cards(cards)
+    _losses(section, result)
+    section.points(sentences.sentences(result)[1 + bool(result.modules) + bool(sentences.exempting(result)) :])
+    section.facts(
+        {
+            "weights": f"{sentences.size(result.bytes_before)} → {sentences.size(result.bytes_after)}",
+            "text": result.text.rpartition("/")[2],
+            "device": result.device,
+            "calibration": counted(result.calibration_sequences, "sequence")
+            if result.alpha is not None
+            else "none needed",
+        }
+    )
+
+
+def _losses(section: Section, result: QuantizationResult) -> None:
     rows = [("high precision", result.loss_before)]
     if result.loss_folded is not None:
         rows.append(("after folding, still in high precision", result.loss_folded))
@@ -47,17 +98,64 @@ def _verdict(page: Page, result: QuantizationResult) -> None:
         [name, f"{loss:.4f}", f"{loss - result.loss_before:+.4f}", f"{perplexity(loss):.3f}"] for name, loss in rows
     ]
     section.table(columns, cells, emphasised=[len(cells) - 1])
-    section.points(sentences.sentences(result)[1:])
-    section.facts(
-        {
-            "weights": f"{sentences.size(result.bytes_before)} → {sentences.size(result.bytes_after)}",
-            "text": result.text.rpartition("/")[2],
-            "device": result.device,
-            "calibration": counted(result.calibration_sequences, "sequence")
-            if result.alpha is not None
-            else "none needed",
-        }
+
+
+def _picture(page: Page, result: QuantizationResult) -> None:
+    """Every layer's modules from bottom to top; modules outside of the layers have rows of their own below."""
+    section = page.section(
+        "Layer by layer",
+        "Healthy: bars of one length. A red cell is a module whose error stands out; look at its largest channel.",
     )
+    parts = list(dict.fromkeys(part for m in result.modules if (part := _part(m))))
+    highest = max(module.error for module in result.modules) or 1.0
+    peak = max([10.0, *(o.ratio for m in result.modules for o in m.outliers)])
+    odd = sentences.standing_out(result)
+    meaning = (
+        "Error of the module's output when it alone is rounded. Bars: from its activations (above) and from its "
+        "weights (below); the number is the error from both."
+    )
+    tracks = [Track(part, f"0 to {highest:.2g}", meaning) for part in parts]
+    tracks.append(
+        Track("channel", f"log, 1 to {peak:.3g}×", "Peak of the largest input channel over the median channel's.")
+    )
+    rows: dict[str, list[Bar | Spread | None]] = {}
+    inside = [m for m in result.modules if _part(m)]
+    layers = sorted({found[0] for m in inside if (found := sentences.split(m.name))}, reverse=True)
+    for layer in layers:
+        own = {part: m for m in inside if (part := _part(m)) and sentences.split(m.name) == (layer, part)}
+        cells = [_bar(own[part], highest, own[part] in odd) if part in own else None for part in parts]
+        rows[f"layer {layer}"] = [*cells, _channel(list(own.values()), peak)]
+    outside = [m for m in result.modules if not _part(m)]
+    for module in outside:
+        rows[module.name] = [
+            _bar(module, highest, module in odd), *[None] * (len(parts) - 1), _channel([module], peak)
+        ]  # fmt: skip
+    section.strips(
+        tracks,
+        [Strip(result.scheme, theme.colour(1), rows)],
+        "Layers from bottom to top. Red cells stand out; hatched ones are in high precision or do not exist.",
+    )
+
+
+def _part(module: ModuleError) -> str:
+    found = sentences.split(module.name)
+    return "" if found is None else found[1]
+
+
+def _bar(module: ModuleError, highest: float, odd: bool) -> Bar:
+    lengths = (module.activation_error / highest, module.weight_error / highest)
+    words = f"{module.name}: {module.error:.2%} error, {sentences.blame(module)}"
+    return Bar(lengths, f"{module.error:.1%}", flag="bad" if odd else "", words=words)
+
+
+def _channel(modules: Sequence[ModuleError], peak: float) -> Bar | None:
+    """The largest input channel of these modules, on a logarithmic scale."""
+    found = [(outlier, module) for module in modules for outlier in module.outliers]
+    if not found:
+        return None
+    outlier, module = max(found, key=lambda pair: pair[0].ratio)
+    length = math.log(max(outlier.ratio, 1.0)) / math.log(peak)
+    return Bar((length,), f"{outlier.ratio:.3g}×", words=f"channel {outlier.channel} of {module.name}")
 
 
 def _modules(page: Page, result: QuantizationResult) -> None:
@@ -66,16 +164,10 @@ def _modules(page: Page, result: QuantizationResult) -> None:
         "Each module rounded alone, on its inputs in the exact model. Healthy: all alike. A module that stands out has "
         "outlier channels in its input or in its weights.",
     )
-    order = result.modules
-    parts = {
-        "both": [m.error for m in order],
-        "activations only": [m.activation_error for m in order],
-        "weights only": [m.weight_error for m in order],
-    }
-    section.figure(
-        grouped_bars([m.name for m in order], parts, theme.SERIES[:3], "relative error of the output", height=420),
-        "In the order of the forward pass.",
-    )
+    views = {"both": "error", "activations only": "activation_error", "weights only": "weight_error"}
+    figures = {title: figure for title, key in views.items() if (figure := _along_depth(result, key)) is not None}
+    if figures:
+        section.tabs(figures, "Relative error of each module's output along depth, one line for each part of a layer.")
     columns = [
         Column("module", numeric=False),
         Column("shape"),
@@ -94,11 +186,30 @@ def _modules(page: Page, result: QuantizationResult) -> None:
         )
 
 
+def _along_depth(result: QuantizationResult, key: str) -> Figure | None:
+    """The error over layers, one line per part; None if there are no layers to speak of."""
+    lines: dict[str, list[tuple[int, float]]] = {}
+    for module in result.modules:
+        found = sentences.split(module.name)
+        if found is not None:
+            lines.setdefault(found[1], []).append((found[0], getattr(module, key)))
+    series = []
+    for index, (part, points) in enumerate(lines.items()):
+        x, y = [x for x, _ in points], [y for _, y in points]
+        series.append(Curve(part, x, y, theme.colour(index + 1), markers=True, symbol=theme.symbol(index)))
+    highest = max((m.error for m in result.modules), default=0.0)
+    bounds = (0.0, 1.05 * highest)
+    if not series:
+        return None
+    return curves(series, "layer", "relative error of the output", whole_x=True, y_range=bounds, height=360)
+
+
 def _row(module: ModuleError) -> list[str | Value]:
     channels = ", ".join(f"{o.channel}: {o.ratio:.3g}×" for o in module.outliers)
     shares = ", ".join(f"{o.share:.0%}" for o in module.outliers)
     errors = [f"{value:.2%}" for value in (module.error, module.activation_error, module.weight_error)]
-    return [module.name, sentences.shapes(module.shape), *errors, Value(channels, f"{shares} of the error")]
+    name = Value(module.name, sentences.place(module.name)) if _part(module) else module.name
+    return [name, sentences.shapes(module.shape), *errors, Value(channels, f"{shares} of the error")]
 
 
 def _exempting(page: Page, result: QuantizationResult) -> None:

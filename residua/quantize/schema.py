@@ -78,6 +78,11 @@ class QuantizationResult(Frozen):
     bytes_after: int
 
     @property
+    def cost(self) -> float:
+        """Nats per token that low precision adds."""
+        return self.loss_after - self.loss_before
+
+    @property
     def worst(self) -> list[ModuleError]:
         """The modules by error, largest first."""
         return sorted(self.modules, key=lambda module: -module.error)

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import re
+import statistics
 from collections.abc import Sequence
 
 from residua.quantize.schema import ModuleError, QuantizationResult, perplexity
 
 WORTH_MENTIONING = 1e-3
 """Nats; a smaller gain is noise and not worth a recommendation."""
+HEALTHY, DEAR = 0.03, 0.1
+"""Nats that low precision adds: up to the first it is healthy, beyond the second it is dear."""
+CLEAR = 1.25
+"""One rounding causes most of an error when its part is this many times the other's."""
+STANDS_OUT = 2.0
+"""A module stands out when its error is this many times the median module's."""
+_SUBLAYER = re.compile(r"sublayers\.(\d+)\.(?:body\.)?(.+)")
 
 
 def verdict(result: QuantizationResult) -> str:
     """One sentence: what quantization costs."""
-    change = result.loss_after - result.loss_before
     return (
         f"{result.scheme} ({result.bits}{smoothing(result)}): loss {result.loss_before:.4f} → {result.loss_after:.4f} "
-        f"({change:+.4f} nats), perplexity {result.perplexity_before:.3f} → {result.perplexity_after:.3f}, "
+        f"({result.cost:+.4f} nats), perplexity {result.perplexity_before:.3f} → {result.perplexity_after:.3f}, "
         f"{size(result.bytes_before)} → {size(result.bytes_after)}."
     )
 
@@ -29,11 +37,8 @@ def sentences(result: QuantizationResult) -> list[str]:
     """The findings in sentences, most important first."""
     found = [verdict(result)]
     if result.modules:
-        worst = result.worst[0]
-        found.append(f"Worst module: {worst.name}, {worst.error:.1%} error; {blame(worst)}")
-    best = max(result.probes, key=lambda probe: probe.gain, default=None)
-    if best is not None and best.gain > WORTH_MENTIONING:
-        found.append(f"Leaving {best.module} in high precision gains {best.gain:.4f} nats: --exempt '{best.module}'.")
+        found.append(worst(result))
+    found += [advice for advice in (exempting(result),) if advice]
     if result.loss_without_exemptions is not None:
         gain = result.loss_without_exemptions - result.loss_after
         found.append(
@@ -49,10 +54,78 @@ def sentences(result: QuantizationResult) -> list[str]:
     return found
 
 
+def worst(result: QuantizationResult) -> str:
+    """The worst module, and what its error comes from."""
+    module = result.worst[0]
+    return f"Worst module: {module.name} ({place(module.name)}), {module.error:.1%} error; {blame(module)}"
+
+
+def exempting(result: QuantizationResult) -> str:
+    """The module whose exemption gains most; empty if none gains enough to mention."""
+    best = max(result.probes, key=lambda probe: probe.gain, default=None)
+    if best is None or best.gain <= WORTH_MENTIONING:
+        return ""
+    return f"Leaving {best.module} in high precision gains {best.gain:.4f} nats: --exempt '{best.module}'."
+
+
 def blame(module: ModuleError) -> str:
     """Which rounding causes the error, and the largest input channels."""
-    part = "activations" if module.activation_error >= module.weight_error else "weights"
-    return f"mostly from its {part}; largest input channels {channels(module)}."
+    return f"{source(module.activation_error, module.weight_error)}; largest input channels {channels(module)}."
+
+
+def source(activations: float, weights: float) -> str:
+    """Which of the two errors is the larger, if that is clear."""
+    high, low = max(activations, weights), min(activations, weights)
+    if high <= CLEAR * low:
+        return f"from its activations ({activations:.2%} alone) and its weights ({weights:.2%} alone) about equally"
+    part, other = ("activations", "weights") if activations > weights else ("weights", "activations")
+    return f"mostly from its {part} ({high:.2%} alone, {other} {low:.2%})"
+
+
+def total(result: QuantizationResult) -> str:
+    """Which rounding causes the error over all modules, by the medians."""
+    activations = statistics.median(module.activation_error for module in result.modules)
+    weights = statistics.median(module.weight_error for module in result.modules)
+    return f"The median module's error comes {source(activations, weights)}."
+
+
+def standing_out(result: QuantizationResult) -> list[ModuleError]:
+    """Modules with an error far above the median module's, worst first."""
+    middle = statistics.median(module.error for module in result.modules) if result.modules else 0.0
+    return [module for module in result.worst if module.error >= STANDS_OUT * middle > 0]
+
+
+def helps(result: QuantizationResult) -> list[str]:
+    """What was measured to help, then what is worth a try."""
+    found = []
+    if result.probes:
+        least = f"none of the {len(result.probes)} worst modules gains {WORTH_MENTIONING:g} nats or more when exempt"
+        found.append(exempting(result) or f"{least[0].upper()}{least[1:]}.")
+    if result.cost <= HEALTHY:
+        return found
+    odd = standing_out(result)
+    if result.alpha is None and any(module.activation_error >= CLEAR * module.weight_error for module in odd):
+        found.append("Not tried: SmoothQuant (--smooth 0.5), for the channels that stand out in these activations.")
+    elif result.alpha is not None and not result.inside and any(m.name in result.unsmoothed for m in odd):
+        found.append("Not tried: --inside, which smooths the inputs of each sublayer's last matrix too.")
+    if result.scheme == "nvfp4":
+        found.append("Not tried: FP8 (--scheme fp8), which rounds less and needs about twice the memory.")
+    return found
+
+
+def place(name: str) -> str:
+    """Where a module is, for people: `layer 2 feed-forward up`."""
+    found = split(name)
+    return name if found is None else f"layer {found[0]} {found[1]}"
+
+
+def split(name: str) -> tuple[int, str] | None:
+    """A module's layer, and its part there (`attention project`); None for a module outside of the layers."""
+    found = _SUBLAYER.fullmatch(name)
+    if found is None:
+        return None
+    sublayer = int(found[1])
+    return sublayer // 2, f"{'feed-forward' if sublayer % 2 else 'attention'} {found[2]}"
 
 
 def channels(module: ModuleError) -> str:

@@ -13,18 +13,25 @@ _SIGNS: dict[Tone, tuple[str, str]] = {"bad": ("!", "Problem"), "note": ("i", "N
 
 
 @dataclass(frozen=True)
-class Card:
-    """A title, a sentence, and facts by name; empty facts are left out. `more` are further sentences, folded.
+class Owner:
+    """One of several that a card is about: its name and colour, where it has the thing, and how sure that is."""
 
-    `of` names whose card it is, where a page is about several; `colour` is that one's colour on the page.
-    """
+    name: str
+    colour: str
+    text: str
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Card:
+    """A title, a sentence, further `points`, and facts by name; empty facts are left out. `more` is folded."""
 
     title: str
     text: str = ""
     facts: Mapping[str, str] = field(default_factory=dict)
     tone: Tone = "bad"
-    of: str = ""
-    colour: str = ""
+    points: Sequence[str] = ()
+    owners: Sequence[Owner] = ()
     more: Sequence[str] = ()
 
 
@@ -35,7 +42,7 @@ def cards_html(cards: Iterable[Card]) -> str:
 
 def good_html(sentence: str) -> str:
     """One green line: nothing is wrong."""
-    return f'<p class="good">{_sign("good")}{escape(sentence)}</p>'
+    return f'<p class="good is-good">{_sign("good")}{escape(sentence)}</p>'
 
 
 def owner_html(name: str, colour: str) -> str:
@@ -44,13 +51,20 @@ def owner_html(name: str, colour: str) -> str:
 
 
 def _card(card: Card) -> str:
-    owner = f"<p>{owner_html(card.of, card.colour)}</p>" if card.of else ""
+    items = "".join([*(f"<li>{escape(point)}</li>" for point in card.points), *map(_owner, card.owners)])
     text = f"<p>{escape(card.text)}</p>" if card.text else ""
     facts = "".join(f"<dt>{escape(k)}</dt><dd>{escape(v)}</dd>" for k, v in card.facts.items() if v)
     return (
-        f'<article class="card {card.tone}"><h3>{_sign(card.tone)}{escape(card.title)}</h3>{owner}{text}'
+        f'<article class="card is-{card.tone}"><h3>{_sign(card.tone)}{escape(card.title)}</h3>{text}'
+        f"{f'<ul>{items}</ul>' if items else ''}"
         f"{f'<dl>{facts}</dl>' if facts else ''}{_more(card.more)}</article>"
     )
+
+
+def _owner(owner: Owner) -> str:
+    detail = f"<small>{escape(owner.detail)}</small>" if owner.detail else ""
+    name = owner_html(owner.name, owner.colour)
+    return f'<li data-series="{escape(owner.name)}">{name} {escape(owner.text)}{detail}</li>'
 
 
 def _sign(tone: Tone) -> str:

@@ -72,9 +72,9 @@ class Section:
         if cards:
             self._parts.append(cards_html(cards))
 
-    def strips(self, tracks: Sequence[Track], strips: Sequence[Strip], caption: str, corner: str = "") -> None:
+    def strips(self, tracks: Sequence[Track], strips: Sequence[Strip], caption: str) -> None:
         """Models layer by layer, side by side."""
-        self._parts.append(strips_html(tracks, strips, caption, corner))
+        self._parts.append(strips_html(tracks, strips, caption))
 
     def code(self, text: str) -> None:
         """Preformatted text: a configuration, a command."""

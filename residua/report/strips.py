@@ -1,7 +1,7 @@
 """A model as a picture: its layers from bottom to top, one row each, several quantities beside each other.
 
 A strip is an HTML table, so it needs no script, scrolls within itself and can be read aloud. The strips of several
-models stand side by side with the same columns and the same scales.
+models stand side by side with the same columns and the same scales, and show the numbers of flagged cells only.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from residua.report.plain import escape
 Flag = Literal["", "bad", "note"]
 FAINT = 0.02
 """A smaller weight of a spread is not drawn."""
+NARROWEST = 36
+"""A cell of a spread is at least this part of its width, so that it can be seen."""
 
 
 @dataclass(frozen=True)
@@ -62,15 +64,19 @@ class Strip:
     rows: Mapping[str, Sequence[Bar | Spread | None]]
 
 
-def strips_html(tracks: Sequence[Track], strips: Sequence[Strip], caption: str, corner: str = "") -> str:
-    """The strips side by side, and below them what the columns mean. `corner` is the title of the rows' names."""
+def strips_html(tracks: Sequence[Track], strips: Sequence[Strip], caption: str) -> str:
+    """The strips side by side, and below them what the columns mean."""
     head = "".join(
         f'<th scope="col">{escape(track.title)}<small>{escape(track.scale)}</small></th>' for track in tracks
     )
-    shown = "".join(_strip(strip, f'<th scope="col">{escape(corner)}</th>{head}', len(strips) > 1) for strip in strips)
-    terms = "".join(f"<dt>{escape(track.title)}</dt><dd>{escape(track.meaning)}</dd>" for track in tracks)
+    shown = "".join(_strip(strip, f"<td></td>{head}", len(strips) > 1) for strip in strips)
+    terms = "".join(
+        f"<dt>{escape(track.title)}</dt><dd>{escape(track.meaning)} Scale: {escape(track.scale)}.</dd>"
+        for track in tracks
+    )
+    several = " several" if len(strips) > 1 else ""
     return (
-        f'<figure class="strips" role="group" aria-label="{escape(caption)}"><div class="side">{shown}</div>'
+        f'<figure class="strips{several}" role="group" aria-label="{escape(caption)}"><div class="side">{shown}</div>'
         f"<figcaption>{escape(caption)}</figcaption></figure>"
         f'<details class="meanings"><summary>What the columns mean</summary><dl>{terms}</dl></details>'
     )
@@ -78,14 +84,14 @@ def strips_html(tracks: Sequence[Track], strips: Sequence[Strip], caption: str, 
 
 def _strip(strip: Strip, head: str, named: bool) -> str:
     title = f"<caption>{owner_html(strip.name, strip.colour)}</caption>" if named else ""
-    spoken = "" if named else f' aria-label="{escape(strip.name)}"'
+    series = f' data-series="{escape(strip.name)}"' if named else ""
     body = "".join(
         f'<tr><th scope="row">{escape(name)}</th>{"".join(map(_cell, cells))}</tr>'
         for name, cells in strip.rows.items()
     )
     return (
         f'<div class="strip" style="--own:{escape(strip.colour)}" tabindex="0" role="region" '
-        f'aria-label="{escape(strip.name)}, layer by layer"><table{spoken}>{title}<thead><tr>{head}</tr></thead>'
+        f'aria-label="{escape(strip.name)}, layer by layer"{series}><table>{title}<thead><tr>{head}</tr></thead>'
         f"<tbody>{body}</tbody></table></div>"
     )
 
@@ -96,7 +102,7 @@ def _cell(cell: Bar | Spread | None) -> str:
     drawn = _bars(cell) if isinstance(cell, Bar) else _spread(cell)
     spoken = f'<span class="spoken"> ({escape(cell.words)})</span>' if cell.flag else ""
     title = f' title="{escape(cell.words)}"' if cell.words else ""
-    kind = f' class="{cell.flag}"' if cell.flag else ""
+    kind = f' class="is-{cell.flag}"' if cell.flag else ""
     return f"<td{kind}{title}><div>{drawn}<span>{escape(cell.text)}{spoken}</span></div></td>"
 
 
@@ -114,8 +120,9 @@ def _spread(spread: Spread) -> str:
     paper = "".join(
         f'<rect class="paper" y="{y}" width="{len(row)}" height=".86"/>' for y, row in enumerate(spread.rows)
     )
+    wide = max(1.0, spread.width / NARROWEST)
     cells = "".join(
-        f'<rect x="{x}" y="{y}" width="1" height=".86" fill-opacity="{min(weight, 1):.2f}"/>'
+        f'<rect x="{x}" y="{y}" width="{wide:.3g}" height=".86" fill-opacity="{min(weight, 1) ** 0.5:.2f}"/>'
         for y, row in enumerate(spread.rows)
         for x, weight in enumerate(row)
         if weight >= FAINT

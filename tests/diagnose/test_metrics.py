@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from residua.diagnose import ModelDiagnosis, run, taps
-from residua.diagnose.metrics import attention as attention_metrics
+from residua.diagnose import ModelDiagnosis, run, sinks, taps
 from residua.diagnose.metrics.dimensions import FAR
 from residua.diagnose.metrics.states import CoreFeatures
 from residua.diagnose.native import NativeSubject
@@ -221,8 +220,8 @@ def test_depth_weights_and_streams_of_hyper_connections() -> None:
 
 
 def test_attention_to_a_token_id_wherever_it_stands(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_metrics, "SINK", 0.0)
-    monkeypatch.setattr(attention_metrics, "FLOORS", 0.0)
+    monkeypatch.setattr(sinks, "SINK", 0.0)
+    monkeypatch.setattr(sinks, "FLOORS", 0.0)
     _, made, seen = case()
     tokens = planted.sample().tokens
     queries = tokens.numel()

@@ -1,20 +1,28 @@
-"""The page in a real browser: plots drawn, nothing wrong, nothing asked of the network."""
+"""What the page says: findings as cards, the model layer by layer, then every metric with what healthy looks like."""
 
 from __future__ import annotations
 
+import json
 import re
-from pathlib import Path
+from html import unescape
 
 import pytest
 
-from residua.diagnose import Diagnosis
-from residua.diagnose.page import diagnosis_page
-from tests.diagnose import planted
-from tests.report.browser import chromium, opened
-
-pytestmark = pytest.mark.slow
+from residua.diagnose import Diagnosis, ModelDiagnosis
+from residua.diagnose.metric import Finding
+from residua.diagnose.metrics.similarity import Similarity
+from residua.diagnose.metrics.sublayers import Sublayers
+from residua.diagnose.overview import add_findings, add_picture
+from residua.diagnose.page import diagnosis_page, title
+from residua.diagnose.plots import by_layer, colours
+from residua.diagnose.sentences import short, sureness, token
+from residua.report import Page, theme
+from tests.diagnose import reports
+from tests.diagnose.reports import report
 
 SECTIONS = (
+    "Findings",
+    "Layer by layer",
     "Summary",
     "What removal costs",
     "Attention sinks",
@@ -26,60 +34,210 @@ SECTIONS = (
     "Token and layer similarity",
     "Depth weights",
     "Streams",
+    "Expert load",
     "Attention gates",
     "Anchor mixing",
     "How this was made",
 )
+GREEN = "No attention sink, residual sink, massive activation or dead layer was found."
 
 
-def everything() -> Diagnosis:
-    """Models that together have every section."""
-    gated = {"kind": "softmax", "heads": 4, "gate": "elementwise", "sink": "learned"}
-    tables = (
-        {"topology": {"kind": "full_attnres"}},
-        {"topology": {"kind": "multi_gate", "streams": 3}},
-        {"attention": gated, "anchors": {"kind": "exoformer"}},
-    )
-    made = [planted.diagnosed(planted.control(**t), ablations="all", ablation_tokens=32) for t in tables]
-    return Diagnosis(models=[m.model_copy(update={"name": f"<b>{i}</b>"}) for i, m in enumerate(made)])
+def html_of(*models: ModelDiagnosis) -> str:
+    """The whole page."""
+    return unescape(diagnosis_page(Diagnosis(models=list(models))).html())
 
 
-@pytest.fixture(scope="module")
-def diagnosis() -> Diagnosis:
-    return everything()
+def top_of(*models: ModelDiagnosis) -> str:
+    """The cards and the picture; quick, as it has no plots."""
+    page = Page("t", "l")
+    add_findings(page.section("Findings"), models)
+    add_picture(page.section("Layer by layer"), models)
+    return unescape(page.html())
 
 
-def test_every_section_says_what_healthy_looks_like(diagnosis: Diagnosis) -> None:
-    html = diagnosis_page(diagnosis).html()
-    titles = re.findall(r"<h2[^>]*>(.*?)</h2>", html)
-    assert titles == list(SECTIONS)
+def cards(html: str) -> dict[str, str]:
+    """The text of each card by its title."""
+    found = re.findall(r'<article class="card is-(\w+)"><h3>.*?</span>([^<>]+)</h3>(.*?)</article>', html, flags=re.S)
+    return {title: f"{tone}: {re.sub('<[^>]+>', ' ', text)}" for tone, title, text in found}
+
+
+def rows(html: str) -> dict[str, list[tuple[str, str]]]:
+    """The strip: by row, the flag and the number of each cell."""
+    (body,) = re.findall(r'<div class="strip".*?<tbody>(.*?)</tbody>', html, flags=re.S)
+    return {
+        name: re.findall(r'<td(?: class="(?:is-)?(\w+)")?[^>]*>.*?<span>(.*?)<', cells)
+        for name, cells in re.findall(r'<tr><th scope="row">(.*?)</th>(.*?)</tr>', body)
+    }
+
+
+def test_every_section_says_what_healthy_looks_like() -> None:
+    html = diagnosis_page(reports.side_by_side(3, layers=4)).html()
+    assert tuple(re.findall(r"<h2[^>]*>(.*?)</h2>", html)) == SECTIONS
     for part in html.split("<section ")[1:-1]:
         assert "ealthy" in re.sub(r"<script.*?</script>", "", part, flags=re.S)
-    assert "<b>0</b>" not in html
 
 
 def test_a_plain_model_has_no_empty_sections() -> None:
-    html = diagnosis_page(Diagnosis(models=[planted.diagnosed(planted.control(), ablations="none")])).html()
-    titles = re.findall(r"<h2[^>]*>(.*?)</h2>", html)
+    titles = re.findall(r"<h2[^>]*>(.*?)</h2>", html_of(report(layers=2, removal=False)))
     assert not {"Depth weights", "Streams", "Attention gates", "Anchor mixing", "What removal costs"} & set(titles)
 
 
-@pytest.mark.slow
-def test_the_page_opens_offline_without_complaint(diagnosis: Diagnosis, tmp_path: Path) -> None:
-    chromium()
-    path = diagnosis_page(diagnosis).write(tmp_path / "report.html")
-    with opened(path, color_scheme="light") as seen:
-        page = seen.page
-        assert seen.requests == [path.as_uri()]
-        assert page.locator("nav a").count() == len(SECTIONS)
-        light = page.evaluate("getComputedStyle(document.body).backgroundColor")
-        page.locator("nav a", has_text="Depth weights").click()
-        page.locator("#depth-weights .plot .main-svg").first.wait_for(state="attached")
-        # the page scrolls smoothly
-        seen.until("Math.abs(document.querySelector('#depth-weights').getBoundingClientRect().top) < 200")
-        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth + 1")
-        page.emulate_media(color_scheme="dark")
-        seen.until(f"getComputedStyle(document.body).backgroundColor != '{light}'")
-        assert len(page.pdf()) > 10_000
-        assert page.locator(".plot:has(.main-svg)").count() == page.locator(".plot").count()  # on paper, every tab
-        assert seen.problems == []
+def test_a_dead_layer_is_a_card_and_two_red_cells() -> None:
+    made = report(dead=[7])
+    html = top_of(made)
+    assert title([made]) == "Inside prenorm: a dead layer" and GREEN not in html
+    (card,) = cards(html).items()
+    assert card[0] == "Dead layer" and card[1].startswith("bad: ")
+    for part in ("Layer 7 is dead", "Where", "layer 7", "Certain: removal changes the loss by at most 0.0000 nats"):
+        assert part in card[1]
+    red = {name: cells for name, cells in rows(html).items() if any(flag == "bad" for flag, _ in cells)}
+    assert red == {"layer 7": [("bad", "dead"), ("", "9.0×"), ("", "5.1 %"), ("bad", "0")]}
+
+
+def test_a_massive_activation_is_a_card_and_red_where_it_is_read() -> None:
+    html = top_of(report(massive=[2, 3]))
+    card = cards(html)["Massive activation"]
+    for part in ("dimension 91", "before layer 2 attention", r"token '\n' (id 199)", "massive in 4 of 25 states"):
+        assert part in card
+    assert "Clear: 5963× the median, where 1,000× counts, on 8,192 tokens in 8 sequences." in card
+    red = {name: [text for flag, text in cells if flag == "bad"] for name, cells in rows(html).items()}
+    assert {name: cells for name, cells in red.items() if cells} == {"layer 2": ["5963×"], "layer 3": ["5040×"]}
+
+
+def test_a_model_without_findings_shows_one_green_line_and_no_card() -> None:
+    html = html_of(report("control", 2))
+    assert html.count(GREEN) == 1 and '<p class="good is-good">' in html
+    assert cards(html) == {} and "<title>Inside control: nothing wrong found</title>" in html
+    assert '<header data-tone="good">' in html
+    assert not any(flag in ("bad", "note") for cells in rows(html).values() for flag, _ in cells)
+
+
+def test_models_side_by_side_have_one_card_for_each_kind_and_one_green_line() -> None:
+    models = report("a", dead=[1]), report("b", dead=[2, 3]), report("c"), report("d")
+    html = top_of(*models)
+    (card,) = cards(html).items()
+    assert card[0] == "Dead layer in 2 of 4 models"
+    assert re.search(r"a\s+layer 1 .*b\s+layers 2 and 3 ", card[1])
+    assert f"c, d: {GREEN}" in html and html.count(GREEN) == 1
+    assert title(models) == "Inside a, b, c and d: findings in a and b"
+    assert title(reports.side_by_side(16).models) == "Inside 16 models: findings in 8 of them"
+
+
+def test_layers_stand_from_bottom_to_top_and_what_was_not_measured_is_hatched() -> None:
+    html = top_of(report(layers=3, removal=False))
+    assert list(rows(html)) == ["final norm", "layer 2", "layer 1", "layer 0"]
+    assert [flag for flag, _ in rows(html)["final norm"]] == ["missing", "", "missing"]  # no removal: no such column
+    assert "1.0" not in rows(html)["layer 0"]
+
+
+def test_depth_routing_is_told_in_blue_and_is_no_defect() -> None:
+    html = top_of(report(routing=True))
+    assert GREEN in html
+    card = cards(html)["Depth routing × 2"]
+    assert card.startswith("note: ") and "layer 4 feed-forward ← embedding; layer 9 attention ← embedding" in card
+    blue = {name: cells[3] for name, cells in rows(html).items() if ("note", "0.97") in cells}
+    assert blue == {"layer 9": ("note", "0.97"), "layer 4": ("note", "0.97")}
+
+
+@pytest.mark.parametrize(
+    ("options", "kind"),
+    [
+        ({"sinks": [3]}, "Attention sink"),
+        ({"outlier": True}, "Residual sink"),
+        ({"massive": [3]}, "Massive activation"),
+        ({"dead": [3]}, "Dead layer"),
+        ({"dead": [3], "removal": False}, "Dead layer"),
+        ({"extras": True}, "Sink token"),
+        ({"routing": True, "layers": 5}, "Depth routing"),
+    ],
+)
+def test_every_card_says_where_how_sure_and_what_to_do(options: dict[str, object], kind: str) -> None:
+    html = top_of(report(**options))  # type: ignore[arg-type]
+    (whole,) = re.findall(rf"<article[^>]*><h3>[^/]*</span><span[^/]*</span>{kind}</h3>(.*?)</article>", html)
+    facts = dict(re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", whole))
+    assert set(facts) == {"Where", "How sure", "What to do"} and all(len(text) > 6 for text in facts.values())
+    assert re.match(r"<p>.{20,}\.</p>", whole)
+
+
+def test_a_dead_sublayer_is_told_apart_from_a_dead_layer() -> None:
+    made = report()
+    sites = [
+        s.model_copy(update={"relative_rms": 1e-6, "relative_median": 1e-6}) if s.index == 5 else s for s in made.sites
+    ]
+    found = Sublayers.findings(Sublayers.__new__(Sublayers), made.model_copy(update={"sites": sites}))
+    html = top_of(made.model_copy(update={"sites": sites, "findings": found}))
+    assert "layer 2 feed-forward" in cards(html)["Dead sublayer"]
+    assert [name for name, cells in rows(html).items() if cells[0][0] == "bad"] == ["layer 2"]
+
+
+def test_how_sure_a_finding_is_follows_from_its_margin_and_the_text() -> None:
+    made = report()
+    few = made.model_copy(update={"text": reports.TEXT.model_copy(update={"sequences": 1})})
+    assert sureness("9×", 3.0, made) == "Clear: 9×, on 8,192 tokens in 8 sequences."
+    assert sureness("9×", 1.1, made).startswith("Near the limit: 9×") and "--tokens" in sureness("9×", 1.1, made)
+    assert sureness("9×", 3.0, few).endswith("in 1 sequence. Measure again with more text (--tokens).")
+
+
+def test_a_variant_has_the_colour_it_has_in_its_study() -> None:
+    models = [report(f"m{place}", 2, place=place) for place in (4, 0, 11)]
+    assert colours(models) == [theme.colour(place) for place in (4, 0, 11)]
+    html = html_of(*models)
+    for model, colour in zip(models, colours(models), strict=True):
+        assert f'style="--own:{colour}" tabindex="0" role="region" aria-label="{model.name}, layer by layer"' in html
+        assert re.search(rf'background:{colour}"></span>{model.name}<', html)  # in the table
+    strangers = [report("a", 2), report("b", 2, place=7)]
+    assert len(set(colours(strangers))) == 2
+
+
+def test_a_model_that_lacks_a_quantity_does_not_pass_its_colour_on() -> None:
+    first, second = report("a", 2), report("b", 2)
+    figure = by_layer([first, second], lambda m: [(0, 1.0)] if m is second else [], "y")
+    assert figure is not None and figure.data[0].line.color == colours([first, second])[1]
+
+
+def test_axes_and_pointer_name_layers_as_the_sentences_do() -> None:
+    made = report(layers=36)
+    figure = by_layer([made], lambda m: [(s.index, s.rms) for s in m.states], "RMS", x="read by")
+    assert figure is not None
+    axis = figure.layout.xaxis
+    assert len(axis.ticktext) == 12 and list(axis.ticktext[:2]) == ["layer 0", "layer 3"] and axis.tickvals[1] == 6
+    assert figure.data[0].customdata[7] == "layer 3 feed-forward" and figure.data[0].customdata[-1] == "the final norm"
+    page = Page("t", "l")
+    Similarity.draw(page, [report(layers=4)])
+    plots = [json.loads(p) for p in re.findall(r'<script type="application/json">(.*?)</script>', page.html())]
+    assert [p["data"][0]["x"][6] for p in plots if p["data"][0]["type"] == "heatmap"] == ["layer 3 attention"] * 2
+
+
+def test_a_token_is_shown_by_its_text() -> None:
+    html = html_of(report(layers=2, extras=True))
+    assert r"<td class=\"words\">'\n' (id 199)</td>".replace('\\"', '"') in html and "token id" not in html
+    assert token("", 7) == token("#7", 7) == "id 7"
+
+
+def test_the_summary_of_several_models_is_a_table_without_empty_columns() -> None:
+    html = html_of(report("a", 3), report("b", 3, routing=True))
+    part = html[html.index('<section id="summary"') : html.index('<section id="what-removal-costs"')]
+    heads = re.findall(r'<th scope="col"[^>]*>(?:<button[^>]*>)?([^<]+)', part)
+    assert "costs most" in heads and "uniform depth" in heads and "gate" not in heads and "<ul>" not in part
+
+
+def test_names_are_escaped_everywhere() -> None:
+    evil = "<b>bold</b>"
+    page = diagnosis_page(Diagnosis(models=[report(evil, 2, dead=[1]), report("b", 2)])).html()
+    assert evil not in page
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [(0, "0"), (0.0031, "0.0031"), (0.314, "0.31"), (1.84, "1.8"), (41.2, "41"), (5963.2, "5963"), (12345, "12k"),
+     (3e7, "3e7")],
+)  # fmt: skip
+def test_numbers_fit_narrow_places(value: float, words: str) -> None:
+    assert short(value) == words and len(words) <= 6
+
+
+def test_a_metric_without_words_of_its_own_gets_a_card_from_its_numbers() -> None:
+    from residua.diagnose.metric import Metric
+
+    found = [Finding(kind="odd", where={"state": 3, "layers": [1, 2]}, words="odd")]
+    assert Metric.explain(report(layers=2), found).where == "state 3, layers 1, 2"

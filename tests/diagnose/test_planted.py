@@ -112,7 +112,7 @@ def test_the_page_says_what_was_found_and_of_a_clean_model_that_nothing_was() ->
     planted.plant_outlier(model, dimension=5, size=41.0, gain=0.006)
     made = diagnosed(model)
     shown = unescape(diagnosis_page(Diagnosis(models=[made])).html())
-    assert len(made.findings) == 2 and all(finding.words in shown for finding in made.findings)
+    assert len(made.findings) == 2 and all(finding.words[1:] in shown for finding in made.findings)
     clean = unescape(diagnosis_page(Diagnosis(models=[diagnosed(control(), ablations="none")])).html())
     assert "No attention sink, residual sink, massive activation or dead layer was found." in clean
 

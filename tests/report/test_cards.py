@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from residua.report import Bar, Card, Page, Spread, Strip, Track
+from residua.report import Bar, Card, Owner, Page, Spread, Strip, Track
 
 EVIL = '<script>alert("x")</script>&\'</b>'
 
@@ -13,7 +13,7 @@ def page_of(*cells: Bar | Spread | None, text: str = "x", names: int = 1) -> str
     page = Page("t", "l")
     tracks = [Track(text, text, text) for _ in cells]
     strips = [Strip(text, "#2f7ed8", {text: cells}) for _ in range(names)]
-    page.section("s").strips(tracks, strips, text, text)
+    page.section("s").strips(tracks, strips, text)
     return page.html()
 
 
@@ -21,7 +21,7 @@ def test_nothing_in_a_card_or_a_strip_becomes_markup() -> None:
     page = Page("t", "l")
     section = page.section("s")
     section.good(EVIL)
-    section.cards([Card(EVIL, EVIL, {EVIL: EVIL}, of=EVIL, colour=EVIL, more=[EVIL])])
+    section.cards([Card(EVIL, EVIL, {EVIL: EVIL}, owners=[Owner(EVIL, EVIL, EVIL, EVIL)], more=[EVIL])])
     cells = (Bar((0.5,), EVIL, flag="bad", words=EVIL), Spread(((0.5,),), 1, EVIL, flag="note", words=EVIL))
     for html in (page.html(), page_of(*cells, text=EVIL, names=2)):
         assert EVIL not in html and "<script>alert" not in html and 'x")' not in html
@@ -46,13 +46,13 @@ def test_a_missing_cell_differs_from_one_near_zero() -> None:
 def test_bars_stay_within_their_cell_and_weak_weights_are_not_drawn() -> None:
     html = page_of(Bar((7.0, -1.0), "much", mark=2.0), Spread(((0.5, 0.001, 3.0), (0.01,)), 3, "weights"))
     assert {"width:100%", "width:0%", "left:100%"} <= set(re.findall(r"(?:width|left):[\d.]+%", html))
-    assert re.findall(r'fill-opacity="([\d.]+)"', html) == ["0.50", "1.00"]
+    assert re.findall(r'fill-opacity="([\d.]+)"', html) == ["0.71", "1.00"]
     assert re.findall(r'class="paper" y="\d" width="(\d)"', html) == ["3", "1"]  # the second row has one source
 
 
 def test_a_finding_is_said_and_not_only_coloured() -> None:
     html = page_of(Bar((0.5,), "97 %", flag="bad", words="attention sink"))
-    assert re.search(r'<td class="bad" title="attention sink">.*97 %<span class="spoken"> \(attention sink\)', html)
+    assert re.search(r'<td class="is-bad" title="attention sink">.*97 %<span class="spoken"> \(attention sink\)', html)
     page = Page("t", "l")
     page.section("s").cards([Card("Dead layer")])
     assert '<span class="spoken">Problem: </span>Dead layer' in page.html()

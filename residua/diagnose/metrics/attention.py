@@ -2,72 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-import torch
 from pydantic import Field
-from torch import Tensor
 
 from residua.config.settings import Frozen
-from residua.diagnose.attention import AttentionSums
-from residua.diagnose.metric import Finding, Metric, Model, Models, Sentence
+from residua.diagnose.metric import Explained, Finding, LayerTrack, Metric, Model, Models, Sentence
 from residua.diagnose.observe import Observation, Subject
-from residua.diagnose.plots import NONE, add_figure, add_tabs, by_layer, numbers, padded
-from residua.diagnose.sentences import listed, percent
+from residua.diagnose.plots import NONE, add_figure, add_tabs, by_layer, numbers, owners, padded
+from residua.diagnose.sentences import listed, percent, sureness, token
+from residua.diagnose.sinks import SINK, AttentionFacts, LayerSums, TokenSink
 from residua.diagnose.text import Sample
-from residua.report import Column, Page
+from residua.report import Bar, Cell, Column, Page, Value
 from residua.report.figures import heatmap
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
-
-SINK = 0.3
-"""A head has a sink at key k when its mean attention to k exceeds this (Gu et al., arXiv 2410.10781)."""
-FLOORS = 3.0
-"""… and also this many times the uniform floor, which in short sequences is itself high."""
-AGREED = 0.9
-SHOWN = 3
-
-
-class HeadFacts(Frozen):
-    """One head: mean attention to the first token, mean entropy in nats."""
-
-    first_token: float
-    entropy: float
-
-
-class PositionFacts(Frozen):
-    """One key position: mean over heads, sequences and the queries that see it; share of heads above 0.3."""
-
-    position: int
-    attention: float
-    uniform: float
-    sink_rate: float
-
-
-class AttentionFacts(Frozen):
-    """One softmax layer, each number beside what uniform attention would give."""
-
-    layer: int
-    first_token: float
-    uniform_first_token: float
-    sink_rate: float
-    entropy: float
-    uniform_entropy: float
-    learned_sink: float
-    heads: list[HeadFacts]
-    positions: list[PositionFacts]
-
-
-class TokenSink(Frozen):
-    """A token id that draws attention wherever it stands (first position not counted): share of a layer's attention."""
-
-    layer: int
-    token: int
-    text: str
-    attention: float
-    uniform: float
 
 
 class AttentionKeys(Frozen):
@@ -75,97 +26,6 @@ class AttentionKeys(Frozen):
 
     attention: list[AttentionFacts] = Field(default_factory=list)
     token_sinks: list[TokenSink] = Field(default_factory=list)
-
-
-class LayerSums:
-    """One layer. With A the weights of a sequence and head of T queries:
-
-    first token: mean over heads and queries of A_i0; its floor under uniform attention is H_T/T for plain causal
-    attention. α_k: mean of A_ik over the queries that see k. Sink rate: share of heads and sequences with α_0 > 0.3.
-    Entropy: mean of −Σ_k A_ik ln A_ik, in nats; its ceiling is the mean of ln(keys seen).
-    """
-
-    def __init__(self, sums: AttentionSums, vocabulary: int) -> None:
-        heads, length = sums.received.shape[1:]
-        self.sequences = 0
-        self.first, self.entropy, self.outside = (_zeros(sums, heads) for _ in range(3))
-        self.alpha, self.above = (_zeros(sums, heads, length) for _ in range(2))
-        self.floor = _zeros(sums, length)
-        self.by_token, self.uniform_by_token = (_zeros(sums, vocabulary) for _ in range(2))
-        self.uniform_first = self.uniform_entropy = 0.0
-        self.length = length
-
-    def add(self, sums: AttentionSums, tokens: Tensor) -> None:
-        alpha = sums.received / sums.seen_by[:, None].clamp(min=1)
-        self.first += sums.received[..., 0].sum(0)
-        self.entropy += sums.entropy.sum(0)
-        self.outside += sums.outside.sum(0)
-        self.alpha += alpha.sum(0)
-        self.above += (alpha > SINK).double().sum(0)
-        batch = tokens.shape[0]
-        self.floor += (sums.uniform / sums.seen_by.clamp(min=1)).expand(batch, -1).sum(0)
-        self.uniform_first += float(sums.uniform[:, 0].expand(batch).sum())
-        self.uniform_entropy += float(sums.uniform_entropy.expand(batch).sum())
-        ids = tokens[:, 1:].flatten()
-        self.by_token.index_add_(0, ids, sums.received.mean(1)[:, 1:].flatten())
-        self.uniform_by_token.index_add_(0, ids, sums.uniform.expand(batch, -1)[:, 1:].flatten())
-        self.sequences += batch
-
-    def facts(self, layer: int) -> AttentionFacts:
-        queries = self.sequences * self.length
-        first, entropy = (self.first / queries).tolist(), (self.entropy / queries).tolist()
-        return AttentionFacts(
-            layer=layer,
-            first_token=float(self.first.mean() / queries),
-            uniform_first_token=self.uniform_first / queries,
-            sink_rate=float(self.above[:, 0].mean() / self.sequences),
-            entropy=float(self.entropy.mean() / queries),
-            uniform_entropy=self.uniform_entropy / queries,
-            learned_sink=float(self.outside.mean() / queries),
-            heads=[HeadFacts(first_token=f, entropy=e) for f, e in zip(first, entropy, strict=True)],
-            positions=self._positions(),
-        )
-
-    def _positions(self) -> list[PositionFacts]:
-        """The keys with the largest α, of those that at least half of the queries see."""
-        alpha = self.alpha.mean(0)[: max(1, self.length // 2)] / self.sequences
-        order = alpha.topk(min(SHOWN, len(alpha))).indices.tolist()
-        return [
-            PositionFacts(
-                position=k,
-                attention=float(alpha[k]),
-                uniform=float(self.floor[k] / self.sequences),
-                sink_rate=float(self.above[:, k].mean() / self.sequences),
-            )
-            for k in order
-        ]
-
-    def sink_heads(self) -> dict[int, list[int]]:
-        """Positions at which some heads have a sink over all sequences, with those heads.
-
-        Positions after the first count only where four sequences or more, and nearly all, agree: a few cannot tell a
-        position from the token that happens to stand there.
-        """
-        alpha = self.alpha[:, : max(1, self.length // 2)] / self.sequences
-        floor = self.floor[: alpha.shape[1]] / self.sequences
-        sink = (alpha > SINK) & (alpha > FLOORS * floor)
-        agreed = self.above[:, : alpha.shape[1]] >= AGREED * self.sequences
-        sink[:, 1:] &= agreed[:, 1:] & (self.sequences >= 4)
-        return {k: sink[:, k].nonzero().flatten().tolist() for k in sink.any(0).nonzero().flatten().tolist()}
-
-    def token_sinks(self, layer: int, text_of: Callable[[int], str]) -> list[TokenSink]:
-        """Token ids that take more than 0.3 of the layer's attention in any place but the first."""
-        queries = self.sequences * self.length
-        share, floor = self.by_token / queries, self.uniform_by_token / queries
-        ids = ((share > SINK) & (share > FLOORS * floor)).nonzero().flatten().tolist()
-        return [
-            TokenSink(layer=layer, token=i, text=text_of(i), attention=float(share[i]), uniform=float(floor[i]))
-            for i in ids
-        ]
-
-
-def _zeros(sums: AttentionSums, *shape: int) -> Tensor:
-    return torch.zeros(shape, dtype=torch.float64, device=sums.received.device)
 
 
 class Attention(Metric):
@@ -177,6 +37,7 @@ class Attention(Metric):
     columns = (
         Column("first token", "mean attention to the first token, beside what uniform attention would give"),
         Column("sink heads", "share of heads whose mean attention to the first token exceeds 0.3"),
+        Column("entropy", "of attention, mean in nats, beside the most that is possible"),
     )
     file_place, page_place = 50, 20
 
@@ -201,6 +62,41 @@ class Attention(Metric):
         return [*_attention_sinks(self.layers), *_token_sinks(model.token_sinks)]
 
     @classmethod
+    def explain(cls, model: Model, findings: Sequence[Finding]) -> Explained:
+        layers = sorted({layer for f in findings for layer in _layers(f)})
+        if findings[0].kind == "sink_token":
+            own = [s for s in model.token_sinks if s.token in [f.where["token"] for f in findings]]
+            what = ", ".join(dict.fromkeys(token(s.text, s.token) for s in own))
+            strongest = max((s.attention for s in own), default=SINK)
+            remedy = (
+                "Heads park attention on it, often an end of text or a line break. A gate "
+                "(model.attention.gate=elementwise) or a learned sink (model.attention.sink=learned) gives them "
+                "another place."
+            )
+        else:
+            positions = [f.where["position"] for f in findings]
+            what = ", ".join("the first token" if p == 0 else f"position {p}" for p in positions)
+            strongest = max((_strongest(a, positions) for a in model.attention if a.layer in layers), default=SINK)
+            remedy = (
+                "Harmless for the loss itself, but sinks come with outliers that cost in low precision. To avoid them, "
+                "train with a gate (model.attention.gate=elementwise) or a learned sink (model.attention.sink=learned)."
+            )
+        measured = f"up to {percent(strongest)} of attention, where {percent(SINK)} counts"
+        return Explained(f"{what}, in {listed('layer', layers)}", sureness(measured, strongest / SINK, model), remedy)
+
+    @classmethod
+    def tracks(cls, models: Models) -> Sequence[LayerTrack]:
+        return [
+            LayerTrack(
+                "sink",
+                "0 to 100 %",
+                "Attention to the first token, or to another sink: the strongest head above, the mean of all heads "
+                "below. The line is what uniform attention would give.",
+                [_sinks(model) for model in models],
+            )
+        ]
+
+    @classmethod
     def sentences(cls, model: Model) -> Iterable[Sentence]:
         if model.attention:
             first, floor, entropy, ceiling, learned = (
@@ -215,11 +111,17 @@ class Attention(Metric):
             )
 
     @classmethod
-    def cells(cls, model: Model) -> Sequence[str]:
+    def cells(cls, model: Model) -> Sequence[Cell]:
         if not model.attention:
-            return [NONE, NONE]
-        first, floor = _mean(model, "first_token"), _mean(model, "uniform_first_token")
-        return [f"{percent(first)} (uniform {percent(floor)})", percent(_mean(model, "sink_rate"))]
+            return [NONE, NONE, NONE]
+        first, floor, entropy, ceiling = (
+            _mean(model, key) for key in ("first_token", "uniform_first_token", "entropy", "uniform_entropy")
+        )
+        return [
+            Value(percent(first), f"uniform {percent(floor)}"),
+            percent(_mean(model, "sink_rate")),
+            Value(f"{entropy:.2f}", f"of {ceiling:.2f}"),
+        ]
 
     @classmethod
     def draw(cls, page: Page, models: Models) -> None:
@@ -235,12 +137,21 @@ class Attention(Metric):
         add_tabs(section, views, "A sink head gives the first token more than 0.3 of its attention on average.")
         section.subheading("Every head")
         section.tabs(_heads(models), "Mean attention to the first token. Healthy: near zero everywhere.")
-        sinks = [sink for model in models for sink in model.token_sinks]
-        if sinks:
+        if any(model.token_sinks for model in models):
             section.subheading("Tokens that are sinks wherever they stand")
             section.table(
-                [Column("token", numeric=False), Column("id"), Column("layer"), Column("attention"), Column("uniform")],
-                [[repr(s.text), str(s.token), str(s.layer), percent(s.attention), percent(s.uniform)] for s in sinks],
+                [
+                    Column("model", numeric=False),
+                    Column("token", numeric=False),
+                    Column("layer"),
+                    Column("attention"),
+                    Column("uniform"),
+                ],
+                [
+                    [owner, token(s.text, s.token), str(s.layer), percent(s.attention), percent(s.uniform)]
+                    for m, owner in zip(models, owners(models), strict=True)
+                    for s in m.token_sinks
+                ],
             )
         spread = page.section(
             "Attention entropy",
@@ -254,6 +165,41 @@ def _mean(model: Model, key: str) -> float:
     """The mean over the softmax layers."""
     values: list[float] = [getattr(layer, key) for layer in model.attention]
     return sum(values) / len(values)
+
+
+def _layers(finding: Finding) -> list[int]:
+    layers = finding.where["layers"]
+    return layers if isinstance(layers, list) else [layers]
+
+
+def _strongest(layer: AttentionFacts, positions: Sequence[int | list[int]]) -> float:
+    """The most attention that a head gives to the first token, or all heads together to another of these positions."""
+    heads = [head.first_token for head in layer.heads] if 0 in positions else []
+    return max([*heads, *(p.attention for p in layer.positions if p.position in positions)], default=0.0)
+
+
+def _sinks(model: Model) -> dict[int, Bar]:
+    """By layer, attention to the first token, or to the sink that was found."""
+    found = [f for f in model.findings if f.kind in ("attention_sink", "sink_token")]
+    bars = {}
+    for a in model.attention:
+        own = [f for f in found if a.layer in _layers(f)]
+        elsewhere = [
+            *(p.attention for p in a.positions if p.position in [f.where.get("position") for f in own]),
+            *(s.attention for s in model.token_sinks if s.layer == a.layer),
+        ]
+        strongest = max([*(head.first_token for head in a.heads), *elsewhere])
+        mean = max(a.first_token, *elsewhere, 0.0)
+        bars[a.layer] = Bar(
+            (strongest, mean),
+            percent(strongest),
+            mark=a.uniform_first_token,
+            flag="bad" if own else "",
+            words="; ".join(f.words for f in own)
+            or f"first token: strongest head {percent(strongest)}, mean {percent(mean)}, uniform "
+            f"{percent(a.uniform_first_token)}",
+        )
+    return bars
 
 
 def _attention_sinks(layers: dict[int, LayerSums]) -> list[Finding]:
@@ -284,14 +230,14 @@ def _attention_sink(position: int, where: dict[int, list[int]], layers: dict[int
 def _token_sinks(sinks: Sequence[TokenSink]) -> list[Finding]:
     """One finding per token id."""
     found = []
-    for token in dict.fromkeys(sink.token for sink in sinks):
-        own = [sink for sink in sinks if sink.token == token]
+    for number in dict.fromkeys(sink.token for sink in sinks):
+        own = [sink for sink in sinks if sink.token == number]
         strongest = max(own, key=lambda sink: sink.attention)
         found.append(
             Finding(
                 kind="sink_token",
-                where={"token": token, "layers": [sink.layer for sink in own]},
-                words=f"token {strongest.text!r} (id {token}) is an attention sink wherever it stands, in "
+                where={"token": number, "layers": [sink.layer for sink in own]},
+                words=f"token {token(strongest.text, number)} is an attention sink wherever it stands, in "
                 f"{listed('layer', [sink.layer for sink in own])}: {percent(strongest.attention)} of layer "
                 f"{strongest.layer}'s attention, uniform {percent(strongest.uniform)}",
             )
@@ -315,8 +261,11 @@ def _sink_rate(models: Models) -> Figure | None:
 
 
 def _learned_sink(models: Models) -> Figure | None:
-    shown = [m for m in models if any(a.learned_sink > 0 for a in m.attention)]
-    return by_layer(shown, lambda m: [(a.layer, a.learned_sink) for a in m.attention], "attention to the learned sink")
+    def points(model: Model) -> list[tuple[float, float]]:
+        learned = [(float(a.layer), a.learned_sink) for a in model.attention]
+        return learned if any(mass > 0 for _, mass in learned) else []
+
+    return by_layer(models, points, "attention to the learned sink")
 
 
 def _entropy(models: Models) -> Figure | None:

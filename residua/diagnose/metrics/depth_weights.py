@@ -9,15 +9,16 @@ from typing import TYPE_CHECKING
 from pydantic import Field
 
 from residua.config.settings import Frozen
-from residua.diagnose.metric import Finding, Mean, Metric, Model, Models, Sentence
+from residua.diagnose.metric import Explained, Finding, LayerTrack, Mean, Metric, Model, Models, Sentence
 from residua.diagnose.metrics.removal import AblationFacts
 from residua.diagnose.observe import Observation, Subject
-from residua.diagnose.plots import padded, place
+from residua.diagnose.plots import LABELS, NONE, colours, padded
 from residua.diagnose.text import Sample
 from residua.ops._runtime.numeric import wide
-from residua.report import Page, theme
+from residua.report import Column, Page, Spread
 from residua.report.figures import grouped_bars, heatmap
 
+SHOWN = 4
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
@@ -43,6 +44,7 @@ class DepthWeights(Metric):
 
     keys = DepthWeightKeys
     kinds = ("depth_routing",)
+    columns = (Column("uniform depth", "loss change in nats if every reader weighed all sources alike"),)
     file_place, page_place = 60, 70
 
     def __init__(self, subject: Subject, sample: Sample) -> None:
@@ -68,6 +70,41 @@ class DepthWeights(Metric):
 
     def findings(self, model: Model) -> list[Finding]:
         return _depth_routing(model.depth_weights, model.ablations)
+
+    @classmethod
+    def explain(cls, model: Model, findings: Sequence[Finding]) -> Explained:
+        wanted = [f.where["reader"] for f in findings]
+        readers = [r for r in model.depth_weights if r.reader in wanted]
+        costs = [a.change for a in model.ablations if a.kind == "uniform" and a.index in wanted]
+        sure = f"A mean over {model.text.tokens:,} tokens."
+        if costs:
+            sure += (
+                f" Uniform weights there change the loss by {max(costs, key=abs):+.4f} nats"
+                f"{'' if len(costs) == 1 else ' at most'}, on {model.ablation_tokens:,} tokens."
+            )
+        return Explained(
+            "; ".join(f"{r.name} ← {r.sources[_best(r)]}" for r in readers[:SHOWN])
+            + (f"; and {len(readers) - SHOWN} more" if len(readers) > SHOWN else ""),
+            sure,
+            "Nothing to repair. Where uniform weights cost nothing, the choice is not worth what it costs in time.",
+        )
+
+    @classmethod
+    def tracks(cls, models: Models) -> Sequence[LayerTrack]:
+        return [
+            LayerTrack(
+                "reads",
+                "first source to last",
+                "Depth weights of the layer's readers, attention above and feed-forward below: the darker, the more is "
+                "read from that source. The number is the largest weight.",
+                [_reads(model) for model in models],
+            )
+        ]
+
+    @classmethod
+    def cells(cls, model: Model) -> Sequence[str]:
+        changes = [a.change for a in model.ablations if a.kind == "uniform" and a.index == -1]
+        return [f"{changes[0]:+.4f}" if changes else NONE]
 
     @classmethod
     def sentences(cls, model: Model) -> Iterable[Sentence]:
@@ -105,7 +142,7 @@ def _depth_routing(readers: Sequence[ReaderFacts], ablations: Sequence[AblationF
     found = []
     for reader in readers:
         count = len(reader.mean)
-        best = max(range(count), key=lambda i: reader.mean[i])
+        best = _best(reader)
         weight = reader.mean[best]
         if count < 2 or best == reader.initial or weight < 0.5 + 0.5 / count:
             continue
@@ -118,6 +155,31 @@ def _depth_routing(readers: Sequence[ReaderFacts], ablations: Sequence[AblationF
                 words=f"{reader.name} reads mostly {reader.sources[best]}: weight {weight:.2f} of {count} sources "
                 f"(uniform {1 / count:.2f}){cost}",
             )
+        )
+    return found
+
+
+def _best(reader: ReaderFacts) -> int:
+    """The source with the largest weight."""
+    return max(range(len(reader.mean)), key=lambda i: reader.mean[i])
+
+
+def _reads(model: Model) -> dict[int, Spread]:
+    """By layer, the weights of its readers; those of the final norm under `model.layers`."""
+    routed = {f.where["reader"]: f.words for f in model.findings if f.kind == "depth_routing"}
+    layers = {r.reader: model.sites[r.reader].layer if r.reader < len(model.sites) else model.layers
+              for r in model.depth_weights}  # fmt: skip
+    width = max((len(r.mean) for r in model.depth_weights), default=1)
+    found = {}
+    for layer in dict.fromkeys(layers.values()):
+        own = [r for r in model.depth_weights if layers[r.reader] == layer]
+        words = "; ".join(routed[r.reader] for r in own if r.reader in routed)
+        found[layer] = Spread(
+            tuple(tuple(r.mean) for r in own),
+            width,
+            f"{max(max(r.mean) for r in own):.2f}",
+            flag="note" if words else "",
+            words=words or "; ".join(f"{r.name} reads most from {r.sources[_best(r)]}" for r in own),
         )
     return found
 
@@ -143,17 +205,14 @@ def _costs(models: Models) -> dict[str, Figure]:
     """What the weights are worth: loss change without a source, without a stream, with uniform weights."""
     titles = {"source": "source removed", "stream": "stream removed", "uniform": "weights made uniform"}
     found = {}
-    for index, m in enumerate(models):
+    for m, colour in zip(models, colours(models), strict=True):
         for kind, title in titles.items():
             own = [a for a in m.ablations if a.kind == kind]
             if own:
                 labels = [a.label.replace("uniform weights at ", "") for a in own]
                 key = title if len(models) == 1 else f"{m.name}: {title}"
                 found[key] = grouped_bars(
-                    labels,
-                    {title: [a.change for a in own]},
-                    [theme.colour(place(models, index))],
-                    "loss change (nats)",
-                    line_at=0.0,
+                    labels, {title: [a.change for a in own]}, [colour], "loss change (nats)", line_at=0.0
                 )
+                found[key].update_xaxes(tickmode="linear", dtick=-(-len(own) // (2 * LABELS)))
     return found

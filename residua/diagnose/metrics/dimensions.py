@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from residua.config.settings import Frozen
-from residua.diagnose.metric import Finding, Metric, Model, Models, Sentence
+from residua.diagnose.metric import Explained, Finding, Metric, Model, Models, Sentence
 from residua.diagnose.observe import Observation, Subject
-from residua.diagnose.plots import NONE, add_figure, line, place
-from residua.diagnose.sentences import percent
+from residua.diagnose.plots import NONE, add_figure, colours, line, owners
+from residua.diagnose.sentences import listed, percent, short, sureness
 from residua.diagnose.text import Sample
 from residua.ops._runtime.numeric import wide
-from residua.report import Column, Page, theme
+from residua.report import Column, Page
 from residua.report.figures import Curve, curves
 
 if TYPE_CHECKING:
@@ -100,6 +100,26 @@ class Dimensions(Metric):
         return residual_sinks(model.dimensions)
 
     @classmethod
+    def explain(cls, model: Model, findings: Sequence[Finding]) -> Explained:
+        numbers = [d for f in findings if isinstance(d := f.where["dimension"], int)]
+        least = min(
+            (d for d in model.dimensions.largest if d.dimension in numbers), key=lambda d: d.ratio, default=None
+        )
+        if least is None:
+            return super().explain(model, findings)
+        return Explained(
+            f"{listed('dimension', numbers)} of {model.width}, over all states",
+            sureness(
+                f"{short(least.ratio)}× the median, where {FAR:g}× counts, in {percent(least.share)} of tokens, where "
+                f"{percent(MOST_TOKENS)} counts",
+                least.ratio / FAR,
+                model,
+            ),
+            "Quantize with SmoothQuant (residua quantize --smooth 0.5), which folds such scales away. To avoid it, "
+            "train with another norm (model.norm.kind=preaffine or gatednorm).",
+        )
+
+    @classmethod
     def sentences(cls, model: Model) -> Iterable[Sentence]:
         largest = model.dimensions.largest[0]
         state = max(model.states, key=lambda s: s.largest[0].value)
@@ -133,8 +153,8 @@ class Dimensions(Metric):
                 Column("norm gain", "mean |gain| over all norms, and the median dimension's"),
             ],
             [
-                [m.name, str(d.dimension), f"{d.ratio:.3g}", percent(d.share), _gain(d.gain, m.dimensions.median_gain)]
-                for m in models
+                [owner, str(d.dimension), f"{d.ratio:.3g}", percent(d.share), _gain(d.gain, m.dimensions.median_gain)]
+                for m, owner in zip(models, owners(models), strict=True)
                 for d in m.dimensions.largest[: 5 if len(models) == 1 else 3]
             ],
         )
@@ -158,10 +178,8 @@ def residual_sinks(profile: DimensionProfile) -> list[Finding]:
 def _sizes(models: Models) -> Figure:
     """Mean |h| of the largest dimensions, sorted, in medians."""
     series = [
-        line(
-            m.name, [(rank + 1, d.ratio) for rank, d in enumerate(m.dimensions.largest)], theme.colour(place(models, i))
-        )
-        for i, m in enumerate(models)
+        line(m.name, [(rank + 1, d.ratio) for rank, d in enumerate(m.dimensions.largest)], colour)
+        for m, colour in zip(models, colours(models), strict=True)
     ]
     return curves(series, "dimensions, largest first", "mean |h| / median dimension's", log_y=True, height=340)
 
@@ -169,11 +187,11 @@ def _sizes(models: Models) -> Figure:
 def _gains(models: Models) -> Figure | None:
     """Norm gain against size, a point for each of the largest dimensions."""
     series = []
-    for i, m in enumerate(models):
+    for m, colour in zip(models, colours(models), strict=True):
         known = sorted((d.ratio, d.gain) for d in m.dimensions.largest if d.gain is not None)
         if known:
             x, y = [ratio for ratio, _ in known], [max(gain, 1e-6) for _, gain in known]
-            series.append(Curve(m.name, x, y, theme.colour(place(models, i)), markers=True, lines=False))
+            series.append(Curve(m.name, x, y, colour, markers=True, lines=False))
     if not series:
         return None
     return curves(series, "mean |h| / median dimension's", "mean |norm gain|", log_x=True, log_y=True, height=340)

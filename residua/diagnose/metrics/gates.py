@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from pydantic import Field
@@ -11,11 +11,11 @@ from pydantic import Field
 from residua.config.settings import Frozen
 from residua.diagnose.metric import Mean, Metric, Model, Models, Sentence
 from residua.diagnose.observe import Observation, Subject
-from residua.diagnose.plots import by_layer
+from residua.diagnose.plots import NONE, by_layer
 from residua.diagnose.sentences import percent
 from residua.diagnose.text import Sample
 from residua.ops._runtime.numeric import wide
-from residua.report import Page
+from residua.report import Column, Page
 
 CLOSED = 0.2
 
@@ -38,6 +38,7 @@ class Gates(Metric):
     """Means over tokens, heads and channels."""
 
     keys = GateKeys
+    columns = (Column("gate", "of attention, its mean"),)
     file_place, page_place = 80, 100
 
     def __init__(self, subject: Subject, sample: Sample) -> None:
@@ -59,6 +60,10 @@ class Gates(Metric):
             mean = sum(gate.mean for gate in model.gates) / len(model.gates)
             closed = sum(gate.closed for gate in model.gates) / len(model.gates)
             yield Sentence(50, f"Attention gates are {mean:.2f} on average, {percent(closed)} of them below 0.2.")
+
+    @classmethod
+    def cells(cls, model: Model) -> Sequence[str]:
+        return [f"{sum(gate.mean for gate in model.gates) / len(model.gates):.2f}" if model.gates else NONE]
 
     @classmethod
     def draw(cls, page: Page, models: Models) -> None:

@@ -11,16 +11,19 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from residua.config.settings import Frozen
-from residua.diagnose.metric import Metric, Model, Models, Sentence
+from residua.diagnose.metric import LayerTrack, Metric, Model, Models, Sentence
 from residua.diagnose.observe import Ablation, AblationKind, Subject
-from residua.diagnose.plots import by_layer, numbers, place
+from residua.diagnose.plots import LABELS, NONE, by_layer, colours, numbers, on_log
+from residua.diagnose.sentences import short
 from residua.diagnose.text import Sample
-from residua.report import Page, theme
+from residua.report import Bar, Cell, Column, Page, Value
 from residua.report.figures import grouped_bars, heatmap
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
+NO_CHANGE = 1e-3
+"""Removing a part changes nothing when the loss changes by less than this, in nats."""
 Budget = Literal["none", "layers", "all"]
 KINDS: dict[Budget, tuple[AblationKind, ...]] = {
     "none": (),
@@ -87,7 +90,28 @@ def _loss(subject: Subject, sample: Sample, tokens_at_once: int) -> float:
 class Removal(Metric):
     """How the costs are shown. The costs themselves are `ablations` in diagnosis.json, which every metric may read."""
 
+    columns = (
+        Column("costs most", "the layer whose removal costs most, and its loss change in nats"),
+        Column("costs least", "the layer whose removal costs least"),
+    )
     page_place = 10
+
+    @classmethod
+    def tracks(cls, models: Models) -> Sequence[LayerTrack]:
+        high = max([1.0, *(abs(a.change) for m in models for a in m.ablations if a.kind == "layer")])
+        return [
+            LayerTrack(
+                "removal",
+                f"log, {NO_CHANGE:g} to {short(high)} nats",
+                "How much the loss changes without the layer; an empty bar is a layer that does nothing for the loss.",
+                [_removed(model, high) for model in models],
+            )
+        ]
+
+    @classmethod
+    def cells(cls, model: Model) -> Sequence[Cell]:
+        layers = sorted((a for a in model.ablations if a.kind == "layer"), key=lambda a: -a.change)
+        return [Value(f"{a.change:+.4f}", a.label) for a in (layers[0], layers[-1])] if layers else [NONE, NONE]
 
     @classmethod
     def sentences(cls, model: Model) -> Iterable[Sentence]:
@@ -125,25 +149,46 @@ class Removal(Metric):
 
 def _layer_costs(models: Models) -> Figure | None:
     """Loss change without each layer."""
-    shown = [m for m in models if any(a.kind == "layer" for a in m.ablations)]
+    shown = [
+        (m, colour)
+        for m, colour in zip(models, colours(models), strict=True)
+        if any(a.kind == "layer" for a in m.ablations)
+    ]
     if not shown:
         return None
-    count = max(m.layers for m in shown)
-    colours = [theme.colour(place(models, index)) for index, m in enumerate(models) if m in shown]
+    count = max(m.layers for m, _ in shown)
     parts = {}
-    for m in shown:
+    for m, _ in shown:
         changes = {a.index: a.change for a in m.ablations if a.kind == "layer"}
         parts[m.name] = [changes.get(n) for n in range(count)]
-    return grouped_bars([f"layer {n}" for n in range(count)], parts, colours, "loss change (nats)", line_at=0.0)
+    names = [f"layer {n}" for n in range(count)]
+    figure = grouped_bars(names, parts, [colour for _, colour in shown], "loss change (nats)", line_at=0.0)
+    figure.update_xaxes(tickmode="linear", dtick=-(-count // LABELS))
+    return figure
+
+
+def _removed(model: Model, high: float) -> dict[int, Bar]:
+    """By layer, the loss change without it."""
+    dead = {f.where["layer"] for f in model.findings if f.kind == "dead_layer"}
+    return {
+        a.index: Bar(
+            (on_log(abs(a.change), NO_CHANGE, high),),
+            "0" if abs(a.change) < NO_CHANGE else f"{'+' if a.change > 0 else '−'}{short(abs(a.change))}",
+            flag="bad" if a.index in dead else "",
+            words=f"without {a.label} the loss changes by {a.change:+.4f} nats"
+            + (": the layer is dead" if a.index in dead else ""),
+        )
+        for a in model.ablations
+        if a.kind == "layer"
+    }
 
 
 def _sublayer_costs(models: Models) -> Figure | None:
-    return by_layer(
-        [m for m in models if sum(a.kind == "sublayer" for a in m.ablations) > 1],
-        lambda m: [(a.index, a.change) for a in m.ablations if a.kind == "sublayer"],
-        "loss change (nats)",
-        x="sublayer",
-    )
+    def points(m: Model) -> list[tuple[float, float]]:
+        changes = [(float(a.index), a.change) for a in m.ablations if a.kind == "sublayer"]
+        return changes if len(changes) == len(m.sites) else []  # fewer are the suspects of a small budget
+
+    return by_layer(models, points, "loss change (nats)", x="sublayer")
 
 
 def _head_costs(models: Models) -> dict[str, Figure]:

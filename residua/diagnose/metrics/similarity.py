@@ -11,7 +11,7 @@ from torch import Tensor
 from residua.config.settings import Frozen
 from residua.diagnose.metric import Metric, Model, Models, Sentence
 from residua.diagnose.observe import Observation, Subject
-from residua.diagnose.plots import add_tabs, by_layer, numbers
+from residua.diagnose.plots import LABELS, add_tabs, by_layer
 from residua.diagnose.text import Sample
 from residua.ops._runtime.numeric import wide
 from residua.report import Page
@@ -108,7 +108,7 @@ def _state_curve(models: Models, key: str, title: str) -> Figure | None:
         models,
         lambda m: [(s.index, getattr(s, key)) for s in m.states if getattr(s, key) is not None],
         title,
-        x="read by sublayer",
+        x="read by",
     )
 
 
@@ -116,7 +116,9 @@ def _pairs(models: Models, key: str, title: str, high: float) -> dict[str, Figur
     """State × state, coloured from zero unless something is below."""
     found = {}
     for m in models:
-        values, names = getattr(m, key), numbers(len(m.states))
+        values, names = getattr(m, key), [s.name for s in m.states]
         low = -high if min(map(min, values)) < 0 else 0.0
-        found[m.name] = heatmap(values, names, names, "state", "state", title, bounds=(low, high), height=520)
+        found[m.name] = heatmap(values, names, names, "read by", "read by", title, bounds=(low, high), height=560)
+        step = -(-len(names) // (2 * LABELS))
+        found[m.name].update_xaxes(tickmode="linear", dtick=step).update_yaxes(tickmode="linear", dtick=step)
     return found

@@ -8,28 +8,32 @@ import torch
 from torch import Tensor
 
 from residua.config.settings import Frozen
-from residua.diagnose.metric import Finding, Metric, Model, Models, Sentence
+from residua.diagnose.metric import Explained, Finding, LayerTrack, Metric, Model, Models, Sentence
 from residua.diagnose.observe import Observation, Subject
-from residua.diagnose.plots import add_figure, by_layer
+from residua.diagnose.plots import add_figure, by_layer, on_log, owners
+from residua.diagnose.sentences import listed, short, sureness, token
 from residua.diagnose.text import Sample
 from residua.ops._runtime.numeric import wide
-from residua.report import Column, Page
+from residua.report import Bar, Column, Page
 
 CORE_VARIANCE = 0.99
 COVARIANCE_BYTES = 512 << 20
 LARGEST = 3
 MASSIVE, MASSIVE_RATIO = 100.0, 1000.0
 """Sun et al. (arXiv 2402.17762): |h| above 100 and about a thousand times the median."""
+MOST = 1e6
+"""The picture's scale ends here, however small a median is."""
 
 
 class Activation(Frozen):
-    """One of the largest |h|, and where it stood."""
+    """One of the largest |h|, and where it stood. `text` is the token as text; empty in older files."""
 
     value: float
     dimension: int
     sequence: int
     position: int
     token: int
+    text: str = ""
 
 
 class StateFacts(Frozen):
@@ -162,7 +166,7 @@ class States(Metric):
             name=self.subject.reader_name(k),
             rms=(sums.squares / sums.tokens) ** 0.5,
             median=sums.medians / sums.tokens,
-            largest=sums.largest,
+            largest=[a.model_copy(update={"text": self.sample.text_of(a.token)}) for a in sums.largest],
             token_similarity=sums.token_similarity / sums.sequences,
             input_similarity=sums.input_similarity / sums.sequences,
             core_features=None if core is None else core.result(),
@@ -170,6 +174,41 @@ class States(Metric):
 
     def findings(self, model: Model) -> list[Finding]:
         return _massive_activations(model.states)
+
+    @classmethod
+    def explain(cls, model: Model, findings: Sequence[Finding]) -> Explained:
+        massive = {a.dimension: (state, a) for state, a in _massive(model.states)}
+        own = [massive[d] for f in findings if isinstance(d := f.where["dimension"], int) and d in massive]
+        if not own:
+            return super().explain(model, findings)
+        state, a = max(own, key=lambda place: place[1].value)
+        seen = [s.name for s, other in _massive(model.states, every=True) if other.dimension == a.dimension]
+        ratio = a.value / max(state.median, 1e-30)
+        return Explained(
+            f"{listed('dimension', [a.dimension for _, a in own])}; largest before {state.name}, token "
+            f"{token(a.text, a.token)} at position {a.position}; massive in {len(set(seen))} of "
+            f"{len(model.states)} states",
+            sureness(
+                f"{short(ratio)}× the median, where {MASSIVE_RATIO:,.0f}× counts",
+                min(ratio / MASSIVE_RATIO, a.value / MASSIVE),
+                model,
+            ),
+            "Expect low precision to cost more; residua quantize measures it. To avoid it, train with a gate "
+            "(model.attention.gate=elementwise) or a gated norm (model.norm.kind=gatednorm).",
+        )
+
+    @classmethod
+    def tracks(cls, models: Models) -> Sequence[LayerTrack]:
+        high = min(max([MASSIVE_RATIO, *(_ratio(s) for m in models for s in m.states)]), MOST)
+        return [
+            LayerTrack(
+                "largest |h|",
+                f"log, 1 to {short(high)}×",
+                f"The largest |h| that the layer reads, over the median |h|. The line is {MASSIVE_RATIO:,.0f}×: beyond "
+                f"it, and above {MASSIVE:g}, an activation is massive.",
+                [_peaks(model, high) for model in models],
+            )
+        ]
 
     @classmethod
     def sentences(cls, model: Model) -> Iterable[Sentence]:
@@ -201,18 +240,23 @@ class States(Metric):
             floor=lambda m: [(s.index, max(s.median, 1e-12)) for s in m.states],
             floor_name="median |h|",
             log=True,
-            x="read by sublayer",
+            x="read by",
         )
         add_figure(section, largest)
-        tops = [(m, max(m.states, key=lambda s: s.largest[0].value)) for m in models]
+        rows = []
+        for m, owner in zip(models, owners(models), strict=True):
+            state = max(m.states, key=lambda s: s.largest[0].value)
+            for a in state.largest:
+                numbers = [f"{a.value:.4g}", str(a.dimension), str(a.sequence), str(a.position)]
+                rows.append([owner, state.name, *numbers, token(a.text, a.token)])
         section.table(
-            [Column("model", numeric=False), Column("read by", numeric=False)]
-            + [Column(title) for title in ("|h|", "dimension", "sequence", "position", "token id")],
             [
-                [m.name, s.name, f"{a.value:.4g}", str(a.dimension), str(a.sequence), str(a.position), str(a.token)]
-                for m, s in tops
-                for a in s.largest
+                Column("model", numeric=False),
+                Column("read by", numeric=False),
+                *(Column(title) for title in ("|h|", "dimension", "sequence", "position")),
+                Column("token", numeric=False),
             ],
+            rows,
         )
 
 
@@ -222,20 +266,56 @@ def _affordable(states: int, width: int) -> list[int]:
     return sorted({round(i * (states - 1) / (count - 1)) for i in range(count)})
 
 
+def _massive(states: Sequence[StateFacts], *, every: bool = False) -> list[tuple[StateFacts, Activation]]:
+    """Single values above 100 and a thousand medians: the largest of each dimension, or every one."""
+    found = [
+        (state, a)
+        for state in states
+        for a in state.largest
+        if a.value > MASSIVE and a.value > MASSIVE_RATIO * state.median
+    ]
+    if every:
+        return found
+    largest: dict[int, tuple[StateFacts, Activation]] = {}
+    for state, a in found:
+        if a.dimension not in largest or a.value > largest[a.dimension][1].value:
+            largest[a.dimension] = (state, a)
+    return list(largest.values())
+
+
 def _massive_activations(states: Sequence[StateFacts]) -> list[Finding]:
-    """One finding per dimension with single values above 100 and a thousand medians."""
-    found: dict[int, tuple[float, StateFacts, int]] = {}
-    for state in states:
-        for a in state.largest:
-            above = a.value > MASSIVE and a.value > MASSIVE_RATIO * state.median
-            if above and a.value > found.get(a.dimension, (0.0,))[0]:
-                found[a.dimension] = (a.value, state, a.position)
+    """One finding per dimension with massive activations."""
     return [
         Finding(
             kind="massive_activation",
-            where={"dimension": dimension},
-            words=f"dimension {dimension} carries a massive activation: {value:,.0f} before {state.name} at position "
-            f"{position}, {value / max(state.median, 1e-30):,.0f}× that state's median",
+            where={"dimension": a.dimension},
+            words=f"dimension {a.dimension} carries a massive activation: {a.value:,.0f} before {state.name} at "
+            f"position {a.position} (token {token(a.text, a.token)}), {a.value / max(state.median, 1e-30):,.0f}× that "
+            "state's median",
         )
-        for dimension, (value, state, position) in found.items()
+        for state, a in _massive(states)
     ]
+
+
+def _ratio(state: StateFacts) -> float:
+    return state.largest[0].value / max(state.median, 1e-30)
+
+
+def _peaks(model: Model, high: float) -> dict[int, Bar]:
+    """By layer, the largest |h| it reads beside the median; the final norm's under `model.layers`."""
+    massive = [state.index for state, _ in _massive(model.states, every=True)]
+    layers = {s.index: model.sites[s.index].layer if s.index < len(model.sites) else model.layers for s in model.states}
+    found = {}
+    for layer in dict.fromkeys(layers.values()):
+        own = [s for s in model.states if layers[s.index] == layer]
+        largest = max(own, key=_ratio)
+        a, bad = largest.largest[0], any(s.index in massive for s in own)
+        found[layer] = Bar(
+            (on_log(_ratio(largest), 1.0, high),),
+            f"{short(_ratio(largest))}×",
+            mark=on_log(MASSIVE_RATIO, 1.0, high),
+            flag="bad" if bad else "",
+            words=f"{'massive activation: ' if bad else ''}{a.value:.4g} in dimension {a.dimension}, token "
+            f"{token(a.text, a.token)} at position {a.position}, before {largest.name}",
+        )
+    return found

@@ -12,7 +12,7 @@ from torch import Tensor
 from residua.config.settings import Frozen
 from residua.diagnose.metric import Mean, Metric, Models
 from residua.diagnose.observe import Observation, Subject
-from residua.diagnose.plots import add_figure, by_layer, line
+from residua.diagnose.plots import add_figure, by_layer, line, name_sublayers
 from residua.diagnose.text import Sample
 from residua.ops._runtime.numeric import wide
 from residua.report import Page, theme
@@ -121,7 +121,7 @@ class Streams(Metric):
                 models,
                 lambda m: [(s.reader, s.similarity) for s in m.streams],
                 "mean cosine between streams",
-                x="as read by sublayer",
+                x="as read by",
             )
             add_figure(section, alike, "Healthy: well below 1; equal streams are one stream kept n times.")
         if betas:
@@ -147,9 +147,9 @@ def _turned(models: Models) -> dict[str, Figure]:
                     if i < len(s.angular_distance) and (d := s.angular_distance[i]) is not None
                 ]
                 series.append(line(f"stream {i}", points, theme.colour(i + 1)))
-            found[m.name] = curves(
-                series, "as read by sublayer", "angular distance to one earlier", whole_x=True, height=340
-            )
+            figure = curves(series, "as read by", "angular distance to one earlier", whole_x=True, height=340)
+            name_sublayers(figure, [m] * len(series))
+            found[m.name] = figure
     return found
 
 

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from residua.config.settings import Frozen
-from residua.diagnose.metric import Finding, Metric, Model, Models, Sentence
-from residua.diagnose.metrics.removal import AblationFacts
+from residua.diagnose.metric import Explained, Finding, LayerTrack, Metric, Model, Models, Sentence
+from residua.diagnose.metrics.removal import NO_CHANGE, AblationFacts
 from residua.diagnose.observe import Observation, Site, SiteKind, Subject
-from residua.diagnose.plots import add_tabs, by_layer
-from residua.diagnose.sentences import percent
+from residua.diagnose.plots import add_tabs, by_layer, on_log
+from residua.diagnose.sentences import listed, percent, short
 from residua.diagnose.text import Sample
 from residua.ops._runtime.numeric import wide
-from residua.report import Page
+from residua.report import Bar, Page
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
@@ -25,8 +25,6 @@ GRADIENT_TOKENS = 512
 SILENT = 1e-3
 """A sublayer is silent when its output is below this share of what it reads, both in RMS and in the median. The RMS
 alone would call any output small beside an outlier dimension; the median alone, one that goes to few dimensions."""
-NO_CHANGE = 1e-3
-"""A silent sublayer is dead when removing it changes the loss by less than this, in nats."""
 
 
 class SiteFacts(Frozen):
@@ -120,6 +118,40 @@ class Sublayers(Metric):
         return _dead_layers(model.sites, model.ablations)
 
     @classmethod
+    def explain(cls, model: Model, findings: Sequence[Finding]) -> Explained:
+        changes = _changes(model.ablations)
+        if findings[0].kind == "dead_layer":
+            where = listed("layer", [layer_of(f) for f in findings])
+            removed = [changes.get(("layer", layer_of(f))) for f in findings]
+            remedy = (
+                "Leave it out: the model computes the same in less time. If it should work, look at its gradient; "
+                "train longer, with a longer warmup or a lower learning rate."
+            )
+        else:
+            where = ", ".join(model.sites[sublayer_of(f)].name for f in findings)
+            removed = [changes.get(("sublayer", sublayer_of(f))) for f in findings]
+            remedy = "Compare its gradient below with its neighbours': a sublayer without gradient never learns."
+        known = [abs(change) for change in removed if change is not None]
+        sure = (
+            f"Certain: removal changes the loss by at most {max(known):.4f} nats, on {model.ablation_tokens:,} tokens."
+            if known
+            else f"Likely: below {percent(SILENT)} of what it reads. Nothing was removed to confirm it (--ablations)."
+        )
+        return Explained(where, sure, remedy)
+
+    @classmethod
+    def tracks(cls, models: Models) -> Sequence[LayerTrack]:
+        high = max([1.0, *(s.relative_rms for m in models for s in m.sites if s.relative_rms)])
+        return [
+            LayerTrack(
+                "writes",
+                f"log, 0.001 to {short(high)}",
+                "RMS of the output over RMS of what is read: attention above, feed-forward below.",
+                [_written(model, high) for model in models],
+            )
+        ]
+
+    @classmethod
     def sentences(cls, model: Model) -> Iterable[Sentence]:
         known = [s for s in model.sites if s.output_rms]
         if known:
@@ -183,9 +215,44 @@ def _relative(site: SiteFacts) -> float:
     return max(known, default=float("inf"))
 
 
+def layer_of(finding: Finding) -> int:
+    """The layer of a dead one."""
+    layer = finding.where["layer"]
+    assert isinstance(layer, int)
+    return layer
+
+
+def sublayer_of(finding: Finding) -> int:
+    """The number of a dead sublayer."""
+    sublayer = finding.where["sublayer"]
+    assert isinstance(sublayer, int)
+    return sublayer
+
+
+def _changes(ablations: Sequence[AblationFacts]) -> dict[tuple[str, int], float]:
+    return {(a.kind, a.index): a.change for a in ablations}
+
+
+def _written(model: Model, high: float) -> dict[int, Bar]:
+    """By layer, how large its outputs are beside what they are added to."""
+    dead = {layer_of(f): f.words for f in model.findings if f.kind == "dead_layer"}
+    parts = {sublayer_of(f): f.words for f in model.findings if f.kind == "dead_sublayer"}
+    found = {}
+    for layer in range(model.layers):
+        own = [s for s in model.sites if s.layer == layer]
+        known = [s for s in own if s.relative_rms is not None]
+        if known:
+            words = dead.get(layer) or "; ".join(parts[s.index] for s in own if s.index in parts)
+            lengths = tuple(None if s.relative_rms is None else on_log(s.relative_rms, SILENT, high) for s in own)
+            text = "dead" if layer in dead else short(max(s.relative_rms for s in known))
+            shown = ", ".join(f"{s.name} {s.relative_rms:.3g}" for s in known)
+            found[layer] = Bar(lengths, text, flag="bad" if words else "", words=words or f"{shown} of what it reads")
+    return found
+
+
 def _dead_layers(sites: Sequence[SiteFacts], ablations: Sequence[AblationFacts]) -> list[Finding]:
     """Layers all of whose sublayers are silent and whose removal changes nothing; single sublayers likewise."""
-    changes = {(a.kind, a.index): a.change for a in ablations}
+    changes = _changes(ablations)
     dead = [k for k in _silent(sites) if abs(changes.get(("sublayer", k), 0.0)) < NO_CHANGE]
     found = []
     for layer in dict.fromkeys(s.layer for s in sites):

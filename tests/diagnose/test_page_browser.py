@@ -1,0 +1,51 @@
+"""The page in a real browser, from one model to sixteen, at three widths, light and dark."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from residua.diagnose import Diagnosis
+from residua.diagnose.page import diagnosis_page
+from tests.diagnose import reports
+from tests.report.browser import Browser, browser
+from tests.report.looks import WIDTHS, check_looks
+
+__all__ = ["browser"]
+
+DIAGNOSES = {
+    "one": lambda: reports.sick(),
+    "healthy": lambda: reports.healthy(),
+    "three": lambda: reports.side_by_side(3),
+    "sixteen": lambda: reports.side_by_side(16),
+    "deep": lambda: Diagnosis(models=[reports.report("deep", 36, dead=[20], massive=[3], sinks=[3], routing=True)]),
+}
+
+
+@pytest.mark.slow
+def test_three_models_on_a_telephone_in_the_dark(browser: Browser, tmp_path: Path) -> None:
+    path = diagnosis_page(reports.side_by_side(3, layers=6)).write(tmp_path / "report.html")
+    with browser.opened(path, width=420, color_scheme="dark") as seen:
+        check_looks(seen, path)
+        strips = seen.page.locator(".strip")
+        assert strips.count() == 3
+        assert strips.evaluate_all("all => all.every(strip => strip.scrollWidth <= strip.clientWidth)")
+        colours = strips.evaluate_all(
+            "all => all.map(s => getComputedStyle(s.querySelector('.rail b')).backgroundColor)"
+        )
+        assert len(set(colours)) == 3
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("models", DIAGNOSES)
+def test_nothing_overflows_or_is_hard_to_read(models: str, scheme: str, browser: Browser, tmp_path: Path) -> None:
+    path = diagnosis_page(DIAGNOSES[models]()).write(tmp_path / "report.html")
+    with browser.opened(path, width=WIDTHS[0], color_scheme=scheme) as seen:
+        for width in WIDTHS:
+            seen.resize(width)
+            check_looks(seen, path)
+        assert len(seen.page.pdf()) > 10_000
+        assert seen.page.locator(".plot:has(.main-svg)").count() == seen.page.locator(".plot").count()  # every tab
+        assert seen.problems == []

@@ -1,0 +1,23 @@
+"""What every page must show in a browser, whatever it is about."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+from tests.report.browser import Opened
+
+WIDTHS = (1400, 1100, 420)
+
+
+def check_looks(seen: Opened, path: Path) -> None:
+    """Nothing sticks out, headings are in order, figures have words, axe-core is content, nothing left the machine."""
+    assert seen.overflowing() == []
+    levels = seen.page.locator("h1, h2, h3, h4").evaluate_all("all => all.map(h => Number(h.localName[1]))")
+    assert levels[0] == 1 and levels.count(1) == 1
+    assert all(after <= before + 1 for before, after in pairwise(levels))
+    words = seen.page.locator(".plot, .strip").evaluate_all("all => all.map(plot => plot.getAttribute('aria-label'))")
+    assert all(words) and len(words) > 1
+    assert seen.violations() == []
+    assert seen.problems == []
+    assert seen.requests == [path.as_uri()]
