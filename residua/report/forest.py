@@ -67,7 +67,7 @@ def forest(rows: Sequence[Estimate], x_title: str, *, reference: float = 0.0, he
         for words, at, anchor in ((row.name, 0.0, "left"), (row.text, 1.0, "right")):
             if words:
                 figure.add_annotation(
-                    text=escape(words), xref="paper", x=at, xanchor=anchor, y=place, yanchor="bottom", yshift=5,
+                    text=escape(words), xref="paper", x=at, xanchor=anchor, y=place, yanchor="bottom", yshift=7,
                     showarrow=False, font={"size": 12},
                 )  # fmt: skip
     figure.update_layout(margin={"l": 12, "r": 12, "t": 8, "b": 46})

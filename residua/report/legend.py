@@ -62,6 +62,8 @@ def _drawn(inside: str) -> str:
 def words(figure: Figure) -> str:
     """The figure in a few sentences, for those who do not see it: axes, and of each series where it ends."""
     across, up = (html.unescape(axis.title.text or "") for axis in (figure.layout.xaxis, figure.layout.yaxis))
+    if not figure.data:
+        return "An empty figure."
     first = figure.data[0]
     if first.type == "heatmap":
         return _heat_map(first, across, up)
@@ -76,7 +78,7 @@ def _series(trace: Any) -> str:
     name = html.unescape(trace.name or "")
     if trace.type == "scatter" and trace.mode == "markers" and trace.text:
         return html.unescape("; ".join(trace.text))  # a forest's marks say it all
-    points = [(x, y) for x, y in zip(_listed(trace.x), _listed(trace.y), strict=True) if _is_number(y)]
+    points = [(x, y) for x, y in zip(_listed(trace.x), _listed(trace.y), strict=True) if _is_number(y) and x == x]
     if not points:
         return ""
     if trace.type == "bar" and len(points) <= 6:

@@ -23,7 +23,7 @@ def answer(result: StudyResult) -> tuple[Tone, str]:
         return _by_loss(rows, result)
     best = max(timed, key=_seconds)
     per_second, gain = f"{_seconds(best):.2f}× per second", best.wall_clock_gain
-    named = f"the best, {best.name}," if len(rows) > 1 else best.name
+    named = f"the best, {best.name}," if len(timed) > 1 else best.name
     if gain is not None and gain.low is not None and gain.low > 1.0:
         return "good", f"Yes: {named} is {per_second}"
     if len(timed) == len(rows) and all(_below_one(row.wall_clock_gain) for row in timed):
@@ -55,7 +55,8 @@ def by_loss(rows: Iterable[VariantResult]) -> list[VariantResult]:
 
 def comparisons_sentence(result: StudyResult) -> str:
     """A warning where many variants are compared at once; empty for a few."""
-    shown = sum(row.difference is not None for row in result.rows(result.sizes[-1]))
+    rows = result.rows(result.sizes[-1])
+    shown = sum(row.difference is not None and row.difference.low is not None for row in rows)
     if shown < MANY:
         return ""
     return f"The {result.confidence * 100:g} % intervals are not corrected for {shown} comparisons."
@@ -67,8 +68,8 @@ def _by_loss(rows: Sequence[VariantResult], result: StudyResult) -> tuple[Tone, 
         done = sum(run.status == "complete" for run in result.runs)
         return "unsure", f"No answer yet: {done} of {len(result.runs)} runs are complete"
     best = compared[0]
-    named = f"the lowest, {best.name}'s," if len(rows) > 1 else f"{best.name}'s"
-    return "unsure", f"Not shown per second, since speeds are not known: loss, {named} is {_change(best):+.4f}"
+    which = f"{best.name} has the lowest loss," if len(compared) > 1 else f"the loss of {best.name} is"
+    return "unsure", f"Not shown: speeds are not known; {which} {_change(best):+.4f} against {result.baseline}"
 
 
 def _why(gain: Interval | None) -> str:

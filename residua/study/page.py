@@ -72,10 +72,12 @@ def study_page(
 def _lead(result: StudyResult) -> str:
     others = [name for name in dict.fromkeys(row.name for row in result.variants) if name != result.baseline]
     seeds = f"{len(result.seeds)} seeds" if len(result.seeds) > 1 else "one seed"
+    done = sum(run.status == "complete" for run in result.runs)
+    missing = f" {done} of {len(result.runs)} runs are complete."
     who = ", ".join(others) if len(others) <= NAMED else f"{len(others)} variants"
     return (
         f"{result.name}: {who} against {result.baseline}, {seeds}, on the same tokens in the same order. "
-        "Gains above 1 are in the variant's favour."
+        f"Gains above 1 are in the variant's favour.{'' if done == len(result.runs) else missing}"
     )
 
 
@@ -192,10 +194,10 @@ def _loss(page: Page, result: StudyResult, records: Records, size: str) -> None:
         "seconds is paid for in speed. Healthy curves stay apart in the same order to the end.",
     )
     views = {
-        "validation, by tokens": plots.validation_curves(records, TOKENS),
-        "validation, by seconds": plots.validation_curves(records, SECONDS),
-        "training, by tokens": plots.training_curves(records, TOKENS),
-        "training, by seconds": plots.training_curves(records, SECONDS),
+        f"{kind}, by {words}": figure
+        for kind, curves in (("validation", plots.validation_curves), ("training", plots.training_curves))
+        for words, against in (("tokens", TOKENS), ("seconds", SECONDS))
+        if (figure := curves(records, against)) is not None
     }
     if records.get(result.baseline) and sum(bool(runs) for runs in records.values()) > 1:
         views = {f"difference to {result.baseline}": plots.difference_curves(records, result.baseline), **views}

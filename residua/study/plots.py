@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -21,14 +22,14 @@ BANDS = 6
 """With more variants than these, bands around the curves would hide the curves."""
 
 
-def validation_curves(records: Records, against: str) -> Figure:
-    """Validation loss: the mean over seeds, with a band that spans all seeds."""
+def validation_curves(records: Records, against: str) -> Figure | None:
+    """Validation loss: the mean over seeds, with a band that spans all seeds; None if it was not measured."""
     lines = {name: [_validation_points(run, against) for run in runs] for name, runs in records.items()}
     return _loss_figure(lines, against, "validation loss (nats per token)", markers=True)
 
 
-def training_curves(records: Records, against: str) -> Figure:
-    """Training loss, smoothed over about a twentieth of the run."""
+def training_curves(records: Records, against: str) -> Figure | None:
+    """Training loss, smoothed over about a twentieth of the run; None if it was not kept."""
     lines = {name: [_training_points(run, against) for run in runs] for name, runs in records.items()}
     return _loss_figure(lines, against, "training loss, smoothed", markers=False)
 
@@ -181,16 +182,16 @@ def _matrix(
 
 def _loss_figure(
     lines: dict[str, list[list[tuple[float, float]]]], against: str, y_title: str, *, markers: bool
-) -> Figure:
+) -> Figure | None:
     series = []
     few = sum(any(runs) for runs in lines.values()) <= BANDS
     for name, every in lines.items():
-        runs = [run for run in every if run]
+        runs = [run for run in every if run and not any(math.isnan(x) for x, _ in run)]
         if not runs:
             continue
         band = _band(runs) if few and len(runs) > 1 else (None, None)
         series.append(_curve(lines, name, _mean_curve(runs), markers=markers, low=band[0], high=band[1]))
-    return curves(series, against, y_title, y_range=_focus([curve.y for curve in series]))
+    return curves(series, against, y_title, y_range=_focus([curve.y for curve in series])) if series else None
 
 
 def _focus(values: Sequence[Sequence[float | None]]) -> tuple[float, float] | None:

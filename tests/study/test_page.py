@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from residua.report import Tone, theme
 from residua.study.answer import answer, by_gain, comparisons_sentence, provenance
+from residua.study.page import study_page
 from residua.study.plots import difference_curves, forest_of_losses, precision_costs
 from residua.study.results import StudyResult
 from tests.study.pretend import pretended
@@ -51,12 +55,20 @@ def test_without_speeds_the_title_speaks_of_loss_and_without_runs_of_none() -> N
     silent = changed(result, throughput_ratio=None, wall_clock_gain=None)
     assert answer(silent) == (
         "unsure",
-        "Not shown per second, since speeds are not known: loss, the lowest, block_attnres's, is -0.0450",
+        "Not shown: speeds are not known; block_attnres has the lowest loss, -0.0450 against prenorm",
     )
     nothing = changed(silent, difference=None).model_copy(
         update={"runs": tuple(run.model_copy(update={"status": "missing"}) for run in result.runs[1:])}
     )
     assert answer(nothing) == ("unsure", "No answer yet: 0 of 8 runs are complete")
+
+
+def test_the_page_says_that_runs_are_missing(tmp_path: Path) -> None:
+    made = pretended(3)
+    assert "complete" not in made.page(tmp_path).lead
+    missing = tuple(run.model_copy(update={"status": "missing"}) for run in made.result.runs[:2])
+    partial = made.result.model_copy(update={"runs": (*missing, *made.result.runs[2:])})
+    assert replace(made, result=partial).page(tmp_path).lead.endswith("7 of 9 runs are complete.")
 
 
 def test_many_comparisons_are_said_to_be_many() -> None:
@@ -117,3 +129,17 @@ def test_what_repeats_the_table_is_folded(tmp_path: Path) -> None:
     for folded in ("Every variant in a sentence", "9 of 9 runs are complete", "The study file"):
         assert f"<summary>{folded}</summary>" in html
     assert html.index("<summary>The study file</summary>") < html.index("[variants]") < html.rindex("</details>")
+
+
+def test_views_without_numbers_are_left_out(tmp_path: Path) -> None:
+    made = pretended(3)
+    bare = {
+        name: [
+            replace(run, train=[], validation=[{**row, "seconds": math.nan} for row in run.validation]) for run in runs
+        ]
+        for name, runs in made.records["mini"].items()
+    }
+    html = study_page(made.study, made.result, {"mini": bare}, tmp_path).html()
+    tabs = re.findall(r'<button type="button" role="tab"[^>]*>([^<]*)<', html)
+    assert tabs[:2] == ["difference to prenorm", "validation, by tokens"]
+    assert not {"validation, by seconds", "training, by tokens", "training, by seconds"} & set(tabs)
