@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from importlib import import_module
 from itertools import pairwise
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
@@ -16,6 +16,7 @@ from typer.core import TyperGroup
 from residua.cli.options import complain
 from residua.cli.process import Terminated, end_tidily, quiet_libraries
 from residua.machine import out_of_memory
+from residua.version import __version__
 
 VERBS = {
     "train": ("residua.cli.train", "Pretrain a model on your text."),
@@ -32,6 +33,7 @@ VERBS = {
     "quantize": ("residua.cli.quantize", "Quantize a model to FP8 or NVFP4, and measure what it costs."),
     "data": ("residua.cli.data", "Prepare text: tokenizers and shards."),
     "bench": ("residua.cli.bench", "Measure training steps and operators on this machine."),
+    "doctor": ("residua.cli.doctor", "Check this installation, and every kernel against its reference."),
     "presets": ("residua.cli.presets", "List the models that come with Residua, or print one."),
 }
 
@@ -75,8 +77,18 @@ app = typer.Typer(
 )
 
 
+def _show_version(asked: bool) -> None:
+    if asked:
+        print(f"residua {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def _residua() -> None:
+def _residua(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
     from residua.config.plugins import load_plugins  # `residua --help` does without it
 
     load_plugins()

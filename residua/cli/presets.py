@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-_COLUMNS = (
-    ("preset", "left"),
-    ("parameters", "right"),
-    ("for a token", "right"),
-    ("FLOPs/token", "right"),
-    ("what", "left"),
-)
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from residua.config.run import RunConfig
+
+_WORDS = 40  # the least width of the column of words
+
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 
@@ -44,27 +44,55 @@ def show(name: str) -> None:
 
 
 def listing(matching: str) -> None:
-    """Print a table of the presets whose names contain `matching`."""
-    from rich.progress import track
-    from rich.table import Table
+    """Print a table of the presets whose names contain `matching`: size, recipe, and a line on each.
 
+    Nothing here imports torch: sizes are kept in a file, and the list is there at once.
+    """
     from residua.config import presets
-    from residua.config.model import ModelConfig
+    from residua.config.run import RunConfig
     from residua.report.terminal import open_console
 
-    chosen = [n for n in presets.names() if matching in n]
+    chosen = [name for name in presets.names() if matching in name]
     if not chosen:
         raise ValueError(f"no preset's name contains {matching!r}: `residua presets` lists them all.")
-    console = open_console(None, stderr=True)
-    console.print(f"measuring {len(chosen)} preset{'s' * (len(chosen) != 1)}, a few seconds")
-    from residua.model.size import measure  # imports torch: after the quick error and the message above
+    rows = []
+    for name in chosen:
+        size, run = presets.sizes()[name], RunConfig.find(name)
+        rows.append(
+            {
+                "preset": name,
+                "parameters": f"{size.parameters / 1e6:,.1f} M",
+                "for a token": f"{(size.parameters - size.idle) / 1e6:,.1f} M",
+                "FLOPs/token": f"{size.flops_per_token / 1e9:.2f} G",
+                "layers × width": f"{run.model.layers} × {run.model.width}",
+                "recipe": recipe(run),
+                "what": presets.load(name)["summary"],
+            }
+        )
+    print_table(open_console(log_width=220), rows)
 
+
+def recipe(run: RunConfig) -> str:
+    """Training tokens, steps and the optimizer in a few words: `10.5 G tokens in 20,000 steps, muon 0.01`."""
+    train = run.train
+    tokens = train.steps * run.tokens_per_step
+    length = f"{tokens / 1e9:,.1f} G" if tokens >= 1e8 else f"{tokens / 1e6:.1f} M"
+    return f"{length} tokens in {train.steps:,} steps, {train.optimizer.kind} {train.optimizer.lr:g}"
+
+
+def print_table(console: Console, rows: list[dict[str, str]]) -> None:
+    """The table; a narrow terminal gets fewer columns."""
+    from rich.table import Table
+
+    names = list(rows[0])
+    for left_out in (("for a token", "FLOPs/token"), ("recipe", "layers × width")):
+        widths = [max(len(name), *(len(row[name]) for row in rows)) + 1 for name in names if name != "what"]
+        if sum(widths) + _WORDS > console.width:
+            names = [name for name in names if name not in left_out]
     table = Table(box=None, pad_edge=False)
-    for heading, justify in _COLUMNS:
-        table.add_column(heading, justify=justify, no_wrap=heading != "what")  # type: ignore[arg-type]
-    for n in track(chosen, "measuring", console=console, transient=True):
-        data = presets.load(n)
-        size = measure(ModelConfig(**data["model"]))
-        counts = (f"{count / 1e6:,.1f} M" for count in (size.parameters, size.parameters - size.idle))
-        table.add_row(n, *counts, f"{size.flops_per_token / 1e9:.2f} G", data["summary"])
-    open_console(log_width=140).print(table)
+    for name in names:
+        left = name in ("preset", "recipe", "what")
+        table.add_column(name, justify="left" if left else "right", no_wrap=name != "what")
+    for row in rows:
+        table.add_row(*(row[name] for name in names))
+    console.print(table)

@@ -1,15 +1,19 @@
 """The command line as a whole: verbs, help, and errors of one sentence."""
 
+import io
 import subprocess
 import sys
 import tomllib
 
 import pytest
+from rich.console import Console
 
 from residua.cli.main import VERBS
+from residua.cli.presets import print_table
 from residua.config import presets
 from residua.config.model import ModelConfig
 from residua.model.size import measure
+from residua.version import __version__
 
 pytestmark = pytest.mark.slow  # each test starts the command
 
@@ -18,10 +22,8 @@ def residua(*arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, "-m", "residua.cli.main", *arguments], capture_output=True, text=True)
 
 
-def test_help_lists_every_verb_and_does_not_import_torch():
-    code = "import sys; sys.argv = ['residua', '--help']\nfrom residua.cli.main import main\n"
-    code += "try: main()\nexcept SystemExit: pass\nsys.exit('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+def test_help_lists_every_verb():
+    done = residua("--help")
     assert done.returncode == 0
     assert all(verb in done.stdout for verb in VERBS)
 
@@ -45,7 +47,39 @@ def test_presets_are_listed_with_size_cost_and_a_line_each():
     assert len(lines) == 10
     (row,) = [line for line in lines if line.startswith("mgr-s-prenorm")]
     assert "123.6 M" in row and "0.80 G" in row and "pre-norm baseline" in row
-    assert "measuring 9 presets" in done.stderr
+    assert "12 × 768" in row and "10.5 G tokens in 20,000 steps, muon 0.01" in row
+
+
+@pytest.mark.parametrize("width", ["70", "110", "150", "200"])
+def test_the_list_of_presets_fits_the_terminal(width):
+    shown = Console(width=int(width), file=io.StringIO())
+    names = {"preset": "mgr-s-full", "parameters": "123.7 M", "for a token": "123.7 M", "FLOPs/token": "0.80 G"}
+    words = {"layers × width": "12 × 768", "recipe": "10.5 G tokens in 20,000 steps, muon 0.01", "what": "word " * 15}
+    print_table(shown, [{**names, **words}])
+    lines = shown.file.getvalue().splitlines()
+    assert max(map(len, lines)) <= int(width)
+    assert lines[1].startswith("mgr-s-full") and "123.7 M" in lines[1] and "word word word" in lines[1]
+    assert ("0.80 G" in lines[1]) == (width in ("150", "200"))
+
+
+HEAVY = ("torch", "numpy", "scipy", "plotly", "transformers", "triton")
+"""What takes seconds to import."""
+
+
+@pytest.mark.parametrize(
+    "arguments", [["presets"], ["--version"], ["--help"], ["presets", "tiny"], ["train", "--help"]]
+)
+def test_what_prints_at_once_imports_nothing_heavy(arguments):
+    code = f"import sys; sys.argv = ['residua', *{arguments}]\nfrom residua.cli.main import main\n"
+    code += f"try: main()\nexcept SystemExit: pass\nsys.exit(' '.join(n for n in {HEAVY} if n in sys.modules) or 0)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("start", [["-m", "residua"], ["-m", "residua.cli.main"]])
+def test_the_version_is_printed_also_as_a_module(start):
+    done = subprocess.run([sys.executable, *start, "--version"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, f"residua {__version__}\n")
 
 
 @pytest.mark.parametrize("name", ["outlier-24b-a3b", "outlier-7b-a2b"])

@@ -7,6 +7,7 @@ from residua.config.model import ModelConfig
 from residua.config.run import RunConfig
 from residua.config.settings import ConfigError
 from residua.model.size import measure
+from tests.nightly import only_nightly
 
 pytestmark = pytest.mark.slow
 
@@ -79,6 +80,21 @@ def test_sizes_add_up_by_part():
 def test_training_flops_follow_the_stated_formula():
     size = measure(ModelConfig.preset("mgr-s-prenorm"))
     assert size.flops_per_token == 6 * size.parameters + 6 * 12 * 768 * 1024
+
+
+# one of each kind of model, and a mixture of experts
+MEASURED = ("tiny-full", "tiny-hybrid-moe", "exoformer-e-dynamic", "mgr-s-mhc-lite", "outlier-2b-ga-gatednorm-glu")
+
+
+@pytest.mark.parametrize("name", only_nightly(presets.names(), but=MEASURED))
+def test_the_listed_sizes_are_those_that_counting_gives(name):
+    size, listed = measure(ModelConfig.preset(name)), presets.sizes()[name]
+    counted = presets.Size(parameters=size.parameters, idle=size.idle, flops_per_token=size.flops_per_token)
+    assert listed == counted, "run `make sizes`"
+
+
+def test_every_preset_has_a_listed_size():
+    assert [*presets.sizes()] == [*presets.names()], "run `make sizes`"
 
 
 def test_an_unknown_preset_names_its_nearest():

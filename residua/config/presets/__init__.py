@@ -1,16 +1,28 @@
-"""The models that come with Residua: TOML files with `summary`, optional `extends`, `[model]` and `[train]`."""
+"""The models that come with Residua: TOML files with `summary`, optional `extends`, `[model]` and `[train]`.
+
+sizes.json holds what counting their parameters gives, so that listing them needs no torch; `make sizes` writes it.
+"""
 
 from __future__ import annotations
 
 from difflib import get_close_matches
 from functools import cache
-from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from residua.config.settings import ConfigError, merge, read_toml
-from residua.reading import shown
+from residua.reading import Count, Shape, read_json, shown
 
-_FOLDER = files("residua") / "config" / "presets"
+_FOLDER = Path(__file__).parent
+SIZES = _FOLDER / "sizes.json"
+
+
+class Size(Shape):
+    """Parameters of a preset's model, those in experts that a token does not visit, and training FLOPs per token."""
+
+    parameters: Count
+    idle: Count
+    flops_per_token: Count
 
 
 @cache
@@ -30,3 +42,9 @@ def load(name: Any) -> dict[str, Any]:
     data = read_toml(str(_FOLDER / f"{name}.toml"))
     parent = data.pop("extends", None)
     return merge(load(parent), data) if parent else data
+
+
+@cache
+def sizes() -> dict[str, Size]:
+    """The size of every preset, as `residua.model.size.measure` counts it."""
+    return read_json(SIZES, dict[str, Size], "install Residua again, or run `make sizes` in a checkout")

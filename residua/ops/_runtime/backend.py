@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from difflib import get_close_matches
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Generic, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -64,7 +64,7 @@ class Operator(Generic[P, R]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         if _choice == "reference":
             return self.reference(*args, **kwargs)
-        if self._can_fuse(args, kwargs):
+        if self._serves is not None and self._serves(*args, **kwargs):
             assert self.fused is not None
             return self.fused(*args, **kwargs)
         if _choice == "triton":
@@ -74,5 +74,6 @@ class Operator(Generic[P, R]):
             )
         return self.reference(*args, **kwargs)
 
-    def _can_fuse(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        return self._serves is not None and self._serves(*args, **kwargs)
+    def fuses(self, *args: P.args, **kwargs: P.kwargs) -> bool:
+        """Whether a call with these inputs takes the fused path."""
+        return _choice != "reference" and self._serves is not None and self._serves(*args, **kwargs)

@@ -1,0 +1,65 @@
+"""`residua doctor`: what is installed, what runs here, what is missing and how to get it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from residua.doctor.findings import Check, Finding
+
+app = typer.Typer(rich_markup_mode=None, add_completion=False)
+
+
+@app.command()
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for a bug report or a script.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Only look: import no optional package and leave the self-test out.")
+    ] = False,
+) -> None:
+    """Check this installation: packages, the device, and every kernel against its reference.
+
+    \b
+    residua doctor
+    residua doctor --quick
+    residua doctor --json > doctor.json
+
+    The first self-test on a GPU also compiles the kernels. Exit status 1 if a check fails.
+    """
+    from residua.doctor import findings as show
+    from residua.report.terminal import open_console
+
+    found: list[Finding] = []
+    console = open_console(None)
+    for finding in show.run_checks(checks(quick)):
+        if not as_json:
+            show.print_finding(console, finding, found[-1] if found else None)
+        found.append(finding)
+    if as_json:
+        print(json.dumps(show.as_json(found), indent=1))
+    else:
+        console.print(f"\n{show.closing(found)}", soft_wrap=True)
+    if not show.passed(found):
+        raise typer.Exit(1)
+
+
+def checks(quick: bool) -> list[tuple[str, Check]]:
+    """What is checked, in order; each imports what it needs when it runs."""
+    from residua.doctor import installed
+
+    named: list[tuple[str, Check]] = [
+        ("machine", installed.machine),
+        ("packages", lambda: installed.packages(installed.requirements(), imported=not quick)),
+    ]
+    return named if quick else [*named, ("device", installed.accelerator), ("self-test", _self_test)]
+
+
+def _self_test() -> Iterator[Finding]:
+    from residua.doctor.kernels import self_test
+    from residua.machine import choose_device
+
+    yield from self_test(choose_device("auto"))

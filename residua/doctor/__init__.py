@@ -1,0 +1,1 @@
+"""What is installed, what runs on this machine, what is missing, and the command to get it."""

@@ -1,0 +1,163 @@
+"""The machine and the packages: what is there, what is too old, what is missing and how to get it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib import import_module, metadata
+from importlib.util import find_spec
+from pathlib import Path
+
+from residua.doctor.findings import Finding, in_words, quiet
+from residua.machine import available_cores, free_memory, short_bytes
+from residua.version import __version__
+
+PURPOSES = {
+    "triton": "fused kernels on a GPU",
+    "data": "Hugging Face datasets, Parquet and zstd files",
+    "track": "TensorBoard and Weights & Biases",
+    "hf": "models of transformers",
+    "eval": "lm-evaluation-harness",
+    "quant": "quantized folders for vLLM",
+    "linear": "fast linear attention on a GPU",
+}
+"""What each extra is for; `dev` is for people who work on Residua."""
+_MODULES = {"lm-eval": "lm_eval", "flash-linear-attention": "fla", "compressed-tensors": "compressed_tensors"}
+_NEEDS_GPU = frozenset({"fla"})  # fails to import without one
+_REQUIREMENT = re.compile(r"([\w.-]+)(?:\[[\w,-]+\])?\s*(?:>=\s*([\w.]+))?\s*(?:;(.*))?$")
+_EXTRA = re.compile(r"extra\s*==\s*[\"']([\w-]+)[\"']")
+_SYSTEM = re.compile(r"platform_system\s*==\s*[\"'](\w+)[\"']")
+
+
+@dataclass(frozen=True)
+class Requirement:
+    """A package that Residua needs, or that one of its extras brings; `system` is the only one it exists for."""
+
+    name: str
+    least: str = ""
+    extra: str = ""
+    system: str = ""
+
+    @classmethod
+    def parse(cls, text: str) -> Requirement:
+        """From the metadata of a package: `triton>=3.6; platform_system == "Linux" and extra == "triton"`."""
+        found = _REQUIREMENT.match(text.strip())
+        if found is None:
+            raise ValueError(f"the requirement {text!r} cannot be read: write it as name>=version; marker.")
+        marker = found[3] or ""
+        extra, system = _EXTRA.search(marker), _SYSTEM.search(marker)
+        return cls(found[1], found[2] or "", extra[1] if extra else "", system[1] if system else "")
+
+    @property
+    def module(self) -> str:
+        """What to import."""
+        return _MODULES.get(self.name, self.name.replace("-", "_"))
+
+    @property
+    def command(self) -> str:
+        """What to type to get it."""
+        return f"pip install 'residua[{self.extra}]'" if self.extra else f"pip install '{self.wanted}'"
+
+    @property
+    def wanted(self) -> str:
+        return f"{self.name}>={self.least}" if self.least else self.name
+
+
+def machine() -> Iterator[Finding]:
+    """Residua, Python, the processor and its memory."""
+    yield Finding("this machine", "residua", "ok", f"{__version__} in {Path(__file__).parents[1]}")
+    yield Finding("this machine", "python", "ok", f"{platform.python_version()} in {sys.prefix}")
+    yield Finding("this machine", "system", "ok", f"{platform.platform()}, {platform.machine()}")
+    free = free_memory()
+    memory = "" if free is None else f", {short_bytes(free)} of memory free"
+    yield Finding("this machine", "processor", "ok", f"{available_cores()} cores{memory}")
+
+
+def accelerator() -> Iterator[Finding]:
+    """PyTorch's device, and what compiling for it needs."""
+    import torch
+
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            about = torch.cuda.get_device_properties(index)
+            size = short_bytes(about.total_memory)
+            words = f"{about.name}, {size}, compute capability {about.major}.{about.minor}, CUDA {torch.version.cuda}"
+            yield Finding("device", f"GPU {index}", "ok", words)
+        yield from _compiler()
+    elif shutil.which("nvidia-smi") or Path("/dev/nvidia0").exists():
+        words = f"there is a GPU, and PyTorch {torch.__version__} does not use it"
+        yield Finding("device", "GPU", "note", words, "install a PyTorch for your CUDA: pytorch.org/get-started")
+    else:
+        yield Finding("device", "GPU", "missing", "none: everything runs on the processor, without kernels")
+
+
+def _compiler() -> Iterator[Finding]:
+    """Triton builds a small C program for every kernel it launches."""
+    compiler = next(filter(shutil.which, (os.environ.get("CC", ""), "gcc", "clang", "cc")), None)
+    header = Path(sysconfig.get_paths()["include"], "Python.h")
+    if compiler is None:
+        words = "none, and Triton needs one to launch its kernels"
+        yield Finding("device", "C compiler", "failed", words, "apt-get install gcc")
+    elif not header.exists():
+        words = f"{compiler}, but {header} is missing"
+        yield Finding("device", "C compiler", "failed", words, "apt-get install python3-dev")
+    else:
+        yield Finding("device", "C compiler", "ok", compiler)
+
+
+def requirements() -> list[Requirement]:
+    """What the installed package says that it needs, with its extras but those of developers."""
+    try:
+        found = metadata.requires("residua") or []
+    except metadata.PackageNotFoundError:
+        return []
+    parsed = [Requirement.parse(text) for text in found]
+    return [need for need in parsed if need.extra != "dev" and need.name != "residua"]
+
+
+def packages(needs: Sequence[Requirement], imported: bool = True) -> Iterator[Finding]:
+    """One row for each package. `imported`: also import it, which shows whether it works, and takes some seconds."""
+    if not needs:
+        words = "runs from a folder, without the list of what it needs"
+        yield Finding("packages", "residua", "note", words, "pip install -e . in its folder")
+    for need in needs:
+        if need.system in ("", platform.system()):
+            yield _package(need, import_module if imported else find_spec)
+
+
+def _package(need: Requirement, look: Callable[[str], object]) -> Finding:
+    purpose = f", for {PURPOSES.get(need.extra, need.extra)}" if need.extra else ""
+    group = "extras" if need.extra else "packages"
+    try:
+        version = metadata.version(need.name)
+    except metadata.PackageNotFoundError:
+        state = "missing" if need.extra else "failed"
+        return Finding(group, need.name, state, f"not installed{purpose}", need.command)  # type: ignore[arg-type]
+    if need.least and _numbers(version) < _numbers(need.least):
+        return Finding(group, need.name, "failed", f"{version} is too old{purpose}", f"pip install -U '{need.wanted}'")
+    problem = "" if need.module in _NEEDS_GPU else _import_problem(need.module, look)
+    if problem:
+        words = f"{version} is installed and does not work: {problem}"
+        return Finding(group, need.name, "failed", words, f"pip install --force-reinstall '{need.wanted}'")
+    return Finding(group, need.name, "ok", f"{version}{purpose}")
+
+
+def _import_problem(module: str, look: Callable[[str], object]) -> str:
+    """Why a package cannot be imported; empty if it can. A foreign package may raise anything."""
+    try:
+        with quiet():
+            found = look(module)
+    except Exception as error:
+        return in_words(error)
+    return "" if found is not None else f"there is no module {module}"
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """2.13.0+cpu → (2, 13, 0)."""
+    return tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:3])

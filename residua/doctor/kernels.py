@@ -1,0 +1,214 @@
+"""Every operator on this machine, by the path that runs here, against its reference in float64: a self-test."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+from residua import ops
+from residua.config.model import ModelConfig
+from residua.doctor.findings import Finding, fix_of, in_words, quiet
+from residua.model.decoder import build
+from residua.ops import decode
+from residua.ops._runtime.backend import Operator, backend
+
+T, C, N = 192, 256, 4
+"""Tokens, width, streams."""
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
+"""The largest relative error of an output or a gradient."""
+_HOPPER = "; its kernel needs Hopper"
+
+
+@dataclass(frozen=True)
+class Call:
+    """An operator with inputs. `first`: compare only its first output, as the others differ between paths."""
+
+    operator: Operator[..., Any]
+    args: Sequence[Any]
+    settings: dict[str, Any] = field(default_factory=dict)
+    gradients: bool = True
+    first: bool = False
+    note: str = ""
+
+
+class Draw:
+    """Random inputs: activations in the dtype that is tested, weights in float32, the same on every machine."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self.device, self.dtype = device, dtype
+        self._source = torch.Generator().manual_seed(0)
+
+    def x(self, *shape: int, scale: float = 1.0) -> Tensor:
+        """Activations."""
+        return self.w(*shape, scale=scale).to(self.dtype)
+
+    def w(self, *shape: int, scale: float = 1.0) -> Tensor:
+        """Weights."""
+        return (scale * torch.randn(shape, generator=self._source)).to(self.device)
+
+    def below(self, bound: int, *shape: int) -> Tensor:
+        """Whole numbers."""
+        return torch.randint(bound, shape, generator=self._source).to(self.device)
+
+    def ends(self, *ends: int) -> Tensor:
+        """Where groups end."""
+        return torch.tensor(ends, device=self.device)
+
+    def angles(self, tokens: int, half: int) -> tuple[Tensor, Tensor]:
+        """cos and sin [tokens, half] of rotary positions."""
+        positions = torch.arange(tokens, device=self.device)[:, None]
+        turned = positions / 10 ** torch.linspace(0, 4, half, device=self.device)
+        return turned.cos(), turned.sin()
+
+
+def _depth(d: Draw) -> dict[str, Call]:
+    """Reads and writes along depth."""
+    gates = (d.w(C), d.w(N + 1), d.w(C))
+    weights = (d.w(T, N).softmax(-1), d.w(T, N, N).softmax(-1), d.w(N))
+    phi = {"scale": d.w(), "phi": d.w(N * (N + 2), N * C, scale=(N * C) ** -0.5), "norm": "all"}
+    return {
+        "depth_attention": Call(ops.depth_attention, ([d.x(T, C) for _ in range(6)], d.w(C)), {"norm_weight": d.w(C)}),
+        "multi_gate": Call(ops.multi_gate, (d.x(T, N, C), d.x(T, C), *gates)),
+        "multi_gate_chain": Call(ops.multi_gate_chain, ([d.x(T, N, C)], d.x(T, C), *gates), first=True),
+        "multi_gate_inverted": Call(
+            ops.multi_gate_inverted, ([d.x(T, N, C)], d.x(T, C), *gates), {"last": True}, first=True
+        ),
+        "pool_streams": Call(ops.pool_streams, ([d.x(T, C) for _ in range(N)], d.w(C)), first=True),
+        "hyper_step": Call(ops.hyper_step, (d.x(T, N, C), d.x(T, C), *weights), phi),
+        "sinkhorn": Call(ops.sinkhorn, (d.w(T, N, N), 20)),
+    }
+
+
+def _sublayers(d: Draw) -> dict[str, Call]:
+    """Norms, heads, feed-forwards and the loss."""
+    table = d.angles(T, 32)
+    sections = dict.fromkeys("qkvg", (N, 64))
+    anchors = {s: d.x(1, T, N, 64) for s in sections}
+    scales = [{s: d.w(N, 64) for s in sections} for _ in range(2)]
+    square = C**-0.5
+    keys = torch.nn.functional.normalize(d.w(1, T, N, 64), dim=-1).to(d.dtype)
+    decay, share = -d.w(1, T, N).exp() / 8, d.w(1, T, N).sigmoid()
+    return {
+        "rms_norm": Call(ops.rms_norm, (d.x(T, C), d.w(C))),
+        "add_norm": Call(ops.add_norm, (d.x(T, C), d.x(T, C), d.w(C))),
+        "gated_norm": Call(ops.gated_norm, (d.x(T, C), d.w(C), d.w(16, C, scale=square), d.w(C, 16))),
+        "norm_rotate": Call(ops.norm_rotate, (d.x(1, T, N, 64), d.w(64), *table)),
+        "mix_projection": Call(ops.mix_projection, (d.x(1, T, N, 64), d.x(1, T, N, 64), d.w(N, 64), d.w(N, 64))),
+        "mix_heads": Call(
+            ops.mix_heads, (d.x(1, T, 4 * C), sections, anchors, *scales, table), {"gains": (d.w(64), d.w(64))}
+        ),
+        "gated_delta": Call(ops.gated_delta, (keys, keys.flip(1), d.x(1, T, N, 64), decay, share), first=True),
+        "grouped_linear": Call(ops.grouped_linear, (d.x(T, C), d.x(3, C, C, scale=square), d.ends(64, 64, T))),
+        "squared_relu_ffn": Call(
+            ops.squared_relu_ffn, (d.x(2048, C), d.x(512, C, scale=square), d.x(C, 512, scale=square)), note=_HOPPER
+        ),
+        "linear_cross_entropy": Call(
+            ops.linear_cross_entropy, (d.x(T, C), d.w(1000, C, scale=square), d.below(1000, T)), {"z_loss": 1e-4}
+        ),
+        "symmetric_product": Call(
+            ops.symmetric_product, (d.x(2, 512, C, scale=square),), gradients=False, note=f"{_HOPPER} or Blackwell"
+        ),
+    }
+
+
+def _decoding(d: Draw) -> dict[str, Call]:
+    """One token per row, without gradients."""
+    rows, slots = 5, 40
+    streams, gates = [d.x(rows, C) for _ in range(N)], (d.w(C), d.w(N + 1), d.w(C))
+    cache = d.x(rows, slots, N, 64), d.x(rows, slots, N, 64)
+    calls = {
+        "decode.add_norm": Call(decode.add_norm, (d.x(rows, C), d.x(rows, C), d.w(C))),
+        "decode.gate_norm": Call(decode.gate_norm, (streams, d.x(rows, C), *gates, d.w(C))),
+        "decode.read_sources": Call(decode.read_sources, (streams, d.x(rows, C), None, d.w(3, C, scale=0.1), d.w(C))),
+        "decode.attention": Call(decode.decode_attention, (d.x(rows, 8, 64), *cache, d.below(slots, rows))),
+        "decode.activate": Call(decode.activate, (d.x(rows, C), "swiglu")),
+    }
+    return {name: Call(call.operator, call.args, gradients=False) for name, call in calls.items()}
+
+
+def self_test(device: torch.device) -> Iterator[Finding]:
+    """Every operator on random inputs, outputs and gradients, then a small model: some seconds in all."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    draw = Draw(device, dtype)
+    for part in (_depth, _sublayers, _decoding):
+        for name, call in part(draw).items():
+            yield check(name, call, TOLERANCE[dtype])
+    yield _attempt("a small model", lambda: _model(device))
+
+
+def check(name: str, call: Call, tolerance: float) -> Finding:
+    """Compare the path that runs here with the reference in float64."""
+
+    def compare() -> tuple[float, float, str]:
+        with torch.no_grad() if not call.gradients else torch.enable_grad():
+            fused = call.operator.fuses(*call.args, **call.settings)
+            ours = _run(call.operator, call, exact=False)
+        path = f"fused{call.note}" if fused else "PyTorch reference"
+        return _error(ours, _run(call.operator.reference, call, exact=True)), tolerance, path
+
+    return _attempt(name, compare)
+
+
+def _attempt(name: str, compare: Callable[[], tuple[float, float, str]]) -> Finding:
+    start = time.perf_counter()
+    try:
+        with quiet():
+            error, tolerance, path = compare()
+    except Exception as problem:
+        return Finding("self-test", name, "failed", in_words(problem), fix_of(problem))
+    words = f"{path}, relative error {error:.1e}, {time.perf_counter() - start:.1f} s"
+    if error <= tolerance:
+        return Finding("self-test", name, "ok", words)
+    return Finding("self-test", name, "failed", f"{words}: more than {tolerance:g}", _REPORT)
+
+
+_REPORT = "set residua.ops.backend('reference') to do without kernels, and report this with `residua doctor --json`"
+
+
+def _run(function: Callable[..., Any], call: Call, exact: bool) -> list[Tensor]:
+    """Outputs, and gradients of all inputs, of a function on the inputs of a call; `exact`: in float64."""
+
+    def leaf(t: Tensor) -> Tensor:
+        if not t.is_floating_point():
+            return t
+        return (t.detach().double() if exact else t.detach().clone()).requires_grad_(call.gradients)
+
+    args, settings = tree_map_only(Tensor, leaf, (tuple(call.args), call.settings))
+    made = function(*args, **settings)
+    outputs = [t for t in tree_flatten(made[0] if call.first else made)[0] if isinstance(t, Tensor)]
+    if not call.gradients:
+        return outputs
+    outputs = [t for t in outputs if t.requires_grad]
+    leaves = [t for t in tree_flatten((args, settings))[0] if isinstance(t, Tensor) and t.requires_grad]
+    source = torch.Generator().manual_seed(1)
+    probes = [torch.randn(t.shape, generator=source).to(t) for t in outputs]
+    gradients = torch.autograd.grad(outputs, leaves, probes, allow_unused=True)
+    return [*outputs, *(g for g in gradients if g is not None)]
+
+
+def _error(ours: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
+    """The largest relative error; infinite if something is not finite or not there."""
+    if len(ours) != len(exact):
+        return float("inf")
+    errors = [float((a.double() - b).norm() / b.norm().clamp(min=1e-12)) for a, b in zip(ours, exact, strict=True)]
+    return max(error if error == error else float("inf") for error in errors)
+
+
+def _model(device: torch.device) -> tuple[float, float, str]:
+    """A small model's loss and gradients, by the path that runs here and by the references alone, in float32."""
+    torch.manual_seed(0)
+    config = ModelConfig.preset("tiny").override(["topology=full_attnres", "layers=2", "context=64"])
+    model = build(config).to(device)
+    tokens = torch.randint(config.vocab_size, (2, 65), device=device)
+    found = []
+    for choice in ("auto", "reference"):
+        with backend(choice):
+            loss = model.loss(tokens[:, :-1], tokens[:, 1:])
+        found.append([loss.double(), *(g.double() for g in torch.autograd.grad(loss, [*model.parameters()]))])
+    return _error(*found), 1e-3, f"loss {float(found[0][0]):.3f} and its gradients on {device.type}"

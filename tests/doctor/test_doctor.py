@@ -1,0 +1,141 @@
+"""`residua doctor`: every operator is checked, faults are rows with a way out, and never a traceback."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from packaging.requirements import Requirement as Independent
+
+from residua import ops
+from residua.cli import doctor as verb
+from residua.doctor import findings, installed, kernels
+from residua.doctor.findings import Finding
+from residua.doctor.installed import Requirement
+from residua.ops._runtime.backend import Operator
+from tests.nightly import only_nightly
+from tests.trained import residua
+
+PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text("utf-8"))["project"]
+CPU = torch.device("cpu")
+DRAW = kernels.Draw(CPU, torch.float32)
+CALLS = {**kernels._depth(DRAW), **kernels._sublayers(DRAW), **kernels._decoding(DRAW)}
+
+
+def test_every_public_operator_with_a_fused_path_is_checked() -> None:
+    fused = [o for name in ops.__all__ if isinstance(o := getattr(ops, name), Operator) and o.fused is not None]
+    assert len(fused) > 15
+    checked = [call.operator for call in CALLS.values()]
+    assert [o.__name__ for o in fused if o not in checked] == []
+
+
+@pytest.mark.slow
+def test_on_a_cpu_the_references_run_and_agree_with_float64() -> None:
+    found = list(kernels.self_test(CPU))
+    assert [f.name for f in found] == [*CALLS, "a small model"]
+    assert [f for f in found if f.state != "ok"] == []
+    assert all("PyTorch reference, relative error" in f.words for f in found[:-1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", only_nightly(CALLS, but=["decode.activate", "sinkhorn"]))
+def test_the_kernels_take_the_self_tests_inputs_and_pass(name: str) -> None:
+    """In Triton's interpreter; on a GPU the same calls run compiled."""
+    call = CALLS[name]
+    if name in ("gated_delta", "grouped_linear"):
+        pytest.skip("the kernels of other libraries need a GPU")
+    with ops.backend("triton"):
+        found = kernels.check(name, call, 1e-4)
+    assert found.state == "ok" and "fused" in found.words, found
+
+
+@pytest.mark.parametrize("fault", ["wrong", "not finite", "raises"])
+def test_a_wrong_kernel_fails_its_check(fault: str) -> None:
+    def broken(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        if fault == "raises":
+            raise RuntimeError("Failed to find C compiler.\nPlease specify one")
+        return ops.rms_norm.reference(x, weight) * (1.01 if fault == "wrong" else torch.nan)
+
+    operator: Operator = Operator(ops.rms_norm.reference)
+    operator.register_fused(broken, lambda *_: True)
+    found = kernels.check("rms_norm", replace(CALLS["rms_norm"], operator=operator), 1e-4)
+    assert found.state == "failed"
+    assert found.fix == "apt-get install gcc" if fault == "raises" else "backend('reference')" in found.fix
+    assert "\n" not in found.words
+
+
+def test_requirements_are_read_as_packaging_reads_them() -> None:
+    lines = [*PROJECT["dependencies"]]
+    for extra, needs in PROJECT["optional-dependencies"].items():
+        lines += [f"{need}{' and' if ';' in need else ';'} extra == '{extra}'" for need in needs]
+    for line in lines:
+        ours, exact = Requirement.parse(line), Independent(line)
+        assert ours.name == exact.name
+        assert str(exact.specifier) == (f">={ours.least}" if ours.least else ""), line
+        assert (ours.extra in str(exact.marker)) and (ours.system in str(exact.marker))
+        if exact.marker is not None:
+            given = {"platform_system": ours.system, "extra": ours.extra}
+            assert exact.marker.evaluate(given) and not exact.marker.evaluate(given | {"extra": "another"})
+
+
+def test_every_extra_has_a_purpose() -> None:
+    assert set(installed.PURPOSES) == set(PROJECT["optional-dependencies"]) - {"dev", "docs"}
+
+
+def test_missing_old_and_broken_packages_are_rows_with_a_command(tmp_path: Path, monkeypatch) -> None:
+    for name, version in (("planted-good", "1.2"), ("planted-broken", "3.0"), ("planted-old", "0.9.1")):
+        info = tmp_path / f"{name.replace('-', '_')}-{version}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    (tmp_path / "planted_good.py").write_text("print('noise')")
+    (tmp_path / "planted_broken.py").write_text("raise OSError('libplanted.so:\\n  not found')")
+    monkeypatch.syspath_prepend(tmp_path)
+    needs = [
+        Requirement("planted-good", "1.2", "hf"),
+        Requirement("planted-broken", "", "eval"),
+        Requirement("planted-old", "0.10"),
+        Requirement("planted-absent", "2.0"),
+        Requirement("planted-extra", "2.0", "quant"),
+        Requirement("planted-elsewhere", "", "triton", "Plan9"),
+    ]
+    good, broken, old, absent, extra = installed.packages(needs)
+    assert good.state == "ok" and "1.2, for models of transformers" in good.words
+    assert broken.state == "failed" and "OSError: libplanted.so: not found" in broken.words
+    assert old == Finding("packages", "planted-old", "failed", "0.9.1 is too old", "pip install -U 'planted-old>=0.10'")
+    assert absent.state == "failed" and absent.fix == "pip install 'planted-absent>=2.0'"
+    assert extra.state == "missing" and extra.fix == "pip install 'residua[quant]'"
+
+
+def test_a_fault_ends_with_status_1_and_a_row(monkeypatch, capsys) -> None:
+    def failing():
+        yield Finding("packages", "good", "ok", "1.0")
+        raise ImportError("cannot import \x1b[31m torch")
+
+    monkeypatch.setattr(verb, "checks", lambda quick: [("packages", failing)])
+    assert residua(monkeypatch, "doctor") == 1
+    shown = capsys.readouterr()
+    assert "1 of 2 checks failed: packages." in shown.out
+    assert "\x1b" not in shown.out and "Traceback" not in shown.err
+    assert residua(monkeypatch, "doctor", "--json") == 1
+    assert json.loads(capsys.readouterr().out)["passed"] is False
+
+
+@pytest.mark.slow
+def test_the_quick_check_imports_no_torch_and_prints_json() -> None:
+    code = "import sys; sys.argv = ['residua', 'doctor', '--quick', '--json']\nfrom residua.cli.main import main\n"
+    code += "try: main()\nexcept SystemExit as end: sys.exit(3 if 'torch' in sys.modules else end.code)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    content = json.loads(done.stdout)
+    assert content["passed"] and {"residua", "python", "torch"} <= {row["name"] for row in content["findings"]}
+
+
+def test_notes_and_missing_extras_do_not_fail() -> None:
+    rows = [Finding("extras", "a", "missing", "w"), Finding("device", "b", "note", "w")]
+    assert findings.passed(rows) and findings.closing(rows) == "All 2 checks passed."
