@@ -47,7 +47,8 @@ class Command:
     @property
     def arguments(self) -> list[str] | None:
         """What follows `residua`; None if it is another program's command."""
-        return list(self.words[self.words.index("residua") + 1 :]) if "residua" in self.words else None
+        ours = "residua" in self.words and self.words[0] != "pip"
+        return list(self.words[self.words.index("residua") + 1 :]) if ours else None
 
     @property
     def reason(self) -> str | None:
