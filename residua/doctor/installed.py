@@ -27,7 +27,9 @@ PURPOSES = {
     "quant": "quantized folders for vLLM",
     "linear": "fast linear attention on a GPU",
 }
-"""What each extra is for; `dev` is for people who work on Residua."""
+"""What each extra is for."""
+DEVELOPERS = ("dev", "docs")
+"""Extras for people who work on Residua."""
 _MODULES = {"lm-eval": "lm_eval", "flash-linear-attention": "fla", "compressed-tensors": "compressed_tensors"}
 _NEEDS_GPU = frozenset({"fla"})  # fails to import without one
 _REQUIREMENT = re.compile(r"([\w.-]+)(?:\[[\w,-]+\])?\s*(?:>=\s*([\w.]+))?\s*(?:;(.*))?$")
@@ -118,7 +120,7 @@ def requirements() -> list[Requirement]:
     except metadata.PackageNotFoundError:
         return []
     parsed = [Requirement.parse(text) for text in found]
-    return [need for need in parsed if need.extra != "dev" and need.name != "residua"]
+    return [need for need in parsed if need.extra not in DEVELOPERS and need.name != "residua"]
 
 
 def packages(needs: Sequence[Requirement], imported: bool = True) -> Iterator[Finding]:

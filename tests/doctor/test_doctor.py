@@ -85,7 +85,7 @@ def test_requirements_are_read_as_packaging_reads_them() -> None:
 
 
 def test_every_extra_has_a_purpose() -> None:
-    assert set(installed.PURPOSES) == set(PROJECT["optional-dependencies"]) - {"dev", "docs"}
+    assert set(installed.PURPOSES) == set(PROJECT["optional-dependencies"]) - {*installed.DEVELOPERS}
 
 
 def test_missing_old_and_broken_packages_are_rows_with_a_command(tmp_path: Path, monkeypatch) -> None:
