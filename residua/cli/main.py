@@ -20,6 +20,7 @@ from residua.version import __version__
 
 VERBS = {
     "train": ("residua.cli.train", "Pretrain a model on your text."),
+    "watch": ("residua.cli.watch", "Watch runs and studies in a browser, on this machine only."),
     "compare": ("residua.cli.compare", "Does a depth architecture pay on your data, per step and per second?"),
     "reproduce": ("residua.cli.reproduce", "A table or figure of a paper, the paper's number beside yours."),
     "generate": ("residua.cli.generate", "Continue your text with a trained model, or chat with it."),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -45,6 +47,9 @@ def train(
         bool, typer.Option("--resume", help="Continue the run in --out from its last checkpoint.")
     ] = False,
     threads: Threads = None,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Serve a live page of the run, on this machine only, while it trains.")
+    ] = False,
 ) -> None:
     """Train a model on your text, or by default on the Python standard library.
 
@@ -52,7 +57,7 @@ def train(
     residua train tiny
     residua train mini --data data/wiki --out runs/wiki train.steps=2000
     residua train tiny model.topology.kind=full_attnres --out runs/full
-    residua train my-run.toml --threads 4
+    residua train my-run.toml --threads 4 --watch
     residua train --resume --out runs/wiki
     residua train --from runs/qwen3 model.topology=block_attnres --data data/wiki --out runs/block
     torchrun --nproc-per-node 8 --no-python residua train mgr-l-full parallel.shard=8
@@ -67,11 +72,22 @@ def train(
         source = None
     if start is not None:
         folder, config = _retrofit(start, source, given, data, out, resume)
+    else:
+        folder = out or _default_folder(source)
+        config = _configuration(source, folder, resume).override([*_data_change(data), *given])
+    with _page(folder) if watch and os.environ.get("RANK", "0") == "0" else nullcontext():
         _run(config, folder, resume, threads)
         return
     folder = out or _default_folder(source)
     config = _configuration(source, folder, resume).override([*_data_change(data), *given])
     _run(config.override(_vocabulary_change(config, source, given, folder, resume)), folder, resume, threads)
+
+
+def _page(folder: Path) -> AbstractContextManager[None]:
+    """The live page of a run, beside it."""
+    from residua.watch.beside import page_beside
+
+    return page_beside(folder, lambda line: print(line, flush=True))
 
 
 def _retrofit(

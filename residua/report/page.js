@@ -195,6 +195,6 @@ const seen = new IntersectionObserver(
   { rootMargin: "-10% 0px -70% 0px" },
 );
 for (const section of document.querySelectorAll("main section")) seen.observe(section);
-window.residua = { redraw };
+window.residua = { redraw, highlight };
 restyle();
 unpack().then(drawVisible);

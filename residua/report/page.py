@@ -45,8 +45,8 @@ class Page:
         """How the page was made, at its foot: date, hardware, versions, commit, command."""
         self._made |= facts
 
-    def html(self) -> str:
-        """The whole page as text."""
+    def html(self, live: str = "", style: str = "") -> str:
+        """The whole page as text. `live` is a script that may ask the page's own server for news, `style` is for it."""
         contents = "".join(f'<li><a href="#{s.anchor}">{escape(s.title)}</a></li>' for s in self._sections)
         scripts = (
             f'<script type="application/json" id="themes">{theme.templates_json()}</script>{plotly_bundle.script()}'
@@ -61,8 +61,10 @@ class Page:
             contents=contents,
             body="".join(section.html() for section in self._sections),
             made=facts_list(self._made),
-            style=_asset("page.css") + _asset("cards.css"),
-            scripts=f"{scripts}<script>{_asset('page.js')}</script>",
+            style=_asset("page.css") + _asset("cards.css") + style,
+            scripts=f"{scripts}<script>{_asset('page.js')}</script>" + (f"<script>{live}</script>" if live else ""),
+            connect="; connect-src 'self'" if live else "",
+            foot=_SERVED if live else _ALONE,
         )
 
     def write(self, path: str | Path) -> Path:
@@ -86,13 +88,15 @@ def _asset(name: str) -> str:
     return files("residua.report").joinpath(name).read_text(encoding="utf-8")
 
 
+_ALONE = "Made by Residua. This page is one file and needs no network."
+_SERVED = "Served by Residua on the machine that holds these runs; it asks nothing of any other."
 _FRAME = """<!doctype html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; script-src 'unsafe-inline'; \
-style-src 'unsafe-inline'; img-src data: blob:">
+style-src 'unsafe-inline'; img-src data: blob:{connect}">
 <meta name="color-scheme" content="light dark">
 <title>{title}</title>
 <style>{style}</style>
@@ -107,7 +111,7 @@ style-src 'unsafe-inline'; img-src data: blob:">
 <nav aria-label="Contents"><ol>{contents}</ol></nav>
 <main><noscript><p class="note">The plots need JavaScript; text and tables do not.</p></noscript>{body}</main>
 </div>
-<footer>{made}<p>Made by Residua. This page is one file and needs no network.</p></footer>
+<footer>{made}<p>{foot}</p></footer>
 {scripts}
 </body>
 </html>

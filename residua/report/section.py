@@ -131,6 +131,22 @@ class Section:
         bar = f'<div role="tablist" aria-label="{escape(self.title)}">{"".join(labels)}</div>'
         self._parts.append(f'<figure class="tabs">{bar}{"".join(panels)}{_caption(caption)}</figure>')
 
+    def slot(self, name: str) -> None:
+        """A place that the script of a live page fills: the element `live-NAME`."""
+        self._parts.append(f'<div id="live-{escape(name)}"></div>')
+
+    def slots_beside(self, figures: Mapping[str, tuple[str, str]]) -> None:
+        """Places for plots of a live page, side by side: name, then title and caption. Hidden until they are filled."""
+        self.has_figures = True
+        empty = '<script type="application/json">{"data": [], "layout": {}}</script>'
+        made = [
+            f'<figure hidden><p class="figure-title">{escape(title)}</p><div class="plot" id="live-{escape(name)}" '
+            f'role="group" aria-label="{escape(title)}, {escape(caption)}" style="height:300px">{empty}</div>'
+            f"{_caption(caption)}</figure>"
+            for name, (title, caption) in figures.items()
+        ]
+        self._parts.append(f'<div class="beside">{"".join(made)}</div>')
+
     def _figure(self, picture: Picture) -> str:
         title = f'<p class="figure-title">{escape(picture.title)}</p>' if picture.title else ""
         plot = self._plot(picture.figure, picture.alt or picture.title)

@@ -1,6 +1,6 @@
-"""Folder formats that packages above storage add to `load`, so that storage need not import them.
+"""Names of a run's files, and folder formats that packages above storage add to `load`.
 
-`residua/__init__.py` registers them. Importing this does not import torch.
+`residua/__init__.py` registers the formats, so that storage need not import them. Importing this does not import torch.
 """
 
 from __future__ import annotations
@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from residua.model.decoder import Decoder
+
+CONFIG, ENVIRONMENT, METRICS, RESULT = "config.toml", "environment.json", "metrics.jsonl", "result.json"
+"""Files of a run's folder."""
 
 Reader = Callable[[Path], "Decoder"]
 _READERS: dict[str, Reader] = {}

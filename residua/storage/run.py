@@ -22,12 +22,11 @@ from residua.config.settings import ConfigError
 from residua.files import UNFINISHED, AppendedFile, refuse_blocked, write_atomically, writing
 from residua.reading import Count, Shape, check, inside, read_json, read_json_lines, read_text
 from residua.storage.checkpoint import Checkpoint, checkpoints
-from residua.storage.formats import find_reader
+from residua.storage.formats import ENVIRONMENT, find_reader
+from residua.storage.formats import METRICS as METRICS
 from residua.storage.imported import SOURCE
 
 LOCK = ".lock"
-ENVIRONMENT = "environment.json"
-METRICS = "metrics.jsonl"
 # What a resumed run writes to: none may be a link to elsewhere.
 _WRITTEN = (LOCK, "config.toml", ENVIRONMENT, METRICS, "tokenizer.json", "checkpoints", "tensorboard", "wandb-id")
 _GO_ON = "move the file elsewhere to go on without it"

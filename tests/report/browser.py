@@ -95,8 +95,8 @@ class Browser:
         self._browser = browser
 
     @contextmanager
-    def opened(self, path: Path, width: int = 1280, **options: Any) -> Iterator[Opened]:
-        """Load a file and wait until its first plot is drawn; `color_scheme="dark"` opens it in the dark."""
+    def opened(self, path: Path | str, width: int = 1280, **options: Any) -> Iterator[Opened]:
+        """Load a file, or an address, and wait until its first plot is drawn; `color_scheme="dark"` opens it in the dark."""
         page = self._browser.new_page(viewport={"width": width, "height": 900}, **options)
         try:
             page.set_default_timeout(PATIENCE)
@@ -104,7 +104,7 @@ class Browser:
             page.on("console", lambda m: seen.problems.append(m.text) if m.type in ("error", "warning") else None)
             page.on("pageerror", lambda error: seen.problems.append(str(error)))
             page.on("request", lambda request: seen.requests.append(request.url))
-            page.goto(path.as_uri())
+            page.goto(path if isinstance(path, str) else path.as_uri())
             page.wait_for_selector(".plot .main-svg", state="attached")
             yield seen
         finally:

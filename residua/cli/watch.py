@@ -1,0 +1,68 @@
+"""`residua watch`: the growing page of runs and studies, on this machine only."""
+
+from __future__ import annotations
+
+import errno
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from residua.watch.server import Server
+
+app = typer.Typer(rich_markup_mode=None, add_completion=False)
+
+
+@app.command()
+def watch(
+    what: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            metavar="RUN|STUDY...", show_default="runs", help="Folders of runs or studies, or folders that hold some."
+        ),
+    ] = None,
+    port: Annotated[
+        int | None, typer.Option(min=1, max=65535, show_default="a free one", help="Serve the page at this port.")
+    ] = None,
+) -> None:
+    """Watch runs under way, and finished ones, in a browser: curves, speed, ETA, the last messages.
+
+    \b
+    residua watch runs/wiki
+    residua watch runs/mgr runs/prenorm
+    residua watch runs
+    residua watch runs/study --port 8080
+
+    The page is served on this machine only, and nothing is sent anywhere. On another machine, open it through the
+    ssh line that is printed. Ctrl-C ends the page; runs do not notice.
+    """
+    from residua.watch.server import how_to_open
+    from residua.watch.watched import check, find
+
+    folders = what or [Path("runs")]
+    if what is None and not folders[0].is_dir():
+        raise ValueError("there is no folder runs here: name the run or the study to watch.")
+    check(folders)
+    server = _open(folders, port)
+    runs = len(find(folders))
+    print(f"Watching {runs} run{'s' * (runs != 1)}; Ctrl-C ends the page, not the runs.")
+    for line in how_to_open(server.server_port, server.key):
+        print(line, flush=True)
+    with suppress(KeyboardInterrupt):
+        server.serve_forever()
+    server.server_close()
+
+
+def _open(folders: list[Path], port: int | None) -> Server:
+    from residua.watch.server import Server
+    from residua.watch.watched import Watched
+
+    try:
+        return Server(Watched(folders), port or 0)
+    except OSError as error:
+        why = {errno.EADDRINUSE: "is in use", errno.EACCES: "needs more rights than you have"}
+        if port is None or error.errno not in why:
+            raise
+        raise ValueError(f"port {port} {why[error.errno]}: choose another --port, or leave it out.") from None

@@ -1,0 +1,257 @@
+"""Follow one run's folder while another process writes it. Nothing here writes, locks or waits.
+
+A file may be half written, replaced, damaged or gone at any moment: what can be read is shown, and a message says what
+cannot. Does not import torch.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import stat
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any, Literal
+
+from residua.files import explain
+from residua.reading import ReadError, brief, inside, parse_json, read_json, read_toml
+from residua.storage.formats import CONFIG, ENVIRONMENT, METRICS, RESULT
+
+State = Literal["waiting", "training", "quiet", "finished", "gone"]
+POINTS = 600
+"""The most points of a curve that are sent to the page."""
+PIECE = 2**24
+"""The most bytes that are read at a time; the rest follows."""
+PATIENCE = 120.0
+"""A run is called quiet after this many seconds without a line, or ten times its usual time between lines."""
+RECENT = 20
+"""Log lines that speed and time between lines are taken from."""
+_CURVES = {
+    "train": ("step", "tokens", "seconds", "loss", "smoothed", "lr", "grad_norm", "tokens_per_second", "mfu",
+              "memory_gib"),
+    "validation": ("step", "seconds", "loss", "bits_per_byte"),
+    "experts": ("step", "heaviest", "lightest"),
+}  # fmt: skip
+Row = tuple[float | None, ...]
+
+
+@dataclass
+class Follower:
+    """A run's folder: its curves so far, and what can be said about it."""
+
+    folder: Path
+    name: str
+    version: int = 0
+    rows: dict[str, list[Row]] = field(default_factory=lambda: {kind: [] for kind in _CURVES})
+    damaged: int = 0
+    problem: str = ""
+    restarts: int = 0
+    _identity: tuple[int, int] | None = None
+    _offset: int = 0
+    _written: float | None = None
+    _steps: int | None = None
+    _seen: tuple[Any, ...] = ()
+
+    def refresh(self) -> bool:
+        """Read what is new; returns whether anything changed."""
+        before = (self._offset, self._identity, self.problem, self._seen)
+        try:
+            self.problem = ""
+            self._read_new()
+            self._steps = self._read_steps()
+        except FileNotFoundError:
+            if self._identity is not None and not self.folder.exists():
+                self.problem = "its folder has vanished; what was read before is shown"
+        except ReadError as error:
+            self.problem = str(error)
+        except OSError as error:
+            self.problem = explain(error)[0]
+        self._seen = self._look()
+        return before != (self._offset, self._identity, self.problem, self._seen)
+
+    def _read_new(self) -> None:
+        path = inside(self.folder, METRICS)
+        # a pipe in its place must not make the page wait
+        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+        with os.fdopen(descriptor, "rb") as file:
+            about = os.fstat(descriptor)
+            if not stat.S_ISREG(about.st_mode):
+                raise ReadError(f"{path} is not a file")
+            identity = (about.st_dev, about.st_ino)
+            if identity != self._identity or about.st_size < self._offset:
+                self._forget(identity)
+            self._written = about.st_mtime
+            file.seek(self._offset)
+            piece = file.read(PIECE)
+        whole = piece.rfind(b"\n") + 1
+        if not whole and len(piece) == PIECE:
+            raise ReadError(f"{path} has a line of more than {PIECE // 2**20} MiB")
+        self._offset += whole
+        for line in piece[:whole].splitlines():
+            if line.strip():
+                self._take(line)
+
+    def _forget(self, identity: tuple[int, int]) -> None:
+        """The run went back to a checkpoint, or began again: its file is another one."""
+        self.restarts += self._identity is not None
+        self._identity, self._offset, self.damaged = identity, 0, 0
+        self.rows = {kind: [] for kind in _CURVES}
+
+    def _take(self, line: bytes) -> None:
+        try:
+            record = parse_json(line.decode("utf-8"), "", "")
+            names = _CURVES.get(record["kind"], ())
+            row = tuple(_number(record.get(name)) for name in names)
+        except (ReadError, UnicodeDecodeError, KeyError, TypeError, AttributeError):
+            self.damaged += 1
+            return
+        if names and row[0] is None:
+            self.damaged += 1
+        elif names:
+            self.rows[record["kind"]].append(row)
+
+    def _read_steps(self) -> int | None:
+        """How many steps the run will have; None if that is not known."""
+        with suppress(ReadError):
+            steps = read_toml(inside(self.folder, CONFIG), "").get("train", {}).get("steps")
+            return steps if isinstance(steps, int) and steps > 0 else None
+        return None
+
+    def _look(self) -> tuple[Any, ...]:
+        """What the folder holds beside its metrics."""
+        found = self.folder.exists(), (self.folder / RESULT).exists(), tuple(self._saved())
+        return *found, tuple(self._sessions())
+
+    def _saved(self) -> list[str]:
+        """The names of its checkpoints, oldest first."""
+        with suppress(OSError):
+            names = [path.name for path in (self.folder / "checkpoints").iterdir()]
+            saved = [name for name in names if re.fullmatch(r"step-\d+", name)]
+            return sorted(saved, key=lambda name: int(name.removeprefix("step-")))
+        return []
+
+    def _sessions(self) -> list[str]:
+        """When it was started and resumed, in words."""
+        words = []
+        with suppress(ReadError):
+            about = read_json(inside(self.folder, ENVIRONMENT), dict[str, Any], "")
+            sessions = about.get("sessions")
+            for session in sessions if isinstance(sessions, list) else []:
+                if isinstance(session, dict):
+                    began = f"started {session.get('started', '')}".replace("T", " ").replace("+00:00", " UTC")
+                    step = session.get("from_step")
+                    words.append(brief(f"{began}, from step {step}" if step else began, 120))
+        return words
+
+    @property
+    def last(self) -> dict[str, float | None]:
+        """The last training line; empty before the first."""
+        return dict(zip(_CURVES["train"], self.rows["train"][-1], strict=True)) if self.rows["train"] else {}
+
+    @property
+    def step(self) -> int:
+        """The last step that was logged."""
+        return int(self.last.get("step") or 0)
+
+    @property
+    def speed(self) -> float | None:
+        """Tokens per second, the median of the last lines; the first also holds compilation."""
+        return _median(row[7] for row in self.rows["train"][1:][-RECENT:] or self.rows["train"])
+
+    def state(self, now: float) -> State:
+        """Whether it is under way, as far as its files say."""
+        if self._seen and not self._seen[0]:
+            return "gone" if self._identity is not None else "waiting"
+        if self._finished:
+            return "finished"
+        if self._written is None:
+            return "waiting"
+        seconds = [row[2] for row in self.rows["train"][-RECENT:] if row[2] is not None]
+        usual = (seconds[-1] - seconds[0]) / (len(seconds) - 1) if len(seconds) > 1 else 0.0
+        return "quiet" if now - self._written > max(PATIENCE, 10 * usual) else "training"
+
+    @property
+    def _finished(self) -> bool:
+        """Whether it has a result, and of its last step: a run that is resumed for more steps has an old one."""
+        return bool(self._seen and self._seen[1]) and self.step >= (self._steps or 0)
+
+    def remaining(self) -> float | None:
+        """Seconds to its last step at the speed of the last lines; None if that is not known."""
+        tokens, speed = self.last.get("tokens"), self.speed
+        if not self._steps or not tokens or not speed or not self.step:
+            return None
+        return max(0, self._steps - self.step) * tokens / self.step / speed
+
+    def summary(self, now: float) -> dict[str, Any]:
+        """What the page's table says of it."""
+        state = self.state(now)
+        validation = self.rows["validation"][-1] if self.rows["validation"] else None
+        losses = [row[2] for row in self.rows["validation"] if row[2] is not None]
+        return {
+            "name": self.name,
+            "state": state,
+            "age": None if self._written is None else max(0.0, now - self._written),
+            "step": self.step,
+            "steps": self._steps,
+            "loss": self.last.get("smoothed"),
+            "validation": validation and validation[2],
+            "best": min(losses, default=None),
+            "bits": validation and validation[3],
+            "speed": self.speed,
+            "mfu": self.last.get("mfu"),
+            "memory": self.last.get("memory_gib"),
+            "seconds": self.last.get("seconds"),
+            "left": self.remaining() if state in ("training", "quiet") else None,
+            "messages": self.messages(),
+        }
+
+    def messages(self) -> list[str]:
+        """The last things that happened, newest first."""
+        found = [self.problem] if self.problem else []
+        if self.damaged:
+            found.append(f"{_counted(self.damaged, 'line')} of {METRICS} cannot be read")
+        if self.restarts:
+            found.append(f"went back to an earlier step {_counted(self.restarts, 'time')}")
+        if self._finished:
+            found.append("finished")
+        for step, _, loss, bits in reversed(self.rows["validation"][-3:]):
+            numbers = [f"{loss:.4f} nats/token"] if loss is not None else []
+            numbers += [f"{bits:.4f} bits/byte"] if bits is not None else []
+            found.append(f"step {step:.0f}: validation loss {', '.join(numbers) or 'not finite'}")
+        saved, sessions = self._seen[2:4] if self._seen else ((), ())
+        if saved:
+            found.append(f"checkpoints: {', '.join(saved[-4:])}")
+        return [*found, *reversed(sessions[-3:])]
+
+    def curves(self) -> dict[str, dict[str, list[float | None]]]:
+        """Its columns by kind, at most POINTS each."""
+        return {
+            kind: {name: [row[i] for row in thinned(self.rows[kind])] for i, name in enumerate(names)}
+            for kind, names in _CURVES.items()
+        }
+
+
+def thinned(rows: list[Row]) -> list[Row]:
+    """At most POINTS rows at even distances, the first and the last among them."""
+    if len(rows) <= POINTS:
+        return rows
+    return [rows[round(i * (len(rows) - 1) / (POINTS - 1))] for i in range(POINTS)]
+
+
+def _counted(count: int, word: str) -> str:
+    return f"{count} {word}{'s' * (count != 1)}"
+
+
+def _number(value: Any) -> float | None:
+    """A finite number; None for anything else, also for true."""
+    usable = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return value if usable else None
+
+
+def _median(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value]
+    return median(known) if known else None

@@ -1,0 +1,137 @@
+"""The page's server: this machine only, GET only, two addresses, no path of the disk in either.
+
+It listens on 127.0.0.1, so that nothing outside the machine can connect. Its address holds a random key, so that other
+people on the machine cannot read it. It answers only requests whose Host is this machine's own name for itself: a web
+page elsewhere that points its domain at 127.0.0.1 (DNS rebinding) gets nothing.
+"""
+
+from __future__ import annotations
+
+import getpass
+import gzip
+import json
+import secrets
+import socket
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from socketserver import TCPServer
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from residua.watch.page import watch_page
+from residua.watch.watched import Watched
+
+HOST = "127.0.0.1"
+_OWN_NAMES = frozenset({"127.0.0.1", "localhost", "[::1]"})
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
+    "img-src data: blob:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+
+
+class Server(ThreadingHTTPServer):
+    """Serves the page of some runs. `port` 0 takes any free one; `listening` is a socket that is open already."""
+
+    daemon_threads = True
+
+    def __init__(
+        self,
+        watched: Watched,
+        port: int = 0,
+        *,
+        interval: float = 2.0,
+        key: str = "",
+        listening: socket.socket | None = None,
+    ) -> None:
+        self.watched, self.interval = watched, interval
+        self.key = key or secrets.token_urlsafe(9)
+        super().__init__((HOST, port), Handler, bind_and_activate=listening is None)
+        if listening is not None:
+            self.socket.close()
+            self.socket = listening
+            self.server_address = listening.getsockname()
+
+    def server_bind(self) -> None:
+        """Bind; the library would also ask the network for this machine's name, and may wait for it."""
+        TCPServer.server_bind(self)
+        self.server_name, self.server_port = HOST, self.server_address[1]
+
+    @property
+    def url(self) -> str:
+        """The page's address."""
+        return address(self.server_address[1], self.key)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A browser that hangs up is no news, and nothing may be printed into a run's display."""
+
+
+def address(port: int, key: str) -> str:
+    """Where a page is."""
+    return f"http://{HOST}:{port}/{key}/"
+
+
+def how_to_open(port: int, key: str) -> list[str]:
+    """What to print: the address, and how to reach it from another machine."""
+    tunnel = f"ssh -N -L {port}:{HOST}:{port} {_user()}@{socket.gethostname()}"
+    return [f"Live page: {address(port, key)}", f"From another machine: {tunnel}, then open the same address there"]
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container's user may have no name
+        return "USER"
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers one request."""
+
+    server: Server
+    server_version, sys_version = "residua", ""
+    timeout = 60  # seconds that a connection may be silent
+
+    def do_GET(self) -> None:
+        """The page, or what is new."""
+        place = urlsplit(self.path)
+        given, slash, name = place.path.removeprefix("/").partition("/")
+        if self._host() not in _OWN_NAMES:
+            self._refuse(403, "This page answers only to 127.0.0.1 and localhost.")
+        elif not slash or not secrets.compare_digest(given.encode(), self.server.key.encode()):
+            self._refuse(404, "Open the whole address that residua watch printed.")
+        elif name == "":
+            self._answer(200, "text/html", watch_page(self.server.watched, self.server.interval))
+        elif name == "news.json":
+            asked = parse_qs(place.query)
+            since = asked.get("since", ["0"])[0]
+            news = self.server.watched.news(asked.get("epoch", [""])[0], int(since) if since.isdecimal() else 0)
+            self._answer(200, "application/json", json.dumps(news, allow_nan=False))
+        else:
+            self._refuse(404, "There is no such page.")
+
+    def _host(self) -> str:
+        """The host that the request names, without its port: behind a tunnel that is another one."""
+        host = self.headers.get("Host", "")
+        return host.lower() if host.endswith("]") else host.lower().rpartition(":")[0] or host.lower()
+
+    def _refuse(self, status: int, sentence: str) -> None:
+        self._answer(status, "text/plain", sentence)
+
+    def _answer(self, status: int, kind: str, text: str) -> None:
+        body = text.encode()
+        packed = "gzip" in self.headers.get("Accept-Encoding", "") and len(body) > 1024
+        body = gzip.compress(body, 1) if packed else body
+        self.send_response(status)
+        for name, value in _HEADERS.items():
+            self.send_header(name, value)
+        if packed:
+            self.send_header("Content-Encoding", "gzip")
+        self.send_header("Content-Type", f"{kind}; charset=utf-8")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Print nothing."""

@@ -1,0 +1,185 @@
+"""Following a run: half-written lines, restarts, damage and vanished folders, whenever they happen."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from residua.storage.run import read_metrics
+from residua.watch.follow import POINTS, Follower
+from residua.watch.watched import Watched, check, find
+from tests.watch.runs import STEP, lines, write_run, write_study
+
+
+def follow(folder: Path) -> Follower:
+    follower = Follower(folder, folder.name)
+    follower.refresh()
+    return follower
+
+
+def column(follower: Follower, name: str, kind: str = "train") -> list[float | None]:
+    return follower.curves()[kind][name]
+
+
+def test_the_curves_are_those_of_the_metrics_file(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", 300)
+    follower, records = follow(run), read_metrics(run / "metrics.jsonl")
+    for kind, names in (("train", ("step", "loss", "lr", "memory_gib")), ("validation", ("step", "bits_per_byte"))):
+        for name in names:
+            assert column(follower, name, kind) == [record[name] for record in records if record["kind"] == kind]
+
+
+def test_a_half_written_line_is_read_when_it_is_whole(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", 20)
+    follower = follow(run)
+    more = lines(30, 21)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(more[:25])
+    follower.refresh()
+    assert follower.step == 20 and follower.damaged == 0
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(more[25:])
+    assert follower.refresh()
+    assert follower.step == 30 and follower.damaged == 0
+    assert not follower.refresh()
+
+
+def test_a_run_that_goes_back_to_a_checkpoint_shows_no_step_twice(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", 200)
+    follower = follow(run)
+    new = tmp_path / "new"
+    new.write_text(lines(100) + lines(120, 101, gain=0.5))
+    new.replace(run / "metrics.jsonl")
+    follower.refresh()
+    assert column(follower, "step") == [1, *range(10, 121, 10)]
+    assert any("went back to an earlier step 1 time" in words for words in follower.messages())
+
+
+def test_a_file_that_was_cut_in_place_is_read_again(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", 200)
+    follower = follow(run)
+    (run / "metrics.jsonl").write_text(lines(50))
+    follower.refresh()
+    assert follower.step == 50
+
+
+def test_damaged_lines_are_left_out_and_counted(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", 20)
+    bad = [b"{nonsense", b"\xff\xfe", b"[1, 2]", b'{"kind": "train"}', b'{"kind": "train", "step": "x"}', b"7"]
+    good = json.dumps({"kind": "train", "step": 30, "loss": float("nan"), "smoothed": 2.0, "tokens": 30 * STEP})
+    with (run / "metrics.jsonl").open("ab") as file:
+        file.write(b"\n".join([*bad, b"", b'{"kind": "of tomorrow", "step": 3}', good.encode(), b""]))
+    follower = follow(run)
+    assert follower.step == 30 and column(follower, "loss")[-1] is None
+    assert follower.damaged == len(bad)
+    assert "6 lines of metrics.jsonl cannot be read" in follower.messages()
+    json.dumps(follower.summary(0.0), allow_nan=False)
+
+
+def test_a_vanished_folder_keeps_its_curves_and_says_so(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", 200)
+    follower = follow(run)
+    run.rename(tmp_path / "elsewhere")
+    assert follower.refresh()
+    assert follower.state(0.0) == "gone" and follower.step == 200
+    assert "vanished" in follower.messages()[0]
+    (tmp_path / "elsewhere").rename(run)
+    follower.refresh()
+    assert follower.state(os.stat(run / "metrics.jsonl").st_mtime) == "training"
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
+def test_what_is_no_file_of_the_run_is_not_opened(tmp_path: Path, kind: str) -> None:
+    run = write_run(tmp_path / "run", 20)
+    path = run / "metrics.jsonl"
+    secret = path.rename(tmp_path / "secret")
+    if kind == "link":
+        path.symlink_to(secret)
+    elif kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.mkdir()
+    follower = follow(run)
+    assert follower.step == 0 and follower.problem
+
+
+def test_a_run_is_training_quiet_or_finished(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", 500)
+    follower, written = follow(run), os.stat(run / "metrics.jsonl").st_mtime
+    assert follower.state(written + 60) == "training"
+    assert follower.state(written + 600) == "quiet"
+    (run / "result.json").write_text("{}")
+    follower.refresh()
+    assert follower.state(written + 600) == "quiet", "an old result of a run that was resumed for more steps"
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(lines(1000, 501))
+    follower.refresh()
+    assert follower.state(written + 600) == "finished"
+    assert Follower(tmp_path / "later", "later").state(0.0) == "waiting"
+
+
+def test_the_time_left_is_the_steps_left_at_the_last_speed(tmp_path: Path) -> None:
+    follower = follow(write_run(tmp_path / "run", 500))
+    speed = follower.speed
+    assert speed is not None and follower.remaining() == pytest.approx(500 * STEP / speed)
+    assert follower.remaining() == pytest.approx(500 * 0.031, rel=0.02)
+
+
+def test_without_a_readable_configuration_there_is_no_time_left(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", 500)
+    (run / "config.toml").write_text("[train\n")
+    follower = follow(run)
+    assert follower.remaining() is None and follower.step == 500
+
+
+def test_long_curves_are_thinned_with_both_ends(tmp_path: Path) -> None:
+    follower = follow(write_run(tmp_path / "run", 3000, every=1))
+    steps = column(follower, "step")
+    assert len(steps) == POINTS and (steps[0], steps[-1]) == (1, 3000) and steps == sorted(set(steps))
+
+
+def test_a_study_is_its_runs_by_variant_with_the_baseline_in_grey(tmp_path: Path) -> None:
+    study = write_study(tmp_path / "study", {"prenorm": 0.0, "mgr": 0.2, "anchors": 0.1})
+    places = find([study])
+    assert [place.name for place in places] == [
+        f"{variant}-seed{seed}" for variant in ("prenorm", "mgr", "anchors") for seed in (0, 1)
+    ]
+    assert [place.place for place in places] == [0, 0, 1, 1, 2, 2]
+    news = Watched([study]).news()
+    assert [run["state"] for run in news["runs"]].count("finished") == 3
+    assert news["runs"][-1]["state"] == "waiting" and news["left"] > 0
+    assert news["logs"][0]["lines"][-1] == "\N{REPLACEMENT CHARACTER}[31mnot a colour"
+
+
+def test_runs_studies_and_folders_of_both_are_found(tmp_path: Path) -> None:
+    write_run(tmp_path / "runs" / "one", 20)
+    write_study(tmp_path / "runs" / "wiki", {"prenorm": 0.0}, seeds=2)
+    (tmp_path / "runs" / "texts").mkdir()
+    names = ["one", "wiki/prenorm-seed0", "wiki/prenorm-seed1"]
+    assert [place.name for place in find([tmp_path / "runs"])] == names
+    assert [place.name for place in find([tmp_path / "runs" / "one", tmp_path / "runs" / "wiki"])] == names
+    assert [place.name for place in find([tmp_path / "later"])] == ["later"]
+
+
+@pytest.mark.parametrize("name", ["nowhere", "empty"])
+def test_a_folder_without_runs_is_refused_in_a_sentence(tmp_path: Path, name: str) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=name):
+        check([tmp_path / name])
+
+
+def test_news_hold_only_the_curves_that_changed(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / name, 100) for name in "ab"]
+    watched = Watched(runs)
+    first = watched.news()
+    assert all("curves" in run for run in first["runs"])
+    again = watched.news(first["epoch"], first["change"])
+    assert not any("curves" in run for run in again["runs"])
+    with (runs[1] / "metrics.jsonl").open("a") as file:
+        file.write(lines(110, 101))
+    later = watched.news(first["epoch"], first["change"])
+    assert ["curves" in run for run in later["runs"]] == [False, True]
+    assert all("curves" in run for run in watched.news("another", 99)["runs"])

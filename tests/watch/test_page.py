@@ -1,0 +1,83 @@
+"""The live page in a browser: it grows with the files, fits every window, and asks only its own server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.report.browser import Browser, browser  # noqa: F401
+from tests.watch.runs import lines, write_run, write_study
+from tests.watch.test_server import serving
+
+pytestmark = pytest.mark.slow
+
+EVIL = "<img src=x onerror=alert(1)>"
+VARIANTS = {"prenorm": 0.0, "block_attnres": 0.1, "mgr": 0.2, EVIL.replace("/", ""): 0.25}
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    yield write_study(tmp_path_factory.mktemp("watched") / "study", VARIANTS)
+
+
+def points(plot: str) -> str:
+    return f"document.getElementById('live-{plot}').data.reduce((sum, line) => sum + line.x.length, 0)"
+
+
+def test_the_page_grows_while_a_run_does(browser: Browser, tmp_path: Path) -> None:  # noqa: F811
+    run = write_run(tmp_path / "run", 100)
+    with serving(run) as server, browser.opened(server.url) as seen:
+        seen.until("document.title === 'run is training'")
+        seen.until("document.querySelector('main').innerText.includes('step 100 of 1,000')")
+        before = seen.page.evaluate(points("loss"))
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write(lines(260, 101)[:-9])  # the last line is not whole yet
+        seen.until("document.querySelector('main').innerText.includes('step 260 of 1,000')")
+        seen.until(f"{points('loss')} === {before} + 2 * 16")  # smoothed and not
+        new = tmp_path / "new"
+        new.write_text(lines(1000, gain=0.1, experts=True))
+        new.replace(run / "metrics.jsonl")
+        (run / "result.json").write_text("{}")
+        seen.until("document.title === 'run has finished'")
+        seen.until("!document.getElementById('live-heaviest').closest('figure').hidden")
+        run.rename(tmp_path / "elsewhere")
+        seen.until("document.querySelector('main').innerText.includes('its folder has vanished')")
+        assert seen.page.evaluate(points("validation")) == 20
+        for name, unit in (("tokens", 1000 * 4096), ("time", 1000 * 0.031 * 1.1 / 60), ("steps", 1000)):
+            seen.page.click(f".axis button:text-is('{name}')")
+            last = seen.page.evaluate("document.getElementById('live-loss').data[0].x.at(-1)")
+            assert last == pytest.approx(unit, rel=1e-3)
+        assert seen.problems == []
+        assert all(url.startswith(server.url) for url in seen.requests)
+
+
+def test_the_page_fits_every_window_in_light_and_dark(browser: Browser, study: Path) -> None:  # noqa: F811
+    with serving(study) as server, browser.opened(server.url) as seen:
+        seen.until("document.querySelectorAll('tbody tr').length === 8")
+        papers = set()
+        for scheme in ("light", "dark"):
+            seen.page.emulate_media(color_scheme=scheme)
+            papers.add(seen.page.evaluate("getComputedStyle(document.body).backgroundColor"))
+            for width in (1400, 1100, 420):
+                seen.resize(width)
+                assert seen.overflowing() == [], (scheme, width)
+                if width > 1000:
+                    assert seen.cut_tables() == []
+            assert seen.violations() == []
+        assert len(papers) == 2
+        assert seen.page.evaluate("document.querySelectorAll('main img').length") == 0
+        assert EVIL.replace("/", "") in seen.page.inner_text("tbody")
+        assert seen.problems == []
+        assert all(url.startswith(server.url) for url in seen.requests)
+
+
+def test_a_page_whose_server_has_ended_says_so_and_keeps_its_curves(browser: Browser, tmp_path: Path) -> None:  # noqa: F811
+    with serving(write_run(tmp_path / "run", 100)) as server:
+        opened = browser.opened(server.url)
+        seen = opened.__enter__()
+        seen.until("document.title === 'run is training'")
+    seen.until("document.querySelector('.lost').innerText.includes('residua watch has ended')")
+    assert seen.page.evaluate(points("loss")) > 10
+    opened.__exit__(None, None, None)

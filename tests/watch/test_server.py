@@ -1,0 +1,192 @@
+"""The server answers this machine's own page only: one key, two addresses, GET, no other host."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Thread
+
+import pytest
+
+from residua.machine import python_environment
+from residua.watch.beside import page_beside
+from residua.watch.server import Server
+from residua.watch.watched import Watched
+from tests.watch.runs import write_run
+
+
+@contextmanager
+def serving(*folders: Path, interval: float = 0.1) -> Iterator[Server]:
+    server = Server(Watched(folders), interval=interval)
+    thread = Thread(target=lambda: server.serve_forever(0.01), daemon=True)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serving(write_run(tmp_path_factory.mktemp("runs") / "run", 100)) as found:
+        yield found
+
+
+def ask(server: Server, path: str, method: str = "GET", **headers: str) -> tuple[int, dict[str, str], bytes]:
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port)
+    connection.request(method, path, headers={"Host": f"127.0.0.1:{server.server_port}", **headers})
+    answer = connection.getresponse()
+    body = answer.read()
+    connection.close()
+    return answer.status, dict(answer.getheaders()), body
+
+
+def test_the_page_and_its_news_are_served(server: Server) -> None:
+    status, headers, body = ask(server, f"/{server.key}/")
+    assert status == 200 and headers["Content-Type"].startswith("text/html") and b"<title>run</title>" in body
+    status, headers, body = ask(server, f"/{server.key}/news.json")
+    assert status == 200 and json.loads(body)["runs"][0]["step"] == 100
+    assert headers["Cache-Control"] == "no-store" and "connect-src 'self'" in headers["Content-Security-Policy"]
+
+
+def test_only_this_machine_can_connect(server: Server) -> None:
+    assert server.socket.getsockname()[0] == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", "", "[::1].evil", "0.0.0.0"]
+)
+def test_another_host_gets_nothing(server: Server, host: str) -> None:
+    """A page elsewhere that points its domain here."""
+    status, _, body = ask(server, f"/{server.key}/news.json", Host=host)
+    assert status == 403 and b"run" not in body
+
+
+@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:9000", "127.0.0.1:1", "[::1]:80", "[::1]"])
+def test_the_hosts_of_a_tunnel_are_answered(server: Server, host: str) -> None:
+    assert ask(server, f"/{server.key}/news.json", Host=host)[0] == 200
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/", "/wrong/", "/{key}", "/{key}/config.toml", "/{key}/../run/config.toml", "/{key}/%2e%2e/config.toml",
+     "/{key}//etc/passwd", "/etc/passwd"],
+)  # fmt: skip
+def test_nothing_else_is_served(server: Server, path: str) -> None:
+    status, _, body = ask(server, path.replace("{key}", server.key))
+    assert status == 404 and len(body) < 100
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS", "PATCH"])
+def test_other_methods_are_refused(server: Server, method: str) -> None:
+    assert ask(server, f"/{server.key}/", method)[0] == 501
+
+
+@pytest.mark.parametrize(
+    "query", ["?since=x", "?since=-1", "?since=99999999999999999999", "?epoch=%00&since=", "?" + "a" * 3000]
+)
+def test_odd_questions_are_answered(server: Server, query: str) -> None:
+    assert ask(server, f"/{server.key}/news.json{query}")[0] == 200
+
+
+def test_names_of_folders_do_not_become_markup(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "<script>alert(1)<", 20)
+    with serving(run) as server:
+        assert b"<script>alert" not in ask(server, f"/{server.key}/")[2]
+
+
+def test_answers_are_packed_for_a_tunnel(server: Server) -> None:
+    _, headers, body = ask(server, f"/{server.key}/news.json", **{"Accept-Encoding": "gzip"})
+    assert headers["Content-Encoding"] == "gzip" and len(body) < 4000
+
+
+@pytest.mark.slow
+def test_the_command_prints_where_the_page_is_and_ends_quietly(tmp_path: Path) -> None:
+    write_run(tmp_path / "runs" / "one", 50)
+    command = [sys.executable, "-P", "-m", "residua", "watch"]
+    process = subprocess.Popen(
+        command, cwd=tmp_path, env=python_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    shown = [process.stdout.readline() for _ in range(3)]
+    assert shown[0] == "Watching 1 run; Ctrl-C ends the page, not the runs.\n"
+    found = re.fullmatch(r"Live page: http://127\.0\.0\.1:(\d+)/([\w-]+)/\n", shown[1])
+    assert found is not None and f"ssh -N -L {found[1]}:127.0.0.1:{found[1]} " in shown[2]
+    connection = http.client.HTTPConnection("127.0.0.1", int(found[1]))
+    connection.request("GET", f"/{found[2]}/news.json")
+    assert json.loads(connection.getresponse().read())["title"] == "runs is training"
+    taken = subprocess.run([*command, "--port", found[1]], cwd=tmp_path, env=python_environment(), capture_output=True)
+    assert taken.returncode == 2
+    assert taken.stderr.decode() == f"residua: port {found[1]} is in use: choose another --port, or leave it out.\n"
+    process.send_signal(signal.SIGINT)
+    assert process.communicate() == ("", "") and process.returncode == 0
+
+
+def test_watching_imports_no_torch() -> None:
+    code = "import sys, residua.watch.beside, residua.cli.watch; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-P", "-c", code], env=python_environment()).returncode == 0
+
+
+@pytest.mark.slow
+def test_the_page_beside_a_run_serves_it_from_before_its_first_line_and_ends_with_it(tmp_path: Path) -> None:
+    said: list[str] = []
+    with page_beside(tmp_path / "run", said.append):
+        found = re.search(r"http://127\.0\.0\.1:(\d+)/([\w-]+)/", said[0])
+        assert found is not None
+
+        def news() -> dict:
+            connection = http.client.HTTPConnection("127.0.0.1", int(found[1]))
+            connection.request("GET", f"/{found[2]}/news.json")
+            return json.loads(connection.getresponse().read())
+
+        assert news()["runs"][0]["state"] == "waiting"
+        write_run(tmp_path / "run", 100)
+        assert news()["runs"][0]["step"] == 100
+    with pytest.raises(ConnectionRefusedError):
+        news()
+
+
+@pytest.mark.slow
+def test_the_page_ends_when_the_run_is_killed(tmp_path: Path) -> None:
+    code = """
+        import sys, time
+        from pathlib import Path
+        from residua.watch.beside import page_beside
+        with page_beside(Path(sys.argv[1]), lambda line: print(line, flush=True)):
+            time.sleep(600)
+        """
+    code = "\n".join(line.removeprefix(" " * 8) for line in code.splitlines())
+    run = subprocess.Popen(
+        [sys.executable, "-P", "-c", code, str(tmp_path)], env=python_environment(), stdout=subprocess.PIPE
+    )
+    assert run.stdout is not None
+    found = re.search(rb":(\d+)/", run.stdout.readline())
+    assert found is not None
+    with socket.create_connection(("127.0.0.1", int(found[1]))) as waiting:
+        os.kill(run.pid, signal.SIGKILL)
+        run.wait()
+        run.stdout.close()
+        while waiting.recv(1024):  # ends when the other process, which holds the connection, has ended
+            pass
+
+
+def test_a_page_that_cannot_be_served_does_not_stop_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object, **settings: object) -> None:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(socket, "create_server", refuse)
+    said: list[str] = []
+    with page_beside(tmp_path, said.append):
+        pass
+    assert said == ["The live page is off: the system refused a file: Too many open files; the run goes on without it."]
