@@ -75,12 +75,9 @@ def train(
     else:
         folder = out or _default_folder(source)
         config = _configuration(source, folder, resume).override([*_data_change(data), *given])
+        config = config.override(_vocabulary_change(config, source, given, folder, resume))
     with _page(folder) if watch and os.environ.get("RANK", "0") == "0" else nullcontext():
         _run(config, folder, resume, threads)
-        return
-    folder = out or _default_folder(source)
-    config = _configuration(source, folder, resume).override([*_data_change(data), *given])
-    _run(config.override(_vocabulary_change(config, source, given, folder, resume)), folder, resume, threads)
 
 
 def _page(folder: Path) -> AbstractContextManager[None]:

@@ -96,7 +96,7 @@ class Browser:
 
     @contextmanager
     def opened(self, path: Path | str, width: int = 1280, **options: Any) -> Iterator[Opened]:
-        """Load a file, or an address, and wait until its first plot is drawn; `color_scheme="dark"` opens it in the dark."""
+        """Load a file or an address and wait until its first plot is drawn; `color_scheme="dark"` opens it dark."""
         page = self._browser.new_page(viewport={"width": width, "height": 900}, **options)
         try:
             page.set_default_timeout(PATIENCE)
