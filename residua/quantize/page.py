@@ -114,7 +114,7 @@ def _picture(page: Page, result: QuantizationResult) -> None:
         "Error of the module's output when it alone is rounded. Bars: from its activations (above) and from its "
         "weights (below); the number is the error from both."
     )
-    tracks = [Track(part, f"0 to {highest:.2g}", meaning) for part in parts]
+    tracks = [Track(part, f"0 to {highest:.0%}", meaning) for part in parts]
     tracks.append(
         Track("channel", f"log, 1 to {peak:.3g}×", "Peak of the largest input channel over the median channel's.")
     )
