@@ -78,7 +78,7 @@ class World:
         words = command.words
         for before, word in zip(("", *words), words, strict=False):
             path = folder / word
-            if before in ("--out", "--engine") or path.exists():
+            if path.exists() or (before in ("--out", "--engine") and "--resume" not in words):
                 continue
             if word.startswith("data/") or before == "--data":
                 shutil.copytree(self.place / "data", path)
@@ -120,6 +120,9 @@ def _smaller(verb: str, parameters: dict) -> list[str]:
         "eval": ["--tokens", "64", "--limit", "2", "--shots", "1"],
         "generate": ["--tokens", "4"],
         "quantize": ["--calibration", "4", "--tokens", "64", "--probes", "1"],
+        "bench ops": ["--tokens", "8", "--width", "16", "--repeats", "1", "--vocabulary", "64", "--sublayers", "4",
+                      "--implementations", "reference"],
+        "bench curve": ["--steps", "2", *RECIPE, *_sizes(None, None)],
         "bench step": ["--steps", "1", "--warmup", "0", "--no-compile", "--micro-batch", "1", "--accumulate", "1",
                        "--sequence", "16", *SIZES, "model.attention.heads=2", "model.vocab_size=320"],
     }.get(verb, [])  # fmt: skip
