@@ -69,7 +69,7 @@ def checked(losses: list[float], every: int = 100) -> Watch:
 
 def test_a_loss_that_does_not_fall_for_a_long_stretch_stops_the_run() -> None:
     watch = checked([6.92, 6.91] + [6.93] * 9)
-    assert "has not fallen for 1000 steps" in (watch.stuck(1100, 6.93, TEXT) or "")
+    assert "has not fallen for 1,000 steps" in (watch.stuck(1100, 6.93, TEXT) or "")
     assert watch.stuck(1100, 5.8, TEXT) is None  # better than token frequencies: a plateau like any other
     assert watch.stuck(1100, 6.93, Frequencies(6.9, 5.9, warmup=1100 - STRETCH + 1)) is None
     assert checked([6.92, 6.93], every=600).stuck(1200, 6.93, TEXT) is None  # two lines are no stretch
