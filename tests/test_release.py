@@ -38,7 +38,7 @@ def python(code: str, folder: Path, **environment: str) -> str:
 def sources() -> list[Path]:
     """The files that a release is made of."""
     package = [p for p in (ROOT / "residua").rglob("*") if p.is_file() and "__pycache__" not in p.parts]
-    return [ROOT / "pyproject.toml", ROOT / "README.md", ROOT / "LICENSE", *package]
+    return [*(ROOT / name for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE")), *package]
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +80,7 @@ def run(environment: Path, folder: Path, *command: str) -> str:
 def test_the_wheel_holds_every_file_of_the_package(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         held = {name for name in archive.namelist() if not name.startswith(f"residua-{__version__}.dist-info/")}
-    assert held == {str(path.relative_to(ROOT)) for path in sources()[3:]}
+    assert held == {str(path.relative_to(ROOT)) for path in sources()[4:]}
 
 
 def test_its_metadata_names_versions_extras_and_the_command(wheel: Path) -> None:
@@ -89,6 +89,7 @@ def test_its_metadata_names_versions_extras_and_the_command(wheel: Path) -> None
         about = Parser().parsestr(archive.read(f"{inside}/METADATA").decode())
         assert "residua = residua.cli.main:main" in archive.read(f"{inside}/entry_points.txt").decode()
     assert (about["Version"], about["Requires-Python"]) == (__version__, ">=3.11")
+    assert about["Description-Content-Type"] == "text/markdown" and "# Residua" in about.get_payload()
     assert {f"Programming Language :: Python :: 3.{minor}" for minor in (11, 12, 13)} <= set(
         about.get_all("Classifier")
     )

@@ -21,6 +21,7 @@ from residua.machine import python_environment
 from residua.watch.beside import page_beside
 from residua.watch.server import Server
 from residua.watch.watched import Watched
+from tests.trained import residua, train_run
 from tests.watch.runs import write_run
 
 
@@ -191,3 +192,16 @@ def test_a_page_that_cannot_be_served_does_not_stop_the_run(tmp_path: Path, monk
     with page_beside(tmp_path, said.append):
         pass
     assert said == ["The live page is off: the system refused a file: Too many open files; the run goes on without it."]
+
+
+@pytest.mark.slow
+def test_a_run_trains_with_a_page_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    run = train_run(tmp_path)
+    assert residua(monkeypatch, "train", "--resume", "--out", run, "train.steps=6", "--watch") == 0
+    shown = capsys.readouterr().out
+    assert re.match(r"Live page: http://127\.0\.0\.1:\d+/[\w-]+/\nFrom another machine: ssh -N -L ", shown)
+    assert "Finished: validation loss" in shown
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr("residua.cli.train._run", lambda *_: None)
+    assert residua(monkeypatch, "train", "--resume", "--out", run, "--watch") == 0
+    assert capsys.readouterr().out == ""
