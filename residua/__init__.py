@@ -18,9 +18,11 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from residua import ops as ops
+    from residua.config import choices as choices
     from residua.config.model import ModelConfig as ModelConfig
     from residua.model.decoder import Decoder as Decoder
     from residua.model.decoder import build as build
+    from residua.model.topology import build_topology as build_topology
     from residua.storage.load import load as load
 
 # Names resolve when first used: `import residua` must stay instant, and most commands do not need torch.
@@ -28,11 +30,13 @@ _HOMES = {
     "ModelConfig": ("residua.config.model", "ModelConfig"),
     "Decoder": ("residua.model.decoder", "Decoder"),
     "build": ("residua.model.decoder", "build"),
+    "build_topology": ("residua.model.topology", "build_topology"),
+    "choices": ("residua.config.choices", None),
     "load": ("residua.storage.load", "load"),
     "ops": ("residua.ops", None),
 }
 
-__all__ = ["Decoder", "ModelConfig", "build", "load", "ops"]
+__all__ = ["Decoder", "ModelConfig", "build", "build_topology", "choices", "load", "ops"]
 
 
 def __getattr__(name: str) -> Any:

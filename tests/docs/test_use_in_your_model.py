@@ -1,9 +1,18 @@
 """The examples of docs/use-in-your-model.md run as written and do what the page says."""
 
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+
 import pytest
 import torch
 
+import residua
+from residua.config.settings import ConfigError
+from residua.model.kept import Kept
+from residua.model.topology import build_topology
 from tests.docs.test_documentation import python_blocks
+from tests.model.depth import SMALL, drive, embedding_and_outputs
 
 PAGE = "use-in-your-model.md"
 
@@ -49,7 +58,7 @@ def test_additive_is_the_gpt_one_had(gpt):
 def llama() -> dict:
     pytest.importorskip("transformers")
     scope: dict = {}
-    exec(python_blocks(PAGE)[1], scope)
+    exec(python_blocks(PAGE)[3], scope)
     return scope
 
 
@@ -79,3 +88,132 @@ def test_tied_llamas_convert_too(llama):
     with torch.no_grad():
         ours = llama["converted"](tied, {"kind": "additive"})(tokens)
         torch.testing.assert_close(ours, tied(tokens).logits, rtol=1e-5, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def depth() -> Iterator[dict]:
+    """The page's code as a module: the compiler imports what it compiles by name."""
+    pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    page = ModuleType("llama_of_the_page")
+    sys.modules[page.__name__] = page
+    exec(python_blocks(PAGE)[1], vars(page))
+    yield vars(page)
+    del sys.modules[page.__name__]
+
+
+def llama_with(depth: dict, topology: dict, **keys: object):
+    config = type(depth["config"])(**depth["config"].to_dict() | {"topology": topology} | keys)
+    return depth["DepthLlama"](config).eval()
+
+
+TOPOLOGIES = [
+    {"kind": "multi_gate", "streams": 3},
+    *(pytest.param({"kind": kind}, marks=pytest.mark.nightly) for kind in ("additive", "mhc", "dense")),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("topology", TOPOLOGIES, ids=lambda topology: topology["kind"])
+def test_a_llama_with_a_topology_keeps_its_cache_compiles_and_checkpoints(depth, topology):
+    model = llama_with(depth, topology)
+    tokens = torch.randint(97, (2, 9))
+    settings = {"attention_mask": torch.ones_like(tokens), "max_new_tokens": 4, "do_sample": False}
+    assert torch.equal(model.generate(tokens, **settings), model.generate(tokens, **settings, use_cache=False))
+
+    with torch.no_grad():
+        compiled = torch.compile(model, backend="eager", fullgraph=True)
+        torch.testing.assert_close(compiled(tokens, use_cache=False).logits, model(tokens).logits)
+
+    model.train()
+    found = []
+    for checkpointing in (False, True):
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.zero_grad()
+        model(tokens, labels=tokens, use_cache=False).loss.backward()
+        found.append({name: p.grad.clone() for name, p in model.named_parameters()})
+    assert any(name.startswith("topology.") for name in found[0]) == (topology["kind"] != "additive")
+    for name, gradient in found[0].items():
+        torch.testing.assert_close(found[1][name], gradient)
+
+
+@pytest.mark.slow
+def test_a_llama_with_a_topology_is_made_of_a_llama_and_comes_back(depth, tmp_path):
+    plain = depth["LlamaForCausalLM"](depth["config"]).eval()
+    plain.save_pretrained(tmp_path / "plain")
+    tokens = torch.randint(97, (2, 9))
+    for topology in ({"kind": "additive"}, {"kind": "block_attnres", "sublayers_per_block": 2}):
+        config = type(depth["config"])(**depth["config"].to_dict() | {"topology": topology})
+        model = depth["DepthLlama"].from_pretrained(tmp_path / "plain", config=config).eval()
+        with torch.no_grad():
+            torch.testing.assert_close(model(tokens).logits, plain(tokens).logits, rtol=1e-4, atol=1e-4)
+            for parameter in model.topology.parameters():
+                parameter.add_(0.1 * torch.randn_like(parameter))
+            model.save_pretrained(tmp_path / topology["kind"])
+            again = depth["DepthLlama"].from_pretrained(tmp_path / topology["kind"]).eval()
+            assert torch.equal(again(tokens).logits, model(tokens).logits)
+
+
+@pytest.mark.nightly
+def test_the_compiled_rewrites_give_the_same_loss_and_gradients(depth):
+    scope = {"llama": llama_with(depth, {"kind": "multi_gate", "streams": 3})}
+    exec(python_blocks(PAGE)[2], scope)
+    tokens = torch.randint(97, (2, 9))
+    model = scope["llama"]
+    losses = []
+    for run in (scope["compiled"], lambda tokens: model(input_ids=tokens, labels=tokens, use_cache=False).loss):
+        model.zero_grad()
+        loss = run(tokens)
+        loss.backward()
+        losses.append((float(loss), model.topology.pools[0].query.grad.clone()))
+    assert losses[0][0] == pytest.approx(losses[1][0], rel=1e-5)
+    torch.testing.assert_close(losses[0][1], losses[1][1], rtol=1e-4, atol=1e-6)
+
+
+# What the table of the page says: for a new topology, and after `begin_as_sum`.
+SUM, MULTIPLE, ELSE = "the sum", "a multiple", "something else"
+BEGIN = {
+    "additive": (SUM, SUM),
+    "dense": (SUM, SUM),
+    "dense dilated": (SUM, SUM),
+    "hyper": (MULTIPLE, MULTIPLE),
+    "hyper static": (MULTIPLE, MULTIPLE),
+    "full_attnres": (MULTIPLE, MULTIPLE),
+    "full_attnres window": (ELSE, ELSE),
+    "block_attnres": (MULTIPLE, MULTIPLE),
+    "multi_gate": (ELSE, MULTIPLE),
+    "multi_gate independent": (ELSE, MULTIPLE),
+    "highway": (ELSE, MULTIPLE),
+    "highway elementwise": (ELSE, MULTIPLE),
+    "mhc": (ELSE, MULTIPLE),
+    "mhc_lite": (ELSE, MULTIPLE),
+}
+
+
+@pytest.mark.parametrize("name", BEGIN)
+def test_topologies_begin_as_the_page_says(name):
+    topology = build_topology(SMALL[name], 6, 8).double()
+    x, y = embedding_and_outputs(6, 8)
+    sums = [x + sum(y[:k]) for k in range(7)]
+    found = [kind_of(drive(topology, x, y), sums)]
+    kept = topology.begin_as_sum()
+    found.append(kind_of(drive(topology, x, y), sums))
+    assert tuple(found) == BEGIN[name]
+    assert topology.adds or {SUM: Kept.EXACTLY, MULTIPLE: Kept.UP_TO_EPS, ELSE: Kept.NOT}[found[1]] is kept
+
+
+def kind_of(inputs, sums) -> str:
+    ratios = [h / s for h, s in zip(inputs, sums, strict=True)]
+    if any((r - r.mean()).abs().max() > 1e-9 for r in ratios):
+        return ELSE
+    return SUM if all((r - 1).abs().max() < 1e-12 for r in ratios) else MULTIPLE
+
+
+def test_a_topology_is_built_from_a_table_and_a_wrong_one_is_refused_in_one_sentence():
+    made = residua.build_topology({"kind": "multi_gate", "streams": 3}, 6, 8)
+    assert made.stream_count() == 3 and type(made) is type(build_topology(residua.choices.MultiGate(streams=3), 6, 8))
+    for table, sentence in (({"kind": "multigate"}, "multi_gate"), ({"kind": "multi_gate", "streems": 3}, "streems")):
+        with pytest.raises(ConfigError, match=sentence) as caught:
+            residua.build_topology(table, 6, 8)
+        assert "\n" not in str(caught.value)
