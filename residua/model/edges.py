@@ -56,5 +56,5 @@ def divide_rows(projection: Projection, first: int, count: int, by: Tensor) -> N
 
 @torch.no_grad()
 def divide_square(up: Tensor, by: Tensor) -> None:
-    """Divide what relu² makes of a matrix's outputs: relu(x/√s)² = relu(x)²/s."""
-    up.div_(by.sqrt()[:, None])
+    """Divide what relu² makes of a matrix's outputs: relu(x/√s)² = relu(x)²/s. √s is squared again: in float64."""
+    up.copy_(up.double() / by.double().sqrt()[:, None])

@@ -119,7 +119,7 @@ class PlainFFN(FeedForward):
     def _divide_states(self, by: Tensor) -> None:
         divide_square(self.up.weight, by)
         if isinstance(self.up, BiasedProjection):
-            self.up.bias.div_(by.sqrt())
+            divide_square(self.up.bias[:, None], by)
 
 
 class SquaredReluFFN(PlainFFN):

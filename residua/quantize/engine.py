@@ -7,7 +7,8 @@ their scales.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
+from itertools import accumulate
 from pathlib import Path
 
 from torch import Tensor
@@ -16,8 +17,9 @@ from residua.config.model import ModelConfig
 from residua.convert.families import find_family
 from residua.convert.family import Family
 from residua.model.decoder import Decoder
-from residua.quantize.fp8 import Fp8, quantize_fp8
-from residua.quantize.layout import module_tensors, quantization_config
+from residua.quantize.fp8 import GROUP, ROW, Fp8
+from residua.quantize.layout import TILES, module_tensors, quantization_config
+from residua.quantize.nvfp4 import GROUP as NVFP4_GROUP
 from residua.quantize.nvfp4 import Nvfp4
 from residua.quantize.schemes import Quantized
 from residua.quantize.store import as_json, write_folder
@@ -25,6 +27,9 @@ from residua.reading import inside
 
 LAYOUTS = ("qwen3", "llama", "qwen2", "mistral")
 """The families that are tried, in this order. Those with experts are not: engines expect them under other names."""
+
+ACTIVATION_GROUPS = {"fp8-group": GROUP.columns or 1, "nvfp4": NVFP4_GROUP}
+"""Channels of an activation that share a scale; engines have no shorter group at the end."""
 
 
 def find_layout(config: ModelConfig) -> Family:
@@ -37,6 +42,26 @@ def find_layout(config: ModelConfig) -> Family:
         f"--engine writes models of the shape of {', '.join(LAYOUTS)}, and this one has {families[0].misfit(config)}: "
         "leave --engine out."
     )
+
+
+def require_served(model: Decoder, modules: Container[str], scheme: str) -> None:
+    """Refuse a model that an engine could not open, or would round in another way than the model that was judged."""
+    family = find_layout(model.config)
+    group, tile = ACTIVATION_GROUPS.get(scheme, 1), TILES.get(scheme, ROW)
+    for rule in family.rules(model.config, family.write(model.config)):
+        name = rule.ours.removesuffix(".weight")
+        if name not in modules:
+            continue
+        if rule.shape[-1] % group:
+            raise ValueError(
+                f"--engine with {scheme} needs inputs of a multiple of {group} channels, and {name} has "
+                f"{rule.shape[-1]}: use --scheme fp8-row, or leave --engine out."
+            )
+        if any(first % (tile.rows or 1) for first in accumulate(rule.rows[:-1])):
+            raise ValueError(
+                f"--engine with {scheme} would cut blocks of {tile.rows} rows, because {name} is made of parts with "
+                f"{', '.join(map(str, rule.rows))} rows: use --scheme fp8-row, or leave --engine out."
+            )
 
 
 def save_engine(
@@ -56,7 +81,7 @@ def save_engine(
         for theirs, rows in zip(rule.theirs, rule.rows, strict=True):
             part = theirs.removesuffix(".weight")
             low.append(part)
-            tensors |= module_tensors(part, rows_of(weights[name], parameter, first, rows), peaks[name])
+            tensors |= module_tensors(part, rows_of(weights[name], first, rows), peaks[name])
             first += rows
     # engines unpack FP4 into bf16
     dtype = "bfloat16" if scheme == "nvfp4" else "float32"
@@ -64,13 +89,12 @@ def save_engine(
     write_folder(out, tensors, {"config.json": as_json(config)}, copies=[inside(source, "tokenizer.json")])
 
 
-def rows_of(weight: Quantized, exact: Tensor, first: int, count: int) -> Quantized:
-    """Rows of a quantized matrix with their scales; quantized again where a block would be cut in two."""
+def rows_of(weight: Quantized, first: int, count: int) -> Quantized:
+    """Rows of a quantized matrix with their scales; `require_served` has seen that they cut no block in two."""
     rows = slice(first, first + count)
     if isinstance(weight, Nvfp4):
         return Nvfp4(weight.codes[rows], weight.scale[rows], weight.global_scale.clone(), weight.columns)
     assert isinstance(weight, Fp8)
     height = weight.tile.rows or len(weight.codes)
-    if first % height or ((first + count) % height and first + count < len(weight.codes)):
-        return quantize_fp8(exact[rows].detach(), weight.tile)
+    assert first % height == 0
     return Fp8(weight.codes[rows], weight.scale[first // height : -(-(first + count) // height)], weight.tile)

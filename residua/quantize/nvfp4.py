@@ -85,7 +85,8 @@ def encode_nvfp4(x: Tensor, span: Span) -> Nvfp4:
     columns = x.shape[-1]
     blocks = pad(x.float(), (0, -columns % GROUP)).unflatten(-1, (-1, GROUP))
     peak = blocks.abs().amax(-1)
-    largest = peak.amax().view(1) if span == "tensor" else peak.amax(-1, keepdim=True)
+    most = peak if peak.numel() else pad(peak, (0, 1, 0, span == "tensor"))  # an empty matrix has a largest value too
+    largest = most.amax().view(1) if span == "tensor" else most.amax(-1, keepdim=True)
     second = quotient(largest, E4M3_MAX * E2M1_MAX).clamp(min=SMALLEST_SECOND)
     scale = (quotient(peak, E2M1_MAX) / second).clamp(SMALLEST_SCALE, E4M3_MAX).to(E4M3)
     global_scale = torch.ones_like(second) / second

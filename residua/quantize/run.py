@@ -10,7 +10,7 @@ from residua.files import keeping, refuse_used
 from residua.machine import choose_device
 from residua.quantize.apply import targets
 from residua.quantize.calibration import CALIBRATION_SEQUENCES, CalibrationText
-from residua.quantize.engine import find_layout, save_engine
+from residua.quantize.engine import require_served, save_engine
 from residua.quantize.judge import Judge
 from residua.quantize.recipe import check_alpha
 from residua.quantize.schema import QuantizationResult
@@ -59,9 +59,9 @@ def quantize(
     files_to_copy(source)
     where = choose_device(device, "--device")
     decoder = load(source).to(where).eval()
-    targets(decoder, exempt)
+    modules = targets(decoder, exempt)
     if engine is not None:
-        find_layout(decoder.config)
+        require_served(decoder, modules, scheme)
     text = CalibrationText.of_folder(source, decoder.config, None if data is None else Path(data))
     judge = Judge(decoder, chosen, tuple(exempt), text, text.validation(tokens), progress)
     before = judge.loss("loss in high precision")

@@ -157,7 +157,7 @@ def test_a_llama_with_a_topology_is_made_of_a_llama_and_comes_back(depth, tmp_pa
 
 @pytest.mark.nightly
 def test_the_compiled_rewrites_give_the_same_loss_and_gradients(depth):
-    scope = {"llama": llama_with(depth, {"kind": "multi_gate", "streams": 3})}
+    scope = {"llama": llama_with(depth, {"kind": "full_attnres"}, num_hidden_layers=1)}
     exec(python_blocks(PAGE)[2], scope)
     tokens = torch.randint(97, (2, 9))
     model = scope["llama"]
@@ -166,7 +166,7 @@ def test_the_compiled_rewrites_give_the_same_loss_and_gradients(depth):
         model.zero_grad()
         loss = run(tokens)
         loss.backward()
-        losses.append((float(loss), model.topology.pools[0].query.grad.clone()))
+        losses.append((float(loss), model.topology.reads[0].query.grad.clone()))
     assert losses[0][0] == pytest.approx(losses[1][0], rel=1e-5)
     torch.testing.assert_close(losses[0][1], losses[1][1], rtol=1e-4, atol=1e-6)
 

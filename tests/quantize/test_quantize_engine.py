@@ -13,7 +13,7 @@ import residua
 from residua.config.model import ModelConfig
 from residua.model.decoder import Decoder
 from residua.quantize.apply import install, quantize_weights, rounded, targets
-from residua.quantize.engine import find_layout, rows_of, save_engine
+from residua.quantize.engine import find_layout, require_served, rows_of, save_engine
 from residua.quantize.schemes import SCHEMES, find_scheme
 from tests.quantize.conftest import quiet_transformers
 
@@ -96,14 +96,63 @@ def test_nvfp4_runs_in_transformers_and_exempt_modules_stay_exact(tmp_path: Path
     assert torch.equal(q, model.sublayers[0].body.project.weight[:128].to(q.dtype))
 
 
-def test_rows_keep_the_scales_of_the_whole_unless_a_block_would_be_cut() -> None:
+def test_rows_keep_the_scales_of_the_whole() -> None:
     x = torch.randn(320, 64)
     for scheme in SCHEMES.values():
         whole = scheme.weight(x)
         for first, count in ((0, 128), (128, 192)):
-            assert torch.equal(rows_of(whole, x, first, count).dequantize(), whole.dequantize()[first : first + count])
-    cut = rows_of(find_scheme("fp8").weight(x), x, 64, 64)
-    assert torch.equal(cut.dequantize(), find_scheme("fp8").weight(x[64:128]).dequantize())
+            assert torch.equal(rows_of(whole, first, count).dequantize(), whole.dequantize()[first : first + count])
+
+
+NARROW = {"width": 96, "attention": {"kind": "softmax", "heads": 4, "head_dim": 32}}
+GROUPED = {"attention": {"kind": "softmax", "heads": 4, "kv_heads": 2}}
+ODD = {"width": 120, "attention": {"kind": "softmax", "heads": 4, "head_dim": 32}}
+
+
+@pytest.mark.parametrize(
+    ("scheme", "changes", "exempt", "sentence"),
+    [
+        ("fp8-group", NARROW, (), "inputs of a multiple of 128 channels, and sublayers.0.body.project has 96"),
+        ("nvfp4", ODD, (), "inputs of a multiple of 16 channels, and sublayers.0.body.project has 120"),
+        (
+            "fp8",
+            GROUPED,
+            (),
+            "would cut blocks of 128 rows, because sublayers.0.body.project .* 128, 64, 64",
+        ),
+        ("fp8", {"ffn": {"kind": "swiglu", "hidden": 192}}, (), "cut blocks .* sublayers.1.body.gate_up .* 192, 192"),
+        ("fp8-row", GROUPED | {"width": 96}, (), None),
+        ("nvfp4", GROUPED, (), None),
+        ("fp8", GROUPED, ("*.project",), None),
+    ],
+)
+def test_what_an_engine_would_round_differently_is_refused(
+    scheme: str, changes: dict[str, Any], exempt: tuple[str, ...], sentence: str | None
+) -> None:
+    model = residua.build(ModelConfig(**(SHAPE | changes)))
+    if sentence is None:
+        require_served(model, targets(model, exempt), scheme)
+        return
+    with pytest.raises(ValueError, match=f"--engine with {scheme} .*{sentence}.*: use --scheme fp8-row, or leave"):
+        require_served(model, targets(model, exempt), scheme)
+
+
+@pytest.mark.filterwarnings("ignore:You passed `quantization_config`")
+@pytest.mark.parametrize(
+    ("scheme", "changes"), [("fp8-row", GROUPED | {"width": 96}), ("fp8", NARROW)], ids=["parts", "narrow"]
+)
+def test_what_is_not_refused_is_the_same_in_transformers(scheme: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    model = quantized(scheme, tmp_path / "q", **changes)
+    with torch.no_grad():
+        found, ours = opened_by_transformers(tmp_path / "q")(TOKENS).logits, model(TOKENS)
+    assert (found - ours).norm() < 1e-4 * ours.norm()
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("shape", [(0, 64), (64, 0)])
+def test_an_empty_matrix_stays_empty(scheme: str, shape: tuple[int, int]) -> None:
+    chosen, empty = find_scheme(scheme), torch.empty(shape)
+    assert chosen.weight(empty).dequantize().shape == chosen.activation(empty).shape == shape
 
 
 @pytest.mark.parametrize(
