@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 from residua.report.plain import escape, link
 
+UNBROKEN = 15
+"""Names of at most so many letters stay on one line."""
+
 
 @dataclass(frozen=True)
 class Link:
@@ -98,7 +101,7 @@ def cell(content: Cell) -> str:
 def breakable(text: str) -> str:
     """Long names of variants may continue on the next line after a + or an underscore."""
     shown = escape(text)
-    if "+" not in shown[1:] and "_" not in shown:
+    if len(text) <= UNBROKEN or ("+" not in shown[1:] and "_" not in shown):
         return shown
     return f'<span class="joined">{shown.replace("+", "+<wbr>").replace("_", "_<wbr>")}</span>'
 

@@ -76,8 +76,8 @@ def _lead(result: StudyResult) -> str:
     missing = f" {done} of {len(result.runs)} runs are complete."
     who = ", ".join(others) if len(others) <= NAMED else f"{len(others)} variants"
     return (
-        f"{result.name}: {who} against {result.baseline}, {seeds}, on the same tokens in the same order. "
-        f"Gains above 1 are in the variant's favour.{'' if done == len(result.runs) else missing}"
+        f"{result.name}: {who} against {result.baseline}, {seeds}, the same tokens in the same order. "
+        f"Above 1 is a gain.{'' if done == len(result.runs) else missing}"
     )
 
 

@@ -50,13 +50,15 @@ class Pretended:
         return study_page(self.study, self.result, self.records, out, commands=[command])
 
 
-def pretended(variants: int, seeds: int = SEEDS, ladder: bool = True, best: float = 1.06) -> Pretended:
+def pretended(
+    variants: int, seeds: int = SEEDS, ladder: bool = True, best: float = 1.06, name: str = "wiki"
+) -> Pretended:
     """The best variant is `best` times as fast to the same loss as the baseline; the others fall off."""
     names = NAMES[:variants]
     chosen = range(seeds)
     rows = tuple(_row(name, index, seeds, ladder, best) for index, name in enumerate(names))
     result = StudyResult(
-        name="wiki",
+        name=name,
         baseline="prenorm",
         confidence=0.95,
         seeds=tuple(chosen),
@@ -70,7 +72,7 @@ def pretended(variants: int, seeds: int = SEEDS, ladder: bool = True, best: floa
         runs=tuple(_run(name, index, seed) for index, name in enumerate(names) for seed in chosen),
     )  # fmt: skip
     records = {name: [_record(name, index, seed) for seed in chosen] for index, name in enumerate(names)}
-    study = StudyConfig(name="wiki", base="mini", variants=list(names), seeds=seeds, set=("train.steps=1000",))
+    study = StudyConfig(name=name, base="mini", variants=list(names), seeds=seeds, set=("train.steps=1000",))
     return Pretended(study, result, {"mini": records})
 
 
