@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import sys
+import threading
 import warnings
 from types import FrameType
 from typing import NoReturn
@@ -23,8 +25,11 @@ _LOGGERS = ("torch.utils._pytree", "torch._inductor.utils", "torch.distributed.e
 
 
 def quiet_libraries() -> None:
-    """Hide warnings that other libraries give about their own affairs; a person who uses `residua` cannot heed them."""
-    if os.environ.get(SHOW_WARNINGS):
+    """Hide warnings that other libraries give about their own affairs; a person who uses `residua` cannot heed them.
+
+    Not if the person asked for warnings: of Residua (RESIDUA_WARNINGS=1) or of Python (-W, PYTHONWARNINGS).
+    """
+    if os.environ.get(SHOW_WARNINGS) or sys.warnoptions:
         return
     for category in _CATEGORIES:
         warnings.filterwarnings("ignore", category=category, module=rf"({'|'.join(_LIBRARIES)})(\.|$)")
@@ -40,7 +45,7 @@ def end_tidily() -> None:
 
     Ranks of torchrun keep the default: one that waits inside a collective could not end.
     """
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1 or threading.current_thread() is not threading.main_thread():
         return
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is signal.SIG_DFL:  # `nohup` ignores SIGHUP

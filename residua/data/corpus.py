@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -100,6 +100,16 @@ class Corpus:
         else:
             yield from self._by_hash(chain(first, [] if following is None else [following], hashed))
 
+    def _few_training_texts(self) -> list[str] | None:
+        """The training texts if they are chosen by size."""
+        if not self.holdout or self.size is None:
+            return None
+        hashed = self._hashed()
+        first = _beginning(hashed)
+        if next(hashed, None) is not None or not first or self._is_even(first):
+            return None
+        return [document.text for document in self._by_size(first) if document.split == TRAIN]
+
     def _wanted(self, total: int) -> float:
         """Bytes to hold out of so many."""
         return max(self.holdout * total, min(self.least, total / 10))
@@ -171,8 +181,11 @@ class Corpus:
     def sample(self, limit: int) -> Iterator[str]:
         """About `limit` bytes of training text: the beginning of each part, in proportion to its size."""
         limit = min(limit, self.limit or limit)
+        if (few := self._few_training_texts()) is not None:
+            before = accumulate((len(text.encode()) for text in few), initial=0)
+            yield from (text for text, taken in zip(few, before, strict=False) if taken < limit)
+            return
         total = _sum(part.size for part in self.parts)
-        withheld, any_text = "", False
         for part in self.parts:
             if part.split == VALIDATION:
                 continue
@@ -180,15 +193,11 @@ class Corpus:
             for text, _ in part.read():
                 text, data = _valid(text)
                 if part.split is None and unit_hash(data) < self.holdout:
-                    withheld = withheld or text
                     continue
                 yield text
-                any_text = True
                 left -= len(data)
                 if left <= 0:
                     break
-        if withheld and not any_text:  # a single document, which is divided
-            yield withheld
 
 
 def _beginning(documents: Iterator[Hashed]) -> list[Hashed]:

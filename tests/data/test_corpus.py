@@ -110,6 +110,9 @@ def test_whole_documents_are_held_out_where_they_fit_and_equal_texts_stay_togeth
         assert holdout / 2 <= len(held) / 20 <= 2 * holdout
 
 
-def test_a_tokenizer_is_trained_on_a_single_document_even_if_its_hash_is_low(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "a.jsonl", [text := "\n".join(some_texts(400))])
-    assert list(open_corpus([path], holdout=0.999).sample(1000)) == [text]
+def test_a_tokenizer_is_trained_on_what_a_divided_document_leaves_for_training(tmp_path: Path) -> None:
+    for count in (1, 3):
+        path = write_jsonl(tmp_path / "a.jsonl", ["\n".join(some_texts(400, seed)) for seed in range(count)])
+        corpus = open_corpus([path], holdout=0.2)
+        assert list(corpus.sample(10**9)) == [d.text for d in corpus.documents() if d.split == "train"]
+        assert len(list(corpus.sample(10))) == 1
