@@ -15,6 +15,7 @@ from residua.model.decoder import Decoder
 from residua.quantize.apply import install, quantize_weights, rounded, targets
 from residua.quantize.engine import find_layout, require_served, rows_of, save_engine
 from residua.quantize.schemes import SCHEMES, find_scheme
+from tests.convert.tiny import FAMILIES, saved
 from tests.quantize.conftest import quiet_transformers
 
 pytestmark = pytest.mark.slow
@@ -145,6 +146,25 @@ def test_what_is_not_refused_is_the_same_in_transformers(scheme: str, changes: d
     model = quantized(scheme, tmp_path / "q", **changes)
     with torch.no_grad():
         found, ours = opened_by_transformers(tmp_path / "q")(TOKENS).logits, model(TOKENS)
+    assert (found - ours).norm() < 1e-4 * ours.norm()
+
+
+@pytest.mark.filterwarnings("ignore:You passed `quantization_config`")
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_an_imported_model_is_served_as_what_it_was(name: str, tmp_path: Path) -> None:
+    quiet_transformers()
+    architecture, keys = FAMILIES[name]
+    saved(tmp_path / "theirs", architecture, **keys)
+    model, scheme = residua.load(tmp_path / "theirs"), find_scheme("fp8-row")
+    modules = targets(model)
+    require_served(model, modules, "fp8-row")
+    weights = quantize_weights(modules, scheme)
+    save_engine(tmp_path / "q", tmp_path, model, weights, "fp8-row", dict.fromkeys(modules, 30.0))
+    install(model, rounded(modules, weights, scheme))
+    served = opened_by_transformers(tmp_path / "q")
+    assert served.config.model_type == name
+    with torch.no_grad():
+        found, ours = served(TOKENS).logits, model.eval()(TOKENS)
     assert (found - ours).norm() < 1e-4 * ours.norm()
 
 
