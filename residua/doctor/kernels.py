@@ -18,8 +18,8 @@ from residua.model.decoder import build
 from residua.ops import decode
 from residua.ops._runtime.backend import Operator, backend
 
-T, C, N = 192, 256, 4
-"""Tokens, width, streams."""
+N = 4
+"""Streams, and heads."""
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 """The largest relative error of an output or a gradient."""
 _HOPPER = "; its kernel needs Hopper"
@@ -27,21 +27,29 @@ _HOPPER = "; its kernel needs Hopper"
 
 @dataclass(frozen=True)
 class Call:
-    """An operator with inputs. `first`: compare only its first output, as the others differ between paths."""
+    """An operator with inputs; all but the `fixed` ones get gradients.
+
+    `first`: compare only its first output, as the others differ between paths.
+    """
 
     operator: Operator[..., Any]
     args: Sequence[Any]
     settings: dict[str, Any] = field(default_factory=dict)
     gradients: bool = True
     first: bool = False
+    fixed: Sequence[Tensor] = ()
     note: str = ""
 
 
 class Draw:
-    """Random inputs: activations in the dtype that is tested, weights in float32, the same on every machine."""
+    """Random inputs: activations in the dtype that is tested, weights in float32, the same on every machine.
 
-    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+    `sizes`: tokens, width, width of a head.
+    """
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, tokens: int = 192, width: int = 256) -> None:
         self.device, self.dtype = device, dtype
+        self.sizes = tokens, width, width // N
         self._source = torch.Generator().manual_seed(0)
 
     def x(self, *shape: int, scale: float = 1.0) -> Tensor:
@@ -69,6 +77,7 @@ class Draw:
 
 def _depth(d: Draw) -> dict[str, Call]:
     """Reads and writes along depth."""
+    T, C, _ = d.sizes
     gates = (d.w(C), d.w(N + 1), d.w(C))
     weights = (d.w(T, N).softmax(-1), d.w(T, N, N).softmax(-1), d.w(N))
     phi = {"scale": d.w(), "phi": d.w(N * (N + 2), N * C, scale=(N * C) ** -0.5), "norm": "all"}
@@ -87,24 +96,28 @@ def _depth(d: Draw) -> dict[str, Call]:
 
 def _sublayers(d: Draw) -> dict[str, Call]:
     """Norms, heads, feed-forwards and the loss."""
-    table = d.angles(T, 32)
-    sections = dict.fromkeys("qkvg", (N, 64))
-    anchors = {s: d.x(1, T, N, 64) for s in sections}
-    scales = [{s: d.w(N, 64) for s in sections} for _ in range(2)]
+    T, C, H = d.sizes
+    table = d.angles(T, H // 2)
+    sections = dict.fromkeys("qkvg", (N, H))
+    anchors = {s: d.x(1, T, N, H) for s in sections}
+    scales = [{s: d.w(N, H) for s in sections} for _ in range(2)]
     square = C**-0.5
-    keys = torch.nn.functional.normalize(d.w(1, T, N, 64), dim=-1).to(d.dtype)
+    keys = torch.nn.functional.normalize(d.w(1, T, N, H), dim=-1).to(d.dtype)
     decay, share = -d.w(1, T, N).exp() / 8, d.w(1, T, N).sigmoid()
     return {
         "rms_norm": Call(ops.rms_norm, (d.x(T, C), d.w(C))),
         "add_norm": Call(ops.add_norm, (d.x(T, C), d.x(T, C), d.w(C))),
         "gated_norm": Call(ops.gated_norm, (d.x(T, C), d.w(C), d.w(16, C, scale=square), d.w(C, 16))),
-        "norm_rotate": Call(ops.norm_rotate, (d.x(1, T, N, 64), d.w(64), *table)),
-        "mix_projection": Call(ops.mix_projection, (d.x(1, T, N, 64), d.x(1, T, N, 64), d.w(N, 64), d.w(N, 64))),
+        "norm_rotate": Call(ops.norm_rotate, (d.x(1, T, N, H), d.w(H), *table), fixed=table),
+        "mix_projection": Call(ops.mix_projection, (d.x(1, T, N, H), d.x(1, T, N, H), d.w(N, H), d.w(N, H))),
         "mix_heads": Call(
-            ops.mix_heads, (d.x(1, T, 4 * C), sections, anchors, *scales, table), {"gains": (d.w(64), d.w(64))}
+            ops.mix_heads,
+            (d.x(1, T, 4 * C), sections, anchors, *scales, table),
+            {"gains": (d.w(H), d.w(H))},
+            fixed=table,
         ),
-        "gated_delta": Call(ops.gated_delta, (keys, keys.flip(1), d.x(1, T, N, 64), decay, share), first=True),
-        "grouped_linear": Call(ops.grouped_linear, (d.x(T, C), d.x(3, C, C, scale=square), d.ends(64, 64, T))),
+        "gated_delta": Call(ops.gated_delta, (keys, keys.flip(1), d.x(1, T, N, H), decay, share), first=True),
+        "grouped_linear": Call(ops.grouped_linear, (d.x(T, C), d.x(3, C, C, scale=square), d.ends(T // 3, T // 3, T))),
         "squared_relu_ffn": Call(
             ops.squared_relu_ffn, (d.x(2048, C), d.x(512, C, scale=square), d.x(C, 512, scale=square)), note=_HOPPER
         ),
@@ -119,14 +132,15 @@ def _sublayers(d: Draw) -> dict[str, Call]:
 
 def _decoding(d: Draw) -> dict[str, Call]:
     """One token per row, without gradients."""
+    _, C, H = d.sizes
     rows, slots = 5, 40
     streams, gates = [d.x(rows, C) for _ in range(N)], (d.w(C), d.w(N + 1), d.w(C))
-    cache = d.x(rows, slots, N, 64), d.x(rows, slots, N, 64)
+    cache = d.x(rows, slots, N, H), d.x(rows, slots, N, H)
     calls = {
         "decode.add_norm": Call(decode.add_norm, (d.x(rows, C), d.x(rows, C), d.w(C))),
         "decode.gate_norm": Call(decode.gate_norm, (streams, d.x(rows, C), *gates, d.w(C))),
         "decode.read_sources": Call(decode.read_sources, (streams, d.x(rows, C), None, d.w(3, C, scale=0.1), d.w(C))),
-        "decode.attention": Call(decode.decode_attention, (d.x(rows, 8, 64), *cache, d.below(slots, rows))),
+        "decode.attention": Call(decode.decode_attention, (d.x(rows, 8, H), *cache, d.below(slots, rows))),
         "decode.activate": Call(decode.activate, (d.x(rows, C), "swiglu")),
     }
     return {name: Call(call.operator, call.args, gradients=False) for name, call in calls.items()}
@@ -177,7 +191,8 @@ def _run(function: Callable[..., Any], call: Call, exact: bool) -> list[Tensor]:
     def leaf(t: Tensor) -> Tensor:
         if not t.is_floating_point():
             return t
-        return (t.detach().double() if exact else t.detach().clone()).requires_grad_(call.gradients)
+        wanted = call.gradients and not any(t is fixed for fixed in call.fixed)
+        return (t.detach().double() if exact else t.detach().clone()).requires_grad_(wanted)
 
     args, settings = tree_map_only(Tensor, leaf, (tuple(call.args), call.settings))
     made = function(*args, **settings)

@@ -24,8 +24,13 @@ from tests.trained import residua
 
 PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text("utf-8"))["project"]
 CPU = torch.device("cpu")
-DRAW = kernels.Draw(CPU, torch.float32)
-CALLS = {**kernels._depth(DRAW), **kernels._sublayers(DRAW), **kernels._decoding(DRAW)}
+
+
+def calls(draw: kernels.Draw) -> dict[str, kernels.Call]:
+    return {**kernels._depth(draw), **kernels._sublayers(draw), **kernels._decoding(draw)}
+
+
+CALLS = calls(kernels.Draw(CPU, torch.float32))
 
 
 def test_every_public_operator_with_a_fused_path_is_checked() -> None:
@@ -44,12 +49,12 @@ def test_on_a_cpu_the_references_run_and_agree_with_float64() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", only_nightly(CALLS, but=["decode.activate", "sinkhorn"]))
+@pytest.mark.parametrize("name", only_nightly(CALLS, but=["decode.activate", "norm_rotate", "mix_heads"]))
 def test_the_kernels_take_the_self_tests_inputs_and_pass(name: str) -> None:
     """In Triton's interpreter; on a GPU the same calls run compiled."""
-    call = CALLS[name]
     if name in ("gated_delta", "grouped_linear"):
         pytest.skip("the kernels of other libraries need a GPU")
+    call = calls(kernels.Draw(CPU, torch.float32, tokens=12, width=64))[name]  # the interpreter is slow
     with ops.backend("triton"):
         found = kernels.check(name, call, 1e-4)
     assert found.state == "ok" and "fused" in found.words, found
