@@ -122,7 +122,7 @@ def _smaller(verb: str, parameters: dict) -> list[str]:
         "quantize": ["--calibration", "4", "--tokens", "64", "--probes", "1"],
         "bench ops": ["--tokens", "8", "--width", "16", "--repeats", "1", "--vocabulary", "64", "--sublayers", "4",
                       "--implementations", "reference"],
-        "bench curve": ["--steps", "2", *RECIPE, *_sizes(None, None)],
+        "bench curve": ["--steps", "2", *RECIPE, *_sizes(None, None), "model.vocab_size=1024"],
         "bench step": ["--steps", "1", "--warmup", "0", "--no-compile", "--micro-batch", "1", "--accumulate", "1",
                        "--sequence", "16", *SIZES, "model.attention.heads=2", "model.vocab_size=320"],
     }.get(verb, [])  # fmt: skip
