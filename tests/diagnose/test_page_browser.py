@@ -19,7 +19,7 @@ DIAGNOSES = {
     "healthy": lambda: reports.healthy(),
     "three": lambda: reports.side_by_side(3),
     "deep": lambda: Diagnosis(models=[reports.report("deep", 36, dead=[20], massive=[3], sinks=[3], routing=True)]),
-    "sixteen": lambda: reports.side_by_side(16),
+    "sixteen": lambda: reports.side_by_side(16, layers=4),
 }
 
 
