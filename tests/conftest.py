@@ -3,6 +3,7 @@
 import atexit
 import os
 import shutil
+import signal
 import tempfile
 
 # Triton reads its switch when it is first imported, OpenMP when torch is: both before any other import.
@@ -24,6 +25,8 @@ from tests.interpreter import patch_once
 
 atexit.register(shutil.rmtree, os.environ["HF_MODULES_CACHE"], ignore_errors=True)
 torch.set_num_threads(1)
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a shell starts what runs in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # what tests start and interrupt must heed it
 if os.environ["TRITON_INTERPRET"] == "1":
     patch_once()
 

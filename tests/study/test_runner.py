@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -133,9 +132,8 @@ def test_ctrl_c_saves_every_run_and_the_same_command_goes_on(study: StudyConfig,
     (out / "wanted.toml").write_text(small.to_toml())
     command = [sys.executable, "-m", "residua.cli.main", "compare", str(out / "wanted.toml"), "--out", str(out)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # where the tests run in the background it is ignored
     pipes = {"stderr": subprocess.PIPE, "stdout": subprocess.DEVNULL}
-    first = subprocess.Popen(command, env=environment, preexec_fn=heed, **pipes)
+    first = subprocess.Popen(command, env=environment, **pipes)
     plan = make_plan(small, out, dataset)
     wait_for(lambda: all(read_run(run.folder, run.config).train for run in plan.runs), first)
     first.send_signal(signal.SIGINT)
