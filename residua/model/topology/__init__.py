@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
-
-from pydantic import ValidationError
+from collections.abc import Callable
 
 from residua.config import choices
-from residua.config.settings import ConfigError, explain
 from residua.model.topology.additive import Additive, Clipped
 from residua.model.topology.attnres import BlockAttnRes, FullAttnRes
 from residua.model.topology.base import State, Topology
@@ -36,20 +32,9 @@ def register_topology(choice: type[choices.TopologyChoice], topology: Callable[.
     TOPOLOGIES[choice] = topology
 
 
-def build_topology(config: choices.TopologyChoice | Mapping[str, Any], sublayers: int, width: int) -> Topology:
-    """The topology a configuration describes, for a model of `sublayers` sublayers.
-
-    A table is a configuration too: {"kind": "multi_gate", "streams": 4} is choices.MultiGate(streams=4).
-    """
-    choice = config if isinstance(config, choices.TopologyChoice) else _chosen(dict(config))
-    return TOPOLOGIES[type(choice)](choice, sublayers, width)
-
-
-def _chosen(table: dict[str, Any]) -> choices.TopologyChoice:
-    try:
-        return choices.TopologyChoice.choose(table)
-    except ValidationError as error:
-        raise ConfigError(explain(error, choices.TopologyChoice)) from None
+def build_topology(config: choices.TopologyChoice, sublayers: int, width: int) -> Topology:
+    """The topology a configuration describes, for a model of `sublayers` sublayers."""
+    return TOPOLOGIES[type(config)](config, sublayers, width)
 
 
 __all__ = ["TOPOLOGIES", "State", "Topology", "build_topology", "register_topology"]
