@@ -126,7 +126,7 @@ def test_one_failing_run_leaves_the_others_alone(study: StudyConfig, dataset: Da
 
 
 def test_ctrl_c_saves_every_run_and_the_same_command_goes_on(study: StudyConfig, dataset: Dataset, out: Path) -> None:
-    steps = ("train.steps=200", "train.save_every=5000", "train.validate_every=5000")
+    steps = ("train.steps=200", "train.save_every=5000", "train.validate_every=5000", "model.layers=2")
     small = two(study, data=str(dataset.path), set=(*study.set, *steps), variants={"mgr": ("mgr",)}, baseline="mgr")
     out.mkdir()
     (out / "wanted.toml").write_text(small.to_toml())
