@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 import tempfile
 import time
 import uuid
@@ -12,13 +13,16 @@ import warnings
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
+from multiprocessing import forkserver
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+PRELOADED = {"tests.distributed.worker", "tests.distributed.train_run", "tests.soak.rank"}
 LIMIT = 600.0
 """Seconds that a job may take on a busy machine. Less than pytest's own limit, so that a test can show the output."""
 
@@ -122,13 +126,23 @@ def main(ranks: int, restarts: int, module: str, arguments: tuple[Any, ...]) -> 
 def _fork(
     output: Path, variables: dict[str, str], module: str, arguments: tuple[Any, ...], store: dist.Store | None = None
 ) -> Started:
-    forked = multiprocessing.get_context("forkserver")
-    forked.set_forkserver_preload(["tests.distributed.worker", "tests.distributed.train_run", "tests.soak.rank"])
+    forked = _fork_server()
     # a daemon ends with pytest, but may not have children: the agent of torchrun is none
     daemon = store is not None
     process = forked.Process(target=_run, args=(variables, output, module, arguments), daemon=daemon)
     process.start()
     return Started(process, output, store)
+
+
+@cache
+def _fork_server() -> multiprocessing.context.ForkServerContext:
+    """A process that has imported what ranks need. It skips what it does not find: it is told where the tests are."""
+    forked = multiprocessing.get_context("forkserver")
+    forked.set_forkserver_preload(list(PRELOADED))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(__file__).parents[2]), prepend=os.pathsep)
+        forkserver.ensure_running()
+    return forked
 
 
 @cache
@@ -141,6 +155,7 @@ def _new_folder() -> Path:
 
 
 def _run(variables: dict[str, str], output: Path, module: str, arguments: tuple[Any, ...]) -> None:
+    assert sys.modules.keys() >= PRELOADED, "the fork server imported nothing ahead"
     os.environ.clear()
     os.environ.update(variables)
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
