@@ -16,7 +16,7 @@ PYTEST := $(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder
 test: setup browser lint types  ## everything CI checks
 	$(PYTEST) -m "not nightly"
 
-check: setup  ## under a minute: lint, types and the fast tests, side by side
+check: setup  ## lint, types and the fast tests, side by side
 	$(MAKE) --no-print-directory -j 2 lint types fast
 
 nightly: setup browser $(DOCS)  ## every test, also the exhaustive grids
