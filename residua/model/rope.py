@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from residua.ops.norm_rotate import rotate
+from residua.ops.rotary_table import rotary_table as plain_rotary_table
+from residua.ops.rotary_table import scaled_rotary_table
 
 if TYPE_CHECKING:
     from residua.config import positions as scalings
@@ -21,50 +23,14 @@ Frequencies = tuple[Tensor, float]
 """f [head_dim/2] in float32, and the factor on cos and sin."""
 
 
-def _rotary_table(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    exponent = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim
-    angles = positions.float()[..., None] * theta**-exponent
-    return angles.cos(), angles.sin()
-
-
-_rotary_op = torch.library.custom_op("residua::rotary_table", _rotary_table, mutates_args=())
-
-
-@_rotary_op.register_fake
-def _(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    shape = (*positions.shape, head_dim // 2)
-    return tuple(torch.empty(shape, device=positions.device, dtype=torch.float32) for _ in range(2))  # type: ignore[return-value]
-
-
-def _turned_table(positions: Tensor, frequencies: Tensor, factor: float) -> tuple[Tensor, Tensor]:
-    angles = positions.float()[..., None] * frequencies
-    return angles.cos() * factor, angles.sin() * factor
-
-
-_turned_op = torch.library.custom_op("residua::turned_table", _turned_table, mutates_args=())
-
-
-@_turned_op.register_fake
-def _(positions: Tensor, frequencies: Tensor, factor: float) -> tuple[Tensor, Tensor]:
-    shape = (*positions.shape, len(frequencies))
-    return tuple(torch.empty(shape, device=positions.device, dtype=torch.float32) for _ in range(2))  # type: ignore[return-value]
-
-
 def rotary_table(
     positions: Tensor, head_dim: int, theta: float, scaling: scalings.RopeScaling | None = None
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin [..., head_dim/2] of positions [...], in float32.
-
-    When compiled it is a custom operator, so that the table is computed once. Fused into its readers, the powers and
-    cosines were computed per element and layer and took an eighth of the training step.
-    """
-    compiling = torch.compiler.is_compiling()
+    """cos and sin [..., head_dim/2] of positions [...], in float32."""
     if scaling is None:
-        cos, sin = (_rotary_op if compiling else _rotary_table)(positions, head_dim, theta)
-        return cos, sin
+        return plain_rotary_table(positions, head_dim, theta)
     frequencies, factor = SCALINGS[scaling.kind](scaling, _plain(positions, head_dim, theta), theta, positions)
-    cos, sin = (_turned_op if compiling else _turned_table)(positions, frequencies, factor)
-    return cos, sin
+    return scaled_rotary_table(positions, frequencies, factor)
 
 
 def _plain(positions: Tensor, head_dim: int, theta: float | Tensor) -> Tensor:

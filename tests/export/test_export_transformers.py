@@ -257,3 +257,17 @@ def test_a_hosts_attention_is_refused_where_it_would_be_wrong(hybrid_folder, fol
     for model, mask in ((hybrid_folder, None), (folder, torch.tensor([[0, 1, 1]]))):
         with pytest.raises(ValueError, match="softmax attention without padding only"):
             in_transformers(model, attn_implementation="a_host")(torch.zeros(1, 3, dtype=int), mask, use_cache=False)
+
+
+def test_opening_exports_leaves_residuas_operators_alone(tmp_path: Path) -> None:
+    """An export that registers operators under a name of Residua's takes them away from the library: it crashed."""
+    models = [trained_like(bytes_config(small(layers=1, topology={"kind": kind}))) for kind in ("additive", "clipped")]
+    folders = [write(model, tmp_path / model.config.topology.kind) for model in models]
+    assert not any("torch.library" in file.read_text() for folder in folders for file in folder.glob("*.py"))
+    opened = [in_transformers(folder) for folder in folders]
+    tokens = torch.randint(VOCABULARY, (1, 5))
+    for model, other in zip(models, opened, strict=True):
+        expected = model(tokens)
+        for each in (model, lambda given, other=other: other(given).logits):
+            torch._dynamo.reset()
+            torch.testing.assert_close(torch.compile(each, fullgraph=True, backend="eager")(tokens), expected)
