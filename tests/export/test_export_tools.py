@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from tests.model.small import small
 
 pytestmark = pytest.mark.slow
 pytest.importorskip("transformers")
-pytest.importorskip("peft")
+if find_spec("peft") is None:  # its import takes seconds, in every worker that collects this file
+    pytest.skip("needs peft", allow_module_level=True)
 
 FACTORS = ("topology", "anchors", "norm", "attention", "ffn", "head")
 # Every topology, source of anchors, norm, attention, feed-forward and head at least once.
