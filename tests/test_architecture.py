@@ -13,6 +13,8 @@ import pytest
 import residua
 
 ROOT = Path(residua.__file__).parent
+HOLDING_STATEMENTS = ("body", "orelse", "finalbody", "handlers", "cases")
+"""The fields of a syntax tree's node that lists of statements, or of what holds them, are in."""
 LEAVES = ("residua.machine", "residua.files", "residua.reading", "residua.version")
 
 
@@ -26,15 +28,15 @@ def modules() -> dict[str, ast.Module]:
     return {name_of(path): ast.parse(path.read_text(encoding="utf-8")) for path in sorted(ROOT.rglob("*.py"))}
 
 
-def statements(node: ast.AST) -> Iterator[ast.AST]:
-    """Everything that can run, also inside functions: all but what only type checkers read."""
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
-            for statement in child.orelse:
-                yield from (statement, *statements(statement))
-        else:
-            yield child
-            yield from statements(child)
+def statements(tree: ast.Module) -> Iterator[ast.AST]:
+    """Every statement that can run, also inside functions: all but what only type checkers read."""
+    waiting: list[ast.AST] = [tree]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        for field in HOLDING_STATEMENTS:
+            if field != "body" or not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)):
+                waiting += getattr(node, field, ())
 
 
 @cache
@@ -81,4 +83,4 @@ def test_leaves_import_nothing_of_residua(name: str) -> None:
 
 def test_relative_imports_are_not_used() -> None:
     for name, tree in modules().items():
-        assert not [n for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.level], name
+        assert not [n for n in statements(tree) if isinstance(n, ast.ImportFrom) and n.level], name

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import textwrap
 import tomllib
+from collections.abc import Iterator
 from html import escape
 from pathlib import Path
 
@@ -55,12 +56,22 @@ def arrows() -> set[tuple[str, str]]:
     known, found = rooms(), set()
     for path in (ROOT / "residua").glob("*/**/*.py"):
         room = path.relative_to(ROOT / "residua").parts[0]
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in _statements(ast.parse(path.read_text(encoding="utf-8"))):
             for module in _imported(node):
                 target = module.split(".")[1] if module.startswith("residua.") else ""
                 if target in known and target != room:
                     found.add((room, target))
     return found
+
+
+def _statements(tree: ast.Module) -> Iterator[ast.AST]:
+    """Every statement, also inside functions."""
+    waiting: list[ast.AST] = [tree]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        for field in ("body", "orelse", "finalbody", "handlers", "cases"):
+            waiting += getattr(node, field, ())
 
 
 def _imported(node: ast.AST) -> list[str]:

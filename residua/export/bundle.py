@@ -19,7 +19,6 @@ things do not travel. They are replaced where they are imported:
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import json
 from collections.abc import Iterator
@@ -139,7 +138,7 @@ class Bundle:
             module = self.waiting.pop()
             if self._file(module) not in copies:
                 text = modules.source(module)
-                attributes |= modules.attributes(ast.parse(text))
+                attributes |= modules.parsed(text).attributes
                 note = f"# {modules.path_of(module)}, copied with its imports rewritten {by}\n"
                 licence = LICENCE if _is_residuas(module) else ""
                 copies[self._file(module)] = note + licence + rewritten(text, module, self)
@@ -180,7 +179,7 @@ class Bundle:
 
     def _module_place(self, importer: str, module: str) -> Place:
         """Where a module itself is found; of operators and tables, those that `importer` names are in it."""
-        named = modules.attributes(ast.parse(modules.source(importer))) & vars(import_module(module)).keys()
+        named = modules.parsed(modules.source(importer)).attributes & vars(import_module(module)).keys()
         if module == "residua.ops":
             places = {name: self.place(importer, module, name) for name in named}
             self.operators |= {name: place for name, place in places.items() if place is not None}

@@ -5,11 +5,12 @@ from __future__ import annotations
 import ast
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from importlib import import_module
 from types import ModuleType
 from typing import NamedTuple, Protocol
 
-from residua.export.modules import imported_from, member
+from residua.export.modules import imported_from, member, parsed
 
 ITSELF = "this_module"
 """The name under which a file holds its own module: transformers does not find `from . import file`."""
@@ -43,11 +44,10 @@ class Edit(NamedTuple):
 
 def rewritten(text: str, module: str, folder: Folder) -> str:
     """The text of a module with its imports rewritten."""
-    tree = ast.parse(text)
-    if any(isinstance(node, ast.Import | ast.ImportFrom) and not _stands_alone(text, node) for node in ast.walk(tree)):
-        text = ast.unparse(tree) + "\n"  # `import a; import b`: gives each statement its own line
-        tree = ast.parse(text)
-    edits = _Rewriting(text, tree, module, folder).edits()
+    lines = text.encode().splitlines()
+    if not all(_stands_alone(lines, node) for node in parsed(text).imports):
+        text = ast.unparse(ast.parse(text)) + "\n"  # `import a; import b`: gives each statement its own line
+    edits = _Rewriting(text, module, folder).edits()
     result, at = b"", 0
     content = text.encode()
     for start, end, new in sorted(set(edits)):
@@ -85,9 +85,8 @@ def _is_header(node: ast.stmt, *, first: bool) -> bool:
     return first and isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
 
 
-def _stands_alone(text: str, node: ast.stmt) -> bool:
+def _stands_alone(lines: list[bytes], node: ast.stmt) -> bool:
     """Whether a statement shares its lines with no other."""
-    lines = text.encode().splitlines()
     assert node.end_lineno is not None
     before, after = lines[node.lineno - 1][: node.col_offset], lines[node.end_lineno - 1][node.end_col_offset :]
     return not before.strip() and (not after.strip() or after.strip().startswith(b"#"))
@@ -96,21 +95,23 @@ def _stands_alone(text: str, node: ast.stmt) -> bool:
 class _Rewriting:
     """The edits to one module."""
 
-    def __init__(self, text: str, tree: ast.Module, module: str, folder: Folder) -> None:
-        self.tree, self.module, self.folder = tree, module, folder
+    def __init__(self, text: str, module: str, folder: Folder) -> None:
+        self.text, self.module, self.folder = text, module, folder
         self.starts = [0]
         for line in text.encode().splitlines(keepends=True):
             self.starts.append(self.starts[-1] + len(line))
 
+    @cached_property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.text)
+
     def edits(self) -> Iterator[Edit]:
-        for node in ast.walk(self.tree):
+        for node in parsed(self.text).imports:
             if isinstance(node, ast.ImportFrom):
                 lines = self._from_import(node)
-            elif isinstance(node, ast.Import):
+            else:
                 lines = self._import(node)
                 yield from self._uses(node)
-            else:
-                continue
             if lines is not None:
                 yield self._edit(node, ("\n" + " " * node.col_offset).join(lines or ["pass"]))
 

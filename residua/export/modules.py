@@ -11,7 +11,7 @@ from importlib.metadata import packages_distributions
 from importlib.util import find_spec, resolve_name
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -26,6 +26,21 @@ def source(module: str) -> str:
             f"module {module} cannot be exported: define the model's classes in a .py file that is imported."
         )
     return Path(path).read_text(encoding="utf-8")
+
+
+class Parsed(NamedTuple):
+    """What a module's text imports, and every `x` in its `something.x`."""
+
+    imports: tuple[ast.Import | ast.ImportFrom, ...]
+    attributes: frozenset[str]
+
+
+@cache
+def parsed(text: str) -> Parsed:
+    """What is asked about a text again and again, without its tree, which is large."""
+    tree = ast.parse(text)
+    imports = tuple(node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom))
+    return Parsed(imports, frozenset(attributes(tree)))
 
 
 def path_of(module: str) -> str:
@@ -69,7 +84,7 @@ def origin(module: str, name: str) -> tuple[str, str]:
     if isinstance(home, str) and isinstance(own, str) and getattr(sys.modules.get(home), own, None) is found:
         return home, own
     # constants and aliases of types do not know their module: follow the imports
-    for statement in ast.walk(ast.parse(source(module))):
+    for statement in parsed(source(module)).imports:
         if isinstance(statement, ast.ImportFrom):
             for alias in statement.names:
                 if name == (alias.asname or alias.name):
@@ -105,10 +120,10 @@ def needs(module: str, package: str) -> bool:
 
 def _imports(module: str) -> Iterator[str]:
     """The modules that a module imports, followed to those that define what it takes from them."""
-    for statement in ast.walk(ast.parse(source(module))):
+    for statement in parsed(source(module)).imports:
         if isinstance(statement, ast.Import):
             yield from (alias.name for alias in statement.names)
-        elif isinstance(statement, ast.ImportFrom):
+        else:
             home = imported_from(module, statement)
             if home.split(".")[0] != "residua":
                 yield home

@@ -14,36 +14,32 @@ from residua.config import presets
 from residua.config.model import ModelConfig
 from residua.model.size import measure
 from residua.version import __version__
+from tests.trained import residua
 
-pytestmark = pytest.mark.slow  # each test starts the command
-
-
-def residua(*arguments: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "-m", "residua.cli.main", *arguments], capture_output=True, text=True)
+pytestmark = pytest.mark.slow  # imports every verb, and starts the command
 
 
-def test_help_lists_every_verb():
-    done = residua("--help")
-    assert done.returncode == 0
-    assert all(verb in done.stdout for verb in VERBS)
+def test_help_lists_every_verb(monkeypatch, capsys):
+    assert residua(monkeypatch, "--help") == 0
+    shown = capsys.readouterr().out
+    assert all(verb in shown for verb in VERBS)
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_every_verb_has_help_with_an_example(verb):
-    done = residua(verb, "--help")
-    assert done.returncode == 0, done.stderr
-    assert f"residua {verb}" in done.stdout
+def test_every_verb_has_help_with_an_example(verb, monkeypatch, capsys):
+    assert residua(monkeypatch, verb, "--help") == 0
+    assert f"residua {verb}" in capsys.readouterr().out
 
 
-def test_a_preset_printed_as_toml_is_the_preset():
-    done = residua("presets", "exoformer-e-dynamic")
-    assert ModelConfig.from_dict(tomllib.loads(done.stdout)["model"]) == ModelConfig.preset("exoformer-e-dynamic")
+def test_a_preset_printed_as_toml_is_the_preset(monkeypatch, capsys):
+    assert residua(monkeypatch, "presets", "exoformer-e-dynamic") == 0
+    tables = tomllib.loads(capsys.readouterr().out)
+    assert ModelConfig.from_dict(tables["model"]) == ModelConfig.preset("exoformer-e-dynamic")
 
 
-@pytest.mark.slow
-def test_presets_are_listed_with_size_cost_and_a_line_each():
-    done = residua("presets", "--matching", "mgr-s")
-    lines = done.stdout.splitlines()
+def test_presets_are_listed_with_size_cost_and_a_line_each(monkeypatch, capsys):
+    assert residua(monkeypatch, "presets", "--matching", "mgr-s") == 0
+    lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 10
     (row,) = [line for line in lines if line.startswith("mgr-s-prenorm")]
     assert "123.6 M" in row and "0.80 G" in row and "pre-norm baseline" in row
@@ -66,12 +62,24 @@ HEAVY = ("torch", "numpy", "scipy", "plotly", "transformers", "triton")
 """What takes seconds to import."""
 
 
-@pytest.mark.parametrize(
-    "arguments", [["presets"], ["--version"], ["--help"], ["presets", "tiny"], ["train", "--help"]]
-)
-def test_what_prints_at_once_imports_nothing_heavy(arguments):
-    code = f"import sys; sys.argv = ['residua', *{arguments}]\nfrom residua.cli.main import main\n"
-    code += f"try: main()\nexcept SystemExit: pass\nsys.exit(' '.join(n for n in {HEAVY} if n in sys.modules) or 0)"
+AT_ONCE = [["--version"], ["--help"], ["presets"], ["presets", "tiny"], ["train", "--help"]]
+
+
+def test_what_prints_at_once_imports_nothing_heavy():
+    code = f"""
+import sys
+from residua.cli.main import main
+for arguments in {AT_ONCE}:
+    sys.argv = ["residua", *arguments]
+    try:
+        main()
+    except SystemExit as end:
+        assert not end.code, arguments
+    else:
+        sys.exit(f"{{arguments}} did not end")
+    if imported := [name for name in {HEAVY} if name in sys.modules]:
+        sys.exit(f"{{arguments}} imported {{imported}}")
+"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
@@ -104,7 +112,6 @@ def test_active_parameters_in_a_preset_say_that_they_leave_the_embedding_out(nam
         ),
     ],
 )
-def test_a_mistake_is_one_sentence_and_not_a_traceback(arguments, sentence, tmp_path):
-    done = residua(*arguments)
-    assert done.returncode != 0
-    assert done.stderr.strip() == sentence
+def test_a_mistake_is_one_sentence_and_not_a_traceback(arguments, sentence, monkeypatch, capsys):
+    assert residua(monkeypatch, *arguments) != 0
+    assert capsys.readouterr().err.strip() == sentence

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -10,12 +11,16 @@ from pathlib import Path
 import pytest
 
 from residua import machine
+from residua.config import plugins
 from residua.data import Dataset, open_corpus, prepare
 from residua.machine import python_command, python_environment
 from residua.study import StudyConfig
 from tests.study.conftest import SMALL
+from tests.trained import residua
 
 BIN = Path(sys.executable).parent
+OF_TORCHRUN = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+"""The signals that it takes over."""
 BARE = {key: value for key, value in os.environ.items() if key != "PYTHONSAFEPATH"} | {"CUDA_VISIBLE_DEVICES": ""}
 
 
@@ -77,37 +82,61 @@ def test_grandchildren_are_kept_from_it_too(hostile: Path, tmp_path: Path) -> No
     assert (done.returncode, imported(hostile)) == (0, "")
 
 
-def test_a_spawned_worker_of_a_plugin_is_kept_from_it(hostile: Path, tmp_path: Path) -> None:
+def test_a_spawned_worker_of_a_plugin_is_kept_from_it(hostile: Path) -> None:
     """A plugin is trusted, and read from the path that was named; what its libraries spawn is safe, too."""
-    plugin = tmp_path / "spawning.py"
-    plugin.write_text(
+    (hostile / "spawning.py").write_text(
         "import multiprocessing, os\n"
         "child = multiprocessing.get_context('spawn').Process(target=os.getpid)\n"
         "child.start(); child.join(); assert child.exitcode == 0\n"
     )
-    done = run([str(BIN / "residua"), "presets", "tiny"], hostile, RESIDUA_PLUGINS=str(plugin))
+    done = run([str(BIN / "residua"), "presets", "tiny"], hostile, RESIDUA_PLUGINS="spawning.py")
     assert (done.returncode, imported(hostile)) == (0, ""), done.stderr
 
 
 @pytest.mark.slow
-def test_compare_trains_in_a_hostile_folder(hostile: Path, text: Dataset) -> None:
-    """With a plugin named by its file in that folder, as documented: it is the only thing taken from there."""
-    (hostile / "mine.py").write_text("")
+def test_compare_trains_in_a_hostile_folder(
+    hostile: Path, text: Dataset, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    """With a plugin named by its file in that folder, as documented: it is the only thing taken from there.
+
+    The command runs in this process, which would import from there only if the command changed its path.
+    """
+    (hostile / "plugin_of_a_hostile_folder.py").write_text("")
     changes = (*SMALL, "train.steps=1", "train.schedule.warmup=0")
     study = StudyConfig(name="one", variants={"plain": ()}, seeds=1, threads=1, data=str(text.path), set=changes)
     (hostile / "study.toml").write_text(study.to_toml())
-    done = run([str(BIN / "residua"), "compare", "study.toml"], hostile, RESIDUA_PLUGINS="mine.py")
-    assert (done.returncode, imported(hostile)) == (0, ""), done.stderr + done.stdout
-    assert (hostile / "runs/one/runs/plain-seed0/checkpoints/step-1").is_dir(), done.stdout
+    monkeypatch.chdir(hostile)
+    monkeypatch.setattr(sys, "path", path := [*filter(os.path.isabs, sys.path)])
+    monkeypatch.setattr(plugins, "_loaded", set(plugins._loaded))
+    monkeypatch.setenv("RESIDUA_PLUGINS", "plugin_of_a_hostile_folder.py")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
+    before = path.copy()
+    code = residua(monkeypatch, "compare", "study.toml")
+    shown = capfd.readouterr()
+    assert (code, imported(hostile)) == (0, ""), shown
+    assert sys.path == before and sys.modules.pop("plugin_of_a_hostile_folder").__file__.startswith(str(hostile))
+    assert (hostile / "runs/one/runs/plain-seed0/checkpoints/step-1").is_dir(), shown
 
 
 @pytest.mark.slow
-def test_ranks_of_torchrun_import_nothing_from_it(hostile: Path) -> None:
-    """The line of the README, with a verb that is quick."""
-    command = [str(BIN / "torchrun"), "--standalone", "--nproc-per-node", "2", "--no-python", "residua", "presets"]
-    done = run([*command, "tiny"], hostile, PATH=f"{BIN}{os.pathsep}{os.environ['PATH']}")
-    assert (done.returncode, imported(hostile)) == (0, ""), done.stderr
-    assert done.stdout.count("[model]") == 2
+def test_ranks_of_torchrun_import_nothing_from_it(
+    hostile: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    """The line of the README, with a verb that is quick; of torchrun, what imports torch is here already."""
+    from torch.distributed.run import main
+
+    monkeypatch.chdir(hostile)
+    monkeypatch.setenv("PATH", str(BIN), prepend=os.pathsep)
+    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
+    heeded = {number: signal.getsignal(number) for number in OF_TORCHRUN}
+    try:
+        main(["--standalone", "--nproc-per-node", "2", "--no-python", "residua", "presets", "tiny"])
+    finally:
+        for number, handler in heeded.items():
+            signal.signal(number, handler)
+    shown = capfd.readouterr()
+    assert (shown.out.count("[model]"), imported(hostile)) == (2, ""), shown.err
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import residua
+from residua.model.decoder import build
 from residua.model.size import measure
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -18,13 +19,17 @@ def python_blocks(page: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_the_readme_builds_its_model_and_takes_a_loss():
+def test_the_readme_builds_its_model_and_takes_a_loss(monkeypatch):
+    """Of its 124 million parameters, those of four layers and a small vocabulary are filled."""
     (code,) = python_blocks("../README.md")
+    small = ["layers=4", "vocab_size=1024"]
+    monkeypatch.setattr(residua, "build", lambda config: build(config.override(small)))
     tokens = torch.randint(0, 1024, (1, 9))
     scope: dict = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
     with torch.no_grad():
         exec(code, scope)
     assert scope["loss"].isfinite()
+    assert measure(scope["config"]).parameters > 100e6
 
 
 def test_the_page_on_kernels_works_as_written_and_names_every_operator_with_one():

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -23,6 +21,7 @@ from residua.quantize.schema import QuantizationResult
 from residua.quantize.schemes import SCHEMES
 from residua.quantize.sentences import sentences
 from tests.quantize.conftest import OUTLIER
+from tests.trained import residua as command
 
 pytestmark = pytest.mark.slow
 
@@ -173,12 +172,11 @@ def test_weights_that_are_not_finite_are_refused_by_name(run: Path, tmp_path: Pa
         quantize_model(model, SCHEMES["fp8"])
 
 
-def test_the_command_says_what_it_found_and_what_to_do_next(run: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "residua.cli.main", "quantize", str(run), "--out", str(tmp_path / "q")]
-    done = subprocess.run(
-        [*command, "--scheme", "nvfp4", "--smooth", "0.5", "--calibration", "8", "--probes", "1", "--threads", "1"],
-        capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+def test_the_command_says_what_it_found_and_what_to_do_next(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    options = ("--scheme", "nvfp4", "--smooth", 0.5, "--calibration", 8, "--probes", 1, "--threads", 1)
+    assert command(monkeypatch, "quantize", run, "--out", tmp_path / "q", *options) == 0
+    shown = capsys.readouterr().out
     for part in ("perplexity", "Worst module", "depth operators", "Report:", "Next:"):
-        assert part in done.stdout
+        assert part in shown
