@@ -10,9 +10,9 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoints, entry_points
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
@@ -29,11 +29,21 @@ def load_plugins() -> None:
         if name not in _loaded:
             load = partial(_from_file, Path(name)) if name.endswith(".py") else partial(import_module, name)
             _load(name, f"{PLUGINS} names {name!r}, which", load)
-    for point in entry_points(group=GROUP):
+    for point in _entry_points():
         if point.value not in _loaded:
             _load(
                 point.value, f"the entry point {GROUP} of an installed package names {point.value!r}, which", point.load
             )
+
+
+def _entry_points() -> EntryPoints:
+    """Those of installed packages. Python opens a file of every package for it: once, until a package is installed."""
+    return _found(tuple((place, os.stat(place).st_mtime_ns) for place in sys.path if os.path.isdir(place)))
+
+
+@cache
+def _found(places: tuple[tuple[str, int], ...]) -> EntryPoints:
+    return entry_points(group=GROUP)
 
 
 def _load(key: str, what: str, load: Callable[[], object]) -> None:

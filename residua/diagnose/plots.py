@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from residua.diagnose.metric import Model, Models
 from residua.report import Section, Series, theme
@@ -68,29 +68,29 @@ def by_layer(
                 drawn.append(model)
     if not series:
         return None
-    figure = curves(series, x, y, log_y=log, whole_x=True, y_range=bounds, height=340)
     if x == "layer":
-        figure.update_xaxes(unifiedhovertitle={"text": "layer %{x}"})
-    else:
-        name_sublayers(figure, drawn)
-    return figure
+        axis = {"unifiedhovertitle": {"text": "layer %{x}"}}
+        return curves(series, x, y, log_y=log, whole_x=True, y_range=bounds, height=340, x_axis=axis)
+    return over_sublayers(series, drawn, x, y, log_y=log, y_range=bounds, height=340)
 
 
-def name_sublayers(figure: Figure, models: Models) -> None:
-    """Name the layers along an axis of sublayers, and each sublayer under the pointer; trace i is one of model i."""
-    for trace, owner in zip(figure.data, models, strict=True):
-        trace.customdata = [_sublayer(owner, int(x)) for x in trace.x]
+def over_sublayers(series: Sequence[Curve], models: Models, x: str, y: str, **settings: Any) -> Figure:
+    """Curves whose axis names layers and whose pointer names sublayers; curve i is one of model i."""
     deepest = max(models, key=lambda model: len(model.sites))
     starts = [
         site.index for site in deepest.sites if site.index == 0 or deepest.sites[site.index - 1].layer != site.layer
     ]
     shown = starts[:: max(1, -(-len(starts) // LABELS))]
-    figure.update_xaxes(
-        tickmode="array",
-        tickvals=shown,
-        ticktext=[f"layer {deepest.sites[k].layer}" for k in shown],
-        unifiedhovertitle={"text": "%{customdata}"},
-    )
+    axis = {
+        "tickmode": "array",
+        "tickvals": shown,
+        "ticktext": [f"layer {deepest.sites[k].layer}" for k in shown],
+        "unifiedhovertitle": {"text": "%{customdata}"},
+    }
+    figure = curves(series, x, y, whole_x=True, x_axis=axis, **settings)
+    for trace, owner in zip(figure.data, models, strict=True):
+        trace.customdata = [_sublayer(owner, int(at)) for at in trace.x]
+    return figure
 
 
 def _sublayer(model: Model, index: int) -> str:

@@ -51,41 +51,39 @@ def curves(
     whole_x: bool = False,
     y_range: tuple[float, float] | None = None,
     height: int = 400,
+    x_axis: Mapping[str, Any] | None = None,
 ) -> Figure:
-    """Lines over a common axis; `whole_x` puts ticks at whole numbers only."""
-    from plotly.graph_objects import Figure, Scatter
-
-    traces: list[Any] = []
+    """Lines over a common axis; `whole_x` puts ticks at whole numbers only, `x_axis` are Plotly's settings of it."""
+    traces = []
     for curve in series:
         shared = {"name": escape(curve.name), "meta": of_series(curve.group or curve.name)}
         if curve.low is not None and curve.high is not None:
             edge = [*curve.high, *reversed(curve.low)]
             traces.append(
-                Scatter(
-                    x=[*curve.x, *reversed(curve.x)], y=edge, fill="toself", mode="lines", hoverinfo="skip",
-                    fillcolor=theme.faded(curve.colour, 0.15), line={"width": 0}, showlegend=False, **shared,
-                )
+                {
+                    "type": "scatter", "x": [*curve.x, *reversed(curve.x)], "y": edge, "fill": "toself",
+                    "mode": "lines", "hoverinfo": "skip", "fillcolor": theme.faded(curve.colour, 0.15),
+                    "line": {"width": 0}, "showlegend": False, **shared,
+                }
             )  # fmt: skip
         mode = "+".join(word for word, on in (("lines", curve.lines), ("markers", curve.markers)) if on)
         traces.append(
-            Scatter(
-                x=list(curve.x), y=list(curve.y), mode=mode, showlegend=curve.legend, opacity=curve.opacity,
-                line={"color": curve.colour, "width": curve.width, "dash": curve.dash},
-                marker={"color": curve.colour, "size": 7, "symbol": curve.symbol},
-                hovertemplate=f"{escape(curve.name)}: %{{y:.4g}}<br>{escape(x_title)} %{{x}}<extra></extra>", **shared,
-            )
+            {
+                "type": "scatter", "x": list(curve.x), "y": list(curve.y), "mode": mode, "showlegend": curve.legend,
+                "opacity": curve.opacity, "line": {"color": curve.colour, "width": curve.width, "dash": curve.dash},
+                "marker": {"color": curve.colour, "size": 7, "symbol": curve.symbol},
+                "hovertemplate": f"{escape(curve.name)}: %{{y:.4g}}<br>{escape(x_title)} %{{x}}<extra></extra>",
+                **shared,
+            }
         )  # fmt: skip
-    figure = Figure(traces)
-    label_axes(figure, x_title, y_title, height)
+    across, up = dict(x_axis or {}), {} if y_range is None else {"range": list(y_range)}
     if log_x:
-        figure.update_xaxes(_logarithmic([x for curve in series for x in curve.x]))
+        across |= _logarithmic([x for curve in series for x in curve.x])
     if log_y:
-        figure.update_yaxes(_logarithmic([y for curve in series for y in curve.y if y is not None]))
+        up |= _logarithmic([y for curve in series for y in curve.y if y is not None])
     if whole_x:
-        figure.update_xaxes(dtick=_whole_step(series))
-    if y_range is not None:
-        figure.update_yaxes(range=list(y_range))
-    return figure
+        across["dtick"] = _whole_step(series)
+    return framed(traces, x_title, y_title, height, x=across, y=up)
 
 
 def _logarithmic(values: Sequence[float]) -> dict[str, Any]:
@@ -109,24 +107,23 @@ def grouped_bars(
     ends: Mapping[str, Sequence[tuple[float, float] | None]] | None = None,
     line_at: float | None = None,
     height: int = 340,
+    step: int | None = None,
 ) -> Figure:
     """Bars side by side for each name, one per part; `line_at` marks a reference value.
 
-    `ends` are the ends of each bar's interval. Give them wherever a value was measured more than once.
+    `ends` are the ends of each bar's interval. Give them wherever a value was measured more than once. With `step`,
+    one in so many names stands along the axis.
     """
-    from plotly.graph_objects import Bar, Figure
-
     bars = [
-        Bar(
-            name=escape(part), x=[escape(name) for name in names], y=list(values), meta=of_series(part),
-            hovertemplate=f"{escape(part)}: %{{y:.4g}}<br>%{{x}}<extra></extra>",
-            marker={"color": colour}, error_y=_error_bars(values, (ends or {}).get(part)),
-        )
+        {
+            "type": "bar", "name": escape(part), "x": [escape(name) for name in names], "y": list(values),
+            "meta": of_series(part), "hovertemplate": f"{escape(part)}: %{{y:.4g}}<br>%{{x}}<extra></extra>",
+            "marker": {"color": colour}, "error_y": _error_bars(values, (ends or {}).get(part)),
+        }
         for (part, values), colour in zip(parts.items(), colours, strict=True)
     ]  # fmt: skip
-    figure = Figure(bars)
-    label_axes(figure, "", y_title, height)
-    figure.update_layout(barmode="group", bargap=0.35, bargroupgap=0.08)
+    groups = {"barmode": "group", "bargap": 0.35, "bargroupgap": 0.08}
+    figure = framed(bars, "", y_title, height, x=_stepped(step), **groups)
     if line_at is not None:
         figure.add_hline(y=line_at, line={"color": theme.SERIES[0], "width": 1.5, "dash": "dot"})
     return figure
@@ -156,23 +153,28 @@ def heatmap(
     bounds: tuple[float, float] | None = None,
     diverging: bool = False,
     height: int | None = None,
+    step: int | None = None,
 ) -> Figure:
-    """A matrix as colours, first row at the top. Missing cells (None) stay empty; those near zero are light."""
-    from plotly.graph_objects import Figure, Heatmap
+    """A matrix as colours, first row at the top. Missing cells (None) stay empty; those near zero are light.
 
+    With `step`, one in so many names stands along each axis.
+    """
     low, high = bounds if bounds else (None, None)
     centre = {"zmid": 0.0} if diverging else {}
-    shown = Heatmap(
-        z=[list(row) for row in values], x=[escape(v) for v in x], y=[escape(v) for v in y],
-        zmin=low, zmax=high, autocolorscale=True, xgap=1, ygap=1, hoverongaps=False,
-        colorbar={"title": {"text": escape(value_title)}},
-        hovertemplate=f"{escape(x_title)} %{{x}}<br>{escape(y_title)} %{{y}}<br>%{{z:.4g}}<extra></extra>", **centre,
-    )  # fmt: skip
-    figure = Figure([shown])
-    label_axes(figure, x_title, y_title, height or min(max(200, 24 * len(y) + 90), 620))
-    figure.update_xaxes(type="category", showgrid=False)
-    figure.update_yaxes(type="category", autorange="reversed", showgrid=False)
-    return figure
+    shown = {
+        "type": "heatmap", "z": [list(row) for row in values], "x": [escape(v) for v in x],
+        "y": [escape(v) for v in y], "zmin": low, "zmax": high, "autocolorscale": True, "xgap": 1, "ygap": 1,
+        "hoverongaps": False, "colorbar": {"title": {"text": escape(value_title)}},
+        "hovertemplate": f"{escape(x_title)} %{{x}}<br>{escape(y_title)} %{{y}}<br>%{{z:.4g}}<extra></extra>",
+        **centre,
+    }  # fmt: skip
+    axis = {"type": "category", "showgrid": False, **_stepped(step)}
+    tall = height or min(max(200, 24 * len(y) + 90), 620)
+    return framed([shown], x_title, y_title, tall, x=axis, y={**axis, "autorange": "reversed"})
+
+
+def _stepped(step: int | None) -> dict[str, Any]:
+    return {} if step is None else {"tickmode": "linear", "dtick": step}
 
 
 def of_series(name: str) -> dict[str, str]:
@@ -180,14 +182,31 @@ def of_series(name: str) -> dict[str, str]:
     return {"series": printable(name)}
 
 
-def label_axes(figure: Figure, x_title: str, y_title: str, height: int) -> None:
-    """Titles, height and margins. The legend is the page's (`legend.py`), not Plotly's."""
-    figure.update_layout(
-        template=None,
-        height=height,
-        margin={"l": 58, "r": 16, "t": 12, "b": 46},
-        hovermode="closest",
-        showlegend=False,
-    )
-    figure.update_xaxes(title_text=escape(x_title))
-    figure.update_yaxes(title_text=escape(y_title))
+def framed(
+    traces: Sequence[Mapping[str, Any]],
+    x_title: str,
+    y_title: str,
+    height: int,
+    *,
+    x: Mapping[str, Any] | None = None,
+    y: Mapping[str, Any] | None = None,
+    **layout: Any,
+) -> Figure:
+    """Traces with titles, height and margins; `x`, `y` and `layout` are Plotly's settings of the axes and the whole.
+
+    The legend is the page's (`legend.py`), not Plotly's. A figure gets everything at once: each `update_…` takes Plotly
+    as long as a small figure.
+    """
+    from plotly.graph_objects import Figure
+
+    settings = {
+        "height": height,
+        "margin": {"l": 58, "r": 16, "t": 12, "b": 46},
+        "hovermode": "closest",
+        "showlegend": False,
+        "xaxis": {"title": {"text": escape(x_title)}, **(x or {})},
+        "yaxis": {"title": {"text": escape(y_title)}, **(y or {})},
+    }
+    figure = Figure(traces, {"template": {}, **settings, **layout})  # {}: without one, it would take Plotly's own
+    figure.layout.template = None
+    return figure

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from residua.report import theme
-from residua.report.figures import label_axes, of_series
+from residua.report.figures import framed, of_series
 from residua.report.plain import escape
 from residua.report.scatter import span
 
@@ -37,42 +37,43 @@ class Estimate:
 
 def forest(rows: Sequence[Estimate], x_title: str, *, reference: float = 0.0, height: int | None = None) -> Figure:
     """The first row at the top, names above their lines, a dashed line at `reference`; wide intervals end in arrows."""
-    from plotly.graph_objects import Figure, Scatter
-
     low, high = span([*(row.value for row in rows), reference], [row.ends for row in rows], reach=3.0)
-    traces = []
+    traces: list[dict[str, Any]] = []
     for place, row in enumerate(rows):
         ends = None if row.ends is None else (max(row.ends[0], low), min(row.ends[1], high))
         said = escape(f"{row.name}: {row.text or format(row.value, '.4g')}{f', {row.detail}' if row.detail else ''}")
         if ends is not None:
             traces.append(
-                Scatter(
-                    x=list(ends), y=[place, place], mode="lines+markers", name=escape(row.name),
-                    meta=of_series(row.name), line={"color": row.colour, "width": 2.5}, marker=_caps(row, ends),
-                    showlegend=False, hoverinfo="skip",
-                )
+                {
+                    "type": "scatter", "x": list(ends), "y": [place, place], "mode": "lines+markers",
+                    "name": escape(row.name), "meta": of_series(row.name), "showlegend": False, "hoverinfo": "skip",
+                    "line": {"color": row.colour, "width": 2.5}, "marker": _caps(row, ends),
+                }
             )  # fmt: skip
         traces.append(
-            Scatter(
-                x=[row.value], y=[place], mode="markers", name=escape(row.name), meta=of_series(row.name),
-                marker={"color": row.colour, "size": 10, "symbol": row.symbol if ends else f"{row.symbol}-open",
-                        "line": {"color": row.colour, "width": 0 if ends else 2}},
-                showlegend=False, text=[said], hovertemplate="%{text}<extra></extra>",
-            )
+            {
+                "type": "scatter", "x": [row.value], "y": [place], "mode": "markers", "name": escape(row.name),
+                "meta": of_series(row.name), "showlegend": False, "text": [said],
+                "hovertemplate": "%{text}<extra></extra>",
+                "marker": {"color": row.colour, "size": 10, "symbol": row.symbol if ends else f"{row.symbol}-open",
+                           "line": {"color": row.colour, "width": 0 if ends else 2}},
+            }
         )  # fmt: skip
-    figure = Figure(traces)
-    label_axes(figure, x_title, "", height or height_of(len(rows)))
+    labels = [
+        {
+            "text": escape(words), "xref": "paper", "x": at, "xanchor": anchor, "y": place, "yanchor": "bottom",
+            "yshift": 7, "showarrow": False, "font": {"size": 12},
+        }
+        for place, row in enumerate(rows)
+        for words, at, anchor in ((row.name, 0.0, "left"), (row.text, 1.0, "right"))
+        if words
+    ]  # fmt: skip
+    bare = {"showticklabels": False, "ticks": "", "showgrid": False, "showline": False}
+    figure = framed(
+        traces, x_title, "", height or height_of(len(rows)), x={"range": [low, high]},
+        y={"range": [len(rows) - 0.5, -0.85], **bare}, annotations=labels, margin={"l": 12, "r": 12, "t": 8, "b": 46},
+    )  # fmt: skip
     figure.add_vline(x=reference, line={"color": theme.SERIES[0], "width": 1.5, "dash": "dash"})
-    for place, row in enumerate(rows):
-        for words, at, anchor in ((row.name, 0.0, "left"), (row.text, 1.0, "right")):
-            if words:
-                figure.add_annotation(
-                    text=escape(words), xref="paper", x=at, xanchor=anchor, y=place, yanchor="bottom", yshift=7,
-                    showarrow=False, font={"size": 12},
-                )  # fmt: skip
-    figure.update_layout(margin={"l": 12, "r": 12, "t": 8, "b": 46})
-    figure.update_xaxes(range=[low, high])
-    figure.update_yaxes(range=[len(rows) - 0.5, -0.85], showticklabels=False, ticks="", showgrid=False, showline=False)
     return figure
 
 

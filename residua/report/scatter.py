@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from html import escape
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from residua.report import theme
-from residua.report.figures import label_axes, of_series
+from residua.report.figures import framed, of_series
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
@@ -82,35 +82,30 @@ class Scatter:
         A point is labelled if its label overlaps nothing, also in a figure as narrow as `narrowest` pixels; the others
         are named by a hover, by the legend, or by the figure beside it.
         """
-        from plotly.graph_objects import Figure
-        from plotly.graph_objects import Scatter as Trace
-
         sides = replace(self, width=narrowest, height=height)._sides(free=True)
-        traces = [
-            Trace(
-                x=list(line.x), y=list(line.y), mode="lines", name=escape(line.name), hoverinfo="skip",
-                line={"color": line.colour, "width": 1.5, "dash": line.dash}, meta=of_series(line.name),
-            )
+        traces: list[dict[str, Any]] = [
+            {
+                "type": "scatter", "x": list(line.x), "y": list(line.y), "mode": "lines", "name": escape(line.name),
+                "hoverinfo": "skip", "line": {"color": line.colour, "width": 1.5, "dash": line.dash},
+                "meta": of_series(line.name),
+            }
             for line in self.lines
         ]  # fmt: skip
         traces += [
-            Trace(
-                x=[point.x], y=[point.y], mode="markers+text" if point.labelled and side else "markers",
-                name=escape(point.name), text=[escape(point.name)], textposition=side or "middle right",
-                meta=of_series(point.name), showlegend=legend and not point.labelled, cliponaxis=False,
-                marker={"color": point.colour, "size": 10, "symbol": point.symbol},
-                hovertemplate="%{text}: %{y:.4g} at %{x:.4g}<extra></extra>",
-                error_x=_whiskers(point.x, point.x_ends, point.colour),
-                error_y=_whiskers(point.y, point.y_ends, point.colour),
-            )
+            {
+                "type": "scatter", "x": [point.x], "y": [point.y],
+                "mode": "markers+text" if point.labelled and side else "markers", "name": escape(point.name),
+                "text": [escape(point.name)], "textposition": side or "middle right", "meta": of_series(point.name),
+                "showlegend": legend and not point.labelled, "cliponaxis": False,
+                "marker": {"color": point.colour, "size": 10, "symbol": point.symbol},
+                "hovertemplate": "%{text}: %{y:.4g} at %{x:.4g}<extra></extra>",
+                "error_x": _whiskers(point.x, point.x_ends, point.colour),
+                "error_y": _whiskers(point.y, point.y_ends, point.colour),
+            }
             for point, side in zip(self.points, sides, strict=True)
         ]  # fmt: skip
-        figure = Figure(traces)
-        label_axes(figure, self.x_title, self.y_title, height)
-        x_range, y_range = self.ranges
-        figure.update_xaxes(range=list(x_range))
-        figure.update_yaxes(range=list(y_range))
-        return figure
+        x, y = ({"range": list(ends)} for ends in self.ranges)
+        return framed(traces, self.x_title, self.y_title, height, x=x, y=y)
 
     def svg(self, title: str) -> str:
         """The same as a static picture, on white."""

@@ -211,8 +211,8 @@ def _costs(models: Models) -> dict[str, Figure]:
             if own:
                 labels = [a.label.replace("uniform weights at ", "") for a in own]
                 key = title if len(models) == 1 else f"{m.name}: {title}"
+                changes, step = [a.change for a in own], -(-len(own) // (2 * LABELS))
                 found[key] = grouped_bars(
-                    labels, {title: [a.change for a in own]}, [colour], "loss change (nats)", line_at=0.0
+                    labels, {title: changes}, [colour], "loss change (nats)", line_at=0.0, step=step
                 )
-                found[key].update_xaxes(tickmode="linear", dtick=-(-len(own) // (2 * LABELS)))
     return found

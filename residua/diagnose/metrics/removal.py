@@ -162,9 +162,8 @@ def _layer_costs(models: Models) -> Figure | None:
         changes = {a.index: a.change for a in m.ablations if a.kind == "layer"}
         parts[m.name] = [changes.get(n) for n in range(count)]
     names = [f"layer {n}" for n in range(count)]
-    figure = grouped_bars(names, parts, [colour for _, colour in shown], "loss change (nats)", line_at=0.0)
-    figure.update_xaxes(tickmode="linear", dtick=-(-count // LABELS))
-    return figure
+    step = -(-count // LABELS)
+    return grouped_bars(names, parts, [colour for _, colour in shown], "loss change (nats)", line_at=0.0, step=step)
 
 
 def _removed(model: Model, high: float) -> dict[int, Bar]:

@@ -118,7 +118,8 @@ def _pairs(models: Models, key: str, title: str, high: float) -> dict[str, Figur
     for m in models:
         values, names = getattr(m, key), [s.name for s in m.states]
         low = -high if min(map(min, values)) < 0 else 0.0
-        found[m.name] = heatmap(values, names, names, "read by", "read by", title, bounds=(low, high), height=560)
         step = -(-len(names) // (2 * LABELS))
-        found[m.name].update_xaxes(tickmode="linear", dtick=step).update_yaxes(tickmode="linear", dtick=step)
+        found[m.name] = heatmap(
+            values, names, names, "read by", "read by", title, bounds=(low, high), height=560, step=step
+        )
     return found

@@ -12,11 +12,11 @@ from torch import Tensor
 from residua.config.settings import Frozen
 from residua.diagnose.metric import Mean, Metric, Models
 from residua.diagnose.observe import Observation, Subject
-from residua.diagnose.plots import add_figure, by_layer, line, name_sublayers
+from residua.diagnose.plots import add_figure, by_layer, line, over_sublayers
 from residua.diagnose.text import Sample
 from residua.ops._runtime.numeric import wide
 from residua.report import Page, theme
-from residua.report.figures import curves, heatmap
+from residua.report.figures import heatmap
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
@@ -147,9 +147,8 @@ def _turned(models: Models) -> dict[str, Figure]:
                     if i < len(s.angular_distance) and (d := s.angular_distance[i]) is not None
                 ]
                 series.append(line(f"stream {i}", points, theme.colour(i + 1)))
-            figure = curves(series, "as read by", "angular distance to one earlier", whole_x=True, height=340)
-            name_sublayers(figure, [m] * len(series))
-            found[m.name] = figure
+            owners, y = [m] * len(series), "angular distance to one earlier"
+            found[m.name] = over_sublayers(series, owners, "as read by", y, height=340)
     return found
 
 
