@@ -122,7 +122,7 @@ def grouped_bars(
         }
         for (part, values), colour in zip(parts.items(), colours, strict=True)
     ]  # fmt: skip
-    groups = {"barmode": "group", "bargap": 0.35, "bargroupgap": 0.08}
+    groups: dict[str, Any] = {"barmode": "group", "bargap": 0.35, "bargroupgap": 0.08}
     figure = framed(bars, "", y_title, height, x=_stepped(step), **groups)
     if line_at is not None:
         figure.add_hline(y=line_at, line={"color": theme.SERIES[0], "width": 1.5, "dash": "dot"})
