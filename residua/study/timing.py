@@ -182,24 +182,24 @@ def _error(seconds: Sequence[float]) -> float:
 
 def main(arguments: Sequence[str]) -> int:
     """Time every configuration that has no timing on this device yet, and add it to its record; 1 if one failed."""
-    import torch
-
     from residua.config.plugins import load_plugins
     from residua.train.environment import device_name
+    from residua.train.timing import release_memory
 
     load_plugins()
     failed = False
     for path, kept in zip(map(Path, arguments[1::2]), map(Path, arguments[2::2]), strict=True):
         config = RunConfig.from_toml(path)
         record = read_json(kept, _Record, "remove it to time the model again")
-        if device_name(choose_device(config.train.device, "train.device")) in record.devices:
+        device = choose_device(config.train.device, "train.device")
+        if device_name(device) in record.devices:
             continue
         try:
             timing = measure(config, float(arguments[0]))
         except (RuntimeError, ValueError) as problem:  # also out of memory
             print(f"{path.stem}: {problem}", file=sys.stderr)
             failed = True
-            torch.compiler.reset()
+            release_memory(device)
             continue
         devices = {**record.devices, timing.device: timing}
         write_atomically(kept, record.model_copy(update={"devices": devices}).model_dump_json(indent=1) + "\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -59,7 +60,8 @@ def synchronize(device: torch.device) -> None:
 
 def release_memory(device: torch.device) -> None:
     """Drop graphs, compiled code and cached memory, so that the next case starts afresh."""
-    torch.compiler.reset()
+    if "torch._dynamo" in sys.modules:  # importing it takes seconds
+        torch.compiler.reset()
     gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -16,7 +16,7 @@ from residua.bench.cases import Shape, depth_paths, operators
 from residua.bench.operators import OpResult, bench_operator
 from residua.bench.peers import peers
 from residua.bench.show import print_operators, write_json
-from residua.bench.timing import Ceilings
+from residua.bench.timing import Ceilings, measure_ceilings
 from residua.cli.bench import app
 from residua.train.timing import Sample
 
@@ -26,6 +26,12 @@ CPU = torch.device("cpu")
 SMALL = Shape(tokens=24, width=32, streams=3, sources=4, rank=2, vocabulary=50, sublayers=8, dtype=torch.float32)
 QUICK = ["--tokens", "16", "--width", "32", "--repeats", "2", "--implementations", "reference"]
 SETTINGS = {"tokens": 16, "width": 32, "streams": 3, "sources": 4, "sublayers": 8, "vocabulary": 50}
+
+
+@pytest.fixture(autouse=True)
+def ceilings(monkeypatch):
+    """Measuring them takes half a second; the test of the command does."""
+    monkeypatch.setattr(suite, "measure_ceilings", lambda device: Ceilings(1e9, 1e9, "float32"))
 
 
 @pytest.mark.parametrize("name", operators(SMALL, CPU))
@@ -168,7 +174,8 @@ def test_the_spread_is_from_the_tenth_to_the_ninetieth_percentile():
     assert (sample.median, sample.p10, sample.p90, sample.count) == (5.0, 1.0, 9.0, 11)
 
 
-def test_the_command_prints_a_table_and_writes_json(tmp_path):
+def test_the_command_prints_a_table_and_writes_json(tmp_path, monkeypatch):
+    monkeypatch.setattr(suite, "measure_ceilings", measure_ceilings)
     out = tmp_path / "ops.json"
     sizes = ["--tokens", "16", "--width", "32", "--repeats", "2", "--precision", "float32"]
     done = CliRunner().invoke(app, ["ops", "gated_norm", *sizes, "--out", str(out)], catch_exceptions=False)

@@ -1,4 +1,5 @@
 import json
+import sys
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from residua.cli.bench import app
 from residua.config.run import RunConfig
 from residua.config.settings import ConfigError
 from residua.model.size import measure
-from residua.train.timing import random_batches
+from residua.train.timing import random_batches, release_memory
 
 CPU = torch.device("cpu")
 
@@ -92,3 +93,14 @@ def test_the_command_prints_ratios_and_writes_json(run, tmp_path):
     assert first["tokens"] == 16
     assert report["ceilings"]["copy_bytes_per_second"] > 0 and report["environment"]["torch"]
     assert "prenorm" in done.output and "TB/s" in done.output
+
+
+def test_memory_is_released_without_importing_the_compiler(monkeypatch):
+    resets = []
+    monkeypatch.setattr(torch.compiler, "reset", lambda: resets.append(1))
+    monkeypatch.setitem(sys.modules, "torch._dynamo", object())
+    release_memory(CPU)
+    assert resets == [1]
+    monkeypatch.delitem(sys.modules, "torch._dynamo")
+    release_memory(CPU)
+    assert resets == [1]

@@ -8,12 +8,15 @@ import signal
 import subprocess
 import sys
 import tempfile
-import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NoReturn
+
+from residua.study import crew
+from tests.forked import Forked, become
 
 LIMIT = 120
 """Seconds that a command may take, and as many GiB of memory as ROOM more than this process has."""
@@ -36,58 +39,16 @@ def command(arguments: Sequence[str], folder: Path) -> Done:
     def run() -> None:
         from residua.cli.main import main
 
-        subprocess.Popen = popen  # type: ignore[assignment, misc]
+        crew.subprocess = SimpleNamespace(**{**vars(subprocess), "Popen": _worker})  # type: ignore[assignment]
         sys.argv = ["residua", *arguments]
         main()
 
     return in_child(run, folder)
 
 
-_popen = subprocess.Popen
-
-
-def popen(arguments: Sequence[str], **settings: Any) -> Any:
-    """A stand-in for `subprocess.Popen` that forks the workers of a study, which saves their imports."""
-    forked = "-c" in arguments and settings.get("stdin") == subprocess.PIPE
-    return Forked(arguments, settings["stderr"].fileno()) if forked else _popen(arguments, **settings)
-
-
-class Forked:
-    """What a study uses of a worker's process."""
-
-    def __init__(self, arguments: Sequence[str], errors: int) -> None:
-        code, *rest = arguments[arguments.index("-c") + 1 :]
-        (its_input, to_it), (from_it, its_output) = os.pipe(), os.pipe()
-        self.pid = os.fork()
-        self.returncode: int | None = None
-        if self.pid == 0:
-            for number, file in enumerate((its_input, its_output, errors)):
-                os.dup2(file, number)
-            os.closerange(3, 1024)  # another worker's input, held open here, would never end
-            sys.stdin = os.fdopen(0)
-            sys.argv = ["-c", *rest]
-            _become(lambda: exec(code, {}), Path.cwd(), 1, 2)
-        os.close(its_input)
-        os.close(its_output)
-        self.stdin, self.stdout = os.fdopen(to_it, "wb"), os.fdopen(from_it, "rb")
-
-    def poll(self) -> int | None:
-        return self._reap(os.WNOHANG)
-
-    def wait(self, timeout: float | None = None) -> int | None:
-        return self._reap(0)
-
-    def send_signal(self, number: int) -> None:
-        os.kill(self.pid, number)
-
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
-
-    def _reap(self, how: int) -> int | None:
-        if self.returncode is None:
-            process, status = os.waitpid(self.pid, how)
-            self.returncode = os.waitstatus_to_exitcode(status) if process else None
-        return self.returncode
+def _worker(arguments: Sequence[str], **settings: Any) -> Forked:
+    """A worker of a study, without its imports, among the processes that end with the command."""
+    return Forked(arguments, **{**settings, "start_new_session": False})
 
 
 def in_child(work: Callable[[], Any], folder: Path) -> Done:
@@ -112,20 +73,9 @@ def in_child(work: Callable[[], Any], folder: Path) -> Done:
         return Done(code, output.read().decode(errors="replace"), errors.read().decode(errors="replace"))
 
 
-def _become(work: Callable[[], Any], folder: Path, output: int, errors: int) -> None:
-    """In the child: never returns."""
-    code = 70
-    try:
-        os.dup2(output, 1)
-        os.dup2(errors, 2)
-        os.chdir(folder)
-        work()
-        code = 0
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+def _become(work: Callable[[], Any], folder: Path, output: int, errors: int) -> NoReturn:
+    """In the child."""
+    os.dup2(output, 1)
+    os.dup2(errors, 2)
+    os.chdir(folder)
+    become(work)

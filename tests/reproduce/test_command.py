@@ -14,6 +14,7 @@ from residua.data import Dataset
 from residua.reproduce import conduct as work
 from residua.reproduce.catalogue import load, names
 from residua.reproduce.entry import Inside, Nothing
+from tests.forked import fork_workers
 from tests.report.browser import chromium, opened
 from tests.reproduce.conftest import QUICK
 from tests.trained import train_run
@@ -55,7 +56,10 @@ def test_a_mistake_is_answered_in_one_sentence(arguments: list[str], sentence: s
 
 
 @pytest.mark.slow
-def test_an_entry_runs_from_start_to_end_and_continues_where_it_was(dataset: Dataset, tmp_path: Path) -> None:
+def test_an_entry_runs_from_start_to_end_and_continues_where_it_was(
+    dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fork_workers(monkeypatch)
     out = tmp_path / "study"
     arguments = ["004:table1", *SMALL, "--sizes", "S", "--rows", "block4", "--seeds", "1", "--out", str(out)]
     arguments += ["--data", str(dataset.path), "--threads", "1", "--set", "model.layers=2"]

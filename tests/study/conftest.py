@@ -21,7 +21,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     return prepare(open_corpus([folder], holdout=0.2), folder / "prepared", "bytes")
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def study() -> StudyConfig:
     """Pre-norm against three others, two seeds, ten steps."""
     return StudyConfig(

@@ -19,6 +19,7 @@ from residua.study.plan import PlannedRun, make_plan
 from residua.study.quantized import measure_runs
 from residua.study.runs import QuantizedRun, read_quantized
 from residua.study.tables import markdown
+from tests.forked import fork_workers
 from tests.study.recorded import write_all
 
 pytestmark = pytest.mark.slow
@@ -36,10 +37,10 @@ def test_a_study_of_trained_models_has_a_loss_for_every_recipe(
     study: StudyConfig, dataset: Dataset, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = low(study, data=str(dataset.path), variants={"prenorm": ("prenorm",)})
-    monkeypatch.setitem(sys.modules, "plotly", None)  # where models are trained there may be none
-    with pytest.raises(ImportError):
+    fork_workers(monkeypatch)
+    with monkeypatch.context() as trained_there, pytest.raises(ImportError):
+        trained_there.setitem(sys.modules, "plotly", None)  # where models are trained there may be none
         conduct(asked, out, Console(quiet=True))
-    monkeypatch.undo()
     measured = {run.folder: (run.folder / "quantized.json").stat() for run in make_plan(asked, out, dataset).runs}
 
     outcome = conduct(asked, out, Console(quiet=True))

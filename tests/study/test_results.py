@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from markdown_it import MarkdownIt
@@ -44,9 +45,23 @@ def row(result: StudyResult, name: str) -> VariantResult:
     return next(row for row in result.variants if row.name == name)
 
 
+@pytest.fixture(scope="module")
+def written(study: StudyConfig, dataset: Dataset, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    """The study with its page, made once."""
+    out = tmp_path_factory.mktemp("results")
+    return outcome_of(study, make_plan(study, out, dataset), out)
+
+
 @pytest.fixture
-def result(study: StudyConfig, dataset: Dataset, out: Path) -> StudyResult:
-    return outcome_of(study, make_plan(study, out, dataset), out).result
+def result(written: Outcome) -> StudyResult:
+    return written.result
+
+
+@pytest.fixture
+def no_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawing it takes half a second, and these tests do not look at it."""
+    page = SimpleNamespace(write=lambda path: path)
+    monkeypatch.setattr("residua.study.conduct.study_page", lambda *arguments: page)
 
 
 def test_loss_is_mean_and_standard_error_over_seeds(result: StudyResult) -> None:
@@ -82,11 +97,11 @@ def test_wall_clock_gain_is_step_gain_times_throughput(result: StudyResult) -> N
     assert equal.wall_clock_gain is not None and equal.wall_clock_gain.value == pytest.approx(0.5)
 
 
-def test_results_json_reads_back_equal_and_says_its_version(result: StudyResult, out: Path) -> None:
-    written = json.loads((out / "results.json").read_text())
-    assert written["version"] == 1
-    assert StudyResult(**written) == result
-    assert set(written["variants"][0]) == set(VariantResult.model_json_schema()["properties"])
+def test_results_json_reads_back_equal_and_says_its_version(written: Outcome) -> None:
+    found = json.loads((written.report.parent / "results.json").read_text())
+    assert found["version"] == 1
+    assert StudyResult(**found) == written.result
+    assert set(found["variants"][0]) == set(VariantResult.model_json_schema()["properties"])
 
 
 def test_markdown_has_a_row_per_variant_and_the_verdicts(result: StudyResult) -> None:
@@ -110,6 +125,7 @@ def test_markdown_shows_names_and_messages_of_strangers_as_text(result: StudyRes
     assert shown.count("<tr>") == 1 + len(rows) and shown.count("<a ") == 1
 
 
+@pytest.mark.usefixtures("no_page")
 def test_a_failed_run_is_listed_and_the_others_still_count(study: StudyConfig, dataset: Dataset, out: Path) -> None:
     plan = make_plan(study, out, dataset)
     write_all(plan, straight, RATE)
@@ -152,6 +168,7 @@ def test_verdicts_claim_nothing_from_one_seed_or_an_interval_over_zero(result: S
     assert verdict(base, result).startswith("block_attnres: lower loss by 0.1000 (n = 2)")
 
 
+@pytest.mark.usefixtures("no_page")
 def test_scaling_recovers_the_law_the_runs_were_made_with(study: StudyConfig, dataset: Dataset, out: Path) -> None:
     several = StudyConfig(
         **{**study.model_dump(), "set": ["train.steps=100", "train.schedule.warmup=1"], "scaling": {"sizes": SIZES}}
@@ -180,6 +197,7 @@ def with_rates(study: StudyConfig, plan: StudyPlan, out: Path, rates: dict[tuple
     return summarise(study, plan, out, {}, None).result
 
 
+@pytest.mark.usefixtures("no_page")
 def test_the_speeds_of_the_table_give_its_throughput(study: StudyConfig, dataset: Dataset, out: Path) -> None:
     rates = {("prenorm", 0): 1000.0, ("prenorm", 1): 4000.0, ("mgr", 0): 900.0, ("mgr", 1): 400.0}
     result = with_rates(study, make_plan(study, out, dataset), out, rates)
@@ -189,6 +207,7 @@ def test_the_speeds_of_the_table_give_its_throughput(study: StudyConfig, dataset
     assert ours.tokens_per_second / baseline.tokens_per_second == pytest.approx(0.3)
 
 
+@pytest.mark.usefixtures("no_page")
 def test_seeds_whose_speeds_disagree_allow_no_factor(study: StudyConfig, dataset: Dataset, out: Path) -> None:
     rates = {("prenorm", 0): 1000.0, ("prenorm", 1): 4000.0, ("mgr", 0): 900.0, ("mgr", 1): 400.0}
     result = with_rates(study, make_plan(study, out, dataset), out, rates)
@@ -259,6 +278,7 @@ def laddered(study: StudyConfig, out: Path, dataset: Dataset, budgets: tuple[flo
     return summarise(longer, plan, out, {}, None).result
 
 
+@pytest.mark.usefixtures("no_page")
 def test_a_ladder_gives_equivalent_tokens_beside_the_step_wise_gain(
     study: StudyConfig, dataset: Dataset, out: Path
 ) -> None:
@@ -283,6 +303,7 @@ def test_a_ladder_gives_equivalent_tokens_beside_the_step_wise_gain(
     assert "| equivalent tokens |" in text and "1.25× [1.25, 1.25]" in text and "3.00×\\* [" in text
 
 
+@pytest.mark.usefixtures("no_page")
 def test_the_picture_has_the_cost_of_a_step_against_its_worth(study: StudyConfig, dataset: Dataset, out: Path) -> None:
     result = laddered(study, out, dataset, (0.5, 1, 1.5, 2))
     drawn = break_even(result)
@@ -306,6 +327,7 @@ def test_the_picture_has_the_cost_of_a_step_against_its_worth(study: StudyConfig
     assert worth.x == pytest.approx(1.25 * 0.00256, rel=1e-3)
 
 
+@pytest.mark.usefixtures("no_page")
 def test_a_ladder_of_two_budgets_gives_a_gain_and_no_interval(study: StudyConfig, dataset: Dataset, out: Path) -> None:
     gain = row(laddered(study, out, dataset, (1, 2)), "block_attnres").equivalent_tokens
     assert gain is not None and gain.low is None

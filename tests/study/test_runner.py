@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -13,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 
 from residua.config.settings import ConfigError
@@ -23,6 +23,7 @@ from residua.study.conduct import conduct
 from residua.study.plan import PlannedRun, StudyPlan, make_plan
 from residua.study.runner import run_plan, threads_per_run
 from residua.study.runs import is_complete, read_run
+from tests.forked import Forked, fork_workers
 
 pytestmark = pytest.mark.slow
 
@@ -31,6 +32,12 @@ pytestmark = pytest.mark.slow
 def no_timing(monkeypatch: pytest.MonkeyPatch) -> None:
     """These tests are about the runs; `test_timing.py` is about timing them."""
     monkeypatch.setattr(conduct_module, "time_variants", lambda *arguments: None)
+
+
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers without their imports. The test of Ctrl-C starts a real one."""
+    fork_workers(monkeypatch)
 
 
 class Quiet:
@@ -56,6 +63,7 @@ def losses(plan: StudyPlan) -> dict[str, list[tuple[float, float]]]:
     return {run.title: read_run(run.folder, run.config).loss_curve for run in plan.runs}
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_study_runs_writes_everything_and_is_reused(study: StudyConfig, dataset: Dataset, out: Path) -> None:
     small = two(study, data=str(dataset.path))
     outcome = conduct(small, out, Console(quiet=True))
@@ -91,6 +99,7 @@ def test_a_study_runs_writes_everything_and_is_reused(study: StudyConfig, datase
     assert losses(plan) == before
 
 
+@pytest.mark.usefixtures("forked")
 def test_budgets_added_to_a_finished_study_are_all_that_is_trained(
     study: StudyConfig, dataset: Dataset, out: Path
 ) -> None:
@@ -111,6 +120,7 @@ def test_budgets_added_to_a_finished_study_are_all_that_is_trained(
     assert len({each[-1] for each in rates.values()}) == 1 and rates[0.5][-1] < rates[1.0][4]  # each decays at its end
 
 
+@pytest.mark.usefixtures("forked")
 def test_one_failing_run_leaves_the_others_alone(study: StudyConfig, dataset: Dataset, out: Path) -> None:
     small = two(study, data=str(dataset.path))
     plan = make_plan(small, out, dataset)
@@ -125,24 +135,49 @@ def test_one_failing_run_leaves_the_others_alone(study: StudyConfig, dataset: Da
     assert (out / "report.html").exists()
 
 
-def test_ctrl_c_saves_every_run_and_the_same_command_goes_on(study: StudyConfig, dataset: Dataset, out: Path) -> None:
-    steps = ("train.steps=200", "train.save_every=5000", "train.validate_every=5000", "model.layers=2")
+WAITS = """
+import signal, time
+from residua.train.step import Step
+
+step, steps = Step.__call__, []
+
+def wait_for_the_signal(self, *given):
+    steps.append(self)
+    while len(steps) == 4 and signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        time.sleep(0.01)
+    return step(self, *given)
+
+Step.__call__ = wait_for_the_signal
+"""
+"""A plugin: the fourth step of a run lasts until it is asked to stop."""
+
+
+def test_ctrl_c_saves_every_run_and_the_same_command_goes_on(
+    study: StudyConfig, dataset: Dataset, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = ("train.save_every=5000", "train.validate_every=5000", "model.layers=2")
     small = two(study, data=str(dataset.path), set=(*study.set, *steps), variants={"mgr": ("mgr",)}, baseline="mgr")
+    (out.parent / "waits.py").write_text(WAITS)
+    monkeypatch.setenv("RESIDUA_PLUGINS", str(out.parent / "waits.py"))
     out.mkdir()
     (out / "wanted.toml").write_text(small.to_toml())
-    command = [sys.executable, "-m", "residua.cli.main", "compare", str(out / "wanted.toml"), "--out", str(out)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    pipes = {"stderr": subprocess.PIPE, "stdout": subprocess.DEVNULL}
-    first = subprocess.Popen(command, env=environment, **pipes)
-    plan = make_plan(small, out, dataset)
-    wait_for(lambda: all(read_run(run.folder, run.config).train for run in plan.runs), first)
-    first.send_signal(signal.SIGINT)
-    _, complaint = first.communicate()
-    assert first.returncode == 130
-    assert b"the same command continues" in complaint
+    call = "from residua.cli.main import main; main()"
+    command = [sys.executable, "-c", call, "compare", str(out / "wanted.toml"), "--out", str(out)]
+    with (out.parent / "errors").open("w+b") as errors:
+        first = (subprocess.Popen if torch.cuda.is_available() else Forked)(
+            command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=errors
+        )
+        plan = make_plan(small, out, dataset)
+        wait_for(lambda: all(read_run(run.folder, run.config).train for run in plan.runs), first)
+        first.send_signal(signal.SIGINT)
+        assert first.wait() == 130
+        errors.seek(0)
+        assert b"the same command continues" in errors.read()
+    monkeypatch.delenv("RESIDUA_PLUGINS")
+    fork_workers(monkeypatch)
     saved = {run.title: next((run.folder / "checkpoints").glob("step-*")) for run in plan.runs}
     watcher = Quiet()
-    assert all(0 < int(path.name.removeprefix("step-")) < 200 for path in saved.values())
+    assert all(0 < int(path.name.removeprefix("step-")) < 10 for path in saved.values())
     assert run_plan(small, plan, out, watcher) == {}
     assert watcher.starts.keys() == saved.keys()
     assert all(is_complete(run.folder, run.config) for run in plan.runs)
@@ -173,7 +208,7 @@ def test_runs_take_no_more_threads_than_the_environment_allows(
     assert threads_per_run(alone.model_copy(update={"threads": 5})) == 5
 
 
-def wait_for(ready: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
+def wait_for(ready: Callable[[], bool], process: subprocess.Popen[bytes] | Forked) -> None:
     while not ready():
         assert process.poll() is None
         time.sleep(0.1)

@@ -21,6 +21,7 @@ from tests.study.test_results import straight
 
 def two(study: StudyConfig, dataset: Dataset, **changes: object) -> StudyConfig:
     small = {"variants": ["prenorm", "mgr"], "data": str(dataset.path), "workers": 2, "threads": 1}
+    small["set"] = (*study.set, "model.layers=2")
     return StudyConfig(**{**study.model_dump(exclude={"baseline"}), **small, **changes})
 
 

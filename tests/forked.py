@@ -1,0 +1,103 @@
+"""Forks this process where another one would import torch anew, which takes three seconds."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any, NoReturn
+
+import pytest
+import torch
+
+from residua.study import crew
+
+
+def fork_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fork the workers of studies in this test, unless there is a GPU: after a fork autograd refuses to use it."""
+    if not torch.cuda.is_available():
+        import residua.study.worker  # noqa: F401 (once here, instead of in every worker)
+
+        monkeypatch.setattr(crew, "subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": Forked}))
+
+
+class Forked:
+    """`python -c CODE ARGUMENTS` without its imports: what a study, or a test, uses of `subprocess.Popen`."""
+
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        stderr: Any,
+        env: dict[str, str] | None = None,
+        pass_fds: Sequence[int] = (),
+        start_new_session: bool = False,
+        **others: object,
+    ) -> None:
+        code, *rest = arguments[arguments.index("-c") + 1 :]
+        (its_input, to_it), (from_it, its_output) = os.pipe(), os.pipe()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        gc.freeze()  # it collects its own garbage, and does not look through this process's
+        self.pid = os.fork()
+        self.returncode: int | None = None
+        if self.pid == 0:
+            if start_new_session:
+                os.setsid()
+            for number, file in enumerate((its_input, its_output, stderr.fileno())):
+                os.dup2(file, number)
+            kept = [2, *sorted(pass_fds), 1024]
+            for before, after in pairwise(kept):
+                os.closerange(before + 1, after)  # another worker's input, held open here, would never end
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.environ.update(env or {})
+            sys.stdin, sys.stdout, sys.stderr = os.fdopen(0), os.fdopen(1, "w"), os.fdopen(2, "w")
+            sys.argv = ["-c", *rest]
+            become(lambda: exec(code, {}))
+        gc.unfreeze()
+        os.close(its_input)
+        os.close(its_output)
+        self.stdin, self.stdout = os.fdopen(to_it, "wb"), os.fdopen(from_it, "rb")
+
+    def poll(self) -> int | None:
+        return self._reap(os.WNOHANG)
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        return self._reap(0)
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def _reap(self, how: int) -> int | None:
+        if self.returncode is None:
+            process, status = os.waitpid(self.pid, how)
+            self.returncode = os.waitstatus_to_exitcode(status) if process else None
+        return self.returncode
+
+
+def become(work: Callable[[], Any]) -> NoReturn:
+    """In a forked process: do this and end, with the status that Python would end with."""
+    code = 70
+    try:
+        work()
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
