@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,7 +14,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
-from torch.fx import Graph, GraphModule
+from torch.fx import GraphModule
 from torch.nn.functional import cross_entropy
 
 from residua import ops
@@ -21,39 +23,66 @@ from residua.train.compile.rewrites.graphs import Rewrite, Rewrites
 from tests.model.small import small, tokens_and_targets
 
 
+@dataclass
+class Differentiated:
+    """A value and its gradients, and the forward and the backward graph that gave them."""
+
+    values: list[Tensor]
+    graphs: list[GraphModule]
+
+
 def rewriting(*rewrites: Rewrite, seen: list[GraphModule]) -> Any:
     """A backend that rewrites the forward and the backward graph, keeps them in `seen`, and runs them as they are."""
 
-    def compile(module: GraphModule, _: Any) -> Any:
-        Rewrites(*rewrites)(module.graph)
-        module.recompile()
-        seen.append(module)
-        return make_boxed_func(module.forward)
+    def compile(module: GraphModule) -> Callable[..., Any]:
+        seen.append(_rewritten(module, *rewrites))
+        return seen[-1].forward
+
+    return _backend(compile)
+
+
+def differentiated(
+    function: Callable[..., Tensor], leaves: list[Tensor], *, rewrite: Rewrite, backend: str = "triton"
+) -> tuple[Differentiated, Differentiated]:
+    """What the graphs of a function give as they were traced, and rewritten: both of one compilation."""
+    torch._dynamo.reset()
+    plain, ours = Differentiated([], []), Differentiated([], [])
+
+    def compile(module: GraphModule) -> Callable[..., Any]:
+        number = len(plain.graphs)
+        plain.graphs.append(_rewritten(GraphModule(module, deepcopy(module.graph))))
+        ours.graphs.append(_rewritten(module, rewrite))
+        return lambda *args: running.graphs[number](*args)
+
+    compiled = torch.compile(function, backend=_backend(compile), fullgraph=True)
+    with ops.backend(backend):
+        for running in (plain, ours):
+            out = compiled()
+            running.values = [out, *torch.autograd.grad(out, leaves)]
+    assert len(ours.graphs) == 2, "one forward, one backward: nothing was compiled again"
+    return plain, ours
+
+
+def _rewritten(module: GraphModule, *rewrites: Rewrite) -> GraphModule:
+    Rewrites(*rewrites)(module.graph)
+    module.recompile()
+    return module
+
+
+def _backend(compile: Callable[[GraphModule], Callable[..., Any]]) -> Any:
+    def boxed(module: GraphModule, _: Any) -> Any:
+        return make_boxed_func(compile(module))
 
     return aot_autograd(
-        fw_compiler=compile,
-        bw_compiler=compile,
+        fw_compiler=boxed,
+        bw_compiler=boxed,
         decompositions=select_decomp_table(),
         partition_fn=min_cut_rematerialization_partition,
     )
 
 
-def differentiated(function: Callable[..., Tensor], leaves: list[Tensor], *, rewrite: Callable[[Graph], None]) -> Any:
-    """What the compiled function gives, its gradients, and its two graphs."""
-    torch._dynamo.reset()
-    seen: list[GraphModule] = []
-    with ops.backend("triton"):
-        out = torch.compile(function, backend=rewriting(rewrite, seen=seen), fullgraph=True)()
-        gradients = torch.autograd.grad(out, leaves)
-    return [out, *gradients], seen
-
-
 def calls(module: GraphModule) -> Counter[str]:
     return Counter(str(n.target) for n in module.graph.nodes if n.op == "call_function")
-
-
-def untouched(graph: Graph) -> None:
-    pass
 
 
 def model_loss(**tables: Any) -> tuple[Callable[[], Tensor], list[Tensor]]:
@@ -62,7 +91,7 @@ def model_loss(**tables: Any) -> tuple[Callable[[], Tensor], list[Tensor]]:
     for name, p in model.named_parameters():
         if name.endswith("gate.up"):
             torch.nn.init.normal_(p)
-    tokens, targets = tokens_and_targets()
+    tokens, targets = tokens_and_targets(length=3)
 
     def loss() -> Tensor:
         return cross_entropy(model(tokens).flatten(0, 1), targets.flatten())

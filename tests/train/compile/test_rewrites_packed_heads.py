@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._inductor.decomposition import select_decomp_table
-from torch.fx import Graph, GraphModule
+from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.functional import cross_entropy
 
@@ -21,7 +20,7 @@ from residua.train.compile.rewrites.packed_heads import pack_head_gradients
 from tests.golden.compare import randomise
 from tests.model.small import small, tokens_and_targets
 from tests.nightly import only_nightly
-from tests.train.compile.rewriting import rewriting
+from tests.train.compile.rewriting import Differentiated, calls, differentiated
 
 pytestmark = [
     pytest.mark.slow,
@@ -38,20 +37,17 @@ def clean(module: GraphModule) -> None:
     module.recompile()
 
 
-def operators(graph: Graph) -> Counter[str]:
-    return Counter(str(node.target) for node in graph.nodes if node.op == "call_function")
-
-
-def trained(attention: dict[str, Any], rewrite: Callable[[Graph], None]) -> tuple[list[Tensor], Counter[str]]:
-    """The gradients of a model of two layers, and the operators of its backward graph."""
-    torch._dynamo.reset()
+def trained(attention: dict[str, Any], layers: int) -> tuple[Differentiated, Differentiated]:
+    """The loss and the gradients of a model, by its own graphs and by those with packed heads."""
     torch.manual_seed(0)
-    config = small(layers=2, width=32, ffn={"kind": "relu2", "hidden": 32}, attention=attention)
-    model, seen = randomise(residua.build(config), 0.05).float(), list[GraphModule]()
-    run = torch.compile(model, backend=rewriting(rewrite, seen=seen), fullgraph=True)
-    tokens, targets = tokens_and_targets()
-    cross_entropy(run(tokens).flatten(0, 1), targets.flatten()).backward()
-    return [p.grad for p in model.parameters()], operators(seen[1].graph)
+    config = small(layers=layers, width=32, ffn={"kind": "relu2", "hidden": 32}, attention=attention)
+    model = randomise(residua.build(config), 0.05).float()
+    tokens, targets = tokens_and_targets(length=3)
+
+    def loss() -> Tensor:
+        return cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+
+    return differentiated(loss, list(model.parameters()), rewrite=pack_head_gradients, backend="auto")
 
 
 @pytest.fixture
@@ -64,11 +60,11 @@ def fused_heads(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("kv_heads", only_nightly([4, 2], but=[2]), ids=["as many", "grouped"])
 def test_one_operator_a_layer_gives_the_gradients_of_the_plain_graph(kv_heads: int) -> None:
     attention = {"kind": "softmax", "heads": 4, "kv_heads": kv_heads}
-    plain, before = trained(attention, lambda _: None)
-    packed, after = trained(attention, pack_head_gradients)
+    plain, packed = trained(attention, layers=2)
+    before, after = (calls(run.graphs[1]) for run in (plain, packed))
     assert before[BACKWARD] == 4 and before["aten.cat.default"] == 2
     assert after[PACKED] == 2 and not after[BACKWARD] and not after["aten.cat.default"]
-    for found, expected in zip(packed, plain, strict=True):
+    for found, expected in zip(packed.values, plain.values, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
 
 
@@ -78,16 +74,15 @@ def test_one_operator_a_layer_gives_the_gradients_of_the_plain_graph(kv_heads: i
     ids=str,
 )
 def test_a_graph_without_normed_heads_is_left_alone(attention: dict[str, Any]) -> None:
-    attention = {"kind": "softmax", "heads": 2} | attention
-    plain, before = trained(attention, lambda _: None)
-    same, after = trained(attention, pack_head_gradients)
-    assert before == after and all(torch.equal(a, b) for a, b in zip(plain, same, strict=True))
+    plain, same = trained({"kind": "softmax", "heads": 2} | attention, layers=1)
+    assert [str(m.graph) for m in same.graphs] == [str(m.graph) for m in plain.graphs]
+    assert all(torch.equal(a, b) for a, b in zip(plain.values, same.values, strict=True))
 
 
 @pytest.mark.usefixtures("fused_heads")
 def test_a_gate_that_is_joined_too_is_left_alone() -> None:
-    after = trained({"kind": "softmax", "heads": 2, "gate": "elementwise"}, pack_head_gradients)[1]
-    assert after[BACKWARD] == 4 and not after[PACKED]
+    after = calls(trained({"kind": "softmax", "heads": 2, "gate": "elementwise"}, layers=1)[1].graphs[1])
+    assert after[BACKWARD] == 2 and not after[PACKED]
 
 
 def heads(n: int, order: str = "qkv", read_twice: bool = False, axis: int = -1, tables: int = 1) -> Callable[..., Any]:
@@ -123,7 +118,7 @@ def test_values_come_as_attention_left_them(n: int) -> None:
     expected = module(*given)
     pack_head_gradients(module.graph)
     clean(module)
-    names = operators(module.graph)
+    names = calls(module)
     assert names[PACKED] == 1 and not names[BACKWARD] and not names["aten.clone.default"]
     for a, b in zip(module(*given), expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
