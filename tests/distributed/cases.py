@@ -15,7 +15,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "full": {"topology": {"kind": "full_attnres"}},
     "block": {"topology": {"kind": "block_attnres", "sublayers_per_block": 2}},
     "mgr": {"topology": {"kind": "multi_gate", "streams": 3}},
-    "mhc": {"topology": {"kind": "mhc", "streams": 2}},
+    "mhc": {"topology": {"kind": "mhc", "streams": 2, "iterations": 3}},
     "exoformer": {
         "anchors": {"kind": "exoformer"},
         "attention": {"kind": "softmax", "heads": 2, "gate": "elementwise"},

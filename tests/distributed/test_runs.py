@@ -39,18 +39,19 @@ def spec(folder: Path, config: RunConfig, **asked: Any) -> Path:  # noqa: F811
     return path
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def recipe(config: RunConfig) -> RunConfig:  # noqa: F811
     return config.override(
         ["train.log_every=1", "train.accumulate=4", "train.micro_batch=1", "train.schedule.warmup=1"]
     )
 
 
-@pytest.fixture
-def unbroken(recipe: RunConfig, tmp_path: Path) -> dict[int, float]:
+@pytest.fixture(scope="module")
+def unbroken(recipe: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     """The losses of one process from the first step to the last."""
-    train(recipe, tmp_path / "unbroken")
-    return curve(tmp_path / "unbroken")
+    run = tmp_path_factory.mktemp("unbroken") / "run"
+    train(recipe, run)
+    return curve(run)
 
 
 def test_two_ranks_then_one_then_two_go_on_with_the_same_curve(

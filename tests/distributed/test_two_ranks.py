@@ -42,9 +42,10 @@ EXTRA: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+COMPILED = {"pipeline": 2, "layers": 2, "compile": "on"}
 SINGLE: dict[str, tuple[str, dict[str, Any]]] = {
     "rounded": ("mgr", {"shard": 2, "unit": "model", "precision": "bfloat16"}),
-    "compiled-stages": ("full", {"pipeline": 2, "layers": 2, "compile": "on"}),
+    "compiled-stages": ("full", COMPILED | {"backend": "eager"}),
     "rounded-stages": ("full", {**INTERLEAVED, "precision": "bfloat16"}),
 }
 """Cases with a test of their own."""
@@ -77,7 +78,8 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Tens
 
 @pytest.fixture(scope="module")
 def nightly_traces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Tensor]]:
-    return train(tmp_path_factory.mktemp("traces"), NIGHTLY, {})
+    differentiated = ("full", COMPILED | {"backend": "aot_eager"})
+    return train(tmp_path_factory.mktemp("traces"), NIGHTLY, {"differentiated-stages": differentiated})
 
 
 @pytest.fixture(scope="module")
@@ -119,6 +121,15 @@ def test_compiled_stages_train_as_one(traces: Any) -> None:
 
     assert_same_training(traces["compiled-stages"], single("full", layers=2))
     assert (traces["compiled-stages"]["graphs"], traces["full-1f1b"]["graphs"]) == (4, 0)
+
+
+@pytest.mark.nightly
+def test_stages_that_are_differentiated_ahead_of_time_train_as_one(nightly_traces: Any) -> None:
+    """By day layers are, in another test."""
+    from tests.distributed.worker import single
+
+    assert_same_training(nightly_traces["differentiated-stages"], single("full", layers=2))
+    assert nightly_traces["differentiated-stages"]["graphs"] == 4
 
 
 def test_stages_recompute_every_sublayer(traces: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -92,10 +93,14 @@ def orthogonalised() -> AbstractContextManager[list[int]]:
 
 
 def ranked(model: str, parallel: dict[str, Any]) -> dict[str, Tensor]:
-    """Train a case. `parallel` has keys of `[parallel]` and a few that belong elsewhere, which are popped here."""
+    """Train a case; rank 0 returns what all saw.
+
+    `parallel` has keys of `[parallel]` and a few that belong elsewhere, which are popped here.
+    """
     way = parallel.pop("way", None)
     units.SMALLEST_UNIT = parallel.pop("smallest_unit", 1)
     optimizer.TURN = parallel.pop("turn", 1 << 24)
+    stage.compile_rewritten = partial(torch.compile, dynamic=False, backend=parallel.pop("backend", None))
     recipe = {key: parallel.pop(key) for key in ("layers", "precision", "recompute", "compile") if key in parallel}
     config = run_config(model, parallel, **recipe)
     mesh = Mesh(config.parallel, torch.device("cpu"))
@@ -107,9 +112,9 @@ def ranked(model: str, parallel: dict[str, Any]) -> dict[str, Tensor]:
     ):
         step = build_ranked_step(make(config), config, mesh, way)
         seen = trace(step, mesh.batch_rank, config.parallel.batch_ranks)
-    gathered: list[Any] = [None] * mesh.size
-    dist.all_gather_object(gathered, seen)
-    together = {key: value for rank in reversed(gathered) for key, value in rank.items()}
+    gathered: list[Any] | None = [None] * mesh.size if dist.get_rank() == 0 else None
+    dist.gather_object(seen, gathered)
+    together = {key: value for rank in reversed(gathered or []) for key, value in rank.items()}
     together["turns"] = torch.tensor(len(turns))
     counts = {
         "matrices": sum(matrices),
@@ -131,13 +136,8 @@ def of_pipeline(step: PipelinedStep) -> dict[str, Tensor]:
     return {**sent, "notice": notice, "kept": step.mesh.over_all(torch.tensor(kept))}
 
 
-def compile_eagerly(function: Any) -> Any:
-    return torch.compile(function, dynamic=False, backend="aot_eager")
-
-
 def main(out: Path, cases: list[tuple[str, str, dict[str, Any]]]) -> None:
     torch.set_num_threads(1)
-    stage.compile_rewritten = compile_eagerly
     processes = Processes.start(torch.device("cpu"), patience=60)
     for name, model, parallel in cases:
         seen = ranked(model, dict(parallel))

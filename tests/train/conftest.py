@@ -25,7 +25,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def config(data: Path) -> RunConfig:
     """Six steps on two micro-batches each, a checkpoint every two."""
     return RunConfig(

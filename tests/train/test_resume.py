@@ -6,9 +6,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
-import textwrap
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -24,6 +21,7 @@ from residua.storage.run import read_metrics
 from residua.train.health import Interrupted
 from residua.train.step import Step
 from residua.train.trainer import train
+from tests.distributed.launch import start
 
 pytestmark = pytest.mark.slow
 
@@ -68,11 +66,17 @@ def stop_after(monkeypatch: pytest.MonkeyPatch, steps: int, number: int = signal
     monkeypatch.setattr(Step, "__call__", counted)
 
 
+@pytest.fixture(scope="module")
+def trained(config: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("trained") / "whole"
+    train(config, out, console=QUIET)
+    return out
+
+
 @pytest.fixture
-def whole(config: RunConfig, tmp_path: Path) -> Path:
-    """A run that is not interrupted."""
-    train(config, tmp_path / "whole", console=QUIET)
-    return tmp_path / "whole"
+def whole(trained: Path, tmp_path: Path) -> Path:
+    """A run that was not interrupted, to be changed at will."""
+    return Path(shutil.copytree(trained, tmp_path / "whole"))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -149,44 +153,16 @@ def test_an_exact_gpu_run_resumes_bit_for_bit(config: RunConfig, tmp_path: Path)
     assert_same_run(tmp_path / "whole", tmp_path / "stopped")
 
 
-def run_killed(config: RunConfig, out: Path, tmp_path: Path, where: str) -> None:
-    """Train in another process that is killed with SIGKILL at `where` during its second save."""
-    (tmp_path / "run.toml").write_text(config.to_toml())
-    script = f"""
-        import os, pathlib, signal, sys
-        from rich.console import Console
-        from residua.storage import tensors
-        from residua.config.run import RunConfig
-        from residua.train.trainer import train
-
-        calls = 0
-        def deadly(original):
-            def call(*arguments):
-                global calls
-                calls += 1
-                if calls == {{"save_file": 4, "rename": 2}}["{where}"]:
-                    if "{where}" == "save_file":
-                        pathlib.Path(arguments[1]).write_bytes(b"half a file")
-                    os.kill(os.getpid(), signal.SIGKILL)
-                return original(*arguments)
-            return call
-
-        owner = tensors if "{where}" == "save_file" else pathlib.Path
-        setattr(owner, "{where}", deadly(getattr(owner, "{where}")))
-        train(RunConfig.from_toml(sys.argv[1]), sys.argv[2], console=Console(quiet=True))
-    """
-    command = [sys.executable, "-c", textwrap.dedent(script), str(tmp_path / "run.toml"), str(out)]
-    killed = subprocess.run(command, capture_output=True, text=True)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ["save_file", "rename"])
 def test_killed_inside_a_save_the_resumed_run_equals_the_whole(
     config: RunConfig, whole: Path, tmp_path: Path, where: str
 ) -> None:
-    out = tmp_path / "killed"
-    run_killed(config, out, tmp_path, where)
+    source, out = tmp_path / "run.toml", tmp_path / "killed"
+    source.write_text(config.to_toml())
+    (killed,) = start(1, "tests.train.killed", source, out, where)
+    said = killed.wait()
+    assert killed.process.exitcode == -signal.SIGKILL, said
     assert [c.step for c in checkpoints(out)] == [2]
     assert list((out / "checkpoints").glob(".unfinished-*"))
     assert read_metrics(out / "metrics.jsonl")[-1]["step"] == 4

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +17,7 @@ from residua.train.health import Interrupted, TrainingStopped
 from residua.train.shared import SharedWorld, graph_of
 from residua.train.step import Step
 from residua.train.trainer import train
+from tests.distributed.launch import start
 from tests.train.test_resume import assert_same_run, stop_after
 
 pytestmark = pytest.mark.slow
@@ -30,7 +28,7 @@ RUNS = {
     "zero": [],
     "one": ["train.seed=1", "data.seed=1"],
     "fast": ["train.seed=1", "train.optimizer.lr=0.03", "train.clip_norm=0.3"],
-    "long": ["train.steps=7", "train.schedule.warmup=3"],
+    "long": ["train.steps=5", "train.schedule.warmup=3"],
 }
 MODELS = [
     pytest.param(["train.precision=bfloat16"], id="copies"),
@@ -59,7 +57,7 @@ def separate(config: RunConfig, name: str, out: Path) -> Path:
 def test_runs_that_share_a_step_equal_separate_ones_in_any_order(
     config: RunConfig, changes: list[str], tmp_path: Path
 ) -> None:
-    config = config.override(changes)
+    config = config.override([*changes, "train.steps=4"])
     shared(config, ["fast", "long"], tmp_path / "shared")
     shared(config, ["long", "fast"], tmp_path / "turned")
     for name in ("fast", "long"):
@@ -89,9 +87,9 @@ def test_a_shared_run_equals_one_in_a_process_of_its_own(config: RunConfig, tmp_
     shared(config, ["one", "zero"], tmp_path / "shared")
     source, out = tmp_path / "run.toml", tmp_path / "own"
     source.write_text(config.to_toml())
-    command = [sys.executable, "-m", "residua.cli.main", "train", str(source), "--out", str(out)]
-    environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
-    subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL)
+    (own,) = start(1, "tests.soak.rank", "train", str(source), "--out", str(out))
+    said = own.wait()
+    assert own.process.exitcode == 0, said
     assert_same_run(tmp_path / "shared" / "zero", out)
 
 

@@ -167,7 +167,8 @@ def test_working_copies_are_compiled_into_one_graph(config: RunConfig, monkeypat
     settings = {"backend": "aot_eager", "fullgraph": True}
     torch.compiler.reset()
     monkeypatch.setattr(torch, "compile", lambda f, **_: compile_plainly(f, **settings))
-    plain, compiled = (make(config, "train.precision=bfloat16", f"train.compile={on}") for on in ("off", "on"))
+    changes = ["train.precision=bfloat16", "model.layers=1"]
+    plain, compiled = (make(config, *changes, f"train.compile={on}") for on in ("off", "on"))
     with torch._dynamo.config.patch(error_on_recompile=True):
         for seed in range(3):
             for step in (plain, compiled):
@@ -190,8 +191,8 @@ def test_a_compiled_step_equals_a_plain_one(config: RunConfig, monkeypatch: pyte
     compile_plainly = torch.compile
     monkeypatch.setattr(torch, "compile", lambda f, **options: compile_plainly(f, backend="aot_eager", **options))
     torch.compiler.reset()
-    change = "train.recompute=sublayers"
-    plain, compiled = make(config, change), make(config, change, "train.compile=on")
+    changes = ["train.recompute=sublayers", "model.layers=1"]
+    plain, compiled = make(config, *changes), make(config, *changes, "train.compile=on")
     with torch._dynamo.config.patch(error_on_recompile=True):
         for seed in range(2):
             plain([batch(2, seed)])

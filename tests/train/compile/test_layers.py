@@ -80,6 +80,7 @@ def test_layers_that_share_code_learn_the_same_bits(config: RunConfig, shared: N
         step([batch(2, 0), batch(2, 7)])
         step([batch(2, 1)])
     assert torch.equal(weights(layered.model), weights(plain.model))
+    assert layered.evaluate([batch(2, 3)]) == plain.evaluate([batch(2, 3)])
 
 
 @pytest.mark.slow
@@ -93,6 +94,17 @@ def test_layers_that_share_code_step_as_plain_ones_do(
             step([batch(2, seed), batch(2, 7)])
     torch.testing.assert_close(weights(compiled.model), weights(plain.model), rtol=1e-3, atol=1e-4)
     assert counter.frame_count == GRAPHS[variant]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("variant", GRAPHS)
+def test_layers_that_share_code_evaluate_as_plain_ones_do(
+    config: RunConfig, counter: CompileCounterWithBackend, variant: str
+) -> None:
+    """`make test` evaluates one variant, in the turns of two steps."""
+    plain, compiled = _pair(config, EXACT.get(variant, ROUNDED), *_changes(config, variant))
+    for step in (plain, compiled):
+        step([batch(2, 0)])
     assert compiled.evaluate([batch(2, 3)]) == pytest.approx(plain.evaluate([batch(2, 3)]), rel=1e-3)
 
 
@@ -107,15 +119,18 @@ def test_layers_that_are_recomputed_share_code_too(config: RunConfig, counter: C
 
 @pytest.mark.slow
 def test_two_steps_on_one_model_train_it_in_turns(config: RunConfig, counter: CompileCounterWithBackend) -> None:
-    models = []
+    models, losses = [], []
     for first in _pair(config, LAYERS, ROUNDED):
         how = "layers" if first.compiled else "off"
         second = build_step(first.model, config.override([ROUNDED, f"train.compile={how}"]).train, CPU)
         for seed, step in enumerate((second, first, second)):
             step([batch(2, seed)])
         models.append(weights(first.model))
+        if first.compiled:
+            assert counter.frame_count == 2
+        losses.append(first.evaluate([batch(2, 3)]))
     torch.testing.assert_close(models[1], models[0], rtol=1e-3, atol=1e-4)
-    assert counter.frame_count == 2
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
 
 
 def test_code_may_be_compiled_more_often_than_there_are_sublayers(config: RunConfig, shared: None) -> None:
