@@ -103,12 +103,14 @@ def test_a_combination_learns_everywhere_but_where_it_must_start_dead(row: Row) 
     silent = {name for name, g in gradients.items() if not g.any()}
     assert silent == {name for name in gradients if dead_at_start(name, config)}
 
-    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter -= 0.1 * gradients[name]
     still = {name for name, g in learn(model).items() if not g.any()}
     assert not still
 
 
-@pytest.mark.parametrize("row", covering(ROWS, ("topology", "norm"), ("topology", "anchors")), ids=name_of)
+@pytest.mark.parametrize("row", covering(ROWS, ("anchors", "attention")), ids=name_of)
 def test_a_combination_is_finite_and_near_single_precision_in_half(row: Row) -> None:
     """Both ways: weights in bfloat16, and float32 weights under autocast."""
     model = residua.build(config_of(row))

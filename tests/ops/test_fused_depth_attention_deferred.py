@@ -1,5 +1,6 @@
 """Attention Residuals with the deferred backward against the plain topology in float64: outputs and every gradient."""
 
+import itertools
 import math
 
 import pytest
@@ -81,14 +82,27 @@ def agree(ours, truth, tolerance):
         assert relative(fast, exact) < tolerance, f"tensor {i} of shape {tuple(exact.shape)}"
 
 
-@pytest.mark.parametrize("width", [33, 100])
+WALKED = {
+    "full, one sublayer": (FULL, 1),
+    "full": (FULL, 5),
+    "full, groups": (FULL, 17),
+    "full, window": (WINDOW, 5),
+    "block": (BLOCK, 7),
+    "block of one": (choices.BlockAttnRes(sublayers_per_block=1), 3),
+}
+# a row of 33 is one piece, a row of 100 is two
+BY_NIGHT = {("full, groups", 33), ("full, window", 33), ("block of one", 100)}
+
+
 @pytest.mark.parametrize(
-    "config, sublayers",
-    [(FULL, 1), (FULL, 5), (FULL, 17), (WINDOW, 5), (BLOCK, 7), (choices.BlockAttnRes(sublayers_per_block=1), 3)],
-    ids=["full, one sublayer", "full", "full, groups", "full, window", "block", "block of one"],
+    "walked, width",
+    [
+        pytest.param(*case, marks=pytest.mark.nightly if case in BY_NIGHT else ())
+        for case in itertools.product(WALKED, [33, 100])
+    ],
 )
-def test_reads_and_every_gradient_equal_the_plain_topology_in_float64(config, sublayers, width):
-    case = case_of(config, sublayers, width)
+def test_reads_and_every_gradient_equal_the_plain_topology_in_float64(walked, width):
+    case = case_of(*WALKED[walked], width)
     agree(run("triton", *case), truth_of(*case), 2e-5)
 
 
