@@ -19,6 +19,8 @@ from residua.model.rope import rotary_table, rotate
 from tests.golden import attention as golden
 from tests.golden.compare import agree, close, leaves_of, random, randomise
 
+pytestmark = pytest.mark.slow
+
 BATCH, LENGTH, WIDTH, HEADS, HEAD_DIM, THETA = 2, 3, 7, 4, 6, 50.0
 DOCUMENTS = [[0, 0, 1], [5, 2, 2]]
 

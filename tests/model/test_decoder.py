@@ -197,6 +197,7 @@ def test_no_topology_lets_a_token_see_a_later_one(topology: str) -> None:
     close("a prefix", model(tokens[:, :4]), model(tokens)[:, :4], 1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("anchors", ANCHORS)
 @pytest.mark.parametrize("mixer", MIXERS)
 def test_documents_of_one_sequence_equal_documents_apart(mixer: str, anchors: str, exact_rotary: None) -> None:

@@ -113,9 +113,10 @@ def files() -> list[Path]:
     return [found[name] for name in sorted(outside - DESCRIBES_ANOTHER_MODEL)]
 
 
-@pytest.mark.parametrize("file", files(), ids=lambda file: file.relative_to(PACKAGE).as_posix())
-def test_tools_ask_for_facts_and_not_for_types(file: Path) -> None:
-    assert not list(faults(file.read_text(encoding="utf-8")))
+@pytest.mark.slow
+def test_tools_ask_for_facts_and_not_for_types() -> None:
+    found = {file.relative_to(PACKAGE).as_posix(): list(faults(file.read_text(encoding="utf-8"))) for file in files()}
+    assert len(found) > 300 and not {name: lines for name, lines in found.items() if lines}
 
 
 @pytest.mark.parametrize(

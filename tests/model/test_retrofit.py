@@ -15,6 +15,8 @@ from residua.model.retrofit import retrofit
 from tests.golden.compare import randomise
 from tests.model.small import small, tokens_and_targets
 
+pytestmark = pytest.mark.slow
+
 GATED = {"attention": {"kind": "softmax", "heads": 4, "kv_heads": 2, "gate": "elementwise"}}
 ANCHORS = {"resformer": {}, "nuresformer": GATED, "exoformer": GATED}
 

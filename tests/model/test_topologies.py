@@ -14,6 +14,8 @@ from tests.golden import attnres, dense, hyper, multigate
 from tests.golden.compare import agree, close, each_token, leaves_of, random
 from tests.model.depth import drive, embedding_and_outputs, named, random_topology
 
+pytestmark = pytest.mark.slow
+
 
 def check(topology: Topology, equation, sublayers: int, width: int) -> None:
     """Compare all inputs and the gradients of the embedding, every output and every parameter."""

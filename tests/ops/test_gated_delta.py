@@ -71,6 +71,7 @@ def test_chunked_equals_naive_in_values_and_gradients(length: int, documents: st
     agree(chunked(**arguments, segments=segments), naive(**arguments, segments=segments), arguments)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("boundary", [1, 63, 64, 65, 100])
 @pytest.mark.parametrize("rule", [naive, chunked])
 def test_packed_documents_equal_documents_run_apart(rule: Rule, boundary: int) -> None:

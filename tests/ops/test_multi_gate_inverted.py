@@ -181,6 +181,7 @@ def bottom_error(junctions: int, mean: float, share: float = inversion.SHARE, ta
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 @interpreter
 @pytest.mark.parametrize(
     "apart", only_nightly([False, True], but=[True]), ids=["one tensor", "as the fill phase leaves them"]
