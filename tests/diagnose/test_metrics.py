@@ -82,10 +82,9 @@ def test_similarities(additive: Case) -> None:
     first = state(seen, made, 0)
     for facts in made.states:
         h = state(seen, made, facts.index)
-        pairs = [
-            float(torch.cosine_similarity(row[i], row[j], 0)) for row in h for i, j in combinations(range(len(row)), 2)
-        ]
-        assert facts.token_similarity == pytest.approx(sum(pairs) / len(pairs), rel=1e-9)
+        i, j = torch.tensor(list(combinations(range(h.shape[1]), 2))).T
+        pairs = torch.cosine_similarity(h[:, i], h[:, j], -1)
+        assert facts.token_similarity == pytest.approx(float(pairs.mean()), rel=1e-9)
         cosines = [float(torch.cosine_similarity(a.flatten(), b.flatten(), 0)) for a, b in zip(h, first, strict=True)]
         assert facts.input_similarity == pytest.approx(sum(cosines) / len(cosines), rel=1e-9)
 

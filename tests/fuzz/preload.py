@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import gc
 import importlib
+import io
 import pkgutil
+from contextlib import redirect_stdout
 
+import pytest
 import torch
 import torch.utils.tensorboard
 
 import residua
+from tests.trained import residua as run_command
 
 LATER = ("residua.ops.", "residua.bench.")
-HEAVY = ("residua.export.", "residua.evaluate.harness")
-"""Modules that the quick cases do without: they import transformers and lm-eval."""
+HEAVY = (
+    "residua.convert.", "residua.diagnose", "residua.distributed.", "residua.evaluate.harness", "residua.export",
+    "residua.quantize", "residua.reproduce", "residua.watch",
+)  # fmt: skip
+"""Modules that the quick cases do without, and what they import: transformers, lm-eval, torch's compiler."""
 
 
 def preload(*, full: bool) -> None:
@@ -22,4 +29,6 @@ def preload(*, full: bool) -> None:
     for found in pkgutil.walk_packages(residua.__path__, "residua."):
         if not found.name.startswith(LATER if full else LATER + HEAVY):
             importlib.import_module(found.name)
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()):
+        run_command(patch, "presets", "tiny")  # imports more, and looks for installed plugins
     gc.freeze()
