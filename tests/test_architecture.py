@@ -12,6 +12,8 @@ import pytest
 
 import residua
 
+pytestmark = pytest.mark.slow  # parses the whole package
+
 ROOT = Path(residua.__file__).parent
 HOLDING_STATEMENTS = ("body", "orelse", "finalbody", "handlers", "cases")
 """The fields of a syntax tree's node that lists of statements, or of what holds them, are in."""

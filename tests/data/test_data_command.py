@@ -51,6 +51,7 @@ def test_info_shows_text_that_a_terminal_would_execute_as_text(tmp_path: Path) -
     assert "a\N{REPLACEMENT CHARACTER}[2Jb" in shown and not set(shown) & set("\x1b\x07")
 
 
+@pytest.mark.slow
 def test_the_next_command_trains_a_vocabulary_larger_than_the_presets(tmp_path: Path) -> None:
     (tmp_path / "words.txt").write_text("\n\n".join(f"{i * i:x} {i**3:x}" for i in range(20_000)))
     dataset = tmp_path / "data of mine"

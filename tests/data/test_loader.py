@@ -62,6 +62,7 @@ def test_working_ahead_changes_nothing(split: Split) -> None:
     ahead.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prefetch", [0, 2])
 @pytest.mark.parametrize("before", [0, 1, 13, "epoch end", 150])
 def test_resumed_loader_goes_on_exactly(split: Split, before: int | str, prefetch: int) -> None:

@@ -78,6 +78,7 @@ def test_damaged_cache_says_what_to_delete(small: Path) -> None:
         embedded("bytes")
 
 
+@pytest.mark.slow
 def test_two_processes_at_once_both_get_the_dataset(small: Path) -> None:
     program = (
         "import sysconfig, sys; sysconfig.get_path = lambda name: sys.argv[1]\n"

@@ -4,6 +4,8 @@ import importlib.util
 import re
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 
@@ -36,6 +38,7 @@ def test_the_layout_on_the_page_is_the_one_in_the_tree():
     assert _listed() == tree
 
 
+@pytest.mark.slow
 def test_the_picture_is_drawn_from_the_code_as_it_is():
     drawing = _drawing()
     assert drawing.PICTURE.read_text(encoding="utf-8") == drawing.draw(), "run `make map` and look at the picture"

@@ -14,13 +14,13 @@ PACKAGE = Path(residua.__file__).parent
 
 
 @cache
-def source(path: Path) -> str:
-    return path.read_text("utf-8")
+def sources() -> dict[str, str]:
+    return {path.relative_to(PACKAGE).as_posix(): path.read_text("utf-8") for path in PACKAGE.rglob("*.py")}
 
 
 def files_with(pattern: str) -> set[str]:
     found = re.compile(pattern, re.M)
-    return {path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py") if found.search(source(path))}
+    return {name for name, text in sources().items() if found.search(text)}
 
 
 def calls(*names: str) -> set[str]:
@@ -52,6 +52,9 @@ def test_the_network_is_left_to_libraries_that_a_person_asks_for(name: str) -> N
     # for `export --push`, and on 127.0.0.1 only (tests/watch/test_server.py)
     asked = {"huggingface_hub": {"export/hub.py"}, "http": {"watch/server.py"}}
     assert imported(name) == asked.get(name, set())
+
+
+def test_no_connection_is_opened() -> None:
     assert calls("socket.create_connection", "urlopen") == set()
     assert calls("socket.socket", "socket.create_server") == {"watch/beside.py"}
 

@@ -43,6 +43,8 @@ for name in ("residua", "pydantic", "typer", "tomli_w"):
     except ImportError:
         continue
     sys.exit(f"{name} is installed here")
+for name in ("torchao", "scipy", "sklearn"):  # transformers would import them, for a second
+    sys.modules[name] = None
 sys.path.insert(0, "clones")  # beside a clone Python imports its folder, here clones/residua, as an empty module
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer

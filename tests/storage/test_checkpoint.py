@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,14 +22,21 @@ from residua.storage.checkpoint import best, checkpoints, prune
 from residua.storage.load import load
 from residua.storage.sharded import Saver, load_shards
 from residua.train.trainer import train
+from tests.train.conftest import small_run
 
 QUIET = Console(quiet=True)
 
 
+@pytest.fixture(scope="module")
+def trained(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    train(small_run(data), folder, console=QUIET)
+    return folder
+
+
 @pytest.fixture
-def run(config: RunConfig, tmp_path: Path) -> Path:
-    train(config, tmp_path / "run", console=QUIET)
-    return tmp_path / "run"
+def run(trained: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(trained, tmp_path / "run"))
 
 
 def fake(run: Path, losses: dict[int, float | None]) -> None:

@@ -27,6 +27,10 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def config(data: Path) -> RunConfig:
+    return small_run(data)
+
+
+def small_run(data: Path) -> RunConfig:
     """Six steps on two micro-batches each, a checkpoint every two."""
     return RunConfig(
         model={
