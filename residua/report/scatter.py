@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from html import escape
 from itertools import pairwise
@@ -142,13 +142,18 @@ class Scatter:
         `free`: empty where every side overlaps another label or marker, or leaves the frame.
         """
         centres = [self._pixel(point.x, point.y) for point in self.points]
+        labels = [
+            {side: _label_box(point.name, centre, side) for side in _SIDES}
+            for point, centre in zip(self.points, centres, strict=True)
+        ]
         taken: list[Box] = [*self._frame(), *((x - 6, y - 6, x + 6, y + 6) for x, y in centres)]
         light = [box for point in self.points for box in self._whisker_boxes(point)]
         light += [box for line in self.lines for box in self._line_boxes(line)]
+        light = _near(light, [box for boxes in labels for box in boxes.values()])
         sides = []
-        for point, centre in zip(self.points, centres, strict=True):
-            boxes = {side: _label_box(point.name, centre, side) for side in _SIDES}
-            best = min(boxes, key=lambda side: sum(_overlap(boxes[side], box) for box in (*taken, *light)))
+        for boxes in labels:
+            near = _near(light, boxes.values())
+            best = min(boxes, key=lambda side: sum(_overlap(boxes[side], box) for box in (*taken, *near)))
             if free and any(_overlap(boxes[best], box) for box in taken):
                 sides.append("")
                 continue
@@ -258,6 +263,15 @@ def _label_box(name: str, centre: tuple[float, float], side: str) -> Box:
 
 def _overlap(a: Box, b: Box) -> float:
     return max(0.0, min(a[2], b[2]) - max(a[0], b[0])) * max(0.0, min(a[3], b[3]) - max(a[1], b[1]))
+
+
+def _near(boxes: Iterable[Box], labels: Collection[Box]) -> list[Box]:
+    """Those that can overlap one of these labels: a steep line has thousands outside the picture."""
+    if not labels:
+        return []
+    left, top, right, bottom = zip(*labels, strict=True)
+    around = min(left), min(top), max(right), max(bottom)
+    return [box for box in boxes if _overlap(around, box)]
 
 
 def span(

@@ -135,6 +135,6 @@ def t_quantile(probability: float, freedom: float) -> float:
     """The value that a Student-t variable with `freedom` degrees of freedom stays below with this probability."""
     if not 0.0 < probability < 1.0 or freedom <= 0.0:
         raise ValueError(f"t_quantile needs 0 < probability < 1 and freedom > 0, not {probability} and {freedom}")
-    from scipy import stats  # a second to import, which only a finished study needs
+    from scipy.special import stdtrit  # only a finished study needs it; scipy.stats takes a second more to import
 
-    return float(stats.t.ppf(probability, freedom))
+    return float(stdtrit(freedom, probability))

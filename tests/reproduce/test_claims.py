@@ -20,6 +20,8 @@ from residua.study.results import DatasetFacts, StudyResult, collect
 from tests.reproduce.conftest import QUICK
 from tests.study.recorded import write_run
 
+pytestmark = pytest.mark.slow
+
 NAME = "004:table1"
 ROWS = ("full_attnres", "block4", "mgr", "mgr_independent")
 END = {"prenorm": 2.0, "full_attnres": 1.9, "mgr": 1.95, "block4": 1.85, "mgr_independent": 1.9}

@@ -22,6 +22,8 @@ from residua.reproduce.scale import changes, parse_scale
 from residua.study.plan import make_plan
 from tests.nightly import only_nightly
 
+pytestmark = pytest.mark.slow
+
 ENTRIES = {name: load(name) for name in names()}
 TRAINED = {name: entry for name, entry in ENTRIES.items() if not isinstance(entry, Nothing) and entry.trains}
 SMALLEST = Fraction(1, 10**6)

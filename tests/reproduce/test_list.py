@@ -22,6 +22,7 @@ def test_every_numbered_table_and_figure_has_an_entry() -> None:
     assert set(names()) == set(CAPTIONS)
 
 
+@pytest.mark.slow
 def test_the_command_lists_every_entry_on_one_line_with_its_cost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listing, "training_rate", lambda: 1e14)
     shown = CliRunner().invoke(app, [], catch_exceptions=False).output.splitlines()

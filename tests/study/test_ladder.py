@@ -125,6 +125,7 @@ def coverage(studies: int, budgets: tuple[float, ...], seeds: int, *, confidence
     return float((above & below).mean())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("budgets", "seeds", "shared"),
     [

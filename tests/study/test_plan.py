@@ -14,6 +14,8 @@ from residua.study import StudyConfig
 from residua.study.plan import check_folders, make_plan, refuse_strangers
 from residua.study.sentences import cost_sentences
 
+pytestmark = pytest.mark.slow
+
 
 def test_variants_of_a_seed_share_their_data_order(study: StudyConfig, dataset: Dataset, out: Path) -> None:
     plan = make_plan(study, out, dataset)

@@ -29,6 +29,8 @@ from residua.study.timing import StepTiming, read_timings
 from tests.study.conftest import SMALL
 from tests.study.recorded import write_run
 
+pytestmark = pytest.mark.slow
+
 ENVIRONMENT = {"residua": "0.2.0", "mathematics": 1, "commit": "abc", "torch": "2.11", "gpu": "H200", "platform": "x"}
 
 
@@ -112,7 +114,6 @@ def test_the_file_gives_the_results_of_the_study_it_was_made_from(
     assert saved.dataset is not None and again.dataset == saved.dataset
 
 
-@pytest.mark.slow
 def test_the_page_is_made_from_the_file_alone(
     chosen: Callable[..., StudyConfig], trainer: Trainer, tmp_path: Path
 ) -> None:
@@ -344,7 +345,6 @@ def invoke(*arguments: object) -> str:
     return result.output
 
 
-@pytest.mark.slow
 def test_the_command_shows_a_file_and_continues_its_study(
     chosen: Callable[..., StudyConfig], kept: Path, trainer: Trainer, dataset: Dataset, tmp_path: Path
 ) -> None:
