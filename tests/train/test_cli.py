@@ -66,6 +66,7 @@ def test_a_file_without_a_name_does_not_choose_the_folder(
     assert code == 2 and "choose its folder with --out" in output
 
 
+@pytest.mark.slow
 def test_ctrl_c_says_how_to_resume_and_resume_needs_only_the_folder(
     call: Call, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -79,6 +80,7 @@ def test_ctrl_c_says_how_to_resume_and_resume_needs_only_the_folder(
     assert code == 0 and "step 7/7" in output
 
 
+@pytest.mark.slow
 def test_a_run_whose_data_has_moved_is_told_where_it_is(call: Call, file: str, data: Path, tmp_path: Path) -> None:
     old, new, out = tmp_path / "old", tmp_path / "new", tmp_path / "run"
     shutil.copytree(data, old)

@@ -24,6 +24,7 @@ def run(config: RunConfig, out: Path, *changes: str) -> str:
     return said.getvalue()
 
 
+@pytest.mark.slow
 def test_a_huge_learning_rate_is_not_called_finished(config: RunConfig, tmp_path: Path) -> None:
     changes = ["train.steps=24", "train.optimizer.lr=1e6", "train.save_every=100"]
     expected = r"has learned nothing: after 24 steps .* train\.optimizer\.lr = 1e\+06"
@@ -33,12 +34,14 @@ def test_a_huge_learning_rate_is_not_called_finished(config: RunConfig, tmp_path
     assert checkpoints(tmp_path / "run") == [] and not (tmp_path / "run" / "result.json").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [3, 24])
 def test_a_healthy_run_finishes_however_short(config: RunConfig, tmp_path: Path, steps: int) -> None:
     said = run(config, tmp_path / "run", f"train.steps={steps}")
     assert "Finished" in said and "It is no better than the frequencies of tokens alone" in said
 
 
+@pytest.mark.slow
 def test_a_slow_run_that_still_falls_finishes(config: RunConfig, tmp_path: Path) -> None:
     assert "Finished" in run(config, tmp_path / "run", "train.steps=24", "train.optimizer={kind='adamw', lr=1e-3}")
 

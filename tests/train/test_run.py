@@ -45,6 +45,7 @@ def test_a_run_is_one_folder_with_everything_in_it(seen: str, config: RunConfig,
     assert (run / "inspection.json").exists()
 
 
+@pytest.mark.slow
 def test_metrics_hold_one_line_per_log_step_and_validation(seen: str, tmp_path: Path) -> None:
     records = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert [(r["kind"], r["step"]) for r in records] == [
@@ -115,6 +116,7 @@ def test_asking_for_wandb_without_it_is_refused(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_wandb_gets_every_record_under_one_identity(
     config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -41,6 +41,7 @@ def validations(run: Path) -> dict[int, float]:
     return {r["step"]: r["loss"] for r in read_metrics(run / "metrics.jsonl") if r["kind"] == "validation"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", ["model.topology=block_attnres", "model.norm=gatednorm", "train.seed=1"])
 def test_a_run_begins_where_the_other_ended(
     old: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], change: str
@@ -66,6 +67,7 @@ def test_a_run_that_was_killed_begins_again_with_the_same_weights(old: Path, tmp
     assert validations(tmp_path / "new") == before
 
 
+@pytest.mark.slow
 def test_shared_processes_give_every_run_its_start(old: Path, data: Path) -> None:
     config = of(data).override([f"train.start='{old}'", "model.topology.kind=dense"])
     world = SharedWorld(torch.device("cpu"))
@@ -123,6 +125,7 @@ def test_from_goes_with_a_new_folder_only(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_an_imported_run_is_trained_from_not_resumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], data: Path
 ) -> None:
