@@ -1,7 +1,6 @@
 """What several tests of this folder share."""
 
 import venv
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -11,17 +10,12 @@ WITHHELD = ("residua", "__editable__", "pydantic", "typer", "tomli_w")
 
 
 @pytest.fixture(scope="session")
-def copied_code(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """transformers copies the code of a folder it opens: here into a folder of the tests' own, and without a word."""
-    from transformers import dynamic_module_utils
+def copied_code() -> None:
+    """transformers copies the code of a folder it opens (into a folder of the tests' own: `tests/conftest.py`)."""
     from transformers.utils import logging
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    before = dynamic_module_utils.HF_MODULES_CACHE
-    dynamic_module_utils.HF_MODULES_CACHE = str(tmp_path_factory.mktemp("modules"))
-    yield
-    dynamic_module_utils.HF_MODULES_CACHE = before
 
 
 @pytest.fixture(scope="session")
