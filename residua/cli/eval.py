@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from residua.data import Dataset, Tokenizer
     from residua.evaluate.perplexity import TextScore
     from residua.evaluate.results import Results
+    from residua.evaluate.score import Scorer
+    from residua.evaluate.tasks import Task
     from residua.model.decoder import Decoder
     from residua.report.terminal import ProgressBars
 
@@ -46,8 +48,17 @@ def evaluate(
     task_dir: Annotated[
         Path | None, typer.Option(show_default=False, help="Local multiple-choice files, TASK.jsonl or .jsonl.xz.")
     ] = None,
-    shots: Annotated[int, typer.Option(min=0, help="Worked examples before each question.")] = 5,
-    limit: Annotated[int | None, typer.Option(min=1, show_default="all", help="Questions per task.")] = None,
+    shots: Annotated[
+        int | None,
+        typer.Option(min=0, show_default="the task's own", help="Worked examples before each question."),
+    ] = None,
+    limit: Annotated[
+        int | None,
+        typer.Option(min=1, show_default="all", help="Questions per task, spread over its subjects."),
+    ] = None,
+    allow_code: Annotated[
+        bool, typer.Option("--allow-code", help="Let tasks such as mbpp run the programs that the model writes.")
+    ] = False,
     checkpoint: Checkpoint = "last",
     batch_tokens: Annotated[
         int | None, typer.Option(min=1, show_default="65,536 on a GPU, else 4,096", help="Tokens scored at once.")
@@ -59,13 +70,14 @@ def evaluate(
     ] = None,
     threads: Threads = None,
 ) -> None:
-    """Perplexity and bits per byte on prepared text, accuracy on multiple-choice tasks.
+    """Perplexity and bits per byte on prepared text, accuracy on tasks.
 
     \b
     residua eval runs/tiny
     residua eval runs/tiny --data data/wiki --tokens 1000000
     residua eval runs/tiny --tasks exoformer --task-dir tasks
-    residua eval runs/tiny --tasks arc_easy,lambada_openai --shots 0
+    residua eval runs/tiny --tasks arc_easy,lambada_openai
+    residua eval runs/tiny --tasks mbpp --allow-code
 
     Tasks without --task-dir are those of lm-evaluation-harness, which downloads its data
     (pip install 'residua[eval]').
@@ -74,13 +86,19 @@ def evaluate(
     if task_dir is not None and not names:
         raise ValueError("--task-dir needs --tasks: name the tasks, or a group such as exoformer.")
     require_choice("--checkpoint", checkpoint, CHECKPOINTS)
-    from residua.evaluate.tasks import open_tasks
+    from residua.evaluate.tasks import open_tasks, refuse_text, text_advice
 
+    if data is not None and data.is_file():
+        raise ValueError(f"--data {data} is a file, not a prepared folder: {text_advice(data, model)}")
+    refuse_text(model, "a run")
+    for name in names:
+        refuse_text(Path(name), "a task")
     local = open_tasks(task_dir, names, shots=shots, split=split, limit=limit) if task_dir is not None else []
-    manager = _known_tasks(names) if names and not local else None
+    manager = _known_tasks(names, allow_code) if names and not local else None
     import torch
 
     from residua.evaluate import results as work
+    from residua.evaluate.score import Scorer
     from residua.machine import choose_device
     from residua.report.terminal import ProgressBars, open_console
     from residua.storage.opening import open_model, place
@@ -100,7 +118,11 @@ def evaluate(
         if data is not None or not names:
             results.text = _text(loaded, tokenizer, model, data, split, tokens, batch_tokens, bars.track("text"))
         if names:
-            _run_tasks(results, loaded, tokenizer, local, manager, names, shots, limit, batch_tokens, bars)
+            scorer = Scorer(loaded, tokenizer, batch_tokens)
+            if local:
+                _run_local(results, scorer, local, names, bars)
+            else:
+                _run_harness(results, scorer, names, manager, shots=shots, limit=limit, allow_code=allow_code)
     from residua.files import keeping, write_atomically
 
     work.show(console, results)
@@ -155,39 +177,28 @@ def _open_data(folder: Path, data: Path | None) -> tuple[Dataset, bool]:
     return dataset, config.data.masking == "documents"
 
 
-def _known_tasks(names: list[str]) -> Any:
-    """The tasks of lm-eval; a name that is not among them is refused before the model is opened."""
+def _known_tasks(names: list[str], allow_code: bool) -> Any:
+    """The tasks of lm-eval; what it does not have, or may not run, is refused before the model is opened."""
     from residua.report.terminal import open_console
 
     with open_console(stderr=True).status("reading lm-eval's list of tasks"):
         from residua.evaluate.harness import find_tasks
 
-        return find_tasks(names)[0]
+        return find_tasks(names, allow_code=allow_code)[0]
 
 
-def _run_tasks(
-    results: Results,
-    model: Decoder,
-    tokenizer: Tokenizer,
-    local: list[Any],
-    manager: Any,
-    names: list[str],
-    shots: int,
-    limit: int | None,
-    batch_tokens: int | None,
-    bars: ProgressBars,
-) -> None:
+def _run_local(results: Results, scorer: Scorer, tasks: list[Task], names: list[str], bars: ProgressBars) -> None:
     from residua.evaluate.accuracy import group_means, score_task
-    from residua.evaluate.score import Scorer
 
-    scorer = Scorer(model, tokenizer, batch_tokens)
-    if local:
-        results.tasks = [score_task(scorer, task, bars.track(task.name)) for task in local]
-        results.means = group_means({task.task: task.reported for task in results.tasks}, names)
-        return
+    results.tasks = [score_task(scorer, task, bars.track(task.name)) for task in tasks]
+    results.means = group_means({task.task: task.reported for task in results.tasks}, names)
+
+
+def _run_harness(results: Results, scorer: Scorer, names: list[str], manager: Any, **settings: Any) -> None:
+    from residua.evaluate.accuracy import group_means
     from residua.evaluate.harness import evaluate_with_harness, reported
     from residua.generate.generator import Generator
 
-    generator = Generator(model, tokenizer)
-    results.harness = evaluate_with_harness(scorer, generator, names, shots=shots, limit=limit, task_manager=manager)
+    generator = Generator(scorer.model, scorer.tokenizer)
+    results.harness = evaluate_with_harness(scorer, generator, names, task_manager=manager, **settings)
     results.means = group_means(reported(results.harness), names)

@@ -1,13 +1,15 @@
-"""Accuracy on multiple-choice tasks, with its standard error, by the likelihoods of the choices."""
+"""Accuracy on multiple-choice tasks and perplexity of last words, with standard errors, by likelihoods."""
 
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from residua.evaluate.tasks import GROUPS, Question, Task
+from residua.evaluate.prompts import Question
+from residua.evaluate.tasks import GROUPS, Task
 
 if TYPE_CHECKING:
     from residua.evaluate.score import Likelihood, Scorer
@@ -30,11 +32,27 @@ class Accuracy:
 
 
 @dataclass(frozen=True)
+class Perplexity:
+    """e^(−mean log p) of continuations, each counted as one, and its standard error; None if there is only one."""
+
+    value: float
+    error: float | None
+
+    @classmethod
+    def of(cls, logs: list[float]) -> Perplexity:
+        """From log p of each continuation. The error is that of the mean, times the slope of the exponential."""
+        mean = -statistics.fmean(logs)
+        value = math.exp(mean) if mean < 700 else math.inf
+        return cls(value, value * statistics.stdev(logs) / math.sqrt(len(logs)) if len(logs) > 1 else None)
+
+
+@dataclass(frozen=True)
 class TaskScore:
     """Results of one task.
 
     acc takes the choice with the highest log-likelihood, acc_norm the highest per character. `metric` names the one
-    that papers report. `chance` is the accuracy of guessing.
+    that papers report. `chance` is the accuracy of guessing. `perplexity` is there where every
+    question has a single choice, as in LAMBADA.
     """
 
     task: str
@@ -45,6 +63,7 @@ class TaskScore:
     acc_norm: Accuracy
     metric: str
     chance: float
+    perplexity: Perplexity | None = None
 
     @property
     def reported(self) -> Accuracy:
@@ -59,8 +78,10 @@ def score_task(scorer: Scorer, task: Task, progress: Progress | None = None) -> 
         for question in task.questions
         for context, continuation in zip(question.contexts, question.continuations, strict=True)
     ]
-    scores = iter(scorer.score(pairs, progress))
-    answers = [_is_right(question, [next(scores) for _ in question.contexts]) for question in task.questions]
+    scores = scorer.score(pairs, progress)
+    single = all(len(question.contexts) == 1 for question in task.questions)
+    each = iter(scores)
+    answers = [_is_right(question, [next(each) for _ in question.contexts]) for question in task.questions]
     plain, normalised = ([answer[i] for answer in answers] for i in range(2))
     chance = sum(1 / len(question.contexts) for question in task.questions if len(question.contexts) > 1)
     return TaskScore(
@@ -72,6 +93,7 @@ def score_task(scorer: Scorer, task: Task, progress: Progress | None = None) -> 
         acc_norm=Accuracy.of(normalised),
         metric=task.metric,
         chance=chance / len(task.questions),
+        perplexity=Perplexity.of([score.log for score in scores]) if single else None,
     )
 
 
@@ -95,7 +117,7 @@ def group_means(reported: Mapping[str, Accuracy], names: list[str]) -> dict[str,
     """
     means = {}
     for name in names:
-        group = GROUPS.get(name, ())
+        group = GROUPS[name].tasks if name in GROUPS else ()
         members = [reported[task] for task in group if task in reported]
         if members:
             errors = [m.error for m in members if m.error is not None]

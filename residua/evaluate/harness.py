@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +18,10 @@ except ImportError:
     ) from None
 
 from residua.evaluate.accuracy import Accuracy
+from residua.evaluate.prompts import find_prompt
+from residua.evaluate.results import SHOTS
 from residua.evaluate.score import Pair, Scorer, windows
-from residua.evaluate.tasks import GROUPS, reported_metric
+from residua.evaluate.tasks import expand
 from residua.generate.generator import Generator, Request
 from residua.generate.sample import Sampling
 
@@ -28,6 +33,8 @@ BOOTSTRAPS = 1000
 """Resamples for standard errors that have no closed form."""
 ROWS = 16
 """Prompts per batch."""
+CODE_SWITCH = "HF_ALLOW_CODE_EVAL"
+"""The environment variable without which the metric of `mbpp` and `humaneval` refuses to run code."""
 
 
 class ResiduaLM(TemplateLM):  # type: ignore[misc]
@@ -60,13 +67,16 @@ class ResiduaLM(TemplateLM):  # type: ignore[misc]
         return totals
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Generate in batches of equal settings; a prompt that leaves no room for an answer loses its beginning."""
+        """Generate in batches of equal settings; a prompt that leaves no room for an answer loses its beginning.
+
+        An answer may be as long as the task allows, but takes at most half of the model's context from a long prompt.
+        """
         texts = [""] * len(requests)
         groups: dict[Request, list[int]] = {}
         for i, request in enumerate(requests):
             groups.setdefault(_request(request.args[1]), []).append(i)
         for settings, indices in groups.items():
-            room = max(1, self.context - settings.tokens)
+            room = max(1, self.context - settings.tokens, self.context // 2)
             prompts = {i: (self.tok_encode(requests[i].args[0]) or [self.eot_token_id])[-room:] for i in indices}
             order = sorted(indices, key=lambda i: -len(prompts[i]))
             for at in range(0, len(order), ROWS):
@@ -92,13 +102,16 @@ def _request(settings: dict[str, Any]) -> Request:
     )
 
 
-def find_tasks(names: list[str], manager: TaskManager | None = None) -> tuple[TaskManager, list[str]]:
+def find_tasks(
+    names: list[str], manager: TaskManager | None = None, *, allow_code: bool = False
+) -> tuple[TaskManager, list[str]]:
     """The harness's own list of tasks, which is local, and the names that are asked for, one of our groups written out.
 
-    Raises `ValueError` for a name that is not in the list; nothing is downloaded.
+    Raises `ValueError` for a name that is not in the list, and for a task that runs what the model wrote unless
+    `allow_code`; nothing is downloaded.
     """
     manager = manager or TaskManager()
-    wanted = list(dict.fromkeys(task for name in names for task in GROUPS.get(name, (name,))))
+    wanted = list(expand(names))
     known = set(manager.all_tasks)
     for name in wanted:
         if name not in known:
@@ -107,7 +120,47 @@ def find_tasks(names: list[str], manager: TaskManager | None = None) -> tuple[Ta
             raise ValueError(
                 f"lm-eval has no task {name}: {meant}`lm_eval ls tasks` lists them; --task-dir reads local files."
             )
+        if not allow_code and runs_code(name, manager.task_index):
+            raise ValueError(
+                f"{name} runs the programs that the model writes, with your rights: use a container or a machine "
+                "without anything of value, and give --allow-code."
+            )
     return manager, wanted
+
+
+def runs_code(name: str, index: Mapping[str, Any]) -> bool:
+    """Whether a task of the harness, or one of the tasks of a group or tag, is marked as running code."""
+    entry = index.get(name)
+    if entry is None:
+        return False
+    config = entry.cfg or {}
+    if config.get("unsafe_code"):
+        return True
+    listed = config.get("task")
+    members = [*(listed if isinstance(listed, list) else ()), *(() if config else entry.tags)]
+    return any(_member_runs_code(member, index) for member in members)
+
+
+def _member_runs_code(member: str | dict[str, Any], index: Mapping[str, Any]) -> bool:
+    """A group lists its members by name, or as tables that change a task or hold further members."""
+    if isinstance(member, str):
+        return runs_code(member, index)
+    inner = member.get("task")
+    further = inner if isinstance(inner, list) else [inner]
+    return bool(member.get("unsafe_code")) or any(_member_runs_code(m, index) for m in further if m is not None)
+
+
+@contextmanager
+def _code(allowed: bool) -> Iterator[None]:
+    """Within the block, the metrics of the harness may run code or not, whatever the environment says."""
+    before = os.environ.get(CODE_SWITCH)
+    os.environ[CODE_SWITCH] = "1" if allowed else "0"
+    try:
+        yield
+    finally:
+        del os.environ[CODE_SWITCH]
+        if before is not None:
+            os.environ[CODE_SWITCH] = before
 
 
 def evaluate_with_harness(
@@ -117,27 +170,41 @@ def evaluate_with_harness(
     *,
     shots: int | None,
     limit: int | None,
+    allow_code: bool = False,
     task_manager: TaskManager | None = None,
     **settings: Any,
 ) -> dict[str, dict[str, Any]]:
-    """Run tasks of the harness, or one of our groups; returns the harness's results by task."""
-    manager, wanted = find_tasks(names, task_manager)
-    try:
-        made = simple_evaluate(
-            model=ResiduaLM(scorer, generator), tasks=wanted, num_fewshot=shots, limit=limit, task_manager=manager,
-            log_samples=False, bootstrap_iters=BOOTSTRAPS, **settings,
-        )  # fmt: skip
-    except ConnectionError as error:
-        raise ValueError(f"lm-eval could not download a task ({error}): --task-dir reads local files.") from None
-    assert made is not None
-    return dict(made["results"])
+    """Run tasks of the harness, or one of our groups; returns the harness's results by task, with the shots of each.
+
+    Without `shots`, a task has its own number of worked examples, and a group that of its paper.
+    """
+    manager, _ = find_tasks(names, task_manager, allow_code=allow_code)
+    rounds: dict[int | None, list[str]] = {}
+    for task, wanted in expand(names).items():
+        rounds.setdefault(wanted.shots if shots is None else shots, []).append(task)
+    results: dict[str, dict[str, Any]] = {}
+    for number, tasks in rounds.items():
+        try:
+            with _code(allow_code):
+                made = simple_evaluate(
+                    model=ResiduaLM(scorer, generator), tasks=tasks, num_fewshot=number, limit=limit,
+                    task_manager=manager, log_samples=False, bootstrap_iters=BOOTSTRAPS,
+                    confirm_run_unsafe_code=allow_code, **settings,
+                )  # fmt: skip
+        except ConnectionError as error:
+            raise ValueError(f"lm-eval could not download a task ({error}): --task-dir reads local files.") from None
+        assert made is not None
+        given = made.get("n-shot", {})
+        for task, found in made["results"].items():
+            results[task] = {**found, **({SHOTS: given[task]} if task in given else {})}
+    return results
 
 
 def reported(results: dict[str, dict[str, Any]]) -> dict[str, Accuracy]:
     """From the harness's results, the metric of each task that papers report."""
     found = {}
     for task, metrics in results.items():
-        name = reported_metric(task)
+        name = find_prompt(task).metric
         value, error = metrics.get(f"{name},none"), metrics.get(f"{name}_stderr,none")
         if isinstance(value, float):
             found[task] = Accuracy(value, error if isinstance(error, float) else None)

@@ -1,4 +1,4 @@
-"""Validation loss, perplexity and bits per byte of a model on prepared text."""
+"""Validation loss, perplexity by token and by word, and bits per byte of a model on prepared text."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from residua.data import Dataset, validation_batches
@@ -13,15 +14,17 @@ from residua.data.loader import IGNORED
 from residua.storage.finite import overflowed
 
 if TYPE_CHECKING:
+    from residua.data.tokenizer import Tokenizer
     from residua.model.decoder import Decoder
     from residua.report.terminal import Progress
 
 
 @dataclass(frozen=True)
 class TextScore:
-    """The loss in nats per scored token, and the UTF-8 bytes of exactly these tokens.
+    """The loss in nats per scored token, and the UTF-8 bytes and the words of exactly these tokens.
 
-    If the tokenizer is not byte-level, `exact_bytes` is False and bytes are estimated by the split's mean per token.
+    Words are what white space separates. If the tokenizer is not byte-level, `exact_bytes` is False and bytes are
+    estimated by the split's mean per token.
     """
 
     data: str
@@ -30,16 +33,51 @@ class TextScore:
     bytes: float
     exact_bytes: bool
     loss: float
+    words: int
 
     @property
     def perplexity(self) -> float:
         """e^loss; infinite where that is too large for a float."""
-        return math.exp(self.loss) if self.loss < 700 else math.inf
+        return _exp(self.loss)
+
+    @property
+    def word_perplexity(self) -> float:
+        """e^(nats per word), which does not depend on the tokenizer; infinite as above, or without a word."""
+        return _exp(self.loss * self.tokens / self.words) if self.words else math.inf
 
     @property
     def bits_per_byte(self) -> float:
         """The loss in bits per UTF-8 byte."""
         return self.loss * self.tokens / math.log(2) / self.bytes
+
+
+class WordCount:
+    """Counts the words of a stream of tokens, document by document: some tokens only decode beside their neighbours."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.words = 0
+        self._open: list[np.ndarray] = []
+
+    def add(self, tokens: np.ndarray) -> None:
+        """The next tokens of the stream; an end-of-text token ends a document."""
+        ends = np.flatnonzero(tokens == self.tokenizer.end_of_text)
+        *whole, rest = np.split(tokens, ends)
+        for part in whole:
+            self._open.append(part)
+            self.close()
+        self._open.append(rest)
+
+    def close(self) -> int:
+        """End the document, and return the words up to here."""
+        tokens = np.concatenate(self._open) if self._open else np.empty(0, np.int64)
+        self.words += len(self.tokenizer.decode(tokens[tokens != self.tokenizer.end_of_text]).split())
+        self._open = []
+        return self.words
+
+
+def _exp(nats: float) -> float:
+    return math.exp(nats) if nats < 700 else math.inf
 
 
 @torch.inference_mode()
@@ -69,7 +107,7 @@ def score_text(
     rows = max(1, (batch_tokens or (65_536 if device.type == "cuda" else 4096)) // sequence)
     part = dataset.split(split)
     total = min(part.tokens - 1, tokens or part.tokens)
-    loss, count, size = 0.0, 0, 0.0
+    loss, count, size, words = 0.0, 0, 0.0, WordCount(dataset.tokenizer)
     for batch in validation_batches(part, sequence, rows, limit_tokens=tokens, segments=segments):
         moved = batch.to(device)
         scored = batch.targets[batch.targets != IGNORED]
@@ -80,7 +118,8 @@ def score_text(
         loss += value * len(scored)
         count += len(scored)
         size += dataset.bytes_of(scored.numpy(), split)
+        words.add(scored.numpy())
         if progress is not None:
             progress(min(count, total), total)
     exact = dataset.tokenizer.byte_lengths is not None
-    return TextScore(str(dataset.path), split, count, size, exact, loss / count)
+    return TextScore(str(dataset.path), split, count, size, exact, loss / count, words.close())

@@ -1,16 +1,16 @@
 """Multiple-choice tasks from local files: JSON Lines, one question per line, `.jsonl` or `.jsonl.xz`.
 
-    {"task", "id", "split", "question" and/or "context", "choices": [...], "answer": index}
+    {"task", "id", "split", "question" and/or "context", "choices": [...], "answer": index, "subject"}
 
-Prompts are those of lm-evaluation-harness, so that results are comparable; a task that it does not have is asked as
-`Question: … Answer:`. Worked examples are the first questions of the file's `train` split.
+Prompts are in `prompts.py`. Worked examples are the first questions of the file's `train` split, of the question's own
+subject where there are subjects.
 """
 
 from __future__ import annotations
 
 import lzma
-import re
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -18,33 +18,30 @@ from typing import Any, NamedTuple
 
 from pydantic import Field
 
+from residua.evaluate.prompts import Question, find_prompt, subject_of
 from residua.reading import Count, Shape, check, counted, json_lines, reason, refuse, require_file
 
 EXOFORMER = ("arc_challenge", "arc_easy", "hellaswag", "openbookqa", "piqa", "winogrande")
 """The tasks of the ExoFormer paper (arXiv 2601.08131)."""
-GROUPS = {"exoformer": EXOFORMER}
+
+
+class Group(NamedTuple):
+    """Tasks with one name, and the worked examples that their paper uses."""
+
+    tasks: tuple[str, ...]
+    shots: int | None = None
+
+
+GROUPS = {"exoformer": Group(EXOFORMER, shots=5)}
 EVALUATED = ("test", "validation")
 EXTENSIONS = (".jsonl", ".jsonl.xz")
+TEXT_EXTENSIONS = (".txt", ".md", ".txt.xz", ".txt.gz")
 _HINT = "a task file has one question per line, as docs/evaluate.md says"
-
-
-class Question(NamedTuple):
-    """Each choice as a context and a continuation to score; the normalised score is divided by `lengths`."""
-
-    contexts: list[str]
-    continuations: list[str]
-    lengths: list[int]
-    answer: int
-
-    @property
-    def solved(self) -> str:
-        """The question with its answer, as a worked example."""
-        return self.contexts[self.answer] + self.continuations[self.answer]
 
 
 @dataclass(frozen=True)
 class Task:
-    """Questions of one split, each after the same worked examples; `metric` is the one that papers report."""
+    """Questions of one split, each after its worked examples; `metric` is the one that papers report."""
 
     name: str
     split: str
@@ -53,40 +50,121 @@ class Task:
     metric: str
 
 
-def open_tasks(folder: Path, names: list[str], *, shots: int, split: str | None, limit: int | None) -> list[Task]:
-    """Tasks by name, or a group of them, from the files of a folder."""
+class Wanted(NamedTuple):
+    """A task as it was asked for: the name that was given, and the shots of its group."""
+
+    name: str
+    shots: int | None
+
+
+def expand(names: Sequence[str]) -> dict[str, Wanted]:
+    """The tasks that are asked for, groups written out."""
+    wanted: dict[str, Wanted] = {}
+    for name in names:
+        group = GROUPS.get(name, Group((name,)))
+        for task in group.tasks:
+            wanted.setdefault(task, Wanted(name, group.shots))
+    return wanted
+
+
+def open_tasks(
+    folder: Path, names: list[str], *, shots: int | None, split: str | None, limit: int | None
+) -> list[Task]:
+    """Tasks by name, or a group of them, from the files of a folder.
+
+    Without `shots`, a group has as many worked examples as its paper, and any other task none, as in lm-eval.
+    """
     if not folder.is_dir():
+        refuse_text(folder, "a folder with task files")
         raise ValueError(f"{folder} is not a folder: name one with task files such as piqa.jsonl.")
     files = {path.name.split(".")[0]: path for path in sorted(folder.iterdir()) if path.name.endswith(EXTENSIONS)}
-    wanted = {task: name for name in names for task in GROUPS.get(name, (name,))}
-    for task, name in wanted.items():
+    wanted = expand(names)
+    for task, (name, _) in wanted.items():
         if task not in files:
+            for text in (folder / f"{task}{end}" for end in TEXT_EXTENSIONS):
+                refuse_text(text, "a file with questions")
             raise ValueError(f"{folder} holds no task {_hint(task, name, list(files))}")
-    return [read_task(name, files[name], shots=shots, split=split, limit=limit) for name in wanted]
+    return [
+        read_task(task, files[task], shots=(own or 0) if shots is None else shots, split=split, limit=limit)
+        for task, (_, own) in wanted.items()
+    ]
 
 
 def read_task(name: str, path: Path, *, shots: int, split: str | None = None, limit: int | None = None) -> Task:
-    """One task from its file. Without `split`, takes the test questions, or else the validation questions."""
+    """One task from its file. Without `split`, takes the test questions, or else the validation questions.
+
+    `limit` questions are spread over the subjects and over the file.
+    """
     records = _records(path)
     splits = {record["split"] for record in records}
     chosen = split or next((s for s in EVALUATED if s in splits), "")
     if chosen not in splits:
         raise ValueError(f"{path} has no {split or 'test or validation'} split, only {', '.join(sorted(splits))}.")
-    examples = [_form(name, record, path) for record in records if record["split"] == "train"][:shots]
-    if len(examples) < shots:
-        have = counted(len(examples), "worked example")
-        raise ValueError(
-            f"{path} has {have} in its train split and {shots} were asked for: use --shots {len(examples)}."
-        )
-    prefix = "".join(f"{example.solved}\n\n" for example in examples)
-    questions = [_form(name, record, path) for record in records if record["split"] == chosen][:limit]
-    shown = [q._replace(contexts=[prefix + context for context in q.contexts]) for q in questions]
-    return Task(name, chosen, shots, shown, reported_metric(name))
+    asked = [record for record in records if record["split"] == chosen]
+    if limit is not None and limit < len(asked):
+        asked = [asked[i] for i in spread([subject_of(record) for record in asked], limit)]
+    prefix = _Examples(name, path, shots, [record for record in records if record["split"] == "train"])
+    questions = []
+    for record in asked:
+        before, question = prefix(record), _form(name, record, path)
+        questions.append(question._replace(contexts=[before + context for context in question.contexts]))
+    return Task(name, chosen, shots, questions, find_prompt(name).metric)
 
 
-def reported_metric(name: str) -> str:
-    """The metric of a task that papers report."""
-    return "acc" if name in WITHOUT_NORMALISATION else "acc_norm"
+def spread(subjects: Sequence[str], limit: int) -> list[int]:
+    """`limit` places out of a list of questions, given the subject of each.
+
+    Every subject has its share, and one question at least if there are enough; evenly spaced within the subject.
+    """
+    places: dict[str, list[int]] = {}
+    for place, subject in enumerate(subjects):
+        places.setdefault(subject, []).append(place)
+    turns = sorted((i / len(own), own[i], subject) for subject, own in places.items() for i in range(len(own)))
+    quotas = Counter(subject for *_, subject in turns[:limit])
+    return sorted(
+        own[j * len(own) // quotas[subject]] for subject, own in places.items() for j in range(quotas[subject])
+    )
+
+
+class _Examples:
+    """The text before a question: the description of its subject, and worked examples of it."""
+
+    def __init__(self, name: str, path: Path, shots: int, records: Sequence[Mapping[str, Any]]) -> None:
+        self.name, self.path, self.shots = name, path, shots
+        self.by_subject: dict[str, list[Mapping[str, Any]]] = {}
+        for record in records:
+            self.by_subject.setdefault(subject_of(record), []).append(record)
+        self.solved: dict[str, str] = {}
+
+    def __call__(self, record: Mapping[str, Any]) -> str:
+        subject = subject_of(record)
+        if subject not in self.solved:
+            self.solved[subject] = self._solved(subject)
+        return find_prompt(self.name).describe(record) + self.solved[subject]
+
+    def _solved(self, subject: str) -> str:
+        examples = self.by_subject.get(subject, self.by_subject.get("", []))[: self.shots]
+        if len(examples) < self.shots:
+            have, about = counted(len(examples), "worked example"), f" about {subject}" if subject else ""
+            raise ValueError(
+                f"{self.path} has {have}{about} in its train split and {self.shots} were asked for: "
+                f"use --shots {len(examples)}."
+            )
+        return "".join(f"{_form(self.name, example, self.path).solved}\n\n" for example in examples)
+
+
+def refuse_text(path: Path, expected: str) -> None:
+    """Refuse a text file where something else was expected, and say how text is scored."""
+    if path.is_file() and path.name.endswith(TEXT_EXTENSIONS):
+        raise ValueError(f"{path} is text, not {expected}: {text_advice(path)}")
+
+
+def text_advice(path: Path, model: Path | str = "RUN") -> str:
+    """How to score a text file."""
+    return (
+        f"prepare it with `residua data prepare {path} --tokenizer {model} --holdout 0 --out DIR` "
+        "and give --data DIR --split train."
+    )
 
 
 def _records(path: Path) -> list[dict[str, Any]]:
@@ -107,10 +185,14 @@ class _Record(Shape):
     split: str = "validation"
     question: str | None = None
     context: str | None = None
+    subject: str | None = None
+    paradigm: str | None = None
 
 
 def _checked(record: Any, where: str) -> dict[str, Any]:
     """Check a question against the schema; an error names the line."""
+    if isinstance(record, dict) and "text" in record and "choices" not in record:
+        refuse(f"{where} holds text, not a question", "prepare the file with residua data prepare and give --data")
     checked = check(record, _Record, where, _HINT)
     if not all(choice.strip() for choice in checked.choices):
         refuse(f"{where}: one of the choices is empty", _HINT)
@@ -122,69 +204,11 @@ def _checked(record: Any, where: str) -> dict[str, Any]:
 
 def _form(name: str, record: Mapping[str, Any], path: Path) -> Question:
     try:
-        return FORMS.get(name, _question)(record)
+        return find_prompt(name).ask(record)
     except KeyError as lacking:
         raise ValueError(f"{path}: question {record.get('id', '?')} has no {lacking.args[0]}.") from None
-
-
-def _ask(context: str, record: Mapping[str, Any]) -> Question:
-    """Score every choice after the same context and a space."""
-    choices = [str(choice) for choice in record["choices"]]
-    return Question([context] * len(choices), [f" {c}" for c in choices], [len(c) for c in choices], record["answer"])
-
-
-def _question(record: Mapping[str, Any]) -> Question:
-    context = f"{record['context']}\n" if record.get("context") else ""
-    question = record.get("question", "") if context else record["question"]
-    return _ask(f"{context}Question: {question}\nAnswer:", record)
-
-
-def _bare(record: Mapping[str, Any]) -> Question:
-    return _ask(str(record.get("question") or record["context"]), record)
-
-
-def _yes_or_no(record: Mapping[str, Any]) -> Question:
-    return _ask(f"{record['context']}\nQuestion: {record['question']}?\nAnswer:", record)
-
-
-def _sentence(record: Mapping[str, Any]) -> Question:
-    """The choices are whole sentences."""
-    choices = [str(choice) for choice in record["choices"]]
-    return Question([""] * len(choices), choices, [len(c) for c in choices], record["answer"])
-
-
-def _ending(record: Mapping[str, Any]) -> Question:
-    """HellaSwag: the activity and the context, without the marks of its WikiHow part."""
-    context = str(record["context"])
-    if "ctx_a" in record:
-        context = f"{record['ctx_a']} {str(record.get('ctx_b', '')).capitalize()}"
-    if record.get("activity_label"):
-        context = f"{record['activity_label']}: {context}"
-    return _ask(_without_marks(context), {**record, "choices": [_without_marks(c) for c in record["choices"]]})
-
-
-def _without_marks(text: str) -> str:
-    text = text.strip().replace(" [title]", ". ")
-    return re.sub(r"\[.*?\]", "", text).replace("  ", " ")
-
-
-def _blank(record: Mapping[str, Any]) -> Question:
-    """WinoGrande: fill the blank with each choice and score the text after it."""
-    before, _, after = str(record["context"]).partition("_")
-    contexts = [before + str(choice) for choice in record["choices"]]
-    rest = after.strip()
-    return Question(contexts, [f" {rest}"] * len(contexts), [len(rest)] * len(contexts), record["answer"])
-
-
-FORMS: dict[str, Callable[[Mapping[str, Any]], Question]] = {
-    "openbookqa": _bare,
-    "hellaswag": _ending,
-    "winogrande": _blank,
-    "boolq": _yes_or_no,
-    "blimp": _sentence,
-    "lambada": _bare,
-}
-WITHOUT_NORMALISATION = {"winogrande", "boolq", "blimp", "lambada"}
+    except ValueError as error:
+        refuse(f"{path}, question {record.get('id', '?')}: {error}", _HINT)
 
 
 def _hint(task: str, asked: str, files: list[str]) -> str:

@@ -41,7 +41,7 @@ def test_results_of_tasks_are_a_table_and_a_new_file_each_time(
         write_task(tmp_path, task)
     before = len(list((run / "evaluations").glob("*.json")))
     for _ in range(2):
-        arguments = ("--tasks", "arc_easy,winogrande", "--task-dir", tmp_path, "--limit", 6)
+        arguments = ("--tasks", "arc_easy,winogrande", "--task-dir", tmp_path, "--limit", 6, "--shots", 5)
         assert residua(monkeypatch, "eval", run, *arguments) == 0
     written = sorted((run / "evaluations").glob("*.json"))
     assert len(written) == before + 2
@@ -73,7 +73,9 @@ def test_exoformer_through_the_harness_is_six_tasks_and_their_mean(
         scores["winogrande"] = {"acc,none": 0.5, "acc_stderr,none": 0.02}
         return {"results": scores}
 
-    monkeypatch.setattr(harness, "TaskManager", lambda: type("Manager", (), {"all_tasks": list(EXOFORMER)}))
+    monkeypatch.setattr(
+        harness, "TaskManager", lambda: type("Manager", (), {"all_tasks": list(EXOFORMER), "task_index": {}})
+    )
     monkeypatch.setattr(harness, "simple_evaluate", evaluate)
     out = tmp_path / "scores.json"
     assert residua(monkeypatch, "eval", run, "--tasks", "exoformer", "--split", "test", "--out", out) == 0

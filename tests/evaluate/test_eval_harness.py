@@ -39,6 +39,7 @@ def _offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)  # starts processes to ask for versions
 
 
 def harness(context: int = 700) -> Any:
@@ -137,7 +138,7 @@ def test_without_a_network_local_files_are_named(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(ValueError, match=r"could not download a task \(Couldn.t reach the Hub\): --task-dir"):
         harness.evaluate_with_harness(
             scorer, Generator(scorer.model, TOKENIZER), ["mine"], shots=0, limit=1,
-            task_manager=SimpleNamespace(all_tasks=["mine"]),
+            task_manager=SimpleNamespace(all_tasks=["mine"], task_index={}),
         )  # fmt: skip
 
 
@@ -146,6 +147,127 @@ def test_a_task_that_the_harness_does_not_have_is_refused_before_the_model_is_op
 ) -> None:
     from residua.evaluate import harness
 
-    monkeypatch.setattr(harness, "TaskManager", lambda: SimpleNamespace(all_tasks=["arc_easy", "piqa"]))
+    monkeypatch.setattr(harness, "TaskManager", lambda: SimpleNamespace(all_tasks=["arc_easy", "piqa"], task_index={}))
     assert residua(monkeypatch, "eval", "nowhere", "--tasks", "arc_esay") == 2
     assert "residua: lm-eval has no task arc_esay: did you mean arc_easy?" in capsys.readouterr().err
+
+
+def test_a_long_answer_leaves_half_of_the_context_to_the_prompt() -> None:
+    lm = harness(context=32)
+    prompt = "the cat sat on the mat and the dog ran under the hat"
+    (text,) = lm.generate_until([instance(prompt, {"until": ["@"], "max_gen_toks": 1024})])
+    kept = TOKENIZER.encode(prompt)[-16:]
+    assert text == lm.generator([kept], Request(16, stop=("@",)))[0][0].text
+
+
+WRITER = """
+task: {name}
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {folder}/test.jsonl}}}}
+output_type: generate_until
+test_split: test
+doc_to_text: "{{{{question}}}}"
+doc_to_target: "{{{{answer}}}}"
+num_fewshot: 2
+fewshot_config: {{sampler: first_n, samples: [{{question: one, answer: a}}, {{question: two, answer: b}}]}}
+generation_kwargs: {{until: ["."], max_gen_toks: 4}}
+metric_list: [{{metric: exact_match}}]
+{more}
+"""
+
+
+def writers(folder: Path) -> Any:
+    """Tasks of the harness: one that runs code, one that includes it, one that does not, a group and a tag of them."""
+    from lm_eval.tasks import TaskManager
+
+    (folder / "test.jsonl").write_text('{"question": "three", "answer": "c"}\n')
+    tasks = folder / "tasks"
+    tasks.mkdir()
+    for name, more in {"coder": "unsafe_code: true\ntag: coders", "writer": ""}.items():
+        (tasks / f"{name}.yaml").write_text(WRITER.format(name=name, folder=folder, more=more))
+    (tasks / "coder_again.yaml").write_text("include: coder.yaml\ntask: coder_again\n")
+    (tasks / "all.yaml").write_text("group: everything\ntask: [writer, {group: inner, task: [coder]}]\n")
+    return TaskManager(include_path=str(tasks), include_defaults=False)
+
+
+def test_tasks_that_run_code_need_to_be_allowed(tmp_path: Path) -> None:
+    from residua.evaluate.harness import find_tasks
+
+    manager = writers(tmp_path)
+    for name in ("coder", "coder_again", "coders", "everything"):
+        with pytest.raises(ValueError, match=rf"^{name} runs the programs that the model writes.*give --allow-code\.$"):
+            find_tasks([name], manager)
+        assert find_tasks([name], manager, allow_code=True)[1] == [name]
+    assert find_tasks(["writer"], manager)[1] == ["writer"]
+
+
+@pytest.mark.parametrize(("name", "leave", "shots", "used"), [("coder", True, None, 2), ("writer", False, 1, 1)])
+def test_a_task_may_run_code_if_allowed_and_has_its_own_shots_unless_given(
+    name: str, leave: bool, shots: int | None, used: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from residua.evaluate.harness import CODE_SWITCH, evaluate_with_harness
+
+    monkeypatch.delenv(CODE_SWITCH, raising=False)
+    lm = harness()
+    seen: list[tuple[str, str]] = []
+
+    def generate(prompts: list[list[int]], request: Request) -> Any:
+        seen.extend((TOKENIZER.decode(prompt), os.environ[CODE_SWITCH]) for prompt in prompts)
+        return lm.generator(prompts, request)
+
+    found = evaluate_with_harness(
+        lm.scorer, generate, [name], shots=shots, limit=None, allow_code=leave, task_manager=writers(tmp_path)
+    )[name]  # fmt: skip
+    assert found["shots"] == used and found["exact_match,none"] in (0.0, 1.0)
+    assert seen == [("\n\n".join(["one a", "two b"][:used] + ["three"]), "1" if leave else "0")]
+    assert CODE_SWITCH not in os.environ
+
+
+def test_a_group_has_the_shots_of_its_paper_and_other_tasks_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    from residua.evaluate import harness
+    from residua.evaluate.tasks import EXOFORMER
+
+    calls: list[tuple[int | None, list[str]]] = []
+
+    def evaluate(tasks: list[str], num_fewshot: int | None, **_: Any) -> Any:
+        calls.append((num_fewshot, tasks))
+        return {
+            "results": {task: {"acc,none": 0.5} for task in tasks},
+            "n-shot": dict.fromkeys(tasks, num_fewshot or 3),
+        }
+
+    monkeypatch.setattr(harness, "simple_evaluate", evaluate)
+    manager = SimpleNamespace(all_tasks=[*EXOFORMER, "mine"], task_index={})
+    scorer = Scorer(model(), TOKENIZER)
+    run = {"limit": None, "task_manager": manager}
+    found = harness.evaluate_with_harness(scorer, None, ["exoformer", "mine"], shots=None, **run)
+    assert calls == [(5, [*EXOFORMER]), (None, ["mine"])]
+    assert {task: metrics["shots"] for task, metrics in found.items()} == {**dict.fromkeys(EXOFORMER, 5), "mine": 3}
+    calls.clear()
+    harness.evaluate_with_harness(scorer, None, ["exoformer", "mine"], shots=1, **run)
+    assert calls == [(1, [*EXOFORMER, "mine"])]
+
+
+def test_code_is_refused_before_the_model_is_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from residua.evaluate import harness
+
+    manager = writers(tmp_path)
+    monkeypatch.setattr(harness, "TaskManager", lambda: manager)
+    assert residua(monkeypatch, "eval", "nowhere", "--tasks", "coder") == 2
+    assert "residua: coder runs the programs that the model writes" in capsys.readouterr().err
+    assert residua(monkeypatch, "eval", "nowhere", "--tasks", "coder", "--allow-code") == 2
+    assert "residua: nowhere is not a folder" in capsys.readouterr().err
+
+
+def test_mbpp_and_humaneval_are_marked_as_running_code() -> None:
+    from lm_eval import tasks
+    from lm_eval.tasks import TaskManager
+
+    from residua.evaluate.harness import runs_code
+
+    folder = Path(tasks.__file__).parent
+    manager = TaskManager(include_path=[folder / "mbpp", folder / "humaneval"], include_defaults=False)
+    assert {"mbpp", "mbpp_plus", "humaneval", "humaneval_instruct"} <= set(manager.all_subtasks)
+    assert all(runs_code(name, manager.task_index) for name in manager.all_subtasks)

@@ -1,0 +1,189 @@
+"""How a question becomes texts to score: the prompts of lm-evaluation-harness, one per task that it has.
+
+A test renders the YAML files of the installed lm-eval and compares. A task that lm-eval does not have is asked as
+`Question: … Answer:`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from string import ascii_uppercase
+from typing import Any, NamedTuple
+
+Record = Mapping[str, Any]
+"""A line of a task file: `question` and/or `context`, `choices`, `answer`."""
+
+
+class Question(NamedTuple):
+    """Each choice as a context and a continuation to score; the normalised score is divided by `lengths`."""
+
+    contexts: list[str]
+    continuations: list[str]
+    lengths: list[int]
+    answer: int
+
+    @property
+    def solved(self) -> str:
+        """The question with its answer, as a worked example."""
+        return self.contexts[self.answer] + self.continuations[self.answer]
+
+
+class Prompt(NamedTuple):
+    """`ask` makes a question of a record; `metric` is the accuracy that papers report.
+
+    `describe` gives the text before the worked examples.
+    """
+
+    ask: Callable[[Record], Question]
+    metric: str = "acc_norm"
+    describe: Callable[[Record], str] = lambda record: ""
+
+
+def find_prompt(task: str) -> Prompt:
+    """The prompt of a task."""
+    return PROMPTS.get(task, OTHER)
+
+
+def subject_of(record: Record) -> str:
+    """The part of a task that a question belongs to; empty where a task has no parts."""
+    return str(record.get("subject") or record.get("paradigm") or "")
+
+
+def _after(context: str, choices: Sequence[str], answer: int) -> Question:
+    """Score every choice after the same context and a space."""
+    return Question([context] * len(choices), [f" {c}" for c in choices], [len(c) for c in choices], answer)
+
+
+def _ask(context: str, record: Record) -> Question:
+    return _after(context, [str(choice) for choice in record["choices"]], record["answer"])
+
+
+def _question(record: Record) -> Question:
+    context = f"{record['context']}\n" if record.get("context") else ""
+    question = record.get("question", "") if context else record["question"]
+    return _ask(f"{context}Question: {question}\nAnswer:", record)
+
+
+def _bare(record: Record) -> Question:
+    return _ask(str(record.get("question") or record["context"]), record)
+
+
+def _sentence(record: Record) -> Question:
+    """BLiMP: the choices are whole sentences."""
+    return _ask("", record)
+
+
+def _yes_or_no(record: Record) -> Question:
+    return _ask(f"{record['context']}\nQuestion: {record['question']}?\nAnswer:", record)
+
+
+def _true_or_false(record: Record) -> Question:
+    """RTE: `context` is the premise, `question` the hypothesis."""
+    return _ask(f"{record['context']}\nQuestion: {record['question']} True or False?\nAnswer:", record)
+
+
+def _supported(record: Record) -> Question:
+    """SciQ: `context` is the supporting text, which may be empty."""
+    return _ask(f"{str(record.get('context') or '').lstrip()}\nQuestion: {record['question']}\nAnswer:", record)
+
+
+def _situation(record: Record) -> Question:
+    """Social IQA."""
+    return _ask(f"Q: {record['context']} {record['question']}\nA:", record)
+
+
+_CONNECTORS = {"cause": "because", "effect": "therefore"}
+
+
+def _premise(record: Record) -> Question:
+    """COPA: the premise without its period, `because` or `therefore`, and an alternative after two spaces."""
+    question = str(record["question"])
+    if question not in _CONNECTORS:
+        raise ValueError(f"question is {question!r}, expected cause or effect")
+    alternatives = [str(choice) for choice in record["choices"]]
+    choices = [f" {choice[0].lower()}{choice[1:]}" for choice in alternatives]
+    return _after(f"{str(record['context']).strip()[:-1]} {_CONNECTORS[question]}", choices, record["answer"])
+
+
+def _listed(record: Record) -> str:
+    """The choices under their letters, a line each."""
+    if len(record["choices"]) > len(ascii_uppercase):
+        raise ValueError(f"it has {len(record['choices'])} choices, and letters for {len(ascii_uppercase)}")
+    return "".join(f"{letter}. {choice}\n" for letter, choice in zip(ascii_uppercase, record["choices"], strict=False))
+
+
+def _letters(context: str, record: Record) -> Question:
+    """The choices are in the context; their letters are scored."""
+    listed = f"{context}\n{_listed(record)}Answer:"
+    return _after(listed, ascii_uppercase[: len(record["choices"])], record["answer"])
+
+
+def _lettered(record: Record) -> Question:
+    """MMLU."""
+    return _letters(str(record["question"]).strip(), record)
+
+
+def _lettered_question(record: Record) -> Question:
+    """CommonsenseQA."""
+    return _letters(f"Question: {str(record['question']).strip()}", record)
+
+
+def _passage(record: Record) -> Question:
+    """LogiQA: the choices are listed, and scored by their texts."""
+    listed = f"Choices:\n{_listed(record)}Answer:"
+    return _ask(f"Passage: {record['context']}\nQuestion: {record['question']}\n{listed}", record)
+
+
+def _ending(record: Record) -> Question:
+    """HellaSwag: the activity and the context, without the marks of its WikiHow part."""
+    context = str(record["context"])
+    if "ctx_a" in record:
+        context = f"{record['ctx_a']} {str(record.get('ctx_b', '')).capitalize()}"
+    if record.get("activity_label"):
+        context = f"{record['activity_label']}: {context}"
+    return _ask(_without_marks(context), {**record, "choices": [_without_marks(c) for c in record["choices"]]})
+
+
+def _without_marks(text: str) -> str:
+    text = text.strip().replace(" [title]", ". ")
+    return re.sub(r"\[.*?\]", "", text).replace("  ", " ")
+
+
+def _blank(record: Record) -> Question:
+    """WinoGrande: fill the blank with each choice and score the text after it."""
+    before, _, after = str(record["context"]).partition("_")
+    contexts = [before + str(choice) for choice in record["choices"]]
+    rest = after.strip()
+    return Question(contexts, [f" {rest}"] * len(contexts), [len(rest)] * len(contexts), record["answer"])
+
+
+def _about_subject(record: Record) -> str:
+    subject = subject_of(record).replace("_", " ")
+    about = f" about {subject}" if subject else ""
+    return f"The following are multiple choice questions (with answers){about}.\n\n"
+
+
+OTHER = Prompt(_question)
+PROMPTS = {
+    "arc_challenge": Prompt(_question),
+    "arc_easy": Prompt(_question),
+    "blimp": Prompt(_sentence, "acc"),
+    "boolq": Prompt(_yes_or_no, "acc"),
+    "commonsense_qa": Prompt(_lettered_question, "acc"),
+    "copa": Prompt(_premise, "acc"),
+    "hellaswag": Prompt(_ending),
+    "lambada": Prompt(_bare, "acc"),
+    "lambada_openai": Prompt(_bare, "acc"),
+    "lambada_standard": Prompt(_bare, "acc"),
+    "logiqa": Prompt(_passage),
+    "mmlu": Prompt(_lettered, "acc", _about_subject),
+    "openbookqa": Prompt(_bare),
+    "piqa": Prompt(_question),
+    "rte": Prompt(_true_or_false, "acc"),
+    "sciq": Prompt(_supported),
+    "siqa": Prompt(_situation, "acc"),
+    "social_iqa": Prompt(_situation, "acc"),
+    "swag": Prompt(_bare),
+    "winogrande": Prompt(_blank, "acc"),
+}
