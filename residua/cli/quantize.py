@@ -20,7 +20,7 @@ def quantize(
     model: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, or a folder made by `residua export`.")],
     out: Annotated[Path, typer.Option(help="The quantized model's folder; must be new or empty.")],
     scheme: Annotated[
-        str, typer.Option(metavar="fp8|fp8-row|fp8-group|nvfp4", help="W8A8 in E4M3 or W4A4 in NVFP4.")
+        str, typer.Option(metavar="fp8|fp8-row|fp8-group|nvfp4|nvfp4-static", help="W8A8 in E4M3 or W4A4 in NVFP4.")
     ] = "fp8",
     smooth: Annotated[
         float | None,
@@ -40,14 +40,15 @@ def quantize(
     engine: Annotated[
         Path | None,
         typer.Option(
-            show_default=False, help="Also write a Qwen3 folder for serving engines, if the model has that shape."
+            show_default=False,
+            help="Also write a folder for serving engines, if the model is a Qwen3, Llama, Qwen2 or Mistral by shape.",
         ),
     ] = None,
     data: Annotated[
         Path | None,
         typer.Option(show_default="the run's own", help="Prepared text to calibrate and evaluate on."),
     ] = None,
-    calibration: Annotated[int, typer.Option(min=1, help="Sequences that SmoothQuant calibrates on.")] = 4096,
+    calibration: Annotated[int, typer.Option(min=1, help="Sequences for SmoothQuant and static scales.")] = 4096,
     tokens: Annotated[
         int | None,
         typer.Option(min=1, show_default="the run's", help="Evaluate on at most this many validation tokens."),
@@ -64,6 +65,7 @@ def quantize(
     residua quantize runs/tiny --scheme fp8 --out runs/tiny-fp8
     residua quantize runs/tiny --scheme nvfp4 --smooth 0.5 --out runs/tiny-nvfp4
     residua quantize runs/tiny --scheme nvfp4 --exempt "sublayers.1.*" --out runs/tiny-mixed
+    residua quantize runs/plain --scheme nvfp4-static --out runs/plain-fp4 --engine served/plain
 
     Writes a checkpoint for residua.load and for engines that read compressed-tensors, results.json and report.html.
     """
@@ -84,6 +86,12 @@ def quantize(
         console.print(sentence, soft_wrap=True, markup=False)
     console.print(f"\nReport: {(out / work.REPORT).resolve()}", soft_wrap=True, markup=False)
     if engine is not None:
-        console.print(f"For serving engines, in Qwen3's names: {engine}", soft_wrap=True, markup=False)
+        console.print(f"For serving engines: {engine}", soft_wrap=True, markup=False)
+        if scheme == "nvfp4":
+            console.print(
+                "Engines round the inputs with one scale per module instead of one per token: --scheme nvfp4-static "
+                "measures the loss that they serve.",
+                soft_wrap=True,
+            )
     console.print(f"Next: residua eval {out}, or residua.load({str(out)!r}); numbers are in {out / work.RESULTS}",
                   soft_wrap=True, markup=False)  # fmt: skip

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from residua.quantize.apply import quantize_model as quantize_model
     from residua.quantize.fp8 import Fp8 as Fp8
     from residua.quantize.fp8 import quantize_fp8 as quantize_fp8
+    from residua.quantize.measure import static_scales as static_scales
     from residua.quantize.nvfp4 import Nvfp4 as Nvfp4
     from residua.quantize.nvfp4 import quantize_nvfp4 as quantize_nvfp4
     from residua.quantize.run import quantize as quantize
@@ -29,6 +30,7 @@ _HOMES = {
     "quantize_model": "apply",
     "quantize_nvfp4": "nvfp4",
     "smooth": "smoothing",
+    "static_scales": "measure",
 }
 
 __all__ = [
@@ -42,6 +44,7 @@ __all__ = [
     "quantize_model",
     "quantize_nvfp4",
     "smooth",
+    "static_scales",
 ]
 
 

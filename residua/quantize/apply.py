@@ -17,7 +17,7 @@ from torch import nn
 from residua.model.decoder import Decoder
 from residua.model.moe import Experts
 from residua.model.projection import Projection
-from residua.quantize.low import in_low_precision, matrices
+from residua.quantize.low import in_low_precision, inputs, matrices
 from residua.quantize.schemes import Quantized, Scheme
 
 ALWAYS_KEPT = ("*.gates", "*.gamma.down", "*.gamma.up")
@@ -78,11 +78,22 @@ def quantize_weights(modules: Mapping[str, nn.Module], scheme: Scheme) -> dict[s
     }
 
 
-def rounded(modules: Mapping[str, nn.Module], weights: Mapping[str, Quantized], scheme: Scheme) -> dict[str, nn.Module]:
-    """Low-precision replacements of these modules, with these weights."""
+def rounded(
+    modules: Mapping[str, nn.Module],
+    weights: Mapping[str, Quantized],
+    scheme: Scheme,
+    scales: Mapping[str, float] | None = None,
+) -> dict[str, nn.Module]:
+    """Low-precision replacements of these modules, with these weights.
+
+    `scales` are those of their inputs (`low.inputs`) from calibration, for a static scheme.
+    """
     return {
         name: in_low_precision(
-            module, [weights[f"{name}{end}"].dequantize() for end in matrices(module)], scheme.activation, scheme.name
+            module,
+            [weights[f"{name}{end}"].dequantize() for end in matrices(module)],
+            [scheme.rounding((scales or {}).get(activation)) for activation in inputs(name, module)],
+            scheme.name,
         )
         for name, module in modules.items()
     }
@@ -95,11 +106,16 @@ def install(model: nn.Module, modules: Mapping[str, nn.Module]) -> None:
 
 
 @torch.no_grad()
-def quantize_model(model: nn.Module, scheme: Scheme, exempt: Iterable[str] = ()) -> dict[str, Quantized]:
-    """Quantize a model in place; returns the quantized matrices by name."""
+def quantize_model(
+    model: nn.Module, scheme: Scheme, exempt: Iterable[str] = (), scales: Mapping[str, float] | None = None
+) -> dict[str, Quantized]:
+    """Quantize a model in place; returns the quantized matrices by name.
+
+    A static scheme needs `scales`, which `residua.quantize.static_scales` measures.
+    """
     modules = targets(model, exempt)
     weights = quantize_weights(modules, scheme)
-    install(model, rounded(modules, weights, scheme))
+    install(model, rounded(modules, weights, scheme, scales))
     return weights
 
 

@@ -10,25 +10,31 @@ from __future__ import annotations
 from collections.abc import Container, Mapping
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
 from residua.config.model import ModelConfig
 from residua.convert.families import find_family
 from residua.convert.family import Family
+from residua.data.tokenizer import Tokenizer
 from residua.model.decoder import Decoder
 from residua.quantize.fp8 import GROUP, ROW, Fp8
-from residua.quantize.layout import TILES, module_tensors, quantization_config
+from residua.quantize.layout import FORMATS, TILES, module_tensors, quantization_config
 from residua.quantize.nvfp4 import GROUP as NVFP4_GROUP
 from residua.quantize.nvfp4 import Nvfp4
 from residua.quantize.schemes import Quantized
 from residua.quantize.store import as_json, write_folder
-from residua.reading import inside
+from residua.reading import inside, read_json
+from residua.storage.imported import KEPT, SOURCE
 
+CONFIG = "config.json"
+END_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+AGAIN = "import the model again"
 LAYOUTS = ("qwen3", "llama", "qwen2", "mistral")
 """The families that are tried, in this order. Those with experts are not: engines expect them under other names."""
 
-ACTIVATION_GROUPS = {"fp8-group": GROUP.columns or 1, "nvfp4": NVFP4_GROUP}
+ACTIVATION_GROUPS = {"fp8-group": GROUP.columns or 1, **dict.fromkeys(FORMATS, NVFP4_GROUP)}
 """Channels of an activation that share a scale; engines have no shorter group at the end."""
 
 
@@ -67,7 +73,10 @@ def require_served(model: Decoder, modules: Container[str], scheme: str) -> None
 def save_engine(
     out: Path, source: Path, model: Decoder, weights: Mapping[str, Quantized], scheme: str, peaks: Mapping[str, float]
 ) -> None:
-    """Write config.json, model.safetensors and the tokenizer; what is not in `weights` stays in high precision."""
+    """Write config.json, model.safetensors and the tokenizer; what is not in `weights` stays in high precision.
+
+    The chat template, generation settings and end tokens of an imported run or a Hugging Face folder go along.
+    """
     family = find_layout(model.config)
     keys = family.write(model.config)
     tensors: dict[str, Tensor] = {}
@@ -84,9 +93,27 @@ def save_engine(
             tensors |= module_tensors(part, rows_of(weights[name], first, rows), peaks[name])
             first += rows
     # engines unpack FP4 into bf16
-    dtype = "bfloat16" if scheme == "nvfp4" else "float32"
-    config = keys | {"dtype": dtype, "quantization_config": quantization_config(scheme, low)}
-    write_folder(out, tensors, {"config.json": as_json(config)}, copies=[inside(source, "tokenizer.json")])
+    dtype = "bfloat16" if scheme in FORMATS else "float32"
+    config = end_tokens(source) | keys | {"dtype": dtype, "quantization_config": quantization_config(scheme, low)}
+    copies = [inside(source, "tokenizer.json"), *(_kept(source, name) for name in KEPT if name != CONFIG)]
+    write_folder(out, tensors, {CONFIG: as_json(config)}, copies)
+
+
+def end_tokens(source: Path) -> dict[str, Any]:
+    """The ids that begin and end a text, for config.json: those of the folder's own, or else the tokenizer's."""
+    before = _kept(source, CONFIG)
+    if before.is_file():
+        keys = read_json(before, dict[str, Any], AGAIN, lenient=True)
+        return {name: keys[name] for name in END_TOKENS if name in keys}
+    if inside(source, "tokenizer.json").is_file():
+        return {"eos_token_id": Tokenizer.load(source).end_of_text}
+    return {}
+
+
+def _kept(source: Path, name: str) -> Path:
+    """A file of the folder that a run was imported from, or of the folder itself if it is not a run."""
+    imported = inside(source, f"{SOURCE}/{name}")
+    return imported if imported.exists() else inside(source, name)
 
 
 def rows_of(weight: Quantized, first: int, count: int) -> Quantized:

@@ -16,7 +16,8 @@ from residua.quantize.apply import install, kept, quantize_weights, rounded, tar
 from residua.quantize.calibration import CalibrationText
 from residua.quantize.graph import edges
 from residua.quantize.low import matrices
-from residua.quantize.measure import forward, mean_loss, module_errors
+from residua.quantize.measure import forward, largest_inputs, mean_loss, module_errors
+from residua.quantize.nvfp4 import static_scale
 from residua.quantize.schema import KeptTensor, ModuleError, Probe
 from residua.quantize.schemes import Quantized, Scheme
 from residua.quantize.smoothing import smooth
@@ -39,6 +40,7 @@ class Judge:
     def __post_init__(self) -> None:
         self.originals = targets(self.model)
         self.names = list(targets(self.model, self.exempt))
+        self.peaks: dict[str, float] = {}
 
     @cached_property
     def weights(self) -> dict[str, Quantized]:
@@ -51,13 +53,18 @@ class Judge:
         ends = {name: matrices(self.originals[name]) for name in self.names}
         return {f"{name}{end}": self.weights[f"{name}{end}"] for name in self.names for end in ends[name]}
 
+    @property
+    def scales(self) -> dict[str, float]:
+        """The scales of activations from calibration; none in a dynamic scheme."""
+        return {name: static_scale(peak) for name, peak in self.peaks.items()}
+
     def loss(self, stage: str, low: Iterable[str] = ()) -> float:
         """The loss with the modules of these names in low precision."""
         exact = {name: self.originals[name] for name in low}
         total = len(self.validation)
         ticks = iter(range(1, total + 1))
         if exact:
-            install(self.model, rounded(exact, self.weights, self.scheme))
+            install(self.model, rounded(exact, self.weights, self.scheme, self.scales))
         try:
             loss = mean_loss(self.model, self.validation, lambda: self.progress(stage, next(ticks), total))
         finally:
@@ -68,16 +75,22 @@ class Judge:
 
     def smooth(self, alpha: float, sequences: int, inside: bool) -> float:
         """Calibrate and fold SmoothQuant's factors; returns the loss afterwards, still in high precision."""
-        done, run = 0, partial(forward, self.model)
-
-        def counted(batch: Batch) -> None:
-            nonlocal done
-            run(batch)
-            done += len(batch.tokens)
-            self.progress("calibrating", done, sequences)
-
-        smooth(self.model, self.text.calibration(sequences), alpha, inside=inside, run=counted)
+        batches = self._calibration("calibrating", sequences)
+        smooth(self.model, batches, alpha, inside=inside, run=partial(forward, self.model))
         return self.loss("loss after folding")
+
+    def calibrate(self, sequences: int) -> None:
+        """Measure the ranges of activations that a static scheme needs, after smoothing and in high precision."""
+        if self.scheme.static is not None:
+            batches = self._calibration("calibrating scales", sequences)
+            self.peaks = largest_inputs(self.model, self.originals, batches)
+
+    def _calibration(self, stage: str, sequences: int) -> Iterator[Batch]:
+        done = 0
+        for batch in self.text.calibration(sequences):
+            yield batch
+            done += len(batch.tokens)
+            self.progress(stage, done, sequences)
 
     def findings(self, probes: int) -> dict[str, Any]:
         """The measurements in low precision, as fields of `QuantizationResult`."""
@@ -106,7 +119,7 @@ class Judge:
         few = self.text.validation(ERROR_TOKENS)
         self.progress("error by module", 0, len(few))
         modules = {name: self.originals[name] for name in self.names}
-        return module_errors(self.model, modules, self.weights, self.scheme, few)
+        return module_errors(self.model, modules, self.weights, self.scheme, few, self.scales)
 
     def _probe(self, module: str, after: float) -> Probe:
         loss = self.loss(f"loss without {module}", [name for name in self.names if name != module])

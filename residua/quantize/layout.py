@@ -4,7 +4,7 @@
 |---|---|---|
 | fp8, fp8-group | `weight` E4M3, `weight_scale` fp32 | [R, C], [⌈R/128⌉, ⌈C/128⌉] |
 | fp8-row | `weight` E4M3, `weight_scale` fp32 | [R, C], [R, 1] |
-| nvfp4 | `weight_packed` uint8, `weight_scale` E4M3 | [R, C/2], [R, C/16] |
+| nvfp4, nvfp4-static | `weight_packed` uint8, `weight_scale` E4M3 | [R, C/2], [R, C/16] |
 | | `weight_global_scale`, `input_global_scale` fp32 | [1], [1] |
 
 `quantization_config` goes into config.json and names the modules one by one.
@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -19,25 +20,24 @@ import torch
 from torch import Tensor
 
 from residua.quantize import fp8
-from residua.quantize.fp8 import E4M3_MAX, Fp8
-from residua.quantize.nvfp4 import E2M1_MAX, GROUP, Nvfp4
+from residua.quantize.fp8 import Fp8
+from residua.quantize.nvfp4 import GROUP, Nvfp4, static_scale
 from residua.quantize.schemes import Quantized
 
-FORMATS = {"nvfp4": "nvfp4-pack-quantized"}
+FORMATS = dict.fromkeys(("nvfp4", "nvfp4-static"), "nvfp4-pack-quantized")
 TILES = {"fp8": fp8.BLOCK, "fp8-group": fp8.BLOCK, "fp8-row": fp8.ROW}
 PARTS = ("weight_packed", "weight_scale", "weight_global_scale", "input_global_scale")
 
 
 def module_tensors(name: str, weight: Quantized, input_peak: float) -> dict[str, Tensor]:
-    """The tensors of one module. `input_global_scale` is for engines whose second NVFP4 activation scale is static."""
+    """The tensors of one module. `input_global_scale` is the static second scale of NVFP4 activations."""
     if isinstance(weight, Fp8):
         return {f"{name}.weight": weight.codes, f"{name}.weight_scale": weight.scale}
-    static = E4M3_MAX * E2M1_MAX / max(input_peak, 1e-12)
     return {
         f"{name}.weight_packed": weight.packed(),
         f"{name}.weight_scale": weight.scale,
         f"{name}.weight_global_scale": weight.global_scale,
-        f"{name}.input_global_scale": torch.tensor([static]),
+        f"{name}.input_global_scale": torch.tensor([static_scale(input_peak)]),
     }
 
 
@@ -54,6 +54,14 @@ def read_module(tensors: Mapping[str, Tensor], name: str, scheme: str, shape: Se
         raise ValueError(f"{name} has codes for {list(weight.codes.shape)}, expected {[rows, columns]}")
     _check_scale(name, weight)
     return weight
+
+
+def read_input_scale(tensors: Mapping[str, Tensor], name: str) -> float:
+    """The static scale of a module's input; KeyError if it is missing, ValueError if it is none."""
+    scale = tensors[f"{name}.{PARTS[3]}"]
+    if tuple(scale.shape) != (1,) or not scale.is_floating_point() or not 0 < float(scale) < math.inf:
+        raise ValueError(f"{name}.{PARTS[3]} is not one positive number")
+    return float(scale)
 
 
 def _check_scale(name: str, weight: Quantized) -> None:
@@ -86,7 +94,7 @@ def quantization_config(scheme: str, modules: Iterable[str]) -> dict[str, Any]:
 
 def _arguments(scheme: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """How weights and activations are rounded, in the terms of compressed-tensors."""
-    if scheme == "nvfp4":
+    if scheme in FORMATS:
         four = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": GROUP}
         scales = {"scale_dtype": "torch.float8_e4m3fn", "zp_dtype": "torch.float8_e4m3fn"}
         return four | scales | {"dynamic": False}, four | scales | {"dynamic": "local", "observer": "static_minmax"}

@@ -34,11 +34,22 @@ def matrices(module: nn.Module) -> Matrices:
     return {"": module.weight.detach()}
 
 
-def in_low_precision(module: nn.Module, weights: Sequence[Tensor], activation: Round, label: str = "") -> nn.Module:
-    """The module with these weights, in the order of `matrices`, and rounded activations."""
+def inputs(name: str, module: nn.Module) -> tuple[str, ...]:
+    """The names of the activations that a module rounds: its input, and in experts that of their last matrices."""
+    return (name, f"{name}.out") if isinstance(module, Experts) else (name,)
+
+
+def in_low_precision(
+    module: nn.Module, weights: Sequence[Tensor], activations: Round | Sequence[Round], label: str = ""
+) -> nn.Module:
+    """The module with these weights, in the order of `matrices`, and rounded activations.
+
+    `activations` are in the order of `inputs`, or one for all.
+    """
+    each = [activations] * 2 if callable(activations) else activations
     if isinstance(module, Experts):
-        return LowExperts(module, weights, activation)
-    return LowProjection(weights[0], activation, label, getattr(module, "bias", None))
+        return LowExperts(module, weights, each[0], each[1])
+    return LowProjection(weights[0], each[0], label, getattr(module, "bias", None))
 
 
 class FixedPrecision(nn.Module):
@@ -70,9 +81,9 @@ class LowProjection(FixedPrecision):
 class LowExperts(FixedPrecision):
     """The experts of a mixture; each expert's weights were rounded separately."""
 
-    def __init__(self, experts: Experts, weights: Sequence[Tensor], activation: Round) -> None:
+    def __init__(self, experts: Experts, weights: Sequence[Tensor], activation: Round, inner: Round) -> None:
         super().__init__()
-        self.activation = activation
+        self.activation, self.inner = activation, inner
         self.count, self.gated, self.act = experts.count, experts.gated, experts.act
         up, out = torch.cat(list(weights[: self.count])), torch.cat(list(weights[self.count :]))
         self.up, self.out = (nn.Parameter(stack, requires_grad=False) for stack in (up, out))
@@ -80,5 +91,5 @@ class LowExperts(FixedPrecision):
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
         with no_autocast(x):
             h = expert_states(self, self.activation(x), ends)
-            y: Tensor = grouped_linear(self.activation(h), self.out.float().unflatten(0, (self.count, -1)), ends)
+            y: Tensor = grouped_linear(self.inner(h), self.out.float().unflatten(0, (self.count, -1)), ends)
         return y.to(working_dtype(x))

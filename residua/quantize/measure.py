@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -15,7 +16,9 @@ from residua.model import taps
 from residua.model.decoder import Decoder
 from residua.model.moe import Experts, expert_states
 from residua.ops._runtime.numeric import no_autocast
-from residua.quantize.low import in_low_precision, matrices
+from residua.quantize.apply import targets
+from residua.quantize.low import in_low_precision, inputs, matrices
+from residua.quantize.nvfp4 import static_scale
 from residua.quantize.schema import ModuleError, Outlier
 from residua.quantize.schemes import Quantized, Scheme
 from residua.quantize.smoothing import hooked
@@ -83,16 +86,24 @@ def outlier_facts(model: Decoder, batches: Iterable[Batch]) -> tuple[float, floa
 class _Sums:
     """Sums of one module's rounding errors over all its tokens."""
 
-    def __init__(self, name: str, module: nn.Module, weights: Mapping[str, Quantized], scheme: Scheme) -> None:
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        weights: Mapping[str, Quantized],
+        scheme: Scheme,
+        scales: Mapping[str, float],
+    ) -> None:
         exact = matrices(module)
         low = [weights[f"{name}{end}"].dequantize() for end in exact]
+        activations = [scheme.rounding(scales.get(activation)) for activation in inputs(name, module)]
         self.exact = in_low_precision(module, list(exact.values()), Tensor.float)
         self.parts = {
-            "output": in_low_precision(module, low, scheme.activation),
+            "output": in_low_precision(module, low, activations),
             "weight": in_low_precision(module, low, Tensor.float),
-            "activation": in_low_precision(module, list(exact.values()), scheme.activation),
+            "activation": in_low_precision(module, list(exact.values()), activations),
         }
-        self.name, self.scheme = name, scheme
+        self.name, self.activation = name, activations[0]
         self.first = (module.up.detach() if isinstance(module, Experts) else exact[""]).float()
         self.errors = dict.fromkeys((*self.parts, "signal"), 0.0)
         self.peak = self.first.new_zeros(self.first.shape[1])
@@ -112,7 +123,7 @@ class _Sums:
             self.peak = torch.maximum(self.peak, x.abs().amax(0))
             if isinstance(module, Experts):
                 self.inner = max(self.inner, float(expert_states(module, x, *rest).abs().max()))
-            self.spread += (self.scheme.activation(x) - x).double().square().sum(0)
+            self.spread += (self.activation(x) - x).double().square().sum(0)
 
     def result(self) -> ModuleError:
         signal = max(self.errors["signal"], 1e-300)
@@ -146,13 +157,44 @@ def module_errors(
     weights: Mapping[str, Quantized],
     scheme: Scheme,
     batches: Iterable[Batch],
+    scales: Mapping[str, float],
 ) -> list[ModuleError]:
     """The error of each module when only it is rounded, on its inputs in the unquantized model.
 
-    error = ‖x̂Ŵᵀ − xWᵀ‖ / ‖xWᵀ‖ over all tokens; the parts round only the weight or only the activations.
+    error = ‖x̂Ŵᵀ − xWᵀ‖ / ‖xWᵀ‖ over all tokens; the parts round only the weight or only the activations. `scales` are
+    those of a static scheme.
     """
-    sums = {name: _Sums(name, module, weights, scheme) for name, module in modules.items()}
+    sums = {name: _Sums(name, module, weights, scheme, scales) for name, module in modules.items()}
     with hooked({name: (modules[name], partial(_Sums.note, found)) for name, found in sums.items()}):
         for batch in batches:
             forward(model, batch)
     return [found.result() for found in sums.values()]
+
+
+def largest_inputs(model: Decoder, modules: Mapping[str, nn.Module], batches: Iterable[Batch]) -> dict[str, float]:
+    """The largest magnitude of every activation that these modules round (`low.inputs`), over the batches."""
+    peaks = {activation: 0.0 for name, module in modules.items() for activation in inputs(name, module)}
+
+    def note(name: str, module: nn.Module, arguments: tuple[Any, ...]) -> None:
+        x, *rest = arguments
+        x = x.detach().float().flatten(end_dim=-2)
+        if not len(x):
+            return
+        seen = [x, expert_states(module, x, *rest)] if isinstance(module, Experts) else [x]
+        for activation, value in zip(inputs(name, module), seen, strict=True):
+            peak = float(value.abs().max())
+            if not math.isfinite(peak):
+                raise ValueError(f"an input of {activation} is {peak}: the model overflows on its calibration text.")
+            peaks[activation] = max(peaks[activation], peak)
+
+    with hooked({name: (module, partial(note, name)) for name, module in modules.items()}):
+        for batch in batches:
+            forward(model, batch)
+    return peaks
+
+
+def static_scales(model: Decoder, scheme: Scheme, batches: Iterable[Batch]) -> dict[str, float]:
+    """The scales of a static scheme by activation, calibrated on these batches; none for a dynamic one."""
+    if scheme.static is None:
+        return {}
+    return {name: static_scale(peak) for name, peak in largest_inputs(model, targets(model), batches).items()}

@@ -6,6 +6,11 @@
 max|x| is over the whole tensor for weights and over each token for activations, dynamic, as in arXiv 2601.22966. The
 second scale is kept as `global_scale` = t⁻¹, which is what checkpoints store and engines divide by. All arithmetic is
 fp32, rounding is to nearest, ties to even, the same bits on CPU and GPU.
+
+Engines have one second scale for all activations of a module, from calibration, and round with it as compressed-tensors
+does: s may be subnormal, and what exceeds the calibrated range is cut off.
+
+    t⁻¹ = 448 · 6 / max|x|,   s = E4M3(min(t⁻¹ · max|block| / 6, 448)), 2⁻³ if that is 0,   code = E2M1(x / (s / t⁻¹))
 """
 
 from __future__ import annotations
@@ -26,6 +31,10 @@ E2M1_MAX = E2M1[-1]
 SMALLEST_SCALE = torch.finfo(E4M3).tiny
 SMALLEST_SECOND = 2.0**-119
 """Keeps t⁻¹ / s finite: values far below 10⁻³² become zero."""
+SMALLEST_PEAK = 1e-12
+"""Calibrated ranges are not smaller, so that t⁻¹ is finite."""
+SCALE_OF_ZERO = 0.125
+"""The scale of a block whose scale would be zero, as compressed-tensors chooses it for activations."""
 SIGN = 8
 
 Span = Literal["tensor", "token"]
@@ -97,6 +106,28 @@ def encode_nvfp4(x: Tensor, span: Span) -> Nvfp4:
 def round_nvfp4(x: Tensor) -> Tensor:
     """x̂ of activations [..., C] in fp32, with a second scale per token."""
     return encode_nvfp4(x.flatten(end_dim=-2), "token").dequantize().view(x.shape)
+
+
+def static_scale(peak: float) -> float:
+    """t⁻¹ of activations whose largest magnitude is `peak`, a number of fp32."""
+    return float(torch.tensor(E4M3_MAX * E2M1_MAX / max(peak, SMALLEST_PEAK), dtype=torch.float32))
+
+
+def encode_nvfp4_static(x: Tensor, global_scale: float) -> Nvfp4:
+    """A matrix [R, C] under a second scale that is given, as engines round activations."""
+    columns = x.shape[-1]
+    blocks = pad(x.float(), (0, -columns % GROUP)).unflatten(-1, (-1, GROUP))
+    second = blocks.new_full((1,), global_scale)
+    scale = (quotient(blocks.abs().amax(-1), E2M1_MAX) * second).clamp(max=E4M3_MAX).to(E4M3).float()
+    scale = torch.where(scale == 0, SCALE_OF_ZERO, scale)
+    codes = e2m1_codes(blocks / (scale / second)[..., None])
+    return Nvfp4(codes.flatten(-2), scale.to(E4M3), second, columns)
+
+
+def round_nvfp4_static(x: Tensor, global_scale: float) -> Tensor:
+    """x̂ of activations [..., C] in fp32, with a second scale from calibration; infinity becomes NaN."""
+    low = encode_nvfp4_static(x.flatten(end_dim=-2), global_scale).dequantize().view(x.shape)
+    return low + (x.float() - x.float())  # cutting infinity off, as an engine does, would hide it
 
 
 def e2m1_codes(x: Tensor) -> Tensor:

@@ -75,7 +75,7 @@ def _verdict(page: Page, result: QuantizationResult) -> None:
             "text": result.text.rpartition("/")[2],
             "device": result.device,
             "calibration": counted(result.calibration_sequences, "sequence")
-            if result.alpha is not None
+            if result.calibration_sequences
             else "none needed",
         }
     )
@@ -243,7 +243,9 @@ def _name(tensor: KeptTensor) -> str:
 def _provenance(page: Page, result: QuantizationResult) -> None:
     options = [f"--scheme {result.scheme}"]
     if result.alpha is not None:
-        options.append(f"--smooth {result.alpha:g} --calibration {result.calibration_sequences}")
+        options.append(f"--smooth {result.alpha:g}")
+    if result.calibration_sequences:
+        options.append(f"--calibration {result.calibration_sequences}")
     if result.inside:
         options.append("--inside")
     options += [f"--exempt '{pattern}'" for pattern in result.exempt]

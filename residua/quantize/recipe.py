@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-SCHEME_NAMES = ("fp8", "fp8-group", "fp8-row", "nvfp4")
+SCHEME_NAMES = ("fp8", "fp8-group", "fp8-row", "nvfp4", "nvfp4-static")
 DEFAULT_ALPHA = 0.5
 
 

@@ -45,7 +45,9 @@ def quantize(
 
     `alpha` turns SmoothQuant on, `inside` extends it into sublayers. Modules whose names match `exempt` stay in high
     precision. For the `probes` worst modules, the gain from exempting each is measured. `tokens` limits the validation
-    set. `engine` is a second folder, in Qwen3's layout for serving engines, if the model has that shape.
+    set, `calibration` is the number of training sequences that SmoothQuant and static scales are measured on. `engine`
+    is a second folder for serving engines, in the layout of Qwen3, Llama, Qwen2 or Mistral, if the model is of that
+    shape.
     """
     source, target, chosen = Path(model), Path(out), find_scheme(scheme)
     _check_folders(target, None if engine is None else Path(engine))
@@ -66,6 +68,7 @@ def quantize(
     judge = Judge(decoder, chosen, tuple(exempt), text, text.validation(tokens), progress)
     before = judge.loss("loss in high precision")
     folded = None if alpha is None else judge.smooth(alpha, calibration, inside)
+    judge.calibrate(calibration)
     result = QuantizationResult(
         model=str(source),
         scheme=chosen.name,
@@ -73,7 +76,7 @@ def quantize(
         words=chosen.words,
         alpha=alpha,
         inside=inside,
-        calibration_sequences=0 if alpha is None else calibration,
+        calibration_sequences=0 if alpha is None and chosen.static is None else calibration,
         exempt=tuple(exempt),
         text=str(text.dataset.path),
         validation_tokens=sum(batch.tokens.numel() for batch in judge.validation),
@@ -84,7 +87,7 @@ def quantize(
         **judge.findings(probes),
     )
     about = {"alpha": alpha, "exempt": list(exempt), "source": str(source)}
-    peaks = input_peaks(result)
+    peaks = judge.peaks or input_peaks(result)
     save_quantized(target, source, decoder, judge.names, judge.chosen, scheme, peaks, about, results(result))
     if engine is not None:
         with keeping(f"{target} is complete"):

@@ -1,11 +1,12 @@
 """The quantization schemes by name: how weights and activations are rounded.
 
-| name | weights | activations (dynamic) |
+| name | weights | activations (dynamic, if not said otherwise) |
 |---|---|---|
 | fp8 | E4M3, 128 × 128 | E4M3, one scale per token |
 | fp8-group | E4M3, 128 × 128 | E4M3, one scale per token and 128 channels |
 | fp8-row | E4M3, one scale per row | E4M3, one scale per token |
 | nvfp4 | E2M1 by 16, E4M3 scales, fp32 per tensor | E2M1 by 16, E4M3 scales, fp32 per token |
+| nvfp4-static | the same | the same, but fp32 per module, from calibration, as engines have it |
 """
 
 from __future__ import annotations
@@ -24,13 +25,28 @@ Quantized = fp8.Fp8 | nvfp4.Nvfp4
 
 @dataclass(frozen=True)
 class Scheme:
-    """`weight(w [R, C], what=name)` quantizes a matrix; `activation(x [..., C])` rounds it and returns fp32."""
+    """`weight(w [R, C], what=name)` quantizes a matrix; `activation(x [..., C])` rounds it and returns fp32.
+
+    `static(x, global_scale=…)` does so with a scale from calibration; None where scales come from x itself.
+    """
 
     name: str
     bits: str
     words: str
     weight: Callable[..., Quantized]
     activation: Callable[[Tensor], Tensor]
+    static: Callable[..., Tensor] | None = None
+
+    def rounding(self, scale: float | None) -> Callable[[Tensor], Tensor]:
+        """How the input of a module is rounded, given its scale from calibration if there is one."""
+        if self.static is None:
+            return self.activation
+        if scale is None:
+            raise ValueError(
+                f"{self.name} rounds inputs by scales from calibration: measure them with "
+                "residua.quantize.static_scales and give them as `scales`."
+            )
+        return partial(self.static, global_scale=scale)
 
 
 def _fp8(name: str, words: str, weight: fp8.Tile, activation: fp8.Tile) -> Scheme:
@@ -50,6 +66,14 @@ SCHEMES = {
             "E2M1 in blocks of 16 with E4M3 scales, second scale per tensor for weights and per token for activations",
             nvfp4.quantize_nvfp4,
             nvfp4.round_nvfp4,
+        ),
+        Scheme(
+            "nvfp4-static",
+            "W4A4",
+            "E2M1 in blocks of 16 with E4M3 scales, second scale per tensor, for activations from calibration",
+            nvfp4.quantize_nvfp4,
+            nvfp4.round_nvfp4,
+            nvfp4.round_nvfp4_static,
         ),
     )
 }

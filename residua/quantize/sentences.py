@@ -108,7 +108,7 @@ def helps(result: QuantizationResult) -> list[str]:
         found.append("Not tried: SmoothQuant (--smooth 0.5), for the channels that stand out in these activations.")
     elif result.alpha is not None and not result.inside and any(m.name in result.unsmoothed for m in odd):
         found.append("Not tried: --inside, which smooths the inputs of each sublayer's last matrix too.")
-    if result.scheme == "nvfp4":
+    if result.bits == "W4A4":
         found.append("Not tried: FP8 (--scheme fp8), which rounds less and needs about twice the memory.")
     return found
 

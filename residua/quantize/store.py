@@ -23,8 +23,8 @@ from residua.model.decoder import Decoder
 from residua.model.size import build_if_it_fits
 from residua.quantize.apply import candidates, install, is_rounded, rounded
 from residua.quantize.fp8 import Fp8
-from residua.quantize.layout import module_tensors, quantization_config, read_module
-from residua.quantize.low import matrices
+from residua.quantize.layout import module_tensors, quantization_config, read_input_scale, read_module
+from residua.quantize.low import inputs, matrices
 from residua.quantize.real import with_fp8_products
 from residua.quantize.schemes import Quantized, find_scheme
 from residua.reading import Shape, check, inside, read_json, reason, refuse, shown
@@ -117,7 +117,7 @@ def load_quantized(
             for name, module in modules.items()
             for end, matrix in matrices(module).items()
         }
-        replaced = rounded(modules, weights, scheme)
+        replaced = rounded(modules, weights, scheme, _scales(tensors, modules) if scheme.static else None)
     except KeyError as error:
         refuse(f"{folder / WEIGHTS} lacks {error}", AGAIN)
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
@@ -127,6 +127,17 @@ def load_quantized(
     if fp8_products is not None:
         _multiply_in_fp8(model.to(fp8_products), modules, weights, scheme.name, fp8_products)
     return model
+
+
+def _scales(tensors: Mapping[str, Tensor], modules: Mapping[str, torch.nn.Module]) -> dict[str, float]:
+    """The static scales by activation; the matrices of a stack of experts all hold the same."""
+    found = {}
+    for name, module in modules.items():
+        ends = list(matrices(module))
+        firsts = (ends[0], ends[len(ends) // 2])
+        for activation, end in zip(inputs(name, module), firsts, strict=False):
+            found[activation] = read_input_scale(tensors, f"{name}{end}")
+    return found
 
 
 def _multiply_in_fp8(

@@ -91,14 +91,15 @@ def measure_run(run: PlannedRun, study: StudyConfig, tell: Callable[[str], None]
 def _quantized_copy(model: Decoder, recipe: Recipe, text: CalibrationText, calibration: int) -> Decoder:
     """A copy of the model, smoothed if asked, in low precision."""
     from residua.quantize.apply import quantize_model
-    from residua.quantize.measure import forward
+    from residua.quantize.measure import forward, static_scales
     from residua.quantize.schemes import find_scheme
     from residua.quantize.smoothing import smooth
 
     copy = deepcopy(model)
     if recipe.alpha is not None:
         smooth(copy, text.calibration(calibration), recipe.alpha, run=partial(forward, copy))
-    quantize_model(copy, find_scheme(recipe.scheme))
+    scheme = find_scheme(recipe.scheme)
+    quantize_model(copy, scheme, scales=static_scales(copy, scheme, text.calibration(calibration)))
     return copy
 
 

@@ -230,7 +230,7 @@ def precision_cells(row: VariantResult) -> list[Value]:
 def _describe_recipe(name: str) -> str:
     """A recipe in words: W8A8 or W4A4, the scheme, and whether with SmoothQuant."""
     scheme, _, smoothing = name.partition("+")
-    bits = "W4A4" if scheme == "nvfp4" else "W8A8"
+    bits = "W4A4" if scheme.startswith("nvfp4") else "W8A8"
     return f"{bits} ({scheme}{', SmoothQuant' if smoothing else ''})"
 
 

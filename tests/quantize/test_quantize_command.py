@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import residua
 from residua.model.decoder import Decoder
@@ -15,7 +16,8 @@ from residua.quantize import quantize
 from residua.quantize.apply import targets
 from residua.quantize.calibration import CalibrationText
 from residua.quantize.low import LowProjection
-from residua.quantize.measure import mean_loss
+from residua.quantize.measure import largest_inputs, mean_loss
+from residua.quantize.nvfp4 import static_scale
 from residua.quantize.page import quantization_page
 from residua.quantize.schema import QuantizationResult
 from residua.quantize.schemes import SCHEMES
@@ -33,7 +35,7 @@ def loss_of(model: Decoder, run: Path) -> float:
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_the_checkpoint_loads_and_computes_what_was_reported(scheme: str, run: Path, tmp_path: Path) -> None:
     out = tmp_path / "q"
-    result = quantize(run, out, scheme=scheme, probes=1)
+    result = quantize(run, out, scheme=scheme, probes=1, calibration=4)
     model = residua.load(out)
     assert isinstance(model.sublayers[0].body.project, LowProjection)
     assert loss_of(model, run) == result.loss_after
@@ -41,6 +43,20 @@ def test_the_checkpoint_loads_and_computes_what_was_reported(scheme: str, run: P
     assert QuantizationResult(**json.loads((out / "results.json").read_text())) == result
     assert (out / "report.html").stat().st_size > 10_000
     assert result.bytes_after < result.bytes_before
+
+
+def test_the_reported_loss_uses_scales_from_training_text_and_the_folder_holds_them(run: Path, tmp_path: Path) -> None:
+    result = quantize(run, tmp_path / "q", scheme="nvfp4-static", calibration=4, probes=0)
+    assert result.calibration_sequences == 4
+    model = residua.load(run).eval()
+    text = CalibrationText.of_folder(run, model.config, None)
+    peaks = largest_inputs(model, targets(model), text.calibration(4))
+    stored = load_file(tmp_path / "q" / "model.safetensors")
+    for name, peak in peaks.items():
+        assert float(stored[f"{name}.input_global_scale"]) == static_scale(peak)
+    evaluated = largest_inputs(model, targets(model), text.validation())
+    assert any(evaluated[name] != peak for name, peak in peaks.items())
+    assert "--scheme nvfp4-static --calibration 4" in (tmp_path / "q" / "report.html").read_text()
 
 
 def test_a_model_trained_for_a_few_steps_survives_fp8_and_pays_for_nvfp4(run: Path, tmp_path: Path) -> None:

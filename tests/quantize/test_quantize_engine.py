@@ -11,9 +11,12 @@ import torch
 
 import residua
 from residua.config.model import ModelConfig
+from residua.data.loader import Batch
 from residua.model.decoder import Decoder
 from residua.quantize.apply import install, quantize_weights, rounded, targets
 from residua.quantize.engine import find_layout, require_served, rows_of, save_engine
+from residua.quantize.measure import largest_inputs
+from residua.quantize.nvfp4 import round_nvfp4, static_scale
 from residua.quantize.schemes import SCHEMES, find_scheme
 from tests.convert.tiny import FAMILIES, saved
 from tests.quantize.conftest import quiet_transformers
@@ -29,6 +32,7 @@ SHAPE: dict[str, Any] = {
     "ffn": {"kind": "swiglu", "hidden": 256},
     "init": {"std": 0.1, "output": "normal"},
 }
+DYNAMIC = [name for name, scheme in SCHEMES.items() if scheme.static is None]
 TOKENS = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(1))
 
 
@@ -46,16 +50,16 @@ def quantized(scheme: str, out: Path, exempt: tuple[str, ...] = (), **changes: A
     return model.eval()
 
 
-def opened_by_transformers(folder: Path) -> Any:
+def opened_by_transformers(folder: Path, dtype: torch.dtype | str = "auto") -> Any:
     transformers = quiet_transformers()
     pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
     known = signature(transformers.CompressedTensorsConfig.__init__).parameters
     asked = transformers.CompressedTensorsConfig(**({"dequantize": True} if "dequantize" in known else {}))
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, quantization_config=asked, dtype="auto").eval()
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, quantization_config=asked, dtype=dtype).eval()
 
 
 @pytest.mark.filterwarnings("ignore:You passed `quantization_config`")
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", DYNAMIC)
 def test_transformers_reads_the_same_weights(scheme: str, tmp_path: Path) -> None:
     model = quantized(scheme, tmp_path / "q")
     theirs = opened_by_transformers(tmp_path / "q")
@@ -68,7 +72,7 @@ def test_transformers_reads_the_same_weights(scheme: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.filterwarnings("ignore:You passed `quantization_config`")
-@pytest.mark.parametrize("scheme", [name for name in SCHEMES if name != "nvfp4"])
+@pytest.mark.parametrize("scheme", [name for name in DYNAMIC if name != "nvfp4"])
 @pytest.mark.parametrize(
     "changes",
     [
@@ -95,6 +99,29 @@ def test_nvfp4_runs_in_transformers_and_exempt_modules_stay_exact(tmp_path: Path
         assert theirs(TOKENS).logits.isfinite().all()
     q = theirs.model.layers[0].self_attn.q_proj.weight
     assert torch.equal(q, model.sublayers[0].body.project.weight[:128].to(q.dtype))
+
+
+@pytest.mark.filterwarnings("ignore:You passed `quantization_config`")
+def test_transformers_computes_the_same_with_static_scales(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    scheme = find_scheme("nvfp4-static")
+    model = residua.build(ModelConfig(**SHAPE)).eval()
+    modules = targets(model)
+    peaks = largest_inputs(model, modules, [Batch(TOKENS[:, :-1], TOKENS[:, 1:], None)])
+    weights = quantize_weights(modules, scheme)
+    save_engine(tmp_path / "q", tmp_path, model, weights, scheme.name, peaks)
+    theirs = opened_by_transformers(tmp_path / "q", torch.float32).float()
+    low = rounded(modules, weights, scheme, {name: static_scale(peak) for name, peak in peaks.items()})
+    for name, module in low.items():
+        module.weight.data = module.weight.data.bfloat16().float()  # transformers unpacks FP4 into bf16
+        model.set_submodule(name, module)
+    with torch.no_grad():
+        found, ours = theirs(TOKENS).logits, model(TOKENS)
+        for module in low.values():
+            module.activation = round_nvfp4
+        dynamic = model(TOKENS)
+    assert (found - ours).norm() < 1e-4 * ours.norm()
+    assert (found - dynamic).norm() > 1e-2 * ours.norm()
 
 
 def test_rows_keep_the_scales_of_the_whole() -> None:

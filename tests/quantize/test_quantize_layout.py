@@ -29,7 +29,7 @@ def dequantized_by_compressed_tensors(folder: Path, dtype: torch.dtype) -> dict[
     return reader.validate(tensors)
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", [name for name in SCHEMES if name != "nvfp4-static"])  # whose weights are nvfp4's
 def test_compressed_tensors_reads_the_same_weights(scheme: str, run: Path, tmp_path: Path) -> None:
     quantize(run, tmp_path / "q", scheme=scheme, probes=0)
     dtype = torch.bfloat16 if scheme == "nvfp4" else torch.float32  # that library unpacks FP4 into bf16

@@ -10,7 +10,17 @@ import torch
 from torch import Tensor
 
 from residua.quantize.fp8 import BLOCK, E4M3_MAX, GROUP, ROW, Tile, quantize_fp8, round_fp8
-from residua.quantize.nvfp4 import E2M1, Nvfp4, e2m1_codes, e2m1_values, quantize_nvfp4, round_nvfp4
+from residua.quantize.layout import quantization_config
+from residua.quantize.nvfp4 import (
+    E2M1,
+    Nvfp4,
+    e2m1_codes,
+    e2m1_values,
+    quantize_nvfp4,
+    round_nvfp4,
+    round_nvfp4_static,
+    static_scale,
+)
 from residua.quantize.recipe import Recipe
 from residua.quantize.schemes import SCHEMES, find_scheme
 from tests.quantize.adversarial import NAMES, TINY, tensors
@@ -83,6 +93,22 @@ def test_fp8_activations_are_those_of_compressed_tensors(name: str) -> None:
         scale, zero = compute_dynamic_scales_and_zp(x, args, torch.nn.Identity())
         theirs = fake_quantize(x, scale, zero, args)
         assert torch.equal(round_fp8(x, tile), theirs)
+
+
+@pytest.mark.parametrize("share", [1.0, 0.01], ids=["whole range", "cut off"])
+@pytest.mark.parametrize("name", NAMES)
+def test_static_nvfp4_activations_are_those_of_compressed_tensors(name: str, share: float) -> None:
+    library = pytest.importorskip("compressed_tensors.quantization", reason="compressed-tensors is not installed")
+    from compressed_tensors.quantization.lifecycle.forward import fake_quantize
+    from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
+
+    x = tensors()[name][None]
+    scale = static_scale(share * float(x.abs().max()))
+    config = library.QuantizationConfig.model_validate(quantization_config("nvfp4-static", ["a"]))
+    args, second = config.config_groups["group_0"].input_activations, torch.tensor([scale])
+    scales, zero = compute_dynamic_scales_and_zp(x, args, torch.nn.Identity(), global_scale=second)
+    theirs = fake_quantize(x, scales, zero, args, global_scale=second)
+    assert torch.equal(round_nvfp4_static(x, scale), theirs)
 
 
 def _compare_with_compressed_tensors(x: Tensor, tile: Tile, grain: dict[str, object]) -> None:
