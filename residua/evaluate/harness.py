@@ -129,15 +129,16 @@ def find_tasks(
 
 
 def runs_code(name: str, index: Mapping[str, Any]) -> bool:
-    """Whether a task of the harness, or one of the tasks of a group or tag, is marked as running code."""
+    """Whether a task of the harness, or one of the tasks of a group or tag, is marked as running code.
+
+    The index of lm-eval before 0.4.12 does not say; then lm-eval itself refuses when it loads the task.
+    """
     entry = index.get(name)
-    if entry is None:
-        return False
-    config = entry.cfg or {}
+    config = getattr(entry, "cfg", None) or {}
     if config.get("unsafe_code"):
         return True
     listed = config.get("task")
-    members = [*(listed if isinstance(listed, list) else ()), *(() if config else entry.tags)]
+    members = [*(listed if isinstance(listed, list) else ()), *(() if config else getattr(entry, "tags", ()))]
     return any(_member_runs_code(member, index) for member in members)
 
 

@@ -9,6 +9,7 @@ subject where there are subjects.
 from __future__ import annotations
 
 import lzma
+import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -155,14 +156,15 @@ class _Examples:
 
 def refuse_text(path: Path, expected: str) -> None:
     """Refuse a text file where something else was expected, and say how text is scored."""
-    if path.is_file() and path.name.endswith(TEXT_EXTENSIONS):
+    if path.name.endswith(TEXT_EXTENSIONS) and path.is_file():
         raise ValueError(f"{path} is text, not {expected}: {text_advice(path)}")
 
 
 def text_advice(path: Path, model: Path | str = "RUN") -> str:
     """How to score a text file."""
+    file, tokenizer = shlex.quote(str(path)), shlex.quote(str(model))
     return (
-        f"prepare it with `residua data prepare {path} --tokenizer {model} --holdout 0 --out DIR` "
+        f"prepare it with `residua data prepare {file} --tokenizer {tokenizer} --holdout 0 --out DIR` "
         "and give --data DIR --split train."
     )
 

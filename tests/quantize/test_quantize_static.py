@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -17,9 +19,12 @@ from residua.quantize.apply import quantize_weights, targets
 from residua.quantize.engine import save_engine
 from residua.quantize.measure import largest_inputs
 from residua.quantize.nvfp4 import round_nvfp4_static, static_scale
+from residua.quantize.recipe import Recipe
 from residua.quantize.schemes import find_scheme
 from residua.quantize.store import load_quantized, save_quantized
 from tests.model.small import VOCABULARY, small, tokens_and_targets
+
+pytestmark = pytest.mark.slow
 
 STATIC = find_scheme("nvfp4-static")
 MOE = {"kind": "moe", "hidden": 16, "experts": 3, "top_k": 2, "activation": "swiglu"}
@@ -78,6 +83,17 @@ def test_without_scales_a_static_scheme_is_refused() -> None:
         quantize_model(model, STATIC)
     quantize_model(model, STATIC, scales=static_scales(model, STATIC, batches(1)))
     assert "nvfp4-static" in repr(model.sublayers[0].body.project)
+
+
+def test_a_study_calibrates_each_model_on_its_own_text() -> None:
+    from residua.study.quantized import _quantized_copy
+
+    model = residua.build(small()).eval()
+    text: Any = SimpleNamespace(calibration=batches)
+    copy = _quantized_copy(model, Recipe.parse("nvfp4-static"), text, 2)
+    quantize_model(model, STATIC, scales=static_scales(model, STATIC, batches(2)))
+    tokens = tokens_and_targets()[0]
+    assert torch.equal(copy(tokens), model(tokens))
 
 
 def test_experts_have_a_scale_for_each_of_their_inputs_and_it_comes_back(tmp_path: Path) -> None:
