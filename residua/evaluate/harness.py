@@ -131,7 +131,7 @@ def find_tasks(
 def runs_code(name: str, index: Mapping[str, Any]) -> bool:
     """Whether a task of the harness, or one of the tasks of a group or tag, is marked as running code.
 
-    The index of lm-eval before 0.4.12 does not say; then lm-eval itself refuses when it loads the task.
+    The index of older versions of lm-eval does not say: there lm-eval itself refuses, when it has loaded the task.
     """
     entry = index.get(name)
     config = getattr(entry, "cfg", None) or {}

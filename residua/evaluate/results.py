@@ -74,7 +74,7 @@ def show(console: Console, results: Results) -> None:
         about = "" if text.exact_bytes else " (bytes estimated from the split's mean: the tokenizer is not byte-level)"
         console.print(
             f"{text.data}, {text.split}: {counted(text.tokens, 'token')}, loss {text.loss:.4f} nats per token, "
-            f"perplexity {text.perplexity:.3f} ({text.word_perplexity:.3f} by word), "
+            f"perplexity {text.perplexity:.3f} ({text.word_perplexity:.5g} by word), "
             f"{text.bits_per_byte:.4f} bits per byte{about}",
             soft_wrap=True,
             markup=False,
