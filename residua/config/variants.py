@@ -7,6 +7,7 @@ norm or gate) and keeps the rest of the base configuration; `base` changes nothi
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -80,6 +81,19 @@ def _blocks(count: int) -> Variant:
     """Block Attention Residuals with at most `count` blocks, whatever the depth."""
     summary = f"Block Attention Residuals, {counted(count, 'block')}"
     return Variant(summary, lambda model: _blocks_of(-(-model.sublayers // count)))
+
+
+def _streams(count: int) -> Variant:
+    return _topology(f"Multi-Gate Residuals, competitive, {count} streams", "multi_gate", f"streams={count}")
+
+
+def _independent(count: int) -> Variant:
+    summary = f"Multi-Gate Residuals, independent gates, {count} streams"
+    return _topology(summary, "multi_gate", f"streams={count}", "gate=independent")
+
+
+def _clipped(limit: int) -> Variant:
+    return _topology(f"x + f(x), clipped at ±{limit}", "clipped", f"limit={limit}.0")
 
 
 def _glu(model: ModelConfig) -> Sequence[str]:
@@ -158,15 +172,10 @@ KNOWN: dict[str, Variant] = {
     "block_attnres": Variant("Block Attention Residuals, about 8 blocks", _block),
     **{f"block{count}": _blocks(count) for count in (2, 4, 8, 16)},
     "mgr": _topology("Multi-Gate Residuals, competitive, 4 streams", "multi_gate"),
-    "mgr8": _topology("Multi-Gate Residuals, competitive, 8 streams", "multi_gate", "streams=8"),
+    "mgr8": _streams(8),
     "mgr_independent": _topology("Multi-Gate Residuals, independent gates", "multi_gate", "gate=independent"),
-    "mgr8_independent": _topology(
-        "Multi-Gate Residuals, independent gates, 8 streams", "multi_gate", "streams=8", "gate=independent"
-    ),
-    **{
-        f"clip{limit}": _topology(f"x + f(x), clipped at ±{limit}", "clipped", f"limit={limit}.0")
-        for limit in (10, 100, 1000)
-    },
+    "mgr8_independent": _independent(8),
+    **{f"clip{limit}": _clipped(limit) for limit in (10, 100, 1000)},
     "highway": _topology("one gated stream", "highway"),
     "hc": _topology("hyper-connections, dynamic, 4 streams", "hyper"),
     "mhc": _topology("manifold-constrained hyper-connections, 4 streams", "mhc"),
@@ -188,6 +197,14 @@ KNOWN: dict[str, Variant] = {
     "dyt": _norm("dynamic tanh instead of a norm", "dyt"),
     "gated_dyt": _norm("dynamic tanh with a low-rank gate", "gated_dyt"),
 }
+
+NUMBERED: dict[str, Callable[[int], Variant]] = {
+    "blockN": _blocks,
+    "mgrN": _streams,
+    "mgrN_independent": _independent,
+    "clipN": _clipped,
+}
+"""Names that hold any number N from 1 on, such as `block6`."""
 
 
 def overrides(entries: Sequence[str], model: ModelConfig) -> list[str]:
@@ -223,7 +240,7 @@ def _refuse_undoing(names: Sequence[str], model: ModelConfig) -> None:
     *earlier, last = names
     for name in earlier:
         try:
-            own = KNOWN[name].overrides(model)
+            own = _known(name).overrides(model)
         except ConfigError:  # this name cannot be applied twice, because it replaced what it needs
             continue
         undone = next((change for change in own if not holds(model, change.removeprefix("model."))), None)
@@ -235,4 +252,8 @@ def _refuse_undoing(names: Sequence[str], model: ModelConfig) -> None:
 def _known(name: str) -> Variant:
     if name in KNOWN:
         return KNOWN[name]
+    if match := re.fullmatch(r"([a-z]+)([1-9][0-9]{0,6})(\w*)", name):
+        numbered = NUMBERED.get(f"{match[1]}N{match[3]}")
+        if numbered is not None:
+            return numbered(int(match[2]))
     raise ConfigError(f"{name!r} is not a known variant: {suggest(name, KNOWN)}")
