@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from residua.cli.options import command_line, complain
+from residua.cli.options import command_line, complain, parse_tune, split_names
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -95,6 +95,29 @@ def compare(
     calibration: Annotated[
         int | None, typer.Option(min=1, show_default="4096", help="Sequences that SmoothQuant calibrates on.")
     ] = None,
+    tasks: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TASK,TASK,...",
+            show_default=False,
+            help="Also score each model on tasks of lm-eval or of --task-dir, as `residua eval` does.",
+        ),
+    ] = None,
+    task_dir: Annotated[
+        Path | None, typer.Option(show_default=False, help="Local multiple-choice files, TASK.jsonl or .jsonl.xz.")
+    ] = None,
+    shots: Annotated[
+        int | None, typer.Option(min=0, show_default="the task's own", help="Worked examples before each question.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, show_default="all", help="Questions per task.")] = None,
+    tune: Annotated[
+        str | None,
+        typer.Option(
+            metavar="lr=0.5x,1x,...",
+            show_default=False,
+            help="Try these multiples of each variant's learning rate on short runs, and train with the best.",
+        ),
+    ] = None,
     diagnose: Annotated[
         bool | None,
         typer.Option("--diagnose", show_default=False, help="Also diagnose every trained model; each gets a page."),
@@ -116,6 +139,8 @@ def compare(
     residua compare prenorm mgr --ladder 0.5,1,1.5,2 --workers 4
     residua compare prenorm mgr --sizes tiny,mini --tokens-per-parameter 20
     residua compare prenorm gated_attention preaffine gatednorm --quantize fp8,nvfp4,nvfp4+smooth
+    residua compare prenorm mgr --tune lr=0.5x,1x,2x
+    residua compare prenorm mgr --tasks exoformer --task-dir tasks
     residua compare prenorm mgr --diagnose
     residua compare base block_attnres mgr --from runs/qwen3 --data data/wiki --set train.steps=500
     residua compare study.toml
@@ -135,7 +160,8 @@ def compare(
         "match": None if match is None else {"kind": match}, "workers": workers, "threads": threads,
         "set": change, "scaling": _scaling(sizes, tokens_per_parameter), "calibration": calibration,
         "diagnose": diagnose, "ladder": _budgets(ladder), "time_alone": time_alone,
-        "quantize": None if quantize is None else [name.strip() for name in quantize.split(",") if name.strip()],
+        "quantize": None if quantize is None else split_names(quantize),
+        "tasks": _tasks(tasks, task_dir, shots, limit), "tune": parse_tune(tune),
     }  # fmt: skip
     if start is not None:
         given |= _started(start, given)
@@ -250,7 +276,7 @@ def _scaling(sizes: str | None, tokens_per_parameter: float | None) -> dict[str,
         if tokens_per_parameter is not None:
             raise ConfigError("--tokens-per-parameter needs --sizes: it sets how long each size trains.")
         return None
-    names = [name.strip() for name in sizes.split(",") if name.strip()]
+    names = split_names(sizes)
     if len(names) < 2:
         raise ConfigError(f"--sizes {sizes} is too few to fit: name two sizes or more, as in tiny,mini.")
     if tokens_per_parameter is None:
@@ -258,6 +284,19 @@ def _scaling(sizes: str | None, tokens_per_parameter: float | None) -> dict[str,
     if not 0 < tokens_per_parameter < math.inf:
         raise ConfigError(f"--tokens-per-parameter {tokens_per_parameter:g} is no length: use a number above 0.")
     return {"sizes": names, "tokens_per_parameter": tokens_per_parameter}
+
+
+def _tasks(tasks: str | None, folder: Path | None, shots: int | None, limit: int | None) -> dict[str, Any] | None:
+    from residua.config.settings import ConfigError
+
+    given = {"folder": None if folder is None else str(folder), "shots": shots, "limit": limit}
+    chosen = {key: value for key, value in given.items() if value is not None}
+    if tasks is not None:
+        return {"names": split_names(tasks), **chosen}
+    if chosen:
+        option = {"folder": "--task-dir"}.get(next(iter(chosen)), f"--{next(iter(chosen))}")
+        raise ConfigError(f"{option} needs --tasks: name the tasks, or a group such as exoformer.")
+    return None
 
 
 def _budgets(ladder: str | None) -> list[float] | None:
@@ -270,8 +309,9 @@ def _budgets(ladder: str | None) -> list[float] | None:
 
 
 def _list(console: Console) -> None:
-    from residua.config.variants import KNOWN
+    from residua.config.variants import KNOWN, NUMBERED
 
     width = max(len(name) for name in KNOWN)
     for name, variant in KNOWN.items():
         console.print(f"{name:<{width}}  {variant.summary}")
+    console.print(f"{', '.join(NUMBERED)}: the same with another number N, such as block6", highlight=False)

@@ -64,3 +64,19 @@ def command_line() -> str:
     """The command line, for the record: of absolute paths only the last part, which means something elsewhere."""
     words = [Path(word).name if word.startswith("/") else word for word in sys.argv[1:]]
     return shlex.join(["residua", *words])
+
+
+def split_names(text: str) -> list[str]:
+    """`a, b` as a list of names."""
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def parse_tune(text: str | None) -> dict[str, list[str]] | None:
+    """`lr=0.5x,1x,2x` as the table `tune` of a study."""
+    if text is None:
+        return None
+    key, _, multiples = text.partition("=")
+    names = split_names(multiples)
+    if key.strip() != "lr" or not names:
+        raise ValueError(f"--tune {text} is not a search of the learning rate: write it as lr=0.5x,1x,2x.")
+    return {"lr": names}

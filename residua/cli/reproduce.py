@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from residua.cli.options import command_line
+from residua.cli.options import command_line, parse_tune, split_names
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -43,6 +43,23 @@ def reproduce(
     threads: Annotated[
         int | None, typer.Option(min=1, show_default="cores / workers", help="CPU threads of each run.")
     ] = None,
+    task_dir: Annotated[
+        Path | None,
+        typer.Option(
+            show_default="lm-eval, if it is installed",
+            help="Local files, TASK.jsonl or .jsonl.xz, of the tasks whose accuracies a table has.",
+        ),
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, show_default="all", help="Questions per task.")] = None,
+    no_tasks: Annotated[bool, typer.Option("--no-tasks", help="Measure no accuracies.")] = False,
+    tune: Annotated[
+        str | None,
+        typer.Option(
+            metavar="lr=0.5x,1x,...",
+            show_default=False,
+            help="Try these multiples of each row's learning rate on short runs, and train with the best.",
+        ),
+    ] = None,
     run: Annotated[
         list[Path] | None,
         typer.Option(metavar="FOLDER", show_default=False, help="Look inside this model instead of training."),
@@ -64,6 +81,8 @@ def reproduce(
     residua reproduce 004:table1 --plan
     residua reproduce 004:table1 --scale 1/32 --sizes S --data data/wiki --out runs/mgr
     residua reproduce 004:table1 --rows full_attnres,mgr --seeds 5
+    residua reproduce 000:table1 --task-dir tasks --data data/wiki
+    residua reproduce 004:table1 --tune lr=0.5x,1x,2x
     residua reproduce 003:fig1 --run models/Qwen3-0.6B
 
     Without an entry, lists all of them with what they cost. Ctrl-C saves and stops; the same command continues.
@@ -83,6 +102,7 @@ def reproduce(
     request = Request(
         scale=share, sizes=_names(sizes), rows=_names(rows), seeds=seeds, set=tuple(change or ()),
         data=None if data is None else str(data), workers=workers, threads=threads,
+        task_dir=None if task_dir is None else str(task_dir), limit=limit, no_tasks=no_tasks, tune=_multiples(tune),
     )  # fmt: skip
     from residua.reproduce import conduct as work
 
@@ -116,5 +136,10 @@ def _conduct(entry: str, request: Request, folder: Path, results: Path | None, c
         raise typer.Exit(1)
 
 
+def _multiples(text: str | None) -> tuple[str, ...]:
+    found = parse_tune(text)
+    return () if found is None else tuple(found["lr"])
+
+
 def _names(text: str | None) -> tuple[str, ...]:
-    return () if text is None else tuple(name.strip() for name in text.split(",") if name.strip())
+    return () if text is None else tuple(split_names(text))

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 from residua.config.run import RunConfig
@@ -14,7 +15,7 @@ from residua.files import write_atomically
 from residua.model.size import measure
 from residua.reproduce.entry import Size, Study
 from residua.reproduce.scale import changes
-from residua.study.config import Scaling, StudyConfig
+from residua.study.config import Scaling, StudyConfig, Tasks
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,10 @@ class Request:
     data: str | None = None
     workers: int = 1
     threads: int | None = None
+    task_dir: str | None = None
+    limit: int | None = None
+    no_tasks: bool = False
+    tune: tuple[str, ...] = ()
 
 
 def selected(entry: Study, request: Request) -> Study:
@@ -81,9 +86,28 @@ def build_study(name: str, entry: Study, request: Request, folder: Path) -> Stud
         time_alone=entry.time_alone,
         quantize=entry.quantize,
         diagnose=entry.diagnosed,
+        tasks=_tasks(entry, request),
+        tune={"lr": request.tune} if request.tune else None,
         workers=request.workers,
         threads=request.threads,
     )
+
+
+def _tasks(entry: Study, request: Request) -> Tasks | None:
+    """The tasks of a table with accuracies: from local files, else from lm-eval if it is installed."""
+    if not entry.tasks or request.no_tasks or (request.task_dir is None and find_spec("lm_eval") is None):
+        return None
+    return Tasks(names=entry.tasks, folder=request.task_dir, shots=entry.shots, limit=request.limit)
+
+
+def tasks_sentence(entry: Study, study: StudyConfig) -> str:
+    """How accuracies are measured, or why they are not; empty if the table has none."""
+    if not entry.tasks:
+        return ""
+    if study.tasks is None:
+        return "Accuracies are not measured: give --task-dir FOLDER, or install lm-eval (pip install 'residua[eval]')."
+    source = "lm-eval, which downloads its data" if study.tasks.folder is None else study.tasks.folder
+    return f"Every model is scored on {', '.join(study.tasks.names)} from {source}."
 
 
 def size_changes(size: Size, scale: Fraction) -> list[str]:

@@ -15,7 +15,7 @@ from residua.config.settings import ConfigError
 from residua.machine import choose_device
 from residua.reading import counted
 from residua.report.terminal import ProgressBars
-from residua.reproduce.build import Cost, Request, build_study, selected
+from residua.reproduce.build import Cost, Request, build_study, selected, tasks_sentence
 from residua.reproduce.catalogue import load
 from residua.reproduce.claims import DIVERGED, Measured, verdicts
 from residua.reproduce.entry import Inside, Nothing, Study
@@ -25,6 +25,7 @@ from residua.study.conduct import Outcome, announce, conduct, open_dataset
 from residua.study.plan import StudyPlan, make_plan, refuse_strangers
 from residua.study.sentences import count
 from residua.study.tables import print_study
+from residua.study.tuning import known_rates
 
 TRAINING_SHARE = 0.4
 """Training steps reach about this share of the rate of a large matrix product; it turns FLOPs into hours."""
@@ -52,6 +53,8 @@ def reproduce(
     refuse_strangers(out)
     study = build_study(name, entry, request, out)
     console.print(Text(f"{name}: {entry.title}. {sentence(request.scale)}"), soft_wrap=True)
+    if told := tasks_sentence(entry, study):
+        console.print(Text(told), soft_wrap=True)
     outcome = conduct(study, out, console, results, command, supplement=Comparison(name, entry, request.scale, out))
     print_study(console, outcome.result)
     lines = [f"• {found.sentence}" for found in verdicts(Measured(entry, outcome.result, out))]
@@ -65,9 +68,11 @@ def show_plan(name: str, request: Request, out: Path, console: Console) -> None:
     with TemporaryDirectory() as folder:
         study = build_study(name, entry, request, Path(folder))
         dataset = open_dataset(study, console)
-        plan = make_plan(study, out, dataset)
+        plan = make_plan(study, out, dataset, known_rates(out))
         console.print(Text(f"{name}: {entry.title}. {sentence(request.scale)}"), soft_wrap=True)
         announce(console, study, plan)
+    if told := tasks_sentence(entry, study):
+        console.print(Text(told), soft_wrap=True)
     cost = planned_cost(plan)
     console.print(Text(cost_sentence(cost)), soft_wrap=True)
     longest = max(run.config.train.steps * run.config.tokens_per_step for run in plan.runs)
@@ -82,9 +87,10 @@ def show_plan(name: str, request: Request, out: Path, console: Console) -> None:
 
 def planned_cost(plan: StudyPlan) -> Cost:
     """Runs, tokens and FLOPs of a plan."""
-    tokens = [run.config.train.steps * run.config.tokens_per_step for run in plan.runs]
-    flops = [plan.models[run.size, run.variant].flops_per_token for run in plan.runs]
-    return Cost(len(plan.runs), float(sum(tokens)), sum(t * f for t, f in zip(tokens, flops, strict=True)))
+    runs = (*plan.runs, *plan.trials)
+    tokens = [run.config.train.steps * run.config.tokens_per_step for run in runs]
+    flops = [plan.models[run.size, run.variant].flops_per_token for run in runs]
+    return Cost(len(runs), float(sum(tokens)), sum(t * f for t, f in zip(tokens, flops, strict=True)))
 
 
 def cost_sentence(cost: Cost) -> str:

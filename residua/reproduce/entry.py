@@ -122,8 +122,8 @@ class Nothing(Frozen):
 class Study(Frozen):
     """A table whose rows are trained and compared. `columns` are measured, `unmeasured` are printed beside them only.
 
-    `notes` say where the paper is silent or where the recipe differs from it. Keys that a study file has too mean the
-    same here.
+    `notes` say where the paper is silent or where the recipe differs from it. `tasks` are those of the accuracies, with
+    `shots` worked examples. Keys that a study file has too mean the same here.
     """
 
     kind: Literal["study"]
@@ -140,6 +140,8 @@ class Study(Frozen):
     ladder: tuple[float, ...] = ()
     quantize: tuple[str, ...] = ()
     time_alone: bool = False
+    tasks: tuple[str, ...] = ()
+    shots: int | None = Field(None, ge=0)
 
     @property
     def diagnosed(self) -> bool:
@@ -166,6 +168,8 @@ class Study(Frozen):
                 raise ValueError(f"{name!r} is not measured: choose one of {', '.join(MEASURES)}.")
         if not self.quantize and any(MEASURES[name].quantized for name in self.columns):
             raise ValueError("quantize is empty, and a column needs low precision: name a recipe, such as nvfp4.")
+        if not self.tasks and any(MEASURES[name].tasked for name in self.columns):
+            raise ValueError("tasks is empty, and a column needs accuracies: name tasks, such as exoformer.")
         for claim in self.claims:
             stranger = next((name for name in claim.named if name not in rows), None)
             stranger = stranger or next((name for name in claim.sizes if name not in sizes), None)

@@ -7,12 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from residua.storage.run import METRICS, read_metrics
 from residua.study.plan import RUNS
 from residua.study.results import RunResult
 from residua.study.statistics import mean
-
-LAST_SHARE = 0.01  # of the steps, for the mean of the training loss: 200 of 20,000
 
 
 @dataclass(frozen=True)
@@ -20,7 +17,7 @@ class Measure:
     """A column: its title, how it is taken from a complete run in a study's folder (None if it is not there yet).
 
     Values of a `ratio` measure are compared by their ratio, others by their difference. `diagnosed` ones need a
-    diagnosis, `quantized` ones the study's low-precision measurements.
+    diagnosis, `quantized` ones the study's low-precision measurements, `tasked` ones tasks.
     """
 
     title: str
@@ -30,6 +27,7 @@ class Measure:
     ratio: bool = False
     diagnosed: bool = False
     quantized: bool = False
+    tasked: bool = False
 
     def shown(self, value: float) -> str:
         """A value as the tables show it."""
@@ -40,22 +38,18 @@ def _perplexity(run: RunResult, out: Path) -> float | None:
     return None if run.loss is None else math.exp(run.loss)
 
 
-def _train_loss(run: RunResult, out: Path) -> float | None:
-    """The mean of the log lines of the last hundredth of the steps."""
-    path = out / RUNS / run.folder / METRICS
-    rows = [row for row in read_metrics(path) if row["kind"] == "train"] if path.exists() else []
-    if not rows:
-        return None
-    last = rows[-1]["step"]
-    return mean([float(row["loss"]) for row in rows if row["step"] > last * (1 - LAST_SHARE)])
+def _outlier(name: str) -> Callable[[RunResult, Path], float | None]:
+    def of(run: RunResult, out: Path) -> float | None:
+        value: float | None = getattr(run.outliers or run.quantized, name, None)
+        return value
+
+    return of
 
 
-def _peak(run: RunResult, out: Path) -> float | None:
-    return None if run.quantized is None else run.quantized.peak_activation
-
-
-def _sink_ratio(run: RunResult, out: Path) -> float | None:
-    return None if run.quantized is None else run.quantized.sink_ratio
+def _accuracy(run: RunResult, out: Path) -> float | None:
+    """The mean over the tasks of the reported metric, in %; None until the run was scored on all of them."""
+    found = None if run.accuracies is None else run.accuracies.mean
+    return None if found is None else 100 * found
 
 
 def _cost(recipe: str) -> Callable[[RunResult, Path], float | None]:
@@ -82,17 +76,24 @@ def _inside(read: Callable[..., float | None]) -> Callable[[RunResult, Path], fl
 MEASURES: dict[str, Measure] = {
     "loss": Measure("validation loss", lambda run, out: run.loss, "nats per token after the last step"),
     "perplexity": Measure("perplexity", _perplexity, "exp of the validation loss", digits=".3f", ratio=True),
-    "train_loss": Measure("training loss", _train_loss, "mean of the log lines of the last hundredth of the steps"),
+    "train_loss": Measure(
+        "training loss",
+        lambda run, out: run.train_loss,
+        "mean over the last 200 steps, but no more than a tenth of the run",
+    ),
+    "accuracy": Measure(
+        "accuracy", _accuracy, "mean over the tasks of the metric that papers report, in %", digits=".2f", tasked=True
+    ),
     "peak_activation": Measure(
-        "peak activation", _peak, "the largest value that any sublayer reads", digits=".4g", ratio=True, quantized=True
+        "peak activation", _outlier("peak_activation"), "the largest value that any sublayer reads", digits=".4g",
+        ratio=True,
     ),
     "sink_ratio": Measure(
         "residual-sink ratio",
-        _sink_ratio,
+        _outlier("sink_ratio"),
         "mean |h| over tokens and depth, largest dimension / median dimension",
         digits=".4g",
         ratio=True,
-        quantized=True,
     ),
     "nvfp4_cost": Measure(
         "cost of W4A4", _cost("nvfp4"), "loss after NVFP4 less the loss before", quantized=True
@@ -102,10 +103,9 @@ MEASURES: dict[str, Measure] = {
     ),
     "attention_sink": Measure(
         "attention sink",
-        _inside(lambda m: mean([layer.first_token for layer in m.attention]) if m.attention else None),
+        _outlier("attention_sink"),
         "mean attention to the first token, over softmax layers",
         ratio=True,
-        diagnosed=True,
     ),
     "token_similarity": Measure(
         "token similarity",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -15,22 +15,28 @@ from rich.text import Text
 from residua.data import Dataset, embedded, unigram_entropy
 from residua.files import write_atomically
 from residua.reading import counted
+from residua.report.plain import outcome
 from residua.study import sentences
 from residua.study.config import StudyConfig
 from residua.study.diagnosed import SIDE_BY_SIDE, diagnose_runs
-from residua.study.extend import Extended, alone, extend, extend_sentences
+from residua.study.extend import Extended, alone, extend, extend_sentences, with_earlier
+from residua.study.outliers import measure_outliers
 from residua.study.page import Supplement, study_page
 from residua.study.picture import picture
 from residua.study.plan import STUDY, PlannedRun, StudyPlan, base_run, make_plan, refuse_strangers, undone_sentences
 from residua.study.plots import Records
 from residua.study.progress import LiveProgress
-from residua.study.quantized import measure_runs, with_earlier
+from residua.study.quantized import measure_runs
 from residua.study.results import DatasetFacts, StudyResult, collect
 from residua.study.runner import run_plan, threads_per_run
 from residua.study.runs import RunRecord, is_complete, read_run
 from residua.study.saved import SavedStudy, save_study
+from residua.study.side_tables import rate_sentence
 from residua.study.tables import markdown
+from residua.study.tasked import Questions, open_questions, score_runs
 from residua.study.timing import keep_timings, read_timings, time_variants
+from residua.study.trials import keep_rates
+from residua.study.tuning import chosen_rates, known_rates
 
 NOWHERE = Path(os.devnull)
 """The folder of a study that has none: nothing is found in it."""
@@ -63,15 +69,21 @@ def conduct(
 
     The numbers are also kept in the file `results`, after every run. If it exists, the study extends it: runs in it are
     not trained again. `command` is recorded there. `supplement` adds to the page and to results.md. What an earlier
-    study in `out` measured in low precision is kept.
+    study in `out` measured in low precision or on tasks is kept, and so are the learning rates that it chose.
     """
     study = with_earlier(study, out)
     keeper = begin(study, out, console, results, command)
+    if keeper.whole.plan.trials:
+        _tune(study, keeper.whole.plan, out, console)
+        keeper = keeper.planned_again(study)
     whole = keeper.whole
     with LiveProgress(console, whole.new) as progress:
         problems = run_plan(study, whole.new, out, Kept(progress, keeper))
     keep_timings(whole.study, whole.plan, out, whole.timings)
     time_variants(study, whole.plan, out, console, whole.known)
+    measure_outliers(whole.plan, console)
+    if keeper.questions is not None:
+        score_runs(keeper.questions, whole.plan, console)
     measure_runs(study, whole.plan, console)
     diagnose_runs(study, whole.plan, out, keeper.dataset, console)
     keeper.write()
@@ -83,22 +95,57 @@ def begin(study: StudyConfig, out: Path, console: Console, results: Path | None,
     """Plan and announce a study, merged with the one in the file `results` if that exists; trains nothing."""
     refuse_strangers(out)
     dataset = open_dataset(study, console)
-    plan = make_plan(study, out, dataset)
+    questions = None if study.tasks is None else open_questions(study.tasks)
+    plan = make_plan(study, out, dataset, known_rates(out, results))
     announce(console, study, plan)
-    whole = alone(study, plan)
-    if results is not None and results.exists():
-        whole = extend(results, study, plan, dataset.fingerprint, out)
+    whole = _whole(study, plan, out, dataset, results)
+    if results is not None and whole.known:
         for sentence in extend_sentences(results, whole):
             console.print(Text(f"• {sentence}"), soft_wrap=True)
-    return Keeper(whole, out, dataset, results, command)
+    return Keeper(whole, out, dataset, results, command, questions)
+
+
+def _whole(study: StudyConfig, plan: StudyPlan, out: Path, dataset: Dataset, results: Path | None) -> Extended:
+    if results is None or not results.exists():
+        return alone(study, plan)
+    return extend(results, study, plan, dataset.fingerprint, out)
+
+
+def _tune(study: StudyConfig, plan: StudyPlan, out: Path, console: Console) -> None:
+    """Train the trials of learning rates, and keep which rate each variant gets."""
+    trials = replace(plan, runs=plan.trials)
+    with LiveProgress(console, trials) as progress:
+        problems = run_plan(study, trials, out, progress)
+    rates = chosen_rates(study, plan, problems)
+    keep_rates(out, rates)
+    for rate in rates:
+        console.print(outcome(rate_sentence(rate, several=len(study.sizes) > 1)))
 
 
 class Keeper:
-    """Writes the numbers of the complete runs into the results file, if there is one."""
+    """Writes the numbers of the complete runs into the results file, if there is one.
 
-    def __init__(self, whole: Extended, out: Path, dataset: Dataset, results: Path | None, command: str) -> None:
-        self.whole, self.dataset, self._out, self._results = whole, dataset, out, results
+    `questions` are those of the study's tasks.
+    """
+
+    def __init__(
+        self,
+        whole: Extended,
+        out: Path,
+        dataset: Dataset,
+        results: Path | None,
+        command: str,
+        questions: Questions | None = None,
+    ) -> None:
+        self.whole, self.dataset, self.questions, self._out, self._results = whole, dataset, questions, out, results
+        self._command = command
         self.commands = tuple(dict.fromkeys((*whole.commands, command) if command else whole.commands))
+
+    def planned_again(self, study: StudyConfig) -> Keeper:
+        """The same, once learning rates have been chosen."""
+        plan = make_plan(study, self._out, self.dataset, known_rates(self._out, self._results))
+        whole = _whole(study, plan, self._out, self.dataset, self._results)
+        return Keeper(whole, self._out, self.dataset, self._results, self._command, self.questions)
 
     @cached_property
     def facts(self) -> DatasetFacts:
@@ -205,6 +252,7 @@ def announce(console: Console, study: StudyConfig, plan: StudyPlan) -> None:
         f"{counted(len(study.variants), 'variant')} × {counted(len(study.seeds), 'seed')}"
         f"{f' × {len(study.sizes)} sizes' if study.scaling else ''} = {counted(len(plan.compared), 'run')}, "
         f"{f'and {len(plan.ladder)} of the ladder, ' if plan.ladder else ''}"
+        f"{f'and {len(plan.trials)} to tune learning rates, ' if plan.trials else ''}"
         f"{study.workers} at a time on {counted(threads_per_run(study), 'thread')} each",
         highlight=False,
     )

@@ -54,6 +54,55 @@ class Scaling(Frozen):
     tokens_per_parameter: float | None = Field(None, gt=0)
 
 
+class Tasks(Frozen):
+    """Tasks that every trained model is scored on, as `residua eval` does.
+
+    `folder` has local files, TASK.jsonl or TASK.jsonl.xz; without it, the tasks are those of lm-evaluation-harness.
+    `shots` are the worked examples before each question, the task's own unless given; `limit` the questions per task.
+    """
+
+    names: tuple[str, ...] = Field(min_length=1)
+    folder: str | None = None
+    shots: int | None = Field(None, ge=0)
+    limit: Positive | None = None
+
+
+class Tune(Frozen):
+    """A search of each variant's learning rate: `lr` are multiples of its own, each tried on one short run.
+
+    A trial has `share` of the steps, with a whole schedule, and the seed `seed`, which is none of the study's. The rate
+    with the lowest validation loss is that of all the variant's runs.
+    """
+
+    lr: tuple[float, ...] = Field(min_length=2)
+    share: float = Field(0.25, gt=0, le=1)
+    seed: Seed = MOST_SEEDS
+
+    @field_validator("lr", mode="before")
+    @classmethod
+    def _multiples(cls, value: Any) -> Any:
+        if not isinstance(value, list | tuple):
+            raise ValueError(f"tune.lr = {shown(value)} should be a list of multiples, such as [0.5, 1, 2].")
+        return tuple(_multiple(entry) for entry in value)
+
+    @field_validator("lr")
+    @classmethod
+    def _rates_differ(cls, value: tuple[float, ...]) -> tuple[float, ...]:
+        if any(not 0 < factor < math.inf for factor in value) or len(set(value)) != len(value):
+            raise ValueError(f"tune.lr = {list(value)} must be different positive multiples, as in [0.5, 1, 2].")
+        return tuple(sorted(value))
+
+
+def _multiple(entry: Any) -> Any:
+    """`2x` as the number 2; what is no multiple is refused later, by its type."""
+    if isinstance(entry, str) and entry.strip().endswith("x"):
+        try:
+            return float(entry.strip()[:-1])
+        except ValueError:
+            raise ValueError(f"tune.lr has {shown(entry)}: write multiples as 0.5x, 1x, 2x.") from None
+    return entry
+
+
 class StudyConfig(Frozen):
     """What to compare. `variants` maps a name to a list of overrides or known names (`residua compare --list`).
 
@@ -61,7 +110,8 @@ class StudyConfig(Frozen):
     variant unless named. `seeds` is a list, or a number n for 0 … n−1. `workers` runs train at the same time, each with
     `threads` threads (default: cores / workers). `data` is a prepared folder (default: the embedded corpus).
     `quantize` names recipes (`fp8`, `nvfp4`, `nvfp4+smooth`) to measure every trained model with;
-    `calibration` is the number of sequences for SmoothQuant. `diagnose` also diagnoses every trained model.
+    `calibration` is the number of sequences for SmoothQuant. `diagnose` also diagnoses every trained model. `tasks` are
+    those that every trained model is scored on, `tune` is a search of each variant's learning rate.
     `ladder` are budgets, as multiples of a run's steps, that the baseline is also trained with, each with its own full
     schedule: they turn a loss into equivalent tokens. With several workers, or `time_alone`, every variant's step is
     timed alone once its runs are complete.
@@ -84,6 +134,8 @@ class StudyConfig(Frozen):
     quantize: tuple[str, ...] = ()
     calibration: Positive = 4096
     diagnose: bool = False
+    tasks: Tasks | None = None
+    tune: Tune | None = None
 
     def __init__(self, /, **data: Any) -> None:
         try:
@@ -131,6 +183,11 @@ class StudyConfig(Frozen):
     def _recipes_exist(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(str(Recipe.parse(text)) for text in value)
 
+    @field_validator("tasks", mode="before")
+    @classmethod
+    def _task_names_only(cls, value: Any) -> Any:
+        return {"names": value} if isinstance(value, list | tuple) else value
+
     @field_validator("variants", mode="before")
     @classmethod
     def _names_only(cls, value: Any) -> Any:
@@ -171,6 +228,11 @@ class StudyConfig(Frozen):
                 raise ValueError(f"variants.{name} names a folder: use letters, digits and any of '_', '.', '+', '-'.")
         if not self.seeds or len(set(self.seeds)) != len(self.seeds):
             raise ValueError(f"seeds = {list(self.seeds)} must be one or more different numbers.")
+        if self.tune is not None and self.tune.seed in self.seeds:
+            raise ValueError(
+                f"tune.seed = {self.tune.seed} is one of the study's seeds, whose runs the choice must not see: use "
+                "another."
+            )
         odd = next((size for size in self.sizes if not is_plain_name(Path(size).stem)), None)
         if odd is not None:
             raise ValueError(f"{odd!r} cannot name a folder, and sizes name folders too: rename the file.")

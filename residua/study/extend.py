@@ -12,18 +12,12 @@ from pathlib import Path
 from residua.config.run import RunConfig, settings
 from residua.config.settings import ConfigError
 from residua.reading import counted
-from residua.study.config import StudyConfig
-from residua.study.plan import PlannedRun, StudyPlan
+from residua.study.config import StudyConfig, Tasks
+from residua.study.plan import STUDY, PlannedRun, StudyPlan
 from residua.study.runs import RunRecord, is_complete, read_run
 from residua.study.saved import SavedStudy, Timings
+from residua.study.trials import PLACE
 from residua.version import MATHEMATICS
-
-PLACE = (
-    "data.path", "data.tokenizer", "train.device", "train.log_every", "train.save_every", "train.keep", "train.track",
-    "train.divergence_", "parallel.",
-)  # fmt: skip
-"""What does not change what a run computes: where its text is (its fingerprint counts), where it trains, what it logs
-and when it gives up."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +61,8 @@ def extend(path: Path, study: StudyConfig, plan: StudyPlan, fingerprint: str, ou
     _check_runs(path, known)
     others = tuple(run for run in before.runs if _place(run) not in asked)
     models = {**before.models, **plan.models}
-    whole = StudyPlan(models, (*others, *plan.runs), plan.text_tokens)
+    rates = {(rate.size, rate.variant): rate for rate in (*before.tuned, *plan.tuned)}
+    whole = StudyPlan(models, (*others, *plan.runs), plan.text_tokens, tuple(rates.values()), plan.trials)
     return Extended(merged, whole, known, saved.timings, saved.commands)
 
 
@@ -85,9 +80,33 @@ def extend_sentences(path: Path, extended: Extended) -> list[str]:
     return told
 
 
+def with_earlier(study: StudyConfig, out: Path) -> StudyConfig:
+    """The study with the recipes, tasks and search of rates of an earlier one in its folder: a rerun keeps them."""
+    if not (out / STUDY).exists():
+        return study
+    earlier = StudyConfig.from_toml(out / STUDY)
+    recipes = tuple(dict.fromkeys((*earlier.quantize, *study.quantize)))
+    told = "calibration" in study.model_fields_set or not earlier.quantize
+    calibration = study.calibration if told else earlier.calibration
+    kept = {"tasks": _both(earlier.tasks, study.tasks), "tune": study.tune or earlier.tune}
+    return study.model_copy(update={"quantize": recipes, "calibration": calibration, **kept})
+
+
+def _both(earlier: Tasks | None, tasks: Tasks | None) -> Tasks | None:
+    """The tasks of both, unless they are asked in another way now."""
+    if tasks is None or earlier is None:
+        return tasks or earlier
+    names = tuple(dict.fromkeys((*earlier.names, *tasks.names)))
+    return (
+        tasks.model_copy(update={"names": names})
+        if earlier == tasks.model_copy(update={"names": earlier.names})
+        else tasks
+    )
+
+
 def _merged(path: Path, before: StudyConfig, study: StudyConfig) -> StudyConfig:
     """One study with the variants, seeds, sizes and budgets of both."""
-    for key in ("baseline", "match", "confidence"):
+    for key in ("baseline", "match", "confidence", "tune"):
         old, new = getattr(before, key), getattr(study, key)
         if old != new:
             raise ConfigError(

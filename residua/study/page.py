@@ -16,6 +16,7 @@ from residua.study.picture import break_even, ladder_scatter
 from residua.study.plan import RUNS
 from residua.study.plots import SECONDS, TOKENS, Records
 from residua.study.results import LadderResult, RunResult, StudyResult, VariantResult, compute_points
+from residua.study.side_tables import RATES, rate_sentence, side_tables
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
@@ -58,6 +59,7 @@ def study_page(
     for size in result.sizes:
         _loss(page, result, records[size], size)
     for size in result.sizes:
+        _side_tables(page, result, size)
         _low_precision(page, result, size)
     if result.scaling:
         _scaling(page, result)
@@ -203,6 +205,18 @@ def _loss(page: Page, result: StudyResult, records: Records, size: str) -> None:
         views = {f"difference to {result.baseline}": plots.difference_curves(records, result.baseline), **views}
     spans = "the band spans all seeds" if len(records) <= plots.BANDS else "click a name to hide its curve"
     section.tabs(views, f"Mean over seeds; {spans}. Double-click shows the whole curve.")
+
+
+def _side_tables(page: Page, result: StudyResult, size: str) -> None:
+    """Accuracies, outliers and tried learning rates, those that were measured."""
+    suffix = f" at {size}" if len(result.sizes) > 1 else ""
+    place = plots.places(result)
+    for table in side_tables(result, size):
+        section = page.section(f"{table.title.capitalize()}{suffix}", table.look_for)
+        cells: list[list[Cell]] = [[_named(place, row[0].main), *row[1:]] for row in table.rows]
+        section.table(table.columns, cells)
+        if table.title == RATES:
+            section.points([rate_sentence(rate, False) for rate in result.tuning if rate.size == size])
 
 
 def _low_precision(page: Page, result: StudyResult, size: str) -> None:

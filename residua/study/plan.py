@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from residua.config import variants
@@ -14,10 +15,11 @@ from residua.files import refuse_blocked
 from residua.model.size import measure
 from residua.study.config import StudyConfig
 from residua.study.matching import match
+from residua.study.trials import TUNING, TunedRate, rate_changes, rate_title, short_run, tuned_for
 
 RUNS, CONFIGS, LOGS, TIMINGS, LOCK, STUDY = "runs", "configs", "logs", "timings", ".lock", "study.toml"
 # What an interrupted study leaves in its folder: study.toml is written last.
-_BEGUN = (RUNS, CONFIGS, LOGS, LOCK, TIMINGS, "diagnosis")
+_BEGUN = (RUNS, CONFIGS, LOGS, LOCK, TIMINGS, TUNING, "diagnosis")
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,10 @@ class PlannedModel:
 
 @dataclass(frozen=True, eq=False)
 class PlannedRun:
-    """One training run of the study. `budget` is its share of the study's steps: 1, but for runs of the ladder."""
+    """One training run of the study. `budget` is its share of the study's steps: 1, but for runs of the ladder.
+
+    `rate` is the multiple of its variant's learning rate that a trial of `tune` has.
+    """
 
     variant: str
     size: str
@@ -41,6 +46,7 @@ class PlannedRun:
     config: RunConfig
     folder: Path
     budget: float = 1.0
+    rate: float = 1.0
 
     @property
     def title(self) -> str:
@@ -52,12 +58,16 @@ class PlannedRun:
 class StudyPlan:
     """The models by (size, variant), and the runs in the order they start: by seed, so that pairs finish together.
 
-    `runs` includes those of the ladder, `text_tokens` is the length of the training text.
+    `runs` includes those of the ladder, `text_tokens` is the length of the training text. `tuned` are the learning
+    rates that a search gave the models. `trials` are its runs that are still needed: until they are trained, the models
+    of these variants have their own rates.
     """
 
     models: dict[tuple[str, str], PlannedModel]
     runs: tuple[PlannedRun, ...]
     text_tokens: int = 0
+    tuned: tuple[TunedRate, ...] = ()
+    trials: tuple[PlannedRun, ...] = ()
 
     @property
     def compared(self) -> tuple[PlannedRun, ...]:
@@ -70,8 +80,8 @@ class StudyPlan:
         return tuple(run for run in self.runs if run.budget != 1.0)
 
 
-def make_plan(study: StudyConfig, out: Path, dataset: Dataset) -> StudyPlan:
-    """Plan the study on a prepared text, which all runs share."""
+def make_plan(study: StudyConfig, out: Path, dataset: Dataset, rates: Sequence[TunedRate] = ()) -> StudyPlan:
+    """Plan the study on a prepared text, which all runs share; `rates` are those that an earlier search chose."""
     shared = [f"data.path={_quoted(str(dataset.path.resolve()))}"]
     if not any(change.replace(" ", "").startswith("model.vocab_size=") for change in study.set):
         shared.append(f"model.vocab_size={padded_vocabulary(dataset.vocab_size)}")
@@ -79,6 +89,9 @@ def make_plan(study: StudyConfig, out: Path, dataset: Dataset) -> StudyPlan:
     for size in study.sizes:
         base = base_run(study, size).override(shared)
         models |= {(size, name): model for name, model in _models(study, base).items()}
+    trials = _trials(study, models, out, rates)
+    tuned = _settled(study, models, rates)
+    models = {key: _tuned(model, tuned.get(key)) for key, model in models.items()}
     started = [(name, 1.0) for name in study.variants]
     started += [(study.baseline, budget) for budget in study.ladder if budget != 1.0]
     runs = tuple(
@@ -88,7 +101,7 @@ def make_plan(study: StudyConfig, out: Path, dataset: Dataset) -> StudyPlan:
         for name, budget in started
     )
     _check_ladder(runs)
-    return StudyPlan(models, runs, dataset.split("train").tokens)
+    return StudyPlan(models, runs, dataset.split("train").tokens, tuple(tuned.values()), trials)
 
 
 def base_run(study: StudyConfig, size: str) -> RunConfig:
@@ -191,6 +204,47 @@ def _run(
         except ConfigError as error:
             raise ConfigError(f"ladder = {budget:g}: {error}") from None
     return PlannedRun(name, size, seed, seeded, out / RUNS / f"{stem}-seed{seed}", budget)
+
+
+def _settled(
+    study: StudyConfig, models: Mapping[tuple[str, str], PlannedModel], rates: Sequence[TunedRate]
+) -> dict[tuple[str, str], TunedRate]:
+    """The rates that were chosen for these very models by this very search."""
+    if study.tune is None:
+        return {}
+    searched = {(*key, tuned_for(model.config, study.tune)) for key, model in models.items()}
+    return {(rate.size, rate.variant): rate for rate in rates if (rate.size, rate.variant, rate.made_for) in searched}
+
+
+def _trials(
+    study: StudyConfig, models: Mapping[tuple[str, str], PlannedModel], out: Path, rates: Sequence[TunedRate]
+) -> tuple[PlannedRun, ...]:
+    """The short runs of the variants whose rate is not chosen yet."""
+    if study.tune is None:
+        return ()
+    done = _settled(study, models, rates)
+    return tuple(
+        PlannedRun(
+            name,
+            size,
+            study.tune.seed,
+            short_run(model.config, study.tune, factor),
+            out / RUNS / f"{model_title(study, size, name)}-{rate_title(factor)}-seed{study.tune.seed}",
+            study.tune.share,
+            factor,
+        )
+        for (size, name), model in models.items()
+        if (size, name) not in done
+        for factor in study.tune.lr
+    )
+
+
+def _tuned(model: PlannedModel, rate: TunedRate | None) -> PlannedModel:
+    """The model with its chosen rate."""
+    if rate is None or rate.chosen == 1.0:
+        return model
+    changes = rate_changes(model.config, rate.chosen)
+    return replace(model, config=model.config.override(changes), overrides=(*model.overrides, *changes))
 
 
 def model_title(study: StudyConfig, size: str, name: str) -> str:

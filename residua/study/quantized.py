@@ -20,23 +20,12 @@ from residua.quantize.recipe import Recipe
 from residua.report.plain import outcome
 from residua.report.terminal import ProgressBars
 from residua.study.config import StudyConfig
-from residua.study.plan import STUDY, PlannedRun, StudyPlan
-from residua.study.runs import INSPECTION, QUANTIZED, QuantizedRun, is_complete, read_quantized
+from residua.study.plan import PlannedRun, StudyPlan
+from residua.study.runs import QUANTIZED, QuantizedRun, is_complete, measured_after, read_quantized
 
 if TYPE_CHECKING:
     from residua.model.decoder import Decoder
     from residua.quantize.calibration import CalibrationText
-
-
-def with_earlier(study: StudyConfig, out: Path) -> StudyConfig:
-    """The study and the recipes of an earlier one in the same folder, so that a rerun keeps what was measured."""
-    if not (out / STUDY).exists():
-        return study
-    earlier = StudyConfig.from_toml(out / STUDY)
-    recipes = tuple(dict.fromkeys((*earlier.quantize, *study.quantize)))
-    told = "calibration" in study.model_fields_set or not earlier.quantize
-    calibration = study.calibration if told else earlier.calibration
-    return study.model_copy(update={"quantize": recipes, "calibration": calibration})
 
 
 def measure_runs(study: StudyConfig, plan: StudyPlan, console: Console) -> None:
@@ -106,6 +95,6 @@ def _quantized_copy(model: Decoder, recipe: Recipe, text: CalibrationText, calib
 def _is_measured(folder: Path, study: StudyConfig) -> bool:
     """Whether everything asked for was measured on the current model; a run that was trained further is not."""
     found = read_quantized(folder)
-    if found is None or (folder / QUANTIZED).stat().st_mtime < (folder / INSPECTION).stat().st_mtime:
+    if found is None or not measured_after(folder, QUANTIZED):
         return False
     return found.calibration == study.calibration and set(study.quantize) <= found.losses.keys()

@@ -14,31 +14,25 @@ from residua.study import scaling
 from residua.study.config import StudyConfig
 from residua.study.gains import Timings, compare
 from residua.study.ladder import Gain, fit_law
-from residua.study.plan import RUNS, PlannedRun, StudyPlan
-from residua.study.runs import DIAGNOSIS, QuantizedRun, RunRecord, known
-from residua.study.statistics import (
-    Estimate,
-    estimate,
-    geometric_mean,
-    mean,
-    paired_difference,
+from residua.study.measures import Interval as Interval
+from residua.study.measures import LowPrecision as LowPrecision
+from residua.study.measures import (
+    OutlierMeans,
+    TaskMeans,
+    interval,
+    low_precision,
+    outlier_means,
+    over_runs,
+    task_means,
+    task_names,
 )
+from residua.study.plan import RUNS, PlannedRun, StudyPlan
+from residua.study.runs import DIAGNOSIS, Accuracies, Outliers, QuantizedRun, RunRecord, known
+from residua.study.statistics import Estimate, estimate, geometric_mean, paired_difference
 from residua.study.timing import StepTiming
+from residua.study.trials import TunedRate
 
 VERSION = 1
-
-
-class Interval(Frozen):
-    """A mean over `count` runs, its standard error and its confidence interval; null if there is only one run.
-
-    An interval of equivalent tokens can be open: then only one of `low` and `high` is null.
-    """
-
-    value: float
-    count: int
-    error: float | None = None
-    low: float | None = None
-    high: float | None = None
 
 
 class RunResult(Frozen):
@@ -56,21 +50,11 @@ class RunResult(Frozen):
     tokens: int | None = None
     tokens_per_second: float | None = None
     memory_gib: float | None = None
+    train_loss: float | None = Field(None, description="mean over the last 200 steps, at most a tenth of the run")
+    outliers: Outliers | None = None
+    accuracies: Accuracies | None = None
     quantized: QuantizedRun | None = None
     diagnosis: str | None = Field(None, description="the page of its diagnosis, relative to the study's folder")
-
-
-class LowPrecision(Frozen):
-    """Means over seeds: outliers, and by recipe the loss and its increase over the same model in high precision.
-
-    Null if the loss was not finite for one of the seeds.
-    """
-
-    peak_activation: float
-    sink_ratio: float
-    loss: Interval
-    losses: dict[str, Interval | None]
-    costs: dict[str, Interval | None]
 
 
 class VariantResult(Frozen):
@@ -94,6 +78,9 @@ class VariantResult(Frozen):
     throughput_ratio: Interval | None = None
     wall_clock_gain: Interval | None = None
     memory_gib: float | None = None
+    train_loss: Interval | None = Field(None, description="mean over the last 200 steps, at most a tenth of the run")
+    outliers: OutlierMeans | None = None
+    tasks: dict[str, TaskMeans] = Field(default_factory=dict, description="by task; their mean under `mean`")
     low_precision: LowPrecision | None = None
 
 
@@ -154,6 +141,7 @@ class StudyResult(Frozen):
     variants: tuple[VariantResult, ...]
     ladder: tuple[LadderResult, ...] = ()
     scaling: tuple[ScalingResult, ...] = ()
+    tuning: tuple[TunedRate, ...] = Field((), description="what the search of a learning rate tried, and chose")
     runs: tuple[RunResult, ...]
 
     def rows(self, size: str | None = None) -> list[VariantResult]:
@@ -201,6 +189,7 @@ def collect(
         variants=variants,
         ladder=tuple(found for size in study.sizes if (found := _ladder(study, measured, size)) is not None),
         scaling=_scaling(study, runs, variants) if study.scaling else (),
+        tuning=plan.tuned,
         runs=runs,
     )
 
@@ -219,6 +208,9 @@ def _run_result(run: PlannedRun, record: RunRecord | None, problem: str) -> RunR
         tokens=record.tokens,
         tokens_per_second=known(record.tokens_per_second),
         memory_gib=known(record.memory_gib),
+        train_loss=known(record.train_loss),
+        outliers=record.outliers,
+        accuracies=record.accuracies,
         quantized=record.quantized,
         diagnosis=f"{RUNS}/{run.folder.name}/{DIAGNOSIS}" if (run.folder / DIAGNOSIS).exists() else None,
     )
@@ -245,7 +237,10 @@ def _variant_result(study: StudyConfig, plan: StudyPlan, measured: Measured, siz
         "bits_per_byte": _interval(estimate([run.final_bits_per_byte for run in ours.values()], level)),
         "tokens_per_second": known(geometric_mean([run.tokens_per_second for run in ours.values()])),
         "memory_gib": known(max(run.memory_gib for run in ours.values())),
-        "low_precision": _low_precision(study, [run.quantized for run in ours.values()]),
+        "train_loss": over_runs(ours, lambda run: run.train_loss, level),
+        "outliers": outlier_means(ours, level),
+        "tasks": _tasks(study, measured, size, name),
+        "low_precision": low_precision(study.quantize, [run.quantized for run in ours.values()], level),
         "timing": timings[-1] if timings else None,
     }
     if name != study.baseline:
@@ -253,26 +248,10 @@ def _variant_result(study: StudyConfig, plan: StudyPlan, measured: Measured, siz
     return row.model_copy(update=found)
 
 
-def _low_precision(study: StudyConfig, found: Sequence[QuantizedRun | None]) -> LowPrecision | None:
-    """The low-precision results; None until every run was measured."""
-    runs = [run for run in found if run is not None]
-    if not study.quantize or len(runs) < len(found) or any(t not in run.losses for run in runs for t in study.quantize):
-        return None
-    level = study.confidence
-
-    def over_seeds(recipe: str, minus_own: bool) -> Interval | None:
-        values = [loss - run.loss * minus_own for run in runs if (loss := run.losses[recipe]) is not None]
-        return _interval(estimate(values, level)) if len(values) == len(runs) else None
-
-    loss = _interval(estimate([run.loss for run in runs], level))
-    assert loss is not None
-    return LowPrecision(
-        peak_activation=mean([run.peak_activation for run in runs]),
-        sink_ratio=mean([run.sink_ratio for run in runs]),
-        loss=loss,
-        losses={recipe: over_seeds(recipe, False) for recipe in study.quantize},
-        costs={recipe: over_seeds(recipe, True) for recipe in study.quantize},
-    )
+def _tasks(study: StudyConfig, measured: Measured, size: str, name: str) -> dict[str, TaskMeans]:
+    names = task_names(list(measured.records.values()))
+    baseline = None if name == study.baseline else _by_seed(measured.records, size, study.baseline)
+    return task_means(_by_seed(measured.records, size, name), baseline, names, study.confidence)
 
 
 def _against_baseline(study: StudyConfig, measured: Measured, size: str, name: str) -> dict[str, Any]:
@@ -309,7 +288,7 @@ def _ladder(study: StudyConfig, measured: Measured, size: str) -> LadderResult |
     law = fit_law(found)
     return LadderResult(
         size=size,
-        rungs=tuple(Rung(tokens=tokens, loss=_known(loss)) for tokens, loss in means.items()),
+        rungs=tuple(Rung(tokens=tokens, loss=interval(loss)) for tokens, loss in means.items()),
         law=None if law is None else FittedLaw(**asdict(law)),
     )
 
@@ -323,11 +302,7 @@ def _by_seed(records: dict[PlannedRun, RunRecord], size: str, name: str) -> dict
 
 
 def _interval(value: Estimate | Gain | None) -> Interval | None:
-    return None if value is None else _known(value)
-
-
-def _known(value: Estimate | Gain) -> Interval:
-    return Interval(value=value.value, count=value.count, error=value.error, low=value.low, high=value.high)
+    return None if value is None else interval(value)
 
 
 def _scaling(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Annotated, Any, TypeVar
 
 from pydantic import Field
@@ -21,7 +22,11 @@ T = TypeVar("T")
 ENVIRONMENT = "environment.json"
 INSPECTION = "inspection.json"
 QUANTIZED = "quantized.json"
+OUTLIERS = "outliers.json"
+ACCURACIES = "accuracies.json"
 DIAGNOSIS = "report.html"
+LAST_STEPS, LAST_SHARE = 200, 0.1
+"""The training loss is averaged over so many steps, but over no more than this share of a run."""
 
 
 class QuantizedRun(Frozen):
@@ -36,6 +41,47 @@ class QuantizedRun(Frozen):
     peak_activation: float
     sink_ratio: float
     losses: dict[str, float | None]
+
+
+class Outliers(Frozen):
+    """outliers.json of a run: `peak_activation` and `sink_ratio` as in QuantizedRun, on the whole validation set.
+
+    `attention_sink` is the mean attention to the first token over softmax layers, on `tokens` tokens of it, beside what
+    uniform attention would give; null for a model without softmax attention.
+    """
+
+    peak_activation: float
+    sink_ratio: float
+    attention_sink: float | None = None
+    uniform_attention: float | None = None
+    tokens: int = 0
+
+
+class TaskAccuracy(Frozen):
+    """One task: the accuracy that papers report, and its standard error over the questions.
+
+    `asked` tells apart what would give another number: the questions and their worked examples.
+    """
+
+    value: float
+    error: float | None = None
+    metric: str = ""
+    chance: float | None = None
+    questions: int | None = None
+    asked: str = ""
+
+
+class Accuracies(Frozen):
+    """accuracies.json of a run, by task; `wanted` are the tasks that were asked for last."""
+
+    wanted: tuple[str, ...]
+    tasks: dict[str, TaskAccuracy] = Field(default_factory=dict)
+
+    @property
+    def mean(self) -> float | None:
+        """The mean over the tasks that were asked for; None until all are there."""
+        values = [self.tasks[name].value for name in self.wanted if name in self.tasks]
+        return fmean(values) if values and len(values) == len(self.wanted) else None
 
 
 class _Row(Shape):
@@ -93,7 +139,7 @@ class _Inspection(Shape):
 class RunRecord:
     """A run's measurements. Rows are those of its metrics.jsonl, in order of step.
 
-    `speed` and `memory` are given where the rows of the training log are not all there.
+    `speed`, `memory` and `last_loss` are given where the rows of the training log are not all there.
     """
 
     folder: Path
@@ -105,6 +151,9 @@ class RunRecord:
     environment: dict[str, Any] = field(default_factory=dict)
     speed: float | None = None
     memory: float | None = None
+    last_loss: float | None = None
+    outliers: Outliers | None = None
+    accuracies: Accuracies | None = None
 
     @property
     def loss_curve(self) -> list[tuple[float, float]]:
@@ -125,6 +174,15 @@ class RunRecord:
     def tokens(self) -> int:
         """Tokens trained on."""
         return int(self.validation[-1]["step"]) * self.tokens_per_step
+
+    @property
+    def train_loss(self) -> float:
+        """Training loss averaged over the last 200 steps, but no more than a tenth of the run; NaN if unknown.
+
+        A log line holds the mean over the steps since the line before it. Of a line that begins earlier, the steps
+        inside the window count.
+        """
+        return mean_of_last(self.train) if self.last_loss is None else self.last_loss
 
     @property
     def hardware(self) -> str:
@@ -148,6 +206,21 @@ class RunRecord:
         return max((float(row["memory_gib"]) for row in self.train if "memory_gib" in row), default=math.nan)
 
 
+def mean_of_last(rows: Sequence[Mapping[str, Any]]) -> float:
+    """The mean loss of the last steps of a training log; NaN if there is none."""
+    if not rows:
+        return math.nan
+    last = int(rows[-1]["step"])
+    begin = last - max(1, min(LAST_STEPS, int(last * LAST_SHARE)))
+    total = weight = 0.0
+    before = 0
+    for row in rows:
+        inside_window = max(0, int(row["step"]) - max(before, begin))
+        total, weight = total + inside_window * float(row["loss"]), weight + inside_window
+        before = int(row["step"])
+    return total / weight
+
+
 def known(value: float) -> float | None:
     """The value; None if it is NaN, which stands for a measurement that was not made."""
     return None if math.isnan(value) else value
@@ -164,6 +237,8 @@ def read_run(folder: Path, config: RunConfig) -> RunRecord:
         _read_inspection(folder, config),
         read_quantized(folder),
         _readable(folder / ENVIRONMENT, dict[str, Any]) or {},
+        outliers=read_outliers(folder),
+        accuracies=read_accuracies(folder),
     )
 
 
@@ -205,6 +280,22 @@ def _read_inspection(folder: Path, config: RunConfig) -> dict[str, Any] | None:
 def read_quantized(folder: Path) -> QuantizedRun | None:
     """The low-precision measurements of a run; None if they are missing or unreadable."""
     return _readable(folder / QUANTIZED, QuantizedRun)
+
+
+def read_outliers(folder: Path) -> Outliers | None:
+    """The outliers of a run; None if they are missing or unreadable."""
+    return _readable(folder / OUTLIERS, Outliers)
+
+
+def read_accuracies(folder: Path) -> Accuracies | None:
+    """The accuracies of a run on tasks; None if they are missing or unreadable."""
+    return _readable(folder / ACCURACIES, Accuracies)
+
+
+def measured_after(folder: Path, name: str) -> bool:
+    """Whether a file was written after the run's last training; a run that was trained further is measured again."""
+    path = folder / name
+    return path.exists() and path.stat().st_mtime >= (folder / INSPECTION).stat().st_mtime
 
 
 def _readable(path: Path, shape: type[T]) -> T | None:

@@ -22,8 +22,9 @@ from residua.reading import check, read_json, reason, refuse, shown
 from residua.study.config import StudyConfig
 from residua.study.plan import RUNS, PlannedModel, PlannedRun, StudyPlan, model_title
 from residua.study.results import DatasetFacts
-from residua.study.runs import QuantizedRun, RunRecord, known
+from residua.study.runs import Accuracies, Outliers, QuantizedRun, RunRecord, known
 from residua.study.timing import StepTiming
+from residua.study.trials import TunedRate
 
 FORMAT = "residua-study-results"
 HINT = "restore it, or make it again with --results"
@@ -90,6 +91,9 @@ class SavedRun(Frozen):
     memory_gib: float | None = None
     train: Points = Points()
     validation: Points
+    train_loss: float | None = None
+    outliers: Outliers | None = None
+    accuracies: Accuracies | None = None
     quantized: QuantizedRun | None = None
 
 
@@ -104,6 +108,7 @@ class SavedStudy(Frozen):
     dataset: DatasetFacts | None = None
     environments: tuple[dict[str, Any], ...] = ()
     models: tuple[SavedModel, ...]
+    tuning: tuple[TunedRate, ...] | None = Field(None, description="what a search of learning rates tried and chose")
     runs: tuple[SavedRun, ...]
     checksum: str = Field("", description="of models, runs, environments and text: finds a damaged file")
 
@@ -163,7 +168,8 @@ class SavedStudy(Frozen):
             config = _seeded(models[run.size, run.variant].config, run.seed, run.steps)
             folder = out / RUNS / f"{title}-seed{run.seed}"
             runs.append(PlannedRun(run.variant, run.size, run.seed, config, folder, run.budget))
-        return StudyPlan(models, tuple(runs), self.dataset.train_tokens if self.dataset else 0)
+        text = self.dataset.train_tokens if self.dataset else 0
+        return StudyPlan(models, tuple(runs), text, self.tuning or ())
 
     def records(self, plan: StudyPlan) -> dict[PlannedRun, RunRecord]:
         """What was measured in the runs of `plan`, which `self.plan` returned."""
@@ -181,6 +187,9 @@ class SavedStudy(Frozen):
             environment={**self.environments[saved.environment], "sessions": [session]},
             speed=math.nan if saved.tokens_per_second is None else saved.tokens_per_second,
             memory=math.nan if saved.memory_gib is None else saved.memory_gib,
+            last_loss=math.nan if saved.train_loss is None else saved.train_loss,
+            outliers=saved.outliers,
+            accuracies=saved.accuracies,
         )
 
     def _check(self, content: dict[str, Any]) -> None:
@@ -238,16 +247,20 @@ def save_study(
                 memory_gib=known(record.memory_gib),
                 train=Points.of(_thinned(record.train)),
                 validation=Points.of(record.validation),
+                train_loss=known(record.train_loss),
+                outliers=record.outliers,
+                accuracies=record.accuracies,
                 quantized=record.quantized,
             )
         )
     return SavedStudy(
         commands=tuple(dict.fromkeys(commands)),
-        study=study.model_dump(mode="json", exclude_none=True, exclude={"data", "threads"}),
+        study=study.model_dump(mode="json", exclude_none=True, exclude={"data", "threads", "tasks"}),
         fingerprint=fingerprint,
         dataset=None if dataset is None else dataset.model_copy(update={"path": Path(dataset.path).name}),
         environments=tuple(environments),
         models=tuple(_saved_model(key, model, (timings or {}).get(key, {})) for key, model in plan.models.items()),
+        tuning=plan.tuned or None,
         runs=tuple(runs),
     )
 

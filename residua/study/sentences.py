@@ -33,9 +33,15 @@ def columns(result: StudyResult) -> list[Column]:
         Column("throughput", f"our tokens per second / the baseline's, {how}"),
         Column("wall-clock gain", f"{gain} × throughput: baseline seconds / our seconds to the same loss"),
         Column("memory", "peak memory of one run: GPU allocations, or the process's resident set on a CPU"),
+        *([TRAINING] if _has_train_loss(result) else []),
     ]  # fmt: skip
 
 
+TRAINING = Column(
+    "training loss",
+    "mean over the last 200 steps, but no more than a tenth of the run, in nats per token: mean over seeds ± standard "
+    "error",
+)
 EQUIVALENT = Column(
     "equivalent tokens",
     "tokens that the baseline, trained with a full schedule of its own, needs for our loss / our tokens. From the fit "
@@ -62,7 +68,13 @@ def cells(row: VariantResult, result: StudyResult) -> list[Value]:
         _throughput(row, baseline),
         _ratio(against.wall_clock_gain) if against else ONE,
         Value(NONE if row.memory_gib is None else f"{row.memory_gib:.2f} GiB"),
+        *([_loss(row.train_loss)] if _has_train_loss(result) else []),
     ]
+
+
+def _has_train_loss(result: StudyResult) -> bool:
+    """Whether the training loss of a variant is known: results of older versions lack it."""
+    return any(row.train_loss is not None for row in result.variants)
 
 
 def verdict(row: VariantResult, result: StudyResult) -> str:
@@ -161,15 +173,15 @@ def side_by_side_sentence(result: StudyResult) -> str:
 
 
 def cost_sentences(plan: StudyPlan) -> list[str]:
-    """What a ladder costs, and whether it repeats text."""
-    if not plan.ladder:
-        return []
-    own, added = (sum(_tokens(run) for run in runs) for runs in (plan.compared, plan.ladder))
+    """What a search of learning rates and a ladder cost, and whether the ladder repeats text."""
+    own, ladder, trials = (sum(_tokens(run) for run in runs) for runs in (plan.compared, plan.ladder, plan.trials))
+    said = []
+    for what, added in (("Tuning", trials), ("The ladder", ladder)):
+        if added:
+            share = f"({added / own:+.0%})"
+            said.append(f"{what} adds {count(added)} training tokens to the {count(own)} of the comparison {share}.")
     largest = max(_tokens(run) for run in plan.runs)
-    said = [
-        f"The ladder adds {count(added)} training tokens to the {count(own)} of the comparison ({added / own:+.0%})."
-    ]
-    if largest > plan.text_tokens:
+    if plan.ladder and largest > plan.text_tokens:
         said.append(
             f"The largest budget reads the text {largest / plan.text_tokens:.1f} times. Repeated text teaches less "
             "than new text, which favours the variants."

@@ -14,8 +14,9 @@ from rich.text import Text
 from residua.report import Column, Value, plain
 from residua.study import sentences
 from residua.study.results import StudyResult
+from residua.study.side_tables import rate_sentence, side_tables
 
-SPARED = ("bits/byte", "memory", "parameters")  # columns that a narrow terminal drops, in this order
+SPARED = ("training loss", "bits/byte", "memory", "parameters")  # columns that a narrow terminal drops, in this order
 
 
 def print_study(console: Console, result: StudyResult) -> None:
@@ -87,6 +88,11 @@ def _tables(result: StudyResult) -> list[tuple[str, list[Column], list[list[Valu
             title = f"low precision, size {size}" if several else "low precision"
             columns = sentences.precision_columns(list(low[0].low_precision.losses))
             found.append((title, columns, [sentences.precision_cells(row) for row in low]))
+    found += [
+        (f"{table.title}, size {size}" if several else table.title, table.columns, table.rows)
+        for size in result.sizes
+        for table in side_tables(result, size)
+    ]
     if result.scaling:
         fits = [sentences.scaling_cells(row, result.baseline) for row in result.scaling]
         found.append(("compute scaling", sentences.scaling_columns(result.confidence), fits))
@@ -98,7 +104,8 @@ def _sentences(result: StudyResult) -> list[str]:
     failed = [f"{run.folder} did not complete: {run.problem}" for run in result.runs if run.status == "failed"]
     facts = [sentences.dataset_sentence(result.dataset, result.variants)] if result.dataset else []
     warning = sentences.side_by_side_sentence(result)
-    return [*facts, *sentences.matching_sentences(result), *verdicts, *([warning] if warning else []), *failed]
+    rates = [rate_sentence(rate, len(result.sizes) > 1) for rate in result.tuning]
+    return [*facts, *sentences.matching_sentences(result), *rates, *verdicts, *([warning] if warning else []), *failed]
 
 
 def markdown_table(columns: Sequence[Column], rows: Sequence[Sequence[Value]]) -> list[str]:

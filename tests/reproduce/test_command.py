@@ -77,11 +77,22 @@ def test_an_entry_runs_from_start_to_end_and_continues_where_it_was(
 TRAINED = [name for name in names() if not isinstance(entry := load(name), Nothing) and entry.trains]
 
 
+def task_files(folder: Path) -> Path:
+    """A few questions of every task that an entry asks."""
+    from tests.evaluate.test_eval_scores import write_task
+
+    folder.mkdir()
+    for task in ("arc_challenge", "arc_easy", "hellaswag", "openbookqa", "piqa", "winogrande", "mmlu"):
+        write_task(folder, task, questions=2)
+    return folder
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", TRAINED)
 def test_every_entry_runs_from_start_to_end(name: str, dataset: Dataset, tmp_path: Path) -> None:
     out = tmp_path / "study"
     arguments = [name, *SMALL, "--seeds", "1", "--out", str(out), "--data", str(dataset.path), "--threads", "1"]
+    arguments += ["--task-dir", str(task_files(tmp_path / "tasks"))]
     result = runner.invoke(app, arguments, catch_exceptions=False)
     assert result.exit_code == 0, result.output
     chromium()

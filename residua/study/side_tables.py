@@ -1,0 +1,154 @@
+"""Tables beside the main one: accuracies on tasks, outliers of the trained models, learning rates that were tried."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from residua.report import Column, Value
+from residua.study.measures import MEAN, Interval, TaskMeans
+from residua.study.results import StudyResult, VariantResult
+from residua.study.sentences import NONE
+from residua.study.trials import TunedRate
+
+VARIANT = Column("variant", numeric=False)
+RATES = "learning rates"
+
+
+class SideTable(NamedTuple):
+    """A table of one size: `look_for` says what is healthy, for the page."""
+
+    title: str
+    columns: list[Column]
+    rows: list[list[Value]]
+    look_for: str = ""
+
+
+def side_tables(result: StudyResult, size: str) -> list[SideTable]:
+    """The tables that there are numbers for."""
+    found = (_tasks(result, size), _outliers(result, size), _rates(result, size))
+    return [table for table in found if table is not None]
+
+
+def _tasks(result: StudyResult, size: str) -> SideTable | None:
+    rows = [row for row in result.rows(size) if row.tasks]
+    if not rows:
+        return None
+    level = f"{result.confidence * 100:g} %"
+    names = list(dict.fromkeys(name for row in rows for name in row.tasks))
+    first = names[0]
+    columns = [VARIANT, _task_column(first, rows)]
+    columns.append(
+        Column(f"Δ {first} [{level}]", f"less that of {result.baseline}, in points, paired by seed, with its {level} "
+               "Student-t interval. If it contains 0, no difference was shown")
+    )  # fmt: skip
+    columns += [_task_column(name, rows) for name in names[1:]]
+    cells = [
+        [
+            Value(row.name),
+            _accuracy(row.tasks.get(first)),
+            _points(row.tasks.get(first), row.name == result.baseline),
+            *(_accuracy(row.tasks.get(name)) for name in names[1:]),
+        ]
+        for row in rows
+    ]
+    return SideTable(
+        "tasks",
+        columns,
+        cells,
+        "Accuracy in %, as residua eval measures it: higher is better. Small models are near guessing on hard tasks; "
+        "differences there say nothing.",
+    )
+
+
+def _task_column(name: str, rows: Sequence[VariantResult]) -> Column:
+    chance = next((row.tasks[name].chance for row in rows if name in row.tasks), None)
+    guess = "" if chance is None else f"; guessing gives {100 * chance:.1f}"
+    what = "mean over all tasks" if name == MEAN else "share of right answers"
+    return Column(name, f"{what} in %: mean over seeds ± standard error{guess}")
+
+
+def _accuracy(found: TaskMeans | None) -> Value:
+    if found is None:
+        return Value(NONE)
+    value = found.accuracy
+    error = "(n=1)" if value.error is None else f"± {100 * value.error:.2f}"
+    return Value(f"{100 * value.value:.2f}", error, value.value)
+
+
+def _points(found: TaskMeans | None, is_baseline: bool) -> Value:
+    if is_baseline or found is None or found.difference is None:
+        return Value(NONE, key=0.0 if is_baseline else None)
+    change = found.difference
+    shown = f"{100 * change.value:+.2f}"
+    if change.low is None or change.high is None:
+        return Value(shown, "(n=1, no interval)", change.value)
+    return Value(shown, f"[{100 * change.low:+.2f}, {100 * change.high:+.2f}]", change.value)
+
+
+def _outliers(result: StudyResult, size: str) -> SideTable | None:
+    found = [(row.name, row.outliers) for row in result.rows(size) if row.outliers is not None]
+    if not found:
+        return None
+    uniform = next((each.uniform_attention for _, each in found if each.uniform_attention is not None), None)
+    floor = "" if uniform is None else f"; uniform attention would give {uniform:.4f}"
+    columns = [
+        VARIANT,
+        Column("peak activation", "the largest |h| that any sublayer reads on the validation text: mean over seeds ± "
+               "standard error"),
+        Column("residual-sink ratio", "mean |h| over tokens and depth, largest dimension / median dimension"),
+        Column("attention sink", f"mean attention to the first token, over softmax layers{floor}"),
+    ]  # fmt: skip
+    rows = [
+        [Value(name), _short(each.peak_activation), _short(each.sink_ratio), _short(each.attention_sink)]
+        for name, each in found
+    ]
+    return SideTable(
+        "outliers",
+        columns,
+        rows,
+        "What the trained models have in them, after the last step. Large peaks and sink ratios cost in low precision; "
+        "much attention on the first token means that heads have nothing to look at.",
+    )
+
+
+def _short(value: Interval | None) -> Value:
+    if value is None:
+        return Value(NONE)
+    return Value(f"{value.value:.4g}", "(n=1)" if value.error is None else f"± {value.error:.2g}", value.value)
+
+
+def _rates(result: StudyResult, size: str) -> SideTable | None:
+    rates = [rate for rate in result.tuning if rate.size == size]
+    if not rates:
+        return None
+    factors = sorted({trial.factor for rate in rates for trial in rate.trials})
+    columns = [
+        VARIANT,
+        *(Column(f"{factor:g}× lr", "validation loss after the short run with this multiple") for factor in factors),
+        Column("chosen", "the multiple of all the variant's runs, and the learning rate that it comes to"),
+    ]
+    rows = []
+    for rate in rates:
+        losses = {trial.factor: trial for trial in rate.trials}
+        tried = [_trial(losses[f].loss) if f in losses else Value(NONE) for f in factors]
+        rows.append([Value(rate.variant), *tried, Value(f"{rate.chosen:g}×", f"({rate.best.rate:g})", rate.chosen)])
+    first = rates[0]
+    return SideTable(
+        RATES,
+        columns,
+        rows,
+        f"Each variant's rate was chosen on runs of {first.steps} steps with seed {first.seed}, which no other run "
+        "has, and then fixed. A choice at either end of the list was perhaps not searched far enough.",
+    )
+
+
+def _trial(loss: float | None) -> Value:
+    return Value("failed") if loss is None else Value(f"{loss:.4f}")
+
+
+def rate_sentence(rate: TunedRate, several: bool) -> str:
+    """The rate that was chosen for a variant, in a sentence."""
+    where = f" ({rate.size})" if several else ""
+    note = f"; {rate.note}" if rate.note else ""
+    return f"{rate.variant}{where}: learning rate {rate.best.rate:g}, {rate.chosen:g}× its own{note}."

@@ -1,0 +1,38 @@
+"""Which learning rate each variant of a study gets: from the trials that were trained, or from an earlier choice."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from residua.study.config import StudyConfig
+from residua.study.plan import PlannedRun, StudyPlan
+from residua.study.runs import is_complete, read_run
+from residua.study.saved import SavedStudy
+from residua.study.trials import Trial, TunedRate, choose, read_rates, tuned_for
+
+
+def known_rates(out: Path, results: Path | None = None) -> list[TunedRate]:
+    """The learning rates that a search chose, in the results file or in the study's folder."""
+    saved = SavedStudy.read(results).tuning if results is not None and results.exists() else None
+    return [*read_rates(out), *(saved or ())]
+
+
+def chosen_rates(study: StudyConfig, plan: StudyPlan, problems: Mapping[PlannedRun, str]) -> list[TunedRate]:
+    """The rate of each variant whose trials have ended."""
+    assert study.tune is not None
+    found = []
+    for size, name in dict.fromkeys((run.size, run.variant) for run in plan.trials):
+        runs = [run for run in plan.trials if (run.size, run.variant) == (size, name)]
+        losses = {run: _loss(run) for run in runs}
+        trials = [
+            Trial(factor=run.rate, rate=run.config.train.optimizer.lr, loss=losses[run], problem=problems.get(run, ""))
+            for run in runs
+        ]
+        made_for = tuned_for(plan.models[size, name].config, study.tune)
+        found.append(choose(size, name, trials, study.tune.seed, runs[0].config.train.steps, made_for))
+    return found
+
+
+def _loss(run: PlannedRun) -> float | None:
+    return read_run(run.folder, run.config).final_loss if is_complete(run.folder, run.config) else None
