@@ -92,7 +92,9 @@ class TrainConfig(Frozen):
     activation memory for a third more compute. A run whose loss stays `divergence_margin` nats above its first loss for
     `divergence_patience` log lines in a row is stopped. `keep` checkpoints stay on disk, and the best one. A CPU run
     always repeats bit for bit; `determinism = "exact"` makes a GPU run do so too, at some cost in speed. `start` is a
-    run, or a folder of a Hugging Face model, whose weights the model begins with (`--from`).
+    run, or a folder of a Hugging Face model, whose weights the model begins with (`--from`). `telemetry` measures the
+    peaks, gates and mixtures of every layer every `telemetry_every` steps (default: with each log line), on at most
+    `telemetry_tokens` tokens of the validation text.
     """
 
     start: str | None = None
@@ -117,6 +119,9 @@ class TrainConfig(Frozen):
     keep: Positive = 2
     divergence_margin: float = Field(1.0, gt=0)
     divergence_patience: Positive = 3
+    telemetry: Literal["on", "off"] = "on"
+    telemetry_every: Positive | None = None
+    telemetry_tokens: Positive = 1024
     track: Literal["tensorboard", "wandb"] = "tensorboard"
 
     @model_validator(mode="after")

@@ -6,14 +6,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
 from residua.diagnose.folder import check_folder, open_subject
 from residua.diagnose.metric import Metric
 from residua.diagnose.metrics.removal import Budget
-from residua.diagnose.page import diagnosis_page
+from residua.diagnose.page import NOT_TRAINED, Trained, diagnosis_page
 from residua.diagnose.run import ABLATION_TOKENS, Progress, diagnose_model
 from residua.diagnose.schema import Diagnosis
 from residua.diagnose.text import DEFAULT_TOKENS, open_text, sample
@@ -21,7 +21,10 @@ from residua.files import keeping, refuse_blocked, write_atomically
 from residua.machine import choose_device
 from residua.model import taps as published
 from residua.model.decoder import Decoder
+from residua.reading import ReadError
 from residua.storage.opening import open_tokenizer
+from residua.storage.run import METRICS, read_metrics
+from residua.train.telemetry_curves import telemetry_of
 
 Device = Literal["auto", "cpu", "cuda"]
 JSON, PAGE = "diagnosis.json", "report.html"
@@ -66,15 +69,23 @@ def diagnose(
         ))  # fmt: skip
         del subject
     result = Diagnosis(models=made)
-    write(result, Path(out))
+    write(result, Path(out), {name: _telemetry(path) for path, name in zip(paths, names, strict=True)})
     return result
 
 
-def write(diagnosis: Diagnosis, out: Path) -> None:
-    """Write both files of a diagnosis."""
+def write(diagnosis: Diagnosis, out: Path, trained: Trained = NOT_TRAINED) -> None:
+    """Write both files of a diagnosis; `trained` is the telemetry of the models that are runs."""
     write_atomically(out / JSON, diagnosis.model_dump_json(indent=1), parents=True)
     with keeping(f"{out / JSON} holds the numbers"):
-        diagnosis_page(diagnosis).write(out / PAGE)
+        diagnosis_page(diagnosis, trained).write(out / PAGE)
+
+
+def _telemetry(folder: Path) -> list[dict[str, Any]]:
+    """What was measured while a run trained; nothing if that is not there, or damaged: a diagnosis does without."""
+    try:
+        return telemetry_of(read_metrics(folder / METRICS))
+    except (ReadError, OSError):
+        return []
 
 
 def _check_out(out: Path, models: Sequence[Path]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
@@ -19,7 +18,6 @@ from residua.model.decoder import Decoder, Sublayer
 from residua.reading import counted
 
 NEAR_ZERO = 1e-3
-_TAP = re.compile(r"(sublayer|depth|attention|moe)\.(\d+)\.(\w+)")
 
 
 class NativeSubject(Subject):
@@ -122,10 +120,11 @@ class _Collector(dict[str, Tensor]):
     def __setitem__(self, name: str, value: Tensor) -> None:
         if name == "final.input":
             self.seen.states[len(self.subject.sites)] = value
-        elif match := _TAP.fullmatch(name):
-            take = getattr(self, f"_{match[1]}_{match[3]}", None)
+        elif (found := taps.parts(name)) is not None:
+            part, number, what = found
+            take = getattr(self, f"_{part}_{what}", None)
             if take is not None:
-                take(int(match[2]), value)
+                take(number, value)
 
     def _sublayer_input(self, k: int, value: Tensor) -> None:
         self.seen.states[k] = value

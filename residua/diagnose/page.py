@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Mapping
+from types import MappingProxyType
 
 from residua.diagnose.metric import Model, Models, on_page
 from residua.diagnose.overview import add_findings, add_picture, defects
@@ -12,13 +14,17 @@ from residua.diagnose.schema import Diagnosis
 from residua.diagnose.sentences import described, joined
 from residua.reading import counted
 from residua.report import Cell, Column, Page, Value
+from residua.train.telemetry_curves import Records, by_place, said
 
+Trained = Mapping[str, Records]
+"""By model, the telemetry records of its run."""
+NOT_TRAINED: Trained = MappingProxyType({})
 NAMED = 4
 """A title names at most this many models."""
 
 
-def diagnosis_page(diagnosis: Diagnosis) -> Page:
-    """One page for one model or for several side by side."""
+def diagnosis_page(diagnosis: Diagnosis, trained: Trained = NOT_TRAINED) -> Page:
+    """One page for one model or for several side by side; `trained` is the telemetry of those that are runs."""
     models = diagnosis.models
     page = Page(title(models), _lead(models), "bad" if any(map(defects, models)) else "good")
     add_findings(page.section("Findings", "Healthy: no sinks, no massive activations and no dead layers."), models)
@@ -31,6 +37,7 @@ def diagnosis_page(diagnosis: Diagnosis) -> Page:
     _summary(page, models)
     for metric in on_page(models[0]):
         metric.draw(page, models)
+    _training(page, models, trained)
     _made(page, models)
     return page
 
@@ -107,6 +114,21 @@ def _filled(models: Models) -> list[int]:
     """The places of columns that are not empty throughout."""
     rows = [_cells(model) for model in models]
     return [i for i in range(len(rows[0])) if any(row[i] != NONE for row in rows)]
+
+
+def _training(page: Page, models: Models, trained: Trained) -> None:
+    """What telemetry measured while the runs trained, over tokens."""
+    for m in models:
+        records = trained.get(m.name, ())
+        if records:
+            section = page.section(
+                "While it trained" if len(models) == 1 else f"While {m.name} trained",
+                "Healthy: peaks that level off, gates and depth weights that settle. A sudden growth of a peak often "
+                "comes before a divergence.",
+            )
+            section.tabs(by_place(records), "A few places along depth; metrics.jsonl has all of them.")
+            for sentence in said(records):
+                section.note(sentence)
 
 
 def _made(page: Page, models: Models) -> None:

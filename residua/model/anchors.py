@@ -19,6 +19,7 @@ from residua.config import choices
 from residua.model.context import Anchors
 from residua.model.kept import Kept
 from residua.model.projection import Projection
+from residua.ops._runtime.numeric import wide
 
 Projections = dict[str, Tensor]
 """Pathway name to [B, T, heads, head_dim]."""
@@ -132,8 +133,8 @@ class Unmixed(nn.Module):
         """How the values this layer attends to can be divided by channel; None if they cannot."""
         return None
 
-    def scales(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """λ1 and λ2 by pathway; empty if nothing is mixed."""
+    def scales(self, gamma: Tensor | None = None) -> dict[str, tuple[Tensor, Tensor]]:
+        """λ1 and λ2 by pathway, times the means of `gamma` [..., 2·pathways] if given; empty if nothing is mixed."""
         return {}
 
     def split(self, projected: Tensor) -> Projections:
@@ -215,8 +216,12 @@ class Mix(Unmixed):
         for scale in (self.anchor_scale["v"], self.current_scale["v"]):
             scale.div_(by.view_as(scale))
 
-    def scales(self) -> dict[str, tuple[Tensor, Tensor]]:
-        return {s: (self.anchor_scale[s].detach(), self.current_scale[s].detach()) for s in self.pathways}
+    def scales(self, gamma: Tensor | None = None) -> dict[str, tuple[Tensor, Tensor]]:
+        means = [1.0] * 2 * len(self.pathways) if gamma is None else wide(gamma).flatten(0, -2).mean(0).unbind()
+        return {
+            s: (self.anchor_scale[s].detach() * means[2 * i], self.current_scale[s].detach() * means[2 * i + 1])
+            for i, s in enumerate(self.pathways)
+        }
 
 
 class Modulation(nn.Module):

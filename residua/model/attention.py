@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from residua import ops
 from residua.config import choices
-from residua.model.anchors import HeadShape, build_mix
+from residua.model.anchors import DynamicMix, HeadShape, build_mix
 from residua.model.attend import attend
 from residua.model.cache import KeyValueCache
 from residua.model.context import Anchors, Context
@@ -173,6 +173,8 @@ class SoftmaxAttention(nn.Module):
         assert context.rotary is not None
         cos, sin = context.rotary[self.table]
         own, anchors = self.mix(self.project(x), anchors, x, self.qk_norm, (cos, sin))
+        if isinstance(self.mix, DynamicMix):
+            tap(f"attention.{self.layer}.gamma", partial(self.mix.factors, x))
         q, k = own["q"], own["k"]
         for name, projected in (("query", q), ("key", k), ("value", own["v"])):
             tap(f"attention.{self.layer}.{name}", projected)

@@ -7,12 +7,14 @@ seen["sublayer.3.output"]                      # [B, T, C]
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from torch import Tensor
 
 _seen: dict[str, Tensor] | None = None
+_NAME = re.compile(r"(\w+)\.(\d+)\.(\w+)")
 
 
 @contextmanager
@@ -28,6 +30,12 @@ def record(into: dict[str, Tensor] | None = None) -> Iterator[dict[str, Tensor]]
         yield seen
     finally:
         _seen = previous
+
+
+def parts(name: str) -> tuple[str, int, str] | None:
+    """`depth.3.weights` → ("depth", 3, "weights"); None for a name without a number."""
+    match = _NAME.fullmatch(name)
+    return None if match is None else (match[1], int(match[2]), match[3])
 
 
 def recording() -> bool:

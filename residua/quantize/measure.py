@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from residua.data.loader import IGNORED, Batch
-from residua.model import taps
+from residua.model import gauges, taps
 from residua.model.decoder import Decoder
 from residua.model.moe import Experts, expert_states
 from residua.ops._runtime.numeric import no_autocast
@@ -80,7 +80,7 @@ def outlier_facts(model: Decoder, batches: Iterable[Batch]) -> tuple[float, floa
         for batch in batches:
             forward(model, batch)
     assert states.total is not None
-    return states.peak, float(states.total.max() / states.total.median().clamp(min=1e-30))
+    return states.peak, float(gauges.relative_sizes(states.total).max())
 
 
 class _Sums:

@@ -9,13 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from residua.report import theme
 from residua.report.plain import escape, printable
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -175,6 +177,13 @@ def heatmap(
 
 def _stepped(step: int | None) -> dict[str, Any]:
     return {} if step is None else {"tickmode": "linear", "dtick": step}
+
+
+def evenly(rows: Sequence[T], most: int) -> list[T]:
+    """At most `most` rows at even distances, the first and the last among them."""
+    if len(rows) <= most:
+        return list(rows)
+    return [rows[round(i * (len(rows) - 1) / (most - 1))] for i in range(most)]
 
 
 def of_series(name: str) -> dict[str, str]:

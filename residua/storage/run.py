@@ -17,6 +17,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from pydantic import Field
+
 from residua.config.run import RunConfig, differences
 from residua.config.settings import ConfigError
 from residua.files import UNFINISHED, AppendedFile, refuse_blocked, write_atomically, writing
@@ -250,7 +252,17 @@ class _ValidationRecord(_Record):
     bits_per_byte: float
 
 
-_RECORDS: dict[str, type[_Record]] = {"train": _TrainRecord, "validation": _ValidationRecord}
+class _TelemetryRecord(_Record):
+    tokens: float
+    figures: dict[str, list[float | None]]
+    said: list[str] = Field(default_factory=list)
+
+
+_RECORDS: dict[str, type[_Record]] = {
+    "train": _TrainRecord,
+    "validation": _ValidationRecord,
+    "telemetry": _TelemetryRecord,
+}
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

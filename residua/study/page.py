@@ -17,6 +17,7 @@ from residua.study.plan import RUNS
 from residua.study.plots import SECONDS, TOKENS, Records
 from residua.study.results import LadderResult, RunResult, StudyResult, VariantResult, compute_points
 from residua.study.side_tables import RATES, rate_sentence, side_tables
+from residua.train.telemetry_curves import said
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
@@ -58,6 +59,8 @@ def study_page(
         _ladder(page, result, ladder)
     for size in result.sizes:
         _loss(page, result, records[size], size)
+    for size in result.sizes:
+        _telemetry(page, result, records[size], size)
     for size in result.sizes:
         _side_tables(page, result, size)
         _low_precision(page, result, size)
@@ -205,6 +208,22 @@ def _loss(page: Page, result: StudyResult, records: Records, size: str) -> None:
         views = {f"difference to {result.baseline}": plots.difference_curves(records, result.baseline), **views}
     spans = "the band spans all seeds" if len(records) <= plots.BANDS else "click a name to hide its curve"
     section.tabs(views, f"Mean over seeds; {spans}. Double-click shows the whole curve.")
+
+
+def _telemetry(page: Page, result: StudyResult, records: Records, size: str) -> None:
+    views = plots.telemetry_curves(records)
+    if not views:
+        return
+    suffix = f" at {size}" if len(result.sizes) > 1 else ""
+    section = page.section(
+        f"Inside while training{suffix}",
+        "Healthy: peaks that level off. A peak that grows to the end leaves less precision for all other values, and a "
+        "sudden growth often comes before a divergence.",
+    )
+    section.tabs(views, "Measured on the same few tokens every time; each run's metrics.jsonl has every layer.")
+    for run in (run for runs in records.values() for run in runs):
+        for sentence in said(run.telemetry):
+            section.note(f"{run.folder.name}: {sentence}")
 
 
 def _side_tables(page: Page, result: StudyResult, size: str) -> None:

@@ -12,6 +12,7 @@ from residua.report.forest import Estimate, both_ends, forest
 from residua.study.results import Interval, ScalingResult, StudyResult, VariantResult
 from residua.study.runs import RunRecord
 from residua.study.statistics import mean, smooth
+from residua.train import telemetry_curves as telemetry
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
@@ -32,6 +33,19 @@ def training_curves(records: Records, against: str) -> Figure | None:
     """Training loss, smoothed over about a twentieth of the run; None if it was not kept."""
     lines = {name: [_training_points(run, against) for run in runs] for name, runs in records.items()}
     return _loss_figure(lines, against, "training loss, smoothed", markers=False)
+
+
+def telemetry_curves(records: Records) -> dict[str, Figure]:
+    """What was measured inside while training, put together over layers: family → curves over tokens."""
+    found = {}
+    for name in telemetry.measured([run.telemetry for runs in records.values() for run in runs]):
+        lines = {v: [telemetry.whole_model(run.telemetry, name) for run in runs] for v, runs in records.items()}
+        family = telemetry.FAMILIES[name]
+        whole = {"max": "largest of all layers", "mean": "mean over layers"}[family.over]
+        series = _series(lines, markers=False)
+        if series:
+            found[family.title] = curves(series, TOKENS, f"{family.title}, {whole}", log_y=family.logarithmic)
+    return found
 
 
 def difference_curves(records: Records, baseline: str) -> Figure:
@@ -183,6 +197,12 @@ def _matrix(
 def _loss_figure(
     lines: dict[str, list[list[tuple[float, float]]]], against: str, y_title: str, *, markers: bool
 ) -> Figure | None:
+    series = _series(lines, markers=markers)
+    return curves(series, against, y_title, y_range=_focus([curve.y for curve in series])) if series else None
+
+
+def _series(lines: dict[str, list[list[tuple[float, float]]]], *, markers: bool) -> list[Curve]:
+    """A line for each variant: the mean over its runs, with a band that spans them if there are few variants."""
     series = []
     few = sum(any(runs) for runs in lines.values()) <= BANDS
     for name, every in lines.items():
@@ -191,7 +211,7 @@ def _loss_figure(
             continue
         band = _band(runs) if few and len(runs) > 1 else (None, None)
         series.append(_curve(lines, name, _mean_curve(runs), markers=markers, low=band[0], high=band[1]))
-    return curves(series, against, y_title, y_range=_focus([curve.y for curve in series])) if series else None
+    return series
 
 
 def _focus(values: Sequence[Sequence[float | None]]) -> tuple[float, float] | None:

@@ -16,6 +16,8 @@ from residua.config.run import RunConfig
 from residua.config.settings import Frozen
 from residua.reading import Count, ReadError, Shape, check, inside, parse_json, read_json
 from residua.storage.run import METRICS, read_metrics
+from residua.train.telemetry_curves import KIND as TELEMETRY
+from residua.train.telemetry_curves import telemetry_of
 
 T = TypeVar("T")
 
@@ -27,6 +29,8 @@ ACCURACIES = "accuracies.json"
 DIAGNOSIS = "report.html"
 LAST_STEPS, LAST_SHARE = 200, 0.1
 """The training loss is averaged over so many steps, but over no more than this share of a run."""
+TAIL = 1 << 16
+"""The end of metrics.jsonl that is read for the last step: a line of telemetry can have some ten thousand bytes."""
 
 
 class QuantizedRun(Frozen):
@@ -85,6 +89,7 @@ class Accuracies(Frozen):
 
 
 class _Row(Shape):
+    kind: str = ""
     step: Count
     loss: float | None = None
 
@@ -154,6 +159,7 @@ class RunRecord:
     last_loss: float | None = None
     outliers: Outliers | None = None
     accuracies: Accuracies | None = None
+    telemetry: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def loss_curve(self) -> list[tuple[float, float]]:
@@ -239,6 +245,7 @@ def read_run(folder: Path, config: RunConfig) -> RunRecord:
         _readable(folder / ENVIRONMENT, dict[str, Any]) or {},
         outliers=read_outliers(folder),
         accuracies=read_accuracies(folder),
+        telemetry=telemetry_of(rows),
     )
 
 
@@ -254,13 +261,16 @@ def latest(folder: Path) -> tuple[int, float | None]:
         return 0, None
     with path.open("rb") as file:
         file.seek(0, 2)
-        file.seek(max(0, file.tell() - 8192))
+        file.seek(max(0, file.tell() - TAIL))
         lines = file.read().decode("utf-8", "replace").splitlines()
+    measured = 0
     for line in reversed(lines):
         with suppress(ReadError):  # the first and the last line may be cut off
             row = check(parse_json(line, path, ""), _Row, path, "")
-            return row.step, row.loss
-    return 0, None
+            if row.kind != TELEMETRY:
+                return max(row.step, measured), row.loss
+            measured = max(row.step, measured)
+    return measured, None
 
 
 def is_complete(folder: Path, config: RunConfig) -> bool:

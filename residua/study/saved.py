@@ -19,6 +19,7 @@ from residua.config.run import RunConfig
 from residua.config.settings import Frozen
 from residua.files import write_atomically
 from residua.reading import check, read_json, reason, refuse, shown
+from residua.report.figures import evenly
 from residua.study.config import StudyConfig
 from residua.study.plan import RUNS, PlannedModel, PlannedRun, StudyPlan, model_title
 from residua.study.results import DatasetFacts
@@ -245,7 +246,7 @@ def save_study(
                 started=sessions[0].get("started", ""),
                 tokens_per_second=known(record.tokens_per_second),
                 memory_gib=known(record.memory_gib),
-                train=Points.of(_thinned(record.train)),
+                train=Points.of(evenly(record.train, POINTS)),
                 validation=Points.of(record.validation),
                 train_loss=known(record.train_loss),
                 outliers=record.outliers,
@@ -277,13 +278,6 @@ def _saved_model(key: tuple[str, str], model: PlannedModel, timings: Mapping[str
 
 def _seeded(config: RunConfig, seed: int, steps: int) -> RunConfig:
     return config.override([f"train.seed={seed}", f"data.seed={seed}", f"train.steps={steps}"])
-
-
-def _thinned(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """At most POINTS rows, evenly spaced, the first and the last among them."""
-    if len(rows) <= POINTS:
-        return list(rows)
-    return [rows[round(i * (len(rows) - 1) / (POINTS - 1))] for i in range(POINTS)]
 
 
 def _unknown(value: object) -> bool:

@@ -13,13 +13,12 @@ import torch
 from torch import Tensor
 
 from residua.data.loader import Batch
-from residua.model import taps
+from residua.model import gauges, taps
 
 if TYPE_CHECKING:
     from residua.model.decoder import Decoder
 
 SEQUENCES = 4
-CLOSED = 0.2
 
 
 def inspect_model(model: Decoder, batch: Batch) -> dict[str, Any]:
@@ -63,7 +62,7 @@ def _depth_weights(seen: dict[str, Tensor]) -> dict[str, Any]:
 def _gates(seen: dict[str, Tensor]) -> list[dict[str, Any]]:
     """Per layer: the mean of the attention gate, and the share of it that is nearly closed."""
     return [
-        {"layer": k, "mean": float(gate.float().mean()), "closed": float((gate < CLOSED).float().mean())}
+        {"layer": k, "mean": float(gate.float().mean()), "closed": float(gauges.closed(gate).float().mean())}
         for k, gate in _numbered(seen, r"attention\.(\d+)\.gate")
     ]
 

@@ -28,7 +28,11 @@ class Display:
             self.console.print(validation_line(record))
         elif record["kind"] == "experts":
             self._experts = experts_words(record)
-        elif self._live is None:
+        elif record["kind"] == "train":
+            self._show(record)
+
+    def _show(self, record: dict[str, Any]) -> None:
+        if self._live is None:
             self.console.print(self._train_line(record), soft_wrap=True)
         else:
             progress, task = self._live

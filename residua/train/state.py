@@ -58,6 +58,7 @@ class RunState(Shape):
     watch: _Watch
     smoothed: float
     lines: Count
+    kept: list[Count] = Field(default_factory=list)
     rng: _Random
 
 

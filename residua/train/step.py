@@ -31,10 +31,12 @@ from torch.utils.checkpoint import checkpoint
 
 from residua.config.run import TrainConfig
 from residua.data.loader import IGNORED, Batch
+from residua.model import taps
 from residua.train.balance import Balancer, build_balancer
 from residua.train.compile.graphs import GraphedPass
 from residua.train.compile.layers import LayeredCopies
 from residua.train.compile.precompile import Helpers
+from residua.train.compile.rewrites import allow_recompiling
 from residua.train.compile.working_copies import WorkingCopies
 from residua.train.losses import LossFunction, build_losses
 from residua.train.optimizer import HybridOptimizer, build_optimizer, orthogonal_updates
@@ -97,7 +99,8 @@ class Step:
         self._helpers = Helpers.start(device) if config.compile == "layers" and self.capturable else None
         self._losses = self._build_losses(config)
         graphs = self.compiled and device.type == "cuda" and config.graphs == "auto" and self.balancer is None
-        self._graphed = GraphedPass(self._pass, self._parameters) if graphs and self.capturable else None
+        self._captures = graphs and self.capturable
+        self._graphed = self._build_graphed()
 
     def __call__(self, batches: Sequence[Batch], rate: float = 1.0) -> None:
         """Train on the micro-batches of one step at `rate` of the peak learning rate.
@@ -142,6 +145,7 @@ class Step:
         self.optimizer = self._build_optimizer(config)
         self.balancer = self._build_balancer(config)
         self._clip_norm = config.clip_norm
+        self.keep_streams(())
         self.set_totals([0.0] * 4)
 
     @torch.no_grad()
@@ -156,6 +160,28 @@ class Step:
             total += self._forward(*self._moved(batch))[0].double() * count
             targets += count
         return float(total) / targets, targets
+
+    @torch.no_grad()
+    def observe(self, batch: Batch, into: dict[str, Tensor]) -> None:
+        """Publish the taps of a forward pass over a batch into `into`, in the precision of training.
+
+        The model runs as written, kernel by kernel: working copies, compiled code and CUDA graphs are left alone.
+        """
+        tokens, _, segments = self._moved(batch)
+        with self._autocast(), taps.record(into):
+            self.model.hidden(tokens, segments)
+
+    def keep_streams(self, junctions: Sequence[int]) -> None:
+        """Let these junctions, and no others, keep the streams that their backward pass would recover inexactly.
+
+        They are then part of the graph: what is compiled is compiled again, and CUDA graphs are captured again.
+        """
+        if tuple(junctions) == self.model.topology.kept:
+            return
+        self.model.topology.kept = tuple(junctions)
+        if self.compiled:
+            allow_recompiling(len(self.model.sublayers))
+        self._graphed = self._build_graphed()
 
     def totals(self) -> Totals:
         """Read the sums. Waits for the device."""
@@ -213,6 +239,9 @@ class Step:
         rounded = self.precision is not torch.float32 and config.recompute == "none"
         kind = LayeredCopies if config.compile == "layers" else WorkingCopies
         return kind(self.model, self.precision) if rounded and self.copying else None
+
+    def _build_graphed(self) -> GraphedPass | None:
+        return GraphedPass(self._pass, self._parameters) if self._captures else None
 
     def _build_losses(self, config: TrainConfig) -> LossFunction:
         """What computes the losses of a micro-batch."""

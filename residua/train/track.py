@@ -131,12 +131,19 @@ class WandB:
 
 
 def scalars(record: dict[str, Any]) -> dict[str, float]:
-    """The numbers of a record as `kind/name`; tables are left out."""
-    return {
+    """The numbers of a record as `kind/name`, its figures by place as `kind.figure/03`; other tables are left out."""
+    own = {
         f"{record['kind']}/{key}": value
         for key, value in record.items()
         if key not in ("kind", "step") and isinstance(value, int | float)
     }
+    by_place = {
+        f"{record['kind']}.{figure}/{place:02d}": value
+        for figure, values in record.get("figures", {}).items()
+        for place, value in enumerate(values)
+        if value is not None
+    }
+    return own | by_place
 
 
 def open_trackers(config: RunConfig, folder: Path, start: int, tell: Callable[[str], None]) -> list[Sink]:

@@ -22,7 +22,7 @@ from residua.machine import out_of_memory
 from residua.model.size import measure
 from residua.report.plain import PlainConsole
 from residua.storage.checkpoint import Checkpoint, prune, what_is_left
-from residua.storage.run import Run
+from residua.storage.run import METRICS, Run, read_metrics
 from residua.train.clock import Clock, random_states, set_random_states
 from residua.train.environment import describe_environment
 from residua.train.health import (
@@ -40,6 +40,7 @@ from residua.train.start import check_tokenizer, start_lines
 from residua.train.state import RunState, fitting_state, read_state
 from residua.train.step import arithmetic
 from residua.train.summary import check_disk, summarise
+from residua.train.telemetry import Telemetry, build_telemetry
 from residua.train.throughput import mfu, peak_memory_gib
 from residua.train.track import Optional, Sink, check_trackers, open_trackers
 from residua.train.world import World
@@ -114,6 +115,7 @@ class Trainer:
         self.clock = Clock()
         self.watch = Watch(recipe.divergence_margin, recipe.divergence_patience)
         self.frequencies = token_frequencies(self.config, dataset)
+        self.telemetry = build_telemetry(self.config, self.validation[0], world.whole_model(self.step))
         self.loss, self.smoothed, self.lines = math.inf, 0.0, 0
         self.validation_loss: float | None = None
         self.skipped: dict[Checkpoint, str] = {}
@@ -133,6 +135,7 @@ class Trainer:
             self._notify(notice)
         self.metrics = self.run.metrics(until=self.done)
         self.sinks: list[Sink] = self._open_sinks() if self.world.leads else []
+        self._prepare_telemetry()
         try:
             self.clock.start()
             if self.done == 0 and self.config.train.start is not None:
@@ -184,6 +187,8 @@ class Trainer:
         self.done += 1
         self.validation_loss = None
         last = self.done == recipe.steps
+        if self.telemetry is not None and self.telemetry.due(self.done):
+            self._observe(self.telemetry)
         if last or self.done == 1 or self.done % recipe.log_every == 0:
             self._log()
         if last or self.done % recipe.validate_every == 0 or self.done % recipe.save_every == 0:
@@ -226,6 +231,22 @@ class Trainer:
             self.console.print(notice, soft_wrap=True)
         self.step.set_totals([0.0] * 4)
         self.clock.interval = 0.0
+
+    def _prepare_telemetry(self) -> None:
+        if self.telemetry is not None and self.world.leads:
+            self.telemetry.recall(read_metrics(self.run.folder / METRICS))
+        elif self.telemetry is None and self.config.train.telemetry == "on":
+            self._notify("telemetry is off: it needs a process that has the whole model (parallel.shard, .pipeline)")
+
+    def _observe(self, telemetry: Telemetry) -> None:
+        """One more record: figures of every layer, measured by the leader."""
+        self._pause()
+        record = self.world.from_leader(lambda: telemetry.measure(self.step, self.done))
+        self.step.keep_streams(record.get("kept", ()))
+        self._tell(**record, seconds=round(self.clock.total, 3))
+        for sentence in record.get("said", ()):
+            self._notify(sentence)
+        self.clock.start()
 
     def _log_experts(self) -> None:
         """For a mixture of experts, one more record: how the load was distributed over the interval."""
@@ -319,6 +340,7 @@ class Trainer:
             "watch": asdict(self.watch),
             "smoothed": self.smoothed,
             "lines": self.lines,
+            "kept": list(self.step.model.topology.kept),
             "rng": random_states(self.device),
         }
 
@@ -356,6 +378,7 @@ class Trainer:
         self.clock = Clock(state.clock.total, state.clock.interval)
         self.watch = replace(self.watch, **state.watch.model_dump())
         self.smoothed, self.lines = state.smoothed, state.lines
+        self.step.keep_streams(state.kept)
 
     def finish(self) -> Result:
         """Write result.json and inspection.json, and print what to do next."""

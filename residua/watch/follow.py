@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 from residua.files import explain
 from residua.reading import ReadError, brief, inside, parse_json, read_json, read_toml
+from residua.report.figures import evenly
 from residua.storage.formats import CONFIG, ENVIRONMENT, METRICS, RESULT
 
 State = Literal["waiting", "training", "quiet", "finished", "gone"]
@@ -35,6 +36,7 @@ _CURVES = {
               "memory_gib"),
     "validation": ("step", "seconds", "loss", "bits_per_byte"),
     "experts": ("step", "heaviest", "lightest"),
+    "telemetry": ("step", "seconds", "peak", "sink_ratio"),
 }  # fmt: skip
 Row = tuple[float | None, ...]
 
@@ -230,16 +232,9 @@ class Follower:
     def curves(self) -> dict[str, dict[str, list[float | None]]]:
         """Its columns by kind, at most POINTS each."""
         return {
-            kind: {name: [row[i] for row in thinned(self.rows[kind])] for i, name in enumerate(names)}
+            kind: {name: [row[i] for row in evenly(self.rows[kind], POINTS)] for i, name in enumerate(names)}
             for kind, names in _CURVES.items()
         }
-
-
-def thinned(rows: list[Row]) -> list[Row]:
-    """At most POINTS rows at even distances, the first and the last among them."""
-    if len(rows) <= POINTS:
-        return rows
-    return [rows[round(i * (len(rows) - 1) / (POINTS - 1))] for i in range(POINTS)]
 
 
 def _counted(count: int, word: str) -> str:

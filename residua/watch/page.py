@@ -15,6 +15,8 @@ FIGURES = {
     "validation": ("Validation loss", "nats per token, on the same text every time"),
     "tokens_per_second": ("Speed", "tokens per second"),
     "grad_norm": ("Gradient norm", "before clipping; a jump often comes before the loss does"),
+    "peak": ("Peak |h|", "the largest value that any sublayer reads; tenfold growth often comes before a divergence"),
+    "sink_ratio": ("Residual-sink ratio", "mean |h| of the largest dimension over the median dimension's, worst layer"),
     "lr": ("Learning rate", "of the first group of parameters"),
     "memory_gib": ("Memory", "GiB, the peak so far"),
     "mfu": ("Model FLOPs utilisation", "share of the GPU's peak"),

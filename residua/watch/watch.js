@@ -155,7 +155,7 @@
   function traces(name) {
     const found = [];
     for (const run of runs.values()) {
-      const { train, validation, experts } = run.curves;
+      const { train, validation, experts, telemetry } = run.curves;
       if (name === "loss") {
         if (runs.size === 1) found.push({ ...trace(run, train, train.loss, { width: 1, opacity: 0.35 }), hovertemplate: undefined });
         found.push(trace(run, train, train.smoothed));
@@ -163,6 +163,8 @@
         found.push(trace(run, validation, validation.loss, { mode: validation.step.length < 60 ? "lines+markers" : "lines" }));
       } else if (name === "heaviest") {
         found.push(trace(run, experts, experts.heaviest), trace(run, experts, experts.lightest, { dash: "dot" }));
+      } else if (name === "peak" || name === "sink_ratio") {
+        found.push(trace(run, telemetry, telemetry[name]));
       } else {
         found.push(trace(run, train, train[name]));
       }
@@ -195,7 +197,7 @@
           height: plot.clientHeight || 300, margin: { l: 60, r: 16, t: 12, b: 46 }, showlegend: false, uirevision: `${axis}${logarithmic}${whole}`,
           hovermode: runs.size <= MANY ? "x unified" : "closest", xaxis: { title: { text: AXES[axis] }, rangemode: "tozero" },
           yaxis: {
-            type: loss && logarithmic ? "log" : "linear", rangemode: loss ? "normal" : "tozero", exponentformat: name === "lr" ? "e" : "SI",
+            type: (loss && logarithmic) || name === "peak" ? "log" : "linear", rangemode: loss ? "normal" : "tozero", exponentformat: name === "lr" ? "e" : "SI",
             range: CROPPED.has(name) && !whole && (loss || !logarithmic) ? range(data) : undefined,
           },
         },

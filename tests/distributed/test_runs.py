@@ -41,9 +41,8 @@ def spec(folder: Path, config: RunConfig, **asked: Any) -> Path:  # noqa: F811
 
 @pytest.fixture(scope="module")
 def recipe(config: RunConfig) -> RunConfig:  # noqa: F811
-    return config.override(
-        ["train.log_every=1", "train.accumulate=4", "train.micro_batch=1", "train.schedule.warmup=1"]
-    )
+    shape = ["train.accumulate=4", "train.micro_batch=1", "train.schedule.warmup=1"]
+    return config.override([*shape, "train.log_every=1", "train.telemetry=on"])
 
 
 @pytest.fixture(scope="module")
@@ -180,6 +179,8 @@ def test_a_rank_that_hangs_is_named_and_ends_the_others_in_bounded_time(recipe: 
     assert re.search(r"residua: rank 1 \(.*\) failed: it was silent for 2 seconds", said), said
     assert f"`torchrun --nproc-per-node 2 --no-python residua train --resume --out {tmp_path / 'run'}` by hand" in said
     assert checkpoints(tmp_path / "run")[-1].step == 2
+    measured = [r["step"] for r in read_metrics(tmp_path / "run" / "metrics.jsonl") if r["kind"] == "telemetry"]
+    assert measured[:2] == [1, 2] and "telemetry is off" not in said  # the leader measures, the other waits
 
 
 @pytest.mark.parametrize(

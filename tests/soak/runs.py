@@ -20,7 +20,7 @@ from residua.storage.run import read_metrics
 from tests.trained import WORDS
 
 STEPS, SAVE_EVERY = 18, 3
-MEASURED = ("seconds", "tokens_per_second", "memory_gib", "mfu")
+MEASURED = ("seconds", "tokens_per_second", "memory_gib", "mfu", "took")
 """Fields of metrics.jsonl that depend on the clock and the machine."""
 
 

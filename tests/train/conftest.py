@@ -51,5 +51,6 @@ def small_run(data: Path) -> RunConfig:
             "log_every": 2,
             "validate_every": 3,
             "save_every": 2,
+            "telemetry": "off",
         },
     )

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.slow
 
 QUIET = Console(quiet=True)
 LOGGED = {"loss": 9.0, "seconds": 1.0, "tokens_per_second": 64.0, "memory_gib": 0.5}
-TIMES = ("seconds", "tokens_per_second", "memory_gib")
+TIMES = ("seconds", "tokens_per_second", "memory_gib", "took")
 
 
 def curves(folder: Path) -> list[dict[str, Any]]:

@@ -14,6 +14,7 @@ from residua.diagnose.observe import Observation, Subject
 from residua.diagnose.plots import NONE, add_figure, colours, line, owners
 from residua.diagnose.sentences import listed, percent, short, sureness
 from residua.diagnose.text import Sample
+from residua.model.gauges import relative_sizes
 from residua.ops._runtime.numeric import wide
 from residua.report import Column, Page
 from residua.report.figures import Curve, curves
@@ -82,12 +83,12 @@ class Dimensions(Metric):
         mean, share = (torch.stack(parts).sum(0).div(self.tokens).cpu() for parts in zip(*states, strict=True))
         gains = [gain.double().abs().cpu() for gain in self.subject.gains.values()]
         gain = torch.stack(gains).mean(0) if gains else None
-        median = max(float(mean.median()), 1e-30)
+        median, ratio = max(float(mean.median()), 1e-30), relative_sizes(mean)
         largest = [
             DimensionFacts(
                 dimension=j,
                 mean=float(mean[j]),
-                ratio=float(mean[j]) / median,
+                ratio=float(ratio[j]),
                 share=float(share[j]),
                 gain=None if gain is None else float(gain[j]),
             )

@@ -14,10 +14,9 @@ from residua.diagnose.observe import Observation, Subject
 from residua.diagnose.plots import NONE, by_layer
 from residua.diagnose.sentences import percent
 from residua.diagnose.text import Sample
+from residua.model import gauges
 from residua.ops._runtime.numeric import wide
 from residua.report import Column, Page
-
-CLOSED = 0.2
 
 
 class GateFacts(Frozen):
@@ -47,7 +46,7 @@ class Gates(Metric):
 
     def add(self, seen: Observation) -> None:
         for layer, gate in seen.gates.items():
-            sums = torch.stack([wide(gate).double().sum(), (gate < CLOSED).double().sum()])
+            sums = torch.stack([wide(gate).double().sum(), gauges.closed(gate).double().sum()])
             self.layers[layer].add(sums, gate.numel())
 
     def facts(self) -> GateKeys:

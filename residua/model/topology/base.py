@@ -47,6 +47,9 @@ class Topology(nn.Module):
     bandwidth_share = 0.7
     """Share of the copy bandwidth that the junctions reach in a training step; the default where none was measured."""
 
+    kept: tuple[int, ...] = ()
+    """Sublayers after which the junction keeps what its backward pass would recover inexactly (`needs_keeping`)."""
+
     @abstractmethod
     def open(self, x: Tensor) -> tuple[Tensor, State]:
         """Turn the embedding [B, T, C] into the first sublayer's input and the state."""
@@ -74,6 +77,17 @@ class Topology(nn.Module):
     def boundary(self) -> Boundary:
         """How the state crosses from one pipeline stage to the next."""
         return Boundary(self)
+
+    def recovery(self, k: int, beta: Tensor) -> Tensor | None:
+        """By how much the backward pass amplifies rounding when it recovers what the junction after sublayer k read.
+
+        `beta` [B, T, n] are the junction's write gates. None if it recovers nothing, or exactly.
+        """
+        return None
+
+    def needs_keeping(self, recovery: Mapping[int, float], epsilon: float) -> Sequence[int]:
+        """Sublayers to add to `kept`, by the `recovery` of each junction; `epsilon` is the rounding of the streams."""
+        return ()
 
     def fused(self, norms: Sequence[RMSNorm]) -> Topology | None:
         """The same topology with norms[k] applied to the input of reader k, for decoding; None if there is none.

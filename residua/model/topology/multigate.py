@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -20,6 +20,7 @@ from residua.model.topology.ablation import parameters_set, reads_changed
 from residua.model.topology.base import Boundary, State, Topology
 from residua.model.topology.facts import Rows, add_rows, pool_rows, stream_rows
 from residua.ops._runtime.numeric import wide
+from residua.ops.multi_gate.inversion import amplification, junctions_to_keep
 
 if TYPE_CHECKING:
     from residua.model.norm import RMSNorm
@@ -92,7 +93,8 @@ class MultiGate(Topology):
         if k < self.fill:
             return self._append(k, y, state)
         gates, pool = cast(Gates, self.gates[k - self.fill]), cast(Pool, self.pools[k])
-        h, after = self._write(ends or k == self.last, state, y, gates.query, gates.bias, pool.query)
+        keeps = ends or k == self.last or k in self.kept
+        h, after = self._write(keeps, state, y, gates.query, gates.bias, pool.query)
         tap(f"depth.{k}.beta", lambda: self._beta(gates, state[0] if k > self.fill else torch.stack(state, -2)))
         tap(f"depth.{k}.weights", lambda: ops.pool_weights(after[0], pool.query))
         tap(f"depth.{k}.streams", after[0])
@@ -132,6 +134,14 @@ class MultiGate(Topology):
 
     def _beta(self, gates: Gates, streams: Tensor) -> Tensor:
         return ops.gates(streams, gates.query, gates.bias, competitive=self.competitive)
+
+    def recovery(self, k: int, beta: Tensor) -> Tensor | None:
+        if not isinstance(self.memory, choices.Invert) or k == self.last:
+            return None
+        return amplification(beta, self.memory.share)
+
+    def needs_keeping(self, recovery: Mapping[int, float], epsilon: float) -> Sequence[int]:
+        return junctions_to_keep(recovery, self.kept, epsilon)
 
     def boundary(self) -> Boundary:
         return StreamsBoundary(self)

@@ -10,13 +10,16 @@ Streams are rounded when they are stored, and division by 1 − β amplifies tha
 ε √m Π 1/(1 − β). Where β is large, s cannot be recovered, so the true s is kept for the `share` of all (token, stream)
 pairs with the largest β, a fixed number. For the others, 1 − β is at least FLOOR.
 
+A junction that is called with `last` keeps its streams and passes the true ones on, so that the error starts anew below
+it. `junctions_to_keep` says which junctions should, by the gates that they have (telemetry while training does so).
+
 A file of its own: it serves both backends, the plain one and `autograd.py`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -30,6 +33,42 @@ from residua.ops.multi_gate.reference import check, shape, split
 
 SHARE = 0.01
 FLOOR = 1 / 64
+BEARABLE = 0.25
+"""The most that ε Π 1/(1 − β) may be along junctions that invert: beyond it gradients become visibly worse than with
+kept streams (docs/topologies.md)."""
+LOST = 2.0**40
+"""Stands for the amplification where 1 − β is below FLOOR: beyond any bound."""
+ROOM = 8.0
+"""How far below that the error is brought when junctions begin to keep their streams, so that they seldom do."""
+
+
+def amplification(beta: Tensor, share: float) -> Tensor:
+    """1/(1 − β) for the largest β [..., N] whose streams are not kept; LOST where 1 − β is below FLOOR."""
+    ordered = wide(beta).flatten().sort(descending=True).values
+    kept = math.ceil(share * len(ordered))
+    left = 1 - ordered[kept] if kept < len(ordered) else torch.ones_like(ordered[0])
+    return torch.where(left < FLOOR, LOST, 1 / left)
+
+
+def junctions_to_keep(amplified: Mapping[int, float], kept: Collection[int], epsilon: float) -> list[int]:
+    """The junctions that should keep their streams, besides those that do; none while ε Π 1/(1 − β) is bearable.
+
+    `amplified`: by junction, `amplification`. `epsilon`: the relative rounding error of a stored stream.
+    """
+    if not _exceeding(amplified, kept, BEARABLE / epsilon):
+        return []
+    return _exceeding(amplified, kept, BEARABLE / epsilon / ROOM)
+
+
+def _exceeding(amplified: Mapping[int, float], kept: Collection[int], most: float) -> list[int]:
+    """Backwards along the chain, the junctions at which the product exceeds `most`; each starts it anew."""
+    found, product = [], 1.0
+    for k in sorted(amplified, reverse=True):
+        product *= amplified[k]
+        if k in kept or product > most:
+            found += [] if k in kept else [k]
+            product = 1.0
+    return found[::-1]
 
 
 class Halves(Protocol):

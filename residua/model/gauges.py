@@ -1,0 +1,60 @@
+"""Single figures of what happens inside a model, one formula each, for diagnoses and for telemetry while training."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from residua.ops._runtime.numeric import wide
+
+CLOSED = 0.2
+"""A gate below this is nearly closed."""
+
+
+def stream_peaks(streams: Tensor) -> Tensor:
+    """The largest |s_i| of each stream, [n], of streams [B, T, n, C]."""
+    return streams.abs().amax((0, 1, 3))
+
+
+def peak_and_sizes(h: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest |h|, and the mean of |h| over tokens, [C], of states [B, T, C]."""
+    size = wide(h).abs()
+    return size.amax(), size.mean((0, 1))
+
+
+def relative_sizes(sizes: Tensor) -> Tensor:
+    """The size of each dimension over that of the (lower) median dimension, [..., C].
+
+    The largest is the residual-sink ratio. Sorts: on a GPU `Tensor.median` along an axis is not deterministic.
+    """
+    middle = sizes.sort(-1).values[..., (sizes.shape[-1] - 1) // 2, None]
+    return sizes / middle.clamp(min=1e-30)
+
+
+def depth_entropy(weights: Tensor) -> Tensor:
+    """−Σ p_i ln p_i in nats, [...], with p = |w|/Σ|w| of depth weights [..., sources].
+
+    0: one source has all the weight; ln(sources): all have the same.
+    """
+    size = wide(weights).abs()
+    p = size / size.sum(-1, keepdim=True).clamp(min=1e-30)
+    terms: Tensor = torch.special.entr(p)
+    return terms.sum(-1)
+
+
+def closed(gate: Tensor) -> Tensor:
+    """Which gates are nearly closed."""
+    return gate < CLOSED
+
+
+def quantiles(values: Tensor, shares: Sequence[float]) -> list[Tensor]:
+    """Quantiles of values [..., N] along the last axis, [...] each, by linear interpolation.
+
+    Sorts: `torch.quantile` takes at most 16 M values.
+    """
+    ordered = wide(values).sort(-1).values
+    last = ordered.shape[-1] - 1
+    places = [share * last for share in shares]
+    return [torch.lerp(ordered[..., int(at)], ordered[..., min(int(at) + 1, last)], at % 1) for at in places]

@@ -1,0 +1,289 @@
+"""Figures of every layer while a run trains: peaks, sinks, depth weights, gates, mixtures and gains.
+
+Every `train.telemetry_every` steps a few tokens of the validation text, always the same, go through the model as it is
+written, outside the step: nothing is compiled, captured or drawn at random, and no training text is read. Figures are
+0-dim tensors on the device until all are known; then the host reads them once.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+
+from residua.config.run import RunConfig
+from residua.data.loader import Batch
+from residua.machine import short_bytes
+from residua.model import gauges, taps
+from residua.ops._runtime.numeric import wide
+from residua.reading import counted
+from residua.train.step import Step
+from residua.train.telemetry_curves import KIND, over_places, telemetry_of
+
+if TYPE_CHECKING:
+    from residua.model.decoder import Decoder, Sublayer
+
+SHARE = 0.01
+"""Of the tokens trained between two measurements, so many are measured: a forward pass is a third of a step's work."""
+FEWEST = 64
+"""… but at least so many tokens."""
+GROWTH, WITHIN = 10.0, 0.1
+"""A peak that grows so many times within this share of the run is reported."""
+DIGITS = 5
+QUARTILES = ("beta_q1", "beta_median", "beta_q3", "beta_max")
+
+Table = dict[str, list[float | None]]
+"""A figure's name → its value at place 0, 1, …; None where a place has none, or where it is not finite."""
+
+
+class Gauges(dict[str, Tensor]):
+    """Receives the taps of one forward pass and keeps figures of them, by name and place.
+
+    What is small (sizes of dimensions, gates, depth weights) is kept, and reduced for all places at once: on a GPU the
+    host's time to launch kernels is the cost.
+    """
+
+    def __init__(self, model: Decoder) -> None:
+        super().__init__()
+        self.model = model
+        self._found: dict[tuple[str, int], Tensor] = {}
+        self._sizes: dict[int, Tensor] = {}
+        self._weights: dict[int, Tensor] = {}
+        self._betas: dict[int, Tensor] = {}
+        self._gammas: dict[int, Tensor] = {}
+
+    def __setitem__(self, name: str, value: Tensor) -> None:
+        part, number, what = taps.parts(name) or ("sublayer", len(self.model.sublayers), "input")  # final.input
+        take = getattr(self, f"_{part}_{what}", None)
+        if take is not None:
+            take(number, value)
+
+    def figures(self) -> dict[tuple[str, int], float]:
+        """All figures. Waits for the device."""
+        self._dimensions()
+        self._entropies()
+        self._gates()
+        self._anchors()
+        by_dtype: dict[torch.dtype, list[tuple[str, int]]] = defaultdict(list)
+        for key, value in self._found.items():
+            by_dtype[value.dtype].append(key)
+        keys = [key for own in by_dtype.values() for key in own]
+        parts = [torch.stack([self._found[key] for key in own]).double() for own in by_dtype.values()]
+        return dict(zip(keys, torch.cat(parts).tolist(), strict=True))
+
+    def table(self) -> Table:
+        """All figures, rounded."""
+        places: dict[str, dict[int, float]] = defaultdict(dict)
+        for (name, place), value in self.figures().items():
+            places[name][place] = value
+        return {name: [_rounded(found.get(i)) for i in range(max(found) + 1)] for name, found in places.items()}
+
+    def _sublayer_input(self, reader: int, h: Tensor) -> None:
+        self._found["peak", reader], self._sizes[reader] = gauges.peak_and_sizes(h)
+
+    def _depth_weights(self, k: int, weights: Tensor) -> None:
+        self._weights[k + 1] = weights
+
+    def _depth_pre(self, k: int, weights: Tensor) -> None:
+        self._weights[k] = weights
+
+    def _depth_streams(self, k: int, streams: Tensor) -> None:
+        for i, peak in enumerate(gauges.stream_peaks(streams).unbind()):
+            self._found[f"stream.{i}", k + 1] = peak
+
+    def _depth_beta(self, k: int, beta: Tensor) -> None:
+        self._betas[k] = beta
+        recovery = self.model.topology.recovery(k, beta)
+        if recovery is not None:
+            self._found["recovery", k] = recovery
+
+    def _attention_gate(self, layer: int, gate: Tensor) -> None:
+        self._found["gate_mean", layer] = gate.double().mean()
+        self._found["gate_closed", layer] = gauges.closed(gate).double().mean()
+
+    def _attention_gamma(self, layer: int, gamma: Tensor) -> None:
+        self._gammas[layer] = gamma
+
+    def _note(self, name: str, places: Iterable[int], values: Tensor) -> None:
+        for place, value in zip(places, values.unbind(), strict=True):
+            self._found[name, place] = value
+
+    def _dimensions(self) -> None:
+        """Residual-sink ratios, and the gain that each norm gives its largest dimension."""
+        sizes = torch.stack([self._sizes[reader] for reader in self._sizes])
+        self._note("sink_ratio", self._sizes, gauges.relative_sizes(sizes).amax(-1))
+        norms: list[Any] = [*(cast("Sublayer", sublayer).norm for sublayer in self.model.sublayers), self.model.norm]
+        stated = {k: norm.gain() for k, norm in enumerate(norms) if callable(getattr(norm, "gain", None))}
+        gains = {k: gain for k, gain in stated.items() if gain is not None}
+        if gains:
+            size = torch.stack(list(gains.values())).abs()
+            largest = sizes[list(gains)].argmax(-1, keepdim=True)
+            self._note("gain", gains, size.mean(-1))
+            self._note("sink_gain", gains, size.gather(-1, largest)[:, 0])
+
+    def _entropies(self) -> None:
+        for readers, weights in _alike(self._weights):
+            self._note("entropy", readers, gauges.depth_entropy(weights).reshape(len(readers), -1).mean(-1))
+
+    def _gates(self) -> None:
+        for sublayers, betas in _alike(self._betas):
+            flat = wide(betas).flatten(1)
+            self._note("beta_mean", sublayers, flat.mean(-1))
+            for name, values in zip(QUARTILES, gauges.quantiles(flat, (0.25, 0.5, 0.75, 1.0)), strict=True):
+                self._note(name, sublayers, values)
+
+    def _anchors(self) -> None:
+        """λ is a parameter, and γ, where there is one, was seen."""
+        for k, sublayer in enumerate(self.model.sublayers):
+            mix: Any = getattr(cast("Sublayer", sublayer).body, "mix", None)
+            scales = {} if mix is None else mix.scales(self._gammas.get(k // 2))
+            for pathway, (anchor, current) in scales.items():
+                self._found[f"anchor.{pathway}", k // 2] = anchor.mean()
+                self._found[f"current.{pathway}", k // 2] = current.mean()
+
+
+def _alike(tensors: dict[int, Tensor]) -> Iterator[tuple[list[int], Tensor]]:
+    """Tensors of one shape together: their places, and all of them stacked."""
+    by_shape: dict[torch.Size, list[int]] = defaultdict(list)
+    for place, tensor in tensors.items():
+        by_shape[tensor.shape].append(place)
+    for places in by_shape.values():
+        yield places, torch.stack([tensors[place] for place in places])
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None or not math.isfinite(value) else float(f"{value:.{DIGITS}g}")
+
+
+class Growth:
+    """Notices a peak that grew tenfold within a tenth of the run.
+
+    Peaks of the first tenth, or of a longer warm-up, are not compared with: those of an untrained model are small.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        steps = config.train.steps
+        self._window = steps * WITHIN
+        self._sublayers = config.model.sublayers
+        self._first = max(config.train.schedule.warmup, self._window)
+        self._seen: list[tuple[int, dict[tuple[str, int], float]]] = []
+
+    def check(self, step: int, table: Table) -> str | None:
+        """None, or a sentence about the peak that grew most; the next comparison is with this measurement."""
+        if step < self._first:
+            return None
+        peaks = {
+            (name, place): value
+            for name, values in table.items()
+            if name.partition(".")[0] in ("peak", "stream")
+            for place, value in enumerate(values)
+            if value is not None
+        }
+        self._seen = [(then, old) for then, old in self._seen if then >= step - self._window]
+        grown = [
+            (peaks[key] / low, key, then, low)
+            for then, old in self._seen
+            for key, low in old.items()
+            if key in peaks and peaks[key] >= GROWTH * low > 0
+        ]
+        self._seen = [*([] if grown else self._seen), (step, peaks)]
+        if not grown:
+            return None
+        factor, key, then, low = max(grown)
+        others = len({other for _, other, _, _ in grown}) - 1
+        more = f", and {counted(others, 'other peak')} at least tenfold" if others else ""
+        return (
+            f"step {step}: the largest {self._name(*key)} grew {factor:.3g}-fold in {counted(step - then, 'step')}, "
+            f"from {low:.4g} to {peaks[key]:.4g}{more}: often the first sign of a divergence, so watch the loss and "
+            "lower train.optimizer.lr if it follows."
+        )
+
+    def _name(self, name: str, reader: int) -> str:
+        stream, last = name.partition(".")[2], reader == self._sublayers
+        where = "the final norm" if last else f"layer {reader // 2} {('attention', 'feed-forward')[reader % 2]}"
+        return f"{f'value of stream {stream}' if stream else '|h|'} before {where}"
+
+
+class Telemetry:
+    """Measures a run's model, and says what a person should know of it."""
+
+    def __init__(self, config: RunConfig, validation: Batch) -> None:
+        recipe = config.train
+        self.config = config
+        self.every = recipe.telemetry_every or recipe.log_every
+        self.batch = first_tokens(validation, measured_tokens(config))
+        self.growth = Growth(config)
+
+    def due(self, done: int) -> bool:
+        """Whether to measure after step `done`: the first, every N-th, the last."""
+        return done in (1, self.config.train.steps) or done % self.every == 0
+
+    def recall(self, records: Iterable[dict[str, Any]]) -> None:
+        """Take what an earlier session of the run measured."""
+        for record in telemetry_of(records):
+            self.growth.check(record["step"], record["figures"])
+
+    def measure(self, step: Step, done: int) -> dict[str, Any]:
+        """The record of step `done`: figures, the junctions that keep their streams from now on, sentences to print."""
+        start = time.perf_counter()
+        seen = Gauges(step.model)
+        step.observe(self.batch, seen)
+        table = seen.table()
+        overall = {name: over_places({"figures": table}, name) for name in ("peak", "sink_ratio")}
+        growth = self.growth.check(done, table)
+        said = [] if growth is None else [growth]
+        kept, new = self._kept(step, table)
+        if new:
+            said.append(self._switched(step, done, new))
+        return {
+            "kind": KIND,
+            "step": done,
+            "tokens": done * self.config.tokens_per_step,
+            "took": round(time.perf_counter() - start, 6),
+            **overall,
+            "figures": table,
+            **({"kept": kept} if kept else {}),
+            **({"said": said} if said else {}),
+        }
+
+    def _kept(self, step: Step, table: Table) -> tuple[list[int], Sequence[int]]:
+        """The junctions that keep their streams, and those that begin to."""
+        topology, epsilon = step.model.topology, torch.finfo(step.precision).eps / 2
+        recovery = {k: value for k, value in enumerate(table.get("recovery", ())) if value is not None}
+        new = topology.needs_keeping(recovery, epsilon)
+        return sorted({*topology.kept, *new}), new
+
+    def _switched(self, step: Step, done: int, new: Sequence[int]) -> str:
+        recipe, model = self.config.train, step.model
+        each = recipe.micro_batch * self.config.sequence * model.topology.stream_count() * model.config.width
+        size = len(new) * each * torch.finfo(step.precision).bits // 8
+        which = f"sublayer {new[0]}" if len(new) == 1 else f"sublayers {', '.join(map(str, new))}"
+        return (
+            f"step {done}: the gates after {which} overwrite more than inversion bears, so the streams there are kept "
+            f"from now on ({short_bytes(size)} more memory)."
+        )
+
+
+def build_telemetry(config: RunConfig, validation: Batch, model: Decoder | None) -> Telemetry | None:
+    """What measures a run; None if it is off, or if no process has the whole model."""
+    return None if config.train.telemetry == "off" or model is None else Telemetry(config, validation)
+
+
+def measured_tokens(config: RunConfig) -> int:
+    """At most `train.telemetry_tokens`, and a hundredth of what is trained between two measurements (but 64)."""
+    recipe = config.train
+    between = (recipe.telemetry_every or recipe.log_every) * config.tokens_per_step
+    return min(recipe.telemetry_tokens, max(FEWEST, int(SHARE * between)))
+
+
+def first_tokens(batch: Batch, tokens: int) -> Batch:
+    """The first `tokens` of a batch, as whole rows, or as the beginning of one row."""
+    length = min(batch.tokens.shape[1], tokens)
+    rows = tokens // length
+    segments = None if batch.segments is None else batch.segments[:rows, :length]
+    return Batch(batch.tokens[:rows, :length], batch.targets[:rows, :length], segments)

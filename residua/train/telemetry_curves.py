@@ -1,0 +1,114 @@
+"""What telemetry measures, by name, and its curves over tokens for the pages of studies and diagnoses; no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from residua.report import theme
+from residua.report.figures import Curve, curves, evenly
+
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
+
+Place = Literal["reader", "sublayer", "layer"]
+"""What a figure belongs to: a reader of the depth state (a sublayer's input, the last is the final norm's), the write
+after a sublayer, or a layer."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """A figure that every place has: its name for people, whose it is, and how places are put together."""
+
+    title: str
+    place: Place
+    over: Literal["max", "mean"]
+    logarithmic: bool = False
+
+
+FAMILIES = {
+    "peak": Family("peak |h|", "reader", "max", logarithmic=True),
+    "stream": Family("peak |s| of a stream", "reader", "max", logarithmic=True),
+    "sink_ratio": Family("residual-sink ratio", "reader", "max", logarithmic=True),
+    "entropy": Family("entropy of depth weights (nats)", "reader", "mean"),
+    "beta_mean": Family("β, mean", "sublayer", "mean"),
+    "beta_max": Family("β, largest", "sublayer", "max"),
+    "beta_q1": Family("β, first quartile", "sublayer", "mean"),
+    "beta_median": Family("β, median", "sublayer", "mean"),
+    "beta_q3": Family("β, third quartile", "sublayer", "mean"),
+    "recovery": Family("amplification of rounding by inversion", "sublayer", "max", logarithmic=True),
+    "anchor": Family("scale of the anchor, λ1γ1", "layer", "mean"),
+    "current": Family("scale of the layer's own projection, λ2γ2", "layer", "mean"),
+    "gate_mean": Family("attention gate, mean", "layer", "mean"),
+    "gate_closed": Family("attention gate, share below 0.2", "layer", "mean"),
+    "gain": Family("norm gain, mean |g|", "reader", "mean"),
+    "sink_gain": Family("norm gain of the largest dimension", "reader", "mean", logarithmic=True),
+}
+"""By name. `stream`, `anchor` and `current` exist once per stream or pathway: `stream.0`, `anchor.q`."""
+
+KIND = "telemetry"
+"""The kind of these records in metrics.jsonl."""
+Records = Sequence[Mapping[str, Any]]
+"""The telemetry records of one run, in order of step."""
+
+POINTS = 200
+"""The most points of a curve."""
+PLACES = 8
+"""The most places, evenly spread, that have curves of their own."""
+_PLACES = {"reader": "read by sublayer", "sublayer": "written after sublayer", "layer": "layer"}
+
+
+def telemetry_of(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The telemetry among the records of a run."""
+    return [record for record in records if record["kind"] == KIND]
+
+
+def said(records: Records) -> list[str]:
+    """The sentences that the run printed about its telemetry."""
+    return [sentence for record in records for sentence in record.get("said", ())]
+
+
+def over_places(record: Mapping[str, Any], name: str) -> float | None:
+    """A family's value for the whole model: the largest or the mean over places, and over streams or pathways."""
+    tables = [values for figure, values in record["figures"].items() if figure.partition(".")[0] == name]
+    known: list[float] = [value for values in tables for value in values if value is not None]
+    if not known:
+        return None
+    return max(known) if FAMILIES[name].over == "max" else sum(known) / len(known)
+
+
+def measured(runs: Sequence[Records]) -> list[str]:
+    """The families that these runs have figures of, in the order of `FAMILIES`."""
+    found = {figure.partition(".")[0] for records in runs for record in records[-1:] for figure in record["figures"]}
+    return [name for name in FAMILIES if name in found]
+
+
+def whole_model(records: Records, name: str) -> list[tuple[float, float]]:
+    """A family over tokens, put together over places."""
+    values = ((float(record["tokens"]), over_places(record, name)) for record in evenly(records, POINTS))
+    return [(x, y) for x, y in values if y is not None]
+
+
+def by_place(records: Records) -> dict[str, Figure]:
+    """For every figure of one run, curves of a few places over tokens: title → figure."""
+    shown = evenly(records, POINTS)
+    found = {}
+    for figure in records[-1]["figures"] if records else ():
+        name, _, part = figure.partition(".")
+        if name in FAMILIES:
+            kind = FAMILIES[name]
+            series = _series(shown, figure, _PLACES[kind.place])
+            title = f"{kind.title}: {part.upper()}" if part else kind.title
+            found[title] = curves(series, "tokens", kind.title, log_y=kind.logarithmic)
+    return found
+
+
+def _series(shown: Records, figure: str, word: str) -> list[Curve]:
+    tables = [(float(record["tokens"]), record["figures"].get(figure, [])) for record in shown]
+    known = sorted({i for _, values in tables for i, value in enumerate(values) if value is not None})
+    series = []
+    for index, place in enumerate(evenly(known, PLACES)):
+        points = [(x, values[place]) for x, values in tables if place < len(values) and values[place] is not None]
+        series.append(Curve(f"{word} {place}", [x for x, _ in points], [y for _, y in points], theme.colour(index + 1)))
+    return series

@@ -1,0 +1,75 @@
+"""Telemetry of a study's runs: its curves and sentences on the page, and its lines in the way of the last loss."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from residua.diagnose.page import diagnosis_page
+from residua.study.page import study_page
+from residua.study.plots import telemetry_curves
+from residua.study.runs import TAIL, RunRecord, latest
+from residua.watch.follow import Follower
+from tests.diagnose import reports
+from tests.study.pretend import pretended
+
+GREW = "step 300: the largest |h| before the final norm grew 12-fold in 90 steps"
+
+
+def records(scale: float, said: str = "") -> list[dict[str, Any]]:
+    """A peak that grows with the tokens, at two readers, and one gate."""
+    made: list[dict[str, Any]] = []
+    for step in range(100, 1001, 100):
+        figures = {"peak": [1.0, scale * step], "beta_mean": [None, 0.1], "unknown": [1.0]}
+        made.append({"kind": "telemetry", "step": step, "tokens": step * 10, "figures": figures})
+    made[2] |= {"said": [said]} if said else {}
+    return made
+
+
+@pytest.mark.slow
+def test_the_page_has_curves_over_tokens_and_what_the_runs_said(tmp_path: Path) -> None:
+    made = pretended(3)
+    runs: dict[str, list[RunRecord]] = {
+        name: [
+            replace(run, telemetry=records(1.0 + seed, GREW if name == "mgr" else "")) for seed, run in enumerate(own)
+        ]
+        for name, own in made.records["mini"].items()
+    }
+    drawn = telemetry_curves(runs)
+    assert list(drawn) == ["peak |h|", "β, mean"]
+    *_, line = (trace for trace in drawn["peak |h|"].data if trace.meta["series"] == "mgr")  # the band comes first
+    last = list(line.x)[-1], list(line.y)[-1]
+    assert last == (10_000, pytest.approx(2000))  # the mean over seeds of the largest over readers
+    html = study_page(made.study, made.result, {"mini": runs}, tmp_path).html()
+    assert "Inside while training" in html and len(re.findall(re.escape(GREW), html)) == 3
+    assert "Inside while training" not in made.page(tmp_path).html()
+
+
+@pytest.mark.slow
+def test_a_diagnosis_shows_how_its_run_came_there(tmp_path: Path) -> None:
+    diagnosis = reports.side_by_side(2)
+    one = diagnosis.models[1].name
+    html = diagnosis_page(diagnosis, {one: records(1.0, GREW)}).html()
+    assert f"While {one} trained" in html and GREW in html and html.count("trained</h2>") == 1
+
+
+def test_the_latest_loss_is_found_behind_long_lines_of_telemetry(tmp_path: Path) -> None:
+    long = json.dumps({"kind": "telemetry", "step": 8, "tokens": 1, "figures": {"peak": [1.25] * (TAIL // 20)}}) + "\n"
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"kind": "train", "step": 7, "loss": 2.5}\n' + long)
+    assert latest(tmp_path) == (8, 2.5)
+    path.write_text('{"kind": "train", "step": 7, "loss": 2.5}\n' + 8 * long)
+    assert latest(tmp_path) == (8, None)
+
+
+def test_the_live_page_gets_the_peaks(tmp_path: Path) -> None:
+    lines = [{**record, "peak": float(record["step"]), "seconds": 1.0} for record in records(1.0)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    follower = Follower(tmp_path, "run")
+    follower.refresh()
+    assert follower.damaged == 0 and follower.curves()["telemetry"]["peak"] == [float(line["step"]) for line in lines]

@@ -1,0 +1,296 @@
+"""Telemetry: every figure by brute force, an outlier that grows while a run trains, and nothing where it is off."""
+
+from __future__ import annotations
+
+import io
+import math
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+import residua
+from residua.config.run import RunConfig
+from residua.data.loader import Batch
+from residua.model import taps
+from residua.model.decoder import Decoder
+from residua.ops.multi_gate import inversion
+from residua.report.plain import PlainConsole
+from residua.storage.checkpoint import checkpoints
+from residua.storage.run import read_metrics
+from residua.train.step import Step, build_step
+from residua.train.telemetry import Gauges, Growth, first_tokens, measured_tokens
+from residua.train.telemetry_curves import FAMILIES, by_place, measured, over_places, telemetry_of, whole_model
+from residua.train.track import scalars
+from residua.train.trainer import train
+from tests.model.small import small, tokens_and_targets
+
+MODELS: dict[str, dict[str, Any]] = {
+    "multi-gate": {
+        "topology": {"kind": "multi_gate", "streams": 3, "memory": {"kind": "invert", "share": 0.05}},
+        "attention": {"kind": "softmax", "heads": 2, "gate": "elementwise"},
+        "anchors": {"kind": "exoformer", "mixing": {"kind": "dynamic", "hidden": 4}},
+        "norm": {"kind": "preaffine"},
+    },
+    "attention residuals": {"topology": {"kind": "full_attnres"}, "anchors": {"kind": "resformer"}},
+    "dense": {"topology": {"kind": "dense"}},
+    "hyper-connections": {"topology": {"kind": "hyper", "streams": 2}},
+}
+
+
+def seen_by(model: Decoder) -> tuple[dict[tuple[str, int], float], dict[str, Tensor]]:
+    """The figures of a forward pass, and everything that was tapped in it."""
+    tokens, _ = tokens_and_targets()
+    gauges = Gauges(model)
+    with torch.no_grad(), taps.record() as seen:
+        model.hidden(tokens)
+    with torch.no_grad(), taps.record(gauges):
+        model.hidden(tokens)
+    return gauges.figures(), seen
+
+
+def entropy(rows: Tensor) -> float:
+    total = 0.0
+    for row in rows.flatten(0, -2).tolist() if rows.dim() > 1 else [rows.tolist()]:
+        shares = [abs(w) / sum(map(abs, row)) for w in row]
+        total -= sum(p * math.log(p) for p in shares if p)
+    return total / max(1, rows[..., 0].numel())
+
+
+def expected(model: Decoder, seen: dict[str, Tensor]) -> dict[tuple[str, int], float]:
+    """Every figure again, element by element, from the tapped tensors and the parameters."""
+    found: dict[tuple[str, int], float] = {}
+    readers = [seen[f"sublayer.{k}.input"] for k in range(len(model.sublayers))] + [seen["final.input"]]
+    norms: list[Any] = [sublayer.norm for sublayer in model.sublayers] + [model.norm]
+    for k, (h, norm) in enumerate(zip(readers, norms, strict=True)):
+        table = np.abs(h.numpy().reshape(-1, h.shape[-1]))
+        sizes = [sum(column) / len(column) for column in table.T.tolist()]
+        gain = (norm.weight * getattr(norm, "affine", 1.0)).abs().tolist()
+        found["peak", k] = max(map(max, table.tolist()))
+        found["sink_ratio", k] = max(sizes) / sorted(sizes)[(len(sizes) - 1) // 2]
+        found["gain", k] = sum(gain) / len(gain)
+        found["sink_gain", k] = gain[sizes.index(max(sizes))]
+    for name, value in seen.items():
+        match name.split("."):
+            case ["depth", k, "weights"]:
+                found["entropy", int(k) + 1] = entropy(value)
+            case ["depth", k, "pre"]:
+                found["entropy", int(k)] = entropy(value)
+            case ["depth", k, "streams"]:
+                for i in range(value.shape[-2]):
+                    found[f"stream.{i}", int(k) + 1] = max(abs(x) for x in value[..., i, :].flatten().tolist())
+            case ["depth", k, "beta"]:
+                beta = value.flatten().numpy()
+                found["beta_mean", int(k)], found["beta_max", int(k)] = (
+                    sum(beta.tolist()) / len(beta),
+                    max(beta.tolist()),
+                )
+                for q, share in (("q1", 0.25), ("median", 0.5), ("q3", 0.75)):
+                    found[f"beta_{q}", int(k)] = np.quantile(beta, share)
+                if int(k) < len(model.sublayers) - 1:  # the last junction keeps its streams
+                    beyond = sorted(beta.tolist(), reverse=True)[math.ceil(0.05 * len(beta)) :]
+                    found["recovery", int(k)] = 1 / (1 - beyond[0])
+            case ["attention", layer, "gate"]:
+                gates = value.flatten().tolist()
+                found["gate_mean", int(layer)] = sum(gates) / len(gates)
+                found["gate_closed", int(layer)] = sum(g < 0.2 for g in gates) / len(gates)
+    return found | anchors(model, readers)
+
+
+def anchors(model: Decoder, readers: Sequence[Tensor]) -> dict[tuple[str, int], float]:
+    """The mean of λγ over tokens and elements, with γ computed anew from what each layer reads."""
+    found = {}
+    for layer in range(len(model.sublayers) // 2):
+        sublayer: Any = model.sublayers[2 * layer]
+        mix, h = sublayer.body.mix, readers[2 * layer]
+        if not hasattr(mix, "anchor_scale"):
+            continue
+        gamma = torch.ones(*h.shape[:2], 2 * len(mix.pathways), dtype=torch.float64)
+        if hasattr(mix, "gamma"):
+            norm = sublayer.norm
+            x = norm.affine * h
+            x = norm.weight * x / (x.square().mean(-1, keepdim=True) + norm.eps).sqrt()
+            hidden = torch.nn.functional.gelu(x @ mix.gamma.down.weight.T) @ mix.gamma.up.weight.T
+            gamma = 1 / (1 + torch.exp(-(hidden + mix.gamma.bias)))
+        for i, pathway in enumerate(mix.pathways):
+            for name, scales, j in (("anchor", mix.anchor_scale, 2 * i), ("current", mix.current_scale, 2 * i + 1)):
+                products = [a * b for a in scales[pathway].flatten().tolist() for b in gamma[..., j].flatten().tolist()]
+                found[f"{name}.{pathway}", layer] = sum(products) / len(products)
+    return found
+
+
+@pytest.mark.parametrize("tables", MODELS.values(), ids=MODELS)
+def test_every_figure_is_that_of_brute_force_in_float64(tables: dict[str, Any]) -> None:
+    model = residua.build(small(**tables)).double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+        figures, seen = seen_by(model)
+        wanted = expected(model, seen)
+    assert figures.keys() == wanted.keys()
+    assert figures == pytest.approx(wanted, rel=1e-12, abs=1e-14)
+    assert {name.partition(".")[0] for name, _ in figures} <= FAMILIES.keys()
+
+
+def test_a_figure_that_is_not_finite_is_null_in_the_record() -> None:
+    model = residua.build(small())
+    gauges = Gauges(model)
+    with torch.no_grad(), taps.record(gauges):
+        model.embed.weight[:, 3] = math.inf
+        model.hidden(tokens_and_targets()[0])
+    assert gauges.table()["peak"][0] is None
+
+
+def test_few_tokens_are_measured_and_always_the_first(config: RunConfig) -> None:
+    assert measured_tokens(config) == 64  # a hundredth of 2 steps of 64 tokens would be one
+    large = config.override(["train.micro_batch=4096", "train.telemetry_every=5", "train.log_every=1"])
+    assert measured_tokens(large) == 1024  # … of 5 · 131,072: 6,553
+    assert measured_tokens(large.override(["train.telemetry_tokens=300"])) == 300
+    batch = Batch(torch.arange(80).view(5, 16), torch.arange(80).view(5, 16), torch.zeros(5, 16, dtype=torch.long))
+    assert first_tokens(batch, 64).tokens.shape == first_tokens(batch, 64).segments.shape == (4, 16)
+    assert first_tokens(batch, 10).tokens.tolist() == [list(range(10))]
+    assert first_tokens(batch, 1024).tokens.shape == (5, 16)
+
+
+def grown(config: RunConfig, peaks: dict[int, float]) -> dict[int, str]:
+    """What is said of a peak that has these values, by step."""
+    growth = Growth(config)
+    said = {step: growth.check(step, {"peak": [1.0, peak], "stream.1": [None, 0.5]}) for step, peak in peaks.items()}
+    return {step: sentence for step, sentence in said.items() if sentence is not None}
+
+
+def test_tenfold_within_a_tenth_of_the_run_is_said_once(config: RunConfig) -> None:
+    long = config.override(["train.steps=1000", "train.schedule.warmup=20"])
+    said = grown(long, {200: 2.0, 250: 3.0, 290: 21.0, 310: 25.0, 390: 200.0, 400: 205.0})
+    assert said.keys() == {290}  # 3 to 25 is not tenfold; 21 at step 290 is the new beginning, 200 not yet ten times it
+    assert said[290].startswith(
+        "step 290: the largest |h| before layer 0 feed-forward grew 10.5-fold in 90 steps, from 2"
+    )
+    assert grown(long, {200: 2.0, 290: 19.9}) == {} == grown(long, {200: 2.0, 301: 100.0})
+    assert grown(long, {1: 0.1, 50: 2.0, 99: 90.0}) == {}  # an untrained model's peaks are small
+    assert grown(long.override(["train.schedule.warmup=300"]), {200: 2.0, 250: 30.0}) == {}
+
+
+def run(config: RunConfig, out: Path, *changes: str, resume: bool = False) -> str:
+    said = io.StringIO()
+    train(config.override(list(changes)), out, resume=resume, console=PlainConsole(file=said, width=400))
+    return said.getvalue()
+
+
+def telemetry(folder: Path) -> list[dict[str, Any]]:
+    """The records, without what depends on the clock."""
+    records = telemetry_of(read_metrics(folder / "metrics.jsonl"))
+    return [{key: value for key, value in record.items() if key not in ("took", "seconds")} for record in records]
+
+
+@pytest.mark.slow
+def test_an_outlier_planted_while_training_is_found_and_said(
+    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call, done = Step.__call__, 0
+
+    def planting(step: Step, *given: Any) -> None:
+        nonlocal done
+        call(step, *given)
+        done += 1
+        with torch.no_grad():  # taken back two steps later, so that the run can finish
+            step.model.sublayers[1].body.out.weight[5] += {8: 30.0, 10: -30.0}.get(done, 0.0)
+
+    monkeypatch.setattr(Step, "__call__", planting)
+    steps = ("train.steps=12", "train.log_every=1", "train.validate_every=12", "train.save_every=12")
+    said = run(config, tmp_path / "run", *steps, "train.telemetry=on")
+    lines = [line for line in said.splitlines() if "-fold in" in line]
+    assert len(lines) == 1 and lines[0].startswith("step 8: the largest |h| before "), said
+    records = telemetry(tmp_path / "run")
+    assert [record["step"] for record in records] == list(range(1, 13))
+    assert [record["said"] for record in records if "said" in record] == [lines]
+    assert records[7]["peak"] > 10 * records[6]["peak"] == 10 * max(records[6]["figures"]["peak"])
+
+
+@pytest.mark.slow
+def test_off_writes_nothing_and_runs_nothing_and_changes_nothing(
+    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(config, tmp_path / "on", "train.telemetry=on", "train.telemetry_every=3")
+    monkeypatch.setattr(Step, "observe", None)
+    monkeypatch.setattr(taps, "record", None)
+    monkeypatch.setattr("residua.train.trainer.inspect_model", lambda *_: {})
+    run(config, tmp_path / "off", "train.telemetry=off")
+    assert [record["step"] for record in telemetry(tmp_path / "on")] == [1, 3, 6]
+    assert telemetry(tmp_path / "off") == []
+    on, off = checkpoints(tmp_path / "on")[-1], checkpoints(tmp_path / "off")[-1]
+    weights, others = (load_file(checkpoint.path / "model.safetensors") for checkpoint in (on, off))
+    assert all(torch.equal(tensor, others[name]) for name, tensor in weights.items())
+    for key in ("rng", "loader", "totals", "watch"):
+        assert on.state[key] == off.state[key]
+
+
+@pytest.mark.slow
+def test_a_junction_that_inversion_does_not_bear_keeps_its_streams_and_a_resumed_run_too(
+    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inversion, "BEARABLE", 1.2 * torch.finfo(torch.float32).eps / 2)  # Π 1/(1 − β) up to 1.2
+    monkeypatch.setattr(inversion, "ROOM", 1.0)
+    mgr = config.override(
+        ["model.topology={kind='multi_gate', streams=2, memory={kind='invert'}}", "train.telemetry=on", "train.steps=4"]
+    )
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    said = run(mgr, whole)
+    (line,) = [line for line in said.splitlines() if "inversion bears" in line]
+    assert line == (
+        "step 1: the gates after sublayer 1 overwrite more than inversion bears, so the streams there are kept from "
+        "now on (0.0 MiB more memory)."
+    )
+    assert [record["kept"] for record in telemetry(whole)] == [[1]] * 3
+    assert checkpoints(whole)[-1].state["kept"] == [1]
+    shutil.copytree(whole, cut)
+    shutil.rmtree(checkpoints(cut)[-1].path)
+    kept: list[tuple[int, ...]] = []
+    monkeypatch.setattr(Step, "_update", _noting(Step._update, kept))
+    assert "inversion bears" not in run(mgr, cut, resume=True)
+    assert set(kept) == {(1,)} and telemetry(cut) == telemetry(whole)
+    ended = [load_file(checkpoints(folder)[-1].path / "model.safetensors") for folder in (whole, cut)]
+    assert all(torch.equal(tensor, ended[1][name]) for name, tensor in ended[0].items())
+
+
+def _noting(update: Any, kept: list[tuple[int, ...]]) -> Any:
+    def noted(step: Step, rate: float) -> None:
+        kept.append(step.model.topology.kept)
+        update(step, rate)
+
+    return noted
+
+
+def test_a_switch_makes_captured_graphs_anew_and_another_run_starts_without_it(config: RunConfig) -> None:
+    mgr = config.override(["model.topology={kind='multi_gate', streams=2, memory={kind='invert'}}"])
+    step = build_step(residua.build(mgr.model), mgr.train, torch.device("cpu"))
+    made: list[tuple[int, ...]] = []
+    step._build_graphed = lambda: made.append(step.model.topology.kept)  # type: ignore[method-assign]
+    step.keep_streams([1, 2])
+    step.keep_streams((1, 2))
+    assert made == [(1, 2)]
+    step.restart(residua.build(mgr.model), mgr.train)
+    assert made == [(1, 2), ()] and step.model.topology.kept == ()
+
+
+def test_trackers_and_pages_get_every_figure_over_tokens() -> None:
+    pytest.importorskip("plotly")
+    tables = [{"peak": [1.0, 2.0 * i], "stream.0": [None, 3.0], "stream.1": [None, 4.0]} for i in range(1, 4)]
+    records = [{"kind": "telemetry", "step": i, "tokens": 100 * i, "peak": 2.0 * i, "figures": table, "took": 0.1}
+               for i, table in enumerate(tables, 1)]  # fmt: skip
+    assert scalars(records[1]) == {
+        "telemetry/tokens": 200, "telemetry/peak": 4.0, "telemetry/took": 0.1, "telemetry.peak/00": 1.0,
+        "telemetry.peak/01": 4.0, "telemetry.stream.0/01": 3.0, "telemetry.stream.1/01": 4.0,
+    }  # fmt: skip
+    assert measured([records]) == ["peak", "stream"] and over_places(records[0], "stream") == 4.0
+    assert whole_model(records, "peak") == [(100.0, 2.0), (200.0, 4.0), (300.0, 6.0)]
+    drawn = by_place(records)
+    assert list(drawn) == ["peak |h|", "peak |s| of a stream: 0", "peak |s| of a stream: 1"]
+    last = drawn["peak |h|"].to_dict()["data"][1]
+    assert last["name"] == "read by sublayer 1" and list(last["x"]) == [100, 200, 300] and list(last["y"]) == [2, 4, 6]
