@@ -6,8 +6,8 @@ softmax is added to the sums and dropped, so memory is heads × block × T for a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -23,8 +23,9 @@ class Scores:
     """How attention scores are made of q and k.
 
     scale: the factor on q·k; window: a query sees itself and the `window − 1` keys before it (None: all earlier ones);
-    mask: [B or 1, H or 1, T, T], True where a query may look, or added to the scores if it is a float; softcap:
-    s ← c·tanh(s/c); sink: [H], one logit per head in the softmax's denominator.
+    mask: [B or 1, H or 1, T, K], True where a query may look, or added to the scores if it is a float; without a mask,
+    causal: no query sees later keys; softcap: s ← c·tanh(s/c); bias: [B or 1, H or 1, T, K], added to the scores; sink:
+    [H], one logit per head in the softmax's denominator.
     """
 
     scale: float
@@ -32,14 +33,16 @@ class Scores:
     mask: Tensor | None = None
     softcap: float | None = None
     sink: Tensor | None = None
+    bias: Tensor | None = None
+    causal: bool = True
 
 
 @dataclass(frozen=True)
 class AttentionSums:
-    """Sums over the queries of one layer, A the attention weights of one sequence and head.
+    """Sums over the queries of one layer, A the attention weights of one sequence and head, K keys (one per token).
 
-    received [B, H, T]: Σ_i A_ik, what key k receives; uniform [B, T]: the same if every query attended equally to all
-    it can see; seen_by [B, T]: how many queries can see key k; entropy [B, H]: Σ_i −Σ_k A_ik ln A_ik in nats;
+    received [B, H, K]: Σ_i A_ik, what key k receives; uniform [B, K]: the same if every query attended equally to all
+    it can see; seen_by [B, K]: how many queries can see key k; entropy [B, H]: Σ_i −Σ_k A_ik ln A_ik in nats;
     uniform_entropy [B]: Σ_i ln(keys i can see); outside [B, H]: Σ_i of the mass on the learned sink.
     """
 
@@ -52,7 +55,7 @@ class AttentionSums:
 
 
 def attention_sums(q: Tensor, k: Tensor, how: Scores) -> AttentionSums:
-    """The sums of one layer; q [B, H, T, D], k [B, H_kv, T, D]."""
+    """The sums of one layer; q [B, H, T, D], k [B, H_kv, K, D]."""
     return _pass_over(q, k, None, how)[0]
 
 
@@ -66,8 +69,9 @@ def _pass_over(q: Tensor, k: Tensor, v: Tensor | None, how: Scores) -> tuple[Att
     batch, heads, length, _ = q.shape
     groups = heads // k.shape[1]
     exact = torch.promote_types(q.dtype, torch.float32)
-    received, entropy, outside = (_zeros(q, heads, *s) for s in ((length,), (), ()))
-    uniform, seen_by, uniform_entropy = (_zeros(q, *s) for s in ((length,), (length,), ()))
+    count = k.shape[2]
+    received, entropy, outside = (_zeros(q, heads, *s) for s in ((count,), (), ()))
+    uniform, seen_by, uniform_entropy = (_zeros(q, *s) for s in ((count,), (count,), ()))
     keys = k.repeat_interleave(groups, 1).to(exact).transpose(-1, -2)
     values = None if v is None else v.repeat_interleave(groups, 1)
     blocks = []
@@ -80,10 +84,10 @@ def _pass_over(q: Tensor, k: Tensor, v: Tensor | None, how: Scores) -> tuple[Att
             received += weights.sum(2)
             entropy -= torch.where(weights > 0, weights * log_weights, 0).sum((2, 3))
             outside += lost
-            count = visible.sum(-1, dtype=torch.float64)
-            uniform += (visible / count[..., None]).sum(1)
+            choices = visible.sum(-1, dtype=torch.float64).clamp(min=1)
+            uniform += (visible / choices[..., None]).sum(1)
             seen_by += visible.sum(1)
-            uniform_entropy += count.log().sum(1)
+            uniform_entropy += choices.log().sum(1)
     return AttentionSums(received, uniform, seen_by, entropy, uniform_entropy, outside), blocks
 
 
@@ -98,11 +102,15 @@ def _blocks(rows: int, length: int) -> Iterator[slice]:
 
 
 def _scores(products: Tensor, rows: slice, how: Scores) -> tuple[Tensor, Tensor]:
-    """Masked scores [B, H, rows, T], and which keys each query can see [B or 1, rows, T]."""
+    """Masked scores [B, H, rows, K], and which keys each query can see [B or 1, rows, K]."""
     scores = products * how.scale
     if how.softcap is not None:
         scores = how.softcap * torch.tanh(scores / how.softcap)
+    if how.bias is not None:
+        scores = scores + how.bias[:, :, rows].to(scores.dtype)
     length = scores.shape[-1]
+    if how.mask is None and not how.causal:
+        return scores, torch.ones(1, 1, 1, dtype=torch.bool, device=scores.device).expand(1, *scores.shape[-2:])
     i = torch.arange(rows.start, rows.stop, device=scores.device)[:, None]
     j = torch.arange(length, device=scores.device)[None]
     if how.mask is None:
@@ -125,3 +133,15 @@ def _softmax(scores: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor, Tenso
     weights = log_weights.exp()
     lost = scores.new_zeros(scores.shape[:2]) if sink is None else (1 - weights.sum(-1)).sum(-1)
     return weights, log_weights, lost
+
+
+def merged(parts: Sequence[AttentionSums]) -> AttentionSums:
+    """The heads of several attentions that one layer runs, as if they were one; the floors are those of the first."""
+    if len(parts) == 1:
+        return parts[0]
+    return replace(
+        parts[0],
+        received=torch.cat([part.received for part in parts], 1),
+        entropy=torch.cat([part.entropy for part in parts], 1),
+        outside=torch.cat([part.outside for part in parts], 1),
+    )

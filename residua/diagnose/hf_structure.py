@@ -2,68 +2,185 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from residua.diagnose.hf_attention import watching
+from residua.diagnose.hf_attention import Watch, watching
 from residua.diagnose.interventions import first, hooked, on_each
 from residua.diagnose.observe import Site
 from residua.ops._runtime.numeric import rms, wide
 
+_NORM_COSINE, _NORM_SIZE = 0.9999, (0.5, 1.05)
+"""A part without parameters is a norm if its output points where its input does (or that less its mean), so large."""
+MOST_STREAMS = 16
+
 
 @dataclass
 class Layer:
-    """One decoder layer: its module, the bodies of its sublayers in the order they run, and its norms."""
+    """One decoder layer: its module, the bodies of its sublayers in the order they run, its norms, its runs per pass.
+
+    prepared: by a body's id, the parts that prepare its input, such as a gated norm, and belong to its sublayer.
+    """
 
     module: nn.Module
     bodies: list[nn.Module]
     norms: list[nn.Module]
+    runs: int = 1
+    prepared: dict[int, list[nn.Module]] = field(default_factory=dict)
+
+    @property
+    def inner(self) -> list[nn.Module]:
+        """Parts that only prepare what a body reads."""
+        return [part for parts in self.prepared.values() for part in parts]
+
+    def join(self, part: nn.Module) -> None:
+        """Count a body as part of the next one, for which it prepares the input."""
+        place = next(n for n, body in enumerate(self.bodies) if body is part)
+        following = self.bodies[place + 1]
+        parts = [*self.prepared.pop(id(part), []), part]
+        self.prepared[id(following)] = [*self.prepared.get(id(following), []), *parts]
+        self.bodies = [body for body in self.bodies if body is not part]
 
 
-def main_input(given: tuple[Any, ...], named: dict[str, Any]) -> Any:
-    """What a module was given: its first argument, or `hidden_states` by name."""
+def main_input(given: tuple[Any, ...], named: dict[str, Any], width: int | None = None) -> Any:
+    """What a module was given: the first tensor of this width, else its first argument, or `hidden_states` by name."""
+    if width is not None:
+        everything = [*given, *([named["hidden_states"]] if "hidden_states" in named else []), *named.values()]
+        for x in everything:
+            if isinstance(x, Tensor) and x.dim() >= 2 and x.shape[-1] == width and x.is_floating_point():
+                return x
     return given[0] if given else named.get("hidden_states", next(iter(named.values()), None))
 
 
-def find_layers(model: nn.Module, probe: Tensor, width: int) -> tuple[list[Layer], dict[int, int]]:
-    """The decoder layers, and the attention modules that use the interface with their number of heads."""
-    shapes: dict[int, tuple[int, ...]] = {}
-    order: list[int] = []
+def as_state(x: Any, tokens: Tensor, width: int) -> Tensor | None:
+    """A state or output as [B, T, C], also if its tokens stand in one row [B·T, C]; None if it is none."""
+    if not isinstance(x, Tensor) or x.shape[-1:] != (width,):
+        return None
+    if x.dim() == 2 and x.shape[0] == tokens.numel():
+        return x.view(*tokens.shape, width)
+    return x if x.shape[:-1] == tokens.shape else None
 
-    def note(module: nn.Module, given: Any, output: Any) -> None:
+
+def as_streams(y: Any, tokens: Tensor, width: int) -> Tensor | None:
+    """The streams [B, T, n, C] of a layer that carries several, stored so, as [n, B, T, C] or as [B, T, n·C]."""
+    if (
+        isinstance(y, Tensor)
+        and y.dim() == 3
+        and y.shape[:2] == tokens.shape
+        and y.shape[-1] in range(2 * width, MOST_STREAMS * width + 1, width)
+    ):
+        return y.unflatten(-1, (-1, width))
+    if not isinstance(y, Tensor) or y.dim() != 4 or y.shape[-1] != width:
+        return None
+    if y.shape[:2] == tokens.shape:
+        return y
+    return y.permute(1, 2, 0, 3) if y.shape[1:3] == tokens.shape else None
+
+
+class _Probe:
+    """What one short run shows of every module: whether it keeps the width, how often it runs, whether it is a norm."""
+
+    def __init__(self, model: nn.Module, tokens: Tensor, width: int) -> None:
+        self.tokens, self.width = tokens, width
+        self.order: list[int] = []
+        self.keeps: set[int] = set()
+        self.carries: set[int] = set()
+        self.paired: set[int] = set()
+        self.runs: Counter[int] = Counter()
+        self.plain_norms: set[int] = set()
+        self.ends: dict[int, tuple[Any, Any]] = {}
+        lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m)]
+        self.lists = lists
+        self.members = {id(member) for found in lists for member in found}
+
+    def note(self, module: nn.Module, given: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
         y = first(output)
-        if isinstance(y, Tensor):
-            shapes[id(module)] = tuple(y.shape)
-            order.append(id(module))
+        if not isinstance(y, Tensor):
+            return
+        self.order.append(id(module))
+        self.runs[id(module)] += 1
+        if isinstance(output, tuple) and sum(as_state(x, self.tokens, self.width) is not None for x in output) > 1:
+            self.paired.add(id(module))
+        x = main_input(given, named, y.shape[-1])
+        if id(module) in self.members and any(
+            f(y, self.tokens, self.width) is not None for f in (as_state, as_streams)
+        ):
+            self.carries.add(id(module))
+            self.ends[id(module)] = (x.clone() if isinstance(x, Tensor) else None, y.clone())
+        if as_state(y, self.tokens, self.width) is None:
+            return
+        self.keeps.add(id(module))
+        if isinstance(x, Tensor) and not any(True for _ in module.parameters()) and _norms(x, y):
+            self.plain_norms.add(id(module))
 
-    with torch.no_grad(), hooked(on_each(list(model.modules()), note)), watching() as watch:
+    def chained(self, layers: nn.ModuleList) -> bool:
+        """Whether some layer is given what the layer before it returned."""
+        ends = [self.ends[id(layer)] for layer in layers]
+        pairs = [(before[1], after[0]) for before, after in pairwise(ends)]
+        return len(ends) == 1 or any(isinstance(x, Tensor) and torch.equal(y, x) for y, x in pairs)
+
+
+def find_layers(model: nn.Module, probe: Tensor, width: int) -> tuple[list[Layer], set[int], Watch]:
+    """The decoder layers, the norms without parameters, and what the attention function saw."""
+    run = _Probe(model, probe, width)
+    with torch.no_grad(), hooked(on_each(list(model.modules()), run.note, with_kwargs=True)), watching() as watch:
         model(input_ids=probe, use_cache=False)
-    keeps = {key for key, shape in shapes.items() if shape[:2] == tuple(probe.shape) and shape[-1] == width}
-    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) and all(id(x) in keeps for x in m)]
-    if not lists:
+    lists = [m for m in run.lists if all(id(x) in run.carries for x in m) and run.chained(m)]
+    layers = max(lists, key=len, default=[])
+    if any(id(layer) in run.paired for layer in layers):
         raise ValueError(
-            f"{type(model).__name__} has no list of layers that keeps the hidden width {width}: it cannot be diagnosed."
+            f"{type(model).__name__} hands two states from layer to layer, as reversible layers do, so it has no "
+            "single residual stream: it cannot be diagnosed."
         )
-    chosen = max(lists, key=len)
-    ranked = {key: index for index, key in enumerate(order)}
-    return [_layer(module, keeps, ranked, width) for module in chosen], dict(watch.heads)
+    if not layers:
+        raise ValueError(
+            f"{type(model).__name__} has no list of layers that keeps the hidden width {width} and hands its states "
+            "from one layer to the next: it cannot be diagnosed."
+        )
+    return [_layer(module, run) for module in layers], run.plain_norms, watch
 
 
-def _layer(module: nn.Module, keeps: set[int], ranked: dict[int, int], width: int) -> Layer:
-    children = [child for child in module.children() if id(child) in keeps]
-    bodies = [c for c in children if not is_norm(c, width) and any(p.dim() >= 2 for p in c.parameters())]
-    norms = [c for c in children if is_norm(c, width)]
-    return Layer(module, sorted(bodies, key=lambda body: ranked[id(body)]), norms)
+def _layer(module: nn.Module, run: _Probe) -> Layer:
+    ranked = {key: index for index, key in enumerate(run.order)}
+    parts = [part for part in _parts(module, run) if id(part) in run.keeps]
+    norms = [part for part in parts if is_norm(part, run.width) or id(part) in run.plain_norms]
+    bodies = [p for p in parts if not any(p is norm for norm in norms) and any(w.dim() >= 2 for w in p.parameters())]
+    return Layer(module, sorted(bodies, key=lambda body: ranked[id(body)]), norms, run.runs[id(module)])
+
+
+def _parts(module: nn.Module, run: _Probe) -> list[nn.Module]:
+    """Its children; in place of a container that is not called itself, such as a list, those of the container."""
+    return [
+        part
+        for child in module.children()
+        for part in ([child] if run.runs[id(child)] or not list(child.children()) else _parts(child, run))
+    ]
 
 
 def is_norm(module: nn.Module, width: int) -> bool:
     """Whether it has one gain per dimension. A norm may hold more, such as the matrices of a small gate."""
     gain = getattr(module, "weight", None)
     return isinstance(gain, Tensor) and tuple(gain.shape) == (width,) and not isinstance(module, nn.Linear)
+
+
+def _norms(x: Tensor, y: Tensor) -> bool:
+    """Whether y is x, or x less its mean, brought to size 1 token by token."""
+    if x.shape != y.shape or x is y or not x.is_floating_point():
+        return False
+    x, y = wide(x).double(), wide(y).double()
+    size = y.square().mean(-1).sqrt()
+    if torch.equal(x, y) or not bool(((size > _NORM_SIZE[0]) & (size < _NORM_SIZE[1])).all()):
+        return False
+    return any(
+        bool((torch.cosine_similarity(base, y, -1) > _NORM_COSINE).all()) for base in (x, x - x.mean(-1, keepdim=True))
+    )
 
 
 def looks_like_attention(body: nn.Module) -> bool:
@@ -77,18 +194,18 @@ def has_experts(body: nn.Module) -> bool:
     """Whether it has a list of equal modules, or parameters with an axis for experts."""
     lists = (m for m in body.modules() if isinstance(m, nn.ModuleList))
     repeated = any(len(m) > 1 and len({type(x) for x in m}) == 1 for m in lists)
-    return repeated or any(p.dim() == 3 for p in body.parameters())
+    return repeated or any(p.dim() == 3 and p.shape[0] > 1 for p in body.parameters())
 
 
 def acting_gains(
     model: nn.Module,
-    decoder: list[Layer],
+    norms: Sequence[nn.Module],
     final: nn.Module | None,
     bodies: list[nn.Module],
     sites: list[Site],
     probe: Tensor,
 ) -> dict[int, Tensor]:
-    """By site, the factor that the norm before it applies to each dimension.
+    """By site, the factor that the norm before it applies to each dimension; the final norm's at `len(sites)`.
 
     It is found by regressing the norm's output on x/RMS(x), so gains stored as 1 + w, or scaled, come out as they act.
     """
@@ -96,6 +213,8 @@ def acting_gains(
     normed: dict[int, tuple[Tensor, Tensor]] = {}
 
     def note_norm(module: nn.Module, given: tuple[Any, ...], output: Tensor) -> None:
+        if not given or given[0].shape != output.shape:
+            return
         gain = _acting_gain(module, given[0], output)
         normed[id(output)] = (output, gain)
         if module is final:
@@ -106,8 +225,7 @@ def acting_gains(
         if isinstance(x, Tensor) and id(x) in normed:
             found[site] = normed[id(x)][1]
 
-    norms = [norm for layer in decoder for norm in layer.norms] + ([final] if final is not None else [])
-    handles = on_each(norms, note_norm)()
+    handles = on_each([*norms, *([final] if final is not None else [])], note_norm)()
     handles += [
         body.register_forward_hook(partial(note_body, s.index), with_kwargs=True)
         for s, body in zip(sites, bodies, strict=True)

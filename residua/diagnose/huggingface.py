@@ -1,25 +1,30 @@
 """Hugging Face causal language models under diagnosis. Their parts are found by structure, not by a list of names.
 
-The decoder layers are the longest list of modules whose outputs keep the hidden width. The sublayers of a layer are its
-children that hold matrices and return that width; a norm is a child with one gain per dimension. Softmax attention is
-replaced, through transformers' attention interface, by a function that returns the same output and keeps sums of the
-weights. What does not fit is left out, and `skipped` says so.
+The decoder layers are the longest list of modules whose outputs keep the hidden width and go from one to the next. The
+sublayers of a layer are its parts that hold matrices and return that width; a norm has one gain per dimension, or acts
+as a norm. Softmax attention is replaced, through transformers' attention interface, by a function that returns the same
+output and keeps sums of the weights. All of it is checked against the model itself (hf_checks.py): what does not fit is
+left out, and `skipped` says so.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from residua.diagnose.hf_attention import INTERFACE, attention, watching, without_head
+from residua.diagnose.hf_attention import DENSE_MASKS, INTERFACE, attention, watching, without_head
+from residua.diagnose.hf_checks import Checked, check_layers, same_losses
+from residua.diagnose.hf_reasons import do_not_add_up, do_not_fit, not_measured, see_more_than_tokens
 from residua.diagnose.hf_recorder import Recorder
 from residua.diagnose.hf_structure import (
+    Layer,
     acting_gains,
     find_layers,
     has_experts,
@@ -27,7 +32,7 @@ from residua.diagnose.hf_structure import (
     looks_like_attention,
     main_input,
 )
-from residua.diagnose.interventions import hooked, on_each, replaced_first, silenced
+from residua.diagnose.interventions import first, hooked, on_each, replaced_first, silenced
 from residua.diagnose.observe import Ablation, AblationKind, AnchorScales, Observation, Site, SiteKind, Subject
 from residua.ops._runtime.numeric import wide
 from residua.reading import counted
@@ -44,45 +49,61 @@ class HuggingFaceSubject(Subject):
 
     def __init__(self, model: Any, name: str) -> None:
         self.model, self.name = model.eval(), name
-        config = model.config.get_text_config()
+        config = model.config.get_text_config(decoder=True)
+        if not hasattr(config, "hidden_size"):
+            raise ValueError(
+                f"{type(model).__name__} states no hidden width in its configuration: it cannot be diagnosed."
+            )
         embedding = model.get_input_embeddings()
         self.width, self.vocabulary = int(config.hidden_size), int(embedding.weight.shape[0])
         self.context: int | None = getattr(config, "max_position_embeddings", None)
         self.skipped: list[str] = []
+        self.calls: dict[int, int] = {}
+        self.carrying: set[int] = set()
+        self.compressed: set[int] = set()
+        self.scales: dict[int, float] = {}
+        self.checked = False
         probe = torch.arange(PROBE_LENGTH, device=embedding.weight.device)[None] % self.vocabulary
-        self._install(model)
-        self.decoder, self.calls = find_layers(model, probe, self.width)
+        self._own_attention = _implementations(model.config)
+        self._install()
+        self.decoder, plain_norms = self._find_layers(probe)
         self.layers = len(self.decoder)
-        self.sites, self._bodies = self._make_sites()
-        self.gains = acting_gains(model, self.decoder, self._final_norm(), self._bodies, self.sites, probe)
+        seen = self._check_sublayers(probe)
+        final = self._final_norm(plain_norms)
+        norms = [norm for layer in self.decoder for norm in layer.norms]
+        self.gains = acting_gains(model, norms, final, self._bodies, self.sites, probe)
         counts = Counter(site.kind for site in self.sites)
         kinds = ", ".join(f"{count} {kind}" for kind, count in counts.items())
         self.description = (
             f"{type(model).__name__}: {counted(self.layers, 'layer')} of width {self.width} ({kinds} sublayers)"
         )
-        self.carrying: set[int] = set()
-        self._say_what_is_missing(self.observe(probe, probe))
+        if seen.streams:
+            self.state_name = "sublayer input"
+        blind = [n for n in range(self.layers) if not self._sees(n)]
+        self.skipped += not_measured(self.decoder, self.sites, seen, blind, self.skipped, bool(self.carrying))
 
     def observe(self, tokens: Tensor, targets: Tensor) -> Observation:
-        seen = Observation(tokens)
-        recorder = Recorder(self.decoder, self.sites, self._bodies, self.width, seen)
-        with torch.no_grad(), hooked(recorder.attach), watching() as watch:
-            seen.loss = float(self.loss(tokens, targets))
-        self.carrying |= recorder.carrying
-        for layer, part in enumerate(self.decoder):
-            for module in part.module.modules():
-                if id(module) in watch.sums:
-                    seen.attention[layer] = watch.sums[id(module)]
+        own = None if self.checked or not self.calls else self._own_losses(tokens, targets)
+        seen, losses = self._record(tokens, targets)
+        if own is not None and not same_losses(losses, own, self.model.dtype):
+            self._leave_attention(
+                f"with Residua's attention function the model gives a loss of {float(losses.mean()):.4f} on the first "
+                f"batch, with its own {float(own.mean()):.4f}"
+            )
+            seen, losses = self._record(tokens, targets)
+        if not self.checked and self.compressed:
+            self.skipped.append(see_more_than_tokens(self.compressed))
+        self.checked = True
+        seen.loss = float(losses.mean())
         return seen
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        logits = self.model(input_ids=tokens, use_cache=False).logits.flatten(0, 1)
-        rows = max(1, LOGITS_AT_ONCE // logits.shape[-1])
-        parts = zip(logits.split(rows), targets.flatten().split(rows), strict=True)
-        return torch.stack([cross_entropy(wide(z), t, reduction="sum") for z, t in parts]).sum() / targets.numel()
+        return self._losses(tokens, targets).mean()
 
     def parameters_of(self, site: Site) -> Iterator[nn.Parameter]:
-        return self._bodies[site.index].parameters()
+        body = self._bodies[site.index]
+        inner = self.decoder[site.layer].prepared.get(id(body), [])
+        return (parameter for part in (*inner, body) for parameter in part.parameters())
 
     def source_name(self, reader: int, source: int) -> str:
         return f"stream {source}"
@@ -109,40 +130,143 @@ class HuggingFaceSubject(Subject):
                 for site, body in zip(self.sites, self._bodies, strict=True)
                 if site.kind != "layer" and site.index not in self.carrying
             ],
-            "head": [
-                Ablation("head", layer, f"layer {layer} head {head}", partial(without_head, module, head), head)
-                for layer, module, heads in self._attention_modules()
-                for head in range(heads)
-            ],
+            "head": self._head_ablations(),
         }
         return [ablation for kind in kinds for ablation in made.get(kind, [])]
 
-    def _install(self, model: Any) -> None:
+    def _head_ablations(self) -> list[Ablation]:
+        """One for each head; where a layer has several attentions, their heads are counted on."""
+        found: list[Ablation] = []
+        before: Counter[int] = Counter()
+        for layer, module, heads in self._attention_modules():
+            for head in range(heads):
+                number = before[layer] + head
+                label = f"layer {layer} head {number}"
+                found.append(Ablation("head", layer, label, partial(without_head, module, head), number))
+            before[layer] += heads
+        return found
+
+    def _losses(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Cross-entropy of every target, in nats."""
+        logits = self.model(input_ids=tokens, use_cache=False).logits.flatten(0, 1)
+        rows = max(1, LOGITS_AT_ONCE // logits.shape[-1])
+        parts = zip(logits.split(rows), targets.flatten().split(rows), strict=True)
+        return torch.cat([cross_entropy(wide(z), t, reduction="none") for z, t in parts])
+
+    def _own_losses(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """The same with the attention that the model came with."""
+        self._set_attention(self._own_attention)
+        with torch.no_grad():
+            losses = self._losses(tokens, targets)
+        self._set_attention(self._interface)
+        return losses
+
+    def _record(
+        self, tokens: Tensor, targets: Tensor, ends: dict[int, tuple[Tensor, Tensor]] | None = None
+    ) -> tuple[Observation, Tensor]:
+        """One pass with hooks: what they saw, and the loss of every target."""
+        seen = Observation(tokens)
+        with torch.no_grad(), watching() as watch:
+            recorder = Recorder(self.decoder, self.sites, self._bodies, self.width, seen, watch, ends)
+            with hooked(recorder.attach):
+                losses = self._losses(tokens, targets)
+        self.carrying |= recorder.carrying
+        self.compressed |= recorder.compressed
+        for k, factor in self.scales.items():
+            if k in seen.outputs:
+                seen.outputs[k] = factor * seen.outputs[k]
+        return seen, losses
+
+    def _install(self) -> None:
         """Let the model use our attention function, if it uses the interface."""
         from transformers import AttentionInterface, AttentionMaskInterface
-        from transformers.masking_utils import sdpa_mask
+        from transformers.masking_utils import eager_mask, sdpa_mask
+
+        for name, masks in ((INTERFACE, sdpa_mask), (DENSE_MASKS, eager_mask)):
+            AttentionInterface.register(name, attention)
+            AttentionMaskInterface.register(name, masks)
+        self._interface = INTERFACE if getattr(self.model, "_supports_sdpa", False) else DENSE_MASKS
+        try:
+            self._set_attention(self._interface)
+        except (ValueError, KeyError, AttributeError, NotImplementedError) as error:
+            self._leave_attention(f"it keeps its own ({error})")
+
+    def _set_attention(self, implementation: str | dict[str, str]) -> None:
         from transformers.utils import logging
 
-        AttentionInterface.register(INTERFACE, attention)
-        AttentionMaskInterface.register(INTERFACE, sdpa_mask)
         level = logging.get_verbosity()
         logging.set_verbosity_error()
         try:
-            model.set_attn_implementation(INTERFACE)
-        except (ValueError, KeyError, AttributeError, NotImplementedError) as error:
-            self.skipped.append(f"Attention metrics: {type(self.model).__name__} keeps its own attention ({error}).")
+            self.model.set_attn_implementation(implementation)
         finally:
             logging.set_verbosity(level)
 
-    def _make_sites(self) -> tuple[list[Site], list[nn.Module]]:
+    def _leave_attention(self, reason: str) -> None:
+        """Go back to the model's own attention and measure none."""
+        self._set_attention(self._own_attention)
+        self.calls = {}
+        self.skipped.append(
+            f"Attention metrics: {type(self.model).__name__} is run with its own attention, since {reason}."
+        )
+
+    def _find_layers(self, probe: Tensor) -> tuple[list[Layer], set[int]]:
+        try:
+            decoder, plain_norms, watch = find_layers(self.model, probe, self.width)
+        except (RuntimeError, TypeError, IndexError, AttributeError) as error:
+            if _implementations(self.model.config) == self._own_attention:
+                raise
+            self._leave_attention(f"Residua's attention function fails there ({str(error).splitlines()[0]})")
+            return find_layers(self.model, probe, self.width)[:2]
+        self.calls = dict(watch.heads)
+        if watch.unknown:
+            names = ", ".join(sorted(watch.unknown))
+            self._leave_attention(f"its attention is given {names}, which Residua's attention function does not know")
+        elif not watch.calls:
+            self._set_attention(self._own_attention)
+        return decoder, plain_norms
+
+    def _make_sites(self, whole: Collection[int] = ()) -> tuple[list[Site], list[nn.Module]]:
+        """The sublayers of all layers; layers without any, and those in `whole`, count as one."""
         sites: list[Site] = []
         bodies: list[nn.Module] = []
         for n, layer in enumerate(self.decoder):
-            for body in layer.bodies or [layer.module]:
-                kind: SiteKind = self._kind(body) if layer.bodies else "layer"
+            parts = [] if n in whole else layer.bodies
+            for body in parts or [layer.module]:
+                largest = max([body, *layer.prepared.get(id(body), [])], key=_size)
+                kind: SiteKind = self._kind(largest) if parts else "layer"
                 sites.append(Site(len(sites), n, kind))
                 bodies.append(body)
         return sites, bodies
+
+    def _check_sublayers(self, probe: Tensor) -> Observation:
+        """Look at the layers once; where sublayers do not fit, the layer counts as one."""
+        seen, found = self._look_again(probe)
+        if seen.streams:  # between streams a part that hands its output to the next one has added no residual
+            found.inner = [s.index for s, t in pairwise(self.sites) if s.layer == t.layer and s.index in self.carrying]
+        if found.inner:
+            for k in found.inner:
+                self.decoder[self.sites[k].layer].join(self._bodies[k])
+            seen, found = self._look_again(probe)
+        if found.wrong:
+            self.skipped.append(do_not_fit(found.wrong, found.unread))
+            seen, found = self._look_again(probe, found.wrong)
+        if found.partial:
+            self.skipped.append(do_not_add_up(found.partial))
+        if not seen.states:
+            raise ValueError(
+                f"{type(self.model).__name__} shows none of its states, which are not of shape [batch, length, "
+                f"{self.width}]: it cannot be diagnosed."
+            )
+        self.scales = found.scales
+        return seen
+
+    def _look_again(self, probe: Tensor, whole: Collection[int] = ()) -> tuple[Observation, Checked]:
+        """Make the sites anew and check them."""
+        self.carrying = set()
+        self.sites, self._bodies = self._make_sites(whole)
+        ends: dict[int, tuple[Tensor, Tensor]] = {}
+        seen, _ = self._record(probe, probe, ends)
+        return seen, check_layers(seen, self.sites, ends)
 
     def _kind(self, body: nn.Module) -> SiteKind:
         inside = list(body.modules())
@@ -155,69 +279,40 @@ class HuggingFaceSubject(Subject):
         return "mixture of experts" if has_experts(body) else "feed-forward"
 
     def _attention_modules(self) -> list[tuple[int, nn.Module, int]]:
-        return [
+        """Layer, module and heads of every attention that one layer has for itself."""
+        found = [
             (n, module, self.calls[id(module)])
             for n, layer in enumerate(self.decoder)
             for module in layer.module.modules()
             if id(module) in self.calls
         ]
+        uses = Counter(id(module) for _, module, _ in found)
+        return [(n, module, heads) for n, module, heads in found if uses[id(module)] == 1]
 
-    def _final_norm(self) -> nn.Module | None:
+    def _final_norm(self, plain_norms: set[int]) -> nn.Module | None:
         """The last norm of the hidden width that is not inside a layer."""
         inside = {id(module) for layer in self.decoder for module in layer.module.modules()}
-        outside = [m for m in self.model.modules() if id(m) not in inside and is_norm(m, self.width)]
+        outside = [
+            m for m in self.model.modules() if id(m) not in inside and (is_norm(m, self.width) or id(m) in plain_norms)
+        ]
         return outside[-1] if outside else None
 
-    def _say_what_is_missing(self, seen: Observation) -> None:
-        blind = [s.layer for s in self.sites if s.kind == "attention" and not self._sees(s.layer)]
-        linear = [s.layer for s in self.sites if s.kind == "linear attention" and not self._sees(s.layer)]
-        if blind and not any(text.startswith("Attention") for text in self.skipped):
-            self.skipped.append(
-                f"Attention metrics of layers {_listed(blind)}: they compute attention outside transformers' attention "
-                "interface, where it cannot be seen."
-            )
-        if linear:
-            self.skipped.append(
-                f"Attention metrics of layers {_listed(linear)}: they are linear attention and have no softmax weights."
-            )
-        if any(site.kind == "layer" for site in self.sites):
-            self.skipped.append(
-                "Sublayers: some layers have no part that returns the hidden width; each counts as one sublayer."
-            )
-        if self.carrying:
-            self.skipped.append(
-                "Removal of single sublayers: they add the residual themselves, so only whole layers are removed."
-            )
-        if seen.streams:
-            self.state_name = "sublayer input"
-        partial_layers = [n for n in range(self.layers) if not seen.streams and not self._adds_up(n, seen)]
-        if partial_layers:
-            self.skipped.append(
-                f"Part of layers {_listed(partial_layers)}: their sublayers' outputs do not add up to what the layer "
-                "changes, so part of it happens outside them; only removing whole layers measures that part."
-            )
-        self.skipped.append("Depth weights, gates, anchors and expert load: published by Residua models only.")
-
-    def _adds_up(self, layer: int, seen: Observation) -> bool:
-        """Whether state + Σ outputs is the next layer's state; true if the states are not known."""
-        own = [site.index for site in self.sites if site.layer == layer]
-        before, after = seen.states.get(own[0]), seen.states.get(own[-1] + 1)
-        if before is None or after is None or any(k not in seen.outputs for k in own):
-            return True
-        change = sum((wide(seen.outputs[k]) for k in own), torch.zeros_like(wide(before)))
-        return bool((wide(after) - wide(before) - change).norm() <= 0.05 * change.norm() + 1e-6)
-
     def _sees(self, layer: int) -> bool:
-        return any(n == layer for n, _, _ in self._attention_modules())
+        return any(id(module) in self.calls for module in self.decoder[layer].module.modules())
+
+
+def _size(part: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in part.parameters())
+
+
+def _implementations(config: Any) -> dict[str, str]:
+    """The attention that a model and its parts (text, vision) use, by the names of their configurations."""
+    parts = {name: getattr(config, name, None) for name in getattr(config, "sub_configs", None) or {}}
+    used = {name: getattr(part, "_attn_implementation", None) for name, part in ({"": config} | parts).items()}
+    return {name: implementation for name, implementation in used.items() if implementation is not None}
 
 
 def _passed_through(module: nn.Module, given: tuple[Any, ...], named: dict[str, Any], output: Any) -> Any:
     """A forward hook that makes the layer return its input."""
-    x = main_input(given, named)
+    x = main_input(given, named, first(output).shape[-1])
     return replaced_first(output, lambda y: x if isinstance(x, Tensor) and x.shape == y.shape else y)
-
-
-def _listed(layers: Sequence[int]) -> str:
-    """`0, 1, 2, 4`; of more than twelve the first, the last and how many."""
-    unique = sorted(set(layers))
-    return ", ".join(map(str, unique)) if len(unique) <= 12 else f"{unique[0]} to {unique[-1]} ({len(unique)} of them)"

@@ -35,10 +35,15 @@ def silenced(module: nn.Module, given: Any, output: Any) -> Any:
 
 
 def first(output: Any) -> Any:
-    """A module's main output: itself, or the first of a tuple."""
-    return output[0] if isinstance(output, tuple) else output
+    """A module's main output: itself, or the first of a tuple or list."""
+    return output[0] if isinstance(output, tuple | list) and output else output
 
 
 def replaced_first(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """The output with its main tensor changed."""
-    return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
+    if isinstance(output, list):
+        return [change(output[0]), *output[1:]]
+    if isinstance(output, tuple):
+        made = (change(output[0]), *output[1:])
+        return type(output)(*made) if hasattr(output, "_fields") else made
+    return change(output)

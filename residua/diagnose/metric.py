@@ -65,7 +65,7 @@ class Metric:
     """One thing that is measured. An instance measures one model; class methods show what was measured.
 
     The order of calls: `add` for every batch, `facts`, `suspects`; then layers are removed one by one; then `findings`.
-    The class methods from `explain` on read a finished `ModelDiagnosis`, which may come from a file.
+    The class methods read a finished `ModelDiagnosis`, which may come from a file.
 
     keys: the keys it adds to a model in diagnosis.json, with their types. kinds: the kinds of findings it makes.
     defect: what the summary calls absent when there are no such findings; empty if a healthy model may have them.
@@ -98,6 +98,11 @@ class Metric:
     def findings(self, model: Model) -> list[Finding]:
         """What a person should know. `model` has the facts of all metrics, and what removal costs."""
         return []
+
+    @classmethod
+    def absence(cls, model: Model) -> str:
+        """What the summary calls absent in this model when there are no such findings."""
+        return cls.defect
 
     @classmethod
     def explain(cls, model: Model, findings: Sequence[Finding]) -> Explained:

@@ -56,7 +56,7 @@ def _findings(model: Model) -> list[str]:
 
 def absent(model: Model) -> str:
     """Of a model without defects: which were looked for."""
-    *names, last = [metric.defect for metric in on_page(model) if metric.defect]
+    *names, last = [metric.absence(model) for metric in on_page(model) if metric.defect]
     return f"No {', '.join(names)} or {last} was found."
 
 

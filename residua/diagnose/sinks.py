@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -56,6 +56,11 @@ class TokenSink(Frozen):
     text: str
     attention: float
     uniform: float
+
+
+def learned_sinks(attention: Sequence[AttentionFacts]) -> list[int]:
+    """The layers whose learned sink takes more than a sink's share of attention."""
+    return [layer.layer for layer in attention if layer.learned_sink > SINK]
 
 
 class LayerSums:

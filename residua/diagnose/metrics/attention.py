@@ -12,7 +12,7 @@ from residua.diagnose.metric import Explained, Finding, LayerTrack, Metric, Mode
 from residua.diagnose.observe import Observation, Subject
 from residua.diagnose.plots import NONE, add_figure, add_tabs, by_layer, numbers, owners, padded
 from residua.diagnose.sentences import listed, percent, sureness, token
-from residua.diagnose.sinks import SINK, AttentionFacts, LayerSums, TokenSink
+from residua.diagnose.sinks import SINK, AttentionFacts, LayerSums, TokenSink, learned_sinks
 from residua.diagnose.text import Sample
 from residua.report import Bar, Cell, Column, Page, Value
 from residua.report.figures import heatmap
@@ -60,6 +60,10 @@ class Attention(Metric):
 
     def findings(self, model: Model) -> list[Finding]:
         return [*_attention_sinks(self.layers), *_token_sinks(model.token_sinks)]
+
+    @classmethod
+    def absence(cls, model: Model) -> str:
+        return f"{cls.defect} on a token" if learned_sinks(model.attention) else cls.defect
 
     @classmethod
     def explain(cls, model: Model, findings: Sequence[Finding]) -> Explained:

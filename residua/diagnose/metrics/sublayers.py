@@ -105,8 +105,9 @@ class Sublayers(Metric):
             with torch.enable_grad():
                 subject.loss(tokens, targets).backward()
             return {site.index: rms for site in subject.sites if (rms := _gradient_rms(subject, site)) is not None}
-        except (RuntimeError, NotImplementedError) as error:
-            self.skipped.append(f"Gradients: the model's backward pass failed ({str(error).splitlines()[0]}).")
+        except Exception as error:  # the model's own code may refuse in any way
+            reason = " ".join(str(error).split()) or type(error).__name__
+            self.skipped.append(f"Gradients: the model's backward pass failed ({reason[:200]}).")
             return {}
         finally:
             subject.model.zero_grad(set_to_none=True)

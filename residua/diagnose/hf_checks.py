@@ -1,0 +1,98 @@
+"""Guards: what was found of a Hugging Face model is compared with what the model itself does, before it is reported."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from residua.diagnose.observe import Observation, Site
+from residua.ops._runtime.numeric import wide
+
+_EXACT = (torch.float32, torch.float64)
+LOSS_TOLERANCE, COARSE_LOSS_TOLERANCE = 5e-4, 5e-2
+"""Mean |difference| of the tokens' losses, in nats, that rounding explains: in float32, and in 16 bits."""
+SUM_TOLERANCE, COARSE_SUM_TOLERANCE = 1e-3, 5e-2
+"""The same for states: the part of a layer's change that its sublayers' outputs leave unexplained."""
+
+NOT_ADDED = 1e-3
+"""A part whose output is added with a smaller factor than this writes nothing."""
+
+
+def same_losses(ours: Tensor, own: Tensor, dtype: torch.dtype) -> bool:
+    """Whether two runs of one model, token by token, differ by rounding only."""
+    tolerance = LOSS_TOLERANCE if dtype in _EXACT else COARSE_LOSS_TOLERANCE
+    return bool((ours - own).abs().mean() <= tolerance)
+
+
+@dataclass
+class Checked:
+    """What the layers' own inputs and outputs say of their sublayers.
+
+    wrong: layers whose sublayers' states are not what the layer was given plus what earlier sublayers wrote; unread: of
+    these, where already the first state is not the layer's input; partial: layers that change more than their
+    sublayers' outputs say; scales: by sublayer, the factor with which its output is added, where that is not 1; inner:
+    parts whose output is never added, so that they only prepare what another part reads, as a gated norm does.
+    """
+
+    wrong: list[int] = field(default_factory=list)
+    unread: list[int] = field(default_factory=list)
+    partial: list[int] = field(default_factory=list)
+    scales: dict[int, float] = field(default_factory=dict)
+    inner: list[int] = field(default_factory=list)
+
+
+def check_layers(seen: Observation, sites: Sequence[Site], ends: Mapping[int, tuple[Tensor, Tensor]]) -> Checked:
+    """Compare the states and outputs of one pass with what each layer was given and returned."""
+    found = Checked()
+    for layer, (given, returned) in ends.items():
+        own = [site.index for site in sites if site.layer == layer and site.kind != "layer"]
+        if own:
+            _check_layer(found, layer, own, seen, _exactly(given), _exactly(returned))
+    return found
+
+
+def _check_layer(found: Checked, layer: int, own: list[int], seen: Observation, given: Tensor, end: Tensor) -> None:
+    if any(k not in seen.states or k not in seen.outputs for k in own):
+        found.wrong.append(layer)
+        return
+    exact = seen.outputs[own[0]].dtype in _EXACT
+    tolerance = SUM_TOLERANCE if exact else COARSE_SUM_TOLERANCE
+    states = [_exactly(seen.states[k]) for k in own]
+    outputs = torch.stack([_exactly(seen.outputs[k]).flatten() for k in own], 1)
+    slack = 1e-5 * float(given.norm()) if exact else 1e-2 * float(given.norm())
+    if float((states[0] - given).norm()) > slack:
+        found.unread.append(layer)
+        found.wrong.append(layer)
+        return
+    for place, state in enumerate(states):
+        change = (state - given).flatten()
+        if _unexplained(change, outputs[:, :place])[0] > tolerance * float(change.norm()) + slack:
+            found.wrong.append(layer)
+            return
+    change = (end - given).flatten()
+    allowed = tolerance * float(change.norm()) + slack
+    if float((change - outputs.sum(1)).norm()) <= allowed:
+        return
+    left, factors = _unexplained(change, outputs)
+    if left > allowed:
+        found.partial.append(layer)
+        return
+    factor = {k: c for k, c, output in zip(own, factors, outputs.T, strict=True) if float(output.norm()) > slack}
+    found.inner += [k for k in own[:-1] if abs(factor.get(k, 1.0)) < NOT_ADDED]
+    found.scales |= factor
+
+
+def _exactly(x: Tensor) -> Tensor:
+    return wide(x).double().cpu()
+
+
+def _unexplained(change: Tensor, outputs: Tensor) -> tuple[float, list[float]]:
+    """How much of a change no weighted sum of the outputs gives, and the weights of the nearest sum."""
+    weights = torch.zeros(outputs.shape[1], dtype=outputs.dtype)
+    written = outputs.norm(dim=0) > 0
+    if bool(written.any()):
+        weights[written] = torch.linalg.lstsq(outputs[:, written], change[:, None]).solution[:, 0]
+    return float((change - outputs @ weights).norm()), weights.tolist()

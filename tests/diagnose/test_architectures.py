@@ -1,0 +1,55 @@
+"""The sweep over all causal language models of transformers: a few distinct ones by day, every one at night."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.diagnose import sweep
+from tests.diagnose.architectures import LEFT_OUT
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+DISTINCT = ["falcon", "longcat_flash", "deepseek_v32", "inkling_text", "axk2"]
+"""In-place sums; parts in lists and two attentions; sparse attention; a position bias and convolutions; gated norms."""
+
+
+def recorded() -> dict[str, dict[str, object]]:
+    found: dict[str, dict[str, object]] = json.loads(sweep.RESULTS.read_text(encoding="utf-8"))["architectures"]
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", DISTINCT)
+def test_what_is_recorded_equals_hooks_and_planted_defects_are_found(kind: str) -> None:
+    row = sweep.examine(kind)
+    assert sweep.faults(row) == []
+    assert len(row["planted"]) >= 2
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", sorted(set(recorded()) - set(DISTINCT)))
+def test_every_architecture_of_the_table(kind: str) -> None:
+    row = sweep.examine(kind)
+    assert sweep.faults(row) == []
+    assert row.get("refused") == recorded()[kind].get("refused")
+
+
+@pytest.mark.nightly
+def test_the_table_has_every_causal_language_model_of_the_installed_transformers() -> None:
+    from tests.diagnose.architectures import types
+
+    assert set(recorded()) | set(LEFT_OUT) == set(types())
+
+
+def test_no_row_of_the_table_has_a_fault_and_every_refusal_is_a_sentence() -> None:
+    rows = recorded()
+    assert len(rows) > 150
+    assert {kind: found for kind, row in rows.items() if (found := sweep.faults(row))} == {}
+    assert all(str(row["refused"]).endswith(".") for row in rows.values() if "refused" in row)
+
+
+def test_the_page_is_made_from_the_results() -> None:
+    results = json.loads(sweep.RESULTS.read_text(encoding="utf-8"))
+    assert sweep.PAGE.read_text(encoding="utf-8") == sweep.page(results)
