@@ -33,14 +33,16 @@ class Checked:
 
     wrong: layers whose sublayers' states are not what the layer was given plus what earlier sublayers wrote; unread: of
     these, where already the first state is not the layer's input; partial: layers that change more than their
-    sublayers' outputs say; scales: by sublayer, the factor with which its output is added, where that is not 1; inner:
-    parts whose output is never added, so that they only prepare what another part reads, as a gated norm does.
+    sublayers' outputs say; scales: by sublayer, the factor with which its output is added, where that is not 1;
+    returning: sublayers whose output is the layer's own, so that they have added the residual themselves; inner: parts
+    whose output is never added, so that they only prepare what another part reads, as a gated norm does.
     """
 
     wrong: list[int] = field(default_factory=list)
     unread: list[int] = field(default_factory=list)
     partial: list[int] = field(default_factory=list)
     scales: dict[int, float] = field(default_factory=dict)
+    returning: list[int] = field(default_factory=list)
     inner: list[int] = field(default_factory=list)
 
 
@@ -75,6 +77,9 @@ def _check_layer(found: Checked, layer: int, own: list[int], seen: Observation, 
     change = (end - given).flatten()
     allowed = tolerance * float(change.norm()) + slack
     if float((change - outputs.sum(1)).norm()) <= allowed:
+        return
+    if float((end.flatten() - outputs[:, -1]).norm()) <= slack:
+        found.returning.append(own[-1])
         return
     left, factors = _unexplained(change, outputs)
     if left > allowed:

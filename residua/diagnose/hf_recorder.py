@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,8 @@ class Recorder:
 
     If a body is given the output of a norm, its state is the input of that norm. In a layer that norms after its
     bodies, a body's state is its own input, and its output is that of the norm. What is recorded is a copy, since some
-    layers add to a sublayer's output in place. `ends` keeps what each layer was given and returned, if it is asked for.
+    layers add to a sublayer's output in place. `returning` are the ids of bodies that return the layer's next state and
+    not what they add to it. `ends` keeps what each layer was given and returned, if it is asked for.
     A layer that runs several times in one pass leaves what it did the last time.
     """
 
@@ -34,9 +35,10 @@ class Recorder:
         seen: Observation,
         watch: Watch,
         ends: dict[int, tuple[Tensor, Tensor]] | None = None,
+        returning: Collection[int] = (),
     ) -> None:
         self.decoder, self.sites, self.bodies, self.width, self.seen = decoder, sites, bodies, width, seen
-        self.watch, self.ends = watch, ends
+        self.watch, self.ends, self.returning = watch, ends, returning
         self.carrying: set[int] = set()
         self.compressed: set[int] = set()
         self.normed: dict[int, tuple[Tensor, Tensor]] = {}
@@ -129,6 +131,8 @@ class Recorder:
         if (written := self._state(y)) is not None:
             self.seen.outputs[site.index] = written.clone()
             self.handed[id(y)] = (y, site.index)
+            if id(module) in self.returning:
+                self._carried(y, written)
 
     def _carried(self, tensor: Any, state: Tensor) -> None:
         """A body whose output is the next state has added the residual itself: record the difference as its output."""

@@ -70,18 +70,16 @@ def as_state(x: Any, tokens: Tensor, width: int) -> Tensor | None:
 
 def as_streams(y: Any, tokens: Tensor, width: int) -> Tensor | None:
     """The streams [B, T, n, C] of a layer that carries several, stored so, as [n, B, T, C] or as [B, T, n·C]."""
-    if (
-        isinstance(y, Tensor)
-        and y.dim() == 3
-        and y.shape[:2] == tokens.shape
-        and y.shape[-1] in range(2 * width, MOST_STREAMS * width + 1, width)
-    ):
-        return y.unflatten(-1, (-1, width))
-    if not isinstance(y, Tensor) or y.dim() != 4 or y.shape[-1] != width:
+    if not isinstance(y, Tensor) or y.dim() not in (3, 4):
         return None
-    if y.shape[:2] == tokens.shape:
-        return y
-    return y.permute(1, 2, 0, 3) if y.shape[1:3] == tokens.shape else None
+    x: Tensor = y
+    if x.dim() == 3 and x.shape[-1] in range(2 * width, MOST_STREAMS * width + 1, width):
+        x = x.view(*x.shape[:2], -1, width)
+    if x.dim() != 4 or x.shape[-1] != width:
+        return None
+    if x.shape[:2] == tokens.shape:
+        return x
+    return x.permute(1, 2, 0, 3) if x.shape[1:3] == tokens.shape else None
 
 
 class _Probe:
@@ -133,7 +131,8 @@ def find_layers(model: nn.Module, probe: Tensor, width: int) -> tuple[list[Layer
     with torch.no_grad(), hooked(on_each(list(model.modules()), run.note, with_kwargs=True)), watching() as watch:
         model(input_ids=probe, use_cache=False)
     lists = [m for m in run.lists if all(id(x) in run.carries for x in m) and run.chained(m)]
-    layers = max(lists, key=len, default=[])
+    longest = max(lists, key=len, default=None)
+    layers = [] if longest is None else list(longest)
     if any(id(layer) in run.paired for layer in layers):
         raise ValueError(
             f"{type(model).__name__} hands two states from layer to layer, as reversible layers do, so it has no "
@@ -201,8 +200,8 @@ def acting_gains(
     model: nn.Module,
     norms: Sequence[nn.Module],
     final: nn.Module | None,
-    bodies: list[nn.Module],
-    sites: list[Site],
+    bodies: Sequence[nn.Module],
+    sites: Sequence[Site],
     probe: Tensor,
 ) -> dict[int, Tensor]:
     """By site, the factor that the norm before it applies to each dimension; the final norm's at `len(sites)`.

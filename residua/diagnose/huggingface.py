@@ -61,6 +61,7 @@ class HuggingFaceSubject(Subject):
         self.calls: dict[int, int] = {}
         self.carrying: set[int] = set()
         self.compressed: set[int] = set()
+        self.returning: set[int] = set()
         self.scales: dict[int, float] = {}
         self.checked = False
         probe = torch.arange(PROBE_LENGTH, device=embedding.weight.device)[None] % self.vocabulary
@@ -85,7 +86,7 @@ class HuggingFaceSubject(Subject):
     def observe(self, tokens: Tensor, targets: Tensor) -> Observation:
         own = None if self.checked or not self.calls else self._own_losses(tokens, targets)
         seen, losses = self._record(tokens, targets)
-        if own is not None and not same_losses(losses, own, self.model.dtype):
+        if own is not None and not same_losses(losses, own, next(self.model.parameters()).dtype):
             self._leave_attention(
                 f"with Residua's attention function the model gives a loss of {float(losses.mean()):.4f} on the first "
                 f"batch, with its own {float(own.mean()):.4f}"
@@ -167,7 +168,7 @@ class HuggingFaceSubject(Subject):
         """One pass with hooks: what they saw, and the loss of every target."""
         seen = Observation(tokens)
         with torch.no_grad(), watching() as watch:
-            recorder = Recorder(self.decoder, self.sites, self._bodies, self.width, seen, watch, ends)
+            recorder = Recorder(self.decoder, self.sites, self._bodies, self.width, seen, watch, ends, self.returning)
             with hooked(recorder.attach):
                 losses = self._losses(tokens, targets)
         self.carrying |= recorder.carrying
@@ -194,10 +195,11 @@ class HuggingFaceSubject(Subject):
     def _set_attention(self, implementation: str | dict[str, str]) -> None:
         from transformers.utils import logging
 
+        model: Any = self.model
         level = logging.get_verbosity()
         logging.set_verbosity_error()
         try:
-            self.model.set_attn_implementation(implementation)
+            model.set_attn_implementation(implementation)
         finally:
             logging.set_verbosity(level)
 
@@ -246,6 +248,9 @@ class HuggingFaceSubject(Subject):
         if found.inner:
             for k in found.inner:
                 self.decoder[self.sites[k].layer].join(self._bodies[k])
+            seen, found = self._look_again(probe)
+        if found.returning:
+            self.returning = {id(self._bodies[k]) for k in found.returning}
             seen, found = self._look_again(probe)
         if found.wrong:
             self.skipped.append(do_not_fit(found.wrong, found.unread))

@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 from residua.diagnose.text import Sample
 
 SINK, FLOORS = 0.3, 3.0
-STEPS, RATE, ENOUGH = 40, 0.05, 0.8
+STEPS, RATE, ENOUGH = 20, 0.1, 0.8
 
 
 class Eager:
@@ -82,6 +82,7 @@ class Eager:
         y = output[0] if isinstance(output, tuple) else output
         if self._wide(y):
             self.outputs[n] = y.clone()
+            self.sizes[n + 1] = self._sizes(y.abs())
             if self.zero and not y.any():  # the part ends its layer and norms: zeros are no silence
                 self.silent = False
 
@@ -184,7 +185,7 @@ def plant_sink(model: Any, sample: Sample) -> None:
         with torch.enable_grad():
             model(input_ids=sample.tokens, use_cache=False)
             mass = torch.stack([m[..., 0].sum() / (m[..., 0] > 0).sum().clamp(min=1) for m in maps]).mean()
-            if float(mass) > ENOUGH or not mass.requires_grad:
+            if float(mass.detach()) > ENOUGH or not mass.requires_grad:
                 break
             optimizer.zero_grad()
             (-mass.log()).backward()

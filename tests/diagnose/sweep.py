@@ -5,12 +5,14 @@ forward hooks on a copy that runs transformers' eager attention: the loss, what 
 attention maps, the experts chosen. Then three defects are planted (a residual sink, a dead feed-forward, an attention
 sink) and have to be found; the untouched model must have none. The results go to
 docs/results/diagnose-architectures.json and, as a table, to docs/diagnose-architectures.md.
-`--only NAME …` measures these again and keeps the rest; `--page` writes the table alone.
+`--only NAME …` measures these again and keeps the rest, `--missing` measures what the file does not have, and `--page`
+writes the table alone.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import re
 from collections.abc import Sequence
@@ -65,10 +67,13 @@ def examine(kind: str) -> dict[str, Any]:
 
 
 def again(model: Any, kind: str) -> Any:
-    """A copy, made anew: some models keep states of the last pass that cannot be copied."""
-    made = architectures.build(kind)
-    made.load_state_dict(model.state_dict())
-    return made
+    """A copy, made anew where a model keeps states of its last pass, which cannot be copied."""
+    try:
+        return copy.deepcopy(model)
+    except RuntimeError:
+        made = architectures.build(kind)
+        made.load_state_dict(model.state_dict())
+        return made
 
 
 def compare(subject: HuggingFaceSubject, truth: Eager, sample: Sample) -> dict[str, Any]:
@@ -153,6 +158,9 @@ def listed_layers(skipped: Sequence[str], start: str) -> set[int]:
 def faults(row: dict[str, Any]) -> list[str]:
     """What is wrong with a row: differences beyond rounding, defects missed, defects that are not there."""
     found = [key for key in COMPARED if (value := row.get(key)) is not None and not value <= TOLERANCE]
+    measured, maps = row.get("attention_layers", (0, 0))
+    if measured < maps and not any(reason.startswith("Attention metrics") for reason in row["skipped"]):
+        found.append("attention not measured, without a reason")
     found += [f"missed {defect}" for defect in row.get("missed", [])]
     return found + [f"made up {defect}" for key in ("extra", "control") for defect in row.get(key, [])]
 
@@ -219,17 +227,19 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", metavar="NAME")
+    parser.add_argument("--missing", action="store_true")
     parser.add_argument("--page", action="store_true")
     options = parser.parse_args()
     results: dict[str, Any] = {}
-    if options.only or options.page:
+    if (options.only or options.missing or options.page) and RESULTS.exists():
         results = json.loads(RESULTS.read_text(encoding="utf-8"))
     if not options.page:
         torch.set_num_threads(1)
         results |= {"transformers": transformers.__version__, "torch": torch.__version__}
         results["left_out"] = architectures.LEFT_OUT
         rows = results.setdefault("architectures", {})
-        for kind in options.only or [kind for kind in architectures.types() if kind not in architectures.LEFT_OUT]:
+        done = {*architectures.LEFT_OUT, *(rows if options.missing else ())}
+        for kind in options.only or [kind for kind in architectures.types() if kind not in done]:
             rows[kind] = examine(kind)
             print(kind, faults(rows[kind]) or rows[kind].get("refused", "right"), flush=True)
             results["architectures"] = dict(sorted(rows.items()))

@@ -11,7 +11,7 @@ from pydantic import Field
 from residua.config.settings import Frozen
 from residua.diagnose.metric import Mean, Metric, Model, Models, Sentence
 from residua.diagnose.observe import Observation, Subject
-from residua.diagnose.plots import numbers
+from residua.diagnose.plots import numbers, padded
 from residua.diagnose.text import Sample
 from residua.report import Page
 from residua.report.figures import heatmap
@@ -75,7 +75,8 @@ class Experts(Metric):
 
 def _map(experts: list[ExpertFacts]) -> Figure:
     """Layer × expert: the load, 1 being an expert's fair share."""
-    rows = [[share * len(e.load) for share in e.load] for e in experts]
+    loads = [[share * len(e.load) for share in e.load] for e in experts]
     layers = [str(e.layer) for e in experts]
-    bounds = (0.0, max(max(row) for row in rows))
-    return heatmap(rows, numbers(len(rows[0])), layers, "expert", "layer", "load, 1 is fair", bounds=bounds)
+    bounds, count = (0.0, max(max(row) for row in loads)), max(map(len, loads))
+    rows = [padded(row, count) for row in loads]
+    return heatmap(rows, numbers(count), layers, "expert", "layer", "load, 1 is fair", bounds=bounds)
