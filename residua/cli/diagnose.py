@@ -42,6 +42,9 @@ def diagnose(
         str, typer.Option(metavar="none|layers|all", help="What to remove: nothing, layers and sources, or heads too.")
     ] = "layers",
     ablation_tokens: Annotated[int, typer.Option(min=2, help="Tokens that ablations are measured on.")] = 4096,
+    maps: Annotated[
+        bool, typer.Option("--maps", show_default=False, help="Also draw tokens and dimensions of every layer.")
+    ] = False,
     device: Device = "auto",
     threads: Threads = None,
 ) -> None:
@@ -53,6 +56,7 @@ def diagnose(
     residua diagnose runs/wiki --text data/other
     residua diagnose models/Qwen3-0.6B --text book.txt --tokens 65536 --length 2048
     residua diagnose runs/tiny --ablations all
+    residua diagnose runs/tiny --maps
 
     Without --text: the first run's validation text; for folders of Hugging Face, the
     embedded corpus. Writes diagnosis.json and report.html, and prints a summary in words.
@@ -68,7 +72,7 @@ def diagnose(
     with ProgressBars(console) as bars:
         made = work.diagnose(
             models, folder, text=text, tokens=tokens, length=length, ablations=cast("Budget", ablations),
-            ablation_tokens=ablation_tokens, device=cast("DeviceName", device), progress=bars.stages(),
+            ablation_tokens=ablation_tokens, maps=maps, device=cast("DeviceName", device), progress=bars.stages(),
         )  # fmt: skip
     for model in made.models:
         for line in model.summary:

@@ -41,12 +41,14 @@ def diagnose(
     ablation_tokens: int = ABLATION_TOKENS,
     device: Device = "auto",
     extra: Sequence[type[Metric]] = (),
+    maps: bool = False,
     progress: Progress = lambda stage, done, total: None,
 ) -> Diagnosis:
     """Diagnose model folders on the same text and write `diagnosis.json` and `report.html` to `out`.
 
     `text` is a text file or a prepared dataset; without it, the validation text of the first run.
-    `extra` are metrics of your own, measured and shown besides those of this package.
+    `extra` are metrics of your own, measured and shown besides those of this package. `maps` adds a map of tokens and
+    dimensions for every layer.
     """
     paths = [Path(model) for model in models]
     names = _names(paths)
@@ -65,7 +67,7 @@ def diagnose(
         )  # fmt: skip
         made.append(diagnose_model(
             subject, shown, path=str(path), ablations=ablations, ablation_tokens=ablation_tokens, extra=extra,
-            progress=progress,
+            maps=maps, progress=progress,
         ))  # fmt: skip
         del subject
     result = Diagnosis(models=made)

@@ -70,7 +70,7 @@ class Metric:
     keys: the keys it adds to a model in diagnosis.json, with their types. kinds: the kinds of findings it makes.
     defect: what the summary calls absent when there are no such findings; empty if a healthy model may have them.
     columns: its columns in the table that compares several models. file_place, page_place: its place among the keys
-    and on the page, lowest first.
+    and on the page, lowest first. on_request: it is measured only if maps are asked for (`--maps`).
     """
 
     keys: ClassVar[type[Frozen]] = NoKeys
@@ -79,6 +79,7 @@ class Metric:
     columns: ClassVar[tuple[Column, ...]] = ()
     file_place: ClassVar[int] = LAST
     page_place: ClassVar[int] = LAST
+    on_request: ClassVar[bool] = False
 
     def __init__(self, subject: Subject, sample: Sample) -> None:
         self.subject, self.sample = subject, sample

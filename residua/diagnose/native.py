@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -18,6 +19,7 @@ from residua.model.decoder import Decoder, Sublayer
 from residua.reading import counted
 
 NEAR_ZERO = 1e-3
+FILL = "fill phase: its output becomes a stream, which is zero instead of missing"
 
 
 class NativeSubject(Subject):
@@ -37,8 +39,8 @@ class NativeSubject(Subject):
             f"{config.norm.kind}, anchors {config.anchors.kind}"
         )
         self.state_name = "residual stream" if model.topology.one_stream else "sublayer input"
-        norms = [cast(Sublayer, s).norm for s in model.sublayers] + [model.norm]
-        self.gains = {k: gain for k, norm in enumerate(norms) if (gain := _gain(norm)) is not None}
+        self._norms: list[Any] = [*(cast(Sublayer, s).norm for s in model.sublayers), model.norm]
+        self.gains = {k: gain for k, norm in enumerate(self._norms) if (gain := _gain(norm)) is not None}
         self.skipped = [] if config.softmax_layers else [
             "Attention metrics: no layer of this model has a softmax, so there are no attention weights to look at."
         ]  # fmt: skip
@@ -48,6 +50,16 @@ class NativeSubject(Subject):
         with torch.no_grad(), taps.record(_Collector(self, seen)):
             seen.loss = float(self.loss(tokens, targets))
         return seen
+
+    def norm_gate(self, state: int, h: Tensor) -> tuple[Tensor, Tensor] | None:
+        gate_of: Any = getattr(self._norms[state], "gate_of", None)
+        return None if gate_of is None else gate_of(h)
+
+    def norm_parts(self) -> dict[int, dict[str, Tensor]]:
+        found: dict[int, dict[str, Tensor]] = {
+            k: getattr(norm, "gain_parts", dict)() for k, norm in enumerate(self._norms)
+        }
+        return {k: parts for k, parts in found.items() if parts}
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
         return self._decoder.losses(tokens, targets)[0]
@@ -67,7 +79,10 @@ class NativeSubject(Subject):
             mix: Any = getattr(self._body(site), "mix", None)
             for pathway, (anchor, current) in mix.scales().items() if mix is not None else ():
                 near = float((anchor.abs() < NEAR_ZERO).double().mean())
-                found.append(AnchorScales(site.layer, pathway, _by_head(anchor), _by_head(current), near))
+                found.append(AnchorScales(
+                    site.layer, pathway, _by_head(anchor), _by_head(current), near,
+                    anchor.double().flatten().tolist(), current.double().flatten().tolist(),
+                ))  # fmt: skip
         return found
 
     def ablations(self, kinds: Sequence[AblationKind]) -> list[Ablation]:
@@ -82,16 +97,30 @@ class NativeSubject(Subject):
         return [ablation for kind in kinds for ablation in made[kind]()]
 
     def _layer_ablations(self) -> list[Ablation]:
-        def both(layer: int) -> Any:
-            return lambda: hooked(on_each(list(self._decoder.sublayers[2 * layer : 2 * layer + 2]), silenced))
+        filling = -(-self._decoder.topology.fill_phase() // 2)
+        return [
+            Ablation("layer", n, f"layer {n}", partial(self.without_layers, [n]), note=FILL if n < filling else "")
+            for n in range(self.layers)
+        ]
 
-        return [Ablation("layer", n, f"layer {n}", both(n)) for n in range(self.layers)]
+    def without_layers(self, layers: Sequence[int]) -> AbstractContextManager[None]:
+        return self._without_sublayers([2 * layer + part for layer in layers for part in (0, 1)])
+
+    @contextmanager
+    def _without_sublayers(self, sublayers: Sequence[int]) -> Iterator[None]:
+        """Their outputs are zero, and the topology writes nothing of them where it can."""
+        modules = [self._decoder.sublayers[k] for k in sublayers]
+        with hooked(on_each(modules, silenced)), self._decoder.topology.without_writes(sublayers):
+            yield
 
     def _sublayer_ablations(self) -> list[Ablation]:
-        def one(k: int) -> Any:
-            return lambda: hooked(on_each([self._decoder.sublayers[k]], silenced))
-
-        return [Ablation("sublayer", site.index, site.name, one(site.index)) for site in self.sites]
+        filling = self._decoder.topology.fill_phase()
+        return [
+            Ablation(
+                "sublayer", k, site.name, partial(self._without_sublayers, [k]), note=FILL if k < filling else ""
+            )
+            for k, site in enumerate(self.sites)
+        ]  # fmt: skip
 
     def _head_ablations(self) -> list[Ablation]:
         found = []
@@ -146,6 +175,11 @@ class _Collector(dict[str, Tensor]):
 
     def _attention_gate(self, layer: int, value: Tensor) -> None:
         self.seen.gates[layer] = value
+
+    def _attention_gamma(self, layer: int, value: Tensor) -> None:
+        body: Any = self.subject._body(self.subject.sites[2 * layer])
+        for index, pathway in enumerate(body.mix.pathways):  # in the order q1, q2, k1, k2, …
+            self.seen.gammas[layer, pathway] = value[..., 2 * index : 2 * index + 2]
 
     def _moe_load(self, layer: int, value: Tensor) -> None:
         self.seen.loads[layer] = value

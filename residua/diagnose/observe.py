@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -14,7 +14,7 @@ from residua.diagnose.attention import AttentionSums
 from residua.ops._runtime.numeric import wide
 
 SiteKind = Literal["attention", "linear attention", "feed-forward", "mixture of experts", "layer"]
-AblationKind = Literal["layer", "sublayer", "head", "source", "stream", "uniform"]
+AblationKind = Literal["layer", "layers", "sublayer", "head", "source", "stream", "uniform"]
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Observation:
     [B, T, sources] and streams [B, T, n, C], from which that is mixed.
     By site: outputs [B, T, C]; betas [B, T, n], the gates of its write.
     By layer: attention, already summed; gates [B, T, heads, ·], after the sigmoid; loads [E], the share of the choices
-    that each expert got.
+    that each expert got. By layer and pathway: gammas [B, T, 2], the factors on λ1 and λ2 of dynamic mixing.
     """
 
     tokens: Tensor
@@ -50,6 +50,7 @@ class Observation:
     attention: dict[int, AttentionSums] = field(default_factory=dict)
     gates: dict[int, Tensor] = field(default_factory=dict)
     loads: dict[int, Tensor] = field(default_factory=dict)
+    gammas: dict[tuple[int, str], Tensor] = field(default_factory=dict)
     weights: dict[int, Tensor] = field(default_factory=dict)
     betas: dict[int, Tensor] = field(default_factory=dict)
     streams: dict[int, Tensor] = field(default_factory=dict)
@@ -73,7 +74,8 @@ class Observation:
 class Ablation:
     """A part of the model that is switched off inside `with ablation.applied():`.
 
-    `index` counts within its kind; `second` is the head within its layer; `label` is for people.
+    `index` counts within its kind, or is the first of `count` layers; `second` is the head within its layer; `label` is
+    for people, and `note` says where the part could not be left out altogether.
     """
 
     kind: AblationKind
@@ -81,17 +83,22 @@ class Ablation:
     label: str
     applied: Callable[[], AbstractContextManager[None]]
     second: int | None = None
+    count: int = 1
+    note: str = ""
 
 
 @dataclass(frozen=True)
 class AnchorScales:
-    """λ of one layer and pathway, by head where there are heads: mean λ1, mean λ2, and the share of |λ1| below 1e-3."""
+    """λ of one layer and pathway, by head where there are heads: mean λ1, mean λ2, and the share of |λ1| below 1e-3;
+    then every λ1 and λ2, head after head."""
 
     layer: int
     pathway: str
     anchor: list[float]
     current: list[float]
     near_zero: float
+    anchor_channels: list[float]
+    current_channels: list[float]
 
 
 class Subject(ABC):
@@ -117,6 +124,14 @@ class Subject(ABC):
     def reader_name(self, state: int) -> str:
         """Who reads a state, for people: a sublayer, or the final norm."""
         return self.sites[state].name if state < len(self.sites) else "the final norm"
+
+    def norm_parts(self) -> dict[int, dict[str, Tensor]]:
+        """By state, the factors [C] of the norm that reads it, by name; by default its gain as a whole, λ."""
+        return {k: {"λ": gain} for k, gain in sorted(self.gains.items())}
+
+    def norm_gate(self, state: int, h: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Of the norm that reads a state h [B, T, C]: its output y without its gate, and the gate; None without one."""
+        return None
 
     @abstractmethod
     def observe(self, tokens: Tensor, targets: Tensor) -> Observation:
@@ -145,3 +160,16 @@ class Subject(ABC):
     @abstractmethod
     def ablations(self, kinds: Sequence[AblationKind]) -> list[Ablation]:
         """The parts of these kinds that can be removed."""
+
+    def without_layers(self, layers: Sequence[int]) -> AbstractContextManager[None]:
+        """A context in which several layers are removed at once."""
+        single = {ablation.index: ablation for ablation in self.ablations(("layer",))}
+        return _all_of([single[layer] for layer in layers])
+
+
+@contextmanager
+def _all_of(ablations: Sequence[Ablation]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for ablation in ablations:
+            stack.enter_context(ablation.applied())
+        yield

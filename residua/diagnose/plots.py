@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from residua.diagnose.metric import Model, Models
 from residua.report import Section, Series, theme
-from residua.report.figures import Curve, curves
+from residua.report.figures import Curve, curves, heatmap
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
@@ -95,6 +95,37 @@ def over_sublayers(series: Sequence[Curve], models: Models, x: str, y: str, **se
 
 def _sublayer(model: Model, index: int) -> str:
     return str(model.sites[index].name) if index < len(model.sites) else "the final norm"
+
+
+def after_layers(model: Model) -> dict[str, dict[int, int]]:
+    """Who reads first after each layer's attention and after its feed-forward, by layer; a layer that counts as one
+    sublayer is taken for a feed-forward."""
+    found: dict[str, dict[int, int]] = {}
+    for site in model.sites:
+        part = "attention" if "attention" in site.kind else "feed-forward"
+        found.setdefault(part, {})[site.layer] = site.index + 1
+    return {part: found[part] for part in sorted(found, reverse=True)}
+
+
+def layers_later(model: Model, distance: Callable[[int, int], float | None]) -> Figure | None:
+    """A heat map of the distance between what is read after layer ℓ (to the right) and n layers later (upward).
+
+    `distance` takes two readers, the earlier first. None if no cell is known.
+    """
+    last = {site.layer: site.index + 1 for site in model.sites}
+    layers = sorted(last)
+    rows = [
+        [distance(last[at], last[at + n]) if at + n in last else None for at in layers]
+        for n in range(len(layers) - 1, 0, -1)
+    ]
+    if not any(value is not None for row in rows for value in row):
+        return None
+    rows = [[None if value is None else round(value, 4) for value in row] for row in rows]
+    names, step = [str(n) for n in range(len(layers) - 1, 0, -1)], -(-len(layers) // LABELS)
+    return heatmap(
+        rows, numbers(len(layers)), names, "layer ℓ", "n layers later", "angle / π", bounds=(0.0, 0.5), height=440,
+        step=step,
+    )  # fmt: skip
 
 
 def line(name: str, points: Points, colour: str, dash: str = "solid", symbol: str = "circle") -> Curve:

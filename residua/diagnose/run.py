@@ -31,12 +31,16 @@ def diagnose_model(
     ablations: Budget = "layers",
     ablation_tokens: int = ABLATION_TOKENS,
     extra: Sequence[type[Metric]] = (),
+    maps: bool = False,
     progress: Progress = lambda stage, done, total: None,
 ) -> ModelDiagnosis:
-    """Measure one model on one sample of text, with the metrics of this package and `extra` ones."""
+    """Measure one model on one sample of text, with the metrics of this package and `extra` ones.
+
+    `maps` adds the metrics that are measured on request.
+    """
     start = time.monotonic()
     schema = with_metrics(tuple(extra))
-    metrics = {metric: metric(subject, sample) for metric in schema.metrics}
+    metrics = {metric: metric(subject, sample) for metric in schema.metrics if maps or not metric.on_request}
     loss = _observe(subject, sample, list(metrics.values()), progress)
     facts = {key: value for metric in metrics.values() for key, value in metric.facts()}
     skipped = [*subject.skipped, *(reason for metric in metrics.values() for reason in metric.skipped)]
@@ -63,7 +67,8 @@ def diagnose_model(
         ablations=removed,
         skipped=skipped,
     )
-    found = [finding for metric in on_page(made) for finding in metrics[metric].findings(made)]
+    measured = [metrics[metric] for metric in on_page(made) if metric in metrics]
+    found = [finding for metric in measured for finding in metric.findings(made)]
     made = schema.model_validate(dict(made) | {"findings": found})
     return made.model_copy(update={"summary": summary(made)})
 

@@ -25,6 +25,15 @@ class Norm(nn.Module):
         weight = getattr(self, "weight", None)
         return weight.detach() if isinstance(weight, Tensor) else None
 
+    def gain_parts(self) -> dict[str, Tensor]:
+        """The factors [C] that the gain is made of, by the paper's name: λ on what it returns; empty if it has none."""
+        gain = self.gain()
+        return {} if gain is None else {"λ": gain}
+
+    def gate_of(self, x: Tensor) -> tuple[Tensor, Tensor] | None:
+        """What it would return without its gate, [..., C], and the gate, [..., C or 1]; None if it has no gate."""
+        return None
+
     def divide(self, by: Tensor) -> None:
         """Divide the output channels by `by` [C] exactly, by changing parameters in place (SmoothQuant)."""
         raise ValueError(
@@ -102,6 +111,10 @@ class PreAffine(Norm):
     def gain(self) -> Tensor:
         return self.weight.detach() * self.affine.detach()
 
+    def gain_parts(self) -> dict[str, Tensor]:
+        """λ1 multiplies what is read."""
+        return {"λ": self.weight.detach(), "λ1": self.affine.detach()}
+
     @torch.no_grad()
     def begin_as(self, old: Norm) -> Kept:
         """An RMSNorm is one with `affine` = 1."""
@@ -136,6 +149,10 @@ class LowRankGate(nn.Module):
         nn.init.normal_(self.down, std=GATE_STD)
         nn.init.zeros_(self.up) if self.activation == "sigmoid" else nn.init.normal_(self.up, std=GATE_STD)
 
+    def scores(self, y: Tensor) -> Tensor:
+        """The gate itself, [..., C or 1]."""
+        return ops.gate_scores(y, self.down, self.up, activation=self.activation)
+
     def forward(self, y: Tensor) -> Tensor:
         return ops.low_rank_gate(y, self.down, self.up, activation=self.activation)
 
@@ -158,6 +175,10 @@ class GatedNorm(Norm):
     def forward(self, x: Tensor) -> Tensor:
         gate = self.gate
         return ops.gated_norm(x, self.weight, gate.down, gate.up, eps=self.eps, activation=gate.activation)
+
+    def gate_of(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = ops.rms_norm(x, self.weight, eps=self.eps)
+        return y, self.gate.scores(y)
 
     @torch.no_grad()
     def begin_as(self, old: Norm) -> Kept:
@@ -210,6 +231,10 @@ class GatedDyT(DyT):
     def forward(self, x: Tensor) -> Tensor:
         gated: Tensor = self.gate(super().forward(x))
         return gated
+
+    def gate_of(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = super().forward(x)
+        return y, self.gate.scores(y)
 
     @torch.no_grad()
     def divide(self, by: Tensor) -> None:

@@ -7,7 +7,7 @@ from residua.ops._runtime.backend import backend, chosen_backend
 from residua.ops._runtime.numeric import rms
 from residua.ops.depth_attention import attend_finished, attend_partial, depth_attention
 from residua.ops.gated_delta import gated_delta
-from residua.ops.gated_norm import gated_norm, low_rank_gate
+from residua.ops.gated_norm import gate_scores, gated_norm, low_rank_gate
 from residua.ops.grouped_linear import grouped_linear
 from residua.ops.hyper_connection import hyper_step, sinkhorn
 from residua.ops.linear_cross_entropy import linear_cross_entropy
@@ -34,6 +34,7 @@ __all__ = [
     "backend",
     "chosen_backend",
     "depth_attention",
+    "gate_scores",
     "gated_delta",
     "gated_norm",
     "gates",

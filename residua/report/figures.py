@@ -144,6 +144,39 @@ def _error_bars(
     }  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Box:
+    """One box of a box plot: ends of the whiskers, quartiles, median, mean, and the largest value of all."""
+
+    name: str
+    low: float
+    lower: float
+    median: float
+    upper: float
+    high: float
+    mean: float
+    largest: float
+
+
+def boxes(drawn: Sequence[Box], x_title: str, y_title: str, *, height: int = 400) -> Figure:
+    """Box plots side by side, the mean dashed, a ring at the largest value."""
+    names, colour, ring = [escape(box.name) for box in drawn], theme.colour(1), theme.colour(2)
+    shown = {
+        "type": "box", "name": escape(y_title), "x": names, "lowerfence": [box.low for box in drawn],
+        "q1": [box.lower for box in drawn], "median": [box.median for box in drawn],
+        "q3": [box.upper for box in drawn], "upperfence": [box.high for box in drawn],
+        "mean": [box.mean for box in drawn], "boxmean": True, "marker": {"color": colour}, "line": {"width": 1.2},
+        "fillcolor": theme.faded(colour, 0.3), "meta": of_series("quartiles"),
+    }  # fmt: skip
+    rings = {
+        "type": "scatter", "name": "largest", "x": names, "y": [box.largest for box in drawn], "mode": "markers",
+        "marker": {"color": ring, "symbol": "circle-open", "size": 8}, "meta": of_series("largest"),
+        "hovertemplate": "largest: %{y:.4g}<br>%{x}<extra></extra>",
+    }  # fmt: skip
+    axis = {"type": "category", "showgrid": False, **_stepped(-(-len(drawn) // 12))}
+    return framed([shown, rings], x_title, y_title, height, x=axis)
+
+
 def heatmap(
     values: Sequence[Sequence[float | None]],
     x: Sequence[str],

@@ -67,6 +67,8 @@ def words(figure: Figure) -> str:
     first = figure.data[0]
     if first.type == "heatmap":
         return _heat_map(first, across, up)
+    if first.type == "box":
+        return _box_plot(first, across, up)
     shown = [trace for trace in figure.data if trace.hoverinfo != "skip"]
     parts = [part for trace in shown if (part := _series(trace))]
     kind = "Bars" if first.type == "bar" else "Plot"
@@ -87,6 +89,15 @@ def _series(trace: Any) -> str:
         return f"{name}: {points[0][1]:.4g} at {_shown(points[0][0])}"
     return (
         f"{name}: from {points[0][1]:.4g} at {_shown(points[0][0])} to {points[-1][1]:.4g} at {_shown(points[-1][0])}"
+    )
+
+
+def _box_plot(trace: Any, across: str, up: str) -> str:
+    medians = list(zip(_listed(trace.median), _listed(trace.x), strict=True))
+    (low, first), (high, last) = min(medians), max(medians)
+    return (
+        f"Box plots of {up} by {across}: {len(medians)} boxes. Medians from {low:.4g} at {_shown(first)} to {high:.4g} "
+        f"at {_shown(last)}."
     )
 
 

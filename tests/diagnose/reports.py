@@ -13,10 +13,15 @@ from residua.diagnose.metrics.depth_weights import ReaderFacts
 from residua.diagnose.metrics.dimensions import DimensionFacts, DimensionProfile
 from residua.diagnose.metrics.experts import ExpertFacts
 from residua.diagnose.metrics.gates import GateFacts
+from residua.diagnose.metrics.norm_gates import GateCurve, NormGateFacts
+from residua.diagnose.metrics.norms import NormFacts
+from residua.diagnose.metrics.outputs import OutputFacts
 from residua.diagnose.metrics.removal import AblationFacts
 from residua.diagnose.metrics.states import Activation, StateFacts
-from residua.diagnose.metrics.streams import BetaFacts, StreamFacts
+from residua.diagnose.metrics.streams import StreamFacts
 from residua.diagnose.metrics.sublayers import SiteFacts
+from residua.diagnose.metrics.token_maps import LayerMap, TokenMap
+from residua.diagnose.metrics.write_gates import BetaFacts, Quartiles
 from residua.diagnose.schema import TextFacts
 from residua.diagnose.sentences import summary
 from residua.diagnose.sinks import AttentionFacts, HeadFacts, PositionFacts, TokenSink
@@ -175,6 +180,12 @@ def _ablations(layers: int, dead: Sequence[int]) -> list[AblationFacts]:
         AblationFacts(kind="layer", index=n, label=f"layer {n}", loss=3.2 + cost, change=cost)
         for n, cost in enumerate(costs)
     ]
+    for count in range(2, layers // 2 + 1):
+        first = (layers - count) // 2
+        made.append(AblationFacts(
+            kind="layers", index=first, label=f"layers {first} to {first + count - 1}", loss=3.2 + count / 4,
+            change=count / 4, count=count,
+        ))  # fmt: skip
     for n in dead:
         made += [
             AblationFacts(kind="sublayer", index=k, label=f"layer {n}", loss=3.2, change=0.0)
@@ -213,20 +224,47 @@ def _depth_ablations(sites: Sequence[SiteFacts]) -> list[AblationFacts]:
 
 def _extras(layers: int, readers: int) -> dict[str, Any]:
     bins = [0.05] * 20
+    spread = Quartiles(low=0.01, lower=0.02, median=0.03, upper=0.05, high=0.09, largest=0.8)
+    tokens = [f"t{n}" for n in range(8)]
+    rows = [[5.0 / (1 + j) + 0.1 * n for j in range(8)] for n in range(8)]
+    largest = [Activation(value=9.0 / n, dimension=17, sequence=0, position=3, token=199, text="\n") for n in (1, 2, 3)]
     return {
         "token_sinks": [TokenSink(layer=1, token=199, text="\n", attention=0.41, uniform=0.03)],
         "gates": [GateFacts(layer=n, mean=0.3 + 0.01 * n, closed=0.4) for n in range(layers)],
         "experts": [ExpertFacts(layer=n, load=[0.1, 0.2, 0.3, 0.4]) for n in range(layers)],
         "anchors": [
-            AnchorFacts(layer=n, pathway=p, anchor=[0.1 * n], current=[1.0], near_zero=0.0)
+            AnchorFacts(
+                layer=n, pathway=p, anchor=[0.1 * n] * 2, current=[1.0] * 2, near_zero=0.0, gamma=[0.5, 0.5],
+                ratio=0.1 * n, anchor_channels=[0.05 * n] * 8, current_channels=[0.5] * 8,
+            )
             for n in range(layers)
             for p in "qkv"
         ],
-        "betas": [BetaFacts(site=k, mean=[0.4, 0.6], histogram=bins) for k in range(2 * layers)],
-        "streams": [
-            StreamFacts(reader=k, angular_distance=[0.1, 0.2 + 0.01 * k], similarity=0.5) for k in range(1, readers)
+        "betas": [
+            BetaFacts(site=k, mean=[0.4, 0.6], histogram=bins, quartiles=spread, by_stream=[spread, spread])
+            for k in range(2 * layers)
         ],
-    }
+        "streams": [
+            StreamFacts(
+                reader=k, angular_distance=[0.1, 0.2 + 0.01 * k], similarity=0.5, largest=[3.0, 4.0 + k],
+                earlier=[[0.02 * (k - j) for j in range(1, k)], [0.01 * (k - j) for j in range(1, k)]],
+            )
+            for k in range(1, readers)
+        ],
+        "outputs": [OutputFacts(site=k, median=0.2, largest=largest) for k in range(2 * layers)],
+        "norms": [
+            NormFacts(
+                state=k, name="n", factor=factor, lowest=0.1, median=1.0, highest=2.0, dimensions=[7, 9],
+                values=[2.0, 0.1],
+            )
+            for factor in ("λ", "λ1")
+            for k in range(readers)
+        ],
+        "token_map": TokenMap(tokens=tokens, dimensions=list(range(8)), values=rows),
+        "layer_maps": [LayerMap(state=k, name=f"s{k}", values=rows) for k in range(2)],
+        "norm_gates": [NormGateFacts(state=k, name="n", mean=0.5, correlation=-0.1) for k in range(readers)],
+        "gate_by_size": GateCurve(edges=[0.5, 1.0], share=[0.2, 0.3, 0.5], gate=[0.6, 0.5, 0.4]),
+    }  # fmt: skip
 
 
 def healthy(count: int = 1, layers: int = 12) -> Diagnosis:

@@ -67,7 +67,7 @@ def test_models_stand_side_by_side_in_one_page(run: Path, text: Path, tmp_path: 
     other = write_run(tmp_path / "mgr", topology={"kind": "multi_gate", "streams": 3})
     made = diagnose([run, other], tmp_path / "both", text=text, tokens=64, ablations="all", ablation_tokens=64)
     assert [m.name for m in made.models] == ["run", "mgr"]
-    assert {a.kind for a in made.models[1].ablations} == {"layer", "sublayer", "head", "stream", "uniform"}
+    assert {a.kind for a in made.models[1].ablations} == {"layer", "layers", "sublayer", "head", "stream", "uniform"}
     assert "Inside run and mgr" in (tmp_path / "both" / "report.html").read_text(encoding="utf-8")
 
 

@@ -28,14 +28,20 @@ SECTIONS = (
     "Attention sinks",
     "Attention entropy",
     "Residual sinks",
+    "Tokens and dimensions",
+    "Tokens and dimensions, layer by layer",
+    "Norm weights",
     "Massive activations",
+    "Largest outputs",
     "Magnitude per sublayer",
     "Gradient per sublayer",
     "Token and layer similarity",
     "Depth weights",
     "Streams",
+    "Write gates",
     "Expert load",
     "Attention gates",
+    "Norm gates",
     "Anchor mixing",
     "How this was made",
 )
@@ -205,7 +211,8 @@ def test_axes_and_pointer_name_layers_as_the_sentences_do() -> None:
     page = Page("t", "l")
     Similarity.draw(page, [report(layers=4)])
     plots = [json.loads(p) for p in re.findall(r'<script type="application/json">(.*?)</script>', page.html())]
-    assert [p["data"][0]["x"][6] for p in plots if p["data"][0]["type"] == "heatmap"] == ["layer 3 attention"] * 2
+    maps = [p["data"][0] for p in plots if p["data"][0]["type"] == "heatmap"]
+    assert [m["x"][6] for m in maps if len(m["x"]) == 9] == ["layer 3 attention"] * 2
 
 
 def test_a_token_is_shown_by_its_text() -> None:

@@ -1,29 +1,46 @@
-"""Anchor mixing: how much each projection takes from the first layer's, its anchor."""
+"""Anchor mixing: how much each projection takes from its anchor, channel by channel, and from the layer's own."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from statistics import median
 from typing import TYPE_CHECKING
 
 from pydantic import Field
 
 from residua.config.settings import Frozen
-from residua.diagnose.metric import Metric, Models
+from residua.diagnose.metric import Mean, Metric, Model, Models, Sentence
+from residua.diagnose.observe import AnchorScales, Observation, Subject
+from residua.diagnose.plots import add_tabs, by_layer
+from residua.diagnose.text import Sample
+from residua.ops._runtime.numeric import wide
 from residua.report import Page
 from residua.report.figures import heatmap
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
+COLUMNS = 256
+"""A map has at most this many columns for each pathway; of more channels, neighbours are averaged."""
+INSIDE = 0.02
+"""The share of channels at either end of a ratio's range that does not count for the colours."""
+
 
 class AnchorFacts(Frozen):
-    """λ of projection mixing: means by head of λ1 (anchor) and λ2 (current), and the share of |λ1| below 1e-3."""
+    """λ of projection mixing: means by head of the parameters λ1 (anchor) and λ2 (current), and the share of |λ1| below
+    1e-3. What acts is λγ: `gamma` has the means of γ1 and γ2 over tokens (null if the mixture is static, γ = 1), the
+    channels λ1·γ1 and λ2·γ2, and `ratio` is the median over channels of λ1·γ1/(λ2·γ2). Older files lack these."""
 
     layer: int
     pathway: str
     anchor: list[float]
     current: list[float]
     near_zero: float
+    gamma: list[float] | None = None
+    ratio: float | None = None
+    anchor_channels: list[float] = Field(default_factory=list)
+    current_channels: list[float] = Field(default_factory=list)
 
 
 class AnchorKeys(Frozen):
@@ -33,44 +50,143 @@ class AnchorKeys(Frozen):
 
 
 class Anchors(Metric):
-    """λ are parameters, so there is nothing to sum over tokens."""
+    """λ are parameters; γ of dynamic mixing is a mean over all tokens."""
 
     keys = AnchorKeys
     file_place, page_place = 100, 110
 
+    def __init__(self, subject: Subject, sample: Sample) -> None:
+        super().__init__(subject, sample)
+        self.gammas: dict[tuple[int, str], Mean] = defaultdict(Mean)
+
+    def add(self, seen: Observation) -> None:
+        for place, gamma in seen.gammas.items():
+            self.gammas[place].add(wide(gamma).double().flatten(0, 1).sum(0), seen.tokens.numel())
+
     def facts(self) -> AnchorKeys:
-        return AnchorKeys(anchors=[AnchorFacts(**vars(scales)) for scales in self.subject.anchor_scales()])
+        return AnchorKeys(anchors=[self._facts(scales) for scales in self.subject.anchor_scales()])
+
+    def _facts(self, scales: AnchorScales) -> AnchorFacts:
+        known = self.gammas.get((scales.layer, scales.pathway))
+        gamma: list[float] | None = None if known is None else known.value().tolist()
+        first, second = gamma or (1.0, 1.0)
+        made = AnchorFacts(
+            layer=scales.layer,
+            pathway=scales.pathway,
+            anchor=scales.anchor,
+            current=scales.current,
+            near_zero=scales.near_zero,
+            gamma=gamma,
+            anchor_channels=[_short(first * x) for x in scales.anchor_channels],
+            current_channels=[_short(second * x) for x in scales.current_channels],
+        )
+        ratios = [ratio for ratio in _ratios(made) if ratio is not None]
+        return made.model_copy(update={"ratio": median(ratios) if ratios else None})
+
+    @classmethod
+    def sentences(cls, model: Model) -> Iterable[Sentence]:
+        known = [a for a in model.anchors if a.ratio is not None]
+        if known:
+            most, least = max(known, key=lambda a: abs(a.ratio)), min(known, key=lambda a: abs(a.ratio))
+            yield Sentence(
+                67,
+                f"The anchor weighs most on {most.pathway.upper()} of layer {most.layer} (λ1/λ2 = {most.ratio:.3g}, "
+                f"median over channels) and least on {least.pathway.upper()} of layer {least.layer} "
+                f"({least.ratio:.3g}).",
+            )
 
     @classmethod
     def draw(cls, page: Page, models: Models) -> None:
-        maps = _maps(models)
-        if maps:
-            page.section(
-                "Anchor mixing",
-                "λ1 weighs the anchor, λ2 the layer's own projection. Healthy: λ1 differs between pathways and layers; "
-                "λ1 near zero everywhere is an anchor the model does not use.",
-            ).tabs(maps)
+        if not any(m.anchors for m in models):
+            return
+        section = page.section(
+            "Anchor mixing",
+            "λ1 weighs the anchor, λ2 the layer's own projection; of dynamic mixing, λ times the mean of its γ. "
+            "Healthy: their ratio differs between pathways and layers; λ1 near zero everywhere is an anchor the model "
+            "does not use.",
+        )
+        pathways = sorted({a.pathway for m in models for a in m.anchors}, key="qkvg".find)
+        curves = {
+            pathway.upper(): by_layer(models, _ratio_of(pathway), "λ1/λ2", floor=_ones, floor_name="equal shares")
+            for pathway in pathways
+        }
+        add_tabs(
+            section,
+            curves,
+            "Median over channels of λ1/λ2 by layer. Above 1 the anchor weighs more than the layer's own projection.",
+        )
+        section.subheading("Channel by channel")
+        section.tabs(
+            _maps(models),
+            "Stripes are channels, or whole heads, with a habit of their own. Colours of the ratio leave out the "
+            "2 % of channels at either end.",
+        )
+
+
+def _short(value: float) -> float:
+    """Six digits are enough for one of many thousand channels."""
+    return float(f"{value:.6g}")
+
+
+def _ratio_of(pathway: str) -> Callable[[Model], list[tuple[float, float]]]:
+    return lambda m: [(a.layer, a.ratio) for a in m.anchors if a.pathway == pathway and a.ratio is not None]
+
+
+def _ones(model: Model) -> list[tuple[float, float]]:
+    layers = sorted({float(a.layer) for a in model.anchors})
+    return [(layer, 1.0) for layer in layers]
+
+
+def _ratios(facts: AnchorFacts) -> list[float | None]:
+    pairs = zip(facts.anchor_channels, facts.current_channels, strict=True)
+    return [first / second if second else None for first, second in pairs]
 
 
 def _maps(models: Models) -> dict[str, Figure]:
-    """λ1 and λ2, pathway × layer, and by head where λ has heads."""
-    titles = {"anchor": "λ1 (anchor)", "current": "λ2 (current)", "near_zero": "share |λ1| < 1e-3"}
+    """λ1/λ2, λ1 and λ2, layer × pathway and channel; where λ1 is near zero."""
+    values: dict[str, Callable[[AnchorFacts], Sequence[float | None]]] = {
+        "λ1/λ2": _ratios,
+        "λ1 (anchor)": lambda a: a.anchor_channels or a.anchor,
+        "λ2 (current)": lambda a: a.current_channels or a.current,
+        "share |λ1| < 1e-3": lambda a: [a.near_zero],
+    }
     return {
-        title if len(models) == 1 else f"{m.name}: {title}": _map(m.anchors, key, title)
+        title if len(models) == 1 else f"{m.name}: {title}": figure
         for m in models
         if m.anchors
-        for key, title in titles.items()
+        for title, of in values.items()
+        if (figure := _map(m.anchors, of, title)) is not None
     }
 
 
-def _map(facts: Sequence[AnchorFacts], key: str, title: str) -> Figure:
+def _map(
+    facts: Sequence[AnchorFacts], of: Callable[[AnchorFacts], Sequence[float | None]], title: str
+) -> Figure | None:
     layers = sorted({a.layer for a in facts})
-    columns: dict[str, dict[int, float]] = {}
+    columns: dict[str, dict[int, float | None]] = {}
     for a in facts:
-        value = getattr(a, key)
-        values = value if isinstance(value, list) else [value]
-        for head, x in enumerate(values):
-            column = f"{a.pathway.upper()}" if len(values) == 1 else f"{a.pathway.upper()} {head}"
-            columns.setdefault(column, {})[a.layer] = x
+        for name, value in _columns(a, of(a)):
+            columns.setdefault(name, {})[a.layer] = value
     rows = [[column.get(layer) for column in columns.values()] for layer in layers]
-    return heatmap(rows, list(columns), [str(layer) for layer in layers], "pathway and head", "layer", title)
+    known = sorted(value for row in rows for value in row if value is not None)
+    if not known:
+        return None
+    cut = int(INSIDE * len(known)) if "/" in title else 0
+    return heatmap(
+        rows, list(columns), [str(layer) for layer in layers], "pathway, head and channel", "layer", title,
+        bounds=(known[cut], known[-1 - cut]), step=None if len(columns) <= COLUMNS else len(columns) // 12,
+    )  # fmt: skip
+
+
+def _columns(facts: AnchorFacts, values: Sequence[float | None]) -> Iterable[tuple[str, float | None]]:
+    """Names and values of a layer's columns, neighbours averaged so that there are at most COLUMNS."""
+    heads, count = len(facts.anchor), len(values)
+    together, wide_head = -(-count // COLUMNS), max(1, count // heads)
+    for start in range(0, count, together):
+        known = [value for value in values[start : start + together] if value is not None]
+        name = facts.pathway.upper()
+        if count > 1:
+            name += f" head {start // wide_head}"
+        if count > heads:
+            name += f" channel {start % wide_head}"
+        yield name, _short(sum(known) / len(known)) if known else None

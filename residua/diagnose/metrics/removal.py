@@ -5,7 +5,9 @@ The one metric that is an experiment and not a sum: `residua/diagnose/run.py` ca
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -13,11 +15,11 @@ import torch
 from residua.config.settings import Frozen
 from residua.diagnose.metric import LayerTrack, Metric, Model, Models, Sentence
 from residua.diagnose.observe import Ablation, AblationKind, Subject
-from residua.diagnose.plots import LABELS, NONE, by_layer, colours, numbers, on_log
-from residua.diagnose.sentences import short
+from residua.diagnose.plots import LABELS, NONE, add_tabs, by_layer, colours, line, numbers, on_log
+from residua.diagnose.sentences import listed, short
 from residua.diagnose.text import Sample
 from residua.report import Bar, Cell, Column, Page, Value
-from residua.report.figures import grouped_bars, heatmap
+from residua.report.figures import curves, grouped_bars, heatmap
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
@@ -30,10 +32,13 @@ KINDS: dict[Budget, tuple[AblationKind, ...]] = {
     "layers": ("layer", "source", "stream", "uniform"),
     "all": ("layer", "sublayer", "source", "stream", "uniform", "head"),
 }
+MOST_LAYERS = 8
+"""At most this many layers in the middle are removed at once, and at most half of all."""
 
 
 class AblationFacts(Frozen):
-    """The loss with one part switched off, and its change on the same tokens. `head` within layer `index`."""
+    """The loss with one part switched off, and its change on the same tokens. `head` within layer `index`; of `layers`,
+    `index` is the first of `count`. `note` says where the part could not be left out altogether."""
 
     kind: AblationKind
     index: int
@@ -41,15 +46,30 @@ class AblationFacts(Frozen):
     label: str
     loss: float
     change: float
+    count: int = 1
+    note: str = ""
 
 
 def planned(subject: Subject, budget: Budget, suspects: Iterable[int]) -> list[Ablation]:
     """What the budget allows. Sublayers that may be dead are removed one by one unless the budget is "none"."""
     kinds = KINDS[budget]
     chosen = subject.ablations(kinds)
+    chosen += _several(subject, {a.index for a in chosen if a.kind == "layer"})
     if kinds and "sublayer" not in kinds:
         chosen += [a for a in subject.ablations(("sublayer",)) if a.index in set(suspects)]
     return chosen
+
+
+def _several(subject: Subject, removable: set[int]) -> list[Ablation]:
+    """Two, three and more layers in the middle, all at once, if each of them can be removed."""
+    found = []
+    for count in range(2, min(subject.layers // 2, MOST_LAYERS) + 1):
+        first = (subject.layers - count) // 2
+        layers = range(first, first + count)
+        if removable.issuperset(layers):
+            removed = partial(subject.without_layers, layers)
+            found.append(Ablation("layers", first, f"layers {first} to {layers[-1]}", removed, count=count))
+    return found
 
 
 def measure(
@@ -71,6 +91,8 @@ def measure(
                 label=ablation.label,
                 loss=loss,
                 change=loss - whole,
+                count=ablation.count,
+                note=ablation.note,
             )
         )
         tick()
@@ -123,6 +145,10 @@ class Removal(Metric):
                 f"Removing {most.label} costs most ({most.change:+.4f} nats), removing {least.label} least "
                 f"({least.change:+.4f}).",
             )
+        several = [a for a in model.ablations if a.kind == "layers"]
+        if several:
+            last = several[-1]
+            yield Sentence(25, f"Without {last.label} together the loss changes by {last.change:+.4f} nats.")
 
     @classmethod
     def draw(cls, page: Page, models: Models) -> None:
@@ -136,7 +162,23 @@ class Removal(Metric):
             "without.",
         )
         if layers is not None:
-            section.figure(layers, f"Measured on {max(m.ablation_tokens for m in models):,} tokens.")
+            views = {"loss": layers, "perplexity": _perplexities(models)}
+            add_tabs(section, views, f"Measured on {max(m.ablation_tokens for m in models):,} tokens.")
+            for model in models:
+                filling = [a.index for a in model.ablations if a.kind == "layer" and a.note]
+                if filling:
+                    section.note(
+                        f"{model.name}: {listed('layer', filling)} cannot be left out (fill phase: their outputs "
+                        "become the streams). They write zeros, and the figure of perplexities leaves them out."
+                    )
+        several = _several_costs(models)
+        if several is not None:
+            section.subheading("Several layers at once")
+            section.figure(
+                several,
+                "Layers in the middle of the model, removed together. Healthy: far more than the sum of their single "
+                "costs; a flat line is a stretch of layers that the model hardly uses.",
+            )
         if sublayers is not None:
             section.subheading("Sublayer by sublayer")
             section.figure(sublayers, "Healthy: attention and feed-forward both matter at every depth.")
@@ -166,6 +208,32 @@ def _layer_costs(models: Models) -> Figure | None:
     return grouped_bars(names, parts, [colour for _, colour in shown], "loss change (nats)", line_at=0.0, step=step)
 
 
+def _perplexities(models: Models) -> Figure | None:
+    """How much the perplexity rises without each layer, on a logarithmic axis; layers of a fill phase are left out."""
+
+    def points(m: Model) -> list[tuple[float, float]]:
+        own = [a for a in m.ablations if a.kind == "layer" and not a.note]
+        return [(float(a.index), rise) for a in own if (rise := perplexity_change(a)) > 0]
+
+    return by_layer(models, points, "perplexity change", log=True)
+
+
+def perplexity_change(ablation: AblationFacts) -> float:
+    """exp(loss without) − exp(loss with); a loss beyond 50 counts as 50."""
+    return math.exp(min(ablation.loss, 50.0)) - math.exp(min(ablation.loss - ablation.change, 50.0))
+
+
+def _several_costs(models: Models) -> Figure | None:
+    """Loss change by the number of middle layers that are removed together, from one."""
+    series = []
+    for m, colour in zip(models, colours(models), strict=True):
+        own = [(float(a.count), a.change) for a in m.ablations if a.kind == "layers"]
+        if own:
+            single = [(1.0, a.change) for a in m.ablations if a.kind == "layer" and a.index == (m.layers - 1) // 2]
+            series.append(line(m.name, single + own, colour))
+    return curves(series, "layers removed", "loss change (nats)", whole_x=True, height=340) if series else None
+
+
 def _removed(model: Model, high: float) -> dict[int, Bar]:
     """By layer, the loss change without it."""
     dead = {f.where["layer"] for f in model.findings if f.kind == "dead_layer"}
@@ -175,7 +243,8 @@ def _removed(model: Model, high: float) -> dict[int, Bar]:
             "0" if abs(a.change) < NO_CHANGE else f"{'+' if a.change > 0 else '−'}{short(abs(a.change))}",
             flag="bad" if a.index in dead else "",
             words=f"without {a.label} the loss changes by {a.change:+.4f} nats"
-            + (": the layer is dead" if a.index in dead else ""),
+            + (": the layer is dead" if a.index in dead else "")
+            + (f" ({a.note})" if a.note else ""),
         )
         for a in model.ablations
         if a.kind == "layer"

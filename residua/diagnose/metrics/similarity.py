@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from residua.config.settings import Frozen
 from residua.diagnose.metric import Metric, Model, Models, Sentence
 from residua.diagnose.observe import Observation, Subject
-from residua.diagnose.plots import LABELS, add_tabs, by_layer
+from residua.diagnose.plots import LABELS, add_tabs, by_layer, layers_later
 from residua.diagnose.text import Sample
 from residua.ops._runtime.numeric import wide
 from residua.report import Page
@@ -95,12 +95,30 @@ class Similarity(Metric):
             _pairs(models, "angular_distance", "angle / π", 0.5),
             "Angular distance arccos(cos)/π. Healthy: grows steadily away from the diagonal.",
         )
+        later = {m.name: figure for m in models if (figure := layers_later(m, _distance(m))) is not None}
+        add_tabs(
+            section,
+            later,
+            "The same between what is read after layer ℓ and n layers later, as Gromov et al. draw it. Healthy: a map "
+            "that does not fade to the right; deep layers near zero hardly change anything.",
+        )
         mixed = [m.name for m in models if m.state_name != "residual stream"]
         if mixed:
             section.note(
                 f"{', '.join(mixed)}: there is no single residual stream; a state is what a sublayer reads, mixed anew "
                 "each time."
             )
+
+
+def _distance(model: Model) -> Callable[[int, int], float | None]:
+    """The angular distance between what two readers read."""
+    place = {s.index: index for index, s in enumerate(model.states)}
+
+    def between(one: int, other: int) -> float | None:
+        known = one in place and other in place
+        return float(model.angular_distance[place[one]][place[other]]) if known else None
+
+    return between
 
 
 def _state_curve(models: Models, key: str, title: str) -> Figure | None:

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from residua.config.settings import Frozen
+from residua.diagnose.largest import Activation, Largest
 from residua.diagnose.metric import Explained, Finding, LayerTrack, Metric, Model, Models, Sentence
 from residua.diagnose.observe import Observation, Subject
-from residua.diagnose.plots import add_figure, by_layer, on_log, owners
+from residua.diagnose.plots import NONE, add_figure, by_layer, on_log, owners
 from residua.diagnose.sentences import listed, short, sureness, token
 from residua.diagnose.text import Sample
 from residua.ops._runtime.numeric import wide
@@ -18,22 +19,10 @@ from residua.report import Bar, Column, Page
 
 CORE_VARIANCE = 0.99
 COVARIANCE_BYTES = 512 << 20
-LARGEST = 3
 MASSIVE, MASSIVE_RATIO = 100.0, 1000.0
 """Sun et al. (arXiv 2402.17762): |h| above 100 and about a thousand times the median."""
 MOST = 1e6
 """The picture's scale ends here, however small a median is."""
-
-
-class Activation(Frozen):
-    """One of the largest |h|, and where it stood. `text` is the token as text; empty in older files."""
-
-    value: float
-    dimension: int
-    sequence: int
-    position: int
-    token: int
-    text: str = ""
 
 
 class StateFacts(Frozen):
@@ -66,29 +55,17 @@ class StateSums:
     def __init__(self) -> None:
         self.tokens = self.sequences = 0
         self.squares = self.medians = self.token_similarity = self.input_similarity = 0.0
-        self.largest: list[Activation] = []
+        self.largest = Largest()
 
     def add(self, seen: Observation, state: int, first: Tensor) -> None:
         h, tokens = wide(seen.states[state]), seen.tokens
         self.squares += float(seen.mean_square(state).sum())
         self.medians += float(seen.median(state).double().sum())
-        self._note_largest(h.abs(), tokens)
+        self.largest.add(h.abs(), tokens)
         self.token_similarity += float(token_similarity(h).sum())
         self.input_similarity += float(torch.cosine_similarity(h.flatten(1), wide(first).flatten(1), -1).double().sum())
         self.tokens += tokens.numel()
         self.sequences += tokens.shape[0]
-
-    def _note_largest(self, size: Tensor, tokens: Tensor) -> None:
-        values, places = size.flatten().topk(min(LARGEST, size.numel()))
-        length, width = size.shape[1:]
-        for value, place in zip(values.tolist(), places.tolist(), strict=True):
-            row, rest = divmod(place, length * width)
-            position, dimension = divmod(rest, width)
-            token = int(tokens[row, position])
-            self.largest.append(Activation(
-                value=value, dimension=dimension, sequence=self.sequences + row, position=position, token=token
-            ))  # fmt: skip
-        self.largest = sorted(self.largest, key=lambda a: -a.value)[:LARGEST]
 
 
 def token_similarity(h: Tensor) -> Tensor:
@@ -139,7 +116,11 @@ class States(Metric):
     keys = StateKeys
     kinds = ("massive_activation",)
     defect = "massive activation"
-    columns = (Column("largest |h|", "over all tokens and sublayers"),)
+    columns = (
+        Column("largest |h|", "over all tokens and sublayers"),
+        Column("token similarity", "mean cosine of two tokens of a sequence, mean over states"),
+        Column("core features", "principal components that hold 99 % of the variance, mean over states"),
+    )
     file_place, page_place = 20, 40
 
     def __init__(self, subject: Subject, sample: Sample) -> None:
@@ -166,7 +147,7 @@ class States(Metric):
             name=self.subject.reader_name(k),
             rms=(sums.squares / sums.tokens) ** 0.5,
             median=sums.medians / sums.tokens,
-            largest=[a.model_copy(update={"text": self.sample.text_of(a.token)}) for a in sums.largest],
+            largest=sums.largest.facts(self.sample),
             token_similarity=sums.token_similarity / sums.sequences,
             input_similarity=sums.input_similarity / sums.sequences,
             core_features=None if core is None else core.result(),
@@ -224,7 +205,12 @@ class States(Metric):
 
     @classmethod
     def cells(cls, model: Model) -> Sequence[str]:
-        return [f"{max(s.largest[0].value for s in model.states):.4g}"]
+        known = [s.core_features for s in model.states if s.core_features is not None]
+        return [
+            f"{max(s.largest[0].value for s in model.states):.4g}",
+            f"{sum(s.token_similarity for s in model.states) / len(model.states):.4f}",
+            f"{sum(known) / len(known):.1f}" if known else NONE,
+        ]
 
     @classmethod
     def draw(cls, page: Page, models: Models) -> None:

@@ -1,8 +1,9 @@
-"""Streams of a multi-stream residual: how each turns along depth, how alike they are, and the gates that write them."""
+"""Streams of a multi-stream residual: how each turns along depth, how large it gets, and how alike they are."""
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,127 +11,168 @@ from pydantic import Field
 from torch import Tensor
 
 from residua.config.settings import Frozen
-from residua.diagnose.metric import Mean, Metric, Models
+from residua.diagnose.metric import Mean, Metric, Model, Models, Sentence
 from residua.diagnose.observe import Observation, Subject
-from residua.diagnose.plots import add_figure, by_layer, line, over_sublayers
+from residua.diagnose.plots import add_figure, add_tabs, after_layers, by_layer, layers_later, line, over_sublayers
+from residua.diagnose.sentences import listed
 from residua.diagnose.text import Sample
 from residua.ops._runtime.numeric import wide
 from residua.report import Page, theme
-from residua.report.figures import heatmap
+from residua.report.figures import curves
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
-BINS = 20
-
-
-class BetaFacts(Frozen):
-    """Gates of the write after one sublayer: the mean of each stream's, and shares of twenty equal bins of [0, 1]."""
-
-    site: int
-    mean: list[float]
-    histogram: list[float]
+TOKENS_AT_ONCE = 256
+STILL = 0.05
+"""A stream stands still when no two of its states are further apart than this share of a half turn."""
 
 
 class StreamFacts(Frozen):
     """Streams as reader `reader` finds them: angular distance of each to itself one sublayer earlier (null: it is new),
-    and mean cosine between different streams."""
+    mean cosine between different streams, the largest |s| of each, and `earlier`: by stream, its angular distance to
+    itself at every earlier reader of the list (null: it did not exist there). The last two are empty in older files."""
 
     reader: int
     angular_distance: list[float | None]
     similarity: float
+    largest: list[float] = Field(default_factory=list)
+    earlier: list[list[float | None]] = Field(default_factory=list)
 
 
 class StreamKeys(Frozen):
-    """Write gates by sublayer, streams by reader."""
+    """Streams by reader."""
 
-    betas: list[BetaFacts] = Field(default_factory=list)
     streams: list[StreamFacts] = Field(default_factory=list)
 
 
 class Streams(Metric):
-    """Means over all tokens."""
+    """Means over all tokens of angles arccos(cos(s_i(l), s_i(m)))/π for every stream i and two readers l and m, and of
+    the cosine between two streams of one reader; max |s_i| over all tokens and channels."""
 
     keys = StreamKeys
-    file_place, page_place = 70, 80
+    file_place, page_place = 75, 80
 
     def __init__(self, subject: Subject, sample: Sample) -> None:
         super().__init__(subject, sample)
-        self.beta: dict[int, Mean] = defaultdict(Mean)
-        self.histogram: dict[int, Mean] = defaultdict(Mean)
-        self.turned: dict[int, Mean] = defaultdict(Mean)
+        self.angles: dict[int, Mean] = defaultdict(Mean)  # by stream, [readers, readers] from its first one on
         self.alike: dict[int, Mean] = defaultdict(Mean)
+        self.largest: dict[int, Tensor] = {}
 
     def add(self, seen: Observation) -> None:
-        for site, beta in seen.betas.items():
-            # An elementwise gate has one β per channel of its one stream.
-            by_stream = wide(beta).mean(-1, keepdim=True) if beta.shape[-1] == self.subject.width else wide(beta)
-            self.beta[site].add(by_stream.double().flatten(0, 1).sum(0), seen.tokens.numel())
-            counts = torch.histc(wide(beta).float().flatten(), BINS, 0.0, 1.0)
-            self.histogram[site].add(counts, beta.numel())
-        before: Tensor | None = None
-        for reader in sorted(seen.streams):
-            before = self._add_streams(reader, wide(seen.streams[reader]), before)
+        for reader, streams in seen.streams.items():
+            self._add_reader(reader, wide(streams))
+        readers = sorted(seen.streams)
+        for i in range(max((streams.shape[-2] for streams in seen.streams.values()), default=0)):
+            own = [seen.streams[r][..., i, :].flatten(0, 1) for r in readers if seen.streams[r].shape[-2] > i]
+            for start in range(0, seen.tokens.numel(), TOKENS_AT_ONCE):
+                # in float64, where a stream that nobody wrote turns by 1e-8 and not by 1e-4
+                x = torch.stack([s[start : start + TOKENS_AT_ONCE].double() for s in own], 1)
+                u = x / x.norm(dim=-1, keepdim=True).clamp(min=1e-30)
+                cosine = (u @ u.transpose(1, 2)).clamp(-1, 1)
+                self.angles[i].add((cosine.arccos() / torch.pi).sum(0), len(x))
 
-    def _add_streams(self, reader: int, streams: Tensor, before: Tensor | None) -> Tensor:
-        """Angular distance arccos(cos)/π of each stream to itself one reader earlier; mean cosine between streams.
-
-        Takes and returns unit vectors, `before` being those of the reader before.
-        """
-        u: Tensor = streams / streams.norm(dim=-1, keepdim=True).clamp(min=1e-30)
-        count, tokens = u.shape[-2], u.shape[:2].numel()
-        if before is not None:
-            shared = min(count, before.shape[-2])
-            cosine = (u[..., :shared, :] * before[..., :shared, :]).sum(-1).double().clamp(-1, 1)
-            self.turned[reader].add((cosine.arccos() / torch.pi).flatten(0, 1).sum(0), tokens)
+    def _add_reader(self, reader: int, streams: Tensor) -> None:
+        """Mean cosine between streams, and the largest |s| of each."""
+        largest = streams.abs().amax((0, 1, 3)).double().cpu()
+        self.largest[reader] = torch.maximum(self.largest[reader], largest) if reader in self.largest else largest
+        count = streams.shape[-2]
         if count > 1:
-            total = u.double().sum(-2).square().sum(-1) - u.double().square().sum((-2, -1))
-            self.alike[reader].add((total / (count * (count - 1))).sum(), tokens)
-        return u
+            u = (streams / streams.norm(dim=-1, keepdim=True).clamp(min=1e-30)).double()
+            total = u.sum(-2).square().sum(-1) - u.square().sum((-2, -1))
+            self.alike[reader].add((total / (count * (count - 1))).sum(), streams.shape[:2].numel())
 
     def facts(self) -> StreamKeys:
-        betas = [
-            BetaFacts(site=site, mean=mean.value().tolist(), histogram=self.histogram[site].value().tolist())
-            for site, mean in sorted(self.beta.items())
-        ]
-        streams = [
-            StreamFacts(
-                reader=reader,
-                angular_distance=self.turned[reader].value().tolist() if reader in self.turned else [],
-                similarity=float(alike.value()),
-            )
-            for reader, alike in sorted(self.alike.items())
-        ]
-        return StreamKeys(betas=betas, streams=streams)
+        readers = sorted(self.alike)
+        return StreamKeys(streams=[self._facts(place, reader) for place, reader in enumerate(readers)])
+
+    def _facts(self, place: int, reader: int) -> StreamFacts:
+        earlier = [self._earlier(i, place) for i in range(len(self.largest[reader]))]
+        return StreamFacts(
+            reader=reader,
+            angular_distance=[row[-1] for row in earlier if row],
+            similarity=float(self.alike[reader].value()),
+            largest=self.largest[reader].tolist(),
+            earlier=earlier,
+        )
+
+    def _earlier(self, stream: int, place: int) -> list[float | None]:
+        """Distances to the readers before number `place`; a stream exists at the last readers that were counted."""
+        angles = self.angles[stream].value()
+        missing = len(self.alike) - len(angles)
+        known: list[float] = angles[place - missing, : place - missing].tolist()
+        return [*[None] * min(missing, place), *known]
+
+    @classmethod
+    def sentences(cls, model: Model) -> Iterable[Sentence]:
+        known = [s for s in model.streams if s.largest]
+        if not known:
+            return
+        most = max(known, key=lambda s: max(s.largest))
+        turns = _turns(model)
+        still = [i for i, angle in turns.items() if angle < STILL]
+        yield Sentence(
+            65,
+            f"The largest value of a stream is {max(most.largest):.4g}, in stream "
+            f"{most.largest.index(max(most.largest))} as read by {_reader(model, most.reader)}; "
+            + (
+                f"{listed('stream', still)} {'stands' if len(still) == 1 else 'stand'} still."
+                if still
+                else f"every stream turns by {min(turns.values()):.2f} of a half turn or more."
+            ),
+        )
 
     @classmethod
     def draw(cls, page: Page, models: Models) -> None:
-        turned, betas = _turned(models), _betas(models)
-        if not turned and not betas:
+        turned = _turned(models)
+        if not turned:
             return
         section = page.section(
             "Streams",
             "Each stream apart. Healthy: streams turn at different speeds and stay different from each other.",
         )
-        if turned:
+        section.tabs(
+            turned, "Angular distance of each stream to itself one sublayer earlier; zero is a stream nobody writes."
+        )
+        alike = by_layer(
+            models, lambda m: [(s.reader, s.similarity) for s in m.streams], "mean cosine between streams",
+            x="as read by",
+        )  # fmt: skip
+        add_figure(section, alike, "Healthy: well below 1; equal streams are one stream kept n times.")
+        maps, sizes = _maps(models), _sizes(models)
+        if maps:
+            section.subheading("How far each stream turns")
             section.tabs(
-                turned,
-                "Angular distance of each stream to itself one sublayer earlier; zero is a stream nobody writes.",
+                maps,
+                "Angular distance arccos(cos)/π between a stream after layer ℓ and the same stream n layers later. "
+                "Healthy: boundaries at different depths in different streams; a map near zero is a stream that stands "
+                "still.",
             )
-            alike = by_layer(
-                models,
-                lambda m: [(s.reader, s.similarity) for s in m.streams],
-                "mean cosine between streams",
-                x="as read by",
+        if sizes:
+            section.subheading("How large each stream gets")
+            add_tabs(
+                section,
+                sizes,
+                "Largest |s| over all tokens and channels, after each sublayer. Healthy: flat; a stream far above the "
+                "others carries massive activations.",
             )
-            add_figure(section, alike, "Healthy: well below 1; equal streams are one stream kept n times.")
-        if betas:
-            section.subheading("Write gates β")
-            section.tabs(
-                betas,
-                "Distribution of β over tokens and streams. Healthy: spread out; all near 0 writes nothing, all near 1 "
-                "forgets everything.",
-            )
+
+
+def _reader(model: Model, reader: int) -> str:
+    return str(model.sites[reader].name) if reader < len(model.sites) else "the final norm"
+
+
+def _turns(model: Model) -> dict[int, float]:
+    """By stream, the largest angular distance between two of its states."""
+    found: dict[int, float] = {}
+    for s in model.streams:
+        for i, row in enumerate(s.earlier):
+            found[i] = max([found.get(i, 0.0), *(d for d in row if d is not None)])
+    return found
+
+
+def _named(models: Models, model: Model, title: str) -> str:
+    return title if len(models) == 1 else f"{model.name}: {title}"
 
 
 def _turned(models: Models) -> dict[str, Figure]:
@@ -152,15 +194,43 @@ def _turned(models: Models) -> dict[str, Figure]:
     return found
 
 
-def _betas(models: Models) -> dict[str, Figure]:
-    """Writer × bin of [0, 1]."""
+def _maps(models: Models) -> dict[str, Figure]:
+    """By stream, its angular distance after layer ℓ to itself n layers later."""
     found = {}
     for m in models:
-        if m.betas:
-            bins = len(m.betas[0].histogram)
-            edges = [f"{i / bins:.2f}" for i in range(bins)]
-            names = [m.sites[b.site].name for b in m.betas]
-            found[m.name] = heatmap(
-                [b.histogram for b in m.betas], edges, names, "β from", "written by", "share of gates"
-            )
+        place = {s.reader: index for index, s in enumerate(m.streams)}
+        for i in range(max((len(s.earlier) for s in m.streams), default=0)):
+            figure = layers_later(m, _distance(m, place, i))
+            if figure is not None:
+                found[_named(models, m, f"stream {i}")] = figure
+    return found
+
+
+def _distance(model: Model, place: Mapping[int, int], stream: int) -> Callable[[int, int], float | None]:
+    """The angular distance of a stream between two readers, `one` before `other`."""
+
+    def between(one: int, other: int) -> float | None:
+        if one not in place or other not in place or stream >= len(model.streams[place[other]].earlier):
+            return None
+        distance: float | None = model.streams[place[other]].earlier[stream][place[one]]
+        return distance
+
+    return between
+
+
+def _sizes(models: Models) -> dict[str, Figure]:
+    """max |s_i| by layer, after its last sublayer (the feed-forward) and before that (after attention)."""
+    found = {}
+    for m in models:
+        largest = {s.reader: s.largest for s in m.streams if s.largest}
+        for title, readers in after_layers(m).items():
+            series = [
+                line(f"stream {i}", points, theme.colour(i + 1))
+                for i in range(max(map(len, largest.values()), default=0))
+                if (points := [(float(n), largest[r][i]) for n, r in readers.items() if i < len(largest.get(r, []))])
+            ]
+            if series:
+                found[_named(models, m, f"after {title}")] = curves(
+                    series, "layer", "largest |s|", log_y=True, whole_x=True, height=340
+                )
     return found

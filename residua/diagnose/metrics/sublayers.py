@@ -182,7 +182,11 @@ class Sublayers(Metric):
         views = {
             "output": _curve(models, "output_rms", "output RMS"),
             "relative to input": _curve(models, "relative_rms", "output RMS / input RMS"),
-        }
+            "hidden state": by_layer(
+                models, lambda m: [(s.index, s.rms) for s in m.states if s.rms], "RMS of the state", log=True,
+                x="read by",
+            ),
+        }  # fmt: skip
         add_tabs(section, views)
         gradient = _curve(models, "gradient_rms", "gradient RMS")
         if gradient is not None:

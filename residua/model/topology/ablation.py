@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -20,17 +20,17 @@ Change = Callable[[int, Tensor, dict[str, Tensor]], Tensor]
 
 
 @contextmanager
-def sources_dropped(reads: Sequence[nn.Module], positions: Mapping[int, int]) -> Iterator[None]:
-    """reads[k] does not see its source at positions[k], unless that is its only one."""
+def sources_dropped(reads: Sequence[nn.Module], positions: Mapping[int, Collection[int]]) -> Iterator[None]:
+    """reads[k] does not see its sources at positions[k], unless it has no others."""
 
-    def without(position: int) -> Callable[..., Any]:
+    def without(dropped: Collection[int]) -> Callable[..., Any]:
         def drop(module: nn.Module, given: tuple[State]) -> tuple[State]:
             seen = given[0]
-            return (seen[:position] + seen[position + 1 :] if len(seen) > 1 else seen,)
+            return (tuple(source for i, source in enumerate(seen) if i not in dropped) or seen,)
 
         return drop
 
-    handles = [reads[k].register_forward_pre_hook(without(position)) for k, position in positions.items()]
+    handles = [reads[k].register_forward_pre_hook(without(dropped)) for k, dropped in positions.items()]
     try:
         with ops.backend("reference"):  # the fused path does not call the reads
             yield
@@ -68,4 +68,29 @@ def reads_changed(topology: Topology, change: Change) -> Iterator[None]:
     try:
         yield
     finally:
+        object.__delattr__(topology, "step")
+
+
+@contextmanager
+def junctions_skipped(topology: Topology, sublayers: Collection[int]) -> Iterator[None]:
+    """The junctions after these sublayers do nothing: the state stays, and the next sublayer gets what they read."""
+    plain_open, plain_step = topology.open, topology.step
+    read: list[Tensor] = []
+
+    def noted(h: Tensor, state: State) -> tuple[Tensor, State]:
+        read[:] = [h]
+        return h, state
+
+    def open_(x: Tensor) -> tuple[Tensor, State]:
+        return noted(*plain_open(x))
+
+    def step(k: int, y: Tensor, state: State) -> tuple[Tensor, State]:
+        return (read[0], state) if k in sublayers else noted(*plain_step(k, y, state))
+
+    object.__setattr__(topology, "open", open_)
+    object.__setattr__(topology, "step", step)
+    try:
+        yield
+    finally:
+        object.__delattr__(topology, "open")
         object.__delattr__(topology, "step")

@@ -189,6 +189,14 @@ class BlockAttnRes(Topology):
         return self.plan.sees
 
     def without_source(self, positions: Mapping[int, int]) -> AbstractContextManager[Any]:
+        return sources_dropped(list(self.reads), {k: (position,) for k, position in positions.items()})
+
+    def without_writes(self, sublayers: Sequence[int]) -> AbstractContextManager[Any]:
+        """No read sees a source that these sublayers alone wrote."""
+        empty: list[bool] = [False]
+        for k in range(len(self.reads)):
+            empty.append(k in sublayers and (empty[k] or not self.plan.grows[k + 1]))
+        positions = {k: [i for i, source in enumerate(seen) if empty[source]] for k, seen in enumerate(self.plan.sees)}
         return sources_dropped(list(self.reads), positions)
 
     def weighing_readers(self) -> Sequence[int]:

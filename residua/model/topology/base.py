@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -148,6 +148,17 @@ class Topology(nn.Module):
     def without_stream(self, stream: int) -> AbstractContextManager[Any]:
         """A context in which no sublayer reads this stream; it is still written."""
         raise NotImplementedError(f"{type(self).__name__} has no streams to hide")
+
+    def without_writes(self, sublayers: Sequence[int]) -> AbstractContextManager[Any]:
+        """A context in which these sublayers, whose outputs are zero, write nothing, as if they did not exist.
+
+        By default it changes nothing: an output of zero adds nothing to a sum.
+        """
+        return nullcontext()
+
+    def fill_phase(self) -> int:
+        """How many sublayers, from the first, cannot be left out: their outputs become streams."""
+        return 0
 
 
 class Boundary:

@@ -16,7 +16,7 @@ from residua.config import choices
 from residua.config.depth import depth_bias, gate_bias, lerping_sublayers
 from residua.model.kept import Kept
 from residua.model.taps import tap
-from residua.model.topology.ablation import parameters_set, reads_changed
+from residua.model.topology.ablation import junctions_skipped, parameters_set, reads_changed
 from residua.model.topology.base import Boundary, State, Topology
 from residua.model.topology.facts import Rows, add_rows, pool_rows, stream_rows
 from residua.ops._runtime.numeric import wide
@@ -95,7 +95,7 @@ class MultiGate(Topology):
         gates, pool = cast(Gates, self.gates[k - self.fill]), cast(Pool, self.pools[k])
         keeps = ends or k == self.last or k in self.kept
         h, after = self._write(keeps, state, y, gates.query, gates.bias, pool.query)
-        tap(f"depth.{k}.beta", lambda: self._beta(gates, state[0] if k > self.fill else torch.stack(state, -2)))
+        tap(f"depth.{k}.beta", lambda: self._beta(gates, _stacked(state, y)))
         tap(f"depth.{k}.weights", lambda: ops.pool_weights(after[0], pool.query))
         tap(f"depth.{k}.streams", after[0])
         return h, after
@@ -179,6 +179,18 @@ class MultiGate(Topology):
 
     def without_stream(self, stream: int) -> AbstractContextManager[Any]:
         return reads_changed(self, partial(_unread, stream))
+
+    def without_writes(self, sublayers: Sequence[int]) -> AbstractContextManager[Any]:
+        """A gate would write zeros and fade the streams, so its junction is skipped; outputs of the fill phase stay."""
+        return junctions_skipped(self, [k for k in sublayers if k >= self.fill])
+
+    def fill_phase(self) -> int:
+        return self.fill
+
+
+def _stacked(state: State, y: Tensor) -> Tensor:
+    """The streams [B, T, n, C] of a state, also of one that the fill phase left."""
+    return state[0] if state[0].dim() > y.dim() else torch.stack(state, -2)
 
 
 def averaging(sublayers: int) -> Sequence[float]:

@@ -7,7 +7,7 @@ from torch import Tensor
 from residua.ops._runtime import fused
 from residua.ops._runtime.backend import Operator
 from residua.ops.gated_norm import reference
-from residua.ops.gated_norm.reference import low_rank_gate
+from residua.ops.gated_norm.reference import gate_scores, low_rank_gate
 
 HIGHEST_RANK = 64
 
@@ -25,4 +25,4 @@ if fused.INSTALLED:
 
     gated_norm.register_fused(autograd.gated_norm, _serves)
 
-__all__ = ["gated_norm", "low_rank_gate"]
+__all__ = ["gate_scores", "gated_norm", "low_rank_gate"]

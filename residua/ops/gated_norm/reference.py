@@ -34,7 +34,12 @@ def gated_norm(
 
 def low_rank_gate(y: Tensor, down: Tensor, up: Tensor, *, activation: GateActivation = "sigmoid") -> Tensor:
     """y ⊙ act(up · silu(down · y))."""
-    return y * ACTIVATIONS[activation](linear(silu(linear(y, down.to(y.dtype))), up.to(y.dtype)))
+    return y * gate_scores(y, down, up, activation=activation)
+
+
+def gate_scores(y: Tensor, down: Tensor, up: Tensor, *, activation: GateActivation = "sigmoid") -> Tensor:
+    """act(up · silu(down · y)), [..., C], or [..., 1] if there is one gate for the whole vector."""
+    return ACTIVATIONS[activation](linear(silu(linear(y, down.to(y.dtype))), up.to(y.dtype)))
 
 
 def _identity(x: Tensor) -> Tensor:

@@ -1,0 +1,140 @@
+"""The largest single values of what sublayers write: the three largest |y| of every output."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+from pydantic import Field
+
+from residua.config.settings import Frozen
+from residua.diagnose.largest import LARGEST, Activation, Largest
+from residua.diagnose.metric import Metric, Model, Models, Sentence
+from residua.diagnose.observe import Observation, Subject
+from residua.diagnose.plots import NONE, Points, add_tabs, after_layers, places
+from residua.diagnose.sentences import token
+from residua.diagnose.text import Sample
+from residua.ops._runtime.numeric import wide
+from residua.report import Column, Page, theme
+from residua.report.figures import Curve, curves
+
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
+
+DASHES = ("solid", "dash", "dot")
+
+
+class OutputFacts(Frozen):
+    """The output of one sublayer: mean over tokens of the (lower) median of |y|, and the three largest |y|."""
+
+    site: int
+    median: float
+    largest: list[Activation]
+
+
+class OutputKeys(Frozen):
+    """Every sublayer's output."""
+
+    outputs: list[OutputFacts] = Field(default_factory=list)
+
+
+class Outputs(Metric):
+    """Over all tokens, as `States` does it for what sublayers read."""
+
+    keys = OutputKeys
+    columns = (Column("largest |y|", "of all sublayers' outputs"),)
+    file_place, page_place = 25, 45
+
+    def __init__(self, subject: Subject, sample: Sample) -> None:
+        super().__init__(subject, sample)
+        self.largest: dict[int, Largest] = defaultdict(Largest)
+        self.medians: dict[int, float] = defaultdict(float)
+        self.tokens = 0
+
+    def add(self, seen: Observation) -> None:
+        for k, output in seen.outputs.items():
+            size = wide(output).abs()
+            self.largest[k].add(size, seen.tokens)
+            self.medians[k] += float(size.median(-1).values.double().sum())
+        self.tokens += seen.tokens.numel()
+
+    def facts(self) -> OutputKeys:
+        return OutputKeys(
+            outputs=[
+                OutputFacts(site=k, median=self.medians[k] / self.tokens, largest=largest.facts(self.sample))
+                for k, largest in sorted(self.largest.items())
+            ]
+        )
+
+    @classmethod
+    def sentences(cls, model: Model) -> Iterable[Sentence]:
+        if model.outputs:
+            most = max(model.outputs, key=lambda o: o.largest[0].value)
+            a = most.largest[0]
+            yield Sentence(
+                85,
+                f"The largest single output is {a.value:.4g}, that of {model.sites[most.site].name} in dimension "
+                f"{a.dimension} at token {token(a.text, a.token)}.",
+            )
+
+    @classmethod
+    def cells(cls, model: Model) -> list[str]:
+        return [f"{max(o.largest[0].value for o in model.outputs):.4g}" if model.outputs else NONE]
+
+    @classmethod
+    def draw(cls, page: Page, models: Models) -> None:
+        if not any(m.outputs for m in models):
+            return
+        section = page.section(
+            "Largest outputs",
+            "The three largest |y| that each layer's attention and feed-forward write, and the three largest |h| of "
+            "the state after them. Healthy: three lines close together and a flat course; a first line far above the "
+            "second is one value that a sublayer writes on purpose, and a plateau is one that stays.",
+        )
+        views: dict[str, Figure | None] = {}
+        for part in ("feed-forward", "attention"):
+            views[f"{part} outputs"] = _figure(models, "|y|", _written(part))
+            views[f"state after {part}"] = _figure(models, "|h|", _read(part))
+        add_tabs(section, views, "Solid, dashed and dotted: the largest, second and third.")
+
+
+def _written(part: str) -> Callable[[Model, int], Points]:
+    """By layer, the rank-th largest |y| of its attention or of its feed-forward."""
+
+    def points(model: Model, rank: int) -> Points:
+        found = {o.site + 1: o.largest for o in model.outputs}
+        return _points(model, part, found, rank)
+
+    return points
+
+
+def _read(part: str) -> Callable[[Model, int], Points]:
+    """By layer, the rank-th largest |h| that the sublayer after its attention or its feed-forward reads."""
+
+    def points(model: Model, rank: int) -> Points:
+        return _points(model, part, {s.index: s.largest for s in model.states}, rank)
+
+    return points
+
+
+def _points(model: Model, part: str, found: dict[int, list[Activation]], rank: int) -> Points:
+    readers = after_layers(model).get(part, {})
+    return [(float(n), found[r][rank].value) for n, r in readers.items() if rank < len(found.get(r, []))]
+
+
+def _figure(models: Models, y: str, points: Callable[[Model, int], Points]) -> Figure | None:
+    """One colour per model, one dash per rank."""
+    series = [
+        Curve(
+            model.name, [x for x, _ in found], [value for _, value in found], theme.colour(place), group=model.name,
+            legend=rank == 0, dash=DASHES[rank], markers=rank == 0, symbol=theme.symbol(place),
+            opacity=1.0 if rank == 0 else 0.7,
+        )
+        for model, place in zip(models, places(models), strict=True)
+        for rank in range(LARGEST)
+        if (found := points(model, rank))
+    ]  # fmt: skip
+    if not series:
+        return None
+    return curves(series, "layer", f"three largest {y}", log_y=True, whole_x=True, height=340)

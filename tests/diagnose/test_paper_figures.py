@@ -1,0 +1,248 @@
+"""What the papers' figures show equals its direct definition, in float64, over batches of unequal size."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable
+from statistics import median
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from residua.diagnose import ModelDiagnosis, run, taps
+from residua.diagnose.metrics.anchors import Anchors
+from residua.diagnose.metrics.norm_gates import EDGES, NormGates
+from residua.diagnose.metrics.norms import Norms
+from residua.diagnose.metrics.outputs import Outputs
+from residua.diagnose.metrics.streams import Streams
+from residua.diagnose.metrics.sublayers import Sublayers
+from residua.diagnose.metrics.token_maps import LayerMaps, TokenMaps
+from residua.diagnose.metrics.write_gates import WriteGates
+from residua.model.decoder import Decoder
+from residua.report import Page
+from tests.diagnose import planted
+
+pytestmark = pytest.mark.slow
+
+Case = tuple[Decoder, ModelDiagnosis, dict[str, Tensor]]
+
+
+def case(maps: bool = False, **tables: Any) -> Case:
+    """A model in float64, its diagnosis in batches of three and two sequences, and its taps from one batch of all."""
+    torch.manual_seed(0)
+    model = planted.control(**tables).double()
+    with torch.no_grad():
+        for p in [*model.topology.parameters(), *_small(model)]:
+            p.add_(torch.randn_like(p) * 0.3)
+    text = planted.sample()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "TOKENS_AT_ONCE", 3 * planted.LENGTH)
+        made = planted.diagnosed(model, text, ablations="none", maps=maps)
+    with taps(model) as seen, torch.no_grad():
+        model(text.tokens)
+    return model, made, seen
+
+
+def _small(model: Decoder) -> Iterable[Tensor]:
+    """Norm weights, their gates, λ and what makes γ: everything that an untrained model has at a constant."""
+    parts = ("norm.", "anchor_scale", "current_scale", "gamma.")
+    return [p for name, p in model.named_parameters() if any(part in name for part in parts)]
+
+
+def figures(metric: Any, *models: ModelDiagnosis) -> list[dict[str, Any]]:
+    """The plots of a metric's section."""
+    page = Page("t", "l")
+    metric.draw(page, models)
+    return [json.loads(p) for p in re.findall(r'<script type="application/json">(.*?)</script>', page.html())]
+
+
+@pytest.fixture(scope="module")
+def streams() -> Case:
+    return case(topology={"kind": "multi_gate", "streams": 3})
+
+
+def test_a_stream_has_its_angular_distance_to_itself_at_every_earlier_reader(streams: Case) -> None:
+    _, made, seen = streams
+    for place, facts in enumerate(made.streams):
+        after = seen[f"depth.{facts.reader - 1}.streams"]
+        assert len(facts.earlier) == after.shape[-2]
+        for i, row in enumerate(facts.earlier):
+            assert len(row) == place
+            for j, found in enumerate(row):
+                before = seen[f"depth.{made.streams[j].reader - 1}.streams"]
+                if i >= before.shape[-2]:
+                    assert found is None
+                    continue
+                cosine = torch.cosine_similarity(before[..., i, :], after[..., i, :], -1).clamp(-1, 1)
+                # streams that are not written yet do not turn: arccos of a rounded 1 is up to 1e-8
+                assert found == pytest.approx(float((cosine.arccos() / math.pi).mean()), rel=1e-9, abs=2e-8)
+        assert facts.angular_distance == [row[-1] for row in facts.earlier if row]
+
+
+def test_the_largest_value_of_each_stream(streams: Case) -> None:
+    _, made, seen = streams
+    for facts in made.streams:
+        expected = seen[f"depth.{facts.reader - 1}.streams"].abs().amax((0, 1, 3))
+        assert facts.largest == pytest.approx(expected.tolist(), rel=1e-12)
+
+
+def test_quartiles_whiskers_and_maximum_of_write_gates(streams: Case) -> None:
+    _, made, seen = streams
+    assert made.betas
+    for facts in made.betas:
+        beta = seen[f"depth.{facts.site}.beta"].flatten(0, 1).numpy()
+        for values, found in zip([beta.ravel(), *beta.T], [facts.quartiles, *facts.by_stream], strict=True):
+            lower, middle, upper = np.quantile(values, [0.25, 0.5, 0.75])
+            reach = 1.5 * (upper - lower)
+            inside = values[(values >= lower - reach) & (values <= upper + reach)]
+            expected = [inside.min(), lower, middle, upper, inside.max(), values.max()]
+            assert list(found.model_dump().values()) == pytest.approx(expected, rel=1e-9)
+
+
+def test_streams_and_write_gates_are_drawn_as_in_the_paper(streams: Case) -> None:
+    _, made, _ = streams
+    plots = figures(Streams, made)
+    maps = [p["data"][0] for p in plots if p["data"][0]["type"] == "heatmap"]
+    assert len(maps) == 3  # one for each stream
+    between = {s.reader: s for s in made.streams}
+    # n layers later (upward) from layer ℓ (to the right): stream 1 after layer 1 and two layers later
+    cell = maps[1]["z"][maps[1]["y"].index("2")][1]
+    assert cell == pytest.approx(between[8].earlier[1][3], abs=1e-4) and maps[1]["z"][0][1:] == [None] * 3
+    sizes = [p for p in plots if p["layout"]["yaxis"]["title"]["text"] == "largest |s|"]
+    assert [len(p["data"]) for p in sizes] == [3, 3]
+    assert sizes[0]["data"][2]["y"][-1] == between[8].largest[2]  # after the last feed-forward
+    assert sizes[1]["data"][2]["y"][-1] == between[7].largest[2]  # after the last attention
+    box, ring = figures(WriteGates, made)[0]["data"]
+    assert box["type"] == "box" and box["q3"] == [b.quartiles.upper for b in made.betas]
+    assert ring["y"] == [b.quartiles.largest for b in made.betas]
+
+
+def test_the_three_largest_values_of_every_output(streams: Case) -> None:
+    _, made, seen = streams
+    for facts in made.outputs:
+        y = seen[f"sublayer.{facts.site}.output"].abs()
+        top = y.flatten().sort(descending=True).values[:3]
+        assert [a.value for a in facts.largest] == pytest.approx(top.tolist(), rel=1e-12)
+        assert facts.median == pytest.approx(float(y.median(-1).values.mean()), rel=1e-12)
+        for a in facts.largest:
+            assert float(y[a.sequence, a.position, a.dimension]) == a.value
+    plots = figures(Outputs, made)
+    assert [len(p["data"]) for p in plots] == [3] * 4
+    written = plots[0]["data"]  # the feed-forwards' outputs: largest, second, third
+    assert [curve["y"][1] for curve in written] == [a.value for a in made.outputs[3].largest]
+    assert [curve["y"][1] for curve in plots[1]["data"]] == [a.value for a in made.states[4].largest]
+
+
+def test_the_rms_of_the_hidden_state_is_drawn_over_depth(streams: Case) -> None:
+    _, made, _ = streams
+    drawn = [p["data"][0]["y"] for p in figures(Sublayers, made)]
+    assert [s.rms for s in made.states] in drawn
+
+
+@pytest.fixture(scope="module")
+def dynamic() -> Case:
+    return case(
+        maps=True,
+        anchors={"kind": "exoformer", "mixing": {"kind": "dynamic"}},
+        attention={"kind": "softmax", "heads": 4, "gate": "elementwise"},
+        norm={"kind": "preaffine"},
+    )
+
+
+def test_mixing_coefficients_of_a_dynamic_model_include_gamma(dynamic: Case) -> None:
+    model, made, seen = dynamic
+    for facts in made.anchors:
+        sublayer = model.sublayers[2 * facts.layer]
+        mix = sublayer.body.mix
+        with torch.no_grad():
+            gamma = mix.gamma(sublayer.norm(seen[f"sublayer.{2 * facts.layer}.input"])).mean((0, 1))
+        at = 2 * mix.pathways.index(facts.pathway)
+        one, two = mix.anchor_scale[facts.pathway].flatten(), mix.current_scale[facts.pathway].flatten()
+        assert facts.gamma == pytest.approx(gamma[at : at + 2].tolist(), rel=1e-9)
+        assert facts.anchor_channels == pytest.approx((one * gamma[at]).tolist(), rel=1e-5)
+        assert facts.current_channels == pytest.approx((two * gamma[at + 1]).tolist(), rel=1e-5)
+        ratio = ((one * gamma[at]) / (two * gamma[at + 1])).tolist()
+        assert facts.ratio == pytest.approx(median(ratio), rel=1e-4)
+    plots = figures(Anchors, made)
+    assert [len(p["data"][0]["x"]) for p in plots[4:6]] == [4 * planted.WIDTH] * 2  # every channel of Q, K, V and G
+    first = made.anchors[0]
+    assert plots[4]["data"][0]["z"][0][0] == pytest.approx(
+        first.anchor_channels[0] / first.current_channels[0], rel=1e-5
+    )
+
+
+def test_static_and_dynamic_mixing_start_alike() -> None:
+    attention = {"kind": "softmax", "heads": 4, "gate": "elementwise"}
+    for mixing in ("static", "dynamic"):
+        model = planted.control(anchors={"kind": "exoformer", "mixing": {"kind": mixing}}, attention=attention)
+        made = planted.diagnosed(model, ablations="none")
+        assert {x for a in made.anchors for x in (*a.anchor_channels, *a.current_channels)} == {0.5}
+        assert {a.ratio for a in made.anchors} == {1.0}
+
+
+def test_both_factors_of_preaffine_are_shown_norm_by_norm(dynamic: Case) -> None:
+    model, made, _ = dynamic
+    norms = [*(s.norm for s in model.sublayers), model.norm]
+    for factor, name in (("λ", "weight"), ("λ1", "affine")):
+        own = [n for n in made.norms if n.factor == factor]
+        values = torch.stack([getattr(norm, name).detach() for norm in norms])
+        assert [n.state for n in own] == list(range(9))
+        order = (values - 1).abs().amax(0).argsort(descending=True).tolist()
+        for n, expected in zip(own, values, strict=True):
+            assert n.dimensions == order[:48] and n.values == pytest.approx(expected[order[:48]].tolist(), rel=1e-12)
+            assert (n.lowest, n.highest) == (float(expected.min()), float(expected.max()))
+    maps = [p["data"][0] for p in figures(Norms, made) if p["data"][0]["type"] == "heatmap"]
+    assert len(maps) == 2 and maps[1]["z"][3][0] == pytest.approx(made.norms[9 + 3].values[0], rel=1e-3)
+    far = max((n for n in made.norms if n.factor == "λ1"), key=lambda n: abs(n.values[0] - 1))
+    (told,) = Norms.sentences(made)
+    assert f"λ1 = {far.values[0]:.3g} in dimension {far.dimensions[0]} before {far.name}, where λ is" in told.text
+
+
+def test_maps_of_tokens_and_dimensions(dynamic: Case) -> None:
+    _, made, seen = dynamic
+    states = torch.stack([*(seen[f"sublayer.{k}.input"] for k in range(8)), seen["final.input"]]).abs()
+    order = states.mean((0, 1, 2)).argsort(descending=True).tolist()[:48]
+    found = made.token_map
+    assert found.dimensions == order
+    for values, expected in ((found.values, states[:, 0].mean(0)), (made.layer_maps[2].values, states[4, 0])):
+        torch.testing.assert_close(torch.tensor(values, dtype=torch.float64), expected[:48, order], rtol=1e-4, atol=0.0)
+    assert [m.name for m in made.layer_maps] == [*(f"layer {n} attention" for n in range(4)), "the final norm"]
+    (shown,) = figures(TokenMaps, made)
+    assert shown["data"][0]["z"] == found.values
+    assert figures(LayerMaps, made.model_copy(update={"layer_maps": made.layer_maps[2:3]}))[0]["data"][0]["z"] == (
+        made.layer_maps[2].values
+    )
+
+
+def test_maps_of_every_layer_are_made_on_request_only(streams: Case) -> None:
+    assert streams[1].token_map is not None and streams[1].layer_maps == []
+
+
+def test_the_gate_of_a_gated_norm_against_the_size_of_its_input() -> None:
+    model, made, seen = case(norm={"kind": "gatednorm", "rank": 4})
+    sizes, gates = [], []
+    for facts in made.norm_gates:
+        last = facts.state == 8
+        norm = model.norm if last else model.sublayers[facts.state].norm
+        x = seen["final.input" if last else f"sublayer.{facts.state}.input"]
+        with torch.no_grad():
+            y = norm.weight * x / (x.square().mean(-1, keepdim=True) + norm.eps).sqrt()
+            gate = torch.sigmoid(torch.nn.functional.silu(y @ norm.gate.down.T) @ norm.gate.up.T)
+            torch.testing.assert_close(y * gate, norm(x))  # the gate is the one that acts
+        assert facts.mean == pytest.approx(float(gate.mean()), rel=1e-9)
+        both = torch.stack([y.abs().flatten(), gate.flatten()])
+        assert facts.correlation == pytest.approx(float(torch.corrcoef(both)[0, 1]), rel=1e-6)
+        sizes.append((y.abs() / y.square().mean(-1, keepdim=True).sqrt()).flatten())
+        gates.append(gate.flatten())
+    size, gate = torch.cat(sizes), torch.cat(gates)
+    assert len(sizes) == 9
+    for i, (low, high) in enumerate(zip((-1.0, *EDGES), (*EDGES, math.inf), strict=True)):  # a size may be 0
+        own = gate[(size > low) & (size <= high)]
+        assert made.gate_by_size.share[i] == pytest.approx(len(own) / len(gate), abs=1e-12)
+        assert made.gate_by_size.gate[i] == (pytest.approx(float(own.mean()), rel=1e-9) if len(own) else None)
+    assert figures(NormGates, made)[0]["data"][0]["y"] == [g for g in made.gate_by_size.gate if g is not None]
