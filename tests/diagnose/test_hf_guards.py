@@ -99,6 +99,14 @@ def test_outputs_that_are_scaled_before_they_are_added_are_recorded_as_added() -
     assert check_layers(seen, sites, {0: (given, given)}).wrong == [0]
 
 
+def test_rounding_in_16_bits_hides_nothing_and_scaled_residuals_are_seen() -> None:
+    subject = HuggingFaceSubject(architectures.build("granite").to(torch.bfloat16), "granite")
+    tokens = architectures.rows()[:, :-1]
+    assert sorted(subject.observe(tokens, tokens).attention) == [0, 1]
+    assert subject.scales == pytest.approx(dict.fromkeys(range(4), 0.5), rel=0.01)
+    assert len(subject.skipped) == 1
+
+
 def test_a_learned_sink_is_told_and_no_token_is_called_a_sink() -> None:
     model = models.build("gpt_oss")
     with torch.no_grad():
