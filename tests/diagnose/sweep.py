@@ -230,9 +230,7 @@ def main() -> None:
     parser.add_argument("--missing", action="store_true")
     parser.add_argument("--page", action="store_true")
     options = parser.parse_args()
-    results: dict[str, Any] = {}
-    if (options.only or options.missing or options.page) and RESULTS.exists():
-        results = json.loads(RESULTS.read_text(encoding="utf-8"))
+    results: dict[str, Any] = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
     if not options.page:
         torch.set_num_threads(1)
         results |= {"transformers": transformers.__version__, "torch": torch.__version__}
@@ -242,7 +240,8 @@ def main() -> None:
         for kind in options.only or [kind for kind in architectures.types() if kind not in done]:
             rows[kind] = examine(kind)
             print(kind, faults(rows[kind]) or rows[kind].get("refused", "right"), flush=True)
-            results["architectures"] = dict(sorted(rows.items()))
+            known = sorted(set(architectures.types()) & set(rows))
+            results["architectures"] = {kind: rows[kind] for kind in known}
             write_atomically(RESULTS, json.dumps(results, indent=1) + "\n")
     write_atomically(PAGE, page(results))
 
