@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+MOST_GAPS = 100
+"""Heat maps with more rows or columns have no lines between them."""
+
 
 @dataclass(frozen=True)
 class Curve:
@@ -188,24 +191,32 @@ def heatmap(
     bounds: tuple[float, float] | None = None,
     diverging: bool = False,
     height: int | None = None,
-    step: int | None = None,
+    step: int | tuple[int, int] | None = None,
 ) -> Figure:
     """A matrix as colours, first row at the top. Missing cells (None) stay empty; those near zero are light.
 
-    With `step`, one in so many names stands along each axis.
+    With `step`, one in so many names stands along each axis; two numbers are for columns and rows.
     """
     low, high = bounds if bounds else (None, None)
     centre = {"zmid": 0.0} if diverging else {}
     shown = {
         "type": "heatmap", "z": [list(row) for row in values], "x": [escape(v) for v in x],
-        "y": [escape(v) for v in y], "zmin": low, "zmax": high, "autocolorscale": True, "xgap": 1, "ygap": 1,
+        "y": [escape(v) for v in y], "zmin": low, "zmax": high, "autocolorscale": True,
+        "xgap": _gap(x), "ygap": _gap(y),
         "hoverongaps": False, "colorbar": {"title": {"text": escape(value_title)}},
         "hovertemplate": f"{escape(x_title)} %{{x}}<br>{escape(y_title)} %{{y}}<br>%{{z:.4g}}<extra></extra>",
         **centre,
     }  # fmt: skip
-    axis = {"type": "category", "showgrid": False, **_stepped(step)}
+    across, down = step if isinstance(step, tuple) else (step, step)
+    axis = {"type": "category", "showgrid": False}
     tall = height or min(max(200, 24 * len(y) + 90), 620)
-    return framed([shown], x_title, y_title, tall, x=axis, y={**axis, "autorange": "reversed"})
+    rows = {**axis, **_stepped(down), "autorange": "reversed"}
+    return framed([shown], x_title, y_title, tall, x={**axis, **_stepped(across)}, y=rows)
+
+
+def _gap(names: Sequence[str]) -> int:
+    """A line between cells, where they are wide enough for one."""
+    return 1 if len(names) <= MOST_GAPS else 0
 
 
 def _stepped(step: int | None) -> dict[str, Any]:

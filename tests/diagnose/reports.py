@@ -251,7 +251,7 @@ def _extras(layers: int, readers: int) -> dict[str, Any]:
             )
             for k in range(1, readers)
         ],
-        "outputs": [OutputFacts(site=k, median=0.2, largest=largest) for k in range(2 * layers)],
+        "outputs": [OutputFacts(site=k, largest=largest) for k in range(2 * layers)],
         "norms": [
             NormFacts(
                 state=k, name="n", factor=factor, lowest=0.1, median=1.0, highest=2.0, dimensions=[7, 9],

@@ -12,7 +12,7 @@ from pydantic import Field
 from residua.config.settings import Frozen
 from residua.diagnose.metric import Mean, Metric, Model, Models, Sentence
 from residua.diagnose.observe import AnchorScales, Observation, Subject
-from residua.diagnose.plots import add_tabs, by_layer
+from residua.diagnose.plots import LABELS, add_tabs, by_layer
 from residua.diagnose.text import Sample
 from residua.ops._runtime.numeric import wide
 from residua.report import Page
@@ -174,7 +174,8 @@ def _map(
     cut = int(INSIDE * len(known)) if "/" in title else 0
     return heatmap(
         rows, list(columns), [str(layer) for layer in layers], "pathway, head and channel", "layer", title,
-        bounds=(known[cut], known[-1 - cut]), step=None if len(columns) <= COLUMNS else len(columns) // 12,
+        bounds=(known[cut], known[-1 - cut]), height=min(300 + 16 * len(layers), 760),
+        step=(-(-len(columns) // LABELS), -(-len(layers) // (2 * LABELS))),
     )  # fmt: skip
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,8 +23,8 @@ SHOWN = 48
 
 class NormFacts(Frozen):
     """One factor of the norm before a sublayer (the last: of the final norm): λ after the division by the RMS, λ1
-    before it (PreAffine). `dimensions` are those in which this factor is furthest from 1 in any norm, the same for all
-    norms, and `values` the factors there."""
+    before it (PreAffine). `dimensions` are those in which this factor is smallest and largest in any norm, the same for
+    all norms, and `values` the factors there."""
 
     state: int
     name: str
@@ -43,7 +43,7 @@ class NormKeys(Frozen):
 
 
 class Norms(Metric):
-    """Factors are parameters, so there is nothing to sum over tokens. Distance from 1 is |λ − 1|."""
+    """Factors are parameters, so there is nothing to sum over tokens."""
 
     keys = NormKeys
     file_place, page_place = 45, 35
@@ -54,7 +54,7 @@ class Norms(Metric):
         found = []
         for name in names:
             own = {k: factors[name].double().cpu() for k, factors in sorted(parts.items()) if name in factors}
-            dimensions = _furthest(list(own.values()))
+            dimensions = _furthest(torch.stack(list(own.values())))
             found += [self._facts(k, name, factor, dimensions) for k, factor in own.items()]
         return NormKeys(norms=found)
 
@@ -97,28 +97,38 @@ class Norms(Metric):
         }
         add_tabs(section, views)
         section.subheading("The dimensions furthest from 1")
-        section.tabs(_maps(models), "One row for each norm, the dimensions with the largest |λ − 1| of any norm first.")
+        section.tabs(
+            _maps(models),
+            "One row for each norm: the dimensions with the smallest factor of any norm, then those with the largest.",
+        )
 
 
-def _furthest(factors: Sequence[Tensor]) -> list[int]:
-    """The dimensions with the largest |λ − 1| in any norm, largest first."""
-    far = (torch.stack(list(factors)) - 1).abs().amax(0)
-    order: list[int] = far.argsort(descending=True, stable=True)[:SHOWN].tolist()
-    return order
+def _furthest(factors: Tensor) -> list[int]:
+    """The dimensions with the smallest and with the largest factors of any norm, half of them each; [norms, C]."""
+    low = factors.amin(0).argsort(stable=True)[: SHOWN // 2].tolist()
+    high = factors.amax(0).argsort(descending=True, stable=True)[: SHOWN // 2].tolist()
+    return list(dict.fromkeys([*low, *high]))
+
+
+def _far(factor: float) -> float:
+    """How many times larger or smaller than 1."""
+    size = max(abs(factor), 1e-12)
+    return max(size, 1 / size)
 
 
 def _told(model: Model, factor: str) -> str:
     """`λ1 = 7.19 in dimension 1326 before layer 3 attention, where λ is 0.06`."""
     own = [n for n in model.norms if n.factor == factor]
-    most = max(own, key=lambda n: abs(n.values[0] - 1))
-    dimension = most.dimensions[0]
+    most = max(own, key=lambda n: max(map(_far, n.values)))
+    value = max(most.values, key=_far)
+    dimension = most.dimensions[most.values.index(value)]
     others = [
         f"{n.factor} is {n.values[n.dimensions.index(dimension)]:.3g}"
         for n in model.norms
         if n.state == most.state and n.factor != factor and dimension in n.dimensions
     ]
     where = f", where {' and '.join(others)}" if others else ""
-    return f"{factor} = {most.values[0]:.3g} in dimension {dimension} before {most.name}{where}"
+    return f"{factor} = {value:.3g} in dimension {dimension} before {most.name}{where}"
 
 
 def _points(factor: str, key: str) -> Callable[[Model], list[tuple[float, float]]]:
@@ -142,6 +152,7 @@ def _maps(models: Models) -> dict[str, Figure]:
             label = factor if len(models) == 1 else f"{m.name}: {factor}"
             found[label] = heatmap(
                 rows, names, [n.name for n in own], "dimension", "norm before", factor, bounds=(low, high),
-                height=min(190 + 18 * len(rows), 760), step=max(1, -(-len(rows) // (2 * LABELS))),
+                height=min(190 + 18 * len(rows), 760),
+                step=(-(-len(names) // (2 * LABELS)), -(-len(rows) // (2 * LABELS))),
             )  # fmt: skip
     return found

@@ -26,10 +26,9 @@ DASHES = ("solid", "dash", "dot")
 
 
 class OutputFacts(Frozen):
-    """The output of one sublayer: mean over tokens of the (lower) median of |y|, and the three largest |y|."""
+    """The three largest |y| of one sublayer's output."""
 
     site: int
-    median: float
     largest: list[Activation]
 
 
@@ -49,21 +48,15 @@ class Outputs(Metric):
     def __init__(self, subject: Subject, sample: Sample) -> None:
         super().__init__(subject, sample)
         self.largest: dict[int, Largest] = defaultdict(Largest)
-        self.medians: dict[int, float] = defaultdict(float)
-        self.tokens = 0
 
     def add(self, seen: Observation) -> None:
         for k, output in seen.outputs.items():
-            size = wide(output).abs()
-            self.largest[k].add(size, seen.tokens)
-            self.medians[k] += float(size.median(-1).values.double().sum())
-        self.tokens += seen.tokens.numel()
+            self.largest[k].add(wide(output).abs(), seen.tokens)
 
     def facts(self) -> OutputKeys:
         return OutputKeys(
             outputs=[
-                OutputFacts(site=k, median=self.medians[k] / self.tokens, largest=largest.facts(self.sample))
-                for k, largest in sorted(self.largest.items())
+                OutputFacts(site=k, largest=largest.facts(self.sample)) for k, largest in sorted(self.largest.items())
             ]
         )
 

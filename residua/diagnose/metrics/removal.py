@@ -157,7 +157,7 @@ class Removal(Metric):
             return
         section = page.section(
             "What removal costs",
-            "Loss change on the same tokens when a part is silenced. Healthy: every layer costs something, the first "
+            "Loss change on the same tokens when a part is removed. Healthy: every layer costs something, the first "
             "ones most; a bar at zero is a layer the model does not use, one below zero a layer it would be better "
             "without.",
         )
@@ -176,8 +176,8 @@ class Removal(Metric):
             section.subheading("Several layers at once")
             section.figure(
                 several,
-                "Layers in the middle of the model, removed together. Healthy: far more than the sum of their single "
-                "costs; a flat line is a stretch of layers that the model hardly uses.",
+                "Layers in the middle of the model, removed together. Healthy: the cost grows with every layer; a flat "
+                "line is a stretch of layers that the model hardly uses.",
             )
         if sublayers is not None:
             section.subheading("Sublayer by sublayer")
