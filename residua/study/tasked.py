@@ -66,14 +66,20 @@ class _Harness:
     """Tasks of lm-evaluation-harness; a group of ours has the worked examples of its paper."""
 
     def __init__(self, tasks: Tasks) -> None:
-        from residua.evaluate.harness import find_tasks
+        from residua.evaluate.harness import find_tasks, runs_code
         from residua.evaluate.tasks import expand
 
         self._limit = tasks.limit
         self._shots = {
             name: wanted.shots if tasks.shots is None else tasks.shots for name, wanted in expand(tasks.names).items()
         }
-        self._manager, names = find_tasks(list(tasks.names))
+        self._manager, names = find_tasks(list(tasks.names), allow_code=True)
+        unsafe = next((name for name in names if runs_code(name, self._manager.task_index)), None)
+        if unsafe is not None:
+            raise ValueError(
+                f"{unsafe} runs the programs that the model writes, which a study does not do: score its runs with "
+                "residua eval --allow-code."
+            )
         self.asked = {name: _digest(["lm-eval", name, self._shots[name], tasks.limit]) for name in names}
 
     def score(self, scorer: Scorer, name: str, progress: Progress) -> TaskAccuracy:

@@ -9,7 +9,7 @@ import statistics
 import sys
 from io import StringIO
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -137,6 +137,7 @@ def test_a_task_that_cannot_be_had_is_told_once_and_the_others_are_scored(
     assert found.mean is None, "no mean over some of the tasks"
 
 
+@pytest.mark.slow
 def test_a_run_without_weights_is_not_scored(study: StudyConfig, dataset: Dataset, out: Path, asked: Tasks) -> None:
     plan = make_plan(study, out, dataset)
     write_all(plan, lambda run, step: 3.0)
@@ -235,15 +236,19 @@ class Harness(ModuleType):
     def __init__(self) -> None:
         super().__init__("harness")
         self.seen: list[tuple[list[str], int | None, int | None]] = []
+        self.manager = SimpleNamespace(task_index="the index")
 
-    def find_tasks(self, names: list[str]) -> tuple[str, list[str]]:
-        return "the manager", list(expand(names))
+    def find_tasks(self, names: list[str], allow_code: bool) -> tuple[SimpleNamespace, list[str]]:
+        return self.manager, list(expand(names))
+
+    def runs_code(self, name: str, index: str) -> bool:
+        return name == "mbpp" and index == "the index"
 
     def evaluate_with_harness(
         self, scorer: Scorer, generator: object, names: list[str], *, shots: int | None, limit: int | None,
         task_manager: object,
     ) -> dict[str, dict[str, float]]:  # fmt: skip
-        assert task_manager == "the manager"
+        assert task_manager is self.manager
         self.seen.append((names, shots, limit))
         return {names[0]: {"acc": 0.25}}
 
@@ -266,6 +271,8 @@ def test_tasks_of_the_harness_are_scored_one_by_one_with_the_shots_of_their_grou
     assert harness.seen[6:] == [(["arc_easy"], 3, None), (["gsm8k"], 3, None)]
     found = read_accuracies(trained.folder)
     assert found is not None and found.wanted == ("arc_easy", "gsm8k") and "gsm8k" not in found.tasks
+    with pytest.raises(ValueError, match="mbpp runs the programs that the model writes, which a study does not do"):
+        open_questions(Tasks(names=("arc_easy", "mbpp")))
 
 
 @pytest.mark.nightly
