@@ -22,6 +22,7 @@ PICTURES = ROOT / "docs" / "img"
 SUBLAYERS, WIDTH = 6, 96
 OPTIONS: dict[str, dict[str, object]] = {
     "block_attnres": {"sublayers_per_block": 2},
+    "boundary_attnres": {"sublayers_per_block": 2},
     "multi_gate": {"streams": 3},
     "hyper": {"streams": 3},
     "mhc": {"streams": 3},

@@ -25,6 +25,7 @@ from residua.config.settings import Frozen, Positive
 from residua.config.topologies import Additive as Additive
 from residua.config.topologies import AttentionResidual as AttentionResidual
 from residua.config.topologies import BlockAttnRes as BlockAttnRes
+from residua.config.topologies import BoundaryAttnRes as BoundaryAttnRes
 from residua.config.topologies import Clipped as Clipped
 from residua.config.topologies import DenseFormer as DenseFormer
 from residua.config.topologies import FullAttnRes as FullAttnRes
@@ -41,6 +42,10 @@ from residua.config.topologies import TopologyChoice as TopologyChoice
 
 Granularity = Literal["elementwise", "headwise", "scalar"]
 Pathway = Literal["q", "k", "v", "g"]
+
+
+Start = tuple[float, float]
+"""λ1 and λ2 at the start; with dynamic mixing, times γ."""
 
 
 class AnchorChoice(Frozen):
@@ -82,6 +87,7 @@ class ResFormer(AnchorChoice):
 
     kind: Literal["resformer"] = "resformer"
     granularity: Granularity = "scalar"
+    start: Start = (0.5, 0.5)
 
     @property
     def mixed(self) -> tuple[Pathway, ...]:
@@ -94,6 +100,7 @@ class ProjectionAnchors(AnchorChoice):
     pathways: tuple[Pathway, ...] = ("q", "k", "v", "g")
     granularity: Granularity = "elementwise"
     norm: Literal["none", "qk", "all"] = "all"
+    start: Start = (0.5, 0.5)
     mixing: Mixing = StaticMixing()
 
     @property
@@ -148,18 +155,19 @@ class Mixer(Frozen):
 class SoftmaxAttention(Mixer):
     """Causal softmax attention; `kv_heads` below `heads` is grouped-query attention.
 
-    `qk_norm` is over each head, or over all heads together ("rms_all", OLMo 2). With `window`, a token sees itself and
-    the `window` − 1 tokens before it, in all layers or in `window_layers`; `local_rope_theta` is the base of rotary
-    positions in those layers, which are not scaled there (Gemma 3). `bias` adds biases to queries, keys and
-    values ("qkv"), or to the output projection too ("all").
+    `qk_norm` is over each head, over all heads together ("rms_all", OLMo 2), or the dynamic tanh ("dyt"), whose α
+    starts at `qk_alpha`. With `window`, a token sees itself and the `window` − 1 tokens before it, in all layers or in
+    `window_layers`; `local_rope_theta` is the base of rotary positions in those layers, which are not scaled there
+    (Gemma 3). `bias` adds biases to queries, keys and values ("qkv"), or to the output projection too ("all").
     """
 
     kind: Literal["softmax"] = "softmax"
     heads: Positive
     kv_heads: Positive | None = None
     head_dim: Positive | None = None
-    qk_norm: Literal["rms", "rms_all", "none"] = "rms"
+    qk_norm: Literal["rms", "rms_all", "dyt", "none"] = "rms"
     qk_eps: float = Field(1e-6, gt=0)
+    qk_alpha: float = Field(0.5, gt=0)
     bias: Literal["none", "qkv", "all"] = "none"
     rope_theta: float = Field(10_000.0, gt=0)
     rope_scaling: RopeScaling | None = None

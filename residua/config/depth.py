@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from residua.config.topologies import MultiGate
 
 BASE_DEPTH = 21  # gated sublayers of the paper's reference model: 12 layers, 4 streams
-BASE_BIAS = 3.0  # minus the gate bias of that model
+BASE_BIAS = -3.0  # the gate bias of that model
 
 
 def lerping_sublayers(sublayers: int, streams: int) -> int:
@@ -17,14 +17,16 @@ def lerping_sublayers(sublayers: int, streams: int) -> int:
     return sublayers - (streams - 1)
 
 
-def depth_bias(lerping: int, streams: int) -> float:
-    """b = ln( sqrt(L_lerp/21)·(e³+1) − n ), which starts β near sqrt(21/L_lerp)·sigmoid(−3)."""
-    margin = math.sqrt(lerping / BASE_DEPTH) * (math.exp(BASE_BIAS) + 1) - streams
+def depth_bias(lerping: int, streams: int, base_depth: int = BASE_DEPTH, base_bias: float = BASE_BIAS) -> float:
+    """b = ln( sqrt(L_lerp/L_base)·(e^−b_base + 1) − n ), which starts β near sqrt(L_base/L_lerp)·sigmoid(b_base)."""
+    opened = math.exp(-base_bias) + 1
+    margin = math.sqrt(lerping / base_depth) * opened - streams
     if margin <= 0:
-        needed = math.floor(BASE_DEPTH * (streams / (math.exp(BASE_BIAS) + 1)) ** 2) + 1
+        needed = math.floor(base_depth * (streams / opened) ** 2) + 1
         raise ValueError(
             f"topology.streams = {streams} is too many for {lerping} gated sublayers: the gates' initial bias "
-            f"ln(sqrt(L/21)(e^3+1) - n) has no solution; use fewer streams, or layers for at least {needed} of them."
+            f"ln(sqrt(L/{base_depth})(e^{-base_bias:g}+1) - n) has no solution; use fewer streams, or layers for at "
+            f"least {needed} of them."
         )
     return math.log(margin)
 
@@ -35,7 +37,7 @@ def gate_bias(config: MultiGate, lerping: int) -> tuple[float, ...]:
     For independent gates the paper's formula, with its n, misses its own target, sqrt(21/L)·sigmoid(−3); with n = 1 it
     meets it. `corrected` uses n = 1, `printed` the paper's n.
     """
-    n = config.streams
+    n, base = config.streams, (config.base_depth, config.base_bias)
     if config.gate == "competitive":
-        return (depth_bias(lerping, n),) + (0.0,) * n
-    return (-depth_bias(lerping, 1 if config.bias_init == "corrected" else n),) * n
+        return (depth_bias(lerping, n, *base),) + (0.0,) * n
+    return (-depth_bias(lerping, 1 if config.bias_init == "corrected" else n, *base),) * n

@@ -168,10 +168,17 @@ def _check_positions(config: ModelConfig) -> None:
 
 def _check_anchor_norm(config: ModelConfig) -> None:
     softmax = config.softmax
-    if softmax is not None and config.anchors.mixed and softmax.qk_norm == "rms_all":
+    if softmax is None or not config.anchors.mixed:
+        return
+    if softmax.qk_norm == "rms_all":
         raise ValueError(
             f"anchors.kind = '{config.anchors.kind}' mixes heads one by one and {config.attention.softmax_path}."
             "qk_norm = 'rms_all' norms them together: use anchors.kind = 'none' or qk_norm = 'rms'."
+        )
+    if softmax.qk_norm == "dyt":
+        raise ValueError(
+            f"anchors.kind = '{config.anchors.kind}' is followed by an RMS norm of queries and keys or by none, and "
+            f"{config.attention.softmax_path}.qk_norm = 'dyt': use anchors.kind = 'none' or qk_norm = 'rms'."
         )
 
 

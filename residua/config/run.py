@@ -30,16 +30,19 @@ from residua.config.settings import (
 Rate = Annotated[float, Field(gt=0)]
 Decay = Annotated[float, Field(ge=0)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
+DecayRule = Literal["cautious", "plain"]
+"""`cautious` decays a weight only where the update moves it towards zero (arXiv 2510.12402), `plain` always (AdamW)."""
 
 
 class AdamW(Frozen):
-    """AdamW. As the optimizer of a whole model it applies (cautious) weight decay to the hidden matrices only."""
+    """AdamW. As the optimizer of a whole model it applies weight decay to the hidden matrices only."""
 
     kind: Literal["adamw"] = "adamw"
     lr: Rate = 3e-3
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     eps: float = Field(1e-8, gt=0)
     weight_decay: Decay = 0.0
+    decay: DecayRule = "cautious"
 
 
 class Muon(Frozen):
@@ -49,6 +52,7 @@ class Muon(Frozen):
     lr: Rate = 1e-2
     momentum: Beta = 0.95
     weight_decay: Decay = 0.1
+    decay: DecayRule = "cautious"
     rest: AdamW = AdamW()
 
 

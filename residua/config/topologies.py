@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, PlainValidator, SerializeAsAny, model_validator
 
-from residua.config.depth import gate_bias, lerping_sublayers
+from residua.config.depth import BASE_BIAS, BASE_DEPTH, gate_bias, lerping_sublayers
 from residua.config.family import Family
 from residua.config.settings import Frozen, Positive
 
@@ -46,10 +46,9 @@ class FullAttnRes(AttentionResidual):
     window: Positive | None = None
 
 
-class BlockAttnRes(AttentionResidual):
-    """Every sublayer attends to the finished blocks and the running sum of its own."""
+class InBlocks(AttentionResidual):
+    """The key that both ways to divide sublayers into blocks share."""
 
-    kind: Literal["block_attnres"] = "block_attnres"
     sublayers_per_block: Positive
 
     def check(self, layers: int) -> None:
@@ -58,6 +57,18 @@ class BlockAttnRes(AttentionResidual):
                 f"topology.sublayers_per_block = {self.sublayers_per_block} is more than the model's "
                 f"{2 * layers} sublayers (layers = {layers}): use at most {2 * layers}."
             )
+
+
+class BlockAttnRes(InBlocks):
+    """Every sublayer attends to the finished blocks and the running sum of its own."""
+
+    kind: Literal["block_attnres"] = "block_attnres"
+
+
+class BoundaryAttnRes(InBlocks):
+    """Attention over depth between blocks only, x + f(x) inside them: Block as an article describes it."""
+
+    kind: Literal["boundary_attnres"] = "boundary_attnres"
 
 
 class Recompute(Frozen):
@@ -83,13 +94,16 @@ Memory = Annotated[Recompute | Invert, Field(discriminator="kind")]
 class MultiGate(TopologyChoice):
     """Multi-Gate Residuals. `memory` says how training avoids storing most of the streams.
 
-    `bias_init` chooses the corrected or the printed formula for independent gates.
+    The gates start as open as a model of `base_depth` gated sublayers needs them, with a bias of `base_bias`, scaled
+    to the depth of this one. `bias_init` chooses the corrected or the printed formula for independent gates.
     """
 
     kind: Literal["multi_gate"] = "multi_gate"
     streams: int = Field(4, ge=2, le=64)
     gate: Literal["competitive", "independent"] = "competitive"
     bias_init: Literal["corrected", "printed"] = "corrected"
+    base_depth: Positive = BASE_DEPTH
+    base_bias: float = Field(BASE_BIAS, ge=-20, le=20)
     memory: Memory = Recompute()
 
     def check(self, layers: int) -> None:
@@ -154,6 +168,7 @@ TopologyChoice.join(
     Clipped,
     FullAttnRes,
     BlockAttnRes,
+    BoundaryAttnRes,
     MultiGate,
     Highway,
     HyperConnections,

@@ -73,8 +73,12 @@ def _block(model: ModelConfig) -> Sequence[str]:
     return _blocks_of(sublayers_per_block(model.layers))
 
 
-def _blocks_of(sublayers: int) -> Sequence[str]:
-    return ("model.topology.kind=block_attnres", f"model.topology.sublayers_per_block={sublayers}")
+def _boundary(model: ModelConfig) -> Sequence[str]:
+    return _blocks_of(sublayers_per_block(model.layers), "boundary_attnres")
+
+
+def _blocks_of(sublayers: int, kind: str = "block_attnres") -> Sequence[str]:
+    return (f"model.topology.kind={kind}", f"model.topology.sublayers_per_block={sublayers}")
 
 
 def _blocks(count: int) -> Variant:
@@ -171,6 +175,7 @@ KNOWN: dict[str, Variant] = {
     "full_attnres": _topology("Full Attention Residuals", "full_attnres"),
     "block_attnres": Variant("Block Attention Residuals, about 8 blocks", _block),
     **{f"block{count}": _blocks(count) for count in (2, 4, 8, 16)},
+    "boundary_attnres": Variant("attention over depth between about 8 blocks, x + f(x) inside them", _boundary),
     "mgr": _topology("Multi-Gate Residuals, competitive, 4 streams", "multi_gate"),
     "mgr8": _streams(8),
     "mgr_independent": _topology("Multi-Gate Residuals, independent gates", "multi_gate", "gate=independent"),

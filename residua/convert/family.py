@@ -296,6 +296,8 @@ def _settled(config: ModelConfig) -> dict[str, Any]:
         tables["attention"] |= {"head_dim": head_dim(config), "kv_heads": softmax.kv_heads or softmax.heads}
         if softmax.qk_norm == "none":
             tables["attention"].pop("qk_eps")
+        if softmax.qk_norm != "dyt":
+            tables["attention"].pop("qk_alpha")
     return tables
 
 

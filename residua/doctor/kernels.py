@@ -106,6 +106,7 @@ def _sublayers(d: Draw) -> dict[str, Call]:
     decay, share = -d.w(1, T, N).exp() / 8, d.w(1, T, N).sigmoid()
     return {
         "rms_norm": Call(ops.rms_norm, (d.x(T, C), d.w(C))),
+        "rms_norm, scaled": Call(ops.rms_norm, (d.x(T, C), d.w(C)), {"affine": d.w(C)}),
         "add_norm": Call(ops.add_norm, (d.x(T, C), d.x(T, C), d.w(C))),
         "gated_norm": Call(ops.gated_norm, (d.x(T, C), d.w(C), d.w(16, C, scale=square), d.w(C, 16))),
         "norm_rotate": Call(ops.norm_rotate, (d.x(1, T, N, H), d.w(H), *table), fixed=table),

@@ -35,6 +35,7 @@ PAPERS: dict[tuple[str, str], tuple[tuple[str, str], ...]] = {
     ("topology", "clipped"): (SINKS,),
     ("topology", "full_attnres"): (ATTNRES,),
     ("topology", "block_attnres"): (ATTNRES,),
+    ("topology", "boundary_attnres"): (ATTNRES,),
     ("topology", "multi_gate"): (("Multi-Gate Residuals", "2605.23259"),),
     ("topology", "highway"): (("Highway Networks", "1505.00387"),),
     ("topology", "hyper"): (("Hyper-Connections", "2409.19606"),),
@@ -56,6 +57,7 @@ PAPERS: dict[tuple[str, str], tuple[tuple[str, str], ...]] = {
     ("ffn", "moe"): (("Switch Transformers", "2101.03961"),),
     ("gate", "elementwise"): (GATED,),
     ("gate", "headwise"): (GATED,),
+    ("qk_norm", "dyt"): (DYT,),
     ("qk_norm", "rms"): (("Query-Key Normalization for Transformers", "2010.04245"),),
     ("linear", "gated_deltanet"): (("Gated Delta Networks", "2412.06464"),),
 }

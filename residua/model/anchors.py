@@ -162,21 +162,30 @@ class Write(Unmixed):
 
 
 class Mix(Unmixed):
-    """Ŝ = λ1 ⊙ S_anc + λ2 ⊙ S on each pathway, λ per element, head or layer; both start at ½."""
+    """Ŝ = λ1 ⊙ S_anc + λ2 ⊙ S on each pathway, λ per element, head or layer; `start` gives both, ½ in the paper."""
 
-    START = 0.5
+    WHOLE = 1.0
+    """The λ that leaves a projection as it is."""
 
-    def __init__(self, sections: ops.Sections, pathways: tuple[str, ...], granularity: str, shape: HeadShape) -> None:
+    def __init__(
+        self,
+        sections: ops.Sections,
+        pathways: tuple[str, ...],
+        granularity: str,
+        shape: HeadShape,
+        start: choices.Start = (0.5, 0.5),
+    ) -> None:
         super().__init__(sections)
-        self.pathways = pathways
+        self.pathways, self.start = pathways, start
         sizes = {s: _scale_shape(granularity, shape.heads[s], shape.head_dim) for s in pathways}
         self.anchor_scale = nn.ParameterDict({s: nn.Parameter(torch.empty(sizes[s])) for s in pathways})
         self.current_scale = nn.ParameterDict({s: nn.Parameter(torch.empty(sizes[s])) for s in pathways})
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        for scale in (*self.anchor_scale.values(), *self.current_scale.values()):
-            nn.init.constant_(scale, self.START)
+        for scales, start in zip((self.anchor_scale, self.current_scale), self.start, strict=True):
+            for scale in scales.values():
+                nn.init.constant_(scale, start * self.WHOLE)
 
     def factors(self, x: Tensor) -> Tensor | None:
         """γ [B, T, 2·pathways]; None for a static mixture."""
@@ -186,7 +195,7 @@ class Mix(Unmixed):
         """λ1 = 0 and λ2 = 1; for a dynamic mixture, whose γ begins at ½, λ2 = 2."""
         for anchor, current in zip(self.anchor_scale.values(), self.current_scale.values(), strict=True):
             nn.init.zeros_(anchor)
-            nn.init.constant_(current, 2 * self.START)
+            nn.init.constant_(current, self.WHOLE)
         return Kept.EXACTLY
 
     def forward(
@@ -245,16 +254,16 @@ class Modulation(nn.Module):
 class DynamicMix(Mix):
     """λ ⊙ γ instead of λ, with γ computed from the layer's normed input x, in the order q1, q2, k1, k2, …
 
-    λ starts at 1, so that with γ = ½ the mixture starts as the static one does.
+    λ starts twice as large, so that with γ = ½ the mixture starts as the static one does.
     """
 
-    START = 1.0
+    WHOLE = 2.0
 
     def __init__(
         self, sections: ops.Sections, pathways: tuple[str, ...], granularity: str, shape: HeadShape,
-        *, width: int, hidden: int, std: float,
+        start: choices.Start = (0.5, 0.5), *, width: int, hidden: int, std: float,
     ) -> None:  # fmt: skip
-        super().__init__(sections, pathways, granularity, shape)
+        super().__init__(sections, pathways, granularity, shape, start)
         self.gamma = Modulation(2 * len(pathways), width, hidden, std=std)
 
     def factors(self, x: Tensor) -> Tensor:
@@ -285,10 +294,10 @@ def build_mix(
         return Unmixed(sections)
     if isinstance(config, choices.ResFormer):
         writes, values = layer == 0, (sections, ("v",))
-        return Write(*values, "none", shape) if writes else Mix(*values, config.granularity, shape)
+        return Write(*values, "none", shape) if writes else Mix(*values, config.granularity, shape, config.start)
     if isinstance(config, choices.NuResFormer) and layer == 0:
         return Write(sections, config.pathways, config.norm, shape)
-    parts = (sections, config.pathways, config.granularity, shape)
+    parts = (sections, config.pathways, config.granularity, shape, config.start)
     if isinstance(config.mixing, choices.DynamicMixing):
         return DynamicMix(*parts, width=width, hidden=config.mixing.hidden, std=std)
     return Mix(*parts)

@@ -16,6 +16,7 @@ from residua.model.cache import KeyValueCache
 from residua.model.context import Anchors, Context
 from residua.model.edges import Edge, divide_rows
 from residua.model.kept import Kept
+from residua.model.norm import DyT
 from residua.model.projection import BiasedProjection, Projection, projection
 from residua.model.rope import GROWING
 from residua.model.taps import tap
@@ -31,9 +32,9 @@ def head_shape(config: choices.SoftmaxAttention, width: int) -> HeadShape:
 class QKNorm(nn.Module):
     """RMS over head_dim with a gain each for queries and keys (arXiv 2010.04245), then rotation by position."""
 
-    def __init__(self, shape: HeadShape, eps: float) -> None:
+    def __init__(self, shape: HeadShape, config: choices.SoftmaxAttention) -> None:
         super().__init__()
-        self.eps = eps
+        self.eps = config.qk_eps
         query, key = self._sizes(shape)
         self.query = nn.Parameter(torch.empty(query))
         self.key = nn.Parameter(torch.empty(key))
@@ -82,15 +83,33 @@ class JointQKNorm(QKNorm):
         return q, k
 
 
+class TanhQKNorm(nn.Module):
+    """DyT over head_dim, each with its own α, gain and bias for queries and keys, then rotation by position."""
+
+    in_kernels = False
+
+    def __init__(self, shape: HeadShape, config: choices.SoftmaxAttention) -> None:
+        super().__init__()
+        self.eps = config.qk_eps
+        self.query, self.key = (DyT(choices.DyT(alpha=config.qk_alpha), shape.head_dim) for _ in range(2))
+
+    @property
+    def gains(self) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError("a tanh is no norm that kernels compute")
+
+    def forward(self, q: Tensor, k: Tensor, table: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        return ops.rotate(self.query(q), table), ops.rotate(self.key(k), table)
+
+
 class NoQKNorm(nn.Module):
     """Rotates queries and keys by position, nothing else."""
 
     gains = None
     in_kernels = True
 
-    def __init__(self, shape: HeadShape, eps: float) -> None:
+    def __init__(self, shape: HeadShape, config: choices.SoftmaxAttention) -> None:
         super().__init__()
-        self.eps = eps
+        self.eps = config.qk_eps
 
     def forward(self, q: Tensor, k: Tensor, table: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         return ops.rotate(q, table), ops.rotate(k, table)
@@ -117,7 +136,12 @@ def _begin_qk_norm(new: nn.Module, old: nn.Module) -> Kept:
 
 NEW_SINK = -10.0
 
-QK_NORMS: dict[str, type[QKNorm] | type[NoQKNorm]] = {"rms": QKNorm, "rms_all": JointQKNorm, "none": NoQKNorm}
+QK_NORMS: dict[str, type[QKNorm] | type[TanhQKNorm] | type[NoQKNorm]] = {
+    "rms": QKNorm,
+    "rms_all": JointQKNorm,
+    "dyt": TanhQKNorm,
+    "none": NoQKNorm,
+}
 
 
 class SoftmaxAttention(nn.Module):
@@ -151,7 +175,7 @@ class SoftmaxAttention(nn.Module):
         self.project = projection(width, sum(self.rows), std=std, bias=biased, parts=self.rows)
         sections = {s: (shape.heads[s], w) for s, w in self.head_width.items()}
         self.mix = build_mix(anchors, layer - first_layer, shape, sections, width, std=std)
-        self.qk_norm = QK_NORMS[config.qk_norm](shape, config.qk_eps)
+        self.qk_norm = QK_NORMS[config.qk_norm](shape, config)
         self.window = config.window_at(layer)
         local = self.window is not None and config.local_rope_theta is not None
         self.table = slice(2, 4) if local else slice(0, 2)

@@ -106,7 +106,7 @@ class PreAffine(Norm):
         nn.init.ones_(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        return ops.rms_norm(x * self.affine.to(x.dtype), self.weight, eps=self.eps)
+        return ops.rms_norm(x, self.weight, affine=self.affine, eps=self.eps)
 
     def gain(self) -> Tensor:
         return self.weight.detach() * self.affine.detach()

@@ -18,7 +18,7 @@ from residua.model.kept import Kept
 
 STATED = ("topology", "norm", "anchors", "init", "head", "context", "reader_eps")
 """Tables that may change: parts answer for them, or they change nothing that is computed."""
-OF_PARAMETERS = ("gate", "sink", "bias", "qk_norm")
+OF_PARAMETERS = ("gate", "sink", "bias", "qk_norm", "qk_alpha")
 """Keys of attention that its parameters answer for."""
 SHAPES = ("vocab_size", "layers", "width", "ffn")
 
@@ -41,7 +41,7 @@ def retrofit(model: Decoder, old: Decoder) -> dict[str, Kept]:
     _take(model.embed, old.embed)
     if model.unembed is not None:
         model.unembed.weight.copy_(old.head_weight)
-    if before.anchors == after.anchors:
+    if _projected(before) == _projected(after):
         _take(model.anchors, old.anchors)
     untied = old.unembed is not None and model.unembed is None
     kept["head"] = Kept.NOT if untied else Kept.EXACTLY
@@ -87,6 +87,11 @@ def _begin_topology(model: Decoder, old: Decoder) -> Kept:
     if after.placement == "output" or not all(getattr(norm, "scale_invariant", False) for norm in _norms(model)):
         return Kept.NOT
     return Kept.EXACTLY if after.reader_eps == "sum" else Kept.UP_TO_EPS
+
+
+def _projected(config: ModelConfig) -> dict[str, Any]:
+    """What decides the anchors themselves; where λ starts does not."""
+    return config.anchors.model_dump(exclude={"start"})
 
 
 def _eps(config: ModelConfig) -> float | None:

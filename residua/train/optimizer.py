@@ -1,7 +1,8 @@
-"""Muon for hidden matrices and AdamW for the rest, in one optimizer, both with cautious weight decay.
+"""Muon for hidden matrices and AdamW for the rest, in one optimizer, both with cautious or plain weight decay.
 
 Cautious weight decay (arXiv 2510.12402): x ← x − η(u + wd·1[u⊙x ≥ 0]⊙x), decay only where the update itself moves
-the weight towards zero. Parameters are the fp32 masters; in bf16 storage a decay of η·wd = 1e-3 would round to nothing.
+the weight towards zero. Plain decay: x ← x − η(u + wd·x). Parameters are the fp32 masters; in bf16 storage a decay of
+η·wd = 1e-3 would round to nothing.
 
 Modules declare which matrices Muon updates: `hidden_matrices` maps the name of a module's own 2-D parameter to the row
 counts of its independent parts, so that the projections of a fused Q, K, V, G matrix are orthogonalised separately.
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from residua.config.run import AdamW, Muon
-from residua.ops.descent import cautious_descent, momentum_directions
+from residua.ops.descent import cautious_descent, momentum_directions, plain_descent
 from residua.train.polar import polar_express, working_dtype
 
 Parts = tuple[int, ...]
@@ -127,6 +128,7 @@ def build_optimizer(
         "peak_lr": config.lr,
         "momentum": config.momentum,
         "weight_decay": config.weight_decay,
+        "decay": config.decay,
         "steps": 0,
     }
     return kind([muon, _adamw_group("rest", rest, config.rest)])
@@ -142,6 +144,7 @@ def _adamw_group(title: str, parameters: dict[str, nn.Parameter], config: AdamW)
         "betas": config.betas,
         "eps": config.eps,
         "weight_decay": config.weight_decay,
+        "decay": config.decay,
         "steps": 0,
     }
 
@@ -165,7 +168,7 @@ def _muon(optimizer: HybridOptimizer, group: dict[str, Any], chosen: list[int]) 
     parts = [group["parts"][i] for i in chosen]
     for rows, updates, scale in optimizer.orthogonalise(parameters, directions, parts):
         moved = [weights[i][start:stop] for i, start, stop in rows]
-        cautious_descent(moved, updates, group["lr"] * scale, group["lr"] * group["weight_decay"])
+        _DESCENTS[group["decay"]](moved, updates, group["lr"] * scale, group["lr"] * group["weight_decay"])
 
 
 class Rows(NamedTuple):
@@ -217,7 +220,8 @@ def _adamw(optimizer: HybridOptimizer, group: dict[str, Any], chosen: list[int])
     torch._foreach_add_(scales, group["eps"] * correction2)
     updates = list(torch._foreach_div(means, scales))
     rate = group["lr"] * correction2 / correction1
-    cautious_descent(optimizer.here(parameters), updates, rate, group["lr"] * group["weight_decay"])
+    _DESCENTS[group["decay"]](optimizer.here(parameters), updates, rate, group["lr"] * group["weight_decay"])
 
 
 _RULES = {"muon": _muon, "adamw": _adamw}
+_DESCENTS = {"cautious": cautious_descent, "plain": plain_descent}

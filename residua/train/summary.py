@@ -79,7 +79,7 @@ def _vocabulary_line(model: int, text: int) -> str:
 
 def _group_line(group: dict[str, Any]) -> str:
     elements = sum(parameter.numel() for parameter in group["params"])
-    decay = f", decay {group['weight_decay']:g}" if group["weight_decay"] else ""
+    decay = f", {group['decay']} decay {group['weight_decay']:g}" if group["weight_decay"] else ""
     return (
         f"{group['title']}: {RULES[group['rule']]}, {short(elements)} in {counted(len(group['params']), 'tensor')}, "
         f"rate {group['peak_lr']:g}{decay}"

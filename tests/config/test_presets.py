@@ -54,6 +54,16 @@ def test_the_outlier_study_has_all_its_rows():
     assert gate == (28 * 2 + 1) * 2 * 2048 * 16
 
 
+def test_the_outlier_studys_mixtures_have_the_rows_of_table_2():
+    rows = [n for n in presets.names() if n.startswith(("outlier-7b", "outlier-24b"))]
+    assert len(rows) == 6
+    for base in ("outlier-7b-a2b", "outlier-24b-a3b"):
+        layers = ModelConfig.preset(base).layers
+        listed = {row: presets.sizes()[f"{base}{row}"].parameters for row in ("", "-preaffine", "-gatednorm")}
+        assert listed["-preaffine"] - listed[""] == (2 * layers + 1) * 2048
+        assert listed["-gatednorm"] - listed[""] == (2 * layers + 1) * 2 * 2048 * 16
+
+
 def test_the_outlier_studys_mixtures_are_table_5_and_not_its_headings():
     """The table's shapes give these counts; the headings say 7.4B-A1.7B and 24.6B-A2.7B (docs/hybrid.md)."""
     for name, total, active in (("outlier-7b-a2b", 16.01, 1.89), ("outlier-24b-a3b", 20.81, 1.77)):

@@ -33,6 +33,10 @@ def add_norm(dtype: torch.dtype, width: int, tokens: int = 3) -> None:
     h, y = (draw(tokens, width, dtype=dtype) for _ in range(2))
     both(ops.add_norm(h, y, draw(width)))
     both(ops.rms_norm(h, draw(width)))
+    both(ops.rms_norm(h, draw(width), affine=draw(width)))
+    weight, row = torch.zeros(width), h.detach()
+    _, rstd, added = torch.ops.residua.scaled_rms_norm_added(row, row, weight, weight, 1e-6)
+    torch.ops.residua.scaled_rms_norm_backward(row, added, weight, weight, rstd, row)
     torch.ops.residua.rms_norm_backward_dotted(y.detach(), h.detach(), torch.zeros(width), torch.zeros(tokens))
 
 
@@ -163,7 +167,8 @@ def descend(weight: torch.dtype, gradient: torch.dtype, direction: torch.dtype) 
     momentum = [torch.zeros(shape) for _ in range(2)]
     gradients = [torch.zeros(shape, dtype=gradient) for _ in range(2)]
     updates = descent.momentum_directions(momentum, gradients, 0.9, direction)
-    descent.cautious_descent([torch.zeros(shape, dtype=weight) for _ in range(2)], updates, 0.1, 0.1)
+    for rule in (descent.cautious_descent, descent.plain_descent):
+        rule([torch.zeros(shape, dtype=weight) for _ in range(2)], updates, 0.1, 0.1)
 
 
 @torch.no_grad()

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from residua.ops._runtime.backend import backend
-from residua.ops.descent import cautious_descent, momentum_directions
+from residua.ops.descent import cautious_descent, momentum_directions, plain_descent
 
 pytestmark = pytest.mark.slow
 
@@ -31,12 +31,12 @@ def momentum(choice, device="cpu", dtype=torch.float32, out=None):
     return m, d
 
 
-def descent(choice, decay, device="cpu", dtype=torch.float32, update=None):
+def descent(choice, decay, device="cpu", dtype=torch.float32, update=None, rule=cautious_descent):
     x, u = tensors(0, device, dtype), [t.to(update or dtype) for t in tensors(1, device, dtype)]
     x[0][0, 0] = 0.0  # a zero weight and a zero update: the mask counts both as towards zero
     u[1][0] = 0.0
     with backend(choice):
-        cautious_descent(x, u, 0.3, decay)
+        rule(x, u, 0.3, decay)
     return x
 
 
@@ -51,11 +51,23 @@ def test_descent_equals_the_reference_in_float64(decay):
     near(descent("triton", decay), descent("reference", decay, dtype=torch.float64), 1e-6)
 
 
+def test_plain_descent_equals_the_reference_in_float64():
+    exact = descent("reference", 0.2, dtype=torch.float64, rule=plain_descent)
+    near(descent("triton", 0.2, rule=plain_descent), exact, 1e-6)
+
+
 def test_decay_acts_where_the_update_moves_towards_zero_and_nowhere_else():
     weights, updates = [torch.tensor([1.0, 1.0, -1.0, -1.0])], [torch.tensor([1.0, -1.0, 1.0, -1.0])]
     with backend("triton"):
         cautious_descent(weights, updates, 0.0, 0.5)
     assert weights[0].tolist() == [0.5, 1.0, -1.0, -0.5]
+
+
+def test_plain_decay_acts_everywhere():
+    weights, updates = [torch.tensor([1.0, 1.0, -1.0, -1.0])], [torch.tensor([1.0, -1.0, 1.0, -1.0])]
+    with backend("triton"):
+        plain_descent(weights, updates, 0.25, 0.5)
+    assert weights[0].tolist() == [0.25, 0.75, -0.75, -0.25]
 
 
 def test_slices_of_a_matrix_move_alone():

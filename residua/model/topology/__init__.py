@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from residua.config import choices
 from residua.model.topology.additive import Additive, Clipped
-from residua.model.topology.attnres import BlockAttnRes, FullAttnRes
+from residua.model.topology.attnres import BlockAttnRes, BoundaryAttnRes, FullAttnRes
 from residua.model.topology.base import State, Topology
 from residua.model.topology.dense import DenseFormer
 from residua.model.topology.hyper import HyperConnections, ManifoldHyper, ManifoldHyperLite
@@ -17,6 +17,7 @@ TOPOLOGIES: dict[type[choices.TopologyChoice], Callable[..., Topology]] = {
     choices.Clipped: Clipped,
     choices.FullAttnRes: FullAttnRes,
     choices.BlockAttnRes: BlockAttnRes,
+    choices.BoundaryAttnRes: BoundaryAttnRes,
     choices.MultiGate: MultiGate,
     choices.Highway: Highway,
     choices.HyperConnections: HyperConnections,

@@ -235,6 +235,49 @@ class FullAttnRes(BlockAttnRes):
         return "embedding" if number == 0 else sublayers[number - 1]
 
 
+class BoundaryAttnRes(Topology):
+    """Block as an article describes it: attention over depth between blocks only, x + f(x) inside them.
+
+    Block n starts from h_n, the first from the embedding x. Each sublayer adds its output, h ← h + y, and at the end of
+    the block B_n = h. The next block starts from a read of [x, B_1 … B_n]. The final norm reads the last block's h.
+
+    The authors' pseudocode (`BlockAttnRes`) differs: every sublayer reads over depth, not the first of a block only; a
+    block's sum starts from zero, so that it holds its own outputs and not what the block started from; and there is a
+    read before the head. The article's code also weighs normalised values; here values are raw, as in the paper.
+    """
+
+    one_stream = False
+
+    def __init__(self, config: choices.BoundaryAttnRes, sublayers: int, width: int) -> None:
+        super().__init__()
+        self.block_size = config.sublayers_per_block
+        last = range(self.block_size - 1, sublayers - 1, self.block_size)
+        self.reads = nn.ModuleList(Read(config, k, width) for k in last)
+
+    def open(self, x: Tensor) -> tuple[Tensor, State]:
+        return x, (x, x)
+
+    def step(self, k: int, y: Tensor, state: State) -> tuple[Tensor, State]:
+        """The state is h, then the sources x, B_1 …"""
+        h, sources = state[0] + y, state[1:]
+        block = (k + 1) // self.block_size
+        if (k + 1) % self.block_size == 0 and block <= len(self.reads):
+            sources = (*sources, h)
+            h = self.reads[block - 1](sources)
+        return h, (h, *sources)
+
+    def source_name(self, reader: int, source: int, sublayers: Sequence[str]) -> str:
+        return "embedding" if source == 0 else f"block {source}"
+
+    def weighing_readers(self) -> Sequence[int]:
+        return range(self.block_size, self.block_size * len(self.reads) + 1, self.block_size)
+
+    def with_equal_weights(self, readers: Sequence[int]) -> AbstractContextManager[Any]:
+        """A query of zero scores all sources alike."""
+        queries = [cast(Read, self.reads[reader // self.block_size - 1]).query for reader in readers]
+        return parameters_set(queries, torch.zeros_like)
+
+
 class SourcesBoundary(Boundary):
     """The sources cross, and the next slice reads them.
 

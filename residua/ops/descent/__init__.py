@@ -11,6 +11,7 @@ from residua.ops.descent import reference
 
 momentum_directions = Operator(reference.momentum_directions)
 cautious_descent = Operator(reference.cautious_descent)
+plain_descent = Operator(reference.plain_descent)
 
 if fused.INSTALLED:
     from residua.ops.descent import launch
@@ -24,5 +25,6 @@ if fused.INSTALLED:
 
     momentum_directions.register_fused(launch.momentum_directions, _serves)
     cautious_descent.register_fused(launch.cautious_descent, _serves)
+    plain_descent.register_fused(launch.plain_descent, _serves)
 
-__all__ = ["cautious_descent", "momentum_directions"]
+__all__ = ["cautious_descent", "momentum_directions", "plain_descent"]

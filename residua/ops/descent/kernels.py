@@ -1,4 +1,4 @@
-"""Momentum and cautious descent on the GPU. `table` holds the addresses of `count` tensors of each kind."""
+"""Momentum and descent on the GPU. `table` holds the addresses of `count` tensors of each kind."""
 
 # mypy: ignore-errors
 from __future__ import annotations
@@ -31,13 +31,19 @@ def momentum_kernel(
 
 
 @triton.jit(do_not_specialize=["count", "rate", "decay"])
-def descent_kernel(table_ptr, count, size, rate, decay, X: tl.constexpr, U: tl.constexpr, BLOCK: tl.constexpr):
+def descent_kernel(
+    table_ptr, count, size, rate, decay,
+    X: tl.constexpr, U: tl.constexpr, CAUTIOUS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     slot = tl.program_id(1)
     x_ptr, u_ptr = tensor(table_ptr, slot, X), tensor(table_ptr, count + slot, U)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     live = at < size
     b_x = tl.load(x_ptr + at, mask=live).to(tl.float32)  # [BLOCK]
     b_u = tl.load(u_ptr + at, mask=live).to(tl.float32)
-    # x ← x − decay·1[u⊙x ≥ 0]⊙x − rate·u
-    b_kept = b_x - tl.where(b_u * b_x >= 0, decay * b_x, 0.0)
+    # x ← x − decay·x − rate·u; if CAUTIOUS, with decay where u⊙x ≥ 0 only
+    b_decay = decay * b_x
+    if CAUTIOUS:
+        b_decay = tl.where(b_u * b_x >= 0, b_decay, 0.0)
+    b_kept = b_x - b_decay
     tl.store(x_ptr + at, (b_kept - rate * b_u).to(X), mask=live)

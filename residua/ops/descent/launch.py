@@ -1,4 +1,4 @@
-"""Momentum and cautious descent: launching the kernels, which read and write each tensor once.
+"""Momentum and descent: launching the kernels, which read and write each tensor once.
 
 Bytes per weight: 14 for the momentum (g; m twice; a bf16 direction) and 10 for the descent (x twice; a bf16 update),
 where list operations move 30 and 60. Tensors of one size share a launch and a table of addresses.
@@ -36,12 +36,23 @@ def momentum_directions(
 
 def cautious_descent(weights: Sequence[Tensor], updates: Sequence[Tensor], rate: float, decay: float) -> None:
     """The fused twin of the reference."""
+    _descend(weights, updates, rate, decay, cautious=True)
+
+
+def plain_descent(weights: Sequence[Tensor], updates: Sequence[Tensor], rate: float, decay: float) -> None:
+    """The fused twin of the reference."""
+    _descend(weights, updates, rate, decay, cautious=False)
+
+
+def _descend(
+    weights: Sequence[Tensor], updates: Sequence[Tensor], rate: float, decay: float, *, cautious: bool
+) -> None:
     for x, u in _alike(weights, updates):
         table, size = addresses(x, [t.data_ptr() for t in u]), x[0].numel()
         types = {"X": _TYPES[x[0].dtype], "U": _TYPES[u[0].dtype]}
         with on(x[0]):
             kernels.descent_kernel[(cdiv(size, BLOCK), len(x))](
-                table, len(x), size, float(rate), float(decay), **types, BLOCK=BLOCK, num_warps=8
+                table, len(x), size, float(rate), float(decay), **types, CAUTIOUS=cautious, BLOCK=BLOCK, num_warps=8
             )
 
 

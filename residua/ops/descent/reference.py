@@ -1,4 +1,4 @@
-"""Momentum and cautious descent over lists of tensors, by PyTorch's own list operations."""
+"""Momentum and descent over lists of tensors, by PyTorch's own list operations."""
 
 from __future__ import annotations
 
@@ -26,4 +26,13 @@ def cautious_descent(weights: Sequence[Tensor], updates: Sequence[Tensor], rate:
         torch._foreach_add_(mask, 1.0)
         torch._foreach_clamp_max_(mask, 1.0)
         torch._foreach_addcmul_(weights, weights, mask, value=-decay)
+    torch._foreach_add_(weights, updates, alpha=-rate)
+
+
+def plain_descent(weights: Sequence[Tensor], updates: Sequence[Tensor], rate: float, decay: float) -> None:
+    """x ← x − rate·u − decay·x in place (AdamW's decoupled decay, arXiv 1711.05101)."""
+    weights = list(weights)
+    updates = [update.to(weight.dtype) for weight, update in zip(weights, updates, strict=True)]
+    if decay:
+        torch._foreach_mul_(weights, 1 - decay)
     torch._foreach_add_(weights, updates, alpha=-rate)

@@ -1,4 +1,4 @@
-"""RMSNorm with a gain, alone or with the residual addition before it."""
+"""RMSNorm with a gain, alone, with PreAffine's scaling of its input, or with the residual addition before it."""
 
 from typing import Any
 
@@ -11,8 +11,8 @@ from residua.ops.rms_norm import reference
 WIDEST = 16_384
 
 
-def _serves(x: Tensor, weight: Tensor, **_: Any) -> bool:
-    return x.shape[-1] <= WIDEST and fused.serves(x, weight)
+def _serves(x: Tensor, weight: Tensor, affine: Tensor | None = None, **_: Any) -> bool:
+    return x.shape[-1] <= WIDEST and fused.serves(x, weight, *(() if affine is None else (affine,)))
 
 
 def _serves_sum(h: Tensor, y: Tensor, weight: Tensor, **_: Any) -> bool:

@@ -25,6 +25,23 @@ backward = operator(
     launch.backward,
     launch.backward_outputs,
 )
+forward_scaled = operator(
+    "scaled_rms_norm(Tensor x, Tensor weight, Tensor affine, float eps) -> (Tensor, Tensor)",
+    launch.forward_scaled,
+    launch.scaled_outputs,
+)
+forward_scaled_added = operator(
+    "scaled_rms_norm_added(Tensor x, Tensor update, Tensor weight, Tensor affine, float eps)"
+    " -> (Tensor, Tensor, Tensor)",
+    launch.forward_scaled_added,
+    launch.scaled_added_outputs,
+)
+backward_scaled = operator(
+    "scaled_rms_norm_backward(Tensor g, Tensor x, Tensor weight, Tensor affine, Tensor rstd, Tensor? residual=None)"
+    " -> (Tensor, Tensor, Tensor)",
+    launch.backward_scaled,
+    launch.scaled_backward_outputs,
+)
 backward_dotted = operator(
     "rms_norm_backward_dotted(Tensor g, Tensor x, Tensor weight, Tensor rstd) -> (Tensor, Tensor, Tensor)",
     launch.backward_dotted,
@@ -32,9 +49,11 @@ backward_dotted = operator(
 )
 
 
-def rms_norm(x: Tensor, weight: Tensor, *, eps: float = 1e-6) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, *, affine: Tensor | None = None, eps: float = 1e-6) -> Tensor:
     """The fused twin of `reference.rms_norm`."""
-    return _apply(x.reshape(-1, x.shape[-1]), weight, eps).reshape(x.shape)
+    rows = x.reshape(-1, x.shape[-1])
+    normed = _apply(rows, weight, eps) if affine is None else _apply_scaled(rows, weight, affine, eps)
+    return normed.reshape(x.shape)
 
 
 def add_norm(h: Tensor, y: Tensor, weight: Tensor, *, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
@@ -58,6 +77,20 @@ class _RMSNorm(torch.autograd.Function):
         return *backward(g.contiguous(), *ctx.saved_tensors), None
 
 
+class _ScaledRMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, affine: Tensor, eps: float) -> Tensor:
+        x = x.contiguous()
+        normed, rstd = forward_scaled(x, weight, affine, eps)
+        ctx.save_for_backward(x, weight, affine, rstd)
+        return normed
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        return *backward_scaled(g.contiguous(), *ctx.saved_tensors), None
+
+
 class _AddNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, h: Tensor, y: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -75,6 +108,12 @@ class _AddNorm(torch.autograd.Function):
 @in_graph
 def _apply(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     out: Tensor = _RMSNorm.apply(x, weight, eps)
+    return out
+
+
+@in_graph
+def _apply_scaled(x: Tensor, weight: Tensor, affine: Tensor, eps: float) -> Tensor:
+    out: Tensor = _ScaledRMSNorm.apply(x, weight, affine, eps)
     return out
 
 

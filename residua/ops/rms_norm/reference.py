@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from residua.ops._runtime.numeric import rms
+from residua.ops._runtime.numeric import rms, wide
 
 
-def rms_norm(x: Tensor, weight: Tensor, *, eps: float = 1e-6) -> Tensor:
-    """weight ⊙ x / sqrt(mean(x²) + eps) over the last axis: x [..., C], weight [C]."""
-    return rms(x, eps, weight)
+def rms_norm(x: Tensor, weight: Tensor, *, affine: Tensor | None = None, eps: float = 1e-6) -> Tensor:
+    """weight ⊙ x / sqrt(mean(x²) + eps) over the last axis: x [..., C], weight [C].
+
+    With affine [C] it is the norm of affine ⊙ x (PreAffine); that product is not rounded to x's dtype.
+    """
+    if affine is None:
+        return rms(x, eps, weight)
+    scaled = wide(x)
+    return rms(scaled * affine.to(scaled.dtype), eps, weight).to(x.dtype)
 
 
 def add_norm(h: Tensor, y: Tensor, weight: Tensor, *, eps: float = 1e-6) -> tuple[Tensor, Tensor]:

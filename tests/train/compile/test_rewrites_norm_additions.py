@@ -28,12 +28,16 @@ def _registered():
 
 
 aten = torch.ops.aten
-NORMS = {"gated_norm": {"kind": "gatednorm", "rank": 4}, "rms_norm": {"kind": "rmsnorm"}}
-ARGUMENTS = {"gated_norm": 8, "rms_norm": 4}
+NORMS = {
+    "gated_norm": {"kind": "gatednorm", "rank": 4},
+    "rms_norm": {"kind": "rmsnorm"},
+    "scaled_rms_norm": {"kind": "preaffine"},
+}
+ARGUMENTS = {"gated_norm": 8, "rms_norm": 4, "scaled_rms_norm": 5}
 """Of the backward operator without a residual."""
 
 
-@pytest.mark.parametrize(("name", "layers"), [("gated_norm", 1), ("rms_norm", 2)])
+@pytest.mark.parametrize(("name", "layers"), [("gated_norm", 1), ("rms_norm", 2), ("scaled_rms_norm", 1)])
 def test_a_model_keeps_its_loss_and_gradients_and_every_sum_of_its_residual_stream_is_taken(name, layers):
     loss, parameters = model_loss(layers=layers, norm=NORMS[name])
     plain, ours = differentiated(loss, parameters, rewrite=fuse_additions)

@@ -40,6 +40,8 @@ def _norms() -> Iterator[Norm]:
     ours = torch.ops.residua
     yield Norm(ours.gated_norm.default, ours.gated_norm_added.default, 4, ours.gated_norm_backward.default, 8)
     yield Norm(ours.rms_norm.default, ours.rms_norm_added.default, 2, ours.rms_norm_backward.default, 4)
+    scaled = ours.scaled_rms_norm_backward.default
+    yield Norm(ours.scaled_rms_norm.default, ours.scaled_rms_norm_added.default, 2, scaled, 5)
 
 
 def fuse_additions(graph: Graph) -> None:

@@ -1,0 +1,65 @@
+"""Presets train as their papers say: tokens, losses, norms and weight decay; summaries say where ours differ."""
+
+from __future__ import annotations
+
+import pytest
+
+from residua.config import presets
+from residua.config.run import RunConfig
+
+TOKENS = {"outlier-2b": 120e9, "outlier-7b": 1.2e12, "outlier-24b": 500e9, "mgr": 10.5e9, "exoformer": 10e9}
+"""Sections 3 and 4 of the outlier study, section 4 of MGR (20,000 steps of 512 × 1,024), table 4 of ExoFormer."""
+
+
+def rows(paper: str) -> dict[str, RunConfig]:
+    return {name: RunConfig.find(name) for name in presets.names() if name.startswith(f"{paper}-")}
+
+
+@pytest.mark.parametrize("paper", TOKENS)
+def test_every_row_trains_on_the_papers_tokens(paper: str) -> None:
+    for name, run in rows(paper).items():
+        assert run.train.steps * run.tokens_per_step == pytest.approx(TOKENS[paper], rel=2e-3), name
+
+
+def test_the_outlier_study_mentions_no_z_loss() -> None:
+    for name, run in rows("outlier").items():
+        assert run.train.z_loss == 0, name
+        assert not run.model.ffn.mixture or run.train.balance.router_z == 0, name
+
+
+def test_exoformer_alone_prescribes_z_loss_and_cautious_decay() -> None:
+    for name, run in rows("exoformer").items():
+        assert (run.train.z_loss, run.train.optimizer.decay) == (1e-5, "cautious"), name
+    for name, run in (rows("outlier") | rows("mgr")).items():
+        assert (run.train.z_loss, run.train.optimizer.decay) == (0.0, "plain"), name
+
+
+def test_table_3_of_mgr_has_no_qk_norm_and_exoformer_has_one() -> None:
+    assert {run.model.softmax.qk_norm for run in rows("mgr").values()} == {"none"}
+    assert {run.model.softmax.qk_norm for run in rows("exoformer").values()} == {"rms"}
+
+
+@pytest.mark.parametrize("row", ["dyt", "dyt-ga", "gated-dyt-ga"])
+def test_dyt_replaces_every_norm(row: str) -> None:
+    model = RunConfig.find(f"outlier-2b-{row}").model
+    assert model.norm.kind in ("dyt", "gated_dyt") and model.softmax.qk_norm == "dyt"
+
+
+@pytest.mark.parametrize(("row", "norm"), [("", "rmsnorm"), ("-preaffine", "preaffine"), ("-gatednorm", "gatednorm")])
+@pytest.mark.parametrize("base", ["outlier-7b-a2b", "outlier-24b-a3b"])
+def test_rows_of_the_mixtures_differ_in_the_norm_alone(base: str, row: str, norm: str) -> None:
+    run, ga = RunConfig.find(base + row), RunConfig.find(base)
+    assert run.model.norm.kind == norm and run.model.softmax.gate == "elementwise"
+    assert run.override(["model.norm={kind='rmsnorm'}"]) == ga
+
+
+def test_summaries_say_what_is_not_the_papers() -> None:
+    summary = {name: presets.load(name)["summary"] for name in presets.names()}
+    for name in rows("mgr"):
+        assert ("bias formula corrected" in summary[name]) == ("independent" in name), name
+    wide = RunConfig.find("outlier-2b-full").model.ffn.hidden
+    for name, run in rows("outlier-2b").items():
+        own = run.model.attention.kind != "softmax" or run.model.softmax.gate != "none"
+        assert run.model.ffn.hidden == wide and ("FFN as wide as in row 1" in summary[name]) == own, name
+    assert "no batch size" in summary["outlier-2b-full"]
+    assert all("batch and rate ours" in summary[f"outlier-{size}"] for size in ("7b-a2b", "24b-a3b"))
