@@ -62,4 +62,4 @@ def test_summaries_say_what_is_not_the_papers() -> None:
         own = run.model.attention.kind != "softmax" or run.model.softmax.gate != "none"
         assert run.model.ffn.hidden == wide and ("FFN as wide as in row 1" in summary[name]) == own, name
     assert "no batch size" in summary["outlier-2b-full"]
-    assert all("batch and rate ours" in summary[f"outlier-{size}"] for size in ("7b-a2b", "24b-a3b"))
+    assert all("batch, rate ours" in summary[f"outlier-{size}"] for size in ("7b-a2b", "24b-a3b"))

@@ -15,6 +15,7 @@ from residua.config.depth import gate_bias
 from residua.config.settings import ConfigError
 from residua.model import taps
 from residua.model.attention import TanhQKNorm, head_shape
+from residua.model.retrofit import retrofit
 from residua.model.topology import build_topology
 from tests.golden import attnres, parts
 from tests.golden.compare import agree, close, each_token, leaves_of, random, randomise
@@ -52,6 +53,16 @@ def test_lambdas_start_where_they_are_set(mixing: str) -> None:
     for sublayer in model.sublayers[::2]:
         for anchor, current in sublayer.body.mix.scales().values():
             assert (anchor == 0.25 * whole).all() and (current == 0.75 * whole).all()
+
+
+def test_a_retrofit_takes_the_anchors_wherever_lambda_would_start() -> None:
+    tables = {"attention": {"kind": "softmax", "heads": 2, "gate": "elementwise"}, "layers": 1}
+    old, new = (
+        residua.build(small(anchors={"kind": "exoformer", "start": start}, **tables))
+        for start in ([0.5, 0.5], [0.1, 1.0])
+    )
+    retrofit(new, old)
+    assert all(torch.equal(a, b) for a, b in zip(new.parameters(), old.parameters(), strict=True))
 
 
 def test_resformers_lambdas_start_where_they_are_set() -> None:
