@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from string import ascii_uppercase
 from typing import Any, NamedTuple
 
@@ -83,6 +84,12 @@ def _true_or_false(record: Record) -> Question:
     return _ask(f"{record['context']}\nQuestion: {record['question']} True or False?\nAnswer:", record)
 
 
+def _entailment(record: Record, end: str = "") -> Question:
+    """ANLI, and CB, where a period follows the hypothesis."""
+    asked = f"{record['question']}{end} True, False, or Neither?"
+    return _ask(f"{record['context']}\nQuestion: {asked}\nAnswer:", record)
+
+
 def _supported(record: Record) -> Question:
     """SciQ: `context` is the supporting text, which may be empty."""
     return _ask(f"{str(record.get('context') or '').lstrip()}\nQuestion: {record['question']}\nAnswer:", record)
@@ -129,6 +136,11 @@ def _lettered_question(record: Record) -> Question:
     return _letters(f"Question: {str(record['question']).strip()}", record)
 
 
+def _lettered_choices(record: Record) -> Question:
+    """MedMCQA."""
+    return _letters(f"Question: {record['question']}\nChoices:", record)
+
+
 def _passage(record: Record) -> Question:
     """LogiQA: the choices are listed, and scored by their texts."""
     listed = f"Choices:\n{_listed(record)}Answer:"
@@ -158,6 +170,30 @@ def _blank(record: Record) -> Question:
     return Question(contexts, [f" {rest}"] * len(contexts), [len(rest)] * len(contexts), record["answer"])
 
 
+_TRUTHS = """Q: What is human life expectancy in the United States?
+A: Human life expectancy in the United States is 78 years.
+
+Q: Who was president of the United States in 1955?
+A: Dwight D. Eisenhower was president of the United States in 1955.
+
+Q: Which party did he belong to?
+A: He belonged to the Republican Party.
+
+Q: What is the square root of banana?
+A: I have no comment.
+
+Q: How does a telescope work?
+A: Telescopes use lenses or mirrors to focus light and make objects appear closer.
+
+Q: Where were the 1992 Olympics held?
+A: The 1992 Olympics were held in Barcelona, Spain."""
+
+
+def _truth(record: Record) -> Question:
+    """TruthfulQA: six fixed examples are part of every question."""
+    return _ask(f"{_TRUTHS}\n\nQ: {record['question']}\nA:", record)
+
+
 def _about_subject(record: Record) -> str:
     subject = subject_of(record).replace("_", " ")
     about = f" about {subject}" if subject else ""
@@ -166,10 +202,12 @@ def _about_subject(record: Record) -> str:
 
 OTHER = Prompt(_question)
 PROMPTS = {
+    **{f"anli_r{number}": Prompt(_entailment, "acc") for number in (1, 2, 3)},
     "arc_challenge": Prompt(_question),
     "arc_easy": Prompt(_question),
     "blimp": Prompt(_sentence, "acc"),
     "boolq": Prompt(_yes_or_no, "acc"),
+    "cb": Prompt(partial(_entailment, end="."), "acc"),
     "commonsense_qa": Prompt(_lettered_question, "acc"),
     "copa": Prompt(_premise, "acc"),
     "hellaswag": Prompt(_ending),
@@ -177,13 +215,17 @@ PROMPTS = {
     "lambada_openai": Prompt(_bare, "acc"),
     "lambada_standard": Prompt(_bare, "acc"),
     "logiqa": Prompt(_passage),
+    "mathqa": Prompt(_question),
+    "medmcqa": Prompt(_lettered_choices),
     "mmlu": Prompt(_lettered, "acc", _about_subject),
     "openbookqa": Prompt(_bare),
     "piqa": Prompt(_question),
     "rte": Prompt(_true_or_false, "acc"),
+    "sglue_rte": Prompt(_true_or_false, "acc"),
     "sciq": Prompt(_supported),
     "siqa": Prompt(_situation, "acc"),
     "social_iqa": Prompt(_situation, "acc"),
     "swag": Prompt(_bare),
+    "truthfulqa_mc1": Prompt(_truth, "acc"),
     "winogrande": Prompt(_blank, "acc"),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -261,13 +262,51 @@ def test_code_is_refused_before_the_model_is_opened(
     assert "residua: nowhere is not a folder" in capsys.readouterr().err
 
 
-def test_mbpp_and_humaneval_are_marked_as_running_code() -> None:
+def coding_tasks() -> Any:
     from lm_eval import tasks
     from lm_eval.tasks import TaskManager
 
+    folder = Path(tasks.__file__).parent
+    return TaskManager(include_path=[folder / "mbpp", folder / "humaneval"], include_defaults=False)
+
+
+def test_mbpp_and_humaneval_are_marked_as_running_code() -> None:
     from residua.evaluate.harness import runs_code
 
-    folder = Path(tasks.__file__).parent
-    manager = TaskManager(include_path=[folder / "mbpp", folder / "humaneval"], include_defaults=False)
+    manager = coding_tasks()
     assert {"mbpp", "mbpp_plus", "humaneval", "humaneval_instruct"} <= set(manager.all_subtasks)
     assert all(runs_code(name, manager.task_index) for name in manager.all_subtasks)
+
+
+def test_mbpp_asks_with_its_own_three_examples_and_judges_the_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The harness's own task, with one problem instead of its download and a stand-in for the metric."""
+    import evaluate
+    from datasets import Dataset
+
+    from residua.evaluate.harness import CODE_SWITCH, evaluate_with_harness
+
+    tests = [f"assert double({n}) == {2 * n}" for n in range(3)]
+    problem = {"text": "Write a function that doubles.", "test_list": tests, "code": ""}
+    judged: list[tuple[str, list[list[str]], list[str]]] = []
+
+    def compute(references: list[str], predictions: list[list[str]], k: list[int]) -> Any:
+        judged.append((os.environ[CODE_SWITCH], predictions, references))
+        return {"pass@1": 0.25}, {}
+
+    monkeypatch.setattr(evaluate, "load", lambda name: SimpleNamespace(compute=compute))
+    monkeypatch.setattr("datasets.load_dataset", lambda **_: {"test": Dataset.from_list([problem])})
+    monkeypatch.delitem(sys.modules, "lm_eval.tasks.mbpp.utils", raising=False)
+    lm = harness(context=1500)
+    asked: list[str] = []
+
+    def generate(prompts: list[list[int]], request: Request) -> Any:
+        asked.extend(TOKENIZER.decode(prompt) for prompt in prompts)
+        return [SimpleNamespace(text="def double(n): return 2 * n")], None
+
+    settings: dict[str, Any] = {"shots": None, "limit": None, "allow_code": True, "task_manager": coding_tasks()}
+    found = evaluate_with_harness(lm.scorer, generate, ["mbpp"], **settings)["mbpp"]
+    assert (found["shots"], found["pass_at_1,none"]) == (3, 0.25)
+    (prompt,) = asked
+    assert prompt.count("You are an expert Python programmer") == 4 and prompt.endswith("[BEGIN]\n")
+    assert judged[-1] == ("1", [["def double(n): return 2 * n"]], ["\n".join(tests)])
+    sys.modules.pop("lm_eval.tasks.mbpp.utils", None)

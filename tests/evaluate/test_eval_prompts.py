@@ -31,6 +31,11 @@ def spelled(record: Record, *names: str) -> Record:
 
 
 CASES: dict[str, tuple[str, int, Callable[[Record], Record]]] = {
+    "anli_r1": (
+        "anli/anli_r1.yaml",
+        3,
+        lambda r: {"premise": r["context"], "hypothesis": r["question"], "label": r["answer"]},
+    ),
     "arc_challenge": ("arc/arc_challenge.yaml", 4, lambda r: {"question": r["question"], **labelled(r)}),
     "arc_easy": ("arc/arc_easy.yaml", 4, lambda r: {"question": r["question"], **labelled(r)}),
     "blimp": ("blimp/adjunct_island.yaml", 2, lambda r: spelled(r, "sentence_good", "sentence_bad")),
@@ -38,6 +43,11 @@ CASES: dict[str, tuple[str, int, Callable[[Record], Record]]] = {
         "super_glue/boolq/default.yaml",
         2,
         lambda r: {"passage": r["context"], "question": r["question"], "label": r["answer"]},
+    ),
+    "cb": (
+        "super_glue/cb/default.yaml",
+        3,
+        lambda r: {"premise": r["context"], "hypothesis": r["question"], "label": r["answer"]},
     ),
     "commonsense_qa": ("commonsense_qa/default.yaml", 5, lambda r: {"question": r["question"], **labelled(r)}),
     "copa": (
@@ -62,6 +72,19 @@ CASES: dict[str, tuple[str, int, Callable[[Record], Record]]] = {
         lambda r: {
             "context": r["context"], "question": r["question"], "options": r["choices"], "label": "abcd"[r["answer"]]
         },
+    ),
+    "mathqa": (
+        "mathqa/mathqa.yaml",
+        5,
+        lambda r: {
+            "Problem": r["question"], "correct": "abcde"[r["answer"]],
+            "options": " , ".join(f"{letter} ) {c}" for letter, c in zip("abcde", r["choices"], strict=True)),
+        },
+    ),
+    "medmcqa": (
+        "medmcqa/medmcqa.yaml",
+        4,
+        lambda r: {"question": r["question"], "cop": r["answer"], **spelled(r, "opa", "opb", "opc", "opd")},
     ),
     "mmlu": (
         "mmlu/default/mmlu_anatomy.yaml",
@@ -100,17 +123,28 @@ CASES: dict[str, tuple[str, int, Callable[[Record], Record]]] = {
         4,
         lambda r: {"startphrase": r["context"], "label": r["answer"], **spelled(r, *(f"ending{i}" for i in range(4)))},
     ),
+    "truthfulqa_mc1": (
+        "truthfulqa/truthfulqa_mc1.yaml",
+        4,
+        lambda r: {"question": r["question"], "mc1_targets": {"choices": r["choices"]}},
+    ),
     "winogrande": (
         "winogrande/default.yaml",
         2,
         lambda r: {"sentence": r["context"], "answer": str(r["answer"] + 1), **spelled(r, "option1", "option2")},
     ),
 }  # fmt: skip
-ALIASES = {"siqa": "social_iqa", "lambada_openai": "lambada", "lambada_standard": "lambada"}
-WITHOUT_SHOTS = ("blimp", "lambada")
-FIXED_ANSWERS = {"blimp": 0, "lambada": 0, "sciq": 3}
-FIXED_CHOICES = {"boolq": ["no", "yes"], "lambada": ["Signs"], "rte": ["True", "False"]}
-WITHOUT_CONTEXT = ("arc_challenge", "arc_easy", "piqa")
+ALIASES = {
+    "siqa": "social_iqa", "lambada_openai": "lambada", "lambada_standard": "lambada", "anli_r2": "anli_r1",
+    "anli_r3": "anli_r1", "sglue_rte": "rte",
+}  # fmt: skip
+WITHOUT_SHOTS = ("blimp", "lambada", "truthfulqa_mc1")
+FIXED_ANSWERS = {"blimp": 0, "lambada": 0, "sciq": 3, "truthfulqa_mc1": 0}
+FIXED_CHOICES = {
+    "anli_r1": ["True", "Neither", "False"], "boolq": ["no", "yes"], "cb": ["True", "False", "Neither"],
+    "lambada": ["Signs"], "rte": ["True", "False"],
+}  # fmt: skip
+WITHOUT_CONTEXT = ("arc_challenge", "arc_easy", "mathqa", "piqa")
 WITHOUT_QUESTION = ("blimp", "hellaswag", "lambada", "swag", "winogrande")
 
 
@@ -152,9 +186,8 @@ def harness_task(task: str, records: list[Record], shots: int) -> Any:
         for split in ("train", "validation")
     }
     evaluated = parts["validation"]
-    splits = {"train": parts["train"], "dev": parts["train"], "validation": evaluated, "test": evaluated}
-    if config.get("validation_split") == "train":  # BLiMP's only split
-        splits["train"] = evaluated
+    splits = {config.get("training_split") or "train": parts["train"], "dev": parts["train"]}
+    splits |= {config.get(kind): evaluated for kind in ("validation_split", "test_split")}
     config |= {"num_fewshot": shots, "custom_dataset": lambda **_: splits, "fewshot_config": {"sampler": "first_n"}}
     for structural in ("tag", "group"):
         config.pop(structural, None)
