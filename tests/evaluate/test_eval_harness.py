@@ -280,7 +280,6 @@ def test_mbpp_and_humaneval_are_marked_as_running_code() -> None:
 
 def test_mbpp_asks_with_its_own_three_examples_and_judges_the_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The harness's own task, with one problem instead of its download and a stand-in for the metric."""
-    import evaluate
     from datasets import Dataset
 
     from residua.evaluate.harness import CODE_SWITCH, evaluate_with_harness
@@ -293,10 +292,11 @@ def test_mbpp_asks_with_its_own_three_examples_and_judges_the_programs(monkeypat
         judged.append((os.environ[CODE_SWITCH], predictions, references))
         return {"pass@1": 0.25}, {}
 
-    monkeypatch.setattr(evaluate, "load", lambda name: SimpleNamespace(compute=compute))
+    library = SimpleNamespace(load=lambda name: SimpleNamespace(compute=compute))
+    monkeypatch.setitem(sys.modules, "evaluate", library)
     monkeypatch.setattr("datasets.load_dataset", lambda **_: {"test": Dataset.from_list([problem])})
     monkeypatch.delitem(sys.modules, "lm_eval.tasks.mbpp.utils", raising=False)
-    lm = harness(context=1500)
+    lm = harness(context=4000)
     asked: list[str] = []
 
     def generate(prompts: list[list[int]], request: Request) -> Any:
