@@ -21,6 +21,7 @@ class Eager:
 
     def __init__(self, model: Any, sample: Sample, suspect: str | None = None) -> None:
         self.tokens, self.width = sample.tokens, int(model.config.get_text_config(decoder=True).hidden_size)
+        self.chosen = getattr(model.config.get_text_config(decoder=True), "num_experts_per_tok", None)
         self.inputs: dict[int, Tensor] = {}
         self.outputs: dict[int, Tensor] = {}
         self.maps: dict[int, list[Tensor]] = {}
@@ -92,6 +93,8 @@ class Eager:
                 self.maps.setdefault(n, []).append(y)
             if re.search(r"gate|router", name) and is_choice(y, self.tokens):
                 self.choices[n] = y
+            if name.endswith("feed_forward.router") and isinstance(y, Tensor) and self.chosen:  # Llama 4 returns scores
+                self.choices[n] = y.topk(self.chosen, -1).indices
 
     def load(self, n: int, experts: int) -> Tensor:
         """The share of the choices that each expert of a layer got; not a number where no router says."""

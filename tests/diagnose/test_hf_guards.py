@@ -119,7 +119,7 @@ def test_a_learned_sink_is_told_and_no_token_is_called_a_sink() -> None:
     assert "No attention sink," not in " ".join(made.summary)
 
 
-@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "olmoe"])
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "olmoe", "llama4_text"])
 def test_expert_load_is_that_of_the_routers_logits(kind: str) -> None:
     model = architectures.build(kind)
     tokens = architectures.rows()[:, :-1]
