@@ -68,7 +68,7 @@ def test_the_harness_generates_folded(
 ) -> None:
     harness = pytest.importorskip("residua.evaluate.harness", exc_type=ImportError)
     monkeypatch.setattr(harness, "evaluate_with_harness", lambda *args, **settings: {})
-    monkeypatch.setattr(harness, "TaskManager", lambda: SimpleNamespace(all_tasks=["arc_easy"]))
+    monkeypatch.setattr(harness, "TaskManager", lambda: SimpleNamespace(all_tasks=["arc_easy"], task_index={}))
     assert residua(monkeypatch, "eval", run, "--tasks", "arc_easy", "--out", tmp_path / "scores.json") == 0
     assert_folded(generating)
 
