@@ -56,7 +56,7 @@ POINTS = 200
 """The most points of a curve."""
 PLACES = 8
 """The most places, evenly spread, that have curves of their own."""
-_PLACES = {"reader": "read by sublayer", "sublayer": "written after sublayer", "layer": "layer"}
+_PLACES: dict[Place, str] = {"reader": "read by sublayer", "sublayer": "written after sublayer", "layer": "layer"}
 
 
 def telemetry_of(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -93,22 +93,24 @@ def whole_model(records: Records, name: str) -> list[tuple[float, float]]:
 def by_place(records: Records) -> dict[str, Figure]:
     """For every figure of one run, curves of a few places over tokens: title → figure."""
     shown = evenly(records, POINTS)
+    figures = records[-1]["figures"] if records else {}
     found = {}
-    for figure in records[-1]["figures"] if records else ():
-        name, _, part = figure.partition(".")
-        if name in FAMILIES:
-            kind = FAMILIES[name]
-            series = _series(shown, figure, _PLACES[kind.place])
+    for name, kind in FAMILIES.items():
+        for figure in (figure for figure in figures if figure.partition(".")[0] == name):
+            part = figure.partition(".")[2]
             title = f"{kind.title}: {part.upper()}" if part else kind.title
+            series = _series(shown, figure, kind.place, len(figures.get("peak", ())) - 1)
             found[title] = curves(series, "tokens", kind.title, log_y=kind.logarithmic)
     return found
 
 
-def _series(shown: Records, figure: str, word: str) -> list[Curve]:
+def _series(shown: Records, figure: str, kind: Place, final: int) -> list[Curve]:
+    """A curve for each of a few places; `final` is the number of the reader that is the final norm."""
     tables = [(float(record["tokens"]), record["figures"].get(figure, [])) for record in shown]
     known = sorted({i for _, values in tables for i, value in enumerate(values) if value is not None})
     series = []
     for index, place in enumerate(evenly(known, PLACES)):
         points = [(x, values[place]) for x, values in tables if place < len(values) and values[place] is not None]
-        series.append(Curve(f"{word} {place}", [x for x, _ in points], [y for _, y in points], theme.colour(index + 1)))
+        name = "read by the final norm" if kind == "reader" and place == final else f"{_PLACES[kind]} {place}"
+        series.append(Curve(name, [x for x, _ in points], [y for _, y in points], theme.colour(index + 1)))
     return series

@@ -49,6 +49,7 @@ class Follower:
     name: str
     version: int = 0
     rows: dict[str, list[Row]] = field(default_factory=lambda: {kind: [] for kind in _CURVES})
+    said: list[str] = field(default_factory=list)
     damaged: int = 0
     problem: str = ""
     restarts: int = 0
@@ -101,7 +102,7 @@ class Follower:
         """The run went back to a checkpoint, or began again: its file is another one."""
         self.restarts += self._identity is not None
         self._identity, self._offset, self.damaged = identity, 0, 0
-        self.rows = {kind: [] for kind in _CURVES}
+        self.rows, self.said = {kind: [] for kind in _CURVES}, []
 
     def _take(self, line: bytes) -> None:
         try:
@@ -115,6 +116,8 @@ class Follower:
             self.damaged += 1
         elif names:
             self.rows[record["kind"]].append(row)
+            sentences = record.get("said")
+            self.said += [brief(s, 300) for s in sentences if isinstance(s, str)] if isinstance(sentences, list) else []
 
     def _read_steps(self) -> int | None:
         """How many steps the run will have; None if that is not known."""
@@ -214,6 +217,7 @@ class Follower:
     def messages(self) -> list[str]:
         """The last things that happened, newest first."""
         found = [self.problem] if self.problem else []
+        found += self.said[:-4:-1]
         if self.damaged:
             found.append(f"{_counted(self.damaged, 'line')} of {METRICS} cannot be read")
         if self.restarts:

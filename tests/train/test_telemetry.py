@@ -293,4 +293,6 @@ def test_trackers_and_pages_get_every_figure_over_tokens() -> None:
     drawn = by_place(records)
     assert list(drawn) == ["peak |h|", "peak |s| of a stream: 0", "peak |s| of a stream: 1"]
     last = drawn["peak |h|"].to_dict()["data"][1]
-    assert last["name"] == "read by sublayer 1" and list(last["x"]) == [100, 200, 300] and list(last["y"]) == [2, 4, 6]
+    assert (
+        last["name"] == "read by the final norm" and list(last["x"]) == [100, 200, 300] and list(last["y"]) == [2, 4, 6]
+    )
