@@ -82,6 +82,7 @@ def test_a_name_too_long_for_any_file_is_refused_in_a_short_sentence(tmp_path: P
     assert len(str(found.value)) < 300
 
 
+@pytest.mark.slow
 def test_files_are_decoded_in_one_place() -> None:
     texts = {str(path.relative_to(ROOT)): path.read_text("utf-8") for path in sorted(ROOT.rglob("*.py"))}
     strangers = {name: decoders(ast.parse(text)) for name, text in texts.items() if any(call in text for call in CALLS)}

@@ -82,6 +82,7 @@ def test_grandchildren_are_kept_from_it_too(hostile: Path, tmp_path: Path) -> No
     assert (done.returncode, imported(hostile)) == (0, "")
 
 
+@pytest.mark.slow
 def test_a_spawned_worker_of_a_plugin_is_kept_from_it(hostile: Path) -> None:
     """A plugin is trusted, and read from the path that was named; what its libraries spawn is safe, too."""
     (hostile / "spawning.py").write_text(

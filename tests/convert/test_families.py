@@ -70,6 +70,7 @@ def export_back(folder: Path, layout: str) -> None:
     assert difference is not None and difference < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ROTARY)
 def test_scaled_positions_are_transformers(name: str, tmp_path: Path) -> None:
     table = dict(ROTARY[name])

@@ -118,6 +118,7 @@ def test_help_shows_an_example(verb: str) -> None:
     assert f"residua data {verb} " in run(verb, "--help")
 
 
+@pytest.mark.slow
 def test_the_command_does_not_import_torch() -> None:
     program = (
         "import sys\nfrom typer.testing import CliRunner\nfrom residua.cli.data import app\n"

@@ -44,6 +44,7 @@ def test_every_compression_reads_like_the_plain_file(
     assert sorted(read(path)) == sorted(TEXTS)
 
 
+@pytest.mark.slow
 def test_parquet_gives_the_named_column(tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet

@@ -218,6 +218,7 @@ def test_depth_weights_and_streams_of_hyper_connections() -> None:
     assert facts.angular_distance == pytest.approx((cosine.arccos() / math.pi).mean((0, 1)).tolist(), rel=1e-6)
 
 
+@pytest.mark.slow
 def test_attention_to_a_token_id_wherever_it_stands(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sinks, "SINK", 0.0)
     monkeypatch.setattr(sinks, "FLOORS", 0.0)

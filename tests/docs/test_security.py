@@ -32,6 +32,7 @@ def imported(name: str) -> set[str]:
     return files_with(rf"^\s*(import|from) {re.escape(name)}\b")
 
 
+@pytest.mark.slow
 def test_pickles_are_read_from_our_own_helpers_only() -> None:
     assert imported("pickle") == calls("pickle.load") == {"train/compile/precompile.py"}
     assert calls("torch.load", "numpy.load", "np.load", "pickle.loads") == set()

@@ -31,6 +31,7 @@ def test_the_plain_gpt_is_about_sixty_lines_of_which_three_are_residuas():
     assert sum("# " in line and line.rstrip()[-1].isdigit() for line in lines) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["block", "mgr"])
 def test_block_attention_residuals_and_mgr_train_in_the_plain_gpt(gpt, name):
     model, tokens = gpt[name], torch.randint(256, (2, 17))

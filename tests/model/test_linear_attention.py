@@ -96,6 +96,7 @@ def test_the_cache_does_not_grow_with_the_sequence() -> None:
     assert [part.shape for part in short] == [part.shape for part in long] == [(2, 3, 64), (2, 4, 8, 8)]
 
 
+@pytest.mark.slow
 def test_every_parameter_learns() -> None:
     module, x = mixer().float(), random(2, 70, WIDTH, grad=False).float()
     goal = x.roll(2, 1)

@@ -139,6 +139,7 @@ def test_an_fp8_projection_runs_under_autocast_and_compile() -> None:
     assert (plain.float() - compiled.float()).norm() < 1e-2 * plain.float().norm()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("autocast", [False, True])
 def test_an_fp8_projection_compiles_into_one_graph(autocast: bool) -> None:
     layer = Fp8Projection(encode_fp8(torch.randn(32, 64), ROW), ROW, _simulated)

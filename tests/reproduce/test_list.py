@@ -40,6 +40,7 @@ def test_what_cannot_be_had_says_why_and_what_comes_nearest() -> None:
     assert named <= set(names())
 
 
+@pytest.mark.slow
 def test_a_cost_counts_rows_sizes_seeds_and_tokens() -> None:
     entry = load("004:table1")
     assert isinstance(entry, Study)
@@ -50,6 +51,7 @@ def test_a_cost_counts_rows_sizes_seeds_and_tokens() -> None:
     assert quarter.flops < cost.flops / 8
 
 
+@pytest.mark.slow
 def test_the_page_has_the_list_as_it_is() -> None:
     page = (ROOT / "docs" / "reproduce.md").read_text(encoding="utf-8")
     assert listing.markdown_list(Fraction(1, 32)) in page, "run `make entries`"

@@ -38,6 +38,7 @@ def folder(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_tokenizer_chat_template_and_settings_come_along_and_go_back(folder: Path, tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
@@ -153,6 +154,7 @@ def peak_of_import(tmp_path: Path, **sizes: int) -> tuple[float, int]:
     return (memory("VmHWM") - before) / total, total
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not STATUS.exists(), reason="memory is read from /proc")
 def test_an_import_takes_less_memory_than_its_weights(tmp_path: Path) -> None:
     sizes = {"vocab_size": 8192, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 4}

@@ -80,6 +80,7 @@ def test_outliers_are_those_of_a_direct_computation() -> None:
     assert found.tokens == 5 * 16
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_attention_is_looked_at_on_the_first_sequences_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(work, "SINK_TOKENS", 40)

@@ -19,6 +19,7 @@ from tests.study.conftest import SMALL
 from tests.trained import residua
 
 
+@pytest.mark.slow
 def test_every_variant_is_planned_to_begin_with_the_weights_of_the_run(
     tmp_path: Path, dataset: Dataset, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

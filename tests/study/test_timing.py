@@ -112,6 +112,7 @@ def test_on_another_device_all_are_timed_again_if_one_is_new(
     assert list(found["tiny", "prenorm"]) == ["H200", "B200"] and list(found["tiny", "mgr"]) == ["B200"]
 
 
+@pytest.mark.slow
 def test_a_variant_that_cannot_be_timed_does_not_stop_the_others(
     study: StudyConfig, dataset: Dataset, plan: StudyPlan, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

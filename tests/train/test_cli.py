@@ -37,6 +37,7 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
     return run
 
 
+@pytest.mark.slow
 def test_a_file_is_trained_with_changes(call: Call, file: str, data: Path, tmp_path: Path) -> None:
     code, output = call(
         file, "train.steps=4", "--data", data, "--out", tmp_path / "run", "model.layers=1", "--threads", 1

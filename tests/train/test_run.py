@@ -34,6 +34,7 @@ def seen(config: RunConfig, tmp_path: Path) -> str:
     return console.file.getvalue()
 
 
+@pytest.mark.slow
 def test_a_run_is_one_folder_with_everything_in_it(seen: str, config: RunConfig, data: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert RunConfig.from_toml(run / "config.toml") == config
@@ -63,6 +64,7 @@ def test_metrics_hold_one_line_per_log_step_and_validation(seen: str, tmp_path: 
     assert last["bits_per_byte"] == pytest.approx(last["loss"] / math.log(2) * 61 / 60, rel=0.05)
 
 
+@pytest.mark.slow
 def test_the_person_sees_summary_progress_and_what_to_do_next(seen: str) -> None:
     for words in ("matrices: Muon", "rest: AdamW", "FLOP a token", "2 x 2 x 16 = 64 tokens a step, 6 steps"):
         assert words in seen

@@ -56,6 +56,7 @@ def test_a_run_begins_where_the_other_ended(
     assert config.train.start == str(old.resolve()) and config.model.norm.eps == 1e-5
 
 
+@pytest.mark.slow
 def test_a_run_that_was_killed_begins_again_with_the_same_weights(old: Path, tmp_path: Path, data: Path) -> None:
     """Its configuration remembers the start, so --resume needs no --from."""
     config = of(data).override([f"train.start='{old}'"])

@@ -54,6 +54,7 @@ def test_shares_of_a_weight_gradient_add_up_to_it(monkeypatch: pytest.MonkeyPatc
     torch.testing.assert_close(split[1], whole[1], rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.slow
 def test_rounding_of_other_readers_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """A gradient that stays in bfloat16 is the sum, rounded once more."""
     monkeypatch.setattr(weight_gradients, "_suits", lambda g, x: True)
