@@ -23,7 +23,7 @@ nightly: setup browser $(DOCS)  ## every test, also the exhaustive grids
 	$(PYTEST)
 
 fast: setup
-	$(PYTEST) -m "not slow and not nightly"
+	$(PYTEST) -n 2 -m "not slow and not nightly"
 
 demo: setup  ## compare four depth architectures on this machine's CPU, in a few minutes
 	$(BIN)/residua compare --demo
