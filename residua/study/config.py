@@ -82,24 +82,28 @@ class Tune(Frozen):
     @classmethod
     def _multiples(cls, value: Any) -> Any:
         if not isinstance(value, list | tuple):
-            raise ValueError(f"tune.lr = {shown(value)} should be a list of multiples, such as [0.5, 1, 2].")
+            raise ValueError(
+                f"the learning rates to try are {shown(value)}: give a list of multiples, as in [0.5, 1, 2]."
+            )
         return tuple(_multiple(entry) for entry in value)
 
     @field_validator("lr")
     @classmethod
     def _rates_differ(cls, value: tuple[float, ...]) -> tuple[float, ...]:
         if any(not 0 < factor < math.inf for factor in value) or len(set(value)) != len(value):
-            raise ValueError(f"tune.lr = {list(value)} must be different positive multiples, as in [0.5, 1, 2].")
+            raise ValueError(f"the learning rates to try are {list(value)}: use different positive multiples.")
         return tuple(sorted(value))
 
 
 def _multiple(entry: Any) -> Any:
-    """`2x` as the number 2; what is no multiple is refused later, by its type."""
-    if isinstance(entry, str) and entry.strip().endswith("x"):
+    """`2x` or `2` as the number 2; what is no text is refused later, by its type."""
+    if isinstance(entry, str):
         try:
-            return float(entry.strip()[:-1])
+            return float(entry.strip().removesuffix("x"))
         except ValueError:
-            raise ValueError(f"tune.lr has {shown(entry)}: write multiples as 0.5x, 1x, 2x.") from None
+            raise ValueError(
+                f"the learning rates to try contain {shown(entry)}: write multiples as 0.5x, 1x, 2x."
+            ) from None
     return entry
 
 

@@ -223,10 +223,11 @@ def test_the_lowest_loss_wins_and_the_end_of_the_list_is_told(
     ("tune", "sentence"),
     [
         ({"lr": [0.5, 1], "seed": 1}, "tune.seed = 1 is one of the study's seeds"),
-        ({"lr": [1, 1]}, "must be different positive multiples"),
-        ({"lr": ["fastx", 1]}, "write multiples as 0.5x, 1x, 2x"),
-        ({"lr": 2}, "should be a list of multiples"),
+        ({"lr": [1, 1]}, "use different positive multiples"),
+        ({"lr": ["fastx", 1]}, "^the learning rates to try contain .fastx.: write multiples as 0.5x, 1x, 2x"),
+        ({"lr": 2}, "give a list of multiples"),
         ({"lr": [2]}, "tune.lr"),
+        ({"lr": ["fast", "1x"]}, "^the learning rates to try contain .fast.: write multiples as 0.5x, 1x, 2x"),
     ],
 )
 def test_a_search_that_makes_no_sense_is_refused(
