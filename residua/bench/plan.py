@@ -177,7 +177,8 @@ def activation_widths(config: RunConfig) -> tuple[float, float]:
     if config.train.recompute == "sublayers":
         layer = 2 * width + depth
     else:
-        layer = _attention(model) + model.ffn.kept(width) + 2 * model.norm.kept_widths * width + depth
+        ffn = sum(model.ffn.at(n).kept(width) for n in range(model.layers)) / model.layers
+        layer = _attention(model) + ffn + 2 * model.norm.kept_widths * width + depth
     return layer, model.vocab_size + 6 * width
 
 

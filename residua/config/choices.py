@@ -19,6 +19,8 @@ from residua.config.ffns import DenseFFN as DenseFFN
 from residua.config.ffns import GeGLU as GeGLU
 from residua.config.ffns import MoE as MoE
 from residua.config.ffns import ReLU2 as ReLU2
+from residua.config.ffns import SigmoidRouter as SigmoidRouter
+from residua.config.ffns import SoftmaxRouter as SoftmaxRouter
 from residua.config.ffns import SwiGLU as SwiGLU
 from residua.config.positions import RopeScaling as RopeScaling
 from residua.config.settings import Frozen, Positive

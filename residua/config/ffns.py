@@ -25,6 +25,13 @@ class DenseChoice(Frozen):
         """Elements per token kept for the backward pass."""
         return 2 * width + self.kept_hidden * self.hidden
 
+    def at(self, layer: int) -> Self:
+        """The feed-forward of layer `layer`."""
+        return self
+
+    def check(self, layers: int) -> None:
+        """Raise ValueError, in a sentence, if a model of so many layers cannot have this feed-forward."""
+
 
 class SwiGLU(DenseChoice):
     """down( silu(gate x) ⊙ up x )."""
@@ -67,13 +74,32 @@ class GELU(DenseChoice):
 
 
 DenseFFN = SwiGLU | GLU | GeGLU | ReLU2 | GELU
+_DENSE: dict[str, type[DenseFFN]] = {"swiglu": SwiGLU, "glu": GLU, "relu2": ReLU2, "gelu": GELU}
+Count = Annotated[int, BeforeValidator(number), Field(ge=0)]
+
+
+class SoftmaxRouter(Frozen):
+    """The softmax over all experts decides."""
+
+    kind: Literal["softmax"] = "softmax"
+
+
+class SigmoidRouter(Frozen):
+    """A score per expert decides, plus a bias that `train.balance.bias_rate` moves; weights are times `scale`."""
+
+    kind: Literal["sigmoid"] = "sigmoid"
+    scale: float = Field(1.0, gt=0)
+
+
+Router = Annotated[SoftmaxRouter | SigmoidRouter, Field(discriminator="kind")]
 
 
 class MoE(Frozen):
     """A mixture of `experts` feed-forwards of width `hidden`; a token visits `top_k` of them and the `shared` ones.
 
     The weights of the chosen are scaled to sum to one, unless `normalize` is off (OLMoE). With it on, `top_k` is at
-    least 2: the weight of a single one would teach the router nothing.
+    least 2: the weight of a single one would teach the router nothing. The first `dense_layers` layers have no experts
+    but one feed-forward of width `dense_hidden`, by default as wide as what a token visits elsewhere.
     """
 
     mixture: ClassVar[bool] = True
@@ -83,9 +109,19 @@ class MoE(Frozen):
     experts: Positive
     top_k: Positive
     normalize: bool = True
-    shared: Annotated[int, BeforeValidator(number), Field(ge=0)] = 1
+    router: Router = SoftmaxRouter()
+    shared: Count = 1
     shared_gate: Literal["none", "sigmoid"] = "none"
     activation: Literal["swiglu", "glu", "relu2", "gelu"] = "swiglu"
+    dense_layers: Count = 0
+    dense_hidden: Positive | None = None
+
+    def at(self, layer: int) -> DenseFFN | MoE:
+        """The feed-forward of layer `layer`."""
+        if layer >= self.dense_layers:
+            return self
+        hidden = self.dense_hidden or (self.top_k + self.shared) * self.hidden
+        return _DENSE[self.activation](hidden=hidden)
 
     def kept(self, width: int) -> float:
         """Elements per token kept for the backward pass."""
@@ -106,7 +142,20 @@ class MoE(Frozen):
                 f"ffn.shared_gate = '{self.shared_gate}' has nothing to gate with ffn.shared = 0: "
                 "use ffn.shared_gate = 'none' or ffn.shared = 1."
             )
+        if self.dense_hidden is not None and not self.dense_layers:
+            raise ValueError(
+                f"ffn.dense_hidden = {self.dense_hidden} is the width of dense layers and ffn.dense_layers = 0: "
+                "set how many of the first layers are dense."
+            )
         return self
+
+    def check(self, layers: int) -> None:
+        """Raise ValueError, in a sentence, if a model of so many layers cannot have this feed-forward."""
+        if self.dense_layers >= layers:
+            raise ValueError(
+                f"ffn.dense_layers = {self.dense_layers} leaves layers = {layers} without experts: use fewer, or a "
+                f"dense ffn.kind such as '{self.activation}'."
+            )
 
 
 FFN = Annotated[DenseFFN | MoE, Field(discriminator="kind")]

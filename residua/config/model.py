@@ -134,6 +134,10 @@ def _check_attention(config: ModelConfig) -> None:
     config.attention.check(config.layers)
 
 
+def _check_ffn(config: ModelConfig) -> None:
+    config.ffn.check(config.layers)
+
+
 def _check_heads(config: ModelConfig) -> None:
     softmax, table = config.softmax, config.attention.softmax_path
     if softmax is None:
@@ -205,6 +209,7 @@ def _check_topology(config: ModelConfig) -> None:
 
 _CHECKS = (
     _check_attention,
+    _check_ffn,
     _check_heads,
     _check_positions,
     _check_anchor_attention,

@@ -79,12 +79,14 @@ class Balance(Frozen):
 
     f_e and P_e are taken over the whole step, all its micro-batches and ranks. The gradient needs every f_e before the
     first backward pass: `previous_step` uses those of the last step; `same_step` uses the step's own, which takes one
-    more forward pass over its micro-batches if there are several (`train/balance.py`).
+    more forward pass over its micro-batches if there are several (`train/balance.py`). The bias of a sigmoid router
+    moves by `bias_rate` after each step, towards a fair load.
     """
 
     weight: Decay = 0.01
     router_z: Decay = 1e-3
     load: Literal["previous_step", "same_step"] = "previous_step"
+    bias_rate: Decay = 1e-3
 
 
 class TrainConfig(Frozen):

@@ -203,7 +203,7 @@ def build_sublayer(config: ModelConfig, body: nn.Module) -> Sublayer:
 
 def build_layer(config: ModelConfig, layer: int, *, output_std: float) -> tuple[nn.Module, nn.Module]:
     """The bodies of one transformer layer: its attention and its feed-forward."""
-    mixer, ffn, std = config.attention.at(layer), config.ffn, config.init.std
+    mixer, ffn, std = config.attention.at(layer), config.ffn.at(layer), config.init.std
     attention: nn.Module
     if isinstance(mixer, choices.SoftmaxAttention):
         first = config.softmax_layers[0]

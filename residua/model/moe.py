@@ -4,7 +4,7 @@
     y = Σ_{e∈T} w_e FFN_e(x) + FFN_shared(x)
 
 Softmax first, then top-k; the weights of the chosen experts are scaled to sum to one, or left as they are
-(`normalize = false`: w_e = p_e). No token is dropped.
+(`normalize = false`: w_e = p_e). `router.py` has this and other routers. No token is dropped.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from residua.config import choices
 from residua.model.context import Anchors, Context
 from residua.model.edges import Edge, divide_square
 from residua.model.ffn import FFNS, GatedFFN, relu2
+from residua.model.router import build_router
 from residua.model.taps import tap
 from residua.ops._runtime.numeric import no_autocast, wide
 from residua.ops.expert_slots import combine, dispatch, sort_slots
@@ -31,8 +32,8 @@ class Routing(NamedTuple):
     """How one layer, or a stack of layers [L, …], routed the tokens of a batch.
 
     load: [E], the share f_e of all choices that fell on each expert, without gradient; probability: [E], the mean P_e
-    of the router's softmax; z: the mean of its squared log-sum-exp. All are means over tokens, so a batch's are the
-    means over its equal parts.
+    of the router's probabilities; z: the mean of its squared log-sum-exp. All are means over tokens, so a batch's are
+    the means over its equal parts.
     """
 
     load: Tensor
@@ -52,26 +53,6 @@ def balance_loss(load: Tensor, probability: Tensor) -> Tensor:
     caller passes means of f and P over all micro-batches and ranks.
     """
     return load.shape[-1] * (load * probability).sum(-1)
-
-
-class Router(nn.Module):
-    """p = softmax(W x) in at least float32, and the `top_k` experts of each token."""
-
-    def __init__(self, experts: int, top_k: int, width: int, *, std: float, normalize: bool = True) -> None:
-        super().__init__()
-        self.top_k, self.std, self.normalize = top_k, std, normalize
-        self.weight = nn.Parameter(torch.empty(experts, width))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        nn.init.normal_(self.weight, std=self.std)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Route x [N, C]; returns the logits [N, E], and weights and ids of the chosen experts, [N, k] each."""
-        with no_autocast(x):  # in half precision, near ties would send tokens to other experts
-            logits = linear(wide(x), wide(self.weight))
-        weights, chosen = logits.softmax(-1).topk(self.top_k)
-        return logits, weights / weights.sum(-1, keepdim=True) if self.normalize else weights, chosen
 
 
 class Experts(nn.Module):
@@ -161,7 +142,7 @@ class MoE(nn.Module):
     def __init__(self, config: choices.MoE, layer: int, width: int, *, std: float, output_std: float) -> None:
         super().__init__()
         self.layer, self.count = layer, config.experts
-        self.router = Router(config.experts, config.top_k, width, std=std, normalize=config.normalize)
+        self.router = build_router(config, width, std=std)
         self.experts = Experts(config, width, std=std, output_std=output_std)
         shape, act = FFNS[config.activation]
         hidden = config.shared * config.hidden
@@ -184,7 +165,7 @@ class MoE(nn.Module):
     def _routing(self, logits: Tensor, ends: Tensor) -> Routing:
         counts = ends.diff(prepend=ends.new_zeros(1))
         load = counts.to(logits.dtype) / ends[-1]
-        return Routing(load, logits.softmax(-1).mean(0), logits.logsumexp(-1).square().mean())
+        return Routing(load, self.router.probabilities(logits).mean(0), logits.logsumexp(-1).square().mean())
 
     def readers(self) -> tuple[Tensor, ...]:
         """The router and every expert; a factor that missed the router would send tokens elsewhere."""

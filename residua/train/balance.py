@@ -11,6 +11,9 @@ with an extra forward pass over the step's micro-batches, unless there is only o
 f, which every rank knows (uniform before the first step, where L is constant): routing changes little in one step. The
 forward pass returns its statistics and they are summed here, so a sublayer that is recomputed in the backward pass is
 not counted twice.
+
+Routers with a bias (`model/router.py`) are balanced by it: after each step it moves by the load of the whole step, and
+is the same on every rank.
 """
 
 from __future__ import annotations
@@ -61,6 +64,7 @@ class Balancer:
         add_ranks: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         self.config, self._add_ranks = config, add_ranks
+        self._routers = [mixture.router for mixture in mixtures]
         experts = mixtures[0].count
         zeros = torch.zeros(len(mixtures), experts, dtype=torch.float64, device=device)
         self._load: Tensor | None = zeros + 1 / experts
@@ -83,9 +87,11 @@ class Balancer:
         return share * (self.config.weight * balance + self.config.router_z * routing.z.sum())
 
     def end(self) -> None:
-        """After a step's last backward pass: complete its statistics."""
+        """After a step's last backward pass: complete its statistics, and correct the routers by them."""
         step = Routing(*(self._summed(part) for part in self._step))
         self._load = step.load
+        for router, load in zip(self._routers, step.load, strict=True):
+            router.correct(load, self.config.bias_rate)
         self._step = Routing(*(torch.zeros_like(part) for part in step))
         balance = balance_loss(step.load, step.probability).mean()
         self._sums = Routing(

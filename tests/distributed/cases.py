@@ -29,6 +29,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "hyper": {"topology": {"kind": "hyper", "streams": 2}},
     "dense": {"topology": {"kind": "dense", "dilation": 2}},
     "moe": {"ffn": {"kind": "moe", "experts": 4, "top_k": 2, "hidden": 8}},
+    "biased": {
+        "ffn": {"kind": "moe", "experts": 4, "top_k": 2, "hidden": 8, "dense_layers": 1, "router": {"kind": "sigmoid"}}
+    },
 }
 STEPS, MICRO_BATCH, ACCUMULATE, LENGTH = 2, 2, 4, 6
 

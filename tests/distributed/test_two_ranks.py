@@ -39,6 +39,8 @@ EXTRA: dict[str, tuple[str, dict[str, Any]]] = {
     "fsdp-in-turns": ("additive", {"shard": 2, "turn": 1}),
     "experts": ("moe", {"data": 2}),
     "sharded-experts": ("moe", {"shard": 2}),
+    "biased-experts": ("biased", {"data": 2}),
+    "sharded-biased-experts": ("biased", {"shard": 2}),
 }
 
 

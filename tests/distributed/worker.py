@@ -50,6 +50,8 @@ def trace(step: Step, rank: int, ranks: int) -> dict[str, Tensor]:
     for group in step.optimizer.param_groups:
         for name, parameter in zip(group["names"], group["params"], strict=True):
             seen[f"weight/{name}"] = whole(parameter)
+    for name, buffer in step.model.named_buffers():
+        seen[f"buffer/{name}"] = buffer.clone()
     return seen
 
 

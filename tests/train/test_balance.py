@@ -13,9 +13,11 @@ from rich.console import Console
 from torch import Tensor
 
 import residua
+from residua.config import choices
 from residua.config.run import Balance, RunConfig
 from residua.data.loader import Batch
 from residua.model.moe import Routing, balance_loss
+from residua.model.router import Router
 from residua.storage.run import read_metrics
 from residua.train.balance import Balancer, build_balancer
 from residua.train.step import Step, build_step
@@ -180,6 +182,7 @@ def test_the_first_step_of_previous_step_has_the_loss_of_balance() -> None:
 
 class _Mixture:
     count = EXPERTS
+    router = Router(choices.MoE(hidden=8, experts=EXPERTS, top_k=2), 16, std=0.02)
 
 
 def test_the_balance_loss_evens_the_load_out(mixture: RunConfig) -> None:
@@ -198,6 +201,39 @@ def test_the_balance_loss_evens_the_load_out(mixture: RunConfig) -> None:
         return step.balancer.spread().heaviest
 
     assert heaviest(1.0) < heaviest(0.0)
+
+
+BIASED = ["model.ffn.router={kind='sigmoid', scale=2.0}", "train.balance={weight=0.0, router_z=0.0, bias_rate=0.02}"]
+
+
+def biases(step: Step) -> Tensor:
+    return torch.stack([buffer for name, buffer in step.model.named_buffers() if name.endswith("router.bias")])
+
+
+def test_a_bias_moves_by_the_load_of_the_whole_step(mixture: RunConfig) -> None:
+    big, small = (made(mixture, *BIASED) for _ in range(2))
+    big([batch(4)])
+    small(cut(batch(4), 4))
+    load = torch.tensor(big.balancer.spread().load, dtype=torch.float64)
+    torch.testing.assert_close(biases(big), 0.02 * (1 / EXPERTS - load).sign())
+    assert biases(big).any() and torch.equal(biases(big), biases(small))
+
+
+def test_the_bias_evens_the_load_out_without_a_loss(mixture: RunConfig) -> None:
+    """From a bias that sends every token to one expert."""
+
+    def heaviest(rate: float) -> float:
+        step = made(mixture, *BIASED, f"train.balance.bias_rate={rate}", "train.optimizer=adamw")
+        for name, buffer in step.model.named_buffers():
+            if name.endswith("router.bias"):
+                buffer[0] = 0.2
+        for seed in range(20):
+            if seed == 12:
+                step.balancer.clear()
+            step([batch(4, seed)])
+        return step.balancer.spread().heaviest
+
+    assert heaviest(0.02) < 1.4 < heaviest(0.0)
 
 
 @pytest.mark.gpu
@@ -242,9 +278,9 @@ def test_a_dense_model_has_no_balancer(config: RunConfig) -> None:
     assert build_balancer(residua.build(config.model), config.train.balance, CPU) is None
 
 
-@pytest.mark.parametrize("load", LOADS)
-def test_a_resumed_mixture_equals_the_uninterrupted_one(mixture: RunConfig, load: str, tmp_path: Path) -> None:
-    config = mixture.override([f"train.balance.load={load}"])
+@pytest.mark.parametrize("changes", [*([f"train.balance.load={load}"] for load in LOADS), BIASED])
+def test_a_resumed_mixture_equals_the_uninterrupted_one(mixture: RunConfig, changes: list[str], tmp_path: Path) -> None:
+    config = mixture.override(changes)
     train(config, tmp_path / "whole", console=QUIET)
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Exception, match="--resume"):
         stop_after(patch, 3)
