@@ -16,7 +16,7 @@ from residua.files import UNFINISHED
 
 # A verb of our own in place of another: it writes a folder as all of them do, and waits inside.
 WRITER = """
-import sys, time
+import signal, sys, time
 from pathlib import Path
 import typer
 from residua.cli import main
@@ -34,6 +34,7 @@ def write() -> None:
 sys.modules["writer"] = sys.modules["__main__"]
 main.VERBS["export"] = ("writer", "")
 sys.argv = ["residua", "export"]
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # a suite started with nohup has its children ignore it
 main.main()
 """
 
