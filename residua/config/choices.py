@@ -22,6 +22,16 @@ from residua.config.ffns import ReLU2 as ReLU2
 from residua.config.ffns import SigmoidRouter as SigmoidRouter
 from residua.config.ffns import SoftmaxRouter as SoftmaxRouter
 from residua.config.ffns import SwiGLU as SwiGLU
+from residua.config.mixers import Attention as Attention
+from residua.config.mixers import GatedDeltaNet as GatedDeltaNet
+from residua.config.mixers import HybridAttention as HybridAttention
+from residua.config.mixers import KimiDelta as KimiDelta
+from residua.config.mixers import LatentAttention as LatentAttention
+from residua.config.mixers import LinearMixer as LinearMixer
+from residua.config.mixers import Mixer as Mixer
+from residua.config.mixers import SoftmaxAttention as SoftmaxAttention
+from residua.config.mixers import SoftmaxMixer as SoftmaxMixer
+from residua.config.mixers import divisors as divisors
 from residua.config.positions import RopeScaling as RopeScaling
 from residua.config.settings import Frozen, Positive
 from residua.config.topologies import Additive as Additive
@@ -135,125 +145,6 @@ class ExoFormer(ProjectionAnchors):
 Anchors = Annotated[NoAnchors | ResFormer | NuResFormer | ExoFormer, Field(discriminator="kind")]
 
 
-class Mixer(Frozen):
-    """A sequence mixer, the same in every layer."""
-
-    softmax_path: ClassVar[str] = "attention"
-    """The table with the keys of softmax attention."""
-
-    @property
-    def everywhere(self) -> SoftmaxAttention | None:
-        """The softmax attention of every layer; None if some layer has another mixer."""
-        return None
-
-    def check(self, layers: int) -> None:
-        """Raise ValueError, in a sentence, if a model of so many layers cannot have this attention."""
-
-    def at(self, layer: int) -> Self:
-        """The mixer of layer `layer`."""
-        return self
-
-
-class SoftmaxAttention(Mixer):
-    """Causal softmax attention; `kv_heads` below `heads` is grouped-query attention.
-
-    `qk_norm` is over each head, over all heads together ("rms_all", OLMo 2), or the dynamic tanh ("dyt"), whose α
-    starts at `qk_alpha`. With `window`, a token sees itself and the `window` − 1 tokens before it, in all layers or in
-    `window_layers`; `local_rope_theta` is the base of rotary positions in those layers, which are not scaled there
-    (Gemma 3). `bias` adds biases to queries, keys and values ("qkv"), or to the output projection too ("all").
-    """
-
-    kind: Literal["softmax"] = "softmax"
-    heads: Positive
-    kv_heads: Positive | None = None
-    head_dim: Positive | None = None
-    qk_norm: Literal["rms", "rms_all", "dyt", "none"] = "rms"
-    qk_eps: float = Field(1e-6, gt=0)
-    qk_alpha: float = Field(0.5, gt=0)
-    bias: Literal["none", "qkv", "all"] = "none"
-    rope_theta: float = Field(10_000.0, gt=0)
-    rope_scaling: RopeScaling | None = None
-    local_rope_theta: Annotated[float, Field(gt=0)] | None = None
-    window: Positive | None = None
-    window_layers: tuple[int, ...] | None = None
-    gate: Literal["none", "elementwise", "headwise"] = "none"
-    sink: Literal["none", "learned"] = "none"
-
-    @property
-    def everywhere(self) -> SoftmaxAttention:
-        return self
-
-    def window_at(self, layer: int) -> int | None:
-        """The window of layer `layer`; None if its tokens see all earlier ones."""
-        return self.window if self.window_layers is None or layer in self.window_layers else None
-
-    @model_validator(mode="after")
-    def _window_is_set(self) -> Self:
-        for key in ("window_layers", "local_rope_theta"):
-            if getattr(self, key) is not None and self.window is None:
-                raise ValueError(f"attention.{key} needs attention.window: the number of tokens that those layers see.")
-        return self
-
-    @model_validator(mode="after")
-    def _heads_divide(self) -> Self:
-        if self.kv_heads is not None and self.heads % self.kv_heads:
-            raise ValueError(
-                f"attention.kv_heads = {self.kv_heads} does not divide attention.heads = {self.heads}: "
-                f"choose one of {divisors(self.heads)}."
-            )
-        return self
-
-
-class GatedDeltaNet(Mixer):
-    """Linear attention by the gated delta rule."""
-
-    kind: Literal["gated_deltanet"] = "gated_deltanet"
-    key_heads: Positive
-    value_heads: Positive
-    head_dim: Positive = 128
-    convolution: Positive = 4
-
-    @model_validator(mode="after")
-    def _heads_divide(self) -> Self:
-        if self.value_heads % self.key_heads:
-            raise ValueError(
-                f"attention.key_heads = {self.key_heads} does not divide attention.value_heads = {self.value_heads}: "
-                f"choose one of {divisors(self.value_heads)}."
-            )
-        return self
-
-
-class HybridAttention(Frozen):
-    """Linear attention, with softmax attention in the last of every `softmax_every` layers."""
-
-    softmax_path: ClassVar[str] = "attention.softmax"
-
-    kind: Literal["hybrid"] = "hybrid"
-    softmax_every: int = Field(4, ge=2)
-    softmax: SoftmaxAttention
-    linear: GatedDeltaNet
-
-    @property
-    def everywhere(self) -> SoftmaxAttention | None:
-        """The softmax attention of every layer; None if some layer has another mixer."""
-        return None
-
-    def check(self, layers: int) -> None:
-        """Raise ValueError, in a sentence, if a model of so many layers cannot have this attention."""
-        if self.softmax_every > layers:
-            raise ValueError(
-                f"attention.softmax_every = {self.softmax_every} leaves layers = {layers} without softmax attention: "
-                f"use at most {layers}, or attention.kind = 'gated_deltanet'."
-            )
-
-    def at(self, layer: int) -> SoftmaxAttention | GatedDeltaNet:
-        """The mixer of layer `layer`."""
-        return self.linear if (layer + 1) % self.softmax_every else self.softmax
-
-
-Attention = Annotated[SoftmaxAttention | GatedDeltaNet | HybridAttention, Field(discriminator="kind")]
-
-
 class NormChoice(Family):
     """A choice of norm: subclass it, with a `kind`, for a norm of your own (docs/extend.md)."""
 
@@ -338,8 +229,3 @@ class Init(Frozen):
 
     std: float = Field(0.02, gt=0)
     output: Literal["normal", "scaled", "zero"] = "scaled"
-
-
-def divisors(n: int) -> str:
-    """The divisors of n, as a list for an error message."""
-    return ", ".join(str(d) for d in range(1, n + 1) if n % d == 0)

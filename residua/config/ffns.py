@@ -74,20 +74,19 @@ class GELU(DenseChoice):
 
 
 DenseFFN = SwiGLU | GLU | GeGLU | ReLU2 | GELU
-_DENSE: dict[str, type[DenseFFN]] = {"swiglu": SwiGLU, "glu": GLU, "relu2": ReLU2, "gelu": GELU}
 Count = Annotated[int, BeforeValidator(number), Field(ge=0)]
 
 
 class SoftmaxRouter(Frozen):
     """The softmax over all experts decides."""
 
-    kind: Literal["softmax"] = "softmax"
+    kind: Literal["softmax_scores"] = "softmax_scores"
 
 
 class SigmoidRouter(Frozen):
     """A score per expert decides, plus a bias that `train.balance.bias_rate` moves; weights are times `scale`."""
 
-    kind: Literal["sigmoid"] = "sigmoid"
+    kind: Literal["sigmoid_scores"] = "sigmoid_scores"
     scale: float = Field(1.0, gt=0)
 
 
@@ -121,7 +120,8 @@ class MoE(Frozen):
         if layer >= self.dense_layers:
             return self
         hidden = self.dense_hidden or (self.top_k + self.shared) * self.hidden
-        return _DENSE[self.activation](hidden=hidden)
+        kinds: dict[str, type[DenseFFN]] = {"swiglu": SwiGLU, "glu": GLU, "relu2": ReLU2, "gelu": GELU}
+        return kinds[self.activation](hidden=hidden)
 
     def kept(self, width: int) -> float:
         """Elements per token kept for the backward pass."""

@@ -18,10 +18,14 @@ from residua.config.choices import (
     GatedDeltaNet,
     Head,
     Init,
+    KimiDelta,
+    LatentAttention,
+    LinearMixer,
     NoAnchors,
     Norm,
     RMSNorm,
     SoftmaxAttention,
+    SoftmaxMixer,
     TiedHead,
     Topology,
     divisors,
@@ -97,24 +101,29 @@ class ModelConfig(Frozen):
         return 2 * self.layers
 
     @property
-    def mixers(self) -> tuple[SoftmaxAttention | GatedDeltaNet, ...]:
+    def mixers(self) -> tuple[SoftmaxMixer | LinearMixer, ...]:
         """The sequence mixer of each layer."""
         return tuple(self.attention.at(layer) for layer in range(self.layers))
 
     @property
     def softmax_layers(self) -> tuple[int, ...]:
         """The layers with softmax attention; the first one writes the anchors of ResFormer and NuResFormer."""
-        return tuple(layer for layer, mixer in enumerate(self.mixers) if isinstance(mixer, SoftmaxAttention))
+        return tuple(layer for layer, mixer in enumerate(self.mixers) if mixer.attends)
 
     @property
     def softmax(self) -> SoftmaxAttention | None:
-        """The softmax attention of the model's softmax layers; None if it has no such layer."""
+        """The softmax attention of the model's softmax layers; None if they have another kind or there are none."""
         return next((mixer for mixer in self.mixers if isinstance(mixer, SoftmaxAttention)), None)
 
     @property
-    def linear(self) -> GatedDeltaNet | None:
+    def latent(self) -> LatentAttention | None:
+        """The latent attention of the model's softmax layers; None if they have another kind or there are none."""
+        return next((mixer for mixer in self.mixers if isinstance(mixer, LatentAttention)), None)
+
+    @property
+    def linear(self) -> LinearMixer | None:
         """The linear attention of the model's linear layers; None if it has no such layer."""
-        return next((mixer for mixer in self.mixers if isinstance(mixer, GatedDeltaNet)), None)
+        return next((mixer for mixer in self.mixers if isinstance(mixer, GatedDeltaNet | KimiDelta)), None)
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Self:
@@ -187,6 +196,11 @@ def _check_anchor_norm(config: ModelConfig) -> None:
 
 
 def _check_anchor_attention(config: ModelConfig) -> None:
+    if config.anchors.mixed and config.latent is not None:
+        raise ValueError(
+            f"anchors.kind = '{config.anchors.kind}' mixes keys and values of heads, and latent attention ('mla') "
+            "has none: use anchors.kind = 'none', or softmax attention of kind = 'softmax'."
+        )
     if config.anchors.mixed and config.softmax is None:
         raise ValueError(
             f"anchors.kind = '{config.anchors.kind}' mixes softmax projections and attention.kind = "

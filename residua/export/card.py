@@ -60,6 +60,9 @@ PAPERS: dict[tuple[str, str], tuple[tuple[str, str], ...]] = {
     ("qk_norm", "dyt"): (DYT,),
     ("qk_norm", "rms"): (("Query-Key Normalization for Transformers", "2010.04245"),),
     ("linear", "gated_deltanet"): (("Gated Delta Networks", "2412.06464"),),
+    ("linear", "kimi_delta"): (("Kimi Linear: An Expressive, Efficient Attention Architecture", "2510.26692"),),
+    ("latent", "mla"): (("DeepSeek-V2", "2405.04434"),),
+    ("router", "sigmoid_scores"): (("DeepSeek-V3 Technical Report", "2412.19437"),),
 }
 """Titles and arXiv numbers of what a model is made of, by part and kind."""
 
@@ -145,9 +148,13 @@ def _parts(config: ModelConfig) -> Iterator[tuple[str, str]]:
     if config.softmax is not None:
         yield "gate", config.softmax.gate
         yield "qk_norm", config.softmax.qk_norm
+    if config.latent is not None:
+        yield "latent", config.latent.kind
     if config.linear is not None:
         yield "linear", config.linear.kind
     yield "ffn", config.ffn.kind
+    if config.ffn.mixture:
+        yield "router", config.ffn.router.kind
     yield "head", config.head.kind
 
 

@@ -84,7 +84,7 @@ class SigmoidRouter(Router):
         self.bias.add_(torch.where(lack.abs() < FAIR, 0.0, rate * lack.sign()).to(self.bias.dtype))
 
 
-ROUTERS: dict[str, type[Router]] = {"softmax": Router, "sigmoid": SigmoidRouter}
+ROUTERS: dict[str, type[Router]] = {"softmax_scores": Router, "sigmoid_scores": SigmoidRouter}
 
 
 def build_router(config: choices.MoE, width: int, *, std: float) -> Router:

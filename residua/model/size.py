@@ -10,7 +10,7 @@ from typing import cast
 import torch
 from torch import nn
 
-from residua.config.model import ModelConfig, head_dim
+from residua.config.model import ModelConfig
 from residua.machine import TooLarge, require_memory
 from residua.model.decoder import Decoder, Sublayer, build
 from residua.model.moe import MoE, mixtures
@@ -89,7 +89,8 @@ def size_of(model: Decoder) -> Size:
     """The size of a model that is already built.
 
     Training FLOPs per token = 6 × active parameters + 6 × softmax layers × heads·head_dim × context: two per
-    multiply-add, three products (forward, two backward), half of the attention matrix being masked.
+    multiply-add, three products (forward, two backward), half of the attention matrix being masked. Heads whose keys
+    and values differ in width count with the mean of both.
     """
     config = model.config
     sublayers = cast(list[Sublayer], list(model.sublayers))
@@ -109,14 +110,9 @@ def size_of(model: Decoder) -> Size:
         idle=sum(_idle(mixture) for mixture in mixtures(model)),
         flops_per_token=0,
     )
-    flops = 6 * size.active + 6 * _attention_width(config) * config.context
+    attended = sum(mixer.score_width(config.width) for mixer in config.mixers)
+    flops = 6 * size.active + round(6 * attended * config.context)
     return replace(size, flops_per_token=flops)
-
-
-def _attention_width(config: ModelConfig) -> int:
-    """heads · head_dim over all softmax layers; linear attention costs no more than its projections."""
-    softmax = config.softmax
-    return 0 if softmax is None else len(config.softmax_layers) * softmax.heads * head_dim(config)
 
 
 def _idle(mixture: MoE) -> int:

@@ -10,6 +10,7 @@ from residua.ops.gated_delta import gated_delta
 from residua.ops.gated_norm import gate_scores, gated_norm, low_rank_gate
 from residua.ops.grouped_linear import grouped_linear
 from residua.ops.hyper_connection import hyper_step, sinkhorn
+from residua.ops.kimi_delta import kimi_delta
 from residua.ops.linear_cross_entropy import linear_cross_entropy
 from residua.ops.mix_projection import Sections, mix_heads, mix_projection
 from residua.ops.multi_gate import (
@@ -40,6 +41,7 @@ __all__ = [
     "gates",
     "grouped_linear",
     "hyper_step",
+    "kimi_delta",
     "linear_cross_entropy",
     "low_rank_gate",
     "mix_heads",

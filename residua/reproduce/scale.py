@@ -72,7 +72,7 @@ def _narrow_softmax(model: ModelConfig, share: float) -> list[str]:
     """Fewer and narrower heads; groups of queries for each key and value as before, as far as they divide."""
     softmax, table = model.softmax, model.attention.softmax_path
     if softmax is None:
-        return []
+        return _narrow_latent(model, share)
     heads, dim = _heads(softmax.heads * head_dim(model), head_dim(model), share)
     changes = [f"{table}.heads={heads}", f"{table}.head_dim={dim}"]
     if softmax.kv_heads is not None:
@@ -81,12 +81,23 @@ def _narrow_softmax(model: ModelConfig, share: float) -> list[str]:
     return changes
 
 
+def _narrow_latent(model: ModelConfig, share: float) -> list[str]:
+    latent, table = model.latent, model.attention.softmax_path
+    if latent is None:
+        return []
+    heads, dim = _heads(latent.heads * latent.head_dim, latent.head_dim, share)
+    rank = max(8, 8 * round(latent.rank * share / 8))
+    return [f"{table}.heads={heads}", f"{table}.head_dim={dim}", f"{table}.rank={rank}"]
+
+
 def _narrow_linear(model: ModelConfig, share: float) -> list[str]:
     linear = model.linear
     if linear is None:
         return []
-    table = "attention" if model.softmax is None else "attention.linear"
+    table = "attention.linear" if model.softmax_layers else "attention"
     values, dim = _heads(linear.value_heads * linear.head_dim, linear.head_dim, share)
+    if "value_heads" not in type(linear).model_fields:
+        return [f"{table}.heads={values}", f"{table}.head_dim={dim}"]
     keys = math.gcd(values, max(1, values * linear.key_heads // linear.value_heads))
     return [f"{table}.value_heads={values}", f"{table}.key_heads={keys}", f"{table}.head_dim={dim}"]
 

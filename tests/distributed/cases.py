@@ -30,7 +30,14 @@ MODELS: dict[str, dict[str, Any]] = {
     "dense": {"topology": {"kind": "dense", "dilation": 2}},
     "moe": {"ffn": {"kind": "moe", "experts": 4, "top_k": 2, "hidden": 8}},
     "biased": {
-        "ffn": {"kind": "moe", "experts": 4, "top_k": 2, "hidden": 8, "dense_layers": 1, "router": {"kind": "sigmoid"}}
+        "ffn": {
+            "kind": "moe",
+            "experts": 4,
+            "top_k": 2,
+            "hidden": 8,
+            "dense_layers": 1,
+            "router": {"kind": "sigmoid_scores"},
+        }
     },
 }
 STEPS, MICRO_BATCH, ACCUMULATE, LENGTH = 2, 2, 4, 6

@@ -22,7 +22,7 @@ from tests.golden.compare import agree, leaves_of, random, randomise
 from tests.model.small import small, tokens_and_targets
 
 WIDTH, HIDDEN, EXPERTS = 16, 8, 5
-SIGMOID = {"kind": "sigmoid", "scale": 2.446}
+SIGMOID = {"kind": "sigmoid_scores", "scale": 2.446}
 TABLE: dict[str, Any] = {"kind": "moe", "hidden": HIDDEN, "experts": EXPERTS, "top_k": 2, "router": SIGMOID}
 
 
@@ -110,8 +110,8 @@ def test_the_first_layers_of_a_mixture_can_be_dense(options: dict[str, int], wid
     [
         ({"dense_layers": 3}, "ffn.dense_layers = 3 leaves layers = 3 without experts"),
         ({"dense_hidden": 3}, "ffn.dense_hidden = 3 is the width of dense layers"),
-        ({"router": {"kind": "sigmoid", "scale": 0}}, "ffn.router"),
-        ({"router": {"kind": "sigmoi"}}, "did you mean 'sigmoid'"),
+        ({"router": {"kind": "sigmoid_scores", "scale": 0}}, "ffn.router"),
+        ({"router": {"kind": "sigmoid_score"}}, "did you mean 'sigmoid_scores'"),
     ],
 )
 def test_what_cannot_be_is_refused(changes: dict[str, Any], words: str) -> None:

@@ -203,7 +203,10 @@ def test_the_balance_loss_evens_the_load_out(mixture: RunConfig) -> None:
     assert heaviest(1.0) < heaviest(0.0)
 
 
-BIASED = ["model.ffn.router={kind='sigmoid', scale=2.0}", "train.balance={weight=0.0, router_z=0.0, bias_rate=0.02}"]
+BIASED = [
+    "model.ffn.router={kind='sigmoid_scores', scale=2.0}",
+    "train.balance={weight=0.0, router_z=0.0, bias_rate=0.02}",
+]
 
 
 def biases(step: Step) -> Tensor:

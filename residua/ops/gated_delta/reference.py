@@ -53,11 +53,11 @@ def step(
 
     S ← α S,   u = β (v − Sᵀk),   S ← S + k uᵀ,   o = Sᵀq
     """
-    q, k = (_to_heads(wide(x), v.shape[-2]) for x in (q, k))
+    q, k = (to_heads(wide(x), v.shape[-2]) for x in (q, k))
     faded = wide(g).exp()[..., None, None] * initial_state(k, v, state)
-    u = wide(beta)[..., None] * (wide(v) - _read(faded, k))
+    u = wide(beta)[..., None] * (wide(v) - read(faded, k))
     state = faded + k[..., :, None] * u[..., None, :]
-    return _read(state, q).to(v.dtype), state
+    return read(state, q).to(v.dtype), state
 
 
 def chunked(
@@ -85,8 +85,8 @@ def chunked(
     tokens, heads, value_width = v.shape[1:]
     with no_autocast(v):  # the system inside a chunk is solved in single precision
         before = initial_state(k, v, state)
-        q, k = (_to_heads(wide(x), heads) for x in (q, k))
-        q, k, values, g, beta = (_to_chunks(wide(x)) for x in (q, k, v, g[..., None], beta[..., None]))
+        q, k = (to_heads(wide(x), heads) for x in (q, k))
+        q, k, values, g, beta = (to_chunks(wide(x)) for x in (q, k, v, g[..., None], beta[..., None]))
         within, enter = _decays(g.squeeze(-1), begins(v, segments))
 
         triangle = beta * within * (k @ k.mT)
@@ -118,29 +118,35 @@ def _decays(g: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
 
     g [B, H, N, 64]; first [B, T] marks the tokens that begin a document.
     """
-    chunks = g.shape[2]
-    document = pad(first, (0, chunks * CHUNK - first.shape[1])).cumsum(1).unflatten(1, (chunks, CHUNK))[:, None]
-    met = pad(document[:, :, :-1, -1:], (0, 0, 1, 0))
-    visible = (document[..., :, None] == document[..., None, :]).tril()
+    visible, met = same_document(first, g.shape[2])
     total = g.cumsum(-1)
     # The exponent is masked, not the result: above the diagonal it is positive and may overflow.
     within = (total[..., :, None] - total[..., None, :]).masked_fill(~visible, float("-inf")).exp()
-    enter = total.masked_fill(document != met, float("-inf")).exp()
+    enter = total.masked_fill(~met, float("-inf")).exp()
     return within, enter[..., None]
 
 
-def _to_chunks(x: Tensor) -> Tensor:
+def same_document(first: Tensor, chunks: int) -> tuple[Tensor, Tensor]:
+    """Whether token i is in the document of an earlier token j of its chunk (or is j), visible [B, 1, N, 64, 64], and
+    whether in that of the state that its chunk meets, met [B, 1, N, 64]. first [B, T] marks beginnings of documents.
+    """
+    document = pad(first, (0, chunks * CHUNK - first.shape[1])).cumsum(1).unflatten(1, (chunks, CHUNK))[:, None]
+    before = pad(document[:, :, :-1, -1:], (0, 0, 1, 0))
+    return (document[..., :, None] == document[..., None, :]).tril(), document == before
+
+
+def to_chunks(x: Tensor) -> Tensor:
     """[B, T, H, D] → [B, H, N, 64, D]. A token of zeros is a no-op: it neither fades the state nor writes to it."""
     padded = pad(x, (0, 0, 0, 0, 0, -x.shape[1] % CHUNK))
     return padded.unflatten(1, (-1, CHUNK)).permute(0, 3, 1, 2, 4)
 
 
-def _to_heads(x: Tensor, heads: int) -> Tensor:
+def to_heads(x: Tensor, heads: int) -> Tensor:
     """[…, H_k, K] → […, H, K]: each key head serves a run of value heads."""
     return x.repeat_interleave(heads // x.shape[-2], -2)
 
 
-def _read(state: Tensor, key: Tensor) -> Tensor:
+def read(state: Tensor, key: Tensor) -> Tensor:
     """Sᵀk, as a sum and not a matrix product: one token is bound by memory, and autocast leaves sums alone."""
     return (state * key[..., :, None]).sum(-2)
 

@@ -1,0 +1,241 @@
+"""The choices of sequence mixer, the same in every layer or a hybrid of two."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal, Self
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from residua.config.positions import RopeScaling
+from residua.config.settings import Frozen, Positive, number
+
+
+class Mixer(Frozen):
+    """A sequence mixer, the same in every layer."""
+
+    softmax_path: ClassVar[str] = "attention"
+    """The table with the keys of softmax attention."""
+    attends: ClassVar[bool] = False
+    """Whether a token weighs all earlier ones in a softmax; otherwise it reads a state of fixed size."""
+
+    @property
+    def everywhere(self) -> SoftmaxAttention | None:
+        """The softmax attention of every layer; None if some layer has another mixer."""
+        return None
+
+    def check(self, layers: int) -> None:
+        """Raise ValueError, in a sentence, if a model of so many layers cannot have this attention."""
+
+    def at(self, layer: int) -> Self:
+        """The mixer of layer `layer`."""
+        return self
+
+    def score_width(self, width: int) -> float:
+        """Multiply-adds for each earlier token that a token sees, halved: a product with its key, one with its value.
+
+        `width` is the model's. A state of fixed size costs no more than its projections.
+        """
+        return 0.0
+
+    def turned(self, width: int) -> int:
+        """The elements of a head that rotary positions turn; 0 if the mixer has no such positions."""
+        return 0
+
+
+class SoftmaxAttention(Mixer):
+    """Causal softmax attention; `kv_heads` below `heads` is grouped-query attention.
+
+    `qk_norm` is over each head, over all heads together ("rms_all", OLMo 2), or the dynamic tanh ("dyt"), whose α
+    starts at `qk_alpha`. With `window`, a token sees itself and the `window` − 1 tokens before it, in all layers or in
+    `window_layers`; `local_rope_theta` is the base of rotary positions in those layers, which are not scaled there
+    (Gemma 3). `bias` adds biases to queries, keys and values ("qkv"), or to the output projection too ("all").
+    """
+
+    attends: ClassVar[bool] = True
+
+    kind: Literal["softmax"] = "softmax"
+    heads: Positive
+    kv_heads: Positive | None = None
+    head_dim: Positive | None = None
+    qk_norm: Literal["rms", "rms_all", "dyt", "none"] = "rms"
+    qk_eps: float = Field(1e-6, gt=0)
+    qk_alpha: float = Field(0.5, gt=0)
+    bias: Literal["none", "qkv", "all"] = "none"
+    rope_theta: float = Field(10_000.0, gt=0)
+    rope_scaling: RopeScaling | None = None
+    local_rope_theta: Annotated[float, Field(gt=0)] | None = None
+    window: Positive | None = None
+    window_layers: tuple[int, ...] | None = None
+    gate: Literal["none", "elementwise", "headwise"] = "none"
+    sink: Literal["none", "learned"] = "none"
+
+    @property
+    def everywhere(self) -> SoftmaxAttention:
+        return self
+
+    def score_width(self, width: int) -> float:
+        return self.heads * self.turned(width)
+
+    def turned(self, width: int) -> int:
+        return self.head_dim or width // self.heads
+
+    def window_at(self, layer: int) -> int | None:
+        """The window of layer `layer`; None if its tokens see all earlier ones."""
+        return self.window if self.window_layers is None or layer in self.window_layers else None
+
+    @model_validator(mode="after")
+    def _window_is_set(self) -> Self:
+        for key in ("window_layers", "local_rope_theta"):
+            if getattr(self, key) is not None and self.window is None:
+                raise ValueError(f"attention.{key} needs attention.window: the number of tokens that those layers see.")
+        return self
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> Self:
+        if self.kv_heads is not None and self.heads % self.kv_heads:
+            raise ValueError(
+                f"attention.kv_heads = {self.kv_heads} does not divide attention.heads = {self.heads}: "
+                f"choose one of {divisors(self.heads)}."
+            )
+        return self
+
+
+class GatedDeltaNet(Mixer):
+    """Linear attention by the gated delta rule."""
+
+    kind: Literal["gated_deltanet"] = "gated_deltanet"
+    key_heads: Positive
+    value_heads: Positive
+    head_dim: Positive = 128
+    convolution: Positive = 4
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> Self:
+        if self.value_heads % self.key_heads:
+            raise ValueError(
+                f"attention.key_heads = {self.key_heads} does not divide attention.value_heads = {self.value_heads}: "
+                f"choose one of {divisors(self.value_heads)}."
+            )
+        return self
+
+
+class KimiDelta(Mixer):
+    """Linear attention by the delta rule with a decay per channel; `eps` is that of the norm on its output."""
+
+    kind: Literal["kimi_delta"] = "kimi_delta"
+    heads: Positive
+    head_dim: Positive = 128
+    convolution: Positive = 4
+    eps: float = Field(1e-5, gt=0)
+
+    @property
+    def key_heads(self) -> int:
+        return self.heads
+
+    @property
+    def value_heads(self) -> int:
+        return self.heads
+
+
+class LatentAttention(Mixer):
+    """Softmax attention whose keys and values are made of one vector of `rank` elements per token, all that is cached.
+
+    Heads have `head_dim` elements of their own, and keys `shared_dim` more that all heads share; values have
+    `value_dim` (default: `head_dim`). With `positions = "rotary"` the shared part, and no other, is turned. Queries are
+    made of a vector of `query_rank` elements if it is given.
+    """
+
+    attends: ClassVar[bool] = True
+    local_rope_theta: ClassVar[None] = None
+
+    kind: Literal["mla"] = "mla"
+    heads: Positive
+    head_dim: Positive = 128
+    value_dim: Positive | None = None
+    shared_dim: Annotated[int, BeforeValidator(number), Field(ge=0)] = 64
+    rank: Positive = 512
+    query_rank: Positive | None = None
+    positions: Literal["rotary", "none"] = "rotary"
+    rope_theta: float = Field(10_000.0, gt=0)
+    rope_scaling: RopeScaling | None = None
+
+    @property
+    def value_width(self) -> int:
+        """The elements of one head's values."""
+        return self.value_dim or self.head_dim
+
+    def score_width(self, width: int) -> float:
+        return self.heads * (self.head_dim + self.shared_dim + self.value_width) / 2
+
+    def turned(self, width: int) -> int:
+        return self.shared_dim if self.positions == "rotary" else 0
+
+    @model_validator(mode="after")
+    def _shared_part_turns(self) -> Self:
+        if self.positions == "rotary" and (self.shared_dim == 0 or self.shared_dim % 2):
+            raise ValueError(
+                f"attention.positions = 'rotary' turns pairs of the shared part and attention.shared_dim = "
+                f"{self.shared_dim}: use an even number above 0, or attention.positions = 'none'."
+            )
+        return self
+
+
+SoftmaxMixer = SoftmaxAttention | LatentAttention
+LinearMixer = GatedDeltaNet | KimiDelta
+
+
+def _of_kind(kind: str) -> BeforeValidator:
+    """A table without a `kind` is of this one."""
+
+    def fill(value: object) -> object:
+        return {"kind": kind, **value} if isinstance(value, dict) and "kind" not in value else value
+
+    return BeforeValidator(fill)
+
+
+class HybridAttention(Frozen):
+    """Linear attention, with softmax attention in the last of every `softmax_every` layers or in `softmax_layers`."""
+
+    softmax_path: ClassVar[str] = "attention.softmax"
+
+    kind: Literal["hybrid"] = "hybrid"
+    softmax_every: int = Field(4, ge=2)
+    softmax_layers: tuple[int, ...] | None = None
+    softmax: Annotated[Annotated[SoftmaxMixer, Field(discriminator="kind")], _of_kind("softmax")]
+    linear: Annotated[Annotated[LinearMixer, Field(discriminator="kind")], _of_kind("gated_deltanet")]
+
+    @property
+    def everywhere(self) -> SoftmaxAttention | None:
+        """The softmax attention of every layer; None if some layer has another mixer."""
+        return None
+
+    def check(self, layers: int) -> None:
+        """Raise ValueError, in a sentence, if a model of so many layers cannot have this attention."""
+        if self.softmax_layers is None:
+            self._check_every(layers)
+        elif not self.softmax_layers or not all(0 <= layer < layers for layer in self.softmax_layers):
+            raise ValueError(
+                f"attention.softmax_layers = {list(self.softmax_layers)} must name one or more of the layers 0 to "
+                f"{layers - 1}."
+            )
+
+    def at(self, layer: int) -> SoftmaxMixer | LinearMixer:
+        """The mixer of layer `layer`."""
+        if self.softmax_layers is not None:
+            return self.softmax if layer in self.softmax_layers else self.linear
+        return self.linear if (layer + 1) % self.softmax_every else self.softmax
+
+    def _check_every(self, layers: int) -> None:
+        if self.softmax_every > layers:
+            raise ValueError(
+                f"attention.softmax_every = {self.softmax_every} leaves layers = {layers} without softmax attention: "
+                f"use at most {layers}, or attention.kind = '{self.linear.kind}'."
+            )
+
+
+Attention = Annotated[SoftmaxMixer | LinearMixer | HybridAttention, Field(discriminator="kind")]
+
+
+def divisors(n: int) -> str:
+    """The divisors of n, as a list for an error message."""
+    return ", ".join(str(d) for d in range(1, n + 1) if n % d == 0)
