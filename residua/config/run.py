@@ -99,7 +99,8 @@ class TrainConfig(Frozen):
     `divergence_patience` log lines in a row is stopped. `keep` checkpoints stay on disk, and the best one. A CPU run
     always repeats bit for bit; `determinism = "exact"` makes a GPU run do so too, at some cost in speed. `start` is a
     run, or a folder of a Hugging Face model, whose weights the model begins with (`--from`). `telemetry` measures the
-    peaks, gates and mixtures of every layer every `telemetry_every` steps (default: with each log line), on at most
+    peaks, gates and mixtures of every layer every `telemetry_every` steps (default: about
+    twenty times in a run, and at least with every tenth log line), on at most
     `telemetry_tokens` tokens of the validation text.
     """
 

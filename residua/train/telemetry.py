@@ -1,8 +1,8 @@
 """Figures of every layer while a run trains: peaks, sinks, depth weights, gates, mixtures and gains.
 
-Every `train.telemetry_every` steps a few tokens of the validation text, always the same, go through the model as it is
-written, outside the step: nothing is compiled, captured or drawn at random, and no training text is read. Figures are
-0-dim tensors on the device until all are known; then the host reads them once.
+Every `train.telemetry_every` steps (by default about twenty times in a run) a few tokens of the validation text, always
+the same, go through the model as it is written, outside the step: nothing is compiled, captured or drawn at random, and
+no training text is read. Figures are 0-dim tensors on the device until all are known; then the host reads them once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from residua.config.run import RunConfig
+from residua.config.run import RunConfig, TrainConfig
 from residua.data.loader import Batch
 from residua.machine import short_bytes
 from residua.model import gauges, taps
@@ -32,6 +32,8 @@ SHARE = 0.01
 """Of the tokens trained between two measurements, so many are measured: a forward pass is a third of a step's work."""
 FEWEST = 64
 """… but at least so many tokens."""
+MEASUREMENTS, MOST_LINES = 20, 10
+"""By default a run is measured about so many times, but at least once in so many log lines."""
 GROWTH, WITHIN = 10.0, 0.1
 """A peak that grows so many times within this share of the run is reported."""
 DIGITS = 5
@@ -215,7 +217,7 @@ class Telemetry:
     def __init__(self, config: RunConfig, validation: Batch) -> None:
         recipe = config.train
         self.config = config
-        self.every = recipe.telemetry_every or recipe.log_every
+        self.every = interval(recipe)
         self.batch = first_tokens(validation, measured_tokens(config))
         self.growth = Growth(config)
 
@@ -274,10 +276,16 @@ def build_telemetry(config: RunConfig, validation: Batch, model: Decoder | None)
     return None if config.train.telemetry == "off" or model is None else Telemetry(config, validation)
 
 
+def interval(recipe: TrainConfig) -> int:
+    """Steps between two measurements: as asked for, or whole log lines such that a run has about twenty, or more."""
+    lines = math.ceil(recipe.steps / (MEASUREMENTS * recipe.log_every))
+    return recipe.telemetry_every or recipe.log_every * min(lines, MOST_LINES)
+
+
 def measured_tokens(config: RunConfig) -> int:
     """At most `train.telemetry_tokens`, and a hundredth of what is trained between two measurements (but 64)."""
     recipe = config.train
-    between = (recipe.telemetry_every or recipe.log_every) * config.tokens_per_step
+    between = interval(recipe) * config.tokens_per_step
     return min(recipe.telemetry_tokens, max(FEWEST, int(SHARE * between)))
 
 

@@ -25,7 +25,7 @@ from residua.report.plain import PlainConsole
 from residua.storage.checkpoint import checkpoints
 from residua.storage.run import read_metrics
 from residua.train.step import Step, build_step
-from residua.train.telemetry import Gauges, Growth, first_tokens, measured_tokens
+from residua.train.telemetry import Gauges, Growth, first_tokens, interval, measured_tokens
 from residua.train.telemetry_curves import FAMILIES, by_place, measured, over_places, telemetry_of, whole_model
 from residua.train.track import scalars
 from residua.train.trainer import train
@@ -148,6 +148,9 @@ def test_a_figure_that_is_not_finite_is_null_in_the_record() -> None:
 
 
 def test_few_tokens_are_measured_and_always_the_first(config: RunConfig) -> None:
+    for steps, every in (60, 20), (400, 20), (3570, 180), (10**5, 200):
+        assert interval(config.override([f"train.steps={steps}", "train.log_every=20"]).train) == every
+    assert interval(config.override(["train.steps=1000", "train.telemetry_every=5"]).train) == 5
     assert measured_tokens(config) == 64  # a hundredth of 2 steps of 64 tokens would be one
     large = config.override(["train.micro_batch=4096", "train.telemetry_every=5", "train.log_every=1"])
     assert measured_tokens(large) == 1024  # … of 5 · 131,072: 6,553
