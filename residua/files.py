@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Iterator
@@ -211,8 +212,18 @@ def is_plain_name(name: str) -> bool:
     return bool(name) and name.isprintable() and not name.startswith(".") and not {"/", "\\"} & set(name)
 
 
+def refuse_address(text: str) -> None:
+    """Refuse an address such as s3://bucket/run: as a path it would be a local folder called `s3:`."""
+    if re.match(r"[A-Za-z][\w+.-]+:/", text):
+        raise ValueError(
+            f"{text} is an address, and only files and folders of this machine are read and written: name a path "
+            "(of a mounted disk, for instance), and copy it from or to the address with another tool."
+        )
+
+
 def refuse_blocked(out: Path, option: str = "--out") -> None:
     """Refuse a folder that cannot be made because a file has its name or the name of a folder above it."""
+    refuse_address(str(out))
     nearest = next((path for path in (out, *out.parents) if path.exists() or path.is_symlink()), None)
     if nearest is not None and not nearest.is_dir():
         blocked = "" if nearest == out else f", so {out} cannot be made"

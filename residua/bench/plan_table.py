@@ -55,7 +55,7 @@ def _next(p: MeshPlan, asked: Sequence[str]) -> str:
         words += ["parallel.schedule=interleaved", f"parallel.stages_per_rank={parallel.stages_per_rank}"]
     if not p.fits:
         return "No mesh fits: lower train.micro_batch and raise train.accumulate, or set train.recompute=sublayers."
-    return f"Next, on one machine: {parallel.command} {' '.join([*asked, *words])}"
+    return f"Next, on one machine: {parallel.command_on()} {' '.join([*asked, *words])}"
 
 
 def plan_report(config: RunConfig, machine: Machine, plans: Sequence[MeshPlan]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from typer.core import TyperGroup
 
 from residua.cli.options import complain
 from residua.cli.process import Terminated, end_tidily, quiet_libraries
+from residua.files import refuse_address
 from residua.machine import out_of_memory
 from residua.version import __version__
 
@@ -41,7 +43,7 @@ VERBS = {
 
 # Seconds for rank 0 to get as far as the others: the first rank to end makes torchrun end all of them.
 GRACE = 20.0
-MAY_BE_EMPTY = ("--prompt", "--stop", "--matching")
+FREE_TEXT = ("--prompt", "--stop", "--matching")
 
 
 class LazyVerbs(TyperGroup):
@@ -102,7 +104,7 @@ def main() -> None:
     end_tidily()
     quiet_libraries()
     try:
-        refuse_empty(sys.argv[1:])
+        refuse_arguments(sys.argv[1:])
         ending = app(standalone_mode=False)
     except typer.Abort:
         sys.exit(1)
@@ -127,14 +129,20 @@ def main() -> None:
     sys.exit(ending if isinstance(ending, int) else 0)
 
 
-def refuse_empty(arguments: Sequence[str]) -> None:
-    """Refuse an empty argument, such as that of `--out "$UNSET"`: as a path it would mean the working folder."""
+def refuse_arguments(arguments: Sequence[str]) -> None:
+    """Refuse what would silently mean another place.
+
+    An empty argument, such as that of `--out "$UNSET"`, would be the working folder, and the address of `--out
+    s3://bucket/run` or `data.path=s3://bucket/text` a folder below it.
+    """
     for before, argument in pairwise(["", *arguments]):
-        joined = argument.startswith("--") and argument.endswith("=")
-        option = argument.removesuffix("=") if joined else before
-        if (joined or not argument) and option not in MAY_BE_EMPTY:
+        option, value = argument.split("=", 1) if argument.startswith("--") and "=" in argument else (before, argument)
+        if option in FREE_TEXT:
+            continue
+        if not value:
             what = option if option.startswith("--") else "an argument"
             raise ValueError(f"{what} is empty: give it a value or leave it out.")
+        refuse_address(re.sub(r"^[\w.]+=", "", value))
 
 
 def _flush_output() -> None:

@@ -180,12 +180,12 @@ class ParallelConfig(Frozen):
     def stages(self) -> int:
         return self.pipeline * self.stages_per_rank
 
-    @property
-    def command(self) -> str:
-        """The command that starts such a run on one machine."""
+    def command_on(self, nodes: int = 1) -> str:
+        """The command that starts such a run; on several nodes it is started on each, HOST being one of them."""
         if self.ranks == 1:
             return "residua train"
-        return f"torchrun --nproc-per-node {self.ranks} --no-python residua train"
+        meeting = f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29500 " if nodes > 1 else ""
+        return f"torchrun {meeting}--nproc-per-node {self.ranks // nodes} --no-python residua train"
 
     @model_validator(mode="after")
     def _schedule_fits(self) -> Self:

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from residua.config.run import ParallelConfig
 from residua.config.settings import ConfigError
+from residua.distributed.nodes import Start, meet
 
 # Ranks with neighbouring numbers usually have the fastest links, so the axis that communicates most comes last.
 AXES = ("pipeline", "data", "shard")
@@ -56,8 +57,8 @@ class Mesh:
 class Processes:
     """The process group of a run, from `start` to `stop`."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, start: Start) -> None:
+        self.device, self.started = device, start
 
     @classmethod
     def start(cls, device: torch.device, patience: int) -> Self:
@@ -67,9 +68,11 @@ class Processes:
             torch.cuda.set_device(device)
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         timeout = timedelta(seconds=max(600, 2 * patience))
-        store = job_store("group", timeout)
+        restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+        start = meet(job_store("meeting", timeout), rank, size, restarts)
+        store = job_store(f"group/{start.name}", timeout)
         dist.init_process_group(_backend(device), store=store, rank=rank, world_size=size, timeout=timeout)
-        return cls(device)
+        return cls(device, start)
 
     def stop(self) -> None:
         if dist.is_initialized():
@@ -95,15 +98,16 @@ _served: list[dist.Store] = []
 def job_store(name: str, timeout: timedelta) -> dist.Store:
     """A new connection to the key-value store of the job.
 
-    torchrun keeps one store through all restarts of a job. The keys begin with `name` and the number of the restart, so
-    that a process never finds what dead ones left. Without torchrun, rank 0 serves the store at MASTER_PORT.
+    torchrun keeps one store through all restarts of a job. The keys begin with `name`, which holds that of the start
+    (`nodes.meet`), so that a process never finds what dead ones left. Without torchrun, rank 0 serves the store at
+    MASTER_PORT.
     """
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and os.environ["RANK"] == "0" and not _served
     store = dist.TCPStore(host, port, is_master=serves, timeout=timeout, wait_for_workers=False)
     if serves:
         _served.append(store)
-    return dist.PrefixStore(f"residua/{name}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+    return dist.PrefixStore(f"residua/{name}", store)
 
 
 def _backend(device: torch.device) -> str:

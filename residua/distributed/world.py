@@ -13,8 +13,10 @@ import torch
 import torch.distributed as dist
 
 from residua.config.run import RunConfig
+from residua.config.settings import ConfigError
 from residua.distributed.heartbeat import Heartbeat, lost_a_peer
 from residua.distributed.mesh import Mesh, Processes, job_store
+from residua.distributed.nodes import Probe, node_count
 from residua.distributed.pipeline.step import PipelinedStep
 from residua.distributed.step import RankedStep, ReplicatedStep, ShardedStep
 from residua.machine import choose_device
@@ -40,10 +42,11 @@ class Ranks(World):
         self.processes, self.mesh, self.config = processes, mesh, config
         self.leads, self.size = mesh.rank == 0, mesh.size
         self.batch_rank, self.batch_ranks = mesh.batch_rank, config.parallel.batch_ranks
+        self.restarted = processes.started.again
         self.folder: Path | None = None
         self.saver = Saver()
         # a connection of its own: that of the process group is busy while a collective waits
-        store = job_store("heartbeat", timedelta(seconds=30))
+        store = job_store(f"heartbeat/{processes.started.name}", timedelta(seconds=30))
         self.heartbeat = Heartbeat(store, mesh.rank, mesh.size, config.parallel.patience, self._advice())
 
     @classmethod
@@ -94,16 +97,37 @@ class Ranks(World):
             raise TrainingStopped(f"{sentence}; {left}; {self.heartbeat.advice}.") from None
 
     def _advice(self) -> str:
-        by_hand = f"{self.config.parallel.command} --resume --out {self.folder or 'RUN'}"
+        by_hand = f"{self.command(self.config)} --resume --out {self.folder or 'RUN'}"
         return f"torchrun --max-restarts goes on from the last checkpoint by itself, `{by_hand}` by hand"
 
     def open_run(self, folder: Path, config: RunConfig, *, resume: bool) -> Run:
         self.folder = folder
         self.heartbeat.advice = self._advice()
         if self.leads:
-            return self._lead(partial(super().open_run, folder, config, resume=resume))
-        self._follow()
-        return FollowedRun(folder, config)
+            run = self._lead(partial(super().open_run, folder, config, resume=resume))
+        else:
+            self._follow()
+            run = FollowedRun(folder, config)
+        try:
+            self._require_shared(folder)
+        except BaseException:
+            run.close()
+            raise
+        return run
+
+    def _require_shared(self, folder: Path) -> None:
+        """Refuse a folder that is not the same one on all nodes: each would get a part of every checkpoint."""
+        probe = Probe(folder, self.mesh.rank, self.processes.started.name)
+        self._lead(probe.write) if self.leads else self._follow()
+        answers: list[Any] = [None] * self.size
+        dist.all_gather_object(answers, probe.answer(), group=self.saver.group)
+        problem = self._broadcast(probe.missing(answers) if self.leads else None)
+        probe.remove()
+        if problem is None:
+            return
+        if not self.leads:
+            self._leave_to_leader(2)
+        raise ConfigError(problem)
 
     def leader_first(self, work: Callable[[], T]) -> T:
         if self.leads:
@@ -162,6 +186,9 @@ class Ranks(World):
     def whole_model(self, step: Step) -> Decoder | None:
         parallel = self.config.parallel
         return step.model if parallel.shard == parallel.pipeline == 1 else None
+
+    def command(self, config: RunConfig) -> str:
+        return config.parallel.command_on(node_count())
 
     def describe(self) -> str:
         parallel = self.config.parallel

@@ -7,6 +7,7 @@ kind. Nothing is ever unpickled.
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 import warnings
@@ -28,7 +29,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, Hu
 from torch.distributed.tensor import DTensor
 
 from residua.files import WriteError, keeping, publish, unfinished, writing
-from residua.reading import Count, Hint, Shape, check, check_links, parse_json
+from residua.reading import Count, Hint, ReadError, Shape, check, check_links, parse_json
 from residua.storage.checkpoint import (
     FOLDER,
     SHARDS,
@@ -42,10 +43,11 @@ from residua.storage.checkpoint import (
     what_is_left,
 )
 from residua.storage.finite import nonfinite
-from residua.storage.tensors import as_os_error, open_tensors
+from residua.storage.tensors import as_os_error, check_header, open_tensors
 
 if TYPE_CHECKING:
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+    from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+    from torch.distributed.checkpoint.storage import WriteResult
 
 
 ROWS = "DCP_SHARDING_INFO"
@@ -85,7 +87,7 @@ class Saver:
             with keeping(what_is_left(run)), writing(final, within=temporary):
                 _begin(temporary, state)
         dist.barrier(group=self.group)
-        writer = HuggingFaceStorageWriter(str(temporary / SHARDS), save_distributed=True)
+        writer = _Writer(str(temporary / SHARDS), save_distributed=True)
         with _quietly():
             saved = dcp.async_save({name: t.detach() for name, t in tensors.items()}, storage_writer=writer,
                                    process_group=self.group)  # fmt: skip
@@ -130,6 +132,34 @@ class Saver:
         found: list[Any] = [None] * self.size
         dist.all_gather_object(found, nonfinite({name: local(t) for name, t in tensors.items()}), group=self.group)
         return list(dict.fromkeys(name for rank in found for name in rank))
+
+
+class _Writer(HuggingFaceStorageWriter):
+    """Writes the file of this rank; on rank 0 `finish` also checks that the files of all ranks have arrived there.
+
+    A node whose shared disk is gone writes into a folder of its own, and nothing else would notice.
+    """
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        super().finish(metadata, results)
+        for rank, written in enumerate(results):
+            held: dict[str, set[str]] = {}
+            for one in written:
+                held.setdefault(one.storage_data.relative_path, set()).add(one.index.fqn)
+            for name, tensors in held.items():
+                if not _arrived(Path(self.path) / name, tensors):
+                    reason = f"{name}, which rank {rank} wrote, is not whole in the folder of rank 0, so the nodes do "
+                    raise OSError(errno.EIO, f"{reason}not share its disk any more")
+
+
+def _arrived(file: Path, tensors: set[str]) -> bool:
+    """Whether a file is as long as its header says, and holds these tensors."""
+    try:
+        check_header(file, "")
+        with open_tensors(file, "") as content:
+            return tensors <= set(content.keys())
+    except ReadError:
+        return False
 
 
 def _begin(temporary: Path, state: Mapping[str, Any]) -> None:

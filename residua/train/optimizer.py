@@ -62,15 +62,23 @@ class HybridOptimizer(torch.optim.Optimizer):
             group["lr"] = group["peak_lr"] * factor
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Update every parameter that has a gradient."""
-        assert closure is None, "the training step computes its gradients itself"
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient.
+
+        A `closure`, as other trainers pass it, computes the gradients first; its loss is returned, as by torch's own
+        optimizers.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
         for group in self.param_groups:
             rule = _RULES[group["rule"]]
             with_gradient = [i for i, p in enumerate(group["params"]) if p.grad is not None]
             if with_gradient:
                 group["steps"] += 1
                 rule(self, group, with_gradient)
+        return loss
 
     def here(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The part of each tensor that is on this process: here, all of it."""

@@ -321,7 +321,7 @@ class Trainer:
             )
 
     def _how_to_resume(self) -> str:
-        return f"continue with: {self.config.parallel.command} --resume --out {self.run.folder}"
+        return f"continue with: {self.world.command(self.config)} --resume --out {self.run.folder}"
 
     def _tell(self, **record: Any) -> None:
         for sink in self.sinks:
@@ -394,5 +394,5 @@ class Trainer:
         if model is not None:
             inspection = inspect_model(model, self.validation[0])
             write_atomically(folder / "inspection.json", json.dumps(inspection) + "\n")
-        self.console.print(closing_words(result, self.config.parallel.command), soft_wrap=True)
+        self.console.print(closing_words(result, self.world.command(self.config)), soft_wrap=True)
         return result

@@ -43,6 +43,8 @@ class World:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+        """Whether torchrun has started this job before."""
         self.stages = Stages()
         """What this process did before the first step of the current run, and for how long."""
 
@@ -65,8 +67,7 @@ class World:
 
     def open_run(self, folder: Path, config: RunConfig, *, resume: bool) -> Run:
         """Create or reopen the run's folder. A job that torchrun restarts resumes without --resume."""
-        restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
-        resume = resume or (restarted and (folder / "config.toml").exists())
+        resume = resume or (self.restarted and (folder / "config.toml").exists())
         return Run.reopen(folder, config) if resume else Run.create(folder, config)
 
     def open_data(self, config: RunConfig) -> Dataset:
@@ -110,6 +111,10 @@ class World:
     def whole_model(self, step: Step) -> Decoder | None:
         """The model, if one process has all of it."""
         return step.model
+
+    def command(self, config: RunConfig) -> str:
+        """The command that starts such a run on these processes."""
+        return config.parallel.command_on()
 
     def describe(self) -> str | None:
         """A line for the run's summary."""

@@ -72,6 +72,24 @@ def say(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp
         ("train tiny --out _EMPTY_", "residua: --out is empty: give it a value or leave it out."),
         ("train tiny --out=", "residua: --out is empty"),
         ("train _EMPTY_", "residua: an argument is empty"),
+        *(
+            (line, "residua: s3://b/x is an address, and only files and folders of this machine are read and written")
+            for line in (
+                "train tiny --out s3://b/x",
+                "train --resume --out=s3://b/x",
+                "train tiny data.path=s3://b/x",
+                "train --from s3://b/x --out new",
+                "compare prenorm mgr --out s3://b/x",
+                "reproduce 004:table1 --out s3://b/x",
+                "export folder --out s3://b/x",
+                "quantize s3://b/x --out q",
+                "diagnose s3://b/x",
+                "data prepare folder --out s3://b/x",
+                "import folder --out s3://b/x",
+                "eval folder --out s3://b/x",
+                "bench step tiny --out s3://b/x",
+            )
+        ),
         (f"train tiny --threads {HUGE}", "Invalid value for '--threads'"),
         ("train tiny --nonsense", "No such option: --nonsense"),
         ("quantize nowhere --out q", "residua: nowhere is not a folder: name a run of `residua train`"),

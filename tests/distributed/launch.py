@@ -10,6 +10,8 @@ import tempfile
 import time
 import uuid
 import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -56,8 +58,8 @@ class Started:
         self.process.join()
 
 
-def start(ranks: int, module: str, *arguments: Any) -> list[Started]:
-    """Run `module.main(*arguments)` on so many ranks.
+def start(ranks: int, module: str, *arguments: Any, places: Sequence[Path] | None = None) -> list[Started]:
+    """Run `module.main(*arguments)` on so many ranks, each in its own working folder if `places` are given.
 
     This process serves their store, as torchrun does for its ranks. It listens on a port that the system chooses, so
     jobs that run at the same time cannot collide.
@@ -71,9 +73,12 @@ def start(ranks: int, module: str, *arguments: Any) -> list[Started]:
     }
     folder = _new_folder()
     return [
-        _fork(folder / str(rank), environment(RANK=rank, LOCAL_RANK=rank, **shared), module, arguments, store)
+        _fork(
+            folder / str(rank), environment(RANK=rank, LOCAL_RANK=rank, **shared), module, arguments, store,
+            None if places is None else places[rank],
+        )
         for rank in range(ranks)
-    ]
+    ]  # fmt: skip
 
 
 def launch(ranks: int, module: str, *arguments: Any, again: bool = False) -> None:
@@ -107,15 +112,49 @@ def torchrun(ranks: int, module: str, *arguments: Any, restarts: int = 0) -> Sta
     return agent
 
 
-def main(ranks: int, restarts: int, module: str, arguments: tuple[Any, ...]) -> None:
+@contextmanager
+def nodes() -> Iterator[Callable[..., Started]]:
+    """Starts the agents of `torchrun --nnodes 2 --nproc-per-node 1`, which meet in a store that this process serves.
+
+    Each call starts one more node, in a working folder of its own: `node(place, restarts, module, *arguments)`. Its
+    rank finds the store of the job here too, in MEETING. PyTorch 2.13 does not tell a node that joins later where the
+    agents keep theirs, unless TORCH_DISABLE_SHARE_RDZV_TCP_STORE is set.
+    """
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    variables = environment(MEETING=store.port, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1)
+    meeting = {"nodes": 2, "endpoint": f"127.0.0.1:{store.port}", "id": str(uuid.uuid4())}
+    started: list[Started] = []
+
+    def node(place: Path, restarts: int, module: str, *arguments: Any) -> Started:
+        given = (1, restarts, module, arguments, meeting)
+        started.append(_fork(_new_folder() / "agent", variables, __name__, given, place=place))
+        return started[-1]
+
+    try:
+        yield node
+    finally:
+        for agent in started:
+            with suppress(ProcessLookupError):
+                os.killpg(agent.process.pid, signal.SIGKILL)  # type: ignore[arg-type]  # it leads a group, see `main`
+            agent.process.join()
+
+
+def main(
+    ranks: int, restarts: int, module: str, arguments: tuple[Any, ...], meeting: dict[str, Any] | None = None
+) -> None:
     """The agent: torchrun without its command line. Its ranks are forked from it."""
+    if meeting is not None:
+        os.setpgid(0, 0)  # so that a test can kill a node as a whole
+    given = meeting or {"nodes": 1, "endpoint": "localhost:0", "id": str(uuid.uuid4())}
     config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
+        min_nodes=given["nodes"],
+        max_nodes=given["nodes"],
         nproc_per_node=ranks,
-        run_id=str(uuid.uuid4()),
+        run_id=given["id"],
         rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
+        rdzv_endpoint=given["endpoint"],
+        rdzv_configs={} if meeting is None else {"is_host": False, "keep_alive_interval": 3},
+        local_addr=None if meeting is None else "127.0.0.1",
         max_restarts=restarts,
         monitor_interval=0.1,
         start_method="fork",
@@ -124,12 +163,17 @@ def main(ranks: int, restarts: int, module: str, arguments: tuple[Any, ...]) -> 
 
 
 def _fork(
-    output: Path, variables: dict[str, str], module: str, arguments: tuple[Any, ...], store: dist.Store | None = None
+    output: Path,
+    variables: dict[str, str],
+    module: str,
+    arguments: tuple[Any, ...],
+    store: dist.Store | None = None,
+    place: Path | None = None,
 ) -> Started:
     forked = _fork_server()
     # a daemon ends with pytest, but may not have children: the agent of torchrun is none
     daemon = store is not None
-    process = forked.Process(target=_run, args=(variables, output, module, arguments), daemon=daemon)
+    process = forked.Process(target=_run, args=(variables, output, module, arguments, place), daemon=daemon)
     process.start()
     return Started(process, output, store)
 
@@ -154,7 +198,9 @@ def _new_folder() -> Path:
     return Path(tempfile.mkdtemp(dir=_outputs().name))
 
 
-def _run(variables: dict[str, str], output: Path, module: str, arguments: tuple[Any, ...]) -> None:
+def _run(variables: dict[str, str], output: Path, module: str, arguments: tuple[Any, ...], place: Path | None) -> None:
+    if place is not None:
+        os.chdir(place)
     assert sys.modules.keys() >= PRELOADED, "the fork server imported nothing ahead"
     os.environ.clear()
     os.environ.update(variables)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import socket
+import threading
+import time
 from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from residua.distributed import mesh
+from residua.distributed import mesh, nodes
 
 LIMIT = timedelta(seconds=60)
 
@@ -42,11 +44,35 @@ def test_without_torchrun_rank_0_serves_the_store(served: dist.Store, monkeypatc
     assert len(mesh._served) == 1
 
 
-@pytest.mark.parametrize(("name", "restart"), [("heartbeat", "0"), ("group", "1")])
-def test_names_and_restarts_do_not_see_each_other(
-    served: dist.Store, name: str, restart: str, monkeypatch: Any
-) -> None:
+def test_names_do_not_see_each_other(served: dist.Store, monkeypatch: Any) -> None:
     served.set("address", "of a process")
     monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restart)
-    assert not mesh.job_store(name, LIMIT).check(["address"])
+    assert not mesh.job_store("heartbeat", LIMIT).check(["address"])
+
+
+@pytest.mark.parametrize("counts", [(1, 1), (0, 1), (1, 0), (0, 0)], ids=str)
+def test_a_start_meets_whatever_earlier_starts_left_in_the_store(counts: tuple[int, int]) -> None:
+    """torchrun counts restarts on each node apart: (0, 1) after one, (0, 0) when a new node has joined."""
+    store = dist.HashStore()
+    first = starting(store, (0, 0))
+    assert first[0] == first[1] and not first[0].again
+    store.set("here/1", "of-a-dead-process 0")
+    second = starting(store, counts)
+    assert second[0] == second[1] and second[0].again
+    assert second[0].name != first[0].name
+
+
+def starting(store: dist.Store, counts: tuple[int, int]) -> list[nodes.Start]:
+    """The two processes of one start, here threads; rank 0 comes first."""
+    found: dict[int, nodes.Start] = {}
+
+    def meet(rank: int) -> None:
+        found[rank] = nodes.meet(store, rank, 2, counts[rank])
+
+    threads = [threading.Thread(target=meet, args=(rank,)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.1)
+    for thread in threads:
+        thread.join()
+    return [found[0], found[1]]

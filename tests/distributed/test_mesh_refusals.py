@@ -131,13 +131,15 @@ def test_a_job_that_torchrun_starts_again_goes_on_in_its_folder(tmp_path: Path, 
     with pytest.raises(ConfigError, match="is not empty"):
         world.open_run(tmp_path / "run", config, resume=False)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    world.open_run(tmp_path / "run", config, resume=False).close()
+    World(torch.device("cpu")).open_run(tmp_path / "run", config, resume=False).close()
 
 
 def test_the_command_that_starts_a_run_again_starts_as_many_processes() -> None:
-    assert run_config("additive").parallel.command == "residua train"
-    started = run_config("additive", {"data": 2, "pipeline": 2}).parallel.command
-    assert started == "torchrun --nproc-per-node 4 --no-python residua train"
+    assert run_config("additive").parallel.command_on() == "residua train"
+    parallel = run_config("additive", {"data": 2, "pipeline": 2}).parallel
+    assert parallel.command_on() == "torchrun --nproc-per-node 4 --no-python residua train"
+    meeting = "--nnodes 2 --rdzv-backend c10d --rdzv-endpoint HOST:29500"
+    assert parallel.command_on(nodes=2) == f"torchrun {meeting} --nproc-per-node 2 --no-python residua train"
 
 
 def test_the_mesh_does_not_change_the_batch() -> None:

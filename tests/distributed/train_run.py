@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
 from residua.cli.main import refuse
 from residua.config.run import RunConfig
-from residua.distributed import heartbeat
+from residua.distributed import heartbeat, nodes
 from residua.distributed.heartbeat import Heartbeat
 from residua.distributed.world import open_world
 from residua.files import AppendedFile, WriteError
@@ -56,6 +56,18 @@ def fill_disk(name: str, rank: int) -> None:
     AppendedFile.write = appended  # type: ignore[method-assign]
 
 
+def lead_astray(name: str, rank: int, place: str) -> None:
+    """On `rank`, write the part of the checkpoint of that name into another folder, as if its disk were gone."""
+    write = HuggingFaceStorageWriter.write_data
+
+    def strayed(writer: Any, *arguments: Any) -> Any:
+        if name in str(writer.path) and os.environ["RANK"] == str(rank):
+            writer.path = Path(place)
+        return write(writer, *arguments)
+
+    HuggingFaceStorageWriter.write_data = strayed
+
+
 def hesitate(seconds: float) -> None:
     """Rank 0 waits between finding a mistake and reporting it."""
     fail = Heartbeat.fail
@@ -67,8 +79,10 @@ def hesitate(seconds: float) -> None:
     Heartbeat.fail = late  # type: ignore[method-assign]
 
 
-def die(rank: int, after: int, by: str = "SIGKILL", patience: float | None = None) -> None:
-    """In the first start of the job `rank` gets a signal after step `after`.
+def die(mark: Path, rank: int, after: int, by: str = "SIGKILL", patience: float | None = None) -> None:
+    """In the first start of the job, before there is a file `mark`, `rank` gets a signal after step `after`.
+
+    `by="node"` kills the agent of torchrun too.
 
     Checkpoints that are being written are finished first. The others lower their patience in that step, not before: on
     a busy machine a rank that starts may be silent.
@@ -79,18 +93,21 @@ def die(rank: int, after: int, by: str = "SIGKILL", patience: float | None = Non
         if trainer.done == after:
             trainer.world.settle()
             if os.environ["RANK"] == str(rank):
-                os.kill(os.getpid(), getattr(signal, by))
+                mark.touch()
+                os.killpg(0, signal.SIGKILL) if by == "node" else os.kill(os.getpid(), getattr(signal, by))
             elif patience is not None:
                 trainer.world.heartbeat.patience = patience  # type: ignore[attr-defined]
         train_step(trainer)
 
-    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+    if not mark.exists():
         Trainer._train_step = last_step  # type: ignore[method-assign]
 
 
 def main(spec: Path) -> None:
     """`spec`: a JSON file with the configuration file, the run's folder, changes, and what goes wrong."""
     torch.set_num_threads(1)
+    if "MEETING" in os.environ:  # see `launch.nodes`
+        os.environ |= {"MASTER_PORT": os.environ["MEETING"], "TORCHELASTIC_USE_AGENT_STORE": "True"}
     asked = json.loads(spec.read_text())
     if "holds" in asked:
         hold_save(*asked["holds"])
@@ -98,7 +115,10 @@ def main(spec: Path) -> None:
         fill_disk(*asked["full"])
     hesitate(asked.get("hesitates", 0))
     if "dies" in asked:
-        die(**asked["dies"])
+        die(spec.with_suffix(".died"), **asked["dies"])
+    if "astray" in asked:
+        lead_astray(*asked["astray"])
+    nodes.LOOKS_FOR = 1.0
     heartbeat.BEAT = asked.get("beat", 1.0)
     config = RunConfig.from_toml(asked["config"]).override(asked.get("changes", []))
     try:

@@ -185,6 +185,28 @@ def test_the_same_decay_would_be_lost_in_bf16_weights() -> None:
     assert (decayed_weight != plain).float().mean() < 0.02
 
 
+@pytest.mark.parametrize("config", [Muon(), AdamW()], ids=["muon", "adamw"])
+def test_a_closure_computes_the_gradients_and_its_loss_comes_back(config: Muon | AdamW) -> None:
+    """As torch's own optimizers call it: with gradients enabled, once, before the update."""
+    given, alone = StandIn(), StandIn()
+    alone.load_state_dict(given.state_dict())
+
+    def loss(model: StandIn) -> torch.Tensor:
+        return sum((p.square().sum() for p in model.parameters()), torch.zeros(()))
+
+    def closure() -> torch.Tensor:
+        value = loss(given)
+        value.backward()
+        return value
+
+    expected = loss(alone)
+    expected.backward()
+    assert build_optimizer(alone, config).step() is None
+    assert torch.equal(build_optimizer(given, config).step(closure), expected)
+    for name, weight in alone.weights().items():
+        assert torch.equal(given.weights()[name], weight), name
+
+
 def test_a_parameter_without_gradient_stays() -> None:
     model = StandIn()
     optimizer = build_optimizer(model, Muon())

@@ -1,0 +1,132 @@
+"""Several nodes: the processes of one start of a job find each other, and make sure that they share the run's folder.
+
+torchrun counts restarts on each node apart, and a node that joins later begins at 0. So the processes agree on a name
+for their start themselves (`meet`), and a start counts as a restart if any process of the job has been started before.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from residua.files import UNFINISHED, writing
+
+POLL = 0.05
+"""Seconds between two looks at the store."""
+
+LOOKS_FOR = 20.0
+"""Seconds that a rank looks for a file of another node: NFS may remember for a while that there was none."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """One start of a job: a name that no other start has, and whether the job was started before."""
+
+    name: str
+    again: bool
+
+
+def meet(store: dist.Store, rank: int, size: int, restarts: int) -> Start:
+    """Agree with the other processes of this start; the store may hold what processes of earlier starts left.
+
+    `restarts` is what torchrun counts on this node.
+
+    Every process leaves a new number of its own. Rank 0 answers each number with the name of the start, until all other
+    ranks have heard it; the answer to a number that a dead process left is never read.
+    """
+    mine = secrets.token_hex(8)
+    if rank > 0:
+        store.set(f"here/{rank}", f"{mine} {restarts}")
+        name = store.get(f"start/{mine}").decode()
+        store.add(f"heard/{name}", 1)
+        return Start(name, again=store.get(f"again/{name}") == b"True")
+    again = store.add("starts", 1) > 1 or restarts > 0
+    others = [f"here/{other}" for other in range(1, size)]
+    answered: set[str] = set()
+    while store.add(f"heard/{mine}", 0) < size - 1:
+        if store.check(others):
+            here = [value.decode().split() for value in store.multi_get(others)]
+            again = again or any(int(count) > 0 for _, count in here)
+            for number, _ in here:
+                if number not in answered:
+                    store.set(f"start/{number}", mine)
+                    answered.add(number)
+        time.sleep(POLL)
+    store.set(f"again/{mine}", str(again))
+    return Start(mine, again)
+
+
+def node_count() -> int:
+    """The number of nodes that torchrun started this job on."""
+    return int(os.environ.get("GROUP_WORLD_SIZE", 1))
+
+
+class Probe:
+    """Files that every rank leaves in the run's folder for a moment, to see that all ranks have the same folder.
+
+    In order: rank 0 writes its own (`write`), the others look for it and write theirs (`answer`), rank 0 looks for
+    theirs (`missing`), and every rank removes its own (`remove`).
+    """
+
+    def __init__(self, folder: Path, rank: int, token: str) -> None:
+        self.folder, self.rank, self.token = folder, rank, token
+
+    def write(self) -> None:
+        with writing(self.folder, "the folder is as it was"):
+            self._path(self.rank).write_text(self.token, encoding="utf-8")
+
+    def answer(self) -> dict[str, Any]:
+        """Where this rank is, and why the folder here is not that of rank 0, if it is not."""
+        place = {"rank": self.rank, "host": socket.gethostname(), "folder": str(self.folder.resolve())}
+        if not self._finds(0):
+            return place | {"problem": "does not hold what rank 0 wrote there"}
+        try:
+            self.write()
+        except OSError as error:
+            return place | {"problem": f"cannot be written to ({error.strerror})"}
+        return place | {"problem": None}
+
+    def missing(self, answers: list[dict[str, Any]]) -> str | None:
+        """On rank 0: a sentence about the first rank that has another folder; None if all have this one."""
+        for answer in answers[1:]:
+            problem = answer["problem"]
+            if problem is None and not self._finds(answer["rank"]):
+                problem = "holds files that rank 0 does not find"
+            if problem is not None:
+                return (
+                    f"the ranks do not share the run's folder: {answer['folder']} on {answer['host']} (rank "
+                    f"{answer['rank']}) {problem} ({answers[0]['folder']} on {answers[0]['host']}): give --out a path "
+                    "on a disk that all nodes share, the same on every node."
+                )
+        return None
+
+    def remove(self) -> None:
+        with suppress(OSError):
+            self._path(self.rank).unlink(missing_ok=True)
+
+    def _path(self, rank: int) -> Path:
+        return self.folder / f"{UNFINISHED}probe-{self.token}-{rank}"
+
+    def _finds(self, rank: int) -> bool:
+        return _soon(lambda: self._path(rank).read_text(encoding="utf-8") == self.token)
+
+
+def _soon(true: Callable[[], bool]) -> bool:
+    """Whether something about files becomes true within `LOOKS_FOR` seconds."""
+    until = time.monotonic() + LOOKS_FOR
+    while True:
+        with suppress(OSError):
+            if true():
+                return True
+        if time.monotonic() > until:
+            return False
+        time.sleep(POLL)

@@ -1,0 +1,88 @@
+"""Several nodes: they must share the run's folder, and a run survives the loss of one of them."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from residua.config.run import RunConfig
+from residua.storage.checkpoint import checkpoints
+from residua.train.trainer import train
+from tests.distributed.launch import LIMIT, nodes, start
+from tests.distributed.test_runs import TRAIN, curve, recipe, spec  # noqa: F401
+from tests.train.conftest import config, data  # noqa: F401
+
+pytestmark = pytest.mark.slow
+
+
+def places(folder: Path) -> list[Path]:
+    """The working folders of two nodes."""
+    found = [folder / "node-a", folder / "node-b"]
+    for place in found:
+        place.mkdir()
+    return found
+
+
+def test_nodes_that_do_not_share_the_folder_are_refused_in_one_sentence(
+    recipe: RunConfig,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    """A relative --out in two working folders. Each node would write its half of every checkpoint."""
+    one, other = places(tmp_path)
+    asked = spec(tmp_path / "asked", recipe, out="runs/mine", changes=["parallel.shard=2"], beat=0.25)
+    ranks = start(2, TRAIN, asked, places=[one, other])
+    said = [rank.wait() for rank in ranks]
+    assert [rank.process.exitcode for rank in ranks] == [2, 2], said
+    assert re.fullmatch(
+        rf"residua: the ranks do not share the run's folder: {other}/runs/mine on \S+ \(rank 1\) does not hold what "
+        rf"rank 0 wrote there \({one}/runs/mine on \S+\): give --out a path on a disk that all nodes share, .*\n",
+        said[0],
+    ), said
+    assert said[1] == ""
+    assert not list(one.iterdir()) and not list(other.iterdir())
+
+
+def test_a_checkpoint_whose_parts_lie_on_two_disks_does_not_get_its_name(
+    recipe: RunConfig,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    """The second save: by then a node has lost the shared disk."""
+    run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    asked: dict[str, Any] = {"changes": ["parallel.shard=2"], "astray": ["step-4", 1, str(elsewhere)], "beat": 0.25}
+    ranks = start(2, TRAIN, spec(tmp_path / "asked", recipe, out=str(run), **asked))
+    said = [rank.wait() for rank in ranks]
+    assert all(rank.process.exitcode for rank in ranks)
+    assert re.search(
+        r"residua: could not write \S+step-4: shard-00002-model-00001-of-00001.safetensors, which rank 1 wrote, is not "
+        r"whole in the folder of rank 0, so the nodes do not share its disk any more; the last good checkpoint is "
+        r"\S+step-2",
+        said[0],
+    ), said
+    assert [found.step for found in checkpoints(run)] == [2]
+
+
+@pytest.mark.parametrize("by", ["node", pytest.param("SIGKILL", marks=pytest.mark.nightly)])
+def test_a_run_on_two_nodes_survives_the_death_of_one(recipe: RunConfig, tmp_path: Path, by: str) -> None:  # noqa: F811
+    """A rank is killed, or its node with the agent of torchrun: then another takes its place. The run goes on."""
+    run, alone = tmp_path / "shared" / "run", tmp_path / "alone"
+    train(recipe, alone)
+    dies = {"rank": 1, "after": 5, "by": by}
+    asked = spec(tmp_path / "asked", recipe, out=str(run), changes=["parallel.shard=2"], dies=dies, beat=0.25)
+    one, other = places(tmp_path)
+    with nodes() as node:
+        agents = [node(one, 2, TRAIN, asked), node(other, 2, TRAIN, asked)]
+        if by == "node":
+            agents.pop().process.join(LIMIT)
+            agents.append(node(other, 2, TRAIN, asked))
+        said = [agent.wait() for agent in agents]
+        assert [agent.process.exitcode for agent in agents] == [0, 0], said
+    named = r"residua: rank 1 \(process \d+ on .*\) died, .* `torchrun --nnodes 2 --rdzv-backend c10d --rdzv-endpoint "
+    assert re.search(named, "".join(said)), said
+    sessions = json.loads((run / "environment.json").read_text())["sessions"]
+    assert [session["from_step"] for session in sessions] == [0, 4]
+    assert curve(run) == pytest.approx(curve(alone), abs=1e-4)
