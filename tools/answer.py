@@ -1,4 +1,4 @@
-"""Draw the README's picture, docs/img/answer.svg, from the first study's table in docs/RESULTS.md (`make results`).
+"""Draw the README's picture, docs/img/answer.svg, from the table of docs/results/first-study.md.
 
 Left, how much lower the loss of each architecture is than the baseline's, with its interval. Right, what its step costs
 against how many tokens it saves: above the line it pays per second.
@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
-PAGE, PICTURE = ROOT / "docs" / "RESULTS.md", ROOT / "docs" / "img" / "answer.svg"
-HEADING = "## A first study"
+PAGE, PICTURE = ROOT / "docs" / "results" / "first-study.md", ROOT / "docs" / "img" / "answer.svg"
+HEADING = "# A first study"
 COLOURS = ("#2f6fb0", "#b3470b", "#2c7a4b", "#7a4bb8", "#8a6d00")
 DARK = ("#7db8f0", "#ff9a57", "#6fcf97", "#bd93f9", "#e0c04a")
 WIDTH, HEIGHT = 980, 400
 LEFT, RIGHT, TOP, BOTTOM = (215, 500), (610, 950), 84, 320
-FOOT = "51 M parameters, 9.8 M tokens, three seeds, one H200, before most operators were fused: docs/RESULTS.md"
+FOOT = "51 M parameters, 9.8 M tokens, three seeds, one H200, before most operators were fused: see docs/results"
 
 
 class Row(NamedTuple):

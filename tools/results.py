@@ -4,6 +4,7 @@ In README.md and the pages under docs, the lines between `<!-- study NAME PART -
 docs/results/NAME.json, which `residua compare --results` wrote. The parts:
 
     table    the study's tables
+    answer   what is run so far, the lowest loss first: how much lower, what it costs, what it is worth
     rates    the loss of each variant by learning rate
     losses   the loss of every run
     picture  the cost of a step against what its tokens are worth (docs/img/NAME.svg)
@@ -24,7 +25,7 @@ from residua.study.conduct import show_saved
 from residua.study.picture import picture
 from residua.study.results import StudyResult
 from residua.study.saved import FORMAT, SavedStudy
-from residua.study.sentences import count
+from residua.study.sentences import cells, columns, count
 from residua.study.statistics import mean
 from residua.study.tables import markdown_table, markdown_tables
 
@@ -80,6 +81,16 @@ def _filled(page: Path, studies: dict[str, SavedStudy], results: dict[str, Study
 
 def _table(name: str, saved: SavedStudy, result: StudyResult, up: str) -> list[str]:
     return markdown_tables(result)
+
+
+def _answer(name: str, saved: SavedStudy, result: StudyResult, up: str) -> list[str]:
+    """Of the largest size."""
+    dropped = ("parameters", "bits/byte", "memory", "training loss")
+    kept = [(i, column) for i, column in enumerate(columns(result)) if column.title not in dropped]
+    losses = [(row.loss.value, row) for row in result.rows(result.sizes[-1]) if row.loss is not None]
+    rows = [row for _, row in sorted(losses, key=lambda pair: pair[0])]
+    cells_of = [cells(row, result) for row in rows]
+    return markdown_table([column for _, column in kept], [[row[i] for i, _ in kept] for row in cells_of])
 
 
 def _picture(name: str, saved: SavedStudy, result: StudyResult, up: str) -> list[str]:
@@ -177,7 +188,7 @@ def _missing(saved: SavedStudy) -> list[str]:
 
 
 PARTS: dict[str, Callable[[str, SavedStudy, StudyResult, str], list[str]]] = {
-    "table": _table, "rates": _rates, "losses": _losses, "picture": _picture, "made": _made,
+    "table": _table, "answer": _answer, "rates": _rates, "losses": _losses, "picture": _picture, "made": _made,
 }  # fmt: skip
 
 

@@ -31,7 +31,7 @@ H200 = Machine(140 * GIB, 500e12, 300e9)
     ],
 )
 def test_memory_on_one_device_is_what_was_measured(preset: str, changes: list[str], gib: float) -> None:
-    """Peaks of `residua bench step` on an H200, docs/RESULTS.md."""
+    """Peaks of `residua bench step` on an H200, docs/results/step.md."""
     (alone,) = plan(RunConfig.find(preset).override(changes), 1, H200)
     assert alone.memory / GIB == pytest.approx(gib, rel=0.03)
 
