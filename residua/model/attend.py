@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from residua.ops._runtime.numeric import wide
 from residua.ops.decode import decode_attention
 
 if TYPE_CHECKING:
@@ -54,6 +55,18 @@ def attend_cached(
             return decode_attention(q[:, 0], k, v, now.until, sink)[:, None]
     q, k, v = (t.transpose(1, 2) for t in (q, k.to(q.dtype), v.to(q.dtype)))
     return _dense(q, k, v, _seen(now, window, k.shape[2]), sink).transpose(1, 2)
+
+
+def attend_latents(q: Tensor, turned: Tensor, c: Tensor, shared: Tensor, now: Now, *, scale: float) -> Tensor:
+    """softmax(scale · (q cᵀ + turned sharedᵀ)) c of one token per row: latent attention in its absorbed form.
+
+    q [B, H, R] and turned [B, H, S_d] meet the cached latents c [B, S, R] and shared parts [B, S, S_d] visible from
+    `now`. Returns [B, H, R].
+    """
+    c, shared = c.to(q.dtype), shared.to(q.dtype)
+    scores = (q @ c.mT + turned @ shared.mT) * scale
+    scores = wide(scores).masked_fill(~_seen(now, None, c.shape[1])[:, 0], float("-inf"))
+    return scores.softmax(-1).to(c.dtype) @ c
 
 
 def _seen(now: Now, window: int | None, slots: int) -> Tensor:

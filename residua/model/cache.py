@@ -40,10 +40,17 @@ class SublayerCache(Protocol):
 
 
 class KeyValueCache:
-    """Keys and values [B, capacity, H_kv, D] of softmax attention as they enter the product: mixed, normed, rotated."""
+    """Keys and values [B, capacity, H_kv, D] of softmax attention as they enter the product: mixed, normed, rotated.
 
-    def __init__(self, batch: int, capacity: int, heads: int, head_dim: int, like: Tensor) -> None:
-        self.keys, self.values = (like.new_zeros(batch, capacity, heads, head_dim) for _ in range(2))
+    Latent attention keeps its latents in place of keys and the part that all heads share in place of values, which have
+    `value_dim` elements then.
+    """
+
+    def __init__(
+        self, batch: int, capacity: int, heads: int, head_dim: int, like: Tensor, value_dim: int | None = None
+    ) -> None:
+        widths = head_dim, head_dim if value_dim is None else value_dim
+        self.keys, self.values = (like.new_zeros(batch, capacity, heads, width) for width in widths)
         self._rows = torch.arange(batch, device=like.device)[:, None]
 
     def tensors(self) -> Iterator[Tensor]:

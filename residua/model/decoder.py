@@ -17,6 +17,8 @@ from residua.model.attention import SoftmaxAttention, head_shape
 from residua.model.cache import Cache, Now
 from residua.model.context import Anchors, Context
 from residua.model.ffn import build_ffn
+from residua.model.kimi_delta import KimiDeltaAttention
+from residua.model.latent_attention import LatentAttention
 from residua.model.linear_attention import GatedDeltaNet
 from residua.model.moe import MoE, Routing
 from residua.model.norm import NoNorm, build_norm
@@ -179,15 +181,15 @@ class Decoder(nn.Module):
         return x.to(working_dtype(x))
 
     def _rotary(self, tokens: Tensor, now: Now | None = None) -> tuple[Tensor, ...] | None:
-        softmax = self.config.softmax
-        if softmax is None:
+        mixer = self.config.softmax or self.config.latent
+        turned = 0 if mixer is None else mixer.turned(self.config.width)
+        if mixer is None or not turned:
             return None
         positions = torch.arange(tokens.shape[1], device=tokens.device) if now is None else now.positions
-        head_dim = head_shape(softmax, self.config.width).head_dim
-        table = rotary_table(positions, head_dim, softmax.rope_theta, softmax.rope_scaling)
-        if softmax.local_rope_theta is None:
+        table = rotary_table(positions, turned, mixer.rope_theta, mixer.rope_scaling)
+        if mixer.local_rope_theta is None:
             return table
-        return *table, *rotary_table(positions, head_dim, softmax.local_rope_theta)
+        return *table, *rotary_table(positions, turned, mixer.local_rope_theta)
 
 
 def build(config: ModelConfig) -> Decoder:
@@ -203,18 +205,24 @@ def build_sublayer(config: ModelConfig, body: nn.Module) -> Sublayer:
 
 def build_layer(config: ModelConfig, layer: int, *, output_std: float) -> tuple[nn.Module, nn.Module]:
     """The bodies of one transformer layer: its attention and its feed-forward."""
-    mixer, ffn, std = config.attention.at(layer), config.ffn.at(layer), config.init.std
-    attention: nn.Module
-    if isinstance(mixer, choices.SoftmaxAttention):
-        first = config.softmax_layers[0]
-        attention = SoftmaxAttention(
-            mixer, config.anchors, layer, config.width, first_layer=first, std=std, output_std=output_std
-        )
-    else:
-        attention = GatedDeltaNet(mixer, config.width, std=std, output_std=output_std)
+    ffn, std = config.ffn.at(layer), config.init.std
+    attention = build_mixer(config, layer, output_std=output_std)
     if isinstance(ffn, choices.MoE):
         return attention, MoE(ffn, layer, config.width, std=std, output_std=output_std)
     return attention, build_ffn(ffn, config.width, std=std, output_std=output_std)
+
+
+def build_mixer(config: ModelConfig, layer: int, *, output_std: float) -> nn.Module:
+    """The sequence mixer of one layer."""
+    mixer, width, std = config.attention.at(layer), config.width, config.init.std
+    if isinstance(mixer, choices.SoftmaxAttention):
+        first = config.softmax_layers[0]
+        return SoftmaxAttention(mixer, config.anchors, layer, width, first_layer=first, std=std, output_std=output_std)
+    if isinstance(mixer, choices.LatentAttention):
+        return LatentAttention(mixer, layer, width, std=std, output_std=output_std)
+    if isinstance(mixer, choices.KimiDelta):
+        return KimiDeltaAttention(mixer, width, std=std, output_std=output_std)
+    return GatedDeltaNet(mixer, width, std=std, output_std=output_std)
 
 
 def build_anchor_source(config: ModelConfig) -> NoSource | ExoSource:

@@ -101,13 +101,8 @@ class GatedDeltaNet(nn.Module):
         self.out = Projection(values, width, std=output_std)
         self.reset_parameters()
 
-    @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Decay rates exp(A_log) uniform, time steps softplus(dt_bias) log-uniform: Mamba-2's (arXiv 2405.21060)."""
-        nn.init.uniform_(self.A_log, *DECAY_RATES).log_()
-        least, most = (math.log(dt) for dt in TIME_STEPS)
-        dt = nn.init.uniform_(self.dt_bias, least, most).exp()
-        self.dt_bias.copy_(dt + torch.log(-torch.expm1(-dt)))
+        start_decay(self.A_log, self.dt_bias)
 
     def forward(self, x: Tensor, anchors: Anchors, context: Context) -> tuple[Tensor, Anchors]:
         if context.now is None:
@@ -164,6 +159,15 @@ class GatedDeltaNet(nn.Module):
         """From the norm's gain, which all heads share, to the output; the gate multiplies channel by channel."""
         channel = torch.arange(self.rows[2]) % self.head_dim
         return [Edge(f"{name}.norm", (self.out.weight,), channel, self.norm.divide, self.out)]
+
+
+@torch.no_grad()
+def start_decay(A_log: Tensor, dt_bias: Tensor) -> None:
+    """Decay rates exp(A_log) uniform, time steps softplus(dt_bias) log-uniform: Mamba-2's (arXiv 2405.21060)."""
+    nn.init.uniform_(A_log, *DECAY_RATES).log_()
+    least, most = (math.log(dt) for dt in TIME_STEPS)
+    dt = nn.init.uniform_(dt_bias, least, most).exp()
+    dt_bias.copy_(dt + torch.log(-torch.expm1(-dt)))
 
 
 def unit(x: Tensor, eps: float = 1e-6) -> Tensor:

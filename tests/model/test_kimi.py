@@ -1,0 +1,237 @@
+"""Kimi Linear's two mixers: their equations, documents, caches, and what tools ask of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from residua.config import choices
+from residua.config.settings import ConfigError
+from residua.model import taps
+from residua.model.cache import KeyValueCache, RecurrentCache
+from residua.model.context import Context
+from residua.model.decoder import build
+from residua.model.kimi_delta import KimiDeltaAttention
+from residua.model.latent_attention import LatentAttention
+from residua.model.size import measure
+from tests.golden import kimi
+from tests.golden.compare import agree, close, leaves_of, random, randomise
+from tests.model.combinations import TOPOLOGIES
+from tests.model.small import small, tokens_and_targets
+
+WIDTH = 16
+DELTA = {"kind": "kimi_delta", "heads": 2, "head_dim": 8}
+LATENT = {"kind": "mla", "heads": 2, "head_dim": 6, "shared_dim": 4, "rank": 10, "value_dim": 5}
+NO_POSITIONS = LATENT | {"positions": "none"}
+KIMI = {"kind": "hybrid", "softmax_layers": [1, 2], "softmax": NO_POSITIONS, "linear": DELTA}
+EXPERTS = {
+    "kind": "moe", "hidden": 8, "experts": 5, "top_k": 2, "dense_layers": 1,
+    "router": {"kind": "sigmoid_scores", "scale": 2.446},
+}  # fmt: skip
+VARIATIONS = {
+    "rotary": LATENT,
+    "no positions": NO_POSITIONS,
+    "nothing shared": NO_POSITIONS | {"shared_dim": 0},
+    "low-rank queries": LATENT | {"query_rank": 7},
+}
+
+
+def delta(**options: Any) -> KimiDeltaAttention:
+    module = KimiDeltaAttention(choices.KimiDelta(**(DELTA | options)), WIDTH, std=0.2, output_std=0.2)
+    randomise(module, 0.2)
+    return module
+
+
+def latent(table: dict[str, Any]) -> LatentAttention:
+    module = LatentAttention(choices.LatentAttention(**table), 0, WIDTH, std=0.2, output_std=0.2)
+    randomise(module, 0.2)
+    return module
+
+
+def run(module: nn.Module, x: Tensor, segments: Tensor | None = None) -> Tensor:
+    angles = torch.arange(x.shape[1])[:, None] * 10_000.0 ** -torch.tensor([0.0, 0.5], dtype=torch.float64)
+    y, anchors = module(x, (), Context((angles.cos(), angles.sin()), segments))  # the model's own table is in float32
+    assert anchors == ()
+    return y
+
+
+def documents_of(segments: Tensor | None) -> list[int] | None:
+    return None if segments is None else segments[0].tolist()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_kimi_delta_attention_is_its_equations(packed: bool) -> None:
+    module, x = delta(), random(2, 12, WIDTH)
+    segments = (torch.arange(12) >= 7).long().expand(2, -1) if packed else None
+    q, k, v = module.project.weight.chunk(3)
+    b, f_down, g_down = module.gates.weight.split([2, 8, 8])
+    weights = {
+        "q": q, "k": k, "v": v, "b": b, "f_down": f_down, "g_down": g_down, "f_up": module.decay.weight,
+        "g_up": module.gate.weight, "kernel": module.convolve.weight, "A": module.A_log, "dt": module.dt_bias,
+        "gain": module.norm.weight, "out": module.out.weight,
+    }  # fmt: skip
+    golden = [kimi.kimi_delta_attention(row, weights, heads=2, eps=1e-5, documents=documents_of(segments)) for row in x]
+    agree([run(module, x, segments)], [torch.stack(golden)], leaves_of(module, x=x))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("name", VARIATIONS)
+def test_latent_attention_is_its_equations(name: str, packed: bool) -> None:
+    table = VARIATIONS[name]
+    module, x = latent(table), random(2, 7, WIDTH)
+    segments = (torch.arange(7) >= 3).long().expand(2, -1) if packed else None
+    first, c, s = module.project.weight.split([module.rows[0], 10, table["shared_dim"]])
+    weights = {"q": first, "c": c, "s": s, "gain": module.norm.weight, "u": module.expand.weight}
+    weights["out"] = module.out.weight
+    if module.query is not None:
+        weights |= {"q_down": first, "q_gain": module.query_norm.weight, "q": module.query.weight}
+    how = {"heads": 2, "head_dim": 6, "shared_dim": table["shared_dim"]}
+    theta = None if table.get("positions") == "none" else 10_000.0
+    golden = [kimi.latent_attention(row, weights, **how, theta=theta, documents=documents_of(segments)) for row in x]
+    agree([run(module, x, segments)], [torch.stack(golden)], leaves_of(module, x=x))
+
+
+@pytest.mark.parametrize("convolution", [1, 4])
+@pytest.mark.parametrize("prefill", [0, 2, 66])
+def test_decoding_delta_attention_equals_the_full_forward(prefill: int, convolution: int) -> None:
+    module, x = delta(convolution=convolution), random(2, 70, WIDTH, grad=False)
+    cache, outputs = None, []
+    for part in x.split([prefill] * (prefill > 0) + [1] * 2 + [70 - prefill - 2], 1):
+        y, cache = module.advance(part, cache)
+        outputs.append(y)
+    close("output", torch.cat(outputs, 1), run(module, x))
+
+
+def test_packed_documents_of_several_chunks_equal_documents_run_apart() -> None:
+    module, x = delta(), random(2, 75, WIDTH)
+    documents = x.split([1, 2, 66, 6], 1)
+    segments = torch.cat([torch.full((2, part.shape[1]), i) for i, part in enumerate(documents)], 1)
+    apart = torch.cat([run(module, part) for part in documents], 1)
+    agree([run(module, x, segments)], [apart], leaves_of(module, x=x))
+
+
+@pytest.mark.parametrize("name", VARIATIONS)
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("absorbed", [True, False])
+def test_prefill_and_decoding_equal_the_full_forward(name: str, static: bool, absorbed: bool) -> None:
+    """Rows of different lengths; absorbed, and with a watched map, which is called for all cached tokens."""
+    model = randomise(build(small(layers=2, attention=VARIATIONS[name])), 0.1).eval()
+    if not absorbed:
+        for sublayer in list(model.sublayers)[::2]:
+            sublayer.body.expand.register_forward_hook(lambda *_: None)
+    tokens = tokens_and_targets(length=9)[0]
+    cache = model.new_cache(2, 12)
+    counts = torch.tensor([5, 3])
+    with torch.no_grad():
+        full = model(tokens)
+        found = [model.logits(model.hidden(tokens[:, :5], cache=cache, counts=counts))]
+        cache.static = static
+        for t in range(3):
+            at = (counts + t)[:, None]
+            found.append(model(tokens.gather(1, at), cache=cache))
+            close(f"token {t}", found[-1][:, 0], full[torch.arange(2), at[:, 0]])
+        if not static:
+            rest = torch.stack([tokens[0, 8:], tokens[1, 6:7]])
+            close("further tokens at once", model(rest, cache=cache)[0], full[0, 8:])
+    close("prefill", found[0][0], full[0, :5])
+    close("prefill of the shorter row", found[0][1, :3], full[1, :3])
+
+
+def test_a_latent_cache_holds_the_latent_and_the_shared_part_and_no_more() -> None:
+    model = build(small(attention=KIMI))
+    kinds = [type(part) for part in model.new_cache(2, 9).sublayers[::2]]
+    assert kinds == [RecurrentCache, KeyValueCache, KeyValueCache]
+    shapes = [tuple(tensor.shape) for tensor in model.new_cache(3, 9).sublayers[2].tensors()]
+    assert shapes == [(3, 9, 1, 10), (3, 9, 1, 4)]
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_a_kimi_model_composes_with_every_topology(topology: str) -> None:
+    """It learns, packs documents, and decodes what it would compute at once."""
+    config = small(layers=3, attention=KIMI, ffn=EXPERTS, topology=TOPOLOGIES[topology])
+    model = randomise(build(config), 0.05).eval()
+    tokens, targets = tokens_and_targets()
+    model.loss(tokens, targets).backward()
+    silent = [name for name, p in model.named_parameters() if p.grad is None or not p.grad.isfinite().all()]
+    assert not silent
+    with torch.no_grad():
+        cache = model.new_cache(2, 6)
+        parts = [
+            model(tokens[:, :4], cache=cache),
+            model(tokens[:, 4:5], cache=cache),
+            model(tokens[:, 5:], cache=cache),
+        ]
+        close("logits", torch.cat(parts, 1), model(tokens))
+
+
+def test_the_layers_named_have_softmax_attention_and_the_others_the_delta_rule() -> None:
+    model = build(small(attention=KIMI))
+    bodies = [sublayer.body for sublayer in model.sublayers][::2]
+    assert [type(body) for body in bodies] == [KimiDeltaAttention, LatentAttention, LatentAttention]
+    assert model.config.softmax_layers == (1, 2) and model.config.linear.kind == "kimi_delta"
+    assert model.config.latent.rank == 10 and model.config.softmax is None
+
+
+def test_taps_show_the_heads_of_latent_attention() -> None:
+    module, x = latent(LATENT), random(2, 7, WIDTH, grad=False)
+    with taps.record() as seen:
+        y = run(module, x)
+    q, k, v = (seen[f"attention.0.{name}"] for name in ("query", "key", "value"))
+    assert (q.shape[2:], k.shape[2:], v.shape[2:]) == ((2, 10), (2, 10), (2, 5))
+    weights = (torch.einsum("bthd,bshd->bhts", q, k) * 10**-0.5).masked_fill(
+        ~torch.ones(7, 7).tril().bool(), -torch.inf
+    )
+    heads = torch.einsum("bhts,bshd->bthd", weights.softmax(-1), v)
+    close("output", heads.flatten(-2) @ module.out.weight.T, y)
+    assert module.query_heads == (2, 5)
+
+
+def test_flops_count_the_width_of_keys_and_of_values() -> None:
+    with_latents = measure(small(attention=NO_POSITIONS))
+    assert with_latents.flops_per_token == 6 * with_latents.active + round(6 * 3 * 2 * (10 + 5) / 2 * 8)
+    linear = measure(small(attention=DELTA))
+    assert linear.flops_per_token == 6 * linear.active
+
+
+def test_reset_after_a_meta_build_gives_finite_decays() -> None:
+    with torch.device("meta"):
+        module = KimiDeltaAttention(choices.KimiDelta(heads=64, head_dim=4), WIDTH, std=0.02, output_std=0.0)
+    module.to_empty(device="cpu").reset_parameters()
+    rates, steps = module.A_log.exp(), nn.functional.softplus(module.dt_bias)
+    assert rates.min() >= 1 and rates.max() <= 16 and rates.std() > 2
+    assert steps.min() >= 0.99e-3 and steps.max() <= 1.01e-1
+
+
+@pytest.mark.parametrize(
+    ("tables", "words"),
+    [
+        ({"attention": KIMI, "anchors": {"kind": "resformer"}}, "latent attention ('mla') has none"),
+        ({"attention": LATENT | {"shared_dim": 0}}, "attention.shared_dim = 0"),
+        ({"attention": LATENT | {"shared_dim": 3}}, "attention.shared_dim = 3"),
+        ({"attention": KIMI | {"softmax_layers": [3]}}, "attention.softmax_layers = [3] must name one or more of"),
+        ({"attention": KIMI | {"softmax_layers": []}}, "attention.softmax_layers = [] must name"),
+        ({"attention": KIMI | {"linear": {"kind": "kimi_delta"}}}, "attention.linear.heads is missing"),
+        ({"attention": KIMI | {"softmax": {"kind": "mlp", "heads": 2}}}, "did you mean 'mla'"),
+    ],
+)
+def test_what_cannot_be_is_refused(tables: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        small(**tables)
+    assert words in str(error.value)
+
+
+def test_tables_of_a_hybrid_may_leave_their_kind_out() -> None:
+    short = small(
+        attention={
+            "kind": "hybrid",
+            "softmax_every": 3,
+            "softmax": {"heads": 2},
+            "linear": {"key_heads": 1, "value_heads": 2},
+        }
+    )
+    assert (short.softmax.kind, short.linear.kind) == ("softmax", "gated_deltanet")
+    kimi_config = small(attention=KIMI)
+    assert type(kimi_config).from_dict(kimi_config.model_dump(exclude_none=True)) == kimi_config
