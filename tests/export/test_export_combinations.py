@@ -22,7 +22,7 @@ CHOSEN = {
     "topology": "additive, full_attnres, block_attnres, multi_gate, highway, hyper, mhc, mhc_lite, dense",
     "anchors": "none, resformer, nuresformer, exoformer, exoformer dynamic",
     "norm": "rmsnorm, preaffine, gatednorm, dyt, gated_dyt",
-    "attention": "gated, grouped, no qk-norm, sink, linear, hybrid gated",
+    "attention": "gated, grouped, no qk-norm, sink, linear, hybrid gated, latent, hybrid kimi",
     "ffn": "swiglu, relu2, moe, moe plain",
     "head": "tied, untied",
 }

@@ -36,7 +36,16 @@ NORMS: dict[str, Any] = {
 FFNS: dict[str, Any] = {kind: {"kind": kind, "hidden": 24} for kind in ("swiglu", "glu", "relu2", "gelu")}
 FFNS |= {
     "moe": {"kind": "moe", "hidden": 8, "experts": 5, "top_k": 2, "shared_gate": "sigmoid"},
-    "moe plain": {"kind": "moe", "hidden": 8, "experts": 4, "top_k": 3, "shared": 0, "activation": "relu2"},
+    "moe plain": {
+        "kind": "moe",
+        "hidden": 8,
+        "experts": 4,
+        "top_k": 3,
+        "shared": 0,
+        "activation": "relu2",
+        "dense_layers": 1,
+        "router": {"kind": "sigmoid_scores", "scale": 2.0},
+    },
 }
 LINEAR = {"kind": "gated_deltanet", "key_heads": 1, "value_heads": 2, "head_dim": 8}
 ATTENTIONS: dict[str, Any] = {
@@ -54,6 +63,16 @@ ATTENTIONS: dict[str, Any] = {
         "linear": LINEAR,
     },
 }
+LATENT = {"kind": "mla", "heads": 2, "head_dim": 6, "shared_dim": 4, "rank": 10, "value_dim": 5}
+ATTENTIONS |= {
+    "latent": LATENT | {"query_rank": 7},
+    "hybrid kimi": {
+        "kind": "hybrid",
+        "softmax_layers": [1, 2],
+        "softmax": LATENT | {"positions": "none"},
+        "linear": {"kind": "kimi_delta", "heads": 2, "head_dim": 8},
+    },
+}
 HEADS: dict[str, Any] = {"tied": {"kind": "tied"}, "untied": {"kind": "untied"}}
 
 TABLES = {
@@ -69,11 +88,11 @@ GATED_ATTENTIONS = {"gated", "sink", "hybrid gated"}
 
 
 def fits(row: Row) -> bool:
-    """What the configuration refuses: a mixed gate where there is none, and anchors on linear attention."""
+    """What the configuration refuses: a mixed gate where there is none, and anchors on linear or latent attention."""
     anchors, attention = row.get("anchors", "none"), row.get("attention", "gated")
     if anchors in GATED_ANCHORS and attention not in GATED_ATTENTIONS:
         return False
-    return anchors == "none" or attention != "linear"
+    return anchors == "none" or attention not in ("linear", "latent", "hybrid kimi")
 
 
 FACTORS = {factor: list(table) for factor, table in TABLES.items()}
