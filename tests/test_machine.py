@@ -95,6 +95,19 @@ def test_the_states_of_training_are_counted_to_the_byte(config: RunConfig, monke
                 check_memory(config, torch.device("cpu"))
 
 
+def test_of_a_model_that_ranks_share_each_needs_its_share(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And room for one layer, or the embedding, at a time."""
+    from residua.train.summary import check_memory
+
+    asked: list[int] = []
+    monkeypatch.setattr("residua.train.summary.require_memory", lambda what, needed, *rest: asked.append(needed))
+    check_memory(config, torch.device("cpu"))
+    check_memory(config.override(["parallel.shard=2", "train.accumulate=2"]), torch.device("cpu"))
+    alone, shared = asked[:3], asked[3:]
+    assert shared[0] == alone[0] // 2
+    assert shared[1] == alone[1] < shared[0]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("change", ["model.width=65536", "model.vocab_size=2147483647", "train.micro_batch=1000000000"])
 def test_a_model_larger_than_any_machine_is_refused_before_it_is_built(

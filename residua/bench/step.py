@@ -13,6 +13,7 @@ from residua.config import variants
 from residua.config.run import RunConfig
 from residua.config.settings import ConfigError
 from residua.machine import TooLarge, out_of_memory
+from residua.model.decoder import build_parts
 from residua.model.size import build_if_it_fits, measure
 from residua.train.step import Step, build_step
 from residua.train.throughput import mfu
@@ -133,11 +134,10 @@ def _time(case: Case, device: torch.device, steps: int, warmup: int, started: Ca
 
 def _build(case: Case, device: torch.device, open_ranks: ExitStack) -> Step:
     torch.manual_seed(case.config.train.seed)
-    model = build_if_it_fits(case.config.model, case.name)
     if case.way is None:
-        return build_step(model, case.config.train, device)
+        return build_step(build_if_it_fits(case.config.model, case.name), case.config.train, device)
     from residua.distributed.mesh import one_rank
     from residua.distributed.world import build_ranked_step
 
     mesh = open_ranks.enter_context(one_rank(device, case.config.parallel))
-    return build_ranked_step(model, case.config, mesh, case.way)  # type: ignore[arg-type]
+    return build_ranked_step(build_parts(case.config.model), case.config, mesh, case.way)  # type: ignore[arg-type]

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, ValidationError, model_validator
 
 from residua.config import presets
+from residua.config.ffns import MoE
 from residua.config.model import ModelConfig
 from residua.config.schedule import LinearDecay, Schedule
 from residua.config.settings import (
@@ -151,6 +152,7 @@ class ParallelConfig(Frozen):
 
     data: replicas of the model, each with its share of a step's micro-batches. shard: the number of shards of weights,
     gradients and optimizer state (FSDP2), gathered one `unit` at a time; each rank also has its own micro-batches.
+    experts: of the shard ranks, groups of so many divide the experts of mixtures among them and exchange tokens.
     pipeline: ranks along depth, each with `stages_per_rank` slices of the layers (several for the interleaved
     schedule). `anchors`: whether stages send ExoFormer's anchors on or recompute them from the embedding; `auto`
     chooses what sends fewer bytes. A rank that is silent for `patience` seconds is considered dead and ends the run.
@@ -160,6 +162,7 @@ class ParallelConfig(Frozen):
     data: Positive = 1
     shard: Positive = 1
     pipeline: Positive = 1
+    experts: Positive = 1
     unit: Literal["layer", "model"] = "layer"
     schedule: Literal["gpipe", "1f1b", "interleaved"] = "1f1b"
     stages_per_rank: Positive = 1
@@ -177,6 +180,11 @@ class ParallelConfig(Frozen):
         return self.data * self.shard
 
     @property
+    def slices(self) -> int:
+        """The number of shard ranks that have the same experts."""
+        return self.shard // self.experts
+
+    @property
     def stages(self) -> int:
         return self.pipeline * self.stages_per_rank
 
@@ -186,6 +194,20 @@ class ParallelConfig(Frozen):
             return "residua train"
         meeting = f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29500 " if nodes > 1 else ""
         return f"torchrun {meeting}--nproc-per-node {self.ranks // nodes} --no-python residua train"
+
+    @model_validator(mode="after")
+    def _experts_fit(self) -> Self:
+        if self.shard % self.experts:
+            raise ValueError(
+                f"parallel.experts = {self.experts} does not divide parallel.shard = {self.shard}, whose ranks share "
+                "the experts: use a divisor of it, or raise parallel.shard."
+            )
+        if self.experts > 1 and self.unit == "model":
+            raise ValueError(
+                f"parallel.experts = {self.experts} does not go with parallel.unit = 'model', which gathers every "
+                "expert: use parallel.unit = 'layer'."
+            )
+        return self
 
     @model_validator(mode="after")
     def _schedule_fits(self) -> Self:
@@ -259,6 +281,7 @@ class RunConfig(Frozen):
     @model_validator(mode="after")
     def _mesh_fits(self) -> Self:
         _check_shares(self)
+        _check_experts(self)
         _check_stages(self)
         _check_compilation(self)
         return self
@@ -282,13 +305,30 @@ def _check_shares(config: RunConfig) -> None:
         )
 
 
+def _check_experts(config: RunConfig) -> None:
+    parallel, ffn = config.parallel, config.model.ffn
+    if parallel.experts == 1:
+        return
+    if not isinstance(ffn, MoE):
+        raise ValueError(
+            f"parallel.experts = {parallel.experts} does not go with model.ffn.kind = '{ffn.kind}', which has no "
+            "experts: use parallel.experts = 1."
+        )
+    if ffn.experts % parallel.experts:
+        raise ValueError(
+            f"model.ffn.experts = {ffn.experts} cannot be shared equally by parallel.experts = {parallel.experts} "
+            "ranks: use a divisor."
+        )
+    for name, rows in {"model.ffn.hidden": ffn.hidden, "model.width": config.model.width}.items():
+        if ffn.experts // parallel.experts * rows % parallel.slices:
+            raise ValueError(
+                f"the {ffn.experts // parallel.experts} experts of a rank, with {name} = {rows} rows each, cannot be "
+                f"sharded equally by parallel.shard / parallel.experts = {parallel.slices} ranks: use fewer."
+            )
+
+
 def _check_stages(config: RunConfig) -> None:
     parallel = config.parallel
-    if parallel.pipeline > 1 and config.model.ffn.mixture:
-        raise ValueError(
-            f"parallel.pipeline = {parallel.pipeline} does not go with model.ffn.kind = 'moe', whose balance loss does "
-            "not cross stages: use parallel.data or parallel.shard."
-        )
     if parallel.stages > config.model.layers:
         raise ValueError(
             f"parallel.pipeline × parallel.stages_per_rank = {parallel.stages} stages are more than the "

@@ -26,7 +26,14 @@ AXES = ("pipeline", "data", "shard")
 
 
 class Mesh:
-    """The place of this rank in the grid, and its process group along each axis."""
+    """The place of this rank in the grid, and its process group along each axis.
+
+    With `parallel.experts` > 1 the shard axis has two more: `experts`, the ranks that exchange tokens because each has
+    other experts, and `slices`, the ranks that have the same experts and shard them further.
+    """
+
+    experts: dist.ProcessGroup
+    slices: dist.ProcessGroup
 
     def __init__(self, config: ParallelConfig, device: torch.device) -> None:
         self.config, self.device = config, device
@@ -35,6 +42,16 @@ class Mesh:
         self.grid: DeviceMesh = init_device_mesh(device.type, sizes, mesh_dim_names=AXES)
         self.pipeline_rank, self.data_rank, self.shard_rank = (self.grid.get_local_rank(axis) for axis in AXES)
         self.pipeline, self.data, self.shard = (self.grid.get_group(axis) for axis in AXES)
+        if config.experts > 1:
+            # ranks with the same experts are neighbours: so the experts are divided by rows, like any matrix
+            sizes = (config.pipeline * config.data, config.experts, config.slices)
+            within = init_device_mesh(device.type, sizes, mesh_dim_names=("others", "experts", "slices"))
+            self.experts, self.slices = within.get_group("experts"), within.get_group("slices")
+
+    @property
+    def expert_rank(self) -> int:
+        """Which of the `parallel.experts` parts of the experts this rank has; shard / experts ranks have the same."""
+        return self.shard_rank // self.config.slices
 
     @property
     def batch_rank(self) -> int:

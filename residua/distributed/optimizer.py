@@ -10,7 +10,7 @@ what one process computes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from residua.distributed.construct import rows_of
 from residua.distributed.mesh import Mesh
 from residua.storage.sharded import local
 from residua.train.optimizer import HybridOptimizer, Parts, Rows, Updates, orthogonal_updates
@@ -29,12 +30,31 @@ from residua.train.polar import working_dtype
 TURN = 1 << 24
 
 
-class RankedOptimizer(HybridOptimizer):
-    """The optimizer of one process on the rows of this rank, with the same updates."""
+@dataclass(frozen=True)
+class Owners:
+    """The ranks that share the work on some matrices: `copies` of them, each divided by rows into `shards`.
 
-    def __init__(self, groups: Iterable[dict[str, Any]], mesh: Mesh) -> None:
+    `copy` and `shard` are the place of this rank. `data` is the group of the ranks that have the same rows, `rows` that
+    of the ranks with the other rows of this copy.
+    """
+
+    copies: int
+    shards: int
+    copy: int
+    shard: int
+    data: dist.ProcessGroup
+    rows: dist.ProcessGroup
+
+
+class RankedOptimizer(HybridOptimizer):
+    """The optimizer of one process on the rows of this rank, with the same updates.
+
+    Experts that ranks divide among them (`experts.py`) are orthogonalised by the ranks that have them.
+    """
+
+    def __init__(self, groups: Iterable[dict[str, Any]], mesh: Mesh, experts: Iterable[Tensor] = ()) -> None:
         super().__init__(groups)
-        self.mesh = mesh
+        self.mesh, self.experts = mesh, set(experts)
 
     def here(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return [local(tensor) for tensor in tensors]
@@ -42,29 +62,49 @@ class RankedOptimizer(HybridOptimizer):
     def orthogonalise(
         self, parameters: Sequence[Tensor], directions: Sequence[Tensor], parts: Sequence[Parts]
     ) -> Iterator[Updates]:
-        config = self.mesh.config
-        if config.data * config.shard == 1:
-            yield from orthogonal_updates(directions, parts)
-            return
-        turns = _turns([p.shape for p in parameters], config.data, config.shard)
-        waiting: _Turn | None = None
-        coming = _Turn(self.mesh, turns[0], parameters, directions, parts)
-        for following in [*turns[1:], None]:
-            turn = coming
-            if following is not None:
-                coming = _Turn(self.mesh, following, parameters, directions, parts)
-            turn.compute()
-            if waiting is not None:
-                yield from waiting.updates()
-            waiting = turn
-        assert waiting is not None
-        yield from waiting.updates()
+        mesh, config = self.mesh, self.mesh.config
+        everyone = Owners(config.data, config.shard, mesh.data_rank, mesh.shard_rank, mesh.data, mesh.shard)
+        shapes, parts = [p.shape for p in parameters], list(parts)
+        divided = [i for i, p in enumerate(parameters) if p in self.experts]
+        for i in divided:
+            shapes[i] = torch.Size((shapes[i][0] // config.experts, *shapes[i][1:]))
+            own = len(parts[i]) // config.experts
+            parts[i] = parts[i][mesh.expert_rank * own : (mesh.expert_rank + 1) * own]
+        if divided:
+            slices = config.slices
+            same = Owners(config.data, slices, mesh.data_rank, mesh.shard_rank % slices, mesh.data, mesh.slices)
+            yield from _shared_updates(same, divided, shapes, directions, parts)
+        rest = [i for i in range(len(shapes)) if i not in divided]
+        if rest:
+            yield from _shared_updates(everyone, rest, shapes, directions, parts)
 
 
-def rows_of(rows: int, shards: int, shard: int) -> tuple[int, int]:
-    """The rows [start, end) of a shard. FSDP2 divides rows as `torch.chunk` does."""
-    size = -(-rows // shards)
-    return min(rows, shard * size), min(rows, (shard + 1) * size)
+def _shared_updates(
+    owners: Owners,
+    chosen: Sequence[int],
+    shapes: Sequence[torch.Size],
+    directions: Sequence[Tensor],
+    parts: Sequence[Parts],
+) -> Iterator[Updates]:
+    """Updates for this rank's rows of the chosen matrices; all owners call it together."""
+    if owners.copies * owners.shards == 1:
+        updates = orthogonal_updates([directions[i] for i in chosen], [parts[i] for i in chosen])
+        for rows, values, scale in updates:
+            yield [row._replace(matrix=chosen[row.matrix]) for row in rows], values, scale
+        return
+    turns = _turns({i: shapes[i] for i in chosen}, owners.copies, owners.shards)
+    waiting: _Turn | None = None
+    coming = _Turn(owners, turns[0], shapes, directions, parts)
+    for following in [*turns[1:], None]:
+        turn = coming
+        if following is not None:
+            coming = _Turn(owners, following, shapes, directions, parts)
+        turn.compute()
+        if waiting is not None:
+            yield from waiting.updates()
+        waiting = turn
+    assert waiting is not None
+    yield from waiting.updates()
 
 
 @dataclass(frozen=True)
@@ -76,10 +116,10 @@ class _Task:
     shard: int
 
 
-def _turns(shapes: Sequence[torch.Size], copies: int, shards: int) -> list[list[_Task]]:
+def _turns(shapes: Mapping[int, torch.Size], copies: int, shards: int) -> list[list[_Task]]:
     """Deal matrices out to owners, the costly ones first, so that the owners of a turn have equal work."""
     owners = copies * shards
-    order = sorted(range(len(shapes)), key=lambda i: (-prod(shapes[i]) * min(shapes[i][-2:]), i))
+    order = sorted(shapes, key=lambda i: (-prod(shapes[i]) * min(shapes[i][-2:]), i))
     turns: list[list[_Task]] = []
     room = 0
     for place in range(0, len(order), owners):
@@ -98,22 +138,21 @@ class _Turn:
 
     def __init__(
         self,
-        mesh: Mesh,
+        owners: Owners,
         tasks: list[_Task],
-        parameters: Sequence[Tensor],
+        shapes: Sequence[torch.Size],
         directions: Sequence[Tensor],
         parts: Sequence[Parts],
     ) -> None:
-        self.mesh, self.parts, self.directions = mesh, parts, directions
-        self.shapes = [p.shape for p in parameters]
+        self.owners, self.parts, self.directions, self.shapes = owners, parts, directions, shapes
         self.dtype = working_dtype(directions[0])
-        self.copies = [[t for t in tasks if t.copy == copy] for copy in range(mesh.config.data)]
-        mine = self.copies[mesh.data_rank]
-        self.owned = [t.matrix for t in mine if t.shard == mesh.shard_rank]
+        self.copies = [[t for t in tasks if t.copy == copy] for copy in range(owners.copies)]
+        mine = self.copies[owners.copy]
+        self.owned = [t.matrix for t in mine if t.shard == owners.shard]
         # sent: to each shard, our rows of the matrices it owns; received: from each shard, its rows of ours
-        self.to_owners = [[t.matrix for t in mine if t.shard == shard] for shard in range(mesh.config.shard)]
-        self.out_sizes = [sum(self._size(m, mesh.shard_rank) for m in ms) for ms in self.to_owners]
-        self.in_sizes = [sum(self._size(m, shard) for m in self.owned) for shard in range(mesh.config.shard)]
+        self.to_owners = [[t.matrix for t in mine if t.shard == shard] for shard in range(owners.shards)]
+        self.out_sizes = [sum(self._size(m, owners.shard) for m in ms) for ms in self.to_owners]
+        self.in_sizes = [sum(self._size(m, shard) for m in self.owned) for shard in range(owners.shards)]
         sent = self._flat([directions[m] for matrices in self.to_owners for m in matrices])
         self.received, self.work = self._exchange(sent, self.out_sizes, self.in_sizes)
 
@@ -137,8 +176,8 @@ class _Turn:
         for tasks, (buffer, work) in zip(self.copies, self.spread, strict=True):
             _wait(work)
             place = 0
-            for matrix in _by_shard(tasks, self.mesh.config.shard):
-                size = self._size(matrix, self.mesh.shard_rank)
+            for matrix in _by_shard(tasks, self.owners.shards):
+                size = self._size(matrix, self.owners.shard)
                 update = buffer[place : place + size].view(self.directions[matrix].shape)
                 place += size
                 for rows, values, scale in self._pieces(matrix, update.to(self.directions[matrix].dtype)):
@@ -150,22 +189,22 @@ class _Turn:
 
     def _spread(self) -> list[tuple[Tensor, dist.Work | None]]:
         """For every copy of the model, its results, broadcast by the rank of that copy that has our rows."""
-        if self.mesh.config.data == 1:
+        if self.owners.copies == 1:
             return [(self.received, self.work)]
         _wait(self.work)
         buffers = []
         for copy, tasks in enumerate(self.copies):
-            size = sum(self._size(t.matrix, self.mesh.shard_rank) for t in tasks)
-            own = copy == self.mesh.data_rank
+            size = sum(self._size(t.matrix, self.owners.shard) for t in tasks)
+            own = copy == self.owners.copy
             buffer = self.received if own else torch.empty(size, dtype=self.dtype, device=self.received.device)
-            work = dist.broadcast(buffer, group=self.mesh.data, group_src=copy, async_op=True) if size else None
+            work = dist.broadcast(buffer, group=self.owners.data, group_src=copy, async_op=True) if size else None
             buffers.append((buffer, work))
         return buffers
 
     def _pieces(self, matrix: int, update: Tensor) -> Iterator[tuple[Rows, Tensor, float]]:
         """For each part of a matrix: its rows on this rank, their update, and its factor on the learning rate."""
         columns = self.shapes[matrix][-1]
-        start, end = rows_of(self.shapes[matrix][0], self.mesh.config.shard, self.mesh.shard_rank)
+        start, end = rows_of(self.shapes[matrix][0], self.owners.shards, self.owners.shard)
         for stop, count in zip(accumulate(self.parts[matrix]), self.parts[matrix], strict=True):
             low, high = max(start, stop - count), min(end, stop)
             if low < high:
@@ -175,9 +214,9 @@ class _Turn:
     def _copy_rows(self, matrices: dict[int, Tensor], buffer: Tensor, *, write: bool) -> None:
         """Copy between whole matrices and a buffer that holds, shard after shard, that shard's rows of each matrix."""
         place = 0
-        for shard in range(self.mesh.config.shard):
+        for shard in range(self.owners.shards):
             for matrix, values in matrices.items():
-                start, end = rows_of(self.shapes[matrix][0], self.mesh.config.shard, shard)
+                start, end = rows_of(self.shapes[matrix][0], self.owners.shards, shard)
                 size = self._size(matrix, shard)
                 rows, flat = values[start:end], buffer[place : place + size]
                 flat.copy_(rows.flatten()) if write else rows.copy_(flat.view(rows.shape))
@@ -185,7 +224,7 @@ class _Turn:
 
     def _size(self, matrix: int, shard: int) -> int:
         shape = self.shapes[matrix]
-        start, end = rows_of(shape[0], self.mesh.config.shard, shard)
+        start, end = rows_of(shape[0], self.owners.shards, shard)
         return (end - start) * prod(shape[1:])
 
     def _flat(self, tensors: list[Tensor]) -> Tensor:
@@ -194,10 +233,10 @@ class _Turn:
         return torch.cat([t.to(self.dtype).flatten() for t in tensors])
 
     def _exchange(self, sent: Tensor, sizes_out: list[int], sizes_in: list[int]) -> tuple[Tensor, dist.Work | None]:
-        if self.mesh.config.shard == 1:
+        if self.owners.shards == 1:
             return sent, None
         received = sent.new_empty(sum(sizes_in))
-        work = dist.all_to_all_single(received, sent, sizes_in, sizes_out, group=self.mesh.shard, async_op=True)
+        work = dist.all_to_all_single(received, sent, sizes_in, sizes_out, group=self.owners.rows, async_op=True)
         return received, work
 
 

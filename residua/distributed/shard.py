@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,22 +30,24 @@ def whole(parameter: nn.Parameter) -> bool:
     return parameter.dim() == 0
 
 
-def shard_model(model: Decoder, mesh: Mesh, precision: torch.dtype, z_loss: float) -> nn.Module:
+def shard_model(
+    model: Decoder, mesh: Mesh, precision: torch.dtype, z_loss: float, divided: set[nn.Parameter]
+) -> nn.Module:
     """Shard the rows of every parameter over `parallel.shard` ranks; layers are gathered a few at a time.
 
     FSDP2 gathers in groups. The matrices of the layers are gathered a unit (see `units`) at a time, in the precision
     they compute in. One root group holds the rest in float32 and is gathered once per step: the vectors of the layers,
     which are small and not rounded on one process either, and what layers share (embedding, head, topology, anchors).
     With `parallel.unit = "model"` the root group holds everything: more memory, but one gather, and the model compiles
-    as a whole.
+    as a whole. Experts that are already `divided` among the ranks are left alone.
 
     Returns the module that computes the losses, which is the root of all groups.
     """
     if mesh.config.unit == "layer":
         layered = LayeredLosses(model, z_loss)
-        _shard(layered, layered.units, mesh, precision, set())
+        _shard(layered, layered.units, mesh, precision, divided)
         return layered
-    _shard(model, (), mesh, precision, set())
+    _shard(model, (), mesh, precision, divided)
     return model
 
 
@@ -78,8 +80,6 @@ def _shard(
         sharded |= set(unit.parameters()) - roots
     # the root also holds the sublayers under other names
     fully_shard(root, mesh=grid, mp_policy=wide, ignored_params=left | sharded, reshard_after_forward=False)
-    for parameter in left:
-        parameter.data = parameter.data.to(mesh.device)
 
 
 class GatheredCopies(WorkingCopies):
@@ -116,6 +116,6 @@ def replicated_losses(model: Decoder, compiled: bool, mesh: Mesh, z_loss: float)
     return DistributedDataParallel(losses, process_group=mesh.data, gradient_as_bucket_view=True)
 
 
-def shard_slice(module: Slice, mesh: Mesh, precision: torch.dtype, shared: Sequence[nn.Parameter]) -> None:
-    """As `shard_model`, for one stage of a pipeline; parameters that several stages share stay whole."""
-    _shard(module, module.units if mesh.config.unit == "layer" else (), mesh, precision, set(shared))
+def shard_slice(module: Slice, mesh: Mesh, precision: torch.dtype, left: set[nn.Parameter]) -> None:
+    """As `shard_model`, for one stage of a pipeline; leaves divided experts and what several stages share alone."""
+    _shard(module, module.units if mesh.config.unit == "layer" else (), mesh, precision, left)

@@ -24,6 +24,8 @@ from torch.distributed.tensor import DTensor
 
 from residua.config.run import RunConfig, TrainConfig
 from residua.data.loader import IGNORED, Batch
+from residua.distributed.construct import Parts, construct
+from residua.distributed.experts import complete_expert_gradients, divide_experts, expert_matrices
 from residua.distributed.mesh import Mesh
 from residua.distributed.optimizer import RankedOptimizer
 from residua.distributed.shard import GatheredCopies, gathered_modules, replicated_losses, shard_model, sharded_losses
@@ -80,7 +82,9 @@ class RankedStep(Step):
         super().set_totals(totals if self.mesh.rank == 0 else [0.0, 0.0, *totals[2:]])
 
     def _build_optimizer(self, config: TrainConfig) -> HybridOptimizer:
-        return build_optimizer(self.model, config.optimizer, partial(RankedOptimizer, mesh=self.mesh))
+        self._experts = expert_matrices(self.model, self.mesh)
+        kind = partial(RankedOptimizer, mesh=self.mesh, experts=self._experts)
+        return build_optimizer(self.model, config.optimizer, kind)
 
     def _build_balancer(self, config: TrainConfig) -> Balancer | None:
         return build_balancer(self.model, config.balance, self.device, lambda t: self.mesh.over_batch(t.clone()))
@@ -95,6 +99,7 @@ class RankedStep(Step):
     def _clip(self) -> Tensor:
         """Clip by one norm over the gradients of all ranks, in which each element counts once."""
         self._complete_gradients()
+        complete_expert_gradients(self._experts, self.mesh)
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         counted = [local(p.grad) for p in self._parameters if p.grad is not None and self._counts(p)]
         zero = torch.zeros(1, device=self.device)
@@ -118,8 +123,9 @@ class RankedStep(Step):
 class ReplicatedStep(RankedStep):
     """A copy of the model on every rank (DDP)."""
 
-    def __init__(self, model: Decoder, config: RunConfig, mesh: Mesh) -> None:
-        super().__init__(model.to(mesh.device), config, mesh)
+    def __init__(self, model: Decoder, parts: Parts, config: RunConfig, mesh: Mesh) -> None:
+        construct(model, parts, mesh)
+        super().__init__(model, config, mesh)
 
     def _build_losses(self, config: TrainConfig) -> LossFunction:
         self._ddp = replicated_losses(self.model, self.compiled, self.mesh, config.z_loss)
@@ -132,10 +138,13 @@ class ReplicatedStep(RankedStep):
 class ShardedStep(RankedStep):
     """A shard of every parameter on every rank (FSDP2); with `data` > 1 the shards are replicated."""
 
-    def __init__(self, model: Decoder, config: RunConfig, mesh: Mesh) -> None:
+    def __init__(self, model: Decoder, parts: Parts, config: RunConfig, mesh: Mesh) -> None:
         self._completes = True
-        self._root: Any = shard_model(model, mesh, resolve(config.train, mesh.device)[0], config.train.z_loss)
+        precision, _ = resolve(config.train, mesh.device)
+        divided = divide_experts(model, mesh, precision)
+        self._root: Any = shard_model(model, mesh, precision, config.train.z_loss, divided)
         self._kept = gathered_modules(self._root, mesh)
+        construct(model, parts, mesh)
         super().__init__(model, config, mesh)
 
     def _build_losses(self, config: TrainConfig) -> LossFunction:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from residua import ops
 from residua.config.run import SMALLEST_UNIT
@@ -23,7 +24,8 @@ def divide(sublayers: Sequence[nn.Module]) -> list[range]:
     """The sublayers of each unit: whole layers, as few as have `SMALLEST_UNIT` parameters; the last may have fewer."""
     units, first, size = [], 0, 0
     for end in range(2, len(sublayers) + 1, 2):
-        size += sum(p.numel() for sublayer in sublayers[end - 2 : end] for p in sublayer.parameters())
+        gathered = [p for sublayer in sublayers[end - 2 : end] for p in sublayer.parameters()]
+        size += sum(p.numel() for p in gathered if not isinstance(p, DTensor))  # divided experts are not gathered here
         if size >= SMALLEST_UNIT or end == len(sublayers):
             units.append(range(first, end))
             first, size = end, 0

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from residua.config.run import RunConfig
 from residua.config.settings import ConfigError
+from residua.distributed.construct import Parts
 from residua.distributed.heartbeat import Heartbeat, lost_a_peer
 from residua.distributed.mesh import Mesh, Processes, job_store
 from residua.distributed.nodes import Probe, node_count
@@ -21,12 +22,13 @@ from residua.distributed.pipeline.step import PipelinedStep
 from residua.distributed.step import RankedStep, ReplicatedStep, ShardedStep
 from residua.machine import choose_device
 from residua.model.decoder import Decoder
+from residua.model.size import shapes
 from residua.reading import reason
 from residua.storage.checkpoint import model_tensors, what_is_left
 from residua.storage.run import FollowedRun, Run
 from residua.storage.sharded import Saver, load_shards
 from residua.train.health import TrainingStopped
-from residua.train.start import starting_model
+from residua.train.start import starting_parts
 from residua.train.step import Step
 from residua.train.summary import check_memory
 from residua.train.world import World, check_processes
@@ -169,7 +171,7 @@ class Ranks(World):
 
     def build_step(self, config: RunConfig) -> RankedStep:
         check_memory(config, self.device)
-        return build_ranked_step(starting_model(config), config, self.mesh)
+        return build_ranked_step(starting_parts(config), config, self.mesh)
 
     def save(self, run: Path, number: int, step: Step, state: Mapping[str, Any], keep: int) -> None:
         self.saver.save(run, number, step.model, step.optimizer, state, keep)
@@ -193,19 +195,27 @@ class Ranks(World):
     def describe(self) -> str:
         parallel = self.config.parallel
         sizes = f"data {parallel.data} × shard {parallel.shard} × pipeline {parallel.pipeline}"
+        experts = f", experts divided among {parallel.experts}" if parallel.experts > 1 else ""
         stages = f", {parallel.stages} stages, {parallel.schedule}" if parallel.pipeline > 1 else ""
-        return f"{sizes}{stages}"
+        return f"{sizes}{experts}{stages}"
 
 
 Way = Literal["replicate", "shard", "pipeline"]
-STEPS: dict[Way, type[RankedStep]] = {"replicate": ReplicatedStep, "shard": ShardedStep, "pipeline": PipelinedStep}
+STEPS: dict[Way, Callable[[Decoder, Parts, RunConfig, Mesh], RankedStep]] = {
+    "replicate": ReplicatedStep,
+    "shard": ShardedStep,
+    "pipeline": PipelinedStep,
+}
 
 
-def build_ranked_step(model: Decoder, config: RunConfig, mesh: Mesh, way: Way | None = None) -> RankedStep:
-    """The step for a mesh; `way` chooses a kind even if its axis has a single rank, as benchmarks and tests do."""
+def build_ranked_step(parts: Parts, config: RunConfig, mesh: Mesh, way: Way | None = None) -> RankedStep:
+    """The step for a mesh, with the weights of `parts`.
+
+    `way` chooses a kind even if its axis has a single rank, as benchmarks and tests do.
+    """
     parallel = config.parallel
     found: Way = "pipeline" if parallel.pipeline > 1 else "shard" if parallel.shard > 1 else "replicate"
-    return STEPS[way or found](model, config, mesh)
+    return STEPS[way or found](shapes(config.model), parts, config, mesh)
 
 
 def open_world(config: RunConfig) -> World:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -21,10 +22,10 @@ from residua.model.kimi_delta import KimiDeltaAttention
 from residua.model.latent_attention import LatentAttention
 from residua.model.linear_attention import GatedDeltaNet
 from residua.model.moe import MoE, Routing
-from residua.model.norm import NoNorm, build_norm
+from residua.model.norm import NoNorm, Norm, build_norm
 from residua.model.rope import rotary_table
 from residua.model.taps import tap
-from residua.model.topology import build_topology
+from residua.model.topology import Topology, build_topology
 from residua.ops._runtime.numeric import working_dtype
 
 
@@ -72,19 +73,15 @@ class Decoder(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        width, std = config.width, config.init.std
-        self.embed = Embedding(config.vocab_size, width, std=std, scale=config.embed_scale)
-        self.topology = build_topology(config.topology, config.sublayers, width)
-        self.anchors = build_anchor_source(config)
-        self.sublayers = nn.ModuleList(
-            build_sublayer(config, body)
-            for layer in range(config.layers)
-            for body in build_layer(config, layer, output_std=output_std(config) * self.topology.output_gain)
-        )
-        self.norm = build_norm(config.norm, width)
+        parts: dict[str, Any] = dict(build_parts(config))
+        self.embed: Embedding = parts["embed"]
+        self.topology: Topology = parts["topology"]
+        self.anchors: NoSource | ExoSource = parts["anchors"]
+        self.sublayers = nn.ModuleList(parts[f"sublayers.{k}"] for k in range(config.sublayers))
+        self.norm: Norm = parts["norm"]
+        self.unembed: Embedding | None = parts.get("unembed")
         if config.reader_eps == "sum":
             self._scale_eps()
-        self.unembed = build_unembedding(config)
 
     def _scale_eps(self) -> None:
         """Give the norm of each reader the eps with which c times the sum is normed as the sum is."""
@@ -195,6 +192,29 @@ class Decoder(nn.Module):
 def build(config: ModelConfig) -> Decoder:
     """Build the model a configuration describes, initialised."""
     return Decoder(config)
+
+
+def build_parts(config: ModelConfig) -> Iterator[tuple[str, nn.Module]]:
+    """The parts of a decoder by name, initialised, in the order in which they draw their random numbers.
+
+    Nothing here holds a part once the next is asked for, but the bodies of a layer are built together.
+    """
+    yield "embed", Embedding(config.vocab_size, config.width, std=config.init.std, scale=config.embed_scale)
+    topology = build_topology(config.topology, config.sublayers, config.width)
+    gain = topology.output_gain
+    yield "topology", topology
+    del topology
+    yield "anchors", build_anchor_source(config)
+    for layer in range(config.layers):
+        yield from _layer_parts(config, layer, output_std(config) * gain)
+    yield "norm", build_norm(config.norm, config.width)
+    if (unembed := build_unembedding(config)) is not None:
+        yield "unembed", unembed
+
+
+def _layer_parts(config: ModelConfig, layer: int, std: float) -> Iterator[tuple[str, nn.Module]]:
+    for k, body in enumerate(build_layer(config, layer, output_std=std), 2 * layer):
+        yield f"sublayers.{k}", build_sublayer(config, body)
 
 
 def build_sublayer(config: ModelConfig, body: nn.Module) -> Sublayer:

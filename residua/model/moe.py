@@ -78,13 +78,17 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
         """Apply each expert to its rows of x [slots, C], sorted by expert, which end at `ends` [E]; [slots, C]."""
-        h = ops.grouped_linear(x, self.up.unflatten(0, (self.count, -1)), ends)
+        return self.run(x, ends, self.up, self.out)
+
+    def run(self, x: Tensor, ends: Tensor, up: Tensor, out: Tensor) -> Tensor:
+        """`forward` with the matrices of some or all experts, as many as `ends` has."""
+        h = ops.grouped_linear(x, up.unflatten(0, (len(ends), -1)), ends)
         if self.gated:
-            gate, up = h.chunk(2, -1)
-            h = self.act(gate) * up
+            gate, value = h.chunk(2, -1)
+            h = self.act(gate) * value
         else:
             h = self.act(h)
-        y: Tensor = ops.grouped_linear(h, self.out.unflatten(0, (self.count, -1)), ends)
+        y: Tensor = ops.grouped_linear(h, out.unflatten(0, (len(ends), -1)), ends)
         return y
 
     def inner_edges(self, name: str) -> list[Edge]:

@@ -64,7 +64,8 @@ class Balancer:
         add_ranks: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         self.config, self._add_ranks = config, add_ranks
-        self._routers = [mixture.router for mixture in mixtures]
+        # a stage of a pipeline has the routers of its own layers; the others are without memory
+        self._routers = {i: m.router for i, m in enumerate(mixtures) if not m.router.weight.is_meta}
         experts = mixtures[0].count
         zeros = torch.zeros(len(mixtures), experts, dtype=torch.float64, device=device)
         self._load: Tensor | None = zeros + 1 / experts
@@ -90,8 +91,8 @@ class Balancer:
         """After a step's last backward pass: complete its statistics, and correct the routers by them."""
         step = Routing(*(self._summed(part) for part in self._step))
         self._load = step.load
-        for router, load in zip(self._routers, step.load, strict=True):
-            router.correct(load, self.config.bias_rate)
+        for i, router in self._routers.items():
+            router.correct(step.load[i], self.config.bias_rate)
         self._step = Routing(*(torch.zeros_like(part) for part in step))
         balance = balance_loss(step.load, step.probability).mean()
         self._sums = Routing(

@@ -7,13 +7,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from residua.config.model import ModelConfig
 from residua.config.run import RunConfig
 from residua.config.settings import ConfigError
 from residua.data import Dataset
 from residua.data.tokenizer import Tokenizer
-from residua.model.decoder import Decoder, build
+from residua.model.decoder import Decoder, build, build_parts
 from residua.model.kept import Kept
 from residua.model.retrofit import retrofit
 from residua.model.size import shapes_only
@@ -28,6 +29,14 @@ def starting_model(config: RunConfig) -> Decoder:
         with _explained(config.train.start):
             retrofit(model, load(config.train.start))
     return model
+
+
+def starting_parts(config: RunConfig) -> Iterator[tuple[str, nn.Module]]:
+    """The same weights part by part, for ranks that keep a share of each; whole if the run starts as another."""
+    if config.train.start is None:
+        yield from build_parts(config.model)
+    else:
+        yield "", starting_model(config)
 
 
 def what_is_kept(model: ModelConfig, old: ModelConfig) -> dict[str, Kept]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ from residua.train.progress import short
 from residua.train.step import Step
 
 if TYPE_CHECKING:
+    from residua.model.decoder import Decoder
     from residua.model.size import Size
 
 RULES = {"muon": "Muon", "adamw": "AdamW"}
@@ -111,8 +113,9 @@ TOKEN_BYTES = 16
 def check_memory(config: RunConfig, device: torch.device) -> None:
     """Refuse a run whose weights, gradients and optimizer state, all in float32, are larger than the free memory.
 
-    The processes of a run share the states on their GPUs; on the machine each builds the whole model first. Activations
-    come on top; they depend on what can be recomputed, so only a micro-batch's tokens and one state of it are counted.
+    Several processes share the states. Each builds its share on its device, with one part of the model at a time in
+    host memory; a run that starts as another is built whole there, and so is one for a single GPU. Activations come on
+    top; they depend on what can be recomputed, so only a micro-batch's tokens and one state of it are counted.
     """
     model = shapes(config.model)
     weights = 4 * sum(tensor.numel() for tensor in model_tensors(model).values())
@@ -120,14 +123,21 @@ def check_memory(config: RunConfig, device: torch.device) -> None:
     parameters = sum(parameter.numel() for parameter in model.parameters())
     what = f"the model has {short(parameters)} parameters, and to train it needs at least"
     advice = "choose a smaller model, or divide it over more devices with parallel.shard"
-    if device.type == "cuda":
-        require_memory(what, needed // config.parallel.ranks, advice, device)
-    alone = device.type == "cpu" and config.parallel.ranks == 1
-    require_memory(what, needed if alone else weights, advice)
+    ranks = config.parallel.ranks
+    require_memory(what, needed // ranks, advice, device)
+    whole = config.train.start is not None or (ranks == 1 and device.type == "cuda")
+    require_memory(what, weights if whole else _largest_part(model), advice)
     batch, length = config.train.micro_batch, config.model.context
     tokens = f"a micro-batch of {batch:,} × {length:,} tokens needs at least"
     smaller = "lower train.micro_batch, and raise train.accumulate for the same tokens per step"
     require_memory(tokens, batch * length * (TOKEN_BYTES + 2 * config.model.width), smaller, device)
+
+
+def _largest_part(model: Decoder) -> int:
+    """Bytes in float32 of the part of a model that is built at a time: the embedding, or a layer."""
+    layers = zip(model.sublayers[::2], model.sublayers[1::2], strict=True)
+    parts = [model.embed.parameters(), *(chain(a.parameters(), b.parameters()) for a, b in layers)]
+    return 4 * max(sum(parameter.numel() for parameter in part) for part in parts)
 
 
 def check_disk(step: Step, folder: Path, keep: int) -> None:

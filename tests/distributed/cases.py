@@ -67,6 +67,11 @@ def run_config(model: str, parallel: dict[str, Any] | None = None, layers: int =
     )
 
 
+def deep_config(model: str, parallel: dict[str, Any] | None = None) -> RunConfig:
+    """Eight wider layers, beside which everything else is small."""
+    return run_config(model, parallel, layers=8).override(["model.width=32", "model.ffn.hidden=32"])
+
+
 def batches(step: int) -> list[Batch]:
     """The micro-batches of a step, with different numbers of targets in each."""
     generator = torch.Generator().manual_seed(step)

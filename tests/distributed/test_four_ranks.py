@@ -21,6 +21,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "data-and-pipeline": ("exoformer", {"data": 2, "pipeline": 2}),
     "shard-and-interleaved": ("block", {"shard": 2, **INTERLEAVED}),
     "four-stages": ("full", {"pipeline": 4}),
+    "experts-and-shard": ("moe", {"shard": 4, "experts": 2}),
+    "experts-and-data": ("moe", {"data": 2, "shard": 2, "experts": 2}),
+    "experts-and-pipeline": ("biased", {"pipeline": 2, "shard": 2, "experts": 2}),
 }
 
 
@@ -45,7 +48,11 @@ def test_a_longer_pipeline_sends_every_block_to_every_later_rank(traces: Any) ->
     assert traces["four-stages"]["bytes/forward"] == (4 * 3 / 2 * 2 + 3) * block
 
 
-@pytest.mark.parametrize(("name", "turns"), [("data-and-shard", 1), ("data-and-shard-in-turns", 4)])
+# experts are orthogonalised in turns of their own, by the ranks that have them
+TURNS = [("data-and-shard", 1), ("data-and-shard-in-turns", 4), ("experts-and-shard", 2), ("experts-and-data", 2)]
+
+
+@pytest.mark.parametrize(("name", "turns"), TURNS)
 def test_each_matrix_is_orthogonalised_once(traces: Any, name: str, turns: int) -> None:
     from tests.distributed.worker import orthogonalised, single
 
@@ -56,4 +63,4 @@ def test_each_matrix_is_orthogonalised_once(traces: Any, name: str, turns: int) 
 
 def test_cache_and_receive_buffers_are_freed(traces: Any) -> None:
     left = {name: int(trace["kept"]) for name, trace in traces.items() if "kept" in trace}
-    assert left == {"data-and-pipeline": 0, "shard-and-interleaved": 0, "four-stages": 0}
+    assert left == {"data-and-pipeline": 0, "shard-and-interleaved": 0, "four-stages": 0, "experts-and-pipeline": 0}

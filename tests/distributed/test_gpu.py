@@ -9,6 +9,7 @@ import torch
 
 import residua
 from residua.config.run import RunConfig
+from residua.model.decoder import build_parts
 from residua.train.step import Step, build_step
 from residua.train.timing import random_batches
 
@@ -36,5 +37,5 @@ def test_one_rank_trains_as_no_ranks(preset: str, way: Any) -> None:
     expected = losses(build_step(residua.build(config.model), config.train, device), config)
     with one_rank(device, config.parallel) as mesh:
         torch.manual_seed(0)
-        got = losses(build_ranked_step(residua.build(config.model), config, mesh, way), config)
+        got = losses(build_ranked_step(build_parts(config.model), config, mesh, way), config)
     assert got == pytest.approx(expected, rel=2e-3)

@@ -16,7 +16,7 @@ from residua.distributed.mesh import one_rank
 from residua.distributed.world import build_ranked_step
 from tests.distributed.cases import ACCUMULATE, batches, run_config
 from tests.distributed.compare import assert_same_training
-from tests.distributed.worker import make, single, trace
+from tests.distributed.worker import made, single, trace
 
 pytestmark = pytest.mark.slow
 
@@ -58,7 +58,7 @@ def test_what_saves_no_memory_is_gathered_once_a_step(shards: str, monkeypatch: 
 
     config = run_config("additive")
     with one_rank(torch.device("cpu"), config.parallel) as mesh:
-        step = build_ranked_step(make(config), config, mesh, "shard")
+        step = build_ranked_step(made(config), config, mesh, "shard")
         step(batches(0))
         monkeypatch.setattr(FSDPParamGroup, "_to_unsharded", count)
         step(batches(1))
@@ -77,7 +77,7 @@ def test_vectors_are_not_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
     run = units.Unit._run
     monkeypatch.setattr(units.Unit, "_run", look)
     with one_rank(torch.device("cpu"), config.parallel) as mesh:
-        build_ranked_step(make(config), config, mesh, "shard")(batches(0))
+        build_ranked_step(made(config), config, mesh, "shard")(batches(0))
     assert seen == {(True, torch.bfloat16), (False, torch.float32)}
 
 
@@ -87,7 +87,7 @@ def test_a_model_gathered_whole_runs_on_working_copies(compile: str, monkeypatch
     monkeypatch.setattr(shard, "compile_rewritten", compiled)
     config = run_config("additive", {"unit": "model"}, layers=1, precision="bfloat16", compile=compile)
     with one_rank(torch.device("cpu"), config.parallel) as mesh:
-        step = build_ranked_step(make(config), config, mesh, "shard")
+        step = build_ranked_step(made(config), config, mesh, "shard")
         counters.clear()
         seen = trace(step, 0, 1)
     torch.compiler.reset()
@@ -122,6 +122,6 @@ def test_compiled_layers_train_as_one_process(model: str, backend: str, monkeypa
     config = run_config(model, layers=depth, recompute=recompute, compile="on")
     limits = torch._dynamo.config.patch(recompile_limit=torch._dynamo.config.recompile_limit)
     with limits, one_rank(torch.device("cpu"), config.parallel) as mesh:
-        seen = trace(build_ranked_step(make(config), config, mesh, "shard"), 0, 1)
+        seen = trace(build_ranked_step(made(config), config, mesh, "shard"), 0, 1)
     torch.compiler.reset()
     assert_same_training(seen, single(model, layers=depth, recompute=recompute))

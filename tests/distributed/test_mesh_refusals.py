@@ -17,7 +17,7 @@ from residua.distributed.mesh import Processes
 from residua.distributed.world import open_world
 from residua.train.health import TrainingStopped
 from residua.train.world import World
-from tests.distributed.cases import run_config
+from tests.distributed.cases import MODELS, run_config
 from tests.distributed.launch import environment, torchrun
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
@@ -41,9 +41,29 @@ def test_a_mesh_that_does_not_fit_the_run_is_refused(name: str) -> None:
         run_config("additive", parallel)
 
 
-def test_experts_are_not_pipelined() -> None:
-    with pytest.raises(ConfigError, match=r"use parallel\.data or parallel\.shard"):
-        run_config("moe", {"pipeline": 2})
+WRONG_EXPERTS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "shards": ("moe", {"shard": 2, "experts": 4}, "parallel.experts = 4 does not divide parallel.shard = 2"),
+    "unit": ("moe", {"shard": 2, "experts": 2, "unit": "model"}, "does not go with parallel.unit = 'model'"),
+    "dense": (
+        "additive",
+        {"shard": 2, "experts": 2},
+        "does not go with model.ffn.kind = 'swiglu'",
+    ),
+    "shares": (
+        "three",
+        {"shard": 2, "experts": 2},
+        "model.ffn.experts = 3 cannot be shared equally by parallel",
+    ),
+    "slices": ("three", {"shard": 9, "experts": 3}, "model.ffn.hidden = 8 rows each, cannot be sharded equally"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_EXPERTS)
+def test_experts_that_the_ranks_cannot_share_are_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, parallel, sentence = WRONG_EXPERTS[name]
+    monkeypatch.setitem(MODELS, "three", {"ffn": {"kind": "moe", "experts": 3, "top_k": 2, "hidden": 8}})
+    with pytest.raises(ConfigError, match=re.escape(sentence)):
+        run_config(model, parallel, accumulate=parallel["shard"])
 
 
 def test_a_mesh_without_its_processes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

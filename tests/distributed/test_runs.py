@@ -92,6 +92,25 @@ def test_two_ranks_then_one_then_two_go_on_with_the_same_curve(
     assert curve(run).keys() == unbroken.keys()
 
 
+def test_divided_experts_go_on_in_a_pipeline_and_are_read_as_one_model(recipe: RunConfig, tmp_path: Path) -> None:
+    """Two ranks with different experts save shards. A pipeline goes on from them, with the balance of all layers."""
+    mixture = ["model.ffn.kind=moe", "model.ffn.experts=4", "model.ffn.top_k=2", "model.ffn.hidden=16"]
+    small = recipe.override([*mixture, "train.telemetry=off", "train.balance.weight=1"])
+    run, again = tmp_path / "run", tmp_path / "again"
+    for steps, mesh in {2: ["parallel.shard=2", "parallel.experts=2"], 4: ["parallel.pipeline=2"]}.items():
+        changes = [f"train.steps={steps}", *mesh]
+        launch(2, TRAIN, spec(tmp_path / "asked", small, out=str(run), changes=changes, resume=steps > 2))
+        train(small.override([f"train.steps={steps}"]), again, resume=steps > 2)
+    assert curve(run) == pytest.approx(curve(again), abs=1e-5)
+    balances = [
+        [record["balance"] for record in read_metrics(folder / "metrics.jsonl") if record["kind"] == "experts"]
+        for folder in (run, again)
+    ]
+    assert balances[0] == pytest.approx(balances[1], abs=1e-5)
+    for ranks, alone in zip(residua.load(run).parameters(), residua.load(again).parameters(), strict=True):
+        torch.testing.assert_close(ranks, alone, rtol=0, atol=1e-4)
+
+
 def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(
     recipe: RunConfig, unbroken: dict[int, float], tmp_path: Path
 ) -> None:

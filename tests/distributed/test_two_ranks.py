@@ -10,8 +10,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+import residua
 from residua.distributed.pipeline.transport import cached_blocks, naive_blocks
-from tests.distributed.cases import ACCUMULATE, LENGTH, MICRO_BATCH, MODELS, STEPS
+from tests.distributed.cases import ACCUMULATE, LENGTH, MICRO_BATCH, MODELS, STEPS, deep_config
 from tests.distributed.compare import assert_same_training
 from tests.distributed.launch import launch
 
@@ -39,6 +40,9 @@ EXTRA: dict[str, tuple[str, dict[str, Any]]] = {
     "fsdp-in-turns": ("additive", {"shard": 2, "turn": 1}),
     "experts": ("moe", {"data": 2}),
     "sharded-experts": ("moe", {"shard": 2}),
+    "divided-experts": ("moe", {"shard": 2, "experts": 2}),
+    "pipelined-experts": ("moe", {"pipeline": 2}),
+    "interleaved-biased-experts": ("biased", INTERLEAVED),
     "biased-experts": ("biased", {"data": 2}),
     "sharded-biased-experts": ("biased", {"shard": 2}),
 }
@@ -51,6 +55,21 @@ SINGLE: dict[str, tuple[str, dict[str, Any]]] = {
     "rounded-stages": ("full", {**INTERLEAVED, "precision": "bfloat16"}),
 }
 """Cases with a test of their own."""
+
+SAME_STEP = {"load": "same_step", "weight": 1.0}
+MIXED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "crowded-experts": ("moe", {"shard": 2, "experts": 2}, {"crowded": True}),
+    "measured-stages": ("moe", {"pipeline": 2}, {"balance": SAME_STEP}),
+    "recomputed-experts": ("moe", {"shard": 2, "experts": 2}, {"recompute": "sublayers"}),
+}
+"""Mixtures of experts with settings that one process has too."""
+
+BUILT: dict[str, dict[str, Any]] = {
+    "built-shards": {"shard": 2},
+    "built-experts": {"shard": 2, "experts": 2},
+    "built-stages": {"pipeline": 2},
+}
+"""Ways to divide a model that is built and not trained."""
 
 GRID = [(model, way) for model in ("additive", "full", "block", "mgr", "mhc", "exoformer") for way in WAYS]
 NORMAL = [
@@ -75,7 +94,9 @@ def train(out: Path, pairs: list[tuple[str, str]], cases: dict[str, tuple[str, A
 
 @pytest.fixture(scope="module")
 def traces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Tensor]]:
-    return train(tmp_path_factory.mktemp("traces"), NORMAL, EXTRA | SINGLE)
+    mixed = {name: (model, {**parallel, **recipe}) for name, (model, parallel, recipe) in MIXED.items()}
+    built = {name: ("moe", {**parallel, "built": True}) for name, parallel in BUILT.items()}
+    return train(tmp_path_factory.mktemp("traces"), NORMAL, EXTRA | SINGLE | mixed | built)
 
 
 @pytest.fixture(scope="module")
@@ -107,6 +128,29 @@ def test_two_ranks_train_as_one_in_the_rest_of_the_grid(nightly_traces: Any, alo
 @pytest.mark.parametrize("name", EXTRA)
 def test_other_divisions_train_as_one(traces: Any, alone: Any, name: str) -> None:
     assert_same_training(traces[name], alone[EXTRA[name][0]])
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_mixtures_train_as_one(traces: Any, name: str) -> None:
+    from tests.distributed.worker import single
+
+    model, _, recipe = MIXED[name]
+    assert_same_training(traces[name], single(model, **recipe))
+
+
+@pytest.mark.parametrize("name", BUILT)
+def test_a_rank_builds_its_share_with_one_layer_more_at_most(traces: Any, name: str) -> None:
+    """And the ranks together have the weights of one process, bit for bit."""
+    from tests.distributed.live import size
+
+    torch.manual_seed(0)
+    model, trace = residua.build(deep_config("moe").model), traces[name]
+    for key, weight in model.named_parameters():
+        assert torch.equal(trace[f"weight/{key}"], weight), key
+    layer = size(model.sublayers[0]) + size(model.sublayers[1])
+    assert trace["share/0"] + trace["share/1"] == pytest.approx(size(model), rel=0.01)
+    for rank in (0, 1):
+        assert trace[f"peak/{rank}"] <= trace[f"share/{rank}"] + 1.03 * layer < 0.7 * size(model)
 
 
 def test_working_copies_of_a_gathered_model_give_the_gradients_of_one_process(traces: Any) -> None:
@@ -204,12 +248,15 @@ def test_muon_gives_the_update_of_one_process(traces: Any, alone: Any) -> None:
             torch.testing.assert_close(weight, alone["additive"][name], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(("name", "turns"), [("ddp", 1), ("fsdp", 1), ("ddp-in-turns", 8), ("fsdp-in-turns", 8)])
+TURNS = [("ddp", 1), ("fsdp", 1), ("ddp-in-turns", 8), ("fsdp-in-turns", 8), ("divided-experts", 1)]
+
+
+@pytest.mark.parametrize(("name", "turns"), TURNS)
 def test_each_matrix_is_orthogonalised_once(traces: Any, name: str, turns: int) -> None:
     """By one of the ranks: all at once, or two at a time while the next two are being sent to their owners."""
     from tests.distributed.worker import orthogonalised, single
 
     with orthogonalised() as matrices:
-        single("additive")
+        single("moe" if name == "divided-experts" else "additive")
     trace = traces[name if name in traces else f"additive-{name}"]
     assert (trace["matrices"], trace["turns"]) == (sum(matrices), turns * STEPS)

@@ -23,8 +23,10 @@ from residua.distributed.mesh import Mesh, Processes
 from residua.distributed.pipeline import stage
 from residua.distributed.pipeline.step import PipelinedStep
 from residua.distributed.world import build_ranked_step
+from residua.model.moe import mixtures
 from residua.train.step import Step
-from tests.distributed.cases import ACCUMULATE, STEPS, batches, perturb, run_config
+from tests.distributed.cases import ACCUMULATE, STEPS, batches, deep_config, perturb, run_config
+from tests.distributed.live import constructed
 
 
 def trace(step: Step, rank: int, ranks: int) -> dict[str, Tensor]:
@@ -60,19 +62,27 @@ def whole(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
 
 
-def single(model: str, **train: Any) -> dict[str, Tensor]:
+def single(model: str, *, crowded: bool = False, **train: Any) -> dict[str, Tensor]:
     """The same on one process, without any distributed code."""
     from residua.train.step import build_step
 
     config = run_config(model, **train)
-    return trace(build_step(make(config), config.train, torch.device("cpu")), 0, 1)
+    return trace(build_step(make(config, crowded), config.train, torch.device("cpu")), 0, 1)
 
 
-def make(config: Any) -> Any:
+def make(config: Any, crowded: bool = False) -> Any:
+    """A model with parameters away from zero; `crowded`: its routers first send every token to the same experts."""
     torch.manual_seed(0)
     model = residua.build(config.model)
     perturb(model)
+    for mixture in mixtures(model) if crowded else ():
+        mixture.router.weight.data.zero_()
     return model
+
+
+def made(config: Any, crowded: bool = False) -> Any:
+    """The same as parts, as ranks take them."""
+    return {"": make(config, crowded)}.items()
 
 
 @contextmanager
@@ -99,11 +109,13 @@ def ranked(model: str, parallel: dict[str, Any]) -> dict[str, Tensor]:
 
     `parallel` has keys of `[parallel]` and a few that belong elsewhere, which are popped here.
     """
-    way = parallel.pop("way", None)
+    way, crowded = parallel.pop("way", None), parallel.pop("crowded", False)
     units.SMALLEST_UNIT = parallel.pop("smallest_unit", 1)
     optimizer.TURN = parallel.pop("turn", 1 << 24)
     stage.compile_rewritten = partial(torch.compile, dynamic=False, backend=parallel.pop("backend", None))
-    recipe = {key: parallel.pop(key) for key in ("layers", "precision", "recompute", "compile") if key in parallel}
+    recipe = {
+        key: parallel.pop(key) for key in ("layers", "precision", "recompute", "compile", "balance") if key in parallel
+    }
     config = run_config(model, parallel, **recipe)
     mesh = Mesh(config.parallel, torch.device("cpu"))
     counters["stats"].clear()
@@ -112,11 +124,9 @@ def ranked(model: str, parallel: dict[str, Any]) -> dict[str, Tensor]:
         counting(optimizer, "_Turn", lambda _: 1) as turns,
         counting(residua.train.step, "checkpoint", lambda _: 1) as checkpointed,
     ):
-        step = build_ranked_step(make(config), config, mesh, way)
+        step = build_ranked_step(made(config, crowded), config, mesh, way)
         seen = trace(step, mesh.batch_rank, config.parallel.batch_ranks)
-    gathered: list[Any] | None = [None] * mesh.size if dist.get_rank() == 0 else None
-    dist.gather_object(seen, gathered)
-    together = {key: value for rank in reversed(gathered or []) for key, value in rank.items()}
+    together = gathered(seen)
     together["turns"] = torch.tensor(len(turns))
     counts = {
         "matrices": sum(matrices),
@@ -125,6 +135,22 @@ def ranked(model: str, parallel: dict[str, Any]) -> dict[str, Tensor]:
     }
     together |= {key: mesh.over_all(torch.tensor(count)) for key, count in counts.items()}
     return together | (of_pipeline(step) if isinstance(step, PipelinedStep) else {})
+
+
+def gathered(seen: dict[str, Tensor]) -> dict[str, Tensor]:
+    """On rank 0, what all ranks saw; of the same name, what the first saw."""
+    ranks: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(seen, ranks)
+    return {key: value for rank in reversed(ranks or []) for key, value in rank.items()}
+
+
+def built(model: str, parallel: dict[str, Any]) -> dict[str, Tensor]:
+    """The weights of a deep model as ranks build it, and the bytes that each rank held."""
+    config = deep_config(model, parallel)
+    mesh = Mesh(config.parallel, torch.device("cpu"))
+    made, held = constructed(config, mesh)
+    weights = {f"weight/{name}": whole(parameter) for name, parameter in made.named_parameters()}
+    return gathered(weights | {f"{key}/{mesh.rank}": value for key, value in held.items()})
 
 
 def of_pipeline(step: PipelinedStep) -> dict[str, Tensor]:
@@ -142,7 +168,8 @@ def main(out: Path, cases: list[tuple[str, str, dict[str, Any]]]) -> None:
     torch.set_num_threads(1)
     processes = Processes.start(torch.device("cpu"), patience=60)
     for name, model, parallel in cases:
-        seen = ranked(model, dict(parallel))
+        settings = dict(parallel)
+        seen = built(model, settings) if settings.pop("built", False) else ranked(model, settings)
         if dist.get_rank() == 0:
             save_file({key: value.contiguous() for key, value in seen.items()}, out / f"{name}.safetensors")
     processes.stop()

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from residua.distributed.construct import materialise
 from residua.distributed.mesh import Mesh
 from residua.storage.sharded import local
 
@@ -24,7 +25,10 @@ class SharedParameters:
 
     def __init__(self, model: Decoder, mesh: Mesh, recompute_anchors: bool) -> None:
         self.mesh, self.model = mesh, model
-        everywhere = [*model.topology.parameters(), *(model.anchors.parameters() if recompute_anchors else ())]
+        common = [model.topology, model.anchors] if recompute_anchors else [model.topology]
+        for module in common:  # they stay whole, so they can have their memory now, and be known by it
+            materialise(module, mesh.device)
+        everywhere = [parameter for module in common for parameter in module.parameters()]
         if not recompute_anchors and mesh.pipeline_rank > 0:
             model.anchors = nn.Identity()  # type: ignore[assignment]
         self.parameters: list[nn.Parameter] = everywhere

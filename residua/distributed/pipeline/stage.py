@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,9 +14,10 @@ from torch.distributed.pipelining import PipelineStage
 
 from residua import ops
 from residua.distributed.pipeline.stage_boundary import EMBEDDING
-from residua.distributed.pipeline.transport import Route, StageCache, hold
+from residua.distributed.pipeline.transport import Route, StageCache, hold, with_loss
 from residua.distributed.units import Unit, divide, pass_through
 from residua.model.context import Context
+from residua.model.moe import Routing
 from residua.model.topology.base import Boundary, Items
 from residua.train.compile.rewrites import compile_rewritten
 
@@ -69,6 +70,8 @@ class Slice(nn.Module):
         # a method of the decoder that only reads its configuration
         self._rotary = model._rotary
         self.body = self._body
+        self.balance: Callable[[Routing], Tensor | None] = lambda routing: None
+        """Takes how the stage's mixtures of experts routed a micro-batch; returns their loss when the stage trains."""
 
     def forward(self, *received: Tensor, batch: Tensor, **given: Tensor) -> Any:
         """One micro-batch, number `batch`: received tensors in, tensors to send out.
@@ -80,13 +83,14 @@ class Slice(nn.Module):
         items: Items = {} if self.first else dict(zip(self.route.receives, received, strict=True))
         items = {name: self._cached(number, name, value) for name, value in items.items()}
         items |= {name: self.cache.get(number, name) for name in self.route.from_cache}
-        made = self.body(items, tokens, **given)
+        made, routed = self.body(items, tokens, **given)
+        loss = self.balance(Routing.stack(routed)) if routed else None
         if self.last:
-            return made["losses"]
+            return _carrying(made["losses"], loss)
         held = [value for name, value in items.items() if name.startswith(PASSIVE)]
         made = {name: value if name in items else self._cached(number, name, value) for name, value in made.items()}
         sent = [made[name].contiguous() for name in self.route.sends]
-        return (hold(sent[0], held), *sent[1:])
+        return (_carrying(hold(sent[0], held), loss), *sent[1:])
 
     def compile_parts(self, *, whole: bool) -> None:
         """Compile the `whole` computation, or each unit if FSDP2 gathers them one at a time."""
@@ -103,15 +107,15 @@ class Slice(nn.Module):
 
     def _body(
         self, items: Items, tokens: Tensor | None, segments: Tensor | None = None, targets: Tensor | None = None
-    ) -> Items:
+    ) -> tuple[Items, list[Routing]]:
         """The computation itself, without communication: it can be compiled."""
         with self._autocast():
             h, state, anchors, constant = self._begin(items, tokens)
             context = Context(self._rotary(h[..., 0]), segments)
-            h, state, anchors, _ = pass_through(self.units, h, state, anchors, context)
+            h, state, anchors, routed = pass_through(self.units, h, state, anchors, context)
             if self.last:
-                return {"losses": self._losses(h, targets, items)}
-            return self.boundary.close(self.range.stop - 1, h, state) | self._onward(anchors, constant)
+                return {"losses": self._losses(h, targets, items)}, routed
+            return self.boundary.close(self.range.stop - 1, h, state) | self._onward(anchors, constant), routed
 
     def _begin(self, items: Items, tokens: Tensor | None) -> tuple[Tensor, Any, tuple[Tensor, ...], Tensor | None]:
         """The input of the first sublayer, the state, the anchors, and the embedding if it must be sent on."""
@@ -149,6 +153,10 @@ class Slice(nn.Module):
         if self.settings.precision is torch.float32:
             return nullcontext()
         return torch.autocast(self.settings.device, dtype=self.settings.precision)
+
+
+def _carrying(x: Tensor, loss: Tensor | None) -> Tensor:
+    return x if loss is None else with_loss(x, loss)
 
 
 class Stage(PipelineStage):

@@ -13,6 +13,7 @@ A step, on every rank at the same time (compare `distributed.step`):
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -23,6 +24,8 @@ from torch.nn.functional import pad
 
 from residua.config.run import RunConfig, TrainConfig
 from residua.data.loader import IGNORED, Batch
+from residua.distributed.construct import Parts, construct
+from residua.distributed.experts import divide_experts
 from residua.distributed.mesh import Mesh
 from residua.distributed.pipeline.shared_parameters import SharedParameters
 from residua.distributed.pipeline.stage import Settings, Slice, Stage, slice_layers
@@ -31,6 +34,8 @@ from residua.distributed.pipeline.traffic import formulas, hop_bytes, mib
 from residua.distributed.pipeline.transport import StageCache, plan_routes
 from residua.distributed.shard import shard_slice
 from residua.distributed.step import RankedStep
+from residua.model.moe import Routing, mixtures
+from residua.train.balance import Balancer
 from residua.train.step import recompute_sublayers, resolve
 
 if TYPE_CHECKING:
@@ -46,7 +51,7 @@ class PipelinedStep(RankedStep):
     summed.
     """
 
-    def __init__(self, model: Decoder, config: RunConfig, mesh: Mesh) -> None:
+    def __init__(self, model: Decoder, parts: Parts, config: RunConfig, mesh: Mesh) -> None:
         self.config = config
         parallel, recipe = config.parallel, config.train
         self.flowing = recipe.accumulate // parallel.batch_ranks
@@ -63,15 +68,22 @@ class PipelinedStep(RankedStep):
 
         if recipe.recompute == "sublayers":
             recompute_sublayers(model)
-        model.to(mesh.device)
         self.blocks = model.topology.blocks
+        divided = divide_experts(model, mesh, precision)
         boundary, cache = model.topology.boundary(), StageCache()
         modules = [Slice(model, boundary, self.slices[i], self.routes[i], cache, settings) for i in own]
         self.shared = SharedParameters(model, mesh, again)
+        self._mixtures = mixtures(model)
+        for module in modules:
+            own_mixtures = mixtures(module)
+            first = self._mixtures.index(own_mixtures[0]) if own_mixtures else 0
+            module.balance = partial(self._balance, first)
         _keep_only(model, modules)
+        left = divided | set(self.shared.parameters)
         if parallel.shard > 1:
             for module in modules:
-                shard_slice(module, mesh, precision, self.shared.parameters)
+                shard_slice(module, mesh, precision, left)
+        construct(model, parts, mesh)
         self.modules, self.own = modules, own
         super().__init__(model, config.model_copy(update={"train": _plain(recipe)}), mesh)
 
@@ -106,6 +118,9 @@ class PipelinedStep(RankedStep):
     def __call__(self, batches: Sequence[Batch], rate: float = 1.0) -> None:
         counts = torch.stack([(batch.targets != IGNORED).sum() for batch in batches])
         total = self._over_ranks(counts.sum())
+        if self.balancer is not None:
+            routed = cache(lambda: self._routing(batches))  # of all micro-batches at once, if it is asked for
+            self.balancer.begin(batches, [self._part] * len(batches), lambda _: routed())
         for stage in self.stages:
             stage.sent_forward = stage.sent_backward = 0
         self._flow(batches, self._move(counts) / total, self.schedule.step)
@@ -164,6 +179,33 @@ class PipelinedStep(RankedStep):
         given["batch"] = torch.arange(len(batches))
         tokens = (self._move(torch.cat([b.tokens for b in batches])),) if self.mesh.pipeline_rank == 0 else ()
         run(*tokens, target=shares if self._ends_here() else None, **given)
+
+    def _build_balancer(self, config: TrainConfig) -> Balancer | None:
+        """A balancer of all layers on every rank: each adds what its own layers did, and knows the load of all."""
+        self._part = 1 / (self.flowing * self.ranks)
+        self._measured: Tensor | None = None
+        if not self._mixtures:
+            return None
+        return Balancer(config.balance, self._mixtures, self.device, lambda t: self.mesh.over_all(t.clone()))
+
+    def _balance(self, first: int, routing: Routing) -> Tensor | None:
+        """The balance loss of a stage's layers, the mixtures from number `first` on, in one micro-batch."""
+        assert self.balancer is not None
+        after = len(self._mixtures) - first - len(routing.load)
+        whole = Routing(*(pad(part, (*(0, 0) * (part.dim() - 1), first, after)) for part in routing))
+        if torch.is_grad_enabled():
+            return self.balancer.loss(whole, self._part) * self.ranks
+        if self._measured is not None:
+            self._measured += whole.load
+        return None
+
+    @torch.no_grad()
+    def _routing(self, batches: Sequence[Batch]) -> Routing:
+        """The mean load of the experts of this rank's layers over its micro-batches; zero for other layers."""
+        self._measured = torch.zeros(len(self._mixtures), self._mixtures[0].count, device=self.device)
+        self._flow(batches, torch.ones(len(batches), device=self.device), self.schedule.eval)
+        load, self._measured = self._measured / len(batches), None
+        return Routing(load, torch.zeros_like(load), torch.zeros_like(load[:, 0]))
 
     def _loss(self, losses: Tensor, share: Tensor) -> Tensor:
         """The part of a micro-batch in the step's loss; `losses` are the cross-entropy and z-term of the last stage."""

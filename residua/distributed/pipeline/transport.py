@@ -130,6 +130,27 @@ class _Put(torch.autograd.Function):
         return (gradient if later is None else gradient + later), None
 
 
+class _WithLoss(torch.autograd.Function):
+    """x in the forward pass; in the backward pass the loss gets the gradient 1, as if it were added to the step's."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
+        ctx.save_for_backward(loss)
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        (loss,) = ctx.saved_tensors
+        return gradient, torch.ones_like(loss)
+
+
+def with_loss(x: Tensor, loss: Tensor) -> Tensor:
+    """x, whose backward pass also runs that of a loss of this stage alone."""
+    carrying: Tensor = _WithLoss.apply(x, loss)
+    return carrying
+
+
 class _Hold(torch.autograd.Function):
     """x in the forward pass; zero gradients for the other tensors in the backward pass."""
 

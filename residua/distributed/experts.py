@@ -1,0 +1,155 @@
+"""Expert parallelism: tokens travel to the ranks that have their experts, instead of weights to the tokens.
+
+The stacked matrices of the experts are sharded by rows over `parallel.shard` ranks, as FSDP2 shards every matrix. With
+`parallel.experts` = N they are not gathered over all these ranks. The shard ranks form groups of N; the ranks of a
+group have different experts, E/N each, and the shard/N ranks that have the same experts gather the rows of these only.
+A mixture then runs in four steps:
+
+1. Every rank routes its own tokens and sorts their slots by expert, as on one process.
+2. All-to-all: each slot goes to the rank of its group that has its expert. No token is dropped, so the sizes differ
+   from rank to rank; a first all-to-all exchanges the counts, and the host reads them (on a GPU, it waits for them).
+3. The rank applies its experts to what it received.
+4. All-to-all back. The results are where the slots were, and the rank weighs and adds them.
+
+The backward pass takes the same way back. The gradient of an expert is complete within its group; it is summed over the
+ranks that have the same expert, and over the copies of the model (`data`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from residua.distributed.mesh import Mesh
+from residua.model.moe import Experts, mixtures
+from residua.ops.expert_slots import Slots, dispatch, sort_slots
+from residua.storage.sharded import local
+
+
+def divide_experts(model: nn.Module, mesh: Mesh, precision: torch.dtype) -> set[nn.Parameter]:
+    """Let the ranks of `mesh` share the experts of a model on the meta device; returns the matrices of the experts."""
+    divided: set[nn.Parameter] = set()
+    for mixture in mixtures(model) if mesh.config.experts > 1 else ():
+        for name in ("up", "out"):
+            parameter = nn.Parameter(_sharded(mixture.experts.get_parameter(name), mesh))
+            setattr(mixture.experts, name, parameter)
+            divided.add(parameter)
+        # group sizes are data: the compiler would compile every new split again
+        mixture.experts.forward = torch._disable_dynamo(DividedExperts(mixture.experts, mesh, precision))  # type: ignore[method-assign]
+    return divided
+
+
+def expert_matrices(model: nn.Module, mesh: Mesh) -> list[nn.Parameter]:
+    """The matrices that `divide_experts` divided; they are other objects once they have memory."""
+    found = mixtures(model) if mesh.config.experts > 1 else ()
+    return [parameter for mixture in found for parameter in (mixture.experts.up, mixture.experts.out)]
+
+
+@torch.no_grad()
+def complete_expert_gradients(matrices: Sequence[nn.Parameter], mesh: Mesh) -> None:
+    """Sum their gradients over the copies of the model; every rank had multiplied its loss by the number of ranks."""
+    for parameter in matrices:
+        assert parameter.grad is not None
+        gradient = local(parameter.grad)
+        if mesh.config.data > 1:
+            dist.all_reduce(gradient, group=mesh.data)
+        gradient.div_(mesh.config.batch_ranks)
+
+
+def _sharded(whole: Tensor, mesh: Mesh) -> DTensor:
+    """A matrix without memory, its rows divided over the shard ranks: as FSDP2 would shard it."""
+    rows = whole.new_empty((len(whole) // mesh.config.shard, *whole.shape[1:]))
+    copies = mesh.config.data > 1
+    grid = mesh.grid["data", "shard"] if copies else mesh.grid["shard"]
+    placements = (Replicate(), Shard(0)) if copies else (Shard(0),)
+    return DTensor.from_local(rows, grid, placements, run_check=False, shape=whole.shape, stride=whole.stride())
+
+
+class DividedExperts:
+    """`Experts.forward` on the ranks that share the experts."""
+
+    def __init__(self, experts: Experts, mesh: Mesh, precision: torch.dtype) -> None:
+        self.experts, self.mesh, self.precision = experts, mesh, precision
+
+    def __call__(self, x: Tensor, ends: Tensor) -> Tensor:
+        """Apply each expert, here or elsewhere, to its rows of x [slots, C], which end at `ends` [E]."""
+        trip = self._plan(ends)
+        arrived = _Exchange.apply(x, trip.sent, trip.received, self.mesh.experts)
+        y = self.experts.run(dispatch(arrived, trip.slots), trip.slots.ends, *self._weights())
+        back = dispatch(y, trip.slots._replace(order=trip.slots.place, place=trip.slots.order))
+        returned: Tensor = _Exchange.apply(back, trip.received, trip.sent, self.mesh.experts)
+        return returned
+
+    def _plan(self, ends: Tensor) -> _Trip:
+        ranks = self.mesh.config.experts
+        counts = ends.diff(prepend=ends.new_zeros(1)).view(ranks, -1)
+        arriving = torch.empty_like(counts)  # [ranks, own experts]
+        dist.all_to_all_single(arriving, counts, group=self.mesh.experts)
+        sent, received = torch.stack([counts.sum(1), arriving.sum(1)]).tolist()
+        own = torch.arange(counts.shape[1], device=ends.device).expand_as(arriving).flatten()
+        of = own.repeat_interleave(arriving.flatten(), output_size=sum(received))
+        return _Trip(sent, received, sort_slots(of[:, None], counts.shape[1]))
+
+    def _weights(self) -> list[Tensor]:
+        rows = [cast(DTensor, parameter).to_local() for parameter in (self.experts.up, self.experts.out)]
+        return rows if self.mesh.config.slices == 1 else [self._gathered(r) for r in rows]
+
+    def _gathered(self, rows: Tensor) -> Tensor:
+        """The rows of all ranks that have the same experts."""
+        gathered: Tensor = _Gather.apply(rows, self.precision, self.mesh.slices)
+        return gathered
+
+
+class _Trip(NamedTuple):
+    """Rows sent to and received from each rank of the group, and the received ones sorted by expert."""
+
+    sent: list[int]
+    received: list[int]
+    slots: Slots
+
+
+class _Exchange(torch.autograd.Function):
+    """All-to-all over rows; its backward pass sends the gradients back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+        ctx.sizes, ctx.group = (sent, received), group
+        return _exchanged(x, sent, received, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        sent, received = ctx.sizes
+        return _exchanged(gradient, received, sent, ctx.group), None, None, None
+
+
+def _exchanged(x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+    rows = x.new_empty((sum(received), *x.shape[1:]))
+    dist.all_to_all_single(rows, x.contiguous(), received, sent, group=group)
+    return rows
+
+
+class _Gather(torch.autograd.Function):
+    """The rows of all ranks of a group, rounded to a precision; the backward pass sums gradients in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, precision: torch.dtype, group: dist.ProcessGroup) -> Tensor:
+        ctx.dtype, ctx.group = rows.dtype, group
+        rounded = rows.to(precision)
+        gathered = rounded.new_empty((len(rows) * group.size(), *rows.shape[1:]))
+        dist.all_gather_into_tensor(gathered, rounded, group=group)
+        return gathered
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        wide = gradient.to(ctx.dtype).contiguous()
+        own = wide.new_empty((len(wide) // ctx.group.size(), *wide.shape[1:]))
+        dist.reduce_scatter_tensor(own, wide, group=ctx.group)
+        return own, None, None
