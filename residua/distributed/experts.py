@@ -36,12 +36,8 @@ def divide_experts(model: nn.Module, mesh: Mesh, precision: torch.dtype) -> set[
     """Let the ranks of `mesh` share the experts of a model on the meta device; returns the matrices of the experts."""
     divided: set[nn.Parameter] = set()
     for mixture in mixtures(model) if mesh.config.experts > 1 else ():
-        for name in ("up", "out"):
-            parameter = nn.Parameter(_sharded(mixture.experts.get_parameter(name), mesh))
-            setattr(mixture.experts, name, parameter)
-            divided.add(parameter)
-        # group sizes are data: the compiler would compile every new split again
-        mixture.experts.forward = torch._disable_dynamo(DividedExperts(mixture.experts, mesh, precision))  # type: ignore[method-assign]
+        mixture.experts = DividedExperts(mixture.experts, mesh, precision)  # type: ignore[assignment]
+        divided |= set(mixture.experts.parameters())
     return divided
 
 
@@ -71,17 +67,21 @@ def _sharded(whole: Tensor, mesh: Mesh) -> DTensor:
     return DTensor.from_local(rows, grid, placements, run_check=False, shape=whole.shape, stride=whole.stride())
 
 
-class DividedExperts:
-    """`Experts.forward` on the ranks that share the experts."""
+class DividedExperts(nn.Module):
+    """The experts of a mixture, a part of them on each rank; takes the place of `Experts` in the model."""
 
     def __init__(self, experts: Experts, mesh: Mesh, precision: torch.dtype) -> None:
-        self.experts, self.mesh, self.precision = experts, mesh, precision
+        super().__init__()
+        self.mesh, self.precision = mesh, precision
+        self.count, self.hidden_matrices, self._run = experts.count, experts.hidden_matrices, experts.run
+        self.up, self.out = (nn.Parameter(_sharded(whole, mesh)) for whole in (experts.up, experts.out))
 
-    def __call__(self, x: Tensor, ends: Tensor) -> Tensor:
+    @torch._disable_dynamo  # group sizes are data: the compiler would compile every new split again
+    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
         """Apply each expert, here or elsewhere, to its rows of x [slots, C], which end at `ends` [E]."""
         trip = self._plan(ends)
         arrived = _Exchange.apply(x, trip.sent, trip.received, self.mesh.experts)
-        y = self.experts.run(dispatch(arrived, trip.slots), trip.slots.ends, *self._weights())
+        y = self._run(dispatch(arrived, trip.slots), trip.slots.ends, *self._weights())
         back = dispatch(y, trip.slots._replace(order=trip.slots.place, place=trip.slots.order))
         returned: Tensor = _Exchange.apply(back, trip.received, trip.sent, self.mesh.experts)
         return returned
@@ -97,7 +97,7 @@ class DividedExperts:
         return _Trip(sent, received, sort_slots(of[:, None], counts.shape[1]))
 
     def _weights(self) -> list[Tensor]:
-        rows = [cast(DTensor, parameter).to_local() for parameter in (self.experts.up, self.experts.out)]
+        rows = [cast(DTensor, parameter).to_local() for parameter in (self.up, self.out)]
         return rows if self.mesh.config.slices == 1 else [self._gathered(r) for r in rows]
 
     def _gathered(self, rows: Tensor) -> Tensor:
