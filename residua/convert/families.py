@@ -10,6 +10,7 @@ from residua.config.model import ModelConfig
 from residua.convert.family import FAMILIES as FAMILIES
 from residua.convert.family import Family, Names, gated_kind, layer_types, layer_windows, register
 from residua.convert.family import find_family as find_family
+from residua.convert.kimi import KimiLinear
 from residua.convert.positions import read_positions
 
 
@@ -391,3 +392,6 @@ class Olmoe(Mixture):
 
     def keys(self, config: ModelConfig) -> dict[str, Any]:
         return super().keys(config) | {"attention_bias": biased(config), "clip_qkv": None}
+
+
+register(KimiLinear)

@@ -71,6 +71,29 @@ def find_family(model_type: object) -> Family:
     return FAMILIES[str(model_type)]()
 
 
+class Layout:
+    """How tensors of theirs lie in a parameter of ours: as its rows."""
+
+    def rows(self, parameter: Tensor, parts: tuple[int, ...], count: int) -> tuple[int, ...]:
+        """The rows of each of `count` tensors; `parts` are those of the maps that are fused in the parameter."""
+        return parts
+
+    def shape(self, rows: int, ours: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of a tensor of theirs with so many rows, `ours` being the parameter's."""
+        return rows, *ours[1:]
+
+    def read(self, stacked: Tensor) -> Tensor:
+        """Our parameter from their tensors, stacked by rows."""
+        return stacked
+
+    def write(self, parameter: Tensor) -> Tensor:
+        """Their tensors, stacked by rows, from our parameter."""
+        return parameter
+
+
+ROWS = Layout()
+
+
 @dataclass(frozen=True)
 class Rule:
     """One parameter of ours: the tensors of theirs stacked by `rows`, then (x + shift) · scale."""
@@ -81,6 +104,12 @@ class Rule:
     rows: tuple[int, ...]
     shift: float = 0.0
     scale: float = 1.0
+    layout: Layout = ROWS
+
+    def shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """The tensors of theirs, by name, and their shapes."""
+        for name, rows in zip(self.theirs, self.rows, strict=True):
+            yield name, self.layout.shape(rows, self.shape)
 
     @property
     def exact(self) -> bool:
@@ -89,13 +118,13 @@ class Rule:
 
     def read(self, parts: list[Tensor]) -> Tensor:
         """Our parameter from their tensors."""
-        whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+        whole = self.layout.read(parts[0] if len(parts) == 1 else torch.cat(parts))
         return whole if self.exact else (whole.float() + self.shift) * self.scale
 
     def write(self, parameter: Tensor) -> dict[str, Tensor]:
         """Their tensors from our parameter."""
         whole = parameter if self.exact else parameter.float() / self.scale - self.shift
-        return dict(zip(self.theirs, whole.split(self.rows), strict=True))
+        return dict(zip(self.theirs, self.layout.write(whole).split(self.rows), strict=True))
 
 
 def alike(name: str, *projections: str) -> Names:
@@ -140,6 +169,17 @@ class Family:
         **alike("body.gate_up", "mlp.gate_proj", "mlp.up_proj"),
         **alike("body.out", "mlp.down_proj"),
     }
+
+    LAYOUTS: ClassVar[Mapping[str, Layout]] = {}
+    """Ends of the names of parameters of ours whose tensors of theirs are no rows of them."""
+
+    def spelled(self, keys: dict[str, Any]) -> dict[str, Any]:
+        """A config.json with the usual names of its keys."""
+        return keys
+
+    def named(self, tensor: str) -> str:
+        """The usual name of a tensor that folders name in several ways."""
+        return tensor
 
     def read(self, keys: Mapping[str, Any]) -> ModelConfig:
         """The configuration that a config.json describes; raises ValueError with what is missing here."""
@@ -219,13 +259,17 @@ class Family:
 
     def misfit(self, config: ModelConfig) -> str | None:
         """The first key of ours that the layout cannot hold, None if it holds all: what is written is read back."""
-        if config.attention.everywhere is None:
+        if not self.has_attention(config):
             return f"attention.kind = '{config.attention.kind}'"
         if config.ffn.mixture != self.mixture:
             return f"ffn.kind = '{config.ffn.kind}'"
         wanted, found = (flat(_settled(each)) for each in (config, self.read(self.keys(config))))
         different = (key for key in (*wanted, *found) if wanted.get(key) != found.get(key))
         return next((f"{key} = {wanted.get(key)!r}" for key in different), None)
+
+    def has_attention(self, config: ModelConfig) -> bool:
+        """Whether the layers of a model have the mixers of the family."""
+        return config.attention.everywhere is not None
 
     def change(self, name: str, keys: Mapping[str, Any]) -> tuple[float, float]:
         """Shift and scale of a parameter's values: ours = (theirs + shift) · scale."""
@@ -235,24 +279,31 @@ class Family:
         """How every parameter of a model is made, in the model's order; `keys` are those of config.json."""
         with torch.device("meta"), shapes_only():
             model = build(config)
-        for name, parameter in model.named_parameters():
-            parts = _parts(model, name, parameter)
-            theirs = self._theirs(name, config)
-            if theirs is None or len(theirs) != len(parts):
+        saved = model.state_dict().keys()
+        buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in saved]
+        for name, parameter in [*model.named_parameters(), *buffers]:
+            theirs = self._theirs(name, config) or ()
+            layout = next((self.LAYOUTS[end] for end in self.LAYOUTS if name.endswith(end)), ROWS)
+            parts = layout.rows(parameter, _parts(model, name, parameter), len(theirs))
+            if len(theirs) != len(parts):
                 raise ValueError(f"parameter {name} has no place in the {self.model_type} layout.")
             shift, scale = self.change(name, keys)
-            yield Rule(name, tuple(parameter.shape), theirs, parts, shift, scale)
+            yield Rule(name, tuple(parameter.shape), theirs, parts, shift, scale, layout)
 
     def _theirs(self, name: str, config: ModelConfig) -> tuple[str, ...] | None:
         if not name.startswith("sublayers."):
             return self.TOP.get(name)
         _, number, own = name.split(".", 2)
         layer, second = divmod(int(number), 2)
-        names = (self.FEED_FORWARD if second else self.ATTENTION).get(own)
+        names = (self.FEED_FORWARD if second else self.of_mixer(layer, config)).get(own)
         if names is None:
             return None
         experts = range(getattr(config.ffn, "experts", 1)) if "{e}" in names[0] else range(1)
         return tuple(f"model.layers.{layer}.{each}".replace("{e}", str(e)) for e in experts for each in names)
+
+    def of_mixer(self, layer: int, config: ModelConfig) -> Names:
+        """The names in the attention of a layer."""
+        return self.ATTENTION
 
 
 def gated_kind(act: str) -> str:
@@ -298,6 +349,17 @@ def _settled(config: ModelConfig) -> dict[str, Any]:
             tables["attention"].pop("qk_eps")
         if softmax.qk_norm != "dyt":
             tables["attention"].pop("qk_alpha")
+    if "softmax_every" in tables["attention"]:
+        tables["attention"].pop("softmax_every")
+        tables["attention"]["softmax_layers"] = config.softmax_layers
+    if config.latent is not None:
+        own = tables["attention"].get("softmax", tables["attention"])
+        own["value_dim"] = config.latent.value_width
+        if not config.latent.turned(config.width):
+            own.pop("rope_theta")
+    first = config.ffn.at(0)
+    if config.ffn.mixture and not first.mixture:
+        tables["ffn"]["dense_hidden"] = first.hidden
     return tables
 
 

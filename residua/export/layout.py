@@ -61,18 +61,15 @@ def write_layout(
         for name, path in kept.items():
             shutil.copyfile(path, folder / name)
         shutil.copyfile(inside(run, "tokenizer.json"), folder / "tokenizer.json")
-        entries = [
-            Entry(name, dtype, (rows, *rule.shape[1:]))
-            for rule in rules
-            for name, rows in zip(rule.theirs, rule.rows, strict=True)
-        ]
+        entries = [Entry(name, dtype, shape) for rule in rules for name, shape in rule.shapes()]
         write_tensors(folder / "model.safetensors", entries, _theirs(model, rules))
         return check_layout(folder, model, dtype)
 
 
 def _theirs(model: Decoder, rules: list[Rule]) -> Iterator[Tensor]:
+    tensors = model.state_dict()
     for rule in rules:
-        yield from rule.write(model.get_parameter(rule.ours).detach()).values()
+        yield from rule.write(tensors[rule.ours].detach()).values()
 
 
 def _read(path: Path | None) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from residua.model.projection import Projection
 from residua.quantize.low import in_low_precision, inputs, matrices
 from residua.quantize.schemes import Quantized, Scheme
 
-ALWAYS_KEPT = ("*.gates", "*.gamma.down", "*.gamma.up")
+ALWAYS_KEPT = ("*.gates", "*.decay", "*.gamma.down", "*.gamma.up")
 """Small maps that control others (decay, mixing): cheap in high precision, and rounding them is costly."""
 
 

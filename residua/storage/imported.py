@@ -64,6 +64,7 @@ class Source:
             self.family: Family = find_family(keys.get("model_type"))
         except ValueError as error:
             raise ValueError(f"{folder} cannot be imported: {error}") from None
+        keys = self.family.spelled(keys)
         check(keys, Keys, path, AGAIN)
         try:
             self.config: ModelConfig = self.family.read(keys)
@@ -73,6 +74,7 @@ class Source:
         except ValueError as error:
             raise ValueError(f"{folder} cannot be imported: {error}") from None
         self._files: dict[str, Path] = {}
+        self._stored: dict[str, str] = {}
         self._about: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
         for file in weight_files(folder, AGAIN):
             self._look(file)
@@ -82,20 +84,21 @@ class Source:
         with open_tensors(file, AGAIN) as content:
             parts = {name: content.get_slice(name) for name in content.keys()}  # noqa: SIM118  # it is no mapping
             about = {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in parts.items()}
-        for name, (kind, shape) in about.items():
+        for stored, (kind, shape) in about.items():
             if kind not in DTYPES:
-                raise ValueError(f"{file} holds {name!r} as {kind}: import the model in 16 or 32 bits instead.")
-            self._files[name] = file
+                raise ValueError(f"{file} holds {stored!r} as {kind}: import the model in 16 or 32 bits instead.")
+            name = self.family.named(stored)
+            self._files[name], self._stored[name] = file, stored
             self._about[name] = DTYPES[kind], shape
 
     def _check(self) -> None:
         """Refuse tensors that are missing, have another shape, or are not the family's."""
         left = set(self._files)
         for rule in self.rules:
-            for name, rows in zip(rule.theirs, rule.rows, strict=True):
+            for name, asked in rule.shapes():
                 if name not in self._files:
                     raise ValueError(f"{self.folder} lacks tensor {name!r}, which its config.json asks for: {AGAIN}.")
-                shape, asked = self._about[name][1], (rows, *rule.shape[1:])
+                shape = self._about[name][1]
                 if shape != asked:
                     raise ValueError(
                         f"{self.folder} holds {name!r} with shape {list(shape)}, but its config.json asks for "
@@ -122,7 +125,7 @@ class Source:
 
     def _tensor(self, name: str) -> Tensor:
         with open_tensors(self._files[name], AGAIN) as content:
-            tensor: Tensor = content.get_tensor(name)
+            tensor: Tensor = content.get_tensor(self._stored[name])
             return tensor
 
 
@@ -141,8 +144,11 @@ def load_family(folder: Path) -> Decoder:
     require_room(model, folder)
     for rule in source.rules:
         parent, _, own = rule.ours.rpartition(".")
-        parameter = nn.Parameter(source.parameter(rule).to(torch.float32, copy=True))
-        model.get_submodule(parent).register_parameter(own, parameter)
+        module, value = model.get_submodule(parent), source.parameter(rule).to(torch.float32, copy=True)
+        if own in module._buffers:
+            module.register_buffer(own, value)
+        else:
+            module.register_parameter(own, nn.Parameter(value))
     return model
 
 

@@ -74,6 +74,17 @@ def test_the_outlier_studys_mixtures_are_table_5_and_not_its_headings():
     assert experts / 1e9 == pytest.approx(14.5, abs=0.1)
 
 
+def test_kimi_linear_is_as_large_as_published():
+    """48 B and 3 B active: the embedding and the head, 0.38 B each, are counted with neither or with one of them."""
+    size = measure(ModelConfig.preset("kimi-linear-48b-a3b"))
+    assert (size.parameters - size.embedding - size.head) / 1e9 == pytest.approx(48.37, abs=0.01)
+    assert size.active / 1e9 == pytest.approx(3.11, abs=0.01)
+    block = measure(ModelConfig.preset("kimi-linear-48b-a3b-block"))
+    assert block.parameters - size.parameters == block.depth == 54 * 2 * 2304  # a query and a gain for every read
+    mini = measure(ModelConfig.preset("kimi-linear-mini"))
+    assert mini.active == pytest.approx(measure(ModelConfig.preset("mini")).active, rel=0.01)
+
+
 @pytest.mark.parametrize("name", ["tiny", "mini"])
 def test_a_mixtures_token_pays_what_its_dense_twin_does(name):
     dense, sparse = measure(ModelConfig.preset(name)), measure(ModelConfig.preset(f"{name}-moe"))

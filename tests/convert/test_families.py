@@ -12,11 +12,13 @@ import torch
 from safetensors.torch import load_file
 
 import residua
+from residua.config.model import ModelConfig
 from residua.convert.families import FAMILIES as KNOWN
 from residua.convert.families import find_family
 from residua.convert.positions import READERS
 from residua.data.tokenizer import Tokenizer
 from residua.export import export
+from residua.model.size import measure
 from residua.storage.imported import import_folder
 from residua.storage.load import load
 from tests.convert.tiny import FAMILIES, ROTARY, logits, saved, tokens
@@ -25,7 +27,8 @@ from tests.nightly import only_nightly
 
 pytest.importorskip("transformers")
 TOLERANCE = 1e-5
-SECOND = ("mistral", "qwen2", "qwen3, biases", "olmo2, biases", "gemma2, no caps", "qwen3_moe, raw weights")
+SECOND = ("mistral", "qwen2", "qwen3, biases", "olmo2, biases", "gemma2, no caps", "qwen3_moe, raw weights",
+          "kimi_linear, low-rank queries, raw weights")  # fmt: skip
 DISTINCT = [name for name in FAMILIES if name not in SECOND]
 
 
@@ -56,7 +59,9 @@ def test_logits_are_transformers_there_and_back(name: str, tmp_path: Path) -> No
     Tokenizer.bytes().save(tmp_path / "run" / "tokenizer.json")
     model_type = theirs.config.model_type
     export_back(tmp_path, model_type)
-    first, second = (load_file(tmp_path / which / "model.safetensors") for which in ("hf", "back"))
+    named = find_family(model_type).named
+    files = (load_file(tmp_path / which / "model.safetensors") for which in ("hf", "back"))
+    first, second = ({named(name): tensor for name, tensor in file.items()} for file in files)
     assert first.keys() == second.keys()
     for tensor in first:
         torch.testing.assert_close(second[tensor], first[tensor], rtol=0, atol=1e-6 if "gemma" in model_type else 0)
@@ -106,6 +111,44 @@ def test_configurations_of_earlier_versions_are_read() -> None:
     assert softmax.window_layers == (0, 2) and softmax.rope_scaling is not None
 
 
+def test_the_published_configuration_of_kimi_linear_is_the_preset() -> None:
+    """As moonshotai/Kimi-Linear-48B-A3B-Base spells it; of the layers, counted from 1, seven are full."""
+    full = [4, 8, 12, 16, 20, 24, 27]
+    keys = {
+        "model_type": "kimi_linear", "vocab_size": 163840, "hidden_size": 2304, "intermediate_size": 9216,
+        "num_hidden_layers": 27, "num_attention_heads": 32, "num_key_value_heads": 32, "model_max_length": 1048576,
+        "head_dim": 72, "rope_theta": 10000.0, "rope_scaling": None, "rms_norm_eps": 1e-5, "hidden_act": "silu",
+        "kv_lora_rank": 512, "q_lora_rank": None, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+        "mla_use_nope": True, "num_experts": 256, "num_experts_per_token": 8, "num_shared_experts": 1,
+        "moe_intermediate_size": 1024, "moe_renormalize": True, "moe_router_activation_func": "sigmoid",
+        "routed_scaling_factor": 2.446, "first_k_dense_replace": 1, "moe_layer_freq": 1, "num_expert_group": 1,
+        "topk_group": 1, "use_grouped_topk": True, "num_nextn_predict_layers": 0, "tie_word_embeddings": False,
+        "linear_attn_config": {
+            "full_attn_layers": full, "kda_layers": [n for n in range(1, 28) if n not in full],
+            "head_dim": 128, "num_heads": 32, "short_conv_kernel_size": 4,
+        },
+    }  # fmt: skip
+    family, preset = find_family("kimi_linear"), ModelConfig.preset("kimi-linear-48b-a3b")
+    read = family.read(family.spelled(keys))
+    assert family.keys(read) | {"initializer_range": 0} == family.keys(preset) | {
+        "initializer_range": 0,
+        "max_position_embeddings": 1048576,
+    }
+    assert family.misfit(preset) is None
+
+
+@pytest.mark.slow
+def test_the_preset_of_kimi_linear_has_as_many_parameters_as_transformers_model() -> None:
+    import transformers
+
+    preset = ModelConfig.preset("kimi-linear-48b-a3b")
+    with torch.device("meta"):
+        theirs = transformers.KimiLinearForCausalLM(
+            transformers.KimiLinearConfig(**find_family("kimi_linear").keys(preset))
+        )
+    assert sum(p.numel() for p in theirs.parameters()) == measure(preset).parameters
+
+
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"hidden_act": "relu"}, "hidden_act = 'relu'"),
     ("llama", {"rope_scaling": {"rope_type": "axial"}}, "rope_type = 'axial' is missing here"),
@@ -120,6 +163,10 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3_moe", {"mlp_only_layers": [0]}, "mlp_only_layers = [0]"),
     ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step = 2"),
     ("olmoe", {"clip_qkv": 8.0}, "clip_qkv = 8.0"),
+    ("kimi_linear", {"n_group": 2}, "n_group = 2"),
+    ("kimi_linear", {"mla_use_nope": False}, "mla_use_nope = False"),
+    ("kimi_linear", {"mlp_layer_types": ["dense", "sparse", "dense"]}, "mlp_layer_types has a dense layer after"),
+    ("kimi_linear", {"num_key_value_heads": 2}, "num_key_value_heads = 2"),
     ("gpt2", {}, "model_type = 'gpt2' is no family known here: llama, mistral"),
     (None, {}, "model_type = None"),
 ]

@@ -22,6 +22,18 @@ SIZES = {
 LENGTH = 40
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
 GEMMA = {"head_dim": 16, "sliding_window": 6}
+KIMI = EXPERTS | {
+    "initializer_range": 0.06,  # with 0.2, rounding makes transformers differ by 3e-5 from the same model in float64
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 24,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 10,
+    "linear_head_dim": 8,
+    "linear_num_heads": 3,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+}
 SMALL_PAIRS = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 3.0, 4.0, 5.0]}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -45,6 +57,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("Qwen3Moe", EXPERTS | {"moe_intermediate_size": 24, "head_dim": 16, "norm_topk_prob": True}),
     "qwen3_moe, raw weights": ("Qwen3Moe", EXPERTS | {"moe_intermediate_size": 24}),
     "olmoe": ("Olmoe", EXPERTS),
+    "kimi_linear": ("KimiLinear", KIMI),
+    "kimi_linear, low-rank queries, raw weights": ("KimiLinear", KIMI | {"q_lora_rank": 12, "norm_topk_prob": False}),
 }
 ROTARY: dict[str, dict[str, Any]] = {
     "linear": {"rope_type": "linear", "factor": 2.0},
@@ -87,6 +101,9 @@ def build(architecture: str, **keys: Any) -> Any:
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter.add_(0.3 * torch.randn_like(parameter))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.add_(0.2 * torch.randn_like(buffer))
     return model
 
 

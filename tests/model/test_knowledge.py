@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 from pydantic_core import PydanticUndefined
 
-from residua.config import choices, topologies
+from residua.config import choices, mixers, topologies
 from residua.model.attention import SoftmaxAttention
 from residua.model.ffn import GatedFFN, PlainFFN, SquaredReluFFN
+from residua.model.kimi_delta import KimiDeltaAttention
+from residua.model.latent_attention import LatentAttention
 from residua.model.linear_attention import GatedDeltaNet
 from residua.model.moe import MoE
 from residua.model.norm import NORMS
@@ -24,13 +26,14 @@ NOT_AT_HOME = {"config/run.py", "config/variants.py", "model/size.py"}
 """Files of those folders that serve all kinds alike."""
 
 BUILT: tuple[type, ...] = (
-    *TOPOLOGIES.values(), *NORMS.values(), SoftmaxAttention, GatedDeltaNet, GatedFFN, PlainFFN, SquaredReluFFN, MoE
+    *TOPOLOGIES.values(), *NORMS.values(), SoftmaxAttention, LatentAttention, GatedDeltaNet, KimiDeltaAttention,
+    GatedFFN, PlainFFN, SquaredReluFFN, MoE,
 )  # fmt: skip
 MODULES = {kind.__name__ for kind in BUILT} | {"Streams", "FeedForward"}
 FAMILIES = (
     choices.TopologyChoice, choices.NormChoice, choices.Mixer, choices.HybridAttention, choices.DenseChoice, choices.MoE
 )  # fmt: skip
-HOMES = (choices.__name__, topologies.__name__)
+HOMES = (choices.__name__, mixers.__name__, topologies.__name__)
 CHOICES = {name for name, kind in vars(choices).items() if getattr(kind, "__module__", None) in HOMES}
 KNOWN = MODULES | CHOICES
 KINDS = {
@@ -43,7 +46,7 @@ TOPOLOGY_FILES = {
     f"residua.model.topology.{file.stem}" for file in (PACKAGE / "model" / "topology").glob("*.py")
 } - {"residua.model.topology.__init__", "residua.model.topology.base", "residua.model.topology.facts"}  # fmt: skip
 STEMS = {name.rpartition(".")[2] for name in TOPOLOGY_FILES}
-DESCRIBES_ANOTHER_MODEL = {"convert/families.py", "convert/family.py"}
+DESCRIBES_ANOTHER_MODEL = {"convert/families.py", "convert/family.py", "convert/kimi.py"}
 """Files that say which configuration is another library's model: they compare kinds, and know nothing else of them."""
 
 
