@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from pydantic import Field
 
@@ -153,8 +153,9 @@ def _parts(config: ModelConfig) -> Iterator[tuple[str, str]]:
     if config.linear is not None:
         yield "linear", config.linear.kind
     yield "ffn", config.ffn.kind
-    if config.ffn.mixture:
-        yield "router", config.ffn.router.kind
+    router: Any = getattr(config.ffn, "router", None)
+    if router is not None:
+        yield "router", router.kind
     yield "head", config.head.kind
 
 

@@ -105,7 +105,8 @@ class KimiDeltaAttention(nn.Module):
         return -wide(self.A_log).exp()[:, None] * softplus(raised)
 
     def _by_head(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (self.heads, self.head_dim))
+        by_head: Tensor = x.unflatten(-1, (self.heads, self.head_dim))
+        return by_head
 
     def readers(self) -> tuple[Tensor, ...]:
         """Every matrix [R, C] that reads the input."""

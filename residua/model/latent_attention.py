@@ -100,7 +100,8 @@ class LatentAttention(nn.Module):
 
     def _expanding(self) -> Tensor:
         """The matrix of `expand` by head, [H, key + value, rank]."""
-        return self.expand.weight.unflatten(0, (self.heads, -1))
+        by_head: Tensor = self.expand.weight.unflatten(0, (self.heads, -1))
+        return by_head
 
     def new_cache(self, batch: int, capacity: int, like: Tensor) -> KeyValueCache:
         """Latents and shared parts of `batch` rows of up to `capacity` tokens; `like` gives dtype and device."""
