@@ -20,6 +20,7 @@ from residua.bench.timing import Ceilings
 from residua.generate.engine import Step, build_step, launched_step, resolve_engine
 from residua.generate.generator import weight_bytes
 from residua.model.cache import Cache
+from residua.model.decoder import Decoder
 from residua.model.size import build_if_it_fits
 from residua.report.terminal import new_table
 from residua.storage.opening import place, ready
@@ -98,13 +99,18 @@ def bench_decode(
     return results
 
 
-def _contender(case: Case, device: torch.device, batch: int, filled: int, engine: str) -> _Contender:
+def build_random(case: Case, device: torch.device) -> Decoder:
+    """The model of a case with random weights, ready to run, in bfloat16 on a GPU."""
     torch.manual_seed(case.config.train.seed)
     with torch.device("meta"):
         built = build_if_it_fits(case.config.model, case.name)
     model = built.to_empty(device=device)
     model.reset_parameters()
-    model = place(ready(model), device)
+    return place(ready(model), device)
+
+
+def _contender(case: Case, device: torch.device, batch: int, filled: int, engine: str) -> _Contender:
+    model = build_random(case, device)
     cache = model.new_cache(batch, filled + STEPS)
     for tensor in cache.tensors():
         tensor.normal_(std=0.1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,7 +19,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
-    help="Measure training steps, decoding and operators on this device.\n\n"
+    help="Measure training steps, prefill, decoding and operators on this device.\n\n"
     "Example: residua bench step mgr-s-prenorm --accumulate 4",
 )
 
@@ -187,6 +188,72 @@ def decode(
     print_decode(console, results, ceilings)
     settings = {"filled": filled, "rounds": rounds, "cases": compare}
     _write(console, out, decode_report(environment, ceilings, settings, results))
+
+
+@app.command()
+def prefill(
+    presets: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[PRESET ...]", show_default="mgr-s-prenorm mgr-l-prenorm", help="Models to run."),
+    ] = None,
+    compare: Annotated[
+        str,
+        typer.Option(metavar="CASE,CASE,...", help="Variants of each model, as in `bench step`; ratios to the first."),
+    ] = "prenorm,block_attnres,full_attnres,mgr",
+    batch: Annotated[
+        list[int] | None,
+        typer.Option(min=1, show_default="1 and 8", help="Prompts at once; may be given several times."),
+    ] = None,
+    length: Annotated[
+        list[int] | None,
+        typer.Option(min=1, show_default="128 and 1024", help="Tokens of each prompt; may be given several times."),
+    ] = None,
+    engine: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="auto|eager|graph", show_default="auto", help="How prompts are read; may be given several times."
+        ),
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds of each.")] = 30,
+    peers: Annotated[
+        bool, typer.Option("--peers/--no-peers", help="Time transformers' Llama of the same shape, if installed.")
+    ] = True,
+    device: Device = "auto",
+    out: Out = None,
+) -> None:
+    """Time from prompts to the first token of several variants side by side, as `residua generate` reads prompts.
+
+    \b
+    residua bench prefill
+    residua bench prefill mgr-s-prenorm --batch 8 --length 1024 --length 4096 --out prefill.json
+    residua bench prefill mgr-s-prenorm --compare prenorm,mgr --engine eager --engine graph --no-peers
+    """
+    from residua.bench import show
+    from residua.bench.prefill import bench_prefill, prefill_report, print_prefill
+    from residua.bench.step import read_cases
+    from residua.bench.timing import measure_ceilings
+    from residua.config.run import RunConfig
+    from residua.generate.engine import resolve_engine
+    from residua.machine import choose_device
+    from residua.train.environment import describe_environment
+
+    where = choose_device(device, "--device")
+    engines = [resolve_engine(name, where) for name in engine or ["auto"]]
+    named = {Path(name).stem: RunConfig.find(name) for name in presets or ["mgr-s-prenorm", "mgr-l-prenorm"]}
+    cases = {name: read_cases(base, compare.split(",")) for name, base in named.items()}
+    environment, console = describe_environment(where), _console()
+    results = []
+    with _status("measuring this device") as status:
+        ceilings = measure_ceilings(where)
+        for name, chosen, rows, tokens in product(named, engines, batch or [1, 8], length or [128, 1024]):
+            results += bench_prefill(
+                name, cases[name], where, batch=rows, length=tokens, engine=chosen, rounds=rounds, peers=peers,
+                tell=status.update,
+            )  # fmt: skip
+    show.print_ceilings(console, environment, ceilings)
+    print_prefill(console, results)
+    settings = {"rounds": rounds, "cases": compare}
+    _write(console, out, prefill_report(environment, ceilings, settings, results))
 
 
 @app.command(name="ops")

@@ -18,6 +18,8 @@ from residua.diagnose.sentences import summary
 from residua.diagnose.text import Sample
 
 TOKENS_AT_ONCE = 2048
+SCORED_ON_GPU = 16_384
+"""The same for passes that record nothing, where the host would not keep a GPU busy with fewer."""
 ABLATION_TOKENS = 4096
 
 Progress = Callable[[str, int, int], None]
@@ -49,7 +51,9 @@ def diagnose_model(
     few = _first(sample, ablation_tokens)
     plan = planned(subject, ablations, [k for metric in metrics.values() for k in metric.suspects()])
     ticks = iter(range(1, len(plan) + 1))
-    removed = measure(subject, plan, few, TOKENS_AT_ONCE, lambda: progress("removing", next(ticks), len(plan)))
+    on_gpu = next(subject.model.parameters()).is_cuda
+    at_once = SCORED_ON_GPU if on_gpu else TOKENS_AT_ONCE
+    removed = measure(subject, plan, few, at_once, lambda: progress("removing", next(ticks), len(plan)))
     made = schema(
         name=subject.name,
         path=path,

@@ -32,7 +32,10 @@ NEW_TOKENS = 256
 BOOTSTRAPS = 1000
 """Resamples for standard errors that have no closed form."""
 ROWS = 16
-"""Prompts per batch."""
+ROWS_ON_GPU = 64
+"""Prompts per batch, fewer if they are long."""
+TOKENS = 65_536
+"""Most tokens of a batch's prompts and answers together."""
 CODE_SWITCH = "HF_ALLOW_CODE_EVAL"
 """The environment variable without which the metric of `mbpp` and `humaneval` refuses to run code."""
 
@@ -59,12 +62,10 @@ class ResiduaLM(TemplateLM):  # type: ignore[misc]
         return [(score.log, score.greedy) for score in scores]
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        totals = []
-        for request in requests:
-            tokens = self.tok_encode(request.args[0])
-            pairs = windows(tokens, self.prefix_token_id, self.context)
-            totals.append(sum(score.log for score in self.scorer.score(pairs)))
-        return totals
+        texts = [windows(self.tok_encode(request.args[0]), self.prefix_token_id, self.context) for request in requests]
+        # the windows of all texts together, so that batches are full
+        scores = iter(self.scorer.score([pair for pairs in texts for pair in pairs]))
+        return [sum(next(scores).log for _ in pairs) for pairs in texts]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Generate in batches of equal settings; a prompt that leaves no room for an answer loses its beginning.
@@ -79,8 +80,11 @@ class ResiduaLM(TemplateLM):  # type: ignore[misc]
             room = max(1, self.context - settings.tokens, self.context // 2)
             prompts = {i: (self.tok_encode(requests[i].args[0]) or [self.eot_token_id])[-room:] for i in indices}
             order = sorted(indices, key=lambda i: -len(prompts[i]))
-            for at in range(0, len(order), ROWS):
-                batch = order[at : at + ROWS]
+            while order:
+                longest = min(self.context, len(prompts[order[0]]) + settings.tokens)
+                rows = ROWS_ON_GPU if self.scorer.device.type == "cuda" else ROWS
+                rows = max(1, min(rows, TOKENS // longest))
+                batch, order = order[:rows], order[rows:]
                 done, _ = self.generator([prompts[i] for i in batch], settings)
                 for i, completion in zip(batch, done, strict=True):
                     texts[i] = completion.text

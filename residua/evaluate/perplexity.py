@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+from residua import ops
 from residua.data import Dataset, validation_batches
 from residua.data.loader import IGNORED
+from residua.generate.transfer import Arrival, send
+from residua.model.forward import Forward
 from residua.storage.finite import overflowed
 
 if TYPE_CHECKING:
@@ -80,6 +84,10 @@ def _exp(nats: float) -> float:
     return math.exp(nats) if nats < 700 else math.inf
 
 
+AHEAD = 2
+"""Batches that the device is given before the host waits for the first of them."""
+
+
 @torch.inference_mode()
 def score_text(
     model: Decoder,
@@ -108,18 +116,32 @@ def score_text(
     part = dataset.split(split)
     total = min(part.tokens - 1, tokens or part.tokens)
     loss, count, size, words = 0.0, 0, 0.0, WordCount(dataset.tokenizer)
-    for batch in validation_batches(part, sequence, rows, limit_tokens=tokens, segments=segments):
-        moved = batch.to(device)
-        scored = batch.targets[batch.targets != IGNORED]
-        ce, _ = model.losses(moved.tokens, moved.targets, segments=moved.segments)
-        value = float(ce)
+    forward, running = Forward(model), deque[tuple[Arrival, int]]()
+
+    def finish() -> None:
+        """Add up the oldest batch that the device works on."""
+        nonlocal loss, count
+        arrival, scored = running.popleft()
+        value = float(arrival.wait())
         if not math.isfinite(value):
             raise overflowed(f"the loss on {dataset.path}", model)
-        loss += value * len(scored)
-        count += len(scored)
-        size += dataset.bytes_of(scored.numpy(), split)
-        words.add(scored.numpy())
+        loss += value * scored
+        count += scored
         if progress is not None:
             progress(min(count, total), total)
+
+    for batch in validation_batches(part, sequence, rows, limit_tokens=tokens, segments=segments):
+        documents = None if batch.segments is None else send(batch.segments, device)
+        hidden = forward.hidden(send(batch.tokens, device), documents)
+        ce, _ = ops.linear_cross_entropy(hidden, model.head_weight, send(batch.targets, device))
+        # the host reads this text while the device works on it
+        scored = batch.targets[batch.targets != IGNORED].numpy()
+        running.append((Arrival(ce), len(scored)))
+        size += dataset.bytes_of(scored, split)
+        words.add(scored)
+        if len(running) > AHEAD:
+            finish()
+    while running:
+        finish()
     exact = dataset.tokenizer.byte_lengths is not None
     return TextScore(str(dataset.path), split, count, size, exact, loss / count, words.close())

@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from residua.generate.transfer import Arrival, send
+from residua.model.forward import Forward
+from residua.ops.linear_cross_entropy import token_likelihoods
 from residua.storage.finite import overflowed
 
 if TYPE_CHECKING:
@@ -33,6 +36,16 @@ class Likelihood(NamedTuple):
     greedy: bool
 
 
+class _Batch(NamedTuple):
+    """Pairs that the device works on: their indices, and of each scored token its row, log p, and whether it is the
+    likeliest."""
+
+    indices: list[int]
+    rows: Tensor
+    logs: Arrival
+    best: Arrival
+
+
 class Scorer:
     """A model with its tokenizer, ready to score. A pair longer than the model's context is cut at its beginning.
 
@@ -41,6 +54,7 @@ class Scorer:
 
     def __init__(self, model: Decoder, tokenizer: Tokenizer, batch_tokens: int | None = None) -> None:
         self.model, self.tokenizer = model.eval(), tokenizer
+        self._forward = Forward(model)
         self.device = model.embed.weight.device
         self.batch_tokens = batch_tokens or (65_536 if self.device.type == "cuda" else 4096)
 
@@ -59,15 +73,29 @@ class Scorer:
 
     @torch.inference_mode()
     def score(self, pairs: Sequence[Pair], progress: Progress | None = None) -> list[Likelihood]:
-        """The likelihoods of pairs, in their order. Long ones go first, so that a lack of memory shows early."""
+        """The likelihoods of pairs, in their order. Long ones go first, so that a lack of memory shows early.
+
+        While the device works on a batch, the host prepares the next one, and reads what the one before gave.
+        """
         done = 0
         results: list[Likelihood | None] = [None] * len(pairs)
-        for indices in self._batches(pairs):
-            for i, likelihood in zip(indices, self._score([pairs[i] for i in indices]), strict=True):
+
+        def finish(batch: _Batch) -> None:
+            nonlocal done
+            for i, likelihood in zip(batch.indices, self._likelihoods(batch), strict=True):
                 results[i] = likelihood
-            done += len(indices)
+            done += len(batch.indices)
             if progress is not None:
                 progress(done, len(pairs))
+
+        running: _Batch | None = None
+        for indices in self._batches(pairs):
+            started = self._start(indices, [pairs[i] for i in indices])
+            if running is not None:
+                finish(running)
+            running = started
+        if running is not None:
+            finish(running)
         return [likelihood for likelihood in results if likelihood is not None]
 
     def _batches(self, pairs: Sequence[Pair]) -> Iterator[list[int]]:
@@ -85,7 +113,8 @@ class Scorer:
         """Tokens that the model reads: all but the last, at most its context."""
         return min(self.model.config.context, len(pair.context) + len(pair.continuation) - 1)
 
-    def _score(self, pairs: list[Pair]) -> list[Likelihood]:
+    def _start(self, indices: list[int], pairs: list[Pair]) -> _Batch:
+        """Launch the forward pass of a batch; the first pair is the longest."""
         longest = self._length(pairs[0])
         inputs = torch.zeros(len(pairs), longest, dtype=torch.int64)
         rows: list[int] = []
@@ -98,22 +127,28 @@ class Scorer:
             rows += [row] * scored
             places += range(len(tokens) - 1 - scored, len(tokens) - 1)
             targets += tokens[len(tokens) - scored :]
-        hidden = self.model.hidden(inputs.to(self.device))
-        hidden = hidden[torch.tensor(rows, device=self.device), torch.tensor(places, device=self.device)]
-        logs, best = self._log_probabilities(hidden, torch.tensor(targets, device=self.device))
+        each, at, target = (torch.tensor(numbers) for numbers in (rows, places, targets))
+        hidden = self._forward.hidden(send(inputs, self.device))
+        hidden = hidden.flatten(0, 1)[send(each * longest + at, self.device)]
+        logs, best = self._log_probabilities(hidden, send(target, self.device))
+        return _Batch(indices, each, Arrival(logs), Arrival(best))
+
+    def _likelihoods(self, batch: _Batch) -> list[Likelihood]:
+        logs, best = batch.logs.wait(), batch.best.wait()
         if not torch.isfinite(logs).all():
             raise overflowed("a log-likelihood", self.model)
-        totals = torch.zeros(len(pairs), dtype=torch.float64).index_add_(0, torch.tensor(rows), logs)
-        wrong = torch.zeros(len(pairs), dtype=torch.int64).index_add_(0, torch.tensor(rows), (~best).long())
+        count = len(batch.indices)
+        totals = torch.zeros(count, dtype=torch.float64).index_add_(0, batch.rows, logs)
+        wrong = torch.zeros(count, dtype=torch.int64).index_add_(0, batch.rows, (~best).long())
         return [Likelihood(float(t), int(w) == 0) for t, w in zip(totals, wrong, strict=True)]
 
     def _log_probabilities(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """log p [N] of targets [N] after final states [N, C], and whether they are the likeliest, on the CPU."""
+        """log p [N] of targets [N] after final states [N, C], and whether they are the likeliest."""
         logs, best = [], []
         for h, target in zip(hidden.split(POSITIONS), targets.split(POSITIONS), strict=True):
-            logits = self.model.logits(h).float()
-            logs.append(logits.log_softmax(-1).gather(-1, target[:, None])[:, 0].double().cpu())
-            best.append((logits.argmax(-1) == target).cpu())
+            log, likeliest = token_likelihoods(h, self.model.head_weight, target)
+            logs.append(log.double())
+            best.append(likeliest)
         return torch.cat(logs), torch.cat(best)
 
 

@@ -49,6 +49,7 @@ STAYING = (
     "residua.model.topology.ablation",
     "residua.model.topology.facts",
     "residua.model.topology.fused",
+    "residua.model.topology.normed",
 )
 """What a model's parts need only to answer `residua quantize`, `diagnose`, `bench` and `generate`."""
 TRAVELLING = ("residua.model.", "residua.config.", "residua.ops", "residua.export.")

@@ -13,6 +13,8 @@ from torch import Tensor
 from residua.generate.engine import Step, build_step, engine_for
 from residua.generate.sample import Sampler, Sampling
 from residua.generate.text import TextStream
+from residua.generate.transfer import Arrival
+from residua.model.forward import Forward
 from residua.model.moe import MoE, mixtures
 from residua.reading import counted
 from residua.report.terminal import Progress
@@ -24,6 +26,10 @@ if TYPE_CHECKING:
     from residua.model.decoder import Decoder
 
 CHUNK = 512
+PREFILLED = 65_536
+"""Tokens of all prompts that are read in one pass."""
+MULTIPLE = 64
+"""Prompts are padded to a multiple of this many tokens, so that few shapes of batches are captured as CUDA graphs."""
 GREEDY = Sampling()
 
 Reason = Literal["end", "stop", "length"]
@@ -90,9 +96,11 @@ class Generator:
     The cache and a captured step are reused between calls if they are large enough.
     """
 
-    def __init__(self, model: Decoder, tokenizer: Tokenizer, *, engine: str = "auto", chunk: int = CHUNK) -> None:
+    def __init__(self, model: Decoder, tokenizer: Tokenizer, *, engine: str = "auto", chunk: int | None = None) -> None:
+        """Prompts are read `chunk` tokens at a time; by default 512, or on a GPU as many as `PREFILLED` allows."""
         self.model, self.tokenizer, self.chunk = model.eval(), tokenizer, chunk
         self.engine = engine_for(model, engine)
+        self._forward = prompt_reader(model, self.engine)
         self._cache: Cache | None = None
         self._step: Step | None = None
 
@@ -108,7 +116,7 @@ class Generator:
         rows, limits = self.check(prompts, request)
         began = time.perf_counter()
         cache = self._empty_cache(len(rows), max(map(len, rows)) + max(limits) + 2)
-        logits = self.model.logits(prefill(self.model, cache, rows, self.chunk))
+        logits = first_logits(self.model, self._forward, cache, rows, self.chunk)
         if not torch.isfinite(logits).all():
             raise overflowed("the prediction after the prompt", self.model)
         middle = time.perf_counter()
@@ -154,7 +162,7 @@ class Generator:
                 taken += 1
                 tokens = sampler(step(tokens), taken)
             progress(taken, max(batch.limits))
-            if batch.add(arrival.read(), self.tokenizer.end_of_text) or not going_on:
+            if batch.add([int(token) for token in arrival.wait().tolist()], self.tokenizer.end_of_text) or not going_on:
                 return taken
 
     def _limit(self, prompt: Sequence[int], request: Request) -> int:
@@ -220,34 +228,37 @@ class _Batch:
             self.show(i, piece)
 
 
-class Arrival:
-    """Tokens being copied from the device. Reading waits for the copy, not for work launched after it."""
-
-    def __init__(self, tokens: Tensor) -> None:
-        self._host = tokens
-        if tokens.is_cuda:
-            self._host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
-            self._host.copy_(tokens, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
-
-    def read(self) -> list[int]:
-        """The tokens, once they are on the host."""
-        if self._host.is_pinned():
-            self._event.synchronize()
-        return [int(t) for t in self._host.tolist()]
+def prompt_reader(model: Decoder, engine: str) -> Forward | None:
+    """What reads the prompts of a generator with this engine; None: the model itself, op by op."""
+    return Forward(model) if engine != "eager" and model.embed.weight.is_cuda else None
 
 
-def prefill(model: Decoder, cache: Cache, rows: Sequence[Sequence[int]], chunk: int = CHUNK) -> Tensor:
+def first_logits(
+    model: Decoder, reader: Forward | None, cache: Cache, rows: Sequence[Sequence[int]], chunk: int | None = None
+) -> Tensor:
+    """The logits [B, V] after prompts, which fill an empty cache `chunk` tokens at a time."""
+    if reader is None:
+        return model.logits(prefill(model, cache, rows, chunk or CHUNK))
+    return model.logits(prefill(reader, cache, rows, chunk or max(CHUNK, PREFILLED // len(rows)), MULTIPLE))
+
+
+def prefill(
+    model: Decoder | Forward, cache: Cache, rows: Sequence[Sequence[int]], chunk: int = CHUNK, multiple: int = 1
+) -> Tensor:
     """Fill an empty cache with prompts of any lengths, `chunk` tokens at a time.
 
+    They are padded to a `multiple` of tokens, if the cache has room for it, so that batches have few different shapes.
     Returns the final state [B, C] of each row's last token.
     """
     device = cache.lengths.device
     lengths = torch.tensor([len(row) for row in rows], device=device)
     longest = max(len(row) for row in rows)
-    ragged = any(len(row) < longest for row in rows)
-    padded = torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows], device=device)
+    longest = min(-(-longest // multiple) * multiple, max(longest, cache.capacity))
+    ragged = multiple > 1 or any(len(row) < longest for row in rows)
+    padded = torch.zeros(len(rows), longest, dtype=torch.int64)
+    for tokens, row in zip(padded, rows, strict=True):
+        tokens[: len(row)] = torch.tensor(row)
+    padded = padded.to(device)
     last = torch.empty(0)
     for at in range(0, longest, chunk):
         tokens = padded[:, at : at + chunk]

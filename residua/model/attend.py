@@ -1,7 +1,8 @@
 """Causal attention over [B, T, H, D], within documents and windows, with or without a sink.
 
-Plain causal attention is torch's scaled_dot_product_attention. With documents, windows or sinks it is flex attention on
-CUDA, which skips masked blocks and returns the log-sum-exp that a sink needs, and dense PyTorch elsewhere.
+Plain causal attention is torch's scaled_dot_product_attention. With documents, windows or sinks it is flex attention in
+compiled code on CUDA, which skips masked blocks and returns the log-sum-exp that a sink needs. Elsewhere it is dense
+PyTorch: flex attention that is not compiled would store all scores.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def attend(
     grouped = q.shape[1] != k.shape[1]
     if segments is None and sink is None and window is None:
         y = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
-    elif q.is_cuda:
+    elif q.is_cuda and (sink is not None or torch.compiler.is_compiling()):
         y = _flex(q, k, v, segments, sink, window, grouped)
     else:
         y = _dense(q, k, v, _visible(q, segments, window), sink)
@@ -96,6 +97,9 @@ def _visible(q: Tensor, segments: Tensor | None, window: int | None = None) -> T
 
 def _dense(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, sink: Tensor | None) -> Tensor:
     if sink is None:
+        groups = q.shape[1] // k.shape[1]
+        if groups > 1 and q.is_cuda:  # torch has no kernel for a mask and grouped heads together
+            k, v = (t.repeat_interleave(groups, 1) for t in (k, v))
         return scaled_dot_product_attention(q, k, v, attn_mask=visible, enable_gqa=q.shape[1] != k.shape[1])
     return _dense_with_sink(q, k, v, visible, sink)
 

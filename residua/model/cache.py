@@ -56,6 +56,10 @@ class KeyValueCache:
     def tensors(self) -> Iterator[Tensor]:
         yield from (self.keys, self.values)
 
+    def first(self, length: int) -> tuple[Tensor, Tensor]:
+        """The slots [B, length, H_kv, D] of the keys and of the values of each row's first tokens."""
+        return self.keys[:, :length], self.values[:, :length]
+
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, now: Now, *, sink: Tensor | None = None, window: int | None = None
     ) -> Tensor:
@@ -64,10 +68,12 @@ class KeyValueCache:
 
     def extend(self, k: Tensor, v: Tensor, now: Now) -> tuple[Tensor, Tensor]:
         """Write k, v [B, T, H_kv, D] into their slots; returns the keys and values that queries may see."""
+        if now.visible is None and now.until is None:  # the first tokens of every row
+            for slots, new in zip(self.first(k.shape[1]), (k, v), strict=True):
+                slots.copy_(new)
+            return k, v
         self.keys.index_put_((self._rows, now.positions), k.to(self.keys.dtype))
         self.values.index_put_((self._rows, now.positions), v.to(self.values.dtype))
-        if now.visible is None and now.until is None:
-            return k, v
         slots = self.keys.shape[1] if now.visible is None else now.visible.shape[-1]
         return self.keys[:, :slots], self.values[:, :slots]
 

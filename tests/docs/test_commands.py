@@ -49,7 +49,7 @@ def _check_settings(verb: str, parameters: dict) -> None:
     elif verb in ("bench step", "bench curve", "bench plan"):
         base = _run(parameters["preset"]).override(parameters["overrides"] or [])
         _check_cases(base, ",".join(parameters.get("compare") or []))
-    elif verb == "bench decode":
+    elif verb in ("bench prefill", "bench decode"):
         for preset in parameters["presets"] or ["mgr-s-prenorm"]:
             _check_cases(_run(preset), parameters["compare"])
     elif verb == "reproduce" and parameters["entry"] is not None:

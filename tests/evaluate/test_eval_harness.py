@@ -107,6 +107,16 @@ def test_rolling_likelihood_follows_the_harness_own_windows() -> None:
     assert total == pytest.approx(exact, abs=1e-3)
 
 
+def test_the_windows_of_all_texts_are_scored_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    lm, calls = harness(context=16), []
+    score = lm.scorer.score
+    monkeypatch.setattr(lm.scorer, "score", lambda pairs: calls.append(len(pairs)) or score(pairs))
+    texts = ["the cat sat on the mat and the dog ran", "a hat"]
+    together = lm.loglikelihood_rolling([instance(text) for text in texts])
+    assert len(calls) == 1
+    assert together == pytest.approx([lm.loglikelihood_rolling([instance(text)])[0] for text in texts], abs=1e-4)
+
+
 def test_generate_until_writes_greedily_up_to_its_stops() -> None:
     lm = harness()
     settings = {"until": ["\n\n"], "max_gen_toks": 12}

@@ -17,11 +17,13 @@ import residua
 from residua.data import Dataset, open_corpus, prepare
 from residua.data.tokenizer import Tokenizer
 from residua.evaluate.accuracy import Accuracy, TaskScore, group_means, score_task
-from residua.evaluate.perplexity import score_text
+from residua.evaluate.perplexity import AHEAD, score_text
 from residua.evaluate.score import Pair, Scorer, windows
 from residua.evaluate.tasks import EXOFORMER, open_tasks, read_task
 from residua.generate.generator import Generator, Request
+from residua.generate.transfer import Arrival
 from residua.model.decoder import Decoder
+from residua.model.forward import Forward
 from tests.model.small import small
 
 pytestmark = pytest.mark.slow
@@ -83,6 +85,34 @@ def test_likelihoods_do_not_depend_on_what_else_is_scored(batch_tokens: int) -> 
         log, greedy = log_likelihood(built, *pair)
         assert score.log == pytest.approx(log, abs=1e-4)
         assert score.greedy == greedy
+
+
+def noting(order: list[str], name: str, work: Any) -> Any:
+    def noted(*given: Any) -> Any:
+        order.append(name)
+        return work(*given)
+
+    return noted
+
+
+def test_the_device_has_its_next_batch_before_the_host_reads_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    for name in ("_start", "_likelihoods"):
+        monkeypatch.setattr(Scorer, name, noting(order, name, getattr(Scorer, name)))
+    done: list[tuple[int, int]] = []
+    pairs = [Pair([1, 2, 3], [4, 5])] * 3
+    scores = Scorer(model(), TOKENIZER, batch_tokens=4).score(pairs, lambda *counts: done.append(counts))
+    assert order == ["_start", "_start", "_likelihoods", "_start", "_likelihoods", "_likelihoods"]
+    assert done == [(1, 3), (2, 3), (3, 3)]
+    assert scores == [scores[0]] * 3
+
+
+def test_text_is_given_to_the_device_ahead_of_its_results(dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    for owner, name in ((Forward, "hidden"), (Arrival, "wait")):
+        monkeypatch.setattr(owner, name, noting(order, name, getattr(owner, name)))
+    score_text(model(context=16), dataset, tokens=64, batch_tokens=16)
+    assert order == ["hidden"] * (AHEAD + 1) + ["wait", "hidden"] + ["wait"] * 3
 
 
 def test_greedy_is_what_the_model_would_have_written() -> None:

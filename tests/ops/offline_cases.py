@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from residua import ops
-from residua.ops import decode, descent
+from residua.ops import decode, descent, prefill
 from residua.ops.depth_attention import deferred
 from residua.ops.depth_attention.plan import ReadPlan
 from residua.ops.squared_relu import launch
@@ -213,6 +213,30 @@ def decode_heads(dtype: torch.dtype, width: int, slots: int, batch: int, heads: 
         decode.decode_attention(q, keys, values, until, sink)
 
 
+@torch.no_grad()
+def prefill_heads(dtype: torch.dtype, width: int, heads: int, kv_heads: int, length: int = 40) -> None:
+    """Heads that go on to attention, and heads that also enter a cache."""
+    projected = torch.zeros(2, length, (heads + 2 * kv_heads) * width, dtype=dtype)
+    keys, values = (torch.zeros(2, length + 3, kv_heads, width, dtype=dtype)[:, :length] for _ in range(2))
+    table = (torch.zeros(length, width // 2), torch.zeros(length, width // 2))
+    for gains in (None, (torch.zeros(width), torch.zeros(width))):
+        prefill.turn_heads(projected, heads, kv_heads, gains, *table)
+        prefill.enter_heads(projected, heads, gains, *table, keys, values)
+
+
+@torch.no_grad()
+def prefill_junctions(dtype: torch.dtype, width: int, n: int, tokens: int = 40) -> None:
+    y, weight = torch.zeros(tokens, width, dtype=dtype), torch.zeros(width)
+    for base in (None, y):
+        prefill.read_norm([y], [torch.zeros(2, 48)], [1], y, base, weight, weight)
+    for streams in ((y,) * n, (torch.zeros(tokens, n, width, dtype=dtype),)):
+        for competitive in (False, True):
+            bias, held = torch.zeros(n + competitive), prefill.Streams(streams)
+            for store in (False, True):
+                setting = {"store": store, "competitive": competitive}
+                _, held = prefill.gate_norm(held, y, weight, bias, weight, weight, **setting)
+
+
 def case(operator: Callable[..., None], *arguments: Any) -> Case:
     return f"{operator.__name__}({', '.join(map(str, arguments))})", lambda: operator(*arguments)
 
@@ -250,6 +274,10 @@ def small_cases() -> Iterator[Case]:
     yield case(decode_activations, FP32, 33, 1)
     yield case(decode_heads, BF16, 64, 512, 2, 4, 2)
     yield case(decode_heads, FP32, 64, 40, 3, 4, 4)
+    yield case(prefill_heads, BF16, 128, 6, 6)
+    yield case(prefill_heads, FP32, 64, 4, 2)
+    yield case(prefill_junctions, BF16, 768, 4)
+    yield case(prefill_junctions, FP32, 33, 3)
 
 
 def wide_cases() -> Iterator[Case]:

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from residua import ops
 from residua.ops._runtime import fused
-from residua.ops.linear_cross_entropy import autograd, launch
+from residua.ops.linear_cross_entropy import autograd, launch, token_likelihoods
 from residua.ops.linear_cross_entropy.reference import linear_cross_entropy as reference
 
 pytestmark = pytest.mark.slow
@@ -225,3 +225,16 @@ def test_on_a_gpu_no_target_is_overwritten_before_it_is_read(vocabulary):
     _, expected = launch.softmax_(logits.clone(), targets, -100, False)
     wrong = sum((launch.softmax_(logits.clone(), targets, -100, True)[1] != expected).sum() for _ in range(200))
     assert int(wrong) == 0
+
+
+@interpreter
+def test_likelihoods_of_tokens_are_those_of_the_logits() -> None:
+    hidden, weight, targets = inputs()
+    targets = targets.clamp(min=0)
+    targets[:3] = (hidden @ weight.t()).argmax(-1)[:3]
+    with ops.backend("triton"):
+        logs, likeliest = token_likelihoods(hidden, weight, targets)
+    exact = (hidden.double() @ weight.double().t()).log_softmax(-1)
+    torch.testing.assert_close(logs.double(), exact[torch.arange(TOKENS), targets], rtol=0, atol=1e-5)
+    assert likeliest.tolist() == (exact.argmax(-1) == targets).tolist()
+    assert likeliest[:3].all()

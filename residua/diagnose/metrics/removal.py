@@ -103,10 +103,10 @@ def measure(
 def _loss(subject: Subject, sample: Sample, tokens_at_once: int) -> float:
     """Mean cross-entropy in nats per target."""
     device = next(subject.model.parameters()).device
-    total = 0.0
+    total = torch.zeros((), dtype=torch.float64, device=device)
     for tokens, targets in sample.batches(tokens_at_once):
-        total += float(subject.loss(tokens.to(device), targets.to(device))) * tokens.numel()
-    return total / sample.tokens.numel()
+        total += subject.loss(tokens.to(device), targets.to(device)).double() * tokens.numel()
+    return float(total) / sample.tokens.numel()
 
 
 class Removal(Metric):

@@ -36,6 +36,11 @@ class Additive(Topology):
 
         return FusedAdditive(norms) if type(self) is Additive else None
 
+    def normed(self, norms: Sequence[RMSNorm]) -> Topology | None:
+        from residua.model.topology.normed import NormedAdditive  # training does not need it
+
+        return NormedAdditive(norms) if type(self) is Additive else None
+
     def floor(self, sublayers: int, width: int) -> Rows:
         return Rows(ADDITION.forward * sublayers, ADDITION.backward * sublayers)
 

@@ -137,12 +137,20 @@ class BlockAttnRes(Topology):
     def fused(self, norms: Sequence[RMSNorm]) -> Topology | None:
         from residua.model.topology.fused import FusedBlock  # training does not need the decoding kernels
 
-        plain = self.config.key_norm == "rms" and self.config.activation == "softmax"
-        if type(self) not in (BlockAttnRes, FullAttnRes) or not plain:
-            return None
-        if self.block_size is None or not FusedBlock.serves(len(self.reads), self.block_size):
+        if not self._plain or self.block_size is None or not FusedBlock.serves(len(self.reads), self.block_size):
             return None
         return FusedBlock(self._queries().detach(), self.block_size, norms)
+
+    def normed(self, norms: Sequence[RMSNorm]) -> Topology | None:
+        from residua.model.topology.normed import NormedReads  # training does not need it
+
+        return NormedReads(self.plan, self._queries().detach(), norms) if self._plain else None
+
+    @property
+    def _plain(self) -> bool:
+        """Whether kernels compute its reads."""
+        softmax = self.config.key_norm == "rms" and self.config.activation == "softmax"
+        return softmax and type(self) in (BlockAttnRes, FullAttnRes)
 
     def floor(self, sublayers: int, width: int) -> Rows:
         """Every read over depth, one by one, and the gradient of each source once.

@@ -96,6 +96,10 @@ class Topology(nn.Module):
         """
         return None
 
+    def normed(self, norms: Sequence[RMSNorm]) -> Topology | None:
+        """As `fused`, but for whole sequences without gradients (`normed.py`)."""
+        return None
+
     def floor(self, sublayers: int, width: int) -> Rows:
         """The least that all junctions move, each reading its state from memory and writing it back."""
         return trace_rows(self, sublayers, width)

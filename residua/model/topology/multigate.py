@@ -151,9 +151,19 @@ class MultiGate(Topology):
 
         if type(self) is not MultiGate or not FusedMultiGate.serves(self.stream_count()):
             return None
+        return FusedMultiGate(*self._weights(), norms, competitive=self.competitive)
+
+    def normed(self, norms: Sequence[RMSNorm]) -> Topology | None:
+        from residua.model.topology.normed import NormedMultiGate  # training does not need it
+
+        if type(self) is not MultiGate:
+            return None
+        return NormedMultiGate(*self._weights(), norms, competitive=self.competitive)
+
+    def _weights(self) -> tuple[list[tuple[Tensor, Tensor]], list[Tensor]]:
+        """The query and bias of each gated junction, and the query of each read."""
         gates = [(cast(Gates, gate).query, cast(Gates, gate).bias) for gate in self.gates]
-        pools = [cast(Pool, pool).query.detach() for pool in self.pools]
-        return FusedMultiGate(gates, pools, norms, competitive=self.competitive)
+        return gates, [cast(Pool, pool).query.detach() for pool in self.pools]
 
     def floor(self, sublayers: int, width: int) -> Rows:
         filling = [pool_rows(k + 2) for k in range(self.fill)]

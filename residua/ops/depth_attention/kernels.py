@@ -93,7 +93,7 @@ def scores_kernel(
 
 
 @triton.jit
-def _log_sum_exp(rows_ptr, count, t, b_top, b_total, LANES: tl.constexpr):
+def log_sum_exp(rows_ptr, count, t, b_top, b_total, LANES: tl.constexpr):
     """log(total · exp(top) + Σ_i exp(z_i)) of the tokens t; rows holds the addresses of the z_i."""
     for start in range(0, count, LANES):
         lanes = start + tl.arange(0, LANES)
@@ -121,7 +121,7 @@ def mix_kernel(
     mask = live[:, None] & (c < C)[None, :]
     b_top, b_total = tl.full([TOKENS], float("-inf"), tl.float32), tl.zeros([TOKENS], tl.float32)
     # lse = log Σ_i exp(z_i)
-    b_lse = _log_sum_exp(table_ptr + count, count, t, b_top, b_total, LANES)  # [TOKENS]
+    b_lse = log_sum_exp(table_ptr + count, count, t, b_top, b_total, LANES)  # [TOKENS]
     if tl.program_id(1) == 0:
         tl.store(lse_ptr + t, b_lse, mask=live)
 
@@ -158,7 +158,7 @@ def weights_kernel(
     zt = reader * stride_zl + tl.minimum(t, tokens - 1)
     b_top, b_total = tl.full([SIZE], float("-inf"), tl.float32), tl.zeros([SIZE], tl.float32)
     # lse_l = log Σ_i exp(z_il)
-    b_lse = _log_sum_exp(rows_ptr, count, zt, b_top, b_total, LANES)  # [SIZE]
+    b_lse = log_sum_exp(rows_ptr, count, zt, b_top, b_total, LANES)  # [SIZE]
     tl.store(lse_ptr + zt, b_lse, mask=live)
     for start in range(0, count, LANES):
         lanes = start + tl.arange(0, LANES)
@@ -260,7 +260,7 @@ def sum_read_kernel(
     b_rstd = tl.rsqrt((tl.sum(b_v_low * b_v_low, 1) + tl.sum(b_v_high * b_v_high, 1)) / C + eps)  # [TOKENS]
     b_z = b_rstd * (tl.sum(b_v_low * b_u_low, 1) + tl.sum(b_v_high * b_u_high, 1))
     # lse over v and the other sources
-    b_lse = _log_sum_exp(table_ptr + count, count, t, b_z, tl.full([TOKENS], 1.0, tl.float32), LANES)
+    b_lse = log_sum_exp(table_ptr + count, count, t, b_z, tl.full([TOKENS], 1.0, tl.float32), LANES)
     tl.store(rstd_ptr + t, b_rstd, mask=live)
     tl.store(z_ptr + t, b_z, mask=live)
     tl.store(lse_ptr + t, b_lse, mask=live)

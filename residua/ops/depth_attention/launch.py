@@ -41,7 +41,7 @@ def _kernels() -> _Kernels:
     return _Kernels(kernels, kernels_backward, kernels_block)
 
 
-def _row(scores: Tensor, index: int) -> int:
+def row_address(scores: Tensor, index: int) -> int:
     """The address of a row of scalars."""
     return scores.data_ptr() + index * scores.stride(0) * scores.element_size()
 
@@ -110,7 +110,7 @@ def mix(sources: Sequence[Tensor], scores: Sequence[Tensor], rows: Sequence[int]
         sources = [aligned(v) for v in sources]
         with on(h):
             _kernels().forward.mix_kernel[(cdiv(tokens, tile["TOKENS"]), cdiv(width, tile["COLUMNS"]))](
-                addresses(sources, [*map(_row, scores, rows)]), h, lse,
+                addresses(sources, [*map(row_address, scores, rows)]), h, lse,
                 tokens, len(sources), LANES=32, UNROLL=UNROLL, **tile,
             )  # fmt: skip
     return h, lse
@@ -131,7 +131,7 @@ def mix_group(sources: Sequence[Tensor], scores: Sequence[Tensor], rows: Sequenc
     if tokens:
         count, length, tile = len(sources), lse.stride(0), stack_tile(h[0], readers, columns=128, stages=2)
         sources, weights = [aligned(v) for v in sources], lse.new_empty(count, length, readers)
-        first = [*map(_row, scores, rows)]
+        first = [*map(row_address, scores, rows)]
         table = addresses(sources, [*(o.data_ptr() for o in h), *first])
         with on(lse):
             _kernels().forward.weights_kernel[(cdiv(tokens, NUMBERS["TOKENS"]),)](
@@ -163,7 +163,7 @@ def sum_read(
         sources = [aligned(s) for s in sources]
         with on(v):
             _kernels().forward.sum_read_kernel[(cdiv(tokens, tile["TOKENS"]),)](
-                addresses(sources, [*map(_row, scores, rows)]), aligned(base), aligned(y), aligned(u[reader]),
+                addresses(sources, [*map(row_address, scores, rows)]), aligned(base), aligned(y), aligned(u[reader]),
                 v, z, rstd, h, lse, tokens, len(sources), eps, LANES=8, UNROLL=UNROLL, **tile,
             )  # fmt: skip
     return outputs
@@ -272,7 +272,9 @@ def block_gradient(
     held = [t.data_ptr() for t in (*stats, *values, *dv)]
     few = cdiv(tokens, NUMBERS["TOKENS"])
     with on(u):
-        table = addresses(dh, [*held, *(_row(z, len(z) - count) for z in scores), *(r.data_ptr() for r in rstds)])
+        table = addresses(
+            dh, [*held, *(row_address(z, len(z) - count) for z in scores), *(r.data_ptr() for r in rstds)]
+        )
         run = _kernels().block
         run.block_weights_kernel[(few,)](
             table, weights, tokens, count, length, SOURCES=size, SIZE=_numbers(size), **NUMBERS

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from residua.ops._runtime import fused
 from residua.ops._runtime.backend import Operator
-from residua.ops.linear_cross_entropy import autograd, reference
+from residua.ops.linear_cross_entropy import autograd, launch, reference
 
 linear_cross_entropy = Operator(reference.linear_cross_entropy)
 
@@ -17,4 +17,7 @@ def _serves(hidden: Tensor, weight: Tensor, targets: Tensor, **_: Any) -> bool:
 
 linear_cross_entropy.register_fused(autograd.linear_cross_entropy, _serves)
 
-__all__ = ["linear_cross_entropy"]
+token_likelihoods = Operator(reference.token_likelihoods)
+token_likelihoods.register_fused(launch.token_likelihoods, _serves)
+
+__all__ = ["linear_cross_entropy", "token_likelihoods"]

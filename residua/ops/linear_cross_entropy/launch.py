@@ -114,6 +114,13 @@ def _chunks(tokens: int, cast: Tensor) -> list[slice]:
     return [slice(start, start + size) for start in range(0, max(tokens, 1), size)]
 
 
+def token_likelihoods(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """The fused twin of the reference, whose logits are in hidden's dtype and are read twice."""
+    logits = torch.mm(hidden, weight.to(hidden.dtype).t())
+    _, nll = softmax_(logits, targets, -1, False)
+    return -nll, logits.argmax(-1) == targets
+
+
 def _softmax_(logits: Tensor, targets: Tensor, ignore_index: int, write: bool) -> tuple[Tensor, Tensor]:
     run = softmax_ if fused.serves(logits) else plain_softmax_
     return run(logits, targets, ignore_index, write)

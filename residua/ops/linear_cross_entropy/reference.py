@@ -25,3 +25,12 @@ def linear_cross_entropy(
     count = counted.sum().clamp(min=1)
     loss = (lse - picked).where(counted, 0).sum() / count
     return loss, z_loss * lse.square().where(counted, 0).sum() / count
+
+
+def token_likelihoods(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """log p [N] of targets [N] after final states [N, C], in at least float32, and whether each is the likeliest token.
+
+    weight [V, C] is the head's. Has no gradient.
+    """
+    logits = wide(linear(hidden, weight.to(hidden.dtype)))
+    return logits.log_softmax(-1).gather(-1, targets[:, None])[:, 0], logits.argmax(-1) == targets

@@ -27,13 +27,13 @@ from residua.ops.multi_gate.kernels_tile import add2, add3, add4, fold, pick, pu
 
 
 @triton.jit
-def _lerp(b_s, b_f, beta):
+def lerp(b_s, b_f, beta):
     """s' = s + β(f − s), always with the same two roundings: a repeated junction must give the same streams."""
     return tl.fma(beta, b_f - b_s, b_s)
 
 
 @triton.jit
-def _gates(b_z, bias_ptr, i, live, COMPETITIVE: tl.constexpr):
+def gates(b_z, bias_ptr, i, live, COMPETITIVE: tl.constexpr):
     """β [ROWS] from the scores z [ROWS]; padded rows get 0."""
     if COMPETITIVE:
         forget = tl.load(bias_ptr).to(tl.float32)
@@ -45,7 +45,7 @@ def _gates(b_z, bias_ptr, i, live, COMPETITIVE: tl.constexpr):
 
 
 @triton.jit
-def _pooling(beta, ss, sf, s2, ff, f2, live, eps, per_width, per_root):
+def pooling(beta, ss, sf, s2, ff, f2, live, eps, per_width, per_root):
     """w2·s', 1/rms(s') and a, from the scalars of s and f."""
     keep = 1 - beta
     norm = keep * keep * ss + 2 * beta * keep * sf + beta * beta * ff
@@ -98,8 +98,8 @@ def forward_kernel(
     ss, sf, s1, s2 = tl.reduce((ss, sf, s1, s2), 1, add4)  # each [ROWS]
     ff, f2 = tl.reduce((ff, f2), 1, add2)  # each [1]
     # β from w1 · RMS(s), then a from w2 · RMS(s')
-    beta = _gates(s1 * tl.rsqrt(ss * per_width + eps) * per_root, bias_ptr, i, live, COMPETITIVE)
-    _, _, a = _pooling(beta, ss, sf, s2, ff, f2, live, eps, per_width, per_root)
+    beta = gates(s1 * tl.rsqrt(ss * per_width + eps) * per_root, bias_ptr, i, live, COMPETITIVE)
+    _, _, a = pooling(beta, ss, sf, s2, ff, f2, live, eps, per_width, per_root)
 
     # keep β and the scalars for the backward pass
     line_ptr = stats_ptr + token * (5 * N + 2)
@@ -118,7 +118,7 @@ def forward_kernel(
         b_h = tl.zeros([1, BLOCK], tl.float32)
         for k in tl.static_range(N):
             b_s = row(stream(s_ptrs, k, token, C, N), c, C, "evict_first")
-            b_s = _lerp(b_s, b_f, pick(beta, i, k))
+            b_s = lerp(b_s, b_f, pick(beta, i, k))
             b_h += pick(a, i, k) * b_s
             tl.store(after_ptr + (token * N + k) * C + c, b_s.to(after_ptr.dtype.element_ty), mask=c < C)
         tl.store(h_ptr + token * C + c, b_h.to(h_ptr.dtype.element_ty), mask=c < C)
@@ -157,7 +157,7 @@ def _again(
     """Stream k before this junction [1, BLOCK]: as at the start of the segment, and the junctions since repeated."""
     b_s = row(stream(start_ptrs, k, token, C, N), c, C, POLICY)
     for d in tl.static_range(len(b_updates)):
-        b_s = rounded(_lerp(b_s, b_updates[d], pick(betas[d], i, k)), start_ptrs[0].dtype.element_ty)
+        b_s = rounded(lerp(b_s, b_updates[d], pick(betas[d], i, k)), start_ptrs[0].dtype.element_ty)
     return b_s
 
 
@@ -243,7 +243,7 @@ def backward_kernel(
 
         keep = 1 - beta
         # w2·s', r' and a, then A and B: the gradient through the pool's scores q
-        after2, rstd, a = _pooling(beta, ss, sf, s2, ff, f2, live, eps, per_width, per_root)
+        after2, rstd, a = pooling(beta, ss, sf, s2, ff, f2, live, eps, per_width, per_root)
         ht = keep * hs + beta * hf
         A = a * (ht - tl.sum(a * ht, 0)) * rstd * per_root
         B = -A * after2 * rstd * rstd * per_width

@@ -1,0 +1,30 @@
+"""Tensors on their way between host and device, for which neither waits."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def send(x: Tensor, device: torch.device) -> Tensor:
+    """x on the device, without waiting for it."""
+    # from memory that is not pinned, the copy would begin when the device has nothing else to do
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
+
+
+class Arrival:
+    """A tensor being copied from the device. Waiting for it does not wait for work launched after it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._host = tensor
+        if tensor.is_cuda:
+            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._host.copy_(tensor, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def wait(self) -> Tensor:
+        """The tensor, once it is on the host."""
+        if self._host.is_pinned():
+            self._event.synchronize()
+        return self._host

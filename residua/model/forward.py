@@ -1,0 +1,199 @@
+"""The forward pass over whole sequences without gradients, for prefill, scoring and perplexity.
+
+On a GPU the model is rewritten: junctions apply the next norm as well (`topology/normed.py`), heads go straight into
+the cache, and an activation is one kernel. The rewritten model shares every parameter; parts without such a form stay.
+A batch of few tokens, whose kernels the host cannot launch as fast as the GPU runs them, is captured as a CUDA graph
+when its shape comes a second time. On a CPU the model runs as it is.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import OrderedDict
+from copy import copy
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from residua.model.attend import attend
+from residua.model.attention import NoQKNorm, QKNorm, SoftmaxAttention
+from residua.model.cache import Cache, Now
+from residua.model.context import Anchors, Context
+from residua.model.decoder import Decoder, Sublayer
+from residua.model.ffn import FeedForward, SquaredReluFFN, is_watched
+from residua.model.norm import Norm
+from residua.ops import decode, prefill
+
+MOST_GRAPHS = 8
+"""Shapes whose graphs are kept."""
+GRAPHED_TOKENS = 16_384
+"""Most tokens of a batch that is captured: with more, kernels take longer than their launches."""
+
+
+class SequenceAttention(nn.Module):
+    """Softmax attention without anchors: project → norm, rotate and store → attend → gate → out."""
+
+    def __init__(self, attention: SoftmaxAttention) -> None:
+        super().__init__()
+        self.attention = attention
+        self.heads, self.width = attention.query_heads
+        self.kv_heads = attention.rows[1] // self.width
+
+    @staticmethod
+    def serves(body: nn.Module) -> bool:
+        """Whether the kernels compute what an attention does before it attends."""
+        if type(body) is not SoftmaxAttention or is_watched(body):
+            return False
+        return body.mix.plain and type(body.qk_norm) in (QKNorm, NoQKNorm)
+
+    def forward(self, x: Tensor, anchors: Anchors, context: Context) -> tuple[Tensor, Anchors]:
+        attention = self.attention
+        assert context.rotary is not None
+        projected = attention.project(x)
+        q, k, v = self._heads(projected, context.rotary[attention.table], context)
+        y = attend(q, k, v, segments=context.segments, sink=attention.sink, window=attention.window)
+        if "g" in attention.head_width:
+            width = attention.head_width["g"]
+            y = y * torch.sigmoid(projected[..., -self.heads * width :].unflatten(-1, (self.heads, width)))
+        return attention.out(y.flatten(-2)), anchors
+
+    def _heads(self, projected: Tensor, table: tuple[Tensor, ...], context: Context) -> tuple[Tensor, Tensor, Tensor]:
+        norm = self.attention.qk_norm
+        assert isinstance(norm, QKNorm | NoQKNorm)
+        if context.now is None:
+            q, k = prefill.turn_heads(projected, self.heads, self.kv_heads, norm.gains, *table, eps=norm.eps)
+            first, second = (self.heads + n * self.kv_heads for n in (1, 2))
+            return q, k, projected[..., first * self.width : second * self.width].unflatten(-1, (-1, self.width))
+        k, v = context.cache.first(projected.shape[1])
+        q = prefill.enter_heads(projected, self.heads, norm.gains, *table, k, v, eps=norm.eps)
+        return q, k, v
+
+
+class SequenceFFN(nn.Module):
+    """A feed-forward whose activation, gate included, is one kernel."""
+
+    def __init__(self, body: FeedForward) -> None:
+        super().__init__()
+        self.entry, self.out, self.kind = body.entry, body.out, cast(str, body.activation)
+
+    @staticmethod
+    def serves(body: nn.Module) -> bool:
+        """Whether there is such a kernel. A squared ReLU is already part of a product."""
+        known = isinstance(body, FeedForward) and body.activation is not None
+        return known and not isinstance(body, SquaredReluFFN) and not is_watched(body)
+
+    def forward(self, x: Tensor, anchors: Anchors, context: Context) -> tuple[Tensor, Anchors]:
+        entered = self.entry(x)
+        return self.out(decode.activate(entered.flatten(0, 1), self.kind).unflatten(0, x.shape[:2])), anchors
+
+
+class SequenceDecoder(Decoder):
+    """A decoder of sequences that begin with their first token: all rows have the same positions, and one table."""
+
+    def _rotary(self, tokens: Tensor, now: Now | None = None) -> tuple[Tensor, ...] | None:
+        return super()._rotary(tokens)
+
+
+def for_sequences(model: Decoder) -> Decoder:
+    """The model rewritten for whole sequences without gradients; it shares every parameter."""
+    rewritten = copy(model)
+    rewritten._modules = dict(model._modules)
+    rewritten.__class__ = SequenceDecoder
+    sublayers = [cast(Sublayer, sublayer) for sublayer in model.sublayers]
+    if any(is_watched(sublayer) or is_watched(sublayer.norm) for sublayer in sublayers):
+        return rewritten
+    norms: list[Any] = [*(sublayer.norm for sublayer in sublayers), model.norm]
+    topology = model.topology.normed(norms) if all(getattr(n, "plain_rms", False) for n in norms) else None
+    if topology is not None:
+        norms = [nn.Identity() for _ in norms]
+        rewritten.topology, rewritten.norm = topology, cast(Norm, norms[-1])
+    rewritten.sublayers = nn.ModuleList(
+        Sublayer(norm, _body(sublayer.body), sublayer.after)
+        for norm, sublayer in zip(norms[:-1], sublayers, strict=True)
+    )
+    return rewritten.eval()
+
+
+def _body(body: nn.Module) -> nn.Module:
+    if SequenceAttention.serves(body):
+        return SequenceAttention(cast(SoftmaxAttention, body))
+    return SequenceFFN(cast(FeedForward, body)) if SequenceFFN.serves(body) else body
+
+
+class _Graph(NamedTuple):
+    graph: torch.cuda.CUDAGraph
+    tokens: Tensor
+    counts: Tensor | None
+    hidden: Tensor
+
+
+class Forward:
+    """`model.hidden` of whole sequences without gradients, as fast as the device allows; change no weight afterwards.
+
+    What it returns may be overwritten by the next call: use it before, or copy it.
+    """
+
+    def __init__(self, model: Decoder) -> None:
+        self.model = model
+        self._fast = for_sequences(model) if model.embed.weight.is_cuda else None
+        self._graphs: OrderedDict[tuple[Any, ...], _Graph | None] = OrderedDict()
+        self._cache: Cache | None = None
+        self._refused = False
+
+    @torch.inference_mode()
+    def hidden(
+        self,
+        tokens: Tensor,
+        segments: Tensor | None = None,
+        cache: Cache | None = None,
+        counts: Tensor | None = None,
+    ) -> Tensor:
+        """The final normed states [B, T, C] of `Decoder.hidden`; tokens that follow cached ones run on the model."""
+        if self._fast is None or (cache is not None and (cache.reach > 0 or cache.static)):
+            return self.model.hidden(tokens, segments, cache, counts)
+        if cache is not None and cache is not self._cache:
+            self._graphs.clear()  # they write to the other cache
+            self._cache = cache
+        key = (*tokens.shape, cache is not None, counts is not None)
+        if self._refused or segments is not None or tokens.numel() > GRAPHED_TOKENS or not self._known(key):
+            return self._fast.hidden(tokens, segments, cache, counts)
+        graph = self._graphs[key] = self._graphs[key] or self._capture(tokens, cache, counts)
+        if graph is None:
+            return self._fast.hidden(tokens, segments, cache, counts)
+        graph.tokens.copy_(tokens, non_blocking=True)
+        if counts is not None and graph.counts is not None:
+            graph.counts.copy_(counts, non_blocking=True)
+        graph.graph.replay()
+        if cache is not None:
+            cache.reach = tokens.shape[1]
+        return graph.hidden
+
+    def _known(self, key: tuple[Any, ...]) -> bool:
+        """Whether the shape has come before; the one that has not come for the longest time is forgotten."""
+        known = key in self._graphs
+        self._graphs.setdefault(key, None)
+        self._graphs.move_to_end(key)
+        while len(self._graphs) > MOST_GRAPHS:
+            self._graphs.popitem(last=False)
+        return known
+
+    def _capture(self, tokens: Tensor, cache: Cache | None, counts: Tensor | None) -> _Graph | None:
+        assert self._fast is not None
+        reach = 0 if cache is None else cache.reach
+        static = tokens.clone(), None if counts is None else counts.clone()
+        graph = torch.cuda.CUDAGraph()
+        try:
+            # thread_local: other threads may use the device during the capture
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                hidden = self._fast.hidden(static[0], None, cache, static[1])
+        except RuntimeError as error:
+            torch.cuda.synchronize()
+            self._refused = True
+            reason = str(error).splitlines()[0]
+            warnings.warn(f"this model cannot be made a CUDA graph and runs without one: {reason}", stacklevel=3)
+            return None
+        finally:
+            if cache is not None:
+                cache.reach = reach
+        return _Graph(graph, *static, hidden)
