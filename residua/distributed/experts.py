@@ -18,12 +18,14 @@ ranks that have the same expert, and over the copies of the model (`data`).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from residua.distributed.mesh import Mesh
@@ -31,12 +33,20 @@ from residua.model.moe import Experts, mixtures
 from residua.ops.expert_slots import Slots, dispatch, sort_slots
 from residua.storage.sharded import local
 
+# names since PyTorch 2.13; the older ones warn there
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-def divide_experts(model: nn.Module, mesh: Mesh, precision: torch.dtype) -> set[nn.Parameter]:
-    """Let the ranks of `mesh` share the experts of a model on the meta device; returns the matrices of the experts."""
+
+def divide_experts(model: nn.Module, mesh: Mesh, precision: torch.dtype, recompute: str) -> set[nn.Parameter]:
+    """Let the ranks of `mesh` share the experts of a model on the meta device; returns the matrices of the experts.
+
+    `recompute` is `train.recompute`: sublayers that are computed again gather their experts again by themselves.
+    """
+    again = recompute == "none"
     divided: set[nn.Parameter] = set()
     for mixture in mixtures(model) if mesh.config.experts > 1 else ():
-        mixture.experts = DividedExperts(mixture.experts, mesh, precision)  # type: ignore[assignment]
+        mixture.experts = DividedExperts(mixture.experts, mesh, precision, again)  # type: ignore[assignment]
         divided |= set(mixture.experts.parameters())
     return divided
 
@@ -68,11 +78,14 @@ def _sharded(whole: Tensor, mesh: Mesh) -> DTensor:
 
 
 class DividedExperts(nn.Module):
-    """The experts of a mixture, a part of them on each rank; takes the place of `Experts` in the model."""
+    """The experts of a mixture, a part of them on each rank; takes the place of `Experts` in the model.
 
-    def __init__(self, experts: Experts, mesh: Mesh, precision: torch.dtype) -> None:
+    `again`: the backward pass gathers and rounds the matrices again, so that they are held for one layer at a time.
+    """
+
+    def __init__(self, experts: Experts, mesh: Mesh, precision: torch.dtype, again: bool = True) -> None:
         super().__init__()
-        self.mesh, self.precision = mesh, precision
+        self.mesh, self.precision, self.again = mesh, precision, again
         self.count, self.hidden_matrices, self._run = experts.count, experts.hidden_matrices, experts.run
         self.up, self.out = (nn.Parameter(_sharded(whole, mesh)) for whole in (experts.up, experts.out))
 
@@ -81,7 +94,10 @@ class DividedExperts(nn.Module):
         """Apply each expert, here or elsewhere, to its rows of x [slots, C], which end at `ends` [E]."""
         trip = self._plan(ends)
         arrived = _Exchange.apply(x, trip.sent, trip.received, self.mesh.experts)
-        y = self._run(dispatch(arrived, trip.slots), trip.slots.ends, *self._weights())
+        rows = [cast(DTensor, parameter).to_local() for parameter in (self.up, self.out)]
+        weights = [_Gather.apply(part, self.precision, self._group) for part in rows]
+        with self._made_again(rows, weights):
+            y = self._run(dispatch(arrived, trip.slots), trip.slots.ends, *weights)
         back = dispatch(y, trip.slots._replace(order=trip.slots.place, place=trip.slots.order))
         returned: Tensor = _Exchange.apply(back, trip.received, trip.sent, self.mesh.experts)
         return returned
@@ -96,14 +112,27 @@ class DividedExperts(nn.Module):
         of = own.repeat_interleave(arriving.flatten(), output_size=sum(received))
         return _Trip(sent, received, sort_slots(of[:, None], counts.shape[1]))
 
-    def _weights(self) -> list[Tensor]:
-        rows = [cast(DTensor, parameter).to_local() for parameter in (self.up, self.out)]
-        return rows if self.mesh.config.slices == 1 else [self._gathered(r) for r in rows]
+    @property
+    def _group(self) -> dist.ProcessGroup | None:
+        """The ranks that have the same experts, if there are others."""
+        return self.mesh.slices if self.mesh.config.slices > 1 else None
 
-    def _gathered(self, rows: Tensor) -> Tensor:
-        """The rows of all ranks that have the same experts."""
-        gathered: Tensor = _Gather.apply(rows, self.precision, self.mesh.slices)
-        return gathered
+    def _made_again(self, rows: list[Tensor], weights: list[Tensor]) -> AbstractContextManager[None]:
+        """Inside, autograd saves the rows of this rank in place of the weights made from them."""
+        made = {w.untyped_storage().data_ptr(): r.detach() for w, r in zip(weights, rows, strict=True) if w is not r}
+
+        def pack(saved: Tensor) -> Any:
+            source = made.get(saved.untyped_storage().data_ptr())
+            return saved if source is None else (source, saved.size(), saved.stride(), saved.storage_offset())
+
+        def unpack(packed: Any) -> Tensor:
+            if isinstance(packed, Tensor):
+                return packed
+            source, *view = packed
+            return _gathered(source, self.precision, self._group).as_strided(*view)
+
+        hooks: AbstractContextManager[None] = saved_tensors_hooks(pack, unpack)
+        return hooks if self.again and torch.is_grad_enabled() else nullcontext()
 
 
 class _Trip(NamedTuple):
@@ -136,20 +165,28 @@ def _exchanged(x: Tensor, sent: list[int], received: list[int], group: dist.Proc
 
 
 class _Gather(torch.autograd.Function):
-    """The rows of all ranks of a group, rounded to a precision; the backward pass sums gradients in float32."""
+    """The rows of all ranks of a group, rounded to a precision; the backward pass sums gradients in the rows' type."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, precision: torch.dtype, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, precision: torch.dtype, group: dist.ProcessGroup | None) -> Tensor:
         ctx.dtype, ctx.group = rows.dtype, group
-        rounded = rows.to(precision)
-        gathered = rounded.new_empty((len(rows) * group.size(), *rows.shape[1:]))
-        dist.all_gather_into_tensor(gathered, rounded, group=group)
-        return gathered
+        return _gathered(rows, precision, group)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        wide = gradient.to(ctx.dtype).contiguous()
+        wide = gradient.to(ctx.dtype)
+        if ctx.group is None:
+            return wide, None, None
         own = wide.new_empty((len(wide) // ctx.group.size(), *wide.shape[1:]))
-        dist.reduce_scatter_tensor(own, wide, group=ctx.group)
+        _reduce_scatter(own, wide.contiguous(), group=ctx.group)
         return own, None, None
+
+
+def _gathered(rows: Tensor, precision: torch.dtype, group: dist.ProcessGroup | None) -> Tensor:
+    rounded = rows.to(precision)
+    if group is None:
+        return rounded
+    gathered = rounded.new_empty((len(rows) * group.size(), *rows.shape[1:]))
+    _all_gather(gathered, rounded, group=group)
+    return gathered

@@ -141,7 +141,7 @@ class ShardedStep(RankedStep):
     def __init__(self, model: Decoder, parts: Parts, config: RunConfig, mesh: Mesh) -> None:
         self._completes = True
         precision, _ = resolve(config.train, mesh.device)
-        divided = divide_experts(model, mesh, precision)
+        divided = divide_experts(model, mesh, precision, config.train.recompute)
         self._root: Any = shard_model(model, mesh, precision, config.train.z_loss, divided)
         self._kept = gathered_modules(self._root, mesh)
         construct(model, parts, mesh)

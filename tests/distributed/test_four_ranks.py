@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,12 +28,32 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+NIGHTLY: dict[str, tuple[str, dict[str, Any]]] = {
+    "one-expert-each": ("moe", {"shard": 4, "experts": 4}),
+    "biased-experts": ("biased", {"shard": 4, "experts": 2}),
+    "experts-in-turns": ("moe", {"shard": 4, "experts": 2, "turn": 1}),
+    "recomputed-experts": ("moe", {"shard": 4, "experts": 2, "recompute": "sublayers"}),
+    "copied-biased-experts": ("biased", {"data": 2, "shard": 2, "experts": 2}),
+    "experts-and-interleaved": ("moe", {"shard": 2, "experts": 2, **INTERLEAVED}),
+    "experts-and-gpipe": ("moe", {"shard": 2, "experts": 2, "pipeline": 2, "schedule": "gpipe"}),
+    "copied-stages-of-experts": ("biased", {"data": 2, "pipeline": 2}),
+    "four-stages-of-experts": ("moe", {"pipeline": 4}),
+}
+
+
+def train(out: Path, cases: dict[str, tuple[str, dict[str, Any]]]) -> dict[str, dict[str, Tensor]]:
+    launch(4, "tests.distributed.worker", out, [(name, model, parallel) for name, (model, parallel) in cases.items()])
+    return {name: load_file(out / f"{name}.safetensors") for name in cases}
+
+
 @pytest.fixture(scope="module")
 def traces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Tensor]]:
-    out = tmp_path_factory.mktemp("traces")
-    cases = [(name, model, parallel) for name, (model, parallel) in CASES.items()]
-    launch(4, "tests.distributed.worker", out, cases)
-    return {name: load_file(out / f"{name}.safetensors") for name in CASES}
+    return train(tmp_path_factory.mktemp("traces"), CASES)
+
+
+@pytest.fixture(scope="module")
+def nightly_traces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Tensor]]:
+    return train(tmp_path_factory.mktemp("traces"), NIGHTLY)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -40,6 +61,16 @@ def test_four_ranks_train_as_one(traces: Any, name: str) -> None:
     from tests.distributed.worker import single
 
     assert_same_training(traces[name], single(CASES[name][0]))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", NIGHTLY)
+def test_four_ranks_divide_experts_in_other_ways(nightly_traces: Any, name: str) -> None:
+    from tests.distributed.worker import single
+
+    model, parallel = NIGHTLY[name]
+    recipe = {key: parallel[key] for key in ("recompute",) if key in parallel}
+    assert_same_training(nightly_traces[name], single(model, **recipe))
 
 
 def test_a_longer_pipeline_sends_every_block_to_every_later_rank(traces: Any) -> None:

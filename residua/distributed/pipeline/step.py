@@ -69,7 +69,7 @@ class PipelinedStep(RankedStep):
         if recipe.recompute == "sublayers":
             recompute_sublayers(model)
         self.blocks = model.topology.blocks
-        divided = divide_experts(model, mesh, precision)
+        divided = divide_experts(model, mesh, precision, recipe.recompute)
         boundary, cache = model.topology.boundary(), StageCache()
         modules = [Slice(model, boundary, self.slices[i], self.routes[i], cache, settings) for i in own]
         self.shared = SharedParameters(model, mesh, again)
