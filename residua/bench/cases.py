@@ -71,7 +71,8 @@ def operators(shape: Shape, device: torch.device) -> dict[str, Callable[[], Case
         "mix_projection": _mix_projection,
         "mix_heads": _mix_heads,
         "manifold_hyper": _manifold_hyper,
-        "linear_cross_entropy": _linear_cross_entropy,
+        "linear_cross_entropy": partial(_cross_entropy, "linear_cross_entropy"),
+        "training_cross_entropy": partial(_cross_entropy, "training_cross_entropy"),
     }
     return {name: partial(make, shape, device) for name, make in made.items()}
 
@@ -181,19 +182,19 @@ def _manifold_hyper(shape: Shape, device: torch.device) -> Case:
     return Case(f"mhc junction, {n} streams", junction, inputs, *_bytes(stream_rows(n), shape))
 
 
-def _linear_cross_entropy(shape: Shape, device: torch.device) -> Case:
+def _cross_entropy(name: str, shape: Shape, device: torch.device) -> Case:
     hidden = _random(shape, device)
     weight = torch.randn(shape.vocabulary, shape.width, device=device) / shape.width**0.5
     targets = torch.randint(shape.vocabulary, (shape.tokens,), device=device)
 
     def loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Sequence[Tensor]:
-        cross_entropy, z = ops.linear_cross_entropy(hidden, weight, targets, z_loss=1e-5)
+        cross_entropy, z = getattr(ops, name)(hidden, weight, targets, z_loss=1e-5)
         return [cross_entropy + z]
 
     flops = 6 * shape.tokens * shape.width * shape.vocabulary
     # h, W → a number; h, W → dh, dW
     moved = hidden.nbytes + weight.nbytes
-    return Case(f"linear_cross_entropy, {shape.vocabulary}", loss, (hidden, weight, targets), moved, 2 * moved, flops)
+    return Case(f"{name}, {shape.vocabulary}", loss, (hidden, weight, targets), moved, 2 * moved, flops)
 
 
 def _depth_path(name: str, config: choices.Topology, shape: Shape, device: torch.device) -> Case:

@@ -17,6 +17,7 @@ def peers(operator: str) -> dict[str, Function]:
         "depth_attention": {"fla": _fla_attention, "liger_kernel": _liger_attention},
         "manifold_hyper": {"liger_kernel": _liger_manifold_hyper},
         "linear_cross_entropy": {"liger_kernel": _liger_cross_entropy},
+        "training_cross_entropy": {"liger_kernel": _liger_cross_entropy},
     }
     return {name: peer for name, peer in found.get(operator, {}).items() if find_spec(name) is not None}
 

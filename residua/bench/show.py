@@ -110,7 +110,7 @@ def print_operators(console: Console, results: Sequence[OpResult]) -> None:
     console.print(
         "both: forward and backward. MiB: the least traffic, with every input of a junction read once and every output "
         "written once (kernels that evaluate several reads together may move less). "
-        "share: MiB per second as a share of the copy bandwidth; for linear_cross_entropy, FLOP/s as a share of the "
+        "share: MiB per second as a share of the copy bandwidth; for cross-entropies, FLOP/s as a share of the "
         "matrix product's. GiB: memory that both passes need on top of the inputs.",
         soft_wrap=True,
     )

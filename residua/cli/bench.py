@@ -269,7 +269,7 @@ def operators(
     streams: Annotated[int, typer.Option(min=2, help="Streams of multi_gate.")] = 4,
     sources: Annotated[int, typer.Option(min=1, help="Sources of depth_attention.")] = 12,
     sublayers: Annotated[int, typer.Option(min=4, help="Sublayers of `depth`.")] = 24,
-    vocabulary: Annotated[int, typer.Option(min=2, help="Vocabulary of linear_cross_entropy.")] = 50_304,
+    vocabulary: Annotated[int, typer.Option(min=2, help="Vocabulary of the cross-entropies.")] = 50_304,
     precision: Annotated[str, typer.Option(show_default="bfloat16 on a GPU", help="bfloat16 or float32.")] = "",
     implementations: Annotated[
         str, typer.Option(help="Any of fused, reference and compiled (the reference under torch.compile).")

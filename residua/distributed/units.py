@@ -140,4 +140,4 @@ class LayeredLosses(nn.Module):
         return h, state, self.model.anchors.open(x), self.model._rotary(tokens)
 
     def _end(self, h: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        return ops.linear_cross_entropy(self.model.norm(h), self.model.head_weight, targets, z_loss=self.z_loss)
+        return ops.training_cross_entropy(self.model.norm(h), self.model.head_weight, targets, z_loss=self.z_loss)

@@ -125,6 +125,9 @@ def _sublayers(d: Draw) -> dict[str, Call]:
         "linear_cross_entropy": Call(
             ops.linear_cross_entropy, (d.x(T, C), d.w(1000, C, scale=square), d.below(1000, T)), {"z_loss": 1e-4}
         ),
+        "training_cross_entropy": Call(  # only loss + z has a right gradient: without z, the loss
+            ops.training_cross_entropy, (d.x(T, C), d.w(1000, C, scale=square), d.below(1000, T)), first=True
+        ),
         "symmetric_product": Call(
             ops.symmetric_product, (d.x(2, 512, C, scale=square),), gradients=False, note=f"{_HOPPER} or Blackwell"
         ),

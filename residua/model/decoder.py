@@ -162,14 +162,17 @@ class Decoder(nn.Module):
     def routed_losses(
         self, tokens: Tensor, targets: Tensor, z_loss: float = 0.0, segments: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Routing | None]:
-        """`losses`, and the routing of all mixtures of experts, stacked by layer; None if there are none."""
+        """`losses` to be minimised together, and the routing of all mixtures of experts, stacked by layer, or None.
+
+        Only the gradient of cross-entropy + z-term is right, not of either alone (`ops.training_cross_entropy`).
+        """
         h, routed = self._run(tokens, segments)
-        cross_entropy, z = ops.linear_cross_entropy(h, self.head_weight, targets, z_loss=z_loss)
+        cross_entropy, z = ops.training_cross_entropy(h, self.head_weight, targets, z_loss=z_loss)
         return cross_entropy, z, Routing.stack(routed) if routed else None
 
     def loss(self, tokens: Tensor, targets: Tensor, z_loss: float = 0.0, segments: Tensor | None = None) -> Tensor:
         """Cross-entropy plus the z-term, which training minimises; with z_loss = 0 the pure cross-entropy."""
-        cross_entropy, z = self.losses(tokens, targets, z_loss, segments)
+        cross_entropy, z, _ = self.routed_losses(tokens, targets, z_loss, segments)
         return cross_entropy + z
 
     def _embedded(self, tokens: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from residua.ops.gated_norm import gate_scores, gated_norm, low_rank_gate
 from residua.ops.grouped_linear import grouped_linear
 from residua.ops.hyper_connection import hyper_step, sinkhorn
 from residua.ops.kimi_delta import kimi_delta
-from residua.ops.linear_cross_entropy import linear_cross_entropy
+from residua.ops.linear_cross_entropy import linear_cross_entropy, training_cross_entropy
 from residua.ops.mix_projection import Sections, mix_heads, mix_projection
 from residua.ops.multi_gate import (
     gates,
@@ -59,4 +59,5 @@ __all__ = [
     "sinkhorn",
     "squared_relu_ffn",
     "symmetric_product",
+    "training_cross_entropy",
 ]

@@ -157,6 +157,7 @@ def squared_relu(width: int, hidden: int, plan: str, tokens: int = 300) -> None:
 def linear_cross_entropy(dtype: torch.dtype, vocabulary: int) -> None:
     hidden, targets = draw(3, 16, dtype=dtype), torch.zeros(3, dtype=torch.int64)
     both(ops.linear_cross_entropy(hidden, draw(vocabulary, 16), targets))
+    both(ops.training_cross_entropy(hidden, draw(vocabulary, 16), targets)[:1])
     with torch.no_grad():
         ops.linear_cross_entropy(hidden, draw(vocabulary, 16), targets)
 

@@ -48,6 +48,12 @@ def results(operator: Callable, hidden: Tensor, weight: Tensor, targets: Tensor,
     return [loss, z, *torch.autograd.grad(g[0] * loss + g[1] * z, leaves)]
 
 
+def trained(operator: Callable, hidden: Tensor, weight: Tensor, targets: Tensor, g: float) -> list[Tensor]:
+    leaves = [t.detach().clone().requires_grad_() for t in (hidden, weight)]
+    loss, z = operator(*leaves, targets, z_loss=Z)
+    return [loss, z, *torch.autograd.grad(g * (loss + z), leaves)]
+
+
 def assert_close(ours: list[Tensor], exact: list[Tensor], tolerance: float) -> None:
     for name, a, b in zip(("loss", "z", "hidden", "weight"), ours, exact, strict=True):
         error = (a.double() - b).norm() / b.norm().clamp(min=1e-12)
@@ -57,6 +63,79 @@ def assert_close(ours: list[Tensor], exact: list[Tensor], tolerance: float) -> N
 def fused_operator(*args: Tensor, **kwargs: float) -> tuple[Tensor, Tensor]:
     with ops.backend("triton"):
         return ops.linear_cross_entropy(*args, **kwargs)
+
+
+def fused_training(*args: Tensor, **kwargs: float) -> tuple[Tensor, Tensor]:
+    with ops.backend("triton"):
+        return ops.training_cross_entropy(*args, **kwargs)
+
+
+@pytest.fixture(params=["whole", "in chunks"])
+def chunks(request, monkeypatch):
+    if request.param == "in chunks":
+        monkeypatch.setattr(launch, "TRAINED_BYTES", 4 * VOCABULARY * 3)
+        monkeypatch.setattr(launch, "TILE", 1)
+
+
+def test_in_training_gradients_of_the_sum_equal_the_references(chunks):
+    drawn = [t.double() if t.is_floating_point() else t for t in inputs()]
+    ours = trained(autograd.training_cross_entropy, *drawn, 0.7)
+    assert_close(ours, results(reference, *drawn, (0.7, 0.7)), 1e-12)
+
+
+@interpreter
+def test_in_training_the_kernel_equals_the_reference(chunks):
+    hidden, weight, targets = inputs()
+    exact = results(reference, hidden.double(), weight.double(), targets, (0.7, 0.7))
+    assert_close(trained(fused_training, hidden, weight, targets, 0.7), exact, 2e-6)
+
+
+def test_in_training_ignored_and_absent_tokens_cost_nothing(chunks):
+    hidden, weight, targets = inputs()
+    ignored = trained(autograd.training_cross_entropy, hidden, weight, torch.full_like(targets, -100), 1.0)
+    absent = trained(autograd.training_cross_entropy, hidden[:0], weight, targets[:0], 1.0)
+    assert all(t.count_nonzero() == 0 for t in [*ignored, *absent])
+
+
+def test_in_training_a_coefficient_of_zero_still_teaches_the_target():
+    """1 + 2·z_loss·lse = 0: only the target's entry is left."""
+    weight = torch.tensor([[-5.0], [-5.0]], dtype=torch.float64)
+    hidden = torch.full((1, 1), (torch.tensor(2.0).double().log() + 1 / (2 * Z)).item() / 5, dtype=torch.float64)
+    drawn = (hidden, weight, torch.tensor([1]))
+    ours = trained(autograd.training_cross_entropy, *drawn, 1.0)
+    assert_close(ours, results(reference, *drawn, (1.0, 1.0)), 1e-12)
+
+
+def test_in_training_one_graph_and_masters_in_float32():
+    hidden, weight, targets = inputs()
+
+    def step(h: Tensor, w: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss, z = autograd.training_cross_entropy(h * 2, w, targets, z_loss=Z)
+        return loss + z
+
+    outcomes = []
+    for function in (step, torch.compile(step, backend="aot_eager", fullgraph=True)):
+        leaves = [t.clone().requires_grad_() for t in (hidden, weight)]
+        outcomes.append(torch.autograd.grad(function(*leaves), leaves))
+    assert all(torch.equal(a, b) and a.dtype == torch.float32 for a, b in zip(*outcomes, strict=True))
+
+
+def test_in_training_logits_of_some_tokens_are_there_at_a_time(monkeypatch):
+    monkeypatch.setattr(launch, "TRAINED_BYTES", 2 * VOCABULARY * 4)
+    monkeypatch.setattr(launch, "TILE", 1)
+    hidden, weight, targets = inputs(torch.bfloat16, torch.float32, n=24, c=4)
+    with Largest() as seen:
+        trained(autograd.training_cross_entropy, hidden, weight, targets, 1.0)
+    assert seen.elements[torch.bfloat16] <= 4 * VOCABULARY and seen.elements[torch.float32] <= 4 * VOCABULARY
+
+
+@pytest.mark.parametrize("tokens, most, expected", [(24, 8, 3), (25, 8, 4), (0, 8, 1), (5, 0, 5), (1000, 600, 2)])
+def test_chunks_are_equal_whole_tiles(tokens, most, expected):
+    chunks = launch._chunks(tokens, torch.empty(2, 1), 8 * most)
+    sizes = [len(range(tokens)[rows]) for rows in chunks]
+    assert len(chunks) == expected and sum(sizes) == tokens and max(sizes) <= max(most, 1)
+    assert most < launch.TILE or all(rows.start % launch.TILE == 0 for rows in chunks)
 
 
 @pytest.fixture(params=["kept", "recomputed"])
@@ -168,7 +247,8 @@ class Largest(TorchDispatchMode):
         self.elements: Counter[torch.dtype] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        inside = {str(autograd._forward): launch.forward, str(autograd._backward): launch.backward}.get(str(func))
+        inside = {str(autograd._forward): launch.forward, str(autograd._backward): launch.backward,
+                  str(autograd._trained): launch.trained}.get(str(func))  # fmt: skip
         if inside is not None:
             with self:
                 return inside(*args, **kwargs or {})
@@ -213,6 +293,34 @@ def test_on_a_gpu_every_gradient_is_right(dtype, g, width, memory):
     exact = results(reference, hidden.double(), weight.to(dtype).double(), targets, g)
     tolerance = {torch.float32: 2e-5, torch.bfloat16: 1e-2}[dtype]
     assert_close(results(fused_operator, hidden, weight, targets, g), exact, tolerance)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(fused.INTERPRETED, reason="needs TRITON_INTERPRET=0")
+@pytest.mark.parametrize("width", [768, 1000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_on_a_gpu_gradients_in_training_are_right(dtype, width, monkeypatch):
+    monkeypatch.setattr(launch, "TRAINED_BYTES", 2 * 50304 * 100)
+    monkeypatch.setattr(launch, "TILE", 1)
+    hidden, weight, targets = inputs(dtype, torch.float32, "cuda", n=300, c=width, v=50304)
+    weight = weight / width**0.5
+    exact = results(reference, hidden.double(), weight.to(dtype).double(), targets, (0.7, 0.7))
+    tolerance = {torch.float32: 2e-5, torch.bfloat16: 1e-2}[dtype]
+    assert_close(trained(fused_training, hidden, weight, targets, 0.7), exact, tolerance)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(fused.INTERPRETED, reason="needs TRITON_INTERPRET=0")
+def test_on_a_gpu_training_takes_less_than_a_gibibyte_beyond_inputs_and_outputs():
+    hidden, weight, targets = inputs(torch.bfloat16, torch.float32, "cuda", n=16384, c=768, v=50304)
+    leaves = [t.requires_grad_() for t in (hidden, weight)]
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    loss, z = fused_training(*leaves, targets, z_loss=Z)
+    gradients = torch.autograd.grad(loss + z, leaves)
+    beyond = torch.cuda.max_memory_allocated() - before - sum(g.nbytes for g in gradients)
+    assert beyond <= 2**30, beyond
 
 
 @pytest.mark.gpu

@@ -140,7 +140,7 @@ class Slice(nn.Module):
         assert self.norm is not None and targets is not None
         head = self.unembed if self.unembed is not None else self.embed
         assert head is not None
-        ce, z = ops.linear_cross_entropy(self.norm(h), head.weight, targets, z_loss=self.settings.z_loss)
+        ce, z = ops.training_cross_entropy(self.norm(h), head.weight, targets, z_loss=self.settings.z_loss)
         held = [value for name, value in items.items() if name.startswith(PASSIVE)]
         return hold(torch.stack([ce, z]), held)
 

@@ -9,6 +9,7 @@ from residua.ops._runtime.backend import Operator
 from residua.ops.linear_cross_entropy import autograd, launch, reference
 
 linear_cross_entropy = Operator(reference.linear_cross_entropy)
+training_cross_entropy = Operator(reference.training_cross_entropy)
 
 
 def _serves(hidden: Tensor, weight: Tensor, targets: Tensor, **_: Any) -> bool:
@@ -16,8 +17,9 @@ def _serves(hidden: Tensor, weight: Tensor, targets: Tensor, **_: Any) -> bool:
 
 
 linear_cross_entropy.register_fused(autograd.linear_cross_entropy, _serves)
+training_cross_entropy.register_fused(autograd.training_cross_entropy, _serves)
 
 token_likelihoods = Operator(reference.token_likelihoods)
 token_likelihoods.register_fused(launch.token_likelihoods, _serves)
 
-__all__ = ["linear_cross_entropy", "token_likelihoods"]
+__all__ = ["linear_cross_entropy", "token_likelihoods", "training_cross_entropy"]

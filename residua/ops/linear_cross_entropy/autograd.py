@@ -7,6 +7,10 @@ of their other operands, and the target's entry of p is replaced by p_target −
 float32 scalars. That is exact for any g and g_z, and costs no arithmetic beyond the three products.
 
 If p would take more than KEPT_BYTES it is not kept: the backward pass recomputes it, some tokens at a time.
+
+`training_cross_entropy` is for the sum of both losses, where g = g_z. Then c = g·w/count with w = 1 + 2·z_loss·lse, and
+the forward pass knows all of it but g. So it multiplies p by both matrices at once, some tokens at a time, and keeps
+p·W [N, C] and pᵀ·(w·hidden) [V, C] instead of p [N, V]; the backward pass scales them.
 """
 
 from __future__ import annotations
@@ -35,21 +39,44 @@ _backward = operator(
     launch.backward_outputs,
     ahead=False,
 )
+_trained = operator(
+    "training_cross_entropy(Tensor hidden, Tensor weight, Tensor cast, Tensor targets, float z_loss,"
+    " SymInt ignore_index) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    launch.trained,
+    launch.trained_outputs,
+    ahead=False,
+)
 
 
 def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, targets: Tensor, *, z_loss: float = 0.0, ignore_index: int = -100
 ) -> tuple[Tensor, Tensor]:
     """The fused twin of the reference; logits exist only in hidden's dtype (under autocast, in autocast's)."""
+    rows, cast, flat_targets, wanted = _prepared(hidden, weight, targets)
+    keep = wanted and rows.shape[0] * weight.shape[0] * rows.element_size() <= KEPT_BYTES
+    loss, z, *_ = _forward(rows, weight, cast, flat_targets, z_loss, ignore_index, keep)
+    return loss, z
+
+
+def training_cross_entropy(
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, z_loss: float = 0.0, ignore_index: int = -100
+) -> tuple[Tensor, Tensor]:
+    """The fused twin of the reference: the loss carries the gradient of loss + z, and z none."""
+    rows, cast, flat_targets, wanted = _prepared(hidden, weight, targets)
+    if wanted:
+        loss, z, *_ = _trained(rows, weight, cast, flat_targets, z_loss, ignore_index)
+    else:
+        loss, z, *_ = _forward(rows, weight, cast, flat_targets, z_loss, ignore_index, False)
+    return loss, z
+
+
+def _prepared(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor, bool]:
+    """Rows and the matrix in the dtype of the products, targets, and whether anyone wants a gradient."""
     kind = hidden.device.type
     if torch.is_autocast_enabled(kind):
         hidden = hidden.to(torch.get_autocast_dtype(kind))
-    rows, flat_targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
-    cast = weight.detach().to(hidden.dtype)
     wanted = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    keep = wanted and rows.shape[0] * weight.shape[0] * hidden.element_size() <= KEPT_BYTES
-    loss, z, *_ = _forward(rows, weight, cast, flat_targets, z_loss, ignore_index, keep)
-    return loss, z
+    return hidden.reshape(-1, hidden.shape[-1]), weight.detach().to(hidden.dtype), targets.reshape(-1), wanted
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -68,3 +95,25 @@ def _differentiate(ctx: Any, g_loss: Tensor | None, g_z: Tensor | None, *_: None
 
 
 differentiate(_forward, _differentiate, _save)
+
+
+def _save_trained(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _, weight, _, targets, ctx.z_loss, ctx.ignore_index = inputs
+    ctx.weight_dtype = weight.dtype
+    ctx.save_for_backward(targets, *output[2:])
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate_trained(ctx: Any, g: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+    if g is None:
+        return (None,) * 6
+    targets, lse, p_weight, p_hidden = ctx.saved_tensors
+    counted = targets != ctx.ignore_index
+    share = g / counted.sum().clamp(min=1)
+    scale = launch.coefficients(lse, counted, ctx.z_loss) * share
+    # in the products' dtype, so that compiled code reads and writes half the bytes
+    g_hidden = (p_weight * scale[:, None]).to(p_weight.dtype)
+    return g_hidden, (p_hidden * share).to(ctx.weight_dtype), None, None, None, None
+
+
+differentiate(_trained, _differentiate_trained, _save_trained)

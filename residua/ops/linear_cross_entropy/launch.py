@@ -10,9 +10,11 @@ from residua.ops._runtime.launch import on, power
 from residua.ops._runtime.numeric import wide
 
 CHUNK_BYTES = 512 * 2**20
+TRAINED_BYTES = 768 * 2**20
 # Stands for a coefficient of exactly 0, where the target's entry would otherwise be divided by it.
 TINY = 1e-20
 LANES, ROWS, WARPS = 4096, 4, 16
+TILE = 256
 
 
 def forward_outputs(
@@ -37,7 +39,7 @@ def forward(
     else:
         parts = [
             _softmax_(torch.mm(hidden[rows], cast.t()), targets[rows], ignore_index, False)
-            for rows in _chunks(hidden.shape[0], cast)
+            for rows in _chunks(hidden.shape[0], cast, CHUNK_BYTES)
         ]
         lse, nll = (torch.cat(part) for part in zip(*parts, strict=True))
     counted = targets != ignore_index
@@ -87,12 +89,63 @@ def backward(
         return _products(kept, hidden, cast, scale, entry, target, weight_dtype)
     g_hidden = torch.empty_like(hidden)
     g_weight = torch.zeros(cast.shape, dtype=weight_dtype, device=cast.device)
-    for rows in _chunks(hidden.shape[0], cast):
+    for rows in _chunks(hidden.shape[0], cast, CHUNK_BYTES):
         p = torch.mm(hidden[rows], cast.t())
         _softmax_(p, targets[rows], ignore_index, True)
         g_hidden[rows], g = _products(p, hidden[rows], cast, scale[rows], entry[rows], target[rows], weight_dtype)
         g_weight += g
     return g_hidden, g_weight
+
+
+def trained_outputs(
+    hidden: Tensor, weight: Tensor, cast: Tensor, targets: Tensor, z_loss: float, ignore_index: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    single = torch.promote_types(hidden.dtype, torch.float32)
+    loss, z = (hidden.new_empty((), dtype=single) for _ in range(2))
+    lse = hidden.new_empty(hidden.shape[:1], dtype=single)
+    return loss, z, lse, torch.empty_like(hidden), torch.empty_like(cast, dtype=single)
+
+
+def trained(
+    hidden: Tensor, weight: Tensor, cast: Tensor, targets: Tensor, z_loss: float, ignore_index: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """loss, z, lse [N], p·W [N, C] and pᵀ·(w·hidden) [V, C] in float32, with p_target less 1/w; w as `coefficients`."""
+    _, _, _, p_weight, p_hidden = trained_outputs(hidden, weight, cast, targets, z_loss, ignore_index)
+    counted = targets != ignore_index
+    target = torch.where(counted, targets, 0)[:, None]
+    chunks, parts = _chunks(hidden.shape[0], cast, TRAINED_BYTES), []
+    for rows in chunks:
+        p = torch.mm(hidden[rows], cast.t())
+        lse, nll = _softmax_(p, targets[rows], ignore_index, True)
+        scale = coefficients(lse, counted[rows], z_loss)[:, None]
+        p.scatter_(1, target[rows], (torch.exp(-nll[:, None]) - 1 / torch.where(scale == 0, 1, scale)).to(p.dtype))
+        torch.mm(p, cast, out=p_weight[rows])
+        _add_product(p_hidden, p.t(), (hidden[rows] * scale).to(p.dtype), first=rows is chunks[0])
+        parts.append((lse, nll))
+        del p  # before the next is made
+    lse, nll = (torch.cat(part) for part in zip(*parts, strict=True))
+    count = counted.sum().clamp(min=1)
+    z = z_loss * lse.square().where(counted, 0).sum() / count
+    return nll.sum() / count, z, lse, p_weight, p_hidden
+
+
+def coefficients(lse: Tensor, counted: Tensor, z_loss: float) -> Tensor:
+    """w = 1 + 2·z_loss·lse of each token, never exactly 0; 0 where its target does not count."""
+    scale = 1 + 2 * z_loss * lse
+    return torch.where(counted, torch.where(scale == 0, TINY, scale), 0)
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
+    """total ← a·b, or total + a·b unless `first`, accumulated in total's dtype."""
+    if a.is_cuda and total.dtype != a.dtype:
+        if first:
+            torch.mm(a, b, out_dtype=total.dtype, out=total)
+        else:
+            torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    elif first:
+        total.copy_(torch.mm(a, b))
+    else:
+        total.add_(torch.mm(a, b))
 
 
 def _products(
@@ -108,9 +161,11 @@ def _products(
     return g_hidden, torch.mm(p.t(), scaled).to(weight_dtype)
 
 
-def _chunks(tokens: int, cast: Tensor) -> list[slice]:
-    """Runs of tokens whose logits take about CHUNK_BYTES; one empty run for no tokens."""
-    size = max(1, CHUNK_BYTES // (cast.shape[0] * cast.element_size()))
+def _chunks(tokens: int, cast: Tensor, most: int) -> list[slice]:
+    """Equal runs of tokens whose logits take at most `most` bytes, whole tiles if possible; one for no tokens."""
+    fits = max(1, most // (cast.shape[0] * cast.element_size()))
+    size = -(-max(tokens, 1) // -(-max(tokens, 1) // fits))
+    size = min(fits, -(-size // TILE) * TILE)
     return [slice(start, start + size) for start in range(0, max(tokens, 1), size)]
 
 

@@ -34,3 +34,13 @@ def token_likelihoods(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[
     """
     logits = wide(linear(hidden, weight.to(hidden.dtype)))
     return logits.log_softmax(-1).gather(-1, targets[:, None])[:, 0], logits.argmax(-1) == targets
+
+
+def training_cross_entropy(
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, z_loss: float = 0.0, ignore_index: int = -100
+) -> tuple[Tensor, Tensor]:
+    """`linear_cross_entropy` for who minimises loss + z: only the gradient of the sum is right, not of either alone.
+
+    Knowing that, an implementation can compute the gradients in the forward pass, and keep no probabilities for later.
+    """
+    return linear_cross_entropy(hidden, weight, targets, z_loss=z_loss, ignore_index=ignore_index)
