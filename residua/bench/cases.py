@@ -63,7 +63,7 @@ class Case:
 
 def operators(shape: Shape, device: torch.device) -> dict[str, Callable[[], Case]]:
     """The cases by name; their tensors are made when one is called."""
-    made = {
+    made: dict[str, Callable[[Shape, torch.device], Case]] = {
         "multi_gate": _multi_gate,
         "gated_norm": _gated_norm,
         "add_norm": _add_norm,
