@@ -38,6 +38,11 @@ NIGHTLY: dict[str, tuple[str, dict[str, Any]]] = {
     "experts-and-gpipe": ("moe", {"shard": 2, "experts": 2, "pipeline": 2, "schedule": "gpipe"}),
     "copied-stages-of-experts": ("biased", {"data": 2, "pipeline": 2}),
     "four-stages-of-experts": ("moe", {"pipeline": 4}),
+    "recomputed-stages-of-experts": ("biased", {"data": 2, "pipeline": 2, "recompute": "sublayers"}),
+    "compiled-experts": (
+        "moe",
+        {"data": 2, "shard": 2, "experts": 2, "layers": 2, "compile": "on", "backend": "eager"},
+    ),
 }
 
 
@@ -69,7 +74,7 @@ def test_four_ranks_divide_experts_in_other_ways(nightly_traces: Any, name: str)
     from tests.distributed.worker import single
 
     model, parallel = NIGHTLY[name]
-    recipe = {key: parallel[key] for key in ("recompute",) if key in parallel}
+    recipe = {key: parallel[key] for key in ("recompute", "layers") if key in parallel}
     assert_same_training(nightly_traces[name], single(model, **recipe))
 
 

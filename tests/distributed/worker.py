@@ -112,7 +112,8 @@ def ranked(model: str, parallel: dict[str, Any]) -> dict[str, Tensor]:
     way, crowded = parallel.pop("way", None), parallel.pop("crowded", False)
     units.SMALLEST_UNIT = parallel.pop("smallest_unit", 1)
     optimizer.TURN = parallel.pop("turn", 1 << 24)
-    stage.compile_rewritten = partial(torch.compile, dynamic=False, backend=parallel.pop("backend", None))
+    compiler = partial(torch.compile, dynamic=False, backend=parallel.pop("backend", None))
+    stage.compile_rewritten = units.compile_rewritten = compiler
     recipe = {
         key: parallel.pop(key) for key in ("layers", "precision", "recompute", "compile", "balance") if key in parallel
     }
