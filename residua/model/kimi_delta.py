@@ -101,8 +101,8 @@ class KimiDeltaAttention(nn.Module):
 
     def _log_decay(self, low: Tensor) -> Tensor:
         """g [B, T, H, D] in at least float32, of the low-rank map's middle [B, T, D]."""
-        raised = self._by_head(wide(self.decay(low)) + wide(self.dt_bias))
-        return -wide(self.A_log).exp()[:, None] * softplus(raised)
+        steps = softplus(wide(self.decay(low)) + wide(self.dt_bias))
+        return -wide(self.A_log).exp()[:, None] * self._by_head(steps)
 
     def _by_head(self, x: Tensor) -> Tensor:
         by_head: Tensor = x.unflatten(-1, (self.heads, self.head_dim))

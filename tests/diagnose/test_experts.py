@@ -52,6 +52,31 @@ def test_expert_load_is_that_of_the_whole_text(made: tuple[Decoder, ModelDiagnos
     torch.testing.assert_close(torch.tensor([e.load for e in found.experts]), routing.load, atol=1e-6, rtol=0)
 
 
+def test_kimi_linear_is_diagnosed_as_other_hybrids_are() -> None:
+    torch.manual_seed(0)
+    attention = {
+        "kind": "hybrid",
+        "softmax_every": 2,
+        "softmax": {"kind": "mla", "heads": 2, "head_dim": 6, "shared_dim": 4, "rank": 10, "positions": "none"},
+        "linear": {"kind": "kimi_delta", "heads": 2, "head_dim": 8},
+    }
+    experts = MIXTURE | {"dense_layers": 1, "router": {"kind": "sigmoid_scores"}}
+    sparse = planted.control(attention=attention, ffn=experts, topology={"kind": "full_attnres"})
+    found = planted.diagnosed(sparse, planted.sample(), ablations="all")
+    assert [site.kind for site in found.sites[:4]] == [
+        "linear attention",
+        "feed-forward",
+        "attention",
+        "mixture of experts",
+    ]
+    softmax = sparse.config.softmax_layers
+    assert [a.layer for a in found.attention] == list(softmax) and found.skipped == []
+    heads = [ablation.label for ablation in found.ablations if ablation.kind == "head"]
+    assert heads == [f"layer {layer} head {head}" for layer in softmax for head in (0, 1)]
+    assert [e.layer for e in found.experts] == list(range(1, sparse.config.layers))
+    assert any(ablation.kind == "source" for ablation in found.ablations)
+
+
 def test_a_dead_expert_is_told(made: tuple[Decoder, ModelDiagnosis]) -> None:
     dead = made[1].experts[0].model_copy(update={"load": [0.5, 0.5, 0.0, 0.0]})
     (sentence,) = Experts.sentences(made[1].model_copy(update={"experts": [dead]}))

@@ -30,6 +30,12 @@ MODELS: dict[str, dict[str, Any]] = {
     "dense": {"topology": {"kind": "dense", "dilation": 2}},
     "moe": {"ffn": {"kind": "moe", "experts": 4, "top_k": 2, "hidden": 8}},
     "biased": {
+        "attention": {
+            "kind": "hybrid",
+            "softmax_every": 2,
+            "softmax": {"kind": "mla", "heads": 2, "head_dim": 6, "shared_dim": 4, "rank": 10},
+            "linear": {"kind": "kimi_delta", "heads": 2, "head_dim": 8},
+        },
         "ffn": {
             "kind": "moe",
             "experts": 4,
@@ -37,7 +43,7 @@ MODELS: dict[str, dict[str, Any]] = {
             "hidden": 8,
             "dense_layers": 1,
             "router": {"kind": "sigmoid_scores"},
-        }
+        },
     },
 }
 STEPS, MICRO_BATCH, ACCUMULATE, LENGTH = 2, 2, 4, 6

@@ -23,6 +23,9 @@ def trained_like(config: ModelConfig) -> Decoder:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
+        for name, buffer in model.named_buffers():
+            if name.endswith("router.bias"):
+                buffer.add_(0.1 * torch.randn_like(buffer))
     return model.eval()
 
 

@@ -46,6 +46,22 @@ def hybrid_folder(tmp_path_factory) -> Path:
     return write(model, tmp_path_factory.mktemp("exports") / "hybrid")
 
 
+@pytest.fixture(scope="module")
+def kimi_folder(tmp_path_factory) -> Path:
+    torch.manual_seed(2)
+    attention = {
+        "kind": "hybrid",
+        "softmax_every": 2,
+        "softmax": {"kind": "mla", "heads": 2, "head_dim": 6, "shared_dim": 4, "rank": 10, "positions": "none"},
+        "linear": {"kind": "kimi_delta", "heads": 2, "head_dim": 8},
+    }
+    model = trained_like(bytes_config(small(layers=2, attention=attention)))
+    return write(model, tmp_path_factory.mktemp("exports") / "kimi")
+
+
+FOLDERS = {"mixed": "folder", "hybrid": "hybrid_folder", "kimi": "kimi_folder"}
+
+
 def prompt(batch: int = 2, length: int = 7) -> dict[str, torch.Tensor]:
     tokens = torch.randint(VOCABULARY - 1, (batch, length))
     return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
@@ -65,9 +81,9 @@ def test_an_implementation_that_does_not_exist_is_refused_in_one_sentence(folder
         in_transformers(folder, implementation="kernel")
 
 
-@pytest.mark.parametrize("which", ["mixed", "hybrid"])
+@pytest.mark.parametrize("which", FOLDERS)
 def test_cached_equals_uncached_with_dynamic_and_static_caches(which, request):
-    exported = in_transformers(request.getfixturevalue("folder" if which == "mixed" else "hybrid_folder"))
+    exported = in_transformers(request.getfixturevalue(FOLDERS[which]))
     given = prompt()
     given["attention_mask"][1, :3] = 0
     plain = exported.generate(**given, **GREEDY, use_cache=False)

@@ -44,6 +44,23 @@ def test_a_compiled_model_is_one_graph_with_the_same_loss_and_gradients(topology
     torch.testing.assert_close(compiled_gradients, gradients, rtol=1e-4, atol=1e-6)
 
 
+MIXERS = {
+    "kimi_delta": {"kind": "kimi_delta", "heads": 2, "head_dim": 8},
+    "mla": {"kind": "mla", "heads": 2, "head_dim": 8, "shared_dim": 4, "rank": 12},
+}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_kimi_linears_mixers_are_one_graph(mixer: str) -> None:
+    torch._dynamo.reset()
+    model = randomise(residua.build(small(layers=1, attention=MIXERS[mixer])), 0.05).float()
+    loss, gradients = loss_and_gradients(model, model)
+    again, compiled = loss_and_gradients(model, torch.compile(model, fullgraph=True, backend="aot_eager"))
+    torch.testing.assert_close(again, loss, rtol=1e-5, atol=0)
+    torch.testing.assert_close(compiled, gradients, rtol=1e-4, atol=1e-6)
+
+
 def test_a_hybrid_mixture_on_its_fused_operators_is_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, with a stand-in for flash-linear-attention; PyTorch's grouped product also runs on a CPU."""
     monkeypatch.setattr(library, "_kernels", lambda: kernels)

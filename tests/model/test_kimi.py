@@ -14,8 +14,10 @@ from residua.model import taps
 from residua.model.cache import KeyValueCache, RecurrentCache
 from residua.model.context import Context
 from residua.model.decoder import build
+from residua.model.kept import Kept
 from residua.model.kimi_delta import KimiDeltaAttention
 from residua.model.latent_attention import LatentAttention
+from residua.model.retrofit import retrofit
 from residua.model.size import measure
 from tests.golden import kimi
 from tests.golden.compare import agree, close, leaves_of, random, randomise
@@ -235,3 +237,38 @@ def test_tables_of_a_hybrid_may_leave_their_kind_out() -> None:
     assert (short.softmax.kind, short.linear.kind) == ("softmax", "gated_deltanet")
     kimi_config = small(attention=KIMI)
     assert type(kimi_config).from_dict(kimi_config.model_dump(exclude_none=True)) == kimi_config
+
+
+def test_a_quantized_model_decodes_what_it_computes() -> None:
+    """The map that makes keys and values is rounded: it is called for all cached tokens, as in the full forward."""
+    from residua.quantize.apply import quantize_model
+    from residua.quantize.schemes import find_scheme
+
+    model = build(small(layers=3, attention=KIMI, ffn=EXPERTS)).eval()
+    rounded = quantize_model(model, find_scheme("fp8-row"))
+    assert {name.split(".")[3] for name in rounded if ".body." in name} >= {
+        "project",
+        "gate",
+        "expand",
+        "out",
+        "experts",
+    }
+    assert not any(name.endswith((".decay", ".gates", ".router")) for name in rounded)
+    tokens = tokens_and_targets()[0]
+    with torch.no_grad():
+        cache = model.new_cache(2, 6)
+        parts = [
+            model(tokens[:, :4], cache=cache),
+            model(tokens[:, 4:5], cache=cache),
+            model(tokens[:, 5:], cache=cache),
+        ]
+        torch.testing.assert_close(torch.cat(parts, 1), model(tokens), rtol=1e-4, atol=1e-5)
+
+
+def test_another_topology_starts_as_the_model_it_replaces() -> None:
+    old = randomise(build(small(layers=3, attention=KIMI, ffn=EXPERTS)), 0.1).eval()
+    old.sublayers[3].body.router.bias.copy_(torch.linspace(-0.3, 0.3, 5))
+    new = build(small(layers=3, attention=KIMI, ffn=EXPERTS, topology={"kind": "multi_gate", "streams": 2})).double()
+    kept = retrofit(new, old)
+    assert kept["model"] < Kept.NOT
+    assert torch.equal(new.sublayers[3].body.router.bias, old.sublayers[3].body.router.bias)
