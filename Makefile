@@ -55,9 +55,10 @@ sizes: setup  ## count the parameters of every preset for `residua presets`
 
 setup: $(READY)
 
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml constraints.txt requirements-titan.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q -c constraints.txt -e '.[dev]'
+	$(BIN)/pip install -q --no-deps -r requirements-titan.txt
 	touch $@
 
 $(DOCS): $(READY)

@@ -146,18 +146,12 @@ def _vocabulary_change(
     config: RunConfig, source: str | None, changes: list[str], folder: Path, resume: bool
 ) -> list[str]:
     """The override that gives a model the vocabulary of its text, unless one is asked for or the run has begun."""
-    from residua.config.settings import read_toml
+    from residua.data.source import names_vocabulary, vocabulary
     from residua.storage.run import saved_config
 
-    asked = any(change.replace(" ", "").startswith("model.vocab_size=") for change in changes)
-    of_file = source is not None and source.endswith(".toml") and "vocab_size" in read_toml(source).get("model", {})
-    if asked or of_file or source is None:
+    if source is None or names_vocabulary(source, changes):
         return []
-    if resume:
-        return [f"model.vocab_size={saved_config(folder).model.vocab_size}"]
-    from residua.data.source import vocabulary
-
-    return [f"model.vocab_size={vocabulary(config.data)}"]
+    return [f"model.vocab_size={saved_config(folder).model.vocab_size if resume else vocabulary(config.data)}"]
 
 
 def _default_folder(source: str | None) -> Path:

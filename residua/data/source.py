@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from residua.config.run import DataConfig, RunConfig
-from residua.config.settings import ConfigError
+from residua.config.settings import ConfigError, read_toml
 from residua.data import Dataset, embedded
 from residua.data.dataset import DESCRIPTION
 from residua.data.pipeline import resolve_tokenizer, size_of
@@ -33,6 +34,12 @@ def vocabulary(data: DataConfig) -> int:
         return padded_vocabulary(_prepared(Path(data.path)).vocab_size)
     ready = resolve_tokenizer(data.tokenizer)
     return padded_vocabulary(size_of(ready) if isinstance(ready, str) else ready.vocab_size)
+
+
+def names_vocabulary(source: str, changes: Sequence[str]) -> bool:
+    """Whether the file of a run, or a change to it, gives the model's vocabulary; else it is that of the text."""
+    asked = any(change.replace(" ", "").startswith("model.vocab_size=") for change in changes)
+    return asked or (source.endswith(".toml") and "vocab_size" in read_toml(source).get("model", {}))
 
 
 def _prepared(path: Path) -> Dataset:

@@ -43,10 +43,14 @@ class Mesh:
         self.pipeline_rank, self.data_rank, self.shard_rank = (self.grid.get_local_rank(axis) for axis in AXES)
         self.pipeline, self.data, self.shard = (self.grid.get_group(axis) for axis in AXES)
         if config.experts > 1:
-            # ranks with the same experts are neighbours: so the experts are divided by rows, like any matrix
-            sizes = (config.pipeline * config.data, config.experts, config.slices)
-            within = init_device_mesh(device.type, sizes, mesh_dim_names=("others", "experts", "slices"))
-            self.experts, self.slices = within.get_group("experts"), within.get_group("slices")
+            self._divide_experts()
+
+    def _divide_experts(self) -> None:
+        """Ranks with the same experts are neighbours: so the experts are divided by rows, like any matrix."""
+        config = self.config
+        sizes = (config.pipeline * config.data, config.experts, config.slices)
+        within = init_device_mesh(self.device.type, sizes, mesh_dim_names=("others", "experts", "slices"))
+        self.experts, self.slices = within.get_group("experts"), within.get_group("slices")
 
     @property
     def expert_rank(self) -> int:

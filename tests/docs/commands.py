@@ -22,6 +22,7 @@ NOT_EXECUTED = {
     r" pytest ": "needs a GPU",
     r": torchrun ": "starts several processes: tests/distributed does that",
     r"residua\.distributed\.convert ": "needs a sharded checkpoint: tests/distributed makes one",
+    r"torchtitan\.convert|tools/titan_step": "needs a checkpoint of torchtitan, or a GPU: see tests/integrations",
     r"data prepare org/name": "downloads a dataset",
     r"export .* --push ": "uploads a folder: tests/export does it with a stand-in for the Hub",
     r"--tasks (arc_easy,lambada_openai|mbpp)": "lm-evaluation-harness downloads its tasks",

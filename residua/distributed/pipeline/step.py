@@ -78,7 +78,7 @@ class PipelinedStep(RankedStep):
             own_mixtures = mixtures(module)
             first = self._mixtures.index(own_mixtures[0]) if own_mixtures else 0
             module.balance = partial(self._balance, first)
-        _keep_only(model, modules)
+        keep_only(model, modules)
         left = divided | set(self.shared.parameters)
         if parallel.shard > 1:
             for module in modules:
@@ -241,7 +241,7 @@ def _plain(recipe: TrainConfig) -> TrainConfig:
     return recipe.model_copy(update={"recompute": "none"})
 
 
-def _keep_only(model: Decoder, modules: Sequence[Slice]) -> None:
+def keep_only(model: Decoder, modules: Sequence[Slice]) -> None:
     """Remove from the decoder what this rank's stages do not use; the rest keeps its names."""
     kept = {key: layer for module in modules for key, layer in module.sublayers.items()}
     model.sublayers = nn.ModuleDict(kept)  # type: ignore[assignment]

@@ -1,0 +1,1 @@
+"""Residua's models inside the engines of others."""

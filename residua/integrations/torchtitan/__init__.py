@@ -1,0 +1,17 @@
+"""Residua's runs in torchtitan's trainer (docs/torchtitan.md).
+
+    torchrun -m torchtitan.train --module residua.integrations.torchtitan --config PRESET|FILE.toml
+
+torchtitan owns the loop, the mesh, checkpoints, metrics and profiling. Residua brings what it would train with itself:
+model, data order, loss, Muon, schedule, stages and their cached transport. In reading order:
+
+- `config_registry`: turns a run into torchtitan's configuration; torchtitan finds it by this name.
+- `refusals`: what the two cannot do together, each in one sentence.
+- `trainer`: torchtitan's trainer with Residua's loss and one gradient norm over all kinds of parameters.
+- `model`: a decoder that returns its losses, with the bits that `residua train` starts from on any mesh.
+- `grid`: torchtitan's device mesh under the names that `residua.distributed` uses.
+- `parallelize`, `pipeline`: recomputation, FSDP2, compilation; stages.
+- `optimizer`, `data`: Muon and AdamW, the schedule; prepared text in its global order.
+- `convert`: torchtitan's checkpoints from and to run folders. It needs no torchtitan.
+- `compat`: what torchtitan expects of a newer PyTorch, and of an accelerator where there is none.
+"""

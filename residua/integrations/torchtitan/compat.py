@@ -1,0 +1,45 @@
+"""What torchtitan 0.3.0 expects of a newer PyTorch, and of an accelerator where there is none."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _set_pg_timeout
+
+from residua.machine import free_memory
+
+
+def prepare() -> None:
+    """Make the torchtitan that is being imported run with this PyTorch and on this machine."""
+    if not hasattr(dist, "set_timeout"):  # newer than PyTorch 2.13
+        dist.set_timeout = _set_pg_timeout  # type: ignore[attr-defined]
+    if not torch.accelerator.is_available():
+        _use_cpu()
+
+
+def _use_cpu() -> None:
+    """Train on the CPU with gloo: without an accelerator torchtitan assumes a GPU.
+
+    Its modules have imported the device by name, so each of them is told.
+    """
+    device: Any = SimpleNamespace(
+        device_count=lambda: 1,
+        current_device=lambda: 0,
+        set_device=lambda _: None,
+        synchronize=lambda: None,
+        empty_cache=lambda: None,
+        get_device_name=lambda _=None: "cpu",
+        get_device_properties=lambda _=None: SimpleNamespace(total_memory=free_memory() or 1),
+        memory_stats=lambda _=None: {},
+        reset_peak_memory_stats=lambda: None,
+    )
+    replaced = {"device_type": "cpu", "device_module": device, "get_local_device": lambda: torch.device("cpu")}
+    for name, module in list(sys.modules.items()):
+        if name.startswith("torchtitan."):
+            for key, value in replaced.items():
+                if key in vars(module):
+                    setattr(module, key, value)

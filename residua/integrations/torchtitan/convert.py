@@ -1,0 +1,235 @@
+"""Checkpoints of torchtitan from and to run folders: `python -m residua.integrations.torchtitan.convert FROM TO`.
+
+A dump folder of torchtitan (`--dump_folder`) becomes a run, which every `residua` verb opens and `residua train
+--resume` continues. A run becomes a dump folder, which torchtitan continues on any mesh. torchtitan is not needed.
+
+torch.distributed.checkpoint describes its files in a pickle. Only names that such a description consists of are taken
+from it, and only tensors are read.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+import shutil
+import sys
+import warnings
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from residua.config.run import ParallelConfig, RunConfig
+from residua.files import atomic_folder, sentence, write_atomically
+from residua.integrations.torchtitan.packed import SIZE, pack, unpack
+from residua.model.size import build_if_it_fits
+from residua.reading import ReadError, inside, reason
+from residua.storage.checkpoint import FOLDER, STATE, Checkpoint, checkpoints, model_tensors
+from residua.storage.finite import require_finite
+from residua.storage.load import restore
+from residua.storage.run import Run, saved_config
+from residua.storage.tensors import save_tensors
+from residua.train.clock import random_states
+from residua.train.optimizer import HybridOptimizer, build_optimizer
+
+DUMP = "checkpoint"
+"""The folder of torchtitan's checkpoints in its dump folder."""
+OPTIMIZER = "optimizer."
+PLACE, LOAD = "dataloader.place", "train_state.expert_load"
+_HINT = "restore it from a copy"
+
+
+class _Names(pickle.Unpickler):
+    """Reads a description and nothing else: a pickle can name any function, and runs it."""
+
+    ALLOWED = (
+        ("torch.distributed.checkpoint.metadata", r"[A-Za-z_]+"),
+        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+        ("torch", r"Size|(b?float|u?int|complex)\d+|bool|strided"),
+        ("torch.serialization", "_get_layout"),
+        ("collections", "OrderedDict"),
+        ("pathlib", "(Pure)?PosixPath"),
+    )
+
+    def find_class(self, module: str, name: str) -> Any:
+        if not any(module == known and re.fullmatch(names, name) for known, names in self.ALLOWED):
+            raise ReadError(f"it names {module}.{name}, which a checkpoint does not consist of")
+        return super().find_class(module, name)
+
+
+class _Reader(FileSystemReader):
+    """Reads the tensors of a checkpoint without running what its files say."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        file = inside(Path(self.path), ".metadata")
+        try:
+            with file.open("rb") as stream:
+                metadata = _load(stream)
+        except (OSError, ReadError, pickle.UnpicklingError, EOFError, AttributeError, TypeError) as error:
+            raise ReadError(f"{file} cannot be read ({reason(error)}): {_HINT}.") from None
+        for part in (metadata.storage_data or {}).values():
+            inside(Path(self.path), str(part.relative_path))
+        return metadata
+
+
+def _load(stream: IO[bytes]) -> Metadata:
+    metadata = _Names(stream).load()
+    if not isinstance(metadata, Metadata):
+        raise ReadError("it describes no checkpoint")
+    return metadata
+
+
+def dump_checkpoints(dump: Path) -> list[Checkpoint]:
+    """The finished checkpoints of a dump folder, oldest first: torchtitan writes `.metadata` last."""
+    found = [path for path in inside(dump, DUMP).glob("step-*") if re.fullmatch(r"step-\d+", path.name)]
+    finished = [path for path in found if inside(dump, f"{DUMP}/{path.name}/.metadata").is_file()]
+    return sorted((Checkpoint(path, int(path.name[5:])) for path in finished), key=lambda c: c.step)
+
+
+def to_run(dump: Path, out: Path) -> Path:
+    """Write the last checkpoint of a dump folder to a new run folder. One that holds only a model stays only that."""
+    found = dump_checkpoints(dump)
+    if not found:
+        raise ValueError(f"{dump} holds no finished checkpoint of torchtitan: train it with --checkpoint.enable.")
+    config, last = RunConfig.from_toml(inside(dump, "config.toml")), found[-1]
+    reader = _Reader(str(last.path))
+    described = reader.read_metadata().state_dict_metadata
+    model = build_if_it_fits(config.model, dump)
+    optimizer = build_optimizer(model, config.train.optimizer)
+    trained = any(name.startswith(OPTIMIZER) for name in described)
+    wanted = dict(model_tensors(model))
+    if trained:
+        wanted |= {f"{OPTIMIZER}{name}": tensor for name, tensor in optimizer.tensors().items()}
+        wanted[PLACE] = torch.zeros(SIZE, dtype=torch.uint8)
+    if LOAD in described:
+        load: Any = described[LOAD]
+        wanted[LOAD] = torch.zeros(load.size, dtype=torch.float64)
+    _read(reader, last.path, described, wanted)
+    require_finite(wanted, last.path, f"move {last.path} elsewhere to convert another")
+    alone = config.model_copy(update={"parallel": ParallelConfig()})
+    tensors = {"model": model_tensors(model)}
+    if trained:
+        optimizer.set_steps({name.removeprefix(OPTIMIZER): tensor for name, tensor in wanted.items()})
+        tensors["optimizer"] = optimizer.tensors()
+    run = Run.create(out, alone)
+    try:
+        _copy_tokenizer(dump, out)
+        write_atomically(out / "config.toml", alone.to_toml())
+        with atomic_folder(out / FOLDER / f"step-{last.step}") as folder:
+            for name, content in tensors.items():
+                save_tensors(content, folder / f"{name}.safetensors")
+            (folder / STATE).write_text(json.dumps(_state(last.step, wanted), indent=1), encoding="utf-8")
+    finally:
+        run.close()
+    return out / FOLDER / f"step-{last.step}"
+
+
+def _read(reader: _Reader, path: Path, described: Any, wanted: dict[str, Tensor]) -> None:
+    blame = "it was written by another configuration than config.toml."
+    for name, tensor in wanted.items():
+        held = described.get(name)
+        if not isinstance(held, TensorStorageMetadata):
+            raise ValueError(f"{path} lacks tensor {name!r}: {blame}")
+        if held.size != tensor.shape:
+            raise ValueError(
+                f"{path} holds {name!r} with shape {list(held.size)} where the model has {list(tensor.shape)}: {blame}"
+            )
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dcp.load({name: t.detach() for name, t in wanted.items()}, storage_reader=reader, no_dist=True)
+    except CheckpointException as error:
+        cause = next(iter(error.failures.values()))[0]
+        raise ReadError(f"{path} cannot be read ({reason(cause)}): {_HINT}.") from None
+
+
+def _state(step: int, read: dict[str, Tensor]) -> dict[str, Any]:
+    """What a run needs to go on; a checkpoint of a model alone says only which step it is of."""
+    state: dict[str, Any] = {"step": step, "validation_loss": None}
+    if PLACE not in read:
+        return state
+    place = unpack(read[PLACE])
+    load = read[LOAD].tolist() if LOAD in read else None
+    layers = [] if load is None else [[0.0] * len(layer) for layer in load]
+    return {
+        **state,
+        "tokenizer_hash": place["tokenizer_hash"],
+        "loader": place,
+        "totals": [0.0] * 4,
+        "balance": None if load is None else {"load": load, "sums": [layers, 0.0, 0.0], "steps": 0},
+        "clock": {"total": 0.0, "interval": 0.0},
+        "watch": {"first_loss": None, "strikes": 0},
+        "smoothed": 0.0,
+        "lines": 0,
+        "kept": [],
+        "rng": random_states(torch.device("cpu")),
+    }
+
+
+def to_dump(run: Path, out: Path) -> Path:
+    """Write the last checkpoint of a run to a new dump folder of torchtitan."""
+    found = checkpoints(run)
+    if not found:
+        raise ValueError(f"{run} holds no checkpoint: train it first.")
+    if out.exists() and any(out.iterdir()):
+        raise ValueError(f"{out} is not empty: name a new folder.")
+    config, last = saved_config(run), found[-1]
+    model = build_if_it_fits(config.model, run)
+    optimizer = build_optimizer(model, config.train.optimizer)
+    restore(last.path, model, optimizer)
+    require_finite(
+        model_tensors(model) | optimizer.tensors(), last.path, f"move {last.path} elsewhere to convert another"
+    )
+    final = out / DUMP / f"step-{last.step}"
+    final.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(out / "config.toml", config.to_toml())
+    _copy_tokenizer(run, out)
+    with atomic_folder(final) as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(_states(config, last, model, optimizer), checkpoint_id=str(folder), no_dist=True)
+    return final
+
+
+def _states(config: RunConfig, last: Checkpoint, model: Any, optimizer: HybridOptimizer) -> dict[str, Any]:
+    """Everything that torchtitan's checkpointer expects, under its names."""
+    state = last.state
+    trained: dict[str, Any] = {"step": last.step, "ntokens_seen": last.step * config.tokens_per_step}
+    if state["balance"] is not None:
+        trained["expert_load"] = torch.tensor(state["balance"]["load"], dtype=torch.float64)
+    return {
+        **{name: tensor.detach() for name, tensor in model_tensors(model).items()},
+        "optimizer": optimizer.tensors(),
+        "lr_scheduler": {"last_epoch": last.step},
+        "dataloader": {"place": pack(state["loader"])},
+        "train_state": trained,
+    }
+
+
+def _copy_tokenizer(source: Path, out: Path) -> None:
+    if inside(source, "tokenizer.json").exists():
+        shutil.copy(source / "tokenizer.json", out / "tokenizer.json")
+
+
+def convert(source: Path, out: Path) -> Path:
+    """A dump folder to a run, a run to a dump folder."""
+    return to_run(source, out) if inside(source, DUMP).is_dir() else to_dump(source, out)
+
+
+def main() -> None:
+    """The command: two folders, FROM and TO."""
+    if len(sys.argv) != 3:
+        sys.exit("residua: name two folders: python -m residua.integrations.torchtitan.convert FROM TO")
+    try:
+        print(f"written to {convert(Path(sys.argv[1]), Path(sys.argv[2]))}")
+    except (ValueError, OSError) as error:
+        sys.exit(f"residua: {sentence(error) if isinstance(error, OSError) else error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""A Residua decoder as torchtitan builds, fills and checkpoints it."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import torch
+import tyro
+from torch import Tensor, nn
+from torchtitan.protocols.model import BaseModel
+from torchtitan.protocols.state_dict_adapter import StateDictAdapter
+
+from residua.distributed.construct import fill, materialise
+from residua.distributed.pipeline.shared_parameters import SharedParameters
+from residua.integrations.torchtitan.run import parse_run
+from residua.model.decoder import Decoder
+from residua.model.size import measure
+from residua.train.balance import Balancer
+from residua.train.compile.rewrites import compile_rewritten
+from residua.train.compile.working_copies import WorkingCopies
+from residua.train.losses import LossFunction, eager_losses
+from residua.train.start import starting_parts
+
+if TYPE_CHECKING:
+    from residua.integrations.torchtitan.grid import Grid
+
+
+class ResiduaModel(Decoder, BaseModel):
+    """Tokens and targets [B, T] in, losses out: cross-entropy, z-term and, with experts, their balance.
+
+    Parameters have the names that they have in a run's checkpoints. In a pipeline it holds this rank's share of them,
+    and stages compute with it.
+    """
+
+    grid: Grid
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseModel.Config):
+        """The run, as TOML."""
+
+        run: Annotated[str, tyro.conf.Suppress] = ""
+
+        def update_from_config(self, *, config: Any, **kwargs: Any) -> None:
+            pass
+
+        def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
+            size = measure(parse_run(self.run).model.model_copy(update={"context": seq_len}))
+            return size.parameters, size.flops_per_token
+
+    def __init__(self, config: Config) -> None:
+        self.run = parse_run(config.run)
+        Decoder.__init__(self, self.run.model)
+        self.balancer: Balancer | None = None
+        self.shared: SharedParameters | None = None  # in a pipeline
+        self.step_tokens = 0
+        self.precision, self.device_type, self.compiled = torch.float32, "cpu", False
+        self.recomputes = False
+        self.copies: WorkingCopies | None = None
+        self._losses: tuple[LossFunction, ...] = ()
+
+    def compute_with(self, losses: LossFunction) -> None:
+        """Let `forward` call this function; it may be a module that holds this one."""
+        self._losses = (losses,)  # in a tuple, so that it does not become a child of this module
+
+    def compute_alone(self) -> None:
+        """Compute the losses as one process of `residua train` does: compiled as a whole, on working copies."""
+        recipe = self.run.train
+        if self.precision is not torch.float32 and not self.recomputes:
+            self.copies = WorkingCopies(self, self.precision)
+        losses = eager_losses(self, recipe.z_loss, self.copies)
+        self.compute_with(compile_rewritten(losses) if self.compiled else losses)
+
+    def forward(self, tokens: Tensor, *, targets: Tensor, **given: Tensor) -> Tensor:  # type: ignore[override]
+        with self._autocast():
+            cross_entropy, z, routing = self._losses[0](tokens, targets, **given)
+        if self.balancer is None:
+            return torch.stack([cross_entropy, z])
+        balance = self.balancer.loss(routing, tokens.numel() / self.step_tokens)
+        return torch.stack([cross_entropy, z, balance])
+
+    def to_empty(self, *, device: Any, recurse: bool = True) -> ResiduaModel:
+        """Give memory to what has none; what stages share has it already, and is known by it."""
+        materialise(self, torch.device(device))
+        return self
+
+    def init_states(self, *, buffer_device: Any = None) -> None:
+        """Fill what this rank holds, a layer at a time, with the weights that `residua train` starts from."""
+        torch.manual_seed(self.run.train.seed)
+        with torch.device("cpu"):
+            fill(self, starting_parts(self.run), self.grid)
+        if self.grid.ranks == 1 and self.shared is None:
+            self.compute_alone()
+
+    def verify_module_protocol(self) -> None:
+        """torchtitan's own models are made of its modules; Residua's of plain PyTorch's."""
+
+    def _autocast(self) -> AbstractContextManager[object]:
+        if self.precision is torch.float32:
+            return nullcontext()
+        return torch.autocast(self.device_type, dtype=self.precision)
+
+
+class OwnNames(StateDictAdapter):
+    """Residua's names in the safetensors that `--checkpoint.last_save_in_hf` writes."""
+
+    def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        return dict(state_dict)
+
+    def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
+        return dict(hf_state_dict)

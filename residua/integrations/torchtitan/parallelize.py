@@ -1,0 +1,69 @@
+"""Recomputation, FSDP2 and compilation of a model, in the order in which they must be applied."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.distributed.fsdp import disable_fsdp_gradient_division, enable_fsdp_symm_mem
+from torchtitan.tools.utils import get_local_device
+
+from residua.distributed.experts import divide_experts
+from residua.distributed.shard import shard_model, sharded_losses
+from residua.integrations.torchtitan.grid import Grid
+from residua.integrations.torchtitan.model import ResiduaModel
+from residua.train.step import recompute_sublayers
+
+
+def parallelize(
+    model: ResiduaModel,
+    *,
+    parallel_dims: Any,
+    training: Any,
+    parallelism: Any,
+    compile_config: Any,
+    ac_config: Any,
+    dump_folder: str,
+) -> ResiduaModel:
+    """Make a model on the meta device ready for its ranks, and choose what computes its losses."""
+    device = get_local_device()
+    model.grid = grid = Grid(parallel_dims, model.run.parallel, device)
+    model.precision, model.device_type = TORCH_DTYPE_MAP[training.mixed_precision_param], device.type
+    model.compiled = compiles(compile_config)
+    recompute(model, ac_config, dump_folder)
+    if grid.ranks > 1:
+        divided = divide_experts(model, grid, model.precision, "sublayers" if model.recomputes else "none")
+        root = shard_model(model, grid, model.precision, model.run.train.z_loss, divided)
+        sum_gradients(root, parallelism, device)
+        model.compute_with(sharded_losses(root, model.compiled, model.run.train.z_loss, None))
+    return model
+
+
+def compiles(config: Any) -> bool:
+    """Whether torchtitan's settings ask for a compiled model."""
+    return bool(config.enable) and "model" in config.components
+
+
+def recompute(model: ResiduaModel, policy: Any, dump_folder: str) -> None:
+    """Apply torchtitan's choice of activation checkpointing: full recomputes sublayers, a budget is the compiler's."""
+    if policy is None:
+        return
+    if type(policy).__qualname__.startswith("FullAC"):
+        model.recomputes = True
+        recompute_sublayers(model)
+    else:
+        policy.build(dump_folder=dump_folder).apply(model)
+
+
+def sum_gradients(root: nn.Module, parallelism: Any, device: torch.device) -> None:
+    """Let FSDP2 add gradients up, not average them: the trainer has divided the loss by the targets of all ranks."""
+    disable_fsdp_gradient_division(root)
+    if parallelism.enable_fsdp_symm_mem:
+        enable_fsdp_symm_mem(root)
+    if device.type == "cpu":  # gloo cannot scale while it adds
+        for module in root.modules():
+            if isinstance(module, FSDPModule):
+                module.set_force_sum_reduction_for_comms(True)

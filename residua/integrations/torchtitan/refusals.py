@@ -1,0 +1,114 @@
+"""What Residua's runs and torchtitan cannot do together: refused in one sentence that names both."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from residua.config.run import RunConfig
+from residua.config.settings import ConfigError
+
+SCHEDULES = {"GPipe": "gpipe", "1F1B": "1f1b", "Interleaved1F1B": "interleaved"}
+"""torchtitan's name of each schedule that Residua's stages run under, and Residua's name of it."""
+
+
+def refuse_run(run: RunConfig) -> None:
+    """Refuse a run with a choice that torchtitan has no place for."""
+    recipe = run.train
+    if run.model.ffn.mixture and recipe.balance.load == "same_step":
+        raise ConfigError(
+            "train.balance.load = 'same_step' needs a second forward pass over a step, which torchtitan's trainer does "
+            "not make: set train.balance.load=previous_step."
+        )
+    if recipe.compile == "layers":
+        raise ConfigError(
+            "train.compile = 'layers' is for one process of `residua train`, and torchtitan compiles the model or its "
+            "layers as its mesh needs: set train.compile=auto."
+        )
+    if run.parallel.transport != "cached" and run.parallel.pipeline == 1:
+        raise ConfigError("parallel.transport is for a pipeline: set parallel.pipeline, or leave it out.")
+
+
+def refuse_engine(config: Any, run: RunConfig) -> None:
+    """Refuse settings of torchtitan, after its command line was read, that this run cannot be trained with."""
+    _refuse_mesh(config.parallelism, run)
+    if config.parallelism.pipeline_parallel_degree > 1:
+        _refuse_pipeline(config.parallelism, run)
+    _refuse_features(config)
+    _refuse_rounding(config.training)
+    if run.model.context < config.training.seq_len:
+        raise ConfigError(
+            f"--training.seq_len {config.training.seq_len} is longer than model.context = {run.model.context}: raise "
+            "model.context, or use shorter sequences."
+        )
+
+
+def _refuse_mesh(parallelism: Any, run: RunConfig) -> None:
+    if parallelism.spmd_backend != "partial_dtensor":
+        raise ConfigError(
+            f"--parallelism.spmd_backend {parallelism.spmd_backend} rewrites torchtitan's own modules, and Residua's "
+            "are plain PyTorch: leave it at partial_dtensor."
+        )
+    for axis in ("tensor", "context"):
+        degree = getattr(parallelism, f"{axis}_parallel_degree")
+        if degree > 1:
+            raise ConfigError(
+                f"--parallelism.{axis}_parallel_degree {degree}: Residua's modules are not divided that way yet; use "
+                "more data_parallel_shard_degree or pipeline_parallel_degree."
+            )
+    experts = parallelism.expert_parallel_degree
+    if experts > 1 and (not run.model.ffn.mixture or run.model.ffn.experts % experts):
+        raise ConfigError(
+            f"--parallelism.expert_parallel_degree {experts} needs model.ffn.kind = 'moe' with a multiple of {experts} "
+            "experts: leave it out, or choose a divisor."
+        )
+
+
+def _refuse_pipeline(parallelism: Any, run: RunConfig) -> None:
+    degree, schedule = parallelism.pipeline_parallel_degree, parallelism.pipeline_parallel_schedule
+    if run.model.ffn.mixture:
+        raise ConfigError(
+            f"--parallelism.pipeline_parallel_degree {degree} does not go with model.ffn.kind = 'moe', whose balance "
+            "loss does not cross stages: use data_parallel_shard_degree."
+        )
+    if schedule not in SCHEDULES:
+        raise ConfigError(
+            f"--parallelism.pipeline_parallel_schedule {schedule} splits the backward pass, which Residua's cached "
+            f"stages cannot: use {', '.join(SCHEDULES)}."
+        )
+    if parallelism.module_fqns_per_model_part or parallelism.pipeline_parallel_schedule_csv:
+        raise ConfigError(
+            "--parallelism.module_fqns_per_model_part and pipeline_parallel_schedule_csv name torchtitan's own layers; "
+            "Residua divides its layers itself: leave them out."
+        )
+
+
+def _refuse_features(config: Any) -> None:
+    policy = type(config.activation_checkpoint).__qualname__
+    if policy.startswith("SelectiveAC"):
+        raise ConfigError(
+            "selective activation checkpointing looks for torchtitan's own layers, and Residua recomputes whole "
+            "sublayers: choose activation-checkpoint:full or none."
+        )
+    if config.compile.enable and config.compile.backend != "inductor":
+        raise ConfigError(
+            f"--compile.backend {config.compile.backend}: Residua's graph rewrites need inductor; leave it out."
+        )
+    if config.validator.enable:
+        raise ConfigError(
+            "--validator.enable reads torchtitan's own datasets: convert a checkpoint (docs/torchtitan.md) and use "
+            "residua eval."
+        )
+    if config.checkpoint.create_seed_checkpoint:
+        raise ConfigError(
+            "--checkpoint.create_seed_checkpoint is not needed: a Residua run starts with the same weights on any mesh."
+        )
+    if config.training.enable_cpu_offload:
+        raise ConfigError("--training.enable_cpu_offload does not go with Residua's Muon: leave it out.")
+
+
+def _refuse_rounding(training: Any) -> None:
+    if training.dtype != "float32":
+        raise ConfigError(
+            f"--training.dtype {training.dtype} would train rounded weights, and Residua's optimizer keeps them in "
+            "float32: use --training.mixed_precision_param."
+        )

@@ -1,0 +1,144 @@
+"""torchtitan's trainer for a Residua run: its loss and gradients, and what turns its checkpoints into run folders."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import torch.distributed as dist
+import tyro
+from torch import Tensor
+from torchtitan.components.loss import IGNORE_INDEX, BaseLoss
+from torchtitan.distributed import utils as engine
+from torchtitan.trainer import Trainer
+
+from residua.config.run import RunConfig
+from residua.files import write_atomically
+from residua.integrations.torchtitan.gradients import Gradients
+from residua.integrations.torchtitan.model import ResiduaModel
+from residua.integrations.torchtitan.refusals import refuse_engine
+from residua.integrations.torchtitan.run import parse_run
+from residua.train.balance import build_balancer
+
+
+class ResiduaLoss(BaseLoss):
+    """What `residua train` minimises: cross-entropy, z-term, balance of experts. It reports the cross-entropy alone.
+
+    The losses that come in are means over this rank's targets; what goes out are its parts of the means over the step.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseLoss.Config):
+        """Nothing to choose: weights of the terms are in the run."""
+
+    def __init__(self, config: Config, *, compile_config: Any = None) -> None:
+        pass
+
+    def __call__(
+        self, pred: Tensor, labels: Tensor, global_valid_tokens: Tensor | None = None, **_: Any
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        count = (labels != IGNORE_INDEX).sum()
+        share = count / (count if global_valid_tokens is None else global_valid_tokens)
+        cross_entropy, z, *balance = pred.unbind()
+        trained = sum(balance, (cross_entropy + z) * share)
+        return _report(cross_entropy.detach() * share, trained), {}
+
+
+def _report(value: Tensor, trained: Tensor) -> Tensor:
+    """A loss with the given value, and the gradient of `trained`."""
+    return trained + (value - trained).detach()
+
+
+class ResiduaTrainer(Trainer):
+    """torchtitan's trainer as it is, but for three things.
+
+    Targets go into the model, which computes the loss with its head, so that logits are never stored. Gradients are
+    clipped by `Gradients`: torchtitan's own function mixes no sharded with whole parameters, and counts what stages
+    share repeatedly. The dump folder is given the run's configuration and tokenizer.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Trainer.Config):
+        """torchtitan's, and the run as TOML."""
+
+        run: Annotated[str, tyro.conf.Suppress] = ""
+
+    def __init__(self, config: Config) -> None:
+        run = parse_run(config.run)
+        refuse_engine(config, run)
+        _fill_pipeline(config, run)
+        super().__init__(config)
+        (model,) = self.model_parts
+        assert isinstance(model, ResiduaModel)
+        self.gradients = Gradients(model)
+        self._balance(model, run)
+        self._describe(run)
+
+    def _balance(self, model: ResiduaModel, run: RunConfig) -> None:
+        """Experts are balanced over all tokens of a step, on all ranks."""
+        training = self.config.training
+        ranks = model.grid.ranks
+        sequences = training.local_batch_size * self.gradient_accumulation_steps * ranks
+        model.step_tokens = sequences * training.seq_len
+        add = None if ranks == 1 else lambda tensor: model.grid.over_batch(tensor.clone())
+        model.balancer = build_balancer(model, run.train.balance, self.device, add)
+        self.balancer = model.balancer
+
+    def _describe(self, run: RunConfig) -> None:
+        """Put what `convert` and `residua` need beside the checkpoints."""
+        if dist.get_rank() == 0:
+            folder = Path(self.config.dump_folder)
+            folder.mkdir(parents=True, exist_ok=True)
+            write_atomically(folder / "config.toml", run.to_toml())
+            tokenizer = self.dataloader.dataset.path / "tokenizer.json"
+            if tokenizer.exists():
+                write_atomically(folder / "tokenizer.json", tokenizer.read_text(encoding="utf-8"))
+
+    def post_dataloading_process(
+        self, input_dict: dict[str, Tensor], labels: Tensor
+    ) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        inputs, labels, given = super().post_dataloading_process(input_dict, labels)
+        return inputs, labels, {**given, "targets": labels}
+
+    def train_step(self, data_iterator: Iterator[Any]) -> None:
+        with self._clipping():
+            super().train_step(data_iterator)
+        if self.balancer is not None:
+            self.balancer.end()
+
+    @contextmanager
+    def _clipping(self) -> Iterator[None]:
+        """torchtitan calls its function by the name of its module: during a step that is ours."""
+        theirs = engine.clip_grad_norm_
+        engine.clip_grad_norm_ = lambda _, max_norm, **__: self.gradients.clip(max_norm)
+        try:
+            yield
+        finally:
+            engine.clip_grad_norm_ = theirs
+
+    def state_dict(self) -> dict[str, Any]:
+        state = dict(super().state_dict())
+        if self.balancer is not None:
+            state["expert_load"] = torch.tensor(self.balancer.state()["load"], dtype=torch.float64)
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        if self.balancer is not None:
+            self.balancer.set_state({**self.balancer.state(), "load": state_dict["expert_load"].tolist()})
+
+
+def _fill_pipeline(config: Any, run: RunConfig) -> None:
+    """Let all micro-batches of a step flow through a pipeline at once, unless another local batch is asked for."""
+    mesh, training = config.parallelism, config.training
+    if mesh.pipeline_parallel_degree == 1 or training.local_batch_size != run.train.micro_batch:
+        return
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    ranks = world // (mesh.pipeline_parallel_degree * mesh.tensor_parallel_degree * mesh.context_parallel_degree)
+    if training.global_batch_size > 0 and training.global_batch_size % ranks == 0:
+        training.local_batch_size = training.global_batch_size // ranks

@@ -1,0 +1,121 @@
+"""What the integration refuses, and what it reads of checkpoints; torchtitan is not needed."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from residua.config.run import RunConfig
+from residua.config.settings import ConfigError
+from residua.integrations.torchtitan.packed import pack, unpack
+from residua.integrations.torchtitan.refusals import refuse_engine, refuse_run
+from residua.integrations.torchtitan.run import find_run, parse_run
+
+
+class FullAC:
+    class Config:
+        pass
+
+
+class SelectiveAC:
+    class Config:
+        pass
+
+
+def settings(**changed: Any) -> SimpleNamespace:
+    """torchtitan's settings as the registry makes them, with changes: `parallelism__tensor_parallel_degree=2`."""
+    tables: dict[str, Any] = {
+        "parallelism": {
+            "spmd_backend": "partial_dtensor",
+            "tensor_parallel_degree": 1,
+            "context_parallel_degree": 1,
+            "expert_parallel_degree": 1,
+            "pipeline_parallel_degree": 1,
+            "pipeline_parallel_schedule": "1F1B",
+            "module_fqns_per_model_part": None,
+            "pipeline_parallel_schedule_csv": "",
+        },
+        "training": {"dtype": "float32", "seq_len": 64, "enable_cpu_offload": False},
+        "compile": {"enable": False, "backend": "inductor"},
+        "validator": {"enable": False},
+        "checkpoint": {"create_seed_checkpoint": False},
+    }
+    policy = changed.pop("activation_checkpoint", None)
+    for key, value in changed.items():
+        table, _, name = key.partition("__")
+        tables[table][name] = value
+    return SimpleNamespace(**{k: SimpleNamespace(**v) for k, v in tables.items()}, activation_checkpoint=policy)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "backend": ({"parallelism__spmd_backend": "spmd_types"}, "spmd_types.*Residua"),
+    "expert": ({"parallelism__expert_parallel_degree": 2}, "expert_parallel_degree 2.*moe"),
+    "schedule": (
+        {"parallelism__pipeline_parallel_degree": 2, "parallelism__pipeline_parallel_schedule": "ZBVZeroBubble"},
+        "ZBVZeroBubble.*Residua.*1F1B",
+    ),
+    "selective": ({"activation_checkpoint": SelectiveAC.Config()}, "selective.*torchtitan.*Residua"),
+    "compiler": ({"compile__enable": True, "compile__backend": "eager"}, "eager.*Residua.*inductor"),
+    "validator": ({"validator__enable": True}, "validator.*torchtitan.*residua eval"),
+    "offload": ({"training__enable_cpu_offload": True}, "cpu_offload.*Residua's Muon"),
+    "rounded": ({"training__dtype": "bfloat16"}, "dtype bfloat16.*Residua"),
+    "long": ({"training__seq_len": 4096}, "seq_len 4096.*model.context"),
+    "seed": ({"checkpoint__create_seed_checkpoint": True}, "create_seed_checkpoint.*Residua"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_the_engine_cannot_do_is_refused_in_one_sentence_that_names_both(case: str) -> None:
+    changes, words = REFUSED[case]
+    run = RunConfig.find("tiny")
+    refuse_engine(settings(activation_checkpoint=FullAC.Config()), run)
+    with pytest.raises(ConfigError, match=words) as refused:
+        refuse_engine(settings(**changes), run)
+    assert str(refused.value).count(". ") == 0 and str(refused.value).endswith(".")
+
+
+def test_experts_do_not_go_with_a_pipeline_nor_with_a_second_pass() -> None:
+    experts = RunConfig.find("tiny-moe")
+    with pytest.raises(ConfigError, match=r"pipeline_parallel_degree 2.*moe"):
+        refuse_engine(settings(parallelism__pipeline_parallel_degree=2), experts)
+    with pytest.raises(ConfigError, match=r"same_step.*torchtitan"):
+        refuse_run(experts.override(["train.balance.load=same_step"]))
+
+
+def test_a_name_is_a_preset_or_a_file_with_changes(tmp_path: Path) -> None:
+    run = find_run("tiny model.vocab_size=512 train.steps=300")
+    assert (run.model.vocab_size, run.train.steps) == (512, 300)
+    (tmp_path / "own run.toml").write_text('extends = "tiny"\n[model]\nvocab_size = 640\n')
+    assert find_run(f"'{tmp_path / 'own run.toml'}' train.steps=300").model.vocab_size == 640
+    assert parse_run(run.to_toml()) == run
+    with pytest.raises(ConfigError, match="tinny"):
+        find_run("tinny")
+
+
+def test_a_data_position_survives_its_tensor() -> None:
+    place = {"seed": 3, "tokenizer_hash": "ab", "epoch": 1, "position": 7}
+    assert unpack(pack(place)) == place
+
+
+class Evil:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return print, ("ran",)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_that_names_a_function_is_refused_and_not_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from residua.integrations.torchtitan.convert import convert
+
+    step = tmp_path / "dump/checkpoint/step-2"
+    step.mkdir(parents=True)
+    (tmp_path / "dump/config.toml").write_text(RunConfig.find("tiny").to_toml())
+    (step / ".metadata").write_bytes(pickle.dumps(Evil()))
+    with pytest.raises(ValueError, match=r"builtins\.print"):
+        convert(tmp_path / "dump", tmp_path / "run")
+    assert "ran" not in capsys.readouterr().out and not (tmp_path / "run").exists()
