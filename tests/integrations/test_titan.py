@@ -21,10 +21,11 @@ pytestmark = [pytest.mark.slow, needs_torchtitan]
 
 PIPELINE = ("--parallelism.pipeline_parallel_degree", "2")
 INTERLEAVED = (*PIPELINE, "--parallelism.pipeline_parallel_schedule", "Interleaved1F1B")
+HSDP = ("--parallelism.data_parallel_replicate_degree", "2")
 WAYS: dict[str, tuple[int, tuple[str, ...]]] = {
     "one": (1, ()),
     "fsdp": (2, ()),
-    "hsdp": (4, ("--parallelism.data_parallel_replicate_degree", "2")),
+    "hsdp": (4, HSDP),
     "1f1b": (2, PIPELINE),
     "interleaved": (2, INTERLEAVED),
     "pipeline-fsdp": (4, PIPELINE),
@@ -42,8 +43,7 @@ NIGHTLY = [
     for model in MODELS
     for way in WAYS
     if (model, way) not in NORMAL
-    and not ("experts" in model and way in ("1f1b", "interleaved", "pipeline-fsdp"))  # refused
-    and ("experts" in model or way != "experts-hsdp")
+    and ("experts" in model or way != "divided-experts")
     and (way != "compiled" or model in ("additive", "mgr"))
 ]
 

@@ -78,12 +78,9 @@ def test_what_the_engine_cannot_do_is_refused_in_one_sentence_that_names_both(ca
     assert str(refused.value).count(". ") == 0 and str(refused.value).endswith(".")
 
 
-def test_experts_do_not_go_with_a_pipeline_nor_with_a_second_pass() -> None:
-    experts = RunConfig.find("tiny-moe")
-    with pytest.raises(ConfigError, match=r"pipeline_parallel_degree 2.*moe"):
-        refuse_engine(settings(parallelism__pipeline_parallel_degree=2), experts)
+def test_a_balance_that_needs_a_second_pass_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"same_step.*torchtitan"):
-        refuse_run(experts.override(["train.balance.load=same_step"]))
+        refuse_run(RunConfig.find("tiny-moe").override(["train.balance.load=same_step"]))
 
 
 def test_a_name_is_a_preset_or_a_file_with_changes(tmp_path: Path) -> None:

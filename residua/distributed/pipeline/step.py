@@ -191,8 +191,7 @@ class PipelinedStep(RankedStep):
     def _balance(self, first: int, routing: Routing) -> Tensor | None:
         """The balance loss of a stage's layers, the mixtures from number `first` on, in one micro-batch."""
         assert self.balancer is not None
-        after = len(self._mixtures) - first - len(routing.load)
-        whole = Routing(*(pad(part, (*(0, 0) * (part.dim() - 1), first, after)) for part in routing))
+        whole = among_all(routing, first, len(self._mixtures))
         if torch.is_grad_enabled():
             return self.balancer.loss(whole, self._part) * self.ranks
         if self._measured is not None:
@@ -239,6 +238,12 @@ class PipelinedStep(RankedStep):
 def _plain(recipe: TrainConfig) -> TrainConfig:
     """The recipe without recomputation, which was applied before the model was divided and sharded."""
     return recipe.model_copy(update={"recompute": "none"})
+
+
+def among_all(routing: Routing, first: int, count: int) -> Routing:
+    """The routing of a stage's mixtures, from number `first` of the model's `count` on, with zeros for the others."""
+    after = count - first - len(routing.load)
+    return Routing(*(pad(part, (*(0, 0) * (part.dim() - 1), first, after)) for part in routing))
 
 
 def keep_only(model: Decoder, modules: Sequence[Slice]) -> None:

@@ -90,6 +90,7 @@ def _degrees(parallel: ParallelConfig) -> dict[str, Any]:
         "spmd_backend": "partial_dtensor",
         "data_parallel_replicate_degree": parallel.data,
         "data_parallel_shard_degree": parallel.shard if parallel.ranks > 1 else -1,
+        "expert_parallel_degree": parallel.experts,
         "pipeline_parallel_degree": parallel.pipeline,
         "pipeline_parallel_schedule": names[parallel.schedule],
     }

@@ -16,6 +16,7 @@ from residua.distributed.construct import fill, materialise
 from residua.distributed.pipeline.shared_parameters import SharedParameters
 from residua.integrations.torchtitan.run import parse_run
 from residua.model.decoder import Decoder
+from residua.model.moe import MoE
 from residua.model.size import measure
 from residua.train.balance import Balancer
 from residua.train.compile.rewrites import compile_rewritten
@@ -54,7 +55,8 @@ class ResiduaModel(Decoder, BaseModel):
         Decoder.__init__(self, self.run.model)
         self.balancer: Balancer | None = None
         self.shared: SharedParameters | None = None  # in a pipeline
-        self.step_tokens = 0
+        self.mixtures: list[MoE] = []  # of all stages, in a pipeline
+        self.part = 1.0  # of a step's tokens, in one micro-batch
         self.precision, self.device_type, self.compiled = torch.float32, "cpu", False
         self.recomputes = False
         self.copies: WorkingCopies | None = None
@@ -77,7 +79,7 @@ class ResiduaModel(Decoder, BaseModel):
             cross_entropy, z, routing = self._losses[0](tokens, targets, **given)
         if self.balancer is None:
             return torch.stack([cross_entropy, z])
-        balance = self.balancer.loss(routing, tokens.numel() / self.step_tokens)
+        balance = self.balancer.loss(routing, self.part)
         return torch.stack([cross_entropy, z, balance])
 
     def to_empty(self, *, device: Any, recurse: bool = True) -> ResiduaModel:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,16 +13,18 @@ from torchtitan.config import TORCH_DTYPE_MAP
 
 from residua.config.run import RunConfig
 from residua.config.settings import ConfigError
+from residua.distributed.experts import divide_experts
 from residua.distributed.pipeline.shared_parameters import SharedParameters
 from residua.distributed.pipeline.stage import Settings, Slice, Stage, slice_layers
 from residua.distributed.pipeline.stage_boundary import crossing, recomputes_anchors
-from residua.distributed.pipeline.step import keep_only
+from residua.distributed.pipeline.step import among_all, keep_only
 from residua.distributed.pipeline.transport import Route, StageCache, plan_routes
 from residua.distributed.shard import shard_slice
 from residua.integrations.torchtitan.grid import Grid
 from residua.integrations.torchtitan.model import ResiduaModel
 from residua.integrations.torchtitan.parallelize import compiles, recompute, sum_gradients
 from residua.integrations.torchtitan.refusals import SCHEDULES
+from residua.model.moe import Routing, mixtures
 from residua.model.topology.base import Items
 
 
@@ -56,12 +59,17 @@ def pipeline(
     model.shared = SharedParameters(model, grid, again)
     recompute(model, ac_config, dump_folder)
     settings = Settings(run.train.z_loss, precision, device.type, again)
+    divided = divide_experts(model, grid, precision, "sublayers" if model.recomputes else "none")
     boundary, cache = model.topology.boundary(), StageCache()
     own = range(grid.pipeline_rank, stages, ranks)
     slices = [Slice(model, boundary, ranges[i], routes[i], cache, settings) for i in own]
+    model.mixtures = mixtures(model)
+    for part in slices:
+        inside = mixtures(part)
+        part.balance = partial(_balance, model, model.mixtures.index(inside[0]) if inside else 0)
     keep_only(model, slices)
     for part in slices if grid.ranks > 1 else ():
-        shard_slice(part, grid, precision, set(model.shared.parameters))
+        shard_slice(part, grid, precision, divided | set(model.shared.parameters))
         sum_gradients(part, parallelism, device)
     for part in slices if compiles(compile_config) else ():
         part.compile_parts(whole=grid.ranks == 1)
@@ -75,6 +83,12 @@ def pipeline(
     schedule = kind(made if per_rank > 1 else made[0], count, loss_fn=_first(loss_fn), scale_grads=False)
     schedule.step = _taking_micro_batches(schedule.step)
     return schedule, [model], 0 in own, stages - 1 in own
+
+
+def _balance(model: ResiduaModel, first: int, routing: Routing) -> Tensor:
+    """The balance loss of a stage's layers, the mixtures from number `first` on, in one micro-batch."""
+    assert model.balancer is not None
+    return model.balancer.loss(among_all(routing, first, len(model.mixtures)), model.part)
 
 
 def stages_per_rank(run: RunConfig, parallelism: Any) -> int:

@@ -32,7 +32,7 @@ def refuse_engine(config: Any, run: RunConfig) -> None:
     """Refuse settings of torchtitan, after its command line was read, that this run cannot be trained with."""
     _refuse_mesh(config.parallelism, run)
     if config.parallelism.pipeline_parallel_degree > 1:
-        _refuse_pipeline(config.parallelism, run)
+        _refuse_pipeline(config.parallelism)
     _refuse_features(config)
     _refuse_rounding(config.training)
     if run.model.context < config.training.seq_len:
@@ -63,13 +63,8 @@ def _refuse_mesh(parallelism: Any, run: RunConfig) -> None:
         )
 
 
-def _refuse_pipeline(parallelism: Any, run: RunConfig) -> None:
-    degree, schedule = parallelism.pipeline_parallel_degree, parallelism.pipeline_parallel_schedule
-    if run.model.ffn.mixture:
-        raise ConfigError(
-            f"--parallelism.pipeline_parallel_degree {degree} does not go with model.ffn.kind = 'moe', whose balance "
-            "loss does not cross stages: use data_parallel_shard_degree."
-        )
+def _refuse_pipeline(parallelism: Any) -> None:
+    schedule = parallelism.pipeline_parallel_schedule
     if schedule not in SCHEDULES:
         raise ConfigError(
             f"--parallelism.pipeline_parallel_schedule {schedule} splits the backward pass, which Residua's cached "

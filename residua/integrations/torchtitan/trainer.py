@@ -23,7 +23,8 @@ from residua.integrations.torchtitan.gradients import Gradients
 from residua.integrations.torchtitan.model import ResiduaModel
 from residua.integrations.torchtitan.refusals import refuse_engine
 from residua.integrations.torchtitan.run import parse_run
-from residua.train.balance import build_balancer
+from residua.model.moe import mixtures
+from residua.train.balance import Balancer
 
 
 class ResiduaLoss(BaseLoss):
@@ -81,12 +82,12 @@ class ResiduaTrainer(Trainer):
 
     def _balance(self, model: ResiduaModel, run: RunConfig) -> None:
         """Experts are balanced over all tokens of a step, on all ranks."""
-        training = self.config.training
-        ranks = model.grid.ranks
-        sequences = training.local_batch_size * self.gradient_accumulation_steps * ranks
-        model.step_tokens = sequences * training.seq_len
-        add = None if ranks == 1 else lambda tensor: model.grid.over_batch(tensor.clone())
-        model.balancer = build_balancer(model, run.train.balance, self.device, add)
+        batches = self.gradient_accumulation_steps * self.num_pipeline_parallel_microbatches
+        model.part = 1 / (batches * model.grid.ranks)
+        add = model.grid.over_all if model.mixtures else model.grid.over_batch
+        found = model.mixtures or mixtures(model)
+        if found:
+            model.balancer = Balancer(run.train.balance, found, self.device, lambda tensor: add(tensor.clone()))
         self.balancer = model.balancer
 
     def _describe(self, run: RunConfig) -> None:
