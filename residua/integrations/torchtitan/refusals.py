@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from residua.config.choices import MoE
 from residua.config.run import RunConfig
 from residua.config.settings import ConfigError
 
@@ -56,7 +57,8 @@ def _refuse_mesh(parallelism: Any, run: RunConfig) -> None:
                 "more data_parallel_shard_degree or pipeline_parallel_degree."
             )
     experts = parallelism.expert_parallel_degree
-    if experts > 1 and (not run.model.ffn.mixture or run.model.ffn.experts % experts):
+    ffn = run.model.ffn
+    if experts > 1 and not (isinstance(ffn, MoE) and ffn.experts % experts == 0):
         raise ConfigError(
             f"--parallelism.expert_parallel_degree {experts} needs model.ffn.kind = 'moe' with a multiple of {experts} "
             "experts: leave it out, or choose a divisor."
