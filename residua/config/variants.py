@@ -144,6 +144,16 @@ def _hybrid(model: ModelConfig) -> Sequence[str]:
     return [f"model.attention={{kind='hybrid', softmax={softmax}, linear={{{_linear_table(model)}}}}}"]
 
 
+def _kimi(model: ModelConfig) -> Sequence[str]:
+    """Heads as in the base; latents of a quarter of its width, as in the published model."""
+    softmax, dim = _base_softmax(model), head_dim(model)
+    latent = (
+        f"kind='mla', heads={softmax.heads}, head_dim={dim}, shared_dim={dim // 2}, rank={max(1, model.width // 4)}"
+    )
+    linear = f"kind='kimi_delta', heads={softmax.heads}, head_dim={dim}"
+    return [f"model.attention={{kind='hybrid', softmax={{{latent}, positions='none'}}, linear={{{linear}}}}}"]
+
+
 def _inline(value: Any) -> str:
     """A value as TOML on one line."""
     if isinstance(value, dict):
@@ -155,7 +165,7 @@ def _base_softmax(model: ModelConfig) -> SoftmaxAttention:
     softmax = model.attention.everywhere
     if softmax is None:
         raise ConfigError(
-            f"variants 'linear' and 'hybrid' replace softmax attention and the base has attention.kind = "
+            f"variants 'linear', 'hybrid' and 'kimi' replace softmax attention and the base has attention.kind = "
             f"'{model.attention.kind}': choose a base with attention.kind = 'softmax'."
         )
     return softmax
@@ -195,6 +205,7 @@ KNOWN: dict[str, Variant] = {
     "sink": _softmax("learned attention sink", "sink=learned"),
     "linear": Variant("linear attention (Gated DeltaNet)", lambda m: [f"model.attention={{{_linear_table(m)}}}"]),
     "hybrid": Variant("linear attention, and softmax in one layer of four", _hybrid),
+    "kimi": Variant("Kimi Linear's mixers: delta attention, and latent attention in one layer of four", _kimi),
     "moe": Variant("16 experts, 3 and a shared one active, as wide for a token as the base's FFN", _moe),
     "glu": Variant("sigmoid GLU as feed-forward, as wide as the base's", _glu),
     "gatednorm": _norm("RMSNorm with a low-rank gate", "gatednorm"),

@@ -101,6 +101,8 @@ def _standard_names(config: ModelConfig) -> dict[str, Any]:
         "layer_types": ["full_attention" if n in config.softmax_layers else linear for n in range(config.layers)],
         "tie_word_embeddings": config.head.kind == "tied",
     }
+    if config.latent is not None:
+        names["num_attention_heads"] = config.latent.heads
     if softmax is not None:
         names["num_attention_heads"] = softmax.heads
         names["num_key_value_heads"] = softmax.kv_heads or softmax.heads

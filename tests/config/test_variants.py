@@ -66,3 +66,15 @@ def test_the_experts_of_a_mixture_become_glu_too() -> None:
 def test_two_limits_of_clipping_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"both set model\.topology\.limit"):
         overrides(["clip10+clip100"], RunConfig.find("mini").model)
+
+
+def test_kimi_has_the_heads_of_its_base_and_latents_of_a_quarter_of_its_width() -> None:
+    run = RunConfig.find("mini")
+    model = run.override(overrides(["kimi"], run.model)).model
+    assert (model.latent.heads, model.latent.head_dim, model.latent.rank, model.latent.positions) == (
+        4,
+        128,
+        128,
+        "none",
+    )
+    assert (model.linear.heads, model.linear.head_dim, model.softmax_layers) == (4, 128, (3, 7))

@@ -132,4 +132,6 @@ def _sizes(start: Path | None, base: str | None) -> list[str]:
     """A run's weights have their shapes; hybrids and experts are small in the presets of a CPU."""
     if start is not None or any(kind in (base or "") for kind in ("hybrid", "moe")):
         return []
+    if "kimi" in (base or ""):
+        return ["model.width=32", "model.context=32", "model.ffn.hidden=16"]
     return [*SIZES, "model.attention.heads=2", "model.context=32"]
