@@ -52,6 +52,14 @@ def _accuracy(run: RunResult, out: Path) -> float | None:
     return None if found is None else 100 * found
 
 
+def _accuracy_in(recipe: str) -> Callable[[RunResult, Path], float | None]:
+    def of(run: RunResult, out: Path) -> float | None:
+        found = None if run.accuracies is None else run.accuracies.mean_in(recipe)
+        return None if found is None else 100 * found
+
+    return of
+
+
 def _cost(recipe: str) -> Callable[[RunResult, Path], float | None]:
     def added(run: RunResult, out: Path) -> float | None:
         loss = None if run.quantized is None else run.quantized.losses.get(recipe)
@@ -83,6 +91,13 @@ MEASURES: dict[str, Measure] = {
     ),
     "accuracy": Measure(
         "accuracy", _accuracy, "mean over the tasks of the metric that papers report, in %", digits=".2f", tasked=True
+    ),
+    "nvfp4_accuracy": Measure(
+        "accuracy in W4A4", _accuracy_in("nvfp4"), "the same after NVFP4", digits=".2f", quantized=True, tasked=True
+    ),
+    "nvfp4_smooth_accuracy": Measure(
+        "accuracy in W4A4+SQ", _accuracy_in("nvfp4+smooth"), "the same after SmoothQuant and NVFP4", digits=".2f",
+        quantized=True, tasked=True,
     ),
     "peak_activation": Measure(
         "peak activation", _outlier("peak_activation"), "the largest value that any sublayer reads", digits=".4g",

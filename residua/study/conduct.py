@@ -33,7 +33,7 @@ from residua.study.runs import RunRecord, is_complete, read_run
 from residua.study.saved import SavedStudy, save_study
 from residua.study.side_tables import rate_sentence
 from residua.study.tables import markdown
-from residua.study.tasked import Questions, open_questions, score_runs
+from residua.study.tasked import Questions, Recipes, open_questions, score_runs
 from residua.study.timing import keep_timings, read_timings, time_variants
 from residua.study.trials import keep_rates
 from residua.study.tuning import chosen_rates, known_rates
@@ -83,7 +83,7 @@ def conduct(
     time_variants(study, whole.plan, out, console, whole.known)
     measure_outliers(whole.plan, console)
     if keeper.questions is not None:
-        score_runs(keeper.questions, whole.plan, console)
+        score_runs(keeper.questions, whole.plan, console, Recipes(study.quantize, study.calibration))
     measure_runs(study, whole.plan, console)
     diagnose_runs(study, whole.plan, out, keeper.dataset, console)
     keeper.write()

@@ -57,6 +57,13 @@ class TaskMeans(Frozen):
     chance: float | None = Field(None, description="the accuracy of guessing; null if it is not known")
 
 
+class LowTaskMeans(Frozen):
+    """The mean accuracy over all tasks in low precision, and its change from the same models in high precision."""
+
+    accuracy: Interval
+    change: Interval
+
+
 MEAN = "mean"
 """The key of the mean over all tasks, beside the names of tasks."""
 
@@ -112,6 +119,24 @@ def task_means(ours: Runs, baseline: Runs | None, names: Sequence[str], level: f
             difference=None if difference is None else interval(difference),
             chance=mean(guessed) if guessed and len(guessed) == len(asked) else None,
         )
+    return found
+
+
+def low_task_means(ours: Runs, recipes: Sequence[str], level: float) -> dict[str, LowTaskMeans]:
+    """By recipe, over the runs that were scored in it on every task, and in high precision."""
+    found = {}
+    for recipe in recipes:
+        scored = [run.accuracies for run in ours.values() if run.accuracies is not None]
+        pairs = [
+            (low, high)
+            for each in scored
+            if (low := each.mean_in(recipe)) is not None and (high := each.mean) is not None
+        ]
+        if pairs:
+            found[recipe] = LowTaskMeans(
+                accuracy=interval(estimate([low for low, _ in pairs], level)),
+                change=interval(estimate([low - high for low, high in pairs], level)),
+            )
     return found
 
 

@@ -66,7 +66,7 @@ def measure_run(run: PlannedRun, study: StudyConfig, tell: Callable[[str], None]
     tell(run.title)
     losses: dict[str, float | None] = {}
     for name in study.quantize:
-        quantized = _quantized_copy(model, Recipe.parse(name), text, study.calibration)
+        quantized = quantized_copy(model, name, text, study.calibration)
         loss = mean_loss(quantized, validation)
         losses[name] = loss if math.isfinite(loss) else None
         tell(f"{run.title}, {name}")
@@ -77,14 +77,14 @@ def measure_run(run: PlannedRun, study: StudyConfig, tell: Callable[[str], None]
     return found
 
 
-def _quantized_copy(model: Decoder, recipe: Recipe, text: CalibrationText, calibration: int) -> Decoder:
-    """A copy of the model, smoothed if asked, in low precision."""
+def quantized_copy(model: Decoder, name: str, text: CalibrationText, calibration: int) -> Decoder:
+    """A copy of the model in low precision by the recipe called `name`, smoothed if it says so."""
     from residua.quantize.apply import quantize_model
     from residua.quantize.measure import forward, static_scales
     from residua.quantize.schemes import find_scheme
     from residua.quantize.smoothing import smooth
 
-    copy = deepcopy(model)
+    recipe, copy = Recipe.parse(name), deepcopy(model)
     if recipe.alpha is not None:
         smooth(copy, text.calibration(calibration), recipe.alpha, run=partial(forward, copy))
     scheme = find_scheme(recipe.scheme)

@@ -17,10 +17,12 @@ from residua.study.ladder import Gain, fit_law
 from residua.study.measures import Interval as Interval
 from residua.study.measures import LowPrecision as LowPrecision
 from residua.study.measures import (
+    LowTaskMeans,
     OutlierMeans,
     TaskMeans,
     interval,
     low_precision,
+    low_task_means,
     outlier_means,
     over_runs,
     task_means,
@@ -81,6 +83,7 @@ class VariantResult(Frozen):
     train_loss: Interval | None = Field(None, description="mean over the last 200 steps, at most a tenth of the run")
     outliers: OutlierMeans | None = None
     tasks: dict[str, TaskMeans] = Field(default_factory=dict, description="by task; their mean under `mean`")
+    low_tasks: dict[str, LowTaskMeans] = Field(default_factory=dict, description="by recipe, the mean over all tasks")
     low_precision: LowPrecision | None = None
 
 
@@ -240,6 +243,7 @@ def _variant_result(study: StudyConfig, plan: StudyPlan, measured: Measured, siz
         "train_loss": over_runs(ours, lambda run: run.train_loss, level),
         "outliers": outlier_means(ours, level),
         "tasks": _tasks(study, measured, size, name),
+        "low_tasks": low_task_means(ours, study.quantize, level),
         "low_precision": low_precision(study.quantize, [run.quantized for run in ours.values()], level),
         "timing": timings[-1] if timings else None,
     }

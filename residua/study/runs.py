@@ -76,15 +76,23 @@ class TaskAccuracy(Frozen):
 
 
 class Accuracies(Frozen):
-    """accuracies.json of a run, by task; `wanted` are the tasks that were asked for last."""
+    """accuracies.json of a run, by task, and by recipe and task in low precision; `wanted` was asked for last."""
 
     wanted: tuple[str, ...]
     tasks: dict[str, TaskAccuracy] = Field(default_factory=dict)
+    low: dict[str, dict[str, TaskAccuracy]] = Field(default_factory=dict)
 
     @property
     def mean(self) -> float | None:
         """The mean over the tasks that were asked for; None until all are there."""
-        values = [self.tasks[name].value for name in self.wanted if name in self.tasks]
+        return self._mean(self.tasks)
+
+    def mean_in(self, recipe: str) -> float | None:
+        """The same in low precision."""
+        return self._mean(self.low.get(recipe, {}))
+
+    def _mean(self, tasks: dict[str, TaskAccuracy]) -> float | None:
+        values = [tasks[name].value for name in self.wanted if name in tasks]
         return fmean(values) if values and len(values) == len(self.wanted) else None
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from residua.report import Column, Value
-from residua.study.measures import MEAN, Interval, TaskMeans
+from residua.study.measures import MEAN, Interval, LowTaskMeans, TaskMeans
 from residua.study.results import StudyResult, VariantResult
 from residua.study.sentences import NONE
 from residua.study.trials import TunedRate
@@ -26,7 +26,7 @@ class SideTable(NamedTuple):
 
 def side_tables(result: StudyResult, size: str) -> list[SideTable]:
     """The tables that there are numbers for."""
-    found = (_tasks(result, size), _outliers(result, size), _rates(result, size))
+    found = (_tasks(result, size), _low_tasks(result, size), _outliers(result, size), _rates(result, size))
     return [table for table in found if table is not None]
 
 
@@ -61,6 +61,36 @@ def _tasks(result: StudyResult, size: str) -> SideTable | None:
     )
 
 
+def _low_tasks(result: StudyResult, size: str) -> SideTable | None:
+    rows = [row for row in result.rows(size) if row.low_tasks]
+    if not rows:
+        return None
+    level = f"{result.confidence * 100:g} %"
+    columns = [VARIANT]
+    for recipe in dict.fromkeys(recipe for row in rows for recipe in row.low_tasks):
+        columns.append(Column(recipe, f"mean over all tasks in % after {recipe}: mean over seeds ± standard error"))
+        columns.append(
+            Column(f"Δ {recipe} [{level}]", "less that of the same models in high precision, in points, with its "
+                   f"{level} Student-t interval. If it contains 0, no change was shown")
+        )  # fmt: skip
+    cells = [
+        [Value(row.name), *(cell for column in columns[1::2] for cell in _low_task(row.low_tasks.get(column.title)))]
+        for row in rows
+    ]
+    return SideTable(
+        "tasks in low precision",
+        columns,
+        cells,
+        "The tasks' mean accuracy after quantization, in %. The changes are paired with the same models.",
+    )
+
+
+def _low_task(found: LowTaskMeans | None) -> tuple[Value, Value]:
+    if found is None:
+        return Value(NONE), Value(NONE)
+    return _accuracy(TaskMeans(accuracy=found.accuracy)), _change(found.change)
+
+
 def _task_column(name: str, rows: Sequence[VariantResult]) -> Column:
     chance = next((row.tasks[name].chance for row in rows if name in row.tasks), None)
     guess = "" if chance is None else f"; guessing gives {100 * chance:.1f}"
@@ -79,7 +109,11 @@ def _accuracy(found: TaskMeans | None) -> Value:
 def _points(found: TaskMeans | None, is_baseline: bool) -> Value:
     if is_baseline or found is None or found.difference is None:
         return Value(NONE, key=0.0 if is_baseline else None)
-    change = found.difference
+    return _change(found.difference)
+
+
+def _change(change: Interval) -> Value:
+    """A difference of accuracies in points, with its interval."""
     shown = f"{100 * change.value:+.2f}"
     if change.low is None or change.high is None:
         return Value(shown, "(n=1, no interval)", change.value)

@@ -1,4 +1,5 @@
-"""The accuracy of a study's models on tasks, as `residua eval` measures it, into the folder of each run.
+"""The accuracy of a study's models on tasks, as `residua eval` measures it, into the folder of each run; with
+`--quantize` in low precision as well.
 
 The file is written after every task, so a study that is stopped goes on with the next one. Imports no plotting library,
 so it can run where the models were trained.
@@ -8,9 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from rich.console import Console
 
@@ -20,6 +22,7 @@ from residua.report.terminal import Progress, ProgressBars, StageProgress, say
 from residua.storage.checkpoint import checkpoints
 from residua.study.config import Tasks
 from residua.study.plan import PlannedRun, StudyPlan
+from residua.study.quantized import quantized_copy
 from residua.study.runs import ACCURACIES, Accuracies, TaskAccuracy, is_complete, measured_after, read_accuracies
 
 if TYPE_CHECKING:
@@ -96,58 +99,106 @@ class _Harness:
         return TaskAccuracy(value=found.value, error=found.error, asked=self.asked[name])
 
 
-def score_runs(questions: Questions, plan: StudyPlan, console: Console) -> None:
+class Recipes(NamedTuple):
+    """The recipes in which tasks are scored as well, and the sequences that SmoothQuant is calibrated on."""
+
+    recipes: Sequence[str] = ()
+    calibration: int = 0
+
+
+HIGH_ONLY = Recipes()
+
+
+class Job(NamedTuple):
+    """A task to score; in high precision if `recipe` is empty."""
+
+    task: str
+    recipe: str
+    asked: str
+
+    def __str__(self) -> str:
+        return f"{self.task} in {self.recipe}" if self.recipe else self.task
+
+
+def score_runs(questions: Questions, plan: StudyPlan, console: Console, low: Recipes = HIGH_ONLY) -> None:
     """Score the complete runs on the tasks that they lack; a task that cannot be had is told once and left out."""
     lost: set[str] = set()
-    waiting = [(run, names) for run in plan.compared if (names := missing(run, questions))]
+    waiting = [(run, jobs) for run in plan.compared if (jobs := missing(run, questions, low))]
     with ProgressBars(console) as bars:
         progress = bars.stages("tasks")
-        for run, names in waiting:
-            if todo := [name for name in names if name not in lost]:
-                lost |= score_run(run, questions, todo, console, progress)
+        for run, jobs in waiting:
+            if todo := [job for job in jobs if job.task not in lost]:
+                lost |= score_run(run, questions, todo, console, progress, low.calibration)
 
 
-def missing(run: PlannedRun, questions: Questions) -> list[str]:
-    """The tasks that a complete run was not scored on; a run without weights cannot be."""
+def missing(run: PlannedRun, questions: Questions, low: Recipes = HIGH_ONLY) -> list[Job]:
+    """What a complete run was not scored on; a run without weights cannot be."""
     if not is_complete(run.folder, run.config) or not checkpoints(run.folder):
         return []
     known = _current(run)
-    return [name for name, asked in questions.asked.items() if name not in known or known[name].asked != asked]
+    jobs = [Job(task, "", asked) for task, asked in questions.asked.items()]
+    jobs += [
+        Job(task, recipe, _digest([asked, recipe, low.calibration]))
+        for recipe in low.recipes
+        for task, asked in questions.asked.items()
+    ]
+    return [job for job in jobs if (found := known.get((job.recipe, job.task))) is None or found.asked != job.asked]
 
 
 def score_run(
-    run: PlannedRun, questions: Questions, names: list[str], console: Console, progress: StageProgress
+    run: PlannedRun,
+    questions: Questions,
+    jobs: Sequence[Job],
+    console: Console,
+    progress: StageProgress,
+    calibration: int = 0,
 ) -> set[str]:
     """Score a run's last checkpoint on tasks and write accuracies.json; returns the tasks that could not be had."""
     from residua.evaluate.score import Scorer
     from residua.machine import choose_device
+    from residua.quantize.calibration import CalibrationText
     from residua.storage.opening import open_model, place
 
     model, tokenizer = open_model(run.folder, "last")
-    scorer = Scorer(place(model, choose_device(run.config.train.device, "train.device")), tokenizer)
-    found: dict[str, TaskAccuracy] = _current(run)
-    lost: set[str] = set()
-    for name in names:
-        stage = f"{run.title}, {name}"
-        try:
-            found[name] = questions.score(scorer, name, _within(progress, stage))
-        except (RuntimeError, ValueError) as problem:  # also out of memory
-            console.print(outcome(f"{name} was not scored: {say(problem)}", good=False))
-            lost.add(name)
-            continue
-        _write(run, questions, found)
-        console.print(outcome(f"{stage}: {100 * found[name].value:.1f} %"))
+    model = place(model, choose_device(run.config.train.device, "train.device"))
+    found, lost = _current(run), set[str]()
+    for recipe, group in groupby(jobs, key=lambda job: job.recipe):
+        text = CalibrationText.of_run(run.config) if recipe else None
+        scorer = Scorer(model if text is None else quantized_copy(model, recipe, text, calibration), tokenizer)
+        for job in group:
+            if job.task in lost:
+                continue
+            stage = f"{run.title}, {job}"
+            try:
+                scored = questions.score(scorer, job.task, _within(progress, stage))
+            except (RuntimeError, ValueError) as problem:  # also out of memory
+                console.print(outcome(f"{job} was not scored: {say(problem)}", good=False))
+                lost.add(job.task)
+                continue
+            found[recipe, job.task] = scored.model_copy(update={"asked": job.asked})
+            _write(run, questions, found)
+            console.print(outcome(f"{stage}: {100 * scored.value:.1f} %"))
     return lost
 
 
-def _current(run: PlannedRun) -> dict[str, TaskAccuracy]:
+Known = dict[tuple[str, str], TaskAccuracy]
+"""By recipe, empty for high precision, and task."""
+
+
+def _current(run: PlannedRun) -> Known:
     """What is known of the run as it is; one that was trained further is scored again."""
     found = read_accuracies(run.folder) if measured_after(run.folder, ACCURACIES) else None
-    return {} if found is None else dict(found.tasks)
+    if found is None:
+        return {}
+    by_recipe = {"": found.tasks, **found.low}
+    return {(recipe, task): score for recipe, tasks in by_recipe.items() for task, score in tasks.items()}
 
 
-def _write(run: PlannedRun, questions: Questions, found: dict[str, TaskAccuracy]) -> None:
-    written = Accuracies(wanted=tuple(questions.asked), tasks=found)
+def _write(run: PlannedRun, questions: Questions, found: Known) -> None:
+    by_recipe: dict[str, dict[str, TaskAccuracy]] = {"": {}}
+    for (recipe, task), score in found.items():
+        by_recipe.setdefault(recipe, {})[task] = score
+    written = Accuracies(wanted=tuple(questions.asked), tasks=by_recipe.pop(""), low=by_recipe)
     write_atomically(run.folder / ACCURACIES, written.model_dump_json(indent=1) + "\n")
 
 

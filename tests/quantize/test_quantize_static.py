@@ -19,7 +19,6 @@ from residua.quantize.apply import quantize_weights, targets
 from residua.quantize.engine import save_engine
 from residua.quantize.measure import largest_inputs
 from residua.quantize.nvfp4 import round_nvfp4_static, static_scale
-from residua.quantize.recipe import Recipe
 from residua.quantize.schemes import find_scheme
 from residua.quantize.store import load_quantized, save_quantized
 from tests.model.small import VOCABULARY, small, tokens_and_targets
@@ -86,11 +85,11 @@ def test_without_scales_a_static_scheme_is_refused() -> None:
 
 
 def test_a_study_calibrates_each_model_on_its_own_text() -> None:
-    from residua.study.quantized import _quantized_copy
+    from residua.study.quantized import quantized_copy
 
     model = residua.build(small()).eval()
     text: Any = SimpleNamespace(calibration=batches)
-    copy = _quantized_copy(model, Recipe.parse("nvfp4-static"), text, 2)
+    copy = quantized_copy(model, "nvfp4-static", text, 2)
     quantize_model(model, STATIC, scales=static_scales(model, STATIC, batches(2)))
     tokens = tokens_and_targets()[0]
     assert torch.equal(copy(tokens), model(tokens))

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
+import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -83,6 +84,40 @@ def test_a_run_is_scored_as_residua_eval_scores_it(
         assert (ours.value, ours.error, ours.questions) == (theirs["value"], theirs["error"], task["questions"])
         assert ours.chance == 0.25
     assert found.mean == statistics.fmean(task.value for task in found.tasks.values())
+
+
+@pytest.mark.slow
+def test_in_low_precision_a_copy_is_scored_and_the_model_stays_as_it_is(
+    trained: PlannedRun, asked: Tasks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (trained.folder / ACCURACIES).unlink(missing_ok=True)
+    plan, questions, scored = StudyPlan({}, (trained,)), open_questions(asked), []
+    score = questions.score
+
+    def counted(scorer: Scorer, name: str, progress: object) -> TaskAccuracy:
+        with torch.no_grad():
+            scored.append((name, float(scorer.model(torch.arange(8)[None]).square().sum())))
+        return score(scorer, name, progress)
+
+    monkeypatch.setattr(questions, "score", counted)
+    low = work.Recipes(("fp8", "nvfp4+smooth"), 2)
+    score_runs(questions, plan, QUIET, low)
+    assert [name for name, _ in scored] == ["colours", "shapes"] * 3
+    models = [square for _, square in scored]
+    assert models[::2] == models[1::2] and len(set(models)) == 3, "as trained, in FP8, in NVFP4"
+    found = read_accuracies(trained.folder)
+    assert found is not None and list(found.low) == ["fp8", "nvfp4+smooth"]
+    for recipe, tasks in found.low.items():
+        assert found.mean_in(recipe) == statistics.fmean(each.value for each in tasks.values()), recipe
+    assert found.mean_in("nvfp4") is None
+
+    score_runs(questions, plan, QUIET, low)
+    assert len(scored) == 6, "nothing is scored twice"
+    score_runs(questions, plan, QUIET, work.Recipes(("fp8",), 3))
+    assert len(scored) == 8, "another calibration may give other numbers"
+    score_runs(questions, plan, QUIET)
+    assert len(scored) == 8 and set(read_accuracies(trained.folder).low) == {"fp8", "nvfp4+smooth"}, "and all are kept"
+    (trained.folder / ACCURACIES).unlink()
 
 
 @pytest.mark.slow
@@ -188,6 +223,26 @@ def test_accuracies_are_in_the_tables_and_in_the_results_file(
     saved = save_study(study, plan, complete_records(plan, {}), dataset.fingerprint, None)
     again = saved.plan(out)
     assert collect(study, again, saved.records(again), {}).variants == result.variants
+
+
+def test_in_low_precision_the_mean_over_tasks_and_its_change_are_in_a_table(
+    scored: tuple[StudyConfig, StudyPlan, StudyResult], out: Path
+) -> None:
+    study, plan, _ = scored
+    for run in plan.runs:
+        found = Accuracies.model_validate_json((run.folder / ACCURACIES).read_text())
+        low = {name: TaskAccuracy(value=task.value - 0.01 * (1 + run.seed)) for name, task in found.tasks.items()}
+        lower = found.model_copy(update={"low": {"fp8": low, "nvfp4": {"arc": TaskAccuracy(value=0.1)}}})
+        (run.folder / ACCURACIES).write_text(lower.model_dump_json())
+    asked = study.model_copy(update={"quantize": ("fp8", "nvfp4")})
+    result = collect(asked, plan, complete_records(plan, {}), {})
+    mgr = result.variants[1]
+    assert list(mgr.low_tasks) == ["fp8"], "one of two tasks is no mean"
+    assert mgr.low_tasks["fp8"].accuracy.value == pytest.approx(0.51 - 0.015)
+    assert mgr.low_tasks["fp8"].change.value == pytest.approx(-0.015)
+    _, table = side_tables(result, "tiny")
+    assert [column.title for column in table.columns] == ["variant", "fp8", "Δ fp8 [95 %]"]
+    assert "## tasks in low precision" in markdown(result) and "| 49.50 ± 3.00 | -1.50 [" in markdown(result)
 
 
 def test_one_task_has_no_mean_and_a_run_that_lacks_a_task_is_left_out(
