@@ -152,8 +152,9 @@ def _llama(config: ModelConfig, device: torch.device, rows: list[list[int]], flo
         return None
     import transformers
 
+    shape: Any = transformers.LlamaConfig
     gated = ffn.kind in ("swiglu", "glu", "geglu")
-    made = transformers.LlamaConfig(
+    made = shape(
         vocab_size=config.vocab_size, hidden_size=config.width, num_hidden_layers=config.layers,
         intermediate_size=ffn.hidden if gated else 2 * ffn.hidden // 3, num_attention_heads=softmax.heads,
         num_key_value_heads=softmax.kv_heads or softmax.heads, head_dim=softmax.head_dim or None,

@@ -69,8 +69,8 @@ class KeyValueCache:
     def extend(self, k: Tensor, v: Tensor, now: Now) -> tuple[Tensor, Tensor]:
         """Write k, v [B, T, H_kv, D] into their slots; returns the keys and values that queries may see."""
         if now.visible is None and now.until is None:  # the first tokens of every row
-            for slots, new in zip(self.first(k.shape[1]), (k, v), strict=True):
-                slots.copy_(new)
+            for place, new in zip(self.first(k.shape[1]), (k, v), strict=True):
+                place.copy_(new)
             return k, v
         self.keys.index_put_((self._rows, now.positions), k.to(self.keys.dtype))
         self.values.index_put_((self._rows, now.positions), v.to(self.values.dtype))

@@ -59,14 +59,14 @@ class SequenceAttention(nn.Module):
         return attention.out(y.flatten(-2)), anchors
 
     def _heads(self, projected: Tensor, table: tuple[Tensor, ...], context: Context) -> tuple[Tensor, Tensor, Tensor]:
-        norm = self.attention.qk_norm
+        norm, (cos, sin) = self.attention.qk_norm, table
         assert isinstance(norm, QKNorm | NoQKNorm)
         if context.now is None:
-            q, k = prefill.turn_heads(projected, self.heads, self.kv_heads, norm.gains, *table, eps=norm.eps)
+            q, k = prefill.turn_heads(projected, self.heads, self.kv_heads, norm.gains, cos, sin, eps=norm.eps)
             first, second = (self.heads + n * self.kv_heads for n in (1, 2))
             return q, k, projected[..., first * self.width : second * self.width].unflatten(-1, (-1, self.width))
         k, v = context.cache.first(projected.shape[1])
-        q = prefill.enter_heads(projected, self.heads, norm.gains, *table, k, v, eps=norm.eps)
+        q = prefill.enter_heads(projected, self.heads, norm.gains, cos, sin, k, v, eps=norm.eps)
         return q, k, v
 
 

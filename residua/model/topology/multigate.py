@@ -162,7 +162,7 @@ class MultiGate(Topology):
 
     def _weights(self) -> tuple[list[tuple[Tensor, Tensor]], list[Tensor]]:
         """The query and bias of each gated junction, and the query of each read."""
-        gates = [(cast(Gates, gate).query, cast(Gates, gate).bias) for gate in self.gates]
+        gates: list[tuple[Tensor, Tensor]] = [(g.query, g.bias) for g in cast("list[Gates]", self.gates)]
         return gates, [cast(Pool, pool).query.detach() for pool in self.pools]
 
     def floor(self, sublayers: int, width: int) -> Rows:
