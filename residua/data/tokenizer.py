@@ -123,6 +123,11 @@ class Tokenizer:
         """Text of ids; special tokens are shown."""
         return self.backend.decode([int(token) for token in ids], skip_special_tokens=False)
 
+    def decode_batch(self, batch: Sequence[np.ndarray]) -> list[str]:
+        """Texts of several lists of ids, on all cores; releases the GIL."""
+        texts: list[str] = self.backend.decode_batch([ids.tolist() for ids in batch], skip_special_tokens=False)
+        return texts
+
 
 def hash_of(serialised: str, where: Path | str) -> str:
     """SHA-256 of a tokenizer's JSON, with sorted keys and no white space; `where` names it in errors.

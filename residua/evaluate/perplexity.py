@@ -65,19 +65,22 @@ class WordCount:
 
     def add(self, tokens: np.ndarray) -> None:
         """The next tokens of the stream; an end-of-text token ends a document."""
-        ends = np.flatnonzero(tokens == self.tokenizer.end_of_text)
-        *whole, rest = np.split(tokens, ends)
-        for part in whole:
-            self._open.append(part)
-            self.close()
+        *whole, rest = np.split(tokens, np.flatnonzero(tokens == self.tokenizer.end_of_text))
+        if whole:
+            self._count([np.concatenate([*self._open, whole[0]]), *whole[1:]])
+            self._open = []
         self._open.append(rest)
 
     def close(self) -> int:
         """End the document, and return the words up to here."""
-        tokens = np.concatenate(self._open) if self._open else np.empty(0, np.int64)
-        self.words += len(self.tokenizer.decode(tokens[tokens != self.tokenizer.end_of_text]).split())
+        if self._open:
+            self._count([np.concatenate(self._open)])
         self._open = []
         return self.words
+
+    def _count(self, documents: list[np.ndarray]) -> None:
+        texts = self.tokenizer.decode_batch([ids[ids != self.tokenizer.end_of_text] for ids in documents])
+        self.words += sum(len(text.split()) for text in texts)
 
 
 def _exp(nats: float) -> float:

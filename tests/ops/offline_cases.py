@@ -230,12 +230,11 @@ def prefill_junctions(dtype: torch.dtype, width: int, n: int, tokens: int = 40) 
     y, weight = torch.zeros(tokens, width, dtype=dtype), torch.zeros(width)
     for base in (None, y):
         prefill.read_norm([y], [torch.zeros(2, 48)], [1], y, base, weight, weight)
-    for streams in ((y,) * n, (torch.zeros(tokens, n, width, dtype=dtype),)):
-        for competitive in (False, True):
-            bias, held = torch.zeros(n + competitive), prefill.Streams(streams)
-            for store in (False, True):
-                setting = {"store": store, "competitive": competitive}
-                _, held = prefill.gate_norm(held, y, weight, bias, weight, weight, **setting)
+    for competitive in (False, True):
+        bias, held = torch.zeros(n + competitive), prefill.Streams((y,) * n)
+        for store in (False, True):
+            setting = {"store": store, "competitive": competitive}
+            _, held = prefill.gate_norm(held, y, weight, bias, weight, weight, **setting)
 
 
 def case(operator: Callable[..., None], *arguments: Any) -> Case:

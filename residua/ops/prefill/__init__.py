@@ -47,8 +47,7 @@ def _serves_read(others: Any, scores: Any, rows: Any, y: Tensor, base: Tensor | 
 
 
 def _serves_gate(held: Streams, y: Tensor, *_: Any, **__: Any) -> bool:
-    n = held.stored[0].shape[-2] if len(held.stored) == 1 else len(held.stored)
-    return n <= MOST_STREAMS and _alike(y, *held.stored, *held.updates)
+    return len(held.stored) <= MOST_STREAMS and _alike(y, *held.stored, *held.updates)
 
 
 if fused.INSTALLED:

@@ -104,7 +104,7 @@ def gate_norm(
     """The fused twin of `reference.gate_norm`."""
     weights = (gate_query, gate_bias, pool_query, weight)
     normed, made = _gate_norm(*map(list, held), y, *weights, store, competitive, eps)
-    return normed, Streams((made,)) if store else held.later(y, made)
+    return normed, Streams(made.unbind()) if store else held.later(y, made)
 
 
 def _dense(projected: Tensor) -> Tensor:

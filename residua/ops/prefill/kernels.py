@@ -12,7 +12,7 @@ import triton.language as tl
 from residua.ops._runtime.kernels import tensor
 from residua.ops.depth_attention.kernels import load_row, log_sum_exp, store_row
 from residua.ops.multi_gate.kernels import gates, lerp, pooling
-from residua.ops.multi_gate.kernels_tile import add2, add4, fold, pick, put, row, scalars, stream, vector
+from residua.ops.multi_gate.kernels_tile import add2, add4, fold, pick, put, row, scalars, vector
 
 
 @triton.jit
@@ -126,11 +126,9 @@ def read_norm_kernel(
 
 
 @triton.jit
-def _written(
-    s_ptrs, b_past, betas, i, k: tl.constexpr, token, c, C: tl.constexpr, N: tl.constexpr, POLICY: tl.constexpr
-):
+def _written(s_ptrs, b_past, betas, i, k: tl.constexpr, token, c, C: tl.constexpr, POLICY: tl.constexpr):
     """Stream k before this junction [1, BLOCK]: as it is stored, and the writes since repeated."""
-    b_s = row(stream(s_ptrs, k, token, C, N), c, C, POLICY)
+    b_s = row(s_ptrs[k] + token * C, c, C, POLICY)
     for d in tl.static_range(len(b_past)):
         b_s = lerp(b_s, b_past[d], pick(betas[d], i, k))
     return b_s
@@ -147,7 +145,7 @@ def _past(f_ptrs, token, c, C: tl.constexpr, POLICY: tl.constexpr):
 
 @triton.jit
 def gate_norm_kernel(
-    s_ptrs, past_f_ptrs, past_beta_ptrs, f_ptr, w1_ptr, bias_ptr, w2_ptr, weight_ptr, normed_ptr, after_ptr, beta_ptr,
+    s_ptrs, past_f_ptrs, past_beta_ptrs, f_ptr, w1_ptr, bias_ptr, w2_ptr, weight_ptr, normed_ptr, after_ptrs, beta_ptr,
     eps, key_eps, per_width, per_root,
     C: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr,
     LANES: tl.constexpr, COMPETITIVE: tl.constexpr, STORE: tl.constexpr,
@@ -172,7 +170,7 @@ def gate_norm_kernel(
         b_f, b_w1, b_w2 = row(row_ptr, c, C, "evict_last"), vector(w1_ptr, c, C), vector(w2_ptr, c, C)
         b_past = _past(past_f_ptrs, token, c, C, "evict_last")
         for k in tl.static_range(N):
-            b_s = _written(s_ptrs, b_past, betas, i, k, token, c, C, N, "evict_last")  # [1, BLOCK]
+            b_s = _written(s_ptrs, b_past, betas, i, k, token, c, C, "evict_last")  # [1, BLOCK]
             ss, sf = put(ss, i, k, fold(b_s * b_s, LANES)), put(sf, i, k, fold(b_s * b_f, LANES))
             s1, s2 = put(s1, i, k, fold(b_s * b_w1, LANES)), put(s2, i, k, fold(b_s * b_w2, LANES))
         ff, f2 = ff + fold(b_f * b_f, LANES), f2 + fold(b_f * b_w2, LANES)
@@ -192,11 +190,12 @@ def gate_norm_kernel(
         b_past = _past(past_f_ptrs, token, c, C, "evict_first")
         b_h = tl.zeros([1, BLOCK], tl.float32)
         for k in tl.static_range(N):
-            b_s = _written(s_ptrs, b_past, betas, i, k, token, c, C, N, "evict_first")
+            b_s = _written(s_ptrs, b_past, betas, i, k, token, c, C, "evict_first")
             b_s = lerp(b_s, b_f, pick(beta, i, k))
             b_h += pick(a, i, k) * b_s
             if STORE:
-                tl.store(after_ptr + (token * N + k) * C + c, b_s.to(after_ptr.dtype.element_ty), mask=c < C)
+                after_ptr = after_ptrs[k] + token * C
+                tl.store(after_ptr + c, b_s.to(after_ptr.dtype.element_ty), mask=c < C)
         b_tiles = b_tiles + (b_h,)
         b_square += fold(b_h * b_h, LANES)
     # weight ⊙ RMS(h)

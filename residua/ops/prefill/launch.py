@@ -10,7 +10,7 @@ from torch import Tensor
 from residua.ops._runtime.launch import addresses, aligned, cdiv, extent, on
 from residua.ops.depth_attention.launch import row_address
 from residua.ops.depth_attention.tiles import UNROLL, row_tile
-from residua.ops.multi_gate.launch import forward_plan, streams_in
+from residua.ops.multi_gate.launch import forward_plan
 from residua.ops.norm_rotate.launch import FORWARD
 from residua.ops.prefill import kernels
 from residua.ops.prefill.reference import KEY_EPS
@@ -97,8 +97,8 @@ def gate_norm_outputs(
     streams: Sequence[Tensor], updates: Sequence[Tensor], betas: Sequence[Tensor], y: Tensor, gate_query: Tensor,
     gate_bias: Tensor, pool_query: Tensor, weight: Tensor, store: bool, competitive: bool, eps: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    n = streams_in(streams)
-    made = y.new_empty(len(y), n, y.shape[-1]) if store else y.new_empty(len(y), n, dtype=torch.float32)
+    n = len(streams)
+    made = y.new_empty(n, *y.shape) if store else y.new_empty(len(y), n, dtype=torch.float32)
     return torch.empty_like(y), made
 
 
@@ -106,16 +106,16 @@ def gate_norm(
     streams: Sequence[Tensor], updates: Sequence[Tensor], betas: Sequence[Tensor], y: Tensor, gate_query: Tensor,
     gate_bias: Tensor, pool_query: Tensor, weight: Tensor, store: bool, competitive: bool, eps: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The normed read, and the streams after the write or, if they are not stored, β [M, n]."""
+    """The normed read, and the streams [n, M, C] after the write or, if they are not stored, β [M, n]."""
     weights = (gate_query, gate_bias, pool_query, weight)
     normed, made = gate_norm_outputs(streams, updates, betas, y, *weights, store, competitive, eps)
-    (tokens, n), width = made.shape[:2], y.shape[-1]
+    (tokens, width), n = y.shape, len(streams)
     if tokens:
         tile = forward_plan(n, width, y.element_size()).settings(n, width)
         with on(y):
             kernels.gate_norm_kernel[(tokens,)](
                 tuple(aligned(s) for s in streams), tuple(aligned(f) for f in updates), tuple(betas), aligned(y),
-                *weights, normed, made if store else y, y if store else made, eps, KEY_EPS, 1 / width, width**-0.5,
-                COMPETITIVE=competitive, STORE=store, **tile,
+                *weights, normed, made.unbind() if store else (), y if store else made,
+                eps, KEY_EPS, 1 / width, width**-0.5, COMPETITIVE=competitive, STORE=store, **tile,
             )  # fmt: skip
     return normed, made

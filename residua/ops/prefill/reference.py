@@ -31,7 +31,7 @@ class Queries(NamedTuple):
 
 
 class Streams(NamedTuple):
-    """The streams of `multi_gate`: one tensor [M, n, C] or n of [M, C], and the writes since these were stored.
+    """The n streams [M, C] of `multi_gate`, and the writes since these were stored.
 
     A write is its update [M, C] and β [M, n] in at least float32.
     """
@@ -141,11 +141,11 @@ def gate_norm(
 
     With `store` they are written, else the write is only noted: n rows are read again instead of being written.
     """
-    streams = wide(held.stored[0] if len(held.stored) == 1 else torch.stack(list(held.stored), 1))
+    streams = wide(torch.stack(held.stored, 1))
     for update, beta in zip(held.updates, held.betas, strict=True):
         streams = streams + beta.to(streams.dtype)[..., None] * (wide(update)[:, None] - streams)
     hidden, after = multi_gate(streams, wide(y), gate_query, gate_bias, pool_query, competitive=competitive)
     normed = rms(hidden, eps, weight).to(y.dtype)
     if store:
-        return normed, Streams((after.to(y.dtype),))
+        return normed, Streams(after.to(y.dtype).unbind(1))
     return normed, held.later(y, gates(streams, gate_query, gate_bias, competitive=competitive))
