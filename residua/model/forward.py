@@ -11,6 +11,7 @@ from __future__ import annotations
 import warnings
 from collections import OrderedDict
 from copy import copy
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -22,13 +23,18 @@ from residua.model.cache import Cache, Now
 from residua.model.context import Anchors, Context
 from residua.model.decoder import Decoder, Sublayer
 from residua.model.ffn import FeedForward, SquaredReluFFN, is_watched
+from residua.model.moe import mixtures
 from residua.model.norm import Norm
 from residua.ops import decode, prefill
+from residua.ops._runtime.ahead import compile_ahead
 
 MOST_GRAPHS = 8
 """Shapes whose graphs are kept."""
 GRAPHED_TOKENS = 16_384
 """Most tokens of a batch that is captured: with more, kernels take longer than their launches."""
+
+COMPILED_TOKENS = 2048
+"""Most tokens of the batch that kernels are compiled with; those of larger batches are the same."""
 
 
 class SequenceAttention(nn.Module):
@@ -140,6 +146,8 @@ class Forward:
         self._graphs: OrderedDict[tuple[Any, ...], _Graph | None] = OrderedDict()
         self._cache: Cache | None = None
         self._refused = False
+        # experts are chosen by what the kernels compute, so a mixture cannot run without them
+        self._compiled = self._fast is None or bool(mixtures(model))
 
     @torch.inference_mode()
     def hidden(
@@ -155,6 +163,8 @@ class Forward:
         if cache is not None and cache is not self._cache:
             self._graphs.clear()  # they write to the other cache
             self._cache = cache
+        if not self._compiled:
+            self._compile(tokens.numel())
         key = (*tokens.shape, cache is not None, counts is not None)
         if self._refused or segments is not None or tokens.numel() > GRAPHED_TOKENS or not self._known(key):
             return self._fast.hidden(tokens, segments, cache, counts)
@@ -168,6 +178,13 @@ class Forward:
         if cache is not None:
             cache.reach = tokens.shape[1]
         return graph.hidden
+
+    def _compile(self, tokens: int) -> None:
+        """Compile the kernels for batches of so many tokens side by side, if there is anything to compile."""
+        assert self._fast is not None
+        few = torch.zeros(1, min(tokens, COMPILED_TOKENS), dtype=torch.int64, device=self._fast.embed.weight.device)
+        compile_ahead(partial(self._fast.hidden, few))
+        self._compiled = True
 
     def _known(self, key: tuple[Any, ...]) -> bool:
         """Whether the shape has come before; the one that has not come for the longest time is forgotten."""

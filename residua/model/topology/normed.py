@@ -55,6 +55,11 @@ class NormedAdditive(NormedTopology):
         return normed, (h,)
 
 
+SIZES = (4, 8)
+"""Reads in a group where the plan has more different sizes: each size needs kernels of its own, which a first prompt
+waits for. In models of 24 and 72 sublayers these two move as few bytes as the plan does."""
+
+
 class Source(NamedTuple):
     """A source [M, C] and its scores [readers, ≥ M], from reader `first` on."""
 
@@ -82,6 +87,8 @@ class NormedReads(NormedTopology):
         """`queries` [reads, C] are u = scale · w ⊙ g."""
         super().__init__(norms)
         self.plan, self.queries = plan, prefill.Queries(queries.contiguous(), parts(queries))
+        several = {size for _, size in plan.group} - {1}
+        self.group = plan.group if len(several) <= len(SIZES) else plan.groups((1, *SIZES))
 
     def begin(self, rows: Tensor) -> State:
         scores, rows = prefill.source_scores(rows.contiguous(), None, self.queries, 0, len(self.plan.readers[0]))
@@ -89,7 +96,7 @@ class NormedReads(NormedTopology):
 
     def junction(self, k: int, y: Tensor, state: State) -> tuple[Tensor, State]:
         reads, plan, norm = cast(Reads, state[0]), self.plan, self.norms[k + 1]
-        start, size = plan.group[k]
+        start, size = self.group[k]
         new = [s for s in plan.sees[k] if s <= k and (k == start or s not in plan.sees[start])]
         seen = [reads.sources[s] for s in new]
         others, scores, rows = [s.value for s in seen], [s.scores for s in seen], [k - s.first for s in seen]

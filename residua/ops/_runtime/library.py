@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 
@@ -11,6 +12,29 @@ _LIBRARY = torch.library.Library("residua", "FRAGMENT")
 
 listeners: list[Callable[[str, str, tuple[Any, ...], dict[str, Any]], None]] = []
 """Called for each operator that is traced: module that registers it, name, arguments and settings (fake tensors)."""
+
+
+class Call(NamedTuple):
+    """A call of an operator that a dry run did not carry out."""
+
+    name: str
+    run: Callable[..., Any]
+    args: tuple[Any, ...]
+    settings: dict[str, Any]
+
+
+_calls: list[Call] | None = None
+
+
+@contextmanager
+def dry_run() -> Iterator[list[Call]]:
+    """Inside, operators that may be compiled ahead return empty results, and their calls are collected."""
+    global _calls
+    before, _calls = _calls, []
+    try:
+        yield _calls
+    finally:
+        _calls = before
 
 
 def operator(schema: str, run: Callable[..., Any], outputs: Callable[..., Any], *, ahead: bool = True) -> Any:
@@ -30,8 +54,14 @@ def operator(schema: str, run: Callable[..., Any], outputs: Callable[..., Any], 
             listener(module, name, args, settings)
         return outputs(*args, **settings)
 
+    def launched(*args: Any, **settings: Any) -> Any:
+        if _calls is None:
+            return run(*args, **settings)
+        _calls.append(Call(name, run, args, settings))
+        return outputs(*args, **settings)
+
     _LIBRARY.define(schema)
-    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    _LIBRARY.impl(name, launched if ahead else run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"residua::{name}", traced, lib=_LIBRARY)
     return getattr(torch.ops.residua, name).default
 

@@ -5,7 +5,7 @@ Not part of `launch.py`: it knows nothing of kernels, only of reads, sources and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import NamedTuple
 
 GROUP = 8
@@ -67,7 +67,7 @@ class ReadPlan:
         self.leads = self._leaders()
         self.leader = {s: leader for leader, led in self.leads.items() for s in led}
         self.own = [self._own_readers(s) for s in range(len(grows))]
-        self.group = self._groups()
+        self.group = self.groups()
         self.rows = self._rows()
         self.places = [self._places(k) for k in range(-1, len(sees))]
         self.steps = [self._step(k) for k in range(len(sees))]
@@ -159,9 +159,9 @@ class ReadPlan:
         """The readers of a source that its own backward covers, not its leader's."""
         return [k for k in self.readers[s] if s not in self.leader or k not in self.readers[self.leader[s]]]
 
-    def _groups(self) -> list[tuple[int, int]]:
-        """For each read, where its group begins and how many reads are in it."""
-        ranges = cheapest(len(self.sees), GROUP, self._read_cost)
+    def groups(self, sizes: Container[int] = range(GROUP + 1)) -> list[tuple[int, int]]:
+        """For each read, where its group begins and how many reads are in it: one of `sizes`, which include 1."""
+        ranges = cheapest(len(self.sees), GROUP, lambda first, n: self._read_cost(first, n) if n in sizes else None)
         return [(start, end - start) for start, end in ranges for _ in range(start, end)]
 
     def _rows(self) -> float:
