@@ -8,7 +8,7 @@ that evaluate several reads together can move less. Backward, every tensor that 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -18,6 +18,8 @@ from residua import ops
 from residua.config import choices
 from residua.model.topology import build_topology
 from residua.model.topology.facts import Rows, read_rows, stream_rows
+from residua.ops.expert_slots import combine, dispatch, slots_of
+from residua.ops.grouped_linear.launch import grouped_linear
 
 Function = Callable[..., Sequence[Tensor]]
 
@@ -39,6 +41,8 @@ class Shape:
     sources: int = 12
     rank: int = 16
     vocabulary: int = 50_304
+    experts: int = 16
+    top_k: int = 3
     sublayers: int = 24
     dtype: torch.dtype = torch.bfloat16
 
@@ -49,7 +53,7 @@ class Case:
 
     `forward_bytes` and `backward_bytes` are the least that can be moved, `flops` the arithmetic of both passes where
     that is the limit and not memory. If a depth path consists of reads, `by_reads` builds the same path from another
-    function for each read, called as `depth_attention` is.
+    function for each read, called as `depth_attention` is. `peers` are other ways to compute it, for these inputs.
     """
 
     name: str
@@ -59,6 +63,7 @@ class Case:
     backward_bytes: int
     flops: int = 0
     by_reads: Callable[[Function], Function] | None = None
+    peers: dict[str, Function] = field(default_factory=dict)
 
 
 def operators(shape: Shape, device: torch.device) -> dict[str, Callable[[], Case]]:
@@ -73,6 +78,8 @@ def operators(shape: Shape, device: torch.device) -> dict[str, Callable[[], Case
         "manifold_hyper": _manifold_hyper,
         "linear_cross_entropy": partial(_cross_entropy, "linear_cross_entropy"),
         "training_cross_entropy": partial(_cross_entropy, "training_cross_entropy"),
+        "route": _route,
+        "expert_ffn": _expert_ffn,
     }
     return {name: partial(make, shape, device) for name, make in made.items()}
 
@@ -195,6 +202,43 @@ def _cross_entropy(name: str, shape: Shape, device: torch.device) -> Case:
     # h, W → a number; h, W → dh, dW
     moved = hidden.nbytes + weight.nbytes
     return Case(f"{name}, {shape.vocabulary}", loss, (hidden, weight, targets), moved, 2 * moved, flops)
+
+
+def _route(shape: Shape, device: torch.device) -> Case:
+    x, weight = _random(shape, device), torch.randn(shape.experts, shape.width, device=device) / shape.width**0.5
+
+    def route(x: Tensor, weight: Tensor) -> Sequence[Tensor]:
+        routed = ops.route(x, weight, shape.top_k)
+        return [routed.weights, routed.probability, routed.z]
+
+    # x; x → dx: logits and choices are few
+    name = f"route, {shape.top_k} of {shape.experts} experts"
+    return Case(name, route, (x, weight), x.nbytes, 2 * x.nbytes)
+
+
+def _expert_ffn(shape: Shape, device: torch.device) -> Case:
+    """Experts with relu², as wide as the model, on tokens that were routed at random."""
+    x = _random(shape, device)
+    square = (shape.experts, shape.width, shape.width)
+    up, out = (torch.randn(square, device=device, dtype=shape.dtype) / shape.width**0.5 for _ in range(2))
+    router = torch.randn(shape.experts, shape.width, device=device) / shape.width**0.5
+    routed = ops.route(x, router, shape.top_k)
+
+    def experts(x: Tensor, up: Tensor, out: Tensor, weights: Tensor) -> Sequence[Tensor]:
+        return [ops.expert_ffn(x, up, out, routed.ends, "relu2", order=routed.order, weights=weights)]
+
+    def grouped(x: Tensor, up: Tensor, out: Tensor, weights: Tensor) -> Sequence[Tensor]:
+        slots = slots_of(routed.order, routed.ends, shape.top_k)
+        h = grouped_linear(dispatch(x, slots), up, routed.ends).relu().square()
+        return [combine(grouped_linear(h, out, routed.ends), weights, slots)]
+
+    flops = 3 * 4 * shape.tokens * shape.top_k * shape.width**2
+    # x, W → y; x, dy, W → dx, dW
+    weights, moved = up.nbytes + out.nbytes, 2 * x.nbytes
+    name = f"expert_ffn, {shape.top_k} of {shape.experts} experts"
+    inputs = (x, up, out, routed.weights)
+    peers = {"torch.grouped_mm": grouped}
+    return Case(name, experts, inputs, moved + weights, moved + x.nbytes + 2 * weights, flops, peers=peers)
 
 
 def _depth_path(name: str, config: choices.Topology, shape: Shape, device: torch.device) -> Case:

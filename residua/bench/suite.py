@@ -96,7 +96,7 @@ def _installed(plan: SuitePlan, name: str, case: Case) -> dict[str, Function]:
 def _others(name: str, case: Case) -> dict[str, Function]:
     """The peers of a case. For a whole depth, the peers of one read, applied to every read."""
     if case.by_reads is None:
-        return peers(name)
+        return case.peers | peers(name)
     return {peer: case.by_reads(read) for peer, read in peers("depth_attention").items()}
 
 

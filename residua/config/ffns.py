@@ -125,8 +125,9 @@ class MoE(Frozen):
 
     def kept(self, width: int) -> float:
         """Elements per token kept for the backward pass."""
-        hidden = self.hidden * {"relu2": 2, "gelu": 2, "swiglu": 3, "glu": 3}[self.activation]
-        return 2 * width + self.top_k * (hidden + 2 * width) + self.shared * hidden
+        visited = {"relu2": 1, "gelu": 1, "swiglu": 2, "glu": 2}[self.activation]
+        shared = {"relu2": 1, "gelu": 2, "swiglu": 3, "glu": 3}[self.activation]
+        return 2 * width + self.hidden * (self.top_k * visited + self.shared * shared)
 
     @model_validator(mode="after")
     def _experts_suffice(self) -> Self:

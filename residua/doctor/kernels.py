@@ -118,6 +118,17 @@ def _sublayers(d: Draw) -> dict[str, Call]:
             fixed=table,
         ),
         "gated_delta": Call(ops.gated_delta, (keys, keys.flip(1), d.x(1, T, N, H), decay, share), first=True),
+        "route": Call(ops.route, (d.x(T, C), d.w(16, C, scale=square), 3)),
+        "expert_ffn": Call(
+            ops.expert_ffn,
+            (
+                d.x(T, C),
+                d.x(3, 2 * C, C, scale=square),
+                d.x(3, C, C, scale=square),
+                d.ends(T // 3, T // 3, T),
+                "swiglu",
+            ),
+        ),
         "grouped_linear": Call(ops.grouped_linear, (d.x(T, C), d.x(3, C, C, scale=square), d.ends(T // 3, T // 3, T))),
         "squared_relu_ffn": Call(
             ops.squared_relu_ffn, (d.x(2048, C), d.x(512, C, scale=square), d.x(C, 512, scale=square)), note=_HOPPER

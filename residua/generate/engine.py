@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from residua import ops
 from residua.generate.fused_decoder import fuse
 from residua.model.moe import Experts, mixtures
-from residua.ops._runtime.backend import chosen_backend
-from residua.ops.grouped_linear.launch import takes
 
 if TYPE_CHECKING:
     from residua.model.cache import Cache
@@ -48,7 +47,7 @@ def engine_for(model: Decoder, name: str) -> str:
     if name == "auto":
         return "eager"
     raise ValueError(
-        f"engine {name} needs all experts in one product, which takes a GPU, bfloat16 and widths that are multiples "
+        f"engine {name} needs all experts in one product, which takes a GPU with Triton and widths that are multiples "
         "of 8: use eager."
     )
 
@@ -59,10 +58,10 @@ def _loops_over_experts(model: Decoder) -> bool:
 
 def _in_one_product(experts: nn.Module, like: Tensor) -> bool:
     """Whether all experts run in one product. Quantized experts, which compute in fp32, do not."""
-    if not isinstance(experts, Experts) or chosen_backend() == "reference":
+    if not isinstance(experts, Experts):
         return False
-    weights = [w.unflatten(0, (experts.count, -1)) for w in (experts.up, experts.out)]
-    return all(w.is_cuda and takes(like, w) for w in weights)
+    ends = like.new_empty(experts.count, dtype=torch.int32)
+    return ops.expert_ffn.fuses(like[:1], *experts.stacks(), ends, experts.kind)
 
 
 def build_step(model: Decoder, cache: Cache, engine: str) -> Step:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,11 +21,12 @@ from residua import ops
 from residua.config import choices
 from residua.model.context import Anchors, Context
 from residua.model.edges import Edge, divide_square
-from residua.model.ffn import FFNS, GatedFFN, relu2
+from residua.model.ffn import FFNS, GatedFFN, is_watched
 from residua.model.router import build_router
 from residua.model.taps import tap
 from residua.ops._runtime.numeric import no_autocast, wide
-from residua.ops.expert_slots import combine, dispatch, sort_slots
+from residua.ops.expert_ffn import expert_hidden
+from residua.ops.expert_slots import combine, dispatch, slots_of
 
 
 class Routing(NamedTuple):
@@ -61,12 +62,14 @@ class Experts(nn.Module):
     Muon orthogonalises each expert's matrices separately.
     """
 
+    rounded = ("up", "out")
+
     def __init__(self, config: choices.MoE, width: int, *, std: float, output_std: float) -> None:
         super().__init__()
-        kind, self.act = FFNS[config.activation]
-        self.gated, self.count = kind is GatedFFN, config.experts
+        self.kind, self.count = config.activation, config.experts
         self.std, self.output_std = std, output_std
-        rows, columns = (config.hidden,) * (1 + self.gated) * config.experts, (width,) * config.experts
+        gated = FFNS[config.activation][0] is GatedFFN
+        rows, columns = (config.hidden,) * (1 + gated) * config.experts, (width,) * config.experts
         self.up = nn.Parameter(torch.empty(sum(rows), width))
         self.out = nn.Parameter(torch.empty(sum(columns), config.hidden))
         self.hidden_matrices: dict[str, tuple[int, ...]] = {"up": rows, "out": columns}
@@ -82,18 +85,23 @@ class Experts(nn.Module):
 
     def run(self, x: Tensor, ends: Tensor, up: Tensor, out: Tensor) -> Tensor:
         """`forward` with the matrices of some or all experts, as many as `ends` has."""
-        h = ops.grouped_linear(x, up.unflatten(0, (len(ends), -1)), ends)
-        if self.gated:
-            gate, value = h.chunk(2, -1)
-            h = self.act(gate) * value
-        else:
-            h = self.act(h)
-        y: Tensor = ops.grouped_linear(h, out.unflatten(0, (len(ends), -1)), ends)
+        stacks = (matrices.unflatten(0, (len(ends), -1)) for matrices in (up, out))
+        y: Tensor = ops.expert_ffn(x, *stacks, ends, self.kind)
         return y
+
+    def visited(self, x: Tensor, routed: ops.Routed) -> Tensor:
+        """Σ over the experts of each token of x [N, C], of weight · result, [N, C], without sorting rows by itself."""
+        way = {"order": routed.order, "weights": routed.weights}
+        y: Tensor = ops.expert_ffn(x, *self.stacks(), routed.ends, self.kind, **way)
+        return y
+
+    def stacks(self) -> tuple[Tensor, Tensor]:
+        """Each expert's matrices: up [E, rows, C] and out [E, C, H]."""
+        return self.up.unflatten(0, (self.count, -1)), self.out.unflatten(0, (self.count, -1))
 
     def inner_edges(self, name: str) -> list[Edge]:
         """From the hidden states, of gated and of relu² experts, to the outputs."""
-        if not self.gated and self.act is not relu2:
+        if not self._gated() and self.kind != "relu2":
             return []
         channel = torch.arange(self.out.shape[1])
         return [Edge(name, (self.out,), channel, self._divide_states, self, partial(_states, self))]
@@ -101,20 +109,19 @@ class Experts(nn.Module):
     @torch.no_grad()
     def _divide_states(self, by: Tensor) -> None:
         rows = self.up.unflatten(0, (self.count, -1))
-        if self.gated:
+        if self._gated():
             rows[:, len(by) :].div_(by[:, None])
         else:
             divide_square(rows, by)
+
+    def _gated(self) -> bool:
+        return FFNS[self.kind][0] is GatedFFN
 
 
 def expert_states(experts: Any, x: Tensor, ends: Tensor) -> Tensor:
     """What the experts' last matrices read, in x's dtype: x [slots, C] → [slots, H]."""
     up = experts.up.detach().to(x.dtype).unflatten(0, (experts.count, -1))
-    h = ops.grouped_linear(x, up, ends)
-    if not experts.gated:
-        return cast(Tensor, experts.act(h))
-    gate, up = h.chunk(2, -1)
-    return cast(Tensor, experts.act(gate) * up)
+    return expert_hidden(x, up, ends, experts.kind)
 
 
 def _states(experts: Experts, x: Tensor, ends: Tensor) -> Tensor:
@@ -155,21 +162,21 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor, anchors: Anchors, context: Context) -> tuple[Tensor, Anchors, Routing]:
         tokens = x.flatten(0, -2)
-        logits, weights, chosen = self.router(tokens)
-        slots = sort_slots(chosen, self.count)
-        y = combine(self.experts(dispatch(tokens, slots), slots.ends), weights, slots).view_as(x)
+        routed = self.router(tokens)
+        y = self._visited(tokens, routed).view_as(x)
         if self.shared is not None:
             shared, _ = self.shared(x, anchors, context)
             y = y + (shared if self.shared_gate is None else self.shared_gate(x) * shared)
-        routing = self._routing(logits, slots.ends)
-        tap(f"moe.{self.layer}.load", routing.load)
-        tap(f"moe.{self.layer}.chosen", lambda: chosen.view(*x.shape[:-1], -1))
-        return y, anchors, routing
+        tap(f"moe.{self.layer}.load", routed.load)
+        tap(f"moe.{self.layer}.chosen", lambda: routed.chosen.long().view(*x.shape[:-1], -1))
+        return y, anchors, Routing(routed.load, routed.probability, routed.z)
 
-    def _routing(self, logits: Tensor, ends: Tensor) -> Routing:
-        counts = ends.diff(prepend=ends.new_zeros(1))
-        load = counts.to(logits.dtype) / ends[-1]
-        return Routing(load, self.router.probabilities(logits).mean(0), logits.logsumexp(-1).square().mean())
+    def _visited(self, tokens: Tensor, routed: ops.Routed) -> Tensor:
+        """Σ over each token's experts of weight · result. Experts that were replaced or are watched get sorted rows."""
+        if type(self.experts) is Experts and not is_watched(self.experts):
+            return self.experts.visited(tokens, routed)
+        slots = slots_of(routed.order, routed.ends, routed.weights.shape[1])
+        return combine(self.experts(dispatch(tokens, slots), slots.ends), routed.weights, slots)
 
     def readers(self) -> tuple[Tensor, ...]:
         """The router and every expert; a factor that missed the router would send tokens elsewhere."""

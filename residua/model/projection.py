@@ -14,6 +14,8 @@ class Projection(nn.Linear):
     """
 
     has_bias = False
+    rounded = ("weight",)
+    """Parameters that autocast rounds before every product; any module may name such parameters of its own."""
 
     def __init__(self, inputs: int, outputs: int, *, std: float, parts: tuple[int, ...] | None = None) -> None:
         self.std = std  # nn.Linear initialises itself as soon as it has its weight

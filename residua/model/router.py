@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 
+from residua import ops
 from residua.config import choices
-from residua.ops._runtime.numeric import no_autocast, wide
 
 FAIR = 1e-9
 """Loads that differ by less from the fair share do so by rounding alone."""
@@ -25,25 +24,12 @@ class Router(nn.Module):
     def reset_parameters(self) -> None:
         nn.init.normal_(self.weight, std=self.std)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Route x [N, C]; returns the logits [N, E], and weights and ids of the chosen experts, [N, k] each."""
-        logits = self._logits(x)
-        weights, chosen = logits.softmax(-1).topk(self.top_k)
-        return logits, self._normalized(weights), chosen
-
-    def probabilities(self, logits: Tensor) -> Tensor:
-        """What the balance loss takes for the probability of each expert, [N, E]; they sum to one."""
-        return logits.softmax(-1)
+    def forward(self, x: Tensor) -> ops.Routed:
+        """Route x [N, C]."""
+        return ops.route(x, self.weight, self.top_k, normalize=self.normalize)
 
     def correct(self, load: Tensor, rate: float) -> None:
         """After a step in which expert e got the share load[e] [E] of all choices. Moves nothing here."""
-
-    def _logits(self, x: Tensor) -> Tensor:
-        with no_autocast(x):  # in half precision, near ties would send tokens to other experts
-            return linear(wide(x), wide(self.weight))
-
-    def _normalized(self, weights: Tensor) -> Tensor:
-        return weights / weights.sum(-1, keepdim=True) if self.normalize else weights
 
 
 class SigmoidRouter(Router):
@@ -68,15 +54,10 @@ class SigmoidRouter(Router):
         if "bias" in self._buffers:  # the weight is filled before there is a bias
             nn.init.zeros_(self.bias)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        logits = self._logits(x)
-        scores = logits.sigmoid()
-        chosen = (scores.detach() + wide(self.bias)).topk(self.top_k).indices
-        return logits, self.scale * self._normalized(scores.gather(-1, chosen)), chosen
-
-    def probabilities(self, logits: Tensor) -> Tensor:
-        scores = logits.sigmoid()
-        return scores / scores.sum(-1, keepdim=True)
+    def forward(self, x: Tensor) -> ops.Routed:
+        return ops.route(
+            x, self.weight, self.top_k, normalize=self.normalize, score="sigmoid", bias=self.bias, scale=self.scale
+        )
 
     @torch.no_grad()
     def correct(self, load: Tensor, rate: float) -> None:

@@ -6,6 +6,8 @@
 from residua.ops._runtime.backend import backend, chosen_backend
 from residua.ops._runtime.numeric import rms
 from residua.ops.depth_attention import attend_finished, attend_partial, depth_attention
+from residua.ops.expert_ffn import expert_ffn
+from residua.ops.expert_routing import Routed, route
 from residua.ops.gated_delta import gated_delta
 from residua.ops.gated_norm import gate_scores, gated_norm, low_rank_gate
 from residua.ops.grouped_linear import grouped_linear
@@ -28,6 +30,7 @@ from residua.ops.squared_relu import squared_relu_ffn
 from residua.ops.symmetric_product import symmetric_product
 
 __all__ = [
+    "Routed",
     "Sections",
     "add_norm",
     "attend_finished",
@@ -35,6 +38,7 @@ __all__ = [
     "backend",
     "chosen_backend",
     "depth_attention",
+    "expert_ffn",
     "gate_scores",
     "gated_delta",
     "gated_norm",
@@ -56,6 +60,7 @@ __all__ = [
     "rms",
     "rms_norm",
     "rotate",
+    "route",
     "sinkhorn",
     "squared_relu_ffn",
     "symmetric_product",

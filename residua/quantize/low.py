@@ -84,7 +84,7 @@ class LowExperts(FixedPrecision):
     def __init__(self, experts: Experts, weights: Sequence[Tensor], activation: Round, inner: Round) -> None:
         super().__init__()
         self.activation, self.inner = activation, inner
-        self.count, self.gated, self.act = experts.count, experts.gated, experts.act
+        self.count, self.kind = experts.count, experts.kind
         up, out = torch.cat(list(weights[: self.count])), torch.cat(list(weights[self.count :]))
         self.up, self.out = (nn.Parameter(stack, requires_grad=False) for stack in (up, out))
 

@@ -68,8 +68,10 @@ class Balancer:
         self._routers = {i: m.router for i, m in enumerate(mixtures) if not m.router.weight.is_meta}
         experts = mixtures[0].count
         zeros = torch.zeros(len(mixtures), experts, dtype=torch.float64, device=device)
-        self._load: Tensor | None = zeros + 1 / experts
-        self._step = Routing(zeros, zeros, zeros[:, 0])
+        # A captured step reads and writes these at their addresses: they are only ever changed in place.
+        self._load = zeros + 1 / experts
+        self._alone = torch.zeros((), dtype=torch.bool, device=device)
+        self._step = Routing(zeros.clone(), zeros.clone(), zeros[:, 0].clone())
         self._sums = Routing(zeros, zeros[0, 0], zeros[0, 0])
         self._steps = 0
 
@@ -77,28 +79,41 @@ class Balancer:
         """Before a step's first forward pass: decide its f. `shares` are the batches' shares of the step's tokens."""
         if self.config.load == "same_step":
             alone = len(batches) == 1 and self._add_ranks is None
-            self._load = None if alone else self._measure(batches, shares, route)
+            self._alone.fill_(alone)
+            if not alone:
+                self._load.copy_(self._measure(batches, shares, route))
 
-    def loss(self, routing: Routing, share: float) -> Tensor:
+    def loss(self, routing: Routing, share: float | Tensor) -> Tensor:
         """The part of the balance loss of a micro-batch that has `share` of the step's tokens."""
-        own = Routing(*(part.detach().double() * share for part in routing))
-        self._step = Routing(*(a + b for a, b in zip(self._step, own, strict=True)))
-        load = routing.load if self._load is None else self._load.to(routing.probability.dtype)
+        dtype = routing.probability.dtype
+        share = torch.as_tensor(share, dtype=torch.float64, device=self._load.device)
+        for total, part in zip(self._step, routing, strict=True):
+            total.add_(part.detach().double() * share)
+        # alone in its step, a micro-batch has the step's load
+        load = torch.where(self._alone, routing.load, self._load.to(dtype))
         balance = balance_loss(load, routing.probability).sum()
-        return share * (self.config.weight * balance + self.config.router_z * routing.z.sum())
+        return share.to(dtype) * (self.config.weight * balance + self.config.router_z * routing.z.sum())
 
     def end(self) -> None:
         """After a step's last backward pass: complete its statistics, and correct the routers by them."""
         step = Routing(*(self._summed(part) for part in self._step))
-        self._load = step.load
+        self._load.copy_(step.load)
         for i, router in self._routers.items():
             router.correct(step.load[i], self.config.bias_rate)
-        self._step = Routing(*(torch.zeros_like(part) for part in step))
         balance = balance_loss(step.load, step.probability).mean()
         self._sums = Routing(
             self._sums.load + step.load, self._sums.probability + balance, self._sums.z + step.z.mean()
         )
         self._steps += 1
+        for part in self._step:
+            part.zero_()
+
+    def restart(self) -> None:
+        """Begin another run: forget all statistics."""
+        self._load.fill_(1 / self._load.shape[-1])
+        for part in self._step:
+            part.zero_()
+        self.clear()
 
     def spread(self) -> Spread:
         """Statistics since `clear`. Waits for the device."""
@@ -112,21 +127,19 @@ class Balancer:
 
     def state(self) -> dict[str, Any]:
         """What a resumed run needs, as plain numbers that read back exactly."""
-        load = None if self._load is None else self._load.tolist()
-        return {"load": load, "sums": [part.tolist() for part in self._sums], "steps": self._steps}
+        return {"load": self._load.tolist(), "sums": [part.tolist() for part in self._sums], "steps": self._steps}
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Continue from a state that `state` returned."""
         if not state:
             raise ValueError("it has no balance of experts")
-        like = self._step.load
-        load = None if state["load"] is None else like.new_tensor(state["load"])
+        like = self._load
+        load = like if state["load"] is None else like.new_tensor(state["load"])
         sums = Routing(*(like.new_tensor(part) for part in state["sums"]))
-        if [part.shape for part in sums] != [part.shape for part in self._sums] or (
-            load is not None and load.shape != like.shape
-        ):
+        if [part.shape for part in (load, *sums)] != [part.shape for part in (like, *self._sums)]:
             raise ValueError("the saved balance of experts belongs to another model")
-        self._load, self._sums, self._steps = load, sums, state["steps"]
+        self._load.copy_(load)
+        self._sums, self._steps = sums, state["steps"]
 
     @torch.no_grad()
     def _measure(self, batches: Sequence[Batch], shares: Sequence[float], route: Callable[[Batch], Routing]) -> Tensor:

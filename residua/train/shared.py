@@ -25,7 +25,7 @@ from residua.train.world import World
 
 _FREE = (
     "data.seed", "train.seed", "train.steps", "train.optimizer.", "train.schedule.", "train.clip_norm",
-    "train.balance.", "train.log_every", "train.validate_every", "train.save_every", "train.keep",
+    "train.log_every", "train.validate_every", "train.save_every", "train.keep",
     "train.divergence_", "train.telemetry", "train.track",
 )  # fmt: skip
 """What runs of one graph may differ in: nothing that `train.step.Step` compiles."""

@@ -98,7 +98,7 @@ class Step:
         self._copies = self._build_copies(config)
         self._helpers = Helpers.start(device) if config.compile == "layers" and self.capturable else None
         self._losses = self._build_losses(config)
-        graphs = self.compiled and device.type == "cuda" and config.graphs == "auto" and self.balancer is None
+        graphs = self.compiled and device.type == "cuda" and config.graphs == "auto"
         self._captures = graphs and self.capturable
         self._graphed = self._build_graphed()
 
@@ -127,7 +127,8 @@ class Step:
         for i, (batch, count, part) in enumerate(zip(batches, counts, parts, strict=True), 1):
             self._begin_micro_batch(last=i == len(batches))
             share = self._move(count / total)
-            ce, z = self._learn(*self._moved(batch), share, part, first=i == 1)
+            own = None if self.balancer is None else self._move(torch.tensor(part, dtype=torch.float64))
+            ce, z = self._learn(*self._moved(batch), share, own, first=i == 1)
             self._totals[0] += ce * share
             self._totals[1] += z * share
         self._update(rate)
@@ -143,7 +144,8 @@ class Step:
             tensor.copy_(fresh[name])
         self.optimizer.zero_grad(set_to_none=True)
         self.optimizer = self._build_optimizer(config)
-        self.balancer = self._build_balancer(config)
+        if self.balancer is not None:
+            self.balancer.restart()
         self._clip_norm = config.clip_norm
         self.keep_streams(())
         self.set_totals([0.0] * 4)
@@ -200,20 +202,27 @@ class Step:
             return self._losses(tokens, targets, segments=segments)
 
     def _learn(
-        self, tokens: Tensor, targets: Tensor, segments: Tensor | None, share: Tensor, part: float, *, first: bool
-    ) -> tuple[Tensor, Tensor]:
+        self,
+        tokens: Tensor,
+        targets: Tensor,
+        segments: Tensor | None,
+        share: Tensor,
+        part: Tensor | None,
+        *,
+        first: bool,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Forward and backward of a micro-batch, as a CUDA graph if there is one; its cross-entropy and z-term."""
         if self._graphed is not None:
-            return self._graphed(tokens, targets, segments, share, first=first)
+            return self._graphed(tokens, targets, segments, share, part, first=first)
         return self._pass(tokens, targets, segments, share, part)
 
     def _pass(
-        self, tokens: Tensor, targets: Tensor, segments: Tensor | None, share: Tensor, part: float = 1.0
+        self, tokens: Tensor, targets: Tensor, segments: Tensor | None, share: Tensor, part: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The same, kernel by kernel. `part` is the micro-batch's share of the step's tokens."""
+        """The same, kernel by kernel. `part` is the micro-batch's share of the step's tokens, for the balancer."""
         ce, z, routing = self._forward(tokens, targets, segments)
         loss = (ce + z) * share
-        if self.balancer is not None:
+        if self.balancer is not None and part is not None:
             loss = loss + self.balancer.loss(routing, part)
         self._backward(loss)
         return ce.detach(), z.detach()

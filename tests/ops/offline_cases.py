@@ -154,6 +154,21 @@ def squared_relu(width: int, hidden: int, plan: str, tokens: int = 300) -> None:
     backward.launch(x, torch.zeros(width, hidden, dtype=BF16), a, a)
 
 
+def expert_routing(dtype: torch.dtype, width: int, experts: int, top_k: int, score: str, tokens: int = 70) -> None:
+    bias = torch.zeros(experts) if score == "sigmoid" else None
+    routed = ops.route(draw(tokens, width, dtype=dtype), draw(experts, width), top_k, score=score, bias=bias)
+    both((routed.weights, routed.probability, routed.z))
+
+
+def expert_ffn(dtype: torch.dtype, width: int, hidden: int, experts: int, activation: str, tokens: int, k: int) -> None:
+    """Of tokens, or with k = 0 of rows that are sorted already."""
+    rows = 2 * hidden if activation in ("swiglu", "glu", "geglu") else hidden
+    matrices = draw(experts, rows, width, dtype=dtype), draw(experts, width, hidden, dtype=dtype)
+    order = {"order": torch.zeros(tokens * k, dtype=torch.int32), "weights": draw(tokens, k)} if k else {}
+    x, ends = draw(tokens, width, dtype=dtype), torch.zeros(experts, dtype=torch.int32)
+    both(ops.expert_ffn(x, *matrices, ends, activation, **order))
+
+
 def linear_cross_entropy(dtype: torch.dtype, vocabulary: int) -> None:
     hidden, targets = draw(3, 16, dtype=dtype), torch.zeros(3, dtype=torch.int64)
     both(ops.linear_cross_entropy(hidden, draw(vocabulary, 16), targets))
@@ -262,6 +277,12 @@ def small_cases() -> Iterator[Case]:
     yield case(depth_attention, BF16, 768)
     yield case(depth_walk, BF16, 768, 6, 1)
     yield case(depth_walk, FP32, 33, 9, 3)
+    yield case(expert_routing, BF16, 512, 16, 3, "softmax")
+    yield case(expert_routing, FP32, 40, 256, 8, "sigmoid")
+    yield case(expert_ffn, BF16, 512, 512, 16, "relu2", 2048, 3)
+    yield case(expert_ffn, BF16, 264, 136, 8, "swiglu", 2048, 2)
+    yield case(expert_ffn, BF16, 512, 256, 64, "glu", 2, 8)
+    yield case(expert_ffn, FP32, 40, 24, 3, "gelu", 7, 0)
     yield case(linear_cross_entropy, BF16, 50_304)
     yield case(squared_relu, 768, 3072, "chosen")
     yield case(squared_relu, 768, 3072, "flat")
@@ -317,6 +338,11 @@ def wide_cases() -> Iterator[Case]:
             yield case(mix_projection, dtype, width, heads, normed)
     for dtype, vocabulary in product(dtypes, (33, 1000, 50_304)):
         yield case(linear_cross_entropy, dtype, vocabulary)
+    for dtype, experts, top_k in product(dtypes, (2, 16, 64, 100, 256), (1, 8)):
+        yield case(expert_routing, dtype, 768, experts, min(top_k, experts), "sigmoid" if experts == 100 else "softmax")
+    for dtype, activation, tokens in product(dtypes, ("swiglu", "glu", "geglu", "relu2", "gelu"), (2, 2048)):
+        yield case(expert_ffn, dtype, 768, 768, 16, activation, tokens, 3)
+        yield case(expert_ffn, dtype, 2048, 384, 128, activation, tokens, 0)
     for dtype, m in product(dtypes, (33, 768, 2048)):
         yield case(symmetric_product, dtype, m, 1280)
     for width, hidden in ((72, 264), (1280, 5120), (2048, 8192)):

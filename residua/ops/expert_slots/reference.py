@@ -27,11 +27,16 @@ class Slots(NamedTuple):
 
 def sort_slots(chosen: Tensor, experts: int) -> Slots:
     """Sort the slots of `chosen` [N, k], the experts that each token visits."""
-    flat = chosen.flatten()
-    runs, order = flat.sort(stable=True)
-    place = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
+    runs, order = chosen.flatten().sort(stable=True)
     ends = torch.searchsorted(runs, torch.arange(experts, device=runs.device), right=True)
-    return Slots(order, place, ends.to(torch.int32), chosen.shape[1])
+    return slots_of(order, ends.to(torch.int32), chosen.shape[1])
+
+
+def slots_of(order: Tensor, ends: Tensor, choices: int) -> Slots:
+    """The slots with this order of their rows; `choices` is k."""
+    order = order.long()
+    place = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
+    return Slots(order, place, ends, choices)
 
 
 def dispatch(x: Tensor, slots: Slots) -> Tensor:

@@ -9,26 +9,25 @@ on them do not run.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from residua.model.projection import Projection
-
 
 class WorkingCopies:
-    """Copies of the trained weights of all projections of a model: exactly what autocast would round.
+    """Copies of what autocast would round: the trained weights that modules of a model name in `rounded`.
 
-    Every copy has a gradient in every step, zero if no pass used it, so each projection must be used in every step. A
+    Every copy has a gradient in every step, zero if no pass used it, so each such weight must be used in every step. A
     weight with several names (tied) is copied once, under its first name.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
-        owners = {f"{name}.weight": module for name, module in model.named_modules() if isinstance(module, Projection)}
-        names = {id(owner.weight): name for name, owner in reversed(owners.items()) if owner.weight.requires_grad}
-        self._masters = {name: owners[name].weight for name in reversed(names.values())}
+        weights = dict(_rounded(model))
+        names = {id(weight): name for name, weight in reversed(weights.items()) if weight.requires_grad}
+        self._masters = {name: weights[name] for name in reversed(names.values())}
         masters = self._masters.values()
         self._copies = [torch.empty_like(m, dtype=dtype, requires_grad=False) for m in masters]
         self._gradients = [torch.empty_like(m, requires_grad=False) for m in masters]
@@ -58,6 +57,12 @@ class WorkingCopies:
     def _placed(self, name: str, copy: Tensor, total: Tensor) -> Tensor:
         """The tensor that replaces a weight during a call."""
         return adding_up(self._origin, copy, total)
+
+
+def _rounded(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    for prefix, module in model.named_modules():
+        for name in getattr(module, "rounded", ()):
+            yield f"{prefix}.{name}" if prefix else name, module.get_parameter(name)
 
 
 class _AddingUp(torch.autograd.Function):

@@ -11,6 +11,7 @@ from residua.train.step import Step, arithmetic, build_step
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
 STEPS = 4
+EXPERTS = "model.ffn={kind='moe', hidden=64, experts=8, top_k=2}"
 
 
 def batches(config, seed, documents=False, sequence=None):
@@ -37,11 +38,12 @@ def warmed_up(*changes, documents=False):
 def gradients(step, micro_batches, learn):
     """The gradients and losses of the micro-batches of one step."""
     share = torch.tensor(1 / len(micro_batches), device="cuda")
+    part = None if step.balancer is None else share.double()
     losses = []
     if step._copies is not None:
         step._copies.begin()
     for i, batch in enumerate(micro_batches):
-        losses += [loss.clone() for loss in learn(*step._moved(batch), share, first=i == 0)]
+        losses += [loss.clone() for loss in learn(*step._moved(batch), share, part, first=i == 0)]
     found = [None if p.grad is None else p.grad.clone() for p in step.model.parameters()]
     step.optimizer.zero_grad(set_to_none=True)
     return losses + found
@@ -72,8 +74,11 @@ def _exact():
         ("model.topology.kind=full_attnres",),
         ("model.topology.kind=multi_gate",),
         ("train.recompute=sublayers",),
+        (EXPERTS,),
+        (EXPERTS, "train.balance.load=same_step"),
+        (EXPERTS, "train.balance.load=same_step", "train.accumulate=1"),
     ],
-    ids=["additive", "one micro-batch", "full", "multi-gate", "recomputed"],
+    ids=["additive", "one micro-batch", "full", "multi-gate", "recomputed", "experts", "same step", "alone"],
 )
 def test_replayed_passes_give_the_gradients_of_ordinary_ones_bit_for_bit(changes):
     config, step = warmed_up(*changes)
@@ -81,6 +86,21 @@ def test_replayed_passes_give_the_gradients_of_ordinary_ones_bit_for_bit(changes
     replayed = gradients(step, new, step._graphed)
     same(replayed, gradients(step, new, ordinary(step)))
     same(replayed, gradients(step, new, step._graphed))
+
+
+def test_replayed_steps_balance_experts_as_ordinary_ones_do():
+    """The balancer's sums over micro-batches are written inside the graph."""
+    found = []
+    for graphs in ("auto", "off"):
+        config = RunConfig.find("tiny").override(["train.accumulate=3", EXPERTS, f"train.graphs={graphs}"])
+        torch.manual_seed(0)
+        torch._dynamo.reset()
+        step = build_step(residua.build(config.model), config.train, torch.device("cuda"))
+        for seed in range(STEPS + 2):
+            step(batches(config, seed), 0.5)
+        found.append((step.balancer.state(), [p.detach().clone() for p in step.model.parameters()]))
+    assert found[0][0] == found[1][0]
+    same(found[0][1], found[1][1])
 
 
 def test_documents_are_copied_into_the_graph():

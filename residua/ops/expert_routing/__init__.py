@@ -1,0 +1,27 @@
+"""Which experts each token visits, with what weights, and where its slots go."""
+
+from typing import Any
+
+from torch import Tensor
+
+from residua.ops._runtime import fused
+from residua.ops._runtime.backend import Operator
+from residua.ops.expert_routing import reference
+from residua.ops.expert_routing.reference import Routed
+
+MOST_EXPERTS, MOST_CHOICES = 256, 8
+"""More scores than these do not fit into a program's registers."""
+
+
+def _serves(x: Tensor, weight: Tensor, top_k: int, **_: Any) -> bool:
+    return len(x) > 0 and len(weight) <= MOST_EXPERTS and top_k <= MOST_CHOICES and fused.serves(x, weight)
+
+
+route = Operator(reference.route)
+
+if fused.INSTALLED:
+    from residua.ops.expert_routing import autograd
+
+    route.register_fused(autograd.route, _serves)
+
+__all__ = ["Routed", "route"]

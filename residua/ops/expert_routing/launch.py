@@ -1,0 +1,101 @@
+"""Routing of tokens to experts: sizes and launches."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from residua.ops._runtime import fused
+from residua.ops._runtime.launch import aligned, cdiv, on, power, sum_rows
+from residua.ops.expert_routing import kernels
+
+Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def lanes(experts: int) -> int:
+    """Experts as a power of two; products have 16 columns at least."""
+    return max(16, power(experts))
+
+
+def _tokens(experts: int) -> int:
+    """Tokens of a block: few enough that the scores of all experts fit into registers."""
+    return 16 if fused.INTERPRETED else max(16, min(64, 2048 // lanes(experts)))
+
+
+def forward_outputs(
+    x: Tensor, weight: Tensor, bias: Tensor | None, top_k: int, normalize: bool, sigmoid: bool, scale: float
+) -> Outputs:
+    tokens, experts = len(x), len(weight)
+    single, whole = (x.new_empty(0, dtype=dtype) for dtype in (torch.float32, torch.int32))
+    return (
+        single.new_empty((tokens, top_k)), whole.new_empty((tokens, top_k)), whole.new_empty(tokens * top_k),
+        whole.new_empty(experts), single.new_empty(experts), single.new_empty(experts), single.new_empty(()),
+        single.new_empty((tokens, experts)),
+    )  # fmt: skip
+
+
+def forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, top_k: int, normalize: bool, sigmoid: bool, scale: float
+) -> Outputs:
+    """All of `reference.Routed`, then the logits [N, E]."""
+    outputs = forward_outputs(x, weight, bias, top_k, normalize, sigmoid, scale)
+    weights, chosen, order, ends, load, probability, z, logits = outputs
+    (tokens, width), experts, block = x.shape, len(weight), _tokens(len(weight))
+    blocks, wide = cdiv(tokens, block), lanes(experts)
+    counts, before = ends.new_empty((2, blocks, experts))
+    totals, sums, squares = torch.empty_like(ends), z.new_empty((blocks, experts)), z.new_empty(blocks)
+    warps = 8 if wide > 64 else 4
+    with on(x):
+        kernels.route_kernel[(blocks,)](
+            aligned(x), weight.contiguous(), weight if bias is None else bias, logits, weights, chosen, counts, sums,
+            squares, tokens, float(scale), C=width, E=experts, WIDE=wide, CHOICES=top_k, SIGMOID=sigmoid,
+            BIASED=bias is not None, NORMALIZED=normalize, TOKENS=block, DEPTH=16 if fused.INTERPRETED else 64,
+            num_warps=warps, num_stages=3,
+        )  # fmt: skip
+        kernels.scan_kernel[(cdiv(experts, 16),)](
+            counts, sums, squares, before, totals, load, probability, z, blocks, tokens, E=experts, CHOICES=top_k,
+            EXPERTS=16, BLOCK=128, num_warps=4,
+        )  # fmt: skip
+        kernels.place_kernel[(blocks,)](
+            chosen, before, totals, order, ends, tokens, E=experts, WIDE=power(experts), CHOICES=top_k, TOKENS=block,
+            num_warps=warps,
+        )  # fmt: skip
+    return outputs
+
+
+def backward_outputs(
+    g_weights: Tensor, g_probability: Tensor, g_z: Tensor, x: Tensor, weight: Tensor, logits: Tensor, chosen: Tensor,
+    normalize: bool, sigmoid: bool, scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    contiguous = torch.contiguous_format
+    return torch.empty_like(x, memory_format=contiguous), torch.empty_like(weight, memory_format=contiguous)
+
+
+def backward(
+    g_weights: Tensor, g_probability: Tensor, g_z: Tensor, x: Tensor, weight: Tensor, logits: Tensor, chosen: Tensor,
+    normalize: bool, sigmoid: bool, scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The gradients of x [N, C] and of the weight [E, C]."""
+    g_x, g_weight = backward_outputs(
+        g_weights, g_probability, g_z, x, weight, logits, chosen, normalize, sigmoid, scale
+    )
+    (tokens, width), experts = x.shape, len(weight)
+    wide = lanes(experts)
+    columns = 16 if fused.INTERPRETED else 128 if wide <= 64 else 64
+    tiles, block = cdiv(width, columns), _tokens(experts)
+    # a program's tokens: whole blocks, and about two programs to a multiprocessor
+    share = block * cdiv(cdiv(tokens, block), max(1, 2 * fused.multiprocessors(x) // tiles))
+    shares = cdiv(tokens, share)
+    partial = logits.new_empty((shares, experts * width))
+    with on(x):
+        kernels.backward_kernel[(shares, tiles)](
+            g_weights.contiguous(), g_probability.contiguous(), g_z, aligned(x), weight.contiguous(), logits, chosen,
+            g_x, partial, tokens, share, float(scale), C=width, E=experts, WIDE=wide, CHOICES=chosen.shape[1],
+            SIGMOID=sigmoid, NORMALIZED=normalize, TOKENS=block, COLUMNS=columns, num_warps=8 if wide > 64 else 4,
+            num_stages=2,
+        )  # fmt: skip
+        total = g_weight if g_weight.dtype is torch.float32 else logits.new_empty(g_weight.shape)
+        sum_rows(partial, total.view(-1))
+        if total is not g_weight:
+            g_weight.copy_(total)
+    return g_x, g_weight
