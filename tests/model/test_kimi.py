@@ -24,6 +24,8 @@ from tests.golden.compare import agree, close, leaves_of, random, randomise
 from tests.model.combinations import TOPOLOGIES
 from tests.model.small import small, tokens_and_targets
 
+pytestmark = pytest.mark.slow
+
 WIDTH = 16
 DELTA = {"kind": "kimi_delta", "heads": 2, "head_dim": 8}
 LATENT = {"kind": "mla", "heads": 2, "head_dim": 6, "shared_dim": 4, "rank": 10, "value_dim": 5}

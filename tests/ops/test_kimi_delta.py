@@ -45,6 +45,7 @@ def test_chunked_equals_naive_in_values_and_gradients(length: int, documents: st
     agree(chunked(**arguments, segments=segments), naive(**arguments, segments=segments), arguments)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("boundary", only_nightly([1, 15, 16, 17, 63, 64, 65, 100], but=[17, 64]))
 def test_packed_documents_equal_documents_run_apart(boundary: int) -> None:
     arguments = tokens(inputs(130), slice(None))
@@ -80,6 +81,7 @@ def test_an_output_depends_on_no_later_token() -> None:
         assert gradient[:, 71:].abs().sum() == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("decay", [-60.0, -1000.0])
 def test_strong_decay_in_some_channels_neither_overflows_nor_spoils_gradients(decay: float) -> None:
     arguments = inputs(130)
@@ -91,6 +93,7 @@ def test_strong_decay_in_some_channels_neither_overflows_nor_spoils_gradients(de
         assert gradient.isfinite().all(), name
 
 
+@pytest.mark.slow
 def test_float32_keeps_its_precision_under_decays_that_would_overflow() -> None:
     """exp(−G) of a chunk is exp(320) here: the products must be formed between blocks."""
     arguments = inputs(130)
@@ -100,6 +103,7 @@ def test_float32_keeps_its_precision_under_decays_that_would_overflow() -> None:
     torch.testing.assert_close(o.double(), exact, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_low_precision_is_reduced_in_float32_also_under_autocast() -> None:
     arguments = {name: x.detach().bfloat16() for name, x in inputs(130).items()}
     exact, _ = naive(**{name: x.double() for name, x in arguments.items()})

@@ -116,20 +116,22 @@ def _decayed_products(k: Tensor, q: Tensor, total: Tensor) -> tuple[Tensor, Tens
     the end R of the block before i's between them: exp(G_i − R) exp(R − G_j). Within a block the decays are formed
     pair by pair. Above the diagonal the result is meaningless but finite.
     """
-    g, rows, columns = (x.unflatten(-2, (BLOCKS, BLOCK)) for x in (total, torch.stack([k, q]), k))
+    g, keys, queries = (x.unflatten(-2, (BLOCKS, BLOCK)) for x in (total, k, q))
     bound = pad(g[..., :-1, -1, :], (0, 0, 1, 0))[..., None, :]  # R of each block, [B, H, N, 4, 1, K]
 
-    ends = torch.arange(BLOCKS, device=k.device)[:, None] * BLOCK
-    earlier = torch.arange(CHUNK, device=k.device) < ends  # [4, 64]
+    earlier = torch.arange(CHUNK, device=k.device) < torch.arange(BLOCKS, device=k.device)[:, None] * BLOCK  # [4, 64]
     onward = (bound - total[..., None, :, :]).masked_fill(~earlier[..., None], float("-inf")).exp()
-    across = (rows * (g - bound).exp()) @ (k[..., None, :, :] * onward).mT  # [2, B, H, N, 4, 16, 64]
+    inward = (g - bound).exp()
+    rows = torch.cat([inward * keys, inward * queries], -2)  # one product for both, [B, H, N, 4, 2·16, K]
+    across = (rows @ (onward * k[..., None, :, :]).mT).unflatten(-2, (2, BLOCK))  # [B, H, N, 4, 2, 16, 64]
 
     lower = torch.ones(BLOCK, BLOCK, dtype=torch.bool, device=k.device).tril()
     decay = (g[..., :, None, :] - g[..., None, :, :]).masked_fill(~lower[..., None], float("-inf")).exp()
-    within = (rows[..., :, None, :] * (columns[..., None, :, :] * decay)).sum(-1)  # [2, B, H, N, 4, 16, 16]
-    own = torch.eye(BLOCKS, dtype=k.dtype, device=k.device)[:, None, :, None]  # [4, 1, 4, 1]
+    faded = decay * keys[..., None, :, :]  # [B, H, N, 4, 16, 16, K]
+    within = torch.stack([(x[..., :, None, :] * faded).sum(-1) for x in (keys, queries)], -3)
+    own = torch.eye(BLOCKS, dtype=k.dtype, device=k.device)[:, None, None, :, None]  # [4, 1, 1, 4, 1]
     whole = across + (within[..., None, :] * own).flatten(-2)
-    of_keys, of_queries = whole.flatten(-3, -2).unbind()
+    of_keys, of_queries = (x.flatten(-3, -2) for x in whole.unbind(-3))
     return of_keys, of_queries
 
 
