@@ -41,7 +41,6 @@ EXTRA: dict[str, tuple[str, dict[str, Any]]] = {
     "experts": ("moe", {"data": 2}),
     "sharded-experts": ("moe", {"shard": 2}),
     "divided-experts": ("moe", {"shard": 2, "experts": 2}),
-    "pipelined-experts": ("moe", {"pipeline": 2}),
     "interleaved-biased-experts": ("biased", INTERLEAVED),
     "biased-experts": ("biased", {"data": 2}),
     "sharded-biased-experts": ("biased", {"shard": 2}),
@@ -58,11 +57,14 @@ SINGLE: dict[str, tuple[str, dict[str, Any]]] = {
 
 SAME_STEP = {"load": "same_step", "weight": 1.0}
 MIXED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "crowded-experts": ("moe", {"shard": 2, "experts": 2}, {"crowded": True}),
     "measured-stages": ("moe", {"pipeline": 2}, {"balance": SAME_STEP}),
-    "recomputed-experts": ("moe", {"shard": 2, "experts": 2}, {"recompute": "sublayers"}),
 }
 """Mixtures of experts with settings that one process has too."""
+MIXED_NIGHTLY = {
+    "crowded-experts": ("moe", {"shard": 2, "experts": 2}, {"crowded": True}),
+    "recomputed-experts": ("moe", {"shard": 2, "experts": 2}, {"recompute": "sublayers"}),
+    "pipelined-experts": ("moe", {"pipeline": 2}, {"layers": 4}),
+}
 
 BUILT: dict[str, dict[str, Any]] = {
     "built-shards": {"shard": 2},
@@ -92,17 +94,21 @@ def train(out: Path, pairs: list[tuple[str, str]], cases: dict[str, tuple[str, A
     return {name: load_file(out / f"{name}.safetensors") for name in all_cases}
 
 
+def mixed(cases: dict[str, tuple[str, dict[str, Any], dict[str, Any]]]) -> dict[str, tuple[str, dict[str, Any]]]:
+    return {name: (model, {**parallel, **recipe}) for name, (model, parallel, recipe) in cases.items()}
+
+
 @pytest.fixture(scope="module")
 def traces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Tensor]]:
-    mixed = {name: (model, {**parallel, **recipe}) for name, (model, parallel, recipe) in MIXED.items()}
     built = {name: ("moe", {**parallel, "built": True}) for name, parallel in BUILT.items()}
-    return train(tmp_path_factory.mktemp("traces"), NORMAL, EXTRA | SINGLE | mixed | built)
+    return train(tmp_path_factory.mktemp("traces"), NORMAL, EXTRA | SINGLE | mixed(MIXED) | built)
 
 
 @pytest.fixture(scope="module")
 def nightly_traces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Tensor]]:
     differentiated = ("full", COMPILED | {"backend": "aot_eager"})
-    return train(tmp_path_factory.mktemp("traces"), NIGHTLY, {"differentiated-stages": differentiated})
+    extra = {"differentiated-stages": differentiated} | mixed(MIXED_NIGHTLY)
+    return train(tmp_path_factory.mktemp("traces"), NIGHTLY, extra)
 
 
 @pytest.fixture(scope="module")
@@ -136,6 +142,16 @@ def test_mixtures_train_as_one(traces: Any, name: str) -> None:
 
     model, _, recipe = MIXED[name]
     assert_same_training(traces[name], single(model, **recipe))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", MIXED_NIGHTLY)
+def test_other_mixtures_train_as_one(nightly_traces: Any, name: str) -> None:
+    """Also if every token goes to the experts of one rank, and none to the other's."""
+    from tests.distributed.worker import single
+
+    model, _, recipe = MIXED_NIGHTLY[name]
+    assert_same_training(nightly_traces[name], single(model, **recipe))
 
 
 @pytest.mark.parametrize("name", BUILT)

@@ -54,6 +54,8 @@ def trace(step: Step, rank: int, ranks: int) -> dict[str, Tensor]:
             seen[f"weight/{name}"] = whole(parameter)
     for name, buffer in step.model.named_buffers():
         seen[f"buffer/{name}"] = buffer.clone()
+    if step.balancer is not None:
+        seen["load"] = torch.tensor(step.balancer.state()["load"])
     return seen
 
 
