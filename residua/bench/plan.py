@@ -14,7 +14,7 @@ the pipeline per direction.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil
 from typing import Any
@@ -23,12 +23,10 @@ from residua.bench.plan_depth import depth_bytes, kept_widths
 from residua.config.model import ModelConfig, head_dim
 from residua.config.run import SMALLEST_UNIT, Muon, ParallelConfig, RunConfig
 from residua.config.settings import ConfigError
+from residua.distributed.pipeline.deal import Share, shares_of
 from residua.model.size import Size, measure
 
 GIB = 2**30
-
-Cuts = dict[int, dict[str, Any]]
-"""For the last sublayer of a stage, the tensors that cross after it."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +69,7 @@ class MeshPlan:
 def plan(config: RunConfig, gpus: int, machine: Machine) -> list[MeshPlan]:
     """Every division of the run among `gpus` devices that its configuration allows, the fastest that fits first."""
     size = measure(config.model.model_copy(update={"context": config.sequence}))
-    cuts = _cuts(config, gpus)
-    plans = [_plan(config, parallel, size, machine, cuts) for parallel in _divisions(config, gpus)]
+    plans = [_plan(config, parallel, size, machine) for parallel in _divisions(config, gpus)]
     if not plans:
         raise ConfigError(
             f"no mesh of {gpus} GPUs divides train.accumulate = {config.train.accumulate} micro-batches and "
@@ -102,7 +99,7 @@ def _divisors(number: int) -> list[int]:
     return [d for d in range(1, number + 1) if number % d == 0]
 
 
-def _plan(config: RunConfig, parallel: ParallelConfig, size: Size, machine: Machine, cuts: Cuts) -> MeshPlan:
+def _plan(config: RunConfig, parallel: ParallelConfig, size: Size, machine: Machine) -> MeshPlan:
     shard, copies, stages = parallel.shard, parallel.data, parallel.pipeline
     micro = config.train.accumulate // parallel.batch_ranks
     tokens = config.train.micro_batch * config.sequence
@@ -110,7 +107,8 @@ def _plan(config: RunConfig, parallel: ParallelConfig, size: Size, machine: Mach
     layers, ends = _by_place(size)
     deepest = layers / stages + ends + size.depth
     matrices = (size.attention + size.ffn) / stages
-    hops = _hop_bytes(config, parallel, cuts) if stages > 1 else [0.0]
+    divided = config.model_copy(update={"parallel": parallel})
+    hops = _hop_bytes(divided, shares_of(divided)) if stages > 1 else [0.0]
 
     # per micro-batch: bf16 weights for the forward pass and again for the backward, fp32 gradients reduced
     weight_bytes = (2 + 2 + 4) * deepest * (shard - 1) / shard * micro
@@ -197,25 +195,16 @@ def _uses_muon(config: RunConfig) -> bool:
     return isinstance(config.train.optimizer, Muon)
 
 
-def _cuts(config: RunConfig, gpus: int) -> Cuts:
-    """What would cross after every layer in bf16, as tensors without memory; empty if there can be no pipeline."""
+def _hop_bytes(config: RunConfig, shares: Sequence[Share]) -> list[float]:
+    """Bytes of each hop for one micro-batch and direction, in bf16, as the stages would send them."""
     import torch
 
-    from residua.distributed.pipeline.stage_boundary import crossing
-
-    ends = [2 * layer + 1 for layer in range(config.model.layers - 1)] if gpus > 1 else []
-    shape = (config.train.micro_batch, config.sequence, config.model.width)
-    found = crossing(config.model, ends, shape, torch.bfloat16, config.parallel.anchors)
-    return dict(zip(ends, found, strict=True))
-
-
-def _hop_bytes(config: RunConfig, parallel: ParallelConfig, cuts: Cuts) -> list[float]:
-    """Bytes of each hop for one micro-batch and direction, as the stages would send them."""
-    from residua.distributed.pipeline.stage import slice_layers
+    from residua.distributed.pipeline.stage_boundary import boundaries_of
     from residua.distributed.pipeline.traffic import hop_bytes
     from residua.distributed.pipeline.transport import plan_routes
 
-    slices = slice_layers(config.model.layers, parallel.stages)
-    crossed = [cuts[sublayers.stop - 1] for sublayers in slices[:-1]]
+    shape = (config.train.micro_batch, config.sequence, config.model.width)
+    parallel = config.parallel
+    crossed = boundaries_of(config.model, shares, shape, torch.bfloat16, parallel.anchors)
     routes = plan_routes([list(items) for items in crossed], parallel.pipeline, parallel.transport)
     return [float(size) for size in hop_bytes(crossed, routes)]

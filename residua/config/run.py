@@ -154,8 +154,9 @@ class ParallelConfig(Frozen):
     gradients and optimizer state (FSDP2), gathered one `unit` at a time; each rank also has its own micro-batches.
     experts: of the shard ranks, groups of so many divide the experts of mixtures among them and exchange tokens.
     pipeline: ranks along depth, each with `stages_per_rank` slices of the layers (several for the interleaved
-    schedule). `anchors`: whether stages send ExoFormer's anchors on or recompute them from the embedding; `auto`
-    chooses what sends fewer bytes. A rank that is silent for `patience` seconds is considered dead and ends the run.
+    schedule). `split`: whether stages have equal work, the head included, or equal numbers of layers. `anchors`:
+    whether stages send ExoFormer's anchors on or recompute them from the embedding; `auto` chooses what sends fewer
+    bytes. A rank that is silent for `patience` seconds is considered dead and ends the run.
     The number of ranks changes speed, not the batch or what is learned.
     """
 
@@ -166,6 +167,7 @@ class ParallelConfig(Frozen):
     unit: Literal["layer", "model"] = "layer"
     schedule: Literal["gpipe", "1f1b", "interleaved"] = "1f1b"
     stages_per_rank: Positive = 1
+    split: Literal["work", "layers"] = "work"
     transport: Literal["cached", "naive"] = "cached"
     anchors: Literal["auto", "send", "recompute"] = "auto"
     patience: int = Field(60, ge=5)

@@ -21,14 +21,15 @@ if TYPE_CHECKING:
 
 
 def divide(sublayers: Sequence[nn.Module]) -> list[range]:
-    """The sublayers of each unit: whole layers, as few as have `SMALLEST_UNIT` parameters; the last may have fewer."""
-    units, first, size = [], 0, 0
-    for end in range(2, len(sublayers) + 1, 2):
-        gathered = [p for sublayer in sublayers[end - 2 : end] for p in sublayer.parameters()]
-        size += sum(p.numel() for p in gathered if not isinstance(p, DTensor))  # divided experts are not gathered here
-        if size >= SMALLEST_UNIT or end == len(sublayers):
+    """The sublayers of each unit: pairs, as few as have `SMALLEST_UNIT` parameters; the last may have fewer."""
+    count = len(sublayers)
+    units, first = [], 0
+    for end in [*range(2, count, 2), *([count] if count else [])]:
+        gathered = [p for sublayer in sublayers[first:end] for p in sublayer.parameters()]
+        size = sum(p.numel() for p in gathered if not isinstance(p, DTensor))  # divided experts are not gathered here
+        if size >= SMALLEST_UNIT or end == count:
             units.append(range(first, end))
-            first, size = end, 0
+            first = end
     return units
 
 

@@ -14,6 +14,10 @@ from residua.config.model import ModelConfig
 from residua.machine import TooLarge, require_memory
 from residua.model.decoder import Decoder, Sublayer, build
 from residua.model.moe import MoE, mixtures
+from residua.model.topology.facts import ADDED_IN_NORM
+
+FLOPS_PER_BYTE = 500e12 / 4.25e12
+"""FLOPs that an additive step computes while a copy in memory moves one byte, both measured on an H200."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +117,41 @@ def size_of(model: Decoder) -> Size:
     attended = sum(mixer.score_width(config.width) for mixer in config.mixers)
     flops = 6 * size.active + round(6 * attended * config.context)
     return replace(size, flops_per_token=flops)
+
+
+@dataclass(frozen=True)
+class Work:
+    """FLOPs per token of one training step. `embedding` includes anchors made from it, `head` the final norm."""
+
+    embedding: float
+    sublayers: tuple[float, ...]
+    head: float
+
+    @property
+    def total(self) -> float:
+        return self.embedding + sum(self.sublayers) + self.head
+
+
+def measure_work(config: ModelConfig) -> Work:
+    """Count the work of a model in the stages of a pipeline, for sequences as long as its context."""
+    model = shapes(config)
+    junctions = _junction_work(model)
+    work = []
+    for k, sublayer in enumerate(model.sublayers):
+        active = _count(sublayer) - sum(_idle(module) for module in sublayer.modules() if isinstance(module, MoE))
+        attended = 0 if k % 2 else config.mixers[k // 2].score_width(config.width)
+        work.append(6 * (active + attended * config.context) + junctions[k])
+    head = model.embed if model.unembed is None else model.unembed
+    return Work(6.0 * _count(model.anchors), tuple(work), 6.0 * (_count(head) + _count(model.norm)))
+
+
+def _junction_work(model: Decoder) -> list[float]:
+    """For each junction, its parameters' FLOPs, and its bytes beyond those of an addition as FLOPs."""
+    topology, count, width = model.topology, model.config.sublayers, model.config.width
+    parameters = 6 * _count(topology) / count
+    rows = topology.junction_rows(count, width, pipelined=True)
+    moved = (2 * width * max(0.0, row - ADDED_IN_NORM) / topology.bandwidth_share for row in rows)
+    return [parameters + FLOPS_PER_BYTE * size for size in moved]
 
 
 def _idle(mixture: MoE) -> int:

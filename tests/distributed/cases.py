@@ -69,7 +69,7 @@ def run_config(model: str, parallel: dict[str, Any] | None = None, layers: int =
     return RunConfig(
         model=base | MODELS[model],
         train={**recipe, "device": "cpu", "z_loss": 1e-3, "clip_norm": 0.1, **train},
-        parallel=parallel or {},
+        parallel={"split": "layers", **(parallel or {})},
     )
 
 

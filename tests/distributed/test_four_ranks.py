@@ -24,6 +24,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "four-stages": ("full", {"pipeline": 4}),
     "experts-and-shard": ("moe", {"shard": 4, "experts": 2}),
     "experts-and-pipeline": ("biased", {"pipeline": 2, "shard": 2, "experts": 2}),
+    "sharded-heads": ("mhc", {"shard": 2, "pipeline": 2, "cuts": [10], "pieces": 4}),
+    "head-in-three": ("additive", {"pipeline": 4, "cuts": [5, 9, 11], "pieces": 4}),
 }
 
 
@@ -98,4 +100,4 @@ def test_each_matrix_is_orthogonalised_once(traces: Any, name: str, turns: int) 
 
 def test_cache_and_receive_buffers_are_freed(traces: Any) -> None:
     left = {name: int(trace["kept"]) for name, trace in traces.items() if "kept" in trace}
-    assert left == {"data-and-pipeline": 0, "shard-and-interleaved": 0, "four-stages": 0, "experts-and-pipeline": 0}
+    assert left == {name: 0 for name, (_, parallel) in CASES.items() if "pipeline" in parallel}

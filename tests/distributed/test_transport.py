@@ -85,14 +85,6 @@ def test_a_held_tensor_gets_a_gradient_without_being_read() -> None:
     assert torch.equal(idle.grad, torch.zeros(3))  # type: ignore[arg-type]
 
 
-def test_stages_are_whole_layers_divided_equally() -> None:
-    from residua.distributed.pipeline.stage import slice_layers
-
-    slices = slice_layers(7, 3)
-    assert [len(sublayers) for sublayers in slices] == [6, 4, 4]
-    assert [k for sublayers in slices for k in sublayers] == list(range(14))
-
-
 @pytest.mark.parametrize(("rows", "shards"), [(8, 2), (7, 2), (3, 4), (5, 3)])
 def test_rows_are_divided_as_fully_shard_divides_them(rows: int, shards: int) -> None:
     from residua.distributed.optimizer import rows_of

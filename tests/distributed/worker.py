@@ -21,6 +21,8 @@ import residua.train.step
 from residua.distributed import optimizer, units
 from residua.distributed.mesh import Mesh, Processes
 from residua.distributed.pipeline import stage
+from residua.distributed.pipeline import step as pipeline_step
+from residua.distributed.pipeline.deal import cut, shares_of
 from residua.distributed.pipeline.step import PipelinedStep
 from residua.distributed.world import build_ranked_step
 from residua.model.moe import mixtures
@@ -116,6 +118,8 @@ def ranked(model: str, parallel: dict[str, Any]) -> dict[str, Tensor]:
     optimizer.TURN = parallel.pop("turn", 1 << 24)
     compiler = partial(torch.compile, dynamic=False, backend=parallel.pop("backend", None))
     stage.compile_rewritten = units.compile_rewritten = compiler
+    cuts, pieces = parallel.pop("cuts", None), parallel.pop("pieces", 1)
+    pipeline_step.shares_of = shares_of if cuts is None else lambda config: cut(cuts, config.model.sublayers, pieces)
     recipe = {
         key: parallel.pop(key) for key in ("layers", "precision", "recompute", "compile", "balance") if key in parallel
     }

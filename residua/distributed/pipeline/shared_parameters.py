@@ -18,12 +18,13 @@ if TYPE_CHECKING:
 
 
 class SharedParameters:
-    """Every rank has the parameters of the topology; the first and the last have a tied embedding.
+    """Every rank has the parameters of the topology. The head's matrix is on every rank that computes a part of it, and
+    on the first if it is tied to the embedding.
 
     Every rank has ExoFormer's projections if stages recompute anchors; otherwise only the first stage uses them.
     """
 
-    def __init__(self, model: Decoder, mesh: Mesh, recompute_anchors: bool) -> None:
+    def __init__(self, model: Decoder, mesh: Mesh, recompute_anchors: bool, heads: Sequence[int]) -> None:
         self.mesh, self.model = mesh, model
         common = [model.topology, model.anchors] if recompute_anchors else [model.topology]
         for module in common:  # they stay whole, so they can have their memory now, and be known by it
@@ -33,19 +34,21 @@ class SharedParameters:
             model.anchors = nn.Identity()  # type: ignore[assignment]
         self.parameters: list[nn.Parameter] = everywhere
         self._known = set(everywhere)
-        self.tied = model.unembed is None and mesh.config.pipeline > 1
+        self.tied = model.unembed is None
+        self.users = sorted({*heads, 0}) if self.tied else list(heads)
+        """The ranks of the pipeline that have the head's matrix."""
 
     def counts(self, parameter: nn.Parameter) -> bool:
         """Whether this rank adds a parameter to the gradient norm: of a shared one, the first rank does."""
-        if parameter in self._known or (self.tied and parameter is self._embedding()):
+        if parameter in self._known:
             return self.mesh.pipeline_rank == 0
-        return True
+        return parameter is not self._head() or self.mesh.pipeline_rank == self.users[0]
 
     def complete(self, whole: Sequence[nn.Parameter], ranks: int) -> None:
         """Reduce gradients: of shared parameters over the pipeline, of unsharded (`whole`) ones over the batch."""
         if self.mesh.config.pipeline > 1:
             self._add(self.parameters, self.mesh.pipeline)
-            self._add_tied()
+            self._add_head()
         if ranks > 1 and whole:
             for group in (self.mesh.data, self.mesh.shard):
                 self._add(whole, group)
@@ -64,24 +67,31 @@ class SharedParameters:
         parts = flat.split([gradient.numel() for gradient in gradients])
         torch._foreach_copy_(gradients, [part.view_as(g) for part, g in zip(parts, gradients, strict=True)])
 
-    def _add_tied(self) -> None:
-        """The first and the last stage exchange their gradients of the embedding."""
-        last = self.mesh.config.pipeline - 1
-        if not self.tied or self.mesh.pipeline_rank not in (0, last):
+    def _add_head(self) -> None:
+        """The ranks that have the head's matrix exchange their gradients of it, and add them in the same order."""
+        if len(self.users) == 1 or self.mesh.pipeline_rank not in self.users:
             return
-        embedding = self._embedding()
-        assert embedding is not None and embedding.grad is not None
-        mine = local(embedding.grad).contiguous()
-        other = torch.empty_like(mine)
-        peer = dist.get_global_rank(self.mesh.pipeline, last - self.mesh.pipeline_rank)
-        messages = [
-            dist.P2POp(dist.isend, mine, peer, self.mesh.pipeline),
-            dist.P2POp(dist.irecv, other, peer, self.mesh.pipeline),
-        ]
+        head = self._head()
+        assert head is not None and head.grad is not None
+        mine = local(head.grad).contiguous()
+        parts = {rank: mine if rank == self.mesh.pipeline_rank else torch.empty_like(mine) for rank in self.users}
+        messages = []
+        for rank in self.users:
+            if rank != self.mesh.pipeline_rank:
+                peer = dist.get_global_rank(self.mesh.pipeline, rank)
+                messages += [
+                    dist.P2POp(dist.isend, mine, peer, self.mesh.pipeline),
+                    dist.P2POp(dist.irecv, parts[rank], peer, self.mesh.pipeline),
+                ]
         for work in dist.batch_isend_irecv(messages):
             work.wait()
-        local(embedding.grad).add_(other)
+        first, *others = (parts[rank] for rank in self.users)
+        summed = first.clone()
+        for part in others:
+            summed += part
+        local(head.grad).copy_(summed)
 
-    def _embedding(self) -> Tensor | None:
+    def _head(self) -> Tensor | None:
         # looked up each time: sharding replaces the parameter
-        return None if self.model.embed is None else self.model.embed.weight
+        module = self.model.embed if self.tied else self.model.unembed
+        return None if module is None else module.weight

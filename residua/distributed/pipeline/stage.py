@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 from residua import ops
-from residua.distributed.pipeline.stage_boundary import EMBEDDING
+from residua.distributed.pipeline.deal import Share
+from residua.distributed.pipeline.head import losses_of, piece_of_head
+from residua.distributed.pipeline.stage_boundary import EMBEDDING, HIDDEN, LSE, PICKED
 from residua.distributed.pipeline.transport import Route, StageCache, hold, with_loss
 from residua.distributed.units import Unit, divide, pass_through
 from residua.model.context import Context
@@ -26,13 +28,6 @@ if TYPE_CHECKING:
 
 # Names of tensors that a stage may receive without reading them.
 PASSIVE = ("anchor.", "output.", EMBEDDING)
-
-
-def slice_layers(layers: int, stages: int) -> list[range]:
-    """The sublayers of each stage: whole layers, divided equally; the first stages have one more if needed."""
-    sizes = [layers // stages + (i < layers % stages) for i in range(stages)]
-    ends = [2 * sum(sizes[: i + 1]) for i in range(stages)]
-    return [range(end - 2 * size, end) for size, end in zip(sizes, ends, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -48,25 +43,36 @@ class Settings:
 class Slice(nn.Module):
     """The sublayers of one stage and the junctions after them; the first embeds, the last has norm and head.
 
-    It uses the modules of the decoder itself, so parameters keep their names there.
+    The last stages may share the head, and may have no sublayers. A slice uses the modules of the decoder itself, so
+    parameters keep their names there.
     """
 
     def __init__(
-        self, model: Decoder, boundary: Boundary, sublayers: range, route: Route, cache: StageCache, settings: Settings
+        self,
+        model: Decoder,
+        boundary: Boundary,
+        shares: Sequence[Share],
+        number: int,
+        route: Route,
+        cache: StageCache,
+        settings: Settings,
     ) -> None:
         super().__init__()
+        self.share = shares[number]
+        sublayers = self.share.sublayers
         self.boundary, self.range, self.route, self.cache, self.settings = boundary, sublayers, route, cache, settings
-        self.first, self.last = sublayers.start == 0, sublayers.stop == model.config.sublayers
+        self.first, self.last = number == 0, number == len(shares) - 1
+        self.heads = bool(self.share.head)
         self.sublayers = nn.ModuleDict({str(k): model.sublayers[k] for k in sublayers})
         own = list(self.sublayers.values())
         self.units = nn.ModuleList(
-            Unit(sublayers[k.start], own[k.start : k.stop], model.topology, closed=self.last or k.stop < len(own))
+            Unit(sublayers[k.start], own[k.start : k.stop], model.topology, closed=self.heads or k.stop < len(own))
             for k in divide(own)
         )
         self.topology, self.anchors = model.topology, model.anchors
-        self.embed = model.embed if self.first or (self.last and model.unembed is None) else None
-        self.norm = model.norm if self.last else None
-        self.unembed = model.unembed if self.last else None
+        self.embed = model.embed if self.first or (self.heads and model.unembed is None) else None
+        self.norm = model.norm if self.heads and self.share.head.start == 0 else None
+        self.unembed = model.unembed if self.heads else None
         # a method of the decoder that only reads its configuration
         self._rotary = model._rotary
         self.body = self._body
@@ -110,18 +116,20 @@ class Slice(nn.Module):
     ) -> tuple[Items, list[Routing]]:
         """The computation itself, without communication: it can be compiled."""
         with self._autocast():
+            if self.share.head.start > 0:
+                return self._headed(items[HIDDEN], targets, items), []
             h, state, anchors, constant = self._begin(items, tokens)
             context = Context(self._rotary(h[..., 0]), segments)
             h, state, anchors, routed = pass_through(self.units, h, state, anchors, context)
-            if self.last:
-                return {"losses": self._losses(h, targets, items)}, routed
+            if self.norm is not None:
+                return self._headed(self.norm(h), targets, items), routed
             return self.boundary.close(self.range.stop - 1, h, state) | self._onward(anchors, constant), routed
 
     def _begin(self, items: Items, tokens: Tensor | None) -> tuple[Tensor, Any, tuple[Tensor, ...], Tensor | None]:
         """The input of the first sublayer, the state, the anchors, and the embedding if it must be sent on."""
         if tokens is not None:
             x = self._embedded(tokens)
-            h, state = self.topology.open(x) if self.last else self.boundary.begin(x)
+            h, state = self.topology.open(x) if self.heads else self.boundary.begin(x)
             return h, state, self.anchors.open(x), x
         h, state = self.boundary.enter(self.range.start - 1, items)
         if self.settings.recompute_anchors:
@@ -136,13 +144,23 @@ class Slice(nn.Module):
         assert embedding is not None
         return {} if self.boundary.embedding() else {EMBEDDING: embedding}
 
-    def _losses(self, h: Tensor, targets: Tensor | None, items: Items) -> Tensor:
-        assert self.norm is not None and targets is not None
+    def _headed(self, hidden: Tensor, targets: Tensor | None, items: Items) -> Items:
+        """The losses, or what the next stage needs for them if it has more pieces of the head."""
         head = self.unembed if self.unembed is not None else self.embed
-        assert head is not None
-        ce, z = ops.training_cross_entropy(self.norm(h), head.weight, targets, z_loss=self.settings.z_loss)
+        assert head is not None and targets is not None
         held = [value for name, value in items.items() if name.startswith(PASSIVE)]
-        return hold(torch.stack([ce, z]), held)
+        if len(self.share.head) == self.share.pieces:
+            ce, z = ops.training_cross_entropy(hidden, head.weight, targets, z_loss=self.settings.z_loss)
+            return {"losses": hold(torch.stack([ce, z]), held)}
+        before, after = self.share.head.start, self.share.head.stop
+        start, stop = self.share.rows(len(head.weight))
+        lse, picked = piece_of_head(hidden, head.weight[start:stop], targets, start)
+        if before > 0:
+            lse = torch.logaddexp(items[f"{LSE}.{before}"], lse)
+            picked = items[f"{PICKED}.{before}"] + picked
+        if not self.last:
+            return {HIDDEN: hidden, f"{LSE}.{after}": lse, f"{PICKED}.{after}": picked}
+        return {"losses": hold(torch.stack(losses_of(lse, picked, targets, self.settings.z_loss)), held)}
 
     def _embedded(self, tokens: Tensor) -> Tensor:
         assert self.embed is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,6 +16,8 @@ from residua.model.topology.base import Boundary, Items
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from residua.distributed.pipeline.deal import Share
 
 EMBEDDING = "embedding"
 
@@ -59,6 +62,25 @@ def crossing(
                 found.append(boundary.close(k, y, state) | _anchors_at(config, boundary, k, x, anchors))
             state = boundary.after(k, y, state)
     return [{name: _outline(item) for name, item in items.items()} for items in found]
+
+
+def boundaries_of(
+    config: ModelConfig, shares: Sequence[Share], shape: Sequence[int], dtype: torch.dtype, anchors: str
+) -> list[Items]:
+    """What crosses between the stages of a pipeline, as tensors without memory; `shape` is [B, T, C]."""
+    inside = [share for share, after in pairwise(shares) if after.head.start == 0]
+    items = crossing(config, [share.sublayers.stop - 1 for share in inside], shape, dtype, anchors)
+    return items + [head_items(share, shape, dtype) for share in shares[len(inside) : -1]]
+
+
+HIDDEN, LSE, PICKED = "head.hidden", "head.lse", "head.picked"
+
+
+def head_items(share: Share, shape: Sequence[int], dtype: torch.dtype) -> Items:
+    """What crosses inside a head that is cut: its input, which stays the same, and two numbers per token."""
+    numbers = torch.empty(*shape[:-1], dtype=torch.promote_types(dtype, torch.float32), device="meta")
+    hidden = torch.empty(*shape, dtype=dtype, device="meta")
+    return {HIDDEN: hidden, f"{LSE}.{share.head.stop}": numbers, f"{PICKED}.{share.head.stop}": numbers.clone()}
 
 
 def _outline(tensor: Tensor) -> Tensor:

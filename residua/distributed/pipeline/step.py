@@ -27,9 +27,10 @@ from residua.data.loader import IGNORED, Batch
 from residua.distributed.construct import Parts, construct
 from residua.distributed.experts import divide_experts
 from residua.distributed.mesh import Mesh
+from residua.distributed.pipeline.deal import head_ranks, shares_of
 from residua.distributed.pipeline.shared_parameters import SharedParameters
-from residua.distributed.pipeline.stage import Settings, Slice, Stage, slice_layers
-from residua.distributed.pipeline.stage_boundary import crossing, recomputes_anchors
+from residua.distributed.pipeline.stage import Settings, Slice, Stage
+from residua.distributed.pipeline.stage_boundary import boundaries_of, recomputes_anchors
 from residua.distributed.pipeline.traffic import formulas, hop_bytes, mib
 from residua.distributed.pipeline.transport import StageCache, plan_routes
 from residua.distributed.shard import shard_slice
@@ -56,10 +57,11 @@ class PipelinedStep(RankedStep):
         parallel, recipe = config.parallel, config.train
         self.flowing = recipe.accumulate // parallel.batch_ranks
         precision, _ = resolve(recipe, mesh.device)
-        self.slices = slice_layers(config.model.layers, parallel.stages)
+        shares = shares_of(config)
+        heads = head_ranks(shares, parallel.pipeline)
+        self.heads = mesh.pipeline_rank in heads
         shape = (recipe.micro_batch, config.sequence, config.model.width)
-        ends = [sublayers.stop - 1 for sublayers in self.slices[:-1]]
-        self.boundaries = crossing(config.model, ends, shape, precision, parallel.anchors)
+        self.boundaries = boundaries_of(config.model, shares, shape, precision, parallel.anchors)
         self.routes = plan_routes([list(items) for items in self.boundaries], parallel.pipeline, parallel.transport)
         self.element_bytes = torch.empty(0, dtype=precision).element_size()
         own = range(mesh.pipeline_rank, parallel.stages, parallel.pipeline)
@@ -71,8 +73,8 @@ class PipelinedStep(RankedStep):
         self.blocks = model.topology.blocks
         divided = divide_experts(model, mesh, precision, recipe.recompute)
         boundary, cache = model.topology.boundary(), StageCache()
-        modules = [Slice(model, boundary, self.slices[i], self.routes[i], cache, settings) for i in own]
-        self.shared = SharedParameters(model, mesh, again)
+        modules = [Slice(model, boundary, shares, i, self.routes[i], cache, settings) for i in own]
+        self.shared = SharedParameters(model, mesh, again, heads)
         self._mixtures = mixtures(model)
         for module in modules:
             own_mixtures = mixtures(module)
@@ -172,7 +174,7 @@ class PipelinedStep(RankedStep):
     def _flow(self, batches: Sequence[Batch], shares: Tensor, run: Callable[..., Any]) -> None:
         """Run all micro-batches through the stages; `shares` [micro-batches] are the weights of their losses."""
         whole = {
-            "targets": torch.cat([b.targets for b in batches]) if self._ends_here() else None,
+            "targets": torch.cat([b.targets for b in batches]) if self.heads else None,
             "segments": None if batches[0].segments is None else torch.cat([cast(Tensor, b.segments) for b in batches]),
         }
         given = {name: self._move(tensor) for name, tensor in whole.items() if tensor is not None}
@@ -250,8 +252,6 @@ def keep_only(model: Decoder, modules: Sequence[Slice]) -> None:
     """Remove from the decoder what this rank's stages do not use; the rest keeps its names."""
     kept = {key: layer for module in modules for key, layer in module.sublayers.items()}
     model.sublayers = nn.ModuleDict(kept)  # type: ignore[assignment]
-    ends = any(module.last for module in modules)
-    if all(module.embed is None for module in modules):
-        model.embed = None  # type: ignore[assignment]
-    if not ends:
-        model.norm = model.unembed = None  # type: ignore[assignment]
+    for name in ("embed", "norm", "unembed"):
+        if all(getattr(module, name) is None for module in modules):
+            setattr(model, name, None)

@@ -165,9 +165,16 @@ class BlockAttnRes(Topology):
 
     def step_rows(self, sublayers: int, width: int, *, pipelined: bool = False) -> float:
         """What the plan of grouped reads and gradients moves; pipeline stages read one by one."""
-        if not pipelined:
-            return self.plan.rows
-        return sum(read_rows(len(seen)).total for seen in self.plan.sees) + 3 * sum(self.plan.grows)
+        return sum(self.junction_rows(sublayers, width, pipelined=True)) if pipelined else self.plan.rows
+
+    def junction_rows(self, sublayers: int, width: int, *, pipelined: bool = False) -> Sequence[float]:
+        """Read by read; grouped reads are divided in the same proportion."""
+        reads = [
+            read_rows(len(seen)).total + 3 * grows
+            for seen, grows in zip(self.plan.sees, self.plan.grows[1:], strict=False)
+        ]
+        share = 1.0 if pipelined else self.plan.rows / sum(reads)
+        return [share * rows for rows in reads]
 
     def kept_widths(self, sublayers: int, width: int) -> float:
         return 1.12

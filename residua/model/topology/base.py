@@ -108,6 +108,10 @@ class Topology(nn.Module):
         """Rows that the junctions move in a training step, on one rank or in a pipeline's stages."""
         return self.floor(sublayers, width).total
 
+    def junction_rows(self, sublayers: int, width: int, *, pipelined: bool = False) -> Sequence[float]:
+        """`step_rows` of each junction; by default all have the same."""
+        return [self.step_rows(sublayers, width, pipelined=pipelined) / sublayers] * sublayers
+
     def kept_widths(self, sublayers: int, width: int) -> float:
         """Widths that a junction keeps for the backward pass, besides the next sublayer's input."""
         return self.floor(sublayers, width).forward / sublayers - 1

@@ -1,0 +1,132 @@
+"""Deals a model out to the stages of a pipeline, so that no stage has much more work than the others.
+
+A stage has neighbouring sublayers; it may end inside a layer, between attention and feed-forward. The first stage also
+embeds. The head of a large vocabulary costs as much as several layers. The last stage has it alone if that leaves the
+stages even; otherwise the head is cut along the vocabulary into pieces that the last stages share (`head`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+from math import inf
+
+from residua.config.run import RunConfig
+from residua.model.size import Work, measure_work
+
+EVEN = 1.10
+"""Work of the most expensive stage over the mean, up to which the head stays in one piece."""
+
+PIECES = 16
+"""Pieces of a head that is divided."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one stage computes: sublayers, and some of the `pieces` of the head."""
+
+    sublayers: range
+    head: range
+    pieces: int
+
+    def rows(self, vocabulary: int) -> tuple[int, int]:
+        """The rows [start, stop) of the head that this stage multiplies with."""
+        return vocabulary * self.head.start // self.pieces, vocabulary * self.head.stop // self.pieces
+
+
+def shares_of(config: RunConfig) -> list[Share]:
+    """The shares of the stages of a run."""
+    stages = config.parallel.stages
+    if config.parallel.split == "layers":
+        return share_layers(config.model.layers, stages)
+    work = measure_work(config.model.model_copy(update={"context": config.sequence}))
+    return share_work(work, stages, min(PIECES, config.model.vocab_size))
+
+
+def share_layers(layers: int, stages: int) -> list[Share]:
+    """Whole layers, divided equally; the first stages have one more if needed, the last has the head."""
+    sizes = [layers // stages + (i < layers % stages) for i in range(stages)]
+    return cut([2 * sum(sizes[: i + 1]) for i in range(stages - 1)], 2 * layers, 1)
+
+
+def share_work(work: Work, stages: int, pieces: int) -> list[Share]:
+    """The division whose most expensive stage is cheapest; of several such, the most even one."""
+    count = len(work.sublayers)
+    whole = cut(_best_cuts(_costs(work, 1), stages), count, 1)
+    if max(stage_work(work, whole)) <= EVEN * work.total / stages:
+        return whole
+    return cut(_best_cuts(_costs(work, pieces), stages), count, pieces)
+
+
+def stage_work(work: Work, shares: Sequence[Share]) -> list[float]:
+    """What each stage of a division costs, in FLOPs per token."""
+    return [
+        (work.embedding if number == 0 else 0.0)
+        + sum(work.sublayers[share.sublayers.start : share.sublayers.stop])
+        + work.head * len(share.head) / share.pieces
+        for number, share in enumerate(shares)
+    ]
+
+
+def rank_work(work: Work, shares: Sequence[Share], ranks: int) -> list[float]:
+    """What each rank of a pipeline costs; the stages are dealt out to the ranks in turn."""
+    costs = stage_work(work, shares)
+    return [sum(costs[rank::ranks]) for rank in range(ranks)]
+
+
+def head_ranks(shares: Sequence[Share], ranks: int) -> list[int]:
+    """The ranks of a pipeline that compute a part of the head."""
+    return sorted({number % ranks for number, share in enumerate(shares) if share.head})
+
+
+def _costs(work: Work, pieces: int) -> list[float]:
+    """What is dealt out, in order: sublayers, the first with the embedding, then pieces of the head."""
+    first, *others = work.sublayers
+    return [work.embedding + first, *others, *[work.head / pieces] * pieces]
+
+
+def cut(cuts: Sequence[int], sublayers: int, pieces: int) -> list[Share]:
+    """The stages between cuts at these places in the list of sublayers and pieces of the head."""
+    places = [0, *cuts, sublayers + pieces]
+    return [
+        Share(
+            range(min(start, sublayers), min(stop, sublayers)),
+            range(max(start - sublayers, 0), max(stop - sublayers, 0)),
+            pieces,
+        )
+        for start, stop in pairwise(places)
+    ]
+
+
+def _best_cuts(costs: Sequence[float], stages: int) -> list[int]:
+    """Where to cut a list into parts, none empty, so that the largest sum is smallest, and then the squares."""
+    bound, _ = _best(costs, stages, max, lambda cost: cost)
+    # rounding must not exclude the part that sets the bound
+    _, cuts = _best(costs, stages, lambda a, b: a + b, lambda cost: cost**2 if cost <= bound * (1 + 1e-9) else inf)
+    return list(cuts)
+
+
+def _best(
+    costs: Sequence[float], stages: int, join: Callable[[float, float], float], weigh: Callable[[float], float]
+) -> tuple[float, tuple[int, ...]]:
+    """The least `join` of the weighed sums of all parts, and the cuts between them."""
+    sums = [0.0]
+    for cost in costs:
+        sums.append(sums[-1] + cost)
+
+    @cache
+    def best(first: int, left: int) -> tuple[float, tuple[int, ...]]:
+        if left == 1:
+            return weigh(sums[-1] - sums[first]), ()
+        found: tuple[float, tuple[int, ...]] | None = None
+        for end in range(first + 1, len(costs) - left + 2):
+            value, cuts = best(end, left - 1)
+            value = join(weigh(sums[end] - sums[first]), value)
+            if found is None or value < found[0]:
+                found = value, (end, *cuts)
+        assert found is not None
+        return found
+
+    return best(0, stages)

@@ -1,0 +1,108 @@
+"""How a model is dealt out to stages, and a head that several stages share."""
+
+from __future__ import annotations
+
+from itertools import combinations, pairwise
+
+import pytest
+import torch
+
+from residua import ops
+from residua.config.run import RunConfig
+from residua.data.loader import IGNORED
+from residua.distributed.pipeline import head
+from residua.distributed.pipeline.deal import head_ranks, rank_work, share_layers, share_work, shares_of, stage_work
+from residua.model.size import Work, measure, measure_work
+
+pytestmark = pytest.mark.slow  # torch.distributed takes a second to import
+
+
+def slowest(preset: str, stages: int, *, split: str = "work") -> float:
+    """Work of the most expensive stage over the mean."""
+    config = RunConfig.find(preset).override([f"parallel.pipeline={stages}", f"parallel.split={split}"])
+    costs = stage_work(measure_work(config.model), shares_of(config))
+    return max(costs) / (sum(costs) / stages)
+
+
+@pytest.mark.parametrize("stages", [4, 8, 16])
+@pytest.mark.parametrize("preset", ["mgr-l-prenorm", "mgr-l-competitive4"])
+def test_no_stage_of_the_large_model_has_much_more_work_than_the_mean(preset: str, stages: int) -> None:
+    assert slowest(preset, stages) <= 1.10
+    assert slowest(preset, stages, split="layers") >= 1.2
+
+
+@pytest.mark.parametrize(("preset", "stages"), [("mgr-l-full", 16), ("mgr-l-block8", 16), ("mgr-l-prenorm", 32)])
+def test_where_sublayers_are_too_large_to_be_even_the_stages_are_as_even_as_they_can_be(
+    preset: str, stages: int
+) -> None:
+    assert slowest(preset, stages) <= 1.34
+    assert slowest(preset, stages, split="layers") >= 1.9
+
+
+def test_a_head_stays_whole_if_that_is_even() -> None:
+    config = RunConfig.find("mgr-l-prenorm")
+    few, many = (shares_of(config.override([f"parallel.pipeline={stages}"])) for stages in (4, 16))
+    assert [share.pieces for share in few] == [1] * 4 and head_ranks(few, 4) == [3]
+    assert [share.pieces for share in many] == [16] * 16 and head_ranks(many, 16) == [14, 15]
+
+
+def test_the_work_of_an_additive_model_is_its_flops() -> None:
+    model = RunConfig.find("mgr-s-prenorm").model
+    assert measure_work(model).total == pytest.approx(measure(model).flops_per_token, rel=1e-6)
+
+
+def test_every_sublayer_and_every_row_of_the_head_belongs_to_one_stage() -> None:
+    work = Work(0.5, tuple(1.0 + k % 3 for k in range(11)), 20.0)
+    for stages in (2, 3, 5, 8):
+        shares = share_work(work, stages, 7)
+        assert [k for share in shares for k in share.sublayers] == list(range(11))
+        rows = [share.rows(100) for share in shares if share.head]
+        assert rows[0][0] == 0 and rows[-1][1] == 100
+        assert all(before[1] == after[0] for before, after in pairwise(rows))
+        assert sum(stage_work(work, shares)) == pytest.approx(work.total)
+
+
+def test_no_other_division_has_a_cheaper_slowest_stage() -> None:
+    """Compared with all divisions of a small case."""
+    costs = [3.0, 1.0, 4.0, 1.0, 5.0, 9.0, 2.0, 6.0]
+    shares = share_work(Work(0.0, tuple(costs), 3.0), 3, 1)
+    found = max(stage_work(Work(0.0, tuple(costs), 3.0), shares))
+    whole = [*costs, 3.0]
+    assert found == min(
+        max(sum(whole[:a]), sum(whole[a:b]), sum(whole[b:])) for a, b in combinations(range(1, len(whole)), 2)
+    )
+
+
+def test_stages_may_be_whole_layers_divided_equally() -> None:
+    shares = share_layers(7, 3)
+    assert [len(share.sublayers) for share in shares] == [6, 4, 4]
+    assert [k for share in shares for k in share.sublayers] == list(range(14))
+    assert [len(share.head) for share in shares] == [0, 0, 1]
+
+
+def test_ranks_with_several_stages_have_the_work_of_all_of_them() -> None:
+    work = Work(1.0, (2.0, 3.0, 4.0, 5.0), 6.0)
+    assert rank_work(work, share_layers(2, 2), 1) == [21.0]
+    assert rank_work(work, share_layers(2, 2), 2) == [6.0, 15.0]
+
+
+@pytest.mark.parametrize("bounds", [(0, 7, 23), (0, 1, 2, 22, 23)])
+def test_pieces_of_a_head_give_the_losses_and_gradients_of_the_whole(
+    bounds: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(head, "TOKENS", 4)
+    hidden = torch.randn(2, 5, 8, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(23, 8, dtype=torch.float64, requires_grad=True)
+    targets = torch.randint(23, (2, 5))
+    targets[0, 1] = IGNORED
+    expected = ops.linear_cross_entropy(hidden, weight, targets, z_loss=0.1)
+    wanted = torch.autograd.grad(expected[0] + 3 * expected[1], (hidden, weight))
+
+    lse, picked = torch.full(targets.shape, -torch.inf, dtype=torch.float64), torch.zeros(2, 5, dtype=torch.float64)
+    for start, stop in pairwise(bounds):
+        more, found = head.piece_of_head(hidden, weight[start:stop], targets, start)
+        lse, picked = torch.logaddexp(lse, more), picked + found
+    got = head.losses_of(lse, picked, targets, z_loss=0.1)
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+    for mine, theirs in zip(torch.autograd.grad(got[0] + 3 * got[1], (hidden, weight)), wanted, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
