@@ -114,19 +114,19 @@ def _run(config: RunConfig, folder: Path, resume: bool, threads: int | None) -> 
 
     use_threads(threads)
     try:
-        train_run(config, folder, resume=resume, world=_ranks(config))
+        train_run(config, folder, resume=resume, world=_ranks(config, folder))
     except TrainingStopped as stop:
         complain(str(stop))
         raise typer.Exit(stop.exit_code) from None
 
 
-def _ranks(config: RunConfig) -> World | None:
+def _ranks(config: RunConfig, folder: Path) -> World | None:
     """The processes of a run that asks for several; one process does without torch.distributed, seconds to import."""
     if config.parallel.ranks == 1:
         return None
     from residua.distributed.world import open_world
 
-    return open_world(config)
+    return open_world(config, folder)
 
 
 def _configuration(source: str | None, folder: Path, resume: bool) -> RunConfig:

@@ -102,7 +102,8 @@ class TrainConfig(Frozen):
     run, or a folder of a Hugging Face model, whose weights the model begins with (`--from`). `telemetry` measures the
     peaks, gates and mixtures of every layer every `telemetry_every` steps (default: about
     twenty times in a run, and at least with every tenth log line), on at most
-    `telemetry_tokens` tokens of the validation text.
+    `telemetry_tokens` tokens of the validation text. `profile` lists steps to trace, each process into the run's
+    folder.
     """
 
     start: str | None = None
@@ -130,6 +131,7 @@ class TrainConfig(Frozen):
     telemetry: Literal["on", "off"] = "on"
     telemetry_every: Positive | None = None
     telemetry_tokens: Positive = 1024
+    profile: tuple[Positive, ...] = ()
     track: Literal["tensorboard", "wandb"] = "tensorboard"
 
     @model_validator(mode="after")

@@ -23,7 +23,9 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
+from math import inf
 
 import torch.distributed as dist
 
@@ -43,12 +45,26 @@ class Heartbeat:
     """The heartbeat of this rank, and its watch over the others.
 
     `store` needs a connection of its own: that of the process group is busy while a collective waits.
-    `advice` ends every sentence that is printed. `done` is the last finished step; the trainer updates it.
+    `advice` ends every sentence that is printed. `done` is the last finished step; the trainer updates it. `record`
+    writes down what this rank was doing, and returns a clause that says where; it is called before this rank ends, and
+    once when no step was finished for `stall` seconds.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int, patience: float, advice: str) -> None:
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        patience: float,
+        advice: str,
+        *,
+        record: Callable[[], str] = lambda: "",
+        stall: float = inf,
+    ) -> None:
         self.rank, self.size, self.patience, self.advice = rank, size, patience, advice
+        self.record, self.stall = record, stall
         self.done = 0
+        self._seen_done, self._moved = 0, time.monotonic()
         self._store = store
         self._watched = (rank + 1) % size
         self._last_beat, self._last_heard = "", time.monotonic()
@@ -116,11 +132,22 @@ class Heartbeat:
 
     def tick(self) -> None:
         """One beat: write this rank's, look at the next rank's and at the list of failures."""
+        self._notice_stall()
         try:
             self._write_beat()
             self._watch()
         except RuntimeError:
             self._end(STORE_GONE)
+
+    def _notice_stall(self) -> None:
+        """Record once that training stands still, while every rank is alive; the first step may compile for long."""
+        now = time.monotonic()
+        if self.done != self._seen_done or self.done == 0:
+            self._seen_done, self._moved = self.done, now
+        elif now - self._moved > self.stall:
+            where, self._moved = self.record(), inf
+            if self.rank == 0:
+                self._print(f"no step was finished in {self.stall:.0f} seconds after step {self.done}{where}")
 
     def _run(self) -> None:
         while not self._stopped.wait(BEAT):
@@ -154,10 +181,14 @@ class Heartbeat:
         if not self._speaks:
             self._stopped.set()
             return
+        where = self.record()
         if not silent:
-            with suppress(OSError):  # standard error may go to a disk that is full
-                print(f"residua: {sentence}; {self.advice}.", file=sys.stderr, flush=True)
+            self._print(f"{sentence}{where}; {self.advice}")
         os._exit(1)
+
+    def _print(self, words: str) -> None:
+        with suppress(OSError):  # standard error may go to a disk that is full
+            print(f"residua: {words}.", file=sys.stderr, flush=True)
 
     def _write_beat(self, *, finished: bool = False) -> None:
         beat = {"time": time.time(), "step": self.done, "host": socket.gethostname(), "process": os.getpid()}

@@ -78,8 +78,8 @@ class Mesh:
 class Processes:
     """The process group of a run, from `start` to `stop`."""
 
-    def __init__(self, device: torch.device, start: Start) -> None:
-        self.device, self.started = device, start
+    def __init__(self, device: torch.device, start: Start, timeout: timedelta) -> None:
+        self.device, self.started, self.timeout = device, start, timeout
 
     @classmethod
     def start(cls, device: torch.device, patience: int) -> Self:
@@ -93,7 +93,7 @@ class Processes:
         start = meet(job_store("meeting", timeout), rank, size, restarts)
         store = job_store(f"group/{start.name}", timeout)
         dist.init_process_group(_backend(device), store=store, rank=rank, world_size=size, timeout=timeout)
-        return cls(device, start)
+        return cls(device, start, timeout)
 
     def stop(self) -> None:
         if dist.is_initialized():

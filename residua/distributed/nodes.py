@@ -1,4 +1,4 @@
-"""Several nodes: the processes of one start of a job find each other, and make sure that they share the run's folder.
+"""Several nodes: the processes of a job find each other, share the run's folder, and record what they last sent.
 
 torchrun counts restarts on each node apart, and a node that joins later begins at 0. So the processes agree on a name
 for their start themselves (`meet`), and a start counts as a restart if any process of the job has been started before.
@@ -6,6 +6,7 @@ for their start themselves (`meet`), and a start counts as a restart if any proc
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import socket
@@ -16,9 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
-from residua.files import UNFINISHED, writing
+from residua.files import UNFINISHED, write_atomically, writing
 
 POLL = 0.05
 """Seconds between two looks at the store."""
@@ -68,6 +70,36 @@ def meet(store: dist.Store, rank: int, size: int, restarts: int) -> Start:
 def node_count() -> int:
     """The number of nodes that torchrun started this job on."""
     return int(os.environ.get("GROUP_WORLD_SIZE", 1))
+
+
+def keep_records(folder: Path | None) -> None:
+    """Let PyTorch's flight recorder remember collectives; before the process group starts.
+
+    When a collective of NCCL times out, PyTorch itself writes what it remembers into the run's folder.
+    """
+    variables = {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
+    if folder is not None:
+        variables["TORCH_FR_DUMP_TEMP_FILE"] = str(folder.resolve() / "nccl-trace-rank-")
+    older = {"TORCH_FR_BUFFER_SIZE": "TORCH_NCCL_TRACE_BUFFER_SIZE"}
+    older["TORCH_FR_DUMP_TEMP_FILE"] = "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
+    for name, value in variables.items():
+        for known in (name, older.get(name, name)):
+            os.environ.setdefault(known, value)
+
+
+def write_records(folder: Path, rank: int) -> Path | None:
+    """Write the collectives that this rank started last as JSON; None if there is no recorder, or no room."""
+    found = {}
+    for library, name in (("gloo", "_dump_fr_trace_json"), ("nccl", "_dump_nccl_trace_json")):
+        dump = getattr(torch._C._distributed_c10d, name, None)
+        with suppress(RuntimeError, ValueError):
+            found[library] = None if dump is None else json.loads(dump())
+    path = folder / f"collectives-rank-{rank}.json"
+    try:
+        write_atomically(path, json.dumps(found, indent=1) + "\n")
+    except OSError:
+        return None
+    return path
 
 
 class Probe:

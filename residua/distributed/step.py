@@ -29,6 +29,8 @@ from residua.distributed.experts import complete_expert_gradients, divide_expert
 from residua.distributed.mesh import Mesh
 from residua.distributed.optimizer import RankedOptimizer
 from residua.distributed.shard import GatheredCopies, gathered_modules, replicated_losses, shard_model, sharded_losses
+from residua.distributed.times import Stopwatch
+from residua.distributed.units import Unit
 from residua.storage.sharded import local
 from residua.train.balance import Balancer, build_balancer
 from residua.train.losses import LossFunction
@@ -49,9 +51,13 @@ class RankedStep(Step):
     capturable = False
     copying = False
 
+    work_share = 1.0
+    """The work in what `watch` times, compared with other ranks."""
+
     def __init__(self, model: Decoder, config: RunConfig, mesh: Mesh) -> None:
         self.mesh, self.parallel = mesh, config.parallel
         self.ranks = config.parallel.batch_ranks
+        self.watch = Stopwatch(mesh.device)
         super().__init__(model, config.train, mesh.device)
 
     @torch.no_grad()
@@ -131,6 +137,10 @@ class ReplicatedStep(RankedStep):
         self._ddp = replicated_losses(self.model, self.compiled, self.mesh, config.z_loss)
         return self._ddp
 
+    def _forward(self, tokens: Tensor, targets: Tensor, segments: Tensor | None) -> tuple[Tensor, Tensor, Any]:
+        with self.watch.measure():
+            return super()._forward(tokens, targets, segments)
+
     def _begin_micro_batch(self, *, last: bool) -> None:
         self._ddp.require_backward_grad_sync = last
 
@@ -146,6 +156,9 @@ class ShardedStep(RankedStep):
         self._kept = gathered_modules(self._root, mesh)
         construct(model, parts, mesh)
         super().__init__(model, config, mesh)
+        for unit in self._root.modules():
+            if isinstance(unit, Unit):
+                unit.watch = self.watch
 
     def _build_losses(self, config: TrainConfig) -> LossFunction:
         return sharded_losses(self._root, self.compiled, config.z_loss, self._copies)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from residua.model.topology.base import State
 from residua.train.compile.rewrites import allow_recompiling, compile_rewritten, with_own_code
 
 if TYPE_CHECKING:
+    from residua.distributed.times import Stopwatch
     from residua.model.decoder import Decoder
     from residua.model.topology import Topology
 
@@ -56,10 +58,12 @@ class Unit(nn.Module):
         self.first, self.sublayers, self.closed = first, nn.ModuleList(sublayers), closed
         self._shared = (topology,)  # in a tuple, so that its parameters belong to no unit
         self.run = self._run
+        self.watch: Stopwatch | None = None
 
     def forward(self, h: Tensor, anchors: Anchors, context: Context, carried: Carried) -> tuple[Any, ...]:
         """The next unit's input (if not `closed`, the last output), the anchors, and routing if there was any."""
-        h, state, anchors, routed = self.run(h, carried.with_input(h), anchors, context)
+        with nullcontext() if self.watch is None else self.watch.measure():
+            h, state, anchors, routed = self.run(h, carried.with_input(h), anchors, context)
         carried.state = state
         return h, anchors, *routed
 

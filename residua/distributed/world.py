@@ -17,9 +17,10 @@ from residua.config.settings import ConfigError
 from residua.distributed.construct import Parts
 from residua.distributed.heartbeat import Heartbeat, lost_a_peer
 from residua.distributed.mesh import Mesh, Processes, job_store
-from residua.distributed.nodes import Probe, node_count
+from residua.distributed.nodes import Probe, keep_records, node_count, write_records
 from residua.distributed.pipeline.step import PipelinedStep
 from residua.distributed.step import RankedStep, ReplicatedStep, ShardedStep
+from residua.distributed.times import slow_ranks
 from residua.machine import choose_device
 from residua.model.decoder import Decoder
 from residua.model.size import shapes
@@ -35,6 +36,9 @@ from residua.train.world import World, check_processes
 
 T = TypeVar("T")
 
+STALL = 0.9
+"""Share of the time limit of a collective after which a step that is not finished is reported."""
+
 
 class Ranks(World):
     """The processes that torchrun started, seen from one of them. Rank 0 leads: it owns the folder of the run."""
@@ -42,14 +46,19 @@ class Ranks(World):
     def __init__(self, processes: Processes, mesh: Mesh, config: RunConfig) -> None:
         super().__init__(processes.device)
         self.processes, self.mesh, self.config = processes, mesh, config
-        self.leads, self.size = mesh.rank == 0, mesh.size
+        self.leads, self.rank, self.size = mesh.rank == 0, mesh.rank, mesh.size
         self.batch_rank, self.batch_ranks = mesh.batch_rank, config.parallel.batch_ranks
         self.restarted = processes.started.again
         self.folder: Path | None = None
         self.saver = Saver()
         # a connection of its own: that of the process group is busy while a collective waits
         store = job_store(f"heartbeat/{processes.started.name}", timedelta(seconds=30))
-        self.heartbeat = Heartbeat(store, mesh.rank, mesh.size, config.parallel.patience, self._advice())
+        self.hosts = [""] * mesh.size
+        self._slow: dict[int, str] = {}
+        self.heartbeat = Heartbeat(
+            store, mesh.rank, mesh.size, config.parallel.patience, self._advice(), record=self._record,
+            stall=STALL * processes.timeout.total_seconds(),
+        )  # fmt: skip
 
     @classmethod
     def start(cls, config: RunConfig, device: torch.device) -> Self:
@@ -94,9 +103,16 @@ class Ranks(World):
         sentence = self.heartbeat.who_died()
         if self.heartbeat.told:
             self._leave_to_leader(1)
-        if sentence is not None:
-            left = what_is_left(self.folder) if self.folder is not None else "nothing had been saved"
-            raise TrainingStopped(f"{sentence}; {left}; {self.heartbeat.advice}.") from None
+        where = self._record()
+        sentence = sentence or f"a collective failed although all ranks are alive ({reason(error)})"
+        left = what_is_left(self.folder) if self.folder is not None else "nothing had been saved"
+        raise TrainingStopped(f"{sentence}{where}; {left}; {self.heartbeat.advice}.") from None
+
+    def _record(self) -> str:
+        """Write down the last collectives of this rank; a clause that says where those of all ranks are."""
+        if self.folder is None or write_records(self.folder, self.mesh.rank) is None:
+            return ""
+        return f"; the last collectives of each rank are in {self.folder}/collectives-rank-*.json"
 
     def _advice(self) -> str:
         by_hand = f"{self.command(self.config)} --resume --out {self.folder or 'RUN'}"
@@ -123,6 +139,7 @@ class Ranks(World):
         self._lead(probe.write) if self.leads else self._follow()
         answers: list[Any] = [None] * self.size
         dist.all_gather_object(answers, probe.answer(), group=self.saver.group)
+        self.hosts = [answer["host"] for answer in answers]
         problem = self._broadcast(probe.missing(answers) if self.leads else None)
         probe.remove()
         if problem is None:
@@ -189,6 +206,17 @@ class Ranks(World):
         parallel = self.config.parallel
         return step.model if parallel.shard == parallel.pipeline == 1 else None
 
+    def rank_times(self, step: Step) -> dict[str, Any] | None:
+        assert isinstance(step, RankedStep)
+        mine = torch.tensor([step.watch.take(), step.work_share], dtype=torch.float64)
+        found = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(found, mine)
+        seconds, work = zip(*(pair.tolist() for pair in found), strict=True)
+        slow = slow_ranks(seconds, work, self.hosts)
+        said = [words for rank, words in slow.items() if rank not in self._slow]
+        self._slow = slow
+        return {"forward_ms": [round(1e3 * second, 3) for second in seconds], "slow": list(slow), "said": said}
+
     def command(self, config: RunConfig) -> str:
         return config.parallel.command_on(node_count())
 
@@ -218,9 +246,13 @@ def build_ranked_step(parts: Parts, config: RunConfig, mesh: Mesh, way: Way | No
     return STEPS[way or found](shapes(config.model), parts, config, mesh)
 
 
-def open_world(config: RunConfig) -> World:
-    """The world that the configuration asks for: one process, or those that torchrun started."""
+def open_world(config: RunConfig, folder: Path | None = None) -> World:
+    """The world that the configuration asks for: one process, or those that torchrun started.
+
+    `folder` is the run's; PyTorch writes records of collectives that hang there.
+    """
     if config.parallel.ranks == 1:
         return World.alone(config)
     check_processes(config)
+    keep_records(folder)
     return Ranks.start(config, choose_device(config.train.device, "train.device"))

@@ -30,7 +30,8 @@ from residua.storage.imported import SOURCE
 
 LOCK = ".lock"
 # What a resumed run writes to: none may be a link to elsewhere.
-_WRITTEN = (LOCK, "config.toml", ENVIRONMENT, METRICS, "tokenizer.json", "checkpoints", "tensorboard", "wandb-id")
+_WRITTEN = (LOCK, "config.toml", ENVIRONMENT, METRICS, "tokenizer.json", "checkpoints", "profile", "tensorboard",
+            "wandb-id")  # fmt: skip
 _GO_ON = "move the file elsewhere to go on without it"
 # Files that a run leaves if it is refused or killed before it begins.
 _OURS = (LOCK, UNFINISHED)

@@ -34,6 +34,7 @@ from residua.train.health import (
     token_frequencies,
 )
 from residua.train.inspect import inspect_model
+from residua.train.profile import Profiler
 from residua.train.progress import Display
 from residua.train.result import Result, closing_words, collect_result
 from residua.train.start import check_tokenizer, start_lines
@@ -113,6 +114,7 @@ class Trainer:
             self.validation_bytes = dataset.bytes_of(targets[targets != IGNORED].numpy(), "validation")
         self.done = 0
         self.clock = Clock()
+        self.profiler = Profiler(run.folder, recipe.profile, world.rank, self.device)
         self.watch = Watch(recipe.divergence_margin, recipe.divergence_patience)
         self.frequencies = token_frequencies(self.config, dataset)
         self.telemetry = build_telemetry(self.config, self.validation[0], world.whole_model(self.step))
@@ -182,9 +184,12 @@ class Trainer:
 
     def _train_step(self) -> None:
         recipe = self.config.train
-        batches = [next(self.loader) for _ in range(recipe.accumulate // self.world.batch_ranks)]
-        self.step(batches, recipe.schedule.factor(self.done, recipe.steps))
+        with self.profiler.around(self.done + 1):
+            batches = [next(self.loader) for _ in range(recipe.accumulate // self.world.batch_ranks)]
+            self.step(batches, recipe.schedule.factor(self.done, recipe.steps))
         self.done += 1
+        if self.done in recipe.profile:
+            self._notify(f"step {self.done} was traced: open {self.profiler.path(self.done)} in ui.perfetto.dev")
         self.validation_loss = None
         last = self.done == recipe.steps
         if self.telemetry is not None and self.telemetry.due(self.done):
@@ -212,6 +217,7 @@ class Trainer:
         speed = totals.steps * self.config.tokens_per_step / self.clock.interval
         utilisation = mfu(speed / self.world.size, self.size.flops_per_token, self.device)
         self._log_experts()
+        self._log_ranks()
         self._tell(
             kind="train",
             step=self.done,
@@ -263,6 +269,14 @@ class Trainer:
             load=[[round(share, 5) for share in layer] for layer in spread.load],
         )
         self.step.balancer.clear()
+
+    def _log_ranks(self) -> None:
+        """On several processes, one more record: the time of each rank's forward passes, and which are slow."""
+        times = self.world.rank_times(self.step)
+        if times is not None:
+            self._tell(kind="ranks", step=self.done, **times)
+            for sentence in times["said"]:
+                self._notify(sentence)
 
     def _validate(self) -> None:
         self._pause()

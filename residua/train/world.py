@@ -38,7 +38,7 @@ class World:
     """One process: it leads, reads all the data and never waits for others."""
 
     leads = True
-    size = 1
+    rank, size = 0, 1
     batch_rank, batch_ranks = 0, 1
 
     def __init__(self, device: torch.device) -> None:
@@ -111,6 +111,10 @@ class World:
     def whole_model(self, step: Step) -> Decoder | None:
         """The model, if one process has all of it."""
         return step.model
+
+    def rank_times(self, step: Step) -> dict[str, Any] | None:
+        """How long the forward passes of each process took since the last call, and what to say of slow ones."""
+        return None
 
     def command(self, config: RunConfig) -> str:
         """The command that starts such a run on these processes."""

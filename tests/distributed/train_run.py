@@ -122,7 +122,7 @@ def main(spec: Path) -> None:
     heartbeat.BEAT = asked.get("beat", 1.0)
     config = RunConfig.from_toml(asked["config"]).override(asked.get("changes", []))
     try:
-        train(config, asked["out"], resume=asked.get("resume", False), world=open_world(config))
+        train(config, asked["out"], resume=asked.get("resume", False), world=open_world(config, Path(asked["out"])))
     except TrainingStopped as stop:
         print(f"residua: {stop}", file=sys.stderr, flush=True)
         sys.exit(stop.exit_code)

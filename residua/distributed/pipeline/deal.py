@@ -41,8 +41,12 @@ def shares_of(config: RunConfig) -> list[Share]:
     stages = config.parallel.stages
     if config.parallel.split == "layers":
         return share_layers(config.model.layers, stages)
-    work = measure_work(config.model.model_copy(update={"context": config.sequence}))
-    return share_work(work, stages, min(PIECES, config.model.vocab_size))
+    return share_work(work_of(config), stages, min(PIECES, config.model.vocab_size))
+
+
+def work_of(config: RunConfig) -> Work:
+    """The work of a run's model, for the sequences it trains on."""
+    return measure_work(config.model.model_copy(update={"context": config.sequence}))
 
 
 def share_layers(layers: int, stages: int) -> list[Share]:

@@ -24,6 +24,7 @@ from residua.model.topology.base import Boundary, Items
 from residua.train.compile.rewrites import compile_rewritten
 
 if TYPE_CHECKING:
+    from residua.distributed.times import Stopwatch
     from residua.model.decoder import Decoder
 
 # Names of tensors that a stage may receive without reading them.
@@ -178,12 +179,14 @@ def _carrying(x: Tensor, loss: Tensor | None) -> Tensor:
 
 
 class Stage(PipelineStage):
-    """PyTorch's stage with two additions: it counts the bytes it sends, and frees receive buffers after use.
+    """PyTorch's stage with three additions: it counts the bytes it sends, times its forward passes, and frees receive
+    buffers after use.
 
     PyTorch's own keeps a buffer per micro-batch and tensor for the whole run.
     """
 
     sent_forward = sent_backward = 0
+    watch: Stopwatch | None = None
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         self._fill(self.args_recv_info[fwd_chunk_id])
@@ -195,7 +198,8 @@ class Stage(PipelineStage):
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        with nullcontext() if self.watch is None else self.watch.measure():
+            output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         self._drop(self.args_recv_info[fwd_chunk_id])
         return output
 

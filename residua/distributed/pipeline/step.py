@@ -27,7 +27,7 @@ from residua.data.loader import IGNORED, Batch
 from residua.distributed.construct import Parts, construct
 from residua.distributed.experts import divide_experts
 from residua.distributed.mesh import Mesh
-from residua.distributed.pipeline.deal import head_ranks, shares_of
+from residua.distributed.pipeline.deal import head_ranks, rank_work, shares_of, work_of
 from residua.distributed.pipeline.shared_parameters import SharedParameters
 from residua.distributed.pipeline.stage import Settings, Slice, Stage
 from residua.distributed.pipeline.stage_boundary import boundaries_of, recomputes_anchors
@@ -60,6 +60,7 @@ class PipelinedStep(RankedStep):
         shares = shares_of(config)
         heads = head_ranks(shares, parallel.pipeline)
         self.heads = mesh.pipeline_rank in heads
+        self.work_share = rank_work(work_of(config), shares, parallel.pipeline)[mesh.pipeline_rank]
         shape = (recipe.micro_batch, config.sequence, config.model.width)
         self.boundaries = boundaries_of(config.model, shares, shape, precision, parallel.anchors)
         self.routes = plan_routes([list(items) for items in self.boundaries], parallel.pipeline, parallel.transport)
@@ -97,6 +98,8 @@ class PipelinedStep(RankedStep):
             Stage(module, i, self.parallel.stages, self.device, *self._examples(i), group=self.mesh.pipeline)
             for module, i in zip(self.modules, self.own, strict=True)
         ]
+        for stage in self.stages:
+            stage.watch = self.watch
         several = self.parallel.schedule == "interleaved"
         kind = ScheduleInterleaved1F1B if several else SCHEDULES[self.parallel.schedule]
         given: Any = self.stages if several else self.stages[0]
