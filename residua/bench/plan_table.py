@@ -1,14 +1,15 @@
-"""Plans as a table and as JSON."""
+"""Plans as a table, as JSON, and as the tables of docs/scale.md."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from math import ceil
 from typing import Any
 
 from rich.console import Console
 
-from residua.bench.plan import GIB, Machine, MeshPlan
+from residua.bench.plan import GIB, Machine, MeshPlan, plan
 from residua.config.run import RunConfig
 from residua.reading import counted
 from residua.report.terminal import new_table
@@ -17,48 +18,109 @@ MIB = 2**20
 
 
 def print_plans(
-    console: Console, asked: Sequence[str], config: RunConfig, machine: Machine, plans: Sequence[MeshPlan]
+    console: Console, asked: Sequence[str], config: RunConfig, machine: Machine, plans: Sequence[MeshPlan], rows: int
 ) -> None:
-    """One row per mesh, and how to start the first; `asked` is the preset and the changes to it."""
-    batches = counted(config.train.accumulate, "micro-batch", "micro-batches")
-    console.print(
-        f"one step: {config.tokens_per_step} tokens in {batches} of "
-        f"{config.train.micro_batch} × {config.sequence}; a device has {machine.memory / GIB:.0f} GiB, reaches "
-        f"{machine.flops / 1e12:.0f} TFLOP/s in an additive step, copies {machine.bandwidth / 1e9:.0f} GB/s and "
-        f"sends {machine.link / 1e9:.0f}"
-    )
-    axes, memory = ("data", "shard", "pipeline", "stages"), ("GiB", "states", "activations", "gathered")
-    sent, times = ("MiB sent", "gradients", "weights", "Muon", "stages"), ("bubble", "depth ms", "step ms")
-    table = new_table((), (*axes, *memory, *sent, *times, ""))
-    for p in plans:
-        table.add_row(*_cells(p))
+    """The first `rows` meshes, and how to start the first of all; `asked` is the preset and the changes to it."""
+    console.print(f"one step: {_step(config)}; {_device(machine)}", soft_wrap=True)
+    inner = any(p.tensor * p.context > 1 for p in plans)
+    axes = ("data", "shard", "pipeline", "stages", *(("tensor", "context") if inner else ()))
+    memory = ("GiB", "host") if inner else ("GiB", "states", "activations", "gathered", "host")
+    sent = ("MiB sent", "gradients", "weights", "Muon", "stages", *(("tensor", "context") if inner else ()))
+    table = new_table((), (*axes, *memory, *sent, "slowest", "bubble", "depth ms", "step ms", ""))
+    for p in plans[:rows]:
+        table.add_row(*_cells(p, inner))
     console.print(table)
-    console.print(_next(plans[0], asked), soft_wrap=True, markup=False)
+    if len(plans) > rows:
+        console.print(f"and {len(plans) - rows} more, which --rows shows")
+    console.print(_next(plans[0], asked, machine), soft_wrap=True, markup=False)
 
 
-def _cells(p: MeshPlan) -> list[str]:
-    sent = (p.gradient_bytes, p.weight_bytes, p.muon_bytes, p.stage_bytes)
+def _step(config: RunConfig) -> str:
+    batches = counted(config.train.accumulate, "micro-batch", "micro-batches")
+    return f"{config.tokens_per_step} tokens in {batches} of {config.train.micro_batch} × {config.sequence}"
+
+
+def _device(machine: Machine) -> str:
+    return (
+        f"a device has {machine.memory / GIB:.0f} GiB, reaches {machine.flops / 1e12:.0f} TFLOP/s in an additive step, "
+        f"copies {machine.bandwidth / 1e9:.0f} GB/s, sends {machine.link / 1e9:.0f} to the {machine.node} of its node "
+        f"and {machine.between / 1e9:.0f} to others, {machine.latency * 1e6:.0f} µs a message"
+    )
+
+
+def _cells(p: MeshPlan, inner: bool) -> list[str]:
+    axes = [p.parallel.data, p.parallel.shard, p.parallel.pipeline, p.parallel.stages]
+    parts = (p.held.states, p.held.activations, p.held.gathered)
+    sent = [p.sent.total, p.sent.gradients, p.sent.weights, p.sent.muon, p.sent.stages]
     return [
-        *(str(n) for n in (p.parallel.data, p.parallel.shard, p.parallel.pipeline, p.parallel.stages)),
-        *(f"{n / GIB:.1f}" for n in (p.memory, p.states, p.activations, p.gathered)),
-        *(f"{n / MIB:,.0f}" for n in (sum(sent), *sent)),
+        *(str(n) for n in (*axes, *((p.tensor, p.context) if inner else ()))),
+        *(f"{n / GIB:.1f}" for n in (p.memory, *(() if inner else parts), p.host)),
+        *(f"{n / MIB:,.0f}" for n in (*sent, *((p.sent.tensor, p.sent.context) if inner else ()))),
+        f"{p.slowest:.2f}",
         f"{p.bubble:.0%}",
         *(f"{seconds * 1e3:.0f}" for seconds in (p.depth, p.seconds)),
         "" if p.fits else "too large",
     ]
 
 
-def _next(p: MeshPlan, asked: Sequence[str]) -> str:
+def _next(p: MeshPlan, asked: Sequence[str], machine: Machine) -> str:
+    if not p.fits:
+        return "No mesh fits: lower train.micro_batch and raise train.accumulate, or set train.recompute=sublayers."
+    nodes = ceil(p.ranks / machine.node)
+    where = "on one machine" if nodes == 1 else f"on each of {nodes} nodes, HOST being one of them (docs/nodes.md)"
+    return f"Next, {where}: {command(p, asked, nodes)}"
+
+
+def command(p: MeshPlan, asked: Sequence[str], nodes: int) -> str:
+    """The command that starts a run on this mesh."""
     parallel = p.parallel
     words = [f"parallel.{axis}={getattr(parallel, axis)}" for axis in ("data", "shard", "pipeline")]
     if parallel.stages_per_rank > 1:
         words += ["parallel.schedule=interleaved", f"parallel.stages_per_rank={parallel.stages_per_rank}"]
-    if not p.fits:
-        return "No mesh fits: lower train.micro_batch and raise train.accumulate, or set train.recompute=sublayers."
-    return f"Next, on one machine: {parallel.command_on()} {' '.join([*asked, *words])}"
+    if p.tensor * p.context == 1:
+        return f"{parallel.command_on(nodes)} {' '.join([*asked, *words])}"
+    launch = parallel.model_copy(update={"data": p.ranks, "shard": 1, "pipeline": 1}).command_on(nodes)
+    degrees = {"tensor": p.tensor, "context": p.context}
+    flags = [f"--parallelism.{axis}_parallel_degree {degree}" for axis, degree in degrees.items() if degree > 1]
+    engine = launch.replace("--no-python residua train", "-m torchtitan.train")
+    return (
+        f'{engine} --module residua.integrations.torchtitan --config "{" ".join([*asked, *words])}" {" ".join(flags)}'
+    )
 
 
 def plan_report(config: RunConfig, machine: Machine, plans: Sequence[MeshPlan]) -> dict[str, Any]:
     """Everything printed, as plain JSON."""
     rows = [{**asdict(p), "parallel": p.parallel.model_dump(), "memory": p.memory} for p in plans]
     return {"config": config.model_dump(mode="json"), "machine": asdict(machine), "plans": rows}
+
+
+def scale_tables(presets: Sequence[str], changes: Sequence[str], machine: Machine) -> Iterator[str]:
+    """Markdown: for 8 to 4096 devices the fastest mesh of each model, with and without tensor and context parallelism.
+
+    The batch is the same for up to 512 devices, and 8 times as large for 4096.
+    """
+    head = ("GPUs", "model", "data × shard × pipeline", "tensor × context", "GiB", "sent GiB", "slowest", "bubble",
+            "step ms", "tokens/s", "share")  # fmt: skip
+    yield f"| {' | '.join(head)} |"
+    yield f"|{'---|' * 4}{'---:|' * (len(head) - 4)}"
+    alone: dict[str, float] = {}
+    for gpus in (8, 64, 512, 4096):
+        for preset in presets:
+            config = RunConfig.find(preset).override([*changes, f"train.accumulate={max(512, gpus)}"])
+            for engines in (False, True):
+                best = plan(config, gpus, machine, engines=engines)[0]
+                if engines and best.tensor * best.context == 1:
+                    continue
+                speed = config.tokens_per_step / best.seconds
+                each = alone.setdefault(preset, speed / gpus)
+                yield f"| {' | '.join(_scale_cells(best, preset, gpus, speed, speed / gpus / each))} |"
+
+
+def _scale_cells(p: MeshPlan, preset: str, gpus: int, speed: float, share: float) -> list[str]:
+    axes = f"{p.parallel.data} × {p.parallel.shard} × {p.parallel.pipeline}"
+    stages = f", {p.parallel.stages} stages" if p.parallel.stages_per_rank > 1 else ""
+    inner = f"{p.tensor} × {p.context}"
+    return [
+        str(gpus), preset, f"{axes}{stages}", inner, f"{p.memory / GIB:.1f}", f"{p.sent.total / GIB:.2f}",
+        f"{p.slowest:.2f}", f"{p.bubble:.0%}", f"{p.seconds * 1e3:,.0f}", f"{speed:,.0f}", f"{share:.0%}",
+    ]  # fmt: skip

@@ -342,17 +342,26 @@ def plan_run(
     flops: Annotated[
         float, typer.Option(min=1, help="TFLOP/s that a step reaches: the MFU of `bench step` times the peak.")
     ] = 500,
-    link: Annotated[float, typer.Option(min=1, help="GB/s that a device sends to the others.")] = 300,
+    link: Annotated[float, typer.Option(min=1, help="GB/s that a device sends to others of its node.")] = 300,
+    between: Annotated[float, typer.Option(min=0.1, help="GB/s that a device sends to other nodes.")] = 50,
+    node: Annotated[int, typer.Option(min=1, max=1024, help="Devices of one node.")] = 8,
+    latency: Annotated[float, typer.Option(min=0, help="Microseconds until a message arrives.")] = 10,
+    host: Annotated[float, typer.Option(min=1, help="GiB of a node's own memory.")] = 2000,
     bandwidth: Annotated[
         float, typer.Option(min=1, help="GB/s of a copy in a device's memory, read and written bytes added.")
     ] = 4250,
+    torchtitan: Annotated[
+        bool, typer.Option("--torchtitan", help="Also tensor and context parallelism, which torchtitan runs.")
+    ] = False,
+    rows: Annotated[int, typer.Option(min=1, help="Meshes to show.")] = 24,
     out: Out = None,
 ) -> None:
     """Estimate memory, bytes sent and step time for every mesh of a number of devices, without running anything.
 
     \b
     residua bench plan mgr-l-block8 --gpus 8
-    residua bench plan mgr-l-full train.accumulate=64 --gpus 32 --link 50
+    residua bench plan mgr-l-full train.accumulate=64 --gpus 32 --between 25
+    residua bench plan outlier-2b --gpus 64 --torchtitan
     residua bench plan exoformer-e --gpus 4 --memory 80 --out plan.json
     """
     from residua.config.run import RunConfig
@@ -362,10 +371,12 @@ def plan_run(
     from residua.bench.plan import GIB, Machine, plan
     from residua.bench.plan_table import plan_report, print_plans
 
-    machine = Machine(memory * GIB, flops * 1e12, link * 1e9, bandwidth * 1e9)
-    plans = plan(config, gpus, machine)
+    machine = Machine(
+        memory * GIB, flops * 1e12, link * 1e9, between * 1e9, bandwidth * 1e9, node, latency * 1e-6, host * GIB
+    )
+    plans = plan(config, gpus, machine, engines=torchtitan)
     console = _console()
-    print_plans(console, [preset, *(overrides or [])], config, machine, plans)
+    print_plans(console, [preset, *(overrides or [])], config, machine, plans, rows)
     _write(console, out, plan_report(config, machine, plans))
 
 

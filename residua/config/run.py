@@ -284,10 +284,7 @@ class RunConfig(Frozen):
 
     @model_validator(mode="after")
     def _mesh_fits(self) -> Self:
-        _check_shares(self)
-        _check_experts(self)
-        _check_stages(self)
-        _check_compilation(self)
+        check_mesh(self)
         return self
 
     @property
@@ -298,6 +295,14 @@ class RunConfig(Frozen):
     @property
     def tokens_per_step(self) -> int:
         return self.train.accumulate * self.train.micro_batch * self.sequence
+
+
+def check_mesh(config: RunConfig) -> None:
+    """Refuse a mesh that cannot train the run."""
+    _check_shares(config)
+    _check_experts(config)
+    _check_stages(config)
+    _check_compilation(config)
 
 
 def _check_shares(config: RunConfig) -> None:

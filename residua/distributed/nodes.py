@@ -77,14 +77,10 @@ def keep_records(folder: Path | None) -> None:
 
     When a collective of NCCL times out, PyTorch itself writes what it remembers into the run's folder.
     """
-    variables = {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
+    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
     if folder is not None:
-        variables["TORCH_FR_DUMP_TEMP_FILE"] = str(folder.resolve() / "nccl-trace-rank-")
-    older = {"TORCH_FR_BUFFER_SIZE": "TORCH_NCCL_TRACE_BUFFER_SIZE"}
-    older["TORCH_FR_DUMP_TEMP_FILE"] = "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
-    for name, value in variables.items():
-        for known in (name, older.get(name, name)):
-            os.environ.setdefault(known, value)
+        os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(folder.resolve() / "nccl-trace-rank-"))
 
 
 def write_records(folder: Path, rank: int) -> Path | None:

@@ -54,7 +54,8 @@ class Ranks(World):
         # a connection of its own: that of the process group is busy while a collective waits
         store = job_store(f"heartbeat/{processes.started.name}", timedelta(seconds=30))
         self.hosts = [""] * mesh.size
-        self._slow: dict[int, str] = {}
+        self._slow: dict[int, int] = {}
+        """Ranks that are slow, and for how many log lines they have been."""
         self.heartbeat = Heartbeat(
             store, mesh.rank, mesh.size, config.parallel.patience, self._advice(), record=self._record,
             stall=STALL * processes.timeout.total_seconds(),
@@ -103,10 +104,10 @@ class Ranks(World):
         sentence = self.heartbeat.who_died()
         if self.heartbeat.told:
             self._leave_to_leader(1)
-        where = self._record()
-        sentence = sentence or f"a collective failed although all ranks are alive ({reason(error)})"
+        if sentence is None:
+            sentence = f"a collective failed although all ranks are alive ({reason(error)}){self._record()}"
         left = what_is_left(self.folder) if self.folder is not None else "nothing had been saved"
-        raise TrainingStopped(f"{sentence}{where}; {left}; {self.heartbeat.advice}.") from None
+        raise TrainingStopped(f"{sentence}; {left}; {self.heartbeat.advice}.") from None
 
     def _record(self) -> str:
         """Write down the last collectives of this rank; a clause that says where those of all ranks are."""
@@ -213,8 +214,8 @@ class Ranks(World):
         dist.all_gather(found, mine)
         seconds, work = zip(*(pair.tolist() for pair in found), strict=True)
         slow = slow_ranks(seconds, work, self.hosts)
-        said = [words for rank, words in slow.items() if rank not in self._slow]
-        self._slow = slow
+        self._slow = {rank: self._slow.get(rank, 0) + 1 for rank in slow}
+        said = [words for rank, words in slow.items() if self._slow[rank] == 2]
         return {"forward_ms": [round(1e3 * second, 3) for second in seconds], "slow": list(slow), "said": said}
 
     def command(self, config: RunConfig) -> str:

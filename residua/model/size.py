@@ -121,11 +121,16 @@ def size_of(model: Decoder) -> Size:
 
 @dataclass(frozen=True)
 class Work:
-    """FLOPs per token of one training step. `embedding` includes anchors made from it, `head` the final norm."""
+    """What each place along depth costs in a training step, in FLOPs per token: pipelines are divided by it.
+
+    `embedding` includes anchors made from it, `head` the final norm. A sublayer includes the junction after it, whose
+    bytes beyond those of an addition, `moved`, count as the FLOPs that a device computes meanwhile.
+    """
 
     embedding: float
     sublayers: tuple[float, ...]
     head: float
+    moved: tuple[float, ...] = ()
 
     @property
     def total(self) -> float:
@@ -135,23 +140,22 @@ class Work:
 def measure_work(config: ModelConfig) -> Work:
     """Count the work of a model in the stages of a pipeline, for sequences as long as its context."""
     model = shapes(config)
-    junctions = _junction_work(model)
-    work = []
+    moved = _junction_bytes(model)
+    junction = _count(model.topology) / config.sublayers
+    sublayers = []
     for k, sublayer in enumerate(model.sublayers):
         active = _count(sublayer) - sum(_idle(module) for module in sublayer.modules() if isinstance(module, MoE))
         attended = 0 if k % 2 else config.mixers[k // 2].score_width(config.width)
-        work.append(6 * (active + attended * config.context) + junctions[k])
+        sublayers.append(6 * (active + junction + attended * config.context) + FLOPS_PER_BYTE * moved[k])
     head = model.embed if model.unembed is None else model.unembed
-    return Work(6.0 * _count(model.anchors), tuple(work), 6.0 * (_count(head) + _count(model.norm)))
+    return Work(6.0 * _count(model.anchors), tuple(sublayers), 6.0 * (_count(head) + _count(model.norm)), moved)
 
 
-def _junction_work(model: Decoder) -> list[float]:
-    """For each junction, its parameters' FLOPs, and its bytes beyond those of an addition as FLOPs."""
-    topology, count, width = model.topology, model.config.sublayers, model.config.width
-    parameters = 6 * _count(topology) / count
-    rows = topology.junction_rows(count, width, pipelined=True)
-    moved = (2 * width * max(0.0, row - ADDED_IN_NORM) / topology.bandwidth_share for row in rows)
-    return [parameters + FLOPS_PER_BYTE * size for size in moved]
+def _junction_bytes(model: Decoder) -> tuple[float, ...]:
+    """Bytes that each junction moves beyond an addition; those that reach less of the bandwidth count for more."""
+    topology, width = model.topology, model.config.width
+    rows = topology.junction_rows(model.config.sublayers, width, pipelined=True)
+    return tuple(2 * width * max(0.0, row - ADDED_IN_NORM) / topology.bandwidth_share for row in rows)
 
 
 def _idle(mixture: MoE) -> int:

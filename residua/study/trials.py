@@ -21,7 +21,7 @@ from residua.study.config import Tune
 TUNING = "tuning.json"
 PLACE = (
     "data.path", "data.tokenizer", "train.device", "train.log_every", "train.save_every", "train.keep", "train.track",
-    "train.telemetry", "train.divergence_", "parallel.",
+    "train.telemetry", "train.profile", "train.divergence_", "parallel.",
 )  # fmt: skip
 """What does not change what a run computes: where its text is (its fingerprint counts), where it trains, what it logs
 and when it gives up."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,8 +17,10 @@ FOLDER = "profile"
 class Profiler:
     """Traces the given steps of this process into the run's folder: `profile/step-N-rank-R.json.gz`."""
 
-    def __init__(self, run: Path, steps: Collection[int], rank: int, device: torch.device) -> None:
-        self.run, self.steps, self.rank, self.device = run, steps, rank, device
+    def __init__(
+        self, run: Path, steps: Collection[int], rank: int, device: torch.device, tell: Callable[[str], None]
+    ) -> None:
+        self.run, self.steps, self.rank, self.device, self.tell = run, steps, rank, device, tell
 
     @contextmanager
     def around(self, step: int) -> Iterator[None]:
@@ -33,12 +35,10 @@ class Profiler:
         with profile(activities=[ProfilerActivity.CPU, *gpu]) as trace:
             yield
             synchronize(self.device)
-        path = self.path(step)
+        path = self.run / FOLDER / f"step-{step}-rank-{self.rank}.json.gz"
         with writing(path):
             path.parent.mkdir(exist_ok=True)
             temporary = unfinished(path)
             trace.export_chrome_trace(str(temporary))
             temporary.replace(path)
-
-    def path(self, step: int) -> Path:
-        return self.run / FOLDER / f"step-{step}-rank-{self.rank}.json.gz"
+        self.tell(f"step {step} was traced: open {path} in ui.perfetto.dev")

@@ -20,13 +20,12 @@ from residua.data import Dataset
 from residua.train.compile.graphs import WARM_UP
 from residua.train.start import starting_model
 from residua.train.step import Step, arithmetic
-from residua.train.trainer import open_batches
 from residua.train.world import World
 
 _FREE = (
     "data.seed", "train.seed", "train.steps", "train.optimizer.", "train.schedule.", "train.clip_norm",
     "train.log_every", "train.validate_every", "train.save_every", "train.keep",
-    "train.divergence_", "train.telemetry", "train.track",
+    "train.divergence_", "train.telemetry", "train.track", "train.profile",
 )  # fmt: skip
 """What runs of one graph may differ in: nothing that `train.step.Step` compiles."""
 
@@ -76,7 +75,7 @@ class SharedWorld(World):
         if not step.compiled:
             return
         with self.stages.measure("compile"), arithmetic(config.train):
-            loader, validation = open_batches(config, dataset, self)
+            loader, validation = self.open_batches(config, dataset)
             try:
                 for _ in range(WARM_UP + 1):
                     step([next(loader) for _ in range(config.train.accumulate)])

@@ -15,8 +15,8 @@ from rich.console import Console
 
 from residua.config.run import RunConfig
 from residua.config.settings import ConfigError
-from residua.data import Dataset, Loader, validation_batches
-from residua.data.loader import IGNORED, Batch
+from residua.data import Dataset
+from residua.data.loader import IGNORED
 from residua.files import explain, write_atomically
 from residua.machine import out_of_memory
 from residua.model.size import measure
@@ -81,17 +81,6 @@ def train(
             run.close()
 
 
-def open_batches(config: RunConfig, dataset: Dataset, world: World) -> tuple[Loader, list[Batch]]:
-    """The training batches of this process, in the order of `data.seed`, and the validation set."""
-    data, segments = config.data, config.data.masking == "documents"
-    shape = {"sequence": config.sequence, "batch": config.train.micro_batch}
-    ranks = {"rank": world.batch_rank, "world": world.batch_ranks}
-    loader = Loader(dataset.split("train"), seed=data.seed, segments=segments, **shape, **ranks)
-    limit = data.validation_tokens
-    validation = validation_batches(dataset.split("validation"), **shape, limit_tokens=limit, segments=segments)
-    return loader, list(validation)
-
-
 class Trainer:
     """A run in progress: its step, data, counters and sinks (metrics file, display, trackers)."""
 
@@ -109,12 +98,12 @@ class Trainer:
             check_disk(self.step, run.folder, recipe.keep)
 
         with world.stages.measure("data"):
-            self.loader, self.validation = open_batches(self.config, dataset, world)
+            self.loader, self.validation = world.open_batches(self.config, dataset)
             targets = torch.cat([batch.targets.flatten() for batch in self.validation])
             self.validation_bytes = dataset.bytes_of(targets[targets != IGNORED].numpy(), "validation")
         self.done = 0
         self.clock = Clock()
-        self.profiler = Profiler(run.folder, recipe.profile, world.rank, self.device)
+        self.profiler = Profiler(run.folder, recipe.profile, world.rank, self.device, self._notify)
         self.watch = Watch(recipe.divergence_margin, recipe.divergence_patience)
         self.frequencies = token_frequencies(self.config, dataset)
         self.telemetry = build_telemetry(self.config, self.validation[0], world.whole_model(self.step))
@@ -188,8 +177,6 @@ class Trainer:
             batches = [next(self.loader) for _ in range(recipe.accumulate // self.world.batch_ranks)]
             self.step(batches, recipe.schedule.factor(self.done, recipe.steps))
         self.done += 1
-        if self.done in recipe.profile:
-            self._notify(f"step {self.done} was traced: open {self.profiler.path(self.done)} in ui.perfetto.dev")
         self.validation_loss = None
         last = self.done == recipe.steps
         if self.telemetry is not None and self.telemetry.due(self.done):

@@ -14,7 +14,8 @@ import torch
 
 from residua.config.run import RunConfig
 from residua.config.settings import ConfigError
-from residua.data import Dataset
+from residua.data import Dataset, Loader, validation_batches
+from residua.data.loader import Batch
 from residua.data.source import open_data
 from residua.machine import choose_device
 from residua.reading import counted
@@ -73,6 +74,16 @@ class World:
     def open_data(self, config: RunConfig) -> Dataset:
         """The run's text, checked against its model."""
         return self.leader_first(lambda: open_data(config))
+
+    def open_batches(self, config: RunConfig, dataset: Dataset) -> tuple[Loader, list[Batch]]:
+        """The training batches of this process, in the order of `data.seed`, and the validation set."""
+        data, segments = config.data, config.data.masking == "documents"
+        shape = {"sequence": config.sequence, "batch": config.train.micro_batch}
+        ranks = {"rank": self.batch_rank, "world": self.batch_ranks}
+        loader = Loader(dataset.split("train"), seed=data.seed, segments=segments, **shape, **ranks)
+        limit = data.validation_tokens
+        validation = validation_batches(dataset.split("validation"), **shape, limit_tokens=limit, segments=segments)
+        return loader, list(validation)
 
     def leader_first(self, work: Callable[[], T]) -> T:
         """Call `work` on the leader first, then on the others, which find the files it wrote."""

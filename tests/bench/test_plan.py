@@ -10,9 +10,11 @@ import pytest
 from typer.testing import CliRunner
 
 from residua.bench.plan import GIB, Machine, MeshPlan, plan
+from residua.bench.plan_table import command
 from residua.cli.bench import app
 from residua.config.run import RunConfig
 from residua.config.settings import ConfigError
+from residua.model.size import measure
 from tests.distributed.cases import MODELS, run_config
 
 pytestmark = pytest.mark.slow  # torch.distributed.pipelining takes seconds to import
@@ -66,8 +68,9 @@ def test_every_topology_has_a_cost(model: str) -> None:
     assert slow.depth == pytest.approx(2 * fast.depth)
 
 
-def found(plans: list[MeshPlan], **axes: int) -> MeshPlan:
-    return next(p for p in plans if all(getattr(p.parallel, axis) == size for axis, size in axes.items()))
+def found(plans: list[MeshPlan], tensor: int = 1, context: int = 1, **axes: int) -> MeshPlan:
+    asked = [p for p in plans if (p.tensor, p.context) == (tensor, context)]
+    return next(p for p in asked if all(getattr(p.parallel, axis) == size for axis, size in axes.items()))
 
 
 def test_meshes_multiply_to_the_number_of_devices() -> None:
@@ -80,14 +83,101 @@ def test_meshes_multiply_to_the_number_of_devices() -> None:
 
 def test_sharding_divides_the_states() -> None:
     plans = plan(RunConfig.find("mgr-s-prenorm"), 4, H200)
-    assert found(plans, shard=4).states < found(plans, data=4).states / 3
+    assert found(plans, shard=4).held.states < found(plans, data=4).held.states / 3
 
 
 def test_stages_send_what_the_tests_of_two_ranks_count() -> None:
     """Full, P = V = 2, N_p = 2: 6 blocks and the embedding, forward and backward, in bf16 here."""
     planned = found(plan(run_config("full"), 2, H200), pipeline=2, stages_per_rank=2)
     block = 2 * 6 * 16 * 2 * 4
-    assert planned.stage_bytes * 2 == 2 * 7 * block
+    assert planned.sent.stages * 2 == 2 * 7 * block
+
+
+def test_the_outermost_group_is_gathered_once_per_step_and_layers_for_every_micro_batch() -> None:
+    config = RunConfig.find("mgr-s-prenorm").override(["train.accumulate=8"])
+    size = measure(config.model)
+    sent = found(plan(config, 2, H200), shard=2).sent
+    layers = size.attention + size.ffn
+    assert sent.layers == pytest.approx((2 + 2 + 4) * layers / 2 * 4)
+    assert sent.root == pytest.approx((4 + 4) * (size.parameters - layers) / 2)
+
+
+def test_a_group_inside_a_node_is_as_fast_as_its_links_and_one_across_nodes_as_its_network_cards() -> None:
+    machine = Machine(140 * GIB, 500e12, 300e9, between=20e9, node=8, latency=1e-3)
+    assert machine.group(8, 1).ring(300e9) == pytest.approx(1 + 1e-3)
+    assert machine.group(4, 2).nodes == 1 and machine.group(2, 8).nodes == 2 and machine.group(4, 4).nodes == 2
+    # 16 ranks on two nodes use 8 cards at once; 2 ranks on two nodes one each
+    assert machine.group(16, 1).ring(160e9) == pytest.approx(1 + 2e-3)
+    assert machine.group(2, 8).ring(20e9) == pytest.approx(1 + 2e-3)
+    assert machine.group(2, 8).hop(20e9) == pytest.approx(1 + 1e-3)
+    # of what 16 ranks exchange, half leaves the node
+    assert machine.group(16, 1).exchange(40e9) == pytest.approx(1 + 1e-3)
+    assert machine.group(1, 1).ring(1e9) == machine.group(1, 1).exchange(1e9) == 0.0
+
+
+def test_slow_links_between_nodes_make_only_meshes_across_nodes_slow() -> None:
+    config = RunConfig.find("mgr-s-prenorm").override(["train.accumulate=16"])
+    fast, slow = (plan(config, 16, replace(H200, between=rate)) for rate in (1e12, 1e9))
+    assert found(slow, data=16).seconds > 2 * found(fast, data=16).seconds
+    inside = plan(config, 8, replace(H200, between=1e9))
+    assert found(inside, data=8).seconds == found(plan(config, 8, H200), data=8).seconds
+
+
+def test_messages_cost_their_latency() -> None:
+    config = RunConfig.find("mgr-s-prenorm").override(["train.accumulate=16"])
+    quick, late = (found(plan(config, 16, replace(H200, latency=x)), data=2, shard=8) for x in (0.0, 1.0))
+    assert late.seconds > quick.seconds + 1.0
+
+
+def test_a_step_takes_as_long_as_the_slowest_stage() -> None:
+    """The head of mgr-l is worth three layers: equal layers make the last of 8 stages the slowest."""
+    by = {}
+    for split in ("work", "layers"):
+        config = RunConfig.find("mgr-l-prenorm").override([f"parallel.split={split}"])
+        by[split] = found(plan(config, 8, H200), pipeline=8, stages_per_rank=1)
+    assert by["work"].slowest < 1.05 and by["layers"].slowest > 1.4
+    assert by["layers"].seconds / by["work"].seconds == pytest.approx(
+        by["layers"].slowest / by["work"].slowest, rel=0.02
+    )
+
+
+def test_the_first_rank_of_a_pipeline_has_more_in_flight_and_the_last_has_the_head() -> None:
+    config = RunConfig.find("mgr-l-prenorm")
+    planned = found(plan(config, 4, H200), pipeline=4, stages_per_rank=1)
+    alone = found(plan(config, 1, H200), pipeline=1)
+    assert planned.memory < alone.memory
+    assert planned.held.activations > alone.held.activations / 2
+
+
+def test_a_node_without_host_memory_for_its_checkpoints_does_not_fit() -> None:
+    config = RunConfig.find("mgr-l-prenorm")
+    (alone,) = plan(config, 1, H200)
+    parameters = measure(config.model).parameters
+    assert 8 * parameters < alone.host < 16 * parameters
+    assert not plan(config, 1, replace(H200, host=alone.host / 2))[0].fits
+
+
+def test_tensor_and_context_parallelism_send_what_the_equations_say() -> None:
+    """12 layers of width 768 with 6 heads, 8 × 1024 tokens in each of 4 micro-batches."""
+    changes = ["train.accumulate=4", "train.micro_batch=8", "data.sequence=2048"]
+    plans = plan(RunConfig.find("mgr-s-prenorm").override(changes), 2, H200, engines=True)
+    tokens, width, micro = 8 * 2048, 768, 4
+    tensor = found(plans, tensor=2, data=1).sent
+    # gather and reduce around 24 sublayers and the two ends, forward and backward, half of [tokens, C] each
+    assert tensor.tensor == micro * 25 * 4 * (tokens * width * 2 / 2)
+    context = found(plans, context=2, data=1).sent
+    # keys and values of half the tokens go on once forward, and with their gradients once backward
+    assert context.context == micro * 12 * 3 * (2 * tokens / 2 * width * 2)
+    assert (tensor.context, context.tensor) == (0, 0)
+    assert found(plans, data=2).sent.tensor == 0
+
+
+def test_tensor_parallelism_divides_states_and_activations() -> None:
+    plans = plan(RunConfig.find("mgr-s-prenorm"), 2, H200, engines=True)
+    alone = plan(RunConfig.find("mgr-s-prenorm"), 1, H200)[0].held
+    divided = found(plans, tensor=2, data=1).held
+    assert divided.states == pytest.approx(alone.states / 2)
+    assert divided.activations == pytest.approx(alone.activations / 2)
 
 
 def test_a_model_that_is_too_large_is_said_to_be() -> None:
@@ -106,3 +196,17 @@ def test_the_command_prints_meshes_and_the_way_to_start_one(tmp_path: Path) -> N
     assert result.exit_code == 0, result.output
     assert "torchrun --nproc-per-node 2" in result.output
     assert {p["parallel"]["pipeline"] for p in json.loads(out.read_text())["plans"]} == {1, 2}
+
+
+def test_the_command_names_the_nodes_and_the_engine() -> None:
+    config = RunConfig.find("mgr-s-prenorm").override(["train.accumulate=16"])
+    plans = plan(config, 16, H200, engines=True)
+    ours = command(found(plans, data=2, shard=8), ["mgr-s-prenorm", "train.accumulate=16"], nodes=2)
+    meeting = "--nnodes 2 --rdzv-backend c10d --rdzv-endpoint HOST:29500 --nproc-per-node 8"
+    axes = "parallel.data=2 parallel.shard=8 parallel.pipeline=1"
+    assert ours == f"torchrun {meeting} --no-python residua train mgr-s-prenorm train.accumulate=16 {axes}"
+    theirs = command(found(plans, tensor=2, data=1, shard=8), ["mgr-s-prenorm"], nodes=2)
+    assert theirs == (
+        f"torchrun {meeting} -m torchtitan.train --module residua.integrations.torchtitan --config "
+        '"mgr-s-prenorm parallel.data=1 parallel.shard=8 parallel.pipeline=1" --parallelism.tensor_parallel_degree 2'
+    )

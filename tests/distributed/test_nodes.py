@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 
 from residua.config.run import RunConfig
 from residua.storage.checkpoint import checkpoints
+from residua.storage.run import read_metrics
 from residua.train.trainer import train
 from tests.distributed.launch import LIMIT, nodes, start
 from tests.distributed.test_runs import TRAIN, curve, recipe, spec  # noqa: F401
@@ -86,3 +89,42 @@ def test_a_run_on_two_nodes_survives_the_death_of_one(recipe: RunConfig, tmp_pat
     sessions = json.loads((run / "environment.json").read_text())["sessions"]
     assert [session["from_step"] for session in sessions] == [0, 4]
     assert curve(run) == pytest.approx(curve(alone), abs=1e-4)
+
+
+def test_a_run_traces_chosen_steps_and_names_a_slow_rank(recipe: RunConfig, tmp_path: Path) -> None:  # noqa: F811
+    run = tmp_path / "run"
+    changes = ["parallel.shard=2", "train.steps=3", "train.profile=[2]"]
+    asked = spec(tmp_path / "asked", recipe, out=str(run), changes=changes, slow=[1, 0.3])
+    leader, other = start(2, TRAIN, asked)
+    said = [leader.wait(), other.wait()]
+    assert [leader.process.exitcode, other.process.exitcode] == [0, 0], said
+    assert said[0].count("computes slowly") == 1 and "rank 1 on" in said[0], said
+    assert f"step 2 was traced: open {run}/profile/step-2-rank-0.json.gz in" in said[0]
+    for rank in (0, 1):
+        trace = json.loads(gzip.decompress((run / f"profile/step-2-rank-{rank}.json.gz").read_bytes()))
+        assert {event["name"] for event in trace["traceEvents"]} >= {"aten::mm", "gloo:all_reduce"}
+    assert len(list((run / "profile").iterdir())) == 2
+    lines = [line for line in read_metrics(run / "metrics.jsonl") if line["kind"] == "ranks"]
+    assert [line["step"] for line in lines] == [1, 2, 3] and {tuple(line["slow"]) for line in lines} == {(1,)}
+    assert all(300 <= line["forward_ms"][1] < 1e5 for line in lines)
+
+
+def test_a_step_that_hangs_is_reported_with_the_last_collectives(recipe: RunConfig, tmp_path: Path) -> None:  # noqa: F811
+    """All ranks are alive, and one does not compute. What each sent last shows which."""
+    run, dies = tmp_path / "run", {"rank": 1, "after": 3, "by": "hang", "patience": 1}
+    asked = spec(tmp_path / "asked", recipe, out=str(run), changes=["parallel.data=2"], dies=dies, beat=0.25)
+    ranks = start(2, TRAIN, asked)
+    records, until = [run / f"collectives-rank-{rank}.json" for rank in (0, 1)], time.monotonic() + LIMIT
+    try:
+        while "no step was finished" not in ranks[0].said() or not all(path.exists() for path in records):
+            assert time.monotonic() < until, [rank.said() for rank in ranks]
+            time.sleep(0.05)
+    finally:
+        for rank in ranks:
+            rank.kill()
+    where = (
+        f"no step was finished in 1 seconds after step 3; the last collectives of each rank are in {run}/collectives-"
+    )
+    assert where in ranks[0].said() and "no step was finished" not in ranks[1].said()
+    ahead, behind = (json.loads(path.read_text())["gloo"]["entries"] for path in records)
+    assert len(ahead) > len(behind) and ahead[-1]["profiling_name"].startswith("gloo:")

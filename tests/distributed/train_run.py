@@ -18,6 +18,7 @@ from residua.cli.main import refuse
 from residua.config.run import RunConfig
 from residua.distributed import heartbeat, nodes
 from residua.distributed.heartbeat import Heartbeat
+from residua.distributed.units import Unit
 from residua.distributed.world import open_world
 from residua.files import AppendedFile, WriteError
 from residua.train.health import TrainingStopped
@@ -68,6 +69,17 @@ def lead_astray(name: str, rank: int, place: str) -> None:
     HuggingFaceStorageWriter.write_data = strayed
 
 
+def slow_down(rank: int, seconds: float) -> None:
+    """Let the units of layers of `rank` take so many seconds longer."""
+    run = Unit._run
+
+    def late(unit: Unit, *arguments: Any) -> Any:
+        time.sleep(seconds * (os.environ["RANK"] == str(rank)))
+        return run(unit, *arguments)
+
+    Unit._run = late  # type: ignore[method-assign]
+
+
 def hesitate(seconds: float) -> None:
     """Rank 0 waits between finding a mistake and reporting it."""
     fail = Heartbeat.fail
@@ -82,7 +94,8 @@ def hesitate(seconds: float) -> None:
 def die(mark: Path, rank: int, after: int, by: str = "SIGKILL", patience: float | None = None) -> None:
     """In the first start of the job, before there is a file `mark`, `rank` gets a signal after step `after`.
 
-    `by="node"` kills the agent of torchrun too.
+    `by="node"` kills the agent of torchrun too; `by="hang"` lets its training thread stand still, and all ranks report
+    that after `patience` seconds.
 
     Checkpoints that are being written are finished first. The others lower their patience in that step, not before: on
     a busy machine a rank that starts may be silent.
@@ -92,7 +105,11 @@ def die(mark: Path, rank: int, after: int, by: str = "SIGKILL", patience: float 
     def last_step(trainer: Trainer) -> None:
         if trainer.done == after:
             trainer.world.settle()
-            if os.environ["RANK"] == str(rank):
+            if by == "hang":
+                assert patience is not None
+                trainer.world.heartbeat.stall = patience  # type: ignore[attr-defined]
+                time.sleep(3600 * (os.environ["RANK"] == str(rank)))
+            elif os.environ["RANK"] == str(rank):
                 mark.touch()
                 os.killpg(0, signal.SIGKILL) if by == "node" else os.kill(os.getpid(), getattr(signal, by))
             elif patience is not None:
@@ -116,6 +133,8 @@ def main(spec: Path) -> None:
     hesitate(asked.get("hesitates", 0))
     if "dies" in asked:
         die(spec.with_suffix(".died"), **asked["dies"])
+    if "slow" in asked:
+        slow_down(*asked["slow"])
     if "astray" in asked:
         lead_astray(*asked["astray"])
     nodes.LOOKS_FOR = 1.0

@@ -119,7 +119,9 @@ def ranked(model: str, parallel: dict[str, Any]) -> dict[str, Tensor]:
     compiler = partial(torch.compile, dynamic=False, backend=parallel.pop("backend", None))
     stage.compile_rewritten = units.compile_rewritten = compiler
     cuts, pieces = parallel.pop("cuts", None), parallel.pop("pieces", 1)
-    pipeline_step.shares_of = shares_of if cuts is None else lambda config: cut(cuts, config.model.sublayers, pieces)
+    pipeline_step.shares_of = (
+        shares_of if cuts is None else lambda config, work: cut(cuts, config.model.sublayers, pieces)
+    )
     recipe = {
         key: parallel.pop(key) for key in ("layers", "precision", "recompute", "compile", "balance") if key in parallel
     }

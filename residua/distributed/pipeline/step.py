@@ -57,10 +57,11 @@ class PipelinedStep(RankedStep):
         parallel, recipe = config.parallel, config.train
         self.flowing = recipe.accumulate // parallel.batch_ranks
         precision, _ = resolve(recipe, mesh.device)
-        shares = shares_of(config)
+        work = work_of(config)
+        shares = shares_of(config, work)
         heads = head_ranks(shares, parallel.pipeline)
         self.heads = mesh.pipeline_rank in heads
-        self.work_share = rank_work(work_of(config), shares, parallel.pipeline)[mesh.pipeline_rank]
+        self.work_share = rank_work(work, shares, parallel.pipeline)[mesh.pipeline_rank]
         shape = (recipe.micro_batch, config.sequence, config.model.width)
         self.boundaries = boundaries_of(config.model, shares, shape, precision, parallel.anchors)
         self.routes = plan_routes([list(items) for items in self.boundaries], parallel.pipeline, parallel.transport)
