@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from math import ceil
 from typing import Any
@@ -94,33 +94,32 @@ def plan_report(config: RunConfig, machine: Machine, plans: Sequence[MeshPlan]) 
     return {"config": config.model_dump(mode="json"), "machine": asdict(machine), "plans": rows}
 
 
-def scale_tables(presets: Sequence[str], changes: Sequence[str], machine: Machine) -> Iterator[str]:
-    """Markdown: for 8 to 4096 devices the fastest mesh of each model, with and without tensor and context parallelism.
+def scale_tables(models: Mapping[str, RunConfig], machine: Machine) -> Iterator[str]:
+    """Lines of Markdown: the fastest mesh of each model for 8 to 4096 devices, also with torchtitan's axes if faster.
 
-    The batch is the same for up to 512 devices, and 8 times as large for 4096.
+    A step has 512 micro-batches, and 4096 for as many devices. `share` is the speed of a device beside that of 8.
     """
     head = ("GPUs", "model", "data × shard × pipeline", "tensor × context", "GiB", "sent GiB", "slowest", "bubble",
             "step ms", "tokens/s", "share")  # fmt: skip
     yield f"| {' | '.join(head)} |"
-    yield f"|{'---|' * 4}{'---:|' * (len(head) - 4)}"
-    alone: dict[str, float] = {}
-    for gpus in (8, 64, 512, 4096):
-        for preset in presets:
-            config = RunConfig.find(preset).override([*changes, f"train.accumulate={max(512, gpus)}"])
-            for engines in (False, True):
-                best = plan(config, gpus, machine, engines=engines)[0]
-                if engines and best.tensor * best.context == 1:
-                    continue
-                speed = config.tokens_per_step / best.seconds
-                each = alone.setdefault(preset, speed / gpus)
-                yield f"| {' | '.join(_scale_cells(best, preset, gpus, speed, speed / gpus / each))} |"
+    yield f"|---:|{'---|' * 3}{'---:|' * (len(head) - 4)}"
+    for name, config in models.items():
+        first: float | None = None
+        for gpus in (8, 64, 512, 4096):
+            sized = config.override([f"train.accumulate={max(512, gpus)}"])
+            best = plan(sized, gpus, machine)[0]
+            other = plan(sized, gpus, machine, engines=True)[0]
+            for p in (best, other) if other.tensor * other.context > 1 else (best,):
+                speed = sized.tokens_per_step / p.seconds
+                first = first or speed / gpus
+                yield f"| {' | '.join(_scale_cells(p, name, speed, speed / gpus / first))} |"
 
 
-def _scale_cells(p: MeshPlan, preset: str, gpus: int, speed: float, share: float) -> list[str]:
-    axes = f"{p.parallel.data} × {p.parallel.shard} × {p.parallel.pipeline}"
+def _scale_cells(p: MeshPlan, name: str, speed: float, share: float) -> list[str]:
     stages = f", {p.parallel.stages} stages" if p.parallel.stages_per_rank > 1 else ""
-    inner = f"{p.tensor} × {p.context}"
     return [
-        str(gpus), preset, f"{axes}{stages}", inner, f"{p.memory / GIB:.1f}", f"{p.sent.total / GIB:.2f}",
-        f"{p.slowest:.2f}", f"{p.bubble:.0%}", f"{p.seconds * 1e3:,.0f}", f"{speed:,.0f}", f"{share:.0%}",
+        str(p.ranks), name, f"{p.parallel.data} × {p.parallel.shard} × {p.parallel.pipeline}{stages}",
+        f"{p.tensor} × {p.context}", f"{p.memory / GIB:.1f}" + " (too large)" * (not p.fits),
+        f"{p.sent.total / GIB:.2f}", f"{p.slowest:.2f}", f"{p.bubble:.0%}", f"{p.seconds * 1e3:,.0f}",
+        f"{speed:,.0f}", f"{share:.0%}",
     ]  # fmt: skip
