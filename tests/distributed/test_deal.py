@@ -13,6 +13,7 @@ from residua.data.loader import IGNORED
 from residua.distributed.pipeline import head
 from residua.distributed.pipeline.deal import head_ranks, rank_work, share_layers, share_work, shares_of, stage_work
 from residua.model.size import Work, measure, measure_work
+from residua.ops.linear_cross_entropy import head_piece, launch
 
 pytestmark = pytest.mark.slow  # torch.distributed takes a second to import
 
@@ -87,10 +88,14 @@ def test_ranks_with_several_stages_have_the_work_of_all_of_them() -> None:
 
 
 @pytest.mark.parametrize("bounds", [(0, 7, 23), (0, 1, 2, 22, 23)])
+@pytest.mark.parametrize("path", ["reference", "fused"])
 def test_pieces_of_a_head_give_the_losses_and_gradients_of_the_whole(
-    bounds: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+    bounds: tuple[int, ...], path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(head, "TOKENS", 4)
+    """In float64; the fused path three tokens at a time, its kernel in plain PyTorch."""
+    monkeypatch.setattr(launch, "CHUNK_BYTES", 3 * 8 * 16)
+    monkeypatch.setattr(launch, "TILE", 1)
+    monkeypatch.setattr(head, "head_piece", getattr(head_piece, path))
     hidden = torch.randn(2, 5, 8, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(23, 8, dtype=torch.float64, requires_grad=True)
     targets = torch.randint(23, (2, 5))
@@ -106,3 +111,22 @@ def test_pieces_of_a_head_give_the_losses_and_gradients_of_the_whole(
     torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
     for mine, theirs in zip(torch.autograd.grad(got[0] + 3 * got[1], (hidden, weight)), wanted, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
+
+
+def test_a_piece_on_kernels_in_float32_is_close_to_float64() -> None:
+    """Targets inside and outside of the rows, gradients of one output or both, and tokens without any."""
+    hidden, weight = torch.randn(6, 16, requires_grad=True), torch.randn(40, 16, requires_grad=True)
+    targets, grads = torch.tensor([0, 39, 5, -1, 40, 7]), (torch.randn(6), torch.randn(6))
+    grads[0][1] = grads[1][2] = grads[0][5] = grads[1][5] = 0
+    fused = head_piece.fused
+    assert fused is not None
+    exact = [t.detach().double().requires_grad_() for t in (hidden, weight)]
+    expected = head_piece.reference(*exact, targets)
+    with ops.backend("triton"):
+        got = fused(hidden, weight, targets)
+    torch.testing.assert_close([t.double() for t in got], list(expected), rtol=1e-5, atol=1e-5)
+    wanted = torch.autograd.grad(expected, exact, [g.double() for g in grads])
+    with ops.backend("triton"):
+        gradients = torch.autograd.grad(got, (hidden, weight), grads)
+    for mine, theirs in zip(gradients, wanted, strict=True):
+        torch.testing.assert_close(mine.double(), theirs, rtol=1e-4, atol=1e-5)

@@ -14,9 +14,10 @@ from torchtitan.config import TORCH_DTYPE_MAP
 from residua.config.run import RunConfig
 from residua.config.settings import ConfigError
 from residua.distributed.experts import divide_experts
+from residua.distributed.pipeline.deal import head_ranks, shares_of
 from residua.distributed.pipeline.shared_parameters import SharedParameters
-from residua.distributed.pipeline.stage import Settings, Slice, Stage, slice_layers
-from residua.distributed.pipeline.stage_boundary import crossing, recomputes_anchors
+from residua.distributed.pipeline.stage import Settings, Slice, Stage
+from residua.distributed.pipeline.stage_boundary import boundaries_of, recomputes_anchors
 from residua.distributed.pipeline.step import among_all, keep_only
 from residua.distributed.pipeline.transport import Route, StageCache, plan_routes
 from residua.distributed.shard import shard_slice
@@ -51,18 +52,19 @@ def pipeline(
     per_rank = stages_per_rank(run, parallelism)
     stages, ranks = grid.config.pipeline * per_rank, grid.config.pipeline
     precision = TORCH_DTYPE_MAP[training.mixed_precision_param]
-    ranges = slice_layers(run.model.layers, stages)
+    # in one piece: torchtitan gives targets to the last stage only
+    shares = shares_of(run, stages=stages, pieces=1)
     shape = (parallelism.pipeline_parallel_microbatch_size, training.seq_len, run.model.width)
-    boundaries = crossing(run.model, [r.stop - 1 for r in ranges[:-1]], shape, precision, run.parallel.anchors)
+    boundaries = boundaries_of(run.model, shares, shape, precision, run.parallel.anchors)
     routes = plan_routes([list(items) for items in boundaries], ranks, run.parallel.transport)
     again = recomputes_anchors(run.model, run.parallel.anchors)
-    model.shared = SharedParameters(model, grid, again)
+    model.shared = SharedParameters(model, grid, again, head_ranks(shares, ranks))
     recompute(model, ac_config, dump_folder)
     settings = Settings(run.train.z_loss, precision, device.type, again)
     divided = divide_experts(model, grid, precision, "sublayers" if model.recomputes else "none")
     boundary, cache = model.topology.boundary(), StageCache()
     own = range(grid.pipeline_rank, stages, ranks)
-    slices = [Slice(model, boundary, ranges[i], routes[i], cache, settings) for i in own]
+    slices = [Slice(model, boundary, shares, i, routes[i], cache, settings) for i in own]
     model.mixtures = mixtures(model)
     for part in slices:
         inside = mixtures(part)

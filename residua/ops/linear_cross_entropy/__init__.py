@@ -22,4 +22,7 @@ training_cross_entropy.register_fused(autograd.training_cross_entropy, _serves)
 token_likelihoods = Operator(reference.token_likelihoods)
 token_likelihoods.register_fused(launch.token_likelihoods, _serves)
 
-__all__ = ["linear_cross_entropy", "token_likelihoods", "training_cross_entropy"]
+head_piece = Operator(reference.head_piece)
+head_piece.register_fused(autograd.head_piece, _serves)
+
+__all__ = ["head_piece", "linear_cross_entropy", "token_likelihoods", "training_cross_entropy"]

@@ -46,6 +46,19 @@ _trained = operator(
     launch.trained_outputs,
     ahead=False,
 )
+_piece = operator(
+    "head_piece(Tensor hidden, Tensor weight, Tensor cast, Tensor targets) -> (Tensor, Tensor)",
+    launch.piece,
+    launch.piece_outputs,
+    ahead=False,
+)
+_piece_backward = operator(
+    "head_piece_backward(Tensor g_lse, Tensor g_picked, Tensor hidden, Tensor cast, Tensor targets,"
+    " ScalarType weight_dtype) -> (Tensor, Tensor)",
+    launch.piece_backward,
+    launch.piece_backward_outputs,
+    ahead=False,
+)
 
 
 def linear_cross_entropy(
@@ -68,6 +81,13 @@ def training_cross_entropy(
     else:
         loss, z, *_ = _forward(rows, weight, cast, flat_targets, z_loss, ignore_index, False)
     return loss, z
+
+
+def head_piece(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """The fused twin of the reference; logits are made again in the backward pass, some tokens at a time."""
+    rows, cast, flat_targets, _ = _prepared(hidden, weight, targets)
+    lse, picked = _piece(rows, weight, cast, flat_targets)
+    return lse, picked
 
 
 def _prepared(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor, bool]:
@@ -117,3 +137,18 @@ def _differentiate_trained(ctx: Any, g: Tensor | None, *_: Tensor | None) -> tup
 
 
 differentiate(_trained, _differentiate_trained, _save_trained)
+
+
+def _save_piece(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    hidden, weight, cast, targets = inputs
+    ctx.weight_dtype = weight.dtype
+    ctx.save_for_backward(hidden, cast, targets)
+
+
+def _differentiate_piece(ctx: Any, g_lse: Tensor, g_picked: Tensor) -> tuple[Tensor | None, ...]:
+    hidden, cast, targets = ctx.saved_tensors
+    g_hidden, g_weight = _piece_backward(g_lse, g_picked, hidden, cast, targets, ctx.weight_dtype)
+    return g_hidden, g_weight, None, None
+
+
+differentiate(_piece, _differentiate_piece, _save_piece)

@@ -44,3 +44,16 @@ def training_cross_entropy(
     Knowing that, an implementation can compute the gradients in the forward pass, and keep no probabilities for later.
     """
     return linear_cross_entropy(hidden, weight, targets, z_loss=z_loss, ignore_index=ignore_index)
+
+
+def head_piece(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """What some rows of a head, weight [R, C], contribute to the loss of hidden [N, C], at least in float32.
+
+        logits = hidden weightᵀ,   lse = log Σ exp logits,   picked = the logit of the target, if it is in these rows
+
+    targets [N] are counted from the first of the rows: those below 0 and from R on belong to other rows.
+    """
+    logits = wide(linear(hidden, weight.to(hidden.dtype)))
+    inside = (targets >= 0) & (targets < len(weight))
+    picked = logits.gather(-1, targets.where(inside, 0)[:, None]).squeeze(-1)
+    return logits.logsumexp(-1), picked.where(inside, 0)
