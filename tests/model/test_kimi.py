@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from residua import ops
 from residua.config import choices
 from residua.config.settings import ConfigError
 from residua.model import taps
-from residua.model.cache import KeyValueCache, RecurrentCache
+from residua.model.cache import KeyValueCache, Now, RecurrentCache
 from residua.model.context import Context
 from residua.model.decoder import build
 from residua.model.kept import Kept
@@ -19,6 +20,7 @@ from residua.model.kimi_delta import KimiDeltaAttention
 from residua.model.latent_attention import LatentAttention
 from residua.model.retrofit import retrofit
 from residua.model.size import measure
+from residua.ops.decode import decode_attention
 from tests.golden import kimi
 from tests.golden.compare import agree, close, leaves_of, random, randomise
 from tests.model.combinations import TOPOLOGIES
@@ -142,6 +144,30 @@ def test_prefill_and_decoding_equal_the_full_forward(name: str, static: bool, ab
             close("further tokens at once", model(rest, cache=cache)[0], full[0, 8:])
     close("prefill", found[0][0], full[0, :5])
     close("prefill of the shorter row", found[0][1, :3], full[1, :3])
+
+
+@pytest.mark.parametrize("absorbed", [True, False])
+def test_a_token_that_sees_its_slots_up_to_one_decodes_alike(absorbed: bool) -> None:
+    """As on a GPU, where a step knows its last slot and has no mask; keys are twice as wide as values here."""
+    module = latent(LATENT | {"shared_dim": 6, "positions": "none", "value_dim": 6}).float()
+    x = random(2, 5, WIDTH, grad=False).float()
+    if not absorbed:
+        module.expand.register_forward_hook(lambda *_: None)
+    cache, positions = module.new_cache(2, 8, x), torch.arange(5).expand(2, -1)
+    with torch.no_grad():
+        module(x[:, :4], (), Context(None, None, Now(positions[:, :4], None, None, None, None), cache))
+        y, _ = module(
+            x[:, 4:], (), Context(None, None, Now(positions[:, 4:], None, positions[:, 4], None, None), cache)
+        )
+        close("last token", y, run(module, x)[:, 4:], 1e-5)
+
+
+def test_decoding_kernels_leave_values_of_another_width_alone() -> None:
+    """Keys and values may have the same strides: the kernel would read values as wide as keys."""
+    keys = torch.randn(2, 5, 2, 12)
+    values, until = torch.randn(2, 5, 2, 12)[..., :6], torch.tensor([4, 2])
+    with ops.backend("triton"), pytest.raises(ValueError, match="no fused decode_attention"):
+        decode_attention(torch.randn(2, 2, 12), keys, values, until)
 
 
 def test_a_latent_cache_holds_the_latent_and_the_shared_part_and_no_more() -> None:

@@ -54,7 +54,7 @@ def _serves_entry(projected: Tensor, heads: int, gains: Any, cos: Tensor, sin: T
 
 
 def _serves_attention(q: Tensor, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> bool:
-    alike = keys.stride() == values.stride() and keys.stride(-1) == 1
+    alike = keys.shape == values.shape and keys.stride() == values.stride() and keys.stride(-1) == 1
     return alike and q.shape[-1] <= WIDEST_HEAD and fused.serves(q, keys, values)
 
 
