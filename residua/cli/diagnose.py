@@ -43,7 +43,8 @@ def diagnose(
     ] = "layers",
     ablation_tokens: Annotated[int, typer.Option(min=2, help="Tokens that ablations are measured on.")] = 4096,
     maps: Annotated[
-        bool, typer.Option("--maps", show_default=False, help="Also draw tokens and dimensions of every layer.")
+        bool,
+        typer.Option("--maps", show_default=False, help="Also draw tokens, dimensions and attention of every layer."),
     ] = False,
     device: Device = "auto",
     threads: Threads = None,

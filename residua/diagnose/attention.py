@@ -1,4 +1,4 @@
-"""Sums over the queries of softmax attention, block by block: a T×T map of all heads never exists.
+"""Sums over the queries of softmax attention, block by block: a whole T×T map of all heads never exists.
 
 Both adapters pass queries and keys as attention uses them, normed and rotated. Each block of queries sees all keys; its
 softmax is added to the sums and dropped, so memory is heads × block × T for any number of layers and sequences.
@@ -16,6 +16,8 @@ from residua.ops._runtime.numeric import wide
 
 BLOCK_ELEMENTS = 1 << 24
 """Scores held at once: 64 MiB in float32."""
+CORNER = 48
+"""Queries and keys whose weights are kept one by one."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,8 @@ class AttentionSums:
 
     received [B, H, K]: Σ_i A_ik, what key k receives; uniform [B, K]: the same if every query attended equally to all
     it can see; seen_by [B, K]: how many queries can see key k; entropy [B, H]: Σ_i −Σ_k A_ik ln A_ik in nats;
-    uniform_entropy [B]: Σ_i ln(keys i can see); outside [B, H]: Σ_i of the mass on the learned sink.
+    uniform_entropy [B]: Σ_i ln(keys i can see); outside [B, H]: Σ_i of the mass on the learned sink; corner [H, i, k]:
+    A itself of the first sequence's first CORNER queries and keys.
     """
 
     received: Tensor
@@ -52,6 +55,7 @@ class AttentionSums:
     entropy: Tensor
     uniform_entropy: Tensor
     outside: Tensor
+    corner: Tensor
 
 
 def attention_sums(q: Tensor, k: Tensor, how: Scores) -> AttentionSums:
@@ -74,6 +78,7 @@ def _pass_over(q: Tensor, k: Tensor, v: Tensor | None, how: Scores) -> tuple[Att
     uniform, seen_by, uniform_entropy = (_zeros(q, *s) for s in ((count,), (count,), ()))
     keys = k.repeat_interleave(groups, 1).to(exact).transpose(-1, -2)
     values = None if v is None else v.repeat_interleave(groups, 1)
+    corner = q.new_zeros(heads, min(length, CORNER), min(count, CORNER), dtype=torch.float64)
     blocks = []
     for rows in _blocks(batch * heads, length):
         scores, visible = _scores(q[:, :, rows].to(exact) @ keys, rows, how)
@@ -82,13 +87,14 @@ def _pass_over(q: Tensor, k: Tensor, v: Tensor | None, how: Scores) -> tuple[Att
             blocks.append(weights.to(values.dtype) @ values)
         with torch.no_grad():
             received += weights.sum(2)
+            corner[:, rows] = weights[0, :, : max(0, CORNER - rows.start), :CORNER].double()
             entropy -= torch.where(weights > 0, weights * log_weights, 0).sum((2, 3))
             outside += lost
             choices = visible.sum(-1, dtype=torch.float64).clamp(min=1)
             uniform += (visible / choices[..., None]).sum(1)
             seen_by += visible.sum(1)
             uniform_entropy += choices.log().sum(1)
-    return AttentionSums(received, uniform, seen_by, entropy, uniform_entropy, outside), blocks
+    return AttentionSums(received, uniform, seen_by, entropy, uniform_entropy, outside, corner), blocks
 
 
 def _zeros(q: Tensor, *shape: int) -> Tensor:
@@ -144,4 +150,5 @@ def merged(parts: Sequence[AttentionSums]) -> AttentionSums:
         received=torch.cat([part.received for part in parts], 1),
         entropy=torch.cat([part.entropy for part in parts], 1),
         outside=torch.cat([part.outside for part in parts], 1),
+        corner=torch.cat([part.corner for part in parts]),
     )

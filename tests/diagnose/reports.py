@@ -9,6 +9,7 @@ from typing import Any
 from residua.diagnose import Diagnosis, ModelDiagnosis
 from residua.diagnose.metrics import attention, depth_weights, dimensions, states, sublayers
 from residua.diagnose.metrics.anchors import AnchorFacts
+from residua.diagnose.metrics.attention_maps import AttentionLayerMap, AttentionMap
 from residua.diagnose.metrics.depth_weights import ReaderFacts
 from residua.diagnose.metrics.dimensions import DimensionFacts, DimensionProfile
 from residua.diagnose.metrics.experts import ExpertFacts
@@ -261,6 +262,8 @@ def _extras(layers: int, readers: int) -> dict[str, Any]:
             for k in range(readers)
         ],
         "token_map": TokenMap(tokens=tokens, dimensions=list(range(8)), values=rows),
+        "attention_map": AttentionMap(tokens=tokens, values=rows),
+        "attention_layer_maps": [AttentionLayerMap(layer=k, heads=[rows, rows]) for k in range(2)],
         "layer_maps": [LayerMap(state=k, name=f"s{k}", values=rows) for k in range(2)],
         "norm_gates": [NormGateFacts(state=k, name="n", mean=0.5, correlation=-0.1) for k in range(readers)],
         "gate_by_size": GateCurve(edges=[0.5, 1.0], share=[0.2, 0.3, 0.5], gate=[0.6, 0.5, 0.4]),

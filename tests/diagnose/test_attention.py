@@ -45,6 +45,7 @@ def whole_map(q: Tensor, k: Tensor, how: Scores) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("block", [1 << 24, 3 * BATCH * HEADS * LENGTH], ids=["one block", "blocks of three"])
 def test_sums_equal_those_of_the_whole_map(case: str, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "BLOCK_ELEMENTS", block)
+    monkeypatch.setattr(attention, "CORNER", 5)
     q, k, v = (torch.randn(BATCH, h, LENGTH, DIM, dtype=torch.float64) for h in (HEADS, KV, KV))
     how = CASES[case]
     output, sums = attend_and_sum(q, k, v, how)
@@ -53,6 +54,7 @@ def test_sums_equal_those_of_the_whole_map(case: str, block: int, monkeypatch: p
     close = {
         "received": (sums.received, weights.sum(2)),
         "entropy": (sums.entropy, torch.special.entr(weights).sum((2, 3))),
+        "corner": (sums.corner, weights[0, :, :5, :5]),
         "outside": (sums.outside, (1 - weights.sum(-1)).sum(-1)),
         "uniform": (sums.uniform, (visible / count[..., None]).sum(1)),
         "seen by": (sums.seen_by, visible.sum(1).double()),

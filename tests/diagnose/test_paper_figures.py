@@ -16,6 +16,7 @@ from torch import Tensor
 
 from residua.diagnose import ModelDiagnosis, run, taps
 from residua.diagnose.metrics.anchors import AnchorFacts, Anchors
+from residua.diagnose.metrics.attention_maps import AttentionLayerMaps, AttentionMaps
 from residua.diagnose.metrics.norm_gates import EDGES, NormGates
 from residua.diagnose.metrics.norms import Norms
 from residua.diagnose.metrics.outputs import Outputs
@@ -27,6 +28,7 @@ from residua.model.decoder import Decoder
 from residua.report import Page
 from tests.diagnose import planted
 from tests.diagnose.reports import report
+from tests.diagnose.test_metrics import attention_map
 
 pytestmark = pytest.mark.slow
 
@@ -230,6 +232,27 @@ def test_maps_of_tokens_and_dimensions(dynamic: Case) -> None:
 
 def test_maps_of_every_layer_are_made_on_request_only(streams: Case) -> None:
     assert streams[1].token_map is not None and streams[1].layer_maps == []
+    assert streams[1].attention_map is not None and streams[1].attention_layer_maps == []
+
+
+def test_maps_of_attention(dynamic: Case) -> None:
+    _, made, seen = dynamic
+    whole = torch.stack([attention_map(seen, layer)[0, :, :48, :48] for layer in range(4)])  # [L, H, i, k]
+    assert [m.layer for m in made.attention_layer_maps] == [0, 1, 2, 3]
+    for values, expected in (
+        (made.attention_map.values, whole.mean((0, 1))),
+        (made.attention_layer_maps[2].heads[1], whole[2, 1]),
+    ):
+        assert [len(row) for row in values] == list(range(1, len(expected) + 1))
+        for found, row in zip(values, expected, strict=True):
+            assert found == pytest.approx(row[: len(found)].tolist(), rel=1e-3)
+    (shown,) = figures(AttentionMaps, made)
+    z = shown["data"][0]["z"]
+    assert z[3][:4] == made.attention_map.values[3] and z[3][4] is None
+    by_layer = figures(
+        AttentionLayerMaps, made.model_copy(update={"attention_layer_maps": made.attention_layer_maps[2:3]})
+    )
+    assert by_layer[0]["data"][0]["z"][5][2] == pytest.approx(float(whole[2, :, 5, 2].mean()), rel=1e-2)
 
 
 def test_the_gate_of_a_gated_norm_against_the_size_of_its_input() -> None:
