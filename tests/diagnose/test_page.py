@@ -27,6 +27,8 @@ SECTIONS = (
     "What removal costs",
     "Attention sinks",
     "Attention entropy",
+    "Attention map",
+    "Attention map, layer by layer",
     "Residual sinks",
     "Tokens and dimensions",
     "Tokens and dimensions, layer by layer",
