@@ -113,7 +113,7 @@ class AttentionLayerMaps(AttentionMaps):
         if maps:
             page.section(
                 "Attention map, layer by layer",
-                "The same for each softmax layer, the mean over its heads; diagnosis.json has every head. Healthy: as above.",
+                "The same for each softmax layer, the mean over its heads. Healthy: as above.",
             ).tabs(maps)
 
 
