@@ -1,13 +1,14 @@
 """Estimates, for every way to divide a run among N devices, memory and bytes per rank and the time of a step.
 
 Ranks with neighbouring numbers are in one node. The axes, from the inside out: tensor, context, shard, data, pipeline.
-`residua train` runs data, shard and pipeline; tensor and context parallelism are torchtitan's (docs/torchtitan.md).
+`residua train` runs data, shard and pipeline, and divides experts among shard ranks; tensor and context parallelism are
+torchtitan's (docs/torchtitan.md).
 
 Time of a step is the sum of: the computation of the slowest rank of the pipeline at the rate it reaches, with the
 traffic of its junctions; the pipeline's bubble; gathers and reductions of layers as far as they take longer than the
 computation they overlap; and what overlaps nothing: the outermost FSDP group, the copies' gradients, Muon's exchange,
-the exchanges of tensor and context parallelism, and one hop through the pipeline per direction. `plan_memory` counts
-memory, `plan_traffic` bytes.
+the exchanges of tensor and context parallelism and of divided experts, and one hop through the pipeline per direction.
+`plan_memory` counts memory, `plan_traffic` and `plan_experts` bytes.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def plan(config: RunConfig, gpus: int, machine: Machine, *, engines: bool = Fals
     crossed: dict[tuple[int, int, int], list[float]] = {}
     plans = []
     for tensor, context in _inner(config, gpus, machine) if engines else [(1, 1)]:
-        for divided in _divisions(config, gpus // (tensor * context)):
+        for divided in _divisions(config, gpus // (tensor * context), experts=tensor * context == 1):
             ranks, stages = divided.parallel.pipeline, divided.parallel.stages
             shares = dealt[stages] = dealt.get(stages) or shares_of(divided, work)
             key = ranks, stages, context
@@ -93,8 +94,11 @@ def _inner(config: RunConfig, gpus: int, machine: Machine) -> Iterator[tuple[int
                 yield tensor, context
 
 
-def _divisions(config: RunConfig, gpus: int) -> Iterator[RunConfig]:
-    """data × shard × pipeline = gpus, each pipeline with one and with two stages per rank, where it is allowed."""
+def _divisions(config: RunConfig, gpus: int, *, experts: bool) -> Iterator[RunConfig]:
+    """data × shard × pipeline = gpus, each pipeline with one and with two stages per rank, where it is allowed.
+
+    `experts`: of mixtures, each also with its experts divided among 2 and more of the shard ranks.
+    """
     given = config.parallel.model_dump()
     for pipeline in _divisors(gpus):
         for shard in _divisors(gpus // pipeline):
@@ -102,7 +106,8 @@ def _divisions(config: RunConfig, gpus: int) -> Iterator[RunConfig]:
             kinds: list[dict[str, Any]] = [{"schedule": "1f1b", "stages_per_rank": 1}]
             if pipeline > 1:
                 kinds.append({"schedule": "interleaved", "stages_per_rank": 2})
-            for kind in kinds:
+            groups = _divisors(shard) if experts and config.model.ffn.mixture else [1]
+            for kind in [{**kind, "experts": group} for kind in kinds for group in groups]:
                 try:
                     divided = config.model_copy(update={"parallel": ParallelConfig(**{**given, **axes, **kind})})
                     check_mesh(divided)
@@ -122,6 +127,7 @@ def _plan(d: Division, machine: Machine) -> MeshPlan:
     shard = machine.group(parallel.shard * d.context, d.tensor)
     copies = machine.group(parallel.data, inner * parallel.shard)
     stages = machine.group(parallel.pipeline, inner * parallel.batch_ranks)
+    experts, slices = machine.group(parallel.experts, parallel.slices), machine.group(parallel.slices, 1)
 
     sent = sent_by(d)
     compute, depth, slowest = _computation(d, machine)
@@ -134,6 +140,8 @@ def _plan(d: Division, machine: Machine) -> MeshPlan:
         + copies.ring(sent.muon_copies)
         + tensor.ring(sent.tensor, sent.tensor_collectives)
         + context.ring(sent.context, sent.context_collectives)
+        + experts.exchange(sent.tokens, sent.token_exchanges)
+        + slices.ring(sent.experts, sent.token_exchanges)
         + (2 * stages.hop(max(d.hops)) if parallel.pipeline > 1 else 0.0)
     )
     held = max((memory_of(d, rank) for rank in range(parallel.pipeline)), key=lambda m: m.total)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from residua.bench.plan_depth import kept_widths
 from residua.bench.plan_division import Division
+from residua.bench.plan_experts import divided_parameters
 from residua.bench.plan_traffic import held_parameters, unit_size, uses_muon
 from residua.config.model import ModelConfig, head_dim
 from residua.config.run import ParallelConfig, RunConfig
@@ -45,6 +46,8 @@ def memory_of(d: Division, rank: int) -> Memory:
     if shard > 1:
         # the unit that computes, the next one that is being gathered, their gradients; the outermost group in fp32
         gathered = (2 + 2 + 4) * min(unit_size(d) / d.tensor, matrices) + (4 + 4) * root
+        # the experts of one layer that this rank has, and their gradients
+        gathered += (2 + 2 + 4) * divided_parameters(d.config, 1) / parallel.experts / d.tensor
 
     per_layer, once = activation_widths(d.config)
     shares = d.of_rank(rank)

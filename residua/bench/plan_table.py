@@ -22,13 +22,15 @@ def print_plans(
 ) -> None:
     """The first `rows` meshes, and how to start the first of all; `asked` is the preset and the changes to it."""
     console.print(f"one step: {_step(config)}; {_device(machine)}", soft_wrap=True)
-    inner = any(p.tensor * p.context > 1 for p in plans)
-    axes = ("data", "shard", "pipeline", "stages", *(("tensor", "context") if inner else ()))
+    inner, experts = any(p.tensor * p.context > 1 for p in plans), any(p.parallel.experts > 1 for p in plans)
+    axes = ("data", "shard", *(("experts",) if experts else ()), "pipeline", "stages")
+    axes += ("tensor", "context") if inner else ()
     memory = ("GiB", "host") if inner else ("GiB", "states", "activations", "gathered", "host")
-    sent = ("MiB sent", "gradients", "weights", "Muon", "stages", *(("tensor", "context") if inner else ()))
+    sent = ("MiB sent", "gradients", "weights", "Muon", "stages", *(("tokens",) if experts else ()))
+    sent += ("tensor", "context") if inner else ()
     table = new_table((), (*axes, *memory, *sent, "slowest", "bubble", "depth ms", "step ms", ""))
     for p in plans[:rows]:
-        table.add_row(*_cells(p, inner))
+        table.add_row(*_cells(p, inner, experts))
     console.print(table)
     if len(plans) > rows:
         console.print(f"and {len(plans) - rows} more, which --rows shows")
@@ -48,10 +50,12 @@ def _device(machine: Machine) -> str:
     )
 
 
-def _cells(p: MeshPlan, inner: bool) -> list[str]:
-    axes = [p.parallel.data, p.parallel.shard, p.parallel.pipeline, p.parallel.stages]
+def _cells(p: MeshPlan, inner: bool, experts: bool) -> list[str]:
+    groups = [p.parallel.experts] if experts else []
+    axes = [p.parallel.data, p.parallel.shard, *groups, p.parallel.pipeline, p.parallel.stages]
     parts = (p.held.states, p.held.activations, p.held.gathered)
     sent = [p.sent.total, p.sent.gradients, p.sent.weights, p.sent.muon, p.sent.stages]
+    sent += [p.sent.tokens] if experts else []
     return [
         *(str(n) for n in (*axes, *((p.tensor, p.context) if inner else ()))),
         *(f"{n / GIB:.1f}" for n in (p.memory, *(() if inner else parts), p.host)),
@@ -75,6 +79,8 @@ def command(p: MeshPlan, asked: Sequence[str], nodes: int) -> str:
     """The command that starts a run on this mesh."""
     parallel = p.parallel
     words = [f"parallel.{axis}={getattr(parallel, axis)}" for axis in ("data", "shard", "pipeline")]
+    if parallel.experts > 1:
+        words.append(f"parallel.experts={parallel.experts}")
     if parallel.stages_per_rank > 1:
         words += ["parallel.schedule=interleaved", f"parallel.stages_per_rank={parallel.stages_per_rank}"]
     if p.tensor * p.context == 1:

@@ -8,6 +8,7 @@
 - stages: what crosses between stages, forward and backward.
 - tensor: with sequence parallelism every sublayer gathers its input and reduces its output, [tokens, C] in bf16, and
   the same for the gradients; embedding and head once each.
+- tokens, experts: with `parallel.experts`, what `plan_experts` counts. The layers are then gathered without experts.
 - context: ring attention hands keys and values round, forward and again backward, with their gradients.
 """
 
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from residua.bench.plan_division import Division
+from residua.bench.plan_experts import divided_parameters, expert_traffic
 from residua.config.model import head_dim
 from residua.config.run import SMALLEST_UNIT, Muon, RunConfig
 from residua.distributed.pipeline.deal import Share
@@ -35,13 +37,16 @@ class Sent:
     stages: float
     tensor: float
     context: float
+    tokens: float
+    experts: float
     units: int
     tensor_collectives: float
     context_collectives: float
+    token_exchanges: float
 
     @property
     def weights(self) -> float:
-        return self.layers + self.root
+        return self.layers + self.root + self.experts
 
     @property
     def muon(self) -> float:
@@ -49,7 +54,7 @@ class Sent:
 
     @property
     def total(self) -> float:
-        return self.weights + self.gradients + self.muon + self.stages + self.tensor + self.context
+        return self.weights + self.gradients + self.muon + self.stages + self.tensor + self.context + self.tokens
 
 
 def sent_by(d: Division) -> Sent:
@@ -58,25 +63,32 @@ def sent_by(d: Division) -> Sent:
     shard, copies = parallel.shard * d.context, parallel.data
     matrices, root = (max(sizes) / t for sizes in zip(*held_parameters(d), strict=True))
     others = (shard - 1) / shard
-    muon = matrices / shard if uses_muon(d.config) else 0.0
+    places = max(sum(len(share.sublayers) for share in d.of_rank(rank)) for rank in range(parallel.pipeline))
+    divided = divided_parameters(d.config, places / 2) / t
+    slices = parallel.slices if divided else shard
+    muon = 1 / shard if uses_muon(d.config) else 0.0
+    exchange = (matrices - divided) * others + divided * (slices - 1) / slices
+    travelling = expert_traffic(d.config, places / 2, d.tokens / t, d.micro)
 
     width, tokens = d.config.model.width, d.tokens
-    places = max(sum(len(share.sublayers) for share in d.of_rank(rank)) for rank in range(parallel.pipeline))
     exchanged = 2 * tokens * width * (t - 1) / t
     passes = 4 * (places + 1) * d.micro if t > 1 else 0
     rounds = 3 * _softmax_layers(d) * (d.context - 1) * d.micro
     return Sent(
-        layers=(2 + 2 + 4) * matrices * others * d.micro,
+        layers=(2 + 2 + 4) * (matrices - divided) * others * d.micro,
         root=(4 + 4) * root * others,
         gradients=2 * 4 * (matrices + root) / shard * (copies - 1) / copies,
-        muon_shards=2 * 2 * others * muon / copies,
-        muon_copies=2 * muon * (copies - 1) / copies,
+        muon_shards=2 * 2 * exchange * muon / copies,
+        muon_copies=2 * matrices * muon * (copies - 1) / copies,
         stages=2 * d.micro * sum(d.hops) / parallel.pipeline / t,
         tensor=exchanged * passes,
         context=rounds * 2 * 2 * tokens * _key_width(d.config) / t,
-        units=ceil(matrices * t / unit_size(d)) if matrices else 0,
+        tokens=travelling.tokens,
+        experts=travelling.weights,
+        units=ceil((matrices - divided) * t / unit_size(d)) if matrices else 0,
         tensor_collectives=float(passes),
         context_collectives=float(rounds),
+        token_exchanges=travelling.exchanges,
     )
 
 
@@ -100,7 +112,7 @@ def held_parameters(d: Division) -> list[tuple[float, float]]:
 
 def unit_size(d: Division) -> float:
     """Parameters of a unit that FSDP2 gathers: as many layers as have `SMALLEST_UNIT` together."""
-    layer = (d.size.attention + d.size.ffn) / d.config.model.layers
+    layer = (d.size.attention + d.size.ffn) / d.config.model.layers - divided_parameters(d.config, 1)
     return layer * min(ceil(SMALLEST_UNIT / layer), d.config.model.layers / d.parallel.pipeline)
 
 

@@ -180,6 +180,24 @@ def test_tensor_parallelism_divides_states_and_activations() -> None:
     assert divided.activations == pytest.approx(alone.activations / 2)
 
 
+def test_divided_experts_send_tokens_instead_of_weights() -> None:
+    """4 layers of 4 gated experts of width 8, of which a token visits 2; 12 tokens of width 16 in 2 micro-batches."""
+    plans = plan(run_config("moe"), 2, H200)
+    gathered, divided = (found(plans, shard=2, experts=n) for n in (1, 2))
+    experts = 4 * 4 * 3 * 8 * 16
+    # to the experts and back, forward and backward, half of the 24 rows of each micro-batch
+    assert divided.sent.tokens == 2 * 4 * 4 * (24 / 2 * 16 * 2)
+    assert divided.sent.token_exchanges == 2 * 4 * 5
+    assert gathered.sent.layers - divided.sent.layers == pytest.approx(8 * experts / 2 * 2)
+    assert (gathered.sent.tokens, divided.sent.experts) == (0, 0)
+    assert divided.held.states == gathered.held.states
+    assert divided.held.gathered < gathered.held.gathered
+    assert "parallel.experts=2" in command(divided, ["tiny-moe"], nodes=1)
+    four = found(plan(run_config("moe"), 4, H200), shard=4, experts=2).sent
+    assert four.experts == pytest.approx(8 * experts / 2 * (2 - 1) / 2)
+    assert {p.parallel.experts for p in plan(run_config("additive"), 2, H200)} == {1}
+
+
 def test_a_model_that_is_too_large_is_said_to_be() -> None:
     small = Machine(1 * GIB, 450e12, 300e9)
     assert not any(p.fits for p in plan(RunConfig.find("mgr-l-prenorm"), 8, small))
