@@ -39,6 +39,7 @@ NIGHTLY: dict[str, tuple[str, dict[str, Any]]] = {
     "experts-and-gpipe": ("moe", {"shard": 2, "experts": 2, "pipeline": 2, "schedule": "gpipe"}),
     "copied-stages-of-experts": ("biased", {"data": 2, "pipeline": 2}),
     "four-stages-of-experts": ("moe", {"pipeline": 4}),
+    "experts-cut-off-their-attention": ("biased", {"shard": 2, "experts": 2, "pipeline": 2, "cuts": [3]}),
     "recomputed-stages-of-experts": ("biased", {"data": 2, "pipeline": 2, "recompute": "sublayers"}),
     "compiled-experts": (
         "moe",
