@@ -85,8 +85,8 @@ class Experts(nn.Module):
 
     def run(self, x: Tensor, ends: Tensor, up: Tensor, out: Tensor) -> Tensor:
         """`forward` with the matrices of some or all experts, as many as `ends` has."""
-        stacks = (matrices.unflatten(0, (len(ends), -1)) for matrices in (up, out))
-        y: Tensor = ops.expert_ffn(x, *stacks, ends, self.kind)
+        up, out = up.unflatten(0, (len(ends), -1)), out.unflatten(0, (len(ends), -1))
+        y: Tensor = ops.expert_ffn(x, up, out, ends, self.kind)
         return y
 
     def visited(self, x: Tensor, routed: ops.Routed) -> Tensor:
