@@ -73,13 +73,13 @@ class RankedOptimizer(HybridOptimizer):
         if divided:
             slices = config.slices
             same = Owners(config.data, slices, mesh.data_rank, mesh.shard_rank % slices, mesh.data, mesh.slices)
-            yield from _shared_updates(same, divided, shapes, directions, parts)
+            yield from shared_updates(same, divided, shapes, directions, parts)
         rest = [i for i in range(len(shapes)) if i not in divided]
         if rest:
-            yield from _shared_updates(everyone, rest, shapes, directions, parts)
+            yield from shared_updates(everyone, rest, shapes, directions, parts)
 
 
-def _shared_updates(
+def shared_updates(
     owners: Owners,
     chosen: Sequence[int],
     shapes: Sequence[torch.Size],

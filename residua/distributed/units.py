@@ -124,10 +124,11 @@ class LayeredLosses(nn.Module):
         self.begin, self.end = self._begin, self._end
 
     def forward(
-        self, tokens: Tensor, targets: Tensor, segments: Tensor | None = None
+        self, tokens: Tensor, targets: Tensor, segments: Tensor | None = None, positions: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Routing | None]:
-        h, state, anchors, rotary = self.begin(tokens)
-        h, _, _, routed = pass_through(self.units, h, state, anchors, Context(rotary, segments))
+        h, state, anchors, rotary = self.begin(tokens, positions)
+        context = self.model._context(rotary, segments, positions=positions)
+        h, _, _, routed = pass_through(self.units, h, state, anchors, context)
         cross_entropy, z = self.end(h, targets)
         return cross_entropy, z, Routing.stack(routed) if routed else None
 
@@ -139,10 +140,12 @@ class LayeredLosses(nn.Module):
             self.begin = compile_rewritten(self._begin)
         self.end = compile_rewritten(self._end)
 
-    def _begin(self, tokens: Tensor) -> tuple[Tensor, State, Anchors, tuple[Tensor, ...] | None]:
+    def _begin(
+        self, tokens: Tensor, positions: Tensor | None
+    ) -> tuple[Tensor, State, Anchors, tuple[Tensor, ...] | None]:
         x = self.model._embedded(tokens)
         h, state = self.model.topology.open(x)
-        return h, state, self.model.anchors.open(x), self.model._rotary(tokens)
+        return h, state, self.model.anchors.open(x), self.model._rotary(tokens, positions=positions)
 
     def _end(self, h: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         return ops.training_cross_entropy(self.model.norm(h), self.model.head_weight, targets, z_loss=self.z_loss)

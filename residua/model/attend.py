@@ -28,20 +28,22 @@ def attend(
     segments: Tensor | None = None,
     sink: Tensor | None = None,
     window: int | None = None,
+    positions: Tensor | None = None,
 ) -> Tensor:
     """softmax(QKᵀ/√D) V over earlier positions, of the same document if `segments` [B, T] is given.
 
     q [B, T, H, D]; k, v [B, T, H_kv, D] with H a multiple of H_kv. `sink` [H] adds exp(sink) to each head's softmax
-    denominator. With `window` a query sees itself and the window − 1 positions before it. Returns [B, T, H, D].
+    denominator. With `window` a query sees itself and the window − 1 positions before it. `positions` [T] are those of
+    the queries among the keys, where there are fewer queries; `segments` has one entry per key. Returns [B, T, H, D].
     """
     q, k, v = (t.transpose(1, 2) for t in (q, k.to(q.dtype), v.to(q.dtype)))
     grouped = q.shape[1] != k.shape[1]
-    if segments is None and sink is None and window is None:
+    if segments is None and sink is None and window is None and positions is None:
         y = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
     elif q.is_cuda and (sink is not None or torch.compiler.is_compiling()):
-        y = _flex(q, k, v, segments, sink, window, grouped)
+        y = _flex(q, k, v, segments, sink, window, grouped, positions)
     else:
-        y = _dense(q, k, v, _visible(q, segments, window), sink)
+        y = _dense(q, k, v, _visible(k, segments, window, positions), sink)
     return y.transpose(1, 2)
 
 
@@ -86,13 +88,15 @@ def _seen(now: Now, window: int | None, slots: int) -> Tensor:
     return visible & (later <= window)
 
 
-def _visible(q: Tensor, segments: Tensor | None, window: int | None = None) -> Tensor:
-    """[T, T] or [B, 1, T, T], True where a query may look."""
-    length = q.shape[2]
-    causal = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
+def _visible(k: Tensor, segments: Tensor | None, window: int | None, positions: Tensor | None) -> Tensor:
+    """[T, S] or [B, 1, T, S], True where a query may look; without positions, there is a query for every key."""
+    length = k.shape[2]
+    causal = torch.ones(length, length, dtype=torch.bool, device=k.device).tril()
     if window is not None:
         causal = causal.triu(1 - window)
-    return causal if segments is None else causal & (segments[:, None, :, None] == segments[:, None, None, :])
+    if segments is not None:
+        causal = causal & (segments[:, None, :, None] == segments[:, None, None, :])
+    return causal if positions is None else causal.index_select(-2, positions)
 
 
 def _dense(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, sink: Tensor | None) -> Tensor:
@@ -115,18 +119,21 @@ def _dense_with_sink(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, sink: Ten
 
 
 def _flex(
-    q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, sink: Tensor | None, window: int | None, grouped: bool
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, sink: Tensor | None, window: int | None, grouped: bool,
+    positions: Tensor | None,
+) -> Tensor:  # fmt: skip
     from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
     def rule(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        if positions is not None:
+            i = positions[i]
         seen = i >= j
         if segments is not None:
             seen = seen & (segments[b, i] == segments[b, j])
         return seen if window is None else seen & (i - j < window)
 
-    batch, _, length, _ = q.shape
-    mask = create_block_mask(rule, None if segments is None else batch, None, length, length, device=q.device)
+    lengths = q.shape[2], k.shape[2]
+    mask = create_block_mask(rule, None if segments is None else len(q), None, *lengths, device=q.device)
     if sink is None:
         return flex_attention(q, k, v, block_mask=mask, enable_gqa=grouped)
     y, aux = flex_attention(q, k, v, block_mask=mask, enable_gqa=grouped, return_aux=AuxRequest(lse=True))

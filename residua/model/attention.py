@@ -204,7 +204,8 @@ class SoftmaxAttention(nn.Module):
             tap(f"attention.{self.layer}.{name}", projected)
         v, now = own["v"], context.now
         if now is None:
-            y = attend(q, k, v, segments=context.segments, sink=self.sink, window=self.window)
+            attending = context.across or attend
+            y = attending(q, k, v, segments=context.segments, sink=self.sink, window=self.window)
         else:
             y = context.cache.attend(q, k, v, now, sink=self.sink, window=self.window)
         if "g" in own:

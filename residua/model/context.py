@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
@@ -19,10 +20,12 @@ class Context(NamedTuple):
     rotary: cos and sin [T, head_dim/2], or [B, T, head_dim/2] while decoding, in float32, followed by those of layers
     with a window if they differ; None for a model without softmax attention. segments: [B, T] document ids; None if
     each sequence is one document. now, cache: while decoding, the tokens' positions and what this sublayer keeps of
-    earlier tokens (`model/cache.py`).
+    earlier tokens (`model/cache.py`). across: attends in place of `attend` if other ranks have the other tokens of the
+    sequences; segments then has all tokens, and rotary those of this rank.
     """
 
     rotary: tuple[Tensor, ...] | None
     segments: Tensor | None
     now: Now | None = None
     cache: Any = None
+    across: Callable[..., Tensor] | None = None

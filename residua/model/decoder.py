@@ -125,13 +125,18 @@ class Decoder(nn.Module):
         return self._run(tokens, segments, cache, counts)[0]
 
     def _run(
-        self, tokens: Tensor, segments: Tensor | None, cache: Cache | None = None, counts: Tensor | None = None
+        self,
+        tokens: Tensor,
+        segments: Tensor | None,
+        cache: Cache | None = None,
+        counts: Tensor | None = None,
+        positions: Tensor | None = None,
     ) -> tuple[Tensor, list[Routing]]:
         """`hidden`, and how each mixture of experts routed."""
         routed: list[Routing] = []
         x = self._embedded(tokens)
         now = None if cache is None else cache.now(tokens.shape[1], counts)
-        context = Context(self._rotary(tokens, now), segments, now)
+        context = self._context(self._rotary(tokens, now, positions), segments, now, positions)
         h, state = self.topology.open(x)
         anchors = self.anchors.open(x)
         for k, sublayer in enumerate(self.sublayers):
@@ -160,13 +165,19 @@ class Decoder(nn.Module):
         return ops.linear_cross_entropy(self.hidden(tokens, segments), self.head_weight, targets, z_loss=z_loss)
 
     def routed_losses(
-        self, tokens: Tensor, targets: Tensor, z_loss: float = 0.0, segments: Tensor | None = None
+        self,
+        tokens: Tensor,
+        targets: Tensor,
+        z_loss: float = 0.0,
+        segments: Tensor | None = None,
+        positions: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Routing | None]:
         """`losses` to be minimised together, and the routing of all mixtures of experts, stacked by layer, or None.
 
         Only the gradient of cross-entropy + z-term is right, not of either alone (`ops.training_cross_entropy`).
+        `positions` [T] are the places of the tokens in their sequence, if they are not 0, 1, …
         """
-        h, routed = self._run(tokens, segments)
+        h, routed = self._run(tokens, segments, positions=positions)
         cross_entropy, z = ops.training_cross_entropy(h, self.head_weight, targets, z_loss=z_loss)
         return cross_entropy, z, Routing.stack(routed) if routed else None
 
@@ -180,12 +191,25 @@ class Decoder(nn.Module):
         x: Tensor = tokens if tokens.is_floating_point() else self.embed(tokens)
         return x.to(working_dtype(x))
 
-    def _rotary(self, tokens: Tensor, now: Now | None = None) -> tuple[Tensor, ...] | None:
+    def _context(
+        self,
+        rotary: tuple[Tensor, ...] | None,
+        segments: Tensor | None,
+        now: Now | None = None,
+        positions: Tensor | None = None,
+    ) -> Context:
+        """What the sublayers share; the place to let them attend across ranks."""
+        return Context(rotary, segments, now)
+
+    def _rotary(
+        self, tokens: Tensor, now: Now | None = None, positions: Tensor | None = None
+    ) -> tuple[Tensor, ...] | None:
         mixer = self.config.softmax or self.config.latent
         turned = 0 if mixer is None else mixer.turned(self.config.width)
         if mixer is None or not turned:
             return None
-        positions = torch.arange(tokens.shape[1], device=tokens.device) if now is None else now.positions
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device) if now is None else now.positions
         table = rotary_table(positions, turned, mixer.rope_theta, mixer.rope_scaling)
         if mixer.local_rope_theta is None:
             return table

@@ -97,7 +97,9 @@ class SequenceFFN(nn.Module):
 class SequenceDecoder(Decoder):
     """A decoder of sequences that begin with their first token: all rows have the same positions, and one table."""
 
-    def _rotary(self, tokens: Tensor, now: Now | None = None) -> tuple[Tensor, ...] | None:
+    def _rotary(
+        self, tokens: Tensor, now: Now | None = None, positions: Tensor | None = None
+    ) -> tuple[Tensor, ...] | None:
         return super()._rotary(tokens)
 
 

@@ -68,7 +68,8 @@ class LatentAttention(nn.Module):
         k, v = self._expanded(c, shared)
         for name, heads in (("query", q), ("key", k), ("value", v)):
             tap(f"attention.{self.layer}.{name}", heads)
-        y = attend(q, k, v, segments=context.segments) if now is None else attend_cached(q, k, v, now)
+        attending = context.across or attend
+        y = attending(q, k, v, segments=context.segments) if now is None else attend_cached(q, k, v, now)
         return self.out(y.flatten(-2)), anchors
 
     def _project(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:

@@ -39,8 +39,10 @@ class Losses(nn.Module):
         self.z_loss = z_loss
         self._routed_losses = model.routed_losses  # as it is now: FSDP2 replaces the method later
 
-    def forward(self, tokens: Tensor, targets: Tensor, segments: Tensor | None = None) -> tuple[Tensor, Tensor, Any]:
-        return self._routed_losses(tokens, targets, segments=segments, z_loss=self.z_loss)
+    def forward(
+        self, tokens: Tensor, targets: Tensor, segments: Tensor | None = None, positions: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Any]:
+        return self._routed_losses(tokens, targets, self.z_loss, segments, positions)
 
 
 class CopiedLosses:

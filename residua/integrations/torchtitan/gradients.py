@@ -24,6 +24,7 @@ class Gradients:
     def __init__(self, model: ResiduaModel) -> None:
         self.grid, self.shared = model.grid, model.shared
         self.parameters = list(model.parameters())
+        self.split = {parameter for name, parameter in model.named_parameters() if name in model.splits}
         self.experts: list[Any] = expert_matrices(model, model.grid)
 
     @torch.no_grad()
@@ -34,7 +35,7 @@ class Gradients:
         counted = [local(p.grad) for p in self.parameters if p.grad is not None and self._counts(p)]
         zero = torch.zeros(1, device=self.grid.device)
         square = torch.stack(torch._foreach_norm([zero, *counted])).square().sum()
-        for group in (self.grid.shard, self.grid.pipeline):
+        for group in (self.grid.shard, self.grid.tensor, self.grid.pipeline):
             if group.size() > 1:
                 dist.all_reduce(square, group=group)
         norm = square.sqrt()
@@ -54,10 +55,13 @@ class Gradients:
             if not isinstance(parameter, DTensor):
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-                self.grid.over_batch(parameter.grad)
+                split = parameter in self.split
+                self.grid.over_copies(parameter.grad) if split else self.grid.over_batch(parameter.grad)
 
     def _counts(self, parameter: Any) -> bool:
         """Whether this rank adds its part of a parameter to the norm: of equal copies, one rank does."""
-        if not isinstance(parameter, DTensor) and self.grid.shard_rank > 0:
-            return False
+        if not isinstance(parameter, DTensor):
+            first = self.grid.shard_rank == 0 and (self.grid.tensor_rank == 0 or parameter in self.split)
+            if not first:
+                return False
         return self.shared is None or self.shared.counts(parameter)

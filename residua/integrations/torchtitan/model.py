@@ -4,20 +4,28 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 import tyro
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torchtitan.protocols.model import BaseModel
 from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 
-from residua.distributed.construct import fill, materialise
+from residua.distributed.construct import materialise
 from residua.distributed.pipeline.shared_parameters import SharedParameters
+from residua.integrations.torchtitan.checkpoint import Pieces, copy_share
+from residua.integrations.torchtitan.context import Across
 from residua.integrations.torchtitan.run import parse_run
+from residua.integrations.torchtitan.tensor import find_splits, narrow, pieces
+from residua.model.cache import Now
+from residua.model.context import Context
 from residua.model.decoder import Decoder
 from residua.model.moe import MoE
-from residua.model.size import measure
+from residua.model.size import measure, shapes
+from residua.storage.sharded import local
 from residua.train.balance import Balancer
 from residua.train.compile.rewrites import compile_rewritten
 from residua.train.compile.working_copies import WorkingCopies
@@ -39,12 +47,13 @@ class ResiduaModel(Decoder, BaseModel):
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseModel.Config):
-        """The run, as TOML."""
+        """The run, as TOML, and the number of tensor-parallel ranks."""
 
         run: Annotated[str, tyro.conf.Suppress] = ""
+        tensor: Annotated[int, tyro.conf.Suppress] = 1
 
         def update_from_config(self, *, config: Any, **kwargs: Any) -> None:
-            pass
+            self.tensor = config.parallelism.tensor_parallel_degree
 
         def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
             size = measure(parse_run(self.run).model.model_copy(update={"context": seq_len}))
@@ -52,7 +61,8 @@ class ResiduaModel(Decoder, BaseModel):
 
     def __init__(self, config: Config) -> None:
         self.run = parse_run(config.run)
-        Decoder.__init__(self, self.run.model)
+        Decoder.__init__(self, narrow(self.run.model, config.tensor))
+        self.splits = {} if config.tensor == 1 else find_splits(self, shapes(self.run.model))
         self.balancer: Balancer | None = None
         self.shared: SharedParameters | None = None  # in a pipeline
         self.mixtures: list[MoE] = []  # of all stages, in a pipeline
@@ -90,10 +100,47 @@ class ResiduaModel(Decoder, BaseModel):
     def init_states(self, *, buffer_device: Any = None) -> None:
         """Fill what this rank holds, a layer at a time, with the weights that `residua train` starts from."""
         torch.manual_seed(self.run.train.seed)
+        places = self.state_dict()
         with torch.device("cpu"):
-            fill(self, starting_parts(self.run), self.grid)
+            for prefix, part in starting_parts(self.run):
+                for name, value in chain(part.named_parameters(prefix), part.named_buffers(prefix)):
+                    if (place := places.pop(name, None)) is not None:
+                        copy_share(place, value)
+        assert not places, f"no part has {sorted(places)[:3]}"
         if self.grid.ranks == 1 and self.shared is None:
             self.compute_alone()
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:  # type: ignore[override]
+        return {name: self.placed(name, tensor) for name, tensor in super().state_dict(*args, **kwargs).items()}
+
+    def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        """Take tensors that were not written in place; torch.distributed.checkpoint writes to those of `state_dict`."""
+        if not self.splits:
+            return super().load_state_dict(state_dict, *args, **kwargs)
+
+    def placed(self, name: str, tensor: Tensor) -> Tensor:
+        """A parameter, or optimizer state of its shape, as checkpoints hold it: by its place in the whole model."""
+        split = self.splits.get(name)
+        if split is None:
+            return tensor
+        shape = list(tensor.shape)
+        shape[split.dim] *= self.grid.tensor_ranks
+        first = tensor.__create_chunk_list__()[0].offsets[0] if isinstance(tensor, DTensor) else 0
+        here = local(tensor.detach())
+        own = pieces(split, self.grid.tensor_rank, self.grid.tensor_ranks, first, here)
+        return Pieces(torch.Size(shape), here, own)
+
+    def _context(
+        self,
+        rotary: tuple[Tensor, ...] | None,
+        segments: Tensor | None,
+        now: Now | None = None,
+        positions: Tensor | None = None,
+    ) -> Context:
+        if self.grid.context_ranks == 1:
+            return super()._context(rotary, segments, now, positions)
+        assert positions is not None, "the tokens of context-parallel ranks have positions"
+        return Context(rotary, segments, now, across=Across(positions, self.grid.context))
 
     def verify_module_protocol(self) -> None:
         """torchtitan's own models are made of its modules; Residua's of plain PyTorch's."""

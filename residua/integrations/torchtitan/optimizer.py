@@ -14,6 +14,7 @@ from residua.config.schedule import Cosine, LinearDecay, WarmUp
 from residua.config.settings import ConfigError
 from residua.distributed.experts import expert_matrices
 from residua.distributed.optimizer import RankedOptimizer
+from residua.integrations.torchtitan.muon import DividedOptimizer
 from residua.integrations.torchtitan.run import parse_run
 from residua.train.optimizer import build_optimizer
 
@@ -41,6 +42,8 @@ class ResiduaOptimizers(OptimizersContainer):
         self.model: Any = model
         grid: Any = self.model.grid
         kind: Any = partial(RankedOptimizer, mesh=grid, experts=expert_matrices(model, grid))
+        if grid.tensor_ranks > 1:
+            kind = partial(DividedOptimizer, model=self.model)
         self.optimizer = build_optimizer(self.model, parse_run(config.run).train.optimizer, kind)
         self.optimizers = [self.optimizer]
         self._post_init([p for group in self.optimizer.param_groups for p in group["params"]])
@@ -52,7 +55,8 @@ class ResiduaOptimizers(OptimizersContainer):
             self.model.copies.begin()
 
     def state_dict(self) -> dict[str, Tensor]:
-        return self.optimizer.tensors()
+        """The state by name, as checkpoints hold it."""
+        return {key: self.model.placed(key.rpartition("/")[0], t) for key, t in self.optimizer.tensors().items()}
 
     def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:
         """Take the step counts; torch.distributed.checkpoint has written to the other tensors in place."""

@@ -6,15 +6,20 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed.fsdp import disable_fsdp_gradient_division, enable_fsdp_symm_mem
 from torchtitan.tools.utils import get_local_device
 
 from residua.distributed.experts import divide_experts
-from residua.distributed.shard import shard_model, sharded_losses
+from residua.distributed.shard import shard_model, sharded_losses, whole
+from residua.distributed.units import LayeredLosses
 from residua.integrations.torchtitan.grid import Grid
 from residua.integrations.torchtitan.model import ResiduaModel
+from residua.integrations.torchtitan.tensor import communicate
+from residua.model.anchors import ExoSource
+from residua.model.moe import mixtures
 from residua.train.step import recompute_sublayers
 
 
@@ -36,10 +41,41 @@ def parallelize(
     recompute(model, ac_config, dump_folder)
     if grid.ranks > 1:
         divided = divide_experts(model, grid, model.precision, "sublayers" if model.recomputes else "none")
-        root = shard_model(model, grid, model.precision, model.run.train.z_loss, divided)
+        root = (
+            shard_model(model, grid, model.precision, model.run.train.z_loss, divided)
+            if grid.tensor_ranks == 1
+            else _shard_divided(model, grid)
+        )
         sum_gradients(root, parallelism, device)
         model.compute_with(sharded_losses(root, model.compiled, model.run.train.z_loss, None))
     return model
+
+
+def _shard_divided(model: ResiduaModel, grid: Grid) -> nn.Module:
+    """FSDP2 for tensor-parallel ranks, in the groups of `shard_model`.
+
+    Matrices that the ranks divide are sharded over the ranks with the same heads; everything else is alike on
+    them, sees other tokens on each, and is sharded over all. Vectors that the ranks divide are small and stay whole.
+    """
+    communicate(model, grid.tensor)
+    root = LayeredLosses(model, model.run.train.z_loss)
+    narrow = MixedPrecisionPolicy(param_dtype=model.precision, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    wide = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
+    named = dict(model.named_parameters())
+    split = {named[name] for name in model.splits}
+    left = {p for p in named.values() if whole(p) or (p in split and p.dim() == 1)}
+    vectors = {p for p in named.values() if p.dim() == 1}
+    for mixture in mixtures(model):
+        fully_shard(mixture, mesh=grid.joined, mp_policy=narrow, ignored_params=left | vectors)
+    own = grid.grid["shard"] if grid.config.data == 1 else grid.grid["data", "shard"]
+    matrices = split - left
+    for unit in root.units:
+        fully_shard(unit, mesh=own, mp_policy=narrow, ignored_params=set(unit.parameters()) - matrices)
+    if isinstance(model.anchors, ExoSource):
+        fully_shard(model.anchors.project, mesh=own, mp_policy=wide)
+    sharded = {p for p in model.parameters() if isinstance(p, DTensor)}
+    fully_shard(root, mesh=grid.joined, mp_policy=wide, ignored_params=left | sharded, reshard_after_forward=False)
+    return root
 
 
 def compiles(config: Any) -> bool:

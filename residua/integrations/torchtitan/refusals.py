@@ -7,6 +7,8 @@ from typing import Any
 from residua.config.choices import MoE
 from residua.config.run import RunConfig
 from residua.config.settings import ConfigError
+from residua.integrations.torchtitan.context import refuse_mixers
+from residua.integrations.torchtitan.tensor import narrow
 
 SCHEDULES = {"GPipe": "gpipe", "1F1B": "1f1b", "Interleaved1F1B": "interleaved"}
 """torchtitan's name of each schedule that Residua's stages run under, and Residua's name of it."""
@@ -31,7 +33,7 @@ def refuse_run(run: RunConfig) -> None:
 
 def refuse_engine(config: Any, run: RunConfig) -> None:
     """Refuse settings of torchtitan, after its command line was read, that this run cannot be trained with."""
-    _refuse_mesh(config.parallelism, run)
+    _refuse_mesh(config, run)
     if config.parallelism.pipeline_parallel_degree > 1:
         _refuse_pipeline(config.parallelism)
     _refuse_features(config)
@@ -43,25 +45,50 @@ def refuse_engine(config: Any, run: RunConfig) -> None:
         )
 
 
-def _refuse_mesh(parallelism: Any, run: RunConfig) -> None:
+def _refuse_mesh(config: Any, run: RunConfig) -> None:
+    parallelism = config.parallelism
     if parallelism.spmd_backend != "partial_dtensor":
         raise ConfigError(
             f"--parallelism.spmd_backend {parallelism.spmd_backend} rewrites torchtitan's own modules, and Residua's "
             "are plain PyTorch: leave it at partial_dtensor."
         )
-    for axis in ("tensor", "context"):
-        degree = getattr(parallelism, f"{axis}_parallel_degree")
-        if degree > 1:
-            raise ConfigError(
-                f"--parallelism.{axis}_parallel_degree {degree}: Residua's modules are not divided that way yet; use "
-                "more data_parallel_shard_degree or pipeline_parallel_degree."
-            )
+    tensor, context = parallelism.tensor_parallel_degree, parallelism.context_parallel_degree
+    if tensor > 1:
+        _refuse_tensor(config, run)
+    if context > 1:
+        refuse_mixers(run.model, context)
+    if tensor * context > 1 and parallelism.pipeline_parallel_degree > 1:
+        axis = "tensor" if tensor > 1 else "context"
+        raise ConfigError(
+            f"--parallelism.{axis}_parallel_degree does not go with pipeline_parallel_degree: Residua's stages send "
+            "whole sequences and heads; use one of the two with data_parallel_shard_degree."
+        )
     experts = parallelism.expert_parallel_degree
     ffn = run.model.ffn
     if experts > 1 and not (isinstance(ffn, MoE) and ffn.experts % experts == 0):
         raise ConfigError(
             f"--parallelism.expert_parallel_degree {experts} needs model.ffn.kind = 'moe' with a multiple of {experts} "
             "experts: leave it out, or choose a divisor."
+        )
+
+
+def _refuse_tensor(config: Any, run: RunConfig) -> None:
+    degree = config.parallelism.tensor_parallel_degree
+    narrow(run.model, degree)
+    if not config.parallelism.enable_sequence_parallel:
+        raise ConfigError(
+            f"--parallelism.tensor_parallel_degree {degree} without enable_sequence_parallel would keep the state of "
+            "Residua's topology whole on every rank: leave it on."
+        )
+    if config.parallelism.expert_parallel_degree > 1:
+        raise ConfigError(
+            f"--parallelism.tensor_parallel_degree {degree} does not go with expert_parallel_degree: Residua's experts "
+            "are divided among the ranks of data_parallel_shard_degree; use one of the two."
+        )
+    if getattr(config.checkpoint, "async_mode", "disabled") != "disabled":
+        raise ConfigError(
+            f"--parallelism.tensor_parallel_degree {degree} does not go with --checkpoint.async_mode "
+            f"{config.checkpoint.async_mode}, which cannot copy the pieces of Residua's projections: use disabled."
         )
 
 

@@ -38,7 +38,8 @@ class ResiduaLoss(BaseLoss):
         """Nothing to choose: weights of the terms are in the run."""
 
     def __init__(self, config: Config, *, compile_config: Any = None) -> None:
-        pass
+        self.tokens: dist.ProcessGroup | None = None
+        """Ranks with other tokens that torchtitan does not know of: it adds up losses over its own axes only."""
 
     def __call__(
         self, pred: Tensor, labels: Tensor, global_valid_tokens: Tensor | None = None, **_: Any
@@ -47,7 +48,10 @@ class ResiduaLoss(BaseLoss):
         share = count / (count if global_valid_tokens is None else global_valid_tokens)
         cross_entropy, z, *balance = pred.unbind()
         trained = sum(balance, (cross_entropy + z) * share)
-        return _report(cross_entropy.detach() * share, trained), {}
+        reported = cross_entropy.detach() * share
+        if self.tokens is not None:
+            dist.all_reduce(reported, group=self.tokens)
+        return _report(reported, trained), {}
 
 
 def _report(value: Tensor, trained: Tensor) -> Tensor:
@@ -77,6 +81,8 @@ class ResiduaTrainer(Trainer):
         (model,) = self.model_parts
         assert isinstance(model, ResiduaModel)
         self.gradients = Gradients(model)
+        if model.grid.tensor_ranks > 1:
+            self.loss_fn.tokens = model.grid.tensor
         self._balance(model, run)
         self._describe(run)
 
@@ -103,7 +109,15 @@ class ResiduaTrainer(Trainer):
     def post_dataloading_process(
         self, input_dict: dict[str, Tensor], labels: Tensor
     ) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        inputs, labels, given = super().post_dataloading_process(input_dict, labels)
+        grid = self.gradients.grid
+        given = dict(input_dict)
+        if grid.tensor_ranks * grid.context_ranks > 1:  # torchtitan gives each context-parallel rank its part of them
+            tokens = given["input"]
+            given["positions"] = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens).contiguous()
+        inputs, labels, given = super().post_dataloading_process(given, labels)
+        if grid.tensor_ranks * grid.context_ranks > 1:
+            given["positions"] = given["positions"][0].contiguous()
+            inputs, labels = (x.chunk(grid.tensor_ranks, 1)[grid.tensor_rank].contiguous() for x in (inputs, labels))
         return inputs, labels, {**given, "targets": labels}
 
     def train_step(self, data_iterator: Iterator[Any]) -> None:

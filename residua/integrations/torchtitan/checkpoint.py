@@ -1,0 +1,65 @@
+"""What a tensor-parallel rank has of a parameter, in checkpoints by its place in the whole one: any mesh reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor
+
+Placed = tuple[tuple[int, ...], Tensor]
+"""Where a piece begins in the whole parameter, and the piece."""
+
+
+class Pieces(Tensor):
+    """A whole parameter of which this rank has some pieces; torch.distributed.checkpoint reads and writes those."""
+
+    placed: list[Placed]
+
+    @staticmethod
+    def __new__(cls, shape: torch.Size, like: Tensor, placed: Iterable[Placed]) -> Pieces:
+        made: Pieces = Tensor._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device)  # type: ignore[attr-defined]
+        made.placed = list(placed)
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError(f"{func} of a parameter that is divided among ranks")
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """Of the first piece: torchtitan compares it to see whether a tensor is still the same."""
+        return self.placed[0][1].untyped_storage() if self.placed else torch.UntypedStorage(0)
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(torch.Size(place), piece.size()) for place, piece in self.placed]
+
+    def __create_write_items__(self, name: str, whole: Tensor) -> list[WriteItem]:
+        return [
+            WriteItem(
+                MetadataIndex(name, chunk.offsets),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk, TensorProperties.create_from_tensor(piece), whole.size()),
+            )
+            for chunk, (_, piece) in zip(self.__create_chunk_list__(), self.placed, strict=True)
+        ]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        return next(piece for place, piece in self.placed if torch.Size(place) == index.offset)
+
+
+@torch.no_grad()
+def copy_share(into: Tensor, value: Tensor) -> None:
+    """Copy from a whole tensor what this rank has of it."""
+    if isinstance(into, Pieces):
+        for place, piece in into.placed:
+            piece.copy_(value[tuple(slice(o, o + n) for o, n in zip(place, piece.shape, strict=True))])
+    elif isinstance(into, DTensor):
+        for chunk in into.__create_chunk_list__():
+            rows = tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True))
+            into.to_local().copy_(value[rows])
+    else:
+        into.copy_(value)

@@ -1,0 +1,166 @@
+"""Tensor parallelism: every rank has some heads and hidden channels of each layer, and some tokens between layers.
+
+A rank's model is a decoder with fewer heads and narrower feed-forwards (`narrow`). Its fused projections hold its rows
+of every part: of Q, K, V and G, of gate and up. Between the layers it has T/N tokens of each sequence, so norms, depth
+connections, mixtures of experts, embedding and head stay as they are (sequence parallelism). A layer gathers the tokens
+before its first projection, and its last one sums over the ranks what each needs (`communicate`):
+
+    x [B, T/N, C] → gather → x [B, T, C] → heads of this rank → y [B, T, C] → sum, scatter → y [B, T/N, C]
+
+Anchors are made and mixed head by head, so they stay on the rank of their heads. What the ranks have alike (gains,
+queries of junctions, experts) sees other tokens or serves other heads on each of them: its gradient is the sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import (
+    all_gather_tensor_autograd,
+    reduce_scatter_tensor_autograd,
+    wait_tensor,
+)
+
+from residua.config import choices
+from residua.config.model import ModelConfig
+from residua.config.settings import ConfigError
+from residua.model.anchors import ExoSource
+from residua.model.decoder import Decoder
+from residua.model.linear_attention import GatedDeltaNet
+from residua.model.moe import MoE
+
+FLAG = "--parallelism.tensor_parallel_degree"
+
+
+def narrow(model: ModelConfig, ranks: int) -> ModelConfig:
+    """The model of one of so many ranks."""
+    if ranks == 1:
+        return model
+    ffn = model.ffn
+    if not isinstance(ffn, choices.MoE):
+        _refuse_bias("model.ffn.bias", ffn.bias, ranks)
+        ffn = ffn.model_copy(update={"hidden": _share("model.ffn.hidden", ffn.hidden, ranks)})
+    return model.model_copy(update={"ffn": ffn, "attention": _narrow_mixer(model.attention, model.width, ranks)})
+
+
+def _narrow_mixer(mixer: Any, width: int, ranks: int) -> Any:
+    if isinstance(mixer, choices.HybridAttention):
+        both = {name: _narrow_mixer(getattr(mixer, name), width, ranks) for name in ("softmax", "linear")}
+        return mixer.model_copy(update=both)
+    if isinstance(mixer, choices.GatedDeltaNet):
+        heads = {key: _share(f"attention.{key}", getattr(mixer, key), ranks) for key in ("key_heads", "value_heads")}
+        return mixer.model_copy(update=heads)
+    if not isinstance(mixer, choices.SoftmaxAttention):
+        raise ConfigError(
+            f"{FLAG} {ranks} divides the heads of softmax attention and Gated DeltaNet, and model.attention.kind = "
+            f"'{mixer.kind}' has none that stand alone: use data_parallel_shard_degree."
+        )
+    if mixer.qk_norm == "rms_all":
+        raise ConfigError(
+            f"{FLAG} {ranks} divides heads among ranks, and attention.qk_norm = 'rms_all' norms all of them together: "
+            "use data_parallel_shard_degree."
+        )
+    _refuse_bias("attention.bias = 'all'", mixer.bias == "all", ranks)
+    kv = mixer.kv_heads or mixer.heads
+    return mixer.model_copy(
+        update={
+            "heads": _share("attention.heads", mixer.heads, ranks),
+            "kv_heads": _share("attention.kv_heads", kv, ranks),
+            "head_dim": mixer.head_dim or width // mixer.heads,
+        }
+    )
+
+
+def _share(key: str, count: int, ranks: int) -> int:
+    if count % ranks:
+        raise ConfigError(f"{FLAG} {ranks} does not divide {key} = {count}: use a divisor of it.")
+    return count // ranks
+
+
+def _refuse_bias(key: str, biased: bool, ranks: int) -> None:
+    if biased:
+        raise ConfigError(
+            f"{FLAG} {ranks} sums outputs over ranks, which would add the bias of {key} on each of them: use "
+            "data_parallel_shard_degree."
+        )
+
+
+class Split(NamedTuple):
+    """How ranks divide a parameter: along `dim`, of each of its parts so many rows or columns on every rank."""
+
+    dim: int
+    parts: tuple[int, ...]
+
+    def intervals(self, rank: int, ranks: int) -> Iterator[tuple[int, int, int]]:
+        """For every part: where it begins and ends on this rank, and where it begins in the whole parameter."""
+        for stop, size in zip(accumulate(self.parts), self.parts, strict=True):
+            begin = stop - size
+            yield begin, stop, begin * ranks + rank * size
+
+
+def find_splits(mine: Decoder, whole: Decoder) -> dict[str, Split]:
+    """The parameters that differ between the model of a rank and the whole one, by name."""
+    parts = dict(_declared_parts(mine))
+    found = {}
+    for name, parameter in mine.named_parameters():
+        pairs = enumerate(zip(parameter.shape, whole.get_parameter(name).shape, strict=True))
+        differing = [dim for dim, (here, all_of_it) in pairs if here != all_of_it]
+        if differing:
+            (dim,) = differing
+            found[name] = Split(dim, parts.get((name, dim), (parameter.shape[dim],)))
+    return found
+
+
+def _declared_parts(model: Decoder) -> Iterator[tuple[tuple[str, int], tuple[int, ...]]]:
+    """The maps that are fused in one parameter, along an axis."""
+    for prefix, module in model.named_modules():
+        for name, rows in getattr(module, "hidden_matrices", {}).items():
+            yield (f"{prefix}.{name}", 0), rows
+            if getattr(module, "bias", None) is not None:
+                yield (f"{prefix}.bias", 0), rows
+        if isinstance(module, GatedDeltaNet):
+            yield (f"{prefix}.convolve.weight", 1), module.rows[:3]
+
+
+def pieces(split: Split, rank: int, ranks: int, first: int, tensor: Tensor) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+    """The parts of a whole parameter that a rank has: their places in it, and views of them.
+
+    `tensor` are the rows from `first` on of what the rank has; FSDP2 divides that further.
+    """
+    others = (0,) * (tensor.dim() - 2)
+    for begin, stop, place in split.intervals(rank, ranks):
+        if split.dim == 1:
+            yield (first, place, *others), tensor[:, begin:stop]
+            continue
+        low, high = max(begin, first), min(stop, first + len(tensor))
+        if low < high:
+            yield (place + low - begin, 0, *others)[: tensor.dim()], tensor[low - first : high - first]
+
+
+def communicate(model: Decoder, group: dist.ProcessGroup) -> None:
+    """Let layers gather tokens before their first projection, and scatter the sums of their last."""
+
+    def gather(module: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
+        return gathered(given[0], group), *given[1:]
+
+    def scatter(module: nn.Module, given: Any, made: tuple[Any, ...]) -> tuple[Any, ...]:
+        y = wait_tensor(reduce_scatter_tensor_autograd(made[0].contiguous(), "sum", 1, group))
+        return y, *made[1:]
+
+    for sublayer in model.sublayers:
+        body = sublayer.get_submodule("body")
+        if not isinstance(body, MoE):  # which acts token by token
+            body.register_forward_pre_hook(gather)
+            body.register_forward_hook(scatter)
+    if isinstance(model.anchors, ExoSource):
+        model.anchors.project.register_forward_pre_hook(gather)
+
+
+def gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The tokens [B, T, …] of all ranks; the gradients of all ranks are summed."""
+    whole: Tensor = wait_tensor(all_gather_tensor_autograd(x.contiguous(), 1, group))
+    return whole
