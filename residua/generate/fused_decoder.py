@@ -66,7 +66,7 @@ class FusedDecoder(Decoder):
 
     table: tuple[Tensor, ...]
 
-    def _rotary(self, tokens: Tensor, now: Now | None = None) -> tuple[Tensor, ...]:
+    def _rotary(self, tokens: Tensor, now: Now | None = None, positions: Tensor | None = None) -> tuple[Tensor, ...]:
         return self.table
 
 

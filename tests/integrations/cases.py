@@ -28,6 +28,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "hyper": {"topology": {"kind": "hyper", "streams": 2}},
     "exoformer": ANCHORED,
     "exo-block": {"topology": BLOCKS, **ANCHORED},
+    "grouped": {
+        "topology": BLOCKS,
+        "anchors": {"kind": "exoformer"},
+        "attention": {"kind": "softmax", "heads": 4, "kv_heads": 2, "gate": "elementwise", "sink": "learned"},
+    },
     "gatednorm": {"norm": {"kind": "gatednorm"}},
     "hybrid": {"attention": {"kind": "hybrid", "linear": LINEAR, "softmax": {"heads": 2}, "softmax_every": 2}},
     "experts": {"ffn": EXPERTS},

@@ -22,6 +22,8 @@ pytestmark = [pytest.mark.slow, needs_torchtitan]
 PIPELINE = ("--parallelism.pipeline_parallel_degree", "2")
 INTERLEAVED = (*PIPELINE, "--parallelism.pipeline_parallel_schedule", "Interleaved1F1B")
 HSDP = ("--parallelism.data_parallel_replicate_degree", "2")
+TENSOR = ("--parallelism.tensor_parallel_degree", "2")
+CONTEXT = ("--parallelism.context_parallel_degree", "2")
 WAYS: dict[str, tuple[int, tuple[str, ...]]] = {
     "one": (1, ()),
     "fsdp": (2, ()),
@@ -29,6 +31,10 @@ WAYS: dict[str, tuple[int, tuple[str, ...]]] = {
     "1f1b": (2, PIPELINE),
     "interleaved": (2, INTERLEAVED),
     "pipeline-fsdp": (4, PIPELINE),
+    "tensor": (2, TENSOR),
+    "context": (2, CONTEXT),
+    "tensor-fsdp": (4, TENSOR),
+    "tensor-context": (4, (*TENSOR, *CONTEXT)),
     "recomputed": (2, ("activation-checkpoint:full",)),
     "compiled": (1, ("--compile.enable",)),
     "experts-hsdp": (
@@ -36,14 +42,16 @@ WAYS: dict[str, tuple[int, tuple[str, ...]]] = {
         ("--parallelism.expert_parallel_degree", "2", "--parallelism.data_parallel_replicate_degree", "2"),
     ),
 }
-NORMAL = [("additive", "one"), ("hyper-experts", "fsdp"), ("exo-block", "interleaved")]
-"""The loss itself; balance of experts, and scalars that FSDP2 leaves whole; all that crosses stages or is shared."""
+NORMAL = [("additive", "one"), ("hyper-experts", "fsdp"), ("exo-block", "interleaved"), ("grouped", "context")]
+"""The loss itself; balance of experts, and scalars that FSDP2 leaves whole; all that crosses stages or is shared;
+positions and documents across ranks."""
 NIGHTLY = [
     (model, way)
     for model in MODELS
     for way in WAYS
     if (model, way) not in NORMAL
     and ("experts" in model or way != "divided-experts")
+    and not (model == "hybrid" and "context" in way)  # refused
     and (way != "compiled" or model in ("additive", "mgr"))
 ]
 
@@ -94,18 +102,30 @@ def test_torchtitan_trains_as_one_process_does_nightly(
 def test_after_a_killed_rank_another_mesh_goes_on_and_the_result_becomes_a_run(
     titan: Engine, text: Path, tmp_path: Path
 ) -> None:
-    """FSDP2 dies in step 3, a pipeline goes on from the checkpoint of step 2, and its last one is a run folder."""
+    """FSDP2 dies in step 3, tensor-parallel ranks go on from the checkpoint of step 2, whose last one becomes a run."""
     from residua.integrations.torchtitan.convert import convert, dump_checkpoints
 
-    run, dump = run_config("block", text), tmp_path / "dump"
+    run, dump = run_config("grouped", text), tmp_path / "dump"
     name = written(run, tmp_path)
     expected, model = train_alone(run)
     titan.train(name, 2, dump=dump, die=(1, 3), fails=True)
     assert [c.step for c in dump_checkpoints(dump)] == [2]
-    assert_same(titan.train(name, 2, *PIPELINE, dump=dump), expected[2:])
+    assert_same(titan.train(name, 2, *TENSOR, dump=dump), expected[2:])
     convert(dump, tmp_path / "run")
     for found, known in zip(residua.load(tmp_path / "run").parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(found, known, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.nightly
+def test_every_mesh_reads_the_checkpoints_of_every_other(titan: Engine, text: Path, tmp_path: Path) -> None:
+    """One step each on shards, heads, stages, heads and shards, positions, and one rank: one curve."""
+    run = run_config("grouped", text, steps=6, save_every=1)
+    name, found = written(run, tmp_path), []
+    meshes = ["fsdp", "tensor", "interleaved", "tensor-fsdp", "context", "one"]
+    for step, (ranks, flags) in enumerate((WAYS[mesh] for mesh in meshes), 1):
+        schedule = ("--training.steps", str(step), "--lr_scheduler.total_steps", "6")
+        found += titan.train(name, ranks, *schedule, *flags, dump=tmp_path / "dump")
+    assert_same(found, train_alone(run)[0])
 
 
 @pytest.mark.nightly

@@ -8,12 +8,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from residua.config.run import RunConfig
 from residua.config.settings import ConfigError
 from residua.integrations.torchtitan.packed import pack, unpack
 from residua.integrations.torchtitan.refusals import refuse_engine, refuse_run
 from residua.integrations.torchtitan.run import find_run, parse_run
+from residua.integrations.torchtitan.tensor import find_splits, narrow, pieces
+from residua.model.decoder import Decoder
+from tests.integrations.cases import MODELS
+from tests.model.small import small
 
 
 class FullAC:
@@ -38,11 +43,12 @@ def settings(**changed: Any) -> SimpleNamespace:
             "pipeline_parallel_schedule": "1F1B",
             "module_fqns_per_model_part": None,
             "pipeline_parallel_schedule_csv": "",
+            "enable_sequence_parallel": True,
         },
         "training": {"dtype": "float32", "seq_len": 64, "enable_cpu_offload": False},
         "compile": {"enable": False, "backend": "inductor"},
         "validator": {"enable": False},
-        "checkpoint": {"create_seed_checkpoint": False},
+        "checkpoint": {"create_seed_checkpoint": False, "async_mode": "disabled"},
     }
     policy = changed.pop("activation_checkpoint", None)
     for key, value in changed.items():
@@ -54,6 +60,19 @@ def settings(**changed: Any) -> SimpleNamespace:
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "backend": ({"parallelism__spmd_backend": "spmd_types"}, "spmd_types.*Residua"),
     "expert": ({"parallelism__expert_parallel_degree": 2}, "expert_parallel_degree 2.*moe"),
+    "uneven": ({"parallelism__tensor_parallel_degree": 3}, "tensor_parallel_degree 3 does not divide model"),
+    "whole states": (
+        {"parallelism__tensor_parallel_degree": 2, "parallelism__enable_sequence_parallel": False},
+        "tensor_parallel_degree 2 without enable_sequence_parallel.*Residua",
+    ),
+    "copied pieces": (
+        {"parallelism__tensor_parallel_degree": 2, "checkpoint__async_mode": "async"},
+        "tensor_parallel_degree 2.*async_mode async.*Residua",
+    ),
+    "heads in stages": (
+        {"parallelism__tensor_parallel_degree": 2, "parallelism__pipeline_parallel_degree": 2},
+        "tensor_parallel_degree.*pipeline_parallel_degree.*Residua",
+    ),
     "schedule": (
         {"parallelism__pipeline_parallel_degree": 2, "parallelism__pipeline_parallel_schedule": "ZBVZeroBubble"},
         "ZBVZeroBubble.*Residua.*1F1B",
@@ -76,6 +95,46 @@ def test_what_the_engine_cannot_do_is_refused_in_one_sentence_that_names_both(ca
     with pytest.raises(ConfigError, match=words) as refused:
         refuse_engine(settings(**changes), run)
     assert str(refused.value).count(". ") == 0 and str(refused.value).endswith(".")
+
+
+OF_MODELS: dict[str, tuple[str, list[str], str]] = {
+    "linear": ("context", ["model.attention={kind='gated_deltanet', key_heads=2, value_heads=2, head_dim=8}"],
+               "context_parallel_degree 2.*gated_deltanet"),
+    "growing": ("context", ["model.attention.rope_scaling={kind='dynamic_ntk', factor=2.0, original_context=64}"],
+                "context_parallel_degree 2.*dynamic_ntk"),
+    "biased": ("tensor", ["model.attention.bias=all"], "tensor_parallel_degree 2.*attention.bias"),
+    "normed together": ("tensor", ["model.attention.qk_norm=rms_all"], "tensor_parallel_degree 2.*rms_all"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", OF_MODELS)
+def test_models_that_cannot_be_divided_are_refused(case: str) -> None:
+    axis, changes, words = OF_MODELS[case]
+    run = RunConfig.find("tiny").override(changes)
+    with pytest.raises(ConfigError, match=words):
+        refuse_engine(settings(**{f"parallelism__{axis}_parallel_degree": 2}), run)
+
+
+@pytest.mark.parametrize("model", ["grouped", "hybrid", "experts", "biased"])
+def test_ranks_divide_every_parameter_without_gaps_or_overlaps(model: str) -> None:
+    """Every element of a divided parameter is on one rank, in the part it belongs to."""
+    biased = {"attention": {"kind": "softmax", "heads": 4, "kv_heads": 2, "gate": "headwise", "bias": "qkv"}}
+    config = small(**{"width": 32, "layers": 2, **(biased if model == "biased" else MODELS[model])})
+    torch.manual_seed(0)
+    whole = Decoder(config)
+    ranks = [Decoder(narrow(config, 2)) for _ in range(2)]
+    splits = find_splits(ranks[0], whole)
+    assert any(len(split.parts) > 1 for split in splits.values())
+    for name, split in splits.items():
+        value = whole.get_parameter(name)
+        seen = torch.zeros_like(value)
+        for rank, mine in enumerate(ranks):
+            own = mine.get_parameter(name)
+            assert own.numel() * 2 == value.numel()
+            for first in range(0, len(own), 5):  # as FSDP2 divides it further
+                for place, piece in pieces(split, rank, 2, first, own[first : first + 5]):
+                    seen[tuple(slice(o, o + n) for o, n in zip(place, piece.shape, strict=True))] += 1
+        assert torch.equal(seen, torch.ones_like(seen)), name
 
 
 def test_a_balance_that_needs_a_second_pass_is_refused() -> None:

@@ -11,7 +11,8 @@ model, data order, loss, Muon, schedule, stages and their cached transport. In r
 - `model`: a decoder that returns its losses, with the bits that `residua train` starts from on any mesh.
 - `grid`: torchtitan's device mesh under the names that `residua.distributed` uses.
 - `parallelize`, `pipeline`: recomputation, FSDP2, compilation; stages.
-- `optimizer`, `data`: Muon and AdamW, the schedule; prepared text in its global order.
+- `tensor`, `context`: heads on different ranks, positions on different ranks; `checkpoint`: what such ranks save.
+- `optimizer`, `muon`, `data`: Muon and AdamW, the schedule; prepared text in its global order.
 - `convert`: torchtitan's checkpoints from and to run folders. It needs no torchtitan.
 - `compat`: what torchtitan expects of a newer PyTorch, and of an accelerator where there is none.
 """

@@ -24,7 +24,8 @@ class Grid(Mesh):
         self.pipeline, self.data, self.shard, self.tensor, self.context = (meshes[n].get_group() for n in axes)
         places = (meshes[name].get_local_rank() for name in axes)
         self.pipeline_rank, self.data_rank, self.shard_rank, self.tensor_rank, self.context_rank = places
-        self.tensor_ranks, self.context_ranks = meshes["tensor"].size(), meshes["context"].size()
+        self.tensor_ranks: int = meshes["tensor"].size()
+        self.context_ranks: int = meshes["context"].size()
         sizes = {name: meshes[name].size() for name in ("pipeline", "data", "shard")} | {"experts": dims.ep}
         self.config = parallel.model_copy(update=sizes)
         grid: dict[Any, Any] = {"shard": meshes["shard"]}

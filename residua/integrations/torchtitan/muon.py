@@ -29,7 +29,7 @@ class DividedOptimizer(RankedOptimizer):
         super().__init__(groups, model.grid)
         self.grid = model.grid
         named = dict(model.named_parameters())
-        self.dims = {named[name]: split.dim for name, split in model.splits.items()}
+        self.dims: dict[Tensor, int] = {named[name]: split.dim for name, split in model.splits.items()}
 
     def orthogonalise(
         self, parameters: Sequence[Tensor], directions: Sequence[Tensor], parts: Sequence[Parts]

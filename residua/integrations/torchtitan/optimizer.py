@@ -43,7 +43,8 @@ class ResiduaOptimizers(OptimizersContainer):
         grid: Any = self.model.grid
         kind: Any = partial(RankedOptimizer, mesh=grid, experts=expert_matrices(model, grid))
         if grid.tensor_ranks > 1:
-            kind = partial(DividedOptimizer, model=self.model)
+            divided: Any = self.model
+            kind = partial(DividedOptimizer, model=divided)
         self.optimizer = build_optimizer(self.model, parse_run(config.run).train.optimizer, kind)
         self.optimizers = [self.optimizer]
         self._post_init([p for group in self.optimizer.param_groups for p in group["params"]])
