@@ -29,6 +29,8 @@ ADD_NORM = Rows(4, 4)
 """x, y → x + y, its norm; x + y and the gradients of both → the gradient of x, which is also y's."""
 MIX = Rows(3, 5)
 """The projection and its anchor → the mix; both and the mix's gradient → their gradients."""
+DELTA = Rows(4, 7)
+"""q, k, v → o; those and do → their gradients. The gates are a hundredth of that."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,8 @@ def operators(shape: Shape, device: torch.device) -> dict[str, Callable[[], Case
         "mix_projection": _mix_projection,
         "mix_heads": _mix_heads,
         "manifold_hyper": _manifold_hyper,
+        "gated_delta": partial(_gated_delta, length=1024),
+        "gated_delta_long": partial(_gated_delta, length=8192),
         "linear_cross_entropy": partial(_cross_entropy, "linear_cross_entropy"),
         "training_cross_entropy": partial(_cross_entropy, "training_cross_entropy"),
         "route": _route,
@@ -187,6 +191,21 @@ def _manifold_hyper(shape: Shape, device: torch.device) -> Case:
 
     inputs = (streams, update, post, mix, phi, alpha, bias)
     return Case(f"mhc junction, {n} streams", junction, inputs, *_bytes(stream_rows(n), shape))
+
+
+def _gated_delta(shape: Shape, device: torch.device, length: int) -> Case:
+    """Heads of 128, in sequences of `length` tokens."""
+    length, heads = min(length, shape.tokens), max(1, shape.width // 128)
+    lead = (shape.tokens // length, length, heads)
+    q, k, v = (torch.randn(*lead, shape.width // heads, device=device) for _ in range(3))
+    q, k = (torch.nn.functional.normalize(x, dim=-1).to(shape.dtype) for x in (q, k))
+    decay, share = -torch.rand(lead, device=device) / 8, torch.rand(lead, device=device)
+
+    def rule(*inputs: Tensor) -> Sequence[Tensor]:
+        return [ops.gated_delta(*inputs)[0]]
+
+    inputs = (q, k, v.to(shape.dtype), decay, share)
+    return Case(f"gated_delta, {lead[0]} × {length}", rule, inputs, *_bytes(DELTA, shape))
 
 
 def _cross_entropy(name: str, shape: Shape, device: torch.device) -> Case:

@@ -16,6 +16,8 @@ def peers(operator: str) -> dict[str, Function]:
     found: dict[str, dict[str, Function]] = {
         "depth_attention": {"fla": _fla_attention, "liger_kernel": _liger_attention},
         "manifold_hyper": {"liger_kernel": _liger_manifold_hyper},
+        "gated_delta": {"fla": _fla_gated_delta},
+        "gated_delta_long": {"fla": _fla_gated_delta},
         "linear_cross_entropy": {"liger_kernel": _liger_cross_entropy},
         "training_cross_entropy": {"liger_kernel": _liger_cross_entropy},
     }
@@ -33,6 +35,13 @@ def _liger_attention(query: Tensor, gain: Tensor, *sources: Tensor) -> Sequence[
     from liger_kernel.ops.attn_res import LigerAttnResFunction
 
     return [LigerAttnResFunction.apply(torch.stack(sources), query, gain, 1e-6)]
+
+
+def _fla_gated_delta(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Sequence[Tensor]:
+    """Refuses its backward pass on Hopper with Triton 3.4.0 to 3.7.0, which compile it wrongly (its issue 640)."""
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    return [chunk_gated_delta_rule(q, k, v, g, beta, scale=1.0)[0]]
 
 
 def _liger_manifold_hyper(

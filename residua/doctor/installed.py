@@ -25,7 +25,7 @@ PURPOSES = {
     "hf": "models of transformers",
     "eval": "lm-evaluation-harness",
     "quant": "quantized folders for vLLM",
-    "linear": "fast linear attention on a GPU",
+    "linear": "a peer of the delta rule in residua bench ops",
 }
 """What each extra is for."""
 DEVELOPERS = ("dev", "docs")

@@ -118,6 +118,11 @@ def _sublayers(d: Draw) -> dict[str, Call]:
             fixed=table,
         ),
         "gated_delta": Call(ops.gated_delta, (keys, keys.flip(1), d.x(1, T, N, H), decay, share), first=True),
+        "convolve_heads": Call(ops.convolve_heads, (d.x(1, T, 6 * H), d.w(4, 4 * H), 1, 2)),
+        "gated_output": Call(ops.gated_output, (d.x(1, T, N, H), d.x(1, T, N, H), d.w(H))),
+        "delta_mixer": Call(
+            ops.delta_mixer, (d.x(1, T, 6 * H), decay[..., :2], share[..., :2], d.w(4, 4 * H), d.w(H), 1), first=True
+        ),
         "route": Call(ops.route, (d.x(T, C), d.w(16, C, scale=square), 3)),
         "expert_ffn": Call(
             ops.expert_ffn,

@@ -12,11 +12,12 @@ from residua.config import choices
 from residua.model.cache import RecurrentCache
 from residua.model.context import Anchors, Context
 from residua.model.edges import Edge, divide_rows
-from residua.model.linear_attention import DeltaCache, ShortConvolution, start_decay, unit
+from residua.model.linear_attention import DeltaCache, ShortConvolution, start_decay
 from residua.model.norm import RMSNorm
 from residua.model.projection import Projection
 from residua.ops._runtime.numeric import wide
 from residua.ops.kimi_delta import kimi_delta, step
+from residua.ops.short_convolution import unit
 
 
 class KimiDeltaAttention(nn.Module):

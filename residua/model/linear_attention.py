@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad, silu, softplus
+from torch.nn.functional import pad, softplus
 
 from residua.config import choices
 from residua.model.cache import RecurrentCache
@@ -16,7 +16,10 @@ from residua.model.edges import Edge
 from residua.model.norm import RMSNorm
 from residua.model.projection import Projection
 from residua.ops._runtime.numeric import wide
+from residua.ops.delta_mixer import delta_mixer
 from residua.ops.gated_delta import begins, gated_delta, step
+from residua.ops.gated_output import gated_output
+from residua.ops.short_convolution import short_convolution, unit
 
 DECAY_RATES = (1.0, 16.0)
 TIME_STEPS = (1e-3, 1e-1)
@@ -55,22 +58,24 @@ class ShortConvolution(nn.Module):
 
         If `ends` is given, row b of x is real up to ends[b] and padding after.
         """
+        past = self.weight.shape[0] - 1
+        known = pad(x, (0, 0, past, 0)) if recent is None else torch.cat([recent, x], 1)
+        y = short_convolution(known, self.weight, segments)
+        return y, self.later(x, recent, segments, ends)
+
+    def later(self, x: Tensor, recent: Tensor | None, segments: Tensor | None, ends: Tensor | None = None) -> Tensor:
+        """The next `recent`, of the same arguments: the last inputs, zero where they are of an earlier document."""
         past, length = self.weight.shape[0] - 1, x.shape[1]
-        document = pad(begins(x, segments).cumsum(1), (past, 0))
-        x = pad(x, (0, 0, past, 0)) if recent is None else torch.cat([recent, x], 1)
-        y = self.weight[0] * x[:, past:]
-        for j in range(1, past + 1):
-            earlier = slice(past - j, past - j + length)
-            seen = x[:, earlier]
-            if segments is not None:
-                seen = seen.masked_fill((document[:, earlier] != document[:, past:])[..., None], 0)
-            y = y + self.weight[j] * seen
         if ends is None:
-            recent = x[:, length:].masked_fill((document[:, length:] != document[:, -1:])[..., None], 0)
-        else:
-            last = ends[:, None] + torch.arange(past, device=x.device)
-            recent = x.gather(1, last[..., None].expand(-1, -1, x.shape[-1]))
-        return silu(y).to(x.dtype), recent
+            known = x[:, max(0, length - past) :]
+            if length < past:
+                before = x.new_zeros((x.shape[0], past, x.shape[2])) if recent is None else recent
+                known = torch.cat([before[:, length:], known], 1)
+            document = pad(begins(x, segments).cumsum(1), (past, 0))
+            return known.masked_fill((document[:, length:] != document[:, -1:])[..., None], 0)
+        known = pad(x, (0, 0, past, 0)) if recent is None else torch.cat([recent, x], 1)
+        last = ends[:, None] + torch.arange(past, device=x.device)
+        return known.gather(1, last[..., None].expand(-1, -1, x.shape[-1]))
 
 
 class GatedDeltaNet(nn.Module):
@@ -131,24 +136,29 @@ class GatedDeltaNet(nn.Module):
         Serves prefill and decoding; a single token takes the recurrent step. The first token of x continues the cached
         document. Padding, where `real` [B, T] is False and from ends [B] on, does not change the cache.
         """
-        recent, state = cache or (None, None)
-        qkv, z = self.project(x).split([sum(self.rows[:3]), self.rows[3]], -1)
-        if real is not None:
-            qkv = qkv.masked_fill(~real[..., None], 0)
-        qkv, recent = self.convolve(qkv, recent, segments, ends)
-        q, k, v, z = (part.unflatten(-1, (-1, self.head_dim)) for part in (*qkv.split(self.rows[:3], -1), z))
-        q, k = unit(q) * self.head_dim**-0.5, unit(k)
+        projected = self.project(x)
+        qkv, z = projected.split([sum(self.rows[:3]), self.rows[3]], -1)
         a, b = (wide(part) for part in self.gates(x).chunk(2, -1))
         g = -wide(self.A_log).exp() * softplus(a + wide(self.dt_bias))
         beta = torch.sigmoid(b)
+        if cache is None and real is None:
+            weights, key_heads = (self.convolve.weight, self.norm.weight), self.rows[0] // self.head_dim
+            o, state = delta_mixer(projected, g, beta, *weights, key_heads, segments=segments, eps=self.norm.eps)
+            recent = self.convolve.later(qkv, None, segments, ends)
+            return self.out(o.flatten(-2)), DeltaCache(recent, state)
+        recent, state = cache or (None, None)
         if real is not None:
+            qkv = qkv.masked_fill(~real[..., None], 0)
             g, beta = (gate.masked_fill(~real[..., None], 0) for gate in (g, beta))
+        qkv, recent = self.convolve(qkv, recent, segments, ends)
+        q, k, v, z = (part.unflatten(-1, (-1, self.head_dim)) for part in (*qkv.split(self.rows[:3], -1), z))
+        q, k = unit(q) * self.head_dim**-0.5, unit(k)
         if x.shape[1] == 1:
             o, state = step(q[:, 0], k[:, 0], v[:, 0], g[:, 0], beta[:, 0], state)
             o = o[:, None]
         else:
             o, state = gated_delta(q, k, v, g, beta, segments=segments, state=state)
-        y: Tensor = self.out((self.norm(o) * silu(z)).flatten(-2))
+        y: Tensor = self.out(gated_output(o, z, self.norm.weight, eps=self.norm.eps).flatten(-2))
         return y, DeltaCache(recent, state)
 
     def readers(self) -> tuple[Tensor, ...]:
@@ -168,9 +178,3 @@ def start_decay(A_log: Tensor, dt_bias: Tensor) -> None:
     least, most = (math.log(dt) for dt in TIME_STEPS)
     dt = nn.init.uniform_(dt_bias, least, most).exp()
     dt_bias.copy_(dt + torch.log(-torch.expm1(-dt)))
-
-
-def unit(x: Tensor, eps: float = 1e-6) -> Tensor:
-    """x / sqrt(Σx² + eps) over the last axis, in x's own dtype."""
-    w = wide(x)
-    return (w * torch.rsqrt(w.square().sum(-1, keepdim=True) + eps)).to(x.dtype)

@@ -5,11 +5,13 @@
 
 from residua.ops._runtime.backend import backend, chosen_backend
 from residua.ops._runtime.numeric import rms
+from residua.ops.delta_mixer import delta_mixer
 from residua.ops.depth_attention import attend_finished, attend_partial, depth_attention
 from residua.ops.expert_ffn import expert_ffn
 from residua.ops.expert_routing import Routed, route
 from residua.ops.gated_delta import gated_delta
 from residua.ops.gated_norm import gate_scores, gated_norm, low_rank_gate
+from residua.ops.gated_output import gated_output
 from residua.ops.grouped_linear import grouped_linear
 from residua.ops.hyper_connection import hyper_step, sinkhorn
 from residua.ops.kimi_delta import kimi_delta
@@ -26,6 +28,7 @@ from residua.ops.multi_gate import (
 )
 from residua.ops.norm_rotate import norm_rotate, rotate
 from residua.ops.rms_norm import add_norm, rms_norm
+from residua.ops.short_convolution import convolve_heads
 from residua.ops.squared_relu import squared_relu_ffn
 from residua.ops.symmetric_product import symmetric_product
 
@@ -37,11 +40,14 @@ __all__ = [
     "attend_partial",
     "backend",
     "chosen_backend",
+    "convolve_heads",
+    "delta_mixer",
     "depth_attention",
     "expert_ffn",
     "gate_scores",
     "gated_delta",
     "gated_norm",
+    "gated_output",
     "gates",
     "grouped_linear",
     "hyper_step",

@@ -52,8 +52,8 @@ def test_on_a_cpu_the_references_run_and_agree_with_float64() -> None:
 @pytest.mark.parametrize("name", only_nightly(CALLS, but=["decode.activate", "norm_rotate", "mix_heads"]))
 def test_the_kernels_take_the_self_tests_inputs_and_pass(name: str) -> None:
     """In Triton's interpreter; on a GPU the same calls run compiled."""
-    if name in ("gated_delta", "grouped_linear"):
-        pytest.skip("the kernels of other libraries need a GPU")
+    if name == "grouped_linear":
+        pytest.skip("PyTorch's grouped product needs bfloat16")
     call = calls(kernels.Draw(CPU, torch.float32, tokens=12, width=64))[name]  # the interpreter is slow
     with ops.backend("triton"):
         found = kernels.check(name, call, 1e-4)

@@ -7,10 +7,9 @@ import torch
 
 import residua
 from residua import ops
-from residua.ops.gated_delta import library
+from residua.ops.short_convolution import launch as convolution
 from tests.golden.compare import randomise
 from tests.model.small import small, tokens_and_targets
-from tests.ops.test_gated_delta_library import kernels
 
 pytestmark = pytest.mark.slow
 
@@ -62,10 +61,8 @@ def test_kimi_linears_mixers_are_one_graph(mixer: str) -> None:
 
 
 def test_a_hybrid_mixture_on_its_fused_operators_is_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, with a stand-in for flash-linear-attention; PyTorch's grouped product also runs on a CPU."""
-    monkeypatch.setattr(library, "_kernels", lambda: kernels)
-    for operator in (ops.gated_delta, ops.grouped_linear):
-        monkeypatch.setattr(operator, "_serves", lambda *_, **__: True)
+    """As on a GPU; PyTorch's grouped product also runs on a CPU."""
+    monkeypatch.setattr(ops.grouped_linear, "_serves", lambda *_, **__: True)
     torch._dynamo.reset()
     config = small(
         layers=2, width=32, ffn={"kind": "moe", "hidden": 16, "experts": 4, "top_k": 2},
@@ -80,3 +77,21 @@ def test_a_hybrid_mixture_on_its_fused_operators_is_one_graph(monkeypatch: pytes
     torch.testing.assert_close(again, loss, rtol=1e-3, atol=0)
     for found, expected in zip(compiled_gradients, gradients, strict=True):
         assert float((found - expected).norm()) <= 0.05 * float(expected.norm())
+
+
+@pytest.mark.slow
+def test_linear_attention_on_its_kernels_is_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the interpreter, in float32, and with tiles of a few tokens, for it takes them one by one."""
+    monkeypatch.setattr(ops.delta_mixer, "_serves", lambda *_, **__: True)
+    monkeypatch.setattr(convolution, "BACKWARD", convolution.TilePlan(4, 1, 1))
+    torch._dynamo.reset()
+    attention = {"kind": "gated_deltanet", "key_heads": 1, "value_heads": 2, "head_dim": 16}
+    model = randomise(residua.build(small(layers=1, width=32, attention=attention)), 0.05).float()
+    loss, gradients = loss_and_gradients(model, model)
+    again, compiled = loss_and_gradients(model, torch.compile(model, fullgraph=True, backend="aot_eager"))
+    torch.testing.assert_close(again, loss, rtol=1e-5, atol=0)
+    torch.testing.assert_close(compiled, gradients, rtol=1e-4, atol=1e-6)
+    with ops.backend("reference"):
+        reference, plain = loss_and_gradients(model, model)
+    torch.testing.assert_close(loss, reference, rtol=1e-5, atol=0)
+    torch.testing.assert_close(gradients, plain, rtol=1e-3, atol=1e-6)

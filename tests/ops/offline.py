@@ -88,6 +88,7 @@ def compiled(cases: Iterable[Case], usage: bool, gpu: str = HOPPER) -> list[str]
     JITFunction.run = lambda fn, *args, **settings: compiler(fn, *args, **settings)
     fused.serves = lambda *tensors: all(x.dtype in fused.DTYPES for x in tensors)
     fused.multiprocessors = lambda x: MULTIPROCESSORS
+    fused.shared_memory = lambda x: MOST_SHARED[gpu]
     failed = []
     with ops.backend("triton"):
         for name, run in cases:

@@ -13,6 +13,7 @@ from residua import ops
 from residua.ops import decode, descent, prefill
 from residua.ops.depth_attention import deferred
 from residua.ops.depth_attention.plan import ReadPlan
+from residua.ops.gated_delta import step as delta_step
 from residua.ops.squared_relu import launch
 
 Case = tuple[str, Callable[[], Any]]
@@ -118,6 +119,32 @@ def multi_gate_inverted(dtype: torch.dtype, width: int, n: int, tokens: int = 5)
         h, state = ops.multi_gate_inverted(state, draw(tokens, width, dtype=dtype), *weights, last=last)
         read.append(h)
     both((*read, state[0]))
+
+
+def gated_delta(dtype: torch.dtype, width: int, key_heads: int, packed: bool, length: int = 70) -> None:
+    """Documents and a state to continue, or neither."""
+    q, k = (draw(2, length, key_heads, width, dtype=dtype) for _ in range(2))
+    gates = [draw(2, length, 2) for _ in range(2)]
+    segments, state = (torch.zeros(2, length), draw(2, 2, width, width)) if packed else (None, None)
+    o, last = ops.gated_delta(q, k, draw(2, length, 2, width, dtype=dtype), *gates, segments=segments, state=state)
+    both((o, last) if packed else o)
+    with torch.no_grad():
+        ops.gated_delta(q, k, o, *gates)
+        one = [x[:, 0] for x in (q, k, o, *gates)]
+        delta_step(*one, torch.zeros(2, 2, width, width))
+
+
+def convolve_heads(dtype: torch.dtype, width: int, taps: int, packed: bool, length: int = 70) -> None:
+    """With the output norm and gate, which take what it passes on."""
+    segments = torch.zeros(2, length) if packed else None
+    made = ops.convolve_heads(draw(2, length, 6 * width, dtype=dtype), draw(taps, 4 * width), 1, 2, segments=segments)
+    y = ops.gated_output(made[2], made[3], draw(width))
+    both((*made[:2], y))
+
+
+def delta_mixer(dtype: torch.dtype, width: int, key_heads: int, length: int = 70) -> None:
+    projected, gates = draw(2, length, (2 * key_heads + 4) * width, dtype=dtype), [draw(2, length, 2) for _ in range(2)]
+    both(ops.delta_mixer(projected, *gates, draw(4, (2 * key_heads + 2) * width), draw(width), key_heads)[0])
 
 
 def pool_streams(dtype: torch.dtype, width: int, n: int, tokens: int = 5) -> None:
@@ -266,6 +293,11 @@ def small_cases() -> Iterator[Case]:
     yield case(gated_norm, BF16, 768, 16)
     yield case(gated_norm_added, BF16, 768, 16)
     yield case(gated_norm, FP32, 33, 4)
+    yield case(gated_delta, BF16, 128, 2, False)
+    yield case(gated_delta, BF16, 32, 1, True)
+    yield case(convolve_heads, BF16, 128, 4, False)
+    yield case(convolve_heads, FP32, 16, 3, True)
+    yield case(delta_mixer, BF16, 128, 1)
     yield case(norm_rotate, BF16, 64)
     yield case(packed_heads, BF16, 128, 6, 6)
     yield case(mix_heads, BF16, 64, 2, True, True, "qv")
@@ -331,6 +363,11 @@ def wide_cases() -> Iterator[Case]:
         yield case(packed_heads, dtype, width, 6, 2)
         for sizes in ((40, 3, 4, 4), (128, 1, 2, 1), (512, 2, 4, 2), (4096, 1, 8, 8), (9000, 64, 8, 1)):
             yield case(decode_heads, dtype, width, *sizes)
+    for width, key_heads, packed in product((16, 32, 64, 128), (1, 2), switch):
+        yield case(gated_delta, BF16, width, key_heads, packed)
+        yield case(delta_mixer, BF16, width, key_heads)
+    for dtype, width, taps, packed in product(dtypes, (16, 128, 256), (1, 2, 3, 4), switch):
+        yield case(convolve_heads, dtype, width, taps, packed)
     for dtype, width, heads in product(dtypes, (33, 64, 128), (1, 3)):
         for gamma, normed, anchors in product(switch, switch, ("v", "qkvg")):
             yield case(mix_heads, dtype, width, heads, gamma, normed, anchors)

@@ -30,3 +30,10 @@ def serves(*tensors: Tensor) -> bool:
 def multiprocessors(x: Tensor) -> int:
     """How many multiprocessors the tensor's GPU has. The interpreter gets 3, so that tests have programs share work."""
     return torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 3
+
+
+def shared_memory(x: Tensor) -> int:
+    """Most bytes of shared memory per program on the tensor's GPU; without one, Hopper's."""
+    if not x.is_cuda:
+        return 232_448
+    return int(getattr(torch.cuda.get_device_properties(x.device), "shared_memory_per_block_optin", 0))

@@ -1,0 +1,195 @@
+"""The gated delta rule on the GPU, forward: chunks of C tokens, first each by itself, then one after the other.
+
+With the reference's letters, for one head and a chunk that meets the state S [K, V]:
+
+    inverse = (I + tril(β_i within_ij k_i·k_j, −1))⁻¹,   reads = tril(within_ij q_i·k_j)        chunk_kernel
+    r = β (v − enter ⊙ k S),   u = inverse r                                                    scan_kernel
+    o = enter ⊙ q S + reads u,   S' = enter_last S + (leave ⊙ k)ᵀ u,   leave_j = within_last,j
+
+`rates` [5, B·H, N·C] holds, for every token of the N chunks and in float32, enter, leave, β, the sum G of log decays
+and the number of documents begun inside the chunk, so that no other kernel computes them. After the last token β is 0.
+"""
+
+# mypy: ignore-errors
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+ENTER, LEAVE, BETA, TOTAL, DOCUMENT = (tl.constexpr(i) for i in range(5))
+
+
+@triton.jit
+def tile(x_ptr, start, length, stride_t, C: tl.constexpr, D: tl.constexpr):
+    """C tokens of one head from `start` on, [C, D], zero from `length` on."""
+    t = start + tl.arange(0, C)[:, None]
+    return tl.load(x_ptr + t.to(tl.int64) * stride_t + tl.arange(0, D)[None, :], mask=t < length, other=0.0)
+
+
+@triton.jit
+def store_tile(x_ptr, b_x, start, length, stride_t, C: tl.constexpr, D: tl.constexpr):
+    t = start + tl.arange(0, C)[:, None]
+    at_ptr = x_ptr + t.to(tl.int64) * stride_t + tl.arange(0, D)[None, :]
+    tl.store(at_ptr, b_x.to(x_ptr.dtype.element_ty), mask=t < length)
+
+
+@triton.jit
+def matrix(x_ptr, index, stride_r, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Pointers to a block [ROWS, COLUMNS] of matrix `index`, whose rows are `stride_r` apart."""
+    first_ptr = x_ptr + tl.cast(index, tl.int64) * (ROWS * stride_r)
+    return first_ptr + tl.arange(0, ROWS)[:, None] * stride_r + tl.arange(0, COLUMNS)[None, :]
+
+
+@triton.jit
+def rate(rates_ptr, which: tl.constexpr, row, rows, start, padded, C: tl.constexpr):
+    """One of the rates of a chunk, [C]."""
+    at = (tl.cast(rows, tl.int64) * which + row) * padded + start
+    return tl.load(rates_ptr + at + tl.arange(0, C))
+
+
+@triton.jit
+def decay_between(b_total, b_document, C: tl.constexpr):
+    """within [C, C], the diagonal included. Above it the exponent is positive and may overflow, but is not chosen."""
+    i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+    visible = (i >= j) & (b_document[:, None] == b_document[None, :])
+    return tl.where(visible, tl.exp(b_total[:, None] - b_total[None, :]), 0.0)
+
+
+@triton.jit
+def inverted(b_n, C: tl.constexpr, PRECISION: tl.constexpr):
+    """(I + N)⁻¹ of a strictly lower triangular N [C, C], C ≤ 64.
+
+    Blocks of 16 on the diagonal by substitution, row by row, all blocks at once: I + N = D⁻¹ (I + D N_off), with D the
+    inverted blocks and N_off the blocks below. X = D N_off has at most three powers: (I + X)⁻¹ = I − X + X² − X³. A
+    series over all of N would be cheaper still and loses every digit where keys are alike.
+    """
+    BLOCKS: tl.constexpr = C // 16
+    block = tl.arange(0, BLOCKS)
+    on_diagonal = block[:, None, None, None] == block[None, None, :, None]
+    b_d = tl.sum(tl.where(on_diagonal, tl.reshape(b_n, [BLOCKS, 16, BLOCKS, 16]), 0.0), 2)  # [BLOCKS, 16, 16]
+    i, j = tl.arange(0, 16)[None, :, None], tl.arange(0, 16)[None, None, :]
+    b_t = tl.where((i == j) & (block[:, None, None] >= 0), 1.0, 0.0)
+    for s in range(1, 16):
+        # row s: e_s − Σ_j n_sj (row j)
+        b_row = tl.sum(tl.where(i == s, b_d, 0.0), 1)  # [BLOCKS, 16]
+        b_sum = tl.sum(b_row[:, :, None] * b_t, 1)
+        b_t = tl.where(i == s, b_t - b_sum[:, None, :], b_t)
+    b_t = tl.reshape(tl.where(on_diagonal, b_t[:, :, None, :], 0.0), [C, C])
+    i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+    b_x = tl.dot(b_t, tl.where(i // 16 != j // 16, b_n, 0.0), input_precision=PRECISION)
+    b_xx = tl.dot(b_x, b_x, input_precision=PRECISION)
+    b_y = tl.where(i == j, 1.0, 0.0) - b_x + b_xx - tl.dot(b_x, b_xx, input_precision=PRECISION)
+    return tl.dot(b_y, b_t, input_precision=PRECISION)
+
+
+@triton.jit(do_not_specialize=["length", "chunks", "rows"])
+def chunk_kernel(
+    q_ptr, k_ptr, g_ptr, beta_ptr, begins_ptr, inverse_ptr, reads_ptr, rates_ptr,
+    length, chunks, rows, heads, group, stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh,
+    K: tl.constexpr, C: tl.constexpr, DOCUMENTS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One chunk of one head: the matrices that do not depend on the state, and the rates."""
+    row, n = tl.program_id(0) // chunks, tl.program_id(0) % chunks
+    batch, head, start = tl.cast(row // heads, tl.int64), row % heads, n * C
+    t = start + tl.arange(0, C)
+    is_token, token = t < length, batch * length + t
+
+    # G, β, and the number of documents begun so far
+    b_total = tl.cumsum(tl.load(g_ptr + token * heads + head, mask=is_token, other=0.0), 0)  # [C]
+    b_beta = tl.load(beta_ptr + token * heads + head, mask=is_token, other=0.0)
+    b_document = tl.zeros([C], tl.int32)
+    if DOCUMENTS:
+        b_document = tl.cumsum(tl.load(begins_ptr + token, mask=is_token, other=0).to(tl.int32), 0)
+    is_last = tl.arange(0, C) == C - 1
+    last_total, last_document = tl.sum(tl.where(is_last, b_total, 0.0)), tl.sum(tl.where(is_last, b_document, 0))
+    b_enter = tl.where(b_document == 0, tl.exp(b_total), 0.0)
+    b_leave = tl.where(b_document == last_document, tl.exp(last_total - b_total), 0.0)
+    each, at = tl.cast(rows, tl.int64) * chunks * C, tl.cast(row, tl.int64) * chunks * C + t
+    tl.store(rates_ptr + ENTER * each + at, b_enter)
+    tl.store(rates_ptr + LEAVE * each + at, b_leave)
+    tl.store(rates_ptr + BETA * each + at, b_beta)
+    tl.store(rates_ptr + TOTAL * each + at, b_total)
+    tl.store(rates_ptr + DOCUMENT * each + at, b_document.to(tl.float32))
+
+    # reads = tril(within ⊙ q kᵀ)
+    key = head // group
+    b_k = tile(k_ptr + batch * stride_kb + key * stride_kh, start, length, stride_kt, C, K)
+    b_q = tile(q_ptr + batch * stride_qb + key * stride_qh, start, length, stride_qt, C, K)
+    b_within = decay_between(b_total, b_document, C)
+    b_reads = b_within * tl.dot(b_q, tl.trans(b_k))
+    tl.store(matrix(reads_ptr, tl.program_id(0), C, C, C), b_reads.to(reads_ptr.dtype.element_ty))
+
+    # inverse = (I + tril(β within ⊙ k kᵀ, −1))⁻¹
+    i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+    b_n = tl.where(i > j, b_beta[:, None] * b_within * tl.dot(b_k, tl.trans(b_k)), 0.0)
+    b_inverse = inverted(b_n, C, PRECISION)
+    tl.store(matrix(inverse_ptr, tl.program_id(0), C, C, C), b_inverse.to(inverse_ptr.dtype.element_ty))
+
+
+@triton.jit(do_not_specialize=["length", "chunks", "rows"])
+def scan_kernel(
+    q_ptr, k_ptr, v_ptr, inverse_ptr, reads_ptr, rates_ptr, state_ptr, o_ptr, last_ptr, states_ptr,
+    length, chunks, rows, heads, group,
+    stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
+    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr,
+    STATE: tl.constexpr, KEEP: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """BLOCK columns of one head's values, through all chunks. KEEP stores the state that each chunk meets."""
+    row, column = tl.program_id(0) // (V // BLOCK), tl.program_id(0) % (V // BLOCK) * BLOCK
+    batch, head = tl.cast(row // heads, tl.int64), row % heads
+    key, padded = head // group, chunks * C
+    q_ptr += batch * stride_qb + key * stride_qh
+    k_ptr += batch * stride_kb + key * stride_kh
+    v_ptr += batch * stride_vb + head * stride_vh + column
+    o_ptr += (batch * length * heads + head) * V + column
+    dtype = k_ptr.dtype.element_ty
+    if STATE:
+        b_s = tl.load(matrix(state_ptr + column, row, V, K, BLOCK))  # [K, BLOCK]
+    else:
+        b_s = tl.zeros([K, BLOCK], tl.float32)
+    for n in tl.range(0, chunks, num_stages=STAGES):
+        start, at = n * C, row * chunks + n
+        b_k = tile(k_ptr, start, length, stride_kt, C, K)
+        b_q = tile(q_ptr, start, length, stride_qt, C, K)
+        b_v = tile(v_ptr, start, length, stride_vt, C, BLOCK)
+        b_inverse = tl.load(matrix(inverse_ptr, at, C, C, C))
+        b_reads = tl.load(matrix(reads_ptr, at, C, C, C))
+        b_enter = rate(rates_ptr, ENTER, row, rows, start, padded, C)
+        b_leave = rate(rates_ptr, LEAVE, row, rows, start, padded, C)
+        b_beta = rate(rates_ptr, BETA, row, rows, start, padded, C)
+        fade = tl.load(rates_ptr + tl.cast(row, tl.int64) * padded + start + C - 1)
+        b_met = b_s.to(dtype)
+        if KEEP:
+            tl.store(matrix(states_ptr + column, at, V, K, BLOCK), b_met)
+        # r = β (v − enter ⊙ k S),   u = inverse r
+        b_r = b_beta[:, None] * (b_v.to(tl.float32) - b_enter[:, None] * tl.dot(b_k, b_met))
+        b_u = tl.dot(b_inverse, b_r.to(dtype))  # [C, BLOCK]
+        # o = enter ⊙ q S + reads u
+        b_o = b_enter[:, None] * tl.dot(b_q, b_met) + tl.dot(b_reads, b_u.to(dtype))
+        store_tile(o_ptr, b_o, start, length, heads * V, C, BLOCK)
+        # S' = enter_last S + (leave ⊙ k)ᵀ u
+        b_s = fade * b_s + tl.dot(tl.trans(b_k), (b_leave[:, None] * b_u).to(dtype))
+    tl.store(matrix(last_ptr + column, row, V, K, BLOCK), b_s)
+
+
+@triton.jit
+def step_kernel(
+    q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, state_ptr, o_ptr, heads, group,
+    stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh,
+    K: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One token of BLOCK columns of one head's values; the state is overwritten."""
+    row, column = tl.program_id(0) // (V // BLOCK), tl.program_id(0) % (V // BLOCK) * BLOCK
+    batch, head = tl.cast(row // heads, tl.int64), row % heads
+    i, j = tl.arange(0, K), column + tl.arange(0, BLOCK)
+    b_q = tl.load(q_ptr + batch * stride_qb + head // group * stride_qh + i).to(tl.float32)  # [K]
+    b_k = tl.load(k_ptr + batch * stride_kb + head // group * stride_kh + i).to(tl.float32)
+    b_v = tl.load(v_ptr + batch * stride_vb + head * stride_vh + j).to(tl.float32)  # [BLOCK]
+    # S ← α S,   u = β (v − Sᵀk),   S ← S + k uᵀ,   o = Sᵀq
+    at_ptr = matrix(state_ptr + column, row, V, K, BLOCK)
+    b_s = tl.exp(tl.load(g_ptr + row)) * tl.load(at_ptr)  # [K, BLOCK]
+    b_u = tl.load(beta_ptr + row) * (b_v - tl.sum(b_s * b_k[:, None], 0))
+    b_s += b_k[:, None] * b_u[None, :]
+    tl.store(at_ptr, b_s)
+    b_o = tl.sum(b_s * b_q[:, None], 0)
+    tl.store(o_ptr + tl.cast(row, tl.int64) * V + j, b_o.to(o_ptr.dtype.element_ty))

@@ -1,0 +1,173 @@
+"""The gated delta rule: tile sizes, and launching the kernels."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from residua.ops._runtime import fused
+from residua.ops._runtime.launch import cdiv, on
+from residua.ops.gated_delta import kernels, kernels_backward
+from residua.ops.gated_delta.reference import CHUNK
+
+RATES = 5
+"""Numbers per token that `chunk_kernel` leaves for the others."""
+
+
+class BlockPlan(NamedTuple):
+    """A program takes a head's columns by blocks."""
+
+    block: int
+    warps: int = 4
+    stages: int = 1
+
+    def settings(self, width: int) -> dict[str, int]:
+        return {"BLOCK": min(self.block, width), "STAGES": self.stages, "num_warps": self.warps}
+
+    def programs(self, rows: int, width: int) -> tuple[int]:
+        """The grid of a scan: a program per block."""
+        return (rows * cdiv(width, self.block),)
+
+
+CHUNKS = {"num_warps": 4, "num_stages": 1}
+GRADIENTS = BlockPlan(64)
+STEP = BlockPlan(32)
+
+
+def scan_plan(x: Tensor) -> BlockPlan:
+    """Of both scans. Three stages of heads of 128 need 191 KB of shared memory; with two, Triton overlaps nothing."""
+    most = fused.shared_memory(x)
+    return BlockPlan(64, stages=3 if most >= 195_000 else 1)
+
+
+class Sizes(NamedTuple):
+    batch: int
+    length: int
+    heads: int
+    group: int
+    """Value heads per key head."""
+    key_width: int
+    value_width: int
+
+    @classmethod
+    def of(cls, k: Tensor, v: Tensor) -> Sizes:
+        batch, length, heads, value_width = v.shape
+        return cls(batch, length, heads, heads // k.shape[2], k.shape[3], value_width)
+
+    @property
+    def rows(self) -> int:
+        return self.batch * self.heads
+
+    @property
+    def chunks(self) -> int:
+        return cdiv(self.length, CHUNK)
+
+    def arguments(self, *strided: Tensor) -> tuple[int, ...]:
+        """What every kernel takes after its pointers: sizes, then the strides of batch, token and head."""
+        sizes = self.length, self.chunks, self.rows, self.heads, self.group
+        return (*sizes, *(stride for x in strided for stride in x.stride()[:3]))
+
+
+def forward_outputs(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, begins: Tensor | None, state: Tensor | None, keep: bool
+) -> tuple[Tensor, ...]:
+    s = Sizes.of(k, v)
+    square = (s.rows, s.chunks, CHUNK, CHUNK)
+    return (
+        v.new_empty(v.shape),
+        g.new_empty((s.batch, s.heads, s.key_width, s.value_width)),
+        v.new_empty(square),
+        v.new_empty(square),
+        g.new_empty((RATES, s.rows, s.chunks * CHUNK)),
+        v.new_empty((s.rows, s.chunks if keep else 0, s.key_width, s.value_width)),
+    )
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, begins: Tensor | None, state: Tensor | None, keep: bool
+) -> tuple[Tensor, ...]:
+    """o and the last state; then what backward needs: inverse, reads, rates and the state that each chunk meets.
+
+    g, beta and states are float32; begins [B, T] is uint8. `keep`: there will be a backward pass.
+    """
+    outputs = forward_outputs(q, k, v, g, beta, begins, state, keep)
+    o, last, inverse, reads, rates, states = outputs
+    s = Sizes.of(k, v)
+    q, k, v = (_dense(x) for x in (q, k, v))
+    g, plan = g.contiguous(), scan_plan(v)
+    with on(v):
+        kernels.chunk_kernel[(s.rows * s.chunks,)](
+            q, k, g, beta.contiguous(), g if begins is None else begins.contiguous(), inverse, reads, rates,
+            *s.arguments(q, k), K=s.key_width, C=CHUNK, DOCUMENTS=begins is not None, PRECISION=_precision(v), **CHUNKS,
+        )  # fmt: skip
+        kernels.scan_kernel[plan.programs(s.rows, s.value_width)](
+            q, k, v, inverse, reads, rates, last if state is None else state.contiguous(), o, last, states,
+            *s.arguments(q, k, v), K=s.key_width, V=s.value_width, C=CHUNK,
+            STATE=state is not None, KEEP=keep, **plan.settings(s.value_width),
+        )  # fmt: skip
+    return outputs
+
+
+def backward_outputs(
+    d_o: Tensor, d_last: Tensor | None, q: Tensor, k: Tensor, v: Tensor, inverse: Tensor, reads: Tensor, rates: Tensor,
+    states: Tensor, from_state: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    s = Sizes.of(k, v)
+    per_head = q.new_empty((s.batch, s.length, s.heads, s.key_width))
+    gate = rates.new_empty((s.batch, s.length, s.heads))
+    d_state = rates.new_empty((s.batch if from_state else 0, s.heads, s.key_width, s.value_width))
+    return per_head, torch.empty_like(per_head), v.new_empty(v.shape), gate, torch.empty_like(gate), d_state
+
+
+def backward(
+    d_o: Tensor, d_last: Tensor | None, q: Tensor, k: Tensor, v: Tensor, inverse: Tensor, reads: Tensor, rates: Tensor,
+    states: Tensor, from_state: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """The gradients of q and k, for each value head, and of v, g, beta and the first state."""
+    outputs = backward_outputs(d_o, d_last, q, k, v, inverse, reads, rates, states, from_state)
+    *gradients, d_state = outputs
+    s = Sizes.of(k, v)
+    q, k, v, d_o = (_dense(x) for x in (q, k, v, d_o))
+    d_states, dr = torch.empty_like(states), v.new_empty((s.rows, s.length, s.value_width))
+    kept, plan = (inverse, reads, rates), scan_plan(v)
+    with on(v):
+        kernels_backward.scan_kernel[plan.programs(s.rows, s.value_width)](
+            q, k, d_o, *kept, rates if d_last is None else d_last.contiguous(), dr, d_state, d_states,
+            *s.arguments(q, k, d_o), K=s.key_width, V=s.value_width, C=CHUNK,
+            LAST=d_last is not None, STATE=from_state, **plan.settings(s.value_width),
+        )  # fmt: skip
+        kernels_backward.gradient_kernel[(s.rows * s.chunks,)](
+            q, k, v, d_o, *kept, states, d_states, dr, *gradients,
+            *s.arguments(q, k, v, d_o), K=s.key_width, V=s.value_width, C=CHUNK, **GRADIENTS.settings(s.key_width),
+        )  # fmt: skip
+    return outputs
+
+
+def _dense(x: Tensor) -> Tensor:
+    """With its last axis dense; a head may be a part of something wider."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _precision(x: Tensor) -> str:
+    """Of the products that invert: a result in bfloat16 has no use for more than TensorFloat-32."""
+    return "tf32" if x.dtype is torch.bfloat16 and not fused.INTERPRETED else "ieee"
+
+
+def step_outputs(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> Tensor:
+    return v.new_empty(v.shape)
+
+
+def step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> Tensor:
+    """o [B, H, V] of one token; the state [B, H, K, V], float32 and contiguous, is overwritten."""
+    o = step_outputs(q, k, v, g, beta, state)
+    q, k, v = (_dense(x) for x in (q, k, v))
+    (_, heads, value_width), (_, key_heads, key_width) = v.shape, k.shape
+    strides = (stride for x in (q, k, v) for stride in x.stride()[:2])
+    with on(v):
+        kernels.step_kernel[STEP.programs(v.shape[0] * heads, value_width)](
+            q, k, v, g.contiguous(), beta.contiguous(), state, o, heads, heads // key_heads, *strides,
+            K=key_width, V=value_width, BLOCK=min(STEP.block, value_width), num_warps=STEP.warps,
+        )  # fmt: skip
+    return o

@@ -1,0 +1,26 @@
+"""The output norm of linear attention, per head, times its gate."""
+
+from typing import Any
+
+from torch import Tensor
+
+from residua.ops._runtime import fused
+from residua.ops._runtime.backend import Operator
+from residua.ops.gated_output import reference
+
+gated_output = Operator(reference.gated_output)
+
+
+def _serves(o: Tensor, z: Tensor, weight: Tensor, **_: Any) -> bool:
+    """[B, T, H, D] with D a power of two."""
+    width = o.shape[-1]
+    fits = o.dim() == 4 and 16 <= width <= 1024 and width & (width - 1) == 0
+    return fits and o.numel() > 0 and fused.serves(o, z, weight)
+
+
+if fused.INSTALLED:
+    from residua.ops.gated_output import autograd
+
+    gated_output.register_fused(autograd.gated_output, _serves)
+
+__all__ = ["gated_output"]

@@ -1,0 +1,29 @@
+"""The short causal convolution before the delta rule, with silu and the norms of queries and keys."""
+
+from typing import Any
+
+from torch import Tensor
+
+from residua.ops._runtime import fused
+from residua.ops._runtime.backend import Operator
+from residua.ops.short_convolution import reference
+from residua.ops.short_convolution.reference import short_convolution, unit
+
+MOST_TAPS = 4
+
+convolve_heads = Operator(reference.convolve_heads)
+
+
+def _serves(projected: Tensor, weight: Tensor, key_heads: int, value_heads: int, **_: Any) -> bool:
+    """Heads whose width is a power of two, and no more than four taps."""
+    width = weight.shape[1] // (2 * key_heads + value_heads)
+    fits = 16 <= width <= 256 and width & (width - 1) == 0 and weight.shape[0] <= MOST_TAPS
+    return fits and projected.numel() > 0 and fused.serves(projected, weight)
+
+
+if fused.INSTALLED:
+    from residua.ops.short_convolution import autograd
+
+    convolve_heads.register_fused(autograd.convolve_heads, _serves)
+
+__all__ = ["convolve_heads", "short_convolution", "unit"]

@@ -1,0 +1,114 @@
+"""Short convolution: tile sizes, and launching the kernels."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from residua.ops._runtime.launch import cdiv, on, sum_rows
+from residua.ops.short_convolution import kernels
+
+
+class TilePlan(NamedTuple):
+    rows: int
+    """Tokens per program."""
+    warps: int
+    unroll: int = 0
+
+    def settings(self) -> dict[str, int]:
+        unroll = {"UNROLL": self.unroll} if self.unroll else {}
+        return {"ROWS": self.rows, "num_warps": self.warps, **unroll}
+
+
+FORWARD, BACKWARD = TilePlan(32, 4), TilePlan(64, 1, 4)
+
+
+class Sizes(NamedTuple):
+    batch: int
+    length: int
+    taps: int
+    key_heads: int
+    value_heads: int
+    width: int
+
+    @classmethod
+    def of(cls, projected: Tensor, weight: Tensor, key_heads: int, value_heads: int) -> Sizes:
+        taps, channels = weight.shape
+        batch, length, _ = projected.shape
+        return cls(batch, length, taps, key_heads, value_heads, channels // (2 * key_heads + value_heads))
+
+    @property
+    def heads(self) -> int:
+        return 2 * self.key_heads + self.value_heads
+
+    def arguments(self, projected: Tensor, tiling: TilePlan) -> tuple[int, ...]:
+        tiles = cdiv(self.length, tiling.rows)
+        return self.length, tiles, self.heads, self.key_heads, *projected.stride()[:2]
+
+    def programs(self, tiling: TilePlan) -> tuple[int]:
+        return (self.batch * cdiv(self.length, tiling.rows) * self.heads,)
+
+
+def forward_outputs(
+    projected: Tensor, weight: Tensor, begins: Tensor | None, key_heads: int, value_heads: int, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    s = Sizes.of(projected, weight, key_heads, value_heads)
+    q, k, v = (projected.new_empty((s.batch, s.length, n, s.width)) for n in (key_heads, key_heads, value_heads))
+    return q, k, v
+
+
+def forward(
+    projected: Tensor, weight: Tensor, begins: Tensor | None, key_heads: int, value_heads: int, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v from the first columns of the projection; begins [B, T] is uint8."""
+    outputs = forward_outputs(projected, weight, begins, key_heads, value_heads, eps)
+    s, x = Sizes.of(projected, weight, key_heads, value_heads), _dense(projected)
+    with on(x):
+        kernels.forward_kernel[s.programs(FORWARD)](
+            x, weight.contiguous(), x if begins is None else begins.contiguous(), *outputs, *s.arguments(x, FORWARD),
+            eps, **_constants(s, begins), **FORWARD.settings(),
+        )  # fmt: skip
+    return outputs
+
+
+def backward_outputs(
+    dq: Tensor, dk: Tensor, dv: Tensor, dz: Tensor, projected: Tensor, weight: Tensor, begins: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    return projected.new_empty(projected.shape), weight.new_empty(weight.shape, dtype=torch.float32)
+
+
+def backward(
+    dq: Tensor, dk: Tensor, dv: Tensor, dz: Tensor, projected: Tensor, weight: Tensor, begins: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    """The gradients of the projection, in one piece with the gate's, and of the weight."""
+    outputs = d_projected, d_weight = backward_outputs(dq, dk, dv, dz, projected, weight, begins, eps)
+    d_projected[..., weight.shape[1] :] = dz.flatten(2)
+    launch_backward(dq, dk, dv, projected, weight, begins, eps, dk.shape[2], d_projected, d_weight)
+    return outputs
+
+
+def launch_backward(
+    dq: Tensor, dk: Tensor, dv: Tensor, projected: Tensor, weight: Tensor, begins: Tensor | None, eps: float,
+    key_heads: int, d_projected: Tensor, d_weight: Tensor,
+) -> None:  # fmt: skip
+    """Write into d_projected, but for the gate's columns, and d_weight. dq and dk may have more heads than q and k."""
+    s, x = Sizes.of(projected, weight, key_heads, dv.shape[2]), _dense(projected)
+    partial = d_weight.new_empty((s.batch * cdiv(s.length, BACKWARD.rows), weight.numel()))
+    with on(x):
+        kernels.backward_kernel[s.programs(BACKWARD)](
+            x, weight.contiguous(), x if begins is None else begins.contiguous(),
+            dq.contiguous(), dk.contiguous(), dv.contiguous(), d_projected, partial, *s.arguments(x, BACKWARD),
+            *d_projected.stride()[:2], eps, GROUP=dk.shape[2] // key_heads, **_constants(s, begins),
+            **BACKWARD.settings(),
+        )  # fmt: skip
+        sum_rows(partial, d_weight.view(-1))
+
+
+def _constants(s: Sizes, begins: Tensor | None) -> dict[str, Any]:
+    return {"D": s.width, "TAPS": s.taps, "DOCUMENTS": begins is not None}
+
+
+def _dense(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()

@@ -1,0 +1,229 @@
+"""The gated delta rule's kernels against a loop in float64: in Triton's interpreter, and compiled on a GPU."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from residua import ops
+from residua.bench.peers import peers
+from residua.ops.gated_delta import autograd, step
+from residua.ops.gated_delta.reference import chunked
+
+GPU = torch.device("cuda")
+
+
+def inputs(
+    length: int, key_heads: int = 1, heads: int = 2, widths: tuple[int, int] = (16, 32), batch: int = 2
+) -> dict[str, Tensor]:
+    """The rule's arguments in float64: unit keys that are often alike, decays from none to strong, a state."""
+    lead = (batch, length)
+    common = torch.randn(batch, 1, key_heads, widths[0])
+    made = {
+        "q": torch.randn(*lead, key_heads, widths[0]) * widths[0] ** -0.5,
+        "k": normalize(torch.randn(*lead, key_heads, widths[0]) + common, dim=-1),
+        "v": torch.randn(*lead, heads, widths[1]),
+        "g": -(torch.randn(*lead, heads).abs() ** 3) / 4,
+        "beta": torch.randn(*lead, heads).sigmoid(),
+        "state": torch.randn(batch, heads, *widths),
+    }
+    return {name: x.double() for name, x in made.items()}
+
+
+def documents(batch: int, length: int, share: float = 0.05) -> Tensor:
+    """Segments that begin anywhere, also at the first token of a chunk."""
+    begins = torch.rand(batch, length) < share
+    begins[:, 64:65] = True
+    return begins.cumsum(1)
+
+
+def recurrence(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None = None,
+    segments: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The rule as printed, one token, row and head after the other."""
+    batch, length, heads, width = v.shape
+    group = heads // k.shape[2]
+    outputs, last = [], []
+    for b in range(batch):
+        for h in range(heads):
+            memory = k.new_zeros(k.shape[-1], width) if state is None else state[b, h]
+            for t in range(length):
+                if segments is not None and t and segments[b, t] != segments[b, t - 1]:
+                    memory = torch.zeros_like(memory)
+                key = k[b, t, h // group]
+                memory = g[b, t, h].exp() * memory
+                memory = memory + beta[b, t, h] * torch.outer(key, v[b, t, h] - key @ memory)
+                outputs.append(q[b, t, h // group] @ memory)
+            last.append(memory)
+    o = torch.stack(outputs).unflatten(0, (batch, heads, length)).transpose(1, 2)
+    return o, torch.stack(last).unflatten(0, (batch, heads))
+
+
+def errors(
+    arguments: dict[str, Tensor], segments: Tensor | None, device: torch.device, dtype: torch.dtype
+) -> dict[str, float]:
+    """Relative RMS errors of both outputs and of all gradients of a random scalar of them."""
+    low = {n: x.to(device, dtype if n in "qkv" else torch.float32).requires_grad_() for n, x in arguments.items()}
+    exact = {n: x.detach().cpu().double().requires_grad_() for n, x in low.items()}
+    found = autograd.gated_delta(**low, segments=None if segments is None else segments.to(device))
+    expected = recurrence(**exact, segments=segments)
+    assert found[0].dtype is dtype and found[1].dtype is torch.float32
+    probes = [torch.randn_like(x) for x in expected]
+    given = [p.to(device, x.dtype) for p, x in zip(probes, found, strict=True)]
+    ours = torch.autograd.grad(found, list(low.values()), given)
+    theirs = torch.autograd.grad(expected, list(exact.values()), probes)
+    pairs = zip(("o", "last", *arguments), (*found, *ours), (*expected, *theirs), strict=True)
+    return {name: float(((a.cpu() - b).norm() / b.norm()).detach()) for name, a, b in pairs}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("length", "packed", "heads", "widths"),
+    [
+        (1, False, (1, 1), (16, 16)),
+        (70, True, (1, 2), (16, 32)),
+        (130, True, (2, 2), (32, 16)),
+        (128, False, (1, 1), (16, 16)),
+    ],
+)
+def test_every_gradient_follows_the_recurrence(
+    length: int, packed: bool, heads: tuple[int, int], widths: tuple[int, int]
+) -> None:
+    arguments = inputs(length, *heads, widths)
+    segments = documents(2, length) if packed else None
+    found = errors(arguments, segments, torch.device("cpu"), torch.float32)
+    assert max(found.values()) < 2e-5, found
+
+
+def single(length: int = 70, **sizes: Any) -> dict[str, Tensor]:
+    return {name: x.float().requires_grad_() for name, x in inputs(length, **sizes).items()}
+
+
+@pytest.mark.slow
+def test_parts_of_something_wider_go_in_and_dense_tensors_come_out() -> None:
+    """As the heads of a fused projection come; compiled code is written for the strides that the operators state."""
+    arguments = {n: x.detach() for n, x in single(5).items()}
+    q, v = arguments["q"].repeat(1, 1, 3, 1)[:, :, 1:2], torch.randn(2, 5, 3, 32)[:, :, 1:]
+    given = [q, arguments["k"], v, arguments["g"], arguments["beta"]]
+    fake = ("test_schema", "test_faketensor")
+    torch.library.opcheck(autograd._forward, [*given, None, arguments["state"], True], test_utils=fake)
+    o, last, *kept = autograd._forward(*given, None, arguments["state"], True)
+    torch.library.opcheck(autograd._backward, [o, last, *given[:3], *kept, True], test_utils=fake)
+    torch.testing.assert_close(o, recurrence(*given, arguments["state"])[0], atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_only_the_outputs_that_are_used_need_gradients() -> None:
+    """Neither the last state nor the first is part of a training step."""
+    arguments = single()
+    del arguments["state"]
+    leaves = list(arguments.values())
+    found, expected = (
+        torch.autograd.grad(rule(**arguments)[0].sum(), leaves) for rule in (autograd.gated_delta, chunked)
+    )
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    found, expected = (
+        torch.autograd.grad(rule(**arguments)[1].sum(), leaves[1:]) for rule in (autograd.gated_delta, chunked)
+    )
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_compile_sees_one_graph() -> None:
+    arguments, segments = single(), documents(2, 70)
+    compiled = torch.compile(autograd.gated_delta, fullgraph=True, backend="aot_eager")
+    found, expected = (rule(**arguments, segments=segments) for rule in (compiled, autograd.gated_delta))
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    gradients = [torch.autograd.grad(y, list(arguments.values()), y) for y in (found, expected)]
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+def test_keys_that_are_all_alike_do_not_blow_up() -> None:
+    """Powers of the triangle then reach 10¹⁷: a series instead of substitution would be nothing but rounding."""
+    arguments = {name: x.detach() for name, x in single(64, heads=1).items()}
+    arguments |= {"k": torch.ones_like(arguments["k"]) / 4, "g": torch.zeros(2, 64, 1), "beta": torch.ones(2, 64, 1)}
+    found, expected = (rule(**arguments)[0] for rule in (autograd.gated_delta, recurrence))
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_no_gradient_keeps_no_states() -> None:
+    arguments = {name: x.detach() for name, x in single(5, heads=1).items()}
+    kept = autograd._forward(*list(arguments.values())[:5], None, None, False)[5]
+    assert kept.numel() == 0
+
+
+@pytest.mark.parametrize(("key_heads", "widths"), [(1, (16, 64)), (2, (32, 16))])
+def test_a_step_continues_the_recurrence_and_overwrites_its_state(key_heads: int, widths: tuple[int, int]) -> None:
+    arguments = {name: x.detach() for name, x in single(2, key_heads=key_heads, widths=widths).items()}
+    expected, last = recurrence(**arguments)
+    state = arguments.pop("state").clone()
+    with ops.backend("triton"), torch.no_grad():
+        for t in range(2):
+            o, after = step(**{name: x[:, t] for name, x in arguments.items()}, state=state)
+            torch.testing.assert_close(o, expected[:, t], rtol=1e-4, atol=1e-5)
+            assert after is state
+    torch.testing.assert_close(state, last, rtol=1e-4, atol=1e-5)
+
+
+def test_what_has_no_kernel_runs_on_the_reference() -> None:
+    arguments = {name: x.detach() for name, x in single(7, widths=(16, 24)).items()}
+    ops.gated_delta(**arguments)
+    with ops.backend("triton"), pytest.raises(ValueError, match="no fused gated_delta"):
+        ops.gated_delta(**arguments)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(
+    ("length", "heads", "widths"), [(130, (2, 4), (128, 128)), (1, (1, 1), (64, 128)), (64, (2, 2), (32, 16))]
+)
+def test_kernels_follow_the_recurrence_in_half_precision(
+    length: int, heads: tuple[int, int], widths: tuple[int, int], packed: bool
+) -> None:
+    found = errors(inputs(length, *heads, widths), documents(2, length) if packed else None, GPU, torch.bfloat16)
+    assert max(found.values()) < 0.02, found
+
+
+def half(length: int, batch: int = 2) -> dict[str, Tensor]:
+    made = inputs(length, 3, 6, (128, 128), batch)
+    return {n: x.to(GPU, torch.bfloat16 if n in "qkv" else torch.float32).requires_grad_() for n, x in made.items()}
+
+
+@pytest.mark.gpu
+def test_two_runs_give_the_same_bits_and_so_does_a_graph() -> None:
+    arguments = half(1000)
+    segments, leaves = documents(2, 1000).to(GPU), list(arguments.values())
+
+    def run() -> list[Tensor]:
+        o, last = ops.gated_delta(**arguments, segments=segments)
+        return [o, last, *torch.autograd.grad((o, last), leaves, (o, last))]
+
+    first = run()
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        second = run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    graph.replay()
+    for a, b, c in zip(first, second, captured, strict=True):
+        assert torch.equal(a, b) and torch.equal(a, c)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(find_spec("fla") is None, reason="needs flash-linear-attention")
+def test_the_peer_of_the_bench_computes_the_same() -> None:
+    """Forward only: it refuses its backward pass on Hopper with some versions of Triton."""
+    given = [x.detach() for n, x in half(130).items() if n != "state"]
+    with torch.no_grad():
+        (theirs,) = peers("gated_delta")["fla"](*given)
+        ours, _ = ops.gated_delta(*given)
+    assert float((ours - theirs).norm() / ours.norm()) < 0.02
