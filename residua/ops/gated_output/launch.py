@@ -23,7 +23,7 @@ class RowPlan(NamedTuple):
         return max(1, self.elements // width)
 
 
-FORWARD, BACKWARD = RowPlan(4096, 4), RowPlan(2048, 4, 8)
+FORWARD, BACKWARD = RowPlan(1024, 2), RowPlan(1024, 4, 8)
 
 
 def forward_outputs(o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
