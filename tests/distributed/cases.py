@@ -46,6 +46,7 @@ MODELS: dict[str, dict[str, Any]] = {
         },
     },
 }
+MIXTURES = ("moe", "biased")
 STEPS, MICRO_BATCH, ACCUMULATE, LENGTH = 2, 2, 4, 6
 
 

@@ -9,12 +9,12 @@ TOLERANCE = 1e-5
 WEIGHT_TOLERANCE = 1e-3
 
 
-def assert_same_training(ranks: dict[str, Tensor], alone: dict[str, Tensor]) -> None:
+def assert_same_training(ranks: dict[str, Tensor], alone: dict[str, Tensor], weights: float = WEIGHT_TOLERANCE) -> None:
     """Losses and clipped gradients of each step, the validation loss, and the final weights."""
     missing = alone.keys() - ranks.keys()
     assert not missing, f"no rank has {sorted(missing)[:3]}"
     for name, expected in alone.items():
         size = float(expected.abs().max())
         error = float((ranks[name].double() - expected.double()).abs().max())
-        bound = WEIGHT_TOLERANCE if name.startswith("weight/") else TOLERANCE
+        bound = weights if name.startswith("weight/") else TOLERANCE
         assert error <= bound * max(size, 1e-3), f"{name}: {error:.2e} of {size:.2e}"
