@@ -146,6 +146,7 @@ class Forward:
         self.model = model
         self._fast = for_sequences(model) if model.embed.weight.is_cuda else None
         self._graphs: OrderedDict[tuple[Any, ...], _Graph | None] = OrderedDict()
+        self._pool = None if self._fast is None else torch.cuda.graph_pool_handle()  # memory that all graphs share
         self._cache: Cache | None = None
         self._refused = False
         # experts are chosen by what the kernels compute, so a mixture cannot run without them
@@ -204,7 +205,7 @@ class Forward:
         graph = torch.cuda.CUDAGraph()
         try:
             # thread_local: other threads may use the device during the capture
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 hidden = self._fast.hidden(static[0], None, cache, static[1])
         except RuntimeError as error:
             torch.cuda.synchronize()
