@@ -148,9 +148,11 @@ class Forward:
         self._graphs: OrderedDict[tuple[Any, ...], _Graph | None] = OrderedDict()
         self._pool = None if self._fast is None else torch.cuda.graph_pool_handle()  # memory that all graphs share
         self._cache: Cache | None = None
-        self._refused = False
+        routed = bool(mixtures(model))
+        # experts may run in a loop that needs the host, and so does attention with a sink
+        self._refused = routed or any(getattr(m, "sink", None) is not None for m in model.modules())
         # experts are chosen by what the kernels compute, so a mixture cannot run without them
-        self._compiled = self._fast is None or bool(mixtures(model))
+        self._compiled = self._fast is None or routed
 
     @torch.inference_mode()
     def hidden(
