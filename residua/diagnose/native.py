@@ -16,6 +16,7 @@ from residua.diagnose.interventions import hooked, on_each, silenced
 from residua.diagnose.observe import Ablation, AblationKind, AnchorScales, Observation, Site, SiteKind, Subject
 from residua.model import taps
 from residua.model.decoder import Decoder, Sublayer
+from residua.model.forward import for_sequences
 from residua.reading import counted
 
 NEAR_ZERO = 1e-3
@@ -62,7 +63,10 @@ class NativeSubject(Subject):
         return {k: parts for k, parts in found.items() if parts}
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        return self._decoder.losses(tokens, targets)[0]
+        model = self._decoder
+        if tokens.is_cuda and not torch.is_grad_enabled() and not taps.recording():
+            model = for_sequences(model, junctions=False)  # something may be switched off: rewritten every time
+        return model.losses(tokens, targets)[0]
 
     def parameters_of(self, site: Site) -> Iterator[nn.Parameter]:
         return self._decoder.sublayers[site.index].parameters()

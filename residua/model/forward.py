@@ -103,22 +103,26 @@ class SequenceDecoder(Decoder):
         return super()._rotary(tokens)
 
 
-def for_sequences(model: Decoder) -> Decoder:
-    """The model rewritten for whole sequences without gradients; it shares every parameter."""
+def for_sequences(model: Decoder, *, junctions: bool = True) -> Decoder:
+    """The model rewritten for whole sequences without gradients; it shares every parameter.
+
+    A sublayer that someone looks into stays as it is, and then so do all junctions; also without `junctions`, where the
+    topology may be changed.
+    """
     rewritten = copy(model)
     rewritten._modules = dict(model._modules)
     rewritten.__class__ = SequenceDecoder
     sublayers = [cast(Sublayer, sublayer) for sublayer in model.sublayers]
-    if any(is_watched(sublayer) or is_watched(sublayer.norm) for sublayer in sublayers):
-        return rewritten
+    watched = [is_watched(sublayer) or is_watched(sublayer.norm) for sublayer in sublayers]
     norms: list[Any] = [*(sublayer.norm for sublayer in sublayers), model.norm]
-    topology = model.topology.normed(norms) if all(getattr(n, "plain_rms", False) for n in norms) else None
+    plain = junctions and not any(watched) and all(getattr(norm, "plain_rms", False) for norm in norms)
+    topology = model.topology.normed(norms) if plain else None
     if topology is not None:
         norms = [nn.Identity() for _ in norms]
         rewritten.topology, rewritten.norm = topology, cast(Norm, norms[-1])
     rewritten.sublayers = nn.ModuleList(
-        Sublayer(norm, _body(sublayer.body), sublayer.after)
-        for norm, sublayer in zip(norms[:-1], sublayers, strict=True)
+        sublayer if looked_into else Sublayer(norm, _body(sublayer.body), sublayer.after)
+        for norm, sublayer, looked_into in zip(norms[:-1], sublayers, watched, strict=True)
     )
     return rewritten.eval()
 

@@ -118,8 +118,20 @@ def test_a_model_that_someone_looks_into_keeps_the_modules_they_look_at() -> Non
     built.sublayers[1].body.register_forward_hook(lambda *_: seen.append("body"))
     built.sublayers[2].register_forward_hook(lambda *_: seen.append("sublayer"))
     with torch.no_grad():
-        for_sequences(built).hidden(torch.randint(23, (1, 3)))
+        rewritten = for_sequences(built)
+        rewritten.hidden(torch.randint(23, (1, 3)))
     assert seen == ["body", "sublayer"]
+    assert rewritten.topology is built.topology
+    assert isinstance(rewritten.sublayers[0].body, SequenceAttention)
+
+
+def test_junctions_may_stay_as_they_are() -> None:
+    built, tokens = model(topology={"kind": "full_attnres"}), torch.randint(23, (2, 7))
+    with torch.no_grad():
+        rewritten = for_sequences(built, junctions=False)
+        torch.testing.assert_close(rewritten.hidden(tokens), built.hidden(tokens), rtol=0, atol=1e-12)
+    assert rewritten.topology is built.topology
+    assert isinstance(rewritten.sublayers[0].body, SequenceAttention)
 
 
 def test_on_a_cpu_the_model_runs_as_it_is() -> None:
