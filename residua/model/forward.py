@@ -30,8 +30,11 @@ from residua.ops._runtime.ahead import compile_ahead
 
 MOST_GRAPHS = 8
 """Shapes whose graphs are kept."""
-GRAPHED_TOKENS = 16_384
+GRAPHED_TOKENS = 65_536
 """Most tokens of a batch that is captured: with more, kernels take longer than their launches."""
+HALVED_TOKENS = 4096
+"""Fewest tokens of a batch whose halves run side by side in a graph, so that what one half reads and writes between its
+products overlaps with the products of the other."""
 
 COMPILED_TOKENS = 2048
 """Most tokens of the batch that kernels are compiled with; those of larger batches are the same."""
@@ -188,6 +191,22 @@ class Forward:
             cache.reach = tokens.shape[1]
         return graph.hidden
 
+    def _pass(self, tokens: Tensor, cache: Cache | None, counts: Tensor | None) -> Tensor:
+        """What a graph holds: the whole batch or, if there is enough to do, its halves on two streams."""
+        assert self._fast is not None
+        middle = len(tokens) // 2
+        if middle == 0 or tokens.numel() < HALVED_TOKENS:
+            return self._fast.hidden(tokens, None, cache, counts)
+        hidden, here, side = [], torch.cuda.current_stream(), torch.cuda.Stream()
+        side.wait_stream(here)
+        for stream, rows in ((side, slice(middle)), (here, slice(middle, None))):
+            with torch.cuda.stream(stream):
+                part = None if cache is None else cache.part(rows)
+                own = None if counts is None else counts[rows]
+                hidden.append(self._fast.hidden(tokens[rows], None, part, own))
+        here.wait_stream(side)
+        return torch.cat(hidden)
+
     def _compile(self, tokens: int) -> None:
         """Compile the kernels for batches of so many tokens side by side, if there is anything to compile."""
         assert self._fast is not None
@@ -212,7 +231,7 @@ class Forward:
         try:
             # thread_local: other threads may use the device during the capture
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                hidden = self._fast.hidden(static[0], None, cache, static[1])
+                hidden = self._pass(static[0], cache, static[1])
         except RuntimeError as error:
             torch.cuda.synchronize()
             self._refused = True

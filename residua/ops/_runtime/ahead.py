@@ -10,6 +10,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from residua.ops._runtime.library import Call, dry_run
 
@@ -31,5 +33,8 @@ def compile_ahead(forward: Callable[[], object]) -> None:
 
 @torch.inference_mode()
 def _launch(calls: list[Call]) -> None:
+    tensors = [x for call in calls for x in tree_leaves(call.args) if isinstance(x, Tensor)]
+    # a thread has no CUDA context before PyTorch runs something in it, and describing a tensor to the GPU needs one
+    torch.zeros(1, device=tensors[0].device)
     for call in calls:
         call.run(*call.args, **call.settings)

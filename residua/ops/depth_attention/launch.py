@@ -88,7 +88,7 @@ def _launch_scores(
     if tokens == 0:
         return
     y = aligned(y)
-    tile = scores_tile(width, len(z), u)
+    tile = scores_tile(width, len(z), u, tokens)
     with on(y):
         _kernels().forward.scores_kernel[(cdiv(tokens, tile["TOKENS"]),)](
             y if base is None else aligned(base), y, y if v is None else v, u, z, rstd,

@@ -86,8 +86,13 @@ def stack_tile(v: Tensor, results: int, columns: int, stages: int) -> dict[str, 
     return {**tile, "TOKENS": 1, "COLUMNS": columns, "num_warps": 1, "num_stages": stages}
 
 
-def scores_tile(width: int, readers: int, u: Tensor) -> dict[str, Any]:
-    return product_tile(width, readers, u, tokens=128, columns=64, warps=4, stages=4, room=4)
+FEW_TOKENS = 16_384
+"""Below this, tiles of scores have half as many tokens, so that there are enough of them for all multiprocessors."""
+
+
+def scores_tile(width: int, readers: int, u: Tensor, tokens: int) -> dict[str, Any]:
+    at_once = 128 if tokens >= FEW_TOKENS else 64
+    return product_tile(width, readers, u, tokens=at_once, columns=64, warps=4, stages=4, room=4)
 
 
 def scores_gradient_tile(width: int, readers: int, v: Tensor) -> dict[str, Any]:
