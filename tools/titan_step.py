@@ -34,7 +34,6 @@ def measure(name: str, steps: int, warmup: int) -> dict[str, object]:
 
     from residua.integrations.torchtitan.config_registry import trainer_config
     from residua.integrations.torchtitan.run import parse_run
-    from residua.train.throughput import peak_memory_gib
     from residua.train.timing import Sample, random_batches, time_each
 
     config = trainer_config(name)
@@ -52,8 +51,6 @@ def measure(name: str, steps: int, warmup: int) -> dict[str, object]:
     begin = time.perf_counter()
     step()
     first = time.perf_counter() - begin
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
     for _ in range(warmup):
         step()
     sample = Sample.of(time_each(step, steps, device))
@@ -65,7 +62,6 @@ def measure(name: str, steps: int, warmup: int) -> dict[str, object]:
         "step_ms": round(sample.median * 1e3, 2),
         "p10_ms": round(sample.p10 * 1e3, 2),
         "p90_ms": round(sample.p90 * 1e3, 2),
-        "peak_memory_gib": round(peak_memory_gib(device), 2),
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
     }

@@ -98,8 +98,10 @@ def test_what_the_engine_cannot_do_is_refused_in_one_sentence_that_names_both(ca
 
 
 OF_MODELS: dict[str, tuple[str, list[str], str]] = {
-    "linear": ("context", ["model.attention={kind='gated_deltanet', key_heads=2, value_heads=2, head_dim=8}"],
-               "context_parallel_degree 2.*gated_deltanet"),
+    "linear": ("context", ["model.attention={kind='kimi_delta', heads=2, head_dim=8}"],
+               "context_parallel_degree 2.*kimi_delta"),
+    "odd heads": ("context", ["model.attention={kind='gated_deltanet', key_heads=1, value_heads=2, head_dim=8}"],
+                  "context_parallel_degree 2 does not divide attention.key_heads"),
     "growing": ("context", ["model.attention.rope_scaling={kind='dynamic_ntk', factor=2.0, original_context=64}"],
                 "context_parallel_degree 2.*dynamic_ntk"),
     "biased": ("tensor", ["model.attention.bias=all"], "tensor_parallel_degree 2.*attention.bias"),

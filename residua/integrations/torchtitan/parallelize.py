@@ -15,6 +15,7 @@ from torchtitan.tools.utils import get_local_device
 from residua.distributed.experts import divide_experts
 from residua.distributed.shard import shard_model, sharded_losses, whole
 from residua.distributed.units import LayeredLosses
+from residua.integrations.torchtitan.context import divide_states
 from residua.integrations.torchtitan.grid import Grid
 from residua.integrations.torchtitan.model import ResiduaModel
 from residua.integrations.torchtitan.tensor import communicate
@@ -38,6 +39,8 @@ def parallelize(
     model.grid = grid = Grid(parallel_dims, model.run.parallel, device)
     model.precision, model.device_type = TORCH_DTYPE_MAP[training.mixed_precision_param], device.type
     model.compiled = compiles(compile_config)
+    if grid.context_ranks > 1:
+        divide_states(model, grid.context_rank, grid.context_ranks)
     recompute(model, ac_config, dump_folder)
     if grid.ranks > 1:
         divided = divide_experts(model, grid, model.precision, "sublayers" if model.recomputes else "none")

@@ -56,7 +56,7 @@ def _refuse_mesh(config: Any, run: RunConfig) -> None:
     if tensor > 1:
         _refuse_tensor(config, run)
     if context > 1:
-        refuse_mixers(run.model, context)
+        refuse_mixers(narrow(run.model, tensor), context)
     if tensor * context > 1 and parallelism.pipeline_parallel_degree > 1:
         axis = "tensor" if tensor > 1 else "context"
         raise ConfigError(

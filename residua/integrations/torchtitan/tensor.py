@@ -47,13 +47,18 @@ def narrow(model: ModelConfig, ranks: int) -> ModelConfig:
     return model.model_copy(update={"ffn": ffn, "attention": _narrow_mixer(model.attention, model.width, ranks)})
 
 
+def narrow_linear(mixer: choices.GatedDeltaNet, ranks: int, flag: str = FLAG) -> choices.GatedDeltaNet:
+    """Linear attention with the heads of one of so many ranks."""
+    names = ("key_heads", "value_heads")
+    return mixer.model_copy(update={n: _share(f"attention.{n}", getattr(mixer, n), ranks, flag) for n in names})
+
+
 def _narrow_mixer(mixer: Any, width: int, ranks: int) -> Any:
     if isinstance(mixer, choices.HybridAttention):
         both = {name: _narrow_mixer(getattr(mixer, name), width, ranks) for name in ("softmax", "linear")}
         return mixer.model_copy(update=both)
     if isinstance(mixer, choices.GatedDeltaNet):
-        heads = {key: _share(f"attention.{key}", getattr(mixer, key), ranks) for key in ("key_heads", "value_heads")}
-        return mixer.model_copy(update=heads)
+        return narrow_linear(mixer, ranks)
     if not isinstance(mixer, choices.SoftmaxAttention):
         raise ConfigError(
             f"{FLAG} {ranks} divides the heads of softmax attention and Gated DeltaNet, and model.attention.kind = "
@@ -75,9 +80,9 @@ def _narrow_mixer(mixer: Any, width: int, ranks: int) -> Any:
     )
 
 
-def _share(key: str, count: int, ranks: int) -> int:
+def _share(key: str, count: int, ranks: int, flag: str = FLAG) -> int:
     if count % ranks:
-        raise ConfigError(f"{FLAG} {ranks} does not divide {key} = {count}: use a divisor of it.")
+        raise ConfigError(f"{flag} {ranks} does not divide {key} = {count}: use a divisor of it.")
     return count // ranks
 
 
@@ -102,8 +107,8 @@ class Split(NamedTuple):
             yield begin, stop, begin * ranks + rank * size
 
 
-def find_splits(mine: Decoder, whole: Decoder) -> dict[str, Split]:
-    """The parameters that differ between the model of a rank and the whole one, by name."""
+def find_splits(mine: nn.Module, whole: nn.Module) -> dict[str, Split]:
+    """The parameters that differ between the model, or layer, of a rank and the whole one, by name."""
     parts = dict(_declared_parts(mine))
     found = {}
     for name, parameter in mine.named_parameters():
@@ -115,15 +120,16 @@ def find_splits(mine: Decoder, whole: Decoder) -> dict[str, Split]:
     return found
 
 
-def _declared_parts(model: Decoder) -> Iterator[tuple[tuple[str, int], tuple[int, ...]]]:
+def _declared_parts(model: nn.Module) -> Iterator[tuple[tuple[str, int], tuple[int, ...]]]:
     """The maps that are fused in one parameter, along an axis."""
-    for prefix, module in model.named_modules():
+    for path, module in model.named_modules():
+        prefix = f"{path}." if path else ""
         for name, rows in getattr(module, "hidden_matrices", {}).items():
-            yield (f"{prefix}.{name}", 0), rows
+            yield (f"{prefix}{name}", 0), rows
             if getattr(module, "bias", None) is not None:
-                yield (f"{prefix}.bias", 0), rows
+                yield (f"{prefix}bias", 0), rows
         if isinstance(module, GatedDeltaNet):
-            yield (f"{prefix}.convolve.weight", 1), module.rows[:3]
+            yield (f"{prefix}convolve.weight", 1), module.rows[:3]
 
 
 def pieces(split: Split, rank: int, ranks: int, first: int, tensor: Tensor) -> Iterator[tuple[tuple[int, ...], Tensor]]:
@@ -148,8 +154,7 @@ def communicate(model: Decoder, group: dist.ProcessGroup) -> None:
         return gathered(given[0], group), *given[1:]
 
     def scatter(module: nn.Module, given: Any, made: tuple[Any, ...]) -> tuple[Any, ...]:
-        y = wait_tensor(reduce_scatter_tensor_autograd(made[0].contiguous(), "sum", 1, group))
-        return y, *made[1:]
+        return scattered(made[0], group), *made[1:]
 
     for sublayer in model.sublayers:
         body = sublayer.get_submodule("body")
@@ -164,3 +169,9 @@ def gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The tokens [B, T, …] of all ranks; the gradients of all ranks are summed."""
     whole: Tensor = wait_tensor(all_gather_tensor_autograd(x.contiguous(), 1, group))
     return whole
+
+
+def scattered(y: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The sums [B, T/N, …] over all ranks for the tokens of this one; gradients are gathered."""
+    own: Tensor = wait_tensor(reduce_scatter_tensor_autograd(y.contiguous(), "sum", 1, group))
+    return own
