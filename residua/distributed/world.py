@@ -25,7 +25,7 @@ from residua.machine import choose_device
 from residua.model.decoder import Decoder
 from residua.model.size import shapes
 from residua.reading import reason
-from residua.storage.checkpoint import model_tensors, what_is_left
+from residua.storage.checkpoint import checkpoints, model_tensors, what_is_left
 from residua.storage.run import FollowedRun, Run
 from residua.storage.sharded import Saver, load_shards
 from residua.train.health import TrainingStopped
@@ -189,7 +189,8 @@ class Ranks(World):
 
     def build_step(self, config: RunConfig) -> RankedStep:
         check_memory(config, self.device)
-        return build_ranked_step(starting_parts(config), config, self.mesh)
+        resumed = self.folder is not None and bool(checkpoints(self.folder))
+        return build_ranked_step(starting_parts(config, resumed=resumed), config, self.mesh)
 
     def save(self, run: Path, number: int, step: Step, state: Mapping[str, Any], keep: int) -> None:
         self.saver.save(run, number, step.model, step.optimizer, state, keep)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import cast
@@ -76,10 +76,16 @@ def require_room(model: Decoder, source: object) -> None:
     require_memory(f"{source}: the model has {parameters:,} parameters and needs", 4 * parameters, advice)
 
 
+FILLS = ("normal_", "zeros_", "ones_", "constant_", "eye_")
+
+
 @contextmanager
-def shapes_only() -> Iterator[None]:
-    """Leave parameters unfilled: a count needs only shapes, and filling meta tensors would take most of the time."""
-    fills = {name: getattr(nn.init, name) for name in ("normal_", "zeros_", "ones_", "constant_", "eye_")}
+def shapes_only(names: Sequence[str] = FILLS) -> Iterator[None]:
+    """Leave parameters unfilled: a count needs only shapes, and filling meta tensors would take most of the time.
+
+    `names` are the functions of `nn.init` that do nothing inside.
+    """
+    fills = {name: getattr(nn.init, name) for name in names}
     for name in fills:
         setattr(nn.init, name, lambda tensor, *args, **kwargs: tensor)
     try:

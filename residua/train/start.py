@@ -31,9 +31,15 @@ def starting_model(config: RunConfig) -> Decoder:
     return model
 
 
-def starting_parts(config: RunConfig) -> Iterator[tuple[str, nn.Module]]:
-    """The same weights part by part, for ranks that keep a share of each; whole if the run starts as another."""
-    if config.train.start is None:
+def starting_parts(config: RunConfig, *, resumed: bool = False) -> Iterator[tuple[str, nn.Module]]:
+    """The same weights part by part, for ranks that keep a share of each; whole if the run starts as another.
+
+    `resumed`: the weights will be read from a checkpoint, so large tensors are not drawn and hold anything.
+    """
+    if resumed:
+        with shapes_only(["normal_"]):
+            yield from build_parts(config.model)
+    elif config.train.start is None:
         yield from build_parts(config.model)
     else:
         yield "", starting_model(config)

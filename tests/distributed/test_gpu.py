@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -54,11 +55,12 @@ def test_the_host_holds_one_layer_while_a_model_is_built_on_the_gpu() -> None:
     wide = ["model.width=2048", "model.layers=12", "model.ffn.hidden=5632", "train.compile=off"]
     config = RunConfig.find("tiny").override(wide)
     with one_rank(torch.device("cuda"), config.parallel) as mesh:
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        before, started = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
         model = build_ranked_step(build_parts(config.model), config, mesh, "shard").model
         rise = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
     layer = 4 * sum(p.numel() for sublayer in model.sublayers[:2] for p in sublayer.parameters())
-    print(f"host memory rose by {rise / 2**20:.0f} MiB, a layer has {layer / 2**20:.0f} MiB")
+    seconds = time.perf_counter() - started
+    print(f"host memory rose by {rise / 2**20:.0f} MiB, a layer has {layer / 2**20:.0f} MiB, built in {seconds:.1f} s")
     assert rise < 1.5 * layer
 
 
