@@ -11,7 +11,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # (tests/conftest.py)
 PYTEST := $(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder
 
-.PHONY: test check nightly fast demo lint types map results entries sizes docs setup browser clean
+.PHONY: test check nightly fast demo lint types map results entries scale sizes docs setup browser clean
 
 test: setup browser lint types  ## everything CI checks
 	$(PYTEST) -m "not nightly"
@@ -49,6 +49,9 @@ entries: setup  ## write the list of `residua reproduce` into docs/reproduce.md
 
 docs: $(DOCS)  ## the site in build/site; a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+scale: setup  ## write the plans for 8 to 4096 GPUs into docs/scale.md
+	$(BIN)/python tools/scale.py
 
 sizes: setup  ## count the parameters of every preset for `residua presets`
 	$(BIN)/python tools/sizes.py

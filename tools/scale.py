@@ -12,9 +12,9 @@ PAGE = Path(__file__).parents[1] / "docs" / "scale.md"
 BEGIN, END = "<!-- plans: written by `make scale` -->\n", "<!-- end of plans -->\n"
 MACHINE = Machine(140 * GIB, 500e12, 300e9)
 
-SMALL = ["train.micro_batch=8"]
+SMALL = ["train.micro_batch=16", "train.accumulate=256"]
 LARGE = ["model.width=4096", "model.layers=32", "model.attention.heads=32", "model.attention.kv_heads=8",
-         "model.ffn.hidden=14336", "train.micro_batch=2"]  # fmt: skip
+         "model.ffn.hidden=14336", "train.micro_batch=2", "train.accumulate=512"]  # fmt: skip
 MODELS = {
     "0.8 B additive": ("mgr-l-prenorm", SMALL),
     "0.8 B Block": ("mgr-l-block8", SMALL),

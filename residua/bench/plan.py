@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from residua.bench.plan_depth import depth_bytes
-from residua.bench.plan_division import Division
+from residua.bench.plan_division import Division, Facts
 from residua.bench.plan_machine import GIB as GIB
 from residua.bench.plan_machine import Machine as Machine
-from residua.bench.plan_memory import Memory, host_bytes, memory_of
-from residua.bench.plan_traffic import Sent, hop_bytes, sent_by
+from residua.bench.plan_memory import Memory, activation_widths, host_bytes, memory_of
+from residua.bench.plan_traffic import Sent, crossing_after, hop_bytes, sent_by
 from residua.config.run import ParallelConfig, RunConfig, check_mesh
 from residua.config.settings import ConfigError
 from residua.distributed.pipeline.deal import Share, shares_of, work_of
@@ -63,19 +63,17 @@ def plan(config: RunConfig, gpus: int, machine: Machine, *, engines: bool = Fals
 
     With `engines`, also tensor and context parallelism, which torchtitan runs.
     """
-    size = measure(config.model.model_copy(update={"context": config.sequence}))
-    work = work_of(config)
+    facts = _facts(config, alone=gpus == 1)
     # many divisions have the same stages
     dealt: dict[int, list[Share]] = {}
-    crossed: dict[tuple[int, int, int], list[float]] = {}
+    crossed: dict[tuple[int, int], list[float]] = {}
     plans = []
     for tensor, context in _inner(config, gpus, machine) if engines else [(1, 1)]:
         for divided in _divisions(config, gpus // (tensor * context), experts=tensor * context == 1):
             ranks, stages = divided.parallel.pipeline, divided.parallel.stages
-            shares = dealt[stages] = dealt.get(stages) or shares_of(divided, work)
-            key = ranks, stages, context
-            hops = crossed[key] = crossed.get(key) or hop_bytes(divided, shares, context)
-            plans.append(_plan(Division(divided, size, work, shares, hops, tensor, context), machine))
+            shares = dealt[stages] = dealt.get(stages) or shares_of(divided, facts.work)
+            hops = crossed[ranks, stages] = crossed.get((ranks, stages)) or hop_bytes(divided, shares, facts.crossing)
+            plans.append(_plan(Division(divided, facts, shares, hops, tensor, context), machine))
     if not plans:
         raise ConfigError(
             f"no mesh of {gpus} GPUs divides train.accumulate = {config.train.accumulate} micro-batches and "
@@ -84,13 +82,20 @@ def plan(config: RunConfig, gpus: int, machine: Machine, *, engines: bool = Fals
     return sorted(plans, key=lambda p: (not p.fits, p.seconds))
 
 
+def _facts(config: RunConfig, *, alone: bool) -> Facts:
+    size = measure(config.model.model_copy(update={"context": config.sequence}))
+    crossed = {} if alone else crossing_after(config)
+    return Facts(size, work_of(config), depth_bytes(config.model), *activation_widths(config), crossed)
+
+
 def _inner(config: RunConfig, gpus: int, machine: Machine) -> Iterator[tuple[int, int]]:
     """Sizes of tensor × context: tensor parallelism inside a node, in parts that have whole heads."""
     attention = config.model.softmax
     heads = 1 if attention is None else attention.kv_heads or attention.heads
     for tensor in _divisors(machine.node):
         for context in _divisors(gpus // tensor) if gpus % tensor == 0 and heads % tensor == 0 else ():
-            if context <= 16 and config.sequence % (2 * context) == 0 and config.sequence // context >= 1024:
+            long = config.sequence % (2 * context) == 0 and config.sequence // context >= 1024
+            if context == 1 or (context <= 16 and long):
                 yield tensor, context
 
 
@@ -142,7 +147,7 @@ def _plan(d: Division, machine: Machine) -> MeshPlan:
         + context.ring(sent.context, sent.context_collectives)
         + experts.exchange(sent.tokens, sent.token_exchanges)
         + slices.ring(sent.experts, sent.token_exchanges)
-        + (2 * stages.hop(max(d.hops)) if parallel.pipeline > 1 else 0.0)
+        + (2 * stages.hop(max(d.hops) / inner) if parallel.pipeline > 1 else 0.0)
     )
     held = max((memory_of(d, rank) for rank in range(parallel.pipeline)), key=lambda m: m.total)
     host = host_bytes(d, machine.node)
@@ -157,7 +162,7 @@ def _computation(d: Division, machine: Machine) -> tuple[float, float, float]:
     """Seconds of the slowest rank, the part of them that junctions take, and its work over the mean."""
     tokens = d.tokens * d.micro / d.tensor
     if d.parallel.pipeline == 1:
-        depth = depth_bytes(d.config.model) * tokens / machine.bandwidth
+        depth = d.facts.depth * tokens / machine.bandwidth
         return d.size.flops_per_token * tokens / machine.flops + depth, depth, 1.0
     times = []
     for rank in range(d.parallel.pipeline):

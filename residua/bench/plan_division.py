@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from residua.config.run import ParallelConfig, RunConfig
 from residua.distributed.pipeline.deal import Share
 from residua.model.size import Size, Work
+from residua.model.topology.base import Items
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What all divisions of a run have in common.
+
+    depth: bytes that junctions move per token when the model is not cut. per_layer, once: elements kept per token for
+    the backward pass (`plan_memory.activation_widths`). crossing: what would cross after each sublayer.
+    """
+
+    size: Size
+    work: Work
+    depth: float
+    per_layer: float
+    once: float
+    crossing: Mapping[int, Items]
 
 
 @dataclass(frozen=True)
@@ -18,12 +35,19 @@ class Division:
     """
 
     config: RunConfig
-    size: Size
-    work: Work
+    facts: Facts
     shares: Sequence[Share]
     hops: Sequence[float]
     tensor: int = 1
     context: int = 1
+
+    @property
+    def size(self) -> Size:
+        return self.facts.size
+
+    @property
+    def work(self) -> Work:
+        return self.facts.work
 
     @property
     def parallel(self) -> ParallelConfig:

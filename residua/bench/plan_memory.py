@@ -49,7 +49,6 @@ def memory_of(d: Division, rank: int) -> Memory:
         # the experts of one layer that this rank has, and their gradients
         gathered += (2 + 2 + 4) * divided_parameters(d.config, 1) / parallel.experts / d.tensor
 
-    per_layer, once = activation_widths(d.config)
     shares = d.of_rank(rank)
     layers = sum(len(share.sublayers) for share in shares) / 2
     head = sum(len(share.head) / share.pieces for share in shares)
@@ -58,7 +57,8 @@ def memory_of(d: Division, rank: int) -> Memory:
         d.hops[number - 1] for number in range(rank or parallel.pipeline, parallel.stages, parallel.pipeline)
     )
     tokens = d.tokens / d.tensor
-    activations = 2 * tokens * (per_layer * layers * flying + once * head) + received / d.tensor * flying
+    activations = 2 * tokens * (d.facts.per_layer * layers * flying + d.facts.once * head)
+    activations += received / (d.tensor * d.context) * flying
     return Memory(_states(d, matrices, held) / shard + copies, activations, gathered)
 
 
@@ -70,7 +70,8 @@ def host_bytes(d: Division, node: int) -> float:
     if d.parallel.data > 1:
         copied /= d.parallel.data  # equal copies are written once, by one rank each
     layer = (d.size.attention + d.size.ffn) / d.config.model.layers
-    return min(node, d.ranks) * (copied + 4 * max(layer, d.size.embedding))
+    each: float = copied + 4 * max(layer, d.size.embedding)
+    return min(node, d.ranks) * each
 
 
 def _states(d: Division, matrices: float, held: float) -> float:

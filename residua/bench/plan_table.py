@@ -103,7 +103,8 @@ def plan_report(config: RunConfig, machine: Machine, plans: Sequence[MeshPlan]) 
 def scale_tables(models: Mapping[str, RunConfig], machine: Machine) -> Iterator[str]:
     """Lines of Markdown: the fastest mesh of each model for 8 to 4096 devices, also with torchtitan's axes if faster.
 
-    A step has 512 micro-batches, and 4096 for as many devices. `share` is the speed of a device beside that of 8.
+    The step stays the same; where there are more devices than micro-batches, these become smaller. `share` is the speed
+    of a device beside that of 8.
     """
     head = ("GPUs", "model", "data × shard × pipeline", "tensor × context", "GiB", "sent GiB", "slowest", "bubble",
             "step ms", "tokens/s", "share")  # fmt: skip
@@ -112,10 +113,12 @@ def scale_tables(models: Mapping[str, RunConfig], machine: Machine) -> Iterator[
     for name, config in models.items():
         first: float | None = None
         for gpus in (8, 64, 512, 4096):
-            sized = config.override([f"train.accumulate={max(512, gpus)}"])
-            best = plan(sized, gpus, machine)[0]
-            other = plan(sized, gpus, machine, engines=True)[0]
-            for p in (best, other) if other.tensor * other.context > 1 else (best,):
+            sequences = config.train.accumulate * config.train.micro_batch
+            micro = min(config.train.micro_batch, max(1, sequences // gpus))
+            sized = config.override([f"train.micro_batch={micro}", f"train.accumulate={sequences // micro}"])
+            plans = plan(sized, gpus, machine, engines=True)
+            best = next((p for p in plans if p.tensor * p.context == 1), None)  # none if micro-batches are too few
+            for p in (best, plans[0]) if best not in (None, plans[0]) else plans[:1]:
                 speed = sized.tokens_per_step / p.seconds
                 first = first or speed / gpus
                 yield f"| {' | '.join(_scale_cells(p, name, speed, speed / gpus / first))} |"

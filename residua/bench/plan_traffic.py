@@ -14,15 +14,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
+
+import torch
 
 from residua.bench.plan_division import Division
 from residua.bench.plan_experts import divided_parameters, expert_traffic
 from residua.config.model import head_dim
 from residua.config.run import SMALLEST_UNIT, Muon, RunConfig
+from residua.distributed.pipeline import traffic
 from residua.distributed.pipeline.deal import Share
+from residua.distributed.pipeline.stage_boundary import boundaries_of, crossing
+from residua.distributed.pipeline.transport import plan_routes
+from residua.model.topology.base import Items
 
 
 @dataclass(frozen=True)
@@ -80,7 +86,7 @@ def sent_by(d: Division) -> Sent:
         gradients=2 * 4 * (matrices + root) / shard * (copies - 1) / copies,
         muon_shards=2 * 2 * exchange * muon / copies,
         muon_copies=2 * matrices * muon * (copies - 1) / copies,
-        stages=2 * d.micro * sum(d.hops) / parallel.pipeline / t,
+        stages=2 * d.micro * sum(d.hops) / parallel.pipeline / t / d.context,
         tensor=exchanged * passes,
         context=rounds * 2 * 2 * tokens * _key_width(d.config) / t,
         tokens=travelling.tokens,
@@ -121,23 +127,25 @@ def uses_muon(config: RunConfig) -> bool:
     return isinstance(config.train.optimizer, Muon)
 
 
-def hop_bytes(config: RunConfig, shares: Sequence[Share], context: int) -> list[float]:
-    """Bytes of each hop for one micro-batch and direction, in bf16, as the stages would send them; 0 if there is none.
+def crossing_after(config: RunConfig) -> dict[int, Items]:
+    """What would cross after every sublayer, in bf16."""
+    ends = list(range(config.model.sublayers))
+    shape = _shape(config)
+    return dict(zip(ends, crossing(config.model, ends, shape, torch.bfloat16, config.parallel.anchors), strict=True))
 
-    `context` ranks divide a sequence.
-    """
-    if config.parallel.pipeline == 1:
+
+def hop_bytes(config: RunConfig, shares: Sequence[Share], known: Mapping[int, Items]) -> list[float]:
+    """Bytes of each hop for one micro-batch and direction, as the stages would send them; 0 if there is no hop."""
+    parallel = config.parallel
+    if parallel.pipeline == 1:
         return [0.0]
-    import torch
-
-    from residua.distributed.pipeline import traffic
-    from residua.distributed.pipeline.stage_boundary import boundaries_of
-    from residua.distributed.pipeline.transport import plan_routes
-
-    shape = (config.train.micro_batch, config.sequence // context, config.model.width)
-    crossed = boundaries_of(config.model, shares, shape, torch.bfloat16, config.parallel.anchors)
-    routes = plan_routes([list(items) for items in crossed], config.parallel.pipeline, config.parallel.transport)
+    crossed = boundaries_of(config.model, shares, _shape(config), torch.bfloat16, parallel.anchors, known)
+    routes = plan_routes([list(items) for items in crossed], parallel.pipeline, parallel.transport)
     return [float(size) for size in traffic.hop_bytes(crossed, routes)]
+
+
+def _shape(config: RunConfig) -> tuple[int, int, int]:
+    return config.train.micro_batch, config.sequence, config.model.width
 
 
 def _key_width(config: RunConfig) -> float:

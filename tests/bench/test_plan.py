@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from residua.bench.plan import GIB, Machine, MeshPlan, plan
-from residua.bench.plan_table import command
+from residua.bench.plan_table import command, scale_tables
 from residua.cli.bench import app
 from residua.config.run import RunConfig
 from residua.config.settings import ConfigError
@@ -19,6 +20,7 @@ from tests.distributed.cases import MODELS, run_config
 
 pytestmark = pytest.mark.slow  # torch.distributed.pipelining takes seconds to import
 
+ROOT = Path(__file__).parents[2]
 H200 = Machine(140 * GIB, 500e12, 300e9)
 
 
@@ -228,3 +230,17 @@ def test_the_command_names_the_nodes_and_the_engine() -> None:
         f"torchrun {meeting} -m torchtitan.train --module residua.integrations.torchtitan --config "
         '"mgr-s-prenorm parallel.data=1 parallel.shard=8 parallel.pipeline=1" --parallelism.tensor_parallel_degree 2'
     )
+
+
+@pytest.mark.nightly
+def test_the_plans_of_the_documentation_are_those_that_make_scale_writes() -> None:
+    spec = importlib.util.spec_from_file_location("scale", ROOT / "tools" / "scale.py")
+    assert spec is not None and spec.loader is not None
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    assert "\n".join(tool.lines()) in (ROOT / "docs" / "scale.md").read_text(encoding="utf-8")
+
+
+def test_a_table_has_the_fastest_mesh_of_each_size_and_engine() -> None:
+    lines = list(scale_tables({"tiny": run_config("additive", accumulate=4096, micro_batch=1)}, H200))
+    assert [line.split(" | ")[0].strip("| ") for line in lines[2:]] == ["8", "64", "512", "4096"]

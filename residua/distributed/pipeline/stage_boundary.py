@@ -15,7 +15,7 @@ from residua.model.topology import build_topology
 from residua.model.topology.base import Boundary, Items
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from residua.distributed.pipeline.deal import Share
 
@@ -65,12 +65,20 @@ def crossing(
 
 
 def boundaries_of(
-    config: ModelConfig, shares: Sequence[Share], shape: Sequence[int], dtype: torch.dtype, anchors: str
+    config: ModelConfig,
+    shares: Sequence[Share],
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    anchors: str,
+    known: Mapping[int, Items] | None = None,
 ) -> list[Items]:
-    """What crosses between the stages of a pipeline, as tensors without memory; `shape` is [B, T, C]."""
-    inside = [share for share, after in pairwise(shares) if after.head.start == 0]
-    items = crossing(config, [share.sublayers.stop - 1 for share in inside], shape, dtype, anchors)
-    return items + [head_items(share, shape, dtype) for share in shares[len(inside) : -1]]
+    """What crosses between the stages of a pipeline, as tensors without memory; `shape` is [B, T, C].
+
+    `known` may hold what crosses after each sublayer.
+    """
+    ends = [share.sublayers.stop - 1 for share, after in pairwise(shares) if after.head.start == 0]
+    items = crossing(config, ends, shape, dtype, anchors) if known is None else [known[end] for end in ends]
+    return items + [head_items(share, shape, dtype) for share in shares[len(ends) : -1]]
 
 
 HIDDEN, LSE, PICKED = "head.hidden", "head.lse", "head.picked"
