@@ -25,6 +25,7 @@ PURPOSES = {
     "hf": "models of transformers",
     "eval": "lm-evaluation-harness",
     "quant": "quantized folders for vLLM",
+    "titan": "training with torchtitan",
     "linear": "a peer of the delta rule in residua bench ops",
 }
 """What each extra is for."""
@@ -32,19 +33,23 @@ DEVELOPERS = ("dev", "docs")
 """Extras for people who work on Residua."""
 _MODULES = {"lm-eval": "lm_eval", "flash-linear-attention": "fla", "compressed-tensors": "compressed_tensors"}
 _NEEDS_GPU = frozenset({"fla"})  # fails to import without one
-_REQUIREMENT = re.compile(r"([\w.-]+)(?:\[[\w,-]+\])?\s*(?:>=\s*([\w.]+))?\s*(?:;(.*))?$")
+_REQUIREMENT = re.compile(r"([\w.-]+)(?:\[[\w,-]+\])?\s*(?:(>=|==)\s*([\w.]+))?\s*(?:;(.*))?$")
 _EXTRA = re.compile(r"extra\s*==\s*[\"']([\w-]+)[\"']")
 _SYSTEM = re.compile(r"platform_system\s*==\s*[\"'](\w+)[\"']")
 
 
 @dataclass(frozen=True)
 class Requirement:
-    """A package that Residua needs, or that one of its extras brings; `system` is the only one it exists for."""
+    """A package that Residua needs, or that one of its extras brings; `system` is the only one it exists for.
+
+    `relation` is that of a version that works to `least`: >= or ==.
+    """
 
     name: str
     least: str = ""
     extra: str = ""
     system: str = ""
+    relation: str = ">="
 
     @classmethod
     def parse(cls, text: str) -> Requirement:
@@ -52,9 +57,10 @@ class Requirement:
         found = _REQUIREMENT.match(text.strip())
         if found is None:
             raise ValueError(f"the requirement {text!r} cannot be read: write it as name>=version; marker.")
-        marker = found[3] or ""
+        marker = found[4] or ""
         extra, system = _EXTRA.search(marker), _SYSTEM.search(marker)
-        return cls(found[1], found[2] or "", extra[1] if extra else "", system[1] if system else "")
+        names = extra[1] if extra else "", system[1] if system else ""
+        return cls(found[1], found[3] or "", *names, found[2] or ">=")
 
     @property
     def module(self) -> str:
@@ -68,7 +74,7 @@ class Requirement:
 
     @property
     def wanted(self) -> str:
-        return f"{self.name}>={self.least}" if self.least else self.name
+        return f"{self.name}{self.relation}{self.least}" if self.least else self.name
 
 
 def machine() -> Iterator[Finding]:
@@ -143,6 +149,9 @@ def _package(need: Requirement, look: Callable[[str], object]) -> Finding:
         return Finding(group, need.name, state, f"not installed{purpose}", need.command)  # type: ignore[arg-type]
     if need.least and _numbers(version) < _numbers(need.least):
         return Finding(group, need.name, "failed", f"{version} is too old{purpose}", f"pip install -U '{need.wanted}'")
+    if need.relation == "==" and version != need.least:
+        words = f"{version} is installed, and Residua works with {need.least}{purpose}"
+        return Finding(group, need.name, "note", words, f"pip install '{need.wanted}'")
     problem = "" if need.module in _NEEDS_GPU else _import_problem(need.module, look)
     if problem:
         words = f"{version} is installed and does not work: {problem}"

@@ -82,7 +82,7 @@ def test_requirements_are_read_as_packaging_reads_them() -> None:
     for line in lines:
         ours, exact = Requirement.parse(line), Independent(line)
         assert ours.name == exact.name
-        assert str(exact.specifier) == (f">={ours.least}" if ours.least else ""), line
+        assert str(exact.specifier) == (f"{ours.relation}{ours.least}" if ours.least else ""), line
         assert (ours.extra in str(exact.marker)) and (ours.system in str(exact.marker))
         if exact.marker is not None:
             given = {"platform_system": ours.system, "extra": ours.extra}
@@ -108,13 +108,15 @@ def test_missing_old_and_broken_packages_are_rows_with_a_command(tmp_path: Path,
         Requirement("planted-absent", "2.0"),
         Requirement("planted-extra", "2.0", "quant"),
         Requirement("planted-elsewhere", "", "triton", "Plan9"),
+        Requirement("planted-good", "1.1", "titan", relation="=="),
     ]
-    good, broken, old, absent, extra = installed.packages(needs)
+    good, broken, old, absent, extra, pinned = installed.packages(needs)
     assert good.state == "ok" and "1.2, for models of transformers" in good.words
     assert broken.state == "failed" and "OSError: libplanted.so: not found" in broken.words
     assert old == Finding("packages", "planted-old", "failed", "0.9.1 is too old", "pip install -U 'planted-old>=0.10'")
     assert absent.state == "failed" and absent.fix == "pip install 'planted-absent>=2.0'"
     assert extra.state == "missing" and extra.fix == "pip install 'residua[quant]'"
+    assert pinned.state == "note" and pinned.fix == "pip install 'planted-good==1.1'"
 
 
 def test_a_fault_ends_with_status_1_and_a_row(monkeypatch, capsys) -> None:
