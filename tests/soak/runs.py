@@ -33,11 +33,13 @@ class Kind:
     changes: tuple[str, ...] = ()
 
 
+MIXTURE = ("model.ffn.kind=moe", "model.ffn.experts=4", "model.ffn.top_k=2", "model.ffn.hidden=16")
 KINDS = (
     Kind("one process", 1),
     Kind("DDP", 2, ("parallel.data=2",)),
     Kind("FSDP2", 2, ("parallel.shard=2",)),
     Kind("pipeline", 2, ("parallel.pipeline=2",)),
+    Kind("experts", 2, (*MIXTURE, "parallel.shard=2", "parallel.experts=2")),
 )
 
 
@@ -124,8 +126,8 @@ def differences(run: Path, undisturbed: Path) -> list[str]:
 
 
 def curves(run: Path) -> list[dict[str, Any]]:
-    """The metrics without what depends on the clock and the machine."""
-    records = read_metrics(run / "metrics.jsonl")
+    """The metrics without what depends on the clock and the machine, such as all records of the times of ranks."""
+    records = [record for record in read_metrics(run / "metrics.jsonl") if record["kind"] != "ranks"]
     return [{key: value for key, value in record.items() if key not in MEASURED} for record in records]
 
 

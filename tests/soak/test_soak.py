@@ -19,7 +19,7 @@ from tests.soak.soak import Soak
 pytestmark = pytest.mark.slow
 
 KILL, TERMINATE, PAUSE, _ = SIGNALS
-ONE, DDP, FSDP2, PIPELINE = KINDS
+ONE, DDP, FSDP2, PIPELINE, EXPERTS = KINDS
 
 
 @pytest.fixture
