@@ -25,7 +25,7 @@ def print_plans(
     inner, experts = any(p.tensor * p.context > 1 for p in plans), any(p.parallel.experts > 1 for p in plans)
     axes = ("data", "shard", *(("experts",) if experts else ()), "pipeline", "stages")
     axes += ("tensor", "context") if inner else ()
-    memory = ("GiB", "host") if inner else ("GiB", "states", "activations", "gathered", "host")
+    memory = ("GiB", "host") if inner or experts else ("GiB", "states", "activations", "gathered", "host")
     sent = ("MiB sent", "gradients", "weights", "Muon", "stages", *(("tokens",) if experts else ()))
     sent += ("tensor", "context") if inner else ()
     table = new_table((), (*axes, *memory, *sent, "slowest", "bubble", "depth ms", "step ms", ""))
@@ -58,7 +58,7 @@ def _cells(p: MeshPlan, inner: bool, experts: bool) -> list[str]:
     sent += [p.sent.tokens] if experts else []
     return [
         *(str(n) for n in (*axes, *((p.tensor, p.context) if inner else ()))),
-        *(f"{n / GIB:.1f}" for n in (p.memory, *(() if inner else parts), p.host)),
+        *(f"{n / GIB:.1f}" for n in (p.memory, *(() if inner or experts else parts), p.host)),
         *(f"{n / MIB:,.0f}" for n in (*sent, *((p.sent.tensor, p.sent.context) if inner else ()))),
         f"{p.slowest:.2f}",
         f"{p.bubble:.0%}",

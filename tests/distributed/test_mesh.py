@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -76,3 +77,23 @@ def starting(store: dist.Store, counts: tuple[int, int]) -> list[nodes.Start]:
     for thread in threads:
         thread.join()
     return [found[0], found[1]]
+
+
+def test_a_probe_finds_ranks_that_see_or_write_other_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 shares the folder, rank 2 has another one, rank 3 sees the folder and writes into a copy of it."""
+    monkeypatch.setattr(nodes, "LOOKS_FOR", 0.0)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "other").mkdir()
+    probes = [nodes.Probe(tmp_path / ("other" if rank == 2 else "run"), rank, "token") for rank in range(4)]
+    probes[0].write()
+    answers = [probe.answer() for probe in probes]
+    assert [answer["problem"] for answer in answers] == [None, None, "does not hold what rank 0 wrote there", None]
+    assert probes[0].missing(answers[:2]) is None
+    sentence = probes[0].missing(answers)
+    assert sentence is not None and f"{tmp_path}/other on" in sentence and "(rank 2) does not hold" in sentence
+    probes[3].remove()
+    sentence = probes[0].missing([*answers[:2], answers[3]])
+    assert sentence is not None and "(rank 3) holds files that rank 0 does not find" in sentence
+    for probe in probes:
+        probe.remove()
+    assert not list((tmp_path / "run").iterdir())

@@ -37,14 +37,10 @@ EXTRA: dict[str, tuple[str, dict[str, Any]]] = {
     "exo-in-sources": ("exo-block", INTERLEAVED),
     "recomputed-stages": ("block", {"pipeline": 2, "recompute": "sublayers"}),
     "inside-a-layer": ("mgr", {**INTERLEAVED, "cuts": [1, 3, 6]}),
-    "inside-a-block": ("block", {**INTERLEAVED, "cuts": [1, 4, 7]}),
-    "inside-an-anchored-layer": ("nures", {"pipeline": 2, "cuts": [1]}),
     "inside-a-dense-layer": ("dense", {**INTERLEAVED, "cuts": [1, 4, 7]}),
     "head-alone": ("exo-block", {"pipeline": 2, "cuts": [8]}),
-    "half-a-head": ("additive", {"pipeline": 2, "cuts": [10], "pieces": 4}),
     "half-a-tied-head": ("full", {"pipeline": 2, "cuts": [11], "pieces": 4}),
     "head-in-three": ("mgr", {**INTERLEAVED, "cuts": [7, 9, 10], "pieces": 4}),
-    "equal-work": ("block", {"pipeline": 2, "split": "work"}),
     "ddp-in-turns": ("additive", {"data": 2, "turn": 1}),
     "fsdp-in-turns": ("additive", {"shard": 2, "turn": 1}),
     "experts": ("moe", {"data": 2}),
@@ -55,6 +51,14 @@ EXTRA: dict[str, tuple[str, dict[str, Any]]] = {
     "sharded-biased-experts": ("biased", {"shard": 2}),
 }
 
+
+MORE_CUTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "inside-a-block": ("block", {**INTERLEAVED, "cuts": [1, 4, 7]}),
+    "inside-an-anchored-layer": ("nures", {"pipeline": 2, "cuts": [1]}),
+    "half-a-head": ("additive", {"pipeline": 2, "cuts": [10], "pieces": 4}),
+    "equal-work": ("block", {"pipeline": 2, "split": "work"}),
+}
+"""Further stages that end inside a layer or in the head."""
 
 COMPILED = {"pipeline": 2, "layers": 2, "compile": "on"}
 SINGLE: dict[str, tuple[str, dict[str, Any]]] = {
@@ -116,7 +120,7 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Tens
 @pytest.fixture(scope="module")
 def nightly_traces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Tensor]]:
     differentiated = ("full", COMPILED | {"backend": "aot_eager"})
-    extra = {"differentiated-stages": differentiated} | mixed(MIXED_NIGHTLY)
+    extra = {"differentiated-stages": differentiated} | mixed(MIXED_NIGHTLY) | MORE_CUTS
     return train(tmp_path_factory.mktemp("traces"), NIGHTLY, extra)
 
 
@@ -138,6 +142,12 @@ def test_two_ranks_train_as_one_in_the_rest_of_the_grid(nightly_traces: Any, alo
     trace = nightly_traces[f"{model}-{way}"]
     assert_same_training(trace, alone[model])
     assert trace.get("kept", 0) == 0
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", MORE_CUTS)
+def test_other_stages_train_as_one(nightly_traces: Any, alone: Any, name: str) -> None:
+    assert_same_training(nightly_traces[name], alone[MORE_CUTS[name][0]])
 
 
 @pytest.mark.parametrize("name", EXTRA)

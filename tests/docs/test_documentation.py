@@ -1,6 +1,8 @@
 """What the documentation says is run as written."""
 
 import re
+import shlex
+import subprocess
 from math import factorial
 from pathlib import Path
 
@@ -8,6 +10,7 @@ import pytest
 import torch
 
 import residua
+from residua.config.run import RunConfig
 from residua.model.decoder import build
 from residua.model.size import measure
 
@@ -96,3 +99,15 @@ def test_recorded_taps_are_the_documented_ones():
     page = (DOCS / "taps.md").read_text(encoding="utf-8")
     names = {re.sub(r"\.\d+\.", ".l." if n.startswith(("attention", "moe")) else ".k.", n) for n in seen}
     assert names and all(f"`{n}`" in page for n in names)
+
+
+@pytest.mark.slow
+def test_the_script_for_slurm_is_bash_and_its_command_is_understood():
+    from tests.docs.commands import parse
+
+    (script,) = re.findall(r"```text\n(#!/bin/bash.*?)```", (DOCS / "nodes.md").read_text(encoding="utf-8"), re.S)
+    subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+    command = script.replace("\\\n", " ").partition("--no-python residua ")[2].replace("$resume", "--resume")
+    verb, parameters = parse(shlex.split(command))
+    assert verb == "train" and parameters["resume"]
+    RunConfig.find(parameters["source"]).override(parameters["changes"])

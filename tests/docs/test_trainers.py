@@ -81,6 +81,7 @@ def test_the_trainer_of_transformers_trains(page: dict[str, Any]) -> None:
     assert sum(losses[-4:]) < sum(losses[:4])
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="pip install lightning to test its example")
 def test_lightning_trains_as_a_loop_by_hand(page: dict[str, Any]) -> None:
     """It hands the optimizer a closure; without one nothing would be computed."""
