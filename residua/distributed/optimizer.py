@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from residua.distributed.construct import rows_of
 from residua.distributed.mesh import Mesh
@@ -74,9 +75,22 @@ class RankedOptimizer(HybridOptimizer):
             slices = config.slices
             same = Owners(config.data, slices, mesh.data_rank, mesh.shard_rank % slices, mesh.data, mesh.slices)
             yield from shared_updates(same, divided, shapes, directions, parts)
-        rest = [i for i in range(len(shapes)) if i not in divided]
+        alone = whole_matrices(parameters, config.shard)
+        yield from local_updates(alone, directions, parts)
+        rest = [i for i in range(len(shapes)) if i not in divided and i not in alone]
         if rest:
             yield from shared_updates(everyone, rest, shapes, directions, parts)
+
+
+def whole_matrices(parameters: Sequence[Tensor], shards: int) -> list[int]:
+    """Matrices that every rank has whole although others are sharded: stages of a pipeline share them."""
+    return [i for i, parameter in enumerate(parameters) if shards > 1 and not isinstance(parameter, DTensor)]
+
+
+def local_updates(chosen: Sequence[int], directions: Sequence[Tensor], parts: Sequence[Parts]) -> Iterator[Updates]:
+    """Updates of whole matrices, computed alike on every rank."""
+    for rows, values, scale in orthogonal_updates([directions[i] for i in chosen], [parts[i] for i in chosen]):
+        yield [row._replace(matrix=chosen[row.matrix]) for row in rows], values, scale
 
 
 def shared_updates(
@@ -88,9 +102,7 @@ def shared_updates(
 ) -> Iterator[Updates]:
     """Updates for this rank's rows of the chosen matrices; all owners call it together."""
     if owners.copies * owners.shards == 1:
-        updates = orthogonal_updates([directions[i] for i in chosen], [parts[i] for i in chosen])
-        for rows, values, scale in updates:
-            yield [row._replace(matrix=chosen[row.matrix]) for row in rows], values, scale
+        yield from local_updates(chosen, directions, parts)
         return
     turns = _turns({i: shapes[i] for i in chosen}, owners.copies, owners.shards)
     waiting: _Turn | None = None

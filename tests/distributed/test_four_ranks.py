@@ -20,6 +20,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "data-and-shard": ("mhc", {"data": 2, "shard": 2}),
     "data-and-shard-in-turns": ("moe", {"data": 2, "shard": 2, "experts": 2, "turn": 1}),
     "data-and-pipeline": ("exoformer", {"data": 2, "pipeline": 2}),
+    "shard-and-shared-anchors": ("exoformer", {"shard": 2, "pipeline": 2}),  # whole matrices beside sharded ones
     "shard-and-interleaved": ("block", {"shard": 2, **INTERLEAVED}),
     "four-stages": ("full", {"pipeline": 4}),
     "experts-and-shard": ("moe", {"shard": 4, "experts": 2}),

@@ -35,6 +35,8 @@ WAYS: dict[str, tuple[int, tuple[str, ...]]] = {
     "context": (2, CONTEXT),
     "tensor-fsdp": (4, TENSOR),
     "tensor-context": (4, (*TENSOR, *CONTEXT)),
+    "tensor-pipeline": (4, (*TENSOR, *PIPELINE)),
+    "context-pipeline": (4, (*CONTEXT, *INTERLEAVED)),
     "recomputed": (2, ("activation-checkpoint:full",)),
     "compiled": (1, ("--compile.enable",)),
     "experts-hsdp": (

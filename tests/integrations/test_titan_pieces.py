@@ -69,10 +69,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"parallelism__tensor_parallel_degree": 2, "checkpoint__async_mode": "async"},
         "tensor_parallel_degree 2.*async_mode async.*Residua",
     ),
-    "heads in stages": (
-        {"parallelism__tensor_parallel_degree": 2, "parallelism__pipeline_parallel_degree": 2},
-        "tensor_parallel_degree.*pipeline_parallel_degree.*Residua",
-    ),
     "schedule": (
         {"parallelism__pipeline_parallel_degree": 2, "parallelism__pipeline_parallel_schedule": "ZBVZeroBubble"},
         "ZBVZeroBubble.*Residua.*1F1B",

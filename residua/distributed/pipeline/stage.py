@@ -18,7 +18,6 @@ from residua.distributed.pipeline.head import losses_of, piece_of_head
 from residua.distributed.pipeline.stage_boundary import EMBEDDING, HIDDEN, LSE, PICKED
 from residua.distributed.pipeline.transport import Route, StageCache, hold, with_loss
 from residua.distributed.units import Unit, divide, pass_through
-from residua.model.context import Context
 from residua.model.moe import Routing
 from residua.model.topology.base import Boundary, Items
 from residua.train.compile.rewrites import compile_rewritten
@@ -74,8 +73,8 @@ class Slice(nn.Module):
         self.embed = model.embed if self.first or (self.heads and model.unembed is None) else None
         self.norm = model.norm if self.heads and self.share.head.start == 0 else None
         self.unembed = model.unembed if self.heads else None
-        # a method of the decoder that only reads its configuration
-        self._rotary = model._rotary
+        # methods of the decoder that only read its configuration
+        self._rotary, self._context = model._rotary, model._context
         self.body = self._body
         self.balance: Callable[[Routing], Tensor | None] = lambda routing: None
         """Takes how the stage's mixtures of experts routed a micro-batch; returns their loss when the stage trains."""
@@ -83,7 +82,8 @@ class Slice(nn.Module):
     def forward(self, *received: Tensor, batch: Tensor, **given: Tensor) -> Any:
         """One micro-batch, number `batch`: received tensors in, tensors to send out.
 
-        The first stage takes tokens [B, T], the last returns the losses. `given`: segments and targets [B, T], if any.
+        The first stage takes tokens [B, T], the last returns the losses. `given`: segments and targets [B, T], if any,
+        and positions [B, T] if they are not 0, 1, …, the same in all rows.
         """
         number = int(batch)
         tokens = received[0] if self.first else None
@@ -113,14 +113,20 @@ class Slice(nn.Module):
         return self.cache.put(batch, name, value, readers) if readers else value
 
     def _body(
-        self, items: Items, tokens: Tensor | None, segments: Tensor | None = None, targets: Tensor | None = None
+        self,
+        items: Items,
+        tokens: Tensor | None,
+        segments: Tensor | None = None,
+        targets: Tensor | None = None,
+        positions: Tensor | None = None,
     ) -> tuple[Items, list[Routing]]:
         """The computation itself, without communication: it can be compiled."""
         with self._autocast():
             if self.share.head.start > 0:
                 return self._headed(items[HIDDEN], targets, items), []
             h, state, anchors, constant = self._begin(items, tokens)
-            context = Context(self._rotary(h[..., 0]), segments)
+            own = None if positions is None else positions[0]
+            context = self._context(self._rotary(h[..., 0], positions=own), segments, positions=own)
             h, state, anchors, routed = pass_through(self.units, h, state, anchors, context)
             if self.norm is not None:
                 return self._headed(self.norm(h), targets, items), routed

@@ -24,7 +24,7 @@ from residua.integrations.torchtitan.model import OwnNames, ResiduaModel
 from residua.integrations.torchtitan.optimizer import ResiduaOptimizers, ResiduaSchedule, schedule_fields
 from residua.integrations.torchtitan.parallelize import parallelize
 from residua.integrations.torchtitan.pipeline import pipeline
-from residua.integrations.torchtitan.refusals import SCHEDULES, refuse_run
+from residua.integrations.torchtitan.refusals import SCHEDULES, plainly, refuse_run
 from residua.integrations.torchtitan.run import find_run
 from residua.integrations.torchtitan.trainer import ResiduaLoss, ResiduaTrainer
 
@@ -39,8 +39,9 @@ def __getattr__(name: str) -> Callable[[], Any]:
 
 def trainer_config(name: str) -> Any:
     """The configuration with which torchtitan trains what `residua train NAME` would; its flags may change it."""
-    run = find_run(name)
-    refuse_run(run)
+    with plainly():
+        run = find_run(name)
+        refuse_run(run)
     text, recipe = run.to_toml(), run.train
     on_gpu = torch.accelerator.is_available()
     rounded = recipe.precision == "bfloat16" or (recipe.precision == "auto" and on_gpu)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from residua.config.settings import ConfigError
-from residua.distributed.optimizer import Owners, RankedOptimizer, shared_updates
+from residua.distributed.optimizer import Owners, RankedOptimizer, local_updates, shared_updates, whole_matrices
 from residua.train.optimizer import Parts, Rows, Updates
 
 if TYPE_CHECKING:
@@ -28,8 +29,8 @@ class DividedOptimizer(RankedOptimizer):
     def __init__(self, groups: Iterable[dict[str, Any]], model: ResiduaModel) -> None:
         super().__init__(groups, model.grid)
         self.grid = model.grid
-        named = dict(model.named_parameters())
-        self.dims: dict[Tensor, int] = {named[name]: split.dim for name, split in model.splits.items()}
+        named = model.named_parameters()
+        self.dims: dict[Tensor, int] = {p: model.splits[name].dim for name, p in named if name in model.splits}
 
     def orthogonalise(
         self, parameters: Sequence[Tensor], directions: Sequence[Tensor], parts: Sequence[Parts]
@@ -47,13 +48,18 @@ class DividedOptimizer(RankedOptimizer):
             else:
                 shapes[i] = torch.Size((rows, columns * ranks))
             joined[i] = self._gathered(directions[i]).reshape(-1, shapes[i][1])
+        whole = whole_matrices(parameters, config.shard)
         same = Owners(config.data, config.shard, grid.data_rank, grid.shard_rank, grid.data, grid.shard)
-        for rows_list, values, scale in shared_updates(same, split, shapes, joined, counts) if split else ():
-            own = [
-                self._share(parameters[row.matrix], row, value) for row, value in zip(rows_list, values, strict=True)
-            ]
+        found = [local_updates([i for i in split if i in whole], joined, counts)]
+        if sharded := [i for i in split if i not in whole]:
+            found.append(shared_updates(same, sharded, shapes, joined, counts))
+        for rows_list, values, scale in chain.from_iterable(found):
+            pairs = zip(rows_list, values, strict=True)
+            own = [self._share(parameters[row.matrix], row, value) for row, value in pairs]
             yield [row for row, _ in own], [value for _, value in own], scale
-        rest = [i for i in range(len(shapes)) if i not in split]
+        alone = [i for i in whole_matrices(parameters, config.shard * ranks) if i not in split]
+        yield from local_updates(alone, directions, parts)
+        rest = [i for i in range(len(shapes)) if i not in split and i not in alone]
         if rest:
             shards = config.shard * ranks
             all_ranks = Owners(config.data, shards, grid.data_rank, grid.tokens_rank, grid.data, grid.tokens)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -39,46 +40,57 @@ def parallelize(
     model.grid = grid = Grid(parallel_dims, model.run.parallel, device)
     model.precision, model.device_type = TORCH_DTYPE_MAP[training.mixed_precision_param], device.type
     model.compiled = compiles(compile_config)
-    if grid.context_ranks > 1:
-        divide_states(model, grid.context_rank, grid.context_ranks)
+    divide(model)
     recompute(model, ac_config, dump_folder)
     if grid.ranks > 1:
         divided = divide_experts(model, grid, model.precision, "sublayers" if model.recomputes else "none")
         root = (
             shard_model(model, grid, model.precision, model.run.train.z_loss, divided)
             if grid.tensor_ranks == 1
-            else _shard_divided(model, grid)
+            else _layered(model)
         )
         sum_gradients(root, parallelism, device)
         model.compute_with(sharded_losses(root, model.compiled, model.run.train.z_loss, None))
     return model
 
 
-def _shard_divided(model: ResiduaModel, grid: Grid) -> nn.Module:
-    """FSDP2 for tensor-parallel ranks, in the groups of `shard_model`.
+def divide(model: ResiduaModel) -> None:
+    """Let layers communicate where ranks divide heads or tokens among them; before recomputation, which repeats it."""
+    grid = model.grid
+    if grid.tensor_ranks > 1:
+        communicate(model, grid.tensor)
+    if grid.context_ranks > 1:
+        divide_states(model, grid.context_rank, grid.context_ranks)
+
+
+def _layered(model: ResiduaModel) -> nn.Module:
+    root = LayeredLosses(model, model.run.train.z_loss)
+    shard_divided(root, root.units, model, set())
+    return root
+
+
+def shard_divided(root: nn.Module, units: Iterable[nn.Module], model: ResiduaModel, left: set[nn.Parameter]) -> None:
+    """FSDP2 for tensor-parallel ranks, in the groups of `distributed.shard`; `left` stays whole.
 
     Matrices that the ranks divide are sharded over the ranks with the same heads; everything else is alike on
     them, sees other tokens on each, and is sharded over all. Vectors that the ranks divide are small and stay whole.
     """
-    communicate(model, grid.tensor)
-    root = LayeredLosses(model, model.run.train.z_loss)
+    grid = model.grid
     narrow = MixedPrecisionPolicy(param_dtype=model.precision, reduce_dtype=torch.float32, cast_forward_inputs=False)
     wide = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
-    named = dict(model.named_parameters())
-    split = {named[name] for name in model.splits}
-    left = {p for p in named.values() if whole(p) or (p in split and p.dim() == 1)}
-    vectors = {p for p in named.values() if p.dim() == 1}
-    for mixture in mixtures(model):
+    split = {parameter for name, parameter in model.named_parameters() if name in model.splits}
+    left = left | {p for p in root.parameters() if whole(p) or (p in split and p.dim() == 1)}
+    vectors = {p for p in root.parameters() if p.dim() == 1}
+    for mixture in mixtures(root):
         fully_shard(mixture, mesh=grid.joined, mp_policy=narrow, ignored_params=left | vectors)
     own = grid.grid["shard"] if grid.config.data == 1 else grid.grid["data", "shard"]
     matrices = split - left
-    for unit in root.units:
+    for unit in units:
         fully_shard(unit, mesh=own, mp_policy=narrow, ignored_params=set(unit.parameters()) - matrices)
-    if isinstance(model.anchors, ExoSource):
+    if isinstance(model.anchors, ExoSource) and model.anchors.project.weight in matrices:
         fully_shard(model.anchors.project, mesh=own, mp_policy=wide)
-    sharded = {p for p in model.parameters() if isinstance(p, DTensor)}
+    sharded = {p for p in root.parameters() if isinstance(p, DTensor)}
     fully_shard(root, mesh=grid.joined, mp_policy=wide, ignored_params=left | sharded, reshard_after_forward=False)
-    return root
 
 
 def compiles(config: Any) -> bool:

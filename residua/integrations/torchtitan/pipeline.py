@@ -23,7 +23,7 @@ from residua.distributed.pipeline.transport import Route, StageCache, plan_route
 from residua.distributed.shard import shard_slice
 from residua.integrations.torchtitan.grid import Grid
 from residua.integrations.torchtitan.model import ResiduaModel
-from residua.integrations.torchtitan.parallelize import compiles, recompute, sum_gradients
+from residua.integrations.torchtitan.parallelize import compiles, divide, recompute, shard_divided, sum_gradients
 from residua.integrations.torchtitan.refusals import SCHEDULES
 from residua.model.moe import Routing, mixtures
 from residua.model.topology.base import Items
@@ -49,16 +49,20 @@ def pipeline(
     """
     run, grid = model.run, Grid(parallel_dims, model.run.parallel, device)
     model.grid = grid
+    model.precision, model.device_type = TORCH_DTYPE_MAP[training.mixed_precision_param], device.type
     per_rank = stages_per_rank(run, parallelism)
     stages, ranks = grid.config.pipeline * per_rank, grid.config.pipeline
-    precision = TORCH_DTYPE_MAP[training.mixed_precision_param]
-    # in one piece: torchtitan gives targets to the last stage only
+    precision = model.precision
+    # in one piece: FSDP2 cannot shard a matrix that two stages of a rank use
     shares = shares_of(run, stages=stages, pieces=1)
-    shape = (parallelism.pipeline_parallel_microbatch_size, training.seq_len, run.model.width)
-    boundaries = boundaries_of(run.model, shares, shape, precision, run.parallel.anchors)
+    tokens = training.seq_len // (grid.tensor_ranks * grid.context_ranks)
+    shape = (parallelism.pipeline_parallel_microbatch_size, tokens, run.model.width)
+    boundaries = boundaries_of(model.config, shares, shape, precision, run.parallel.anchors)
+    boundaries = [_with_all_tokens(items, grid.tensor_ranks) for items in boundaries]
     routes = plan_routes([list(items) for items in boundaries], ranks, run.parallel.transport)
-    again = recomputes_anchors(run.model, run.parallel.anchors)
+    again = recomputes_anchors(model.config, run.parallel.anchors)
     model.shared = SharedParameters(model, grid, again, head_ranks(shares, ranks))
+    divide(model)
     recompute(model, ac_config, dump_folder)
     settings = Settings(run.train.z_loss, precision, device.type, again)
     divided = divide_experts(model, grid, precision, "sublayers" if model.recomputes else "none")
@@ -71,7 +75,11 @@ def pipeline(
         part.balance = partial(_balance, model, model.mixtures.index(inside[0]) if inside else 0)
     keep_only(model, slices)
     for part in slices if grid.ranks > 1 else ():
-        shard_slice(part, grid, precision, divided | set(model.shared.parameters))
+        left = divided | set(model.shared.parameters)
+        if grid.tensor_ranks == 1:
+            shard_slice(part, grid, precision, left)
+        else:
+            shard_divided(part, part.units, model, left)
         sum_gradients(part, parallelism, device)
     for part in slices if compiles(compile_config) else ():
         part.compile_parts(whole=grid.ranks == 1)
@@ -85,6 +93,16 @@ def pipeline(
     schedule = kind(made if per_rank > 1 else made[0], count, loss_fn=_first(loss_fn), scale_grads=False)
     schedule.step = _taking_micro_batches(schedule.step)
     return schedule, [model], 0 in own, stages - 1 in own
+
+
+def _with_all_tokens(items: Items, ranks: int) -> Items:
+    """Anchors are divided by heads, not by tokens."""
+    return {
+        name: item.new_empty((len(item), item.shape[1] * ranks, *item.shape[2:]))
+        if name.startswith("anchor.")
+        else item
+        for name, item in items.items()
+    }
 
 
 def _balance(model: ResiduaModel, first: int, routing: Routing) -> Tensor:

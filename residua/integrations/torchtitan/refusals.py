@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from residua.config.choices import MoE
@@ -12,6 +16,15 @@ from residua.integrations.torchtitan.tensor import narrow
 
 SCHEDULES = {"GPipe": "gpipe", "1F1B": "1f1b", "Interleaved1F1B": "interleaved"}
 """torchtitan's name of each schedule that Residua's stages run under, and Residua's name of it."""
+
+
+@contextmanager
+def plainly() -> Iterator[None]:
+    """Let a refusal end the process with its sentence, on rank 0, instead of a traceback on every rank."""
+    try:
+        yield
+    except ConfigError as error:
+        sys.exit(f"residua: {error}" if os.environ.get("RANK", "0") == "0" else 1)
 
 
 def refuse_run(run: RunConfig) -> None:
@@ -57,12 +70,6 @@ def _refuse_mesh(config: Any, run: RunConfig) -> None:
         _refuse_tensor(config, run)
     if context > 1:
         refuse_mixers(narrow(run.model, tensor), context)
-    if tensor * context > 1 and parallelism.pipeline_parallel_degree > 1:
-        axis = "tensor" if tensor > 1 else "context"
-        raise ConfigError(
-            f"--parallelism.{axis}_parallel_degree does not go with pipeline_parallel_degree: Residua's stages send "
-            "whole sequences and heads; use one of the two with data_parallel_shard_degree."
-        )
     experts = parallelism.expert_parallel_degree
     ffn = run.model.ffn
     if experts > 1 and not (isinstance(ffn, MoE) and ffn.experts % experts == 0):

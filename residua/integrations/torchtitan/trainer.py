@@ -21,7 +21,7 @@ from residua.config.run import RunConfig
 from residua.files import write_atomically
 from residua.integrations.torchtitan.gradients import Gradients
 from residua.integrations.torchtitan.model import ResiduaModel
-from residua.integrations.torchtitan.refusals import refuse_engine
+from residua.integrations.torchtitan.refusals import plainly, refuse_engine
 from residua.integrations.torchtitan.run import parse_run
 from residua.model.moe import mixtures
 from residua.train.balance import Balancer
@@ -75,7 +75,8 @@ class ResiduaTrainer(Trainer):
 
     def __init__(self, config: Config) -> None:
         run = parse_run(config.run)
-        refuse_engine(config, run)
+        with plainly():
+            refuse_engine(config, run)
         _fill_pipeline(config, run)
         super().__init__(config)
         (model,) = self.model_parts
@@ -116,7 +117,8 @@ class ResiduaTrainer(Trainer):
             given["positions"] = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens).contiguous()
         inputs, labels, given = super().post_dataloading_process(given, labels)
         if grid.tensor_ranks * grid.context_ranks > 1:
-            given["positions"] = given["positions"][0].contiguous()
+            if not self.parallel_dims.pp_enabled:  # a schedule divides what it is given by rows
+                given["positions"] = given["positions"][0].contiguous()
             inputs, labels = (x.chunk(grid.tensor_ranks, 1)[grid.tensor_rank].contiguous() for x in (inputs, labels))
         return inputs, labels, {**given, "targets": labels}
 
