@@ -26,6 +26,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "experts-and-shard": ("moe", {"shard": 4, "experts": 2}),
     "experts-and-pipeline": ("biased", {"pipeline": 2, "shard": 2, "experts": 2}),
     "sharded-heads": ("mhc", {"shard": 2, "pipeline": 2, "cuts": [10], "pieces": 4}),
+    "head-twice-on-a-rank": ("mhc", {"shard": 2, **INTERLEAVED, "cuts": [3, 8, 10], "pieces": 4}),
     "head-in-three": ("additive", {"pipeline": 4, "cuts": [5, 9, 11], "pieces": 4}),
 }
 

@@ -90,6 +90,12 @@ def head_ranks(shares: Sequence[Share], ranks: int) -> list[int]:
     return sorted({number % ranks for number, share in enumerate(shares) if share.head})
 
 
+def head_repeats(shares: Sequence[Share], ranks: int, tied: bool) -> bool:
+    """Whether two stages of a rank use the head's matrix; if it is `tied`, the first stage does too."""
+    users = [number for number, share in enumerate(shares) if share.head or (tied and number == 0)]
+    return len({number % ranks for number in users}) < len(users)
+
+
 def _costs(work: Work, pieces: int) -> list[float]:
     """What is dealt out, in order: sublayers, the first with the embedding, then pieces of the head."""
     first, *others = work.sublayers

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from residua.distributed.construct import materialise
 from residua.distributed.mesh import Mesh
+from residua.distributed.pipeline.deal import Share, head_ranks, head_repeats
 from residua.storage.sharded import local
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ class SharedParameters:
     Every rank has ExoFormer's projections if stages recompute anchors; otherwise only the first stage uses them.
     """
 
-    def __init__(self, model: Decoder, mesh: Mesh, recompute_anchors: bool, heads: Sequence[int]) -> None:
+    def __init__(self, model: Decoder, mesh: Mesh, recompute_anchors: bool, shares: Sequence[Share]) -> None:
         self.mesh, self.model = mesh, model
         common = [model.topology, model.anchors] if recompute_anchors else [model.topology]
         for module in common:  # they stay whole, so they can have their memory now, and be known by it
@@ -35,8 +36,16 @@ class SharedParameters:
         self.parameters: list[nn.Parameter] = everywhere
         self._known = set(everywhere)
         self.tied = model.unembed is None
+        heads = head_ranks(shares, mesh.config.pipeline)
         self.users = sorted({*heads, 0}) if self.tied else list(heads)
         """The ranks of the pipeline that have the head's matrix."""
+        self._repeats = head_repeats(shares, mesh.config.pipeline, self.tied)
+
+    @property
+    def unsharded(self) -> set[nn.Parameter]:
+        """What FSDP2 must leave whole on every rank: what all stages share, and a head that a rank uses twice."""
+        head = self._head() if self._repeats else None
+        return self._known if head is None else self._known | {cast(nn.Parameter, head)}
 
     def counts(self, parameter: nn.Parameter) -> bool:
         """Whether this rank adds a parameter to the gradient norm: of a shared one, the first rank does."""

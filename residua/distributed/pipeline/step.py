@@ -76,14 +76,14 @@ class PipelinedStep(RankedStep):
         divided = divide_experts(model, mesh, precision, recipe.recompute)
         boundary, cache = model.topology.boundary(), StageCache()
         modules = [Slice(model, boundary, shares, i, self.routes[i], cache, settings) for i in own]
-        self.shared = SharedParameters(model, mesh, again, heads)
+        self.shared = SharedParameters(model, mesh, again, shares)
         self._mixtures = mixtures(model)
         for module in modules:
             own_mixtures = mixtures(module)
             first = self._mixtures.index(own_mixtures[0]) if own_mixtures else 0
             module.balance = partial(self._balance, first)
         keep_only(model, modules)
-        left = divided | set(self.shared.parameters)
+        left = divided | self.shared.unsharded
         if parallel.shard > 1:
             for module in modules:
                 shard_slice(module, mesh, precision, left)

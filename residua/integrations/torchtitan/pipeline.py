@@ -14,7 +14,7 @@ from torchtitan.config import TORCH_DTYPE_MAP
 from residua.config.run import RunConfig
 from residua.config.settings import ConfigError
 from residua.distributed.experts import divide_experts
-from residua.distributed.pipeline.deal import head_ranks, shares_of
+from residua.distributed.pipeline.deal import shares_of
 from residua.distributed.pipeline.shared_parameters import SharedParameters
 from residua.distributed.pipeline.stage import Settings, Slice, Stage
 from residua.distributed.pipeline.stage_boundary import boundaries_of, recomputes_anchors
@@ -53,15 +53,14 @@ def pipeline(
     per_rank = stages_per_rank(run, parallelism)
     stages, ranks = grid.config.pipeline * per_rank, grid.config.pipeline
     precision = model.precision
-    # in one piece: FSDP2 cannot shard a matrix that two stages of a rank use
-    shares = shares_of(run, stages=stages, pieces=1)
+    shares = shares_of(run, stages=stages)
     tokens = training.seq_len // (grid.tensor_ranks * grid.context_ranks)
     shape = (parallelism.pipeline_parallel_microbatch_size, tokens, run.model.width)
     boundaries = boundaries_of(model.config, shares, shape, precision, run.parallel.anchors)
     boundaries = [_with_all_tokens(items, grid.tensor_ranks) for items in boundaries]
     routes = plan_routes([list(items) for items in boundaries], ranks, run.parallel.transport)
     again = recomputes_anchors(model.config, run.parallel.anchors)
-    model.shared = SharedParameters(model, grid, again, head_ranks(shares, ranks))
+    model.shared = SharedParameters(model, grid, again, shares)
     divide(model)
     recompute(model, ac_config, dump_folder)
     settings = Settings(run.train.z_loss, precision, device.type, again)
@@ -75,7 +74,7 @@ def pipeline(
         part.balance = partial(_balance, model, model.mixtures.index(inside[0]) if inside else 0)
     keep_only(model, slices)
     for part in slices if grid.ranks > 1 else ():
-        left = divided | set(model.shared.parameters)
+        left = divided | model.shared.unsharded
         if grid.tensor_ranks == 1:
             shard_slice(part, grid, precision, left)
         else:
