@@ -124,6 +124,19 @@ def test_interpreted_products_equal_float64_with_every_gradient(shape) -> None:
 
 
 @interpreted
+@pytest.mark.parametrize("activation", ["relu2", "gelu"])
+def test_interpreted_weights_may_be_negative_or_zero(activation: str) -> None:
+    made, order, ends = inputs(20, 2, 3, 16, 16, activation)
+    made["weights"] -= 0.5
+    made["weights"][4:6] = 0
+    exact = run(all_at_once, {name: t.double() for name, t in made.items()}, order, ends, activation)
+    found = run(ours, made, order, ends, activation)
+    assert all(relative(a, b) < 2e-6 for a, b in zip(found[:4], exact[:4], strict=True))
+    there = made["weights"] != 0  # relu² gives a weight of zero no gradient
+    assert relative(found[4][there], exact[4][there]) < 2e-6 and found[4].isfinite().all()
+
+
+@interpreted
 def test_interpreted_matrices_may_be_loaded_by_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
     launch = importlib.import_module("residua.ops.expert_ffn.launch")
     made, order, ends = inputs(37, 3, 5, 32, 24, "swiglu")

@@ -2,13 +2,13 @@
 
 With the rows s of expert e, their tokens t(s), weights v_s and gradients g of the tokens' results:
 
-    z_s = W_up x_t(s),   a_s = act(z_s),   y_t = Σ_{s of t} v_s W_out a_s
-    p_s = W_outᵀ g_t(s),   g_z,s = v_s p_s ⊙ act′(z_s),   g_v,s = p_s · a_s
-    g_x,t = Σ_{s of t} W_upᵀ g_z,s,   g_W_up = Σ_s g_z,s x_t(s)ᵀ,   g_W_out = Σ_s g_t(s) (v_s a_s)ᵀ
+    z_s = W_up x_t(s),   a_s = v_s act(z_s),   y_t = Σ_{s of t} W_out a_s
+    p_s = W_outᵀ g_t(s),   g_z,s = v_s p_s ⊙ act′(z_s),   g_v,s = p_s · act(z_s)
+    g_x,t = Σ_{s of t} W_upᵀ g_z,s,   g_W_up = Σ_s g_z,s x_t(s)ᵀ,   g_W_out = Σ_s g_t(s) a_sᵀ
 
 Rows of tokens are read through the order of the slots, and results are written to the slots in token-major order, where
 a token's sum is over neighbours: no row is copied by itself, and no sum depends on which program comes first. Only z is
-kept, of relu² a. The sums over a token's slots are plain PyTorch, where a compiler adds what comes next to them.
+kept, or of relu² only a. The sums over a token's slots are plain PyTorch, where a compiler adds what follows them.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ expert_tiles = operator(
     "expert_tiles(Tensor x, Tensor ends, SymInt slots) -> Tensor", launch.tiles, launch.tiles_output
 )
 expert_up = operator(
-    "expert_up(Tensor x, Tensor weight, Tensor? order, Tensor tiles, str activation, SymInt choices, bool keep)"
-    " -> (Tensor, Tensor)",
+    "expert_up(Tensor x, Tensor weight, Tensor? order, Tensor tiles, Tensor? weights, str activation, SymInt choices,"
+    " bool keep) -> (Tensor, Tensor)",
     launch.up,
     launch.up_outputs,
 )
 expert_product = operator(
-    "expert_product(Tensor x, Tensor weight, Tensor? order, Tensor tiles, Tensor? weights, bool turned) -> Tensor",
+    "expert_product(Tensor x, Tensor weight, Tensor? order, Tensor tiles, bool turned) -> Tensor",
     launch.product,
     launch.product_output,
 )
@@ -82,8 +82,8 @@ class _ExpertFFN(torch.autograd.Function):
         flat = None if weights is None else weights.reshape(-1)
         tiles = expert_tiles(x, ends, len(x) * choices)
         squared = activation == "relu2"
-        a, z = expert_up(x, up, order, tiles, activation, choices, keep and not squared)
-        y = expert_product(a, out, order, tiles, flat, False)
+        a, z = expert_up(x, up, order, tiles, flat, activation, choices, keep and not squared)
+        y = expert_product(a, out, order, tiles, False)
         ctx.save_for_backward(x, up, out, weights, order, ends, tiles, a if squared else z)
         ctx.activation, ctx.choices = activation, choices
         return _by_token(y, choices)
@@ -96,9 +96,9 @@ class _ExpertFFN(torch.autograd.Function):
         flat = None if weights is None else weights.reshape(-1)
         g = g.to(x.dtype).contiguous()
         g_z, a, dots = expert_slope(g, out, order, tiles, flat, kept, ctx.activation, choices)
-        g_out = expert_weight_gradient(g, a, order, ends, choices, True)
+        g_out = expert_weight_gradient(g, kept if ctx.activation == "relu2" else a, order, ends, choices, True)
         g_up = expert_weight_gradient(g_z, x, order, ends, choices, False)
-        g_x = _by_token(expert_product(g_z, up, order, tiles, None, True), choices)
+        g_x = _by_token(expert_product(g_z, up, order, tiles, True), choices)
         g_weights = None if weights is None else dots.sum(0).view_as(weights).to(weights.dtype)
         return g_x, g_up, g_out, g_weights, None, None, None, None
 

@@ -121,12 +121,15 @@ def _slope(b_z, ACT: tl.constexpr):
 
 @triton.jit
 def up_kernel(
-    x_ptr, w, order_ptr, tiles_ptr, z_ptr, a_ptr,
+    x_ptr, w, order_ptr, tiles_ptr, weights_ptr, z_ptr, a_ptr,
     K: tl.constexpr, H: tl.constexpr, CHOICES: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr,
-    GATHERED: tl.constexpr, KEPT: tl.constexpr, DESCRIBED: tl.constexpr,
+    GATHERED: tl.constexpr, WEIGHTED: tl.constexpr, KEPT: tl.constexpr, DESCRIBED: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """a [slots, H] = act(W_e x), or if GATED act(W_gate x) ⊙ W_up x; if KEPT, the sums z [slots, H or 2H], too."""
+    """a [slots, H] = v act(W_e x), or if GATED v act(W_gate x) ⊙ W_up x, with v the slot's weight.
+
+    If KEPT, the sums z [slots, H or 2H], too.
+    """
     tile, column = tl.program_id(0) // tl.cdiv(H, COLUMNS), tl.program_id(0) % tl.cdiv(H, COLUMNS)
     e = tl.load(tiles_ptr + 3 * tile)
     if e < 0:
@@ -152,20 +155,22 @@ def up_kernel(
         tl.store(z_ptr + row * R + ns[None, :], b_z.to(z_ptr.dtype.element_ty), mask=there)
         if GATED:
             tl.store(z_ptr + row * R + H + ns[None, :], b_u.to(z_ptr.dtype.element_ty), mask=there)
-    # a = act(z), times the linear branch
+    # a = v act(z), times the linear branch
     b_a = _act(b_z, ACT)
     if GATED:
         b_a = b_a * b_u
+    if WEIGHTED:
+        b_a = b_a * tl.load(weights_ptr + slot).to(tl.float32)[:, None]
     tl.store(a_ptr + row * H + ns[None, :], b_a.to(a_ptr.dtype.element_ty), mask=there)
 
 
 @triton.jit
 def product_kernel(
-    x_ptr, w, order_ptr, tiles_ptr, weights_ptr, y_ptr,
-    K: tl.constexpr, N: tl.constexpr, TURNED: tl.constexpr, SCATTERED: tl.constexpr, WEIGHTED: tl.constexpr,
-    DESCRIBED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    x_ptr, w, order_ptr, tiles_ptr, y_ptr,
+    K: tl.constexpr, N: tl.constexpr, TURNED: tl.constexpr, SCATTERED: tl.constexpr, DESCRIBED: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """y [slots, N] = W_e x of sorted rows x [slots, K], times the weights of their slots if WEIGHTED."""
+    """y [slots, N] = W_e x, or W_eᵀ x if TURNED, of sorted rows x [slots, K]."""
     tile, column = tl.program_id(0) // tl.cdiv(N, COLUMNS), tl.program_id(0) % tl.cdiv(N, COLUMNS)
     e = tl.load(tiles_ptr + 3 * tile)
     if e < 0:
@@ -178,8 +183,6 @@ def product_kernel(
         b_x = _rows(x_ptr, r, k, K, DEPTH)
         b_w = _columns(w, e, k, n, K, N, DEPTH, COLUMNS, TURNED, DESCRIBED)
         b_y = tl.dot(b_x, b_w, b_y, input_precision="ieee")
-    if WEIGHTED:
-        b_y = b_y * tl.load(weights_ptr + slot).to(tl.float32)[:, None]
     ns = n + tl.arange(0, COLUMNS)
     at = y_ptr + slot.to(tl.int64)[:, None] * N + ns[None, :]
     tl.store(at, b_y.to(y_ptr.dtype.element_ty), mask=inside[:, None] & (ns < N)[None, :])
@@ -190,7 +193,10 @@ def _write_slopes(
     b_p, b_v, r, inside, n, kept_ptr, g_z_ptr, a_ptr,
     H: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """g_z and a of a tile's columns from n on, in PARTS, to need fewer registers; returns p · act(z) [ROWS]."""
+    """g_z and a of a tile's columns from n on, in PARTS, to need fewer registers; returns p · act(z) [ROWS].
+
+    Of relu², v act(z) is kept: then v act′(z) = 2√(v² act(z)) with v's sign, and what is returned is p · (v act(z)).
+    """
     if PARTS == 1:
         R: tl.constexpr = 2 * H if GATED else H
         ns = n + tl.arange(0, b_p.shape[1])
@@ -199,16 +205,17 @@ def _write_slopes(
         b_z = tl.load(kept_ptr + at_z, mask=there, other=0.0).to(tl.float32)
         # act(z) and act′(z)
         if ACT == "relu2":
-            b_a, b_slope = b_z, 2 * tl.sqrt(b_z)
+            b_a, b_slope = b_z, tl.where(b_v < 0, -2.0, 2.0)[:, None] * tl.sqrt(b_v[:, None] * b_z)
         else:
-            b_a, b_slope = _act(b_z, ACT), _slope(b_z, ACT)
+            b_a, b_slope = _act(b_z, ACT), b_v[:, None] * _slope(b_z, ACT)
         if GATED:
             b_u = tl.load(kept_ptr + at_z + H, mask=there, other=0.0).to(tl.float32)
             b_g_u = b_v[:, None] * b_p * b_a
             tl.store(g_z_ptr + at_z + H, b_g_u.to(g_z_ptr.dtype.element_ty), mask=there)
             b_a, b_slope = b_a * b_u, b_slope * b_u
-        tl.store(g_z_ptr + at_z, (b_v[:, None] * b_p * b_slope).to(g_z_ptr.dtype.element_ty), mask=there)
-        tl.store(a_ptr + at_a, (b_v[:, None] * b_a).to(a_ptr.dtype.element_ty), mask=there)
+        tl.store(g_z_ptr + at_z, (b_p * b_slope).to(g_z_ptr.dtype.element_ty), mask=there)
+        if ACT != "relu2":
+            tl.store(a_ptr + at_a, (b_v[:, None] * b_a).to(a_ptr.dtype.element_ty), mask=there)
         return tl.sum(tl.where(there, b_p * b_a, 0.0), 1)
     else:
         HALF: tl.constexpr = b_p.shape[1] // 2
@@ -226,11 +233,13 @@ def slope_kernel(
     GATHERED: tl.constexpr, WEIGHTED: tl.constexpr, DESCRIBED: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """With p = W_outᵀ g, v a slot's weight and z the kept sums (of relu², a = relu(z)² is kept):
+    """With p = W_outᵀ g, v a slot's weight and z the kept sums:
 
-    g_z = v p ⊙ act′(z) [slots, H],   a ← v act(z) [slots, H],   dots[column of tiles] = p · act(z) [slots]
+    g_z = v p ⊙ act′(z) [slots, H],   a = v act(z) [slots, H],   dots[column of tiles] = p · act(z) [slots]
 
-    If GATED, act(z) is act(z_gate) ⊙ z_up and g_z has both gradients, [slots, 2H].
+    If GATED, act(z) is act(z_gate) ⊙ z_up and g_z has both gradients, [slots, 2H]. Of relu², a is what is kept, and not
+    written again; the dot product with act(z) is that with a, divided by v (0 if v is 0: such a slot teaches no router,
+    for the gradient of its score is a multiple of the score).
     """
     tile, column = tl.program_id(0) // tl.cdiv(H, COLUMNS), tl.program_id(0) % tl.cdiv(H, COLUMNS)
     e = tl.load(tiles_ptr + 3 * tile)
@@ -250,6 +259,8 @@ def slope_kernel(
         b_v = tl.load(weights_ptr + slot).to(tl.float32)
     b_dot = _write_slopes(b_p, b_v, r, inside, n, kept_ptr, g_z_ptr, a_ptr, H, ACT, GATED, PARTS)
     if WEIGHTED:
+        if ACT == "relu2":
+            b_dot = tl.where(b_v == 0, 0.0, b_dot / tl.where(b_v == 0, 1.0, b_v))
         tl.store(dots_ptr + column * slots + slot, b_dot, mask=inside)
 
 

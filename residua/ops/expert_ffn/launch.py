@@ -95,50 +95,47 @@ def tiles(x: Tensor, ends: Tensor, slots: int) -> Tensor:
 
 
 def up_outputs(
-    x: Tensor, weight: Tensor, order: Tensor | None, tiles: Tensor, activation: str, choices: int, keep: bool
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, weight: Tensor, order: Tensor | None, tiles: Tensor, weights: Tensor | None, activation: str,
+    choices: int, keep: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     slots = len(x) if order is None else len(order)
     wide, hidden = weight.shape[1], weight.shape[1] // (1 + (activation in GATED))
     return x.new_empty((slots, hidden)), x.new_empty((slots if keep else 0, wide))
 
 
 def up(
-    x: Tensor, weight: Tensor, order: Tensor | None, tiles: Tensor, activation: str, choices: int, keep: bool
-) -> tuple[Tensor, Tensor]:
-    """a = act(W_up,e x) [slots, H] of tokens x [N, C] or, without an order, sorted rows; with `keep` the sums, too."""
-    a, z = up_outputs(x, weight, order, tiles, activation, choices, keep)
+    x: Tensor, weight: Tensor, order: Tensor | None, tiles: Tensor, weights: Tensor | None, activation: str,
+    choices: int, keep: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """a = v act(W_up,e x) [slots, H] of tokens x [N, C] or, without an order, sorted rows; with `keep` the sums, too.
+
+    v are the weights [slots] of the slots, or 1.
+    """
+    a, z = up_outputs(x, weight, order, tiles, weights, activation, choices, keep)
     gated = activation in GATED
     chosen = plans(x.dtype, len(a), len(weight))
     plan = chosen.gated if gated else chosen.up
     with on(x):
         kernels.up_kernel[(len(tiles) * cdiv(a.shape[1], plan.columns),)](
-            aligned(x), _described(weight, plan, turned=False), _or(order, tiles), tiles, z, a,
+            aligned(x), _described(weight, plan, turned=False), _or(order, tiles), tiles, _or(weights, x), z, a,
             K=x.shape[1], H=a.shape[1], CHOICES=choices, ACT=activation, GATED=gated, GATHERED=order is not None,
-            KEPT=keep, DESCRIBED=plan.described, **plan.sizes(),
+            WEIGHTED=weights is not None, KEPT=keep, DESCRIBED=plan.described, **plan.sizes(),
         )  # fmt: skip
     return a, z
 
 
-def product_output(
-    x: Tensor, weight: Tensor, order: Tensor | None, tiles: Tensor, weights: Tensor | None, turned: bool
-) -> Tensor:
+def product_output(x: Tensor, weight: Tensor, order: Tensor | None, tiles: Tensor, turned: bool) -> Tensor:
     return x.new_empty((len(x), weight.shape[2 if turned else 1]))
 
 
-def product(
-    x: Tensor, weight: Tensor, order: Tensor | None, tiles: Tensor, weights: Tensor | None, turned: bool
-) -> Tensor:
-    """W_e x, or W_eᵀ x if `turned`, of sorted rows x; with an order, rows are written to their slots.
-
-    With weights [slots], each row is multiplied by its own.
-    """
-    y = product_output(x, weight, order, tiles, weights, turned)
+def product(x: Tensor, weight: Tensor, order: Tensor | None, tiles: Tensor, turned: bool) -> Tensor:
+    """W_e x, or W_eᵀ x if `turned`, of sorted rows x; with an order, rows are written to their slots."""
+    y = product_output(x, weight, order, tiles, turned)
     plan = plans(x.dtype, len(x), len(weight)).product
     with on(x):
         kernels.product_kernel[(len(tiles) * cdiv(y.shape[1], plan.columns),)](
-            aligned(x), _described(weight, plan, turned=turned), _or(order, tiles), tiles, _or(weights, x), y,
-            K=x.shape[1], N=y.shape[1], TURNED=turned, SCATTERED=order is not None, WEIGHTED=weights is not None,
-            DESCRIBED=plan.described, **plan.sizes(),
+            aligned(x), _described(weight, plan, turned=turned), _or(order, tiles), tiles, y, K=x.shape[1],
+            N=y.shape[1], TURNED=turned, SCATTERED=order is not None, DESCRIBED=plan.described, **plan.sizes(),
         )  # fmt: skip
     return y
 
@@ -150,14 +147,14 @@ def slope_outputs(
     slots, hidden = len(kept), weight.shape[2]
     columns = cdiv(hidden, plans(g.dtype, slots, len(weight)).slope.columns)
     dots = g.new_empty((columns if weights is not None else 0, slots), dtype=torch.float32)
-    return torch.empty_like(kept), g.new_empty((slots, hidden)), dots
+    return torch.empty_like(kept), g.new_empty((0 if activation == "relu2" else slots, hidden)), dots
 
 
 def slope(
     g: Tensor, weight: Tensor, order: Tensor | None, tiles: Tensor, weights: Tensor | None, kept: Tensor,
     activation: str, choices: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradient of the sums z, the weighted act(z), and the parts of the gradient of the weights."""
+    """The gradient of the sums z, the weighted act(z) (of relu², which keeps it, none), and parts of the weights'."""
     g_z, a, dots = slope_outputs(g, weight, order, tiles, weights, kept, activation, choices)
     plan = plans(g.dtype, len(kept), len(weight)).slope
     with on(g):
