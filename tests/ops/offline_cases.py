@@ -310,10 +310,9 @@ def small_cases() -> Iterator[Case]:
     yield case(depth_walk, BF16, 768, 6, 1)
     yield case(depth_walk, FP32, 33, 9, 3)
     yield case(expert_routing, BF16, 512, 16, 3, "softmax")
-    yield case(expert_routing, FP32, 40, 256, 8, "sigmoid")
+    yield case(expert_routing, FP32, 40, 20, 2, "sigmoid")
     yield case(expert_ffn, BF16, 512, 512, 16, "relu2", 2048, 3)
     yield case(expert_ffn, BF16, 264, 136, 8, "swiglu", 2048, 2)
-    yield case(expert_ffn, BF16, 512, 256, 64, "glu", 2, 8)
     yield case(expert_ffn, FP32, 40, 24, 3, "gelu", 7, 0)
     yield case(linear_cross_entropy, BF16, 50_304)
     yield case(squared_relu, 768, 3072, "chosen")
@@ -379,6 +378,7 @@ def wide_cases() -> Iterator[Case]:
         yield case(expert_routing, dtype, 768, experts, min(top_k, experts), "sigmoid" if experts == 100 else "softmax")
     for dtype, activation, tokens in product(dtypes, ("swiglu", "glu", "geglu", "relu2", "gelu"), (2, 2048)):
         yield case(expert_ffn, dtype, 768, 768, 16, activation, tokens, 3)
+        yield case(expert_ffn, dtype, 264, 136, 64, activation, tokens, 8)
         yield case(expert_ffn, dtype, 2048, 384, 128, activation, tokens, 0)
     for dtype, m in product(dtypes, (33, 768, 2048)):
         yield case(symmetric_product, dtype, m, 1280)

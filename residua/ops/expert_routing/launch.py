@@ -17,9 +17,16 @@ def lanes(experts: int) -> int:
     return max(16, power(experts))
 
 
-def _tokens(experts: int) -> int:
-    """Tokens of a block: few enough that the scores of all experts fit into registers."""
-    return 16 if fused.INTERPRETED else max(16, min(64, 2048 // lanes(experts)))
+def _tokens(x: Tensor, experts: int) -> int:
+    """Tokens of a block: few enough that the scores of all experts fit into registers, and products in float32."""
+    return max(16, min(64, 2048 // lanes(experts))) if x.dtype is torch.bfloat16 else 16
+
+
+def _columns(x: Tensor, experts: int) -> int:
+    """Columns of a tile of gradients."""
+    if x.dtype is torch.bfloat16:
+        return 128 if lanes(experts) <= 64 else 64
+    return 16 if fused.INTERPRETED else 32
 
 
 def forward_outputs(
@@ -40,7 +47,7 @@ def forward(
     """All of `reference.Routed`, then the logits [N, E]."""
     outputs = forward_outputs(x, weight, bias, top_k, normalize, sigmoid, scale)
     weights, chosen, order, ends, load, probability, z, logits = outputs
-    (tokens, width), experts, block = x.shape, len(weight), _tokens(len(weight))
+    (tokens, width), experts, block = x.shape, len(weight), _tokens(x, len(weight))
     blocks, wide = cdiv(tokens, block), lanes(experts)
     counts, before = ends.new_empty((2, blocks, experts))
     totals, sums, squares = torch.empty_like(ends), z.new_empty((blocks, experts)), z.new_empty(blocks)
@@ -49,7 +56,7 @@ def forward(
         kernels.route_kernel[(blocks,)](
             aligned(x), weight.contiguous(), weight if bias is None else bias, logits, weights, chosen, counts, sums,
             squares, tokens, float(scale), C=width, E=experts, WIDE=wide, CHOICES=top_k, SIGMOID=sigmoid,
-            BIASED=bias is not None, NORMALIZED=normalize, TOKENS=block, DEPTH=16 if fused.INTERPRETED else 64,
+            BIASED=bias is not None, NORMALIZED=normalize, TOKENS=block, DEPTH=64 if x.dtype is torch.bfloat16 else 16,
             num_warps=warps, num_stages=3,
         )  # fmt: skip
         kernels.scan_kernel[(cdiv(experts, 16),)](
@@ -81,8 +88,8 @@ def backward(
     )
     (tokens, width), experts = x.shape, len(weight)
     wide = lanes(experts)
-    columns = 16 if fused.INTERPRETED else 128 if wide <= 64 else 64
-    tiles, block = cdiv(width, columns), _tokens(experts)
+    columns, block = _columns(x, experts), _tokens(x, experts)
+    tiles = cdiv(width, columns)
     # a program's tokens: whole blocks, and about two programs to a multiprocessor
     share = block * cdiv(cdiv(tokens, block), max(1, 2 * fused.multiprocessors(x) // tiles))
     shares = cdiv(tokens, share)
