@@ -218,3 +218,14 @@ def test_a_graph_of_a_recurrent_mixer_starts_where_the_prompt_ended() -> None:
     built = place(model({"kind": "additive"}, attention=linear, **tables), torch.device("cuda"), "float32")
     plain, replayed = (Generator(built, Tokenizer.bytes(), engine=kind) for kind in ("eager", "graph"))
     assert replayed(["abc", "d"], Request(12))[0] == plain(["abc", "d"], Request(12))[0]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("engine", ["graph", "compile"])
+def test_a_graph_of_a_mixture_generates_what_plain_steps_do(engine: str) -> None:
+    torch.compiler.reset()
+    tables = {"vocab_size": 257, "context": 48, "width": 64, "attention": {"kind": "softmax", "heads": 4}}
+    experts = {"kind": "moe", "hidden": 32, "experts": 8, "top_k": 2}
+    built = place(model({"kind": "additive"}, ffn=experts, **tables), torch.device("cuda"), "float32")
+    plain, replayed = (Generator(built, Tokenizer.bytes(), engine=kind) for kind in ("eager", engine))
+    assert replayed(["abc", "d"], Request(12))[0] == plain(["abc", "d"], Request(12))[0]
