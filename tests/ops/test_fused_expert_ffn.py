@@ -3,8 +3,6 @@ on a GPU."""
 
 from __future__ import annotations
 
-import importlib
-
 import pytest
 import torch
 from torch import Tensor
@@ -134,16 +132,6 @@ def test_interpreted_weights_may_be_negative_or_zero(activation: str) -> None:
     assert all(relative(a, b) < 2e-6 for a, b in zip(found[:4], exact[:4], strict=True))
     there = made["weights"] != 0  # relu² gives a weight of zero no gradient
     assert relative(found[4][there], exact[4][there]) < 2e-6 and found[4].isfinite().all()
-
-
-@interpreted
-def test_interpreted_matrices_may_be_loaded_by_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
-    launch = importlib.import_module("residua.ops.expert_ffn.launch")
-    made, order, ends = inputs(37, 3, 5, 32, 24, "swiglu")
-    plain = run(ours, made, order, ends, "swiglu")
-    described = [plan._replace(described=True) for plan in launch.INTERPRETED]
-    monkeypatch.setattr(launch, "INTERPRETED", launch.Plans(*described))
-    assert all(map(torch.equal, plain, run(ours, made, order, ends, "swiglu")))
 
 
 @interpreted

@@ -44,11 +44,11 @@ expert_slope = operator(
     launch.slope,
     launch.slope_outputs,
 )
-expert_weight_gradient = operator(
-    "expert_weight_gradient(Tensor p, Tensor q, Tensor? order, Tensor ends, SymInt choices, bool tokens_first)"
-    " -> Tensor",
-    launch.weight_gradient,
-    launch.weight_output,
+expert_weight_gradients = operator(
+    "expert_weight_gradients(Tensor g, Tensor a, Tensor g_z, Tensor x, Tensor? order, Tensor ends, SymInt choices)"
+    " -> (Tensor, Tensor)",
+    launch.weight_gradients,
+    launch.weight_outputs,
 )
 
 
@@ -96,8 +96,8 @@ class _ExpertFFN(torch.autograd.Function):
         flat = None if weights is None else weights.reshape(-1)
         g = g.to(x.dtype).contiguous()
         g_z, a, dots = expert_slope(g, out, order, tiles, flat, kept, ctx.activation, choices)
-        g_out = expert_weight_gradient(g, kept if ctx.activation == "relu2" else a, order, ends, choices, True)
-        g_up = expert_weight_gradient(g_z, x, order, ends, choices, False)
+        a = kept if ctx.activation == "relu2" else a
+        g_out, g_up = expert_weight_gradients(g, a, g_z, x, order, ends, choices)
         g_x = _by_token(expert_product(g_z, up, order, tiles, True), choices)
         g_weights = None if weights is None else dots.sum(0).view_as(weights).to(weights.dtype)
         return g_x, g_up, g_out, g_weights, None, None, None, None

@@ -41,22 +41,17 @@ def tiles_kernel(
 
 
 @triton.jit
-def _columns(w, e, k, n, K: tl.constexpr, N: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr,
-             TURNED: tl.constexpr, DESCRIBED: tl.constexpr):  # fmt: skip
+def _columns(
+    w_ptr, e, k, n, K: tl.constexpr, N: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr, TURNED: tl.constexpr
+):
     """b_w [DEPTH, COLUMNS] at (k, n) of expert e's matrix, which is [N, K] in memory or, if TURNED, [K, N]."""
-    if DESCRIBED:
-        if TURNED:
-            return w.load([e, k, n]).reshape(DEPTH, COLUMNS)
-        else:
-            return w.load([e, n, k]).reshape(COLUMNS, DEPTH).T
+    ks, ns = k + tl.arange(0, DEPTH), n + tl.arange(0, COLUMNS)
+    at = w_ptr + e.to(tl.int64) * (K * N)
+    at = at + ks[:, None] * N + ns[None, :] if TURNED else at + ns[None, :] * K + ks[:, None]
+    if K % DEPTH or N % COLUMNS:
+        return tl.load(at, mask=(ks < K)[:, None] & (ns < N)[None, :], other=0.0)
     else:
-        ks, ns = k + tl.arange(0, DEPTH), n + tl.arange(0, COLUMNS)
-        at = w + e.to(tl.int64) * (K * N)
-        at = at + ks[:, None] * N + ns[None, :] if TURNED else at + ns[None, :] * K + ks[:, None]
-        if K % DEPTH or N % COLUMNS:
-            return tl.load(at, mask=(ks < K)[:, None] & (ns < N)[None, :], other=0.0)
-        else:
-            return tl.load(at)
+        return tl.load(at)
 
 
 @triton.jit
@@ -121,9 +116,9 @@ def _slope(b_z, ACT: tl.constexpr):
 
 @triton.jit
 def up_kernel(
-    x_ptr, w, order_ptr, tiles_ptr, weights_ptr, z_ptr, a_ptr,
+    x_ptr, w_ptr, order_ptr, tiles_ptr, weights_ptr, z_ptr, a_ptr,
     K: tl.constexpr, H: tl.constexpr, CHOICES: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr,
-    GATHERED: tl.constexpr, WEIGHTED: tl.constexpr, KEPT: tl.constexpr, DESCRIBED: tl.constexpr,
+    GATHERED: tl.constexpr, WEIGHTED: tl.constexpr, KEPT: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     """a [slots, H] = v act(W_e x), or if GATED v act(W_gate x) ⊙ W_up x, with v the slot's weight.
@@ -143,10 +138,10 @@ def up_kernel(
     b_u = b_z
     for k in range(0, K, DEPTH):
         b_x = _rows(x_ptr, token, k, K, DEPTH)
-        b_w = _columns(w, e, k, n, K, R, DEPTH, COLUMNS, False, DESCRIBED)
+        b_w = _columns(w_ptr, e, k, n, K, R, DEPTH, COLUMNS, False)
         b_z = tl.dot(b_x, b_w, b_z, input_precision="ieee")
         if GATED:
-            b_w_u = _columns(w, e, k, H + n, K, R, DEPTH, COLUMNS, False, DESCRIBED)
+            b_w_u = _columns(w_ptr, e, k, H + n, K, R, DEPTH, COLUMNS, False)
             b_u = tl.dot(b_x, b_w_u, b_u, input_precision="ieee")
     ns = n + tl.arange(0, COLUMNS)
     there = inside[:, None] & (ns < H)[None, :]
@@ -166,8 +161,8 @@ def up_kernel(
 
 @triton.jit
 def product_kernel(
-    x_ptr, w, order_ptr, tiles_ptr, y_ptr,
-    K: tl.constexpr, N: tl.constexpr, TURNED: tl.constexpr, SCATTERED: tl.constexpr, DESCRIBED: tl.constexpr,
+    x_ptr, w_ptr, order_ptr, tiles_ptr, y_ptr,
+    K: tl.constexpr, N: tl.constexpr, TURNED: tl.constexpr, SCATTERED: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     """y [slots, N] = W_e x, or W_eᵀ x if TURNED, of sorted rows x [slots, K]."""
@@ -181,7 +176,7 @@ def product_kernel(
     b_y = tl.zeros([ROWS, COLUMNS], tl.float32)
     for k in range(0, K, DEPTH):
         b_x = _rows(x_ptr, r, k, K, DEPTH)
-        b_w = _columns(w, e, k, n, K, N, DEPTH, COLUMNS, TURNED, DESCRIBED)
+        b_w = _columns(w_ptr, e, k, n, K, N, DEPTH, COLUMNS, TURNED)
         b_y = tl.dot(b_x, b_w, b_y, input_precision="ieee")
     ns = n + tl.arange(0, COLUMNS)
     at = y_ptr + slot.to(tl.int64)[:, None] * N + ns[None, :]
@@ -228,9 +223,9 @@ def _write_slopes(
 
 @triton.jit
 def slope_kernel(
-    g_ptr, w, order_ptr, tiles_ptr, weights_ptr, kept_ptr, g_z_ptr, a_ptr, dots_ptr, slots,
+    g_ptr, w_ptr, order_ptr, tiles_ptr, weights_ptr, kept_ptr, g_z_ptr, a_ptr, dots_ptr, slots,
     K: tl.constexpr, H: tl.constexpr, CHOICES: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr,
-    GATHERED: tl.constexpr, WEIGHTED: tl.constexpr, DESCRIBED: tl.constexpr,
+    GATHERED: tl.constexpr, WEIGHTED: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """With p = W_outᵀ g, v a slot's weight and z the kept sums:
@@ -252,7 +247,7 @@ def slope_kernel(
     b_p = tl.zeros([ROWS, COLUMNS], tl.float32)
     for k in range(0, K, DEPTH):
         b_g = _rows(g_ptr, token, k, K, DEPTH)
-        b_w = _columns(w, e, k, n, K, H, DEPTH, COLUMNS, True, DESCRIBED)
+        b_w = _columns(w_ptr, e, k, n, K, H, DEPTH, COLUMNS, True)
         b_p = tl.dot(b_g, b_w, b_p, input_precision="ieee")
     b_v = tl.full([ROWS], 1.0, tl.float32)
     if WEIGHTED:
@@ -275,29 +270,39 @@ def _slots(order_ptr, row, end, DEPTH: tl.constexpr, ORDERED: tl.constexpr):
 
 @triton.jit
 def weight_kernel(
-    p_ptr, q_ptr, order_ptr, ends_ptr, g_w_ptr,
-    M: tl.constexpr, N: tl.constexpr, CHOICES: tl.constexpr, GATHERED_P: tl.constexpr, GATHERED_Q: tl.constexpr,
+    g_ptr, a_ptr, g_z_ptr, x_ptr, order_ptr, ends_ptr, g_out_ptr, g_up_ptr,
+    C: tl.constexpr, H: tl.constexpr, R: tl.constexpr, CHOICES: tl.constexpr, GATHERED: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """g_w[e] [M, N] = Σ over expert e's rows s of p_s q_sᵀ, DEPTH rows at a time; one tile to a program."""
-    TILES: tl.constexpr = tl.cdiv(M, ROWS) * tl.cdiv(N, COLUMNS)
-    e, tile = tl.program_id(0) // TILES, tl.program_id(0) % TILES
+    """g_out[e] [C, H] = Σ g aᵀ and g_up[e] [R, C] = Σ g_z xᵀ over expert e's rows; one tile to a program.
+
+    Both in one launch, since the last programs of a launch leave multiprocessors idle: g_w [M, N] = Σ p qᵀ is either.
+    """
+    OUT: tl.constexpr = tl.cdiv(C, ROWS) * tl.cdiv(H, COLUMNS)
+    BOTH: tl.constexpr = OUT + tl.cdiv(R, ROWS) * tl.cdiv(C, COLUMNS)
+    e, tile = tl.program_id(0) // BOTH, tl.program_id(0) % BOTH
+    of_out = tile < OUT
+    if of_out:
+        p_ptr, q_ptr, g_w_ptr = g_ptr, a_ptr, g_out_ptr
+    else:
+        p_ptr, q_ptr, g_w_ptr = g_z_ptr, x_ptr, g_up_ptr
+    M, N = tl.multiple_of(tl.where(of_out, C, R), 8), tl.multiple_of(tl.where(of_out, H, C), 8)
+    tile = tl.where(of_out, tile, tile - OUT)
     m = tile // tl.cdiv(N, COLUMNS) * ROWS + tl.arange(0, ROWS)
     n = tile % tl.cdiv(N, COLUMNS) * COLUMNS + tl.arange(0, COLUMNS)
     start = tl.load(ends_ptr + e - 1, mask=e > 0, other=0)
     end = tl.load(ends_ptr + e)
     b_w = tl.zeros([ROWS, COLUMNS], tl.float32)
     # slots are read one turn ahead: a load whose address is being loaded would stall the ones behind it
-    b_slot = _slots(order_ptr, start, end, DEPTH, GATHERED_P or GATHERED_Q)
+    b_slot = _slots(order_ptr, start, end, DEPTH, GATHERED)
     for s in range(start, end, DEPTH):
         r = s + tl.arange(0, DEPTH)
         inside = r < end
         token = b_slot // CHOICES
-        at_p = (token if GATHERED_P else r).to(tl.int64)[:, None] * M
-        at_q = (token if GATHERED_Q else r).to(tl.int64)[:, None] * N
-        b_p = tl.load(p_ptr + at_p + m[None, :], mask=inside[:, None] & (m < M)[None, :], other=0.0)
-        b_q = tl.load(q_ptr + at_q + n[None, :], mask=inside[:, None] & (n < N)[None, :], other=0.0)
-        b_slot = _slots(order_ptr, s + DEPTH, end, DEPTH, GATHERED_P or GATHERED_Q)
+        at_p, at_q = tl.where(of_out, token, r).to(tl.int64), tl.where(of_out, r, token).to(tl.int64)
+        b_p = tl.load(p_ptr + at_p[:, None] * M + m[None, :], mask=inside[:, None] & (m < M)[None, :], other=0.0)
+        b_q = tl.load(q_ptr + at_q[:, None] * N + n[None, :], mask=inside[:, None] & (n < N)[None, :], other=0.0)
+        b_slot = _slots(order_ptr, s + DEPTH, end, DEPTH, GATHERED)
         b_w = tl.dot(b_p.T, b_q, b_w, input_precision="ieee")
     at = g_w_ptr + e.to(tl.int64) * (M * N) + m[:, None] * N + n[None, :]
     tl.store(at, b_w.to(g_w_ptr.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :])

@@ -6,11 +6,10 @@ rows could need, so nothing waits for the GPU, and a step with experts can be ca
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from residua.ops._runtime import fused
 from residua.ops._runtime.launch import aligned, cdiv, on, power
@@ -25,8 +24,6 @@ class TilePlan(NamedTuple):
     """Elements of the sum per step."""
     warps: int
     stages: int
-    described: bool = False
-    """Load matrices by TMA."""
     registers: int | None = None
     """Most registers of a thread: with 128, two programs of 8 warps fit on a multiprocessor."""
 
@@ -37,13 +34,20 @@ class TilePlan(NamedTuple):
 
 
 class Plans(NamedTuple):
-    """The tiles of every product. All but those of `weight` have the same rows, for they share a table of tiles."""
+    """The tiles of every product. All but those of `weight` have the same rows, for they share a table of tiles.
+
+    `wide` is for results whose columns are a multiple of its own.
+    """
 
     up: TilePlan
     gated: TilePlan
-    product: TilePlan
+    wide: TilePlan
     slope: TilePlan
     weight: TilePlan
+
+    def product(self, columns: int) -> TilePlan:
+        """The tiles of a result with so many columns."""
+        return self.wide if columns % self.wide.columns == 0 else self.up
 
 
 def _same(plan: TilePlan) -> Plans:
@@ -57,14 +61,14 @@ SINGLE = _same(TilePlan(64, 64, 32, 4, 2))
 MANY = Plans(
     up=TilePlan(128, 128, 64, 8, 3),
     gated=TilePlan(128, 64, 64, 8, 3),
-    product=TilePlan(128, 128, 64, 8, 3),
+    wide=TilePlan(128, 256, 64, 8, 3),
     slope=TilePlan(128, 128, 64, 8, 3, registers=128),
     weight=TilePlan(128, 128, 64, 8, 3),
 )
 FEW = _same(TilePlan(16, 64, 64, 4, 4))
 """Decoding and small batches: the weights' bytes are the limit, not arithmetic."""
-PART = 8 if fused.INTERPRETED else 64
-"""Columns of gradients that are computed from a tile's sums at a time."""
+PART, GATED_PART = (8, 8) if fused.INTERPRETED else (64, 32)
+"""Columns of gradients that are computed from a tile's sums at a time, without and with a gate."""
 FEW_ROWS = 16
 """Rows per expert, in the mean, up to which `FEW` is used."""
 
@@ -114,12 +118,12 @@ def up(
     a, z = up_outputs(x, weight, order, tiles, weights, activation, choices, keep)
     gated = activation in GATED
     chosen = plans(x.dtype, len(a), len(weight))
-    plan = chosen.gated if gated else chosen.up
+    plan = chosen.gated if gated else chosen.product(a.shape[1])
     with on(x):
         kernels.up_kernel[(len(tiles) * cdiv(a.shape[1], plan.columns),)](
-            aligned(x), _described(weight, plan, turned=False), _or(order, tiles), tiles, _or(weights, x), z, a,
+            aligned(x), aligned(weight), _or(order, tiles), tiles, _or(weights, x), z, a,
             K=x.shape[1], H=a.shape[1], CHOICES=choices, ACT=activation, GATED=gated, GATHERED=order is not None,
-            WEIGHTED=weights is not None, KEPT=keep, DESCRIBED=plan.described, **plan.sizes(),
+            WEIGHTED=weights is not None, KEPT=keep, **plan.sizes(),
         )  # fmt: skip
     return a, z
 
@@ -131,11 +135,11 @@ def product_output(x: Tensor, weight: Tensor, order: Tensor | None, tiles: Tenso
 def product(x: Tensor, weight: Tensor, order: Tensor | None, tiles: Tensor, turned: bool) -> Tensor:
     """W_e x, or W_eᵀ x if `turned`, of sorted rows x; with an order, rows are written to their slots."""
     y = product_output(x, weight, order, tiles, turned)
-    plan = plans(x.dtype, len(x), len(weight)).product
+    plan = plans(x.dtype, len(x), len(weight)).product(y.shape[1])
     with on(x):
         kernels.product_kernel[(len(tiles) * cdiv(y.shape[1], plan.columns),)](
-            aligned(x), _described(weight, plan, turned=turned), _or(order, tiles), tiles, y, K=x.shape[1],
-            N=y.shape[1], TURNED=turned, SCATTERED=order is not None, DESCRIBED=plan.described, **plan.sizes(),
+            aligned(x), aligned(weight), _or(order, tiles), tiles, y, K=x.shape[1],
+            N=y.shape[1], TURNED=turned, SCATTERED=order is not None, **plan.sizes(),
         )  # fmt: skip
     return y
 
@@ -159,41 +163,35 @@ def slope(
     plan = plans(g.dtype, len(kept), len(weight)).slope
     with on(g):
         kernels.slope_kernel[(len(tiles) * cdiv(a.shape[1], plan.columns),)](
-            aligned(g), _described(weight, plan, turned=True), _or(order, tiles), tiles, _or(weights, g), kept, g_z, a,
+            aligned(g), aligned(weight), _or(order, tiles), tiles, _or(weights, g), kept, g_z, a,
             dots, len(kept), K=g.shape[1], H=a.shape[1], CHOICES=choices, ACT=activation, GATED=activation in GATED,
-            GATHERED=order is not None, WEIGHTED=weights is not None, DESCRIBED=plan.described,
-            PARTS=max(1, plan.columns // PART), **plan.sizes(),
+            GATHERED=order is not None, WEIGHTED=weights is not None,
+            PARTS=max(1, plan.columns // (GATED_PART if activation in GATED else PART)), **plan.sizes(),
         )  # fmt: skip
     return g_z, a, dots
 
 
-def weight_output(p: Tensor, q: Tensor, order: Tensor | None, ends: Tensor, choices: int, tokens_first: bool) -> Tensor:
-    return p.new_empty((len(ends), p.shape[1], q.shape[1]))
+def weight_outputs(
+    g: Tensor, a: Tensor, g_z: Tensor, x: Tensor, order: Tensor | None, ends: Tensor, choices: int
+) -> tuple[Tensor, Tensor]:
+    width, experts = x.shape[1], len(ends)
+    return x.new_empty((experts, width, a.shape[1])), x.new_empty((experts, g_z.shape[1], width))
 
 
-def weight_gradient(
-    p: Tensor, q: Tensor, order: Tensor | None, ends: Tensor, choices: int, tokens_first: bool
-) -> Tensor:
-    """Σ p_s q_sᵀ over the rows of each expert [E, M, N]; with an order, p or else q has the rows of tokens."""
-    g_weight = weight_output(p, q, order, ends, choices, tokens_first)
-    slots = len(q if tokens_first else p)
-    _, m, n = g_weight.shape
-    plan = plans(p.dtype, slots, len(ends)).weight
-    with on(p):
-        kernels.weight_kernel[(len(ends) * cdiv(m, plan.rows) * cdiv(n, plan.columns),)](
-            aligned(p), aligned(q), _or(order, ends), ends, g_weight, M=m, N=n, CHOICES=choices,
-            GATHERED_P=order is not None and tokens_first, GATHERED_Q=order is not None and not tokens_first,
-            **plan.sizes(),
+def weight_gradients(
+    g: Tensor, a: Tensor, g_z: Tensor, x: Tensor, order: Tensor | None, ends: Tensor, choices: int
+) -> tuple[Tensor, Tensor]:
+    """Σ g aᵀ [E, C, H] and Σ g_z xᵀ [E, R, C] over the rows of each expert; with an order, g and x are of tokens."""
+    g_out, g_up = weight_outputs(g, a, g_z, x, order, ends, choices)
+    _, width, hidden = g_out.shape
+    plan, wide = plans(x.dtype, len(a), len(ends)).weight, g_up.shape[1]
+    tiles = cdiv(width, plan.rows) * cdiv(hidden, plan.columns) + cdiv(wide, plan.rows) * cdiv(width, plan.columns)
+    with on(x):
+        kernels.weight_kernel[(len(ends) * tiles,)](
+            aligned(g), aligned(a), aligned(g_z), aligned(x), _or(order, ends), ends, g_out, g_up, C=width, H=hidden,
+            R=wide, CHOICES=choices, GATHERED=order is not None, **plan.sizes(),
         )  # fmt: skip
-    return g_weight
-
-
-def _described(weight: Tensor, plan: TilePlan, *, turned: bool) -> Any:
-    """The stack of matrices [E, N, K], or [E, K, N] if `turned`, as the plan loads it."""
-    if not plan.described:
-        return aligned(weight)
-    block = [plan.depth, plan.columns] if turned else [plan.columns, plan.depth]
-    return TensorDescriptor.from_tensor(aligned(weight), [1, *block])
+    return g_out, g_up
 
 
 def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
