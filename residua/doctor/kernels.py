@@ -123,6 +123,9 @@ def _sublayers(d: Draw) -> dict[str, Call]:
         "delta_mixer": Call(
             ops.delta_mixer, (d.x(1, T, 6 * H), decay[..., :2], share[..., :2], d.w(4, 4 * H), d.w(H), 1), first=True
         ),
+        "kimi_delta": Call(
+            ops.kimi_delta, (keys, keys.flip(1), d.x(1, T, N, H), -d.w(1, T, N, H).exp() / 8, share), first=True
+        ),
         "route": Call(ops.route, (d.x(T, C), d.w(16, C, scale=square), 3)),
         "expert_ffn": Call(
             ops.expert_ffn,

@@ -279,6 +279,11 @@ def prefill_junctions(dtype: torch.dtype, width: int, n: int, tokens: int = 40) 
             _, held = prefill.gate_norm(held, y, weight, bias, weight, weight, **setting)
 
 
+def kimi_delta(dtype: torch.dtype, width: int, tokens: int = 70) -> None:
+    q, k, v = (draw(1, tokens, 2, width, dtype=dtype) for _ in range(3))
+    both(ops.kimi_delta(q, k, v, draw(1, tokens, 2, width), draw(1, tokens, 2)))
+
+
 def case(operator: Callable[..., None], *arguments: Any) -> Case:
     return f"{operator.__name__}({', '.join(map(str, arguments))})", lambda: operator(*arguments)
 
@@ -309,6 +314,8 @@ def small_cases() -> Iterator[Case]:
     yield case(depth_attention, BF16, 768)
     yield case(depth_walk, BF16, 768, 6, 1)
     yield case(depth_walk, FP32, 33, 9, 3)
+    yield case(kimi_delta, BF16, 128)
+    yield case(kimi_delta, FP32, 40)
     yield case(expert_routing, BF16, 512, 16, 3, "softmax")
     yield case(expert_routing, FP32, 40, 20, 2, "sigmoid")
     yield case(expert_ffn, BF16, 512, 512, 16, "relu2", 2048, 3)

@@ -8,6 +8,8 @@ does the same work in matrix products; `step` is one iteration of the loop.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -82,6 +84,20 @@ def chunked(
 
     Ū, W, M and N of all chunks come at once, then the states one after the other, then all outputs.
     """
+    return in_chunks(_decayed_products, q, k, v, g, beta, segments, state)
+
+
+def in_chunks(
+    products: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    segments: Tensor | None,
+    state: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """`chunked`, given what computes (k, k) and (q, k) of k, q and G."""
     check_shapes(q, k, v, g, beta)
     tokens, heads, value_width = v.shape[1:]
     with no_autocast(v):  # the system inside a chunk is solved in single precision
@@ -93,7 +109,7 @@ def chunked(
         enter = total.masked_fill(~met[..., None], float("-inf")).exp()
         leave = (total[..., -1:, :] - total).masked_fill(~visible[..., -1, :, None], float("-inf")).exp()
 
-        of_keys, of_queries = (pairs.masked_fill(~visible, 0) for pairs in _decayed_products(k, q, total))
+        of_keys, of_queries = (pairs.masked_fill(~visible, 0) for pairs in products(k, q, total))
         right = torch.cat([beta * values, beta * (enter * k)], -1)
         solved = torch.linalg.solve_triangular(beta * of_keys, right, upper=False, unitriangular=True)
         u, w = solved.split([value_width, k.shape[-1]], -1)

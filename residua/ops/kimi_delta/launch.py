@@ -1,0 +1,52 @@
+"""Products of decayed keys and queries: launching the kernels."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from residua.ops._runtime.launch import on, power
+from residua.ops.gated_delta.reference import CHUNK
+from residua.ops.kimi_delta import kernels
+from residua.ops.kimi_delta.reference import BLOCKS
+
+WARPS = 4
+
+
+def forward_outputs(k: Tensor, q: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
+    shape = *k.shape[:-1], CHUNK
+    return k.new_empty(shape), k.new_empty(shape)
+
+
+def forward(k: Tensor, q: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
+    """(k, k) and (q, k) [..., 64, 64] of k, q and G [..., 64, K], contiguous, in float32."""
+    outputs = forward_outputs(k, q, total)
+    if k.numel():
+        with on(k):
+            kernels.forward_kernel[_grid(k)](k, q, total, *outputs, **_sizes(k))
+    return outputs
+
+
+def backward_outputs(
+    d_keys: Tensor, d_queries: Tensor, k: Tensor, q: Tensor, total: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    return k.new_empty(k.shape), k.new_empty(k.shape), k.new_empty(k.shape)
+
+
+def backward(d_keys: Tensor, d_queries: Tensor, k: Tensor, q: Tensor, total: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of k, q and G."""
+    outputs = backward_outputs(d_keys, d_queries, k, q, total)
+    if k.numel():
+        with on(k):
+            kernels.backward_kernel[_grid(k)](
+                d_keys.contiguous(), d_queries.contiguous(), k, q, total, *outputs, **_sizes(k)
+            )
+    return outputs
+
+
+def _grid(k: Tensor) -> tuple[int]:
+    """A program for each block of 16 tokens."""
+    return (k.numel() // (k.shape[-1] * CHUNK) * BLOCKS,)
+
+
+def _sizes(k: Tensor) -> dict[str, int]:
+    return {"K": k.shape[-1], "BLOCK": max(16, power(k.shape[-1])), "C": CHUNK, "num_warps": WARPS}
