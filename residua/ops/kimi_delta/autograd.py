@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import Tensor
 
-from residua.ops._runtime.launch import aligned
 from residua.ops._runtime.library import differentiate, operator
 from residua.ops.kimi_delta import launch
 from residua.ops.kimi_delta.reference import in_chunks
@@ -38,7 +37,7 @@ def kimi_delta(
 
 
 def _products(k: Tensor, q: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
-    of_keys, of_queries = _forward(aligned(k), aligned(q), aligned(total))
+    of_keys, of_queries = _forward(k.contiguous(), q.contiguous(), total.contiguous())
     return of_keys, of_queries
 
 

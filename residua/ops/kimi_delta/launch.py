@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from residua.ops._runtime.launch import on, power
+from residua.ops._runtime.launch import aligned, on, power
 from residua.ops.gated_delta.reference import CHUNK
 from residua.ops.kimi_delta import kernels
 from residua.ops.kimi_delta.reference import BLOCKS
@@ -18,11 +18,11 @@ def forward_outputs(k: Tensor, q: Tensor, total: Tensor) -> tuple[Tensor, Tensor
 
 
 def forward(k: Tensor, q: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
-    """(k, k) and (q, k) [..., 64, 64] of k, q and G [..., 64, K], contiguous, in float32."""
+    """(k, k) and (q, k) [..., 64, 64] of k, q and G [..., 64, K], in float32."""
     outputs = forward_outputs(k, q, total)
     if k.numel():
         with on(k):
-            kernels.forward_kernel[_grid(k)](k, q, total, *outputs, **_sizes(k))
+            kernels.forward_kernel[_grid(k)](*(aligned(x) for x in (k, q, total)), *outputs, **_sizes(k))
     return outputs
 
 
@@ -37,9 +37,8 @@ def backward(d_keys: Tensor, d_queries: Tensor, k: Tensor, q: Tensor, total: Ten
     outputs = backward_outputs(d_keys, d_queries, k, q, total)
     if k.numel():
         with on(k):
-            kernels.backward_kernel[_grid(k)](
-                d_keys.contiguous(), d_queries.contiguous(), k, q, total, *outputs, **_sizes(k)
-            )
+            given = (aligned(x) for x in (d_keys, d_queries, k, q, total))
+            kernels.backward_kernel[_grid(k)](*given, *outputs, **_sizes(k))
     return outputs
 
 
