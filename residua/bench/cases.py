@@ -31,6 +31,8 @@ MIX = Rows(3, 5)
 """The projection and its anchor → the mix; both and the mix's gradient → their gradients."""
 DELTA = Rows(4, 7)
 """q, k, v → o; those and do → their gradients. The gates are a hundredth of that."""
+CHANNEL_DELTA = Rows(6, 11)
+"""The same with log decays in float32, one per channel, and their gradients."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,7 @@ def operators(shape: Shape, device: torch.device) -> dict[str, Callable[[], Case
         "manifold_hyper": _manifold_hyper,
         "gated_delta": partial(_gated_delta, length=1024),
         "gated_delta_long": partial(_gated_delta, length=8192),
+        "kimi_delta": _kimi_delta,
         "linear_cross_entropy": partial(_cross_entropy, "linear_cross_entropy"),
         "training_cross_entropy": partial(_cross_entropy, "training_cross_entropy"),
         "route": _route,
@@ -191,6 +194,18 @@ def _manifold_hyper(shape: Shape, device: torch.device) -> Case:
 
     inputs = (streams, update, post, mix, phi, alpha, bias)
     return Case(f"mhc junction, {n} streams", junction, inputs, *_bytes(stream_rows(n), shape))
+
+
+def _kimi_delta(shape: Shape, device: torch.device) -> Case:
+    """As `_gated_delta` at 1,024 tokens, with a decay per channel."""
+    plain = _gated_delta(shape, device, 1024)
+    q, k, v, _, share = plain.inputs
+
+    def rule(*inputs: Tensor) -> Sequence[Tensor]:
+        return [ops.kimi_delta(*inputs)[0]]
+
+    inputs = (q, k, v, -torch.rand(q.shape, device=device) / 8, share)
+    return Case(plain.name.replace("gated", "kimi"), rule, inputs, *_bytes(CHANNEL_DELTA, shape))
 
 
 def _gated_delta(shape: Shape, device: torch.device, length: int) -> Case:

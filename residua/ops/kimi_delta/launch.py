@@ -9,7 +9,8 @@ from residua.ops.gated_delta.reference import CHUNK
 from residua.ops.kimi_delta import kernels
 from residua.ops.kimi_delta.reference import BLOCKS
 
-WARPS = 4
+FORWARD_WARPS, BACKWARD_WARPS = 8, 4
+"""The quickest of 2, 4 and 8 on an H200, with heads of 128."""
 
 
 def forward_outputs(k: Tensor, q: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
@@ -22,7 +23,7 @@ def forward(k: Tensor, q: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
     outputs = forward_outputs(k, q, total)
     if k.numel():
         with on(k):
-            kernels.forward_kernel[_grid(k)](*(aligned(x) for x in (k, q, total)), *outputs, **_sizes(k))
+            kernels.forward_kernel[_grid(k)](*(aligned(x) for x in (k, q, total)), *outputs, **_sizes(k, FORWARD_WARPS))
     return outputs
 
 
@@ -38,7 +39,7 @@ def backward(d_keys: Tensor, d_queries: Tensor, k: Tensor, q: Tensor, total: Ten
     if k.numel():
         with on(k):
             given = (aligned(x) for x in (d_keys, d_queries, k, q, total))
-            kernels.backward_kernel[_grid(k)](*given, *outputs, **_sizes(k))
+            kernels.backward_kernel[_grid(k)](*given, *outputs, **_sizes(k, BACKWARD_WARPS))
     return outputs
 
 
@@ -47,5 +48,5 @@ def _grid(k: Tensor) -> tuple[int]:
     return (k.numel() // (k.shape[-1] * CHUNK) * BLOCKS,)
 
 
-def _sizes(k: Tensor) -> dict[str, int]:
-    return {"K": k.shape[-1], "BLOCK": max(16, power(k.shape[-1])), "C": CHUNK, "num_warps": WARPS}
+def _sizes(k: Tensor, warps: int) -> dict[str, int]:
+    return {"K": k.shape[-1], "BLOCK": max(16, power(k.shape[-1])), "C": CHUNK, "num_warps": warps}
