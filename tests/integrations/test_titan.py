@@ -110,7 +110,8 @@ def test_after_a_killed_rank_another_mesh_goes_on_and_the_result_becomes_a_run(
     run, dump = run_config("grouped", text), tmp_path / "dump"
     name = written(run, tmp_path)
     expected, model = train_alone(run)
-    titan.train(name, 2, dump=dump, die=(1, 3), fails=True)
+    titan.train(f"{name} train.steps=9", 2, "--training.steps", "4", dump=dump, die=(1, 3), fails=True)
+    assert RunConfig.from_toml(dump / "config.toml").train == run.train
     assert [c.step for c in dump_checkpoints(dump)] == [2]
     assert_same(titan.train(name, 2, *TENSOR, dump=dump), expected[2:])
     convert(dump, tmp_path / "run")

@@ -47,13 +47,14 @@ class ResiduaModel(Decoder, BaseModel):
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseModel.Config):
-        """The run, as TOML, and the number of tensor-parallel ranks."""
+        """The run, as TOML, the number of tensor-parallel ranks, and torchtitan's seed."""
 
         run: Annotated[str, tyro.conf.Suppress] = ""
         tensor: Annotated[int, tyro.conf.Suppress] = 1
+        seed: Annotated[int | None, tyro.conf.Suppress] = None
 
         def update_from_config(self, *, config: Any, **kwargs: Any) -> None:
-            self.tensor = config.parallelism.tensor_parallel_degree
+            self.tensor, self.seed = config.parallelism.tensor_parallel_degree, config.debug.seed
 
         def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
             size = measure(parse_run(self.run).model.model_copy(update={"context": seq_len}))
@@ -61,6 +62,7 @@ class ResiduaModel(Decoder, BaseModel):
 
     def __init__(self, config: Config) -> None:
         self.run = parse_run(config.run)
+        self.seed = self.run.train.seed if config.seed is None else config.seed
         Decoder.__init__(self, narrow(self.run.model, config.tensor))
         self.splits = {} if config.tensor == 1 else find_splits(self, shapes(self.run.model))
         self.balancer: Balancer | None = None
@@ -99,7 +101,7 @@ class ResiduaModel(Decoder, BaseModel):
 
     def init_states(self, *, buffer_device: Any = None) -> None:
         """Fill what this rank holds, a layer at a time, with the weights that `residua train` starts from."""
-        torch.manual_seed(self.run.train.seed)
+        torch.manual_seed(self.seed)
         places = self.state_dict()
         with torch.device("cpu"):
             for prefix, part in starting_parts(self.run):

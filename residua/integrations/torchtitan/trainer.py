@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from residua.config.run import RunConfig
 from residua.files import write_atomically
 from residua.integrations.torchtitan.gradients import Gradients
 from residua.integrations.torchtitan.model import ResiduaModel
+from residua.integrations.torchtitan.optimizer import schedule_of
 from residua.integrations.torchtitan.refusals import plainly, refuse_engine
 from residua.integrations.torchtitan.run import parse_run
 from residua.integrations.torchtitan.sending import send
@@ -86,7 +88,7 @@ class ResiduaTrainer(Trainer):
         if model.grid.tensor_ranks > 1:
             self.loss_fn.tokens = model.grid.tensor
         self._balance(model, run)
-        self._describe(run)
+        self._describe(run, model)
 
     def _balance(self, model: ResiduaModel, run: RunConfig) -> None:
         """Experts are balanced over all tokens of a step, on all ranks."""
@@ -98,15 +100,33 @@ class ResiduaTrainer(Trainer):
             model.balancer = Balancer(run.train.balance, found, self.device, lambda tensor: add(tensor.clone()))
         self.balancer = model.balancer
 
-    def _describe(self, run: RunConfig) -> None:
+    def _describe(self, run: RunConfig, model: ResiduaModel) -> None:
         """Put what `convert` and `residua` need beside the checkpoints."""
         if dist.get_rank() == 0:
             folder = Path(self.config.dump_folder)
             folder.mkdir(parents=True, exist_ok=True)
-            write_atomically(folder / "config.toml", run.to_toml())
+            write_atomically(folder / "config.toml", self._trained(run, model).to_toml())
             tokenizer = self.dataloader.dataset.path / "tokenizer.json"
             if tokenizer.exists():
                 write_atomically(folder / "tokenizer.json", tokenizer.read_text(encoding="utf-8"))
+
+    def _trained(self, run: RunConfig, model: ResiduaModel) -> RunConfig:
+        """The run with what torchtitan's flags have changed."""
+        training, grid = self.config.training, model.grid
+        flowing = self.num_pipeline_parallel_microbatches
+        batches = self.gradient_accumulation_steps * flowing * grid.config.data * grid.config.shard
+        schedule = schedule_of(self.config.lr_scheduler).model_dump()
+        return run.override(
+            [
+                f"train.steps={training.steps}",
+                f"train.micro_batch={training.local_batch_size // flowing}",
+                f"train.accumulate={batches // grid.context_ranks}",
+                f"train.clip_norm={float(training.max_norm)}",
+                f"train.seed={model.seed}",
+                f"data.sequence={training.seq_len}",
+                *(f"train.schedule.{key}={json.dumps(value)}" for key, value in schedule.items()),
+            ]
+        )
 
     def batch_generator(self, data_iterable: Any) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
         for inputs, labels in super().batch_generator(data_iterable):
