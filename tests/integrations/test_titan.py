@@ -39,10 +39,7 @@ WAYS: dict[str, tuple[int, tuple[str, ...]]] = {
     "context-pipeline": (4, (*CONTEXT, *INTERLEAVED)),
     "recomputed": (2, ("activation-checkpoint:full",)),
     "compiled": (1, ("--compile.enable",)),
-    "experts-hsdp": (
-        4,
-        ("--parallelism.expert_parallel_degree", "2", "--parallelism.data_parallel_replicate_degree", "2"),
-    ),
+    "divided-experts": (4, (*HSDP, "--parallelism.expert_parallel_degree", "2")),
 }
 NORMAL = [("additive", "one"), ("hyper-experts", "fsdp"), ("exo-block", "interleaved"), ("grouped", "context")]
 """The loss itself; balance of experts, and scalars that FSDP2 leaves whole; all that crosses stages or is shared;
