@@ -12,7 +12,8 @@ class Sent(Tensor):
     """A tensor in host memory whose copy on the device is already on its way; `to` returns the copy."""
 
     copy: Tensor
-    __torch_function__ = torch._C._disabled_torch_function_impl  # results of operations are plain tensors
+    # results of operations are plain tensors
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def to(self, *args: Any, **kwargs: Any) -> Tensor:
         return self.copy
