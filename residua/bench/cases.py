@@ -20,6 +20,7 @@ from residua.model.topology import build_topology
 from residua.model.topology.facts import Rows, read_rows, stream_rows
 from residua.ops.expert_slots import combine, dispatch, slots_of
 from residua.ops.grouped_linear.launch import grouped_linear
+from residua.ops.hyper_connection import manifold_weights
 
 Function = Callable[..., Sequence[Tensor]]
 
@@ -189,8 +190,7 @@ def _manifold_hyper(shape: Shape, device: torch.device) -> Case:
 
     def junction(X: Tensor, y: Tensor, post: Tensor, mix: Tensor, phi: Tensor, a: Tensor, b: Tensor) -> list[Tensor]:
         h, X, z = ops.hyper_step(X, y, post, mix, b[:n], scale=a[0], phi=phi, norm="all")
-        _, post, res = (s * part + c for s, part, c in zip(a, z.split(sizes, -1), b.split(sizes), strict=True))
-        return [h, X, 2 * torch.sigmoid(post), ops.sinkhorn(res.unflatten(-1, (n, n)), 20)]
+        return [h, X, *manifold_weights(z, a, b, n, 20)]
 
     inputs = (streams, update, post, mix, phi, alpha, bias)
     return Case(f"mhc junction, {n} streams", junction, inputs, *_bytes(stream_rows(n), shape))

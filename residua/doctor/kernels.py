@@ -17,6 +17,7 @@ from residua.doctor.findings import Finding, fix_of, in_words, quiet
 from residua.model.decoder import build
 from residua.ops import decode
 from residua.ops._runtime.backend import Operator, backend
+from residua.ops.hyper_connection import manifold_weights
 
 N = 4
 """Streams, and heads."""
@@ -90,6 +91,7 @@ def _depth(d: Draw) -> dict[str, Call]:
         ),
         "pool_streams": Call(ops.pool_streams, ([d.x(T, C) for _ in range(N)], d.w(C)), first=True),
         "hyper_step": Call(ops.hyper_step, (d.x(T, N, C), d.x(T, C), *weights), phi),
+        "manifold_weights": Call(manifold_weights, (d.w(T, N * (N + 2)), d.w(3), d.w(N * (N + 2)), N, 20)),
         "sinkhorn": Call(ops.sinkhorn, (d.w(T, N, N), 20)),
     }
 

@@ -14,6 +14,7 @@ from residua.ops import decode, descent, prefill
 from residua.ops.depth_attention import deferred
 from residua.ops.depth_attention.plan import ReadPlan
 from residua.ops.gated_delta import step as delta_step
+from residua.ops.hyper_connection import manifold_weights
 from residua.ops.squared_relu import launch
 
 Case = tuple[str, Callable[[], Any]]
@@ -53,6 +54,12 @@ def hyper_step(dtype: torch.dtype, width: int, n: int, norm: str, used: int, tok
 
 def sinkhorn(n: int, iterations: int, tokens: int = 5) -> None:
     both(ops.sinkhorn(draw(tokens, n, n), iterations))
+
+
+def write_weights(n: int, iterations: int, used: int = 2, tokens: int = 40) -> None:
+    """The gradient comes through the first `used` of post and mix."""
+    size = n * n + 2 * n
+    both(manifold_weights(draw(tokens, size), draw(3), draw(size), n, iterations)[:used])
 
 
 def gated_norm(dtype: torch.dtype, width: int, rank: int, tokens: int = 70) -> None:
@@ -295,6 +302,7 @@ def small_cases() -> Iterator[Case]:
     yield case(hyper_step, FP32, 33, 2, "each", 1, 1, True)
     yield case(hyper_step, BF16, 33, 2, "none", 2, 40, False)
     yield case(sinkhorn, 4, 20)
+    yield case(write_weights, 4, 20)
     yield case(gated_norm, BF16, 768, 16)
     yield case(gated_norm_added, BF16, 768, 16)
     yield case(gated_norm, FP32, 33, 4)
@@ -363,6 +371,8 @@ def wide_cases() -> Iterator[Case]:
             yield case(decode_junctions, dtype, width, count, n, rows)
     for n, iterations in product((1, 2, 3, 4, 8), (1, 20)):
         yield case(sinkhorn, n, iterations, iterations)
+        for used in (1, 2):
+            yield case(write_weights, n, iterations, used)
     for dtype, width in product(dtypes, (2, 6, 64, 96, 128, 256)):
         yield case(norm_rotate, dtype, width)
         yield case(norm_rotate, dtype, width, 1, 1)

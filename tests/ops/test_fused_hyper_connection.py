@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from residua import ops
 from residua.ops._runtime import fused
+from residua.ops.hyper_connection import launch, manifold_weights
 
 pytestmark = pytest.mark.slow
 
@@ -71,6 +74,13 @@ def test_a_step_equals_the_reference_in_every_gradient(norm, n):
 def test_eight_streams_and_more_than_a_tile_of_tokens(norm):
     inputs = drawn(norm, 8 if norm == "each" else 2, 12, 3, 11)
     assert_close(results("triton", inputs, norm), results("reference", inputs, norm, torch.float64), 1e-5)
+
+
+@interpreter
+def test_wide_rows_are_read_two_at_a_time_and_may_be_written_in_shares(monkeypatch):
+    monkeypatch.setattr(launch, "SHARES", 3)
+    inputs = drawn("all", 1, 1100, 3)
+    assert_close(results("triton", inputs, "all"), results("reference", inputs, "all", torch.float64), 1e-5)
 
 
 @interpreter
@@ -149,6 +159,39 @@ def test_sinkhorn_takes_no_tokens_and_a_strided_input():
     assert torch.allclose(ours, ops.sinkhorn(logits, 5), atol=1e-6)
 
 
+def write_weights(choice: str, n: int, iterations: int, dtype: torch.dtype, device: str = "cpu", used: int = 3) -> Any:
+    """post and mix (used: 1, 2 or both as bits), and the gradients of z, scale and bias."""
+    draw = torch.Generator(device).manual_seed(n)
+    sizes = ((3, 25, n * n + 2 * n), (3,), (n * n + 2 * n,))
+    leaves = [2 * torch.randn(size, generator=draw, device=device) for size in sizes]
+    leaves = [leaf.to(dtype).requires_grad_() for leaf in leaves]
+    with ops.backend(choice):
+        made = [y for i, y in enumerate(manifold_weights(*leaves, n, iterations)) if used >> i & 1]
+    probes = [torch.randn(y.shape, generator=draw, device=device).to(y) for y in made]
+    return [*made, *torch.autograd.grad(made, leaves, probes)]
+
+
+@interpreter
+@pytest.mark.parametrize(
+    ("n", "iterations", "used"), [(1, 2, 3), (2, 20, 3), (3, 1, 3), (4, 20, 3), (4, 2, 1), (2, 3, 2), (5, 2, 3)]
+)
+def test_write_weights_equal_the_reference_with_their_gradients(n, iterations, used):
+    exact = write_weights("reference", n, iterations, torch.float64, used=used)
+    for ours, truth in zip(write_weights("triton", n, iterations, torch.float32, used=used), exact, strict=True):
+        assert (ours - truth).norm() <= 3e-6 * truth.norm() + 1e-6
+
+
+@interpreter
+def test_write_weights_of_streams_far_below_the_others_and_of_no_tokens():
+    logits = torch.zeros(2, 24)
+    logits[0, 8:12], logits[1, [9, 13, 17, 21]] = -300.0, -300.0  # a row and a column
+    one = (torch.ones(3), torch.zeros(24), 4, 20)
+    with ops.backend("triton"):
+        mix = manifold_weights(logits, *one)[1]
+        assert [y.shape for y in manifold_weights(logits[:0], *one)] == [(0, 4), (0, 4, 4)]
+    torch.testing.assert_close(mix, torch.full((2, 4, 4), 0.25))
+
+
 gpu = pytest.mark.gpu
 compiled_only = pytest.mark.skipif(fused.INTERPRETED, reason="needs TRITON_INTERPRET=0")
 
@@ -193,3 +236,15 @@ def test_on_a_gpu_sinkhorn_is_right(n):
     exact = doubly_stochastic("reference", logits.double(), 20)
     for ours, truth in zip(doubly_stochastic("triton", logits, 20), exact, strict=True):
         assert (ours - truth).norm() <= 1e-5 * truth.norm()
+
+
+@gpu
+@compiled_only
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_on_a_gpu_write_weights_are_right(n):
+    exact = write_weights("reference", n, 20, torch.float64, "cuda")
+    ours = write_weights("triton", n, 20, torch.float32, "cuda")
+    assert all((a - b).norm() <= 1e-5 * b.norm() for a, b in zip(ours, exact, strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(ours, write_weights("triton", n, 20, torch.float32, "cuda"), strict=True)
+    )

@@ -28,7 +28,7 @@ from residua.model.topology.ablation import reads_changed
 from residua.model.topology.base import State, Topology
 from residua.model.topology.facts import Rows, stream_rows
 from residua.ops._runtime.numeric import wide
-from residua.ops.hyper_connection import read_weights
+from residua.ops.hyper_connection import manifold_weights, read_weights
 
 
 class Streams(Topology):
@@ -236,7 +236,7 @@ def start_again(module: nn.Module) -> None:
 
 
 class SinkhornMixing(nn.Module):
-    """mix = Sinkhorn(exp(res)), res [..., n²].
+    """post = 2 sigmoid, and mix = Sinkhorn(exp(res)), res [..., n²].
 
     Off-diagonal logits start at −5: near the identity, yet with a gradient (at −8 it is known to vanish).
     """
@@ -251,12 +251,12 @@ class SinkhornMixing(nn.Module):
     def start(self) -> Tensor:
         return (self.OFF_DIAGONAL * (1 - torch.eye(self.streams))).flatten()
 
-    def forward(self, res: Tensor) -> Tensor:
-        return ops.sinkhorn(res.unflatten(-1, (self.streams, self.streams)), self.iterations)
+    def forward(self, logits: Tensor, alpha: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        return manifold_weights(logits, alpha, bias, self.streams, self.iterations)
 
 
 class PermutationMixing(nn.Module):
-    """mix = Σ_k softmax(res)_k P_k over the n! permutation matrices: doubly stochastic by construction."""
+    """post = 2 sigmoid, and mix = Σ_k softmax(res)_k P_k over the n! permutation matrices, so doubly stochastic."""
 
     OTHERS = -8.0
 
@@ -277,12 +277,14 @@ class PermutationMixing(nn.Module):
         bias[0] = 0.0  # permutations() yields the identity first
         return bias
 
-    def forward(self, res: Tensor) -> Tensor:
-        return torch.einsum("...k,kij->...ij", res.softmax(-1), self.basis.to(res.dtype))
+    def forward(self, logits: Tensor, alpha: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        sizes = (self.streams, self.streams, self.logits)
+        _, post, res = (a * z + b for a, z, b in zip(alpha, logits.split(sizes, -1), bias.split(sizes), strict=True))
+        return 2 * torch.sigmoid(post), torch.einsum("...k,kij->...ij", res.softmax(-1), self.basis.to(res.dtype))
 
 
 class ManifoldJunction(Junction):
-    """[pre, post, res] = α · (vec(X) φ)/rms(vec(X)) + b;  pre = sigmoid, post = 2 sigmoid, mix = `mixing`(res).
+    """[pre, post, res] = α · (vec(X) φ)/rms(vec(X)) + b;  pre = sigmoid, post and mix by `mixing`.
 
     φ starts at zero, α at 0.01. The papers leave the biases open; ours favour one stream per sublayer in turn (±1), so
     that streams that start as equal copies can differ.
@@ -328,11 +330,8 @@ class ManifoldJunction(Junction):
         )  # fmt: skip
 
     def write(self, *logits: Tensor) -> tuple[Tensor, Tensor]:
-        _, post, res = (
-            a * z + b
-            for a, z, b in zip(self.alpha, logits[0].split(self.sizes, -1), self.bias.split(self.sizes), strict=True)
-        )
-        return 2 * torch.sigmoid(post), self.mixing(res)
+        post, mix = self.mixing(logits[0], self.alpha, self.bias)
+        return post, mix
 
 
 class Manifold(Streams):

@@ -24,13 +24,19 @@ def _serves_sinkhorn(logits: Tensor, iterations: int) -> bool:
     return logits.shape[-1] <= MOST_STREAMS and fused.serves(logits)
 
 
+def _serves_weights(logits: Tensor, scale: Tensor, bias: Tensor, streams: int, iterations: int) -> bool:
+    return streams <= MOST_STREAMS and fused.serves(logits, scale, bias)
+
+
 hyper_step = Operator(reference.hyper_step)
+manifold_weights = Operator(reference.manifold_weights)
 sinkhorn = Operator(reference.sinkhorn)
 
 if fused.INSTALLED:
     from residua.ops.hyper_connection import autograd
 
     hyper_step.register_fused(autograd.hyper_step, _serves)
+    manifold_weights.register_fused(autograd.manifold_weights, _serves_weights)
     sinkhorn.register_fused(autograd.sinkhorn, _serves_sinkhorn)
 
-__all__ = ["Norm", "hyper_step", "read_weights", "sinkhorn"]
+__all__ = ["Norm", "hyper_step", "manifold_weights", "read_weights", "sinkhorn"]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from residua.ops._runtime.library import differentiate, operator
 from residua.ops.hyper_connection import launch
-from residua.ops.hyper_connection.reference import Norm
+from residua.ops.hyper_connection.reference import Norm, write_logits
 
 _step = operator(
     "hyper_step(Tensor streams, Tensor update, Tensor post, Tensor mix, Tensor bias, Tensor scale, Tensor phi,"
@@ -27,11 +27,25 @@ _step_backward = operator(
     launch.step_backward,
     launch.step_gradients,
 )
+_phi_gradient = operator(
+    "hyper_phi_gradient(Tensor g_z, Tensor normed) -> Tensor", launch.phi_gradient, launch.phi_output
+)
 _sinkhorn = operator("sinkhorn(Tensor logits, SymInt iterations) -> Tensor", launch.sinkhorn, launch.sinkhorn_output)
 _sinkhorn_backward = operator(
     "sinkhorn_backward(Tensor g, Tensor logits, SymInt iterations) -> Tensor",
     launch.sinkhorn_backward,
     launch.sinkhorn_gradient,
+)
+_weights = operator(
+    "manifold_weights(Tensor logits, Tensor scale, Tensor bias, SymInt streams, SymInt iterations) -> (Tensor, Tensor)",
+    launch.weights,
+    launch.weights_outputs,
+)
+_weights_backward = operator(
+    "manifold_weights_backward(Tensor? g_post, Tensor? g_mix, Tensor logits, Tensor scale, Tensor bias, SymInt streams,"
+    " SymInt iterations) -> (Tensor, Tensor)",
+    launch.weights_backward,
+    launch.weights_gradients,
 )
 
 
@@ -64,6 +78,17 @@ def sinkhorn(logits: Tensor, iterations: int) -> Tensor:
     return result
 
 
+def manifold_weights(
+    logits: Tensor, scale: Tensor, bias: Tensor, streams: int, iterations: int
+) -> tuple[Tensor, Tensor]:
+    """The fused twin of `reference.manifold_weights`."""
+    if streams > launch.PASSES or iterations < 1:
+        post, res = write_logits(logits, scale, bias, streams)
+        return 2 * torch.sigmoid(post), sinkhorn(res, iterations)
+    post, mix = _weights(logits.contiguous(), scale.contiguous(), bias.contiguous(), streams, iterations)
+    return post, mix
+
+
 def _save_step(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     *tensors, ctx.norm, _ = inputs
     ctx.set_materialize_grads(False)
@@ -83,7 +108,7 @@ def _differentiate_step(
         seen = logits[:, : len(bias)] if ctx.norm == "all" else torch.tanh(logits[:, :: len(phi)])
         g_scale = (g_pre * seen).sum().to(scale.dtype)
         normed, dz = after.reshape(-1, phi.shape[1]), g_z.reshape(-1, len(phi))
-        g_phi = (dz.to(after.dtype).T @ normed).to(phi.dtype)
+        g_phi = _phi_gradient(dz, normed).to(phi.dtype)
     return (
         g_streams, g_update, g_post.to(post.dtype), g_mix.to(mix.dtype), g_pre.sum(0).to(bias.dtype), g_scale, g_phi,
         None, None,
@@ -103,3 +128,19 @@ def _differentiate_sinkhorn(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
 
 
 differentiate(_sinkhorn, _differentiate_sinkhorn, _save_sinkhorn)
+
+
+def _save_weights(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.streams, ctx.iterations = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*tensors)
+
+
+def _differentiate_weights(ctx: Any, g_post: Tensor | None, g_mix: Tensor | None) -> tuple[Tensor | None, ...]:
+    logits, scale, bias = ctx.saved_tensors
+    g_logits, total = _weights_backward(g_post, g_mix, logits, scale, bias, ctx.streams, ctx.iterations)
+    g_scale, g_bias = total.split((len(scale), len(bias)))
+    return g_logits, g_scale.to(scale.dtype), g_bias.to(bias.dtype), None, None
+
+
+differentiate(_weights, _differentiate_weights, _save_weights)

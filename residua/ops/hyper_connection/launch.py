@@ -2,18 +2,47 @@
 
 A step's forward pass reads X and y and writes X' and h, (2N + 2)C numbers per token. Its backward pass reads the
 gradients of X' and h, X and y, and writes the gradients of X and y, (3N + 3)C; then it reads X' once more for φ's
-gradient, a matrix product over tokens.
+gradient, a matrix product over tokens. At most PASSES streams are served by two kernels each way, which read another
+NC forward and (N + 2)C backward, as far as the cache does not hold them.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from residua.ops._runtime.launch import cdiv, on, power
-from residua.ops.hyper_connection import kernels, kernels_sinkhorn
+from residua.ops._runtime import fused
+from residua.ops._runtime.launch import cdiv, on, power, sum_rows
+from residua.ops.hyper_connection import kernels, kernels_passes, kernels_sinkhorn, kernels_weights
+
+PASSES = 4
+"""Most streams that the kernels in two passes take: a thread holds the mixing matrix of its tokens."""
+
+
+class Tile(NamedTuple):
+    """Tokens and channels of a tile, warps, and stages of a pipeline of loads."""
+
+    tokens: int
+    block: int
+    warps: int
+    stages: int = 1
+
+    def settings(self) -> dict[str, int]:
+        return {"TOKENS": self.tokens, "BLOCK": self.block, "num_warps": self.warps, "num_stages": self.stages}
+
+
+# by the size of a number: 2 bytes and 4
+WRITE = {2: Tile(64, 32, 4, 2), 4: Tile(16, 32, 4)}
+SPREAD = {2: Tile(32, 32, 4), 4: Tile(32, 16, 4)}
+PHI = {2: Tile(64, 128, 4, 4), 4: Tile(32, 64, 4)}
+PHI_PROGRAMS = 2
+"""Programs per multiprocessor that sum φ's gradient."""
+SHARES = 1
+"""Into how many shares of its channels a row is divided when it is written."""
+WEIGHT_TOKENS = 32
+"""Tokens of a program that computes write weights: a warp, and one to a thread."""
 
 # Tokens of a tile, channels of a block (half as many for more than 4 streams), warps: forward and backward.
 FORWARD, BACKWARD = (32, 64, 4), (16, 64, 4)
@@ -43,7 +72,9 @@ def step(
     split = norm != "none" and rounded.dtype != phi.dtype
     rest = (phi - rounded).to(streams.dtype) if split else rounded
     tokens, sizes = len(streams), _sizes(streams, phi, norm, *FORWARD)
-    if tokens:
+    if tokens and streams.shape[1] <= PASSES:
+        _write_and_read(streams, update, post, mix, bias, scale, rounded, rest, made, norm, eps, split)
+    elif tokens:
         with on(streams):
             kernels.forward_kernel[(cdiv(tokens, sizes["TOKENS"]),)](
                 streams, update, post, mix, scale, bias, rounded, rest, *made,
@@ -72,7 +103,10 @@ def step_backward(
     post, mix = _dense(post), _dense(mix)
     phi = phi.to(streams.dtype)
     tokens, sizes = len(streams), _sizes(streams, phi, norm, *BACKWARD)
-    if tokens:
+    if tokens and streams.shape[1] <= PASSES:
+        inputs = (streams, update, post, mix, scale, phi, logits, rstd, weights)
+        _sum_and_spread(g_hidden.contiguous(), g_after, g_logits, *inputs, made, norm)
+    elif tokens:
         with on(streams):
             kernels.backward_kernel[(cdiv(tokens, sizes["TOKENS"]),)](
                 g_hidden if g_after is None else g_after.contiguous(), g_hidden.contiguous(),
@@ -83,6 +117,135 @@ def step_backward(
                 **sizes,
             )  # fmt: skip
     return made
+
+
+def _write_and_read(
+    streams: Tensor, update: Tensor, post: Tensor, mix: Tensor, bias: Tensor, scale: Tensor, rounded: Tensor,
+    rest: Tensor, made: tuple[Tensor, ...], norm: str, eps: float, split: bool,
+) -> None:  # fmt: skip
+    after, hidden, logits, rstd, weights = made
+    tokens, n, width = streams.shape
+    write, read = WRITE[streams.element_size()], _short_tile(streams)
+    sizes = _numbers_of(streams, rounded, norm)
+    columns = sizes["Z"] + {"all": 1, "each": n, "none": 0}[norm]
+    share = cdiv(cdiv(width, SHARES), write.block) * write.block
+    shares = cdiv(width, share)
+    sums = logits.new_empty((shares, tokens, columns))
+    with on(streams):
+        kernels_passes.write_kernel[(shares, cdiv(tokens, write.tokens))](
+            streams, update, post, mix, bias, rounded, rest, after, hidden, weights, sums,
+            tokens, post.stride(0), mix.stride(0), SUMS=columns, SHARE=share, SPLIT=split, **sizes, **write.settings(),
+        )  # fmt: skip
+        if norm != "none":
+            kernels_passes.read_kernel[(cdiv(tokens, read.tokens),)](
+                after, sums, scale, bias, hidden, logits, rstd, weights, tokens, eps,
+                SUMS=columns, SHARES=shares, **sizes, **read.settings(),
+            )  # fmt: skip
+
+
+def _sum_and_spread(
+    g_hidden: Tensor, g_after: Tensor | None, g_logits: Tensor | None, streams: Tensor, update: Tensor, post: Tensor,
+    mix: Tensor, scale: Tensor, phi: Tensor, logits: Tensor, rstd: Tensor, weights: Tensor, made: tuple[Tensor, ...],
+    norm: str,
+) -> None:  # fmt: skip
+    g_streams, g_update, g_post, g_mix, g_pre, g_z = made
+    tokens = len(streams)
+    sums, spread = _short_tile(streams), SPREAD[streams.element_size()]
+    sizes = _numbers_of(streams, phi, norm)
+    shrink = torch.empty_like(g_pre)
+    strides = (post.stride(0), mix.stride(0))
+    with on(streams):
+        if norm != "none":
+            kernels_passes.sums_kernel[(cdiv(tokens, sums.tokens),)](
+                g_hidden, g_hidden if g_logits is None else g_logits.contiguous(), streams, update, post, mix, scale,
+                logits, rstd, weights, g_pre, g_z, shrink, tokens, *strides,
+                HAS_LOGITS=g_logits is not None, **sizes, **sums.settings(),
+            )  # fmt: skip
+        kernels_passes.spread_kernel[(cdiv(tokens, spread.tokens),)](
+            g_hidden if g_after is None else g_after.contiguous(), g_hidden, g_z, shrink, streams, update, post, mix,
+            weights, phi, g_streams, g_update, g_post, g_mix, g_pre, tokens, *strides,
+            LANES=spread.block * streams.element_size() // 16, HAS_AFTER=g_after is not None, **sizes,
+            **spread.settings(),
+        )  # fmt: skip
+
+
+def phi_output(g_z: Tensor, normed: Tensor) -> Tensor:
+    return g_z.new_empty((g_z.shape[1], normed.shape[1]))
+
+
+def phi_gradient(g_z: Tensor, normed: Tensor) -> Tensor:
+    """g_zᵀ normed [K, W] in float32, of g_z [M, K] and normed [M, W]; in parts of a fixed number of rows."""
+    total = phi_output(g_z, normed)
+    (rows, size), width, tile = g_z.shape, normed.shape[1], PHI[normed.element_size()]
+    columns = cdiv(width, tile.block)
+    parts = max(1, PHI_PROGRAMS * fused.multiprocessors(normed) // columns)
+    each = cdiv(cdiv(rows, parts), tile.tokens) * tile.tokens
+    partial = total.new_empty((cdiv(rows, each) if rows else 0, total.numel()))
+    with on(normed):
+        if rows:
+            kernels_passes.phi_kernel[(columns, len(partial))](
+                g_z, normed, partial, rows, each, W=width, K=size, RANK=max(16, power(size)), ROWS=tile.tokens,
+                BLOCK=tile.block, num_warps=tile.warps, num_stages=tile.stages,
+            )  # fmt: skip
+        sum_rows(partial, total.view(-1))
+    return total
+
+
+def weights_outputs(
+    logits: Tensor, scale: Tensor, bias: Tensor, streams: int, iterations: int
+) -> tuple[Tensor, Tensor]:
+    post = logits.new_empty((*logits.shape[:-1], streams), dtype=torch.float32)
+    return post, post.new_empty((*post.shape, streams))
+
+
+def weights(logits: Tensor, scale: Tensor, bias: Tensor, streams: int, iterations: int) -> tuple[Tensor, Tensor]:
+    """post [..., N] and mix [..., N, N]."""
+    made = weights_outputs(logits, scale, bias, streams, iterations)
+    tokens = logits.shape[:-1].numel()
+    if tokens:
+        with on(logits):
+            kernels_weights.forward_kernel[(cdiv(tokens, WEIGHT_TOKENS),)](
+                logits, scale, bias, *made, tokens, iterations, **_write_sizes(streams)
+            )
+    return made
+
+
+def weights_gradients(
+    g_post: Tensor | None, g_mix: Tensor | None, logits: Tensor, scale: Tensor, bias: Tensor, streams: int,
+    iterations: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return torch.empty_like(logits), scale.new_empty(len(scale) + len(bias), dtype=torch.float32)
+
+
+def weights_backward(
+    g_post: Tensor | None, g_mix: Tensor | None, logits: Tensor, scale: Tensor, bias: Tensor, streams: int,
+    iterations: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The gradients of z, and of scale and bias in one row."""
+    g_logits, total = weights_gradients(g_post, g_mix, logits, scale, bias, streams, iterations)
+    tokens = logits.shape[:-1].numel()
+    programs = cdiv(tokens, WEIGHT_TOKENS)
+    partial = total.new_empty((programs, len(total)))
+    scratch = total.new_empty((iterations - 1, tokens, 2 * streams))
+    with on(logits):
+        if tokens:
+            kernels_weights.backward_kernel[(programs,)](
+                logits if g_post is None else g_post.contiguous(), logits if g_mix is None else g_mix.contiguous(),
+                logits, scale, bias, g_logits, partial, scratch, tokens, iterations,
+                HAS_POST=g_post is not None, HAS_MIX=g_mix is not None, **_write_sizes(streams),
+            )  # fmt: skip
+        sum_rows(partial, total)
+    return g_logits, total
+
+
+def _short_tile(streams: Tensor) -> Tile:
+    """Whole rows of up to 4 tokens, held in registers: 16 bytes to a thread at a time."""
+    tokens = min(4, max(1, 4096 // power(streams.shape[-1])))
+    return Tile(tokens, 2048 // streams.element_size() // tokens, 4)
+
+
+def _write_sizes(n: int) -> dict[str, int]:
+    return {"N": n, "SIDE": power(n), "K": n * (n + 2), "TOKENS": WEIGHT_TOKENS, "num_warps": 1}
 
 
 def sinkhorn_output(logits: Tensor, iterations: int) -> Tensor:
@@ -126,20 +289,14 @@ def _dense(x: Tensor) -> Tensor:
 
 
 def _sizes(streams: Tensor, phi: Tensor, norm: str, tokens: int, block: int, warps: int) -> dict[str, Any]:
+    tile = {"TOKENS": tokens, "BLOCK": block if streams.shape[1] <= 4 else block // 2}
+    return {**_numbers_of(streams, phi, norm), **tile, "num_warps": warps, "num_stages": 1}
+
+
+def _numbers_of(streams: Tensor, phi: Tensor, norm: str) -> dict[str, Any]:
     _, n, width = streams.shape
     numbers = _numbers(streams, phi, norm)
-    return {
-        "C": width,
-        "N": n,
-        "K": len(phi),
-        "Z": numbers,
-        "RANK": max(16, power(numbers)),
-        "TOKENS": tokens,
-        "BLOCK": block if n <= 4 else block // 2,
-        "NORM": norm,
-        "num_warps": warps,
-        "num_stages": 1,
-    }
+    return {"C": width, "N": n, "K": len(phi), "Z": numbers, "RANK": max(16, power(numbers)), "NORM": norm}
 
 
 def _sinkhorn_sizes(logits: Tensor) -> tuple[int, dict[str, int]]:

@@ -68,3 +68,21 @@ def sinkhorn(logits: Tensor, iterations: int) -> Tensor:
         logits = logits - logits.logsumexp(-2, keepdim=True)
         logits = logits - logits.logsumexp(-1, keepdim=True)
     return logits.exp()
+
+
+def manifold_weights(
+    logits: Tensor, scale: Tensor, bias: Tensor, streams: int, iterations: int
+) -> tuple[Tensor, Tensor]:
+    """mHC's post = 2σ(scale_1 z + bias) [..., N] and mix = Sinkhorn(exp(scale_2 z + bias)) [..., N, N].
+
+    logits z [..., 2N + N²] as `hyper_step` made them, whose first N belong to the read; scale [3], bias [2N + N²].
+    """
+    post, res = write_logits(logits, scale, bias, streams)
+    return 2 * torch.sigmoid(post), sinkhorn(res, iterations)
+
+
+def write_logits(logits: Tensor, scale: Tensor, bias: Tensor, streams: int) -> tuple[Tensor, Tensor]:
+    """What post [..., N] and mix [..., N, N] are computed from."""
+    sizes = (streams, streams, streams * streams)
+    _, post, res = (s * z + b for s, z, b in zip(scale, logits.split(sizes, -1), bias.split(sizes), strict=True))
+    return post, res.unflatten(-1, (streams, streams))
