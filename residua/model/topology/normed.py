@@ -160,7 +160,7 @@ class NormedMultiGate(NormedTopology):
             return norm(h), streams
         held = cast(prefill.Streams, state[0]) if k > self.fill else prefill.Streams(state)
         normed, after = prefill.gate_norm(
-            held, y, *self.gates[k - self.fill], self.pools[k], norm.weight, store=(k - self.fill) % SEGMENT > 0,
+            held, y, *self.gates[k - self.fill], self.pools[k], norm.weight, store=(k - self.fill) % SEGMENT == SEGMENT - 1,
             competitive=self.competitive, eps=norm.eps,
         )  # fmt: skip
         return normed, cast(State, (after,))
