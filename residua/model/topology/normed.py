@@ -159,8 +159,8 @@ class NormedMultiGate(NormedTopology):
             h, streams = ops.pool_streams((*state, y), self.pools[k])
             return norm(h), streams
         held = cast(prefill.Streams, state[0]) if k > self.fill else prefill.Streams(state)
+        gate, ends = self.gates[k - self.fill], (k - self.fill) % SEGMENT == SEGMENT - 1
         normed, after = prefill.gate_norm(
-            held, y, *self.gates[k - self.fill], self.pools[k], norm.weight, store=(k - self.fill) % SEGMENT == SEGMENT - 1,
-            competitive=self.competitive, eps=norm.eps,
-        )  # fmt: skip
+            held, y, *gate, self.pools[k], norm.weight, store=ends, competitive=self.competitive, eps=norm.eps
+        )
         return normed, cast(State, (after,))
