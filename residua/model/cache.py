@@ -158,7 +158,8 @@ class Cache:
 
     def clear(self) -> None:
         """Empty the cache for reuse."""
-        torch._foreach_zero_([*self.tensors(), self.lengths])  # in few launches
+        torch._foreach_zero_([*self.tensors()])  # in few launches
+        self.lengths.zero_()
         self.reach, self.static = 0, False
 
     def recurrent(self) -> Iterator[Tensor]:
