@@ -19,6 +19,12 @@ interpreter = pytest.mark.skipif(not fused.INTERPRETED, reason="needs TRITON_INT
 
 
 @pytest.fixture(autouse=True)
+def _passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels in two passes, for as many streams as they take."""
+    monkeypatch.setattr(launch, "PASSES", 4)
+
+
+@pytest.fixture(autouse=True)
 def _poison():
     """Fill uninitialised memory with NaN, so that an unwritten output shows."""
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -66,6 +72,14 @@ def assert_close(ours: dict[str, Tensor], exact: dict[str, Tensor], tolerance: f
 @pytest.mark.parametrize("norm", ["all", "each", "none"])
 def test_a_step_equals_the_reference_in_every_gradient(norm, n):
     inputs = drawn(norm, n, 70, 5)
+    assert_close(results("triton", inputs, norm), results("reference", inputs, norm, torch.float64), 1e-5)
+
+
+@interpreter
+@pytest.mark.parametrize("norm", ["all", "each", "none"])
+def test_the_kernels_in_one_pass_take_few_streams_too(norm, monkeypatch):
+    monkeypatch.setattr(launch, "PASSES", 0)
+    inputs = drawn(norm, 2, 24, 3)
     assert_close(results("triton", inputs, norm), results("reference", inputs, norm, torch.float64), 1e-5)
 
 
