@@ -143,9 +143,8 @@ class GatedDeltaNet(nn.Module):
         beta = torch.sigmoid(b)
         if cache is None and real is None:
             weights, key_heads = (self.convolve.weight, self.norm.weight), self.rows[0] // self.head_dim
-            o, state = delta_mixer(projected, g, beta, *weights, key_heads, segments=segments, eps=self.norm.eps)
-            recent = self.convolve.later(qkv, None, segments, ends)
-            return self.out(o.flatten(-2)), DeltaCache(recent, state)
+            o, last = delta_mixer(projected, g, beta, *weights, key_heads, segments=segments, eps=self.norm.eps)
+            return self.out(o.flatten(-2)), DeltaCache(self.convolve.later(qkv, None, segments, ends), last)
         recent, state = cache or (None, None)
         if real is not None:
             qkv = qkv.masked_fill(~real[..., None], 0)
