@@ -25,7 +25,7 @@ from residua.bench.plan_memory import Memory, activation_widths, host_bytes, mem
 from residua.bench.plan_traffic import Sent, crossing_after, hop_bytes, sent_by
 from residua.config.run import ParallelConfig, RunConfig, check_mesh
 from residua.config.settings import ConfigError
-from residua.distributed.pipeline.deal import Share, shares_of, work_of
+from residua.distributed.pipeline.deal import Share, head_work, shares_of, work_of
 from residua.model.size import FLOPS_PER_BYTE, measure
 
 
@@ -170,7 +170,7 @@ def _computation(d: Division, machine: Machine) -> tuple[float, float, float]:
         places = [k for share in shares for k in share.sublayers]
         moved = sum(d.work.moved[k] for k in places)
         flops = sum(d.work.sublayers[k] for k in places) - FLOPS_PER_BYTE * moved
-        flops += d.work.embedding * (rank == 0) + d.work.head * sum(len(share.head) / share.pieces for share in shares)
+        flops += d.work.embedding * (rank == 0) + sum(head_work(d.work, share) for share in shares)
         depth = moved * tokens / machine.bandwidth
         times.append((flops * tokens / machine.flops + depth, depth))
     slowest = max(times)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from itertools import combinations, pairwise
 
 import pytest
@@ -11,17 +12,28 @@ from residua import ops
 from residua.config.run import RunConfig
 from residua.data.loader import IGNORED
 from residua.distributed.pipeline import head
-from residua.distributed.pipeline.deal import head_ranks, rank_work, share_layers, share_work, shares_of, stage_work
+from residua.distributed.pipeline.deal import (
+    DIVIDED,
+    head_ranks,
+    rank_work,
+    share_layers,
+    share_work,
+    shares_of,
+    stage_work,
+)
 from residua.model.size import Work, measure, measure_work
-from residua.ops.linear_cross_entropy import head_piece, launch
+from residua.ops.linear_cross_entropy import autograd, head_piece, launch
 
 pytestmark = pytest.mark.slow  # torch.distributed takes a second to import
+
+
+work_of = cache(lambda preset: measure_work(RunConfig.find(preset).model))
 
 
 def slowest(preset: str, stages: int, *, split: str = "work") -> float:
     """Work of the most expensive stage over the mean."""
     config = RunConfig.find(preset).override([f"parallel.pipeline={stages}", f"parallel.split={split}"])
-    costs = stage_work(measure_work(config.model), shares_of(config))
+    costs = stage_work(work_of(preset), shares_of(config, work_of(preset)))
     return max(costs) / (sum(costs) / stages)
 
 
@@ -54,7 +66,7 @@ def test_measured_on_gloo_no_stage_takes_much_longer_than_the_mean(stages: int) 
 
 def test_a_head_stays_whole_if_that_is_even() -> None:
     config = RunConfig.find("mgr-l-prenorm")
-    few, many = (shares_of(config.override([f"parallel.pipeline={stages}"])) for stages in (4, 16))
+    few, many = (shares_of(config, work_of("mgr-l-prenorm"), stages=stages) for stages in (4, 16))
     assert [share.pieces for share in few] == [1] * 4 and head_ranks(few, 4) == [3]
     assert [share.pieces for share in many] == [16] * 16 and head_ranks(many, 16) == [14, 15]
 
@@ -72,7 +84,8 @@ def test_every_sublayer_and_every_row_of_the_head_belongs_to_one_stage() -> None
         rows = [share.rows(100) for share in shares if share.head]
         assert rows[0][0] == 0 and rows[-1][1] == 100
         assert all(before[1] == after[0] for before, after in pairwise(rows))
-        assert sum(stage_work(work, shares)) == pytest.approx(work.total)
+        extra = 0.0 if shares[0].pieces == 1 else (DIVIDED - 1) * work.head
+        assert sum(stage_work(work, shares)) == pytest.approx(work.total + extra)
 
 
 def test_no_other_division_has_a_cheaper_slowest_stage() -> None:
@@ -100,14 +113,15 @@ def test_ranks_with_several_stages_have_the_work_of_all_of_them() -> None:
 
 
 @pytest.mark.parametrize("bounds", [(0, 7, 23), (0, 1, 2, 22, 23)])
-@pytest.mark.parametrize("path", ["reference", "fused"])
+@pytest.mark.parametrize("path", ["reference", "kept", "fused"])
 def test_pieces_of_a_head_give_the_losses_and_gradients_of_the_whole(
     bounds: tuple[int, ...], path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In float64; the fused path three tokens at a time, its kernel in plain PyTorch."""
+    """In float64; the fused path keeps the softmax, or makes it again three tokens at a time."""
+    monkeypatch.setattr(autograd, "PIECE_BYTES", 2**30 if path == "kept" else 0)
     monkeypatch.setattr(launch, "CHUNK_BYTES", 3 * 8 * 16)
     monkeypatch.setattr(launch, "TILE", 1)
-    monkeypatch.setattr(head, "head_piece", getattr(head_piece, path))
+    monkeypatch.setattr(head, "head_piece", head_piece.reference if path == "reference" else head_piece.fused)
     hidden = torch.randn(2, 5, 8, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(23, 8, dtype=torch.float64, requires_grad=True)
     targets = torch.randint(23, (2, 5))
@@ -125,8 +139,10 @@ def test_pieces_of_a_head_give_the_losses_and_gradients_of_the_whole(
         torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
 
 
-def test_a_piece_on_kernels_in_float32_is_close_to_float64() -> None:
+@pytest.mark.parametrize("kept", [0, 2**30])
+def test_a_piece_on_kernels_in_float32_is_close_to_float64(kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Targets inside and outside of the rows, gradients of one output or both, and tokens without any."""
+    monkeypatch.setattr(autograd, "PIECE_BYTES", kept)
     hidden, weight = torch.randn(6, 16, requires_grad=True), torch.randn(40, 16, requires_grad=True)
     targets, grads = torch.tensor([0, 39, 5, -1, 40, 7]), (torch.randn(6), torch.randn(6))
     grads[0][1] = grads[1][2] = grads[0][5] = grads[1][5] = 0

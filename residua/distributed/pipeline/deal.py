@@ -22,6 +22,10 @@ EVEN = 1.10
 PIECES = 16
 """Pieces of a head that is divided."""
 
+DIVIDED = 1.25
+"""How much more a divided head costs, an assumption: on an H200 pieces that make their logits twice took 1.49 times as
+long as a whole head (docs/scale.md); those that keep their softmax were not measured."""
+
 
 @dataclass(frozen=True)
 class Share:
@@ -66,7 +70,8 @@ def share_work(work: Work, stages: int, pieces: int) -> list[Share]:
     whole = cut(_best_cuts(_costs(work, 1), stages), count, 1)
     if max(stage_work(work, whole)) <= EVEN * work.total / stages:
         return whole
-    return cut(_best_cuts(_costs(work, pieces), stages), count, pieces)
+    divided = cut(_best_cuts(_costs(work, pieces), stages), count, pieces)
+    return min(whole, divided, key=lambda shares: max(stage_work(work, shares)))
 
 
 def stage_work(work: Work, shares: Sequence[Share]) -> list[float]:
@@ -74,7 +79,7 @@ def stage_work(work: Work, shares: Sequence[Share]) -> list[float]:
     return [
         (work.embedding if number == 0 else 0.0)
         + sum(work.sublayers[share.sublayers.start : share.sublayers.stop])
-        + work.head * len(share.head) / share.pieces
+        + head_work(work, share)
         for number, share in enumerate(shares)
     ]
 
@@ -99,7 +104,16 @@ def head_repeats(shares: Sequence[Share], ranks: int, tied: bool) -> bool:
 def _costs(work: Work, pieces: int) -> list[float]:
     """What is dealt out, in order: sublayers, the first with the embedding, then pieces of the head."""
     first, *others = work.sublayers
-    return [work.embedding + first, *others, *[work.head / pieces] * pieces]
+    return [work.embedding + first, *others, *[_piece(work, pieces)] * pieces]
+
+
+def head_work(work: Work, share: Share) -> float:
+    """What the head costs a stage."""
+    return _piece(work, share.pieces) * len(share.head)
+
+
+def _piece(work: Work, pieces: int) -> float:
+    return work.head if pieces == 1 else DIVIDED * work.head / pieces
 
 
 def cut(cuts: Sequence[int], sublayers: int, pieces: int) -> list[Share]:

@@ -24,6 +24,7 @@ from residua.ops._runtime.library import differentiate, operator
 from residua.ops.linear_cross_entropy import launch
 
 KEPT_BYTES = 4 * 2**30
+PIECE_BYTES = 2**30
 
 _forward = operator(
     "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor cast, Tensor targets, float z_loss, SymInt ignore_index,"
@@ -47,14 +48,14 @@ _trained = operator(
     ahead=False,
 )
 _piece = operator(
-    "head_piece(Tensor hidden, Tensor weight, Tensor cast, Tensor targets) -> (Tensor, Tensor)",
+    "head_piece(Tensor hidden, Tensor weight, Tensor cast, Tensor targets, bool keep) -> (Tensor, Tensor, Tensor)",
     launch.piece,
     launch.piece_outputs,
     ahead=False,
 )
 _piece_backward = operator(
-    "head_piece_backward(Tensor g_lse, Tensor g_picked, Tensor hidden, Tensor cast, Tensor targets,"
-    " ScalarType weight_dtype) -> (Tensor, Tensor)",
+    "head_piece_backward(Tensor g_lse, Tensor g_picked, Tensor hidden, Tensor cast, Tensor targets, Tensor lse,"
+    " Tensor picked, Tensor kept, ScalarType weight_dtype) -> (Tensor, Tensor)",
     launch.piece_backward,
     launch.piece_backward_outputs,
     ahead=False,
@@ -84,9 +85,10 @@ def training_cross_entropy(
 
 
 def head_piece(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """The fused twin of the reference; logits are made again in the backward pass, some tokens at a time."""
-    rows, cast, flat_targets, _ = _prepared(hidden, weight, targets)
-    lse, picked = _piece(rows, weight, cast, flat_targets)
+    """The fused twin of the reference; a softmax of more than PIECE_BYTES is computed again in the backward pass."""
+    rows, cast, flat_targets, wanted = _prepared(hidden, weight, targets)
+    keep = wanted and rows.shape[0] * weight.shape[0] * rows.element_size() <= PIECE_BYTES
+    lse, picked, _ = _piece(rows, weight, cast, flat_targets, keep)
     return lse, picked
 
 
@@ -140,15 +142,14 @@ differentiate(_trained, _differentiate_trained, _save_trained)
 
 
 def _save_piece(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    hidden, weight, cast, targets = inputs
+    hidden, weight, cast, targets, _ = inputs
     ctx.weight_dtype = weight.dtype
-    ctx.save_for_backward(hidden, cast, targets)
+    ctx.save_for_backward(hidden, cast, targets, *output)
 
 
-def _differentiate_piece(ctx: Any, g_lse: Tensor, g_picked: Tensor) -> tuple[Tensor | None, ...]:
-    hidden, cast, targets = ctx.saved_tensors
-    g_hidden, g_weight = _piece_backward(g_lse, g_picked, hidden, cast, targets, ctx.weight_dtype)
-    return g_hidden, g_weight, None, None
+def _differentiate_piece(ctx: Any, g_lse: Tensor, g_picked: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    g_hidden, g_weight = _piece_backward(g_lse, g_picked, *ctx.saved_tensors, ctx.weight_dtype)
+    return g_hidden, g_weight, None, None, None
 
 
 differentiate(_piece, _differentiate_piece, _save_piece)

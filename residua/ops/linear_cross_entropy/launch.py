@@ -169,47 +169,78 @@ def _chunks(tokens: int, cast: Tensor, most: int) -> list[slice]:
     return [slice(start, start + size) for start in range(0, max(tokens, 1), size)]
 
 
-def piece_outputs(hidden: Tensor, weight: Tensor, cast: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+def piece_outputs(
+    hidden: Tensor, weight: Tensor, cast: Tensor, targets: Tensor, keep: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     single = torch.promote_types(hidden.dtype, torch.float32)
     lse, picked = (hidden.new_empty(hidden.shape[:1], dtype=single) for _ in range(2))
-    return lse, picked
+    return lse, picked, hidden.new_empty((hidden.shape[0] if keep else 0, cast.shape[0]))
 
 
-def piece(hidden: Tensor, weight: Tensor, cast: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """lse [N] of some rows of a head and the logit of the target [N], 0 if it is not among them."""
+def piece(hidden: Tensor, weight: Tensor, cast: Tensor, targets: Tensor, keep: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """lse [N] of some rows of a head, the logit of the target [N], 0 if it is not among them, and the softmax [N, R].
+
+    The softmax is that of these rows alone; with `keep` off it is not kept ([0, R]).
+    """
     inside = _inside(targets, cast)
     local = targets.where(inside, -1)
-    parts = [
-        _softmax_(torch.mm(hidden[rows], cast.t()), local[rows], -1, False)
-        for rows in _chunks(hidden.shape[0], cast, CHUNK_BYTES)
-    ]
-    lse, nll = (torch.cat(part) for part in zip(*parts, strict=True))
-    return lse, (lse - nll).where(inside, 0)
+    kept = hidden.new_empty((hidden.shape[0] if keep else 0, cast.shape[0]))
+    if keep:
+        lse, nll = _softmax_(torch.mm(hidden, cast.t(), out=kept), local, -1, True)
+    else:
+        parts = [
+            _softmax_(torch.mm(hidden[rows], cast.t()), local[rows], -1, False)
+            for rows in _chunks(hidden.shape[0], cast, CHUNK_BYTES)
+        ]
+        lse, nll = (torch.cat(part) for part in zip(*parts, strict=True))
+    return lse, (lse - nll).where(inside, 0), kept
 
 
 def piece_backward_outputs(
-    g_lse: Tensor, g_picked: Tensor, hidden: Tensor, cast: Tensor, targets: Tensor, weight_dtype: torch.dtype
+    g_lse: Tensor,
+    g_picked: Tensor,
+    hidden: Tensor,
+    cast: Tensor,
+    targets: Tensor,
+    lse: Tensor,
+    picked: Tensor,
+    kept: Tensor,
+    weight_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     return torch.empty_like(hidden), torch.empty_like(cast, dtype=weight_dtype)
 
 
 def piece_backward(
-    g_lse: Tensor, g_picked: Tensor, hidden: Tensor, cast: Tensor, targets: Tensor, weight_dtype: torch.dtype
+    g_lse: Tensor,
+    g_picked: Tensor,
+    hidden: Tensor,
+    cast: Tensor,
+    targets: Tensor,
+    lse: Tensor,
+    picked: Tensor,
+    kept: Tensor,
+    weight_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """The gradients of hidden [N, C] and of the rows [R, C]; that of a token's logits is g_lse·p + g_picked·onehot."""
     inside = _inside(targets, cast)[:, None]
     local, target = targets.where(inside[:, 0], -1), targets[:, None].where(inside, 0)
     nonzero = torch.where(g_lse == 0, TINY, g_lse)[:, None]
     scale = nonzero.where((g_lse != 0)[:, None] | (g_picked != 0)[:, None], 0)
-    added = g_picked[:, None] / nonzero
+    entry = torch.exp(picked - lse)[:, None] + g_picked[:, None] / nonzero
+
+    def products(p: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
+        # p at the target; of a token whose target is elsewhere, the first entry is written back as it is
+        written = torch.where(inside[rows], entry[rows], p[:, :1]).to(p.dtype)
+        return _products(p, hidden[rows], cast, scale[rows], written, target[rows], weight_dtype)
+
+    if kept.shape[0] == hidden.shape[0]:
+        return products(kept, slice(None))
     g_hidden = torch.empty_like(hidden)
     g_weight = torch.zeros(cast.shape, dtype=weight_dtype, device=cast.device)
     for rows in _chunks(hidden.shape[0], cast, CHUNK_BYTES):
         p = torch.mm(hidden[rows], cast.t())
-        _, nll = _softmax_(p, local[rows], -1, True)
-        # p at the target, or what stands in the first column, which is then written back
-        entry = torch.where(inside[rows], torch.exp(-nll[:, None]) + added[rows], p[:, :1]).to(p.dtype)
-        g_hidden[rows], g = _products(p, hidden[rows], cast, scale[rows], entry, target[rows], weight_dtype)
+        _softmax_(p, local[rows], -1, True)
+        g_hidden[rows], g = products(p, rows)
         g_weight += g
     return g_hidden, g_weight
 
