@@ -32,9 +32,10 @@ def lines() -> list[str]:
 
 def main() -> None:
     """Replace what stands between the marks."""
+    table = "\n".join(lines())
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
     after = rest.partition(END)[2]
-    PAGE.write_text(f"{before}{BEGIN}\n" + "\n".join(lines()) + f"\n\n{END}{after}", encoding="utf-8")
+    PAGE.write_text(f"{before}{BEGIN}\n{table}\n\n{END}{after}", encoding="utf-8")
 
 
 if __name__ == "__main__":
