@@ -123,7 +123,7 @@ class ResiduaTrainer(Trainer):
                 f"train.accumulate={batches // grid.context_ranks}",
                 f"train.clip_norm={float(training.max_norm)}",
                 f"train.seed={model.seed}",
-                f"data.sequence={training.seq_len}",
+                *([f"data.sequence={training.seq_len}"] if training.seq_len != run.sequence else []),
                 *(f"train.schedule.{key}={json.dumps(value)}" for key, value in schedule.items()),
             ]
         )
