@@ -42,7 +42,7 @@ def measure(name: str, steps: int, warmup: int) -> dict[str, object]:
     trainer = config.build()
     trainer.metrics_processor.should_log = lambda step: False  # reading the loss waits for the device
     run, device = parse_run(config.run), trainer.device
-    batches = trainer.batch_generator(cycle([({"input": b.tokens}, b.targets) for b in random_batches(run)]))
+    batches = cycle([({"input": b.tokens}, b.targets) for b in random_batches(run)])
 
     def step() -> None:
         trainer.step += 1

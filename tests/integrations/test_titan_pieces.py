@@ -15,7 +15,6 @@ from residua.config.settings import ConfigError
 from residua.integrations.torchtitan.packed import pack, unpack
 from residua.integrations.torchtitan.refusals import refuse_engine, refuse_run
 from residua.integrations.torchtitan.run import find_run, parse_run
-from residua.integrations.torchtitan.sending import on_its_way
 from residua.integrations.torchtitan.tensor import find_splits, narrow, pieces
 from residua.model.decoder import Decoder
 from tests.integrations.cases import MODELS
@@ -154,14 +153,6 @@ def test_a_name_is_a_preset_or_a_file_with_changes(tmp_path: Path) -> None:
 def test_a_data_position_survives_its_tensor() -> None:
     place = {"seed": 3, "tokenizer_hash": "ab", "epoch": 1, "position": 7}
     assert unpack(pack(place)) == place
-
-
-def test_a_tensor_on_its_way_is_itself_until_it_is_wanted_on_the_device() -> None:
-    labels = torch.tensor([[3, -100, 5]])
-    there = labels.clone()
-    sent = on_its_way(labels, there)
-    assert sent.to("cuda") is there
-    assert type(sent != -100) is torch.Tensor and int((sent != -100).sum()) == 2 and sent.numel() == 3
 
 
 class Evil:

@@ -25,7 +25,6 @@ from residua.integrations.torchtitan.model import ResiduaModel
 from residua.integrations.torchtitan.optimizer import schedule_of
 from residua.integrations.torchtitan.refusals import plainly, refuse_engine
 from residua.integrations.torchtitan.run import parse_run
-from residua.integrations.torchtitan.sending import send
 from residua.model.moe import mixtures
 from residua.train.balance import Balancer
 
@@ -63,11 +62,11 @@ def _report(value: Tensor, trained: Tensor) -> Tensor:
 
 
 class ResiduaTrainer(Trainer):
-    """torchtitan's trainer as it is, but for four things.
+    """torchtitan's trainer as it is, but for three things.
 
     Targets go into the model, which computes the loss with its head, so that logits are never stored. Gradients are
     clipped by `Gradients`: torchtitan's own function mixes no sharded with whole parameters, and counts what stages
-    share repeatedly. Batches are sent to the GPU ahead. The dump folder is given the run's configuration and tokenizer.
+    share repeatedly. The dump folder is given the run's configuration and tokenizer.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -127,10 +126,6 @@ class ResiduaTrainer(Trainer):
                 *(f"train.schedule.{key}={json.dumps(value)}" for key, value in schedule.items()),
             ]
         )
-
-    def batch_generator(self, data_iterable: Any) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
-        for inputs, labels in super().batch_generator(data_iterable):
-            yield {name: send(value, self.device) for name, value in inputs.items()}, send(labels, self.device)
 
     def post_dataloading_process(
         self, input_dict: dict[str, Tensor], labels: Tensor
