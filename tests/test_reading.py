@@ -33,6 +33,8 @@ READERS = {
     "reading.py": "the one place",
     "storage/tensors.py": "the one place for safetensors",
     "distributed/heartbeat.py": "messages between the ranks of a job, no files",
+    "distributed/nodes.py": "what the process's own recorder of collectives returns, no files",
+    "integrations/torchtitan/run.py": "what RunConfig.to_toml returned in this job, no files",
     "study/worker.py": "requests of the study through a pipe, no files",
     "train/compile/precompile.py": "requests of the parent process through a pipe, no files",
 }

@@ -11,11 +11,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from residua.config.ffns import MoE
 from residua.config.model import ModelConfig
 from residua.config.run import RunConfig
-
-GATED = ("swiglu", "glu")
 
 
 @dataclass(frozen=True)
@@ -30,10 +27,8 @@ class ExpertTraffic:
 def expert_parameters(model: ModelConfig) -> float:
     """Parameters of all experts that tokens choose, in all layers."""
     ffn = model.ffn
-    if not isinstance(ffn, MoE):
-        return 0.0
-    matrices = 3 if ffn.activation in GATED else 2
-    return float((model.layers - ffn.dense_layers) * ffn.experts * matrices * ffn.hidden * model.width)
+    matrices = 3 if ffn.gated else 2
+    return float(ffn.mixtures(model.layers) * ffn.experts * matrices * ffn.hidden * model.width)
 
 
 def divided_parameters(config: RunConfig, layers: float) -> float:
@@ -46,10 +41,10 @@ def divided_parameters(config: RunConfig, layers: float) -> float:
 def expert_traffic(config: RunConfig, layers: float, tokens: float, micro: int) -> ExpertTraffic:
     """What a rank with so many layers sends for `micro` micro-batches of `tokens` tokens each."""
     ffn, parallel = config.model.ffn, config.parallel
-    if parallel.experts == 1 or not isinstance(ffn, MoE):
+    if parallel.experts == 1:
         return ExpertTraffic()
     share = layers / config.model.layers  # of what the whole model has
-    mixtures = (config.model.layers - ffn.dense_layers) * share
+    mixtures = ffn.mixtures(config.model.layers) * share
     recomputed = config.train.recompute == "sublayers"
     trips = 6 if recomputed else 4
     rows = tokens * ffn.top_k * (parallel.experts - 1) / parallel.experts

@@ -20,7 +20,6 @@ from residua.bench.decode import build_random
 from residua.bench.show import number
 from residua.bench.step import Case
 from residua.bench.timing import Ceilings
-from residua.config import choices
 from residua.config.model import ModelConfig
 from residua.generate.engine import engine_for
 from residua.generate.generator import MULTIPLE, first_logits, prompt_reader
@@ -148,15 +147,14 @@ def prefill_flops(config: ModelConfig, batch: int, length: int) -> float:
 def _llama(config: ModelConfig, device: torch.device, rows: list[list[int]], flops: float) -> _Contender | None:
     """A Llama with as many weights in attention and feed-forward as a dense softmax model; None if there is none."""
     softmax, ffn = config.softmax, config.ffn
-    if find_spec(PEER) is None or softmax is None or not isinstance(ffn, choices.DenseFFN):
+    if find_spec(PEER) is None or softmax is None or ffn.mixture:
         return None
     import transformers
 
     shape: Any = transformers.LlamaConfig
-    gated = ffn.kind in ("swiglu", "glu", "geglu")
     made = shape(
         vocab_size=config.vocab_size, hidden_size=config.width, num_hidden_layers=config.layers,
-        intermediate_size=ffn.hidden if gated else 2 * ffn.hidden // 3, num_attention_heads=softmax.heads,
+        intermediate_size=ffn.hidden if ffn.gated else 2 * ffn.hidden // 3, num_attention_heads=softmax.heads,
         num_key_value_heads=softmax.kv_heads or softmax.heads, head_dim=softmax.head_dim or None,
         max_position_embeddings=max(config.context, len(rows[0])), tie_word_embeddings=True,
         attn_implementation="sdpa",

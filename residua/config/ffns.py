@@ -14,6 +14,10 @@ class DenseChoice(Frozen):
 
     mixture: ClassVar[bool] = False
     """Whether it has experts."""
+    experts: ClassVar[int] = 0
+    top_k: ClassVar[int] = 0
+    gated: ClassVar[bool] = False
+    """Whether one half of the hidden channels gates the other."""
     kept_hidden: ClassVar[int]
     """Hidden tensors kept for the backward pass."""
 
@@ -32,10 +36,15 @@ class DenseChoice(Frozen):
     def check(self, layers: int) -> None:
         """Raise ValueError, in a sentence, if a model of so many layers cannot have this feed-forward."""
 
+    def mixtures(self, layers: int) -> int:
+        """How many of so many layers have experts."""
+        return 0
+
 
 class SwiGLU(DenseChoice):
     """down( silu(gate x) ⊙ up x )."""
 
+    gated: ClassVar[bool] = True
     kept_hidden: ClassVar[int] = 3
 
     kind: Literal["swiglu"] = "swiglu"
@@ -44,6 +53,7 @@ class SwiGLU(DenseChoice):
 class GLU(DenseChoice):
     """down( sigmoid(gate x) ⊙ up x )."""
 
+    gated: ClassVar[bool] = True
     kept_hidden: ClassVar[int] = 3
 
     kind: Literal["glu"] = "glu"
@@ -52,6 +62,7 @@ class GLU(DenseChoice):
 class GeGLU(DenseChoice):
     """down( gelu(gate x) ⊙ up x ), gelu by its tanh approximation (Gemma)."""
 
+    gated: ClassVar[bool] = True
     kept_hidden: ClassVar[int] = 3
 
     kind: Literal["geglu"] = "geglu"
@@ -114,6 +125,15 @@ class MoE(Frozen):
     activation: Literal["swiglu", "glu", "relu2", "gelu"] = "swiglu"
     dense_layers: Count = 0
     dense_hidden: Positive | None = None
+
+    @property
+    def gated(self) -> bool:
+        """Whether one half of the hidden channels gates the other."""
+        return self.activation in ("swiglu", "glu")
+
+    def mixtures(self, layers: int) -> int:
+        """How many of so many layers have experts."""
+        return layers - self.dense_layers
 
     def at(self, layer: int) -> DenseFFN | MoE:
         """The feed-forward of layer `layer`."""

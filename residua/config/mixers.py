@@ -15,6 +15,8 @@ class Mixer(Frozen):
 
     softmax_path: ClassVar[str] = "attention"
     """The table with the keys of softmax attention."""
+    parts: ClassVar[tuple[str, ...]] = ()
+    """Keys of the mixers that it consists of."""
     attends: ClassVar[bool] = False
     """Whether a token weighs all earlier ones in a softmax; otherwise it reads a state of fixed size."""
 
@@ -29,6 +31,10 @@ class Mixer(Frozen):
     def at(self, layer: int) -> Self:
         """The mixer of layer `layer`."""
         return self
+
+    def head_counts(self) -> dict[str, int]:
+        """By key, how many heads there are that ranks could divide; empty if heads do not stand alone."""
+        return {}
 
     def score_width(self, width: int) -> float:
         """Multiply-adds for each earlier token that a token sees, halved: a product with its key, one with its value.
@@ -73,6 +79,9 @@ class SoftmaxAttention(Mixer):
     def everywhere(self) -> SoftmaxAttention:
         return self
 
+    def head_counts(self) -> dict[str, int]:
+        return {"heads": self.heads, "kv_heads": self.kv_heads or self.heads}
+
     def score_width(self, width: int) -> float:
         return self.heads * self.turned(width)
 
@@ -108,6 +117,9 @@ class GatedDeltaNet(Mixer):
     value_heads: Positive
     head_dim: Positive = 128
     convolution: Positive = 4
+
+    def head_counts(self) -> dict[str, int]:
+        return {"key_heads": self.key_heads, "value_heads": self.value_heads}
 
     @model_validator(mode="after")
     def _heads_divide(self) -> Self:
@@ -197,6 +209,7 @@ class HybridAttention(Frozen):
     """Linear attention, with softmax attention in the last of every `softmax_every` layers or in `softmax_layers`."""
 
     softmax_path: ClassVar[str] = "attention.softmax"
+    parts: ClassVar[tuple[str, ...]] = ("softmax", "linear")
 
     kind: Literal["hybrid"] = "hybrid"
     softmax_every: int = Field(4, ge=2)

@@ -12,7 +12,6 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, ValidationError, model_validator
 
 from residua.config import presets
-from residua.config.ffns import MoE
 from residua.config.model import ModelConfig
 from residua.config.schedule import LinearDecay, Schedule
 from residua.config.settings import (
@@ -318,7 +317,7 @@ def _check_experts(config: RunConfig) -> None:
     parallel, ffn = config.parallel, config.model.ffn
     if parallel.experts == 1:
         return
-    if not isinstance(ffn, MoE):
+    if not ffn.mixture:
         raise ValueError(
             f"parallel.experts = {parallel.experts} does not go with model.ffn.kind = '{ffn.kind}', which has no "
             "experts: use parallel.experts = 1."

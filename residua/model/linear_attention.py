@@ -97,6 +97,7 @@ class GatedDeltaNet(nn.Module):
         self.head_dim = config.head_dim
         keys, values = config.key_heads * config.head_dim, config.value_heads * config.head_dim
         self.rows = (keys, keys, values, values)
+        self.other_parts = {("convolve.weight", 1): self.rows[:3]}  # of a parameter, along an axis
         self.project = Projection(width, sum(self.rows), std=std, parts=self.rows)
         self.gates = Projection(width, 2 * config.value_heads, std=std, parts=(config.value_heads,) * 2)
         self.convolve = ShortConvolution(2 * keys + values, config.convolution)

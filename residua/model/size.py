@@ -150,7 +150,7 @@ def measure_work(config: ModelConfig) -> Work:
     junction = _count(model.topology) / config.sublayers
     sublayers = []
     for k, sublayer in enumerate(model.sublayers):
-        active = _count(sublayer) - sum(_idle(module) for module in sublayer.modules() if isinstance(module, MoE))
+        active = _count(sublayer) - sum(_idle(mixture) for mixture in mixtures(sublayer))
         attended = 0 if k % 2 else config.mixers[k // 2].score_width(config.width)
         sublayers.append(6 * (active + junction + attended * config.context) + FLOPS_PER_BYTE * moved[k])
     head = model.embed if model.unembed is None else model.unembed

@@ -34,7 +34,9 @@ def imported(name: str) -> set[str]:
 
 @pytest.mark.slow
 def test_pickles_are_read_from_our_own_helpers_only() -> None:
-    assert imported("pickle") == calls("pickle.load") == {"train/compile/precompile.py"}
+    assert calls("pickle.load") == {"train/compile/precompile.py"}
+    # takes only the names of a checkpoint's description (tests/integrations)
+    assert imported("pickle") == {"train/compile/precompile.py", "integrations/torchtitan/convert.py"}
     assert calls("torch.load", "numpy.load", "np.load", "pickle.loads") == set()
     assert not any(imported(name) for name in ("marshal", "shelve", "dill", "cloudpickle", "joblib"))
 

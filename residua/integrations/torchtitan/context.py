@@ -20,14 +20,12 @@ from torch import Tensor
 from torch.distributed._functional_collectives import all_gather_tensor, wait_tensor
 from torch.func import functional_call
 
-from residua.config import choices
 from residua.config.model import ModelConfig
 from residua.config.settings import ConfigError
-from residua.integrations.torchtitan.tensor import find_splits, gathered, narrow_linear, scattered
+from residua.integrations.torchtitan.tensor import find_splits, gathered, narrow_heads, scattered
 from residua.model.attend import attend
 from residua.model.context import Anchors, Context
 from residua.model.decoder import Decoder
-from residua.model.linear_attention import GatedDeltaNet
 from residua.model.rope import GROWING
 from residua.model.size import shapes_only
 
@@ -58,9 +56,9 @@ class Across:
 class HeadsOfSequences:
     """In place of `forward` of a Gated DeltaNet: all tokens of the sequences, for this rank's share of the heads."""
 
-    def __init__(self, body: GatedDeltaNet, mixer: choices.GatedDeltaNet, rank: int, ranks: int) -> None:
+    def __init__(self, body: Any, mixer: Any, rank: int, ranks: int) -> None:
         with torch.device("meta"), shapes_only():
-            self.own = GatedDeltaNet(narrow_linear(mixer, ranks), body.out.weight.shape[0], std=0.0, output_std=0.0)
+            self.own = type(body)(narrow_heads(mixer, ranks), body.out.weight.shape[0], std=0.0, output_std=0.0)
         self.body, self.rank, self.ranks = body, rank, ranks
         self.splits = find_splits(self.own, body)
 
@@ -84,18 +82,16 @@ def divide_states(model: Decoder, rank: int, ranks: int) -> None:
     """Let ranks that have different tokens divide the heads of linear attention."""
     for layer, sublayer in enumerate(list(model.sublayers)[::2]):
         body, mixer = sublayer.get_submodule("body"), model.config.attention.at(layer)
-        if isinstance(body, GatedDeltaNet):
-            assert isinstance(mixer, choices.GatedDeltaNet)
+        if not mixer.attends:
             body.forward = HeadsOfSequences(body, mixer, rank, ranks)  # type: ignore[method-assign]
 
 
 def refuse_mixers(model: ModelConfig, ranks: int) -> None:
     """Refuse models whose tokens need more of the others than keys and values."""
-    mixers = {type(mixer): mixer for mixer in map(model.attention.at, range(model.layers))}
-    for kind, mixer in mixers.items():
-        if isinstance(mixer, choices.GatedDeltaNet):
-            narrow_linear(mixer, ranks, FLAG)
-        elif kind not in (choices.SoftmaxAttention, choices.LatentAttention):
+    for mixer in {mixer.kind: mixer for mixer in map(model.attention.at, range(model.layers))}.values():
+        if not mixer.attends and mixer.head_counts():
+            narrow_heads(mixer, ranks, FLAG)
+        elif not mixer.attends:
             raise ConfigError(
                 f"{FLAG} {ranks} divides sequences, along which the state of model.attention.kind = '{mixer.kind}' is "
                 "passed on: use tensor_parallel_degree or data_parallel_shard_degree."

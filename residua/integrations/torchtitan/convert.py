@@ -49,7 +49,10 @@ class _Names(pickle.Unpickler):
     """Reads a description and nothing else: a pickle can name any function, and runs it."""
 
     ALLOWED = (
-        ("torch.distributed.checkpoint.metadata", r"[A-Za-z_]+"),
+        (
+            "torch.distributed.checkpoint.metadata",
+            "Metadata|(Tensor|Bytes|Chunk)StorageMetadata|TensorProperties|MetadataIndex|StorageMeta|_MEM_FORMAT_ENCODING",
+        ),
         ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
         ("torch", r"Size|(b?float|u?int|complex)\d+|bool|strided"),
         ("torch.serialization", "_get_layout"),

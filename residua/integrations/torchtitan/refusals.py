@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from residua.config.choices import MoE
 from residua.config.run import RunConfig
 from residua.config.settings import ConfigError
 from residua.integrations.torchtitan.context import refuse_mixers
@@ -72,7 +71,7 @@ def _refuse_mesh(config: Any, run: RunConfig) -> None:
         refuse_mixers(narrow(run.model, tensor), context)
     experts = parallelism.expert_parallel_degree
     ffn = run.model.ffn
-    if experts > 1 and not (isinstance(ffn, MoE) and ffn.experts % experts == 0):
+    if experts > 1 and (not ffn.mixture or ffn.experts % experts):
         raise ConfigError(
             f"--parallelism.expert_parallel_degree {experts} needs model.ffn.kind = 'moe' with a multiple of {experts} "
             "experts: leave it out, or choose a divisor."

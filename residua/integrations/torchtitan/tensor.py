@@ -25,13 +25,10 @@ from torch.distributed._functional_collectives import (
     wait_tensor,
 )
 
-from residua.config import choices
 from residua.config.model import ModelConfig
 from residua.config.settings import ConfigError
 from residua.model.anchors import ExoSource
 from residua.model.decoder import Decoder
-from residua.model.linear_attention import GatedDeltaNet
-from residua.model.moe import MoE
 
 FLAG = "--parallelism.tensor_parallel_degree"
 
@@ -41,43 +38,34 @@ def narrow(model: ModelConfig, ranks: int) -> ModelConfig:
     if ranks == 1:
         return model
     ffn = model.ffn
-    if not isinstance(ffn, choices.MoE):
-        _refuse_bias("model.ffn.bias", ffn.bias, ranks)
+    if not ffn.mixture:
+        _refuse_bias("model.ffn.bias", getattr(ffn, "bias", False), ranks)
         ffn = ffn.model_copy(update={"hidden": _share("model.ffn.hidden", ffn.hidden, ranks)})
     return model.model_copy(update={"ffn": ffn, "attention": _narrow_mixer(model.attention, model.width, ranks)})
 
 
-def narrow_linear(mixer: choices.GatedDeltaNet, ranks: int, flag: str = FLAG) -> choices.GatedDeltaNet:
-    """Linear attention with the heads of one of so many ranks."""
-    names = ("key_heads", "value_heads")
-    return mixer.model_copy(update={n: _share(f"attention.{n}", getattr(mixer, n), ranks, flag) for n in names})
+def narrow_heads(mixer: Any, ranks: int, flag: str = FLAG) -> Any:
+    """A mixer with the heads of one of so many ranks."""
+    counts = mixer.head_counts()
+    return mixer.model_copy(update={key: _share(f"attention.{key}", n, ranks, flag) for key, n in counts.items()})
 
 
 def _narrow_mixer(mixer: Any, width: int, ranks: int) -> Any:
-    if isinstance(mixer, choices.HybridAttention):
-        both = {name: _narrow_mixer(getattr(mixer, name), width, ranks) for name in ("softmax", "linear")}
-        return mixer.model_copy(update=both)
-    if isinstance(mixer, choices.GatedDeltaNet):
-        return narrow_linear(mixer, ranks)
-    if not isinstance(mixer, choices.SoftmaxAttention):
+    if mixer.parts:
+        return mixer.model_copy(update={n: _narrow_mixer(getattr(mixer, n), width, ranks) for n in mixer.parts})
+    if not mixer.head_counts():
         raise ConfigError(
             f"{FLAG} {ranks} divides the heads of softmax attention and Gated DeltaNet, and model.attention.kind = "
             f"'{mixer.kind}' has none that stand alone: use data_parallel_shard_degree."
         )
-    if mixer.qk_norm == "rms_all":
+    if getattr(mixer, "qk_norm", "none") == "rms_all":
         raise ConfigError(
             f"{FLAG} {ranks} divides heads among ranks, and attention.qk_norm = 'rms_all' norms all of them together: "
             "use data_parallel_shard_degree."
         )
-    _refuse_bias("attention.bias = 'all'", mixer.bias == "all", ranks)
-    kv = mixer.kv_heads or mixer.heads
-    return mixer.model_copy(
-        update={
-            "heads": _share("attention.heads", mixer.heads, ranks),
-            "kv_heads": _share("attention.kv_heads", kv, ranks),
-            "head_dim": mixer.head_dim or width // mixer.heads,
-        }
-    )
+    _refuse_bias("attention.bias = 'all'", getattr(mixer, "bias", "none") == "all", ranks)
+    head_dim = mixer.turned(width) or mixer.head_dim  # which would follow from the number of heads
+    return narrow_heads(mixer, ranks).model_copy(update={"head_dim": head_dim})
 
 
 def _share(key: str, count: int, ranks: int, flag: str = FLAG) -> int:
@@ -128,8 +116,8 @@ def _declared_parts(model: nn.Module) -> Iterator[tuple[tuple[str, int], tuple[i
             yield (f"{prefix}{name}", 0), rows
             if getattr(module, "bias", None) is not None:
                 yield (f"{prefix}bias", 0), rows
-        if isinstance(module, GatedDeltaNet):
-            yield (f"{prefix}convolve.weight", 1), module.rows[:3]
+        for (name, dim), sizes in getattr(module, "other_parts", {}).items():
+            yield (f"{prefix}{name}", dim), sizes
 
 
 def pieces(split: Split, rank: int, ranks: int, first: int, tensor: Tensor) -> Iterator[tuple[tuple[int, ...], Tensor]]:
@@ -156,9 +144,9 @@ def communicate(model: Decoder, group: dist.ProcessGroup) -> None:
     def scatter(module: nn.Module, given: Any, made: tuple[Any, ...]) -> tuple[Any, ...]:
         return scattered(made[0], group), *made[1:]
 
-    for sublayer in model.sublayers:
+    for k, sublayer in enumerate(model.sublayers):
         body = sublayer.get_submodule("body")
-        if not isinstance(body, MoE):  # which acts token by token
+        if k % 2 == 0 or not model.config.ffn.at(k // 2).mixture:  # a mixture acts token by token, with whole experts
             body.register_forward_pre_hook(gather)
             body.register_forward_hook(scatter)
     if isinstance(model.anchors, ExoSource):
