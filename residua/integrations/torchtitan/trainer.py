@@ -117,7 +117,8 @@ class ResiduaTrainer(Trainer):
         schedule = schedule_of(self.config.lr_scheduler).model_dump()
         return run.override(
             [
-                f"train.steps={training.steps}",
+                # how long the schedule is: a job may train a part of it
+                f"train.steps={self.config.lr_scheduler.total_steps or training.steps}",
                 f"train.micro_batch={training.local_batch_size // flowing}",
                 f"train.accumulate={batches // grid.context_ranks}",
                 f"train.clip_norm={float(training.max_norm)}",
