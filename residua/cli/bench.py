@@ -129,16 +129,18 @@ def curve(
     _write(console, out, curve_report(environment, config, result))
 
 
+EachModelsVariants = Annotated[
+    str, typer.Option(metavar="CASE,CASE,...", help="Variants of each model, as in `bench step`; ratios to the first.")
+]
+
+
 @app.command()
 def decode(
     presets: Annotated[
         list[str] | None,
         typer.Argument(metavar="[PRESET ...]", show_default="mgr-s-prenorm mgr-l-prenorm", help="Models to decode."),
     ] = None,
-    compare: Annotated[
-        str,
-        typer.Option(metavar="CASE,CASE,...", help="Variants of each model, as in `bench step`; ratios to the first."),
-    ] = "prenorm,block_attnres,mgr",
+    compare: EachModelsVariants = "prenorm,block_attnres,mgr",
     batch: Annotated[
         list[int] | None, typer.Option(min=1, show_default="1 and 64", help="Rows at once; may be given several times.")
     ] = None,
@@ -196,10 +198,7 @@ def prefill(
         list[str] | None,
         typer.Argument(metavar="[PRESET ...]", show_default="mgr-s-prenorm mgr-l-prenorm", help="Models to run."),
     ] = None,
-    compare: Annotated[
-        str,
-        typer.Option(metavar="CASE,CASE,...", help="Variants of each model, as in `bench step`; ratios to the first."),
-    ] = "prenorm,block_attnres,full_attnres,mgr",
+    compare: EachModelsVariants = "prenorm,block_attnres,full_attnres,mgr",
     batch: Annotated[
         list[int] | None,
         typer.Option(min=1, show_default="1 and 8", help="Prompts at once; may be given several times."),
