@@ -204,7 +204,8 @@ class Decoder(nn.Module):
     def _rotary(
         self, tokens: Tensor, now: Now | None = None, positions: Tensor | None = None
     ) -> tuple[Tensor, ...] | None:
-        mixer = self.config.softmax or self.config.latent
+        softmax = self.config.softmax
+        mixer = self.config.latent if softmax is None else softmax  # torch 2.11 cannot trace the truth of a config
         turned = 0 if mixer is None else mixer.turned(self.config.width)
         if mixer is None or not turned:
             return None

@@ -108,7 +108,7 @@ COMPILED = {
     [
         ("additive", "aot_eager"),
         ("mgr", "eager"),
-        ("moe", "eager"),
+        pytest.param("moe", "eager", marks=pytest.mark.nightly),
         pytest.param("mgr", "aot_eager", marks=pytest.mark.nightly),
         pytest.param("moe", "aot_eager", marks=pytest.mark.nightly),
     ],

@@ -127,11 +127,39 @@ def test_graphs_can_be_declined():
     assert build_step(residua.build(config.model), config.train, torch.device("cuda"))._graphed is None
 
 
-def test_working_copies_change_nothing(monkeypatch):
-    """Compiled, rewritten and replayed: same weights with and without working copies."""
+def with_and_without_copies(monkeypatch, find):
     found = []
     for copying in (False, True):
         monkeypatch.setattr(Step, "copying", copying)
-        config, step = warmed_up()
-        found.append([p.detach().clone() for p in step.model.parameters()] + [step.evaluate(batches(config, 7))[0]])
-    same([torch.as_tensor(x) for x in found[0]], [torch.as_tensor(x) for x in found[1]])
+        found.append(find())
+    return found
+
+
+def test_working_copies_change_nothing(monkeypatch):
+    """Compiled, rewritten and replayed: same weights with and without working copies."""
+
+    def train():
+        config, step = warmed_up("train.accumulate=1")
+        return [p.detach().clone() for p in step.model.parameters()] + [step.evaluate(batches(config, 7))[0]]
+
+    without, copied = with_and_without_copies(monkeypatch, train)
+    same([torch.as_tensor(x) for x in without], [torch.as_tensor(x) for x in copied])
+
+
+def test_working_copies_round_only_the_sum_of_the_heads_gradients_differently(monkeypatch):
+    """The head's are scaled and added to those of earlier micro-batches in one operation, which rounds once."""
+
+    def differentiate():
+        torch.manual_seed(0)
+        torch._dynamo.reset()
+        config = RunConfig.find("tiny").override(["train.accumulate=3", "model.head=untied"])
+        step = build_step(residua.build(config.model), config.train, torch.device("cuda"))
+        head = [name for name, p in step.model.named_parameters() if p is step.model.head_weight]
+        found = gradients(step, batches(config, 1), step._learn)
+        names = [name for name, _ in step.model.named_parameters()]
+        return dict(zip(names, found[-len(names) :], strict=True)), head
+
+    (without, (head,)), (copied, _) = with_and_without_copies(monkeypatch, differentiate)
+    expected, found = without.pop(head), copied.pop(head)
+    assert (found - expected).abs().max() <= 2**-23 * expected.abs().max()
+    same(without.values(), copied.values())
