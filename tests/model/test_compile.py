@@ -83,7 +83,7 @@ def test_a_hybrid_mixture_on_its_fused_operators_is_one_graph(monkeypatch: pytes
 def test_linear_attention_on_its_kernels_is_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the interpreter, in float32, and with tiles of a few tokens, for it takes them one by one."""
     monkeypatch.setattr(ops.delta_mixer, "_serves", lambda *_, **__: True)
-    monkeypatch.setattr(convolution, "BACKWARD", convolution.TilePlan(4, 1, 1))
+    monkeypatch.setattr(convolution, "BACKWARD", convolution.TilePlan(4, 1, 2, 1))
     torch._dynamo.reset()
     attention = {"kind": "gated_deltanet", "key_heads": 1, "value_heads": 2, "head_dim": 16}
     model = randomise(residua.build(small(layers=1, width=32, attention=attention)), 0.05).float()

@@ -83,7 +83,7 @@ def test_convolved_heads_and_every_gradient_follow_a_loop_over_tokens(
 ) -> None:
     """In tiles of four tokens, so that some have others before and after them."""
     monkeypatch.setattr(launch, "FORWARD", launch.TilePlan(4, 1))
-    monkeypatch.setattr(launch, "BACKWARD", launch.TilePlan(4, 1, 1))
+    monkeypatch.setattr(launch, "BACKWARD", launch.TilePlan(4, 1, 2, 1))
     found = convolved(length, taps, heads, packed, CPU, torch.float32)
     assert max(found) < 1e-5, found
 
@@ -123,7 +123,7 @@ def mixed(projected: Tensor, g: Tensor, beta: Tensor, weight: Tensor, gain: Tens
 
 @pytest.mark.slow
 def test_the_mixer_and_every_gradient_follow_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "BACKWARD", launch.TilePlan(4, 1, 1))
+    monkeypatch.setattr(launch, "BACKWARD", launch.TilePlan(4, 1, 2, 1))
     gates = -torch.rand(2, 7, 2), torch.rand(2, 7, 2)
     inputs = torch.randn(2, 7, 6 * WIDTH), *gates, torch.randn(4, 4 * WIDTH), torch.randn(WIDTH)
     segments = torch.tensor([[0, 0, 1, 1, 1, 1, 2], [0] * 7])

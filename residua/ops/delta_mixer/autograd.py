@@ -16,14 +16,14 @@ from residua.ops.gated_delta.reference import begins
 _forward = operator(
     "delta_mixer(Tensor projected, Tensor g, Tensor beta, Tensor convolution, Tensor gain, Tensor? begins, "
     "int key_heads, float eps, bool keep) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     launch.forward,
     launch.forward_outputs,
 )
 _backward = operator(
     "delta_mixer_backward(Tensor dy, Tensor? d_last, Tensor projected, Tensor convolution, Tensor gain, "
     "Tensor? begins, Tensor q, Tensor k, Tensor v, Tensor o, Tensor inverse, Tensor reads, Tensor rates, "
-    "Tensor states, float eps) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "Tensor states, Tensor u, float eps) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     launch.backward,
     launch.backward_outputs,
 )

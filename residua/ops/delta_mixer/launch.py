@@ -38,7 +38,7 @@ def forward(
 def backward_outputs(
     dy: Tensor, d_last: Tensor | None, projected: Tensor, convolution: Tensor, gain: Tensor, begins: Tensor | None,
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, inverse: Tensor, reads: Tensor, rates: Tensor, states: Tensor,
-    eps: float,
+    u: Tensor, eps: float,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     gate = rates.new_empty(v.shape[:3])
     weights = (rates.new_empty(w.shape) for w in (convolution, gain))
@@ -48,15 +48,15 @@ def backward_outputs(
 def backward(
     dy: Tensor, d_last: Tensor | None, projected: Tensor, convolution: Tensor, gain: Tensor, begins: Tensor | None,
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, inverse: Tensor, reads: Tensor, rates: Tensor, states: Tensor,
-    eps: float,
+    u: Tensor, eps: float,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """The gradients of the projection, g, beta, the convolution and the gain."""
     d_projected, _, _, d_convolution, d_gain = backward_outputs(
-        dy, d_last, projected, convolution, gain, begins, q, k, v, o, inverse, reads, rates, states, eps
+        dy, d_last, projected, convolution, gain, begins, q, k, v, o, inverse, reads, rates, states, u, eps
     )
     d_o = o.new_empty(o.shape)
     z, d_z = (x[..., convolution.shape[1] :].unflatten(-1, o.shape[2:]) for x in (projected, d_projected))
     output.launch_backward(dy, o, z, gain, eps, d_o, d_z, d_gain)
-    dq, dk, dv, dg, dbeta, _ = rule.backward(d_o, d_last, q, k, v, inverse, reads, rates, states, False)
+    dq, dk, dv, dg, dbeta, _ = rule.backward(d_o, d_last, q, k, v, inverse, reads, rates, states, u, False)
     heads.launch_backward(dq, dk, dv, projected, convolution, begins, NORM_EPS, k.shape[2], d_projected, d_convolution)
     return d_projected, dg, dbeta, d_convolution, d_gain

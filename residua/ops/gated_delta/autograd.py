@@ -1,8 +1,8 @@
 """The gated delta rule, fused: operators and gradients.
 
-Kept for backward beside q, k and v: the state that each chunk of 64 tokens meets, in v's dtype, two matrices [64, 64]
-per chunk and head, and five numbers per token and head. For heads of 128 that is three times as much as v. Recomputing
-the states instead would repeat the forward pass, whose chunks have to wait for each other.
+Kept for backward beside q, k and v: the state that each chunk of 64 tokens meets and u, in v's dtype, two matrices
+[64, 64] per chunk and head, and six numbers per token and head. For heads of 128 that is four times as much as v.
+Recomputing the states instead would repeat the forward pass, whose chunks have to wait for each other.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from residua.ops.gated_delta.reference import begins, check_shapes, initial_stat
 
 _forward = operator(
     "gated_delta(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? begins, Tensor? state, bool keep) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     launch.forward,
     launch.forward_outputs,
 )
 _backward = operator(
     "gated_delta_backward(Tensor d_o, Tensor? d_last, Tensor q, Tensor k, Tensor v, Tensor inverse, Tensor reads, "
-    "Tensor rates, Tensor states, bool from_state) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "Tensor rates, Tensor states, Tensor u, bool from_state) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     launch.backward,
     launch.backward_outputs,
 )

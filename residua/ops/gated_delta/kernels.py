@@ -6,8 +6,8 @@ With the reference's letters, for one head and a chunk that meets the state S [K
     r = β (v − enter ⊙ k S),   u = inverse r                                                    scan_kernel
     o = enter ⊙ q S + reads u,   S' = enter_last S + (leave ⊙ k)ᵀ u,   leave_j = within_last,j
 
-`rates` [5, B·H, N·C] holds, for every token of the N chunks and in float32, enter, leave, β, the sum G of log decays
-and the number of documents begun inside the chunk, so that no other kernel computes them. After the last token β is 0.
+`rates` [6, B·H, N·C] holds, for every token of the N chunks and in float32, enter, leave, β, β enter, the sum G of log
+decays and the number of documents begun inside the chunk. After the last token β is 0.
 """
 
 # mypy: ignore-errors
@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-ENTER, LEAVE, BETA, TOTAL, DOCUMENT = (tl.constexpr(i) for i in range(5))
+ENTER, LEAVE, BETA, ERASE, TOTAL, DOCUMENT = (tl.constexpr(i) for i in range(6))
 
 
 @triton.jit
@@ -41,6 +41,13 @@ def matrix(x_ptr, index, stride_r, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
+def transposed(x_ptr, index, stride_r, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """`matrix`, as [COLUMNS, ROWS]."""
+    first_ptr = x_ptr + tl.cast(index, tl.int64) * (ROWS * stride_r)
+    return first_ptr + tl.arange(0, ROWS)[None, :] * stride_r + tl.arange(0, COLUMNS)[:, None]
+
+
+@triton.jit
 def rate(rates_ptr, which: tl.constexpr, row, rows, start, padded, C: tl.constexpr):
     """One of the rates of a chunk, [C]."""
     at = (tl.cast(rows, tl.int64) * which + row) * padded + start
@@ -57,29 +64,22 @@ def decay_between(b_total, b_document, C: tl.constexpr):
 
 @triton.jit
 def inverted(b_n, C: tl.constexpr, PRECISION: tl.constexpr):
-    """(I + N)⁻¹ of a strictly lower triangular N [C, C], C ≤ 64.
+    """(I + N)⁻¹ of a strictly lower triangular N [C, C], C = 64, by blocks that double in size.
 
-    Blocks of 16 on the diagonal by substitution, row by row, all blocks at once: I + N = D⁻¹ (I + D N_off), with D the
-    inverted blocks and N_off the blocks below. X = D N_off has at most three powers: (I + X)⁻¹ = I − X + X² − X³. A
-    series over all of N would be cheaper still and loses every digit where keys are alike.
+    D holds the inverses of the blocks on the diagonal. Two neighbours have a block B below them, and
+
+        (A 0; B C)⁻¹ = (A⁻¹ 0; −C⁻¹ B A⁻¹ C⁻¹),   so D ← D − D B D for all pairs at once.
+
+    A series over all of N has fewer products and loses every digit where keys are alike.
     """
-    BLOCKS: tl.constexpr = C // 16
-    block = tl.arange(0, BLOCKS)
-    on_diagonal = block[:, None, None, None] == block[None, None, :, None]
-    b_d = tl.sum(tl.where(on_diagonal, tl.reshape(b_n, [BLOCKS, 16, BLOCKS, 16]), 0.0), 2)  # [BLOCKS, 16, 16]
-    i, j = tl.arange(0, 16)[None, :, None], tl.arange(0, 16)[None, None, :]
-    b_t = tl.where((i == j) & (block[:, None, None] >= 0), 1.0, 0.0)
-    for s in range(1, 16):
-        # row s: e_s − Σ_j n_sj (row j)
-        b_row = tl.sum(tl.where(i == s, b_d, 0.0), 1)  # [BLOCKS, 16]
-        b_sum = tl.sum(b_row[:, :, None] * b_t, 1)
-        b_t = tl.where(i == s, b_t - b_sum[:, None, :], b_t)
-    b_t = tl.reshape(tl.where(on_diagonal, b_t[:, :, None, :], 0.0), [C, C])
     i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
-    b_x = tl.dot(b_t, tl.where(i // 16 != j // 16, b_n, 0.0), input_precision=PRECISION)
-    b_xx = tl.dot(b_x, b_x, input_precision=PRECISION)
-    b_y = tl.where(i == j, 1.0, 0.0) - b_x + b_xx - tl.dot(b_x, b_xx, input_precision=PRECISION)
-    return tl.dot(b_y, b_t, input_precision=PRECISION)
+    below = (i // 2 == j // 2) & (i > j)
+    b_d = tl.where(i == j, 1.0, 0.0) - tl.where(below, b_n, 0.0)
+    for level in tl.static_range(1, 6):
+        below = (i // 2 ** (level + 1) == j // 2 ** (level + 1)) & (i // 2**level > j // 2**level)
+        b_half = tl.dot(b_d, tl.where(below, b_n, 0.0), input_precision=PRECISION)
+        b_d -= tl.dot(b_half, b_d, input_precision=PRECISION)
+    return b_d
 
 
 @triton.jit(do_not_specialize=["length", "chunks", "rows"])
@@ -108,6 +108,7 @@ def chunk_kernel(
     tl.store(rates_ptr + ENTER * each + at, b_enter)
     tl.store(rates_ptr + LEAVE * each + at, b_leave)
     tl.store(rates_ptr + BETA * each + at, b_beta)
+    tl.store(rates_ptr + ERASE * each + at, b_beta * b_enter)
     tl.store(rates_ptr + TOTAL * each + at, b_total)
     tl.store(rates_ptr + DOCUMENT * each + at, b_document.to(tl.float32))
 
@@ -128,13 +129,17 @@ def chunk_kernel(
 
 @triton.jit(do_not_specialize=["length", "chunks", "rows"])
 def scan_kernel(
-    q_ptr, k_ptr, v_ptr, inverse_ptr, reads_ptr, rates_ptr, state_ptr, o_ptr, last_ptr, states_ptr,
+    q_ptr, k_ptr, v_ptr, inverse_ptr, reads_ptr, rates_ptr, state_ptr, o_ptr, last_ptr, states_ptr, u_ptr,
     length, chunks, rows, heads, group,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr,
     STATE: tl.constexpr, KEEP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK columns of one head's values, through all chunks. KEEP stores the state that each chunk meets."""
+    """BLOCK columns of one head's values, through all chunks. KEEP stores the state that each chunk meets, and u.
+
+    Everything is transposed: the state is Sᵀ [BLOCK, K], and so it is stored. Each product's left factor is then the
+    last one's result, which stays in registers, and its right factor a tile as it was loaded.
+    """
     row, column = tl.program_id(0) // (V // BLOCK), tl.program_id(0) % (V // BLOCK) * BLOCK
     batch, head = tl.cast(row // heads, tl.int64), row % heads
     key, padded = head // group, chunks * C
@@ -142,11 +147,12 @@ def scan_kernel(
     k_ptr += batch * stride_kb + key * stride_kh
     v_ptr += batch * stride_vb + head * stride_vh + column
     o_ptr += (batch * length * heads + head) * V + column
+    u_ptr += tl.cast(row, tl.int64) * length * V + column
     dtype = k_ptr.dtype.element_ty
     if STATE:
-        b_s = tl.load(matrix(state_ptr + column, row, V, K, BLOCK))  # [K, BLOCK]
+        b_s = tl.load(transposed(state_ptr + column, row, V, K, BLOCK))  # [BLOCK, K]
     else:
-        b_s = tl.zeros([K, BLOCK], tl.float32)
+        b_s = tl.zeros([BLOCK, K], tl.float32)
     for n in tl.range(0, chunks, num_stages=STAGES):
         start, at = n * C, row * chunks + n
         b_k = tile(k_ptr, start, length, stride_kt, C, K)
@@ -154,22 +160,24 @@ def scan_kernel(
         b_v = tile(v_ptr, start, length, stride_vt, C, BLOCK)
         b_inverse = tl.load(matrix(inverse_ptr, at, C, C, C))
         b_reads = tl.load(matrix(reads_ptr, at, C, C, C))
-        b_enter = rate(rates_ptr, ENTER, row, rows, start, padded, C)
-        b_leave = rate(rates_ptr, LEAVE, row, rows, start, padded, C)
-        b_beta = rate(rates_ptr, BETA, row, rows, start, padded, C)
+        b_enter = rate(rates_ptr, ENTER, row, rows, start, padded, C)[None, :]
+        b_leave = rate(rates_ptr, LEAVE, row, rows, start, padded, C)[None, :]
+        b_beta = rate(rates_ptr, BETA, row, rows, start, padded, C)[None, :]
         fade = tl.load(rates_ptr + tl.cast(row, tl.int64) * padded + start + C - 1)
         b_met = b_s.to(dtype)
         if KEEP:
-            tl.store(matrix(states_ptr + column, at, V, K, BLOCK), b_met)
+            tl.store(matrix(states_ptr, at * (V // BLOCK) + column // BLOCK, K, BLOCK, K), b_met)
         # r = β (v − enter ⊙ k S),   u = inverse r
-        b_r = b_beta[:, None] * (b_v.to(tl.float32) - b_enter[:, None] * tl.dot(b_k, b_met))
-        b_u = tl.dot(b_inverse, b_r.to(dtype))  # [C, BLOCK]
+        b_r = b_beta * (tl.trans(b_v).to(tl.float32) - b_enter * tl.dot(b_met, tl.trans(b_k)))
+        b_u = tl.dot(b_r.to(dtype), tl.trans(b_inverse))  # [BLOCK, C]
+        if KEEP:
+            store_tile(u_ptr, tl.trans(b_u.to(dtype)), start, length, V, C, BLOCK)
         # o = enter ⊙ q S + reads u
-        b_o = b_enter[:, None] * tl.dot(b_q, b_met) + tl.dot(b_reads, b_u.to(dtype))
-        store_tile(o_ptr, b_o, start, length, heads * V, C, BLOCK)
+        b_o = b_enter * tl.dot(b_met, tl.trans(b_q)) + tl.dot(b_u.to(dtype), tl.trans(b_reads))
+        store_tile(o_ptr, tl.trans(b_o.to(dtype)), start, length, heads * V, C, BLOCK)
         # S' = enter_last S + (leave ⊙ k)ᵀ u
-        b_s = fade * b_s + tl.dot(tl.trans(b_k), (b_leave[:, None] * b_u).to(dtype))
-    tl.store(matrix(last_ptr + column, row, V, K, BLOCK), b_s)
+        b_s = fade * b_s + tl.dot((b_leave * b_u).to(dtype), b_k)
+    tl.store(transposed(last_ptr + column, row, V, K, BLOCK), b_s)
 
 
 @triton.jit

@@ -7,7 +7,7 @@ With kernels.py's letters, for a chunk whose successor's state has the gradient 
     dv = β dr,   dβ = Σ_v dr (v − enter ⊙ k S) + …,   dN = −tril(dr uᵀ, −1),   dq, dk, dG       gradient_kernel
 
 where N = β within ⊙ k kᵀ is what the inverse is of: u = (I + N)⁻¹ r gives dr and dN without a gradient of the inverse.
-Only the state that each chunk meets is kept; u is computed again from it.
+The state that each chunk meets and u are kept from the forward pass.
 """
 
 # mypy: ignore-errors
@@ -20,6 +20,7 @@ from residua.ops.gated_delta.kernels import (
     BETA,
     DOCUMENT,
     ENTER,
+    ERASE,
     LEAVE,
     TOTAL,
     decay_between,
@@ -27,6 +28,7 @@ from residua.ops.gated_delta.kernels import (
     rate,
     store_tile,
     tile,
+    transposed,
 )
 
 
@@ -38,7 +40,10 @@ def scan_kernel(
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr,
     LAST: tl.constexpr, STATE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK columns of one head's values, through all chunks backwards: dr [B·H, T, V] and every chunk's dS'."""
+    """BLOCK columns of one head's values, through all chunks backwards: dr [B·H, T, V] and every chunk's dS'.
+
+    Transposed, as the forward scan.
+    """
     row, column = tl.program_id(0) // (V // BLOCK), tl.program_id(0) % (V // BLOCK) * BLOCK
     batch, head = tl.cast(row // heads, tl.int64), row % heads
     key, padded = head // group, chunks * C
@@ -48,37 +53,37 @@ def scan_kernel(
     dr_ptr += tl.cast(row, tl.int64) * length * V + column
     dtype = k_ptr.dtype.element_ty
     if LAST:
-        b_ds = tl.load(matrix(d_last_ptr + column, row, V, K, BLOCK))  # [K, BLOCK]
+        b_ds = tl.load(transposed(d_last_ptr + column, row, V, K, BLOCK))  # [BLOCK, K]
     else:
-        b_ds = tl.zeros([K, BLOCK], tl.float32)
+        b_ds = tl.zeros([BLOCK, K], tl.float32)
     for left in tl.range(0, chunks, num_stages=STAGES):
         n = chunks - 1 - left
         start, at = n * C, row * chunks + n
         b_k = tile(k_ptr, start, length, stride_kt, C, K)
         b_q = tile(q_ptr, start, length, stride_qt, C, K)
-        b_do = tile(do_ptr, start, length, stride_ot, C, BLOCK)
+        b_do = tl.trans(tile(do_ptr, start, length, stride_ot, C, BLOCK))  # [BLOCK, C]
         b_inverse = tl.load(matrix(inverse_ptr, at, C, C, C))
         b_reads = tl.load(matrix(reads_ptr, at, C, C, C))
-        b_enter = rate(rates_ptr, ENTER, row, rows, start, padded, C)
-        b_leave = rate(rates_ptr, LEAVE, row, rows, start, padded, C)
-        b_beta = rate(rates_ptr, BETA, row, rows, start, padded, C)
+        b_enter = rate(rates_ptr, ENTER, row, rows, start, padded, C)[None, :]
+        b_leave = rate(rates_ptr, LEAVE, row, rows, start, padded, C)[None, :]
+        b_erase = rate(rates_ptr, ERASE, row, rows, start, padded, C)[None, :]
         fade = tl.load(rates_ptr + tl.cast(row, tl.int64) * padded + start + C - 1)
         b_given = b_ds.to(dtype)
-        tl.store(matrix(d_states_ptr + column, at, V, K, BLOCK), b_given)
+        tl.store(matrix(d_states_ptr, at * (V // BLOCK) + column // BLOCK, K, BLOCK, K), b_given)
         # du = readsᵀ do + leave ⊙ k dS',   dr = inverseᵀ du
-        b_du = b_leave[:, None] * tl.dot(b_k, b_given) + tl.dot(tl.trans(b_reads), b_do)  # [C, BLOCK]
-        b_dr = tl.dot(tl.trans(b_inverse), b_du.to(dtype))
-        store_tile(dr_ptr, b_dr, start, length, V, C, BLOCK)
+        b_du = b_leave * tl.dot(b_given, tl.trans(b_k)) + tl.dot(b_do, b_reads)  # [BLOCK, C]
+        b_dr = tl.dot(b_du.to(dtype), b_inverse)
+        store_tile(dr_ptr, tl.trans(b_dr.to(dtype)), start, length, V, C, BLOCK)
         # dS = enter_last dS' + qᵀ (enter ⊙ do) − kᵀ (β enter ⊙ dr)
-        b_ds = fade * b_ds + tl.dot(tl.trans(b_q), (b_enter[:, None] * b_do.to(tl.float32)).to(dtype))
-        b_ds -= tl.dot(tl.trans(b_k), ((b_beta * b_enter)[:, None] * b_dr).to(dtype))
+        b_ds = fade * b_ds + tl.dot((b_enter * b_do.to(tl.float32)).to(dtype), b_q)
+        b_ds -= tl.dot((b_erase * b_dr).to(dtype), b_k)
     if STATE:
-        tl.store(matrix(d_state_ptr + column, row, V, K, BLOCK), b_ds)
+        tl.store(transposed(d_state_ptr + column, row, V, K, BLOCK), b_ds)
 
 
 @triton.jit(do_not_specialize=["length", "chunks", "rows"])
 def gradient_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, inverse_ptr, reads_ptr, rates_ptr, states_ptr, d_states_ptr, dr_ptr,
+    q_ptr, k_ptr, v_ptr, do_ptr, reads_ptr, rates_ptr, states_ptr, u_ptr, d_states_ptr, dr_ptr,
     dq_ptr, dk_ptr, dv_ptr, dg_ptr, dbeta_ptr, length, chunks, rows, heads, group,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
     stride_ob, stride_ot, stride_oh,
@@ -96,31 +101,22 @@ def gradient_kernel(
     b_document = rate(rates_ptr, DOCUMENT, row, rows, start, padded, C)
     fade = tl.load(rates_ptr + tl.cast(row, tl.int64) * padded + start + C - 1)
 
-    # r = β (v − enter ⊙ k S),   u = inverse r
+    # dv = β dr,   dβ = Σ_v dr (v − enter ⊙ k S) + …
     q_ptr += batch * stride_qb + key * stride_qh
     k_ptr += batch * stride_kb + key * stride_kh
-    b_held, b_alike = tl.zeros([C, V], tl.float32), tl.zeros([C, C], tl.float32)  # k S, k kᵀ
-    for first in tl.range(0, K, BLOCK, num_stages=STAGES):
-        b_key = tile(k_ptr + first, start, length, stride_kt, C, BLOCK)
-        b_before = tl.load(matrix(states_ptr, tl.program_id(0) * (K // BLOCK) + first // BLOCK, V, BLOCK, V))
-        b_held = tl.dot(b_key, b_before, b_held)
-        b_alike = tl.dot(b_key, tl.trans(b_key), b_alike)
-    b_v = tile(v_ptr + batch * stride_vb + head * stride_vh, start, length, stride_vt, C, V).to(tl.float32)
-    b_r = b_beta[:, None] * (b_v - b_enter[:, None] * b_held)  # [C, V]
-    b_inverse = tl.load(matrix(inverse_ptr, tl.program_id(0), C, C, C))
-    b_u = tl.dot(b_inverse, b_r.to(dtype)).to(dtype)
-
-    # dv = β dr
     b_dr = tile(dr_ptr + tl.cast(row, tl.int64) * length * V, start, length, V, C, V)
+    b_v = tile(v_ptr + batch * stride_vb + head * stride_vh, start, length, stride_vt, C, V)
     store_tile(dv_ptr + own * V, b_beta[:, None] * b_dr.to(tl.float32), start, length, heads * V, C, V)
-    b_dbeta = tl.sum(b_v * b_dr.to(tl.float32), 1)
+    b_dbeta = tl.sum(b_v.to(tl.float32) * b_dr.to(tl.float32), 1)
 
     # dN = −dr uᵀ and d reads = do uᵀ, each through its decays; dG gathers decay · d decay
+    b_u = tile(u_ptr + tl.cast(row, tl.int64) * length * V, start, length, V, C, V)
     b_do = tile(do_ptr + batch * stride_ob + head * stride_oh, start, length, stride_ot, C, V)
+    b_k = tile(k_ptr, start, length, stride_kt, C, K)
     i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
     b_within = decay_between(b_total, b_document, C)
     b_dn = tl.where(i > j, -tl.dot(b_dr, tl.trans(b_u)), 0.0) * b_within  # [C, C]
-    b_both = b_dn * b_alike
+    b_both = b_dn * tl.dot(b_k, tl.trans(b_k))
     b_dbeta += tl.sum(b_both, 1)
     b_dreads = tl.dot(b_do, tl.trans(b_u))
     b_reads = tl.load(matrix(reads_ptr, tl.program_id(0), C, C, C))
@@ -134,19 +130,18 @@ def gradient_kernel(
     d_last, b_left, b_erased = 0.0, tl.zeros([C], tl.float32), tl.zeros([C], tl.float32)
     for first in tl.range(0, K, BLOCK, num_stages=STAGES):
         # dq = enter ⊙ do Sᵀ + d reads k
-        at = tl.program_id(0) * (K // BLOCK) + first // BLOCK
-        b_before = tl.load(matrix(states_ptr, at, V, BLOCK, V))  # [BLOCK, V]
+        b_before = tl.load(matrix(states_ptr + first, tl.program_id(0), K, V, BLOCK))  # Sᵀ [V, BLOCK]
         b_key = tile(k_ptr + first, start, length, stride_kt, C, BLOCK)
         b_query = tile(q_ptr + first, start, length, stride_qt, C, BLOCK)
-        b_dq = b_enter[:, None] * tl.dot(b_do, tl.trans(b_before))  # [C, BLOCK]
+        b_dq = b_enter[:, None] * tl.dot(b_do, b_before)  # [C, BLOCK]
         b_dtotal += tl.sum(b_dq * b_query.to(tl.float32), 1)
         b_dq += tl.dot(b_dreads, b_key)
         store_tile(dq_ptr + own * K + first, b_dq, start, length, heads * K, C, BLOCK)
         # dk = leave ⊙ u dS'ᵀ − β enter ⊙ dr Sᵀ + d readsᵀ q + (dN + dNᵀ) k
-        b_after = tl.load(matrix(d_states_ptr, at, V, BLOCK, V))
-        b_dk = b_leave[:, None] * tl.dot(b_u, tl.trans(b_after))
+        b_after = tl.load(matrix(d_states_ptr + first, tl.program_id(0), K, V, BLOCK))
+        b_dk = b_leave[:, None] * tl.dot(b_u, b_after)
         b_left += tl.sum(b_dk * b_key.to(tl.float32), 1)
-        b_erase = b_enter[:, None] * tl.dot(b_dr, tl.trans(b_before))
+        b_erase = b_enter[:, None] * tl.dot(b_dr, b_before)
         b_erased += tl.sum(b_erase * b_key.to(tl.float32), 1)
         b_dk -= b_beta[:, None] * b_erase
         b_dk += tl.dot(tl.trans(b_dreads), b_query)

@@ -12,7 +12,7 @@ from residua.ops._runtime.launch import cdiv, on
 from residua.ops.gated_delta import kernels, kernels_backward
 from residua.ops.gated_delta.reference import CHUNK
 
-RATES = 5
+RATES = 6
 """Numbers per token that `chunk_kernel` leaves for the others."""
 
 
@@ -80,19 +80,20 @@ def forward_outputs(
         v.new_empty(square),
         v.new_empty(square),
         g.new_empty((RATES, s.rows, s.chunks * CHUNK)),
-        v.new_empty((s.rows, s.chunks if keep else 0, s.key_width, s.value_width)),
+        v.new_empty((s.rows, s.chunks if keep else 0, s.value_width, s.key_width)),
+        v.new_empty((s.rows, s.length if keep else 0, s.value_width)),
     )
 
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, begins: Tensor | None, state: Tensor | None, keep: bool
 ) -> tuple[Tensor, ...]:
-    """o and the last state; then what backward needs: inverse, reads, rates and the state that each chunk meets.
+    """o and the last state; then what backward needs: inverse, reads, rates, the Sᵀ that each chunk meets, and u.
 
     g, beta and states are float32; begins [B, T] is uint8. `keep`: there will be a backward pass.
     """
     outputs = forward_outputs(q, k, v, g, beta, begins, state, keep)
-    o, last, inverse, reads, rates, states = outputs
+    o, last, inverse, reads, rates, states, u = outputs
     s = Sizes.of(k, v)
     q, k, v = (_dense(x) for x in (q, k, v))
     g, plan = g.contiguous(), scan_plan(v)
@@ -102,7 +103,7 @@ def forward(
             *s.arguments(q, k), K=s.key_width, C=CHUNK, DOCUMENTS=begins is not None, PRECISION=_precision(v), **CHUNKS,
         )  # fmt: skip
         kernels.scan_kernel[plan.programs(s.rows, s.value_width)](
-            q, k, v, inverse, reads, rates, last if state is None else state.contiguous(), o, last, states,
+            q, k, v, inverse, reads, rates, last if state is None else state.contiguous(), o, last, states, u,
             *s.arguments(q, k, v), K=s.key_width, V=s.value_width, C=CHUNK,
             STATE=state is not None, KEEP=keep, **plan.settings(s.value_width),
         )  # fmt: skip
@@ -111,7 +112,7 @@ def forward(
 
 def backward_outputs(
     d_o: Tensor, d_last: Tensor | None, q: Tensor, k: Tensor, v: Tensor, inverse: Tensor, reads: Tensor, rates: Tensor,
-    states: Tensor, from_state: bool,
+    states: Tensor, u: Tensor, from_state: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     s = Sizes.of(k, v)
     per_head = q.new_empty((s.batch, s.length, s.heads, s.key_width))
@@ -122,10 +123,10 @@ def backward_outputs(
 
 def backward(
     d_o: Tensor, d_last: Tensor | None, q: Tensor, k: Tensor, v: Tensor, inverse: Tensor, reads: Tensor, rates: Tensor,
-    states: Tensor, from_state: bool,
+    states: Tensor, u: Tensor, from_state: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """The gradients of q and k, for each value head, and of v, g, beta and the first state."""
-    outputs = backward_outputs(d_o, d_last, q, k, v, inverse, reads, rates, states, from_state)
+    outputs = backward_outputs(d_o, d_last, q, k, v, inverse, reads, rates, states, u, from_state)
     *gradients, d_state = outputs
     s = Sizes.of(k, v)
     q, k, v, d_o = (_dense(x) for x in (q, k, v, d_o))
@@ -138,7 +139,7 @@ def backward(
             LAST=d_last is not None, STATE=from_state, **plan.settings(s.value_width),
         )  # fmt: skip
         kernels_backward.gradient_kernel[(s.rows * s.chunks,)](
-            q, k, v, d_o, *kept, states, d_states, dr, *gradients,
+            q, k, v, d_o, reads, rates, states, u, d_states, dr, *gradients,
             *s.arguments(q, k, v, d_o), K=s.key_width, V=s.value_width, C=CHUNK, **GRADIENTS.settings(s.key_width),
         )  # fmt: skip
     return outputs

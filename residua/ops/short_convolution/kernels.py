@@ -3,8 +3,9 @@
     y_t = Σ_j w_j x_{t−j},   a = silu(y),   out = a for values,   scale · a / sqrt(Σa² + eps) for queries and keys
 
 A program takes one head. Forward takes tiles of ROWS tokens and reads each four times, three of them from cache.
-Backward goes over ROWS tokens one by one, so that it computes y and dy of a token once: it holds the last inputs and
-their gradients, to which later tokens still add. Nothing is read across the beginning of a document.
+Backward goes over PARTS times ROWS tokens, one token of each part after the other, so that it computes y and dy of a
+token once: it holds the last inputs and their gradients, to which later tokens still add. Nothing is read across the
+beginning of a document.
 """
 
 # mypy: ignore-errors
@@ -59,27 +60,49 @@ def forward_kernel(
 
 
 @triton.jit
-def _row(x_ptr, t, stride_t, reaches, D: tl.constexpr):
-    """Channels of one head of token t, [D], zero unless `reaches`."""
-    at_ptr = x_ptr + tl.cast(t, tl.int64) * stride_t + tl.arange(0, D)
-    return tl.load(at_ptr, mask=reaches & (tl.arange(0, D) >= 0), other=0.0).to(tl.float32)
+def _rows(x_ptr, t, stride_t, there, D: tl.constexpr):
+    """One head of tokens t [PARTS], [PARTS, D], zero unless `there`."""
+    at_ptr = x_ptr + t.to(tl.int64)[:, None] * stride_t + tl.arange(0, D)[None, :]
+    return tl.load(at_ptr, mask=there[:, None], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _weight(w_ptr, begins_ptr, t, length, channels, j: tl.constexpr, TAPS: tl.constexpr, DOCUMENTS: tl.constexpr):
+    """w_j, [1, D]; with documents [PARTS, D], zero where t and the token j before it are in different ones."""
+    b_w = tl.load(w_ptr + j * channels).to(tl.float32) if j < TAPS else tl.zeros_like(tl.load(w_ptr)).to(tl.float32)
+    if DOCUMENTS:
+        b_w *= _reaches(begins_ptr, t, length, j, DOCUMENTS).to(tl.float32)[:, None]
+    return b_w
+
+
+@triton.jit
+def _dy(b_y, b_g, is_value, scale, eps):
+    """Back through the norm, which values do not have, and silu."""
+    b_sigmoid = tl.sigmoid(b_y)
+    if is_value:
+        b_da = b_g
+    else:
+        b_a = b_y * b_sigmoid
+        b_rstd = tl.rsqrt(tl.sum(b_a * b_a, 1) + eps)[:, None]
+        b_da = scale * b_rstd * (b_g - b_a * (b_rstd * b_rstd * tl.sum(b_a * b_g, 1)[:, None]))
+    return b_da * b_sigmoid * (1.0 + b_y * (1.0 - b_sigmoid))
 
 
 @triton.jit(do_not_specialize=["length", "tiles"])
 def backward_kernel(
     x_ptr, w_ptr, begins_ptr, dq_ptr, dk_ptr, dv_ptr, dx_ptr, partial_ptr,
     length, tiles, heads, key_heads, stride_xb, stride_xt, stride_gb, stride_gt, eps,
-    D: tl.constexpr, TAPS: tl.constexpr, ROWS: tl.constexpr, UNROLL: tl.constexpr, DOCUMENTS: tl.constexpr,
-    GROUP: tl.constexpr,
+    D: tl.constexpr, TAPS: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, UNROLL: tl.constexpr,
+    DOCUMENTS: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """dx of ROWS tokens of one head, and this tile's share of dw, partial [tiles · B, TAPS, heads · D].
+    """dx of PARTS times ROWS tokens of one head, and their share of dw, partial [tiles · B, TAPS, heads · D].
 
-    dq and dk have GROUP heads for each of q and k, to be added. TAPS − 1 tokens after the tile are gone over too, for
-    what they give to the tile's.
+    dq and dk have GROUP heads for each of q and k, to be added. TAPS − 1 tokens after each part are gone over too, for
+    what they give to the part's.
     """
     head, tile = tl.program_id(0) % heads, tl.program_id(0) // heads
-    batch, start = tl.cast(tile // tiles, tl.int64), tile % tiles * ROWS
-    lane, channels = tl.arange(0, D), heads * D
+    batch, start = tl.cast(tile // tiles, tl.int64), (tile % tiles * PARTS + tl.arange(0, PARTS)) * ROWS
+    lane, channels = tl.arange(0, D)[None, :], heads * D
     x_ptr += batch * stride_xb + head * D
     dx_ptr += batch * stride_gb + head * D
     begins_ptr += batch * length
@@ -88,45 +111,28 @@ def backward_kernel(
     g_ptr = tl.where(is_value, dv_ptr, tl.where(head < key_heads, dq_ptr, dk_ptr))
     g_ptr += batch * length * stride_t + tl.where(is_value, head - 2 * key_heads, head % key_heads * GROUP) * D
     w_ptr += head * D + lane
-    b_w0 = tl.load(w_ptr).to(tl.float32)
-    b_w1 = tl.load(w_ptr + channels).to(tl.float32) if TAPS > 1 else tl.zeros([D], tl.float32)
-    b_w2 = tl.load(w_ptr + 2 * channels).to(tl.float32) if TAPS > 2 else tl.zeros([D], tl.float32)
-    b_w3 = tl.load(w_ptr + 3 * channels).to(tl.float32) if TAPS > 3 else tl.zeros([D], tl.float32)
     scale = _scale(head, key_heads, D)
-    # the inputs before the tile, x_{t−1}, x_{t−2}, x_{t−3}; and dx_{t−1}, dx_{t−2}, dx_{t−3} so far
-    b_x1 = _row(x_ptr, start - 1, stride_xt, (start >= 1) & (TAPS > 1), D)
-    b_x2 = _row(x_ptr, start - 2, stride_xt, (start >= 2) & (TAPS > 2), D)
-    b_x3 = _row(x_ptr, start - 3, stride_xt, (start >= 3) & (TAPS > 3), D)
-    b_d1, b_d2, b_d3 = tl.zeros([D], tl.float32), tl.zeros([D], tl.float32), tl.zeros([D], tl.float32)
-    b_s0, b_s1 = tl.zeros([D], tl.float32), tl.zeros([D], tl.float32)
-    b_s2, b_s3 = tl.zeros([D], tl.float32), tl.zeros([D], tl.float32)
-    for t in tl.range(start, start + ROWS + TAPS - 1, loop_unroll_factor=UNROLL):
+    b_w0 = tl.load(w_ptr).to(tl.float32)
+    # the inputs before, x_{t−1}, x_{t−2}, x_{t−3}; dx_{t−1}, dx_{t−2}, dx_{t−3} so far; and dw_0 … dw_3
+    b_x1 = _rows(x_ptr, start - 1, stride_xt, (start >= 1) & (start <= length), D)
+    b_x2 = _rows(x_ptr, start - 2, stride_xt, (start >= 2) & (start <= length), D)
+    b_x3 = _rows(x_ptr, start - 3, stride_xt, (start >= 3) & (start <= length), D)
+    b_d1, b_d2, b_d3 = tl.zeros_like(b_x1), tl.zeros_like(b_x1), tl.zeros_like(b_x1)
+    b_s0, b_s1, b_s2, b_s3 = tl.zeros_like(b_x1), tl.zeros_like(b_x1), tl.zeros_like(b_x1), tl.zeros_like(b_x1)
+    for step in tl.range(0, ROWS + TAPS - 1, loop_unroll_factor=UNROLL):
+        t = start + step
         here = t < length
-        b_x = _row(x_ptr, t, stride_xt, here, D)
-        b_g = _row(g_ptr, t, stride_t, here, D)
+        b_x = _rows(x_ptr, t, stride_xt, here, D)
+        b_g = _rows(g_ptr, t, stride_t, here, D)
         for m in tl.static_range(1, GROUP):
-            b_g += _row(g_ptr + m * D, t, stride_t, here & (head < 2 * key_heads), D)
-        m1 = _reaches(begins_ptr, t, length, 1, DOCUMENTS).to(tl.float32)
-        m2 = _reaches(begins_ptr, t, length, 2, DOCUMENTS).to(tl.float32)
-        m3 = _reaches(begins_ptr, t, length, 3, DOCUMENTS).to(tl.float32)
-        b_v1, b_v2, b_v3 = m1 * b_w1, m2 * b_w2, m3 * b_w3
-        b_y = b_w0 * b_x + b_v1 * b_x1 + b_v2 * b_x2 + b_v3 * b_x3
-        # through the norm and silu
-        b_sigmoid = tl.sigmoid(b_y)
-        b_a = b_y * b_sigmoid
-        rstd = tl.rsqrt(tl.sum(b_a * b_a) + eps)
-        b_normed = scale * rstd * (b_g - b_a * (rstd * rstd * tl.sum(b_a * b_g)))
-        b_dy = tl.where(is_value, b_g, b_normed) * b_sigmoid * (1.0 + b_y * (1.0 - b_sigmoid))
-        # dw_j += dy_t x_{t−j}; tokens after the tile belong to the next
-        own = (t < start + ROWS).to(tl.float32)
-        b_own = own * b_dy
-        b_s0 += b_own * b_x
-        b_s1 += m1 * b_own * b_x1
-        b_s2 += m2 * b_own * b_x2
-        b_s3 += m3 * b_own * b_x3
+            b_g += _rows(g_ptr + m * D, t, stride_t, here & (head < 2 * key_heads), D)
+        b_w1 = _weight(w_ptr, begins_ptr, t, length, channels, 1, TAPS, DOCUMENTS)
+        b_w2 = _weight(w_ptr, begins_ptr, t, length, channels, 2, TAPS, DOCUMENTS)
+        b_w3 = _weight(w_ptr, begins_ptr, t, length, channels, 3, TAPS, DOCUMENTS)
+        b_dy = _dy(b_w0 * b_x + b_w1 * b_x1 + b_w2 * b_x2 + b_w3 * b_x3, b_g, is_value, scale, eps)
         # dx_{t−j} += w_j dy_t; the oldest is complete
-        b_d0, b_d1 = b_w0 * b_dy, b_d1 + b_v1 * b_dy
-        b_d2, b_d3 = b_d2 + b_v2 * b_dy, b_d3 + b_v3 * b_dy
+        b_d0, b_d1 = b_w0 * b_dy, b_d1 + b_w1 * b_dy
+        b_d2, b_d3 = b_d2 + b_w2 * b_dy, b_d3 + b_w3 * b_dy
         if TAPS == 1:
             b_done = b_d0
         elif TAPS == 2:
@@ -136,15 +142,25 @@ def backward_kernel(
         else:
             b_done = b_d3
         done = t - (TAPS - 1)
-        at_ptr = dx_ptr + tl.cast(done, tl.int64) * stride_gt + lane
-        tl.store(at_ptr, b_done.to(dx_ptr.dtype.element_ty), mask=(done >= start) & (done < length) & (lane >= 0))
+        at_ptr = dx_ptr + done.to(tl.int64)[:, None] * stride_gt + lane
+        is_own = (step >= TAPS - 1) & (done < length)
+        tl.store(at_ptr, b_done.to(dx_ptr.dtype.element_ty), mask=is_own[:, None])
+        # dw_j += dy_t x_{t−j}; tokens after the part belong to the next
+        if step < ROWS:
+            b_s0 += b_dy * b_x
+            if DOCUMENTS:
+                b_s1 += b_dy * tl.where(_reaches(begins_ptr, t, length, 1, DOCUMENTS)[:, None], b_x1, 0.0)
+                b_s2 += b_dy * tl.where(_reaches(begins_ptr, t, length, 2, DOCUMENTS)[:, None], b_x2, 0.0)
+                b_s3 += b_dy * tl.where(_reaches(begins_ptr, t, length, 3, DOCUMENTS)[:, None], b_x3, 0.0)
+            else:
+                b_s1, b_s2, b_s3 = b_s1 + b_dy * b_x1, b_s2 + b_dy * b_x2, b_s3 + b_dy * b_x3
         b_x3, b_x2, b_x1 = b_x2, b_x1, b_x
         b_d3, b_d2, b_d1 = b_d2, b_d1, b_d0
-    at_ptr = partial_ptr + tl.cast(tile, tl.int64) * TAPS * channels + head * D + lane
-    tl.store(at_ptr, b_s0)
+    at_ptr = partial_ptr + tl.cast(tile, tl.int64) * TAPS * channels + head * D + tl.arange(0, D)
+    tl.store(at_ptr, tl.sum(b_s0, 0))
     if TAPS > 1:
-        tl.store(at_ptr + channels, b_s1)
+        tl.store(at_ptr + channels, tl.sum(b_s1, 0))
     if TAPS > 2:
-        tl.store(at_ptr + 2 * channels, b_s2)
+        tl.store(at_ptr + 2 * channels, tl.sum(b_s2, 0))
     if TAPS > 3:
-        tl.store(at_ptr + 3 * channels, b_s3)
+        tl.store(at_ptr + 3 * channels, tl.sum(b_s3, 0))

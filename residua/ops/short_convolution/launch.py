@@ -13,16 +13,21 @@ from residua.ops.short_convolution import kernels
 
 class TilePlan(NamedTuple):
     rows: int
-    """Tokens per program."""
+    """Tokens per part."""
     warps: int
+    parts: int = 1
+    """Of a program."""
     unroll: int = 0
 
     def settings(self) -> dict[str, int]:
-        unroll = {"UNROLL": self.unroll} if self.unroll else {}
-        return {"ROWS": self.rows, "num_warps": self.warps, **unroll}
+        walk = {"PARTS": self.parts, "UNROLL": self.unroll} if self.unroll else {}
+        return {"ROWS": self.rows, "num_warps": self.warps, **walk}
+
+    def tiles(self, length: int) -> int:
+        return cdiv(length, self.rows * self.parts)
 
 
-FORWARD, BACKWARD = TilePlan(32, 4), TilePlan(64, 1, 4)
+FORWARD, BACKWARD = TilePlan(32, 4), TilePlan(32, 1, 2, 2)
 
 
 class Sizes(NamedTuple):
@@ -44,11 +49,10 @@ class Sizes(NamedTuple):
         return 2 * self.key_heads + self.value_heads
 
     def arguments(self, projected: Tensor, tiling: TilePlan) -> tuple[int, ...]:
-        tiles = cdiv(self.length, tiling.rows)
-        return self.length, tiles, self.heads, self.key_heads, *projected.stride()[:2]
+        return self.length, tiling.tiles(self.length), self.heads, self.key_heads, *projected.stride()[:2]
 
     def programs(self, tiling: TilePlan) -> tuple[int]:
-        return (self.batch * cdiv(self.length, tiling.rows) * self.heads,)
+        return (self.batch * tiling.tiles(self.length) * self.heads,)
 
 
 def forward_outputs(
@@ -95,7 +99,7 @@ def launch_backward(
 ) -> None:  # fmt: skip
     """Write into d_projected, but for the gate's columns, and d_weight. dq and dk may have more heads than q and k."""
     s, x = Sizes.of(projected, weight, key_heads, dv.shape[2]), _dense(projected)
-    partial = d_weight.new_empty((s.batch * cdiv(s.length, BACKWARD.rows), weight.numel()))
+    partial = d_weight.new_empty((s.batch * BACKWARD.tiles(s.length), weight.numel()))
     with on(x):
         kernels.backward_kernel[s.programs(BACKWARD)](
             x, weight.contiguous(), x if begins is None else begins.contiguous(),
