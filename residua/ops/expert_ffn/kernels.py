@@ -269,17 +269,39 @@ def _slots(order_ptr, row, end, DEPTH: tl.constexpr, ORDERED: tl.constexpr):
 
 
 @triton.jit
+def _outer(
+    b_w, p_ptr, q_ptr, b_slot, s, end, m, n, M, N, of_out,
+    CHOICES: tl.constexpr, WHOLE: tl.constexpr, EVEN: tl.constexpr, SHORT: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """b_w + Σ p qᵀ over DEPTH rows from s on, of which those from `end` on are missing unless WHOLE."""
+    r, token = s + tl.arange(0, DEPTH), b_slot // CHOICES
+    at_p, at_q = tl.where(of_out, token, r)[:, None], tl.where(of_out, r, token)[:, None]
+    if not SHORT:
+        at_p, at_q = at_p.to(tl.int64), at_q.to(tl.int64)
+    at_p, at_q = p_ptr + (at_p * M + m[None, :]), q_ptr + (at_q * N + n[None, :])
+    if WHOLE and EVEN:
+        b_p, b_q = tl.load(at_p), tl.load(at_q)
+    else:
+        inside = (r < end)[:, None]
+        b_p = tl.load(at_p, mask=inside & (m < M)[None, :], other=0.0)
+        b_q = tl.load(at_q, mask=inside & (n < N)[None, :], other=0.0)
+    return tl.dot(b_p.T, b_q, b_w, input_precision="ieee")
+
+
+@triton.jit
 def weight_kernel(
     g_ptr, a_ptr, g_z_ptr, x_ptr, order_ptr, ends_ptr, g_out_ptr, g_up_ptr,
     C: tl.constexpr, H: tl.constexpr, R: tl.constexpr, CHOICES: tl.constexpr, GATHERED: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    SHORT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     """g_out[e] [C, H] = Σ g aᵀ and g_up[e] [R, C] = Σ g_z xᵀ over expert e's rows; one tile to a program.
 
     Both in one launch, since the last programs of a launch leave multiprocessors idle: g_w [M, N] = Σ p qᵀ is either.
+    SHORT if offsets fit into 32 bits.
     """
     OUT: tl.constexpr = tl.cdiv(C, ROWS) * tl.cdiv(H, COLUMNS)
     BOTH: tl.constexpr = OUT + tl.cdiv(R, ROWS) * tl.cdiv(C, COLUMNS)
+    EVEN: tl.constexpr = C % ROWS == 0 and C % COLUMNS == 0 and H % COLUMNS == 0 and R % ROWS == 0
     e, tile = tl.program_id(0) // BOTH, tl.program_id(0) % BOTH
     of_out = tile < OUT
     if of_out:
@@ -292,17 +314,16 @@ def weight_kernel(
     n = tile % tl.cdiv(N, COLUMNS) * COLUMNS + tl.arange(0, COLUMNS)
     start = tl.load(ends_ptr + e - 1, mask=e > 0, other=0)
     end = tl.load(ends_ptr + e)
+    whole = start + (end - start) // DEPTH * DEPTH
     b_w = tl.zeros([ROWS, COLUMNS], tl.float32)
     # slots are read one turn ahead: a load whose address is being loaded would stall the ones behind it
     b_slot = _slots(order_ptr, start, end, DEPTH, GATHERED)
-    for s in range(start, end, DEPTH):
-        r = s + tl.arange(0, DEPTH)
-        inside = r < end
-        token = b_slot // CHOICES
-        at_p, at_q = tl.where(of_out, token, r).to(tl.int64), tl.where(of_out, r, token).to(tl.int64)
-        b_p = tl.load(p_ptr + at_p[:, None] * M + m[None, :], mask=inside[:, None] & (m < M)[None, :], other=0.0)
-        b_q = tl.load(q_ptr + at_q[:, None] * N + n[None, :], mask=inside[:, None] & (n < N)[None, :], other=0.0)
-        b_slot = _slots(order_ptr, s + DEPTH, end, DEPTH, GATHERED)
-        b_w = tl.dot(b_p.T, b_q, b_w, input_precision="ieee")
+    for s in range(start, whole, DEPTH):
+        b_next = _slots(order_ptr, s + DEPTH, end, DEPTH, GATHERED)
+        b_w = _outer(b_w, p_ptr, q_ptr, b_slot, s, end, m, n, M, N, of_out, CHOICES, True, EVEN, SHORT, DEPTH)
+        b_slot = b_next
+    if whole < end:
+        b_slot = _slots(order_ptr, whole, end, DEPTH, GATHERED)
+        b_w = _outer(b_w, p_ptr, q_ptr, b_slot, whole, end, m, n, M, N, of_out, CHOICES, False, EVEN, SHORT, DEPTH)
     at = g_w_ptr + e.to(tl.int64) * (M * N) + m[:, None] * N + n[None, :]
     tl.store(at, b_w.to(g_w_ptr.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :])

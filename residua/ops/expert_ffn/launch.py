@@ -189,7 +189,8 @@ def weight_gradients(
     with on(x):
         kernels.weight_kernel[(len(ends) * tiles,)](
             aligned(g), aligned(a), aligned(g_z), aligned(x), _or(order, ends), ends, g_out, g_up, C=width, H=hidden,
-            R=wide, CHOICES=choices, GATHERED=order is not None, **plan.sizes(),
+            R=wide, CHOICES=choices, GATHERED=order is not None,
+            SHORT=len(a) * max(width, hidden, wide) < 2**31, **plan.sizes(),
         )  # fmt: skip
     return g_out, g_up
 
