@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from residua import ops
 from residua.config import choices
 from residua.model.topology import build_topology
 from residua.model.topology.facts import Rows, read_rows, stream_rows
+from residua.ops.expert_ffn.reference import ACTIVATIONS, GATED
 from residua.ops.expert_slots import combine, dispatch, slots_of
 from residua.ops.grouped_linear.launch import grouped_linear
 from residua.ops.hyper_connection import manifold_weights
@@ -87,7 +89,8 @@ def operators(shape: Shape, device: torch.device) -> dict[str, Callable[[], Case
         "linear_cross_entropy": partial(_cross_entropy, "linear_cross_entropy"),
         "training_cross_entropy": partial(_cross_entropy, "training_cross_entropy"),
         "route": _route,
-        "expert_ffn": _expert_ffn,
+        "expert_ffn": partial(_expert_ffn, "relu2"),
+        "expert_ffn_swiglu": partial(_expert_ffn, "swiglu"),
     }
     return {name: partial(make, shape, device) for name, make in made.items()}
 
@@ -250,29 +253,48 @@ def _route(shape: Shape, device: torch.device) -> Case:
     return Case(name, route, (x, weight), x.nbytes, 2 * x.nbytes)
 
 
-def _expert_ffn(shape: Shape, device: torch.device) -> Case:
-    """Experts with relu², as wide as the model, on tokens that were routed at random."""
-    x = _random(shape, device)
-    square = (shape.experts, shape.width, shape.width)
-    up, out = (torch.randn(square, device=device, dtype=shape.dtype) / shape.width**0.5 for _ in range(2))
+def _expert_ffn(activation: str, shape: Shape, device: torch.device) -> Case:
+    """Experts as wide as the model, on tokens that were routed at random."""
+    x, hidden = _random(shape, device), shape.width
+    up_rows = 2 * hidden if activation in GATED else hidden
+    up, out = (
+        torch.randn(shape.experts, *matrix, device=device, dtype=shape.dtype) / shape.width**0.5
+        for matrix in ((up_rows, shape.width), (shape.width, hidden))
+    )
     router = torch.randn(shape.experts, shape.width, device=device) / shape.width**0.5
     routed = ops.route(x, router, shape.top_k)
 
     def experts(x: Tensor, up: Tensor, out: Tensor, weights: Tensor) -> Sequence[Tensor]:
-        return [ops.expert_ffn(x, up, out, routed.ends, "relu2", order=routed.order, weights=weights)]
+        return [ops.expert_ffn(x, up, out, routed.ends, activation, order=routed.order, weights=weights)]
 
     def grouped(x: Tensor, up: Tensor, out: Tensor, weights: Tensor) -> Sequence[Tensor]:
         slots = slots_of(routed.order, routed.ends, shape.top_k)
-        h = grouped_linear(dispatch(x, slots), up, routed.ends).relu().square()
-        return [combine(grouped_linear(h, out, routed.ends), weights, slots)]
+        parts = grouped_linear(dispatch(x, slots), up, routed.ends).chunk(2 if activation in GATED else 1, -1)
+        return [combine(grouped_linear(ACTIVATIONS[activation](*parts), out, routed.ends), weights, slots)]
 
-    flops = 3 * 4 * shape.tokens * shape.top_k * shape.width**2
+    peers = {"torch.grouped_mm": grouped}
+    if activation == "swiglu" and find_spec("liger_kernel") is not None:
+        peers["liger_kernel"] = partial(_liger_experts, _chosen(routed.order, routed.ends, shape.top_k))
+    flops = 3 * 2 * shape.tokens * shape.top_k * shape.width * (up_rows + hidden)
     # x, W → y; x, dy, W → dx, dW
     weights, moved = up.nbytes + out.nbytes, 2 * x.nbytes
-    name = f"expert_ffn, {shape.top_k} of {shape.experts} experts"
+    name = f"expert_ffn, {activation}, {shape.top_k} of {shape.experts} experts"
     inputs = (x, up, out, routed.weights)
-    peers = {"torch.grouped_mm": grouped}
     return Case(name, experts, inputs, moved + weights, moved + x.nbytes + 2 * weights, flops, peers=peers)
+
+
+def _chosen(order: Tensor, ends: Tensor, top_k: int) -> Tensor:
+    """[N, k]: the expert of each slot, from the slots sorted by expert."""
+    rows = torch.arange(order.numel(), device=order.device, dtype=ends.dtype)
+    experts = torch.empty_like(order)
+    experts[order.long()] = torch.searchsorted(ends, rows, right=True).to(order.dtype)
+    return experts.view(-1, top_k)
+
+
+def _liger_experts(chosen: Tensor, x: Tensor, up: Tensor, out: Tensor, weights: Tensor) -> Sequence[Tensor]:
+    from liger_kernel.ops.fused_moe import LigerFusedMoEFunction
+
+    return [LigerFusedMoEFunction.apply(x, up, out, chosen.int(), weights)]
 
 
 def _depth_path(name: str, config: choices.Topology, shape: Shape, device: torch.device) -> Case:

@@ -12,12 +12,13 @@ from typer.testing import CliRunner
 
 from residua import ops
 from residua.bench import suite
-from residua.bench.cases import Shape, depth_paths, operators
+from residua.bench.cases import Shape, _chosen, depth_paths, operators
 from residua.bench.operators import OpResult, bench_operator
 from residua.bench.peers import peers
 from residua.bench.show import print_operators, write_json
 from residua.bench.timing import Ceilings, measure_ceilings
 from residua.cli.bench import app
+from residua.ops.expert_slots import sort_slots
 from residua.train.timing import Sample
 
 pytestmark = pytest.mark.slow
@@ -44,6 +45,12 @@ def test_every_operator_runs_both_ways_and_is_measured_against_its_limit(name):
     assert result.both_share == pytest.approx(limit / result.both.median / 1e9)
     assert (result.forward_bytes, result.both_bytes) == (case.forward_bytes, case.forward_bytes + case.backward_bytes)
     assert 0 < result.forward_bytes < result.both_bytes
+
+
+def test_the_experts_of_every_slot_are_read_back_from_the_sorted_slots():
+    chosen = torch.rand(24, 16).topk(3).indices
+    slots = sort_slots(chosen, 16)
+    assert torch.equal(_chosen(slots.order, slots.ends, 3).long(), chosen)
 
 
 def test_bytes_are_every_input_once_and_every_output_once():
