@@ -107,7 +107,7 @@ COMPILED = {
     ("model", "backend"),
     [
         ("additive", "aot_eager"),
-        ("mgr", "eager"),
+        pytest.param("mgr", "eager", marks=pytest.mark.nightly),
         pytest.param("moe", "eager", marks=pytest.mark.nightly),
         pytest.param("mgr", "aot_eager", marks=pytest.mark.nightly),
         pytest.param("moe", "aot_eager", marks=pytest.mark.nightly),

@@ -60,8 +60,9 @@ def test_kimi_linears_mixers_are_one_graph(mixer: str) -> None:
     torch.testing.assert_close(compiled, gradients, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.nightly
 def test_a_hybrid_mixture_on_its_fused_operators_is_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU; PyTorch's grouped product also runs on a CPU."""
+    """As on a GPU; PyTorch's grouped product also runs on a CPU. `make test` compiles either part alone."""
     monkeypatch.setattr(ops.grouped_linear, "_serves", lambda *_, **__: True)
     torch._dynamo.reset()
     config = small(

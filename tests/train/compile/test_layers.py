@@ -84,7 +84,7 @@ def test_layers_that_share_code_learn_the_same_bits(config: RunConfig, shared: N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", only_nightly(GRAPHS, but={"block_attnres", "moe"}))
+@pytest.mark.parametrize("variant", only_nightly(GRAPHS, but={"block_attnres"}))
 def test_layers_that_share_code_step_as_plain_ones_do(
     config: RunConfig, counter: CompileCounterWithBackend, variant: str
 ) -> None:
