@@ -1,37 +1,48 @@
-"""Draw the README's picture, docs/img/answer.svg, from the table of docs/results/first-study.md.
+"""Draw the README's picture, docs/img/answer.svg, from docs/results/mini-39m.json.
 
 Left, how much lower the loss of each architecture is than the baseline's, with its interval. Right, what its step costs
-against how many tokens it saves: above the line it pays per second.
+against what its tokens are worth in tokens of the baseline: above the line it pays per second.
 """
 
 from __future__ import annotations
 
-import re
+import math
+from collections.abc import Callable, Iterable
 from html import escape
 from pathlib import Path
 from typing import NamedTuple
 
+from residua.study.conduct import show_saved
+from residua.study.results import StudyResult
+from residua.study.saved import SavedStudy
+
 ROOT = Path(__file__).parents[1]
-PAGE, PICTURE = ROOT / "docs" / "results" / "first-study.md", ROOT / "docs" / "img" / "answer.svg"
-HEADING = "# A first study"
-COLOURS = ("#2f6fb0", "#b3470b", "#2c7a4b", "#7a4bb8", "#8a6d00")
-DARK = ("#7db8f0", "#ff9a57", "#6fcf97", "#bd93f9", "#e0c04a")
+STUDY, PICTURE = ROOT / "docs" / "results" / "mini-39m.json", ROOT / "docs" / "img" / "answer.svg"
+NAMES = {
+    "resformer": "Value residuals",
+    "mgr_resformer": "MGR + value residuals",
+    "block_resformer": "Block AttnRes + value residuals",
+}
+COLOURS = ("#2f6fb0", "#b3470b", "#2c7a4b", "#7a4bb8", "#8a6d00", "#a8325e", "#00707a", "#5c5c5c")
+DARK = ("#7db8f0", "#ff9a57", "#6fcf97", "#bd93f9", "#e0c04a", "#f78fb3", "#5fd0da", "#bdbdbd")
 WIDTH, HEIGHT = 980, 400
-LEFT, RIGHT, TOP, BOTTOM = (215, 500), (610, 950), 84, 320
-FOOT = "51 M parameters, 9.8 M tokens, three seeds, one H200, before most operators were fused: see docs/results"
+LEFT, RIGHT, TOP, BOTTOM = (250, 520), (630, 950), 84, 320
+FOOT = "51 M parameters, 39 M tokens of English, matched parameters, three seeds, one H200: docs/results/mini-39m.md"
 
 
 class Row(NamedTuple):
-    """One variant of the table."""
+    """One variant: its loss less the baseline's, the worth of its tokens, the time of its step, its gain per second."""
 
     name: str
     change: float
     low: float
     high: float
-    saved: float
-    saved_low: float
-    saved_high: float
+    worth: float
+    worth_low: float
+    worth_high: float
     time: float
+    gain: float
+    gain_low: float
 
     @property
     def shown(self) -> bool:
@@ -39,21 +50,18 @@ class Row(NamedTuple):
         return self.low > 0 or self.high < 0
 
 
-def rows(page: str) -> list[Row]:
-    """The table's variants, the largest gain first."""
-    table = page[page.index(HEADING) :]
+def rows(result: StudyResult) -> list[Row]:
+    """The variants with a complete comparison, the largest gain in loss first."""
     found = []
-    for line in re.findall(r"^\| (.+) \|$", table, re.M):
-        cells = [cell.strip() for cell in line.split("|")]
-        if len(cells) == 8 and "[" in cells[3] and cells[0] != "variant":
-            change, saved = _numbers(cells[3]), _numbers(cells[4])
-            found.append(Row(cells[0].replace("AttnRes", "Attention Residuals"), *change, *saved, float(cells[5])))
-    return sorted(found, key=lambda row: row.change)
-
-
-def _numbers(cell: str) -> tuple[float, float, float]:
-    value, low, high = (float(n) for n in re.findall(r"[+-]?\d+\.\d+", cell.replace("−", "-")))
-    return value, low, high
+    for row in result.variants:
+        speed = row.throughput_ratio
+        measures = [row.difference, row.equivalent_tokens, row.wall_clock_gain]
+        values = [n for m in measures if m is not None for n in (m.value, m.low, m.high)]
+        if speed is None or len(values) < 9 or None in values:
+            continue
+        change, worth, (gain, gain_low, _) = values[:3], values[3:6], values[6:]
+        found.append(Row(NAMES.get(row.name, row.name), *change, *worth, 1 / speed.value, gain, gain_low))
+    return sorted(found, key=lambda row: row.change)[: len(COLOURS)]
 
 
 def draw(found: list[Row]) -> str:
@@ -63,8 +71,8 @@ def draw(found: list[Row]) -> str:
     style = "".join(f".c{i}{{fill:{a};stroke:{a}}}" for i, a in enumerate(COLOURS))
     dark = "".join(f".c{i}{{fill:{a};stroke:{a}}}" for i, a in enumerate(DARK))
     words = "; ".join(
-        f"{row.name}: loss {row.change:+.3f} [{row.low:+.3f}, {row.high:+.3f}], tokens saved {row.saved:.2f} times, "
-        f"step {row.time:.2f} times as long"
+        f"{row.name}: loss {row.change:+.3f} [{row.low:+.3f}, {row.high:+.3f}], tokens worth {row.worth:.2f} times, "
+        f"step {row.time:.2f} times as long, {row.gain:.2f} times per second"
         for row in found
     )
     head = _HEAD.format(
@@ -74,57 +82,69 @@ def draw(found: list[Row]) -> str:
 
 
 def _answer(found: list[Row]) -> str:
-    better = [_short(row) for row in found if row.shown and row.change < 0]
-    paying = [_short(row) for row in found if row.saved > row.time]
+    paying = sorted((row for row in found if row.gain_low > 1), key=lambda row: -row.gain)
+    if paying:
+        named = ", ".join(f"{row.name} {row.gain:.2f}×" for row in paying[:2])
+        return f"Faster per second: {named}{f', and {len(paying) - 2} more' if len(paying) > 2 else ''}."
+    better = [row.name for row in found if row.shown and row.change < 0]
     first = f"Lower loss per step: {' and '.join(better)}." if better else "No lower loss was shown."
-    return f"{first} Faster per second: {' and '.join(paying) if paying else 'none in this study'}."
-
-
-def _short(row: Row) -> str:
-    return row.name.split(",")[0]
+    return f"{first} Faster per second: none in this study."
 
 
 def _forest(found: list[Row]) -> list[str]:
-    scale = _scale(-0.2, 0.15, *LEFT)
+    low, high, ticks = _axis([0.0, *(end for row in found for end in (row.low, row.high))])
+    scale = _scale(low, high, *LEFT)
     parts = [_text(24, 66, "Validation loss against pre-norm, nats [95 %]", "head")]
-    for tick in (-0.2, -0.1, 0.0, 0.1):
+    for tick in ticks:
         parts.append(_line(scale(tick), TOP - 6, scale(tick), BOTTOM, "zero" if tick == 0 else "grid"))
-        parts.append(_text(scale(tick), BOTTOM + 18, f"{tick:+.1f}" if tick else "0", "tick middle"))
+        parts.append(_text(scale(tick), BOTTOM + 18, f"{tick:+.2f}" if tick else "0", "tick middle"))
     parts.append(_text((LEFT[0] + scale(0)) / 2, BOTTOM + 36, "← better", "tick middle"))
     for i, row in enumerate(found):
         y = _row_y(i, len(found))
         strong = "" if row.shown else " weak"
-        parts.append(_text(24, y + 4, _short(row), "name"))
+        parts.append(_text(24, y + 4, row.name, "name"))
         parts.append(_line(scale(row.low), y, scale(row.high), y, f"bar c{i}{strong}"))
         parts.append(f'<circle class="c{i}{strong}" cx="{scale(row.change):.1f}" cy="{y:.1f}" r="6"/>')
     return parts
 
 
 def _row_y(i: int, count: int) -> float:
-    return TOP + 20 + i * (BOTTOM - TOP - 40) / (count - 1)
+    return TOP + 20 + i * (BOTTOM - TOP - 40) / max(count - 1, 1)
 
 
 def _break_even(found: list[Row]) -> list[str]:
-    across, up = _scale(1.0, 2.0, *RIGHT), _scale(0.85, 1.45, BOTTOM, TOP)
-    parts = [_text(RIGHT[0] - 60, 66, "Tokens saved against time of a step, both × pre-norm", "head")]
-    for tick in (1.0, 1.2, 1.4, 1.6, 1.8, 2.0):
+    left, right, times = _axis([1.0, *(row.time for row in found)])
+    low, high, worths = _axis([1.0, *(end for row in found for end in (row.worth_low, row.worth_high))])
+    across, up = _scale(left, right, *RIGHT), _scale(low, high, BOTTOM, TOP)
+    parts = [_text(RIGHT[0] - 60, 66, "Worth of its tokens, time of its step (× pre-norm)", "head")]
+    for tick in times:
         parts.append(_line(across(tick), TOP - 6, across(tick), BOTTOM, "grid"))
-        parts.append(_text(across(tick), BOTTOM + 18, f"{tick:.1f}×", "tick middle"))
-    for tick in (0.9, 1.0, 1.1, 1.2, 1.3, 1.4):
+        parts.append(_text(across(tick), BOTTOM + 18, f"{tick:.2f}×", "tick middle"))
+    for tick in worths:
         parts.append(_line(RIGHT[0], up(tick), RIGHT[1], up(tick), "zero" if tick == 1 else "grid"))
-        parts.append(_text(RIGHT[0] - 8, up(tick) + 4, f"{tick:.1f}×", "tick end"))
-    parts.append(_line(across(1.0), up(1.0), across(1.45), up(1.45), "even"))
-    parts.append(_text(across(1.03), up(1.38), "pays per second", "tick"))
-    parts.append(_text(across(1.5), up(1.36), "does not", "tick"))
+        parts.append(_text(RIGHT[0] - 8, up(tick) + 4, f"{tick:.2f}×", "tick end"))
+    start, end = max(left, low), min(right, high)
+    parts.append(_line(across(start), up(start), across(end), up(end), "even"))
+    parts.append(_text(RIGHT[0] + 10, TOP + 12, "pays per second", "tick"))
+    parts.append(_text(RIGHT[1] - 8, BOTTOM - 26, "does not", "tick end"))
     for i, row in enumerate(found):
         x, strong = across(row.time), "" if row.shown else " weak"
-        parts.append(_line(x, up(max(row.saved_low, 0.85)), x, up(row.saved_high), f"bar c{i}{strong}"))
-        parts.append(f'<circle class="c{i}{strong}" cx="{x:.1f}" cy="{up(row.saved):.1f}" r="6"/>')
+        parts.append(_line(x, up(row.worth_low), x, up(row.worth_high), f"bar c{i}{strong}"))
+        parts.append(f'<circle class="c{i}{strong}" cx="{x:.1f}" cy="{up(row.worth):.1f}" r="6"/>')
     parts.append(_text((RIGHT[0] + RIGHT[1]) / 2, BOTTOM + 36, "time of a step", "tick middle"))
     return parts
 
 
-def _scale(low: float, high: float, start: float, end: float):
+def _axis(values: Iterable[float]) -> tuple[float, float, list[float]]:
+    """Both ends of an axis over these values, and three to six round ticks between them."""
+    values = list(values)
+    span = max(values) - min(values) or 1.0
+    step = next(s for s in (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, span) if span / s <= 5)
+    first, last = math.floor(min(values) / step + 1e-9), math.ceil(max(values) / step - 1e-9)
+    return first * step - step / 4, last * step + step / 4, [round(i * step, 6) for i in range(first, last + 1)]
+
+
+def _scale(low: float, high: float, start: float, end: float) -> Callable[[float], float]:
     return lambda value: start + (value - low) / (high - low) * (end - start)
 
 
@@ -154,7 +174,7 @@ font-family="system-ui, sans-serif" font-size="13">
 
 def main() -> None:
     """Write the picture."""
-    PICTURE.write_text(draw(rows(PAGE.read_text(encoding="utf-8"))), encoding="utf-8")
+    PICTURE.write_text(draw(rows(show_saved(SavedStudy.read(STUDY)))), encoding="utf-8")
     print(f"wrote {PICTURE.relative_to(ROOT)}")
 
 
