@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from residua.study.conduct import show_saved
-from residua.study.results import StudyResult
+from residua.study.results import Interval, StudyResult
 from residua.study.saved import SavedStudy
 
 ROOT = Path(__file__).parents[1]
@@ -54,14 +54,19 @@ def rows(result: StudyResult) -> list[Row]:
     """The variants with a complete comparison, the largest gain in loss first."""
     found = []
     for row in result.variants:
-        speed = row.throughput_ratio
-        measures = [row.difference, row.equivalent_tokens, row.wall_clock_gain]
-        values = [n for m in measures if m is not None for n in (m.value, m.low, m.high)]
-        if speed is None or len(values) < 9 or None in values:
+        change, worth, gain = (_ends(m) for m in (row.difference, row.equivalent_tokens, row.wall_clock_gain))
+        if row.throughput_ratio is None or change is None or worth is None or gain is None:
             continue
-        change, worth, (gain, gain_low, _) = values[:3], values[3:6], values[6:]
-        found.append(Row(NAMES.get(row.name, row.name), *change, *worth, 1 / speed.value, gain, gain_low))
+        time = 1 / row.throughput_ratio.value
+        found.append(Row(NAMES.get(row.name, row.name), *change, *worth, time, *gain[:2]))
     return sorted(found, key=lambda row: row.change)[: len(COLOURS)]
+
+
+def _ends(measured: Interval | None) -> tuple[float, float, float] | None:
+    """The value and both ends of its interval; None without an interval."""
+    if measured is None or measured.low is None or measured.high is None:
+        return None
+    return measured.value, measured.low, measured.high
 
 
 def draw(found: list[Row]) -> str:
