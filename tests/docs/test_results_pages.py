@@ -9,6 +9,9 @@ from types import ModuleType
 
 import pytest
 
+from residua.config.run import RunConfig
+from residua.study.saved import SavedStudy
+
 ROOT = Path(__file__).parents[2]
 STUDY = ROOT / "docs" / "results" / "learning-rates.json"
 
@@ -64,3 +67,13 @@ def test_a_block_of_an_unknown_study_or_part_is_refused(results: ModuleType, roo
     (root / "README.md").write_text(f"<!-- study {block} -->\n<!-- end -->\n")
     with pytest.raises(ValueError, match=r"README\.md asks for part"):
         results.made(root)
+
+
+@pytest.mark.parametrize(
+    ("preset", "study", "variant"),
+    [("recommended-mini", "mini-39m", "mgr_resformer"), ("recommended-mini-per-token", "main-mini", "mgr_exo")],
+)
+def test_a_recommended_preset_is_the_model_that_was_measured(preset: str, study: str, variant: str) -> None:
+    saved = SavedStudy.read(ROOT / "docs" / "results" / f"{study}.json")
+    (measured,) = (RunConfig(**model.config).model for model in saved.models if model.variant == variant)
+    assert RunConfig.find(preset).model.override([f"vocab_size={measured.vocab_size}"]) == measured
