@@ -9,6 +9,8 @@ docs/results/NAME.json, which `residua compare --results` wrote. The parts:
     losses   the loss of every run
     picture  the cost of a step against what its tokens are worth (docs/img/NAME.svg)
     made     text, software, hardware and commands, and what is not run yet
+    claims   what the study says about the claims of a paper's table, which is named after it:
+             `<!-- study NAME claims 004:table1 -->`
 
 A study without a page docs/results/NAME.md gets one. What is made depends on the files alone.
 """
@@ -21,6 +23,8 @@ from functools import partial
 from pathlib import Path
 
 from residua.report import Column, Value
+from residua.reproduce.shared import share
+from residua.reproduce.show import claims_table
 from residua.study.conduct import show_saved
 from residua.study.picture import picture
 from residua.study.results import StudyResult
@@ -30,7 +34,7 @@ from residua.study.statistics import mean
 from residua.study.tables import markdown_table, markdown_tables
 
 ROOT = Path(__file__).parents[1]
-BLOCK = re.compile(r"(<!-- study (\S+) (\S+) -->\n).*?(<!-- end -->)", re.S)
+BLOCK = re.compile(r"(<!-- study (\S+) (\S+)(?: (\S+))? -->\n).*?(<!-- end -->)", re.S)
 RATE = "train.optimizer."
 
 
@@ -70,12 +74,16 @@ def _new_page(name: str, drawn: bool) -> str:
 
 
 def _filled(page: Path, studies: dict[str, SavedStudy], results: dict[str, StudyResult], found: re.Match[str]) -> str:
-    start, name, part, end = found.groups()
-    if name not in studies or part not in PARTS:
-        known = f"studies are {', '.join(studies)}, parts are {', '.join(PARTS)}"
+    start, name, part, entry, end = found.groups()
+    if name not in studies or part not in (PARTS if entry is None else OF_AN_ENTRY):
+        parts = [*PARTS, *(f"{known} ENTRY" for known in OF_AN_ENTRY)]
+        known = f"studies are {', '.join(studies)}, parts are {', '.join(parts)}"
         raise ValueError(f"{page} asks for part {part} of study {name}: {known}.")
     up = "../" * (len(page.parts) - 1)
-    lines = PARTS[part](name, studies[name], results[name], up)
+    if entry is None:
+        lines = PARTS[part](name, studies[name], results[name], up)
+    else:
+        lines = OF_AN_ENTRY[part](entry, studies[name])
     return "\n".join([start + "", *lines, "", end]) if lines else start + end
 
 
@@ -187,9 +195,16 @@ def _missing(saved: SavedStudy) -> list[str]:
     ]
 
 
+def _claims(entry: str, saved: SavedStudy) -> list[str]:
+    """The verdicts, and how the study differs from the paper."""
+    shared = share(entry, saved)
+    return [*claims_table(shared.verdicts()), "", *(f"- {note}" for note in shared.notes)]
+
+
 PARTS: dict[str, Callable[[str, SavedStudy, StudyResult, str], list[str]]] = {
     "table": _table, "answer": _answer, "rates": _rates, "losses": _losses, "picture": _picture, "made": _made,
 }  # fmt: skip
+OF_AN_ENTRY: dict[str, Callable[[str, SavedStudy], list[str]]] = {"claims": _claims}
 
 
 def main() -> None:

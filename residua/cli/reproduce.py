@@ -13,8 +13,10 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from residua.reproduce.build import Request
+    from residua.reproduce.conduct import Reproduced
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
+SCALE = "1/32"
 
 
 @app.command()
@@ -25,7 +27,7 @@ def reproduce(
     ] = None,
     scale: Annotated[
         str, typer.Option(metavar="1/32", help="Share of the paper's parameters and tokens; 1 is the paper's size.")
-    ] = "1/32",
+    ] = SCALE,
     data: Annotated[
         Path | None,
         typer.Option(show_default="the embedded corpus", help="A folder made by `residua data prepare`."),
@@ -64,6 +66,14 @@ def reproduce(
         list[Path] | None,
         typer.Option(metavar="FOLDER", show_default=False, help="Look inside this model instead of training."),
     ] = None,
+    study: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.json",
+            show_default=False,
+            help="Judge from this file of `residua compare --results` instead of training.",
+        ),
+    ] = None,
     change: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="SECTION.KEY=VALUE", show_default=False, help="A change to every run."),
@@ -84,6 +94,7 @@ def reproduce(
     residua reproduce 000:table1 --task-dir tasks --data data/wiki
     residua reproduce 004:table1 --tune lr=0.5x,1x,2x
     residua reproduce 003:fig1 --run models/Qwen3-0.6B
+    residua reproduce 004:table1 --study docs/results/main-mini.json --out runs/mgr-mini
 
     Without an entry, lists all of them with what they cost. Ctrl-C saves and stops; the same command continues.
     """
@@ -104,6 +115,10 @@ def reproduce(
         data=None if data is None else str(data), workers=workers, threads=threads,
         task_dir=None if task_dir is None else str(task_dir), limit=limit, no_tasks=no_tasks, tune=_multiples(tune),
     )  # fmt: skip
+    if study is not None:
+        others = {"run": run, "results": results, "plan": plan, "scale": scale != SCALE}
+        _judge(entry, study, request, [name for name, value in others.items() if value], folder, console)
+        return
     from residua.reproduce import conduct as work
 
     if run:
@@ -114,6 +129,17 @@ def reproduce(
         work.show_plan(entry, request, folder, console)
         return
     _conduct(entry, request, folder, results, console)
+
+
+def _judge(entry: str, study: Path, request: Request, others: list[str], folder: Path, console: Console) -> None:
+    """Judge an entry from a study that exists; of the options of a training, `--rows` alone has a meaning."""
+    from residua.config.settings import ConfigError
+    from residua.reproduce.shared import reproduce_from
+
+    given = [*request.given(but=("rows", "scale")), *others]
+    if given:
+        raise ConfigError(f"--study takes numbers that exist and trains nothing: leave --{given[0]} out.")
+    _tell(reproduce_from(entry, study, folder, console, request.rows), console)
 
 
 def _conduct(entry: str, request: Request, folder: Path, results: Path | None, console: Console) -> None:
@@ -127,13 +153,17 @@ def _conduct(entry: str, request: Request, folder: Path, results: Path | None, c
     except StudyInterrupted as stop:
         typer.echo(str(stop), err=True)
         raise typer.Exit(130) from None
-    for line in made.lines:
-        console.print(line, soft_wrap=True, markup=False, highlight=False)
-    console.print(f"\nReport: {made.outcome.report.resolve()}", soft_wrap=True, markup=False)
+    _tell(made, console)
     if made.outcome.diagnosis is not None:
         console.print(f"Inside the models: {made.outcome.diagnosis.resolve()}", soft_wrap=True, markup=False)
     if not made.complete:
         raise typer.Exit(1)
+
+
+def _tell(made: Reproduced, console: Console) -> None:
+    for line in made.lines:
+        console.print(line, soft_wrap=True, markup=False, highlight=False)
+    console.print(f"\nReport: {made.outcome.report.resolve()}", soft_wrap=True, markup=False)
 
 
 def _multiples(text: str | None) -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from fractions import Fraction
 from functools import cache
 from importlib.util import find_spec
@@ -34,6 +34,11 @@ class Request:
     limit: int | None = None
     no_tasks: bool = False
     tune: tuple[str, ...] = ()
+
+    def given(self, but: Sequence[str] = ()) -> list[str]:
+        """The options that were given, apart from some."""
+        asked = [key.name for key in fields(self) if getattr(self, key.name) != key.default]
+        return [name.replace("_", "-") for name in asked if name not in but]
 
 
 def selected(entry: Study, request: Request) -> Study:

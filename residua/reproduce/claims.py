@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Literal
@@ -45,11 +45,15 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Measured:
-    """A study's results in its folder, and the entry it was made for."""
+    """A study's results in its folder, and the entry they are held against.
+
+    `absent` says of rows that the study does not have why that is so.
+    """
 
     entry: Study
     result: StudyResult
     out: Path
+    absent: Mapping[str, str] = field(default_factory=dict)
 
     def values(self, size: str, row: str, measure: Measure) -> dict[int, float]:
         """A measure of the complete runs of a row, by seed."""
@@ -60,6 +64,10 @@ class Measured:
         }
         return {seed: value for seed, value in found.items() if value is not None}
 
+    def why_not(self, *rows: str) -> str:
+        """Which of these rows are absent, and why; empty if none is."""
+        return by_reason({row: self.absent[row] for row in rows if row in self.absent})
+
     def published(self, size: str, row: str, column: str) -> float | None:
         """The paper's value."""
         rows = {known.name: known for known in self.entry.rows}
@@ -68,6 +76,12 @@ class Measured:
     def size_of(self, known: str) -> str:
         """The entry's name of a size that the study knows by its file or, if it is the only one, by its preset."""
         return self.entry.sizes[0].name if len(self.entry.sizes) == 1 else Path(known).stem
+
+
+def by_reason(absent: Mapping[str, str]) -> str:
+    """Rows that are absent, together where the reason is the same: `mgr8, block4: not in this study`."""
+    reasons = dict.fromkeys(absent.values())
+    return "; ".join(f"{', '.join(row for row in absent if absent[row] == why)}: {why}" for why in reasons)
 
 
 def verdicts(measured: Measured) -> list[Verdict]:
@@ -100,19 +114,22 @@ def _below(claim: Below, size: str, measured: Measured) -> Verdict:
         claim.text,
         size,
         _side(found, _neutral(measure)),
-        _in_words(found, measure, f"{claim.row} against {claim.than}"),
+        measured.why_not(claim.row, claim.than) or _in_words(found, measure, f"{claim.row} against {claim.than}"),
         _printed(claim.row, claim.than, claim.measure, size, measured, found),
     )
 
 
 def _order(claim: Order, size: str, measured: Measured) -> Verdict:
-    measure = MEASURES[claim.measure]
-    pairs = [(low, high, _compared(low, high, size, measure, measured)) for low, high in pairwise(claim.rows)]
+    """Rows that are absent leave an order open, unless the others contradict it."""
+    measure, absent = MEASURES[claim.measure], measured.why_not(*claim.rows)
+    rows = [row for row in claim.rows if row not in measured.absent]
+    pairs = [(low, high, _compared(low, high, size, measure, measured)) for low, high in pairwise(rows)]
     words = {(low, high): _side(found, _neutral(measure)) for low, high, found in pairs}
     wrong = [pair for pair, word in words.items() if word == "contradicted"]
     open_ = [pair for pair, word in words.items() if word == "not shown"]
-    word: Word = "contradicted" if wrong else "not shown" if open_ else "confirmed"
+    word: Word = "contradicted" if wrong else "not shown" if open_ or absent else "confirmed"
     told = [_in_words(found, measure, f"{low} against {high}") for low, high, found in pairs]
+    told += [absent] if absent else []
     return Verdict(claim.text, size, word, "; ".join(told), " < ".join(claim.rows))
 
 
@@ -132,7 +149,8 @@ def _gain(claim: Gain, size: str, measured: Measured) -> Verdict:
         "throughput_ratio": "tokens per second, ours / baseline",
     }[claim.measure]
     if estimate is None:
-        return Verdict(claim.text, size, word, f"{title}: not measured", f"{claim.published:g}×")
+        why = measured.why_not(claim.row) or f"{title}: not measured"
+        return Verdict(claim.text, size, word, why, f"{claim.published:g}×")
     printed = f"{claim.published:g}×, {_where(claim.published, estimate)}"
     return Verdict(claim.text, size, word, f"{title}: {_ratio_text(estimate)}", printed)
 
@@ -145,12 +163,14 @@ def _diverges(claim: Diverges, size: str, measured: Measured) -> Verdict:
     ]
     diverged = [run for run in runs if DIVERGED.search(run.problem)]
     done = [run for run in runs if run.status == "complete"]
+    asked = max(len(runs), len(measured.result.seeds))  # a results file has complete runs only
     word: Word = "not shown"
-    if runs and len(diverged) == len(runs):
+    if len(diverged) == asked:
         word = "confirmed"
-    elif runs and len(done) == len(runs):
+    elif len(done) == asked:
         word = "contradicted"
-    return Verdict(claim.text, size, word, f"{len(diverged)} of {len(runs)} runs diverged, {len(done)} completed")
+    told = measured.why_not(claim.row) or f"{len(diverged)} of {asked} runs diverged, {len(done)} completed"
+    return Verdict(claim.text, size, word, told)
 
 
 def _compared(row: str, than: str, size: str, measure: Measure, measured: Measured) -> Estimate | None:
@@ -187,7 +207,8 @@ def _printed(row: str, than: str, column: str, size: str, measured: Measured, fo
         return ""
     ratio = MEASURES[column].ratio
     value = ours / theirs if ratio else ours - theirs
-    return f"{value:.2f}×" * ratio + f"{value:+.4f}" * (not ratio) + (f", {_where(value, found)}" if found else "")
+    shown = f"{value:{MEASURES[column].times}}×" if ratio else f"{value:+.4f}"
+    return shown + (f", {_where(value, found)}" if found else "")
 
 
 def _where(value: float, found: Estimate) -> str:
@@ -203,14 +224,14 @@ def _in_words(found: Estimate | None, measure: Measure, what: str) -> str:
     if found is None:
         return f"{what}: {measure.title} not measured"
     if measure.ratio:
-        return f"{what}: {measure.title} {_ratio_text(found)}"
+        return f"{what}: {measure.title} {_ratio_text(found, measure.times)}"
     if found.low is None:
         return f"{what}: {measure.title} {found.value:+.4f} (n = 1, no interval)"
     return f"{what}: {measure.title} {found.value:+.4f} [{found.low:+.4f}, {found.high:+.4f}]"
 
 
-def _ratio_text(found: Estimate) -> str:
+def _ratio_text(found: Estimate, digits: str = ".2f") -> str:
     if found.low is None and found.high is None:
-        return f"{found.value:.2f}× (n = {found.count}, no interval)"
-    low, high = ("…" if end is None else f"{end:.2f}" for end in (found.low, found.high))
-    return f"{found.value:.2f}× [{low}, {high}]"
+        return f"{found.value:{digits}}× (n = {found.count}, no interval)"
+    low, high = ("…" if end is None else f"{end:{digits}}" for end in (found.low, found.high))
+    return f"{found.value:{digits}}× [{low}, {high}]"

@@ -55,7 +55,8 @@ def reproduce(
     console.print(Text(f"{name}: {entry.title}. {sentence(request.scale)}"), soft_wrap=True)
     if told := tasks_sentence(entry, study):
         console.print(Text(told), soft_wrap=True)
-    outcome = conduct(study, out, console, results, command, supplement=Comparison(name, entry, request.scale, out))
+    comparison = Comparison(name, entry, sentence(request.scale), out)
+    outcome = conduct(study, out, console, results, command, supplement=comparison)
     print_study(console, outcome.result)
     lines = [f"• {found.sentence}" for found in verdicts(Measured(entry, outcome.result, out))]
     return Reproduced(outcome, tuple(lines))

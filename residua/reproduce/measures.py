@@ -16,7 +16,8 @@ from residua.study.statistics import mean
 class Measure:
     """A column: its title, how it is taken from a complete run in a study's folder (None if it is not there yet).
 
-    Values of a `ratio` measure are compared by their ratio, others by their difference. `diagnosed` ones need a
+    Values of a `ratio` measure are compared by their ratio, shown in the format `times`, others by their difference.
+    `diagnosed` ones need a
     diagnosis, `quantized` ones the study's low-precision measurements, `tasked` ones tasks.
     """
 
@@ -25,6 +26,7 @@ class Measure:
     meaning: str = ""
     digits: str = ".4f"
     ratio: bool = False
+    times: str = ".2f"
     diagnosed: bool = False
     quantized: bool = False
     tasked: bool = False
@@ -83,7 +85,9 @@ def _inside(read: Callable[..., float | None]) -> Callable[[RunResult, Path], fl
 
 MEASURES: dict[str, Measure] = {
     "loss": Measure("validation loss", lambda run, out: run.loss, "nats per token after the last step"),
-    "perplexity": Measure("perplexity", _perplexity, "exp of the validation loss", digits=".3f", ratio=True),
+    "perplexity": Measure(
+        "perplexity", _perplexity, "exp of the validation loss", digits=".3f", ratio=True, times=".4f"
+    ),
     "train_loss": Measure(
         "training loss",
         lambda run, out: run.train_loss,

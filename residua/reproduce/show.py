@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from fractions import Fraction
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from residua.report import Column, Link, Page, Value, plain
@@ -11,7 +11,6 @@ from residua.reproduce.catalogue import DOCUMENTS, printed_place
 from residua.reproduce.claims import Measured, Verdict, verdicts
 from residua.reproduce.entry import Inside, Study
 from residua.reproduce.measures import MEASURES
-from residua.reproduce.scale import sentence
 from residua.study.diagnosed import SIDE_BY_SIDE
 from residua.study.results import StudyResult
 from residua.study.sentences import NONE
@@ -33,12 +32,18 @@ CLAIMS = [
 
 @dataclass(frozen=True)
 class Comparison:
-    """Adds the paper to the page and to results.md of the study that was made for an entry."""
+    """Adds the paper to the page and to results.md of a study that an entry is held against.
+
+    `about` says where the numbers come from. Of a study that was not made for the entry, `called` names its variant of
+    each row, and `absent` says why it has none.
+    """
 
     name: str
     entry: Study
-    scale: Fraction
+    about: str
     out: Path
+    called: Mapping[str, str] = field(default_factory=dict)
+    absent: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def title(self) -> str:
@@ -47,10 +52,10 @@ class Comparison:
 
     def draw(self, page: Page, result: StudyResult) -> None:
         """The first section of the page."""
-        measured = Measured(self.entry, result, self.out)
+        measured = self._measured(result)
         section = page.section(f"Paper, {self.title}", LOOK_FOR)
         section.text(f"{DOCUMENTS[self.name[:3]]}: {self.entry.title}.")
-        section.text(sentence(self.scale))
+        section.text(self.about)
         found = verdicts(measured)
         if found:
             section.table(CLAIMS, [_claim_cells(verdict) for verdict in found])
@@ -65,16 +70,19 @@ class Comparison:
 
     def markdown(self, result: StudyResult) -> str:
         """The same as Markdown."""
-        measured = Measured(self.entry, result, self.out)
-        parts = [f"## Paper, {self.title}", "", f"{self.entry.title}. {sentence(self.scale)} {LOOK_FOR}", ""]
+        measured = self._measured(result)
+        parts = [f"## Paper, {self.title}", "", f"{self.entry.title}. {self.about} {LOOK_FOR}", ""]
         found = verdicts(measured)
         if found:
-            parts += [*markdown_table(CLAIMS, [_claim_cells(verdict) for verdict in found]), ""]
+            parts += [*claims_table(found), ""]
         for size, columns, rows in self._tables(measured):
             parts += [f"### Size {size}", "", *markdown_table(columns, rows), ""]
         if (target := self._diagnosis(result)) is not None and isinstance(self.entry, Inside):
             parts += [f"Shown in [{', '.join(self.entry.shows)}]({plain.link(target)}).", ""]
         return "\n".join([*parts, *(f"- {note}" for note in self._notes())]) + "\n"
+
+    def _measured(self, result: StudyResult) -> Measured:
+        return Measured(self.entry, result, self.out, self.absent)
 
     def _notes(self) -> list[str]:
         missing = self.entry.missing if isinstance(self.entry, Inside) else ""
@@ -95,7 +103,7 @@ class Comparison:
 
     def _cells(self, measured: Measured, size: str, row: str) -> list[Value]:
         printed = next(known.printed for known in self.entry.rows if known.name == row)
-        cells = [Value(printed), Value(row)]
+        cells = [Value(printed), Value(self.absent.get(row) or self.called.get(row, row))]
         for name in self.entry.columns:
             cells += [self._published(measured, size, row, name), _ours(measured, size, row, name)]
         return [*cells, *(self._published(measured, size, row, name) for name in self.entry.unmeasured)]
@@ -110,6 +118,11 @@ class Comparison:
         if (self.out / SIDE_BY_SIDE / "report.html").exists():
             return f"{SIDE_BY_SIDE}/report.html"
         return next((run.diagnosis for run in result.runs if run.diagnosis), None)
+
+
+def claims_table(found: Sequence[Verdict]) -> list[str]:
+    """The verdicts as lines of Markdown."""
+    return markdown_table(CLAIMS, [_claim_cells(verdict) for verdict in found])
 
 
 def _ours(measured: Measured, size: str, row: str, column: str) -> Value:

@@ -234,14 +234,14 @@ def _write(
     return Outcome(result, page.write(out / REPORT), inside if inside.exists() else None)
 
 
-def show_saved(saved: SavedStudy, out: Path | None = None) -> StudyResult:
+def show_saved(saved: SavedStudy, out: Path | None = None, supplement: Supplement | None = None) -> StudyResult:
     """The results of a saved study; with `out`, also its files and page there, without folders of runs."""
     study, plan = saved.config, saved.plan(out or NOWHERE)
     records = saved.records(plan)
     result = collect(study, plan, records, {}, saved.dataset, saved.timings)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
-        _write(study, result, records, out, commands=saved.commands)
+        _write(study, result, records, out, supplement, saved.commands)
     return result
 
 

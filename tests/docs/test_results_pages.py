@@ -11,6 +11,7 @@ import pytest
 
 from residua.config.run import RunConfig
 from residua.study.saved import SavedStudy
+from tests.reproduce.pretend import saved_study
 
 ROOT = Path(__file__).parents[2]
 STUDY = ROOT / "docs" / "results" / "learning-rates.json"
@@ -62,7 +63,28 @@ def test_a_block_is_replaced_and_the_words_around_it_stay(results: ModuleType, r
     assert text.endswith("\n<!-- end -->\nafter\n") and "stale" not in text
 
 
-@pytest.mark.parametrize("block", ["lost rates", "rates sum"])
+def test_the_claims_of_a_papers_table_are_judged_by_a_study(results: ModuleType, root: Path) -> None:
+    ends = {"prenorm": 3.0, "full_attnres": 2.9, "mgr": 2.95}
+    saved_study(ends, {"mhc_lite": ["mhc_lite"]}).write(root / "docs" / "results" / "pretended.json")
+    readme = root / "README.md"
+    readme.write_text("before\n<!-- study pretended claims 004:table1 -->\nstale\n<!-- end -->\nafter\n")
+    text = results.made(root)[readme]
+    start = (
+        "before\n<!-- study pretended claims 004:table1 -->\n\n| claim of the paper | size | verdict | ours | paper |"
+    )
+    assert text.startswith(start) and text.endswith("\n<!-- end -->\nafter\n") and "stale" not in text
+    rows = {line.split(" | ")[0].removeprefix("| "): line for line in text.splitlines() if line.startswith("| ")}
+    ours = "full_attnres against prenorm: validation loss -0.0999 [-0.1001, -0.0997]"  # by hand: ± 4.303 · 1e-4 / √3
+    expected = f"| tiny | confirmed | {ours} | -0.0374, above our interval |"
+    assert rows["Full AttnRes outperforms pre-norm"].endswith(expected)
+    assert "| contradicted |" in rows["At n=4 competitive MGR outperforms Full AttnRes"]
+    assert "| not shown | mhc_lite: without a complete run" in rows["mHC-lite outperforms pre-norm"]
+    assert "- Which of the paper's values stand beside ours: tiny is nearest to the paper's S.\n" in text
+    readme.write_text(text)
+    assert results.made(root)[readme] == text
+
+
+@pytest.mark.parametrize("block", ["lost rates", "rates sum", "rates claims", "rates table 004:table1"])
 def test_a_block_of_an_unknown_study_or_part_is_refused(results: ModuleType, root: Path, block: str) -> None:
     (root / "README.md").write_text(f"<!-- study {block} -->\n<!-- end -->\n")
     with pytest.raises(ValueError, match=r"README\.md asks for part"):

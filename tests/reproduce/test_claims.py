@@ -13,6 +13,7 @@ from residua.reproduce.build import Request, build_study, selected
 from residua.reproduce.catalogue import load
 from residua.reproduce.claims import Measured, Verdict, verdicts
 from residua.reproduce.entry import AnyClaim, Study
+from residua.reproduce.scale import sentence
 from residua.reproduce.show import Comparison
 from residua.study.conduct import complete_records, summarise
 from residua.study.plan import PlannedRun, make_plan
@@ -51,7 +52,7 @@ def recorded(
         if run.variant != missing:
             write_run(run, loss)
     problems = {run: problem for run in plan.runs if run.variant == missing}
-    added = Comparison(NAME, entry, request.scale, out)
+    added = Comparison(NAME, entry, sentence(request.scale), out)
     if missing or seeds < 3:
         return added, collect(study, plan, complete_records(plan, {}), problems, FACTS)
     return added, summarise(study, plan, out, problems, FACTS, supplement=added).result

@@ -1,0 +1,231 @@
+"""An entry judged from a study that exists: nothing is trained, and the page says whose numbers they are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from rich.console import Console
+from rich.text import Text
+
+from residua.config.model import ModelConfig
+from residua.config.run import RunConfig, differences
+from residua.config.settings import ConfigError
+from residua.files import refuse_used
+from residua.reproduce.build import Request, selected
+from residua.reproduce.claims import Measured, Verdict, by_reason, verdicts
+from residua.reproduce.conduct import Reproduced, trained
+from residua.reproduce.entry import AnyClaim, Inside, Size, Study, Unmeasured
+from residua.reproduce.matching import NOT_THERE, Rows, match_rows, published_run
+from residua.reproduce.show import Comparison
+from residua.study.answer import provenance
+from residua.study.conduct import NOWHERE, REPORT, Outcome, show_saved
+from residua.study.results import StudyResult
+from residua.study.saved import SavedModel, SavedRun, SavedStudy
+from residua.study.sentences import count
+from residua.study.tables import print_study
+from residua.study.trials import TunedRate
+
+Part = TypeVar("Part", SavedModel, SavedRun, TunedRate)
+RECIPE = (
+    "model.layers", "model.width", "model.context", "model.ffn.kind", "model.attention.qk_norm", "train.optimizer.kind",
+)  # fmt: skip
+"""Differences between the study's baseline and the paper's that the page names."""
+MATCHED = {
+    "ffn": "Parameters are matched by the width of the feed-forward",
+    "depth": "Parameters are matched by the number of layers",
+    "none": "Parameters are not matched",
+}
+
+
+@dataclass(frozen=True)
+class Shared:
+    """An entry with the study's sizes, and the study with the entry's rows, under the names of the entry.
+
+    `about` says which study it is. `notes` say how it differs from the paper.
+    """
+
+    name: str
+    entry: Study
+    saved: SavedStudy
+    rows: Rows
+    about: str
+    notes: tuple[str, ...]
+
+    def comparison(self, out: Path) -> Comparison:
+        """The paper's section of the page in `out`."""
+        own = tuple(f"About the entry, not about this study: {note}" for note in self.entry.notes)
+        entry = self.entry.model_copy(update={"notes": (*self.notes, *own)})
+        return Comparison(self.name, entry, self.about, out, self.rows.variants, self.rows.absent)
+
+    def verdicts(self, result: StudyResult | None = None) -> list[Verdict]:
+        """A verdict on every claim; `result` is that of `saved` if it is known."""
+        return verdicts(Measured(self.entry, result or show_saved(self.saved), NOWHERE, self.rows.absent))
+
+
+def share(name: str, saved: SavedStudy, rows: Sequence[str] = ()) -> Shared:
+    """Bring an entry and a study together; ConfigError if the study cannot answer it."""
+    entry = selected(trained(name), Request(rows=tuple(rows)))
+    if isinstance(entry, Inside) and not entry.claims:
+        raise ConfigError(
+            f"{name} looks inside models, and the results of a study have none: name a model with --run FOLDER."
+        )
+    found = match_rows(entry, saved)
+    _refuse_useless(name, entry, saved, found)
+    view = _renamed(saved, found.variants, entry.baseline)
+    paper = _paper_sizes(entry, saved)
+    notes = [_size_sentence(paper), _recipe_sentence(view, paper), _name_sentence(found), _absent_sentence(found)]
+    return Shared(
+        name, _resized(entry, paper, saved), view, found, _about(view), tuple(note for note in notes if note)
+    )  # fmt: skip
+
+
+def reproduce_from(name: str, path: Path, out: Path, console: Console, rows: Sequence[str] = ()) -> Reproduced:
+    """Judge an entry from the results file of a study, and write the page and tables into `out`."""
+    if path.is_dir():
+        raise ConfigError(
+            f"{path} is a folder: name a file that `residua compare {path} --results FILE.json --plan` writes from it."
+        )
+    shared = share(name, SavedStudy.read(path), rows)
+    refuse_used(out)
+    for sentence in (f"{name}: {shared.entry.title}. {shared.about}", *shared.notes):
+        console.print(Text(sentence), soft_wrap=True)
+    result = show_saved(shared.saved, out, shared.comparison(out))
+    print_study(console, result)
+    lines = [f"• {found.sentence}" for found in shared.verdicts(result)]
+    return Reproduced(Outcome(result, out / REPORT), tuple(lines))
+
+
+def _refuse_useless(name: str, entry: Study, saved: SavedStudy, found: Rows) -> None:
+    study = saved.config.name
+    if entry.baseline in found.absent:
+        why = "no such variant" if found.absent[entry.baseline] == NOT_THERE else "no complete run of it"
+        raise ConfigError(
+            f"{name} compares with {entry.baseline}, and the study {study} has {why}: name another study, or leave "
+            "--study out to train the rows."
+        )
+    if len(found.variants) < 2:
+        others = ", ".join(row.name for row in entry.rows if row.name != entry.baseline)
+        raise ConfigError(
+            f"the study {study} has no complete run of the rows that {name} compares with {entry.baseline} "
+            f"({others}): name another study, or leave --study out to train them."
+        )
+
+
+def _renamed(saved: SavedStudy, names: dict[str, str], baseline: str) -> SavedStudy:
+    """The study with the variants in `names` only, under the names of their rows."""
+    given = saved.config.variants
+    return saved.model_copy(
+        update={
+            "study": {**saved.study, "variants": {r: given[name] for r, name in names.items()}, "baseline": baseline},
+            "models": _named(saved.models, names),
+            "runs": _named(saved.runs, names),
+            "tuning": _named(saved.tuning or (), names) or None,
+        }
+    )
+
+
+def _named(parts: Sequence[Part], names: dict[str, str]) -> tuple[Part, ...]:
+    return tuple(
+        part.model_copy(update={"variant": row})
+        for row, variant in names.items()
+        for part in parts
+        if part.variant == variant
+    )
+
+
+def _paper_sizes(entry: Study, saved: SavedStudy) -> dict[str, tuple[Size, bool]]:
+    """By the study's size: the paper's, if it is one of them (True), else the nearest."""
+    study, models = saved.config, saved.plan(NOWHERE).models
+    shapes = [(size, published_run(size).model) for size in entry.sizes]
+    found = {}
+    for size in study.sizes:
+        model = models[size, study.baseline].config.model
+        own = [paper for paper, shape in shapes if paper.name == Path(size).stem or _shape(shape) == _shape(model)]
+        nearest, _ = min(shapes, key=lambda pair: abs(math.log(_bulk(pair[1]) / _bulk(model))))
+        found[Path(size).stem] = (own[0], True) if own else (nearest, False)
+    return found
+
+
+def _shape(model: ModelConfig) -> tuple[int, int]:
+    return model.layers, model.width
+
+
+def _bulk(model: ModelConfig) -> float:
+    """Parameters outside the embedding grow with this."""
+    return float(model.layers * model.width**2)
+
+
+def _resized(entry: Study, paper: dict[str, tuple[Size, bool]], saved: SavedStudy) -> Study:
+    """The entry with the study's sizes, and beside each the values of the paper's."""
+    return entry.model_copy(
+        update={
+            "sizes": tuple(size.model_copy(update={"name": name}) for name, (size, _) in paper.items()),
+            "rows": tuple(
+                row.model_copy(
+                    update={"published": {name: row.published.get(size.name, {}) for name, (size, _) in paper.items()}}
+                )
+                for row in entry.rows
+            ),
+            "claims": tuple(_claim(claim, paper, saved) for claim in entry.claims),
+        }
+    )
+
+
+def _claim(claim: AnyClaim, paper: dict[str, tuple[Size, bool]], saved: SavedStudy) -> AnyClaim:
+    """A claim about all sizes is judged at the study's; one about certain sizes only at these."""
+    if not claim.sizes:
+        return claim
+    sizes = tuple(name for name, (size, own) in paper.items() if own and size.name in claim.sizes)
+    if sizes:
+        return claim.model_copy(update={"sizes": sizes})
+    reason = f"it is about size {', '.join(claim.sizes)}, and the study {saved.config.name} has {', '.join(paper)}"
+    return Unmeasured(kind="unmeasured", text=claim.text, reason=reason)
+
+
+def _about(view: SavedStudy) -> str:
+    """Which study, how large, how long, and where and with what it was trained."""
+    study, plan = view.config, view.plan(NOWHERE)
+    facts = provenance(show_saved(view), list(view.records(plan).values()), ())
+    sizes = [f"{Path(s).stem} ({count(plan.models[s, study.baseline].parameters)} parameters)" for s in study.sizes]
+    seeds = ", ".join(map(str, study.seeds))
+    place = ", ".join(str(facts.get(key, f"{key} unknown")) for key in ("hardware", "software"))
+    return (
+        f"Nothing was trained for this: the numbers are those of the study {study.name}, base {', '.join(sizes)}, "
+        f"{facts['seen by a run']} a run, seeds {seeds}; {place}, commit {facts.get('commit', 'unknown')}."
+    )
+
+
+def _size_sentence(paper: dict[str, tuple[Size, bool]]) -> str:
+    told = [f"{name} {'is' if own else 'is nearest to'} the paper's {size.name}" for name, (size, own) in paper.items()]
+    return f"Which of the paper's values stand beside ours: {', '.join(told)}."
+
+
+def _recipe_sentence(view: SavedStudy, paper: dict[str, tuple[Size, bool]]) -> str:
+    """Where the study's largest size is not the paper's recipe."""
+    study = view.config
+    ours = view.plan(NOWHERE).models[study.sizes[-1], study.baseline].config
+    size, _ = paper[Path(study.sizes[-1]).stem]
+    theirs = published_run(size)
+    changed = differences(theirs, ours)
+    told = [f"{key} {changed[key][1]} ({changed[key][0]})" for key in RECIPE if key in changed]
+    told.append(f"tokens {count(_tokens(ours))} ({count(size.tokens or _tokens(theirs))})")
+    return (
+        f"The study's recipe, in brackets the paper's at {size.name}: {', '.join(told)}. {MATCHED[study.match.kind]}."
+    )
+
+
+def _tokens(run: RunConfig) -> float:
+    return float(run.train.steps * run.tokens_per_step)
+
+
+def _name_sentence(found: Rows) -> str:
+    told = [f"{row} is called {own}" for row, own in found.variants.items() if row != own]
+    return f"In the study, {', '.join(told)}." if told else ""
+
+
+def _absent_sentence(found: Rows) -> str:
+    return f"Rows that are missing: {by_reason(found.absent)}." if found.absent else ""

@@ -1,0 +1,57 @@
+"""A study that nobody trained, as `residua compare --results` would have kept it, with the losses of a formula."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from residua.config import variants as known
+from residua.study.config import StudyConfig
+from residua.study.matching import match
+from residua.study.plan import PlannedModel, PlannedRun, StudyPlan, base_run
+from residua.study.results import DatasetFacts
+from residua.study.runs import RunRecord
+from residua.study.saved import SavedStudy, save_study
+from tests.study.pretend import ENVIRONMENT
+
+STEPS = 100
+FACTS = DatasetFacts(
+    path="text", vocab_size=512, train_tokens=900_000, validation_tokens=9_000, bytes_per_token=4.0, unigram_entropy=6.1
+)
+
+
+def saved_study(ends: dict[str, float], variants: dict[str, list[str]] | None = None, **keys: Any) -> SavedStudy:
+    """Three seeds of each variant with a last loss in `ends`; `variants` say what they are if not what they are called.
+
+    Variants without a last loss have no run. The seeds agree to 0.001, and differences between variants to 0.0001.
+    """
+    given = {name: variants.get(name, [name]) if variants else [name] for name in {**ends, **(variants or {})}}
+    study = StudyConfig(**{"name": "pretended", "base": "tiny", "set": [f"train.steps={STEPS}"],
+                           "variants": given, **keys})  # fmt: skip
+    models, runs, records = {}, [], {}
+    for size in study.sizes:
+        base = base_run(study, size)
+        reference = base.override(known.overrides(study.variants[study.baseline], base.model))
+        target = match(study.baseline, reference.model, 1, StudyConfig(variants=given, match={"kind": "none"}).match)
+        for place, (name, entries) in enumerate(study.variants.items()):
+            changes = known.overrides(entries, base.model)
+            config = base.override(changes)
+            matched = match(name, config.model, target.parameters, study.match)
+            config = config.model_copy(update={"model": matched.model})
+            models[size, name] = PlannedModel(config, tuple(changes), matched.change, matched.parameters, 1e6)
+            for seed in study.seeds if name in ends else ():
+                run = PlannedRun(name, size, seed, config, Path("runs") / f"{size}-{name}-seed{seed}")
+                runs.append(run)
+                records[run] = _record(run, ends[name] + 0.001 * seed + 0.0001 * (place * seed % 3))
+    return save_study(study, StudyPlan(models, tuple(runs)), records, "0123456789abcdef", FACTS)
+
+
+def _record(run: PlannedRun, end: float) -> RunRecord:
+    rows = []
+    for step in range(STEPS // 10, STEPS + 1, STEPS // 10):
+        loss = end + 0.5 * (1 - step / STEPS)
+        rows.append({"step": step, "loss": loss, "seconds": 0.1 * step, "bits_per_byte": loss / 3})
+    return RunRecord(
+        run.folder, run.config.tokens_per_step, rows, rows, environment=ENVIRONMENT, speed=1000.0, memory=1.0,
+        last_loss=end + 0.02,
+    )  # fmt: skip
