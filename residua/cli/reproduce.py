@@ -94,7 +94,7 @@ def reproduce(
     residua reproduce 000:table1 --task-dir tasks --data data/wiki
     residua reproduce 004:table1 --tune lr=0.5x,1x,2x
     residua reproduce 003:fig1 --run models/Qwen3-0.6B
-    residua reproduce 004:table1 --study docs/results/main-mini.json --out runs/mgr-mini
+    residua reproduce 004:table1 --study wiki.json --out runs/mgr-wiki
 
     Without an entry, lists all of them with what they cost. Ctrl-C saves and stops; the same command continues.
     """
@@ -104,6 +104,8 @@ def reproduce(
 
     console = open_console()
     share = parse_scale(scale)
+    if entry is None and study is not None:
+        raise typer.BadParameter("name an entry to judge from it; `residua reproduce` lists them", param_hint="--study")
     if entry is None:
         from residua.reproduce.listing import print_list
 

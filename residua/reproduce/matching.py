@@ -45,11 +45,11 @@ def match_rows(entry: Study, saved: SavedStudy) -> Rows:
     trained = {run.variant for run in saved.runs if run.budget == 1.0}
     baseline = next(row for row in entry.rows if row.name == entry.baseline)
     paper = published_run(entry.sizes[0], baseline)
-    named = [study.baseline, *(name for name in study.variants if name != study.baseline)]
-    alike = [name for name in named if all(_is_alike(models[size, name].model, paper.model) for size in study.sizes)]
+    alike = [v for v in study.variants if all(_is_alike(models[size, v].model, paper.model) for size in study.sizes)]
     if not alike:
         return Rows({}, dict.fromkeys((row.name for row in entry.rows), NOT_THERE))
-    reference = min(alike, key=lambda name: name not in trained)
+    words = baseline.variant
+    reference = min(alike, key=lambda v: (v not in trained, v != study.baseline, study.variants[v] != words))
     found = {baseline.name: [reference]}
     for row in entry.rows:
         if row is not baseline:

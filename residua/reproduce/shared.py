@@ -34,7 +34,7 @@ RECIPE = (
     "model.layers", "model.width", "model.context", "model.ffn.kind", "model.attention.qk_norm", "train.optimizer.kind",
 )  # fmt: skip
 """Differences between the study's baseline and the paper's that the page names."""
-MATCHED = {
+MATCHED_BY = {
     "ffn": "Parameters are matched by the width of the feed-forward",
     "depth": "Parameters are matched by the number of layers",
     "none": "Parameters are not matched",
@@ -78,9 +78,8 @@ def share(name: str, saved: SavedStudy, rows: Sequence[str] = ()) -> Shared:
     view = _renamed(saved, found.variants, entry.baseline)
     paper = _paper_sizes(entry, saved)
     notes = [_size_sentence(paper), _recipe_sentence(view, paper), _name_sentence(found), _absent_sentence(found)]
-    return Shared(
-        name, _resized(entry, paper, saved), view, found, _about(view), tuple(note for note in notes if note)
-    )  # fmt: skip
+    resized, told = _resized(entry, paper, saved), tuple(note for note in notes if note)
+    return Shared(name, resized, view, found, _about(view), told)
 
 
 def reproduce_from(name: str, path: Path, out: Path, console: Console, rows: Sequence[str] = ()) -> Reproduced:
@@ -213,9 +212,7 @@ def _recipe_sentence(view: SavedStudy, paper: dict[str, tuple[Size, bool]]) -> s
     changed = differences(theirs, ours)
     told = [f"{key} {changed[key][1]} ({changed[key][0]})" for key in RECIPE if key in changed]
     told.append(f"tokens {count(_tokens(ours))} ({count(size.tokens or _tokens(theirs))})")
-    return (
-        f"The study's recipe, in brackets the paper's at {size.name}: {', '.join(told)}. {MATCHED[study.match.kind]}."
-    )
+    return f"The study's recipe, in brackets the paper's at {size.name}: {', '.join(told)}. {MATCHED_BY[study.match.kind]}."
 
 
 def _tokens(run: RunConfig) -> float:

@@ -79,7 +79,8 @@ def test_a_row_that_replaces_another_kind_of_part_is_no_row() -> None:
 
 
 def test_the_baseline_is_what_the_paper_compares_with_wherever_it_stands() -> None:
-    saved = saved_study({"mgr": 2.9, "prenorm": 3.0}, baseline="mgr")
+    deep = {"deep": ["prenorm", "model.layers=6"]}
+    saved = saved_study({"mgr": 2.9, "deep": 2.8, "prenorm": 3.0}, deep, baseline="mgr", match={"kind": "none"})
     shared = share("004:table1", saved)
     assert shared.rows.variants == {"prenorm": "prenorm", "mgr": "mgr"}
     result = show_saved(shared.saved)
@@ -195,6 +196,8 @@ def test_a_baseline_without_a_run_and_a_folder_are_refused(tmp_path: Path) -> No
         share("004:table1", saved_study({"mgr": 2.9}, {"prenorm": ["prenorm"]}, baseline="prenorm"))
     result = runner.invoke(app, ["004:table1", "--study", str(tmp_path)])
     assert "--results FILE.json --plan` writes from it" in str(result.exception)
+    result = runner.invoke(app, ["--study", "x.json"])
+    assert result.exit_code == 2 and "name an entry to judge from it" in " ".join(result.output.split())
 
 
 def test_every_judged_entry_compares_with_the_plain_base() -> None:
