@@ -98,6 +98,7 @@ def reproduce(
 
     Without an entry, lists all of them with what they cost. Ctrl-C saves and stops; the same command continues.
     """
+    from residua.config.settings import ConfigError
     from residua.report.terminal import open_console
     from residua.reproduce.build import Request
     from residua.reproduce.scale import parse_scale
@@ -105,7 +106,7 @@ def reproduce(
     console = open_console()
     share = parse_scale(scale)
     if entry is None and study is not None:
-        raise typer.BadParameter("name an entry to judge from it; `residua reproduce` lists them", param_hint="--study")
+        raise ConfigError("--study needs an entry to judge: `residua reproduce` lists them.")
     if entry is None:
         from residua.reproduce.listing import print_list
 

@@ -212,7 +212,8 @@ def _recipe_sentence(view: SavedStudy, paper: dict[str, tuple[Size, bool]]) -> s
     changed = differences(theirs, ours)
     told = [f"{key} {changed[key][1]} ({changed[key][0]})" for key in RECIPE if key in changed]
     told.append(f"tokens {count(_tokens(ours))} ({count(size.tokens or _tokens(theirs))})")
-    return f"The study's recipe, in brackets the paper's at {size.name}: {', '.join(told)}. {MATCHED_BY[study.match.kind]}."
+    matched = MATCHED_BY[study.match.kind]
+    return f"The study's recipe, in brackets the paper's at {size.name}: {', '.join(told)}. {matched}."
 
 
 def _tokens(run: RunConfig) -> float:
