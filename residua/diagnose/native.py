@@ -77,6 +77,12 @@ class NativeSubject(Subject):
     def initial_source(self, reader: int) -> int | None:
         return self._decoder.topology.initial_source(reader)
 
+    def block_of_reader(self, reader: int) -> str | None:
+        return self._decoder.topology.block_of_reader(reader)
+
+    def block_of_source(self, reader: int, source: int) -> str:
+        return self._decoder.topology.block_of_source(reader, source)
+
     def anchor_scales(self) -> list[AnchorScales]:
         found = []
         for site in self.sites:

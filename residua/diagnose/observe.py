@@ -125,6 +125,14 @@ class Subject(ABC):
         """Who reads a state, for people: a sublayer, or the final norm."""
         return self.sites[state].name if state < len(self.sites) else "the final norm"
 
+    def block_of_reader(self, reader: int) -> str | None:
+        """The block of sublayers that a sublayer is in, by name; None if depth weights have no view by block."""
+        return None
+
+    def block_of_source(self, reader: int, source: int) -> str:
+        """The block that a source belongs to, by its place among the reader's weights; "embedding" if to none."""
+        raise NotImplementedError(f"{type(self).__name__} has no blocks")
+
     def norm_parts(self) -> dict[int, dict[str, Tensor]]:
         """By state, the factors [C] of the norm that reads it, by name; by default its gain as a whole, λ."""
         return {k: {"λ": gain} for k, gain in sorted(self.gains.items())}

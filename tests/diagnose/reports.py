@@ -10,7 +10,7 @@ from residua.diagnose import Diagnosis, ModelDiagnosis
 from residua.diagnose.metrics import attention, depth_weights, dimensions, states, sublayers
 from residua.diagnose.metrics.anchors import AnchorFacts
 from residua.diagnose.metrics.attention_maps import AttentionLayerMap, AttentionMap
-from residua.diagnose.metrics.depth_weights import ReaderFacts
+from residua.diagnose.metrics.depth_weights import BlockFacts, ReaderFacts
 from residua.diagnose.metrics.dimensions import DimensionFacts, DimensionProfile
 from residua.diagnose.metrics.experts import ExpertFacts
 from residua.diagnose.metrics.gates import GateFacts
@@ -20,7 +20,7 @@ from residua.diagnose.metrics.outputs import OutputFacts
 from residua.diagnose.metrics.removal import AblationFacts
 from residua.diagnose.metrics.states import Activation, StateFacts
 from residua.diagnose.metrics.streams import StreamFacts
-from residua.diagnose.metrics.sublayers import SiteFacts
+from residua.diagnose.metrics.sublayers import LayerFacts, SiteFacts
 from residua.diagnose.metrics.token_maps import LayerMap, TokenMap
 from residua.diagnose.metrics.write_gates import BetaFacts, Quartiles
 from residua.diagnose.schema import TextFacts
@@ -66,6 +66,7 @@ def report(
         "loss": 3.2 + 0.01 * len(name),
         "ablation_tokens": 4096 if removal else 0,
         "sites": sites,
+        "layer_sizes": _layers(sites),
         "states": read,
         "similarity": _pairs(len(read), lambda d: math.cos(0.9 * d)),
         "angular_distance": _pairs(len(read), lambda d: 0.45 * d),
@@ -76,6 +77,7 @@ def report(
     }
     if routing:
         facts["depth_weights"] = [_reader(k, sites) for k in range(1, 2 * layers + 1)]
+        facts["depth_blocks"] = [_block(n) for n in range(layers)]
         if removal:
             facts["ablations"] += _depth_ablations(sites)
     if extras:
@@ -117,6 +119,19 @@ def _sites(layers: int, dead: Sequence[int]) -> list[SiteFacts]:
             gradient_rms=1e-9 if k // 2 in dead else 1e-3 / (1 + k) ** 0.4,
         )
         for k in range(2 * layers)
+    ]
+
+
+def _layers(sites: Sequence[SiteFacts]) -> list[LayerFacts]:
+    """The sum of outputs at right angles; both sublayers have as many parameters."""
+    pairs = zip(sites[::2], sites[1::2], strict=True)
+    return [
+        LayerFacts(
+            layer=one.layer,
+            output_rms=math.hypot(one.output_rms or 0.0, two.output_rms or 0.0),
+            gradient_rms=math.hypot(one.gradient_rms or 0.0, two.gradient_rms or 0.0) / 2**0.5,
+        )
+        for one, two in pairs
     ]
 
 
@@ -208,6 +223,13 @@ def _reader(reader: int, sites: Sequence[SiteFacts]) -> ReaderFacts:
         mean = [0.2, *[0.3 / max(1, count - 2)] * (count - 2), 0.5] if count > 2 else [0.4, 0.6]
     name = sites[reader].name if reader < len(sites) else "the final norm"
     return ReaderFacts(reader=reader, name=name, sources=_sources(reader, sites), mean=mean)
+
+
+def _block(layer: int) -> BlockFacts:
+    """Half to the embedding, the rest even over the layers so far."""
+    sources = ["embedding", *(f"layer {n}" for n in range(layer + 1))]
+    mean = [0.5, *[0.5 / (layer + 1)] * (layer + 1)]
+    return BlockFacts(name=f"layer {layer}", readers=[2 * layer, 2 * layer + 1], sources=sources, mean=mean)
 
 
 def _depth_ablations(sites: Sequence[SiteFacts]) -> list[AblationFacts]:

@@ -17,6 +17,7 @@ from torch import Tensor
 from residua.diagnose import ModelDiagnosis, run, taps
 from residua.diagnose.metrics.anchors import AnchorFacts, Anchors
 from residua.diagnose.metrics.attention_maps import AttentionLayerMaps, AttentionMaps
+from residua.diagnose.metrics.depth_weights import DepthWeights
 from residua.diagnose.metrics.norm_gates import EDGES, NormGates
 from residua.diagnose.metrics.norms import Norms
 from residua.diagnose.metrics.outputs import Outputs
@@ -144,6 +145,99 @@ def test_the_rms_of_the_hidden_state_is_drawn_over_depth(streams: Case) -> None:
     _, made, _ = streams
     drawn = [p["data"][0]["y"] for p in figures(Sublayers, made)]
     assert [s.rms for s in made.states] in drawn
+
+
+def test_the_output_and_the_gradient_of_a_layer_are_those_of_its_sublayers_together(streams: Case) -> None:
+    """As in 004, figure 2: a point for each Transformer block."""
+    model, made, seen = streams
+    text = planted.sample()
+    model.zero_grad()
+    model.losses(text.tokens[:1], text.targets[:1])[0].backward()
+    written, slopes = [], []
+    for layer in range(4):
+        y = seen[f"sublayer.{2 * layer}.output"] + seen[f"sublayer.{2 * layer + 1}.output"]
+        written.append(float(y.square().mean().sqrt()))
+        own = model.sublayers[2 * layer : 2 * layer + 2]
+        slopes.append(float(torch.cat([p.grad.flatten() for p in own.parameters()]).square().mean().sqrt()))
+    model.zero_grad()
+    assert [found.layer for found in made.layer_sizes] == [0, 1, 2, 3]
+    assert [found.output_rms for found in made.layer_sizes] == pytest.approx(written, rel=1e-12)
+    assert [found.gradient_rms for found in made.layer_sizes] == pytest.approx(slopes, rel=1e-9)
+    drawn = [p["data"][0]["y"] for p in figures(Sublayers, made)]
+    assert drawn[3:] == [
+        [found.output_rms for found in made.layer_sizes],
+        [made.states[k].rms for k in (2, 4, 6, 8)],
+        [site.gradient_rms for site in made.sites],
+        [found.gradient_rms for found in made.layer_sizes],
+    ]
+
+
+def reads(seen: dict[str, Tensor], readers: Iterable[int], blocks: dict[str, list[list[int]]]) -> dict[str, float]:
+    """The mean weight of some readers on each block, given the positions of its sources for each reader in turn.
+
+    Reader 0 has one source, the embedding.
+    """
+    weights = [seen[f"depth.{k - 1}.weights"].mean((0, 1)) if k else torch.ones(1) for k in readers]
+    return {
+        name: float(sum(w[i] for w, own in zip(weights, positions, strict=True) for i in own)) / len(weights)
+        for name, positions in blocks.items()
+    }
+
+
+def test_depth_weights_by_block() -> None:
+    """As in 001, figure 34: a row for each block, a column for each block and the embedding."""
+    _, made, seen = case(topology={"kind": "block_attnres", "sublayers_per_block": 3})
+    found = {block.name: dict(zip(block.sources, block.mean, strict=True)) for block in made.depth_blocks}
+    assert {block.name: block.readers for block in made.depth_blocks} == {
+        "block 1": [0, 1, 2], "block 2": [3, 4, 5], "block 3": [6, 7], "the final norm": [8],
+    }  # fmt: skip
+    # the first reader of a block has no sum of its own block yet
+    expected = {
+        "block 1": reads(seen, (0, 1, 2), {"embedding": [[0]] * 3, "block 1": [[], [1], [1]]}),
+        "block 2": reads(
+            seen, (3, 4, 5), {"embedding": [[0]] * 3, "block 1": [[1]] * 3, "block 2": [[], [2], [2]]}
+        ),
+        "block 3": reads(
+            seen, (6, 7),
+            {"embedding": [[0]] * 2, "block 1": [[1]] * 2, "block 2": [[2]] * 2, "block 3": [[], [3]]},
+        ),
+        "the final norm": reads(
+            seen, (8,), {"embedding": [[0]], "block 1": [[1]], "block 2": [[2]], "block 3": [[3]]}
+        ),
+    }  # fmt: skip
+    assert list(found) == list(expected)
+    for name, row in expected.items():
+        assert found[name] == pytest.approx(row, rel=1e-9) and sum(found[name].values()) == pytest.approx(1.0)
+    by_reader, by_block = (p["data"][0] for p in figures(DepthWeights, made)[:2])
+    assert by_block["y"] == list(expected) and by_block["x"] == ["embedding", "block 1", "block 2", "block 3"]
+    assert by_block["z"][1] == [*found["block 2"].values(), None] and len(by_reader["z"]) == 8
+
+
+def test_depth_weights_by_layer_where_every_output_is_a_source() -> None:
+    _, made, seen = case(topology={"kind": "full_attnres"})
+    found = {block.name: dict(zip(block.sources, block.mean, strict=True)) for block in made.depth_blocks}
+    assert list(found) == ["layer 0", "layer 1", "layer 2", "layer 3", "the final norm"]
+    # reader 4 sees the embedding and outputs 0 to 3, reader 5 also output 4: its own layer's attention
+    blocks = {"embedding": [[0]] * 2, "layer 0": [[1, 2]] * 2, "layer 1": [[3, 4]] * 2, "layer 2": [[], [5]]}
+    assert found["layer 2"] == pytest.approx(reads(seen, (4, 5), blocks), rel=1e-9)
+    assert found["layer 0"] == pytest.approx(reads(seen, (0, 1), {"embedding": [[0]] * 2, "layer 0": [[], [1]]}))
+
+
+def test_blocks_of_a_window_and_of_attention_between_blocks_only() -> None:
+    _, made, seen = case(topology={"kind": "full_attnres", "window": 3})
+    (row,) = (block for block in made.depth_blocks if block.name == "layer 3")
+    blocks = {"embedding": [[0]] * 2, "layer 1": [[1], []], "layer 2": [[2, 3], [1, 2]], "layer 3": [[], [3]]}
+    assert dict(zip(row.sources, row.mean, strict=True)) == pytest.approx(reads(seen, (6, 7), blocks), rel=1e-9)
+    _, made, _ = case(topology={"kind": "boundary_attnres", "sublayers_per_block": 3})
+    assert [(block.name, block.readers) for block in made.depth_blocks] == [
+        ("block 1", [0]), ("block 2", [3]), ("block 3", [6]),
+    ]  # fmt: skip
+    assert [block.mean for block in made.depth_blocks[1:]] == [reader.mean for reader in made.depth_weights]
+    assert made.depth_blocks[2].sources == ["embedding", "block 1", "block 2"]
+
+
+def test_streams_have_no_blocks(streams: Case) -> None:
+    assert streams[1].depth_weights and streams[1].depth_blocks == []
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,9 @@ def test_figures_name_sections_that_the_page_of_a_diagnosis_has() -> None:
     source = "".join(path.read_text(encoding="utf-8") for path in folder.glob("*.py"))
     shown = {title for entry in ENTRIES.values() if isinstance(entry, Inside) for title in entry.shows}
     assert shown and [title for title in shown if f'"{title}"' not in source] == []
+    notes = " ".join(note for entry in ENTRIES.values() if isinstance(entry, Inside) for note in entry.notes)
+    views = re.findall("“(.*?)”", notes)
+    assert "Block by block" in views and [view for view in views if f'"{view}"' not in source] == []
 
 
 @pytest.mark.parametrize("base", ["mgr-s-prenorm", "exoformer-base", "outlier-2b-full", "outlier-2b-hybrid"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from pydantic import Field
@@ -33,10 +33,21 @@ class ReaderFacts(Frozen):
     mean: list[float]
 
 
+class BlockFacts(Frozen):
+    """Mean depth weights of the readers of one block, or of one layer if every output is a source: `mean` has the
+    weight on each block, that of its sources added up. A source that a reader does not see has weight 0."""
+
+    name: str
+    readers: list[int]
+    sources: list[str]
+    mean: list[float]
+
+
 class DepthWeightKeys(Frozen):
-    """Every reader that weighs its sources."""
+    """Every reader that weighs its sources; the same by block, empty in older files and where there are no blocks."""
 
     depth_weights: list[ReaderFacts] = Field(default_factory=list)
+    depth_blocks: list[BlockFacts] = Field(default_factory=list)
 
 
 class DepthWeights(Metric):
@@ -56,7 +67,8 @@ class DepthWeights(Metric):
             self.weights[reader].add(wide(weights).double().flatten(0, 1).sum(0), seen.tokens.numel())
 
     def facts(self) -> DepthWeightKeys:
-        return DepthWeightKeys(depth_weights=[self._reader(*entry) for entry in sorted(self.weights.items())])
+        readers = [self._reader(*entry) for entry in sorted(self.weights.items())]
+        return DepthWeightKeys(depth_weights=readers, depth_blocks=self._blocks({r.reader: r.mean for r in readers}))
 
     def _reader(self, reader: int, weights: Mean) -> ReaderFacts:
         mean: list[float] = weights.value().tolist()
@@ -67,6 +79,25 @@ class DepthWeights(Metric):
             initial=self.subject.initial_source(reader),
             mean=mean,
         )
+
+    def _blocks(self, means: Mapping[int, Sequence[float]]) -> list[BlockFacts]:
+        """One entry for each block that reads, in order of depth, and one for the final norm."""
+        if not means or self.subject.block_of_reader(0) is None:
+            return []
+        rows: dict[str, dict[int, Sequence[float]]] = defaultdict(dict)
+        # before the first output, the embedding is all there is to read
+        for reader, mean in sorted({0: [1.0], **means}.items()):
+            inside = self.subject.block_of_reader(reader) if reader < len(self.subject.sites) else None
+            rows[inside or self.subject.reader_name(reader)][reader] = mean
+        return [self._block(name, readers) for name, readers in rows.items()]
+
+    def _block(self, name: str, readers: Mapping[int, Sequence[float]]) -> BlockFacts:
+        total: dict[str, float] = defaultdict(float)
+        for reader, mean in readers.items():
+            for source, weight in enumerate(mean):
+                total[self.subject.block_of_source(reader, source)] += weight
+        mean = [weight / len(readers) for weight in total.values()]
+        return BlockFacts(name=name, readers=list(readers), sources=list(total), mean=mean)
 
     def findings(self, model: Model) -> list[Finding]:
         return _depth_routing(model.depth_weights, model.ablations)
@@ -122,6 +153,16 @@ class DepthWeights(Metric):
             "not learned to choose.",
         )
         section.tabs(weights, "Mean over tokens. Each row is one reader.")
+        blocks = {m.name: _block_map(m.depth_blocks) for m in models if m.depth_blocks}
+        if blocks:
+            section.subheading("Block by block")
+            section.tabs(
+                blocks,
+                "Each row is the mean over tokens and over the readers of one block. Where every output is a source, "
+                "rows are layers, and the weights on the two outputs of a layer are added. A block's weight on itself "
+                "is that on its sum so far; the first reader of a block has none yet, which counts as 0. The model's "
+                "first sublayer reads the embedding alone.",
+            )
         costs = _costs(models)
         if costs:
             section.subheading("What the weights are worth")
@@ -199,6 +240,17 @@ def _maps(models: Models) -> dict[str, Figure]:
                 bounds=(0.0, high), height=min(190 + 24 * len(rows), 760),
             )  # fmt: skip
     return found
+
+
+def _block_map(blocks: Sequence[BlockFacts]) -> Figure:
+    """Block × block that is read; cells of later blocks are empty."""
+    sources = list(dict.fromkeys(source for block in blocks for source in block.sources))
+    weights = [dict(zip(block.sources, block.mean, strict=True)) for block in blocks]
+    return heatmap(
+        [[row.get(source) for source in sources] for row in weights], sources, [block.name for block in blocks],
+        "source", "read by", "mean weight", bounds=(0.0, max(max(block.mean) for block in blocks)),
+        height=min(190 + 24 * len(blocks), 760),
+    )  # fmt: skip
 
 
 def _costs(models: Models) -> dict[str, Figure]:

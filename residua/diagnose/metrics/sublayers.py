@@ -7,12 +7,13 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
+from pydantic import Field
 
 from residua.config.settings import Frozen
 from residua.diagnose.metric import Explained, Finding, LayerTrack, Metric, Model, Models, Sentence
 from residua.diagnose.metrics.removal import NO_CHANGE, AblationFacts
 from residua.diagnose.observe import Observation, Site, SiteKind, Subject
-from residua.diagnose.plots import add_tabs, by_layer, on_log
+from residua.diagnose.plots import Points, add_tabs, by_layer, on_log
 from residua.diagnose.sentences import listed, percent, short
 from residua.diagnose.text import Sample
 from residua.ops._runtime.numeric import wide
@@ -25,6 +26,10 @@ GRADIENT_TOKENS = 512
 SILENT = 1e-3
 """A sublayer is silent when its output is below this share of what it reads, both in RMS and in the median. The RMS
 alone would call any output small beside an outlier dimension; the median alone, one that goes to few dimensions."""
+
+Squares = tuple[float, int]
+"""The sum of the squares of some numbers, and how many there are."""
+NOTHING: Squares = (0.0, 0)
 
 
 class SiteFacts(Frozen):
@@ -41,10 +46,20 @@ class SiteFacts(Frozen):
     gradient_rms: float | None = None
 
 
+class LayerFacts(Frozen):
+    """One layer. RMS of its output, which is the sum of what its sublayers write; RMS of the gradients of all their
+    parameters."""
+
+    layer: int
+    output_rms: float | None = None
+    gradient_rms: float | None = None
+
+
 class SiteKeys(Frozen):
-    """Every sublayer in the order they run."""
+    """Every sublayer in the order they run, and every layer; older files lack the layers."""
 
     sites: list[SiteFacts]
+    layer_sizes: list[LayerFacts] = Field(default_factory=list)
 
 
 class Sublayers(Metric):
@@ -57,6 +72,10 @@ class Sublayers(Metric):
 
     def __init__(self, subject: Subject, sample: Sample) -> None:
         super().__init__(subject, sample)
+        self.by_layer: dict[int, list[Site]] = defaultdict(list)
+        for site in subject.sites:
+            self.by_layer[site.layer].append(site)
+        self.layer_outputs: dict[int, float] = defaultdict(float)
         self.outputs: dict[int, float] = defaultdict(float)
         self.output_medians: dict[int, float] = defaultdict(float)
         self.states: dict[int, float] = defaultdict(float)
@@ -69,6 +88,10 @@ class Sublayers(Metric):
             y = wide(output)
             self.outputs[k] += float(y.double().square().mean(-1).sum())
             self.output_medians[k] += float(y.abs().median(-1).values.double().sum())
+        for layer, sites in self.by_layer.items():
+            written = [wide(seen.outputs[site.index]) for site in sites if site.index in seen.outputs]
+            if len(written) == len(sites):
+                self.layer_outputs[layer] += float(sum(written[1:], written[0]).double().square().mean(-1).sum())
         for k in seen.states:
             self.states[k] += float(seen.mean_square(k).sum())
             self.state_medians[k] += float(seen.median(k).double().sum())
@@ -76,8 +99,16 @@ class Sublayers(Metric):
 
     def facts(self) -> SiteKeys:
         gradients = self._gradients()
-        self.sites = [self._site(site, gradients.get(site.index)) for site in self.subject.sites]
-        return SiteKeys(sites=self.sites)
+        self.sites = [self._site(site, _rms([gradients.get(site.index, NOTHING)])) for site in self.subject.sites]
+        layers = [
+            LayerFacts(
+                layer=layer,
+                output_rms=(self.layer_outputs[layer] / self.tokens) ** 0.5 if layer in self.layer_outputs else None,
+                gradient_rms=_rms([gradients.get(site.index, NOTHING) for site in sites]),
+            )
+            for layer, sites in self.by_layer.items()
+        ]
+        return SiteKeys(sites=self.sites, layer_sizes=layers)
 
     def _site(self, site: Site, gradient: float | None) -> SiteFacts:
         k = site.index
@@ -95,8 +126,8 @@ class Sublayers(Metric):
             gradient_rms=gradient,
         )
 
-    def _gradients(self) -> dict[int, float]:
-        """By sublayer, sqrt(mean g²) over its parameters, of the loss of the first few tokens."""
+    def _gradients(self) -> dict[int, Squares]:
+        """By sublayer, the gradients of its parameters, of the loss of the first few tokens."""
         subject, sample = self.subject, self.sample
         device = next(subject.model.parameters()).device
         tokens, targets = (t[:1, :GRADIENT_TOKENS].to(device) for t in (sample.tokens, sample.targets))
@@ -104,7 +135,7 @@ class Sublayers(Metric):
         try:
             with torch.enable_grad():
                 subject.loss(tokens, targets).backward()
-            return {site.index: rms for site in subject.sites if (rms := _gradient_rms(subject, site)) is not None}
+            return {site.index: _squares(subject, site) for site in subject.sites}
         except Exception as error:  # the model's own code may refuse in any way
             reason = " ".join(str(error).split()) or type(error).__name__
             self.skipped.append(f"Gradients: the model's backward pass failed ({reason[:200]}).")
@@ -186,28 +217,58 @@ class Sublayers(Metric):
                 models, lambda m: [(s.index, s.rms) for s in m.states if s.rms], "RMS of the state", log=True,
                 x="read by",
             ),
+            "output of a layer": _layer_curve(models, "output_rms", "output RMS"),
+            "state after a layer": by_layer(models, _states_after, "RMS of the state", log=True),
         }  # fmt: skip
-        add_tabs(section, views)
-        gradient = _curve(models, "gradient_rms", "gradient RMS")
-        if gradient is not None:
-            page.section(
+        add_tabs(
+            section,
+            views,
+            "The output of a layer is the sum of what its sublayers write. The state after it is what the next layer "
+            "reads, after the last layer the final norm.",
+        )
+        gradients = {
+            "by sublayer": _curve(models, "gradient_rms", "gradient RMS"),
+            "by layer": _layer_curve(models, "gradient_rms", "gradient RMS"),
+        }
+        if gradients["by sublayer"] is not None:
+            section = page.section(
                 "Gradient per sublayer",
                 "RMS of the loss gradient over each sublayer's parameters. Healthy: a flat line; a first layer far "
                 "above the rest means depth is trained unevenly.",
-            ).figure(gradient)
+            )
+            add_tabs(section, gradients, "By layer: over the parameters of all its sublayers together.")
 
 
 def _curve(models: Models, key: str, title: str) -> Figure | None:
-    def points(m: Model) -> list[tuple[float, float]]:
+    def points(m: Model) -> Points:
         return [(s.index, value) for s in m.sites if (value := getattr(s, key))]
 
     return by_layer(models, points, title, log=True, x="sublayer")
 
 
-def _gradient_rms(subject: Subject, site: Site) -> float | None:
+def _layer_curve(models: Models, key: str, title: str) -> Figure | None:
+    def points(m: Model) -> Points:
+        return [(found.layer, value) for found in m.layer_sizes if (value := getattr(found, key))]
+
+    return by_layer(models, points, title, log=True)
+
+
+def _states_after(model: Model) -> Points:
+    """By layer, the RMS of the first state after it."""
+    rms = {state.index: state.rms for state in model.states}
+    last = {site.layer: site.index + 1 for site in model.sites}
+    return [(layer, value) for layer, state in last.items() if (value := rms.get(state))]
+
+
+def _squares(subject: Subject, site: Site) -> Squares:
     gradients = [p.grad for p in subject.parameters_of(site) if p.grad is not None]
-    count = sum(g.numel() for g in gradients)
-    return (sum(float(g.double().square().sum()) for g in gradients) / count) ** 0.5 if count else None
+    return sum(float(g.double().square().sum()) for g in gradients), sum(g.numel() for g in gradients)
+
+
+def _rms(parts: Sequence[Squares]) -> float | None:
+    """sqrt(mean g²) over all parts together; None if they are empty."""
+    count = sum(numbers for _, numbers in parts)
+    return (sum(squares for squares, _ in parts) / count) ** 0.5 if count else None
 
 
 def _silent(sites: Sequence[SiteFacts]) -> list[int]:

@@ -200,6 +200,13 @@ class BlockAttnRes(Topology):
     def source_name(self, reader: int, source: int, sublayers: Sequence[str]) -> str:
         return "embedding" if source == 0 else f"block {source}"
 
+    def block_of_reader(self, reader: int) -> str | None:
+        assert self.block_size is not None
+        return f"block {reader // self.block_size + 1}"
+
+    def block_of_source(self, reader: int, source: int) -> str:
+        return self.source_name(reader, source, ())
+
     def sources_seen(self) -> Sequence[Sequence[int]]:
         return self.plan.sees
 
@@ -249,6 +256,13 @@ class FullAttnRes(BlockAttnRes):
         number = self.plan.sees[reader - 1][source]
         return "embedding" if number == 0 else sublayers[number - 1]
 
+    def block_of_reader(self, reader: int) -> str | None:
+        """A block is a Transformer layer: attention and feed-forward."""
+        return f"layer {reader // 2}"
+
+    def block_of_source(self, reader: int, source: int) -> str:
+        return "embedding" if source == 0 else f"layer {(self.plan.sees[reader - 1][source] - 1) // 2}"
+
 
 class BoundaryAttnRes(Topology):
     """Block as an article describes it: attention over depth between blocks only, x + f(x) inside them.
@@ -283,6 +297,12 @@ class BoundaryAttnRes(Topology):
 
     def source_name(self, reader: int, source: int, sublayers: Sequence[str]) -> str:
         return "embedding" if source == 0 else f"block {source}"
+
+    def block_of_reader(self, reader: int) -> str | None:
+        return f"block {reader // self.block_size + 1}"
+
+    def block_of_source(self, reader: int, source: int) -> str:
+        return self.source_name(reader, source, ())
 
     def weighing_readers(self) -> Sequence[int]:
         return range(self.block_size, self.block_size * len(self.reads) + 1, self.block_size)

@@ -133,6 +133,14 @@ class Topology(nn.Module):
         """The only source that an untrained model reads; None if it reads all alike."""
         return None
 
+    def block_of_reader(self, reader: int) -> str | None:
+        """The name of the block that sublayer `reader` is in; None if depth weights have no view by block."""
+        return None
+
+    def block_of_source(self, reader: int, source: int) -> str:
+        """The name of the block that the source-th of the reader's depth weights belongs to, or "embedding"."""
+        raise NotImplementedError(f"{type(self).__name__} has no blocks")
+
     def sources_seen(self) -> Sequence[Sequence[int]]:
         """For readers 1, 2, …, the numbers of the sources they see; empty if no source can be removed."""
         return ()
