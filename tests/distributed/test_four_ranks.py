@@ -19,7 +19,6 @@ INTERLEAVED = {"pipeline": 2, "schedule": "interleaved", "stages_per_rank": 2}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "data-and-shard": ("mhc", {"data": 2, "shard": 2}),
     "data-and-shard-in-turns": ("moe", {"data": 2, "shard": 2, "experts": 2, "turn": 1}),
-    "shard-and-shared-anchors": ("exoformer", {"shard": 2, "pipeline": 2}),  # whole matrices beside sharded ones
     "shard-and-interleaved": ("block", {"shard": 2, **INTERLEAVED}),
     "four-stages": ("full", {"pipeline": 4}),
     "experts-and-shard": ("moe", {"shard": 4, "experts": 2}),
@@ -29,6 +28,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 NIGHTLY: dict[str, tuple[str, dict[str, Any]]] = {
+    "shard-and-shared-anchors": ("exoformer", {"shard": 2, "pipeline": 2}),  # whole matrices beside sharded ones
     "data-and-pipeline": ("exoformer", {"data": 2, "pipeline": 2}),
     "sharded-heads": ("mhc", {"shard": 2, "pipeline": 2, "cuts": [10], "pieces": 4}),
     "head-in-three": ("additive", {"pipeline": 4, "cuts": [5, 9, 11], "pieces": 4}),

@@ -106,7 +106,8 @@ COMPILED = {
 @pytest.mark.parametrize(
     ("model", "backend"),
     [
-        ("additive", "aot_eager"),
+        ("additive", "eager"),
+        pytest.param("additive", "aot_eager", marks=pytest.mark.nightly),
         pytest.param("mgr", "eager", marks=pytest.mark.nightly),
         pytest.param("moe", "eager", marks=pytest.mark.nightly),
         pytest.param("mgr", "aot_eager", marks=pytest.mark.nightly),

@@ -18,6 +18,7 @@ from residua.ops import decode
 from residua.ops._runtime.backend import Operator
 from residua.storage.opening import place
 from tests.model.small import small
+from tests.nightly import only_nightly
 
 pytestmark = pytest.mark.slow
 
@@ -159,7 +160,7 @@ def test_the_rewritten_model_shares_every_weight_and_leaves_the_model_alone() ->
     assert set(built.state_dict()) == names
 
 
-@pytest.mark.parametrize("name", ["additive", "blocks of two", "four streams"])
+@pytest.mark.parametrize("name", only_nightly(["additive", "blocks of two", "four streams"], but=["four streams"]))
 def test_a_step_is_traced_whole(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = torch.compile
     monkeypatch.setattr(torch, "compile", lambda f, **options: compiled(f, backend="eager", **options))

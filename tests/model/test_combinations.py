@@ -1,4 +1,4 @@
-"""Every two choices meet in a model that builds, runs, learns and stays finite."""
+"""Every two choices meet in a model that builds, runs, learns and stays finite; by day, those with anchors."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_what_the_rows_leave_out_is_what_the_configuration_refuses() -> None:
                     small(anchors=table, attention=mixer)
 
 
-@pytest.mark.parametrize("row", ROWS, ids=name_of)
+@pytest.mark.parametrize("row", covering(ROWS, ("topology", "anchors"), ("attention", "anchors")), ids=name_of)
 def test_a_combination_learns_everywhere_but_where_it_must_start_dead(row: Row) -> None:
     config = config_of(row)
     model = residua.build(config)

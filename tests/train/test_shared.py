@@ -66,7 +66,8 @@ def test_runs_that_share_a_step_equal_separate_ones_in_any_order(
         assert_same_run(tmp_path / "turned" / name, alone)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_runs_on_one_compiled_step_equal_runs_that_compile_themselves(
     config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str
 ) -> None:

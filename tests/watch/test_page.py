@@ -64,7 +64,7 @@ def test_the_page_fits_every_window_in_light_and_dark(browser: Browser, study: P
         for scheme in ("light", "dark"):
             seen.page.emulate_media(color_scheme=scheme)
             papers.add(seen.page.evaluate("getComputedStyle(document.body).backgroundColor"))
-            for width in (1400, 1100, 420):
+            for width in (1400, 1100, 420) if scheme == "light" else (420,):
                 seen.resize(width)
                 assert seen.overflowing() == [], (scheme, width)
                 if width > 1000:

@@ -73,7 +73,7 @@ EXACT = {"hybrid": "train.precision=float32", "moe": "train.precision=float32"}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", GRAPHS)
+@pytest.mark.parametrize("variant", only_nightly(GRAPHS, but={"full_attnres", "mgr", "nuresformer", "hybrid", "moe"}))
 def test_layers_that_share_code_learn_the_same_bits(config: RunConfig, shared: None, variant: str) -> None:
     plain, layered = _pair(config, ROUNDED, *_changes(config, variant))
     for step in (plain, layered):
@@ -108,7 +108,7 @@ def test_layers_that_share_code_evaluate_as_plain_ones_do(
     assert compiled.evaluate([batch(2, 3)]) == pytest.approx(plain.evaluate([batch(2, 3)]), rel=1e-3)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_layers_that_are_recomputed_share_code_too(config: RunConfig, counter: CompileCounterWithBackend) -> None:
     plain, compiled = _pair(config, LAYERS, "train.recompute=sublayers")
     for step in (plain, compiled):
