@@ -91,7 +91,6 @@ def test_a_run_on_two_nodes_survives_the_death_of_one(recipe: RunConfig, tmp_pat
     assert curve(run) == pytest.approx(curve(alone), abs=1e-4)
 
 
-@pytest.mark.nightly
 def test_a_run_traces_chosen_steps_and_names_a_slow_rank(recipe: RunConfig, tmp_path: Path) -> None:  # noqa: F811
     run = tmp_path / "run"
     changes = ["parallel.shard=2", "train.steps=3", "train.profile=[2]"]
