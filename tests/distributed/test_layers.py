@@ -81,7 +81,7 @@ def test_vectors_are_not_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen == {(True, torch.bfloat16), (False, torch.float32)}
 
 
-@pytest.mark.parametrize("compile", ["off", "on"])
+@pytest.mark.parametrize("compile", ["off", pytest.param("on", marks=pytest.mark.nightly)])
 def test_a_model_gathered_whole_runs_on_working_copies(compile: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on one process: masters rounded once a step, gradients accumulated in float32, one graph."""
     monkeypatch.setattr(shard, "compile_rewritten", compiled)

@@ -26,10 +26,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "interleaved": INTERLEAVED,
 }
 EXTRA: dict[str, tuple[str, dict[str, Any]]] = {
-    "fsdp-model": ("full", {"shard": 2, "unit": "model"}),
     "scalars": ("hyper", {"shard": 2}),
     "naive": ("full", {**INTERLEAVED, "transport": "naive"}),
-    "dense": ("dense", INTERLEAVED),
     "exo-sent": ("exoformer", {**INTERLEAVED, "anchors": "send"}),
     "exo-in-sources": ("exo-block", INTERLEAVED),
     "recomputed-stages": ("block", {"pipeline": 2, "recompute": "sublayers"}),
@@ -38,7 +36,6 @@ EXTRA: dict[str, tuple[str, dict[str, Any]]] = {
     "ddp-in-turns": ("additive", {"data": 2, "turn": 1}),
     "fsdp-in-turns": ("additive", {"shard": 2, "turn": 1}),
     "divided-experts": ("moe", {"shard": 2, "experts": 2}),
-    "interleaved-biased-experts": ("biased", INTERLEAVED),
 }
 
 
@@ -48,6 +45,9 @@ EXTRA_NIGHTLY: dict[str, tuple[str, dict[str, Any]]] = {
     "half-a-head": ("additive", {"pipeline": 2, "cuts": [10], "pieces": 4}),
     "nures": ("nures", INTERLEAVED),
     "head-alone": ("exo-block", {"pipeline": 2, "cuts": [8]}),
+    "fsdp-model": ("full", {"shard": 2, "unit": "model"}),
+    "dense": ("dense", INTERLEAVED),
+    "interleaved-biased-experts": ("biased", INTERLEAVED),
     "equal-work": ("block", {"pipeline": 2, "split": "work"}),
     "two-layer-units": ("exo-block", {"shard": 2, "smallest_unit": 3000}),
     "gpipe": ("block", {"pipeline": 2, "schedule": "gpipe"}),
@@ -93,7 +93,6 @@ NORMAL = [
     *((model, way) for model in ("full", "block") for way in ("1f1b", "interleaved")),
     ("mgr", "fsdp"),  # a state that is bound to the process
     ("mgr", "interleaved"),  # stage boundaries inside the fill phase and after it
-    ("mhc", "interleaved"),
     ("exoformer", "interleaved"),
 ]
 """What `make test` runs of the grid: one pair per kind of fault. `make nightly` runs the rest."""
