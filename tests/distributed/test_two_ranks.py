@@ -28,6 +28,8 @@ WAYS: dict[str, dict[str, Any]] = {
 EXTRA: dict[str, tuple[str, dict[str, Any]]] = {
     "scalars": ("hyper", {"shard": 2}),
     "naive": ("full", {**INTERLEAVED, "transport": "naive"}),
+    "dense": ("dense", INTERLEAVED),
+    "interleaved-biased-experts": ("biased", INTERLEAVED),
     "exo-sent": ("exoformer", {**INTERLEAVED, "anchors": "send"}),
     "exo-in-sources": ("exo-block", INTERLEAVED),
     "recomputed-stages": ("block", {"pipeline": 2, "recompute": "sublayers"}),
@@ -46,8 +48,6 @@ EXTRA_NIGHTLY: dict[str, tuple[str, dict[str, Any]]] = {
     "nures": ("nures", INTERLEAVED),
     "head-alone": ("exo-block", {"pipeline": 2, "cuts": [8]}),
     "fsdp-model": ("full", {"shard": 2, "unit": "model"}),
-    "dense": ("dense", INTERLEAVED),
-    "interleaved-biased-experts": ("biased", INTERLEAVED),
     "equal-work": ("block", {"pipeline": 2, "split": "work"}),
     "two-layer-units": ("exo-block", {"shard": 2, "smallest_unit": 3000}),
     "gpipe": ("block", {"pipeline": 2, "schedule": "gpipe"}),
@@ -88,7 +88,7 @@ BUILT: dict[str, dict[str, Any]] = {
 
 GRID = [(model, way) for model in ("additive", "full", "block", "mgr", "mhc", "exoformer") for way in WAYS]
 NORMAL = [
-    *(("additive", way) for way in WAYS),
+    *(("additive", way) for way in ("ddp", "fsdp", "1f1b")),
     ("full", "ddp"),  # the deferred backward under DDP's hooks
     *((model, way) for model in ("full", "block") for way in ("1f1b", "interleaved")),
     ("mgr", "fsdp"),  # a state that is bound to the process
