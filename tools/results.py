@@ -11,25 +11,40 @@ docs/results/NAME.json, which `residua compare --results` wrote. The parts:
     made     text, software, hardware and commands, and what is not run yet
     claims   what the study says about the claims of a paper's table, which is named after it:
              `<!-- study NAME claims 004:table1 -->`
+    peaks    the largest |h| over tokens of the variants named after it (docs/img/NAME-peaks.svg), and how it grew:
+             `<!-- study NAME peaks prenorm,gatednorm -->`
 
 A study without a page docs/results/NAME.md gets one. What is made depends on the files alone.
+
+    python tools/results.py NAME FOLDER ...
+
+adds to docs/results/NAME.json what the folders of its study hold of its runs beyond it, telemetry's peaks and outliers;
+they need metrics.jsonl and outliers.json of each run, and no weights.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from residua.config.settings import ConfigError
 from residua.report import Column, Value
+from residua.reproduce.entry import Order
+from residua.reproduce.matching import NOT_THERE
 from residua.reproduce.shared import share
 from residua.reproduce.show import claims_table
 from residua.study.conduct import show_saved
-from residua.study.picture import picture
+from residua.study.peaks import Peaks
+from residua.study.picture import peak_picture, picture
 from residua.study.results import StudyResult
-from residua.study.saved import FORMAT, SavedStudy
+from residua.study.runs import read_run
+from residua.study.saved import FORMAT, SavedRun, SavedStudy
 from residua.study.sentences import cells, columns, count
+from residua.study.side_tables import peak_table
 from residua.study.statistics import mean
 from residua.study.tables import markdown_table, markdown_tables
 
@@ -54,6 +69,7 @@ def made(root: Path = ROOT) -> dict[Path, str]:
     for page, text in {**files, **pages}.items():
         if page.suffix == ".md" and BLOCK.search(text):
             files[page] = BLOCK.sub(partial(_filled, page.relative_to(root), studies, results), text)
+            files |= _peak_pictures(root, text, results)
     return files
 
 
@@ -74,16 +90,16 @@ def _new_page(name: str, drawn: bool) -> str:
 
 
 def _filled(page: Path, studies: dict[str, SavedStudy], results: dict[str, StudyResult], found: re.Match[str]) -> str:
-    start, name, part, entry, end = found.groups()
-    if name not in studies or part not in (PARTS if entry is None else OF_AN_ENTRY):
-        parts = [*PARTS, *(f"{known} ENTRY" for known in OF_AN_ENTRY)]
+    start, name, part, word, end = found.groups()
+    if name not in studies or part not in (PARTS if word is None else WITH_A_WORD):
+        parts = [*PARTS, *(f"{known} {what}" for known, (what, _) in WITH_A_WORD.items())]
         known = f"studies are {', '.join(studies)}, parts are {', '.join(parts)}"
         raise ValueError(f"{page} asks for part {part} of study {name}: {known}.")
     up = "../" * (len(page.parts) - 1)
-    if entry is None:
+    if word is None:
         lines = PARTS[part](name, studies[name], results[name], up)
     else:
-        lines = OF_AN_ENTRY[part](entry, studies[name])
+        lines = WITH_A_WORD[part][1](word, name, studies[name], results[name], up)
     return "\n".join([start + "", *lines, "", end]) if lines else start + end
 
 
@@ -195,20 +211,84 @@ def _missing(saved: SavedStudy) -> list[str]:
     ]
 
 
-def _claims(entry: str, saved: SavedStudy) -> list[str]:
-    """The verdicts, and how the study differs from the paper."""
-    shared = share(entry, saved)
-    return [*claims_table(shared.verdicts()), "", *(f"- {note}" for note in shared.notes)]
+def _claims(entry: str, name: str, saved: SavedStudy, result: StudyResult, up: str) -> list[str]:
+    """The verdicts on claims about rows that the study has, and how it differs from the paper."""
+    try:
+        shared = share(entry, saved)
+    except ConfigError as problem:
+        return [f"Not judged yet: {problem}"]
+    strange = {row for row, why in shared.rows.absent.items() if why == NOT_THERE}
+    claims = shared.entry.claims
+    kept = tuple(claim for claim in claims if isinstance(claim, Order) or not strange & set(claim.named))
+    notes = list(shared.notes)
+    if left := len(claims) - len(kept):
+        notes.append(f"Claims about rows that are not in this study, left out: {left} of {len(claims)}.")
+    judged = replace(shared, entry=shared.entry.model_copy(update={"claims": kept}))
+    return [*claims_table(judged.verdicts()), "", *(f"- {note}" for note in notes)]
+
+
+def _peaks(variants: str, name: str, saved: SavedStudy, result: StudyResult, up: str) -> list[str]:
+    """Of the largest size."""
+    chosen = variants.split(",")
+    stranger = next((variant for variant in chosen if variant not in saved.config.variants), None)
+    if stranger is not None:
+        raise ValueError(f"the study {name} has no variant {stranger}, whose peaks a page asks for.")
+    table = peak_table(result, result.sizes[-1], chosen)
+    if table is None:
+        return []
+    drawn = f"![{name}: peak |h| while training]({up}docs/img/{name}-peaks.svg)"
+    return [drawn, "", *markdown_table(table.columns, table.rows)]
+
+
+def _peak_pictures(root: Path, text: str, results: dict[str, StudyResult]) -> dict[Path, str]:
+    asked = [(name, word.split(",")) for _, name, part, word, _ in BLOCK.findall(text) if part == "peaks"]
+    drawn = {root / "docs" / "img" / f"{name}-peaks.svg": peak_picture(results[name], word) for name, word in asked}
+    return {path: svg for path, svg in drawn.items() if svg is not None}
 
 
 PARTS: dict[str, Callable[[str, SavedStudy, StudyResult, str], list[str]]] = {
     "table": _table, "answer": _answer, "rates": _rates, "losses": _losses, "picture": _picture, "made": _made,
 }  # fmt: skip
-OF_AN_ENTRY: dict[str, Callable[[str, SavedStudy], list[str]]] = {"claims": _claims}
+WITH_A_WORD: dict[str, tuple[str, Callable[[str, str, SavedStudy, StudyResult, str], list[str]]]] = {
+    "claims": ("ENTRY", _claims), "peaks": ("VARIANTS", _peaks),
+}  # fmt: skip
+
+
+def supplemented(saved: SavedStudy, folder: Path) -> SavedStudy:
+    """The study with peaks and outliers of its runs in a folder, where it has none; another run is refused."""
+    plan = saved.plan(folder)
+    records = saved.records(plan)
+    runs = []
+    for run, kept in zip(plan.runs, saved.runs, strict=True):
+        own = read_run(run.folder, run.config)
+        if own.validation and own.validation[-1]["step"] >= kept.steps:
+            if own.loss_curve != records[run].loss_curve:
+                raise ValueError(f"{run.folder} holds another run than the study: its losses differ.")
+            found = {"peaks": Peaks.of(own.telemetry), "outliers": own.outliers}
+            kept = _with_missing(kept, {key: value for key, value in found.items() if value is not None})
+        runs.append(kept)
+    return saved.model_copy(update={"runs": tuple(runs)})
+
+
+def _with_missing(run: SavedRun, found: dict[str, object]) -> SavedRun:
+    return run.model_copy(update={key: value for key, value in found.items() if getattr(run, key) is None})
+
+
+def add(path: Path, folders: Sequence[Path]) -> None:
+    """Add what folders hold to a results file, and say what it has then."""
+    saved = SavedStudy.read(path)
+    for folder in folders:
+        saved = supplemented(saved, folder)
+    saved.write(path)
+    has = {key: sum(getattr(run, key) is not None for run in saved.runs) for key in ("peaks", "outliers")}
+    print(f"{path.name}: {len(saved.runs)} runs, {has['peaks']} with peaks, {has['outliers']} with outliers")
 
 
 def main() -> None:
     """Write every page and picture that has changed, and name it."""
+    if sys.argv[1:]:
+        add(ROOT / "docs" / "results" / f"{sys.argv[1]}.json", [Path(word) for word in sys.argv[2:]])
+        return
     for path, content in made().items():
         if not path.exists() or path.read_text(encoding="utf-8") != content:
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -59,7 +59,11 @@ class Line:
 
 @dataclass(frozen=True)
 class Scatter:
-    """Points and lines over two linear axes; a line's name stands in the legend."""
+    """Points and lines over two axes; a line's name stands in the legend.
+
+    `bounds` are the ends of the axes, where points alone would not give room to the lines. With `log_y` the vertical
+    axis is logarithmic; it then needs bounds.
+    """
 
     points: Sequence[Point]
     lines: Sequence[Line]
@@ -67,11 +71,13 @@ class Scatter:
     y_title: str
     width: int = WIDTH
     height: int = HEIGHT
+    bounds: tuple[tuple[float, float], tuple[float, float]] | None = None
+    log_y: bool = False
 
     @property
     def ranges(self) -> tuple[tuple[float, float], tuple[float, float]]:
         """The axes: room for all points and for their intervals as far as twice the extent of the points."""
-        return (
+        return self.bounds or (
             span([p.x for p in self.points], [p.x_ends for p in self.points]),
             span([p.y for p in self.points], [p.y_ends for p in self.points]),
         )
@@ -104,7 +110,11 @@ class Scatter:
             }
             for point, side in zip(self.points, sides, strict=True)
         ]  # fmt: skip
-        x, y = ({"range": list(ends)} for ends in self.ranges)
+        across, up = self.ranges
+        x: dict[str, Any] = {"range": list(across)}
+        y: dict[str, Any] = {"range": list(up)}
+        if self.log_y:
+            y = {"type": "log", "range": [math.log10(end) for end in up]}
         return framed(traces, self.x_title, self.y_title, height, x=x, y=y)
 
     def svg(self, title: str) -> str:
@@ -130,6 +140,8 @@ class Scatter:
 
     def _pixel(self, x: float, y: float) -> tuple[float, float]:
         (left, right), (low, high) = self.ranges
+        if self.log_y:
+            y, low, high = math.log(y), math.log(low), math.log(high)
         across, up = (x - left) / (right - left), (y - low) / (high - low)
         return (
             _LEFT + across * (self.width - _LEFT - _RIGHT),
@@ -240,7 +252,7 @@ class Scatter:
             x, _ = self._pixel(value, low)
             parts.append(f'<line x1="{x:.1f}" y1="{_TOP}" x2="{x:.1f}" y2="{bottom}" stroke="#e6e9ee"/>')
             parts.append(f'<text x="{x:.1f}" y="{bottom + 18}" text-anchor="middle">{value:g}</text>')
-        for value in _ticks(low, high):
+        for value in (_decades if self.log_y else _ticks)(low, high):
             _, y = self._pixel(left, value)
             parts.append(f'<line x1="{_LEFT}" y1="{y:.1f}" x2="{WIDTH - _RIGHT}" y2="{y:.1f}" stroke="#e6e9ee"/>')
             parts.append(f'<text x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{value:g}</text>')
@@ -294,6 +306,13 @@ def _ticks(low: float, high: float) -> list[float]:
     step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= raw)
     first = math.ceil(low / step)
     return [round(index * step, 10) for index in range(first, math.floor(high / step) + 1)]
+
+
+def _decades(low: float, high: float) -> list[float]:
+    """1, 2 and 5 times powers of ten, or these powers alone if there are many."""
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    factors = (1, 2, 5) if len(powers) < 5 else (1,)
+    return [value for power in powers for f in factors if low <= (value := float(f"{f}e{power}")) <= high]
 
 
 def _whiskers(value: float, ends: tuple[float, float] | None, colour: str) -> dict[str, object] | None:

@@ -15,7 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
-from residua.reproduce.entry import Below, Claim, Diverges, Gain, Order, Study, Unmeasured
+from residua.reproduce.entry import Below, Claim, Diverges, Falls, Gain, Order, Study, Unmeasured
 from residua.reproduce.measures import MEASURES, Measure
 from residua.study.results import StudyResult
 from residua.study.statistics import Estimate, estimate_ratio, paired_difference
@@ -64,6 +64,17 @@ class Measured:
         }
         return {seed: value for seed, value in found.items() if value is not None}
 
+    def measure(self, name: str) -> Measure:
+        """A measure, or the one that stands in for it if rows lack it: one definition for all rows of a table."""
+        asked = MEASURES[name]
+        other = MEASURES.get(asked.instead)
+        return other if other and not self._everywhere(asked) and self._everywhere(other) else asked
+
+    def _everywhere(self, measure: Measure) -> bool:
+        """Whether every complete run of the rows has it."""
+        done = [run for run in self.result.runs if run.status == "complete" and run.budget == 1.0]
+        return all(measure.of(run, self.out) is not None for run in done)
+
     def why_not(self, *rows: str) -> str:
         """Which of these rows are absent, and why; empty if none is."""
         return by_reason({row: self.absent[row] for row in rows if row in self.absent})
@@ -87,7 +98,7 @@ def by_reason(absent: Mapping[str, str]) -> str:
 def verdicts(measured: Measured) -> list[Verdict]:
     """Every claim at every size it is about."""
     judge: dict[type, Callable[..., Verdict]] = {
-        Below: _below, Order: _order, Gain: _gain, Diverges: _diverges, Unmeasured: _unmeasured,
+        Below: _below, Order: _order, Gain: _gain, Falls: _falls, Diverges: _diverges, Unmeasured: _unmeasured,
     }  # fmt: skip
     sizes = [size.name for size in measured.entry.sizes]
     return [
@@ -108,7 +119,7 @@ def _unmeasured(claim: Unmeasured, size: str, measured: Measured) -> Verdict:
 
 
 def _below(claim: Below, size: str, measured: Measured) -> Verdict:
-    measure = MEASURES[claim.measure]
+    measure = measured.measure(claim.measure)
     found = _compared(claim.row, claim.than, size, measure, measured)
     return Verdict(
         claim.text,
@@ -121,7 +132,7 @@ def _below(claim: Below, size: str, measured: Measured) -> Verdict:
 
 def _order(claim: Order, size: str, measured: Measured) -> Verdict:
     """Rows that are absent leave an order open, unless the others contradict it."""
-    measure, absent = MEASURES[claim.measure], measured.why_not(*claim.rows)
+    measure, absent = measured.measure(claim.measure), measured.why_not(*claim.rows)
     rows = [row for row in claim.rows if row not in measured.absent]
     pairs = [(low, high, _compared(low, high, size, measure, measured)) for low, high in pairwise(rows)]
     words = {(low, high): _side(found, _neutral(measure)) for low, high, found in pairs}
@@ -153,6 +164,14 @@ def _gain(claim: Gain, size: str, measured: Measured) -> Verdict:
         return Verdict(claim.text, size, word, why, f"{claim.published:g}×")
     printed = f"{claim.published:g}×, {_where(claim.published, estimate)}"
     return Verdict(claim.text, size, word, f"{title}: {_ratio_text(estimate)}", printed)
+
+
+def _falls(claim: Falls, size: str, measured: Measured) -> Verdict:
+    measure = MEASURES[claim.measure]
+    values = list(measured.values(size, claim.row, measure).values())
+    found = estimate_ratio(values, measured.result.confidence) if values else None
+    told = measured.why_not(claim.row) or _in_words(found, measure, claim.row)
+    return Verdict(claim.text, size, _side(found, 1.0, upward=claim.rises), told)
 
 
 def _diverges(claim: Diverges, size: str, measured: Measured) -> Verdict:

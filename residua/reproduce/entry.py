@@ -100,6 +100,19 @@ class Diverges(Claim):
         return (self.row,)
 
 
+class Falls(Claim):
+    """A ratio of row `row` is below 1; with `rises`, above it."""
+
+    kind: Literal["falls"]
+    row: str
+    measure: str
+    rises: bool = False
+
+    @property
+    def named(self) -> tuple[str, ...]:
+        return (self.row,)
+
+
 class Unmeasured(Claim):
     """A claim that no study can judge yet; `reason` says why, and how to see for oneself."""
 
@@ -107,7 +120,7 @@ class Unmeasured(Claim):
     reason: Words
 
 
-AnyClaim = Annotated[Below | Order | Gain | Diverges | Unmeasured, Field(discriminator="kind")]
+AnyClaim = Annotated[Below | Order | Gain | Falls | Diverges | Unmeasured, Field(discriminator="kind")]
 
 
 class Nothing(Frozen):

@@ -45,7 +45,7 @@ def match_rows(entry: Study, saved: SavedStudy) -> Rows:
     trained = {run.variant for run in saved.runs if run.budget == 1.0}
     baseline = next(row for row in entry.rows if row.name == entry.baseline)
     paper = published_run(entry.sizes[0], baseline)
-    alike = [v for v in study.variants if all(_is_alike(models[size, v].model, paper.model) for size in study.sizes)]
+    alike = _counterparts(study, models, paper.model) or _counterparts(study, models, paper.model, any_mixer=True)
     if not alike:
         return Rows({}, dict.fromkeys((row.name for row in entry.rows), NOT_THERE))
     words = baseline.variant
@@ -66,15 +66,26 @@ def published_run(size: Size, row: Row | None = None) -> RunConfig:
     return run if row is None else run.override(variants.overrides(row.variant, run.model))
 
 
-def _is_alike(model: ModelConfig, paper: ModelConfig) -> bool:
-    """Whether a model can stand for the paper's baseline: shape and recipe may differ, what the papers vary may not."""
-    return _architecture(model) == _architecture(paper)
+def _counterparts(
+    study: StudyConfig, models: Mapping[tuple[str, str], RunConfig], paper: ModelConfig, any_mixer: bool = False
+) -> list[str]:
+    """Variants that can stand for the paper's baseline: shape and recipe may differ, what the papers vary may not.
+
+    With `any_mixer`, a model of softmax attention stands for a hybrid: rows are then changes of another model.
+    """
+    wanted = _architecture(paper, any_mixer)
+    return [
+        name
+        for name in study.variants
+        if all(_architecture(models[size, name].model, any_mixer) == wanted for size in study.sizes)
+    ]
 
 
-def _architecture(model: ModelConfig) -> tuple[object, ...]:
+def _architecture(model: ModelConfig, any_mixer: bool) -> tuple[object, ...]:
     softmax = model.softmax
     gate = None if softmax is None else (softmax.gate, softmax.sink)
-    return model.topology, model.anchors, model.norm.kind, model.placement, model.attention.kind, gate
+    mixer = None if any_mixer else model.attention.kind
+    return model.topology, model.anchors, model.norm.kind, model.placement, mixer, gate
 
 
 def _same_everywhere(

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from residua.study.peaks import HALF, Peaks, change
 from residua.study.plan import RUNS
 from residua.study.results import RunResult
 from residua.study.statistics import mean
@@ -17,8 +18,8 @@ class Measure:
     """A column: its title, how it is taken from a complete run in a study's folder (None if it is not there yet).
 
     Values of a `ratio` measure are compared by their ratio, shown in the format `times`, others by their difference.
-    `diagnosed` ones need a
-    diagnosis, `quantized` ones the study's low-precision measurements, `tasked` ones tasks.
+    `diagnosed` ones need a diagnosis, `quantized` ones the study's low-precision measurements, `tasked` ones tasks.
+    `instead` names the measure that stands in where a study does not have this one of all its rows.
     """
 
     title: str
@@ -30,6 +31,7 @@ class Measure:
     diagnosed: bool = False
     quantized: bool = False
     tasked: bool = False
+    instead: str = ""
 
     def shown(self, value: float) -> str:
         """A value as the tables show it."""
@@ -46,6 +48,10 @@ def _outlier(name: str) -> Callable[[RunResult, Path], float | None]:
         return value
 
     return of
+
+
+def _peak(read: Callable[[Peaks], float | None]) -> Callable[[RunResult, Path], float | None]:
+    return lambda run, out: None if run.peaks is None else read(run.peaks)
 
 
 def _accuracy(run: RunResult, out: Path) -> float | None:
@@ -105,7 +111,24 @@ MEASURES: dict[str, Measure] = {
     ),
     "peak_activation": Measure(
         "peak activation", _outlier("peak_activation"), "the largest value that any sublayer reads", digits=".4g",
-        ratio=True,
+        ratio=True, instead="last_peak",
+    ),
+    "last_peak": Measure(
+        "peak activation by telemetry", _peak(lambda peaks: peaks.last),
+        "the largest value that any sublayer reads, on the few tokens that telemetry measures, after the last step",
+        digits=".4g", ratio=True,
+    ),
+    "early_peak": Measure(
+        "peak activation of the first tenth", _peak(lambda peaks: peaks.early),
+        "the largest that telemetry measured in the first tenth of the run", digits=".4g", ratio=True,
+    ),
+    "peak_change": Measure(
+        "peak activation after the last step / the largest of the first tenth",
+        _peak(lambda peaks: change(peaks.early, peaks.last)), "by telemetry", ratio=True,
+    ),
+    "late_peak_change": Measure(
+        "peak activation after the last step / at half of the run",
+        _peak(lambda peaks: change(peaks.at(HALF), peaks.last)), "by telemetry", ratio=True,
     ),
     "sink_ratio": Measure(
         "residual-sink ratio",

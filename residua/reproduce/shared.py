@@ -31,7 +31,8 @@ from residua.study.trials import TunedRate
 
 Part = TypeVar("Part", SavedModel, SavedRun, TunedRate)
 RECIPE = (
-    "model.layers", "model.width", "model.context", "model.ffn.kind", "model.attention.qk_norm", "train.optimizer.kind",
+    "model.layers", "model.width", "model.context", "model.attention.kind", "model.attention.qk_norm", "model.ffn.kind",
+    "train.optimizer.kind",
 )  # fmt: skip
 """Differences between the study's baseline and the paper's that the page names."""
 MATCHED_BY = {

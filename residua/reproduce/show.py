@@ -93,8 +93,8 @@ class Comparison:
         """By size: the paper's rows, each column twice."""
         columns = [Column("row", numeric=False), Column("variant", numeric=False)]
         for name in self.entry.columns:
-            measure = MEASURES[name]
-            columns += [Column(f"{measure.title}, paper"), Column(f"{measure.title}, ours", measure.meaning)]
+            measure = measured.measure(name)
+            columns += [Column(f"{MEASURES[name].title}, paper"), Column(f"{measure.title}, ours", measure.meaning)]
         columns += [Column(f"{name}, paper") for name in self.entry.unmeasured]
         return [
             (size.name, columns, [self._cells(measured, size.name, row.name) for row in self.entry.rows])
@@ -126,7 +126,7 @@ def claims_table(found: Sequence[Verdict]) -> list[str]:
 
 
 def _ours(measured: Measured, size: str, row: str, column: str) -> Value:
-    measure = MEASURES[column]
+    measure = measured.measure(column)
     values = list(measured.values(size, row, measure).values())
     if not values:
         return Value(NONE)

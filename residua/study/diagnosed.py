@@ -83,7 +83,8 @@ def _sample(run: PlannedRun, dataset: Dataset) -> Sample:
     from residua.diagnose.text import DEFAULT_TOKENS, Sample
 
     length = run.config.sequence
-    batches = list(validation_batches(dataset.split("validation"), length, 16, limit_tokens=DEFAULT_TOKENS))
+    limit = min(DEFAULT_TOKENS, run.config.data.validation_tokens)
+    batches = list(validation_batches(dataset.split("validation"), length, 16, limit_tokens=limit))
     tokens, targets = (torch.cat([getattr(batch, name) for batch in batches]) for name in ("tokens", "targets"))
     source = f"the validation text of {dataset.path.name}"
     facts = TextFacts(source=source, tokens=tokens.numel(), sequences=len(tokens), length=length)

@@ -1,12 +1,16 @@
-"""The answer as a picture: what a variant's step costs against what its tokens are worth, and the ladder behind it."""
+"""Pictures of a study: what a variant's step costs against what its tokens are worth, and the ladder behind it; how
+peaks grew over tokens."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from residua.report import theme
 from residua.report.forest import both_ends
 from residua.report.scatter import Line, Point, Scatter
-from residua.study.results import Interval, LadderResult, StudyResult, VariantResult
+from residua.study.results import Interval, LadderResult, RunResult, StudyResult, VariantResult
 from residua.study.sentences import speed_is_shown
+from residua.study.statistics import geometric_mean
 
 MILLION = 1e6
 
@@ -74,6 +78,42 @@ def _law(ladder: LadderResult, points: list[Point]) -> Line:
     losses = [law.floor + law.scale * (place * MILLION) ** -law.exponent for place in places]
     scale = law.scale * MILLION**-law.exponent
     return Line(f"L = {law.floor:.3f} + {scale:.3g}·D^−{law.exponent:.3f}, D in millions", places, losses)
+
+
+def peak_picture(result: StudyResult, variants: Sequence[str] = (), size: str | None = None) -> str | None:
+    """The largest |h| over tokens as SVG, the geometric mean over seeds, of all variants or some; None without any."""
+    size, lines, points = size or result.sizes[-1], [], []
+    for index, row in enumerate(result.rows(size)):
+        runs = [run for run in result.complete(size, row.name) if run.peaks is not None]
+        curve = _peak_curve(runs)
+        if curve and (not variants or row.name in variants):
+            colour = theme.colour(index)
+            lines.append(Line("", [x for x, _ in curve], [y for _, y in curve], colour))
+            points.append(Point(row.name, *curve[-1], colour, symbol=theme.symbol(index)))
+    if not lines:
+        return None
+    low, high = min(min(line.y) for line in lines), max(max(line.y) for line in lines)
+    bounds = (0.0, 1.25 * max(point.x for point in points)), (low / 1.5, high * 1.5)  # labels stand at the right
+    drawn = Scatter(points, lines, "million tokens", "largest |h| that a sublayer reads", bounds=bounds, log_y=True)
+    what = f"{result.name}, {size}" if len(result.sizes) > 1 else result.name
+    return drawn.svg(f"{what}: peak |h| while training")
+
+
+def _peak_curve(runs: Sequence[RunResult]) -> list[tuple[float, float]]:
+    """(million tokens, peak): the geometric mean over the runs, where all of them have one."""
+    found = []
+    for points in zip(*(_peak_points(run) for run in runs), strict=False):
+        values = [peak for _, peak in points if peak]
+        if len(values) == len(runs):
+            found.append((points[0][0], geometric_mean(values)))
+    return found
+
+
+def _peak_points(run: RunResult) -> list[tuple[float, float | None]]:
+    if run.peaks is None or run.tokens is None:
+        return []
+    per_step = run.tokens / run.peaks.step[-1] / MILLION
+    return [(step * per_step, peak) for step, peak in zip(run.peaks.step, run.peaks.peak, strict=True)]
 
 
 def _gain(row: VariantResult) -> Interval | None:

@@ -28,6 +28,7 @@ from residua.study.measures import (
     task_means,
     task_names,
 )
+from residua.study.peaks import Peaks
 from residua.study.plan import RUNS, PlannedRun, StudyPlan
 from residua.study.runs import DIAGNOSIS, Accuracies, Outliers, QuantizedRun, RunRecord, known
 from residua.study.statistics import Estimate, estimate, geometric_mean, paired_difference
@@ -53,6 +54,7 @@ class RunResult(Frozen):
     tokens_per_second: float | None = None
     memory_gib: float | None = None
     train_loss: float | None = Field(None, description="mean over the last 200 steps, at most a tenth of the run")
+    peaks: Peaks | None = Field(None, description="the largest |h| over layers while it trained, from telemetry")
     outliers: Outliers | None = None
     accuracies: Accuracies | None = None
     quantized: QuantizedRun | None = None
@@ -151,6 +153,11 @@ class StudyResult(Frozen):
         """The table's rows, of one size or of all."""
         return [row for row in self.variants if size is None or row.size == size]
 
+    def complete(self, size: str, variant: str) -> list[RunResult]:
+        """The complete runs of a variant at a size, without those of the ladder."""
+        own = (size, variant, 1.0, "complete")
+        return [run for run in self.runs if (run.size, run.variant, run.budget, run.status) == own]
+
     @property
     def sizes(self) -> list[str]:
         """The sizes, smallest first."""
@@ -212,6 +219,7 @@ def _run_result(run: PlannedRun, record: RunRecord | None, problem: str) -> RunR
         tokens_per_second=known(record.tokens_per_second),
         memory_gib=known(record.memory_gib),
         train_loss=known(record.train_loss),
+        peaks=Peaks.of(record.telemetry),
         outliers=record.outliers,
         accuracies=record.accuracies,
         quantized=record.quantized,

@@ -21,6 +21,7 @@ from residua.files import write_atomically
 from residua.reading import check, read_json, reason, refuse, shown
 from residua.report.figures import evenly
 from residua.study.config import StudyConfig
+from residua.study.peaks import Peaks
 from residua.study.plan import RUNS, PlannedModel, PlannedRun, StudyPlan, model_title
 from residua.study.results import DatasetFacts
 from residua.study.runs import Accuracies, Outliers, QuantizedRun, RunRecord, known
@@ -93,6 +94,7 @@ class SavedRun(Frozen):
     train: Points = Points()
     validation: Points
     train_loss: float | None = None
+    peaks: Peaks | None = None
     outliers: Outliers | None = None
     accuracies: Accuracies | None = None
     quantized: QuantizedRun | None = None
@@ -191,6 +193,7 @@ class SavedStudy(Frozen):
             last_loss=math.nan if saved.train_loss is None else saved.train_loss,
             outliers=saved.outliers,
             accuracies=saved.accuracies,
+            telemetry=[] if saved.peaks is None else saved.peaks.telemetry(per_step),
         )
 
     def _check(self, content: dict[str, Any]) -> None:
@@ -249,6 +252,7 @@ def save_study(
                 train=Points.of(evenly(record.train, POINTS)),
                 validation=Points.of(record.validation),
                 train_loss=known(record.train_loss),
+                peaks=Peaks.of(record.telemetry),
                 outliers=record.outliers,
                 accuracies=record.accuracies,
                 quantized=record.quantized,

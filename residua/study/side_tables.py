@@ -1,4 +1,4 @@
-"""Tables beside the main one: accuracies on tasks, outliers of the trained models, learning rates that were tried."""
+"""Tables beside the main one: accuracies on tasks, outliers of trained models and while training, tried rates."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ from typing import NamedTuple
 
 from residua.report import Column, Value
 from residua.study.measures import MEAN, Interval, LowTaskMeans, TaskMeans
+from residua.study.peaks import EARLY, HALF, Peaks, change
 from residua.study.results import StudyResult, VariantResult
 from residua.study.sentences import NONE
+from residua.study.statistics import estimate_ratio, geometric_mean
 from residua.study.trials import TunedRate
 
 VARIANT = Column("variant", numeric=False)
 RATES = "learning rates"
+PEAKS = "peaks while training"
 
 
 class SideTable(NamedTuple):
@@ -26,8 +29,8 @@ class SideTable(NamedTuple):
 
 def side_tables(result: StudyResult, size: str) -> list[SideTable]:
     """The tables that there are numbers for."""
-    found = (_tasks(result, size), _low_tasks(result, size), _outliers(result, size), _rates(result, size))
-    return [table for table in found if table is not None]
+    made = (_tasks, _low_tasks, _outliers, peak_table, _rates)
+    return [table for make in made if (table := make(result, size)) is not None]
 
 
 def _tasks(result: StudyResult, size: str) -> SideTable | None:
@@ -150,6 +153,62 @@ def _short(value: Interval | None) -> Value:
     if value is None:
         return Value(NONE)
     return Value(f"{value.value:.4g}", "(n=1)" if value.error is None else f"± {value.error:.2g}", value.value)
+
+
+def peak_table(result: StudyResult, size: str, variants: Sequence[str] = ()) -> SideTable | None:
+    """How peaks grew, of all variants or some: None if telemetry measured none."""
+    rows = []
+    for row in result.rows(size):
+        found = [run.peaks for run in result.complete(size, row.name) if run.peaks is not None]
+        if found and (not variants or row.name in variants):
+            rows.append([Value(row.name), *_peak_cells(found, result.confidence)])
+    if not rows:
+        return None
+    level = f"{result.confidence * 100:g} %"
+    over = "geometric mean over seeds, the smallest and the largest"
+    columns = [
+        VARIANT,
+        Column(f"at {EARLY:.0%}", f"the largest |h| that a sublayer reads when a tenth of the steps was done: {over}"),
+        Column(f"at {HALF:.0%}", f"the same at half of the steps: {over}"),
+        Column("at the end", f"the same after the last step: {over}"),
+        Column(f"growth [{level}]", f"at the end / at {EARLY:.0%}, paired by seed, with its {level} Student-t interval "
+               "of logarithms"),
+        Column(f"second half [{level}]", f"at the end / at {HALF:.0%}, likewise"),
+    ]  # fmt: skip
+    return SideTable(
+        PEAKS,
+        columns,
+        rows,
+        "The largest |h| of any layer, on the same few tokens every time. Healthy: peaks that level off.",
+    )
+
+
+def _peak_cells(runs: Sequence[Peaks], level: float) -> list[Value]:
+    early, half, last = ([run.at(share) for run in runs] for share in (EARLY, HALF, 1.0))
+    return [
+        *map(_over_seeds, (early, half, last)),
+        _factor([change(before, after) for before, after in zip(early, last, strict=True)], level),
+        _factor([change(before, after) for before, after in zip(half, last, strict=True)], level),
+    ]
+
+
+def _over_seeds(values: Sequence[float | None]) -> Value:
+    known = [value for value in values if value]
+    if len(known) < len(values):
+        return Value(NONE)
+    middle = geometric_mean(known)
+    spread = "(n=1)" if len(known) == 1 else f"({min(known):.3g} to {max(known):.3g})"
+    return Value(f"{middle:.3g}", spread, middle)
+
+
+def _factor(values: Sequence[float | None], level: float) -> Value:
+    known = [value for value in values if value]
+    if len(known) < len(values):
+        return Value(NONE)
+    found = estimate_ratio(known, level)
+    if found.low is None or found.high is None:
+        return Value(f"{found.value:.3g}×", "(n=1, no interval)", found.value)
+    return Value(f"{found.value:.3g}×", f"[{found.low:.3g}, {found.high:.3g}]", found.value)
 
 
 def _rates(result: StudyResult, size: str) -> SideTable | None:

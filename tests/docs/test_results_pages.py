@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import shutil
 from pathlib import Path
 from types import ModuleType
@@ -11,7 +12,7 @@ import pytest
 
 from residua.config.run import RunConfig
 from residua.study.saved import SavedStudy
-from tests.reproduce.pretend import saved_study
+from tests.reproduce.pretend import STEPS, saved_study, with_peaks
 
 ROOT = Path(__file__).parents[2]
 STUDY = ROOT / "docs" / "results" / "learning-rates.json"
@@ -84,7 +85,57 @@ def test_the_claims_of_a_papers_table_are_judged_by_a_study(results: ModuleType,
     assert results.made(root)[readme] == text
 
 
-@pytest.mark.parametrize("block", ["lost rates", "rates sum", "rates claims", "rates table 004:table1"])
+def test_claims_about_rows_that_a_study_lacks_are_counted_and_a_study_that_cannot_judge_says_why(
+    results: ModuleType, root: Path
+) -> None:
+    ends = {"prenorm": 3.0, "full_attnres": 2.9}
+    saved_study(ends).write(root / "docs" / "results" / "pretended.json")
+    readme = root / "README.md"
+    entries = ("004:table1", "003:table1")
+    readme.write_text("".join(f"<!-- study pretended claims {entry} -->\n<!-- end -->\n" for entry in entries))
+    text = results.made(root)[readme]
+    assert [line.split(" | ")[2] for line in text.splitlines() if " | tiny | " in line] == ["not shown", "confirmed"]
+    assert "- Claims about rows that are not in this study, left out: 9 of 11.\n" in text
+    assert "Not judged yet: the study pretended has no complete run of the rows that 003:table1 compares" in text
+
+
+def test_peaks_of_chosen_variants_are_drawn_and_tabled(results: ModuleType, root: Path) -> None:
+    saved = with_peaks(saved_study({"prenorm": 3.0, "gatednorm": 2.9}), {"prenorm": (2.0, 3.0, 4.0)})
+    saved.write(root / "docs" / "results" / "pretended.json")
+    readme = root / "README.md"
+    readme.write_text("<!-- study pretended peaks prenorm,gatednorm -->\n<!-- end -->\n")
+    made = results.made(root)
+    assert "<svg" in made[root / "docs" / "img" / "pretended-peaks.svg"]
+    assert "](docs/img/pretended-peaks.svg)" in made[readme]
+    assert "| prenorm | 2.02 (2 to 2.04) |" in made[readme] and "| gatednorm |" not in made[readme]
+    readme.write_text("<!-- study pretended peaks mgr -->\n<!-- end -->\n")
+    with pytest.raises(ValueError, match="has no variant mgr"):
+        results.made(root)
+
+
+def test_a_results_file_gets_peaks_from_folders_without_weights(results: ModuleType, tmp_path: Path) -> None:
+    saved = with_peaks(saved_study({"prenorm": 3.0, "mgr": 2.9}), {"mgr": (1.0, 1.0, 1.0)})
+    plan = saved.plan(tmp_path)
+    for run, record in saved.records(plan).items():
+        if run.variant == "prenorm" and run.seed < 2:
+            rows = [{**row, "kind": "validation"} for row in record.validation]
+            rows[-1]["step"] -= run.seed  # seed 1 was interrupted
+            figures = {"peak": [7.0, 8.0], "sink_ratio": [1.0]}
+            rows.append({"kind": "telemetry", "step": STEPS, "tokens": 1, "figures": figures})
+            run.folder.mkdir(parents=True)
+            (run.folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    before = saved.text()
+    again = results.supplemented(saved, tmp_path)
+    peaks = {(run.variant, run.seed): run.peaks and run.peaks.peak for run in again.runs}
+    assert peaks["prenorm", 0] == (8.0,) and peaks["prenorm", 1] is peaks["prenorm", 2] is None
+    assert [peaks["mgr", seed] for seed in range(3)] == [run.peaks.peak for run in saved.runs if run.variant == "mgr"]
+    assert saved.text() == before
+    other = saved_study({"prenorm": 3.1, "mgr": 2.9})
+    with pytest.raises(ValueError, match="holds another run than the study"):
+        results.supplemented(other, tmp_path)
+
+
+@pytest.mark.parametrize("block", ["lost rates", "rates sum", "rates claims", "rates table 004:table1", "rates peaks"])
 def test_a_block_of_an_unknown_study_or_part_is_refused(results: ModuleType, root: Path, block: str) -> None:
     (root / "README.md").write_text(f"<!-- study {block} -->\n<!-- end -->\n")
     with pytest.raises(ValueError, match=r"README\.md asks for part"):

@@ -8,6 +8,7 @@ from typing import Any
 from residua.config import variants as known
 from residua.study.config import StudyConfig
 from residua.study.matching import match
+from residua.study.peaks import Peaks
 from residua.study.plan import PlannedModel, PlannedRun, StudyPlan, base_run
 from residua.study.results import DatasetFacts
 from residua.study.runs import RunRecord
@@ -44,6 +45,18 @@ def saved_study(ends: dict[str, float], variants: dict[str, list[str]] | None = 
                 runs.append(run)
                 records[run] = _record(run, ends[name] + 0.001 * seed + 0.0001 * (place * seed % 3))
     return save_study(study, StudyPlan(models, tuple(runs)), records, "0123456789abcdef", FACTS)
+
+
+def with_peaks(saved: SavedStudy, peaks: dict[str, tuple[float, float, float]]) -> SavedStudy:
+    """The study with telemetry at a tenth of the steps, at half and at the end; seeds differ by 1 %."""
+    runs = []
+    for run in saved.runs:
+        if run.variant in peaks:
+            values = tuple(value * (1 + 0.01 * run.seed) for value in peaks[run.variant])
+            kept = Peaks(step=(STEPS // 10, STEPS // 2, STEPS), peak=values, sink_ratio=(1.0, None, 2.0))
+            run = run.model_copy(update={"peaks": kept})
+        runs.append(run)
+    return saved.model_copy(update={"runs": tuple(runs)})
 
 
 def _record(run: PlannedRun, end: float) -> RunRecord:

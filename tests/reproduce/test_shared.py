@@ -16,11 +16,20 @@ from residua.reproduce.entry import Nothing, Study
 from residua.reproduce.matching import NOT_RUN, NOT_THERE, match_rows
 from residua.reproduce.shared import share
 from residua.study.conduct import show_saved
+from residua.study.runs import Outliers
 from residua.study.saved import SavedStudy
-from tests.reproduce.pretend import saved_study
+from tests.reproduce.pretend import saved_study, with_peaks
 
 runner = CliRunner()
 MGR = {"prenorm": 3.0, "block_attnres": 2.92, "full_attnres": 2.9, "mgr": 2.95}
+
+
+RESCALING = {"prenorm": 3.0, "gated": 2.98, "gated_normed": 2.95, "gated_scaled": 2.96}
+GATED = {
+    "gated": ["gated_attention"],
+    "gated_normed": ["gated_attention+gatednorm"],
+    "gated_scaled": ["gated_attention+preaffine"],
+}
 
 
 def entry(name: str) -> Study:
@@ -127,6 +136,57 @@ def test_what_the_study_does_not_measure_is_not_shown() -> None:
     assert (accuracy.word, accuracy.found) == ("not shown", "base against exoformer_dynamic: accuracy not measured")
     lower = said["Dynamic ExoFormer outperforms the base Transformer"]
     assert lower.word == "confirmed" and "perplexity 0.9049× [0.9047, 0.9052]" in lower.found
+
+
+def test_the_outlier_papers_rows_are_found_whatever_their_names_and_another_feed_forward_is_told() -> None:
+    shared = share("003:table1", saved_study(RESCALING, GATED))
+    assert shared.rows.variants == {
+        "base": "prenorm", "ga": "gated", "ga_gatednorm": "gated_normed", "ga_preaffine": "gated_scaled",
+    }  # fmt: skip
+    assert any("model.ffn.kind relu2 (swiglu)" in note for note in shared.notes)
+
+
+PEAKS = {
+    "prenorm": (20.0, 40.0, 50.0), "gated": (10.0, 40.0, 30.0),
+    "gated_normed": (2.0, 3.0, 3.0), "gated_scaled": (60.0, 6.0, 5.0),
+}  # fmt: skip
+
+
+def test_peaks_of_telemetry_stand_in_for_outliers_that_not_all_rows_have() -> None:
+    saved = with_peaks(saved_study(RESCALING, GATED), PEAKS)
+    lower = judged("003:table1", saved)["(20) against (2): and the outliers"]
+    assert lower.word == "confirmed"
+    assert lower.found == "ga_gatednorm against ga: peak activation by telemetry 0.10× [0.10, 0.10]"
+    assert lower.printed == "0.15×, above our interval"
+    some = Outliers(peak_activation=7.0, sink_ratio=2.0)
+    runs = tuple(r if r.variant == "prenorm" else r.model_copy(update={"outliers": some}) for r in saved.runs)
+    partly = judged("003:table1", saved.model_copy(update={"runs": runs}))
+    assert partly["(20) against (2): and the outliers"] == lower  # one definition for the whole table
+    runs = tuple(run.model_copy(update={"outliers": some}) for run in saved.runs)
+    every = judged("003:table1", saved.model_copy(update={"runs": runs}))
+    same = "ga_gatednorm against ga: peak activation 1.00× [1.00, 1.00]"
+    assert every["(20) against (2): and the outliers"].found == same
+
+
+def test_how_outliers_grow_is_judged_from_a_dense_model_too_and_the_page_says_so() -> None:
+    saved = with_peaks(saved_study(RESCALING, GATED), PEAKS)
+    shared = share("003:fig4", saved)
+    assert shared.rows.variants == {"ga": "gated", "ga_gatednorm": "gated_normed", "ga_preaffine": "gated_scaled"}
+    assert any("model.attention.kind softmax (hybrid)" in n and "model.ffn.kind relu2 (moe)" in n for n in shared.notes)
+    surge, decay, early = shared.verdicts()[-3:]
+    assert surge.word == decay.word == early.word == "confirmed"
+    assert surge.found.endswith("after the last step / the largest of the first tenth 0.08× [0.08, 0.08]")
+    assert decay.found.endswith("at half of the run 0.75× [0.75, 0.75]")
+    grown = judged("003:fig4", with_peaks(saved, {**PEAKS, "gated": (10.0, 40.0, 50.0)}))
+    assert grown[decay.claim].word == "contradicted"
+    bare = judged("003:fig4", saved_study(RESCALING, GATED))
+    assert bare[decay.claim].word == "not shown" and bare[decay.claim].found.endswith("not measured")
+
+
+def test_a_model_with_the_papers_own_mixer_is_preferred() -> None:
+    hybrid = {"other": ["hybrid+gated_attention"], "other_normed": ["hybrid+gated_attention+gatednorm"]}
+    saved = saved_study({**RESCALING, "other": 2.9, "other_normed": 2.8}, {**GATED, **hybrid})
+    assert match_rows(entry("003:fig4"), saved).variants == {"ga": "other", "ga_gatednorm": "other_normed"}
 
 
 def test_a_claim_about_certain_sizes_is_judged_at_these_only() -> None:

@@ -62,6 +62,7 @@ def test_every_run_is_diagnosed_once_linked_and_laid_side_by_side(
         assert f"✓ {run.title}: " in said
         found = Diagnosis.read(run.folder / "diagnosis.json").models[0]
         assert found.text.source == f"the validation text of {dataset.path.name}" and found.ablations
+        assert found.text.tokens <= run.config.data.validation_tokens  # no more than its loss is measured on
         assert found.place == list(asked.variants).index(run.variant)
     both = Diagnosis.read(out / "diagnosis" / "diagnosis.json")
     assert [model.name for model in both.models] == ["prenorm", "mgr"]

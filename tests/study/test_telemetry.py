@@ -11,11 +11,17 @@ from typing import Any
 import pytest
 
 from residua.diagnose.page import diagnosis_page
+from residua.study.conduct import show_saved
 from residua.study.page import study_page
+from residua.study.peaks import Peaks
+from residua.study.picture import peak_picture
 from residua.study.plots import telemetry_curves
 from residua.study.runs import TAIL, RunRecord, latest
+from residua.study.saved import SavedStudy
+from residua.study.side_tables import peak_table
 from residua.watch.follow import Follower
 from tests.diagnose import reports
+from tests.reproduce.pretend import saved_study, with_peaks
 from tests.study.pretend import pretended
 
 GREW = "step 300: the largest |h| before the final norm grew 12-fold in 90 steps"
@@ -48,6 +54,46 @@ def test_the_page_has_curves_over_tokens_and_what_the_runs_said(tmp_path: Path) 
     html = study_page(made.study, made.result, {"mini": runs}, tmp_path).html()
     assert "Inside while training" in html and len(re.findall(re.escape(GREW), html)) == 3
     assert "Inside while training" not in made.page(tmp_path).html()
+
+
+def test_peaks_are_the_largest_of_all_layers_by_step_and_read_as_telemetry_again() -> None:
+    made = records(1.23456)
+    made[-1]["figures"]["peak"] = [None, None]
+    peaks = Peaks.of(made)
+    assert peaks is not None
+    assert (peaks.step[0], peaks.peak[0], peaks.peak[-1], peaks.sink_ratio[0]) == (100, 123.5, None, None)
+    assert (peaks.early, peaks.at(0.1), peaks.at(0.15), peaks.at(0.5), peaks.last) == (123.5, 123.5, 246.9, 617.3, None)
+    again = peaks.telemetry(10)
+    assert Peaks.of(again) == peaks and again[0]["tokens"] == 1000
+    assert Peaks.of([]) is None
+    many = [{"step": i, "figures": {"peak": [float(i)], "sink_ratio": [2.0]}} for i in range(1000)]
+    kept = Peaks.of(many)
+    assert kept is not None and len(kept.step) == 60 and (kept.step[0], kept.step[-1]) == (0, 999)
+    with pytest.raises(ValueError, match="lists of one length"):
+        Peaks(step=(1, 2), peak=(1.0,), sink_ratio=(1.0, 1.0))
+
+
+def test_a_results_file_keeps_peaks_and_the_page_draws_them_from_it(tmp_path: Path) -> None:
+    without = saved_study({"prenorm": 3.0, "gatednorm": 2.9, "mgr": 2.8})
+    assert peak_picture(show_saved(without)) is None and peak_table(show_saved(without), "tiny") is None
+    path = tmp_path / "x.json"
+    with_peaks(without, {"prenorm": (2.0, 10.0, 40.0), "gatednorm": (1.0, 2.0, 1.0)}).write(path)
+    saved = SavedStudy.read(path)
+    records = saved.records(saved.plan(tmp_path))
+    lines = [record.telemetry for run, record in records.items() if run.variant == "prenorm"]
+    assert [line["figures"]["peak"] for line in lines[0]] == [[2.0], [10.0], [40.0]]
+    assert list(telemetry_curves({"prenorm": [r for r in records.values() if r.telemetry]})) == [
+        "peak |h|", "residual-sink ratio",
+    ]  # fmt: skip
+    result = show_saved(saved)
+    table = peak_table(result, "tiny")
+    assert table is not None
+    first, second = ([f"{cell.main} {cell.detail}" for cell in row] for row in table.rows)
+    assert first[1:] == ["2.02 (2 to 2.04)", "10.1 (10 to 10.2)", "40.4 (40 to 40.8)", "20× [20, 20]", "4× [4, 4]"]
+    assert second[4:] == ["1× [1, 1]", "0.5× [0.5, 0.5]"]
+    drawn = peak_picture(result, ["prenorm"])
+    assert drawn is not None and ">prenorm<" in drawn and ">gatednorm<" not in drawn and ">20<" in drawn
+    assert ">gatednorm<" in str(peak_picture(result)) and ">mgr<" not in str(peak_picture(result))
 
 
 @pytest.mark.slow
