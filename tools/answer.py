@@ -19,9 +19,25 @@ from residua.study.saved import SavedStudy
 ROOT = Path(__file__).parents[1]
 STUDY, PICTURE = ROOT / "docs" / "results" / "mini-39m.json", ROOT / "docs" / "img" / "answer.svg"
 NAMES = {
-    "resformer": "Value residuals",
+    "resformer": "value residuals",
     "mgr_resformer": "MGR + value residuals",
     "block_resformer": "Block AttnRes + value residuals",
+    "mgr": "MGR",
+    "mgr_independent": "MGR, independent gates",
+    "mgr_exo": "MGR + dynamic ExoFormer",
+    "block_attnres": "Block AttnRes",
+    "full_attnres": "Full AttnRes",
+    "mhc_lite": "mHC-lite",
+    "gated_attention": "gated attention",
+    "naive": "gated attention + value residuals",
+    "nuresformer": "NuResFormer",
+    "exoformer": "ExoFormer",
+    "exoformer_dynamic": "dynamic ExoFormer",
+    "gatednorm": "GatedNorm",
+    "preaffine": "PreAffine",
+    "gatednorm_resformer": "GatedNorm + value residuals",
+    "gated_gatednorm": "gated attention + GatedNorm",
+    "gated_preaffine": "gated attention + PreAffine",
 }
 COLOURS = ("#2f6fb0", "#b3470b", "#2c7a4b", "#7a4bb8", "#8a6d00", "#a8325e", "#00707a", "#5c5c5c")
 DARK = ("#7db8f0", "#ff9a57", "#6fcf97", "#bd93f9", "#e0c04a", "#f78fb3", "#5fd0da", "#bdbdbd")
