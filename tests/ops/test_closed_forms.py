@@ -32,6 +32,37 @@ def test_multi_gates_closed_form_backward_is_autograds(n: int, width: int, compe
         close(f"gradient of {name}", closed[name], gradient)
 
 
+@pytest.mark.parametrize("competitive", [True, False], ids=["competitive", "independent"])
+def test_a_norm_behind_the_gates_is_undone_with_their_own_rows(competitive: bool) -> None:
+    """With x = gain ⊙ h·r: g_h = r·u − p·h, where h and the dot products with g_h need no row but s_i, f and g_x."""
+    n, width, eps = 4, 33, 1e-3
+    shapes = {"streams": (n, width), "update": (width,), "gate_query": (width,), "gate_bias": (n + competitive,)}
+    shapes |= {"pool_query": (width,), "gain": (width,)}
+    leaves = {name: random(*shape, seed=i) for i, (name, shape) in enumerate(shapes.items(), 1)}
+    *before, gain = leaves.values()
+    g_x, g_s = random(width, seed=8, grad=False), random(n, width, seed=9, grad=False)
+    h, after = ops.multi_gate(*before, competitive=competitive)
+    x = ops.rms_norm(h, gain, eps=eps)
+    autograd = torch.autograd.grad([x, after], list(leaves.values()), [g_x, g_s])
+
+    with torch.no_grad():
+        s, f, w1, b, w2 = before
+        beta = ops.gates(s, w1, b, competitive=competitive)
+        a = ops.pool_weights(after, w2)
+        in_s, in_f = a * (1 - beta), (a * beta).sum()
+        made = in_s @ s + in_f * f
+        close("h", made, h, 1e-13)
+        r = (made.square().mean() + eps).rsqrt()
+        u = gain * g_x
+        pull = (in_s @ (s @ u) + in_f * (u @ f)) * r**3 / width
+        g_h = r * u - pull * made
+        close("g_h · s", r * (s @ u) - pull * (s @ made), s @ g_h, 1e-12)
+        close("g_h · f", r * (u @ f) - pull * (made @ f), g_h @ f, 1e-12)
+        closed = multigate.backward([*s], f, w1, b, w2, g_h, [*g_s], competitive) | {"gain": r * g_x * made}
+    for name, gradient in zip(leaves, autograd, strict=True):
+        close(f"gradient of {name}", closed[name], gradient)
+
+
 @pytest.mark.parametrize("width", [7, 33])
 def test_the_deferred_backward_of_attention_residuals_is_autograds(width: int) -> None:
     """A small model's reads: each source is read by every later reader, and dv_i is written once."""

@@ -3,6 +3,9 @@
 A junction need not keep its streams. In a chain of junctions only the first of a segment keeps them; the others keep f
 and β, and their backward pass repeats s ← s + β(f − s) from there, in registers and with the same rounding: bit for
 bit the same streams, for C more values to read per repeated junction instead of n·C more to keep.
+
+`normed_forward` and `normed_backward` are a junction with the norm after it. Only a compiled step sees that nothing
+else reads h: it puts them in the place of junction and norm (`train/compile/rewrites/normed_junctions.py`).
 """
 
 from __future__ import annotations
@@ -30,6 +33,19 @@ junction_backward = operator(
     " Tensor gate_query, Tensor pool_query, bool apart, bool competitive, float eps) -> Tensor[]",
     launch.backward,
     launch.backward_outputs,
+)
+normed_forward = operator(
+    "multi_gate_normed_forward(Tensor[] streams, Tensor update, Tensor gate_query, Tensor gate_bias, Tensor pool_query,"
+    " Tensor gain, bool competitive, float eps, float norm_eps) -> (Tensor, Tensor, Tensor, Tensor)",
+    launch.normed_forward,
+    launch.normed_outputs,
+)
+normed_backward = operator(
+    "multi_gate_normed_backward(Tensor g_normed, Tensor[] g_after, Tensor[] start, Tensor[] updates, Tensor[] stats,"
+    " Tensor hidden_stats, Tensor gate_query, Tensor pool_query, Tensor gain, bool apart, bool competitive, float eps)"
+    " -> Tensor[]",
+    launch.normed_backward,
+    launch.normed_gradients,
 )
 junction_invert = operator(
     "multi_gate_invert(Tensor after, Tensor update, Tensor stats, float floor) -> Tensor",

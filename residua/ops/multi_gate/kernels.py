@@ -23,7 +23,20 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from residua.ops.multi_gate.kernels_tile import add2, add3, add4, fold, pick, put, rounded, row, scalars, stream, vector
+from residua.ops.multi_gate.kernels_tile import (
+    add2,
+    add3,
+    add4,
+    fetch,
+    fold,
+    pick,
+    put,
+    rounded,
+    row,
+    scalars,
+    stream,
+    vector,
+)
 
 
 @triton.jit
@@ -57,6 +70,41 @@ def pooling(beta, ss, sf, s2, ff, f2, live, eps, per_width, per_root):
 
 
 @triton.jit
+def dots(
+    s_ptrs, row_ptr, w1_ptr, w2_ptr, token, i,
+    C: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """First sweep of a forward pass: the 4N + 2 dot products of s, f, w1 and w2; `row_ptr` is the token's row of f."""
+    ss, sf = tl.zeros([ROWS, LANES], tl.float32), tl.zeros([ROWS, LANES], tl.float32)
+    s1, s2 = ss, sf
+    ff, f2 = tl.zeros([1, LANES], tl.float32), tl.zeros([1, LANES], tl.float32)
+    for tile in range(TILES):
+        c = tile * BLOCK + tl.arange(0, BLOCK)[None, :]
+        b_f, b_w1, b_w2 = row(row_ptr, c, C, "evict_last"), vector(w1_ptr, c, C), vector(w2_ptr, c, C)
+        for k in tl.static_range(N):
+            b_s = row(stream(s_ptrs, k, token, C, N), c, C, "evict_last")  # [1, BLOCK]
+            ss, sf = put(ss, i, k, fold(b_s * b_s, LANES)), put(sf, i, k, fold(b_s * b_f, LANES))
+            s1, s2 = put(s1, i, k, fold(b_s * b_w1, LANES)), put(s2, i, k, fold(b_s * b_w2, LANES))
+        ff, f2 = ff + fold(b_f * b_f, LANES), f2 + fold(b_f * b_w2, LANES)
+    ss, sf, s1, s2 = tl.reduce((ss, sf, s1, s2), 1, add4)  # each [ROWS]
+    ff, f2 = tl.reduce((ff, f2), 1, add2)  # each [1]
+    return ss, sf, s1, s2, ff, f2
+
+
+@triton.jit
+def keep_scalars(stats_ptr, token, i, live, beta, ss, sf, s1, s2, ff, f2, N: tl.constexpr):
+    """Keep β and the scalars for the backward pass."""
+    line_ptr = stats_ptr + token * (5 * N + 2)
+    tl.store(line_ptr + i, beta, mask=live)
+    tl.store(line_ptr + N + i, ss, mask=live)
+    tl.store(line_ptr + 2 * N + i, sf, mask=live)
+    tl.store(line_ptr + 3 * N + i, s1, mask=live)
+    tl.store(line_ptr + 4 * N + i, s2, mask=live)
+    tl.store(line_ptr + 5 * N + tl.arange(0, 1), ff)
+    tl.store(line_ptr + 5 * N + 1 + tl.arange(0, 1), f2)
+
+
+@triton.jit
 def forward_kernel(
     s_ptrs,
     f_ptr,
@@ -83,33 +131,12 @@ def forward_kernel(
     live = i < N
     row_ptr = f_ptr + token * C
 
-    # first sweep: the 4N + 2 dot products of s, f, w1 and w2
-    ss, sf = tl.zeros([ROWS, LANES], tl.float32), tl.zeros([ROWS, LANES], tl.float32)
-    s1, s2 = ss, sf
-    ff, f2 = tl.zeros([1, LANES], tl.float32), tl.zeros([1, LANES], tl.float32)
-    for tile in range(TILES):
-        c = tile * BLOCK + tl.arange(0, BLOCK)[None, :]
-        b_f, b_w1, b_w2 = row(row_ptr, c, C, "evict_last"), vector(w1_ptr, c, C), vector(w2_ptr, c, C)
-        for k in tl.static_range(N):
-            b_s = row(stream(s_ptrs, k, token, C, N), c, C, "evict_last")  # [1, BLOCK]
-            ss, sf = put(ss, i, k, fold(b_s * b_s, LANES)), put(sf, i, k, fold(b_s * b_f, LANES))
-            s1, s2 = put(s1, i, k, fold(b_s * b_w1, LANES)), put(s2, i, k, fold(b_s * b_w2, LANES))
-        ff, f2 = ff + fold(b_f * b_f, LANES), f2 + fold(b_f * b_w2, LANES)
-    ss, sf, s1, s2 = tl.reduce((ss, sf, s1, s2), 1, add4)  # each [ROWS]
-    ff, f2 = tl.reduce((ff, f2), 1, add2)  # each [1]
+    ss, sf, s1, s2, ff, f2 = dots(s_ptrs, row_ptr, w1_ptr, w2_ptr, token, i, C, N, ROWS, BLOCK, TILES, LANES)
     # β from w1 · RMS(s), then a from w2 · RMS(s')
     beta = gates(s1 * tl.rsqrt(ss * per_width + eps) * per_root, bias_ptr, i, live, COMPETITIVE)
     _, _, a = pooling(beta, ss, sf, s2, ff, f2, live, eps, per_width, per_root)
 
-    # keep β and the scalars for the backward pass
-    line_ptr = stats_ptr + token * (5 * N + 2)
-    tl.store(line_ptr + i, beta, mask=live)
-    tl.store(line_ptr + N + i, ss, mask=live)
-    tl.store(line_ptr + 2 * N + i, sf, mask=live)
-    tl.store(line_ptr + 3 * N + i, s1, mask=live)
-    tl.store(line_ptr + 4 * N + i, s2, mask=live)
-    tl.store(line_ptr + 5 * N + tl.arange(0, 1), ff)
-    tl.store(line_ptr + 5 * N + 1 + tl.arange(0, 1), f2)
+    keep_scalars(stats_ptr, token, i, live, beta, ss, sf, s1, s2, ff, f2, N)
 
     for tile in range(TILES):
         c = tile * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -151,7 +178,7 @@ def invert_kernel(
 
 
 @triton.jit
-def _again(
+def again(
     start_ptrs, b_updates, betas, i, k: tl.constexpr, token, c, C: tl.constexpr, N: tl.constexpr, POLICY: tl.constexpr
 ):
     """Stream k before this junction [1, BLOCK]: as at the start of the segment, and the junctions since repeated."""
@@ -162,11 +189,50 @@ def _again(
 
 
 @triton.jit
-def _rows(x_ptrs, token, c, C: tl.constexpr, POLICY: tl.constexpr):
+def rows(x_ptrs, token, c, C: tl.constexpr, POLICY: tl.constexpr):
     b_rows = ()
     for d in tl.static_range(len(x_ptrs)):
         b_rows = b_rows + (row(x_ptrs[d] + token * C, c, C, POLICY),)
     return b_rows
+
+
+@triton.jit
+def fetch_token(
+    g_h_ptr, g_after_ptrs, start_ptrs, past_f_ptrs, f_ptr, token, C: tl.constexpr, N: tl.constexpr, LINES: tl.constexpr
+):
+    """Have all rows that the backward pass reads of a token brought into L2 (`fetch`)."""
+    fetch(g_h_ptr + token * C, C, LINES)
+    fetch(f_ptr + token * C, C, LINES)
+    for d in tl.static_range(len(past_f_ptrs)):
+        fetch(past_f_ptrs[d] + token * C, C, LINES)
+    for k in tl.static_range(N):
+        fetch(stream(start_ptrs, k, token, C, N), C, LINES)
+        if len(g_after_ptrs) > 0:
+            fetch(stream(g_after_ptrs, k, token, C, N), C, LINES)
+
+
+@triton.jit
+def through_scores(
+    beta, ss, sf, s1, s2, ff, f2, after2, rstd, a, hs, hf, gf, gs, eps, per_width, per_root, COMPETITIVE: tl.constexpr
+):
+    """A, B, dz, D and E [ROWS] of the closed form (`backward_kernel`), and −1 times the forget bias's gradient.
+
+    `after2`, `rstd` and `a` are what `pooling` returns; hs = g_h·s, hf = g_h·f, gs = g_s'·s, gf = g_s'·f.
+    """
+    keep = 1 - beta
+    # A and B: the gradient through the pool's scores q
+    ht = keep * hs + beta * hf
+    A = a * (ht - tl.sum(a * ht, 0)) * rstd * per_root
+    B = -A * after2 * rstd * rstd * per_width
+    # dβ = G·(f − s), and dz: the gradient through the gates' scores
+    d_beta = gf - gs + a * (hf - hs) + A * (f2 - s2) + B * ((1 - 2 * beta) * sf + beta * ff - keep * ss)
+    taken = tl.sum(beta * d_beta, 0)
+    dz = beta * (d_beta - taken) if COMPETITIVE else beta * keep * d_beta
+    # D and E: what dz adds to g_s
+    r = tl.rsqrt(ss * per_width + eps)
+    D = dz * r * per_root
+    E = -D * s1 * r * r * per_width
+    return A, B, dz, D, E, (1 - tl.sum(beta, 0)) * taken
 
 
 @triton.jit
@@ -194,6 +260,7 @@ def backward_kernel(
     TILES: tl.constexpr,
     LANES: tl.constexpr,
     COMPETITIVE: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
     """Every P-th token, P the number of programs. Letters as in the closed form of the gradients:
 
@@ -201,6 +268,7 @@ def backward_kernel(
     g_f = Σ β·G,   g_s = (1−β)·G + D·w1 + E·s,   D = dz·r/√C,  E = −dz·(w1·s)·r³/(C√C)
 
     The gradients of w1, w2 and the biases are summed in registers; each program writes one row of `partial`.
+    AHEAD: cache lines of each row of the next token that are fetched while this one is worked on; 0: none.
     """
     program = tl.program_id(0)
     i = tl.arange(0, ROWS)
@@ -214,6 +282,9 @@ def backward_kernel(
 
     for turn in tl.range(tl.cdiv(tokens - program, tl.num_programs(0))):
         token = program.to(tl.int64) + turn * tl.num_programs(0)
+        if AHEAD > 0:
+            coming = tl.minimum(token + tl.num_programs(0), tokens - 1)
+            fetch_token(g_h_ptr, g_after_ptrs, start_ptrs, past_f_ptrs, f_ptr, coming, C, N, AHEAD)
         line_ptr = stats_ptr + token * (5 * N + 2)
         # what the forward pass kept of this token
         beta, ss, sf = scalars(line_ptr, i, N), scalars(line_ptr + N, i, N), scalars(line_ptr + 2 * N, i, N)
@@ -230,10 +301,10 @@ def backward_kernel(
         for tile in range(TILES):
             c = tile * BLOCK + tl.arange(0, BLOCK)[None, :]
             b_f, b_g_h = row(f_ptr + token * C, c, C, "evict_last"), row(g_h_ptr + token * C, c, C, "evict_last")
-            b_past = _rows(past_f_ptrs, token, c, C, "evict_last")
+            b_past = rows(past_f_ptrs, token, c, C, "evict_last")
             hf += fold(b_g_h * b_f, LANES)
             for k in tl.static_range(N):
-                b_s = _again(start_ptrs, b_past, betas, i, k, token, c, C, N, "evict_last")
+                b_s = again(start_ptrs, b_past, betas, i, k, token, c, C, N, "evict_last")
                 hs = put(hs, i, k, fold(b_g_h * b_s, LANES))
                 if len(g_after_ptrs) > 0:
                     b_g = row(stream(g_after_ptrs, k, token, C, N), c, C, "evict_last")
@@ -242,27 +313,16 @@ def backward_kernel(
         hs, gf, gs = tl.reduce((hs, gf, gs), 1, add3)  # each [ROWS]
 
         keep = 1 - beta
-        # w2·s', r' and a, then A and B: the gradient through the pool's scores q
         after2, rstd, a = pooling(beta, ss, sf, s2, ff, f2, live, eps, per_width, per_root)
-        ht = keep * hs + beta * hf
-        A = a * (ht - tl.sum(a * ht, 0)) * rstd * per_root
-        B = -A * after2 * rstd * rstd * per_width
-        # dβ = G·(f − s), and dz: the gradient through the gates' scores
-        d_beta = gf - gs + a * (hf - hs) + A * (f2 - s2) + B * ((1 - 2 * beta) * sf + beta * ff - keep * ss)
+        A, B, dz, D, E, forgotten = through_scores(
+            beta, ss, sf, s1, s2, ff, f2, after2, rstd, a, hs, hf, gf, gs, eps, per_width, per_root, COMPETITIVE
+        )
         if COMPETITIVE:
-            taken = tl.sum(beta * d_beta, 0)
-            dz = beta * (d_beta - taken)
-            g_forget -= (1 - tl.sum(beta, 0)) * taken
-        else:
-            dz = beta * keep * d_beta
+            g_forget -= forgotten
         new_bias = ()
         for k in tl.static_range(N):
             new_bias = new_bias + (g_bias[k] + pick(dz, i, k),)
         g_bias = new_bias
-        # D and E: what dz adds to g_s
-        r = tl.rsqrt(ss * per_width + eps)
-        D = dz * r * per_root
-        E = -D * s1 * r * r * per_width
 
         # With s' = (1−β)s + βf, the parts of g_f and of w2's gradient in f, g_h and w2 are factored out of the sums;
         # g_s is a sum of s, g_s', g_h, f, w1 and w2 with one factor each.
@@ -274,11 +334,11 @@ def backward_kernel(
             c = tile * BLOCK + tl.arange(0, BLOCK)[None, :]
             b_w1, b_w2 = vector(w1_ptr, c, C), vector(w2_ptr, c, C)
             b_f, b_g_h = row(f_ptr + token * C, c, C, "evict_first"), row(g_h_ptr + token * C, c, C, "evict_first")
-            b_past = _rows(past_f_ptrs, token, c, C, "evict_first")
+            b_past = rows(past_f_ptrs, token, c, C, "evict_first")
             b_g_f = of_h * b_g_h + of_w2 * b_w2 + of_f * b_f
             b_to_w1, b_to_w2 = b_g_w1[tile], b_g_w2[tile] + of_w2 * b_f
             for k in tl.static_range(N):
-                b_s = _again(start_ptrs, b_past, betas, i, k, token, c, C, N, "evict_first")
+                b_s = again(start_ptrs, b_past, betas, i, k, token, c, C, N, "evict_first")
                 b_g_f += pick(by_f, i, k) * b_s
                 b_to_w1 += pick(D, i, k) * b_s
                 b_to_w2 += pick(by_w2, i, k) * b_s

@@ -13,17 +13,18 @@ from torch import Tensor
 
 from residua.ops._runtime import fused
 from residua.ops._runtime.launch import aligned, cdiv, extent, on, power, sum_rows
-from residua.ops.multi_gate import kernels, kernels_pool
+from residua.ops.multi_gate import kernels, kernels_normed, kernels_pool
 
 
 class TilePlan(NamedTuple):
     """How a kernel is launched: channels per thread at a time, warps per program, a cap on registers (0: none) and,
-    where programs are persistent, how many per multiprocessor."""
+    where programs are persistent, how many per multiprocessor and whether the rows of the next token are fetched."""
 
     channels: int
     warps: int
     registers: int = 0
     programs: int = 1
+    ahead: bool = False
 
     def settings(self, n: int, width: int) -> dict[str, Any]:
         block = min(32 * self.channels * self.warps, power(width))
@@ -31,6 +32,10 @@ class TilePlan(NamedTuple):
         registers = {"maxnreg": self.registers} if self.registers else {}
         lanes = min(block, 32 * self.warps)
         return {**tile, "LANES": lanes, "num_warps": self.warps, "num_stages": 1, **registers}
+
+    def lines(self, x: Tensor) -> int:
+        """Cache lines of 128 bytes that a row of the next token has, if it is fetched; else 0."""
+        return power(cdiv(x.shape[-1] * x.element_size(), 128)) if self.ahead else 0
 
 
 def forward_plan(n: int, width: int, size: int) -> TilePlan:
@@ -125,7 +130,77 @@ def backward(
             kernels.backward_kernel[(len(partial),)](
                 aligned(g_hidden), tuple(aligned(g) for g in g_after), tuple(aligned(s) for s in start),
                 tuple(updates[:-1]), tuple(stats[:-1]), updates[-1], *weights, stats[-1],
-                tuple(g_streams), g_update, partial, tokens, *_numbers(width, eps), COMPETITIVE=competitive, **tile,
+                tuple(g_streams), g_update, partial, tokens, *_numbers(width, eps),
+                COMPETITIVE=competitive, AHEAD=plan.lines(g_hidden), **tile,
+            )  # fmt: skip
+        sum_rows(partial, total)
+    return outputs
+
+
+def normed_backward_plan(n: int, width: int, size: int) -> TilePlan:
+    """As `backward_plan`, but in smaller pieces where one warp would hold the gain's sums of a whole token as well."""
+    if n <= 4 and 1024 < width < 2048:
+        return TilePlan(8 // size, 2, programs=4)
+    return backward_plan(n, width, size)
+
+
+def normed_outputs(
+    streams: Sequence[Tensor], update: Tensor, gate_query: Tensor, gate_bias: Tensor, pool_query: Tensor, gain: Tensor,
+    competitive: bool, eps: float, norm_eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    hidden, after, stats = forward_outputs(streams, update, gate_query, gate_bias, pool_query, competitive, eps)
+    return hidden, after, stats, stats.new_empty((*update.shape[:-1], streams_in(streams) + 2))
+
+
+def normed_forward(
+    streams: Sequence[Tensor], update: Tensor, gate_query: Tensor, gate_bias: Tensor, pool_query: Tensor, gain: Tensor,
+    competitive: bool, eps: float, norm_eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """x = gain ⊙ RMS(h) [..., C] in place of `forward`'s h, s', its scalars, and the scalars of h [..., N + 2]."""
+    weights = (gate_query, gate_bias, pool_query, gain)
+    outputs = normed_outputs(streams, update, *weights, competitive, eps, norm_eps)
+    width, tokens = extent(update)
+    if tokens:
+        _, tile = _tile(forward_plan, streams_in(streams), outputs[0])
+        with on(update):
+            kernels_normed.normed_forward_kernel[(tokens,)](
+                tuple(aligned(s) for s in streams), aligned(update), *weights, *outputs,
+                norm_eps, *_numbers(width, eps), COMPETITIVE=competitive, **tile,
+            )  # fmt: skip
+    return outputs
+
+
+def normed_gradients(
+    g_normed: Tensor, g_after: Sequence[Tensor], start: Sequence[Tensor], updates: Sequence[Tensor],
+    stats: Sequence[Tensor], hidden_stats: Tensor, gate_query: Tensor, pool_query: Tensor, gain: Tensor,
+    apart: bool, competitive: bool, eps: float,
+) -> list[Tensor]:  # fmt: skip
+    weights = (gate_query, pool_query)
+    *made, row = backward_outputs(g_normed, g_after, start, updates, stats, *weights, apart, competitive, eps)
+    return [*made, row.new_empty(len(row) + len(gain))]
+
+
+def normed_backward(
+    g_normed: Tensor, g_after: Sequence[Tensor], start: Sequence[Tensor], updates: Sequence[Tensor],
+    stats: Sequence[Tensor], hidden_stats: Tensor, gate_query: Tensor, pool_query: Tensor, gain: Tensor,
+    apart: bool, competitive: bool, eps: float,
+) -> list[Tensor]:  # fmt: skip
+    """`backward` from the gradient of x; the row [3C + N + 1] ends with the gradient of the gain."""
+    weights = (gate_query, pool_query, gain)
+    outputs = normed_gradients(
+        g_normed, g_after, start, updates, stats, hidden_stats, *weights, apart, competitive, eps
+    )  # fmt: skip
+    *g_streams, g_update, total = outputs
+    width, tokens = extent(g_normed)
+    plan, tile = _tile(normed_backward_plan, streams_in(start), start[0])
+    partial = _partial(total, plan, tokens)
+    with on(g_normed):
+        if tokens:
+            kernels_normed.normed_backward_kernel[(len(partial),)](
+                aligned(g_normed), tuple(aligned(g) for g in g_after), tuple(aligned(s) for s in start),
+                tuple(updates[:-1]), tuple(stats[:-1]), updates[-1], *weights, stats[-1], hidden_stats,
+                tuple(g_streams), g_update, partial, tokens, *_numbers(width, eps),
+                COMPETITIVE=competitive, AHEAD=plan.lines(g_normed), **tile,
             )  # fmt: skip
         sum_rows(partial, total)
     return outputs

@@ -38,7 +38,7 @@ def rewriting(*rewrites: Rewrite, seen: list[GraphModule]) -> Any:
         seen.append(_rewritten(module, *rewrites))
         return seen[-1].forward
 
-    return _backend(compile)
+    return graphs_backend(compile)
 
 
 def differentiated(
@@ -54,7 +54,7 @@ def differentiated(
         ours.graphs.append(_rewritten(module, rewrite))
         return lambda *args: running.graphs[number](*args)
 
-    compiled = torch.compile(function, backend=_backend(compile), fullgraph=True)
+    compiled = torch.compile(function, backend=graphs_backend(compile), fullgraph=True)
     with ops.backend(backend):
         for running in (plain, ours):
             out = compiled()
@@ -69,7 +69,12 @@ def _rewritten(module: GraphModule, *rewrites: Rewrite) -> GraphModule:
     return module
 
 
-def _backend(compile: Callable[[GraphModule], Callable[..., Any]]) -> Any:
+def graphs_backend(
+    compile: Callable[[GraphModule], Callable[..., Any]],
+    divide: Callable[..., Any] = min_cut_rematerialization_partition,
+) -> Any:
+    """A backend that runs what `compile` makes of the forward and of the backward graph; `divide` made these of one."""
+
     def boxed(module: GraphModule, _: Any) -> Any:
         return make_boxed_func(compile(module))
 
@@ -77,7 +82,7 @@ def _backend(compile: Callable[[GraphModule], Callable[..., Any]]) -> Any:
         fw_compiler=boxed,
         bw_compiler=boxed,
         decompositions=select_decomp_table(),
-        partition_fn=min_cut_rematerialization_partition,
+        partition_fn=divide,
     )
 
 

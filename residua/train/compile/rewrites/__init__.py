@@ -12,10 +12,18 @@ from typing import Any
 
 import torch
 
+NORMED_JUNCTIONS = False
+"""Whether junctions of Multi-Gate Residuals norm the input of the next sublayer (`normed_junctions.py`).
+
+Off until the kernels have been timed."""
+
 
 def compile_rewritten(function: Callable[..., Any]) -> Callable[..., Any]:
     """`torch.compile` for fixed shapes, with all rewrites."""
-    return torch.compile(function, dynamic=False, options={"post_grad_custom_pre_pass": _rewrites()})
+    options = {"post_grad_custom_pre_pass": _rewrites()}
+    if NORMED_JUNCTIONS:
+        options["joint_custom_pre_pass"] = _joint_rewrites()
+    return torch.compile(function, dynamic=False, options=options)
 
 
 def with_own_code(function: Any) -> Callable[..., Any]:
@@ -48,3 +56,12 @@ def _rewrites() -> Any:
     from residua.train.compile.rewrites.weight_gradients import split_weight_gradients
 
     return Rewrites(fuse_additions, take_dots, pack_head_gradients, split_weight_gradients)
+
+
+@cache
+def _joint_rewrites() -> Any:
+    """Those of the graph of both passes, before it is divided into one for each."""
+    from residua.train.compile.rewrites.graphs import Rewrites
+    from residua.train.compile.rewrites.normed_junctions import norm_in_junctions
+
+    return Rewrites(norm_in_junctions)
