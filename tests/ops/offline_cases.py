@@ -17,6 +17,7 @@ from residua.ops.depth_attention.plan import ReadPlan
 from residua.ops.gated_delta import step as delta_step
 from residua.ops.hyper_connection import launch as hyper_launch
 from residua.ops.hyper_connection import manifold_weights
+from residua.ops.multi_gate.autograd import normed_backward, normed_forward
 from residua.ops.squared_relu import launch
 
 Case = tuple[str, Callable[[], Any]]
@@ -124,6 +125,23 @@ def multi_gate(dtype: torch.dtype, width: int, n: int, competitive: bool, apart:
         h, state = ops.multi_gate_chain(state, draw(tokens, width, dtype=dtype), *weights, competitive=competitive)
         read.append(h)
     both((*read, state[0]) if apart else read)
+
+
+@torch.no_grad()
+def multi_gate_normed(dtype: torch.dtype, width: int, n: int, competitive: bool, apart: bool, tokens: int = 5) -> None:
+    """As `multi_gate`, each junction with the norm after it; the last passes no gradient of its streams on."""
+    streams = [draw(tokens, width, dtype=dtype) for _ in range(n)] if apart else [draw(tokens, n, width, dtype=dtype)]
+    gate_query, bias, pool_query, gain = draw(width), draw(n + competitive), draw(width), draw(width)
+    given, updates, stats = streams, [], []
+    for junctions in range(2):
+        updates.append(draw(tokens, width, dtype=dtype))
+        weights, settings = (gate_query, bias, pool_query, gain), (competitive, 1e-6, 1e-6)
+        x, after, kept, hidden = normed_forward(given, updates[-1], *weights, *settings)
+        stats.append(kept)
+        g_after = [] if junctions else [after]
+        queries = (gate_query, pool_query, gain)
+        normed_backward(x, g_after, streams, updates, stats, hidden, *queries, apart, competitive, 1e-6)
+        given = [after]
 
 
 def multi_gate_inverted(dtype: torch.dtype, width: int, n: int, tokens: int = 5) -> None:
@@ -324,6 +342,8 @@ def small_cases() -> Iterator[Case]:
     yield case(mix_projection, FP32, 33, 1, True, 1)
     yield case(multi_gate, BF16, 256, 4, True, False)
     yield case(multi_gate, FP32, 33, 3, False, True, 1)
+    yield case(multi_gate_normed, BF16, 256, 4, True, False)
+    yield case(multi_gate_normed, FP32, 33, 3, False, True, 1)
     yield case(multi_gate_inverted, FP32, 33, 2)
     yield case(pool_streams, BF16, 768, 3)
     yield case(depth_attention, BF16, 768)
@@ -368,6 +388,7 @@ def wide_cases() -> Iterator[Case]:
             yield case(hyper_step, dtype, width, n, norm, used, 1 if n == 3 else 40, n != 2)
         for n, competitive, apart in product((2, 3, 4, 7, 8, 16), switch, switch):
             yield case(multi_gate, dtype, width, n, competitive, apart and n > 1, 1 if n == 7 else 5)
+            yield case(multi_gate_normed, dtype, width, n, competitive, apart, 1 if n == 7 else 5)
         for n in (2, 4, 16):
             yield case(multi_gate_inverted, dtype, width, n)
             yield case(pool_streams, dtype, width, n)

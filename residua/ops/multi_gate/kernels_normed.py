@@ -92,7 +92,7 @@ def normed_backward_kernel(
     C: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr,
     LANES: tl.constexpr, COMPETITIVE: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Every P-th token, P the number of programs, as in `backward_kernel`; rows of `partial` end with the gain's sums."""
+    """Every P-th token, P the number of programs, as in `backward_kernel`; in `partial` a row ends with the gain."""
     program = tl.program_id(0)
     i = tl.arange(0, ROWS)
     live = i < N
