@@ -198,13 +198,16 @@ def rows(x_ptrs, token, c, C: tl.constexpr, POLICY: tl.constexpr):
 
 @triton.jit
 def fetch_token(
-    g_h_ptr, g_after_ptrs, start_ptrs, past_f_ptrs, f_ptr, token, C: tl.constexpr, N: tl.constexpr, LINES: tl.constexpr
-):
-    """Have all rows that the backward pass reads of a token brought into L2 (`fetch`)."""
+    g_h_ptr, g_after_ptrs, start_ptrs, past_f_ptrs, past_stats_ptrs, f_ptr, stats_ptr, token,
+    C: tl.constexpr, N: tl.constexpr, LINES: tl.constexpr,
+):  # fmt: skip
+    """Have all that the backward pass reads of a token brought into L2 (`fetch`)."""
     fetch(g_h_ptr + token * C, C, LINES)
     fetch(f_ptr + token * C, C, LINES)
+    fetch(stats_ptr + token * (5 * N + 2), 5 * N + 2, 4)
     for d in tl.static_range(len(past_f_ptrs)):
         fetch(past_f_ptrs[d] + token * C, C, LINES)
+        fetch(past_stats_ptrs[d] + token * (5 * N + 2), N, 2)
     for k in tl.static_range(N):
         fetch(stream(start_ptrs, k, token, C, N), C, LINES)
         if len(g_after_ptrs) > 0:
@@ -284,7 +287,9 @@ def backward_kernel(
         token = program.to(tl.int64) + turn * tl.num_programs(0)
         if AHEAD > 0:
             coming = tl.minimum(token + tl.num_programs(0), tokens - 1)
-            fetch_token(g_h_ptr, g_after_ptrs, start_ptrs, past_f_ptrs, f_ptr, coming, C, N, AHEAD)
+            fetch_token(
+                g_h_ptr, g_after_ptrs, start_ptrs, past_f_ptrs, past_stats_ptrs, f_ptr, stats_ptr, coming, C, N, AHEAD
+            )
         line_ptr = stats_ptr + token * (5 * N + 2)
         # what the forward pass kept of this token
         beta, ss, sf = scalars(line_ptr, i, N), scalars(line_ptr + N, i, N), scalars(line_ptr + 2 * N, i, N)

@@ -29,7 +29,7 @@ from residua.ops.multi_gate.kernels import (
     rows,
     through_scores,
 )
-from residua.ops.multi_gate.kernels_tile import add2, add3, fold, pick, put, row, scalars, stream, vector
+from residua.ops.multi_gate.kernels_tile import add2, add3, fetch, fold, pick, put, row, scalars, stream, vector
 
 
 @triton.jit
@@ -108,7 +108,10 @@ def normed_backward_kernel(
         token = program.to(tl.int64) + turn * tl.num_programs(0)
         if AHEAD > 0:
             coming = tl.minimum(token + tl.num_programs(0), tokens - 1)
-            fetch_token(g_x_ptr, g_after_ptrs, start_ptrs, past_f_ptrs, f_ptr, coming, C, N, AHEAD)
+            fetch_token(
+                g_x_ptr, g_after_ptrs, start_ptrs, past_f_ptrs, past_stats_ptrs, f_ptr, stats_ptr, coming, C, N, AHEAD
+            )
+            fetch(h_stats_ptr + coming * (N + 2), N + 2, 2)
         line_ptr = stats_ptr + token * (5 * N + 2)
         # what the forward pass kept of this token
         beta, ss, sf = scalars(line_ptr, i, N), scalars(line_ptr + N, i, N), scalars(line_ptr + 2 * N, i, N)

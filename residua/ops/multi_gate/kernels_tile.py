@@ -101,7 +101,7 @@ def scalars(x_ptr, i, N: tl.constexpr):
 
 @triton.jit
 def fetch(row_ptr, C: tl.constexpr, LINES: tl.constexpr):
-    """Have a row brought into L2; nothing waits for it. LINES: its cache lines, rounded up to a power of two."""
+    """Have C numbers brought into L2; nothing waits for them. LINES: a power of two, at least their cache lines."""
     if not INTERPRETED:
         EACH: tl.constexpr = 1024 // row_ptr.dtype.element_ty.primitive_bitwidth
         address = (row_ptr + tl.minimum(tl.arange(0, LINES) * EACH, C - 1)).to(tl.int64)

@@ -49,13 +49,8 @@ def differentiated(function: Callable[[], Tensor], leaves: list[Tensor]) -> list
         return [out, *torch.autograd.grad(out, leaves)]
 
 
-READS = [
-    lambda h, x: 0.0,
-    lambda h, x: h.square().sum(),
-    lambda h, x: (h.detach() * x).sum(),
-    lambda h, x: x.sin().sum(),
-]
-"""What else is read after each junction of a chain: the first and the last norm are the only readers of h."""
+READS = [lambda h, x: 0.0, lambda h, x: x.sin().sum(), lambda h, x: (h.detach() * x).sum()]
+"""What else is read after each junction of a chain; the first two norms are the only readers of h."""
 
 
 def test_a_junction_takes_the_norm_if_nothing_else_reads_h():
@@ -81,8 +76,8 @@ def test_a_junction_takes_the_norm_if_nothing_else_reads_h():
     forward, backward = map(calls, ours.graphs)
     for direction, passed in (("forward", forward), ("backward", backward)):
         assert passed[f"residua.multi_gate_normed_{direction}.default"] == 2
-        assert passed[f"residua.multi_gate_{direction}.default"] == 2
-    assert forward["residua.rms_norm.default"] == backward["residua.rms_norm_backward.default"] == 2
+        assert passed[f"residua.multi_gate_{direction}.default"] == 1
+    assert forward["residua.rms_norm.default"] == backward["residua.rms_norm_backward.default"] == 1
 
 
 def kept(run: Differentiated) -> int:
