@@ -138,10 +138,14 @@ def backward(
 
 
 def normed_backward_plan(n: int, width: int, size: int) -> TilePlan:
-    """As `backward_plan`, but in smaller pieces where one warp would hold the gain's sums of a whole token as well."""
+    """As `backward_plan`, with the registers that its programs leave each other, for the gain's sums need more.
+
+    Where one warp has a token, it would hold too many of them: there two do.
+    """
     if n <= 4 and 1024 < width < 2048:
         return TilePlan(8 // size, 2, programs=4)
-    return backward_plan(n, width, size)
+    plan = backward_plan(n, width, size)
+    return plan._replace(registers=168) if n <= 4 and plan.warps <= 8 else plan
 
 
 def normed_outputs(
