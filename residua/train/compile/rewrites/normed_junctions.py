@@ -108,14 +108,14 @@ def _replace_forward(graph: Graph, found: Found) -> Node:
     with _inserting(graph, _place_forward(found), junction):
         settings = (gain, competitive, eps, norm_eps)
         new = call(graph, torch.ops.residua.multi_gate_normed_forward.default, *inputs, *settings)
-        normed, *others = (call(graph, getitem, new, which) for which in range(4))
+        made: dict[Any, Node] = {which: call(graph, getitem, new, which) for which in range(4)}
         for item in list(norm.users):
             if item.args[1] == 0:
-                item.replace_all_uses_with(like(graph, normed, item))
+                item.replace_all_uses_with(like(graph, made[0], item))
         for item in list(junction.users):
             if item.args[1] != 0:
-                item.replace_all_uses_with(others[item.args[1] - 1])  # type: ignore[operator]
-    return others[2]
+                item.replace_all_uses_with(made[item.args[1]])
+    return made[3]
 
 
 def _replace_backward(graph: Graph, found: Found, hidden_stats: Node) -> None:
