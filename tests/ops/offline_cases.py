@@ -17,7 +17,6 @@ from residua.ops.depth_attention.plan import ReadPlan
 from residua.ops.gated_delta import step as delta_step
 from residua.ops.hyper_connection import launch as hyper_launch
 from residua.ops.hyper_connection import manifold_weights
-from residua.ops.multi_gate import launch as gate_launch
 from residua.ops.multi_gate.autograd import normed_backward, normed_forward
 from residua.ops.squared_relu import launch
 
@@ -143,14 +142,6 @@ def multi_gate_normed(dtype: torch.dtype, width: int, n: int, competitive: bool,
         queries = (gate_query, pool_query, gain)
         normed_backward(x, g_after, streams, updates, stats, hidden, *queries, apart, competitive, 1e-6)
         given = [after]
-
-
-def multi_gate_fetching(dtype: torch.dtype, width: int, n: int) -> None:
-    """Both backward kernels with the rows of the next token fetched ahead."""
-    plan = gate_launch.backward_plan
-    with patch.object(gate_launch, "backward_plan", lambda *sizes: plan(*sizes)._replace(ahead=True)):
-        multi_gate(dtype, width, n, True, False)
-        multi_gate_normed(dtype, width, n, True, False)
 
 
 def multi_gate_inverted(dtype: torch.dtype, width: int, n: int, tokens: int = 5) -> None:
@@ -353,7 +344,6 @@ def small_cases() -> Iterator[Case]:
     yield case(multi_gate, FP32, 33, 3, False, True, 1)
     yield case(multi_gate_normed, BF16, 256, 4, True, False)
     yield case(multi_gate_normed, FP32, 33, 3, False, True, 1)
-    yield case(multi_gate_fetching, BF16, 64, 2)
     yield case(multi_gate_inverted, FP32, 33, 2)
     yield case(pool_streams, BF16, 768, 3)
     yield case(depth_attention, BF16, 768)

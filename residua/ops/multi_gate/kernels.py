@@ -23,20 +23,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from residua.ops.multi_gate.kernels_tile import (
-    add2,
-    add3,
-    add4,
-    fetch,
-    fold,
-    pick,
-    put,
-    rounded,
-    row,
-    scalars,
-    stream,
-    vector,
-)
+from residua.ops.multi_gate.kernels_tile import add2, add3, add4, fold, pick, put, rounded, row, scalars, stream, vector
 
 
 @triton.jit
@@ -197,24 +184,6 @@ def rows(x_ptrs, token, c, C: tl.constexpr, POLICY: tl.constexpr):
 
 
 @triton.jit
-def fetch_token(
-    g_h_ptr, g_after_ptrs, start_ptrs, past_f_ptrs, past_stats_ptrs, f_ptr, stats_ptr, token,
-    C: tl.constexpr, N: tl.constexpr, LINES: tl.constexpr,
-):  # fmt: skip
-    """Have all that the backward pass reads of a token brought into L2 (`fetch`)."""
-    fetch(g_h_ptr + token * C, C, LINES)
-    fetch(f_ptr + token * C, C, LINES)
-    fetch(stats_ptr + token * (5 * N + 2), 5 * N + 2, 4)
-    for d in tl.static_range(len(past_f_ptrs)):
-        fetch(past_f_ptrs[d] + token * C, C, LINES)
-        fetch(past_stats_ptrs[d] + token * (5 * N + 2), N, 2)
-    for k in tl.static_range(N):
-        fetch(stream(start_ptrs, k, token, C, N), C, LINES)
-        if len(g_after_ptrs) > 0:
-            fetch(stream(g_after_ptrs, k, token, C, N), C, LINES)
-
-
-@triton.jit
 def through_scores(
     beta, ss, sf, s1, s2, ff, f2, after2, rstd, a, hs, hf, gf, gs, eps, per_width, per_root, COMPETITIVE: tl.constexpr
 ):
@@ -263,7 +232,6 @@ def backward_kernel(
     TILES: tl.constexpr,
     LANES: tl.constexpr,
     COMPETITIVE: tl.constexpr,
-    AHEAD: tl.constexpr,
 ):
     """Every P-th token, P the number of programs. Letters as in the closed form of the gradients:
 
@@ -271,7 +239,6 @@ def backward_kernel(
     g_f = Σ β·G,   g_s = (1−β)·G + D·w1 + E·s,   D = dz·r/√C,  E = −dz·(w1·s)·r³/(C√C)
 
     The gradients of w1, w2 and the biases are summed in registers; each program writes one row of `partial`.
-    AHEAD: cache lines of each row of the next token that are fetched while this one is worked on; 0: none.
     """
     program = tl.program_id(0)
     i = tl.arange(0, ROWS)
@@ -285,11 +252,6 @@ def backward_kernel(
 
     for turn in tl.range(tl.cdiv(tokens - program, tl.num_programs(0))):
         token = program.to(tl.int64) + turn * tl.num_programs(0)
-        if AHEAD > 0:
-            coming = tl.minimum(token + tl.num_programs(0), tokens - 1)
-            fetch_token(
-                g_h_ptr, g_after_ptrs, start_ptrs, past_f_ptrs, past_stats_ptrs, f_ptr, stats_ptr, coming, C, N, AHEAD
-            )
         line_ptr = stats_ptr + token * (5 * N + 2)
         # what the forward pass kept of this token
         beta, ss, sf = scalars(line_ptr, i, N), scalars(line_ptr + N, i, N), scalars(line_ptr + 2 * N, i, N)

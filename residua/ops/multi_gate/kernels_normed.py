@@ -21,7 +21,6 @@ import triton.language as tl
 from residua.ops.multi_gate.kernels import (
     again,
     dots,
-    fetch_token,
     gates,
     keep_scalars,
     lerp,
@@ -29,7 +28,7 @@ from residua.ops.multi_gate.kernels import (
     rows,
     through_scores,
 )
-from residua.ops.multi_gate.kernels_tile import add2, add3, fetch, fold, pick, put, row, scalars, stream, vector
+from residua.ops.multi_gate.kernels_tile import add2, add3, fold, pick, put, row, scalars, stream, vector
 
 
 @triton.jit
@@ -90,7 +89,7 @@ def normed_backward_kernel(
     g_x_ptr, g_after_ptrs, start_ptrs, past_f_ptrs, past_stats_ptrs, f_ptr, w1_ptr, w2_ptr, gain_ptr, stats_ptr,
     h_stats_ptr, g_s_ptrs, g_f_ptr, partial_ptr, tokens, eps, per_width, per_root,
     C: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr,
-    LANES: tl.constexpr, COMPETITIVE: tl.constexpr, AHEAD: tl.constexpr,
+    LANES: tl.constexpr, COMPETITIVE: tl.constexpr,
 ):  # fmt: skip
     """Every P-th token, P the number of programs, as in `backward_kernel`; in `partial` a row ends with the gain."""
     program = tl.program_id(0)
@@ -106,12 +105,6 @@ def normed_backward_kernel(
 
     for turn in tl.range(tl.cdiv(tokens - program, tl.num_programs(0))):
         token = program.to(tl.int64) + turn * tl.num_programs(0)
-        if AHEAD > 0:
-            coming = tl.minimum(token + tl.num_programs(0), tokens - 1)
-            fetch_token(
-                g_x_ptr, g_after_ptrs, start_ptrs, past_f_ptrs, past_stats_ptrs, f_ptr, stats_ptr, coming, C, N, AHEAD
-            )
-            fetch(h_stats_ptr + coming * (N + 2), N + 2, 2)
         line_ptr = stats_ptr + token * (5 * N + 2)
         # what the forward pass kept of this token
         beta, ss, sf = scalars(line_ptr, i, N), scalars(line_ptr + N, i, N), scalars(line_ptr + 2 * N, i, N)

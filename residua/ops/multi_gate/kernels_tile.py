@@ -97,14 +97,3 @@ def scalars(x_ptr, i, N: tl.constexpr):
     for k in tl.static_range(N):
         b_out = tl.where(i == k, tl.load(x_ptr + k), b_out)
     return b_out
-
-
-@triton.jit
-def fetch(row_ptr, C: tl.constexpr, LINES: tl.constexpr):
-    """Have C numbers brought into L2; nothing waits for them. LINES: a power of two, at least their cache lines."""
-    if not INTERPRETED:
-        EACH: tl.constexpr = 1024 // row_ptr.dtype.element_ty.primitive_bitwidth
-        address = (row_ptr + tl.minimum(tl.arange(0, LINES) * EACH, C - 1)).to(tl.int64)
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1
-        )

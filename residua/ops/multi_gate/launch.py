@@ -18,13 +18,12 @@ from residua.ops.multi_gate import kernels, kernels_normed, kernels_pool
 
 class TilePlan(NamedTuple):
     """How a kernel is launched: channels per thread at a time, warps per program, a cap on registers (0: none) and,
-    where programs are persistent, how many per multiprocessor and whether the rows of the next token are fetched."""
+    where programs are persistent, how many per multiprocessor."""
 
     channels: int
     warps: int
     registers: int = 0
     programs: int = 1
-    ahead: bool = False
 
     def settings(self, n: int, width: int) -> dict[str, Any]:
         block = min(32 * self.channels * self.warps, power(width))
@@ -32,10 +31,6 @@ class TilePlan(NamedTuple):
         registers = {"maxnreg": self.registers} if self.registers else {}
         lanes = min(block, 32 * self.warps)
         return {**tile, "LANES": lanes, "num_warps": self.warps, "num_stages": 1, **registers}
-
-    def lines(self, x: Tensor) -> int:
-        """Cache lines of 128 bytes that a row of the next token has, if it is fetched; else 0."""
-        return power(cdiv(x.shape[-1] * x.element_size(), 128)) if self.ahead else 0
 
 
 def forward_plan(n: int, width: int, size: int) -> TilePlan:
@@ -131,7 +126,7 @@ def backward(
                 aligned(g_hidden), tuple(aligned(g) for g in g_after), tuple(aligned(s) for s in start),
                 tuple(updates[:-1]), tuple(stats[:-1]), updates[-1], *weights, stats[-1],
                 tuple(g_streams), g_update, partial, tokens, *_numbers(width, eps),
-                COMPETITIVE=competitive, AHEAD=plan.lines(g_hidden), **tile,
+                COMPETITIVE=competitive, **tile,
             )  # fmt: skip
         sum_rows(partial, total)
     return outputs
@@ -204,7 +199,7 @@ def normed_backward(
                 aligned(g_normed), tuple(aligned(g) for g in g_after), tuple(aligned(s) for s in start),
                 tuple(updates[:-1]), tuple(stats[:-1]), updates[-1], *weights, stats[-1], hidden_stats,
                 tuple(g_streams), g_update, partial, tokens, *_numbers(width, eps),
-                COMPETITIVE=competitive, AHEAD=plan.lines(g_normed), **tile,
+                COMPETITIVE=competitive, **tile,
             )  # fmt: skip
         sum_rows(partial, total)
     return outputs

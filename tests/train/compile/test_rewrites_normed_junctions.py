@@ -97,10 +97,8 @@ def test_a_model_keeps_its_loss_and_gradients_but_no_input_of_a_norm():
     assert kept(ours) < kept(plain)
 
 
-def test_it_is_off_until_it_is_timed(monkeypatch):
-    asked = []
-    monkeypatch.setattr(torch, "compile", lambda function, **settings: asked.append(settings["options"].keys()))
-    for on in (False, True):
-        monkeypatch.setattr(rewrites, "NORMED_JUNCTIONS", on)
-        rewrites.compile_rewritten(lambda: None)
-    assert ["joint_custom_pre_pass" in options for options in asked] == [False, True]
+def test_a_compiled_step_has_this_rewrite(monkeypatch):
+    asked = {}
+    monkeypatch.setattr(torch, "compile", lambda function, **settings: asked.update(settings["options"]))
+    rewrites.compile_rewritten(lambda: None)
+    assert norm_in_junctions in asked["joint_custom_pre_pass"]._rewrites

@@ -12,17 +12,10 @@ from typing import Any
 
 import torch
 
-NORMED_JUNCTIONS = False
-"""Whether junctions of Multi-Gate Residuals norm the input of the next sublayer (`normed_junctions.py`).
-
-Off until the kernels have been timed."""
-
 
 def compile_rewritten(function: Callable[..., Any]) -> Callable[..., Any]:
     """`torch.compile` for fixed shapes, with all rewrites."""
-    options = {"post_grad_custom_pre_pass": _rewrites()}
-    if NORMED_JUNCTIONS:
-        options["joint_custom_pre_pass"] = _joint_rewrites()
+    options = {"joint_custom_pre_pass": _joint_rewrites(), "post_grad_custom_pre_pass": _rewrites()}
     return torch.compile(function, dynamic=False, options=options)
 
 
