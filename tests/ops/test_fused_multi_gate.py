@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 import torch
@@ -12,10 +12,12 @@ from torch import Tensor
 from residua import ops
 from residua.ops._runtime import fused
 from residua.ops.multi_gate import multi_gate_chain, reference
+from tests.nightly import only_nightly
 
 pytestmark = pytest.mark.slow
 
 interpreter = pytest.mark.skipif(not fused.INTERPRETED, reason="needs TRITON_INTERPRET=1")
+FP32, BF16 = torch.float32, torch.bfloat16
 NAMES = ("hidden", "streams", "g streams", "g update", "g gate_query", "g gate_bias", "g pool_query")
 
 
@@ -65,11 +67,15 @@ SIZES = {
 }
 
 
+GATES = [*product(SIZES, (True,)), ("padded streams", False)]
+"""Gates differ in one function, whatever the size: `make test` has one case of independent ones."""
+
+
 @interpreter
-@pytest.mark.parametrize("competitive", [True, False], ids=["competitive", "independent"])
-@pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
-def test_the_kernels_equal_the_reference_in_every_gradient(size, competitive):
-    inputs = junction(*size, competitive)
+@pytest.mark.parametrize("case", only_nightly(product(SIZES, (True, False)), but=GATES), ids=str)
+def test_the_kernels_equal_the_reference_in_every_gradient(case):
+    size, competitive = case
+    inputs = junction(*SIZES[size], competitive)
     exact = with_gradients(reference.multi_gate, inputs, torch.float64, competitive=competitive)
     ours = with_gradients(triton, inputs, torch.float32, competitive=competitive)
     assert_close(ours, exact, 5e-6)
@@ -131,7 +137,7 @@ def chain_inputs(junctions: int, dtype: torch.dtype) -> tuple[list[list[Tensor]]
 
 
 @interpreter
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", only_nightly([FP32, BF16], but=[BF16]), ids=str)
 def test_streams_made_again_are_bit_for_bit_those_that_were_not_kept(dtype):
     weights, streams, updates = chain_inputs(4, dtype)
     leaves = [streams, *updates, *(w for ws in weights for w in ws)]
@@ -211,9 +217,10 @@ def assert_the_fill_phase_is_right(
 
 
 @interpreter
-@pytest.mark.parametrize("n", [2, 3])
-@pytest.mark.parametrize("passes_on", [True, False], ids=["read again", "read once"])
-def test_the_fill_phase_equals_the_reference_in_every_gradient(n, passes_on):
+@pytest.mark.parametrize("case", only_nightly(product((2, 3), (True, False)), but=[(2, False), (3, True)]), ids=str)
+def test_the_fill_phase_equals_the_reference_in_every_gradient(case):
+    """n, and whether the streams are read again."""
+    n, passes_on = case
     assert_the_fill_phase_is_right(4, n, 20, torch.float32, passes_on, 5e-6)
 
 
@@ -235,7 +242,6 @@ def test_auto_leaves_a_cpu_to_the_reference():
     assert len(state) == 1 and torch.equal(h, reference.multi_gate(*inputs)[0])
 
 
-FP32, BF16 = torch.float32, torch.bfloat16
 # Each row is two kernels that take seconds to compile, so not every combination: every width in both dtypes, both kinds
 # of gates, and each way in which the launcher cuts rows. Sixteen streams take longest; their width is that of one tile.
 ON_A_GPU = {
