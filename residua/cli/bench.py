@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.status import Status
 
+    from residua.bench.step import Case
+
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
@@ -129,6 +131,10 @@ def curve(
     _write(console, out, curve_report(environment, config, result))
 
 
+Presets = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[PRESET ...]", show_default="mgr-s-prenorm mgr-l-prenorm", help="Models to time."),
+]
 EachModelsVariants = Annotated[
     str, typer.Option(metavar="CASE,CASE,...", help="Variants of each model, as in `bench step`; ratios to the first.")
 ]
@@ -136,10 +142,7 @@ EachModelsVariants = Annotated[
 
 @app.command()
 def decode(
-    presets: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[PRESET ...]", show_default="mgr-s-prenorm mgr-l-prenorm", help="Models to decode."),
-    ] = None,
+    presets: Presets = None,
     compare: EachModelsVariants = "prenorm,block_attnres,mgr",
     batch: Annotated[
         list[int] | None, typer.Option(min=1, show_default="1 and 64", help="Rows at once; may be given several times.")
@@ -164,28 +167,22 @@ def decode(
     """
     from residua.bench import show
     from residua.bench.decode import bench_decode, decode_report, print_decode
-    from residua.bench.step import read_cases
     from residua.bench.timing import measure_ceilings
-    from residua.config.run import RunConfig
     from residua.generate.engine import resolve_engine
     from residua.machine import choose_device
     from residua.train.environment import describe_environment
 
     where = choose_device(device, "--device")
     engines = [resolve_engine(name, where) for name in engine or ["auto"]]
-    named = {Path(name).stem: RunConfig.find(name) for name in presets or ["mgr-s-prenorm", "mgr-l-prenorm"]}
-    cases = {name: read_cases(base, compare.split(",")) for name, base in named.items()}
+    cases = _cases(presets, compare)
     environment, console = describe_environment(where), _console()
     results = []
     with _status("measuring this device") as status:
         ceilings = measure_ceilings(where)
-        for name in named:
-            for chosen in engines:
-                for rows in batch or [1, 64]:
-                    results += bench_decode(
-                        name, cases[name], where, batch=rows, filled=filled, engine=chosen, rounds=rounds,
-                        tell=status.update,
-                    )  # fmt: skip
+        for name, chosen, rows in product(cases, engines, batch or [1, 64]):
+            results += bench_decode(
+                name, cases[name], where, batch=rows, filled=filled, engine=chosen, rounds=rounds, tell=status.update
+            )
     show.print_ceilings(console, environment, ceilings)
     print_decode(console, results, ceilings)
     settings = {"filled": filled, "rounds": rounds, "cases": compare}
@@ -194,10 +191,7 @@ def decode(
 
 @app.command()
 def prefill(
-    presets: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[PRESET ...]", show_default="mgr-s-prenorm mgr-l-prenorm", help="Models to run."),
-    ] = None,
+    presets: Presets = None,
     compare: EachModelsVariants = "prenorm,block_attnres,full_attnres,mgr",
     batch: Annotated[
         list[int] | None,
@@ -229,22 +223,19 @@ def prefill(
     """
     from residua.bench import show
     from residua.bench.prefill import bench_prefill, prefill_report, print_prefill
-    from residua.bench.step import read_cases
     from residua.bench.timing import measure_ceilings
-    from residua.config.run import RunConfig
     from residua.generate.engine import resolve_engine
     from residua.machine import choose_device
     from residua.train.environment import describe_environment
 
     where = choose_device(device, "--device")
     engines = [resolve_engine(name, where) for name in engine or ["auto"]]
-    named = {Path(name).stem: RunConfig.find(name) for name in presets or ["mgr-s-prenorm", "mgr-l-prenorm"]}
-    cases = {name: read_cases(base, compare.split(",")) for name, base in named.items()}
+    cases = _cases(presets, compare)
     environment, console = describe_environment(where), _console()
     results = []
     with _status("measuring this device") as status:
         ceilings = measure_ceilings(where)
-        for name, chosen, rows, tokens in product(named, engines, batch or [1, 8], length or [128, 1024]):
+        for name, chosen, rows, tokens in product(cases, engines, batch or [1, 8], length or [128, 1024]):
             results += bench_prefill(
                 name, cases[name], where, batch=rows, length=tokens, engine=chosen, rounds=rounds, peers=peers,
                 tell=status.update,
@@ -286,13 +277,9 @@ def operators(
     from residua.bench import suite
 
     settings = {
-        "tokens": tokens,
-        "width": width,
-        "streams": streams,
-        "sources": sources,
-        "sublayers": sublayers,
+        "tokens": tokens, "width": width, "streams": streams, "sources": sources, "sublayers": sublayers,
         "vocabulary": vocabulary,
-    }
+    }  # fmt: skip
     plan = suite.plan(names or [], implementations.split(","), precision, settings)
     suite.conduct(plan, repeats, out)
 
@@ -377,6 +364,15 @@ def plan_run(
     console = _console()
     print_plans(console, [preset, *(overrides or [])], config, machine, plans, rows)
     _write(console, out, plan_report(config, machine, plans))
+
+
+def _cases(presets: list[str] | None, compare: str) -> dict[str, list[Case]]:
+    """Of each model that generates, the variants to time."""
+    from residua.bench.step import read_cases
+    from residua.config.run import RunConfig
+
+    found = {Path(name).stem: RunConfig.find(name) for name in presets or ["mgr-s-prenorm", "mgr-l-prenorm"]}
+    return {name: read_cases(base, compare.split(",")) for name, base in found.items()}
 
 
 def _console() -> Console:

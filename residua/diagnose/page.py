@@ -21,6 +21,8 @@ Trained = Mapping[str, Records]
 NOT_TRAINED: Trained = MappingProxyType({})
 NAMED = 4
 """A title names at most this many models."""
+WIDE = 9
+"""A table of at most this many columns, the models' names aside, fits a window of 1,100 pixels."""
 
 
 def diagnosis_page(diagnosis: Diagnosis, trained: Trained = NOT_TRAINED) -> Page:
@@ -70,13 +72,14 @@ def _lead(models: Models) -> str:
 
 
 def _summary(page: Page, models: Models) -> None:
-    """One model in sentences, several in a table."""
+    """One model in sentences, several in a table, or in two where one would be too wide."""
     section = page.section("Summary", "The rest in brief. Healthy: numbers near those of models you trust.")
     if len(models) > 1:
-        filled = _filled(models)
-        cells = [[_cells(model)[i] for i in filled] for model in models]
-        columns = [Column("model", numeric=False), *(_columns(models[0])[i] for i in filled)]
-        section.table(columns, [[owner, *row] for owner, row in zip(owners(models), cells, strict=True)])
+        columns, cells, filled = _columns(models[0]), [_cells(model) for model in models], _filled(models)
+        most = math.ceil(len(filled) / math.ceil(len(filled) / WIDE))
+        for part in (filled[start : start + most] for start in range(0, len(filled), most)):
+            rows = [[owner, *(row[i] for i in part)] for owner, row in zip(owners(models), cells, strict=True)]
+            section.table([Column("model", numeric=False), *(columns[i] for i in part)], rows)
         return
     (model,) = models
     section.facts(

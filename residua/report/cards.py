@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from residua.report.cells import breakable
 from residua.report.plain import escape
 
 Tone = Literal["bad", "note", "good"]
@@ -47,7 +48,7 @@ def good_html(sentence: str) -> str:
 
 def owner_html(name: str, colour: str) -> str:
     """A name with its colour."""
-    return f'<span class="owner"><i style="background:{escape(colour)}"></i>{escape(name)}</span>'
+    return f'<span class="owner"><i style="background:{escape(colour)}"></i>{breakable(name)}</span>'
 
 
 def _card(card: Card) -> str:

@@ -13,7 +13,7 @@ from residua.diagnose.metric import Finding
 from residua.diagnose.metrics.similarity import Similarity
 from residua.diagnose.metrics.sublayers import Sublayers
 from residua.diagnose.overview import add_findings, add_picture
-from residua.diagnose.page import diagnosis_page, title
+from residua.diagnose.page import WIDE, diagnosis_page, title
 from residua.diagnose.plots import by_layer, colours
 from residua.diagnose.sentences import short, sureness, token
 from residua.report import Page, theme
@@ -228,6 +228,8 @@ def test_the_summary_of_several_models_is_a_table_without_empty_columns() -> Non
     part = html[html.index('<section id="summary"') : html.index('<section id="what-removal-costs"')]
     heads = re.findall(r'<th scope="col"[^>]*>(?:<button[^>]*>)?([^<]+)', part)
     assert "costs most" in heads and "uniform depth" in heads and "gate" not in heads and "<ul>" not in part
+    tables = [re.findall(r'<th scope="col"', table) for table in part.split("<table>")[1:]]
+    assert len(tables) == 2 and all(len(table) <= WIDE + 1 for table in tables)  # wider ones are cut at 1,100 pixels
 
 
 def test_names_are_escaped_everywhere() -> None:

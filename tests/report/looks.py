@@ -11,8 +11,11 @@ WIDTHS = (1400, 1100, 420)
 
 
 def check_looks(seen: Opened, path: Path) -> None:
-    """Nothing sticks out, headings are in order, figures have words, axe-core is content, nothing left the machine."""
+    """Nothing sticks out, no table is cut at a desk, headings are in order, figures have words, axe-core is content."""
     assert seen.overflowing() == []
+    heads = "[...document.querySelectorAll('.strip thead th')].filter(h => h.scrollWidth > h.clientWidth)"
+    assert seen.page.evaluate(f"{heads}.map(h => h.innerText)") == []
+    assert seen.page.viewport_size["width"] < 1000 or seen.cut_tables() == []
     levels = seen.page.locator("h1, h2, h3, h4").evaluate_all("all => all.map(h => Number(h.localName[1]))")
     assert levels[0] == 1 and levels.count(1) == 1
     assert all(after <= before + 1 for before, after in pairwise(levels))
