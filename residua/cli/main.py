@@ -105,7 +105,7 @@ def main() -> None:
     quiet_libraries()
     try:
         refuse_arguments(sys.argv[1:])
-        ending = app(standalone_mode=False)
+        ending = app(prog_name="residua", standalone_mode=False)
     except typer.Abort:
         sys.exit(1)
     except Terminated as stop:
@@ -118,11 +118,10 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     except Exception as error:
-        show = getattr(error, "show", None)
-        if show is None:  # an error of ours, not of the arguments
+        if not hasattr(error, "format_message"):  # an error of ours, not of the arguments
             raise
         _leave_to_first_rank()
-        show()
+        _show_usage(error)
         sys.exit(2)
     finally:
         _flush_output()
@@ -169,6 +168,16 @@ def refuse(mistake: Exception) -> NoReturn:
     except MemoryError:  # there is not even room to import it
         os.write(2, b"residua: this machine ran out of memory: end other programs.\n")
     sys.exit(2)
+
+
+def _show_usage(error: Any) -> None:
+    """Say what is wrong with the arguments, and where the right ones are; of a group without a verb, show its help."""
+    message = error.format_message()
+    if "\n" in message:
+        error.show()
+        return
+    path = error.ctx.command_path if error.ctx else "residua"
+    complain(f"{message[0].lower()}{message[1:].rstrip('.')}: `{path} --help` shows what there is, with examples.")
 
 
 def _leave_to_first_rank() -> None:

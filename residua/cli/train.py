@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from residua.cli.options import Threads, complain, use_threads
-from residua.files import is_plain_name
+from residua.files import is_plain_name, refuse_blocked
 
 if TYPE_CHECKING:
     from residua.config.run import RunConfig
@@ -74,6 +74,7 @@ def train(
         folder, config = _retrofit(start, source, given, data, out, resume)
     else:
         folder = out or _default_folder(source)
+        refuse_blocked(folder)  # before text is prepared
         config = _configuration(source, folder, resume).override([*_data_change(data), *given])
         config = config.override(_vocabulary_change(config, source, given, folder, resume))
     with _page(folder) if watch and os.environ.get("RANK", "0") == "0" else nullcontext():

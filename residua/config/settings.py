@@ -123,11 +123,12 @@ def refusal(error: ValidationError, model: type[BaseModel]) -> ConfigError:
 
 
 def explain(error: ValidationError, model: type[BaseModel], within: str = "") -> str:
-    """The first problem of a pydantic error as one sentence: the field, the value, the nearest valid choice.
+    """A problem that pydantic found as one sentence: the field, the value, the nearest valid choice.
 
+    It is the first one, but a missing key comes last: an unknown one may be that key, misspelt.
     `within` is the table that holds this one, as in "model": a person typed `model.norm.kind`, not `norm.kind`.
     """
-    fault = error.errors()[0]
+    fault = min(error.errors(), key=lambda fault: fault["type"] == "missing")
     path = _field_path(fault["loc"], model)
     field = reading.brief(".".join([within] * bool(within) + path)) or "configuration"
     cause = fault.get("ctx", {}).get("error")
@@ -208,12 +209,14 @@ _RULES = {
 }
 
 
-def suggest(word: str, known: Iterable[str]) -> str:
-    """The end of a message about an unknown word: the nearest known one, or all of them."""
+def suggest(word: str, known: Iterable[str], listed_by: str = "") -> str:
+    """The end of a message about an unknown word: the nearest known one, or all of them, or what lists them."""
     known = list(known)
     near = get_close_matches(word, known, n=1, cutoff=0.5)
     if near:
         return f"did you mean {near[0]!r}?"
+    if listed_by:
+        return f"`{listed_by}` lists them."
     return f"choose one of {', '.join(repr(k) for k in known)}." if known else "remove it."
 
 

@@ -39,7 +39,7 @@ def names() -> tuple[str, ...]:
 def load(name: str) -> Study | Inside | Nothing:
     """An entry by name, such as `004:table1`."""
     if name not in names():
-        raise ConfigError(f"{name!r} is no entry of `residua reproduce`: {suggest(name, names())}")
+        raise ConfigError(f"there is no entry {name!r}: {suggest(name, names(), 'residua reproduce')}")
     document, _, place = name.partition(":")
     return read_entry(FOLDER / document / f"{place}.toml")
 

@@ -322,7 +322,8 @@ def _scaling(
 ) -> tuple[ScalingResult, ...]:
     """One fit per variant that completed at two sizes or more; advantages at the baseline's largest compute."""
     points = compute_points(runs, variants)
-    fits = {name: scaling.fit(found) for name, found in points.items() if len({c for c, _ in found}) > 1}
+    laws = {name: scaling.fit(found) for name, found in points.items() if len({c for c, _ in found}) > 1}
+    fits = {name: law for name, law in laws.items() if math.isfinite(law.scale)}
     if study.baseline not in fits:
         return ()
     largest = max(compute for compute, _ in points[study.baseline])

@@ -26,12 +26,19 @@ class PowerLaw:
 
     @property
     def scale(self) -> float:
-        """A of L = A·C^−α."""
-        return math.exp(self.log_scale)
+        """A of L = A·C^−α; infinite where sizes too near each other give an absurd α."""
+        return _exp(self.log_scale)
 
     def loss(self, compute: float) -> float:
         """The fitted loss at this compute."""
         return math.exp(self.log_scale - self.exponent * math.log(compute))
+
+
+def _exp(x: float) -> float:
+    try:
+        return math.exp(x)
+    except OverflowError:
+        return math.inf
 
 
 def fit(points: Sequence[tuple[float, float]]) -> PowerLaw:
@@ -65,7 +72,7 @@ def advantage(ours: PowerLaw, baseline: PowerLaw, compute: float, confidence: fl
     log_gain = (baseline.log_scale - ours_log) / baseline.exponent - x
     count, freedom = min(ours.count, baseline.count), ours.count + baseline.count - 4
     if freedom < 1:
-        return Estimate(math.exp(log_gain), count)
+        return Estimate(_exp(log_gain), count)
     pooled = (ours.residual + baseline.residual) / freedom
     # Variance of each fit's prediction of ln L where it is evaluated: ours at x, the baseline's at x + log_gain.
     ours_variance = pooled * (1 / ours.count + (x - ours.centre) ** 2 / ours.spread)
@@ -73,4 +80,4 @@ def advantage(ours: PowerLaw, baseline: PowerLaw, compute: float, confidence: fl
     baseline_variance = pooled * (1 / baseline.count + (read - baseline.centre) ** 2 / baseline.spread)
     error = math.sqrt(ours_variance + baseline_variance) / baseline.exponent
     half = t_quantile(0.5 + confidence / 2, freedom) * error
-    return Estimate(math.exp(log_gain), count, error, math.exp(log_gain - half), math.exp(log_gain + half))
+    return Estimate(_exp(log_gain), count, error, _exp(log_gain - half), _exp(log_gain + half))

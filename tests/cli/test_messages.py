@@ -54,6 +54,8 @@ def say(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp
         ),
         ("train tiny model.layers=99999999", "residua: model.layers = 99999999 is refused: input should be less than"),
         ("train tiny model.topology.streams=8", "residua: model.topology.streams = 8 is not a known key"),
+        ("export run", "residua: missing option '--out': `residua export --help` shows what there is, with examples."),
+        ("reproduce zzz", "residua: there is no entry 'zzz': `residua reproduce` lists them."),
         ("trian tiny", "residua: there is no command 'trian': did you mean 'train'?"),
         ("zzz", "residua: there is no command 'zzz': choose one of 'train',"),
         (
@@ -90,18 +92,18 @@ def say(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp
                 "bench step tiny --out s3://b/x",
             )
         ),
-        (f"train tiny --threads {HUGE}", "Invalid value for '--threads'"),
-        ("train tiny --nonsense", "No such option: --nonsense"),
+        (f"train tiny --threads {HUGE}", "residua: invalid value for '--threads'"),
+        ("train tiny --nonsense", "residua: no such option: --nonsense: `residua train --help` shows what there is"),
         ("quantize nowhere --out q", "residua: nowhere is not a folder: name a run of `residua train`"),
         ("quantize folder --out q", "residua: folder holds no model: name a run of `residua train`"),
-        ("data info folder --sample -1", "Invalid value for '--sample'"),
-        ("data prepare folder --out p --workers 0", "Invalid value for '--workers'"),
-        ("data prepare folder --out p --shard-tokens 0", "Invalid value for '--shard-tokens'"),
-        ("data prepare folder --out p --max-bytes -4", "Invalid value for '--max-bytes'"),
+        ("data info folder --sample -1", "residua: invalid value for '--sample'"),
+        ("data prepare folder --out p --workers 0", "residua: invalid value for '--workers'"),
+        ("data prepare folder --out p --shard-tokens 0", "residua: invalid value for '--shard-tokens'"),
+        ("data prepare folder --out p --max-bytes -4", "residua: invalid value for '--max-bytes'"),
         ("data prepare folder --out p --holdout 2", "residua: --holdout 2 is no share of the text"),
         ("data prepare folder --out p --holdout nan", "residua: --holdout nan is no share of the text"),
         ("data prepare folder --out p --tokenizer _EMPTY_", "residua: --tokenizer is empty"),
-        (f"data tokenizer --vocab-size {HUGE} --out t.json", "Invalid value for '--vocab-size'"),
+        (f"data tokenizer --vocab-size {HUGE} --out t.json", "residua: invalid value for '--vocab-size'"),
         (
             "compare prenorm mgr --out file/x",
             "residua: file is a file, so file/x cannot be made: choose another --out.",
@@ -110,12 +112,12 @@ def say(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp
         ("compare prenorm mgr --sizes tiny,mini --tokens-per-parameter 0", "residua: --tokens-per-parameter 0 is no"),
         ("compare prenorm mgr --quantize _EMPTY_", "residua: --quantize is empty"),
         ("compare prenorm mgr --set model.norm=x", "model.norm.kind = 'x' does not exist"),
-        ("bench step tiny --micro-batch 0", "Invalid value for '--micro-batch'"),
+        ("bench step tiny --micro-batch 0", "residua: invalid value for '--micro-batch'"),
         ("bench step tiny --out folder", "residua: --out folder is a folder: name the file to write."),
         ("bench step tiny --out file/x", "residua: file is a file: choose another --out."),
         ("bench fp8 --sizes 0:0", "residua: --sizes 0:0 is not a list like 512:2048,4096:4096."),
         ("bench fp8 --sizes -1:3", "residua: --sizes -1:3 is not a list like"),
-        (f"bench plan tiny --gpus {HUGE}", "Invalid value for '--gpus'"),
+        (f"bench plan tiny --gpus {HUGE}", "residua: invalid value for '--gpus'"),
     ],
 )
 def test_what_was_typed_is_named(line: str, sentence: str, say: Say) -> None:
@@ -133,7 +135,7 @@ def test_of_many_ranks_one_prints_how_the_command_is_used(say: Say, monkeypatch:
     """The others wait, and torchrun ends them."""
     waited: list[float] = []
     monkeypatch.setattr(command.time, "sleep", waited.append)
-    assert "No such option" in say("train tiny --nonsense") and waited == []
+    assert "no such option" in say("train tiny --nonsense") and waited == []
     monkeypatch.setitem(os.environ, "RANK", "1")
     assert say("train tiny --nonsense") and waited == [command.GRACE]
 

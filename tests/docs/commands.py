@@ -29,7 +29,6 @@ NOT_EXECUTED = {
     r": residua watch": "serves until Ctrl-C: tests/watch does that",
     r"^docs/results/.*\.md: ": "what was measured on a GPU, in minutes to hours",
     r"bench (fp8|decode|prefill)|--implementations fused": "needs a GPU, or is large: tests/bench runs small ones",
-    r"reproduce 004:table1 --(scale|rows)": "hours: tests/reproduce trains small entries",
 }
 
 

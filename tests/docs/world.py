@@ -9,9 +9,11 @@ import shutil
 from pathlib import Path
 
 from residua.data import open_corpus, prepare
+from residua.reproduce import catalogue
 from tests.convert.tiny import saved
 from tests.docs.commands import ROOT, Command, blocks
 from tests.evaluate.test_eval_scores import write_task
+from tests.reproduce.conftest import QUICK
 from tests.trained import WORDS, train_run
 
 SIZES = ["model.layers=8", "model.width=32", "model.ffn.hidden=256"]
@@ -26,6 +28,8 @@ base = "mini"
 data = "data/wiki"
 seeds = 3
 baseline = "prenorm"
+ladder = [0.5, 1, 1.5, 2]
+tune = { lr = [0.5, 1, 2], share = 0.25, seed = 1000 }
 
 [variants]
 prenorm = ["prenorm"]
@@ -68,7 +72,8 @@ class World:
         (place / "trained").mkdir()
         self.run = train_run(place / "trained")
         (place / "qwen-shaped").mkdir()
-        self.shaped = train_run(place / "qwen-shaped", ffn={"kind": "swiglu", "hidden": 32}, head={"kind": "untied"})
+        wide = {"width": 128, "ffn": {"kind": "swiglu", "hidden": 128}}  # FP8 for an engine has blocks of 128
+        self.shaped = train_run(place / "qwen-shaped", **wide, head={"kind": "untied"})
         self.model = place / "model"
         saved(self.model, "Qwen3", head_dim=16, vocab_size=320, num_hidden_layers=4)
         shutil.copy(self.run / "tokenizer.json", self.model)
@@ -115,6 +120,9 @@ def _smaller(verb: str, parameters: dict) -> list[str]:
         small = [word for setting in [*RECIPE, *sizes] for word in ("--set", setting)]
         length = ["--tokens-per-parameter", "0.01"] if parameters["sizes"] else []
         return [*small, *length, "--seeds", "1", "--workers", "1", "--threads", "1", "--calibration", "4"]
+    if verb == "reproduce":
+        return _entry(parameters)
+    preset = parameters.get("preset")
     return {
         "diagnose": ["--tokens", "128", "--length", "32", "--ablation-tokens", "64"],
         "eval": ["--tokens", "64", "--limit", "2", "--shots", "1"],
@@ -122,10 +130,20 @@ def _smaller(verb: str, parameters: dict) -> list[str]:
         "quantize": ["--calibration", "4", "--tokens", "64", "--probes", "1"],
         "bench ops": ["--tokens", "8", "--width", "16", "--repeats", "1", "--vocabulary", "64", "--sublayers", "4",
                       "--implementations", "reference"],
-        "bench curve": ["--steps", "2", *RECIPE, *_sizes(None, None), "model.vocab_size=1024"],
+        "bench curve": ["--steps", "2", *RECIPE, *_sizes(None, preset), "model.vocab_size=1024"],
         "bench step": ["--steps", "1", "--warmup", "0", "--no-compile", "--micro-batch", "1", "--accumulate", "1",
-                       "--sequence", "16", *SIZES, "model.attention.heads=2", "model.vocab_size=320"],
+                       "--sequence", "16", *_sizes(None, preset), "model.vocab_size=320"],
     }.get(verb, [])  # fmt: skip
+
+
+def _entry(parameters: dict) -> list[str]:
+    """One size and one row of an entry that trains, narrow and short."""
+    if parameters["entry"] is None or any(parameters[key] for key in ("plan", "study", "run")):
+        return []
+    entry = catalogue.load(parameters["entry"])
+    changes = [word for change in QUICK for word in ("--set", change)]
+    few = ["--sizes", entry.sizes[0].name, "--rows", entry.rows[1].name, "--seeds", "1", "--limit", "2"]
+    return ["--scale", "1/1000000", *few, *changes, "--threads", "1"]
 
 
 def _sizes(start: Path | None, base: str | None) -> list[str]:

@@ -41,7 +41,7 @@ def test_a_plan_says_runs_tokens_flops_and_hours_and_writes_nothing(dataset: Dat
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["004:table9"], "'004:table9' is no entry of `residua reproduce`: did you mean"),
+        (["004:table9"], "there is no entry '004:table9': did you mean"),
         (["004:table2"], "cannot be reproduced: a list of hyper-parameters. Nearest: the presets"),
         (["003:fig1"], "name their folders with --run FOLDER"),
         (["004:table1", "--run", "runs/x"], "--run is for entries that look inside a model"),

@@ -31,6 +31,14 @@ def test_advantage_of_equal_exponents_is_the_scale_ratio_to_the_power() -> None:
     assert gain.low == pytest.approx(gain.value) and gain.high == pytest.approx(gain.value)
 
 
+def test_sizes_too_near_each_other_give_an_infinite_scale_and_no_crash() -> None:
+    absurd = scaling.fit([(1e9, 6.0), (1.001e9, 4.0)])
+    flat = scaling.fit([(1e9, 6.0), (1e10, 6.0 - 1e-6)])
+    assert absurd.scale == math.inf
+    gain = scaling.advantage(scaling.fit([(1e9, 3.0), (1e10, 2.9)]), flat, 1e10)
+    assert gain is not None and gain.value == math.inf
+
+
 def test_two_points_each_give_no_interval() -> None:
     gain = scaling.advantage(scaling.fit(law(18.0, 0.06)[:2]), scaling.fit(law(19.0, 0.06)[:2]), 1e16)
     assert gain is not None and gain.low is None
