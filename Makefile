@@ -49,6 +49,7 @@ entries: setup  ## write the list of `residua reproduce` into docs/reproduce.md
 
 docs: $(DOCS)  ## the site in build/site; a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@echo "open build/site/index.html; for the search: $(BIN)/python -m http.server --bind 127.0.0.1 -d build/site"
 
 scale: setup  ## write the plans for 8 to 4096 GPUs into docs/scale.md
 	$(BIN)/python tools/scale.py

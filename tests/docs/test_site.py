@@ -103,7 +103,7 @@ def test_the_site_works_in_a_browser_and_finds_words_without_the_network(built: 
 
     with api.sync_playwright() as player:
         browser = player.chromium.launch(executable_path=browser_path, args=["--no-sandbox"])
-        context = browser.new_context(color_scheme="dark")
+        context = browser.new_context(color_scheme="dark", viewport={"width": 1400, "height": 900})
         context.route("**/*", serve)
         page = context.new_page()
         page.on("pageerror", lambda error: errors.append(str(error)))
@@ -111,6 +111,11 @@ def test_the_site_works_in_a_browser_and_finds_words_without_the_network(built: 
             page.goto(f"http://site.test/{name}")
             broken = "[...document.images].filter(i => i.complete && !i.naturalWidth).map(i => i.src)"
             assert page.evaluate(broken) == []
+        for name in ("index.html", "RESULTS.html", "results/main-mini.html"):  # their last columns matter most
+            page.goto(f"http://site.test/{name}")
+            page.wait_for_selector(".md-typeset__scrollwrap", state="attached")
+            wraps = "[...document.querySelectorAll('.md-typeset__scrollwrap')]"
+            assert page.evaluate(f"{wraps}.filter(w => w.scrollWidth > w.clientWidth).length") == 0, name
         page.click("input.md-search__input")
         page.keyboard.type("gates", delay=30)
         page.wait_for_selector(".md-search-result__item")
