@@ -197,8 +197,13 @@ def _over_seeds(values: Sequence[float | None]) -> Value:
     if len(known) < len(values):
         return Value(NONE)
     middle = geometric_mean(known)
-    spread = "(n=1)" if len(known) == 1 else f"({min(known):.3g} to {max(known):.3g})"
-    return Value(f"{middle:.3g}", spread, middle)
+    spread = "(n=1)" if len(known) == 1 else f"({_digits(min(known))} to {_digits(max(known))})"
+    return Value(_digits(middle), spread, middle)
+
+
+def _digits(value: float) -> str:
+    """Three digits, without an exponent below a million."""
+    return f"{float(f'{value:.3g}'):,g}"
 
 
 def _factor(values: Sequence[float | None], level: float) -> Value:

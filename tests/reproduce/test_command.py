@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from residua.cli.reproduce import app
+from residua.config.run import RunConfig
 from residua.config.settings import ConfigError
 from residua.data import Dataset
 from residua.reproduce import conduct as work
@@ -87,14 +88,52 @@ def task_files(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", TRAINED)
-def test_every_entry_runs_from_start_to_end(name: str, dataset: Dataset, tmp_path: Path) -> None:
-    out = tmp_path / "study"
+def few_experts(name: str) -> list[str]:
+    """16 experts instead of 128 or 256: a CPU computes one after the other."""
+    entry = load(name)
+    assert not isinstance(entry, Nothing)
+    mixtures = [size for size in entry.sizes if RunConfig.find(size.base).model.ffn.kind == "moe"]
+    return ["--set", "model.ffn.experts=16"] if mixtures else []
+
+
+def conducted(name: str, dataset: Dataset, folder: Path, *more: str) -> Path:
+    """Run an entry, and return the folder of its study."""
+    out = folder / "study"
     arguments = [name, *SMALL, "--seeds", "1", "--out", str(out), "--data", str(dataset.path), "--threads", "1"]
-    arguments += ["--task-dir", str(task_files(tmp_path / "tasks"))]
+    arguments += ["--task-dir", str(task_files(folder / "tasks")), *more]
     result = runner.invoke(app, arguments, catch_exceptions=False)
     assert result.exit_code == 0, result.output
+    return out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "rows", "shown"),
+    [
+        ("000:table1", ["--rows", "resformer"], ["14.79", "49.65"]),  # with accuracies
+        ("001:fig5", [], ["What removal costs"]),  # inside a model
+        ("003:fig3", ["--rows", "glu"], ["6000", "1.975"]),  # with outliers
+    ],
+)
+def test_each_kind_of_entry_runs_from_start_to_end_with_two_layers(
+    name: str, rows: list[str], shown: list[str], dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fork_workers(monkeypatch)
+    out = conducted(name, dataset, tmp_path, *rows, "--set", "model.layers=2")
+    table = (out / "results.md").read_text("utf-8")
+    assert f"## Paper, {name}" in table and [value for value in shown if value not in table] == []
+    runs = json.loads((out / "results.json").read_text("utf-8"))["runs"]
+    assert {run["status"] for run in runs} == {"complete"} and all(run["peaks"] and run["outliers"] for run in runs)
+    assert f"Paper, {name}" in (out / "report.html").read_text("utf-8")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", TRAINED)
+def test_every_entry_runs_from_start_to_end(
+    name: str, dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fork_workers(monkeypatch)
+    out = conducted(name, dataset, tmp_path, *few_experts(name))
     chromium()
     with opened(out / "report.html") as seen:
         titles = seen.page.locator("main h2").all_inner_texts()

@@ -77,11 +77,11 @@ def test_a_results_file_keeps_peaks_and_the_page_draws_them_from_it(tmp_path: Pa
     without = saved_study({"prenorm": 3.0, "gatednorm": 2.9, "mgr": 2.8})
     assert peak_picture(show_saved(without)) is None and peak_table(show_saved(without), "tiny") is None
     path = tmp_path / "x.json"
-    with_peaks(without, {"prenorm": (2.0, 10.0, 40.0), "gatednorm": (1.0, 2.0, 1.0)}).write(path)
+    with_peaks(without, {"prenorm": (2.0, 10.0, 4000.0), "gatednorm": (1.0, 2.0, 1.0)}).write(path)
     saved = SavedStudy.read(path)
     records = saved.records(saved.plan(tmp_path))
     lines = [record.telemetry for run, record in records.items() if run.variant == "prenorm"]
-    assert [line["figures"]["peak"] for line in lines[0]] == [[2.0], [10.0], [40.0]]
+    assert [line["figures"]["peak"] for line in lines[0]] == [[2.0], [10.0], [4000.0]]
     assert list(telemetry_curves({"prenorm": [r for r in records.values() if r.telemetry]})) == [
         "peak |h|", "residual-sink ratio",
     ]  # fmt: skip
@@ -89,10 +89,11 @@ def test_a_results_file_keeps_peaks_and_the_page_draws_them_from_it(tmp_path: Pa
     table = peak_table(result, "tiny")
     assert table is not None
     first, second = ([f"{cell.main} {cell.detail}" for cell in row] for row in table.rows)
-    assert first[1:] == ["2.02 (2 to 2.04)", "10.1 (10 to 10.2)", "40.4 (40 to 40.8)", "20× [20, 20]", "4× [4, 4]"]
+    assert first[1:4] == ["2.02 (2 to 2.04)", "10.1 (10 to 10.2)", "4,040 (4,000 to 4,080)"]
+    assert first[4:] == ["2e+03× [2e+03, 2e+03]", "400× [400, 400]"]
     assert second[4:] == ["1× [1, 1]", "0.5× [0.5, 0.5]"]
     drawn = peak_picture(result, ["prenorm"])
-    assert drawn is not None and ">prenorm<" in drawn and ">gatednorm<" not in drawn and ">20<" in drawn
+    assert drawn is not None and ">prenorm<" in drawn and ">gatednorm<" not in drawn and ">1000<" in drawn
     assert ">gatednorm<" in str(peak_picture(result)) and ">mgr<" not in str(peak_picture(result))
 
 
