@@ -10,7 +10,10 @@ from types import ModuleType
 
 import pytest
 
+from residua.config import variants
 from residua.config.run import RunConfig
+from residua.study.config import StudyConfig
+from residua.study.plan import base_run
 from residua.study.saved import SavedStudy
 from tests.reproduce.pretend import STEPS, saved_study, with_peaks
 
@@ -35,6 +38,19 @@ def root(tmp_path: Path) -> Path:
     (tmp_path / "docs" / "results" / "other.json").write_text('{"step": 3}')
     (tmp_path / "README.md").write_text("# A title\n")
     return tmp_path
+
+
+def test_studies_that_are_not_begun_can_be_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    page = (ROOT / "docs" / "results" / "to-measure.md").read_text()
+    for path in sorted((ROOT / "docs" / "results" / "studies").glob("*.toml")):
+        if not path.name.startswith("size-"):
+            study = StudyConfig.from_toml(path)
+            assert study.name == path.stem and path.stem in page
+            for size in study.sizes:
+                base = base_run(study, size)
+                for changes in study.variants.values():
+                    assert base.override(variants.overrides(changes, base.model)).model.layers == base.model.layers
 
 
 def test_the_committed_pages_are_what_the_studies_make(results: ModuleType) -> None:
