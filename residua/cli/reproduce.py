@@ -54,6 +54,9 @@ def reproduce(
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, show_default="all", help="Questions per task.")] = None,
     no_tasks: Annotated[bool, typer.Option("--no-tasks", help="Measure no accuracies.")] = False,
+    calibration: Annotated[
+        int | None, typer.Option(min=1, show_default="4096", help="Sequences that SmoothQuant calibrates on.")
+    ] = None,
     tune: Annotated[
         str | None,
         typer.Option(
@@ -117,6 +120,7 @@ def reproduce(
         scale=share, sizes=_names(sizes), rows=_names(rows), seeds=seeds, set=tuple(change or ()),
         data=None if data is None else str(data), workers=workers, threads=threads,
         task_dir=None if task_dir is None else str(task_dir), limit=limit, no_tasks=no_tasks, tune=_multiples(tune),
+        calibration=calibration,
     )  # fmt: skip
     if study is not None:
         others = {"run": run, "results": results, "plan": plan, "scale": scale != SCALE}

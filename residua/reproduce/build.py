@@ -34,6 +34,7 @@ class Request:
     limit: int | None = None
     no_tasks: bool = False
     tune: tuple[str, ...] = ()
+    calibration: int | None = None
 
     def given(self, but: Sequence[str] = ()) -> list[str]:
         """The options that were given, apart from some."""
@@ -95,6 +96,7 @@ def build_study(name: str, entry: Study, request: Request, folder: Path) -> Stud
         tune={"lr": request.tune} if request.tune else None,
         workers=request.workers,
         threads=request.threads,
+        **({} if request.calibration is None else {"calibration": request.calibration}),
     )
 
 

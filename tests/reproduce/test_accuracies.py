@@ -130,3 +130,9 @@ def test_a_search_of_rates_is_part_of_an_entrys_plan_and_cost(dataset: Dataset, 
     assert study.tune is not None and study.tune.lr == (1.0, 2.0)
     assert (len(plan.runs), len(plan.trials)) == (2, 4)
     assert planned_cost(plan).runs == 6
+
+
+def test_smoothquant_of_a_table_calibrates_on_as_many_sequences_as_asked(tmp_path: Path) -> None:
+    for asked, used in ((8, 8), (None, 4096)):
+        entry, request = entry_of("003:table2", ("ga", "ga_gatednorm"), no_tasks=True, calibration=asked)
+        assert build_study("003:table2", entry, request, tmp_path).calibration == used

@@ -237,6 +237,7 @@ def test_the_page_says_whose_numbers_they_are(tmp_path: Path) -> None:
         (MGR, ["004:table1", "--rows", "mgr9"], "--rows mgr9 is not in this entry"),
         (MGR, ["004:table1", "--seeds", "3"], "trains nothing: leave --seeds out"),
         (MGR, ["004:table1", "--task-dir", "tasks"], "trains nothing: leave --task-dir out"),
+        (MGR, ["004:table1", "--calibration", "8"], "trains nothing: leave --calibration out"),
         (MGR, ["004:table1", "--scale", "1/4"], "trains nothing: leave --scale out"),
         (MGR, ["004:table1", "--plan"], "trains nothing: leave --plan out"),
     ],
