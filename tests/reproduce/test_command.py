@@ -100,7 +100,7 @@ def conducted(name: str, dataset: Dataset, folder: Path, *more: str) -> Path:
     """Run an entry, and return the folder of its study."""
     out = folder / "study"
     arguments = [name, *SMALL, "--seeds", "1", "--out", str(out), "--data", str(dataset.path), "--threads", "1"]
-    arguments += ["--calibration", "8", "--task-dir", str(task_files(folder / "tasks")), *more]
+    arguments += ["--calibration", "2", "--task-dir", str(task_files(folder / "tasks")), *more]
     result = runner.invoke(app, arguments, catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return out
