@@ -185,7 +185,8 @@ def test_without_triton_only_kernels_and_what_launches_them_cannot_be_imported(
     without_triton: dict[str, str], tmp_path: Path
 ) -> None:
     paths = [path.relative_to(ROOT).with_suffix("").parts for path in sorted((ROOT / "residua").rglob("*.py"))]
-    names = [".".join(parts[:-1] if parts[-1] == "__init__" else parts) for parts in paths]
+    ours = [parts for parts in paths if "torchtitan" not in parts]  # an extra of its own, which needs Triton itself
+    names = [".".join(parts[:-1] if parts[-1] == "__init__" else parts) for parts in ours]
     refused = python(
         f"""
         from importlib import import_module
