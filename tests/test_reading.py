@@ -35,6 +35,7 @@ READERS = {
     "distributed/heartbeat.py": "messages between the ranks of a job, no files",
     "distributed/nodes.py": "what the process's own recorder of collectives returns, no files",
     "integrations/torchtitan/run.py": "what RunConfig.to_toml returned in this job, no files",
+    "doctor/helpers.py": "answers of the processes of a self-test through a pipe, no files",
     "study/worker.py": "requests of the study through a pipe, no files",
     "train/compile/precompile.py": "requests of the parent process through a pipe, no files",
 }

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 if TYPE_CHECKING:
     from residua.doctor.findings import Check, Finding
+    from residua.report.terminal import ProgressBars
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
@@ -28,17 +31,19 @@ def doctor(
     residua doctor --quick
     residua doctor --json > doctor.json
 
-    The first self-test on a GPU also compiles the kernels. Exit status 1 if a check fails.
+    The first self-test on a GPU also compiles the kernels, in up to 8 processes, and takes longer. Exit status 1 if a
+    check fails.
     """
     from residua.doctor import findings as show
-    from residua.report.terminal import open_console
+    from residua.report.terminal import ProgressBars, open_console
 
     found: list[Finding] = []
     console = open_console(None)
-    for finding in show.run_checks(checks(quick)):
-        if not as_json:
-            show.print_finding(console, finding, found[-1] if found else None)
-        found.append(finding)
+    with nullcontext() if as_json else ProgressBars(console) as bars:
+        for finding in show.run_checks(checks(quick, bars)):
+            if not as_json:
+                show.print_finding(console, finding, found[-1] if found else None)
+            found.append(finding)
     if as_json:
         print(json.dumps(show.as_json(found), indent=1))
     else:
@@ -47,7 +52,7 @@ def doctor(
         raise typer.Exit(1)
 
 
-def checks(quick: bool) -> list[tuple[str, Check]]:
+def checks(quick: bool, bars: ProgressBars | None = None) -> list[tuple[str, Check]]:
     """What is checked, in order; each imports what it needs when it runs."""
     from residua.doctor import installed
 
@@ -55,11 +60,11 @@ def checks(quick: bool) -> list[tuple[str, Check]]:
         ("machine", installed.machine),
         ("packages", lambda: installed.packages(installed.requirements(), imported=not quick)),
     ]
-    return named if quick else [*named, ("device", installed.accelerator), ("self-test", _self_test)]
+    return named if quick else [*named, ("device", installed.accelerator), ("self-test", partial(_self_test, bars))]
 
 
-def _self_test() -> Iterator[Finding]:
+def _self_test(bars: ProgressBars | None) -> Iterator[Finding]:
     from residua.doctor.kernels import self_test
     from residua.machine import choose_device
 
-    yield from self_test(choose_device("auto"))
+    yield from self_test(choose_device("auto"), progress=None if bars is None else bars.track("self-test"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,15 +15,23 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from residua import ops
 from residua.config.model import ModelConfig
 from residua.doctor.findings import Finding, fix_of, in_words, quiet
+from residua.doctor.helpers import run_beside
+from residua.machine import available_cores, free_memory, python_command
 from residua.model.decoder import build
 from residua.ops import decode
 from residua.ops._runtime.backend import Operator, backend
 from residua.ops.hyper_connection import manifold_weights
+from residua.report.terminal import Progress
 
 N = 4
 """Streams, and heads."""
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 """The largest relative error of an output or a gradient."""
+LONGEST = (
+    "delta_mixer", "gated_delta", "a small model", "depth_attention", "expert_ffn", "gated_norm", "multi_gate",
+    "hyper_step", "route", "squared_relu_ffn", "kimi_delta", "convolve_heads",
+)  # fmt: skip
+"""Checks whose kernels take longest to compile, 11 to 2 s each: helpers begin with them."""
 _HOPPER = "; its kernel needs Hopper"
 
 
@@ -171,14 +180,32 @@ def _decoding(d: Draw) -> dict[str, Call]:
     return {name: Call(call.operator, call.args, gradients=False) for name, call in calls.items()}
 
 
-def self_test(device: torch.device) -> Iterator[Finding]:
-    """Every operator on random inputs, outputs and gradients, then a small model: some seconds in all."""
+def checks(device: torch.device) -> dict[str, Callable[[], Finding]]:
+    """The self-test by names, in order: every operator on random inputs, outputs and gradients, then a small model."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     draw = Draw(device, dtype)
-    for part in (_depth, _sublayers, _decoding):
-        for name, call in part(draw).items():
-            yield check(name, call, TOLERANCE[dtype])
-    yield _attempt("a small model", lambda: _model(device))
+    calls = {**_depth(draw), **_sublayers(draw), **_decoding(draw)}
+    operators = {name: partial(check, name, call, TOLERANCE[dtype]) for name, call in calls.items()}
+    return {**operators, "a small model": partial(_attempt, "a small model", partial(_model, device))}
+
+
+def self_test(device: torch.device, helpers: int | None = None, progress: Progress | None = None) -> Iterator[Finding]:
+    """The findings of all checks: seconds; the first time on a GPU, kernels are compiled by this and other processes.
+
+    `helpers`: how many others; unless given, as many as cores and the GPU's memory allow, and none without a GPU.
+    """
+    code = "import sys, torch; from residua.doctor import helpers, kernels\n"
+    code += "helpers.serve(kernels.checks(torch.device(sys.argv[1])))"
+    count = helper_count(device) if helpers is None else helpers
+    return run_beside(checks(device), python_command("-c", code, device.type), count, first=LONGEST, progress=progress)
+
+
+def helper_count(device: torch.device) -> int:
+    """One for each further core, 7 at most, and a GiB of the GPU for each; none without a GPU or with two cores."""
+    cores = available_cores()
+    if device.type != "cuda" or cores <= 2:
+        return 0
+    return min(7, cores - 1, (free_memory(device) or 0) // 2**30)
 
 
 def check(name: str, call: Call, tolerance: float) -> Finding:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,9 +18,10 @@ from packaging.requirements import Requirement as Independent
 
 from residua import ops
 from residua.cli import doctor as verb
-from residua.doctor import findings, installed, kernels
+from residua.doctor import findings, helpers, installed, kernels
 from residua.doctor.findings import Finding
 from residua.doctor.installed import Requirement
+from residua.machine import python_command
 from residua.ops._runtime.backend import Operator
 from tests.nightly import only_nightly
 from tests.trained import residua
@@ -58,6 +62,83 @@ def test_the_kernels_take_the_self_tests_inputs_and_pass(name: str) -> None:
     with ops.backend("triton"):
         found = kernels.check(name, call, 1e-4)
     assert found.state == "ok" and "fused" in found.words, found
+
+
+HELPER = """
+import os, signal, sys, time
+from residua.doctor.findings import Finding
+from residua.doctor.helpers import serve
+
+def check(name):
+    os.write(1, b"noise of a library")
+    if name == sys.argv[1]:
+        open(sys.argv[2], "w").close()
+        {then}
+    return Finding("self-test", name, "ok", "a helper")
+
+serve({{name: lambda name=name: check(name) for name in "abcd"}})
+"""
+
+
+def beside(then: str, last: str, folder: Path, count: int) -> Iterator[Finding]:
+    """Checks a to d with helpers that begin at the end; a is made here, and waits until a helper comes to `last`."""
+    os.mkfifo(folder / "waits")
+
+    def made(name: str) -> Finding:
+        if name == "a":
+            (folder / "waits").read_bytes()
+        return Finding("self-test", name, "ok", "this process")
+
+    command = python_command("-c", HELPER.format(then=then), last, str(folder / "waits"))
+    return helpers.run_beside({name: partial(made, name) for name in "abcd"}, command, count, first="dcb")
+
+
+def test_helpers_make_what_takes_longest_and_findings_keep_their_order(tmp_path: Path) -> None:
+    found = [(finding.name, finding.words) for finding in beside("pass", "b", tmp_path, 2)]
+    assert found == [("a", "this process"), ("b", "a helper"), ("c", "a helper"), ("d", "a helper")]
+
+
+def test_a_helper_that_dies_is_a_failed_check_and_this_process_does_the_rest(tmp_path: Path) -> None:
+    a, b, c, d = beside("os.kill(os.getpid(), signal.SIGKILL)", "c", tmp_path, 1)
+    assert (a.words, b.words, d.words) == ("this process", "this process", "a helper")
+    assert c.state == "failed" and c.words == "the process that made this check was ended by SIGKILL"
+
+
+def test_helpers_end_with_the_self_test(tmp_path: Path) -> None:
+    found = beside("time.sleep(1e6)", "d", tmp_path, 1)
+    next(found)
+    found.close()  # would wait for its helper
+
+
+def test_helpers_that_do_not_start_leave_all_checks_to_this_process() -> None:
+    made = {name: partial(Finding, "self-test", name, "ok", "") for name in "ab"}
+    seen: list[tuple[int, int]] = []
+    found = helpers.run_beside(
+        made, python_command("-c", "raise SystemExit(3)"), 2, progress=lambda *at: seen.append(at)
+    )
+    assert [finding.name for finding in found] == ["a", "b"] and seen == [(1, 2), (2, 2)]
+
+
+def test_helpers_need_cores_and_a_gpu_with_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory, gpu = 16 * 2**30, torch.device("cuda")
+    monkeypatch.setattr(kernels, "free_memory", lambda device: memory)
+    counts = []
+    for cores in (1, 2, 3, 16):
+        monkeypatch.setattr(kernels, "available_cores", lambda cores=cores: cores)
+        counts.append(kernels.helper_count(gpu))
+    memory = 3 * 2**30 + 5
+    assert counts == [0, 0, 2, 7] and kernels.helper_count(gpu) == 3 and kernels.helper_count(CPU) == 0
+
+
+def test_checks_that_helpers_begin_with_exist() -> None:
+    assert set(kernels.LONGEST) <= {*CALLS, "a small model"}
+
+
+@pytest.mark.nightly
+def test_helpers_make_the_self_test_itself() -> None:
+    found = list(kernels.self_test(CPU, helpers=2))
+    assert [f.name for f in found] == [*CALLS, "a small model"]
+    assert [f for f in found if f.state != "ok"] == []
 
 
 @pytest.mark.parametrize("fault", ["wrong", "not finite", "raises"])
@@ -124,7 +205,7 @@ def test_a_fault_ends_with_status_1_and_a_row(monkeypatch, capsys) -> None:
         yield Finding("packages", "good", "ok", "1.0")
         raise ImportError("cannot import \x1b[31m torch")
 
-    monkeypatch.setattr(verb, "checks", lambda quick: [("packages", failing)])
+    monkeypatch.setattr(verb, "checks", lambda quick, bars: [("packages", failing)])
     assert residua(monkeypatch, "doctor") == 1
     shown = capsys.readouterr()
     assert "1 of 2 checks failed: packages." in shown.out
