@@ -1,6 +1,7 @@
 """Draw the README's picture, docs/img/answer.svg, from docs/results/mini-39m.json.
 
-Left, how much lower the loss of each architecture is than the baseline's, with its interval. Right, what its step costs
+Left, how much lower the loss of each architecture is than the baseline's, with its interval, and its gain per second,
+bold where its interval is clear of 1. Right, what its step costs
 against what its tokens are worth in tokens of the baseline: above the line it pays per second.
 """
 
@@ -42,7 +43,7 @@ NAMES = {
 COLOURS = ("#2f6fb0", "#b3470b", "#2c7a4b", "#7a4bb8", "#8a6d00", "#a8325e", "#00707a", "#5c5c5c")
 DARK = ("#7db8f0", "#ff9a57", "#6fcf97", "#bd93f9", "#e0c04a", "#f78fb3", "#5fd0da", "#bdbdbd")
 WIDTH, HEIGHT = 980, 400
-LEFT, RIGHT, TOP, BOTTOM = (250, 520), (630, 950), 84, 320
+LEFT, RIGHT, TOP, BOTTOM = (250, 510), (650, 950), 84, 320
 FOOT = "51 M parameters, 39 M tokens of English, matched parameters, three seeds, one H200: docs/results/mini-39m.md"
 
 
@@ -67,7 +68,7 @@ class Row(NamedTuple):
 
 
 def rows(result: StudyResult) -> list[Row]:
-    """The variants with a complete comparison, the largest gain in loss first."""
+    """The variants with a complete comparison that gain most per second, the largest gain in loss first."""
     found = []
     for row in result.variants:
         change, worth, gain = (_ends(m) for m in (row.difference, row.equivalent_tokens, row.wall_clock_gain))
@@ -75,7 +76,8 @@ def rows(result: StudyResult) -> list[Row]:
             continue
         time = 1 / row.throughput_ratio.value
         found.append(Row(NAMES.get(row.name, row.name), *change, *worth, time, *gain[:2]))
-    return sorted(found, key=lambda row: row.change)[: len(COLOURS)]
+    paying = sorted(found, key=lambda row: -row.gain)[: len(COLOURS)]
+    return sorted(paying, key=lambda row: row.change)
 
 
 def _ends(measured: Interval | None) -> tuple[float, float, float] | None:
@@ -116,6 +118,7 @@ def _forest(found: list[Row]) -> list[str]:
     low, high, ticks = _axis([0.0, *(end for row in found for end in (row.low, row.high))])
     scale = _scale(low, high, *LEFT)
     parts = [_text(24, 66, "Validation loss against pre-norm, nats [95 %]", "head")]
+    parts.append(_text(LEFT[1] + 48, 66, "per second", "head end"))
     for tick in ticks:
         parts.append(_line(scale(tick), TOP - 6, scale(tick), BOTTOM, "zero" if tick == 0 else "grid"))
         parts.append(_text(scale(tick), BOTTOM + 18, f"{tick:+.2f}" if tick else "0", "tick middle"))
@@ -124,6 +127,7 @@ def _forest(found: list[Row]) -> list[str]:
         y = _row_y(i, len(found))
         strong = "" if row.shown else " weak"
         parts.append(_text(24, y + 4, row.name, "name"))
+        parts.append(_text(LEFT[1] + 48, y + 4, f"{row.gain:.2f}×", "tick end" if row.gain_low <= 1 else "sure end"))
         parts.append(_line(scale(row.low), y, scale(row.high), y, f"bar c{i}{strong}"))
         parts.append(f'<circle class="c{i}{strong}" cx="{scale(row.change):.1f}" cy="{y:.1f}" r="6"/>')
     return parts
@@ -184,7 +188,7 @@ font-family="system-ui, sans-serif" font-size="13">
 .back{{fill:#fff}}text{{fill:#1c2430}}.title{{font-size:18px;font-weight:700}}.head{{font-weight:600}}
 .tick{{font-size:12px;fill:#56607a}}.middle{{text-anchor:middle}}.end{{text-anchor:end}}
 .grid{{stroke:#e3e7ee}}.zero{{stroke:#56607a;stroke-width:1.3}}.even{{stroke:#56607a;stroke-width:1.6}}
-.even{{stroke-dasharray:6 5}}
+.even{{stroke-dasharray:6 5}}.sure{{font-size:12px;font-weight:700}}
 .bar{{stroke-width:3}}.weak{{opacity:.45}}{style}
 @media (prefers-color-scheme:dark){{.back{{fill:#1e2129}}text{{fill:#e6eaf2}}
 .tick{{fill:#a9b4c8}}.grid{{stroke:#333b49}}

@@ -62,7 +62,8 @@ class Scatter:
     """Points and lines over two axes; a line's name stands in the legend.
 
     `bounds` are the ends of the axes, where points alone would not give room to the lines. With `log_y` the vertical
-    axis is logarithmic; it then needs bounds.
+    axis is logarithmic; it then needs bounds. With `column` the points are ends of curves, and a picture has their
+    labels in a column at the right, apart from each other.
     """
 
     points: Sequence[Point]
@@ -73,6 +74,7 @@ class Scatter:
     height: int = HEIGHT
     bounds: tuple[tuple[float, float], tuple[float, float]] | None = None
     log_y: bool = False
+    column: bool = False
 
     @property
     def ranges(self) -> tuple[tuple[float, float], tuple[float, float]]:
@@ -133,7 +135,7 @@ class Scatter:
             *map(self._drawn_whiskers, self.points),
             "</g>",
             *self._line_names(),
-            *(self._drawn_point(point, side) for point, side in zip(self.points, self._sides(), strict=True)),
+            *(self._drawn_column() if self.column else map(self._drawn_point, self.points, self._sides())),
             "</svg>",
         ]
         return "\n".join(part for part in parts if part) + "\n"
@@ -245,6 +247,19 @@ class Scatter:
             f"{escape(point.name)}</text>"
         )
 
+    def _drawn_column(self) -> list[str]:
+        """Points with their labels one below the other, a thin line from each to its point."""
+        points = sorted(self.points, key=lambda point: -point.y)
+        centres = [self._pixel(point.x, point.y) for point in points]
+        places = spread([y for _, y in centres], _LINE, _TOP + _LINE / 2, self.height - _BOTTOM - _LINE / 2)
+        aside = max(x for x, _ in centres) + 26
+        return [
+            f'<path d="M{x:.1f} {y:.1f}L{aside - 4:.1f} {place:.1f}" stroke="{point.colour}" stroke-opacity="0.4"/>'
+            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4.5" fill="{point.colour}"/>'
+            f'<text x="{aside:.1f}" y="{place + 4:.1f}" fill="{point.colour}">{escape(point.name)}</text>'
+            for point, (x, y), place in zip(points, centres, places, strict=True)
+        ]
+
     def _axes(self) -> list[str]:
         (left, right), (low, high) = self.ranges
         bottom, parts = HEIGHT - _BOTTOM, []
@@ -265,6 +280,24 @@ class Scatter:
             f'<text x="16" y="{middle}" text-anchor="middle" font-size="13" transform="rotate(-90 16 {middle})">'
             f"{escape(self.y_title)}</text>",
         ]
+
+
+def spread(places: Sequence[float], apart: float, low: float, high: float) -> list[float]:
+    """These rising places, moved as little as it takes to have neighbours `apart` and all within both ends.
+
+    The least squares: y_i = place_i − i·apart must not fall, so what falls is replaced by its mean. If there is no
+    room, the first ones leave the lower end.
+    """
+    groups: list[tuple[float, int]] = []  # mean of y, count
+    for index, place in enumerate(places):
+        mean, count = place - index * apart, 1
+        while groups and groups[-1][0] > mean:
+            before, size = groups.pop()
+            mean, count = (mean * count + before * size) / (count + size), count + size
+        groups.append((mean, count))
+    last = high - (len(places) - 1) * apart
+    level = [min(max(mean, low), last) for mean, count in groups for _ in range(count)]
+    return [y + index * apart for index, y in enumerate(level)]
 
 
 def _label_box(name: str, centre: tuple[float, float], side: str) -> Box:

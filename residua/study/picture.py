@@ -94,7 +94,8 @@ def peak_picture(result: StudyResult, variants: Sequence[str] = (), size: str | 
         return None
     low, high = min(min(line.y) for line in lines), max(max(line.y) for line in lines)
     bounds = (0.0, 1.25 * max(point.x for point in points)), (low / 1.5, high * 1.5)  # labels stand at the right
-    drawn = Scatter(points, lines, "million tokens", "largest |h| that a sublayer reads", bounds=bounds, log_y=True)
+    axes = ("million tokens", "largest |h| that a sublayer reads")
+    drawn = Scatter(points, lines, *axes, bounds=bounds, log_y=True, column=True)
     what = f"{result.name}, {size}" if len(result.sizes) > 1 else result.name
     return drawn.svg(f"{what}: peak |h| while training")
 

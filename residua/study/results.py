@@ -246,7 +246,7 @@ def _variant_result(study: StudyConfig, plan: StudyPlan, measured: Measured, siz
     found = {
         "loss": _interval(estimate([run.final_loss for run in ours.values()], level)),
         "bits_per_byte": _interval(estimate([run.final_bits_per_byte for run in ours.values()], level)),
-        "tokens_per_second": known(geometric_mean([run.tokens_per_second for run in ours.values()])),
+        "tokens_per_second": _speed(ours),
         "memory_gib": known(max(run.memory_gib for run in ours.values())),
         "train_loss": over_runs(ours, lambda run: run.train_loss, level),
         "outliers": outlier_means(ours, level),
@@ -311,6 +311,12 @@ def _losses(runs: dict[int, RunRecord]) -> dict[int, float]:
 
 def _by_seed(records: dict[PlannedRun, RunRecord], size: str, name: str) -> dict[int, RunRecord]:
     return {r.seed: record for r, record in records.items() if (r.size, r.variant, r.budget) == (size, name, 1.0)}
+
+
+def _speed(ours: Mapping[int, RunRecord]) -> float | None:
+    """The mean of the speeds that are known; a run trained beside other work has none."""
+    speeds = [run.tokens_per_second for run in ours.values() if math.isfinite(run.tokens_per_second)]
+    return geometric_mean(speeds) if speeds else None
 
 
 def _interval(value: Estimate | Gain | None) -> Interval | None:

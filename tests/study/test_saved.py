@@ -114,6 +114,21 @@ def test_the_file_gives_the_results_of_the_study_it_was_made_from(
     assert saved.dataset is not None and again.dataset == saved.dataset
 
 
+def test_runs_whose_speed_was_struck_leave_the_others_in_the_table(
+    chosen: Callable[..., StudyConfig], trainer: Trainer, tmp_path: Path
+) -> None:
+    """A run trained beside other work has a loss and no speed worth keeping."""
+    run(chosen("mgr"), tmp_path / "study", tmp_path / "x.json")
+    saved = SavedStudy.read(tmp_path / "x.json")
+    first, *others = saved.runs
+    assert (first.variant, first.seed) == ("prenorm", 0)
+    struck = first.model_copy(update={"tokens_per_second": None})
+    baseline, mgr = show_saved(saved.model_copy(update={"runs": (struck, *others)})).variants
+    (kept,) = [run for run in others if run.variant == "prenorm"]
+    assert baseline.tokens_per_second == pytest.approx(kept.tokens_per_second)
+    assert mgr.throughput_ratio is not None and mgr.throughput_ratio.count == 1
+
+
 def test_the_page_is_made_from_the_file_alone(
     chosen: Callable[..., StudyConfig], trainer: Trainer, tmp_path: Path
 ) -> None:
