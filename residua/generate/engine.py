@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from residua import ops
 from residua.generate.fused_decoder import fuse
+from residua.generate.whole_step import whole_step
 from residua.model.moe import Experts, mixtures
 
 if TYPE_CHECKING:
@@ -73,6 +74,8 @@ def build_step(model: Decoder, cache: Cache, engine: str) -> Step:
 def launched_step(model: Decoder, cache: Cache, engine: str) -> Step:
     """The step of an engine before graph capture, with kernels launched from the host."""
     assert cache.static or engine == "eager"
+    if engine == "graph" and (whole := whole_step(model, cache)) is not None:
+        return whole
     stepped = model if engine == "eager" else fuse(model, cache.capacity)
 
     def step(tokens: Tensor) -> Tensor:

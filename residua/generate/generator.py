@@ -152,18 +152,26 @@ class Generator:
         seeds = [request.sampling.seed + i for i in range(len(batch.limits))]
         sampler = Sampler(request.sampling, seeds, max(batch.limits) + 1, self.tokenizer.vocab_size, logits.device)
         cache.static = self.engine != "eager"
-        step = self._step = self._step or build_step(self.model, cache, self.engine)
         tokens, taken = sampler(logits, 0), 0
         while True:
             arrival = Arrival(tokens)
-            # start the next step before reading these tokens, so that the device does not wait for the host
             going_on = taken + 1 < max(batch.limits)
-            if going_on:
-                taken += 1
-                tokens = sampler(step(tokens), taken)
+            # start the next step before reading these tokens, so that the device does not wait for the host; only a
+            # step that is not built yet comes after them, because its kernels may have to be compiled
+            ahead = going_on and self._step is not None
+            if ahead:
+                tokens, taken = sampler(self._built(cache)(tokens), taken + 1), taken + 1
+            ended = batch.add([int(token) for token in arrival.wait().tolist()], self.tokenizer.end_of_text)
+            ended = ended or not going_on
+            if not (ahead or ended):
+                tokens, taken = sampler(self._built(cache)(tokens), taken + 1), taken + 1
             progress(taken, max(batch.limits))
-            if batch.add([int(token) for token in arrival.wait().tolist()], self.tokenizer.end_of_text) or not going_on:
+            if ended:
                 return taken
+
+    def _built(self, cache: Cache) -> Step:
+        self._step = self._step or build_step(self.model, cache, self.engine)
+        return self._step
 
     def _limit(self, prompt: Sequence[int], request: Request) -> int:
         context = self.model.config.context

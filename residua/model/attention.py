@@ -248,6 +248,11 @@ class SoftmaxAttention(nn.Module):
         return self.mix.plain and self.qk_norm.in_kernels and self.steady and self.window is None
 
     @property
+    def bare_heads(self) -> bool:
+        """Whether they are plain, and what attention returns goes to the output map as it is: no sink, no gate."""
+        return self.plain_heads and self.sink is None and "g" not in self.head_width
+
+    @property
     def query_heads(self) -> tuple[int, int]:
         """The number of query heads and their width."""
         width = self.head_width["q"]

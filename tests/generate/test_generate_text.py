@@ -9,6 +9,7 @@ import torch
 
 import residua
 from residua.data.tokenizer import Tokenizer
+from residua.generate import generator
 from residua.generate.chat import Conversation
 from residua.generate.generator import Completion, Generator, Request, weight_bytes
 from residua.generate.sample import Sampler, Sampling, candidates
@@ -33,6 +34,18 @@ def model(context: int = 64, **tables: object) -> Decoder:
 
 def continued(prompts: list[str], request: Request, **settings: object) -> list[Completion]:
     return Generator(model(), TOKENIZER, **settings)(prompts, request)[0]  # type: ignore[arg-type]
+
+
+def test_the_first_tokens_are_shown_before_a_step_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With empty caches of kernels, building one may take longer than reading the prompts."""
+    happened: list[str] = []
+    build, add = generator.build_step, generator._Batch.add
+    monkeypatch.setattr(generator, "build_step", lambda *parts: (happened.append("build"), build(*parts))[1])
+    monkeypatch.setattr(generator._Batch, "add", lambda *parts: (happened.append("add"), add(*parts))[1])
+    made = Generator(model(), TOKENIZER)
+    made(["hello"], Request(1))
+    made(["hello", "a"], Request(3))
+    assert happened == ["add", "add", "build", "add", "add"]
 
 
 def test_greedy_is_the_likeliest_token_of_the_vocabulary_and_never_its_padding() -> None:

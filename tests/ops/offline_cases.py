@@ -12,6 +12,8 @@ from torch import Tensor
 
 from residua import ops
 from residua.ops import decode, descent, prefill
+from residua.ops.decode import launch_layers
+from residua.ops.decode.reference import GATED
 from residua.ops.depth_attention import deferred
 from residua.ops.depth_attention.plan import ReadPlan
 from residua.ops.gated_delta import step as delta_step
@@ -289,6 +291,26 @@ def decode_heads(dtype: torch.dtype, width: int, slots: int, batch: int, heads: 
 
 
 @torch.no_grad()
+def decode_layers(dtype: torch.dtype, width: int, kind: str, junction: str, rows: int, whole: bool = True) -> None:
+    """Two layers in one launch, or a launch for each phase; heads of 128, or of 8 in narrow models."""
+    head_dim = 128 if width >= 512 else 8
+    heads, gated = width // head_dim, kind in GATED
+    hidden = (2 if gated else 4) * width
+    shape = launch_layers.Shape(
+        width, heads, heads, head_dim, hidden, kind, 1e-6, junction, 4 if junction == "gate" else 1, 4
+    )
+    matrices = ((3 * width, width), (width, width), (hidden * (1 + gated), width), (width, hidden))
+    keys = torch.zeros(rows, 40, heads, head_dim, dtype=dtype)
+    layer = launch_layers.Layer(*(torch.zeros(size, dtype=dtype) for size in matrices), keys, keys)
+    gains = torch.zeros(2, 2, head_dim) if gated else None
+    table = torch.zeros(40, head_dim // 2)
+    vectors = launch_layers.Vectors(torch.zeros(5, 3, width), torch.zeros(5, 5), gains, table, table)
+    assert launch_layers.serves(shape, [layer])
+    layers, lengths = launch_layers.Layers(shape, [layer] * 2, vectors), torch.zeros(rows, dtype=torch.int64)
+    layers(lengths) if whole else layers.in_phases(lengths)
+
+
+@torch.no_grad()
 def prefill_heads(dtype: torch.dtype, width: int, heads: int, kv_heads: int, length: int = 40) -> None:
     """Heads that go on to attention, and heads that also enter a cache."""
     projected = torch.zeros(2, length, (heads + 2 * kv_heads) * width, dtype=dtype)
@@ -368,6 +390,7 @@ def small_cases() -> Iterator[Case]:
     yield case(decode_activations, FP32, 33, 1)
     yield case(decode_heads, BF16, 64, 512, 2, 4, 2)
     yield case(decode_heads, FP32, 64, 40, 3, 4, 4)
+    yield case(decode_layers, BF16, 72, "relu2", "sum", 1)
     yield case(prefill_heads, BF16, 128, 6, 6)
     yield case(prefill_heads, FP32, 64, 4, 2)
     yield case(prefill_junctions, BF16, 768, 4)
@@ -397,6 +420,9 @@ def wide_cases() -> Iterator[Case]:
         yield case(decode_activations, dtype, 4 * width)
         for count, n, rows in ((0, 2, 1), (1, 3, 3), (8, 4, 3), (16, 8, 3), (32, 16, 3)):
             yield case(decode_junctions, dtype, width, count, n, rows)
+    for width, junction, (kind, rows) in product((768, 1280), ("sum", "read", "gate"), (("relu2", 1), ("swiglu", 2))):
+        yield case(decode_layers, BF16, width, kind, junction, rows)
+        yield case(decode_layers, BF16, width, kind, junction, rows, False)
     for n, iterations in product((1, 2, 3, 4, 8), (1, 20)):
         yield case(sinkhorn, n, iterations, iterations)
         for used in (1, 2):

@@ -16,6 +16,7 @@ from residua.model.topology.base import State, Topology
 from residua.ops import decode
 from residua.ops.decode import MOST_STREAMS
 from residua.ops.decode.launch import MOST_SOURCES, as_vectors
+from residua.ops.decode.launch_layers import Junctions
 from residua.ops.decode.reference import Gate
 
 if TYPE_CHECKING:
@@ -46,6 +47,11 @@ class FusedTopology(Topology):
         """`step` on rows [M, C]."""
         raise NotImplementedError
 
+    @property
+    def junctions(self) -> Junctions:
+        """All junctions, for kernels of whole layers."""
+        raise NotImplementedError
+
 
 class FusedAdditive(FusedTopology):
     """h' = h + y and its norm."""
@@ -54,6 +60,10 @@ class FusedAdditive(FusedTopology):
         norm = self.norms[k + 1]
         normed, h = decode.add_norm(state[0], y, norm.weight, eps=norm.eps)
         return normed, (h,)
+
+    @property
+    def junctions(self) -> Junctions:
+        return Junctions("sum")
 
 
 class FusedBlock(FusedTopology):
@@ -92,6 +102,10 @@ class FusedBlock(FusedTopology):
         read = (o[place], lse[place], square[place])
         normed, p = decode.read_partial(read, y, base, self.queries[k], norm.weight, eps=norm.eps)
         return normed, (o, lse, square, *finished, p)
+
+    @property
+    def junctions(self) -> Junctions:
+        return Junctions("read", self.queries.unbind(), self.size)
 
 
 class FusedMultiGate(FusedTopology):
@@ -147,3 +161,7 @@ class FusedMultiGate(FusedTopology):
     def _gate(self, k: int, streams: State) -> Gate:
         query, bias = self.gates[k - self.fill]
         return Gate(streams, query, bias, self.pools[k], self.competitive)
+
+    @property
+    def junctions(self) -> Junctions:
+        return Junctions("gate", self.pools, 1, self.fill + 1, self.gates, self.competitive)

@@ -124,6 +124,20 @@ def decode_attention_kernel(
 
 
 @triton.jit
+def activation(b_x, KIND: tl.constexpr):
+    """An activation by the name of its kind; of gated kinds, the factor of the other half."""
+    if KIND == "relu2":
+        b_x = tl.maximum(b_x, 0.0, tl.PropagateNan.ALL)
+        return b_x * b_x
+    elif KIND == "gelu":
+        return 0.5 * b_x * (1 + tl.erf(b_x * 0.7071067811865476))
+    elif KIND == "swiglu":
+        return b_x * tl.sigmoid(b_x)
+    else:
+        return tl.sigmoid(b_x)
+
+
+@triton.jit
 def activate_kernel(
     x_ptr, out_ptr, HIDDEN: tl.constexpr, STEP: tl.constexpr, KIND: tl.constexpr
 ):  # fmt: skip
@@ -132,15 +146,7 @@ def activate_kernel(
     live = j < HIDDEN
     GATED: tl.constexpr = KIND == "swiglu" or KIND == "glu"
     row_ptr = x_ptr + row * HIDDEN * (1 + GATED) + j
-    b_x = tl.load(row_ptr, mask=live, other=0.0).to(tl.float32)  # [STEP]
-    if KIND == "relu2":
-        b_x = tl.maximum(b_x, 0.0, tl.PropagateNan.ALL)
-        b_y = b_x * b_x
-    elif KIND == "gelu":
-        b_y = 0.5 * b_x * (1 + tl.erf(b_x * 0.7071067811865476))
-    else:
-        b_y = tl.sigmoid(b_x)
-        if KIND == "swiglu":
-            b_y = b_x * b_y
+    b_y = activation(tl.load(row_ptr, mask=live, other=0.0).to(tl.float32), KIND)  # [STEP]
+    if GATED:
         b_y = b_y * tl.load(row_ptr + HIDDEN, mask=live, other=0.0).to(tl.float32)
     tl.store(out_ptr + row * HIDDEN + j, b_y.to(out_ptr.dtype.element_ty), mask=live)

@@ -1,0 +1,109 @@
+"""A decoding step whose layers are one launch (`ops/decode/kernels_layers.py`), for what it serves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor, nn
+
+from residua.generate.fused_decoder import fused_topology
+from residua.model.attention import SoftmaxAttention
+from residua.model.cache import KeyValueCache
+from residua.model.decoder import Decoder, Embedding, Sublayer
+from residua.model.ffn import FeedForward, is_plain, is_watched
+from residua.model.norm import RMSNorm
+from residua.ops.decode import launch_layers
+from residua.ops.decode.launch_layers import Junctions, Layer, Layers, Shape, Vectors
+
+if TYPE_CHECKING:
+    from residua.model.cache import Cache
+
+
+def whole_step(model: Decoder, cache: Cache) -> Callable[[Tensor], Tensor] | None:
+    """The step of a model on a static cache; None where the kernels do not serve it."""
+    layers = build_layers(model, cache)
+    if layers is None:
+        return None
+
+    def step(tokens: Tensor) -> Tensor:
+        torch.index_select(model.embed.weight, 0, tokens, out=layers.y)
+        if model.embed.embed_scale != 1:
+            layers.y.mul_(model.embed.embed_scale)
+        logits = model.logits(layers(cache.lengths))
+        cache.advance(1)
+        return logits
+
+    return step
+
+
+def build_layers(model: Decoder, cache: Cache) -> Layers | None:
+    """The model's layers for one cache; None if the kernels do not serve them. Change no weight afterwards."""
+    sublayers = [cast(Sublayer, sublayer) for sublayer in model.sublayers]
+    bodies = [sublayer.body for sublayer in sublayers]
+    watched = any(map(is_watched, (model.embed, *sublayers, *bodies)))
+    if watched or type(model.embed) is not Embedding or any(s.after is not None for s in sublayers):
+        return None
+    if not (all(map(_serves_attention, bodies[::2])) and all(map(_serves_ffn, bodies[1::2]))):
+        return None
+    norms = [*(s.norm for s in sublayers), model.norm]
+    junctions: Junctions | None = getattr(fused_topology(model.topology, norms), "junctions", None)
+    if junctions is None:
+        return None
+    attentions, ffns = cast("list[SoftmaxAttention]", bodies[::2]), cast("list[FeedForward]", bodies[1::2])
+    pairs = list(zip(attentions, ffns, strict=True))
+    plain = cast("list[RMSNorm]", norms)
+    shapes = {_shape(*pair, junctions, norm.eps) for pair in pairs for norm in plain}
+    layers = [_layer(*pair, cast(KeyValueCache, part)) for pair, part in zip(pairs, cache.sublayers[::2], strict=True)]
+    alike = len(shapes) == 1 and len({(a.qk_norm.gains is None, a.table.start) for a in attentions}) == 1
+    if not alike or model.embed.weight.dtype != layers[0].keys.dtype:
+        return None
+    shape = shapes.pop()
+    if not launch_layers.serves(shape, layers):
+        return None
+    every = torch.zeros(1, cache.capacity, dtype=torch.int64, device=model.embed.weight.device)
+    table = cast("tuple[Tensor, ...]", model._rotary(every))[attentions[0].table]
+    return Layers(shape, layers, _vectors(plain, junctions, attentions, table))
+
+
+def _serves_attention(body: nn.Module) -> bool:
+    """Softmax attention to the whole cache, with neither gate nor sink nor bias."""
+    return getattr(body, "bare_heads", False) and is_plain(body.project) and is_plain(body.out)  # type: ignore[arg-type]
+
+
+def _serves_ffn(body: nn.Module) -> bool:
+    """A dense feed-forward without bias, of a kind that kernels compute."""
+    activation = getattr(body, "activation", None)
+    return activation is not None and is_plain(body.entry) and is_plain(body.out)  # type: ignore[arg-type]
+
+
+def _shape(attention: SoftmaxAttention, ffn: FeedForward, junctions: Junctions, eps: float) -> Shape:
+    heads, head_dim = attention.query_heads
+    width, hidden = ffn.out.weight.shape
+    kv_heads = attention.rows[1] // attention.head_width["k"]
+    joined = (junctions.kind, junctions.streams, junctions.size, junctions.competitive)
+    return Shape(width, heads, kv_heads, head_dim, hidden, cast(str, ffn.activation), eps, *joined)
+
+
+def _layer(attention: SoftmaxAttention, ffn: FeedForward, cache: KeyValueCache) -> Layer:
+    project, out = attention.project.weight.detach(), attention.out.weight.detach()
+    return Layer(project, out, ffn.entry.weight.detach(), ffn.out.weight.detach(), cache.keys, cache.values)
+
+
+@torch.no_grad()
+def _vectors(
+    norms: Sequence[RMSNorm], joined: Junctions, attentions: Sequence[SoftmaxAttention], table: tuple[Tensor, ...]
+) -> Vectors:
+    gain = norms[0].weight
+    junctions = gain.new_zeros(len(norms), 3, len(gain), dtype=torch.float32)
+    biases = junctions.new_zeros(len(norms), joined.streams + 1)
+    junctions[:, 0] = torch.stack([norm.weight.float() for norm in norms])
+    if joined.queries:
+        junctions[1:, 1] = torch.stack([query.float() for query in joined.queries])
+    for j, (query, bias) in enumerate(joined.gates, joined.streams):
+        junctions[j, 2], biases[j, : len(bias)] = query, bias
+    pairs = [pair for a in attentions if (pair := a.qk_norm.gains) is not None]
+    gains = torch.stack([torch.stack(pair).float() for pair in pairs]) if pairs else None
+    cos, sin = table
+    return Vectors(junctions, biases, gains, cos.contiguous(), sin.contiguous())

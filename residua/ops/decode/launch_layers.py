@@ -1,0 +1,198 @@
+"""Decoding: launching whole layers. Apart from `launch.py`: it keeps buffers, addresses and counts between launches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from residua.ops._runtime import fused
+from residua.ops._runtime.launch import cdiv, on, power
+from residua.ops.decode.reference import GATED, KEY_EPS
+
+MOST_ROWS = 2
+"""Rows are taken one after the other: with more of them, one launch for all rows of an operation is faster."""
+MOST_STREAMS = 4
+WARPS = 8
+LINE = 256
+SPARE = 4
+"""Programs without weights, which prepare junctions."""
+SPLITS = 8
+"""Shares of a head's slots."""
+SLOTS_HELD = 8192
+"""Keys of a tile of slots, as numbers."""
+MOST_HELD = 160
+"""Registers of a thread that may hold weights."""
+
+
+class Junctions(NamedTuple):
+    """How sublayers are joined: `kind` is sum, read or gate.
+
+    Reads have blocks of `size` sublayers. Gates have `streams`, and from junction `streams` on a query and a bias each.
+    `queries` [C] are those of reads and pools, of every junction but the first.
+    """
+
+    kind: str
+    queries: Sequence[Tensor] = ()
+    size: int = 1
+    streams: int = 1
+    gates: Sequence[tuple[Tensor, Tensor]] = ()
+    competitive: bool = True
+
+
+class Shape(NamedTuple):
+    """What all layers have in common, and of `Junctions` what is no tensor."""
+
+    width: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    hidden: int
+    kind: str
+    eps: float
+    junction: str = "sum"
+    streams: int = 1
+    size: int = 1
+    competitive: bool = True
+
+
+class Layer(NamedTuple):
+    """A layer's matrices, all of one dtype, and its caches [B, S, H_kv, D]."""
+
+    project: Tensor
+    out: Tensor
+    up: Tensor
+    down: Tensor
+    keys: Tensor
+    values: Tensor
+
+
+class Vectors(NamedTuple):
+    """Small parameters in float32.
+
+    Of each junction: gain, query and gate query [J, 3, C], gate biases [J, n + 1]. Of each layer: the gains of queries
+    and keys [L, 2, D], or None. Then cos and sin [positions, D/2].
+    """
+
+    junctions: Tensor
+    biases: Tensor
+    gains: Tensor | None
+    cos: Tensor
+    sin: Tensor
+
+
+def serves(shape: Shape, layers: Sequence[Layer]) -> bool:
+    """Whether the kernels take these layers: few rows, dense tensors of one dtype, shares that fit into registers."""
+    tensors = [tensor for layer in layers for tensor in layer]
+    first = layers[0].keys
+    caches = {(t.shape, t.stride()) for layer in layers for t in layer[4:]}
+    alike = len(caches) == 1 and len({t.dtype for t in tensors}) == 1
+    dense = all(t.is_contiguous() for layer in layers for t in layer[:4]) and first.stride(3) == 1
+    aligned = all(t.data_ptr() % 16 == 0 and t.shape[-1] % 8 == 0 for t in tensors)
+    few = len(first) <= min(MOST_ROWS, _division(first)[0]) and shape.streams <= MOST_STREAMS
+    return alike and dense and aligned and few and _held(shape, first) <= MOST_HELD and fused.serves(*tensors)
+
+
+def _division(x: Tensor) -> tuple[int, int]:
+    """Programs with weights, and without."""
+    programs = fused.multiprocessors(x)
+    spare = SPARE if programs > 4 * SPARE else 1
+    return programs - spare, spare
+
+
+def _held(shape: Shape, x: Tensor) -> int:
+    """Most registers of a thread that hold weights in any phase."""
+    work, (width, attended) = _division(x)[0], (shape.width, shape.heads * shape.head_dim)
+    matrices = [
+        (attended + 2 * shape.kv_heads * shape.head_dim, width, 1),
+        (width, attended, 1),
+        (shape.hidden, width, 2 if shape.kind in GATED else 1),
+        (width, shape.hidden, 1),
+    ]
+    each = (count * cdiv(cdiv(rows, work), WARPS) * cdiv(columns, line(width)) for rows, columns, count in matrices)
+    return max(each) * line(width) * x.element_size() // (32 * 4)
+
+
+def line(width: int) -> int:
+    """Channels of a line of weights: 16 bytes for each thread of a warp in bfloat16, or all there are."""
+    return min(LINE, power(width))
+
+
+class Layers:
+    """The layers of a model and their final norm, for one cache. Keeps the state between phases, and what it points to.
+
+    Write the embedded tokens [M, C] to `y`, then call it with the number of tokens in each row's cache.
+    """
+
+    def __init__(self, shape: Shape, layers: Sequence[Layer], vectors: Vectors) -> None:
+        self.shape, self.layers, self.vectors = shape, layers, vectors
+        like = layers[0].keys
+        rows, width, n = len(like), shape.width, shape.streams
+        slots = {"sum": 2, "read": 3 + cdiv(2 * len(layers), shape.size), "gate": 2 * n}[shape.junction]
+        ready = {"sum": 1, "read": rows * (width + 2), "gate": rows * n * (n + 5) // 2}[shape.junction]
+        shares = rows * shape.heads * SPLITS
+        self.y, self.normed = like.new_empty(rows, width), like.new_empty(rows, width)
+        self._state = like.new_zeros(slots, rows, width)
+        self._ready = like.new_zeros(ready, dtype=torch.float32)
+        self._projected = like.new_empty(rows, (shape.heads + 2 * shape.kv_heads) * shape.head_dim)
+        self._part = like.new_empty(shares, shape.head_dim, dtype=torch.float32)
+        self._lse = like.new_empty(shares, dtype=torch.float32)
+        self._hidden = like.new_empty(rows, shape.hidden)
+        self._count = torch.zeros(2, dtype=torch.int32, device=like.device)
+        addresses = [[tensor.data_ptr() for tensor in layer] for layer in layers]
+        self._table = torch.tensor(addresses, dtype=torch.int64, device=like.device)
+        self._settings = self._sizes()
+
+    def _sizes(self) -> dict[str, Any]:
+        shape, like = self.shape, self.layers[0].keys
+        work, spare = _division(like)
+        lanes = power(shape.head_dim)
+        sizes = {
+            "M": len(like), "C": shape.width, "HEADS": shape.heads, "KV": shape.kv_heads, "D": shape.head_dim,
+            "LANES": lanes, "HIDDEN": shape.hidden, "KIND": shape.kind, "NORM": self.vectors.gains is not None,
+            "JUNCTION": shape.junction, "N": shape.streams, "SIZE": shape.size, "COMPETITIVE": shape.competitive,
+            "WIDE": power(shape.width), "WORK": work, "SPARE": spare, "ROWS": WARPS, "SPLITS": SPLITS,
+            "SLOTS": max(16, SLOTS_HELD // lanes), "LINE": line(shape.width),
+        }  # fmt: skip
+        return sizes if fused.INTERPRETED else sizes | {"num_warps": WARPS, "num_stages": 1}
+
+    def __call__(self, lengths: Tensor) -> Tensor:
+        """The final normed state [M, C] of `y`; the heads of the new token are put into the cache.
+
+        The launch is cooperative: the driver makes sure that all programs run at once. Otherwise two models that decode
+        side by side could each have some of the multiprocessors, and wait for the rest for ever.
+        """
+        if fused.INTERPRETED:
+            return self.in_phases(lengths)
+        with on(self.y):
+            self._launch(lengths, 0, len(self.layers), -1, launch_cooperative_grid=True)
+        return self.normed
+
+    def in_phases(self, lengths: Tensor) -> Tensor:
+        """The same with a launch for each phase: the interpreter, which has one program at a time, cannot wait."""
+        count = len(self.layers)
+        with on(self.y):
+            for layer in range(count):
+                for phase in range(5):
+                    self._launch(lengths, layer, layer + 1, phase)
+            self._launch(lengths, count, count, 5)
+        return self.normed
+
+    def _launch(self, lengths: Tensor, first: int, last: int, only: int, **settings: Any) -> None:
+        shape, vectors, keys = self.shape, self.vectors, self.layers[0].keys
+        _kernels().layers_kernel[(sum(_division(keys)),)](
+            self._table, vectors.junctions, vectors.biases, self._lse if vectors.gains is None else vectors.gains,
+            vectors.cos, vectors.sin, lengths, self.y, self._state, self._ready, self._projected, self._part, self._lse,
+            self._hidden, self.normed, self._count, first, last, shape.eps, KEY_EPS, shape.head_dim**-0.5,
+            shape.width**-0.5, *keys.stride()[:3], ONLY=only, **self._settings, **settings,
+        )  # fmt: skip
+
+
+@cache
+def _kernels() -> Any:
+    from residua.ops.decode import kernels_layers
+
+    return kernels_layers

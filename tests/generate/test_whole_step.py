@@ -1,0 +1,197 @@
+"""Whole layers in one launch give the logits of the model.
+
+Here each phase is a launch: the interpreter runs one program after the other, and would wait at the first barrier for
+ever.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from residua import ops
+from residua.data.tokenizer import Tokenizer
+from residua.generate.engine import launched_step
+from residua.generate.generator import Generator, Request, prefill
+from residua.generate.whole_step import build_layers, whole_step
+from residua.model.cache import Cache
+from residua.model.decoder import Decoder
+from residua.ops.decode import launch_layers
+from residua.ops.decode.launch_layers import Layers
+from residua.storage.opening import place
+from tests.generate.test_generate_fused import BLOCK, TOPOLOGIES, model
+
+pytestmark = pytest.mark.slow
+pytest.importorskip("triton")
+
+SOFTMAX = {"kind": "softmax", "heads": 2}
+
+
+def filled(built: Decoder, tokens: Tensor) -> Cache:
+    """A static cache of all but the last two tokens."""
+    cache = built.new_cache(len(tokens), 8)
+    prefill(built, cache, tokens[:, :-2].tolist())
+    cache.static = True
+    return cache
+
+
+@torch.no_grad()
+def check(built: Decoder, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch_layers, "SPLITS", 2)
+    tokens = torch.randint(23, (rows, 6))
+    cache = filled(built, tokens)
+    with ops.backend("triton"):
+        step = whole_step(built, cache)
+        assert step is not None
+        logits = [step(tokens[:, -2]), step(tokens[:, -1])]
+    assert cache.lengths.tolist() == [6] * rows
+    torch.testing.assert_close(torch.stack(logits, 1), built(tokens)[:, -2:], rtol=0, atol=2e-5)
+
+
+NIGHTLY = ["full", "blocks of three", "a last block cut short", "one block", "four streams", "independent gates"]
+
+
+@pytest.mark.parametrize(
+    ("name", "layers"),
+    [
+        ("additive", 1),
+        ("blocks of two", 2),
+        ("two streams", 2),
+        *(pytest.param(name, 3, marks=pytest.mark.nightly) for name in NIGHTLY),
+    ],
+)
+def test_phases_decode_what_the_model_does(name: str, layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    check(model(TOPOLOGIES[name][0], layers=layers), 2, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "tables",
+    [
+        {
+            "attention": SOFTMAX | {"heads": 4, "kv_heads": 2, "head_dim": 8, "qk_norm": "none"},
+            "ffn": {"kind": "relu2", "hidden": 40},
+        },
+        {"attention": SOFTMAX | {"heads": 3}, "width": 24, "embed_scale": 2.0, "ffn": {"kind": "gelu", "hidden": 40}},
+    ],
+)
+def test_phases_decode_what_other_layers_do(tables: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program has several tiles of rows; a row of 24 or 40 channels is two blocks."""
+    check(model({"kind": "additive"}, layers=1, **tables), 1, monkeypatch)
+
+
+def test_a_head_is_attended_to_in_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forty tokens are three shares of sixteen slots, of which a program reads sixteen at a time."""
+    monkeypatch.setattr(launch_layers, "SPLITS", 4)
+    monkeypatch.setattr(launch_layers, "SLOTS_HELD", 16)
+    built = model({"kind": "additive"}, layers=1, context=64)
+    tokens = torch.randint(23, (1, 42))
+    with torch.no_grad():
+        cache = built.new_cache(1, 64)
+        prefill(built, cache, tokens[:, :-2].tolist())
+        cache.static = True
+        with ops.backend("triton"):
+            step = whole_step(built, cache)
+            assert step is not None
+            logits = [step(tokens[:, -2]), step(tokens[:, -1])]
+        torch.testing.assert_close(torch.stack(logits, 1), built(tokens)[:, -2:], rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    "tables",
+    [
+        {"norm": {"kind": "gatednorm", "rank": 4}},
+        {"topology": {"kind": "full_attnres", "window": 2}},
+        {"topology": {"kind": "multi_gate", "streams": 5}},
+        {"attention": SOFTMAX | {"gate": "headwise"}},
+        {"attention": SOFTMAX | {"sink": "learned"}},
+        {"attention": SOFTMAX | {"bias": "all"}},
+        {"attention": SOFTMAX | {"window": 2}},
+        {"attention": {"kind": "gated_deltanet", "key_heads": 1, "value_heads": 2, "head_dim": 16}},
+        {"attention": {"kind": "mla", "heads": 2, "head_dim": 8, "shared_dim": 4, "rank": 12}},
+        {"ffn": {"kind": "moe", "hidden": 24, "experts": 4, "top_k": 2}},
+        {"anchors": {"kind": "exoformer", "pathways": ["q", "k", "v"]}},
+        {"ffn": {"kind": "geglu", "hidden": 24}},
+        {"ffn": {"kind": "relu2", "hidden": 20}},
+    ],
+)
+def test_other_models_take_the_other_path(tables: dict[str, Any]) -> None:
+    built = model(tables.pop("topology", {"kind": "additive"}), **tables)
+    with ops.backend("triton"):
+        assert build_layers(built, filled_with_nothing(built, 2)) is None
+
+
+def test_quantized_projections_take_the_other_path() -> None:
+    built = model({"kind": "additive"}, layers=1)
+    with ops.backend("triton"):
+        for sublayer in built.sublayers:
+            sublayer.body.out, kept = nn.Linear(1, 1), sublayer.body.out
+            assert build_layers(built, filled_with_nothing(built, 1)) is None
+            sublayer.body.out = kept
+        assert build_layers(built, filled_with_nothing(built, 1)) is not None
+
+
+def filled_with_nothing(built: Decoder, rows: int) -> Cache:
+    cache = built.new_cache(rows, 8)
+    cache.static = True
+    return cache
+
+
+def test_many_rows_and_models_of_other_sizes_take_the_other_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    built = model({"kind": "additive"})
+    with ops.backend("triton"):
+        assert build_layers(built, filled_with_nothing(built, 3)) is None  # there are two programs with weights
+        assert build_layers(built, filled_with_nothing(built, 2)) is not None
+        monkeypatch.setattr(launch_layers, "MOST_HELD", 1)
+        assert build_layers(built, filled_with_nothing(built, 2)) is None
+        monkeypatch.undo()
+        assert build_layers(built.double(), filled_with_nothing(built, 2)) is None
+
+
+def test_graphs_are_of_whole_layers_and_compiled_steps_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    built = model(BLOCK | {"sublayers_per_block": 2})
+    cache = filled_with_nothing(built, 1)
+    monkeypatch.setattr(torch, "compile", lambda step, **_: step)
+    with ops.backend("triton"):
+        assert "whole_step" in launched_step(built, cache, "graph").__qualname__
+        assert "whole_step" not in launched_step(built, cache, "compile").__qualname__
+        built.embed.register_forward_hook(lambda *_: None)
+        assert "whole_step" not in launched_step(built, cache, "graph").__qualname__
+
+
+TABLES = {"vocab_size": 257, "context": 48, "width": 64, "attention": {"kind": "softmax", "heads": 4}}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [name for name in TOPOLOGIES if name != "full"])
+def test_one_launch_generates_what_plain_steps_do(name: str) -> None:
+    built = place(model(TOPOLOGIES[name][0], **TABLES), torch.device("cuda"), "float32")
+    prompts = ["hello there", "a"]
+    plain = Generator(built, Tokenizer.bytes(), engine="eager")
+    whole = Generator(built, Tokenizer.bytes(), engine="graph")
+    for again in (prompts, prompts[::-1]):
+        assert whole(again, Request(24))[0] == plain(again, Request(24))[0]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["additive", "blocks of two", "four streams"])
+@torch.no_grad()
+def test_phases_with_barriers_and_phases_that_are_launches_give_the_same_bits(
+    name: str,
+) -> None:
+    built = place(model(TOPOLOGIES[name][0], **TABLES), torch.device("cuda"))
+    tokens, results = torch.randint(257, (2, 12), device="cuda"), []
+    for run in (Layers.__call__, Layers.in_phases, Layers.__call__):
+        cache = built.new_cache(2, 48)
+        cache.static = True
+        layers = build_layers(built, cache)
+        assert layers is not None
+        for column in tokens.T:
+            layers.y.copy_(built.embed(column))
+            normed = run(layers, cache.lengths).clone()
+            cache.advance(1)
+        results.append((normed, *(kept.clone() for kept in cache.tensors())))
+    for others in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], others, strict=True))
