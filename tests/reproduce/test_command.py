@@ -13,6 +13,7 @@ from residua.config.run import RunConfig
 from residua.config.settings import ConfigError
 from residua.data import Dataset
 from residua.reproduce import conduct as work
+from residua.reproduce.build import Request, selected
 from residua.reproduce.catalogue import load, names
 from residua.reproduce.entry import Inside, Nothing
 from tests.forked import fork_workers
@@ -96,6 +97,15 @@ def few_experts(name: str) -> list[str]:
     return ["--set", "model.ffn.experts=16"] if mixtures else []
 
 
+SMALLER = {
+    "000:table3": {"rows": "gated_attention,resformer,nuresformer,nuresformer_scalar,exoformer,exoformer_dynamic"},
+    "003:table1": {"set": "model.layers=8"},  # 22 models of 28 layers
+    "003:table2": {"set": "model.layers=4"},  # six mixtures of 24 and 48 layers, each in three precisions
+    "004:table1": {"sizes": "S"},  # 27 models of 12 to 36 layers
+}
+"""Options for entries that would take more than a minute on two cores."""
+
+
 def conducted(name: str, dataset: Dataset, folder: Path, *more: str) -> Path:
     """Run an entry, and return the folder of its study."""
     out = folder / "study"
@@ -133,16 +143,22 @@ def test_every_entry_runs_from_start_to_end(
     name: str, dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fork_workers(monkeypatch)
-    out = conducted(name, dataset, tmp_path, *few_experts(name))
+    smaller = SMALLER.get(name, {})
+    options = [word for option, value in smaller.items() for word in (f"--{option}", value)]
+    out = conducted(name, dataset, tmp_path, *few_experts(name), *options)
     chromium()
     with opened(out / "report.html") as seen:
         titles = seen.page.locator("main h2").all_inner_texts()
         assert titles[0].startswith(f"Paper, {name}")
-        entry = load(name)
-        assert not isinstance(entry, Nothing)
+        whole = load(name)
+        assert not isinstance(whole, Nothing)
+        chosen = {key: tuple(value.split(",")) for key, value in smaller.items() if key != "set"}
+        entry = selected(whole, Request(**chosen))
         shown = seen.page.locator("main section").first.inner_text()
         assert [row.printed for row in entry.rows if row.printed not in shown] == []
-        values = {f"{v:g}" for row in entry.rows for by in row.published.values() for v in by.values()}
+        sizes = [size.name for size in entry.sizes]
+        published = [by for row in entry.rows for size, by in row.published.items() if size in sizes]
+        values = {f"{value:g}" for by in published for value in by.values()}
         assert [value for value in values if value not in shown] == []
         assert seen.problems == []
 
