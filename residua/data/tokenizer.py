@@ -27,6 +27,7 @@ END_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
 BYTE_VALUES = 256
 EXPECTED = "expected a tokenizer.json, or a folder with one or with vocab.json and merges.txt"
 IRRELEVANT_TO_IDS = ("post_processor", "truncation", "padding")
+ByteStrings = list[bytes]
 
 
 class Tokenizer:
@@ -106,6 +107,20 @@ class Tokenizer:
         lengths[list(self.backend.get_added_tokens_decoder())] = 0
         return lengths
 
+    @cached_property
+    def _byte_strings(self) -> ByteStrings | None:
+        """The bytes that each id stands for, of special tokens those of their names; None as for `byte_lengths`."""
+        if not isinstance(self.backend.decoder, decoders.ByteLevel):
+            return None
+        values = {symbol: value for value, symbol in enumerate(_byte_symbols())}
+        strings = [b""] * self.vocab_size
+        for token, place in self.backend.get_vocab(with_added_tokens=True).items():
+            try:
+                strings[place] = bytes(map(values.__getitem__, token))
+            except KeyError:  # the name of an added token, with a space in it
+                strings[place] = token.encode()
+        return strings
+
     def save(self, path: Path) -> None:
         """Write it as a `tokenizer.json` that every user of the `tokenizers` library can load."""
         write_atomically(path, self.backend.to_str(pretty=True) + "\n")
@@ -124,9 +139,12 @@ class Tokenizer:
         return self.backend.decode([int(token) for token in ids], skip_special_tokens=False)
 
     def decode_batch(self, batch: Sequence[np.ndarray]) -> list[str]:
-        """Texts of several lists of ids, on all cores; releases the GIL."""
-        texts: list[str] = self.backend.decode_batch([ids.tolist() for ids in batch], skip_special_tokens=False)
-        return texts
+        """Texts of several lists of ids; of a byte-level tokenizer, in less than half the time of its library."""
+        strings = self._byte_strings
+        if strings is None:
+            texts: list[str] = self.backend.decode_batch([ids.tolist() for ids in batch], skip_special_tokens=False)
+            return texts
+        return [b"".join(map(strings.__getitem__, ids.tolist())).decode("utf-8", "replace") for ids in batch]
 
 
 def hash_of(serialised: str, where: Path | str) -> str:

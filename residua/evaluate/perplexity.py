@@ -119,17 +119,19 @@ def score_text(
     part = dataset.split(split)
     total = min(part.tokens - 1, tokens or part.tokens)
     loss, count, size, words = 0.0, 0, 0.0, WordCount(dataset.tokenizer)
-    forward, running = Forward(model), deque[tuple[Arrival, int]]()
+    forward, running = Forward(model), deque[tuple[Arrival, np.ndarray]]()
 
     def finish() -> None:
-        """Add up the oldest batch that the device works on."""
-        nonlocal loss, count
+        """Read the text of the oldest batch that the device works on, and add up its loss."""
+        nonlocal loss, count, size
         arrival, scored = running.popleft()
+        size += dataset.bytes_of(scored, split)
+        words.add(scored)
         value = float(arrival.wait())
         if not math.isfinite(value):
             raise overflowed(f"the loss on {dataset.path}", model)
-        loss += value * scored
-        count += scored
+        loss += value * len(scored)
+        count += len(scored)
         if progress is not None:
             progress(min(count, total), total)
 
@@ -137,11 +139,7 @@ def score_text(
         documents = None if batch.segments is None else send(batch.segments, device)
         hidden = forward.hidden(send(batch.tokens, device), documents)
         ce, _ = ops.linear_cross_entropy(hidden, model.head_weight, send(batch.targets, device))
-        # the host reads this text while the device works on it
-        scored = batch.targets[batch.targets != IGNORED].numpy()
-        running.append((Arrival(ce), len(scored)))
-        size += dataset.bytes_of(scored, split)
-        words.add(scored)
+        running.append((Arrival(ce), batch.targets[batch.targets != IGNORED].numpy()))
         if len(running) > AHEAD:
             finish()
     while running:

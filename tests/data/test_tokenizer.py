@@ -4,6 +4,7 @@ import json
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tokenizers
 from tokenizers import models, pre_tokenizers, processors
@@ -42,6 +43,18 @@ def test_trained_bpe_restores_any_text_and_shortens_its_own(trained: Tokenizer) 
     assert trained.decode(trained.encode(SAMPLE)) == SAMPLE
     text = some_texts(1)[0]
     assert len(trained.encode(text)) < len(text.encode()) / 2
+
+
+def test_ids_in_any_order_decode_as_by_the_library(trained: Tokenizer) -> None:
+    """Also bytes that are no UTF-8, and names of added tokens."""
+    named = tokenizers.Tokenizer.from_str(trained.backend.to_str())
+    named.add_tokens(["two words", "<|x|>", "世"])
+    random = np.random.default_rng(0)
+    for tokenizer in (trained, Tokenizer.bytes(), Tokenizer(named)):
+        batch = [random.integers(tokenizer.vocab_size, size=size) for size in (0, 1, 7, 300, 5000)]
+        texts = tokenizer.decode_batch(batch)
+        assert texts == [tokenizer.decode(ids) for ids in batch] and "\ufffd" in texts[-1]
+    assert "two words" in texts[-1] and "世" in texts[-1]
 
 
 def test_training_twice_gives_one_hash(trained: Tokenizer) -> None:
