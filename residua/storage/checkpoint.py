@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from residua.files import UNFINISHED, atomic_folder, keeping, unfinished
+from residua.files import UNFINISHED, atomic_folder, keeping, unfinished, writing
 from residua.reading import ReadError, Shape, inside, read_json, reason, refuse
 from residua.storage.finite import nonfinite
 from residua.storage.tensors import fitting, read_tensors, save_tensors, whole
@@ -128,7 +128,8 @@ def prune(run: Path, keep: int) -> None:
             # Renamed first: a kill during the removal must not leave an incomplete `step-N`.
             doomed = unfinished(old.path)
             shutil.rmtree(doomed, ignore_errors=True)
-            old.path.rename(doomed)
+            with writing(old.path, what_is_left(run)):
+                old.path.rename(doomed)
             shutil.rmtree(doomed, ignore_errors=True)
 
 

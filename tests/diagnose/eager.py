@@ -93,7 +93,7 @@ class Eager:
                 self.maps.setdefault(n, []).append(y)
             if re.search(r"gate|router", name) and is_choice(y, self.tokens):
                 self.choices[n] = y
-            if name.endswith("feed_forward.router") and isinstance(y, Tensor) and self.chosen:  # Llama 4 returns scores
+            if name.endswith("feed_forward.router") and self.chosen and is_scores(y, self.chosen):  # Llama 4
                 self.choices[n] = y.topk(self.chosen, -1).indices
 
     def load(self, n: int, experts: int) -> Tensor:
@@ -141,6 +141,11 @@ def is_choice(y: Any, tokens: Tensor) -> bool:
     if not isinstance(y, Tensor) or y.dtype != torch.int64 or y.dim() < 2:
         return False
     return y.numel() == tokens.numel() * y.shape[-1]
+
+
+def is_scores(y: Any, chosen: int) -> bool:
+    """Whether a tensor holds a score of every expert, of which there are more than are chosen."""
+    return isinstance(y, Tensor) and y.is_floating_point() and y.shape[-1] > chosen
 
 
 def use_eager(model: Any) -> None:
