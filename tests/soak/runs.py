@@ -132,8 +132,12 @@ def curves(run: Path) -> list[dict[str, Any]]:
 
 
 def leftovers(run: Path, undisturbed: Path) -> list[str]:
-    """Files and folders that a run should not have; one that began again keeps its first metrics, by design."""
-    names = {p.name for p in run.iterdir() if not p.match("metrics-lost-*.jsonl")}
+    """Files and folders that a run should not have.
+
+    By design, one that began again keeps its first metrics, and ranks that waited for a stopped one leave a record.
+    """
+    kept = ("metrics-lost-*.jsonl", "collectives-rank-*.json")
+    names = {p.name for p in run.iterdir() if not any(map(p.match, kept))}
     names -= {p.name for p in undisturbed.iterdir()}
     temporary = {str(p.relative_to(run)) for p in run.rglob(".*") if p.name != ".lock"}
     partial = {str(p.relative_to(run)) for p in run.rglob("*.partial")}
