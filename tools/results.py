@@ -167,11 +167,17 @@ def _losses(name: str, saved: SavedStudy, result: StudyResult, up: str) -> list[
             found.setdefault((run.size, run.variant, run.budget), {})[run.seed] = run.loss
     columns = [Column("variant", numeric=False), *(Column(f"seed {seed}", numeric=True) for seed in seeds)]
     rows = []
-    for (size, variant, budget), losses in found.items():
+    order = list(saved.config.variants)
+    for (size, variant, budget), losses in sorted(found.items(), key=lambda item: _place(result, order, *item[0])):
         title = f"{size} {variant}" if len(result.sizes) > 1 else variant
         title += f", {budget:g}× tokens" if budget != 1.0 else ""
         rows.append([Value(title), *(Value(f"{losses[s]:.4f}" if s in losses else "—") for s in seeds)])
     return markdown_table(columns, rows)
+
+
+def _place(result: StudyResult, order: list[str], size: str, variant: str, budget: float) -> tuple[int, bool, int, float]:
+    """By size, the ladder last, variants as the study names them."""
+    return result.sizes.index(size), budget != 1.0, order.index(variant), budget
 
 
 def _made(name: str, saved: SavedStudy, result: StudyResult, up: str) -> list[str]:
