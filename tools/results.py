@@ -175,7 +175,9 @@ def _losses(name: str, saved: SavedStudy, result: StudyResult, up: str) -> list[
     return markdown_table(columns, rows)
 
 
-def _place(result: StudyResult, order: list[str], size: str, variant: str, budget: float) -> tuple[int, bool, int, float]:
+def _place(
+    result: StudyResult, order: list[str], size: str, variant: str, budget: float
+) -> tuple[int, bool, int, float]:
     """By size, the ladder last, variants as the study names them."""
     return result.sizes.index(size), budget != 1.0, order.index(variant), budget
 
