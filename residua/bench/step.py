@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -12,7 +13,7 @@ from residua import ops
 from residua.config import variants
 from residua.config.run import RunConfig
 from residua.config.settings import ConfigError
-from residua.machine import TooLarge, out_of_memory
+from residua.machine import TooLarge, choose_device, out_of_memory
 from residua.model.decoder import build_parts
 from residua.model.size import build_if_it_fits, measure
 from residua.train.step import Step, build_step
@@ -97,26 +98,41 @@ def bench_step(
 
 
 def _run(case: Case, device: torch.device, steps: int, warmup: int, tell: Callable[[str], object]) -> StepResult:
-    config = case.config
-    # Count the FLOPs of attention at the sequence length that is run, not at the model's context.
-    size = measure(config.model.override([f"context={config.sequence}"]))
-    bare = StepResult(case.name, size.parameters, size.flops_per_token, config.tokens_per_step)
+    timed: list[TimedStep] = []
+    with no_memory() as problem, ops.backend(case.backend), ExitStack() as open_ranks:
+        trained = build_case(case, device, open_ranks)
+        started = partial(tell, f"{case.name}: timing")
+        timed.append(time_step(trained, case.config, steps=steps, warmup=warmup, started=started))
+    return describe(case, problem[0] if problem else timed[0])
+
+
+@contextmanager
+def no_memory() -> Iterator[list[str]]:
+    """A list that names the problem if the model or its step is too large for this machine."""
+    problem: list[str] = []
     try:
-        with ops.backend(case.backend):
-            timed = _time(case, device, steps, warmup, lambda: tell(f"{case.name}: timing"))
+        yield problem
     except TooLarge:
-        return StepResult(**{**bare.__dict__, "problem": "larger than memory"})
+        problem.append("larger than memory")
     except (MemoryError, RuntimeError) as error:
         if out_of_memory(error) is None:
             raise
-        return StepResult(**{**bare.__dict__, "problem": "out of memory"})
+        problem.append("out of memory")
+
+
+def describe(case: Case, timed: TimedStep | str) -> StepResult:
+    """The result of a case that was timed, or of one that has a problem."""
+    config = case.config
+    # Count the FLOPs of attention at the sequence length that is run, not at the model's context.
+    size = measure(config.model.override([f"context={config.sequence}"]))
+    counted = (case.name, size.parameters, size.flops_per_token, config.tokens_per_step)
+    if isinstance(timed, str):
+        return StepResult(*counted, problem=timed)
     sample = Sample.of(timed.seconds)
     speed = config.tokens_per_step / sample.median
+    device = choose_device(config.train.device, "train.device")
     return StepResult(
-        case.name,
-        size.parameters,
-        size.flops_per_token,
-        config.tokens_per_step,
+        *counted,
         first_step=timed.first,
         step=sample,
         tokens_per_second=speed,
@@ -126,13 +142,8 @@ def _run(case: Case, device: torch.device, steps: int, warmup: int, tell: Callab
     )
 
 
-def _time(case: Case, device: torch.device, steps: int, warmup: int, started: Callable[[], object]) -> TimedStep:
-    with ExitStack() as open_ranks:
-        trained = _build(case, device, open_ranks)
-        return time_step(trained, case.config, steps=steps, warmup=warmup, started=started)
-
-
-def _build(case: Case, device: torch.device, open_ranks: ExitStack) -> Step:
+def build_case(case: Case, device: torch.device, open_ranks: ExitStack) -> Step:
+    """The step of a case, as `residua train` builds it; a rank's world stays open with `open_ranks`."""
     torch.manual_seed(case.config.train.seed)
     if case.way is None:
         return build_step(build_if_it_fits(case.config.model, case.name), case.config.train, device)

@@ -56,6 +56,14 @@ def step(
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Steps to time.")] = 20,
     warmup: Annotated[int, typer.Option(min=0, help="Untimed steps, after the first one.")] = 3,
+    rounds: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            show_default="one case after the other",
+            help="Let the cases take turns this many times, --steps each: all are compiled first, side by side.",
+        ),
+    ] = None,
     out: Out = None,
 ) -> None:
     """Time the whole training step on random tokens, as `residua train` runs it.
@@ -64,6 +72,7 @@ def step(
     residua bench step mgr-s-prenorm --accumulate 4
     residua bench step mgr-s-prenorm --accumulate 4 --compare prenorm,block_attnres,full_attnres,mgr --out step.json
     residua bench step mini --compare "mgr,mgr backend=reference,mgr model.topology.streams=8"
+    residua bench step mini --compare prenorm,mgr,mhc --rounds 5 --steps 5
     """
     from residua.config.run import RunConfig
 
@@ -75,6 +84,7 @@ def step(
     from residua.bench import show
     from residua.bench.step import bench_step, read_cases
     from residua.bench.timing import measure_ceilings
+    from residua.bench.turns import bench_turns
     from residua.machine import choose_device
     from residua.train.environment import describe_environment
 
@@ -83,7 +93,10 @@ def step(
     environment, console = describe_environment(device), _console()
     with _status("measuring this device") as status:
         ceilings = measure_ceilings(device)
-        results = bench_step(cases, device, steps=steps, warmup=warmup, tell=status.update)
+        if rounds is None:
+            results = bench_step(cases, device, steps=steps, warmup=warmup, tell=status.update)
+        else:
+            results = bench_turns(cases, rounds=rounds, steps=steps, warmup=warmup, tell=status.update)
     show.print_ceilings(console, environment, ceilings)
     console.print(show.describe_step(base))
     show.print_steps(console, results)

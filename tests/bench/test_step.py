@@ -6,6 +6,7 @@ import torch
 from typer.testing import CliRunner
 
 from residua.bench.step import bench_step, read_cases
+from residua.bench.turns import bench_turns
 from residua.cli.bench import app
 from residua.config.run import RunConfig
 from residua.config.settings import ConfigError
@@ -104,3 +105,24 @@ def test_memory_is_released_without_importing_the_compiler(monkeypatch):
     monkeypatch.delitem(sys.modules, "torch._dynamo")
     release_memory(CPU)
     assert resets == [1]
+
+
+@pytest.mark.slow
+def test_cases_take_turns_in_processes_of_their_own_and_train_as_they_do_alone(base):
+    cases = read_cases(base, ["prenorm", "mgr backend=reference"])
+    alone = bench_step(cases, CPU, steps=5, warmup=1)
+    turns = bench_turns(cases, rounds=2, steps=2, warmup=2)
+    for one, other in zip(alone, turns, strict=True):
+        assert other.step is not None and other.step.count == 4
+        assert other.first_step is not None and other.first_step > 0
+        assert (one.name, one.parameters, one.tokens) == (other.name, other.parameters, other.tokens)
+        assert one.loss == other.loss  # seven steps of each, from the same weights on the same tokens
+
+
+@pytest.mark.nightly
+def test_a_case_that_cannot_be_timed_is_named_with_its_last_words(base):
+    cases = read_cases(base, ["prenorm", "mgr train.device=cuda"])
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU here")
+    with pytest.raises(RuntimeError, match=r"mgr train.device=cuda could not be timed: .*PyTorch sees no GPU"):
+        bench_turns(cases, rounds=1, steps=1, warmup=0)
