@@ -12,14 +12,19 @@ from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import gelu
+from torch.nn.functional import gelu, linear
 
 from residua import ops
 from residua.config import choices
 from residua.model.context import Anchors
 from residua.model.kept import Kept
 from residua.model.projection import Projection
+from residua.ops._runtime import fused
 from residua.ops._runtime.numeric import wide
+from residua.ops.mix_projection import per_head
+
+if fused.INSTALLED:
+    from residua.ops.mix_projection import shared
 
 Projections = dict[str, Tensor]
 """Pathway name to [B, T, heads, head_dim]."""
@@ -97,6 +102,11 @@ class Unmixed(nn.Module):
     def __init__(self, sections: ops.Sections) -> None:
         super().__init__()
         self.sections = sections
+
+    def project(self, project: Projection, x: Tensor, anchors: Anchors) -> Tensor:
+        """The layer's fused projection [B, T, R] of x."""
+        projected: Tensor = project(x)
+        return projected
 
     def forward(
         self, projected: Tensor, anchors: Anchors, x: Tensor, qk_norm: QueryKeyNorm, table: RotaryTable
@@ -191,6 +201,23 @@ class Mix(Unmixed):
         """γ [B, T, 2·pathways]; None for a static mixture."""
         return None
 
+    def project(self, project: Projection, x: Tensor, anchors: Anchors) -> Tensor:
+        """With shared anchors (`share_anchors`) λ2 ⊙ S, by folded weights."""
+        if not self._shares(anchors):
+            return super().project(project, x, anchors)
+        return linear(x, self.folded(project.weight))
+
+    def folded(self, weight: Tensor) -> Tensor:
+        """diag(λ2) W for the weight W [R, C] of a fused projection; rows of pathways that are not mixed as they are."""
+        ones = weight.new_ones((), dtype=wide(weight).dtype)
+        scales = [per_head(self.current_scale[s] if s in self.pathways else ones) for s in self.sections]
+        rows = [wide(s).expand(shape).flatten() for s, shape in zip(scales, self.sections.values(), strict=True)]
+        return (wide(weight) * torch.cat(rows)[:, None]).to(weight.dtype)
+
+    def _shares(self, anchors: Anchors) -> bool:
+        """Whether there is a handle behind the anchors."""
+        return len(anchors) > len(self.pathways)
+
     def _begin_unmixed(self) -> Kept:
         """λ1 = 0 and λ2 = 1; for a dynamic mixture, whose γ begins at ½, λ2 = 2."""
         for anchor, current in zip(self.anchor_scale.values(), self.current_scale.values(), strict=True):
@@ -201,11 +228,17 @@ class Mix(Unmixed):
     def forward(
         self, projected: Tensor, anchors: Anchors, x: Tensor, qk_norm: QueryKeyNorm, table: RotaryTable
     ) -> tuple[Projections, Anchors]:
+        named, scales = dict(zip(self.pathways, anchors, strict=False)), dict(self.anchor_scale.items())
+        if self._shares(anchors):
+            made = shared.mix_heads(
+                projected, anchors[-1], self.sections, named, scales, table, gains=qk_norm.gains, eps=qk_norm.eps
+            )
+            return made, anchors[:-1]
         return ops.mix_heads(
             projected,
             self.sections,
-            dict(zip(self.pathways, anchors, strict=True)),
-            dict(self.anchor_scale.items()),
+            named,
+            scales,
             dict(self.current_scale.items()),
             table,
             gains=qk_norm.gains,
@@ -272,6 +305,24 @@ class DynamicMix(Mix):
 
     def readers(self) -> tuple[Tensor, ...]:
         return (self.gamma.down.weight,)
+
+
+def share_anchors(anchors: Anchors, readers: Mapping[int, tuple[Mix, Projection]]) -> dict[int, Anchors]:
+    """What each reader takes in place of the anchors: these and a handle, by which one pass has all their gradients.
+
+    `readers` are the layers that mix the anchors, each with the projection that takes λ2 (`ops/mix_projection/shared`).
+    Empty where the anchors go from layer to layer instead: outside of training, with dynamic λ, with sharded weights.
+    """
+    static = all(type(mix) is Mix and type(project) is Projection for mix, project in readers.values())
+    if not fused.INSTALLED or not static or len(readers) < 2:
+        return {}
+    scales = [dict(mix.anchor_scale.items()) for mix, _ in readers.values()]
+    weights = [project.weight for _, project in readers.values()]
+    if not shared.serves(anchors, [*weights, *(scale for own in scales for scale in own.values())]):
+        return {}
+    mix, _ = next(iter(readers.values()))
+    handles = shared.share(dict(zip(mix.pathways, anchors, strict=True)), scales, mix.sections)
+    return {k: (*anchors, handle) for k, handle in zip(readers, handles, strict=True)}
 
 
 def _scale_shape(granularity: str, heads: int, head_dim: int) -> tuple[int, ...]:

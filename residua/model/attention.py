@@ -196,7 +196,8 @@ class SoftmaxAttention(nn.Module):
     def forward(self, x: Tensor, anchors: Anchors, context: Context) -> tuple[Tensor, Anchors]:
         assert context.rotary is not None
         cos, sin = context.rotary[self.table]
-        own, anchors = self.mix(self.project(x), anchors, x, self.qk_norm, (cos, sin))
+        projected = self.mix.project(self.project, x, anchors)
+        own, anchors = self.mix(projected, anchors, x, self.qk_norm, (cos, sin))
         if isinstance(self.mix, DynamicMix):
             tap(f"attention.{self.layer}.gamma", partial(self.mix.factors, x))
         q, k = own["q"], own["k"]

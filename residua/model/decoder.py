@@ -13,7 +13,7 @@ from torch.nn.functional import embedding, linear
 from residua import ops
 from residua.config import choices
 from residua.config.model import ModelConfig
-from residua.model.anchors import ExoSource, NoSource, build_source
+from residua.model.anchors import ExoSource, Mix, NoSource, build_source, share_anchors
 from residua.model.attention import SoftmaxAttention, head_shape
 from residua.model.cache import Cache, Now
 from residua.model.context import Anchors, Context
@@ -139,10 +139,13 @@ class Decoder(nn.Module):
         context = self._context(self._rotary(tokens, now, positions), segments, now, positions)
         h, state = self.topology.open(x)
         anchors = self.anchors.open(x)
+        given: dict[int, Anchors] | None = None
         for k, sublayer in enumerate(self.sublayers):
             tap(f"sublayer.{k}.input", h)
             own = context if cache is None else context._replace(cache=cache.sublayers[k])
-            y, anchors, *routing = sublayer(h, anchors, own)
+            if given is None and anchors:
+                given = self._share(anchors)
+            y, anchors, *routing = sublayer(h, given.get(k, anchors) if given else anchors, own)
             routed += routing
             tap(f"sublayer.{k}.output", y)
             h, state = self.topology.step(k, y, state)
@@ -150,6 +153,14 @@ class Decoder(nn.Module):
         if cache is not None:
             cache.advance(tokens.shape[1], counts)
         return self.norm(h), routed
+
+    def _share(self, anchors: Anchors) -> dict[int, Anchors]:
+        """What each sublayer that mixes the anchors takes in their place; empty if they go from one to the next."""
+        if not torch.is_grad_enabled():
+            return {}
+        bodies = {k: sublayer.body for k, sublayer in enumerate(self.sublayers)}
+        softmax = {k: body for k, body in bodies.items() if isinstance(body, SoftmaxAttention)}
+        return share_anchors(anchors, {k: (b.mix, b.project) for k, b in softmax.items() if isinstance(b.mix, Mix)})
 
     def logits(self, h: Tensor) -> Tensor:
         """[..., V] from final states [..., C]."""

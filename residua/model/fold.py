@@ -18,8 +18,6 @@ from residua.model.anchors import Mix, Projections, QueryKeyNorm, RotaryTable, U
 from residua.model.attention import SoftmaxAttention
 from residua.model.context import Anchors
 from residua.model.projection import Projection
-from residua.ops._runtime.numeric import wide
-from residua.ops.mix_projection import per_head
 
 if TYPE_CHECKING:
     from residua.model.decoder import Decoder
@@ -61,9 +59,4 @@ def fold_mixing(model: Decoder) -> int:
 
 @torch.no_grad()
 def _fold(attention: SoftmaxAttention, mix: Mix) -> None:
-    weight = attention.project.weight
-    parts = dict(zip(attention.head_width, weight.split(attention.rows), strict=True))
-    for s in mix.pathways:
-        rows = parts[s].unflatten(0, (-1, attention.head_width[s]))
-        scale = per_head(mix.current_scale[s])[..., None]
-        rows.copy_(wide(rows) * wide(scale))
+    attention.project.weight.copy_(mix.folded(attention.project.weight))

@@ -113,6 +113,24 @@ def mix_heads(
     both((*made.values(), *passed))
 
 
+def mix_shared(
+    dtype: torch.dtype, width: int, heads: int, normed: bool, anchors: str, layers: int, length: int = 4
+) -> None:
+    """Layers whose anchors have their gradient in one pass."""
+    from residua.ops.mix_projection import shared
+
+    sections = {s: (heads, width) for s in "qkvg"}
+    table = (torch.zeros(length, (width + 1) // 2), torch.zeros(length, (width + 1) // 2))
+    named = {s: draw(2, length, heads, width, dtype=dtype) for s in anchors}
+    scales = [{s: draw(heads, width) for s in anchors} for _ in range(layers)]
+    gains = (draw(width), draw(width)) if normed else None
+    made: list[torch.Tensor] = []
+    for own, handle in zip(scales, shared.share(named, scales, sections), strict=True):
+        projected = draw(2, length, 4 * heads * width, dtype=dtype)
+        made += shared.mix_heads(projected, handle, sections, named, own, table, gains=gains).values()
+    both(made)
+
+
 def mix_projection(dtype: torch.dtype, width: int, heads: int, normed: bool, tokens: int = 5) -> None:
     x, anchor = (draw(tokens, heads, width, dtype=dtype) for _ in range(2))
     both(ops.mix_projection(x, anchor, draw(heads, width), draw(heads), norm_weight=draw(width) if normed else None))
@@ -361,6 +379,7 @@ def small_cases() -> Iterator[Case]:
     yield case(norm_rotate, BF16, 64)
     yield case(packed_heads, BF16, 128, 6, 6)
     yield case(mix_heads, BF16, 64, 2, True, True, "qv")
+    yield case(mix_shared, BF16, 128, 6, True, "qkvg", 12)
     yield case(mix_projection, FP32, 33, 1, True, 1)
     yield case(multi_gate, BF16, 256, 4, True, False)
     yield case(multi_gate, FP32, 33, 3, False, True, 1)
@@ -443,6 +462,8 @@ def wide_cases() -> Iterator[Case]:
             yield case(mix_heads, dtype, width, heads, gamma, normed, anchors)
         for normed in switch:
             yield case(mix_projection, dtype, width, heads, normed)
+            for anchors, layers in product(("v", "qkvg"), (2, 7, 36)):
+                yield case(mix_shared, dtype, width, heads, normed, anchors, layers)
     for dtype, vocabulary in product(dtypes, (33, 1000, 50_304)):
         yield case(linear_cross_entropy, dtype, vocabulary)
     for dtype, experts, top_k in product(dtypes, (2, 16, 64, 100, 256), (1, 8)):

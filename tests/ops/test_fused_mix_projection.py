@@ -8,6 +8,7 @@ from torch import Tensor
 
 from residua import ops
 from residua.ops._runtime import fused
+from tests.nightly import only_nightly
 
 pytestmark = pytest.mark.slow
 
@@ -96,6 +97,28 @@ class Layers:
         return dict(enumerate(made)) | dict(zip(leaves, grads, strict=True))
 
 
+class SharedLayers(Layers):
+    """The same with λ2 inside the projections, where one pass of the fused path has the anchors' whole gradient."""
+
+    def __init__(self, **settings):
+        super().__init__(**settings)
+        self.leaves = {name: t for name, t in self.leaves.items() if not name.startswith("own")}
+
+    def __call__(self, leaves: dict[str, Tensor], table: tuple[Tensor, Tensor]) -> list[Tensor]:
+        scales = [{s: leaves[f"other {s} {layer}"] for s in self.pathways} for layer in "12"]
+        if ops.chosen_backend() == "reference":
+            one = torch.ones((), dtype=table[0].dtype, device=table[0].device)
+            return super().__call__(leaves | {f"own {s} {n}": one for s in self.pathways for n in "12"}, table)
+        from residua.ops.mix_projection import shared
+
+        anchors, made = {s: leaves[f"anchor {s}"] for s in self.pathways}, []
+        for layer, own, handle in zip("12", scales, shared.share(anchors, scales, self.sections), strict=True):
+            gains = tuple(leaves[f"gain {s} {layer}"] for s in "qk") if self.normed else None
+            projected = leaves[f"projected {layer}"][..., 3:]
+            made += shared.mix_heads(projected, handle, self.sections, anchors, own, table, gains=gains).values()
+        return made
+
+
 def assert_close(ours: dict[str, Tensor], exact: dict[str, Tensor], tolerance: float) -> None:
     for name, b in exact.items():
         error = (ours[name].double() - b).norm() / b.norm().clamp(min=1e-12)
@@ -109,6 +132,27 @@ def test_two_layers_equal_the_reference_in_every_gradient(case):
     # the gradient of a λ for a whole head or layer is one sum of terms that cancel
     tolerance = 1e-4 if "granularity" in CASES[case] else 2e-6
     assert_close(layers.results("triton"), layers.results("reference", torch.float64), tolerance)
+
+
+STATIC = [name for name, settings in CASES.items() if "dynamic" not in settings]
+
+
+@interpreter
+@pytest.mark.parametrize("case", only_nightly(STATIC, but=["elementwise, all", "values only, gate per head"]))
+def test_layers_that_share_their_anchors_equal_the_reference_in_every_gradient(case):
+    layers = SharedLayers(**CASES[case])
+    tolerance = 1e-4 if "granularity" in CASES[case] else 2e-6
+    assert_close(layers.results("triton"), layers.results("reference", torch.float64), tolerance)
+
+
+@interpreter
+def test_the_gradients_of_many_layers_are_gathered_by_several_launches(monkeypatch):
+    from residua.ops.mix_projection import launch
+
+    monkeypatch.setattr(launch, "MOST_READERS", 1)
+    monkeypatch.setattr(launch, "GATHER", launch.Tiling(16, 1))
+    layers = SharedLayers(pathways="kv")
+    assert_close(layers.results("triton"), layers.results("reference", torch.float64), 2e-6)
 
 
 @interpreter
@@ -142,8 +186,9 @@ def test_an_output_that_nobody_uses_is_no_gradient():
 
 
 @interpreter
-def test_compiles_into_one_graph():
-    layers = Layers(pathways="kv", size=(1, 3))
+@pytest.mark.parametrize("kind", [Layers, SharedLayers])
+def test_compiles_into_one_graph(kind):
+    layers = kind(pathways="kg", size=(1, 3))
 
     def run(*tensors: Tensor) -> Tensor:
         with ops.backend("triton"):
@@ -158,8 +203,9 @@ def test_compiles_into_one_graph():
 
 
 @interpreter
-def test_works_inside_activation_checkpointing():
-    layers = Layers(pathways="qv", size=(1, 3))
+@pytest.mark.parametrize("kind", [Layers, SharedLayers])
+def test_works_inside_activation_checkpointing(kind):
+    layers = kind(pathways="qv", size=(1, 3))
     inputs = [t.requires_grad_() for t in layers.leaves.values()]
 
     def run(*tensors: Tensor) -> Tensor:
@@ -219,6 +265,18 @@ def test_on_a_gpu_every_gradient_is_right(dtype, tolerance, dynamic, head):
     ours = layers.results("triton")
     assert_close(ours, layers.results("reference", torch.float64), tolerance)
     again = layers.results("triton")
+    assert all(torch.equal(ours[name], again[name]) for name in ours)
+
+
+@gpu
+@compiled_only
+@pytest.mark.parametrize("head", [64, 96, 128])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 8e-3)], ids=str)
+def test_on_a_gpu_every_gradient_of_shared_anchors_is_right(dtype, tolerance, head):
+    sections = {"q": (6, head), "k": (2, head), "v": (2, head), "g": (6, head)}
+    layers = SharedLayers(sections=sections, size=(3, 700), device="cuda", dtype=dtype)
+    ours, again = layers.results("triton"), layers.results("triton")
+    assert_close(ours, layers.results("reference", torch.float64), tolerance)
     assert all(torch.equal(ours[name], again[name]) for name in ours)
 
 

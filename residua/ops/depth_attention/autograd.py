@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
+from residua.ops._runtime.handles import handle
 from residua.ops._runtime.library import operator
 from residua.ops._runtime.tracing import in_graph
 from residua.ops.depth_attention import launch, reference
@@ -129,9 +130,9 @@ class _Fork(torch.autograd.Function):
         ctx.save_for_backward(value, scores, rstd, u, *before[handed:])
         ctx.first, ctx.own, ctx.goes_on, ctx.handed = first, own, goes_on, handed
         ctx.set_materialize_grads(False)
-        gradients = [_handle(value, value.shape) for _ in range(own + goes_on)]
-        stats = [_handle(scores, (2, scores.shape[1])) for _ in range(own)]
-        return _handle(u, u.shape), *gradients, *stats
+        gradients = [handle(value, value.shape) for _ in range(own + goes_on)]
+        stats = [handle(scores, (2, scores.shape[1])) for _ in range(own)]
+        return handle(u, u.shape), *gradients, *stats
 
     @staticmethod
     @once_differentiable
@@ -191,7 +192,3 @@ def _plain_stats(dh: Tensor, h: Tensor, lse: Tensor) -> Tensor:
     """`depth_stats` in plain PyTorch: `torch.compile` fuses it into the kernel that computes dh."""
     delta = (dh.float() * h.float()).sum(-1).flatten()
     return torch.stack([lse, pad(delta, (0, len(lse) - len(delta)))])
-
-
-def _handle(like: Tensor, shape: Sequence[int]) -> Tensor:
-    return torch.empty_strided(tuple(shape), (0,) * len(shape), dtype=like.dtype, device=like.device)

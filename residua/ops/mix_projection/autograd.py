@@ -5,8 +5,8 @@ per token; backward reads dy, both again and the anchors' gradient from later la
 projection and of the anchors, 6PC. Two things save whole passes. The operator takes the projection unsplit and writes
 its gradient in one piece, where a split would end in a concatenation (2PC). And it returns the anchors for the next
 layer to use, so that their gradient arrives as the sum over all later layers and is added to in the kernel (1PC more to
-read), where autograd would add in a pass of its own at every layer (3PC). Deferring every layer's part to one last
-pass, as `depth_attention` does, would save half a PC of the 9 and keep all dm of Q and K alive: not worth it.
+read), where autograd would add in a pass of its own at every layer (3PC). Static mixtures of a whole model leave the
+anchors' gradient to one last pass instead (`shared.py`).
 """
 
 from __future__ import annotations
@@ -47,11 +47,7 @@ def mix_heads(
     eps: float = 1e-6,
 ) -> tuple[Heads, tuple[Tensor, ...]]:
     """The fused twin of the reference."""
-    plan, first = [], 0
-    for s, (heads, width) in sections.items():
-        turned = ("qk".index(s) if gains else -2) if s in "qk" else -1
-        plan += [first, heads, width, turned, list(anchors).index(s) if s in anchors else -1]
-        first += heads * width
+    plan = plan_sections(sections, list(anchors), gains is not None)
     made = _apply(
         plan, eps, projected, gamma, table, list(anchors.values()),
         [per_head(anchor_scales[s]).expand(sections[s]) for s in anchors],
@@ -79,6 +75,16 @@ def mix_projection(
         () if norm_weight is None else (norm_weight,),
     )  # fmt: skip
     return mixed.reshape(current.shape)
+
+
+def plan_sections(sections: Sections, anchors: Sequence[str], normed: bool) -> launch.SectionPlan:
+    """The sections as operators take them; `normed`: queries and keys have a norm before their rotation."""
+    plan, first = [], 0
+    for s, (heads, width) in sections.items():
+        turned = ("qk".index(s) if normed else -2) if s in "qk" else -1
+        plan += [first, heads, width, turned, anchors.index(s) if s in anchors else -1]
+        first += heads * width
+    return plan
 
 
 @in_graph
@@ -130,7 +136,7 @@ class _MixHeads(torch.autograd.Function):
         made = backward(dy, later if known else [], *inputs, ctx.plan, ctx.eps)
         d_projected, d_gamma, sums, *d_anchors = made
         d_gamma = None if gamma is None else d_gamma.to(gamma.dtype)
-        d_rest = [d.to(t.dtype) for d, t in zip(_parts(sums, sections, inputs), _summed(inputs), strict=True)]
+        d_rest = [d.to(t.dtype) for d, t in zip(parts(sums, sections, inputs), _summed(inputs), strict=True)]
         return None, None, None, d_projected, d_gamma, *[None] * len(inputs.table), *d_anchors, *d_rest
 
 
@@ -144,15 +150,18 @@ def _summed(inputs: launch.Inputs) -> list[Tensor]:
     return [*inputs.anchor_scales, *inputs.current_scales, *inputs.gains, *inputs.anchor_gains]
 
 
-def _parts(sums: Tensor, sections: list[launch.Section], inputs: launch.Inputs) -> list[Tensor]:
-    """The gradients of `_summed`, out of the one row that holds them section by section; gains are shared by heads."""
+def parts(sums: Tensor, sections: list[launch.Section], inputs: launch.Inputs) -> list[Tensor]:
+    """The gradients of `_summed`, out of the one row that holds them section by section; gains are shared by heads.
+
+    Without those of λ1 and λ2 where these are not summed.
+    """
     anchor_scales, current_scales, gains, anchor_gains = {}, {}, {}, {}
     normed = len(inputs.anchor_gains) > 0
-    counts = [s.sums(normed) for s in sections]
+    counts = [s.sums(inputs) for s in sections]
     rows = sums.split([count * s.heads * s.width for count, s in zip(counts, sections, strict=True)])
     for s, count, row in zip(sections, counts, rows, strict=True):
         left = iter(row.view(count, s.heads, s.width))
-        if s.anchor >= 0:
+        if s.anchor >= 0 and not inputs.folded:
             anchor_scales[s.anchor], current_scales[s.anchor] = next(left), next(left)
         if s.gain >= 0:
             gains[s.gain] = next(left).sum(0)

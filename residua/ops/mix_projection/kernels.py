@@ -3,9 +3,10 @@
     m = λ1 γ1 ⊙ N(a) + λ2 γ2 ⊙ s,   y = rotate(gain ⊙ RMS(m))
 
 Each part can be absent: mixing (MIXED), γ (DYNAMIC), the anchor's own norm N (ANCHOR_NORMED), QK-norm (NORMED) and
-rotation (TURNED). A head of width D is held as two halves [ROWS, LANES], which the rotation pairs (b_x1, b_x2); if D is
-odd, the second half is one short. The backward pass keeps nothing: m and both 1/rms are recomputed from s and a, which
-it reads anyway. A program stays with one head, whose scales and gains it reads once.
+rotation (TURNED). FOLDED: s holds λ2 ⊙ s, and the backward pass ends at dm (`shared.py`). A head of width D is held as
+two halves [ROWS, LANES], which the rotation pairs (b_x1, b_x2); if D is odd, the second half is one short. The backward
+pass keeps nothing: m and both 1/rms are recomputed from s and a, which it reads anyway. A program stays with one head,
+whose scales and gains it reads once.
 """
 
 # mypy: ignore-errors
@@ -13,6 +14,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from residua.ops._runtime.kernels import tensor
 
 
 @triton.jit
@@ -52,7 +55,7 @@ def forward_kernel(
     s_ptr, a_ptr, own_ptr, other_ptr, gamma_ptr, gain_ptr, anchor_gain_ptr, cos_ptr, sin_ptr, y_ptr,
     batches, length, tiles, turns, heads, stride_st, stride_at, stride_ah, stride_gt, eps,
     D: tl.constexpr, HALF: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
-    MIXED: tl.constexpr, DYNAMIC: tl.constexpr, ANCHOR_NORMED: tl.constexpr,
+    MIXED: tl.constexpr, FOLDED: tl.constexpr, DYNAMIC: tl.constexpr, ANCHOR_NORMED: tl.constexpr,
     NORMED: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
     """One head of every P-th tile, P the programs of a head. own is λ2 and other λ1, [heads, D]; gamma's two columns
@@ -63,7 +66,8 @@ def forward_kernel(
     is_low, is_high = lane < HALF, lane < D - HALF
     if MIXED:
         b_l1, b_l2 = _load(other_ptr + head * D + lane, is_low, is_high, HALF)  # λ1 [1, LANES]
-        b_k1, b_k2 = _load(own_ptr + head * D + lane, is_low, is_high, HALF)  # λ2
+        if not FOLDED:
+            b_k1, b_k2 = _load(own_ptr + head * D + lane, is_low, is_high, HALF)  # λ2
     if ANCHOR_NORMED:
         b_w1, b_w2 = _load(anchor_gain_ptr + lane, is_low, is_high, HALF)
     if NORMED:
@@ -81,7 +85,9 @@ def forward_kernel(
             if ANCHOR_NORMED:
                 b_rstd = _rstd(b_a1, b_a2, eps, D)
                 b_a1, b_a2 = b_a1 * b_rstd * b_w1, b_a2 * b_rstd * b_w2
-            b_a1, b_a2, b_m1, b_m2 = b_a1 * b_l1, b_a2 * b_l2, b_m1 * b_k1, b_m2 * b_k2
+            b_a1, b_a2 = b_a1 * b_l1, b_a2 * b_l2
+            if not FOLDED:
+                b_m1, b_m2 = b_m1 * b_k1, b_m2 * b_k2
             if DYNAMIC:
                 b_g1, b_g2 = _factors(gamma_ptr, token, stride_gt, live, ROWS)
                 b_a1, b_a2, b_m1, b_m2 = b_a1 * b_g1, b_a2 * b_g1, b_m1 * b_g2, b_m2 * b_g2
@@ -106,7 +112,7 @@ def backward_kernel(
     batches, length, tiles, turns, heads, stride_yb, stride_yt, stride_yh, stride_st, stride_dst,
     stride_at, stride_ah, stride_gt, stride_p, eps,
     D: tl.constexpr, HALF: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
-    MIXED: tl.constexpr, DYNAMIC: tl.constexpr, ANCHOR_NORMED: tl.constexpr,
+    MIXED: tl.constexpr, FOLDED: tl.constexpr, DYNAMIC: tl.constexpr, ANCHOR_NORMED: tl.constexpr,
     NORMED: tl.constexpr, TURNED: tl.constexpr, LATER: tl.constexpr,
 ):  # fmt: skip
     """One head of every P-th tile of tokens, P the programs of a head. With n = m·rstd and dz = dy rotated back:
@@ -114,7 +120,8 @@ def backward_kernel(
     d_gain = Σ dz ⊙ n,  dm = rstd (gain ⊙ dz − n mean(gain ⊙ dz ⊙ n)),  ds = λ2 γ2 ⊙ dm,  dN(a) = λ1 γ1 ⊙ dm
     dλ1 = Σ γ1 dm ⊙ N(a),  dλ2 = Σ γ2 dm ⊙ s,  dγ1 = Σ λ1 ⊙ dm ⊙ N(a),  dγ2 = Σ λ2 ⊙ dm ⊙ s
 
-    later is the anchor's gradient from later layers; da is written with it added. dγ is left per head. The sums over
+    later is the anchor's gradient from later layers; da is written with it added. FOLDED: ds = dm, and the others are
+    left to `gather_kernel`. dγ is left per head. The sums over
     tokens stay per row of the tile until the end, when each program writes them, up to four [heads, D], into its own
     row of `partial`: a reduction across warps for every tile would cost more than the memory traffic.
     """
@@ -126,7 +133,8 @@ def backward_kernel(
     b_p1, b_p2, b_q1, b_q2, b_v1, b_v2, b_u1, b_u2 = b_zero, b_zero, b_zero, b_zero, b_zero, b_zero, b_zero, b_zero
     if MIXED:
         b_o1, b_o2 = _load(other_ptr + head * D + lane, is_low, is_high, HALF)  # λ1 [1, LANES]
-        b_i1, b_i2 = _load(own_ptr + head * D + lane, is_low, is_high, HALF)  # λ2
+        if not FOLDED:
+            b_i1, b_i2 = _load(own_ptr + head * D + lane, is_low, is_high, HALF)  # λ2
     if ANCHOR_NORMED:
         b_w1, b_w2 = _load(anchor_gain_ptr + lane, is_low, is_high, HALF)
     if NORMED:
@@ -146,7 +154,9 @@ def backward_kernel(
         if MIXED:
             at_ptr = _tile(a_ptr, token, stride_at, head * stride_ah, LANES, ROWS)
             b_a1, b_a2 = _load(at_ptr, first, second, HALF)
-            b_l1, b_l2, b_k1, b_k2 = b_o1, b_o2, b_i1, b_i2
+            b_l1, b_l2 = b_o1, b_o2
+            if not FOLDED:
+                b_k1, b_k2 = b_i1, b_i2
             if ANCHOR_NORMED:
                 b_rstd_a = _rstd(b_a1, b_a2, eps, D)
                 b_n1, b_n2 = b_a1 * b_rstd_a, b_a2 * b_rstd_a
@@ -154,7 +164,9 @@ def backward_kernel(
             if DYNAMIC:
                 b_g1, b_g2 = _factors(gamma_ptr, token, stride_gt, live, ROWS)
                 b_l1, b_l2, b_k1, b_k2 = b_l1 * b_g1, b_l2 * b_g1, b_k1 * b_g2, b_k2 * b_g2
-            if NORMED:
+            if FOLDED:
+                b_m1, b_m2 = b_a1 * b_l1 + b_s1, b_a2 * b_l2 + b_s2
+            elif NORMED:
                 b_m1, b_m2 = b_a1 * b_l1 + b_s1 * b_k1, b_a2 * b_l2 + b_s2 * b_k2
 
         if TURNED:
@@ -173,7 +185,7 @@ def backward_kernel(
             b_d1, b_d2 = b_rstd * (b_d1 - b_m1 * b_mean), b_rstd * (b_d2 - b_m2 * b_mean)
 
         to_ptr = _tile(ds_ptr, token, stride_dst, head * D, LANES, ROWS)
-        if MIXED:
+        if MIXED and not FOLDED:
             # ds = λ2 γ2 ⊙ dm
             _store(to_ptr, first, second, b_d1 * b_k1, b_d2 * b_k2, HALF)
             b_a1, b_a2, b_s1, b_s2 = b_a1 * b_d1, b_a2 * b_d2, b_s1 * b_d1, b_s2 * b_d2
@@ -202,7 +214,7 @@ def backward_kernel(
 
     # this program's row of `partial`
     at_ptr = partial_ptr + chunk * stride_p + head * D
-    if MIXED:
+    if MIXED and not FOLDED:
         _store_sums(at_ptr, lane, is_low, is_high, b_p1, b_p2, HALF)
         _store_sums(at_ptr + heads * D, lane, is_low, is_high, b_q1, b_q2, HALF)
         at_ptr += 2 * heads * D
@@ -217,3 +229,49 @@ def backward_kernel(
 def _store_sums(at_ptr, lane, is_low, is_high, b_x1, b_x2, HALF: tl.constexpr):
     tl.store(at_ptr + lane, tl.sum(b_x1, 0)[None, :], mask=is_low)
     tl.store(at_ptr + HALF + lane, tl.sum(b_x2, 0)[None, :], mask=is_high)
+
+
+@triton.jit(do_not_specialize=["tokens", "tiles"])
+def gather_kernel(
+    table_ptr, a_ptr, scale_ptr, da_ptr, partial_ptr, tokens, tiles, first, stride_d, stride_at, stride_l, stride_p,
+    COLUMNS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, READERS: tl.constexpr, ADD: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """BLOCK columns of every P-th tile of ROWS tokens of an anchor's gradient, P the programs of a block:
+
+    da = Σ_l λ1_l ⊙ dm_l,  dλ1_l = Σ_tokens dm_l ⊙ a
+
+    The table has the addresses of the dm_l, whose columns from `first` on are the anchor's. ADD: to what da holds.
+    """
+    dtype: tl.constexpr = a_ptr.dtype.element_ty
+    blocks: tl.constexpr = (COLUMNS + BLOCK - 1) // BLOCK
+    block, chunk, chunks = tl.program_id(0) % blocks, tl.program_id(0) // blocks, tl.num_programs(0) // blocks
+    c = (block * BLOCK + tl.arange(0, BLOCK))[None, :]
+    row = tl.arange(0, ROWS)[:, None]
+    inside = (c < COLUMNS) & (row >= 0)
+    dm_ptrs, b_sums = (), ()
+    for l in tl.static_range(READERS):  # noqa: E741
+        dm_ptrs = dm_ptrs + (tensor(table_ptr, l, dtype) + first,)
+        b_sums = b_sums + (tl.zeros([ROWS, BLOCK], tl.float32),)
+    for tile in tl.range(chunk, tiles, chunks, num_stages=STAGES):
+        t = tile * ROWS + row.to(tl.int64)
+        mask = (t < tokens) & (c < COLUMNS)
+        b_a = tl.load(a_ptr + t * stride_at + c, mask=mask, other=0.0).to(tl.float32)  # [ROWS, BLOCK]
+        to_ptr = da_ptr + t * COLUMNS + c
+        b_dm = ()
+        for l in tl.static_range(READERS):  # noqa: E741
+            b_dm = b_dm + (tl.load(dm_ptrs[l] + t * stride_d + c, mask=mask, other=0.0),)
+        b_da = tl.zeros([ROWS, BLOCK], tl.float32)
+        if ADD:
+            b_da = tl.load(to_ptr, mask=mask, other=0.0).to(tl.float32)
+        b_new = ()
+        for l in tl.static_range(READERS):  # noqa: E741
+            # λ1 from the cache, for every row: kept, it would take as many registers as the sums
+            b_scale = tl.load(scale_ptr + l * stride_l + c + 0 * row, mask=inside, other=0.0)
+            b_wide = b_dm[l].to(tl.float32)
+            b_da += b_wide * b_scale
+            b_new = b_new + (b_sums[l] + b_wide * b_a,)
+        b_sums = b_new
+        tl.store(to_ptr, b_da.to(dtype), mask=mask)
+    for l in tl.static_range(READERS):  # noqa: E741
+        tl.store(partial_ptr + chunk * stride_p + l * stride_l + c, tl.sum(b_sums[l], 0)[None, :], mask=c < COLUMNS)

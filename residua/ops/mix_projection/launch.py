@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from residua.ops._runtime import fused
-from residua.ops._runtime.launch import cdiv, on, power
+from residua.ops._runtime.launch import addresses, aligned, cdiv, on, power
 from residua.ops.mix_projection import kernels
 from residua.ops.norm_rotate.launch import sum_rows
 
@@ -32,6 +33,10 @@ class Tiling(NamedTuple):
 
 
 FORWARD, BACKWARD = Tiling(1024, 16), Tiling(512, 8, stages=2)
+GATHER = Tiling(512, 3, registers=168)
+"""Of whole tiles."""
+MOST_READERS = 12
+"""Most layers whose gradients one launch of `gather` reads: the sums of each take registers."""
 
 
 class Section(NamedTuple):
@@ -53,21 +58,22 @@ class Section(NamedTuple):
     def passes(self) -> bool:
         return self.gain == -1 and self.anchor < 0
 
-    def parts(self, dynamic: bool, anchor_normed: bool) -> dict[str, bool]:
+    def parts(self, dynamic: bool, anchor_normed: bool, folded: bool) -> dict[str, bool]:
         """The kernels' switches."""
         mixed = self.anchor >= 0
         return {
             "MIXED": mixed,
+            "FOLDED": mixed and folded,
             "DYNAMIC": mixed and dynamic,
             "ANCHOR_NORMED": mixed and anchor_normed,
             "NORMED": self.gain >= 0,
             "TURNED": self.gain != -1,
         }
 
-    def sums(self, anchor_normed: bool) -> int:
+    def sums(self, inputs: Inputs) -> int:
         """How many [heads, width] the backward pass sums over tokens: λ1 and λ2, the gain, the anchor's gain."""
-        parts = self.parts(False, anchor_normed)
-        return 2 * parts["MIXED"] + parts["NORMED"] + parts["ANCHOR_NORMED"]
+        parts = self.parts(False, len(inputs.anchor_gains) > 0, inputs.folded)
+        return 2 * (parts["MIXED"] and not inputs.folded) + parts["NORMED"] + parts["ANCHOR_NORMED"]
 
 
 SectionPlan = list[int]
@@ -81,7 +87,8 @@ def sections(plan: Sequence[int]) -> list[Section]:
 class Inputs(NamedTuple):
     """What both directions read. `table` is (cos, sin), `gains` the QK-norm's, `anchor_gains` the anchors'.
 
-    Scales are [heads, width] whatever their granularity.
+    Scales are [heads, width] whatever their granularity. Without `current_scales` λ2 is inside the projection, and the
+    backward pass leaves the gradients of the anchors and of λ1 to `gather`.
     """
 
     projected: Tensor
@@ -92,6 +99,10 @@ class Inputs(NamedTuple):
     current_scales: Sequence[Tensor]
     gains: Sequence[Tensor]
     anchor_gains: Sequence[Tensor]
+
+    @property
+    def folded(self) -> bool:
+        return len(self.anchors) > 0 and len(self.current_scales) == 0
 
     def arguments(self, plan: Sequence[int], tiling: Tiling) -> Iterator[tuple[Section, dict[str, Any]]]:
         """Each section that is not passed through, with the kernels' arguments; any tensor stands for a missing one."""
@@ -109,7 +120,7 @@ class Inputs(NamedTuple):
                 {
                     "s_ptr": flat[:, s.first :],
                     "a_ptr": anchor if anchor.stride(-1) == 1 else anchor.contiguous(),
-                    "own_ptr": self.current_scales[s.anchor].contiguous() if mixed else flat,
+                    "own_ptr": self.current_scales[s.anchor].contiguous() if mixed and not self.folded else flat,
                     "other_ptr": self.anchor_scales[s.anchor].contiguous() if mixed else flat,
                     "gamma_ptr": gamma,
                     "gain_ptr": self.gains[s.gain] if normed else flat,
@@ -126,7 +137,7 @@ class Inputs(NamedTuple):
                     "stride_ah": anchor.stride(1),
                     "stride_gt": gamma.stride(0),
                     **sizes,
-                    **s.parts(self.gamma is not None, len(self.anchor_gains) > 0),
+                    **s.parts(self.gamma is not None, len(self.anchor_gains) > 0, self.folded),
                 },
             )
 
@@ -177,7 +188,8 @@ def backward(
     eps: float,
 ) -> list[Tensor]:
     """From the gradient of every section, and the anchors' from later layers (or none): the gradients of the projection
-    and of γ, the sums over tokens [S] of `Section.sums`, section after section, and the anchors' gradients."""
+    and of γ, the sums over tokens [S] of `Section.sums`, section after section, and the anchors' gradients, unless λ2
+    is inside the projection."""
     inputs = Inputs(projected, gamma, table, anchors, anchor_scales, current_scales, gains, anchor_gains)
     d_projected, d_gamma, sums, *d_anchors = _gradients(inputs, plan)
     flat = d_projected.view(-1, d_projected.shape[-1])
@@ -191,6 +203,8 @@ def backward(
     column = 0
     for g, (s, arguments) in zip(given, work, strict=True):
         g = g if g.stride(-1) == 1 else g.contiguous()
+        if arguments["FOLDED"] and not arguments["NORMED"]:
+            arguments["MIXED"] = False  # dm does not depend on m: neither s nor the anchor is read
         per_head = projected.new_empty((len(flat), s.heads, 2) if arguments["DYNAMIC"] else (1,), dtype=torch.float32)
         if chunks:
             with on(projected):
@@ -199,7 +213,7 @@ def backward(
                     dy_ptr=g,
                     later_ptr=later[s.anchor].contiguous() if later and s.anchor >= 0 else flat,
                     ds_ptr=flat[:, s.first :],
-                    da_ptr=d_anchors[s.anchor] if s.anchor >= 0 else flat,
+                    da_ptr=d_anchors[s.anchor] if s.anchor >= 0 and d_anchors else flat,
                     d_gamma_ptr=per_head,
                     partial_ptr=partial[:, column:],
                     stride_yb=g.stride(0),
@@ -212,9 +226,48 @@ def backward(
                 )
         if arguments["DYNAMIC"]:
             d_gamma[..., 2 * s.anchor : 2 * s.anchor + 2] = per_head.sum(1).view(*d_gamma.shape[:-1], 2)
-        column += s.sums(len(anchor_gains) > 0) * s.heads * s.width
+        column += s.sums(inputs) * s.heads * s.width
     sum_rows(partial, sums, rows=chunks)
     return [d_projected, d_gamma, sums, *d_anchors]
+
+
+def gather_outputs(
+    dm: Sequence[Tensor], anchors: Sequence[Tensor], scales: Tensor, plan: Sequence[int]
+) -> list[Tensor]:
+    return [scales.new_empty(scales.shape), *(a.new_empty(a.shape) for a in anchors)]
+
+
+def gather(dm: Sequence[Tensor], anchors: Sequence[Tensor], scales: Tensor, plan: Sequence[int]) -> list[Tensor]:
+    """The gradients of λ1 of all layers and of the anchors, from the gradients dm_l [B, T, R] of their mixtures.
+
+    scales are the λ1, [layers, ΣHD] float32, section after section in the order of the anchors, like their gradient.
+    """
+    d_scales, *d_anchors = made = gather_outputs(dm, anchors, scales, plan)
+    dm, scales = [aligned(d) for d in dm], scales.contiguous()
+    layers, width, tokens = len(dm), dm[0].shape[-1], rows(dm[0]).shape[0]
+    mixed = sorted((s for s in sections(plan) if s.anchor >= 0), key=lambda s: s.anchor)
+    block = min(128, power(max(s.heads * s.width for s in mixed)))
+    lines = GATHER.tile // block
+    tiles = cdiv(tokens, lines)
+    fewest = min(cdiv(s.heads * s.width, block) for s in mixed)
+    chunks = min(tiles, cdiv(GATHER.programs * fused.multiprocessors(scales), fewest))
+    partial = scales.new_empty((chunks, *scales.shape))
+    groups = cdiv(layers, MOST_READERS)
+    bounds = [layers * i // groups for i in range(groups + 1)]
+    for start, stop in pairwise(bounds) if chunks else ():
+        table, column = addresses(dm[start:stop], ()), 0
+        for s, anchor, d_anchor in zip(mixed, anchors, d_anchors, strict=True):
+            columns, flat = s.heads * s.width, rows(anchor.flatten(-2))
+            with on(scales):
+                kernels.gather_kernel[(chunks * cdiv(columns, block),)](
+                    table, flat, scales[start:, column:], d_anchor, partial[:, start:, column:], tokens, tiles,
+                    s.first, width, flat.stride(0), scales.stride(0), partial.stride(0),
+                    COLUMNS=columns, BLOCK=block, ROWS=lines, READERS=stop - start, ADD=start > 0,
+                    STAGES=GATHER.stages, num_warps=GATHER.warps, maxnreg=GATHER.registers,
+                )  # fmt: skip
+            column += columns
+    sum_rows(partial.view(chunks, scales.numel()), d_scales.view(-1), rows=chunks)
+    return made
 
 
 def rows(x: Tensor) -> Tensor:
@@ -232,12 +285,12 @@ def _gradients(inputs: Inputs, plan: Sequence[int]) -> list[Tensor]:
     """The results of the backward pass, still empty."""
     projected = inputs.projected
     factors = 0 if inputs.gamma is None else inputs.gamma.shape[-1]
-    sums = sum(s.sums(len(inputs.anchor_gains) > 0) * s.heads * s.width for s in sections(plan))
+    sums = sum(s.sums(inputs) * s.heads * s.width for s in sections(plan))
     return [
         projected.new_empty(projected.shape),
         projected.new_empty((*projected.shape[:-1], factors), dtype=torch.float32),
         projected.new_empty((sums,), dtype=torch.float32),
-        *(a.new_empty(a.shape) for a in inputs.anchors),
+        *(a.new_empty(a.shape) for a in inputs.anchors if not inputs.folded),
     ]
 
 

@@ -1,0 +1,169 @@
+"""Anchor mixing of a whole model, with a backward that writes each anchor's gradient once.
+
+All layers l mix the same anchor a: m_l = λ1_l ⊙ a + λ2_l ⊙ s_l. Taken layer by layer, the backward would read and write
+the anchor's gradient at every layer, and write ds_l = λ2_l ⊙ dm_l. Here λ2 is inside the projection, W' = diag(λ2) W.
+So the gradient of the projection is dm_l itself, and the rest is done in one pass when all dm_l are there:
+
+    m_l = λ1_l ⊙ a + x W'_lᵀ,    da = Σ_l λ1_l ⊙ dm_l,    dλ1_l = Σ_tokens dm_l ⊙ a
+
+(Autograd takes dλ2 from the gradient of W': C products for each of its rows, where s would be one for each token.)
+
+A *handle* connects each layer with that pass, as in `depth_attention/deferred.py`: a tensor without memory, whose
+gradient is dm_l, the same tensor as the gradient of the projection. The graph is an ordinary one, and compile,
+checkpointing and retain_graph need nothing special.
+
+For a pathway, C wide, of L layers: 4C backward per layer if it has a norm, else 2C (V and G: a copy into the gradient
+of the projection), then C(1 + 2/L), where `autograd.py` moves 6C. All dm_l are alive until the end; each takes the
+place of its layer's s_l, which is freed then, so the peak does not rise.
+
+Not for λ that depend on the token, and not where handles cannot go: between processes, or out of sharded layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from residua.ops._runtime import fused
+from residua.ops._runtime.backend import chosen_backend
+from residua.ops._runtime.handles import handle
+from residua.ops._runtime.library import operator
+from residua.ops._runtime.numeric import wide
+from residua.ops._runtime.tracing import in_graph
+from residua.ops.mix_projection import autograd, launch
+from residua.ops.mix_projection.reference import Heads, Sections, per_head
+
+gather_anchors = operator(
+    "gather_anchors(Tensor[] dm, Tensor[] anchors, Tensor scales, SymInt[] plan) -> Tensor[]",
+    launch.gather,
+    launch.gather_outputs,
+)
+
+
+def serves(anchors: Sequence[Tensor], weights: Sequence[Tensor]) -> bool:
+    """Whether a model with these anchors and weights (λ, W) should share them: in training, where kernels can run."""
+    whole = all(type(weight) in (Tensor, nn.Parameter) for weight in weights)  # not sharded
+    return whole and torch.is_grad_enabled() and chosen_backend() != "reference" and fused.serves(*anchors)
+
+
+def share(anchors: Mapping[str, Tensor], scales: Sequence[Mapping[str, Tensor]], sections: Sections) -> list[Tensor]:
+    """A handle for each layer that mixes the anchors; `scales` are their λ1 by pathway."""
+    flat = [torch.cat([_elements(own[s], sections[s]).flatten() for s in anchors]) for own in scales]
+    plan = autograd.plan_sections(sections, list(anchors), normed=False)
+    return list(_share(plan, torch.stack(flat), list(anchors.values())))
+
+
+def mix_heads(
+    projected: Tensor,
+    own: Tensor,
+    sections: Sections,
+    anchors: Mapping[str, Tensor],
+    anchor_scales: Mapping[str, Tensor],
+    table: tuple[Tensor, Tensor],
+    *,
+    gains: tuple[Tensor, Tensor] | None = None,
+    eps: float = 1e-6,
+) -> Heads:
+    """`ops.mix_heads` of one layer: `own` is its handle, and λ2 is inside the projection.
+
+    In compiled code the gate, which is neither normed nor rotated, is mixed in plain PyTorch, so that `torch.compile`
+    can do it in the kernel that applies the gate.
+    """
+    plan = autograd.plan_sections(sections, list(anchors), gains is not None)
+    plain = list(sections).index("g") if torch.compiler.is_compiling() and "g" in anchors else -1
+    scales = [_elements(anchor_scales[s], sections[s]).detach() for s in anchors]
+    values = [a.detach() for a in anchors.values()]
+    made = _mix(plan, eps, plain, projected, own, list(table), values, scales, list(gains or ()))
+    return dict(zip(sections, made, strict=True))
+
+
+def _elements(scale: Tensor, section: tuple[int, int]) -> Tensor:
+    return per_head(scale).expand(section)
+
+
+@in_graph
+def _share(plan: launch.SectionPlan, scales: Tensor, anchors: list[Tensor]) -> tuple[Tensor, ...]:
+    handles: tuple[Tensor, ...] = _Share.apply(plan, scales, *anchors)
+    return handles
+
+
+@in_graph
+def _mix(
+    plan: launch.SectionPlan, eps: float, plain: int, projected: Tensor, own: Tensor, table: list[Tensor],
+    anchors: list[Tensor], scales: list[Tensor], gains: list[Tensor],
+) -> tuple[Tensor, ...]:  # fmt: skip
+    count = len(anchors)
+    made: tuple[Tensor, ...] = _Mix.apply(plan, eps, plain, count, projected, own, *table, *anchors, *scales, *gains)
+    return made
+
+
+class _Share(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, plan: launch.SectionPlan, scales: Tensor, *anchors: Tensor) -> tuple[Tensor, ...]:
+        ctx.plan = plan
+        ctx.save_for_backward(scales, *anchors)
+        ctx.set_materialize_grads(False)
+        width = sum(s.heads * s.width for s in launch.sections(plan))
+        return tuple(handle(anchors[0], (*anchors[0].shape[:2], width)) for _ in scales)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *dm: Tensor | None) -> tuple[Any, ...]:
+        scales, *anchors = ctx.saved_tensors
+        known = next((d for d in dm if d is not None), None)
+        if known is None:
+            return (None,) * (2 + len(anchors))
+        every = [torch.zeros_like(known) if d is None else d for d in dm]
+        return None, *gather_anchors(every, anchors, scales.float(), ctx.plan)
+
+
+class _Mix(torch.autograd.Function):
+    """Every section's heads; section `plain` in plain PyTorch."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, plan: launch.SectionPlan, eps: float, plain: int, count: int, projected: Tensor, own: Tensor,
+        *tensors: Tensor,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        ctx.plan, ctx.eps, ctx.count = plan, eps, count
+        ctx.save_for_backward(projected, *tensors)
+        ctx.set_materialize_grads(False)
+        inputs, heads = _inputs(projected, tensors, count), []
+        # to the operator, a section that is mixed here has no anchor
+        rest = [-1 if i == 5 * plain + 4 else n for i, n in enumerate(plan)]
+        made = iter(autograd.forward(*inputs, rest, eps))
+        for i, (s, left) in enumerate(zip(launch.sections(plan), launch.sections(rest), strict=True)):
+            current = projected[..., s.columns].unflatten(-1, (s.heads, s.width))
+            if i == plain:
+                anchor = inputs.anchor_scales[s.anchor] * wide(inputs.anchors[s.anchor])
+                current = (anchor + wide(current)).to(projected.dtype)
+            heads.append(current if left.passes else next(made))
+        return tuple(heads)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        projected, *tensors = ctx.saved_tensors
+        if all(g is None for g in grads):
+            return (None,) * (6 + len(tensors))
+        inputs, sections = _inputs(projected, tensors, ctx.count), launch.sections(ctx.plan)
+        lead = projected.shape[:-1]
+        dy = [
+            projected.new_zeros((*lead, s.heads, s.width)) if g is None else g
+            for s, g in zip(sections, grads, strict=True)
+        ]
+        dm, _, sums = autograd.backward(dy, [], *inputs, ctx.plan, ctx.eps)
+        d_gains = [
+            d.to(gain.dtype) for d, gain in zip(autograd.parts(sums, sections, inputs), inputs.gains, strict=True)
+        ]
+        return (*[None] * 4, dm, dm, *[None] * (2 + 2 * ctx.count), *d_gains)
+
+
+def _inputs(projected: Tensor, tensors: Sequence[Tensor], count: int) -> launch.Inputs:
+    """The table's two, `count` anchors and as many λ1, then gains."""
+    anchors, scales, gains = tensors[2 : 2 + count], tensors[2 + count : 2 + 2 * count], tensors[2 + 2 * count :]
+    return launch.Inputs(projected, None, tensors[:2], anchors, scales, (), gains, ())

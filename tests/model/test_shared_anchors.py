@@ -1,0 +1,86 @@
+"""Layers that mix the same anchors compute the anchors' gradient together: the same numbers, and where it is done."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import residua
+from residua import ops
+from residua.model.decoder import Decoder
+from residua.ops._runtime import fused
+from tests.golden.compare import randomise
+from tests.model.small import small, tokens_and_targets
+from tests.nightly import only_nightly
+
+pytest.importorskip("triton")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not fused.INTERPRETED, reason="needs TRITON_INTERPRET=1"),
+]
+
+GATED = {"kind": "softmax", "heads": 4, "kv_heads": 2, "gate": "elementwise"}
+MODELS: dict[str, dict[str, Any]] = {
+    "exoformer": {"anchors": {"kind": "exoformer"}, "attention": GATED},
+    "exoformer, headwise, raw": {
+        "anchors": {"kind": "exoformer", "granularity": "headwise", "norm": "none"},
+        "attention": GATED | {"qk_norm": "none"},
+    },
+    "nuresformer": {"anchors": {"kind": "nuresformer"}, "attention": GATED},
+    "resformer": {"anchors": {"kind": "resformer"}},
+}
+
+
+def built(tables: dict[str, Any]) -> Decoder:
+    return randomise(residua.build(small(**tables)), 0.1)
+
+
+def gradients(model: Decoder, run: Any, choice: str) -> dict[str, Tensor]:
+    model.zero_grad()
+    with ops.backend(choice):
+        run(*tokens_and_targets()).backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("name", only_nightly(MODELS, but=["exoformer", "resformer"]))
+def test_every_gradient_is_the_references(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, handed = built(MODELS[name]), []
+    share = model._share
+    monkeypatch.setattr(model, "_share", lambda anchors: handed.append(share(anchors)) or handed[-1])
+    ours = gradients(model.float(), model.loss, "triton")
+    assert len(handed[0]) == (3 if name.startswith("exo") else 2)
+    exact = gradients(model.double(), model.loss, "reference")
+    for parameter, b in exact.items():
+        error = (ours[parameter].double() - b).norm() / b.norm().clamp(min=1e-12)
+        assert error <= 2e-5, f"{parameter}: relative error {error:.2e}"
+
+
+@pytest.mark.nightly
+def test_a_compiled_model_is_one_graph_with_the_same_gradients() -> None:
+    torch._dynamo.reset()
+    model = built(MODELS["exoformer"] | {"layers": 2}).float()
+    eager = gradients(model, model.loss, "triton")
+    compiled = gradients(model, torch.compile(model.loss, fullgraph=True, backend="aot_eager"), "triton")
+    assert all(torch.equal(eager[name], compiled[name]) for name in eager)
+
+
+@pytest.mark.parametrize("reason", ["no gradients", "reference", "dynamic", "one layer", "sharded"])
+def test_anchors_go_from_layer_to_layer_with(reason: str) -> None:
+    tables = dict(MODELS["exoformer"], layers=1 if reason == "one layer" else 2)
+    if reason == "dynamic":
+        tables["anchors"] = {"kind": "exoformer", "mixing": {"kind": "dynamic"}}
+    model = built(tables).float()
+    if reason == "sharded":
+
+        class Shard(torch.nn.Parameter):
+            pass
+
+        mix = model.sublayers[0].body.mix
+        mix.anchor_scale["q"] = Shard(mix.anchor_scale["q"].data)
+    anchors = model.anchors.open(torch.randn(1, 2, 16))
+    choice = "reference" if reason == "reference" else "triton"
+    with torch.set_grad_enabled(reason != "no gradients"), ops.backend(choice):
+        assert model._share(anchors) == {}
