@@ -68,17 +68,21 @@ def mix_heads(
     gains: tuple[Tensor, Tensor] | None = None,
     eps: float = 1e-6,
 ) -> Heads:
-    """`ops.mix_heads` of one layer: `own` is its handle, and λ2 is inside the projection.
-
-    In compiled code the gate, which is neither normed nor rotated, is mixed in plain PyTorch, so that `torch.compile`
-    can do it in the kernel that applies the gate.
-    """
+    """`ops.mix_heads` of one layer: `own` is its handle, and λ2 is inside the projection."""
     plan = autograd.plan_sections(sections, list(anchors), gains is not None)
-    plain = list(sections).index("g") if torch.compiler.is_compiling() and "g" in anchors else -1
+    plain = list(sections).index("g") if "g" in anchors and gate_in_graph() else -1
     scales = [_elements(anchor_scales[s], sections[s]).detach() for s in anchors]
     values = [a.detach() for a in anchors.values()]
     made = _mix(plan, eps, plain, projected, own, list(table), values, scales, list(gains or ()))
     return dict(zip(sections, made, strict=True))
+
+
+def gate_in_graph() -> bool:
+    """Whether the gate, which is neither normed nor rotated, is mixed in plain PyTorch.
+
+    In compiled code it is, so that `torch.compile` mixes it in the kernel that applies it.
+    """
+    return torch.compiler.is_compiling()
 
 
 def _elements(scale: Tensor, section: tuple[int, int]) -> Tensor:
