@@ -91,7 +91,11 @@ class ExoSource(nn.Module):
         self.norm = AnchorNorm(config.pathways, config.norm, shape.head_dim)
 
     def open(self, x: Tensor) -> Anchors:
-        split = self.project(x).split(self.parts, -1)
+        return self.split(self.project(x))
+
+    def split(self, projected: Tensor) -> Anchors:
+        """The anchors out of their fused projection."""
+        split = projected.split(self.parts, -1)
         heads = [s.unflatten(-1, (-1, self.shape.head_dim)) for s in split]
         return tuple(self.norm(s, a) for s, a in zip(self.pathways, heads, strict=True))
 
@@ -307,10 +311,16 @@ class DynamicMix(Mix):
         return (self.gamma.down.weight,)
 
 
-def share_anchors(anchors: Anchors, readers: Mapping[int, tuple[Mix, Projection]]) -> dict[int, Anchors]:
+def share_anchors(
+    anchors: Anchors,
+    readers: Mapping[int, tuple[Mix, Projection]],
+    source: Tensor | None = None,
+    norm: AnchorNorm | None = None,
+) -> dict[int, Anchors]:
     """What each reader takes in place of the anchors: these and a handle, by which one pass has all their gradients.
 
     `readers` are the layers that mix the anchors, each with the projection that takes λ2 (`ops/mix_projection/shared`).
+    `source` and `norm` are the fused projection that the anchors were made from, and how.
     Empty where the anchors go from layer to layer instead: outside of training, with dynamic λ, with sharded weights.
     """
     static = all(type(mix) is Mix and type(project) is Projection for mix, project in readers.values())
@@ -321,7 +331,9 @@ def share_anchors(anchors: Anchors, readers: Mapping[int, tuple[Mix, Projection]
     if not shared.serves(anchors, [*weights, *(scale for own in scales for scale in own.values())]):
         return {}
     mix, _ = next(iter(readers.values()))
-    handles = shared.share(dict(zip(mix.pathways, anchors, strict=True)), scales, mix.sections)
+    gains = None if norm is None else dict(norm.gains.items())
+    named = dict(zip(mix.pathways, anchors, strict=True))
+    handles = shared.share(named, scales, mix.sections, source=source, gains=gains)
     return {k: (*anchors, handle) for k, handle in zip(readers, handles, strict=True)}
 
 

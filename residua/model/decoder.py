@@ -13,7 +13,7 @@ from torch.nn.functional import embedding, linear
 from residua import ops
 from residua.config import choices
 from residua.config.model import ModelConfig
-from residua.model.anchors import ExoSource, Mix, NoSource, build_source, share_anchors
+from residua.model.anchors import AnchorNorm, ExoSource, Mix, NoSource, build_source, share_anchors
 from residua.model.attention import SoftmaxAttention, head_shape
 from residua.model.cache import Cache, Now
 from residua.model.context import Anchors, Context
@@ -138,8 +138,7 @@ class Decoder(nn.Module):
         now = None if cache is None else cache.now(tokens.shape[1], counts)
         context = self._context(self._rotary(tokens, now, positions), segments, now, positions)
         h, state = self.topology.open(x)
-        anchors = self.anchors.open(x)
-        given: dict[int, Anchors] | None = None
+        anchors, given = self._open_anchors(x)
         for k, sublayer in enumerate(self.sublayers):
             tap(f"sublayer.{k}.input", h)
             own = context if cache is None else context._replace(cache=cache.sublayers[k])
@@ -154,13 +153,24 @@ class Decoder(nn.Module):
             cache.advance(tokens.shape[1], counts)
         return self.norm(h), routed
 
-    def _share(self, anchors: Anchors) -> dict[int, Anchors]:
+    def _open_anchors(self, x: Tensor) -> tuple[Anchors, dict[int, Anchors] | None]:
+        """The anchors made from the embedding, and what `_share` gives for them; None if a sublayer makes them."""
+        if not isinstance(self.anchors, ExoSource):
+            return self.anchors.open(x), None
+        projected = self.anchors.project(x)
+        anchors = self.anchors.split(projected)
+        return anchors, self._share(anchors, projected, self.anchors.norm)
+
+    def _share(
+        self, anchors: Anchors, source: Tensor | None = None, norm: AnchorNorm | None = None
+    ) -> dict[int, Anchors]:
         """What each sublayer that mixes the anchors takes in their place; empty if they go from one to the next."""
         if not torch.is_grad_enabled():
             return {}
         bodies = {k: sublayer.body for k, sublayer in enumerate(self.sublayers)}
         softmax = {k: body for k, body in bodies.items() if isinstance(body, SoftmaxAttention)}
-        return share_anchors(anchors, {k: (b.mix, b.project) for k, b in softmax.items() if isinstance(b.mix, Mix)})
+        readers = {k: (body.mix, body.project) for k, body in softmax.items() if isinstance(body.mix, Mix)}
+        return share_anchors(anchors, readers, source, norm)
 
     def logits(self, h: Tensor) -> Tensor:
         """[..., V] from final states [..., C]."""

@@ -124,8 +124,13 @@ def mix_shared(
     named = {s: draw(2, length, heads, width, dtype=dtype) for s in anchors}
     scales = [{s: draw(heads, width) for s in anchors} for _ in range(layers)]
     gains = (draw(width), draw(width)) if normed else None
+    source, anchor_gains = None, None
+    if normed:
+        source = draw(2, length, len(anchors) * heads * width, dtype=dtype)
+        anchor_gains = {s: draw(width) for s in anchors}
+    handles = shared.share(named, scales, sections, source=source, gains=anchor_gains)
     made: list[torch.Tensor] = []
-    for own, handle in zip(scales, shared.share(named, scales, sections), strict=True):
+    for own, handle in zip(scales, handles, strict=True):
         projected = draw(2, length, 4 * heads * width, dtype=dtype)
         made += shared.mix_heads(projected, handle, sections, named, own, table, gains=gains).values()
     both(made)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -112,11 +114,35 @@ class SharedLayers(Layers):
         from residua.ops.mix_projection import shared
 
         anchors, made = {s: leaves[f"anchor {s}"] for s in self.pathways}, []
-        for layer, own, handle in zip("12", scales, shared.share(anchors, scales, self.sections), strict=True):
+        handles = shared.share(anchors, scales, self.sections, **self.origin(leaves))
+        for layer, own, handle in zip("12", scales, handles, strict=True):
             gains = tuple(leaves[f"gain {s} {layer}"] for s in "qk") if self.normed else None
             projected = leaves[f"projected {layer}"][..., 3:]
             made += shared.mix_heads(projected, handle, self.sections, anchors, own, table, gains=gains).values()
         return made
+
+    def origin(self, leaves: dict[str, Tensor]) -> dict[str, Any]:
+        return {}
+
+
+class SourcedLayers(SharedLayers):
+    """The same where the anchors are norms of columns of one projection; the last is a column itself."""
+
+    def __init__(self, **settings):
+        super().__init__(**settings)
+        raw = {s: self.leaves.pop(f"anchor {s}") for s in self.pathways}
+        self.leaves["source"] = torch.cat([a.flatten(-2) for a in raw.values()], -1)
+        self.leaves |= {f"norm {s}": 1 + 0.5 * raw[s][0, 0, 0].float() for s in self.pathways[:-1]}
+
+    def __call__(self, leaves: dict[str, Tensor], table: tuple[Tensor, Tensor]) -> list[Tensor]:
+        heads = [self.sections[s] for s in self.pathways]
+        parts = leaves["source"].split([h * d for h, d in heads], -1)
+        raw = {s: part.unflatten(-1, shape) for s, part, shape in zip(self.pathways, parts, heads, strict=True)}
+        normed = {s: ops.rms(a, weight=leaves[f"norm {s}"]) if f"norm {s}" in leaves else a for s, a in raw.items()}
+        return super().__call__(leaves | {f"anchor {s}": a for s, a in normed.items()}, table)
+
+    def origin(self, leaves: dict[str, Tensor]) -> dict[str, Any]:
+        return {"source": leaves["source"], "gains": {s: leaves[f"norm {s}"] for s in self.pathways[:-1]}}
 
 
 def assert_close(ours: dict[str, Tensor], exact: dict[str, Tensor], tolerance: float) -> None:
@@ -146,12 +172,14 @@ def test_layers_that_share_their_anchors_equal_the_reference_in_every_gradient(c
 
 
 @interpreter
-def test_the_gradients_of_many_layers_are_gathered_by_several_launches(monkeypatch):
+@pytest.mark.parametrize("most", [1, 2])
+def test_the_source_of_anchors_gets_their_gradient_through_their_norms(most, monkeypatch):
+    """With one launch for both layers, and with one for each."""
     from residua.ops.mix_projection import launch
 
-    monkeypatch.setattr(launch, "MOST_READERS", 1)
+    monkeypatch.setattr(launch, "MOST_READERS", most)
     monkeypatch.setattr(launch, "GATHER", launch.Tiling(16, 1))
-    layers = SharedLayers(pathways="kv")
+    layers = SourcedLayers(pathways="kqv")
     assert_close(layers.results("triton"), layers.results("reference", torch.float64), 2e-6)
 
 
@@ -271,10 +299,11 @@ def test_on_a_gpu_every_gradient_is_right(dtype, tolerance, dynamic, head):
 @gpu
 @compiled_only
 @pytest.mark.parametrize("head", [64, 96, 128])
+@pytest.mark.parametrize("kind", [SharedLayers, SourcedLayers])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 8e-3)], ids=str)
-def test_on_a_gpu_every_gradient_of_shared_anchors_is_right(dtype, tolerance, head):
+def test_on_a_gpu_every_gradient_of_shared_anchors_is_right(dtype, tolerance, kind, head):
     sections = {"q": (6, head), "k": (2, head), "v": (2, head), "g": (6, head)}
-    layers = SharedLayers(sections=sections, size=(3, 700), device="cuda", dtype=dtype)
+    layers = kind(sections=sections, size=(3, 700), device="cuda", dtype=dtype)
     ours, again = layers.results("triton"), layers.results("triton")
     assert_close(ours, layers.results("reference", torch.float64), tolerance)
     assert all(torch.equal(ours[name], again[name]) for name in ours)

@@ -233,37 +233,47 @@ def _store_sums(at_ptr, lane, is_low, is_high, b_x1, b_x2, HALF: tl.constexpr):
 
 @triton.jit(do_not_specialize=["tokens", "tiles"])
 def gather_kernel(
-    table_ptr, a_ptr, scale_ptr, da_ptr, partial_ptr, tokens, tiles, first, stride_d, stride_at, stride_l, stride_p,
-    COLUMNS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, READERS: tl.constexpr, ADD: tl.constexpr,
-    STAGES: tl.constexpr,
+    table_ptr, a_ptr, gain_ptr, scale_ptr, da_ptr, partial_ptr, gain_partial_ptr, tokens, tiles, heads, first,
+    stride_d, stride_at, stride_dat, stride_l, stride_p, eps,
+    D: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr, READERS: tl.constexpr, NORMED: tl.constexpr,
+    ADD: tl.constexpr, LAST: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK columns of every P-th tile of ROWS tokens of an anchor's gradient, P the programs of a block:
+    """One head of every P-th tile of ROWS tokens of an anchor's gradient, P the programs of a head. N is the norm that
+    makes the anchor, n = a · rstd, or nothing:
 
-    da = Σ_l λ1_l ⊙ dm_l,  dλ1_l = Σ_tokens dm_l ⊙ a
+    dN = Σ_l λ1_l ⊙ dm_l,  dλ1_l = Σ_tokens dm_l ⊙ N(a),  d_gain = Σ_tokens dN ⊙ n
+    da = rstd (gain ⊙ dN − n mean(gain ⊙ dN ⊙ n))
 
-    The table has the addresses of the dm_l, whose columns from `first` on are the anchor's. ADD: to what da holds.
+    The table has the addresses of the dm_l, whose columns from `first` on are the anchor's. ADD: dN is added to what da
+    holds, which is dN of other layers. LAST: of all layers, and goes through N.
     """
     dtype: tl.constexpr = a_ptr.dtype.element_ty
-    blocks: tl.constexpr = (COLUMNS + BLOCK - 1) // BLOCK
-    block, chunk, chunks = tl.program_id(0) % blocks, tl.program_id(0) // blocks, tl.num_programs(0) // blocks
-    c = (block * BLOCK + tl.arange(0, BLOCK))[None, :]
-    row = tl.arange(0, ROWS)[:, None]
-    inside = (c < COLUMNS) & (row >= 0)
+    head, chunk, chunks = tl.program_id(0) % heads, tl.program_id(0) // heads, tl.num_programs(0) // heads
+    row, lane = tl.arange(0, ROWS)[:, None], tl.arange(0, LANES)[None, :]
+    inside = (lane < D) & (row >= 0)
+    c = head * D + lane
     dm_ptrs, b_sums = (), ()
+    b_zero = tl.zeros([ROWS, LANES], tl.float32)
+    b_gain_sum = b_zero
     for l in tl.static_range(READERS):  # noqa: E741
-        dm_ptrs = dm_ptrs + (tensor(table_ptr, l, dtype) + first,)
-        b_sums = b_sums + (tl.zeros([ROWS, BLOCK], tl.float32),)
+        dm_ptrs, b_sums = dm_ptrs + (tensor(table_ptr, l, dtype) + first,), b_sums + (b_zero,)
+    if NORMED:
+        b_gain = tl.load(gain_ptr + lane + 0 * row, mask=inside, other=0.0).to(tl.float32)
     for tile in tl.range(chunk, tiles, chunks, num_stages=STAGES):
         t = tile * ROWS + row.to(tl.int64)
-        mask = (t < tokens) & (c < COLUMNS)
-        b_a = tl.load(a_ptr + t * stride_at + c, mask=mask, other=0.0).to(tl.float32)  # [ROWS, BLOCK]
-        to_ptr = da_ptr + t * COLUMNS + c
+        mask = (t < tokens) & inside
+        b_a = tl.load(a_ptr + t * stride_at + c, mask=mask, other=0.0).to(tl.float32)  # [ROWS, LANES]
+        to_ptr = da_ptr + t * stride_dat + c
         b_dm = ()
         for l in tl.static_range(READERS):  # noqa: E741
             b_dm = b_dm + (tl.load(dm_ptrs[l] + t * stride_d + c, mask=mask, other=0.0),)
-        b_da = tl.zeros([ROWS, BLOCK], tl.float32)
+        b_da = b_zero
         if ADD:
             b_da = tl.load(to_ptr, mask=mask, other=0.0).to(tl.float32)
+        if NORMED:
+            b_rstd = tl.rsqrt(tl.sum(b_a * b_a, 1) / D + eps)[:, None]
+            b_n = b_a * b_rstd
+            b_a = b_n * b_gain
         b_new = ()
         for l in tl.static_range(READERS):  # noqa: E741
             # λ1 from the cache, for every row: kept, it would take as many registers as the sums
@@ -272,6 +282,14 @@ def gather_kernel(
             b_da += b_wide * b_scale
             b_new = b_new + (b_sums[l] + b_wide * b_a,)
         b_sums = b_new
+        if NORMED and LAST:
+            b_gain_sum += b_da * b_n
+            b_da *= b_gain
+            b_mean = (tl.sum(b_da * b_n, 1) / D)[:, None]
+            b_da = b_rstd * (b_da - b_n * b_mean)
         tl.store(to_ptr, b_da.to(dtype), mask=mask)
+    c_mask = lane < D
     for l in tl.static_range(READERS):  # noqa: E741
-        tl.store(partial_ptr + chunk * stride_p + l * stride_l + c, tl.sum(b_sums[l], 0)[None, :], mask=c < COLUMNS)
+        tl.store(partial_ptr + chunk * stride_p + l * stride_l + c, tl.sum(b_sums[l], 0)[None, :], mask=c_mask)
+    if NORMED and LAST:
+        tl.store(gain_partial_ptr + chunk * stride_p + c, tl.sum(b_gain_sum, 0)[None, :], mask=c_mask)

@@ -232,41 +232,50 @@ def backward(
 
 
 def gather_outputs(
-    dm: Sequence[Tensor], anchors: Sequence[Tensor], scales: Tensor, plan: Sequence[int]
+    dm: Sequence[Tensor], anchors: Sequence[Tensor], gains: Sequence[Tensor | None], scales: Tensor, *_: Any
 ) -> list[Tensor]:
-    return [scales.new_empty(scales.shape), *(a.new_empty(a.shape) for a in anchors)]
+    layers, columns = scales.shape
+    sums = scales.new_empty((layers + any(gain is not None for gain in gains), columns))
+    return [sums, anchors[0].new_empty((*anchors[0].shape[:2], columns))]
 
 
-def gather(dm: Sequence[Tensor], anchors: Sequence[Tensor], scales: Tensor, plan: Sequence[int]) -> list[Tensor]:
-    """The gradients of λ1 of all layers and of the anchors, from the gradients dm_l [B, T, R] of their mixtures.
+def gather(
+    dm: Sequence[Tensor],
+    anchors: Sequence[Tensor],
+    gains: Sequence[Tensor | None],
+    scales: Tensor,
+    plan: Sequence[int],
+    eps: float,
+) -> list[Tensor]:
+    """From the gradients dm_l [B, T, R] of the mixtures of all layers: those of λ1 and, if an anchor has a norm, one
+    more row for its gain, by head, [layers (+ 1), ΣHD]; and those of the anchors, before their norms, side by side.
 
-    scales are the λ1, [layers, ΣHD] float32, section after section in the order of the anchors, like their gradient.
+    scales are the λ1, [layers, ΣHD] float32, anchor after anchor. Columns of the last row without a gain are not set.
     """
-    d_scales, *d_anchors = made = gather_outputs(dm, anchors, scales, plan)
-    dm, scales = [aligned(d) for d in dm], scales.contiguous()
-    layers, width, tokens = len(dm), dm[0].shape[-1], rows(dm[0]).shape[0]
+    sums, d_anchors = made = gather_outputs(dm, anchors, gains, scales)
+    dm, scales, layers = [aligned(d) for d in dm], scales.contiguous(), len(dm)
     mixed = sorted((s for s in sections(plan) if s.anchor >= 0), key=lambda s: s.anchor)
-    block = min(128, power(max(s.heads * s.width for s in mixed)))
-    lines = GATHER.tile // block
-    tiles = cdiv(tokens, lines)
-    fewest = min(cdiv(s.heads * s.width, block) for s in mixed)
-    chunks = min(tiles, cdiv(GATHER.programs * fused.multiprocessors(scales), fewest))
-    partial = scales.new_empty((chunks, *scales.shape))
+    tokens, fewest = d_anchors.shape[:2].numel(), min(s.heads for s in mixed)
+    lines = {s.width: max(1, GATHER.tile // power(s.width)) for s in mixed}
+    chunks = min(cdiv(tokens, max(lines.values())), cdiv(GATHER.programs * fused.multiprocessors(scales), fewest))
+    partial = scales.new_empty((chunks, *sums.shape))
     groups = cdiv(layers, MOST_READERS)
     bounds = [layers * i // groups for i in range(groups + 1)]
     for start, stop in pairwise(bounds) if chunks else ():
         table, column = addresses(dm[start:stop], ()), 0
-        for s, anchor, d_anchor in zip(mixed, anchors, d_anchors, strict=True):
-            columns, flat = s.heads * s.width, rows(anchor.flatten(-2))
+        for s, anchor, gain in zip(mixed, anchors, gains, strict=True):
+            flat = rows(anchor.flatten(-2))
             with on(scales):
-                kernels.gather_kernel[(chunks * cdiv(columns, block),)](
-                    table, flat, scales[start:, column:], d_anchor, partial[:, start:, column:], tokens, tiles,
-                    s.first, width, flat.stride(0), scales.stride(0), partial.stride(0),
-                    COLUMNS=columns, BLOCK=block, ROWS=lines, READERS=stop - start, ADD=start > 0,
-                    STAGES=GATHER.stages, num_warps=GATHER.warps, maxnreg=GATHER.registers,
+                kernels.gather_kernel[(chunks * s.heads,)](
+                    table, flat, flat if gain is None else gain, scales[start:, column:], d_anchors[..., column:],
+                    partial[:, start:, column:], partial[:, -1, column:], tokens, cdiv(tokens, lines[s.width]), s.heads,
+                    s.first, dm[0].shape[-1], flat.stride(0), scales.shape[1], scales.stride(0), partial.stride(0), eps,
+                    D=s.width, LANES=power(s.width), ROWS=lines[s.width], READERS=stop - start,
+                    NORMED=gain is not None, ADD=start > 0, LAST=stop == layers, STAGES=GATHER.stages,
+                    num_warps=GATHER.warps, maxnreg=GATHER.registers,
                 )  # fmt: skip
-            column += columns
-    sum_rows(partial.view(chunks, scales.numel()), d_scales.view(-1), rows=chunks)
+            column += s.heads * s.width
+    sum_rows(partial.view(chunks, sums.numel()), sums.view(-1), rows=chunks)
     return made
 
 

@@ -6,6 +6,8 @@ So the gradient of the projection is dm_l itself, and the rest is done in one pa
 
     m_l = λ1_l ⊙ a + x W'_lᵀ,    da = Σ_l λ1_l ⊙ dm_l,    dλ1_l = Σ_tokens dm_l ⊙ a
 
+It goes through the norm of an anchor that is made from the embedding, too, and writes the gradient of all such anchors'
+projection in one piece.
 (Autograd takes dλ2 from the gradient of W': C products for each of its rows, where s would be one for each token.)
 
 A *handle* connects each layer with that pass, as in `depth_attention/deferred.py`: a tensor without memory, whose
@@ -38,23 +40,43 @@ from residua.ops.mix_projection import autograd, launch
 from residua.ops.mix_projection.reference import Heads, Sections, per_head
 
 gather_anchors = operator(
-    "gather_anchors(Tensor[] dm, Tensor[] anchors, Tensor scales, SymInt[] plan) -> Tensor[]",
+    "gather_anchors(Tensor[] dm, Tensor[] anchors, Tensor?[] gains, Tensor scales, SymInt[] plan, float eps)"
+    " -> Tensor[]",
     launch.gather,
     launch.gather_outputs,
 )
 
 
+WIDEST_HEAD = 512
+"""Widest head for which `gather` keeps the sums of all layers in registers."""
+
+
 def serves(anchors: Sequence[Tensor], weights: Sequence[Tensor]) -> bool:
     """Whether a model with these anchors and weights (λ, W) should share them: in training, where kernels can run."""
     whole = all(type(weight) in (Tensor, nn.Parameter) for weight in weights)  # not sharded
-    return whole and torch.is_grad_enabled() and chosen_backend() != "reference" and fused.serves(*anchors)
+    narrow = all(anchor.shape[-1] <= WIDEST_HEAD for anchor in anchors)
+    return whole and narrow and torch.is_grad_enabled() and chosen_backend() != "reference" and fused.serves(*anchors)
 
 
-def share(anchors: Mapping[str, Tensor], scales: Sequence[Mapping[str, Tensor]], sections: Sections) -> list[Tensor]:
-    """A handle for each layer that mixes the anchors; `scales` are their λ1 by pathway."""
+def share(
+    anchors: Mapping[str, Tensor],
+    scales: Sequence[Mapping[str, Tensor]],
+    sections: Sections,
+    *,
+    source: Tensor | None = None,
+    gains: Mapping[str, Tensor] | None = None,
+    eps: float = 1e-6,
+) -> list[Tensor]:
+    """A handle for each layer that mixes the anchors; `scales` are their λ1 by pathway.
+
+    If the anchors are columns of one projection in this order, normed if they have one of the `gains`, that is their
+    `source` [B, T, ΣHD]: it gets their gradient, through the norms and in one piece.
+    """
     flat = [torch.cat([_elements(own[s], sections[s]).flatten() for s in anchors]) for own in scales]
     plan = autograd.plan_sections(sections, list(anchors), normed=False)
-    return list(_share(plan, torch.stack(flat), list(anchors.values())))
+    sources = [a.flatten(-2) for a in anchors.values()] if source is None else [source]
+    found = [None if gains is None else gains.get(s) for s in anchors]
+    return list(_share(plan, eps, torch.stack(flat), found, sources))
 
 
 def mix_heads(
@@ -90,8 +112,10 @@ def _elements(scale: Tensor, section: tuple[int, int]) -> Tensor:
 
 
 @in_graph
-def _share(plan: launch.SectionPlan, scales: Tensor, anchors: list[Tensor]) -> tuple[Tensor, ...]:
-    handles: tuple[Tensor, ...] = _Share.apply(plan, scales, *anchors)
+def _share(
+    plan: launch.SectionPlan, eps: float, scales: Tensor, gains: list[Tensor | None], sources: list[Tensor]
+) -> tuple[Tensor, ...]:
+    handles: tuple[Tensor, ...] = _Share.apply(plan, eps, len(gains), scales, *gains, *sources)
     return handles
 
 
@@ -106,23 +130,37 @@ def _mix(
 
 
 class _Share(torch.autograd.Function):
+    """The anchors, before their norms, are one source or several, side by side."""
+
     @staticmethod
-    def forward(ctx: Any, plan: launch.SectionPlan, scales: Tensor, *anchors: Tensor) -> tuple[Tensor, ...]:
-        ctx.plan = plan
-        ctx.save_for_backward(scales, *anchors)
+    def forward(
+        ctx: Any, plan: launch.SectionPlan, eps: float, count: int, scales: Tensor, *tensors: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        ctx.plan, ctx.eps, ctx.count = plan, eps, count
+        ctx.save_for_backward(scales, *tensors)
         ctx.set_materialize_grads(False)
+        source: Any = tensors[count]
         width = sum(s.heads * s.width for s in launch.sections(plan))
-        return tuple(handle(anchors[0], (*anchors[0].shape[:2], width)) for _ in scales)
+        return tuple(handle(source, (*source.shape[:2], width)) for _ in scales)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *dm: Tensor | None) -> tuple[Any, ...]:
-        scales, *anchors = ctx.saved_tensors
+        scales, *tensors = ctx.saved_tensors
+        gains, sources = tensors[: ctx.count], tensors[ctx.count :]
         known = next((d for d in dm if d is not None), None)
         if known is None:
-            return (None,) * (2 + len(anchors))
+            return (None,) * (4 + len(tensors))
         every = [torch.zeros_like(known) if d is None else d for d in dm]
-        return None, *gather_anchors(every, anchors, scales.float(), ctx.plan)
+        mixed = sorted((s for s in launch.sections(ctx.plan) if s.anchor >= 0), key=lambda s: s.anchor)
+        widths = [s.heads * s.width for s in mixed]
+        columns = sources if len(sources) > 1 else sources[0].split(widths, -1)
+        anchors = [a.unflatten(-1, (s.heads, s.width)) for a, s in zip(columns, mixed, strict=True)]
+        sums, d_anchors = gather_anchors(every, anchors, gains, scales.float(), ctx.plan, ctx.eps)
+        by_head = [d.view(s.heads, s.width) for d, s in zip(sums[-1].split(widths), mixed, strict=True)]
+        d_gains = [None if g is None else d.sum(0).to(g.dtype) for d, g in zip(by_head, gains, strict=True)]
+        d_sources = [d_anchors] if len(sources) == 1 else d_anchors.split(widths, -1)
+        return None, None, None, sums[: len(scales)].to(scales.dtype), *d_gains, *d_sources
 
 
 class _Mix(torch.autograd.Function):
