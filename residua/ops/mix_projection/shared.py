@@ -6,9 +6,9 @@ So the gradient of the projection is dm_l itself, and the rest is done in one pa
 
     m_l = λ1_l ⊙ a + x W'_lᵀ,    da = Σ_l λ1_l ⊙ dm_l,    dλ1_l = Σ_tokens dm_l ⊙ a
 
-It goes through the norm of an anchor that is made from the embedding, too, and writes the gradient of all such anchors'
-projection in one piece.
 (Autograd takes dλ2 from the gradient of W': C products for each of its rows, where s would be one for each token.)
+For anchors that are made from the embedding, this pass also goes through their norms, and writes the gradient of their
+projection in one piece.
 
 A *handle* connects each layer with that pass, as in `depth_attention/deferred.py`: a tensor without memory, whose
 gradient is dm_l, the same tensor as the gradient of the projection. The graph is an ordinary one, and compile,
