@@ -19,7 +19,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from residua.ops._runtime import fused
 from residua.ops.hyper_connection.kernels import _belongs, _phi, _replaced, _tanh, _tile, _weight
+
+INTERPRETED = tl.constexpr(fused.INTERPRETED)
 
 
 @triton.jit
@@ -50,23 +53,34 @@ def _written(b_x, b_y, b_mix, b_post, i: tl.constexpr, N: tl.constexpr, dtype: t
 
 
 @triton.jit
+def _once(b_x):
+    """b_x, computed in one layout: without this the compiler computes a matrix product's operand again in its layout."""
+    if INTERPRETED or b_x.dtype == tl.float32:
+        return b_x
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [b_x], dtype=b_x.dtype, is_pure=False, pack=2)
+
+
+@triton.jit
 def write_kernel(
-    x_ptr, y_ptr, post_ptr, mix_ptr, bias_ptr, phi_ptr, rest_ptr, after_ptr, h_ptr, pre_ptr, sums_ptr,
+    x_ptr, y_ptr, post_ptr, mix_ptr, bias_ptr, phi_ptr, after_ptr, h_ptr, pre_ptr, sums_ptr,
     tokens, stride_post, stride_mix,
     C: tl.constexpr, N: tl.constexpr, K: tl.constexpr, Z: tl.constexpr, RANK: tl.constexpr, SUMS: tl.constexpr,
-    TOKENS: tl.constexpr, BLOCK: tl.constexpr, SHARE: tl.constexpr, NORM: tl.constexpr, SPLIT: tl.constexpr,
+    TOKENS: tl.constexpr, BLOCK: tl.constexpr, SHARE: tl.constexpr, NORM: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """X' of SHARE channels, and their part of z before the norm and of ‖X'‖²: SUMS numbers for each share and token.
 
     Without a projection, h of the channels, with pre the bias.
-    φ comes in the streams' dtype; SPLIT: with the rest that rounding took from it, so that z is not rounded.
+    φ [PARTS, K, ...] comes in the streams' dtype; two parts: rounded, and what rounding took from it, so that z is not
+    rounded. A row of the product has RANK columns for each of them.
     """
     dtype: tl.constexpr = after_ptr.dtype.element_ty
     t = tl.program_id(1).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     share, live, k = tl.program_id(0), t < tokens, tl.arange(0, RANK)
+    column = tl.arange(0, PARTS * RANK)
+    rows_ptr = phi_ptr + (column // RANK * (K * C * (N if NORM == "all" else 1)))[:, None]
     b_post = _numbers(post_ptr + t * stride_post, t, live, N)
     b_mix = _numbers(mix_ptr + t * stride_mix, t, live, N * N)
-    b_z, b_square = tl.zeros([TOKENS, RANK], tl.float32), ()
+    b_z, b_square = tl.zeros([TOKENS, PARTS * RANK], tl.float32), ()
     for _ in tl.static_range(N):
         b_square = b_square + (tl.zeros([TOKENS], tl.float32),)
     for start in range(0, SHARE, BLOCK):
@@ -77,16 +91,13 @@ def write_kernel(
         b_all = tl.zeros([TOKENS, BLOCK], tl.float32)  # squares, or h
         for i in tl.static_range(N):
             # X'_i, and what it adds to z and the squares
-            b_new = _written(b_x, b_y, b_mix, b_post, i, N, dtype)
+            b_new = _once(_written(b_x, b_y, b_mix, b_post, i, N, dtype))
             tl.store(after_ptr + t[:, None] * (N * C) + i * C + c[None, :], b_new, mask=mask)
             if NORM == "none":
                 b_all += tl.load(bias_ptr + i).to(tl.float32) * b_new.to(tl.float32)
             else:
-                b_phi = _phi(phi_ptr, k, c, i, Z, K, C, N, NORM)  # [RANK, BLOCK]
-                b_z = tl.dot(b_new, tl.trans(b_phi), b_z, input_precision="ieee")  # [TOKENS, RANK]
-                if SPLIT:
-                    b_rest = _phi(rest_ptr, k, c, i, Z, K, C, N, NORM)
-                    b_z = tl.dot(b_new, tl.trans(b_rest), b_z, input_precision="ieee")
+                b_phi = _phi(rows_ptr, column % RANK, c, i, Z, K, C, N, NORM)  # [PARTS * RANK, BLOCK]
+                b_z = tl.dot(b_new, tl.trans(b_phi), b_z, input_precision="ieee")  # [TOKENS, PARTS * RANK]
                 b_v = b_new.to(tl.float32)
                 if NORM == "all":
                     b_all += b_v * b_v
@@ -101,6 +112,7 @@ def write_kernel(
             b_pre = tl.zeros([TOKENS], tl.float32) + tl.load(bias_ptr + i).to(tl.float32)
             tl.store(pre_ptr + t * N + i, b_pre, mask=live & (share == 0))
     else:
+        b_z = tl.sum(tl.reshape(b_z, [TOKENS, PARTS, RANK]), 1)
         to_ptr = sums_ptr + (share.to(tl.int64) * tokens + t) * SUMS
         tl.store(to_ptr[:, None] + k[None, :], b_z, mask=live[:, None] & (k < Z)[None, :])
         for i in tl.static_range(SUMS - Z):
@@ -123,20 +135,26 @@ def read_kernel(
         c = g * BLOCK + tl.arange(0, BLOCK)
         b_tiles = b_tiles + (_rows(after_ptr, t, c, live[:, None] & (c < C)[None, :], C, N),)
 
-    # z = RMS(X') φᵀ, and pre from z
+    # z = RMS(X') φᵀ
     b_z, b_square = tl.zeros([TOKENS, RANK], tl.float32), tl.zeros([TOKENS, RANK], tl.float32)
-    is_z, b_pre = live[:, None] & (k < Z)[None, :], ()
+    is_z, own = live[:, None] & (k < Z)[None, :], k * 0 if NORM == "all" else k // K
     for share in tl.static_range(SHARES):
         from_ptr = sums_ptr + (tl.cast(share, tl.int64) * tokens + t[:, None]) * SUMS
         b_z += tl.load(from_ptr + k[None, :], mask=is_z, other=0.0)
-        own = k * 0 if NORM == "all" else k // K
         b_square += tl.load(from_ptr + Z + own[None, :], mask=is_z, other=0.0)
     b_rstd = tl.rsqrt(b_square / (C * N if NORM == "all" else C) + eps)
-    b_z *= b_rstd
-    tl.store(z_ptr + t[:, None] * Z + k[None, :], b_z, mask=is_z)
+    tl.store(z_ptr + t[:, None] * Z + k[None, :], b_z * b_rstd, mask=is_z)
     tl.store(rstd_ptr + t[:, None] * Z + k[None, :], b_rstd, mask=is_z)
+
+    # pre from its numbers of z, which are loaded again: taken out of b_z they would bring its layout to the tiles
+    b_pre = ()
     for i in tl.static_range(N):
-        b_own = tl.sum(tl.where((k == (i if NORM == "all" else i * K))[None, :], b_z, 0.0), 1)
+        b_own, b_length = tl.zeros([TOKENS], tl.float32), tl.zeros([TOKENS], tl.float32)
+        for share in tl.static_range(SHARES):
+            from_ptr = sums_ptr + (tl.cast(share, tl.int64) * tokens + t) * SUMS
+            b_own += tl.load(from_ptr + (i if NORM == "all" else i * K), mask=live, other=0.0)
+            b_length += tl.load(from_ptr + Z + (0 if NORM == "all" else i), mask=live, other=0.0)
+        b_own *= tl.rsqrt(b_length / (C * N if NORM == "all" else C) + eps)
         b_own = _weight(b_own, scale_ptr, bias_ptr, i, NORM)
         tl.store(pre_ptr + t * N + i, b_own, mask=live)
         b_pre = b_pre + (b_own,)
@@ -174,23 +192,27 @@ def sums_kernel(
         for j in tl.static_range(N):
             b_new = b_new + (b_dots[j] + b_g_h * b_x[j].to(tl.float32),)
         b_dots = b_new + (b_dots[N] + b_g_h * _tile(y_ptr, t[:, None] * C + c[None, :], mask),)
+    # the tokens' numbers, asked for before the sums, whose barriers no load can pass
+    b_post = _numbers(post_ptr + t * stride_post, t, live, N)
+    b_mix = _numbers(mix_ptr + t * stride_mix, t, live, N * N)
+    b_pre = _numbers(pre_ptr + t * N, t, live, N)
+    at, is_z = t[:, None] * Z + k[None, :], live[:, None] & (k < Z)[None, :]
+    b_z = tl.load(z_ptr + at, mask=is_z, other=0.0)
+    b_rstd = tl.load(rstd_ptr + at, mask=is_z, other=0.0)  # [TOKENS, RANK]
+    b_dz = tl.zeros([TOKENS, RANK], tl.float32)
+    if HAS_LOGITS:
+        b_dz = tl.load(g_logits_ptr + at, mask=is_z, other=0.0).to(tl.float32)
     b_hx = ()
     for j in tl.static_range(N + 1):
         b_hx = b_hx + (tl.sum(b_dots[j], 1),)
 
     # the gradient of pre_i, dh · X'_i = post_i dh·y + Σ_j mix_ij dh·X_j, and through it dz
-    post_ptr, mix_ptr = post_ptr + t * stride_post, mix_ptr + t * stride_mix
-    at, is_z = t[:, None] * Z + k[None, :], live[:, None] & (k < Z)[None, :]
-    b_dz = tl.zeros([TOKENS, RANK], tl.float32)
-    if HAS_LOGITS:
-        b_dz = tl.load(g_logits_ptr + at, mask=is_z, other=0.0).to(tl.float32)
     for i in tl.static_range(N):
-        b_g = _tile(post_ptr, i, live) * b_hx[N]
+        b_g = b_post[i] * b_hx[N]
         for j in tl.static_range(N):
-            b_g += _tile(mix_ptr, i * N + j, live) * b_hx[j]
+            b_g += b_mix[i * N + j] * b_hx[j]
         if NORM == "all":
-            b_pre = _tile(pre_ptr, t * N + i, live)
-            b_g *= b_pre * (1 - b_pre)
+            b_g *= b_pre[i] * (1 - b_pre[i])
             b_step = b_g
         else:
             b_t = _tanh(_tile(z_ptr, t * Z + i * K, live))
@@ -199,8 +221,6 @@ def sums_kernel(
         b_dz += tl.where((k == (i if NORM == "all" else i * K))[None, :], b_step[:, None], 0.0)
         tl.store(g_pre_ptr + t * N + i, b_g, mask=live)
     # rstd dz, and rstd²/D Σ_k dz_k z_k
-    b_z = tl.load(z_ptr + at, mask=is_z, other=0.0)
-    b_rstd = tl.load(rstd_ptr + at, mask=is_z, other=0.0)  # [TOKENS, RANK]
     b_back = b_rstd * b_rstd * b_dz * b_z / (C * N if NORM == "all" else C)
     tl.store(g_z_ptr + at, b_dz * b_rstd, mask=is_z)
     for i in tl.static_range(N):
@@ -215,18 +235,30 @@ def _fold(b_x, LANES: tl.constexpr):
 
 
 @triton.jit
+def _gradient_tiles(g_after_ptr, g_h_ptr, x_ptr, y_ptr, t, c, live, C: tl.constexpr, N: tl.constexpr,
+                    HAS_AFTER: tl.constexpr):  # fmt: skip
+    """X, the gradient of X' if there is one, y and dh [TOKENS, BLOCK], as they are stored."""
+    mask, at = live[:, None] & (c < C)[None, :], t[:, None] * C + c[None, :]
+    b_x, b_after = _rows(x_ptr, t, c, mask, C, N), ()
+    if HAS_AFTER:
+        b_after = _rows(g_after_ptr, t, c, mask, C, N)
+    return b_x, b_after, tl.load(y_ptr + at, mask=mask, other=0.0), tl.load(g_h_ptr + at, mask=mask, other=0.0)
+
+
+@triton.jit
 def spread_kernel(
     g_after_ptr, g_h_ptr, g_z_ptr, shrink_ptr, x_ptr, y_ptr, post_ptr, mix_ptr, pre_ptr, phi_ptr,
     g_x_ptr, g_y_ptr, g_post_ptr, g_mix_ptr, g_pre_ptr, tokens, stride_post, stride_mix,
     C: tl.constexpr, N: tl.constexpr, K: tl.constexpr, Z: tl.constexpr, RANK: tl.constexpr,
-    TOKENS: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr, NORM: tl.constexpr, HAS_AFTER: tl.constexpr,
+    TOKENS: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr, AHEAD: tl.constexpr, NORM: tl.constexpr, HAS_AFTER: tl.constexpr,
 ):  # fmt: skip
     """G_i = g_X'_i + pre_i dh + (rstd dz) φ_i − shrink_i X'_i, and the gradients of X, y, mix and post.
 
     Without a projection also that of pre_i, dh · X'_i.
 
     The product with φ is computed transposed and before the tiles are loaded: so they keep the layout in which they
-    are loaded, and only the product is brought into it.
+    are loaded, and only the product is brought into it. No load can pass its barriers: hence all of φ is loaded before
+    the first product, and the tiles AHEAD = 1 blocks early.
     """
     dtype: tl.constexpr = g_x_ptr.dtype.element_ty
     t = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
@@ -242,23 +274,28 @@ def spread_kernel(
     b_sums = ()
     for _ in tl.static_range(N * N + N + EXTRA):
         b_sums = b_sums + (tl.zeros([TOKENS, LANES], tl.float32),)
+    if AHEAD:
+        b_next = _gradient_tiles(g_after_ptr, g_h_ptr, x_ptr, y_ptr, t, tl.arange(0, BLOCK), live, C, N, HAS_AFTER)
     for first in range(0, C, BLOCK):
         c = first + tl.arange(0, BLOCK)
         mask = live[:, None] & (c < C)[None, :]
-        b_through = ()
+        b_phi, b_through = (), ()
         if NORM != "none":
             for i in tl.static_range(N):
-                b_phi = tl.trans(_phi(phi_ptr, k, c, i, Z, K, C, N, NORM))  # [BLOCK, RANK]
-                b_through = b_through + (tl.trans(tl.dot(b_phi, b_dz, input_precision="ieee")),)
-        b_y = _tile(y_ptr, t[:, None] * C + c[None, :], mask)
-        b_g_h = _tile(g_h_ptr, t[:, None] * C + c[None, :], mask)
-        b_x, b_g_x = _rows(x_ptr, t, c, mask, C, N), ()
+                b_phi = b_phi + (_phi(phi_ptr, k, c, i, Z, K, C, N, NORM),)  # [RANK, BLOCK]
+            for i in tl.static_range(N):
+                b_through = b_through + (tl.trans(tl.dot(tl.trans(b_phi[i]), b_dz, input_precision="ieee")),)
+        b_read = _gradient_tiles(g_after_ptr, g_h_ptr, x_ptr, y_ptr, t, c + AHEAD * BLOCK, live, C, N, HAS_AFTER)
+        if AHEAD:
+            b_now, b_next = b_next, b_read
+        else:
+            b_now = b_read
+        b_x, b_after, b_y, b_g_h = b_now
+        b_y, b_g_h, b_g_x = b_y.to(tl.float32), b_g_h.to(tl.float32), ()
         for _ in tl.static_range(N):
             b_g_x = b_g_x + (tl.zeros([TOKENS, BLOCK], tl.float32),)
         b_g_y = tl.zeros([TOKENS, BLOCK], tl.float32)
         b_new_sums = ()
-        if HAS_AFTER:
-            b_after = _rows(g_after_ptr, t, c, mask, C, N)
         for i in tl.static_range(N):
             b_G = b_pre[i][:, None] * b_g_h
             if HAS_AFTER:

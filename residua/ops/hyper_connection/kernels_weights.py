@@ -3,7 +3,8 @@
 A thread has a token and its whole matrix, N rows of [TOKENS, SIDE], so that nothing is exchanged between threads; SIDE
 is N, or 4 for 3 streams, whose last column is empty. The first iteration is in logarithms; after it every row and
 column sums to 1/N² or more, and the others divide. The backward pass repeats them, notes by what each divided (2N
-numbers per token, in scratch memory), and walks back.
+numbers per token, in scratch memory), and walks back. A note of the columns [tokens, N] is followed by one of the rows
+[N, tokens]: so a warp writes each of them side by side.
 """
 
 # mypy: ignore-errors
@@ -123,6 +124,16 @@ def _through_columns(b_d, b_p, N: tl.constexpr):
 
 
 @triton.jit
+def _notes(scratch_ptr, turn, tokens, t, live, column, N: tl.constexpr):
+    """By what an iteration divided columns [TOKENS, SIDE] and rows, N of [TOKENS]; nothing for a negative one."""
+    from_ptr, live, b_rows = scratch_ptr + tl.cast(turn, tl.int64) * tokens * (2 * N), live & (turn >= 0), ()
+    for i in tl.static_range(N):
+        b_rows = b_rows + (tl.load(from_ptr + (N + i) * tokens + t, mask=live, other=0.0),)
+    exists = live[:, None] & (column < N)[None, :]
+    return tl.load(from_ptr + t[:, None] * N + column[None, :], mask=exists, other=0.0), b_rows
+
+
+@triton.jit
 def backward_kernel(
     g_post_ptr, g_mix_ptr, z_ptr, scale_ptr, bias_ptr, g_z_ptr, partial_ptr, scratch_ptr, tokens, iterations,
     N: tl.constexpr, SIDE: tl.constexpr, K: tl.constexpr, TOKENS: tl.constexpr,
@@ -154,27 +165,27 @@ def backward_kernel(
     if HAS_MIX:
         b_columns = _by_columns(b_L, N)
         b_p = _by_rows(b_columns, column, N)
-        note_ptr = scratch_ptr + t * (2 * N)
         for turn in range(1, iterations):
             # one iteration, and by what it divides
-            to_ptr = note_ptr + tl.cast(turn - 1, tl.int64) * tokens * (2 * N)
+            to_ptr = scratch_ptr + tl.cast(turn - 1, tl.int64) * tokens * (2 * N)
             b_sum = _column_sums(b_p, N)
-            tl.store(to_ptr[:, None] + column[None, :], b_sum, mask=exists)
+            tl.store(to_ptr + t[:, None] * N + column[None, :], b_sum, mask=exists)
             b_p, b_sums = _rows_divided(_columns_divided(b_p, b_sum, column, N), N)
             for i in tl.static_range(N):
-                tl.store(to_ptr + N + i, b_sums[i], mask=live)
+                tl.store(to_ptr + (N + i) * tokens + t, b_sums[i], mask=live)
         tl.debug_barrier()
         # dL = g p, with L the logarithm of the result; then back through the iterations, rows before columns
         for i in tl.static_range(N):
             at = t[:, None] * (N * N) + i * N + column[None, :]
             b_d = b_d + (tl.load(g_mix_ptr + at, mask=exists, other=0.0).to(tl.float32) * b_p[i],)
+        b_next = _notes(scratch_ptr, iterations - 2, tokens, t, live, column, N)
         for turn in range(1, iterations):
-            to_ptr = note_ptr + tl.cast(iterations - 1 - turn, tl.int64) * tokens * (2 * N)
+            b_sum, b_sums = b_next
+            b_next = _notes(scratch_ptr, iterations - 2 - turn, tokens, t, live, column, N)  # one iteration ahead
             b_d, b_before = _through_rows(b_d, b_p, N), ()
             for i in tl.static_range(N):
-                b_before = b_before + (b_p[i] * tl.load(to_ptr + N + i, mask=live, other=0.0)[:, None],)
+                b_before = b_before + (b_p[i] * b_sums[i][:, None],)
             b_d, b_p = _through_columns(b_d, b_before, N), ()
-            b_sum = tl.load(to_ptr[:, None] + column[None, :], mask=exists, other=0.0)
             for i in tl.static_range(N):
                 b_p = b_p + (b_before[i] * b_sum,)
         b_d, b_first = _through_rows(b_d, b_p, N), ()

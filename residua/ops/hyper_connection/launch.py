@@ -3,7 +3,7 @@
 A step's forward pass reads X and y and writes X' and h, (2N + 2)C numbers per token. Its backward pass reads the
 gradients of X' and h, X and y, and writes the gradients of X and y, (3N + 3)C; then it reads X' once more for φ's
 gradient, a matrix product over tokens. At most PASSES streams are served by two kernels each way, which read another
-NC forward and (N + 2)C backward, as far as the cache does not hold them.
+NC forward and (N + 2)C backward, as far as the cache does not hold them; more streams by single kernels.
 """
 
 from __future__ import annotations
@@ -17,26 +17,40 @@ from residua.ops._runtime import fused
 from residua.ops._runtime.launch import cdiv, on, power, sum_rows
 from residua.ops.hyper_connection import kernels, kernels_passes, kernels_sinkhorn, kernels_weights
 
-PASSES = 0
-"""Most streams that the kernels in two passes take; 4 is what a thread can hold. 0 until a GPU has timed them."""
+PASSES = 4
+"""Most streams that the kernels in two passes take: what a thread can hold."""
 
 
 class Tile(NamedTuple):
-    """Tokens and channels of a tile, warps, and stages of a pipeline of loads."""
+    """Tokens and channels of a tile, warps, and what the compiler may use."""
 
     tokens: int
     block: int
     warps: int
     stages: int = 1
+    """Of a pipeline of loads."""
+    ahead: int = 0
+    """Blocks that `spread` loads before it needs them: 0 or 1."""
+    registers: int | None = None
+    """Most registers of a thread, where fewer than the compiler wants let another program in."""
 
-    def settings(self) -> dict[str, int]:
-        return {"TOKENS": self.tokens, "BLOCK": self.block, "num_warps": self.warps, "num_stages": self.stages}
+    def lanes(self, size: int) -> int:
+        """How many threads hold a row of a tile of numbers of `size` bytes, at most 16 bytes each."""
+        return self.block // min(16 // size, max(1, self.tokens * self.block // (32 * self.warps)))
+
+    def settings(self) -> dict[str, Any]:
+        tile = {"TOKENS": self.tokens, "BLOCK": self.block, "num_warps": self.warps, "num_stages": self.stages}
+        return tile if self.registers is None else {**tile, "maxnreg": self.registers}
 
 
-# by the size of a number: 2 bytes and 4
-WRITE = {2: Tile(64, 32, 4, 2), 4: Tile(16, 32, 4)}
-SPREAD = {2: Tile(32, 32, 4), 4: Tile(32, 16, 4)}
-PHI = {2: Tile(64, 128, 4, 4), 4: Tile(32, 64, 4)}
+TILES = {
+    "write": {2: Tile(64, 32, 8, 3), 4: Tile(16, 32, 4)},
+    "read": {2: Tile(4, 256, 4), 4: Tile(4, 128, 4)},
+    "sums": {2: Tile(4, 256, 4), 4: Tile(4, 128, 4)},
+    "spread": {2: Tile(32, 32, 4, 2), 4: Tile(32, 16, 4)},
+    "phi": {2: Tile(64, 128, 4, 4), 4: Tile(32, 64, 4)},
+}
+"""By kernel and by the bytes of a number. `read` and `sums` take fewer tokens where rows are longer than 1,024."""
 PHI_PROGRAMS = 2
 """Programs per multiprocessor that sum φ's gradient."""
 SHARES = 1
@@ -67,18 +81,15 @@ def step(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """X' [M, N, C], h [M, C], z and the rstd of each of its numbers [M, Z], and pre [M, N]."""
     made = step_outputs(streams, update, post, mix, bias, scale, phi, norm, eps)
-    post, mix = _dense(post), _dense(mix)
-    rounded = phi.to(streams.dtype)
-    split = norm != "none" and rounded.dtype != phi.dtype
-    rest = (phi - rounded).to(streams.dtype) if split else rounded
+    post, mix, parts = _dense(post), _dense(mix), _parts(phi, streams.dtype)
     tokens, sizes = len(streams), _sizes(streams, phi, norm, *FORWARD)
     if tokens and streams.shape[1] <= PASSES:
-        _write_and_read(streams, update, post, mix, bias, scale, rounded, rest, made, norm, eps, split)
+        _write_and_read(streams, update, post, mix, bias, scale, parts, made, norm, eps)
     elif tokens:
         with on(streams):
             kernels.forward_kernel[(cdiv(tokens, sizes["TOKENS"]),)](
-                streams, update, post, mix, scale, bias, rounded, rest, *made,
-                tokens, post.stride(0), mix.stride(0), eps, SPLIT=split, **sizes,
+                streams, update, post, mix, scale, bias, parts[0], parts[-1], *made,
+                tokens, post.stride(0), mix.stride(0), eps, SPLIT=len(parts) > 1, **sizes,
             )  # fmt: skip
     return made
 
@@ -120,21 +131,21 @@ def step_backward(
 
 
 def _write_and_read(
-    streams: Tensor, update: Tensor, post: Tensor, mix: Tensor, bias: Tensor, scale: Tensor, rounded: Tensor,
-    rest: Tensor, made: tuple[Tensor, ...], norm: str, eps: float, split: bool,
+    streams: Tensor, update: Tensor, post: Tensor, mix: Tensor, bias: Tensor, scale: Tensor, parts: Tensor,
+    made: tuple[Tensor, ...], norm: str, eps: float,
 ) -> None:  # fmt: skip
     after, hidden, logits, rstd, weights = made
     tokens, n, width = streams.shape
-    write, read = WRITE[streams.element_size()], _short_tile(streams)
-    sizes = _numbers_of(streams, rounded, norm)
+    write, read = _tile("write", streams), _whole_rows("read", streams)
+    sizes = _numbers_of(streams, parts[0], norm)
     columns = sizes["Z"] + {"all": 1, "each": n, "none": 0}[norm]
     share = cdiv(cdiv(width, SHARES), write.block) * write.block
     shares = cdiv(width, share)
     sums = logits.new_empty((shares, tokens, columns))
     with on(streams):
         kernels_passes.write_kernel[(shares, cdiv(tokens, write.tokens))](
-            streams, update, post, mix, bias, rounded, rest, after, hidden, weights, sums,
-            tokens, post.stride(0), mix.stride(0), SUMS=columns, SHARE=share, SPLIT=split, **sizes, **write.settings(),
+            streams, update, post, mix, bias, parts, after, hidden, weights, sums, tokens, post.stride(0), mix.stride(0),
+            SUMS=columns, SHARE=share, PARTS=len(parts), **sizes, **write.settings(),
         )  # fmt: skip
         if norm != "none":
             kernels_passes.read_kernel[(cdiv(tokens, read.tokens),)](
@@ -150,7 +161,7 @@ def _sum_and_spread(
 ) -> None:  # fmt: skip
     g_streams, g_update, g_post, g_mix, g_pre, g_z = made
     tokens = len(streams)
-    sums, spread = _short_tile(streams), SPREAD[streams.element_size()]
+    sums, spread = _whole_rows("sums", streams), _tile("spread", streams)
     sizes = _numbers_of(streams, phi, norm)
     shrink = torch.empty_like(g_pre)
     strides = (post.stride(0), mix.stride(0))
@@ -164,7 +175,7 @@ def _sum_and_spread(
         kernels_passes.spread_kernel[(cdiv(tokens, spread.tokens),)](
             g_hidden if g_after is None else g_after.contiguous(), g_hidden, g_z, shrink, streams, update, post, mix,
             weights, phi, g_streams, g_update, g_post, g_mix, g_pre, tokens, *strides,
-            LANES=spread.block * streams.element_size() // 16, HAS_AFTER=g_after is not None, **sizes,
+            LANES=spread.lanes(streams.element_size()), AHEAD=spread.ahead, HAS_AFTER=g_after is not None, **sizes,
             **spread.settings(),
         )  # fmt: skip
 
@@ -176,7 +187,7 @@ def phi_output(g_z: Tensor, normed: Tensor) -> Tensor:
 def phi_gradient(g_z: Tensor, normed: Tensor) -> Tensor:
     """g_zᵀ normed [K, W] in float32, of g_z [M, K] and normed [M, W]; in parts of a fixed number of rows."""
     total = phi_output(g_z, normed)
-    (rows, size), width, tile = g_z.shape, normed.shape[1], PHI[normed.element_size()]
+    (rows, size), width, tile = g_z.shape, normed.shape[1], _tile("phi", normed)
     columns = cdiv(width, tile.block)
     parts = max(1, PHI_PROGRAMS * fused.multiprocessors(normed) // columns)
     each = cdiv(cdiv(rows, parts), tile.tokens) * tile.tokens
@@ -226,7 +237,7 @@ def weights_backward(
     tokens = logits.shape[:-1].numel()
     programs = cdiv(tokens, WEIGHT_TOKENS)
     partial = total.new_empty((programs, len(total)))
-    scratch = total.new_empty((iterations - 1, tokens, 2 * streams))
+    scratch = total.new_empty((iterations - 1, 2 * streams * tokens))
     with on(logits):
         if tokens:
             kernels_weights.backward_kernel[(programs,)](
@@ -238,10 +249,25 @@ def weights_backward(
     return g_logits, total
 
 
-def _short_tile(streams: Tensor) -> Tile:
-    """Whole rows of up to 4 tokens, held in registers: 16 bytes to a thread at a time."""
-    tokens = min(4, max(1, 4096 // power(streams.shape[-1])))
-    return Tile(tokens, 2048 // streams.element_size() // tokens, 4)
+def _parts(phi: Tensor, dtype: torch.dtype) -> Tensor:
+    """φ in the streams' dtype [1 or 2, *phi]: rounded, and if that loses something, what it loses."""
+    if phi.dtype == dtype or not phi.numel():
+        return phi.to(dtype)[None]
+    parts = phi.new_empty((2, *phi.shape), dtype=dtype)
+    parts[0] = phi
+    torch.sub(phi, parts[0], out=parts[1])
+    return parts
+
+
+def _tile(kernel: str, x: Tensor) -> Tile:
+    return TILES[kernel][x.element_size()]
+
+
+def _whole_rows(kernel: str, streams: Tensor) -> Tile:
+    """A tile of the same size that has whole rows of few tokens, held in registers."""
+    tile = _tile(kernel, streams)
+    tokens = min(tile.tokens, max(1, 4096 // power(streams.shape[-1])))
+    return tile._replace(tokens=tokens, block=tile.tokens * tile.block // tokens)
 
 
 def _write_sizes(n: int) -> dict[str, int]:
