@@ -44,7 +44,7 @@ class Tile(NamedTuple):
 
 
 TILES = {
-    "write": {2: Tile(64, 32, 8, 3), 4: Tile(16, 32, 4)},
+    "write": {2: Tile(64, 32, 8, 3, registers=128), 4: Tile(16, 32, 4)},
     "read": {2: Tile(4, 256, 4), 4: Tile(4, 128, 4)},
     "sums": {2: Tile(4, 256, 4), 4: Tile(4, 128, 4)},
     "spread": {2: Tile(32, 32, 4, 2), 4: Tile(32, 16, 4)},
