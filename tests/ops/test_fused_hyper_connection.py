@@ -98,6 +98,15 @@ def test_wide_rows_are_read_two_at_a_time_and_may_be_written_in_shares(monkeypat
 
 
 @interpreter
+@pytest.mark.parametrize("norm", ["all", "each"])
+def test_phi_in_two_parts_and_tiles_that_are_loaded_ahead(norm, monkeypatch):
+    monkeypatch.setattr(launch, "_parts", lambda phi, dtype: torch.stack([0.25 * phi, 0.75 * phi]))
+    monkeypatch.setitem(launch.TILES["spread"], 4, launch.Tile(16, 16, 4, ahead=1))
+    inputs = drawn(norm, 3, 40, 5)
+    assert_close(results("triton", inputs, norm), results("reference", inputs, norm, torch.float64), 1e-5)
+
+
+@interpreter
 def test_weights_shared_by_all_tokens_get_one_gradient():
     inputs = drawn("none", 3, 20, 2, 4, per_token=False)
     assert_close(results("triton", inputs, "none"), results("reference", inputs, "none", torch.float64), 1e-5)

@@ -54,7 +54,7 @@ def _written(b_x, b_y, b_mix, b_post, i: tl.constexpr, N: tl.constexpr, dtype: t
 
 @triton.jit
 def _once(b_x):
-    """b_x, computed in one layout: without this the compiler computes a matrix product's operand again in its layout."""
+    """b_x, computed in one layout only: or else a matrix product's operand is computed a second time, in its layout."""
     if INTERPRETED or b_x.dtype == tl.float32:
         return b_x
     return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [b_x], dtype=b_x.dtype, is_pure=False, pack=2)
@@ -250,7 +250,8 @@ def spread_kernel(
     g_after_ptr, g_h_ptr, g_z_ptr, shrink_ptr, x_ptr, y_ptr, post_ptr, mix_ptr, pre_ptr, phi_ptr,
     g_x_ptr, g_y_ptr, g_post_ptr, g_mix_ptr, g_pre_ptr, tokens, stride_post, stride_mix,
     C: tl.constexpr, N: tl.constexpr, K: tl.constexpr, Z: tl.constexpr, RANK: tl.constexpr,
-    TOKENS: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr, AHEAD: tl.constexpr, NORM: tl.constexpr, HAS_AFTER: tl.constexpr,
+    TOKENS: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr, AHEAD: tl.constexpr, NORM: tl.constexpr,
+    HAS_AFTER: tl.constexpr,
 ):  # fmt: skip
     """G_i = g_X'_i + pre_i dh + (rstd dz) φ_i − shrink_i X'_i, and the gradients of X, y, mix and post.
 

@@ -144,8 +144,9 @@ def _write_and_read(
     sums = logits.new_empty((shares, tokens, columns))
     with on(streams):
         kernels_passes.write_kernel[(shares, cdiv(tokens, write.tokens))](
-            streams, update, post, mix, bias, parts, after, hidden, weights, sums, tokens, post.stride(0), mix.stride(0),
-            SUMS=columns, SHARE=share, PARTS=len(parts), **sizes, **write.settings(),
+            streams, update, post, mix, bias, parts, after, hidden, weights, sums,
+            tokens, post.stride(0), mix.stride(0), SUMS=columns, SHARE=share, PARTS=len(parts), **sizes,
+            **write.settings(),
         )  # fmt: skip
         if norm != "none":
             kernels_passes.read_kernel[(cdiv(tokens, read.tokens),)](
