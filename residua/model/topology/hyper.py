@@ -35,7 +35,7 @@ class Streams(Topology):
     """The part that HC, mHC and mHC-lite share."""
 
     one_stream = False
-    bandwidth_share = 0.24  # of the single kernels, measured on an H200, docs/results/step.md
+    bandwidth_share = 0.42  # kernels of a junction timed one by one on an H200, docs/results/step.md
 
     junctions: nn.ModuleList
 

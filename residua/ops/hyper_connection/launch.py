@@ -44,10 +44,10 @@ class Tile(NamedTuple):
 
 
 TILES = {
-    "write": {2: Tile(64, 32, 8, 3, registers=128), 4: Tile(16, 32, 4)},
+    "write": {2: Tile(64, 32, 4, 3), 4: Tile(16, 32, 4)},
     "read": {2: Tile(4, 256, 4), 4: Tile(4, 128, 4)},
     "sums": {2: Tile(4, 256, 4), 4: Tile(4, 128, 4)},
-    "spread": {2: Tile(32, 32, 4, 2), 4: Tile(32, 16, 4)},
+    "spread": {2: Tile(32, 32, 4, 2, ahead=1), 4: Tile(32, 16, 4)},
     "phi": {2: Tile(64, 128, 4, 4), 4: Tile(32, 64, 4)},
 }
 """By kernel and by the bytes of a number. `read` and `sums` take fewer tokens where rows are longer than 1,024."""
