@@ -75,6 +75,8 @@ def read_cases(base: RunConfig, compare: Sequence[str]) -> list[Case]:
             raise ConfigError(f"parallel={way} does not exist: choose one of {', '.join(WAYS)}.")
         with ops.backend(backend):
             pass  # refuse an unknown backend before anything is timed
+        if any(word.startswith("train.device=") for word in words):
+            raise ConfigError("train.device is the same for all cases: give it after the preset.")
         changes = variants.overrides([word for word in words if not word.startswith((BACKEND, WAY))], base.model)
         cases.append(Case(" ".join(words), base.override(changes), backend, way))
     return cases

@@ -2,9 +2,9 @@
 
 Every case is built and compiled in a process of its own, side by side with the others; then they take turns, a few
 steps each, and nothing else runs meanwhile. All of them are in memory at once.
-`python -m residua.bench.turns CONFIG.toml BACKEND WARMUP [WAY]` is such a process. It answers in lines of JSON: the
-seconds of its first step, then, for every number it reads, the seconds of so many steps, and at the end memory and
-loss.
+`python -m residua.bench.turns CONFIG.toml BACKEND WARMUP [WAY]` is such a process. It answers in lines of JSON, each
+after the word ANSWER: the seconds of its first step, then, for every number it reads, the seconds of so many steps,
+and at the end memory and loss.
 """
 
 from __future__ import annotations
@@ -28,6 +28,10 @@ from residua.config.run import RunConfig
 from residua.machine import choose_device, python_command, python_environment
 from residua.train.throughput import peak_memory_gib
 from residua.train.timing import RATE, TimedStep, random_batches, synchronize, time_each
+
+ANSWER = "ANSWER "
+PATIENCE = 5.0
+"""Seconds that a process may take to close what it opened."""
 
 
 def bench_turns(
@@ -65,22 +69,25 @@ class _Turn:
 
     def ask(self, steps: int) -> Any:
         assert self.child.stdin is not None
-        self.child.stdin.write(f"{steps}\n")
-        self.child.stdin.flush()
+        with suppress(BrokenPipeError):  # it has ended: `answer` says how
+            self.child.stdin.write(f"{steps}\n")
+            self.child.stdin.flush()
         return self.answer()
 
     def end(self) -> Any:
         assert self.child.stdin is not None
-        self.child.stdin.close()
+        with suppress(BrokenPipeError):
+            self.child.stdin.close()
         return self.answer()
 
     def answer(self) -> Any:
-        """The next line of JSON; what a library prints between is skipped."""
+        """The next answer; what a library prints between is skipped."""
         for line in self.child.stdout or ():
-            if line.startswith(("{", "[")):
-                return json.loads(line)
+            if line.startswith(ANSWER):
+                return json.loads(line.removeprefix(ANSWER))
+        ending = self.child.wait()
         said = self.log.read_text(errors="replace").strip().splitlines() or ["it said nothing"]
-        raise RuntimeError(f"{self.case.name} could not be timed: {said[-1]}")
+        raise ValueError(f"{self.case.name} could not be timed (exit status {ending}): {said[-1]}")
 
 
 @contextmanager
@@ -96,11 +103,13 @@ def _process(case: Case, place: Path, warmup: int) -> Iterator[_Turn]:
     try:
         yield _Turn(case, child, log)
     finally:
-        child.kill()
-        child.wait()
         for pipe in (child.stdin, child.stdout):
             with suppress(OSError):  # what was not read any more
                 pipe.close()  # type: ignore[union-attr]
+        with suppress(subprocess.TimeoutExpired):
+            child.wait(PATIENCE)
+        child.kill()
+        child.wait()
 
 
 def _result(case: Case, child: _Turn, first: dict[str, Any], seconds: list[float]) -> StepResult:
@@ -131,14 +140,18 @@ def main(arguments: Sequence[str]) -> None:
                 torch.cuda.reset_peak_memory_stats(device)
             time_each(step, int(warmup), device)
         if problem:
-            print(json.dumps({"problem": problem[0]}), flush=True)
+            _tell({"problem": problem[0]})
             return
-        print(json.dumps({"first": first}), flush=True)
+        _tell({"first": first})
         for line in sys.stdin:
-            print(json.dumps(time_each(step, int(line), device)), flush=True)
+            _tell(time_each(step, int(line), device))
         totals = trained.totals()
         memory = peak_memory_gib(device) if device.type == "cuda" else None
-        print(json.dumps({"memory_gib": memory, "loss": totals.loss / totals.steps}), flush=True)
+        _tell({"memory_gib": memory, "loss": totals.loss / totals.steps})
+
+
+def _tell(what: object) -> None:
+    print(ANSWER + json.dumps(what), flush=True)
 
 
 if __name__ == "__main__":

@@ -163,8 +163,8 @@ class Bundle:
             return Place(PARTS, str(name))
         try:
             found = import_module(module) if name is None else modules.member(module, name)
-        except ImportError:
-            return None  # the module handles it, or is not run
+        except ImportError:  # the module handles it, or is not run
+            return Place(PLAIN, "no_kernels") if module.startswith("residua.ops") else None
         if isinstance(found, ModuleType) and (name is None or self.travels(found.__name__)):
             return self._module_place(importer, found.__name__)
         assert name is not None

@@ -18,8 +18,9 @@ from residua.model.attention import SoftmaxAttention
 from residua.model.cache import Now
 from residua.model.context import Anchors, Context
 from residua.model.decoder import Decoder, Sublayer
-from residua.model.ffn import FeedForward, is_watched
+from residua.model.ffn import FeedForward
 from residua.model.norm import Norm, RMSNorm
+from residua.model.projection import is_watched
 from residua.model.topology.base import Topology
 from residua.ops import decode
 

@@ -12,8 +12,9 @@ from residua.generate.fused_decoder import fused_topology
 from residua.model.attention import SoftmaxAttention
 from residua.model.cache import KeyValueCache
 from residua.model.decoder import Decoder, Embedding, Sublayer
-from residua.model.ffn import FeedForward, is_plain, is_watched
+from residua.model.ffn import FeedForward
 from residua.model.norm import RMSNorm
+from residua.model.projection import is_plain, is_watched
 from residua.ops.decode import launch_layers
 from residua.ops.decode.launch_layers import Junctions, Layer, Layers, Shape, Vectors
 

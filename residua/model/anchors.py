@@ -18,7 +18,7 @@ from residua import ops
 from residua.config import choices
 from residua.model.context import Anchors
 from residua.model.kept import Kept
-from residua.model.projection import Projection
+from residua.model.projection import Projection, is_plain, is_watched
 from residua.ops._runtime import fused
 from residua.ops._runtime.numeric import wide
 from residua.ops.mix_projection import per_head
@@ -321,10 +321,11 @@ def share_anchors(
 
     `readers` are the layers that mix the anchors, each with the projection that takes λ2 (`ops/mix_projection/shared`).
     `source` and `norm` are the fused projection that the anchors were made from, and how.
-    Empty where the anchors go from layer to layer instead: outside of training, with dynamic λ, with sharded weights.
+    Empty where the anchors go from layer to layer instead: outside of training, with dynamic λ, with sharded weights or
+    some on another device, with a hook on a mixture or a projection.
     """
-    static = all(type(mix) is Mix and type(project) is Projection for mix, project in readers.values())
-    if not fused.INSTALLED or not static or len(readers) < 2:
+    plain = all(type(mix) is Mix and not is_watched(mix) and is_plain(own) for mix, own in readers.values())
+    if not fused.INSTALLED or not plain or len(readers) < 2:
         return {}
     scales = [dict(mix.anchor_scale.items()) for mix, _ in readers.values()]
     weights = [project.weight for _, project in readers.values()]

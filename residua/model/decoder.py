@@ -23,6 +23,7 @@ from residua.model.latent_attention import LatentAttention
 from residua.model.linear_attention import GatedDeltaNet
 from residua.model.moe import MoE, Routing
 from residua.model.norm import NoNorm, Norm, build_norm
+from residua.model.projection import is_watched
 from residua.model.rope import rotary_table
 from residua.model.taps import tap
 from residua.model.topology import Topology, build_topology
@@ -165,7 +166,9 @@ class Decoder(nn.Module):
         self, anchors: Anchors, source: Tensor | None = None, norm: AnchorNorm | None = None
     ) -> dict[int, Anchors]:
         """What each sublayer that mixes the anchors takes in their place; empty if they go from one to the next."""
-        if not torch.is_grad_enabled():
+        # With a forward of its own, a sublayer may keep nothing whose place the gradients could take (recomputation),
+        # or load its weights when it is called.
+        if not torch.is_grad_enabled() or any(map(is_watched, self.sublayers)):
             return {}
         bodies = {k: sublayer.body for k, sublayer in enumerate(self.sublayers)}
         softmax = {k: body for k, body in bodies.items() if isinstance(body, SoftmaxAttention)}

@@ -13,7 +13,7 @@ from residua import ops
 from residua.config import choices
 from residua.model.context import Anchors, Context
 from residua.model.edges import Edge, divide_rows, divide_square
-from residua.model.projection import BiasedProjection, Projection, projection
+from residua.model.projection import BiasedProjection, Projection, is_plain, projection
 from residua.ops.decode.reference import ACTIVATIONS
 
 
@@ -129,17 +129,6 @@ class SquaredReluFFN(PlainFFN):
         if self.act is relu2 and is_plain(self.up) and is_plain(self.out):
             return ops.squared_relu_ffn(x, self.up.weight, self.out.weight), anchors
         return super().forward(x, anchors, context)
-
-
-def is_plain(module: nn.Module) -> bool:
-    """Whether it is a `Projection`, neither replaced nor wrapped nor hooked."""
-    return type(module) is Projection and not is_watched(module)
-
-
-def is_watched(module: nn.Module) -> bool:
-    """Whether a hook looks into calls of the module, or its `forward` has been replaced."""
-    forward = module._forward_pre_hooks or module._forward_hooks or "forward" in vars(module)
-    return bool(forward or module._backward_pre_hooks or module._backward_hooks)
 
 
 FFNS: dict[str, tuple[type[GatedFFN] | type[PlainFFN], Callable[[Tensor], Tensor]]] = {

@@ -22,9 +22,10 @@ from residua.model.attention import NoQKNorm, QKNorm, SoftmaxAttention
 from residua.model.cache import Cache, Now
 from residua.model.context import Anchors, Context
 from residua.model.decoder import Decoder, Sublayer
-from residua.model.ffn import FeedForward, SquaredReluFFN, is_watched
+from residua.model.ffn import FeedForward, SquaredReluFFN
 from residua.model.moe import mixtures
 from residua.model.norm import Norm
+from residua.model.projection import is_watched
 from residua.ops import decode, prefill
 from residua.ops._runtime.ahead import compile_ahead
 

@@ -13,9 +13,8 @@ from residua.model.attend import attend, attend_cached, attend_latents
 from residua.model.cache import KeyValueCache, Now
 from residua.model.context import Anchors, Context
 from residua.model.edges import Edge
-from residua.model.ffn import is_plain
 from residua.model.norm import RMSNorm
-from residua.model.projection import Projection
+from residua.model.projection import Projection, is_plain
 from residua.model.taps import tap
 
 

@@ -21,7 +21,8 @@ from residua import ops
 from residua.config import choices
 from residua.model.context import Anchors, Context
 from residua.model.edges import Edge, divide_square
-from residua.model.ffn import FFNS, GatedFFN, is_watched
+from residua.model.ffn import FFNS, GatedFFN
+from residua.model.projection import is_watched
 from residua.model.router import build_router
 from residua.model.taps import tap
 from residua.ops._runtime.numeric import no_autocast, wide

@@ -50,3 +50,14 @@ def projection(
 ) -> Projection:
     """A projection with or without bias."""
     return (BiasedProjection if bias else Projection)(inputs, outputs, std=std, parts=parts)
+
+
+def is_plain(module: nn.Module) -> bool:
+    """Whether it is a `Projection`, neither replaced nor wrapped nor hooked."""
+    return type(module) is Projection and not is_watched(module)
+
+
+def is_watched(module: nn.Module) -> bool:
+    """Whether a hook looks into calls of the module, or its `forward` has been replaced."""
+    forward = module._forward_pre_hooks or module._forward_hooks or "forward" in vars(module)
+    return bool(forward or module._backward_pre_hooks or module._backward_hooks)

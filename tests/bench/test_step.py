@@ -1,10 +1,12 @@
 import json
+import re
 import sys
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
+from residua.bench import turns
 from residua.bench.step import bench_step, read_cases
 from residua.bench.turns import bench_turns
 from residua.cli.bench import app
@@ -111,8 +113,8 @@ def test_memory_is_released_without_importing_the_compiler(monkeypatch):
 def test_cases_take_turns_in_processes_of_their_own_and_train_as_they_do_alone(base):
     cases = read_cases(base, ["prenorm", "mgr backend=reference"])
     alone = bench_step(cases, CPU, steps=5, warmup=1)
-    turns = bench_turns(cases, rounds=2, steps=2, warmup=2)
-    for one, other in zip(alone, turns, strict=True):
+    taken = bench_turns(cases, rounds=2, steps=2, warmup=2)
+    for one, other in zip(alone, taken, strict=True):
         assert other.step is not None and other.step.count == 4
         assert other.first_step is not None and other.first_step > 0
         assert (one.name, one.parameters, one.tokens) == (other.name, other.parameters, other.tokens)
@@ -120,9 +122,26 @@ def test_cases_take_turns_in_processes_of_their_own_and_train_as_they_do_alone(b
 
 
 @pytest.mark.nightly
-def test_a_case_that_cannot_be_timed_is_named_with_its_last_words(base):
-    cases = read_cases(base, ["prenorm", "mgr train.device=cuda"])
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU here")
-    with pytest.raises(RuntimeError, match=r"mgr train.device=cuda could not be timed: .*PyTorch sees no GPU"):
-        bench_turns(cases, rounds=1, steps=1, warmup=0)
+def test_a_case_that_cannot_be_timed_is_named_with_its_last_words(run, monkeypatch):
+    monkeypatch.setenv("RESIDUA_PLUGINS", "no_such_plugin")
+    result = CliRunner().invoke(app, ["step", str(run), "--compare", "prenorm,mgr", "--rounds", "1"])
+    assert isinstance(result.exception, ValueError), result.exception
+    assert re.fullmatch(r"prenorm could not be timed \(exit status 1\): .*no_such_plugin.*", str(result.exception))
+
+
+@pytest.mark.nightly
+def test_a_case_that_dies_between_its_turns_is_named(base, monkeypatch):
+    def ask(turn, steps):
+        turn.child.kill()
+        turn.child.wait()
+        return own(turn, steps)
+
+    own = turns._Turn.ask
+    monkeypatch.setattr(turns._Turn, "ask", ask)
+    with pytest.raises(ValueError, match=r"prenorm could not be timed \(exit status -9\)"):
+        bench_turns(read_cases(base, ["prenorm"]), rounds=1, steps=1, warmup=0)
+
+
+def test_all_cases_run_on_one_device(base):
+    with pytest.raises(ConfigError, match="the same for all cases"):
+        read_cases(base, ["prenorm", "mgr train.device=cpu"])

@@ -38,6 +38,20 @@ def bundles() -> dict[str, dict[str, str]]:
     return {name: bundle(build(config), "1.0") for name, config in CONFIGS.items()}
 
 
+def test_kernels_that_cannot_be_imported_here_are_not_imported_there(monkeypatch):
+    own = modules.member
+
+    def member(module: str, name: str) -> Any:
+        if module.startswith("residua.ops") and name in ("shared", "launch"):
+            raise ImportError("as without Triton")
+        return own(module, name)
+
+    monkeypatch.setattr(modules, "member", member)
+    for name, text in bundle(build(CONFIGS["mgr"]), "1.0").items():
+        imported = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ImportFrom) and node.module]
+        assert not [node.module for node in imported if node.module.split(".")[0] == "residua"], name
+
+
 def test_a_folder_holds_the_topology_and_the_mixers_of_its_model_only(bundles):
     families = ("topology_", "linear_attention", "moe", "ops_gated_delta", "ops_depth_attention")
     held = {

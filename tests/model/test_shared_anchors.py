@@ -12,6 +12,7 @@ import residua
 from residua import ops
 from residua.model.decoder import Decoder
 from residua.ops._runtime import fused
+from residua.train.step import recompute_sublayers
 from tests.golden.compare import randomise
 from tests.model.small import small, tokens_and_targets
 from tests.nightly import only_nightly
@@ -68,7 +69,9 @@ def test_a_compiled_model_is_one_graph_with_the_same_gradients() -> None:
     assert all(torch.equal(eager[name], compiled[name]) for name in eager)
 
 
-@pytest.mark.parametrize("reason", ["no gradients", "reference", "dynamic", "one layer", "sharded"])
+@pytest.mark.parametrize(
+    "reason", ["no gradients", "reference", "dynamic", "one layer", "sharded", "hook", "recomputed", "offloaded"]
+)
 def test_anchors_go_from_layer_to_layer_with(reason: str) -> None:
     tables = dict(MODELS["exoformer"], layers=1 if reason == "one layer" else 2)
     if reason == "dynamic":
@@ -81,6 +84,12 @@ def test_anchors_go_from_layer_to_layer_with(reason: str) -> None:
 
         mix = model.sublayers[0].body.mix
         mix.anchor_scale["q"] = Shard(mix.anchor_scale["q"].data)
+    if reason == "hook":
+        model.sublayers[0].body.project.register_forward_hook(lambda *_: None)
+    if reason == "recomputed":
+        recompute_sublayers(model)
+    if reason == "offloaded":
+        model.sublayers[0].body.project.to("meta")
     anchors = model.anchors.open(torch.randn(1, 2, 16))
     choice = "reference" if reason == "reference" else "triton"
     with torch.set_grad_enabled(reason != "no gradients"), ops.backend(choice):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from itertools import product
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -17,7 +16,6 @@ from residua.ops.decode.reference import GATED
 from residua.ops.depth_attention import deferred
 from residua.ops.depth_attention.plan import ReadPlan
 from residua.ops.gated_delta import step as delta_step
-from residua.ops.hyper_connection import launch as hyper_launch
 from residua.ops.hyper_connection import manifold_weights
 from residua.ops.multi_gate.autograd import normed_backward, normed_forward
 from residua.ops.squared_relu import launch
@@ -47,10 +45,6 @@ def add_norm(dtype: torch.dtype, width: int, tokens: int = 3) -> None:
     torch.ops.residua.rms_norm_backward_dotted(y.detach(), h.detach(), torch.zeros(width), torch.zeros(tokens))
 
 
-in_passes = patch.object(hyper_launch, "PASSES", 4)
-
-
-@in_passes
 def hyper_step(dtype: torch.dtype, width: int, n: int, norm: str, used: int, tokens: int, per_token: bool) -> None:
     """The gradient comes through the first `used` of h, X' and z."""
     rows, columns = {"all": (n * n + 2 * n, n * width), "each": (n + 2, width), "none": (0, 0)}[norm]
@@ -65,7 +59,6 @@ def sinkhorn(n: int, iterations: int, tokens: int = 5) -> None:
     both(ops.sinkhorn(draw(tokens, n, n), iterations))
 
 
-@in_passes
 def write_weights(n: int, iterations: int, used: int = 2, tokens: int = 40) -> None:
     """The gradient comes through the first `used` of post and mix."""
     size = n * n + 2 * n

@@ -35,13 +35,14 @@ class Streams(Topology):
     """The part that HC, mHC and mHC-lite share."""
 
     one_stream = False
-    bandwidth_share = 0.42  # kernels of a junction timed one by one on an H200, docs/results/step.md
 
     junctions: nn.ModuleList
 
     def __init__(self, streams: int, sublayers: int) -> None:
         super().__init__()
         self.streams, self.last = streams, sublayers - 1
+        # of a junction's kernels on an H200, in two passes and single (docs/results/step.md)
+        self.bandwidth_share = 0.42 if streams <= 4 else 0.24
 
     def open(self, x: Tensor) -> tuple[Tensor, State]:
         # n copies: the embedding written once into each of n streams that keep nothing

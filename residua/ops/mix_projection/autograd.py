@@ -32,6 +32,12 @@ forward = operator(f"mix_heads({_INPUTS}) -> Tensor[]", launch.forward, launch.f
 backward = operator(
     f"mix_heads_backward(Tensor[] dy, Tensor[] later, {_INPUTS}) -> Tensor[]", launch.backward, launch.backward_outputs
 )
+gather = operator(
+    "gather_anchors(Tensor[] dm, Tensor[] anchors, Tensor?[] gains, Tensor scales, SymInt[] plan, float eps)"
+    " -> Tensor[]",
+    launch.gather,
+    launch.gather_outputs,
+)
 
 
 def mix_heads(

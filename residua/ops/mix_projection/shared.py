@@ -16,7 +16,10 @@ checkpointing and retain_graph need nothing special.
 
 For a pathway, C wide, of L layers: 4C backward per layer if it has a norm, else 2C (V and G: a copy into the gradient
 of the projection), then C(1 + 2/L), where `autograd.py` moves 6C. All dm_l are alive until the end; each takes the
-place of its layer's s_l, which is freed then, so the peak does not rise.
+place of its layer's s_l, which is freed then, so the peak does not rise (and not where s_l would be recomputed).
+
+W' is rounded once more than W where W is a working copy in bfloat16: results differ from those of autocast, which
+rounds W' alone, by that rounding.
 
 Not for λ that depend on the token, and not where handles cannot go: between processes, or out of sharded layers.
 """
@@ -33,19 +36,10 @@ from torch.autograd.function import once_differentiable
 from residua.ops._runtime import fused
 from residua.ops._runtime.backend import chosen_backend
 from residua.ops._runtime.handles import handle
-from residua.ops._runtime.library import operator
 from residua.ops._runtime.numeric import wide
 from residua.ops._runtime.tracing import in_graph
 from residua.ops.mix_projection import autograd, launch
 from residua.ops.mix_projection.reference import Heads, Sections, per_head
-
-gather_anchors = operator(
-    "gather_anchors(Tensor[] dm, Tensor[] anchors, Tensor?[] gains, Tensor scales, SymInt[] plan, float eps)"
-    " -> Tensor[]",
-    launch.gather,
-    launch.gather_outputs,
-)
-
 
 WIDEST_HEAD = 512
 """Widest head for which `gather` keeps the sums of all layers in registers."""
@@ -53,7 +47,8 @@ WIDEST_HEAD = 512
 
 def serves(anchors: Sequence[Tensor], weights: Sequence[Tensor]) -> bool:
     """Whether a model with these anchors and weights (λ, W) should share them: in training, where kernels can run."""
-    whole = all(type(weight) in (Tensor, nn.Parameter) for weight in weights)  # not sharded
+    place = anchors[0].device
+    whole = all(type(w) in (Tensor, nn.Parameter) and w.device == place for w in weights)  # not sharded, not offloaded
     narrow = all(anchor.shape[-1] <= WIDEST_HEAD for anchor in anchors)
     return whole and narrow and torch.is_grad_enabled() and chosen_backend() != "reference" and fused.serves(*anchors)
 
@@ -156,7 +151,7 @@ class _Share(torch.autograd.Function):
         widths = [s.heads * s.width for s in mixed]
         columns = sources if len(sources) > 1 else sources[0].split(widths, -1)
         anchors = [a.unflatten(-1, (s.heads, s.width)) for a, s in zip(columns, mixed, strict=True)]
-        sums, d_anchors = gather_anchors(every, anchors, gains, scales.float(), ctx.plan, ctx.eps)
+        sums, d_anchors = autograd.gather(every, anchors, gains, scales.float(), ctx.plan, ctx.eps)
         by_head = [d.view(s.heads, s.width) for d, s in zip(sums[-1].split(widths), mixed, strict=True)]
         d_gains = [None if g is None else d.sum(0).to(g.dtype) for d, g in zip(by_head, gains, strict=True)]
         d_sources = [d_anchors] if len(sources) == 1 else d_anchors.split(widths, -1)
