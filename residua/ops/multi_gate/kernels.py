@@ -92,6 +92,33 @@ def keep_scalars(stats_ptr, token, i, live, beta, ss, sf, s1, s2, ff, f2, N: tl.
 
 
 @triton.jit
+def kept_scalars(stats_ptr, token, i, N: tl.constexpr):
+    """What `keep_scalars` kept of a token: β, ss, sf, s1 and s2 [ROWS], ff and f2."""
+    line_ptr = stats_ptr + token * (5 * N + 2)
+    beta, ss, sf = scalars(line_ptr, i, N), scalars(line_ptr + N, i, N), scalars(line_ptr + 2 * N, i, N)
+    s1, s2 = scalars(line_ptr + 3 * N, i, N), scalars(line_ptr + 4 * N, i, N)
+    return beta, ss, sf, s1, s2, tl.load(line_ptr + 5 * N), tl.load(line_ptr + 5 * N + 1)
+
+
+@triton.jit
+def past_gates(stats_ptrs, token, i, N: tl.constexpr):
+    """β [ROWS] of each junction since the start of the segment."""
+    betas = ()
+    for d in tl.static_range(len(stats_ptrs)):
+        betas = betas + (scalars(stats_ptrs[d] + token * (5 * N + 2), i, N),)
+    return betas
+
+
+@triton.jit
+def with_each(sums, b_x, i, N: tl.constexpr):
+    """N sums, and to each its entry of x [ROWS] added."""
+    new = ()
+    for k in tl.static_range(N):
+        new = new + (sums[k] + pick(b_x, i, k),)
+    return new
+
+
+@triton.jit
 def forward_kernel(
     s_ptrs,
     f_ptr,
@@ -252,14 +279,8 @@ def backward_kernel(
 
     for turn in tl.range(tl.cdiv(tokens - program, tl.num_programs(0))):
         token = program.to(tl.int64) + turn * tl.num_programs(0)
-        line_ptr = stats_ptr + token * (5 * N + 2)
-        # what the forward pass kept of this token
-        beta, ss, sf = scalars(line_ptr, i, N), scalars(line_ptr + N, i, N), scalars(line_ptr + 2 * N, i, N)
-        s1, s2 = scalars(line_ptr + 3 * N, i, N), scalars(line_ptr + 4 * N, i, N)
-        ff, f2 = tl.load(line_ptr + 5 * N), tl.load(line_ptr + 5 * N + 1)
-        betas = ()
-        for d in tl.static_range(len(past_stats_ptrs)):
-            betas = betas + (scalars(past_stats_ptrs[d] + token * (5 * N + 2), i, N),)
+        beta, ss, sf, s1, s2, ff, f2 = kept_scalars(stats_ptr, token, i, N)
+        betas = past_gates(past_stats_ptrs, token, i, N)
 
         # first sweep: the dot products g_h·f, g_h·s, g_s'·f and g_s'·s
         hf = tl.zeros([1, LANES], tl.float32)
@@ -286,10 +307,7 @@ def backward_kernel(
         )
         if COMPETITIVE:
             g_forget -= forgotten
-        new_bias = ()
-        for k in tl.static_range(N):
-            new_bias = new_bias + (g_bias[k] + pick(dz, i, k),)
-        g_bias = new_bias
+        g_bias = with_each(g_bias, dz, i, N)
 
         # With s' = (1−β)s + βf, the parts of g_f and of w2's gradient in f, g_h and w2 are factored out of the sums;
         # g_s is a sum of s, g_s', g_h, f, w1 and w2 with one factor each.

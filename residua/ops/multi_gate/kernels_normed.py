@@ -23,10 +23,13 @@ from residua.ops.multi_gate.kernels import (
     dots,
     gates,
     keep_scalars,
+    kept_scalars,
     lerp,
+    past_gates,
     pooling,
     rows,
     through_scores,
+    with_each,
 )
 from residua.ops.multi_gate.kernels_tile import add2, add3, fold, pick, put, row, scalars, stream, vector
 
@@ -105,14 +108,8 @@ def normed_backward_kernel(
 
     for turn in tl.range(tl.cdiv(tokens - program, tl.num_programs(0))):
         token = program.to(tl.int64) + turn * tl.num_programs(0)
-        line_ptr = stats_ptr + token * (5 * N + 2)
-        # what the forward pass kept of this token
-        beta, ss, sf = scalars(line_ptr, i, N), scalars(line_ptr + N, i, N), scalars(line_ptr + 2 * N, i, N)
-        s1, s2 = scalars(line_ptr + 3 * N, i, N), scalars(line_ptr + 4 * N, i, N)
-        ff, f2 = tl.load(line_ptr + 5 * N), tl.load(line_ptr + 5 * N + 1)
-        betas = ()
-        for d in tl.static_range(len(past_stats_ptrs)):
-            betas = betas + (scalars(past_stats_ptrs[d] + token * (5 * N + 2), i, N),)
+        beta, ss, sf, s1, s2, ff, f2 = kept_scalars(stats_ptr, token, i, N)
+        betas = past_gates(past_stats_ptrs, token, i, N)
 
         # first sweep: the dot products u·f, u·s, g_s'·f and g_s'·s
         uf = tl.zeros([1, LANES], tl.float32)
@@ -147,10 +144,7 @@ def normed_backward_kernel(
         )
         if COMPETITIVE:
             g_forget -= forgotten
-        new_bias = ()
-        for k in tl.static_range(N):
-            new_bias = new_bias + (g_bias[k] + pick(dz, i, k),)
-        g_bias = new_bias
+        g_bias = with_each(g_bias, dz, i, N)
 
         # As in `backward_kernel`; the factor of g_h is in_f in g_f, and in_s in g_s.
         of_w2, of_f = tl.sum(beta * A, 0), tl.sum(beta * beta * B, 0)
