@@ -16,7 +16,16 @@ import triton
 import triton.language as tl
 
 from residua.ops.decode.kernels import _add3
-from residua.ops.decode.kernels_gates import CANCELLED, _prepared, _squared_norm, _sums_by_6, _vector, _vectors
+from residua.ops.decode.kernels_gates import (
+    CANCELLED,
+    _pool_score,
+    _prepared,
+    _softmax,
+    _squared_norm,
+    _sums_by_6,
+    _vector,
+    _vectors,
+)
 
 SOURCES = tl.constexpr(8)
 """Sources that a preparation reads at a time."""
@@ -96,25 +105,12 @@ def _ready(ready_ptr, J, N: tl.constexpr):
 
 @triton.jit
 def _pooled(beta, s2, products, sums, J, key_eps, per_root, C: tl.constexpr, N: tl.constexpr):
-    """a = softmax_i(w2 · RMS(s'_i)/√C) of s'_i = (1 − β_i) s_i + β_i f; `sums` are s_i·f, ‖f‖², w2·f.
-
-    While the streams fill, those after number J are empty.
-    """
-    z, top = (), sums[N] * 0 - float("inf")
+    """a as `_pool_weights` computes it. While the streams fill, those after number J are empty."""
+    z = ()
     for i in tl.static_range(N):
-        keep = 1 - beta[i]
-        squared = keep * keep * products[i] + 2 * beta[i] * keep * sums[i] + beta[i] * beta[i] * sums[N]
-        rstd = tl.rsqrt(tl.maximum(squared, 0.0) / C + key_eps)
-        own = tl.where(i <= J, (keep * s2[i] + beta[i] * sums[N + 1]) * rstd * per_root, -float("inf"))
-        z, top = z + (own,), tl.maximum(top, own)
-    e, total = (), sums[N] * 0
-    for i in tl.static_range(N):
-        e = e + (tl.exp(z[i] - top),)
-        total += e[i]
-    a = ()
-    for i in tl.static_range(N):
-        a = a + (e[i] / total,)
-    return a
+        own = _pool_score(i, beta, s2, products, sums, key_eps, per_root, C, N)
+        z = z + (tl.where(i <= J, own, -float("inf")),)
+    return _softmax(z, N)
 
 
 @triton.jit

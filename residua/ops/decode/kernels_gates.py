@@ -141,14 +141,17 @@ def _loaded(ready_ptr, N: tl.constexpr):
 
 
 @triton.jit
-def _pool_weights(beta, s2, products, sums, key_eps, per_root, C: tl.constexpr, N: tl.constexpr):
-    """a = softmax_i(w2 · RMS(s'_i)/√C) of s'_i = (1 − β_i) s_i + β_i f; `sums` are s_i·f, ‖f‖², w2·f."""
-    z = ()
-    for i in tl.static_range(N):
-        keep = 1 - beta[i]
-        squared = keep * keep * products[i] + 2 * beta[i] * keep * sums[i] + beta[i] * beta[i] * sums[N]
-        rstd = tl.rsqrt(tl.maximum(squared, 0.0) / C + key_eps)
-        z = z + ((keep * s2[i] + beta[i] * sums[N + 1]) * rstd * per_root,)
+def _pool_score(i: tl.constexpr, beta, s2, products, sums, key_eps, per_root, C: tl.constexpr, N: tl.constexpr):
+    """w2 · RMS(s'_i)/√C of s'_i = (1 − β_i) s_i + β_i f; `sums` are s_i·f, ‖f‖², w2·f."""
+    keep = 1 - beta[i]
+    squared = keep * keep * products[i] + 2 * beta[i] * keep * sums[i] + beta[i] * beta[i] * sums[N]
+    rstd = tl.rsqrt(tl.maximum(squared, 0.0) / C + key_eps)
+    return (keep * s2[i] + beta[i] * sums[N + 1]) * rstd * per_root
+
+
+@triton.jit
+def _softmax(z, N: tl.constexpr):
+    """The weights of N scores. The first is not −∞."""
     top = z[0]
     for i in tl.static_range(1, N):
         top = tl.maximum(top, z[i])
@@ -156,10 +159,19 @@ def _pool_weights(beta, s2, products, sums, key_eps, per_root, C: tl.constexpr, 
     for i in tl.static_range(N):
         e = e + (tl.exp(z[i] - top),)
         total += e[i]
-    a = ()
+    weights = ()
     for i in tl.static_range(N):
-        a = a + (e[i] / total,)
-    return a
+        weights = weights + (e[i] / total,)
+    return weights
+
+
+@triton.jit
+def _pool_weights(beta, s2, products, sums, key_eps, per_root, C: tl.constexpr, N: tl.constexpr):
+    """a = softmax_i(w2 · RMS(s'_i)/√C)."""
+    z = ()
+    for i in tl.static_range(N):
+        z = z + (_pool_score(i, beta, s2, products, sums, key_eps, per_root, C, N),)
+    return _softmax(z, N)
 
 
 @triton.jit
