@@ -17,6 +17,8 @@ from residua.ops.depth_attention import deferred
 from residua.ops.depth_attention.plan import ReadPlan
 from residua.ops.gated_delta import step as delta_step
 from residua.ops.hyper_connection import manifold_weights
+from residua.ops.hyper_connection.autograd import normed_backward as normed_step_backward
+from residua.ops.hyper_connection.autograd import normed_step
 from residua.ops.multi_gate.autograd import normed_backward, normed_forward
 from residua.ops.squared_relu import launch
 
@@ -53,6 +55,18 @@ def hyper_step(dtype: torch.dtype, width: int, n: int, norm: str, used: int, tok
     weights |= {"scale": draw(), "phi": draw(rows, columns)} if rows else {}
     made = ops.hyper_step(draw(tokens, n, width, dtype=dtype), draw(tokens, width, dtype=dtype), **weights, norm=norm)
     both(made[:used])
+
+
+@torch.no_grad()
+def hyper_step_normed(dtype: torch.dtype, width: int, n: int, norm: str, used: int, tokens: int = 40) -> None:
+    """As `hyper_step`, with the norm after it."""
+    rows, columns = {"all": (n * n + 2 * n, n * width), "each": (n + 2, width)}[norm]
+    streams, update = draw(tokens, n, width, dtype=dtype), draw(tokens, width, dtype=dtype)
+    post, mix, bias = draw(tokens, n), draw(tokens, n * n), draw(n)
+    scale, phi, gain = draw(), draw(rows, columns), draw(width)
+    after, x, z, *kept = normed_step(streams, update, post, mix, bias, scale, phi, gain, norm, 1e-6, 1e-6)
+    given = (x, after if used > 1 else None, z if used > 2 else None)
+    normed_step_backward(*given, streams, update, post, mix, scale, phi, gain, z, *kept, norm)
 
 
 def sinkhorn(n: int, iterations: int, tokens: int = 5) -> None:
@@ -364,6 +378,8 @@ def small_cases() -> Iterator[Case]:
     yield case(hyper_step, BF16, 768, 4, "all", 3, 40, True)
     yield case(hyper_step, FP32, 33, 2, "each", 1, 1, True)
     yield case(hyper_step, BF16, 33, 2, "none", 2, 40, False)
+    yield case(hyper_step_normed, BF16, 768, 4, "all", 3)
+    yield case(hyper_step_normed, FP32, 33, 2, "each", 1, 1)
     yield case(sinkhorn, 4, 20)
     yield case(write_weights, 4, 20)
     yield case(gated_norm, BF16, 768, 16)
@@ -426,6 +442,8 @@ def wide_cases() -> Iterator[Case]:
             yield case(gated_norm_added, dtype, width, rank)
         for n, norm, used in product((1, 2, 3, 4, 8), ("all", "each", "none"), (1, 2, 3)):
             yield case(hyper_step, dtype, width, n, norm, used, 1 if n == 3 else 40, n != 2)
+        for n, norm, used in product((1, 2, 3, 4), ("all", "each"), (1, 2, 3)):
+            yield case(hyper_step_normed, dtype, width, n, norm, used, 1 if n == 3 else 40)
         for n, competitive, apart in product((2, 3, 4, 7, 8, 16), switch, switch):
             yield case(multi_gate, dtype, width, n, competitive, apart and n > 1, 1 if n == 7 else 5)
             yield case(multi_gate_normed, dtype, width, n, competitive, apart, 1 if n == 7 else 5)

@@ -1,6 +1,9 @@
 """Hyper-connections and Sinkhorn's normalisation, fused: operators and gradients.
 
 A step keeps X, y and X' for the backward pass; X' is the next step's X. Sinkhorn keeps the logits.
+
+`normed_step` and `normed_backward` are a junction with the norm after it. Only a compiled step sees that nothing else
+reads h: it puts them in the place of junction and norm (`train/compile/rewrites/normed_junctions.py`).
 """
 
 from __future__ import annotations
@@ -26,6 +29,19 @@ _step_backward = operator(
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     launch.step_backward,
     launch.step_gradients,
+)
+normed_step = operator(
+    "hyper_step_normed(Tensor streams, Tensor update, Tensor post, Tensor mix, Tensor bias, Tensor scale, Tensor phi,"
+    " Tensor gain, str norm, float eps, float norm_eps) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    launch.normed_step,
+    launch.normed_outputs,
+)
+normed_backward = operator(
+    "hyper_step_normed_backward(Tensor g_normed, Tensor? g_after, Tensor? g_logits, Tensor streams, Tensor update,"
+    " Tensor post, Tensor mix, Tensor scale, Tensor phi, Tensor gain, Tensor logits, Tensor rstd, Tensor weights,"
+    " Tensor hidden_stats, str norm) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    launch.normed_backward,
+    launch.normed_gradients,
 )
 _phi_gradient = operator(
     "hyper_phi_gradient(Tensor g_z, Tensor normed) -> Tensor", launch.phi_gradient, launch.phi_output

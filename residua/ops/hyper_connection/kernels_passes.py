@@ -9,6 +9,7 @@ channels before it can go on is done in short tiles, which hold the row.
                spread  G_i, and from it all the gradients
 
 Without a projection nothing waits for a whole row: `write` computes h as well, `spread` the gradient of pre.
+NORMED: with a projection, x = gain ⊙ RMS(h) takes the place of h, and its gradient that of dh (`kernels_normed.py`).
 `kernels.py` has the equations, and NORM, Z, K and RANK. A second pass goes through the tokens backwards, for the
 cache holds the last rows of the first one.
 """
@@ -21,6 +22,7 @@ import triton.language as tl
 
 from residua.ops._runtime import fused
 from residua.ops.hyper_connection.kernels import _belongs, _phi, _replaced, _tanh, _tile, _weight
+from residua.ops.hyper_connection.kernels_normed import hidden_gradient, read_factors, store_normed, through_norm
 
 INTERPRETED = tl.constexpr(fused.INTERPRETED)
 
@@ -121,9 +123,10 @@ def write_kernel(
 
 @triton.jit
 def read_kernel(
-    after_ptr, sums_ptr, scale_ptr, bias_ptr, h_ptr, z_ptr, rstd_ptr, pre_ptr, tokens, eps,
+    after_ptr, sums_ptr, scale_ptr, bias_ptr, gain_ptr, h_ptr, z_ptr, rstd_ptr, pre_ptr, h_stats_ptr,
+    tokens, eps, norm_eps,
     C: tl.constexpr, N: tl.constexpr, K: tl.constexpr, Z: tl.constexpr, RANK: tl.constexpr, SUMS: tl.constexpr,
-    TOKENS: tl.constexpr, BLOCK: tl.constexpr, SHARES: tl.constexpr, NORM: tl.constexpr,
+    TOKENS: tl.constexpr, BLOCK: tl.constexpr, SHARES: tl.constexpr, NORM: tl.constexpr, NORMED: tl.constexpr,
 ):  # fmt: skip
     """h, and z, rstd and pre of the tokens. The rows are asked for before their weights are computed."""
     dtype: tl.constexpr = h_ptr.dtype.element_ty
@@ -160,20 +163,23 @@ def read_kernel(
         b_pre = b_pre + (b_own,)
 
     # h = Σ_i pre_i X'_i
-    for g in tl.static_range(TILES):
-        c = g * BLOCK + tl.arange(0, BLOCK)
-        b_h = tl.zeros([TOKENS, BLOCK], tl.float32)
-        for i in tl.static_range(N):
-            b_h += b_pre[i][:, None] * b_tiles[g][i].to(tl.float32)
-        tl.store(h_ptr + t[:, None] * C + c[None, :], b_h.to(dtype), mask=live[:, None] & (c < C)[None, :])
+    if NORMED:
+        store_normed(b_tiles, b_pre, gain_ptr, h_ptr, h_stats_ptr, t, live, norm_eps, C, N, TOKENS, BLOCK, TILES)
+    else:
+        for g in tl.static_range(TILES):
+            c = g * BLOCK + tl.arange(0, BLOCK)
+            b_h = tl.zeros([TOKENS, BLOCK], tl.float32)
+            for i in tl.static_range(N):
+                b_h += b_pre[i][:, None] * b_tiles[g][i].to(tl.float32)
+            tl.store(h_ptr + t[:, None] * C + c[None, :], b_h.to(dtype), mask=live[:, None] & (c < C)[None, :])
 
 
 @triton.jit
 def sums_kernel(
-    g_h_ptr, g_logits_ptr, x_ptr, y_ptr, post_ptr, mix_ptr, scale_ptr, z_ptr, rstd_ptr, pre_ptr,
-    g_pre_ptr, g_z_ptr, shrink_ptr, tokens, stride_post, stride_mix,
+    g_h_ptr, g_logits_ptr, x_ptr, y_ptr, post_ptr, mix_ptr, scale_ptr, gain_ptr, z_ptr, rstd_ptr, pre_ptr, h_stats_ptr,
+    g_pre_ptr, g_z_ptr, shrink_ptr, pull_ptr, tokens, stride_post, stride_mix,
     C: tl.constexpr, N: tl.constexpr, K: tl.constexpr, Z: tl.constexpr, RANK: tl.constexpr,
-    TOKENS: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, HAS_LOGITS: tl.constexpr,
+    TOKENS: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, HAS_LOGITS: tl.constexpr, NORMED: tl.constexpr,
 ):  # fmt: skip
     """The gradients of pre (of σ's argument for "all") and of z, the latter times rstd; the factors of X'_i in G_i."""
     TILES: tl.constexpr = (C + BLOCK - 1) // BLOCK
@@ -182,11 +188,13 @@ def sums_kernel(
     b_dots = ()
     for _ in tl.static_range(N + 1):
         b_dots = b_dots + (tl.zeros([TOKENS, BLOCK], tl.float32),)
-    # dh · X_j and dh · y
+    # dh · X_j and dh · y, or u · X_j and u · y
     for g in tl.static_range(TILES):
         c = g * BLOCK + tl.arange(0, BLOCK)
         mask = live[:, None] & (c < C)[None, :]
         b_g_h = _tile(g_h_ptr, t[:, None] * C + c[None, :], mask)
+        if NORMED:
+            b_g_h *= _tile(gain_ptr, c, c < C)[None, :]
         b_x = _rows(x_ptr, t, c, mask, C, N)
         b_new = ()
         for j in tl.static_range(N):
@@ -202,15 +210,21 @@ def sums_kernel(
     b_dz = tl.zeros([TOKENS, RANK], tl.float32)
     if HAS_LOGITS:
         b_dz = tl.load(g_logits_ptr + at, mask=is_z, other=0.0).to(tl.float32)
-    b_hx = ()
+    b_sums = ()
     for j in tl.static_range(N + 1):
-        b_hx = b_hx + (tl.sum(b_dots[j], 1),)
+        b_sums = b_sums + (tl.sum(b_dots[j], 1),)
 
     # the gradient of pre_i, dh · X'_i = post_i dh·y + Σ_j mix_ij dh·X_j, and through it dz
+    b_hx = ()
     for i in tl.static_range(N):
-        b_g = b_post[i] * b_hx[N]
+        b_g = b_post[i] * b_sums[N]
         for j in tl.static_range(N):
-            b_g += b_mix[i * N + j] * b_hx[j]
+            b_g += b_mix[i * N + j] * b_sums[j]
+        b_hx = b_hx + (b_g,)
+    if NORMED:
+        b_hx = through_norm(b_hx, b_pre, h_stats_ptr, pull_ptr, t, live, C, N)
+    for i in tl.static_range(N):
+        b_g = b_hx[i]
         if NORM == "all":
             b_g *= b_pre[i] * (1 - b_pre[i])
             b_step = b_g
@@ -248,14 +262,15 @@ def _gradient_tiles(g_after_ptr, g_h_ptr, x_ptr, y_ptr, t, c, live, C: tl.conste
 @triton.jit
 def spread_kernel(
     g_after_ptr, g_h_ptr, g_z_ptr, shrink_ptr, x_ptr, y_ptr, post_ptr, mix_ptr, pre_ptr, phi_ptr,
-    g_x_ptr, g_y_ptr, g_post_ptr, g_mix_ptr, g_pre_ptr, tokens, stride_post, stride_mix,
+    gain_ptr, h_stats_ptr, pull_ptr,
+    g_x_ptr, g_y_ptr, g_post_ptr, g_mix_ptr, g_pre_ptr, partial_ptr, tokens, stride_post, stride_mix,
     C: tl.constexpr, N: tl.constexpr, K: tl.constexpr, Z: tl.constexpr, RANK: tl.constexpr,
     TOKENS: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr, AHEAD: tl.constexpr, NORM: tl.constexpr,
-    HAS_AFTER: tl.constexpr,
+    HAS_AFTER: tl.constexpr, NORMED: tl.constexpr,
 ):  # fmt: skip
     """G_i = g_X'_i + pre_i dh + (rstd dz) φ_i − shrink_i X'_i, and the gradients of X, y, mix and post.
 
-    Without a projection also that of pre_i, dh · X'_i.
+    Without a projection also that of pre_i, dh · X'_i. NORMED: also these tokens' part of the gain's, a row of `partial`.
 
     The product with φ is computed transposed and before the tiles are loaded: so they keep the layout in which they
     are loaded, and only the product is brought into it. No load can pass its barriers: hence all of φ is loaded before
@@ -271,6 +286,9 @@ def spread_kernel(
         b_shrink = _numbers(shrink_ptr + t * N, t, live, N)
         is_z = live[None, :] & (k < Z)[:, None]
         b_dz = tl.load(g_z_ptr + t[None, :] * Z + k[:, None], mask=is_z, other=0.0).to(dtype)  # [RANK, TOKENS]
+    if NORMED:
+        b_factors = read_factors(b_post, b_mix, b_pre, N)
+        b_r, b_pull = _tile(h_stats_ptr + t * (N + 1), N, live), _tile(pull_ptr, t, live)
     EXTRA: tl.constexpr = N if NORM == "none" else 0
     b_sums = ()
     for _ in tl.static_range(N * N + N + EXTRA):
@@ -281,6 +299,8 @@ def spread_kernel(
         c = first + tl.arange(0, BLOCK)
         mask = live[:, None] & (c < C)[None, :]
         b_phi, b_through = (), ()
+        if NORMED:
+            b_gain = _tile(gain_ptr, c, c < C)  # [BLOCK]
         if NORM != "none":
             for i in tl.static_range(N):
                 b_phi = b_phi + (_phi(phi_ptr, k, c, i, Z, K, C, N, NORM),)  # [RANK, BLOCK]
@@ -293,6 +313,9 @@ def spread_kernel(
             b_now = b_read
         b_x, b_after, b_y, b_g_h = b_now
         b_y, b_g_h, b_g_x = b_y.to(tl.float32), b_g_h.to(tl.float32), ()
+        if NORMED:
+            b_g_h, b_g_gain = hidden_gradient(b_g_h, b_gain, b_x, b_y, b_factors, b_r, b_pull, N)
+            tl.store(partial_ptr + tl.program_id(0).to(tl.int64) * C + c, b_g_gain, mask=c < C)
         for _ in tl.static_range(N):
             b_g_x = b_g_x + (tl.zeros([TOKENS, BLOCK], tl.float32),)
         b_g_y = tl.zeros([TOKENS, BLOCK], tl.float32)

@@ -3,11 +3,13 @@
 A step's forward pass reads X and y and writes X' and h, (2N + 2)C numbers per token. Its backward pass reads the
 gradients of X' and h, X and y, and writes the gradients of X and y, (3N + 3)C; then it reads X' once more for φ's
 gradient, a matrix product over tokens. At most PASSES streams are served by two kernels each way, which read another
-NC forward and (N + 2)C backward, as far as the cache does not hold them; more streams by single kernels.
+NC forward and (N + 2)C backward, as far as the cache does not hold them; more streams by single kernels. A junction with
+the norm after it (`normed_step`) moves as many rows as one without.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -41,6 +43,15 @@ class Tile(NamedTuple):
     def settings(self) -> dict[str, Any]:
         tile = {"TOKENS": self.tokens, "BLOCK": self.block, "num_warps": self.warps, "num_stages": self.stages}
         return tile if self.registers is None else {**tile, "maxnreg": self.registers}
+
+
+class Norm(NamedTuple):
+    """The norm after a junction, if there is one: its gain, the scalars of h, and rows whose sum is the gain's gradient."""
+
+    gain: Tensor | None = None
+    stats: Tensor | None = None
+    eps: float = 0.0
+    partial: Tensor | None = None
 
 
 TILES = {
@@ -130,9 +141,64 @@ def step_backward(
     return made
 
 
+def serves_normed(streams: Tensor, norm: str) -> bool:
+    """Whether `normed_step` takes these streams and this projection."""
+    return streams.shape[-2] <= PASSES and norm != "none"
+
+
+def normed_outputs(
+    streams: Tensor, update: Tensor, post: Tensor, mix: Tensor, bias: Tensor, scale: Tensor, phi: Tensor, gain: Tensor,
+    norm: str, eps: float, norm_eps: float,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    made = step_outputs(streams, update, post, mix, bias, scale, phi, norm, eps)
+    tokens, n, _ = streams.shape
+    return *made, streams.new_empty((tokens, n + 1), dtype=torch.float32)
+
+
+def normed_step(
+    streams: Tensor, update: Tensor, post: Tensor, mix: Tensor, bias: Tensor, scale: Tensor, phi: Tensor, gain: Tensor,
+    norm: str, eps: float, norm_eps: float,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """As `step`, with x = gain ⊙ RMS(h) [M, C] in place of h; then h·X'_i and 1/rms(h) of each token [M, N + 1]."""
+    assert serves_normed(streams, norm)
+    *made, stats = normed_outputs(streams, update, post, mix, bias, scale, phi, gain, norm, eps, norm_eps)
+    if len(streams):
+        inputs = (streams, update, _dense(post), _dense(mix), bias, scale, _parts(phi, streams.dtype))
+        _write_and_read(*inputs, made, norm, eps, Norm(gain, stats, norm_eps))
+    return *made, stats
+
+
+def normed_gradients(
+    g_normed: Tensor, g_after: Tensor | None, g_logits: Tensor | None, streams: Tensor, update: Tensor, post: Tensor,
+    mix: Tensor, scale: Tensor, phi: Tensor, gain: Tensor, logits: Tensor, rstd: Tensor, weights: Tensor,
+    hidden_stats: Tensor, norm: str,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    inputs = (streams, update, post, mix, scale, phi, logits, rstd, weights)
+    return *step_gradients(g_normed, g_after, g_logits, *inputs, norm), hidden_stats.new_empty(len(gain))
+
+
+def normed_backward(
+    g_normed: Tensor, g_after: Tensor | None, g_logits: Tensor | None, streams: Tensor, update: Tensor, post: Tensor,
+    mix: Tensor, scale: Tensor, phi: Tensor, gain: Tensor, logits: Tensor, rstd: Tensor, weights: Tensor,
+    hidden_stats: Tensor, norm: str,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """`step_backward` from the gradient of x; then the gradient of the gain in float32."""
+    kept = (logits, rstd, weights)
+    inputs = (streams, update, post, mix, scale, phi)
+    *made, total = normed_gradients(g_normed, g_after, g_logits, *inputs, gain, *kept, hidden_stats, norm)
+    partial = total.new_empty((cdiv(len(streams), _tile("spread", streams).tokens), len(total)))
+    if len(streams):
+        inputs = (streams, update, _dense(post), _dense(mix), scale, phi.to(streams.dtype))
+        after_it = Norm(gain, hidden_stats, partial=partial)
+        _sum_and_spread(g_normed.contiguous(), g_after, g_logits, *inputs, *kept, made, norm, after_it)
+    with on(streams):
+        sum_rows(partial, total)
+    return *made, total
+
+
 def _write_and_read(
     streams: Tensor, update: Tensor, post: Tensor, mix: Tensor, bias: Tensor, scale: Tensor, parts: Tensor,
-    made: tuple[Tensor, ...], norm: str, eps: float,
+    made: Sequence[Tensor], norm: str, eps: float, after_it: Norm = Norm(),
 ) -> None:  # fmt: skip
     after, hidden, logits, rstd, weights = made
     tokens, n, width = streams.shape
@@ -150,34 +216,36 @@ def _write_and_read(
         )  # fmt: skip
         if norm != "none":
             kernels_passes.read_kernel[(cdiv(tokens, read.tokens),)](
-                after, sums, scale, bias, hidden, logits, rstd, weights, tokens, eps,
-                SUMS=columns, SHARES=shares, **sizes, **read.settings(),
+                after, sums, scale, bias, after_it.gain, hidden, logits, rstd, weights, after_it.stats,
+                tokens, eps, after_it.eps,
+                SUMS=columns, SHARES=shares, NORMED=after_it.gain is not None, **sizes, **read.settings(),
             )  # fmt: skip
 
 
 def _sum_and_spread(
     g_hidden: Tensor, g_after: Tensor | None, g_logits: Tensor | None, streams: Tensor, update: Tensor, post: Tensor,
-    mix: Tensor, scale: Tensor, phi: Tensor, logits: Tensor, rstd: Tensor, weights: Tensor, made: tuple[Tensor, ...],
-    norm: str,
+    mix: Tensor, scale: Tensor, phi: Tensor, logits: Tensor, rstd: Tensor, weights: Tensor, made: Sequence[Tensor],
+    norm: str, after_it: Norm = Norm(),
 ) -> None:  # fmt: skip
     g_streams, g_update, g_post, g_mix, g_pre, g_z = made
     tokens = len(streams)
     sums, spread = _whole_rows("sums", streams), _tile("spread", streams)
     sizes = _numbers_of(streams, phi, norm)
-    shrink = torch.empty_like(g_pre)
+    normed = after_it.gain is not None
+    shrink, pull = torch.empty_like(g_pre), g_pre.new_empty(tokens) if normed else None
     strides = (post.stride(0), mix.stride(0))
     with on(streams):
         if norm != "none":
             kernels_passes.sums_kernel[(cdiv(tokens, sums.tokens),)](
                 g_hidden, g_hidden if g_logits is None else g_logits.contiguous(), streams, update, post, mix, scale,
-                logits, rstd, weights, g_pre, g_z, shrink, tokens, *strides,
-                HAS_LOGITS=g_logits is not None, **sizes, **sums.settings(),
+                after_it.gain, logits, rstd, weights, after_it.stats, g_pre, g_z, shrink, pull, tokens, *strides,
+                HAS_LOGITS=g_logits is not None, NORMED=normed, **sizes, **sums.settings(),
             )  # fmt: skip
         kernels_passes.spread_kernel[(cdiv(tokens, spread.tokens),)](
             g_hidden if g_after is None else g_after.contiguous(), g_hidden, g_z, shrink, streams, update, post, mix,
-            weights, phi, g_streams, g_update, g_post, g_mix, g_pre, tokens, *strides,
-            LANES=spread.lanes(streams.element_size()), AHEAD=spread.ahead, HAS_AFTER=g_after is not None, **sizes,
-            **spread.settings(),
+            weights, phi, after_it.gain, after_it.stats, pull, g_streams, g_update, g_post, g_mix, g_pre,
+            after_it.partial, tokens, *strides, LANES=spread.lanes(streams.element_size()), AHEAD=spread.ahead,
+            HAS_AFTER=g_after is not None, NORMED=normed, **sizes, **spread.settings(),
         )  # fmt: skip
 
 

@@ -1,0 +1,179 @@
+"""A hyper-connection junction with the norm after it, against junction and norm in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from residua.ops._runtime import fused
+from residua.ops.hyper_connection import launch, reference
+from residua.ops.rms_norm.reference import rms_norm
+from tests.ops.test_fused_hyper_connection import (  # noqa: F401  (_poison is a fixture)
+    BF16,
+    FP32,
+    _poison,
+    assert_close,
+    drawn,
+)
+
+pytestmark = pytest.mark.slow
+pytest.importorskip("triton")
+interpreter = pytest.mark.skipif(not fused.INTERPRETED, reason="needs TRITON_INTERPRET=1")
+on_a_gpu = pytest.mark.skipif(fused.INTERPRETED, reason="needs TRITON_INTERPRET=0")
+EPS, NORM_EPS = 1e-3, 1e-2
+
+Tensors = dict[str, Tensor]
+
+
+def inputs(norm: str, n: int, width: int, tokens: int, dtype: torch.dtype = FP32, device: str = "cpu") -> Tensors:
+    """What a junction and its norm take, and the gradients of x, X' and z: g_x, g_after and g_z."""
+    given = drawn(norm, n, width, tokens, device=device)
+    draw = torch.Generator(device).manual_seed(7)
+    numbers = (len(given["phi"]),) if norm == "all" else (n, len(given["phi"]))
+    shapes = {"gain": (width,), "g_x": (tokens, width), "g_after": (tokens, n, width), "g_z": (tokens, *numbers)}
+    given |= {name: torch.randn(shape, generator=draw, device=device) for name, shape in shapes.items()}
+    rounded = ("streams", "update", "g_x", "g_after")
+    return {name: t.to(dtype) if name in rounded else t for name, t in given.items()}
+
+
+def exact(given: Tensors, norm: str, used: int = 3) -> Tensors:
+    """Junction, then norm, and every gradient through the first `used` of x, X' and z, by autograd in float64."""
+    leaves = {name: t.double().requires_grad_() for name, t in given.items() if not name.startswith("g_")}
+    weights = {name: t for name, t in leaves.items() if name != "gain"}
+    h, after, z = reference.hyper_step(**weights, norm=norm, eps=EPS)
+    made = [rms_norm(h, leaves["gain"], eps=NORM_EPS), after, z]
+    probes = [given[name].double() for name in ("g_x", "g_after", "g_z")]
+    grads = torch.autograd.grad(made[:used], list(leaves.values()), probes[:used])
+    return named(made, dict(zip(leaves, grads, strict=True)))
+
+
+def named(made: list[Tensor], grads: Tensors) -> Tensors:
+    found = dict(zip(("x", "X'", "z"), made, strict=True)) | {f"g {name}": g for name, g in grads.items()}
+    # one number, a sum over tokens that may cancel: measured with the sums beside it, not by itself
+    found["g bias"] = torch.cat([found["g bias"], found.pop("g scale")[None]])
+    return found
+
+
+def written_out(given: Tensors, norm: str) -> Tensors:
+    """The same by the equations of `kernels.py` and `kernels_normed.py`, in float64 and without autograd."""
+    X, y, post, mix, bias, scale, phi, gain, g_x, g_after, g_z = (t.double() for t in given.values())
+    (tokens, n, width), whole = X.shape, norm == "all"
+    after = torch.einsum("tij,tjc->tic", mix, X) + post[:, :, None] * y[:, None]
+    length = after.square().sum((1, 2), keepdim=True) if whole else after.square().sum(2, keepdim=True)
+    size = n * width if whole else width
+    rstd = (length / size + EPS).rsqrt()  # [tokens, 1 or n, 1]
+    by_stream = phi.unflatten(1, (n, width)) if whole else phi[:, None].expand(-1, n, -1)
+    z = torch.einsum("tic,kic->tk", rstd * after, by_stream) if whole else rstd * after @ phi.T
+    own = z[:, :n] if whole else z[..., 0]
+    pre = (1 / (1 + torch.exp(-scale * own - bias))) if whole else bias + scale * torch.tanh(own)
+
+    h = (pre[:, :, None] * after).sum(1)
+    r = (h.square().sum(1, keepdim=True) / width + NORM_EPS) ** -0.5
+    u = gain * g_x
+    pull = r**3 / width * (u * h).sum(1, keepdim=True)
+    g_h = r * u - pull * h
+    g_pre = torch.einsum("tc,tic->ti", g_h, after)
+    if whole:
+        g_pre = g_pre * pre * (1 - pre)
+        dz = g_z + torch.nn.functional.pad(scale * g_pre, (0, z.shape[1] - n))
+        shrink = (rstd[..., 0] ** 2 / size * (dz * z).sum(1, keepdim=True))[:, :, None]
+        through = rstd * torch.einsum("tk,kic->tic", dz, by_stream)
+        g_phi = torch.einsum("tk,tic->kic", dz, rstd * after).flatten(1)
+        g_scale = (g_pre * own).sum()
+    else:
+        dz = g_z + torch.nn.functional.pad((scale * g_pre / torch.cosh(own) ** 2)[..., None], (0, z.shape[2] - 1))
+        shrink = rstd**2 / size * (dz * z).sum(2, keepdim=True)
+        through = rstd * (dz @ phi)
+        g_phi = torch.einsum("tik,tic->kc", dz, rstd * after)
+        g_scale = (g_pre * torch.tanh(own)).sum()
+    G = g_after + pre[:, :, None] * g_h[:, None] + through - shrink * after
+    grads = {
+        "streams": torch.einsum("tij,tic->tjc", mix, G), "update": torch.einsum("ti,tic->tc", post, G),
+        "post": torch.einsum("tic,tc->ti", G, y), "mix": torch.einsum("tic,tjc->tij", G, X), "bias": g_pre.sum(0),
+        "scale": g_scale, "phi": g_phi, "gain": (g_x * h * r).sum(0),
+    }  # fmt: skip
+    return named([gain * h * r, after, z], grads)
+
+
+def ours(given: Tensors, norm: str, used: int = 3) -> Tensors:
+    """The same from the operators; the gradients of scale and φ as `autograd.py` computes them."""
+    from residua.ops.hyper_connection import autograd
+
+    X, y, post, mix, bias, scale, phi, gain, g_x, g_after, g_z = given.values()
+    flat, n = mix.flatten(1), X.shape[1]
+    after, x, z, rstd, pre, stats = autograd.normed_step(
+        X, y, post, flat, bias, scale, phi, gain, norm, EPS, NORM_EPS
+    )  # fmt: skip
+    through = (g_x, g_after if used > 1 else None, g_z.flatten(1) if used > 2 else None)
+    g_streams, g_update, g_post, g_mix, g_pre, dz, g_gain = autograd.normed_backward(
+        *through, X, y, post, flat, scale, phi, gain, z, rstd, pre, stats, norm
+    )
+    seen = z[:, :n] if norm == "all" else torch.tanh(z[:, :: len(phi)])
+    g_phi = autograd._phi_gradient(dz.reshape(-1, len(phi)), after.reshape(-1, phi.shape[1]))
+    grads = {
+        "streams": g_streams, "update": g_update, "post": g_post, "mix": g_mix.view(mix.shape), "bias": g_pre.sum(0),
+        "scale": (g_pre * seen).sum(), "phi": g_phi, "gain": g_gain,
+    }  # fmt: skip
+    return named([x, after, z.view(g_z.shape)], grads)
+
+
+@pytest.mark.parametrize("norm", ["all", "each"])
+def test_the_equations_of_the_kernels_are_the_gradients_of_junction_and_norm(norm):
+    given = {name: t.double() for name, t in inputs(norm, 3, 11, 5).items()}
+    assert_close(written_out(given, norm), exact(given, norm), 1e-12)
+
+
+@interpreter
+@pytest.mark.parametrize("norm", ["all", "each"])
+@pytest.mark.parametrize(
+    ("n", "used"), [(1, 3), (2, 3), (3, 1), (3, 2), (4, 3)], ids=lambda v: str(v)
+)  # width and tokens end inside a block and a tile of every kernel
+def test_the_kernels_equal_junction_and_norm_in_every_gradient(norm, n, used):
+    given = inputs(norm, n, 70, 37)
+    assert_close(ours(given, norm, used), exact(given, norm, used), 1e-5)
+
+
+@interpreter
+def test_wide_rows_are_read_two_at_a_time_and_may_be_written_in_shares(monkeypatch):
+    monkeypatch.setattr(launch, "SHARES", 3)
+    given = inputs("all", 2, 1100, 3)
+    assert_close(ours(given, "all"), exact(given, "all"), 1e-5)
+
+
+@interpreter
+@pytest.mark.parametrize("norm", ["all", "each"])
+def test_tiles_that_are_loaded_ahead(norm, monkeypatch):
+    monkeypatch.setitem(launch.TILES["spread"], 4, launch.Tile(16, 16, 4, ahead=1))
+    given = inputs(norm, 2, 40, 19)
+    assert_close(ours(given, norm), exact(given, norm), 1e-5)
+
+
+@interpreter
+def test_no_tokens_give_no_output_and_zero_gradients():
+    made = ours(inputs("all", 2, 10, 0), "all")
+    assert made["x"].shape == (0, 10) and made["X'"].shape == (0, 2, 10)
+    assert all(g.count_nonzero() == 0 for name, g in made.items() if name.startswith("g "))
+
+
+# every way in which the launcher cuts rows
+ON_A_GPU = {
+    "all 4 streams": ("all", 4, 1280, FP32),
+    "all 4 streams, ragged": ("all", 4, 1000, BF16),
+    "all 2 streams, ragged": ("all", 2, 1000, FP32),
+    "all 2 streams": ("all", 2, 768, BF16),
+    "all 3 streams, wide": ("all", 3, 8192, BF16),
+    "each of 4, ragged": ("each", 4, 1000, FP32),
+    "each of 4": ("each", 4, 768, BF16),
+}
+
+
+@pytest.mark.gpu
+@on_a_gpu
+@pytest.mark.parametrize(("norm", "n", "width", "dtype"), ON_A_GPU.values(), ids=ON_A_GPU)
+def test_on_a_gpu_every_gradient_is_right_and_two_runs_are_bit_identical(norm, n, width, dtype):
+    given = inputs(norm, n, width, 1400, dtype, "cuda")
+    made = ours(given, norm)
+    assert_close(made, exact(given, norm), {FP32: 1e-5, BF16: 1e-2}[dtype])
+    again = ours(given, norm)
+    assert all(torch.equal(made[name], again[name]) for name in made)
