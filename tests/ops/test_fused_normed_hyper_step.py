@@ -58,7 +58,7 @@ def named(made: list[Tensor], grads: Tensors) -> Tensors:
 def written_out(given: Tensors, norm: str) -> Tensors:
     """The same by the equations of `kernels.py` and `kernels_normed.py`, in float64 and without autograd."""
     X, y, post, mix, bias, scale, phi, gain, g_x, g_after, g_z = (t.double() for t in given.values())
-    (tokens, n, width), whole = X.shape, norm == "all"
+    n, width, whole = *X.shape[1:], norm == "all"
     after = torch.einsum("tij,tjc->tic", mix, X) + post[:, :, None] * y[:, None]
     length = after.square().sum((1, 2), keepdim=True) if whole else after.square().sum(2, keepdim=True)
     size = n * width if whole else width

@@ -33,6 +33,12 @@ def _read(b_streams, b_pre, N: tl.constexpr):
 
 
 @triton.jit
+def gains(gain_ptr, t, c, mask):
+    """The gain [TOKENS, BLOCK]: loaded for each token, in the tiles' layout, which one row would be brought to."""
+    return _tile(gain_ptr, t[:, None] * 0 + c[None, :], mask)
+
+
+@triton.jit
 def store_normed(
     b_tiles, b_pre, gain_ptr, x_ptr, h_stats_ptr, t, live, norm_eps,
     C: tl.constexpr, N: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr,
@@ -47,18 +53,20 @@ def store_normed(
         for i in tl.static_range(N):
             b_more = b_more + (b_dots[i] + b_h * b_tiles[g][i].to(tl.float32),)
         b_dots = b_more + (b_dots[N] + b_h * b_h,)
-    stats_ptr = h_stats_ptr + t * (N + 1)
-    for i in tl.static_range(N):
-        tl.store(stats_ptr + i, tl.sum(b_dots[i], 1), mask=live)
-    b_r = tl.rsqrt(tl.sum(b_dots[N], 1) / C + norm_eps)  # [TOKENS]
-    tl.store(stats_ptr + N, b_r, mask=live)
+    b_sums = ()
+    for i in tl.static_range(N + 1):
+        b_sums = b_sums + (tl.sum(b_dots[i], 1),)  # [TOKENS]
+    b_r = tl.rsqrt(b_sums[N] / C + norm_eps)
     # x = gain ⊙ h·r
     for g in tl.static_range(TILES):
         c = g * BLOCK + tl.arange(0, BLOCK)
-        b_gain = tl.load(gain_ptr + c, mask=c < C, other=0.0).to(tl.float32)
-        b_x = _read(b_tiles[g], b_pre, N) * b_r[:, None] * b_gain[None, :]
         mask = live[:, None] & (c < C)[None, :]
+        b_x = _read(b_tiles[g], b_pre, N) * b_r[:, None] * gains(gain_ptr, t, c, mask)
         tl.store(x_ptr + t[:, None] * C + c[None, :], b_x.to(x_ptr.dtype.element_ty), mask=mask)
+    stats_ptr = h_stats_ptr + t * (N + 1)
+    for i in tl.static_range(N):
+        tl.store(stats_ptr + i, b_sums[i], mask=live)
+    tl.store(stats_ptr + N, b_r, mask=live)
 
 
 @triton.jit
@@ -98,4 +106,4 @@ def hidden_gradient(b_g_x, b_gain, b_x, b_y, b_factors, b_r, b_pull, N: tl.const
     for j in tl.static_range(N):
         b_h += b_factors[j][:, None] * b_x[j].to(tl.float32)
     b_g_x = b_r[:, None] * b_g_x
-    return b_g_x * b_gain[None, :] - b_pull[:, None] * b_h, tl.sum(b_g_x * b_h, 0)
+    return b_g_x * b_gain - b_pull[:, None] * b_h, tl.sum(b_g_x * b_h, 0)

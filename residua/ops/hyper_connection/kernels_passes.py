@@ -22,7 +22,7 @@ import triton.language as tl
 
 from residua.ops._runtime import fused
 from residua.ops.hyper_connection.kernels import _belongs, _phi, _replaced, _tanh, _tile, _weight
-from residua.ops.hyper_connection.kernels_normed import hidden_gradient, read_factors, store_normed, through_norm
+from residua.ops.hyper_connection.kernels_normed import gains, hidden_gradient, read_factors, store_normed, through_norm
 
 INTERPRETED = tl.constexpr(fused.INTERPRETED)
 
@@ -194,7 +194,7 @@ def sums_kernel(
         mask = live[:, None] & (c < C)[None, :]
         b_g_h = _tile(g_h_ptr, t[:, None] * C + c[None, :], mask)
         if NORMED:
-            b_g_h *= _tile(gain_ptr, c, c < C)[None, :]
+            b_g_h *= gains(gain_ptr, t, c, mask)
         b_x = _rows(x_ptr, t, c, mask, C, N)
         b_new = ()
         for j in tl.static_range(N):
@@ -270,7 +270,7 @@ def spread_kernel(
 ):  # fmt: skip
     """G_i = g_X'_i + pre_i dh + (rstd dz) φ_i − shrink_i X'_i, and the gradients of X, y, mix and post.
 
-    Without a projection also that of pre_i, dh · X'_i. NORMED: also these tokens' part of the gain's, a row of `partial`.
+    Without a projection also that of pre_i, dh · X'_i. NORMED: also the tokens' part of the gain's, a row of `partial`.
 
     The product with φ is computed transposed and before the tiles are loaded: so they keep the layout in which they
     are loaded, and only the product is brought into it. No load can pass its barriers: hence all of φ is loaded before
@@ -300,7 +300,7 @@ def spread_kernel(
         mask = live[:, None] & (c < C)[None, :]
         b_phi, b_through = (), ()
         if NORMED:
-            b_gain = _tile(gain_ptr, c, c < C)  # [BLOCK]
+            b_gain = gains(gain_ptr, t, c, mask)
         if NORM != "none":
             for i in tl.static_range(N):
                 b_phi = b_phi + (_phi(phi_ptr, k, c, i, Z, K, C, N, NORM),)  # [RANK, BLOCK]

@@ -3,8 +3,8 @@
 A step's forward pass reads X and y and writes X' and h, (2N + 2)C numbers per token. Its backward pass reads the
 gradients of X' and h, X and y, and writes the gradients of X and y, (3N + 3)C; then it reads X' once more for φ's
 gradient, a matrix product over tokens. At most PASSES streams are served by two kernels each way, which read another
-NC forward and (N + 2)C backward, as far as the cache does not hold them; more streams by single kernels. A junction with
-the norm after it (`normed_step`) moves as many rows as one without.
+NC forward and (N + 2)C backward, as far as the cache does not hold them; more streams by single kernels.
+`normed_step`, which has the norm after the junction inside, moves no more than `step`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Tile(NamedTuple):
 
 
 class Norm(NamedTuple):
-    """The norm after a junction, if there is one: its gain, the scalars of h, and rows whose sum is the gain's gradient."""
+    """The norm after a junction: its gain, the scalars of h, and a program's rows of the gain's gradient."""
 
     gain: Tensor | None = None
     stats: Tensor | None = None
@@ -54,6 +54,7 @@ class Norm(NamedTuple):
     partial: Tensor | None = None
 
 
+NO_NORM = Norm()
 TILES = {
     "write": {2: Tile(64, 32, 4, 3), 4: Tile(16, 32, 4)},
     "read": {2: Tile(4, 256, 4), 4: Tile(4, 128, 4)},
@@ -198,7 +199,7 @@ def normed_backward(
 
 def _write_and_read(
     streams: Tensor, update: Tensor, post: Tensor, mix: Tensor, bias: Tensor, scale: Tensor, parts: Tensor,
-    made: Sequence[Tensor], norm: str, eps: float, after_it: Norm = Norm(),
+    made: Sequence[Tensor], norm: str, eps: float, after_it: Norm = NO_NORM,
 ) -> None:  # fmt: skip
     after, hidden, logits, rstd, weights = made
     tokens, n, width = streams.shape
@@ -225,7 +226,7 @@ def _write_and_read(
 def _sum_and_spread(
     g_hidden: Tensor, g_after: Tensor | None, g_logits: Tensor | None, streams: Tensor, update: Tensor, post: Tensor,
     mix: Tensor, scale: Tensor, phi: Tensor, logits: Tensor, rstd: Tensor, weights: Tensor, made: Sequence[Tensor],
-    norm: str, after_it: Norm = Norm(),
+    norm: str, after_it: Norm = NO_NORM,
 ) -> None:  # fmt: skip
     g_streams, g_update, g_post, g_mix, g_pre, g_z = made
     tokens = len(streams)

@@ -1,4 +1,4 @@
-"""Junctions of Multi-Gate Residuals norm what they hand on, where nothing else reads it."""
+"""Junctions of Multi-Gate Residuals and of hyper-connections norm what they hand on, where nothing else reads it."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch.fx import GraphModule
 
 from residua import ops
 from residua.ops._runtime import fused
+from residua.ops.hyper_connection import launch
 from residua.train.compile import rewrites
 from residua.train.compile.rewrites.graphs import Rewrite, Rewrites
 from residua.train.compile.rewrites.normed_junctions import norm_in_junctions
@@ -80,20 +81,74 @@ def test_a_junction_takes_the_norm_if_nothing_else_reads_h():
     assert forward["residua.rms_norm.default"] == backward["residua.rms_norm_backward.default"] == 1
 
 
+@pytest.mark.parametrize("norm", ["all", "each"])
+def test_a_hyper_connection_takes_the_norm_if_nothing_else_reads_h(norm):
+    generator = torch.Generator().manual_seed(5)
+    n, width = 2, 8
+    phi = (n * (n + 2), n * width) if norm == "all" else (n + 2, width)
+    shapes = [(1, 3, n, width), (1, 3, width), *[(n,), (n, n), (n,), (), phi, (width,), (width, width)] * len(READS)]
+    leaves = [torch.randn(shape, generator=generator, requires_grad=True) for shape in shapes]
+
+    def function() -> Tensor:
+        X, y, *weights = leaves
+        total = torch.zeros(())
+        for k, read in enumerate(READS):
+            post, mix, bias, scale, phi, gain, product = weights[7 * k : 7 * k + 7]
+            h, X, z = ops.hyper_step(X, y, post, mix, bias, scale=scale, phi=phi, norm=norm)
+            x = ops.rms_norm(h, gain)
+            y = x @ product
+            total = total + read(h, x) + (z.sin().sum() if k else 0.0)
+        # without a projection: left as it is
+        h, X, _ = ops.hyper_step(X, y, post, mix, bias)
+        return total + ops.rms_norm(h, gain).square().sum() + X.sin().sum()
+
+    plain, ours = differentiated(function, leaves), compiled(function, leaves, norm_in_junctions)
+    for a, b in zip(ours.values, plain, strict=True):
+        assert (a - b).norm() <= 2e-6 * b.norm()
+    forward, backward = map(calls, ours.graphs)
+    for direction, passed in (("", forward), ("_backward", backward)):
+        assert passed[f"residua.hyper_step_normed{direction}.default"] == 2
+        assert passed[f"residua.hyper_step{direction}.default"] == 2
+    assert forward["residua.rms_norm.default"] == backward["residua.rms_norm_backward.default"] == 2
+
+
+def test_more_streams_than_the_passes_take_are_left_alone(monkeypatch):
+    monkeypatch.setattr(launch, "PASSES", 1)
+    generator = torch.Generator().manual_seed(5)
+    shapes = [(3, 2, 8), (3, 8), (2,), (2, 2), (2,), (), (8, 16), (8,)]
+    leaves = [torch.randn(shape, generator=generator, requires_grad=True) for shape in shapes]
+
+    def function() -> Tensor:
+        *step, scale, phi, gain = leaves
+        h, X, _ = ops.hyper_step(*step, scale=scale, phi=phi, norm="all")
+        return ops.rms_norm(h, gain).sin().sum() + X.sin().sum()
+
+    assert calls(compiled(function, leaves, norm_in_junctions).graphs[0])["residua.hyper_step.default"] == 1
+
+
 def kept(run: Differentiated) -> int:
     """Numbers that the forward pass hands to the backward pass."""
     (output,) = run.graphs[0].graph.find_nodes(op="output")
     return sum(node.meta["val"].numel() for node in output.args[0][1:])
 
 
+MODELS = [
+    ("multi_gate", 3, "multi_gate_normed_forward"),
+    ("mhc", 4, "hyper_step_normed"),
+    ("mhc_lite", 4, "hyper_step_normed"),
+]
+"""A topology, and how many of the junctions of two layers have a norm inside."""
+
+
 @pytest.mark.nightly
-def test_a_model_keeps_its_loss_and_gradients_but_no_input_of_a_norm():
-    loss, parameters = model_loss(layers=2, topology={"kind": "multi_gate", "streams": 2})
+@pytest.mark.parametrize(("kind", "normed", "forward"), MODELS)
+def test_a_model_keeps_its_loss_and_gradients_but_no_input_of_a_norm(kind, normed, forward):
+    loss, parameters = model_loss(layers=2, topology={"kind": kind, "streams": 2})
     plain, ours = compiled(loss, parameters), compiled(loss, parameters, norm_in_junctions)
     for a, b in zip(ours.values, plain.values, strict=True):
         assert (a - b).norm() <= 5e-6 * b.norm()
-    assert calls(ours.graphs[0])["residua.multi_gate_normed_forward.default"] == 3
-    assert calls(ours.graphs[1])["residua.multi_gate_normed_backward.default"] == 3
+    assert calls(ours.graphs[0])[f"residua.{forward}.default"] == normed
+    assert calls(ours.graphs[1])[f"residua.{forward.removesuffix('_forward')}_backward.default"] == normed
     assert kept(ours) < kept(plain)
 
 

@@ -1,17 +1,18 @@
-"""Let a junction of Multi-Gate Residuals norm what it hands to the next sublayer.
+"""Let a junction with streams norm what it hands to the next sublayer.
 
 The junction's h is read by one norm alone, and in the backward pass the norm's gradient by that junction alone:
 
     rms_norm(multi_gate_forward(…)[0])                    =  multi_gate_normed_forward(…)[0]
     multi_gate_backward(rms_norm_backward(g, …)[0], …)    =  multi_gate_normed_backward(g, …)
 
-Without h and its gradient, a junction and its norm move 5 of 5n + 10 rows less, and h is not kept. What is kept is
-decided when the graph of both passes is divided, so this rewrite is of that joint graph, before it is divided.
+and the same for the junctions of hyper-connections that have a projection, `hyper_step`. Without h and its gradient, a
+junction and its norm move 5 rows less, and h is not kept. What is kept is decided when the graph of both passes is
+divided, so this rewrite is of that joint graph, before it is divided.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from operator import getitem
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ import torch
 from torch.fx import Graph, Node
 
 from residua.ops._runtime import fused
-from residua.train.compile.rewrites.graphs import VIEWS, call, like
+from residua.train.compile.rewrites.graphs import VIEWS, call, like, value
 
 aten, prims = torch.ops.aten, torch.ops.prims
 SAME = (*VIEWS, aten.detach.default, aten.alias.default)
@@ -36,50 +37,108 @@ class Found(NamedTuple):
     backward: Node
 
 
+class Kind(NamedTuple):
+    """The operators of a kind of junction, by name. The normed ones have the same arguments by name, and those of the
+    norm; the forward one ends with the scalars of h."""
+
+    forward: str
+    backward: str
+    normed_forward: str
+    normed_backward: str
+    hidden: int
+    """Which output is h; of the normed operator, x."""
+    belongs: Callable[[Found], bool]
+    """Whether the backward call is that of the junction, and the normed operators take this junction."""
+
+
+def _belongs_multi_gate(found: Found) -> bool:
+    stats = _arguments(found.backward)["stats"]
+    return _is_output(stats[-1], found.junction, 2)
+
+
+def _belongs_hyper_step(found: Found) -> bool:
+    from residua.ops.hyper_connection.launch import serves_normed
+
+    given, streams = _arguments(found.backward), value(found.junction.args[0])
+    is_its = _is_output(given["weights"], found.junction, 4)
+    return is_its and streams is not None and serves_normed(streams, given["norm"])
+
+
+KINDS = (
+    Kind(
+        "multi_gate_forward", "multi_gate_backward", "multi_gate_normed_forward", "multi_gate_normed_backward",
+        0, _belongs_multi_gate,
+    ),
+    Kind(
+        "hyper_step", "hyper_step_backward", "hyper_step_normed", "hyper_step_normed_backward",
+        1, _belongs_hyper_step,
+    ),
+)  # fmt: skip
+
+
 def norm_in_junctions(graph: Graph) -> None:
     """Replace every junction whose h only a plain norm reads, in a joint graph of forward and backward pass."""
     if not fused.INSTALLED:
         return
+    import residua.ops.hyper_connection.autograd
     import residua.ops.multi_gate.autograd
-    import residua.ops.rms_norm.autograd  # noqa: F401  (both register operators)
+    import residua.ops.rms_norm.autograd  # noqa: F401  (they register operators)
 
-    for junction in graph.find_nodes(op="call_function", target=torch.ops.residua.multi_gate_forward.default):
-        found = _find(junction)
-        if found is not None:
-            hidden_stats = _replace_forward(graph, found)
-            _replace_backward(graph, found, hidden_stats)
+    for kind in KINDS:
+        for junction in graph.find_nodes(op="call_function", target=_operator(kind.forward)):
+            found = _find(kind, junction)
+            if found is not None:
+                hidden_stats = _replace_forward(graph, kind, found)
+                _replace_backward(graph, kind, found, hidden_stats)
 
 
-def _find(junction: Node) -> Found | None:
-    ours = torch.ops.residua
-    by_target = {reader.target: reader for reader in _readers(junction, 0)}
-    if len(_readers(junction, 0)) != 2 or by_target.keys() != {ours.rms_norm.default, ours.rms_norm_backward.default}:
+def _operator(name: str) -> Any:
+    return getattr(torch.ops.residua, name).default
+
+
+def _arguments(node: Node) -> dict[str, Any]:
+    """A call's arguments by name."""
+    operator: Any = node.target
+    return {argument.name: given for argument, given in zip(operator._schema.arguments, node.args, strict=True)}
+
+
+def _call_normed(graph: Graph, name: str, given: dict[str, Any]) -> dict[Any, Node]:
+    """The outputs of a new call, which takes what it needs of the arguments given."""
+    operator = _operator(name)
+    new = call(graph, operator, *(given[argument.name] for argument in operator._schema.arguments))
+    return {which: call(graph, getitem, new, which) for which in range(len(new.meta["val"]))}
+
+
+def _find(kind: Kind, junction: Node) -> Found | None:
+    forward, backward = _operator("rms_norm"), _operator("rms_norm_backward")
+    readers = _readers(junction, kind.hidden)
+    by_target = {reader.target: reader for reader in readers}
+    if len(readers) != 2 or by_target.keys() != {forward, backward}:
         return None
-    norm, norm_backward = by_target[ours.rms_norm.default], by_target[ours.rms_norm_backward.default]
+    norm, norm_backward = by_target[forward], by_target[backward]
     ends = _readers(norm_backward, 0)
-    if len(ends) != 1 or ends[0].target is not ours.multi_gate_backward.default:
+    if len(ends) != 1 or ends[0].target is not _operator(kind.backward):
         return None
     found = Found(junction, norm, norm_backward, ends[0])
-    return found if _fits(found) else None
+    return found if _fits(kind, found) else None
 
 
-def _fits(found: Found) -> bool:
+def _fits(kind: Kind, found: Found) -> bool:
     """Whether the four belong together, none of them is checkpointed, and what they return is read late enough."""
     junction, norm, norm_backward, backward = found
     if len(norm_backward.args) != 4 or any("recompute" in node.meta for node in found):
         return False
     _, x, gain, rstd = norm_backward.args
-    stats: Any = backward.args[4]
     together = (
-        _is_output(norm.args[0], junction, 0)
-        and _is_output(x, junction, 0)
+        _is_output(norm.args[0], junction, kind.hidden)
+        and _is_output(x, junction, kind.hidden)
         and gain is norm.args[1]
         and _is_output(rstd, norm, 1)
         and _readers(norm, 1) == [norm_backward]
         and _is_output(backward.args[0], norm_backward, 0)
-        and _is_output(stats[-1], junction, 2)
+        and kind.belongs(found)
     )
-    written = [item for item in junction.users if item.args[1] != 0]
+    written = [item for item in junction.users if item.args[1] != kind.hidden]
     g_gain = [item for item in norm_backward.users if item.args[1] == 1]
     return together and _follow(_place_forward(found), written) and _follow(_place_backward(found), g_gain)
 
@@ -100,43 +159,39 @@ def _follow(place: Node, items: Iterable[Node]) -> bool:
     return all(reader > place for item in items for reader in item.users)
 
 
-def _replace_forward(graph: Graph, found: Found) -> Node:
+def _replace_forward(graph: Graph, kind: Kind, found: Found) -> Node:
     """Returns the scalars of h, which the new backward call needs."""
     junction, norm, *_ = found
-    *inputs, competitive, eps = junction.args
     _, gain, norm_eps = norm.args
     with _inserting(graph, _place_forward(found), junction):
-        settings = (gain, competitive, eps, norm_eps)
-        new = call(graph, torch.ops.residua.multi_gate_normed_forward.default, *inputs, *settings)
-        made: dict[Any, Node] = {which: call(graph, getitem, new, which) for which in range(4)}
+        of_norm = {"gain": gain, "norm_eps": norm_eps}
+        made = _call_normed(graph, kind.normed_forward, _arguments(junction) | of_norm)
         for item in list(norm.users):
             if item.args[1] == 0:
-                item.replace_all_uses_with(like(graph, made[0], item))
+                item.replace_all_uses_with(like(graph, made[kind.hidden], item))
         for item in list(junction.users):
-            if item.args[1] != 0:
+            if item.args[1] != kind.hidden:
                 item.replace_all_uses_with(made[item.args[1]])
-    return made[3]
+    return made[len(made) - 1]
 
 
-def _replace_backward(graph: Graph, found: Found, hidden_stats: Node) -> None:
+def _replace_backward(graph: Graph, kind: Kind, found: Found, hidden_stats: Node) -> None:
     *_, norm_backward, backward = found
     g, _, gain, _ = norm_backward.args
-    g_hidden, g_after, start, updates, stats, gate_query, pool_query, *settings = backward.args
     with _inserting(graph, _place_backward(found), backward):
-        weights = (hidden_stats, gate_query, pool_query, gain)
-        operator = torch.ops.residua.multi_gate_normed_backward.default
-        new = call(graph, operator, like(graph, g, g_hidden), g_after, start, updates, stats, *weights, *settings)
-        *_, old_row = backward.meta["val"]
-        last, length = len(backward.meta["val"]) - 1, len(old_row)
-        row = call(graph, getitem, new, last)
+        of_norm = {"g_normed": like(graph, g, backward.args[0]), "gain": gain, "hidden_stats": hidden_stats}
+        made = _call_normed(graph, kind.normed_backward, _arguments(backward) | of_norm)
+        last, old = len(made) - 1, backward.meta["val"]
+        g_gain = made[last]
+        if len(made) == len(old):  # the gain's gradient ends the last output, and is not one of its own
+            length = len(old[last])
+            made[last] = call(graph, aten.slice.Tensor, g_gain, 0, 0, length)
+            g_gain = call(graph, aten.slice.Tensor, g_gain, 0, length, len(g_gain.meta["val"]))
         for item in list(backward.users):
-            ours = row if item.args[1] == last else call(graph, getitem, new, item.args[1])
-            item.replace_all_uses_with(call(graph, aten.slice.Tensor, row, 0, 0, length) if ours is row else ours)
+            item.replace_all_uses_with(made[item.args[1]])
         for item in list(norm_backward.users):
             if item.args[1] == 1:
-                width = item.meta["val"].shape[0]
-                g_gain = call(graph, aten.slice.Tensor, row, 0, length, length + width)
-                if item.meta["val"].dtype != old_row.dtype:
+                if item.meta["val"].dtype != g_gain.meta["val"].dtype:
                     g_gain = call(graph, prims.convert_element_type.default, g_gain, item.meta["val"].dtype)
                 item.replace_all_uses_with(g_gain)
 
