@@ -101,9 +101,9 @@ def read_factors(b_post, b_mix, b_pre, N: tl.constexpr):
 
 @triton.jit
 def hidden_gradient(b_g_x, b_gain, b_x, b_y, b_factors, b_r, b_pull, N: tl.constexpr):
-    """g_h [TOKENS, BLOCK], and the tokens' sum of g_x ⊙ h·r [BLOCK]."""
+    """g_h and g_x ⊙ h·r, whose sum over tokens is the gain's gradient [TOKENS, BLOCK]."""
     b_h = b_factors[N][:, None] * b_y
     for j in tl.static_range(N):
         b_h += b_factors[j][:, None] * b_x[j].to(tl.float32)
     b_g_x = b_r[:, None] * b_g_x
-    return b_g_x * b_gain - b_pull[:, None] * b_h, tl.sum(b_g_x * b_h, 0)
+    return b_g_x * b_gain - b_pull[:, None] * b_h, b_g_x * b_h

@@ -314,8 +314,7 @@ def spread_kernel(
         b_x, b_after, b_y, b_g_h = b_now
         b_y, b_g_h, b_g_x = b_y.to(tl.float32), b_g_h.to(tl.float32), ()
         if NORMED:
-            b_g_h, b_g_gain = hidden_gradient(b_g_h, b_gain, b_x, b_y, b_factors, b_r, b_pull, N)
-            tl.store(partial_ptr + tl.program_id(0).to(tl.int64) * C + c, b_g_gain, mask=c < C)
+            b_g_h, b_of_gain = hidden_gradient(b_g_h, b_gain, b_x, b_y, b_factors, b_r, b_pull, N)
         for _ in tl.static_range(N):
             b_g_x = b_g_x + (tl.zeros([TOKENS, BLOCK], tl.float32),)
         b_g_y = tl.zeros([TOKENS, BLOCK], tl.float32)
@@ -342,6 +341,8 @@ def spread_kernel(
         tl.store(g_y_ptr + t[:, None] * C + c[None, :], b_g_y.to(dtype), mask=mask)
         for j in tl.static_range(N):
             tl.store(g_x_ptr + t[:, None] * (N * C) + j * C + c[None, :], b_g_x[j].to(dtype), mask=mask)
+        if NORMED:  # at the end, where few values are held across its barriers
+            tl.store(partial_ptr + tl.program_id(0).to(tl.int64) * C + c, tl.sum(b_of_gain, 0), mask=c < C)
     for i in tl.static_range(N):
         for j in tl.static_range(N):
             tl.store(g_mix_ptr + t * (N * N) + i * N + j, tl.sum(b_sums[i * (N + 1) + j], 1), mask=live)
