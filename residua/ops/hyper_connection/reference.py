@@ -55,7 +55,7 @@ def read_weights(z: Tensor, bias: Tensor, scale: Tensor | None, norm: Norm) -> T
     if norm == "none" or scale is None:
         return bias
     if norm == "all":
-        return torch.sigmoid(scale * z[..., : len(bias)] + bias)
+        return torch.sigmoid(scale * z[..., : bias.shape[-1]] + bias)
     return bias + scale * torch.tanh(z[..., 0])
 
 
