@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -20,6 +20,7 @@ from residua.model.retrofit import retrofit
 from residua.model.size import shapes_only
 from residua.reading import inside
 from residua.storage.load import load, stored_config
+from residua.storage.run import read_metrics
 
 
 def starting_model(config: RunConfig) -> Decoder:
@@ -60,6 +61,20 @@ def start_lines(config: RunConfig) -> Iterator[str]:
     whole = kept.pop("model")
     why = ", ".join(f"{part}: {how.words}" for part, how in kept.items())
     yield f"weights of {config.train.start}; what it computes is kept {whole.words}" + (f" ({why})" if why else "")
+    ended, peak = _last_rate(Path(config.train.start)), config.train.optimizer.lr
+    if ended is not None and ended < peak:
+        yield (
+            f"its learning rate ended at {ended:g} and rises to {peak:g} again, which can cost more than new text "
+            "brings: a lower train.optimizer.lr keeps more of what it learned"
+        )
+
+
+def _last_rate(folder: Path) -> float | None:
+    """The learning rate that a run ended with; None for an imported model, or if its metrics cannot be read."""
+    with suppress(ValueError):
+        rates = [row["lr"] for row in read_metrics(folder / "metrics.jsonl") if row["kind"] == "train"]
+        return rates[-1] if rates else None
+    return None
 
 
 def check_tokenizer(config: RunConfig, dataset: Dataset) -> None:

@@ -56,6 +56,12 @@ def test_a_run_begins_where_the_other_ended(
     assert config.train.start == str(old.resolve()) and config.model.norm.eps == 1e-5
 
 
+@pytest.mark.parametrize(("rate", "said"), [(0.01, True), (1e-5, False)])
+def test_a_rate_that_rises_again_is_mentioned(old: Path, data: Path, rate: float, said: bool) -> None:
+    lines = list(start_lines(of(data).override([f"train.start={old}", f"train.optimizer.lr={rate}"])))
+    assert len(lines) == 1 + said and ("rises to 0.01 again" in lines[-1]) == said
+
+
 @pytest.mark.slow
 def test_a_run_that_was_killed_begins_again_with_the_same_weights(old: Path, tmp_path: Path, data: Path) -> None:
     """Its configuration remembers the start, so --resume needs no --from."""
@@ -86,7 +92,7 @@ def test_what_is_kept_is_known_without_the_weights(old: Path, data: Path) -> Non
         "topology": Kept.UP_TO_EPS,
         "model": Kept.UP_TO_EPS,
     }
-    (line,) = start_lines(config)
+    line, _ = start_lines(config)
     assert "kept up to the norms' eps (norm.eps: up to the norms' eps, topology: up to the norms' eps)" in line
     assert not list(start_lines(of(data)))
 
