@@ -186,7 +186,8 @@ def _check_anchor_norm(config: ModelConfig) -> None:
     if softmax.qk_norm == "rms_all":
         raise ValueError(
             f"anchors.kind = '{config.anchors.kind}' mixes heads one by one and {config.attention.softmax_path}."
-            "qk_norm = 'rms_all' norms them together: use anchors.kind = 'none' or qk_norm = 'rms'."
+            "qk_norm = 'rms_all' norms them together: use anchors.kind = 'none', or qk_norm = 'rms' (with which a "
+            "trained model computes something else)."
         )
     if softmax.qk_norm == "dyt":
         raise ValueError(

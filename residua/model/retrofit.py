@@ -49,12 +49,13 @@ def retrofit(model: Decoder, old: Decoder) -> dict[str, Kept]:
 
 
 def _norms(model: Decoder) -> list[nn.Module]:
-    sublayers = [cast(Sublayer, sublayer) for sublayer in model.sublayers]
-    return [
-        *(sublayer.norm for sublayer in sublayers),
-        *(sublayer.after for sublayer in sublayers if sublayer.after is not None),
-        model.norm,
-    ]
+    outputs = (cast(Sublayer, sublayer).after for sublayer in model.sublayers)
+    return [*_reader_norms(model), *(norm for norm in outputs if norm is not None)]
+
+
+def _reader_norms(model: Decoder) -> list[nn.Module]:
+    """What is in front of each reader of the topology: the sublayers, and the head."""
+    return [*(cast(Sublayer, sublayer).norm for sublayer in model.sublayers), model.norm]
 
 
 def _begin(part: nn.Module, old: nn.Module) -> Kept:
@@ -84,7 +85,9 @@ def _begin_topology(model: Decoder, old: Decoder) -> Kept:
     kept = model.topology.begin_as_sum()
     if kept is not Kept.UP_TO_EPS:
         return kept
-    if after.placement == "output" or not all(getattr(norm, "scale_invariant", False) for norm in _norms(model)):
+    factors = model.topology.sum_factors(after.sublayers)
+    takes_out = (getattr(norm, "scale_invariant", False) for norm in _reader_norms(model))
+    if not all(factor == 1 or taken for factor, taken in zip(factors, takes_out, strict=True)):
         return Kept.NOT
     return Kept.EXACTLY if after.reader_eps == "sum" else Kept.UP_TO_EPS
 

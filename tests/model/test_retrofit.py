@@ -136,14 +136,25 @@ def test_what_is_not_kept_is_not_claimed(name: str) -> None:
     assert kept["model"] is Kept.NOT and difference(new, old) > 1e-3
 
 
-def test_a_multiple_of_the_sum_is_not_enough_where_outputs_are_normed() -> None:
-    """Sublayers of OLMo 2 read the stream itself: only exact topologies keep them."""
-    old = randomise(residua.build(configured("plain", {"placement": "output"})), 0.3)
-    results = {}
-    for kind in ("dense", "multi_gate"):
-        new = residua.build(configured("plain", {"placement": "output", "topology": {"kind": kind}})).double()
-        results[kind] = (retrofit(new, old)["model"], difference(new, old) < 1e-11)
-    assert results == {"dense": (Kept.EXACTLY, True), "multi_gate": (Kept.NOT, False)}
+@pytest.mark.parametrize(
+    ("kind", "claimed"),
+    [
+        ({"kind": "dense"}, Kept.EXACTLY),
+        ({"kind": "hyper"}, Kept.EXACTLY),
+        ({"kind": "mhc"}, Kept.EXACTLY),
+        ({"kind": "mhc_lite", "streams": 3}, Kept.EXACTLY),
+        ({"kind": "mhc", "streams": 1}, Kept.NOT),
+        ({"kind": "multi_gate"}, Kept.NOT),
+    ],
+    ids=str,
+)
+def test_where_outputs_are_normed_sublayers_must_read_the_sum_itself(kind: dict[str, Any], claimed: Kept) -> None:
+    """Only the head of OLMo 2 has a norm in front that takes a multiple out."""
+    old = randomise(residua.build(configured("plain", {"placement": "output"}, eps=1e-3)), 0.3)
+    tables = {"placement": "output", "topology": kind, "reader_eps": "sum"}
+    new = residua.build(configured("plain", tables, eps=1e-3)).double()
+    assert retrofit(new, old)["model"] is claimed
+    assert (difference(new, old) < 1e-11) == (claimed is Kept.EXACTLY)
 
 
 def test_clipping_is_exact_below_its_limit() -> None:
