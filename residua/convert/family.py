@@ -258,14 +258,19 @@ class Family:
         return self.keys(config)
 
     def misfit(self, config: ModelConfig) -> str | None:
-        """The first key of ours that the layout cannot hold, None if it holds all: what is written is read back."""
+        """The first key of ours that the layout cannot hold, None if it holds all."""
+        return next(iter(self.misfits(config)), None)
+
+    def misfits(self, config: ModelConfig) -> list[str]:
+        """The keys of ours that the layout cannot hold, those that others follow from first: what is written is read
+        back and compared."""
         if not self.has_attention(config):
-            return f"attention.kind = '{config.attention.kind}'"
+            return [f"attention.kind = '{config.attention.kind}'"]
         if config.ffn.mixture != self.mixture:
-            return f"ffn.kind = '{config.ffn.kind}'"
+            return [f"ffn.kind = '{config.ffn.kind}'"]
         wanted, found = (flat(_settled(each)) for each in (config, self.read(self.keys(config))))
-        different = (key for key in (*wanted, *found) if wanted.get(key) != found.get(key))
-        return next((f"{key} = {wanted.get(key)!r}" for key in different), None)
+        different = [key for key in {**wanted, **found} if wanted.get(key) != found.get(key)]
+        return [f"{key} = {wanted.get(key)!r}" for key in sorted(different, key=lambda key: not key.endswith(".kind"))]
 
     def has_attention(self, config: ModelConfig) -> bool:
         """Whether the layers of a model have the mixers of the family."""

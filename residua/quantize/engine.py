@@ -39,15 +39,16 @@ ACTIVATION_GROUPS = {"fp8-group": GROUP.columns or 1, **dict.fromkeys(FORMATS, N
 
 
 def find_layout(config: ModelConfig) -> Family:
-    """The first family that a model is; refuses one that is none of them."""
+    """The first family that a model is; refuses one that is none of them, by what the nearest family lacks."""
     families = [find_family(name) for name in LAYOUTS]
-    for family in families:
-        if family.misfit(config) is None:
-            return family
-    raise ValueError(
-        f"--engine writes models of the shape of {', '.join(LAYOUTS)}, and this one has {families[0].misfit(config)}: "
-        "leave --engine out."
-    )
+    misfits = {family.model_type: family.misfits(config) for family in families}
+    nearest = min(families, key=lambda family: len(misfits[family.model_type]))
+    if lacking := misfits[nearest.model_type]:
+        raise ValueError(
+            f"--engine writes models of the shape of {', '.join(LAYOUTS)}, and this one has {lacking[0]}, which "
+            f"{nearest.model_type} models do not: leave --engine out."
+        )
+    return nearest
 
 
 def require_served(model: Decoder, modules: Container[str], scheme: str) -> None:

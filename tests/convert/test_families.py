@@ -207,6 +207,7 @@ def test_keys_that_make_no_sense_are_refused(keys: dict[str, Any], message: str,
     ("layout", "tables", "message"),
     [
         ("qwen3", {"topology": {"kind": "multi_gate", "streams": 2}}, "topology.kind = 'multi_gate' has no place"),
+        ("qwen3", {"topology": {"kind": "highway"}, "reader_eps": "sum"}, "topology.kind = 'highway' has no place"),
         ("llama", {}, "attention.qk_norm = 'rms' has no place in the llama layout"),
         ("qwen3", {"norm": {"kind": "gatednorm"}}, "norm.kind = 'gatednorm'"),
         ("qwen3", {"norm": {"kind": "rmsnorm", "eps": 1e-5}}, "attention.qk_eps = 1e-06"),

@@ -212,6 +212,7 @@ def test_an_empty_matrix_stays_empty(scheme: str, shape: tuple[int, int]) -> Non
         {"attention": {"kind": "softmax", "heads": 4, "gate": "headwise"}},
         {"attention": {"kind": "softmax", "heads": 4, "qk_norm": "rms_all"}},
         {"placement": "output"},
+        {"embed_scale": 8.0, "attention": {"kind": "softmax", "heads": 4, "qk_norm": "none"}},  # as Gemma
     ],
     ids=str,
 )
