@@ -10,8 +10,7 @@ from residua.export.folder import write_folder
 from residua.export.hub import push, require_hub
 from residua.export.layout import write_layout
 from residua.files import refuse_used
-from residua.reading import inside
-from residua.storage.imported import SOURCE
+from residua.storage.companions import companions
 from residua.storage.opening import PRECISIONS, open_model
 
 RESIDUA = "residua"
@@ -57,9 +56,7 @@ def export(
     dtype = PRECISIONS[precision]
     card = model_card(model, push_to or out.name, Trained(run, which), own_code=layout == RESIDUA)
     if layout == RESIDUA:
-        template = inside(run, f"{SOURCE}/chat_template.jinja")
-        chat = template if template.is_file() else None
-        difference = write_folder(model, tokenizer, out, dtype, chat_template=chat, card=card)
+        difference = write_folder(model, tokenizer, out, dtype, kept=companions(run), card=card)
     else:
         difference = write_layout(model, tokenizer, run, out, layout, dtype, card)
     address = None if push_to is None else push(out, push_to, public=public)

@@ -22,6 +22,7 @@ from residua.export.check import check_export
 from residua.files import atomic_folder, refuse_used
 from residua.model.decoder import Decoder
 from residua.storage.checkpoint import model_tensors
+from residua.storage.companions import CONFIG, SPECIAL_TOKENS, TOKENIZER_CONFIG, end_ids, read_companion
 from residua.storage.exported import exported_name
 from residua.storage.finite import require_finite
 from residua.storage.tensors import save_tensors
@@ -40,21 +41,22 @@ def write_folder(
     out: Path,
     dtype: torch.dtype = torch.float32,
     check: bool = True,
-    chat_template: Path | None = None,
+    kept: Mapping[str, Path] | None = None,
     card: str | None = None,
 ) -> float | None:
-    """Write an export; `out` must not exist, or be an empty folder. Returns what `check_export` finds."""
+    """Write an export; `out` must not exist, or be an empty folder. Returns what `check_export` finds.
+
+    `kept` are the `companions` of the model's folder, which this one gets too.
+    """
     refuse_used(out)
     with atomic_folder(out) as folder:
-        _fill(folder, model, tokenizer, dtype)
+        _fill(folder, model, tokenizer, dtype, kept or {})
         (folder / CARD_FILE).write_text(card or model_card(model, out.name), encoding="utf-8")
-        if chat_template is not None:
-            shutil.copyfile(chat_template, folder / chat_template.name)
         return check_export(folder, model, dtype) if check else None
 
 
-def _fill(folder: Path, model: Decoder, tokenizer: Tokenizer, dtype: torch.dtype) -> None:
-    special = end_tokens(tokenizer)
+def _fill(folder: Path, model: Decoder, tokenizer: Tokenizer, dtype: torch.dtype, kept: Mapping[str, Path]) -> None:
+    special = end_tokens(tokenizer, kept)
     config: dict[str, Any] = {
         "architectures": ["ResiduaForCausalLM"],
         "auto_map": AUTO_MAP,
@@ -70,11 +72,13 @@ def _fill(folder: Path, model: Decoder, tokenizer: Tokenizer, dtype: torch.dtype
     texts = {
         "config.json": json_text(config),
         "generation_config.json": json_text({"do_sample": False, **special}),
-        "tokenizer_config.json": json_text(tokenizer_config(tokenizer, model.config)),
+        "tokenizer_config.json": json_text(tokenizer_config(tokenizer, model.config, kept)),
         **bundle(model, __version__),
     }
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8")
+    for name in kept.keys() - {CONFIG, TOKENIZER_CONFIG}:
+        shutil.copyfile(kept[name], folder / name)
     tokenizer.save(folder / "tokenizer.json")
     tensors = {exported_name(n): t.detach() for n, t in model_tensors(model).items()}
     tensors = {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
@@ -110,24 +114,30 @@ def _standard_names(config: ModelConfig) -> dict[str, Any]:
     return names
 
 
-def end_tokens(tokenizer: Tokenizer) -> dict[str, Any]:
-    """The ids that transformers needs to end and to pad a text."""
-    return {"eos_token_id": tokenizer.end_of_text, "pad_token_id": tokenizer.end_of_text}
+def end_tokens(tokenizer: Tokenizer, kept: Mapping[str, Path]) -> dict[str, Any]:
+    """The ids that transformers needs to end and to pad a text: those that were kept, else the tokenizer's own."""
+    ids, end = end_ids(kept), tokenizer.end_of_text
+    return ids if "eos_token_id" in ids else {"eos_token_id": end, "pad_token_id": end, **ids}
 
 
-def tokenizer_config(tokenizer: Tokenizer, config: ModelConfig) -> dict[str, Any]:
-    """tokenizer_config.json of a tokenizer that was trained or prepared here."""
+def tokenizer_config(tokenizer: Tokenizer, config: ModelConfig, kept: Mapping[str, Path]) -> dict[str, Any]:
+    """tokenizer_config.json: what was kept, and what it leaves open as for a tokenizer that was made here."""
     end = tokenizer.backend.id_to_token(tokenizer.end_of_text)
-    return {
-        "tokenizer_class": "PreTrainedTokenizerFast",
+    made = {
         "model_max_length": config.context,
         "eos_token": end,
         "pad_token": end,
         "padding_side": "left",
         "clean_up_tokenization_spaces": False,
-        # the name of a special token inside a text is text, as in training
-        "split_special_tokens": True,
     }
+    if not kept:
+        # the name of a special token inside a text is text, as in training; a chat template needs the token itself
+        made["split_special_tokens"] = True
+    named = read_companion(kept, SPECIAL_TOKENS)
+    settings = {key: value for key, value in made.items() if key not in named} | read_companion(kept, TOKENIZER_CONFIG)
+    settings.pop("auto_map", None)  # code that does not travel
+    # tokenizer.json is the whole truth: other classes of transformers make parts of it anew
+    return {**settings, "tokenizer_class": "PreTrainedTokenizerFast"}
 
 
 def json_text(content: Mapping[str, Any]) -> str:

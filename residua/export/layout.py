@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,11 +17,9 @@ from residua.export.check import check_layout
 from residua.export.folder import end_tokens, json_text, tokenizer_config
 from residua.files import atomic_folder, refuse_used
 from residua.model.decoder import Decoder
-from residua.reading import inside, read_json
-from residua.storage.imported import KEPT, SOURCE
+from residua.reading import inside
+from residua.storage.companions import CONFIG, TOKENIZER_CONFIG, companions, read_companion
 from residua.storage.stream import Entry, write_tensors
-
-AGAIN = "import the model again"
 
 
 def write_layout(
@@ -36,15 +33,15 @@ def write_layout(
 ) -> float | None:
     """Write the model of a run as a folder of the family `layout`; returns what `check_layout` finds.
 
-    What an imported run has kept of its folder goes back: chat template, generation settings, and the keys of
-    config.json that say nothing about the model's mathematics.
+    What `run` has beside its weights goes along: chat template, generation settings and, if it was of this family, the
+    keys of config.json that say nothing about the model's mathematics.
     """
     refuse_used(out)
     family = find_family(layout)
-    kept = {name: run / SOURCE / name for name in KEPT if inside(run, f"{SOURCE}/{name}").is_file()}
-    before = _read(kept.pop("config.json", None))
+    kept = companions(run)
+    before = read_companion(kept, CONFIG)
     if before.get("model_type") != layout:
-        before = end_tokens(tokenizer)
+        before = end_tokens(tokenizer, kept)
     before.pop("torch_dtype", None)
     try:
         keys = family.write(model.config) | {key: before[key] for key in family.FREE if key in before}
@@ -55,11 +52,11 @@ def write_layout(
         config = {**before, **keys, "dtype": str(dtype).removeprefix("torch.")}
         (folder / "config.json").write_text(json_text(config), encoding="utf-8")
         (folder / CARD_FILE).write_text(card or model_card(model, out.name, own_code=False), encoding="utf-8")
-        if not kept:
-            text = json_text(tokenizer_config(tokenizer, model.config))
-            (folder / "tokenizer_config.json").write_text(text, encoding="utf-8")
-        for name, path in kept.items():
-            shutil.copyfile(path, folder / name)
+        if TOKENIZER_CONFIG not in kept:
+            text = json_text(tokenizer_config(tokenizer, model.config, kept))
+            (folder / TOKENIZER_CONFIG).write_text(text, encoding="utf-8")
+        for name in kept.keys() - {CONFIG}:
+            shutil.copyfile(kept[name], folder / name)
         shutil.copyfile(inside(run, "tokenizer.json"), folder / "tokenizer.json")
         entries = [Entry(name, dtype, shape) for rule in rules for name, shape in rule.shapes()]
         write_tensors(folder / "model.safetensors", entries, _theirs(model, rules))
@@ -70,7 +67,3 @@ def _theirs(model: Decoder, rules: list[Rule]) -> Iterator[Tensor]:
     tensors = model.state_dict()
     for rule in rules:
         yield from rule.write(tensors[rule.ours].detach()).values()
-
-
-def _read(path: Path | None) -> dict[str, Any]:
-    return {} if path is None else read_json(path, dict[str, Any], AGAIN, lenient=True)

@@ -25,12 +25,9 @@ from residua.quantize.nvfp4 import GROUP as NVFP4_GROUP
 from residua.quantize.nvfp4 import Nvfp4
 from residua.quantize.schemes import Quantized
 from residua.quantize.store import as_json, write_folder
-from residua.reading import inside, read_json
-from residua.storage.imported import KEPT, SOURCE
+from residua.reading import inside
+from residua.storage.companions import CONFIG, companions, end_ids
 
-CONFIG = "config.json"
-END_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
-AGAIN = "import the model again"
 LAYOUTS = ("qwen3", "llama", "qwen2", "mistral")
 """The families that are tried, in this order. Those with experts are not: engines expect them under other names."""
 
@@ -96,25 +93,18 @@ def save_engine(
     # engines unpack FP4 into bf16
     dtype = "bfloat16" if scheme in FORMATS else "float32"
     config = end_tokens(source) | keys | {"dtype": dtype, "quantization_config": quantization_config(scheme, low)}
-    copies = [inside(source, "tokenizer.json"), *(_kept(source, name) for name in KEPT if name != CONFIG)]
+    copies = companions(source) | {"tokenizer.json": inside(source, "tokenizer.json")}
     write_folder(out, tensors, {CONFIG: as_json(config)}, copies)
 
 
 def end_tokens(source: Path) -> dict[str, Any]:
     """The ids that begin and end a text, for config.json: those of the folder's own, or else the tokenizer's."""
-    before = _kept(source, CONFIG)
-    if before.is_file():
-        keys = read_json(before, dict[str, Any], AGAIN, lenient=True)
-        return {name: keys[name] for name in END_TOKENS if name in keys}
+    kept = companions(source)
+    if CONFIG in kept:
+        return end_ids(kept)
     if inside(source, "tokenizer.json").is_file():
         return {"eos_token_id": Tokenizer.load(source).end_of_text}
     return {}
-
-
-def _kept(source: Path, name: str) -> Path:
-    """A file of the folder that a run was imported from, or of the folder itself if it is not a run."""
-    imported = inside(source, f"{SOURCE}/{name}")
-    return imported if imported.exists() else inside(source, name)
 
 
 def rows_of(weight: Quantized, first: int, count: int) -> Quantized:

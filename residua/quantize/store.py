@@ -1,7 +1,8 @@
 """Write and read the folder of a quantized model.
 
-`config.toml` and `tokenizer.json` as in a run, `model.safetensors` in the compressed-tensors layout, `config.json` with
-its quantization_config, and `quantization.json`, which says how it was made and is what `residua.load` looks for.
+`config.toml`, `tokenizer.json` and `source/` as in a run, `model.safetensors` in the compressed-tensors layout,
+`config.json` with its quantization_config, and `quantization.json`, which says how it was made and is what
+`residua.load` looks for.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import json
 import shutil
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from residua.quantize.schemes import Quantized, find_scheme
 from residua.reading import Shape, check, inside, read_json, reason, refuse, shown
 from residua.storage.checkpoint import model_tensors
 from residua.storage.finite import require_finite
+from residua.storage.imported import KEPT, SOURCE
 from residua.storage.tensors import WEIGHTS, fitting, read_tensors, save_tensors
 
 MARK = "quantization.json"
@@ -71,22 +73,23 @@ def as_json(content: Mapping[str, Any]) -> str:
 
 
 def write_folder(
-    out: Path, tensors: Mapping[str, Tensor], documents: Mapping[str, str], copies: Iterable[Path]
+    out: Path, tensors: Mapping[str, Tensor], documents: Mapping[str, str], copies: Mapping[str, Path]
 ) -> None:
-    """A folder with model.safetensors, texts and copies of the files that exist, whole or not at all."""
+    """A folder with model.safetensors, copies of the files that exist and texts, whole or not at all."""
     refuse_used(out)
     with atomic_folder(out) as folder:
         save_tensors(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-        for path in copies:
+        for name, path in copies.items():
             if path.exists():
-                shutil.copyfile(path, folder / path.name)
+                (folder / name).parent.mkdir(exist_ok=True)
+                shutil.copyfile(path, folder / name)
         for name, text in documents.items():
             (folder / name).write_text(text, encoding="utf-8")
 
 
-def files_to_copy(source: Path) -> list[Path]:
-    """The files of a model folder that its quantized folder gets too; refuses links to elsewhere."""
-    return [inside(source, name) for name in COPIED]
+def files_to_copy(source: Path) -> dict[str, Path]:
+    """The files of a model folder that its quantized folder gets too, by name; refuses links to elsewhere."""
+    return {name: inside(source, name) for name in (*COPIED, *(f"{SOURCE}/{name}" for name in KEPT))}
 
 
 def is_quantized(folder: Path) -> bool:

@@ -1,4 +1,5 @@
-"""A run's folder: config.toml, environment.json, metrics.jsonl, tokenizer.json, checkpoints/, result.json.
+"""A run's folder: config.toml, environment.json, metrics.jsonl, tokenizer.json, checkpoints/, result.json, and
+source/ if its model was imported (`residua.storage.companions`).
 
 One process at a time owns it. Metrics are lines of JSON, appended during training. When a run is resumed, lines after
 its checkpoint are removed, so that no step appears twice; if there is no checkpoint, all lines move to
@@ -24,14 +25,15 @@ from residua.config.settings import ConfigError
 from residua.files import UNFINISHED, AppendedFile, refuse_blocked, write_atomically, writing
 from residua.reading import Count, Shape, check, inside, read_json, read_json_lines, read_text
 from residua.storage.checkpoint import Checkpoint, checkpoints
+from residua.storage.companions import companions
 from residua.storage.formats import ENVIRONMENT, find_reader
 from residua.storage.formats import METRICS as METRICS
 from residua.storage.imported import SOURCE
 
 LOCK = ".lock"
 # What a resumed run writes to: none may be a link to elsewhere.
-_WRITTEN = (LOCK, "config.toml", ENVIRONMENT, METRICS, "tokenizer.json", "checkpoints", "profile", "tensorboard",
-            "wandb-id")  # fmt: skip
+_WRITTEN = (LOCK, "config.toml", ENVIRONMENT, METRICS, "tokenizer.json", SOURCE, "checkpoints", "profile",
+            "tensorboard", "wandb-id")  # fmt: skip
 _GO_ON = "move the file elsewhere to go on without it"
 # Files that a run leaves if it is refused or killed before it begins.
 _OURS = (LOCK, UNFINISHED)
@@ -144,6 +146,14 @@ class Run:
         if source.exists() and not target.exists():
             write_atomically(target, read_text(source, "prepare the data again"))
 
+    def keep_companions(self, start: Path) -> None:
+        """Copy what the folder of the model to start from holds beside it, so that exports of this run have it too."""
+        for name, source in companions(start).items():
+            target = self.folder / SOURCE / name
+            target.parent.mkdir(exist_ok=True)
+            if not target.exists():
+                write_atomically(target, read_text(source, "import the model again"))
+
     def set_metrics_aside(self) -> str | None:
         """For a run that starts again at step 0: move its old metrics to another file; returns a notice."""
         path = self.folder / METRICS
@@ -187,6 +197,9 @@ class FollowedRun(Run):
         return ""
 
     def keep_tokenizer(self, source: Path) -> None:
+        pass
+
+    def keep_companions(self, start: Path) -> None:
         pass
 
     def set_metrics_aside(self) -> str | None:
@@ -286,7 +299,7 @@ def saved_config(folder: Path) -> RunConfig:
         raise ConfigError(f"{folder} holds no run to resume: leave --resume out to start one there.")
     if find_reader(folder) is not None:
         raise ConfigError(f"{folder} is a quantized model, which cannot be trained: resume the run it was made from.")
-    if inside(folder, SOURCE).is_dir():
+    if inside(folder, SOURCE).is_dir() and not (folder / ENVIRONMENT).exists():
         raise ConfigError(
             f"{folder} was imported and has no training to resume: train from it with --from {folder} --out NEW."
         )

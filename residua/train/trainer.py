@@ -122,6 +122,8 @@ class Trainer:
             moved = self.run.set_checkpoint_aside(checkpoint)
             self._notify(f"skipped {checkpoint.path}: {reason}; it is now {moved}")
         self.run.keep_tokenizer(self.dataset.path / "tokenizer.json")
+        if self.config.train.start is not None:
+            self.run.keep_companions(Path(self.config.train.start))
         if self.done == 0 and (notice := self.run.set_metrics_aside()):
             self._notify(notice)
         self.metrics = self.run.metrics(until=self.done)

@@ -11,6 +11,7 @@ from residua.config.run import RunConfig
 from residua.config.settings import ConfigError
 from residua.data import open_corpus, prepare
 from residua.model.kept import Kept
+from residua.storage.companions import companions
 from residua.storage.load import load
 from residua.storage.run import read_metrics, saved_config
 from residua.train.shared import SharedWorld
@@ -142,6 +143,7 @@ def test_an_imported_run_is_trained_from_not_resumed(
 
     saved(tmp_path / "hf", "Llama", vocab_size=320, rms_norm_eps=1e-5)
     (tmp_path / "hf" / "tokenizer.json").write_bytes((data / "tokenizer.json").read_bytes())
+    (tmp_path / "hf" / "chat_template.jinja").write_text("{{ messages }}")
     import_folder(tmp_path / "hf", tmp_path / "run")
     assert residua(monkeypatch, "train", "--resume", "--out", tmp_path / "run") == 2
     assert "was imported and has no training to resume" in capsys.readouterr().err
@@ -150,3 +152,7 @@ def test_an_imported_run_is_trained_from_not_resumed(
     assert residua(monkeypatch, "train", "--from", tmp_path / "run", *changes, "train.device=cpu", *options) == 0
     assert sorted(validations(tmp_path / "new")) == [0, 2]
     assert saved_config(tmp_path / "new").model.norm.eps == 1e-5
+    kept = {name: path.read_text() for name, path in companions(tmp_path / "new").items()}
+    assert kept == {name: path.read_text() for name, path in companions(tmp_path / "hf").items()}
+    assert "chat_template.jinja" in kept
+    assert residua(monkeypatch, "train", "--resume", "--out", tmp_path / "new", "train.steps=3") == 0

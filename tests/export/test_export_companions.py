@@ -1,0 +1,84 @@
+"""Exports of an imported model chat as its own folder does: template, special tokens and ids that end a text."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from residua.data.tokenizer import Tokenizer
+from residua.export import export
+from residua.storage.companions import companions
+from residua.storage.imported import import_folder
+from tests.convert.tiny import saved
+
+pytest.importorskip("transformers")
+TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
+NAMES = {"bos_token": "<s>", "eos_token": "<|im_end|>", "pad_token": "<pad>"}
+
+
+@pytest.fixture(scope="module", params=["tokenizer_config.json", "files of their own"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Qwen 3 for chats; its template and the names of its tokens lie in one place or in the other."""
+    path: Path = tmp_path_factory.mktemp("model") / "hf"
+    saved(path, "Qwen3", vocab_size=300, head_dim=16, num_hidden_layers=1, eos_token_id=259)
+    tokenizer = Tokenizer.bytes()
+    tokenizer.backend.add_special_tokens(["<|im_start|>", *NAMES.values()])
+    tokenizer.save(path / "tokenizer.json")
+    settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    if request.param == "tokenizer_config.json":
+        settings |= NAMES | {"chat_template": TEMPLATE, "extra_special_tokens": ["<|im_start|>"]}
+    else:
+        (path / "chat_template.jinja").write_text(TEMPLATE)
+        (path / "special_tokens_map.json").write_text(json.dumps(NAMES))
+    (path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [259, 256], "temperature": 0.6}))
+    return path
+
+
+def manners(folder: Path) -> dict[str, Any]:
+    """How transformers writes and ends texts with the model of a folder."""
+    from transformers import AutoTokenizer, GenerationConfig
+
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    chat = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=True)
+    return {
+        "chat": list(chat["input_ids"] if hasattr(chat, "keys") else chat),
+        "text": tokenizer("<|im_start|>hi")["input_ids"],
+        "names": {name: getattr(tokenizer, name) for name in NAMES},
+        "special": sorted(tokenizer.all_special_tokens),
+        "generation": GenerationConfig.from_pretrained(folder).to_diff_dict(),
+    }
+
+
+def test_every_export_of_a_model_has_its_manners(folder: Path, tmp_path: Path) -> None:
+    import_folder(folder, tmp_path / "run")
+    expected = manners(folder)
+    start, end = (Tokenizer.load(folder).backend.token_to_id(name) for name in ("<|im_start|>", "<|im_end|>"))
+    assert expected["chat"] == [start, *b"hi", end] and expected["generation"]["eos_token_id"] == [259, 256]
+    for number, (source, layout) in enumerate(
+        [
+            (tmp_path / "run", "residua"),
+            (tmp_path / "0", "qwen3"),
+            (folder, "residua"),
+            (tmp_path / "run", "qwen3"),
+        ]
+    ):
+        export(source, tmp_path / str(number), layout=layout)
+        found = manners(tmp_path / str(number))
+        assert found == expected, (source, layout)
+        assert companions(tmp_path / str(number)).keys() == companions(folder).keys()
+    config, before = (json.loads((path / "config.json").read_text()) for path in (tmp_path / "0", folder))
+    assert config["eos_token_id"] == before["eos_token_id"] == 259
+    assert config["pad_token_id"] == before["pad_token_id"] == 0
+
+
+def test_a_model_that_was_trained_here_reads_names_of_special_tokens_as_text() -> None:
+    from residua.export.folder import end_tokens, tokenizer_config
+    from tests.model.small import small
+
+    assert end_tokens(Tokenizer.bytes(), {}) == {"eos_token_id": 256, "pad_token_id": 256}
+    settings = tokenizer_config(Tokenizer.bytes(), small(), {})
+    assert settings["split_special_tokens"] is True and settings["pad_token"] == settings["eos_token"]
