@@ -13,7 +13,6 @@ from residua.cli.options import CHECKPOINTS, Checkpoint, Device, Precision, Thre
 if TYPE_CHECKING:
     from typing import Literal
 
-    from residua.data import Dataset, Tokenizer
     from residua.evaluate.perplexity import TextScore
     from residua.evaluate.results import Results
     from residua.evaluate.score import Scorer
@@ -116,7 +115,7 @@ def evaluate(
     console = open_console()
     with ProgressBars(console) as bars:
         if data is not None or not names:
-            results.text = _text(loaded, tokenizer, model, data, split, tokens, batch_tokens, bars.track("text"))
+            results.text = _text(loaded, model, data, split, tokens, batch_tokens, bars.track("text"))
         if names:
             scorer = Scorer(loaded, tokenizer, batch_tokens)
             if local:
@@ -142,7 +141,6 @@ def evaluate(
 
 def _text(
     model: Decoder,
-    tokenizer: Tokenizer,
     folder: Path,
     data: Path | None,
     split: str | None,
@@ -151,30 +149,15 @@ def _text(
     progress: Callable[[int, int], None],
 ) -> TextScore:
     from residua.evaluate.perplexity import score_text
+    from residua.storage.text import open_text
 
-    dataset, segments = _open_data(folder, data)
-    dataset.require_tokenizer(tokenizer.hash, str(folder))
+    if data is None and not (folder / "config.toml").exists():
+        raise ValueError(f"{folder} does not record its training text: give --data or --tasks.")
+    dataset, config = open_text(folder, model.config, data)
     return score_text(
-        model, dataset, split=split or "validation", tokens=tokens, segments=segments, batch_tokens=batch_tokens,
-        progress=progress,
+        model, dataset, split=split or "validation", tokens=tokens, segments=config.data.masking == "documents",
+        batch_tokens=batch_tokens, progress=progress,
     )  # fmt: skip
-
-
-def _open_data(folder: Path, data: Path | None) -> tuple[Dataset, bool]:
-    """The text to score, and whether attention stays inside documents, as the run was trained."""
-    from residua.data import Dataset
-
-    if not (folder / "config.toml").exists():
-        if data is None:
-            raise ValueError(f"{folder} does not record its training text: give --data or --tasks.")
-        return Dataset.open(data), False
-    from residua.config.run import RunConfig
-    from residua.data.source import open_data
-    from residua.reading import inside
-
-    config = RunConfig.from_toml(inside(folder, "config.toml"))
-    dataset = open_data(config) if data is None else Dataset.open(data)
-    return dataset, config.data.masking == "documents"
 
 
 def _known_tasks(names: list[str], allow_code: bool) -> Any:

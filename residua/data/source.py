@@ -14,15 +14,21 @@ from residua.data.tokenizer import padded_vocabulary
 
 
 def open_data(config: RunConfig) -> Dataset:
-    """Open the run's dataset; refuse one with token ids outside the model's vocabulary."""
-    data = config.data
-    dataset = embedded(data.tokenizer, progress=True) if data.path is None else _prepared(Path(data.path))
+    """Open the dataset of a run to train; refuse one with token ids outside the model's vocabulary."""
+    dataset, start = find_data(config.data), config.train.start
     if dataset.vocab_size > config.model.vocab_size:
+        wider = f"set model.vocab_size={dataset.vocab_size} or more, or leave it out"
+        recut = f"prepare it with --tokenizer {start}/tokenizer.json, the tokenizer of the model to start from"
         raise ConfigError(
             f"model.vocab_size = {config.model.vocab_size} is smaller than the {dataset.vocab_size} token ids of "
-            f"{dataset.path}: set model.vocab_size={dataset.vocab_size} or more, or leave it out."
+            f"{dataset.path}: {wider if start is None else recut}."
         )
     return dataset
+
+
+def find_data(data: DataConfig) -> Dataset:
+    """Open the dataset that a configuration names, or make it of the embedded corpus."""
+    return embedded(data.tokenizer, progress=True) if data.path is None else _prepared(Path(data.path))
 
 
 def vocabulary(data: DataConfig) -> int:

@@ -7,13 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from residua.config.model import ModelConfig
-from residua.config.run import DataConfig, RunConfig
+from residua.config.run import RunConfig
 from residua.data import Dataset, Loader, validation_batches
-from residua.data.dataset import TOKENIZER
 from residua.data.loader import Batch
 from residua.data.source import open_data
-from residua.data.tokenizer import hash_of
-from residua.reading import inside, read_text
+from residua.storage.text import open_text
 
 SEQUENCES_AT_ONCE = 16
 CALIBRATION_SEQUENCES = 4096
@@ -31,23 +29,18 @@ class CalibrationText:
     @classmethod
     def of_run(cls, config: RunConfig) -> CalibrationText:
         """The text that a run was trained and validated on."""
-        data = config.data
-        return cls(open_data(config), config.sequence, data.masking == "documents", data.validation_tokens)
+        return cls._with(open_data(config), config)
 
     @classmethod
     def of_folder(cls, folder: Path, model: ModelConfig, data: Path | None) -> CalibrationText:
-        """The run's own text, or the prepared folder `data`, which must have the model's tokenizer."""
-        run = inside(folder, "config.toml")
-        if data is None and not run.exists():
-            raise ValueError(f"{folder} does not record its training text: name prepared text with --data.")
-        config = RunConfig.from_toml(run) if run.exists() else RunConfig(model=model, data=DataConfig())
-        if data is not None:
-            config = config.model_copy(update={"data": config.data.model_copy(update={"path": str(data)})})
-        text = cls.of_run(config)
-        tokenizer, hint = folder / TOKENIZER, "put the tokenizer of its data there"
-        if data is not None and tokenizer.exists():
-            text.dataset.require_tokenizer(hash_of(read_text(inside(folder, TOKENIZER), hint), tokenizer), str(folder))
-        return text
+        """The text of the model in a folder, or the prepared folder `data`, in the model's tokens."""
+        dataset, config = open_text(folder, model, data)
+        return cls._with(dataset, config)
+
+    @classmethod
+    def _with(cls, dataset: Dataset, config: RunConfig) -> CalibrationText:
+        data = config.data
+        return cls(dataset, config.sequence, data.masking == "documents", data.validation_tokens)
 
     def validation(self, tokens: int | None = None) -> list[Batch]:
         """The run's validation set, or the first `tokens` of it."""

@@ -75,9 +75,15 @@ def start_changes(run: Path) -> tuple[str, list[str]]:
         raise ValueError(f"{run} is no run: name one, or make one of a Hugging Face model with residua import.")
     config = RunConfig.from_toml(at / "config.toml")
     changes = [f"train.start={json.dumps(str(at))}", f"model.vocab_size={config.model.vocab_size}"]
-    if inside(at, SOURCE).is_dir() and inside(at, "tokenizer.json").is_file():
-        changes.append(f"data.tokenizer={json.dumps(str(at / 'tokenizer.json'))}")
+    if (own := own_tokenizer(at)) is not None:
+        changes.append(f"data.tokenizer={json.dumps(str(own))}")
     return str(at / "config.toml"), changes
+
+
+def own_tokenizer(run: Path) -> Path | None:
+    """The tokenizer of an imported run, or of one that began with its weights, if it has one."""
+    tokenizer = inside(run, "tokenizer.json")
+    return tokenizer if inside(run, SOURCE).is_dir() and tokenizer.is_file() else None
 
 
 def _choose(run: Path, which: Literal["last", "best"]) -> Checkpoint:

@@ -50,9 +50,14 @@ def open_tokenizer(folder: str | Path) -> Tokenizer:
     """The tokenizer in a model folder; refuses a folder without a model or a tokenizer."""
     path = Path(folder)
     require_model(path)
-    if not any((path / name).exists() for name in ("tokenizer.json", "vocab.json")):
+    if not has_tokenizer(path):
         raise ValueError(f"{path} has no tokenizer: put the tokenizer.json of its data there.")
     return Tokenizer.load(path)
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a model folder holds a tokenizer."""
+    return any((folder / name).exists() for name in ("tokenizer.json", "vocab.json"))
 
 
 def place(model: Decoder, device: torch.device, precision: str = "auto") -> Decoder:

@@ -1,0 +1,85 @@
+"""The text that a folder's model is measured on: its own, in its own tokens, or refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import residua
+from residua.config.run import RunConfig
+from residua.config.settings import ConfigError
+from residua.data import Dataset, open_corpus, prepare
+from residua.data.source import open_data
+from residua.data.tokenizer import Tokenizer
+from residua.quantize import quantize
+from residua.storage.checkpoint import FOLDER
+from residua.storage.tensors import save_tensors
+from residua.storage.text import open_text
+from tests.model.small import small
+from tests.trained import residua as command
+
+
+@pytest.fixture
+def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A text in place of the embedded corpus."""
+    text = tmp_path / "text.txt"
+    text.write_text(" ".join(str(n * n) for n in range(2000)))
+    monkeypatch.setenv("RESIDUA_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("residua.data.stdlib.standard_library", lambda: open_corpus([text], validation=text))
+    return text
+
+
+@pytest.fixture
+def imported(tmp_path: Path) -> Path:
+    """A run as an import leaves it, with tokens that the embedded corpus does not have by default."""
+    run = tmp_path / "run"
+    (run / FOLDER / "step-0").mkdir(parents=True)
+    (run / "source").mkdir()
+    (run / "source" / "chat_template.jinja").write_text("{{ messages }}")
+    config = RunConfig(model=small(vocab_size=300, context=16))
+    (run / "config.toml").write_text(config.to_toml())
+    (run / FOLDER / "step-0" / "state.json").write_text(json.dumps({"step": 0, "validation_loss": None}))
+    torch.manual_seed(0)
+    save_tensors(residua.build(config.model).state_dict(), run / FOLDER / "step-0" / "model.safetensors")
+    Tokenizer.bytes().save(run / "tokenizer.json")
+    return run
+
+
+def test_an_imported_model_is_measured_on_the_embedded_corpus_in_its_own_tokens(
+    imported: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = quantize(imported, tmp_path / "low", scheme="fp8-row", probes=0)
+    assert Dataset.open(result.text).tokenizer_hash == Tokenizer.bytes().hash
+    for folder in (imported, tmp_path / "low"):
+        assert command(monkeypatch, "eval", folder) == 0, capsys.readouterr().err
+    assert (tmp_path / "low" / "source" / "chat_template.jinja").read_text() == "{{ messages }}"
+
+
+def test_text_in_other_tokens_is_refused_whatever_the_vocabulary(imported: Path, corpus: Path, tmp_path: Path) -> None:
+    model = residua.load(imported).config
+    for size in (280, 400):
+        other = prepare(open_corpus([corpus], validation=corpus), tmp_path / str(size), f"bpe:{size}", workers=1).path
+        with pytest.raises(ConfigError, match=f"^{other} is in other tokens than .*: name text with --data that was"):
+            open_text(imported, model, other)
+    (imported / "source" / "chat_template.jinja").unlink()
+    (imported / "source").rmdir()  # as folders were quantized before
+    with pytest.raises(ConfigError, match=r"^the embedded corpus is in other tokens .* --tokenizer .*tokenizer\.json"):
+        open_text(imported, model, None)
+
+
+def test_an_imported_model_without_a_tokenizer_has_no_text(imported: Path, corpus: Path) -> None:
+    (imported / "tokenizer.json").unlink()
+    with pytest.raises(ValueError, match="has no tokenizer: put"):
+        open_text(imported, small(vocab_size=2048), None)
+
+
+def test_a_trained_model_is_not_asked_for_a_larger_vocabulary(imported: Path, corpus: Path, tmp_path: Path) -> None:
+    other = prepare(open_corpus([corpus], validation=corpus), tmp_path / "other", "bpe:320", workers=1)
+    config = RunConfig(model=small(vocab_size=300, context=16), data={"path": str(other.path)})
+    with pytest.raises(ConfigError, match=r": set model\.vocab_size="):
+        open_data(config)
+    with pytest.raises(ConfigError, match=r": prepare it with --tokenizer .*run/tokenizer\.json"):
+        open_data(config.override([f"train.start='{imported}'"]))
