@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import residua
+from tests.convert.tiny import saved
 from tests.export.exported import VOCABULARY, bytes_config, in_transformers, trained_like, write
 from tests.model.small import small
 
@@ -129,6 +130,17 @@ def test_positions_that_start_again_begin_a_new_document(exported):
     positions = torch.tensor([[*range(4), *range(5)]])
     packed = exported(torch.cat([first, second], 1), position_ids=positions, use_cache=False).logits
     torch.testing.assert_close(packed[:, 4:], exported(second).logits, rtol=1e-4, atol=1e-5)
+
+
+def test_with_a_cache_positions_that_start_again_are_only_positions_as_in_llama(tmp_path):
+    llama = saved(tmp_path / "hf", "Llama", vocab_size=VOCABULARY, num_hidden_layers=1)
+    ours = in_transformers(write(residua.load(tmp_path / "hf"), tmp_path / "ours"))
+    tokens, positions = torch.arange(8)[None], torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]])
+    with torch.no_grad():
+        found, theirs = (model(tokens, position_ids=positions).logits for model in (ours, llama))
+        alone, plain = ours(tokens[:, 4:]).logits, ours(tokens).logits
+    torch.testing.assert_close(found, theirs, rtol=0, atol=1e-5)
+    assert (found[:, 4:] - alone).abs().max() > 1e-2 and (found - plain).abs().max() > 1e-2
 
 
 def test_logits_are_made_only_for_the_positions_asked_for(exported):

@@ -195,6 +195,35 @@ def test_an_imported_model_is_served_as_what_it_was(name: str, tmp_path: Path) -
     assert (found - ours).norm() < 1e-4 * ours.norm()
 
 
+@pytest.mark.filterwarnings("ignore:You passed `quantization_config`")
+def test_logits_differ_only_where_an_activation_is_rounded_the_other_way(tmp_path: Path) -> None:
+    """A position of six-layer models can be off by 0.1; given the inputs of our matrices, no position is."""
+    architecture, keys = FAMILIES["llama"]
+    deep = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 6}
+    saved(tmp_path / "theirs", architecture, **keys | deep)
+    model, scheme = residua.load(tmp_path / "theirs"), find_scheme("fp8-row")
+    weights = quantize_weights(targets(model), scheme)
+    save_engine(tmp_path / "q", tmp_path, model, weights, "fp8-row", dict.fromkeys(weights, 30.0))
+    install(model, rounded(targets(model), weights, scheme))
+    served = opened_by_transformers(tmp_path / "q")
+    for k, sublayer in enumerate(model.sublayers):
+        layer, body = served.model.layers[k // 2], sublayer.body
+        if k % 2:
+            pairs = {body.gate_up: (layer.mlp.gate_proj, layer.mlp.up_proj), body.out: (layer.mlp.down_proj,)}
+        else:
+            theirs = layer.self_attn
+            pairs = {body.project: (theirs.q_proj, theirs.k_proj, theirs.v_proj), body.out: (theirs.o_proj,)}
+        for ours, parts in pairs.items():
+            inputs: list[torch.Tensor] = []
+            ours.register_forward_pre_hook(lambda _, given, kept=inputs: kept.append(given[0]))
+            for part in parts:
+                part.register_forward_pre_hook(lambda _, given, kept=inputs: (kept[0],))
+    tokens = torch.randint(97, (4, 30), generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        expected, found = model.eval()(tokens), served(tokens).logits
+    assert (found - expected).abs().max() < 1e-5
+
+
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("shape", [(0, 64), (64, 0)])
 def test_an_empty_matrix_stays_empty(scheme: str, shape: tuple[int, int]) -> None:
