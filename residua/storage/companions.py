@@ -20,8 +20,8 @@ END_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def companions(folder: Path) -> dict[str, Path]:
-    """These files of a model folder by name: those in `source/` of a run, or the folder's own if it has none."""
-    place = f"{SOURCE}/" if inside(folder, SOURCE).is_dir() else ""
+    """These files of a model folder by name: of a run those in `source/`, of any other folder its own."""
+    place = f"{SOURCE}/" if inside(folder, "config.toml").exists() or inside(folder, SOURCE).is_dir() else ""
     files = {name: inside(folder, place + name) for name in KEPT}
     return {name: path for name, path in files.items() if path.is_file()}
 

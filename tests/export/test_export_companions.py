@@ -82,3 +82,10 @@ def test_a_model_that_was_trained_here_reads_names_of_special_tokens_as_text() -
     assert end_tokens(Tokenizer.bytes(), {}) == {"eos_token_id": 256, "pad_token_id": 256}
     settings = tokenizer_config(Tokenizer.bytes(), small(), {})
     assert settings["split_special_tokens"] is True and settings["pad_token"] == settings["eos_token"]
+
+
+def test_only_source_holds_the_companions_of_a_run(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    assert companions(tmp_path).keys() == {"tokenizer_config.json"}
+    (tmp_path / "config.toml").touch()
+    assert companions(tmp_path) == {}
