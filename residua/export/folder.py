@@ -22,7 +22,7 @@ from residua.export.check import check_export
 from residua.files import atomic_folder, refuse_used
 from residua.model.decoder import Decoder
 from residua.storage.checkpoint import model_tensors
-from residua.storage.companions import CONFIG, SPECIAL_TOKENS, TOKENIZER_CONFIG, end_ids, read_companion
+from residua.storage.companions import GENERATION, SPECIAL_TOKENS, TOKENIZER_CONFIG, end_ids, read_companion
 from residua.storage.exported import exported_name
 from residua.storage.finite import require_finite
 from residua.storage.tensors import save_tensors
@@ -71,13 +71,13 @@ def _fill(folder: Path, model: Decoder, tokenizer: Tokenizer, dtype: torch.dtype
         config["implementation"] = "file"
     texts = {
         "config.json": json_text(config),
-        "generation_config.json": json_text({"do_sample": False, **special}),
+        GENERATION: json_text(generation_config(special, kept)),
         "tokenizer_config.json": json_text(tokenizer_config(tokenizer, model.config, kept)),
         **bundle(model, __version__),
     }
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8")
-    for name in kept.keys() - {CONFIG, TOKENIZER_CONFIG}:
+    for name in kept.keys() - set(texts):
         shutil.copyfile(kept[name], folder / name)
     tokenizer.save(folder / "tokenizer.json")
     tensors = {exported_name(n): t.detach() for n, t in model_tensors(model).items()}
@@ -118,6 +118,14 @@ def end_tokens(tokenizer: Tokenizer, kept: Mapping[str, Path]) -> dict[str, Any]
     """The ids that transformers needs to end and to pad a text: those that were kept, else the tokenizer's own."""
     ids, end = end_ids(kept), tokenizer.end_of_text
     return ids if "eos_token_id" in ids else {"eos_token_id": end, "pad_token_id": end, **ids}
+
+
+def generation_config(special: Mapping[str, Any], kept: Mapping[str, Path]) -> dict[str, Any]:
+    """generation_config.json: what was kept, with the ids of `special` if it does not say what ends a text."""
+    if GENERATION not in kept:
+        return {"do_sample": False, **special}
+    settings = read_companion(kept, GENERATION)
+    return settings if settings.get("eos_token_id") is not None else {**settings, **special}
 
 
 def tokenizer_config(tokenizer: Tokenizer, config: ModelConfig, kept: Mapping[str, Path]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from residua.reading import inside, read_json
 from residua.storage.imported import KEPT, SOURCE
 
 CONFIG = "config.json"
+GENERATION = "generation_config.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 SPECIAL_TOKENS = "special_tokens_map.json"
 END_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")

@@ -89,3 +89,13 @@ def test_only_source_holds_the_companions_of_a_run(tmp_path: Path) -> None:
     assert companions(tmp_path).keys() == {"tokenizer_config.json"}
     (tmp_path / "config.toml").touch()
     assert companions(tmp_path) == {}
+
+
+def test_generation_settings_that_name_no_end_get_the_models(tmp_path: Path) -> None:
+    from residua.export.folder import generation_config
+
+    file, special = tmp_path / "generation_config.json", {"eos_token_id": 7}
+    kept = {file.name: file}
+    for settings, expected in (({"top_k": 2}, {"top_k": 2, **special}), ({"eos_token_id": [3, 2]},) * 2):
+        file.write_text(json.dumps(settings))
+        assert generation_config(special, kept) == expected
