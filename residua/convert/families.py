@@ -58,20 +58,25 @@ class Llama(Family):
 
 @register
 class Mistral(Family):
-    """Mistral: Llama with a window in every layer, or none."""
+    """Mistral: Llama with a window in every layer, or none; Ministral, which also saves itself so: in some layers."""
 
     model_type = "mistral"
     architecture = "MistralForCausalLM"
+    DEFAULTS: ClassVar[Mapping[str, Any]] = {**Family.DEFAULTS, "sliding_window": 4096}
 
     def window(self, keys: dict[str, Any]) -> dict[str, Any]:
-        return {} if keys.get("sliding_window") is None else {"window": keys["sliding_window"]}
+        return layer_windows(keys, keys.get("layer_types") or ["sliding_attention"] * keys["num_hidden_layers"])
 
     def keys(self, config: ModelConfig) -> dict[str, Any]:
-        return super().keys(config) | {"sliding_window": window_of(config)}
+        keys = super().keys(config) | {"sliding_window": window_of(config)}
+        mixed = config.softmax is not None and config.softmax.window_layers is not None
+        return keys | ({"layer_types": layer_types(config)} if mixed else {})
 
 
 class Qwen(Family):
     """What Qwen 2 and 3 share: a window in the layers from `max_window_layers` on, if it is switched on."""
+
+    DEFAULTS: ClassVar[Mapping[str, Any]] = {**Family.DEFAULTS, "sliding_window": 4096}
 
     def window(self, keys: dict[str, Any]) -> dict[str, Any]:
         if not keys.get("use_sliding_window"):
@@ -108,7 +113,7 @@ class Qwen3(Qwen):
 
     model_type = "qwen3"
     architecture = "Qwen3ForCausalLM"
-    DEFAULTS: ClassVar[Mapping[str, Any]] = {**Family.DEFAULTS, "head_dim": 128}
+    DEFAULTS: ClassVar[Mapping[str, Any]] = {**Qwen.DEFAULTS, "head_dim": 128}
 
     def tables(self, keys: dict[str, Any]) -> dict[str, Any]:
         return head_qk_norm(super().tables(keys), keys)
@@ -357,6 +362,7 @@ class Qwen3Moe(Mixture):
 
     model_type = "qwen3_moe"
     architecture = "Qwen3MoeForCausalLM"
+    DEFAULTS: ClassVar[Mapping[str, Any]] = {**Family.DEFAULTS, "sliding_window": 4096}
     HIDDEN = "moe_intermediate_size"
     UNKNOWN: ClassVar[Mapping[str, tuple[Any, ...]]] = {"decoder_sparse_step": (1,), "mlp_only_layers": ([],)}
 

@@ -19,7 +19,7 @@ from residua.config.model import ModelConfig, head_dim
 from residua.convert.positions import read_positions, write_positions
 from residua.model.decoder import Decoder, build
 from residua.model.size import shapes_only
-from residua.reading import OpenShape
+from residua.reading import OpenShape, counted
 
 Size = Annotated[int, Field(ge=1, lt=2**31)]
 
@@ -39,6 +39,8 @@ class Keys(OpenShape):
     rope_scaling: dict[str, Any] | None = None
     rope_parameters: dict[str, Any] | None = None
     layer_types: list[str] | None = None
+    mlp_layer_types: list[str] | None = None
+    tie_word_embeddings: bool | None = None
     model_type: str
     hidden_act: str | None = None
 
@@ -186,9 +188,14 @@ class Family:
         known = {**self.DEFAULTS, **keys}
         if known.get("quantization_config"):
             raise ValueError("its weights are quantized: import the model that they were made from.")
-        for key, neutral in self.UNKNOWN.items():
+        for key, neutral in {"is_causal": (True,), **self.UNKNOWN}.items():
             if known.get(key) is not None and known[key] not in neutral:
                 raise ValueError(f"{key} = {known[key]!r} has no counterpart here.")
+        for key in ("layer_types", "mlp_layer_types"):
+            types = known.get(key)
+            if types is not None and len(types) != known["num_hidden_layers"]:
+                layers = counted(known["num_hidden_layers"], "layer")
+                raise ValueError(f"{key} has {counted(len(types), 'entry', 'entries')} for {layers}.")
         try:
             return ModelConfig(**self.tables(known))
         except KeyError as error:

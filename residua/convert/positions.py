@@ -60,6 +60,8 @@ def _read_dynamic(found: dict[str, Any], config: dict[str, Any]) -> dict[str, An
 
 
 def _read_yarn(found: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
+    if "factor" not in found:  # transformers asks for the key, which may be null
+        raise KeyError("factor")
     factor, attention = _factor(found, config), found.get("attention_factor")
 
     def magnitude(weight: float = 1.0) -> float:

@@ -21,7 +21,7 @@ from residua.export import export
 from residua.model.size import measure
 from residua.storage.imported import import_folder
 from residua.storage.load import load
-from tests.convert.tiny import FAMILIES, ROTARY, logits, saved, tokens
+from tests.convert.tiny import EXPERTS, FAMILIES, ROTARY, SIZES, logits, saved, tokens
 from tests.model.small import small
 from tests.nightly import only_nightly
 
@@ -85,6 +85,32 @@ def test_scaled_positions_are_transformers(name: str, tmp_path: Path) -> None:
     equal(logits(model, tokens()), logits(theirs, tokens()))
     again = find_family("llama").read(find_family("llama").write(model.config))
     assert again.softmax == model.config.softmax
+
+
+def test_a_mistral_with_windows_in_some_layers_is_transformers_ministral(tmp_path: Path) -> None:
+    """transformers' automatic classes read a `mistral` with `layer_types` as a `ministral`, and so do we."""
+    from residua.export.layout import write_layout
+
+    kinds = ["full_attention", "sliding_attention", "full_attention"]
+    theirs = saved(tmp_path / "hf", "Ministral", vocab_size=300, head_dim=8, sliding_window=5, layer_types=kinds)
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config | {"model_type": "mistral"}))
+    model = load(tmp_path / "hf")
+    assert model.config.softmax is not None and model.config.softmax.window_layers == (1,)
+    equal(logits(model, tokens()), logits(theirs, tokens()))
+    Tokenizer.bytes().save(tmp_path / "tokenizer.json")
+    difference = write_layout(model, Tokenizer.bytes(), tmp_path, tmp_path / "back", "mistral")
+    assert difference is not None and difference < TOLERANCE
+
+
+@pytest.mark.parametrize("model_type", ["mistral", "qwen2", "qwen3", "qwen3_moe"])
+def test_the_window_that_a_configuration_leaves_out_is_transformers_default(model_type: str) -> None:
+    from transformers import AutoConfig
+
+    keys = {key: value for key, value in SIZES.items() if key != "pad_token_id"} | EXPERTS
+    keys |= {"moe_intermediate_size": 24, "use_sliding_window": True, "max_window_layers": 0}
+    softmax = find_family(model_type).read(keys).softmax
+    assert softmax is not None and softmax.window == AutoConfig.for_model(model_type, **keys).sliding_window == 4096
 
 
 def test_configurations_of_earlier_versions_are_read() -> None:
@@ -156,6 +182,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
     ("llama", {"quantization_config": {"quant_method": "fp8"}}, "its weights are quantized"),
     ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": "four"}}, "rope_type = 'yarn' make no sense"),
+    ("llama", {"rope_scaling": {"rope_type": "yarn"}}, "rope_type = 'yarn' needs 'factor'"),
+    ("llama", {"is_causal": False}, "is_causal = False has no counterpart here"),
+    ("mistral", {"layer_types": ["chunked_attention"] * 3}, "'chunked_attention'"),
+    ("qwen2", {"layer_types": ["full_attention"] * 2}, "layer_types has 2 entries for 3 layers"),
+    ("kimi_linear", {"mlp_layer_types": ["dense"]}, "mlp_layer_types has 1 entry for 3 layers"),
     ("gemma2", {}, "attn_logit_softcapping = 50.0 has no counterpart here"),
     ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
     ("gemma3_text", {"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0"),
@@ -191,6 +222,7 @@ def test_what_is_missing_is_refused_by_name(
         ({"hidden_size": None}, "hidden_size is null, expected a whole number"),
         ({"num_attention_heads": 0}, "num_attention_heads is 0, expected 1 or more"),
         ({"rope_scaling": 3}, "rope_scaling is 3, expected an object"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings is 'false', expected true or false"),
         ({"intermediate_size": None}, "config.json"),
     ],
     ids=str,
