@@ -29,13 +29,21 @@ def rotary_table(
     """cos and sin [..., head_dim/2] of positions [...], in float32."""
     if scaling is None:
         return plain_rotary_table(positions, head_dim, theta)
-    frequencies, factor = SCALINGS[scaling.kind](scaling, _plain(positions, head_dim, theta), theta, positions)
-    return scaled_rotary_table(positions, frequencies, factor)
+    return scaled_rotary_table(positions, *frequencies(positions, head_dim, theta, scaling))
 
 
-def _plain(positions: Tensor, head_dim: int, theta: float | Tensor) -> Tensor:
+def frequencies(positions: Tensor, head_dim: int, theta: float, scaling: scalings.RopeScaling) -> Frequencies:
+    """The frequencies of a scaling. They are computed in transformers' order, so that they have the same bits.
+
+    In float32, f / factor and 1 / (factor · 1/f) differ in the last bit, and a position of 3,000 makes of it 3e-4.
+    """
+    return SCALINGS[scaling.kind](scaling, _inverse(positions, head_dim, theta), theta, positions)
+
+
+def _inverse(positions: Tensor, head_dim: int, theta: float | Tensor) -> Tensor:
+    """theta^(2i/head_dim): 1/f without a scaling."""
     exponent = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim
-    return 1.0 / theta**exponent
+    return theta**exponent
 
 
 def _length(positions: Tensor) -> Tensor:
@@ -43,21 +51,21 @@ def _length(positions: Tensor) -> Tensor:
     return positions.max() + 1
 
 
-def _linear(config: scalings.LinearRope, f: Tensor, theta: float, positions: Tensor) -> Frequencies:
-    return f / config.factor, 1.0
+def _linear(config: scalings.LinearRope, inverse: Tensor, theta: float, positions: Tensor) -> Frequencies:
+    return 1.0 / inverse / config.factor, 1.0
 
 
-def _dynamic(config: scalings.DynamicRope, f: Tensor, theta: float, positions: Tensor) -> Frequencies:
+def _dynamic(config: scalings.DynamicRope, inverse: Tensor, theta: float, positions: Tensor) -> Frequencies:
     """theta · (factor · length / original − (factor − 1))^(D / (D − 2)) for sequences longer than the original."""
-    head_dim, original = 2 * len(f), config.original_context
+    head_dim, original = 2 * len(inverse), config.original_context
     length = _length(positions).clamp(min=original)
     growth = (config.factor * length / original - (config.factor - 1)) ** (head_dim / (head_dim - 2))
-    return _plain(positions, head_dim, theta * growth), 1.0
+    return 1.0 / _inverse(positions, head_dim, theta * growth), 1.0
 
 
-def _yarn(config: scalings.YarnRope, f: Tensor, theta: float, positions: Tensor) -> Frequencies:
+def _yarn(config: scalings.YarnRope, inverse: Tensor, theta: float, positions: Tensor) -> Frequencies:
     """f / factor where a pair turns fewer than `beta_slow` times in the original context, f above `beta_fast`."""
-    head_dim = 2 * len(f)
+    head_dim = 2 * len(inverse)
 
     def pair(rotations: float) -> float:
         """The pair that turns so many times in the original context."""
@@ -69,25 +77,28 @@ def _yarn(config: scalings.YarnRope, f: Tensor, theta: float, positions: Tensor)
     low, high = max(low, 0), min(high, head_dim - 1)
     if low == high:
         high += 0.001
-    ramp = ((torch.arange(len(f), device=f.device, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
-    return f / config.factor * ramp + f * (1 - ramp), config.attention_factor
+    ramp = ((torch.arange(len(inverse), device=inverse.device, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    kept = 1 - ramp
+    return 1.0 / (config.factor * inverse) * (1 - kept) + 1.0 / inverse * kept, config.attention_factor
 
 
-def _llama3(config: scalings.Llama3Rope, f: Tensor, theta: float, positions: Tensor) -> Frequencies:
+def _llama3(config: scalings.Llama3Rope, inverse: Tensor, theta: float, positions: Tensor) -> Frequencies:
+    f = 1.0 / inverse
     wavelength = 2 * math.pi / f
     smooth = ((config.original_context / wavelength - config.low) / (config.high - config.low)).clamp(0, 1)
     return (1 - smooth) * f / config.factor + smooth * f, 1.0
 
 
-def _longrope(config: scalings.LongRope, f: Tensor, theta: float, positions: Tensor) -> Frequencies:
-    short, long = (torch.tensor(each, device=f.device, dtype=torch.float32) for each in (config.short, config.long))
+def _longrope(config: scalings.LongRope, inverse: Tensor, theta: float, positions: Tensor) -> Frequencies:
+    device = inverse.device
+    short, long = (torch.tensor(each, device=device, dtype=torch.float32) for each in (config.short, config.long))
     divisor = torch.where(_length(positions) > config.original_context, long, short)
-    return f / divisor, config.attention_factor
+    return 1.0 / (divisor * inverse), config.attention_factor
 
 
-def _proportional(config: scalings.ProportionalRope, f: Tensor, theta: float, positions: Tensor) -> Frequencies:
-    turning = torch.arange(len(f), device=f.device) < int(config.share * 2 * len(f) // 2)
-    return torch.where(turning, f / config.factor, 0.0), 1.0
+def _proportional(config: scalings.ProportionalRope, inverse: Tensor, theta: float, positions: Tensor) -> Frequencies:
+    turning = torch.arange(len(inverse), device=inverse.device) < int(config.share * 2 * len(inverse) // 2)
+    return torch.where(turning, 1.0 / inverse / config.factor, 0.0), 1.0
 
 
 SCALINGS: dict[str, Callable[..., Frequencies]] = {

@@ -18,6 +18,7 @@ from residua.convert.families import find_family
 from residua.convert.positions import READERS
 from residua.data.tokenizer import Tokenizer
 from residua.export import export
+from residua.model.rope import rotary_table
 from residua.model.size import measure
 from residua.storage.imported import import_folder
 from residua.storage.load import load
@@ -73,6 +74,29 @@ def export_back(folder: Path, layout: str) -> None:
 
     difference = write_layout(load(folder / "run"), Tokenizer.bytes(), folder / "run", folder / "back", layout)
     assert difference is not None and difference < 1e-5
+
+
+@pytest.mark.parametrize("length", [40, 3000])
+@pytest.mark.parametrize("name", ["plain", *ROTARY])
+def test_angles_have_the_bits_of_transformers(name: str, length: int) -> None:
+    from transformers.models.llama.modeling_llama import LlamaConfig, LlamaRotaryEmbedding
+
+    pairs = 32
+    table = {"rope_type": "default"} if name == "plain" else {**ROTARY[name], "factor": 3.7}  # 1/4 would be exact
+    if "short_factor" in table:
+        table |= {
+            "short_factor": [1 + 0.1 * i for i in range(pairs)],
+            "long_factor": [2 + 0.37 * i for i in range(pairs)],
+        }
+    keys = SIZES | {"head_dim": 2 * pairs, "max_position_embeddings": table.pop("max_position_embeddings", 64)}
+    keys |= {"rope_parameters": {"rope_theta": 10_000.0, **table}}
+    positions = torch.arange(length)
+    theirs = LlamaRotaryEmbedding(LlamaConfig(**keys))(torch.zeros(1), positions[None])
+    softmax = find_family("llama").read(keys).softmax
+    assert softmax is not None and (softmax.rope_scaling is None) == (name == "plain")
+    ours = rotary_table(positions, 2 * pairs, softmax.rope_theta, softmax.rope_scaling)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert torch.equal(mine, other[0, :, :pairs])
 
 
 @pytest.mark.slow

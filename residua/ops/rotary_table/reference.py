@@ -7,9 +7,12 @@ from torch import Tensor
 
 
 def rotary_table(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """cos and sin [..., head_dim/2] of p · theta^(−2i/head_dim), positions p [...]."""
+    """cos and sin [..., head_dim/2] of p · theta^(−2i/head_dim), positions p [...].
+
+    The frequency is 1 / theta^(2i/head_dim), as transformers rounds it: theta^(−2i/head_dim) differs in the last bit.
+    """
     exponent = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim
-    angles = positions.float()[..., None] * theta**-exponent
+    angles = positions.float()[..., None] * (1.0 / theta**exponent)
     return angles.cos(), angles.sin()
 
 
