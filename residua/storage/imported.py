@@ -42,6 +42,8 @@ KEPT = (
 )
 IGNORED = ("rotary_emb.inv_freq",)
 """Ends of the names of tensors that old versions of transformers wrote and that follow from config.json."""
+COMPARED = 2**24
+"""Values of two tensors that are in memory at once where they are compared."""
 
 
 class Imported(NamedTuple):
@@ -66,19 +68,26 @@ class Source:
             raise ValueError(f"{folder} cannot be imported: {error}") from None
         keys = self.family.spelled(keys)
         check(keys, Keys, path, AGAIN)
-        try:
-            self.config: ModelConfig = self.family.read(keys)
-            self.rules = list(self.family.rules(self.config, keys))
-        except ConfigError as error:
-            raise ValueError(f"{folder} cannot be imported, because its config.json is not valid: {error}") from None
-        except ValueError as error:
-            raise ValueError(f"{folder} cannot be imported: {error}") from None
+        self._read(keys)
         self._files: dict[str, Path] = {}
         self._stored: dict[str, str] = {}
         self._about: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
         for file in weight_files(folder, AGAIN):
             self._look(file)
+        if self.config.head.kind == "tied" and self._has_own_head():
+            self._read(keys | {"tie_word_embeddings": False})  # transformers does not tie them either
         self._check()
+
+    def _read(self, keys: dict[str, Any]) -> None:
+        try:
+            self.config: ModelConfig = self.family.read(keys)
+            self.rules = list(self.family.rules(self.config, keys))
+        except ConfigError as error:
+            raise ValueError(
+                f"{self.folder} cannot be imported, because its config.json is not valid: {error}"
+            ) from None
+        except ValueError as error:
+            raise ValueError(f"{self.folder} cannot be imported: {error}") from None
 
     def _look(self, file: Path) -> None:
         with open_tensors(file, AGAIN) as content:
@@ -90,6 +99,22 @@ class Source:
             name = self.family.named(stored)
             self._files[name], self._stored[name] = file, stored
             self._about[name] = DTYPES[kind], shape
+
+    def _has_own_head(self) -> bool:
+        """Whether the files hold a head that is not the embedding, compared some rows at a time."""
+        (embed,), (head,) = (self.family.TOP[name] for name in ("embed.weight", "unembed.weight"))
+        if head not in self._files or embed not in self._files:
+            return False
+        shape = self._about[embed][1]
+        if shape != (self.config.vocab_size, self.config.width):  # `_check` refuses it
+            return False
+        if self._about[head][1] != shape:
+            return True
+        with open_tensors(self._files[embed], AGAIN) as first, open_tensors(self._files[head], AGAIN) as second:
+            tables = first.get_slice(self._stored[embed]), second.get_slice(self._stored[head])
+            rows = max(1, COMPARED // shape[1])
+            parts = ([table[n : n + rows].float() for table in tables] for n in range(0, shape[0], rows))
+            return any(not torch.equal(*pair) for pair in parts)
 
     def _check(self) -> None:
         """Refuse tensors that are missing, have another shape, or are not the family's."""

@@ -104,6 +104,26 @@ def test_tensors_that_do_not_fit_are_named(folder: Path, tmp_path: Path, change:
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("own", [False, True])
+def test_a_head_beside_a_tied_configuration_is_kept_if_it_differs(
+    own: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import LlamaForCausalLM
+
+    monkeypatch.setattr("residua.storage.imported.COMPARED", 3 * 32)  # the last rows are compared too
+    folder = tmp_path / "hf"
+    saved(folder, "Llama", tie_word_embeddings=True)
+    content = load_file(folder / "model.safetensors")
+    content["lm_head.weight"] = content["model.embed_tokens.weight"].clone()
+    content["lm_head.weight"][-1, -1] += own
+    save_file(content, folder / "model.safetensors", metadata={"format": "pt"})
+    import_folder(folder, tmp_path / "run")
+    model = load(tmp_path / "run")
+    assert model.config.head.kind == ("untied" if own else "tied")
+    theirs = LlamaForCausalLM.from_pretrained(folder)
+    torch.testing.assert_close(logits(model, tokens()), logits(theirs, tokens()), rtol=0, atol=1e-5)
+
+
 def test_a_tensor_that_is_not_finite_is_named_with_its_folder(folder: Path, tmp_path: Path) -> None:
     content = load_file(folder / "model.safetensors")
     content["model.norm.weight"][3] = torch.inf
