@@ -1,4 +1,4 @@
-"""A prepared dataset: `dataset.json`, `tokenizer.json` and the shards of each split, all checked when opened."""
+"""A prepared dataset: `dataset.json`, the tokenizer and the shards of each split, all checked when opened."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pydantic import Field
 from residua.data.corpus import TRAIN, VALIDATION
 from residua.data.readers import DataError
 from residua.data.shards import Shard
-from residua.data.tokenizer import Tokenizer, hash_of
+from residua.data.tokenizer import SETTINGS, Tokenizer, hash_of
 from residua.reading import Count, Shape, check, counted, inside, read_json, read_text, shown
 
 FORMAT = "residua-dataset"
@@ -42,6 +42,12 @@ class _Facts(Shape):
     vocab_size: Annotated[int, Field(ge=1, le=2**32)]
     dtype: Literal["uint16", "uint32"]
     splits: dict[str, _SplitFacts]
+
+
+class _Settings(Shape):
+    """The key of tokenizer_config.json that is used."""
+
+    eos_token: str
 
 
 CHUNK = 1 << 24
@@ -125,7 +131,9 @@ class Dataset:
         description = read_description(path)
         facts = check(description, _Facts, path / DESCRIPTION, AGAIN)
         tokenizer = inside(path, TOKENIZER)
-        stored = hash_of(read_text(tokenizer, AGAIN), tokenizer)
+        settings = inside(path, SETTINGS)  # there if tokenizer.json does not tell the end of a text
+        stated = read_json(settings, _Settings, AGAIN).eos_token if settings.exists() else None
+        stored = hash_of(read_text(tokenizer, AGAIN), tokenizer, stated)
         if stored != facts.tokenizer_hash:
             raise _mismatch(tokenizer, stored, "the dataset", facts.tokenizer_hash)
         splits = {name: _open_split(path, name, about, facts) for name, about in facts.splits.items()}

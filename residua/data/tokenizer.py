@@ -2,6 +2,9 @@
 
 It decides which token ends a document, encodes special tokens inside a text as plain text, adds, pads and truncates
 nothing, and identifies the tokenizer by one hash.
+
+The token that ends a document is the one that files beside tokenizer.json name, as transformers writes them. Without
+such files, it is the first of `END_NAMES` that the tokenizer knows.
 """
 
 from __future__ import annotations
@@ -19,11 +22,16 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from residua.data.readers import DataError
 from residua.files import write_atomically
-from residua.reading import ReadError, check, inside, parse_json, read_text, reason, require_file
+from residua.reading import ReadError, check, inside, parse_json, read_json, read_text, reason, require_file
 
 END_OF_TEXT = "<|endoftext|>"
 # Names of this token in published tokenizers, in order of preference.
 END_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
+SETTINGS = "tokenizer_config.json"
+STATING = (SETTINGS, "special_tokens_map.json", "generation_config.json", "config.json")
+"""Files beside a tokenizer.json that name the token that ends a text, in order of preference."""
+SOURCE = "source"
+"""The folder of an imported run with what `export` gives back: config.json, the chat template, generation settings."""
 BYTE_VALUES = 256
 EXPECTED = "expected a tokenizer.json, or a folder with one or with vocab.json and merges.txt"
 IRRELEVANT_TO_IDS = ("post_processor", "truncation", "padding")
@@ -31,11 +39,16 @@ ByteStrings = list[bytes]
 
 
 class Tokenizer:
-    """A `tokenizers.Tokenizer` with an end-of-text token; `<|endoftext|>` is added if it has none."""
+    """A `tokenizers.Tokenizer` with an end-of-text token: `end`, or else the first of `END_NAMES` that it knows.
 
-    def __init__(self, backend: tokenizers.Tokenizer) -> None:
-        known = [name for name in END_NAMES if backend.token_to_id(name) is not None]
-        name = known[0] if known else END_OF_TEXT
+    `<|endoftext|>` is added if it knows none. `stated` is the name of the token if it is not the one that would be
+    found without `end`.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer, end: str | None = None) -> None:
+        usual = next((name for name in END_NAMES if backend.token_to_id(name) is not None), END_OF_TEXT)
+        name = usual if end is None else end
+        self.stated = None if name == usual else name
         backend.add_special_tokens([name])  # an existing token keeps its id
         backend.no_padding()
         backend.no_truncation()
@@ -70,7 +83,10 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | Path) -> Tokenizer:
-        """From a `tokenizer.json`, or a folder with one, or a folder with GPT-2's `vocab.json` and `merges.txt`."""
+        """From a `tokenizer.json`, or a folder with one, or a folder with GPT-2's `vocab.json` and `merges.txt`.
+
+        Files beside it, or in `source/` of an imported run, may name the token that ends a text.
+        """
         path = Path(path)
         if path.is_dir() and (path / "tokenizer.json").exists():
             path = inside(path, "tokenizer.json")
@@ -79,8 +95,10 @@ class Tokenizer:
                 vocabulary, merges = (inside(path, name) for name in ("vocab.json", "merges.txt"))
                 for file in (vocabulary, merges):
                     require_file(file, EXPECTED)
-                return cls(_byte_level(models.BPE.from_file(str(vocabulary), str(merges))))
-            return cls(tokenizers.Tokenizer.from_str(read_text(path, EXPECTED)))
+                backend = _byte_level(models.BPE.from_file(str(vocabulary), str(merges)))
+                return cls(backend, stated_end(path, backend))
+            backend = tokenizers.Tokenizer.from_str(read_text(path, EXPECTED))
+            return cls(backend, stated_end(path.parent, backend))
         except ReadError:
             raise
         except BaseException as error:  # the library raises bare Exception, and BaseException where it panics
@@ -91,7 +109,7 @@ class Tokenizer:
     @cached_property
     def hash(self) -> str:
         """SHA-256 of the canonical serialisation, see `hash_of`."""
-        return hash_of(self.backend.to_str(), "the tokenizer")
+        return hash_of(self.backend.to_str(), "the tokenizer", self.stated)
 
     @cached_property
     def byte_lengths(self) -> np.ndarray | None:
@@ -122,8 +140,14 @@ class Tokenizer:
         return strings
 
     def save(self, path: Path) -> None:
-        """Write it as a `tokenizer.json` that every user of the `tokenizers` library can load."""
+        """Write it as a `tokenizer.json` that every user of the `tokenizers` library can load.
+
+        A tokenizer_config.json beside it names the end of a text where `tokenizer.json` alone would not tell it.
+        """
         write_atomically(path, self.backend.to_str(pretty=True) + "\n")
+        settings = path.with_name(SETTINGS)
+        if self.stated is not None and not settings.exists():
+            write_atomically(settings, json.dumps({"eos_token": self.stated}, indent=2, ensure_ascii=False) + "\n")
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text, without an end-of-text token."""
@@ -147,14 +171,37 @@ class Tokenizer:
         return [b"".join(map(strings.__getitem__, ids.tolist())).decode("utf-8", "replace") for ids in batch]
 
 
-def hash_of(serialised: str, where: Path | str) -> str:
+def stated_end(folder: Path, backend: tokenizers.Tokenizer) -> str | None:
+    """The token that ends a text by the files of a folder; None if they name none that the tokenizer knows.
+
+    An id counts if it is that of a special token: configurations may hold the default of their class, such as 2.
+    """
+    special = {number: token.content for number, token in backend.get_added_tokens_decoder().items() if token.special}
+    for name in (*STATING, *(f"{SOURCE}/{name}" for name in STATING)):
+        path = inside(folder, name)
+        if not path.is_file():
+            continue
+        keys = read_json(path, dict[str, Any], "download or save the tokenizer again", lenient=True)
+        token, ids = keys.get("eos_token"), keys.get("eos_token_id")
+        token = token.get("content") if isinstance(token, dict) else token
+        if isinstance(token, str) and backend.token_to_id(token) is not None:
+            return token
+        for number in ids if isinstance(ids, list) else [ids]:
+            if type(number) is int and number in special:
+                return str(special[number])
+    return None
+
+
+def hash_of(serialised: str, where: Path | str, stated: str | None = None) -> str:
     """SHA-256 of a tokenizer's JSON, with sorted keys and no white space; `where` names it in errors.
 
     Parts that do not affect our ids are left out, so GPT-2's two files and its `tokenizer.json` have the same hash.
+    `stated` is the end of a text where the JSON does not tell it.
     """
     hint = "put the tokenizer.json there that the data was prepared with"
     content = check(parse_json(serialised, where, hint, lenient=True), dict[str, Any], where, hint)
     relevant = {name: value for name, value in content.items() if name not in IRRELEVANT_TO_IDS}
+    relevant |= {} if stated is None else {"end_of_text": stated}
     return hashlib.sha256(json.dumps(relevant, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from residua.config.run import ParallelConfig
+from residua.data.tokenizer import SETTINGS
 from residua.files import sentence, write_atomically
 from residua.model.size import build_if_it_fits
 from residua.reading import inside
@@ -19,7 +20,7 @@ from residua.storage.load import restore
 from residua.storage.run import Run, saved_config
 from residua.train.optimizer import build_optimizer
 
-COPIED = ("tokenizer.json", "metrics.jsonl", "environment.json", "result.json")
+COPIED = ("tokenizer.json", SETTINGS, "metrics.jsonl", "environment.json", "result.json")
 
 
 def convert(run: Path, out: Path) -> Path:

@@ -36,7 +36,7 @@ from residua.storage.tensors import WEIGHTS, fitting, read_tensors, save_tensors
 
 MARK = "quantization.json"
 AGAIN = "the folder is damaged, quantize again"
-COPIED = ("config.toml", "tokenizer.json")
+COPIED = ("config.toml", "tokenizer.json", "tokenizer_config.json")
 VERSION = 1
 
 

@@ -20,6 +20,8 @@ from residua.config.run import RunConfig
 from residua.config.settings import ConfigError
 from residua.convert.families import find_family
 from residua.convert.family import Family, Keys, Rule, is_known
+from residua.data.tokenizer import SOURCE as SOURCE
+from residua.data.tokenizer import Tokenizer
 from residua.files import atomic_folder, refuse_used
 from residua.model.decoder import Decoder
 from residua.model.size import require_room, shapes
@@ -30,8 +32,6 @@ from residua.storage.stream import DTYPES, Entry, write_tensors
 from residua.storage.tensors import open_tensors, weight_files
 
 AGAIN = "download or save the model again, as safetensors"
-SOURCE = "source"
-"""The folder of an imported run with what `export` gives back: config.json, the chat template, generation settings."""
 KEPT = (
     "config.json",
     "generation_config.json",
@@ -183,6 +183,8 @@ def import_folder(folder: Path, out: Path) -> Imported:
     source = Source(folder)
     entries = [Entry(rule.ours, source.dtype(rule), rule.shape) for rule in source.rules]
     has_tokenizer = inside(folder, "tokenizer.json").is_file()
+    if has_tokenizer:
+        _check_tokenizer(folder, source.config)
     with atomic_folder(out) as run:
         (run / "config.toml").write_text(RunConfig(model=source.config).to_toml(), encoding="utf-8")
         step = run / FOLDER / "step-0"
@@ -198,6 +200,18 @@ def import_folder(folder: Path, out: Path) -> Imported:
             shutil.copyfile(folder / "tokenizer.json", run / "tokenizer.json")
     total = sum(entry.bytes for entry in entries)
     return Imported(source.family.model_type, sum(prod(rule.shape) for rule in source.rules), total, has_tokenizer)
+
+
+def _check_tokenizer(folder: Path, config: ModelConfig) -> None:
+    """Refuse a tokenizer that cannot be loaded, and one whose texts end in an id that the model does not know."""
+    tokenizer = Tokenizer.load(folder)
+    if tokenizer.end_of_text >= config.vocab_size:
+        name = tokenizer.backend.id_to_token(tokenizer.end_of_text)
+        raise ValueError(
+            f"{folder} cannot be imported: a text would end in {name!r}, id {tokenizer.end_of_text}, and the model "
+            f"knows ids below {config.vocab_size}: name the token that ends a text as eos_token in "
+            "tokenizer_config.json."
+        )
 
 
 def _parameters(source: Source) -> Iterator[Tensor]:

@@ -22,6 +22,7 @@ from pydantic import Field
 
 from residua.config.run import RunConfig, differences
 from residua.config.settings import ConfigError
+from residua.data.tokenizer import SETTINGS
 from residua.files import UNFINISHED, AppendedFile, refuse_blocked, write_atomically, writing
 from residua.reading import Count, Shape, check, inside, read_json, read_json_lines, read_text
 from residua.storage.checkpoint import Checkpoint, checkpoints
@@ -142,9 +143,10 @@ class Run:
 
     def keep_tokenizer(self, source: Path) -> None:
         """Copy the dataset's tokenizer into the run, which then stays usable without the dataset."""
-        target = self.folder / "tokenizer.json"
-        if source.exists() and not target.exists():
-            write_atomically(target, read_text(source, "prepare the data again"))
+        for name in ("tokenizer.json", SETTINGS):
+            found, target = source.with_name(name), inside(self.folder, name)
+            if found.exists() and not target.exists():
+                write_atomically(target, read_text(found, "prepare the data again"))
 
     def keep_companions(self, start: Path) -> None:
         """Copy what the folder of the model to start from holds beside it, so that exports of this run have it too."""

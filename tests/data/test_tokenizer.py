@@ -153,3 +153,51 @@ def test_byte_lengths_add_up_to_the_bytes_of_any_text(kind: str, trained: Tokeni
 
 def test_byte_lengths_are_unknown_for_tokenizers_of_other_kinds() -> None:
     assert Tokenizer(tokenizers.Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))).byte_lengths is None
+
+
+def foreign() -> tokenizers.Tokenizer:
+    """Bytes, and the special tokens `<|eot_id|>` = 256, `[EOS]` = 257."""
+    backend = tokenizers.Tokenizer.from_str(Tokenizer.bytes().backend.to_str())
+    content = json.loads(backend.to_str()) | {"added_tokens": []}
+    backend = tokenizers.Tokenizer.from_str(json.dumps(content))
+    backend.add_special_tokens(["<|eot_id|>", "[EOS]"])
+    return backend
+
+
+@pytest.mark.parametrize(
+    ("files", "end"),
+    [
+        ({"tokenizer_config.json": {"eos_token": "[EOS]"}}, "[EOS]"),
+        ({"tokenizer_config.json": {"eos_token": {"content": "<|eot_id|>"}}}, "<|eot_id|>"),
+        ({"special_tokens_map.json": {"eos_token": "[EOS]"}, "config.json": {"eos_token_id": 256}}, "[EOS]"),
+        ({"generation_config.json": {"eos_token_id": [256, 257]}, "config.json": {"eos_token_id": 257}}, "<|eot_id|>"),
+        ({"tokenizer_config.json": {"eos_token": "<none>"}, "config.json": {"eos_token_id": 257}}, "[EOS]"),
+        ({"source/tokenizer_config.json": {"eos_token": "[EOS]"}}, "[EOS]"),
+        ({"config.json": {"eos_token_id": True}}, "<|endoftext|>"),
+        ({"config.json": {"eos_token_id": 2}}, "<|endoftext|>"),
+    ],
+    ids=str,
+)
+def test_the_end_of_text_is_the_one_that_files_beside_name(files: dict[str, object], end: str, tmp_path: Path) -> None:
+    foreign().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "source").mkdir()
+    for name, content in files.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    for path in (tmp_path, tmp_path / "tokenizer.json"):
+        tokenizer = Tokenizer.load(path)
+        assert tokenizer.backend.id_to_token(tokenizer.end_of_text) == end
+        assert tokenizer.vocab_size == (259 if end == "<|endoftext|>" else 258)
+
+
+def test_a_saved_tokenizer_keeps_its_end_of_text_and_its_hash_tells_it(tmp_path: Path) -> None:
+    first, second = (Tokenizer(foreign(), end) for end in ("[EOS]", "<|eot_id|>"))
+    first.save(tmp_path / "tokenizer.json")
+    loaded = Tokenizer.load(tmp_path / "tokenizer.json")
+    assert loaded.end_of_text == first.end_of_text != second.end_of_text
+    assert loaded.hash == first.hash != second.hash
+
+
+def test_a_usual_end_of_text_that_is_stated_changes_nothing(trained: Tokenizer, tmp_path: Path) -> None:
+    trained.save(tmp_path / "tokenizer.json")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|endoftext|>"}))
+    assert Tokenizer.load(tmp_path).hash == trained.hash

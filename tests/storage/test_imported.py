@@ -9,15 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
 from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
 
 from residua.cli.main import app
+from residua.config.run import RunConfig
 from residua.data.tokenizer import Tokenizer
 from residua.export import export
 from residua.storage.imported import import_folder
 from residua.storage.load import load
 from residua.storage.opening import open_model
+from residua.storage.run import Run
 from residua.storage.stream import Entry, write_tensors
 from tests.convert.tiny import logits, saved, tokens
 
@@ -101,6 +105,65 @@ def test_tensors_that_do_not_fit_are_named(folder: Path, tmp_path: Path, change:
     save_file(content, folder / "model.safetensors")
     with pytest.raises(ValueError, match=re.escape(message)):
         import_folder(folder, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def ending_in(folder: Path, end: str) -> None:
+    """Give a folder a tokenizer of 300 ids, as many as the model has, with this end of text as the last."""
+    content = json.loads(Tokenizer.bytes().backend.to_str()) | {"added_tokens": []}
+    content["model"]["vocab"] |= {f"unused{n}": n for n in range(256, 299)}
+    backend = tokenizers.Tokenizer.from_str(json.dumps(content))
+    backend.add_special_tokens([end])
+    backend.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": end}))
+
+
+def test_texts_of_an_imported_model_end_in_its_own_token(folder: Path, tmp_path: Path) -> None:
+    from residua.data.dataset import Dataset
+
+    ending_in(folder, "[EOS]")
+    run, data, text = tmp_path / "run", tmp_path / "data", tmp_path / "text.txt"
+    text.write_text("Some text.")
+    import_folder(folder, run)
+    assert open_model(run)[1].end_of_text == open_model(folder)[1].end_of_text == 299
+    export(run, tmp_path / "out")
+    generation = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert (generation["eos_token_id"], generation["pad_token_id"]) == (299, 299)
+    assert open_model(tmp_path / "out")[1].end_of_text == 299
+    for number, tokenizer in enumerate((run / "tokenizer.json", folder)):
+        arguments = [
+            "data",
+            "prepare",
+            text,
+            "--validation",
+            text,
+            "--tokenizer",
+            tokenizer,
+            "--out",
+            f"{data}{number}",
+        ]
+        assert CliRunner().invoke(app, [str(a) for a in arguments], catch_exceptions=False).exit_code == 0
+        dataset = Dataset.open(f"{data}{number}")
+        assert dataset.split("train").read(0, 11).tolist() == [*b"Some text.", 299]
+        assert dataset.vocab_size == 300 and dataset.tokenizer.end_of_text == 299
+        dataset.require_tokenizer(open_model(run)[1].hash, "the run")
+    trained = Run.create(tmp_path / "trained", RunConfig(model=load(run).config))
+    trained.keep_tokenizer(tmp_path / "data0" / "tokenizer.json")
+    trained.close()
+    assert Tokenizer.load(tmp_path / "trained").hash == dataset.tokenizer_hash
+
+
+@pytest.mark.parametrize("content", ["{}", None])
+def test_a_tokenizer_that_the_model_cannot_use_is_refused_before_anything_is_written(
+    content: str | None, folder: Path, tmp_path: Path
+) -> None:
+    ending_in(folder, "[EOS]")
+    (folder / "tokenizer_config.json").write_text("{}")
+    if content is not None:
+        (folder / "tokenizer.json").write_text(content)
+    result = CliRunner().invoke(app, ["import", str(folder), "--out", str(tmp_path / "run")])
+    why = "cannot load a tokenizer from" if content else "name the token that ends a text as eos_token"
+    assert isinstance(result.exception, ValueError) and why in str(result.exception)
     assert not (tmp_path / "run").exists()
 
 
@@ -194,8 +257,6 @@ def test_a_model_of_one_billion_is_imported_within_its_own_size(tmp_path: Path) 
 
 @pytest.mark.slow
 def test_an_imported_run_is_an_ordinary_run(folder: Path, tmp_path: Path) -> None:
-    from typer.testing import CliRunner
-
     run, text = tmp_path / "run", tmp_path / "text.txt"
     text.write_text("The quick brown fox jumps over the lazy dog. " * 60)
 

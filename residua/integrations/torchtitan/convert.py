@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from residua.config.run import ParallelConfig, RunConfig
+from residua.data.tokenizer import SETTINGS
 from residua.files import atomic_folder, sentence, write_atomically
 from residua.integrations.torchtitan.packed import SIZE, pack, unpack
 from residua.model.size import build_if_it_fits
@@ -215,8 +216,9 @@ def _states(config: RunConfig, last: Checkpoint, model: Any, optimizer: HybridOp
 
 
 def _copy_tokenizer(source: Path, out: Path) -> None:
-    if inside(source, "tokenizer.json").exists():
-        shutil.copy(source / "tokenizer.json", out / "tokenizer.json")
+    for name in ("tokenizer.json", SETTINGS):
+        if inside(source, name).exists():
+            shutil.copy(source / name, out / name)
 
 
 def convert(source: Path, out: Path) -> Path:

@@ -19,6 +19,7 @@ from torchtitan.distributed import utils as engine
 from torchtitan.trainer import Trainer
 
 from residua.config.run import RunConfig
+from residua.data.tokenizer import SETTINGS
 from residua.files import write_atomically
 from residua.integrations.torchtitan.gradients import Gradients
 from residua.integrations.torchtitan.model import ResiduaModel
@@ -105,9 +106,10 @@ class ResiduaTrainer(Trainer):
             folder = Path(self.config.dump_folder)
             folder.mkdir(parents=True, exist_ok=True)
             write_atomically(folder / "config.toml", self._trained(run, model).to_toml())
-            tokenizer = self.dataloader.dataset.path / "tokenizer.json"
-            if tokenizer.exists():
-                write_atomically(folder / "tokenizer.json", tokenizer.read_text(encoding="utf-8"))
+            for name in ("tokenizer.json", SETTINGS):
+                found = self.dataloader.dataset.path / name
+                if found.exists():
+                    write_atomically(folder / name, found.read_text(encoding="utf-8"))
 
     def _trained(self, run: RunConfig, model: ResiduaModel) -> RunConfig:
         """The run with what torchtitan's flags have changed."""
