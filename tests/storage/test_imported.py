@@ -128,7 +128,7 @@ def test_texts_of_an_imported_model_end_in_its_own_token(folder: Path, tmp_path:
     assert open_model(run)[1].end_of_text == open_model(folder)[1].end_of_text == 299
     export(run, tmp_path / "out")
     generation = json.loads((tmp_path / "out" / "generation_config.json").read_text())
-    assert (generation["eos_token_id"], generation["pad_token_id"]) == (299, 299)
+    assert (generation["eos_token_id"], generation["pad_token_id"]) == (299, 0)
     assert open_model(tmp_path / "out")[1].end_of_text == 299
     for number, tokenizer in enumerate((run / "tokenizer.json", folder)):
         arguments = [
