@@ -65,12 +65,13 @@ def generate(
     sampling = Sampling(temperature, top_k, top_p, seed)
     from residua.generate.generator import Generator, Request
     from residua.machine import choose_device
+    from residua.storage.companions import stop_ids
     from residua.storage.opening import open_model, place
 
     use_threads(threads)
     where = choose_device(device, "--device")
     loaded, tokenizer = open_model(model, cast("Literal['last', 'best']", checkpoint))
-    generator = Generator(place(loaded, where, precision), tokenizer, engine=engine)
+    generator = Generator(place(loaded, where, precision), tokenizer, engine=engine, ends=stop_ids(model))
     request = Request(tokens, sampling, tuple(stop or ()))
     if chat:
         _chat(generator, request)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
@@ -96,9 +96,21 @@ class Generator:
     The cache and a captured step are reused between calls if they are large enough.
     """
 
-    def __init__(self, model: Decoder, tokenizer: Tokenizer, *, engine: str = "auto", chunk: int | None = None) -> None:
-        """Prompts are read `chunk` tokens at a time; by default 512, or on a GPU as many as `PREFILLED` allows."""
+    def __init__(
+        self,
+        model: Decoder,
+        tokenizer: Tokenizer,
+        *,
+        engine: str = "auto",
+        chunk: int | None = None,
+        ends: Collection[int] = (),
+    ) -> None:
+        """Prompts are read `chunk` tokens at a time; by default 512, or on a GPU as many as `PREFILLED` allows.
+
+        `ends` are ids that end a text beside the tokenizer's own.
+        """
         self.model, self.tokenizer, self.chunk = model.eval(), tokenizer, chunk
+        self.ends = {tokenizer.end_of_text, *ends}
         self.engine = engine_for(model, engine)
         self._forward = prompt_reader(model, self.engine)
         self._cache: Cache | None = None
@@ -161,7 +173,7 @@ class Generator:
             ahead = going_on and self._step is not None
             if ahead:
                 tokens, taken = sampler(self._built(cache)(tokens), taken + 1), taken + 1
-            ended = batch.add([int(token) for token in arrival.wait().tolist()], self.tokenizer.end_of_text)
+            ended = batch.add([int(token) for token in arrival.wait().tolist()], self.ends)
             ended = ended or not going_on
             if not (ahead or ended):
                 tokens, taken = sampler(self._built(cache)(tokens), taken + 1), taken + 1
@@ -209,11 +221,11 @@ class _Batch:
         self.completions = [Completion() for _ in streams]
         self.open = set(range(len(streams)))
 
-    def add(self, tokens: list[int], end_of_text: int) -> bool:
+    def add(self, tokens: list[int], ends: Collection[int]) -> bool:
         """Add the next token of every open row; True once all have ended."""
         for i in sorted(self.open):
             row, stream = self.completions[i], self.streams[i]
-            if tokens[i] == end_of_text:
+            if tokens[i] in ends:
                 self._close(i, "end")
                 continue
             row.tokens.append(tokens[i])

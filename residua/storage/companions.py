@@ -37,3 +37,9 @@ def end_ids(files: Mapping[str, Path]) -> dict[str, Any]:
     """The ids that begin, end and pad a text, as config.json has them: one id, or several that end it."""
     keys = read_companion(files, CONFIG)
     return {name: keys[name] for name in END_TOKENS if keys.get(name) is not None}
+
+
+def stop_ids(folder: Path) -> frozenset[int]:
+    """The ids that end a text by the generation settings of a folder; a chat model may have several."""
+    ids = read_companion(companions(folder), GENERATION).get("eos_token_id")
+    return frozenset(number for number in (ids if isinstance(ids, list) else [ids]) if type(number) is int)

@@ -10,7 +10,7 @@ import pytest
 
 from residua.data.tokenizer import Tokenizer
 from residua.export import export
-from residua.storage.companions import companions
+from residua.storage.companions import companions, stop_ids
 from residua.storage.imported import import_folder
 from tests.convert.tiny import saved
 
@@ -70,6 +70,7 @@ def test_every_export_of_a_model_has_its_manners(folder: Path, tmp_path: Path) -
         found = manners(tmp_path / str(number))
         assert found == expected, (source, layout)
         assert companions(tmp_path / str(number)).keys() == companions(folder).keys()
+        assert stop_ids(source) == stop_ids(tmp_path / str(number)) == {259, 256}
     config, before = (json.loads((path / "config.json").read_text()) for path in (tmp_path / "0", folder))
     assert config["eos_token_id"] == before["eos_token_id"] == 259
     assert config["pad_token_id"] == before["pad_token_id"] == 0

@@ -123,6 +123,16 @@ def test_generation_ends_at_the_end_of_text_and_at_the_context() -> None:
     assert (speed.new_tokens, speed.prompt_tokens, speed.steps) == (15, 13, 8)
 
 
+def test_generation_ends_at_every_token_that_ends_a_text() -> None:
+    built = model(context=16)
+    with torch.no_grad():
+        built.embed.weight.zero_()
+        built.embed.weight[:, 0] = 1.0
+        built.embed.weight[7, 0] = 2.0
+    reasons = [Generator(built, TOKENIZER, ends=ends)(["abc"], Request(3))[0][0].reason for ends in ((), (5, 7))]
+    assert reasons == ["length", "end"]
+
+
 def stream(pieces: list[bytes], stop: list[str]) -> tuple[list[str], TextStream]:
     """What a stream shows after each piece and at the end; a token is a piece of bytes."""
     made = TextStream(lambda ids: b"".join(pieces[i] for i in ids).decode(errors="replace"), stop)
