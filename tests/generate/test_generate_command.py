@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -36,6 +38,19 @@ def test_a_prompt_is_continued_as_a_stream_and_the_speed_is_told(
         + r" GB of weights; prompt: 8 tokens in [\d.]+ s\]\n",
         printed.err,
     )
+
+
+def test_a_text_ends_at_every_id_that_the_models_settings_name(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run that came from an import has them in source/."""
+    copied = shutil.copytree(run, tmp_path / "run")
+    (copied / "source").mkdir()
+    ids = list(range(library.load(run).config.vocab_size))
+    (copied / "source" / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+    assert residua(monkeypatch, "generate", copied, "--prompt", "depth is", "--tokens", 9) == 0
+    printed = capsys.readouterr()
+    assert printed.out == "depth is\n" and printed.err.startswith("[0 tokens (end)")
 
 
 def test_the_documentation_works_as_written(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
