@@ -53,6 +53,7 @@ def manners(folder: Path) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_every_export_of_a_model_has_its_manners(folder: Path, tmp_path: Path) -> None:
     import_folder(folder, tmp_path / "run")
     expected = manners(folder)

@@ -48,6 +48,7 @@ def imported(tmp_path: Path) -> Path:
     return run
 
 
+@pytest.mark.slow
 def test_an_imported_model_is_measured_on_the_embedded_corpus_in_its_own_tokens(
     imported: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
