@@ -96,7 +96,8 @@ class Step:
         if config.recompute == "sublayers":
             recompute_sublayers(model)
         self._copies = self._build_copies(config)
-        self._helpers = Helpers.start(device) if config.compile == "layers" and self.capturable else None
+        self._helpers = Helpers.start(device) if self.compiled and self.capturable else None
+        self._traced = config.compile != "layers"
         self._losses = self._build_losses(config)
         graphs = self.compiled and device.type == "cuda" and config.graphs == "auto"
         self._captures = graphs and self.capturable
@@ -257,7 +258,7 @@ class Step:
         return build_losses(self.model, config, self._copies, self.compiled)
 
     def _rehearse(self, batch: Batch) -> None:
-        """Run the eager parts of the step on tensors without memory, so that helpers can compile their kernels now.
+        """Run what is not traced of the step on tensors without memory, so that helpers can compile its kernels now.
 
         A part that needs real data fails here without harm: its kernels are compiled at their first launch.
         """
@@ -271,6 +272,8 @@ class Step:
             for group in self.optimizer.param_groups:
                 matrices = [torch.empty_like(p, dtype=working_dtype(p)) for p in group["params"] if "parts" in group]
                 list(orthogonal_updates(matrices, group.get("parts", ())))
+            if self._traced:
+                return  # a whole graph tells the helpers what it calls
             tokens, targets = (torch.empty_like(t, device=self.device) for t in (batch.tokens, batch.targets))
             segments = None if batch.segments is None else torch.empty_like(tokens)
             ce, z, _ = self._forward(tokens, targets, segments)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import io
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any
 
@@ -20,6 +21,7 @@ from residua.model import taps
 from residua.model.decoder import Decoder, build
 from residua.train import summary
 from residua.train.compile.layers import structure
+from residua.train.compile.precompile import Helpers
 from residua.train.inspect import inspect_model
 from residua.train.step import Step, build_step
 from tests.nightly import only_nightly
@@ -220,6 +222,34 @@ def test_a_rehearsal_leaves_nothing_behind(
 def test_a_rehearsal_compiles_nothing(config: RunConfig, counter: CompileCounterWithBackend) -> None:
     make(config, ROUNDED, LAYERED)._rehearse(batch(2, 0))
     assert counter.frame_count == 0
+
+
+class _Heard:
+    """Helpers that compile nothing."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        self.steps += 1
+        yield
+
+
+@pytest.mark.parametrize(("compiled", "forward_passes"), [("on", 1), (LAYERED.partition("=")[2], 2), ("off", 1)])
+def test_helpers_hear_the_first_step_of_compiled_code(
+    config: RunConfig, shared: None, monkeypatch: pytest.MonkeyPatch, compiled: str, forward_passes: int
+) -> None:
+    """A whole graph tells them what it calls while it is traced, so only layers have a forward pass without data."""
+    helpers = _Heard()
+    monkeypatch.setattr(Helpers, "start", lambda device: helpers)
+    step, passes = make(config, f"train.compile={compiled}"), []
+    forward = step._forward
+    monkeypatch.setattr(step, "_forward", lambda *batch: (passes.append(1), forward(*batch))[1])
+    step([batch(2, 0)])
+    assert (helpers.steps, len(passes)) == (0 if compiled == "off" else 1, forward_passes)
+    step([batch(2, 7)])
+    assert helpers.steps <= 1
 
 
 def test_several_processes_are_refused(config: RunConfig) -> None:
