@@ -12,11 +12,11 @@ from pydantic import Field
 from residua.config.model import ModelConfig
 from residua.config.run import RunConfig
 from residua.data.dataset import DESCRIPTION
+from residua.data.tokenizer import SOURCE
 from residua.model.decoder import Decoder
 from residua.reading import ReadError, Shape, inside, read_json
 from residua.report.plain import markdown
 from residua.storage.checkpoint import best, checkpoints
-from residua.storage.imported import SOURCE
 from residua.storage.run import METRICS, read_metrics
 from residua.version import __version__
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from residua.config.model import ModelConfig
 from residua.config.settings import of_file
+from residua.data.tokenizer import SOURCE
 from residua.files import atomic_folder, refuse_used
 from residua.model.decoder import Decoder
 from residua.model.size import build_if_it_fits
@@ -31,7 +32,7 @@ from residua.quantize.schemes import Quantized, find_scheme
 from residua.reading import Shape, check, inside, read_json, reason, refuse, shown
 from residua.storage.checkpoint import model_tensors
 from residua.storage.finite import require_finite
-from residua.storage.imported import KEPT, SOURCE
+from residua.storage.imported import KEPT
 from residua.storage.tensors import WEIGHTS, fitting, read_tensors, save_tensors
 
 MARK = "quantization.json"

@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from residua.data.tokenizer import SOURCE
 from residua.reading import inside, read_json
-from residua.storage.imported import KEPT, SOURCE
+from residua.storage.imported import KEPT
 
 CONFIG = "config.json"
 GENERATION = "generation_config.json"

@@ -20,8 +20,7 @@ from residua.config.run import RunConfig
 from residua.config.settings import ConfigError
 from residua.convert.families import find_family
 from residua.convert.family import Family, Keys, Rule, is_known
-from residua.data.tokenizer import SOURCE as SOURCE
-from residua.data.tokenizer import Tokenizer
+from residua.data.tokenizer import SOURCE, Tokenizer
 from residua.files import atomic_folder, refuse_used
 from residua.model.decoder import Decoder
 from residua.model.size import require_room, shapes

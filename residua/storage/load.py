@@ -10,6 +10,7 @@ from torch import nn
 
 from residua.config.model import ModelConfig
 from residua.config.run import RunConfig
+from residua.data.tokenizer import SOURCE
 from residua.model.decoder import Decoder
 from residua.model.size import build_if_it_fits
 from residua.reading import inside
@@ -25,7 +26,7 @@ from residua.storage.checkpoint import (
 from residua.storage.exported import load_folder
 from residua.storage.finite import describe, nonfinite
 from residua.storage.formats import find_reader
-from residua.storage.imported import SOURCE, Source, is_family, load_family
+from residua.storage.imported import Source, is_family, load_family
 from residua.storage.tensors import holds_only_numbers
 
 

@@ -22,14 +22,13 @@ from pydantic import Field
 
 from residua.config.run import RunConfig, differences
 from residua.config.settings import ConfigError
-from residua.data.tokenizer import SETTINGS
+from residua.data.tokenizer import SETTINGS, SOURCE
 from residua.files import UNFINISHED, AppendedFile, refuse_blocked, write_atomically, writing
 from residua.reading import Count, Shape, check, inside, read_json, read_json_lines, read_text
 from residua.storage.checkpoint import Checkpoint, checkpoints
 from residua.storage.companions import companions
 from residua.storage.formats import ENVIRONMENT, find_reader
 from residua.storage.formats import METRICS as METRICS
-from residua.storage.imported import SOURCE
 
 LOCK = ".lock"
 # What a resumed run writes to: none may be a link to elsewhere.

@@ -10,8 +10,8 @@ from residua.config.settings import ConfigError
 from residua.data import Dataset
 from residua.data.dataset import TOKENIZER
 from residua.data.source import find_data
+from residua.data.tokenizer import SOURCE
 from residua.reading import inside
-from residua.storage.imported import SOURCE
 from residua.storage.load import own_tokenizer
 from residua.storage.opening import has_tokenizer, open_tokenizer
 
