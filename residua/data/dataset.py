@@ -59,15 +59,15 @@ PLACES = 64
 class Split:
     """One split of a dataset as a single stream of tokens: its shards, end to end.
 
-    Every id that is read is checked to be below `vocab_size`, because files can be damaged after they were opened.
+    No id that is read is above `largest`: each is checked, because files can be damaged after they were opened.
     """
 
-    def __init__(self, name: str, bytes: int, shards: list[Shard], tokenizer_hash: str, vocab_size: int) -> None:
+    def __init__(self, name: str, bytes: int, shards: list[Shard], tokenizer_hash: str) -> None:
         self.name = name
         self.bytes = bytes
         self.shards = shards
         self.tokenizer_hash = tokenizer_hash
-        self.vocab_size = vocab_size
+        self.largest = max(shard.largest for shard in shards)
         self.tokens: int = sum(shard.tokens for shard in shards)
         self.documents: int = sum(shard.documents for shard in shards)
         self._first = np.cumsum([0, *(shard.tokens for shard in shards)])
@@ -75,7 +75,7 @@ class Split:
     def read(self, start: int, count: int) -> np.ndarray:
         """Tokens `start` to `start + count` of the stream, int64 [count]."""
         overlap = self._overlap(start, start + count)
-        pieces = [shard.read(low, high, self.vocab_size) for shard, low, high, _ in overlap]
+        pieces = [shard.read(low, high) for shard, low, high, _ in overlap]
         return np.concatenate(pieces).astype(np.int64)
 
     def check(self) -> None:
@@ -83,7 +83,7 @@ class Split:
         for shard in self.shards:
             shard.documents_between(0, shard.tokens)
             for low in range(0, shard.tokens, CHUNK):
-                shard.read(low, min(low + CHUNK, shard.tokens), self.vocab_size)
+                shard.read(low, min(low + CHUNK, shard.tokens))
 
     def document_starts(self, start: int, stop: int) -> np.ndarray:
         """Positions in [start, stop) of the stream at which a document begins."""
@@ -200,6 +200,16 @@ class Dataset:
         if self.tokenizer_hash != tokenizer_hash:
             raise _mismatch(self.path, self.tokenizer_hash, owner, tokenizer_hash)
 
+    def require_known(self, vocab_size: int, advice: str) -> None:
+        """Raise `DataError` if the dataset is in other tokens than a model with `vocab_size` ids can know.
+
+        The tokenizer may have added tokens beyond these ids that no text uses; `advice` says what to do if one does.
+        """
+        if self.vocab_size > vocab_size:
+            largest = max(split.largest for split in self.splits.values())
+            self.tokenizer.require_known([largest], vocab_size, f"{self.path} holds", advice)
+            self.tokenizer.require_model(vocab_size, self.path)
+
 
 def unigram_entropy(
     dataset: Dataset,
@@ -244,7 +254,7 @@ def _open_split(path: Path, name: str, about: _SplitFacts, facts: _Facts) -> Spl
     shards = [Shard(inside(path, file)) for file in about.shards]
     for shard in shards:
         _check(shard, facts)
-    split = Split(name, about.bytes, shards, facts.tokenizer_hash, facts.vocab_size)
+    split = Split(name, about.bytes, shards, facts.tokenizer_hash)
     if (split.tokens, split.documents) != (about.tokens, about.documents):
         raise DataError(
             f"the {name} shards in {path} hold {counted(split.tokens, 'token')} in "

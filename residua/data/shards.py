@@ -102,14 +102,14 @@ class Shard:
         self.ids = np.asarray(np.memmap(path, self.dtype, "r", HEADER_BYTES, (self.tokens,)))
         self.starts = np.asarray(np.memmap(path, START, "r", table, (self.documents,)))
 
-    def read(self, low: int, high: int, vocab_size: int) -> np.ndarray:
-        """Ids `low` to `high`, mapped; refuses one outside the vocabulary. The header only says what was written."""
+    def read(self, low: int, high: int) -> np.ndarray:
+        """Ids `low` to `high`, mapped; refuses one above `largest`, the largest that was written."""
         ids = self.ids[low:high]
-        if int(ids.max()) >= vocab_size:
-            at = int(np.argmax(ids >= vocab_size))
+        if int(ids.max()) > self.largest:
+            at = int(np.argmax(ids > self.largest))
             raise DataError(
-                f"shard {self.path} holds id {ids[at]} at token {low + at}, outside the vocabulary of {vocab_size}: "
-                "the file is damaged, prepare the dataset again or restore it from a copy"
+                f"shard {self.path} holds id {ids[at]} at token {low + at}, and the largest that was written is "
+                f"{self.largest}: the file is damaged, prepare the dataset again or restore it from a copy"
             )
         return ids
 

@@ -8,21 +8,24 @@ from pathlib import Path
 from residua.config.run import DataConfig, RunConfig
 from residua.config.settings import ConfigError, read_toml
 from residua.data import Dataset, embedded
-from residua.data.dataset import DESCRIPTION
+from residua.data.dataset import DESCRIPTION, TOKENIZER
 from residua.data.pipeline import resolve_tokenizer, size_of
 from residua.data.tokenizer import padded_vocabulary
 
 
 def open_data(config: RunConfig) -> Dataset:
-    """Open the dataset of a run to train; refuse one with token ids outside the model's vocabulary."""
+    """Open the dataset of a run to train; refuse one with tokens that the model does not know.
+
+    A new model has all ids of the tokenizer. One to start from may have fewer, if the text does without the others.
+    """
     dataset, start = find_data(config.data), config.train.start
-    if dataset.vocab_size > config.model.vocab_size:
-        wider = f"set model.vocab_size={dataset.vocab_size} or more, or leave it out"
-        recut = f"prepare it with --tokenizer {start}/tokenizer.json, the tokenizer of the model to start from"
+    known = config.model.vocab_size
+    if start is None and dataset.vocab_size > known:
         raise ConfigError(
-            f"model.vocab_size = {config.model.vocab_size} is smaller than the {dataset.vocab_size} token ids of "
-            f"{dataset.path}: {wider if start is None else recut}."
+            f"model.vocab_size = {known} is smaller than the {dataset.vocab_size} token ids of {dataset.path}: "
+            f"set model.vocab_size={dataset.vocab_size} or more, or leave it out."
         )
+    dataset.require_known(known, f"prepare text without it with --tokenizer {start}/{TOKENIZER}")
     return dataset
 
 

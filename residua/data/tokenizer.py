@@ -158,6 +158,33 @@ class Tokenizer:
         encoded = self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encoded]
 
+    def require_known(self, ids: Iterable[int], vocab_size: int, holder: str, advice: str) -> None:
+        """Raise `DataError` if a model with `vocab_size` ids does not know one of `ids`; the sentence names its token.
+
+        `holder` begins the sentence ("the prompt holds"), `advice` ends it.
+        """
+        unknown = next((token for token in ids if not 0 <= token < vocab_size), None)
+        if unknown is None:
+            return
+        name = self.backend.id_to_token(unknown) if 0 <= unknown < self.vocab_size else None
+        token = f"id {unknown}" if name is None else f"{name!r}, id {unknown}"
+        raise DataError(f"{holder} {token}, and the model knows ids below {vocab_size}: {advice}.")
+
+    def require_model(self, vocab_size: int, folder: Path) -> None:
+        """Raise `DataError` if this tokenizer, read from `folder`, cannot be that of a model with `vocab_size` ids.
+
+        Added tokens may be beyond these ids, as Gemma 3's token for images is, and `require_known` refuses texts that
+        hold one. The end of a text and the tokens of plain text may not.
+        """
+        if self.vocab_size <= vocab_size:
+            return
+        ends = "name the token that ends a text as eos_token in tokenizer_config.json"
+        self.require_known([self.end_of_text], vocab_size, f"by the tokenizer in {folder}, texts end in", ends)
+        plain = set(self.backend.get_vocab(with_added_tokens=False).values())
+        largest = max(plain - self.backend.get_added_tokens_decoder().keys(), default=0)
+        own = "they do not belong together, use the model's own tokenizer"
+        self.require_known([largest], vocab_size, f"the tokenizer in {folder} makes", own)
+
     def decode(self, ids: Iterable[int]) -> str:
         """Text of ids; special tokens are shown."""
         return self.backend.decode([int(token) for token in ids], skip_special_tokens=False)

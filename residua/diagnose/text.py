@@ -155,10 +155,8 @@ def sample(
             f"{text.name} gives {counted(len(ids), 'token')}, too few for one sequence of {length}: name more text "
             "with --text, or lower --length."
         )
-    if (largest := max(ids)) >= vocabulary:
-        raise ValueError(
-            f"the tokenizer made id {largest} and the model's vocabulary has {vocabulary}: they do not belong together."
-        )
+    advice = "name text without it with --text, or put the model's own tokenizer.json into its folder"
+    tokenizer.require_known([*prefix, *ids], vocabulary, f"in the model's tokens, {text.name} holds", advice)
     rows = torch.tensor(ids[: count * body]).view(count, body)
     rows = torch.cat([torch.tensor(prefix, dtype=rows.dtype).expand(count, -1), rows], 1)
     facts = TextFacts(source=text.name, tokens=count * length, sequences=count, length=length, prefix=prefix)

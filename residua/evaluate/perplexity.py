@@ -108,11 +108,7 @@ def score_text(
     With `segments`, attention stays inside documents and the first token of a document is not scored, as in training
     with `data.masking = "documents"`.
     """
-    if dataset.vocab_size > model.config.vocab_size:
-        raise ValueError(
-            f"{dataset.path} has {dataset.vocab_size} token ids, but the model has {model.config.vocab_size}: "
-            "prepare the data with the model's own tokenizer."
-        )
+    dataset.require_known(model.config.vocab_size, "prepare text without it, with the model's own tokenizer")
     device = model.embed.weight.device
     sequence = sequence or model.config.context
     rows = max(1, (batch_tokens or (65_536 if device.type == "cuda" else 4096)) // sequence)

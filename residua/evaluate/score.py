@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -77,6 +78,9 @@ class Scorer:
 
         While the device works on a batch, the host prepares the next one, and reads what the one before gave.
         """
+        known = self.model.config.vocab_size
+        for pair in pairs:
+            self.tokenizer.require_known(chain(*pair), known, "a text to score holds", "leave it out")
         done = 0
         results: list[Likelihood | None] = [None] * len(pairs)
 

@@ -194,9 +194,7 @@ class Generator:
                 f"the prompt has {counted(len(prompt), 'token')} and the model's context is {context}: "
                 f"shorten it to {context - 1} or fewer."
             )
-        known = self.model.config.vocab_size
-        if not all(0 <= token < known for token in prompt):
-            raise ValueError(f"the prompt holds a token outside the model's vocabulary of {known}.")
+        self.tokenizer.require_known(prompt, self.model.config.vocab_size, "the prompt holds", "leave it out")
         return min(request.tokens, context - len(prompt))
 
     def _empty_cache(self, batch: int, capacity: int) -> Cache:

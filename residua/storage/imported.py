@@ -183,7 +183,7 @@ def import_folder(folder: Path, out: Path) -> Imported:
     entries = [Entry(rule.ours, source.dtype(rule), rule.shape) for rule in source.rules]
     has_tokenizer = inside(folder, "tokenizer.json").is_file()
     if has_tokenizer:
-        _check_tokenizer(folder, source.config)
+        Tokenizer.load(folder).require_model(source.config.vocab_size, folder)
     with atomic_folder(out) as run:
         (run / "config.toml").write_text(RunConfig(model=source.config).to_toml(), encoding="utf-8")
         step = run / FOLDER / "step-0"
@@ -199,18 +199,6 @@ def import_folder(folder: Path, out: Path) -> Imported:
             shutil.copyfile(folder / "tokenizer.json", run / "tokenizer.json")
     total = sum(entry.bytes for entry in entries)
     return Imported(source.family.model_type, sum(prod(rule.shape) for rule in source.rules), total, has_tokenizer)
-
-
-def _check_tokenizer(folder: Path, config: ModelConfig) -> None:
-    """Refuse a tokenizer that cannot be loaded, and one whose texts end in an id that the model does not know."""
-    tokenizer = Tokenizer.load(folder)
-    if tokenizer.end_of_text >= config.vocab_size:
-        name = tokenizer.backend.id_to_token(tokenizer.end_of_text)
-        raise ValueError(
-            f"{folder} cannot be imported: a text would end in {name!r}, id {tokenizer.end_of_text}, and the model "
-            f"knows ids below {config.vocab_size}: name the token that ends a text as eos_token in "
-            "tokenizer_config.json."
-        )
 
 
 def _parameters(source: Source) -> Iterator[Tensor]:

@@ -24,11 +24,7 @@ def open_model(
     """The model of a folder, on the CPU, and its tokenizer; ready to run, or `as_trained` with nothing folded."""
     tokenizer = open_tokenizer(folder)
     model = load(folder, which)
-    if tokenizer.vocab_size > model.config.vocab_size:
-        raise ValueError(
-            f"the tokenizer in {folder} makes {tokenizer.vocab_size} ids and the model knows "
-            f"{model.config.vocab_size}: they do not belong together."
-        )
+    tokenizer.require_model(model.config.vocab_size, Path(folder))
     return model.eval() if as_trained else ready(model), tokenizer
 
 

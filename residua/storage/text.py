@@ -33,10 +33,11 @@ def open_text(folder: Path, model: ModelConfig, data: Path | None) -> tuple[Data
     config = config.model_copy(update={"data": config.data.model_copy(update=changes)})
     dataset = find_data(config.data) if data is None else Dataset.open(data)
     known = open_tokenizer(folder).hash if has_tokenizer(folder) else dataset.tokenizer_hash
-    if dataset.tokenizer_hash != known or dataset.vocab_size > model.vocab_size:
+    if dataset.tokenizer_hash != known:
         text = "the embedded corpus" if config.data.path is None else dataset.path
         raise ConfigError(
             f"{text} is in other tokens than those that the model in {folder} knows: name text with --data that was "
             f"prepared with --tokenizer {tokenizer}."
         )
+    dataset.require_known(model.vocab_size, f"name text without it with --data, prepared with --tokenizer {tokenizer}")
     return dataset, config

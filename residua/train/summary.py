@@ -70,8 +70,10 @@ def _lines(config: RunConfig, step: Step, dataset: Dataset, size: Size) -> Itera
 
 
 def _vocabulary_line(model: int, text: int) -> str:
-    """How the model's vocabulary relates to the text's."""
+    """How the model's vocabulary relates to that of the text's tokenizer."""
     padded = padded_vocabulary(text)
+    if text > model:
+        return f"{model:,} token ids; the tokenizer has {text - model:,} more, which the text does not use"
     if model == padded > text:
         return f"{model:,} token ids: the {text:,} of the text, padded to a multiple of 128"
     if model > padded:

@@ -148,14 +148,14 @@ def test_every_reader_of_a_dataset_refuses_it(
         assert words in say(*arguments)
 
 
-def test_an_id_outside_the_vocabulary_is_named(run: Path, say: Say, tmp_path: Path) -> None:
+def test_an_id_that_was_not_written_is_named(run: Path, say: Say, tmp_path: Path) -> None:
     """The header still says what was written; the ids were changed later."""
     for split in ("train", "validation"):
         path = tmp_path / "data" / f"{split}-00000.bin"
         ids = np.memmap(path, np.dtype("<u2"), "r+", HEADER_BYTES, (40,))
         ids[17:] = 300
         ids.flush()
-    words = "holds id 300 at token 17, outside the vocabulary of 257: the file is damaged, prepare the dataset again"
+    words = "holds id 300 at token 17, and the largest that was written is 256: the file is damaged, prepare"
     for arguments in (
         ("train", "--resume", "--out", run, "train.steps=5"),
         ("eval", run, "--device", "cpu"),

@@ -168,7 +168,7 @@ def test_folder_that_is_no_dataset_is_refused(tmp_path: Path) -> None:
         Dataset.open(tmp_path)
 
 
-def test_an_id_outside_the_vocabulary_is_named_when_it_is_read(copy: Path) -> None:
+def test_an_id_above_all_that_were_written_is_named_when_it_is_read(copy: Path) -> None:
     """The header keeps the largest id that was written; a file can be damaged afterwards."""
     opened = Dataset.open(copy)
     first = opened.split("train").shards[0].tokens
@@ -178,7 +178,7 @@ def test_an_id_outside_the_vocabulary_is_named_when_it_is_read(copy: Path) -> No
     ids.flush()
     split = Dataset.open(copy).split("train")
     split.read(0, first + 5)
-    sentence = r"train-00001\.bin holds id 257 at token 5, outside the vocabulary of 257: the file is damaged, prepare"
+    sentence = r"train-00001\.bin holds id 257 at token 5, and the largest that was written is 256: the file is"
     for read in (lambda: split.read(first - 3, 20), lambda: split.counts(257)):
         with pytest.raises(DataError, match=sentence):
             read()

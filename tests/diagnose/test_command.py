@@ -125,7 +125,7 @@ def test_a_tokenizer_of_another_model_is_refused(run: Path, text: Path, tmp_path
     folder = write_run(tmp_path / "other")
     Tokenizer.train([WORDS + "".join(map(chr, range(1000, 3000)))], 400).save(folder / "tokenizer.json")
     text.write_text("".join(map(chr, range(1000, 3000))), encoding="utf-8")
-    with pytest.raises(ValueError, match="do not belong together"):
+    with pytest.raises(ValueError, match=r"put the model's own tokenizer\.json into its folder"):
         diagnose([folder], tmp_path / "out", text=text, tokens=640)
 
 

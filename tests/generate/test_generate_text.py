@@ -193,7 +193,8 @@ def test_what_streams_is_what_is_returned() -> None:
         ([], "there is no prompt: give the model a text to continue."),
         ([""], "the prompt is empty: give the model a text to continue."),
         (["x" * 64], "the prompt has 64 tokens and the model's context is 64: shorten it to 63 or fewer."),
-        ([[3, 260]], "the prompt holds a token outside the model's vocabulary of 260."),
+        ([[3, 260]], "the prompt holds id 260, and the model knows ids below 260: leave it out."),
+        ([[-1]], "the prompt holds id -1, and the model knows ids below 260: leave it out."),
     ],
 )
 def test_a_prompt_that_cannot_be_continued_is_refused_in_one_sentence(prompts: list[str], message: str) -> None:

@@ -11,7 +11,7 @@ import torch
 import residua
 from residua.config.run import RunConfig
 from residua.config.settings import ConfigError
-from residua.data import Dataset, open_corpus, prepare
+from residua.data import DataError, Dataset, open_corpus, prepare
 from residua.data.source import open_data
 from residua.data.tokenizer import Tokenizer
 from residua.quantize import quantize
@@ -82,5 +82,5 @@ def test_a_trained_model_is_not_asked_for_a_larger_vocabulary(imported: Path, co
     config = RunConfig(model=small(vocab_size=300, context=16), data={"path": str(other.path)})
     with pytest.raises(ConfigError, match=r": set model\.vocab_size="):
         open_data(config)
-    with pytest.raises(ConfigError, match=r": prepare it with --tokenizer .*run/tokenizer\.json"):
+    with pytest.raises(DataError, match=r": prepare text without it with --tokenizer .*run/tokenizer\.json"):
         open_data(config.override([f"train.start='{imported}'"]))

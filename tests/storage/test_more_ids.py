@@ -1,0 +1,159 @@
+"""Tokenizers with more ids than their model: Gemma 3 has one for images, which its text models do not know."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tokenizers
+
+from residua.config.run import RunConfig
+from residua.data import Dataset, Tokenizer, open_corpus, prepare
+from residua.data.shards import HEADER_BYTES
+from residua.data.source import open_data
+from residua.evaluate.perplexity import score_text
+from residua.evaluate.score import Scorer
+from residua.storage.imported import import_folder
+from residua.storage.opening import open_model
+from residua.storage.text import open_text
+from residua.train.start import check_tokenizer
+from tests.convert.tiny import GEMMA, saved
+from tests.trained import residua
+
+pytest.importorskip("transformers")
+WORDS = "The quick brown fox jumps over the lazy dog. " * 60
+UNKNOWN = "holds '<extra>', id 258, and the model knows ids below 257: "
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Gemma 3 with 257 ids; its tokenizer has the bytes, the end of a text, and two added tokens more."""
+    path = tmp_path_factory.mktemp("gemma") / "hf"
+    saved(path, "Gemma3", vocab_size=257, query_pre_attn_scalar=8, sliding_window_pattern=2, **GEMMA)
+    backend = tokenizers.Tokenizer.from_str(Tokenizer.bytes().backend.to_str())
+    backend.add_special_tokens(["<image_soft_token>"])
+    backend.add_tokens(["<extra>"])
+    backend.save(str(path / "tokenizer.json"))
+    return path
+
+
+@pytest.fixture
+def run(folder: Path, tmp_path: Path) -> Path:
+    import_folder(folder, tmp_path / "run")
+    return tmp_path / "run"
+
+
+def prepared(text: str, tokenizer: Path, out: Path) -> Dataset:
+    file = out.with_suffix(".txt")
+    file.write_text(text)
+    return prepare(open_corpus([file], validation=file), out, str(tokenizer), workers=1)
+
+
+@pytest.mark.slow
+def test_every_command_takes_such_a_model(
+    folder: Path, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, text = tmp_path / "data", tmp_path / "text.txt"
+    text.write_text(f"{WORDS} <image_soft_token>")  # special tokens inside a text are text
+
+    def do(*arguments: object) -> str:
+        assert residua(monkeypatch, *arguments) == 0, capsys.readouterr().err
+        return capsys.readouterr().out
+
+    do("data", "prepare", text, "--validation", text, "--tokenizer", folder, "--out", data)
+    assert Dataset.open(data).vocab_size == 259
+    do("eval", run, "--data", data)
+    do("diagnose", run, "--text", text, "--tokens", 128, "--out", tmp_path / "diagnosis")
+    do("quantize", run, "--data", data, "--out", tmp_path / "low")
+    changes = ["model.topology=dense", "train.steps=2", "train.schedule.warmup=1", "train.device=cpu"]
+    printed = do("train", "--from", run, *changes, "--data", data, "--out", tmp_path / "new")
+    assert "257 token ids; the tokenizer has 2 more, which the text does not use\n" in printed
+    do("export", run, "--out", tmp_path / "back", "--layout", "gemma3_text")
+    for model in (folder, run, tmp_path / "low", tmp_path / "new", tmp_path / "back"):
+        do("generate", model, "--prompt", "<image_soft_token>", "--tokens", 2)
+
+
+def test_a_prompt_with_an_id_that_the_model_does_not_have_is_one_sentence(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert residua(monkeypatch, "generate", run, "--prompt", "The <extra> fox") == 2
+    assert capsys.readouterr().err == f"residua: the prompt {UNKNOWN}leave it out.\n"
+
+
+def test_a_file_to_diagnose_on_with_such_an_id_is_one_sentence(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "text.txt").write_text(f"<extra> {WORDS}")
+    arguments = ("--text", tmp_path / "text.txt", "--out", tmp_path / "out", "--tokens", 64)
+    assert residua(monkeypatch, "diagnose", run, *arguments) == 2
+    assert f"text.txt {UNKNOWN}name text without it with --text" in capsys.readouterr().err
+
+
+def test_a_question_with_such_an_id_is_refused_before_any_is_scored(run: Path) -> None:
+    scorer = Scorer(*open_model(run))
+    assert len(scorer.score([scorer.pair("The quick", " brown fox")])) == 1
+    with pytest.raises(ValueError, match=f"^a text to score {UNKNOWN}"):
+        scorer.score([scorer.pair("The quick", " brown fox"), scorer.pair("The", " <extra>")])
+
+
+def test_prepared_text_may_lack_ids_that_the_model_does_not_have_but_not_hold_one(run: Path, tmp_path: Path) -> None:
+    config = RunConfig.from_toml(run / "config.toml").override([f"train.start='{run}'"])
+    model, _ = open_model(run)
+    plain = prepared(WORDS, run / "tokenizer.json", tmp_path / "plain")
+    extra = prepared(f"{WORDS} <extra>", run / "tokenizer.json", tmp_path / "extra")
+    begun = config.override([f"data.path='{plain.path}'"])
+    check_tokenizer(begun, open_data(begun))
+    assert open_text(run, model.config, plain.path)[0].vocab_size == 259
+    assert score_text(model, plain, tokens=64).loss > 0
+    for refuse in (
+        lambda: open_data(config.override([f"data.path='{extra.path}'"])),
+        lambda: open_text(run, model.config, extra.path),
+        lambda: score_text(model, extra),
+    ):
+        with pytest.raises(ValueError, match=f"^{extra.path} {UNKNOWN}(prepare|name) text without it"):
+            refuse()
+
+
+def test_a_damaged_shard_cannot_bring_such_an_id_in(run: Path, tmp_path: Path) -> None:
+    data = prepared(WORDS, run / "tokenizer.json", tmp_path / "data")
+    ids = np.memmap(data.split("train").shards[0].path, np.dtype("<u2"), "r+", HEADER_BYTES, (20,))
+    ids[7] = 258
+    ids.flush()
+    with pytest.raises(ValueError, match="holds id 258 at token 7, and the largest that was written is 256: the"):
+        Dataset.open(data.path).split("train").read(0, 20)
+
+
+def test_a_new_model_has_every_id_of_its_text(run: Path, tmp_path: Path) -> None:
+    data = prepared(WORDS, run / "tokenizer.json", tmp_path / "data")
+    with pytest.raises(ValueError, match=r"model\.vocab_size = 257 is smaller .*: set model\.vocab_size=259"):
+        open_data(RunConfig.from_toml(run / "config.toml").override([f"data.path='{data.path}'"]))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"added": ["<eos>"], "end": "<eos>"}, "texts end in '<eos>', id 257, .*: name the token .* as eos_token"),
+        ({"vocab": ["plain"], "end": "<|endoftext|>"}, "makes 'plain', id 257, .*: they do not belong together"),
+    ],
+    ids=["end", "plain"],
+)
+def test_only_added_tokens_that_end_no_text_may_be_beyond_the_model(
+    change: dict, message: str, folder: Path, run: Path, tmp_path: Path
+) -> None:
+    content = json.loads(Tokenizer.bytes().backend.to_str())
+    content["model"]["vocab"] |= {name: n for n, name in enumerate(["<|endoftext|>", *change.get("vocab", [])], 256)}
+    backend = tokenizers.Tokenizer.from_str(json.dumps(content))
+    backend.add_special_tokens(change.get("added", []))
+    other = shutil.copytree(folder, tmp_path / "other")
+    for place in (other, run):
+        backend.save(str(place / "tokenizer.json"))
+        (place / "tokenizer_config.json").write_text(json.dumps({"eos_token": change["end"]}))
+    sentence = f"the tokenizer in {{}},? {message}"
+    with pytest.raises(ValueError, match=sentence.format(other)):
+        import_folder(other, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+    with pytest.raises(ValueError, match=sentence.format(run)):
+        open_model(run)
