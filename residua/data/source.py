@@ -9,8 +9,9 @@ from residua.config.run import DataConfig, RunConfig
 from residua.config.settings import ConfigError, read_toml
 from residua.data import Dataset, embedded
 from residua.data.dataset import DESCRIPTION, TOKENIZER
-from residua.data.pipeline import resolve_tokenizer, size_of
+from residua.data.pipeline import BPE, resolve_tokenizer, size_of
 from residua.data.tokenizer import padded_vocabulary
+from residua.reading import inside
 
 
 def open_data(config: RunConfig) -> Dataset:
@@ -18,7 +19,7 @@ def open_data(config: RunConfig) -> Dataset:
 
     A new model has all ids of the tokenizer. One to start from may have fewer, if the text does without the others.
     """
-    dataset, start = find_data(config.data), config.train.start
+    dataset, start = find_data(config), config.train.start
     known = config.model.vocab_size
     if start is None and dataset.vocab_size > known:
         raise ConfigError(
@@ -29,9 +30,22 @@ def open_data(config: RunConfig) -> Dataset:
     return dataset
 
 
-def find_data(data: DataConfig) -> Dataset:
-    """Open the dataset that a configuration names, or make it of the embedded corpus."""
-    return embedded(data.tokenizer, progress=True) if data.path is None else _prepared(Path(data.path))
+def find_data(config: RunConfig, *, progress: bool = True) -> Dataset:
+    """Open the dataset that a configuration names, or make it of the embedded corpus, with `progress` shown."""
+    if config.data.path is not None:
+        return _prepared(Path(config.data.path))
+    if config.train.start is not None and config.data.tokenizer.startswith(BPE):
+        _require_tokenizer(Path(config.train.start))
+    return embedded(config.data.tokenizer, progress=progress)
+
+
+def _require_tokenizer(start: Path) -> None:
+    """Refuse a model to start from without its tokenizer, as imports may be: a BPE trained here means nothing to it."""
+    if start.is_dir() and not inside(start, TOKENIZER).is_file():
+        raise ConfigError(
+            f"{start} has no {TOKENIZER}, so the embedded corpus cannot be cut into its model's tokens: give --data a "
+            "folder that was prepared with the model's own tokenizer."
+        )
 
 
 def vocabulary(data: DataConfig) -> int:

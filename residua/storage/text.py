@@ -31,7 +31,7 @@ def open_text(folder: Path, model: ModelConfig, data: Path | None) -> tuple[Data
     own = own_tokenizer(folder)
     changes = ({} if own is None else {"tokenizer": str(own)}) | ({} if data is None else {"path": str(data)})
     config = config.model_copy(update={"data": config.data.model_copy(update=changes)})
-    dataset = find_data(config.data) if data is None else Dataset.open(data)
+    dataset = find_data(config) if data is None else Dataset.open(data)
     known = open_tokenizer(folder).hash if has_tokenizer(folder) else dataset.tokenizer_hash
     if dataset.tokenizer_hash != known:
         text = "the embedded corpus" if config.data.path is None else dataset.path

@@ -12,7 +12,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from residua.data import Dataset, embedded, unigram_entropy
+from residua.data import Dataset, unigram_entropy
+from residua.data.source import find_data
 from residua.files import write_atomically
 from residua.reading import counted
 from residua.report.plain import outcome
@@ -183,9 +184,10 @@ def complete_records(plan: StudyPlan, known: Mapping[PlannedRun, RunRecord]) -> 
 
 def open_dataset(study: StudyConfig, console: Console) -> Dataset:
     """The text of every run: the study's, else its base's, else the embedded corpus (made on first use)."""
-    data = base_run(study, study.sizes[0]).data
-    path = study.data or data.path
-    return embedded(data.tokenizer, progress=console.is_terminal) if path is None else Dataset.open(path)
+    config = base_run(study, study.sizes[0])
+    if study.data:
+        return Dataset.open(study.data)
+    return find_data(config, progress=console.is_terminal)
 
 
 def describe(dataset: Dataset, limit_tokens: int) -> DatasetFacts:

@@ -84,3 +84,33 @@ def test_a_trained_model_is_not_asked_for_a_larger_vocabulary(imported: Path, co
         open_data(config)
     with pytest.raises(DataError, match=r": prepare text without it with --tokenizer .*run/tokenizer\.json"):
         open_data(config.override([f"train.start='{imported}'"]))
+
+
+@pytest.mark.parametrize("verb", [["train"], ["compare", "base", "mgr"]], ids=["train", "compare"])
+def test_training_from_an_import_without_a_tokenizer_needs_text_in_its_tokens(
+    verb: list[str],
+    imported: Path,
+    corpus: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (imported / "tokenizer.json").unlink()
+    config = RunConfig(model=small(vocab_size=2048, context=16))  # has room for the default tokens
+    (imported / "config.toml").write_text(config.to_toml())
+    assert command(monkeypatch, *verb, "--from", imported, "--out", tmp_path / "new") == 2
+    assert capsys.readouterr().err == (
+        f"residua: {imported} has no tokenizer.json, so the embedded corpus cannot be cut into its model's tokens: "
+        "give --data a folder that was prepared with the model's own tokenizer.\n"
+    )
+    assert not (tmp_path / "new").exists() and not (tmp_path / "cache").exists()
+
+
+def test_text_or_a_tokenizer_that_is_named_is_taken_for_an_import_without_one(
+    imported: Path, corpus: Path, tmp_path: Path
+) -> None:
+    (imported / "tokenizer.json").unlink()
+    config = RunConfig.from_toml(imported / "config.toml").override([f"train.start='{imported}'"])
+    data = prepare(open_corpus([corpus], validation=corpus), tmp_path / "data", "bytes", workers=1)
+    for change in (f"data.path='{data.path}'", "data.tokenizer=bytes"):
+        assert open_data(config.override([change])).tokenizer_hash == data.tokenizer_hash
