@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from residua.data import Dataset, unigram_entropy
-from residua.data.source import find_data
+from residua.data.source import find_data, open_data
 from residua.files import write_atomically
 from residua.reading import counted
 from residua.report.plain import outcome
@@ -38,6 +38,7 @@ from residua.study.tasked import Questions, Recipes, open_questions, score_runs
 from residua.study.timing import keep_timings, read_timings, time_variants
 from residua.study.trials import keep_rates
 from residua.study.tuning import chosen_rates, known_rates
+from residua.train.start import check_tokenizer
 
 NOWHERE = Path(os.devnull)
 """The folder of a study that has none: nothing is found in it."""
@@ -98,6 +99,8 @@ def begin(study: StudyConfig, out: Path, console: Console, results: Path | None,
     dataset = open_dataset(study, console)
     questions = None if study.tasks is None else open_questions(study.tasks)
     plan = make_plan(study, out, dataset, known_rates(out, results))
+    first = next(iter(plan.models.values())).config
+    check_tokenizer(first, open_data(first))  # once here, not in every run
     announce(console, study, plan)
     whole = _whole(study, plan, out, dataset, results)
     if results is not None and whole.known:

@@ -114,3 +114,22 @@ def test_text_or_a_tokenizer_that_is_named_is_taken_for_an_import_without_one(
     data = prepare(open_corpus([corpus], validation=corpus), tmp_path / "data", "bytes", workers=1)
     for change in (f"data.path='{data.path}'", "data.tokenizer=bytes"):
         assert open_data(config.override([change])).tokenizer_hash == data.tokenizer_hash
+
+
+@pytest.mark.parametrize("verb", [["train"], ["compare", "base", "mgr"]], ids=["train", "compare"])
+def test_text_in_other_tokens_than_the_model_to_start_from_is_refused_before_anything_is_written(
+    verb: list[str],
+    imported: Path,
+    corpus: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    data = prepare(open_corpus([corpus], validation=corpus), tmp_path / "data", "bpe:260", workers=1)
+    options = ("--from", imported, "--data", data.path, "--out", tmp_path / "new")
+    assert command(monkeypatch, *verb, *options) == 2
+    assert capsys.readouterr().err == (
+        f"residua: {data.path} was prepared with another tokenizer than {imported} has: prepare it with "
+        f"--tokenizer {imported}/tokenizer.json.\n"
+    )
+    assert not (tmp_path / "new").exists()
