@@ -16,7 +16,7 @@ from typing import Any, Literal, Self
 from pydantic import Field
 
 from residua.config.run import RunConfig
-from residua.config.settings import Frozen
+from residua.config.settings import ConfigError, Frozen
 from residua.files import write_atomically
 from residua.reading import check, read_json, reason, refuse, shown
 from residua.report.figures import evenly
@@ -126,6 +126,11 @@ class SavedStudy(Frozen):
         saved = check(content, cls, path, HINT)
         try:
             saved._check(content)
+        except ConfigError as error:  # the file is as it was written
+            refuse(
+                f"{path} holds a model that cannot be built here ({reason(error)})",
+                "name its plugin, or update Residua",
+            )
         except (ValueError, KeyError) as error:
             refuse(f"{path} is damaged ({reason(error)})", HINT)
         return saved

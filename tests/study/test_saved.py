@@ -391,3 +391,14 @@ def test_the_command_takes_the_folder_of_a_study(kept: Path, trainer: Trainer, t
     assert SavedStudy.read(tmp_path / "again.json").runs == SavedStudy.read(kept).runs
     (tmp_path / "empty").mkdir()
     assert "holds no finished study" in invoke(tmp_path / "empty")
+
+
+def test_a_file_of_another_ones_topology_is_not_called_damaged(kept: Path) -> None:
+    saved = SavedStudy.read(kept)
+    foreign = {**saved.models[0].config, "model": {**saved.models[0].config["model"], "topology": {"kind": "mine"}}}
+    models = (saved.models[0].model_copy(update={"config": foreign}), *saved.models[1:])
+    saved.model_copy(update={"models": models}).write(kept)
+    with pytest.raises(
+        ValueError, match=r"cannot be built here \(.*'mine' does not exist.*RESIDUA_PLUGINS.*name its plugin"
+    ):
+        SavedStudy.read(kept)
