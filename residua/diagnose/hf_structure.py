@@ -170,11 +170,13 @@ def is_norm(module: nn.Module, width: int) -> bool:
 
 
 def _norms(x: Tensor, y: Tensor) -> bool:
-    """Whether y is x, or x less its mean, brought to size 1 token by token."""
+    """Whether y is x, or x less its mean, brought to size 1 token by token; zeros, as of padding, stay zeros."""
     if x.shape != y.shape or x is y or not x.is_floating_point():
         return False
-    x, y = wide(x).double(), wide(y).double()
+    x, y = wide(x).double().flatten(0, -2), wide(y).double().flatten(0, -2)
     size = y.square().mean(-1).sqrt()
+    written = size > 0
+    x, y, size = x[written], y[written], size[written]
     if torch.equal(x, y) or not bool(((size > _NORM_SIZE[0]) & (size < _NORM_SIZE[1])).all()):
         return False
     return any(

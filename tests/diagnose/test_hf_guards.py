@@ -65,6 +65,16 @@ def test_compressed_keys_are_attended_to_and_not_counted() -> None:
     assert "layers 1" in reason and "several tokens" in reason
 
 
+@pytest.mark.parametrize("kind", ["olmo", "nanochat"])
+def test_a_padding_token_of_zeros_hides_no_norm_without_gain(kind: str) -> None:
+    model = architectures.build(kind)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[0] = 0
+    subject = HuggingFaceSubject(model, kind)
+    assert [site.kind for site in subject.sites] == ["attention", "feed-forward"] * 2
+    assert reasons(subject, "Sublayers") == []
+
+
 class Doubling(nn.Module):
     """A layer that doubles its input before its sublayer reads it."""
 
