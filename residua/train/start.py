@@ -60,7 +60,8 @@ def start_lines(config: RunConfig) -> Iterator[str]:
         kept = what_is_kept(config.model, stored_config(Path(config.train.start)))
     whole = kept.pop("model")
     why = ", ".join(f"{part}: {how.words}" for part, how in kept.items())
-    yield f"weights of {config.train.start}; what it computes is kept {whole.words}" + (f" ({why})" if why else "")
+    how = "is not kept" if whole is Kept.NOT else f"is kept {whole.words}"
+    yield f"weights of {config.train.start}; what it computes {how}" + (f" ({why})" if why else "")
     ended, peak = _last_rate(Path(config.train.start)), config.train.optimizer.lr
     if ended is not None and ended < peak:
         yield (

@@ -182,6 +182,7 @@ BEGIN = {
     "hyper static": (MULTIPLE, MULTIPLE),
     "full_attnres": (MULTIPLE, MULTIPLE),
     "full_attnres window": (ELSE, ELSE),
+    "boundary_attnres": (ELSE, ELSE),
     "block_attnres": (MULTIPLE, MULTIPLE),
     "multi_gate": (ELSE, MULTIPLE),
     "multi_gate independent": (ELSE, MULTIPLE),
@@ -194,7 +195,8 @@ BEGIN = {
 
 @pytest.mark.parametrize("name", BEGIN)
 def test_topologies_begin_as_the_page_says(name):
-    topology = build_topology(SMALL[name], 6, 8).double()
+    known = SMALL | {"boundary_attnres": residua.choices.BoundaryAttnRes(sublayers_per_block=3)}
+    topology = build_topology(known[name], 6, 8).double()
     x, y = embedding_and_outputs(6, 8)
     sums = [x + sum(y[:k]) for k in range(7)]
     found = [kind_of(drive(topology, x, y), sums)]

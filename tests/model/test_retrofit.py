@@ -123,6 +123,7 @@ NOT: dict[str, dict[str, Any]] = {
     "dyt": {"norm": {"kind": "dyt"}},
     "gatednorm, tanh": {"norm": {"kind": "gatednorm", "activation": "tanh"}},
     "full_attnres, window": {"topology": {"kind": "full_attnres", "window": 1}},
+    "boundary_attnres": {"topology": {"kind": "boundary_attnres", "sublayers_per_block": 2}},
     "no qk_norm": {"attention": {"qk_norm": "none"}},
     "other positions": {"attention": {"rope_theta": 77.0}},
     "a window": {"attention": {"window": 2}},

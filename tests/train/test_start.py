@@ -96,6 +96,9 @@ def test_what_is_kept_is_known_without_the_weights(old: Path, data: Path) -> Non
     line, _ = start_lines(config)
     assert "kept up to the norms' eps (norm.eps: up to the norms' eps, topology: up to the norms' eps)" in line
     assert not list(start_lines(of(data)))
+    changes = ["model.topology.kind=boundary_attnres", "model.topology.sublayers_per_block=1"]
+    line, _ = start_lines(of(data).override([f"train.start='{old}'", *changes]))
+    assert line.endswith("what it computes is not kept (topology: not)")
 
 
 def test_mistakes_are_refused_before_anything_is_written(old: Path, tmp_path: Path, data: Path) -> None:
