@@ -162,9 +162,14 @@ def _parts(config: ModelConfig) -> Iterator[tuple[str, str]]:
 def _data(trained: Trained) -> str:
     """What the run read. Of paths only the last part: a card may be published."""
     run = trained.run
-    if inside(run, SOURCE).is_dir():
-        return "The model was imported: the card of the original says what it was trained on."
     config = RunConfig.from_toml(inside(run, "config.toml"))
+    before = ""
+    if inside(run, SOURCE).is_dir():
+        before = "The model was imported: the card of the original says what it was trained on."
+        if config.train.start is None:
+            return before
+    elif config.train.start is not None:
+        before = f"The model began with the weights of another run, {markdown(Path(config.train.start).name)}."
     data, step = config.data, _step(trained)
     where = "Residua's embedded corpus, Python's standard library" if data.path is None else Path(data.path).name
     lines = [f"- data: {markdown(where)}"]
@@ -175,7 +180,7 @@ def _data(trained: Trained) -> str:
         f"- tokens in a sequence: {config.sequence:,}",
         f"- vocabulary: {config.model.vocab_size:,} tokens",
     ]
-    return "\n".join(lines)
+    return (f"{before} Then it was trained here:\n\n" if before else "") + "\n".join(lines)
 
 
 def _step(trained: Trained) -> int:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from residua.export.card import PAPERS, model_card, papers
+from residua.export.card import PAPERS, Trained, model_card, papers
 from residua.model.decoder import build
 from tests.model.combinations import TABLES
 from tests.model.small import small
@@ -121,6 +122,20 @@ def test_a_push_that_fails_leaves_the_folder_and_says_how_to_send_it(
     assert "me/tiny was not written (403 Forbidden you have no right to write here)" in said
     assert f"`hf upload me/tiny {out} .`" in said and said.count("\n") == 1
     assert (out / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("imported", [True, False])
+def test_what_a_run_read_after_the_model_that_it_began_with_is_in_its_card(
+    run: Path, tmp_path: Path, imported: bool
+) -> None:
+    continued = shutil.copytree(run, tmp_path / "continued")
+    toml = (continued / "config.toml").read_text()
+    (continued / "config.toml").write_text(toml.replace("[train]\n", '[train]\nstart = "/home/me/base"\n'))
+    if imported:
+        (continued / "source").mkdir()
+    card = model_card(build(small(layers=1)), "mine", Trained(continued))
+    assert ("The model was imported" if imported else "the weights of another run, base. Then it was trained") in card
+    assert "- data: data\n- sources: texts\n- tokens of training: 512, in 4 steps" in card and "/home/me" not in card
 
 
 def test_a_model_without_a_run_has_a_card_too() -> None:
