@@ -1,4 +1,4 @@
-"""`residua import`: make a run of a model that transformers trained or downloaded."""
+"""`residua import`: make a run of a model that transformers trained or downloaded, or of an export."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
 @app.command()
 def import_(
-    folder: Annotated[Path, typer.Argument(metavar="HF_FOLDER", help="A local folder of a Hugging Face model.")],
+    folder: Annotated[Path, typer.Argument(metavar="HF_FOLDER", help="A local Hugging Face model, or an export.")],
     out: Annotated[Path, typer.Option(help="The run folder to write; it must not exist, or be empty.")],
 ) -> None:
     """Make a run of a Hugging Face model: Llama, Mistral, Qwen, OLMo, Gemma, Mixtral and others.
+
+    A folder of `residua export` becomes a run again, also after other tools have trained it.
 
     \b
     residua import models/Qwen3-0.6B --out runs/qwen3

@@ -141,6 +141,8 @@ class Family:
     architecture: ClassVar[str]
     mixture: ClassVar[bool] = False
     """Whether its feed-forwards have experts."""
+    KEYS: ClassVar[type[OpenShape]] = Keys
+    """What its config.json must hold."""
 
     DEFAULTS: ClassVar[Mapping[str, Any]] = {
         "hidden_act": "silu",

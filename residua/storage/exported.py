@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from residua.config.model import ModelConfig
 from residua.config.settings import ConfigError
+from residua.convert.family import Family, Layout, Names, Rule
 from residua.model.decoder import Decoder
-from residua.model.size import build_if_it_fits
-from residua.reading import inside, read_json, shown
+from residua.model.size import build_if_it_fits, shapes
+from residua.reading import OpenShape, inside, read_json, shown
 from residua.storage.checkpoint import model_tensors
 from residua.storage.tensors import fitting, read_tensors, weight_files
 
@@ -23,6 +25,36 @@ HEAD = "lm_head.weight"
 def exported_name(name: str) -> str:
     """A tensor's name in the folder: the head belongs to transformers' class, everything else to the decoder."""
     return HEAD if name == "unembed.weight" else f"model.decoder.{name}"
+
+
+class _Keys(OpenShape):
+    residua: dict[str, Any]
+
+
+class _Whole(Layout):
+    """Their tensor is our parameter, of any shape."""
+
+    def shape(self, rows: int, ours: tuple[int, ...]) -> tuple[int, ...]:
+        return ours
+
+
+class Export(Family):
+    """The folders of `residua export`, read as those of a family are: its tables and tensors are Residua's own."""
+
+    model_type = "residua"
+    architecture = "ResiduaForCausalLM"
+    KEYS: ClassVar[type[OpenShape]] = _Keys
+    TOP: ClassVar[Names] = {name: (exported_name(name),) for name in ("embed.weight", "unembed.weight")}
+
+    def read(self, keys: Mapping[str, Any]) -> ModelConfig:
+        config = ModelConfig(**keys["residua"])
+        if config.head.kind == "tied" and keys.get("tie_word_embeddings") is False:  # untied after the export
+            return ModelConfig(**keys["residua"] | {"head": {"kind": "untied"}})
+        return config
+
+    def rules(self, config: ModelConfig, keys: Mapping[str, Any]) -> Iterator[Rule]:
+        for name, tensor in model_tensors(shapes(config)).items():
+            yield Rule(name, tuple(tensor.shape), (exported_name(name),), (1,), layout=_Whole())
 
 
 def is_export(folder: Path) -> bool:
@@ -37,14 +69,13 @@ def load_folder(folder: Path) -> Decoder:
     """The model of an exported folder, on the CPU."""
     path = folder / "config.json"
     content = _config(folder)
-    tables = content.get("residua")
-    if not isinstance(tables, dict):
+    if not isinstance(content.get("residua"), dict):
         raise ValueError(
             f"{path} describes a model of type {shown(content.get('model_type'))}: neither `residua export` "
             "wrote it nor does `residua import` know this family (docs/import.md)."
         )
     try:
-        model = build_if_it_fits(ModelConfig(**tables), folder)
+        model = build_if_it_fits(Export().read(content), folder)
     except ConfigError as error:
         raise ValueError(f"{path} holds an invalid configuration: {error}") from None
     saved: dict[str, Tensor] = {}

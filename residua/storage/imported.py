@@ -1,4 +1,5 @@
-"""Folders of transformers' own models: opened as models, or imported as runs, one tensor at a time.
+"""Folders of transformers' own models: opened as models, or imported as runs, one tensor at a time. Folders of
+`residua export` are imported in the same way.
 
 No code from a folder is run, and no pickle is read: weights are safetensors.
 """
@@ -19,7 +20,7 @@ from residua.config.model import ModelConfig
 from residua.config.run import RunConfig
 from residua.config.settings import ConfigError
 from residua.convert.families import find_family
-from residua.convert.family import Family, Keys, Rule, is_known
+from residua.convert.family import Family, Rule, is_known
 from residua.data.tokenizer import SOURCE, Tokenizer
 from residua.files import atomic_folder, refuse_used
 from residua.model.decoder import Decoder
@@ -27,6 +28,7 @@ from residua.model.size import require_room, shapes
 from residua.reading import check, inside, read_json
 from residua.storage.checkpoint import FOLDER
 from residua.storage.exported import AGAIN as EXPORTED_AGAIN
+from residua.storage.exported import Export, is_export
 from residua.storage.stream import DTYPES, Entry, write_tensors
 from residua.storage.tensors import open_tensors, weight_files
 
@@ -55,18 +57,18 @@ class Imported(NamedTuple):
 
 
 class Source:
-    """A folder of a known family: its configuration, and its tensors by name, read one at a time."""
+    """A folder of a known family or of `residua export`: its configuration, and its tensors, read one by one."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         path = inside(folder, "config.json")
         keys = read_json(path, dict[str, Any], AGAIN, lenient=True)
         try:
-            self.family: Family = find_family(keys.get("model_type"))
+            self.family: Family = Export() if is_export(folder) else find_family(keys.get("model_type"))
         except ValueError as error:
             raise ValueError(f"{folder} cannot be imported: {error}") from None
         keys = self.family.spelled(keys)
-        check(keys, Keys, path, AGAIN)
+        check(keys, self.family.KEYS, path, AGAIN)
         self._read(keys)
         self._files: dict[str, Path] = {}
         self._stored: dict[str, str] = {}

@@ -23,7 +23,7 @@ from residua.storage.checkpoint import (
     model_tensors,
     read_checkpoint,
 )
-from residua.storage.exported import load_folder
+from residua.storage.exported import is_export, load_folder
 from residua.storage.finite import describe, nonfinite
 from residua.storage.formats import find_reader
 from residua.storage.imported import Source, is_family, load_family
@@ -58,11 +58,12 @@ def load(folder: str | Path, which: Literal["last", "best"] = "last", *, allow_n
 
 
 def stored_config(folder: Path) -> ModelConfig:
-    """The configuration of the model that `load` returns, without its weights: of a run, or of transformers' folder."""
-    if is_family(folder):
+    """The configuration of the model that `load` returns, without its weights: of a run, an export, or transformers'
+    folder."""
+    if is_family(folder) or is_export(folder):
         return Source(folder).config
     if not inside(folder, "config.toml").is_file():
-        raise ValueError(f"{folder} is neither a run nor a model of a known family: name one of them.")
+        raise ValueError(f"{folder} is neither a run, an export nor a model of a known family: name one of them.")
     return RunConfig.from_toml(inside(folder, "config.toml")).model
 
 
@@ -73,6 +74,8 @@ def start_changes(run: Path) -> tuple[str, list[str]]:
     """
     at = run.resolve()
     if not inside(at, "config.toml").is_file():
+        if is_family(at) or is_export(at):
+            raise ValueError(f"{run} is no run: make one of it with residua import {run} --out RUN, and name RUN.")
         raise ValueError(f"{run} is no run: name one, or make one of a Hugging Face model with residua import.")
     config = RunConfig.from_toml(at / "config.toml")
     changes = [f"train.start={json.dumps(str(at))}", f"model.vocab_size={config.model.vocab_size}"]

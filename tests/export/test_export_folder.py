@@ -10,7 +10,9 @@ from safetensors.torch import load_file, save_file
 import residua
 from residua.data.tokenizer import Tokenizer
 from residua.export.folder import write_folder
+from residua.storage.companions import companions
 from residua.storage.exported import is_export
+from residua.storage.imported import import_folder
 from tests.export.exported import bytes_config, trained_like, write
 from tests.model.small import small
 
@@ -161,3 +163,55 @@ def test_half_precision_halves_the_weights_and_is_read_back(model, tmp_path):
     assert all(
         torch.equal(a.bfloat16().float(), b) for a, b in zip(model.parameters(), again.parameters(), strict=True)
     )
+
+
+def test_an_export_becomes_a_run_again(model, tmp_path):
+    folder, run = tmp_path / "half", tmp_path / "run"
+    write_folder(model, Tokenizer.bytes(), folder, torch.bfloat16, check=False)
+    made = import_folder(folder, run)
+    assert made.model_type == "residua" and made.has_tokenizer
+    stored = load_file(run / "checkpoints" / "step-0" / "model.safetensors")
+    assert {t.dtype for t in stored.values()} == {torch.bfloat16}
+    assert Tokenizer.load(run).hash == Tokenizer.load(folder).hash
+    assert {path.name for path in companions(run).values()} >= {"config.json", "tokenizer_config.json"}
+    before, after = residua.load(folder), residua.load(run)
+    assert before.config == after.config
+    text = torch.arange(40).view(2, 20)
+    assert torch.equal(before(text), after(text))
+
+
+@pytest.mark.parametrize(
+    "tables",
+    [
+        {"attention": {"kind": "gated_deltanet", "key_heads": 1, "value_heads": 2, "head_dim": 8}},
+        {"topology": {"kind": "multi_gate"}},
+        {"ffn": {"kind": "moe", "hidden": 8, "experts": 4, "top_k": 2, "router": {"kind": "sigmoid_scores"}}},
+    ],
+    ids=["no softmax attention", "topology with parameters", "buffers"],
+)
+def test_exports_of_other_models_become_runs_too(tables, tmp_path):
+    model = trained_like(bytes_config(small(**tables)))
+    import_folder(write(model, tmp_path / "out"), tmp_path / "run")
+    again = residua.load(tmp_path / "run").state_dict()
+    assert all(torch.equal(tensor, again[name]) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["the embedding", "its own"])
+def test_a_head_that_was_trained_after_the_export_is_kept(own, tmp_path):
+    folder = write(trained_like(bytes_config(small(layers=1, head={"kind": "tied"}))), tmp_path / "out")
+    head = load_file(folder / "model.safetensors")["model.decoder.embed.weight"] + own
+    change(folder, {"lm_head.weight": head})
+    import_folder(folder, tmp_path / "run")
+    again = residua.load(tmp_path / "run")
+    assert again.config.head.kind == ("untied" if own else "tied")
+    assert torch.equal(again.embed.weight + own, head if again.unembed is None else again.unembed.weight)
+
+
+def test_what_does_not_fit_is_no_run(folder, tmp_path):
+    change(folder, {"model.decoder.norm.weight": None})
+    with pytest.raises(ValueError, match=r"lacks tensor 'model.decoder.norm.weight'"):
+        import_folder(folder, tmp_path / "run")
+    (folder / "config.json").write_text('{"model_type": "residua", "residua": {"layers": 0}}')
+    with pytest.raises(ValueError, match=r"cannot be imported, because its config.json is not valid: .*layers = 0"):
+        import_folder(folder, tmp_path / "run")
+    assert not (tmp_path / "run").exists()

@@ -159,3 +159,17 @@ def test_an_imported_run_is_trained_from_not_resumed(
     assert kept == {name: path.read_text() for name, path in companions(tmp_path / "hf").items()}
     assert "chat_template.jinja" in kept
     assert residua(monkeypatch, "train", "--resume", "--out", tmp_path / "new", "train.steps=3") == 0
+
+
+@pytest.mark.slow
+def test_an_export_is_trained_from_after_an_import(
+    old: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], data: Path
+) -> None:
+    folder, run, options = tmp_path / "export", tmp_path / "run", ["--data", data, "--out", tmp_path / "new"]
+    assert residua(monkeypatch, "export", old, "--out", folder) == 0
+    assert residua(monkeypatch, "train", "--from", folder, *options) == 2
+    assert f"make one of it with residua import {folder} --out RUN" in " ".join(capsys.readouterr().err.split())
+    assert residua(monkeypatch, "import", folder, "--out", run) == 0
+    changes = ["model.topology=multi_gate", "train.steps=2", "train.schedule.warmup=1", "train.device=cpu"]
+    assert residua(monkeypatch, "train", "--from", run, *changes, "data.validation_tokens=128", *options) == 0
+    assert validations(tmp_path / "new")[0] == pytest.approx(validations(old)[4], abs=2e-6)
