@@ -20,7 +20,14 @@ def export(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run of `residua train`.")],
     out: Annotated[Path, typer.Option(help="The folder to write; it must not exist, or be empty.")],
     checkpoint: Checkpoint = "last",
-    precision: Annotated[str, typer.Option(metavar="float32|bfloat16", help="Of the weights.")] = "float32",
+    precision: Annotated[
+        str | None,
+        typer.Option(
+            metavar="float32|bfloat16",
+            show_default="as stored: float32, or an import's own",
+            help="Of the weights.",
+        ),
+    ] = None,
     layout: Annotated[
         str, typer.Option(metavar="residua|llama|qwen3|...", help="Residua's own with its code, or a model_type.")
     ] = "residua",
@@ -41,6 +48,8 @@ def export(
     code: copies of Residua's own files, those of the parts that this model has. The code
     is run and compared with the model before the folder gets its name. With --layout
     there is no code: the model is written as one of transformers' own, if it is one.
+    Without --precision, an imported model keeps the dtypes that its weights are stored in,
+    and a model that was trained here is written in float32.
     --push makes a private repository if there is none.
     """
     if public and push is None:
@@ -55,7 +64,7 @@ def export(
         made = write(run, out, cast("Literal['last', 'best']", checkpoint), precision, layout, push, public)
     files = len(list(out.glob("*.py")))
     code = f"{counted(files, 'file')} of modelling code" if files else f"as a {layout} model"
-    console.print(f"{out}: {made.parameters:,} parameters in {precision}, {code}.", soft_wrap=True)
+    console.print(f"{out}: {made.parameters:,} parameters in {made.precision}, {code}.", soft_wrap=True)
     console.print(_checked(made.difference), soft_wrap=True)
     if made.address is not None:
         console.print(f"Pushed to {made.address}.", soft_wrap=True, markup=False)

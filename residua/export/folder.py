@@ -12,13 +12,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from residua.config.model import ModelConfig, head_dim
 from residua.data.tokenizer import Tokenizer
 from residua.export.bundle import bundle, users_modules
 from residua.export.card import CARD_FILE, model_card
 from residua.export.check import check_export
+from residua.export.precision import FLOAT32, Precision
 from residua.files import atomic_folder, refuse_used
 from residua.model.decoder import Decoder
 from residua.storage.checkpoint import model_tensors
@@ -39,7 +38,7 @@ def write_folder(
     model: Decoder,
     tokenizer: Tokenizer,
     out: Path,
-    dtype: torch.dtype = torch.float32,
+    precision: Precision = FLOAT32,
     check: bool = True,
     kept: Mapping[str, Path] | None = None,
     card: str | None = None,
@@ -50,18 +49,18 @@ def write_folder(
     """
     refuse_used(out)
     with atomic_folder(out) as folder:
-        _fill(folder, model, tokenizer, dtype, kept or {})
+        _fill(folder, model, tokenizer, precision, kept or {})
         (folder / CARD_FILE).write_text(card or model_card(model, out.name), encoding="utf-8")
-        return check_export(folder, model, dtype) if check else None
+        return check_export(folder, model, precision.rounds) if check else None
 
 
-def _fill(folder: Path, model: Decoder, tokenizer: Tokenizer, dtype: torch.dtype, kept: Mapping[str, Path]) -> None:
+def _fill(folder: Path, model: Decoder, tokenizer: Tokenizer, precision: Precision, kept: Mapping[str, Path]) -> None:
     special = end_tokens(tokenizer, kept)
     config: dict[str, Any] = {
         "architectures": ["ResiduaForCausalLM"],
         "auto_map": AUTO_MAP,
         "model_type": "residua",
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": precision.name,
         **_standard_names(model.config),
         **special,
         "residua_version": __version__,
@@ -80,12 +79,12 @@ def _fill(folder: Path, model: Decoder, tokenizer: Tokenizer, dtype: torch.dtype
     for name in kept.keys() - set(texts):
         shutil.copyfile(kept[name], folder / name)
     tokenizer.save(folder / "tokenizer.json")
-    tensors = {exported_name(n): t.detach() for n, t in model_tensors(model).items()}
-    tensors = {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
-    name = config["dtype"]
-    require_finite(
-        tensors, f"the weights in {name}", "use another checkpoint, or --precision float32 if they are finite"
-    )
+    tensors = {
+        exported_name(name): tensor.detach().to(precision.of(name)) if tensor.is_floating_point() else tensor
+        for name, tensor in model_tensors(model).items()
+    }
+    advice = "use another checkpoint, or --precision float32 if they are finite"
+    require_finite(tensors, f"the weights in {precision.name}", advice)
     save_tensors(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     # safetensors makes its files readable for their owner only
     shutil.copymode(folder / "config.json", folder / "model.safetensors")

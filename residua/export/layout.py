@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from residua.convert.families import find_family
@@ -15,6 +14,7 @@ from residua.data.tokenizer import Tokenizer
 from residua.export.card import CARD_FILE, model_card
 from residua.export.check import check_layout
 from residua.export.folder import end_tokens, json_text, tokenizer_config
+from residua.export.precision import FLOAT32, Precision
 from residua.files import atomic_folder, refuse_used
 from residua.model.decoder import Decoder
 from residua.reading import inside
@@ -28,7 +28,7 @@ def write_layout(
     run: Path,
     out: Path,
     layout: str,
-    dtype: torch.dtype = torch.float32,
+    precision: Precision = FLOAT32,
     card: str | None = None,
 ) -> float | None:
     """Write the model of a run as a folder of the family `layout`; returns what `check_layout` finds.
@@ -49,7 +49,7 @@ def write_layout(
     except ValueError as error:
         raise ValueError(f"--layout {layout} cannot hold this model: {error}") from None
     with atomic_folder(out) as folder:
-        config = {**before, **keys, "dtype": str(dtype).removeprefix("torch.")}
+        config = {**before, **keys, "dtype": precision.name}
         (folder / "config.json").write_text(json_text(config), encoding="utf-8")
         (folder / CARD_FILE).write_text(card or model_card(model, out.name, own_code=False), encoding="utf-8")
         if TOKENIZER_CONFIG not in kept:
@@ -58,12 +58,17 @@ def write_layout(
         for name in kept.keys() - {CONFIG}:
             shutil.copyfile(kept[name], folder / name)
         shutil.copyfile(inside(run, "tokenizer.json"), folder / "tokenizer.json")
-        entries = [Entry(name, dtype, shape) for rule in rules for name, shape in rule.shapes()]
-        write_tensors(folder / "model.safetensors", entries, _theirs(model, rules))
-        return check_layout(folder, model, dtype)
+        tensors = model.state_dict()
+        dtypes = [precision.of_rule(rule, tensors[rule.ours]) for rule in rules]
+        entries = [
+            Entry(name, dtype, shape)
+            for rule, dtype in zip(rules, dtypes, strict=True)
+            for name, shape in rule.shapes()
+        ]
+        write_tensors(folder / "model.safetensors", entries, _theirs(tensors, rules))
+        return check_layout(folder, model, precision.rounds)
 
 
-def _theirs(model: Decoder, rules: list[Rule]) -> Iterator[Tensor]:
-    tensors = model.state_dict()
+def _theirs(tensors: Mapping[str, Tensor], rules: list[Rule]) -> Iterator[Tensor]:
     for rule in rules:
-        yield from rule.write(tensors[rule.ours].detach()).values()
+        yield from rule.write(tensors[rule.ours]).values()

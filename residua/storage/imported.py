@@ -29,8 +29,8 @@ from residua.reading import check, inside, read_json
 from residua.storage.checkpoint import FOLDER
 from residua.storage.exported import AGAIN as EXPORTED_AGAIN
 from residua.storage.exported import Export, is_export
-from residua.storage.stream import DTYPES, Entry, write_tensors
-from residua.storage.tensors import open_tensors, weight_files
+from residua.storage.stream import Entry, write_tensors
+from residua.storage.tensors import DTYPES, open_tensors, weight_files
 
 AGAIN = "download or save the model again, as safetensors"
 KEPT = (

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Literal
 
+import torch
 from torch import nn
 
 from residua.config.model import ModelConfig
@@ -20,6 +21,7 @@ from residua.storage.checkpoint import (
     OptimizerState,
     best,
     checkpoints,
+    elsewhere,
     model_tensors,
     read_checkpoint,
 )
@@ -27,7 +29,7 @@ from residua.storage.exported import is_export, load_folder
 from residua.storage.finite import describe, nonfinite
 from residua.storage.formats import find_reader
 from residua.storage.imported import Source, is_family, load_family
-from residua.storage.tensors import holds_only_numbers
+from residua.storage.tensors import WEIGHTS, holds_only_numbers, stored_dtypes
 
 
 def load(folder: str | Path, which: Literal["last", "best"] = "last", *, allow_nonfinite: bool = False) -> Decoder:
@@ -55,6 +57,20 @@ def load(folder: str | Path, which: Literal["last", "best"] = "last", *, allow_n
         advice = "the folder is damaged, make it again" if chosen is None else _other_checkpoint(folder, chosen)
         raise ValueError(f"{chosen.path if chosen else folder}: {describe(tensors, broken)}: {advice}.")
     return model
+
+
+def weight_dtypes(folder: Path, which: Literal["last", "best"] = "last") -> dict[str, torch.dtype]:
+    """The dtype in which the folder of a model that is not quantized holds each weight, by its name in `load`'s model.
+
+    Runs that were trained here hold float32, imported ones what their source holds. Reads headers only.
+    """
+    if is_family(folder) or is_export(folder):
+        source = Source(folder)
+        return {rule.ours: source.dtype(rule) for rule in source.rules}
+    checkpoint = _choose(folder, which).path
+    if (checkpoint / SHARDS).is_dir():  # of a training with several ranks
+        return {}
+    return stored_dtypes(inside(checkpoint, WEIGHTS), lambda: elsewhere(checkpoint))
 
 
 def stored_config(folder: Path) -> ModelConfig:

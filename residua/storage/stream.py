@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from residua.storage.finite import require_finite
+from residua.storage.tensors import DTYPES
 
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 ALIGNMENT = 8
 FINITE = "use weights that are finite, or a wider type"

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -19,6 +20,8 @@ from residua.storage.finite import nonfinite
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+"""The names of floating-point types in a file's header."""
 
 
 class _Index(Shape):
@@ -36,6 +39,13 @@ def open_tensors(path: Path, hint: Hint) -> Iterator[Any]:
     """A file whose tensors are read one by one: `keys`, `get_slice` and `get_tensor`."""
     with _opening(path, hint), safe_open(path, framework="pt") as content:
         yield content
+
+
+def stored_dtypes(path: Path, hint: Hint) -> dict[str, torch.dtype]:
+    """The dtypes of the floating-point tensors of a file, by name; reads its header only."""
+    with open_tensors(path, hint) as content:
+        kinds = {name: content.get_slice(name).get_dtype() for name in content.keys()}  # noqa: SIM118  # it is no mapping
+    return {name: DTYPES[kind] for name, kind in kinds.items() if kind in DTYPES}
 
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 import residua
 from residua.data.tokenizer import Tokenizer
 from residua.export.folder import write_folder
+from residua.export.precision import Precision
 from residua.storage.companions import companions
 from residua.storage.exported import is_export
 from residua.storage.imported import import_folder
@@ -156,7 +157,7 @@ def test_files_that_make_no_sense_are_named_in_one_sentence(folder, name, conten
 
 
 def test_half_precision_halves_the_weights_and_is_read_back(model, tmp_path):
-    write_folder(model, Tokenizer.bytes(), tmp_path / "half", torch.bfloat16, check=False)
+    write_folder(model, Tokenizer.bytes(), tmp_path / "half", Precision(torch.bfloat16), check=False)
     tensors = load_file(tmp_path / "half" / "model.safetensors")
     assert {t.dtype for t in tensors.values()} == {torch.bfloat16}
     again = residua.load(tmp_path / "half")

@@ -69,6 +69,43 @@ def test_weights_keep_their_precision(folder: Path, tmp_path: Path) -> None:
     assert next(load(tmp_path / "run").parameters()).dtype == torch.float32
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("architecture", ["Qwen3", "Llama", "Gemma3"])
+def test_without_a_precision_an_import_is_exported_as_it_is_stored(
+    architecture: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    model = saved(tmp_path / "hf", architecture, vocab_size=300, num_hidden_layers=1).to(dtype)
+    model.save_pretrained(tmp_path / "hf")
+    Tokenizer.bytes().save(tmp_path / "hf" / "tokenizer.json")
+    before = load_file(tmp_path / "hf" / "model.safetensors")
+    before["model.norm.weight"] = torch.full((32,), 1 / 3) + torch.rand(32)  # in float32, whatever the others are
+    save_file(before, tmp_path / "hf" / "model.safetensors", {"format": "pt"})
+    import_folder(tmp_path / "hf", tmp_path / "run")
+    name = str(dtype).removeprefix("torch.")
+    for number, source in enumerate((tmp_path / "run", tmp_path / "hf")):
+        made = export(source, tmp_path / f"back{number}", layout=model.config.model_type)
+        assert made.precision == name
+        assert json.loads((made.folder / "config.json").read_text())["dtype"] == name
+        after = load_file(made.folder / "model.safetensors")
+        assert {key: t.dtype for key, t in after.items()} == {key: t.dtype for key, t in before.items()}
+        for key, tensor in before.items():
+            rounded = architecture == "Gemma3" and tensor.dtype == torch.float32 and "norm" in key
+            torch.testing.assert_close(after[key], tensor, rtol=0, atol=2e-7 if rounded else 0)
+
+
+def test_in_residuas_layout_an_import_keeps_the_dtypes_of_its_run(folder: Path, tmp_path: Path) -> None:
+    import_folder(folder, tmp_path / "run")
+    export(tmp_path / "run", tmp_path / "own")
+    export(tmp_path / "own", tmp_path / "again")
+    export(tmp_path / "run", tmp_path / "wide", precision="float32")
+    first = load(tmp_path / "run").state_dict()
+    for name, dtype in (("own", torch.bfloat16), ("again", torch.bfloat16), ("wide", torch.float32)):
+        assert {t.dtype for t in load_file(tmp_path / name / "model.safetensors").values()} == {dtype}
+        assert json.loads((tmp_path / name / "config.json").read_text())["dtype"] == str(dtype).removeprefix("torch.")
+        assert all(torch.equal(tensor, first[key]) for key, tensor in load(tmp_path / name).state_dict().items())
+
+
 def test_a_model_in_several_files_is_read_by_its_index(folder: Path, tmp_path: Path) -> None:
     whole = logits(load(folder), tokens())
     content = load_file(folder / "model.safetensors")
