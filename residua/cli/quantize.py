@@ -67,6 +67,9 @@ def quantize(
     residua quantize runs/tiny --scheme nvfp4 --exempt "sublayers.1.*" --out runs/tiny-mixed
     residua quantize runs/plain --scheme nvfp4-static --out runs/plain-fp4 --engine served/plain
 
+    With --engine, what is not quantized is rounded to the dtype of that folder (bfloat16 for NVFP4, float32 for FP8)
+    before the loss is measured.
+
     Writes a checkpoint for residua.load and for engines that read compressed-tensors, results.json and report.html.
     """
     require_choice("--device", device, DEVICES)

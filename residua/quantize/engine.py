@@ -12,6 +12,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from residua.config.model import ModelConfig
@@ -33,6 +34,11 @@ LAYOUTS = ("qwen3", "llama", "qwen2", "mistral")
 
 ACTIVATION_GROUPS = {"fp8-group": GROUP.columns or 1, **dict.fromkeys(FORMATS, NVFP4_GROUP)}
 """Channels of an activation that share a scale; engines have no shorter group at the end."""
+
+
+def served_dtype(scheme: str) -> torch.dtype:
+    """The dtype of the folder's weights that are not quantized: bf16 with NVFP4, which engines unpack into bf16."""
+    return torch.bfloat16 if scheme in FORMATS else torch.float32
 
 
 def find_layout(config: ModelConfig) -> Family:
@@ -71,18 +77,18 @@ def require_served(model: Decoder, modules: Container[str], scheme: str) -> None
 def save_engine(
     out: Path, source: Path, model: Decoder, weights: Mapping[str, Quantized], scheme: str, peaks: Mapping[str, float]
 ) -> None:
-    """Write config.json, model.safetensors and the tokenizer; what is not in `weights` stays in high precision.
+    """Write config.json, model.safetensors and the tokenizer; what is not in `weights` is in `served_dtype`.
 
     The chat template, generation settings and end tokens of an imported run or a Hugging Face folder go along.
     """
     family = find_layout(model.config)
-    keys = family.write(model.config)
+    keys, dtype = family.write(model.config), served_dtype(scheme)
     tensors: dict[str, Tensor] = {}
     low: list[str] = []
     for rule in family.rules(model.config, keys):
         parameter, name = model.get_parameter(rule.ours), rule.ours.removesuffix(".weight")
         if name not in weights:
-            tensors |= rule.write(parameter)
+            tensors |= rule.write(parameter.to(dtype))
             continue
         first = 0
         for theirs, rows in zip(rule.theirs, rule.rows, strict=True):
@@ -90,9 +96,8 @@ def save_engine(
             low.append(part)
             tensors |= module_tensors(part, rows_of(weights[name], first, rows), peaks[name])
             first += rows
-    # engines unpack FP4 into bf16
-    dtype = "bfloat16" if scheme in FORMATS else "float32"
-    config = end_tokens(source) | keys | {"dtype": dtype, "quantization_config": quantization_config(scheme, low)}
+    about = {"dtype": str(dtype).removeprefix("torch."), "quantization_config": quantization_config(scheme, low)}
+    config = end_tokens(source) | keys | about
     copies = companions(source) | {"tokenizer.json": inside(source, "tokenizer.json")}
     write_folder(out, tensors, {CONFIG: as_json(config)}, copies)
 

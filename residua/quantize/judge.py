@@ -12,7 +12,7 @@ import torch
 
 from residua.data.loader import Batch
 from residua.model.decoder import Decoder
-from residua.quantize.apply import install, kept, quantize_weights, rounded, targets
+from residua.quantize.apply import install, is_rounded, kept, quantize_weights, rounded, targets
 from residua.quantize.calibration import CalibrationText
 from residua.quantize.graph import edges
 from residua.quantize.low import matrices
@@ -22,6 +22,7 @@ from residua.quantize.schema import KeptTensor, ModuleError, Probe
 from residua.quantize.schemes import Quantized, Scheme
 from residua.quantize.smoothing import smooth
 from residua.report.terminal import StageProgress
+from residua.storage.checkpoint import model_tensors
 
 ERROR_TOKENS = 8192
 
@@ -78,6 +79,14 @@ class Judge:
         batches = self._calibration("calibrating", sequences)
         smooth(self.model, batches, alpha, inside=inside, run=partial(forward, self.model))
         return self.loss("loss after folding")
+
+    def round_kept(self, dtype: torch.dtype) -> None:
+        """Round what is not quantized to `dtype`, as a folder in it has it. After smoothing: that changes weights."""
+        _ = self.weights  # quantized first: `findings` quantizes the exempt modules too
+        with torch.no_grad():
+            for name, tensor in model_tensors(self.model).items():
+                if tensor.is_floating_point() and not is_rounded(name, self.names):
+                    tensor.copy_(tensor.to(dtype))
 
     def calibrate(self, sequences: int) -> None:
         """Measure the ranges of activations that a static scheme needs, after smoothing and in high precision."""

@@ -10,7 +10,7 @@ from residua.files import keeping, refuse_used
 from residua.machine import choose_device
 from residua.quantize.apply import targets
 from residua.quantize.calibration import CALIBRATION_SEQUENCES, CalibrationText
-from residua.quantize.engine import require_served, save_engine
+from residua.quantize.engine import require_served, save_engine, served_dtype
 from residua.quantize.judge import Judge
 from residua.quantize.recipe import check_alpha
 from residua.quantize.schema import QuantizationResult
@@ -47,7 +47,7 @@ def quantize(
     precision. For the `probes` worst modules, the gain from exempting each is measured. `tokens` limits the validation
     set, `calibration` is the number of training sequences that SmoothQuant and static scales are measured on. `engine`
     is a second folder for serving engines, in the layout of Qwen3, Llama, Qwen2 or Mistral, if the model is of that
-    shape.
+    shape. What is not quantized is then rounded to that folder's dtype, in `out` and in the measured loss too.
     """
     source, target, chosen = Path(model), Path(out), find_scheme(scheme)
     _check_folders(target, None if engine is None else Path(engine))
@@ -68,6 +68,8 @@ def quantize(
     judge = Judge(decoder, chosen, tuple(exempt), text, text.validation(tokens), progress)
     before = judge.loss("loss in high precision")
     folded = None if alpha is None else judge.smooth(alpha, calibration, inside)
+    if engine is not None:
+        judge.round_kept(served_dtype(scheme))
     judge.calibrate(calibration)
     result = QuantizationResult(
         model=str(source),

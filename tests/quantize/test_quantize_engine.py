@@ -8,18 +8,23 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import residua
 from residua.config.model import ModelConfig
 from residua.data.loader import Batch
 from residua.model.decoder import Decoder
+from residua.quantize import quantize
 from residua.quantize.apply import install, quantize_weights, rounded, targets
+from residua.quantize.calibration import CalibrationText
 from residua.quantize.engine import find_layout, require_served, rows_of, save_engine
-from residua.quantize.measure import largest_inputs
+from residua.quantize.low import LowProjection
+from residua.quantize.measure import largest_inputs, mean_loss
 from residua.quantize.nvfp4 import round_nvfp4, static_scale
 from residua.quantize.schemes import SCHEMES, find_scheme
 from tests.convert.tiny import FAMILIES, saved
 from tests.quantize.conftest import quiet_transformers
+from tests.trained import train_run
 
 pytestmark = pytest.mark.slow
 
@@ -110,7 +115,8 @@ def test_transformers_computes_the_same_with_static_scales(tmp_path: Path) -> No
     peaks = largest_inputs(model, modules, [Batch(TOKENS[:, :-1], TOKENS[:, 1:], None)])
     weights = quantize_weights(modules, scheme)
     save_engine(tmp_path / "q", tmp_path, model, weights, scheme.name, peaks)
-    theirs = opened_by_transformers(tmp_path / "q", torch.float32).float()
+    theirs = opened_by_transformers(tmp_path / "q").float()
+    model.bfloat16().float()  # as the folder has what is not quantized
     low = rounded(modules, weights, scheme, {name: static_scale(peak) for name, peak in peaks.items()})
     for name, module in low.items():
         module.weight.data = module.weight.data.bfloat16().float()  # transformers unpacks FP4 into bf16
@@ -122,6 +128,44 @@ def test_transformers_computes_the_same_with_static_scales(tmp_path: Path) -> No
         dynamic = model(TOKENS)
     assert (found - ours).norm() < 1e-4 * ours.norm()
     assert (found - dynamic).norm() > 1e-2 * ours.norm()
+
+
+@pytest.mark.filterwarnings("ignore:You passed `quantization_config`")
+@pytest.mark.parametrize(
+    ("scheme", "dtype"), [("nvfp4-static", torch.bfloat16), ("fp8-row", torch.float32)], ids=["nvfp4", "fp8"]
+)
+def test_the_printed_loss_is_that_of_the_weights_in_the_engines_folder(
+    scheme: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    ffn, exempt = {"kind": "swiglu", "hidden": 64}, ("sublayers.1.body.out",)
+    run = train_run(tmp_path, width=32, ffn=ffn)
+    result = quantize(
+        run, tmp_path / "q", scheme=scheme, engine=tmp_path / "served", calibration=4, probes=0, exempt=exempt
+    )
+    model = residua.load(tmp_path / "q").eval()
+    validation = CalibrationText.of_folder(run, model.config, None).validation()
+    assert mean_loss(model, validation) == result.loss_after
+
+    theirs = opened_by_transformers(tmp_path / "served")
+    assert theirs.dtype == dtype  # transformers' default is the one that works: FP4 is unpacked into bf16
+    with torch.no_grad():
+        assert theirs(validation[0].tokens).logits.isfinite().all()
+    stored = load_file(tmp_path / "served" / "model.safetensors")
+    pairs = {
+        "model.embed_tokens.weight": model.embed.weight,
+        "model.norm.weight": model.norm.weight,
+        "model.layers.1.self_attn.q_norm.weight": model.sublayers[2].body.qk_norm.query,
+        "model.layers.0.mlp.down_proj.weight": model.sublayers[1].body.out.weight,
+    }
+    for name, ours in pairs.items():
+        assert stored[name].dtype == dtype and torch.equal(stored[name].float(), ours)
+
+    for module in model.modules():
+        if isinstance(module, LowProjection) and dtype == torch.bfloat16:
+            module.weight.data = module.weight.data.bfloat16().float()
+    with torch.no_grad():
+        found, ours = (m(validation[0].tokens) for m in (theirs.float(), model))
+    assert (found.logits - ours).norm() < 1e-4 * ours.norm()
 
 
 def test_rows_keep_the_scales_of_the_whole() -> None:
