@@ -168,7 +168,7 @@ def test_half_precision_halves_the_weights_and_is_read_back(model, tmp_path):
 
 def test_an_export_becomes_a_run_again(model, tmp_path):
     folder, run = tmp_path / "half", tmp_path / "run"
-    write_folder(model, Tokenizer.bytes(), folder, torch.bfloat16, check=False)
+    write_folder(model, Tokenizer.bytes(), folder, Precision(torch.bfloat16), check=False)
     made = import_folder(folder, run)
     assert made.model_type == "residua" and made.has_tokenizer
     stored = load_file(run / "checkpoints" / "step-0" / "model.safetensors")
