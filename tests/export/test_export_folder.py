@@ -14,7 +14,7 @@ from residua.export.precision import Precision
 from residua.storage.companions import companions
 from residua.storage.exported import is_export
 from residua.storage.imported import import_folder
-from tests.export.exported import bytes_config, trained_like, write
+from tests.export.exported import bytes_config, in_transformers, trained_like, write
 from tests.model.small import small
 
 pytestmark = pytest.mark.slow
@@ -164,6 +164,24 @@ def test_half_precision_halves_the_weights_and_is_read_back(model, tmp_path):
     assert all(
         torch.equal(a.bfloat16().float(), b) for a, b in zip(model.parameters(), again.parameters(), strict=True)
     )
+
+
+def test_what_peft_merged_into_an_export_becomes_a_run(model, tmp_path):
+    peft = pytest.importorskip("peft")
+    low_rank = peft.LoraConfig(r=2, target_modules="all-linear")
+    adapted = peft.get_peft_model(in_transformers(write(model, tmp_path / "out")), low_rank)
+    for name, weight in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight, std=0.1)
+    merged = adapted.merge_and_unload().eval()
+    merged.save_pretrained(tmp_path / "merged", max_shard_size="20KB")
+    assert len(list((tmp_path / "merged").glob("*.safetensors"))) > 1
+    import_folder(tmp_path / "merged", tmp_path / "run")
+    text = torch.arange(40).view(2, 20)
+    with torch.no_grad():
+        expected = merged(text).logits
+        assert (expected - model(text)).abs().max() > 0.1
+        torch.testing.assert_close(residua.load(tmp_path / "run")(text), expected, rtol=0, atol=1e-5)
 
 
 def test_an_export_becomes_a_run_again(model, tmp_path):
