@@ -75,12 +75,16 @@ def load_folder(folder: Path) -> Decoder:
             "wrote it nor does `residua import` know this family (docs/import.md)."
         )
     try:
-        model = build_if_it_fits(Export().read(content), folder)
+        config = Export().read(content)
+        saved: dict[str, Tensor] = {}
+        for file in weight_files(folder, AGAIN):
+            saved |= read_tensors(file, AGAIN)
+        embed, head = saved.get(exported_name("embed.weight")), saved.get(HEAD)
+        if embed is not None and head is not None and not torch.equal(embed.float(), head.float()):
+            config = Export().read(content | {"tie_word_embeddings": False})  # as `residua import` reads it
+        model = build_if_it_fits(config, folder)
     except ConfigError as error:
         raise ValueError(f"{path} holds an invalid configuration: {error}") from None
-    saved: dict[str, Tensor] = {}
-    for file in weight_files(folder, AGAIN):
-        saved |= read_tensors(file, AGAIN)
     for name, tensor in model_tensors(model).items():
         theirs = exported_name(name)
         with torch.no_grad():
