@@ -41,6 +41,8 @@ KEPT = (
     "added_tokens.json",
     "chat_template.jinja",
 )
+BODY = "model."
+"""Begins the names of all tensors but the head's."""
 IGNORED = ("rotary_emb.inv_freq",)
 """Ends of the names of tensors that old versions of transformers wrote and that follow from config.json."""
 COMPARED = 2**24
@@ -75,6 +77,8 @@ class Source:
         self._about: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
         for file in weight_files(folder, AGAIN):
             self._look(file)
+        if not any(name.startswith(BODY) for name in self._files):
+            self._add_prefix()
         if self.config.head.kind == "tied" and self._has_own_head():
             self._read(keys | {"tie_word_embeddings": False})  # transformers does not tie them either
         self._check()
@@ -100,6 +104,12 @@ class Source:
             name = self.family.named(stored)
             self._files[name], self._stored[name] = file, stored
             self._about[name] = DTYPES[kind], shape
+
+    def _add_prefix(self) -> None:
+        """A model that was saved without its head (`LlamaModel`) lacks the prefix, and needs no head if it is tied."""
+        self._files = {BODY + name: file for name, file in self._files.items()}
+        self._stored = {BODY + name: stored for name, stored in self._stored.items()}
+        self._about = {BODY + name: about for name, about in self._about.items()}
 
     def _has_own_head(self) -> bool:
         """Whether the files hold a head that is not the embedding, compared some rows at a time."""

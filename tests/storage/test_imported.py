@@ -224,6 +224,20 @@ def test_a_head_beside_a_tied_configuration_is_kept_if_it_differs(
     torch.testing.assert_close(logits(model, tokens()), logits(theirs, tokens()), rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_a_model_saved_without_its_head_is_read_if_the_head_is_the_embedding(tied: bool, tmp_path: Path) -> None:
+    theirs = saved(tmp_path / "whole", "Llama", tie_word_embeddings=tied)
+    theirs.model.save_pretrained(tmp_path / "body")
+    if not tied:
+        with pytest.raises(ValueError, match=r"lacks tensor 'lm_head\.weight', which its config\.json asks for"):
+            import_folder(tmp_path / "body", tmp_path / "run")
+        return
+    import_folder(tmp_path / "body", tmp_path / "run")
+    for place in ("body", "run"):
+        ours = logits(load(tmp_path / place), tokens())
+        torch.testing.assert_close(ours, logits(theirs, tokens()), rtol=0, atol=1e-5)
+
+
 def test_a_tensor_that_is_not_finite_is_named_with_its_folder(folder: Path, tmp_path: Path) -> None:
     content = load_file(folder / "model.safetensors")
     content["model.norm.weight"][3] = torch.inf
