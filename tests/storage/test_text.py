@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -86,24 +87,38 @@ def test_a_trained_model_is_not_asked_for_a_larger_vocabulary(imported: Path, co
         open_data(config.override([f"train.start='{imported}'"]))
 
 
-@pytest.mark.parametrize("verb", [["train"], ["compare", "base", "mgr"]], ids=["train", "compare"])
-def test_training_from_an_import_without_a_tokenizer_needs_text_in_its_tokens(
-    verb: list[str],
+Refused = Callable[..., str]
+"""Gives the message with which a command refuses to start from the import, having written nothing."""
+
+
+@pytest.fixture(params=[["train"], ["compare", "base", "mgr"]], ids=["train", "compare"])
+def refused(
+    request: pytest.FixtureRequest,
     imported: Path,
-    corpus: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
+) -> Refused:
+    def run(*options: object) -> str:
+        new = tmp_path / "new"
+        assert command(monkeypatch, *request.param, "--from", imported, "--out", new, *options) == 2
+        assert not new.exists()
+        return capsys.readouterr().err
+
+    return run
+
+
+def test_training_from_an_import_without_a_tokenizer_needs_text_in_its_tokens(
+    imported: Path, corpus: Path, tmp_path: Path, refused: Refused
 ) -> None:
     (imported / "tokenizer.json").unlink()
     config = RunConfig(model=small(vocab_size=2048, context=16))  # has room for the default tokens
     (imported / "config.toml").write_text(config.to_toml())
-    assert command(monkeypatch, *verb, "--from", imported, "--out", tmp_path / "new") == 2
-    assert capsys.readouterr().err == (
+    assert refused() == (
         f"residua: {imported} has no tokenizer.json, so the embedded corpus cannot be cut into its model's tokens: "
         "give --data a folder that was prepared with the model's own tokenizer.\n"
     )
-    assert not (tmp_path / "new").exists() and not (tmp_path / "cache").exists()
+    assert not (tmp_path / "cache").exists()
 
 
 def test_text_or_a_tokenizer_that_is_named_is_taken_for_an_import_without_one(
@@ -116,20 +131,11 @@ def test_text_or_a_tokenizer_that_is_named_is_taken_for_an_import_without_one(
         assert open_data(config.override([change])).tokenizer_hash == data.tokenizer_hash
 
 
-@pytest.mark.parametrize("verb", [["train"], ["compare", "base", "mgr"]], ids=["train", "compare"])
 def test_text_in_other_tokens_than_the_model_to_start_from_is_refused_before_anything_is_written(
-    verb: list[str],
-    imported: Path,
-    corpus: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    imported: Path, corpus: Path, tmp_path: Path, refused: Refused
 ) -> None:
     data = prepare(open_corpus([corpus], validation=corpus), tmp_path / "data", "bpe:260", workers=1)
-    options = ("--from", imported, "--data", data.path, "--out", tmp_path / "new")
-    assert command(monkeypatch, *verb, *options) == 2
-    assert capsys.readouterr().err == (
+    assert refused("--data", data.path) == (
         f"residua: {data.path} was prepared with another tokenizer than {imported} has: prepare it with "
         f"--tokenizer {imported}/tokenizer.json.\n"
     )
-    assert not (tmp_path / "new").exists()
