@@ -105,6 +105,10 @@ def test_active_parameters_in_a_preset_say_that_they_leave_the_embedding_out(nam
             ("presets", "--matching", "zzz"),
             "residua: no preset's name contains 'zzz': `residua presets` lists them all.",
         ),
+        (  # as the README shows it
+            ("train", "tiny", "--out", "nowhere", "model.attention.gate=elementwse"),
+            "residua: model.attention.gate = 'elementwse' is not a choice: did you mean 'elementwise'?",
+        ),
         (
             ("train", "tiny", "--out", "nowhere", "model.topology=ful_attnres"),
             "residua: model.topology.kind = 'ful_attnres' does not exist, and no module that RESIDUA_PLUGINS names "
