@@ -16,6 +16,8 @@ class DenseChoice(Frozen):
     """Whether it has experts."""
     experts: ClassVar[int] = 0
     top_k: ClassVar[int] = 0
+    constant_weight: ClassVar[bool] = False
+    """Whether it has a router that the loss cannot teach."""
     gated: ClassVar[bool] = False
     """Whether one half of the hidden channels gates the other."""
     kept_hidden: ClassVar[int]
@@ -107,9 +109,9 @@ Router = Annotated[SoftmaxRouter | SigmoidRouter, Field(discriminator="kind")]
 class MoE(Frozen):
     """A mixture of `experts` feed-forwards of width `hidden`; a token visits `top_k` of them and the `shared` ones.
 
-    The weights of the chosen are scaled to sum to one, unless `normalize` is off (OLMoE). With it on, `top_k` is at
-    least 2: the weight of a single one would teach the router nothing. The first `dense_layers` layers have no experts
-    but one feed-forward of width `dense_hidden`, by default as wide as what a token visits elsewhere.
+    The weights of the chosen are scaled to sum to one, unless `normalize` is off (OLMoE). The first `dense_layers`
+    layers have no experts but one feed-forward of width `dense_hidden`, by default as wide as what a token visits
+    elsewhere.
     """
 
     mixture: ClassVar[bool] = True
@@ -130,6 +132,11 @@ class MoE(Frozen):
     def gated(self) -> bool:
         """Whether one half of the hidden channels gates the other."""
         return self.activation in ("swiglu", "glu")
+
+    @property
+    def constant_weight(self) -> bool:
+        """Whether the weight of a chosen expert is always the same, so that the loss cannot teach the router."""
+        return self.top_k == 1 and self.normalize
 
     def mixtures(self, layers: int) -> int:
         """How many of so many layers have experts."""
@@ -153,11 +160,6 @@ class MoE(Frozen):
     def _experts_suffice(self) -> Self:
         if self.top_k > self.experts:
             raise ValueError(f"ffn.top_k = {self.top_k} is more than ffn.experts = {self.experts}: use at most that.")
-        if self.top_k == 1 and self.normalize:
-            raise ValueError(
-                "ffn.top_k = 1 gives the one expert a weight of 1, from which the router learns nothing: "
-                "use ffn.top_k = 2 or ffn.normalize = false."
-            )
         if self.shared_gate != "none" and not self.shared:
             raise ValueError(
                 f"ffn.shared_gate = '{self.shared_gate}' has nothing to gate with ffn.shared = 0: "

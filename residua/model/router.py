@@ -18,6 +18,7 @@ class Router(nn.Module):
     def __init__(self, config: choices.MoE, width: int, *, std: float) -> None:
         super().__init__()
         self.top_k, self.std, self.normalize = config.top_k, std, config.normalize
+        self.constant_weight = config.constant_weight
         self.weight = nn.Parameter(torch.empty(config.experts, width))
         self.reset_parameters()
 
@@ -26,6 +27,11 @@ class Router(nn.Module):
 
     def forward(self, x: Tensor) -> ops.Routed:
         """Route x [N, C]."""
+        routed = self._route(x)
+        # The gradient of a constant would not be 0 but rounding, and AdamW makes full steps of it.
+        return routed._replace(weights=routed.weights.detach()) if self.constant_weight else routed
+
+    def _route(self, x: Tensor) -> ops.Routed:
         return ops.route(x, self.weight, self.top_k, normalize=self.normalize)
 
     def correct(self, load: Tensor, rate: float) -> None:
@@ -54,7 +60,7 @@ class SigmoidRouter(Router):
         if "bias" in self._buffers:  # the weight is filled before there is a bias
             nn.init.zeros_(self.bias)
 
-    def forward(self, x: Tensor) -> ops.Routed:
+    def _route(self, x: Tensor) -> ops.Routed:
         return ops.route(
             x, self.weight, self.top_k, normalize=self.normalize, score="sigmoid", bias=self.bias, scale=self.scale
         )

@@ -16,6 +16,7 @@ from residua.model.size import measure
 from residua.study.config import StudyConfig
 from residua.study.matching import match
 from residua.study.trials import TUNING, TunedRate, rate_changes, rate_title, short_run, tuned_for
+from residua.train.start import check_router
 
 RUNS, CONFIGS, LOGS, TIMINGS, LOCK, STUDY = "runs", "configs", "logs", "timings", ".lock", "study.toml"
 # What an interrupted study leaves in its folder: study.toml is written last.
@@ -161,10 +162,12 @@ def _models(study: StudyConfig, base: RunConfig) -> dict[str, PlannedModel]:
 
 def _varied(study: StudyConfig, base: RunConfig, name: str) -> RunConfig:
     try:
-        return base.override(variants.overrides(study.variants[name], base.model))
+        varied = base.override(variants.overrides(study.variants[name], base.model))
+        check_router(varied)
     except ConfigError as error:
         named = repr(name) in str(error)
         raise ConfigError(str(error) if named else f"variant {name!r}: {error}") from None
+    return varied
 
 
 def undone_sentences(study: StudyConfig) -> list[str]:

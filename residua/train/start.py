@@ -68,6 +68,8 @@ def start_lines(config: RunConfig) -> Iterator[str]:
             f"its learning rate ended at {ended:g} and rises to {peak:g} again, which can cost more than new text "
             "brings: a lower train.optimizer.lr keeps more of what it learned"
         )
+    if config.model.ffn.constant_weight:
+        yield "its routers get no gradient from the loss, with model.ffn.top_k = 1: only train.balance moves them"
 
 
 def _last_rate(folder: Path) -> float | None:
@@ -76,6 +78,15 @@ def _last_rate(folder: Path) -> float | None:
         rates = [row["lr"] for row in read_metrics(folder / "metrics.jsonl") if row["kind"] == "train"]
         return rates[-1] if rates else None
     return None
+
+
+def check_router(config: RunConfig) -> None:
+    """Refuse a new router that the loss cannot teach. One to start from (`train.start`) is taught already."""
+    if config.train.start is None and config.model.ffn.constant_weight:
+        raise ConfigError(
+            "model.ffn.top_k = 1 gives the one expert a constant weight, from which the router learns nothing: use "
+            "model.ffn.top_k = 2 or model.ffn.normalize = false."
+        )
 
 
 def check_tokenizer(config: RunConfig, dataset: Dataset) -> None:

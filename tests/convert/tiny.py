@@ -21,6 +21,7 @@ SIZES = {
 }
 LENGTH = 40
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
+ONE = EXPERTS | {"num_experts_per_tok": 1}
 GEMMA = {"head_dim": 16, "sliding_window": 6}
 KIMI = EXPERTS | {
     "initializer_range": 0.06,  # with 0.2, rounding makes transformers differ by 3e-5 from the same model in float64
@@ -54,11 +55,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gemma3": ("Gemma3", GEMMA | {"query_pre_attn_scalar": 8, "sliding_window_pattern": 2}),
     "mixtral": ("Mixtral", {"num_local_experts": 4}),
+    "mixtral, one expert": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 1}),
     "qwen3_moe": ("Qwen3Moe", EXPERTS | {"moe_intermediate_size": 24, "head_dim": 16, "norm_topk_prob": True}),
     "qwen3_moe, raw weights": ("Qwen3Moe", EXPERTS | {"moe_intermediate_size": 24}),
+    "qwen3_moe, one expert": ("Qwen3Moe", ONE | {"moe_intermediate_size": 24, "norm_topk_prob": True}),
     "olmoe": ("Olmoe", EXPERTS),
     "kimi_linear": ("KimiLinear", KIMI),
     "kimi_linear, low-rank queries, raw weights": ("KimiLinear", KIMI | {"q_lora_rank": 12, "norm_topk_prob": False}),
+    "kimi_linear, one expert": ("KimiLinear", KIMI | ONE),
 }
 ROTARY: dict[str, dict[str, Any]] = {
     "linear": {"rope_type": "linear", "factor": 2.0},

@@ -21,6 +21,7 @@ WINDOWS = {"window": 2, "window_layers": [1], "local_rope_theta": 100.0, "rope_s
 CASES = MODELS | {
     "longrope": {"attention": SOFTMAX | {"rope_scaling": LONG}},
     "raw weights of experts": {"ffn": {"kind": "moe", "hidden": 8, "experts": 4, "top_k": 2, "normalize": False}},
+    "one expert": {"ffn": {"kind": "moe", "hidden": 8, "experts": 4, "top_k": 1}},
     "eps of the sum": {"topology": {"kind": "multi_gate", "streams": 2}, "reader_eps": "sum"},
     "most at once": {
         "attention": SOFTMAX | WINDOWS | {"bias": "all", "qk_norm": "rms_all", "qk_eps": 1e-5},

@@ -140,6 +140,11 @@ def test_a_balance_that_needs_a_second_pass_is_refused() -> None:
         refuse_run(RunConfig.find("tiny-moe").override(["train.balance.load=same_step"]))
 
 
+def test_a_router_that_learns_nothing_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"model\.ffn\.top_k = 1.*learns nothing"):
+        refuse_run(RunConfig.find("tiny-moe").override(["model.ffn.top_k=1"]))
+
+
 def test_a_name_is_a_preset_or_a_file_with_changes(tmp_path: Path) -> None:
     run = find_run("tiny model.vocab_size=512 train.steps=300")
     assert (run.model.vocab_size, run.train.steps) == (512, 300)

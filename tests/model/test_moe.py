@@ -64,6 +64,16 @@ def test_weights_that_are_not_normalized_are_the_routers_probabilities(top_k: in
     agree([run(module, x)], [token_by_token(module, x, gated=True, normalize=False)], leaves_of(module, x=x))
 
 
+@pytest.mark.parametrize("router", ["softmax_scores", "sigmoid_scores"])
+def test_one_expert_has_a_constant_weight_without_a_gradient(router: str) -> None:
+    """Not one of rounding either, which AdamW would make full steps of."""
+    module, x = mixture(top_k=1, shared=0, router={"kind": router}).float(), random(2, 7, WIDTH, grad=False).float()
+    y = run(module, x)
+    torch.testing.assert_close(y, token_by_token(module, x, gated=True))
+    y.square().sum().backward()
+    assert module.router.weight.grad is None and module.experts.up.grad.any()
+
+
 def test_plain_experts_and_shared_ones_with_a_gate_are_their_equations() -> None:
     module, x = mixture(activation="relu2", shared=2, shared_gate="sigmoid"), random(2, 7, WIDTH)
     shared = relu(x @ module.shared.up.weight.T) ** 2 @ module.shared.out.weight.T
@@ -174,7 +184,6 @@ def test_size_counts_the_experts_a_token_does_not_visit() -> None:
     ("changes", "words"),
     [
         ({"top_k": 6}, "ffn.top_k = 6 is more than ffn.experts = 5"),
-        ({"top_k": 1}, "ffn.top_k = 1"),
         ({"shared": 0, "shared_gate": "sigmoid"}, "ffn.shared_gate = 'sigmoid'"),
         ({"activation": "swigl"}, "did you mean 'swiglu'"),
     ],

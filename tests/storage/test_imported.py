@@ -16,8 +16,10 @@ from typer.testing import CliRunner
 
 from residua.cli.main import app
 from residua.config.run import RunConfig
+from residua.data import open_corpus, prepare
 from residua.data.tokenizer import Tokenizer
 from residua.export import export
+from residua.generate.generator import Generator, Request
 from residua.storage.imported import import_folder
 from residua.storage.load import load
 from residua.storage.opening import open_model
@@ -326,6 +328,27 @@ def test_an_imported_run_is_an_ordinary_run(folder: Path, tmp_path: Path) -> Non
     residua("quantize", run, "--data", tmp_path / "data", "--out", tmp_path / "low")
     assert load(tmp_path / "low").config == load(run).config
     assert "as a qwen3 model" in residua("export", run, "--out", tmp_path / "back", "--layout", "qwen3")
+
+
+@pytest.mark.slow
+def test_a_mixture_with_one_expert_for_a_token_is_used_as_it_is(tmp_path: Path) -> None:
+    """Its router could not be trained from scratch, but it is trained."""
+    theirs = saved(tmp_path / "hf", "Mixtral", vocab_size=257, num_local_experts=4, num_experts_per_tok=1)
+    import_folder(tmp_path / "hf", tmp_path / "run")
+    Tokenizer.bytes().save(tmp_path / "run" / "tokenizer.json")
+    model, tokenizer = open_model(tmp_path / "run")
+    prompt = tokenizer.encode("The quick brown fox ")
+    written = theirs.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False, eos_token_id=None)
+    (continued,), _ = Generator(model, tokenizer)([prompt], Request(tokens=8))
+    assert [*prompt, *continued.tokens] == written[0].tolist()
+    (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 60)
+    text = open_corpus([tmp_path / "text.txt"], validation=tmp_path / "text.txt")
+    prepare(text, tmp_path / "data", "bytes", workers=1)
+    arguments = ["eval", str(tmp_path / "run"), "--data", str(tmp_path / "data")]
+    assert CliRunner().invoke(app, arguments, catch_exceptions=False).exit_code == 0
+    for layout in ("mixtral", "residua"):
+        difference = export(tmp_path / "run", tmp_path / layout, layout=layout).difference
+        assert difference is not None and difference < 1e-5
 
 
 def test_weights_that_are_not_numbers_are_neither_loaded_nor_imported(folder: Path, tmp_path: Path) -> None:

@@ -64,6 +64,13 @@ def test_a_variant_that_cannot_be_built_is_named(study: StudyConfig, dataset: Da
         make_plan(broken, out, dataset)
 
 
+def test_a_variant_whose_router_learns_nothing_is_named(study: StudyConfig, dataset: Dataset, out: Path) -> None:
+    moe = "model.ffn={kind='moe', hidden=64, experts=4, top_k=1}"
+    broken = study.model_copy(update={"variants": {**study.variants, "switch": (moe,)}})
+    with pytest.raises(ConfigError, match=r"variant 'switch': model\.ffn\.top_k = 1"):
+        make_plan(broken, out, dataset)
+
+
 def test_a_study_that_was_interrupted_goes_on_in_its_folder(out: Path) -> None:
     refuse_strangers(out)
     for name in ("runs", "configs", "logs"):

@@ -15,7 +15,7 @@ from residua.storage.companions import companions
 from residua.storage.load import load
 from residua.storage.run import read_metrics, saved_config
 from residua.train.shared import SharedWorld
-from residua.train.start import start_lines, starting_model, what_is_kept
+from residua.train.start import check_router, start_lines, starting_model, what_is_kept
 from residua.train.trainer import train
 from tests.trained import residua
 
@@ -159,6 +159,36 @@ def test_an_imported_run_is_trained_from_not_resumed(
     assert kept == {name: path.read_text() for name, path in companions(tmp_path / "hf").items()}
     assert "chat_template.jinja" in kept
     assert residua(monkeypatch, "train", "--resume", "--out", tmp_path / "new", "train.steps=3") == 0
+
+
+def test_a_new_router_that_the_loss_cannot_teach_is_refused(data: Path, tmp_path: Path) -> None:
+    config = of(data).override(["model.ffn={kind='moe', hidden=8, experts=4, top_k=1}"])
+    with pytest.raises(ConfigError, match=r"model\.ffn\.top_k = 1 gives .* use model\.ffn\.top_k = 2 or"):
+        train(config, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+    check_router(config.override(["model.ffn.normalize=false"]))
+
+
+@pytest.mark.slow
+def test_an_imported_router_with_one_expert_stays_as_it_is_unless_balanced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], data: Path
+) -> None:
+    pytest.importorskip("transformers")
+    from residua.storage.imported import import_folder
+    from tests.convert.tiny import saved
+
+    saved(tmp_path / "hf", "Mixtral", vocab_size=320, num_local_experts=4, num_experts_per_tok=1)
+    import_folder(tmp_path / "hf", tmp_path / "run")
+    before = load(tmp_path / "run").state_dict()
+    options = ["--from", tmp_path / "run", "--data", data, "train.steps=2", "train.schedule.warmup=1"]
+    for weight, moved in ((0.0, False), (0.01, True)):
+        balance, out = f"train.balance={{weight={weight}, router_z=0.0}}", tmp_path / f"new-{weight}"
+        assert residua(monkeypatch, "train", *options, balance, "train.device=cpu", "--out", out) == 0
+        assert "get no gradient from the loss, with model.ffn.top_k = 1" in capsys.readouterr().out
+        after = load(out).state_dict()
+        assert not torch.equal(after["embed.weight"], before["embed.weight"])
+        routers = [name for name in before if name.endswith("router.weight")]
+        assert routers and all(torch.equal(after[name], before[name]) != moved for name in routers)
 
 
 @pytest.mark.slow
