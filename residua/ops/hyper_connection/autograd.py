@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from residua.ops._runtime.library import differentiate, operator
-from residua.ops.hyper_connection import launch
+from residua.ops.hyper_connection import launch, launch_sinkhorn, launch_weights
 from residua.ops.hyper_connection.reference import Norm, write_logits
 
 _step = operator(
@@ -46,22 +46,24 @@ normed_backward = operator(
 _phi_gradient = operator(
     "hyper_phi_gradient(Tensor g_z, Tensor normed) -> Tensor", launch.phi_gradient, launch.phi_output
 )
-_sinkhorn = operator("sinkhorn(Tensor logits, SymInt iterations) -> Tensor", launch.sinkhorn, launch.sinkhorn_output)
+_sinkhorn = operator(
+    "sinkhorn(Tensor logits, SymInt iterations) -> Tensor", launch_sinkhorn.forward, launch_sinkhorn.forward_output
+)
 _sinkhorn_backward = operator(
     "sinkhorn_backward(Tensor g, Tensor logits, SymInt iterations) -> Tensor",
-    launch.sinkhorn_backward,
-    launch.sinkhorn_gradient,
+    launch_sinkhorn.backward,
+    launch_sinkhorn.backward_output,
 )
 _weights = operator(
     "manifold_weights(Tensor logits, Tensor scale, Tensor bias, SymInt streams, SymInt iterations) -> (Tensor, Tensor)",
-    launch.weights,
-    launch.weights_outputs,
+    launch_weights.forward,
+    launch_weights.forward_outputs,
 )
 _weights_backward = operator(
     "manifold_weights_backward(Tensor? g_post, Tensor? g_mix, Tensor logits, Tensor scale, Tensor bias, SymInt streams,"
     " SymInt iterations) -> (Tensor, Tensor)",
-    launch.weights_backward,
-    launch.weights_gradients,
+    launch_weights.backward,
+    launch_weights.backward_outputs,
 )
 
 

@@ -1,4 +1,4 @@
-"""Hyper-connections and Sinkhorn's normalisation: tile sizes, and launching the kernels.
+"""Hyper-connections: tile sizes, and launching the kernels.
 
 A step's forward pass reads X and y and writes X' and h, (2N + 2)C numbers per token. Its backward pass reads the
 gradients of X' and h, X and y, and writes the gradients of X and y, (3N + 3)C; then it reads X' once more for φ's
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from residua.ops._runtime import fused
 from residua.ops._runtime.launch import cdiv, on, power, sum_rows
-from residua.ops.hyper_connection import kernels, kernels_passes, kernels_sinkhorn, kernels_weights
+from residua.ops.hyper_connection import kernels, kernels_passes
 
 PASSES = 4
 """Most streams that the kernels in two passes take: what a thread can hold."""
@@ -67,13 +67,9 @@ PHI_PROGRAMS = 2
 """Programs per multiprocessor that sum φ's gradient."""
 SHARES = 1
 """Into how many shares of its channels a row is divided when it is written."""
-WEIGHT_TOKENS = 32
-"""Tokens of a program that computes write weights: a warp, and one to a thread."""
 
 # Tokens of a tile, channels of a block (half as many for more than 4 streams), warps: forward and backward.
 FORWARD, BACKWARD = (32, 64, 4), (16, 64, 4)
-SINKHORN_TILE = 1024
-"""Elements of a tile of matrices."""
 
 
 def step_outputs(
@@ -272,53 +268,6 @@ def phi_gradient(g_z: Tensor, normed: Tensor) -> Tensor:
     return total
 
 
-def weights_outputs(
-    logits: Tensor, scale: Tensor, bias: Tensor, streams: int, iterations: int
-) -> tuple[Tensor, Tensor]:
-    post = logits.new_empty((*logits.shape[:-1], streams), dtype=torch.float32)
-    return post, post.new_empty((*post.shape, streams))
-
-
-def weights(logits: Tensor, scale: Tensor, bias: Tensor, streams: int, iterations: int) -> tuple[Tensor, Tensor]:
-    """post [..., N] and mix [..., N, N]."""
-    made = weights_outputs(logits, scale, bias, streams, iterations)
-    tokens = logits.shape[:-1].numel()
-    if tokens:
-        with on(logits):
-            kernels_weights.forward_kernel[(cdiv(tokens, WEIGHT_TOKENS),)](
-                logits, scale, bias, *made, tokens, iterations, **_write_sizes(streams)
-            )
-    return made
-
-
-def weights_gradients(
-    g_post: Tensor | None, g_mix: Tensor | None, logits: Tensor, scale: Tensor, bias: Tensor, streams: int,
-    iterations: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return torch.empty_like(logits), scale.new_empty(len(scale) + len(bias), dtype=torch.float32)
-
-
-def weights_backward(
-    g_post: Tensor | None, g_mix: Tensor | None, logits: Tensor, scale: Tensor, bias: Tensor, streams: int,
-    iterations: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The gradients of z, and of scale and bias in one row."""
-    g_logits, total = weights_gradients(g_post, g_mix, logits, scale, bias, streams, iterations)
-    tokens = logits.shape[:-1].numel()
-    programs = cdiv(tokens, WEIGHT_TOKENS)
-    partial = total.new_empty((programs, len(total)))
-    scratch = total.new_empty((iterations - 1, 2 * streams * tokens))
-    with on(logits):
-        if tokens:
-            kernels_weights.backward_kernel[(programs,)](
-                logits if g_post is None else g_post.contiguous(), logits if g_mix is None else g_mix.contiguous(),
-                logits, scale, bias, g_logits, partial, scratch, tokens, iterations,
-                HAS_POST=g_post is not None, HAS_MIX=g_mix is not None, **_write_sizes(streams),
-            )  # fmt: skip
-        sum_rows(partial, total)
-    return g_logits, total
-
-
 def _parts(phi: Tensor, dtype: torch.dtype) -> Tensor:
     """φ in the streams' dtype [1 or 2, *phi]: rounded, and if that loses something, what it loses."""
     if phi.dtype == dtype or not phi.numel():
@@ -340,40 +289,6 @@ def _whole_rows(kernel: str, streams: Tensor) -> Tile:
     return tile._replace(tokens=tokens, block=tile.tokens * tile.block // tokens)
 
 
-def _write_sizes(n: int) -> dict[str, int]:
-    return {"N": n, "SIDE": power(n), "K": n * (n + 2), "TOKENS": WEIGHT_TOKENS, "num_warps": 1}
-
-
-def sinkhorn_output(logits: Tensor, iterations: int) -> Tensor:
-    return torch.empty_like(logits)
-
-
-def sinkhorn(logits: Tensor, iterations: int) -> Tensor:
-    y = sinkhorn_output(logits, iterations)
-    tokens, sizes = _sinkhorn_sizes(logits)
-    if tokens:
-        with on(logits):
-            kernels_sinkhorn.forward_kernel[(cdiv(tokens, sizes["TOKENS"]),)](logits, y, tokens, iterations, **sizes)
-    return y
-
-
-def sinkhorn_gradient(g: Tensor, logits: Tensor, iterations: int) -> Tensor:
-    return torch.empty_like(logits)
-
-
-def sinkhorn_backward(g: Tensor, logits: Tensor, iterations: int) -> Tensor:
-    g_logits = sinkhorn_gradient(g, logits, iterations)
-    tokens, sizes = _sinkhorn_sizes(logits)
-    scratch = logits.new_empty((iterations, tokens, 2 * sizes["N"]), dtype=torch.float32)
-    if tokens:
-        programs = (cdiv(tokens, sizes["TOKENS"]),)
-        with on(logits):
-            kernels_sinkhorn.backward_kernel[programs](
-                g.contiguous(), logits, g_logits, scratch, tokens, iterations, **sizes
-            )
-    return g_logits
-
-
 def _numbers(streams: Tensor, phi: Tensor, norm: str) -> int:
     """How many numbers z has for a token."""
     return len(phi) * {"all": 1, "each": streams.shape[1], "none": 0}[norm]
@@ -393,9 +308,3 @@ def _numbers_of(streams: Tensor, phi: Tensor, norm: str) -> dict[str, Any]:
     _, n, width = streams.shape
     numbers = _numbers(streams, phi, norm)
     return {"C": width, "N": n, "K": len(phi), "Z": numbers, "RANK": max(16, power(numbers)), "NORM": norm}
-
-
-def _sinkhorn_sizes(logits: Tensor) -> tuple[int, dict[str, int]]:
-    n = logits.shape[-1]
-    side = power(n)
-    return logits.shape[:-2].numel(), {"N": n, "SIDE": side, "TOKENS": max(1, SINKHORN_TILE // side**2)}
