@@ -327,6 +327,16 @@ def gated_kind(act: str) -> str:
     return GATED[act]
 
 
+def biased(config: ModelConfig) -> bool:
+    """transformers' `attention_bias`: biases on all four projections."""
+    return config.softmax is not None and config.softmax.bias == "all"
+
+
+def window_of(config: ModelConfig) -> int | None:
+    """transformers' `sliding_window`."""
+    return None if config.softmax is None else config.softmax.window
+
+
 def layer_windows(keys: dict[str, Any], types: list[str]) -> dict[str, Any]:
     """The keys of a window from transformers' `layer_types`."""
     if unknown := set(types) - {"full_attention", "sliding_attention"}:

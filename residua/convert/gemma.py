@@ -1,0 +1,159 @@
+"""The Gemmas: scaled embeddings, gains stored less one, norms on both sides and windows from Gemma 2 on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from residua.config.model import ModelConfig
+from residua.convert.family import Family, Names, biased, layer_types, layer_windows, window_of
+from residua.convert.positions import read_positions
+
+
+class Gemma(Family):
+    """What Gemmas share: embeddings times √width, gains stored less one, GeGLU."""
+
+    DEFAULTS: ClassVar[Mapping[str, Any]] = {
+        **Family.DEFAULTS,
+        "tie_word_embeddings": True,
+        "head_dim": 256,
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_activation": "gelu_pytorch_tanh",
+    }
+    UNKNOWN: ClassVar[Mapping[str, tuple[Any, ...]]] = {"use_bidirectional_attention": (False,)}
+
+    def tables(self, keys: dict[str, Any]) -> dict[str, Any]:
+        tables = super().tables(keys) | {"embed_scale": keys["hidden_size"] ** 0.5}
+        tables["attention"]["bias"] = "all" if keys.get("attention_bias") else "none"
+        return tables
+
+    def keys(self, config: ModelConfig) -> dict[str, Any]:
+        return super().keys(config) | {"attention_bias": biased(config)}
+
+    def change(self, name: str, keys: Mapping[str, Any]) -> tuple[float, float]:
+        gain = name.endswith(("norm.weight", "after.weight", "qk_norm.query", "qk_norm.key"))
+        return float(gain), 1.0
+
+
+class Gemma1(Gemma):
+    """Gemma."""
+
+    model_type = "gemma"
+    architecture = "GemmaForCausalLM"
+
+    def feed_forward(self, keys: dict[str, Any]) -> dict[str, Any]:
+        act = keys["hidden_act"]  # "gelu" stands for its approximation in the first releases
+        return super().feed_forward(keys | {"hidden_act": "gelu_pytorch_tanh" if act == "gelu" else act})
+
+
+class SandwichGemma(Gemma):
+    """What Gemma 2 and 3 share: norms on both sides of a sublayer, and windows in most layers."""
+
+    ATTENTION: ClassVar[Names] = {**Family.ATTENTION, "after.weight": ("post_attention_layernorm.weight",)}
+    FEED_FORWARD: ClassVar[Names] = {
+        **Family.FEED_FORWARD,
+        "norm.weight": ("pre_feedforward_layernorm.weight",),
+        "after.weight": ("post_feedforward_layernorm.weight",),
+    }
+    DEFAULTS: ClassVar[Mapping[str, Any]] = {
+        **Gemma.DEFAULTS,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 6,
+        "query_pre_attn_scalar": 256,
+    }
+
+    def tables(self, keys: dict[str, Any]) -> dict[str, Any]:
+        return super().tables(keys) | {"placement": "both"}
+
+    def feed_forward(self, keys: dict[str, Any]) -> dict[str, Any]:
+        return super().feed_forward(keys | {"hidden_act": keys["hidden_activation"]})
+
+    def window(self, keys: dict[str, Any]) -> dict[str, Any]:
+        every, layers = keys["sliding_window_pattern"], range(keys["num_hidden_layers"])
+        derived = ["sliding_attention" if (i + 1) % every else "full_attention" for i in layers]
+        return layer_windows(keys, keys.get("layer_types") or derived)
+
+    def keys(self, config: ModelConfig) -> dict[str, Any]:
+        keys = super().keys(config)
+        return keys | {
+            "hidden_activation": keys["hidden_act"],
+            "query_pre_attn_scalar": keys["head_dim"],
+            "sliding_window": window_of(config),
+            "layer_types": layer_types(config),
+        }
+
+
+class Gemma2(SandwichGemma):
+    """Gemma 2, as far as it caps neither attention scores nor logits: all released ones do both."""
+
+    model_type = "gemma2"
+    architecture = "Gemma2ForCausalLM"
+    DEFAULTS: ClassVar[Mapping[str, Any]] = {
+        **SandwichGemma.DEFAULTS,
+        "sliding_window_pattern": 2,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+    }
+    UNKNOWN: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **Gemma.UNKNOWN,
+        "attn_logit_softcapping": (),
+        "final_logit_softcapping": (),
+    }
+
+    def tables(self, keys: dict[str, Any]) -> dict[str, Any]:
+        tables = super().tables(keys)
+        if keys["query_pre_attn_scalar"] != tables["attention"]["head_dim"]:
+            raise ValueError(f"query_pre_attn_scalar = {keys['query_pre_attn_scalar']} other than head_dim is missing.")
+        return tables
+
+    def keys(self, config: ModelConfig) -> dict[str, Any]:
+        return super().keys(config) | {"attn_logit_softcapping": None, "final_logit_softcapping": None}
+
+
+class Gemma3(SandwichGemma):
+    """Gemma 3, text only: QK-norm, and another rotary base in the layers with a window."""
+
+    model_type = "gemma3_text"
+    architecture = "Gemma3ForCausalLM"
+    DEFAULTS: ClassVar[Mapping[str, Any]] = {
+        **SandwichGemma.DEFAULTS,
+        "rope_theta": 1_000_000.0,
+        "rope_local_base_freq": 10_000.0,
+    }
+    UNKNOWN: ClassVar[Mapping[str, tuple[Any, ...]]] = {**Gemma.UNKNOWN, "final_logit_softcapping": ()}
+    FREE: ClassVar[tuple[str, ...]] = ("query_pre_attn_scalar",)
+
+    def tables(self, keys: dict[str, Any]) -> dict[str, Any]:
+        tables = super().tables(keys)
+        tables["attention"] |= {"qk_norm": "rms", "qk_eps": keys["rms_norm_eps"]}
+        if "window" not in tables["attention"]:
+            tables["attention"].pop("local_rope_theta")
+        return tables
+
+    def positions(self, keys: dict[str, Any]) -> dict[str, Any]:
+        by_layer = {"full_attention": {}, "sliding_attention": {}} | (keys.get("rope_parameters") or {})
+        plain = {key: value for key, value in keys.items() if key not in ("rope_parameters", "rope_scaling")}
+        full = (keys.get("rope_scaling") or {}) | (by_layer["full_attention"] or {})
+        local = read_positions(
+            plain | {"rope_parameters": by_layer["sliding_attention"], "rope_theta": keys["rope_local_base_freq"]},
+            self.DEFAULTS["rope_local_base_freq"],
+        )
+        if "rope_scaling" in local:
+            raise ValueError("rope_parameters scale the layers with a window, which is missing here.")
+        positions = read_positions(plain | {"rope_parameters": full}, self.DEFAULTS["rope_theta"])
+        return positions | {"local_rope_theta": local["rope_theta"]}
+
+    def keys(self, config: ModelConfig) -> dict[str, Any]:
+        keys = super().keys(config)
+        softmax = config.softmax
+        theta = softmax.local_rope_theta if softmax is not None else None
+        local = {"rope_type": "default", "rope_theta": theta or self.DEFAULTS["rope_local_base_freq"]}
+        keys["rope_parameters"] = {"full_attention": keys["rope_parameters"], "sliding_attention": local}
+        return keys | {"rope_local_base_freq": local["rope_theta"]}
+
+    def change(self, name: str, keys: Mapping[str, Any]) -> tuple[float, float]:
+        shift, scale = super().change(name, keys)
+        known = {**self.DEFAULTS, **keys}
+        # scores are divided by √query_pre_attn_scalar there and by √head_dim here
+        turned = (known["head_dim"] / known["query_pre_attn_scalar"]) ** 0.5
+        return shift, turned if name.endswith("qk_norm.query") else scale
