@@ -49,6 +49,16 @@ class Spread:
         """The load of the least used expert in any layer; 1 is a fair share."""
         return min(min(layer) * len(layer) for layer in self.load)
 
+    def record(self) -> dict[str, Any]:
+        """What metrics.jsonl keeps of it, rounded."""
+        return {
+            "balance": round(self.balance, 6),
+            "router_z": round(self.router_z, 6),
+            "heaviest": round(self.heaviest, 4),
+            "lightest": round(self.lightest, 4),
+            "load": [[round(share, 5) for share in layer] for layer in self.load],
+        }
+
 
 class Balancer:
     """The balance loss of a model's mixtures of experts, and their statistics for the log.

@@ -248,16 +248,7 @@ class Trainer:
         """For a mixture of experts, one more record: how the load was distributed over the interval."""
         if self.step.balancer is None:
             return
-        spread = self.step.balancer.spread()
-        self._tell(
-            kind="experts",
-            step=self.done,
-            balance=round(spread.balance, 6),
-            router_z=round(spread.router_z, 6),
-            heaviest=round(spread.heaviest, 4),
-            lightest=round(spread.lightest, 4),
-            load=[[round(share, 5) for share in layer] for layer in spread.load],
-        )
+        self._tell(kind="experts", step=self.done, **self.step.balancer.spread().record())
         self.step.balancer.clear()
 
     def _log_ranks(self) -> None:
