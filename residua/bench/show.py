@@ -164,6 +164,13 @@ def write_json(path: Path, report: dict[str, Any]) -> None:
             path.write_text(text, encoding="utf-8")
 
 
+def save_report(console: Console, out: Path | None, report: dict[str, Any]) -> None:
+    """Write a report to `out`, if a file was asked for, and say so."""
+    if out is not None:
+        write_json(out, report)
+        console.print(f"written to {out}", soft_wrap=True)
+
+
 def number(value: float | None, form: str) -> str:
     """A cell of a table: a dash if there is no measurement."""
     return "–" if value is None else format(value, form)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -80,6 +81,12 @@ def read_cases(base: RunConfig, compare: Sequence[str]) -> list[Case]:
         changes = variants.overrides([word for word in words if not word.startswith((BACKEND, WAY))], base.model)
         cases.append(Case(" ".join(words), base.override(changes), backend, way))
     return cases
+
+
+def read_models(presets: Sequence[str], compare: Sequence[str]) -> dict[str, list[Case]]:
+    """The same cases of each model, by the names of the models."""
+    models = {Path(preset).stem: RunConfig.find(preset) for preset in presets}
+    return {name: read_cases(base, compare) for name, base in models.items()}
 
 
 def bench_step(

@@ -129,7 +129,7 @@ class SuiteProgress:
         """Keep the report, rewrite the file, and print a line to a log."""
         self.report, self._done = report, len(report.results)
         if self._out is not None and show.can_be_replaced(self._out):
-            write_report(report, self._out)
+            show.write_json(self._out, as_json(report))
         if not self._console.is_terminal:
             line = show.operator_line(report.results[-1])
             self._console.print(f"{line} ({self._place()})", soft_wrap=True, markup=False)
@@ -152,10 +152,10 @@ def conduct(plan: SuitePlan, repeats: int, out: Path | None) -> None:
             show_report(progress.report, out)
 
 
-def write_report(report: Report, out: Path) -> None:
-    """Write the JSON."""
+def as_json(report: Report) -> dict[str, Any]:
+    """What the file holds."""
     described = (report.environment, report.ceilings, report.shape)
-    show.write_json(out, show.operator_report(*described, report.results, report.planned))
+    return show.operator_report(*described, report.results, report.planned)
 
 
 def show_report(report: Report, out: Path | None) -> None:
@@ -166,6 +166,4 @@ def show_report(report: Report, out: Path | None) -> None:
     show.print_operators(console, report.results)
     if len(report.results) < report.planned:
         console.print(f"stopped early: {len(report.results)} of {report.planned} rows were measured")
-    if out is not None:
-        write_report(report, out)
-        console.print(f"written to {out}", soft_wrap=True)
+    show.save_report(console, out, as_json(report))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,8 +14,6 @@ from residua.cli.options import Device, Overrides, Preset, check_file
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.status import Status
-
-    from residua.bench.step import Case
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -100,7 +98,7 @@ def step(
     show.print_ceilings(console, environment, ceilings)
     console.print(show.describe_step(base))
     show.print_steps(console, results)
-    _write(console, out, show.step_report(environment, ceilings, base.model_dump(mode="json"), results))
+    show.save_report(console, out, show.step_report(environment, ceilings, base.model_dump(mode="json"), results))
 
 
 @app.command()
@@ -141,12 +139,13 @@ def curve(
         result = bench_curve(config, dataset, device, tell=status.update)
     show.print_device(console, environment)
     print_curves(console, config, device, result)
-    _write(console, out, curve_report(environment, config, result))
+    show.save_report(console, out, curve_report(environment, config, result))
 
 
+MODELS = ("mgr-s-prenorm", "mgr-l-prenorm")
 Presets = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[PRESET ...]", show_default="mgr-s-prenorm mgr-l-prenorm", help="Models to time."),
+    typer.Argument(metavar="[PRESET ...]", show_default=" ".join(MODELS), help="Models to time."),
 ]
 EachModelsVariants = Annotated[
     str, typer.Option(metavar="CASE,CASE,...", help="Variants of each model, as in `bench step`; ratios to the first.")
@@ -180,6 +179,7 @@ def decode(
     """
     from residua.bench import show
     from residua.bench.decode import bench_decode, decode_report, print_decode
+    from residua.bench.step import read_models
     from residua.bench.timing import measure_ceilings
     from residua.generate.engine import resolve_engine
     from residua.machine import choose_device
@@ -187,7 +187,7 @@ def decode(
 
     where = choose_device(device, "--device")
     engines = [resolve_engine(name, where) for name in engine or ["auto"]]
-    cases = _cases(presets, compare)
+    cases = read_models(presets or MODELS, compare.split(","))
     environment, console = describe_environment(where), _console()
     results = []
     with _status("measuring this device") as status:
@@ -199,7 +199,7 @@ def decode(
     show.print_ceilings(console, environment, ceilings)
     print_decode(console, results, ceilings)
     settings = {"filled": filled, "rounds": rounds, "cases": compare}
-    _write(console, out, decode_report(environment, ceilings, settings, results))
+    show.save_report(console, out, decode_report(environment, ceilings, settings, results))
 
 
 @app.command()
@@ -236,6 +236,7 @@ def prefill(
     """
     from residua.bench import show
     from residua.bench.prefill import bench_prefill, prefill_report, print_prefill
+    from residua.bench.step import read_models
     from residua.bench.timing import measure_ceilings
     from residua.generate.engine import resolve_engine
     from residua.machine import choose_device
@@ -243,7 +244,7 @@ def prefill(
 
     where = choose_device(device, "--device")
     engines = [resolve_engine(name, where) for name in engine or ["auto"]]
-    cases = _cases(presets, compare)
+    cases = read_models(presets or MODELS, compare.split(","))
     environment, console = describe_environment(where), _console()
     results = []
     with _status("measuring this device") as status:
@@ -256,7 +257,7 @@ def prefill(
     show.print_ceilings(console, environment, ceilings)
     print_prefill(console, results)
     settings = {"rounds": rounds, "cases": compare}
-    _write(console, out, prefill_report(environment, ceilings, settings, results))
+    show.save_report(console, out, prefill_report(environment, ceilings, settings, results))
 
 
 @app.command(name="ops")
@@ -329,7 +330,7 @@ def fp8(
         results = bench.bench_linear(tokens, widths, device, repeats=repeats, tell=status.update)
     show.print_device(console, environment)
     bench.print_linear(console, results)
-    _write(console, out, bench.linear_report(environment, results))
+    show.save_report(console, out, bench.linear_report(environment, results))
 
 
 @app.command(name="plan")
@@ -367,6 +368,7 @@ def plan_run(
 
     config = RunConfig.find(preset).override(overrides or [])
 
+    from residua.bench import show
     from residua.bench.plan import GIB, Machine, plan
     from residua.bench.plan_table import plan_report, print_plans
 
@@ -376,16 +378,7 @@ def plan_run(
     plans = plan(config, gpus, machine, engines=torchtitan)
     console = _console()
     print_plans(console, [preset, *(overrides or [])], config, machine, plans, rows)
-    _write(console, out, plan_report(config, machine, plans))
-
-
-def _cases(presets: list[str] | None, compare: str) -> dict[str, list[Case]]:
-    """Of each model that generates, the variants to time."""
-    from residua.bench.step import read_cases
-    from residua.config.run import RunConfig
-
-    found = {Path(name).stem: RunConfig.find(name) for name in presets or ["mgr-s-prenorm", "mgr-l-prenorm"]}
-    return {name: read_cases(base, compare.split(",")) for name, base in found.items()}
+    show.save_report(console, out, plan_report(config, machine, plans))
 
 
 def _console() -> Console:
@@ -400,11 +393,3 @@ def _status(text: str) -> Status:
     from residua.report.terminal import open_console
 
     return open_console(None, stderr=True).status(text)
-
-
-def _write(console: Console, out: Path | None, report: dict[str, Any]) -> None:
-    from residua.bench.show import write_json
-
-    if out is not None:
-        write_json(out, report)
-        console.print(f"written to {out}", soft_wrap=True)

@@ -7,7 +7,7 @@ import torch
 from typer.testing import CliRunner
 
 from residua.bench import turns
-from residua.bench.step import bench_step, read_cases
+from residua.bench.step import bench_step, read_cases, read_models
 from residua.bench.turns import bench_turns
 from residua.cli.bench import app
 from residua.config.run import RunConfig
@@ -66,6 +66,14 @@ def test_cases_combine_variants_overrides_and_a_backend(base):
     assert plain.config.model.topology.kind == "additive" and plain.backend == "auto"
     assert gated.config.model.topology.kind == "multi_gate" and gated.config.model.topology.streams == 2
     assert gated.backend == "reference"
+
+
+def test_every_model_has_the_same_cases_under_its_own_name(run, base):
+    models = read_models(["mini", str(run)], ["prenorm", "mgr"])
+    assert {name: [case.name for case in cases] for name, cases in models.items()} == {
+        "mini": ["prenorm", "mgr"], "tiny": ["prenorm", "mgr"]
+    }  # fmt: skip
+    assert models["tiny"] == read_cases(base, ["prenorm", "mgr"])
 
 
 @pytest.mark.parametrize("case", ["mrg", "prenorm backend=trion", "model.topology.kind=blok_attnres", ""])
