@@ -62,6 +62,11 @@ class Law:
         """The fitted loss after `tokens`."""
         return float(self.floor + self.scale * tokens**-self.exponent)
 
+    def tokens(self, loss: float) -> float:
+        """The tokens after which the law has this loss; infinite at its floor and below."""
+        above = loss - self.floor
+        return (self.scale / above) ** (1 / self.exponent) if above > 0 else math.inf
+
 
 def fit_law(ladder: Mapping[float, Losses]) -> Law | None:
     """The law through the baseline's losses by tokens and seed; None with two budgets, or if no law fits."""
