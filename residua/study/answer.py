@@ -74,7 +74,7 @@ def _by_loss(rows: Sequence[VariantResult], result: StudyResult) -> tuple[Tone, 
 
 def _why(gain: Interval | None) -> str:
     if gain is None or (gain.low is None and gain.high is None):
-        return "but one seed allows no interval"
+        return "but one seed allows no interval" if gain is None or gain.count < 2 else "without an interval"
     if says_nothing(gain) or gain.low is None or gain.high is None:
         return "but the interval is too wide to tell"
     if gain.high < 1.0:

@@ -93,7 +93,8 @@ def _verdict(page: Page, result: StudyResult) -> None:
     if best is not None:
         section.verdict(" ".join([sentences.verdict(best, result), comparisons_sentence(result)]).strip())
     _table(section, result, result.sizes[-1], explained=True)
-    for sentence in (" ".join(sentences.matching_sentences(result)), sentences.side_by_side_sentence(result)):
+    notes = (" ".join(sentences.matching_sentences(result)), sentences.side_by_side_sentence(result))
+    for sentence in (*notes, *sentences.ladder_sentences(result)):
         if sentence:
             section.note(sentence)
     for size in result.sizes[:-1]:

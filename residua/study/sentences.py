@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from residua.report import Column, Value
+from residua.study.ladder import Law
 from residua.study.plan import PlannedRun, StudyPlan
-from residua.study.results import DatasetFacts, Interval, ScalingResult, StudyResult, VariantResult
+from residua.study.results import DatasetFacts, Interval, LadderResult, ScalingResult, StudyResult, VariantResult
 
 NONE = "—"
 ONE = Value(NONE, key=1.0)  # the baseline's own gain: not shown, but sorted
 WIDEST = 1000.0  # high / low of an interval of ratios; a wider interval is not shown
+MISFIT = 0.05  # by how much, in logarithms, a ladder's law may miss the tokens of a budget without a word
 SAYS_NOTHING = 2.0  # high / low of an interval around 1; from a wider one follows no verdict
 
 
@@ -96,13 +99,10 @@ def verdict(row: VariantResult, result: StudyResult) -> str:
 
 def _gains(row: VariantResult, result: StudyResult) -> str:
     """The gains per token and per second, or why there are none."""
-    if row.throughput_ratio is None:
-        gain = row.equivalent_tokens or row.step_gain
-        if gain is None:
-            return "no gain per step, since no seed completed in both"
-        return f"{gain.value:.2f}× per step, and no speeds to compare"
-    if row.wall_clock_gain is None:
-        return "no gain per step, since the curves have one validation point each: make train.validate_every smaller"
+    if row.equivalent_tokens is None and row.step_gain is None:
+        return f"no gain per step, {_why_no_gain(row, result)}"
+    if row.throughput_ratio is None or row.wall_clock_gain is None:
+        return f"{_per_token(row)}, and no speeds to compare"
     per_token = _per_token(row)
     if result.side_by_side > 1 and row.timing is None:
         return f"{per_token}; its speed was not measured alone, so no gain per second is stated (--time-alone)"
@@ -112,7 +112,7 @@ def _gains(row: VariantResult, result: StudyResult) -> str:
     speed, seconds = row.throughput_ratio.value, row.wall_clock_gain
     said = f"{per_token} at {speed:.2f}× the speed of {result.baseline}, so {seconds.value:.2f}× per second"
     if seconds.low is None and seconds.high is None:
-        return said
+        return said if row.difference is None or row.difference.low is None else f"{said}, without an interval"
     if says_nothing(seconds) or _around_one(seconds):
         return f"{said}, but no gain or loss per second is shown (interval {_ends(seconds)})"
     return f"{said} (interval {_ends(seconds)})"
@@ -122,8 +122,15 @@ def _per_token(row: VariantResult) -> str:
     if row.equivalent_tokens is not None:
         beyond = " (extrapolated)" if row.extrapolated else ""
         return f"worth {row.equivalent_tokens.value:.2f}× the tokens{beyond}"
-    assert row.step_gain is not None  # a wall-clock gain comes from one of the two
+    assert row.step_gain is not None  # one of the two is known
     return f"{row.step_gain.value:.2f}× per step"
+
+
+def _why_no_gain(row: VariantResult, result: StudyResult) -> str:
+    ours, baseline = ({run.seed for run in result.complete(row.size, name)} for name in (row.name, result.baseline))
+    if not ours & baseline:
+        return "since no seed completed in both"
+    return "which needs two validations or more of each run (train.validate_every) and losses that fall after the first"
 
 
 def speed_is_shown(row: VariantResult, result: StudyResult) -> bool:
@@ -161,15 +168,53 @@ def dataset_sentence(facts: DatasetFacts, rows: Sequence[VariantResult]) -> str:
 
 def side_by_side_sentence(result: StudyResult) -> str:
     """How speeds were measured: alone, or while runs shared the machine; empty if there was one run at a time."""
-    devices = sorted({row.timing.device for row in result.variants if row.timing is not None})
-    if devices:
-        return f"Speeds are those of each variant's step timed alone, after its runs ({', '.join(devices)})."
+    timed = [row for row in result.variants if row.timing is not None]
+    if timed:
+        devices = ", ".join(sorted({row.timing.device for row in timed if row.timing is not None}))
+        rest = [row.name for row in result.variants if row.timing is None and row.throughput_ratio is not None]
+        but = f", but that of {', '.join(dict.fromkeys(rest))}, which is from training (--time-alone)" if rest else ""
+        return f"Speeds are those of each variant's step timed alone, after its runs ({devices}){but}."
     if result.side_by_side < 2:
         return ""
     return (
         f"{result.side_by_side} runs shared this machine, so they slowed each other down: measure speeds and "
         "wall-clock gains with --time-alone before relying on them."
     )
+
+
+def ladder_sentences(result: StudyResult) -> list[str]:
+    """What to know about gains per token: that there is no ladder, or that its law misses the baseline's own losses."""
+    last = result.rows(result.sizes[-1])
+    if not result.ladder and any(_at_least_one(row.step_gain) and _below_one(row.wall_clock_gain) for row in last):
+        return [
+            "Gains per second are from step-wise gains, on one schedule's curve: they understate what a lower loss is "
+            "worth. Use --ladder before concluding that a variant does not pay."
+        ]
+    return [said for ladder in result.ladder if (said := _misfit(ladder, result))]
+
+
+def _misfit(ladder: LadderResult, result: StudyResult) -> str:
+    """Empty if the law gives each budget its own tokens back, but for MISFIT."""
+    if ladder.law is None:
+        return ""
+    law = Law(**ladder.law.model_dump())
+    worths = [(law.tokens(rung.loss.value) / rung.tokens, rung.tokens) for rung in ladder.rungs]
+    worth, tokens = max(worths, key=lambda pair: abs(math.log(pair[0])))
+    if abs(math.log(worth)) <= MISFIT:
+        return ""
+    return (
+        f"The law of the ladder{f' at {ladder.size}' if len(result.sizes) > 1 else ''} misses the losses of "
+        f"{result.baseline}: its run of {count(tokens)} tokens would be worth {worth:.2f}× its own tokens. Equivalent "
+        "tokens are off by as much; runs that are too short do not follow the law."
+    )
+
+
+def _at_least_one(ratio: Interval | None) -> bool:
+    return ratio is not None and ratio.value >= 1.0
+
+
+def _below_one(ratio: Interval | None) -> bool:
+    return ratio is not None and ratio.value < 1.0
 
 
 def cost_sentences(plan: StudyPlan) -> list[str]:

@@ -105,7 +105,8 @@ def _sentences(result: StudyResult) -> list[str]:
     facts = [sentences.dataset_sentence(result.dataset, result.variants)] if result.dataset else []
     warning = sentences.side_by_side_sentence(result)
     rates = [rate_sentence(rate, len(result.sizes) > 1) for rate in result.tuning]
-    return [*facts, *sentences.matching_sentences(result), *rates, *verdicts, *([warning] if warning else []), *failed]
+    told = [*([warning] if warning else []), *sentences.ladder_sentences(result)]
+    return [*facts, *sentences.matching_sentences(result), *rates, *verdicts, *told, *failed]
 
 
 def markdown_table(columns: Sequence[Column], rows: Sequence[Sequence[Value]]) -> list[str]:

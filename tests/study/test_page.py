@@ -13,7 +13,7 @@ from residua.report import Tone, theme
 from residua.study.answer import answer, by_gain, comparisons_sentence, provenance
 from residua.study.page import study_page
 from residua.study.plots import difference_curves, forest_of_losses, precision_costs
-from residua.study.results import StudyResult
+from residua.study.results import Interval, StudyResult
 from tests.study.pretend import pretended
 
 
@@ -36,6 +36,15 @@ def test_the_title_answers_and_says_yes_or_no_only_where_the_intervals_do(
     best: float, seeds: int, tone: Tone, title: str
 ) -> None:
     assert answer(pretended(3, seeds=seeds, best=best).result) == (tone, title)
+
+
+def test_a_gain_of_several_seeds_without_an_interval_is_not_called_one_of_a_single_seed() -> None:
+    """One of three runs may have a speed, or the ladder two budgets."""
+    bare = Interval(value=1.2, count=3)
+    assert answer(changed(pretended(2).result, wall_clock_gain=bare)) == (
+        "unsure",
+        "Not shown: block_attnres is 1.20× per second, without an interval",
+    )
 
 
 def test_no_needs_every_variant_below_one() -> None:

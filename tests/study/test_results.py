@@ -241,7 +241,7 @@ def test_a_gain_per_second_is_claimed_if_its_interval_is_clear_of_one(result: St
         (0.97, 1.25, "so 1.10× per second, but no gain or loss per second is shown (interval 0.97 to 1.25)."),
         (1.05, None, "so 1.10× per second (interval above 1.05)."),
         (0.90, None, "so 1.10× per second, but no gain or loss per second is shown (interval above 0.90)."),
-        (None, None, "so 1.10× per second."),
+        (None, None, "so 1.10× per second, without an interval."),
     ):
         gain = Interval(value=1.10, count=3, low=low, high=high)
         assert verdict(row(result, "mgr").model_copy(update={"wall_clock_gain": gain}), result).endswith(said)
@@ -252,15 +252,21 @@ def test_seeds_whose_speeds_agree_give_a_factor(result: StudyResult) -> None:
     assert cells(row(result, "block_attnres"), result)[7].joined() == "0.84× [0.84, 0.84]"
 
 
+def test_without_speeds_equivalent_tokens_are_not_called_steps(result: StudyResult) -> None:
+    worth = {"equivalent_tokens": Interval(value=1.21, count=2), "throughput_ratio": None, "wall_clock_gain": None}
+    told = verdict(row(result, "mgr").model_copy(update=worth), result)
+    assert told.endswith("; worth 1.21× the tokens, and no speeds to compare.")
+
+
 def test_one_validation_gives_a_difference_and_says_what_a_gain_needs(result: StudyResult) -> None:
     single = row(result, "block_attnres").model_copy(update={"step_gain": None, "wall_clock_gain": None})
     told = verdict(single, result)
     assert told.startswith("block_attnres: lower loss by 0.1000 (n = 2); no gain per step")
-    assert told.endswith("the curves have one validation point each: make train.validate_every smaller.")
+    assert told.endswith("run (train.validate_every) and losses that fall after the first.")
     alone = single.model_copy(update={"difference": None})
     assert verdict(alone, result) == "block_attnres: nothing to compare it with."
-    apart = single.model_copy(update={"throughput_ratio": None})
-    assert verdict(apart, result).endswith("no gain per step, since no seed completed in both.")
+    apart = result.model_copy(update={"runs": tuple(run for run in result.runs if run.variant != "prenorm")})
+    assert verdict(single, apart).endswith("no gain per step, since no seed completed in both.")
 
 
 def laddered(study: StudyConfig, out: Path, dataset: Dataset, budgets: tuple[float, ...]) -> StudyResult:
@@ -301,6 +307,25 @@ def test_a_ladder_gives_equivalent_tokens_beside_the_step_wise_gain(
     assert loss is not None and loss.count == 2  # the ladder's runs are no seeds of the baseline
     text = markdown(result)
     assert "| equivalent tokens |" in text and "1.25× [1.25, 1.25]" in text and "3.00×\\* [" in text
+
+
+@pytest.mark.usefixtures("no_page")
+def test_losses_of_the_baseline_that_miss_their_law_are_said(study: StudyConfig, dataset: Dataset, out: Path) -> None:
+    result = laddered(study, out, dataset, (0.5, 1, 1.5, 2))
+    assert "The law of the ladder" not in markdown(result)
+    (ladder,) = result.ladder
+    assert ladder.law is not None
+    bent = ladder.model_copy(update={"law": ladder.law.model_copy(update={"scale": ladder.law.scale * 0.96})})
+    said = "misses the losses of prenorm: its run of 1.28 k tokens would be worth 0.90× its own tokens."  # 0.96^(1/0.4)
+    assert said in markdown(result.model_copy(update={"ladder": (bent,)}))
+
+
+def test_a_gain_below_one_without_a_ladder_is_said_to_be_understated(result: StudyResult) -> None:
+    said = "Use --ladder before concluding that a variant does not pay."
+    assert row(result, "block_attnres").step_gain.value > 1 > row(result, "block_attnres").wall_clock_gain.value
+    assert said in markdown(result)
+    worse = tuple(row for row in result.variants if row.name in ("prenorm", "exoformer"))
+    assert said not in markdown(result.model_copy(update={"variants": worse}))
 
 
 @pytest.mark.usefixtures("no_page")
@@ -356,7 +381,11 @@ def test_steps_timed_alone_give_throughput_and_wall_clock_gain(study: StudyConfi
     assert block.throughput_ratio.low == pytest.approx(0.9 * math.exp(-t_quantile(0.975, 18) * 0.001 * 2**0.5))
     assert block.wall_clock_gain.value == pytest.approx(0.9 * 10 / 9.5)
     assert "at 0.90× the speed of prenorm" in verdict(block, result)
-    assert "Speeds are those of each variant's step timed alone, after its runs (H200)." in markdown(result)
+    alone = "Speeds are those of each variant's step timed alone, after its runs (H200)"
+    from_training = "but that of mgr, exoformer, which is from training (--time-alone)."
+    assert f"{alone}, {from_training}" in markdown(result)
+    everywhere = {("tiny", name): {"H200": timed(900)} for name in OFFSET}
+    assert f"{alone}.\n" in markdown(collect(several, plan, records, {}, None, everywhere))
     other = row(result, "mgr")  # timed on a device that the baseline was not timed on
     assert other.timing is None and "not measured alone" in verdict(other, result)
 
