@@ -277,6 +277,7 @@ def _against_baseline(study: StudyConfig, measured: Measured, size: str, name: s
         "step_gain": _interval(found.step),
         "equivalent_tokens": _interval(found.equivalent),
         "extrapolated": found.equivalent is not None and found.equivalent.extrapolated,
+        "tokens_per_second": _speed(_with_speed(ours, baseline)) or _speed(ours),
         "throughput_ratio": _interval(found.throughput),
         "wall_clock_gain": _interval(found.wall_clock),
         "timing": found.timing,
@@ -317,6 +318,11 @@ def _speed(ours: Mapping[int, RunRecord]) -> float | None:
     """The mean of the speeds that are known; a run trained beside other work has none."""
     speeds = [run.tokens_per_second for run in ours.values() if math.isfinite(run.tokens_per_second)]
     return geometric_mean(speeds) if speeds else None
+
+
+def _with_speed(ours: Mapping[int, RunRecord], baseline: Mapping[int, RunRecord]) -> dict[int, RunRecord]:
+    """Our runs of the seeds at which the baseline's speed is known: those that the throughput is compared by."""
+    return {s: run for s, run in ours.items() if s in baseline and math.isfinite(baseline[s].tokens_per_second)}
 
 
 def _interval(value: Estimate | Gain | None) -> Interval | None:

@@ -127,6 +127,11 @@ def test_runs_whose_speed_was_struck_leave_the_others_in_the_table(
     (kept,) = [run for run in others if run.variant == "prenorm"]
     assert baseline.tokens_per_second == pytest.approx(kept.tokens_per_second)
     assert mgr.throughput_ratio is not None and mgr.throughput_ratio.count == 1
+    # The speed beside the ratio is that of the same seed: another one may have been slowed as well.
+    slow = {"tokens_per_second": 100.0}
+    slowed = [run.model_copy(update=slow) if (run.variant, run.seed) == ("mgr", 0) else run for run in others]
+    _, again = show_saved(saved.model_copy(update={"runs": (struck, *slowed)})).variants
+    assert again.tokens_per_second == mgr.tokens_per_second and again.throughput_ratio == mgr.throughput_ratio
 
 
 def test_the_page_is_made_from_the_file_alone(
@@ -367,11 +372,15 @@ def test_the_command_shows_a_file_and_continues_its_study(
     assert "prenorm" in shown and "mgr" in shown
     assert "Report: " in invoke(kept, "--out", tmp_path / "page") and (tmp_path / "page" / "report.html").exists()
     assert "--seeds has no effect" in invoke(kept, "--seeds", 2)
+    assert "lost.json does not exist, so there is no study to continue" in invoke("--results", tmp_path / "lost.json")
     trainer.trained.clear()
     # Without names, the study is the file's own; with --seeds it has more.
-    invoke("--results", kept, "--data", dataset.path, "--out", tmp_path / "more", "--seeds", 3)
+    said = invoke("--results", kept, "--data", dataset.path, "--out", tmp_path / "more", "--seeds", 3)
+    assert "4 runs of x.json will not be trained again; 2 runs left to train." in said
     assert trainer.trained == ["prenorm-seed2", "mgr-seed2"]
     assert len(SavedStudy.read(kept).runs) == 6
+    again = invoke("--results", kept, "--data", dataset.path, "--out", tmp_path / "more")
+    assert "6 runs of x.json will not be trained again; none left to train." in again
 
 
 def test_a_plan_keeps_what_the_folder_has_and_trains_nothing(
