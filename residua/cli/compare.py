@@ -233,6 +233,10 @@ def _study(
             return StudyConfig(**{**read_toml(folder / STUDY), **given})
     if not what and results is not None and results.exists():
         return StudyConfig(**{**SavedStudy.read(results).study, **given})
+    if not what and results is not None:
+        raise ConfigError(
+            f"{results} does not exist, so there is no study to continue: name its variants, or another file."
+        )
     if len(what) < 2:
         raise ConfigError("name two variants or more, a study file, or --demo; `residua compare --list` has the names.")
     return StudyConfig(variants=what, **given)

@@ -69,7 +69,9 @@ def extend(path: Path, study: StudyConfig, plan: StudyPlan, fingerprint: str, ou
 def extend_sentences(path: Path, extended: Extended) -> list[str]:
     """What a person should know about the saved runs."""
     known = list(extended.known.values())
-    told = [f"{counted(len(known), 'run')} of {path.name} will not be trained again."] if known else []
+    left = sum(not is_complete(run.folder, run.config) for run in extended.new.runs)
+    kept = f"{counted(len(known), 'run')} of {path.name} will not be trained again"
+    told = [f"{kept}; {counted(left, 'run') if left else 'none'} left to train."] if known else []
     old = sorted({run.environment.get("mathematics", MATHEMATICS) for run in known} - {MATHEMATICS})
     if old:
         told.append(
