@@ -129,6 +129,28 @@ def test_peaks_of_chosen_variants_are_drawn_and_tabled(results: ModuleType, root
         results.made(root)
 
 
+def test_a_ladder_can_have_the_longer_runs_of_another_study(results: ModuleType, root: Path) -> None:
+    for name in ("mini-39m", "main-s"):
+        shutil.copy(STUDY.with_name(f"{name}.json"), root / "docs" / "results")
+    longer = SavedStudy.read(STUDY.with_name("main-mini.json"))
+    first = tuple(run for run in longer.runs if (run.variant, run.budget) == ("prenorm", 1.0) and run.seed < 2)
+    curve = first[0].validation.model_copy(update={"step": tuple(2 * step for step in first[0].validation.step)})
+    changes = {"budget": 2.0, "steps": 2 * first[0].steps, "validation": curve}
+    twice = first[0].model_copy(update=changes)  # reads its text twice, so it is left out
+    longer.model_copy(update={"runs": (*first, twice)}).write(root / "docs" / "results" / "main-mini.json")
+    readme = root / "README.md"
+    readme.write_text("<!-- study mini-39m ladder main-mini -->\n<!-- end -->\n")
+    text = results.made(root)[readme]
+    # By hand: L(D) = 3.014963 + 466.9694·D^−0.353655 has mgr_resformer's 3.887065 at 1.3214 · 39.32 M tokens.
+    assert "| mgr_resformer | 1.32× [1.27, 1.37] | 0.87× 1.13 M tok/s | 1.14× [1.09, 1.20] |" in text
+    assert "Tokens of prenorm: 19.66 M (n = 3), 39.32 M (n = 3), 116.98 M (n = 2); the last is of [main-mini](" in text
+    assert "| prenorm" not in text and "| naive" not in text  # the baseline, and a variant without speeds
+    for other, words in (("lost", "asks for the study lost"), ("main-s", r"budgets of main-s: model\.\S+ differs")):
+        readme.write_text(f"<!-- study mini-39m ladder {other} -->\n<!-- end -->\n")
+        with pytest.raises(ValueError, match=words):
+            results.made(root)
+
+
 def test_a_results_file_gets_peaks_from_folders_without_weights(results: ModuleType, tmp_path: Path) -> None:
     saved = with_peaks(saved_study({"prenorm": 3.0, "mgr": 2.9}), {"mgr": (1.0, 1.0, 1.0)})
     plan = saved.plan(tmp_path)
