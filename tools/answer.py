@@ -44,7 +44,10 @@ COLOURS = ("#2f6fb0", "#b3470b", "#2c7a4b", "#7a4bb8", "#8a6d00", "#a8325e", "#0
 DARK = ("#7db8f0", "#ff9a57", "#6fcf97", "#bd93f9", "#e0c04a", "#f78fb3", "#5fd0da", "#bdbdbd")
 WIDTH, HEIGHT = 980, 400
 LEFT, RIGHT, TOP, BOTTOM = (250, 510), (650, 950), 84, 320
-FOOT = "51 M parameters, 39 M tokens of English, matched parameters, three seeds, one H200: docs/results/mini-39m.md"
+FOOT = (
+    "51 M parameters, 39 M tokens of English, three seeds, one H200; the longest baseline reads its text twice: "
+    "docs/results/mini-39m.md"
+)
 
 
 class Row(NamedTuple):

@@ -43,6 +43,16 @@ def test_a_build_knows_its_repository_on_github_only(monkeypatch) -> None:
     assert setup.repository() is None
 
 
+def test_every_interval_is_in_a_table_that_is_made_from_a_study() -> None:
+    """So that a study that goes on does not leave old numbers in the sentences about it."""
+    pages = [page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "results").glob("*.md")]
+    made = "".join(block for page in pages for block in re.findall(r"<!-- study .*?<!-- end -->", page, re.S))
+    words = README + re.sub(r"<!-- study .*?<!-- end -->", "", (ROOT / "docs" / "RESULTS.md").read_text(), flags=re.S)
+    told = re.findall(r"(\d\.\d\d×)(?: per\s+second)?\s+(\[[^]]*\d\])", words)
+    assert len(told) > 5
+    assert [f"{gain} {ends}" for gain, ends in told if f" {gain} {' '.join(ends.split())} |" not in made] == []
+
+
 def test_the_picture_is_drawn_from_the_measured_study() -> None:
     answer = _module("tools/answer.py")
     found = answer.rows(answer.show_saved(answer.SavedStudy.read(answer.STUDY)))
