@@ -124,6 +124,7 @@ def _merged(path: Path, before: StudyConfig, study: StudyConfig) -> StudyConfig:
             "ladder": tuple(sorted({*before.ladder, *study.ladder})),
             "quantize": tuple(dict.fromkeys((*before.quantize, *study.quantize))),
             "workers": max(before.workers, study.workers),
+            "time_alone": before.time_alone or study.time_alone,
         }
     )
 

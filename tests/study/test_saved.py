@@ -207,12 +207,13 @@ def test_timings_travel_with_the_file(
         conducting.keep_timings(study, plan, out, {key: {"H200": timing} for key in plan.models})
 
     monkeypatch.setattr(conducting, "time_variants", timed)
-    run(chosen("mgr"), tmp_path / "first", tmp_path / "x.json")
+    run(chosen("mgr", time_alone=True), tmp_path / "first", tmp_path / "x.json")
     monkeypatch.setattr(conducting, "time_variants", lambda *arguments: None)
     result = run(chosen("block_attnres"), tmp_path / "second", tmp_path / "x.json")
     assert {row.name: row.timing for row in result.variants} == {
         "prenorm": timing, "mgr": timing, "block_attnres": None,
     }  # fmt: skip
+    assert SavedStudy.read(tmp_path / "x.json").config.time_alone  # so that the file's own study times the third, too
 
 
 @pytest.fixture(scope="module")
