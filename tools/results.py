@@ -15,6 +15,8 @@ docs/results/NAME.json, which `residua compare --results` wrote. The parts:
              `<!-- study NAME peaks prenorm,gatednorm -->`
     ladder   the gains if the ladder's largest budget were the baseline's runs in the study named after it, which has
              more text: `<!-- study NAME ladder OTHER -->`
+    beside   how much lower the losses of its variants are than in the studies named after it:
+             `<!-- study NAME beside OTHER,ANOTHER -->`
 
 A study without a page docs/results/NAME.md gets one. What is made depends on the files alone.
 
@@ -280,6 +282,31 @@ def _ladder(other: str, name: str, studies: Studies, results: Results, up: str) 
     ]
 
 
+def _beside(others: str, name: str, studies: Studies, results: Results, up: str) -> list[str]:
+    """Each of the largest size: how much lower the loss of the study's variants is than the baseline's."""
+    asked = [*others.split(","), name]
+    stranger = next((other for other in asked if other not in results), None)
+    if stranger is not None:
+        raise ValueError(f"{name} beside {stranger}: studies are {', '.join(results)}.")
+    differences = {other: _differences(results[other]) for other in asked}
+    shapes = [next(m.config["model"] for m in studies[other].models) for other in asked]
+    titles = [
+        f"{shape['layers']} layers of {shape['width']}, {other}" for shape, other in zip(shapes, asked, strict=True)
+    ]
+    head = [Column("Δ loss [95 %]", numeric=False), *(Column(title, numeric=True) for title in titles)]
+    rows = [
+        [Value(variant), *(differences[other].get(variant, Value("—")) for other in asked)]
+        for variant in differences[name]
+    ]
+    return markdown_table(head, rows)
+
+
+def _differences(result: StudyResult) -> dict[str, Value]:
+    place = next(i for i, column in enumerate(columns(result)) if column.title.startswith("Δ loss"))
+    rows = [row for row in result.rows(result.sizes[-1]) if row.difference is not None]
+    return {row.name: cells(row, result)[place] for row in rows}
+
+
 GAINS = ("equivalent tokens", "throughput", "wall-clock gain")
 LENGTH = (*PLACE, "data.seed", "train.seed", "train.steps", "train.validate_every")
 
@@ -333,6 +360,7 @@ PARTS: dict[str, Callable[[str, SavedStudy, StudyResult, str], list[str]]] = {
 }  # fmt: skip
 WITH_A_WORD: dict[str, tuple[str, Callable[[str, str, Studies, Results, str], list[str]]]] = {
     "claims": ("ENTRY", _claims), "peaks": ("VARIANTS", _peaks), "ladder": ("STUDY", _ladder),
+    "beside": ("STUDIES", _beside),
 }  # fmt: skip
 
 

@@ -182,9 +182,23 @@ def test_a_block_of_an_unknown_study_or_part_is_refused(results: ModuleType, roo
 
 @pytest.mark.parametrize(
     ("preset", "study", "variant"),
-    [("recommended-mini", "mini-39m", "mgr_resformer"), ("recommended-mini-per-token", "main-mini", "mgr_exo")],
+    [
+        ("recommended-mini", "mini-39m", "mgr_resformer"),
+        ("recommended-mini-per-token", "main-mini", "mgr_exo"),
+        ("recommended-s", "main-s", "mgr2_resformer"),
+        ("recommended-s-per-token", "main-s", "mgr_resformer"),
+    ],
 )
 def test_a_recommended_preset_is_the_model_that_was_measured(preset: str, study: str, variant: str) -> None:
     saved = SavedStudy.read(ROOT / "docs" / "results" / f"{study}.json")
     (measured,) = (RunConfig(**model.config).model for model in saved.models if model.variant == variant)
     assert RunConfig.find(preset).model.override([f"vocab_size={measured.vocab_size}"]) == measured
+
+
+@pytest.mark.parametrize("kind", ["", "-per-token"])
+def test_the_recommended_large_model_has_the_choice_of_the_study_at_s(kind: str) -> None:
+    small, large = (RunConfig.find(f"recommended-{size}{kind}").model for size in "sl")
+    assert (large.topology, large.anchors, large.norm) == (small.topology, small.anchors, small.norm)
+    assert large.attention == small.attention.model_copy(update={"heads": 10})
+    plain = RunConfig.find("mgr-l-prenorm").model
+    assert (large.layers, large.width, large.ffn) == (plain.layers, plain.width, plain.ffn)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -82,7 +83,7 @@ def read_norm(
     normed, v = outputs = read_norm_outputs(others, scores, rows, y, base, query, weight, eps)
     width, tokens = extent(y)
     if tokens:
-        tile = row_tile(width)
+        tile = _read_tile(width)
         others, y = [aligned(s) for s in others], aligned(y)
         with on(y):
             kernels.read_norm_kernel[(cdiv(tokens, tile["TOKENS"]),)](
@@ -91,6 +92,12 @@ def read_norm(
                 LANES=8, UNROLL=UNROLL, ADD=base is not None, **tile,
             )  # fmt: skip
     return outputs
+
+
+def _read_tile(width: int) -> dict[str, Any]:
+    """The tile of a read alone; rows between 1024 and 1536, which are also normed here, take a second warp."""
+    tile = row_tile(width)
+    return {**tile, "num_warps": 2} if 1024 < width <= 1536 else tile
 
 
 def gate_norm_outputs(
