@@ -1,4 +1,6 @@
-"""Draw the README's picture, docs/img/answer.svg, from docs/results/mini-39m.json.
+"""Draw the README's picture, docs/img/answer.svg, from docs/results/main-s.json and mini-39m.json.
+
+The longest baseline of mini-39m reads its text twice, so that of main-mini, which does not, takes its place.
 
 Left, how much lower the loss of each architecture is than the baseline's, with its interval, and its gain per second,
 bold where its interval is clear of 1. Right, what its step costs
@@ -14,14 +16,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 from residua.study.conduct import show_saved
+from residua.study.longer import with_longer
 from residua.study.results import Interval, StudyResult
 from residua.study.saved import SavedStudy
 
 ROOT = Path(__file__).parents[1]
-STUDY, PICTURE = ROOT / "docs" / "results" / "mini-39m.json", ROOT / "docs" / "img" / "answer.svg"
+PICTURE = ROOT / "docs" / "img" / "answer.svg"
 NAMES = {
     "resformer": "value residuals",
     "mgr_resformer": "MGR + value residuals",
+    "mgr2_resformer": "MGR (n = 2) + value residuals",
     "block_resformer": "Block AttnRes + value residuals",
     "mgr": "MGR",
     "mgr_independent": "MGR, independent gates",
@@ -43,10 +47,10 @@ NAMES = {
 COLOURS = ("#2f6fb0", "#b3470b", "#2c7a4b", "#7a4bb8", "#8a6d00", "#a8325e", "#00707a", "#5c5c5c")
 DARK = ("#7db8f0", "#ff9a57", "#6fcf97", "#bd93f9", "#e0c04a", "#f78fb3", "#5fd0da", "#bdbdbd")
 WIDTH, HEIGHT = 980, 400
-LEFT, RIGHT, TOP, BOTTOM = (250, 510), (650, 950), 84, 320
+LEFT, RIGHT, TOP, BOTTOM = (280, 520), (650, 950), 84, 320
 FOOT = (
-    "51 M parameters, 39 M tokens of English, three seeds, one H200; the longest baseline reads its text twice: "
-    "docs/results/mini-39m.md"
+    "Matched parameters, two or three seeds, one H200, English: 124 M on 58.6 M tokens, 51 M on 39 M; "
+    "docs/results/main-s.md, docs/results/mini-39m.md"
 )
 
 
@@ -63,6 +67,12 @@ class Row(NamedTuple):
     time: float
     gain: float
     gain_low: float
+    size: str = ""
+
+    @property
+    def label(self) -> str:
+        """Its name, with the size of the model if there are several."""
+        return f"{self.name}, {self.size}" if self.size else self.name
 
     @property
     def shown(self) -> bool:
@@ -70,7 +80,17 @@ class Row(NamedTuple):
         return self.low > 0 or self.high < 0
 
 
-def rows(result: StudyResult) -> list[Row]:
+def measured() -> list[Row]:
+    """What pays most per second at S and at `mini`, the largest gain in loss first."""
+    small, large, longer = (
+        SavedStudy.read(ROOT / "docs" / "results" / f"{name}.json") for name in ("mini-39m", "main-s", "main-mini")
+    )
+    first = rows(show_saved(large), "124 M")
+    second = rows(with_longer(small, longer)[0], "51 M", len(COLOURS) - len(first))
+    return sorted((*first, *second), key=lambda row: row.change)
+
+
+def rows(result: StudyResult, size: str = "", most: int = len(COLOURS)) -> list[Row]:
     """The variants with a complete comparison that gain most per second, the largest gain in loss first."""
     found = []
     for row in result.variants:
@@ -78,8 +98,8 @@ def rows(result: StudyResult) -> list[Row]:
         if row.throughput_ratio is None or change is None or worth is None or gain is None:
             continue
         time = 1 / row.throughput_ratio.value
-        found.append(Row(NAMES.get(row.name, row.name), *change, *worth, time, *gain[:2]))
-    paying = sorted(found, key=lambda row: -row.gain)[: len(COLOURS)]
+        found.append(Row(NAMES.get(row.name, row.name), *change, *worth, time, *gain[:2], size))
+    paying = sorted(found, key=lambda row: -row.gain)[:most]
     return sorted(paying, key=lambda row: row.change)
 
 
@@ -97,7 +117,7 @@ def draw(found: list[Row]) -> str:
     style = "".join(f".c{i}{{fill:{a};stroke:{a}}}" for i, a in enumerate(COLOURS))
     dark = "".join(f".c{i}{{fill:{a};stroke:{a}}}" for i, a in enumerate(DARK))
     words = "; ".join(
-        f"{row.name}: loss {row.change:+.3f} [{row.low:+.3f}, {row.high:+.3f}], tokens worth {row.worth:.2f} times, "
+        f"{row.label}: loss {row.change:+.3f} [{row.low:+.3f}, {row.high:+.3f}], tokens worth {row.worth:.2f} times, "
         f"step {row.time:.2f} times as long, {row.gain:.2f} times per second"
         for row in found
     )
@@ -110,7 +130,8 @@ def draw(found: list[Row]) -> str:
 def _answer(found: list[Row]) -> str:
     paying = sorted((row for row in found if row.gain_low > 1), key=lambda row: -row.gain)
     if paying:
-        named = ", ".join(f"{row.name} {row.gain:.2f}×" for row in paying[:2])
+        first = {row.name: row for row in reversed(paying)}  # of a name with two sizes, the larger gain
+        named = ", ".join(f"{row.name} {row.gain:.2f}×" for row in sorted(first.values(), key=lambda r: -r.gain)[:2])
         return f"Faster per second: {named}{f', and {len(paying) - 2} more' if len(paying) > 2 else ''}."
     better = [row.name for row in found if row.shown and row.change < 0]
     first = f"Lower loss per step: {' and '.join(better)}." if better else "No lower loss was shown."
@@ -129,7 +150,7 @@ def _forest(found: list[Row]) -> list[str]:
     for i, row in enumerate(found):
         y = _row_y(i, len(found))
         strong = "" if row.shown else " weak"
-        parts.append(_text(24, y + 4, row.name, "name"))
+        parts.append(_text(24, y + 4, row.label, "name"))
         parts.append(_text(LEFT[1] + 48, y + 4, f"{row.gain:.2f}×", "tick end" if row.gain_low <= 1 else "sure end"))
         parts.append(_line(scale(row.low), y, scale(row.high), y, f"bar c{i}{strong}"))
         parts.append(f'<circle class="c{i}{strong}" cx="{scale(row.change):.1f}" cy="{y:.1f}" r="6"/>')
@@ -188,7 +209,7 @@ _HEAD = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}
 font-family="system-ui, sans-serif" font-size="13">
 <title>{title}</title><desc>{words}</desc>
 <style>
-.back{{fill:#fff}}text{{fill:#1c2430}}.title{{font-size:18px;font-weight:700}}.head{{font-weight:600}}
+.back{{fill:#fff}}text{{fill:#1c2430}}.title{{font-size:16px;font-weight:700}}.head{{font-weight:600}}
 .tick{{font-size:12px;fill:#56607a}}.middle{{text-anchor:middle}}.end{{text-anchor:end}}
 .grid{{stroke:#e3e7ee}}.zero{{stroke:#56607a;stroke-width:1.3}}.even{{stroke:#56607a;stroke-width:1.6}}
 .even{{stroke-dasharray:6 5}}.sure{{font-size:12px;font-weight:700}}
@@ -202,7 +223,7 @@ font-family="system-ui, sans-serif" font-size="13">
 
 def main() -> None:
     """Write the picture."""
-    PICTURE.write_text(draw(rows(show_saved(SavedStudy.read(STUDY)))), encoding="utf-8")
+    PICTURE.write_text(draw(measured()), encoding="utf-8")
     print(f"wrote {PICTURE.relative_to(ROOT)}")
 
 

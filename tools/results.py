@@ -35,7 +35,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from residua.config.run import RunConfig, settings
 from residua.config.settings import ConfigError
 from residua.report import Column, Value
 from residua.reproduce.entry import Order
@@ -43,19 +42,16 @@ from residua.reproduce.matching import NOT_THERE
 from residua.reproduce.shared import share
 from residua.reproduce.show import claims_table
 from residua.study.conduct import show_saved
-from residua.study.gains import product
-from residua.study.ladder import equivalent_tokens
-from residua.study.measures import interval
+from residua.study.longer import with_longer
 from residua.study.peaks import Peaks
 from residua.study.picture import peak_picture, picture
-from residua.study.results import RunResult, StudyResult, VariantResult
+from residua.study.results import StudyResult, VariantResult
 from residua.study.runs import read_run
 from residua.study.saved import FORMAT, SavedRun, SavedStudy
 from residua.study.sentences import cells, columns, count
 from residua.study.side_tables import peak_table
-from residua.study.statistics import Estimate, mean
+from residua.study.statistics import mean
 from residua.study.tables import markdown_table, markdown_tables
-from residua.study.trials import PLACE
 
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"(<!-- study (\S+) (\S+)(?: (\S+))? -->\n).*?(<!-- end -->)", re.S)
@@ -264,13 +260,8 @@ def _ladder(other: str, name: str, studies: Studies, results: Results, up: str) 
     """Of the largest size, the largest gain per second first; speeds are those of the study's own table."""
     if other not in results:
         raise ValueError(f"the ladder of {name} asks for the study {other}: studies are {', '.join(results)}.")
-    _check_alike(name, other, studies)
-    result, longer = results[name], results[other]
-    own = _baseline_losses(result.runs, result)
-    new = _baseline_losses(longer.complete(longer.sizes[-1], longer.baseline), longer)  # without its ladder
-    rungs = {tokens: losses for tokens, losses in own.items() if tokens < max(own)} | new
-    rows = [row for row in result.rows(result.sizes[-1]) if row.wall_clock_gain is not None]
-    found = sorted((_regained(row, result, rungs) for row in rows), key=_seconds)
+    result, rungs = with_longer(studies[name], studies[other])
+    found = sorted((row for row in result.rows(result.sizes[-1]) if row.wall_clock_gain is not None), key=_seconds)
     kept = [i for i, column in enumerate(columns(result)) if column.title in ("variant", *GAINS)]
     cells_of = [cells(row, result) for row in found]
     table = markdown_table([columns(result)[i] for i in kept], [[row[i] for i in kept] for row in cells_of])
@@ -280,6 +271,13 @@ def _ladder(other: str, name: str, studies: Studies, results: Results, up: str) 
         "",
         f"Tokens of {result.baseline}: {budgets}; the last is of [{other}]({up}docs/results/{other}.md).",
     ]
+
+
+GAINS = ("equivalent tokens", "throughput", "wall-clock gain")
+
+
+def _seconds(row: VariantResult) -> float:
+    return 0.0 if row.wall_clock_gain is None else -row.wall_clock_gain.value
 
 
 def _beside(others: str, name: str, studies: Studies, results: Results, up: str) -> list[str]:
@@ -305,48 +303,6 @@ def _differences(result: StudyResult) -> dict[str, Value]:
     place = next(i for i, column in enumerate(columns(result)) if column.title.startswith("Δ loss"))
     rows = [row for row in result.rows(result.sizes[-1]) if row.difference is not None]
     return {row.name: cells(row, result)[place] for row in rows}
-
-
-GAINS = ("equivalent tokens", "throughput", "wall-clock gain")
-LENGTH = (*PLACE, "data.seed", "train.seed", "train.steps", "train.validate_every")
-
-
-def _check_alike(name: str, other: str, studies: Studies) -> None:
-    """Refuse budgets of another model or recipe."""
-    ours, theirs = (
-        settings(
-            next(RunConfig(**m.config) for m in saved.models if m.variant == saved.config.baseline), without=LENGTH
-        )
-        for saved in (studies[name], studies[other])
-    )
-    differing = [key for key in {**ours, **theirs} if ours.get(key) != theirs.get(key)]
-    if differing:
-        raise ValueError(f"the ladder of {name} cannot have budgets of {other}: {differing[0]} differs.")
-
-
-def _baseline_losses(runs: Sequence[RunResult], result: StudyResult) -> dict[float, dict[int, float]]:
-    """By tokens and seed, of the largest size."""
-    found: dict[float, dict[int, float]] = {}
-    for run in runs:
-        if (run.variant, run.size) == (result.baseline, result.sizes[-1]) and run.loss is not None and run.tokens:
-            found.setdefault(float(run.tokens), {})[run.seed] = run.loss
-    return found
-
-
-def _seconds(row: VariantResult) -> float:
-    return 0.0 if row.wall_clock_gain is None else -row.wall_clock_gain.value
-
-
-def _regained(row: VariantResult, result: StudyResult, rungs: dict[float, dict[int, float]]) -> VariantResult:
-    """The row with the gains that these budgets of the baseline give."""
-    runs = result.complete(row.size, row.name)
-    losses = {run.seed: run.loss for run in runs if run.loss is not None}
-    gain = equivalent_tokens(rungs, losses, max(run.tokens or 0 for run in runs), result.confidence)
-    assert gain is not None and row.throughput_ratio is not None
-    seconds = product(gain, Estimate(**row.throughput_ratio.model_dump()))
-    assert seconds is not None
-    changed = {"equivalent_tokens": interval(gain), "extrapolated": gain.extrapolated}
-    return row.model_copy(update={**changed, "wall_clock_gain": interval(seconds)})
 
 
 def _peak_pictures(root: Path, text: str, results: dict[str, StudyResult]) -> dict[Path, str]:

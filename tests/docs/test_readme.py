@@ -55,8 +55,10 @@ def test_every_interval_is_in_a_table_that_is_made_from_a_study() -> None:
 
 def test_the_picture_is_drawn_from_the_measured_study() -> None:
     answer = _module("tools/answer.py")
-    found = answer.rows(answer.show_saved(answer.SavedStudy.read(answer.STUDY)))
-    assert len(found) >= 3 and [row.change for row in found] == sorted(row.change for row in found)
+    found = answer.measured()
+    assert {row.size for row in found} == {"124 M", "51 M"} and [row.change for row in found] == sorted(
+        row.change for row in found
+    )
     assert answer.PICTURE.read_text(encoding="utf-8") == answer.draw(found), "run `make results`"
     assert "docs/img/answer.svg" in README
 
@@ -70,6 +72,8 @@ def test_the_picture_says_what_the_numbers_say() -> None:
     unsure = answer.Row("D", -0.1, -0.3, 0.1, 1.3, 0.8, 1.6, 1.1, 1.18, 0.9)
     lower = answer.Row("E", -0.2, -0.3, -0.1, 1.2, 1.1, 1.3, 1.5, 0.8, 0.7)
     assert answer._answer([*paying, unsure]) == "Faster per second: B 1.20×, A 1.10×, and 1 more."
+    smaller = paying[1]._replace(gain=1.15, size="51 M")
+    assert answer._answer([smaller, *paying]) == "Faster per second: B 1.20×, A 1.10×, and 2 more."
     assert answer._answer([paying[0], unsure]) == "Faster per second: A 1.10×."
     assert answer._answer([lower, unsure]) == "Lower loss per step: E. Faster per second: none in this study."
     assert answer._answer([unsure]) == "No lower loss was shown. Faster per second: none in this study."

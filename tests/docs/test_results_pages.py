@@ -151,6 +151,21 @@ def test_a_ladder_can_have_the_longer_runs_of_another_study(results: ModuleType,
             results.made(root)
 
 
+def test_a_study_stands_beside_others_with_the_variants_that_both_have(results: ModuleType, root: Path) -> None:
+    shutil.copy(STUDY.with_name("mini-39m.json"), root / "docs" / "results")
+    saved_study({"prenorm": 3.0, "mgr": 2.9, "hc": 2.8}).write(root / "docs" / "results" / "deep.json")
+    readme = root / "README.md"
+    readme.write_text("<!-- study deep beside mini-39m -->\n<!-- end -->\n")
+    rows = [line for line in results.made(root)[readme].splitlines() if line.startswith("|")]
+    assert rows[0] == "| Δ loss [95 %] | 8 layers of 512, mini-39m | 4 layers of 128, deep |"
+    assert [row.split(" | ")[0] for row in rows[2:]] == ["| mgr", "| hc"]
+    assert rows[2].split(" | ")[1] == "-0.0568 [-0.0693, -0.0442]" and rows[3].split(" | ")[1] == "—"
+    assert [float(row.split(" | ")[2].split()[0]) for row in rows[2:]] == pytest.approx([-0.1, -0.2], abs=1e-3)
+    readme.write_text("<!-- study deep beside lost -->\n<!-- end -->\n")
+    with pytest.raises(ValueError, match="deep beside lost: studies are"):
+        results.made(root)
+
+
 def test_a_results_file_gets_peaks_from_folders_without_weights(results: ModuleType, tmp_path: Path) -> None:
     saved = with_peaks(saved_study({"prenorm": 3.0, "mgr": 2.9}), {"mgr": (1.0, 1.0, 1.0)})
     plan = saved.plan(tmp_path)
