@@ -42,9 +42,11 @@ def inputs(dtype: torch.dtype = torch.float32, weight_dtype: torch.dtype | None 
     return hidden, weight, targets
 
 
-def results(operator: Callable, hidden: Tensor, weight: Tensor, targets: Tensor, g: tuple) -> list[Tensor]:
+def results(
+    operator: Callable, hidden: Tensor, weight: Tensor, targets: Tensor, g: tuple, z_loss: float = Z
+) -> list[Tensor]:
     leaves = [t.detach().clone().requires_grad_() for t in (hidden, weight)]
-    loss, z = operator(*leaves, targets, z_loss=Z)
+    loss, z = operator(*leaves, targets, z_loss=z_loss)
     return [loss, z, *torch.autograd.grad(g[0] * loss + g[1] * z, leaves)]
 
 
@@ -74,6 +76,7 @@ def fused_training(*args: Tensor, **kwargs: float) -> tuple[Tensor, Tensor]:
 def chunks(request, monkeypatch):
     if request.param == "in chunks":
         monkeypatch.setattr(launch, "TRAINED_BYTES", 4 * VOCABULARY * 3)
+        monkeypatch.setattr(launch, "CHUNK_BYTES", 4 * VOCABULARY * 3)
         monkeypatch.setattr(launch, "TILE", 1)
 
 
@@ -121,15 +124,6 @@ def test_in_training_one_graph_and_masters_in_float32():
     assert all(torch.equal(a, b) and a.dtype == torch.float32 for a, b in zip(*outcomes, strict=True))
 
 
-def test_in_training_logits_of_some_tokens_are_there_at_a_time(monkeypatch):
-    monkeypatch.setattr(launch, "TRAINED_BYTES", 2 * VOCABULARY * 4)
-    monkeypatch.setattr(launch, "TILE", 1)
-    hidden, weight, targets = inputs(torch.bfloat16, torch.float32, n=24, c=4)
-    with Largest() as seen:
-        trained(autograd.training_cross_entropy, hidden, weight, targets, 1.0)
-    assert seen.elements[torch.bfloat16] <= 4 * VOCABULARY and seen.elements[torch.float32] <= 4 * VOCABULARY
-
-
 @pytest.mark.parametrize("tokens, most, expected", [(24, 8, 3), (25, 8, 4), (0, 8, 1), (5, 0, 5), (1000, 600, 2)])
 def test_chunks_are_equal_whole_tiles(tokens, most, expected):
     chunks = launch._chunks(tokens, torch.empty(2, 1), 8 * most)
@@ -138,22 +132,38 @@ def test_chunks_are_equal_whole_tiles(tokens, most, expected):
     assert most < launch.TILE or all(rows.start % launch.TILE == 0 for rows in chunks)
 
 
-@pytest.fixture(params=["kept", "recomputed"])
-def memory(request, monkeypatch):
-    if request.param == "recomputed":
-        monkeypatch.setattr(autograd, "KEPT_BYTES", 0)
-        monkeypatch.setattr(launch, "CHUNK_BYTES", 4 * VOCABULARY * 3)
+@pytest.fixture
+def refused(monkeypatch):
+    """The forward pass has made the gradients: none of it may be computed again."""
+
+    def backward(*args: object) -> None:
+        raise AssertionError("computed again")
+
+    monkeypatch.setattr(autograd, "_backward", backward)
+
+
+def test_gradients_of_a_sum_are_made_in_the_forward_pass(chunks, refused):
+    drawn = [t.double() if t.is_floating_point() else t for t in inputs()]
+    exact = results(reference, *drawn, (0.7, 0.7))
+    assert_close(trained(autograd.linear_cross_entropy, *drawn, 0.7), exact, 1e-12)
 
 
 @pytest.mark.parametrize("g", GRADIENTS.values(), ids=GRADIENTS)
-def test_plain_chunks_equal_the_reference_for_any_incoming_gradients(memory, g):
+def test_without_a_z_term_any_gradients_are_made_in_the_forward_pass(chunks, refused, g):
+    drawn = [t.double() if t.is_floating_point() else t for t in inputs()]
+    ours, exact = (results(operator, *drawn, g, 0.0) for operator in (autograd.linear_cross_entropy, reference))
+    assert_close(ours, exact, 1e-12)
+
+
+@pytest.mark.parametrize("g", GRADIENTS.values(), ids=GRADIENTS)
+def test_plain_chunks_equal_the_reference_for_any_incoming_gradients(chunks, g):
     drawn = [t.double() if t.is_floating_point() else t for t in inputs()]
     assert_close(results(autograd.linear_cross_entropy, *drawn, g), results(reference, *drawn, g), 1e-12)
 
 
 @interpreter
 @pytest.mark.parametrize("g", GRADIENTS.values(), ids=GRADIENTS)
-def test_the_kernel_equals_the_reference_for_any_incoming_gradients(memory, g):
+def test_the_kernel_equals_the_reference_for_any_incoming_gradients(chunks, g):
     hidden, weight, targets = inputs()
     exact = results(reference, hidden.double(), weight.double(), targets, g)
     assert_close(results(fused_operator, hidden, weight, targets, g), exact, 2e-6)
@@ -179,7 +189,7 @@ def test_a_coefficient_that_cancels_to_zero_still_teaches_the_target():
     assert_close(results(autograd.linear_cross_entropy, *drawn, g), results(reference, *drawn, g), 1e-12)
 
 
-def test_ignored_and_absent_tokens_cost_nothing(memory):
+def test_ignored_and_absent_tokens_cost_nothing(chunks):
     hidden, weight, targets = inputs()
     ignored = results(autograd.linear_cross_entropy, hidden, weight, torch.full_like(targets, -100), (1.0, 1.0))
     absent = results(autograd.linear_cross_entropy, hidden[:0], weight, targets[:0], (1.0, 1.0))
@@ -187,7 +197,7 @@ def test_ignored_and_absent_tokens_cost_nothing(memory):
     assert absent[2].shape == (0, WIDTH)
 
 
-def test_non_contiguous_batches_are_taken(memory):
+def test_non_contiguous_batches_are_taken(chunks):
     hidden, weight, targets = inputs()
     leaf = hidden.t().contiguous().requires_grad_()
     batch = leaf.t()[:10].reshape(5, 2, WIDTH).transpose(0, 1)
@@ -197,7 +207,7 @@ def test_non_contiguous_batches_are_taken(memory):
     assert_close([loss, z, g.t()[:10], torch.ones(1)], [*expected[:3], torch.ones(1)], 2e-6)
 
 
-def test_a_second_backward_pass_may_bring_other_gradients(memory):
+def test_a_second_backward_pass_may_bring_other_gradients(chunks):
     drawn = inputs()
     leaves = [t.clone().requires_grad_() for t in drawn[:2]]
     loss, z = autograd.linear_cross_entropy(*leaves, drawn[2], z_loss=Z)
@@ -215,7 +225,7 @@ def test_under_autocast_the_masters_get_float32_gradients():
     assert loss.dtype == torch.float32 and weight.grad is not None and weight.grad.dtype == torch.float32
 
 
-def test_compiles_into_one_graph():
+def test_compiles_into_one_graph(refused):
     hidden, weight, targets = inputs()
 
     def step(h: Tensor, w: Tensor) -> Tensor:
@@ -229,14 +239,20 @@ def test_compiles_into_one_graph():
     assert all(torch.equal(a, b) for a, b in zip(*outcomes, strict=True))
 
 
-def test_nothing_is_kept_when_no_gradient_is_wanted(monkeypatch):
-    asked = []
-    monkeypatch.setattr(autograd, "_forward", lambda *args: asked.append(args[-1]) or (torch.zeros(()),) * 5)
+@pytest.mark.parametrize("operator", [autograd.linear_cross_entropy, autograd.training_cross_entropy])
+def test_nothing_is_kept_when_no_gradient_is_wanted(operator, chunks):
     hidden, weight, targets = inputs()
+    loss, z = operator(hidden, weight, targets, z_loss=Z)
     with torch.no_grad():
-        autograd.linear_cross_entropy(hidden.requires_grad_(), weight, targets)
-    autograd.linear_cross_entropy(hidden, weight, targets)
-    assert asked == [False, True]
+        same = operator(hidden.requires_grad_(), weight, targets, z_loss=Z)
+    assert loss.grad_fn is None and all(torch.equal(a, b) for a, b in zip((loss, z), same, strict=True))
+    wanted = operator(hidden, weight, targets, z_loss=Z)
+    assert all(torch.allclose(a, b, rtol=1e-6) for a, b in zip((loss, z), wanted, strict=True))
+
+
+OPERATORS = [
+    autograd.linear_cross_entropy, autograd.training_cross_entropy, pytest.param(fused_operator, marks=interpreter),
+]  # fmt: skip
 
 
 class Largest(TorchDispatchMode):
@@ -247,7 +263,7 @@ class Largest(TorchDispatchMode):
         self.elements: Counter[torch.dtype] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        inside = {str(autograd._forward): launch.forward, str(autograd._backward): launch.backward,
+        inside = {str(autograd._forward): launch.trained, str(autograd._backward): launch.backward,
                   str(autograd._trained): launch.trained}.get(str(func))  # fmt: skip
         if inside is not None:
             with self:
@@ -259,27 +275,16 @@ class Largest(TorchDispatchMode):
         return made
 
 
-@interpreter
-def test_the_kernel_leaves_no_logits_in_float32(memory, request):
-    """All of them in bfloat16 if they are kept; otherwise those of some tokens at a time."""
-    logits, elements = largest(fused_operator)
-    assert elements[torch.float32] < logits / 2
-    assert elements[torch.bfloat16] == logits if "kept" in request.node.name else elements[torch.bfloat16] < logits / 2
-
-
-def test_plain_chunks_have_the_logits_of_some_tokens_at_a_time(monkeypatch):
-    monkeypatch.setattr(autograd, "KEPT_BYTES", 0)
-    monkeypatch.setattr(launch, "CHUNK_BYTES", 4 * VOCABULARY * 3)
-    logits, elements = largest(autograd.linear_cross_entropy)
-    assert elements[torch.float32] < logits / 2 and elements[torch.bfloat16] < logits / 2
-
-
-def largest(operator: Callable) -> tuple[int, Counter[torch.dtype]]:
-    """How many logits there are, and the most elements of any tensor in both passes."""
+@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize("finish", [trained, lambda *args: results(*args[:-1], (1.0, 0.5))], ids=["a sum", "apart"])
+def test_the_logits_of_some_tokens_are_there_at_a_time(operator, finish, monkeypatch):
+    for name in ("TRAINED_BYTES", "CHUNK_BYTES"):
+        monkeypatch.setattr(launch, name, 2 * VOCABULARY * 4)
+    monkeypatch.setattr(launch, "TILE", 1)
     hidden, weight, targets = inputs(torch.bfloat16, torch.float32, n=24, c=4)
     with Largest() as seen:
-        results(operator, hidden, weight, targets, (1.0, 1.0))
-    return 24 * VOCABULARY, seen.elements
+        finish(operator, hidden, weight, targets, 1.0)
+    assert seen.elements[torch.bfloat16] <= 4 * VOCABULARY and seen.elements[torch.float32] <= 4 * VOCABULARY
 
 
 @pytest.mark.gpu
@@ -287,7 +292,7 @@ def largest(operator: Callable) -> tuple[int, Counter[torch.dtype]]:
 @pytest.mark.parametrize("width", [768, 1000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("g", GRADIENTS.values(), ids=GRADIENTS)
-def test_on_a_gpu_every_gradient_is_right(dtype, g, width, memory):
+def test_on_a_gpu_every_gradient_is_right(dtype, g, width, chunks):
     hidden, weight, targets = inputs(dtype, torch.float32, "cuda", n=300, c=width, v=50304)
     weight = weight / width**0.5
     exact = results(reference, hidden.double(), weight.to(dtype).double(), targets, g)
@@ -311,13 +316,15 @@ def test_on_a_gpu_gradients_in_training_are_right(dtype, width, monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(fused.INTERPRETED, reason="needs TRITON_INTERPRET=0")
-def test_on_a_gpu_training_takes_less_than_a_gibibyte_beyond_inputs_and_outputs():
+@pytest.mark.parametrize("operator", [fused_training, fused_operator])
+@pytest.mark.parametrize("z_loss", [0.0, Z])
+def test_on_a_gpu_training_takes_less_than_a_gibibyte_beyond_inputs_and_outputs(operator, z_loss):
     hidden, weight, targets = inputs(torch.bfloat16, torch.float32, "cuda", n=16384, c=768, v=50304)
     leaves = [t.requires_grad_() for t in (hidden, weight)]
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    loss, z = fused_training(*leaves, targets, z_loss=Z)
+    loss, z = operator(*leaves, targets, z_loss=z_loss)
     gradients = torch.autograd.grad(loss + z, leaves)
     beyond = torch.cuda.max_memory_allocated() - before - sum(g.nbytes for g in gradients)
     assert beyond <= 2**30, beyond

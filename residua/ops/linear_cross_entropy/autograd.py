@@ -1,20 +1,21 @@
 """The head's projection and the cross-entropy without float32 logits in memory.
 
 With p = softmax(logits), g and g_z the gradients that reach the loss and the z-term, and count the counted targets, the
-gradient of a token's logits is  c·p − (g/count)·onehot(target),  c = (g + 2·z_loss·lse·g_z)/count.  So the forward
-pass replaces the logits by p, in the compute dtype, and the backward pass is two matrix products with p: c scales rows
-of their other operands, and the target's entry of p is replaced by p_target − g/(count·c), computed from the saved
-float32 scalars. That is exact for any g and g_z, and costs no arithmetic beyond the three products.
+gradient of a token's logits is  c·p − (g/count)·onehot(target),  c = (g + 2·z_loss·lse·g_z)/count.
 
-If p would take more than KEPT_BYTES it is not kept: the backward pass recomputes it, some tokens at a time.
+If g = g_z, as where loss + z is minimised, c = g·w/count with w = 1 + 2·z_loss·lse, and the forward pass knows all of
+it but g. So it multiplies p by both matrices at once, some tokens at a time, and keeps p·W [N, C] and pᵀ·(w·hidden)
+[V, C] instead of p [N, V]; the target's entry of p is less 1/w. The backward pass scales them.
 
-`training_cross_entropy` is for the sum of both losses, where g = g_z. Then c = g·w/count with w = 1 + 2·z_loss·lse, and
-the forward pass knows all of it but g. So it multiplies p by both matrices at once, some tokens at a time, and keeps
-p·W [N, C] and pᵀ·(w·hidden) [V, C] instead of p [N, V]; the backward pass scales them.
+That g and g_z are equal is known without looking at their values, which are on the GPU: they are one tensor, or z_loss
+is 0. If they are not, the backward pass of `linear_cross_entropy` computes p again, some tokens at a time: c scales
+rows of the products' other operands, and the target's entry is p_target − g/(count·c). `training_cross_entropy` is told
+that they are equal, and keeps nothing for that case.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,19 +24,25 @@ from torch import Tensor
 from residua.ops._runtime.library import differentiate, operator
 from residua.ops.linear_cross_entropy import launch
 
-KEPT_BYTES = 4 * 2**30
 PIECE_BYTES = 2**30
 
+_value = operator(
+    "linear_cross_entropy_value(Tensor hidden, Tensor cast, Tensor targets, float z_loss, SymInt ignore_index)"
+    " -> (Tensor, Tensor)",
+    launch.value,
+    launch.value_outputs,
+    ahead=False,
+)
 _forward = operator(
-    "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor cast, Tensor targets, float z_loss, SymInt ignore_index,"
-    " bool keep) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    launch.forward,
-    launch.forward_outputs,
+    "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor cast, Tensor targets, float z_loss,"
+    " SymInt ignore_index) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    launch.trained,
+    launch.trained_outputs,
     ahead=False,
 )
 _backward = operator(
-    "linear_cross_entropy_backward(Tensor g_loss, Tensor g_z, Tensor hidden, Tensor cast, Tensor targets, Tensor lse,"
-    " Tensor nll, Tensor kept, float z_loss, SymInt ignore_index, ScalarType weight_dtype) -> (Tensor, Tensor)",
+    "linear_cross_entropy_backward(Tensor g_loss, Tensor g_z, Tensor hidden, Tensor cast, Tensor targets,"
+    " float z_loss, SymInt ignore_index, ScalarType weight_dtype) -> (Tensor, Tensor)",
     launch.backward,
     launch.backward_outputs,
     ahead=False,
@@ -66,21 +73,24 @@ def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, targets: Tensor, *, z_loss: float = 0.0, ignore_index: int = -100
 ) -> tuple[Tensor, Tensor]:
     """The fused twin of the reference; logits exist only in hidden's dtype (under autocast, in autocast's)."""
-    rows, cast, flat_targets, wanted = _prepared(hidden, weight, targets)
-    keep = wanted and rows.shape[0] * weight.shape[0] * rows.element_size() <= KEPT_BYTES
-    loss, z, *_ = _forward(rows, weight, cast, flat_targets, z_loss, ignore_index, keep)
-    return loss, z
+    return _both(_forward, hidden, weight, targets, z_loss, ignore_index)
 
 
 def training_cross_entropy(
     hidden: Tensor, weight: Tensor, targets: Tensor, *, z_loss: float = 0.0, ignore_index: int = -100
 ) -> tuple[Tensor, Tensor]:
     """The fused twin of the reference: the loss carries the gradient of loss + z, and z none."""
+    return _both(_trained, hidden, weight, targets, z_loss, ignore_index)
+
+
+def _both(
+    operator: Callable[..., tuple[Tensor, ...]],
+    hidden: Tensor, weight: Tensor, targets: Tensor, z_loss: float, ignore_index: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     rows, cast, flat_targets, wanted = _prepared(hidden, weight, targets)
-    if wanted:
-        loss, z, *_ = _trained(rows, weight, cast, flat_targets, z_loss, ignore_index)
-    else:
-        loss, z, *_ = _forward(rows, weight, cast, flat_targets, z_loss, ignore_index, False)
+    if not wanted:
+        return _value(rows, cast, flat_targets, z_loss, ignore_index)
+    loss, z, *_ = operator(rows, weight, cast, flat_targets, z_loss, ignore_index)
     return loss, z
 
 
@@ -102,18 +112,21 @@ def _prepared(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, 
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    hidden, weight, cast, targets, ctx.z_loss, ctx.ignore_index, _ = inputs
+    hidden, weight, cast, targets, ctx.z_loss, ctx.ignore_index = inputs
     ctx.weight_dtype = weight.dtype
-    ctx.save_for_backward(hidden, cast, targets, *output[2:])
+    ctx.save_for_backward(targets, *output[2:], hidden, cast)
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx: Any, g_loss: Tensor | None, g_z: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-    hidden, cast, targets, lse, nll, kept = ctx.saved_tensors
+    if g_loss is None and g_z is None:
+        return (None,) * 6
+    targets, lse, p_weight, p_hidden, hidden, cast = ctx.saved_tensors
     g_loss, g_z = (lse.new_zeros(()) if g is None else g for g in (g_loss, g_z))
-    saved = (hidden, cast, targets, lse, nll, kept)
-    g_hidden, g_weight = _backward(g_loss, g_z, *saved, ctx.z_loss, ctx.ignore_index, ctx.weight_dtype)
-    return g_hidden, g_weight, None, None, None, None, None
+    if ctx.z_loss == 0 or g_loss is g_z:
+        return *_scaled(ctx, g_loss, targets, lse, p_weight, p_hidden), None, None, None, None
+    saved = (hidden, cast, targets, ctx.z_loss, ctx.ignore_index, ctx.weight_dtype)
+    return *_backward(g_loss, g_z, *saved), None, None, None, None
 
 
 differentiate(_forward, _differentiate, _save)
@@ -129,13 +142,19 @@ def _save_trained(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...])
 def _differentiate_trained(ctx: Any, g: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
     if g is None:
         return (None,) * 6
-    targets, lse, p_weight, p_hidden = ctx.saved_tensors
+    return *_scaled(ctx, g, *ctx.saved_tensors), None, None, None, None
+
+
+def _scaled(
+    ctx: Any, g: Tensor, targets: Tensor, lse: Tensor, p_weight: Tensor, p_hidden: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The gradients of hidden and of weight where g reaches both losses."""
     counted = targets != ctx.ignore_index
     share = g / counted.sum().clamp(min=1)
     scale = launch.coefficients(lse, counted, ctx.z_loss) * share
     # in the products' dtype, so that compiled code reads and writes half the bytes
     g_hidden = (p_weight * scale[:, None]).to(p_weight.dtype)
-    return g_hidden, (p_hidden * share).to(ctx.weight_dtype), None, None, None, None
+    return g_hidden, (p_hidden * share).to(ctx.weight_dtype)
 
 
 differentiate(_trained, _differentiate_trained, _save_trained)

@@ -17,34 +17,26 @@ LANES, ROWS, WARPS = 4096, 4, 16
 TILE = 256
 
 
-def forward_outputs(
-    hidden: Tensor, weight: Tensor, cast: Tensor, targets: Tensor, z_loss: float, ignore_index: int, keep: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def value_outputs(
+    hidden: Tensor, cast: Tensor, targets: Tensor, z_loss: float, ignore_index: int
+) -> tuple[Tensor, Tensor]:
     single = torch.promote_types(hidden.dtype, torch.float32)
-    loss, z = (hidden.new_empty((), dtype=single) for _ in range(2))
-    lse, nll = (hidden.new_empty(hidden.shape[:1], dtype=single) for _ in range(2))
-    return loss, z, lse, nll, hidden.new_empty((hidden.shape[0] if keep else 0, cast.shape[0]))
+    return hidden.new_empty((), dtype=single), hidden.new_empty((), dtype=single)
 
 
-def forward(
-    hidden: Tensor, weight: Tensor, cast: Tensor, targets: Tensor, z_loss: float, ignore_index: int, keep: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """loss, z, lse [N], −log p(target) [N], and the probabilities [N, V], or with `keep` off none of them ([0, V]).
+def value(hidden: Tensor, cast: Tensor, targets: Tensor, z_loss: float, ignore_index: int) -> tuple[Tensor, Tensor]:
+    """loss and z, for which nobody wants a gradient; `cast` is the head's matrix in hidden's dtype."""
+    parts = [
+        _softmax_(torch.mm(hidden[rows], cast.t()), targets[rows], ignore_index, False)
+        for rows in _chunks(hidden.shape[0], cast, CHUNK_BYTES)
+    ]
+    lse, nll = (torch.cat(part) for part in zip(*parts, strict=True))
+    return _losses(lse, nll, targets != ignore_index, z_loss)
 
-    `weight` is there for its gradient; `cast` is the same matrix in hidden's dtype.
-    """
-    kept = hidden.new_empty((hidden.shape[0] if keep else 0, cast.shape[0]))
-    if keep:
-        lse, nll = _softmax_(torch.mm(hidden, cast.t(), out=kept), targets, ignore_index, True)
-    else:
-        parts = [
-            _softmax_(torch.mm(hidden[rows], cast.t()), targets[rows], ignore_index, False)
-            for rows in _chunks(hidden.shape[0], cast, CHUNK_BYTES)
-        ]
-        lse, nll = (torch.cat(part) for part in zip(*parts, strict=True))
-    counted = targets != ignore_index
+
+def _losses(lse: Tensor, nll: Tensor, counted: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
     count = counted.sum().clamp(min=1)
-    return nll.sum() / count, z_loss * lse.square().where(counted, 0).sum() / count, lse, nll, kept
+    return nll.sum() / count, z_loss * lse.square().where(counted, 0).sum() / count
 
 
 def backward_outputs(
@@ -53,9 +45,6 @@ def backward_outputs(
     hidden: Tensor,
     cast: Tensor,
     targets: Tensor,
-    lse: Tensor,
-    nll: Tensor,
-    kept: Tensor,
     z_loss: float,
     ignore_index: int,
     weight_dtype: torch.dtype,
@@ -69,30 +58,25 @@ def backward(
     hidden: Tensor,
     cast: Tensor,
     targets: Tensor,
-    lse: Tensor,
-    nll: Tensor,
-    kept: Tensor,
     z_loss: float,
     ignore_index: int,
     weight_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of hidden [N, C] and of weight [V, C]."""
+    """The gradients of hidden [N, C] and of weight [V, C], from probabilities that are computed again."""
     counted = (targets != ignore_index)[:, None]
+    target = torch.where(counted, targets[:, None], 0)
     count = counted.sum().clamp(min=1)
     share = g_loss / count
-    scale = share + 2 * z_loss * g_z * lse[:, None] / count
-    scale = torch.where(scale == 0, TINY, scale)
-    entry = (torch.exp(-nll[:, None]) - share / scale).to(hidden.dtype)
-    scale, target = torch.where(counted, scale, 0), torch.where(counted, targets[:, None], 0)
-
-    if kept.shape[0] == hidden.shape[0]:
-        return _products(kept, hidden, cast, scale, entry, target, weight_dtype)
     g_hidden = torch.empty_like(hidden)
     g_weight = torch.zeros(cast.shape, dtype=weight_dtype, device=cast.device)
     for rows in _chunks(hidden.shape[0], cast, CHUNK_BYTES):
         p = torch.mm(hidden[rows], cast.t())
-        _softmax_(p, targets[rows], ignore_index, True)
-        g_hidden[rows], g = _products(p, hidden[rows], cast, scale[rows], entry[rows], target[rows], weight_dtype)
+        lse, nll = (part[:, None] for part in _softmax_(p, targets[rows], ignore_index, True))
+        scale = share + 2 * z_loss * g_z * lse / count
+        scale = torch.where(scale == 0, TINY, scale)
+        entry = (torch.exp(-nll) - share / scale).to(hidden.dtype)
+        scale = torch.where(counted[rows], scale, 0)
+        g_hidden[rows], g = _products(p, hidden[rows], cast, scale, entry, target[rows], weight_dtype)
         g_weight += g
     return g_hidden, g_weight
 
@@ -124,9 +108,7 @@ def trained(
         parts.append((lse, nll))
         del p  # before the next is made
     lse, nll = (torch.cat(part) for part in zip(*parts, strict=True))
-    count = counted.sum().clamp(min=1)
-    z = z_loss * lse.square().where(counted, 0).sum() / count
-    return nll.sum() / count, z, lse, p_weight, p_hidden
+    return *_losses(lse, nll, counted, z_loss), lse, p_weight, p_hidden
 
 
 def coefficients(lse: Tensor, counted: Tensor, z_loss: float) -> Tensor:
