@@ -275,6 +275,14 @@ class Largest(TorchDispatchMode):
         return made
 
 
+@pytest.mark.parametrize(
+    ("vocabulary", "width", "mebibytes"), [(50304, 768, 768), (262144, 768, 576), (262144, 2048, 64)]
+)
+def test_logits_and_a_copy_of_the_matrix_share_a_gibibyte(vocabulary, width, mebibytes):
+    cast = torch.empty(vocabulary, width, dtype=torch.bfloat16, device="meta")
+    assert launch.room(cast) == mebibytes * 2**20
+
+
 @pytest.mark.parametrize("operator", OPERATORS)
 @pytest.mark.parametrize("finish", [trained, lambda *args: results(*args[:-1], (1.0, 0.5))], ids=["a sum", "apart"])
 def test_the_logits_of_some_tokens_are_there_at_a_time(operator, finish, monkeypatch):
@@ -318,8 +326,9 @@ def test_on_a_gpu_gradients_in_training_are_right(dtype, width, monkeypatch):
 @pytest.mark.skipif(fused.INTERPRETED, reason="needs TRITON_INTERPRET=0")
 @pytest.mark.parametrize("operator", [fused_training, fused_operator])
 @pytest.mark.parametrize("z_loss", [0.0, Z])
-def test_on_a_gpu_training_takes_less_than_a_gibibyte_beyond_inputs_and_outputs(operator, z_loss):
-    hidden, weight, targets = inputs(torch.bfloat16, torch.float32, "cuda", n=16384, c=768, v=50304)
+@pytest.mark.parametrize("vocabulary", [50304, 262144])
+def test_on_a_gpu_training_takes_less_than_a_gibibyte_beyond_inputs_and_outputs(operator, z_loss, vocabulary):
+    hidden, weight, targets = inputs(torch.bfloat16, torch.float32, "cuda", n=16384, c=768, v=vocabulary)
     leaves = [t.requires_grad_() for t in (hidden, weight)]
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()

@@ -112,20 +112,20 @@ def _prepared(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, 
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    hidden, weight, cast, targets, ctx.z_loss, ctx.ignore_index = inputs
+    hidden, weight, _, targets, ctx.z_loss, ctx.ignore_index = inputs
     ctx.weight_dtype = weight.dtype
-    ctx.save_for_backward(targets, *output[2:], hidden, cast)
+    ctx.save_for_backward(targets, *output[2:], hidden, weight)
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx: Any, g_loss: Tensor | None, g_z: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     if g_loss is None and g_z is None:
         return (None,) * 6
-    targets, lse, p_weight, p_hidden, hidden, cast = ctx.saved_tensors
+    targets, lse, p_weight, p_hidden, hidden, weight = ctx.saved_tensors
     g_loss, g_z = (lse.new_zeros(()) if g is None else g for g in (g_loss, g_z))
     if ctx.z_loss == 0 or g_loss is g_z:
         return *_scaled(ctx, g_loss, targets, lse, p_weight, p_hidden), None, None, None, None
-    saved = (hidden, cast, targets, ctx.z_loss, ctx.ignore_index, ctx.weight_dtype)
+    saved = (hidden, weight.to(hidden.dtype), targets, ctx.z_loss, ctx.ignore_index, ctx.weight_dtype)
     return *_backward(g_loss, g_z, *saved), None, None, None, None
 
 

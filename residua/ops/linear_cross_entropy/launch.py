@@ -11,6 +11,9 @@ from residua.ops._runtime.numeric import wide
 
 CHUNK_BYTES = 512 * 2**20
 TRAINED_BYTES = 768 * 2**20
+BESIDE_BYTES = 960 * 2**20
+"""What logits and a copy of the matrix in their dtype may take together, while LEAST_BYTES are left for logits."""
+LEAST_BYTES = 64 * 2**20
 # Stands for a coefficient of exactly 0, where the target's entry would otherwise be divided by it.
 TINY = 1e-20
 LANES, ROWS, WARPS = 4096, 4, 16
@@ -97,7 +100,7 @@ def trained(
     _, _, _, p_weight, p_hidden = trained_outputs(hidden, weight, cast, targets, z_loss, ignore_index)
     counted = targets != ignore_index
     target = torch.where(counted, targets, 0)[:, None]
-    chunks, parts = _chunks(hidden.shape[0], cast, TRAINED_BYTES), []
+    chunks, parts = _chunks(hidden.shape[0], cast, room(cast)), []
     for rows in chunks:
         p = torch.mm(hidden[rows], cast.t())
         lse, nll = _softmax_(p, targets[rows], ignore_index, True)
@@ -109,6 +112,11 @@ def trained(
         del p  # before the next is made
     lse, nll = (torch.cat(part) for part in zip(*parts, strict=True))
     return *_losses(lse, nll, counted, z_loss), lse, p_weight, p_hidden
+
+
+def room(cast: Tensor) -> int:
+    """The bytes of logits at a time: what is left beside a copy of the matrix."""
+    return min(TRAINED_BYTES, max(LEAST_BYTES, BESIDE_BYTES - cast.nbytes))
 
 
 def coefficients(lse: Tensor, counted: Tensor, z_loss: float) -> Tensor:
