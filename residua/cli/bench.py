@@ -232,7 +232,7 @@ def prefill(
     \b
     residua bench prefill
     residua bench prefill mgr-s-prenorm --batch 8 --length 1024 --length 4096 --out prefill.json
-    residua bench prefill mgr-s-prenorm --compare prenorm,mgr --engine eager --engine graph --no-peers
+    residua bench prefill mgr-s-prenorm --compare prenorm,mgr --engine eager --engine auto --no-peers
     """
     from residua.bench import show
     from residua.bench.prefill import bench_prefill, prefill_report, print_prefill
@@ -243,7 +243,7 @@ def prefill(
     from residua.train.environment import describe_environment
 
     where = choose_device(device, "--device")
-    engines = [resolve_engine(name, where) for name in engine or ["auto"]]
+    engines = [resolve_engine(name, where, ("auto", "eager", "graph")) for name in engine or ["auto"]]
     cases = read_models(presets or MODELS, compare.split(","))
     environment, console = describe_environment(where), _console()
     results = []

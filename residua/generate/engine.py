@@ -7,7 +7,7 @@ graph, they do not.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,14 +29,16 @@ Step = Callable[[Tensor], Tensor]
 """Takes tokens [B], returns the logits [B, V] of the next ones; the cache grows by one token per row."""
 
 
-def resolve_engine(name: str, device: torch.device) -> str:
+def resolve_engine(name: str, device: torch.device, among: Sequence[str] = ENGINES) -> str:
     """`auto` is `graph` on a GPU and `eager` elsewhere; an engine that the device cannot run is refused."""
-    if name not in ENGINES:
-        raise ValueError(f"engine {name} does not exist: choose {', '.join(ENGINES[:-1])} or {ENGINES[-1]}.")
+    if name not in among:
+        what = "is for decoding" if name in ENGINES else "does not exist"
+        raise ValueError(f"engine {name} {what}: choose {', '.join(among[:-1])} or {among[-1]}.")
     if name == "auto":
         return "graph" if device.type == "cuda" else "eager"
     if name == "graph" and device.type != "cuda":
-        raise ValueError("engine graph replays CUDA graphs and this device is a CPU: use eager or compile.")
+        others = " or ".join(other for other in among if other not in ("auto", "graph"))
+        raise ValueError(f"engine graph replays CUDA graphs and this device is a CPU: use {others}.")
     return name
 
 

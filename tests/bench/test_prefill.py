@@ -65,3 +65,15 @@ def test_a_llama_of_the_same_shape_is_timed_beside_it(model):
     cases = read_cases(RunConfig.from_toml(model), ["prenorm"])
     ours, llama = bench_prefill("tiny", cases, CPU, batch=2, length=5, engine="auto", rounds=2)
     assert (llama.case, llama.engine, llama.flops) == ("transformers Llama", "eager", ours.flops)
+
+
+@pytest.mark.parametrize(
+    ("engine", "words"),
+    [
+        ("graph", "engine graph replays CUDA graphs and this device is a CPU: use eager."),
+        ("compile", "engine compile is for decoding: choose auto, eager or graph."),
+    ],
+)
+def test_an_engine_that_reads_no_prompts_here_is_refused(model, engine, words):
+    done = CliRunner().invoke(app, ["prefill", str(model), "--engine", engine, "--device", "cpu"])
+    assert isinstance(done.exception, ValueError) and str(done.exception) == words
