@@ -132,7 +132,7 @@ def _answer(found: list[Row]) -> str:
     if paying:
         first = {row.name: row for row in reversed(paying)}  # of a name with two sizes, the larger gain
         named = ", ".join(f"{row.name} {row.gain:.2f}×" for row in sorted(first.values(), key=lambda r: -r.gain)[:2])
-        return f"Faster per second: {named}{f', and {len(paying) - 2} more' if len(paying) > 2 else ''}."
+        return f"Faster per second: {named}{f', and {len(first) - 2} more' if len(first) > 2 else ''}."
     better = [row.name for row in found if row.shown and row.change < 0]
     first = f"Lower loss per step: {' and '.join(better)}." if better else "No lower loss was shown."
     return f"{first} Faster per second: none in this study."

@@ -287,7 +287,8 @@ def _beside(others: str, name: str, studies: Studies, results: Results, up: str)
     if stranger is not None:
         raise ValueError(f"{name} beside {stranger}: studies are {', '.join(results)}.")
     differences = {other: _differences(results[other]) for other in asked}
-    shapes = [next(m.config["model"] for m in studies[other].models) for other in asked]
+    sizes = {other: results[other].sizes[-1] for other in asked}
+    shapes = [next(m.config["model"] for m in studies[o].models if m.size == size) for o, size in sizes.items()]
     titles = [
         f"{shape['layers']} layers of {shape['width']}, {other}" for shape, other in zip(shapes, asked, strict=True)
     ]

@@ -20,6 +20,7 @@ from residua.study.statistics import Estimate
 from residua.study.trials import PLACE
 
 Rungs = dict[float, dict[int, float]]  # the baseline's losses by tokens and seed
+VALIDATED = {"vocab_size", "validation_tokens", "bytes_per_token"}
 LENGTH = (*PLACE, "data.seed", "train.seed", "train.steps", "train.validate_every")
 
 
@@ -35,14 +36,17 @@ def with_longer(saved: SavedStudy, other: SavedStudy) -> tuple[StudyResult, Rung
 
 
 def _check_alike(saved: SavedStudy, other: SavedStudy) -> None:
-    """Refuse budgets of another model or recipe."""
+    """Refuse budgets of another model or recipe, or whose loss is that of another text."""
+    names = saved.config.name, other.config.name
+    validated = [s.dataset and s.dataset.model_dump(include=VALIDATED) for s in (saved, other)]
+    if validated[0] != validated[1]:
+        raise ConfigError(f"the ladder of {names[0]} cannot have budgets of {names[1]}: the validation text differs.")
     ours, theirs = (
         settings(next(RunConfig(**m.config) for m in s.models if m.variant == s.config.baseline), without=LENGTH)
         for s in (saved, other)
     )
     differing = [key for key in {**ours, **theirs} if ours.get(key) != theirs.get(key)]
     if differing:
-        names = saved.config.name, other.config.name
         raise ConfigError(f"the ladder of {names[0]} cannot have budgets of {names[1]}: {differing[0]} differs.")
 
 
@@ -62,8 +66,11 @@ def _regained(row: VariantResult, result: StudyResult, rungs: Rungs) -> VariantR
     runs = result.complete(row.size, row.name)
     losses = {run.seed: run.loss for run in runs if run.loss is not None}
     gain = equivalent_tokens(rungs, losses, max(run.tokens or 0 for run in runs), result.confidence)
-    assert gain is not None and row.throughput_ratio is not None
-    seconds = product(gain, Estimate(**row.throughput_ratio.model_dump()))
-    assert seconds is not None
-    changed = {"equivalent_tokens": interval(gain), "extrapolated": gain.extrapolated}
-    return row.model_copy(update={**changed, "wall_clock_gain": interval(seconds)})
+    speed = None if row.throughput_ratio is None else Estimate(**row.throughput_ratio.model_dump())
+    seconds = product(gain, speed)
+    changed = {
+        "equivalent_tokens": None if gain is None else interval(gain),
+        "extrapolated": gain is not None and gain.extrapolated,
+        "wall_clock_gain": None if seconds is None else interval(seconds),
+    }
+    return row.model_copy(update=changed)

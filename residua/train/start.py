@@ -69,7 +69,7 @@ def start_lines(config: RunConfig) -> Iterator[str]:
             "brings: a lower train.optimizer.lr keeps more of what it learned"
         )
     if config.model.ffn.constant_weight:
-        yield "its routers get no gradient from the loss, with model.ffn.top_k = 1: only train.balance moves them"
+        yield "its routers get no gradient from the loss, with model.ffn.top_k = 1, only from train.balance"
 
 
 def _last_rate(folder: Path) -> float | None:

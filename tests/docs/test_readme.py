@@ -73,7 +73,7 @@ def test_the_picture_says_what_the_numbers_say() -> None:
     lower = answer.Row("E", -0.2, -0.3, -0.1, 1.2, 1.1, 1.3, 1.5, 0.8, 0.7)
     assert answer._answer([*paying, unsure]) == "Faster per second: B 1.20×, A 1.10×, and 1 more."
     smaller = paying[1]._replace(gain=1.15, size="51 M")
-    assert answer._answer([smaller, *paying]) == "Faster per second: B 1.20×, A 1.10×, and 2 more."
+    assert answer._answer([smaller, *paying]) == "Faster per second: B 1.20×, A 1.10×, and 1 more."
     assert answer._answer([paying[0], unsure]) == "Faster per second: A 1.10×."
     assert answer._answer([lower, unsure]) == "Lower loss per step: E. Faster per second: none in this study."
     assert answer._answer([unsure]) == "No lower loss was shown. Faster per second: none in this study."

@@ -80,6 +80,13 @@ def test_the_page_says_that_runs_are_missing(tmp_path: Path) -> None:
     assert replace(made, result=partial).page(tmp_path).lead.endswith("7 of 9 runs are complete.")
 
 
+def test_the_page_says_that_gains_without_a_ladder_understate(tmp_path: Path) -> None:
+    made = pretended(3)
+    below = {"step_gain": Interval(value=1.04, count=3), "wall_clock_gain": Interval(value=0.9, count=3)}
+    slow = changed(made.result.model_copy(update={"ladder": ()}), **below)
+    assert "Use --ladder before concluding" in replace(made, result=slow).page(tmp_path).html()
+
+
 def test_many_comparisons_are_said_to_be_many() -> None:
     assert comparisons_sentence(pretended(3).result) == ""
     assert comparisons_sentence(pretended(16).result) == "The 95 % intervals are not corrected for 15 comparisons."

@@ -15,7 +15,7 @@ that they are equal, and keeps nothing for that case.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -114,19 +114,31 @@ def _prepared(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     hidden, weight, _, targets, ctx.z_loss, ctx.ignore_index = inputs
     ctx.weight_dtype = weight.dtype
-    ctx.save_for_backward(targets, *output[2:], hidden, weight)
+    ctx.save_for_backward(targets, *output[2:], *((hidden, weight) if ctx.z_loss else ()))
     ctx.set_materialize_grads(False)
 
 
-def _differentiate(ctx: Any, g_loss: Tensor | None, g_z: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+def _differentiate(
+    ctx: Any, g_loss: Tensor | None, g_z: Tensor | None, *others: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    _refuse_second(others)
     if g_loss is None and g_z is None:
         return (None,) * 6
-    targets, lse, p_weight, p_hidden, hidden, weight = ctx.saved_tensors
+    targets, lse, p_weight, p_hidden, *again = ctx.saved_tensors
     g_loss, g_z = (lse.new_zeros(()) if g is None else g for g in (g_loss, g_z))
     if ctx.z_loss == 0 or g_loss is g_z:
         return *_scaled(ctx, g_loss, targets, lse, p_weight, p_hidden), None, None, None, None
+    hidden, weight = again
     saved = (hidden, weight.to(hidden.dtype), targets, ctx.z_loss, ctx.ignore_index, ctx.weight_dtype)
     return *_backward(g_loss, g_z, *saved), None, None, None, None
+
+
+def _refuse_second(gradients: Sequence[Tensor | None]) -> None:
+    """Only a second derivative reaches what is kept for the backward pass."""
+    if any(g is not None for g in gradients):
+        raise RuntimeError(
+            "the fused cross-entropy has no second derivative: compute it inside residua.ops.backend('reference')."
+        )
 
 
 differentiate(_forward, _differentiate, _save)
@@ -139,7 +151,10 @@ def _save_trained(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...])
     ctx.set_materialize_grads(False)
 
 
-def _differentiate_trained(ctx: Any, g: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+def _differentiate_trained(
+    ctx: Any, g: Tensor | None, _: Tensor | None, *others: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    _refuse_second(others)
     if g is None:
         return (None,) * 6
     return *_scaled(ctx, g, *ctx.saved_tensors), None, None, None, None

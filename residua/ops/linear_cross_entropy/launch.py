@@ -12,8 +12,7 @@ from residua.ops._runtime.numeric import wide
 CHUNK_BYTES = 512 * 2**20
 TRAINED_BYTES = 768 * 2**20
 BESIDE_BYTES = 960 * 2**20
-"""What logits and a copy of the matrix in their dtype may take together, while LEAST_BYTES are left for logits."""
-LEAST_BYTES = 64 * 2**20
+LEAST_BYTES = 256 * 2**20
 # Stands for a coefficient of exactly 0, where the target's entry would otherwise be divided by it.
 TINY = 1e-20
 LANES, ROWS, WARPS = 4096, 4, 16
@@ -70,18 +69,19 @@ def backward(
     target = torch.where(counted, targets[:, None], 0)
     count = counted.sum().clamp(min=1)
     share = g_loss / count
-    g_hidden = torch.empty_like(hidden)
-    g_weight = torch.zeros(cast.shape, dtype=weight_dtype, device=cast.device)
-    for rows in _chunks(hidden.shape[0], cast, CHUNK_BYTES):
+    g_hidden, g_weight = torch.empty_like(hidden), torch.empty_like(cast, dtype=wide(cast[:0]).dtype)
+    chunks = _chunks(hidden.shape[0], cast, CHUNK_BYTES)
+    for rows in chunks:
         p = torch.mm(hidden[rows], cast.t())
         lse, nll = (part[:, None] for part in _softmax_(p, targets[rows], ignore_index, True))
         scale = share + 2 * z_loss * g_z * lse / count
         scale = torch.where(scale == 0, TINY, scale)
         entry = (torch.exp(-nll) - share / scale).to(hidden.dtype)
         scale = torch.where(counted[rows], scale, 0)
-        g_hidden[rows], g = _products(p, hidden[rows], cast, scale, entry, target[rows], weight_dtype)
-        g_weight += g
-    return g_hidden, g_weight
+        p.scatter_(1, target[rows], entry)
+        torch.mm(p, cast, out=g_hidden[rows]).mul_(scale)
+        _add_product(g_weight, p.t(), (hidden[rows] * scale).to(p.dtype), first=rows is chunks[0])
+    return g_hidden, g_weight.to(weight_dtype)
 
 
 def trained_outputs(
@@ -96,7 +96,10 @@ def trained_outputs(
 def trained(
     hidden: Tensor, weight: Tensor, cast: Tensor, targets: Tensor, z_loss: float, ignore_index: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """loss, z, lse [N], p·W [N, C] and pᵀ·(w·hidden) [V, C] in float32, with p_target less 1/w; w as `coefficients`."""
+    """loss, z, lse [N], p·W [N, C] and pᵀ·(w·hidden) [V, C] in float32, with p_target less 1/w; w as `coefficients`.
+
+    `weight` is there for its gradient; `cast` is the same matrix in hidden's dtype.
+    """
     _, _, _, p_weight, p_hidden = trained_outputs(hidden, weight, cast, targets, z_loss, ignore_index)
     counted = targets != ignore_index
     target = torch.where(counted, targets, 0)[:, None]
@@ -115,7 +118,10 @@ def trained(
 
 
 def room(cast: Tensor) -> int:
-    """The bytes of logits at a time: what is left beside a copy of the matrix."""
+    """The bytes of logits at a time: what is left of BESIDE_BYTES beside a copy of the matrix in their dtype.
+
+    A matrix that has that dtype is not copied; then its float32 gradient takes as much more than the one returned.
+    """
     return min(TRAINED_BYTES, max(LEAST_BYTES, BESIDE_BYTES - cast.nbytes))
 
 
