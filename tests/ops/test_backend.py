@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
 
 from residua import ops
+from residua.ops._runtime import fused
 from residua.ops._runtime.backend import Operator
 
 
@@ -90,3 +92,16 @@ def test_the_public_surface_is_there() -> None:
         operator = getattr(ops, name)
         assert isinstance(operator, Operator)
         assert operator.__name__ == name and operator.__doc__
+
+
+@pytest.mark.skipif(not fused.INTERPRETED, reason="needs TRITON_INTERPRET=1")
+def test_forward_mode_derivatives_come_from_the_reference() -> None:
+    """A kernel's result would be a constant to them: the derivative would be 0 without a word."""
+    x, weight, tangent = torch.randn(3, 16), torch.rand(16), torch.randn(3, 16)
+    norm = partial(ops.rms_norm, weight=weight, eps=1e-6)
+    _, expected = torch.func.jvp(norm, (x,), (tangent,))
+    assert expected.abs().max() > 0.1
+    with ops.backend("triton"):
+        assert ops.rms_norm.fuses(x, weight=weight, eps=1e-6)
+        with pytest.raises(ValueError, match="has no fused rms_norm for these inputs"):
+            torch.func.jvp(norm, (x,), (tangent,))

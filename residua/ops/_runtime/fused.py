@@ -7,6 +7,7 @@ from importlib.util import find_spec
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from residua.ops._runtime.backend import chosen_backend
 
@@ -19,9 +20,10 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 def serves(*tensors: Tensor) -> bool:
     """Whether the fused path takes these tensors: all on a GPU, float32 or bfloat16, with Triton installed.
 
-    On a CPU it takes them only in the interpreter, and only if `backend("triton")` asks for it.
+    On a CPU it takes them only in the interpreter, and only if `backend("triton")` asks for it. Inside `torch.func.jvp`
+    it takes none: kernels have no forward-mode derivative, and what they return would count as constant.
     """
-    if not INSTALLED:
+    if not INSTALLED or forward_ad._current_level >= 0:
         return False
     asked = INTERPRETED and chosen_backend() == "triton"
     return all((x.is_cuda or asked) and x.dtype in DTYPES for x in tensors)
