@@ -96,7 +96,7 @@ def test_the_public_surface_is_there() -> None:
 
 @pytest.mark.skipif(not fused.INTERPRETED, reason="needs TRITON_INTERPRET=1")
 def test_forward_mode_derivatives_come_from_the_reference() -> None:
-    """A kernel's result would be a constant to them: the derivative would be 0 without a word."""
+    """To them the result of some kernels is a constant: that of the cross-entropy had the derivative 0."""
     x, weight, tangent = torch.randn(3, 16), torch.rand(16), torch.randn(3, 16)
     norm = partial(ops.rms_norm, weight=weight, eps=1e-6)
     _, expected = torch.func.jvp(norm, (x,), (tangent,))
@@ -105,3 +105,10 @@ def test_forward_mode_derivatives_come_from_the_reference() -> None:
         assert ops.rms_norm.fuses(x, weight=weight, eps=1e-6)
         with pytest.raises(ValueError, match="has no fused rms_norm for these inputs"):
             torch.func.jvp(norm, (x,), (tangent,))
+
+
+@pytest.mark.skipif(not fused.INTERPRETED, reason="needs TRITON_INTERPRET=1")
+def test_forward_mode_through_the_cross_entropy_is_refused_too() -> None:
+    hidden, weight, targets = torch.randn(3, 16), torch.randn(9, 16), torch.tensor([1, 0, 8])
+    with ops.backend("triton"), pytest.raises(ValueError, match="has no fused linear_cross_entropy"):
+        torch.func.jvp(lambda h: ops.linear_cross_entropy(h, weight, targets)[0], (hidden,), (hidden,))

@@ -21,7 +21,7 @@ def serves(*tensors: Tensor) -> bool:
     """Whether the fused path takes these tensors: all on a GPU, float32 or bfloat16, with Triton installed.
 
     On a CPU it takes them only in the interpreter, and only if `backend("triton")` asks for it. Inside `torch.func.jvp`
-    it takes none: kernels have no forward-mode derivative, and what they return would count as constant.
+    it takes none: kernels have no forward-mode derivative, and what some return would count as constant.
     """
     if not INSTALLED or forward_ad._current_level >= 0:
         return False
