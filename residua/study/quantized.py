@@ -19,6 +19,7 @@ from residua.files import write_atomically
 from residua.quantize.recipe import Recipe
 from residua.report.plain import outcome
 from residua.report.terminal import ProgressBars
+from residua.storage.checkpoint import checkpoints
 from residua.study.config import StudyConfig
 from residua.study.plan import PlannedRun, StudyPlan
 from residua.study.runs import QUANTIZED, QuantizedRun, is_complete, measured_after, read_quantized
@@ -29,11 +30,12 @@ if TYPE_CHECKING:
 
 
 def measure_runs(study: StudyConfig, plan: StudyPlan, console: Console) -> None:
-    """Measure the complete runs that do not have what the study asks for yet."""
+    """Measure the complete runs that do not have what the study asks for yet; a run without weights cannot be."""
     waiting = [
         run
         for run in plan.compared
-        if study.quantize and is_complete(run.folder, run.config) and not _is_measured(run.folder, study)
+        if study.quantize and is_complete(run.folder, run.config) and checkpoints(run.folder)
+        if not _is_measured(run.folder, study)
     ]
     if not waiting:
         return

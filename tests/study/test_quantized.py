@@ -15,7 +15,7 @@ from residua.config.settings import ConfigError
 from residua.data import Dataset
 from residua.study import StudyConfig
 from residua.study.conduct import conduct, summarise
-from residua.study.plan import PlannedRun, make_plan
+from residua.study.plan import PlannedRun, StudyPlan, make_plan
 from residua.study.quantized import measure_runs
 from residua.study.runs import QuantizedRun, read_quantized
 from residua.study.tables import markdown
@@ -31,6 +31,11 @@ def low(study: StudyConfig, **changes: object) -> StudyConfig:
     variants = {"prenorm": ("prenorm",), "gatednorm": ("gatednorm",)}
     small = {"variants": variants, "seeds": (0,), "threads": 1, "quantize": RECIPES, "calibration": 8}
     return StudyConfig(**{**study.model_dump(), **small, **changes})
+
+
+def with_weights(plan: StudyPlan) -> None:
+    for run in plan.runs:
+        (run.folder / "checkpoints" / "step-10").mkdir(parents=True)
 
 
 def test_a_study_of_trained_models_has_a_loss_for_every_recipe(
@@ -85,6 +90,9 @@ def test_a_run_is_measured_again_once_it_was_trained_further(
     asked = low(study, variants={"prenorm": ("prenorm",)}, quantize=("fp8",))
     plan = make_plan(asked, out, dataset)
     write_all(plan, lambda run, step: 3.0)
+    measure_runs(asked, plan, Console(quiet=True))
+    assert read_quantized(plan.runs[0].folder) is None, "a run without weights cannot be measured"
+    with_weights(plan)
     measured = []
 
     def measure(run: PlannedRun, study: StudyConfig, tell: object) -> QuantizedRun:
@@ -110,7 +118,9 @@ def test_a_rerun_without_recipes_keeps_what_was_measured_and_one_with_others_add
     study: StudyConfig, dataset: Dataset, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = low(study, variants={"prenorm": ("prenorm",)}, quantize=("fp8",), data=str(dataset.path))
-    write_all(make_plan(first, out, dataset), lambda run, step: 3.0)
+    plan = make_plan(first, out, dataset)
+    write_all(plan, lambda run, step: 3.0)
+    with_weights(plan)
     measured = []
 
     def measure(run: PlannedRun, study: StudyConfig, tell: object) -> QuantizedRun:
