@@ -156,6 +156,16 @@ def task_names(runs: Sequence[RunRecord]) -> list[str]:
     return list(dict.fromkeys(name for wanted in asked for name in wanted))
 
 
+def lacking(runs: Sequence[RunRecord], tasks: bool, recipes: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """By option of `residua compare`, the folders of the runs without all its numbers: their weights were not here."""
+    names = task_names(runs)
+    unscored = (r for r in runs if r.accuracies is None or not r.accuracies.tasks.keys() >= set(names))
+    unquantized = (r for r in runs if r.quantized is None or not r.quantized.losses.keys() >= set(recipes))
+    found = {"tasks": unscored if tasks or names else (), "quantize": unquantized if recipes else ()}
+    folders = {option: tuple(run.folder.name for run in without) for option, without in found.items()}
+    return {option: without for option, without in folders.items() if without}
+
+
 def over_runs(ours: Runs, value: Callable[[RunRecord], float], level: float) -> Interval | None:
     """The mean of a value over the runs that have it."""
     values = [found for run in ours.values() if (found := known(value(run))) is not None]

@@ -21,6 +21,7 @@ from residua.study.measures import (
     OutlierMeans,
     TaskMeans,
     interval,
+    lacking,
     low_precision,
     low_task_means,
     outlier_means,
@@ -147,6 +148,9 @@ class StudyResult(Frozen):
     ladder: tuple[LadderResult, ...] = ()
     scaling: tuple[ScalingResult, ...] = ()
     tuning: tuple[TunedRate, ...] = Field((), description="what the search of a learning rate tried, and chose")
+    lacking: dict[str, tuple[str, ...]] = Field(
+        default_factory=dict, description="under tasks and quantize, the complete runs that were not so measured"
+    )
     runs: tuple[RunResult, ...]
 
     def rows(self, size: str | None = None) -> list[VariantResult]:
@@ -186,6 +190,7 @@ def collect(
     """
     measured = Measured(records, timings or {})
     runs = tuple(_run_result(run, records.get(run), problems.get(run, "")) for run in plan.runs)
+    compared = [record for run, record in records.items() if run.budget == 1.0]
     variants = tuple(
         _variant_result(study, plan, measured, size, name) for size in study.sizes for name in study.variants
     )
@@ -200,6 +205,7 @@ def collect(
         ladder=tuple(found for size in study.sizes if (found := _ladder(study, measured, size)) is not None),
         scaling=_scaling(study, runs, variants) if study.scaling else (),
         tuning=plan.tuned,
+        lacking=lacking(compared, study.tasks is not None, study.quantize),
         runs=runs,
     )
 

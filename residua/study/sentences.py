@@ -329,6 +329,22 @@ def _direction(change: float) -> str:
     return "lower loss" if change < 0 else "higher loss"
 
 
+LACKED = {"tasks": "Accuracies on tasks", "quantize": "Losses in low precision"}
+NAMED = 6  # runs that a sentence names
+
+
+def lacking_sentences(result: StudyResult) -> list[str]:
+    """Which runs were not measured as others were, and how to do it."""
+    told = []
+    for option, runs in result.lacking.items():
+        more = f" and {len(runs) - NAMED} more" if len(runs) > NAMED else ""
+        told.append(
+            f"{LACKED[option]} are missing for {', '.join(runs[:NAMED])}{more}: "
+            f"--{option} measures them on a machine that has their weights."
+        )
+    return told
+
+
 def _loss(value: Interval | None) -> Value:
     if value is None:
         return Value(NONE)

@@ -105,7 +105,7 @@ def _sentences(result: StudyResult) -> list[str]:
     facts = [sentences.dataset_sentence(result.dataset, result.variants)] if result.dataset else []
     warning = sentences.side_by_side_sentence(result)
     rates = [rate_sentence(rate, len(result.sizes) > 1) for rate in result.tuning]
-    told = [*([warning] if warning else []), *sentences.ladder_sentences(result)]
+    told = [*([warning] if warning else []), *sentences.ladder_sentences(result), *sentences.lacking_sentences(result)]
     return [*facts, *sentences.matching_sentences(result), *rates, *verdicts, *told, *failed]
 
 
