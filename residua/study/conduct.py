@@ -34,7 +34,7 @@ from residua.study.runs import RunRecord, is_complete, read_run
 from residua.study.saved import SavedStudy, save_study
 from residua.study.side_tables import rate_sentence
 from residua.study.tables import markdown
-from residua.study.tasked import Questions, Recipes, open_questions, score_runs
+from residua.study.tasked import Questions, Recipes, open_questions, refuse_other_questions, score_runs
 from residua.study.timing import keep_timings, read_timings, time_variants
 from residua.study.trials import keep_rates
 from residua.study.tuning import chosen_rates, known_rates
@@ -104,6 +104,8 @@ def begin(study: StudyConfig, out: Path, console: Console, results: Path | None,
     announce(console, study, plan)
     whole = _whole(study, plan, out, dataset, results)
     if results is not None and whole.known:
+        if questions is not None:
+            refuse_other_questions(results, questions, whole.known)
         for sentence in extend_sentences(results, whole):
             console.print(Text(f"• {sentence}"), soft_wrap=True)
     return Keeper(whole, out, dataset, results, command, questions)
@@ -182,7 +184,8 @@ class Kept:
 def complete_records(plan: StudyPlan, known: Mapping[PlannedRun, RunRecord]) -> dict[PlannedRun, RunRecord]:
     """What was measured in the complete runs: on disk, or `known` from elsewhere."""
     own = {run: read_run(run.folder, run.config) for run in plan.runs if is_complete(run.folder, run.config)}
-    return {run: own.get(run) or known[run] for run in plan.runs if run in own or run in known}
+    joined = {run: record.filled(known[run]) if run in known else record for run, record in own.items()}
+    return {run: joined.get(run) or known[run] for run in plan.runs if run in own or run in known}
 
 
 def open_dataset(study: StudyConfig, console: Console) -> Dataset:

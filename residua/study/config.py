@@ -17,6 +17,7 @@ from residua.reading import shown
 DEMO = Path(__file__).with_name("demo.toml")
 """The study of `residua compare --demo`: four tiny models on the embedded corpus, without a network or a GPU."""
 MOST_SEEDS = 1000
+LOCAL = "local files"
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")
 
 
@@ -65,6 +66,11 @@ class Tasks(Frozen):
     folder: str | None = None
     shots: int | None = Field(None, ge=0)
     limit: Positive | None = None
+
+    @property
+    def anywhere(self) -> Tasks:
+        """The same without the place of the files, which is another one on each machine."""
+        return self if self.folder is None else self.model_copy(update={"folder": LOCAL})
 
 
 class Tune(Frozen):

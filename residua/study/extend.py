@@ -123,6 +123,7 @@ def _merged(path: Path, before: StudyConfig, study: StudyConfig) -> StudyConfig:
             "scaling": _scaling(path, before, study),
             "ladder": tuple(sorted({*before.ladder, *study.ladder})),
             "quantize": tuple(dict.fromkeys((*before.quantize, *study.quantize))),
+            "tasks": _both(before.tasks, None if study.tasks is None else study.tasks.anywhere),
             "workers": max(before.workers, study.workers),
             "time_alone": before.time_alone or study.time_alone,
         }

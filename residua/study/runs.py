@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean, median
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Self, TypeVar
 
 from pydantic import Field
 
@@ -31,6 +32,8 @@ LAST_STEPS, LAST_SHARE = 200, 0.1
 """The training loss is averaged over so many steps, but over no more than this share of a run."""
 TAIL = 1 << 16
 """The end of metrics.jsonl that is read for the last step: a line of telemetry can have some ten thousand bytes."""
+DIGITS = 3
+"""Of an inspection in a results file: more than a picture shows."""
 
 
 class QuantizedRun(Frozen):
@@ -132,20 +135,40 @@ class _Load(Shape):
     load: list[_Number]
 
 
-class _Inspection(Shape):
-    """inspection.json, as `train/inspect.py` writes it; sections that a model does not have are left out."""
+class Inspection(Shape):
+    """inspection.json, as `train/inspect.py` writes it; sections that a model does not have are None."""
 
-    sublayers: list[_Sublayer] = Field(default_factory=list)
+    sublayers: list[_Sublayer] | None = None
     depth_weights: _Reads | None = None
-    gates: list[_Gate] = Field(default_factory=list)
-    beta: list[_Beta] = Field(default_factory=list)
-    experts: list[_Load] = Field(default_factory=list)
+    gates: list[_Gate] | None = None
+    beta: list[_Beta] | None = None
+    experts: list[_Load] | None = None
+
+    @classmethod
+    def rounded(cls, sections: Mapping[str, Any] | None) -> Self | None:
+        """Of a run's sections; None if there are none, or if a number is not finite, which JSON cannot hold."""
+        text = json.dumps(sections)
+        return None if sections is None or "NaN" in text or "Infinity" in text else cls(**_rounded(sections))
+
+    @property
+    def sections(self) -> dict[str, Any]:
+        """Those that the model has."""
+        return self.model_dump(exclude_none=True)
 
     def fits(self, config: RunConfig) -> bool:
         """Whether it has a row for every sublayer, so that the means over seeds can be taken."""
         reads = self.depth_weights
         complete = not self.sublayers or len(self.sublayers) == config.model.sublayers
         return complete and (reads is None or len(reads.mean) == len(reads.readers))
+
+
+def _rounded(value: Any) -> Any:
+    """Every number of nested tables and lists with a few digits."""
+    if isinstance(value, Mapping):
+        return {key: _rounded(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_rounded(inner) for inner in value]
+    return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value
 
 
 @dataclass(frozen=True)
@@ -219,6 +242,13 @@ class RunRecord:
             return self.memory
         return max((float(row["memory_gib"]) for row in self.train if "memory_gib" in row), default=math.nan)
 
+    def filled(self, other: RunRecord) -> RunRecord:
+        """With what `other`, the same run elsewhere, has of the trained model and this record does not."""
+        return replace(self, **{key: getattr(other, key) for key in OF_THE_MODEL if not getattr(self, key)})
+
+
+OF_THE_MODEL = ("telemetry", "outliers", "accuracies", "quantized")
+
 
 def mean_of_last(rows: Sequence[Mapping[str, Any]]) -> float:
     """The mean loss of the last steps of a training log; NaN if there is none."""
@@ -291,8 +321,8 @@ def is_complete(folder: Path, config: RunConfig) -> bool:
 
 def _read_inspection(folder: Path, config: RunConfig) -> dict[str, Any] | None:
     """What a run looks like inside; None if it is missing or damaged, and the run writes it again."""
-    found = _readable(folder / INSPECTION, _Inspection)
-    return found.model_dump(exclude_unset=True) if found is not None and found.fits(config) else None
+    found = _readable(folder / INSPECTION, Inspection)
+    return found.sections if found is not None and found.fits(config) else None
 
 
 def read_quantized(folder: Path) -> QuantizedRun | None:

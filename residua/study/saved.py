@@ -1,7 +1,8 @@
 """A study's numbers, without its weights, as one small file: every table and picture can be made from it.
 
 It holds the study, the configuration of its models, and of every complete run the curves, speed, memory, versions and
-hardware. A later study can extend it (`extend.py`), also on a machine that has nothing but this file.
+hardware, and what was measured of the trained model: outliers, low precision, accuracies on tasks, its inspection.
+A later study can extend it (`extend.py`), also on a machine that has nothing but this file.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from residua.config.settings import ConfigError, Frozen
 from residua.files import write_atomically
 from residua.reading import check, read_json, reason, refuse, shown
 from residua.report.figures import evenly
-from residua.study.config import StudyConfig
+from residua.study.config import StudyConfig, Tasks
 from residua.study.peaks import Peaks
 from residua.study.plan import RUNS, PlannedModel, PlannedRun, StudyPlan, model_title
 from residua.study.results import DatasetFacts
-from residua.study.runs import Accuracies, Outliers, QuantizedRun, RunRecord, known
+from residua.study.runs import Accuracies, Inspection, Outliers, QuantizedRun, RunRecord, known
 from residua.study.timing import StepTiming
 from residua.study.trials import TunedRate
 
@@ -98,6 +99,7 @@ class SavedRun(Frozen):
     outliers: Outliers | None = None
     accuracies: Accuracies | None = None
     quantized: QuantizedRun | None = None
+    inspection: Inspection | None = None
 
 
 class SavedStudy(Frozen):
@@ -112,6 +114,7 @@ class SavedStudy(Frozen):
     environments: tuple[dict[str, Any], ...] = ()
     models: tuple[SavedModel, ...]
     tuning: tuple[TunedRate, ...] | None = Field(None, description="what a search of learning rates tried and chose")
+    tasks: Tasks | None = Field(None, description="what models were asked last, without the place of local files")
     runs: tuple[SavedRun, ...]
     checksum: str = Field("", description="of models, runs, environments and text: finds a damaged file")
 
@@ -153,8 +156,8 @@ class SavedStudy(Frozen):
 
     @property
     def config(self) -> StudyConfig:
-        """The study; the place of its text is not known."""
-        return StudyConfig(**self.study)
+        """The study; the places of its text and of its tasks are not known."""
+        return StudyConfig(**{**self.study, "tasks": self.tasks})
 
     @property
     def timings(self) -> dict[tuple[str, str], dict[str, StepTiming]]:
@@ -191,7 +194,8 @@ class SavedStudy(Frozen):
             per_step,
             saved.train.rows("train", per_step),
             saved.validation.rows("validation", per_step),
-            quantized=saved.quantized,
+            None if saved.inspection is None else saved.inspection.sections,
+            saved.quantized,
             environment={**self.environments[saved.environment], "sessions": [session]},
             speed=math.nan if saved.tokens_per_second is None else saved.tokens_per_second,
             memory=math.nan if saved.memory_gib is None else saved.memory_gib,
@@ -216,6 +220,8 @@ class SavedStudy(Frozen):
                 raise ValueError(f"{run.title} was not validated at its last step")
             if saved.environment not in range(len(self.environments)):
                 raise ValueError(f"{run.title} names an environment that is not there")
+            if saved.inspection is not None and not saved.inspection.fits(run.config):
+                raise ValueError(f"{run.title} has the inspection of another model")
 
 
 def _checksum(content: Mapping[str, Any]) -> str:
@@ -261,6 +267,7 @@ def save_study(
                 outliers=record.outliers,
                 accuracies=record.accuracies,
                 quantized=record.quantized,
+                inspection=Inspection.rounded(record.inspection),
             )
         )
     return SavedStudy(
@@ -271,6 +278,7 @@ def save_study(
         environments=tuple(environments),
         models=tuple(_saved_model(key, model, (timings or {}).get(key, {})) for key, model in plan.models.items()),
         tuning=plan.tuned or None,
+        tasks=None if study.tasks is None else study.tasks.anywhere,
         runs=tuple(runs),
     )
 

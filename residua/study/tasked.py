@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from rich.console import Console
 
+from residua.config.settings import ConfigError
 from residua.files import write_atomically
 from residua.report.plain import outcome
 from residua.report.terminal import Progress, ProgressBars, StageProgress, say
@@ -23,7 +24,15 @@ from residua.storage.checkpoint import checkpoints
 from residua.study.config import Tasks
 from residua.study.plan import PlannedRun, StudyPlan
 from residua.study.quantized import quantized_copy
-from residua.study.runs import ACCURACIES, Accuracies, TaskAccuracy, is_complete, measured_after, read_accuracies
+from residua.study.runs import (
+    ACCURACIES,
+    Accuracies,
+    RunRecord,
+    TaskAccuracy,
+    is_complete,
+    measured_after,
+    read_accuracies,
+)
 
 if TYPE_CHECKING:
     from residua.evaluate.accuracy import TaskScore
@@ -133,7 +142,7 @@ def score_runs(questions: Questions, plan: StudyPlan, console: Console, low: Rec
 
 def missing(run: PlannedRun, questions: Questions, low: Recipes = HIGH_ONLY) -> list[Job]:
     """What a complete run was not scored on; a run without weights cannot be."""
-    if not is_complete(run.folder, run.config) or not checkpoints(run.folder):
+    if not _can_be_scored(run):
         return []
     known = _current(run)
     jobs = [Job(task, "", asked) for task, asked in questions.asked.items()]
@@ -143,6 +152,22 @@ def missing(run: PlannedRun, questions: Questions, low: Recipes = HIGH_ONLY) -> 
         for task, asked in questions.asked.items()
     ]
     return [job for job in jobs if (found := known.get((job.recipe, job.task))) is None or found.asked != job.asked]
+
+
+def refuse_other_questions(path: Path, questions: Questions, known: Mapping[PlannedRun, RunRecord]) -> None:
+    """Refuse questions that differ from those of a saved run without weights here: it cannot be asked again."""
+    for run, record in known.items():
+        found = {} if record.accuracies is None or _can_be_scored(run) else record.accuracies.tasks
+        for task, asked in questions.asked.items():
+            if task in found and found[task].asked != asked:
+                raise ConfigError(
+                    f"{path} has {task} of {run.title} with other questions or worked examples, and its weights are "
+                    "not here: use the same --task-dir, --shots and --limit, or name another file for --results."
+                )
+
+
+def _can_be_scored(run: PlannedRun) -> bool:
+    return is_complete(run.folder, run.config) and bool(checkpoints(run.folder))
 
 
 def score_run(

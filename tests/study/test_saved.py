@@ -23,7 +23,7 @@ from residua.study.conduct import Outcome, complete_records, conduct, show_saved
 from residua.study.plan import PlannedRun, StudyPlan, make_plan
 from residua.study.results import collect
 from residua.study.runner import StudyInterrupted
-from residua.study.runs import RunRecord, read_run
+from residua.study.runs import Inspection, RunRecord, read_run
 from residua.study.saved import SavedStudy, save_study
 from residua.study.timing import StepTiming, read_timings
 from tests.study.conftest import SMALL
@@ -141,6 +141,7 @@ def test_the_page_is_made_from_the_file_alone(
     show_saved(SavedStudy.read(tmp_path / "x.json"), tmp_path / "page")
     made = {path.name for path in (tmp_path / "page").iterdir()}
     assert made >= {"report.html", "results.json", "results.md"} and "runs" not in made
+    assert "Depth weights" in (tmp_path / "page" / "report.html").read_text(), "from the inspections in the file"
 
 
 def test_a_long_training_curve_is_thinned_and_the_speed_is_not(
@@ -315,12 +316,16 @@ def test_a_damaged_file_is_refused_in_a_sentence(kept: Path, damage: Callable[[s
     assert "\n" not in str(refused.value)
 
 
+ONE_SUBLAYER = Inspection.rounded({"sublayers": [{"sublayer": 0, "output_rms": 1.0, "gradient_rms": 1.0}]})
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         ({"environment": 5}, "names an environment"),
         ({"seed": 0}, "is there twice"),
         ({"steps": 11}, "was not validated at its last step"),
+        ({"inspection": ONE_SUBLAYER}, "has the inspection of another model"),
     ],
 )
 def test_a_file_whose_parts_do_not_fit_is_refused(kept: Path, change: dict[str, Any], words: str) -> None:
