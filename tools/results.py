@@ -22,8 +22,9 @@ A study without a page docs/results/NAME.md gets one. What is made depends on th
 
     python tools/results.py NAME FOLDER ...
 
-adds to docs/results/NAME.json what the folders of its study hold of its runs beyond it, telemetry's peaks and outliers;
-they need metrics.jsonl and outliers.json of each run, and no weights.
+adds to docs/results/NAME.json what the folders of its study hold of its runs beyond it: telemetry's peaks, outliers,
+accuracies, low precision, inspections, and in study.toml which tasks were asked. They need metrics.jsonl and the JSON
+files of each run, and no weights.
 """
 
 from __future__ import annotations
@@ -36,17 +37,20 @@ from functools import partial
 from pathlib import Path
 
 from residua.config.settings import ConfigError
+from residua.reading import counted
 from residua.report import Column, Value
 from residua.reproduce.entry import Order
 from residua.reproduce.matching import NOT_THERE
 from residua.reproduce.shared import share
 from residua.reproduce.show import claims_table
 from residua.study.conduct import show_saved
+from residua.study.config import Tasks
+from residua.study.extend import with_earlier
 from residua.study.longer import with_longer
 from residua.study.peaks import Peaks
 from residua.study.picture import peak_picture, picture
 from residua.study.results import StudyResult, VariantResult
-from residua.study.runs import read_run
+from residua.study.runs import Inspection, read_run
 from residua.study.saved import FORMAT, SavedRun, SavedStudy
 from residua.study.sentences import cells, columns, count
 from residua.study.side_tables import peak_table
@@ -195,6 +199,8 @@ def _made(name: str, saved: SavedStudy, result: StudyResult, up: str) -> list[st
             f"Text: {count(facts.train_tokens)} training tokens, vocabulary {facts.vocab_size:,}, fingerprint "
             f"`{saved.fingerprint}`."
         )
+    if saved.tasks is not None:
+        lines.append(f"Tasks: {_asked(saved.tasks)}.")
     for index, about in enumerate(saved.environments):
         runs = sum(run.environment == index for run in saved.runs)
         software = ", ".join(f"{key} {about[key]}" for key in ("torch", "triton", "cuda", "python") if key in about)
@@ -208,6 +214,12 @@ def _made(name: str, saved: SavedStudy, result: StudyResult, up: str) -> list[st
         again = f"`residua compare --results docs/results/{name}.json --data FOLDER`"
         lines.append(f"Not run yet: {shown}. {again} trains them.")
     return [f"- {line}" for line in lines]
+
+
+def _asked(tasks: Tasks) -> str:
+    shots = "the worked examples of each task" if tasks.shots is None else counted(tasks.shots, "worked example")
+    limit = "all questions" if tasks.limit is None else f"at most {counted(tasks.limit, 'question')} each"
+    return f"{', '.join(tasks.names)} ({tasks.folder or 'lm-evaluation-harness'}), {shots}, {limit}"
 
 
 def _missing(saved: SavedStudy) -> list[str]:
@@ -322,7 +334,7 @@ WITH_A_WORD: dict[str, tuple[str, Callable[[str, str, Studies, Results, str], li
 
 
 def supplemented(saved: SavedStudy, folder: Path) -> SavedStudy:
-    """The study with peaks and outliers of its runs in a folder, where it has none; another run is refused."""
+    """The study with what a folder has of its trained models, where it has none; another run is refused."""
     plan = saved.plan(folder)
     records = saved.records(plan)
     runs = []
@@ -331,10 +343,14 @@ def supplemented(saved: SavedStudy, folder: Path) -> SavedStudy:
         if own.validation and own.validation[-1]["step"] >= kept.steps:
             if own.loss_curve != records[run].loss_curve:
                 raise ValueError(f"{run.folder} holds another run than the study: its losses differ.")
-            found = {"peaks": Peaks.of(own.telemetry), "outliers": own.outliers}
+            found = {
+                "peaks": Peaks.of(own.telemetry), "outliers": own.outliers, "accuracies": own.accuracies,
+                "quantized": own.quantized, "inspection": Inspection.rounded(own.inspection),
+            }  # fmt: skip
             kept = _with_missing(kept, {key: value for key, value in found.items() if value is not None})
         runs.append(kept)
-    return saved.model_copy(update={"runs": tuple(runs)})
+    asked = with_earlier(saved.config, folder).tasks
+    return saved.model_copy(update={"runs": tuple(runs), "tasks": saved.tasks or (asked and asked.anywhere)})
 
 
 def _with_missing(run: SavedRun, found: dict[str, object]) -> SavedRun:
@@ -347,8 +363,9 @@ def add(path: Path, folders: Sequence[Path]) -> None:
     for folder in folders:
         saved = supplemented(saved, folder)
     saved.write(path)
-    has = {key: sum(getattr(run, key) is not None for run in saved.runs) for key in ("peaks", "outliers")}
-    print(f"{path.name}: {len(saved.runs)} runs, {has['peaks']} with peaks, {has['outliers']} with outliers")
+    keys = ("peaks", "outliers", "accuracies", "quantized", "inspection")
+    has = (f"{sum(getattr(run, key) is not None for run in saved.runs)} with {key}" for key in keys)
+    print(f"{path.name}: {len(saved.runs)} runs, {', '.join(has)}")
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from residua.config import variants
 from residua.config.run import RunConfig
-from residua.study.config import StudyConfig
+from residua.study.config import StudyConfig, Tasks
 from residua.study.plan import base_run
 from residua.study.saved import SavedStudy
 from tests.reproduce.pretend import STEPS, saved_study, with_peaks
@@ -60,6 +60,11 @@ def test_the_committed_pages_are_what_the_studies_make(results: ModuleType) -> N
         if not path.exists() or path.read_text(encoding="utf-8") != content
     ]
     assert stale == [], "run `make results` and commit what it writes"
+
+
+def test_the_committed_studies_are_written_as_they_were_read() -> None:
+    for path in (STUDY, STUDY.with_name("depth-32.json")):  # without outliers, and with them
+        assert SavedStudy.read(path).text() == path.read_text(encoding="utf-8")
 
 
 def test_a_study_without_a_page_gets_one_and_a_second_time_nothing_changes(results: ModuleType, root: Path) -> None:
@@ -166,7 +171,9 @@ def test_a_study_stands_beside_others_with_the_variants_that_both_have(results: 
         results.made(root)
 
 
-def test_a_results_file_gets_peaks_from_folders_without_weights(results: ModuleType, tmp_path: Path) -> None:
+def test_a_results_file_gets_measurements_from_folders_without_weights(
+    results: ModuleType, root: Path, tmp_path: Path
+) -> None:
     saved = with_peaks(saved_study({"prenorm": 3.0, "mgr": 2.9}), {"mgr": (1.0, 1.0, 1.0)})
     plan = saved.plan(tmp_path)
     for run, record in saved.records(plan).items():
@@ -177,12 +184,20 @@ def test_a_results_file_gets_peaks_from_folders_without_weights(results: ModuleT
             rows.append({"kind": "telemetry", "step": STEPS, "tokens": 1, "figures": figures})
             run.folder.mkdir(parents=True)
             (run.folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+            (run.folder / "accuracies.json").write_text('{"wanted": ["arc"], "tasks": {"arc": {"value": 0.5}}}')
+    asked = saved.config.model_copy(update={"tasks": Tasks(names=("arc",), folder="/there", shots=0, limit=9)})
+    (tmp_path / "study.toml").write_text(asked.to_toml())
     before = saved.text()
     again = results.supplemented(saved, tmp_path)
     peaks = {(run.variant, run.seed): run.peaks and run.peaks.peak for run in again.runs}
     assert peaks["prenorm", 0] == (8.0,) and peaks["prenorm", 1] is peaks["prenorm", 2] is None
     assert [peaks["mgr", seed] for seed in range(3)] == [run.peaks.peak for run in saved.runs if run.variant == "mgr"]
-    assert saved.text() == before
+    assert [(run.variant, run.seed) for run in again.runs if run.accuracies is not None] == [("prenorm", 0)]
+    assert saved.text() == before and "/there" not in again.text()
+    again.write(root / "docs" / "results" / "again.json")
+    page = results.made(root)[root / "docs" / "results" / "again.md"]
+    assert "## tasks\n\n| variant | arc | Δ arc [95 %] |" in page and "| prenorm | 50.00 (n=1) | — |" in page
+    assert "- Tasks: arc (local files), 0 worked examples, at most 9 questions each.\n" in page
     other = saved_study({"prenorm": 3.1, "mgr": 2.9})
     with pytest.raises(ValueError, match="holds another run than the study"):
         results.supplemented(other, tmp_path)
