@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Sequence
-from itertools import chain
+from itertools import chain, repeat
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from residua.generate.transfer import Arrival, send
+from residua.generate.transfer import Arrival, integers, padded, send
 from residua.model.forward import Forward
 from residua.ops.linear_cross_entropy import token_likelihoods
 from residua.storage.finite import overflowed
@@ -120,19 +121,17 @@ class Scorer:
     def _start(self, indices: list[int], pairs: list[Pair]) -> _Batch:
         """Launch the forward pass of a batch; the first pair is the longest."""
         longest = self._length(pairs[0])
-        inputs = torch.zeros(len(pairs), longest, dtype=torch.int64)
-        rows: list[int] = []
-        places: list[int] = []
-        targets: list[int] = []
+        inputs: list[list[int]] = []
+        rows, places, targets = array("q"), array("q"), array("q")
         for row, pair in enumerate(pairs):
             tokens = [*pair.context, *pair.continuation][-(self.model.config.context + 1) :]
-            inputs[row, : len(tokens) - 1] = torch.tensor(tokens[:-1])
+            inputs.append(tokens[:-1])
             scored = min(len(pair.continuation), len(tokens) - 1)
-            rows += [row] * scored
-            places += range(len(tokens) - 1 - scored, len(tokens) - 1)
-            targets += tokens[len(tokens) - scored :]
-        each, at, target = (torch.tensor(numbers) for numbers in (rows, places, targets))
-        hidden = self._forward.hidden(send(inputs, self.device))
+            rows.extend(repeat(row, scored))
+            places.extend(range(len(tokens) - 1 - scored, len(tokens) - 1))
+            targets.extend(tokens[len(tokens) - scored :])
+        each, at, target = map(integers, (rows, places, targets))
+        hidden = self._forward.hidden(send(padded(inputs, longest), self.device))
         hidden = hidden.flatten(0, 1)[send(each * longest + at, self.device)]
         logs, best = self._log_probabilities(hidden, send(target, self.device))
         return _Batch(indices, each, Arrival(logs), Arrival(best))

@@ -13,7 +13,7 @@ from torch import Tensor
 from residua.generate.engine import Step, build_step, engine_for
 from residua.generate.sample import Sampler, Sampling
 from residua.generate.text import TextStream
-from residua.generate.transfer import Arrival
+from residua.generate.transfer import Arrival, integers, padded, send
 from residua.model.forward import Forward
 from residua.model.moe import MoE, mixtures
 from residua.reading import counted
@@ -269,17 +269,13 @@ def prefill(
     Returns the final state [B, C] of each row's last token.
     """
     device = cache.lengths.device
-    lengths = torch.tensor([len(row) for row in rows], device=device)
+    lengths = send(integers(map(len, rows)), device)
     longest = max(len(row) for row in rows)
     longest = min(-(-longest // multiple) * multiple, max(longest, cache.capacity))
     ragged = multiple > 1 or any(len(row) < longest for row in rows)
-    padded = torch.zeros(len(rows), longest, dtype=torch.int64)
-    for tokens, row in zip(padded, rows, strict=True):
-        tokens[: len(row)] = torch.tensor(row)
-    padded = padded.to(device)
-    last = torch.empty(0)
+    every, last = send(padded(rows, longest), device), torch.empty(0)
     for at in range(0, longest, chunk):
-        tokens = padded[:, at : at + chunk]
+        tokens = every[:, at : at + chunk]
         width = tokens.shape[1]
         counts = (lengths - at).clamp(0, width) if ragged else None
         hidden = model.hidden(tokens, cache=cache, counts=counts)

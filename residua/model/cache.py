@@ -8,7 +8,6 @@ token-local.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from copy import copy
 from typing import NamedTuple, Protocol
 
 import torch
@@ -39,10 +38,6 @@ class SublayerCache(Protocol):
         """Everything it keeps."""
         ...
 
-    def part(self, rows: slice) -> SublayerCache:
-        """What it keeps of some of the rows; what is written to it is written here."""
-        ...
-
 
 class KeyValueCache:
     """Keys and values [B, capacity, H_kv, D] of softmax attention as they enter the product: mixed, normed, rotated.
@@ -64,13 +59,6 @@ class KeyValueCache:
     def first(self, length: int) -> tuple[Tensor, Tensor]:
         """The slots [B, length, H_kv, D] of the keys and of the values of each row's first tokens."""
         return self.keys[:, :length], self.values[:, :length]
-
-    def part(self, rows: slice) -> KeyValueCache:
-        """The cache of some of the rows; what is written to it is written here."""
-        part = copy(self)
-        part.keys, part.values = self.keys[rows], self.values[rows]
-        part._rows = self._rows[: len(part.keys)]
-        return part
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, now: Now, *, sink: Tensor | None = None, window: int | None = None
@@ -98,12 +86,6 @@ class RecurrentCache:
 
     def tensors(self) -> Iterator[Tensor]:
         yield from self.state
-
-    def part(self, rows: slice) -> RecurrentCache:
-        """The state of some of the rows; what is written to it is written here."""
-        part = copy(self)
-        part.state = tuple(t[rows] for t in self.state)
-        return part
 
     def keep(self, state: Sequence[Tensor]) -> None:
         """Store the state after this call in place: a captured graph reads it at the same address."""
@@ -148,13 +130,6 @@ class Cache:
         self.lengths.add_(length if counts is None else counts)
         if not self.static:
             self.reach += length
-
-    def part(self, rows: slice) -> Cache:
-        """The cache of some of the rows, as it is now; what is written to it is written here, but for `reach`."""
-        part = copy(self)
-        part.sublayers = [None if own is None else own.part(rows) for own in self.sublayers]
-        part.lengths = self.lengths[rows]
-        return part
 
     def clear(self) -> None:
         """Empty the cache for reuse."""

@@ -36,7 +36,6 @@ GRAPHED_TOKENS = 65_536
 HALVED_TOKENS = 4096
 """Fewest tokens of a batch whose halves run side by side in a graph, so that what one half reads and writes between its
 products overlaps with the products of the other."""
-
 COMPILED_TOKENS = 2048
 """Most tokens of the batch that kernels are compiled with; those of larger batches are the same."""
 
@@ -193,18 +192,19 @@ class Forward:
         return graph.hidden
 
     def _pass(self, tokens: Tensor, cache: Cache | None, counts: Tensor | None) -> Tensor:
-        """What a graph holds: the whole batch or, if there is enough to do, its halves on two streams."""
+        """What a graph holds: the whole batch or, if there is enough to do, its halves on two streams.
+
+        Halves are for passes that follow one another: a prompt would wait for their graph, whose launch takes longer.
+        """
         assert self._fast is not None
         middle = len(tokens) // 2
-        if middle == 0 or tokens.numel() < HALVED_TOKENS:
+        if cache is not None or middle == 0 or tokens.numel() < HALVED_TOKENS:
             return self._fast.hidden(tokens, None, cache, counts)
         hidden, here, side = [], torch.cuda.current_stream(), torch.cuda.Stream()
         side.wait_stream(here)
         for stream, rows in ((side, slice(middle)), (here, slice(middle, None))):
             with torch.cuda.stream(stream):
-                part = None if cache is None else cache.part(rows)
-                own = None if counts is None else counts[rows]
-                hidden.append(self._fast.hidden(tokens[rows], None, part, own))
+                hidden.append(self._fast.hidden(tokens[rows], None, None, None if counts is None else counts[rows]))
         here.wait_stream(side)
         return torch.cat(hidden)
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 import residua
 from residua.generate.generator import prefill
+from residua.generate.transfer import integers, padded
 from residua.model.decoder import Decoder
 from tests.model.combinations import ATTENTIONS, ROWS, config_of, name_of
 from tests.model.pairwise import Row
@@ -94,3 +95,10 @@ def test_the_cache_stores_keys_and_values_of_the_grouped_heads_only() -> None:
     model = residua.build(small(attention={"kind": "softmax", "heads": 4, "kv_heads": 2}))
     shapes = {tuple(tensor.shape) for tensor in model.new_cache(3, 5, torch.bfloat16).tensors()}
     assert shapes == {(3, 5, 2, 4)}
+
+
+def test_rows_of_tokens_become_one_tensor() -> None:
+    rows = [[5, 2**40, 7], [], [1]]
+    assert torch.equal(padded(rows, 4), torch.tensor([[5, 2**40, 7, 0], [0, 0, 0, 0], [1, 0, 0, 0]]))
+    assert padded([[]], 0).shape == (1, 0)
+    assert integers([]).dtype == torch.int64

@@ -144,23 +144,6 @@ def test_on_a_cpu_the_model_runs_as_it_is() -> None:
     assert torch.equal(ours, exact)
 
 
-@pytest.mark.parametrize(
-    "attention", [{"heads": 2}, {"kind": "gated_deltanet", "key_heads": 1, "value_heads": 2, "head_dim": 8}]
-)
-def test_halves_of_a_batch_fill_the_cache_of_the_whole(attention: dict[str, Any]) -> None:
-    built, tokens, counts = model(attention={"kind": "softmax"} | attention), torch.randint(23, (3, 5)), [5, 2, 4]
-    whole, halved = (built.new_cache(3, 7) for _ in range(2))
-    with torch.no_grad():
-        exact = built.hidden(tokens, cache=whole, counts=torch.tensor(counts))
-        rows = (slice(1), slice(1, None))
-        ours = [built.hidden(tokens[r], cache=halved.part(r), counts=torch.tensor(counts[r])) for r in rows]
-    torch.testing.assert_close(torch.cat(ours), exact, rtol=0, atol=1e-12)
-    for a, b in zip(halved.tensors(), whole.tensors(), strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
-    assert halved.lengths.tolist() == counts
-    assert halved.reach == 0
-
-
 def test_prompts_padded_to_a_multiple_fill_the_cache_with_their_own_tokens() -> None:
     built = model()
     prompts = [[1, 2, 3, 4, 5], [6, 7]]
