@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from residua import ops
 from residua.diagnose import depth_ablations
 from residua.diagnose.attention import AttentionSums, Scores, attention_sums
 from residua.diagnose.interventions import hooked, on_each, silenced
@@ -64,7 +65,11 @@ class NativeSubject(Subject):
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
         model = self._decoder
-        if tokens.is_cuda and not torch.is_grad_enabled() and not taps.recording():
+        if torch.is_grad_enabled():
+            # One pass over a few tokens: compiling the backward kernels takes longer, 45 s on a core for Multi-Gate.
+            with ops.backend("reference"):
+                return model.losses(tokens, targets)[0]
+        if tokens.is_cuda and not taps.recording():
             model = for_sequences(model, junctions=False)  # something may be switched off: rewritten every time
         return model.losses(tokens, targets)[0]
 
