@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from residua.config.settings import Frozen
@@ -22,26 +23,32 @@ class Activation(Frozen):
 
 
 class Largest:
-    """The three largest values seen so far, largest first."""
+    """The three largest values of all batches; they stay on their device until `facts`."""
 
     def __init__(self) -> None:
-        self.found: list[Activation] = []
+        self.batches: list[Tensor] = []
+        """[3, 3] each: values, places among all values so far, tokens."""
         self.sequences = 0
+        self.length = self.width = 1
 
     def add(self, size: Tensor, tokens: Tensor) -> None:
         """Add a batch: `size` [B, T, C], not negative, and its tokens [B, T]."""
         values, places = size.flatten().topk(min(LARGEST, size.numel()))
-        length, width = size.shape[1:]
-        for value, place in zip(values.tolist(), places.tolist(), strict=True):
-            row, rest = divmod(place, length * width)
-            position, dimension = divmod(rest, width)
-            token = int(tokens[row, position])
-            self.found.append(Activation(
-                value=value, dimension=dimension, sequence=self.sequences + row, position=position, token=token
-            ))  # fmt: skip
-        self.found = sorted(self.found, key=lambda a: -a.value)[:LARGEST]
+        self.length, self.width = size.shape[1:]
+        shown = tokens.flatten().to(size.device)[places // self.width]
+        before = self.sequences * self.length * self.width
+        self.batches.append(torch.stack([part.double() for part in (values, places + before, shown)]))
         self.sequences += tokens.shape[0]
 
     def facts(self, sample: Sample) -> list[Activation]:
-        """The values, with their tokens as text."""
-        return [a.model_copy(update={"text": sample.text_of(a.token)}) for a in self.found]
+        """The values, largest first, with their tokens as text."""
+        found = sorted(torch.cat(self.batches, 1).T.tolist(), key=lambda one: -one[0])
+        return [self._activation(value, int(place), int(token), sample) for value, place, token in found[:LARGEST]]
+
+    def _activation(self, value: float, place: int, token: int, sample: Sample) -> Activation:
+        sequence, rest = divmod(place, self.length * self.width)
+        position, dimension = divmod(rest, self.width)
+        return Activation(
+            value=value, dimension=dimension, sequence=sequence, position=position, token=token,
+            text=sample.text_of(token),
+        )  # fmt: skip

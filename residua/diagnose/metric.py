@@ -86,7 +86,7 @@ class Metric:
         self.skipped: list[str] = []  # what could not be measured, and why
 
     def add(self, seen: Observation) -> None:
-        """Add one batch to the running sums."""
+        """Add one batch to the running sums; keep them on the device, where `float` would make the host wait."""
 
     def facts(self) -> Frozen:
         """The values of `keys`."""
@@ -142,7 +142,7 @@ def on_page(model: Model) -> list[type[Metric]]:
 
 
 class Mean:
-    """A running mean of tensors of one shape."""
+    """A running mean of tensors of one shape, summed on their device: the host does not wait for it."""
 
     def __init__(self) -> None:
         self.sum: Tensor | None = None
@@ -150,10 +150,11 @@ class Mean:
 
     def add(self, total: Tensor, count: int) -> None:
         """Add the sum of `count` tensors."""
-        total = total.double().cpu()
+        total = total.double()
         self.sum = total if self.sum is None else self.sum + total
         self.count += count
 
     def value(self) -> Tensor:
+        """The mean, on the CPU."""
         assert self.sum is not None
-        return self.sum / self.count
+        return self.sum.cpu() / self.count

@@ -78,7 +78,7 @@ class LayerSums:
         self.alpha, self.above = (_zeros(sums, heads, length) for _ in range(2))
         self.floor = _zeros(sums, length)
         self.by_token, self.uniform_by_token = (_zeros(sums, vocabulary) for _ in range(2))
-        self.uniform_first = self.uniform_entropy = 0.0
+        self.uniform_first, self.uniform_entropy = (_zeros(sums) for _ in range(2))
         self.length = length
 
     def add(self, sums: AttentionSums, tokens: Tensor) -> None:
@@ -90,8 +90,8 @@ class LayerSums:
         self.above += (alpha > SINK).double().sum(0)
         batch = tokens.shape[0]
         self.floor += (sums.uniform / sums.seen_by.clamp(min=1)).expand(batch, -1).sum(0)
-        self.uniform_first += float(sums.uniform[:, 0].expand(batch).sum())
-        self.uniform_entropy += float(sums.uniform_entropy.expand(batch).sum())
+        self.uniform_first += sums.uniform[:, 0].expand(batch).sum()
+        self.uniform_entropy += sums.uniform_entropy.expand(batch).sum()
         ids = tokens[:, 1:].flatten()
         self.by_token.index_add_(0, ids, sums.received.mean(1)[:, 1:].flatten())
         self.uniform_by_token.index_add_(0, ids, sums.uniform.expand(batch, -1)[:, 1:].flatten())
@@ -103,10 +103,10 @@ class LayerSums:
         return AttentionFacts(
             layer=layer,
             first_token=float(self.first.mean() / queries),
-            uniform_first_token=self.uniform_first / queries,
+            uniform_first_token=float(self.uniform_first) / queries,
             sink_rate=float(self.above[:, 0].mean() / self.sequences),
             entropy=float(self.entropy.mean() / queries),
-            uniform_entropy=self.uniform_entropy / queries,
+            uniform_entropy=float(self.uniform_entropy) / queries,
             learned_sink=float(self.outside.mean() / queries),
             heads=[HeadFacts(first_token=f, entropy=e) for f, e in zip(first, entropy, strict=True)],
             positions=self._positions(),

@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 import weakref
 from itertools import combinations
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from residua import ops
 from residua.diagnose import ModelDiagnosis, run, sinks, taps
+from residua.diagnose.metrics import find_metrics
 from residua.diagnose.metrics.dimensions import FAR
 from residua.diagnose.metrics.states import CoreFeatures
 from residua.diagnose.native import NativeSubject
@@ -75,6 +78,40 @@ def test_only_passes_without_gradients_run_kernels() -> None:
         assert not calls
         subject.observe(text.tokens, text.targets)
     assert {"multi_gate_pool", "multi_gate_forward", "rms_norm"} <= {call.name for call in calls}
+
+
+class Waits(TorchDispatchMode):
+    """Operations inside for which the host would wait for a GPU; `cpu` and `tolist` are not among the dispatched."""
+
+    NAMES = ("aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::bincount")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names += [name for name in self.NAMES if func.name() == name]
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_host_never_waits_for_the_sums_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A diagnosis on a GPU once waited 700 times in each batch. What is kept of the first batch may be copied."""
+    model = planted.control(
+        topology={"kind": "multi_gate", "streams": 3},
+        attention={"kind": "softmax", "heads": 4, "gate": "elementwise"},
+        anchors={"kind": "exoformer", "mixing": {"kind": "dynamic"}},
+    )
+    subject, text = NativeSubject(model, "model"), planted.sample()
+    seen = subject.observe(text.tokens, text.targets)
+    metrics = [metric(subject, text) for metric in find_metrics()]
+    for metric in metrics:
+        metric.add(seen)
+    with Waits() as waits:
+        monkeypatch.setattr(Tensor, "cpu", lambda x, plain=Tensor.cpu: waits.names.append("cpu") or plain(x))
+        monkeypatch.setattr(Tensor, "tolist", lambda x, plain=Tensor.tolist: waits.names.append("tolist") or plain(x))
+        for metric in metrics:
+            metric.add(seen)
+    assert waits.names == []
 
 
 def test_magnitudes_medians_and_largest_values(additive: Case) -> None:

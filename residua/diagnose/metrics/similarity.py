@@ -51,14 +51,15 @@ class Similarity(Metric):
             cosine = (u @ u.transpose(1, 2)).double().clamp(-1, 1)
             # a state's angle to itself is zero, which arccos of a rounded 1 would miss
             cosine.diagonal(dim1=1, dim2=2).fill_(1.0)
-            self.cosine = self.cosine + cosine.sum(0).cpu()
-            self.angle = self.angle + (cosine.arccos() / torch.pi).sum(0).cpu()
+            self.cosine = self.cosine + cosine.sum(0)
+            self.angle = self.angle + (cosine.arccos() / torch.pi).sum(0)
         self.tokens += count
 
     def facts(self) -> SimilarityKeys:
         assert isinstance(self.cosine, Tensor) and isinstance(self.angle, Tensor)
         return SimilarityKeys(
-            similarity=(self.cosine / self.tokens).tolist(), angular_distance=(self.angle / self.tokens).tolist()
+            similarity=(self.cosine.cpu() / self.tokens).tolist(),
+            angular_distance=(self.angle.cpu() / self.tokens).tolist(),
         )
 
     @classmethod

@@ -54,16 +54,19 @@ class StateSums:
 
     def __init__(self) -> None:
         self.tokens = self.sequences = 0
-        self.squares = self.medians = self.token_similarity = self.input_similarity = 0.0
+        self.squares: Tensor | float = 0.0
+        self.medians: Tensor | float = 0.0
+        self.token_similarity: Tensor | float = 0.0
+        self.input_similarity: Tensor | float = 0.0
         self.largest = Largest()
 
     def add(self, seen: Observation, state: int, first: Tensor) -> None:
         h, tokens = wide(seen.states[state]), seen.tokens
-        self.squares += float(seen.mean_square(state).sum())
-        self.medians += float(seen.median(state).double().sum())
+        self.squares += seen.mean_square(state).sum()
+        self.medians += seen.median(state).double().sum()
         self.largest.add(h.abs(), tokens)
-        self.token_similarity += float(token_similarity(h).sum())
-        self.input_similarity += float(torch.cosine_similarity(h.flatten(1), wide(first).flatten(1), -1).double().sum())
+        self.token_similarity += token_similarity(h).sum()
+        self.input_similarity += torch.cosine_similarity(h.flatten(1), wide(first).flatten(1), -1).double().sum()
         self.tokens += tokens.numel()
         self.sequences += tokens.shape[0]
 
@@ -145,11 +148,11 @@ class States(Metric):
         return StateFacts(
             index=k,
             name=self.subject.reader_name(k),
-            rms=(sums.squares / sums.tokens) ** 0.5,
-            median=sums.medians / sums.tokens,
+            rms=(float(sums.squares) / sums.tokens) ** 0.5,
+            median=float(sums.medians) / sums.tokens,
             largest=sums.largest.facts(self.sample),
-            token_similarity=sums.token_similarity / sums.sequences,
-            input_similarity=sums.input_similarity / sums.sequences,
+            token_similarity=float(sums.token_similarity) / sums.sequences,
+            input_similarity=float(sums.input_similarity) / sums.sequences,
             core_features=None if core is None else core.result(),
         )
 

@@ -67,14 +67,14 @@ class Streams(Metric):
             own = [seen.streams[r][..., i, :].flatten(0, 1) for r in readers if seen.streams[r].shape[-2] > i]
             for start in range(0, seen.tokens.numel(), TOKENS_AT_ONCE):
                 # in float64, where a stream that nobody wrote turns by 1e-8 and not by 1e-4
-                x = torch.stack([s[start : start + TOKENS_AT_ONCE].double() for s in own], 1)
+                x = torch.stack([s[start : start + TOKENS_AT_ONCE] for s in own], 1).double()
                 u = x / x.norm(dim=-1, keepdim=True).clamp(min=1e-30)
                 cosine = (u @ u.transpose(1, 2)).clamp(-1, 1)
                 self.angles[i].add((cosine.arccos() / torch.pi).sum(0), len(x))
 
     def _add_reader(self, reader: int, streams: Tensor) -> None:
         """Mean cosine between streams, and the largest |s| of each."""
-        largest = streams.abs().amax((0, 1, 3)).double().cpu()
+        largest = streams.abs().amax((0, 1, 3)).double()
         self.largest[reader] = torch.maximum(self.largest[reader], largest) if reader in self.largest else largest
         count = streams.shape[-2]
         if count > 1:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from pydantic import Field
+from torch import Tensor
 
 from residua.config.settings import Frozen
 from residua.diagnose.metric import Explained, Finding, LayerTrack, Metric, Model, Models, Sentence
@@ -75,26 +76,26 @@ class Sublayers(Metric):
         self.by_layer: dict[int, list[Site]] = defaultdict(list)
         for site in subject.sites:
             self.by_layer[site.layer].append(site)
-        self.layer_outputs: dict[int, float] = defaultdict(float)
-        self.outputs: dict[int, float] = defaultdict(float)
-        self.output_medians: dict[int, float] = defaultdict(float)
-        self.states: dict[int, float] = defaultdict(float)
-        self.state_medians: dict[int, float] = defaultdict(float)
+        self.layer_outputs: dict[int, Tensor | float] = defaultdict(float)
+        self.outputs: dict[int, Tensor | float] = defaultdict(float)
+        self.output_medians: dict[int, Tensor | float] = defaultdict(float)
+        self.states: dict[int, Tensor | float] = defaultdict(float)
+        self.state_medians: dict[int, Tensor | float] = defaultdict(float)
         self.tokens = 0
         self.sites: list[SiteFacts] = []
 
     def add(self, seen: Observation) -> None:
         for k, output in seen.outputs.items():
             y = wide(output)
-            self.outputs[k] += float(y.double().square().mean(-1).sum())
-            self.output_medians[k] += float(y.abs().median(-1).values.double().sum())
+            self.outputs[k] += y.double().square().mean(-1).sum()
+            self.output_medians[k] += y.abs().median(-1).values.double().sum()
         for layer, sites in self.by_layer.items():
             written = [wide(seen.outputs[site.index]) for site in sites if site.index in seen.outputs]
             if len(written) == len(sites):
-                self.layer_outputs[layer] += float(sum(written[1:], written[0]).double().square().mean(-1).sum())
+                self.layer_outputs[layer] += sum(written[1:], written[0]).double().square().mean(-1).sum()
         for k in seen.states:
-            self.states[k] += float(seen.mean_square(k).sum())
-            self.state_medians[k] += float(seen.median(k).double().sum())
+            self.states[k] += seen.mean_square(k).sum()
+            self.state_medians[k] += seen.median(k).double().sum()
         self.tokens += seen.tokens.numel()
 
     def facts(self) -> SiteKeys:
@@ -103,7 +104,7 @@ class Sublayers(Metric):
         layers = [
             LayerFacts(
                 layer=layer,
-                output_rms=(self.layer_outputs[layer] / self.tokens) ** 0.5 if layer in self.layer_outputs else None,
+                output_rms=self._size(self.layer_outputs, layer),
                 gradient_rms=_rms([gradients.get(site.index, NOTHING) for site in sites]),
             )
             for layer, sites in self.by_layer.items()
@@ -112,8 +113,7 @@ class Sublayers(Metric):
 
     def _site(self, site: Site, gradient: float | None) -> SiteFacts:
         k = site.index
-        output = (self.outputs[k] / self.tokens) ** 0.5 if k in self.outputs else None
-        state = (self.states[k] / self.tokens) ** 0.5 if k in self.states else None
+        output, state = self._size(self.outputs, k), self._size(self.states, k)
         known = output is not None and state is not None
         return SiteFacts(
             index=k,
@@ -122,9 +122,13 @@ class Sublayers(Metric):
             name=site.name,
             output_rms=output,
             relative_rms=None if output is None or not state else output / state,
-            relative_median=self.output_medians[k] / max(self.state_medians[k], 1e-30) if known else None,
+            relative_median=float(self.output_medians[k]) / max(float(self.state_medians[k]), 1e-30) if known else None,
             gradient_rms=gradient,
         )
+
+    def _size(self, squares: Mapping[int, Tensor | float], k: int) -> float | None:
+        """The RMS over all tokens; None where nothing was seen."""
+        return (float(squares[k]) / self.tokens) ** 0.5 if k in squares else None
 
     def _gradients(self) -> dict[int, Squares]:
         """By sublayer, the gradients of its parameters, of the loss of the first few tokens."""

@@ -69,7 +69,7 @@ class TokenMaps(Metric):
 
     def add(self, seen: Observation) -> None:
         sizes = {k: wide(h).abs() for k, h in sorted(seen.states.items())}
-        total = torch.stack([size.double().sum((0, 1)) for size in sizes.values()]).sum(0).cpu()
+        total = torch.stack([size.double().sum((0, 1)) for size in sizes.values()]).sum(0)
         self.sums = total if self.sums is None else self.sums + total
         if not self.first:
             self.first = {k: size[0, :TOKENS].double().cpu() for k, size in sizes.items()}
@@ -87,7 +87,7 @@ class TokenMaps(Metric):
 
     def _dimensions(self) -> list[int]:
         assert self.sums is not None
-        order: list[int] = self.sums.argsort(descending=True, stable=True)[:DIMENSIONS].tolist()
+        order: list[int] = self.sums.cpu().argsort(descending=True, stable=True)[:DIMENSIONS].tolist()
         return order
 
     def _rows(self, sizes: Tensor) -> list[list[float]]:

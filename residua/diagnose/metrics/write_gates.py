@@ -76,10 +76,10 @@ class WriteGates(Metric):
             values = wide(beta).flatten()[:, None] if one_stream else wide(beta).flatten(0, 1)
             self.beta[site].add(values.double().sum(0), len(values))
             self.histogram[site].add(torch.histc(values.float().flatten(), BINS, 0.0, 1.0), values.numel())
-            largest = values.amax(0).double().cpu()
+            largest = values.amax(0).double()
             self.largest[site] = torch.maximum(self.largest[site], largest) if site in self.largest else largest
             every = self._step(values.shape[1] * (self.subject.width if one_stream else 1))
-            self.values[site].append(values[::every].cpu())
+            self.values[site].append(values[::every].contiguous())
 
     def _step(self, per_token: int) -> int:
         """One value in so many is kept; odd, so that all channels of an even width take their turn."""
@@ -137,7 +137,8 @@ class WriteGates(Metric):
 
 def quartiles(values: Tensor, largest: float) -> Quartiles:
     """Of values in float64. `torch.quantile` takes at most 16 million, which KEPT is below."""
-    lower, median, upper = torch.quantile(values, torch.tensor([0.25, 0.5, 0.75], dtype=values.dtype)).tolist()
+    shares = torch.tensor([0.25, 0.5, 0.75], dtype=values.dtype, device=values.device)
+    lower, median, upper = torch.quantile(values, shares).tolist()
     reach = WHISKER * (upper - lower)
     inside = values[(values >= lower - reach) & (values <= upper + reach)]
     low, high = (float(inside.min()), float(inside.max())) if len(inside) else (lower, upper)
