@@ -22,6 +22,11 @@ def _add2(a0, a1, b0, b1):
 
 
 @triton.jit
+def _add4(a0, a1, a2, a3, b0, b1, b2, b3):
+    return a0 + b0, a1 + b1, a2 + b2, a3 + b3
+
+
+@triton.jit
 def _add5(a0, a1, a2, a3, a4, b0, b1, b2, b3, b4):
     return a0 + b0, a1 + b1, a2 + b2, a3 + b3, a4 + b4
 

@@ -5,8 +5,9 @@ tuple of lines of LINE channels, as tiles of weights have them. Junction J makes
 the embedding as the output y of a sublayer before it.
 
 Programs without weights write the new state (`write`) while the others project, and later in the sublayer compute what
-the next junction needs of the state alone (`prepare`). The state is, each before and after the junction: a sum, or a
-running sum and the sources after both, or N streams. Equations and letters are those of `reference.py`.
+the next junction needs of the state alone (`prepare`): each of them reads a share of the sources. The state is, each
+before and after the junction: a sum, or a running sum and the sources after both, or N streams. Equations and letters
+are those of `reference.py`.
 """
 
 # mypy: ignore-errors
@@ -15,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from residua.ops.decode.kernels import _add3
+from residua.ops.decode.kernels import _add4, _scores
 from residua.ops.decode.kernels_gates import (
     CANCELLED,
     _pool_score,
@@ -28,7 +29,7 @@ from residua.ops.decode.kernels_gates import (
 )
 
 SOURCES = tl.constexpr(8)
-"""Sources that a preparation reads at a time."""
+"""Sources that a program reads at a time."""
 
 
 @triton.jit
@@ -58,25 +59,61 @@ def _enter_sum(y_ptr, base_ptr, J, C: tl.constexpr, LINE: tl.constexpr):
 
 
 @triton.jit
-def _enter_read(
-    y_ptr, base_ptr, o_ptr, lse_ptr, square_ptr, u_ptr, J, key_eps,
-    C: tl.constexpr, SIZE: tl.constexpr, LINE: tl.constexpr,
+def _share_weights(lse_ptr, J, M: tl.constexpr, SPARE: tl.constexpr):
+    """w_s = exp(lse_s) / Σ exp(lse_s) of the shares of a read, and lse = log Σ exp(lse_s). For J = 0: 0 and −∞."""
+    parts, weights = (), ()
+    for s in tl.static_range(SPARE):
+        parts = parts + (tl.load(lse_ptr + s * M, mask=J > 0, other=-float("inf")),)
+    top = parts[0]
+    for s in tl.static_range(1, SPARE):
+        top = tl.maximum(top, parts[s])
+    safe = tl.where(top == -float("inf"), 0.0, top)
+    total = tl.exp(parts[0] - safe)
+    for s in tl.static_range(1, SPARE):
+        total += tl.exp(parts[s] - safe)
+    total = tl.where(total == 0.0, 1.0, total)
+    for s in tl.static_range(SPARE):
+        weights = weights + (tl.exp(parts[s] - safe) / total,)
+    return weights, top + tl.log(total)
+
+
+@triton.jit
+def _share_lines(
+    o_ptr, J, piece: tl.constexpr, M: tl.constexpr, C: tl.constexpr, SPARE: tl.constexpr, LINE: tl.constexpr
 ):  # fmt: skip
-    """`reference.read_partial`: h and ‖h‖²."""
+    b_parts = ()
+    for s in tl.static_range(SPARE):
+        b_parts = b_parts + (_line(o_ptr + s * (M * C), J > 0, piece, C, LINE),)
+    return b_parts
+
+
+@triton.jit
+def _enter_read(
+    y_ptr, base_ptr, o_ptr, lse_ptr, u_ptr, J, key_eps,
+    M: tl.constexpr, C: tl.constexpr, SIZE: tl.constexpr, SPARE: tl.constexpr, LINE: tl.constexpr,
+):  # fmt: skip
+    """`reference.read_partial` of o = Σ w_s o_s, a read in SPARE shares: h and ‖h‖²."""
     LINES: tl.constexpr = (C + LINE - 1) // LINE
     has_base = ((J + SIZE - 1) % SIZE > 0) & (J > 0)
-    lse, oo = tl.load(lse_ptr, mask=J > 0, other=-float("inf")), tl.load(square_ptr, mask=J > 0, other=0.0)
-    b_p, b_o = (), ()
-    b_pp = tl.zeros([LINE], tl.float32)
-    b_up, b_op = b_pp, b_pp
+    b_p, b_u, b_parts = (), (), ()
     for piece in tl.static_range(LINES):
-        b_v = _sum_line(base_ptr, y_ptr, has_base, J, piece, C, LINE)
-        b_w = _line(o_ptr, J > 0, piece, C, LINE)
+        b_p = b_p + (_sum_line(base_ptr, y_ptr, has_base, J, piece, C, LINE),)
+        b_u = b_u + (_line(u_ptr, J >= 0, piece, C, LINE),)
+        b_parts = b_parts + (_share_lines(o_ptr, J, piece, M, C, SPARE, LINE),)
+    tl.debug_barrier()  # or the compiler would have loads above wait until the weights are known
+    weights, lse = _share_weights(lse_ptr, J, M, SPARE)
+    b_o, b_pp = (), tl.zeros([LINE], tl.float32)
+    b_up, b_op, b_oo = b_pp, b_pp, b_pp
+    for piece in tl.static_range(LINES):
+        b_v, b_w = b_p[piece], weights[0] * b_parts[piece][0]
+        for s in tl.static_range(1, SPARE):
+            b_w += weights[s] * b_parts[piece][s]
         b_pp += b_v * b_v
-        b_up += _line(u_ptr, J >= 0, piece, C, LINE) * b_v
+        b_up += b_u[piece] * b_v
         b_op += b_w * b_v
-        b_p, b_o = b_p + (b_v,), b_o + (b_w,)
-    pp, up, op = tl.reduce((b_pp, b_up, b_op), 0, _add3)
+        b_oo += b_w * b_w
+        b_o = b_o + (b_w,)
+    pp, up, op, oo = tl.reduce((b_pp, b_up, b_op, b_oo), 0, _add4)
     # t = sigmoid(u · RMS(p) − lse), ‖h‖² from dot products, h = o + t (p − o)
     t = tl.sigmoid(up * tl.rsqrt(pp / C + key_eps) - lse)
     hh = (1 - t) * (1 - t) * oo + 2 * t * (1 - t) * op + t * t * pp
@@ -167,7 +204,7 @@ def _enter_gates(
 def enter(
     y_ptr, state_ptr, ready_ptr, vectors_ptr, m, J, eps, key_eps, per_root,
     M: tl.constexpr, C: tl.constexpr, JUNCTION: tl.constexpr, N: tl.constexpr, SIZE: tl.constexpr,
-    LINE: tl.constexpr,
+    SPARE: tl.constexpr, LINE: tl.constexpr,
 ):  # fmt: skip
     """The normed input of sublayer J for row m, as lines [LINE]."""
     LINES: tl.constexpr = (C + LINE - 1) // LINE
@@ -184,8 +221,8 @@ def enter(
         base_ptr = state_ptr + ((J + 1) % 2) * (M * C) + m * C
         if JUNCTION == "read":
             b_h, hh = _enter_read(
-                row_ptr, base_ptr, ready_ptr + m * C, ready_ptr + M * C + m, ready_ptr + M * C + M + m, gain_ptr + C,
-                J, key_eps, C, SIZE, LINE,
+                row_ptr, base_ptr, ready_ptr + m * C, ready_ptr + SPARE * M * C + m, gain_ptr + C,
+                J, key_eps, M, C, SIZE, SPARE, LINE,
             )  # fmt: skip
         else:
             b_h, hh = _enter_sum(row_ptr, base_ptr, J, C, LINE)
@@ -247,32 +284,35 @@ def write(
 
 @triton.jit
 def _prepare_read(
-    state_ptr, ready_ptr, u_ptr, m, J, key_eps, M: tl.constexpr, C: tl.constexpr, SIZE: tl.constexpr, WIDE: tl.constexpr
-):
-    """o, lse and ‖o‖² of the read of junction J over the sources that were finished before it."""
+    state_ptr, ready_ptr, u_ptr, spare, m, J, key_eps,
+    M: tl.constexpr, C: tl.constexpr, SIZE: tl.constexpr, SPARE: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """o_s and lse_s of the read of junction J over share s = `spare` of the sources that were finished before it.
+
+    They are stored as o [SPARE, M, C] and lse [SPARE, M]. A share without sources has o = 0 and lse = −∞.
+    """
     count = (J + SIZE - 1) // SIZE
+    first, end = spare * count // SPARE, (spare + 1) * count // SPARE
     c, lane = tl.arange(0, WIDE), tl.arange(0, SOURCES)
     live = c < C
     b_u = _vector(u_ptr, c, live)
     b_o = tl.zeros([WIDE], tl.float32)
     total = tl.sum(b_o, 0)
     top = total - float("inf")
-    for start in range(0, count, SOURCES):
-        known = start + lane < count
+    for start in range(first, end, SOURCES):
+        known = start + lane < end
         v_ptr = state_ptr + (2 + start + lane)[:, None] * (M * C) + m * C + c[None, :]
         b_v = tl.load(v_ptr, mask=known[:, None] & live[None, :], other=0.0).to(tl.float32)  # [SOURCES, WIDE]
-        b_z = tl.sum(b_v * b_u[None, :], 1) * tl.rsqrt(tl.sum(b_v * b_v, 1) / C + key_eps)
-        b_z = tl.where(known, b_z, -float("inf"))
+        b_z = _scores(b_v, b_u, known, key_eps, C)
         # online softmax
         higher = tl.maximum(top, tl.max(b_z, 0))
         b_e, keep = tl.exp(b_z - higher), tl.exp(top - higher)
         b_o = b_o * keep + tl.sum(b_e[:, None] * b_v, 0)
         total = total * keep + tl.sum(b_e, 0)
         top = higher
-    b_o = b_o / total
-    tl.store(ready_ptr + m * C + c, b_o, mask=live)
-    tl.store(ready_ptr + M * C + m, top + tl.log(total))
-    tl.store(ready_ptr + M * C + M + m, tl.sum(b_o * b_o, 0))
+    part, total = spare * M + m, tl.where(first < end, total, 1.0)
+    tl.store(ready_ptr + part * C + c, b_o / total, mask=live)
+    tl.store(ready_ptr + SPARE * M * C + part, top + tl.log(total))
 
 
 @triton.jit
@@ -304,14 +344,16 @@ def prepare(
     M: tl.constexpr, C: tl.constexpr, JUNCTION: tl.constexpr, N: tl.constexpr, SIZE: tl.constexpr,
     COMPETITIVE: tl.constexpr, SPARE: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """What junction J needs of the state alone, for the rows of program `spare` of SPARE."""
+    """What junction J needs of the state alone: program `spare` of SPARE has a share of every row's sources, or all
+    streams of its own rows."""
     query_ptr = vectors_ptr + J * (3 * C) + C
-    for turn in range((M + SPARE - 1) // SPARE):
-        m = turn * SPARE + spare
-        if m < M:
-            if JUNCTION == "read":
-                _prepare_read(state_ptr, ready_ptr, query_ptr, m, J, key_eps, M, C, SIZE, WIDE)
-            if JUNCTION == "gate":
+    if JUNCTION == "read":
+        for m in range(M):
+            _prepare_read(state_ptr, ready_ptr, query_ptr, spare, m, J, key_eps, M, C, SIZE, SPARE, WIDE)
+    if JUNCTION == "gate":
+        for turn in range((M + SPARE - 1) // SPARE):
+            m = turn * SPARE + spare
+            if m < M:
                 _prepare_gates(
                     state_ptr, ready_ptr, query_ptr, query_ptr + C, biases_ptr + J * (N + 1), m, J, key_eps, per_root,
                     M, C, N, COMPETITIVE, WIDE,

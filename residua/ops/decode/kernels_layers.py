@@ -283,7 +283,7 @@ def layers_kernel(
                 for m in range(M):
                     b_x = enter(
                         y_ptr, state_ptr, ready_ptr, vectors_ptr, m, 2 * layer, eps, key_eps, per_root,
-                        M, C, JUNCTION, N, SIZE, LINE,
+                        M, C, JUNCTION, N, SIZE, SPARE, LINE,
                     )  # fmt: skip
                     for t in tl.static_range(((HEADED + WORK - 1) // WORK + ROWS - 1) // ROWS):
                         b_y = _products(b_w, b_x, t, LINES)
@@ -338,7 +338,7 @@ def layers_kernel(
                 for m in range(M):
                     b_x = enter(
                         y_ptr, state_ptr, ready_ptr, vectors_ptr, m, 2 * layer + 1, eps, key_eps, per_root,
-                        M, C, JUNCTION, N, SIZE, LINE,
+                        M, C, JUNCTION, N, SIZE, SPARE, LINE,
                     )  # fmt: skip
                     for t in tl.static_range(((HIDDEN + WORK - 1) // WORK + ROWS - 1) // ROWS):
                         b_y = activation(_products(b_w, b_x, t, LINES), KIND)
@@ -374,7 +374,7 @@ def layers_kernel(
             if program == m:
                 b_x = enter(
                     y_ptr, state_ptr, ready_ptr, vectors_ptr, m, 2 * last, eps, key_eps, per_root,
-                    M, C, JUNCTION, N, SIZE, LINE,
+                    M, C, JUNCTION, N, SIZE, SPARE, LINE,
                 )  # fmt: skip
                 for piece in tl.static_range(LINES):
                     c = piece * LINE + tl.arange(0, LINE)

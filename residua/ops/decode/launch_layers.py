@@ -19,7 +19,7 @@ MOST_STREAMS = 4
 WARPS = 8
 LINE = 256
 SPARE = 4
-"""Programs without weights, which prepare junctions."""
+"""Programs without weights, which prepare junctions: each reads its share of the sources."""
 SPLITS = 8
 """Shares of a head's slots."""
 SLOTS_HELD = 8192
@@ -132,7 +132,8 @@ class Layers:
         like = layers[0].keys
         rows, width, n = len(like), shape.width, shape.streams
         slots = {"sum": 2, "read": 3 + cdiv(2 * len(layers), shape.size), "gate": 2 * n}[shape.junction]
-        ready = {"sum": 1, "read": rows * (width + 2), "gate": rows * n * (n + 5) // 2}[shape.junction]
+        spare = _division(like)[1]
+        ready = {"sum": 1, "read": spare * rows * (width + 1), "gate": rows * n * (n + 5) // 2}[shape.junction]
         shares = rows * shape.heads * SPLITS
         self.y, self.normed = like.new_empty(rows, width), like.new_empty(rows, width)
         self._state = like.new_zeros(slots, rows, width)
