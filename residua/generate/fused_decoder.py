@@ -78,7 +78,7 @@ def fuse(model: Decoder, positions: int) -> Decoder:
     sublayers = [cast(Sublayer, sublayer) for sublayer in model.sublayers]
     norms: list[nn.Module] = [*(sublayer.norm for sublayer in sublayers), model.norm]
     topology = fused_topology(model.topology, norms)
-    if topology is not None:
+    if topology is not None and getattr(topology, "by_junction", False):
         norms = [nn.Identity() for _ in norms]
         rewritten.topology, rewritten.norm = topology, cast(Norm, norms[-1])
     bodies = [sublayer.body for sublayer in sublayers]

@@ -78,15 +78,19 @@ def test_heads_that_go_straight_into_the_cache_attend_as_others_do(attention: di
     torch.testing.assert_close(*decoded(built, torch.randint(23, (2, 5))), rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", ["additive", "blocks of two", "four streams"])
-def test_interpreted_kernels_decode_what_the_model_does(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("name", "layers"), [("additive", 3), ("blocks of two", 3), ("four streams", 3), ("full", 17)])
+def test_interpreted_kernels_decode_what_the_model_does(
+    name: str, layers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     operators = [getattr(decode, name) for name in decode.__all__]
 
     def fused_where_decoding(self: Any, *args: Any, **settings: Any) -> Any:
         return (self.fused if self in operators else self.reference)(*args, **settings)
 
     monkeypatch.setattr(Operator, "__call__", fused_where_decoding)
-    torch.testing.assert_close(*decoded(model(TOPOLOGIES[name][0]), torch.randint(23, (2, 5))), rtol=0, atol=2e-5)
+    built = model(TOPOLOGIES[name][0], layers=layers)
+    assert isinstance(fuse(built, 8).topology, FusedTopology)
+    torch.testing.assert_close(*decoded(built, torch.randint(23, (2, 5))), rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize(

@@ -15,14 +15,17 @@ from torch import Tensor, nn
 from residua import ops
 from residua.data.tokenizer import Tokenizer
 from residua.generate.engine import launched_step
+from residua.generate.fused_decoder import fuse
 from residua.generate.generator import Generator, Request, prefill
 from residua.generate.whole_step import build_layers, whole_step
 from residua.model.cache import Cache
 from residua.model.decoder import Decoder
+from residua.model.topology import fused
 from residua.ops.decode import launch_layers
 from residua.ops.decode.launch_layers import Layers
 from residua.storage.opening import place
 from tests.generate.test_generate_fused import BLOCK, TOPOLOGIES, model
+from tests.nightly import only_nightly
 
 pytestmark = pytest.mark.slow
 pytest.importorskip("triton")
@@ -51,7 +54,7 @@ def check(built: Decoder, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(torch.stack(logits, 1), built(tokens)[:, -2:], rtol=0, atol=2e-5)
 
 
-NIGHTLY = ["full", "blocks of three", "a last block cut short", "one block", "four streams", "independent gates"]
+NIGHTLY = ["blocks of three", "a last block cut short", "one block", "four streams", "independent gates"]
 
 
 @pytest.mark.parametrize(
@@ -65,6 +68,16 @@ NIGHTLY = ["full", "blocks of three", "a last block cut short", "one block", "fo
 )
 def test_phases_decode_what_the_model_does(name: str, layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     check(model(TOPOLOGIES[name][0], layers=layers), 2, monkeypatch)
+
+
+@pytest.mark.parametrize("layers", only_nightly([4, 17], but=[4]))
+def test_phases_take_more_sources_than_single_junctions(layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch_layers, "_division", lambda x: (1, 4))
+    monkeypatch.setattr(fused, "MOST_SOURCES", 2 * layers - 1)
+    tables = {"width": 8, "attention": SOFTMAX | {"heads": 1}, "ffn": {"kind": "relu2", "hidden": 8}}
+    built = model({"kind": "full_attnres"}, layers=layers, **tables)
+    assert fuse(built, 8).topology is built.topology
+    check(built, 1, monkeypatch)
 
 
 @pytest.mark.parametrize(
@@ -165,9 +178,9 @@ TABLES = {"vocab_size": 257, "context": 48, "width": 64, "attention": {"kind": "
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", [name for name in TOPOLOGIES if name != "full"])
-def test_one_launch_generates_what_plain_steps_do(name: str) -> None:
-    built = place(model(TOPOLOGIES[name][0], **TABLES), torch.device("cuda"), "float32")
+@pytest.mark.parametrize(("name", "layers"), [*((name, 3) for name in TOPOLOGIES), ("full", 36), ("full", 70)])
+def test_one_launch_generates_what_plain_steps_do(name: str, layers: int) -> None:
+    built = place(model(TOPOLOGIES[name][0], layers=layers, **TABLES), torch.device("cuda"), "float32")
     prompts = ["hello there", "a"]
     plain = Generator(built, Tokenizer.bytes(), engine="eager")
     whole = Generator(built, Tokenizer.bytes(), engine="graph")
@@ -176,21 +189,21 @@ def test_one_launch_generates_what_plain_steps_do(name: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["additive", "blocks of two", "four streams"])
+@pytest.mark.parametrize(
+    ("name", "layers"), [("additive", 3), ("blocks of two", 3), ("full", 3), ("full", 36), ("four streams", 3)]
+)
 @torch.no_grad()
-def test_phases_with_barriers_and_phases_that_are_launches_give_the_same_bits(
-    name: str,
-) -> None:
-    built = place(model(TOPOLOGIES[name][0], **TABLES), torch.device("cuda"))
+def test_phases_with_barriers_and_phases_that_are_launches_give_the_same_bits(name: str, layers: int) -> None:
+    built = place(model(TOPOLOGIES[name][0], layers=layers, **TABLES), torch.device("cuda"))
     tokens, results = torch.randint(257, (2, 12), device="cuda"), []
     for run in (Layers.__call__, Layers.in_phases, Layers.__call__):
         cache = built.new_cache(2, 48)
         cache.static = True
-        layers = build_layers(built, cache)
-        assert layers is not None
+        whole = build_layers(built, cache)
+        assert whole is not None
         for column in tokens.T:
-            layers.y.copy_(built.embed(column))
-            normed = run(layers, cache.lengths).clone()
+            whole.y.copy_(built.embed(column))
+            normed = run(whole, cache.lengths).clone()
             cache.advance(1)
         results.append((normed, *(kept.clone() for kept in cache.tensors())))
     for others in results[1:]:

@@ -321,13 +321,15 @@ def decode_heads(dtype: torch.dtype, width: int, slots: int, batch: int, heads: 
 
 
 @torch.no_grad()
-def decode_layers(dtype: torch.dtype, width: int, kind: str, junction: str, rows: int, whole: bool = True) -> None:
+def decode_layers(
+    dtype: torch.dtype, width: int, kind: str, junction: str, rows: int, whole: bool = True, size: int = 4
+) -> None:
     """Two layers in one launch, or a launch for each phase; heads of 128, or of 8 in narrow models."""
     head_dim = 128 if width >= 512 else 8
     heads, gated = width // head_dim, kind in GATED
     hidden = (2 if gated else 4) * width
     shape = launch_layers.Shape(
-        width, heads, heads, head_dim, hidden, kind, 1e-6, junction, 4 if junction == "gate" else 1, 4
+        width, heads, heads, head_dim, hidden, kind, 1e-6, junction, 4 if junction == "gate" else 1, size
     )
     matrices = ((3 * width, width), (width, width), (hidden * (1 + gated), width), (width, hidden))
     keys = torch.zeros(rows, 40, heads, head_dim, dtype=dtype)
@@ -424,6 +426,7 @@ def small_cases() -> Iterator[Case]:
     yield case(decode_heads, BF16, 64, 512, 2, 4, 2)
     yield case(decode_heads, FP32, 64, 40, 3, 4, 4)
     yield case(decode_layers, BF16, 72, "relu2", "sum", 1)
+    yield case(decode_layers, BF16, 72, "relu2", "read", 2)
     yield case(prefill_heads, BF16, 128, 6, 6)
     yield case(prefill_heads, FP32, 64, 4, 2)
     yield case(prefill_junctions, BF16, 768, 4)
@@ -458,6 +461,10 @@ def wide_cases() -> Iterator[Case]:
     for width, junction, (kind, rows) in product((768, 1280), ("sum", "read", "gate"), (("relu2", 1), ("swiglu", 2))):
         yield case(decode_layers, BF16, width, kind, junction, rows)
         yield case(decode_layers, BF16, width, kind, junction, rows, False)
+    for width in (768, 1280):
+        yield case(decode_layers, BF16, width, "relu2", "read", 1, True, 1)
+        for count in (64, 128):
+            yield case(decode_junctions, BF16, width, count, 2, 1)
     for n, iterations in product((1, 2, 3, 4, 8), (1, 20)):
         yield case(sinkhorn, n, iterations, iterations)
         for used in (1, 2):

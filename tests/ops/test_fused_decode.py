@@ -68,7 +68,7 @@ def test_sum_and_norm(device: str, width: int, dtype: torch.dtype, tolerance: fl
 
 @pytest.mark.parametrize(("dtype", "tolerance"), PRECISIONS)
 @pytest.mark.parametrize("grows", [False, True])
-@pytest.mark.parametrize("count", only_nightly([0, 1, 3, 5, 7, 8, 19], but=[0, 1, 7, 19]))
+@pytest.mark.parametrize("count", only_nightly([0, 1, 3, 5, 7, 8, 19, 33, 72, 128], but=[0, 1, 7, 19, 128]))
 @pytest.mark.parametrize("device", DEVICES)
 def test_reads_of_finished_sources(device: str, count: int, grows: bool, dtype: torch.dtype, tolerance: float) -> None:
     width = 24

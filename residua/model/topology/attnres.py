@@ -137,7 +137,7 @@ class BlockAttnRes(Topology):
     def fused(self, norms: Sequence[RMSNorm]) -> Topology | None:
         from residua.model.topology.fused import FusedBlock  # training does not need the decoding kernels
 
-        if not self._plain or self.block_size is None or not FusedBlock.serves(len(self.reads), self.block_size):
+        if not self._plain or self.block_size is None:
             return None
         return FusedBlock(self._queries().detach(), self.block_size, norms)
 

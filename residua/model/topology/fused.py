@@ -29,6 +29,9 @@ FEW = 8
 class FusedTopology(Topology):
     """Junctions that norm: norms[k] is applied to the input of sublayer k, the last to the final state."""
 
+    by_junction = True
+    """Whether every junction has a kernel of its own. Kernels of whole layers serve those that have none, too."""
+
     def __init__(self, norms: Sequence[RMSNorm]) -> None:
         super().__init__()
         self.norms = norms
@@ -79,11 +82,7 @@ class FusedBlock(FusedTopology):
         super().__init__(norms)
         self.size, self.queries = size, queries
         self.opening = torch.cat([self.unread, self.queries[: size - 1]])
-
-    @staticmethod
-    def serves(reads: int, size: int) -> bool:
-        """Whether the kernels take as many blocks as `reads` sublayers make."""
-        return reads // size < MOST_SOURCES
+        self.by_junction = len(queries) // size <= MOST_SOURCES
 
     def open(self, x: Tensor) -> tuple[Tensor, State]:
         norm = self.norms[0]

@@ -14,7 +14,9 @@ from residua.ops._runtime.launch import cdiv, on, power
 from residua.ops.decode import overlap
 from residua.ops.decode.reference import GATED, KEY_EPS
 
-MOST_SOURCES = 32
+MOST_SOURCES = 128
+FEW_SOURCES = 32
+"""A kernel is compiled for as many sources as this, or for the next power of two."""
 TILE = 8
 MOST_SPLITS = 16
 STEP = 1024
@@ -70,7 +72,7 @@ def add_norm(base: Tensor, y: Tensor, weight: Tensor, eps: float) -> tuple[Tenso
 def _sources_tile(count: int) -> tuple[int, int]:
     """The most sources that a kernel takes, and how many at a time: with the newest one in one tile, or in several."""
     if count >= TILE:
-        return MOST_SOURCES, TILE
+        return max(FEW_SOURCES, power(count)), TILE
     tile = max(2, power(count + 1))
     return tile - 1, tile
 
