@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from residua.evaluate.prompts import Question
@@ -73,12 +74,8 @@ class TaskScore:
 
 def score_task(scorer: Scorer, task: Task, progress: Progress | None = None) -> TaskScore:
     """Score every choice of every question, batched by length over the whole task."""
-    pairs = [
-        scorer.pair(context, continuation)
-        for question in task.questions
-        for context, continuation in zip(question.contexts, question.continuations, strict=True)
-    ]
-    scores = scorer.score(pairs, progress)
+    choices = (zip(question.contexts, question.continuations, strict=True) for question in task.questions)
+    scores = scorer.score(scorer.pairs(chain.from_iterable(choices)), progress)
     single = all(len(question.contexts) == 1 for question in task.questions)
     each = iter(scores)
     answers = [_is_right(question, [next(each) for _ in question.contexts]) for question in task.questions]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, repeat
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -60,18 +60,21 @@ class Scorer:
         self.device = model.embed.weight.device
         self.batch_tokens = batch_tokens or (65_536 if self.device.type == "cuda" else 4096)
 
-    def pair(self, context: str, continuation: str) -> Pair:
-        """Tokenize a context and a continuation like lm-evaluation-harness.
+    def pairs(self, texts: Iterable[tuple[str, str]]) -> list[Pair]:
+        """Tokenize contexts and their continuations like lm-evaluation-harness, all in one call of the tokenizer.
 
         Spaces at the end of the context move to the continuation, the two are encoded together, and an empty context
         becomes the end-of-text token.
         """
-        kept = context.rstrip()
-        context, continuation = kept, context[len(kept) :] + continuation
-        if not context:
-            return Pair([self.tokenizer.end_of_text], self.tokenizer.encode(continuation))
-        whole, first = self.tokenizer.encode_batch([context + continuation, context])
-        return Pair(first, whole[len(first) :])
+        kept = [(context.rstrip(), context + continuation) for context, continuation in texts]
+        contexts = list(dict.fromkeys(context for context, _ in kept))  # choices of a question share theirs
+        encoded = self.tokenizer.encode_batch([*contexts, *(whole for _, whole in kept)])
+        known = dict(zip(contexts, encoded, strict=False))
+        wholes = zip(kept, encoded[len(contexts) :], strict=True)
+        return [
+            Pair(known[context] or [self.tokenizer.end_of_text], whole[len(known[context]) :])
+            for (context, _), whole in wholes
+        ]
 
     @torch.inference_mode()
     def score(self, pairs: Sequence[Pair], progress: Progress | None = None) -> list[Likelihood]:

@@ -132,8 +132,12 @@ def test_a_long_pair_loses_the_beginning_of_its_context() -> None:
 
 def test_spaces_belong_to_the_continuation_and_an_empty_context_is_the_end_of_text() -> None:
     scorer = Scorer(model(), TOKENIZER)
-    assert scorer.pair("ab ", "c") == scorer.pair("ab", " c") == Pair(TOKENIZER.encode("ab"), TOKENIZER.encode(" c"))
-    assert scorer.pair("", "c") == Pair([TOKENIZER.end_of_text], TOKENIZER.encode("c"))
+    moved, plain, alone, blank, again = scorer.pairs([("ab ", "c"), ("ab", " c"), ("", "c"), ("  ", "c"), ("ab", "d")])
+    assert moved == plain == Pair(TOKENIZER.encode("ab"), TOKENIZER.encode(" c"))
+    assert alone == Pair([TOKENIZER.end_of_text], TOKENIZER.encode("c"))
+    assert blank == Pair([TOKENIZER.end_of_text], TOKENIZER.encode("  c"))
+    assert again == Pair(TOKENIZER.encode("ab"), TOKENIZER.encode("abd")[len(TOKENIZER.encode("ab")) :])
+    assert scorer.pairs([]) == []
 
 
 @pytest.mark.parametrize("length", [1, 4, 5, 8, 11])

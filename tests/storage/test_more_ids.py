@@ -94,9 +94,9 @@ def test_a_file_to_diagnose_on_with_such_an_id_is_one_sentence(
 
 def test_a_question_with_such_an_id_is_refused_before_any_is_scored(run: Path) -> None:
     scorer = Scorer(*open_model(run))
-    assert len(scorer.score([scorer.pair("The quick", " brown fox")])) == 1
+    assert len(scorer.score(scorer.pairs([("The quick", " brown fox")]))) == 1
     with pytest.raises(ValueError, match=f"^a text to score {UNKNOWN}"):
-        scorer.score([scorer.pair("The quick", " brown fox"), scorer.pair("The", " <extra>")])
+        scorer.score(scorer.pairs([("The quick", " brown fox"), ("The", " <extra>")]))
 
 
 def test_prepared_text_may_lack_ids_that_the_model_does_not_have_but_not_hold_one(run: Path, tmp_path: Path) -> None:
