@@ -8,6 +8,7 @@ docs/results/NAME.json, which `residua compare --results` wrote. The parts:
     rates    the loss of each variant by learning rate
     losses   the loss of every run
     picture  the cost of a step against what its tokens are worth (docs/img/NAME.svg)
+    sizes    how much lower than the baseline's losses are, over the sizes of models (docs/img/NAME-sizes.svg)
     made     text, software, hardware and commands, and what is not run yet
     claims   what the study says about the claims of a paper's table, which is named after it:
              `<!-- study NAME claims 004:table1 -->`
@@ -48,7 +49,7 @@ from residua.study.config import Tasks
 from residua.study.extend import with_earlier
 from residua.study.longer import with_longer
 from residua.study.peaks import Peaks
-from residua.study.picture import peak_picture, picture
+from residua.study.picture import peak_picture, picture, sizes_picture
 from residua.study.results import StudyResult, VariantResult
 from residua.study.runs import Inspection, read_run
 from residua.study.saved import FORMAT, SavedRun, SavedStudy
@@ -71,6 +72,8 @@ def made(root: Path = ROOT) -> dict[Path, str]:
         drawn = picture(result)
         if drawn is not None:
             files[root / "docs" / "img" / f"{name}.svg"] = drawn
+        if (over_sizes := sizes_picture(result)) is not None:
+            files[root / "docs" / "img" / f"{name}-sizes.svg"] = over_sizes
         page = root / "docs" / "results" / f"{name}.md"
         if not page.exists():
             files[page] = _new_page(name, drawn is not None)
@@ -128,6 +131,12 @@ def _answer(name: str, saved: SavedStudy, result: StudyResult, up: str) -> list[
 
 def _picture(name: str, saved: SavedStudy, result: StudyResult, up: str) -> list[str]:
     return [f"![{name}: what a step costs and what it is worth]({up}docs/img/{name}.svg)"] if picture(result) else []
+
+
+def _sizes(name: str, saved: SavedStudy, result: StudyResult, up: str) -> list[str]:
+    return (
+        [f"![{name}: gains over the sizes of models]({up}docs/img/{name}-sizes.svg)"] if sizes_picture(result) else []
+    )
 
 
 def _rates(name: str, saved: SavedStudy, result: StudyResult, up: str) -> list[str]:
@@ -325,7 +334,8 @@ def _peak_pictures(root: Path, text: str, results: dict[str, StudyResult]) -> di
 
 
 PARTS: dict[str, Callable[[str, SavedStudy, StudyResult, str], list[str]]] = {
-    "table": _table, "answer": _answer, "rates": _rates, "losses": _losses, "picture": _picture, "made": _made,
+    "table": _table, "answer": _answer, "rates": _rates, "losses": _losses, "picture": _picture,
+    "sizes": _sizes, "made": _made,
 }  # fmt: skip
 WITH_A_WORD: dict[str, tuple[str, Callable[[str, str, Studies, Results, str], list[str]]]] = {
     "claims": ("ENTRY", _claims), "peaks": ("VARIANTS", _peaks), "ladder": ("STUDY", _ladder),

@@ -1,5 +1,5 @@
 """Pictures of a study: what a variant's step costs against what its tokens are worth, and the ladder behind it; how
-peaks grew over tokens."""
+gains change with the size of models, and peaks over tokens."""
 
 from __future__ import annotations
 
@@ -80,6 +80,26 @@ def _law(ladder: LadderResult, points: list[Point]) -> Line:
     return Line(f"L = {law.floor:.3f} + {scale:.3g}·D^−{law.exponent:.3f}, D in millions", places, losses)
 
 
+def sizes_picture(result: StudyResult) -> str | None:
+    """How much lower each variant's loss is than the baseline's, over the sizes, as SVG; None with fewer than two.
+
+    Variants stand a little beside each other, so that their intervals can be told apart.
+    """
+    lines, points = [], []
+    for index, name in enumerate(row.name for row in result.rows(result.sizes[-1])):
+        rows = [row for size in result.sizes for row in result.rows(size) if row.name == name]
+        found = [(row.parameters / MILLION * (1 + index / 100), row.difference) for row in rows if row.difference]
+        if len(found) > 1:
+            colour, symbol = theme.colour(index), theme.symbol(index)
+            lines.append(Line("", [x for x, _ in found], [-gain.value for _, gain in found], colour))
+            points += [Point(name if x == found[-1][0] else "", x, -gain.value, colour, None, _opposite(_ends(gain)),
+                             symbol=symbol) for x, gain in found]  # fmt: skip
+    if not lines:
+        return None
+    drawn = Scatter(points, lines, "million parameters", f"validation loss below {result.baseline}'s")
+    return drawn.svg(f"{result.name}: gains over {len(result.sizes)} sizes")
+
+
 def peak_picture(result: StudyResult, variants: Sequence[str] = (), size: str | None = None) -> str | None:
     """The largest |h| over tokens as SVG, the geometric mean over seeds, of all variants or some; None without any."""
     size, lines, points = size or result.sizes[-1], [], []
@@ -127,3 +147,7 @@ def _ends(value: Interval) -> tuple[float, float] | None:
 
 def _inverse(ends: tuple[float, float] | None) -> tuple[float, float] | None:
     return None if ends is None else (1 / ends[1], 1 / ends[0])
+
+
+def _opposite(ends: tuple[float, float] | None) -> tuple[float, float] | None:
+    return None if ends is None else (-ends[1], -ends[0])
