@@ -46,12 +46,12 @@ from residua.reproduce.shared import share
 from residua.reproduce.show import claims_table
 from residua.study.conduct import show_saved
 from residua.study.config import Tasks
-from residua.study.extend import with_earlier
+from residua.study.extend import both_tasks, with_earlier
 from residua.study.longer import with_longer
 from residua.study.peaks import Peaks
 from residua.study.picture import peak_picture, picture, sizes_picture
 from residua.study.results import StudyResult, VariantResult
-from residua.study.runs import Inspection, read_run
+from residua.study.runs import Inspection, both, read_run
 from residua.study.saved import FORMAT, SavedRun, SavedStudy
 from residua.study.sentences import cells, columns, count
 from residua.study.side_tables import peak_table
@@ -360,11 +360,11 @@ def supplemented(saved: SavedStudy, folder: Path) -> SavedStudy:
             kept = _with_missing(kept, {key: value for key, value in found.items() if value is not None})
         runs.append(kept)
     asked = with_earlier(saved.config, folder).tasks
-    return saved.model_copy(update={"runs": tuple(runs), "tasks": saved.tasks or (asked and asked.anywhere)})
+    return saved.model_copy(update={"runs": tuple(runs), "tasks": both_tasks(saved.tasks, asked and asked.anywhere)})
 
 
 def _with_missing(run: SavedRun, found: dict[str, object]) -> SavedRun:
-    return run.model_copy(update={key: value for key, value in found.items() if getattr(run, key) is None})
+    return run.model_copy(update={key: both(getattr(run, key), value) for key, value in found.items()})
 
 
 def add(path: Path, folders: Sequence[Path]) -> None:

@@ -34,6 +34,7 @@ class Largest:
     def add(self, size: Tensor, tokens: Tensor) -> None:
         """Add a batch: `size` [B, T, C], not negative, and its tokens [B, T]."""
         values, places = size.flatten().topk(min(LARGEST, size.numel()))
+        assert not self.batches or (self.length, self.width) == size.shape[1:], "batches have one shape"
         self.length, self.width = size.shape[1:]
         shown = tokens.flatten().to(size.device)[places // self.width]
         before = self.sequences * self.length * self.width

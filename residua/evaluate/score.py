@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain, repeat
+from itertools import chain, islice, repeat
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 POSITIONS = 2048
 """Positions whose logits are in memory at once."""
+AT_ONCE = 1024
+"""Texts that are tokenized together: until they are lists of ids, a tokenizer's results take 100 bytes per token."""
 
 
 class Pair(NamedTuple):
@@ -61,11 +63,17 @@ class Scorer:
         self.batch_tokens = batch_tokens or (65_536 if self.device.type == "cuda" else 4096)
 
     def pairs(self, texts: Iterable[tuple[str, str]]) -> list[Pair]:
-        """Tokenize contexts and their continuations like lm-evaluation-harness, all in one call of the tokenizer.
+        """Tokenize contexts and their continuations like lm-evaluation-harness, many in one call of the tokenizer.
 
         Spaces at the end of the context move to the continuation, the two are encoded together, and an empty context
         becomes the end-of-text token.
         """
+        each, found = iter(texts), list[Pair]()
+        while some := list(islice(each, AT_ONCE)):
+            found += self._some_pairs(some)
+        return found
+
+    def _some_pairs(self, texts: list[tuple[str, str]]) -> list[Pair]:
         kept = [(context.rstrip(), context + continuation) for context, continuation in texts]
         contexts = list(dict.fromkeys(context for context, _ in kept))  # choices of a question share theirs
         encoded = self.tokenizer.encode_batch([*contexts, *(whole for _, whole in kept)])

@@ -11,7 +11,7 @@ from torch import Tensor
 
 def integers(values: Iterable[int]) -> Tensor:
     """int64 [N], ten times as fast as `torch.tensor`, which looks at every number to find a type."""
-    held = values if isinstance(values, array) else array("q", values)
+    held = values if isinstance(values, array) and values.typecode == "q" else array("q", values)
     return torch.frombuffer(held, dtype=torch.int64) if held else torch.empty(0, dtype=torch.int64)
 
 
@@ -19,7 +19,7 @@ def padded(rows: Sequence[Sequence[int]], length: int) -> Tensor:
     """Rows of tokens as one int64 tensor [B, length], with zeros on the right."""
     flat = array("q")
     for row in rows:
-        flat.extend(row)
+        flat.extend(iter(row))
         flat.frombytes(bytes(flat.itemsize * (length - len(row))))
     return integers(flat).view(len(rows), length)
 

@@ -90,11 +90,11 @@ def with_earlier(study: StudyConfig, out: Path) -> StudyConfig:
     recipes = tuple(dict.fromkeys((*earlier.quantize, *study.quantize)))
     told = "calibration" in study.model_fields_set or not earlier.quantize
     calibration = study.calibration if told else earlier.calibration
-    kept = {"tasks": _both(earlier.tasks, study.tasks), "tune": study.tune or earlier.tune}
+    kept = {"tasks": both_tasks(earlier.tasks, study.tasks), "tune": study.tune or earlier.tune}
     return study.model_copy(update={"quantize": recipes, "calibration": calibration, **kept})
 
 
-def _both(earlier: Tasks | None, tasks: Tasks | None) -> Tasks | None:
+def both_tasks(earlier: Tasks | None, tasks: Tasks | None) -> Tasks | None:
     """The tasks of both, unless they are asked in another way now."""
     if tasks is None or earlier is None:
         return tasks or earlier
@@ -123,7 +123,7 @@ def _merged(path: Path, before: StudyConfig, study: StudyConfig) -> StudyConfig:
             "scaling": _scaling(path, before, study),
             "ladder": tuple(sorted({*before.ladder, *study.ladder})),
             "quantize": tuple(dict.fromkeys((*before.quantize, *study.quantize))),
-            "tasks": _both(before.tasks, None if study.tasks is None else study.tasks.anywhere),
+            "tasks": both_tasks(before.tasks, None if study.tasks is None else study.tasks.anywhere),
             "workers": max(before.workers, study.workers),
             "time_alone": before.time_alone or study.time_alone,
         }

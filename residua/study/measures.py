@@ -157,9 +157,16 @@ def task_names(runs: Sequence[RunRecord]) -> list[str]:
 
 
 def lacking(runs: Sequence[RunRecord], tasks: bool, recipes: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """By option of `residua compare`, the folders of the runs without all its numbers: their weights were not here."""
-    names = task_names(runs)
-    unscored = (r for r in runs if r.accuracies is None or not r.accuracies.tasks.keys() >= set(names))
+    """By option of `residua compare`, the folders of the runs without all its numbers."""
+    names = set(task_names(runs))
+    scored = {run.folder: run.accuracies for run in runs if run.accuracies is not None}
+    low = {recipe for found in scored.values() for recipe in found.low}
+    whole = {
+        folder
+        for folder, found in scored.items()
+        if all(tasks.keys() >= names for tasks in (found.tasks, *(found.low.get(recipe, {}) for recipe in low)))
+    }
+    unscored = (r for r in runs if r.folder not in whole)
     unquantized = (r for r in runs if r.quantized is None or not r.quantized.losses.keys() >= set(recipes))
     found = {"tasks": unscored if tasks or names else (), "quantize": unquantized if recipes else ()}
     folders = {option: tuple(run.folder.name for run in without) for option, without in found.items()}

@@ -49,6 +49,11 @@ class QuantizedRun(Frozen):
     sink_ratio: float
     losses: dict[str, float | None]
 
+    def filled(self, other: Self) -> Self:
+        """With the recipes that only `other` has, if both were calibrated alike."""
+        more = other.losses if other.calibration == self.calibration else {}
+        return self.model_copy(update={"losses": {**more, **self.losses}})
+
 
 class Outliers(Frozen):
     """outliers.json of a run: `peak_activation` and `sink_ratio` as in QuantizedRun, on the whole validation set.
@@ -97,6 +102,13 @@ class Accuracies(Frozen):
     def _mean(self, tasks: dict[str, TaskAccuracy]) -> float | None:
         values = [tasks[name].value for name in self.wanted if name in tasks]
         return fmean(values) if values and len(values) == len(self.wanted) else None
+
+    def filled(self, other: Self) -> Self:
+        """With the tasks and recipes that only `other` has."""
+        recipes = dict.fromkeys((*other.low, *self.low))
+        low = {recipe: {**other.low.get(recipe, {}), **self.low.get(recipe, {})} for recipe in recipes}
+        wanted = tuple(dict.fromkeys((*other.wanted, *self.wanted)))
+        return self.model_copy(update={"wanted": wanted, "tasks": {**other.tasks, **self.tasks}, "low": low})
 
 
 class _Row(Shape):
@@ -244,10 +256,15 @@ class RunRecord:
 
     def filled(self, other: RunRecord) -> RunRecord:
         """With what `other`, the same run elsewhere, has of the trained model and this record does not."""
-        return replace(self, **{key: getattr(other, key) for key in OF_THE_MODEL if not getattr(self, key)})
+        keys = ("telemetry", "outliers", "accuracies", "quantized")
+        return replace(self, **{key: both(getattr(self, key), getattr(other, key)) for key in keys})
 
 
-OF_THE_MODEL = ("telemetry", "outliers", "accuracies", "quantized")
+def both(own: Any, other: Any) -> Any:
+    """What is known of a run here and elsewhere; where both know something, what is known here counts."""
+    if not own or not other:
+        return own or other
+    return own.filled(other) if isinstance(own, Accuracies | QuantizedRun) else own
 
 
 def mean_of_last(rows: Sequence[Mapping[str, Any]]) -> float:

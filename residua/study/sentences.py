@@ -339,8 +339,8 @@ def lacking_sentences(result: StudyResult) -> list[str]:
     for option, runs in result.lacking.items():
         more = f" and {len(runs) - NAMED} more" if len(runs) > NAMED else ""
         told.append(
-            f"{LACKED[option]} are missing for {', '.join(runs[:NAMED])}{more}: "
-            f"--{option} measures them on a machine that has their weights."
+            f"{LACKED[option]} are not complete for {', '.join(runs[:NAMED])}{more}: "
+            f"--{option} measures them where their weights are."
         )
     return told
 

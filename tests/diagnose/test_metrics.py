@@ -74,7 +74,8 @@ def test_only_passes_without_gradients_run_kernels() -> None:
     model = planted.control(topology={"kind": "multi_gate", "streams": 3})
     subject, text = NativeSubject(model, "model"), planted.sample()
     with ops.backend("triton"), dry_run() as calls:
-        subject.loss(text.tokens, text.targets)
+        with torch.enable_grad():
+            subject.loss(text.tokens, text.targets).backward()
         assert not calls
         subject.observe(text.tokens, text.targets)
     assert {"multi_gate_pool", "multi_gate_forward", "rms_norm"} <= {call.name for call in calls}

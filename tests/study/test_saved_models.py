@@ -114,7 +114,7 @@ def test_other_seeds_are_added_and_runs_that_cannot_be_asked_are_named(machine: 
     assert saved.tasks == machine.ask().anywhere
     assert result.lacking == {"tasks": ("prenorm-seed1",), "quantize": ("prenorm-seed1",)}
     assert result.variants[0].tasks["colours"].accuracy.count == 1
-    told = "Accuracies on tasks are missing for prenorm-seed1: --tasks measures them on a machine that has their"
+    told = "Accuracies on tasks are not complete for prenorm-seed1: --tasks measures them where their weights are."
     assert told in markdown(result).replace("\\", "") and told in markdown(show_saved(saved)).replace("\\", "")
 
 
@@ -144,3 +144,27 @@ def test_a_folder_that_lost_its_measurements_leaves_those_of_the_file(machine: M
         (tmp_path / "first" / "runs" / "prenorm-seed0" / name).unlink()
     result = machine.compare("first", seeds=1, tasks=machine.ask())
     assert SavedStudy.read(machine.results).runs == before and result.lacking == {}
+
+
+def test_a_folder_with_some_measurements_leaves_the_others_of_the_file(machine: Machine, tmp_path: Path) -> None:
+    machine.compare("first", seeds=1, tasks=machine.ask())
+    write_questions(machine.tasks, "shapes", 4)
+    folder, asked = tmp_path / "first" / "runs" / "prenorm-seed0", open_questions(machine.ask(1, "shapes")).asked
+    shapes = Accuracies(wanted=("shapes",), tasks={"shapes": TaskAccuracy(value=0.5, asked=asked["shapes"])})
+    (folder / ACCURACIES).write_text(shapes.model_dump_json())
+    fp8 = QuantizedRun(calibration=4096, loss=4.0, peak_activation=100.0, sink_ratio=4.0, losses={"fp8": 4.25})
+    (folder / QUANTIZED).write_text(fp8.model_dump_json())
+    result = machine.compare("first", seeds=1, tasks=machine.ask(1, "shapes"))
+    (run,) = SavedStudy.read(machine.results).runs
+    assert run.accuracies is not None and run.quantized is not None
+    assert {task: found.value for task, found in run.accuracies.tasks.items()} == {"colours": 0.25, "shapes": 0.5}
+    assert run.accuracies.low.keys() == {"fp8"} and run.quantized.losses == {"fp8": 4.25, "nvfp4": None}
+    assert result.lacking == {"tasks": ("prenorm-seed0",)}  # shapes in FP8
+
+
+def test_recipes_of_another_calibration_are_not_mixed() -> None:
+    ours, other = (
+        QuantizedRun(calibration=size, loss=4.0, peak_activation=1.0, sink_ratio=1.0, losses={name: 4.5})
+        for size, name in ((1, "fp8"), (2, "nvfp4"))
+    )
+    assert ours.filled(other) == ours

@@ -76,7 +76,7 @@ def token_similarity(h: Tensor) -> Tensor:
     u: Tensor = (h / h.norm(dim=-1, keepdim=True).clamp(min=1e-30)).double()
     length = h.shape[1]
     if length == 1:
-        return torch.ones(h.shape[0], dtype=torch.float64)
+        return torch.ones(h.shape[0], dtype=torch.float64, device=h.device)
     return (u.sum(1).square().sum(-1) - u.square().sum((1, 2))) / (length * (length - 1))
 
 
