@@ -194,7 +194,7 @@ class Forward:
     def _pass(self, tokens: Tensor, cache: Cache | None, counts: Tensor | None) -> Tensor:
         """What a graph holds: the whole batch or, if there is enough to do, its halves on two streams.
 
-        Halves are for passes that follow one another: a prompt would wait for their graph, whose launch takes longer.
+        Halves are for passes that follow one another; the answer to a single batch of prompts came later with them.
         """
         assert self._fast is not None
         middle = len(tokens) // 2
