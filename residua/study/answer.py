@@ -9,7 +9,7 @@ from typing import Any
 from residua.report import Cell, Tone
 from residua.study.results import Interval, StudyResult, VariantResult
 from residua.study.runs import RunRecord
-from residua.study.sentences import count, says_nothing, speed_is_shown
+from residua.study.sentences import count, says_nothing, speed_is_shown, understated
 
 MANY = 5
 """From so many comparisons on, the verdict says that intervals are not corrected for their number."""
@@ -27,6 +27,8 @@ def answer(result: StudyResult) -> tuple[Tone, str]:
     if gain is not None and gain.low is not None and gain.low > 1.0:
         return "good", f"Yes: {named} is {per_second}"
     if len(timed) == len(rows) and all(_below_one(row.wall_clock_gain) for row in timed):
+        if understated(result):
+            return "unsure", f"Not shown: {named} is {per_second} by steps, which understate it: use --ladder"
         return "bad", f"No: {named} is {per_second}"
     return "unsure", f"Not shown: {named} is {per_second}, {_why(gain)}"
 

@@ -47,6 +47,16 @@ def test_a_gain_of_several_seeds_without_an_interval_is_not_called_one_of_a_sing
     )
 
 
+def test_a_gain_by_steps_alone_is_no_no() -> None:
+    result = pretended(3, ladder=False, best=0.95).result
+    assert answer(result) == (
+        "unsure",
+        "Not shown: the best, block_attnres, is 0.95× per second by steps, which understate it: use --ladder",
+    )
+    worse = Interval(value=0.97, low=0.96, high=0.98, count=3)
+    assert answer(changed(result, step_gain=worse)) == ("bad", "No: the best, block_attnres, is 0.95× per second")
+
+
 def test_no_needs_every_variant_below_one() -> None:
     result = pretended(3, best=0.95).result
     first, second, third = result.variants
