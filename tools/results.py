@@ -17,7 +17,7 @@ docs/results/NAME.json, which `residua compare --results` wrote. The parts:
     ladder   the gains if the ladder's largest budget were the baseline's runs in the study named after it, which has
              more text: `<!-- study NAME ladder OTHER -->`
     beside   how much lower the losses of its variants are than in the studies named after it:
-             `<!-- study NAME beside OTHER,ANOTHER -->`
+             `<!-- study NAME beside OTHER,ANOTHER -->`; and over the layers of their models (docs/img/NAME-depths.svg)
 
 A study without a page docs/results/NAME.md gets one. What is made depends on the files alone.
 
@@ -36,6 +36,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from residua.config.settings import ConfigError
 from residua.reading import counted
@@ -49,7 +50,7 @@ from residua.study.config import Tasks
 from residua.study.extend import both_tasks, with_earlier
 from residua.study.longer import with_longer
 from residua.study.peaks import Peaks
-from residua.study.picture import peak_picture, picture, sizes_picture
+from residua.study.picture import depths_picture, peak_picture, picture, sizes_picture
 from residua.study.results import StudyResult, VariantResult
 from residua.study.runs import Inspection, both, read_run
 from residua.study.saved import FORMAT, SavedRun, SavedStudy
@@ -81,7 +82,7 @@ def made(root: Path = ROOT) -> dict[Path, str]:
     for page, text in {**files, **pages}.items():
         if page.suffix == ".md" and BLOCK.search(text):
             files[page] = BLOCK.sub(partial(_filled, page.relative_to(root), studies, results), text)
-            files |= _peak_pictures(root, text, results)
+            files |= _pictures(root, text, studies, results)
     return files
 
 
@@ -308,17 +309,20 @@ def _beside(others: str, name: str, studies: Studies, results: Results, up: str)
     if stranger is not None:
         raise ValueError(f"{name} beside {stranger}: studies are {', '.join(results)}.")
     differences = {other: _differences(results[other]) for other in asked}
-    sizes = {other: results[other].sizes[-1] for other in asked}
-    shapes = [next(m.config["model"] for m in studies[o].models if m.size == size) for o, size in sizes.items()]
-    titles = [
-        f"{shape['layers']} layers of {shape['width']}, {other}" for shape, other in zip(shapes, asked, strict=True)
-    ]
+    shapes = {other: _shape(studies[other], results[other]) for other in asked}
+    titles = [f"{shape['layers']} layers of {shape['width']}, {other}" for other, shape in shapes.items()]
     head = [Column("Δ loss [95 %]", numeric=False), *(Column(title, numeric=True) for title in titles)]
     rows = [
         [Value(variant), *(differences[other].get(variant, Value("—")) for other in asked)]
         for variant in differences[name]
     ]
-    return markdown_table(head, rows)
+    drawn = f"![{name}: gains over the layers of models]({up}docs/img/{name}-depths.svg)"
+    return [*markdown_table(head, rows), "", drawn]
+
+
+def _shape(saved: SavedStudy, result: StudyResult) -> dict[str, Any]:
+    """The model of the largest size."""
+    return next(model.config["model"] for model in saved.models if model.size == result.sizes[-1])
 
 
 def _differences(result: StudyResult) -> dict[str, Value]:
@@ -327,10 +331,18 @@ def _differences(result: StudyResult) -> dict[str, Value]:
     return {row.name: cells(row, result)[place] for row in rows}
 
 
-def _peak_pictures(root: Path, text: str, results: dict[str, StudyResult]) -> dict[Path, str]:
-    asked = [(name, word.split(",")) for _, name, part, word, _ in BLOCK.findall(text) if part == "peaks"]
-    drawn = {root / "docs" / "img" / f"{name}-peaks.svg": peak_picture(results[name], word) for name, word in asked}
-    return {path: svg for path, svg in drawn.items() if svg is not None}
+def _pictures(root: Path, text: str, studies: Studies, results: Results) -> dict[Path, str]:
+    """Those that a page asks for by a word of its own."""
+    drawn = {}
+    for _, name, part, word, _ in BLOCK.findall(text):
+        if part == "peaks":
+            drawn[f"{name}-peaks"] = peak_picture(results[name], word.split(","))
+        if part == "beside":
+            asked = [*word.split(","), name]
+            drawn[f"{name}-depths"] = depths_picture(
+                {_shape(studies[other], results[other])["layers"]: results[other] for other in asked}
+            )
+    return {root / "docs" / "img" / f"{name}.svg": svg for name, svg in drawn.items() if svg is not None}
 
 
 PARTS: dict[str, Callable[[str, SavedStudy, StudyResult, str], list[str]]] = {

@@ -1,9 +1,9 @@
 """Pictures of a study: what a variant's step costs against what its tokens are worth, and the ladder behind it; how
-gains change with the size of models, and peaks over tokens."""
+gains change with the size or the depth of models, and peaks over tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from residua.report import theme
 from residua.report.forest import both_ends
@@ -81,23 +81,36 @@ def _law(ladder: LadderResult, points: list[Point]) -> Line:
 
 
 def sizes_picture(result: StudyResult) -> str | None:
-    """How much lower each variant's loss is than the baseline's, over the sizes, as SVG; None with fewer than two.
+    """How much lower each variant's loss is than the baseline's, over the sizes, as SVG; None with fewer than two."""
+    rows = {size: result.rows(size) for size in result.sizes}
+    found = [(row.parameters / MILLION, row) for size in result.sizes for row in rows[size]]
+    names = [row.name for row in rows[result.sizes[-1]]]
+    axes = ("million parameters", f"validation loss below {result.baseline}'s")
+    return _gains(names, found, axes, f"{result.name}: gains over {len(result.sizes)} sizes")
 
-    Variants stand a little beside each other, so that their intervals can be told apart.
-    """
+
+def depths_picture(studies: Mapping[int, StudyResult]) -> str | None:
+    """The same over the layers of several studies' models, for the variants of the last; None with fewer than two."""
+    found = [(float(layers), row) for layers, result in studies.items() for row in result.rows(result.sizes[-1])]
+    last = list(studies.values())[-1]
+    names = [row.name for row in last.rows(last.sizes[-1])]
+    axes = ("layers", f"validation loss below {last.baseline}'s")
+    return _gains(names, found, axes, f"{last.name}: gains over {len(studies)} depths")
+
+
+def _gains(
+    names: Sequence[str], rows: Sequence[tuple[float, VariantResult]], axes: tuple[str, str], title: str
+) -> str | None:
+    """Variants stand a little beside each other, so that their intervals can be told apart."""
     lines, points = [], []
-    for index, name in enumerate(row.name for row in result.rows(result.sizes[-1])):
-        rows = [row for size in result.sizes for row in result.rows(size) if row.name == name]
-        found = [(row.parameters / MILLION * (1 + index / 100), row.difference) for row in rows if row.difference]
+    for index, name in enumerate(names):
+        found = [(x * (1 + index / 100), row.difference) for x, row in rows if row.name == name and row.difference]
         if len(found) > 1:
             colour, symbol = theme.colour(index), theme.symbol(index)
             lines.append(Line("", [x for x, _ in found], [-gain.value for _, gain in found], colour))
             points += [Point(name if x == found[-1][0] else "", x, -gain.value, colour, None, _opposite(_ends(gain)),
                              symbol=symbol) for x, gain in found]  # fmt: skip
-    if not lines:
-        return None
-    drawn = Scatter(points, lines, "million parameters", f"validation loss below {result.baseline}'s")
-    return drawn.svg(f"{result.name}: gains over {len(result.sizes)} sizes")
+    return Scatter(points, lines, *axes).svg(title) if lines else None
 
 
 def peak_picture(result: StudyResult, variants: Sequence[str] = (), size: str | None = None) -> str | None:

@@ -163,7 +163,10 @@ def test_a_study_stands_beside_others_with_the_variants_that_both_have(results: 
     saved_study({"prenorm": 3.0, "mgr": 2.9, "hc": 2.8}).write(root / "docs" / "results" / "deep.json")
     readme = root / "README.md"
     readme.write_text("<!-- study deep beside mini-39m -->\n<!-- end -->\n")
-    rows = [line for line in results.made(root)[readme].splitlines() if line.startswith("|")]
+    made = results.made(root)
+    rows = [line for line in made[readme].splitlines() if line.startswith("|")]
+    drawn = made[root / "docs" / "img" / "deep-depths.svg"]
+    assert "](docs/img/deep-depths.svg)" in made[readme] and ">mgr<" in drawn and ">hc<" not in drawn
     assert rows[0] == "| Δ loss [95 %] | 8 layers of 512, mini-39m | 4 layers of 128, deep |"
     assert [row.split(" | ")[0] for row in rows[2:]] == ["| mgr", "| hc"]
     assert rows[2].split(" | ")[1] == "-0.0568 [-0.0693, -0.0442]" and rows[3].split(" | ")[1] == "—"
