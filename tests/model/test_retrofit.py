@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import cycle, product
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from residua.model.kept import Kept
 from residua.model.retrofit import retrofit
 from tests.golden.compare import randomise
 from tests.model.small import small, tokens_and_targets
+from tests.nightly import only_nightly
 
 pytestmark = pytest.mark.slow
 
@@ -90,25 +93,32 @@ def difference(new: Decoder, old: Decoder) -> float:
     return float((new(tokens) - old(tokens)).abs().max())
 
 
-@pytest.mark.parametrize("name", EXACT)
-def test_exact_starts_are_exact(name: str) -> None:
-    for base in BASES:
-        new, old, kept = retrofitted(base, EXACT[name])
-        assert kept == {"model": Kept.EXACTLY} and difference(new, old) < 1e-11, base
+def on_bases(names: Iterable[str]) -> list[Any]:
+    """Every name on every base; by day on the plain one and on another, in turns."""
+    others = cycle(base for base in BASES if base != "plain")
+    kept = [(name, base) for name in names for base in ("plain", next(others))]
+    return only_nightly(product(names, BASES), kept)
 
 
-@pytest.mark.parametrize("name", UP_TO_EPS)
-def test_starts_as_a_multiple_of_the_sum_are_exact_with_the_eps_of_the_sum(name: str) -> None:
+@pytest.mark.parametrize("case", on_bases(EXACT), ids=", ".join)
+def test_exact_starts_are_exact(case: tuple[str, str]) -> None:
+    name, base = case
+    new, old, kept = retrofitted(base, EXACT[name])
+    assert kept == {"model": Kept.EXACTLY} and difference(new, old) < 1e-11
+
+
+@pytest.mark.parametrize("case", on_bases(UP_TO_EPS), ids=", ".join)
+def test_starts_as_a_multiple_of_the_sum_are_exact_with_the_eps_of_the_sum(case: tuple[str, str]) -> None:
     """The norm of each reader takes the multiple out: exactly if its eps is scaled too, else up to its eps."""
-    for base in BASES:
-        new, old, kept = retrofitted(base, UP_TO_EPS[name] | {"reader_eps": "sum"}, eps=1e-3)
-        assert kept == {"model": Kept.EXACTLY} and difference(new, old) < 1e-11, base
-        new, old, _ = retrofitted(base, UP_TO_EPS[name] | {"reader_eps": "sum"}, eps=1e-5)
-        assert difference(new.float(), old.float()) < 1e-5, base
-        new, old, kept = retrofitted(base, UP_TO_EPS[name], eps=1e-3)
-        assert kept["model"] is Kept.UP_TO_EPS and difference(new, old) > 1e-9, base
-        new, old, _ = retrofitted(base, UP_TO_EPS[name], eps=1e-16)
-        assert difference(new, old) < 1e-10, base
+    name, base = case
+    new, old, kept = retrofitted(base, UP_TO_EPS[name] | {"reader_eps": "sum"}, eps=1e-3)
+    assert kept == {"model": Kept.EXACTLY} and difference(new, old) < 1e-11
+    new, old, _ = retrofitted(base, UP_TO_EPS[name] | {"reader_eps": "sum"}, eps=1e-5)
+    assert difference(new.float(), old.float()) < 1e-5
+    new, old, kept = retrofitted(base, UP_TO_EPS[name], eps=1e-3)
+    assert kept["model"] is Kept.UP_TO_EPS and difference(new, old) > 1e-9
+    new, old, _ = retrofitted(base, UP_TO_EPS[name], eps=1e-16)
+    assert difference(new, old) < 1e-10
 
 
 def test_a_new_sink_changes_nearly_nothing_and_can_be_learned() -> None:
