@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 DOCS := $(VENV)/.docs
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
-# tests start some hundred processes, and each would read the package's source again
+# tests start some hundred processes, and each would compile the package's source again
 unexport PYTHONDONTWRITEBYTECODE
 
 # three workers, since many tests wait for processes; a file at a time, the longest of the last run first

@@ -217,7 +217,7 @@ def _made(name: str, saved: SavedStudy, result: StudyResult, up: str) -> list[st
         place = about.get("gpu") or about.get("processor", "unknown hardware")
         commit = str(about.get("commit", "unknown"))[:10]
         lines.append(f"{runs} runs: Residua {about.get('residua', '?')} at {commit}, {software}; {place}.")
-    lines += [f"Made by `{command}`." for command in saved.commands]
+    lines += [f"Made by `{command}`." for command in dict.fromkeys(saved.commands)]
     missing = _missing(saved)
     if missing:
         shown = ", ".join(missing[:12]) + (f" and {len(missing) - 12} more" if len(missing) > 12 else "")
@@ -317,7 +317,12 @@ def _beside(others: str, name: str, studies: Studies, results: Results, up: str)
         for variant in differences[name]
     ]
     drawn = f"![{name}: gains over the layers of models]({up}docs/img/{name}-depths.svg)"
-    return [*markdown_table(head, rows), "", drawn]
+    return [*markdown_table(head, rows), *(["", drawn] if _depths(asked, name, studies, results) else [])]
+
+
+def _depths(asked: Sequence[str], name: str, studies: Studies, results: Results) -> str | None:
+    layers = [(int(_shape(studies[other], results[other])["layers"]), results[other]) for other in asked]
+    return depths_picture(results[name], layers)
 
 
 def _shape(saved: SavedStudy, result: StudyResult) -> dict[str, Any]:
@@ -338,10 +343,7 @@ def _pictures(root: Path, text: str, studies: Studies, results: Results) -> dict
         if part == "peaks":
             drawn[f"{name}-peaks"] = peak_picture(results[name], word.split(","))
         if part == "beside":
-            asked = [*word.split(","), name]
-            drawn[f"{name}-depths"] = depths_picture(
-                {_shape(studies[other], results[other])["layers"]: results[other] for other in asked}
-            )
+            drawn[f"{name}-depths"] = _depths([*word.split(","), name], name, studies, results)
     return {root / "docs" / "img" / f"{name}.svg": svg for name, svg in drawn.items() if svg is not None}
 
 

@@ -26,9 +26,11 @@ def answer(result: StudyResult) -> tuple[Tone, str]:
     named = f"the best, {best.name}," if len(timed) > 1 else best.name
     if gain is not None and gain.low is not None and gain.low > 1.0:
         return "good", f"Yes: {named} is {per_second}"
-    if len(timed) == len(rows) and all(_below_one(row.wall_clock_gain) for row in timed):
-        if understated(result):
+    if len(timed) == len(rows) and all(_clearly_below_one(row.wall_clock_gain) for row in timed):
+        if understated(best, result):
             return "unsure", f"Not shown: {named} is {per_second} by steps, which understate it: use --ladder"
+        if any(understated(row, result) for row in timed):
+            return "unsure", f"Not shown: {named} is {per_second}, but others gain per step: use --ladder"
         return "bad", f"No: {named} is {per_second}"
     return "unsure", f"Not shown: {named} is {per_second}, {_why(gain)}"
 
@@ -84,7 +86,7 @@ def _why(gain: Interval | None) -> str:
     return f"interval {gain.low:.2f} to {gain.high:.2f}"
 
 
-def _below_one(gain: Interval | None) -> bool:
+def _clearly_below_one(gain: Interval | None) -> bool:
     return gain is not None and gain.high is not None and gain.high < 1.0
 
 

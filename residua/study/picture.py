@@ -3,7 +3,7 @@ gains change with the size or the depth of models, and peaks over tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from residua.report import theme
 from residua.report.forest import both_ends
@@ -89,13 +89,18 @@ def sizes_picture(result: StudyResult) -> str | None:
     return _gains(names, found, axes, f"{result.name}: gains over {len(result.sizes)} sizes")
 
 
-def depths_picture(studies: Mapping[int, StudyResult]) -> str | None:
-    """The same over the layers of several studies' models, for the variants of the last; None with fewer than two."""
-    found = [(float(layers), row) for layers, result in studies.items() for row in result.rows(result.sizes[-1])]
-    last = list(studies.values())[-1]
-    names = [row.name for row in last.rows(last.sizes[-1])]
-    axes = ("layers", f"validation loss below {last.baseline}'s")
-    return _gains(names, found, axes, f"{last.name}: gains over {len(studies)} depths")
+def depths_picture(own: StudyResult, studies: Sequence[tuple[int, StudyResult]]) -> str | None:
+    """The same over the layers of several studies' models, for the variants of one's own; None with one depth only.
+
+    Of studies with as many layers, each has its point.
+    """
+    depths = sorted(studies, key=lambda study: study[0])
+    found = [(float(layers), row) for layers, result in depths for row in result.rows(result.sizes[-1])]
+    if depths[0][0] == depths[-1][0]:
+        return None
+    names = [row.name for row in own.rows(own.sizes[-1])]
+    axes = ("layers", f"validation loss below {own.baseline}'s")
+    return _gains(names, found, axes, f"{own.name}: gains over {len({layers for layers, _ in depths})} depths")
 
 
 def _gains(

@@ -182,15 +182,14 @@ def side_by_side_sentence(result: StudyResult) -> str:
     )
 
 
-def understated(result: StudyResult) -> bool:
-    """Whether a variant that gains per step seems to lose per second for want of a ladder, at the last size."""
-    last = result.rows(result.sizes[-1])
-    return not result.ladder and any(_at_least_one(row.step_gain) and _below_one(row.wall_clock_gain) for row in last)
+def understated(row: VariantResult, result: StudyResult) -> bool:
+    """Whether a variant that gains per step seems to lose per second, where there is no ladder to tell."""
+    return not result.ladder and _at_least_one(row.step_gain) and _below_one(row.wall_clock_gain)
 
 
 def ladder_sentences(result: StudyResult) -> list[str]:
     """What to know about gains per token: that there is no ladder, or that its law misses the baseline's own losses."""
-    if understated(result):
+    if any(understated(row, result) for row in result.rows(result.sizes[-1])):
         return [
             "Gains per second are from step-wise gains, on one schedule's curve: they understate what a lower loss is "
             "worth. Use --ladder before concluding that a variant does not pay."

@@ -171,6 +171,12 @@ def test_a_study_stands_beside_others_with_the_variants_that_both_have(results: 
     assert [row.split(" | ")[0] for row in rows[2:]] == ["| mgr", "| hc"]
     assert rows[2].split(" | ")[1] == "-0.0568 [-0.0693, -0.0442]" and rows[3].split(" | ")[1] == "—"
     assert [float(row.split(" | ")[2].split()[0]) for row in rows[2:]] == pytest.approx([-0.1, -0.2], abs=1e-3)
+    # whatever the order of the studies, lines go from few layers to many; with one depth there is no picture
+    readme.write_text("<!-- study mini-39m beside deep -->\n<!-- end -->\n")
+    assert "gains over 2 depths" in results.made(root)[root / "docs" / "img" / "mini-39m-depths.svg"]
+    readme.write_text("<!-- study rates beside mini-39m -->\n<!-- end -->\n")
+    made = results.made(root)
+    assert root / "docs" / "img" / "rates-depths.svg" not in made and "rates-depths.svg" not in made[readme]
     readme.write_text("<!-- study deep beside lost -->\n<!-- end -->\n")
     with pytest.raises(ValueError, match="deep beside lost: studies are"):
         results.made(root)

@@ -54,7 +54,14 @@ def test_a_gain_by_steps_alone_is_no_no() -> None:
         "Not shown: the best, block_attnres, is 0.95× per second by steps, which understate it: use --ladder",
     )
     worse = Interval(value=0.97, low=0.96, high=0.98, count=3)
-    assert answer(changed(result, step_gain=worse)) == ("bad", "No: the best, block_attnres, is 0.95× per second")
+    lost = changed(result, step_gain=worse)
+    assert answer(lost) == ("bad", "No: the best, block_attnres, is 0.95× per second")
+    first, second, third = lost.variants
+    other = third.model_copy(update={"step_gain": Interval(value=1.01, count=3)})
+    assert answer(lost.model_copy(update={"variants": (first, second, other)})) == (
+        "unsure",
+        "Not shown: the best, block_attnres, is 0.95× per second, but others gain per step: use --ladder",
+    )
 
 
 def test_no_needs_every_variant_below_one() -> None:

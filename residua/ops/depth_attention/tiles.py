@@ -87,15 +87,12 @@ def stack_tile(v: Tensor, results: int, columns: int, stages: int) -> dict[str, 
 
 
 FEW_TOKENS = 16_384
-"""Below this, tiles of scores have at most 64 tokens, so that there are enough of them for all multiprocessors."""
+"""Below this, tiles of scores have half as many tokens, so that there are enough of them for all multiprocessors."""
 
 
 def scores_tile(width: int, readers: int, u: Tensor, tokens: int) -> dict[str, Any]:
-    if tokens >= FEW_TOKENS:
-        return product_tile(width, readers, u, tokens=128, columns=64, warps=4, stages=4, room=4)
-    at_once = min(64, max(16, power(cdiv(tokens, fused.multiprocessors(u)))))
-    columns, stages = (128, 3) if readers <= 2 * CHUNK else (64, 4)
-    return product_tile(width, readers, u, at_once, columns, warps=4, stages=stages, room=4)
+    at_once = 128 if tokens >= FEW_TOKENS else 64
+    return product_tile(width, readers, u, tokens=at_once, columns=64, warps=4, stages=4, room=4)
 
 
 def scores_gradient_tile(width: int, readers: int, v: Tensor) -> dict[str, Any]:
