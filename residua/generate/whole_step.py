@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from residua.generate.fused_decoder import fused_topology
+from residua.model.anchors import Write
 from residua.model.attention import SoftmaxAttention
 from residua.model.cache import KeyValueCache
 from residua.model.decoder import Decoder, Embedding, Sublayer
@@ -53,6 +54,8 @@ def build_layers(model: Decoder, cache: Cache) -> Layers | None:
     if junctions is None:
         return None
     attentions, ffns = cast("list[SoftmaxAttention]", bodies[::2]), cast("list[FeedForward]", bodies[1::2])
+    if not _mixed_with_first(attentions) and not all(attention.mix.plain for attention in attentions):
+        return None
     pairs = list(zip(attentions, ffns, strict=True))
     plain = cast("list[RMSNorm]", norms)
     shapes = {_shape(*pair, junctions, norm.eps) for pair in pairs for norm in plain}
@@ -71,6 +74,12 @@ def build_layers(model: Decoder, cache: Cache) -> Layers | None:
 def _serves_attention(body: nn.Module) -> bool:
     """Softmax attention to the whole cache, with neither gate nor sink nor bias."""
     return getattr(body, "bare_heads", False) and is_plain(body.project) and is_plain(body.out)  # type: ignore[arg-type]
+
+
+def _mixed_with_first(attentions: Sequence[SoftmaxAttention]) -> bool:
+    """Whether all layers mix their values with those of the first."""
+    first, *others = (attention.mix for attention in attentions)
+    return isinstance(first, Write) and all(mix.value_scales() is not None for mix in others)
 
 
 def _serves_ffn(body: nn.Module) -> bool:
@@ -107,4 +116,17 @@ def _vectors(
     pairs = [pair for a in attentions if (pair := a.qk_norm.gains) is not None]
     gains = torch.stack([torch.stack(pair).float() for pair in pairs]) if pairs else None
     cos, sin = table
-    return Vectors(junctions, biases, gains, cos.contiguous(), sin.contiguous())
+    return Vectors(junctions, biases, gains, cos.contiguous(), sin.contiguous(), _mixing(attentions))
+
+
+def _mixing(attentions: Sequence[SoftmaxAttention]) -> Tensor | None:
+    """λ1 and λ2 of every layer, 0 and 1 of the first; None if nothing is mixed."""
+    if attentions[0].mix.plain:
+        return None
+    heads = attentions[0].mix.sections["v"]
+    one = attentions[0].project.weight.new_ones(heads, dtype=torch.float32)
+    scales = [torch.stack((torch.zeros_like(one), one))]
+    for attention in attentions[1:]:
+        own = cast("tuple[Tensor, Tensor]", attention.mix.value_scales())
+        scales.append(torch.stack([scale.float() for scale in own]))
+    return torch.stack(scales)

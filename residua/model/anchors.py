@@ -125,6 +125,15 @@ class Unmixed(nn.Module):
         """Whether it neither mixes nor writes anchors."""
         return type(self) is Unmixed
 
+    @property
+    def only_values(self) -> bool:
+        """Whether it does nothing with anchors but make its values one, or mix them with such a one by static λ."""
+        return self.plain
+
+    def value_scales(self) -> tuple[Tensor, Tensor] | None:
+        """λ1 and λ2 [H_kv, D] of values that are mixed; None if they are not."""
+        return None
+
     def begin_as(self, old: Unmixed) -> Kept:
         """Start as another layer's: with its parameters if it is of the same kind, else with no anchor mixed in."""
         if type(self) is type(old):
@@ -163,6 +172,10 @@ class Write(Unmixed):
         super().__init__(sections)
         self.pathways = pathways
         self.norm = AnchorNorm(pathways, norm, shape.head_dim)
+
+    @property
+    def only_values(self) -> bool:
+        return self.pathways == ("v",) and not self.norm.gains
 
     def forward(
         self, projected: Tensor, anchors: Anchors, x: Tensor, qk_norm: QueryKeyNorm, table: RotaryTable
@@ -217,6 +230,13 @@ class Mix(Unmixed):
         scales = [per_head(self.current_scale[s] if s in self.pathways else ones) for s in self.sections]
         rows = [wide(s).expand(shape).flatten() for s, shape in zip(scales, self.sections.values(), strict=True)]
         return (wide(weight) * torch.cat(rows)[:, None]).to(weight.dtype)
+
+    @property
+    def only_values(self) -> bool:
+        return type(self) is Mix and self.pathways == ("v",)
+
+    def value_scales(self) -> tuple[Tensor, Tensor] | None:
+        return over_values(self.sections, self.anchor_scale, self.current_scale)
 
     def _shares(self, anchors: Anchors) -> bool:
         """Whether there is a handle behind the anchors."""
@@ -309,6 +329,16 @@ class DynamicMix(Mix):
 
     def readers(self) -> tuple[Tensor, ...]:
         return (self.gamma.down.weight,)
+
+
+def over_values(
+    sections: ops.Sections, anchor_scale: nn.ParameterDict, scale: nn.ParameterDict
+) -> tuple[Tensor, Tensor] | None:
+    """λ1 and λ2 of the values as [H_kv, D], without copying them; None if values are not mixed."""
+    if "v" not in scale:
+        return None
+    first, second = (per_head(own["v"]).expand(sections["v"]) for own in (anchor_scale, scale))
+    return first, second
 
 
 def share_anchors(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from residua import ops
-from residua.model.anchors import Mix, Projections, QueryKeyNorm, RotaryTable, Unmixed
+from residua.model.anchors import Mix, Projections, QueryKeyNorm, RotaryTable, Unmixed, over_values
 from residua.model.attention import SoftmaxAttention
 from residua.model.context import Anchors
 from residua.model.projection import Projection
@@ -32,6 +32,13 @@ class FoldedMix(Unmixed):
         self.anchor_scale = mix.anchor_scale
         ones = {s: torch.ones_like(scale) for s, scale in mix.current_scale.items()}
         self.ones = nn.ParameterDict({s: nn.Parameter(one, requires_grad=False) for s, one in ones.items()})
+
+    @property
+    def only_values(self) -> bool:
+        return self.pathways == ("v",)
+
+    def value_scales(self) -> tuple[Tensor, Tensor] | None:
+        return over_values(self.sections, self.anchor_scale, self.ones)
 
     def mixes(self, pathway: str) -> bool:
         return pathway in self.pathways

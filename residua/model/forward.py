@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from residua.model.anchors import Write
 from residua.model.attend import attend
 from residua.model.attention import NoQKNorm, QKNorm, SoftmaxAttention
 from residua.model.cache import Cache, Now
@@ -41,7 +42,8 @@ COMPILED_TOKENS = 2048
 
 
 class SequenceAttention(nn.Module):
-    """Softmax attention without anchors: project → norm, rotate and store → attend → gate → out."""
+    """Softmax attention without anchors but the first layer's values: project → norm, rotate, mix and store → attend →
+    gate → out."""
 
     def __init__(self, attention: SoftmaxAttention) -> None:
         super().__init__()
@@ -54,28 +56,44 @@ class SequenceAttention(nn.Module):
         """Whether the kernels compute what an attention does before it attends."""
         if type(body) is not SoftmaxAttention or is_watched(body):
             return False
-        return body.mix.plain and type(body.qk_norm) in (QKNorm, NoQKNorm)
+        return body.mix.only_values and type(body.qk_norm) in (QKNorm, NoQKNorm)
 
     def forward(self, x: Tensor, anchors: Anchors, context: Context) -> tuple[Tensor, Anchors]:
         attention = self.attention
         assert context.rotary is not None
         projected = attention.project(x)
-        q, k, v = self._heads(projected, context.rotary[attention.table], context)
+        first = (self.heads + self.kv_heads) * self.width
+        own = projected[..., first : first + self.kv_heads * self.width].unflatten(-1, (-1, self.width))
+        if isinstance(attention.mix, Write):
+            anchors = (own,)
+        scales = attention.mix.value_scales()
+        mixing = None if scales is None else prefill.Mixing(anchors[0], *scales)
+        q, k, v = self._heads(projected, own, mixing, context.rotary[attention.table], context)
         y = attend(q, k, v, segments=context.segments, sink=attention.sink, window=attention.window)
         if "g" in attention.head_width:
             width = attention.head_width["g"]
             y = y * torch.sigmoid(projected[..., -self.heads * width :].unflatten(-1, (self.heads, width)))
         return attention.out(y.flatten(-2)), anchors
 
-    def _heads(self, projected: Tensor, table: tuple[Tensor, ...], context: Context) -> tuple[Tensor, Tensor, Tensor]:
+    def _heads(
+        self,
+        projected: Tensor,
+        own: Tensor,
+        mixing: prefill.Mixing | None,
+        table: tuple[Tensor, ...],
+        context: Context,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values that attend, of the projection and its own values."""
         norm, (cos, sin) = self.attention.qk_norm, table
         assert isinstance(norm, QKNorm | NoQKNorm)
-        if context.now is None:
+        if context.now is None and mixing is None:
             q, k = prefill.turn_heads(projected, self.heads, self.kv_heads, norm.gains, cos, sin, eps=norm.eps)
-            first, second = (self.heads + n * self.kv_heads for n in (1, 2))
-            return q, k, projected[..., first * self.width : second * self.width].unflatten(-1, (-1, self.width))
-        k, v = context.cache.first(projected.shape[1])
-        q = prefill.enter_heads(projected, self.heads, norm.gains, cos, sin, k, v, eps=norm.eps)
+            return q, k, own
+        if context.now is None:
+            k, v = (projected.new_empty(own.shape) for _ in range(2))
+        else:
+            k, v = context.cache.first(projected.shape[1])
+        q = prefill.enter_heads(projected, self.heads, norm.gains, cos, sin, k, v, mixing, eps=norm.eps)
         return q, k, v
 
 

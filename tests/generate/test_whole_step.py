@@ -20,6 +20,7 @@ from residua.generate.generator import Generator, Request, prefill
 from residua.generate.whole_step import build_layers, whole_step
 from residua.model.cache import Cache
 from residua.model.decoder import Decoder
+from residua.model.fold import fold_mixing
 from residua.model.topology import fused
 from residua.ops.decode import launch_layers
 from residua.ops.decode.launch_layers import Layers
@@ -68,6 +69,30 @@ NIGHTLY = ["blocks of three", "a last block cut short", "one block", "four strea
 )
 def test_phases_decode_what_the_model_does(name: str, layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     check(model(TOPOLOGIES[name][0], layers=layers), 2, monkeypatch)
+
+
+def value_residuals(topology: dict[str, Any], granularity: str, **tables: Any) -> Decoder:
+    built = model(topology, anchors={"kind": "resformer", "granularity": granularity}, **tables)
+    for name, parameter in built.named_parameters():
+        if "scale" in name:
+            nn.init.normal_(parameter, mean=0.5, std=0.3)
+    return built
+
+
+@pytest.mark.parametrize(
+    "granularity", only_nightly(["elementwise", "headwise", "scalar"], but=["elementwise", "scalar"])
+)
+@pytest.mark.parametrize("folded", [False, True])
+def test_phases_mix_values_with_those_of_the_first_layer(
+    granularity: str, folded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Grouped heads, of whose group one program writes the anchor; the last layer mixes after one that did."""
+    topology = TOPOLOGIES["two streams" if folded else "additive"][0]
+    attention = SOFTMAX | {"heads": 4, "kv_heads": 2, "head_dim": 8}
+    built = value_residuals(topology, granularity, layers=3, attention=attention)
+    if folded:
+        assert fold_mixing(built) == 2
+    check(built, 2, monkeypatch)
 
 
 @pytest.mark.parametrize("layers", only_nightly([4, 17], but=[4]))
@@ -126,6 +151,8 @@ def test_a_head_is_attended_to_in_shares(monkeypatch: pytest.MonkeyPatch) -> Non
         {"attention": {"kind": "mla", "heads": 2, "head_dim": 8, "shared_dim": 4, "rank": 12}},
         {"ffn": {"kind": "moe", "hidden": 24, "experts": 4, "top_k": 2}},
         {"anchors": {"kind": "exoformer", "pathways": ["q", "k", "v"]}},
+        {"anchors": {"kind": "exoformer", "pathways": ["v"], "norm": "none"}},  # not the first layer's values
+        {"anchors": {"kind": "nuresformer", "pathways": ["v"]}},  # values are normed before they are mixed
         {"ffn": {"kind": "geglu", "hidden": 24}},
         {"ffn": {"kind": "relu2", "hidden": 20}},
     ],
@@ -180,7 +207,19 @@ TABLES = {"vocab_size": 257, "context": 48, "width": 64, "attention": {"kind": "
 @pytest.mark.gpu
 @pytest.mark.parametrize(("name", "layers"), [*((name, 3) for name in TOPOLOGIES), ("full", 36), ("full", 70)])
 def test_one_launch_generates_what_plain_steps_do(name: str, layers: int) -> None:
-    built = place(model(TOPOLOGIES[name][0], layers=layers, **TABLES), torch.device("cuda"), "float32")
+    assert_generates_the_same(model(TOPOLOGIES[name][0], layers=layers, **TABLES))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("granularity", ["elementwise", "headwise", "scalar"])
+@pytest.mark.parametrize("name", ["additive", "blocks of two", "two streams"])
+def test_one_launch_mixes_values_as_plain_steps_do(name: str, granularity: str) -> None:
+    assert_generates_the_same(value_residuals(TOPOLOGIES[name][0], granularity, layers=4, **TABLES))
+
+
+def assert_generates_the_same(built: Decoder) -> None:
+    """The graph of one launch and plain steps; prompts are read by the kernels of whole sequences."""
+    built = place(built, torch.device("cuda"), "float32")
     prompts = ["hello there", "a"]
     plain = Generator(built, Tokenizer.bytes(), engine="eager")
     whole = Generator(built, Tokenizer.bytes(), engine="graph")

@@ -10,6 +10,7 @@ import torch
 import residua
 from residua.generate.generator import prefill
 from residua.model.decoder import Decoder
+from residua.model.fold import fold_mixing
 from residua.model.forward import Forward, SequenceAttention, SequenceFFN, for_sequences
 from residua.model.topology.normed import NormedAdditive, NormedMultiGate, NormedReads, NormedTopology
 from tests.generate.test_generate_cache import random_model
@@ -80,6 +81,20 @@ def test_junctions_with_their_norms_equal_direct_ones(name: str) -> None:
 def test_heads_normed_and_rotated_in_one_go_attend_as_others_do(attention: dict[str, Any]) -> None:
     rewritten = assert_same(model(attention={"kind": "softmax"} | attention), 1e-12)
     assert isinstance(rewritten.sublayers[0].body, SequenceAttention)
+
+
+@pytest.mark.parametrize("granularity", ["elementwise", "headwise", "scalar"])
+@pytest.mark.parametrize("folded", [False, True])
+def test_values_are_mixed_with_those_of_the_first_layer_in_the_same_go(granularity: str, folded: bool) -> None:
+    attention = {"kind": "softmax", "heads": 4, "kv_heads": 2}
+    built = model(attention=attention, anchors={"kind": "resformer", "granularity": granularity}, layers=3)
+    for name, parameter in built.named_parameters():
+        if "scale" in name:
+            torch.nn.init.normal_(parameter, mean=0.5, std=0.3)
+    if folded:
+        assert fold_mixing(built) == 2
+    rewritten = assert_same(built, 1e-12)
+    assert all(isinstance(sublayer.body, SequenceAttention) for sublayer in rewritten.sublayers[::2])
 
 
 @pytest.mark.parametrize("kind", ["swiglu", "glu", "gelu"])

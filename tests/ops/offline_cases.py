@@ -336,7 +336,8 @@ def decode_layers(
     layer = launch_layers.Layer(*(torch.zeros(size, dtype=dtype) for size in matrices), keys, keys)
     gains = torch.zeros(2, 2, head_dim) if gated else None
     table = torch.zeros(40, head_dim // 2)
-    vectors = launch_layers.Vectors(torch.zeros(5, 3, width), torch.zeros(5, 5), gains, table, table)
+    mixing = torch.zeros(2, 2, heads, head_dim) if gated else None
+    vectors = launch_layers.Vectors(torch.zeros(5, 3, width), torch.zeros(5, 5), gains, table, table, mixing)
     assert launch_layers.serves(shape, [layer])
     layers, lengths = launch_layers.Layers(shape, [layer] * 2, vectors), torch.zeros(rows, dtype=torch.int64)
     layers(lengths) if whole else layers.in_phases(lengths)
@@ -351,6 +352,8 @@ def prefill_heads(dtype: torch.dtype, width: int, heads: int, kv_heads: int, len
     for gains in (None, (torch.zeros(width), torch.zeros(width))):
         prefill.turn_heads(projected, heads, kv_heads, gains, *table)
         prefill.enter_heads(projected, heads, gains, *table, keys, values)
+    scale = torch.zeros(kv_heads, 1).expand(kv_heads, width)
+    prefill.enter_heads(projected, heads, None, *table, keys, values, prefill.Mixing(keys, scale, scale))
 
 
 @torch.no_grad()

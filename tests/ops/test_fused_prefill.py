@@ -81,6 +81,31 @@ def test_heads_are_normed_and_rotated_alone_or_into_a_cache(
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), PRECISIONS)
+@pytest.mark.parametrize("granularity", ["elementwise", "headwise", "scalar"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_values_enter_a_cache_mixed_with_an_anchor(
+    device: str, granularity: str, dtype: torch.dtype, tolerance: float
+) -> None:
+    """V̂ = λ1 ⊙ V_anc + λ2 ⊙ V; the anchor is a part of another layer's projection."""
+    heads, kv_heads, width, length = 4, 2, 24, 37
+    mine, first = (draw(2, length, (heads + 2 * kv_heads) * width, device=device, dtype=dtype) for _ in range(2))
+    anchor = first[..., -kv_heads * width :].unflatten(-1, (kv_heads, width))
+    sizes = {"elementwise": (kv_heads, width), "headwise": (kv_heads, 1), "scalar": (1, 1)}
+    scales = [draw(*sizes[granularity], device=device).expand(kv_heads, width) for _ in range(2)]
+    angles = draw(length, width // 2, device=device)
+    caches = torch.zeros(2, 2, length + 3, kv_heads, width, device=device, dtype=dtype)
+    with ops.backend("triton"):
+        prefill.enter_heads(
+            mine, heads, None, angles.cos(), angles.sin(), *(c[:, :length] for c in caches),
+            prefill.Mixing(anchor, *scales),
+        )  # fmt: skip
+    own = mine[..., -kv_heads * width :].unflatten(-1, (kv_heads, width))
+    wanted = scales[0].double() * anchor.double() + scales[1].double() * own.double()
+    assert relative(caches[1, :, :length], wanted) < tolerance
+    assert (caches[:, :, length:] == 0).all()
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), PRECISIONS)
 @pytest.mark.parametrize("grows", [False, True])
 @pytest.mark.parametrize("count", [1, 5])
 @pytest.mark.parametrize("device", DEVICES)

@@ -152,12 +152,15 @@ def _attend_tile(b_k, b_v, b_q, b_top, b_total, b_o, start, end, SLOTS: tl.const
 
 @triton.jit
 def _attend(
-    k_ptr, v_ptr, projected_ptr, gains_ptr, cos_ptr, sin_ptr, lengths_ptr, part_ptr, lse_ptr, count_ptr, arrivals,
-    item, key_eps, scale, stride_kb, stride_ks, stride_kh,
+    k_ptr, v_ptr, projected_ptr, gains_ptr, cos_ptr, sin_ptr, lengths_ptr, anchor_ptr, mixing_ptr, part_ptr, lse_ptr,
+    count_ptr, arrivals, layer, item, key_eps, scale, stride_kb, stride_ks, stride_kh,
     HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, LANES: tl.constexpr, NORM: tl.constexpr,
-    SPLITS: tl.constexpr, SLOTS: tl.constexpr, ONLY: tl.constexpr,
+    MIXED: tl.constexpr, SPLITS: tl.constexpr, SLOTS: tl.constexpr, ONLY: tl.constexpr,
 ):  # fmt: skip
-    """One head's share of the slots. The first share has the new token as well, and puts it into the cache."""
+    """One head's share of the slots. The first share has the new token as well, and puts it into the cache.
+
+    If values are MIXED, V̂ = λ1 ⊙ V_anc + λ2 ⊙ V, with the values of the first layer as anchor.
+    """
     GROUPS: tl.constexpr = HEADS // KV
     split, m, h = item % SPLITS, item // SPLITS // HEADS, item // SPLITS % HEADS
     d = tl.arange(0, LANES)
@@ -169,6 +172,11 @@ def _attend(
     # the first slots, which earlier launches filled, before the heads of the new token are there
     b_k = _slots(k_ptr, cell, first, end, stride_ks, live, LANES, SLOTS)
     b_v = _slots(v_ptr, cell, first, end, stride_ks, live, LANES, SLOTS)
+    if MIXED:
+        channel = (h // GROUPS) * D + d
+        b_anchor = tl.load(anchor_ptr + m * (KV * D) + channel, mask=live & (layer > 0), other=0.0).to(tl.float32)
+        b_anchor *= tl.load(mixing_ptr + layer * (2 * KV * D) + channel, mask=live, other=0.0)
+        b_own = tl.load(mixing_ptr + layer * (2 * KV * D) + KV * D + channel, mask=live, other=0.0)
     _wait(count_ptr, arrivals, ONLY)
     row_ptr = projected_ptr + m * ((HEADS + 2 * KV) * D)
     angles = position * (D // 2)
@@ -176,7 +184,12 @@ def _attend(
     key_ptr = row_ptr + (HEADS + h // GROUPS) * D
     b_new = _turned(key_ptr, gains_ptr + D, cos_ptr + angles, sin_ptr + angles, key_eps, D, LANES, NORM)
     b_new = b_new.to(k_ptr.dtype.element_ty)
-    b_value = tl.load(key_ptr + KV * D + d, mask=live, other=0.0).to(v_ptr.dtype.element_ty)
+    b_value = tl.load(key_ptr + KV * D + d, mask=live, other=0.0)
+    writes = live & (split == 0) & (h % GROUPS == 0)
+    if MIXED:
+        tl.store(anchor_ptr + m * (KV * D) + channel, b_value, mask=writes & (layer == 0))
+        b_value = b_anchor + b_own * b_value.to(tl.float32)
+    b_value = b_value.to(v_ptr.dtype.element_ty)
 
     # the slots before the new token
     b_top = tl.full([SLOTS], -float("inf"), tl.float32)
@@ -201,7 +214,6 @@ def _attend(
     tl.store(part_ptr + item * D + d, b_y / divisor, mask=live)
     tl.store(lse_ptr + item, tl.where(none, -float("inf"), safe + tl.log(divisor)))
     # into the cache
-    writes = live & (split == 0) & (h % GROUPS == 0)
     tl.store(k_ptr + cell + position * stride_ks + d, b_new, mask=writes)
     tl.store(v_ptr + cell + position * stride_ks + d, b_value, mask=writes)
 
@@ -250,13 +262,14 @@ def _merged(
 
 @triton.jit(do_not_specialize=["first", "last"])
 def layers_kernel(
-    table_ptr, vectors_ptr, biases_ptr, gains_ptr, cos_ptr, sin_ptr, lengths_ptr, y_ptr, state_ptr, ready_ptr,
-    projected_ptr, part_ptr, lse_ptr, hidden_ptr, normed_ptr, count_ptr, first, last,
+    table_ptr, vectors_ptr, biases_ptr, gains_ptr, cos_ptr, sin_ptr, mixing_ptr, lengths_ptr, y_ptr, state_ptr,
+    ready_ptr, projected_ptr, anchor_ptr, part_ptr, lse_ptr, hidden_ptr, normed_ptr, count_ptr, first, last,
     eps, key_eps, scale, per_root, stride_kb, stride_ks, stride_kh,
     M: tl.constexpr, C: tl.constexpr, HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, LANES: tl.constexpr,
-    HIDDEN: tl.constexpr, KIND: tl.constexpr, NORM: tl.constexpr, JUNCTION: tl.constexpr, N: tl.constexpr,
-    SIZE: tl.constexpr, COMPETITIVE: tl.constexpr, WIDE: tl.constexpr, WORK: tl.constexpr, SPARE: tl.constexpr,
-    ROWS: tl.constexpr, LINE: tl.constexpr, SPLITS: tl.constexpr, SLOTS: tl.constexpr, ONLY: tl.constexpr,
+    HIDDEN: tl.constexpr, KIND: tl.constexpr, NORM: tl.constexpr, MIXED: tl.constexpr, JUNCTION: tl.constexpr,
+    N: tl.constexpr, SIZE: tl.constexpr, COMPETITIVE: tl.constexpr, WIDE: tl.constexpr, WORK: tl.constexpr,
+    SPARE: tl.constexpr, ROWS: tl.constexpr, LINE: tl.constexpr, SPLITS: tl.constexpr, SLOTS: tl.constexpr,
+    ONLY: tl.constexpr,
 ):  # fmt: skip
     """Layers `first` to `last`, then the final norm; or of these the phase ONLY."""
     program, programs = tl.program_id(0), tl.num_programs(0)
@@ -301,8 +314,9 @@ def layers_kernel(
                     if item < ITEMS:
                         _attend(
                             k_ptr, v_ptr, projected_ptr, gains_ptr + layer * (2 * D), cos_ptr, sin_ptr, lengths_ptr,
-                            part_ptr, lse_ptr, count_ptr, reached + programs, item, key_eps, scale,
-                            stride_kb, stride_ks, stride_kh, HEADS, KV, D, LANES, NORM, SPLITS, SLOTS, ONLY,
+                            anchor_ptr, mixing_ptr, part_ptr, lse_ptr, count_ptr, reached + programs, layer, item,
+                            key_eps, scale, stride_kb, stride_ks, stride_kh, HEADS, KV, D, LANES, NORM, MIXED,
+                            SPLITS, SLOTS, ONLY,
                         )  # fmt: skip
                     else:
                         _wait(count_ptr, reached + programs, ONLY)

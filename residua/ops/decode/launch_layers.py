@@ -74,7 +74,8 @@ class Vectors(NamedTuple):
     """Small parameters in float32.
 
     Of each junction: gain, query and gate query [J, 3, C], gate biases [J, n + 1]. Of each layer: the gains of queries
-    and keys [L, 2, D], or None. Then cos and sin [positions, D/2].
+    and keys [L, 2, D], or None. Then cos and sin [positions, D/2]; and where values are mixed with those of the first
+    layer, λ1 and λ2 [L, 2, H_kv, D].
     """
 
     junctions: Tensor
@@ -82,6 +83,7 @@ class Vectors(NamedTuple):
     gains: Tensor | None
     cos: Tensor
     sin: Tensor
+    mixing: Tensor | None = None
 
 
 def serves(shape: Shape, layers: Sequence[Layer]) -> bool:
@@ -139,6 +141,7 @@ class Layers:
         self._state = like.new_zeros(slots, rows, width)
         self._ready = like.new_zeros(ready, dtype=torch.float32)
         self._projected = like.new_empty(rows, (shape.heads + 2 * shape.kv_heads) * shape.head_dim)
+        self._anchor = like.new_zeros(rows, shape.kv_heads * shape.head_dim)
         self._part = like.new_empty(shares, shape.head_dim, dtype=torch.float32)
         self._lse = like.new_empty(shares, dtype=torch.float32)
         self._hidden = like.new_empty(rows, shape.hidden)
@@ -154,6 +157,7 @@ class Layers:
         sizes = {
             "M": len(like), "C": shape.width, "HEADS": shape.heads, "KV": shape.kv_heads, "D": shape.head_dim,
             "LANES": lanes, "HIDDEN": shape.hidden, "KIND": shape.kind, "NORM": self.vectors.gains is not None,
+            "MIXED": self.vectors.mixing is not None,
             "JUNCTION": shape.junction, "N": shape.streams, "SIZE": shape.size, "COMPETITIVE": shape.competitive,
             "WIDE": power(shape.width), "WORK": work, "SPARE": spare, "ROWS": WARPS, "SPLITS": SPLITS,
             "SLOTS": max(16, SLOTS_HELD // lanes), "LINE": line(shape.width),
@@ -186,9 +190,10 @@ class Layers:
         shape, vectors, keys = self.shape, self.vectors, self.layers[0].keys
         _kernels().layers_kernel[(sum(_division(keys)),)](
             self._table, vectors.junctions, vectors.biases, self._lse if vectors.gains is None else vectors.gains,
-            vectors.cos, vectors.sin, lengths, self.y, self._state, self._ready, self._projected, self._part, self._lse,
-            self._hidden, self.normed, self._count, first, last, shape.eps, KEY_EPS, shape.head_dim**-0.5,
-            shape.width**-0.5, *keys.stride()[:3], ONLY=only, **self._settings, **settings,
+            vectors.cos, vectors.sin, self._lse if vectors.mixing is None else vectors.mixing, lengths, self.y,
+            self._state, self._ready, self._projected, self._anchor, self._part, self._lse, self._hidden, self.normed,
+            self._count, first, last, shape.eps, KEY_EPS, shape.head_dim**-0.5, shape.width**-0.5, *keys.stride()[:3],
+            ONLY=only, **self._settings, **settings,
         )  # fmt: skip
 
 

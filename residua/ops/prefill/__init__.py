@@ -7,7 +7,7 @@ from torch import Tensor
 from residua.ops._runtime import fused
 from residua.ops._runtime.backend import Operator
 from residua.ops.prefill import reference
-from residua.ops.prefill.reference import Queries, Streams
+from residua.ops.prefill.reference import Mixing, Queries, Streams
 
 MOST_STREAMS = 16
 
@@ -28,10 +28,13 @@ def _serves_heads(projected: Tensor, heads: int, kv_heads: int, gains: Any, cos:
 
 
 def _serves_entry(
-    projected: Tensor, heads: int, gains: Any, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, **_: Any
-) -> bool:
+    projected: Tensor, heads: int, gains: Any, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor,
+    mixing: Mixing | None = None, **_: Any,
+) -> bool:  # fmt: skip
     dense = keys.stride() == values.stride() and keys.stride()[2:] == (keys.shape[-1], 1)
-    return dense and cos.dim() == 2 and fused.serves(cos) and _alike(projected, keys, values)
+    anchors = () if mixing is None else (mixing.anchor,)
+    dense = dense and all(anchor.stride()[2:] == (keys.shape[-1], 1) for anchor in anchors)
+    return dense and cos.dim() == 2 and fused.serves(cos) and _alike(projected, keys, values, *anchors)
 
 
 def _serves_scores(y: Tensor, base: Tensor | None, *_: Any) -> bool:
@@ -60,4 +63,14 @@ if fused.INSTALLED:
     read_norm.register_fused(autograd.read_norm, _serves_read)
     gate_norm.register_fused(autograd.gate_norm, _serves_gate)
 
-__all__ = ["Queries", "Streams", "enter_heads", "gate_norm", "read_group", "read_norm", "source_scores", "turn_heads"]
+__all__ = [
+    "Mixing",
+    "Queries",
+    "Streams",
+    "enter_heads",
+    "gate_norm",
+    "read_group",
+    "read_norm",
+    "source_scores",
+    "turn_heads",
+]

@@ -10,7 +10,7 @@ from residua.ops._runtime.library import operator
 from residua.ops.depth_attention.autograd import depth_mix_group, depth_scores, depth_sum_scores
 from residua.ops.depth_attention.tiles import narrow
 from residua.ops.prefill import launch
-from residua.ops.prefill.reference import KEY_EPS, Gains, Queries, Streams
+from residua.ops.prefill.reference import KEY_EPS, Gains, Mixing, Queries, Streams
 
 _turn_heads = operator(
     "turn_heads(Tensor projected, int heads, int kv_heads, Tensor[] gains, Tensor cos, Tensor sin, float eps)"
@@ -20,7 +20,7 @@ _turn_heads = operator(
 )
 _enter_heads = operator(
     "enter_heads(Tensor projected, int heads, Tensor[] gains, Tensor cos, Tensor sin, Tensor(a!) keys,"
-    " Tensor(b!) values, float eps) -> Tensor",
+    " Tensor(b!) values, Tensor[] mixing, float eps) -> Tensor",
     launch.enter_heads,
     launch.enter_heads_output,
 )
@@ -56,12 +56,14 @@ def enter_heads(
     sin: Tensor,
     keys: Tensor,
     values: Tensor,
+    mixing: Mixing | None = None,
     *,
     eps: float = 1e-6,
 ) -> Tensor:
     """The fused twin of `reference.enter_heads`."""
     tables = (cos.contiguous(), sin.contiguous())
-    q: Tensor = _enter_heads(_dense(projected), heads, list(gains or ()), *tables, keys, values, eps)
+    mixed = list(mixing or ())
+    q: Tensor = _enter_heads(_dense(projected), heads, list(gains or ()), *tables, keys, values, mixed, eps)
     return q
 
 

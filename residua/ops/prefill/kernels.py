@@ -45,11 +45,21 @@ def _turned(b_x1, b_x2, b_w1, b_w2, b_cos, b_sin, eps, HALF: tl.constexpr, NORM:
     return b_x1 * b_cos - b_x2 * b_sin, b_x2 * b_cos + b_x1 * b_sin
 
 
+@triton.jit
+def _mixed(b_a, b_x, anchor_scale_ptr, scale_ptr, live):
+    """λ1 ⊙ a + λ2 ⊙ x."""
+    b_1 = tl.load(anchor_scale_ptr, mask=live, other=0.0).to(tl.float32)
+    b_2 = tl.load(scale_ptr, mask=live, other=0.0).to(tl.float32)
+    return b_1 * b_a.to(tl.float32) + b_2 * b_x.to(tl.float32)
+
+
 @triton.jit(do_not_specialize=["length", "tiles", "groups", "query_groups", "key_groups"])
 def heads_kernel(
-    x_ptr, query_gain_ptr, key_gain_ptr, cos_ptr, sin_ptr, q_ptr, k_ptr, v_ptr,
+    x_ptr, query_gain_ptr, key_gain_ptr, cos_ptr, sin_ptr, q_ptr, k_ptr, v_ptr, anchor_ptr, anchor_scale_ptr, scale_ptr,
     length, tiles, groups, query_groups, key_groups, stride_xb, stride_xt, stride_qb, stride_qt, stride_kb, stride_kt,
-    eps, HALF: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr, NORM: tl.constexpr,
+    stride_ab, stride_at, stride_sh, stride_sd, eps,
+    HALF: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr, NORM: tl.constexpr,
+    MIXED: tl.constexpr,
 ):  # fmt: skip
     """ROWS tokens of GROUP heads: of queries, then keys, then values, as the projection has them."""
     group, block = tl.program_id(0) % groups, tl.program_id(0) // groups
@@ -76,9 +86,18 @@ def heads_kernel(
         first = group - query_groups - key_groups
         target_ptr = _tile(v_ptr, batch, start, first, stride_kb, stride_kt, HALF, LANES, ROWS, GROUP)
         for head in tl.static_range(GROUP):
-            # a value, as it is
+            # a value, as it is or mixed with its anchor
             b_x1, b_x2 = _halves(source_ptr + head * 2 * HALF, mask, HALF)
-            _put(target_ptr + head * 2 * HALF, b_x1, b_x2, mask, HALF)
+            if MIXED:
+                own_ptr = _tile(anchor_ptr, batch, start, first, stride_ab, stride_at, HALF, LANES, ROWS, GROUP)
+                b_a1, b_a2 = _halves(own_ptr + head * 2 * HALF, mask, HALF)
+                here = (first * GROUP + head) * stride_sh + lane * stride_sd
+                there = here + HALF * stride_sd
+                b_y1 = _mixed(b_a1, b_x1, anchor_scale_ptr + here, scale_ptr + here, lane < HALF)
+                b_y2 = _mixed(b_a2, b_x2, anchor_scale_ptr + there, scale_ptr + there, lane < HALF)
+                _put(target_ptr + head * 2 * HALF, b_y1, b_y2, mask, HALF)
+            else:
+                _put(target_ptr + head * 2 * HALF, b_x1, b_x2, mask, HALF)
 
 
 @triton.jit(do_not_specialize=["tokens", "count"])

@@ -35,23 +35,23 @@ def turn_heads(
 
 def enter_heads_output(
     projected: Tensor, heads: int, gains: Sequence[Tensor], cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor,
-    eps: float,
+    mixing: Sequence[Tensor], eps: float,
 ) -> Tensor:  # fmt: skip
     return projected.new_empty(*projected.shape[:2], heads, keys.shape[-1])
 
 
 def enter_heads(
     projected: Tensor, heads: int, gains: Sequence[Tensor], cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor,
-    eps: float,
+    mixing: Sequence[Tensor], eps: float,
 ) -> Tensor:  # fmt: skip
-    q = enter_heads_output(projected, heads, gains, cos, sin, keys, values, eps)
-    _launch_heads(projected, gains, cos, sin, eps, q, keys, values)
+    q = enter_heads_output(projected, heads, gains, cos, sin, keys, values, mixing, eps)
+    _launch_heads(projected, gains, cos, sin, eps, q, keys, values, mixing)
     return q
 
 
 def _launch_heads(
     projected: Tensor, gains: Sequence[Tensor], cos: Tensor, sin: Tensor, eps: float,
-    q: Tensor, k: Tensor, v: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor | None, mixing: Sequence[Tensor] = (),
 ) -> None:  # fmt: skip
     batch, length, heads, width = q.shape
     if not q.numel():
@@ -60,11 +60,13 @@ def _launch_heads(
     tiles, query_groups, key_groups = cdiv(length, sizes["ROWS"]), heads // sizes["GROUP"], k.shape[2] // sizes["GROUP"]
     groups = query_groups + key_groups * (1 if v is None else 2)
     first, second = gains or (cos, cos)
+    anchor, anchor_scale, scale = mixing or (q, cos, cos)
     with on(q):
         kernels.heads_kernel[(batch * tiles * groups,)](
-            projected, first, second, cos, sin, q, k, k if v is None else v, length, tiles, groups, query_groups,
-            key_groups, *projected.stride()[:2], *q.stride()[:2], *k.stride()[:2], eps, **sizes,
-            NORM=bool(gains), num_warps=FORWARD.warps,
+            projected, first, second, cos, sin, q, k, k if v is None else v, anchor, anchor_scale, scale,
+            length, tiles, groups, query_groups, key_groups, *projected.stride()[:2], *q.stride()[:2], *k.stride()[:2],
+            *anchor.stride()[:2], *scale.stride(), eps, **sizes,
+            NORM=bool(gains), MIXED=bool(mixing), num_warps=FORWARD.warps,
         )  # fmt: skip
 
 

@@ -22,6 +22,14 @@ Gains = tuple[Tensor, Tensor]
 """The gains [D] of QK-norm, for queries and keys."""
 
 
+class Mixing(NamedTuple):
+    """V̂ = λ1 ⊙ V_anc + λ2 ⊙ V: the anchor [B, T, H_kv, D], λ1 and λ2 [H_kv, D], both with the same strides."""
+
+    anchor: Tensor
+    anchor_scale: Tensor
+    scale: Tensor
+
+
 class Queries(NamedTuple):
     """u_l = scale · w_l ⊙ g_l of every read of a model: [reads, C] in float32, and as two bfloat16 parts
     [reads, 2, C]."""
@@ -68,18 +76,23 @@ def enter_heads(
     sin: Tensor,
     keys: Tensor,
     values: Tensor,
+    mixing: Mixing | None = None,
     *,
     eps: float = 1e-6,
 ) -> Tensor:
     """`turn_heads`, with the keys and the values that follow them written to `keys`, `values` [B, T, H_kv, D].
 
-    Returns the queries.
+    Values may be mixed with an anchor. Returns the queries.
     """
     kv_heads, width = keys.shape[2:]
     q, k = turn_heads(projected, heads, kv_heads, gains, cos, sin, eps=eps)
     first = (heads + kv_heads) * width
+    v = projected[..., first : first + kv_heads * width].unflatten(-1, (-1, width))
+    if mixing is not None:
+        anchor, anchor_scale, scale = map(wide, mixing)
+        v = anchor_scale * anchor + scale * wide(v)
     keys.copy_(k)
-    values.copy_(projected[..., first : first + kv_heads * width].unflatten(-1, (-1, width)))
+    values.copy_(v)
     return q
 
 
