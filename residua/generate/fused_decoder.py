@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from residua.model.anchors import mix_values
 from residua.model.attention import SoftmaxAttention
 from residua.model.cache import Now
 from residua.model.context import Anchors, Context
@@ -40,9 +41,12 @@ class FusedAttention(nn.Module):
     def forward(self, x: Tensor, anchors: Anchors, context: Context) -> tuple[Tensor, Anchors]:
         now, cache, attention = context.now, context.cache, self.attention
         assert now is not None and now.until is not None and context.rotary is not None
-        projected = attention.project(x)[:, 0]
-        cos, sin = context.rotary[attention.table]
-        q = decode.enter_cache(projected, self.heads, self.gains, cos, sin, cache.keys, cache.values, now.until)
+        projected = attention.project(x)
+        mixing, anchors = mix_values(attention.mix, attention.own_values(projected), anchors)
+        if mixing is not None:
+            mixing = mixing._replace(anchor=mixing.anchor[:, 0])
+        projected, (cos, sin) = projected[:, 0], context.rotary[attention.table]
+        q = decode.enter_cache(projected, self.heads, self.gains, cos, sin, cache.keys, cache.values, now.until, mixing)
         y = decode.decode_attention(q, cache.keys, cache.values, now.until, attention.sink)
         if "g" in attention.head_width:
             width = attention.head_width["g"]

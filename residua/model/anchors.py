@@ -22,6 +22,7 @@ from residua.model.projection import Projection, is_plain, is_watched
 from residua.ops._runtime import fused
 from residua.ops._runtime.numeric import wide
 from residua.ops.mix_projection import per_head
+from residua.ops.mix_projection.reference import Mixing
 
 if fused.INSTALLED:
     from residua.ops.mix_projection import shared
@@ -329,6 +330,17 @@ class DynamicMix(Mix):
 
     def readers(self) -> tuple[Tensor, ...]:
         return (self.gamma.down.weight,)
+
+
+def mix_values(mix: Unmixed, own: Tensor, anchors: Anchors) -> tuple[Mixing | None, Anchors]:
+    """How kernels mix a layer's own values [..., H_kv, D], None: not at all; and the anchors for later layers.
+
+    For mixtures of nothing but values (`only_values`).
+    """
+    if isinstance(mix, Write):
+        return None, (own,)
+    scales = mix.value_scales()
+    return None if scales is None else Mixing(anchors[0], *scales), anchors
 
 
 def over_values(

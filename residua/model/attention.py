@@ -244,20 +244,21 @@ class SoftmaxAttention(nn.Module):
     def plain_heads(self) -> bool:
         """Whether decoding kernels may put the projected heads straight into the cache and attend to all of it.
 
-        No anchors are mixed in, QK-norm is the kernels', angles do not depend on the length, and there is no window.
+        No anchors are mixed in but values, QK-norm is the kernels', angles do not depend on the length, and there is no
+        window.
         """
-        return self.mix.plain and self._steady_heads
+        return self.mix.only_values and self.qk_norm.in_kernels and self.steady and self.window is None
 
     @property
     def bare_heads(self) -> bool:
-        """Whether they are plain, but for values that are mixed or become an anchor, and what attention returns goes to
-        the output map as it is: no sink, no gate."""
-        plain = self.mix.only_values and self._steady_heads
-        return plain and self.sink is None and "g" not in self.head_width
+        """Whether they are plain, and what attention returns goes to the output map as it is: no sink, no gate."""
+        return self.plain_heads and self.sink is None and "g" not in self.head_width
 
-    @property
-    def _steady_heads(self) -> bool:
-        return self.qk_norm.in_kernels and self.steady and self.window is None
+    def own_values(self, projected: Tensor) -> Tensor:
+        """The values [..., H_kv, D] of a fused projection [..., R], which share its memory."""
+        first = sum(self.rows[:2])
+        own: Tensor = projected[..., first : first + self.rows[2]].unflatten(-1, (-1, self.head_width["v"]))
+        return own
 
     @property
     def query_heads(self) -> tuple[int, int]:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from residua.model.anchors import Write
+from residua.model.anchors import mix_values
 from residua.model.attend import attend
 from residua.model.attention import NoQKNorm, QKNorm, SoftmaxAttention
 from residua.model.cache import Cache, Now
@@ -29,6 +29,7 @@ from residua.model.norm import Norm
 from residua.model.projection import is_watched
 from residua.ops import decode, prefill
 from residua.ops._runtime.ahead import compile_ahead
+from residua.ops.mix_projection.reference import Mixing
 
 MOST_GRAPHS = 8
 """Shapes whose graphs are kept."""
@@ -62,12 +63,8 @@ class SequenceAttention(nn.Module):
         attention = self.attention
         assert context.rotary is not None
         projected = attention.project(x)
-        first = (self.heads + self.kv_heads) * self.width
-        own = projected[..., first : first + self.kv_heads * self.width].unflatten(-1, (-1, self.width))
-        if isinstance(attention.mix, Write):
-            anchors = (own,)
-        scales = attention.mix.value_scales()
-        mixing = None if scales is None else prefill.Mixing(anchors[0], *scales)
+        own = attention.own_values(projected)
+        mixing, anchors = mix_values(attention.mix, own, anchors)
         q, k, v = self._heads(projected, own, mixing, context.rotary[attention.table], context)
         y = attend(q, k, v, segments=context.segments, sink=attention.sink, window=attention.window)
         if "g" in attention.head_width:
@@ -79,7 +76,7 @@ class SequenceAttention(nn.Module):
         self,
         projected: Tensor,
         own: Tensor,
-        mixing: prefill.Mixing | None,
+        mixing: Mixing | None,
         table: tuple[Tensor, ...],
         context: Context,
     ) -> tuple[Tensor, Tensor, Tensor]:

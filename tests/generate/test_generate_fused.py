@@ -13,6 +13,7 @@ from residua.generate.fused_decoder import FusedAttention, FusedFFN, fuse
 from residua.generate.generator import Generator, Request, prefill
 from residua.generate.sample import Sampling
 from residua.model.decoder import Decoder
+from residua.model.fold import fold_mixing
 from residua.model.topology.fused import FEW, FusedAdditive, FusedBlock, FusedMultiGate, FusedTopology
 from residua.ops import decode
 from residua.ops._runtime.backend import Operator
@@ -141,7 +142,7 @@ def test_a_feed_forward_whose_activation_is_one_kernel_is_the_same_map(kind: str
         {"topology": {"kind": "full_attnres", "window": 2}},
         {"topology": {"kind": "hyper"}},
         {"topology": BLOCK | {"sublayers_per_block": 2, "activation": "sigmoid"}},
-        {"anchors": {"kind": "resformer"}},
+        {"anchors": {"kind": "nuresformer", "pathways": ["k", "v"]}},
         {"attention": {"kind": "gated_deltanet", "key_heads": 1, "value_heads": 2, "head_dim": 8}},
     ],
 )
@@ -152,6 +153,22 @@ def test_what_has_no_fused_form_stays_as_it_is(tables: dict[str, Any]) -> None:
     assert any(kept)
     assert kept[0] == (rewritten.norm is built.norm)
     torch.testing.assert_close(*decoded(built, torch.randint(23, (2, 5))), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("granularity", ["elementwise", "headwise", "scalar"])
+@pytest.mark.parametrize("folded", [False, True])
+def test_values_are_mixed_on_their_way_into_the_cache(granularity: str, folded: bool) -> None:
+    attention = {"kind": "softmax", "heads": 4, "kv_heads": 2, "gate": "headwise"}
+    built = residua.build(
+        small(attention=attention, anchors={"kind": "resformer", "granularity": granularity}, layers=3)
+    )
+    for name, parameter in built.double().eval().named_parameters():
+        if "scale" in name:
+            torch.nn.init.normal_(parameter, mean=0.5, std=0.3)
+    if folded:
+        assert fold_mixing(built) == 2
+    assert all(isinstance(sublayer.body, FusedAttention) for sublayer in fuse(built, 8).sublayers[::2])
+    torch.testing.assert_close(*decoded(built, torch.randint(23, (2, 5))), rtol=0, atol=1e-6)
 
 
 def test_the_rewritten_model_shares_every_weight_and_leaves_the_model_alone() -> None:

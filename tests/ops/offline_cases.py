@@ -19,6 +19,7 @@ from residua.ops.gated_delta import step as delta_step
 from residua.ops.hyper_connection import manifold_weights
 from residua.ops.hyper_connection.autograd import normed_backward as normed_step_backward
 from residua.ops.hyper_connection.autograd import normed_step
+from residua.ops.mix_projection.reference import Mixing
 from residua.ops.multi_gate.autograd import normed_backward, normed_forward
 from residua.ops.squared_relu import launch
 
@@ -316,6 +317,8 @@ def decode_heads(dtype: torch.dtype, width: int, slots: int, batch: int, heads: 
     until = torch.zeros(batch, dtype=torch.int64)
     for gains in (None, (torch.zeros(width), torch.zeros(width))):
         q = decode.enter_cache(projected, heads, gains, *table, keys, values, until)
+    scale = torch.zeros(kv_heads, 1).expand(kv_heads, width)
+    decode.enter_cache(projected, heads, None, *table, keys, values, until, Mixing(keys[:, 0], scale, scale))
     for sink in (None, torch.zeros(heads)):
         decode.decode_attention(q, keys, values, until, sink)
 
@@ -353,7 +356,7 @@ def prefill_heads(dtype: torch.dtype, width: int, heads: int, kv_heads: int, len
         prefill.turn_heads(projected, heads, kv_heads, gains, *table)
         prefill.enter_heads(projected, heads, gains, *table, keys, values)
     scale = torch.zeros(kv_heads, 1).expand(kv_heads, width)
-    prefill.enter_heads(projected, heads, None, *table, keys, values, prefill.Mixing(keys, scale, scale))
+    prefill.enter_heads(projected, heads, None, *table, keys, values, Mixing(keys, scale, scale))
 
 
 @torch.no_grad()

@@ -13,6 +13,7 @@ from torch import Tensor
 from residua import ops
 from residua.ops import decode
 from residua.ops.decode import Gate, overlap
+from residua.ops.mix_projection.reference import Mixing
 from tests.nightly import only_nightly
 
 pytestmark = pytest.mark.slow
@@ -221,6 +222,29 @@ def test_heads_enter_the_cache(
         results.append((q, keys, values))
     for got, exact in zip(*results, strict=True):
         assert relative(got, exact) < tolerance
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), PRECISIONS)
+@pytest.mark.parametrize("granularity", ["elementwise", "headwise", "scalar"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_values_enter_the_cache_mixed_with_an_anchor(
+    device: str, granularity: str, dtype: torch.dtype, tolerance: float
+) -> None:
+    """V̂ = λ1 ⊙ V_anc + λ2 ⊙ V; the anchor is a part of another layer's projection."""
+    heads, kv_heads, width = 4, 2, 6
+    mine, first = (draw(3, (heads + 2 * kv_heads) * width, device=device, dtype=dtype) for _ in range(2))
+    own, anchor = (x[:, -kv_heads * width :].unflatten(-1, (kv_heads, width)) for x in (mine, first))
+    sizes = {"elementwise": (kv_heads, width), "headwise": (kv_heads, 1), "scalar": (1, 1)}
+    scales = [draw(*sizes[granularity], device=device).expand(kv_heads, width) for _ in range(2)]
+    angles = draw(5, width // 2, device=device)
+    positions = torch.tensor([0, 4, 2], device=device)
+    keys, values = (torch.zeros(3, 5, kv_heads, width, device=device, dtype=dtype) for _ in range(2))
+    with ops.backend("triton"):
+        table = (angles.cos(), angles.sin())
+        decode.enter_cache(mine, heads, None, *table, keys, values, positions, Mixing(anchor, *scales))
+    wanted = scales[0].double() * anchor.double() + scales[1].double() * own.double()
+    assert relative(values[torch.arange(3), positions], wanted) < tolerance
+    assert values.count_nonzero() == wanted.count_nonzero()
 
 
 def test_shares_of_a_head_are_merged_and_counters_set_back(monkeypatch: pytest.MonkeyPatch) -> None:

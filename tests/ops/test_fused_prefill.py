@@ -11,6 +11,7 @@ from torch import Tensor
 from residua import ops
 from residua.ops import prefill
 from residua.ops.depth_attention.launch import parts
+from residua.ops.mix_projection.reference import Mixing
 
 pytestmark = pytest.mark.slow
 
@@ -97,7 +98,7 @@ def test_values_enter_a_cache_mixed_with_an_anchor(
     with ops.backend("triton"):
         prefill.enter_heads(
             mine, heads, None, angles.cos(), angles.sin(), *(c[:, :length] for c in caches),
-            prefill.Mixing(anchor, *scales),
+            Mixing(anchor, *scales),
         )  # fmt: skip
     own = mine[..., -kv_heads * width :].unflatten(-1, (kv_heads, width))
     wanted = scales[0].double() * anchor.double() + scales[1].double() * own.double()

@@ -8,6 +8,7 @@ from residua.ops._runtime import fused
 from residua.ops._runtime.backend import Operator
 from residua.ops.decode import autograd, launch, reference
 from residua.ops.decode.reference import Gate
+from residua.ops.mix_projection.reference import Mixing
 
 MOST_STREAMS = 16
 WIDEST = 8192
@@ -47,10 +48,14 @@ def _serves_gate(streams: Any, y: Tensor, *_: Any, **__: Any) -> bool:
     return len(streams) <= MOST_STREAMS and _rows(*streams, y)
 
 
-def _serves_entry(projected: Tensor, heads: int, gains: Any, cos: Tensor, sin: Tensor, *cache: Tensor) -> bool:
-    keys, values, _ = cache
+def _serves_entry(
+    projected: Tensor, heads: int, gains: Any, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, _: Tensor,
+    mixing: Mixing | None = None,
+) -> bool:  # fmt: skip
     alike = keys.stride() == values.stride() and keys.stride(-1) == 1 and keys.shape[-1] % 2 == 0
-    return alike and fused.serves(projected, cos, sin, keys, values)
+    anchors = () if mixing is None else (mixing.anchor,)
+    alike = alike and all(anchor.stride()[1:] == (keys.shape[-1], 1) for anchor in anchors)
+    return alike and fused.serves(projected, cos, sin, keys, values, *anchors)
 
 
 def _serves_attention(q: Tensor, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> bool:

@@ -9,6 +9,7 @@ from torch import Tensor
 from residua.ops._runtime.library import operator
 from residua.ops.decode import launch
 from residua.ops.decode.reference import Gate
+from residua.ops.mix_projection.reference import Mixing
 
 _add_norm = operator(
     "add_norm_decode(Tensor base, Tensor y, Tensor weight, float eps) -> (Tensor, Tensor)",
@@ -47,7 +48,7 @@ _gate_prepared = operator(
 )
 _enter_cache = operator(
     "enter_cache(Tensor projected, SymInt heads, Tensor[] gains, Tensor cos, Tensor sin, Tensor(a!) keys,"
-    " Tensor(b!) values, Tensor positions) -> Tensor",
+    " Tensor(b!) values, Tensor positions, Tensor[] mixing) -> Tensor",
     launch.enter_cache,
     launch.enter_cache_output,
 )
@@ -130,11 +131,12 @@ def enter_cache(
     keys: Tensor,
     values: Tensor,
     positions: Tensor,
+    mixing: Mixing | None = None,
 ) -> Tensor:
     """The fused twin of `reference.enter_cache`."""
     dense = projected if projected.stride(1) == 1 else projected.contiguous()
     tables = (cos.contiguous(), sin.contiguous())
-    q: Tensor = _enter_cache(dense, heads, list(gains or ()), *tables, keys, values, positions)
+    q: Tensor = _enter_cache(dense, heads, list(gains or ()), *tables, keys, values, positions, list(mixing or ()))
     return q
 
 

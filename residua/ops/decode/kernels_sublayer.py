@@ -20,10 +20,19 @@ def _turned(x_ptr, gain_ptr, b_cos, b_sin, half, live, eps, HALF: tl.constexpr, 
 
 
 @triton.jit
+def _mixed(anchor_ptr, b_x, anchor_scale_ptr, scale_ptr, live):
+    """λ1 ⊙ a + λ2 ⊙ x."""
+    b_a = tl.load(anchor_ptr, mask=live, other=0.0).to(tl.float32)
+    b_1 = tl.load(anchor_scale_ptr, mask=live, other=0.0).to(tl.float32)
+    return b_1 * b_a + tl.load(scale_ptr, mask=live, other=0.0).to(tl.float32) * b_x
+
+
+@triton.jit
 def enter_cache_kernel(
-    x_ptr, q_gain_ptr, k_gain_ptr, cos_ptr, sin_ptr, k_ptr, v_ptr, positions_ptr, q_ptr,
-    stride_xb, stride_kb, stride_ks, stride_kh, eps,
+    x_ptr, q_gain_ptr, k_gain_ptr, cos_ptr, sin_ptr, k_ptr, v_ptr, anchor_ptr, anchor_scale_ptr, scale_ptr,
+    positions_ptr, q_ptr, stride_xb, stride_kb, stride_ks, stride_kh, stride_ab, stride_sh, stride_sd, eps,
     HEADS: tl.constexpr, KV: tl.constexpr, HALF: tl.constexpr, LANES: tl.constexpr, NORM: tl.constexpr,
+    MIXED: tl.constexpr,
 ):  # fmt: skip
     """Program (b, h) is query head h, or from HEADS on a key and its value."""
     batch, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -40,14 +49,21 @@ def enter_cache_kernel(
         tl.store(to_ptr, b_y1.to(q_ptr.dtype.element_ty), mask=live)
         tl.store(to_ptr + HALF, b_y2.to(q_ptr.dtype.element_ty), mask=live)
     else:
-        # a key: normed, rotated, put into its slot; and its value, as it is
+        # a key: normed, rotated, put into its slot; and its value, as it is or mixed with its anchor
         b_y1, b_y2 = _turned(head_ptr, k_gain_ptr, b_cos, b_sin, half, live, eps, HALF, NORM)
         slot = batch * stride_kb + position * stride_ks + (h - HEADS) * stride_kh + half
         tl.store(k_ptr + slot, b_y1.to(k_ptr.dtype.element_ty), mask=live)
         tl.store(k_ptr + slot + HALF, b_y2.to(k_ptr.dtype.element_ty), mask=live)
         value_ptr = head_ptr + KV * 2 * HALF + half
-        tl.store(v_ptr + slot, tl.load(value_ptr, mask=live, other=0.0).to(v_ptr.dtype.element_ty), mask=live)
-        b_v2 = tl.load(value_ptr + HALF, mask=live, other=0.0)
+        b_v1 = tl.load(value_ptr, mask=live, other=0.0).to(tl.float32)
+        b_v2 = tl.load(value_ptr + HALF, mask=live, other=0.0).to(tl.float32)
+        if MIXED:
+            own_ptr = anchor_ptr + batch * stride_ab + (h - HEADS) * 2 * HALF + half
+            here = (h - HEADS) * stride_sh + half * stride_sd
+            there = here + HALF * stride_sd
+            b_v1 = _mixed(own_ptr, b_v1, anchor_scale_ptr + here, scale_ptr + here, live)
+            b_v2 = _mixed(own_ptr + HALF, b_v2, anchor_scale_ptr + there, scale_ptr + there, live)
+        tl.store(v_ptr + slot, b_v1.to(v_ptr.dtype.element_ty), mask=live)
         tl.store(v_ptr + slot + HALF, b_v2.to(v_ptr.dtype.element_ty), mask=live)
 
 

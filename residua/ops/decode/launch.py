@@ -195,24 +195,26 @@ def gate_prepared(
 
 def enter_cache_output(
     projected: Tensor, heads: int, gains: Sequence[Tensor], cos: Tensor, sin: Tensor,
-    keys: Tensor, values: Tensor, positions: Tensor,
+    keys: Tensor, values: Tensor, positions: Tensor, mixing: Sequence[Tensor],
 ) -> Tensor:  # fmt: skip
     return projected.new_empty(len(projected), heads, keys.shape[3])
 
 
 def enter_cache(
     projected: Tensor, heads: int, gains: Sequence[Tensor], cos: Tensor, sin: Tensor,
-    keys: Tensor, values: Tensor, positions: Tensor,
+    keys: Tensor, values: Tensor, positions: Tensor, mixing: Sequence[Tensor],
 ) -> Tensor:  # fmt: skip
-    q = enter_cache_output(projected, heads, gains, cos, sin, keys, values, positions)
+    q = enter_cache_output(projected, heads, gains, cos, sin, keys, values, positions, mixing)
     batch, (kv, width) = len(projected), keys.shape[2:]
     if batch:
         first, second = gains or (projected, projected)
+        anchor, anchor_scale, scale = mixing or (projected, cos, cos)
         with on(keys):
             _kernels().sublayers.enter_cache_kernel[(batch, heads + kv)](
-                projected, first, second, cos, sin, keys, values, positions, q, projected.stride(0), *keys.stride()[:3],
+                projected, first, second, cos, sin, keys, values, anchor, anchor_scale, scale, positions, q,
+                projected.stride(0), *keys.stride()[:3], anchor.stride(0), *scale.stride(),
                 KEY_EPS, HEADS=heads, KV=kv, HALF=width // 2, LANES=power(width // 2),
-                NORM=bool(gains), num_warps=1,
+                NORM=bool(gains), MIXED=bool(mixing), num_warps=1,
             )  # fmt: skip
     return q
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import gelu, relu, silu
 
 from residua.ops._runtime.numeric import rms, wide
+from residua.ops.mix_projection.reference import Mixing
 from residua.ops.multi_gate.reference import gates, multi_gate, pool
 from residua.ops.norm_rotate.reference import rotate
 
@@ -146,12 +147,13 @@ def enter_cache(
     keys: Tensor,
     values: Tensor,
     positions: Tensor,
+    mixing: Mixing | None = None,
 ) -> Tensor:
     """The heads of one token per row: queries and keys normed and rotated, keys and values put into their slots.
 
     projected [B, R] begins with `heads` queries and then the H_kv keys and values of keys, values [B, S, H_kv, D];
     gains [D] of queries and keys, None: no norm; cos, sin [positions, D/2], of every position that may occur;
-    positions [B]. Returns the queries [B, H, D].
+    positions [B]. Values may be mixed with an anchor [B, H_kv, D]. Returns the queries [B, H, D].
     """
     kv, width = keys.shape[2:]
     q, k, v = projected[:, : (heads + 2 * kv) * width].unflatten(-1, (-1, width)).split([heads, kv, kv], 1)
@@ -161,7 +163,7 @@ def enter_cache(
     q, k = (rotate(x[:, None], table)[:, 0] for x in (q, k))
     rows = torch.arange(len(q), device=q.device)
     keys[rows, positions] = k.to(keys.dtype)
-    values[rows, positions] = v.to(values.dtype)
+    values[rows, positions] = (v if mixing is None else mixing(v)).to(values.dtype)
     return q
 
 

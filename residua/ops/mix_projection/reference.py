@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -68,6 +69,18 @@ def mix_heads(
     for s, gain in zip("qk", gains or (None, None), strict=True):
         made[s] = rotate(made[s] if gain is None else rms(made[s], eps, gain), table)
     return made, tuple(anchors.values())
+
+
+class Mixing(NamedTuple):
+    """V̂ = λ1 ⊙ V_anc + λ2 ⊙ V: the anchor [..., H_kv, D], λ1 and λ2 [H_kv, D] with the same strides."""
+
+    anchor: Tensor
+    anchor_scale: Tensor
+    scale: Tensor
+
+    def __call__(self, v: Tensor) -> Tensor:
+        """V̂, in at least float32."""
+        return wide(self.anchor_scale) * wide(self.anchor) + wide(self.scale) * wide(v)
 
 
 def per_head(scale: Tensor) -> Tensor:

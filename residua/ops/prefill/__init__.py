@@ -6,8 +6,9 @@ from torch import Tensor
 
 from residua.ops._runtime import fused
 from residua.ops._runtime.backend import Operator
+from residua.ops.mix_projection.reference import Mixing
 from residua.ops.prefill import reference
-from residua.ops.prefill.reference import Mixing, Queries, Streams
+from residua.ops.prefill.reference import Queries, Streams
 
 MOST_STREAMS = 16
 
@@ -63,14 +64,4 @@ if fused.INSTALLED:
     read_norm.register_fused(autograd.read_norm, _serves_read)
     gate_norm.register_fused(autograd.gate_norm, _serves_gate)
 
-__all__ = [
-    "Mixing",
-    "Queries",
-    "Streams",
-    "enter_heads",
-    "gate_norm",
-    "read_group",
-    "read_norm",
-    "source_scores",
-    "turn_heads",
-]
+__all__ = ["Queries", "Streams", "enter_heads", "gate_norm", "read_group", "read_norm", "source_scores", "turn_heads"]

@@ -9,8 +9,9 @@ from torch import Tensor
 from residua.ops._runtime.library import operator
 from residua.ops.depth_attention.autograd import depth_mix_group, depth_scores, depth_sum_scores
 from residua.ops.depth_attention.tiles import narrow
+from residua.ops.mix_projection.reference import Mixing
 from residua.ops.prefill import launch
-from residua.ops.prefill.reference import KEY_EPS, Gains, Mixing, Queries, Streams
+from residua.ops.prefill.reference import KEY_EPS, Gains, Queries, Streams
 
 _turn_heads = operator(
     "turn_heads(Tensor projected, int heads, int kv_heads, Tensor[] gains, Tensor cos, Tensor sin, float eps)"

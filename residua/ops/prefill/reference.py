@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from residua.ops._runtime.numeric import rms, wide
+from residua.ops.mix_projection.reference import Mixing
 from residua.ops.multi_gate.reference import gates, multi_gate
 from residua.ops.norm_rotate.reference import rotate
 
@@ -20,14 +21,6 @@ KEY_EPS = 1e-6
 
 Gains = tuple[Tensor, Tensor]
 """The gains [D] of QK-norm, for queries and keys."""
-
-
-class Mixing(NamedTuple):
-    """V̂ = λ1 ⊙ V_anc + λ2 ⊙ V: the anchor [B, T, H_kv, D], λ1 and λ2 [H_kv, D], both with the same strides."""
-
-    anchor: Tensor
-    anchor_scale: Tensor
-    scale: Tensor
 
 
 class Queries(NamedTuple):
@@ -88,11 +81,8 @@ def enter_heads(
     q, k = turn_heads(projected, heads, kv_heads, gains, cos, sin, eps=eps)
     first = (heads + kv_heads) * width
     v = projected[..., first : first + kv_heads * width].unflatten(-1, (-1, width))
-    if mixing is not None:
-        anchor, anchor_scale, scale = map(wide, mixing)
-        v = anchor_scale * anchor + scale * wide(v)
     keys.copy_(k)
-    values.copy_(v)
+    values.copy_(v if mixing is None else mixing(v))
     return q
 
 
