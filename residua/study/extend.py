@@ -50,7 +50,7 @@ def extend(path: Path, study: StudyConfig, plan: StudyPlan, fingerprint: str, ou
             "same text in the same way, or name another file for --results."
         )
     merged = _merged(path, saved.config, study)
-    before = saved.plan(out)
+    before = saved.plan(out, next(iter(plan.models.values())).config.data.path)
     for key, model in before.models.items():
         if key in plan.models:
             _check_model(path, key, model.config, plan.models[key].config)

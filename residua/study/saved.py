@@ -164,23 +164,27 @@ class SavedStudy(Frozen):
         """Steps timed alone, by (size, variant), then by device."""
         return {(model.size, model.variant): model.timings for model in self.models}
 
-    def plan(self, out: Path) -> StudyPlan:
-        """The models and the complete runs; folders are where a study in `out` would have them."""
+    def plan(self, out: Path, text: str | None = None) -> StudyPlan:
+        """The models and the complete runs; folders are where a study in `out` would have them.
+
+        `text` is the folder of their text, which the file does not know; None: the embedded corpus.
+        """
         study = self.config
         models = {
             (model.size, model.variant): PlannedModel(
-                RunConfig(**model.config), model.overrides, model.matching, model.parameters, model.flops_per_token
+                RunConfig(**model.config | {"data": model.config["data"] | {"path": text}}),
+                model.overrides, model.matching, model.parameters, model.flops_per_token,
             )
             for model in self.models
-        }
+        }  # fmt: skip
         runs = []
         for run in self.runs:
             title = model_title(study, run.size, run.variant) + (f"-{run.budget:g}x" if run.budget != 1.0 else "")
             config = _seeded(models[run.size, run.variant].config, run.seed, run.steps)
             folder = out / RUNS / f"{title}-seed{run.seed}"
             runs.append(PlannedRun(run.variant, run.size, run.seed, config, folder, run.budget))
-        text = self.dataset.train_tokens if self.dataset else 0
-        return StudyPlan(models, tuple(runs), text, self.tuning or ())
+        tokens = self.dataset.train_tokens if self.dataset else 0
+        return StudyPlan(models, tuple(runs), tokens, self.tuning or ())
 
     def records(self, plan: StudyPlan) -> dict[PlannedRun, RunRecord]:
         """What was measured in the runs of `plan`, which `self.plan` returned."""

@@ -20,6 +20,7 @@ from residua.data import Dataset, open_corpus, prepare
 from residua.study import StudyConfig
 from residua.study import conduct as conducting
 from residua.study.conduct import Outcome, complete_records, conduct, show_saved, summarise
+from residua.study.extend import extend
 from residua.study.plan import PlannedRun, StudyPlan, make_plan
 from residua.study.results import collect
 from residua.study.runner import StudyInterrupted
@@ -183,6 +184,19 @@ def test_other_variants_seeds_and_budgets_are_added_and_nothing_is_trained_twice
     # And a third time nothing is left to train.
     run(chosen("mgr", "block_attnres", seeds=[0, 1]), tmp_path / "third", kept)
     assert len(trainer.trained) == len(first) + len(new)
+
+
+def test_runs_that_only_the_file_names_are_measured_on_the_text_of_the_study(
+    chosen: Callable[..., StudyConfig], trainer: Trainer, dataset: Dataset, tmp_path: Path
+) -> None:
+    """Their weights may be in the folder, and then low precision is measured: not on the embedded corpus."""
+    kept, out = tmp_path / "x.json", tmp_path / "out"
+    run(chosen("mgr"), out, kept)
+    study = chosen("block_attnres")
+    extended = extend(kept, study, make_plan(study, out, dataset), dataset.fingerprint, out)
+    assert {run.variant for run in extended.plan.runs} == {"prenorm", "mgr", "block_attnres"}
+    assert {run.config.data.path for run in extended.plan.runs} == {str(dataset.path)}
+    assert {model.config.data.path for model in extended.plan.models.values()} == {str(dataset.path)}
 
 
 def test_a_study_that_is_stopped_keeps_what_was_trained_and_continues_elsewhere(
