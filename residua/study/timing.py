@@ -1,8 +1,9 @@
 """The speed of every variant's step, timed alone once its runs are complete: runs side by side slow each other down.
 
-One process times all variants, one after the other, exactly as `residua train` would run them. A record is kept per
-model and device under `timings/`, so nothing is measured twice, and speeds of different devices are never compared.
-`python -m residua.study.timing SECONDS CONFIG.toml RECORD.json …` is that process.
+One process times all variants of a size, one after the other, exactly as `residua train` would run them. A record is
+kept per model and device under `timings/`. Speeds of different devices are never compared. Whenever a variant is timed,
+the baseline is timed again before it: if the machine is faster or slower than it was, all variants are timed again.
+`python -m residua.study.timing SECONDS CONFIG.toml RECORD.json …`, the baseline first, is that process.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ from residua.study.runs import is_complete
 SECONDS = 4.0
 """How long each step is timed, after compilation and warm-up."""
 FEWEST, MOST, BLOCKS = 10, 2000, 10  # timed steps at least and at most, and the blocks they are divided into
+DRIFT = 0.03
+"""If the baseline's step takes longer or shorter by more than this, it and earlier timings cannot be compared."""
 
 
 class StepTiming(Frozen):
@@ -55,6 +58,15 @@ class StepTiming(Frozen):
         """Tokens of a step over its seconds."""
         return self.tokens / self.median
 
+    def drift(self, earlier: StepTiming) -> float:
+        """How much longer this step takes than it did, as a logarithm."""
+        return math.log(self.median / earlier.median)
+
+    def scaled(self, factor: float) -> StepTiming:
+        """The timing with all seconds multiplied by a factor."""
+        seconds = {"median": self.median, "p10": self.p10, "p90": self.p90}
+        return self.model_copy(update={name: value * factor for name, value in seconds.items()})
+
 
 class _Record(Frozen):
     """The content of a file under `timings/`: what was timed, and the timings by device."""
@@ -66,11 +78,18 @@ class _Record(Frozen):
 def time_variants(
     study: StudyConfig, plan: StudyPlan, out: Path, console: Console, elsewhere: Container[PlannedRun] = ()
 ) -> None:
-    """Time the variants that have a complete run, here or `elsewhere`, unless all were timed on one device before."""
+    """Time the variants that have a complete run, here or `elsewhere`; skip sizes timed as a whole on one device."""
     if study.workers < 2 and not study.time_alone:
         return
     complete = {(r.size, r.variant) for r in plan.compared if r in elsewhere or is_complete(r.folder, r.config)}
-    models = {model_title(study, *key): plan.models[key].config for key in plan.models if key in complete}
+    for size in dict.fromkeys(size for size, _ in plan.models):
+        keys = [key for key in plan.models if key in complete and key[0] == size]
+        keys.sort(key=lambda key: key[1] != study.baseline)  # the baseline first
+        _time_size(study, {model_title(study, *key): plan.models[key].config for key in keys}, out, console)
+
+
+def _time_size(study: StudyConfig, models: Mapping[str, RunConfig], out: Path, console: Console) -> None:
+    """Time the models of one size, by title, unless all were timed on one device before."""
     known = {title: _read(out, title, config) for title, config in models.items()}
     if not models or set.intersection(*(set(record.devices) for record in known.values())):
         return
@@ -94,14 +113,19 @@ def read_timings(study: StudyConfig, plan: StudyPlan, out: Path) -> dict[tuple[s
 def keep_timings(
     study: StudyConfig, plan: StudyPlan, out: Path, timings: Mapping[tuple[str, str], Mapping[str, StepTiming]]
 ) -> None:
-    """Record timings that were made elsewhere; those of this folder stay."""
-    for key, devices in timings.items():
-        title, config = model_title(study, *key), plan.models[key].config
+    """Record timings that were made elsewhere; those of this folder stay.
+
+    A device whose baseline was timed here at another time is left out: the speeds would not be comparable.
+    """
+    here = read_timings(study, plan, out)
+    for (size, name), devices in timings.items():
+        title, config = model_title(study, size, name), plan.models[size, name].config
         own = _read(out, title, config)
-        if devices.keys() - own.devices.keys():
+        base, theirs = here.get((size, study.baseline), {}), timings.get((size, study.baseline), {})
+        same = {d: timing for d, timing in devices.items() if d not in base or base[d] == theirs.get(d)}
+        if same.keys() - own.devices.keys():
             _path(out, title).parent.mkdir(parents=True, exist_ok=True)
-            record = own.model_copy(update={"devices": {**devices, **own.devices}})
-            write_atomically(_path(out, title), record.model_dump_json(indent=1) + "\n")
+            _write(_path(out, title), own, {**same, **own.devices})
 
 
 def _run(command: Sequence[str], study: StudyConfig, out: Path, console: Console) -> None:
@@ -138,6 +162,11 @@ def _read(out: Path, title: str, config: RunConfig) -> _Record:
     except ReadError:
         return empty
     return found if found.config == empty.config else empty
+
+
+def _write(path: Path, record: _Record, devices: Mapping[str, StepTiming]) -> None:
+    """Replace the timings of a record."""
+    write_atomically(path, record.model_copy(update={"devices": dict(devices)}).model_dump_json(indent=1) + "\n")
 
 
 def _signature(config: RunConfig) -> str:
@@ -180,32 +209,102 @@ def _error(seconds: Sequence[float]) -> float:
     return statistics.stdev([math.log(value) for value in medians]) / math.sqrt(BLOCKS)
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Time every configuration that has no timing on this device yet, and add it to its record; 1 if one failed."""
-    from residua.config.plugins import load_plugins
-    from residua.train.environment import device_name
-    from residua.train.timing import release_memory
+class Session:
+    """Times the models of one size on this machine, the baseline first, into their records."""
 
-    load_plugins()
-    failed = False
-    for path, kept in zip(map(Path, arguments[1::2]), map(Path, arguments[2::2]), strict=True):
+    def __init__(self, seconds: float) -> None:
+        self.failed = False
+        self._seconds = seconds
+        self._factor: float | None = 1.0  # from seconds of this session to recorded ones; None if not comparable
+
+    def time_baseline(self, path: Path, kept: Path, others: Sequence[Path]) -> None:
+        """Time the first model. If its recorded timing no longer holds, remove those of the others on this device."""
+        earlier = _timed_here(path, kept)
+        timing = self._measured(path)
+        if timing is None:
+            self._factor = 1.0 if earlier is None else None
+        elif earlier is not None and abs(timing.drift(earlier)) <= DRIFT:
+            self._factor = math.exp(-timing.drift(earlier))
+            print(f"{path.stem}: {_rate(timing)} alone, and {_rate(earlier)} when timed before", flush=True)
+        else:
+            stale = [other for other in others if _forget(other, timing.device)]
+            _add(kept, timing)
+            what = f"{path.stem}: {_told(timing)}"
+            if earlier is not None:
+                what = f"{path.stem}: {_rate(timing)} alone, but {_rate(earlier)} when timed before"
+            print(what + ": all variants are timed again" * bool(earlier or stale), flush=True)
+
+    def time_variant(self, path: Path, kept: Path) -> None:
+        """Time a model that has no timing on this device, relative to the recorded one of the baseline."""
+        if _timed_here(path, kept) is not None:
+            return
+        if self._factor is None:
+            print(f"{path.stem}: not timed, since the baseline could not be timed beside it", file=sys.stderr)
+            return
+        if (measured := self._measured(path)) is not None:
+            timing = measured.scaled(self._factor)
+            _add(kept, timing)
+            print(f"{path.stem}: {_told(timing)}", flush=True)
+
+    def _measured(self, path: Path) -> StepTiming | None:
+        from residua.train.timing import release_memory
+
         config = RunConfig.from_toml(path)
-        record = read_json(kept, _Record, "remove it to time the model again")
-        device = choose_device(config.train.device, "train.device")
-        if device_name(device) in record.devices:
-            continue
         try:
-            timing = measure(config, float(arguments[0]))
+            return measure(config, self._seconds)
         except (RuntimeError, ValueError) as problem:  # also out of memory
             print(f"{path.stem}: {problem}", file=sys.stderr)
-            failed = True
-            release_memory(device)
-            continue
-        devices = {**record.devices, timing.device: timing}
-        write_atomically(kept, record.model_copy(update={"devices": devices}).model_dump_json(indent=1) + "\n")
-        spread = (timing.p90 - timing.p10) / timing.median
-        print(f"{path.stem}: {timing.tokens_per_second:,.0f} tokens/s alone, spread {spread:.1%}", flush=True)
-    return int(failed)
+            self.failed = True
+            release_memory(choose_device(config.train.device, "train.device"))
+            return None
+
+
+def _timed_here(path: Path, kept: Path) -> StepTiming | None:
+    """The recorded timing of a model on this device."""
+    from residua.train.environment import device_name
+
+    device = choose_device(RunConfig.from_toml(path).train.device, "train.device")
+    return _opened(kept).devices.get(device_name(device))
+
+
+def _opened(kept: Path) -> _Record:
+    return read_json(kept, _Record, "remove it to time the model again")
+
+
+def _add(kept: Path, timing: StepTiming) -> None:
+    record = _opened(kept)
+    _write(kept, record, {**record.devices, timing.device: timing})
+
+
+def _forget(kept: Path, device: str) -> bool:
+    """Remove the timing on a device; returns whether there was one."""
+    record = _opened(kept)
+    if device not in record.devices:
+        return False
+    _write(kept, record, {name: timing for name, timing in record.devices.items() if name != device})
+    return True
+
+
+def _rate(timing: StepTiming) -> str:
+    return f"{timing.tokens_per_second:,.0f} tokens/s"
+
+
+def _told(timing: StepTiming) -> str:
+    return f"{_rate(timing)} alone, spread {(timing.p90 - timing.p10) / timing.median:.1%}"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Time the first model, the baseline, and every other one without a timing on this device; 1 if one failed."""
+    from residua.config.plugins import load_plugins
+
+    load_plugins()
+    seconds, *paths = arguments
+    pairs = list(zip(map(Path, paths[::2]), map(Path, paths[1::2]), strict=True))
+    session = Session(float(seconds))
+    session.time_baseline(*pairs[0], others=[kept for _, kept in pairs[1:]])
+    for path, kept in pairs[1:]:
+        session.time_variant(path, kept)
+    return int(session.failed)
 
 
 if __name__ == "__main__":

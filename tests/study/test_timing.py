@@ -14,7 +14,7 @@ from residua.study import StudyConfig, timing
 from residua.study.conduct import conduct
 from residua.study.plan import StudyPlan, make_plan
 from residua.study.runner import StudyInterrupted
-from residua.study.timing import StepTiming, read_timings, time_variants
+from residua.study.timing import StepTiming, keep_timings, read_timings, time_variants
 from tests.study.recorded import write_all
 from tests.study.test_results import straight
 
@@ -34,12 +34,19 @@ class Timed:
         monkeypatch.setattr(timing, "measure", self._measure)
         monkeypatch.setattr(timing, "_run", lambda command, *others: timing.main(command[command.index("0.5") :]))
         monkeypatch.setattr("residua.train.environment.device_name", lambda device: self.device)
-        self.device = device
+        self.device, self.seconds = device, 1.0
 
     def _measure(self, config: RunConfig, seconds: float) -> StepTiming:
         self.calls.append(config.model.topology.kind)
-        values = {"median": 1.0, "p10": 0.9, "p90": 1.1, "count": 10, "error": 0.01}
+        median = self.seconds * (2.0 if config.model.topology.kind == "multi_gate" else 1.0)
+        values = {"median": median, "p10": 0.9 * median, "p90": 1.1 * median, "count": 10, "error": 0.01}
         return StepTiming(device=self.device, tokens=config.tokens_per_step, **values)
+
+
+def medians(study: StudyConfig, plan: StudyPlan, out: Path) -> dict[str, float]:
+    """The recorded seconds on the H200 by variant."""
+    found = read_timings(study, plan, out)
+    return {name: devices["H200"].median for (_, name), devices in found.items() if "H200" in devices}
 
 
 @pytest.fixture
@@ -88,14 +95,81 @@ def test_what_was_timed_is_not_timed_again_and_what_changed_is(
     assert timed.calls == ["additive", "multi_gate"]
     (out / "timings" / "mgr.json").unlink()  # as if the study had been stopped between the two
     quietly(chosen, plan, out)
-    assert timed.calls == ["additive", "multi_gate", "multi_gate"]
+    assert timed.calls == ["additive", "multi_gate"] * 2  # the baseline beside it
     (out / "timings" / "prenorm.json").write_text("{")
     quietly(chosen, plan, out)
-    assert timed.calls[3:] == ["additive"]
+    assert timed.calls[4:] == ["additive", "multi_gate"]
 
     wider = {key: model.config.override(["train.micro_batch=4"]) for key, model in plan.models.items()}
     changed = StudyPlan({k: m.__class__(**{**vars(m), "config": wider[k]}) for k, m in plan.models.items()}, plan.runs)
     assert read_timings(chosen, changed, out) == {("tiny", "prenorm"): {}, ("tiny", "mgr"): {}}
+
+
+def test_on_a_machine_that_has_become_slower_all_variants_are_timed_again(
+    study: StudyConfig, dataset: Dataset, out: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Idle when two variants were timed, busy when the third one is."""
+    chosen = two(study, dataset, variants=["prenorm", "mgr", "exoformer"])
+    plan = make_plan(chosen, out, dataset)
+    write_all(plan, straight)
+    timed = Timed(monkeypatch)
+    quietly(chosen, plan, out)
+    (out / "timings" / "exoformer.json").unlink()
+    timed.seconds = 2.0
+    capsys.readouterr()
+    quietly(chosen, plan, out)
+    assert medians(chosen, plan, out) == {"prenorm": 2.0, "mgr": 4.0, "exoformer": 2.0}
+    told = capsys.readouterr().out.splitlines()
+    assert len(told) == 3 and "when timed before: all variants are timed again" in told[0]
+
+
+def test_on_a_machine_as_fast_as_before_a_new_variant_is_set_against_the_baseline_of_its_own_session(
+    study: StudyConfig, dataset: Dataset, plan: StudyPlan, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timed, chosen = Timed(monkeypatch), two(study, dataset)
+    quietly(chosen, plan, out)
+    (out / "timings" / "mgr.json").unlink()
+    timed.seconds = 1.02
+    quietly(chosen, plan, out)
+    assert medians(chosen, plan, out) == {"prenorm": 1.0, "mgr": pytest.approx(2.0)}  # 2.04 × 1.0 / 1.02
+
+
+def test_a_new_variant_is_not_timed_if_the_baseline_cannot_be_timed_beside_it(
+    study: StudyConfig, dataset: Dataset, plan: StudyPlan, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timed, chosen = Timed(monkeypatch), two(study, dataset)
+    quietly(chosen, plan, out)
+    (out / "timings" / "mgr.json").unlink()
+
+    def fails(config: RunConfig, seconds: float) -> StepTiming:
+        assert config.model.topology.kind == "additive"
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(timing, "measure", fails)
+    quietly(chosen, plan, out)
+    assert medians(chosen, plan, out) == {"prenorm": 1.0}
+    monkeypatch.setattr(timing, "measure", timed._measure)
+    quietly(chosen, plan, out)
+    assert medians(chosen, plan, out) == {"prenorm": 1.0, "mgr": 2.0}
+
+
+def test_timings_of_a_results_file_stay_out_where_the_baseline_was_timed_again_since(
+    study: StudyConfig, dataset: Dataset, plan: StudyPlan, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a stop between the baseline and the variant: their old timings must not be mixed with the new."""
+    timed, chosen = Timed(monkeypatch), two(study, dataset)
+    quietly(chosen, plan, out)
+    saved = read_timings(chosen, plan, out)
+    (out / "timings" / "mgr.json").unlink()
+    keep_timings(chosen, plan, out, saved)
+    assert read_timings(chosen, plan, out) == saved  # from one session
+    timed.seconds = 2.0
+    for record in (out / "timings").iterdir():
+        record.unlink()
+    quietly(chosen, plan, out)
+    (out / "timings" / "mgr.json").unlink()
+    keep_timings(chosen, plan, out, saved)
+    assert medians(chosen, plan, out) == {"prenorm": 2.0}
 
 
 def test_on_another_device_all_are_timed_again_if_one_is_new(
