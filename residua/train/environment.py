@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import subprocess
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ from typing import Any
 import torch
 
 from residua.version import MATHEMATICS, __version__
+
+CPUINFO = Path("/proc/cpuinfo")
 
 
 def describe_environment(device: torch.device) -> dict[str, Any]:
@@ -41,7 +44,7 @@ def device_name(device: torch.device) -> str:
     """The GPU's name, or the processor's with the threads in use: speeds with the same name can be compared."""
     if device.type == "cuda":
         return str(torch.cuda.get_device_properties(device).name)
-    return f"{_processor() or platform.machine()}, {torch.get_num_threads()} threads"
+    return f"{_processor()}, {torch.get_num_threads()} threads"
 
 
 def code_commit() -> str | None:
@@ -70,9 +73,19 @@ def _version(package: str) -> str | None:
 
 
 def _processor() -> str:
+    """Name and number of the cores; where Linux knows no name, as on ARM, the numbers of their maker and design."""
     try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        lines = CPUINFO.read_text(encoding="utf-8").splitlines()
     except OSError:
-        return platform.processor()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0]} x {len(names)}" if names else platform.processor()
+        lines = []
+    names, makers, parts = (_values(lines, key) for key in ("model name", "CPU implementer", "CPU part"))
+    if names:
+        return f"{names[0]} x {len(names)}"
+    if parts and len(makers) == len(parts):
+        kinds = dict.fromkeys(f"implementer {m}, part {p}" for m, p in zip(makers, parts, strict=True))
+        return f"{platform.machine()} ({'; '.join(kinds)}) x {len(parts)}"
+    return platform.processor() or platform.machine()
+
+
+def _values(lines: Sequence[str], key: str) -> list[str]:
+    return [line.partition(":")[2].strip() for line in lines if line.startswith(key)]

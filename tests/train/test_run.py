@@ -17,6 +17,7 @@ from rich.console import Console
 import residua
 from residua.config.run import RunConfig, differences
 from residua.storage.run import read_metrics
+from residua.train import environment
 from residua.train.environment import code_commit
 from residua.train.inspect import inspect_model
 from residua.train.progress import Display, duration, short
@@ -175,6 +176,27 @@ def test_numbers_are_short_for_people() -> None:
 def test_the_commit_is_that_of_the_package_or_none() -> None:
     commit = code_commit()
     assert commit is None or len(commit.removesuffix("+changes")) == 40
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "name"),
+    [
+        ("model name\t: EPYC 9\nflags\t: fpu\n\nmodel name\t: EPYC 9\n", "EPYC 9 x 2"),
+        ("CPU implementer\t: 0x41\nCPU part\t: 0xd40\n\n" * 2, "aarch64 (implementer 0x41, part 0xd40) x 2"),
+        ("processor\t: 0\n", "aarch64"),
+    ],
+    ids=["x86", "arm", "unknown"],
+)
+def test_a_processor_without_a_name_is_known_by_its_kind(
+    cpuinfo: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cpuinfo").write_text(cpuinfo)
+    monkeypatch.setattr(environment, "CPUINFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr(environment.platform, "processor", lambda: "")
+    monkeypatch.setattr(environment.platform, "machine", lambda: "aarch64")
+    cpu = torch.device("cpu")
+    assert environment.describe_environment(cpu)["processor"] == name
+    assert environment.device_name(cpu).startswith(f"{name}, ")
 
 
 def test_configurations_survive_toml_and_say_where_they_differ(config: RunConfig, tmp_path: Path) -> None:
