@@ -10,6 +10,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from residua.reading import counted
 from residua.report.plain import outcome
 from residua.report.terminal import clock, remaining
+from residua.storage.checkpoint import checkpoints
 from residua.study.plan import PlannedRun, StudyPlan
 from residua.study.runs import read_run, steps_done
 
@@ -19,10 +20,10 @@ class LiveProgress:
 
     def __init__(self, console: Console, plan: StudyPlan) -> None:
         self._console = console
-        self._steps = {run: min(steps_done(run.folder), run.config.train.steps) for run in plan.runs}
+        self._logged = {run: steps_done(run.folder) for run in plan.runs}
+        self._steps = {run: _begins_after(run, step) for run, step in self._logged.items()}
         self._total = sum(run.config.train.steps for run in plan.runs)
-        self._before = sum(self._steps.values())
-        self._start = time.monotonic()
+        self._start: tuple[float, int] | None = None  # when the first step was reported, and how many were done then
         self._count, self._ended = len(plan.runs), sum(s >= r.config.train.steps for r, s in self._steps.items())
         self._tasks: dict[PlannedRun, TaskID] = {}
         self._bars = Progress(
@@ -33,7 +34,7 @@ class LiveProgress:
             console=console,
             transient=True,
         )
-        self._all = self._bars.add_task("all runs", total=self._total, completed=self._before, note="")
+        self._all = self._bars.add_task("all runs", total=self._total, completed=sum(self._steps.values()), note="")
 
     def __enter__(self) -> LiveProgress:
         self._bars.start()
@@ -43,17 +44,24 @@ class LiveProgress:
         self._bars.stop()
 
     def started(self, run: PlannedRun, step: int) -> None:
-        """Show a bar for the run, or its old bar if it was started before."""
+        """Show a bar for the run, or its old bar if it was started before. `step` is the last one logged."""
+        self._logged[run], self._steps[run] = step, _begins_after(run, step)
         if run in self._tasks:
             return
-        note = f"from step {step}" if step else ""
-        self._tasks[run] = self._bars.add_task(run.title, total=run.config.train.steps, completed=step, note=note)
+        done = self._steps[run]
+        note = f"from step {done}" if done else ""
+        self._tasks[run] = self._bars.add_task(run.title, total=run.config.train.steps, completed=done, note=note)
 
     def advanced(self, run: PlannedRun, step: int, loss: float | None) -> None:
         """Move the run's bar and the bar of all runs."""
-        if step == self._steps[run]:
+        if step == self._logged[run]:
+            return
+        self._logged[run] = step
+        if step <= self._steps[run]:  # the log was cut back to the checkpoint
             return
         self._steps[run] = step
+        if self._start is None:  # starting and compiling are not part of the rate
+            self._start = time.monotonic(), sum(self._steps.values())
         note = f"step {step}/{run.config.train.steps}" + (f", loss {loss:.3f}" if loss is not None else "")
         self._bars.update(self._tasks[run], completed=step, note=note)
         self._bars.update(self._all, completed=sum(self._steps.values()), note=self._status())
@@ -72,5 +80,13 @@ class LiveProgress:
 
     def _status(self) -> str:
         done = sum(self._steps.values())
-        left = f", {clock(remaining(self._start, self._before, done, self._total))} left" if done < self._total else ""
+        seconds = None if self._start is None else remaining(*self._start, done, self._total)
+        left = f", {clock(seconds)} left" if seconds else ""
         return f"{self._ended}/{counted(self._count, 'run')}{left}"
+
+
+def _begins_after(run: PlannedRun, logged: int) -> int:
+    """The step that training goes on after: the last checkpoint's, or all of them if the last step was logged."""
+    if logged >= run.config.train.steps:
+        return run.config.train.steps
+    return max((checkpoint.step for checkpoint in checkpoints(run.folder)), default=0)
