@@ -172,6 +172,23 @@ def test_timings_of_a_results_file_stay_out_where_the_baseline_was_timed_again_s
     assert medians(chosen, plan, out) == {"prenorm": 2.0}
 
 
+def test_each_size_is_timed_against_its_own_baseline(
+    study: StudyConfig, dataset: Dataset, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes = {"scaling": {"sizes": ["tiny", "mini"]}, "set": ["train.steps=100", "train.schedule.warmup=1"]}
+    chosen = two(study, dataset, seeds=1, **changes)
+    plan = make_plan(chosen, out, dataset)
+    write_all(plan, straight)
+    timed = Timed(monkeypatch)
+    quietly(chosen, plan, out)
+    (out / "timings" / "mini-mgr.json").unlink()
+    timed.seconds = 2.0
+    quietly(chosen, plan, out)
+    found = {key: devices["H200"].median for key, devices in read_timings(chosen, plan, out).items()}
+    assert [found["tiny", "prenorm"], found["tiny", "mgr"]] == [1.0, 2.0]  # complete: left as it is
+    assert [found["mini", "prenorm"], found["mini", "mgr"]] == [2.0, 4.0]
+
+
 def test_on_another_device_all_are_timed_again_if_one_is_new(
     study: StudyConfig, dataset: Dataset, plan: StudyPlan, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
