@@ -24,6 +24,7 @@ from residua.storage.checkpoint import checkpoints
 from residua.study.config import Tasks
 from residua.study.plan import PlannedRun, StudyPlan
 from residua.study.quantized import quantized_copy
+from residua.study.runner import StudyInterrupted, stop_as_exception
 from residua.study.runs import (
     ACCURACIES,
     Accuracies,
@@ -133,11 +134,14 @@ def score_runs(questions: Questions, plan: StudyPlan, console: Console, low: Rec
     """Score the complete runs on the tasks that they lack; a task that cannot be had is told once and left out."""
     lost: set[str] = set()
     waiting = [(run, jobs) for run in plan.compared if (jobs := missing(run, questions, low))]
-    with ProgressBars(console) as bars:
+    with stop_as_exception(), ProgressBars(console) as bars:
         progress = bars.stages("tasks")
-        for run, jobs in waiting:
-            if todo := [job for job in jobs if job.task not in lost]:
-                lost |= score_run(run, questions, todo, console, progress, low.calibration)
+        try:
+            for run, jobs in waiting:
+                if todo := [job for job in jobs if job.task not in lost]:
+                    lost |= score_run(run, questions, todo, console, progress, low.calibration)
+        except KeyboardInterrupt:
+            raise StudyInterrupted("Stopped while tasks were scored: the same command continues.") from None
 
 
 def missing(run: PlannedRun, questions: Questions, low: Recipes = HIGH_ONLY) -> list[Job]:

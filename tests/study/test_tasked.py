@@ -30,6 +30,7 @@ from residua.study.config import Tasks
 from residua.study.extend import with_earlier
 from residua.study.plan import PlannedRun, StudyPlan, make_plan
 from residua.study.results import StudyResult, collect
+from residua.study.runner import StudyInterrupted
 from residua.study.runs import ACCURACIES, INSPECTION, Accuracies, TaskAccuracy, read_accuracies
 from residua.study.saved import save_study
 from residua.study.side_tables import side_tables
@@ -65,6 +66,18 @@ def asked(tmp_path: Path) -> Tasks:
     for name, questions in (("colours", 6), ("shapes", 8)):
         write_questions(tmp_path / "tasks", name, questions)
     return Tasks(names=("colours", "shapes"), folder=str(tmp_path / "tasks"), shots=1)
+
+
+@pytest.mark.slow
+def test_ctrl_c_while_tasks_are_scored_says_how_to_go_on(
+    trained: PlannedRun, asked: Tasks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*arguments: object) -> set[str]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(work, "score_run", interrupted)
+    with pytest.raises(StudyInterrupted, match="the same command continues"):
+        score_runs(open_questions(asked), StudyPlan({}, (trained,)), QUIET)
 
 
 @pytest.mark.slow
