@@ -77,6 +77,8 @@ def study_page(
 def _lead(result: StudyResult) -> str:
     others = [name for name in dict.fromkeys(row.name for row in result.variants) if name != result.baseline]
     seeds = f"{len(result.seeds)} seeds" if len(result.seeds) > 1 else "one seed"
+    unequal = sentences.unequal_seeds(result)
+    seeds += f" ({unequal})" if unequal else ""
     done = sum(run.status == "complete" for run in result.runs)
     missing = f" {done} of {len(result.runs)} runs are complete."
     who = ", ".join(others) if len(others) <= NAMED else f"{len(others)} variants"

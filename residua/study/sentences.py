@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from residua.reading import counted
 from residua.report import Column, Value
 from residua.study.ladder import Law
 from residua.study.plan import PlannedRun, StudyPlan
@@ -26,7 +27,8 @@ def columns(result: StudyResult) -> list[Column]:
         Column("variant", "the architecture; the baseline is the one the others are compared with", numeric=False),
         Column("parameters", "all parameters, including embedding and head, and the difference to the baseline"),
         Column("validation loss", "cross-entropy in nats per token on the fixed validation set after the last step: "
-               "mean over seeds ± standard error. Lower is better"),
+               "mean over seeds ± standard error, with n where it has fewer runs than the study has seeds. Lower is "
+               "better"),
         Column("bits/byte", "the same loss per byte of text, which does not depend on the tokenizer"),
         Column(f"Δ loss [{level}]", "loss minus the baseline's, paired by seed (same data order), with its "
                f"{level} Student-t interval. If it contains 0, no difference was shown"),
@@ -59,7 +61,7 @@ def cells(row: VariantResult, result: StudyResult) -> list[Value]:
     return [
         Value(row.name, "" if against else "(baseline)"),
         Value(count(row.parameters), f"({row.parameters_ratio - 1:+.2%})" if against else "", row.parameters),
-        _loss(row.loss),
+        _loss(row.loss, len(result.seeds)),
         Value(NONE if row.bits_per_byte is None else f"{row.bits_per_byte.value:.4f}"),
         _difference(against.difference) if against else Value(NONE, key=0.0),
         _ratio(against.step_gain) if against else ONE,
@@ -71,7 +73,7 @@ def cells(row: VariantResult, result: StudyResult) -> list[Value]:
         _throughput(row, baseline),
         _ratio(against.wall_clock_gain) if against else ONE,
         Value(NONE if row.memory_gib is None else f"{row.memory_gib:.2f} GiB"),
-        *([_loss(row.train_loss)] if _has_train_loss(result) else []),
+        *([_loss(row.train_loss, len(result.seeds))] if _has_train_loss(result) else []),
     ]
 
 
@@ -349,10 +351,38 @@ def lacking_sentences(result: StudyResult) -> list[str]:
     return told
 
 
-def _loss(value: Interval | None) -> Value:
+def unequal_seeds(result: StudyResult) -> str:
+    """Which variants lack seeds that others have, as in "mgr: 2 of 3 seeds"; empty if all have the same."""
+    told = []
+    for size in result.sizes:
+        done = {row.name: {run.seed for run in result.complete(size, row.name)} for row in result.rows(size)}
+        if len(set(map(frozenset, done.values()))) == 1:
+            continue
+        lacking: dict[int, list[str]] = {}
+        for name, seeds in done.items():
+            if len(seeds) < len(result.seeds):
+                lacking.setdefault(len(seeds), []).append(name)
+        at = f" at {size}" if len(result.sizes) > 1 else ""
+        for seen, names in sorted(lacking.items(), reverse=True):
+            who = ", ".join(names) if len(names) <= NAMED else f"{len(names)} variants"
+            told.append(f"{who}{at}: {seen} of {counted(len(result.seeds), 'seed')}")
+    return "; ".join(told)
+
+
+def seeds_sentence(result: StudyResult) -> str:
+    """Which variants lack seeds, and which seeds a difference is of then; empty if all have the same."""
+    unequal = unequal_seeds(result)
+    if not unequal:
+        return ""
+    return f"Seeds differ ({unequal}): Δ loss is over those that a variant shares with {result.baseline}."
+
+
+def _loss(value: Interval | None, seeds: int = 0) -> Value:
+    """Mean and standard error; the number of runs where it is 1, or less than `seeds`."""
     if value is None:
         return Value(NONE)
-    return Value(f"{value.value:.4f}", "(n=1)" if value.error is None else f"± {value.error:.4f}")
+    runs = f" (n={value.count})" if value.count < seeds else ""
+    return Value(f"{value.value:.4f}", "(n=1)" if value.error is None else f"± {value.error:.4f}{runs}")
 
 
 def _difference(value: Interval | None) -> Value:

@@ -103,9 +103,9 @@ def _sentences(result: StudyResult) -> list[str]:
     verdicts = [sentences.verdict(row, result) for row in result.rows(result.sizes[-1]) if row.name != result.baseline]
     failed = [f"{run.folder} did not complete: {run.problem}" for run in result.runs if run.status == "failed"]
     facts = [sentences.dataset_sentence(result.dataset, result.variants)] if result.dataset else []
-    warning = sentences.side_by_side_sentence(result)
+    warnings = [said for said in (sentences.seeds_sentence(result), sentences.side_by_side_sentence(result)) if said]
     rates = [rate_sentence(rate, len(result.sizes) > 1) for rate in result.tuning]
-    told = [*([warning] if warning else []), *sentences.ladder_sentences(result), *sentences.lacking_sentences(result)]
+    told = [*warnings, *sentences.ladder_sentences(result), *sentences.lacking_sentences(result)]
     return [*facts, *sentences.matching_sentences(result), *rates, *verdicts, *told, *failed]
 
 

@@ -14,6 +14,8 @@ from residua.study.answer import answer, by_gain, comparisons_sentence, provenan
 from residua.study.page import study_page
 from residua.study.plots import difference_curves, forest_of_losses, precision_costs
 from residua.study.results import Interval, StudyResult
+from residua.study.sentences import cells, unequal_seeds
+from residua.study.tables import markdown
 from tests.study.pretend import pretended
 
 
@@ -95,6 +97,34 @@ def test_the_page_says_that_runs_are_missing(tmp_path: Path) -> None:
     missing = tuple(run.model_copy(update={"status": "missing"}) for run in made.result.runs[:2])
     partial = made.result.model_copy(update={"runs": (*missing, *made.result.runs[2:])})
     assert replace(made, result=partial).page(tmp_path).lead.endswith("7 of 9 runs are complete.")
+
+
+def test_seeds_that_a_variant_lacks_are_said(tmp_path: Path) -> None:
+    made = pretended(3)
+    assert "of 3 seeds" not in made.page(tmp_path).lead + markdown(made.result)
+    rows = [row for row in made.result.variants if row.name != "mgr"]
+    mgr = made.result.variants[2]
+    assert mgr.loss is not None
+    mgr = mgr.model_copy(update={"loss": mgr.loss.model_copy(update={"count": 2})})
+    last = made.result.runs[-1].model_copy(update={"status": "failed", "problem": "no memory"})
+    unequal = made.result.model_copy(update={"variants": (*rows, mgr), "runs": (*made.result.runs[:-1], last)})
+    lead = replace(made, result=unequal).page(tmp_path).lead
+    assert "block_attnres, mgr against prenorm, 3 seeds (mgr: 2 of 3 seeds), the same tokens" in lead
+    text = markdown(unequal)
+    assert "- Seeds differ (mgr: 2 of 3 seeds): Δ loss is over those that a variant shares with prenorm." in text
+    shown = {row.name: cells(row, unequal)[2].joined() for row in unequal.variants}
+    assert shown["mgr"] == "3.3810 ± 0.0031 (n=2)" and "n=" not in shown["prenorm"]
+
+
+def test_seeds_that_every_variant_lacks_are_no_difference(tmp_path: Path) -> None:
+    result = pretended(3).result
+    fewer = tuple(run.model_copy(update={"status": "missing"}) if run.seed == 2 else run for run in result.runs)
+    assert unequal_seeds(result.model_copy(update={"runs": fewer})) == ""
+    crossed = tuple(
+        run.model_copy(update={"status": "missing"}) if run.seed == (2 if run.variant == "mgr" else 1) else run
+        for run in result.runs
+    )
+    assert unequal_seeds(result.model_copy(update={"runs": crossed})) == "prenorm, block_attnres, mgr: 2 of 3 seeds"
 
 
 def test_the_page_says_that_gains_without_a_ladder_understate(tmp_path: Path) -> None:
