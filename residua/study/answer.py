@@ -11,6 +11,8 @@ from residua.study.results import Interval, StudyResult, VariantResult
 from residua.study.runs import RunRecord
 from residua.study.sentences import count, says_nothing, speed_is_shown, understated
 
+NAMED = 4
+"""The answer names at most so many variants that failed."""
 MANY = 5
 """From so many comparisons on, the verdict says that intervals are not corrected for their number."""
 
@@ -36,10 +38,13 @@ def answer(result: StudyResult) -> tuple[Tone, str]:
 
 
 def best_row(result: StudyResult) -> VariantResult | None:
-    """The row of the answer: the largest gain per second, else the lowest loss; None if nothing is compared."""
+    """The row of the answer: the largest gain per second, else the lowest loss, one that is shown before others.
+
+    None if nothing is compared.
+    """
     rows = [row for row in result.rows(result.sizes[-1]) if row.difference is not None]
     timed = [row for row in rows if row.wall_clock_gain is not None and speed_is_shown(row, result)]
-    return max(timed, key=_seconds) if timed else min(rows, key=_change, default=None)
+    return max(timed, key=_seconds) if timed else next(iter(_lower(rows) or by_loss(rows)), None)
 
 
 def by_gain(rows: Iterable[VariantResult], baseline: str) -> list[VariantResult]:
@@ -67,13 +72,57 @@ def comparisons_sentence(result: StudyResult) -> str:
 
 
 def _by_loss(rows: Sequence[VariantResult], result: StudyResult) -> tuple[Tone, str]:
+    """The answer where no gain per second is known well enough: about loss, if that is shown."""
     compared = by_loss(rows)
     if not compared:
+        return "unsure", _no_answer(rows, result)
+    lower = _lower(compared)
+    best = (lower or compared)[0]
+    change = best.difference
+    assert change is not None  # by_loss has only rows with a difference
+    against = f"{change.value:+.4f} against {result.baseline}{', one seed' if change.count == 1 else ''}"
+    if not lower and change.low is not None:
+        ends = f"interval {change.low:+.4f} to {change.high:+.4f}"
+        said = f"no lower loss is shown ({best.name} {change.value:+.4f}, {ends})"
+    elif len(compared) == 1:
+        said = f"the loss of {best.name} is {against}"
+    else:
+        said = f"{best.name} has {'the lowest' if best is compared[0] else 'a lower'} loss, {against}"
+    return "unsure", f"Not shown: {_why_no_speed(rows, result)}; {said}"
+
+
+def _lower(rows: Iterable[VariantResult]) -> list[VariantResult]:
+    """The rows whose loss is shown to be lower than the baseline's, lowest first."""
+    return [row for row in by_loss(rows) if row.difference is not None and _below(row.difference.high, 0.0)]
+
+
+def _why_no_speed(rows: Sequence[VariantResult], result: StudyResult) -> str:
+    """Why no gain per second is stated."""
+    known = [row for row in rows if row.throughput_ratio is not None]
+    if not known:
+        return "speeds are not known"
+    if any(speed_is_shown(row, result) for row in known):
+        return "gains per second are not known"
+    if all(row.timing is not None for row in known):
+        return "speeds scatter too much"
+    return f"speeds {'were not measured alone' if result.side_by_side > 1 else 'scatter too much'} (use --time-alone)"
+
+
+def _no_answer(rows: Sequence[VariantResult], result: StudyResult) -> str:
+    """Why nothing is compared: runs are missing, or have failed."""
+    size = result.sizes[-1]
+    own = [run for run in result.runs if run.size == size and run.budget == 1.0]
+    if not own or any(run.status == "missing" for run in own):
         done = sum(run.status == "complete" for run in result.runs)
-        return "unsure", f"No answer yet: {done} of {len(result.runs)} runs are complete"
-    best = compared[0]
-    which = f"{best.name} has the lowest loss," if len(compared) > 1 else f"the loss of {best.name} is"
-    return "unsure", f"Not shown: speeds are not known; {which} {_change(best):+.4f} against {result.baseline}"
+        return f"No answer yet: {done} of {len(result.runs)} runs are complete"
+    names = [result.baseline, *(row.name for row in rows)]
+    failed = [name for name in names if not result.complete(size, name)]
+    if len(failed) == len(names):
+        return "No answer: every run failed"
+    if failed:
+        who = ", ".join(failed) if len(failed) <= NAMED else f"{len(failed)} variants"
+        return f"No answer: {who} failed"
+    return f"No answer: no variant completed a seed that {result.baseline} completed"
 
 
 def _why(gain: Interval | None) -> str:
@@ -87,7 +136,11 @@ def _why(gain: Interval | None) -> str:
 
 
 def _clearly_below_one(gain: Interval | None) -> bool:
-    return gain is not None and gain.high is not None and gain.high < 1.0
+    return gain is not None and _below(gain.high, 1.0)
+
+
+def _below(end: float | None, value: float) -> bool:
+    return end is not None and end < value
 
 
 def _seconds(row: VariantResult) -> float:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from residua.report import Tone, theme
-from residua.study.answer import answer, by_gain, comparisons_sentence, provenance
+from residua.study.answer import answer, best_row, by_gain, comparisons_sentence, provenance
 from residua.study.page import study_page
 from residua.study.plots import difference_curves, forest_of_losses, precision_costs
-from residua.study.results import Interval, StudyResult
+from residua.study.results import Interval, RunResult, StudyResult
 from residua.study.sentences import cells, unequal_seeds
 from residua.study.tables import markdown
+from residua.study.timing import StepTiming
 from tests.study.pretend import pretended
 
 
@@ -89,6 +91,65 @@ def test_without_speeds_the_title_speaks_of_loss_and_without_runs_of_none() -> N
         update={"runs": tuple(run.model_copy(update={"status": "missing"}) for run in result.runs[1:])}
     )
     assert answer(nothing) == ("unsure", "No answer yet: 0 of 8 runs are complete")
+
+
+def scattered(result: StudyResult, mgr: Interval) -> StudyResult:
+    """The study of prenorm and mgr alone, whose speeds scatter."""
+    scatter = Interval(value=0.8, count=3, low=0.2, high=3.2)
+    rows = tuple(row for row in result.variants if row.name in ("prenorm", "mgr"))
+    alone = result.model_copy(update={"variants": rows})
+    return changed(alone, difference=mgr, throughput_ratio=scatter, wall_clock_gain=scatter)
+
+
+def test_speeds_that_scatter_are_not_called_unknown_and_a_loss_that_is_not_shown_is_not_claimed() -> None:
+    wide = Interval(value=-0.0433, count=3, error=0.02, low=-0.1336, high=0.0470)
+    result = scattered(pretended(3).result, wide)
+    loss = "no lower loss is shown (mgr -0.0433, interval -0.1336 to +0.0470)"
+    assert answer(result) == ("unsure", f"Not shown: speeds scatter too much (use --time-alone); {loss}")
+    beside = result.model_copy(update={"side_by_side": 4})
+    assert answer(beside)[1] == f"Not shown: speeds were not measured alone (use --time-alone); {loss}"
+    timing = StepTiming(device="H200", tokens=64, median=0.1, p10=0.1, p90=0.1, count=100, error=0.001)
+    assert answer(changed(result, timing=timing))[1] == f"Not shown: speeds scatter too much; {loss}"
+    slow = Interval(value=0.8, count=3, low=0.79, high=0.81)
+    unknown = changed(result, throughput_ratio=slow, wall_clock_gain=None)
+    assert answer(unknown)[1] == f"Not shown: gains per second are not known; {loss}"
+    clear = scattered(pretended(3).result, Interval(value=-0.0433, count=3, error=0.01, low=-0.08, high=-0.01))
+    assert answer(clear)[1].endswith("(use --time-alone); the loss of mgr is -0.0433 against prenorm")
+    one = scattered(pretended(3).result, Interval(value=-0.0433, count=1))
+    assert answer(one)[1].endswith("(use --time-alone); the loss of mgr is -0.0433 against prenorm, one seed")
+
+
+def test_a_lower_loss_that_is_shown_goes_before_a_lower_one_that_is_not() -> None:
+    result = changed(pretended(3).result, throughput_ratio=None, wall_clock_gain=None)
+    first, second, third = result.variants
+    wide = second.model_copy(update={"difference": Interval(value=-0.06, count=3, error=0.03, low=-0.2, high=0.1)})
+    mixed = result.model_copy(update={"variants": (first, wide, third)})
+    assert answer(mixed)[1] == "Not shown: speeds are not known; mgr has a lower loss, -0.0318 against prenorm"
+    assert best_row(mixed) == third
+
+
+def without(result: StudyResult, status: str, lost: Callable[[RunResult], bool]) -> StudyResult:
+    """Nothing can be compared: these runs have failed, or are missing."""
+    runs = tuple(run.model_copy(update={"status": status}) if lost(run) else run for run in result.runs)
+    bare = changed(result, difference=None, throughput_ratio=None, wall_clock_gain=None)
+    return bare.model_copy(update={"runs": runs})
+
+
+def test_a_study_whose_runs_have_ended_does_not_say_yet() -> None:
+    result = pretended(3).result
+    assert answer(without(result, "missing", lambda run: run.variant == "prenorm"))[1] == (
+        "No answer yet: 6 of 9 runs are complete"
+    )
+    assert answer(without(result, "failed", lambda run: run.variant == "prenorm")) == (
+        "unsure",
+        "No answer: prenorm failed",
+    )
+    assert answer(without(result, "failed", lambda run: run.variant != "prenorm"))[1] == (
+        "No answer: block_attnres, mgr failed"
+    )
+    assert answer(without(result, "failed", lambda run: True))[1] == "No answer: every run failed"
+    crossed = without(result, "failed", lambda run: (run.variant == "prenorm") == (run.seed > 0))
+    assert answer(crossed)[1] == "No answer: no variant completed a seed that prenorm completed"
 
 
 def test_the_page_says_that_runs_are_missing(tmp_path: Path) -> None:
