@@ -90,12 +90,12 @@ def verdict(row: VariantResult, result: StudyResult) -> str:
         return f"{row.name}: nothing to compare it with."
     change = row.difference
     if change.low is None or change.high is None:
-        sure = f"{_direction(change.value)} by {abs(change.value):.4f}, but n = 1 allows no interval and no claim"
+        sure = f"{_direction(change.value)}, but n = 1 allows no interval and no claim"
     elif change.low <= 0.0 <= change.high:
         level = f"{result.confidence * 100:g} %"
         sure = f"no difference shown (Δ {change.value:+.4f}, {level} interval [{change.low:+.4f}, {change.high:+.4f}])"
     else:
-        sure = f"{_direction(change.value)} by {abs(change.value):.4f} (n = {change.count})"
+        sure = f"{_direction(change.value)} (n = {change.count})"
     return f"{row.name}: {sure}; {_gains(row, result)}."
 
 
@@ -122,10 +122,17 @@ def _gains(row: VariantResult, result: StudyResult) -> str:
 
 def _per_token(row: VariantResult) -> str:
     if row.equivalent_tokens is not None:
-        beyond = " (extrapolated)" if row.extrapolated else ""
-        return f"worth {row.equivalent_tokens.value:.2f}× the tokens{beyond}"
+        said = _bracketed("extrapolated" if row.extrapolated else "", row.equivalent_tokens)
+        return f"worth {row.equivalent_tokens.value:.2f}× the tokens{said}"
     assert row.step_gain is not None  # one of the two is known
-    return f"{row.step_gain.value:.2f}× per step"
+    return f"{row.step_gain.value:.2f}× per step{_bracketed('', row.step_gain)}"
+
+
+def _bracketed(word: str, ratio: Interval) -> str:
+    """A word and the interval in brackets; nothing where neither is known."""
+    known = (ratio.low is not None or ratio.high is not None) and not _too_wide(ratio)
+    parts = [part for part in (word, f"interval {_ends(ratio)}" if known else "") if part]
+    return f" ({', '.join(parts)})" if parts else ""
 
 
 def _why_no_gain(row: VariantResult, result: StudyResult) -> str:
@@ -332,7 +339,9 @@ def count(number: float) -> str:
 
 
 def _direction(change: float) -> str:
-    return "lower loss" if change < 0 else "higher loss"
+    if abs(change) < 0.5e-4:
+        return "the same loss to four digits"
+    return f"{'lower' if change < 0 else 'higher'} loss by {abs(change):.4f}"
 
 
 LACKED = {"tasks": "Accuracies on tasks", "quantize": "Losses in low precision"}

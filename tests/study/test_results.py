@@ -168,6 +168,26 @@ def test_verdicts_claim_nothing_from_one_seed_or_an_interval_over_zero(result: S
     assert verdict(base, result).startswith("block_attnres: lower loss by 0.1000 (n = 2)")
 
 
+def test_a_loss_that_is_the_same_is_not_called_higher_by_nothing(result: StudyResult) -> None:
+    for value in (0.0, -0.00004):
+        same = row(result, "mgr").model_copy(update={"difference": Interval(value=value, count=1)})
+        said = "mgr: the same loss to four digits, but n = 1 allows no interval and no claim; "
+        assert verdict(same, result).startswith(said)
+
+
+def test_what_tokens_are_worth_is_said_with_its_interval(result: StudyResult) -> None:
+    worth = Interval(value=1.06, count=3, low=0.94, high=1.21)
+    wide = {"throughput_ratio": Interval(value=1.1, count=3, low=0.2, high=6.0)}
+    seen = row(result, "mgr").model_copy(update={"equivalent_tokens": worth, **wide})
+    assert "; worth 1.06× the tokens (interval 0.94 to 1.21); its speed" in verdict(seen, result)
+    far = seen.model_copy(update={"extrapolated": True})
+    assert "; worth 1.06× the tokens (extrapolated, interval 0.94 to 1.21); its speed" in verdict(far, result)
+    steps = seen.model_copy(update={"equivalent_tokens": None, "step_gain": worth})
+    assert "; 1.06× per step (interval 0.94 to 1.21); its speed" in verdict(steps, result)
+    endless = worth.model_copy(update={"low": 0.001, "high": 1100.0})
+    assert "; 1.06× per step; its speed" in verdict(steps.model_copy(update={"step_gain": endless}), result)
+
+
 @pytest.mark.usefixtures("no_page")
 def test_scaling_recovers_the_law_the_runs_were_made_with(study: StudyConfig, dataset: Dataset, out: Path) -> None:
     several = StudyConfig(
@@ -212,7 +232,7 @@ def test_seeds_whose_speeds_disagree_allow_no_factor(study: StudyConfig, dataset
     rates = {("prenorm", 0): 1000.0, ("prenorm", 1): 4000.0, ("mgr", 0): 900.0, ("mgr", 1): 400.0}
     result = with_rates(study, make_plan(study, out, dataset), out, rates)
     told = verdict(row(result, "mgr"), result)
-    assert "× per step; its speed against prenorm is not shown (interval 0.00 to " in told
+    assert "× per step (interval 1.00 to 1.00); its speed against prenorm is not shown (interval 0.00 to " in told
     assert told.endswith("), nor a gain per second.")
     shown = [cell.joined() for cell in cells(row(result, "mgr"), result)]
     assert shown[7] == "0.30× (no interval)"
@@ -229,7 +249,8 @@ def test_runs_side_by_side_give_no_speed_and_no_gain_per_second(result: StudyRes
     )
     told = verdict(seen, result)
     assert told.endswith(
-        "1.01× per step; its speed against prenorm is not shown (interval 0.08 to 30.00), nor a gain per second."
+        "1.01× per step (interval 0.96 to 1.05); its speed against prenorm is not shown (interval 0.08 to 30.00), "
+        "nor a gain per second."
     )
     beside = verdict(row(result, "mgr"), result.model_copy(update={"side_by_side": 5}))
     assert beside.endswith("; its speed was not measured alone, so no gain per second is stated (--time-alone).")
@@ -300,7 +321,7 @@ def test_a_ladder_gives_equivalent_tokens_beside_the_step_wise_gain(
     far = row(result, "exoformer")
     assert far.extrapolated and far.equivalent_tokens is not None
     assert far.equivalent_tokens.value == pytest.approx(3.0, rel=1e-2)
-    assert "worth 3.00× the tokens (extrapolated) at 1.00× the speed" in verdict(far, result)
+    assert "worth 3.00× the tokens (extrapolated, interval 3.00 to 3.00) at 1.00× the speed" in verdict(far, result)
     assert row(result, "prenorm").equivalent_tokens is None
     assert {run.budget for run in result.runs} == {0.5, 1.0, 1.5, 2.0}
     loss = row(result, "prenorm").loss
