@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Literal
 
@@ -28,27 +29,78 @@ def print_study(console: Console, result: StudyResult) -> None:
 
 
 def _fitting(console: Console, title: str, columns: Sequence[Column], rows: Sequence[Sequence[Value]]) -> Table:
-    """The table with as many columns as fit the terminal; on a very narrow one, cells wrap."""
+    """The table with as many columns as fit the terminal; on a narrow one, cells wrap at spaces."""
     unbounded = console.options.update(width=10_000)
-    for spared in range(len(SPARED) + 1):
-        table = _table(title, columns, rows, SPARED[:spared])
-        if Measurement.get(console, unbounded, table).maximum <= console.width:
+    without = _spared(columns)
+    for count in range(len(without) + 1):
+        table = _table(title, *_kept(columns, rows, without[:count]))
+        if (wide := Measurement.get(console, unbounded, table).maximum) <= console.width:
             return table
-    return _table(title, columns, rows, SPARED, wrap=True)
+    return _wrapped(title, *_kept(columns, rows, without), wide - console.width)
 
 
-def _table(
-    title: str, columns: Sequence[Column], rows: Sequence[Sequence[Value]], without: Sequence[str], wrap: bool = False
-) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left", title_style="bold")
+def _spared(columns: Sequence[Column]) -> list[str]:
+    """The columns that a narrow terminal drops, in this order: with a ladder, also the gain that it replaces."""
+    laddered = any(column.title == sentences.EQUIVALENT.title for column in columns)
+    return [*SPARED, *(["step-wise gain"] if laddered else [])]
+
+
+Cells = list[list[str]]
+
+
+def _kept(
+    columns: Sequence[Column], rows: Sequence[Sequence[Value]], without: Sequence[str]
+) -> tuple[list[Column], Cells]:
+    """The columns that stay, and their cells with details on a line of their own, the heads first."""
     kept = [index for index, column in enumerate(columns) if column.title not in without]
-    for index in kept:
-        justify: Literal["left", "right"] = "right" if columns[index].numeric else "left"
-        head = columns[index].title.replace(" ", "\n", 1) if len(columns[index].title) > 14 else columns[index].title
-        table.add_column(head, justify=justify, no_wrap=not wrap, overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(row[index].joined("\n")) for index in kept))
+    heads = [columns[index].title for index in kept]
+    split = [head.replace(" ", "\n", 1) if len(head) > 14 else head for head in heads]
+    return [columns[index] for index in kept], [split, *([row[index].joined("\n") for index in kept] for row in rows)]
+
+
+def _table(title: str, columns: Sequence[Column], cells: Cells, widths: Sequence[int] | None = None) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left", title_style="bold")
+    for index, column in enumerate(columns):
+        justify: Literal["left", "right"] = "right" if column.numeric else "left"
+        width = None if widths is None else widths[index]
+        table.add_column(cells[0][index], justify=justify, no_wrap=widths is None, overflow="fold", width=width)
+    for row in cells[1:]:
+        table.add_row(*map(Text, row))
     return table
+
+
+def _wrapped(title: str, columns: Sequence[Column], cells: Cells, excess: int) -> Table:
+    """The table with its widest columns narrower, by `excess` in all, as long as they hold their longest word.
+
+    Names also break after `+` and `_`. Words break where the terminal is too narrow for the longest words.
+    """
+    breaks = [r" (?!%)" if column.numeric else r" |(?<=[+_])" for column in columns]
+    by_column = [[row[index] for row in cells] for index in range(len(columns))]
+    widths = [max(len(line) for cell in found for line in cell.split("\n")) for found in by_column]
+    least = [
+        max(len(word) for cell in found for line in cell.split("\n") for word in re.split(at, line))
+        for found, at in zip(by_column, breaks, strict=True)
+    ]
+    for _ in range(excess):
+        roomy = [index for index, width in enumerate(widths) if width > least[index]] or range(len(widths))
+        widest = max(roomy, key=widths.__getitem__)
+        widths[widest] = max(1, widths[widest] - 1)
+    lines = [[_filled(*cell) for cell in zip(row, breaks, widths, strict=True)] for row in cells]
+    return _table(title, columns, lines, widths)
+
+
+def _filled(cell: str, breaks: str, width: int) -> str:
+    """The text in lines of at most `width` characters where it may break so."""
+    lines = []
+    for line in cell.split("\n"):
+        filled = ""
+        for part in re.split(f"({breaks})", line):
+            if filled and len(filled + part.rstrip()) > width:
+                lines.append(filled.rstrip())
+                filled = ""
+            filled += part if filled or part.strip() else ""
+        lines.append(filled.rstrip())
+    return "\n".join(lines)
 
 
 def markdown(result: StudyResult) -> str:
