@@ -237,9 +237,26 @@ def _study(
         raise ConfigError(
             f"{results} does not exist, so there is no study to continue: name its variants, or another file."
         )
+    _refuse_other_words(what)
     if len(what) < 2:
         raise ConfigError("name two variants or more, a study file, or --demo; `residua compare --list` has the names.")
     return StudyConfig(variants=what, **given)
+
+
+def _refuse_other_words(what: list[str]) -> None:
+    """Say what to do with words that are no names of variants."""
+    from residua.config.settings import ConfigError
+
+    for word in what:
+        if word.endswith(".json"):
+            raise ConfigError(f"{word} is a file, not a variant: name a results file with --results {word}.")
+        if "/" in word and len(what) == 1:
+            raise ConfigError(f"{word} is no folder: name the folder of a study, a study file, or variants.")
+        if "/" in word:
+            raise ConfigError(f"{word} is a path, not a variant: name a study's folder alone, without variants.")
+        if "," in word:
+            names = " ".join(" ".join(what).replace(",", " ").split())
+            raise ConfigError(f"{word!r} holds a comma: separate variants by spaces, as in `residua compare {names}`.")
 
 
 def _conduct(study: StudyConfig, out: Path, console: Console, plan_only: bool, results: Path | None) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from residua.config import presets
 from residua.config.choices import SoftmaxAttention
 from residua.config.model import ModelConfig, head_dim
 from residua.config.run import RunConfig
@@ -272,4 +273,6 @@ def _known(name: str) -> Variant:
         numbered = NUMBERED.get(f"{match[1]}N{match[3]}")
         if numbered is not None:
             return numbered(int(match[2]))
+    if name in presets.names():
+        raise ConfigError(f"{name!r} is a preset, not a variant: `residua compare --base {name}` varies it.")
     raise ConfigError(f"{name!r} is not a known variant: {suggest(name, KNOWN)}")

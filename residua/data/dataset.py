@@ -237,6 +237,8 @@ def unigram_entropy(
 def read_description(path: Path) -> dict[str, Any]:
     """The content of `dataset.json` in a folder, its format and version checked."""
     file = path / DESCRIPTION
+    if not path.exists():
+        raise DataError(f"{path} does not exist: name a folder made by residua data prepare")
     if not file.exists():
         raise DataError(
             f"{path} is not a prepared dataset (it has no {DESCRIPTION}): make one with residua data prepare"

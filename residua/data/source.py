@@ -68,8 +68,9 @@ def names_vocabulary(source: str, changes: Sequence[str]) -> bool:
 def _prepared(path: Path) -> Dataset:
     """The dataset that a configuration names; it may have been moved since."""
     if not (path / DESCRIPTION).exists():
+        problem = f"is not a prepared dataset (it has no {DESCRIPTION})" if path.exists() else "does not exist"
         raise ConfigError(
-            f"{path} is not a prepared dataset (it has no {DESCRIPTION}): if it was moved, give --data DIR; "
+            f"{path} {problem}: if it was moved, give --data DIR; "
             "if there is none yet, make one with residua data prepare."
         )
     return Dataset.open(path)

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from residua.config.run import RunConfig, settings
-from residua.config.settings import ConfigError
-from residua.reading import counted
+from residua.config.settings import ConfigError, Frozen
+from residua.reading import counted, shown
 from residua.study.config import StudyConfig, Tasks
 from residua.study.plan import STUDY, PlannedRun, StudyPlan
 from residua.study.runs import RunRecord, is_complete, read_run
@@ -111,8 +111,9 @@ def _merged(path: Path, before: StudyConfig, study: StudyConfig) -> StudyConfig:
     for key in ("baseline", "match", "confidence", "tune"):
         old, new = getattr(before, key), getattr(study, key)
         if old != new:
+            name, theirs, ours = _differing(key, old, new)
             raise ConfigError(
-                f"{path} has {key} = {old!r} and this study {new!r}: use the same, or name another file for --results."
+                f"{path} has {name} = {theirs} and this study {ours}: use the same, or name another file for --results."
             )
     return StudyConfig(
         **{
@@ -128,6 +129,16 @@ def _merged(path: Path, before: StudyConfig, study: StudyConfig) -> StudyConfig:
             "time_alone": before.time_alone or study.time_alone,
         }
     )
+
+
+def _differing(key: str, old: object, new: object) -> tuple[str, str, str]:
+    """The name of the first setting that differs, of tables such as `match` that in the table, and both values."""
+    if isinstance(old, Frozen) or isinstance(new, Frozen):
+        tables = [value.model_dump() if isinstance(value, Frozen) else {} for value in (old, new)]
+        name = next(name for name in {**tables[0], **tables[1]} if tables[0].get(name) != tables[1].get(name))
+        key, old, new = f"{key}.{name}", tables[0].get(name), tables[1].get(name)
+    theirs, ours = ("none" if value is None else shown(value) for value in (old, new))
+    return key, theirs, ours
 
 
 def _scaling(path: Path, before: StudyConfig, study: StudyConfig) -> dict[str, object] | None:

@@ -122,6 +122,11 @@ class SavedStudy(Frozen):
     def read(cls, path: Path) -> SavedStudy:
         """Read and check a file; the error says what is wrong with it."""
         content = read_json(path, dict[str, Any], HINT)
+        if "format" not in content and {"baseline", "confidence", "variants"} <= content.keys():
+            refuse(
+                f"{path} is the summary in a study's folder, not a file of --results",
+                f"make one with `residua compare {path.parent} --results FILE.json`",
+            )
         if content.get("format") != FORMAT:
             refuse(f"{path} does not hold the results of a study", "name a file that --results wrote")
         if content.get("version") != 1:

@@ -160,9 +160,10 @@ def test_description_that_does_not_fit_is_refused(copy: Path, changes: dict[str,
 
 
 def test_folder_that_is_no_dataset_is_refused(tmp_path: Path) -> None:
-    for path in (tmp_path, tmp_path / "missing"):
-        with pytest.raises(DataError, match="is not a prepared dataset"):
-            Dataset.open(path)
+    with pytest.raises(DataError, match="is not a prepared dataset"):
+        Dataset.open(tmp_path)
+    with pytest.raises(DataError, match="missing does not exist: name a folder made by residua data prepare"):
+        Dataset.open(tmp_path / "missing")
     (tmp_path / "dataset.json").write_text("{")
     with pytest.raises(DataError, match=r"dataset\.json is not valid JSON .*: prepare the data again"):
         Dataset.open(tmp_path)

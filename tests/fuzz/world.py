@@ -64,7 +64,7 @@ class Reader:
     """Words that name the file as well as its own name does."""
 
 
-OF_STUDY = ("set: ", "this study needs", "is not a prepared dataset")
+OF_STUDY = ("set: ", "this study needs", "is not a prepared dataset", "made by residua data prepare")
 """A study file that is valid but another may name other data, or another study than the one in the folder."""
 CHECKPOINT = "run/checkpoints/step-4"
 DATA = ("data/dataset.json", "data/tokenizer.json", "data/*.bin")

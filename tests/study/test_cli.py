@@ -57,12 +57,22 @@ def test_a_plan_says_what_matching_changes_and_trains_nothing(dataset: Dataset, 
         (["prenorm", "mgr", "--base", "tinny"], "tiny"),
         (["prenorm", "mgr", "--tokens-per-parameter", "20"], "needs --sizes"),
         (["--demo", "mgr"], "--demo has its own variants"),
+        (["tiny", "prenorm"], "^'tiny' is a preset, not a variant: `residua compare --base tiny`"),
+        (
+            ["prenorm,", "mgr"],
+            "^'prenorm,' holds a comma: separate variants by spaces, as in `residua compare prenorm mgr`",
+        ),
+        (["prenorm,mgr"], "separate variants by spaces, as in `residua compare prenorm mgr`"),
+        (["res/c.json", "prenorm"], r"^res/c\.json is a file, not a variant: name a results file with --results res/c"),
+        (["runs/wiki", "prenorm"], "^runs/wiki is a path, not a variant: name a study's folder alone"),
+        (["runs/nowhere"], "^runs/nowhere is no folder: name the folder of a study"),
+        (["prenorm", "mgr", "--data", "nope"], "^nope does not exist: name a folder made by residua data prepare"),
         (["missing.toml"], r"missing\.toml does not exist"),
         (["prenorm", "study.toml"], "a whole study"),
     ],
 )
 def test_a_mistake_is_answered_in_one_sentence(arguments: list[str], sentence: str, dataset: Dataset) -> None:
-    given = arguments if "--demo" in arguments else [*arguments, "--data", str(dataset.path)]
+    given = arguments if {"--demo", "--data"} & set(arguments) else [*arguments, "--data", str(dataset.path)]
     result = runner.invoke(app, [*given, "--plan"])
     assert isinstance(result.exception, ValueError)
     with pytest.raises(ValueError, match=sentence):

@@ -28,6 +28,7 @@ from residua.study.runs import Inspection, RunRecord, read_run
 from residua.study.saved import SavedStudy, save_study
 from residua.study.timing import StepTiming, read_timings
 from tests.study.conftest import SMALL
+from tests.study.pretend import pretended
 from tests.study.recorded import write_run
 
 pytestmark = pytest.mark.slow
@@ -257,7 +258,9 @@ def kept(made_once: Path, trainer: Trainer, tmp_path: Path) -> Path:
             {"variants": {"prenorm": ["prenorm"], "mgr": ["mgr", "model.topology.streams=2"]}},
             "give the variant another",
         ),
-        ({"match": {"kind": "none"}}, "match = "),
+        ({"match": {"kind": "none"}}, r"has match\.kind = 'ffn' and this study 'none': use the same"),
+        ({"match": {"kind": "ffn", "tolerance": 0.01}}, r"has match\.tolerance = 0\.005 and this study 0\.01: use"),
+        ({"tune": {"lr": [0.5, 1]}}, r"has tune\.lr = none and this study "),
         ({"scaling": {"sizes": ["tiny", "mini"]}}, "not scaled in the same way"),
     ],
 )
@@ -328,6 +331,13 @@ def test_a_damaged_file_is_refused_in_a_sentence(kept: Path, damage: Callable[[s
     with pytest.raises(ValueError, match=words) as refused:
         SavedStudy.read(kept)
     assert "\n" not in str(refused.value)
+
+
+def test_the_summary_of_a_study_folder_is_told_from_a_results_file(tmp_path: Path) -> None:
+    summary = tmp_path / "results.json"
+    summary.write_text(pretended(2).result.model_dump_json())
+    with pytest.raises(ValueError, match=rf"make one with `residua compare {tmp_path} --results FILE\.json`"):
+        SavedStudy.read(summary)
 
 
 ONE_SUBLAYER = Inspection.rounded({"sublayers": [{"sublayer": 0, "output_rms": 1.0, "gradient_rms": 1.0}]})

@@ -88,7 +88,7 @@ def test_a_run_whose_data_has_moved_is_told_where_it_is(call: Call, file: str, d
     assert call(file, "--data", old, "--out", out)[0] == 0
     old.rename(new)
     code, output = call("--resume", "--out", out, "train.steps=7")
-    assert code == 2 and f"{old} is not a prepared dataset" in output and "if it was moved, give --data DIR" in output
+    assert code == 2 and f"{old} does not exist" in output and "if it was moved, give --data DIR" in output
     code, output = call("--resume", "--out", out, "train.steps=7", "--data", new)
     assert code == 0 and "step 7/7" in output
 
@@ -101,7 +101,7 @@ def test_a_run_whose_data_has_moved_is_told_where_it_is(call: Call, file: str, d
         (["--resume", "--out", "x"], "x holds no run to resume"),
         (["tinny"], "preset 'tinny' does not exist: did you mean 'tiny'?"),
         (["nowhere.toml"], "nowhere.toml does not exist"),
-        (["tiny", "--data", "nowhere"], "nowhere is not a prepared dataset"),
+        (["tiny", "--data", "nowhere"], "nowhere does not exist: if it was moved"),
         (["tiny", "train.lr=3"], "train.lr = 3 is not a known key"),
     ],
 )
