@@ -70,7 +70,7 @@ def forest_of_losses(rows: Sequence[VariantResult], result: StudyResult, height:
     """Δ loss of each row with its interval, in the order of the rows, against the baseline's line at 0."""
     place = places(result)
     found = [_estimate(row.name, place[row.name], row.difference, "+.4f") for row in rows if row.difference is not None]
-    return forest(found, f"Δ loss against {result.baseline}, nats per token (left is better)", height=height)
+    return forest(found, "Δ loss, nats per token (left is better)", height=height)
 
 
 def precision_costs(result: StudyResult, rows: Sequence[VariantResult], recipes: Sequence[str]) -> dict[str, Figure]:
@@ -106,7 +106,7 @@ def sublayer_curves(records: Records, key: str, y_title: str) -> Figure | None:
             series.append(_curve(records, name, list(enumerate(values)), markers=True))
     if not series:
         return None
-    return curves(series, "sublayer (even: attention, odd: feed-forward)", y_title, log_y=True, whole_x=True)
+    return curves(series, "sublayer (even: attention, odd: FFN)", y_title, log_y=True, whole_x=True)
 
 
 def depth_weights(records: Records) -> dict[str, Figure]:

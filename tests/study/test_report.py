@@ -29,6 +29,13 @@ COLOURS = """() => {
   }
   return Object.fromEntries(Object.entries(found).map(([name, colours]) => [name, [...colours]]));
 }"""
+# The titles of axes that reach out of their figures.
+CUT = """() => [...document.querySelectorAll(".plot:has(.main-svg)")].flatMap(plot => {
+  const frame = plot.querySelector(".main-svg").getBoundingClientRect();
+  const outside = box => box.left < frame.left || box.right > frame.right || box.bottom > frame.bottom;
+  const titles = [...plot.querySelectorAll(".xtitle, .ytitle")];
+  return titles.filter(title => outside(title.getBoundingClientRect())).map(title => title.textContent);
+})"""
 
 
 @pytest.fixture(scope="module")
@@ -133,6 +140,8 @@ def test_the_page_in_the_dark_on_a_telephone_and_on_paper(
     with browser.opened(report(3), 420, color_scheme="dark") as seen:
         page = seen.page
         check(seen, 420, report(3))
+        seen.resize(390)
+        assert page.evaluate(CUT) == []
         style = "(s => [s.color, s.backgroundColor])(getComputedStyle(document.body))"
         dark = page.evaluate(style)
         page.click("#theme")
