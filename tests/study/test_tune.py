@@ -167,7 +167,7 @@ def test_the_choice_travels_with_the_results_file(
     again = run(chosen(seeds=3), tmp_path / "second", kept)
     assert trainer.trained[before:] == ["prenorm-seed2", "mgr-seed2"]
     assert again.tuning == first.tuning == SavedStudy.read(kept).tuning
-    with pytest.raises(ConfigError, match="has tune = "):
+    with pytest.raises(ConfigError, match=r"has tune.lr = \(0.5, 1.0, 2.0\) and this study none"):
         run(chosen(tune=None), tmp_path / "third", kept)
 
 
