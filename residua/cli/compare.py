@@ -263,11 +263,12 @@ def _conduct(study: StudyConfig, out: Path, console: Console, plan_only: bool, r
     from residua.files import keeping
     from residua.reading import counted
     from residua.study.conduct import begin, conduct
+    from residua.study.extend import with_earlier
     from residua.study.runner import StudyInterrupted
     from residua.study.tables import print_study
 
     if plan_only:
-        kept = begin(study, out, console, results, command_line()).write()
+        kept = begin(with_earlier(study, out), out, console, results, command_line()).write()
         if results is not None:
             console.print(f"{results} holds the numbers of {counted(kept, 'complete run')}", soft_wrap=True)
         return

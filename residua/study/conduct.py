@@ -24,7 +24,16 @@ from residua.study.extend import Extended, alone, extend, extend_sentences, with
 from residua.study.outliers import measure_outliers
 from residua.study.page import Supplement, study_page
 from residua.study.picture import picture
-from residua.study.plan import STUDY, PlannedRun, StudyPlan, base_run, make_plan, refuse_strangers, undone_sentences
+from residua.study.plan import (
+    STUDY,
+    PlannedRun,
+    StudyPlan,
+    base_run,
+    check_folders,
+    make_plan,
+    refuse_strangers,
+    undone_sentences,
+)
 from residua.study.plots import Records
 from residua.study.progress import LiveProgress
 from residua.study.quantized import measure_runs
@@ -103,6 +112,7 @@ def begin(study: StudyConfig, out: Path, console: Console, results: Path | None,
     check_tokenizer(first, open_data(first))  # once here, not in every run
     announce(console, study, plan)
     whole = _whole(study, plan, out, dataset, results)
+    check_folders((*whole.new.settled, *plan.trials))
     if results is not None and whole.known:
         if questions is not None:
             refuse_other_questions(results, questions, whole.known)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -80,6 +80,12 @@ class StudyPlan:
         """The baseline's runs at other budgets."""
         return tuple(run for run in self.runs if run.budget != 1.0)
 
+    @property
+    def settled(self) -> tuple[PlannedRun, ...]:
+        """The runs whose learning rate is known: their variant has no trial left to train."""
+        searched = {(trial.size, trial.variant) for trial in self.trials}
+        return tuple(run for run in self.runs if (run.size, run.variant) not in searched)
+
 
 def make_plan(study: StudyConfig, out: Path, dataset: Dataset, rates: Sequence[TunedRate] = ()) -> StudyPlan:
     """Plan the study on a prepared text, which all runs share; `rates` are those that an earlier search chose."""
@@ -127,9 +133,9 @@ def _expected(path: Path) -> bool:
     return path.name in _BEGUN or (path.suffix == ".toml" and path.name != "config.toml")
 
 
-def check_folders(plan: StudyPlan) -> None:
+def check_folders(runs: Iterable[PlannedRun]) -> None:
     """Refuse to reuse runs whose configuration differs from what this study needs."""
-    for run in plan.runs:
+    for run in runs:
         written = run.folder / "config.toml"
         if not written.exists():
             continue

@@ -35,7 +35,7 @@ def run_plan(study: StudyConfig, plan: StudyPlan, out: Path, watcher: Watcher) -
     Raises StudyInterrupted after SIGINT or SIGTERM, once every process has saved and ended.
     """
     with _own(out) as lock:
-        check_folders(plan)
+        check_folders(plan.runs)
         waiting = [run for run in plan.runs if not is_complete(run.folder, run.config)]
         environment = python_environment(OMP_NUM_THREADS=str(threads_per_run(study)), PYTHONUNBUFFERED="1")
         # The inherited lock keeps the folder locked while any process lives, even if the study itself is killed.

@@ -55,7 +55,7 @@ def test_a_folder_of_another_configuration_is_refused_by_name(study: StudyConfig
     folder.mkdir(parents=True)
     (folder / "config.toml").write_text(plan.runs[3].config.override(["train.steps=77"]).to_toml())
     with pytest.raises(ConfigError, match=rf"{folder} holds a run with train.steps = 77, and this study needs 10"):
-        check_folders(plan)
+        check_folders(plan.runs)
 
 
 def test_a_variant_that_cannot_be_built_is_named(study: StudyConfig, dataset: Dataset, out: Path) -> None:

@@ -423,6 +423,16 @@ def test_a_plan_keeps_what_the_folder_has_and_trains_nothing(
     assert SavedStudy.read(tmp_path / "again.json").runs == SavedStudy.read(kept).runs
 
 
+@pytest.mark.parametrize("plan", [[], ["--plan"]])
+def test_runs_of_another_configuration_are_not_filed_under_this_one(
+    chosen: Callable[..., StudyConfig], kept: Path, tmp_path: Path, plan: list[str]
+) -> None:
+    (tmp_path / "other.toml").write_text(chosen("mgr", set=(*SMALL, "train.optimizer.lr=0.5")).to_toml())
+    said = invoke(tmp_path / "other.toml", "--out", tmp_path / "first", "--results", tmp_path / "false.json", *plan)
+    assert "prenorm-seed0 holds a run with train.optimizer.lr = 0.02, and this study needs 0.5" in said
+    assert not (tmp_path / "false.json").exists()
+
+
 def test_the_command_takes_the_folder_of_a_study(kept: Path, trainer: Trainer, tmp_path: Path) -> None:
     trainer.trained.clear()
     invoke(tmp_path / "first", "--results", tmp_path / "again.json")

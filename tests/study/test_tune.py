@@ -155,6 +155,9 @@ def test_a_study_that_goes_on_does_not_choose_again(
     assert len(trainer.trained) == 10
     assert rates(run(chosen(seeds=3, tune=None), out)) == {"prenorm": 1.0, "mgr": 2.0}
     assert trainer.trained[10:] == ["prenorm-seed2", "mgr-seed2"], "a new seed has the chosen rate"
+    (out.parent / "again.toml").write_text(chosen(tune=None).to_toml())
+    planned = CliRunner().invoke(app, [str(out.parent / "again.toml"), "--out", str(out), "--plan"])
+    assert planned.exception is None, "a plan has the chosen rates, too"
 
 
 @pytest.mark.slow
