@@ -127,7 +127,12 @@ def compare(
         typer.Option("--set", metavar="SECTION.KEY=VALUE", show_default=False, help="A change to every run."),
     ] = None,
     demo: Annotated[bool, typer.Option("--demo", help="Four tiny models on the embedded corpus, in minutes.")] = False,
-    plan: Annotated[bool, typer.Option("--plan", help="Show the planned runs and stop; keep --results.")] = False,
+    plan: Annotated[
+        bool,
+        typer.Option(
+            "--plan", help="Show the planned runs and stop; with --results, complete runs of --out are added to it."
+        ),
+    ] = False,
     listing: Annotated[bool, typer.Option("--list", help="List the known variants and stop.")] = False,
 ) -> None:
     """Does a depth architecture pay on your data, per step and per second?
@@ -262,15 +267,13 @@ def _refuse_other_words(what: list[str]) -> None:
 def _conduct(study: StudyConfig, out: Path, console: Console, plan_only: bool, results: Path | None) -> None:
     from residua.files import keeping
     from residua.reading import counted
-    from residua.study.conduct import begin, conduct
-    from residua.study.extend import with_earlier
+    from residua.study.conduct import conduct
+    from residua.study.preview import preview
     from residua.study.runner import StudyInterrupted
     from residua.study.tables import print_study
 
     if plan_only:
-        kept = begin(with_earlier(study, out), out, console, results, command_line()).write()
-        if results is not None:
-            console.print(f"{results} holds the numbers of {counted(kept, 'complete run')}", soft_wrap=True)
+        preview(study, out, console, results)
         return
     try:
         with keeping("trained runs are kept, and the same command goes on from them"):

@@ -159,7 +159,10 @@ class Keeper:
 
     def planned_again(self, study: StudyConfig) -> Keeper:
         """The same, once learning rates have been chosen."""
-        plan = make_plan(study, self._out, self.dataset, known_rates(self._out, self._results))
+        return self.planned_as(study, make_plan(study, self._out, self.dataset, known_rates(self._out, self._results)))
+
+    def planned_as(self, study: StudyConfig, plan: StudyPlan) -> Keeper:
+        """The same with another study and plan, merged with what the file holds now."""
         whole = _whole(study, plan, self._out, self.dataset, self._results)
         return Keeper(whole, self._out, self.dataset, self._results, self._command, self.questions)
 
@@ -167,16 +170,15 @@ class Keeper:
     def facts(self) -> DatasetFacts:
         return describe(self.dataset, self.whole.plan.runs[0].config.data.validation_tokens)
 
-    def write(self) -> int:
-        """Write the file; returns how many runs it holds."""
+    def write(self) -> None:
+        """Write the file."""
         if self._results is None:
-            return 0
+            return
         study, plan = self.whole.study, self.whole.plan
         records = complete_records(plan, self.whole.known)
         timings = {**self.whole.timings, **{k: v for k, v in read_timings(study, plan, self._out).items() if v}}
         saved = save_study(study, plan, records, self.dataset.fingerprint, self.facts, timings, self.commands)
         saved.write(self._results)
-        return len(saved.runs)
 
 
 class Kept:

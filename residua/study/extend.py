@@ -42,8 +42,13 @@ def alone(study: StudyConfig, plan: StudyPlan) -> Extended:
 
 
 def extend(path: Path, study: StudyConfig, plan: StudyPlan, fingerprint: str, out: Path) -> Extended:
-    """Merge a study and its plan in `out` with the saved study in `path`; ConfigError if they contradict."""
+    """Merge a study and its plan in `out` with the saved study in `path`; ConfigError if they contradict.
+
+    A file without runs binds nothing.
+    """
     saved = SavedStudy.read(path)
+    if not saved.runs:
+        return alone(study, plan)
     if saved.fingerprint != fingerprint:
         raise ConfigError(
             f"{path} was trained on another text (fingerprint {saved.fingerprint}, here {fingerprint}): prepare the "

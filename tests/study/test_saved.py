@@ -420,7 +420,40 @@ def test_a_plan_keeps_what_the_folder_has_and_trains_nothing(
     arguments = (tmp_path / "more.toml", "--out", tmp_path / "first", "--results", tmp_path / "again.json", "--plan")
     assert "again.json holds the numbers of 4 complete runs" in " ".join(invoke(*arguments).split())
     assert trainer.trained == []
-    assert SavedStudy.read(tmp_path / "again.json").runs == SavedStudy.read(kept).runs
+    made = SavedStudy.read(tmp_path / "again.json")
+    assert made.runs == SavedStudy.read(kept).runs
+    assert made.config.seeds == (0, 1) and made.commands == (), "no seed that nobody trained"
+
+
+def test_a_plan_adds_runs_to_a_file_and_otherwise_leaves_it_alone(
+    chosen: Callable[..., StudyConfig], kept: Path, tmp_path: Path
+) -> None:
+    before = kept.read_text()
+    (tmp_path / "more.toml").write_text(chosen("mgr", "block_attnres", seeds=5, ladder=[1, 2]).to_toml())
+    arguments = (tmp_path / "more.toml", "--out", tmp_path / "first", "--results", kept, "--plan")
+    assert "x.json holds the numbers of 4 complete runs" in " ".join(invoke(*arguments).split())
+    assert kept.read_text() == before
+    run(chosen("mgr", "block_attnres", seeds=[0]), tmp_path / "first", tmp_path / "other.json")
+    assert "x.json holds the numbers of 5 complete runs" in " ".join(invoke(*arguments).split())
+    after, first = SavedStudy.read(kept), SavedStudy(**json.loads(before))
+    assert list(after.config.variants) == ["prenorm", "mgr", "block_attnres"]
+    assert (after.config.seeds, after.config.ladder) == ((0, 1), ()) and after.commands == first.commands
+    assert sorted(r.model_dump_json() for r in first.runs) == sorted(
+        r.model_dump_json() for r in after.runs if r.variant != "block_attnres"
+    )
+
+
+def test_a_file_without_runs_binds_no_later_study(
+    chosen: Callable[..., StudyConfig], trainer: Trainer, tmp_path: Path
+) -> None:
+    (tmp_path / "one.toml").write_text(chosen("mgr").to_toml())
+    invoke(tmp_path / "one.toml", "--out", tmp_path / "study", "--results", tmp_path / "new.json", "--plan")
+    assert not (tmp_path / "new.json").exists()
+    run(chosen("mgr"), tmp_path / "first", tmp_path / "x.json")
+    empty = SavedStudy.read(tmp_path / "x.json").model_copy(update={"runs": (), "environments": ()})
+    empty.write(tmp_path / "new.json")
+    run(chosen("mgr", set=(*SMALL, "train.steps=20")), tmp_path / "second", tmp_path / "new.json")
+    assert {run.steps for run in SavedStudy.read(tmp_path / "new.json").runs} == {20}
 
 
 @pytest.mark.parametrize("plan", [[], ["--plan"]])
