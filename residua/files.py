@@ -113,7 +113,7 @@ def write_atomically(path: Path, text: str, *, parents: bool = False) -> None:
     With `parents`, its folder is made; if the file cannot be written, it is removed again.
     """
     temporary = unfinished(path, unique=True)
-    with writing(path, "the file is as it was" if path.exists() else GONE), _made(path.parent if parents else None):
+    with writing(path, "the file is as it was" if path.exists() else GONE), making(path.parent if parents else None):
         try:
             temporary.write_text(text, encoding="utf-8")
             flush(temporary)
@@ -125,7 +125,7 @@ def write_atomically(path: Path, text: str, *, parents: bool = False) -> None:
 
 
 @contextmanager
-def _made(folder: Path | None) -> Iterator[None]:
+def making(folder: Path | None) -> Iterator[None]:
     """Make a folder; if the block fails, remove what was made and is empty."""
     made = [] if folder is None else [path for path in (folder, *folder.parents) if not path.exists()]
     try:
@@ -148,7 +148,7 @@ def atomic_folder(final: Path, *, unique: bool = False) -> Iterator[Path]:
     """
     temporary = unfinished(final, unique=unique)
     shutil.rmtree(temporary, ignore_errors=True)
-    with writing(final, within=temporary), _made(final.parent):
+    with writing(final, within=temporary), making(final.parent):
         try:
             temporary.mkdir()
             yield temporary

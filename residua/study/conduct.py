@@ -38,7 +38,7 @@ from residua.study.plots import Records
 from residua.study.progress import LiveProgress
 from residua.study.quantized import measure_runs
 from residua.study.results import DatasetFacts, StudyResult, collect
-from residua.study.runner import run_plan, threads_per_run
+from residua.study.runner import own_results, run_plan, threads_per_run
 from residua.study.runs import RunRecord, is_complete, read_run
 from residua.study.saved import SavedStudy, save_study
 from residua.study.side_tables import rate_sentence
@@ -79,27 +79,29 @@ def conduct(
     """Train the incomplete runs, then write study.toml, results.json, results.md and report.html into `out`.
 
     The numbers are also kept in the file `results`, after every run. If it exists, the study extends it: runs in it are
-    not trained again. `command` is recorded there. `supplement` adds to the page and to results.md. What an earlier
-    study in `out` measured in low precision or on tasks is kept, and so are the learning rates that it chose.
+    not trained again. No other study may write it meanwhile. `command` is recorded there. `supplement` adds to the page
+    and to results.md. What an earlier study in `out` measured in low precision or on tasks is kept, and so are the
+    learning rates that it chose.
     """
-    study = with_earlier(study, out)
-    keeper = begin(study, out, console, results, command)
-    if keeper.whole.plan.trials:
-        _tune(study, keeper.whole.plan, out, console)
-        keeper = keeper.planned_again(study)
-    whole = keeper.whole
-    with LiveProgress(console, whole.new) as progress:
-        problems = run_plan(study, whole.new, out, Kept(progress, keeper))
-    keep_timings(whole.study, whole.plan, out, whole.timings)
-    time_variants(study, whole.plan, out, console, whole.known)
-    measure_outliers(whole.plan, console)
-    if keeper.questions is not None:
-        score_runs(keeper.questions, whole.plan, console, Recipes(study.quantize, study.calibration))
-    measure_runs(study, whole.plan, console)
-    diagnose_runs(study, whole.plan, out, keeper.dataset, console)
-    keeper.write()
-    write_atomically(out / STUDY, study.to_toml())
-    return summarise(whole.study, whole.plan, out, problems, keeper.facts, whole.known, supplement, keeper.commands)
+    with own_results(results):
+        study = with_earlier(study, out)
+        keeper = begin(study, out, console, results, command)
+        if keeper.whole.plan.trials:
+            _tune(study, keeper.whole.plan, out, console)
+            keeper = keeper.planned_again(study)
+        whole = keeper.whole
+        with LiveProgress(console, whole.new) as progress:
+            problems = run_plan(study, whole.new, out, Kept(progress, keeper))
+        keep_timings(whole.study, whole.plan, out, whole.timings)
+        time_variants(study, whole.plan, out, console, whole.known)
+        measure_outliers(whole.plan, console)
+        if keeper.questions is not None:
+            score_runs(keeper.questions, whole.plan, console, Recipes(study.quantize, study.calibration))
+        measure_runs(study, whole.plan, console)
+        diagnose_runs(study, whole.plan, out, keeper.dataset, console)
+        keeper.write()
+        write_atomically(out / STUDY, study.to_toml())
+        return summarise(whole.study, whole.plan, out, problems, keeper.facts, whole.known, supplement, keeper.commands)
 
 
 def begin(study: StudyConfig, out: Path, console: Console, results: Path | None, command: str) -> Keeper:

@@ -14,6 +14,7 @@ from residua.study.conduct import begin
 from residua.study.config import StudyConfig
 from residua.study.extend import with_earlier
 from residua.study.plan import PlannedRun, StudyPlan
+from residua.study.runner import own_results
 from residua.study.runs import is_complete
 
 
@@ -27,7 +28,8 @@ def preview(study: StudyConfig, out: Path, console: Console, results: Path | Non
         return
     if found:
         part = _part_with(study, found)
-        keeper.planned_as(part, _plan_with(part, whole.plan, found)).write()
+        with own_results(results):
+            keeper.planned_as(part, _plan_with(part, whole.plan, found)).write()
     kept = len(whole.known) + len(found)
     told = f"{results} holds the numbers of {counted(kept, 'complete run')}"
     console.print(Text(told if kept else f"No run is complete, so {results} gets no numbers yet."), soft_wrap=True)

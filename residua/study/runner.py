@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FrameType
 
 from residua.config.settings import ConfigError
-from residua.files import writing
+from residua.files import making, writing
 from residua.machine import available_cores, python_environment
 from residua.reading import counted
 from residua.study.config import StudyConfig
@@ -79,18 +79,48 @@ def _own(out: Path) -> Iterator[int]:
     """Lock the study's folder; refuse if another study holds it."""
     with writing(out):
         out.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(out / LOCK, os.O_RDWR | os.O_CREAT)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(descriptor)
-        raise ConfigError(
-            f"{out} is in use by another study or one of its trainers: wait for it, or choose another --out."
-        ) from None
+    descriptor = _lock(
+        out / LOCK, f"{out} is in use by another study or one of its trainers: wait for it, or choose another --out."
+    )
     try:
         yield descriptor
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def own_results(path: Path | None) -> Iterator[None]:
+    """Lock a results file, by a hidden file beside it that is there only meanwhile; refuse if a study holds it."""
+    if path is None:
+        yield
+        return
+    beside = path.with_name(f".{path.name}.lock")
+    refusal = (
+        f"{path} is in use by another study: wait for it, or train without --results and add the runs later with "
+        f"`residua compare FOLDER --results {path} --plan`."
+    )
+    with making(path.parent):
+        descriptor = _lock(beside, refusal)
+        while os.fstat(descriptor).st_nlink == 0:  # its last owner removed it before we had the lock
+            os.close(descriptor)
+            descriptor = _lock(beside, refusal)
+        try:
+            yield
+        finally:
+            beside.unlink(missing_ok=True)
+            os.close(descriptor)
+
+
+def _lock(path: Path, refusal: str) -> int:
+    """Lock a file, which is made if need be; `refusal` says that another process holds it."""
+    with writing(path):
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise ConfigError(refusal) from None
+    return descriptor
 
 
 @contextmanager

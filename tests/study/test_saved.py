@@ -443,6 +443,27 @@ def test_a_plan_adds_runs_to_a_file_and_otherwise_leaves_it_alone(
     )
 
 
+def test_two_studies_do_not_write_the_same_file_at_once(
+    chosen: Callable[..., StudyConfig], kept: Path, trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def meanwhile(*given: Any) -> dict[PlannedRun, str]:
+        with pytest.raises(ConfigError, match=r"x\.json is in use by another study: wait for it"):
+            run(chosen("block_attnres"), tmp_path / "third", kept)
+        (tmp_path / "first.toml").write_text(chosen("mgr").to_toml())
+        arguments = (tmp_path / "first.toml", "--out", tmp_path / "first", "--results", kept, "--plan")
+        assert "holds the numbers of 4 complete runs" in " ".join(invoke(*arguments).split()), "a plan only reads"
+        return trainer(*given)
+
+    monkeypatch.setattr(conducting, "run_plan", meanwhile)
+    run(chosen("exoformer"), tmp_path / "second", kept)
+    monkeypatch.setattr(conducting, "run_plan", trainer)
+    run(chosen("block_attnres"), tmp_path / "third", kept)
+    assert {r.variant for r in SavedStudy.read(kept).runs} == {"prenorm", "mgr", "exoformer", "block_attnres"}
+    with pytest.raises(ConfigError):
+        run(chosen("mgr", base="nothing"), tmp_path / "fourth", tmp_path / "new" / "y.json")
+    assert not list(tmp_path.glob(".*.lock")) and not (tmp_path / "new").exists()
+
+
 def test_a_file_without_runs_binds_no_later_study(
     chosen: Callable[..., StudyConfig], trainer: Trainer, tmp_path: Path
 ) -> None:
