@@ -30,6 +30,7 @@ from residua.study.plan import (
     StudyPlan,
     base_run,
     check_folders,
+    left_out_sentences,
     make_plan,
     refuse_strangers,
     undone_sentences,
@@ -115,11 +116,13 @@ def begin(study: StudyConfig, out: Path, console: Console, results: Path | None,
     announce(console, study, plan)
     whole = _whole(study, plan, out, dataset, results)
     check_folders((*whole.new.settled, *plan.trials))
+    told = left_out_sentences(whole.study, out)
     if results is not None and whole.known:
         if questions is not None:
             refuse_other_questions(results, questions, whole.known)
-        for sentence in extend_sentences(results, whole):
-            console.print(Text(f"• {sentence}"), soft_wrap=True)
+        told += extend_sentences(results, whole)
+    for sentence in told:
+        console.print(Text(f"• {sentence}"), soft_wrap=True)
     return Keeper(whole, out, dataset, results, command, questions)
 
 

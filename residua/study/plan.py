@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +22,8 @@ from residua.train.start import check_router
 RUNS, CONFIGS, LOGS, TIMINGS, LOCK, STUDY = "runs", "configs", "logs", "timings", ".lock", "study.toml"
 # What an interrupted study leaves in its folder: study.toml is written last.
 _BEGUN = (RUNS, CONFIGS, LOGS, LOCK, TIMINGS, TUNING, "diagnosis")
+_RUN = re.compile(r"(.+?)(-(lr)?[\d.]+x)?-seed\d+")
+"""The folder of a run: its model, and the budget or the rate that it may have."""
 
 
 @dataclass(frozen=True)
@@ -185,6 +188,19 @@ def undone_sentences(study: StudyConfig) -> list[str]:
         if variants.holds(base, change)
         for name, entries in study.variants.items()
         if not variants.holds(_varied(study, base, name), change) and not _sets(entries, change)
+    ]
+
+
+def left_out_sentences(study: StudyConfig, out: Path) -> list[str]:
+    """A sentence if the folder has runs of variants that the study leaves out: its page will not show them."""
+    planned = {model_title(study, size, name) for size in study.sizes for name in study.variants}
+    found = {match[1] for path in (out / RUNS).glob("*") if (match := _RUN.fullmatch(path.name))}
+    others = sorted(found - planned)
+    if not others:
+        return []
+    it = "it" if len(others) == 1 else "them"
+    return [
+        f"{out} also holds {', '.join(others)}, which this study leaves out: name {it} too to have {it} on the page."
     ]
 
 

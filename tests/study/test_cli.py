@@ -13,7 +13,8 @@ from residua.cli.compare import app
 from residua.config.settings import ConfigError
 from residua.config.variants import KNOWN
 from residua.data import Dataset
-from residua.study.plan import PlannedRun, StudyPlan
+from residua.study import StudyConfig
+from residua.study.plan import PlannedRun, StudyPlan, make_plan
 from tests.study.conftest import SMALL
 from tests.study.recorded import write_run
 
@@ -108,6 +109,25 @@ def test_a_change_that_a_variant_undoes_is_told(dataset: Dataset) -> None:
     shown = runner.invoke(app, arguments, catch_exceptions=False).output
     assert "--set model.topology.kind=additive has no effect on mgr, which sets its own value." in shown
     assert "train.steps=100 does not" not in shown and "for prenorm" not in shown
+
+
+def test_variants_of_the_folder_that_a_study_leaves_out_are_named(
+    study: StudyConfig, dataset: Dataset, tmp_path: Path
+) -> None:
+    out = tmp_path / "study"
+    earlier = {"variants": ["prenorm", "mgr", "mgr+exoformer"], "ladder": [2.5]}
+    for run in make_plan(StudyConfig(**{**study.model_dump(), **earlier}), out, dataset).runs:
+        write_run(run, lambda run, step: 3.0)
+    small = [argument for change in SMALL for argument in ("--set", change)]
+
+    def planned(*variants: str) -> str:
+        arguments = [*variants, "--seeds", "1", *small, "--data", str(dataset.path), "--out", str(out), "--plan"]
+        return " ".join(runner.invoke(app, arguments, catch_exceptions=False).output.split())
+
+    told = f"{out} also holds mgr, which this study leaves out: name it too to have it on the page."
+    assert told in planned("prenorm", "mgr+exoformer")
+    assert "also holds mgr, mgr+exoformer, which" in planned("prenorm", "resformer")
+    assert "also holds" not in planned("prenorm", "mgr", "mgr+exoformer", "resformer")
 
 
 def test_a_study_with_a_failed_run_says_why_on_standard_error(
