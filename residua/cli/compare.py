@@ -218,7 +218,7 @@ def _study(
     """
     from residua.config.settings import ConfigError, of_file, read_toml
     from residua.study.config import DEMO, StudyConfig
-    from residua.study.plan import STUDY
+    from residua.study.plan import STARTED, STUDY
     from residua.study.saved import SavedStudy
 
     files = [name for name in what if name.endswith(".toml")]
@@ -232,10 +232,11 @@ def _study(
         with of_file(files[0]):
             return StudyConfig(**{"name": Path(files[0]).stem, **read_toml(files[0]), **given})
     if folder is not None:
-        if not (folder / STUDY).exists():
-            raise ConfigError(f"{folder} holds no finished study (no {STUDY}): name the study file it was made from.")
-        with of_file(folder / STUDY):
-            return StudyConfig(**{**read_toml(folder / STUDY), **given})
+        file = folder / (STARTED if (folder / STARTED).exists() else STUDY)
+        if not file.exists():
+            raise ConfigError(f"{folder} holds no study (no {STUDY}): name the study file it was made from.")
+        with of_file(file):
+            return StudyConfig(**{**read_toml(file), **given})
     if not what and results is not None and results.exists():
         return StudyConfig(**{**SavedStudy.read(results).study, **given})
     if not what and results is not None:

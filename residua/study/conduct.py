@@ -25,6 +25,7 @@ from residua.study.outliers import measure_outliers
 from residua.study.page import Supplement, study_page
 from residua.study.picture import picture
 from residua.study.plan import (
+    STARTED,
     STUDY,
     PlannedRun,
     StudyPlan,
@@ -102,6 +103,7 @@ def conduct(
         diagnose_runs(study, whole.plan, out, keeper.dataset, console)
         keeper.write()
         write_atomically(out / STUDY, study.to_toml())
+        (out / STARTED).unlink(missing_ok=True)
         return summarise(whole.study, whole.plan, out, problems, keeper.facts, whole.known, supplement, keeper.commands)
 
 

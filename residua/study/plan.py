@@ -20,7 +20,9 @@ from residua.study.trials import TUNING, TunedRate, rate_changes, rate_title, sh
 from residua.train.start import check_router
 
 RUNS, CONFIGS, LOGS, TIMINGS, LOCK, STUDY = "runs", "configs", "logs", "timings", ".lock", "study.toml"
-# What an interrupted study leaves in its folder: study.toml is written last.
+STARTED = "started.toml"
+"""The study while it trains. study.toml replaces it at the end: what that file asks for was measured."""
+# What an interrupted study leaves in its folder, beside started.toml.
 _BEGUN = (RUNS, CONFIGS, LOGS, LOCK, TIMINGS, TUNING, "diagnosis")
 _RUN = re.compile(r"(.+?)(-(lr)?[\d.]+x)?-seed\d+")
 """The folder of a run: its model, and the budget or the rate that it may have."""

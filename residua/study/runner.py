@@ -15,12 +15,12 @@ from pathlib import Path
 from types import FrameType
 
 from residua.config.settings import ConfigError
-from residua.files import making, writing
+from residua.files import making, write_atomically, writing
 from residua.machine import available_cores, python_environment
 from residua.reading import counted
 from residua.study.config import StudyConfig
 from residua.study.crew import Crew, Watcher, compiling_ahead
-from residua.study.plan import LOCK, PlannedRun, StudyPlan, check_folders
+from residua.study.plan import LOCK, STARTED, PlannedRun, StudyPlan, check_folders
 from residua.study.runs import is_complete
 from residua.train.shared import graph_of
 
@@ -36,6 +36,7 @@ def run_plan(study: StudyConfig, plan: StudyPlan, out: Path, watcher: Watcher) -
     """
     with _own(out) as lock:
         check_folders(plan.runs)
+        write_atomically(out / STARTED, study.to_toml())
         waiting = [run for run in plan.runs if not is_complete(run.folder, run.config)]
         environment = python_environment(OMP_NUM_THREADS=str(threads_per_run(study)), PYTHONUNBUFFERED="1")
         # The inherited lock keeps the folder locked while any process lives, even if the study itself is killed.

@@ -14,7 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
+from typer.testing import CliRunner
 
+from residua.cli.compare import app
 from residua.config.settings import ConfigError
 from residua.data import Dataset
 from residua.study import StudyConfig, runner
@@ -71,6 +73,7 @@ def test_a_study_runs_writes_everything_and_is_reused(study: StudyConfig, datase
     assert {run.status for run in outcome.result.runs} == {"complete"}
     for name in ("study.toml", "results.json", "results.md", "report.html"):
         assert (out / name).stat().st_size > 0
+    assert not (out / "started.toml").exists()
     assert outcome.result.dataset is not None and outcome.result.dataset.unigram_entropy > 1.0
     difference = outcome.result.variants[1].difference
     assert difference is not None and (difference.count, difference.low) == (1, None)
@@ -173,6 +176,9 @@ def test_ctrl_c_saves_every_run_and_the_same_command_goes_on(
         assert first.wait() == 130
         errors.seek(0)
         assert b"the same command continues" in errors.read()
+    (out / "wanted.toml").unlink()
+    planned = CliRunner().invoke(app, [str(out), "--plan"], catch_exceptions=False).output
+    assert "1 variant × 1 seed" in planned, "the folder is enough to go on"
     monkeypatch.delenv("RESIDUA_PLUGINS")
     fork_workers(monkeypatch)
     saved = {run.title: next((run.folder / "checkpoints").glob("step-*")) for run in plan.runs}

@@ -493,7 +493,7 @@ def test_the_command_takes_the_folder_of_a_study(kept: Path, trainer: Trainer, t
     assert trainer.trained == []
     assert SavedStudy.read(tmp_path / "again.json").runs == SavedStudy.read(kept).runs
     (tmp_path / "empty").mkdir()
-    assert "holds no finished study" in invoke(tmp_path / "empty")
+    assert "holds no study" in invoke(tmp_path / "empty")
 
 
 def test_a_file_of_another_ones_topology_is_not_called_damaged(kept: Path) -> None:
