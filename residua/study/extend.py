@@ -22,12 +22,16 @@ from residua.version import MATHEMATICS
 
 @dataclass(frozen=True)
 class Extended:
-    """A study and a saved one as one: the merged study and plan, and what is known of the saved runs."""
+    """A study and a saved one as one: the merged study and plan, and what is known of the saved runs.
+
+    `asked` are the runs of the study itself.
+    """
 
     study: StudyConfig
     plan: StudyPlan
     known: dict[PlannedRun, RunRecord]
     timings: Timings
+    asked: tuple[PlannedRun, ...]
     commands: tuple[str, ...] = ()
 
     @property
@@ -38,7 +42,7 @@ class Extended:
 
 def alone(study: StudyConfig, plan: StudyPlan) -> Extended:
     """A study by itself."""
-    return Extended(study, plan, {}, {})
+    return Extended(study, plan, {}, {}, plan.runs)
 
 
 def extend(path: Path, study: StudyConfig, plan: StudyPlan, fingerprint: str, out: Path) -> Extended:
@@ -68,7 +72,7 @@ def extend(path: Path, study: StudyConfig, plan: StudyPlan, fingerprint: str, ou
     models = {**before.models, **plan.models}
     rates = {(rate.size, rate.variant): rate for rate in (*before.tuned, *plan.tuned)}
     whole = StudyPlan(models, (*others, *plan.runs), plan.text_tokens, tuple(rates.values()), plan.trials)
-    return Extended(merged, whole, known, saved.timings, saved.commands)
+    return Extended(merged, whole, known, saved.timings, plan.runs, saved.commands)
 
 
 def extend_sentences(path: Path, extended: Extended) -> list[str]:

@@ -1,4 +1,4 @@
-"""A study that is only planned (`--plan`): announce it, and add the folder's complete runs to the results file."""
+"""A study that is only planned (`--plan`): say what is left to train, and add complete runs to the results file."""
 
 from __future__ import annotations
 
@@ -24,6 +24,12 @@ def preview(study: StudyConfig, out: Path, console: Console, results: Path | Non
     keeper = begin(study, out, console, results, "")
     whole = keeper.whole
     found = [run for run in whole.new.settled if is_complete(run.folder, run.config)]
+    done = sum(run in whole.known or run in found for run in whole.asked)
+    left = f"{len(whole.asked) - done or 'none'} left to train"
+    trials = sum(not is_complete(run.folder, run.config) for run in whole.plan.trials)
+    tuning = f", after {counted(trials, 'trial')} of learning rates" if trials else ""
+    are = "is" if done == 1 else "are"
+    console.print(f"{done} of {counted(len(whole.asked), 'run')} {are} complete; {left}{tuning}.", highlight=False)
     if results is None:
         return
     if found:

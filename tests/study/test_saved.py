@@ -418,7 +418,12 @@ def test_a_plan_keeps_what_the_folder_has_and_trains_nothing(
 ) -> None:
     (tmp_path / "more.toml").write_text(chosen("mgr", seeds=3).to_toml())
     arguments = (tmp_path / "more.toml", "--out", tmp_path / "first", "--results", tmp_path / "again.json", "--plan")
-    assert "again.json holds the numbers of 4 complete runs" in " ".join(invoke(*arguments).split())
+    said = " ".join(invoke(*arguments).split())
+    assert "4 of 6 runs are complete; 2 left to train. " in said
+    assert "again.json holds the numbers of 4 complete runs" in said
+    assert "4 of 4 runs are complete; none left to train." in invoke(tmp_path / "first", "--plan")
+    elsewhere = invoke(tmp_path / "more.toml", "--out", tmp_path / "new", "--results", kept, "--seeds", 1, "--plan")
+    assert "2 of 2 runs are complete" in elsewhere, "the file has them"
     assert trainer.trained == []
     made = SavedStudy.read(tmp_path / "again.json")
     assert made.runs == SavedStudy.read(kept).runs

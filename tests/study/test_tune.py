@@ -188,6 +188,7 @@ def test_a_plan_counts_the_trials_and_trains_nothing(
     arguments = ["prenorm", "mgr", "--seeds", "1", *small, "--data", str(dataset.path), "--out", str(out), "--plan"]
     shown = CliRunner().invoke(app, [*arguments, "--tune", "lr=0.5x,1x,2x"], catch_exceptions=False).output
     assert "2 variants × 1 seed = 2 runs, and 6 to tune learning rates" in " ".join(shown.split())
+    assert "0 of 2 runs are complete; 2 left to train, after 6 trials of learning rates." in " ".join(shown.split())
     assert not out.exists()
 
 
