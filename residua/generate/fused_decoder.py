@@ -24,6 +24,7 @@ from residua.model.norm import Norm, RMSNorm
 from residua.model.projection import is_watched
 from residua.model.topology.base import Topology
 from residua.ops import decode
+from residua.ops.mix_projection.reference import Mixing
 
 
 class FusedAttention(nn.Module):
@@ -44,7 +45,7 @@ class FusedAttention(nn.Module):
         projected = attention.project(x)
         mixing, anchors = mix_values(attention.mix, attention.own_values(projected), anchors)
         if mixing is not None:
-            mixing = mixing._replace(anchor=mixing.anchor[:, 0])
+            mixing = Mixing(mixing.anchor[:, 0], mixing.anchor_scale, mixing.scale)
         projected, (cos, sin) = projected[:, 0], context.rotary[attention.table]
         q = decode.enter_cache(projected, self.heads, self.gains, cos, sin, cache.keys, cache.values, now.until, mixing)
         y = decode.decode_attention(q, cache.keys, cache.values, now.until, attention.sink)

@@ -182,21 +182,26 @@ def test_the_rewritten_model_shares_every_weight_and_leaves_the_model_alone() ->
 
 
 @pytest.mark.parametrize("name", only_nightly(["additive", "blocks of two", "four streams"], but=["four streams"]))
-def test_a_step_is_traced_whole(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("anchors", only_nightly(["none", "resformer"], but=["resformer"]))
+def test_a_step_is_traced_whole(name: str, anchors: str, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = torch.compile
     monkeypatch.setattr(torch, "compile", lambda f, **options: compiled(f, backend="eager", **options))
-    built = model(TOPOLOGIES[name][0], vocab_size=257, context=48)
+    built = model(TOPOLOGIES[name][0], vocab_size=257, context=48, anchors={"kind": anchors})
     plain, traced = (Generator(built, Tokenizer.bytes(), engine=kind) for kind in ("eager", "compile"))
     assert traced(["abc", "d"], Request(4))[0] == plain(["abc", "d"], Request(4))[0]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", TOPOLOGIES)
+@pytest.mark.parametrize(
+    ("name", "anchors"),
+    [*((name, "none") for name in TOPOLOGIES), ("additive", "resformer"), ("two streams", "resformer")],
+)
 @pytest.mark.parametrize("engine", ["graph", "compile"])
-def test_a_replayed_graph_generates_what_plain_steps_do(name: str, engine: str) -> None:
+def test_a_replayed_graph_generates_what_plain_steps_do(name: str, anchors: str, engine: str) -> None:
     torch.compiler.reset()  # one function is compiled for every case, and there is a limit to that
     tokenizer = Tokenizer.bytes()
     tables = {"vocab_size": 257, "context": 48, "width": 64, "attention": {"kind": "softmax", "heads": 4}}
+    tables["anchors"] = {"kind": anchors}
     built = place(model(TOPOLOGIES[name][0], **tables), torch.device("cuda"), "float32")
     prompts = ["hello there", "a", "some more text"]
     for sampling in (Sampling(), Sampling(1.0, top_k=20, seed=1)):
