@@ -230,15 +230,15 @@ def _study(
         if len(what) > 1:
             raise ConfigError(f"{files[0]} is a whole study: give either one study file or names of variants.")
         with of_file(files[0]):
-            return StudyConfig(**{"name": Path(files[0]).stem, **read_toml(files[0]), **given})
+            return StudyConfig(**{"name": Path(files[0]).stem, **_changed(read_toml(files[0]), given)})
     if folder is not None:
         file = folder / (STARTED if (folder / STARTED).exists() else STUDY)
         if not file.exists():
             raise ConfigError(f"{folder} holds no study (no {STUDY}): name the study file it was made from.")
         with of_file(file):
-            return StudyConfig(**{**read_toml(file), **given})
+            return StudyConfig(**_changed(read_toml(file), given))
     if not what and results is not None and results.exists():
-        return StudyConfig(**{**SavedStudy.read(results).study, **given})
+        return StudyConfig(**_changed(SavedStudy.read(results).study, given))
     if not what and results is not None:
         raise ConfigError(
             f"{results} does not exist, so there is no study to continue: name its variants, or another file."
@@ -247,6 +247,12 @@ def _study(
     if len(what) < 2:
         raise ConfigError("name two variants or more, a study file, or --demo; `residua compare --list` has the names.")
     return StudyConfig(variants=what, **given)
+
+
+def _changed(study: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """A study that was written down, with what the command line says. Files that it names are read again."""
+    kept = {key: value for key, value in study.items() if key != "bases" or not {"base", "scaling"} & given.keys()}
+    return {**kept, **given}
 
 
 def _refuse_other_words(what: list[str]) -> None:

@@ -35,6 +35,7 @@ from residua.study.plan import (
     make_plan,
     refuse_strangers,
     undone_sentences,
+    with_bases,
 )
 from residua.study.plots import Records
 from residua.study.progress import LiveProgress
@@ -86,7 +87,7 @@ def conduct(
     learning rates that it chose.
     """
     with own_results(results):
-        study = with_earlier(study, out)
+        study = with_bases(with_earlier(study, out))
         keeper = begin(study, out, console, results, command)
         if keeper.whole.plan.trials:
             _tune(study, keeper.whole.plan, out, console)

@@ -124,11 +124,13 @@ class StudyConfig(Frozen):
     those that every trained model is scored on, `tune` is a search of each variant's learning rate.
     `ladder` are budgets, as multiples of a run's steps, that the baseline is also trained with, each with its own full
     schedule: they turn a loss into equivalent tokens. With several workers, or `time_alone`, every variant's step is
-    timed alone once its runs are complete.
+    timed alone once its runs are complete. `bases` holds the run of every file that `base` or `sizes` names; it is
+    written when a study begins, so that it can be continued where the files are not.
     """
 
     name: str = "study"
     base: str = "tiny"
+    bases: dict[str, dict[str, Any]] | None = None
     set: tuple[str, ...] = ()
     variants: dict[str, tuple[str, ...]]
     baseline: str = ""

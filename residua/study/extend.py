@@ -133,6 +133,7 @@ def _merged(path: Path, before: StudyConfig, study: StudyConfig) -> StudyConfig:
             "scaling": _scaling(path, before, study),
             "ladder": tuple(sorted({*before.ladder, *study.ladder})),
             "quantize": tuple(dict.fromkeys((*before.quantize, *study.quantize))),
+            "bases": {**(before.bases or {}), **(study.bases or {})} or None,
             "tasks": both_tasks(before.tasks, None if study.tasks is None else study.tasks.anywhere),
             "workers": max(before.workers, study.workers),
             "time_alone": before.time_alone or study.time_alone,

@@ -16,7 +16,9 @@ from residua.files import refuse_blocked
 from residua.model.size import measure
 from residua.study.config import StudyConfig
 from residua.study.matching import match
+from residua.study.runs import read_environment
 from residua.study.trials import TUNING, TunedRate, rate_changes, rate_title, short_run, tuned_for
+from residua.train.environment import TEXT
 from residua.train.start import check_router
 
 RUNS, CONFIGS, LOGS, TIMINGS, LOCK, STUDY = "runs", "configs", "logs", "timings", ".lock", "study.toml"
@@ -118,9 +120,18 @@ def make_plan(study: StudyConfig, out: Path, dataset: Dataset, rates: Sequence[T
 
 def base_run(study: StudyConfig, size: str) -> RunConfig:
     """The run that the variants of a size change."""
-    base = RunConfig.find(size)
+    kept = (study.bases or {}).get(size)
+    base = RunConfig.find(size) if kept is None else RunConfig(**kept)
     with of_file("set"):
         return base.override(list(study.set))
+
+
+def with_bases(study: StudyConfig) -> StudyConfig:
+    """The study with the content of the files that `base` or `sizes` name: it can be continued without them."""
+    kept = study.bases or {}
+    files = [size for size in study.sizes if size.endswith(".toml") and size not in kept]
+    read = {size: RunConfig.find(size).model_dump(mode="json", exclude_none=True) for size in files}
+    return study.model_copy(update={"bases": {**kept, **read}}) if read else study
 
 
 def refuse_strangers(out: Path) -> None:
@@ -145,12 +156,20 @@ def check_folders(runs: Iterable[PlannedRun]) -> None:
         if not written.exists():
             continue
         changed = differences(RunConfig.from_toml(written), run.config)
+        if "data.path" in changed and _same_text(run):
+            del changed["data.path"]
         if changed:
             key, (old, new) = next(iter(changed.items()))
             raise ConfigError(
                 f"{run.folder} holds a run with {key} = {old!r}, and this study needs {new!r}: "
                 "choose another --out, or move that folder elsewhere."
             )
+
+
+def _same_text(run: PlannedRun) -> bool:
+    """Whether the run in the folder was trained on the text of the planned one, wherever that is now."""
+    trained, path = read_environment(run.folder).get(TEXT), run.config.data.path
+    return trained is not None and path is not None and trained == Dataset.open(path).fingerprint
 
 
 def _models(study: StudyConfig, base: RunConfig) -> dict[str, PlannedModel]:

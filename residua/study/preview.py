@@ -13,14 +13,14 @@ from residua.reading import counted
 from residua.study.conduct import begin
 from residua.study.config import StudyConfig
 from residua.study.extend import with_earlier
-from residua.study.plan import PlannedRun, StudyPlan
+from residua.study.plan import PlannedRun, StudyPlan, with_bases
 from residua.study.runner import own_results
 from residua.study.runs import is_complete
 
 
 def preview(study: StudyConfig, out: Path, console: Console, results: Path | None = None) -> None:
     """Announce a study; trains nothing. The file `results` changes only if `out` has complete runs that it lacks."""
-    study = with_earlier(study, out)
+    study = with_bases(with_earlier(study, out))
     keeper = begin(study, out, console, results, "")
     whole = keeper.whole
     found = [run for run in whole.new.settled if is_complete(run.folder, run.config)]

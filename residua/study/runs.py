@@ -297,7 +297,7 @@ def read_run(folder: Path, config: RunConfig) -> RunRecord:
         [row for row in rows if row["kind"] == "validation"],
         _read_inspection(folder, config),
         read_quantized(folder),
-        _readable(folder / ENVIRONMENT, dict[str, Any]) or {},
+        read_environment(folder),
         outliers=read_outliers(folder),
         accuracies=read_accuracies(folder),
         telemetry=telemetry_of(rows),
@@ -326,6 +326,11 @@ def latest(folder: Path) -> tuple[int, float | None]:
                 return max(row.step, measured), row.loss
             measured = max(row.step, measured)
     return measured, None
+
+
+def read_environment(folder: Path) -> dict[str, Any]:
+    """What a run was trained with; empty if that is missing or unreadable."""
+    return _readable(folder / ENVIRONMENT, dict[str, Any]) or {}
 
 
 def is_complete(folder: Path, config: RunConfig) -> bool:

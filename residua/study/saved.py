@@ -281,7 +281,7 @@ def save_study(
         )
     return SavedStudy(
         commands=tuple(dict.fromkeys(commands)),
-        study=study.model_dump(mode="json", exclude_none=True, exclude={"data", "threads", "tasks"}),
+        study=_without_places(study).model_dump(mode="json", exclude_none=True, exclude={"data", "threads", "tasks"}),
         fingerprint=fingerprint,
         dataset=None if dataset is None else dataset.model_copy(update={"path": Path(dataset.path).name}),
         environments=tuple(environments),
@@ -290,6 +290,15 @@ def save_study(
         tasks=None if study.tasks is None else study.tasks.anywhere,
         runs=tuple(runs),
     )
+
+
+def _without_places(study: StudyConfig) -> StudyConfig:
+    """The study without the places of its bases' texts, which are others on each machine."""
+    kept = {
+        name: base | {"data": {key: value for key, value in base["data"].items() if key != "path"}}
+        for name, base in (study.bases or {}).items()
+    }
+    return study.model_copy(update={"bases": kept or None})
 
 
 def _saved_model(key: tuple[str, str], model: PlannedModel, timings: Mapping[str, StepTiming]) -> SavedModel:

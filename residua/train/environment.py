@@ -13,6 +13,8 @@ import torch
 
 from residua.version import MATHEMATICS, __version__
 
+TEXT = "text"
+"""Where a run's environment has the fingerprint of its text."""
 CPUINFO = Path("/proc/cpuinfo")
 
 

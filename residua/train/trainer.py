@@ -24,7 +24,7 @@ from residua.report.plain import PlainConsole
 from residua.storage.checkpoint import Checkpoint, prune, what_is_left
 from residua.storage.run import METRICS, Run, read_metrics
 from residua.train.clock import Clock, random_states, set_random_states
-from residua.train.environment import describe_environment
+from residua.train.environment import TEXT, describe_environment
 from residua.train.health import (
     Interrupted,
     StopSignals,
@@ -118,7 +118,8 @@ class Trainer:
         summarise(self.console, self.config, self.step, self.dataset, self.size, self.done, self.world.describe())
         for line in start_lines(self.config) if self.done == 0 else ():
             self.console.print(f"{'start':<8} {line}", soft_wrap=True, markup=False)
-        self.run.begin(describe_environment(self.device), self.done, self.world.stages.take())
+        about = {**describe_environment(self.device), TEXT: self.dataset.fingerprint}
+        self.run.begin(about, self.done, self.world.stages.take())
         for checkpoint, reason in self.skipped.items():
             moved = self.run.set_checkpoint_aside(checkpoint)
             self._notify(f"skipped {checkpoint.path}: {reason}; it is now {moved}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,22 @@ def test_a_folder_of_another_configuration_is_refused_by_name(study: StudyConfig
     (folder / "config.toml").write_text(plan.runs[3].config.override(["train.steps=77"]).to_toml())
     with pytest.raises(ConfigError, match=rf"{folder} holds a run with train.steps = 77, and this study needs 10"):
         check_folders(plan.runs)
+
+
+def test_a_run_whose_text_was_moved_is_known_by_its_fingerprint(
+    study: StudyConfig, dataset: Dataset, out: Path
+) -> None:
+    plan = make_plan(study, out, dataset)
+    folder = plan.runs[3].folder
+    folder.mkdir(parents=True)
+    (folder / "config.toml").write_text(plan.runs[3].config.override(["data.path='/elsewhere'"]).to_toml())
+    with pytest.raises(ConfigError, match=rf"{folder} holds a run with data.path = '/elsewhere', and this study needs"):
+        check_folders(plan.runs)
+    (folder / "environment.json").write_text(json.dumps({"text": "0123456789abcdef", "sessions": []}))
+    with pytest.raises(ConfigError, match=r"data\.path"):
+        check_folders(plan.runs)
+    (folder / "environment.json").write_text(json.dumps({"text": dataset.fingerprint, "sessions": []}))
+    check_folders(plan.runs)
 
 
 def test_a_variant_that_cannot_be_built_is_named(study: StudyConfig, dataset: Dataset, out: Path) -> None:

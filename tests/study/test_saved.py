@@ -15,8 +15,10 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from residua.cli.compare import app
+from residua.config.run import RunConfig
 from residua.config.settings import ConfigError
 from residua.data import Dataset, open_corpus, prepare
+from residua.reading import ReadError
 from residua.study import StudyConfig
 from residua.study import conduct as conducting
 from residua.study.conduct import Outcome, complete_records, conduct, show_saved, summarise
@@ -389,7 +391,7 @@ def test_speeds_are_compared_on_the_same_hardware_only(
 
 def invoke(*arguments: object) -> str:
     result = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    if isinstance(result.exception, ConfigError):
+    if isinstance(result.exception, ConfigError | ReadError):
         return str(result.exception)
     assert result.exit_code == 0, result.output
     return result.output
@@ -411,6 +413,31 @@ def test_the_command_shows_a_file_and_continues_its_study(
     assert len(SavedStudy.read(kept).runs) == 6
     again = invoke("--results", kept, "--data", dataset.path, "--out", tmp_path / "more")
     assert "6 runs of x.json will not be trained again; none left to train." in again
+
+
+def test_a_study_whose_base_is_a_file_continues_where_the_file_is_not(
+    chosen: Callable[..., StudyConfig],
+    trainer: Trainer,
+    dataset: Dataset,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    here = [f"data.path='{dataset.path}'", "train.optimizer.lr=0.00123"]
+    (tmp_path / "mine.toml").write_text(RunConfig.find("tiny").override(here).to_toml())
+    results = tmp_path / "x.json"
+    run(chosen("mgr", base="mine.toml", data=None), tmp_path / "first", results)
+    (tmp_path / "mine.toml").unlink()
+    assert str(dataset.path) not in results.read_text()
+    trainer.trained.clear()
+    invoke("--results", results, "--data", dataset.path, "--out", tmp_path / "elsewhere", "--seeds", 3)
+    assert trainer.trained == ["prenorm-seed2", "mgr-seed2"]
+    assert all(model.config["train"]["optimizer"]["lr"] == 0.00123 for model in SavedStudy.read(results).models)
+    invoke(tmp_path / "first")  # the study's folder needs no file either
+    assert len(trainer.trained) == 2
+    again = ("--results", results, "--data", dataset.path, "--out", tmp_path / "third")
+    assert "mine.toml does not exist" in invoke(*again, "--base", "mine.toml")  # a file that is named is read
+    assert trainer.trained == ["prenorm-seed2", "mgr-seed2"]
 
 
 def test_a_plan_keeps_what_the_folder_has_and_trains_nothing(

@@ -16,6 +16,7 @@ from rich.console import Console
 
 import residua
 from residua.config.run import RunConfig, differences
+from residua.data import Dataset
 from residua.storage.run import read_metrics
 from residua.train import environment
 from residua.train.environment import code_commit
@@ -41,6 +42,7 @@ def test_a_run_is_one_folder_with_everything_in_it(seen: str, config: RunConfig,
     assert RunConfig.from_toml(run / "config.toml") == config
     environment = json.loads((run / "environment.json").read_text())
     assert environment["residua"] and environment["torch"] == torch.__version__ and environment["device"] == "cpu"
+    assert environment["text"] == Dataset.open(data).fingerprint
     assert (run / "tokenizer.json").read_bytes() == (data / "tokenizer.json").read_bytes()
     result = json.loads((run / "result.json").read_text())
     assert result["steps"] == 6 and result["tokens"] == 6 * 2 * 2 * 16 and result["mfu"] is None
