@@ -16,7 +16,7 @@ from residua.train.trainer import train
 WORDS = ["depth", "is", "how", "far", "the", "layers", "of", "a", "model", "talk", "to", "each", "other"]
 
 
-def train_run(folder: Path, masking: str = "none", **model: object) -> Path:
+def train_run(folder: Path, masking: str = "none", sequence: int | None = None, **model: object) -> Path:
     """Four steps of a model of bytes; its data lies beside it."""
     source = random.Random(0)
     texts = folder / "texts"
@@ -32,7 +32,7 @@ def train_run(folder: Path, masking: str = "none", **model: object) -> Path:
         "steps": 4, "micro_batch": 4, "device": "cpu", "log_every": 4, "validate_every": 4, "save_every": 4,
         "schedule": {"kind": "cosine", "warmup": 1},
     }  # fmt: skip
-    data = {"path": str(folder / "data"), "validation_tokens": 512, "masking": masking}
+    data = {"path": str(folder / "data"), "validation_tokens": 512, "masking": masking, "sequence": sequence}
     train(RunConfig(model=tables | model, data=data, train=recipe), folder / "run", console=Console(quiet=True))
     return folder / "run"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
@@ -35,7 +36,9 @@ def evaluate(
     split: Annotated[
         str | None, typer.Option(show_default="validation; of tasks: test, or else validation", help="Which split.")
     ] = None,
-    tokens: Annotated[int | None, typer.Option(min=1, show_default="all", help="Score this many tokens only.")] = None,
+    tokens: Annotated[
+        int | None, typer.Option(min=1, show_default="all", help="Score this many tokens, in whole windows.")
+    ] = None,
     tasks: Annotated[
         str | None,
         typer.Option(
@@ -132,7 +135,7 @@ def evaluate(
     console.print(f"Results: {target}", soft_wrap=True, markup=False)
     if not names:
         console.print(
-            f"Next: multiple-choice tasks, residua eval {model} --tasks exoformer --task-dir FOLDER "
+            f"Next: multiple-choice tasks, residua eval {shlex.quote(str(model))} --tasks exoformer --task-dir FOLDER "
             "(without a folder, lm-eval downloads them)",
             soft_wrap=True,
             markup=False,
@@ -155,8 +158,8 @@ def _text(
         raise ValueError(f"{folder} does not record its training text: give --data or --tasks.")
     dataset, config = open_text(folder, model.config, data)
     return score_text(
-        model, dataset, split=split or "validation", tokens=tokens, segments=config.data.masking == "documents",
-        batch_tokens=batch_tokens, progress=progress,
+        model, dataset, split=split or "validation", tokens=tokens, sequence=config.sequence,
+        segments=config.data.masking == "documents", batch_tokens=batch_tokens, progress=progress,
     )  # fmt: skip
 
 

@@ -80,7 +80,10 @@ def generate(
 
 
 def _prompts(prompt: list[str] | None, file: Path | None, chat: bool) -> list[str]:
-    if sum((bool(prompt), file is not None, chat)) != 1:
+    given = sum((bool(prompt), file is not None, chat))
+    if given > 1:
+        raise ValueError("--prompt, --file and --chat exclude each other: give one of them.")
+    if not given:
         raise ValueError("say what to continue: give one of --prompt TEXT, --file PROMPTS.txt or --chat.")
     if file is None:
         return prompt or []

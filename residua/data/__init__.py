@@ -2,7 +2,7 @@
 
 from residua.data.corpus import Corpus, open_corpus
 from residua.data.dataset import Dataset, Split, unigram_entropy
-from residua.data.loader import Batch, Loader, validation_batches
+from residua.data.loader import Batch, Loader, validation_batches, whole_text
 from residua.data.pipeline import prepare, train_tokenizer
 from residua.data.readers import DataError
 from residua.data.stdlib import embedded, standard_library
@@ -23,4 +23,5 @@ __all__ = [
     "train_tokenizer",
     "unigram_entropy",
     "validation_batches",
+    "whole_text",
 ]

@@ -195,6 +195,17 @@ def validation_batches(
         yield _windows(split, starts, sequence, segments)
 
 
+def whole_text(split: Split, sequence: int, batch: int, segments: bool = False) -> Iterator[Batch]:
+    """All windows of a split in order from its first token, then what is left after them as a shorter one."""
+    windows, rest = divmod(split.tokens - 1, sequence)
+    if split.tokens < 2:
+        raise DataError(f"the {split.name} split holds {counted(split.tokens, 'token')}, and two are needed for a loss")
+    if windows:
+        yield from validation_batches(split, sequence, batch, segments=segments)
+    if rest:
+        yield _windows(split, np.array([windows * sequence]), rest, segments)
+
+
 def _check_size(split: Split, sequence: int, batch: int) -> None:
     if sequence < 1 or batch < 1:
         raise DataError(f"sequence is {sequence} and batch is {batch}: both must be at least 1")

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from residua import ops
-from residua.data import Dataset, validation_batches
+from residua.data import Dataset, validation_batches, whole_text
 from residua.data.loader import IGNORED
 from residua.generate.transfer import Arrival, send
 from residua.model.forward import Forward
@@ -103,8 +104,9 @@ def score_text(
     batch_tokens: int | None = None,
     progress: Progress | None = None,
 ) -> TextScore:
-    """Score the first `tokens` of a split (default: all) in windows of `sequence` (default: the model's context).
+    """Score a split in windows of `sequence` (default: the model's context), the last of which may be shorter.
 
+    With `tokens`, score the first whole windows of so many tokens, one at least: what a validation of training scores.
     With `segments`, attention stays inside documents and the first token of a document is not scored, as in training
     with `data.masking = "documents"`.
     """
@@ -131,7 +133,8 @@ def score_text(
         if progress is not None:
             progress(min(count, total), total)
 
-    for batch in validation_batches(part, sequence, rows, limit_tokens=tokens, segments=segments):
+    some = partial(validation_batches, limit_tokens=tokens) if tokens is not None else whole_text
+    for batch in some(part, sequence, rows, segments=segments):
         documents = None if batch.segments is None else send(batch.segments, device)
         hidden = forward.hidden(send(batch.tokens, device), documents)
         ce, _ = ops.linear_cross_entropy(hidden, model.head_weight, send(batch.targets, device))

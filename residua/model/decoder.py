@@ -243,6 +243,8 @@ class Decoder(nn.Module):
 
 def build(config: ModelConfig) -> Decoder:
     """Build the model a configuration describes, initialised."""
+    if not isinstance(config, ModelConfig):
+        raise TypeError(f"build takes a ModelConfig, not {type(config).__name__}: ModelConfig.preset(NAME) makes one.")
     return Decoder(config)
 
 

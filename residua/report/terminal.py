@@ -30,11 +30,15 @@ def open_console(log_width: int | None = LOG_WIDTH, *, stderr: bool = False) -> 
 
 
 def new_table(names: Sequence[str], numbers: Sequence[str]) -> Table:
-    """An empty table: columns of names on the left, columns of numbers, aligned right, after them."""
-    from rich import box
-    from rich.table import Table
+    """An empty table: columns of names on the left, columns of numbers, aligned right, after them.
 
-    table = Table(header_style="bold", box=box.SIMPLE_HEAD)
+    Where it does not fit the terminal, its cells break into lines.
+    """
+    from rich import box
+
+    from residua.report.fitting import FittingTable
+
+    table = FittingTable(header_style="bold", box=box.SIMPLE_HEAD)
     for title in names:
         table.add_column(title, no_wrap=True)
     for title in numbers:

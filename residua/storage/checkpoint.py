@@ -149,7 +149,7 @@ def elsewhere(checkpoint: Path) -> str:
     others = [c for c in checkpoints(checkpoint.parents[1]) if c.path != checkpoint and whole(c.path)]
     if not others:
         return "no other checkpoint is complete, so restore this one from a copy or train again"
-    return f"move {checkpoint} elsewhere to resume from {others[-1].path}, which is complete"
+    return f"move {checkpoint} elsewhere to go on with {others[-1].path}, which is complete"
 
 
 def not_saved(broken: list[str], run: Path) -> TrainingStopped:

@@ -107,6 +107,8 @@ def own_tokenizer(run: Path) -> Path | None:
 
 
 def _choose(run: Path, which: Literal["last", "best"]) -> Checkpoint:
+    if which not in ("last", "best"):
+        raise ValueError(f"there is no checkpoint {which!r}: choose 'last' or 'best'.")
     found = checkpoints(run)
     chosen = best(found) if which == "best" else next(reversed(found), None)
     if chosen is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 from residua.config.model import ModelConfig
@@ -32,12 +33,13 @@ def open_text(folder: Path, model: ModelConfig, data: Path | None) -> tuple[Data
     changes = ({} if own is None else {"tokenizer": str(own)}) | ({} if data is None else {"path": str(data)})
     config = config.model_copy(update={"data": config.data.model_copy(update=changes)})
     dataset = find_data(config) if data is None else Dataset.open(data)
+    named = shlex.quote(str(tokenizer))
     known = open_tokenizer(folder).hash if has_tokenizer(folder) else dataset.tokenizer_hash
     if dataset.tokenizer_hash != known:
         text = "the embedded corpus" if config.data.path is None else dataset.path
         raise ConfigError(
             f"{text} is in other tokens than those that the model in {folder} knows: name text with --data that was "
-            f"prepared with --tokenizer {tokenizer}."
+            f"prepared with --tokenizer {named}."
         )
-    dataset.require_known(model.vocab_size, f"name text without it with --data, prepared with --tokenizer {tokenizer}")
+    dataset.require_known(model.vocab_size, f"name text without it with --data, prepared with --tokenizer {named}")
     return dataset, config

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Literal
 
@@ -13,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from residua.report import Column, Value, plain
+from residua.report.fitting import Cells, narrowed
 from residua.study import sentences
 from residua.study.results import StudyResult
 from residua.study.side_tables import rate_sentence, side_tables
@@ -36,16 +36,14 @@ def _fitting(console: Console, title: str, columns: Sequence[Column], rows: Sequ
         table = _table(title, *_kept(columns, rows, without[:count]))
         if (wide := Measurement.get(console, unbounded, table).maximum) <= console.width:
             return table
-    return _wrapped(title, *_kept(columns, rows, without), wide - console.width)
+    kept, cells = _kept(columns, rows, without)
+    return _table(title, kept, *narrowed(cells, [column.numeric for column in kept], wide - console.width))
 
 
 def _spared(columns: Sequence[Column]) -> list[str]:
     """The columns that a narrow terminal drops, in this order: with a ladder, also the gain that it replaces."""
     laddered = any(column.title == sentences.EQUIVALENT.title for column in columns)
     return [*SPARED, *(["step-wise gain"] if laddered else [])]
-
-
-Cells = list[list[str]]
 
 
 def _kept(
@@ -67,40 +65,6 @@ def _table(title: str, columns: Sequence[Column], cells: Cells, widths: Sequence
     for row in cells[1:]:
         table.add_row(*map(Text, row))
     return table
-
-
-def _wrapped(title: str, columns: Sequence[Column], cells: Cells, excess: int) -> Table:
-    """The table with its widest columns narrower, by `excess` in all, as long as they hold their longest word.
-
-    Names also break after `+` and `_`. Words break where the terminal is too narrow for the longest words.
-    """
-    breaks = [r" (?!%)" if column.numeric else r" |(?<=[+_])" for column in columns]
-    by_column = [[row[index] for row in cells] for index in range(len(columns))]
-    widths = [max(len(line) for cell in found for line in cell.split("\n")) for found in by_column]
-    least = [
-        max(len(word) for cell in found for line in cell.split("\n") for word in re.split(at, line))
-        for found, at in zip(by_column, breaks, strict=True)
-    ]
-    for _ in range(excess):
-        roomy = [index for index, width in enumerate(widths) if width > least[index]] or range(len(widths))
-        widest = max(roomy, key=widths.__getitem__)
-        widths[widest] = max(1, widths[widest] - 1)
-    lines = [[_filled(*cell) for cell in zip(row, breaks, widths, strict=True)] for row in cells]
-    return _table(title, columns, lines, widths)
-
-
-def _filled(cell: str, breaks: str, width: int) -> str:
-    """The text in lines of at most `width` characters where it may break so."""
-    lines = []
-    for line in cell.split("\n"):
-        filled = ""
-        for part in re.split(f"({breaks})", line):
-            if filled and len(filled + part.rstrip()) > width:
-                lines.append(filled.rstrip())
-                filled = ""
-            filled += part if filled or part.strip() else ""
-        lines.append(filled.rstrip())
-    return "\n".join(lines)
 
 
 def markdown(result: StudyResult) -> str:

@@ -118,7 +118,7 @@ def test_a_damaged_state_is_named(run: Path, say: Say, edit: Callable[[dict], ob
     sentence = say("train", "--resume", "--out", run, "train.steps=5")
     assert words in sentence and str(path) in sentence
     shutil.copytree(path.parent, path.parent.with_name("step-2"))
-    advice = f"move {path.parent} elsewhere to resume from {path.parent.with_name('step-2')}, which is complete."
+    advice = f"move {path.parent} elsewhere to go on with {path.parent.with_name('step-2')}, which is complete."
     assert say("train", "--resume", "--out", run, "train.steps=5").endswith(advice)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from residua.data import Batch, DataError, Dataset, Loader, Split, validation_batches
+from residua.data import Batch, DataError, Dataset, Loader, Split, validation_batches, whole_text
 
 SEQUENCE = 80
 
@@ -226,3 +226,11 @@ def test_validation_smaller_than_a_batch_is_one_small_batch(split: Split) -> Non
 
 def loader_threads() -> int:
     return sum(thread.name == "residua-loader" for thread in threading.enumerate())
+
+
+@pytest.mark.parametrize("sequence", [SEQUENCE, 7, 10_000_000])
+def test_a_whole_text_is_its_windows_and_what_is_left_after_them(split: Split, sequence: int) -> None:
+    batches = list(whole_text(split, sequence, 4))
+    assert torch.cat([b.tokens.flatten() for b in batches]).tolist() == split.read(0, split.tokens - 1).tolist()
+    assert torch.cat([b.targets.flatten() for b in batches]).tolist() == split.read(1, split.tokens - 1).tolist()
+    assert all(b.tokens.shape[1] == sequence for b in batches[:-1])

@@ -7,15 +7,16 @@ from pathlib import Path
 
 import pytest
 
+from residua.data import open_corpus, prepare
 from tests.evaluate.test_eval_scores import write_task
 from tests.trained import residua, train_run
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module", params=["none", "documents"])
+@pytest.fixture(scope="module", params=[{"sequence": 16}, {"masking": "documents"}])
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return train_run(tmp_path_factory.mktemp("eval"), masking=request.param)
+    return train_run(tmp_path_factory.mktemp("eval"), **request.param)
 
 
 def test_the_run_scores_what_training_measured(
@@ -32,6 +33,17 @@ def test_the_run_scores_what_training_measured(
     printed = capsys.readouterr().out
     assert f"loss {text['loss']:.4f} nats" in printed and f"Results: {out}" in printed
     assert f"residua eval {run} --tasks exoformer --task-dir FOLDER" in printed
+
+
+def test_a_text_is_scored_whole_also_if_it_is_shorter_than_the_context(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for length in (12, 100):
+        (tmp_path / f"{length}.txt").write_text("a" * length)
+        data = prepare(open_corpus([tmp_path / f"{length}.txt"], holdout=0), tmp_path / str(length), "bytes", workers=1)
+        out = tmp_path / f"{length}.json"
+        assert residua(monkeypatch, "eval", run, "--data", data.path, "--split", "train", "--out", out) == 0
+        assert json.loads(out.read_text())["text"]["tokens"] == data.split("train").tokens - 1
 
 
 def test_results_of_tasks_are_a_table_and_a_new_file_each_time(

@@ -184,6 +184,20 @@ def test_perplexity_and_bits_per_byte_are_those_of_exactly_the_scored_tokens(dat
     assert score.bits_per_byte == pytest.approx(total / math.log(2) / size, rel=1e-4)
 
 
+def test_without_a_limit_the_tokens_after_the_last_window_count_too(dataset: Dataset) -> None:
+    built, split = model(context=16), dataset.split("validation")
+    score = score_text(built, dataset, batch_tokens=32)
+    last = (split.tokens - 1) // 16 * 16
+    assert (split.tokens - 1) % 16 and score.tokens == split.tokens - 1
+    total = 0.0
+    for start in (*range(0, last, 16), last):
+        ids = torch.from_numpy(split.read(start, min(17, split.tokens - start)))
+        with torch.no_grad():
+            logits = built(ids[None, :-1])[0].double()
+        total += float(torch.nn.functional.cross_entropy(logits, ids[1:], reduction="sum"))
+    assert score.loss == pytest.approx(total / (split.tokens - 1), abs=1e-4)
+
+
 def direct(built: Decoder, task: Any) -> tuple[list[bool], list[bool]]:
     """Which questions are right, plainly and per character, one choice at a time."""
     plain, normalised = [], []

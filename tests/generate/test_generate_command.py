@@ -92,6 +92,7 @@ def test_a_line_too_long_is_refused_and_the_conversation_goes_on(
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
+        (("--prompt", "a", "--chat"), "--prompt, --file and --chat exclude each other: give one of them."),
         ((), "say what to continue: give one of --prompt TEXT, --file PROMPTS.txt or --chat."),
         (("--prompt", ""), "the prompt is empty: give the model a text to continue."),
         (

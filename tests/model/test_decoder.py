@@ -236,3 +236,8 @@ def test_a_model_runs_under_autocast_in_half_precision_and_returns_a_float32_los
         loss = model.loss(tokens, targets)
     assert loss.dtype == torch.float32
     torch.testing.assert_close(loss, model.loss(tokens, targets), rtol=2e-2, atol=0)
+
+
+def test_a_name_is_not_built_but_a_configuration() -> None:
+    with pytest.raises(TypeError, match=r"build takes a ModelConfig, not str: ModelConfig\.preset\(NAME\) makes one"):
+        residua.build("tiny")  # type: ignore[arg-type]

@@ -86,6 +86,8 @@ def test_best_is_the_checkpoint_with_the_lowest_validation_loss(run: Path) -> No
     state.write_text(json.dumps(json.loads(state.read_text()) | {"validation_loss": 0.0}))
     weights = load_file(run / "checkpoints" / "step-4" / "model.safetensors")
     assert torch.equal(load(run, "best").embed.weight, weights["embed.weight"])
+    with pytest.raises(ValueError, match="there is no checkpoint 'step-3': choose 'last' or 'best'"):
+        load(run, "step-3")  # type: ignore[arg-type]
 
 
 def test_a_run_without_checkpoint_cannot_be_loaded(tmp_path: Path) -> None:
@@ -142,7 +144,7 @@ def cut(file: Path) -> None:
 def test_a_damaged_checkpoint_names_the_one_to_go_on_from(run: Path, config: RunConfig, name: str) -> None:
     last, earlier = run / "checkpoints" / "step-6", run / "checkpoints" / "step-4"
     cut(last / name)
-    sentence = rf"{last / name} cannot be read .*: move {last} elsewhere to resume from {earlier}, which is complete\.$"
+    sentence = rf"{last / name} cannot be read .*: move {last} elsewhere to go on with {earlier}, which is complete\.$"
     with pytest.raises(ValueError, match=sentence):
         train(config, run, resume=True, console=QUIET)
     if name == "model.safetensors":

@@ -1,0 +1,92 @@
+"""Tables that fit a narrow terminal: cells break into lines, or rows become paragraphs, and nothing is cut off."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from textwrap import indent
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Table
+from rich.text import Text
+
+Cells = list[list[str]]
+_UNBOUNDED = 10_000
+
+
+class FittingTable(Table):
+    """A table of Rich, which would cut off what a narrow terminal has no room for."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """The table as it is; if it does not fit, with narrower columns; if words do not fit, row by row."""
+        excess = self.__rich_measure__(console, options.update(width=_UNBOUNDED)).maximum - options.max_width
+        if excess <= 0:
+            yield from super().__rich_console__(console, options)
+            return
+        columns = [[str(cell) for cell in (column.header, *column.cells)] for column in self.columns]
+        numeric = [column.justify == "right" for column in self.columns]
+        cells = [list(row) for row in zip(*columns, strict=True)]
+        if excess <= sum(_widths(cells)) - sum(_least(cells, numeric)):
+            yield self._narrower(*narrowed(cells, numeric, excess))
+        else:
+            yield from _paragraphs(cells, numeric, options.max_width)
+
+    def _narrower(self, cells: Cells, widths: Sequence[int]) -> Table:
+        table = Table(header_style=self.header_style, box=self.box)
+        for head, column, width in zip(cells[0], self.columns, widths, strict=True):
+            table.add_column(head, justify=column.justify, width=width)
+        for row, given in zip(cells[1:], self.rows, strict=True):
+            table.add_row(*row, style=given.style)
+        return table
+
+
+def narrowed(cells: Cells, numeric: Sequence[bool], excess: int) -> tuple[Cells, list[int]]:
+    """Cells, rows of columns, with the widest columns narrower, by `excess` in all, and the columns' widths.
+
+    A column holds its longest word as long as that is possible. Words break where there is no room for the longest.
+    """
+    widths, least = _widths(cells), _least(cells, numeric)
+    for _ in range(excess):
+        roomy = [index for index, width in enumerate(widths) if width > least[index]] or range(len(widths))
+        widest = max(roomy, key=widths.__getitem__)
+        widths[widest] = max(1, widths[widest] - 1)
+    filled = [[_filled(*cell) for cell in zip(row, map(_breaks, numeric), widths, strict=True)] for row in cells]
+    return filled, widths
+
+
+def _breaks(numeric: bool) -> str:
+    """Where a cell may break: at spaces, numbers also after `–`, names after `+`, both after `_`."""
+    return r" (?!%)|(?<=[–_])" if numeric else r" |(?<=[+_])"
+
+
+def _widths(cells: Cells) -> list[int]:
+    return [max(len(line) for cell in column for line in cell.split("\n")) for column in zip(*cells, strict=True)]
+
+
+def _least(cells: Cells, numeric: Sequence[bool]) -> list[int]:
+    """The longest word of each column."""
+    columns = zip(zip(*cells, strict=True), map(_breaks, numeric), strict=True)
+    return [max(len(word) for cell in column for word in re.split(rf"\n|{at}", cell)) for column, at in columns]
+
+
+def _filled(cell: str, breaks: str, width: int) -> str:
+    """The text in lines of at most `width` characters where it may break so."""
+    lines = []
+    for line in cell.split("\n"):
+        filled = ""
+        for part in re.split(f"({breaks})", line):
+            if filled and len(filled + part.rstrip()) > width:
+                lines.append(filled.rstrip())
+                filled = ""
+            filled += part if filled or part.strip() else ""
+        lines.append(filled.rstrip())
+    return "\n".join(lines)
+
+
+def _paragraphs(cells: Cells, numeric: Sequence[bool], width: int) -> Iterator[Text]:
+    """Each row as its names, then its numbers with the heads of their columns."""
+    heads, *rows = cells
+    for row in rows:
+        yield Text(" ".join(cell for cell, number in zip(row, numeric, strict=True) if cell and not number), "bold")
+        numbers = [f"{head} {cell}" for head, cell, number in zip(heads, row, numeric, strict=True) if cell and number]
+        yield Text(indent(_filled(", ".join(numbers), r"(?<=,) ", width - 2), "  "))
