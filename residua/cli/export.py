@@ -65,7 +65,7 @@ def export(
     files = len(list(out.glob("*.py")))
     code = f"{counted(files, 'file')} of modelling code" if files else f"as a {layout} model"
     console.print(f"{out}: {made.parameters:,} parameters in {made.precision}, {code}.", soft_wrap=True)
-    console.print(_checked(made.difference), soft_wrap=True)
+    console.print(_checked(made.difference, "Its own" if files else "transformers'"), soft_wrap=True)
     if made.address is not None:
         console.print(f"Pushed to {made.address}.", soft_wrap=True, markup=False)
     console.print("Next, in any Python with transformers:", markup=False)
@@ -74,7 +74,7 @@ def export(
     console.print(f"or here: residua generate {out} --prompt TEXT", soft_wrap=True, markup=False)
 
 
-def _checked(difference: float | None) -> str:
+def _checked(difference: float | None, whose: str) -> str:
     if difference is None:
         return "Its code was not run: install transformers (residua[hf]) to check it."
-    return f"Its own code was run: logits differ from the model's by {difference:.1e} of the largest."
+    return f"{whose} code was run: logits differ from the model's by {difference:.1e} of the largest."

@@ -113,7 +113,6 @@ class Judge:
             "modules": tuple(errors),
             "probes": tuple(self._probe(name, after) for name in worst[:probes]),
             "kept": tuple(KeptTensor(**vars(tensor), parameters=tensor.parameters) for tensor in stays),
-            "bytes_before": sum(4 * parameter.numel() for parameter in self.model.parameters()),
             "bytes_after": 4 * sum(tensor.parameters for tensor in stays) + _stored(self.chosen.values()),
         }
 
@@ -125,7 +124,7 @@ class Judge:
                 yield name
 
     def _errors(self) -> list[ModuleError]:
-        few = self.text.validation(ERROR_TOKENS)
+        few = self.text.validation(min(ERROR_TOKENS, sum(batch.tokens.numel() for batch in self.validation)))
         self.progress("error by module", 0, len(few))
         modules = {name: self.originals[name] for name in self.names}
         return module_errors(self.model, modules, self.weights, self.scheme, few, self.scales)

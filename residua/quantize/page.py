@@ -171,7 +171,7 @@ def _modules(page: Page, result: QuantizationResult) -> None:
     columns = [
         Column("module", numeric=False),
         Column("shape"),
-        Column("error", "‖rounded − exact‖ / ‖exact‖ of the output, over all evaluated tokens"),
+        Column("error", "‖rounded − exact‖ / ‖exact‖ of the output, over the first 8,192 evaluated tokens"),
         Column("activations", "the same with only the activations rounded"),
         Column("weights", "the same with only the weights rounded"),
         Column("largest input channels", "their peak over the median channel's peak, and their share of the error from "

@@ -8,6 +8,7 @@ from typing import Literal
 
 from residua.files import keeping, refuse_used
 from residua.machine import choose_device
+from residua.model.decoder import Decoder
 from residua.quantize.apply import targets
 from residua.quantize.calibration import CALIBRATION_SEQUENCES, CalibrationText
 from residua.quantize.engine import require_served, save_engine, served_dtype
@@ -17,7 +18,7 @@ from residua.quantize.schema import QuantizationResult
 from residua.quantize.schemes import find_scheme
 from residua.quantize.store import files_to_copy, is_quantized, save_quantized
 from residua.report.terminal import StageProgress
-from residua.storage.load import load
+from residua.storage.load import load, weight_dtypes
 from residua.storage.opening import require_model
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -61,6 +62,7 @@ def quantize(
     files_to_copy(source)
     where = choose_device(device, "--device")
     decoder = load(source).to(where).eval()
+    stored = stored_bytes(source, decoder)
     modules = targets(decoder, exempt)
     if engine is not None:
         require_served(decoder, modules, scheme)
@@ -86,6 +88,7 @@ def quantize(
         loss_before=before,
         loss_folded=folded,
         unsmoothed=() if alpha is None else tuple(judge.unsmoothed(inside)),
+        bytes_before=stored,
         **judge.findings(probes),
     )
     about = {"alpha": alpha, "exempt": list(exempt), "source": str(source)}
@@ -95,6 +98,13 @@ def quantize(
         with keeping(f"{target} is complete"):
             save_engine(Path(engine), source, decoder, judge.chosen, scheme, peaks)
     return result
+
+
+def stored_bytes(source: Path, model: Decoder) -> int:
+    """Bytes of a folder's weights, in the dtypes that it stores."""
+    dtypes = weight_dtypes(source)
+    parameters = model.named_parameters()
+    return sum(parameter.numel() * dtypes.get(name, parameter.dtype).itemsize for name, parameter in parameters)
 
 
 def input_peaks(result: QuantizationResult) -> dict[str, float]:

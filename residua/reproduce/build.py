@@ -7,11 +7,9 @@ from dataclasses import dataclass, fields
 from fractions import Fraction
 from functools import cache
 from importlib.util import find_spec
-from pathlib import Path
 
 from residua.config.run import RunConfig
 from residua.config.settings import ConfigError
-from residua.files import write_atomically
 from residua.model.size import measure
 from residua.reproduce.entry import Size, Study
 from residua.reproduce.scale import changes
@@ -65,23 +63,19 @@ def selected(entry: Study, request: Request) -> Study:
     )
 
 
-def build_study(name: str, entry: Study, request: Request, folder: Path) -> StudyConfig:
-    """The study of a selected entry.
-
-    A study names several sizes by their files: they are written to `folder`.
-    """
+def build_study(name: str, entry: Study, request: Request) -> StudyConfig:
+    """The study of a selected entry, with the runs of its sizes if there are several."""
     several = len(entry.sizes) > 1
-    files = []
-    for size in entry.sizes if several else ():
-        folder.mkdir(parents=True, exist_ok=True)
-        files.append(str(folder / f"{size.name}.toml"))
-        run = RunConfig.find(size.base).override(size_changes(size, request.scale))
-        write_atomically(Path(files[-1]), run.to_toml())
+    runs = {
+        size.name: RunConfig.find(size.base).override(size_changes(size, request.scale))
+        for size in (entry.sizes if several else ())
+    }
     first = entry.sizes[0]
     return StudyConfig(
         name=name.replace(":", "-"),
         base=first.base,
-        scaling=Scaling(sizes=tuple(files)) if several else None,
+        scaling=Scaling(sizes=tuple(runs)) if several else None,
+        bases={size: run.model_dump(mode="json", exclude_none=True) for size, run in runs.items()} or None,
         set=request.set if several else (*size_changes(first, request.scale), *request.set),
         variants={row.name: row.variant for row in entry.rows},
         baseline=entry.baseline,

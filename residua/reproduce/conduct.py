@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from rich.console import Console
 from rich.text import Text
@@ -51,7 +50,7 @@ def reproduce(
     """Conduct an entry as a study in `out`; the paper's values and the verdicts are on its page and in results.md."""
     entry = selected(trained(name), request)
     refuse_strangers(out)
-    study = build_study(name, entry, request, out)
+    study = build_study(name, entry, request)
     console.print(Text(f"{name}: {entry.title}. {sentence(request.scale)}"), soft_wrap=True)
     if told := tasks_sentence(entry, study):
         console.print(Text(told), soft_wrap=True)
@@ -66,12 +65,11 @@ def show_plan(name: str, request: Request, out: Path, console: Console) -> None:
     """Print the planned runs, tokens, FLOPs and hours on this device; writes nothing and trains nothing."""
     entry = selected(trained(name), request)
     refuse_strangers(out)
-    with TemporaryDirectory() as folder:
-        study = build_study(name, entry, request, Path(folder))
-        dataset = open_dataset(study, console)
-        plan = make_plan(study, out, dataset, known_rates(out))
-        console.print(Text(f"{name}: {entry.title}. {sentence(request.scale)}"), soft_wrap=True)
-        announce(console, study, plan)
+    study = build_study(name, entry, request)
+    dataset = open_dataset(study, console)
+    plan = make_plan(study, out, dataset, known_rates(out))
+    console.print(Text(f"{name}: {entry.title}. {sentence(request.scale)}"), soft_wrap=True)
+    announce(console, study, plan)
     if told := tasks_sentence(entry, study):
         console.print(Text(told), soft_wrap=True)
     cost = planned_cost(plan)
@@ -98,7 +96,8 @@ def cost_sentence(cost: Cost) -> str:
     """A cost in words, with hours on this device."""
     return (
         f"{counted(cost.runs, 'run')}, {count(cost.tokens)} tokens, {cost.flops:.2g} FLOPs: about "
-        f"{duration(cost.flops / training_rate())} on this device, one run at a time."
+        f"{duration(cost.flops / training_rate())} of training steps on this device, one run at a time; "
+        "validations and what is measured afterwards come on top."
     )
 
 

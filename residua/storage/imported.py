@@ -191,6 +191,10 @@ def load_family(folder: Path) -> Decoder:
 def import_folder(folder: Path, out: Path) -> Imported:
     """Write a run folder with one checkpoint, of step 0, in the precision of the folder's weights."""
     refuse_used(out)
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is not a folder: name one with a model of transformers, saved as safetensors.")
+    if (folder / "config.toml").exists():
+        raise ValueError(f"{folder} is a run already: use it as it is.")
     source = Source(folder)
     entries = [Entry(rule.ours, source.dtype(rule), rule.shape) for rule in source.rules]
     has_tokenizer = inside(folder, "tokenizer.json").is_file()

@@ -52,7 +52,10 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, 
     """Write a file; an error of the disk is an `OSError`, as for any other file."""
     copies = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     try:
+        path.touch()
+        mode = path.stat().st_mode  # safetensors replaces the file by one that only its owner can read
         save_file(copies, path, metadata)
+        path.chmod(mode)
     except SafetensorError as error:
         raise as_os_error(error, path) from None
 

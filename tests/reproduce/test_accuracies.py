@@ -41,7 +41,7 @@ def runs(dataset: Dataset, tmp_path_factory: pytest.TempPathFactory) -> tuple[St
     """Three seeds of two rows, with outliers and without accuracies."""
     out = tmp_path_factory.mktemp("runs")
     entry, request = entry_of("000:table1", ROWS, data=str(dataset.path), no_tasks=True)
-    study = build_study("000:table1", entry, request, out)
+    study = build_study("000:table1", entry, request)
     plan = make_plan(study, out, dataset)
     for run in plan.runs:
         write_run(run, lambda run, step: 3.0)
@@ -109,7 +109,7 @@ def test_tasks_come_from_a_folder_or_from_the_harness_or_are_left_out(
 ) -> None:
     def asked(**changes: object) -> tuple[object, str]:
         entry, request = entry_of("000:table1", ROWS, **changes)
-        study = build_study("000:table1", entry, request, tmp_path)
+        study = build_study("000:table1", entry, request)
         found = None if study.tasks is None else study.tasks.model_dump(exclude_none=True)
         return found, tasks_sentence(entry, study)
 
@@ -125,7 +125,7 @@ def test_tasks_come_from_a_folder_or_from_the_harness_or_are_left_out(
 @pytest.mark.slow
 def test_a_search_of_rates_is_part_of_an_entrys_plan_and_cost(dataset: Dataset, tmp_path: Path) -> None:
     entry, request = entry_of("000:table1", ROWS, data=str(dataset.path), no_tasks=True, tune=("1x", "2x"), seeds=1)
-    study = build_study("000:table1", entry, request, tmp_path)
+    study = build_study("000:table1", entry, request)
     plan = make_plan(study, tmp_path / "study", dataset)
     assert study.tune is not None and study.tune.lr == (1.0, 2.0)
     assert (len(plan.runs), len(plan.trials)) == (2, 4)
@@ -135,4 +135,4 @@ def test_a_search_of_rates_is_part_of_an_entrys_plan_and_cost(dataset: Dataset, 
 def test_smoothquant_of_a_table_calibrates_on_as_many_sequences_as_asked(tmp_path: Path) -> None:
     for asked, used in ((8, 8), (None, 4096)):
         entry, request = entry_of("003:table2", ("ga", "ga_gatednorm"), no_tasks=True, calibration=asked)
-        assert build_study("003:table2", entry, request, tmp_path).calibration == used
+        assert build_study("003:table2", entry, request).calibration == used

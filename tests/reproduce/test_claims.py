@@ -46,7 +46,7 @@ def recorded(
     entry = load(NAME)
     assert isinstance(entry, Study)
     entry = selected(entry, request)
-    study = build_study(NAME, entry, request, out)
+    study = build_study(NAME, entry, request)
     plan = make_plan(study, out, dataset)
     for run in plan.runs:
         if run.variant != missing:

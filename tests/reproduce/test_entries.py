@@ -44,9 +44,10 @@ def test_every_row_is_a_run_as_published_and_at_the_smallest_scale(name: str) ->
 def test_every_entry_plans_its_study_at_the_smallest_scale(name: str, dataset: Dataset, tmp_path: Path) -> None:
     request = Request(scale=SMALLEST, data=str(dataset.path))
     entry = selected(TRAINED[name], request)
-    study = build_study(name, entry, request, tmp_path)
+    study = build_study(name, entry, request)
     plan = make_plan(study, tmp_path / "study", dataset)
     assert len(plan.compared) == len(entry.rows) * len(entry.sizes) * entry.seeds
+    assert len(entry.sizes) == 1 or list(study.sizes) == [size.name for size in entry.sizes]
     assert study.diagnose == (isinstance(entry, Inside) or entry.diagnosed)
 
 

@@ -6,9 +6,11 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
 from residua import files
 from residua.files import atomic_folder, refuse_used, write_atomically
+from residua.storage.tensors import save_tensors
 
 
 def test_a_folder_appears_whole_and_may_replace_an_empty_one(tmp_path: Path) -> None:
@@ -83,3 +85,9 @@ def test_used_folders_files_and_the_working_directory_are_refused(
     monkeypatch.chdir(tmp_path / "empty")
     with pytest.raises(ValueError, match="is the folder you are in: choose a new one for --out"):
         refuse_used(Path())
+
+
+def test_others_may_read_weights_as_any_other_file(tmp_path: Path) -> None:
+    (tmp_path / "plain").write_text("")
+    save_tensors({"a": torch.zeros(2)}, tmp_path / "model.safetensors")
+    assert (tmp_path / "model.safetensors").stat().st_mode == (tmp_path / "plain").stat().st_mode

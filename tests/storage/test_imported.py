@@ -20,6 +20,7 @@ from residua.data import open_corpus, prepare
 from residua.data.tokenizer import Tokenizer
 from residua.export import export
 from residua.generate.generator import Generator, Request
+from residua.quantize.run import stored_bytes
 from residua.storage.imported import import_folder
 from residua.storage.load import load
 from residua.storage.opening import open_model
@@ -68,7 +69,18 @@ def test_weights_keep_their_precision(folder: Path, tmp_path: Path) -> None:
     stored = load_file(tmp_path / "run" / "checkpoints" / "step-0" / "model.safetensors")
     assert {tensor.dtype for tensor in stored.values()} == {torch.bfloat16}
     assert made.bytes == sum(tensor.numel() * 2 for tensor in stored.values()) == 2 * made.parameters
-    assert next(load(tmp_path / "run").parameters()).dtype == torch.float32
+    model = load(tmp_path / "run")
+    assert next(model.parameters()).dtype == torch.float32
+    assert stored_bytes(tmp_path / "run", model) == made.bytes
+
+
+def test_a_run_is_not_imported_and_a_missing_folder_is_named(folder: Path, tmp_path: Path) -> None:
+    import_folder(folder, tmp_path / "run")
+    with pytest.raises(ValueError, match=f"{tmp_path / 'run'} is a run already: use it as it is"):
+        import_folder(tmp_path / "run", tmp_path / "again")
+    with pytest.raises(ValueError, match=f"{tmp_path / 'lost'} is not a folder: name one with a model"):
+        import_folder(tmp_path / "lost", tmp_path / "again")
+    assert not (tmp_path / "again").exists()
 
 
 @pytest.mark.slow
