@@ -121,13 +121,16 @@ class Corpus:
         return wanted / 2 <= held <= wanted * 2
 
     def _by_size(self, documents: Sequence[Hashed]) -> Iterator[Document]:
-        """Few documents, in their order; one of them may be divided."""
+        """Few documents, in their order; one of them may be divided, and all its copies alike.
+
+        Repeated texts are chosen last, because all copies of one can be far more than the share.
+        """
         open_ones = [(hashed, document) for hashed, document in documents if hashed is not None]
         wanted = self._wanted(sum(document.bytes for _, document in open_ones))
         copies = Counter(document.text for _, document in open_ones)  # equal texts stay together
         held: set[str] = set()
         divided, size = "", 0
-        for _, document in sorted(open_ones, key=lambda pair: pair[0]):
+        for _, document in sorted(open_ones, key=lambda pair: (copies[pair[1].text], pair[0])):
             if document.text in held:
                 continue
             if size + document.bytes * copies[document.text] > wanted:
@@ -139,29 +142,27 @@ class Corpus:
             if hashed is None:
                 yield document
             elif document.text == divided:
-                yield from _divide(document, wanted - size)
-                divided = ""
+                yield from _divide(document, (wanted - size) / copies[divided])
             else:
                 yield document._replace(split=VALIDATION if document.text in held else TRAIN)
 
     def _by_hash(self, documents: Iterable[Hashed]) -> Iterator[Document]:
-        """The document with the lowest hash comes last. If nothing was held out by then, it goes to validation."""
-        lowest: tuple[float, Document] | None = None
+        """The document with the lowest hash comes last, with its copies. If nothing was held out by then, they go to
+        validation."""
+        lowest, copies = 1.0, list[Document]()
         split_of_lowest = VALIDATION if self.holdout else TRAIN
         for hashed, document in documents:
-            if hashed is None:
+            if hashed is None or hashed > lowest:
                 yield document
             elif hashed < self.holdout:
                 split_of_lowest = TRAIN
                 yield document._replace(split=VALIDATION)
-            elif lowest is None or hashed < lowest[0]:
-                if lowest is not None:
-                    yield lowest[1]
-                lowest = hashed, document
+            elif hashed < lowest:
+                yield from copies
+                lowest, copies = hashed, [document]
             else:
-                yield document
-        if lowest is not None:
-            yield lowest[1]._replace(split=split_of_lowest)
+                copies.append(copies[0]._replace(position=document.position))  # many copies, one text in memory
+        yield from (document._replace(split=split_of_lowest) for document in copies)
 
     def _hashed(self) -> Iterator[Hashed]:
         before, taken = 0, 0

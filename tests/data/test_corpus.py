@@ -110,6 +110,31 @@ def test_whole_documents_are_held_out_where_they_fit_and_equal_texts_stay_togeth
         assert holdout / 2 <= len(held) / 20 <= 2 * holdout
 
 
+@pytest.mark.parametrize("copies", [2, 3])
+def test_copies_of_a_divided_document_are_divided_alike(tmp_path: Path, copies: int) -> None:
+    texts = ["\n".join(some_texts(400, seed)) for seed in range(2)] * copies
+    documents = list(open_corpus([write_jsonl(tmp_path / "a.jsonl", texts)], holdout=0.1).documents())
+    held = [document.text for document in documents if document.split == "validation"]
+    assert len(held) == copies and len(set(held)) == 1
+    assert all(held[0] not in document.text for document in documents if document.split == "train")
+    assert sum(map(len, held)) / sum(map(len, texts)) == pytest.approx(0.1, abs=0.02), "the share counts every copy"
+    assert sum(document.bytes for document in documents) == sum(len(text.encode()) for text in texts)
+
+
+def test_a_text_with_many_copies_is_not_held_out_where_others_are_enough(tmp_path: Path) -> None:
+    first, *others = sorted(("\n".join(some_texts(9, seed)) for seed in range(30)), key=lambda t: unit_hash(t.encode()))
+    held = shares(write_jsonl(tmp_path / "a.jsonl", [first] * 90 + others), 0.1)
+    assert 0.05 < held["validation"] / sum(held.values()) < 0.2
+
+
+def test_of_many_documents_the_one_held_out_takes_its_copies_along(tmp_path: Path) -> None:
+    texts = some_texts(700) * 2
+    documents = list(open_corpus([write_jsonl(tmp_path / "a.jsonl", texts)], holdout=1e-9).documents())
+    assert sorted(document.text for document in documents) == sorted(texts)
+    lowest = min(texts, key=lambda text: unit_hash(text.encode()))
+    assert [document.text for document in documents if document.split == "validation"] == [lowest] * 2
+
+
 def test_a_tokenizer_is_trained_on_what_a_divided_document_leaves_for_training(tmp_path: Path) -> None:
     for count in (1, 3):
         path = write_jsonl(tmp_path / "a.jsonl", ["\n".join(some_texts(400, seed)) for seed in range(count)])
