@@ -35,6 +35,8 @@ SOURCE = "source"
 BYTE_VALUES = 256
 EXPECTED = "expected a tokenizer.json, or a folder with one or with vocab.json and merges.txt"
 IRRELEVANT_TO_IDS = ("post_processor", "truncation", "padding")
+LONGEST_TRAINED = 256
+"""Characters without a word border that a BPE is trained on at once: its trainer takes quadratic time in them."""
 ByteStrings = list[bytes]
 
 
@@ -65,7 +67,10 @@ class Tokenizer:
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> Tokenizer:
-        """A byte-level BPE with GPT-2's splitting rule; fewer than `vocab_size` tokens if the text has no more."""
+        """A byte-level BPE with GPT-2's splitting rule; fewer than `vocab_size` tokens if the text has no more.
+
+        Longer runs than `LONGEST_TRAINED` are cut for the training only: the tokenizer encodes them whole.
+        """
         if not BYTE_VALUES < vocab_size < 2**31:
             raise DataError(
                 f"a BPE of {vocab_size} entries cannot be trained: 256 bytes and {END_OF_TEXT} need at least 257, and "
@@ -78,7 +83,10 @@ class Tokenizer:
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
             show_progress=False,
         )
+        words = backend.pre_tokenizer
+        backend.pre_tokenizer = pre_tokenizers.Sequence([_long_runs(), words])
         backend.train_from_iterator(texts, trainer)
+        backend.pre_tokenizer = words
         return cls(backend)
 
     @classmethod
@@ -243,6 +251,13 @@ def _byte_level(model: models.Model, words: bool = True) -> tokenizers.Tokenizer
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=words)
     backend.decoder = decoders.ByteLevel()
     return backend
+
+
+def _long_runs() -> pre_tokenizers.PreTokenizer:
+    """Cuts runs of letters, of digits, of other signs and of white space, the words of GPT-2's rule, where long."""
+    kinds = (r"\p{L}", r"\p{N}", r"[^\s\p{L}\p{N}]", r"\s")
+    pattern = "|".join(f"{kind}{{{LONGEST_TRAINED}}}" for kind in kinds)
+    return pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
 
 
 def _byte_symbols() -> list[str]:

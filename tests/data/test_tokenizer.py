@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tokenizers
-from tokenizers import models, pre_tokenizers, processors
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from residua.data import DataError, Tokenizer
 
@@ -60,6 +60,33 @@ def test_ids_in_any_order_decode_as_by_the_library(trained: Tokenizer) -> None:
 def test_training_twice_gives_one_hash(trained: Tokenizer) -> None:
     assert Tokenizer.train(some_texts(200), 400).hash == trained.hash
     assert Tokenizer.train(some_texts(200), 401).hash != trained.hash
+
+
+def test_text_with_words_has_the_vocabulary_of_the_library_alone() -> None:
+    signs = [
+        "=" * 250,
+        "word " + "x" * 254 + "'s",
+        " " * 250 + "y",
+        "1" * 255,
+        "世" * 255,
+        "it's 1½ _a_ \r\n\t\tб\u0301",
+    ]
+    texts = [SAMPLE, *some_texts(200), *signs, Path(__file__).read_text("utf-8")]
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=700, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet)
+    backend.train_from_iterator(texts, trainer)
+    assert Tokenizer.train(texts, 700).backend.to_str() == Tokenizer(backend).backend.to_str()
+
+
+@pytest.mark.parametrize("sign", ["x", "世", "7", "-", "\n"])
+def test_no_token_is_learned_from_more_than_the_longest_run(sign: str) -> None:
+    tokenizer = Tokenizer.train([sign * 20_000], 1000)
+    assert tokenizer.byte_lengths is not None
+    assert tokenizer.byte_lengths.max() <= len((sign * 256).encode())
+    assert tokenizer.decode(tokenizer.encode(sign * 1000)) == sign * 1000
 
 
 def test_end_of_text_inside_a_text_is_only_text(trained: Tokenizer) -> None:
