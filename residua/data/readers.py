@@ -8,6 +8,7 @@ from __future__ import annotations
 import bz2
 import gzip
 import io
+import json
 import logging
 import lzma
 from collections.abc import Callable, Iterable, Iterator
@@ -15,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from residua.reading import ReadError, json_lines, reason
+from residua.reading import ReadError, json_lines, reason, refuse, shown
 
 Documents = Iterator[tuple[str, int]]
 
@@ -94,16 +95,21 @@ def plain_documents(lines: Iterable[str]) -> Iterator[str]:
 
 
 def _json_lines(lines: Iterable[str], path: Path, field: str) -> Iterator[str]:
-    for where, record in json_lines(lines, path, "expected one object per line", lenient=True):
+    for where, record in json_lines(lines, path, _one_per_line(field), lenient=True):
         yield _text_of(record, field, where)
 
 
+def _one_per_line(field: str) -> str:
+    return f"write one object per line, such as {json.dumps({field: 'some text'}, ensure_ascii=False)}, and no list"
+
+
 def _text_of(record: Any, field: str, where: str) -> str:
+    """The text of a record; empty for null, so that the document is dropped like a blank one."""
     if not isinstance(record, dict):
-        raise DataError(f"{where} holds {type(record).__name__}, not an object with the field {field!r}")
+        refuse(f"{where} holds {shown(record)}, not an object", _one_per_line(field))
     if field not in record:
         raise _no_field(where, field, record)
-    text = record[field]
+    text = "" if record[field] is None else record[field]
     if not isinstance(text, str):
         raise DataError(f"{where}: field {field!r} holds {type(text).__name__}, not text")
     return text

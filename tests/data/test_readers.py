@@ -50,7 +50,7 @@ def test_parquet_gives_the_named_column(tmp_path: Path) -> None:
     from pyarrow import parquet
 
     path = tmp_path / "a.parquet"
-    parquet.write_table(pyarrow.table({"id": [1, 2, 3], "body": TEXTS}), path)
+    parquet.write_table(pyarrow.table({"id": [1, 2, 3, 4], "body": [*TEXTS, None]}), path)
     assert sorted(read(path, field="body")) == sorted(TEXTS)
     with pytest.raises(DataError, match="has no field 'text': name one of id, body"):
         read(path)
@@ -74,6 +74,12 @@ def test_several_sources_are_read_one_after_the_other(tmp_path: Path) -> None:
 def test_blank_documents_and_blank_lines_are_dropped(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(lines(["x", " \n", ""]) + b"\n\n" + lines(["y"]))
+    assert sorted(read(path)) == ["x", "y"]
+
+
+def test_null_texts_are_dropped_like_blank_ones(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "x"}\n{"text": null}\n{"text": "y"}\n')
     assert sorted(read(path)) == ["x", "y"]
 
 
@@ -108,7 +114,12 @@ def test_plain_text_without_blank_lines_is_cut_as_well() -> None:
         ),
         ("a.jsonl", b'{"body": "x"}\n', r"line 1 has no field 'text': name one of body with --field"),
         ("a.jsonl", b'{"text": 3}\n', r"line 1: field 'text' holds int, not text"),
-        ("a.jsonl", b"[1]\n", r"line 1 holds list, not an object"),
+        (
+            "a.json",
+            b'[{"text": "x"}, {"text": "y"}]\n',
+            r'line 1 holds a list of 2 entries, not an object: write one object per line, such as {"text": "',
+        ),
+        ("a.json", b'[\n  {"text": "x"}\n]\n', r"line 1 is not valid JSON .*: write one object per line, such as"),
         ("a.txt", b"\xff\xfe\x00", r"a\.txt is not UTF-8 text"),
         ("a.jsonl.gz", gzip.compress(lines(TEXTS), mtime=0)[:-9], r"cannot read .*a\.jsonl\.gz: Compressed file ended"),
         ("a.jsonl.xz", b"not xz at all", r"cannot read .*a\.jsonl\.xz"),
