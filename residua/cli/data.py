@@ -38,12 +38,18 @@ Limit = Annotated[
 def _corpus(
     sources: list[str] | None, field: str, validation: str | None, holdout: float | None, limit: int | None
 ) -> Corpus:
+    """The corpus of the options; says which files of folders are left out."""
     from residua.data import DataError, open_corpus, standard_library
+    from residua.data.readers import left_out_notice
+    from residua.report.plain import printable
 
     if holdout is not None and not 0 <= holdout < 1:
         raise DataError(f"--holdout {holdout:g} is no share of the text: use 0 or more, and less than 1.")
     if sources:
-        return open_corpus(sources, field=field, validation=validation, holdout=holdout, limit=limit)
+        corpus = open_corpus(sources, field=field, validation=validation, holdout=holdout, limit=limit)
+        if (notice := left_out_notice(corpus.left_out)) is not None:
+            typer.echo(printable(notice))
+        return corpus
     if validation is not None or holdout is not None or limit is not None:
         raise DataError("--validation, --holdout and --max-bytes need a SOURCE: the built-in corpus has its own split")
     return standard_library()

@@ -64,7 +64,8 @@ class Corpus:
 
     `holdout` is the share of the text held out for validation, and `least` how many bytes at least (but at most a tenth
     of the text). Documents are chosen by a hash of their text. Reading ends after the document that reaches `limit`
-    bytes of text; validation parts do not count.
+    bytes of text; validation parts do not count. `left_out` are files of folders that are not read because of their
+    suffix.
     """
 
     names: tuple[str, ...]
@@ -72,6 +73,7 @@ class Corpus:
     holdout: float = 0.0
     limit: int | None = None
     least: int = 0
+    left_out: tuple[Path, ...] = ()
 
     @property
     def size(self) -> int | None:
@@ -270,21 +272,31 @@ def open_corpus(
     if limit is not None and limit < 1:
         raise DataError(f"limit is {limit}: the bytes of text to read must be at least 1")
     names = tuple(str(source) for source in sources)
+    left_out: list[Path] = []
     if validation is None:
-        return Corpus(names, tuple(_parts(names, field, None)), holdout, limit, least)
-    # First, so that a limit cannot end the reading before the validation text.
-    parts = [*_parts([str(validation)], field, VALIDATION), *_parts(names, field, TRAIN)]
-    return Corpus(names, tuple(parts), limit=limit)
+        parts = list(_parts(names, field, None, left_out))
+    else:  # First, so that a limit cannot end the reading before the validation text.
+        held_out = list(_parts([str(validation)], field, VALIDATION, left_out))
+        parts = [*held_out, *_parts(names, field, TRAIN, left_out)]
+        holdout, least = 0.0, 0
+    read = {part.name for part in parts}  # a file of any suffix is, if it is named
+    return Corpus(
+        names, tuple(parts), holdout, limit, least, tuple(path for path in left_out if str(path.resolve()) not in read)
+    )
 
 
-def _parts(names: Iterable[str], field: str, split: str | None) -> Iterator[Part]:
+def _parts(names: Iterable[str], field: str, split: str | None, left_out: list[Path]) -> Iterator[Part]:
+    """The parts of sources; adds to `left_out` the files of folders that are not read."""
     for name in names:
         path = Path(name)
         if path.is_dir():
-            files = files_in(path)
+            files, others = files_in(path)
             if not files:
                 known = ", ".join(sorted(FOUND_IN_FOLDERS))
-                raise DataError(f"the folder {name} holds no text: no file in it ends in one of {known}")
+                raise DataError(
+                    f"the folder {name} holds no text: no file in it ends in one of {known}; to read others, name them"
+                )
+            left_out += others
             yield from (_file_part(file, field, split) for file in files)
         elif path.exists():
             yield _file_part(path, field, split)

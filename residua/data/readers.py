@@ -11,12 +11,14 @@ import io
 import json
 import logging
 import lzma
-from collections.abc import Callable, Iterable, Iterator
+import shlex
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from residua.reading import ReadError, json_lines, reason, refuse, shown
+from residua.reading import ReadError, counted, json_lines, reason, refuse, shown
 
 Documents = Iterator[tuple[str, int]]
 
@@ -29,6 +31,7 @@ PARQUET = (".parquet",)
 PLAIN = (".txt", ".text", ".md", ".rst", ".py", ".tex", ".org", ".adoc")
 # A `.json` in a folder is usually a settings file; one named by the user is read as JSON lines.
 FOUND_IN_FOLDERS = {*LINES_OF_JSON, *PARQUET, *PLAIN} - {".json"}
+NAMED_SUFFIXES = 4
 
 
 DataError = ReadError
@@ -42,14 +45,30 @@ def split_suffix(path: Path) -> tuple[str, str]:
     return (suffixes[-1] if suffixes else ""), compression
 
 
-def files_in(folder: Path) -> list[Path]:
-    """Files below `folder` with a text suffix, sorted; hidden files and folders are left out."""
-    found = []
-    for path in folder.rglob("*"):
+def files_in(folder: Path) -> tuple[list[Path], list[Path]]:
+    """Files below `folder`, sorted: those with a text suffix, and the others. Hidden ones are in neither list."""
+    known: list[Path] = []
+    others: list[Path] = []
+    for path in sorted(folder.rglob("*")):
         hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
-        if not hidden and split_suffix(path)[0] in FOUND_IN_FOLDERS and path.is_file():
-            found.append(path)
-    return sorted(found)
+        if not hidden and path.is_file():
+            (known if split_suffix(path)[0] in FOUND_IN_FOLDERS else others).append(path)
+    return known, others
+
+
+def left_out_notice(files: Sequence[Path]) -> str | None:
+    """What to say about files of folders that are not read because of their suffix; None if there are none."""
+    if not files:
+        return None
+    suffixes = Counter("".join(split_suffix(path)) for path in files).most_common()
+    named = ", ".join(suffix or "no suffix" for suffix, _ in suffixes[:NAMED_SUFFIXES])
+    first = next(path for path in files if "".join(split_suffix(path)) == suffixes[0][0])
+    pattern = f"{shlex.quote(str(first.parent))}/*{first.suffix and shlex.quote(first.suffix)}"
+    return (
+        f"{counted(len(files), 'file')} left out because of the suffix "
+        f"({named}{', …' if len(suffixes) > NAMED_SUFFIXES else ''}): to read those that are text, name them, "
+        f"as in residua data prepare {pattern}"
+    )
 
 
 def read_file(path: Path, field: str) -> Documents:

@@ -88,6 +88,26 @@ def test_a_tiny_validation_text_is_told(tmp_path: Path) -> None:
     assert "validation is tiny" not in printed
 
 
+def test_files_left_out_of_a_folder_are_told_and_read_when_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = Path("my code")
+    (folder / ".git").mkdir(parents=True)
+    for name in ("a.txt", "b.c", "c.c", "d.h", "e.tar.gz", "f.json", "g.x", "Makefile", ".git/config", ".hidden.c"):
+        (folder / name).write_text(f"text of {name}")
+    options = ("--tokenizer", "bytes", "--holdout", "0", "--out")
+    printed = run("prepare", folder, *options, tmp_path / "a")
+    assert (
+        "7 files left out because of the suffix (.c, no suffix, .h, .tar.gz, …): to read those that are text, name "
+        "them, as in residua data prepare 'my code'/*.c\n"
+    ) in printed
+    printed = run("prepare", folder, folder / "b.c", folder / "c.c", *options, tmp_path / "b")
+    assert "5 files left out because of the suffix (no suffix, .h, .tar.gz, .json, …)" in printed
+    assert Dataset.open(tmp_path / "b").split("train").documents == 3
+    assert "left out" not in run("prepare", folder / "a.txt", *options, tmp_path / "c")
+
+
 def test_tokenizer_then_prepare(jsonl: Path, tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
     run("tokenizer", jsonl, "--vocab-size", "300", "--out", path)
