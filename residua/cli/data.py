@@ -47,6 +47,7 @@ def _corpus(
         raise DataError(f"--holdout {holdout:g} is no share of the text: use 0 or more, and less than 1.")
     if sources:
         corpus = open_corpus(sources, field=field, validation=validation, holdout=holdout, limit=limit)
+        corpus.require_apart()
         if (notice := left_out_notice(corpus.left_out)) is not None:
             typer.echo(printable(notice))
         return corpus

@@ -87,6 +87,13 @@ class Corpus:
         rule = (self.holdout, self.limit, "by size", self.least) if self.holdout else (self.holdout, self.limit)
         return hashlib.sha256(repr((identity, *rule)).encode()).hexdigest()
 
+    def require_apart(self) -> None:
+        """Refuse a file or stream that is both training and validation text."""
+        held_out = {part.name for part in self.parts if part.split == VALIDATION}
+        twice = next((part.name for part in self.parts if part.split != VALIDATION and part.name in held_out), None)
+        if twice is not None:
+            raise DataError(f"{twice} is validation text and among the sources to train on: take it out of one of them")
+
     def documents(self) -> Iterator[Document]:
         """All documents that are not blank, each with its split.
 
@@ -265,6 +272,8 @@ def open_corpus(
     but 32 KiB at least, or a tenth of a small text. `limit` is the number of bytes of text to read, for a first part of
     a large corpus.
     """
+    if validation is not None and holdout is not None:
+        raise DataError("--validation names the validation text, so --holdout holds nothing out: give one of the two")
     least = LEAST_HELD_OUT if holdout is None else 0
     holdout = HOLDOUT if holdout is None else holdout
     if not 0 <= holdout < 1:

@@ -133,6 +133,20 @@ def test_options_of_a_source_need_a_source(tmp_path: Path) -> None:
         run("prepare", "--holdout", "0.1", "--out", tmp_path / "out")
 
 
+def test_validation_text_among_the_sources_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("folder/below/held.txt", "folder/text.txt", "other.txt"):
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_text(f"the text of {name}")
+    Path("link.txt").symlink_to("folder/below/held.txt")
+    held = Path("folder/below/held.txt")
+    for source, validation in ((held, tmp_path / held), ("folder", held), ("folder", "link.txt"), (held, "folder")):
+        with pytest.raises(DataError, match=r"held\.txt is validation text and among the sources to train on"):
+            run("prepare", "other.txt", source, "--validation", validation, "--tokenizer", "bytes", "--out", "out")
+        assert not Path("out").exists()
+    run("prepare", "other.txt", "--validation", "folder", "--tokenizer", "bytes", "--out", "out")
+
+
 @pytest.mark.parametrize("verb", ["prepare", "tokenizer", "info"])
 def test_help_shows_an_example(verb: str) -> None:
     assert f"residua data {verb} " in run(verb, "--help")

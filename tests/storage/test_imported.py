@@ -187,7 +187,7 @@ def test_texts_of_an_imported_model_end_in_its_own_token(folder: Path, tmp_path:
             "prepare",
             text,
             "--validation",
-            text,
+            shutil.copy(text, tmp_path / "held_out.txt"),
             "--tokenizer",
             tokenizer,
             "--out",
@@ -334,7 +334,8 @@ def test_an_imported_run_is_an_ordinary_run(folder: Path, tmp_path: Path) -> Non
     assert "generate" in residua("import", folder, "--out", tmp_path / "other")
     residua("generate", run, "--prompt", "The", "--tokens", 4)
     residua("diagnose", run, "--text", text, "--out", tmp_path / "diagnosis")
-    prepared = ("--validation", text, "--tokenizer", run / "tokenizer.json", "--out", tmp_path / "data")
+    held_out = shutil.copy(text, tmp_path / "held_out.txt")
+    prepared = ("--validation", held_out, "--tokenizer", run / "tokenizer.json", "--out", tmp_path / "data")
     residua("data", "prepare", text, *prepared)
     residua("eval", run, "--data", tmp_path / "data")
     residua("quantize", run, "--data", tmp_path / "data", "--out", tmp_path / "low")

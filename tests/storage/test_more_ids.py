@@ -63,7 +63,8 @@ def test_every_command_takes_such_a_model(
         assert residua(monkeypatch, *arguments) == 0, capsys.readouterr().err
         return capsys.readouterr().out
 
-    do("data", "prepare", text, "--validation", text, "--tokenizer", folder, "--out", data)
+    held_out = shutil.copy(text, tmp_path / "held_out.txt")
+    do("data", "prepare", text, "--validation", held_out, "--tokenizer", folder, "--out", data)
     assert Dataset.open(data).vocab_size == 259
     do("eval", run, "--data", data)
     do("diagnose", run, "--text", text, "--tokens", 128, "--out", tmp_path / "diagnosis")
