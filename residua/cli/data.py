@@ -105,7 +105,12 @@ def prepare(
         )
     if (notice := opened.tiny_validation()) is not None:
         typer.echo(f"{notice}: raise --holdout, or give --validation SOURCE")
-    typer.echo(f"\nnext: residua train tiny --data {shlex.quote(str(out))} --out runs/first")
+    folder = shlex.quote(str(out))
+    if "validation" in opened.splits:
+        typer.echo(f"\nnext: residua train tiny --data {folder} --out runs/first")
+    else:
+        typer.echo("nothing is held out, and training needs it: for that, give --holdout or --validation SOURCE")
+        typer.echo(f"\nnext: residua eval RUN --data {folder} --split train")
 
 
 @app.command()

@@ -175,7 +175,8 @@ class Dataset:
     def split(self, name: str) -> Split:
         """The split of that name, `train` or `validation`."""
         if name not in self.splits:
-            raise DataError(f"the dataset {self.path} has no split {name!r}, only {', '.join(self.splits)}")
+            advice = f": {AGAIN}, with --holdout above 0 or --validation SOURCE" if name == VALIDATION else ""
+            raise DataError(f"the dataset {self.path} has no split {name!r}, only {', '.join(self.splits)}{advice}")
         return self.splits[name]
 
     def tiny_validation(self) -> str | None:

@@ -88,6 +88,12 @@ def test_a_tiny_validation_text_is_told(tmp_path: Path) -> None:
     assert "validation is tiny" not in printed
 
 
+def test_text_without_validation_is_recommended_for_evaluation(jsonl: Path, tmp_path: Path) -> None:
+    out = tmp_path / "data of mine"
+    printed = run("prepare", jsonl, "--out", out, "--tokenizer", "bytes", "--holdout", "0")
+    assert printed.endswith(f"next: residua eval RUN --data '{out}' --split train\n") and "residua train" not in printed
+
+
 def test_files_left_out_of_a_folder_are_told_and_read_when_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -166,7 +166,7 @@ def test_empty_validation_source_is_refused(tmp_path: Path, jsonl: Path) -> None
 
 def test_dataset_without_validation_says_so(tmp_path: Path, jsonl: Path) -> None:
     dataset = prepare(open_corpus([jsonl], holdout=0), tmp_path / "out", "bytes")
-    with pytest.raises(DataError, match="has no split 'validation', only train"):
+    with pytest.raises(DataError, match="only train: prepare the data again, with --holdout above 0 or --validation"):
         dataset.split("validation")
 
 
