@@ -93,12 +93,15 @@ def prepare(
     residua data prepare org/name:config --max-bytes 2000000000 --out data/web
     """
     from residua import data
+    from residua.data.pipeline import BPE, size_of
 
     corpus = _corpus(sources, field, validation, holdout, limit)
     chosen = tokenizer or ("bpe:8192" if sources else "bpe:1024")
     data.prepare(corpus, out, chosen, workers=workers, shard_tokens=shard_tokens, progress=True)
     opened = data.Dataset.open(out)
     _describe(opened, sample=0)
+    if chosen.startswith(BPE):
+        _tell_fewer(opened.vocab_size, size_of(chosen))
     if tokenizer is None and opened.split("train").tokens < 20 * opened.vocab_size:
         typer.echo(
             f"{opened.vocab_size:,} token ids are many for so little text: --tokenizer bpe:1024 would suit it better"
@@ -142,8 +145,7 @@ def tokenizer(
         trained = train_tokenizer(corpus, vocab_size, bar)
     trained.save(out)
     typer.echo(f"{out}: {counted(trained.vocab_size, 'entry', 'entries')}, sha256 {trained.hash}")
-    if trained.vocab_size < vocab_size:
-        typer.echo(f"fewer than {vocab_size:,}: the text has no more pairs to merge")
+    _tell_fewer(trained.vocab_size, vocab_size)
     typer.echo(f"\nnext: residua data prepare {' '.join(corpus.names if sources else ())} --tokenizer {out} --out DIR")
 
 
@@ -163,6 +165,12 @@ def info(
     for split in opened.splits.values():
         split.check()
     _describe(opened, sample)
+
+
+def _tell_fewer(found: int, asked: int) -> None:
+    """Say when a BPE has fewer entries than asked for."""
+    if found < asked:
+        typer.echo(f"the vocabulary has {found:,} entries, fewer than {asked:,}: the text has no more pairs to merge")
 
 
 def _describe(opened: Dataset, sample: int) -> None:

@@ -123,8 +123,14 @@ def test_tokenizer_then_prepare(jsonl: Path, tmp_path: Path) -> None:
         run("tokenizer", jsonl, "--vocab-size", "300", "--out", path)
 
 
-def test_tokenizer_says_when_the_text_has_too_few_pairs(jsonl: Path, tmp_path: Path) -> None:
-    assert "fewer than 60,000" in run("tokenizer", jsonl, "--vocab-size", "60000", "--out", tmp_path / "t.json")
+def test_a_vocabulary_smaller_than_asked_for_is_told(jsonl: Path, tmp_path: Path) -> None:
+    printed = run("tokenizer", jsonl, "--vocab-size", "60000", "--out", tmp_path / "t.json")
+    found = Tokenizer.load(tmp_path / "t.json").vocab_size
+    assert f"the vocabulary has {found:,} entries, fewer than 60,000: the text has no more pairs" in printed
+    printed = run("prepare", jsonl, "--tokenizer", "bpe:60000", "--out", tmp_path / "a")
+    found = Dataset.open(tmp_path / "a").vocab_size
+    assert f"the vocabulary has {found:,} entries, fewer than 60,000: the text has no more pairs" in printed
+    assert "fewer than" not in run("prepare", jsonl, "--tokenizer", "bpe:300", "--out", tmp_path / "b")
 
 
 def test_field_and_limit_reach_the_corpus(tmp_path: Path) -> None:
