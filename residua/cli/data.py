@@ -146,7 +146,8 @@ def tokenizer(
     trained.save(out)
     typer.echo(f"{out}: {counted(trained.vocab_size, 'entry', 'entries')}, sha256 {trained.hash}")
     _tell_fewer(trained.vocab_size, vocab_size)
-    typer.echo(f"\nnext: residua data prepare {' '.join(corpus.names if sources else ())} --tokenizer {out} --out DIR")
+    words = ["residua", "data", "prepare", *(corpus.names if sources else ()), "--tokenizer", str(out), "--out", "DIR"]
+    typer.echo(f"\nnext: {shlex.join(words)}")
 
 
 @app.command()

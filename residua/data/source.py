@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -26,7 +27,7 @@ def open_data(config: RunConfig) -> Dataset:
             f"model.vocab_size = {known} is smaller than the {dataset.vocab_size} token ids of {dataset.path}: "
             f"set model.vocab_size={dataset.vocab_size} or more, or leave it out."
         )
-    dataset.require_known(known, f"prepare text without it with --tokenizer {start}/{TOKENIZER}")
+    dataset.require_known(known, f"prepare text without it with --tokenizer {shlex.quote(f'{start}/{TOKENIZER}')}")
     return dataset
 
 

@@ -123,6 +123,17 @@ def test_tokenizer_then_prepare(jsonl: Path, tmp_path: Path) -> None:
         run("tokenizer", jsonl, "--vocab-size", "300", "--out", path)
 
 
+def test_the_command_after_a_tokenizer_can_be_pasted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("my $text.txt").write_text("some text " * 999)
+    printed = run("tokenizer", "my $text.txt", "--vocab-size", "260", "--out", "my tokenizer.json")
+    *_, command = printed.partition("next: residua data ")
+    words = shlex.split(command)
+    assert words == ["prepare", "my $text.txt", "--tokenizer", "my tokenizer.json", "--out", "DIR"]
+    run(*words)
+    assert Dataset.open("DIR").vocab_size == 260
+
+
 def test_a_vocabulary_smaller_than_asked_for_is_told(jsonl: Path, tmp_path: Path) -> None:
     printed = run("tokenizer", jsonl, "--vocab-size", "60000", "--out", tmp_path / "t.json")
     found = Tokenizer.load(tmp_path / "t.json").vocab_size

@@ -85,6 +85,8 @@ def test_a_trained_model_is_not_asked_for_a_larger_vocabulary(imported: Path, co
         open_data(config)
     with pytest.raises(DataError, match=r": prepare text without it with --tokenizer .*run/tokenizer\.json"):
         open_data(config.override([f"train.start='{imported}'"]))
+    with pytest.raises(DataError, match=r" --tokenizer 'my run/tokenizer\.json'"):
+        open_data(config.override(["train.start='my run'"]))
 
 
 Refused = Callable[..., str]
