@@ -31,7 +31,9 @@ Sources = Annotated[
 Field = Annotated[str, typer.Option(help="The field that holds the text in JSONL, parquet and datasets.")]
 Limit = Annotated[
     int | None,
-    typer.Option("--max-bytes", min=1, show_default=False, help="Read at most this many bytes of text."),
+    typer.Option(
+        "--max-bytes", min=1, show_default=False, help="Stop after the document that reaches this many bytes of text."
+    ),
 ]
 
 

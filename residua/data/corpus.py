@@ -269,8 +269,8 @@ def open_corpus(
 
     With `validation` (a source like the others) nothing is held out of `sources`; otherwise the share `holdout`
     of the text is, in documents chosen by a hash: equal texts always land on the same side. Without a share it is 1 %,
-    but 32 KiB at least, or a tenth of a small text. `limit` is the number of bytes of text to read, for a first part of
-    a large corpus.
+    but 32 KiB at least, or a tenth of a small text. Reading stops after the document that reaches `limit` bytes
+    of text, for a first part of a large corpus.
     """
     if validation is not None and holdout is not None:
         raise DataError("--validation names the validation text, so --holdout holds nothing out: give one of the two")

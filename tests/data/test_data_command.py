@@ -151,6 +151,14 @@ def test_field_and_limit_reach_the_corpus(tmp_path: Path) -> None:
     assert sum(split.documents for split in Dataset.open(tmp_path / "out").splits.values()) == 10
 
 
+def test_the_document_that_reaches_the_limit_is_read_whole_and_help_says_so(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("abcdefgh")
+    options = ("--max-bytes", "3", "--holdout", "0", "--tokenizer", "bytes", "--out", tmp_path / "out")
+    run("prepare", tmp_path / "a.txt", *options)
+    assert Dataset.open(tmp_path / "out").split("train").bytes == 8
+    assert "Stop after the document that reaches" in " ".join(run("prepare", "--help").split())
+
+
 def test_options_of_a_source_need_a_source(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="need a SOURCE"):
         run("prepare", "--holdout", "0.1", "--out", tmp_path / "out")
