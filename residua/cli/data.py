@@ -47,6 +47,8 @@ def _corpus(
 
     if holdout is not None and not 0 <= holdout < 1:
         raise DataError(f"--holdout {holdout:g} is no share of the text: use 0 or more, and less than 1.")
+    if validation is not None and holdout is not None:
+        raise DataError("--validation names the validation text, so --holdout holds nothing out: give one of the two")
     if sources:
         corpus = open_corpus(sources, field=field, validation=validation, holdout=holdout, limit=limit)
         corpus.require_apart()

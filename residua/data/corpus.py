@@ -272,8 +272,6 @@ def open_corpus(
     but 32 KiB at least, or a tenth of a small text. Reading stops after the document that reaches `limit` bytes
     of text, for a first part of a large corpus.
     """
-    if validation is not None and holdout is not None:
-        raise DataError("--validation names the validation text, so --holdout holds nothing out: give one of the two")
     least = LEAST_HELD_OUT if holdout is None else 0
     holdout = HOLDOUT if holdout is None else holdout
     if not 0 <= holdout < 1:

@@ -41,13 +41,6 @@ def test_validation_source_is_the_whole_validation_split(tmp_path: Path, jsonl: 
     assert [document.text for document in documents if document.split == "train"] == texts
 
 
-@pytest.mark.parametrize("holdout", [0.0, 0.1])
-def test_validation_text_and_a_share_exclude_each_other(tmp_path: Path, jsonl: Path, holdout: float) -> None:
-    other = write_jsonl(tmp_path / "v.jsonl", ["held"])
-    with pytest.raises(DataError, match="--validation names the validation text, so --holdout holds nothing out"):
-        open_corpus([jsonl], validation=other, holdout=holdout)
-
-
 def test_limit_counts_training_text_and_ends_the_reading(tmp_path: Path, jsonl: Path, texts: list[str]) -> None:
     other = write_jsonl(tmp_path / "v.jsonl", ["v" * 5000])
     documents = list(open_corpus([jsonl], validation=other, limit=1000).documents())

@@ -164,6 +164,15 @@ def test_options_of_a_source_need_a_source(tmp_path: Path) -> None:
         run("prepare", "--holdout", "0.1", "--out", tmp_path / "out")
 
 
+@pytest.mark.parametrize("holdout", ["0", "0.1"])
+def test_validation_text_and_a_share_exclude_each_other(jsonl: Path, tmp_path: Path, holdout: str) -> None:
+    (tmp_path / "v.txt").write_text("held")
+    options = ("--validation", tmp_path / "v.txt", "--holdout", holdout, "--out", tmp_path / "out")
+    with pytest.raises(DataError, match="--validation names the validation text, so --holdout holds nothing out"):
+        run("prepare", jsonl, *options)
+    assert not (tmp_path / "out").exists()
+
+
 def test_validation_text_among_the_sources_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("folder/below/held.txt", "folder/text.txt", "other.txt"):
