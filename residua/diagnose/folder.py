@@ -57,9 +57,11 @@ def _hugging_face(path: Path, device: torch.device) -> HuggingFaceSubject:
     logging.disable_progress_bar()
     dtype: Any = torch.float32 if device.type == "cpu" else "auto"
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            path, local_files_only=True, trust_remote_code=False, dtype=dtype, use_safetensors=True
-        )
+        opened: Any = AutoModelForCausalLM.from_pretrained(
+            path, local_files_only=True, trust_remote_code=False, dtype=dtype, use_safetensors=True,
+            output_loading_info=True, ignore_mismatched_sizes=True,
+        )  # fmt: skip
+        model, loaded = opened
         model.to(device)
     except Exception as error:  # configuration, weights or architecture: transformers raises many kinds
         if "auto_map" in config:
@@ -68,8 +70,24 @@ def _hugging_face(path: Path, device: torch.device) -> HuggingFaceSubject:
                 "model folder: diagnose a model that transformers knows by itself."
             ) from None
         raise ValueError(f"{path} cannot be opened as a causal language model: {first_sentences(error)}") from None
+    _require_all(path, model, loaded)
     require_finite(dict(model.named_parameters()), path, "nothing could be measured, so use another copy of the model")
     return HuggingFaceSubject(model, path.name)
+
+
+def _require_all(path: Path, model: Any, loaded: dict[str, Any]) -> None:
+    """Refuse missing tensors and other shapes: transformers would fill them with random numbers.
+
+    Tied heads are not missing, nor is what a model computes for itself and does not save.
+    """
+    advice = "diagnose a folder with all weights of a causal language model"
+    for name, found, expected in loaded["mismatched_keys"]:
+        shapes = f"shape {list(found)} where {type(model).__name__} has {list(expected)}"
+        raise ValueError(f"{path} holds {name!r} with {shapes}: {advice}.")
+    lacking = [name for name in model.state_dict() if name in loaded["missing_keys"]]
+    if lacking:
+        more = f", the first of {len(lacking)} such tensors" if len(lacking) > 1 else ""
+        raise ValueError(f"{path} lacks tensor {lacking[0]!r} of {type(model).__name__}{more}: {advice}.")
 
 
 def _check_files(path: Path) -> dict[str, Any]:

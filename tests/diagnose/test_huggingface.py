@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 
 from residua.diagnose import Diagnosis, diagnose, diagnose_model
+from residua.diagnose.folder import open_subject
 from residua.diagnose.huggingface import HuggingFaceSubject
 from residua.diagnose.schema import TextFacts
 from residua.diagnose.text import Sample
@@ -20,6 +22,7 @@ pytestmark = pytest.mark.slow
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
+CPU = torch.device("cpu")
 TOKENS = torch.randint(models.VOCABULARY, (2, 24), generator=torch.Generator().manual_seed(5))
 SUBLAYERS = {
     "llama": ["attention", "feed-forward"] * 2,
@@ -39,7 +42,7 @@ def random_text() -> Sample:
     return Sample(rows[:, :-1], rows[:, 1:], TextFacts(source="random", tokens=128, sequences=4, length=32))
 
 
-def eager(model: Any, tokens: torch.Tensor) -> Any:
+def eager(model: Any, tokens: Tensor) -> Any:
     model.set_attn_implementation("eager")
     with torch.no_grad():
         return model(tokens, use_cache=False, output_attentions=True)
@@ -88,6 +91,47 @@ def test_every_architecture_is_diagnosed_from_its_folder(name: str, tmp_path: Pa
     assert all(f'<th scope="row">layer {n}</th>' in page for n in range(made.layers)) and 'id="plotly"' in page
 
 
+def without_layer(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: t for name, t in tensors.items() if ".layers.1." not in name}
+
+
+def renamed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {f"my.{name}": t for name, t in tensors.items()}
+
+
+def cut(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return tensors | {"model.norm.weight": tensors["model.norm.weight"][:5].clone()}
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (without_layer, r"lacks tensor 'model\.layers\.1\.self_attn\.q_proj\.weight' .* the first of 9 such tensors"),
+        (renamed, r"lacks tensor 'model\.embed_tokens\.weight' of LlamaForCausalLM, the first of 21 such tensors"),
+        (cut, r"holds 'model\.norm\.weight' with shape \[5\] where LlamaForCausalLM has \[32\]"),
+    ],
+)
+def test_weights_that_transformers_would_draw_at_random_are_refused(spoil: Any, words: str, tmp_path: Path) -> None:
+    folder = models.save(models.build("llama"), tmp_path / "llama")
+    tensors = load_file(folder / "model.safetensors")
+    save_file(spoil(tensors), folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=words) as error:
+        open_subject(folder, CPU)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("kind", ["LlamaModel", "LlamaForSequenceClassification"])
+def test_a_model_without_a_head_is_refused_unless_it_is_tied(kind: str, tmp_path: Path) -> None:
+    import transformers
+
+    config = models.build("llama").config
+    folder = models.save(getattr(transformers, kind)(config), tmp_path / "own")
+    with pytest.raises(ValueError, match=r"lacks tensor 'lm_head\.weight' of LlamaForCausalLM: "):
+        open_subject(folder, CPU)
+    config.tie_word_embeddings = True
+    assert open_subject(models.save(getattr(transformers, kind)(config), tmp_path / "tied"), CPU).layers == 2
+
+
 def test_a_hybrid_says_which_layers_have_no_attention_weights() -> None:
     subject = HuggingFaceSubject(models.build("qwen3_next"), "hybrid")
     assert any("layers 0, 1, 2" in reason and "linear attention" in reason for reason in subject.skipped)
@@ -123,7 +167,7 @@ class Strange(nn.Module):
         super().__init__()
         self.up, self.down = nn.Linear(width, 7), nn.Linear(7, width)
 
-    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         inner = self.up(hidden_states)
         return hidden_states + torch.tanh(inner) @ self.down.weight.T
 
