@@ -103,12 +103,17 @@ def _check_out(out: Path, models: Sequence[Path]) -> None:
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
-    """The folders' names, with the parent folder's in front where two are the same."""
-    plain = [path.resolve().name for path in paths]
-    return [
-        name if plain.count(name) == 1 else f"{path.resolve().parent.name}/{name}"
-        for name, path in zip(plain, paths, strict=True)
-    ]
+    """The folders' names, with as many parent folders in front as make each differ from all others."""
+    parts = [path.resolve().parts for path in paths]
+    for path, own in zip(paths, parts, strict=True):
+        if parts.count(own) > 1:
+            raise ValueError(f"{path} is named twice: name each model once.")
+    return [str(Path(*own[-_depth(own, parts) :])) for own in parts]
+
+
+def _depth(own: tuple[str, ...], parts: Sequence[tuple[str, ...]]) -> int:
+    """How many of the last parts of a path no other path ends in."""
+    return next(n for n in range(1, len(own) + 1) if sum(other[-n:] == own[-n:] for other in parts) == 1)
 
 
 class _Chosen(dict[str, Tensor]):

@@ -71,6 +71,21 @@ def test_models_stand_side_by_side_in_one_page(run: Path, text: Path, tmp_path: 
     assert "Inside run and mgr" in (tmp_path / "both" / "report.html").read_text(encoding="utf-8")
 
 
+def test_runs_of_one_name_are_told_apart_and_keep_their_own_telemetry(text: Path, tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / parent / "runs" / "m") for parent in "AB"] + [write_run(tmp_path / "B" / "other")]
+    records = [{"kind": "telemetry", "step": n, "tokens": 64 * n, "figures": {"peak": [1.0, 2.0]}} for n in (1, 2)]
+    (runs[1] / "metrics.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    made = diagnose(runs, tmp_path / "out", text=text, tokens=64, ablations="none")
+    assert [m.name for m in made.models] == ["A/runs/m", "B/runs/m", "other"]
+    page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+    assert "While B/runs/m trained" in page and "While A/runs/m trained" not in page
+
+
+def test_a_folder_named_twice_is_refused(run: Path, text: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"run is named twice: name each model once\.$"):
+        diagnose([run, run.parent / "." / run.name], tmp_path / "out", text=text, tokens=64)
+
+
 def test_the_embedded_corpus_serves_without_a_text(run: Path, tmp_path: Path) -> None:
     made = diagnose([run], tmp_path / "out", tokens=64, ablations="none").models[0]
     assert "embedded corpus" in made.text.source and made.ablations == []
