@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from residua.diagnose.folder import check_folder, open_subject
+from residua.diagnose.folder import check_folder, is_model_folder, open_subject
 from residua.diagnose.metric import Metric
 from residua.diagnose.metrics.removal import Budget
 from residua.diagnose.page import NOT_TRAINED, Trained, diagnosis_page
@@ -21,7 +21,7 @@ from residua.files import keeping, refuse_blocked, write_atomically
 from residua.machine import choose_device
 from residua.model import taps as published
 from residua.model.decoder import Decoder
-from residua.reading import ReadError
+from residua.reading import ReadError, Shape, read_json
 from residua.storage.opening import open_tokenizer
 from residua.storage.run import METRICS, read_metrics
 from residua.train.telemetry_curves import telemetry_of
@@ -91,15 +91,37 @@ def _telemetry(folder: Path) -> list[dict[str, Any]]:
 
 
 def _check_out(out: Path, models: Sequence[Path]) -> None:
-    """Refuse to replace another command's page, or to write among files that belong to neither model nor diagnosis."""
+    """Refuse to replace another command's page or another model's own diagnosis, or to write among unrelated files."""
     refuse_blocked(out)
-    if (out / JSON).exists() or not out.is_dir():
+    if (out / JSON).exists():
+        _check_own(out, models)
+        return
+    if not out.is_dir():
         return
     if (out / PAGE).exists():
         raise ValueError(f"{out / PAGE} was not written by a diagnosis: choose another folder with --out.")
     stranger = min((path.name for path in out.iterdir() if path.is_file()), default=None)
     if stranger is not None and out.resolve() not in [model.resolve() for model in models]:
         raise ValueError(f"{out} holds {stranger} and no diagnosis: choose another --out.")
+
+
+class _Diagnosed(Shape):
+    path: str
+
+
+class _Before(Shape):
+    models: list[_Diagnosed]
+
+
+def _check_own(out: Path, models: Sequence[Path]) -> None:
+    """Refuse to replace the diagnosis in a model's own folder by one of other models."""
+    if not is_model_folder(out):
+        return
+    before = read_json(out / JSON, _Before, "remove it, or choose another --out", lenient=True).models
+    named = [model.resolve() for model in models]
+    again = len(before) == 1 and named == [out.resolve()]  # its own, also if the folder was moved since
+    if not again and named != [Path(model.path).resolve() for model in before]:
+        raise ValueError(f"{out} is a model's folder and holds a diagnosis of other models: choose another --out.")
 
 
 def _names(paths: Sequence[Path]) -> list[str]:

@@ -31,13 +31,18 @@ def check_folder(path: Path) -> None:
     """Refuse a folder without a model or without a tokenizer. Quick: no model is opened."""
     if not path.exists():
         raise ValueError(f"{path} does not exist: name a run folder or a local Hugging Face model folder.")
-    if not any((path / name).exists() for name in ("config.toml", "config.json")):
+    if not is_model_folder(path):
         raise ValueError(
             f"{path} is not a model folder: it has neither config.toml (a run of `residua train`) nor config.json "
             "(a Hugging Face model)."
         )
     if not any((path / name).exists() for name in ("tokenizer.json", "vocab.json")):
         raise ValueError(f"{path} has no tokenizer: put the model's tokenizer.json there.")
+
+
+def is_model_folder(path: Path) -> bool:
+    """Whether a folder is a run's or a model's own."""
+    return any((path / name).exists() for name in ("config.toml", "config.json"))
 
 
 def _run(path: Path, device: torch.device) -> NativeSubject:

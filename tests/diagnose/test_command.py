@@ -208,6 +208,22 @@ def test_a_diagnosis_is_made_again_in_its_place_and_beside_others(run: Path, tex
         assert (out / "report.html").exists()
 
 
+def test_a_runs_own_diagnosis_is_not_replaced_by_another_models(run: Path, text: Path, tmp_path: Path) -> None:
+    other = write_run(tmp_path / "other")
+    diagnose([run], run, text=text, tokens=64, ablations="none")
+    own = (run / "diagnosis.json").read_bytes()
+    for models in ([other], [run, other]):
+        with pytest.raises(ValueError, match=r"run is a model's folder and holds a diagnosis of other models: choose"):
+            diagnose(models, run, text=text, tokens=64, ablations="none")
+    assert (run / "diagnosis.json").read_bytes() == own
+    moved = run.rename(tmp_path / "moved")
+    diagnose([moved], moved, text=text, tokens=64, ablations="none")
+    for _ in range(2):
+        diagnose([moved, other], other, text=text, tokens=64, ablations="none")
+    with pytest.raises(ValueError, match="holds a diagnosis of other models"):
+        diagnose([other], other, text=text, tokens=64, ablations="none")
+
+
 def test_the_summary_names_the_text(run: Path, text: Path, tmp_path: Path) -> None:
     shown = diagnose([run], tmp_path / "a", text=text, tokens=64, ablations="none").models[0].summary[0]
     assert f"on 64 tokens of {text}, 2 sequences of 32." in shown
