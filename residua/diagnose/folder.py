@@ -60,7 +60,8 @@ def _hugging_face(path: Path, device: torch.device) -> HuggingFaceSubject:
     require_memory(f"{path} needs", weights, "end other programs, or use a machine with more memory")
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    dtype: Any = torch.float32 if device.type == "cpu" else "auto"
+    own = device.type != "cpu" or "quantization_config" in config  # unpacked weights have the dtype of the folder
+    dtype: Any = "auto" if own else torch.float32
     try:
         opened: Any = AutoModelForCausalLM.from_pretrained(
             path, local_files_only=True, trust_remote_code=False, dtype=dtype, use_safetensors=True,

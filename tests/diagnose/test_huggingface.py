@@ -15,8 +15,10 @@ from residua.diagnose.folder import open_subject
 from residua.diagnose.huggingface import HuggingFaceSubject
 from residua.diagnose.schema import TextFacts
 from residua.diagnose.text import Sample
+from residua.quantize import quantize
 from tests.diagnose import models
 from tests.diagnose.planted import named
+from tests.trained import train_run
 
 pytestmark = pytest.mark.slow
 
@@ -130,6 +132,16 @@ def test_a_model_without_a_head_is_refused_unless_it_is_tied(kind: str, tmp_path
         open_subject(folder, CPU)
     config.tie_word_embeddings = True
     assert open_subject(models.save(getattr(transformers, kind)(config), tmp_path / "tied"), CPU).layers == 2
+
+
+@pytest.mark.filterwarnings("ignore:You passed `quantization_config`")
+def test_a_folder_of_an_engine_is_diagnosed_in_its_own_dtype(tmp_path: Path) -> None:
+    pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
+    run = train_run(tmp_path, width=32, ffn={"kind": "swiglu", "hidden": 64})
+    served = tmp_path / "served"
+    quantize(run, tmp_path / "q", scheme="nvfp4-static", engine=served, calibration=4, probes=0)
+    made = diagnose([served], tmp_path / "out", tokens=64, device="cpu").models[0]
+    assert len(made.sites) == 4 and sum(a.kind == "layer" for a in made.ablations) == 2
 
 
 def test_a_hybrid_says_which_layers_have_no_attention_weights() -> None:
