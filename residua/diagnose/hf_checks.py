@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +17,8 @@ LOSS_TOLERANCE, COARSE_LOSS_TOLERANCE = 2e-4, 2e-2
 """Mean |difference| of the tokens' losses that rounding explains, over the mean loss: in float32, and in 16 bits."""
 SUM_TOLERANCE, COARSE_SUM_TOLERANCE = 1e-3, 5e-2
 """The same for states: the part of a layer's change that its sublayers' outputs leave unexplained."""
+CAUSAL_TOLERANCE, COARSE_CAUSAL_TOLERANCE = 1e-4, 1e-2
+"""The same for the logits of earlier tokens when the last one changes; most causal models keep every bit."""
 
 NOT_ADDED = 1e-2
 """A part whose output is added with a smaller factor than this writes nothing."""
@@ -25,6 +28,20 @@ def same_losses(ours: Tensor, own: Tensor, dtype: torch.dtype) -> bool:
     """Whether two runs of one model, token by token, differ by rounding only."""
     tolerance = LOSS_TOLERANCE if dtype in _EXACT else COARSE_LOSS_TOLERANCE
     return bool((ours - own).abs().mean() <= tolerance * own.mean().clamp(min=1))
+
+
+@torch.no_grad()
+def require_causal(model: Any, probe: Tensor) -> None:
+    """Refuse a model whose logits depend on later tokens, as an encoder's do: it sees the token that it predicts."""
+    changed = probe.clone()
+    changed[:, -1] = probe[:, -2]
+    before, after = (model(input_ids=tokens, use_cache=False).logits[:, :-1] for tokens in (probe, changed))
+    tolerance = CAUSAL_TOLERANCE if before.dtype in _EXACT else COARSE_CAUSAL_TOLERANCE
+    if float((wide(after) - wide(before)).norm()) > tolerance * float(wide(before).norm()):
+        raise ValueError(
+            f"{type(model).__name__} also reads later tokens, so its next-token loss means nothing: diagnose a causal "
+            "language model."
+        )
 
 
 @dataclass

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from residua.diagnose.hf_attention import DENSE_MASKS, INTERFACE, attention, watching, without_head
-from residua.diagnose.hf_checks import Checked, check_layers, same_losses
+from residua.diagnose.hf_checks import Checked, check_layers, require_causal, same_losses
 from residua.diagnose.hf_reasons import do_not_add_up, do_not_fit, not_measured, see_more_than_tokens
 from residua.diagnose.hf_recorder import Recorder
 from residua.diagnose.hf_structure import (
@@ -65,6 +65,7 @@ class HuggingFaceSubject(Subject):
         self.scales: dict[int, float] = {}
         self.checked = False
         probe = torch.arange(PROBE_LENGTH, device=embedding.weight.device)[None] % self.vocabulary
+        require_causal(model, probe)
         self._own_attention = _implementations(model.config)
         self._install()
         self.decoder, plain_norms = self._find_layers(probe)

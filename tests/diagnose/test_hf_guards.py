@@ -50,6 +50,16 @@ def test_attention_that_changes_the_loss_is_not_reported_and_the_models_own_is_u
     assert reason in made.skipped and reason in diagnosis_page(Diagnosis(models=[made])).html().replace("&#x27;", "'")
 
 
+def test_a_model_that_reads_later_tokens_is_refused() -> None:
+    import transformers
+
+    config = architectures.configuration("bert")
+    with pytest.raises(ValueError, match=r"^BertLMHeadModel also reads later tokens, so its next-token loss means"):
+        HuggingFaceSubject(transformers.AutoModelForCausalLM.from_config(config), "encoder")
+    config.is_decoder = True
+    assert HuggingFaceSubject(transformers.AutoModelForCausalLM.from_config(config), "decoder").layers == 2
+
+
 def test_arguments_that_our_attention_does_not_know_are_named() -> None:
     subject = HuggingFaceSubject(architectures.build("minimax_m3_vl_text"), "sparse")
     (reason,) = reasons(subject, "Attention metrics")
