@@ -10,6 +10,7 @@ import pytest
 
 from residua.diagnose import Diagnosis, ModelDiagnosis
 from residua.diagnose.metric import Finding
+from residua.diagnose.metrics.removal import AblationFacts, Removal
 from residua.diagnose.metrics.similarity import Similarity
 from residua.diagnose.metrics.sublayers import Sublayers
 from residua.diagnose.overview import add_findings, add_picture
@@ -252,3 +253,20 @@ def test_a_metric_without_words_of_its_own_gets_a_card_from_its_numbers() -> Non
 
     found = [Finding(kind="odd", where={"state": 3, "layers": [1, 2]}, words="odd")]
     assert Metric.explain(report(layers=2), found).where == "state 3, layers 1, 2"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ([0.5, 0.1], "Removing layer 0 costs most (+0.5000 nats), removing layer 1 least (+0.1000)."),
+        ([-0.2, -0.0231], "Removing no layer raises the loss: it changes by -0.2000 nats without layer 0, by -0.0231 "),
+        ([0.0, 0.0], "Removing no layer raises the loss: "),
+        ([-0.0231], "Without layer 0 the loss changes by -0.0231 nats."),
+    ],
+)
+def test_a_cost_is_called_one_only_where_the_loss_rises(changes: list[float], words: str) -> None:
+    removed = [
+        AblationFacts(kind="layer", index=n, label=f"layer {n}", loss=3 + c, change=c) for n, c in enumerate(changes)
+    ]
+    (sentence,) = Removal.sentences(report().model_copy(update={"ablations": removed}))
+    assert sentence.text.startswith(words)

@@ -139,12 +139,7 @@ class Removal(Metric):
     def sentences(cls, model: Model) -> Iterable[Sentence]:
         layers = [a for a in model.ablations if a.kind == "layer"]
         if layers:
-            most, least = max(layers, key=lambda a: a.change), min(layers, key=lambda a: a.change)
-            yield Sentence(
-                20,
-                f"Removing {most.label} costs most ({most.change:+.4f} nats), removing {least.label} least "
-                f"({least.change:+.4f}).",
-            )
+            yield Sentence(20, _costs(layers))
         several = [a for a in model.ablations if a.kind == "layers"]
         if several:
             last = several[-1]
@@ -187,6 +182,22 @@ class Removal(Metric):
             section.tabs(
                 heads, "Healthy: many small costs. One head that costs far more than all others is a bottleneck."
             )
+
+
+def _costs(layers: Sequence[AblationFacts]) -> str:
+    """Which layer costs most and which least, as far as that can be said."""
+    most, least = max(layers, key=lambda a: a.change), min(layers, key=lambda a: a.change)
+    if len(layers) == 1:
+        return f"Without {most.label} the loss changes by {most.change:+.4f} nats."
+    if round(most.change, 4) <= 0:
+        return (
+            f"Removing no layer raises the loss: it changes by {least.change:+.4f} nats without {least.label}, by "
+            f"{most.change:+.4f} without {most.label}."
+        )
+    return (
+        f"Removing {most.label} costs most ({most.change:+.4f} nats), removing {least.label} least "
+        f"({least.change:+.4f})."
+    )
 
 
 def _layer_costs(models: Models) -> Figure | None:
