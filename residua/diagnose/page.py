@@ -64,11 +64,20 @@ def _several(noun: str, count: int) -> str:
 
 
 def _lead(models: Models) -> str:
-    text = models[0].text
-    return (
-        f"What depth does in {'these models' if len(models) > 1 else 'this model'}: measured on "
-        f"{counted(text.tokens, 'token')} ({counted(text.sequences, 'sequence')} of {text.length}) of {text.source}."
-    )
+    """What was measured on how much text; by model where that differs."""
+    source = models[0].text.source
+    shown: dict[str, list[str]] = {}
+    for m in models:
+        shown.setdefault(_amount(m), []).append(m.name)
+    each = "; ".join(f"{amount} for {joined(names)}" for amount, names in shown.items())
+    text = f"{source}, {each}" if len(shown) > 1 else f"{_amount(models[0])} of {source}"
+    return f"What depth does in {'these models' if len(models) > 1 else 'this model'}: measured on {text}."
+
+
+def _amount(model: Model) -> str:
+    """How much text a model was shown."""
+    text = model.text
+    return f"{counted(text.tokens, 'token')} ({counted(text.sequences, 'sequence')} of {text.length})"
 
 
 def _summary(page: Page, models: Models) -> None:
@@ -142,7 +151,7 @@ def _made(page: Page, models: Models) -> None:
             {
                 "model": m.description,
                 "folder": m.path or NONE,
-                "text": f"{m.text.tokens:,} tokens of {m.text.source}",
+                "text": f"{_amount(m)} of {m.text.source}",
                 "device": m.device,
                 "time": f"{m.seconds:.1f} s",
             }

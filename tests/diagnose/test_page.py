@@ -270,3 +270,12 @@ def test_a_cost_is_called_one_only_where_the_loss_rises(changes: list[float], wo
     ]
     (sentence,) = Removal.sentences(report().model_copy(update={"ablations": removed}))
     assert sentence.text.startswith(words)
+
+
+def test_the_page_says_how_much_text_each_model_was_shown() -> None:
+    longer = report("c").model_copy(update={"text": reports.TEXT.model_copy(update={"sequences": 4, "length": 2048})})
+    alike, apart = html_of(report("a"), report("b")), html_of(report("a"), report("b"), longer)
+    assert "measured on 8,192 tokens (8 sequences of 1024) of the validation text of wiki." in alike
+    lead = "8,192 tokens (8 sequences of 1024) for a and b; 8,192 tokens (4 sequences of 2048) for c."
+    assert f"measured on the validation text of wiki, {lead}" in apart
+    assert "8,192 tokens (4 sequences of 2048) of the validation text of wiki" in apart
