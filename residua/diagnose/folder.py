@@ -15,8 +15,9 @@ from residua.machine import require_memory
 from residua.reading import check_links, read_json
 from residua.storage.exported import is_export
 from residua.storage.finite import require_finite
+from residua.storage.imported import AGAIN
 from residua.storage.load import load
-from residua.storage.tensors import INDEX, WEIGHTS, check_header, weight_files
+from residua.storage.tensors import check_header, weight_files
 
 
 def open_subject(path: Path, device: torch.device) -> Subject:
@@ -99,16 +100,14 @@ def _require_all(path: Path, model: Any, loaded: dict[str, Any]) -> None:
 def _check_files(path: Path) -> dict[str, Any]:
     """The content of config.json.
 
-    Refuses damaged files, and names and links that lead out of the folder: transformers would follow them.
+    Refuses missing or damaged files, and names and links that lead out of the folder: transformers would follow them.
     """
-    hint = "download the model again"
     check_links(path)
-    config = read_json(path / "config.json", dict[str, Any], hint, lenient=True)
-    if any((path / name).exists() for name in (INDEX, WEIGHTS)):
-        for file in weight_files(path, hint):
-            check_header(file, hint)
+    config = read_json(path / "config.json", dict[str, Any], AGAIN, lenient=True)
     if (path / "adapter_config.json").exists():
         raise ValueError(f"{path} is an adapter, which names a model elsewhere: merge the two, diagnose the result.")
+    for file in weight_files(path, AGAIN):
+        check_header(file, AGAIN)
     return config
 
 

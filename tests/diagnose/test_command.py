@@ -18,6 +18,7 @@ from residua.data import Dataset, Tokenizer, open_corpus, prepare
 from residua.diagnose import Diagnosis, diagnose
 from residua.diagnose.folder import first_sentences
 from residua.diagnose.text import open_text, sample
+from residua.storage.imported import AGAIN
 from tests.diagnose import planted
 
 pytestmark = pytest.mark.slow
@@ -149,10 +150,20 @@ def test_a_folder_of_unreadable_weights_is_one_sentence(tmp_path: Path) -> None:
     folder = tmp_path / "broken"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({"model_type": "no-such-model"}))
+    save_file({"weight": torch.zeros(1)}, folder / "model.safetensors")
     Tokenizer.bytes().save(folder / "tokenizer.json")
     with pytest.raises(ValueError, match="cannot be opened as a causal language model") as error:
         diagnose([folder], tmp_path / "out")
     assert "\n" not in str(error.value) and str(error.value).endswith((".", "`"))
+
+
+def test_a_folder_of_pickled_weights_is_told_what_to_do_as_by_import(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    torch.save({"weight": torch.zeros(1)}, tmp_path / "pytorch_model.bin")
+    Tokenizer.bytes().save(tmp_path / "tokenizer.json")
+    with pytest.raises(ValueError, match=rf"model\.safetensors does not exist: {AGAIN}\.$"):
+        diagnose([tmp_path], tmp_path / "out")
 
 
 def test_a_folder_that_brings_code_is_refused_in_our_own_words(tmp_path: Path) -> None:
@@ -160,6 +171,7 @@ def test_a_folder_that_brings_code_is_refused_in_our_own_words(tmp_path: Path) -
     (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     code = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "evil", "auto_map": code}))
+    save_file({"weight": torch.zeros(1)}, tmp_path / "model.safetensors")
     Tokenizer.bytes().save(tmp_path / "tokenizer.json")
     with pytest.raises(ValueError, match=r"needs Python code of its own .* Residua runs no code from a model folder"):
         diagnose([tmp_path], tmp_path / "out")
