@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain
+from itertools import accumulate, chain, repeat
 from pathlib import Path
 from typing import NamedTuple
 
@@ -132,7 +132,8 @@ class Corpus:
     def _by_size(self, documents: Sequence[Hashed]) -> Iterator[Document]:
         """Few documents, in their order; one of them may be divided, and all its copies alike.
 
-        Repeated texts are chosen last, because all copies of one can be far more than the share.
+        Repeated texts are chosen last, because all copies of one can be far more than the share. If there are only
+        copies of one text, too short to divide, the first of them is held out.
         """
         open_ones = [(hashed, document) for hashed, document in documents if hashed is not None]
         wanted = self._wanted(sum(document.bytes for _, document in open_ones))
@@ -147,20 +148,26 @@ class Corpus:
                 break
             held.add(document.text)
             size += document.bytes * copies[document.text]
+        share = (wanted - size) / max(1, copies[divided])
+        only_copies = len(copies) == 1 and copies[divided] > 1 and not _can_divide(open_ones[0][1], share)
+        splits = _first_held_out()
         for hashed, document in documents:
             if hashed is None:
                 yield document
+            elif only_copies:
+                yield document._replace(split=next(splits))
             elif document.text == divided:
-                yield from _divide(document, (wanted - size) / copies[divided])
+                yield from _divide(document, share)
             else:
                 yield document._replace(split=VALIDATION if document.text in held else TRAIN)
 
     def _by_hash(self, documents: Iterable[Hashed]) -> Iterator[Document]:
         """The document with the lowest hash comes last, with its copies. If nothing was held out by then, they go to
-        validation."""
-        lowest, copies = 1.0, list[Document]()
+        validation, or the first of them, if there are no other documents."""
+        lowest, copies, others = 1.0, list[Document](), False
         split_of_lowest = VALIDATION if self.holdout else TRAIN
         for hashed, document in documents:
+            others |= bool(copies) and hashed != lowest
             if hashed is None or hashed > lowest:
                 yield document
             elif hashed < self.holdout:
@@ -171,7 +178,8 @@ class Corpus:
                 lowest, copies = hashed, [document]
             else:
                 copies.append(copies[0]._replace(position=document.position))  # many copies, one text in memory
-        yield from (document._replace(split=split_of_lowest) for document in copies)
+        same = repeat(split_of_lowest) if others or split_of_lowest == TRAIN else _first_held_out()
+        yield from (document._replace(split=split) for document, split in zip(copies, same, strict=False))
 
     def _hashed(self) -> Iterator[Hashed]:
         before, taken = 0, 0
@@ -228,7 +236,7 @@ def _divide(document: Document, held: float) -> Iterator[Document]:
     One that is not twice as long goes there as a whole.
     """
     text, held = document.text, max(held, _LEAST_PIECE)
-    if document.bytes < 2 * held:
+    if not _can_divide(document, held):
         yield document._replace(split=VALIDATION)
         return
     at = len(text) - max(1, round(len(text) * held / document.bytes))
@@ -236,6 +244,14 @@ def _divide(document: Document, held: float) -> Iterator[Document]:
     at = next(ends, at - 1) + 1
     for part, split in ((text[:at], TRAIN), (text[at:], VALIDATION)):
         yield document._replace(text=part, bytes=len(part.encode()), split=split)
+
+
+def _can_divide(document: Document, held: float) -> bool:
+    return document.bytes >= 2 * max(held, _LEAST_PIECE)
+
+
+def _first_held_out() -> Iterator[str]:
+    return chain([VALIDATION], repeat(TRAIN))
 
 
 def _sum(sizes: Iterable[int | None]) -> int | None:

@@ -162,11 +162,8 @@ def _write_shards(
 def _check_splits(corpus: Corpus, splits: dict[str, SplitWriter]) -> None:
     source = ", ".join(corpus.names[:3]) + (", …" if len(corpus.names) > 3 else "")
     if not splits[TRAIN].documents:
-        if splits[VALIDATION].documents and corpus.holdout:
-            raise DataError(
-                f"{source} holds a single document, or copies of one, too short to divide: give --validation FILE, or "
-                "--holdout 0 for none"
-            )
+        if splits[VALIDATION].documents == 1 and corpus.holdout:
+            raise DataError(f"{source} holds a single document: give --validation FILE, or --holdout 0 for none")
         raise DataError(f"there is no text to train on in {source}")
     wanted = corpus.holdout > 0 or any(part.split == VALIDATION for part in corpus.parts)
     if wanted and not splits[VALIDATION].documents:

@@ -141,3 +141,10 @@ def test_a_tokenizer_is_trained_on_what_a_divided_document_leaves_for_training(t
         corpus = open_corpus([path], holdout=0.2)
         assert list(corpus.sample(10**9)) == [d.text for d in corpus.documents() if d.split == "train"]
         assert len(list(corpus.sample(10))) == 1
+
+
+@pytest.mark.parametrize("count", [2, 8, 3000])
+def test_of_copies_of_one_short_text_the_first_is_held_out(tmp_path: Path, count: int) -> None:
+    path = write_jsonl(tmp_path / "same.jsonl", ["again and again"] * count)
+    splits = [document.split for document in open_corpus([path], holdout=0.1).documents()]
+    assert splits.count("validation") == 1 and len(splits) == count

@@ -147,8 +147,7 @@ def test_empty_folder_may_be_filled(jsonl: Path, tmp_path: Path) -> None:
     [
         ([" ", "\n"], 0.1, "no text to train on"),
         ([], 0.0, "no text to train on"),
-        (["alone"], 0.1, "holds a single document, or copies of one, too short to divide: give --validation FILE"),
-        (["alone", "alone"], 0.1, "holds a single document, or copies of one"),
+        (["alone"], 0.1, "holds a single document: give --validation FILE"),
     ],
 )
 def test_empty_corpus_is_refused(tmp_path: Path, texts: list[str], holdout: float, message: str) -> None:
