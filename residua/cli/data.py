@@ -47,11 +47,12 @@ def _corpus(
 
     if holdout is not None and not 0 <= holdout < 1:
         raise DataError(f"--holdout {holdout:g} is no share of the text: use 0 or more, and less than 1.")
-    if validation is not None and holdout is not None:
+    if validation is not None and holdout:
         raise DataError("--validation names the validation text, so --holdout holds nothing out: give one of the two")
     if sources:
         corpus = open_corpus(sources, field=field, validation=validation, holdout=holdout, limit=limit)
-        corpus.require_apart()
+        if corpus.twice is not None:
+            typer.echo(printable(f"{corpus.twice} is validation text and trained on: its loss is not that of new text"))
         if (notice := left_out_notice(corpus.left_out)) is not None:
             typer.echo(printable(notice))
         return corpus

@@ -87,12 +87,11 @@ class Corpus:
         rule = (self.holdout, self.limit, "by size", self.least) if self.holdout else (self.holdout, self.limit)
         return hashlib.sha256(repr((identity, *rule)).encode()).hexdigest()
 
-    def require_apart(self) -> None:
-        """Refuse a file or stream that is both training and validation text."""
+    @property
+    def twice(self) -> str | None:
+        """A file or stream that is both training and validation text."""
         held_out = {part.name for part in self.parts if part.split == VALIDATION}
-        twice = next((part.name for part in self.parts if part.split != VALIDATION and part.name in held_out), None)
-        if twice is not None:
-            raise DataError(f"{twice} is validation text and among the sources to train on: take it out of one of them")
+        return next((part.name for part in self.parts if part.split != VALIDATION and part.name in held_out), None)
 
     def documents(self) -> Iterator[Document]:
         """All documents that are not blank, each with its split.
