@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -125,15 +125,17 @@ def _check_own(out: Path, models: Sequence[Path]) -> None:
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
-    """The folders' names, with as many parent folders in front as make each differ from all others."""
+    """The folders' names, with as many parent folders in front as make each differ from all others.
+
+    A folder that is named twice gets numbers.
+    """
     parts = [path.resolve().parts for path in paths]
-    for path, own in zip(paths, parts, strict=True):
-        if parts.count(own) > 1:
-            raise ValueError(f"{path} is named twice: name each model once.")
-    return [str(Path(*own[-_depth(own, parts) :])) for own in parts]
+    names = [str(Path(*own[-_depth(own, set(parts)) :])) for own in parts]
+    numbered = [f"{name} ({names[:index].count(name) + 1})" for index, name in enumerate(names)]
+    return [name if names.count(name) == 1 else other for name, other in zip(names, numbered, strict=True)]
 
 
-def _depth(own: tuple[str, ...], parts: Sequence[tuple[str, ...]]) -> int:
+def _depth(own: tuple[str, ...], parts: Collection[tuple[str, ...]]) -> int:
     """How many of the last parts of a path no other path ends in."""
     return next(n for n in range(1, len(own) + 1) if sum(other[-n:] == own[-n:] for other in parts) == 1)
 

@@ -104,9 +104,10 @@ def score_text(
     batch_tokens: int | None = None,
     progress: Progress | None = None,
 ) -> TextScore:
-    """Score a split in windows of `sequence` (default: the model's context), the last of which may be shorter.
+    """Score a split in windows of `sequence` (default: the model's context); with `tokens`, the first of so many.
 
-    With `tokens`, score the first whole windows of so many tokens, one at least: what a validation of training scores.
+    The validation split is scored as in training, in whole windows. Of another one without `tokens`, and of one that
+    is shorter than a window, every token is scored.
     With `segments`, attention stays inside documents and the first token of a document is not scored, as in training
     with `data.masking = "documents"`.
     """
@@ -133,8 +134,9 @@ def score_text(
         if progress is not None:
             progress(min(count, total), total)
 
-    some = partial(validation_batches, limit_tokens=tokens) if tokens is not None else whole_text
-    for batch in some(part, sequence, rows, segments=segments):
+    whole = part.tokens <= sequence or (tokens is None and split != "validation")
+    batches = whole_text if whole else partial(validation_batches, limit_tokens=tokens)
+    for batch in batches(part, sequence, rows, segments=segments):
         documents = None if batch.segments is None else send(batch.segments, device)
         hidden = forward.hidden(send(batch.tokens, device), documents)
         ce, _ = ops.linear_cross_entropy(hidden, model.head_weight, send(batch.targets, device))

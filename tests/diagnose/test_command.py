@@ -82,9 +82,9 @@ def test_runs_of_one_name_are_told_apart_and_keep_their_own_telemetry(text: Path
     assert "While B/runs/m trained" in page and "While A/runs/m trained" not in page
 
 
-def test_a_folder_named_twice_is_refused(run: Path, text: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"run is named twice: name each model once\.$"):
-        diagnose([run, run.parent / "." / run.name], tmp_path / "out", text=text, tokens=64)
+def test_a_folder_named_twice_gets_numbers(run: Path, text: Path, tmp_path: Path) -> None:
+    made = diagnose([run, run.parent / "." / run.name], tmp_path / "out", text=text, tokens=64, ablations="none")
+    assert [m.name for m in made.models] == ["run (1)", "run (2)"]
 
 
 def test_the_embedded_corpus_serves_without_a_text(run: Path, tmp_path: Path) -> None:

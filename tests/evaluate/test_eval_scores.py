@@ -184,9 +184,9 @@ def test_perplexity_and_bits_per_byte_are_those_of_exactly_the_scored_tokens(dat
     assert score.bits_per_byte == pytest.approx(total / math.log(2) / size, rel=1e-4)
 
 
-def test_without_a_limit_the_tokens_after_the_last_window_count_too(dataset: Dataset) -> None:
-    built, split = model(context=16), dataset.split("validation")
-    score = score_text(built, dataset, batch_tokens=32)
+def test_of_another_split_the_tokens_after_the_last_window_count_too(dataset: Dataset) -> None:
+    built, split = model(context=16), dataset.split("train")
+    score = score_text(built, dataset, split="train", batch_tokens=32)
     last = (split.tokens - 1) // 16 * 16
     assert (split.tokens - 1) % 16 and score.tokens == split.tokens - 1
     total = 0.0
