@@ -433,6 +433,7 @@ def test_a_study_whose_base_is_a_file_continues_where_the_file_is_not(
     invoke("--results", results, "--data", dataset.path, "--out", tmp_path / "elsewhere", "--seeds", 3)
     assert trainer.trained == ["prenorm-seed2", "mgr-seed2"]
     assert all(model.config["train"]["optimizer"]["lr"] == 0.00123 for model in SavedStudy.read(results).models)
+    assert "none left to train" in invoke("--results", results, "--data", dataset.path, "--out", tmp_path / "again")
     invoke(tmp_path / "first")  # the study's folder needs no file either
     assert len(trainer.trained) == 2
     again = ("--results", results, "--data", dataset.path, "--out", tmp_path / "third")
