@@ -250,7 +250,7 @@ def _study(
 
 
 def _changed(study: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """A study that was written down, with what the command line says. Files that it names are read again."""
+    """A study that was written down, with what the command line says; bases named there replace those it keeps."""
     kept = {key: value for key, value in study.items() if key != "bases" or not {"base", "scaling"} & given.keys()}
     return {**kept, **given}
 

@@ -18,13 +18,11 @@ from residua.quantize.graph import edges
 from residua.quantize.low import matrices
 from residua.quantize.measure import forward, largest_inputs, mean_loss, module_errors
 from residua.quantize.nvfp4 import static_scale
-from residua.quantize.schema import KeptTensor, ModuleError, Probe
+from residua.quantize.schema import ERROR_TOKENS, KeptTensor, ModuleError, Probe
 from residua.quantize.schemes import Quantized, Scheme
 from residua.quantize.smoothing import smooth
 from residua.report.terminal import StageProgress
 from residua.storage.checkpoint import model_tensors
-
-ERROR_TOKENS = 8192
 
 
 @dataclass

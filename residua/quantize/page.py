@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from residua.quantize import sentences
-from residua.quantize.schema import KeptTensor, ModuleError, QuantizationResult, perplexity
+from residua.quantize.schema import ERROR_TOKENS, KeptTensor, ModuleError, QuantizationResult, perplexity
 from residua.reading import counted
 from residua.report import Bar, Card, Column, Page, Section, Spread, Strip, Track, Value, theme
 from residua.report.cards import Tone
@@ -171,7 +171,7 @@ def _modules(page: Page, result: QuantizationResult) -> None:
     columns = [
         Column("module", numeric=False),
         Column("shape"),
-        Column("error", "‖rounded − exact‖ / ‖exact‖ of the output, over the first 8,192 evaluated tokens"),
+        Column("error", f"‖rounded − exact‖ / ‖exact‖ of the output, over the first {ERROR_TOKENS:,} evaluated tokens"),
         Column("activations", "the same with only the activations rounded"),
         Column("weights", "the same with only the weights rounded"),
         Column("largest input channels", "their peak over the median channel's peak, and their share of the error from "

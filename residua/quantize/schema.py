@@ -9,6 +9,9 @@ from pydantic import Field
 
 from residua.config.settings import Frozen
 
+ERROR_TOKENS = 8192
+"""The first evaluated tokens, over which the errors of modules are measured."""
+
 
 class Outlier(Frozen):
     """An input channel of a projection that stands out."""
