@@ -119,7 +119,7 @@ def _continue(generator: Generator, request: Request, prompts: list[str]) -> Non
             done, speed = generator(prompts, request, progress=bars.track("tokens"))
         for text, completion in zip(prompts, done, strict=True):
             typer.echo(f"--- {printable(text)}\n{printable(completion.text)}")
-    typer.echo(_summary(done, speed), err=True)
+    typer.echo(_summary(done, request, speed), err=True)
 
 
 def _chat(generator: Generator, request: Request) -> None:
@@ -136,7 +136,7 @@ def _chat(generator: Generator, request: Request) -> None:
             typer.echo(f"\n{printable(str(refused))}", err=True)
             continue
         typer.echo()
-        typer.echo(_summary(done, speed), err=True)
+        typer.echo(_summary(done, request, speed), err=True)
 
 
 def _lines() -> Iterator[str]:
@@ -151,13 +151,18 @@ def _lines() -> Iterator[str]:
         yield line
 
 
-def _summary(done: list[Completion], speed: Speed) -> str:
-    """`60 tokens, 950 tokens/s, 12.3 GB/s of 0.25 GB weights; prompt 17 tokens in 0.02 s`."""
+def _summary(done: list[Completion], request: Request, speed: Speed) -> str:
+    """`60 tokens (length), 950 tokens/s, 12.3 GB/s of 0.25 GB weights; prompt 17 tokens in 0.02 s`."""
     from residua.reading import counted
 
-    ends = ", ".join(sorted({completion.reason for completion in done}))
+    ends = ", ".join(sorted({_end(completion, request) for completion in done}))
     return (
         f"[{counted(speed.new_tokens, 'token')} ({ends}), {speed.tokens_per_second:,.1f} tokens/s, "
         f"{speed.bytes_per_second / 1e9:,.2f} GB/s of {speed.bytes_per_step / 1e9:.3g} GB of weights; "
         f"prompt: {counted(speed.prompt_tokens, 'token')} in {speed.prefill_seconds:.2f} s]"
     )
+
+
+def _end(completion: Completion, request: Request) -> str:
+    full = completion.reason == "length" and len(completion.tokens) < request.tokens
+    return "end of the model's context" if full else completion.reason

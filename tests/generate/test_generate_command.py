@@ -40,6 +40,15 @@ def test_a_prompt_is_continued_as_a_stream_and_the_speed_is_told(
     )
 
 
+def test_the_end_of_the_context_is_told(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The model's context is 32 tokens, so the longer prompt can have 3 more."""
+    prompts = ("--prompt", "x" * 29, "--prompt", "x")
+    assert residua(monkeypatch, "generate", run, *prompts, "--tokens", 9, "--temperature", 0) == 0
+    assert "[12 tokens (end of the model's context, length), " in capsys.readouterr().err
+
+
 def test_a_text_ends_at_every_id_that_the_models_settings_name(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
