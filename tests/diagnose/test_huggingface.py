@@ -142,6 +142,8 @@ def test_a_folder_of_an_engine_is_diagnosed_in_its_own_dtype(tmp_path: Path) -> 
     quantize(run, tmp_path / "q", scheme="nvfp4-static", engine=served, calibration=4, probes=0)
     made = diagnose([served], tmp_path / "out", tokens=64, device="cpu").models[0]
     assert len(made.sites) == 4 and sum(a.kind == "layer" for a in made.ablations) == 2
+    assert not any(s.gradient_rms for s in made.sites)
+    assert sum(reason.startswith("Gradients: no weight") for reason in made.skipped) == 1
 
 
 def test_a_hybrid_says_which_layers_have_no_attention_weights() -> None:

@@ -139,7 +139,10 @@ class Sublayers(Metric):
         try:
             with torch.enable_grad():
                 subject.loss(tokens, targets).backward()
-            return {site.index: _squares(subject, site) for site in subject.sites}
+            found = {site.index: _squares(subject, site) for site in subject.sites}
+            if not any(count for _, count in found.values()):
+                self.skipped.append("Gradients: no weight of any sublayer takes one (quantized weights do not).")
+            return found
         except Exception as error:  # the model's own code may refuse in any way
             reason = " ".join(str(error).split()) or type(error).__name__
             self.skipped.append(f"Gradients: the model's backward pass failed ({reason[:200]}).")
