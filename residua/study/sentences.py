@@ -417,9 +417,9 @@ def _too_wide(value: Interval) -> bool:
 
 
 def _throughput(row: VariantResult, baseline: str) -> Value:
-    if row.tokens_per_second is None:
-        return Value(NONE)
     speed = row.tokens_per_second if row.timing is None else row.timing.tokens_per_second
+    if speed is None:
+        return Value(NONE)
     rate = f"{count(speed)} tok/s"
     if row.name == baseline or row.throughput_ratio is None:
         return Value(rate, key=1.0 if row.name == baseline else None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -409,6 +410,18 @@ def test_steps_timed_alone_give_throughput_and_wall_clock_gain(study: StudyConfi
     assert f"{alone}.\n" in markdown(collect(several, plan, records, {}, None, everywhere))
     other = row(result, "mgr")  # timed on a device that the baseline was not timed on
     assert other.timing is None and "not measured alone" in verdict(other, result)
+
+
+def test_a_step_timed_alone_has_a_throughput_though_no_speed_of_training_is_known(
+    study: StudyConfig, dataset: Dataset, out: Path
+) -> None:
+    plan = make_plan(study, out, dataset)
+    write_all(plan, straight)
+    records = {run: replace(read_run(run.folder, run.config), speed=math.nan) for run in plan.runs}
+    timings = {("tiny", name): {"H200": timed(rate)} for name, rate in (("prenorm", 1000), ("block_attnres", 900))}
+    lines = markdown(collect(study, plan, records, {}, None, timings)).splitlines()
+    (block,) = [line for line in lines if line.startswith("| block_attnres")]
+    assert "| 0.90× 900 tok/s |" in block
 
 
 def test_the_interval_of_a_product_of_ratios() -> None:
