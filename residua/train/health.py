@@ -113,6 +113,10 @@ class Watch:
             )
         return None
 
+    def too_high(self, loss: float) -> bool:
+        """Whether a loss is more than the margin above the first that was checked."""
+        return self.first_loss is not None and loss > self.first_loss + self.margin
+
     def check(self, step: int, loss: float, grad_norm: float) -> str | None:
         """None, or the reason to stop."""
         if not math.isfinite(loss) or not math.isfinite(grad_norm):
@@ -120,7 +124,7 @@ class Watch:
             return f"by step {step} {what}"
         if self.first_loss is None:
             self.first_loss = loss
-        self.strikes = self.strikes + 1 if loss > self.first_loss + self.margin else 0
+        self.strikes = self.strikes + 1 if self.too_high(loss) else 0
         self.stale += 1
         if self.lowest is None or loss < self.lowest - FALL:
             self.lowest, self.lowest_step, self.stale = loss, step, 0

@@ -193,7 +193,7 @@ class Trainer:
             self._stop_if("the run ended while its loss was above its start")
         if last:
             self._stop_unlearned()
-        if last or (self.done % recipe.save_every == 0 and not self.watch.strikes):
+        if last or (self.done % recipe.save_every == 0 and self._sound()):
             self._save()
 
     def _log(self) -> None:
@@ -276,6 +276,13 @@ class Trainer:
         )
         self.clock.start()
 
+    def _sound(self) -> bool:
+        """Whether neither the last log line's loss nor the mean of the steps after it calls for not saving."""
+        totals = self.step.totals()
+        loss = totals.loss / max(totals.steps, 1)
+        finite = math.isfinite(loss) and math.isfinite(totals.grad_norm)
+        return finite and not self.watch.strikes and not self.watch.too_high(loss)
+
     def _save(self) -> None:
         self._pause()
         self.metrics.sync()
@@ -288,8 +295,7 @@ class Trainer:
         self.clock.stop()
 
     def _interrupt(self, signal_number: int) -> None:
-        totals = self.step.totals()
-        if math.isfinite(totals.loss) and math.isfinite(totals.grad_norm) and not self.watch.strikes:
+        if self._sound():
             self._save()
             self.world.settle()
         raise Interrupted(f"stopped by a signal at step {self.done}; {self._how_to_resume()}.", signal_number)

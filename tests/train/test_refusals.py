@@ -79,6 +79,16 @@ def test_a_run_that_ran_away_is_stopped_and_not_saved(
     assert [c.step for c in checkpoints(tmp_path / "run")] == [2]
 
 
+def test_a_run_that_ran_away_since_the_last_log_line_is_not_saved(
+    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    poison(monkeypatch, after=4, value=5.0)
+    config = config.override(["train.steps=20", "train.log_every=4", "train.save_every=3", "train.divergence_patience=1"])
+    with pytest.raises(TrainingStopped, match=r"the run diverged: at step 8 .*last good checkpoint is .*step-3"):
+        train(config, tmp_path / "run", console=QUIET)
+    assert [c.step for c in checkpoints(tmp_path / "run")] == [3]
+
+
 def test_one_bad_log_line_is_forgiven() -> None:
     watch = Watch(margin=1.0, patience=2)
     assert [watch.check(step, loss, 1.0) for step, loss in enumerate([5.0, 6.5, 5.0, 6.5, 4.0])] == [None] * 5
