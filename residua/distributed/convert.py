@@ -9,42 +9,55 @@ import shutil
 import sys
 from pathlib import Path
 
+from torch import nn
+
 from residua.config.run import ParallelConfig
 from residua.data.tokenizer import SETTINGS
 from residua.files import sentence, write_atomically
 from residua.model.size import build_if_it_fits
 from residua.reading import inside
-from residua.storage.checkpoint import checkpoints, model_tensors, save_checkpoint
+from residua.storage.checkpoint import Checkpoint, best, checkpoints, model_tensors, save_checkpoint
 from residua.storage.finite import require_finite
 from residua.storage.load import restore
 from residua.storage.run import Run, saved_config
-from residua.train.optimizer import build_optimizer
+from residua.train.optimizer import HybridOptimizer, build_optimizer
 
 COPIED = ("tokenizer.json", SETTINGS, "metrics.jsonl", "environment.json", "result.json")
 
 
 def convert(run: Path, out: Path) -> Path:
-    """Write the last checkpoint of a run to a new run folder, as model.safetensors and optimizer.safetensors."""
+    """Write the last checkpoint of a run, and the best, to a new run folder, each as model.safetensors and
+    optimizer.safetensors. Returns the last."""
     found = checkpoints(run)
     if not found:
         raise ValueError(f"{run} holds no checkpoint: train it first.")
-    config, last = saved_config(run), found[-1]
+    config = saved_config(run)
     model = build_if_it_fits(config.model, run)
     optimizer = build_optimizer(model, config.train.optimizer)
-    restore(last.path, model, optimizer)
-    require_finite(
-        model_tensors(model) | optimizer.tensors(), last.path, f"move {last.path} elsewhere to convert another"
-    )
     alone = config.model_copy(update={"parallel": ParallelConfig()})
+    last = found[-1]
+    _read(last, model, optimizer)  # before anything is written
     new = Run.create(out, alone)
     try:
         for name in COPIED:
             if inside(run, name).exists():
                 shutil.copy(run / name, out / name)
+        new.keep_companions(run)
         write_atomically(out / "config.toml", alone.to_toml())
-        return save_checkpoint(out, last.step, model, optimizer, last.state, config.train.keep)
+        written = save_checkpoint(out, last.step, model, optimizer, last.state, len(found))
+        winner = best(found)
+        if winner is not None and winner != last:
+            _read(winner, model, optimizer)
+            save_checkpoint(out, winner.step, model, optimizer, winner.state, len(found))
+        return written
     finally:
         new.close()
+
+
+def _read(checkpoint: Checkpoint, model: nn.Module, optimizer: HybridOptimizer) -> None:
+    restore(checkpoint.path, model, optimizer)
+    tensors = model_tensors(model) | optimizer.tensors()
+    require_finite(tensors, checkpoint.path, f"move {checkpoint.path} elsewhere to convert another")
 
 
 def main() -> None:

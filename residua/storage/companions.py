@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from residua.data.tokenizer import SOURCE
-from residua.reading import inside, read_json
+from residua.files import write_atomically
+from residua.reading import inside, read_json, read_text
 from residua.storage.imported import KEPT
 
 CONFIG = "config.json"
@@ -26,6 +27,15 @@ def companions(folder: Path) -> dict[str, Path]:
     place = f"{SOURCE}/" if inside(folder, "config.toml").exists() or inside(folder, SOURCE).is_dir() else ""
     files = {name: inside(folder, place + name) for name in KEPT}
     return {name: path for name, path in files.items() if path.is_file()}
+
+
+def keep_companions(start: Path, folder: Path) -> None:
+    """Copy those of a model to the `source/` of a run or dump folder, so that its exports have them too."""
+    for name, found in companions(start).items():
+        target = folder / SOURCE / name
+        target.parent.mkdir(exist_ok=True)
+        if not target.exists():
+            write_atomically(target, read_text(found, "import the model again"))
 
 
 def read_companion(files: Mapping[str, Path], name: str) -> dict[str, Any]:

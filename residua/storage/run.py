@@ -26,7 +26,7 @@ from residua.data.tokenizer import SETTINGS, SOURCE
 from residua.files import UNFINISHED, AppendedFile, refuse_blocked, write_atomically, writing
 from residua.reading import Count, Shape, check, inside, read_json, read_json_lines, read_text
 from residua.storage.checkpoint import Checkpoint, checkpoints
-from residua.storage.companions import companions
+from residua.storage.companions import keep_companions
 from residua.storage.formats import ENVIRONMENT, find_reader
 from residua.storage.formats import METRICS as METRICS
 
@@ -149,11 +149,7 @@ class Run:
 
     def keep_companions(self, start: Path) -> None:
         """Copy what the folder of the model to start from holds beside it, so that exports of this run have it too."""
-        for name, source in companions(start).items():
-            target = self.folder / SOURCE / name
-            target.parent.mkdir(exist_ok=True)
-            if not target.exists():
-                write_atomically(target, read_text(source, "import the model again"))
+        keep_companions(start, self.folder)
 
     def set_metrics_aside(self) -> str | None:
         """For a run that starts again at step 0: move its old metrics to another file; returns a notice."""

@@ -19,6 +19,7 @@ from residua.model.kept import Kept
 from residua.model.retrofit import retrofit
 from residua.model.size import shapes_only
 from residua.reading import inside
+from residua.storage.formats import find_reader
 from residua.storage.load import load, stored_config
 from residua.storage.run import read_metrics
 
@@ -61,6 +62,8 @@ def start_lines(config: RunConfig) -> Iterator[str]:
     whole = kept.pop("model")
     why = ", ".join(f"{part}: {how.words}" for part, how in kept.items())
     how = "is not kept" if whole is Kept.NOT else f"is kept {whole.words}"
+    if whole is not Kept.NOT and find_reader(Path(config.train.start)) is not None:
+        how += ", but for the quantization: its weights stay as rounded, activations are not rounded"
     yield f"weights of {config.train.start}; what it computes {how}" + (f" ({why})" if why else "")
     ended, peak = _last_rate(Path(config.train.start)), config.train.optimizer.lr
     if ended is not None and ended < peak:

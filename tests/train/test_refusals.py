@@ -83,7 +83,8 @@ def test_a_run_that_ran_away_since_the_last_log_line_is_not_saved(
     config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     poison(monkeypatch, after=4, value=5.0)
-    config = config.override(["train.steps=20", "train.log_every=4", "train.save_every=3", "train.divergence_patience=1"])
+    often = ["train.log_every=4", "train.save_every=3"]
+    config = config.override(["train.steps=20", "train.divergence_patience=1", *often])
     with pytest.raises(TrainingStopped, match=r"the run diverged: at step 8 .*last good checkpoint is .*step-3"):
         train(config, tmp_path / "run", console=QUIET)
     assert [c.step for c in checkpoints(tmp_path / "run")] == [3]

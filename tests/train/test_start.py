@@ -11,6 +11,7 @@ from residua.config.run import RunConfig
 from residua.config.settings import ConfigError
 from residua.data import open_corpus, prepare
 from residua.model.kept import Kept
+from residua.quantize import quantize
 from residua.storage.companions import companions
 from residua.storage.load import load
 from residua.storage.run import read_metrics, saved_config
@@ -55,6 +56,13 @@ def test_a_run_begins_where_the_other_ended(
     assert "what it computes is kept" in capsys.readouterr().out
     config = saved_config(tmp_path / "new")
     assert config.train.start == str(old.resolve()) and config.model.norm.eps == 1e-5
+
+
+@pytest.mark.slow
+def test_a_start_from_a_quantized_model_does_not_claim_to_be_exact(old: Path, data: Path, tmp_path: Path) -> None:
+    quantize(old, tmp_path / "q", scheme="fp8-row", calibration=1, probes=0)
+    (line, *_) = start_lines(of(data).override([f"train.start={tmp_path / 'q'}"]))
+    assert "kept exactly, but for the quantization" in line
 
 
 @pytest.mark.parametrize(("rate", "said"), [(0.01, True), (1e-5, False)])

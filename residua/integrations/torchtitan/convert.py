@@ -32,6 +32,7 @@ from residua.integrations.torchtitan.packed import SIZE, pack, unpack
 from residua.model.size import build_if_it_fits
 from residua.reading import ReadError, inside, reason
 from residua.storage.checkpoint import FOLDER, STATE, Checkpoint, checkpoints, model_tensors
+from residua.storage.companions import keep_companions
 from residua.storage.finite import require_finite
 from residua.storage.load import restore
 from residua.storage.run import Run, saved_config
@@ -123,7 +124,7 @@ def to_run(dump: Path, out: Path) -> Path:
         tensors["optimizer"] = optimizer.tensors()
     run = Run.create(out, alone)
     try:
-        _copy_tokenizer(dump, out)
+        _copy_companions(dump, out)
         write_atomically(out / "config.toml", alone.to_toml())
         with atomic_folder(out / FOLDER / f"step-{last.step}") as folder:
             for name, content in tensors.items():
@@ -193,7 +194,7 @@ def to_dump(run: Path, out: Path) -> Path:
     final = out / DUMP / f"step-{last.step}"
     final.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(out / "config.toml", config.to_toml())
-    _copy_tokenizer(run, out)
+    _copy_companions(run, out)
     with atomic_folder(final) as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp.save(_states(config, last, model, optimizer), checkpoint_id=str(folder), no_dist=True)
@@ -215,7 +216,9 @@ def _states(config: RunConfig, last: Checkpoint, model: Any, optimizer: HybridOp
     }
 
 
-def _copy_tokenizer(source: Path, out: Path) -> None:
+def _copy_companions(source: Path, out: Path) -> None:
+    """What a model's folder holds beside it: the tokenizer, and the settings of an imported one."""
+    keep_companions(source, out)
     for name in ("tokenizer.json", SETTINGS):
         if inside(source, name).exists():
             shutil.copy(source / name, out / name)

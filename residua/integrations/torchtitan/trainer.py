@@ -27,6 +27,7 @@ from residua.integrations.torchtitan.optimizer import schedule_of
 from residua.integrations.torchtitan.refusals import plainly, refuse_engine
 from residua.integrations.torchtitan.run import parse_run
 from residua.model.moe import mixtures
+from residua.storage.companions import keep_companions
 from residua.train.balance import Balancer
 
 
@@ -106,6 +107,8 @@ class ResiduaTrainer(Trainer):
             folder = Path(self.config.dump_folder)
             folder.mkdir(parents=True, exist_ok=True)
             write_atomically(folder / "config.toml", self._trained(run, model).to_toml())
+            if run.train.start is not None:
+                keep_companions(Path(run.train.start), folder)
             for name in ("tokenizer.json", SETTINGS):
                 found = self.dataloader.dataset.path / name
                 if found.exists():
