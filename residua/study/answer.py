@@ -9,7 +9,7 @@ from typing import Any
 from residua.report import Cell, Tone
 from residua.study.results import Interval, StudyResult, VariantResult
 from residua.study.runs import RunRecord
-from residua.study.sentences import count, says_nothing, speed_is_shown, understated
+from residua.study.sentences import count, says_nothing, speed_is_shown, understated, was_busy
 
 NAMED = 4
 """The answer names at most so many variants that failed."""
@@ -103,6 +103,8 @@ def _why_no_speed(rows: Sequence[VariantResult], result: StudyResult) -> str:
         return "speeds are not known"
     if any(speed_is_shown(row, result) for row in known):
         return "gains per second are not known"
+    if any(was_busy(row, result) for row in known):
+        return "speeds were timed while the machine was busy"
     if all(row.timing is not None for row in known):
         return "speeds scatter too much"
     return f"speeds {'were not measured alone' if result.side_by_side > 1 else 'scatter too much'} (use --time-alone)"

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from residua.reading import counted
 from residua.report import Column, Value
 from residua.study.ladder import Law
-from residua.study.plan import PlannedRun, StudyPlan
+from residua.study.plan import TIMINGS, PlannedRun, StudyPlan
 from residua.study.results import DatasetFacts, Interval, LadderResult, ScalingResult, StudyResult, VariantResult
+from residua.study.timing import BUSY, StepTiming
 
 NONE = "—"
 ONE = Value(NONE, key=1.0)  # the baseline's own gain: not shown, but sorted
@@ -108,6 +109,8 @@ def _gains(row: VariantResult, result: StudyResult) -> str:
     per_token = _per_token(row)
     if result.side_by_side > 1 and row.timing is None:
         return f"{per_token}; its speed was not measured alone, so no gain per second is stated (--time-alone)"
+    if was_busy(row, result):
+        return f"{per_token}; its speed was timed on a busy machine, so no gain per second is stated"
     if says_nothing(row.throughput_ratio):
         ends = _ends(row.throughput_ratio)
         return f"{per_token}; its speed against {result.baseline} is not shown (interval {ends}), nor a gain per second"
@@ -145,7 +148,22 @@ def _why_no_gain(row: VariantResult, result: StudyResult) -> str:
 def speed_is_shown(row: VariantResult, result: StudyResult) -> bool:
     """Whether a variant's speed is known well enough to draw conclusions from it."""
     shared = result.side_by_side > 1 and row.timing is None
-    return row.throughput_ratio is not None and not shared and not says_nothing(row.throughput_ratio)
+    return row.throughput_ratio is not None and not (
+        shared or was_busy(row, result) or says_nothing(row.throughput_ratio)
+    )
+
+
+def was_busy(row: VariantResult, result: StudyResult) -> bool:
+    """Whether a variant's step, or the baseline's beside it, was timed while the machine was busy."""
+    return any(timing.busy for timing in _timings(row, result))
+
+
+def _timings(row: VariantResult, result: StudyResult) -> list[StepTiming]:
+    """The steps timed alone that a variant's speed is from: its own, and the baseline's on the same device."""
+    if row.timing is None:
+        return []
+    baseline = next((other.timing for other in result.rows(row.size) if other.name == result.baseline), None)
+    return [row.timing, *([baseline] if baseline is not None and baseline.device == row.timing.device else [])]
 
 
 def says_nothing(ratio: Interval) -> bool:
@@ -182,12 +200,29 @@ def side_by_side_sentence(result: StudyResult) -> str:
         devices = ", ".join(sorted({row.timing.device for row in timed if row.timing is not None}))
         rest = [row.name for row in result.variants if row.timing is None and row.throughput_ratio is not None]
         but = f", but that of {', '.join(dict.fromkeys(rest))}, which is from training (--time-alone)" if rest else ""
-        return f"Speeds are those of each variant's step timed alone, after its runs ({devices}){but}."
+        alone = f"Speeds are those of each variant's step timed alone, after its runs ({devices}){but}."
+        return " ".join(said for said in (alone, _busy_sentence(result)) if said)
     if result.side_by_side < 2:
         return ""
     return (
         f"{result.side_by_side} runs shared this machine, so they slowed each other down: measure speeds and "
         "wall-clock gains with --time-alone before relying on them."
+    )
+
+
+def _busy_sentence(result: StudyResult) -> str:
+    """Whose steps were timed while the machine was busy; empty if none."""
+    several = len(result.sizes) > 1
+    who = [
+        f"{row.name}{f' ({row.size})' if several else ''}"
+        for row in result.variants
+        if row.timing is not None and row.timing.busy
+    ]
+    if not who:
+        return ""
+    return (
+        f"The steps of {', '.join(who)} were timed while the machine was busy (they spread by more than {BUSY:.0%}), "
+        f"so no gain per second follows from them: remove {TIMINGS}/ and run the study again when it is idle."
     )
 
 

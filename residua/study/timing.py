@@ -3,6 +3,7 @@
 One process times all variants of a size, one after the other, exactly as `residua train` would run them. A record is
 kept per model and device under `timings/`. Speeds of different devices are never compared. Whenever a variant is timed,
 the baseline is timed again before it: if the machine is faster or slower than it was, all variants are timed again.
+The baseline is also timed after the last variant: how far it moved enters the error of what was timed in between.
 `python -m residua.study.timing SECONDS CONFIG.toml RECORD.json …`, the baseline first, is that process.
 """
 
@@ -35,13 +36,15 @@ SECONDS = 4.0
 FEWEST, MOST, BLOCKS = 10, 2000, 10  # timed steps at least and at most, and the blocks they are divided into
 DRIFT = 0.03
 """If the baseline's step takes longer or shorter by more than this, it and earlier timings cannot be compared."""
+BUSY = 0.5
+"""If the times of a step spread by more than this share of their median, other programs used the machine meanwhile."""
 
 
 class StepTiming(Frozen):
     """The seconds of one training step, timed alone: the median and the spread from the 10th to the 90th percentile.
 
-    `error` is the standard error of the median's logarithm, from the medians of ten blocks of steps. `memory_gib` is
-    the peak on a GPU.
+    `error` is the standard error of the median's logarithm, from the medians of ten blocks of steps; a variant's also
+    has how far the baseline moved in the session (`moved`). `memory_gib` is the peak on a GPU.
     """
 
     device: str
@@ -58,6 +61,16 @@ class StepTiming(Frozen):
         """Tokens of a step over its seconds."""
         return self.tokens / self.median
 
+    @property
+    def spread(self) -> float:
+        """From the 10th to the 90th percentile, as a share of the median."""
+        return (self.p90 - self.p10) / self.median
+
+    @property
+    def busy(self) -> bool:
+        """Whether the steps took so unequal times that the machine was busy with something else."""
+        return self.spread > BUSY
+
     def drift(self, earlier: StepTiming) -> float:
         """How much longer this step takes than it did, as a logarithm."""
         return math.log(self.median / earlier.median)
@@ -66,6 +79,18 @@ class StepTiming(Frozen):
         """The timing with all seconds multiplied by a factor."""
         seconds = {"median": self.median, "p10": self.p10, "p90": self.p90}
         return self.model_copy(update={name: value * factor for name, value in seconds.items()})
+
+    def moved(self, drift: float) -> StepTiming:
+        """A variant's timing with the `drift` of the baseline from start to end of its session: error² + drift².
+
+        What counts is the ratio to the baseline, so what is missing is the difference in load between the variant's
+        timing and the baseline's. If load differs at random between timings, the square of that difference is on
+        average the square of the difference between the baseline's two timings: drift². If load changes once, or
+        steadily, the variant was timed somewhere in between, and the difference is at most the drift. It is one
+        observation, so the interval is still too narrow where load changes at random between all timings: in
+        simulations it then holds the truth in 74 % instead of 95 %, without the drift in a few percent.
+        """
+        return self.model_copy(update={"error": math.hypot(self.error, drift)})
 
 
 class _Record(Frozen):
@@ -216,11 +241,13 @@ class Session:
         self.failed = False
         self._seconds = seconds
         self._factor: float | None = 1.0  # from seconds of this session to recorded ones; None if not comparable
+        self._baseline: StepTiming | None = None  # as timed at the start of this session
+        self._timed: list[tuple[Path, StepTiming]] = []  # the variants of this session, by record
 
     def time_baseline(self, path: Path, kept: Path, others: Sequence[Path]) -> None:
         """Time the first model. If its recorded timing no longer holds, remove those of the others on this device."""
         earlier = _timed_here(path, kept)
-        timing = self._measured(path)
+        timing = self._baseline = self._measured(path)
         if timing is None:
             self._factor = 1.0 if earlier is None else None
         elif earlier is not None and abs(timing.drift(earlier)) <= DRIFT:
@@ -244,7 +271,23 @@ class Session:
         if (measured := self._measured(path)) is not None:
             timing = measured.scaled(self._factor)
             _add(kept, timing)
+            self._timed.append((kept, timing))
             print(f"{path.stem}: {_told(timing)}", flush=True)
+
+    def time_baseline_again(self, path: Path) -> None:
+        """Time the first model once more: how far it moved enters the records of the variants of this session.
+
+        If the session was stopped before, or this fails, they keep the error of their own steps.
+        """
+        if self._baseline is None or not self._timed or (again := self._measured(path)) is None:
+            return
+        drift = again.drift(self._baseline)
+        for kept, timing in self._timed:
+            _add(kept, timing.moved(drift))
+        if abs(drift) > DRIFT:
+            change = again.tokens_per_second / self._baseline.tokens_per_second - 1
+            what = "the load of the machine changed, and intervals of speeds are wider for it"
+            print(f"{path.stem}: {_rate(again)} at the end ({change:+.0%}): {what}", flush=True)
 
     def _measured(self, path: Path) -> StepTiming | None:
         from residua.train.timing import release_memory
@@ -290,11 +333,11 @@ def _rate(timing: StepTiming) -> str:
 
 
 def _told(timing: StepTiming) -> str:
-    return f"{_rate(timing)} alone, spread {(timing.p90 - timing.p10) / timing.median:.1%}"
+    return f"{_rate(timing)} alone, spread {timing.spread:.1%}{', the machine is busy' * timing.busy}"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Time the first model, the baseline, and every other one without a timing on this device; 1 if one failed."""
+    """Time the baseline, every other model without a timing on this device, and the baseline again; 1 if one failed."""
     from residua.config.plugins import load_plugins
 
     load_plugins()
@@ -304,6 +347,7 @@ def main(arguments: Sequence[str]) -> int:
     session.time_baseline(*pairs[0], others=[kept for _, kept in pairs[1:]])
     for path, kept in pairs[1:]:
         session.time_variant(path, kept)
+    session.time_baseline_again(pairs[0][0])
     return int(session.failed)
 
 

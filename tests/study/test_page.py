@@ -13,9 +13,10 @@ import pytest
 from residua.report import Tone, theme
 from residua.study.answer import answer, best_row, by_gain, comparisons_sentence, provenance
 from residua.study.page import study_page
+from residua.study.picture import break_even
 from residua.study.plots import difference_curves, forest_of_losses, precision_costs
 from residua.study.results import Interval, RunResult, StudyResult
-from residua.study.sentences import cells, unequal_seeds
+from residua.study.sentences import cells, unequal_seeds, verdict
 from residua.study.tables import markdown
 from residua.study.timing import StepTiming
 from tests.study.pretend import pretended
@@ -117,6 +118,42 @@ def test_speeds_that_scatter_are_not_called_unknown_and_a_loss_that_is_not_shown
     assert answer(clear)[1].endswith("(use --time-alone); the loss of mgr is -0.0433 against prenorm")
     one = scattered(pretended(3).result, Interval(value=-0.0433, count=1))
     assert answer(one)[1].endswith("(use --time-alone); the loss of mgr is -0.0433 against prenorm, one seed")
+
+
+def timed(result: StudyResult, busy: str, spread: float) -> StudyResult:
+    """The study with every step timed alone, that of one variant with this spread."""
+    timing = StepTiming(device="H200", tokens=64, median=1.0, p10=1.0, p90=1.0, count=100, error=0.001)
+    wide = timing.model_copy(update={"p10": 1.0 - 0.4 * spread, "p90": 1.0 + 0.6 * spread})
+    rows = tuple(row.model_copy(update={"timing": wide if row.name == busy else timing}) for row in result.variants)
+    return result.model_copy(update={"variants": rows})
+
+
+@pytest.mark.parametrize(
+    ("busy", "silent", "title"),
+    [
+        ("block_attnres", ["block_attnres"], "Yes: mgr is "),
+        (
+            "prenorm",
+            ["block_attnres", "mgr"],
+            "Not shown: speeds were timed while the machine was busy; ",
+        ),
+    ],
+)
+def test_steps_timed_on_a_busy_machine_give_no_gain_per_second(
+    busy: str, silent: list[str], title: str, tmp_path: Path
+) -> None:
+    pretend = pretended(3, best=1.2)
+    result = timed(pretend.result, busy, 0.51)
+    assert answer(result)[1].startswith(title)
+    others = [row for row in result.variants if row.name != "prenorm"]
+    told = "its speed was timed on a busy machine, so no gain per second is stated."
+    assert [row.name for row in others if verdict(row, result).endswith(told)] == silent
+    drawn = break_even(result)
+    assert {row.name for row in others} - {point.name for point in (drawn.points if drawn else ())} == set(silent)
+    sentence = f"The steps of {busy} were timed while the machine was busy (they spread by more than 50%)"
+    html = study_page(pretend.study, result, pretend.records, tmp_path).html()
+    assert sentence in html and sentence in markdown(result).replace("\\", "")
+    assert "busy" not in markdown(timed(pretend.result, busy, 0.49))
 
 
 def test_a_lower_loss_that_is_shown_goes_before_a_lower_one_that_is_not() -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
+import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,7 @@ from residua.config.run import RunConfig
 from residua.data import Dataset
 from residua.study import StudyConfig, timing
 from residua.study.conduct import conduct
+from residua.study.gains import timed_ratio
 from residua.study.plan import StudyPlan, make_plan
 from residua.study.runner import StudyInterrupted
 from residua.study.timing import StepTiming, keep_timings, read_timings, time_variants
@@ -34,10 +38,11 @@ class Timed:
         monkeypatch.setattr(timing, "measure", self._measure)
         monkeypatch.setattr(timing, "_run", lambda command, *others: timing.main(command[command.index("0.5") :]))
         monkeypatch.setattr("residua.train.environment.device_name", lambda device: self.device)
-        self.device, self.seconds = device, 1.0
+        self.device, self.seconds, self.slower = device, 1.0, 1.0  # `slower` by this factor with every timing
 
     def _measure(self, config: RunConfig, seconds: float) -> StepTiming:
         self.calls.append(config.model.topology.kind)
+        self.seconds *= self.slower
         median = self.seconds * (2.0 if config.model.topology.kind == "multi_gate" else 1.0)
         values = {"median": median, "p10": 0.9 * median, "p90": 1.1 * median, "count": 10, "error": 0.01}
         return StepTiming(device=self.device, tokens=config.tokens_per_step, **values)
@@ -83,7 +88,7 @@ def test_one_run_at_a_time_is_timed_on_request_only(
     quietly(two(study, dataset, workers=1), plan, out)
     assert timed.calls == []
     quietly(two(study, dataset, workers=1, time_alone=True), plan, out)
-    assert timed.calls == ["additive", "multi_gate"]
+    assert timed.calls == ["additive", "multi_gate", "additive"]
 
 
 def test_what_was_timed_is_not_timed_again_and_what_changed_is(
@@ -92,13 +97,13 @@ def test_what_was_timed_is_not_timed_again_and_what_changed_is(
     timed, chosen = Timed(monkeypatch), two(study, dataset)
     for _ in range(2):
         quietly(chosen, plan, out)
-    assert timed.calls == ["additive", "multi_gate"]
+    assert timed.calls == ["additive", "multi_gate", "additive"]
     (out / "timings" / "mgr.json").unlink()  # as if the study had been stopped between the two
     quietly(chosen, plan, out)
-    assert timed.calls == ["additive", "multi_gate"] * 2  # the baseline beside it
+    assert timed.calls == ["additive", "multi_gate", "additive"] * 2  # the baseline beside it
     (out / "timings" / "prenorm.json").write_text("{")
     quietly(chosen, plan, out)
-    assert timed.calls[4:] == ["additive", "multi_gate"]
+    assert timed.calls[6:] == ["additive", "multi_gate", "additive"]
 
     wider = {key: model.config.override(["train.micro_batch=4"]) for key, model in plan.models.items()}
     changed = StudyPlan({k: m.__class__(**{**vars(m), "config": wider[k]}) for k, m in plan.models.items()}, plan.runs)
@@ -198,9 +203,76 @@ def test_on_another_device_all_are_timed_again_if_one_is_new(
     quietly(chosen, plan, out)  # all have one device in common: nothing to do
     (out / "timings" / "mgr.json").unlink()
     quietly(chosen, plan, out)
-    assert timed.calls == ["additive", "multi_gate"] * 2
+    assert timed.calls == ["additive", "multi_gate", "additive"] * 2
     found = read_timings(chosen, plan, out)
     assert list(found["tiny", "prenorm"]) == ["H200", "B200"] and list(found["tiny", "mgr"]) == ["B200"]
+
+
+def test_load_that_changes_within_a_session_enters_the_error_of_its_variants(
+    study: StudyConfig, dataset: Dataset, plan: StudyPlan, out: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    timed, chosen = Timed(monkeypatch), two(study, dataset)
+    timed.slower = 1.25
+    quietly(chosen, plan, out)
+    errors = {name: devices["H200"].error for (_, name), devices in read_timings(chosen, plan, out).items()}
+    assert errors == {"prenorm": 0.01, "mgr": pytest.approx(math.hypot(0.01, math.log(1.25**2)))}
+    assert "at the end (-36%): the load of the machine changed" in capsys.readouterr().out.splitlines()[-1]
+    for record in (out / "timings").iterdir():
+        record.unlink()
+    timed.slower = 1.01
+    quietly(chosen, plan, out)
+    assert len(capsys.readouterr().out.splitlines()) == 2  # nothing is said of 2 %
+
+
+def test_a_session_that_is_stopped_before_its_end_keeps_what_it_timed(
+    study: StudyConfig, dataset: Dataset, plan: StudyPlan, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timed, chosen = Timed(monkeypatch), two(study, dataset)
+
+    def stopped(config: RunConfig, seconds: float) -> StepTiming:
+        if len(timed.calls) == 2:
+            raise KeyboardInterrupt
+        return timed._measure(config, seconds)
+
+    monkeypatch.setattr(timing, "measure", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        quietly(chosen, plan, out)
+    assert medians(chosen, plan, out) == {"prenorm": 1.0, "mgr": 2.0}
+
+
+def covered(load: Callable[[random.Random], tuple[float, float, float]], widened: bool) -> float:
+    """How often the interval of a ratio of 1 holds it; `load` at the timings of baseline, variant, and baseline."""
+    made, held, times = random.Random(0), 0, 1000
+    for _ in range(times):
+        first, ours, last = (timed_at(slower + made.gauss(0, 0.002)) for slower in load(made))
+        ours = ours.moved(last.drift(first)) if widened else ours
+        interval = timed_ratio(ours, first, 0.95)
+        assert interval.low is not None and interval.high is not None
+        held += interval.low <= 1.0 <= interval.high
+    return held / times
+
+
+def timed_at(slower: float) -> StepTiming:
+    median = math.exp(slower)
+    return StepTiming(device="cpu", tokens=64, median=median, p10=median, p90=median, count=10, error=0.002)
+
+
+def test_intervals_hold_the_truth_where_load_changes_between_models() -> None:
+    def once(made: random.Random) -> tuple[float, float, float]:
+        return (0.0, made.choice([0.0, 0.2]), 0.2)
+
+    def steadily(made: random.Random) -> tuple[float, float, float]:
+        slope = made.gauss(0, 0.1)
+        return (0.0, slope, 2 * slope)
+
+    def at_random(made: random.Random) -> tuple[float, float, float]:
+        return (made.gauss(0, 0.1), made.gauss(0, 0.1), made.gauss(0, 0.1))
+
+    assert covered(lambda made: (0.0, 0.0, 0.0), widened=True) > 0.95
+    assert covered(once, widened=True) > 0.95 and covered(once, widened=False) < 0.6
+    assert covered(steadily, widened=True) > 0.95 and covered(steadily, widened=False) < 0.1
+    assert covered(at_random, widened=True) == pytest.approx(0.74, abs=0.04) and covered(at_random, False) < 0.1
 
 
 @pytest.mark.slow
