@@ -272,7 +272,8 @@ class Session:
             timing = measured.scaled(self._factor)
             _add(kept, timing)
             self._timed.append((kept, timing))
-            print(f"{path.stem}: {_told(timing)}", flush=True)
+            scaled = f"; recorded as {_rate(timing)}, scaled to the baseline's recorded speed" * (self._factor != 1.0)
+            print(f"{path.stem}: {_told(measured)}{scaled}", flush=True)
 
     def time_baseline_again(self, path: Path) -> None:
         """Time the first model once more: how far it moved enters the records of the variants of this session.

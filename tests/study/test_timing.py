@@ -129,13 +129,21 @@ def test_on_a_machine_that_has_become_slower_all_variants_are_timed_again(
 
 
 def test_on_a_machine_as_fast_as_before_a_new_variant_is_set_against_the_baseline_of_its_own_session(
-    study: StudyConfig, dataset: Dataset, plan: StudyPlan, out: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    study: StudyConfig, dataset: Dataset, plan: StudyPlan, out: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
     timed, chosen = Timed(monkeypatch), two(study, dataset)
     quietly(chosen, plan, out)
+    assert "scaled" not in capsys.readouterr().out
     (out / "timings" / "mgr.json").unlink()
     timed.seconds = 1.02
     quietly(chosen, plan, out)
+    tokens = plan.models["tiny", "mgr"].config.tokens_per_step
+    measured, recorded = (f"{tokens / seconds:,.0f} tokens/s" for seconds in (2.04, 2.0))
+    told = capsys.readouterr().out.splitlines()[-1]
+    assert told.startswith(f"mgr: {measured} alone") and told.endswith(
+        f"; recorded as {recorded}, scaled to the baseline's recorded speed"
+    )
     assert medians(chosen, plan, out) == {"prenorm": 1.0, "mgr": pytest.approx(2.0)}  # 2.04 × 1.0 / 1.02
 
 
