@@ -23,10 +23,11 @@ def answer(result: StudyResult) -> tuple[Tone, str]:
     timed = [row for row in rows if row.wall_clock_gain is not None and speed_is_shown(row, result)]
     if not timed:
         return _by_loss(rows, result)
-    best = max(timed, key=_seconds)
+    best = _best(timed)
     per_second, gain = f"{_seconds(best):.2f}× per second", best.wall_clock_gain
-    named = f"the best, {best.name}," if len(timed) > 1 else best.name
-    if gain is not None and gain.low is not None and gain.low > 1.0:
+    which = "the best" if _seconds(best) == max(map(_seconds, timed)) else "the best that is shown"
+    named = f"{which}, {best.name}," if len(timed) > 1 else best.name
+    if _clearly_above_one(gain):
         return "good", f"Yes: {named} is {per_second}"
     if len(timed) == len(rows) and all(_clearly_below_one(row.wall_clock_gain) for row in timed):
         if understated(best, result):
@@ -38,13 +39,19 @@ def answer(result: StudyResult) -> tuple[Tone, str]:
 
 
 def best_row(result: StudyResult) -> VariantResult | None:
-    """The row of the answer: the largest gain per second, else the lowest loss, one that is shown before others.
+    """The row of the answer: the largest gain per second, else the lowest loss; those that are shown before others.
 
     None if nothing is compared.
     """
     rows = [row for row in result.rows(result.sizes[-1]) if row.difference is not None]
     timed = [row for row in rows if row.wall_clock_gain is not None and speed_is_shown(row, result)]
-    return max(timed, key=_seconds) if timed else next(iter(_lower(rows) or by_loss(rows)), None)
+    return _best(timed) if timed else next(iter(_lower(rows) or by_loss(rows)), None)
+
+
+def _best(timed: Sequence[VariantResult]) -> VariantResult:
+    """The largest gain per second of those that are shown; if none is, of all."""
+    shown = [row for row in timed if _clearly_above_one(row.wall_clock_gain)]
+    return max(shown or timed, key=_seconds)
 
 
 def by_gain(rows: Iterable[VariantResult], baseline: str) -> list[VariantResult]:
@@ -139,6 +146,10 @@ def _why(gain: Interval | None) -> str:
 
 def _clearly_below_one(gain: Interval | None) -> bool:
     return gain is not None and _below(gain.high, 1.0)
+
+
+def _clearly_above_one(gain: Interval | None) -> bool:
+    return gain is not None and gain.low is not None and gain.low > 1.0
 
 
 def _below(end: float | None, value: float) -> bool:

@@ -94,10 +94,24 @@ def verdict(row: VariantResult, result: StudyResult) -> str:
         sure = f"{_direction(change.value)}, but n = 1 allows no interval and no claim"
     elif change.low <= 0.0 <= change.high:
         level = f"{result.confidence * 100:g} %"
-        sure = f"no difference shown (Δ {change.value:+.4f}, {level} interval [{change.low:+.4f}, {change.high:+.4f}])"
+        ends = f"(Δ {change.value:+.4f}, {level} interval [{change.low:+.4f}, {change.high:+.4f}])"
+        if other := _shown_otherwise(row):
+            sure = f"no difference shown seed by seed {ends}, but {other}"
+        else:
+            sure = f"no difference shown {ends}"
     else:
         sure = f"{_direction(change.value)} (n = {change.count})"
     return f"{row.name}: {sure}; {_gains(row, result)}."
+
+
+def _shown_otherwise(row: VariantResult) -> str:
+    """What shows a gain or loss per token though seed by seed no difference of the last losses is shown; else empty."""
+    gain = row.equivalent_tokens or row.step_gain
+    if gain is None or _around_one(gain):
+        return ""
+    if row.equivalent_tokens is None:
+        return "one in the steps to the same loss is"
+    return "the ladder, which pools the noise of all its runs, shows one"
 
 
 def _gains(row: VariantResult, result: StudyResult) -> str:

@@ -120,6 +120,30 @@ def test_speeds_that_scatter_are_not_called_unknown_and_a_loss_that_is_not_shown
     assert answer(one)[1].endswith("(use --time-alone); the loss of mgr is -0.0433 against prenorm, one seed")
 
 
+def test_a_gain_per_second_that_is_shown_goes_before_a_larger_one_that_is_not() -> None:
+    first, second, third = pretended(3, best=1.3).result.variants
+    wide = second.model_copy(update={"wall_clock_gain": Interval(value=1.39, count=3, low=0.9, high=1.6)})
+    result = pretended(3, best=1.3).result.model_copy(update={"variants": (first, wide, third)})
+    assert third.wall_clock_gain is not None
+    title = f"Yes: the best that is shown, mgr, is {third.wall_clock_gain.value:.2f}× per second"
+    assert answer(result) == ("good", title)
+    assert best_row(result) == third
+
+
+def test_a_gain_that_only_the_ladder_shows_is_said_beside_the_difference_that_is_not() -> None:
+    unsure = Interval(value=-0.02, count=2, error=0.01, low=-0.05, high=0.01)
+    result = changed(pretended(2, best=1.21).result, difference=unsure)
+    told = verdict(result.variants[1], result)
+    assert told.startswith(
+        "block_attnres: no difference shown seed by seed (Δ -0.0200, 95 % interval [-0.0500, +0.0100]), "
+        "but the ladder, which pools the noise of all its runs, shows one; worth 1.28× the tokens ("
+    )
+    steps = changed(pretended(2, best=1.21, ladder=False).result, difference=unsure)
+    assert "), but one in the steps to the same loss is; 1.19× per step (" in verdict(steps.variants[1], steps)
+    neither = changed(result, equivalent_tokens=Interval(value=1.02, count=2, low=0.95, high=1.1))
+    assert "block_attnres: no difference shown (Δ -0.0200, " in verdict(neither.variants[1], neither)
+
+
 def timed(result: StudyResult, busy: str, spread: float) -> StudyResult:
     """The study with every step timed alone, that of one variant with this spread."""
     timing = StepTiming(device="H200", tokens=64, median=1.0, p10=1.0, p90=1.0, count=100, error=0.001)
