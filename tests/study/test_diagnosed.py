@@ -91,3 +91,35 @@ def test_nothing_is_diagnosed_unless_asked_for(
     outcome = summarise(plain, plan, out, {}, None)
     assert outcome.diagnosis is None and all(run.diagnosis is None for run in outcome.result.runs)
     assert "Diagnoses" not in (out / "results.md").read_text()
+
+
+def test_the_page_is_on_the_studys_text_also_if_a_person_diagnosed_a_run_on_another(
+    asked: StudyConfig, plan: StudyPlan, dataset: Dataset, out: Path, tmp_path: Path
+) -> None:
+    """The first variant's diagnosis is a person's own: it stays, and the page follows the study's text."""
+    (text := tmp_path / "own.txt").write_text("def f(x): return x + 1\n" * 400)
+    folder = plan.runs[0].folder
+    residua.diagnose.diagnose([folder], folder, text=text, tokens=512, length=32, ablations="none", device="cpu")
+    own = (folder / "diagnosis.json").read_bytes()
+    log = Console(record=True, width=300, file=io.StringIO())
+    diagnose_runs(asked, plan, out, dataset, log)
+    assert (folder / "diagnosis.json").read_bytes() == own
+    both = Diagnosis.read(out / "diagnosis" / "diagnosis.json").models
+    assert [model.name for model in both] == ["prenorm", "mgr"]
+    assert {model.text.source for model in both} == {f"the validation text of {dataset.path.name}"}
+    said = log.export_text()
+    assert "(its own diagnosis is of another text; this is the study's): " in said and "is without" not in said
+
+    before = (folder / "diagnosis" / "diagnosis.json").stat()
+    diagnose_runs(asked, plan, out, dataset, Console(quiet=True))
+    assert (folder / "diagnosis" / "diagnosis.json").stat() == before
+
+
+def test_who_is_not_on_the_page_is_named(asked: StudyConfig, plan: StudyPlan, dataset: Dataset, out: Path) -> None:
+    lost, broken = (run for run in plan.runs if run.seed == 0)
+    (lost.folder / "metrics.jsonl").unlink()
+    (broken.folder / "checkpoints" / "step-10" / "model.safetensors").unlink()
+    log = Console(record=True, width=300, file=io.StringIO())
+    diagnose_runs(asked, plan, out, dataset, log)
+    why = "no complete run in this folder), mgr-seed0 (it has no diagnosis on the study's text)"
+    assert f"✗ the page of diagnoses side by side is without prenorm-seed0 ({why}" in log.export_text()
