@@ -9,7 +9,7 @@ from typing import Any
 from residua.report import Cell, Tone
 from residua.study.results import Interval, StudyResult, VariantResult
 from residua.study.runs import RunRecord
-from residua.study.sentences import count, says_nothing, speed_is_shown, understated, was_busy
+from residua.study.sentences import at_size, count, says_nothing, speed_is_shown, understated, was_busy
 
 NAMED = 4
 """The answer names at most so many variants that failed."""
@@ -24,7 +24,7 @@ def answer(result: StudyResult) -> tuple[Tone, str]:
     if not timed:
         return _by_loss(rows, result)
     best = _best(timed)
-    per_second, gain = f"{_seconds(best):.2f}× per second", best.wall_clock_gain
+    per_second, gain = f"{_seconds(best):.2f}× per second{at_size(best.size, result)}", best.wall_clock_gain
     which = "the best" if _seconds(best) == max(map(_seconds, timed)) else "the best that is shown"
     named = f"{which}, {best.name}," if len(timed) > 1 else best.name
     if _clearly_above_one(gain):
@@ -95,7 +95,7 @@ def _by_loss(rows: Sequence[VariantResult], result: StudyResult) -> tuple[Tone, 
         said = f"the loss of {best.name} is {against}"
     else:
         said = f"{best.name} has {'the lowest' if best is compared[0] else 'a lower'} loss, {against}"
-    return "unsure", f"Not shown: {_why_no_speed(rows, result)}; {said}"
+    return "unsure", f"Not shown{at_size(best.size, result)}: {_why_no_speed(rows, result)}; {said}"
 
 
 def _lower(rows: Iterable[VariantResult]) -> list[VariantResult]:

@@ -105,13 +105,13 @@ def _verdict(page: Page, result: StudyResult) -> None:
     last = result.rows(result.sizes[-1])
     said = [sentences.verdict(row, result) for row in by_gain(last, result.baseline) if row.name != result.baseline]
     with section.fold("Every variant in a sentence"):
-        section.points([*said, *([sentences.dataset_sentence(result.dataset, last)] if result.dataset else [])])
+        section.points([*said, *([facts] if (facts := sentences.dataset_sentence(result)) else [])])
 
 
 def _pictures(section: Section, result: StudyResult) -> None:
     """Loss against the baseline, and beside it what a step costs against what it is worth."""
     rows, level = by_loss(result.rows(result.sizes[-1])), f"{result.confidence * 100:g} %"
-    size = f" at {result.sizes[-1]}" if len(result.sizes) > 1 else ""
+    size = sentences.at_size(result.sizes[-1], result)
     height = max(SMALLEST, height_of(len(rows)))
     shown = []
     if rows:
@@ -180,7 +180,7 @@ def _gained(title: str, rows: Sequence[VariantResult]) -> bool:
 
 
 def _ladder(page: Page, result: StudyResult, ladder: LadderResult) -> None:
-    suffix = f" at {ladder.size}" if len(result.sizes) > 1 else ""
+    suffix = sentences.at_size(ladder.size, result)
     section = page.section(
         f"Equivalent tokens{suffix}",
         f"How long {result.baseline} would have to train, with a full schedule of its own, to reach each variant's "
@@ -193,7 +193,7 @@ def _ladder(page: Page, result: StudyResult, ladder: LadderResult) -> None:
 
 
 def _loss(page: Page, result: StudyResult, records: Records, size: str) -> None:
-    suffix = f" at {size}" if len(result.sizes) > 1 else ""
+    suffix = sentences.at_size(size, result)
     if not any(records.values()):
         return
     section = page.section(
@@ -217,7 +217,7 @@ def _telemetry(page: Page, result: StudyResult, records: Records, size: str) -> 
     views = plots.telemetry_curves(records)
     if not views:
         return
-    suffix = f" at {size}" if len(result.sizes) > 1 else ""
+    suffix = sentences.at_size(size, result)
     section = page.section(
         f"Inside while training{suffix}",
         "Healthy: peaks that level off. A peak that grows to the end leaves less precision for all other values, and a "
@@ -231,7 +231,7 @@ def _telemetry(page: Page, result: StudyResult, records: Records, size: str) -> 
 
 def _side_tables(page: Page, result: StudyResult, size: str) -> None:
     """Accuracies, outliers and tried learning rates, those that were measured."""
-    suffix = f" at {size}" if len(result.sizes) > 1 else ""
+    suffix = sentences.at_size(size, result)
     place = plots.places(result)
     for table in side_tables(result, size):
         section = page.section(f"{table.title.capitalize()}{suffix}", table.look_for)
@@ -245,7 +245,7 @@ def _low_precision(page: Page, result: StudyResult, size: str) -> None:
     rows = [row for row in result.rows(size) if row.low_precision is not None]
     if not rows or rows[0].low_precision is None:
         return
-    suffix = f" at {size}" if len(result.sizes) > 1 else ""
+    suffix = sentences.at_size(size, result)
     section = page.section(
         f"Low precision{suffix}",
         "The loss that low precision adds to each trained model. Healthy: little, with or without SmoothQuant. A large "

@@ -9,7 +9,7 @@ from residua.reading import counted
 from residua.report import Column, Value
 from residua.study.ladder import Law
 from residua.study.plan import TIMINGS, PlannedRun, StudyPlan
-from residua.study.results import DatasetFacts, Interval, LadderResult, ScalingResult, StudyResult, VariantResult
+from residua.study.results import Interval, LadderResult, ScalingResult, StudyResult, VariantResult
 from residua.study.timing import BUSY, StepTiming
 
 NONE = "—"
@@ -85,10 +85,11 @@ def _has_train_loss(result: StudyResult) -> bool:
 
 def verdict(row: VariantResult, result: StudyResult) -> str:
     """One sentence on whether a variant pays, per step and per second, and how sure that is."""
+    who = f"{row.name}{at_size(row.size, result)}"
     if row.loss is None:
-        return f"{row.name}: no complete run."
+        return f"{who}: no complete run."
     if row.difference is None:
-        return f"{row.name}: nothing to compare it with."
+        return f"{who}: nothing to compare it with."
     change = row.difference
     if change.low is None or change.high is None:
         sure = f"{_direction(change.value)}, but n = 1 allows no interval and no claim"
@@ -101,7 +102,7 @@ def verdict(row: VariantResult, result: StudyResult) -> str:
             sure = f"no difference shown {ends}"
     else:
         sure = f"{_direction(change.value)} (n = {change.count})"
-    return f"{row.name}: {sure}; {_gains(row, result)}."
+    return f"{who}: {sure}; {_gains(row, result)}."
 
 
 def _shown_otherwise(row: VariantResult) -> str:
@@ -196,15 +197,23 @@ def _ends(ratio: Interval) -> str:
     return f"{low} to {high}" if low and high else f"above {low}" if low else f"below {high}"
 
 
-def dataset_sentence(facts: DatasetFacts, rows: Sequence[VariantResult]) -> str:
-    """The unigram entropy, and by how much even the worst variant is below it."""
-    losses = [row.loss.value for row in rows if row.loss is not None]
+def dataset_sentence(result: StudyResult) -> str:
+    """The unigram entropy, and by how much even the worst variant of the last size is below it; empty without text."""
+    facts, size = result.dataset, result.sizes[-1]
+    if facts is None:
+        return ""
+    losses = [row.loss.value for row in result.rows(size) if row.loss is not None]
     below = facts.unigram_entropy - max(losses) if losses else 0.0
-    learned = f"; every variant ends at least {below:.2f} below it" if below > 0 else ""
+    learned = f"; every variant{at_size(size, result)} ends at least {below:.2f} below it" if below > 0 else ""
     return (
         f"Unigram entropy of the validation text: {facts.unigram_entropy:.4f} nats per token "
         f"(the loss of a model that knows only token frequencies){learned}."
     )
+
+
+def at_size(size: str, result: StudyResult) -> str:
+    """ " at SIZE" if the study has several sizes."""
+    return f" at {size}" if len(result.sizes) > 1 else ""
 
 
 def side_by_side_sentence(result: StudyResult) -> str:
@@ -265,7 +274,7 @@ def _misfit(ladder: LadderResult, result: StudyResult) -> str:
     if abs(math.log(worth)) <= MISFIT:
         return ""
     return (
-        f"The law of the ladder{f' at {ladder.size}' if len(result.sizes) > 1 else ''} misses the losses of "
+        f"The law of the ladder{at_size(ladder.size, result)} misses the losses of "
         f"{result.baseline}: its run of {count(tokens)} tokens would be worth {worth:.2f}× its own tokens. Equivalent "
         "tokens are off by as much; runs that are too short do not follow the law."
     )
@@ -420,7 +429,7 @@ def unequal_seeds(result: StudyResult) -> str:
         for name, seeds in done.items():
             if len(seeds) < len(result.seeds):
                 lacking.setdefault(len(seeds), []).append(name)
-        at = f" at {size}" if len(result.sizes) > 1 else ""
+        at = at_size(size, result)
         for seen, names in sorted(lacking.items(), reverse=True):
             who = ", ".join(names) if len(names) <= NAMED else f"{len(names)} variants"
             told.append(f"{who}{at}: {seen} of {counted(len(result.seeds), 'seed')}")

@@ -118,7 +118,7 @@ def _tables(result: StudyResult) -> list[tuple[str, list[Column], list[list[Valu
 def _sentences(result: StudyResult) -> list[str]:
     verdicts = [sentences.verdict(row, result) for row in result.rows(result.sizes[-1]) if row.name != result.baseline]
     failed = [f"{run.folder} did not complete: {run.problem}" for run in result.runs if run.status == "failed"]
-    facts = [sentences.dataset_sentence(result.dataset, result.variants)] if result.dataset else []
+    facts = [said] if (said := sentences.dataset_sentence(result)) else []
     warnings = [said for said in (sentences.seeds_sentence(result), sentences.side_by_side_sentence(result)) if said]
     rates = [rate_sentence(rate, len(result.sizes) > 1) for rate in result.tuning]
     told = [*warnings, *sentences.ladder_sentences(result), *sentences.lacking_sentences(result)]

@@ -144,6 +144,23 @@ def test_a_gain_that_only_the_ladder_shows_is_said_beside_the_difference_that_is
     assert "block_attnres: no difference shown (Δ -0.0200, " in verdict(neither.variants[1], neither)
 
 
+def test_with_several_sizes_terminal_and_page_say_the_same_and_name_the_size(tmp_path: Path) -> None:
+    pretend = pretended(2)
+    large = pretend.result.variants
+    loss = Interval(value=7.35, count=3, error=0.01, low=7.3, high=7.4)
+    small = tuple(row.model_copy(update={"size": "tiny", "loss": loss}) for row in large)
+    result = pretend.result.model_copy(update={"variants": (*small, *large)})
+    learned = "every variant at mini ends at least 4.00 below it."
+    html = study_page(pretend.study, result, {**pretend.records, "tiny": {}}, tmp_path).html()
+    told = markdown(result).replace("\\", "")
+    assert learned in told and learned in html and "ends at least 0.0" not in told + html
+    assert "- block_attnres at mini: lower loss by " in told and "block_attnres at mini: lower loss by " in html
+    assert " at mini: " not in markdown(pretend.result)
+    assert answer(result)[1].startswith("Yes: block_attnres is 1.06× per second at mini")
+    silent = changed(result, throughput_ratio=None, wall_clock_gain=None)
+    assert answer(silent)[1].startswith("Not shown at mini: speeds are not known; ")
+
+
 def timed(result: StudyResult, busy: str, spread: float) -> StudyResult:
     """The study with every step timed alone, that of one variant with this spread."""
     timing = StepTiming(device="H200", tokens=64, median=1.0, p10=1.0, p90=1.0, count=100, error=0.001)
