@@ -34,6 +34,7 @@ from residua.study.plan import (
     left_out_sentences,
     make_plan,
     refuse_strangers,
+    same_sentences,
     undone_sentences,
     with_bases,
 )
@@ -301,7 +302,7 @@ def announce(console: Console, study: StudyConfig, plan: StudyPlan) -> None:
             table.add_row(Text(run.size), named, f"{model.parameters:,}", str(steps), tokens, "unchanged")
     console.print(table)
     console.print(f"text: {first.data.path}, vocabulary {first.model.vocab_size:,}", highlight=False, soft_wrap=True)
-    for sentence in (*sentences.cost_sentences(plan), *undone_sentences(study)):
+    for sentence in (*sentences.cost_sentences(plan), *undone_sentences(study), *same_sentences(study, plan)):
         console.print(Text(f"• {sentence}"), soft_wrap=True)
 
 

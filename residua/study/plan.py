@@ -212,6 +212,16 @@ def undone_sentences(study: StudyConfig) -> list[str]:
     ]
 
 
+def same_sentences(study: StudyConfig, plan: StudyPlan) -> list[str]:
+    """One sentence for each variant that matching turned into the baseline."""
+    return [
+        f"{name}{f' at {size}' if len(study.sizes) > 1 else ''} is the same model as {study.baseline} after matching "
+        f"({model.matching}): use --match none to keep what it sets."
+        for (size, name), model in plan.models.items()
+        if name != study.baseline and model.matching and model.config == plan.models[size, study.baseline].config
+    ]
+
+
 def left_out_sentences(study: StudyConfig, out: Path) -> list[str]:
     """A sentence if the folder has runs of variants that the study leaves out: its page will not show them."""
     planned = {model_title(study, size, name) for size in study.sizes for name in study.variants}

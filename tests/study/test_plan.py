@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from residua.config.run import differences
 from residua.config.settings import ConfigError
 from residua.data import Dataset
 from residua.data.tokenizer import padded_vocabulary
 from residua.study import StudyConfig
-from residua.study.plan import check_folders, make_plan, refuse_strangers
+from residua.study.plan import check_folders, make_plan, refuse_strangers, same_sentences
+from residua.study.preview import preview
 from residua.study.sentences import cost_sentences
 
 pytestmark = pytest.mark.slow
@@ -150,3 +153,18 @@ def test_a_ladder_that_repeats_the_text_says_so(study: StudyConfig, dataset: Dat
     steps = plan.text_tokens // 64  # 64 tokens in a step
     longer = StudyConfig(**{**study.model_dump(), "set": (*study.set, f"train.steps={steps}"), "ladder": (1, 2)})
     assert "reads the text 2.0 times" in cost_sentences(make_plan(longer, out, dataset))[1]
+
+
+def test_the_plan_says_which_variant_matching_turns_into_the_baseline(
+    study: StudyConfig, dataset: Dataset, out: Path
+) -> None:
+    variants = {"prenorm": ["prenorm"], "wide": ["prenorm", "model.ffn.hidden=96"], "mgr": ["mgr"]}
+    changes = {"variants": variants, "data": str(dataset.path), "set": (*study.set, "model.ffn.hidden=64")}
+    wider = StudyConfig(**{**study.model_dump(), **changes})
+    told = "wide is the same model as prenorm after matching (FFN width 96 → 64)"
+    log = Console(record=True, width=300, file=io.StringIO())
+    preview(wider, out, log)
+    said = [line for line in log.export_text().splitlines() if "the same model" in line]
+    assert said == [f"• {told}: use --match none to keep what it sets."]
+    free = StudyConfig(**{**wider.model_dump(), "match": {"kind": "none"}})
+    assert same_sentences(free, make_plan(free, out, dataset)) == []
