@@ -119,14 +119,16 @@ def _unmeasured(claim: Unmeasured, size: str, measured: Measured) -> Verdict:
 
 
 def _below(claim: Below, size: str, measured: Measured) -> Verdict:
+    """Where more is better, the claim is about the other row's gain, and is shown as such: with a plus."""
     measure = measured.measure(claim.measure)
-    found = _compared(claim.row, claim.than, size, measure, measured)
+    row, than = (claim.than, claim.row) if measure.more_is_better else (claim.row, claim.than)
+    found = _compared(row, than, size, measure, measured)
     return Verdict(
         claim.text,
         size,
-        _side(found, _neutral(measure)),
-        measured.why_not(claim.row, claim.than) or _in_words(found, measure, f"{claim.row} against {claim.than}"),
-        _printed(claim.row, claim.than, claim.measure, size, measured, found),
+        _side(found, _neutral(measure), upward=measure.more_is_better),
+        measured.why_not(claim.row, claim.than) or _in_words(found, measure, f"{row} against {than}"),
+        _printed(row, than, claim.measure, size, measured, found),
     )
 
 

@@ -19,6 +19,7 @@ class Measure:
 
     Values of a `ratio` measure are compared by their ratio, shown in the format `times`, others by their difference.
     `diagnosed` ones need a diagnosis, `quantized` ones the study's low-precision measurements, `tasked` ones tasks.
+    If `more_is_better`, a claim that one row is below another is shown as the gain of the other.
     `instead` names the measure that stands in where a study does not have this one of all its rows.
     """
 
@@ -31,6 +32,7 @@ class Measure:
     diagnosed: bool = False
     quantized: bool = False
     tasked: bool = False
+    more_is_better: bool = False
     instead: str = ""
 
     def shown(self, value: float) -> str:
@@ -100,14 +102,16 @@ MEASURES: dict[str, Measure] = {
         "mean over the last 200 steps, but no more than a tenth of the run",
     ),
     "accuracy": Measure(
-        "accuracy", _accuracy, "mean over the tasks of the metric that papers report, in %", digits=".2f", tasked=True
+        "accuracy", _accuracy, "mean over the tasks of the metric that papers report, in %", digits=".2f", tasked=True,
+        more_is_better=True,
     ),
     "nvfp4_accuracy": Measure(
-        "accuracy in W4A4", _accuracy_in("nvfp4"), "the same after NVFP4", digits=".2f", quantized=True, tasked=True
+        "accuracy in W4A4", _accuracy_in("nvfp4"), "the same after NVFP4", digits=".2f", quantized=True, tasked=True,
+        more_is_better=True,
     ),
     "nvfp4_smooth_accuracy": Measure(
         "accuracy in W4A4+SQ", _accuracy_in("nvfp4+smooth"), "the same after SmoothQuant and NVFP4", digits=".2f",
-        quantized=True, tasked=True,
+        quantized=True, tasked=True, more_is_better=True,
     ),
     "peak_activation": Measure(
         "peak activation", _outlier("peak_activation"), "the largest value that any sublayer reads", digits=".4g",

@@ -75,12 +75,12 @@ def test_a_claim_about_accuracies_is_judged_by_the_mean_over_tasks(
         measured = scored(runs, dynamic)
         found = verdict(measured)
         assert found.word == word
-        assert f"accuracy {100 * (0.25 - dynamic) / 2:+.4f} [" in found.found
-        assert found.printed.startswith("-2.1300, ")
+        assert f"exoformer_dynamic against base: accuracy {100 * (dynamic - 0.25) / 2:+.4f} [" in found.found
+        assert found.printed.startswith("+2.1300, ")
     shown = Comparison("000:table1", measured.entry, "", measured.out).markdown(measured.result)
     assert "accuracy, paper" in shown and "| 48.14 | 37.55 ± 0.03 |" in shown
     part = scored(runs, 0.35, wanted=("arc", "piqa", "boolq"))
-    told = "base against exoformer_dynamic: accuracy not measured"
+    told = "exoformer_dynamic against base: accuracy not measured"
     assert (verdict(part).word, verdict(part).found) == ("not shown", told), "a mean over some of the tasks is none"
 
 
