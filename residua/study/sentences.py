@@ -15,6 +15,7 @@ from residua.study.timing import BUSY, StepTiming
 NONE = "—"
 ONE = Value(NONE, key=1.0)  # the baseline's own gain: not shown, but sorted
 WIDEST = 1000.0  # high / low of an interval of ratios; a wider interval is not shown
+TOO_WIDE = "interval too wide"
 MISFIT = 0.05  # by how much, in logarithms, a ladder's law may miss the tokens of a budget without a word
 SAYS_NOTHING = 2.0  # high / low of an interval around 1; from a wider one follows no verdict
 
@@ -128,14 +129,14 @@ def _gains(row: VariantResult, result: StudyResult) -> str:
         return f"{per_token}; its speed was timed on a busy machine, so no gain per second is stated"
     if says_nothing(row.throughput_ratio):
         ends = _ends(row.throughput_ratio)
-        return f"{per_token}; its speed against {result.baseline} is not shown (interval {ends}), nor a gain per second"
+        return f"{per_token}; its speed against {result.baseline} is not shown ({ends}), nor a gain per second"
     speed, seconds = row.throughput_ratio.value, row.wall_clock_gain
     said = f"{per_token} at {speed:.2f}× the speed of {result.baseline}, so {seconds.value:.2f}× per second"
     if seconds.low is None and seconds.high is None:
         return said if row.difference is None or row.difference.low is None else f"{said}, without an interval"
     if says_nothing(seconds) or _around_one(seconds):
-        return f"{said}, but no gain or loss per second is shown (interval {_ends(seconds)})"
-    return f"{said} (interval {_ends(seconds)})"
+        return f"{said}, but no gain or loss per second is shown ({_ends(seconds)})"
+    return f"{said} ({_ends(seconds)})"
 
 
 def _per_token(row: VariantResult) -> str:
@@ -148,8 +149,8 @@ def _per_token(row: VariantResult) -> str:
 
 def _bracketed(word: str, ratio: Interval) -> str:
     """A word and the interval in brackets; nothing where neither is known."""
-    known = (ratio.low is not None or ratio.high is not None) and not _too_wide(ratio)
-    parts = [part for part in (word, f"interval {_ends(ratio)}" if known else "") if part]
+    known = ratio.low is not None or ratio.high is not None
+    parts = [part for part in (word, _ends(ratio) if known else "") if part]
     return f" ({', '.join(parts)})" if parts else ""
 
 
@@ -193,8 +194,11 @@ def _around_one(ratio: Interval) -> bool:
 
 
 def _ends(ratio: Interval) -> str:
+    """An interval in words, or that it is too wide, as in the table."""
+    if _too_wide(ratio):
+        return TOO_WIDE
     low, high = ("" if end is None else f"{end:.2f}" if end < 100 else f"{end:.2g}" for end in (ratio.low, ratio.high))
-    return f"{low} to {high}" if low and high else f"above {low}" if low else f"below {high}"
+    return "interval " + (f"{low} to {high}" if low and high else f"above {low}" if low else f"below {high}")
 
 
 def dataset_sentence(result: StudyResult) -> str:
@@ -466,7 +470,7 @@ def _ratio(value: Interval | None, mark: str = "") -> Value:
     if value.low is None and value.high is None:
         return Value(shown, key=value.value)
     low, high = ("…" if end is None else f"{end:.2f}" for end in (value.low, value.high))
-    return Value(shown, "(no interval)" if _too_wide(value) else f"[{low}, {high}]", value.value)
+    return Value(shown, f"({TOO_WIDE})" if _too_wide(value) else f"[{low}, {high}]", value.value)
 
 
 def _too_wide(value: Interval) -> bool:
