@@ -93,10 +93,8 @@ class Decoder(nn.Module):
 
     def reset_parameters(self) -> None:
         """Initialise every module in place, after a model built on the meta device was given memory."""
-        for module in self.modules():
-            reset = getattr(module, "reset_parameters", None)
-            if module is not self and callable(reset):
-                reset()
+        for part in self.children():
+            reset(part)
 
     @property
     def head_weight(self) -> Tensor:
@@ -239,6 +237,14 @@ class Decoder(nn.Module):
         if mixer.local_rope_theta is None:
             return table
         return *table, *rotary_table(positions, turned, mixer.local_rope_theta)
+
+
+def reset(part: nn.Module) -> None:
+    """Initialise every module of a part of a model in place."""
+    for module in part.modules():
+        again = getattr(module, "reset_parameters", None)
+        if callable(again):
+            again()
 
 
 def build(config: ModelConfig) -> Decoder:

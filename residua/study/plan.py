@@ -19,7 +19,7 @@ from residua.study.matching import match
 from residua.study.runs import read_environment
 from residua.study.trials import TUNING, TunedRate, rate_changes, rate_title, short_run, tuned_for
 from residua.train.environment import TEXT
-from residua.train.start import check_router
+from residua.train.start import check_model
 
 RUNS, CONFIGS, LOGS, TIMINGS, LOCK, STUDY = "runs", "configs", "logs", "timings", ".lock", "study.toml"
 STARTED = "started.toml"
@@ -193,7 +193,7 @@ def _models(study: StudyConfig, base: RunConfig) -> dict[str, PlannedModel]:
 def _varied(study: StudyConfig, base: RunConfig, name: str) -> RunConfig:
     try:
         varied = base.override(variants.overrides(study.variants[name], base.model))
-        check_router(varied)
+        check_model(varied)
     except ConfigError as error:
         named = repr(name) in str(error)
         raise ConfigError(str(error) if named else f"variant {name!r}: {error}") from None

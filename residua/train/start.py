@@ -16,6 +16,7 @@ from residua.data import Dataset
 from residua.data.tokenizer import Tokenizer
 from residua.model.decoder import Decoder, build, build_parts
 from residua.model.kept import Kept
+from residua.model.plugin_rules import check_plugins
 from residua.model.retrofit import retrofit
 from residua.model.size import shapes_only
 from residua.reading import inside
@@ -83,7 +84,13 @@ def _last_rate(folder: Path) -> float | None:
     return None
 
 
-def check_router(config: RunConfig) -> None:
+def check_model(config: RunConfig) -> None:
+    """Refuse a model that trains and gives wrong numbers: a router that learns nothing, a plugin that breaks a rule."""
+    check_plugins(config.model)
+    _check_router(config)
+
+
+def _check_router(config: RunConfig) -> None:
     """Refuse a new router that the loss cannot teach. One to start from (`train.start`) is taught already."""
     if config.train.start is None and config.model.ffn.constant_weight:
         raise ConfigError(

@@ -37,7 +37,7 @@ from residua.train.inspect import inspect_model
 from residua.train.profile import Profiler
 from residua.train.progress import Display
 from residua.train.result import Result, closing_words, collect_result
-from residua.train.start import check_router, check_tokenizer, start_lines
+from residua.train.start import check_model, check_tokenizer, start_lines
 from residua.train.state import RunState, fitting_state, read_state
 from residua.train.step import arithmetic
 from residua.train.summary import check_disk, summarise
@@ -66,7 +66,7 @@ def train(
     with world or World.alone(config) as world:
         console = (console or PlainConsole()) if world.leads else Console(quiet=True)
         check_trackers(config)
-        check_router(config)
+        check_model(config)
         with world.stages.measure("data"):
             dataset = world.open_data(config)
             check_tokenizer(config, dataset)

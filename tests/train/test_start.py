@@ -16,7 +16,7 @@ from residua.storage.companions import companions
 from residua.storage.load import load
 from residua.storage.run import read_metrics, saved_config
 from residua.train.shared import SharedWorld
-from residua.train.start import check_router, start_lines, starting_model, what_is_kept
+from residua.train.start import check_model, start_lines, starting_model, what_is_kept
 from residua.train.trainer import train
 from tests.trained import residua
 
@@ -174,7 +174,7 @@ def test_a_new_router_that_the_loss_cannot_teach_is_refused(data: Path, tmp_path
     with pytest.raises(ConfigError, match=r"model\.ffn\.top_k = 1 gives .* use model\.ffn\.top_k = 2 or"):
         train(config, tmp_path / "new")
     assert not (tmp_path / "new").exists()
-    check_router(config.override(["model.ffn.normalize=false"]))
+    check_model(config.override(["model.ffn.normalize=false"]))
 
 
 @pytest.mark.slow

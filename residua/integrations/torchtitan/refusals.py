@@ -12,7 +12,7 @@ from residua.config.run import RunConfig
 from residua.config.settings import ConfigError
 from residua.integrations.torchtitan.context import refuse_mixers
 from residua.integrations.torchtitan.tensor import narrow
-from residua.train.start import check_router
+from residua.train.start import check_model
 
 SCHEDULES = {"GPipe": "gpipe", "1F1B": "1f1b", "Interleaved1F1B": "interleaved"}
 """torchtitan's name of each schedule that Residua's stages run under, and Residua's name of it."""
@@ -29,7 +29,7 @@ def plainly() -> Iterator[None]:
 
 def refuse_run(run: RunConfig) -> None:
     """Refuse a run that cannot learn, or with a choice that torchtitan has no place for."""
-    check_router(run)
+    check_model(run)
     recipe = run.train
     if run.model.ffn.mixture and recipe.balance.load == "same_step":
         raise ConfigError(

@@ -1,0 +1,191 @@
+"""The rules of docs/extend.md, tried on a few tokens before a model with a plugin's topology or norm is trained.
+
+Each rule that is broken would otherwise train, and give wrong numbers. The parts that come with Residua are not tried
+here but in the tests. The random numbers of the caller stay as they are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from residua.config.model import ModelConfig
+from residua.config.settings import ConfigError
+from residua.model.decoder import Decoder, reset
+from residua.model.decoder import build as build_decoder
+from residua.model.norm import build_norm
+from residua.model.topology import State, build_topology
+
+ROWS, TOKENS = 2, 4
+CHANGED = (0, 1)
+"""The row and the token that are changed, to see what else changes."""
+LARGEST = 20_000_000
+"""Parameters of a part that is still tried: more would take more than a second."""
+
+Outputs = Callable[[Any, Tensor], Iterator[tuple[str, Any]]]
+"""A part and random tensors [n, B, T, C] in; what it returns to the model, which should be [B, T, C], by call."""
+
+
+class _Breach(Exception):
+    """A broken rule, and how to mend it."""
+
+
+def build(config: ModelConfig) -> Decoder:
+    """Build the model a configuration describes, initialised. A topology or norm of a plugin is tried first."""
+    if isinstance(config, ModelConfig):
+        check_plugins(config)
+    return build_decoder(config)
+
+
+def check_plugins(config: ModelConfig) -> None:
+    """Refuse a topology or norm of a plugin that breaks a rule of docs/extend.md."""
+    sublayers, width = config.sublayers, config.width
+    topology = partial(build_topology, config.topology, sublayers, width)
+    norm = partial(build_norm, config.norm, width)
+    for what, choice, make, outputs in (
+        ("topology", config.topology, topology, junctions),
+        ("norm", config.norm, norm, normed),
+    ):
+        plugin = type(choice).__module__
+        if plugin.startswith("residua."):
+            continue
+        try:
+            check_part(make, outputs, (sublayers + 1, ROWS, TOKENS, width))
+        except _Breach as breach:
+            whose = f"the {what} {choice.kind!r} of the plugin {plugin}"
+            raise ConfigError(f"{whose} breaks a rule of docs/extend.md: {breach}.") from None
+        except Exception:
+            continue  # an error of its own, which training will show, or it needs a GPU
+
+
+def check_part(make: Callable[[], nn.Module], outputs: Outputs, shape: tuple[int, ...]) -> None:
+    """Build a part and try it on random tensors [n, B, T, C]; any error of the part comes through."""
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        with torch.device("meta"):
+            parameters = sum(parameter.numel() for parameter in make().parameters())
+        if parameters <= LARGEST:
+            _try(_filled(make), outputs, shape)
+
+
+class _Poisoned(TorchFunctionMode):
+    """New memory that nothing has filled yet holds NaN."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        return _poison(made) if "empty" in getattr(func, "__name__", "") else made
+
+
+@torch.no_grad()
+def _poison(tensor: Tensor) -> Tensor:
+    return tensor.fill_(math.nan) if tensor.is_floating_point() else tensor
+
+
+def _filled(make: Callable[[], nn.Module]) -> nn.Module:
+    """The part, once `__init__` and `reset_parameters` are seen to fill all of it."""
+    with _Poisoned():
+        part = make()
+    left = _unfilled(part)
+    for _, tensor in _tensors(part):
+        _poison(tensor)
+    reset(part)
+    if names := _unfilled(part):
+        raise _Breach(
+            f"`reset_parameters` leaves {names} unfilled: fill every parameter and buffer in the `reset_parameters` of "
+            "the module that has it"
+        )
+    if left:
+        raise _Breach(f"`__init__` leaves {left} unfilled: end it with self.reset_parameters()")
+    return part
+
+
+def _tensors(part: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    return chain(part.named_parameters(), part.named_buffers())
+
+
+def _unfilled(part: nn.Module) -> str:
+    return ", ".join(name for name, tensor in _tensors(part) if tensor.isnan().any())
+
+
+def junctions(topology: Any, x: Tensor) -> Iterator[tuple[str, Any]]:
+    """What a topology gives its readers for the embedding x[0] and the sublayers' outputs x[1], x[2], …"""
+    h, state = _pair("open", topology.open(x[0].clone()))  # it may overwrite what it gets
+    yield "open", h
+    for k, y in enumerate(x[1:]):
+        h, state = _pair("step", topology.step(k, y.clone(), state))
+        yield "step", h
+
+
+def _pair(call: str, returned: Any) -> tuple[Any, State]:
+    """The next input and the state that `open` or `step` returns."""
+    if not isinstance(returned, tuple | list) or len(returned) != 2:
+        raise _Breach(f"`{call}` returns {_described(returned)}: return the next input and the state, as in h, (h,)")
+    h, state = returned
+    if not isinstance(state, tuple):
+        raise _Breach(f"`{call}` returns {_described(state)} as the state: return a tuple of tensors, such as (h,)")
+    for inner in state:
+        if not isinstance(inner, Tensor):
+            raise _Breach(f"`{call}` returns a state with {_described(inner)} in it: return a flat tuple of tensors")
+    return h, state
+
+
+def normed(norm: Any, x: Tensor) -> Iterator[tuple[str, Any]]:
+    """What a norm gives for x[0]."""
+    yield "forward", norm(x[0].clone())
+
+
+def _described(value: Any) -> str:
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+
+
+def _try(part: nn.Module, outputs: Outputs, shape: tuple[int, ...]) -> None:
+    """Run the part three times: twice the same, then with one token changed, which may change only that token."""
+    x, other = torch.randn(shape), torch.randn(shape)
+    with torch.no_grad():
+        for parameter in part.parameters():  # a gate that starts at zero would hide what is behind it
+            parameter.add_(torch.rand_like(parameter) / 10)
+    changed = x.clone()
+    changed[:, *CHANGED] = other[:, *CHANGED]
+    first, again, with_change = (_run(part, outputs, tensors) for tensors in (x, x, changed))
+    if _differs(first, again).any():
+        raise _Breach(
+            "two calls with the same tensors return different ones: compute from the tensors alone, and draw random "
+            "numbers with torch"
+        )
+    moved = _differs(first, with_change)
+    row, token = CHANGED
+    moved[row, token] = False
+    if moved[row].any():
+        raise _Breach(
+            "what it returns at one token changes when another token of the sequence does, so a model could see the "
+            "tokens it should predict: compute each token from that token alone"
+        )
+    if moved.any():
+        raise _Breach(
+            "what it returns for one sequence changes when another sequence of the batch does: compute each token from "
+            "that token alone"
+        )
+
+
+def _run(part: nn.Module, outputs: Outputs, x: Tensor) -> Tensor:
+    """All outputs [n, B, T, C]."""
+    torch.manual_seed(0)  # of dropout
+    found = []
+    for call, h in outputs(part, x):
+        if not isinstance(h, Tensor) or h.shape != x.shape[1:]:
+            raise _Breach(
+                f"`{call}` returns {_described(h)} for a tensor of shape {tuple(x.shape[1:])}: return one of that shape"
+            )
+        found.append(h.detach().clone())
+    return torch.stack(found)
+
+
+def _differs(one: Tensor, other: Tensor) -> Tensor:
+    """Where any of the outputs differ, [B, T]."""
+    return ((one != other) & ~(one.isnan() & other.isnan())).any(-1).any(0)

@@ -1,0 +1,221 @@
+"""A plugin that breaks a rule of docs/extend.md is refused before it trains, and one that keeps them is left alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import residua
+from residua.config import family
+from residua.config.choices import NormChoice, TopologyChoice
+from residua.config.run import RunConfig
+from residua.config.settings import ConfigError
+from residua.model import decoder, plugin_rules
+from residua.model.norm import NORMS as KNOWN_NORMS
+from residua.model.norm import Norm, build_norm, register_norm
+from residua.model.plugin_rules import check_part, check_plugins, junctions, normed
+from residua.model.topology import TOPOLOGIES, State, Topology, build_topology, register_topology
+from residua.storage.run import read_metrics
+from residua.train.start import check_model
+from tests.model.combinations import NORMS
+from tests.model.depth import SMALL
+from tests.model.small import small
+from tests.trained import residua as run_verb
+from tests.trained import train_run
+
+
+class OwnChoice(TopologyChoice):
+    kind: Literal["own"] = "own"
+    fault: str = ""
+
+
+class Own(Topology):
+    """h ← h + gain ⊙ y, with a fault or an oddity that `config.fault` names."""
+
+    def __init__(self, config: OwnChoice, sublayers: int, width: int) -> None:
+        super().__init__()
+        self.fault, self.calls = config.fault, 0
+        self.gain = nn.Parameter(torch.empty(width))
+        self.gate = nn.Parameter(torch.empty(()))
+        self.mixing = nn.Linear(width, width, bias=False)
+        self.register_buffer("scale", torch.empty(2, width), persistent=False)
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        if self.fault != "init":
+            self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.gate)
+        if self.fault != "parameter":
+            nn.init.ones_(self.gain)
+        nn.init.ones_(self.scale if self.fault != "half a buffer" else self.scale[:1])
+
+    def open(self, x: Tensor) -> tuple[Tensor, State]:
+        return x, (x,)
+
+    def step(self, k: int, y: Tensor, state: State) -> Any:
+        self.calls += 1
+        h = state[0] + self.gain * self.scale[0] * y
+        faults = {
+            "future": lambda: h + self.gate * h.flip(1).cumsum(1).flip(1),
+            "past": lambda: h + self.gate * h.cumsum(1),
+            "rows": lambda: h + self.gate * h.mean(0, keepdim=True),
+            "calls": lambda: h * self.calls,
+            "shape": lambda: h[:, :-1],
+            "dropout": lambda: nn.functional.dropout(h, 0.5),
+            "matrix": lambda: self.mixing(h),
+            "in place": lambda: y.add_(h),
+            "not a number": lambda: h * float("nan"),
+            "wide": lambda: h.double(),
+        }
+        h = faults.get(self.fault, lambda: h)()
+        states = {"tensor": h, "list": [h], "nested": ((h,),)}
+        if self.fault == "raises":
+            raise RuntimeError("only on a GPU")
+        return h if self.fault == "no state" else (h, states.get(self.fault, (h,)))
+
+
+class OwnNormChoice(NormChoice):
+    kind: Literal["own_norm"] = "own_norm"
+    fault: str = ""
+
+
+class OwnNorm(Norm):
+    def __init__(self, config: OwnNormChoice, width: int) -> None:
+        super().__init__()
+        self.fault = config.fault
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def reset_parameters(self) -> None:
+        if self.fault != "parameter":
+            nn.init.ones_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        dims = {"future": (1, 2), "shape": 1}.get(self.fault, 2)
+        y = self.weight * x / x.abs().mean(dims, keepdim=True)
+        return y.sum(1) if self.fault == "shape" else y
+
+
+@pytest.fixture(scope="module", autouse=True)
+def registered() -> Iterator[None]:
+    register_topology(OwnChoice, Own)
+    register_norm(OwnNormChoice, OwnNorm)
+    yield
+    for root, built, choice in ((TopologyChoice, TOPOLOGIES, OwnChoice), (NormChoice, KNOWN_NORMS, OwnNormChoice)):
+        del family._MEMBERS[root][choice.model_fields["kind"].default], built[choice]
+        family._ADAPTERS.pop(root, None)
+
+
+def own(fault: str) -> dict[str, str]:
+    return {"kind": "own", "fault": fault}
+
+
+FAULTS = {
+    "tensor": "`step` returns a tensor of shape .* as the state: return a tuple of tensors",
+    "list": "`step` returns a list as the state: return a tuple of tensors",
+    "nested": "`step` returns a state with a tuple in it: return a flat tuple of tensors",
+    "no state": "`step` returns a tensor of shape .*: return the next input and the state",
+    "shape": r"`step` returns a tensor of shape \(2, 3, 16\) for a tensor of shape \(2, 4, 16\)",
+    "parameter": "`reset_parameters` leaves gain unfilled: fill every parameter and buffer",
+    "half a buffer": "`reset_parameters` leaves scale unfilled: fill every parameter and buffer",
+    "init": r"`__init__` leaves gain, gate, scale unfilled: end it with self.reset_parameters\(\)",
+    "future": "changes when another token of the sequence does",
+    "past": "changes when another token of the sequence does",
+    "rows": "changes when another sequence of the batch does",
+    "calls": "two calls with the same tensors return different ones",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_topology_that_breaks_a_rule_is_refused_in_one_sentence(fault: str) -> None:
+    config = small(topology=own(fault))
+    sentence = rf"^the topology 'own' of the plugin {__name__} breaks a rule of docs/extend.md: .*{FAULTS[fault]}.*\.$"
+    for refused in (lambda: residua.build(config), lambda: check_model(RunConfig(model=config))):
+        with pytest.raises(ConfigError, match=sentence):
+            refused()
+
+
+@pytest.mark.parametrize("fault", ["future", "parameter", "shape"])
+def test_a_norm_that_breaks_a_rule_is_refused_too(fault: str) -> None:
+    reason = (
+        FAULTS[fault] if fault == "future" else {"parameter": "leaves weight unfilled", "shape": "`forward`"}[fault]
+    )
+    with pytest.raises(ConfigError, match=f"^the norm 'own_norm' of the plugin {__name__} breaks.*{reason}"):
+        check_plugins(small(norm={"kind": "own_norm", "fault": fault}))
+
+
+@pytest.mark.parametrize("oddity", ["", "dropout", "matrix", "in place", "not a number", "wide"])
+def test_unusual_plugins_that_keep_the_rules_are_tried_and_pass(oddity: str) -> None:
+    config = OwnChoice(fault=oddity)
+    check_part(partial(build_topology, config, 6, 16), junctions, (7, 2, 4, 16))
+    residua.build(small(topology=own(oddity), norm={"kind": "own_norm"}))
+
+
+@pytest.mark.parametrize("width", [16, 33])
+@pytest.mark.parametrize("name", SMALL)
+def test_built_in_topologies_keep_the_rules_of_plugins(name: str, width: int) -> None:
+    check_part(partial(build_topology, SMALL[name], 6, width), junctions, (7, 2, 4, width))
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_built_in_norms_keep_the_rules_of_plugins(name: str) -> None:
+    check_part(partial(build_norm, NormChoice.choose(NORMS[name]), 16), normed, (7, 2, 4, 16))
+
+
+def test_an_error_of_the_plugin_itself_is_left_to_the_run() -> None:
+    """It may need a GPU; if it is a mistake, training ends with it and its traceback."""
+    model = residua.build(small(topology=own("raises")))
+    with pytest.raises(RuntimeError, match="only on a GPU"):
+        model(torch.zeros(1, 4, dtype=torch.int64))
+
+
+def test_what_is_built_in_or_too_large_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+    monkeypatch.setattr(plugin_rules, "_try", lambda *arguments: tried.append(arguments))
+    check_plugins(small())
+    assert not tried
+    check_plugins(small(topology=own("")))
+    assert len(tried) == 1
+    monkeypatch.setattr(plugin_rules, "LARGEST", 100)
+    check_plugins(small(topology=own("")))
+    assert len(tried) == 1
+
+
+def test_the_random_numbers_and_the_weights_stay_as_they_were() -> None:
+    config = small(topology=own(""), norm={"kind": "own_norm"})
+    torch.manual_seed(3)
+    unchecked, after = decoder.build(config), torch.rand(3)
+    torch.manual_seed(3)
+    checked = residua.build(config)
+    assert torch.equal(torch.rand(3), after)
+    assert all(map(torch.equal, checked.state_dict().values(), unchecked.state_dict().values()))
+    with torch.device("meta"):
+        assert residua.build(config).embed.weight.is_meta
+
+
+@pytest.mark.slow
+def test_training_is_the_same_with_and_without_the_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    losses = []
+    for name in ("checked", "unchecked"):
+        (tmp_path / name).mkdir()
+        run = train_run(tmp_path / name, topology=own("dropout"), norm={"kind": "own_norm"})
+        losses.append([row["loss"] for row in read_metrics(run / "metrics.jsonl") if "loss" in row])
+        monkeypatch.setattr("residua.train.start.check_plugins", lambda config: None)
+    assert losses[0] and losses[0] == losses[1]
+
+
+@pytest.mark.slow
+def test_train_and_compare_refuse_before_they_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    config = train_run(tmp_path, topology=own("")) / "config.toml"
+    leaking = "model.topology.fault=future"
+    assert run_verb(monkeypatch, "train", config, leaking, "--out", tmp_path / "out") == 2
+    assert "changes when another token" in capsys.readouterr().err
+    how = ("--base", config, "--match", "none", "--set", leaking, "--out", tmp_path / "out")
+    assert run_verb(monkeypatch, "compare", "base", "prenorm", *how) == 2
+    assert "residua: variant 'base': the topology 'own' of the plugin" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
