@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from residua.config.model import ModelConfig
 from residua.config.settings import ConfigError
-from residua.model.decoder import Decoder, reset
+from residua.model.decoder import Decoder
 from residua.model.decoder import build as build_decoder
 from residua.model.norm import build_norm
 from residua.model.topology import State, build_topology
@@ -88,20 +88,14 @@ def _poison(tensor: Tensor) -> Tensor:
 
 
 def _filled(make: Callable[[], nn.Module]) -> nn.Module:
-    """The part, once `__init__` and `reset_parameters` are seen to fill all of it."""
+    """The part, once `__init__` is seen to fill all of it, by itself or by `reset_parameters`."""
     with _Poisoned():
         part = make()
-    left = _unfilled(part)
-    for _, tensor in _tensors(part):
-        _poison(tensor)
-    reset(part)
     if names := _unfilled(part):
         raise _Breach(
-            f"`reset_parameters` leaves {names} unfilled: fill every parameter and buffer in the `reset_parameters` of "
-            "the module that has it"
+            f"{names} is left unfilled: fill every parameter and buffer in the `reset_parameters` of the module that "
+            "has it, and end `__init__` with self.reset_parameters()"
         )
-    if left:
-        raise _Breach(f"`__init__` leaves {left} unfilled: end it with self.reset_parameters()")
     return part
 
 
