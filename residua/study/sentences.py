@@ -207,7 +207,8 @@ def dataset_sentence(result: StudyResult) -> str:
     if facts is None:
         return ""
     losses = [row.loss.value for row in result.rows(size) if row.loss is not None]
-    below = facts.unigram_entropy - max(losses) if losses else 0.0
+    gap = facts.unigram_entropy - max(losses) if losses else 0.0
+    below = math.floor(100 * round(gap, 6)) / 100  # 'at least' is never rounded up
     learned = f"; every variant{at_size(size, result)} ends at least {below:.2f} below it" if below > 0 else ""
     return (
         f"Unigram entropy of the validation text: {facts.unigram_entropy:.4f} nats per token "

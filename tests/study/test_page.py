@@ -144,6 +144,14 @@ def test_a_gain_that_only_the_ladder_shows_is_said_beside_the_difference_that_is
     assert "block_attnres: no difference shown (Δ -0.0200, " in verdict(neither.variants[1], neither)
 
 
+def test_how_far_every_variant_is_below_the_unigram_entropy_is_not_rounded_up() -> None:
+    result = pretended(2).result
+    assert result.dataset is not None
+    entropy = max(row.loss.value for row in result.variants if row.loss) + 0.1452
+    known = result.model_copy(update={"dataset": result.dataset.model_copy(update={"unigram_entropy": entropy})})
+    assert "ends at least 0.14 below it" in markdown(known)
+
+
 def test_with_several_sizes_terminal_and_page_say_the_same_and_name_the_size(tmp_path: Path) -> None:
     pretend = pretended(2)
     large = pretend.result.variants
