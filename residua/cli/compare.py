@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -124,7 +125,12 @@ def compare(
     ] = None,
     change: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="SECTION.KEY=VALUE", show_default=False, help="A change to every run."),
+        typer.Option(
+            "--set",
+            metavar="SECTION.KEY=VALUE",
+            show_default=False,
+            help="A change to every run, on top of the study's own.",
+        ),
     ] = None,
     demo: Annotated[bool, typer.Option("--demo", help="Four tiny models on the embedded corpus, in minutes.")] = False,
     plan: Annotated[
@@ -168,14 +174,14 @@ def compare(
         "quantize": None if quantize is None else split_names(quantize),
         "tasks": _tasks(tasks, task_dir, shots, limit), "tune": parse_tune(tune),
     }  # fmt: skip
-    if start is not None:
-        given |= _started(start, given)
     chosen = {key: value for key, value in given.items() if value is not None}
     if what and len(what) == 1 and what[0].endswith(".json"):
-        _show(Path(what[0]), out, console, [*chosen, *(["results"] if results else [])])
+        _show(Path(what[0]), out, console, [*chosen, *(["from"] * bool(start)), *(["results"] * bool(results))])
         return
+    if start is not None:
+        _refuse_other_shapes(chosen)
     folder = Path(what[0]) if what and len(what) == 1 and Path(what[0]).is_dir() else None
-    study = _study(what or [], demo, chosen, folder, results)
+    study = _study(what or [], demo, chosen, start, folder, results)
     _conduct(study, out or folder or Path("runs") / study.name, console, plan, results)
 
 
@@ -196,28 +202,42 @@ def _show(path: Path, out: Path | None, console: Console, given: list[str]) -> N
         console.print(f"\nReport: {(out / 'report.html').resolve()}", soft_wrap=True)
 
 
-def _started(start: Path, given: dict[str, Any]) -> dict[str, Any]:
-    """Options of a study whose variants begin with the weights of a run, and must have their shapes."""
+def _refuse_other_shapes(given: dict[str, Any]) -> None:
+    """Refuse options that give the variants of --from other shapes than the weights have."""
     from residua.config.settings import ConfigError
-    from residua.storage.load import start_changes
 
-    if given["base"] is not None or given["scaling"] is not None:
+    if "base" in given or "scaling" in given:
         raise ConfigError("--from gives the base and its size: leave --base and --sizes out.")
-    if given["match"] not in (None, {"kind": "none"}):
+    if given.get("match", {"kind": "none"}) != {"kind": "none"}:
         raise ConfigError("variants that begin with given weights have their shapes: leave --match out.")
-    base, changes = start_changes(start)
-    return {"base": base, "match": {"kind": "none"}, "set": [*changes, "model.reader_eps=sum", *(given["set"] or [])]}
 
 
 def _study(
-    what: list[str], demo: bool, given: dict[str, Any], folder: Path | None, results: Path | None
+    what: list[str], demo: bool, given: dict[str, Any], start: Path | None, folder: Path | None, results: Path | None
 ) -> StudyConfig:
-    """The demo, a study file, the study of a folder or of a results file, or named variants.
+    """The study that is named, with what the command line changes in it."""
+    from residua.config.settings import of_file
+    from residua.study.config import StudyConfig
+    from residua.study.given import changed, started
 
-    Command-line options override the file.
-    """
-    from residua.config.settings import ConfigError, of_file, read_toml
-    from residua.study.config import DEMO, StudyConfig
+    file, study = _written(what, demo, folder, results)
+    if start is not None:
+        study = started(_without_shapes(study) if demo else study, start)
+    with nullcontext() if file is None else of_file(file):
+        return StudyConfig(**changed(study, given))
+
+
+def _without_shapes(study: dict[str, Any]) -> dict[str, Any]:
+    """The demo for given weights, without its own shapes, which they do not have."""
+    return {**study, "set": [change for change in study["set"] if not change.startswith("model.")]}
+
+
+def _written(
+    what: list[str], demo: bool, folder: Path | None, results: Path | None
+) -> tuple[str | Path | None, dict[str, Any]]:
+    """The demo, a study file, the study of a folder or of a results file, or named variants; and the file it is in."""
+    from residua.config.settings import ConfigError, read_toml
+    from residua.study.config import DEMO
     from residua.study.plan import STARTED, STUDY
     from residua.study.saved import SavedStudy
 
@@ -225,20 +245,18 @@ def _study(
     if demo and what:
         raise ConfigError("--demo has its own variants: give either --demo or names.")
     if demo:
-        return StudyConfig(**{**read_toml(DEMO), **given})
+        return None, read_toml(DEMO)
     if files:
         if len(what) > 1:
             raise ConfigError(f"{files[0]} is a whole study: give either one study file or names of variants.")
-        with of_file(files[0]):
-            return StudyConfig(**{"name": Path(files[0]).stem, **_changed(read_toml(files[0]), given)})
+        return files[0], {"name": Path(files[0]).stem, **read_toml(files[0])}
     if folder is not None:
         file = folder / (STARTED if (folder / STARTED).exists() else STUDY)
         if not file.exists():
             raise ConfigError(f"{folder} holds no study (no {STUDY}): name the study file it was made from.")
-        with of_file(file):
-            return StudyConfig(**_changed(read_toml(file), given))
+        return file, read_toml(file)
     if not what and results is not None and results.exists():
-        return StudyConfig(**_changed(SavedStudy.read(results).study, given))
+        return None, SavedStudy.read(results).study
     if not what and results is not None:
         raise ConfigError(
             f"{results} does not exist, so there is no study to continue: name its variants, or another file."
@@ -246,13 +264,7 @@ def _study(
     _refuse_other_words(what)
     if len(what) < 2:
         raise ConfigError("name two variants or more, a study file, or --demo; `residua compare --list` has the names.")
-    return StudyConfig(variants=what, **given)
-
-
-def _changed(study: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """A study that was written down, with what the command line says; bases named there replace those it keeps."""
-    kept = {key: value for key, value in study.items() if key != "bases" or not {"base", "scaling"} & given.keys()}
-    return {**kept, **given}
+    return None, {"variants": what}
 
 
 def _refuse_other_words(what: list[str]) -> None:
