@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Literal
 
@@ -98,6 +101,36 @@ def start_changes(run: Path) -> tuple[str, list[str]]:
     if (own := own_tokenizer(at)) is not None:
         changes.append(f"data.tokenizer={json.dumps(str(own))}")
     return str(at / "config.toml"), changes
+
+
+def weights_fingerprint(folder: str | Path) -> str | None:
+    """Identifies the weights that `load` would read, wherever the folder is: their files' bytes.
+
+    None if they are not there. A process reads unchanged files once.
+    """
+    with suppress(ValueError, OSError):
+        files = _weight_files(Path(folder))
+        return _digest(*((file, file.stat().st_size, file.stat().st_mtime_ns) for file in files)) if files else None
+    return None
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The files with the weights of a run's last checkpoint, or of a folder that holds one model."""
+    if not (folder / "config.toml").exists() or find_reader(folder) is not None:
+        return sorted(folder.glob("*.safetensors"))
+    checkpoint = _choose(folder, "last").path
+    shards = checkpoint / SHARDS
+    return sorted(shards.glob("*.safetensors")) if shards.is_dir() else [inside(checkpoint, WEIGHTS)]
+
+
+@cache
+def _digest(*files: tuple[Path, int, int]) -> str:
+    """Of files by path, size and time of their last change."""
+    whole = hashlib.sha256()
+    for path, _, _ in files:
+        with path.open("rb") as file:
+            whole.update(hashlib.file_digest(file, "sha256").digest())
+    return whole.hexdigest()[:16]
 
 
 def own_tokenizer(run: Path) -> Path | None:

@@ -135,6 +135,11 @@ class Run:
         write_atomically(self.folder / "config.toml", self.config.to_toml())
         write_atomically(self.folder / ENVIRONMENT, json.dumps({**environment, "sessions": sessions}, indent=1) + "\n")
 
+    def recorded(self, key: str) -> Any:
+        """What environment.json of an earlier session says under this key; None if nothing."""
+        path = inside(self.folder, ENVIRONMENT)
+        return read_json(path, dict[str, Any], _GO_ON).get(key) if path.exists() else None
+
     def _sessions(self) -> list[dict[str, Any]]:
         """The earlier sessions in environment.json."""
         path = inside(self.folder, ENVIRONMENT)

@@ -20,7 +20,7 @@ from residua.report.plain import outcome
 from residua.study import sentences
 from residua.study.config import StudyConfig
 from residua.study.diagnosed import SIDE_BY_SIDE, diagnose_runs
-from residua.study.extend import Extended, alone, extend, extend_sentences, with_earlier
+from residua.study.extend import Extended, alone, extend, extend_sentences, refuse_other_weights, with_earlier
 from residua.study.outliers import measure_outliers
 from residua.study.page import Supplement, study_page
 from residua.study.picture import picture
@@ -120,6 +120,7 @@ def begin(study: StudyConfig, out: Path, console: Console, results: Path | None,
     announce(console, study, plan)
     whole = _whole(study, plan, out, dataset, results)
     check_folders((*whole.new.settled, *plan.trials))
+    refuse_other_weights(whole, results)
     told = left_out_sentences(whole.study, out)
     if results is not None and whole.known:
         if questions is not None:

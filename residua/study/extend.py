@@ -12,11 +12,13 @@ from pathlib import Path
 from residua.config.run import RunConfig, settings
 from residua.config.settings import ConfigError, Frozen
 from residua.reading import counted, shown
+from residua.storage.load import weights_fingerprint
 from residua.study.config import StudyConfig, Tasks
 from residua.study.plan import STUDY, PlannedRun, StudyPlan
-from residua.study.runs import RunRecord, is_complete, read_run
+from residua.study.runs import RunRecord, is_complete, read_environment, read_run
 from residua.study.saved import SavedStudy, Timings
 from residua.study.trials import PLACE
+from residua.train.environment import START
 from residua.version import MATHEMATICS
 
 
@@ -60,10 +62,11 @@ def extend(path: Path, study: StudyConfig, plan: StudyPlan, fingerprint: str, ou
         )
     merged = _merged(path, saved.config, study)
     before = saved.plan(out, next(iter(plan.models.values())).config.data.path)
+    kept = saved.records(before)
+    moved = _moved_starts(kept, plan)
     for key, model in before.models.items():
         if key in plan.models:
-            _check_model(path, key, model.config, plan.models[key].config)
-    kept = saved.records(before)
+            _check_model(path, key, model.config, plan.models[key].config, _START * (key in moved))
     asked = {_place(run): run for run in plan.runs}
     # A saved run that this study asks for takes the study's own PlannedRun, and so its place in the plan.
     known = {asked.get(_place(run), run): record for run, record in kept.items()}
@@ -73,6 +76,24 @@ def extend(path: Path, study: StudyConfig, plan: StudyPlan, fingerprint: str, ou
     rates = {(rate.size, rate.variant): rate for rate in (*before.tuned, *plan.tuned)}
     whole = StudyPlan(models, (*others, *plan.runs), plan.text_tokens, tuple(rates.values()), plan.trials)
     return Extended(merged, whole, known, saved.timings, plan.runs, saved.commands)
+
+
+def refuse_other_weights(whole: Extended, results: Path | None) -> None:
+    """Refuse to train the rest of a study whose other runs began with weights that have changed since."""
+    runs = (*whole.plan.runs, *whole.plan.trials)
+    if all(run in whole.known or is_complete(run.folder, run.config) for run in runs):
+        return
+    for run in runs:
+        start, saved = whole.plan.models[run.size, run.variant].config.train.start, whole.known.get(run)
+        began = (read_environment(run.folder) if saved is None else saved.environment).get(START)
+        now = None if start is None or began is None else weights_fingerprint(start)
+        if now is not None and now != began:
+            where = f"{run.folder}" if saved is None else f"{run.title} of {results}"
+            otherwise = "choose another --out" if saved is None else "name another file for --results"
+            raise ConfigError(
+                f"{where} began with other weights than {start} holds now (fingerprint {began}, now {now}): restore "
+                f"those weights, or {otherwise}."
+            )
 
 
 def extend_sentences(path: Path, extended: Extended) -> list[str]:
@@ -164,10 +185,28 @@ def _scaling(path: Path, before: StudyConfig, study: StudyConfig) -> dict[str, o
 
 
 _OF_A_RUN = ("data.seed", "train.seed")
+_START = ("train.start",)
 
 
-def _check_model(path: Path, key: tuple[str, str], saved: RunConfig, planned: RunConfig) -> None:
-    old, new = (settings(config, without=PLACE + _OF_A_RUN) for config in (saved, planned))
+def _moved_starts(kept: dict[PlannedRun, RunRecord], plan: StudyPlan) -> set[tuple[str, str]]:
+    """The models whose saved runs began with the weights that the study names, wherever they are now.
+
+    Weights that are not there contradict nothing: no run can begin with them.
+    """
+    found = set()
+    for run, record in kept.items():
+        key, began = (run.size, run.variant), record.environment.get(START)
+        start = plan.models[key].config.train.start if key in plan.models else None
+        if began is not None and start is not None and weights_fingerprint(start) in (None, began):
+            found.add(key)
+    return found
+
+
+def _check_model(
+    path: Path, key: tuple[str, str], saved: RunConfig, planned: RunConfig, known: tuple[str, ...] = ()
+) -> None:
+    """Refuse a model whose settings differ, but for those `known` to mean the same."""
+    old, new = (settings(config, without=PLACE + _OF_A_RUN + known) for config in (saved, planned))
     for name in {**old, **new}:
         if old.get(name) != new.get(name):
             raise ConfigError(

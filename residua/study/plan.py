@@ -14,11 +14,12 @@ from residua.data import Dataset
 from residua.data.tokenizer import padded_vocabulary
 from residua.files import refuse_blocked
 from residua.model.size import measure
+from residua.storage.load import weights_fingerprint
 from residua.study.config import StudyConfig
 from residua.study.matching import match
 from residua.study.runs import read_environment
 from residua.study.trials import TUNING, TunedRate, rate_changes, rate_title, short_run, tuned_for
-from residua.train.environment import TEXT
+from residua.train.environment import START, TEXT
 from residua.train.start import check_model
 
 RUNS, CONFIGS, LOGS, TIMINGS, LOCK, STUDY = "runs", "configs", "logs", "timings", ".lock", "study.toml"
@@ -158,6 +159,8 @@ def check_folders(runs: Iterable[PlannedRun]) -> None:
         changed = differences(RunConfig.from_toml(written), run.config)
         if "data.path" in changed and _same_text(run):
             del changed["data.path"]
+        if "train.start" in changed and _same_start(run):
+            del changed["train.start"]
         if changed:
             key, (old, new) = next(iter(changed.items()))
             raise ConfigError(
@@ -170,6 +173,12 @@ def _same_text(run: PlannedRun) -> bool:
     """Whether the run in the folder was trained on the text of the planned one, wherever that is now."""
     trained, path = read_environment(run.folder).get(TEXT), run.config.data.path
     return trained is not None and path is not None and trained == Dataset.open(path).fingerprint
+
+
+def _same_start(run: PlannedRun) -> bool:
+    """Whether the run in the folder began with the weights of the planned one, wherever they are now."""
+    began, start = read_environment(run.folder).get(START), run.config.train.start
+    return began is not None and start is not None and began == weights_fingerprint(start)
 
 
 def _models(study: StudyConfig, base: RunConfig) -> dict[str, PlannedModel]:

@@ -28,12 +28,15 @@ from residua.study.results import DatasetFacts
 from residua.study.runs import Accuracies, Inspection, Outliers, QuantizedRun, RunRecord, known
 from residua.study.timing import StepTiming
 from residua.study.trials import TunedRate
+from residua.train.environment import START
 
 FORMAT = "residua-study-results"
 HINT = "restore it, or make it again with --results"
 POINTS = 60
 """Points of a training curve that are kept; validations are all kept."""
-ENVIRONMENT = ("residua", "mathematics", "commit", "python", "torch", "triton", "cuda", "gpu", "processor", "threads")
+ENVIRONMENT = (
+    "residua", "mathematics", "commit", "python", "torch", "triton", "cuda", "gpu", "processor", "threads", START,
+)  # fmt: skip
 
 Timings = Mapping[tuple[str, str], Mapping[str, StepTiming]]
 """By (size, variant), then by device."""

@@ -15,6 +15,8 @@ from residua.version import MATHEMATICS, __version__
 
 TEXT = "text"
 """Where a run's environment has the fingerprint of its text."""
+START = "start"
+"""Where a run's environment has the fingerprint of the weights that it began with (`train.start`)."""
 CPUINFO = Path("/proc/cpuinfo")
 
 

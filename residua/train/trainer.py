@@ -22,9 +22,10 @@ from residua.machine import out_of_memory
 from residua.model.size import measure
 from residua.report.plain import PlainConsole
 from residua.storage.checkpoint import Checkpoint, prune, what_is_left
+from residua.storage.load import weights_fingerprint
 from residua.storage.run import METRICS, Run, read_metrics
 from residua.train.clock import Clock, random_states, set_random_states
-from residua.train.environment import TEXT, describe_environment
+from residua.train.environment import START, TEXT, describe_environment
 from residua.train.health import (
     Interrupted,
     StopSignals,
@@ -118,8 +119,7 @@ class Trainer:
         summarise(self.console, self.config, self.step, self.dataset, self.size, self.done, self.world.describe())
         for line in start_lines(self.config) if self.done == 0 else ():
             self.console.print(f"{'start':<8} {line}", soft_wrap=True, markup=False)
-        about = {**describe_environment(self.device), TEXT: self.dataset.fingerprint}
-        self.run.begin(about, self.done, self.world.stages.take())
+        self.run.begin(self._environment(), self.done, self.world.stages.take())
         for checkpoint, reason in self.skipped.items():
             moved = self.run.set_checkpoint_aside(checkpoint)
             self._notify(f"skipped {checkpoint.path}: {reason}; it is now {moved}")
@@ -144,6 +144,15 @@ class Trainer:
             self.loader.close()
             for sink in self.sinks:
                 sink.close()
+
+    def _environment(self) -> dict[str, Any]:
+        """What the run is trained with: software, hardware, its text, and the weights that it began with."""
+        about = {**describe_environment(self.device), TEXT: self.dataset.fingerprint}
+        start = self.config.train.start
+        if start is None or not self.world.leads:
+            return about
+        began = self.run.recorded(START) if self.done else weights_fingerprint(start)
+        return about if began is None else {**about, START: began}
 
     @contextmanager
     def explained(self) -> Iterator[None]:

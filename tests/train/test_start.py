@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,9 @@ from residua.data import open_corpus, prepare
 from residua.model.kept import Kept
 from residua.quantize import quantize
 from residua.storage.companions import companions
-from residua.storage.load import load
+from residua.storage.load import load, weights_fingerprint
 from residua.storage.run import read_metrics, saved_config
+from residua.train.environment import START
 from residua.train.shared import SharedWorld
 from residua.train.start import check_model, start_lines, starting_model, what_is_kept
 from residua.train.trainer import train
@@ -211,3 +213,15 @@ def test_an_export_is_trained_from_after_an_import(
     changes = ["model.topology=multi_gate", "train.steps=2", "train.schedule.warmup=1", "train.device=cpu"]
     assert residua(monkeypatch, "train", "--from", run, *changes, "data.validation_tokens=128", *options) == 0
     assert validations(tmp_path / "new")[0] == pytest.approx(validations(old)[4], abs=2e-6)
+
+
+def test_a_run_records_the_weights_that_it_began_with_also_when_it_goes_on(data: Path, tmp_path: Path) -> None:
+    train(of(data), tmp_path / "old")
+    config = of(data).override([f"train.start='{tmp_path / 'old'}'"])
+    began = weights_fingerprint(tmp_path / "old")
+    train(config, tmp_path / "new")
+    train(of(data).override(["train.steps=6"]), tmp_path / "old", resume=True)
+    assert weights_fingerprint(tmp_path / "old") != began
+    train(config.override(["train.steps=6"]), tmp_path / "new", resume=True)
+    about = json.loads((tmp_path / "new/environment.json").read_text())
+    assert about[START] == began and len(about["sessions"]) == 2

@@ -1,0 +1,132 @@
+"""A study whose variants begin with given weights knows them by their content, not by their place."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from residua.config.run import RunConfig
+from residua.config.settings import ConfigError
+from residua.data import Dataset
+from residua.storage.load import weights_fingerprint
+from residua.storage.tensors import save_tensors
+from residua.study import StudyConfig
+from residua.study import conduct as conducting
+from residua.study.conduct import conduct
+from residua.study.given import started
+from residua.study.plan import PlannedRun, StudyPlan
+from residua.study.saved import SavedStudy
+from residua.train.environment import START
+from tests.study.conftest import SMALL
+from tests.study.test_saved import Trainer, without_pages
+
+pytestmark = pytest.mark.slow
+
+
+def save_weights(run: Path, step: int, value: float) -> None:
+    """A checkpoint, as far as a study looks at it."""
+    folder = run / "checkpoints" / f"step-{step}"
+    folder.mkdir(parents=True)
+    save_tensors({"weight": torch.full((4,), value)}, folder / "model.safetensors")
+
+
+@pytest.fixture
+def old(tmp_path: Path, dataset: Dataset) -> Path:
+    """The run to begin with."""
+    folder = tmp_path / "old"
+    folder.mkdir()
+    config = RunConfig.find("tiny").override([*SMALL, f"data.path='{dataset.path}'", "model.vocab_size=384"])
+    (folder / "config.toml").write_text(config.to_toml())
+    save_weights(folder, 10, 1.0)
+    return folder
+
+
+class Recorder(Trainer):
+    """A stand-in that also records the weights that a run begins with, as the trainer does."""
+
+    def __call__(self, study: StudyConfig, plan: StudyPlan, out: Path, watcher: Any) -> dict[PlannedRun, str]:
+        new = [run for run in plan.runs if not run.folder.exists()]
+        problems = super().__call__(study, plan, out, watcher)
+        for run in new:
+            path = run.folder / "environment.json"
+            assert run.config.train.start is not None
+            about = {**json.loads(path.read_text()), START: weights_fingerprint(run.config.train.start)}
+            path.write_text(json.dumps(about))
+        return problems
+
+
+@pytest.fixture(autouse=True)
+def trainer(monkeypatch: pytest.MonkeyPatch) -> Trainer:
+    stand_in = Recorder([])
+    monkeypatch.setattr(conducting, "run_plan", stand_in)
+    monkeypatch.setattr(conducting, "summarise", without_pages)
+    return stand_in
+
+
+def _begin(dataset: Dataset, run: Path, *variants: str, **keys: Any) -> StudyConfig:
+    study = {"variants": ["base", *variants], "data": str(dataset.path), "seeds": 1, **keys}
+    return StudyConfig(**started(study, run))
+
+
+@pytest.fixture
+def begin(dataset: Dataset) -> Callable[..., StudyConfig]:
+    return partial(_begin, dataset)
+
+
+def compare(study: StudyConfig, out: Path, results: Path | None = None) -> Any:
+    return conduct(study, out, Console(quiet=True), results).result
+
+
+def test_the_fingerprint_is_of_the_last_checkpoint_and_not_of_its_place(old: Path, tmp_path: Path) -> None:
+    first = weights_fingerprint(old)
+    assert first is not None and weights_fingerprint(old.rename(tmp_path / "moved")) == first
+    save_weights(tmp_path / "moved", 20, 2.0)
+    assert weights_fingerprint(tmp_path / "moved") not in (None, first)
+    assert weights_fingerprint(old) is None
+
+
+def test_weights_that_changed_are_refused_in_a_folder(
+    old: Path, tmp_path: Path, begin: Callable[..., StudyConfig], trainer: Trainer
+) -> None:
+    compare(begin(old), tmp_path / "study")
+    save_weights(old, 20, 2.0)
+    with pytest.raises(ConfigError, match=f"base-seed0 began with other weights than {old} holds now .* --out"):
+        compare(begin(old, "mgr"), tmp_path / "study")
+    assert trainer.trained == ["base-seed0"]
+
+
+def test_a_complete_study_can_be_shown_again_when_the_weights_changed(
+    old: Path, tmp_path: Path, begin: Callable[..., StudyConfig]
+) -> None:
+    compare(begin(old), tmp_path / "study")
+    save_weights(old, 20, 2.0)
+    assert compare(begin(old), tmp_path / "study").runs[0].status == "complete"
+
+
+def test_weights_that_changed_are_refused_in_a_results_file(
+    old: Path, tmp_path: Path, begin: Callable[..., StudyConfig]
+) -> None:
+    kept = tmp_path / "x.json"
+    compare(begin(old), tmp_path / "study", kept)
+    assert SavedStudy.read(kept).environments[0][START] == weights_fingerprint(old)
+    save_weights(old, 20, 2.0)
+    with pytest.raises(ConfigError, match=r"base-seed0 of .*x\.json began with other weights .* for --results"):
+        compare(begin(old, "mgr"), tmp_path / "other", kept)
+
+
+def test_a_folder_that_recorded_no_weights_goes_on(
+    old: Path, tmp_path: Path, begin: Callable[..., StudyConfig], trainer: Trainer
+) -> None:
+    compare(begin(old), tmp_path / "study")
+    path = tmp_path / "study/runs/base-seed0/environment.json"
+    path.write_text(json.dumps({key: value for key, value in json.loads(path.read_text()).items() if key != START}))
+    save_weights(old, 20, 2.0)
+    compare(begin(old, "mgr"), tmp_path / "study")
+    assert trainer.trained == ["base-seed0", "mgr-seed0"]
