@@ -181,8 +181,29 @@ def compare(
     if start is not None:
         _refuse_other_shapes(chosen)
     folder = Path(what[0]) if what and len(what) == 1 and Path(what[0]).is_dir() else None
+    if folder is not None and results is None and out in (None, folder):
+        results = _remembered(folder, console)
     study = _study(what or [], demo, chosen, start, folder, results)
     _conduct(study, out or folder or Path("runs") / study.name, console, plan, results)
+
+
+def _remembered(folder: Path, console: Console) -> Path | None:
+    """The results file that a folder's study was extended by; tells if it is used, or is gone."""
+    from rich.text import Text
+
+    from residua.study.remembered import remembered_results
+
+    found = remembered_results(folder)
+    if found is None:
+        return None
+    there = found.is_file()
+    told = (
+        f"{folder} goes on with its results file {found}, as if --results named it."
+        if there
+        else f"{found}, the results file of {folder}, is gone: runs that only it had are trained again."
+    )
+    console.print(Text(f"• {told}"), soft_wrap=True)
+    return found if there else None
 
 
 def _show(path: Path, out: Path | None, console: Console, given: list[str]) -> None:

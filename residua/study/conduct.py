@@ -41,6 +41,7 @@ from residua.study.plan import (
 from residua.study.plots import Records
 from residua.study.progress import LiveProgress
 from residua.study.quantized import measure_runs
+from residua.study.remembered import remember_results
 from residua.study.results import DatasetFacts, StudyResult, collect
 from residua.study.runner import own_results, run_plan, threads_per_run
 from residua.study.runs import RunRecord, is_complete, read_run
@@ -83,13 +84,14 @@ def conduct(
     """Train the incomplete runs, then write study.toml, results.json, results.md and report.html into `out`.
 
     The numbers are also kept in the file `results`, after every run. If it exists, the study extends it: runs in it are
-    not trained again. No other study may write it meanwhile. `command` is recorded there. `supplement` adds to the page
-    and to results.md. What an earlier study in `out` measured in low precision or on tasks is kept, and so are the
-    learning rates that it chose.
+    not trained again. No other study may write it meanwhile, and `out` remembers where it is. `command` is recorded
+    there. `supplement` adds to the page and to results.md. What an earlier study in `out` measured in low precision or
+    on tasks is kept, and so are the learning rates that it chose.
     """
     with own_results(results):
         study = with_bases(with_earlier(study, out))
         keeper = begin(study, out, console, results, command)
+        remember_results(out, results)
         if keeper.whole.plan.trials:
             _tune(study, keeper.whole.plan, out, console)
             keeper = keeper.planned_again(study)

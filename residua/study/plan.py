@@ -25,8 +25,10 @@ from residua.train.start import check_model
 RUNS, CONFIGS, LOGS, TIMINGS, LOCK, STUDY = "runs", "configs", "logs", "timings", ".lock", "study.toml"
 STARTED = "started.toml"
 """The study while it trains. study.toml replaces it at the end: what that file asks for was measured."""
+EXTENDED = "extended.json"
+"""Where a study's folder has the place of its results file."""
 # What an interrupted study leaves in its folder, beside started.toml.
-_BEGUN = (RUNS, CONFIGS, LOGS, LOCK, TIMINGS, TUNING, "diagnosis")
+_BEGUN = (RUNS, CONFIGS, LOGS, LOCK, TIMINGS, TUNING, EXTENDED, "diagnosis")
 _RUN = re.compile(r"(.+?)(-(lr)?[\d.]+x)?-seed\d+")
 """The folder of a run: its model, and the budget or the rate that it may have."""
 
