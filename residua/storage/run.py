@@ -92,6 +92,8 @@ class Run:
                 "keep train.accumulate × train.micro_batch as it was, or start a new run in another --out."
             )
         for key, (before, after) in changes.items():
+            if key == "data.tokenizer" and config.data.path is not None:
+                continue  # its prepared text has its own, which checkpoints check
             if key.startswith(_FIXED):
                 raise ConfigError(
                     f"{key} was {before!r} when {folder} was started and is {after!r} now: "

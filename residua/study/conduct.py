@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from residua.config.settings import ConfigError
 from residua.data import Dataset, unigram_entropy
 from residua.data.source import find_data, open_data
 from residua.files import write_atomically
@@ -20,7 +21,15 @@ from residua.report.plain import outcome
 from residua.study import sentences
 from residua.study.config import StudyConfig
 from residua.study.diagnosed import SIDE_BY_SIDE, diagnose_runs
-from residua.study.extend import Extended, alone, extend, extend_sentences, refuse_other_weights, with_earlier
+from residua.study.extend import (
+    Extended,
+    alone,
+    extend,
+    extend_sentences,
+    missing_weights,
+    refuse_other_weights,
+    settled,
+)
 from residua.study.outliers import measure_outliers
 from residua.study.page import Supplement, study_page
 from residua.study.picture import picture
@@ -36,7 +45,6 @@ from residua.study.plan import (
     refuse_strangers,
     same_sentences,
     undone_sentences,
-    with_bases,
 )
 from residua.study.plots import Records
 from residua.study.progress import LiveProgress
@@ -89,8 +97,10 @@ def conduct(
     on tasks is kept, and so are the learning rates that it chose.
     """
     with own_results(results):
-        study = with_bases(with_earlier(study, out))
+        study = settled(study, out, results)
         keeper = begin(study, out, console, results, command)
+        if missing := missing_weights(keeper.whole):
+            raise ConfigError(missing)
         remember_results(out, results)
         if keeper.whole.plan.trials:
             _tune(study, keeper.whole.plan, out, console)
@@ -121,8 +131,8 @@ def begin(study: StudyConfig, out: Path, console: Console, results: Path | None,
     check_tokenizer(first, open_data(first))  # once here, not in every run
     announce(console, study, plan)
     whole = _whole(study, plan, out, dataset, results)
-    check_folders((*whole.new.settled, *plan.trials))
     refuse_other_weights(whole, results)
+    check_folders((*whole.new.settled, *plan.trials))
     told = left_out_sentences(whole.study, out)
     if results is not None and whole.known:
         if questions is not None:

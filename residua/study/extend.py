@@ -7,14 +7,17 @@ configurations are equal in every key but those of PLACE. The same names with an
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from residua.config.run import RunConfig, settings
 from residua.config.settings import ConfigError, Frozen
 from residua.reading import counted, shown
 from residua.storage.load import weights_fingerprint
 from residua.study.config import StudyConfig, Tasks
-from residua.study.plan import STUDY, PlannedRun, StudyPlan
+from residua.study.places import found_here, name_bases, same_place
+from residua.study.plan import STARTED, STUDY, PlannedRun, StudyPlan
 from residua.study.runs import RunRecord, is_complete, read_environment, read_run
 from residua.study.saved import SavedStudy, Timings
 from residua.study.trials import PLACE
@@ -41,6 +44,16 @@ class Extended:
         """The runs that are not saved."""
         return replace(self.plan, runs=tuple(run for run in self.plan.runs if run not in self.known))
 
+    @cached_property
+    def left(self) -> tuple[PlannedRun, ...]:
+        """The runs, with trials of learning rates, that were left to train when this was first asked."""
+        runs = (*self.new.runs, *self.plan.trials)
+        return tuple(run for run in runs if not is_complete(run.folder, run.config))
+
+    def start_of(self, run: PlannedRun) -> str | None:
+        """Where this study has the weights that a run begins with."""
+        return self.plan.models[run.size, run.variant].config.train.start
+
 
 def alone(study: StudyConfig, plan: StudyPlan) -> Extended:
     """A study by itself."""
@@ -66,7 +79,7 @@ def extend(path: Path, study: StudyConfig, plan: StudyPlan, fingerprint: str, ou
     moved = _moved_starts(kept, plan)
     for key, model in before.models.items():
         if key in plan.models:
-            _check_model(path, key, model.config, plan.models[key].config, _START * (key in moved))
+            _check_model(path, key, model.config, plan.models[key].config, key in moved)
     asked = {_place(run): run for run in plan.runs}
     # A saved run that this study asks for takes the study's own PlannedRun, and so its place in the plan.
     known = {asked.get(_place(run), run): record for run, record in kept.items()}
@@ -80,11 +93,10 @@ def extend(path: Path, study: StudyConfig, plan: StudyPlan, fingerprint: str, ou
 
 def refuse_other_weights(whole: Extended, results: Path | None) -> None:
     """Refuse to train the rest of a study whose other runs began with weights that have changed since."""
-    runs = (*whole.plan.runs, *whole.plan.trials)
-    if all(run in whole.known or is_complete(run.folder, run.config) for run in runs):
+    if not whole.left:
         return
-    for run in runs:
-        start, saved = whole.plan.models[run.size, run.variant].config.train.start, whole.known.get(run)
+    for run in (*whole.plan.runs, *whole.plan.trials):
+        start, saved = whole.start_of(run), whole.known.get(run)
         began = (read_environment(run.folder) if saved is None else saved.environment).get(START)
         now = None if start is None or began is None else weights_fingerprint(start)
         if now is not None and now != began:
@@ -94,6 +106,19 @@ def refuse_other_weights(whole: Extended, results: Path | None) -> None:
                 f"{where} began with other weights than {start} holds now (fingerprint {began}, now {now}): restore "
                 f"those weights, or {otherwise}."
             )
+
+
+def missing_weights(whole: Extended) -> str:
+    """A sentence if runs that are left to train have no weights to begin with; else empty."""
+    starts = dict.fromkeys(start for run in whole.left if (start := whole.start_of(run)) is not None)
+    missing = next((start for start in starts if weights_fingerprint(start) is None), None)
+    if missing is None:
+        return ""
+    are = "run is" if len(whole.left) == 1 else "runs are"
+    return (
+        f"{missing} holds no weights to begin with, and {len(whole.left)} {are} left to train: name the run that has "
+        "them with --from."
+    )
 
 
 def extend_sentences(path: Path, extended: Extended) -> list[str]:
@@ -122,6 +147,20 @@ def with_earlier(study: StudyConfig, out: Path) -> StudyConfig:
     calibration = study.calibration if told else earlier.calibration
     kept = {"tasks": both_tasks(earlier.tasks, study.tasks), "tune": study.tune or earlier.tune}
     return study.model_copy(update={"quantize": recipes, "calibration": calibration, **kept})
+
+
+def settled(study: StudyConfig, out: Path, results: Path | None = None) -> StudyConfig:
+    """The study as it begins: with what an earlier one in its folder measured, and its files by content.
+
+    Bases are called as the results file or the folder calls the same content.
+    """
+    known: dict[str, dict[str, Any]] = {}
+    for file in (out / STUDY, out / STARTED):
+        if file.exists():
+            known |= StudyConfig.from_toml(file).bases or {}
+    if results is not None and results.exists():
+        known = {**(SavedStudy.read(results).config.bases or {}), **known}
+    return name_bases(with_earlier(study, out), known).model_copy(update={"set": found_here(study.set)})
 
 
 def both_tasks(earlier: Tasks | None, tasks: Tasks | None) -> Tasks | None:
@@ -175,6 +214,11 @@ def _differing(key: str, old: object, new: object) -> tuple[str, str, str]:
 def _scaling(path: Path, before: StudyConfig, study: StudyConfig) -> dict[str, object] | None:
     if before.scaling is None and study.scaling is None and before.base == study.base:
         return None
+    if before.scaling is None and study.scaling is None:
+        raise ConfigError(
+            f"{path} compares variants of {before.base} and this study those of {study.base}, which is another run: "
+            "begin with the same one, or name another file for --results."
+        )
     rules = [s.scaling.tokens_per_parameter if s.scaling else None for s in (before, study)]
     if before.scaling is None or study.scaling is None or rules[0] != rules[1]:
         raise ConfigError(
@@ -202,11 +246,10 @@ def _moved_starts(kept: dict[PlannedRun, RunRecord], plan: StudyPlan) -> set[tup
     return found
 
 
-def _check_model(
-    path: Path, key: tuple[str, str], saved: RunConfig, planned: RunConfig, known: tuple[str, ...] = ()
-) -> None:
-    """Refuse a model whose settings differ, but for those `known` to mean the same."""
-    old, new = (settings(config, without=PLACE + _OF_A_RUN + known) for config in (saved, planned))
+def _check_model(path: Path, key: tuple[str, str], saved: RunConfig, planned: RunConfig, moved: bool) -> None:
+    """Refuse a model whose settings differ; `moved`: it begins with the same weights, wherever they are."""
+    moved = moved or same_place(saved.train.start, planned.train.start)
+    old, new = (settings(config, without=PLACE + _OF_A_RUN + _START * moved) for config in (saved, planned))
     for name in {**old, **new}:
         if old.get(name) != new.get(name):
             raise ConfigError(

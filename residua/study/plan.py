@@ -129,14 +129,6 @@ def base_run(study: StudyConfig, size: str) -> RunConfig:
         return base.override(list(study.set))
 
 
-def with_bases(study: StudyConfig) -> StudyConfig:
-    """The study with the content of the files that `base` or `sizes` name: it can be continued without them."""
-    kept = study.bases or {}
-    files = [size for size in study.sizes if size.endswith(".toml") and size not in kept]
-    read = {size: RunConfig.find(size).model_dump(mode="json", exclude_none=True) for size in files}
-    return study.model_copy(update={"bases": {**kept, **read}}) if read else study
-
-
 def refuse_strangers(out: Path) -> None:
     """Refuse a folder that holds anything but a study, such as a training run."""
     refuse_blocked(out)
@@ -159,8 +151,8 @@ def check_folders(runs: Iterable[PlannedRun]) -> None:
         if not written.exists():
             continue
         changed = differences(RunConfig.from_toml(written), run.config)
-        if "data.path" in changed and _same_text(run):
-            del changed["data.path"]
+        if {"data.path", "data.tokenizer"} & changed.keys() and _same_text(run):
+            changed = {key: pair for key, pair in changed.items() if key not in ("data.path", "data.tokenizer")}
         if "train.start" in changed and _same_start(run):
             del changed["train.start"]
         if changed:

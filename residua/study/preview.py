@@ -12,15 +12,15 @@ from rich.text import Text
 from residua.reading import counted
 from residua.study.conduct import begin
 from residua.study.config import StudyConfig
-from residua.study.extend import with_earlier
-from residua.study.plan import PlannedRun, StudyPlan, with_bases
+from residua.study.extend import missing_weights, settled
+from residua.study.plan import PlannedRun, StudyPlan
 from residua.study.runner import own_results
 from residua.study.runs import is_complete
 
 
 def preview(study: StudyConfig, out: Path, console: Console, results: Path | None = None) -> None:
     """Announce a study; trains nothing. The file `results` changes only if `out` has complete runs that it lacks."""
-    study = with_bases(with_earlier(study, out))
+    study = settled(study, out, results)
     keeper = begin(study, out, console, results, "")
     whole = keeper.whole
     found = [run for run in whole.new.settled if is_complete(run.folder, run.config)]
@@ -30,6 +30,8 @@ def preview(study: StudyConfig, out: Path, console: Console, results: Path | Non
     tuning = f", after {counted(trials, 'trial')} of learning rates" if trials else ""
     are = "is" if done == 1 else "are"
     console.print(f"{done} of {counted(len(whole.asked), 'run')} {are} complete; {left}{tuning}.", highlight=False)
+    if missing := missing_weights(whole):
+        console.print(Text(f"• {missing}"), soft_wrap=True)
     if results is None:
         return
     if found:

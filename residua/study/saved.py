@@ -23,6 +23,7 @@ from residua.reading import check, read_json, reason, refuse, shown
 from residua.report.figures import evenly
 from residua.study.config import StudyConfig, Tasks
 from residua.study.peaks import Peaks
+from residua.study.places import portable_changes, portable_run
 from residua.study.plan import RUNS, PlannedModel, PlannedRun, StudyPlan, model_title
 from residua.study.results import DatasetFacts
 from residua.study.runs import Accuracies, Inspection, Outliers, QuantizedRun, RunRecord, known
@@ -296,17 +297,13 @@ def save_study(
 
 
 def _without_places(study: StudyConfig) -> StudyConfig:
-    """The study without the places of its bases' texts, which are others on each machine."""
-    kept = {
-        name: base | {"data": {key: value for key, value in base["data"].items() if key != "path"}}
-        for name, base in (study.bases or {}).items()
-    }
-    return study.model_copy(update={"bases": kept or None})
+    """The study without places of files, which are others on each machine."""
+    kept = {name: portable_run(base) for name, base in (study.bases or {}).items()}
+    return study.model_copy(update={"bases": kept or None, "set": portable_changes(study.set)})
 
 
 def _saved_model(key: tuple[str, str], model: PlannedModel, timings: Mapping[str, StepTiming]) -> SavedModel:
-    config = model.config.model_dump(mode="json", exclude_none=True)
-    config["data"].pop("path", None)
+    config = portable_run(model.config.model_dump(mode="json", exclude_none=True))
     size, variant = key
     return SavedModel(
         size=size, variant=variant, overrides=model.overrides, matching=model.matching, parameters=model.parameters,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -22,8 +23,9 @@ from residua.study import conduct as conducting
 from residua.study.conduct import conduct
 from residua.study.given import started
 from residua.study.plan import PlannedRun, StudyPlan
+from residua.study.preview import preview
 from residua.study.saved import SavedStudy
-from residua.train.environment import START
+from residua.train.environment import START, TEXT
 from tests.study.conftest import SMALL
 from tests.study.test_saved import Trainer, without_pages
 
@@ -56,9 +58,10 @@ class Recorder(Trainer):
         problems = super().__call__(study, plan, out, watcher)
         for run in new:
             path = run.folder / "environment.json"
-            assert run.config.train.start is not None
-            about = {**json.loads(path.read_text()), START: weights_fingerprint(run.config.train.start)}
-            path.write_text(json.dumps(about))
+            start, text = run.config.train.start, run.config.data.path
+            assert start is not None and text is not None
+            made_of = {START: weights_fingerprint(start), TEXT: Dataset.open(text).fingerprint}
+            path.write_text(json.dumps({**json.loads(path.read_text()), **made_of}))
         return problems
 
 
@@ -130,3 +133,51 @@ def test_a_folder_that_recorded_no_weights_goes_on(
     save_weights(old, 20, 2.0)
     compare(begin(old, "mgr"), tmp_path / "study")
     assert trainer.trained == ["base-seed0", "mgr-seed0"]
+
+
+def test_a_study_goes_on_where_the_imported_weights_have_another_place(
+    old: Path, tmp_path: Path, dataset: Dataset, begin: Callable[..., StudyConfig], trainer: Trainer
+) -> None:
+    kept = tmp_path / "x.json"
+    (old / "source").mkdir()
+    shutil.copy(dataset.path / "tokenizer.json", old)
+    compare(begin(old), tmp_path / "study", kept)
+    moved = old.rename(tmp_path / "elsewhere")
+    compare(begin(moved, "mgr"), tmp_path / "study")
+    compare(begin(moved, "exoformer"), tmp_path / "fresh", kept)
+    assert trainer.trained == ["base-seed0", "mgr-seed0", "exoformer-seed0"]
+
+
+def test_neither_file_nor_table_names_places_of_this_machine(
+    old: Path, tmp_path: Path, begin: Callable[..., StudyConfig]
+) -> None:
+    kept = tmp_path / "x.json"
+    result = compare(begin(old), tmp_path / "study", kept)
+    assert str(tmp_path) not in kept.read_text()
+    assert [row.size for row in result.variants] == ["old.toml"]
+
+
+def test_a_results_file_goes_on_from_the_folder_that_its_weights_are_in(
+    old: Path, tmp_path: Path, dataset: Dataset, begin: Callable[..., StudyConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    kept = tmp_path / "x.json"
+    compare(begin(old), tmp_path / "study", kept)
+    study = StudyConfig(**{**SavedStudy.read(kept).study, "data": str(dataset.path), "seeds": 2})
+    result = compare(study, tmp_path / "fresh", kept)
+    assert len(result.runs) == 2
+    assert RunConfig.from_toml(tmp_path / "fresh/runs/base-seed1/config.toml").train.start == str(old)
+
+
+def test_a_plan_and_a_study_notice_weights_that_are_not_there(
+    old: Path, tmp_path: Path, begin: Callable[..., StudyConfig], trainer: Trainer
+) -> None:
+    study = begin(old, "mgr")
+    shutil.rmtree(old / "checkpoints")
+    told = f"{old} holds no weights to begin with, and 2 runs are left to train: name the run that has them with --from"
+    console = Console(record=True, width=400)
+    preview(study, tmp_path / "study", console)
+    assert told in console.export_text()
+    with pytest.raises(ConfigError, match=told):
+        compare(study, tmp_path / "study")
+    assert trainer.trained == []

@@ -157,6 +157,15 @@ def test_what_shapes_a_run_cannot_change_when_it_is_resumed(
     assert files(tmp_path / "run") == before
 
 
+def test_a_run_on_prepared_text_can_be_resumed_where_its_tokenizer_has_another_place(
+    config: RunConfig, tmp_path: Path
+) -> None:
+    assert config.data.path is not None
+    train(config, tmp_path / "run", console=QUIET)
+    moved = config.override(["data.tokenizer='elsewhere/tokenizer.json'"])
+    train(moved, tmp_path / "run", resume=True, console=QUIET)
+
+
 def test_a_vocabulary_smaller_than_the_datasets_is_refused(config: RunConfig, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"model\.vocab_size = 100 is smaller .* set model\.vocab_size=257"):
         train(config.override(["model.vocab_size=100"]), tmp_path / "run", console=QUIET)
