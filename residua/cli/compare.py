@@ -241,11 +241,13 @@ def _study(
     from residua.study.config import StudyConfig
     from residua.study.given import changed, started
 
-    file, study = _written(what, demo, folder, results)
+    file, study = _written(what, demo, folder, results, "tasks" in given)
     if start is not None:
         study = started(_without_shapes(study) if demo else study, start)
     with nullcontext() if file is None else of_file(file):
-        return StudyConfig(**changed(study, given))
+        study = changed(study, given)
+        _require_names(study.get("tasks"), given)
+        return StudyConfig(**study)
 
 
 def _without_shapes(study: dict[str, Any]) -> dict[str, Any]:
@@ -254,9 +256,12 @@ def _without_shapes(study: dict[str, Any]) -> dict[str, Any]:
 
 
 def _written(
-    what: list[str], demo: bool, folder: Path | None, results: Path | None
+    what: list[str], demo: bool, folder: Path | None, results: Path | None, asks: bool
 ) -> tuple[str | Path | None, dict[str, Any]]:
-    """The demo, a study file, the study of a folder or of a results file, or named variants; and the file it is in."""
+    """The demo, a study file, the study of a folder or of a results file, or named variants; and the file it is in.
+
+    A results file's tasks are part of its study only if the command `asks` tasks: their files are elsewhere.
+    """
     from residua.config.settings import ConfigError, read_toml
     from residua.study.config import DEMO
     from residua.study.plan import STARTED, STUDY
@@ -270,14 +275,18 @@ def _written(
     if files:
         if len(what) > 1:
             raise ConfigError(f"{files[0]} is a whole study: give either one study file or names of variants.")
-        return files[0], {"name": Path(files[0]).stem, **read_toml(files[0])}
+        study = read_toml(files[0])
+        _refuse_run(files[0], study)
+        return files[0], {"name": Path(files[0]).stem, **study}
     if folder is not None:
         file = folder / (STARTED if (folder / STARTED).exists() else STUDY)
         if not file.exists():
             raise ConfigError(f"{folder} holds no study (no {STUDY}): name the study file it was made from.")
         return file, read_toml(file)
     if not what and results is not None and results.exists():
-        return None, SavedStudy.read(results).study
+        saved = SavedStudy.read(results)
+        named = {} if saved.tasks is None or not asks else {"tasks": saved.tasks.model_dump(exclude_none=True)}
+        return None, {**saved.study, **named}
     if not what and results is not None:
         raise ConfigError(
             f"{results} does not exist, so there is no study to continue: name its variants, or another file."
@@ -288,9 +297,26 @@ def _written(
     return None, {"variants": what}
 
 
+def _refuse_run(file: str, study: dict[str, Any]) -> None:
+    """Refuse the configuration of a run, and a study that extends one."""
+    from residua.config.settings import ConfigError
+
+    if "variants" in study and "extends" in study:
+        raise ConfigError(
+            f"{file}: a study extends nothing: write base = {study['extends']!r}, which its variants change."
+        )
+    if "variants" not in study and ("extends" in study or isinstance(study.get("model"), dict)):
+        raise ConfigError(
+            f"{file} configures a run, not a study: compare variants of it with `residua compare prenorm mgr --base "
+            f"{file}`."
+        )
+
+
 def _refuse_other_words(what: list[str]) -> None:
     """Say what to do with words that are no names of variants."""
     from residua.config.settings import ConfigError
+    from residua.config.variants import is_known
+    from residua.study.plan import STARTED, STUDY
 
     for word in what:
         if word.endswith(".json"):
@@ -299,6 +325,8 @@ def _refuse_other_words(what: list[str]) -> None:
             raise ConfigError(f"{word} is no folder: name the folder of a study, a study file, or variants.")
         if "/" in word:
             raise ConfigError(f"{word} is a path, not a variant: name a study's folder alone, without variants.")
+        if not is_known(word) and any((Path(word) / name).is_file() for name in (STUDY, STARTED)):
+            raise ConfigError(f"{word} is the folder of a study, not a variant: name it alone, without variants.")
         if "," in word:
             names = " ".join(" ".join(what).replace(",", " ").split())
             raise ConfigError(f"{word!r} holds a comma: separate variants by spaces, as in `residua compare {names}`.")
@@ -352,16 +380,18 @@ def _scaling(sizes: str | None, tokens_per_parameter: float | None) -> dict[str,
 
 
 def _tasks(tasks: str | None, folder: Path | None, shots: int | None, limit: int | None) -> dict[str, Any] | None:
-    from residua.config.settings import ConfigError
-
     given = {"folder": None if folder is None else str(folder), "shots": shots, "limit": limit}
     chosen = {key: value for key, value in given.items() if value is not None}
-    if tasks is not None:
-        return {"names": split_names(tasks), **chosen}
-    if chosen:
-        option = {"folder": "--task-dir"}.get(next(iter(chosen)), f"--{next(iter(chosen))}")
+    return {"names": split_names(tasks), **chosen} if tasks is not None else chosen or None
+
+
+def _require_names(tasks: Any, given: dict[str, Any]) -> None:
+    """Refuse options of tasks if neither the command nor the study names any."""
+    from residua.config.settings import ConfigError
+
+    if "tasks" in given and "names" not in tasks:
+        option = {"folder": "--task-dir"}.get(next(iter(tasks)), f"--{next(iter(tasks))}")
         raise ConfigError(f"{option} needs --tasks: name the tasks, or a group such as exoformer.")
-    return None
 
 
 def _budgets(ladder: str | None) -> list[float] | None:

@@ -57,6 +57,8 @@ Seed = Annotated[int, BeforeValidator(number), Field(ge=0, lt=2**63)]
 
 def read_toml(path: str | Path) -> dict[str, Any]:
     """The tables of a TOML file."""
+    if isinstance(path, str) and "\n" in path and "=" in path:
+        reading.refuse("the text of a TOML file stands where a path is expected", "write it to a file, and name that")
     return reading.read_toml(Path(path), "correct it or name another file")
 
 

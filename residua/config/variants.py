@@ -266,6 +266,14 @@ def _refuse_undoing(names: Sequence[str], model: ModelConfig) -> None:
             raise ConfigError(f"{name!r} and {last!r} both set {key}: a variant can have one of them.")
 
 
+def is_known(entry: str) -> bool:
+    """Whether an entry is a known name, or several joined with `+`."""
+    try:
+        return all(_known(name.strip()) for name in entry.split("+"))
+    except ConfigError:
+        return False
+
+
 def _known(name: str) -> Variant:
     if name in KNOWN:
         return KNOWN[name]

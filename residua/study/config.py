@@ -91,6 +91,9 @@ class Tune(Frozen):
             raise ValueError(
                 f"the learning rates to try are {shown(value)}: give a list of multiples, as in [0.5, 1, 2]."
             )
+        if len(value) < 2:
+            named = ", ".join(shown(entry) for entry in value) or "none"
+            raise ValueError(f"the learning rates to try are too few ({named}): give two or more, as in 0.5x, 1x, 2x.")
         return tuple(_multiple(entry) for entry in value)
 
     @field_validator("lr")

@@ -70,8 +70,8 @@ def extend(path: Path, study: StudyConfig, plan: StudyPlan, fingerprint: str, ou
         return alone(study, plan)
     if saved.fingerprint != fingerprint:
         raise ConfigError(
-            f"{path} was trained on another text (fingerprint {saved.fingerprint}, here {fingerprint}): prepare the "
-            "same text in the same way, or name another file for --results."
+            f"{path} was trained on another text (fingerprint {saved.fingerprint}, here {fingerprint}): name the "
+            "folder of the same text, prepared in the same way, with --data, or another file for --results."
         )
     merged = _merged(path, saved.config, study)
     before = saved.plan(out, next(iter(plan.models.values())).config.data.path)

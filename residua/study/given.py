@@ -49,7 +49,14 @@ def _both_tables(own: Any, given: dict[str, Any]) -> Any:
     return {**own, **given} if isinstance(own, dict) else given
 
 
-_JOINED: dict[str, Callable[[Any, Any], Any]] = {"set": _both_sets, "match": _other_rule, "tune": _both_tables}
+def _same_tasks(own: Any, given: dict[str, Any]) -> Any:
+    """The study's tasks asked in another way, unless tasks are named."""
+    return given if "names" in given else _both_tables({"names": own} if isinstance(own, list) else own, given)
+
+
+_JOINED: dict[str, Callable[[Any, Any], Any]] = {
+    "set": _both_sets, "match": _other_rule, "tune": _both_tables, "tasks": _same_tasks,
+}  # fmt: skip
 """How an option joins what the study has under the same key; others replace it."""
 
 

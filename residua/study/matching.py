@@ -64,7 +64,7 @@ def _nearest_width(name: str, model: ModelConfig, target: int, tolerance: float)
         if _off(measure(candidate).parameters, target) <= tolerance:
             return candidate
     raise ConfigError(
-        f"variant {name!r} has {parameters:,} parameters and cannot be brought within {tolerance:.1%} of the "
+        f"variant {name!r} has {parameters:,} parameters and cannot be brought within {100 * tolerance:.3g} % of the "
         f"baseline's {target:,} by changing ffn.hidden = {hidden}: widen the base's ffn.hidden, or set match.kind "
         "to 'none'."
     )

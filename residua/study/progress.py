@@ -12,7 +12,7 @@ from residua.report.plain import outcome
 from residua.report.terminal import clock, remaining
 from residua.storage.checkpoint import checkpoints
 from residua.study.plan import PlannedRun, StudyPlan
-from residua.study.runs import read_run, steps_done
+from residua.study.runs import is_complete, read_run, steps_done
 
 
 class LiveProgress:
@@ -24,7 +24,8 @@ class LiveProgress:
         self._steps = {run: _begins_after(run, step) for run, step in self._logged.items()}
         self._total = sum(run.config.train.steps for run in plan.runs)
         self._start: tuple[float, int] | None = None  # when the first step was reported, and how many were done then
-        self._count, self._ended = len(plan.runs), sum(s >= r.config.train.steps for r, s in self._steps.items())
+        self._count = sum(not is_complete(run.folder, run.config) for run in plan.runs)  # complete ones are not trained
+        self._ended = 0
         self._tasks: dict[PlannedRun, TaskID] = {}
         self._bars = Progress(
             TextColumn("{task.description}", markup=False),

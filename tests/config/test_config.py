@@ -10,8 +10,10 @@ import pytest
 from pydantic import ValidationError
 
 from residua.config.model import ModelConfig
+from residua.config.run import RunConfig
 from residua.config.settings import ConfigError, apply_overrides, merge
 from residua.reading import ReadError
+from residua.study import StudyConfig
 from tests.model.combinations import ROWS, TABLES, config_of, name_of
 from tests.model.small import small
 
@@ -238,3 +240,9 @@ def test_a_file_that_cannot_be_read_is_one_sentence(tmp_path: Path) -> None:
 
 def test_a_config_error_is_a_value_error() -> None:
     assert issubclass(ConfigError, ValueError)
+
+
+@pytest.mark.parametrize("kind", [ModelConfig, RunConfig, StudyConfig])
+def test_the_text_of_a_file_in_place_of_its_path_is_told_in_one_sentence(kind: Any) -> None:
+    with pytest.raises(ValueError, match=r"^the text of a TOML file stands where a path is expected: write it to a f"):
+        kind.from_toml(RunConfig.find("tiny").to_toml())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from residua.cli.compare import app
+from residua.config.run import RunConfig
 from residua.config.settings import ConfigError
 from residua.config.variants import KNOWN
 from residua.data import Dataset
@@ -70,6 +72,10 @@ def test_a_plan_says_what_matching_changes_and_trains_nothing(dataset: Dataset, 
         (["prenorm", "mgr", "--data", "nope"], "^nope does not exist: name a folder made by residua data prepare"),
         (["missing.toml"], r"missing\.toml does not exist"),
         (["prenorm", "study.toml"], "a whole study"),
+        (
+            ["prenorm", "mgr", "--tune", "lr=0.5x"],
+            r"^the learning rates to try are too few \('0\.5x'\): give two or more, as in 0\.5x, 1x, 2x\.$",
+        ),
     ],
 )
 def test_a_mistake_is_answered_in_one_sentence(arguments: list[str], sentence: str, dataset: Dataset) -> None:
@@ -85,6 +91,41 @@ def test_options_go_over_a_study_file(dataset: Dataset, tmp_path: Path) -> None:
     file.write_text(f'base = "tiny"\nvariants = ["prenorm", "mgr"]\nseeds = 5\ndata = "{dataset.path}"\n')
     shown = runner.invoke(app, [str(file), "--seeds", "2", "--plan"], catch_exceptions=False).output
     assert "2 variants × 2 seeds = 4 runs" in shown
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ('extends = "tiny"\n[train]\nsteps = 4\n', "configures a run, not a study: .* mgr --base .*nano"),
+        (RunConfig.find("tiny").to_toml(), "nano.toml configures a run, not a study"),
+        ('extends = "x.toml"\nvariants = ["prenorm", "mgr"]\n', "a study extends nothing: write base = 'x.toml'"),
+    ],
+)
+def test_the_configuration_of_a_run_is_told_from_a_study(tmp_path: Path, content: str, sentence: str) -> None:
+    file = tmp_path / "nano.toml"
+    file.write_text(content)
+    result = runner.invoke(app, [str(file), "--plan"])
+    assert isinstance(result.exception, ConfigError) and re.search(sentence, str(result.exception))
+
+
+def test_a_base_that_extends_a_file_is_refused(tmp_path: Path, dataset: Dataset) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text('extends = "nano.toml"\n')
+    result = runner.invoke(app, ["prenorm", "mgr", "--base", str(file), "--data", str(dataset.path), "--plan"])
+    assert "'nano.toml' is a file, where only a preset can stand" in str(result.exception)
+
+
+def test_a_folder_of_a_study_beside_variants_is_recognised(
+    tmp_path: Path, dataset: Dataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("mine", "mgr"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "study.toml").write_text('variants = ["prenorm", "mgr"]\n')
+    result = runner.invoke(app, ["mine", "prenorm", "--plan"])
+    assert str(result.exception) == "mine is the folder of a study, not a variant: name it alone, without variants."
+    planned = runner.invoke(app, ["prenorm", "mgr", "--data", str(dataset.path), "--plan"], catch_exceptions=False)
+    assert "= 6 runs" in planned.output  # of the variant, not of the folder with its name
 
 
 @pytest.mark.parametrize("stranger", ["config.toml", "quantization.json", "diagnosis.json", "config.json"])

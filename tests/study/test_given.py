@@ -13,8 +13,9 @@ from residua.config.run import RunConfig
 from residua.data import Dataset
 from residua.study import StudyConfig
 from residua.study import preview as previewing
-from residua.study.config import DEMO, MatchDepth, NoMatch, Tune
-from residua.study.plan import base_run
+from residua.study.config import DEMO, MatchDepth, NoMatch, Tasks, Tune
+from residua.study.plan import base_run, make_plan
+from residua.study.saved import save_study
 from tests.study.conftest import SMALL
 
 SHORT = SMALL[5]
@@ -110,6 +111,20 @@ def test_match_keeps_the_tolerance_of_a_file(file: Path, asked: Any) -> None:
 
 def test_tune_keeps_the_share_and_the_seed_of_a_file(file: Path, asked: Any) -> None:
     assert asked(file, "--tune", "lr=1x,4x").tune == Tune(lr=(1, 4), share=0.5, seed=77)
+
+
+def test_the_folder_of_tasks_goes_with_the_tasks_that_a_study_names(
+    file: Path, tmp_path: Path, dataset: Dataset, asked: Any
+) -> None:
+    tasks = {"names": ("colours",), "limit": 5}
+    study = StudyConfig(variants=["prenorm", "mgr"], set=SMALL, data=str(dataset.path), tasks=tasks)
+    file.write_text(study.to_toml())
+    assert asked(file, "--task-dir", "here").tasks == Tasks(**tasks, folder="here")
+    assert asked(file, "--tasks", "arc").tasks == Tasks(names=("arc",))
+    plan = make_plan(study, tmp_path, dataset)
+    save_study(study, plan, {}, dataset.fingerprint, None).write(tmp_path / "x.json")
+    assert asked("--results", tmp_path / "x.json", "--task-dir", "here").tasks == Tasks(**tasks, folder="here")
+    assert asked("--results", tmp_path / "x.json").tasks is None
 
 
 def test_a_set_that_is_no_list_is_still_refused(file: Path, asked: Any) -> None:

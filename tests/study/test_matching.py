@@ -67,3 +67,9 @@ def test_what_cannot_be_matched_is_refused_with_a_sentence() -> None:
     base = ModelConfig.preset("tiny").override(["ffn.hidden=8"])
     with pytest.raises(ConfigError, match=r"variant 'exoformer' has [\d,]+ parameters and cannot be brought within"):
         match("exoformer", exoformer(base), measure(base).parameters, MatchFFN())
+
+
+def test_a_narrow_tolerance_is_told_as_it_is() -> None:
+    model = RunConfig.find("tiny").model
+    with pytest.raises(ConfigError, match=r"cannot be brought within 0\.0001 % of"):
+        match("other", model, measure(model).parameters + 17, MatchFFN(tolerance=1e-6))

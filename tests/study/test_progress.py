@@ -13,6 +13,7 @@ from residua.study import StudyConfig
 from residua.study.plan import PlannedRun, make_plan
 from residua.study.progress import LiveProgress
 from residua.study.runs import latest, steps_done
+from tests.study.recorded import write_run
 
 
 def test_the_latest_row_is_found_before_a_line_that_is_still_being_written(tmp_path: Path) -> None:
@@ -84,3 +85,11 @@ def test_a_continued_run_is_shown_from_its_checkpoint(shown: Shown, logged: int,
 @pytest.mark.parametrize(("seconds", "text"), [(None, "?"), (5.4, "0:05"), (125.0, "2:05"), (3723.0, "1:02:03")])
 def test_clock(seconds: float | None, text: str) -> None:
     assert terminal.clock(seconds) == text
+
+
+def test_runs_that_are_complete_are_not_counted(shown: Shown) -> None:
+    first, second = shown.plan.runs
+    write_run(first, lambda run, step: 4.0)
+    shown.begin()
+    shown.live.started(second, 0)
+    assert shown.at(60.0, second, 1) == "0/1 run"

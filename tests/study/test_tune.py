@@ -230,7 +230,7 @@ def test_the_lowest_loss_wins_and_the_end_of_the_list_is_told(
         ({"lr": [1, 1]}, "use different positive multiples"),
         ({"lr": ["fastx", 1]}, "^the learning rates to try contain .fastx.: write multiples as 0.5x, 1x, 2x"),
         ({"lr": 2}, "give a list of multiples"),
-        ({"lr": [2]}, "tune.lr"),
+        ({"lr": [2]}, "give two or more, as in 0.5x, 1x, 2x"),
         ({"lr": ["fast", "1x"]}, "^the learning rates to try contain .fast.: write multiples as 0.5x, 1x, 2x"),
     ],
 )

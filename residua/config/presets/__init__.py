@@ -35,6 +35,8 @@ def load(name: Any) -> dict[str, Any]:
     """The tables of a preset, merged over those of the preset it extends. `name` may come from a file, as `extends`."""
     if not isinstance(name, str):
         raise ConfigError(f"extends = {shown(name)} should be the name of a preset: `residua presets` lists them.")
+    if name.endswith(".toml") and name not in names():
+        raise ConfigError(f"{name!r} is a file, where only a preset can stand: `residua presets` lists them.")
     if name not in names():
         near = get_close_matches(name, names(), n=1, cutoff=0.4)
         hint = f"did you mean {near[0]!r}?" if near else "`residua presets` lists them."
