@@ -361,7 +361,7 @@ def plan_run(
     \b
     residua bench plan mgr-l-block8 --gpus 8
     residua bench plan mgr-l-full train.accumulate=64 --gpus 32 --between 25
-    residua bench plan outlier-2b --gpus 64 --torchtitan
+    residua bench plan outlier-2b-full --gpus 64 --torchtitan
     residua bench plan exoformer-e --gpus 4 --memory 80 --out plan.json
     """
     from residua.config.run import RunConfig

@@ -59,7 +59,7 @@ def train(
     residua train tiny model.topology.kind=full_attnres --out runs/full
     residua train my-run.toml --threads 4 --watch
     residua train --resume --out runs/wiki
-    residua train --from runs/qwen3 model.topology=block_attnres --data data/wiki --out runs/block
+    residua train --from runs/qwen3 model.topology=multi_gate --data data/wiki --out runs/mgr
     torchrun --nproc-per-node 8 --no-python residua train mgr-l-full parallel.shard=8
 
     The model's vocabulary is that of the text, unless model.vocab_size is given.

@@ -1,9 +1,10 @@
-"""The commands of the documentation, and what of them cannot be run in a test."""
+"""The commands of the documentation and of the help texts, and what of them cannot be run in a test."""
 
 from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,24 @@ def commands(page: Path) -> list[Command]:
 
 def every_command() -> list[Command]:
     return [command for page in PAGES for command in commands(page)]
+
+
+def help_commands() -> list[Command]:
+    """The examples of every verb's `--help`."""
+    return [
+        Command(f"residua {verb} --help", number, tuple(shlex.split(line.partition(" > ")[0])))
+        for verb, text in _helps("", typer.main.get_command(app))
+        for number, line in enumerate(text.splitlines(), 1)
+        if re.match(r"\s*(residua [a-z]|torchrun )", line)
+    ]
+
+
+def _helps(name: str, command: Any) -> Iterator[tuple[str, str]]:
+    """The name and the help text of a verb, and of those below it."""
+    yield name, command.help or ""
+    if hasattr(command, "list_commands"):
+        for below in command.list_commands(None):
+            yield from _helps(f"{name} {below}".strip(), command.get_command(None, below))
 
 
 def parse(arguments: list[str]) -> tuple[str, dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Every command in the documentation is one that Residua understands, and, tiny, runs."""
+"""Every command in the documentation and in the help texts is one that Residua understands, and, tiny, runs."""
 
 from __future__ import annotations
 
@@ -9,8 +9,19 @@ from pathlib import Path
 
 import pytest
 
+from residua.cli.main import VERBS
 from residua.config.run import RunConfig
-from tests.docs.commands import NOT_EXECUTED, PAGES, ROOT, Command, blocks, commands, every_command, parse
+from tests.docs.commands import (
+    NOT_EXECUTED,
+    PAGES,
+    ROOT,
+    Command,
+    blocks,
+    commands,
+    every_command,
+    help_commands,
+    parse,
+)
 from tests.docs.world import World, shrunk, sources
 from tests.trained import residua
 
@@ -29,6 +40,17 @@ def test_blocks_that_hold_commands_say_bash() -> None:
 def test_every_command_of_the_documentation_is_understood() -> None:
     found = [command for command in every_command() if command.arguments is not None]
     assert len(found) > 100
+    _check_understood(found)
+
+
+@pytest.mark.slow
+def test_every_example_of_a_help_text_is_understood() -> None:
+    found = help_commands()
+    assert {command.page.split()[1] for command in found} == set(VERBS)
+    _check_understood(found)
+
+
+def _check_understood(found: list[Command]) -> None:
     for command in found:
         try:
             verb, parameters = parse(command.arguments or [])
