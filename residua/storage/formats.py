@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 CONFIG, ENVIRONMENT, METRICS, RESULT = "config.toml", "environment.json", "metrics.jsonl", "result.json"
 """Files of a run's folder."""
+WEIGHTS = "model.safetensors"
+"""The weights of a checkpoint, or of a model without checkpoints."""
 
 Reader = Callable[[Path], "Decoder"]
 _READERS: dict[str, Reader] = {}

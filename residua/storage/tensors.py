@@ -17,8 +17,8 @@ from torch import Tensor
 
 from residua.reading import Hint, ReadError, Shape, inside, read_json, reason, refuse, require_file
 from residua.storage.finite import nonfinite
+from residua.storage.formats import WEIGHTS as WEIGHTS
 
-WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """The names of floating-point types in a file's header."""

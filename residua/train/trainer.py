@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from rich.console import Console
@@ -311,9 +311,10 @@ class Trainer:
 
     def _stop_if(self, reason: str | None) -> None:
         if reason is not None:
-            raise TrainingStopped(
-                f"{reason}; {what_is_left(self.run.folder)}. Lower the learning rate (train.optimizer.lr) or raise "
-                f"train.schedule.warmup, then start again or {self._how_to_resume()}."
+            self._stop(
+                reason,
+                "Lower the learning rate (train.optimizer.lr) or raise train.schedule.warmup, then start again or "
+                f"{self._how_to_resume()}.",
             )
 
     def _stop_unlearned(self) -> None:
@@ -326,10 +327,12 @@ class Trainer:
     def _start_again_if(self, reason: str | None) -> None:
         if reason is not None:
             rate = f"train.optimizer.lr = {self.config.train.optimizer.lr:g}"
-            raise TrainingStopped(
-                f"{reason}; {what_is_left(self.run.folder)}. Try a learning rate other than {rate}, usually a lower "
-                "one, in a new run."
-            )
+            self._stop(reason, f"Try a learning rate other than {rate}, usually a lower one, in a new run.")
+
+    def _stop(self, reason: str, advice: str) -> NoReturn:
+        """End the run for the sake of its losses, with one more record: those who watch see why."""
+        self._tell(kind="stopped", step=self.done, said=[reason])
+        raise TrainingStopped(f"{reason}; {what_is_left(self.run.folder)}. {advice}")
 
     def _how_to_resume(self) -> str:
         return f"continue with: {self.world.command(self.config)} --resume --out {self.run.folder}"

@@ -20,9 +20,9 @@ from typing import Any, Literal
 from residua.files import explain
 from residua.reading import ReadError, brief, inside, parse_json, read_json, read_toml
 from residua.report.figures import evenly
-from residua.storage.formats import CONFIG, ENVIRONMENT, METRICS, RESULT
+from residua.storage.formats import CONFIG, ENVIRONMENT, METRICS, RESULT, WEIGHTS
 
-State = Literal["waiting", "training", "quiet", "finished", "gone"]
+State = Literal["waiting", "training", "quiet", "finished", "stopped", "imported", "gone"]
 POINTS = 600
 """The most points of a curve that are sent to the page."""
 PIECE = 2**24
@@ -37,6 +37,7 @@ _CURVES = {
     "validation": ("step", "seconds", "loss", "bits_per_byte"),
     "experts": ("step", "heaviest", "lightest"),
     "telemetry": ("step", "seconds", "peak", "sink_ratio"),
+    "stopped": ("step",),
 }  # fmt: skip
 Row = tuple[float | None, ...]
 
@@ -128,8 +129,16 @@ class Follower:
 
     def _look(self) -> tuple[Any, ...]:
         """What the folder holds beside its metrics."""
-        found = self.folder.exists(), (self.folder / RESULT).exists(), tuple(self._saved())
-        return *found, tuple(self._sessions())
+        saved = tuple(self._saved())
+        holds_weights = bool(saved) or (self.folder / WEIGHTS).exists()
+        return self.folder.exists(), self._result(), saved, tuple(self._sessions()), holds_weights
+
+    def _result(self) -> int | None:
+        """How many steps its result is of; None if it has none."""
+        with suppress(ReadError):
+            steps = read_json(inside(self.folder, RESULT), dict[str, Any], "").get("steps")
+            return steps if isinstance(steps, int) else None
+        return None
 
     def _saved(self) -> list[str]:
         """The names of its checkpoints, oldest first."""
@@ -168,13 +177,15 @@ class Follower:
         return _median(row[7] for row in self.rows["train"][1:][-RECENT:] or self.rows["train"])
 
     def state(self, now: float) -> State:
-        """Whether it is under way, as far as its files say."""
+        """Whether it is under way, as far as its files say. A model without curves came from elsewhere: "imported"."""
         if self._seen and not self._seen[0]:
             return "gone" if self._identity is not None else "waiting"
         if self._finished:
             return "finished"
+        if self.rows["stopped"]:
+            return "stopped"
         if self._written is None:
-            return "waiting"
+            return "imported" if self._seen and self._seen[4] else "waiting"
         seconds = [row[2] for row in self.rows["train"][-RECENT:] if row[2] is not None]
         usual = (seconds[-1] - seconds[0]) / (len(seconds) - 1) if len(seconds) > 1 else 0.0
         return "quiet" if now - self._written > max(PATIENCE, 10 * usual) else "training"
@@ -182,7 +193,8 @@ class Follower:
     @property
     def _finished(self) -> bool:
         """Whether it has a result, and of its last step: a run that is resumed for more steps has an old one."""
-        return bool(self._seen and self._seen[1]) and self.step >= (self._steps or 0)
+        result = self._seen[1] if self._seen else None
+        return result is not None and min(result, self.step) >= (self._steps or 0)
 
     def remaining(self) -> float | None:
         """Seconds to its last step at the speed of the last lines; None if that is not known."""
@@ -201,7 +213,7 @@ class Follower:
             "state": state,
             "age": None if self._written is None else max(0.0, now - self._written),
             "step": self.step,
-            "steps": self._steps,
+            "steps": None if state == "imported" else self._steps,
             "loss": self.last.get("smoothed"),
             "validation": validation and validation[2],
             "best": min(losses, default=None),

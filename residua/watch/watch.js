@@ -30,7 +30,7 @@
     const [hours, minutes] = [Math.floor(whole / 3600), Math.floor(whole / 60) % 60];
     return hours ? `${hours}:${two(minutes)}:${two(whole % 60)}` : `${minutes}:${two(whole % 60)}`;
   }
-  const share = (run) => (run.state === "finished" ? 1 : run.steps ? Math.min(1, run.step / run.steps) : 0);
+  const share = (run) => (["finished", "imported"].includes(run.state) ? 1 : run.steps ? Math.min(1, run.step / run.steps) : 0);
 
   function bar(fraction, colour, label) {
     const filled = make("b");
@@ -45,7 +45,7 @@
     const words = { quiet: `quiet for ${clock(run.age)}`, waiting: "not begun" }[run.state] || run.state;
     return make("span", `chip ${run.state}`, words);
   }
-  const steps = (run) => `step ${counted(run.step)}${run.steps ? ` of ${counted(run.steps)}` : ""}`;
+  const steps = (run) => (run.state === "imported" ? "not trained here" : `step ${counted(run.step)}${run.steps ? ` of ${counted(run.steps)}` : ""}`);
 
   function tile(name, value, detail = "", more = null) {
     return make("div", "tile", make("dt", "", name), make("dd", "", value, small(detail), more));
@@ -53,7 +53,8 @@
 
   function showNow(news) {
     const all = news.runs;
-    const done = all.reduce((sum, run) => sum + share(run), 0) / Math.max(1, all.length);
+    const trained = all.filter((run) => run.state !== "imported");
+    const done = trained.reduce((sum, run) => sum + share(run), 0) / Math.max(1, trained.length);
     const tiles = [];
     let progress;
     if (all.length === 1) {
@@ -70,8 +71,8 @@
       tiles.push(tile("Memory", run.memory === null || run.memory === undefined ? "—" : `${fixed(run.memory, 1)} GiB`, "peak"));
     } else {
       const count = (state) => all.filter((run) => run.state === state).length;
-      const words = ["training", "quiet", "waiting", "gone"].filter(count).map((state) => `${count(state)} ${state}`);
-      const finished = `${count("finished")} of ${all.length} runs finished`;
+      const words = ["training", "quiet", "waiting", "stopped", "imported", "gone"].filter(count).map((state) => `${count(state)} ${state}`);
+      const finished = `${count("finished")} of ${trained.length} runs finished`;
       progress = tile("Progress", finished, words.join(", "), bar(done, "", "all runs"));
       const speed = all.filter((run) => run.state === "training").reduce((sum, run) => sum + (run.speed || 0), 0);
       tiles.push(tile("Left", count("training") ? clock(news.left) : "—", "for all runs, at this speed"));

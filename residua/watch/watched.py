@@ -181,14 +181,16 @@ class Watched:
     def title(self, now: float) -> str:
         """What is going on, in a few words."""
         states = [self._followers[place.folder].state(now) for place in self._places]
-        under_way = sum(state == "training" for state in states)
         where = ", ".join(folder.resolve().name for folder in self.folders)
         if len(states) == 1:
             return {"training": f"{where} is training", "finished": f"{where} has finished"}.get(
                 states[0], f"{where}: {states[0]}"
             )
-        finished = sum(state == "finished" for state in states)
-        return f"{where}: {under_way} training, {finished} of {len(states)} finished"
+        trained = len(states) - states.count("imported")
+        progress = f"{states.count('training')} training, {states.count('finished')} of {trained} finished"
+        words = [progress] if trained else []
+        words += [f"{states.count(state)} {state}" for state in ("stopped", "imported") if state in states]
+        return f"{where}: {', '.join(words)}"
 
     def _left(self, now: float) -> float | None:
         """Seconds until all runs are done, at the speed of those under way; None if that is not known."""

@@ -56,7 +56,9 @@ def test_a_loss_that_is_no_number_stops_the_run_and_leaves_the_last_good_checkpo
     with pytest.raises(TrainingStopped, match=r"by step 4 the loss is (nan|inf).*last good checkpoint is .*step-2"):
         train(config.override(["train.validate_every=100"]), tmp_path / "run", console=QUIET)
     assert [c.step for c in checkpoints(tmp_path / "run")] == [2]
-    assert all(record["loss"] == record["loss"] for record in read_metrics(tmp_path / "run" / "metrics.jsonl"))
+    *records, last = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert all(record["loss"] == record["loss"] for record in records)
+    assert last["kind"] == "stopped" and last["said"][0].startswith("by step 4 the loss is ")
 
 
 def test_weights_that_are_no_numbers_are_never_saved(
@@ -76,6 +78,8 @@ def test_a_run_that_ran_away_is_stopped_and_not_saved(
     config = config.override(["train.steps=20", "train.divergence_patience=3"])
     with pytest.raises(TrainingStopped, match=r"the run diverged: at step 8 .* for 3 log lines in a row"):
         train(config, tmp_path / "run", console=QUIET)
+    last = read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]
+    assert (last["kind"], last["step"]) == ("stopped", 8) and last["said"][0].startswith("the run diverged")
     assert [c.step for c in checkpoints(tmp_path / "run")] == [2]
 
 

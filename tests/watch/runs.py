@@ -47,8 +47,13 @@ def write_run(folder: Path, upto: int, steps: int = 1000, *, finished: bool = Fa
     (folder / "environment.json").write_text(json.dumps({"gpu": "NVIDIA H200", "sessions": [session]}))
     (folder / "metrics.jsonl").write_text(lines(upto, **settings))  # type: ignore[arg-type]
     if finished:
-        (folder / "result.json").write_text("{}\n")
+        write_result(folder, steps)
     return folder
+
+
+def write_result(folder: Path, steps: int) -> None:
+    """A result of a run with so many steps."""
+    (folder / "result.json").write_text(json.dumps({"steps": steps}))
 
 
 def write_study(folder: Path, variants: dict[str, float], seeds: int = 2, upto: int = 600) -> Path:

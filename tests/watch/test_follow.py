@@ -11,7 +11,7 @@ import pytest
 from residua.storage.run import read_metrics
 from residua.watch.follow import POINTS, Follower
 from residua.watch.watched import Watched, check, find
-from tests.watch.runs import STEP, lines, write_run, write_study
+from tests.watch.runs import STEP, lines, write_result, write_run, write_study
 
 
 def follow(folder: Path) -> Follower:
@@ -111,14 +111,46 @@ def test_a_run_is_training_quiet_or_finished(tmp_path: Path) -> None:
     follower, written = follow(run), os.stat(run / "metrics.jsonl").st_mtime
     assert follower.state(written + 60) == "training"
     assert follower.state(written + 600) == "quiet"
-    (run / "result.json").write_text("{}")
+    write_result(run, 500)
     follower.refresh()
     assert follower.state(written + 600) == "quiet", "an old result of a run that was resumed for more steps"
     with (run / "metrics.jsonl").open("a") as file:
         file.write(lines(1000, 501))
     follower.refresh()
+    assert follower.state(written + 600) == "quiet", "its last step is logged, and it is not said to have ended well"
+    write_result(run, 1000)
+    follower.refresh()
     assert follower.state(written + 600) == "finished"
     assert Follower(tmp_path / "later", "later").state(0.0) == "waiting"
+
+
+def test_a_run_that_ended_because_of_its_losses_is_stopped_and_says_why(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", 1000)
+    write_result(run, 500)  # of the session before
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"kind": "stopped", "step": 1000, "said": ["the loss was above its start"]}) + "\n")
+    follower = follow(run)
+    assert follower.state(os.stat(run / "metrics.jsonl").st_mtime) == "stopped"
+    assert follower.messages()[0] == "the loss was above its start" and "finished" not in follower.messages()
+    write_run(tmp_path / "other", 1000, finished=True)
+    assert Watched([tmp_path]).news()["title"].endswith(": 0 training, 1 of 2 finished, 1 stopped")
+
+
+def test_models_that_were_not_trained_here_are_not_waited_for(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", 500)
+    alone = Watched([tmp_path]).news()["left"]
+    for name, weights in (("imported", "checkpoints/step-0"), ("titan", "checkpoints/step-6"), ("quantized", ".")):
+        (tmp_path / name / weights).mkdir(parents=True)
+        (tmp_path / name / weights / "model.safetensors").touch()
+        (tmp_path / name / "config.toml").write_text("[train]\nsteps = 1000\n")
+    now = os.stat(run / "metrics.jsonl").st_mtime
+    news = Watched([tmp_path], lambda: now).news()
+    assert {r["name"]: r["state"] for r in news["runs"]} == {
+        "run": "training", "imported": "imported", "titan": "imported", "quantized": "imported"
+    }  # fmt: skip
+    assert news["left"] == alone and news["title"].endswith(": 1 training, 0 of 1 finished, 3 imported")
+    (tmp_path / "titan" / "metrics.jsonl").write_text(lines(10))
+    assert Watched([tmp_path], lambda: now).news()["title"].endswith("2 training, 0 of 2 finished, 2 imported")
 
 
 def test_the_time_left_is_the_steps_left_at_the_last_speed(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.report.browser import Browser, browser  # noqa: F401
-from tests.watch.runs import lines, write_run, write_study
+from tests.watch.runs import lines, write_result, write_run, write_study
 from tests.watch.test_server import serving
 
 pytestmark = pytest.mark.slow
@@ -43,7 +43,7 @@ def test_the_page_grows_while_a_run_does(browser: Browser, tmp_path: Path) -> No
         new = tmp_path / "new"
         new.write_text(lines(1000, gain=0.1, experts=True))
         new.replace(run / "metrics.jsonl")
-        (run / "result.json").write_text("{}")
+        write_result(run, 1000)
         seen.until("document.title === 'run has finished'")
         seen.until("!document.getElementById('live-heaviest').closest('figure').hidden")
         run.rename(tmp_path / "elsewhere")
