@@ -51,9 +51,6 @@ class RankedStep(Step):
     capturable = False
     copying = False
 
-    work_share = 1.0
-    """The work in what `watch` times, compared with other ranks."""
-
     def __init__(self, model: Decoder, config: RunConfig, mesh: Mesh) -> None:
         self.mesh, self.parallel = mesh, config.parallel
         self.ranks = config.parallel.batch_ranks

@@ -55,13 +55,18 @@ class Stopwatch:
         return float(start.elapsed_time(end)) if self._on_gpu else end - start
 
 
-def slow_ranks(seconds: Sequence[float], work: Sequence[float], hosts: Sequence[str]) -> dict[int, str]:
-    """A sentence for each rank that takes `SLOW` times as long as the median for the work it has."""
-    paces = [second / share for second, share in zip(seconds, work, strict=True)]
-    usual = median_low(paces)
+def slow_ranks(seconds: Sequence[float], stages: Sequence[float], hosts: Sequence[str]) -> dict[int, str]:
+    """A sentence for each rank that takes `SLOW` times as long as the median of the ranks with the same `stages`.
+
+    Ranks with other stages of a pipeline do other work, whose time no count of FLOPs predicts well enough.
+    """
+    usual = {
+        own: median_low(second for second, stage in zip(seconds, stages, strict=True) if stage == own)
+        for own in set(stages)
+    }
     return {
-        rank: f"rank {rank} on {hosts[rank]} computes slowly: {pace / usual:.2f} × the median rank's time for the same "
-        "work; look at the clock, temperature and other processes of its device"
-        for rank, pace in enumerate(paces)
-        if usual > 0 and pace > SLOW * usual
+        rank: f"rank {rank} on {hosts[rank]} computes slowly: {second / usual[stage]:.2f} × the median rank's time for "
+        "the same work; look at the clock, temperature and other processes of its device"
+        for rank, (second, stage) in enumerate(zip(seconds, stages, strict=True))
+        if second > SLOW * usual[stage] > 0
     }

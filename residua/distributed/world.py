@@ -210,11 +210,11 @@ class Ranks(World):
 
     def rank_times(self, step: Step) -> dict[str, Any] | None:
         assert isinstance(step, RankedStep)
-        mine = torch.tensor([step.watch.take(), step.work_share], dtype=torch.float64)
+        mine = torch.tensor([step.watch.take(), self.mesh.pipeline_rank], dtype=torch.float64)
         found = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(found, mine)
-        seconds, work = zip(*(pair.tolist() for pair in found), strict=True)
-        slow = slow_ranks(seconds, work, self.hosts)
+        seconds, stages = zip(*(pair.tolist() for pair in found), strict=True)
+        slow = slow_ranks(seconds, stages, self.hosts)
         self._slow = {rank: self._slow.get(rank, 0) + 1 for rank in slow}
         said = [words for rank, words in slow.items() if self._slow[rank] == 2]
         return {"forward_ms": [round(1e3 * second, 3) for second in seconds], "slow": list(slow), "said": said}

@@ -51,7 +51,7 @@ def _lines(config: RunConfig, step: Step, dataset: Dataset, size: Size) -> Itera
     shape = f"{counted(model.layers, 'layer')} of width {model.width}, {model.topology.kind}"
     active = f", {short(size.parameters - size.idle)} for any one token" if size.idle else ""
     yield "model", f"{shape}, {short(size.parameters)} parameters{active}"
-    for group in step.optimizer.param_groups:
+    for group in build_optimizer(shapes(model), recipe.optimizer).param_groups:  # a rank may have a part of them
         yield "", _group_line(group)
     yield "compute", f"{short(size.flops_per_token)}FLOP a token, {short(size.flops_per_token * tokens)}FLOP in all"
     available = dataset.split("train").tokens

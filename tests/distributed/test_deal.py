@@ -15,7 +15,6 @@ from residua.distributed.pipeline import head
 from residua.distributed.pipeline.deal import (
     DIVIDED,
     head_ranks,
-    rank_work,
     share_layers,
     share_work,
     shares_of,
@@ -104,12 +103,6 @@ def test_stages_may_be_whole_layers_divided_equally() -> None:
     assert [len(share.sublayers) for share in shares] == [6, 4, 4]
     assert [k for share in shares for k in share.sublayers] == list(range(14))
     assert [len(share.head) for share in shares] == [0, 0, 1]
-
-
-def test_ranks_with_several_stages_have_the_work_of_all_of_them() -> None:
-    work = Work(1.0, (2.0, 3.0, 4.0, 5.0), 6.0)
-    assert rank_work(work, share_layers(2, 2), 1) == [21.0]
-    assert rank_work(work, share_layers(2, 2), 2) == [6.0, 15.0]
 
 
 @pytest.mark.parametrize("bounds", [(0, 7, 23), (0, 1, 2, 22, 23)])

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from residua.config.run import RunConfig
+from residua.model.size import shapes
 from residua.storage.checkpoint import checkpoints
 from residua.storage.run import read_metrics
 from residua.train.trainer import train
@@ -107,6 +108,22 @@ def test_a_run_traces_chosen_steps_and_names_a_slow_rank(recipe: RunConfig, tmp_
     lines = [line for line in read_metrics(run / "metrics.jsonl") if line["kind"] == "ranks"]
     assert [line["step"] for line in lines] == [1, 2, 3] and {tuple(line["slow"]) for line in lines} == {(1,)}
     assert all(300 <= line["forward_ms"][1] < 1e5 for line in lines)
+
+
+def test_a_pipeline_of_unlike_stages_names_no_slow_rank_and_counts_the_whole_model(
+    recipe: RunConfig,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    run, changes = tmp_path / "run", ["parallel.pipeline=2", "train.steps=3"]
+    asked = spec(tmp_path / "asked", recipe, out=str(run), changes=changes, slow=[1, 0.3])
+    leader, other = start(2, TRAIN, asked)
+    said = [leader.wait(), other.wait()]
+    assert [leader.process.exitcode, other.process.exitcode] == [0, 0], said
+    assert "computes slowly" not in said[0]
+    lines = [line for line in read_metrics(run / "metrics.jsonl") if line["kind"] == "ranks"]
+    assert len(lines) == 3 and all(line["slow"] == [] and line["forward_ms"][1] >= 300 for line in lines)
+    counts = [int(count) for count in re.findall(r" in (\d+) tensors", said[0])]
+    assert sum(counts) == len(list(shapes(recipe.model).parameters())), said[0]
 
 
 def test_a_step_that_hangs_is_reported_with_the_last_collectives(recipe: RunConfig, tmp_path: Path) -> None:  # noqa: F811

@@ -8,6 +8,8 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from residua.cli.main import refuse
 from residua.config.run import RunConfig
 from residua.distributed import heartbeat, nodes
 from residua.distributed.heartbeat import Heartbeat
-from residua.distributed.units import Unit
+from residua.distributed.times import Stopwatch
 from residua.distributed.world import open_world
 from residua.files import AppendedFile, WriteError
 from residua.train.health import TrainingStopped
@@ -70,14 +72,16 @@ def lead_astray(name: str, rank: int, place: str) -> None:
 
 
 def slow_down(rank: int, seconds: float) -> None:
-    """Let the units of layers of `rank` take so many seconds longer."""
-    run = Unit._run
+    """Let every pass that is timed take so many seconds longer on `rank`."""
+    measure = Stopwatch.measure
 
-    def late(unit: Unit, *arguments: Any) -> Any:
-        time.sleep(seconds * (os.environ["RANK"] == str(rank)))
-        return run(unit, *arguments)
+    @contextmanager
+    def late(watch: Stopwatch) -> Iterator[None]:
+        with measure(watch):
+            time.sleep(seconds * (os.environ["RANK"] == str(rank)))
+            yield
 
-    Unit._run = late  # type: ignore[method-assign]
+    Stopwatch.measure = late  # type: ignore[method-assign]
 
 
 def hesitate(seconds: float) -> None:

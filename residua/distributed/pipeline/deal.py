@@ -84,12 +84,6 @@ def stage_work(work: Work, shares: Sequence[Share]) -> list[float]:
     ]
 
 
-def rank_work(work: Work, shares: Sequence[Share], ranks: int) -> list[float]:
-    """What each rank of a pipeline costs; the stages are dealt out to the ranks in turn."""
-    costs = stage_work(work, shares)
-    return [sum(costs[rank::ranks]) for rank in range(ranks)]
-
-
 def head_ranks(shares: Sequence[Share], ranks: int) -> list[int]:
     """The ranks of a pipeline that compute a part of the head."""
     return sorted({number % ranks for number, share in enumerate(shares) if share.head})

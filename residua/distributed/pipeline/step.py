@@ -27,7 +27,7 @@ from residua.data.loader import IGNORED, Batch
 from residua.distributed.construct import Parts, construct
 from residua.distributed.experts import divide_experts
 from residua.distributed.mesh import Mesh
-from residua.distributed.pipeline.deal import head_ranks, rank_work, shares_of, work_of
+from residua.distributed.pipeline.deal import head_ranks, shares_of, work_of
 from residua.distributed.pipeline.shared_parameters import SharedParameters
 from residua.distributed.pipeline.stage import Settings, Slice, Stage
 from residua.distributed.pipeline.stage_boundary import boundaries_of, recomputes_anchors
@@ -57,11 +57,9 @@ class PipelinedStep(RankedStep):
         parallel, recipe = config.parallel, config.train
         self.flowing = recipe.accumulate // parallel.batch_ranks
         precision, _ = resolve(recipe, mesh.device)
-        work = work_of(config)
-        shares = shares_of(config, work)
+        shares = shares_of(config, work_of(config))
         heads = head_ranks(shares, parallel.pipeline)
         self.heads = mesh.pipeline_rank in heads
-        self.work_share = rank_work(work, shares, parallel.pipeline)[mesh.pipeline_rank]
         shape = (recipe.micro_batch, config.sequence, config.model.width)
         self.boundaries = boundaries_of(config.model, shares, shape, precision, parallel.anchors)
         self.routes = plan_routes([list(items) for items in self.boundaries], parallel.pipeline, parallel.transport)
