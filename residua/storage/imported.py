@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
-from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +23,7 @@ from residua.convert.family import Family, Rule, is_known
 from residua.data.tokenizer import SOURCE, Tokenizer
 from residua.files import atomic_folder, refuse_used
 from residua.model.decoder import Decoder
-from residua.model.size import require_room, shapes
+from residua.model.size import measure, require_room, shapes
 from residua.reading import check, inside, read_json
 from residua.storage.checkpoint import FOLDER
 from residua.storage.exported import AGAIN as EXPORTED_AGAIN
@@ -214,7 +213,7 @@ def import_folder(folder: Path, out: Path) -> Imported:
         if has_tokenizer:
             shutil.copyfile(folder / "tokenizer.json", run / "tokenizer.json")
     total = sum(entry.bytes for entry in entries)
-    return Imported(source.family.model_type, sum(prod(rule.shape) for rule in source.rules), total, has_tokenizer)
+    return Imported(source.family.model_type, measure(source.config).parameters, total, has_tokenizer)
 
 
 def _parameters(source: Source) -> Iterator[Tensor]:

@@ -285,6 +285,30 @@ def test_a_plain_model_trained_here_is_a_qwen3(tmp_path: Path) -> None:
     equal(logits(load(tmp_path / "out"), tokens()), logits(model, tokens()))
 
 
+def test_a_kimi_model_with_only_linear_layers_is_written_in_its_layout(tmp_path: Path) -> None:
+    """transformers' cache of such a model refuses to say how long it is."""
+    from residua.export.layout import write_layout
+
+    mixture = {"kind": "moe", "hidden": 16, "experts": 4, "top_k": 2, "shared": 1, "activation": "swiglu"}
+    linear = {"kind": "kimi_delta", "heads": 2, "head_dim": 8}
+    norm, router = {"kind": "rmsnorm", "eps": 1e-5}, {"kind": "sigmoid_scores"}
+    head = {"kind": "untied"}
+    model = residua.build(
+        small(vocab_size=300, attention=linear, ffn=mixture | {"router": router}, norm=norm, head=head)
+    )
+    Tokenizer.bytes().save(tmp_path / "tokenizer.json")
+    difference = write_layout(model, Tokenizer.bytes(), tmp_path, tmp_path / "out", "kimi_linear")
+    assert difference is not None and difference < 1e-5
+
+
+def test_import_counts_the_parameters_that_export_counts(tmp_path: Path) -> None:
+    """The biases of a router are no parameters: nothing trains them by gradients."""
+    architecture, keys = FAMILIES["kimi_linear"]
+    saved(tmp_path / "hf", architecture, **keys)
+    made = import_folder(tmp_path / "hf", tmp_path / "run")
+    assert made.parameters == sum(p.numel() for p in load(tmp_path / "run").parameters())
+
+
 def test_export_takes_the_layout_and_refuses_an_unknown_one(tmp_path: Path) -> None:
     saved(tmp_path / "hf", "Llama", vocab_size=300)
     import_folder(tmp_path / "hf", tmp_path / "run")
