@@ -45,7 +45,8 @@ def settings(**changed: Any) -> SimpleNamespace:
             "pipeline_parallel_schedule_csv": "",
             "enable_sequence_parallel": True,
         },
-        "training": {"dtype": "float32", "seq_len": 64, "enable_cpu_offload": False},
+        "training": {"dtype": "float32", "seq_len": 64, "enable_cpu_offload": False, "steps": 8},
+        "lr_scheduler": {"total_steps": None},
         "compile": {"enable": False, "backend": "inductor"},
         "validator": {"enable": False},
         "checkpoint": {"create_seed_checkpoint": False, "async_mode": "disabled"},
@@ -79,6 +80,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "offload": ({"training__enable_cpu_offload": True}, "cpu_offload.*Residua's Muon"),
     "rounded": ({"training__dtype": "bfloat16"}, "dtype bfloat16.*Residua"),
     "long": ({"training__seq_len": 4096}, "seq_len 4096.*model.context"),
+    "no step": ({"training__steps": 0}, "training.steps 0.*Residua.*at least one step"),
     "seed": ({"checkpoint__create_seed_checkpoint": True}, "create_seed_checkpoint.*Residua"),
 }
 

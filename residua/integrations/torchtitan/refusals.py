@@ -52,6 +52,10 @@ def refuse_engine(config: Any, run: RunConfig) -> None:
         _refuse_pipeline(config.parallelism)
     _refuse_features(config)
     _refuse_rounding(config.training)
+    if config.training.steps < 1 and not config.lr_scheduler.total_steps:
+        raise ConfigError(
+            f"--training.steps {config.training.steps} gives Residua's schedule no length: train at least one step."
+        )
     if run.model.context < config.training.seq_len:
         raise ConfigError(
             f"--training.seq_len {config.training.seq_len} is longer than model.context = {run.model.context}: raise "

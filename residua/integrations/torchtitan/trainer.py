@@ -89,7 +89,8 @@ class ResiduaTrainer(Trainer):
         if model.grid.tensor_ranks > 1:
             self.loss_fn.tokens = model.grid.tensor
         self._balance(model, run)
-        self._describe(run, model)
+        with plainly():
+            self._describe(run, model)
 
     def _balance(self, model: ResiduaModel, run: RunConfig) -> None:
         """Experts are balanced over all tokens of a step, on all ranks."""
