@@ -152,13 +152,19 @@ def _lines() -> Iterator[str]:
 
 
 def _summary(done: list[Completion], request: Request, speed: Speed) -> str:
-    """`60 tokens (length), 950 tokens/s, 12.3 GB/s of 0.25 GB weights; prompt 17 tokens in 0.02 s`."""
+    """`60 tokens (length), 950 tokens/s, 12.3 GB/s of 0.25 GB weights; prompt 17 tokens in 0.02 s`.
+
+    A single token comes from the prompt's pass: no step was timed, and no speed is given.
+    """
     from residua.reading import counted
 
     ends = ", ".join(sorted({_end(completion, request) for completion in done}))
+    pace = (
+        f", {speed.tokens_per_second:,.1f} tokens/s, {speed.bytes_per_second / 1e9:,.2f} GB/s of "
+        f"{speed.bytes_per_step / 1e9:.3g} GB of weights"
+    )
     return (
-        f"[{counted(speed.new_tokens, 'token')} ({ends}), {speed.tokens_per_second:,.1f} tokens/s, "
-        f"{speed.bytes_per_second / 1e9:,.2f} GB/s of {speed.bytes_per_step / 1e9:.3g} GB of weights; "
+        f"[{counted(speed.new_tokens, 'token')} ({ends}){pace if speed.steps else ''}; "
         f"prompt: {counted(speed.prompt_tokens, 'token')} in {speed.prefill_seconds:.2f} s]"
     )
 

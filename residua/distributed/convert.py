@@ -28,6 +28,8 @@ COPIED = ("tokenizer.json", SETTINGS, "metrics.jsonl", "environment.json", "resu
 def convert(run: Path, out: Path) -> Path:
     """Write the last checkpoint of a run, and the best, to a new run folder, each as model.safetensors and
     optimizer.safetensors. Returns the last."""
+    if not run.is_dir():
+        raise ValueError(f"{run} is not a folder: name a run.")
     found = checkpoints(run)
     if not found:
         raise ValueError(f"{run} holds no checkpoint: train it first.")
@@ -37,7 +39,7 @@ def convert(run: Path, out: Path) -> Path:
     alone = config.model_copy(update={"parallel": ParallelConfig()})
     last = found[-1]
     _read(last, model, optimizer)  # before anything is written
-    new = Run.create(out, alone)
+    new = Run.create(out, alone, "name a new folder")
     try:
         for name in COPIED:
             if inside(run, name).exists():

@@ -34,6 +34,7 @@ LOCK = ".lock"
 # What a resumed run writes to: none may be a link to elsewhere.
 _WRITTEN = (LOCK, "config.toml", ENVIRONMENT, METRICS, "tokenizer.json", SOURCE, "checkpoints", "profile",
             "tensorboard", "wandb-id")  # fmt: skip
+_ANOTHER = "choose another --out, or continue the run in it with --resume"
 _GO_ON = "move the file elsewhere to go on without it"
 # Files that a run leaves if it is refused or killed before it begins.
 _OURS = (LOCK, UNFINISHED)
@@ -67,11 +68,11 @@ class Run:
         return _own(self.folder)
 
     @classmethod
-    def create(cls, folder: Path, config: RunConfig) -> Run:
-        """Create the folder; refuses one that is not empty."""
+    def create(cls, folder: Path, config: RunConfig, advice: str = _ANOTHER) -> Run:
+        """Create the folder; refuses one that is not empty, with `advice`."""
         refuse_blocked(folder)
         if folder.exists() and any(not p.name.startswith(_OURS) for p in folder.iterdir()):
-            raise ConfigError(f"{folder} is not empty: choose another --out, or continue the run in it with --resume.")
+            raise ConfigError(f"{folder} is not empty: {advice}.")
         made = [path for path in (folder, *folder.parents) if not path.exists()]
         try:
             with writing(folder):

@@ -63,6 +63,8 @@ def test_two_ranks_then_one_then_two_go_on_with_the_same_curve(
     assert (run / "checkpoints/step-2/shards").is_dir()
     convert(run, tmp_path / "files")
     assert (tmp_path / "files/checkpoints/step-2/model.safetensors").exists()
+    with pytest.raises(ValueError, match=r"files is not empty: name a new folder\.$"):
+        convert(run, tmp_path / "files")
     for shards, files in zip(
         residua.load(run).parameters(), residua.load(tmp_path / "files").parameters(), strict=True
     ):

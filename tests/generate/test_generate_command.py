@@ -40,6 +40,13 @@ def test_a_prompt_is_continued_as_a_stream_and_the_speed_is_told(
     )
 
 
+def test_a_single_token_has_no_speed(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert residua(monkeypatch, "generate", run, "--prompt", "depth is", "--tokens", 1) == 0
+    assert re.fullmatch(r"\[1 token \(\w+\); prompt: 8 tokens in [\d.]+ s\]\n", capsys.readouterr().err)
+
+
 def test_the_end_of_the_context_is_told(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -112,6 +112,8 @@ def test_after_a_killed_rank_another_mesh_goes_on_and_the_result_becomes_a_run(
     assert [c.step for c in dump_checkpoints(dump)] == [2]
     assert_same(titan.train(name, 2, *TENSOR, dump=dump), expected[2:])
     convert(dump, tmp_path / "run")
+    with pytest.raises(ValueError, match=r"run is not empty: name a new folder\.$"):
+        convert(dump, tmp_path / "run")
     for found, known in zip(residua.load(tmp_path / "run").parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(found, known, rtol=1e-4, atol=1e-5)
 

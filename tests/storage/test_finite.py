@@ -151,6 +151,15 @@ def stopped(config: RunConfig, tmp_path: Path) -> Path:
     return tmp_path / "stopped"
 
 
+def test_a_run_to_convert_that_is_not_there_is_named(tmp_path: Path) -> None:
+    from residua.integrations.torchtitan.convert import convert as to_or_from_titan
+
+    for convert_run in (convert, to_or_from_titan):
+        with pytest.raises(ValueError, match="nope is not a folder: name a "):
+            convert_run(tmp_path / "nope", tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("file", ["model", "optimizer"])
 def test_resume_goes_on_from_the_newest_checkpoint_that_is_finite(config: RunConfig, stopped: Path, file: str) -> None:

@@ -122,7 +122,7 @@ def to_run(dump: Path, out: Path) -> Path:
     if trained:
         optimizer.set_steps({name.removeprefix(OPTIMIZER): tensor for name, tensor in wanted.items()})
         tensors["optimizer"] = optimizer.tensors()
-    run = Run.create(out, alone)
+    run = Run.create(out, alone, "name a new folder")
     try:
         _copy_companions(dump, out)
         write_atomically(out / "config.toml", alone.to_toml())
@@ -226,6 +226,8 @@ def _copy_companions(source: Path, out: Path) -> None:
 
 def convert(source: Path, out: Path) -> Path:
     """A dump folder to a run, a run to a dump folder."""
+    if not source.is_dir():
+        raise ValueError(f"{source} is not a folder: name a dump folder of torchtitan or a run.")
     return to_run(source, out) if inside(source, DUMP).is_dir() else to_dump(source, out)
 
 
