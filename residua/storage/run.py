@@ -24,7 +24,7 @@ from residua.config.run import RunConfig, differences
 from residua.config.settings import ConfigError
 from residua.data.tokenizer import SETTINGS, SOURCE
 from residua.files import UNFINISHED, AppendedFile, refuse_blocked, write_atomically, writing
-from residua.reading import Count, Shape, check, inside, read_json, read_json_lines, read_text
+from residua.reading import Count, ReadError, Shape, check, inside, read_json, read_json_lines, read_text
 from residua.storage.checkpoint import Checkpoint, checkpoints
 from residua.storage.companions import keep_companions
 from residua.storage.formats import ENVIRONMENT, find_reader
@@ -138,6 +138,14 @@ class Run:
         write_atomically(self.folder / "config.toml", self.config.to_toml())
         write_atomically(self.folder / ENVIRONMENT, json.dumps({**environment, "sessions": sessions}, indent=1) + "\n")
 
+    def record_stop(self, reason: str) -> None:
+        """Add to this session in environment.json why its losses ended it."""
+        path = self.folder / ENVIRONMENT
+        with suppress(ReadError, OSError):  # what stopped the run is told in any case
+            about = read_json(path, dict[str, Any], _GO_ON)
+            about["sessions"][-1]["stopped"] = reason
+            write_atomically(path, json.dumps(about, indent=1) + "\n")
+
     def recorded(self, key: str) -> Any:
         """What environment.json of an earlier session says under this key; None if nothing."""
         path = inside(self.folder, ENVIRONMENT)
@@ -196,6 +204,9 @@ class FollowedRun(Run):
         return -1
 
     def begin(self, environment: dict[str, Any], step: int, startup: dict[str, float] | None = None) -> None:
+        pass
+
+    def record_stop(self, reason: str) -> None:
         pass
 
     def set_checkpoint_aside(self, checkpoint: Checkpoint) -> str:

@@ -330,8 +330,8 @@ class Trainer:
             self._stop(reason, f"Try a learning rate other than {rate}, usually a lower one, in a new run.")
 
     def _stop(self, reason: str, advice: str) -> NoReturn:
-        """End the run for the sake of its losses, with one more record: those who watch see why."""
-        self._tell(kind="stopped", step=self.done, said=[reason])
+        """End the run for the sake of its losses, and keep the reason for those who watch."""
+        self.run.record_stop(reason)
         raise TrainingStopped(f"{reason}; {what_is_left(self.run.folder)}. {advice}")
 
     def _how_to_resume(self) -> str:

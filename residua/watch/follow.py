@@ -37,7 +37,6 @@ _CURVES = {
     "validation": ("step", "seconds", "loss", "bits_per_byte"),
     "experts": ("step", "heaviest", "lightest"),
     "telemetry": ("step", "seconds", "peak", "sink_ratio"),
-    "stopped": ("step",),
 }  # fmt: skip
 Row = tuple[float | None, ...]
 
@@ -131,13 +130,15 @@ class Follower:
         """What the folder holds beside its metrics."""
         saved = tuple(self._saved())
         holds_weights = bool(saved) or (self.folder / WEIGHTS).exists()
-        return self.folder.exists(), self._result(), saved, tuple(self._sessions()), holds_weights
+        sessions = self._sessions()
+        stopped = sessions[-1].get("stopped") if sessions else None
+        return self.folder.exists(), self._result(), saved, tuple(map(_begun, sessions)), holds_weights, stopped
 
-    def _result(self) -> int | None:
-        """How many steps its result is of; None if it has none."""
+    def _result(self) -> float | None:
+        """How many steps its result is of, any number if it does not say; None if it has none."""
         with suppress(ReadError):
             steps = read_json(inside(self.folder, RESULT), dict[str, Any], "").get("steps")
-            return steps if isinstance(steps, int) else None
+            return steps if isinstance(steps, int) else math.inf
         return None
 
     def _saved(self) -> list[str]:
@@ -148,18 +149,12 @@ class Follower:
             return sorted(saved, key=lambda name: int(name.removeprefix("step-")))
         return []
 
-    def _sessions(self) -> list[str]:
-        """When it was started and resumed, in words."""
-        words = []
+    def _sessions(self) -> list[dict[str, Any]]:
+        """What is recorded about its start and every time it was resumed."""
         with suppress(ReadError):
-            about = read_json(inside(self.folder, ENVIRONMENT), dict[str, Any], "")
-            sessions = about.get("sessions")
-            for session in sessions if isinstance(sessions, list) else []:
-                if isinstance(session, dict):
-                    began = f"started {session.get('started', '')}".replace("T", " ").replace("+00:00", " UTC")
-                    step = session.get("from_step")
-                    words.append(brief(f"{began}, from step {step}" if step else began, 120))
-        return words
+            sessions = read_json(inside(self.folder, ENVIRONMENT), dict[str, Any], "").get("sessions")
+            return [s for s in sessions if isinstance(s, dict)] if isinstance(sessions, list) else []
+        return []
 
     @property
     def last(self) -> dict[str, float | None]:
@@ -182,13 +177,19 @@ class Follower:
             return "gone" if self._identity is not None else "waiting"
         if self._finished:
             return "finished"
-        if self.rows["stopped"]:
+        if self._stopped:
             return "stopped"
         if self._written is None:
             return "imported" if self._seen and self._seen[4] else "waiting"
         seconds = [row[2] for row in self.rows["train"][-RECENT:] if row[2] is not None]
         usual = (seconds[-1] - seconds[0]) / (len(seconds) - 1) if len(seconds) > 1 else 0.0
         return "quiet" if now - self._written > max(PATIENCE, 10 * usual) else "training"
+
+    @property
+    def _stopped(self) -> str:
+        """Why its last session was ended; empty if it was not."""
+        reason = self._seen[5] if self._seen else None
+        return brief(reason, 300) if isinstance(reason, str) else ""
 
     @property
     def _finished(self) -> bool:
@@ -228,7 +229,7 @@ class Follower:
 
     def messages(self) -> list[str]:
         """The last things that happened, newest first."""
-        found = [self.problem] if self.problem else []
+        found = [text for text in (self.problem, self._stopped) if text]
         found += self.said[:-4:-1]
         if self.damaged:
             found.append(f"{_counted(self.damaged, 'line')} of {METRICS} cannot be read")
@@ -251,6 +252,13 @@ class Follower:
             kind: {name: [row[i] for row in evenly(self.rows[kind], POINTS)] for i, name in enumerate(names)}
             for kind, names in _CURVES.items()
         }
+
+
+def _begun(session: dict[str, Any]) -> str:
+    """When a session began, in words."""
+    began = f"started {session.get('started', '')}".replace("T", " ").replace("+00:00", " UTC")
+    step = session.get("from_step")
+    return brief(f"{began}, from step {step}" if step else began, 120)
 
 
 def _counted(count: int, word: str) -> str:

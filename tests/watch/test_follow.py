@@ -121,14 +121,17 @@ def test_a_run_is_training_quiet_or_finished(tmp_path: Path) -> None:
     write_result(run, 1000)
     follower.refresh()
     assert follower.state(written + 600) == "finished"
+    (run / "result.json").write_text("{}")  # one that does not say its steps
+    follower.refresh()
+    assert follower.state(written + 600) == "finished"
     assert Follower(tmp_path / "later", "later").state(0.0) == "waiting"
 
 
 def test_a_run_that_ended_because_of_its_losses_is_stopped_and_says_why(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", 1000)
     write_result(run, 500)  # of the session before
-    with (run / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps({"kind": "stopped", "step": 1000, "said": ["the loss was above its start"]}) + "\n")
+    session = {"started": "2026-11-01T00:00:00+00:00", "stopped": "the loss was above its start"}
+    (run / "environment.json").write_text(json.dumps({"sessions": [session]}))
     follower = follow(run)
     assert follower.state(os.stat(run / "metrics.jsonl").st_mtime) == "stopped"
     assert follower.messages()[0] == "the loss was above its start" and "finished" not in follower.messages()
