@@ -38,6 +38,7 @@ def convert(run: Path, out: Path) -> Path:
     optimizer = build_optimizer(model, config.train.optimizer)
     alone = config.model_copy(update={"parallel": ParallelConfig()})
     last = found[-1]
+    winner = _other_best(found, model, optimizer)
     _read(last, model, optimizer)  # before anything is written
     new = Run.create(out, alone, "name a new folder")
     try:
@@ -47,13 +48,27 @@ def convert(run: Path, out: Path) -> Path:
         new.keep_companions(run)
         write_atomically(out / "config.toml", alone.to_toml())
         written = save_checkpoint(out, last.step, model, optimizer, last.state, len(found))
-        winner = best(found)
-        if winner is not None and winner != last:
+        if winner is not None:
             _read(winner, model, optimizer)
             save_checkpoint(out, winner.step, model, optimizer, winner.state, len(found))
         return written
     finally:
         new.close()
+
+
+def _other_best(found: list[Checkpoint], model: nn.Module, optimizer: HybridOptimizer) -> Checkpoint | None:
+    """The best checkpoint, if it is not the last and can be read; tells if it cannot."""
+    try:
+        winner = best(found)
+        if winner is None or winner == found[-1]:
+            return None
+        _read(winner, model, optimizer)
+    except ValueError as problem:
+        print(
+            f"residua: only the last checkpoint is converted, since the best is not known: {problem}", file=sys.stderr
+        )
+        return None
+    return winner
 
 
 def _read(checkpoint: Checkpoint, model: nn.Module, optimizer: HybridOptimizer) -> None:

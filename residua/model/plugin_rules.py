@@ -169,7 +169,7 @@ def _try(part: nn.Module, outputs: Outputs, shape: tuple[int, ...]) -> None:
 
 def _run(part: nn.Module, outputs: Outputs, x: Tensor) -> Tensor:
     """All outputs [n, B, T, C]."""
-    torch.manual_seed(0)  # of dropout
+    torch.default_generator.manual_seed(0)  # of dropout; torch.manual_seed would seed GPUs, too
     found = []
     for call, h in outputs(part, x):
         if not isinstance(h, Tensor) or h.shape != x.shape[1:]:

@@ -51,8 +51,15 @@ class Extended:
         return tuple(run for run in runs if not is_complete(run.folder, run.config))
 
     def start_of(self, run: PlannedRun) -> str | None:
-        """Where this study has the weights that a run begins with."""
-        return self.plan.models[run.size, run.variant].config.train.start
+        """Where this study has the weights that a run begins with.
+
+        A saved run that it does not ask for names a place as its own study saw it: it should have begun as the others.
+        """
+        models = self.plan.models
+        if run in self.asked or run not in self.known:
+            return models[run.size, run.variant].config.train.start
+        starts = {models[own.size, own.variant].config.train.start for own in self.asked}
+        return starts.pop() if len(starts) == 1 else None
 
 
 def alone(study: StudyConfig, plan: StudyPlan) -> Extended:

@@ -53,8 +53,10 @@ def _whole(path: str) -> str:
 
 
 def same_place(saved: str | None, planned: str | None) -> bool:
-    """Whether a path as it was saved can be the planned one."""
-    return saved == planned or (saved is not None and planned is not None and portable(saved) == portable(planned))
+    """Whether a path as it was saved, whole or portable, can be the planned one."""
+    if saved is None or planned is None or Path(saved).is_absolute():
+        return saved == planned
+    return portable(planned) == saved
 
 
 def _with_path(change: str, write: Callable[[str], str]) -> str:

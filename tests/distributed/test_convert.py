@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -46,3 +47,13 @@ def test_the_settings_of_an_imported_model_are_kept(run: Path, tmp_path: Path) -
     titan.convert(run, tmp_path / "dump")
     titan.convert(tmp_path / "dump", tmp_path / "back")
     assert [stop_ids(tmp_path / name) for name in ("files", "dump", "back")] == [{3, 5}] * 3
+
+
+def test_a_best_checkpoint_that_cannot_be_read_is_told_and_left_out(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copied = shutil.copytree(run, tmp_path / "run")
+    (copied / "checkpoints/step-2/model.safetensors").write_bytes(b"cut short")
+    convert(copied, tmp_path / "files")
+    assert [c.step for c in checkpoints(tmp_path / "files")] == [4]
+    assert "only the last checkpoint is converted" in capsys.readouterr().err

@@ -221,3 +221,10 @@ def test_train_and_compare_refuse_before_they_write(tmp_path: Path, monkeypatch:
     assert run_verb(monkeypatch, "compare", "base", "prenorm", *how) == 2
     assert "residua: variant 'base': the topology 'own' of the plugin" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_generators_of_gpus_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds: list[int] = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
+    check_plugins(small(topology=own("")))
+    assert seeds == []

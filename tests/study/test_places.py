@@ -86,3 +86,4 @@ def test_places_are_seen_from_the_working_folder(tmp_path: Path, monkeypatch: py
     assert portable(str(tmp_path / "runs/old")) == "runs/old"
     assert portable("/somewhere/else/old") == "old"
     assert same_place("runs/old", str(tmp_path / "runs/old")) and not same_place("runs/old", "/somewhere/else/old")
+    assert same_place("/a/old", "/a/old") and not same_place("/a/old", "/b/old")

@@ -148,6 +148,18 @@ def test_a_study_goes_on_where_the_imported_weights_have_another_place(
     assert trainer.trained == ["base-seed0", "mgr-seed0", "exoformer-seed0"]
 
 
+def test_what_lies_at_the_old_place_of_moved_weights_does_not_matter(
+    old: Path, tmp_path: Path, begin: Callable[..., StudyConfig], trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    kept = tmp_path / "x.json"
+    compare(begin(old, "mgr"), tmp_path / "study", kept)
+    moved = shutil.copytree(old, tmp_path / "elsewhere")
+    save_weights(old, 20, 2.0)
+    compare(begin(moved, "exoformer"), tmp_path / "fresh", kept)
+    assert trainer.trained == ["base-seed0", "mgr-seed0", "exoformer-seed0"]
+
+
 def test_neither_file_nor_table_names_places_of_this_machine(
     old: Path, tmp_path: Path, begin: Callable[..., StudyConfig]
 ) -> None:
