@@ -53,7 +53,8 @@ class Extended:
     def start_of(self, run: PlannedRun) -> str | None:
         """Where this study has the weights that a run begins with.
 
-        A saved run that it does not ask for names a place as its own study saw it: it should have begun as the others.
+        A saved run that this study does not ask for has a path as another study saw it. It is compared with the weights
+        that the runs of this study begin with.
         """
         models = self.plan.models
         if run in self.asked or run not in self.known:
