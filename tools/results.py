@@ -47,6 +47,7 @@ from residua.reproduce.shared import share
 from residua.reproduce.show import claims_table
 from residua.study.conduct import show_saved
 from residua.study.config import Tasks
+from residua.study.entries import cells, columns, count
 from residua.study.extend import both_tasks, with_earlier
 from residua.study.longer import with_longer
 from residua.study.peaks import Peaks
@@ -54,7 +55,6 @@ from residua.study.picture import depths_picture, peak_picture, picture, sizes_p
 from residua.study.results import StudyResult, VariantResult
 from residua.study.runs import Inspection, both, read_run
 from residua.study.saved import FORMAT, SavedRun, SavedStudy
-from residua.study.sentences import cells, columns, count
 from residua.study.side_tables import peak_table
 from residua.study.statistics import mean
 from residua.study.tables import markdown_table, markdown_tables

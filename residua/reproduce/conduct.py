@@ -21,8 +21,8 @@ from residua.reproduce.entry import Inside, Nothing, Study
 from residua.reproduce.scale import sentence
 from residua.reproduce.show import Comparison
 from residua.study.conduct import Outcome, announce, conduct, open_dataset
+from residua.study.entries import count
 from residua.study.plan import StudyPlan, make_plan, refuse_strangers
-from residua.study.sentences import count
 from residua.study.tables import print_study
 from residua.study.tuning import known_rates
 

@@ -14,7 +14,7 @@ from residua.reproduce.catalogue import DOCUMENTS, load, names
 from residua.reproduce.conduct import duration, training_rate
 from residua.reproduce.entry import Inside, Nothing, Study
 from residua.reproduce.scale import sentence
-from residua.study.sentences import NONE, count
+from residua.study.entries import NONE, count
 from residua.study.tables import markdown_table
 
 KINDS = {"study": "study", "inside": "inside a model", "none": "no"}

@@ -23,9 +23,9 @@ from residua.reproduce.matching import NOT_THERE, Rows, match_rows, published_ru
 from residua.reproduce.show import Comparison
 from residua.study.answer import provenance
 from residua.study.conduct import NOWHERE, REPORT, Outcome, show_saved
+from residua.study.entries import count
 from residua.study.results import StudyResult
 from residua.study.saved import SavedModel, SavedRun, SavedStudy
-from residua.study.sentences import count
 from residua.study.tables import print_study
 from residua.study.trials import TunedRate
 

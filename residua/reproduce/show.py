@@ -12,8 +12,8 @@ from residua.reproduce.claims import Measured, Verdict, verdicts
 from residua.reproduce.entry import Inside, Study
 from residua.reproduce.measures import MEASURES
 from residua.study.diagnosed import SIDE_BY_SIDE
+from residua.study.entries import NONE
 from residua.study.results import StudyResult
-from residua.study.sentences import NONE
 from residua.study.statistics import estimate
 from residua.study.tables import markdown_table
 

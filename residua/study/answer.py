@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from residua.report import Cell, Tone
+from residua.study.entries import count
 from residua.study.results import Interval, StudyResult, VariantResult
 from residua.study.runs import RunRecord
-from residua.study.sentences import at_size, count, says_nothing, speed_is_shown, understated, was_busy
+from residua.study.verdict import at_size, says_nothing, speed_is_shown, understated, was_busy
 
 NAMED = 4
 """The answer names at most so many variants that failed."""

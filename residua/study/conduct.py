@@ -18,7 +18,7 @@ from residua.data.source import find_data, open_data
 from residua.files import write_atomically
 from residua.reading import counted
 from residua.report.plain import outcome
-from residua.study import sentences
+from residua.study import entries, sentences
 from residua.study.config import StudyConfig
 from residua.study.diagnosed import SIDE_BY_SIDE, diagnose_runs
 from residua.study.extend import (
@@ -303,14 +303,14 @@ def announce(console: Console, study: StudyConfig, plan: StudyPlan) -> None:
         table.add_column(title, justify="left" if title in ("size", "variant", "matching") else "right")
     for (size, name), model in plan.models.items():
         steps = model.config.train.steps
-        tokens = sentences.count(steps * model.config.tokens_per_step)
+        tokens = entries.count(steps * model.config.tokens_per_step)
         table.add_row(
             Text(size), Text(name), f"{model.parameters:,}", str(steps), tokens, model.matching or "unchanged"
         )
     for run in plan.ladder:
         if run.seed == study.seeds[0]:
             model, steps = plan.models[run.size, run.variant], run.config.train.steps
-            tokens = sentences.count(steps * run.config.tokens_per_step)
+            tokens = entries.count(steps * run.config.tokens_per_step)
             named = Text(f"{run.variant}, ladder {run.budget:g}×")
             table.add_row(Text(run.size), named, f"{model.parameters:,}", str(steps), tokens, "unchanged")
     console.print(table)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from residua.report import Cell, Column, Link, Page, Picture, Section, Series, Sorted, theme
 from residua.report.forest import height_of
-from residua.study import plots, sentences
+from residua.study import entries, plots, sentences
 from residua.study.answer import answer, best_row, by_gain, by_loss, comparisons_sentence, provenance
 from residua.study.config import StudyConfig
 from residua.study.diagnosed import SIDE_BY_SIDE
@@ -17,6 +17,7 @@ from residua.study.plan import RUNS
 from residua.study.plots import SECONDS, TOKENS, Records
 from residua.study.results import LadderResult, RunResult, StudyResult, VariantResult, compute_points
 from residua.study.side_tables import RATES, rate_sentence, side_tables
+from residua.study.verdict import at_size, verdict
 from residua.train.telemetry_curves import said
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ def _verdict(page: Page, result: StudyResult) -> None:
     _pictures(section, result)
     best = best_row(result)
     if best is not None:
-        section.verdict(" ".join([sentences.verdict(best, result), comparisons_sentence(result)]).strip())
+        section.verdict(" ".join([verdict(best, result), comparisons_sentence(result)]).strip())
     _table(section, result, result.sizes[-1], explained=True)
     notes = (" ".join(sentences.matching_sentences(result)), sentences.side_by_side_sentence(result))
     for sentence in (*notes, *sentences.ladder_sentences(result)):
@@ -103,7 +104,7 @@ def _verdict(page: Page, result: StudyResult) -> None:
         with section.fold(f"The same at size {size}"):
             _table(section, result, size)
     last = result.rows(result.sizes[-1])
-    said = [sentences.verdict(row, result) for row in by_gain(last, result.baseline) if row.name != result.baseline]
+    said = [verdict(row, result) for row in by_gain(last, result.baseline) if row.name != result.baseline]
     with section.fold("Every variant in a sentence"):
         section.points([*said, *([facts] if (facts := sentences.dataset_sentence(result)) else [])])
 
@@ -111,7 +112,7 @@ def _verdict(page: Page, result: StudyResult) -> None:
 def _pictures(section: Section, result: StudyResult) -> None:
     """Loss against the baseline, and beside it what a step costs against what it is worth."""
     rows, level = by_loss(result.rows(result.sizes[-1])), f"{result.confidence * 100:g} %"
-    size = sentences.at_size(result.sizes[-1], result)
+    size = at_size(result.sizes[-1], result)
     height = max(SMALLEST, height_of(len(rows)))
     shown = []
     if rows:
@@ -148,12 +149,12 @@ def _labelled(figure: Figure) -> Figure:
 
 def _table(section: Section, result: StudyResult, size: str, explained: bool = False) -> None:
     """The rows of one size, largest gain first, the columns to look at first on the left."""
-    columns, place = sentences.columns(result), plots.places(result)
+    columns, place = entries.columns(result), plots.places(result)
     order = sorted(range(len(columns)), key=lambda i: _importance(columns[i].title))
     rows = by_gain(result.rows(size), result.baseline)
     cells = []
     for row in rows:
-        values = sentences.cells(row, result)
+        values = entries.cells(row, result)
         name = Series(row.name, theme.colour(place[row.name]), values[0].detail)
         cells.append([name if i == 0 else values[i] for i in order])
     gain = next((at for at, i in enumerate(order) if _gained(columns[i].title, rows)), 0)
@@ -180,7 +181,7 @@ def _gained(title: str, rows: Sequence[VariantResult]) -> bool:
 
 
 def _ladder(page: Page, result: StudyResult, ladder: LadderResult) -> None:
-    suffix = sentences.at_size(ladder.size, result)
+    suffix = at_size(ladder.size, result)
     section = page.section(
         f"Equivalent tokens{suffix}",
         f"How long {result.baseline} would have to train, with a full schedule of its own, to reach each variant's "
@@ -193,7 +194,7 @@ def _ladder(page: Page, result: StudyResult, ladder: LadderResult) -> None:
 
 
 def _loss(page: Page, result: StudyResult, records: Records, size: str) -> None:
-    suffix = sentences.at_size(size, result)
+    suffix = at_size(size, result)
     if not any(records.values()):
         return
     section = page.section(
@@ -217,7 +218,7 @@ def _telemetry(page: Page, result: StudyResult, records: Records, size: str) -> 
     views = plots.telemetry_curves(records)
     if not views:
         return
-    suffix = sentences.at_size(size, result)
+    suffix = at_size(size, result)
     section = page.section(
         f"Inside while training{suffix}",
         "Healthy: peaks that level off. A peak that grows to the end leaves less precision for all other values, and a "
@@ -231,7 +232,7 @@ def _telemetry(page: Page, result: StudyResult, records: Records, size: str) -> 
 
 def _side_tables(page: Page, result: StudyResult, size: str) -> None:
     """Accuracies, outliers and tried learning rates, those that were measured."""
-    suffix = sentences.at_size(size, result)
+    suffix = at_size(size, result)
     place = plots.places(result)
     for table in side_tables(result, size):
         section = page.section(f"{table.title.capitalize()}{suffix}", table.look_for)
@@ -245,7 +246,7 @@ def _low_precision(page: Page, result: StudyResult, size: str) -> None:
     rows = [row for row in result.rows(size) if row.low_precision is not None]
     if not rows or rows[0].low_precision is None:
         return
-    suffix = sentences.at_size(size, result)
+    suffix = at_size(size, result)
     section = page.section(
         f"Low precision{suffix}",
         "The loss that low precision adds to each trained model. Healthy: little, with or without SmoothQuant. A large "
@@ -253,8 +254,8 @@ def _low_precision(page: Page, result: StudyResult, size: str) -> None:
     )
     recipes = list(rows[0].low_precision.losses)
     place = plots.places(result)
-    cells: list[list[Cell]] = [[_named(place, row.name), *sentences.precision_cells(row)[1:]] for row in rows]
-    section.table(sentences.precision_columns(recipes), cells)
+    cells: list[list[Cell]] = [[_named(place, row.name), *entries.precision_cells(row)[1:]] for row in rows]
+    section.table(entries.precision_columns(recipes), cells)
     costs = plots.precision_costs(result, rows, recipes)
     if costs:
         section.tabs(
@@ -271,8 +272,8 @@ def _scaling(page: Page, result: StudyResult) -> None:
     place = plots.places(result)
     section.figure(plots.scaling_figure(compute_points(result.runs, result.variants), result.scaling, list(place)))
     section.table(
-        sentences.scaling_columns(result.confidence),
-        [[_named(place, row.name), *sentences.scaling_cells(row, result.baseline)[1:]] for row in result.scaling],
+        entries.scaling_columns(result.confidence),
+        [[_named(place, row.name), *entries.scaling_cells(row, result.baseline)[1:]] for row in result.scaling],
     )
 
 
@@ -347,11 +348,11 @@ def _run_cells(run: RunResult, out: Path, place: int) -> list[Cell]:
         run.size,
         str(run.seed),
         run.status,
-        sentences.NONE if run.loss is None else f"{run.loss:.4f}",
-        sentences.NONE if run.tokens_per_second is None else f"{run.tokens_per_second:,.0f}",
-        sentences.NONE if run.memory_gib is None else f"{run.memory_gib:.2f} GiB",
+        entries.NONE if run.loss is None else f"{run.loss:.4f}",
+        entries.NONE if run.tokens_per_second is None else f"{run.tokens_per_second:,.0f}",
+        entries.NONE if run.memory_gib is None else f"{run.memory_gib:.2f} GiB",
         Link(run.folder, folder) if (out / folder).exists() else run.folder,
-        sentences.NONE if run.diagnosis is None else Link("open", run.diagnosis),
+        entries.NONE if run.diagnosis is None else Link("open", run.diagnosis),
     ]
 
 

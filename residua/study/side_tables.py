@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from residua.report import Column, Value
+from residua.study.entries import NONE
 from residua.study.measures import MEAN, Interval, LowTaskMeans, TaskMeans
 from residua.study.peaks import EARLY, HALF, Peaks, change
 from residua.study.results import StudyResult, VariantResult
-from residua.study.sentences import NONE
 from residua.study.statistics import estimate_ratio, geometric_mean
 from residua.study.trials import TunedRate
 

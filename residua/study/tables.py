@@ -13,9 +13,10 @@ from rich.text import Text
 
 from residua.report import Column, Value, plain
 from residua.report.fitting import Cells, narrowed
-from residua.study import sentences
+from residua.study import entries, sentences
 from residua.study.results import StudyResult
 from residua.study.side_tables import rate_sentence, side_tables
+from residua.study.verdict import verdict
 
 SPARED = ("training loss", "bits/byte", "memory", "parameters")  # columns that a narrow terminal drops, in this order
 
@@ -42,7 +43,7 @@ def _fitting(console: Console, title: str, columns: Sequence[Column], rows: Sequ
 
 def _spared(columns: Sequence[Column]) -> list[str]:
     """The columns that a narrow terminal drops, in this order: with a ladder, also the gain that it replaces."""
-    laddered = any(column.title == sentences.EQUIVALENT.title for column in columns)
+    laddered = any(column.title == entries.EQUIVALENT.title for column in columns)
     return [*SPARED, *(["step-wise gain"] if laddered else [])]
 
 
@@ -73,7 +74,7 @@ def markdown(result: StudyResult) -> str:
     parts += [f"- {plain.markdown(sentence, begins=True)}" for sentence in _sentences(result)]
     inside = [f"[{plain.markdown(run.folder)}]({plain.link(run.diagnosis)})" for run in result.runs if run.diagnosis]
     parts += [f"- Diagnoses: {', '.join(inside)}."] if inside else []
-    meanings = [column for column in sentences.columns(result) if column.meaning]
+    meanings = [column for column in entries.columns(result) if column.meaning]
     parts += ["", "Columns:", "", *(f"- **{column.title}**: {column.meaning}." for column in meanings)]
     return "\n".join(parts) + "\n"
 
@@ -93,8 +94,8 @@ def _tables(result: StudyResult) -> list[tuple[str, list[Column], list[list[Valu
     found = [
         (
             f"size {size}" if several else "",
-            sentences.columns(result),
-            [sentences.cells(row, result) for row in result.rows(size)],
+            entries.columns(result),
+            [entries.cells(row, result) for row in result.rows(size)],
         )
         for size in result.sizes
     ]
@@ -102,21 +103,21 @@ def _tables(result: StudyResult) -> list[tuple[str, list[Column], list[list[Valu
         low = [row for row in result.rows(size) if row.low_precision is not None]
         if low and low[0].low_precision is not None:
             title = f"low precision, size {size}" if several else "low precision"
-            columns = sentences.precision_columns(list(low[0].low_precision.losses))
-            found.append((title, columns, [sentences.precision_cells(row) for row in low]))
+            columns = entries.precision_columns(list(low[0].low_precision.losses))
+            found.append((title, columns, [entries.precision_cells(row) for row in low]))
     found += [
         (f"{table.title}, size {size}" if several else table.title, table.columns, table.rows)
         for size in result.sizes
         for table in side_tables(result, size)
     ]
     if result.scaling:
-        fits = [sentences.scaling_cells(row, result.baseline) for row in result.scaling]
-        found.append(("compute scaling", sentences.scaling_columns(result.confidence), fits))
+        fits = [entries.scaling_cells(row, result.baseline) for row in result.scaling]
+        found.append(("compute scaling", entries.scaling_columns(result.confidence), fits))
     return found
 
 
 def _sentences(result: StudyResult) -> list[str]:
-    verdicts = [sentences.verdict(row, result) for row in result.rows(result.sizes[-1]) if row.name != result.baseline]
+    verdicts = [verdict(row, result) for row in result.rows(result.sizes[-1]) if row.name != result.baseline]
     failed = [f"{run.folder} did not complete: {run.problem}" for run in result.runs if run.status == "failed"]
     facts = [said] if (said := sentences.dataset_sentence(result)) else []
     warnings = [said for said in (sentences.seeds_sentence(result), sentences.side_by_side_sentence(result)) if said]

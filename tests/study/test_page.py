@@ -12,13 +12,15 @@ import pytest
 
 from residua.report import Tone, theme
 from residua.study.answer import answer, best_row, by_gain, comparisons_sentence, provenance
+from residua.study.entries import cells
 from residua.study.page import study_page
 from residua.study.picture import break_even
 from residua.study.plots import difference_curves, forest_of_losses, precision_costs
 from residua.study.results import Interval, RunResult, StudyResult
-from residua.study.sentences import cells, unequal_seeds, verdict
+from residua.study.sentences import unequal_seeds
 from residua.study.tables import markdown
 from residua.study.timing import StepTiming
+from residua.study.verdict import verdict
 from tests.study.pretend import pretended
 
 

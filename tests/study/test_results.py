@@ -14,15 +14,16 @@ from markdown_it import MarkdownIt
 from residua.data import Dataset
 from residua.study import StudyConfig
 from residua.study.conduct import Outcome, summarise
+from residua.study.entries import cells
 from residua.study.gains import product
 from residua.study.picture import break_even, ladder_scatter, picture
 from residua.study.plan import PlannedRun, StudyPlan, make_plan
 from residua.study.results import Interval, StudyResult, VariantResult, collect, compute_points
 from residua.study.runs import is_complete, read_run
-from residua.study.sentences import cells, verdict
 from residua.study.statistics import Estimate, t_quantile
 from residua.study.tables import markdown
 from residua.study.timing import StepTiming
+from residua.study.verdict import verdict
 from tests.faults import Disk, failing
 from tests.study.recorded import write_all, write_run
 

@@ -7,8 +7,8 @@ import io
 import pytest
 from rich.console import Console
 
+from residua.study.entries import cells, columns
 from residua.study.results import StudyResult
-from residua.study.sentences import cells, columns
 from residua.study.tables import print_study
 from tests.study.pretend import pretended
 
