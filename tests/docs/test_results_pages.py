@@ -12,6 +12,7 @@ import pytest
 
 from residua.config import variants
 from residua.config.run import RunConfig
+from residua.model.size import measure
 from residua.study.config import StudyConfig, Tasks
 from residua.study.plan import base_run
 from residua.study.saved import SavedStudy
@@ -229,7 +230,7 @@ def test_a_block_of_an_unknown_study_or_part_is_refused(results: ModuleType, roo
         ("recommended-mini", "mini-39m", "mgr_resformer"),
         ("recommended-mini-per-token", "main-mini", "mgr_exo"),
         ("recommended-s", "main-s", "mgr2_resformer"),
-        ("recommended-s-per-token", "main-s", "mgr_resformer"),
+        ("recommended-s-per-token", "main-s", "mgr_exo"),
     ],
 )
 def test_a_recommended_preset_is_the_model_that_was_measured(preset: str, study: str, variant: str) -> None:
@@ -244,4 +245,5 @@ def test_the_recommended_large_model_has_the_choice_of_the_study_at_s(kind: str)
     assert (large.topology, large.anchors, large.norm) == (small.topology, small.anchors, small.norm)
     assert large.attention == small.attention.model_copy(update={"heads": 10})
     plain = RunConfig.find("mgr-l-prenorm").model
-    assert (large.layers, large.width, large.ffn) == (plain.layers, plain.width, plain.ffn)
+    assert (large.layers, large.width, large.ffn.kind) == (plain.layers, plain.width, plain.ffn.kind)
+    assert measure(large).parameters == pytest.approx(measure(plain).parameters, rel=0.001)
