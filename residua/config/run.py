@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, ValidationError, model_validator
 
 from residua.config import presets
+from residua.config.elsewhere import called_here
 from residua.config.model import ModelConfig
 from residua.config.schedule import LinearDecay, Schedule
 from residua.config.settings import (
@@ -271,6 +272,8 @@ class RunConfig(Frozen):
             depth = min(place.count(".") for place in fitting)
             written = (f"{p}{change.removeprefix(first)}" for p in fitting if p.count(".") == depth)
             return f"write {' or '.join(written)}."
+        if here := called_here(f"model.{key}"):
+            return f"did you mean {here}?"
         spelt = {place if "." in key else place.partition(".")[2]: place for place in reversed(places)}
         near = get_close_matches(key, spelt, n=1, cutoff=0.75)
         if near:

@@ -14,6 +14,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pydantic_core import PydanticCustomError
 
 from residua import reading
+from residua.config import elsewhere
 
 
 class ConfigError(ValueError):
@@ -144,7 +145,9 @@ def explain(error: ValidationError, model: type[BaseModel], within: str = "") ->
 def _unknown_key(fault: Any, field: str, path: list[str], value: str, model: type[BaseModel], within: str) -> str:
     table = _table_at(fault["loc"][:-1], model)
     known = list(table.model_fields) if table else []
-    return f"{field} = {value} is not a known key: {suggest(path[-1], known)}"
+    here = elsewhere.called_here(field)
+    advice = f"did you mean {here!r}?" if here else suggest(path[-1], known, likeness=0.7)
+    return f"{field} = {value} is not a known key: {advice}"
 
 
 def _unknown_kind(fault: Any, field: str, path: list[str], value: str, model: type[BaseModel], within: str) -> str:
@@ -211,10 +214,10 @@ _RULES = {
 }
 
 
-def suggest(word: str, known: Iterable[str], listed_by: str = "") -> str:
+def suggest(word: str, known: Iterable[str], listed_by: str = "", likeness: float = 0.5) -> str:
     """The end of a message about an unknown word: the nearest known one, or all of them, or what lists them."""
     known = list(known)
-    near = get_close_matches(word, known, n=1, cutoff=0.5)
+    near = get_close_matches(word, known, n=1, cutoff=likeness)
     if near:
         return f"did you mean {near[0]!r}?"
     if listed_by:

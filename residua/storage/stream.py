@@ -17,7 +17,7 @@ from residua.storage.tensors import DTYPES
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 ALIGNMENT = 8
-FINITE = "use weights that are finite, or a wider type"
+FINITE = "use weights that are finite, and if they are, a wider type"
 
 
 class Entry(NamedTuple):

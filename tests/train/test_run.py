@@ -15,7 +15,9 @@ import torch
 from rich.console import Console
 
 import residua
-from residua.config.run import RunConfig, differences
+from residua.config.elsewhere import CALLED
+from residua.config.model import ModelConfig
+from residua.config.run import DataConfig, RunConfig, TrainConfig, differences
 from residua.data import Dataset
 from residua.storage.run import read_metrics
 from residua.train import environment
@@ -214,6 +216,14 @@ def test_configurations_survive_toml_and_say_where_they_differ(config: RunConfig
     ("change", "sentence"),
     [
         ("train.stpes=3", r"train\.stpes = 3 is not a known key: did you mean 'steps'"),
+        ("train.batch_size=4", r"train\.batch_size = 4 is not a known key: did you mean 'train\.micro_batch'\?$"),
+        ("train.lr=1", r"train\.lr = 1 is not a known key: did you mean 'train\.optimizer\.lr'\?$"),
+        ("train.seq_len=3", r"train\.seq_len = 3 is not a known key: did you mean 'data\.sequence'\?$"),
+        ("model.depth=3", r"model\.depth = 3 is not a known key: did you mean 'model\.layers'\?$"),
+        ("model.n_heads=3", r"model\.n_heads = 3 is not a known key: did you mean 'model\.attention\.heads'\?$"),
+        ("data.bath=4", r"data\.bath = 4 is not a known key: did you mean 'path'\?$"),
+        ("data.colour=4", r"data\.colour = 4 is not a known key: choose one of 'path', "),
+        ("batch_size=4", r"'batch_size=4' names no section: did you mean train\.micro_batch\?$"),
         ("train.optimizer.kind=mion", r"train\.optimizer\.kind = 'mion' does not exist: did you mean 'muon'"),
         ("steps=3", r"'steps=3' names no section: write train\.steps=3\.$"),
         ("topology=full_attnres", r"names no section: write model\.topology=full_attnres\.$"),
@@ -230,6 +240,16 @@ def test_configurations_survive_toml_and_say_where_they_differ(config: RunConfig
 def test_a_wrong_word_in_a_configuration_is_one_sentence(config: RunConfig, change: str, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         config.override([change])
+
+
+def test_words_of_other_toolkits_name_keys_of_a_run_and_are_none_themselves(config: RunConfig) -> None:
+    taken = {key for table in (ModelConfig, DataConfig, TrainConfig) for key in table.model_fields}
+    for key, words in CALLED.items():
+        table: object = config.model_dump()
+        for part in key.split("."):
+            assert isinstance(table, dict) and part in table, key
+            table = table[part]
+        assert not taken & set(words.split())
 
 
 def test_a_file_may_extend_a_preset(tmp_path: Path) -> None:
