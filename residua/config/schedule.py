@@ -30,13 +30,16 @@ class WarmUp(Frozen):
 
 
 class LinearDecay(WarmUp):
-    """Constant, then linear decay to `floor` over the last `decay_share` of the run (ExoFormer, arXiv 2601.08131)."""
+    """Constant, then linear decay to `floor` over the last `decay_share` of the run (ExoFormer, arXiv 2601.08131).
+
+    A warm-up that ends later than that delays the decay: it then falls from the peak over the steps that are left.
+    """
 
     kind: Literal["linear_decay"] = "linear_decay"
     decay_share: Share = 0.2
 
     def _remaining(self, step: int, steps: int) -> float:
-        decay = int(self.decay_share * steps)
+        decay = min(int(self.decay_share * steps), steps - self.warmup)
         return min(1.0, (steps - 1 - step) / decay) if decay else 1.0
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -19,6 +20,24 @@ def test_linear_decay_is_constant_then_falls_to_a_tenth_over_the_last_fifth() ->
     assert set(factors[9:80]) == {1.0}
     assert factors[80:] == pytest.approx([1 - 0.9 * (i + 1) / 20 for i in range(20)])
     assert factors[-1] == pytest.approx(0.1)
+
+
+def test_a_decay_that_would_begin_during_warm_up_begins_after_it() -> None:
+    factors = [LinearDecay(warmup=20).factor(step, 22) for step in range(22)]
+    assert factors[18:] == pytest.approx([0.95, 1.0, 0.55, 0.1])
+    for steps in range(101, 126):
+        for schedule in (LinearDecay(), LinearDecay(decay_share=1)):
+            factors = [schedule.factor(step, steps) for step in range(99, steps)]
+            falls = [high - low for high, low in itertools.pairwise(factors)]
+            assert (factors[0], factors[-1]) == pytest.approx((1.0, 0.1))
+            assert falls == pytest.approx([0.9 / (steps - 100)] * (steps - 100))
+
+
+def test_a_warm_up_that_ends_before_the_decay_leaves_its_rates_as_they_were() -> None:
+    for steps, warmup in ((100, 80), (125, 100), (1000, 100), (3, 1)):
+        decay = int(0.2 * steps)
+        expected = [0.1 + 0.9 * (min(1.0, (steps - 1 - s) / decay) if decay else 1.0) for s in range(warmup, steps)]
+        assert [LinearDecay(warmup=warmup).factor(s, steps) for s in range(warmup, steps)] == expected
 
 
 def test_cosine_is_half_way_down_in_the_middle_and_at_a_tenth_at_the_end() -> None:
