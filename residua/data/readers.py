@@ -114,18 +114,25 @@ def plain_documents(lines: Iterable[str]) -> Iterator[str]:
 
 
 def _json_lines(lines: Iterable[str], path: Path, field: str) -> Iterator[str]:
+    before = False
     for where, record in json_lines(lines, path, _one_per_line(field), lenient=True):
-        yield _text_of(record, field, where)
+        yield _text_of(record, field, where, before)
+        before = True
 
 
 def _one_per_line(field: str) -> str:
     return f"write one object per line, such as {json.dumps({field: 'some text'}, ensure_ascii=False)}, and no list"
 
 
-def _text_of(record: Any, field: str, where: str) -> str:
-    """The text of a record; empty for null, so that the document is dropped like a blank one."""
+def _text_of(record: Any, field: str, where: str, before: bool = False) -> str:
+    """The text of a record; empty for null, so that the document is dropped like a blank one.
+
+    `before`: whether records before it have the field, so that this one is at fault if it has not.
+    """
     if not isinstance(record, dict):
         refuse(f"{where} holds {shown(record)}, not an object", _one_per_line(field))
+    if field not in record and (before or not record):
+        refuse(f"{where} has no field {field!r}" + ", which the lines before it have" * before, "correct or remove it")
     if field not in record:
         raise _no_field(where, field, record)
     text = "" if record[field] is None else record[field]

@@ -89,6 +89,12 @@ def test_half_a_surrogate_pair_is_replaced(tmp_path: Path) -> None:
     assert sorted(read(path)) == ["a\ufffdb", "\U0001f600"]
 
 
+def test_line_ends_become_newlines_but_not_inside_json(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"one\r\ntwo\rthree\n")
+    (tmp_path / "b.jsonl").write_bytes(b'{"text": "one\\r\\ntwo"}\r\n')
+    assert read(tmp_path / "a.txt", tmp_path / "b.jsonl") == ["one\r\ntwo", "one\ntwo\nthree\n"]
+
+
 def test_long_plain_text_is_cut_at_blank_lines_and_nothing_is_lost() -> None:
     paragraph = ["word " * 20 + "\n"] * 50 + ["\n"]
     text = paragraph * 40
@@ -113,6 +119,12 @@ def test_plain_text_without_blank_lines_is_cut_as_well() -> None:
             r"a\.jsonl, line 2 is not valid JSON",
         ),
         ("a.jsonl", b'{"body": "x"}\n', r"line 1 has no field 'text': name one of body with --field"),
+        ("a.jsonl", b"{}\n", r"line 1 has no field 'text': correct or remove it\.$"),
+        (
+            "a.jsonl",
+            b'{"text": "x"}\n\n{"body": "y"}\n',
+            r"line 3 has no field 'text', which the lines before it have: correct or remove it\.$",
+        ),
         ("a.jsonl", b'{"text": 3}\n', r"line 1: field 'text' holds int, not text"),
         (
             "a.json",
