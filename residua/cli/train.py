@@ -78,7 +78,7 @@ def train(
         config = _configuration(source, folder, resume).override([*_data_change(data), *given])
         config = config.override(_vocabulary_change(config, source, given, folder, resume))
     with _page(folder) if watch and os.environ.get("RANK", "0") == "0" else nullcontext():
-        _run(config, folder, resume, threads)
+        _run(_placed(config), folder, resume, threads)
 
 
 def _page(folder: Path) -> AbstractContextManager[None]:
@@ -162,6 +162,12 @@ def _default_folder(source: str | None) -> Path:
     if not is_plain_name(name):
         raise ValueError(f"{source!r} gives the run no plain name: choose its folder with --out.")
     return Path("runs") / name
+
+
+def _placed(config: RunConfig) -> RunConfig:
+    """The configuration with the whole path of its text, so that the run can be resumed and read from any folder."""
+    path = config.data.path
+    return config if path is None or Path(path).is_absolute() else config.override(_data_change(Path(path)))
 
 
 def _data_change(data: Path | None) -> list[str]:

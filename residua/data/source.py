@@ -69,7 +69,8 @@ def names_vocabulary(source: str, changes: Sequence[str]) -> bool:
 def _prepared(path: Path) -> Dataset:
     """The dataset that a configuration names; it may have been moved since."""
     if not (path / DESCRIPTION).exists():
-        problem = f"is not a prepared dataset (it has no {DESCRIPTION})" if path.exists() else "does not exist"
+        missing = "does not exist" if path.is_absolute() else f"does not exist in {Path.cwd()}"
+        problem = f"is not a prepared dataset (it has no {DESCRIPTION})" if path.exists() else missing
         raise ConfigError(
             f"{path} {problem}: if it was moved, give --data DIR; "
             "if there is none yet, make one with residua data prepare."

@@ -11,6 +11,7 @@ import pytest
 
 from residua.cli.main import main
 from residua.config.run import RunConfig
+from residua.data.source import find_data
 
 from .test_resume import stop_after
 
@@ -91,6 +92,36 @@ def test_a_run_whose_data_has_moved_is_told_where_it_is(call: Call, file: str, d
     assert code == 2 and f"{old} does not exist" in output and "if it was moved, give --data DIR" in output
     code, output = call("--resume", "--out", out, "train.steps=7", "--data", new)
     assert code == 0 and "step 7/7" in output
+
+
+def test_a_path_that_is_relative_to_the_working_folder_is_kept_whole(
+    call: Call, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(data.parent)
+    (tmp_path / "mine.toml").write_text(f'extends = "tiny"\n[data]\npath = "{data.name}"\n')
+    assert call(tmp_path / "mine.toml", "--out", tmp_path / "run", *SMALL)[0] == 0
+    assert call("--from", tmp_path / "run", f"data.path={data.name}", "--out", tmp_path / "new")[0] == 0
+    monkeypatch.chdir(tmp_path)
+    for run in ("run", "new"):
+        assert RunConfig.from_toml(tmp_path / run / "config.toml").data.path == str(data)
+        assert call("--resume", "--out", run, "train.steps=3")[0] == 0
+
+
+def test_a_relative_path_of_an_old_run_is_looked_for_in_the_working_folder(
+    call: Call, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert call("tiny", "--data", data, "--out", tmp_path / "run", *SMALL)[0] == 0
+    written = tmp_path / "run" / "config.toml"
+    written.write_text(written.read_text().replace(str(data), data.name))
+    monkeypatch.chdir(tmp_path)
+    code, output = call("--resume", "--out", "run", "train.steps=3")
+    assert code == 2 and f"{tmp_path / data.name} does not exist: if it was moved, give --data DIR" in output
+    with pytest.raises(
+        ValueError, match=rf"{data.name} does not exist in {tmp_path}: if it was moved, give --data DIR"
+    ):
+        find_data(RunConfig.from_toml(written))
+    monkeypatch.chdir(data.parent)
+    assert call("--resume", "--out", tmp_path / "run", "train.steps=3")[0] == 0
 
 
 @pytest.mark.parametrize(
