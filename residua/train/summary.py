@@ -149,7 +149,8 @@ def check_disk(step: Step, folder: Path, keep: int) -> None:
     needed = one * max(1, keep + 2 - len(checkpoints(folder)))
     free = shutil.disk_usage(folder).free
     if needed > free:
+        fewer = f", choose another --out, or lower train.keep = {keep}" if keep > 1 else " or choose another --out"
         raise ConfigError(
             f"the checkpoints of this run need {short_bytes(needed)} ({short_bytes(one)} each) and {folder} has "
-            f"{short_bytes(free)} free: make room, choose another --out, or lower train.keep = {keep}."
+            f"{short_bytes(free)} free: make room{fewer}."
         )

@@ -244,3 +244,5 @@ def test_a_disk_that_fills_up_leaves_the_previous_checkpoint(
     assert [c.step for c in checkpoints(tmp_path / "run")] == [2]
     assert not list((tmp_path / "run" / "checkpoints").glob(".unfinished-*"))
     assert train(config, tmp_path / "run", resume=True, console=QUIET).steps == 6
+    with pytest.raises(ValueError, match=r"free: make room or choose another --out\.$"):
+        train(config.override(["train.keep=1"]), tmp_path / "run", console=QUIET)
