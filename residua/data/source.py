@@ -16,19 +16,24 @@ from residua.reading import inside
 
 
 def open_data(config: RunConfig) -> Dataset:
-    """Open the dataset of a run to train; refuse one with tokens that the model does not know.
+    """Open the dataset of a run to train; refuse one with tokens that the model does not know."""
+    dataset = find_data(config)
+    check_vocabulary(config, dataset)
+    return dataset
+
+
+def check_vocabulary(config: RunConfig, dataset: Dataset) -> None:
+    """Refuse text with tokens that the model does not know.
 
     A new model has all ids of the tokenizer. One to start from may have fewer, if the text does without the others.
     """
-    dataset, start = find_data(config), config.train.start
-    known = config.model.vocab_size
+    known, start = config.model.vocab_size, config.train.start
     if start is None and dataset.vocab_size > known:
         raise ConfigError(
             f"model.vocab_size = {known} is smaller than the {dataset.vocab_size} token ids of {dataset.path}: "
             f"set model.vocab_size={dataset.vocab_size} or more, or leave it out."
         )
     dataset.require_known(known, f"prepare text without it with --tokenizer {shlex.quote(f'{start}/{TOKENIZER}')}")
-    return dataset
 
 
 def find_data(config: RunConfig, *, progress: bool = True) -> Dataset:

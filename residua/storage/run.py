@@ -87,19 +87,7 @@ class Run:
         """Open the folder of an earlier run. Refuses changes to what decides weights or data order."""
         old = saved_config(folder)
         changes = differences(old, config)
-        if config.tokens_per_step != old.tokens_per_step:
-            raise ConfigError(
-                f"a step of {folder} has {old.tokens_per_step} tokens and would have {config.tokens_per_step} now: "
-                "keep train.accumulate × train.micro_batch as it was, or start a new run in another --out."
-            )
-        for key, (before, after) in changes.items():
-            if key == "data.tokenizer" and config.data.path is not None:
-                continue  # its prepared text has its own, which checkpoints check
-            if key.startswith(_FIXED):
-                raise ConfigError(
-                    f"{key} was {before!r} when {folder} was started and is {after!r} now: "
-                    "resume with the old value, or start a new run in another --out."
-                )
+        _check_changes(folder, old, config, changes)
         for name in _WRITTEN:
             inside(folder, name)
         run = cls(folder, config, changes)
@@ -320,6 +308,28 @@ def saved_config(folder: Path) -> RunConfig:
             f"{folder} was imported and has no training to resume: train from it with --from {folder} --out NEW."
         )
     return RunConfig.from_toml(inside(folder, "config.toml"))
+
+
+def _check_changes(folder: Path, old: RunConfig, new: RunConfig, changes: dict[str, tuple[Any, Any]]) -> None:
+    """Refuse to resume a run with changes to its text, weights, data order or optimizer state."""
+    if old.data.path is not None and new.data.path is None:
+        raise ConfigError(
+            f"{folder} was trained on {old.data.path}, and no text is named now: name only the run, as in residua "
+            f"train --resume --out {folder}, or its text too, with --data."
+        )
+    for key, (before, after) in changes.items():
+        if key == "data.tokenizer" and new.data.path is not None:
+            continue  # its prepared text has its own, which checkpoints check
+        if key.startswith(_FIXED):
+            raise ConfigError(
+                f"{key} was {before!r} when {folder} was started and is {after!r} now: "
+                "resume with the old value, or start a new run in another --out."
+            )
+    if new.tokens_per_step != old.tokens_per_step:
+        raise ConfigError(
+            f"a step of {folder} has {old.tokens_per_step} tokens and would have {new.tokens_per_step} now: "
+            "keep train.accumulate × train.micro_batch as it was, or start a new run in another --out."
+        )
 
 
 def _remove_empty(folders: Sequence[Path]) -> None:

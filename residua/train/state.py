@@ -1,4 +1,4 @@
-"""What state.json of a checkpoint must hold for a run to go on from it."""
+"""What state.json of a checkpoint must hold for a run to go on from it, and that the run has the same text."""
 
 from __future__ import annotations
 
@@ -8,8 +8,13 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from residua.config.settings import ConfigError
+from residua.data import Dataset
+from residua.data.corpus import TRAIN
 from residua.reading import Count, Shape, reason, refuse
 from residua.storage.checkpoint import STATE, Checkpoint, elsewhere
+from residua.storage.run import Run, saved_config
+from residua.train.environment import TEXT
 
 
 class _Loader(Shape):
@@ -79,3 +84,23 @@ def fitting_state(checkpoint: Checkpoint) -> Iterator[None]:
     except (ValueError, RuntimeError, TypeError) as error:
         problem = f"{checkpoint.path / STATE} does not fit this run ({reason(error)})"
         refuse(problem, lambda: elsewhere(checkpoint.path))
+
+
+def check_text(run: Run, dataset: Dataset) -> None:
+    """Refuse to go on from a checkpoint with another text than the run was trained on, wherever that is now.
+
+    Runs from before texts had fingerprints, and those of other trainers, tell only its number of tokens.
+    """
+    if not (found := run.checkpoints()):
+        return
+    state = read_state(found[-1])
+    dataset.require_tokenizer(state.tokenizer_hash, str(found[-1].path))
+    trained, tokens = run.recorded(TEXT), dataset.split(TRAIN).tokens
+    same = state.loader.tokens == tokens if trained is None else trained == dataset.fingerprint
+    if not same:
+        before = saved_config(run.folder).data.path
+        where = "" if before == run.config.data.path else f" ({before or 'the embedded corpus'})"
+        raise ConfigError(
+            f"{dataset.path} is not the text that {run.folder} was trained on{where}: resume with that text, or begin "
+            f"a new run from its weights with --from {run.folder}."
+        )

@@ -17,6 +17,7 @@ from residua.config.run import RunConfig
 from residua.config.settings import ConfigError
 from residua.data import Dataset
 from residua.data.loader import IGNORED
+from residua.data.source import check_vocabulary
 from residua.files import explain, write_atomically
 from residua.machine import out_of_memory
 from residua.model.size import measure
@@ -39,7 +40,7 @@ from residua.train.profile import Profiler
 from residua.train.progress import Display
 from residua.train.result import Result, closing_words, collect_result
 from residua.train.start import check_model, check_tokenizer, start_lines
-from residua.train.state import RunState, fitting_state, read_state
+from residua.train.state import RunState, check_text, fitting_state, read_state
 from residua.train.step import arithmetic
 from residua.train.summary import check_disk, summarise
 from residua.train.telemetry import Telemetry, build_telemetry
@@ -68,11 +69,11 @@ def train(
         console = (console or PlainConsole()) if world.leads else Console(quiet=True)
         check_trackers(config)
         check_model(config)
-        with world.stages.measure("data"):
-            dataset = world.open_data(config)
-            check_tokenizer(config, dataset)
         run = world.open_run(Path(out), config, resume=resume)
         try:
+            with world.stages.measure("data"):
+                dataset = world.open_data(config)
+                world.leader_first(lambda: _check_data(run, dataset))
             with arithmetic(config.train):
                 trainer = Trainer(run, dataset, world, console)
                 with trainer.explained():
@@ -81,6 +82,13 @@ def train(
                     return trainer.finish()
         finally:
             run.close()
+
+
+def _check_data(run: Run, dataset: Dataset) -> None:
+    """Refuse text that the run cannot train on: not what it was trained on, or in tokens that its model cannot know."""
+    check_text(run, dataset)
+    check_vocabulary(run.config, dataset)
+    check_tokenizer(run.config, dataset)
 
 
 class Trainer:
@@ -363,7 +371,6 @@ class Trainer:
         found = self.run.checkpoints()
         for checkpoint in reversed(found):
             state = read_state(checkpoint)
-            self.dataset.require_tokenizer(state.tokenizer_hash, str(checkpoint.path))
             self.world.restore(checkpoint.path, self.step)
             broken = self.world.nonfinite(self.step)
             if not broken:

@@ -16,7 +16,7 @@ from residua.config.run import RunConfig
 from residua.config.settings import ConfigError
 from residua.data import Dataset, Loader, validation_batches
 from residua.data.loader import Batch
-from residua.data.source import open_data
+from residua.data.source import find_data
 from residua.machine import choose_device
 from residua.reading import counted
 from residua.storage.checkpoint import model_tensors, save_checkpoint
@@ -72,8 +72,8 @@ class World:
         return Run.reopen(folder, config) if resume else Run.create(folder, config)
 
     def open_data(self, config: RunConfig) -> Dataset:
-        """The run's text, checked against its model."""
-        return self.leader_first(lambda: open_data(config))
+        """The run's text."""
+        return self.leader_first(lambda: find_data(config))
 
     def open_batches(self, config: RunConfig, dataset: Dataset) -> tuple[Loader, list[Batch]]:
         """The training batches of this process, in the order of `data.seed`, and the validation set."""

@@ -156,12 +156,12 @@ def test_an_id_that_was_not_written_is_named(run: Path, say: Say, tmp_path: Path
         ids[17:] = 300
         ids.flush()
     words = "holds id 300 at token 17, and the largest that was written is 256: the file is damaged, prepare"
-    for arguments in (
-        ("train", "--resume", "--out", run, "train.steps=5"),
-        ("eval", run, "--device", "cpu"),
-        ("quantize", run, "--out", tmp_path / "q", "--device", "cpu"),
+    for split, arguments in (
+        ("train", ("train", "--resume", "--out", run, "train.steps=5")),
+        ("validation", ("eval", run, "--device", "cpu")),
+        ("validation", ("quantize", run, "--out", tmp_path / "q", "--device", "cpu")),
     ):
-        assert f"validation-00000.bin {words}" in say(*arguments)
+        assert f"{split}-00000.bin {words}" in say(*arguments)
 
 
 @pytest.mark.parametrize(

@@ -150,6 +150,7 @@ def test_a_folder_in_use_is_refused(config: RunConfig, tmp_path: Path) -> None:
     [
         ("model.layers=3", r"model\.layers was 2 .* is 3 now"),
         ("data.seed=1", r"data\.seed was 0"),
+        ("data.sequence=8", r"data\.sequence was None .* is 8 now"),
         ("train.micro_batch=4", r"64 tokens and would have 128 now: keep train\.accumulate × train\.micro_batch"),
         ("train.optimizer.kind=adamw", r"train\.optimizer\.kind was 'muon'"),
         ("train.steps=3", r"has done \d+ steps and train\.steps = 3 is fewer"),
@@ -194,16 +195,102 @@ def test_an_unreadable_shard_is_refused_before_training(
     assert not (tmp_path / "run").exists()
 
 
-def test_resuming_on_text_of_another_tokenizer_is_refused(config: RunConfig, tmp_path: Path) -> None:
+@pytest.mark.parametrize("entries", [260, 600], ids=["that the model has ids for", "with more ids than the model"])
+def test_resuming_on_text_of_another_tokenizer_is_refused(config: RunConfig, tmp_path: Path, entries: int) -> None:
     train(config, tmp_path / "run", console=QUIET)
     before = files(tmp_path / "run")
-    (tmp_path / "a.txt").write_text("some other words " * 200)
+    (tmp_path / "a.txt").write_text("".join(f"{'abcdefghij'[n % 10]}{n * n} some other words " for n in range(2000)))
     (tmp_path / "b.txt").write_text("for validation only " * 20)
     corpus = open_corpus([tmp_path / "a.txt"], validation=tmp_path / "b.txt")
-    other = prepare(corpus, tmp_path / "other", "bpe:260", workers=1)
-    with pytest.raises(ValueError, match="tokenizer"):
+    other = prepare(corpus, tmp_path / "other", f"bpe:{entries}", workers=1)
+    assert other.vocab_size == entries
+    with pytest.raises(ValueError, match="belongs to the tokenizer"):
         train(config.override([f"data.path='{other.path}'"]), tmp_path / "run", resume=True, console=QUIET)
     assert files(tmp_path / "run") == before
+
+
+def prepared(folder: Path, text: str, validation: str) -> str:
+    """The path of a dataset of one token per byte."""
+    folder.mkdir()
+    (folder / "a.txt").write_text(text)
+    (folder / "b.txt").write_text(validation)
+    corpus = open_corpus([folder / "a.txt"], validation=folder / "b.txt")
+    return str(prepare(corpus, folder / "data", "bytes", workers=1).path)
+
+
+TEXT, VALIDATION = "some words to learn " * 50, "words to validate with " * 20
+
+
+@pytest.fixture
+def begun(config: RunConfig, tmp_path: Path) -> RunConfig:
+    """The configuration of a run on TEXT, which is in the folder `run`."""
+    config = config.override([f"data.path='{prepared(tmp_path / 'own', TEXT, VALIDATION)}'"])
+    train(config, tmp_path / "run", console=QUIET)
+    return config.override(["train.steps=7"])
+
+
+def forget_text(run: Path) -> None:
+    """What a run of a Residua without fingerprints has recorded."""
+    path = run / "environment.json"
+    about = json.loads(path.read_text())
+    del about["text"]
+    path.write_text(json.dumps(about))
+
+
+@pytest.mark.parametrize(
+    ("text", "validation"),
+    [(TEXT, VALIDATION[::-1]), (TEXT[::-1], VALIDATION), (TEXT * 2, VALIDATION)],
+    ids=["other validation", "other words", "other length"],
+)
+def test_resuming_on_another_text_is_refused(begun: RunConfig, tmp_path: Path, text: str, validation: str) -> None:
+    run, before = tmp_path / "run", files(tmp_path / "run")
+    other = prepared(tmp_path / "other", text, validation)
+    with pytest.raises(ValueError) as refused:
+        train(begun.override([f"data.path='{other}'"]), run, resume=True, console=QUIET)
+    assert str(refused.value) == (
+        f"{other} is not the text that {run} was trained on ({begun.data.path}): resume with that text, or begin a new "
+        f"run from its weights with --from {run}."
+    )
+    assert files(run) == before
+
+
+def test_of_a_run_from_before_fingerprints_only_the_length_of_its_text_is_compared(
+    begun: RunConfig, tmp_path: Path
+) -> None:
+    forget_text(tmp_path / "run")
+    longer, other = (prepared(tmp_path / name, text, VALIDATION) for name, text in (("2", TEXT * 2), ("r", TEXT[::-1])))
+    with pytest.raises(ValueError, match=r"is not the text that .*run was trained on"):
+        train(begun.override([f"data.path='{longer}'"]), tmp_path / "run", resume=True, console=QUIET)
+    train(begun.override([f"data.path='{other}'"]), tmp_path / "run", resume=True, console=QUIET)
+
+
+def test_a_text_that_was_prepared_anew_at_its_place_is_another_text(begun: RunConfig, tmp_path: Path) -> None:
+    shutil.rmtree(tmp_path / "own")
+    own = prepared(tmp_path / "own", TEXT, VALIDATION[::-1])
+    with pytest.raises(ValueError, match=rf"{own} is not the text that .*run was trained on: resume"):
+        train(begun, tmp_path / "run", resume=True, console=QUIET)
+
+
+def test_a_copy_of_the_text_is_the_same_text(begun: RunConfig, tmp_path: Path) -> None:
+    assert begun.data.path is not None
+    copy = shutil.copytree(begun.data.path, tmp_path / "copy")
+    result = train(begun.override([f"data.path='{copy}'"]), tmp_path / "run", resume=True, console=QUIET)
+    assert result.steps == 7
+
+
+def test_a_run_without_a_checkpoint_may_begin_again_on_another_text(begun: RunConfig, tmp_path: Path) -> None:
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    other = prepared(tmp_path / "other", TEXT, VALIDATION[::-1])
+    train(begun.override([f"data.path='{other}'"]), tmp_path / "run", resume=True, console=QUIET)
+
+
+def test_a_run_on_prepared_text_is_not_resumed_on_the_embedded_corpus_which_is_not_prepared_for_it(
+    begun: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("residua.train.world.find_data", lambda config: pytest.fail("text was opened"))
+    embedded = begun.model_copy(update={"data": begun.data.model_copy(update={"path": None})})
+    with pytest.raises(ValueError, match=r"run was trained on .*data, and no text is named now: name only the run, as"):
+        train(embedded.override(["model.layers=3"]), tmp_path / "run", resume=True, console=QUIET)
 
 
 def test_a_disk_too_small_is_refused_before_training(
@@ -213,6 +300,8 @@ def test_a_disk_too_small_is_refused_before_training(
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**9, 10**9, 1000))
     with pytest.raises(ValueError, match=r"need .* [KMG]iB .* lower train\.keep = 2"):
         train(config, tmp_path / "run", console=QUIET)
+    with pytest.raises(ValueError, match=r"free: make room or choose another --out\.$"):
+        train(config.override(["train.keep=1"]), tmp_path / "run", console=QUIET)
     assert files(tmp_path / "run") == {}
 
 
@@ -244,5 +333,3 @@ def test_a_disk_that_fills_up_leaves_the_previous_checkpoint(
     assert [c.step for c in checkpoints(tmp_path / "run")] == [2]
     assert not list((tmp_path / "run" / "checkpoints").glob(".unfinished-*"))
     assert train(config, tmp_path / "run", resume=True, console=QUIET).steps == 6
-    with pytest.raises(ValueError, match=r"free: make room or choose another --out\.$"):
-        train(config.override(["train.keep=1"]), tmp_path / "run", console=QUIET)
