@@ -71,6 +71,14 @@ def test_chunked_equals_naive_in_values_and_gradients(length: int, documents: st
     agree(chunked(**arguments, segments=segments), naive(**arguments, segments=segments), arguments)
 
 
+@pytest.mark.parametrize("rule", [naive, chunked])
+def test_no_tokens_give_no_outputs_and_leave_the_state(rule: Rule) -> None:
+    arguments = inputs(0)
+    o, state = rule(**arguments, segments=torch.zeros(2, 0, dtype=torch.int64))
+    assert o.shape == (2, 0, 4, 3)
+    assert torch.equal(state, arguments["state"])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("boundary", [1, 63, 64, 65, 100])
 @pytest.mark.parametrize("rule", [naive, chunked])

@@ -12,7 +12,7 @@ from residua.ops.kimi_delta.reference import chunked, naive, step
 from tests.golden import kimi
 from tests.golden.compare import agree, close, gradients, random
 from tests.nightly import only_nightly
-from tests.ops.test_gated_delta import leaf, short_documents, tokens
+from tests.ops.test_gated_delta import Rule, leaf, short_documents, tokens
 
 
 def inputs(length: int, *, key_heads: int = 4) -> dict[str, Tensor]:
@@ -43,6 +43,14 @@ def test_chunked_equals_naive_in_values_and_gradients(length: int, documents: st
     arguments = inputs(length, key_heads=2)
     segments = short_documents(length) if documents == "many" else None
     agree(chunked(**arguments, segments=segments), naive(**arguments, segments=segments), arguments)
+
+
+@pytest.mark.parametrize("rule", [naive, chunked])
+def test_no_tokens_give_no_outputs_and_leave_the_state(rule: Rule) -> None:
+    arguments = inputs(0)
+    o, state = rule(**arguments, segments=torch.zeros(2, 0, dtype=torch.int64))
+    assert o.shape == (2, 0, 4, 3)
+    assert torch.equal(state, arguments["state"])
 
 
 @pytest.mark.slow

@@ -43,7 +43,7 @@ def naive(
         state = state.masked_fill(first[:, t, None, None, None], 0)
         o, state = step(q[:, t], k[:, t], v[:, t], g[:, t], beta[:, t], state)
         outputs.append(o)
-    return torch.stack(outputs, 1), state
+    return torch.stack(outputs, 1) if outputs else v, state
 
 
 def step(
@@ -110,7 +110,7 @@ def begins(x: Tensor, segments: Tensor | None) -> Tensor:
     """[B, T]: whether a token of x [B, T, …] begins a document, its segment being another than the token's before."""
     if segments is None:
         return torch.zeros(x.shape[:2], dtype=torch.bool, device=x.device)
-    return pad(segments[:, 1:] != segments[:, :-1], (1, 0))
+    return pad(segments[:, 1:] != segments[:, :-1], (1, 0))[:, : segments.shape[1]]  # of no tokens, none
 
 
 def _decays(g: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
@@ -136,8 +136,8 @@ def same_document(first: Tensor, chunks: int) -> tuple[Tensor, Tensor]:
 
 
 def to_chunks(x: Tensor) -> Tensor:
-    """[B, T, H, D] → [B, H, N, 64, D]. A token of zeros is a no-op: it neither fades the state nor writes to it."""
-    padded = pad(x, (0, 0, 0, 0, 0, -x.shape[1] % CHUNK))
+    """[B, T, H, D] → [B, H, N, 64, D] with N ≥ 1. A token of zeros neither fades the state nor writes to it."""
+    padded = pad(x, (0, 0, 0, 0, 0, -x.shape[1] % CHUNK if x.shape[1] else CHUNK))
     return padded.unflatten(1, (-1, CHUNK)).permute(0, 3, 1, 2, 4)
 
 

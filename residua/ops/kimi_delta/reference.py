@@ -46,7 +46,7 @@ def naive(
         state = state.masked_fill(first[:, t, None, None, None], 0)
         o, state = step(q[:, t], k[:, t], v[:, t], g[:, t], beta[:, t], state)
         outputs.append(o)
-    return torch.stack(outputs, 1), state
+    return torch.stack(outputs, 1) if outputs else v, state
 
 
 def step(
