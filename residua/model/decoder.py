@@ -18,6 +18,7 @@ from residua.model.attention import SoftmaxAttention, head_shape
 from residua.model.cache import Cache, Now
 from residua.model.context import Anchors, Context
 from residua.model.ffn import build_ffn
+from residua.model.given import check_given, for_rows, number_documents
 from residua.model.kimi_delta import KimiDeltaAttention
 from residua.model.latent_attention import LatentAttention
 from residua.model.linear_attention import GatedDeltaNet
@@ -115,11 +116,12 @@ class Decoder(nn.Module):
         cache: Cache | None = None,
         counts: Tensor | None = None,
     ) -> Tensor:
-        """The final normed state [B, T, C]; `segments` [B, T] are document ids that attention does not cross.
+        """The final normed state [B, T, C]; no mixer looks across documents, the runs of equal ids in segments [B, T].
 
         In place of tokens [B, T], vectors [B, T, C] may be given, as `embed` returns them.
         With a cache the tokens follow the cached ones and are added to them; `counts` [B] is the number of real tokens
-        in each row, the rest is padding on the right. A sequence may come in one call or in several.
+        in each row, the rest is padding on the right. A sequence may come in one call or in several; a single one is
+        added to every row. A cache continues one document in each row: it cannot be given together with segments.
         """
         return self._run(tokens, segments, cache, counts)[0]
 
@@ -132,9 +134,12 @@ class Decoder(nn.Module):
         positions: Tensor | None = None,
     ) -> tuple[Tensor, list[Routing]]:
         """`hidden`, and how each mixture of experts routed."""
+        check_given(tokens, segments, cache, self.config.width)
         routed: list[Routing] = []
-        x = self._embedded(tokens)
         now = None if cache is None else cache.now(tokens.shape[1], counts)
+        if now is not None:
+            tokens = for_rows(tokens, now.positions.shape[0])
+        x = self._embedded(tokens)
         context = self._context(self._rotary(tokens, now, positions), segments, now, positions)
         h, state = self.topology.open(x)
         anchors, given = self._open_anchors(x)
@@ -178,6 +183,7 @@ class Decoder(nn.Module):
         return linear(h, self.head_weight.to(h.dtype))
 
     def forward(self, tokens: Tensor, segments: Tensor | None = None, cache: Cache | None = None) -> Tensor:
+        """The logits [B, T, V]; the arguments are those of `hidden`."""
         return self.logits(self.hidden(tokens, segments, cache))
 
     def losses(
@@ -221,7 +227,7 @@ class Decoder(nn.Module):
         positions: Tensor | None = None,
     ) -> Context:
         """What the sublayers share; the place to let them attend across ranks."""
-        return Context(rotary, segments, now)
+        return Context(rotary, number_documents(segments), now)
 
     def _rotary(
         self, tokens: Tensor, now: Now | None = None, positions: Tensor | None = None

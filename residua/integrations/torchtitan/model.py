@@ -139,10 +139,11 @@ class ResiduaModel(Decoder, BaseModel):
         now: Now | None = None,
         positions: Tensor | None = None,
     ) -> Context:
+        context = super()._context(rotary, segments, now, positions)
         if self.grid.context_ranks == 1:
-            return super()._context(rotary, segments, now, positions)
+            return context
         assert positions is not None, "the tokens of context-parallel ranks have positions"
-        return Context(rotary, segments, now, across=Across(positions, self.grid.context))
+        return context._replace(across=Across(positions, self.grid.context))
 
     def verify_module_protocol(self) -> None:
         """torchtitan's own models are made of its modules; Residua's of plain PyTorch's."""
