@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import pydoc
 from collections.abc import Iterator
 from functools import partial
 
@@ -83,6 +85,28 @@ def test_each_choice_runs_the_path_it_names(operator: Operator) -> None:
 def test_an_operator_carries_the_name_and_words_of_its_reference(operator: Operator) -> None:
     assert operator.__name__ == "double"
     assert operator.__doc__ == "2x, slowly."
+
+
+@pytest.mark.parametrize("name", [name for name in ops.__all__ if isinstance(getattr(ops, name), Operator)])
+def test_help_shows_the_parameters_of_a_public_operator(name: str) -> None:
+    operator = getattr(ops, name)
+    signature = inspect.signature(operator)
+    assert signature == inspect.signature(operator.reference)
+    text = pydoc.render_doc(operator, renderer=pydoc.plaintext)
+    assert f"{name}{signature}" in text and "Operator object" not in text
+    assert (inspect.getdoc(operator) or "").splitlines()[0] in text
+
+
+@pytest.mark.parametrize("operator", [ops.gated_delta, ops.kimi_delta])
+def test_the_delta_rules_state_their_equation_and_every_argument(operator: Operator) -> None:
+    words = operator.__doc__ or ""
+    assert "S_t = " in words and "o_t = S_tᵀ q_t" in words and "naive" not in words
+    assert all(argument in words for argument in inspect.signature(operator).parameters)
+
+
+def test_an_operator_in_a_class_is_not_bound(operator: Operator) -> None:
+    holder = type("Holder", (), {"operator": operator})
+    assert holder().operator is operator and holder.operator is operator
 
 
 def test_the_public_surface_is_there() -> None:

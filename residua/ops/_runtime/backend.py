@@ -56,6 +56,11 @@ class Operator(Generic[P, R]):
         self._serves: Callable[..., bool] | None = None
         self.__name__ = reference.__name__
         self.__doc__ = reference.__doc__
+        self.__wrapped__ = reference  # its signature and source, for `inspect`, `help` and editors
+
+    def __get__(self, instance: object, owner: type | None = None) -> Operator[P, R]:
+        """Itself, also as an attribute of a class. With this method, `help` describes an operator as a function."""
+        return self
 
     def register_fused(self, fused: Callable[P, R], serves: Callable[..., bool]) -> None:
         """Add the fused path; `serves(*args, **kwargs)` says whether it takes these inputs."""

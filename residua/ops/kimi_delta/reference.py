@@ -31,13 +31,7 @@ def naive(
     segments: Tensor | None = None,
     state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Token by token.
-
-    q, k [B, T, H_k, K], v [B, T, H, V] with H a multiple of H_k; log decay g ≤ 0 [B, T, H, K] and share beta [B, T, H];
-    keys of unit length keep the state bounded. The first token continues `state` [B, H, K, V] (zero if None), and a
-    token whose entry of `segments` [B, T] differs from the one before begins a document, with an empty state.
-    Returns o [B, T, H, V] in v's dtype and the last state in at least float32.
-    """
+    """`chunked`, token by token: the same arguments and results."""
     check_shapes(q, k, v, g, beta)
     state = initial_state(k, v, state)
     first = begins(v, segments)
@@ -73,7 +67,14 @@ def chunked(
     segments: Tensor | None = None,
     state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`naive` in chunks of 64 tokens: the same arguments and results, and only one small product per chunk in sequence.
+    """The delta rule with a decay per channel, in chunks of 64 tokens: one small product per chunk waits for the last.
+
+        S_t = (I − β_t k_t k_tᵀ) Diag(α_t) S_{t−1} + β_t k_t v_tᵀ,   α_t = exp(g_t) [K],   o_t = S_tᵀ q_t
+
+    q, k [B, T, H_k, K], v [B, T, H, V] with H a multiple of H_k; log decay g ≤ 0 [B, T, H, K] and share beta [B, T, H];
+    keys of unit length keep the state bounded. The first token continues `state` [B, H, K, V] (zero if None), and a
+    token whose entry of `segments` [B, T] differs from the one before begins a document, with an empty state.
+    Returns o [B, T, H, V] in v's dtype and the last state in at least float32.
 
     Inside a chunk that meets the state S, with G_i = Σ_{j≤i} g_j [K], the loop's u solves a unit triangular system:
 
