@@ -121,7 +121,10 @@ def _check_own(out: Path, models: Sequence[Path]) -> None:
     named = [model.resolve() for model in models]
     again = len(before) == 1 and named == [out.resolve()]  # its own, also if the folder was moved since
     if not again and named != [Path(model.path).resolve() for model in before]:
-        raise ValueError(f"{out} is a model's folder and holds a diagnosis of other models: choose another --out.")
+        raise ValueError(
+            f"{out} is a model's folder and holds a diagnosis of other models: choose another --out, or delete "
+            f"its {JSON} and {PAGE}."
+        )
 
 
 def _names(paths: Sequence[Path]) -> list[str]:

@@ -232,8 +232,11 @@ def test_a_runs_own_diagnosis_is_not_replaced_by_another_models(run: Path, text:
     diagnose([moved], moved, text=text, tokens=64, ablations="none")
     for _ in range(2):
         diagnose([moved, other], other, text=text, tokens=64, ablations="none")
-    with pytest.raises(ValueError, match="holds a diagnosis of other models"):
+    with pytest.raises(ValueError, match=r"other models: .*, or delete its diagnosis\.json and report\.html\.$"):
         diagnose([other], other, text=text, tokens=64, ablations="none")
+    (other / "diagnosis.json").unlink()
+    (other / "report.html").unlink()
+    diagnose([other], other, text=text, tokens=64, ablations="none")
 
 
 def test_the_summary_names_the_text(run: Path, text: Path, tmp_path: Path) -> None:
