@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -48,7 +47,7 @@ def diagnose_model(
     skipped = [*subject.skipped, *(reason for metric in metrics.values() for reason in metric.skipped)]
     if ablations == "none":
         skipped.append("Removal of layers, sources and heads: left out by --ablations none.")
-    few = _first(sample, ablation_tokens)
+    few = sample.first(ablation_tokens)
     plan = planned(subject, ablations, [k for metric in metrics.values() for k in metric.suspects()])
     ticks = iter(range(1, len(plan) + 1))
     on_gpu = next(subject.model.parameters()).is_cuda
@@ -96,11 +95,6 @@ def _observe_batch(subject: Subject, tokens: Tensor, targets: Tensor, metrics: S
     for metric in metrics:
         metric.add(seen)
     return seen.loss
-
-
-def _first(sample: Sample, tokens: int) -> Sample:
-    rows = max(1, tokens // sample.tokens.shape[1])
-    return replace(sample, tokens=sample.tokens[:rows], targets=sample.targets[:rows])
 
 
 def _device_name(subject: Subject) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -50,6 +50,11 @@ class Sample:
     def text_of(self, token: int) -> str:
         """A token as text, for people."""
         return f"#{token}" if self.tokenizer is None else self.tokenizer.decode([token])
+
+    def first(self, tokens: int) -> Sample:
+        """As many whole sequences as make up this many tokens (but at least one)."""
+        rows = max(1, tokens // self.tokens.shape[1])
+        return replace(self, tokens=self.tokens[:rows], targets=self.targets[:rows])
 
     def batches(self, tokens_at_once: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Sequences and targets, in batches of at most this many tokens (but at least one sequence)."""

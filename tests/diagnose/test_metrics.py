@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
+from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
@@ -19,6 +20,7 @@ from residua.diagnose.metrics.dimensions import FAR
 from residua.diagnose.metrics.states import CoreFeatures
 from residua.diagnose.native import NativeSubject
 from residua.diagnose.observe import Observation
+from residua.diagnose.text import Sample
 from residua.model.decoder import Decoder
 from residua.ops._runtime.library import dry_run
 from residua.ops.depth_attention.reference import depth_attention
@@ -194,13 +196,33 @@ def test_output_and_gradient_rms(additive: Case) -> None:
     model, made, seen = additive
     text = planted.sample()
     model.zero_grad()
-    model.losses(text.tokens[:1], text.targets[:1])[0].backward()
+    model.losses(text.tokens, text.targets)[0].backward()
     for site in made.sites:
         y = seen[f"sublayer.{site.index}.output"]
         assert site.output_rms == pytest.approx(float(y.square().mean().sqrt()), rel=1e-12)
         flat = torch.cat([p.grad.flatten() for p in model.sublayers[site.index].parameters() if p.grad is not None])
         assert site.gradient_rms == pytest.approx(float(flat.square().mean().sqrt()), rel=1e-9)
     model.zero_grad()
+
+
+def test_gradients_are_of_the_first_512_tokens_in_whole_sequences() -> None:
+    model = planted.control().double()
+    few = planted.sample()
+    rows, targets = few.tokens.repeat(3, 1).roll(1, 1), few.targets.repeat(3, 1)
+    text = replace(few, tokens=rows, targets=targets)
+    made = planted.diagnosed(model, text, ablations="none")
+    model.zero_grad()
+    model.losses(rows[:16], targets[:16])[0].backward()  # 16 sequences of 32 tokens
+    for site in made.sites:
+        flat = torch.cat([p.grad.flatten() for p in model.sublayers[site.index].parameters() if p.grad is not None])
+        assert site.gradient_rms == pytest.approx(float(flat.square().mean().sqrt()), rel=1e-9)
+
+
+@pytest.mark.parametrize(("length", "sequences"), [(32, 16), (300, 1), (512, 1), (600, 1)])
+def test_the_first_tokens_of_a_sample_are_whole_sequences_and_one_at_least(length: int, sequences: int) -> None:
+    rows = torch.arange(20 * length).view(20, length)
+    few = Sample(rows, rows + 1, planted.sample().facts).first(512)
+    assert torch.equal(few.tokens, rows[:sequences]) and torch.equal(few.targets, rows[:sequences] + 1)
 
 
 def attention_map(seen: dict[str, Tensor], layer: int) -> Tensor:

@@ -132,9 +132,9 @@ class Sublayers(Metric):
 
     def _gradients(self) -> dict[int, Squares]:
         """By sublayer, the gradients of its parameters, of the loss of the first few tokens."""
-        subject, sample = self.subject, self.sample
+        subject, few = self.subject, self.sample.first(GRADIENT_TOKENS)
         device = next(subject.model.parameters()).device
-        tokens, targets = (t[:1, :GRADIENT_TOKENS].to(device) for t in (sample.tokens, sample.targets))
+        tokens, targets = (t[:, :GRADIENT_TOKENS].to(device) for t in (few.tokens, few.targets))
         subject.model.zero_grad(set_to_none=True)
         try:
             with torch.enable_grad():
