@@ -31,7 +31,7 @@ def diagnose(
             help="What to show the models: a UTF-8 text file, or a folder made by `residua data prepare`.",
         ),
     ] = None,
-    tokens: Annotated[int, typer.Option(min=2, help="How many tokens of the text.")] = 8192,
+    tokens: Annotated[int, typer.Option(min=2, help="How many tokens of the text; one sequence at least.")] = 8192,
     length: Annotated[
         int | None, typer.Option(min=2, show_default="the context, 1024 at most", help="Tokens per sequence.")
     ] = None,

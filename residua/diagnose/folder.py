@@ -79,7 +79,7 @@ def _hugging_face(path: Path, device: torch.device) -> HuggingFaceSubject:
         raise ValueError(f"{path} cannot be opened as a causal language model: {first_sentences(error)}") from None
     _require_all(path, model, loaded)
     require_finite(dict(model.named_parameters()), path, "nothing could be measured, so use another copy of the model")
-    return HuggingFaceSubject(model, path.name)
+    return HuggingFaceSubject(model, path.name, unused=sorted(loaded["unexpected_keys"]))
 
 
 def _require_all(path: Path, model: Any, loaded: dict[str, Any]) -> None:

@@ -83,6 +83,18 @@ def see_more_than_tokens(layers: Collection[int]) -> str:
     )
 
 
+def are_not_used(model: str, unused: Sequence[str]) -> str:
+    """Tensors of a folder that its model does not have."""
+    return f"The folder's {tensors(unused, 8)}: {model} has nothing of that name and runs without."
+
+
+def tensors(names: Sequence[str], most: int) -> str:
+    """`tensor 'a'`, `tensors 'a', 'b'`; of more than `most`, `tensors 'a', 'b' and 5 more`."""
+    shown = ", ".join(map(repr, names[:most]))
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return f"tensor{'' if len(names) == 1 else 's'} {shown}{more}"
+
+
 def _listed(layers: Collection[int]) -> str:
     """`0, 1, 2, 4`; of more than twelve the first, the last and how many."""
     unique = sorted(set(layers))

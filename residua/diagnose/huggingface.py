@@ -21,7 +21,14 @@ from torch.nn.functional import cross_entropy
 
 from residua.diagnose.hf_attention import DENSE_MASKS, INTERFACE, attention, watching, without_head
 from residua.diagnose.hf_checks import Checked, check_layers, require_causal, same_losses
-from residua.diagnose.hf_reasons import do_not_add_up, do_not_fit, not_measured, see_more_than_tokens
+from residua.diagnose.hf_reasons import (
+    are_not_used,
+    do_not_add_up,
+    do_not_fit,
+    not_measured,
+    see_more_than_tokens,
+    tensors,
+)
 from residua.diagnose.hf_recorder import Recorder
 from residua.diagnose.hf_structure import (
     Layer,
@@ -43,11 +50,14 @@ _RECURRENT = ("A_log", "dt_bias")
 
 
 class HuggingFaceSubject(Subject):
-    """A `PreTrainedModel` with a language-modelling head; see `Subject`."""
+    """A `PreTrainedModel` with a language-modelling head; see `Subject`.
+
+    `unused` are tensors of its folder that it does not have.
+    """
 
     state_name = "residual stream"
 
-    def __init__(self, model: Any, name: str) -> None:
+    def __init__(self, model: Any, name: str, unused: Sequence[str] = ()) -> None:
         self.model, self.name = model.eval(), name
         config = model.config.get_text_config(decoder=True)
         if not hasattr(config, "hidden_size"):
@@ -79,6 +89,9 @@ class HuggingFaceSubject(Subject):
         self.description = (
             f"{type(model).__name__}: {counted(self.layers, 'layer')} of width {self.width} ({kinds} sublayers)"
         )
+        if unused:
+            self.description += f", without {tensors(unused, 1)} of its folder"
+            self.skipped.append(are_not_used(type(model).__name__, unused))
         if seen.streams:
             self.state_name = "sublayer input"
         blind = [n for n in range(self.layers) if not self._sees(n)]

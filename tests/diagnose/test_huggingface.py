@@ -85,6 +85,7 @@ def test_every_architecture_is_diagnosed_from_its_folder(name: str, tmp_path: Pa
     made = diagnose([folder], tmp_path / "out", tokens=128, length=32, ablations="layers", device="cpu").models[0]
     assert made.loss == pytest.approx(5.58, abs=0.3)
     assert made.findings == []
+    assert "without" not in made.description
     assert len(made.states) == len(made.sites) + 1
     assert sum(a.kind == "layer" for a in made.ablations) == made.layers
     assert all(site.gradient_rms for site in made.sites)
@@ -122,6 +123,22 @@ def test_weights_that_transformers_would_draw_at_random_are_refused(spoil: Any, 
     assert "\n" not in str(error.value)
 
 
+def test_tensors_that_the_model_does_not_have_are_named(tmp_path: Path) -> None:
+    """An adapter that was not merged; but not what transformers itself leaves out without a word."""
+    folder = models.save(models.build("llama"), tmp_path / "llama")
+    name = "model.layers.0.self_attn.q_proj.lora_{}.weight"
+    buffer = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    extra = {name.format("A"): torch.ones(2, 3), name.format("B"): torch.ones(3, 2), buffer: torch.ones(4)}
+    save_file(load_file(folder / "model.safetensors") | extra, folder / "model.safetensors", {"format": "pt"})
+    made = diagnose([folder], tmp_path / "out", tokens=64, length=32, ablations="none", device="cpu").models[0]
+    assert f", without tensors {name.format('A')!r} and 1 more of its folder. Loss" in made.summary[0]
+    said = f"The folder's tensors {name.format('A')!r}, {name.format('B')!r}: LlamaForCausalLM has nothing of that name"
+    assert sum(reason.startswith(said) for reason in made.skipped) == 1
+    assert not any("inv_freq" in words for words in (*made.summary, *made.skipped))
+    page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+    assert name.format("B") in page
+
+
 @pytest.mark.parametrize("kind", ["LlamaModel", "LlamaForSequenceClassification"])
 def test_a_model_without_a_head_is_refused_unless_it_is_tied(kind: str, tmp_path: Path) -> None:
     import transformers
@@ -142,7 +159,7 @@ def test_a_folder_of_an_engine_is_diagnosed_in_its_own_dtype(tmp_path: Path) -> 
     quantize(run, tmp_path / "q", scheme="nvfp4-static", engine=served, calibration=4, probes=0)
     made = diagnose([served], tmp_path / "out", tokens=64, device="cpu").models[0]
     assert len(made.sites) == 4 and sum(a.kind == "layer" for a in made.ablations) == 2
-    assert not any(s.gradient_rms for s in made.sites)
+    assert not any(s.gradient_rms for s in made.sites) and "without" not in made.description
     assert sum(reason.startswith("Gradients: no weight") for reason in made.skipped) == 1
 
 
