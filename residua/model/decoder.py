@@ -123,7 +123,7 @@ class Decoder(nn.Module):
         in each row, the rest is padding on the right. A sequence may come in one call or in several; a single one is
         added to every row. A cache continues one document in each row: it cannot be given together with segments.
         """
-        return self._run(tokens, segments, cache, counts)[0]
+        return self._run(tokens, number_documents(segments), cache, counts)[0]
 
     def _run(
         self,
@@ -203,7 +203,8 @@ class Decoder(nn.Module):
         """`losses` to be minimised together, and the routing of all mixtures of experts, stacked by layer, or None.
 
         Only the gradient of cross-entropy + z-term is right, not of either alone (`ops.training_cross_entropy`).
-        `positions` [T] are the places of the tokens in their sequence, if they are not 0, 1, …
+        `positions` [T] are the places of the tokens in their sequence, if they are not 0, 1, … Ids in `segments` do not
+        come back in a row, as those of a `Loader`: this is the pass of training, which does not number them again.
         """
         h, routed = self._run(tokens, segments, positions=positions)
         cross_entropy, z = ops.training_cross_entropy(h, self.head_weight, targets, z_loss=z_loss)
@@ -211,7 +212,7 @@ class Decoder(nn.Module):
 
     def loss(self, tokens: Tensor, targets: Tensor, z_loss: float = 0.0, segments: Tensor | None = None) -> Tensor:
         """Cross-entropy plus the z-term, which training minimises; with z_loss = 0 the pure cross-entropy."""
-        cross_entropy, z, _ = self.routed_losses(tokens, targets, z_loss, segments)
+        cross_entropy, z, _ = self.routed_losses(tokens, targets, z_loss, number_documents(segments))
         return cross_entropy + z
 
     def _embedded(self, tokens: Tensor) -> Tensor:
@@ -227,7 +228,7 @@ class Decoder(nn.Module):
         positions: Tensor | None = None,
     ) -> Context:
         """What the sublayers share; the place to let them attend across ranks."""
-        return Context(rotary, number_documents(segments), now)
+        return Context(rotary, segments, now)
 
     def _rotary(
         self, tokens: Tensor, now: Now | None = None, positions: Tensor | None = None

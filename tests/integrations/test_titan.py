@@ -6,7 +6,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -147,19 +146,6 @@ def test_a_run_goes_on_in_torchtitan_and_back(titan: Engine, text: Path, tmp_pat
     train(run, tmp_path / "last", resume=True)
     fourth = [r["loss"] for r in read_metrics(tmp_path / "last/metrics.jsonl") if r["kind"] == "train"]
     assert [loss for loss, _ in third] + fourth == pytest.approx(expected[2:], rel=1e-5)
-
-
-def test_a_rank_with_a_part_of_the_tokens_numbers_documents_as_one_process_does(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    from residua.integrations.torchtitan import model as module
-
-    monkeypatch.setattr(module, "Across", lambda *_: "across")
-    model = object.__new__(module.ResiduaModel)
-    model.grid = SimpleNamespace(context_ranks=2, context=None)
-    context = model._context(None, torch.tensor([[0, 0, 1, 0]]), positions=torch.tensor([0, 3]))
-    assert context.segments is not None and context.segments.tolist() == [[0, 0, 1, 2]]
-    assert context.across == "across"
 
 
 @pytest.mark.nightly

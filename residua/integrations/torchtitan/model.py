@@ -139,11 +139,10 @@ class ResiduaModel(Decoder, BaseModel):
         now: Now | None = None,
         positions: Tensor | None = None,
     ) -> Context:
-        context = super()._context(rotary, segments, now, positions)
         if self.grid.context_ranks == 1:
-            return context
+            return super()._context(rotary, segments, now, positions)
         assert positions is not None, "the tokens of context-parallel ranks have positions"
-        return context._replace(across=Across(positions, self.grid.context))
+        return Context(rotary, segments, now, across=Across(positions, self.grid.context))
 
     def verify_module_protocol(self) -> None:
         """torchtitan's own models are made of its modules; Residua's of plain PyTorch's."""
