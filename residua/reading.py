@@ -95,6 +95,11 @@ def parse_toml_value(text: str) -> Any:
         return text
 
 
+def toml_string(text: str | Path) -> str:
+    """A text as a quoted TOML string: a path such as 2024 must not become a number, and one may hold any character."""
+    return json.dumps(str(text), ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
 def parse_json(text: str, where: Path | str, hint: Hint, *, lenient: bool = False) -> Any:
     """The value of a JSON text; `where` names it in errors.
 

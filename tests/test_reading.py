@@ -25,6 +25,7 @@ from residua.reading import (
     read_json_lines,
     read_text,
     read_toml,
+    toml_string,
 )
 
 ROOT = Path(residua.__file__).parent
@@ -196,6 +197,11 @@ def test_a_value_that_is_no_toml_is_a_text() -> None:
     assert parse_toml_value("3") == 3
     for text in ("word", "1" + "0" * 5000, DEEP):
         assert parse_toml_value(text) == text
+
+
+@pytest.mark.parametrize("text", ["2024", "a/b c", 'q"u\\o', "w\U0001f600/d", "é\x7f\x01\n", ""])
+def test_a_text_is_a_toml_string(text: str) -> None:
+    assert parse_toml_value(toml_string(text)) == text and toml_string(Path("a")) == '"a"'
 
 
 def test_lines_are_named_and_a_torn_last_line_is_skipped(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from residua.cli.options import Device, Overrides, Preset, check_file
+from residua.reading import toml_string
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -124,7 +124,7 @@ def curve(
     warmup = min(config.train.schedule.warmup, steps // 4)
     asked = [f"train.steps={steps}", f"train.schedule.warmup={warmup}", "train.determinism=exact"]
     if data is not None:
-        asked.append(f"data.path={json.dumps(str(data.resolve()))}")
+        asked.append(f"data.path={toml_string(data.resolve())}")
     config = config.override(asked)
 
     from residua.bench import show

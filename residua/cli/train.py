@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -12,6 +11,7 @@ import typer
 
 from residua.cli.options import Threads, complain, use_threads
 from residua.files import is_plain_name, refuse_blocked
+from residua.reading import toml_string
 
 if TYPE_CHECKING:
     from residua.config.run import RunConfig
@@ -172,4 +172,4 @@ def _placed(config: RunConfig) -> RunConfig:
 
 def _data_change(data: Path | None) -> list[str]:
     """--data as an override: absolute, and quoted, so that a folder called 2024 stays a string."""
-    return [] if data is None else [f"data.path={json.dumps(str(data.resolve()))}"]
+    return [] if data is None else [f"data.path={toml_string(data.resolve())}"]

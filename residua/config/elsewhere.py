@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 CALLED = {
     "model.layers": "depth n_layer n_layers num_layers num_hidden_layers",
     "model.width": "dim d_model n_embd hidden_size embed_dim model_dim",
@@ -26,7 +28,11 @@ _HERE = {word: key for key, words in CALLED.items() for word in words.split()}
 _SECTIONS = {key.partition(".")[0] for key in CALLED}
 
 
-def called_here(key: str) -> str | None:
-    """The key of a run for one that is unknown, such as `train.micro_batch` for `train.batch_size`."""
+def called_here(key: str, known: Collection[str] = ()) -> str | None:
+    """The key for one that is unknown: one that its own table has, or for a section's key such as `train.lr` any."""
     section, _, rest = key.partition(".")
-    return _HERE.get(rest.rpartition(".")[2].lower()) if section in _SECTIONS else None
+    here = _HERE.get(rest.rpartition(".")[2].lower()) if section in _SECTIONS else None
+    if here is None:
+        return None
+    last = here.rpartition(".")[2]
+    return last if last in known else here if "." not in rest else None

@@ -264,7 +264,7 @@ class RunConfig(Frozen):
 
     def _place(self, change: str) -> str:
         """Advice for a key without a section: the shallowest places that have it, or the nearest spelling."""
-        key = change.partition("=")[0]
+        key = change.partition("=")[0].strip()
         first = key.partition(".")[0]
         places = _paths(self.model_dump())
         fitting = [place for place in places if place.endswith(f".{first}")]

@@ -145,7 +145,7 @@ def explain(error: ValidationError, model: type[BaseModel], within: str = "") ->
 def _unknown_key(fault: Any, field: str, path: list[str], value: str, model: type[BaseModel], within: str) -> str:
     table = _table_at(fault["loc"][:-1], model)
     known = list(table.model_fields) if table else []
-    here = elsewhere.called_here(field)
+    here = elsewhere.called_here(field, known)
     advice = f"did you mean {here!r}?" if here else suggest(path[-1], known, likeness=0.7)
     return f"{field} = {value} is not a known key: {advice}"
 

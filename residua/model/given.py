@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from residua.ops.gated_delta import begins
+from residua.ops._runtime.numeric import begins
 
 if TYPE_CHECKING:
     from residua.model.cache import Cache

@@ -15,9 +15,9 @@ from residua.model.context import Anchors, Context
 from residua.model.edges import Edge
 from residua.model.norm import RMSNorm
 from residua.model.projection import Projection
-from residua.ops._runtime.numeric import wide
+from residua.ops._runtime.numeric import begins, wide
 from residua.ops.delta_mixer import delta_mixer
-from residua.ops.gated_delta import begins, gated_delta, step
+from residua.ops.gated_delta import gated_delta, step
 from residua.ops.gated_output import gated_output
 from residua.ops.short_convolution import short_convolution, unit
 

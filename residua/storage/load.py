@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -17,7 +16,7 @@ from residua.config.run import RunConfig
 from residua.data.tokenizer import SOURCE
 from residua.model.decoder import Decoder
 from residua.model.size import build_if_it_fits
-from residua.reading import inside
+from residua.reading import inside, toml_string
 from residua.storage.checkpoint import (
     SHARDS,
     Checkpoint,
@@ -97,9 +96,9 @@ def start_changes(run: Path) -> tuple[str, list[str]]:
             raise ValueError(f"{run} is no run: make one of it with residua import {run} --out RUN, and name RUN.")
         raise ValueError(f"{run} is no run: name one, or make one of a Hugging Face model with residua import.")
     config = RunConfig.from_toml(at / "config.toml")
-    changes = [f"train.start={json.dumps(str(at))}", f"model.vocab_size={config.model.vocab_size}"]
+    changes = [f"train.start={toml_string(at)}", f"model.vocab_size={config.model.vocab_size}"]
     if (own := own_tokenizer(at)) is not None:
-        changes.append(f"data.tokenizer={json.dumps(str(own))}")
+        changes.append(f"data.tokenizer={toml_string(own)}")
     return str(at / "config.toml"), changes
 
 

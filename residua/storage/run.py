@@ -144,11 +144,16 @@ class Run:
         path = inside(self.folder, ENVIRONMENT)
         return [*read_json(path, _Environment, _GO_ON).sessions] if path.exists() else []
 
-    def keep_tokenizer(self, source: Path) -> None:
-        """Copy the dataset's tokenizer into the run, which then stays usable without the dataset."""
+    def keep_tokenizer(self, source: Path, anew: bool = False) -> None:
+        """Copy the dataset's tokenizer into the run, which then stays usable without the dataset.
+
+        `anew`: the run begins at step 1, maybe again and on another text, so a tokenizer that it has is replaced.
+        """
         for name in ("tokenizer.json", SETTINGS):
             found, target = source.with_name(name), inside(self.folder, name)
-            if found.exists() and not target.exists():
+            if anew and not found.exists():
+                target.unlink(missing_ok=True)
+            if found.exists() and (anew or not target.exists()):
                 write_atomically(target, read_text(found, "prepare the data again"))
 
     def keep_companions(self, start: Path) -> None:
@@ -200,7 +205,7 @@ class FollowedRun(Run):
     def set_checkpoint_aside(self, checkpoint: Checkpoint) -> str:
         return ""
 
-    def keep_tokenizer(self, source: Path) -> None:
+    def keep_tokenizer(self, source: Path, anew: bool = False) -> None:
         pass
 
     def keep_companions(self, start: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 from residua.config.run import RunConfig, settings
 from residua.config.settings import ConfigError
 from residua.files import is_plain_name
-from residua.reading import parse_toml_value
+from residua.reading import parse_toml_value, toml_string
 from residua.study.config import StudyConfig
 
 _PLACES = ("train.start", "data.tokenizer")
@@ -65,7 +64,7 @@ def _with_path(change: str, write: Callable[[str], str]) -> str:
     value = parse_toml_value(text.strip())
     if key.strip() not in _PLACES or not isinstance(value, str) or value == write(value):
         return change
-    return f"{key.strip()}={json.dumps(write(value))}"
+    return f"{key.strip()}={toml_string(write(value))}"
 
 
 def name_bases(study: StudyConfig, known: Mapping[str, dict[str, Any]]) -> StudyConfig:

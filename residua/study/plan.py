@@ -14,6 +14,7 @@ from residua.data import Dataset
 from residua.data.tokenizer import padded_vocabulary
 from residua.files import refuse_blocked
 from residua.model.size import measure
+from residua.reading import toml_string
 from residua.storage.load import weights_fingerprint
 from residua.study.config import StudyConfig
 from residua.study.matching import match
@@ -99,7 +100,7 @@ class StudyPlan:
 
 def make_plan(study: StudyConfig, out: Path, dataset: Dataset, rates: Sequence[TunedRate] = ()) -> StudyPlan:
     """Plan the study on a prepared text, which all runs share; `rates` are those that an earlier search chose."""
-    shared = [f"data.path={_quoted(str(dataset.path.resolve()))}"]
+    shared = [f"data.path={toml_string(dataset.path.resolve())}"]
     if not any(change.replace(" ", "").startswith("model.vocab_size=") for change in study.set):
         shared.append(f"model.vocab_size={padded_vocabulary(dataset.vocab_size)}")
     models: dict[tuple[str, str], PlannedModel] = {}
@@ -322,8 +323,3 @@ def _check_ladder(runs: tuple[PlannedRun, ...]) -> None:
                     f"ladder = {run.budget:g} and {twin.title} come to the same run: choose budgets further apart, or "
                     "rename the variant."
                 )
-
-
-def _quoted(text: str) -> str:
-    """A TOML literal string: a path such as 2024 must not become a number."""
-    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'

@@ -131,7 +131,7 @@ class Trainer:
         for checkpoint, reason in self.skipped.items():
             moved = self.run.set_checkpoint_aside(checkpoint)
             self._notify(f"skipped {checkpoint.path}: {reason}; it is now {moved}")
-        self.run.keep_tokenizer(self.dataset.path / "tokenizer.json")
+        self.run.keep_tokenizer(self.dataset.path / "tokenizer.json", anew=self.done == 0)
         if self.config.train.start is not None:
             self.run.keep_companions(Path(self.config.train.start))
         if self.done == 0 and (notice := self.run.set_metrics_aside()):

@@ -122,7 +122,7 @@ def test_code_that_differs_from_the_model_is_never_named(
 
     def changed(*given: Any) -> dict[str, str]:
         files = honest(*given)
-        assert right in files["residua_ops_squared_relu.py"]
+        assert right in files["residua_ops_squared_relu.py"] and "residua_ops_gated_delta.py" not in files
         return {name: text.replace(right, wrong) for name, text in files.items()}
 
     monkeypatch.setattr(folder, "bundle", changed)

@@ -284,6 +284,17 @@ def test_a_run_without_a_checkpoint_may_begin_again_on_another_text(begun: RunCo
     train(begun.override([f"data.path='{other}'"]), tmp_path / "run", resume=True, console=QUIET)
 
 
+def test_a_run_that_begins_again_has_the_tokenizer_of_its_text(begun: RunConfig, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.rmtree(run / "checkpoints")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (run / name).write_text("{}")  # of the text before
+    train(begun, run, resume=True, console=QUIET)
+    own = Path(str(begun.data.path)) / "tokenizer.json"
+    assert (run / "tokenizer.json").read_text() == own.read_text()
+    assert not (run / "tokenizer_config.json").exists()
+
+
 def test_a_run_on_prepared_text_is_not_resumed_on_the_embedded_corpus_which_is_not_prepared_for_it(
     begun: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

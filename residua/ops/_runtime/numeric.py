@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -50,3 +51,10 @@ def working_dtype(x: Tensor) -> torch.dtype:
     kind = x.device.type
     autocast = _has_autocast(kind) and torch.is_autocast_enabled(kind)
     return torch.get_autocast_dtype(kind) if autocast else x.dtype
+
+
+def begins(x: Tensor, segments: Tensor | None) -> Tensor:
+    """[B, T]: whether a token of x [B, T, …] begins a document, its segment being another than the token's before."""
+    if segments is None:
+        return torch.zeros(x.shape[:2], dtype=torch.bool, device=x.device)
+    return pad(segments[:, 1:] != segments[:, :-1], (1, 0))[:, : segments.shape[1]]  # of no tokens, none

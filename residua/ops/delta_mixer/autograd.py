@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from residua.ops._runtime.library import operator
+from residua.ops._runtime.numeric import begins
 from residua.ops._runtime.tracing import in_graph
 from residua.ops.delta_mixer import launch
-from residua.ops.gated_delta.reference import begins
 
 _forward = operator(
     "delta_mixer(Tensor projected, Tensor g, Tensor beta, Tensor convolution, Tensor gain, Tensor? begins, "

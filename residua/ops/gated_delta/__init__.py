@@ -6,7 +6,6 @@ from torch import Tensor
 from residua.ops._runtime import fused
 from residua.ops._runtime.backend import Operator
 from residua.ops.gated_delta import reference
-from residua.ops.gated_delta.reference import begins
 
 HEAD_WIDTHS = (16, 32, 64, 128)
 
@@ -40,4 +39,4 @@ if fused.INSTALLED:
     gated_delta.register_fused(autograd.gated_delta, _serves)
     step.register_fused(autograd.step, _serves_step)
 
-__all__ = ["begins", "gated_delta", "step", "takes"]
+__all__ = ["gated_delta", "step", "takes"]

@@ -14,9 +14,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from residua.ops._runtime.library import operator
+from residua.ops._runtime.numeric import begins
 from residua.ops._runtime.tracing import in_graph
 from residua.ops.gated_delta import launch
-from residua.ops.gated_delta.reference import begins, check_shapes, initial_state
+from residua.ops.gated_delta.reference import check_shapes, initial_state
 
 _forward = operator(
     "gated_delta(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? begins, Tensor? state, bool keep) "

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from residua.ops._runtime.numeric import no_autocast, wide
+from residua.ops._runtime.numeric import begins, no_autocast, wide
 
 CHUNK = 64
 
@@ -105,13 +105,6 @@ def chunked(
         met = torch.stack(states[:-1], 2)
         o = (enter * q) @ met + (within * (q @ k.mT)) @ (u - w @ met)
     return o.flatten(2, 3)[:, :, :tokens].transpose(1, 2).to(v.dtype), states[-1]
-
-
-def begins(x: Tensor, segments: Tensor | None) -> Tensor:
-    """[B, T]: whether a token of x [B, T, …] begins a document, its segment being another than the token's before."""
-    if segments is None:
-        return torch.zeros(x.shape[:2], dtype=torch.bool, device=x.device)
-    return pad(segments[:, 1:] != segments[:, :-1], (1, 0))[:, : segments.shape[1]]  # of no tokens, none
 
 
 def _decays(g: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:

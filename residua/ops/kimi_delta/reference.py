@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from residua.ops._runtime.numeric import no_autocast, wide
-from residua.ops.gated_delta.reference import CHUNK, begins, initial_state, read, same_document, to_chunks, to_heads
+from residua.ops._runtime.numeric import begins, no_autocast, wide
+from residua.ops.gated_delta.reference import CHUNK, initial_state, read, same_document, to_chunks, to_heads
 
 BLOCK = 16
 BLOCKS = CHUNK // BLOCK

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from residua.ops._runtime.library import operator
+from residua.ops._runtime.numeric import begins
 from residua.ops._runtime.tracing import in_graph
-from residua.ops.gated_delta.reference import begins
 from residua.ops.short_convolution import launch
 
 _forward = operator(

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, silu
 
-from residua.ops._runtime.numeric import wide
-from residua.ops.gated_delta.reference import begins
+from residua.ops._runtime.numeric import begins, wide
 
 
 def short_convolution(x: Tensor, weight: Tensor, segments: Tensor | None = None) -> Tensor:
