@@ -137,6 +137,7 @@ def test_peaks_of_chosen_variants_are_drawn_and_tabled(results: ModuleType, root
         results.made(root)
 
 
+@pytest.mark.slow
 def test_a_ladder_can_have_the_longer_runs_of_another_study(results: ModuleType, root: Path) -> None:
     shutil.copy(STUDY.with_name("main-s.json"), root / "docs" / "results")
     study = SavedStudy.read(STUDY.with_name("mini-39m.json"))
@@ -161,6 +162,7 @@ def test_a_ladder_can_have_the_longer_runs_of_another_study(results: ModuleType,
             results.made(root)
 
 
+@pytest.mark.slow
 def test_a_study_stands_beside_others_with_the_variants_that_both_have(results: ModuleType, root: Path) -> None:
     shutil.copy(STUDY.with_name("mini-39m.json"), root / "docs" / "results")
     saved_study({"prenorm": 3.0, "mgr": 2.9, "mgr2": 2.8}).write(root / "docs" / "results" / "deep.json")
