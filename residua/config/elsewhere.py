@@ -29,7 +29,10 @@ _SECTIONS = {key.partition(".")[0] for key in CALLED}
 
 
 def called_here(key: str, known: Collection[str] = ()) -> str | None:
-    """The key for one that is unknown: one that its own table has, or for a section's key such as `train.lr` any."""
+    """The key that is meant by an unknown one.
+
+    It is one of the `known` keys of the same table, or, for a key directly in a section such as `train.lr`, any.
+    """
     section, _, rest = key.partition(".")
     here = _HERE.get(rest.rpartition(".")[2].lower()) if section in _SECTIONS else None
     if here is None:

@@ -203,8 +203,8 @@ class Decoder(nn.Module):
         """`losses` to be minimised together, and the routing of all mixtures of experts, stacked by layer, or None.
 
         Only the gradient of cross-entropy + z-term is right, not of either alone (`ops.training_cross_entropy`).
-        `positions` [T] are the places of the tokens in their sequence, if they are not 0, 1, … Ids in `segments` do not
-        come back in a row, as those of a `Loader`: this is the pass of training, which does not number them again.
+        `positions` [T] are the places of the tokens in their sequence, if they are not 0, 1, … Each id in
+        `segments` must be one run of its row, as a `Loader` gives them: this pass of training does not number them.
         """
         h, routed = self._run(tokens, segments, positions=positions)
         cross_entropy, z = ops.training_cross_entropy(h, self.head_weight, targets, z_loss=z_loss)

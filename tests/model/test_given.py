@@ -13,6 +13,7 @@ from residua.model.decoder import Decoder
 from residua.model.given import number_documents
 from tests.golden.compare import randomise
 from tests.model.small import VOCABULARY, small, tokens_and_targets
+from tests.nightly import only_nightly
 
 MIXERS: dict[str, dict[str, Any]] = {
     "softmax": {"kind": "softmax", "heads": 2},
@@ -60,7 +61,7 @@ def test_documents_are_numbered_from_zero_in_each_row() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mixer", ["softmax", "gated_deltanet"])
+@pytest.mark.parametrize("mixer", only_nightly(["softmax", "gated_deltanet"], but=["softmax"]))
 def test_a_model_with_documents_is_one_graph(mixer: str) -> None:
     torch._dynamo.reset()
     model = random_model(mixer)
