@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from residua.errors import UserError
+
 UNFINISHED = ".unfinished-"
 # Some file systems cannot flush a folder's list of names.
 _UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES)
@@ -215,7 +217,7 @@ def is_plain_name(name: str) -> bool:
 def refuse_address(text: str) -> None:
     """Refuse an address such as s3://bucket/run: as a path it would be a local folder called `s3:`."""
     if re.match(r"[A-Za-z][\w+.-]+:/", text):
-        raise ValueError(
+        raise UserError(
             f"{text} is an address, and only files and folders of this machine are read and written: name a path "
             "(of a mounted disk, for instance), and copy it from or to the address with another tool."
         )
@@ -227,13 +229,13 @@ def refuse_blocked(out: Path, option: str = "--out") -> None:
     nearest = next((path for path in (out, *out.parents) if path.exists() or path.is_symlink()), None)
     if nearest is not None and not nearest.is_dir():
         blocked = "" if nearest == out else f", so {out} cannot be made"
-        raise ValueError(f"{nearest} is a file{blocked}: choose another {option}.")
+        raise UserError(f"{nearest} is a file{blocked}: choose another {option}.")
 
 
 def refuse_used(out: Path, option: str = "--out") -> None:
     """Refuse non-empty folders, files and the working directory; `option` is what the person named it with."""
     if out.resolve() == Path.cwd():
-        raise ValueError(f"{out} is the folder you are in: choose a new one for {option}.")
+        raise UserError(f"{out} is the folder you are in: choose a new one for {option}.")
     refuse_blocked(out, option)
     if out.exists() and any(out.iterdir()):
-        raise ValueError(f"{out} exists and is not an empty folder: choose another {option}.")
+        raise UserError(f"{out} exists and is not an empty folder: choose another {option}.")

@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from residua.errors import UserError
+
 if TYPE_CHECKING:
     import torch
 
@@ -37,10 +39,10 @@ def choose_device(name: str, setting: str = "device") -> torch.device:
     import torch
 
     if name not in ("auto", "cpu", "cuda"):
-        raise ValueError(f"{setting} is {name!r}: choose auto, cpu or cuda.")
+        raise UserError(f"{setting} is {name!r}: choose auto, cpu or cuda.")
     gpu = torch.cuda.is_available()
     if name == "cuda" and not gpu:
-        raise ValueError(f"{setting} is 'cuda' but PyTorch sees no GPU: choose auto or cpu.")
+        raise UserError(f"{setting} is 'cuda' but PyTorch sees no GPU: choose auto or cpu.")
     return torch.device("cuda" if gpu and name != "cpu" else "cpu")
 
 
@@ -58,7 +60,7 @@ def out_of_memory(error: BaseException) -> str | None:
     return None
 
 
-class TooLarge(ValueError):
+class TooLarge(UserError):
     """A model does not fit into the memory that is free; the message says its size and what is free."""
 
 

@@ -18,6 +18,8 @@ from typing import Annotated, Any, NoReturn, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
+from residua.errors import UserError
+
 T = TypeVar("T")
 
 MIB = 2**20
@@ -38,7 +40,7 @@ Hint = str | Callable[[], str]
 """How to go on, as the end of a sentence; a function where finding out takes time."""
 
 
-class ReadError(ValueError):
+class ReadError(UserError):
     """A file cannot be used; the message is one sentence for a person."""
 
 
@@ -217,7 +219,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(table) < len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise ValueError(f"it has the key {shown(twice)} twice")
+        raise UserError(f"it has the key {shown(twice)} twice")
     return table
 
 

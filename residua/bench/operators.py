@@ -12,6 +12,7 @@ from torch import Tensor
 from residua import ops
 from residua.bench.cases import Case, Function
 from residua.bench.timing import Ceilings
+from residua.errors import UserError
 from residua.train.timing import Sample, release_memory
 
 FLUSH_BYTES = 2**28
@@ -42,10 +43,10 @@ def implementations(device: torch.device, asked: Sequence[str]) -> dict[str, Cal
     known = {"fused": _fused, "reference": _reference, "compiled": _compiled}
     for name in asked:
         if name not in known:
-            raise ValueError(f"implementation {name!r} does not exist: choose from {', '.join(known)}.")
+            raise UserError(f"implementation {name!r} does not exist: choose from {', '.join(known)}.")
     usable = [name for name in asked if name != "fused" or device.type == "cuda"]
     if not usable:
-        raise ValueError("--implementations fused needs a GPU and there is none: choose reference or compiled.")
+        raise UserError("--implementations fused needs a GPU and there is none: choose reference or compiled.")
     return {name: known[name] for name in usable}
 
 

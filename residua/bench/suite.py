@@ -17,6 +17,7 @@ from residua.bench.operators import OpResult, bench_operator, implementations
 from residua.bench.peers import peers
 from residua.bench.timing import Ceilings, measure_ceilings
 from residua.config.settings import suggest
+from residua.errors import UserError
 from residua.machine import choose_device
 from residua.report.terminal import clock, open_console, remaining
 from residua.train.environment import describe_environment
@@ -52,13 +53,13 @@ def plan(names: Sequence[str], ways: Sequence[str], precision: str, settings: di
     device = choose_device("auto")
     precision = precision or ("bfloat16" if device.type == "cuda" else "float32")
     if precision not in PRECISIONS:
-        raise ValueError(f"--precision = {precision!r} does not exist: choose from {', '.join(PRECISIONS)}.")
+        raise UserError(f"--precision = {precision!r} does not exist: choose from {', '.join(PRECISIONS)}.")
     shape = Shape(**settings, dtype=PRECISIONS[precision])
     known = {name: {name: make} for name, make in operators(shape, device).items()}
     known[DEPTH] = depth_paths(shape, device)
     for name in names:
         if name not in known:
-            raise ValueError(f"operator {name!r} does not exist: {suggest(name, known)}")
+            raise UserError(f"operator {name!r} does not exist: {suggest(name, known)}")
     cases = {case: make for name in names or known for case, make in known[name].items()}
     return SuitePlan(shape, device, cases, implementations(device, ways))
 

@@ -25,6 +25,7 @@ import torch
 from residua import ops
 from residua.bench.step import Case, StepResult, build_case, describe, no_memory
 from residua.config.run import RunConfig
+from residua.errors import UserError
 from residua.machine import choose_device, python_command, python_environment
 from residua.train.throughput import peak_memory_gib
 from residua.train.timing import RATE, TimedStep, random_batches, synchronize, time_each
@@ -87,7 +88,7 @@ class _Turn:
                 return json.loads(line.removeprefix(ANSWER))
         ending = self.child.wait()
         said = self.log.read_text(errors="replace").strip().splitlines() or ["it said nothing"]
-        raise ValueError(f"{self.case.name} could not be timed (exit status {ending}): {said[-1]}")
+        raise UserError(f"{self.case.name} could not be timed (exit status {ending}): {said[-1]}")
 
 
 @contextmanager

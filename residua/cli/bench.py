@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from residua.cli.options import Device, Overrides, Preset, check_file
+from residua.errors import UserError
 from residua.reading import toml_string
 
 if TYPE_CHECKING:
@@ -318,7 +319,7 @@ def fp8(
     except ValueError:
         widths = []
     if not widths or min(map(min, widths)) < 1:
-        raise ValueError(f"--sizes {sizes} is not a list like 512:2048,4096:4096.")
+        raise UserError(f"--sizes {sizes} is not a list like 512:2048,4096:4096.")
     from residua.bench import fp8 as bench
     from residua.bench import show
     from residua.machine import choose_device

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from residua.cli.options import CHECKPOINTS, Checkpoint, Device, Precision, Threads, require_choice, use_threads
+from residua.errors import UserError
 
 if TYPE_CHECKING:
     from typing import Literal
@@ -86,12 +87,12 @@ def evaluate(
     """
     names = [name.strip() for name in (tasks or "").split(",") if name.strip()]
     if task_dir is not None and not names:
-        raise ValueError("--task-dir needs --tasks: name the tasks, or a group such as exoformer.")
+        raise UserError("--task-dir needs --tasks: name the tasks, or a group such as exoformer.")
     require_choice("--checkpoint", checkpoint, CHECKPOINTS)
     from residua.evaluate.tasks import open_tasks, refuse_text, text_advice
 
     if data is not None and data.is_file():
-        raise ValueError(f"--data {data} is a file, not a prepared folder: {text_advice(data, model)}")
+        raise UserError(f"--data {data} is a file, not a prepared folder: {text_advice(data, model)}")
     refuse_text(model, "a run")
     for name in names:
         refuse_text(Path(name), "a task")
@@ -155,7 +156,7 @@ def _text(
     from residua.storage.text import open_text
 
     if data is None and not (folder / "config.toml").exists():
-        raise ValueError(f"{folder} does not record its training text: give --data or --tasks.")
+        raise UserError(f"{folder} does not record its training text: give --data or --tasks.")
     dataset, config = open_text(folder, model.config, data)
     return score_text(
         model, dataset, split=split or "validation", tokens=tokens, sequence=config.sequence,

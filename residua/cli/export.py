@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 
 from residua.cli.options import CHECKPOINTS, Checkpoint, require_choice
+from residua.errors import UserError
 
 if TYPE_CHECKING:
     from typing import Literal
@@ -53,7 +54,7 @@ def export(
     --push makes a private repository if there is none.
     """
     if public and push is None:
-        raise ValueError("--public says who may see what is pushed: name the repository with --push ORG/NAME.")
+        raise UserError("--public says who may see what is pushed: name the repository with --push ORG/NAME.")
     require_choice("--checkpoint", checkpoint, CHECKPOINTS)
     from residua.export import export as write
     from residua.reading import counted

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 
 from residua.cli.options import CHECKPOINTS, Checkpoint, Device, Precision, Threads, require_choice, use_threads
+from residua.errors import UserError
 
 if TYPE_CHECKING:
     from typing import Literal
@@ -82,23 +83,23 @@ def generate(
 def _prompts(prompt: list[str] | None, file: Path | None, chat: bool) -> list[str]:
     given = sum((bool(prompt), file is not None, chat))
     if given > 1:
-        raise ValueError("--prompt, --file and --chat exclude each other: give one of them.")
+        raise UserError("--prompt, --file and --chat exclude each other: give one of them.")
     if not given:
-        raise ValueError("say what to continue: give one of --prompt TEXT, --file PROMPTS.txt or --chat.")
+        raise UserError("say what to continue: give one of --prompt TEXT, --file PROMPTS.txt or --chat.")
     if file is None:
         return prompt or []
     if file.exists() and not file.is_file():
-        raise ValueError(f"{file} is no plain file: --file is a text file with one prompt per line.")
+        raise UserError(f"{file} is no plain file: --file is a text file with one prompt per line.")
     try:
         lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
     except UnicodeDecodeError:
-        raise ValueError(f"{file} is not UTF-8 text: convert it first.") from None
+        raise UserError(f"{file} is not UTF-8 text: convert it first.") from None
     except OSError as error:
-        raise ValueError(
+        raise UserError(
             f"{file} cannot be read ({error.strerror}): --file is a text file with one prompt per line."
         ) from None
     if not lines:
-        raise ValueError(f"{file} holds no prompts: write one per line.")
+        raise UserError(f"{file} holds no prompts: write one per line.")
     return lines
 
 

@@ -16,6 +16,7 @@ from typer.core import TyperGroup
 
 from residua.cli.options import complain
 from residua.cli.process import Terminated, end_tidily, quiet_libraries
+from residua.errors import UserError
 from residua.files import refuse_address
 from residua.machine import out_of_memory
 from residua.version import __version__
@@ -63,7 +64,7 @@ class LazyVerbs(TyperGroup):
         if args and args[0] not in VERBS and not args[0].startswith("-"):
             from residua.config.settings import suggest
 
-            raise ValueError(f"there is no command {args[0]!r}: {suggest(args[0], VERBS)}")
+            raise UserError(f"there is no command {args[0]!r}: {suggest(args[0], VERBS)}")
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
@@ -140,7 +141,7 @@ def refuse_arguments(arguments: Sequence[str]) -> None:
             continue
         if not value:
             what = option if option.startswith("--") else "an argument"
-            raise ValueError(f"{what} is empty: give it a value or leave it out.")
+            raise UserError(f"{what} is empty: give it a value or leave it out.")
         refuse_address(re.sub(r"^[\w.]+=", "", value))
 
 

@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from residua.errors import UserError
 from residua.files import refuse_blocked
 
 CHECKPOINTS = ("last", "best")
@@ -40,7 +41,7 @@ def complain(sentence: str) -> None:
 def check_file(out: Path | None) -> Path | None:
     """Refuse an --out that is a folder, or cannot be made, before anything is measured."""
     if out is not None and out.is_dir():
-        raise ValueError(f"--out {out} is a folder: name the file to write.")
+        raise UserError(f"--out {out} is a folder: name the file to write.")
     if out is not None:
         refuse_blocked(out.parent)
     return out
@@ -49,7 +50,7 @@ def check_file(out: Path | None) -> Path | None:
 def require_choice(option: str, value: str, choices: Sequence[str]) -> None:
     """Refuse a value that is not one of the choices."""
     if value not in choices:
-        raise ValueError(f"{option} {value} does not exist: choose {', '.join(choices[:-1])} or {choices[-1]}.")
+        raise UserError(f"{option} {value} does not exist: choose {', '.join(choices[:-1])} or {choices[-1]}.")
 
 
 def use_threads(threads: int | None) -> None:
@@ -78,5 +79,5 @@ def parse_tune(text: str | None) -> dict[str, list[str]] | None:
     key, _, multiples = text.partition("=")
     names = split_names(multiples)
     if key.strip() != "lr" or not names:
-        raise ValueError(f"--tune {text} is not a search of the learning rate: write it as lr=0.5x,1x,2x.")
+        raise UserError(f"--tune {text} is not a search of the learning rate: write it as lr=0.5x,1x,2x.")
     return {"lr": names}

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from residua.errors import UserError
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -54,7 +56,7 @@ def listing(matching: str) -> None:
 
     chosen = [name for name in presets.names() if matching in name]
     if not chosen:
-        raise ValueError(f"no preset's name contains {matching!r}: `residua presets` lists them all.")
+        raise UserError(f"no preset's name contains {matching!r}: `residua presets` lists them all.")
     rows = []
     for name in chosen:
         size, run = presets.sizes()[name], RunConfig.find(name)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from residua.cli.options import Threads, complain, use_threads
+from residua.errors import UserError
 from residua.files import is_plain_name, refuse_blocked
 from residua.reading import toml_string
 
@@ -97,11 +98,11 @@ def _retrofit(
     from residua.storage.load import start_changes
 
     if source is not None:
-        raise ValueError(f"--from takes the model and the recipe of {start}: leave {source} out.")
+        raise UserError(f"--from takes the model and the recipe of {start}: leave {source} out.")
     if resume:
-        raise ValueError("a run that was started with --from is resumed without it: leave --from out.")
+        raise UserError("a run that was started with --from is resumed without it: leave --from out.")
     if out is None:
-        raise ValueError("choose the new run's folder with --out.")
+        raise UserError("choose the new run's folder with --out.")
     base_file, begin = start_changes(start)
     base = RunConfig.from_toml(base_file)
     changed = base.override([*begin, *_data_change(data), *changes])
@@ -137,7 +138,7 @@ def _configuration(source: str | None, folder: Path, resume: bool) -> RunConfig:
     if source is not None:
         return RunConfig.find(source)
     if not resume:
-        raise ValueError("name what to train: a preset (`residua presets` lists them) or a TOML file.")
+        raise UserError("name what to train: a preset (`residua presets` lists them) or a TOML file.")
     from residua.storage.run import saved_config
 
     return saved_config(folder)
@@ -157,10 +158,10 @@ def _vocabulary_change(
 
 def _default_folder(source: str | None) -> Path:
     if source is None:
-        raise ValueError("name what to train (`residua presets` lists models), or the run to --resume by its --out.")
+        raise UserError("name what to train (`residua presets` lists models), or the run to --resume by its --out.")
     name = Path(source).stem
     if not is_plain_name(name):
-        raise ValueError(f"{source!r} gives the run no plain name: choose its folder with --out.")
+        raise UserError(f"{source!r} gives the run no plain name: choose its folder with --out.")
     return Path("runs") / name
 
 

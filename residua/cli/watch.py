@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from residua.errors import UserError
+
 if TYPE_CHECKING:
     from residua.watch.server import Server
 
@@ -43,7 +45,7 @@ def watch(
 
     folders = what or [Path("runs")]
     if what is None and not folders[0].is_dir():
-        raise ValueError("there is no folder runs here: name the run or the study to watch.")
+        raise UserError("there is no folder runs here: name the run or the study to watch.")
     check(folders)
     server = _open(folders, port)
     runs = len(find(folders))
@@ -65,4 +67,4 @@ def _open(folders: list[Path], port: int | None) -> Server:
         why = {errno.EADDRINUSE: "is in use", errno.EACCES: "needs more rights than you have"}
         if port is None or error.errno not in why:
             raise
-        raise ValueError(f"port {port} {why[error.errno]}: choose another --port, or leave it out.") from None
+        raise UserError(f"port {port} {why[error.errno]}: choose another --port, or leave it out.") from None

@@ -51,6 +51,7 @@ from residua.config.topologies import MultiGate as MultiGate
 from residua.config.topologies import Recompute as Recompute
 from residua.config.topologies import Topology as Topology
 from residua.config.topologies import TopologyChoice as TopologyChoice
+from residua.errors import UserError
 
 Granularity = Literal["elementwise", "headwise", "scalar"]
 Pathway = Literal["q", "k", "v", "g"]
@@ -122,7 +123,7 @@ class ProjectionAnchors(AnchorChoice):
     @model_validator(mode="after")
     def _pathways_once(self) -> Self:
         if not self.pathways or len(set(self.pathways)) != len(self.pathways):
-            raise ValueError(
+            raise UserError(
                 f"anchors.pathways = {list(self.pathways)} must name one or more of 'q', 'k', 'v', 'g', each once."
             )
         return self

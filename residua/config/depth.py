@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from residua.errors import UserError
+
 if TYPE_CHECKING:
     from residua.config.topologies import MultiGate
 
@@ -23,7 +25,7 @@ def depth_bias(lerping: int, streams: int, base_depth: int = BASE_DEPTH, base_bi
     margin = math.sqrt(lerping / base_depth) * opened - streams
     if margin <= 0:
         needed = math.floor(base_depth * (streams / opened) ** 2) + 1
-        raise ValueError(
+        raise UserError(
             f"topology.streams = {streams} is too many for {lerping} gated sublayers: the gates' initial bias "
             f"ln(sqrt(L/{base_depth})(e^{-base_bias:g}+1) - n) has no solution; use fewer streams, or layers for at "
             f"least {needed} of them."

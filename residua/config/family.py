@@ -8,6 +8,7 @@ from pydantic import Field, TypeAdapter
 
 from residua.config.plugins import load_plugins
 from residua.config.settings import Frozen
+from residua.errors import UserError
 
 _MEMBERS: dict[type[Family], dict[str, type[Family]]] = {}
 _ADAPTERS: dict[type[Family], TypeAdapter[Any]] = {}
@@ -28,10 +29,10 @@ class Family(Frozen):
             field = choice.model_fields["kind"]
             kind = field.default
             if get_args(field.annotation) != (kind,):
-                raise ValueError(f'{choice.__name__} has no kind: give it `kind: Literal["name"] = "name"`.')
+                raise UserError(f'{choice.__name__} has no kind: give it `kind: Literal["name"] = "name"`.')
             other = known.get(kind)
             if other is not None and (other.__module__, other.__name__) != (choice.__module__, choice.__name__):
-                raise ValueError(
+                raise UserError(
                     f"{choice.__module__}.{choice.__name__} has kind = {kind!r}, which {other.__module__}."
                     f"{other.__name__} already has: choose another."
                 )

@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from residua.config.settings import Frozen, Positive, number
+from residua.errors import UserError
 
 
 class DenseChoice(Frozen):
@@ -159,14 +160,14 @@ class MoE(Frozen):
     @model_validator(mode="after")
     def _experts_suffice(self) -> Self:
         if self.top_k > self.experts:
-            raise ValueError(f"ffn.top_k = {self.top_k} is more than ffn.experts = {self.experts}: use at most that.")
+            raise UserError(f"ffn.top_k = {self.top_k} is more than ffn.experts = {self.experts}: use at most that.")
         if self.shared_gate != "none" and not self.shared:
-            raise ValueError(
+            raise UserError(
                 f"ffn.shared_gate = '{self.shared_gate}' has nothing to gate with ffn.shared = 0: "
                 "use ffn.shared_gate = 'none' or ffn.shared = 1."
             )
         if self.dense_hidden is not None and not self.dense_layers:
-            raise ValueError(
+            raise UserError(
                 f"ffn.dense_hidden = {self.dense_hidden} is the width of dense layers and ffn.dense_layers = 0: "
                 "set how many of the first layers are dense."
             )
@@ -175,7 +176,7 @@ class MoE(Frozen):
     def check(self, layers: int) -> None:
         """Raise ValueError, in a sentence, if a model of so many layers cannot have this feed-forward."""
         if self.dense_layers >= layers:
-            raise ValueError(
+            raise UserError(
                 f"ffn.dense_layers = {self.dense_layers} leaves layers = {layers} without experts: use fewer, or a "
                 f"dense ffn.kind such as '{self.activation}'."
             )

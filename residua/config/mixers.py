@@ -8,6 +8,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from residua.config.positions import RopeScaling
 from residua.config.settings import Frozen, Positive, number
+from residua.errors import UserError
 
 
 class Mixer(Frozen):
@@ -96,13 +97,13 @@ class SoftmaxAttention(Mixer):
     def _window_is_set(self) -> Self:
         for key in ("window_layers", "local_rope_theta"):
             if getattr(self, key) is not None and self.window is None:
-                raise ValueError(f"attention.{key} needs attention.window: the number of tokens that those layers see.")
+                raise UserError(f"attention.{key} needs attention.window: the number of tokens that those layers see.")
         return self
 
     @model_validator(mode="after")
     def _heads_divide(self) -> Self:
         if self.kv_heads is not None and self.heads % self.kv_heads:
-            raise ValueError(
+            raise UserError(
                 f"attention.kv_heads = {self.kv_heads} does not divide attention.heads = {self.heads}: "
                 f"choose one of {divisors(self.heads)}."
             )
@@ -124,7 +125,7 @@ class GatedDeltaNet(Mixer):
     @model_validator(mode="after")
     def _heads_divide(self) -> Self:
         if self.value_heads % self.key_heads:
-            raise ValueError(
+            raise UserError(
                 f"attention.key_heads = {self.key_heads} does not divide attention.value_heads = {self.value_heads}: "
                 f"choose one of {divisors(self.value_heads)}."
             )
@@ -185,7 +186,7 @@ class LatentAttention(Mixer):
     @model_validator(mode="after")
     def _shared_part_turns(self) -> Self:
         if self.positions == "rotary" and (self.shared_dim == 0 or self.shared_dim % 2):
-            raise ValueError(
+            raise UserError(
                 f"attention.positions = 'rotary' turns pairs of the shared part and attention.shared_dim = "
                 f"{self.shared_dim}: use an even number above 0, or attention.positions = 'none'."
             )
@@ -227,7 +228,7 @@ class HybridAttention(Frozen):
         if self.softmax_layers is None:
             self._check_every(layers)
         elif not self.softmax_layers or not all(0 <= layer < layers for layer in self.softmax_layers):
-            raise ValueError(
+            raise UserError(
                 f"attention.softmax_layers = {list(self.softmax_layers)} must name one or more of the layers 0 to "
                 f"{layers - 1}."
             )
@@ -240,7 +241,7 @@ class HybridAttention(Frozen):
 
     def _check_every(self, layers: int) -> None:
         if self.softmax_every > layers:
-            raise ValueError(
+            raise UserError(
                 f"attention.softmax_every = {self.softmax_every} leaves layers = {layers} without softmax attention: "
                 f"use at most {layers}, or attention.kind = '{self.linear.kind}'."
             )

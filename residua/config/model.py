@@ -32,6 +32,7 @@ from residua.config.choices import (
 )
 from residua.config.positions import LongRope
 from residua.config.settings import ConfigError, Frozen, Positive, apply_overrides, of_file, read_toml, refusal, to_toml
+from residua.errors import UserError
 
 Layers = Annotated[Positive, Field(le=10_000)]
 
@@ -152,12 +153,12 @@ def _check_heads(config: ModelConfig) -> None:
     if softmax is None:
         return
     if softmax.head_dim is None and config.width % softmax.heads:
-        raise ValueError(
+        raise UserError(
             f"{table}.heads = {softmax.heads} does not divide width = {config.width}: choose one of "
             f"{divisors(config.width)} or set {table}.head_dim."
         )
     if head_dim(config) % 2:
-        raise ValueError(
+        raise UserError(
             f"{table}.head_dim = {head_dim(config)} is odd, and rotary positions need pairs: use an even one."
         )
 
@@ -168,13 +169,13 @@ def _check_positions(config: ModelConfig) -> None:
         return
     scaling, pairs = softmax.rope_scaling, head_dim(config) // 2
     if isinstance(scaling, LongRope) and len(scaling.short) != pairs:
-        raise ValueError(
+        raise UserError(
             f"{table}.rope_scaling.short has {len(scaling.short)} factors and heads of width {2 * pairs} have {pairs} "
             "pairs: give one factor for each."
         )
     beyond = [layer for layer in softmax.window_layers or () if not 0 <= layer < config.layers]
     if beyond:
-        raise ValueError(
+        raise UserError(
             f"{table}.window_layers contains {beyond[0]}, and layers = {config.layers}: count layers from 0."
         )
 
@@ -184,13 +185,13 @@ def _check_anchor_norm(config: ModelConfig) -> None:
     if softmax is None or not config.anchors.mixed:
         return
     if softmax.qk_norm == "rms_all":
-        raise ValueError(
+        raise UserError(
             f"anchors.kind = '{config.anchors.kind}' mixes heads one by one and {config.attention.softmax_path}."
             "qk_norm = 'rms_all' norms them together: use anchors.kind = 'none', or qk_norm = 'rms' (with which a "
             "trained model computes something else)."
         )
     if softmax.qk_norm == "dyt":
-        raise ValueError(
+        raise UserError(
             f"anchors.kind = '{config.anchors.kind}' is followed by an RMS norm of queries and keys or by none, and "
             f"{config.attention.softmax_path}.qk_norm = 'dyt': use anchors.kind = 'none' or qk_norm = 'rms'."
         )
@@ -198,12 +199,12 @@ def _check_anchor_norm(config: ModelConfig) -> None:
 
 def _check_anchor_attention(config: ModelConfig) -> None:
     if config.anchors.mixed and config.latent is not None:
-        raise ValueError(
+        raise UserError(
             f"anchors.kind = '{config.anchors.kind}' mixes keys and values of heads, and latent attention ('mla') "
             "has none: use anchors.kind = 'none', or softmax attention of kind = 'softmax'."
         )
     if config.anchors.mixed and config.softmax is None:
-        raise ValueError(
+        raise UserError(
             f"anchors.kind = '{config.anchors.kind}' mixes softmax projections and attention.kind = "
             f"'{config.attention.kind}' has none: use anchors.kind = 'none' or attention.kind = 'softmax'."
         )
@@ -212,7 +213,7 @@ def _check_anchor_attention(config: ModelConfig) -> None:
 def _check_gate_pathway(config: ModelConfig) -> None:
     anchors, softmax, table = config.anchors, config.softmax, config.attention.softmax_path
     if softmax is not None and "g" in anchors.mixed and softmax.gate != "elementwise":
-        raise ValueError(
+        raise UserError(
             f"anchors.pathways contains 'g' but {table}.gate = '{softmax.gate}': "
             f"use {table}.gate = 'elementwise' or leave 'g' out of anchors.pathways."
         )

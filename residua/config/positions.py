@@ -11,6 +11,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from residua.config.settings import Frozen, Positive
+from residua.errors import UserError
 
 Factor = Annotated[float, Field(gt=0)]
 
@@ -57,7 +58,7 @@ class Llama3Rope(Frozen):
     @model_validator(mode="after")
     def _ordered(self) -> Self:
         if self.high <= self.low:
-            raise ValueError(
+            raise UserError(
                 f"rope_scaling.high = {self.high} must be more than rope_scaling.low = {self.low}: "
                 "Llama 3.1 has 4 and 1."
             )
@@ -79,7 +80,7 @@ class LongRope(Frozen):
     @model_validator(mode="after")
     def _alike(self) -> Self:
         if len(self.short) != len(self.long):
-            raise ValueError(
+            raise UserError(
                 f"rope_scaling.short has {len(self.short)} factors and rope_scaling.long {len(self.long)}: "
                 "both need one for every two elements of a head."
             )

@@ -27,6 +27,7 @@ from residua.config.settings import (
     refusal,
     to_toml,
 )
+from residua.errors import UserError
 
 Rate = Annotated[float, Field(gt=0)]
 Decay = Annotated[float, Field(ge=0)]
@@ -137,7 +138,7 @@ class TrainConfig(Frozen):
     @model_validator(mode="after")
     def _warm_up_fits(self) -> Self:
         if self.schedule.warmup >= self.steps:
-            raise ValueError(
+            raise UserError(
                 f"train.schedule.warmup = {self.schedule.warmup} is not shorter than train.steps = {self.steps}: "
                 "lower the one or raise the other."
             )
@@ -202,12 +203,12 @@ class ParallelConfig(Frozen):
     @model_validator(mode="after")
     def _experts_fit(self) -> Self:
         if self.shard % self.experts:
-            raise ValueError(
+            raise UserError(
                 f"parallel.experts = {self.experts} does not divide parallel.shard = {self.shard}, whose ranks share "
                 "the experts: use a divisor of it, or raise parallel.shard."
             )
         if self.experts > 1 and self.unit == "model":
-            raise ValueError(
+            raise UserError(
                 f"parallel.experts = {self.experts} does not go with parallel.unit = 'model', which gathers every "
                 "expert: use parallel.unit = 'layer'."
             )
@@ -216,7 +217,7 @@ class ParallelConfig(Frozen):
     @model_validator(mode="after")
     def _schedule_fits(self) -> Self:
         if (self.stages_per_rank > 1) != (self.schedule == "interleaved"):
-            raise ValueError(
+            raise UserError(
                 f"parallel.stages_per_rank = {self.stages_per_rank} does not go with parallel.schedule = "
                 f"'{self.schedule}': the interleaved schedule has 2 or more stages per rank, the others have 1."
             )
@@ -310,7 +311,7 @@ def check_mesh(config: RunConfig) -> None:
 def _check_shares(config: RunConfig) -> None:
     accumulate, ranks = config.train.accumulate, config.parallel.batch_ranks
     if accumulate % ranks:
-        raise ValueError(
+        raise UserError(
             f"train.accumulate = {accumulate} micro-batches cannot be shared by parallel.data × parallel.shard = "
             f"{ranks} ranks: use a multiple of {ranks} (for the same step, lower train.micro_batch as you raise it)."
         )
@@ -321,18 +322,18 @@ def _check_experts(config: RunConfig) -> None:
     if parallel.experts == 1:
         return
     if not ffn.mixture:
-        raise ValueError(
+        raise UserError(
             f"parallel.experts = {parallel.experts} does not go with model.ffn.kind = '{ffn.kind}', which has no "
             "experts: use parallel.experts = 1."
         )
     if ffn.experts % parallel.experts:
-        raise ValueError(
+        raise UserError(
             f"model.ffn.experts = {ffn.experts} cannot be shared equally by parallel.experts = {parallel.experts} "
             "ranks: use a divisor."
         )
     for name, rows in {"model.ffn.hidden": ffn.hidden, "model.width": config.model.width}.items():
         if ffn.experts // parallel.experts * rows % parallel.slices:
-            raise ValueError(
+            raise UserError(
                 f"the {ffn.experts // parallel.experts} experts of a rank, with {name} = {rows} rows each, cannot be "
                 f"sharded equally by parallel.shard / parallel.experts = {parallel.slices} ranks: use fewer."
             )
@@ -341,18 +342,18 @@ def _check_experts(config: RunConfig) -> None:
 def _check_stages(config: RunConfig) -> None:
     parallel = config.parallel
     if parallel.stages > config.model.layers:
-        raise ValueError(
+        raise UserError(
             f"parallel.pipeline × parallel.stages_per_rank = {parallel.stages} stages are more than the "
             f"{config.model.layers} layers of the model: use fewer."
         )
     flowing = config.train.accumulate // parallel.batch_ranks
     if parallel.schedule == "1f1b" and flowing < parallel.pipeline:
-        raise ValueError(
+        raise UserError(
             f"train.accumulate = {config.train.accumulate} gives each pipeline {flowing} micro-batches, and the 1f1b "
             f"schedule needs at least parallel.pipeline = {parallel.pipeline}: raise train.accumulate."
         )
     if parallel.schedule == "interleaved" and flowing % parallel.pipeline:
-        raise ValueError(
+        raise UserError(
             f"train.accumulate = {config.train.accumulate} gives each pipeline {flowing} micro-batches, and the "
             f"interleaved schedule needs a multiple of parallel.pipeline = {parallel.pipeline}."
         )
@@ -360,7 +361,7 @@ def _check_stages(config: RunConfig) -> None:
 
 def _check_compilation(config: RunConfig) -> None:
     if config.train.compile == "layers" and config.parallel.ranks > 1:
-        raise ValueError(
+        raise UserError(
             f"train.compile = 'layers' is for one process, and parallel asks for {config.parallel.ranks}: use "
             "train.compile = 'auto' or 'on'."
         )

@@ -15,9 +15,10 @@ from pydantic_core import PydanticCustomError
 
 from residua import reading
 from residua.config import elsewhere
+from residua.errors import UserError
 
 
-class ConfigError(ValueError):
+class ConfigError(UserError):
     """An invalid configuration; the message is one sentence for the user."""
 
     problem: tuple[ValidationError, type[BaseModel]] | None = None

@@ -9,6 +9,7 @@ from pydantic import Field, PlainValidator, SerializeAsAny, model_validator
 from residua.config.depth import BASE_BIAS, BASE_DEPTH, gate_bias, lerping_sublayers
 from residua.config.family import Family
 from residua.config.settings import Frozen, Positive
+from residua.errors import UserError
 
 
 class TopologyChoice(Family):
@@ -53,7 +54,7 @@ class InBlocks(AttentionResidual):
 
     def check(self, layers: int) -> None:
         if self.sublayers_per_block > 2 * layers:
-            raise ValueError(
+            raise UserError(
                 f"topology.sublayers_per_block = {self.sublayers_per_block} is more than the model's "
                 f"{2 * layers} sublayers (layers = {layers}): use at most {2 * layers}."
             )
@@ -109,7 +110,7 @@ class MultiGate(TopologyChoice):
     def check(self, layers: int) -> None:
         lerping = lerping_sublayers(2 * layers, self.streams)
         if lerping < 1:
-            raise ValueError(
+            raise UserError(
                 f"topology.streams = {self.streams} leaves no gated sublayer in layers = {layers}: the first "
                 f"{self.streams - 1} sublayers fill the streams; use at most {2 * layers} streams."
             )
@@ -148,7 +149,7 @@ class ManifoldHyperLite(TopologyChoice):
     @model_validator(mode="after")
     def _few_streams(self) -> Self:
         if self.streams > 4:
-            raise ValueError(
+            raise UserError(
                 f"topology.kind = 'mhc_lite' sums over streams! permutations and topology.streams = {self.streams} "
                 "makes too many of them: use at most 4 streams, or topology.kind = 'mhc'."
             )

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from residua.config.model import ModelConfig, head_dim
 from residua.convert.positions import read_positions, write_positions
+from residua.errors import UserError
 from residua.model.decoder import Decoder, build
 from residua.model.size import shapes_only
 from residua.reading import OpenShape, counted
@@ -69,7 +70,7 @@ def is_known(model_type: object) -> bool:
 def find_family(model_type: object) -> Family:
     """The family of a `model_type`."""
     if not is_known(model_type):
-        raise ValueError(f"model_type = {model_type!r} is no family known here: {', '.join(FAMILIES)}.")
+        raise UserError(f"model_type = {model_type!r} is no family known here: {', '.join(FAMILIES)}.")
     return FAMILIES[str(model_type)]()
 
 
@@ -189,19 +190,19 @@ class Family:
         """The configuration that a config.json describes; raises ValueError with what is missing here."""
         known = {**self.DEFAULTS, **keys}
         if known.get("quantization_config"):
-            raise ValueError("its weights are quantized: import the model that they were made from.")
+            raise UserError("its weights are quantized: import the model that they were made from.")
         for key, neutral in {"is_causal": (True,), **self.UNKNOWN}.items():
             if known.get(key) is not None and known[key] not in neutral:
-                raise ValueError(f"{key} = {known[key]!r} has no counterpart here.")
+                raise UserError(f"{key} = {known[key]!r} has no counterpart here.")
         for key in ("layer_types", "mlp_layer_types"):
             types = known.get(key)
             if types is not None and len(types) != known["num_hidden_layers"]:
                 layers = counted(known["num_hidden_layers"], "layer")
-                raise ValueError(f"{key} has {counted(len(types), 'entry', 'entries')} for {layers}.")
+                raise UserError(f"{key} has {counted(len(types), 'entry', 'entries')} for {layers}.")
         try:
             return ModelConfig(**self.tables(known))
         except KeyError as error:
-            raise ValueError(f"config.json lacks {error.args[0]!r}.") from None
+            raise UserError(f"config.json lacks {error.args[0]!r}.") from None
 
     def tables(self, keys: dict[str, Any]) -> dict[str, Any]:
         """Residua's tables from the keys of a config.json, `DEFAULTS` filled in."""
@@ -263,7 +264,7 @@ class Family:
         """The config.json of a model; raises ValueError with the first key of ours that the layout cannot hold."""
         problem = self.misfit(config)
         if problem is not None:
-            raise ValueError(f"{problem} has no place in the {self.model_type} layout.")
+            raise UserError(f"{problem} has no place in the {self.model_type} layout.")
         return self.keys(config)
 
     def misfit(self, config: ModelConfig) -> str | None:
@@ -300,7 +301,7 @@ class Family:
             layout = next((self.LAYOUTS[end] for end in self.LAYOUTS if name.endswith(end)), ROWS)
             parts = layout.rows(parameter, _parts(model, name, parameter), len(theirs))
             if len(theirs) != len(parts):
-                raise ValueError(f"parameter {name} has no place in the {self.model_type} layout.")
+                raise UserError(f"parameter {name} has no place in the {self.model_type} layout.")
             shift, scale = self.change(name, keys)
             yield Rule(name, tuple(parameter.shape), theirs, parts, shift, scale, layout)
 
@@ -323,7 +324,7 @@ class Family:
 def gated_kind(act: str) -> str:
     """The kind of a gated feed-forward by its activation."""
     if act not in GATED:
-        raise ValueError(f"hidden_act = {act!r}: a gated feed-forward with it is missing here ({', '.join(GATED)}).")
+        raise UserError(f"hidden_act = {act!r}: a gated feed-forward with it is missing here ({', '.join(GATED)}).")
     return GATED[act]
 
 
@@ -340,7 +341,7 @@ def window_of(config: ModelConfig) -> int | None:
 def layer_windows(keys: dict[str, Any], types: list[str]) -> dict[str, Any]:
     """The keys of a window from transformers' `layer_types`."""
     if unknown := set(types) - {"full_attention", "sliding_attention"}:
-        raise ValueError(f"layer_types contains {sorted(unknown)[0]!r}, a kind of layer that is missing here.")
+        raise UserError(f"layer_types contains {sorted(unknown)[0]!r}, a kind of layer that is missing here.")
     sliding = [layer for layer, kind in enumerate(types) if kind == "sliding_attention"]
     if not sliding or keys.get("sliding_window") is None:
         return {}

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from residua.config.model import ModelConfig
 from residua.convert.family import Family, Names, biased, layer_types, layer_windows, window_of
 from residua.convert.positions import read_positions
+from residua.errors import UserError
 
 
 class Gemma(Family):
@@ -103,7 +104,7 @@ class Gemma2(SandwichGemma):
     def tables(self, keys: dict[str, Any]) -> dict[str, Any]:
         tables = super().tables(keys)
         if keys["query_pre_attn_scalar"] != tables["attention"]["head_dim"]:
-            raise ValueError(f"query_pre_attn_scalar = {keys['query_pre_attn_scalar']} other than head_dim is missing.")
+            raise UserError(f"query_pre_attn_scalar = {keys['query_pre_attn_scalar']} other than head_dim is missing.")
         return tables
 
     def keys(self, config: ModelConfig) -> dict[str, Any]:
@@ -139,7 +140,7 @@ class Gemma3(SandwichGemma):
             self.DEFAULTS["rope_local_base_freq"],
         )
         if "rope_scaling" in local:
-            raise ValueError("rope_parameters scale the layers with a window, which is missing here.")
+            raise UserError("rope_parameters scale the layers with a window, which is missing here.")
         positions = read_positions(plain | {"rope_parameters": full}, self.DEFAULTS["rope_theta"])
         return positions | {"local_rope_theta": local["rope_theta"]}
 

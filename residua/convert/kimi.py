@@ -11,6 +11,7 @@ from torch import Tensor
 from residua.config import choices
 from residua.config.model import ModelConfig
 from residua.convert.family import Family, Layout, Names, alike, gated_kind
+from residua.errors import UserError
 
 SPELLINGS = {
     "model_max_length": "max_position_embeddings",
@@ -150,7 +151,7 @@ class KimiLinear(Family):
 
     def _attention(self, keys: dict[str, Any]) -> dict[str, Any]:
         if keys.get("num_key_value_heads") not in (None, keys["num_attention_heads"]):
-            raise ValueError(f"num_key_value_heads = {keys['num_key_value_heads']} differs from num_attention_heads.")
+            raise UserError(f"num_key_value_heads = {keys['num_key_value_heads']} differs from num_attention_heads.")
         latent = {
             "kind": "mla",
             "heads": keys["num_attention_heads"],
@@ -178,7 +179,7 @@ class KimiLinear(Family):
         derived = [_TYPES[bool(layer) and layer % 4 == 0] for layer in range(keys["num_hidden_layers"])]
         types = keys.get("layer_types") or derived
         if unknown := set(types) - set(_TYPES.values()):
-            raise ValueError(f"layer_types contains {sorted(unknown)[0]!r}, a kind of layer that is missing here.")
+            raise UserError(f"layer_types contains {sorted(unknown)[0]!r}, a kind of layer that is missing here.")
         return [layer for layer, name in enumerate(types) if name == _TYPES[True]]
 
     def feed_forward(self, keys: dict[str, Any]) -> dict[str, Any]:
@@ -202,7 +203,7 @@ class KimiLinear(Family):
             return int(keys["first_k_dense_replace"])
         dense = types.count("dense")
         if types != ["dense"] * dense + ["sparse"] * (len(types) - dense):
-            raise ValueError("mlp_layer_types has a dense layer after one with experts, which is missing here.")
+            raise UserError("mlp_layer_types has a dense layer after one with experts, which is missing here.")
         return int(dense)
 
     def has_attention(self, config: ModelConfig) -> bool:

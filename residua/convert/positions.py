@@ -7,28 +7,29 @@ from collections.abc import Callable
 from typing import Any
 
 from residua.config import positions as scalings
+from residua.errors import UserError
 
 
 def read_positions(config: dict[str, Any], default_theta: float) -> dict[str, Any]:
     """The keys `rope_theta` and `rope_scaling` of an attention table."""
     found = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if any(isinstance(value, dict) for value in found.values()):
-        raise ValueError("rope_parameters differ between layers, which this family does not have here.")
+        raise UserError("rope_parameters differ between layers, which this family does not have here.")
     theta = found.get("rope_theta", config.get("rope_theta", default_theta))
     kind = found.get("rope_type", found.get("type", "default"))
     share = found.get("partial_rotary_factor", config.get("partial_rotary_factor"))
     if share not in (None, 1.0) and kind != "proportional":
-        raise ValueError(f"partial_rotary_factor = {share}: heads that turn in part are missing here.")
+        raise UserError(f"partial_rotary_factor = {share}: heads that turn in part are missing here.")
     if kind == "default":
         return {"rope_theta": theta}
     if not isinstance(kind, str) or kind not in READERS:
-        raise ValueError(f"rope_type = {kind!r} is missing here: known are default, {', '.join(READERS)}.")
+        raise UserError(f"rope_type = {kind!r} is missing here: known are default, {', '.join(READERS)}.")
     try:
         return {"rope_theta": theta, "rope_scaling": READERS[kind](found, config)}
     except KeyError as error:
-        raise ValueError(f"rope_type = {kind!r} needs {error.args[0]!r}, which config.json does not give.") from None
+        raise UserError(f"rope_type = {kind!r} needs {error.args[0]!r}, which config.json does not give.") from None
     except (TypeError, ValueError, ZeroDivisionError):
-        raise ValueError(f"the numbers of rope_type = {kind!r} make no sense.") from None
+        raise UserError(f"the numbers of rope_type = {kind!r} make no sense.") from None
 
 
 def write_positions(theta: float, scaling: scalings.RopeScaling | None) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from residua.diagnose.page import NOT_TRAINED, Trained, diagnosis_page
 from residua.diagnose.run import ABLATION_TOKENS, Progress, diagnose_model
 from residua.diagnose.schema import Diagnosis
 from residua.diagnose.text import DEFAULT_TOKENS, open_text, sample
+from residua.errors import UserError
 from residua.files import keeping, refuse_blocked, write_atomically
 from residua.machine import choose_device
 from residua.model import taps as published
@@ -99,10 +100,10 @@ def _check_out(out: Path, models: Sequence[Path]) -> None:
     if not out.is_dir():
         return
     if (out / PAGE).exists():
-        raise ValueError(f"{out / PAGE} was not written by a diagnosis: choose another folder with --out.")
+        raise UserError(f"{out / PAGE} was not written by a diagnosis: choose another folder with --out.")
     stranger = min((path.name for path in out.iterdir() if path.is_file()), default=None)
     if stranger is not None and out.resolve() not in [model.resolve() for model in models]:
-        raise ValueError(f"{out} holds {stranger} and no diagnosis: choose another --out.")
+        raise UserError(f"{out} holds {stranger} and no diagnosis: choose another --out.")
 
 
 class _Diagnosed(Shape):
@@ -121,7 +122,7 @@ def _check_own(out: Path, models: Sequence[Path]) -> None:
     named = [model.resolve() for model in models]
     again = len(before) == 1 and named == [out.resolve()]  # its own, also if the folder was moved since
     if not again and named != [Path(model.path).resolve() for model in before]:
-        raise ValueError(
+        raise UserError(
             f"{out} is a model's folder and holds a diagnosis of other models: choose another --out, or delete "
             f"its {JSON} and {PAGE}."
         )
@@ -167,8 +168,6 @@ def taps(model: Decoder, *patterns: str) -> Iterator[dict[str, Tensor]]:
     outside the block. Run one model in it: what another one publishes takes the same names.
     """
     if not isinstance(model, Decoder):
-        raise ValueError(
-            f"{type(model).__name__} publishes no taps: they are those of a Residua model (residua.build)."
-        )
+        raise UserError(f"{type(model).__name__} publishes no taps: they are those of a Residua model (residua.build).")
     with published.record(_Chosen(patterns or ("*",))) as seen:
         yield seen

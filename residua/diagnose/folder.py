@@ -11,6 +11,7 @@ import torch
 from residua.diagnose.huggingface import HuggingFaceSubject
 from residua.diagnose.native import NativeSubject
 from residua.diagnose.observe import Subject
+from residua.errors import UserError
 from residua.machine import require_memory
 from residua.reading import check_links, read_json
 from residua.storage.exported import is_export
@@ -31,14 +32,14 @@ def open_subject(path: Path, device: torch.device) -> Subject:
 def check_folder(path: Path) -> None:
     """Refuse a folder without a model or without a tokenizer. Quick: no model is opened."""
     if not path.exists():
-        raise ValueError(f"{path} does not exist: name a run folder or a local Hugging Face model folder.")
+        raise UserError(f"{path} does not exist: name a run folder or a local Hugging Face model folder.")
     if not is_model_folder(path):
-        raise ValueError(
+        raise UserError(
             f"{path} is not a model folder: it has neither config.toml (a run of `residua train`) nor config.json "
             "(a Hugging Face model)."
         )
     if not any((path / name).exists() for name in ("tokenizer.json", "vocab.json")):
-        raise ValueError(f"{path} has no tokenizer: put the model's tokenizer.json there.")
+        raise UserError(f"{path} has no tokenizer: put the model's tokenizer.json there.")
 
 
 def is_model_folder(path: Path) -> bool:
@@ -55,7 +56,7 @@ def _hugging_face(path: Path, device: torch.device) -> HuggingFaceSubject:
         from transformers import AutoModelForCausalLM
         from transformers.utils import logging
     except ImportError:
-        raise ValueError(f"{path} is a Hugging Face model: install transformers to open it (residua[hf]).") from None
+        raise UserError(f"{path} is a Hugging Face model: install transformers to open it (residua[hf]).") from None
     config = _check_files(path)
     weights = sum(file.stat().st_size for file in path.glob("*.safetensors"))
     require_memory(f"{path} needs", weights, "end other programs, or use a machine with more memory")
@@ -72,11 +73,11 @@ def _hugging_face(path: Path, device: torch.device) -> HuggingFaceSubject:
         model.to(device)
     except Exception as error:  # configuration, weights or architecture: transformers raises many kinds
         if "auto_map" in config:
-            raise ValueError(
+            raise UserError(
                 f"{path} needs Python code of its own (auto_map in its config.json), and Residua runs no code from a "
                 "model folder: diagnose a model that transformers knows by itself."
             ) from None
-        raise ValueError(f"{path} cannot be opened as a causal language model: {first_sentences(error)}") from None
+        raise UserError(f"{path} cannot be opened as a causal language model: {first_sentences(error)}") from None
     _require_all(path, model, loaded)
     require_finite(dict(model.named_parameters()), path, "nothing could be measured, so use another copy of the model")
     return HuggingFaceSubject(model, path.name, unused=sorted(loaded["unexpected_keys"]))
@@ -90,11 +91,11 @@ def _require_all(path: Path, model: Any, loaded: dict[str, Any]) -> None:
     advice = "diagnose a folder with all weights of a causal language model"
     for name, found, expected in loaded["mismatched_keys"]:
         shapes = f"shape {list(found)} where {type(model).__name__} has {list(expected)}"
-        raise ValueError(f"{path} holds {name!r} with {shapes}: {advice}.")
+        raise UserError(f"{path} holds {name!r} with {shapes}: {advice}.")
     lacking = [name for name in model.state_dict() if name in loaded["missing_keys"]]
     if lacking:
         more = f", the first of {len(lacking)} such tensors" if len(lacking) > 1 else ""
-        raise ValueError(f"{path} lacks tensor {lacking[0]!r} of {type(model).__name__}{more}: {advice}.")
+        raise UserError(f"{path} lacks tensor {lacking[0]!r} of {type(model).__name__}{more}: {advice}.")
 
 
 def _check_files(path: Path) -> dict[str, Any]:
@@ -105,7 +106,7 @@ def _check_files(path: Path) -> dict[str, Any]:
     check_links(path)
     config = read_json(path / "config.json", dict[str, Any], AGAIN, lenient=True)
     if (path / "adapter_config.json").exists():
-        raise ValueError(f"{path} is an adapter, which names a model elsewhere: merge the two, diagnose the result.")
+        raise UserError(f"{path} is an adapter, which names a model elsewhere: merge the two, diagnose the result.")
     for file in weight_files(path, AGAIN):
         check_header(file, AGAIN)
     return config

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from residua.diagnose.observe import Observation, Site
+from residua.errors import UserError
 from residua.ops._runtime.numeric import wide
 
 _EXACT = (torch.float32, torch.float64)
@@ -38,7 +39,7 @@ def require_causal(model: Any, probe: Tensor) -> None:
     before, after = (model(input_ids=tokens, use_cache=False).logits[:, :-1] for tokens in (probe, changed))
     tolerance = CAUSAL_TOLERANCE if before.dtype in _EXACT else COARSE_CAUSAL_TOLERANCE
     if float((wide(after) - wide(before)).norm()) > tolerance * float(wide(before).norm()):
-        raise ValueError(
+        raise UserError(
             f"{type(model).__name__} also reads later tokens, so its next-token loss means nothing: diagnose a causal "
             "language model."
         )

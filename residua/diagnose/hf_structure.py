@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from residua.diagnose.hf_attention import Watch, watching
 from residua.diagnose.interventions import first, hooked, on_each
 from residua.diagnose.observe import Site
+from residua.errors import UserError
 from residua.ops._runtime.numeric import rms, wide
 
 _NORM_COSINE, _NORM_SIZE = 0.9999, (0.5, 1.05)
@@ -134,12 +135,12 @@ def find_layers(model: nn.Module, probe: Tensor, width: int) -> tuple[list[Layer
     longest = max(lists, key=len, default=None)
     layers = [] if longest is None else list(longest)
     if any(id(layer) in run.paired for layer in layers):
-        raise ValueError(
+        raise UserError(
             f"{type(model).__name__} hands two states from layer to layer, as reversible layers do, so it has no "
             "single residual stream: it cannot be diagnosed."
         )
     if not layers:
-        raise ValueError(
+        raise UserError(
             f"{type(model).__name__} has no list of layers that keeps the hidden width {width} and hands its states "
             "from one layer to the next: it cannot be diagnosed."
         )

@@ -41,6 +41,7 @@ from residua.diagnose.hf_structure import (
 )
 from residua.diagnose.interventions import first, hooked, on_each, replaced_first, silenced
 from residua.diagnose.observe import Ablation, AblationKind, AnchorScales, Observation, Site, SiteKind, Subject
+from residua.errors import UserError
 from residua.ops._runtime.numeric import wide
 from residua.reading import counted
 
@@ -61,7 +62,7 @@ class HuggingFaceSubject(Subject):
         self.model, self.name = model.eval(), name
         config = model.config.get_text_config(decoder=True)
         if not hasattr(config, "hidden_size"):
-            raise ValueError(
+            raise UserError(
                 f"{type(model).__name__} states no hidden width in its configuration: it cannot be diagnosed."
             )
         embedding = model.get_input_embeddings()
@@ -272,7 +273,7 @@ class HuggingFaceSubject(Subject):
         if found.partial:
             self.skipped.append(do_not_add_up(found.partial))
         if not seen.states:
-            raise ValueError(
+            raise UserError(
                 f"{type(self.model).__name__} shows none of its states, which are not of shape [batch, length, "
                 f"{self.width}]: it cannot be diagnosed."
             )

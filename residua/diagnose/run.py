@@ -15,6 +15,7 @@ from residua.diagnose.observe import Subject
 from residua.diagnose.schema import ModelDiagnosis, with_metrics
 from residua.diagnose.sentences import summary
 from residua.diagnose.text import Sample
+from residua.errors import UserError
 
 TOKENS_AT_ONCE = 2048
 SCORED_ON_GPU = 16_384
@@ -91,7 +92,7 @@ def _observe_batch(subject: Subject, tokens: Tensor, targets: Tensor, metrics: S
     device = next(subject.model.parameters()).device
     seen = subject.observe(tokens.to(device), targets.to(device))
     if not math.isfinite(seen.loss):
-        raise ValueError(f"{subject.name} gives a loss of {seen.loss} on this text: its weights are broken.")
+        raise UserError(f"{subject.name} gives a loss of {seen.loss} on this text: its weights are broken.")
     for metric in metrics:
         metric.add(seen)
     return seen.loss

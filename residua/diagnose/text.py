@@ -19,6 +19,7 @@ from residua.data.corpus import TRAIN, VALIDATION
 from residua.data.dataset import DESCRIPTION
 from residua.data.stdlib import standard_library
 from residua.data.tokenizer import Tokenizer
+from residua.errors import UserError
 from residua.reading import LOG, counted, inside, read_text
 
 DEFAULT_TOKENS = 8192
@@ -127,7 +128,7 @@ def open_text(text: Path | None, folders: Sequence[Path]) -> Text:
         if (text / DESCRIPTION).is_file():
             return Prepared(Dataset.open(text), "a dataset")
         if not text.is_file():
-            raise ValueError(
+            raise UserError(
                 f"--text {text} is not a file of text nor a prepared dataset: name a UTF-8 text file, or a folder of "
                 "residua data prepare."
             )
@@ -137,7 +138,7 @@ def open_text(text: Path | None, folders: Sequence[Path]) -> Text:
     if run is None or path is None:
         return Embedded()
     if not (Path(path) / DESCRIPTION).is_file():
-        raise ValueError(f"{path}, the text of {run}, is not there any more: name a text or a dataset with --text.")
+        raise UserError(f"{path}, the text of {run}, is not there any more: name a text or a dataset with --text.")
     return Prepared(Dataset.open(path), f"the text of {run.resolve().name}")
 
 
@@ -147,16 +148,16 @@ def sample(
     """`tokens` of text in sequences of `length` (the model's context, 1,024 at most, unless given)."""
     length = length or min(context or DEFAULT_LENGTH, DEFAULT_LENGTH, tokens)
     if length < 2:
-        raise ValueError(f"--length {length} is too short: a sequence needs at least 2 tokens.")
+        raise UserError(f"--length {length} is too short: a sequence needs at least 2 tokens.")
     if context is not None and length > context:
-        raise ValueError(f"--length {length} is longer than the model's context of {context}: use at most {context}.")
+        raise UserError(f"--length {length} is longer than the model's context of {context}: use at most {context}.")
     prefix = starting_tokens(tokenizer)
     body = length + 1 - len(prefix)
     wanted = max(1, tokens // length)
     ids = _take(text.pieces(tokenizer), wanted * body)
     count = min(wanted, len(ids) // body)
     if count == 0:
-        raise ValueError(
+        raise UserError(
             f"{text.name} gives {counted(len(ids), 'token')}, too few for one sequence of {length}: name more text "
             "with --text, or lower --length."
         )

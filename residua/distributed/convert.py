@@ -13,6 +13,7 @@ from torch import nn
 
 from residua.config.run import ParallelConfig
 from residua.data.tokenizer import SETTINGS
+from residua.errors import UserError
 from residua.files import sentence, write_atomically
 from residua.model.size import build_if_it_fits
 from residua.reading import inside
@@ -29,10 +30,10 @@ def convert(run: Path, out: Path) -> Path:
     """Write the last checkpoint of a run, and the best, to a new run folder, each as model.safetensors and
     optimizer.safetensors. Returns the last."""
     if not run.is_dir():
-        raise ValueError(f"{run} is not a folder: name a run.")
+        raise UserError(f"{run} is not a folder: name a run.")
     found = checkpoints(run)
     if not found:
-        raise ValueError(f"{run} holds no checkpoint: train it first.")
+        raise UserError(f"{run} holds no checkpoint: train it first.")
     config = saved_config(run)
     model = build_if_it_fits(config.model, run)
     optimizer = build_optimizer(model, config.train.optimizer)

@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from residua.doctor.findings import Finding, in_words, quiet
+from residua.errors import UserError
 from residua.machine import available_cores, free_memory, short_bytes
 from residua.version import __version__
 
@@ -56,7 +57,7 @@ class Requirement:
         """From the metadata of a package: `triton>=3.6; platform_system == "Linux" and extra == "triton"`."""
         found = _REQUIREMENT.match(text.strip())
         if found is None:
-            raise ValueError(f"the requirement {text!r} cannot be read: write it as name>=version; marker.")
+            raise UserError(f"the requirement {text!r} cannot be read: write it as name>=version; marker.")
         marker = found[4] or ""
         extra, system = _EXTRA.search(marker), _SYSTEM.search(marker)
         names = extra[1] if extra else "", system[1] if system else ""

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
+from residua.errors import UserError
+
 try:
     from lm_eval import simple_evaluate
     from lm_eval.api.model import TemplateLM
@@ -121,11 +123,11 @@ def find_tasks(
         if name not in known:
             near = get_close_matches(name, known, n=1)
             meant = f"did you mean {near[0]}? " if near else ""
-            raise ValueError(
+            raise UserError(
                 f"lm-eval has no task {name}: {meant}`lm_eval ls tasks` lists them; --task-dir reads local files."
             )
         if not allow_code and runs_code(name, manager.task_index):
-            raise ValueError(
+            raise UserError(
                 f"{name} runs the programs that the model writes, with your rights: use a container or a machine "
                 "without anything of value, and give --allow-code."
             )
@@ -197,7 +199,7 @@ def evaluate_with_harness(
                     confirm_run_unsafe_code=allow_code, **settings,
                 )  # fmt: skip
         except ConnectionError as error:
-            raise ValueError(f"lm-eval could not download a task ({error}): --task-dir reads local files.") from None
+            raise UserError(f"lm-eval could not download a task ({error}): --task-dir reads local files.") from None
         assert made is not None
         given = made.get("n-shot", {})
         for task, found in made["results"].items():

@@ -12,6 +12,8 @@ from functools import partial
 from string import ascii_uppercase
 from typing import Any, NamedTuple
 
+from residua.errors import UserError
+
 Record = Mapping[str, Any]
 """A line of a task file: `question` and/or `context`, `choices`, `answer`."""
 
@@ -107,7 +109,7 @@ def _premise(record: Record) -> Question:
     """COPA: the premise without its period, `because` or `therefore`, and an alternative after two spaces."""
     question = str(record["question"])
     if question not in _CONNECTORS:
-        raise ValueError(f"question is {question!r}, expected cause or effect")
+        raise UserError(f"question is {question!r}, expected cause or effect")
     alternatives = [str(choice) for choice in record["choices"]]
     choices = [f" {choice[0].lower()}{choice[1:]}" for choice in alternatives]
     return _after(f"{str(record['context']).strip()[:-1]} {_CONNECTORS[question]}", choices, record["answer"])
@@ -116,7 +118,7 @@ def _premise(record: Record) -> Question:
 def _listed(record: Record) -> str:
     """The choices under their letters, a line each."""
     if len(record["choices"]) > len(ascii_uppercase):
-        raise ValueError(f"it has {len(record['choices'])} choices, and letters for {len(ascii_uppercase)}")
+        raise UserError(f"it has {len(record['choices'])} choices, and letters for {len(ascii_uppercase)}")
     return "".join(f"{letter}. {choice}\n" for letter, choice in zip(ascii_uppercase, record["choices"], strict=False))
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from residua.errors import UserError
 from residua.evaluate.accuracy import Accuracy, Perplexity, TaskScore
 from residua.evaluate.perplexity import TextScore
 from residua.files import refuse_blocked
@@ -62,7 +63,7 @@ def new_file(model: Path, out: Path | None) -> Path:
         stamp = datetime.now(UTC).strftime("%Y-%m-%dT%H-%M-%S.%f")[:-3]
         out = inside(model, FOLDER) / f"{stamp}.json"
     if out.exists():
-        raise ValueError(f"{out} exists: choose another --out.")
+        raise UserError(f"{out} exists: choose another --out.")
     refuse_blocked(out.parent)
     return out
 

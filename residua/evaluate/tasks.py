@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from pydantic import Field
 
+from residua.errors import UserError
 from residua.evaluate.prompts import Question, find_prompt, subject_of
 from residua.reading import Count, Shape, check, counted, json_lines, reason, refuse, require_file
 
@@ -77,14 +78,14 @@ def open_tasks(
     """
     if not folder.is_dir():
         refuse_text(folder, "a folder with task files")
-        raise ValueError(f"{folder} is not a folder: name one with task files such as piqa.jsonl.")
+        raise UserError(f"{folder} is not a folder: name one with task files such as piqa.jsonl.")
     files = {path.name.split(".")[0]: path for path in sorted(folder.iterdir()) if path.name.endswith(EXTENSIONS)}
     wanted = expand(names)
     for task, (name, _) in wanted.items():
         if task not in files:
             for text in (folder / f"{task}{end}" for end in TEXT_EXTENSIONS):
                 refuse_text(text, "a file with questions")
-            raise ValueError(f"{folder} holds no task {_hint(task, name, list(files))}")
+            raise UserError(f"{folder} holds no task {_hint(task, name, list(files))}")
     return [
         read_task(task, files[task], shots=(own or 0) if shots is None else shots, split=split, limit=limit)
         for task, (_, own) in wanted.items()
@@ -100,7 +101,7 @@ def read_task(name: str, path: Path, *, shots: int, split: str | None = None, li
     splits = {record["split"] for record in records}
     chosen = split or next((s for s in EVALUATED if s in splits), "")
     if chosen not in splits:
-        raise ValueError(f"{path} has no {split or 'test or validation'} split, only {', '.join(sorted(splits))}.")
+        raise UserError(f"{path} has no {split or 'test or validation'} split, only {', '.join(sorted(splits))}.")
     asked = [record for record in records if record["split"] == chosen]
     if limit is not None and limit < len(asked):
         asked = [asked[i] for i in spread([subject_of(record) for record in asked], limit)]
@@ -147,7 +148,7 @@ class _Examples:
         examples = self.by_subject.get(subject, self.by_subject.get("", []))[: self.shots]
         if len(examples) < self.shots:
             have, about = counted(len(examples), "worked example"), f" about {subject}" if subject else ""
-            raise ValueError(
+            raise UserError(
                 f"{self.path} has {have}{about} in its train split and {self.shots} were asked for: "
                 f"use --shots {len(examples)}."
             )
@@ -157,7 +158,7 @@ class _Examples:
 def refuse_text(path: Path, expected: str) -> None:
     """Refuse a text file where something else was expected, and say how text is scored."""
     if path.name.endswith(TEXT_EXTENSIONS) and path.is_file():
-        raise ValueError(f"{path} is text, not {expected}: {text_advice(path)}")
+        raise UserError(f"{path} is text, not {expected}: {text_advice(path)}")
 
 
 def text_advice(path: Path, model: Path | str = "RUN") -> str:
@@ -177,7 +178,7 @@ def _records(path: Path) -> list[dict[str, Any]]:
     except (lzma.LZMAError, EOFError, UnicodeDecodeError, OSError) as error:
         refuse(f"{path} cannot be read as JSON Lines ({reason(error)})", _HINT)
     if not records:
-        raise ValueError(f"{path} holds no questions.")
+        raise UserError(f"{path} holds no questions.")
     return records
 
 
@@ -208,7 +209,7 @@ def _form(name: str, record: Mapping[str, Any], path: Path) -> Question:
     try:
         return find_prompt(name).ask(record)
     except KeyError as lacking:
-        raise ValueError(f"{path}: question {record.get('id', '?')} has no {lacking.args[0]}.") from None
+        raise UserError(f"{path}: question {record.get('id', '?')} has no {lacking.args[0]}.") from None
     except ValueError as error:
         refuse(f"{path}, question {record.get('id', '?')}: {error}", _HINT)
 

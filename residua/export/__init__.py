@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from residua.errors import UserError
 from residua.export.card import Trained, model_card
 from residua.export.folder import write_folder
 from residua.export.hub import push, require_hub
@@ -55,9 +56,9 @@ def export(
     if push_to is not None:
         require_hub(push_to)
     if precision is not None and precision not in PRECISIONS:
-        raise ValueError(f"precision {precision} does not exist: choose {' or '.join(PRECISIONS)}.")
+        raise UserError(f"precision {precision} does not exist: choose {' or '.join(PRECISIONS)}.")
     if (run / "quantization.json").exists():
-        raise ValueError(f"{run} is quantized, and exports are not: export the run that it was made from.")
+        raise UserError(f"{run} is quantized, and exports are not: export the run that it was made from.")
     model, tokenizer = open_model(run, which, as_trained=True)
     if precision is None:
         written = Precision.as_stored(weight_dtypes(run, which), model_tensors(model))

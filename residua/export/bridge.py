@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from residua.errors import UserError
 from residua.model.attend import attend_cached
 from residua.model.cache import Now
 
@@ -35,7 +36,7 @@ class KeyValues:
         if self.host is None:
             return attend_cached(q, *self.extend(k, v, now), now, sink=sink, window=window)
         if sink is not None or window is not None:  # hosts ignore them without a word
-            raise ValueError("this attn_implementation has no learned sinks and no windows: use 'sdpa'.")
+            raise UserError("this attn_implementation has no learned sinks and no windows: use 'sdpa'.")
         self.num_key_value_groups = q.shape[2] // k.shape[2]
         heads = (t.transpose(1, 2) for t in (q, k, v))
         y, _ = self.host(self, *heads, None, scaling=q.shape[-1] ** -0.5)
@@ -88,7 +89,7 @@ class Past:
     ) -> None:
         self.cache, self.tokens, self.mask, self.positions, self.host = cache, tokens, mask, positions, host
         if host is not None and (mask is not None or set(layer_types) != {"full_attention"}):
-            raise ValueError("this attn_implementation takes softmax attention without padding only: use 'sdpa'.")
+            raise UserError("this attn_implementation takes softmax attention without padding only: use 'sdpa'.")
         self.length = 0 if cache is None else int(cache.get_seq_length())
         layers = [
             KeyValues(cache, layer, host) if name == "full_attention" else Recurrent(cache, layer, name == "hybrid")

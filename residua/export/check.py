@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from residua import ops
+from residua.errors import UserError
 from residua.model.decoder import Decoder
 from residua.reading import read_json
 from residua.storage.tensors import WEIGHTS, read_tensors
@@ -66,7 +67,7 @@ def _tokens(model: Decoder) -> Tensor:
 
 def _difference(found: Tensor, expected: Tensor, dtype: torch.dtype) -> float:
     if not torch.isfinite(expected).all():
-        raise ValueError(
+        raise UserError(
             "the model's own logits are not finite although its weights are, so its export could not be checked: "
             "some weights are too large; use another checkpoint."
         )

@@ -11,6 +11,7 @@ from torch import Tensor
 from residua.convert.families import find_family
 from residua.convert.family import Rule
 from residua.data.tokenizer import Tokenizer
+from residua.errors import UserError
 from residua.export.card import CARD_FILE, model_card
 from residua.export.check import check_layout
 from residua.export.folder import end_tokens, json_text, tokenizer_config
@@ -47,7 +48,7 @@ def write_layout(
         keys = family.write(model.config) | {key: before[key] for key in family.FREE if key in before}
         rules = list(family.rules(model.config, keys))
     except ValueError as error:
-        raise ValueError(f"--layout {layout} cannot hold this model: {error}") from None
+        raise UserError(f"--layout {layout} cannot hold this model: {error}") from None
     with atomic_folder(out) as folder:
         config = {**before, **keys, "dtype": precision.name}
         (folder / "config.json").write_text(json_text(config), encoding="utf-8")

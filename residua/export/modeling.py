@@ -20,6 +20,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from residua.config.model import ModelConfig
+from residua.errors import UserError
 from residua.export.bridge import Attention, Past
 from residua.export.configuration import ResiduaConfig
 from residua.export.memory import offloaded_weights, recomputed
@@ -29,13 +30,13 @@ from residua.model.decoder import Decoder
 def build_decoder(config: ResiduaConfig) -> nn.Module:
     """The installed Residua's decoder, which has kernels, or the one imported here; the head stays outside of it."""
     if config.residua is None:
-        raise ValueError("the configuration has no 'residua' tables: make it with `residua export`.")
+        raise UserError("the configuration has no 'residua' tables: make it with `residua export`.")
     tables = config.residua | {"head": {"kind": "tied"}}
     if config.implementation not in ("auto", "library", "file"):
-        raise ValueError(f"implementation {config.implementation!r} does not exist: use 'auto', 'library' or 'file'.")
+        raise UserError(f"implementation {config.implementation!r} does not exist: use 'auto', 'library' or 'file'.")
     library = None if config.implementation == "file" else _library()
     if library is None and config.implementation == "library":
-        raise ValueError("implementation is 'library' and Residua is not installed: use 'auto' or 'file'.")
+        raise UserError("implementation is 'library' and Residua is not installed: use 'auto' or 'file'.")
     return Decoder(ModelConfig(**tables)) if library is None else library.build(library.ModelConfig(**tables))
 
 
@@ -128,9 +129,9 @@ class ResiduaModel(ResiduaPreTrainedModel):
         """
         tokens = inputs_embeds if input_ids is None else input_ids
         if tokens is None or (input_ids is not None and inputs_embeds is not None):
-            raise ValueError("this model takes either input_ids or inputs_embeds.")
+            raise UserError("this model takes either input_ids or inputs_embeds.")
         if kwargs.pop("output_attentions", None) or self.config.output_attentions:
-            raise ValueError("this model does not return attention weights: leave output_attentions out.")
+            raise UserError("this model does not return attention weights: leave output_attentions out.")
         if self.gradient_checkpointing and self.training:
             use_cache, past_key_values = False, None
         use_cache = not self.training if use_cache is None else use_cache
@@ -175,7 +176,7 @@ def _is_needed(mask: Tensor | None, cached: bool) -> bool:
     if mask is None:
         return False
     if mask.dim() != 2:
-        raise ValueError(f"attention_mask has {mask.dim()} axes: use [batch, length] with 0 for padding.")
+        raise UserError(f"attention_mask has {mask.dim()} axes: use [batch, length] with 0 for padding.")
     return bool((mask == 0).any() if cached else (mask[:, 1:] > mask[:, :-1]).any())
 
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from residua.errors import UserError
 from residua.ops._runtime.backend import Operator
 
 
@@ -22,7 +23,7 @@ def source(module: str) -> str:
     """The text of a module's file."""
     path = getattr(import_module(module), "__file__", None)
     if module == "__main__" or path is None or Path(path).suffix != ".py":
-        raise ValueError(
+        raise UserError(
             f"module {module} cannot be exported: define the model's classes in a .py file that is imported."
         )
     return Path(path).read_text(encoding="utf-8")

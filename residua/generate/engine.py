@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from residua import ops
+from residua.errors import UserError
 from residua.generate.fused_decoder import fuse
 from residua.generate.whole_step import whole_step
 from residua.model.moe import Experts, mixtures
@@ -33,12 +34,12 @@ def resolve_engine(name: str, device: torch.device, among: Sequence[str] = ENGIN
     """`auto` is `graph` on a GPU and `eager` elsewhere; an engine that the device cannot run is refused."""
     if name not in among:
         what = "is for decoding" if name in ENGINES else "does not exist"
-        raise ValueError(f"engine {name} {what}: choose {', '.join(among[:-1])} or {among[-1]}.")
+        raise UserError(f"engine {name} {what}: choose {', '.join(among[:-1])} or {among[-1]}.")
     if name == "auto":
         return "graph" if device.type == "cuda" else "eager"
     if name == "graph" and device.type != "cuda":
         others = " or ".join(other for other in among if other not in ("auto", "graph"))
-        raise ValueError(f"engine graph replays CUDA graphs and this device is a CPU: use {others}.")
+        raise UserError(f"engine graph replays CUDA graphs and this device is a CPU: use {others}.")
     return name
 
 
@@ -49,7 +50,7 @@ def engine_for(model: Decoder, name: str) -> str:
         return engine
     if name == "auto":
         return "eager"
-    raise ValueError(
+    raise UserError(
         f"engine {name} needs all experts in one product, which takes a GPU with Triton and widths that are multiples "
         "of 8: use eager."
     )

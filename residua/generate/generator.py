@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
+from residua.errors import UserError
 from residua.generate.engine import Step, build_step, engine_for
 from residua.generate.sample import Sampler, Sampling
 from residua.generate.text import TextStream
@@ -85,9 +86,9 @@ class Request:
 
     def __post_init__(self) -> None:
         if self.tokens < 1:
-            raise ValueError(f"tokens is {self.tokens}: generate at least 1.")
+            raise UserError(f"tokens is {self.tokens}: generate at least 1.")
         if "" in self.stop:
-            raise ValueError("a stop string is empty: it would stop before the first token.")
+            raise UserError("a stop string is empty: it would stop before the first token.")
 
 
 class Generator:
@@ -152,7 +153,7 @@ class Generator:
     ) -> tuple[list[list[int]], list[int]]:
         """The tokens of each prompt, and how many may follow it. Refuses prompts that cannot be continued."""
         if not prompts:
-            raise ValueError("there is no prompt: give the model a text to continue.")
+            raise UserError("there is no prompt: give the model a text to continue.")
         rows = [self.encode(p) if isinstance(p, str) else list(p) for p in prompts]
         return rows, [self._limit(row, request) for row in rows]
 
@@ -188,9 +189,9 @@ class Generator:
     def _limit(self, prompt: Sequence[int], request: Request) -> int:
         context = self.model.config.context
         if not prompt:
-            raise ValueError("the prompt is empty: give the model a text to continue.")
+            raise UserError("the prompt is empty: give the model a text to continue.")
         if len(prompt) >= context:
-            raise ValueError(
+            raise UserError(
                 f"the prompt has {counted(len(prompt), 'token')} and the model's context is {context}: "
                 f"shorten it to {context - 1} or fewer."
             )

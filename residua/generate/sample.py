@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from residua.errors import UserError
+
 COLDEST = 1e-6
 
 
@@ -26,13 +28,13 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature is {self.temperature}: use 0 (greedy) or a positive number.")
+            raise UserError(f"temperature is {self.temperature}: use 0 (greedy) or a positive number.")
         if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"top-k is {self.top_k}: keep at least 1 token.")
+            raise UserError(f"top-k is {self.top_k}: keep at least 1 token.")
         if not 0 < self.top_p <= 1:
-            raise ValueError(f"top-p is {self.top_p}: use a share above 0 and up to 1.")
+            raise UserError(f"top-p is {self.top_p}: use a share above 0 and up to 1.")
         if not 0 <= self.seed < 2**63:
-            raise ValueError(f"seed is {self.seed}: use a whole number from 0 to 2**63 - 1.")
+            raise UserError(f"seed is {self.seed}: use a whole number from 0 to 2**63 - 1.")
 
     @property
     def greedy(self) -> bool:

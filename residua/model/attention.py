@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from residua import ops
 from residua.config import choices
+from residua.errors import UserError
 from residua.model.anchors import DynamicMix, HeadShape, build_mix
 from residua.model.attend import attend
 from residua.model.cache import KeyValueCache
@@ -223,7 +224,7 @@ class SoftmaxAttention(nn.Module):
         at `NEW_SINK`, which takes e^NEW_SINK off the softmax: nearly nothing, yet with a gradient.
         """
         if not isinstance(old, SoftmaxAttention) or old.rows[:3] != self.rows[:3]:
-            raise ValueError("attention.heads, kv_heads or head_dim differ from the model to start from: keep them.")
+            raise UserError("attention.heads, kv_heads or head_dim differ from the model to start from: keep them.")
         new_gate = len(self.rows) > len(old.rows)
         kept = [
             Kept.EXACTLY if new_gate or self.rows == old.rows else Kept.NOT,

@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from residua.errors import UserError
 from residua.model.attend import attend_cached
 
 
@@ -110,7 +111,7 @@ class Cache:
     def now(self, length: int, counts: Tensor | None = None) -> Now:
         """The positions of the next `length` tokens of each row; in row b the first counts[b] are real."""
         if not self.static and self.reach + length > self.capacity:
-            raise ValueError(
+            raise UserError(
                 f"the cache holds {self.capacity} tokens and {self.reach} + {length} do not fit: build a larger one."
             )
         steps = torch.arange(length, device=self.lengths.device)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from residua.errors import UserError
 from residua.ops._runtime.numeric import begins
 
 if TYPE_CHECKING:
@@ -18,12 +19,12 @@ def check_given(tokens: Tensor, segments: Tensor | None, cache: Cache | None, wi
         raise TypeError(f"a model takes a tensor of tokens [B, T], not {type(tokens).__name__}: use torch.tensor(…).")
     expected = (width,) if tokens.is_floating_point() else ()
     if tokens.ndim < 2 or tokens.shape[2:] != expected:
-        raise ValueError(
+        raise UserError(
             f"a model takes tokens [B, T], or their vectors [B, T, {width}], not a {tokens.dtype} tensor of shape "
             f"{tuple(tokens.shape)}{': tokens[None] is a batch of one sequence.' if tokens.ndim == 1 else '.'}"
         )
     if segments is not None and cache is not None:
-        raise ValueError(
+        raise UserError(
             "a cache continues one document in each row, so segments cannot be given with it: give each document a row "
             "of its own, or leave the cache out."
         )
@@ -32,7 +33,7 @@ def check_given(tokens: Tensor, segments: Tensor | None, cache: Cache | None, wi
 def for_rows(tokens: Tensor, rows: int) -> Tensor:
     """The tokens for each row of a cache; a single sequence is given to all of them."""
     if tokens.shape[0] not in (1, rows):
-        raise ValueError(
+        raise UserError(
             f"the cache has {rows} {'row' if rows == 1 else 'rows'} and the tokens have {tokens.shape[0]}: "
             f"new_cache({tokens.shape[0]}, …) makes one for them."
         )

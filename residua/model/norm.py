@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from residua import ops
 from residua.config import choices
+from residua.errors import UserError
 from residua.model.kept import Kept
 
 GATE_STD = 0.02
@@ -36,7 +37,7 @@ class Norm(nn.Module):
 
     def divide(self, by: Tensor) -> None:
         """Divide the output channels by `by` [C] exactly, by changing parameters in place (SmoothQuant)."""
-        raise ValueError(
+        raise UserError(
             f"{type(self).__name__} does not say how its output can be divided by channel: give it a method divide(by)."
         )
 

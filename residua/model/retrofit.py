@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from residua.config.model import ModelConfig
+from residua.errors import UserError
 from residua.model.decoder import Decoder, Sublayer
 from residua.model.kept import Kept
 
@@ -78,7 +79,7 @@ def _begin_topology(model: Decoder, old: Decoder) -> Kept:
         sum_itself = set(model.topology.sum_factors(after.sublayers)) == {1.0}
         return Kept.EXACTLY if before.reader_eps == after.reader_eps or sum_itself else Kept.UP_TO_EPS
     if not old.topology.adds:
-        raise ValueError(
+        raise UserError(
             f"the model to start from has topology.kind = '{before.topology.kind}', and only one that adds up its "
             "outputs ('additive') can be given another topology: keep it, or start from another run."
         )
@@ -108,7 +109,7 @@ def _check_shapes(before: ModelConfig, after: ModelConfig) -> None:
     if type(before.attention) is not type(after.attention):
         changed.append("attention.kind")
     if changed:
-        raise ValueError(
+        raise UserError(
             f"model.{changed[0]} differs from the model to start from, and its weights do not fit: leave it as it is."
         )
 

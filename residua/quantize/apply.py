@@ -14,6 +14,7 @@ from math import prod
 import torch
 from torch import nn
 
+from residua.errors import UserError
 from residua.model.decoder import Decoder
 from residua.model.moe import Experts
 from residua.model.projection import Projection
@@ -49,7 +50,7 @@ def targets(model: nn.Module, exempt: Iterable[str] = ()) -> dict[str, nn.Module
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in found):
             examples = ", ".join(list(found)[:3])
-            raise ValueError(f"--exempt {pattern!r} matches no module of this model; examples of names: {examples}.")
+            raise UserError(f"--exempt {pattern!r} matches no module of this model; examples of names: {examples}.")
     return {name: module for name, module in found.items() if not _matches(name, (*ALWAYS_KEPT, *patterns))}
 
 

@@ -19,6 +19,7 @@ from residua.config.model import ModelConfig
 from residua.convert.families import find_family
 from residua.convert.family import Family
 from residua.data.tokenizer import Tokenizer
+from residua.errors import UserError
 from residua.model.decoder import Decoder
 from residua.quantize.fp8 import GROUP, ROW, Fp8
 from residua.quantize.layout import FORMATS, TILES, module_tensors, quantization_config
@@ -47,7 +48,7 @@ def find_layout(config: ModelConfig) -> Family:
     misfits = {family.model_type: family.misfits(config) for family in families}
     nearest = min(families, key=lambda family: len(misfits[family.model_type]))
     if lacking := misfits[nearest.model_type]:
-        raise ValueError(
+        raise UserError(
             f"--engine writes models of the shape of {', '.join(LAYOUTS)}, and this one has {lacking[0]}, which "
             f"{nearest.model_type} models do not: leave --engine out."
         )
@@ -63,12 +64,12 @@ def require_served(model: Decoder, modules: Container[str], scheme: str) -> None
         if name not in modules:
             continue
         if rule.shape[-1] % group:
-            raise ValueError(
+            raise UserError(
                 f"--engine with {scheme} needs inputs of a multiple of {group} channels, and {name} has "
                 f"{rule.shape[-1]}: use --scheme fp8-row, or leave --engine out."
             )
         if any(first % (tile.rows or 1) for first in accumulate(rule.rows[:-1])):
-            raise ValueError(
+            raise UserError(
                 f"--engine with {scheme} would cut blocks of {tile.rows} rows, because {name} is made of parts with "
                 f"{', '.join(map(str, rule.rows))} rows: use --scheme fp8-row, or leave --engine out."
             )

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from residua.errors import UserError
+
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
 EMPTY_SCALE = torch.finfo(torch.float32).eps
@@ -61,7 +63,7 @@ def require_finite(x: Tensor, what: str = "the tensor") -> None:
     if not finite.all():
         kind = "NaN" if torch.isnan(x).any() else "infinity"
         count = int((~finite).sum())
-        raise ValueError(f"{what} holds {count} value(s) that are {kind}: quantize finite values only.")
+        raise UserError(f"{what} holds {count} value(s) that are {kind}: quantize finite values only.")
 
 
 def quantize_fp8(x: Tensor, tile: Tile = BLOCK, *, what: str = "the tensor") -> Fp8:

@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from residua.errors import UserError
 from residua.model.decoder import Decoder, Sublayer
 from residua.model.edges import Edge
 from residua.model.norm import NoNorm
@@ -41,5 +42,5 @@ def stated(module: nn.Module, name: str, what: str) -> Any:
     """A method of a module; one that lacks it is refused by name."""
     method = getattr(module, name, None)
     if method is None:
-        raise ValueError(f"{type(module).__name__} does not say {what}: give it a method {name}().")
+        raise UserError(f"{type(module).__name__} does not say {what}: give it a method {name}().")
     return method

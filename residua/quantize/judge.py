@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from residua.data.loader import Batch
+from residua.errors import UserError
 from residua.model.decoder import Decoder
 from residua.quantize.apply import install, is_rounded, kept, quantize_weights, rounded, targets
 from residua.quantize.calibration import CalibrationText
@@ -69,7 +70,7 @@ class Judge:
         finally:
             install(self.model, exact)
         if not math.isfinite(loss):
-            raise ValueError(f"{stage} is {loss}: the model or its rounded copy overflows on this text.")
+            raise UserError(f"{stage} is {loss}: the model or its rounded copy overflows on this text.")
         return loss
 
     def smooth(self, alpha: float, sequences: int, inside: bool) -> float:

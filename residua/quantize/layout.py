@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from residua.errors import UserError
 from residua.quantize import fp8
 from residua.quantize.fp8 import Fp8
 from residua.quantize.nvfp4 import GROUP, Nvfp4, static_scale
@@ -51,7 +52,7 @@ def read_module(tensors: Mapping[str, Tensor], name: str, scheme: str, shape: Se
         weight = Nvfp4.unpacked(packed, scale, second, columns)
         columns += -columns % GROUP
     if tuple(weight.codes.shape) != (rows, columns):
-        raise ValueError(f"{name} has codes for {list(weight.codes.shape)}, expected {[rows, columns]}")
+        raise UserError(f"{name} has codes for {list(weight.codes.shape)}, expected {[rows, columns]}")
     _check_scale(name, weight)
     return weight
 
@@ -60,7 +61,7 @@ def read_input_scale(tensors: Mapping[str, Tensor], name: str) -> float:
     """The static scale of a module's input; KeyError if it is missing, ValueError if it is none."""
     scale = tensors[f"{name}.{PARTS[3]}"]
     if tuple(scale.shape) != (1,) or not scale.is_floating_point() or not 0 < float(scale) < math.inf:
-        raise ValueError(f"{name}.{PARTS[3]} is not one positive number")
+        raise UserError(f"{name}.{PARTS[3]} is not one positive number")
     return float(scale)
 
 
@@ -71,9 +72,9 @@ def _check_scale(name: str, weight: Quantized) -> None:
         scales["weight_global_scale"] = (weight.global_scale, (1,))
     for part, (scale, expected) in scales.items():
         if tuple(scale.shape) != expected:
-            raise ValueError(f"{name}.{part} has shape {list(scale.shape)}, expected {list(expected)}")
+            raise UserError(f"{name}.{part} has shape {list(scale.shape)}, expected {list(expected)}")
         if not scale.is_floating_point():
-            raise ValueError(f"{name}.{part} is {scale.dtype}, expected a floating-point type")
+            raise UserError(f"{name}.{part} is {scale.dtype}, expected a floating-point type")
 
 
 def quantization_config(scheme: str, modules: Iterable[str]) -> dict[str, Any]:

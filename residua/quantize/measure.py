@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from residua.data.loader import IGNORED, Batch
+from residua.errors import UserError
 from residua.model import gauges, taps
 from residua.model.decoder import Decoder
 from residua.model.moe import Experts, expert_states
@@ -184,7 +185,7 @@ def largest_inputs(model: Decoder, modules: Mapping[str, nn.Module], batches: It
         for activation, value in zip(inputs(name, module), seen, strict=True):
             peak = float(value.abs().max())
             if not math.isfinite(peak):
-                raise ValueError(f"an input of {activation} is {peak}: the model overflows on its calibration text.")
+                raise UserError(f"an input of {activation} is {peak}: the model overflows on its calibration text.")
             peaks[activation] = max(peaks[activation], peak)
 
     with hooked({name: (module, partial(note, name)) for name, module in modules.items()}):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from residua.errors import UserError
+
 SCHEME_NAMES = ("fp8", "fp8-group", "fp8-row", "nvfp4", "nvfp4-static")
 DEFAULT_ALPHA = 0.5
 
@@ -28,7 +30,7 @@ class Recipe:
         except ValueError:
             alpha = -1.0
         if word != "smooth":
-            raise ValueError(f"unknown recipe {text!r}: use {name} or {name}+smooth.")
+            raise UserError(f"unknown recipe {text!r}: use {name} or {name}+smooth.")
         check_alpha(alpha, text)
         return cls(name, alpha)
 
@@ -41,10 +43,10 @@ class Recipe:
 def check_alpha(alpha: float, where: str) -> None:
     """Refuse an exponent outside [0, 1]: 0 moves no range from activations to weights, 1 moves all of it."""
     if not 0 <= alpha <= 1:
-        raise ValueError(f"{where}: SmoothQuant's α must lie between 0 and 1; 0.5 is usual.")
+        raise UserError(f"{where}: SmoothQuant's α must lie between 0 and 1; 0.5 is usual.")
 
 
 def check_scheme(name: str) -> None:
     """Refuse a scheme that does not exist."""
     if name not in SCHEME_NAMES:
-        raise ValueError(f"scheme {name!r} does not exist: choose {', '.join(SCHEME_NAMES)}.")
+        raise UserError(f"scheme {name!r} does not exist: choose {', '.join(SCHEME_NAMES)}.")

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
+from residua.errors import UserError
 from residua.files import keeping, refuse_used
 from residua.machine import choose_device
 from residua.model.decoder import Decoder
@@ -55,10 +56,10 @@ def quantize(
     if alpha is not None:
         check_alpha(alpha, f"--smooth {alpha:g}")
     elif inside:
-        raise ValueError("--inside extends SmoothQuant: use it with --smooth.")
+        raise UserError("--inside extends SmoothQuant: use it with --smooth.")
     require_model(source)
     if is_quantized(source):
-        raise ValueError(f"{source} is quantized already: name the run or the export it was made from.")
+        raise UserError(f"{source} is quantized already: name the run or the export it was made from.")
     files_to_copy(source)
     where = choose_device(device, "--device")
     decoder = load(source).to(where).eval()
@@ -127,4 +128,4 @@ def _check_folders(out: Path, engine: Path | None) -> None:
     if engine is not None:
         refuse_used(engine, "--engine")
         if engine.resolve() == out.resolve():
-            raise ValueError(f"--engine {engine} is the same as --out: name two folders.")
+            raise UserError(f"--engine {engine} is the same as --out: name two folders.")

@@ -17,6 +17,7 @@ from functools import partial
 
 from torch import Tensor
 
+from residua.errors import UserError
 from residua.quantize import fp8, nvfp4
 from residua.quantize.recipe import SCHEME_NAMES, check_scheme
 
@@ -42,7 +43,7 @@ class Scheme:
         if self.static is None:
             return self.activation
         if scale is None:
-            raise ValueError(
+            raise UserError(
                 f"{self.name} rounds inputs by scales from calibration: measure them with "
                 "residua.quantize.static_scales and give them as `scales`."
             )

@@ -20,6 +20,7 @@ from torch import Tensor
 from residua.config.model import ModelConfig
 from residua.config.settings import of_file
 from residua.data.tokenizer import SOURCE
+from residua.errors import UserError
 from residua.files import atomic_folder, refuse_used
 from residua.model.decoder import Decoder
 from residua.model.size import build_if_it_fits
@@ -189,5 +190,5 @@ def _read_mark(folder: Path) -> _Mark:
     content = read_json(path, dict[str, Any], AGAIN)
     if content.get("version") != VERSION:
         version = shown(content.get("version"))
-        raise ValueError(f"{path} has version {version}, this Residua reads {VERSION}: quantize again.")
+        raise UserError(f"{path} has version {version}, this Residua reads {VERSION}: quantize again.")
     return check(content, _Mark, path, AGAIN)

@@ -11,6 +11,7 @@ from typing import Annotated, Literal, Self, get_args
 from pydantic import Field, model_validator
 
 from residua.config.settings import Frozen, Positive
+from residua.errors import UserError
 from residua.reproduce.measures import MEASURES
 from residua.study.config import Match, NoMatch
 
@@ -171,23 +172,23 @@ class Study(Frozen):
         sizes, rows = [size.name for size in self.sizes], [row.name for row in self.rows]
         for what, names in (("sizes", sizes), ("rows", rows)):
             if len(set(names)) != len(names):
-                raise ValueError(f"{what} uses a name twice: {', '.join(names)}.")
+                raise UserError(f"{what} uses a name twice: {', '.join(names)}.")
         if bool(sizes) != bool(rows):
-            raise ValueError("sizes and rows go together: give both or neither.")
+            raise UserError("sizes and rows go together: give both or neither.")
         if self.baseline and self.baseline not in rows:
-            raise ValueError(f"baseline = {self.baseline!r} is not a row: choose one of {', '.join(rows)}.")
+            raise UserError(f"baseline = {self.baseline!r} is not a row: choose one of {', '.join(rows)}.")
         for name in (*self.columns, *(m for claim in self.claims if (m := getattr(claim, "measure", "")))):
             if name not in MEASURES and name not in get_args(Gained):
-                raise ValueError(f"{name!r} is not measured: choose one of {', '.join(MEASURES)}.")
+                raise UserError(f"{name!r} is not measured: choose one of {', '.join(MEASURES)}.")
         if not self.quantize and any(MEASURES[name].quantized for name in self.columns):
-            raise ValueError("quantize is empty, and a column needs low precision: name a recipe, such as nvfp4.")
+            raise UserError("quantize is empty, and a column needs low precision: name a recipe, such as nvfp4.")
         if not self.tasks and any(MEASURES[name].tasked for name in self.columns):
-            raise ValueError("tasks is empty, and a column needs accuracies: name tasks, such as exoformer.")
+            raise UserError("tasks is empty, and a column needs accuracies: name tasks, such as exoformer.")
         for claim in self.claims:
             stranger = next((name for name in claim.named if name not in rows), None)
             stranger = stranger or next((name for name in claim.sizes if name not in sizes), None)
             if stranger is not None:
-                raise ValueError(f"the claim {claim.text!r} names {stranger!r}, which is neither a row nor a size.")
+                raise UserError(f"the claim {claim.text!r} names {stranger!r}, which is neither a row nor a size.")
         for row in self.rows:
             _check_published(row, sizes, {*self.columns, *self.unmeasured})
         return self
@@ -215,7 +216,7 @@ Entry = Annotated[Study | Inside | Nothing, Field(discriminator="kind")]
 def _check_published(row: Row, sizes: list[str], columns: set[str]) -> None:
     for size, values in row.published.items():
         if size not in sizes:
-            raise ValueError(f"row {row.name!r} has values for {size!r}: choose one of {', '.join(sizes)}.")
+            raise UserError(f"row {row.name!r} has values for {size!r}: choose one of {', '.join(sizes)}.")
         strange = next((column for column in values if column not in columns), None)
         if strange is not None:
-            raise ValueError(f"row {row.name!r} has a value for {strange!r}, which is no column of the entry.")
+            raise UserError(f"row {row.name!r} has a value for {strange!r}, which is no column of the entry.")

@@ -18,6 +18,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
+from residua.errors import UserError
 from residua.files import UNFINISHED, atomic_folder, keeping, unfinished, writing
 from residua.reading import ReadError, Shape, inside, read_json, reason, refuse
 from residua.storage.finite import nonfinite
@@ -188,7 +189,7 @@ def _fill(path: Path, expected: dict[str, Tensor], take: Callable[[dict[str, Ten
         fitting(path, name, saved.get(name), tensor, "it was written by another configuration than config.toml")
     surplus = sorted(saved.keys() - expected.keys())
     if surplus:
-        raise ValueError(f"{path} holds tensor {surplus[0]!r}, which the model of config.toml does not have.")
+        raise UserError(f"{path} holds tensor {surplus[0]!r}, which the model of config.toml does not have.")
     require_counts(path, saved, path.parent)
     take(saved)
 

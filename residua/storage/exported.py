@@ -12,6 +12,7 @@ from torch import Tensor
 from residua.config.model import ModelConfig
 from residua.config.settings import ConfigError
 from residua.convert.family import Family, Layout, Names, Rule
+from residua.errors import UserError
 from residua.model.decoder import Decoder
 from residua.model.size import build_if_it_fits, shapes
 from residua.reading import OpenShape, inside, read_json, shown
@@ -70,7 +71,7 @@ def load_folder(folder: Path) -> Decoder:
     path = folder / "config.json"
     content = _config(folder)
     if not isinstance(content.get("residua"), dict):
-        raise ValueError(
+        raise UserError(
             f"{path} describes a model of type {shown(content.get('model_type'))}: neither `residua export` "
             "wrote it nor does `residua import` know this family (docs/import.md)."
         )
@@ -84,13 +85,13 @@ def load_folder(folder: Path) -> Decoder:
             config = Export().read(content | {"tie_word_embeddings": False})  # as `residua import` reads it
         model = build_if_it_fits(config, folder)
     except ConfigError as error:
-        raise ValueError(f"{path} holds an invalid configuration: {error}") from None
+        raise UserError(f"{path} holds an invalid configuration: {error}") from None
     for name, tensor in model_tensors(model).items():
         theirs = exported_name(name)
         with torch.no_grad():
             tensor.copy_(fitting(folder, theirs, saved.pop(theirs, None), tensor, f"its config.json differs, {AGAIN}"))
     if surplus := sorted(saved.keys() - {HEAD}):
-        raise ValueError(f"{folder} holds tensor {surplus[0]!r}, which the model of its config.json does not have.")
+        raise UserError(f"{folder} holds tensor {surplus[0]!r}, which the model of its config.json does not have.")
     return model
 
 

@@ -8,6 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from residua.errors import UserError
+
 
 def nonfinite(tensors: Mapping[str, Tensor]) -> list[str]:
     """The names of the tensors that hold NaN or infinity.
@@ -45,11 +47,11 @@ def require_finite(tensors: Mapping[str, Tensor], source: str | Path, advice: st
     """Refuse weights that are not finite; `advice` ends the sentence."""
     broken = nonfinite(tensors)
     if broken:
-        raise ValueError(f"{source}: {describe(tensors, broken)}: {advice}.")
+        raise UserError(f"{source}: {describe(tensors, broken)}: {advice}.")
 
 
 def overflowed(what: str, model: nn.Module) -> ValueError:
     """The error for a result that is not finite although the weights, which were checked when they were loaded, are."""
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     advice = "try --precision float32" if dtype != "float32" else "some weights are too large, use another checkpoint"
-    return ValueError(f"{what} is not finite although every weight is: activations overflow in {dtype}, {advice}.")
+    return UserError(f"{what} is not finite although every weight is: activations overflow in {dtype}, {advice}.")

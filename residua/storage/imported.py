@@ -21,6 +21,7 @@ from residua.config.settings import ConfigError
 from residua.convert.families import find_family
 from residua.convert.family import Family, Rule, is_known
 from residua.data.tokenizer import SOURCE, Tokenizer
+from residua.errors import UserError
 from residua.files import atomic_folder, refuse_used
 from residua.model.decoder import Decoder
 from residua.model.size import measure, require_room, shapes
@@ -67,7 +68,7 @@ class Source:
         try:
             self.family: Family = Export() if is_export(folder) else find_family(keys.get("model_type"))
         except ValueError as error:
-            raise ValueError(f"{folder} cannot be imported: {error}") from None
+            raise UserError(f"{folder} cannot be imported: {error}") from None
         keys = self.family.spelled(keys)
         check(keys, self.family.KEYS, path, AGAIN)
         self._read(keys)
@@ -87,11 +88,11 @@ class Source:
             self.config: ModelConfig = self.family.read(keys)
             self.rules = list(self.family.rules(self.config, keys))
         except ConfigError as error:
-            raise ValueError(
+            raise UserError(
                 f"{self.folder} cannot be imported, because its config.json is not valid: {error}"
             ) from None
         except ValueError as error:
-            raise ValueError(f"{self.folder} cannot be imported: {error}") from None
+            raise UserError(f"{self.folder} cannot be imported: {error}") from None
 
     def _look(self, file: Path) -> None:
         with open_tensors(file, AGAIN) as content:
@@ -99,7 +100,7 @@ class Source:
             about = {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in parts.items()}
         for stored, (kind, shape) in about.items():
             if kind not in DTYPES:
-                raise ValueError(f"{file} holds {stored!r} as {kind}: import the model in 16 or 32 bits instead.")
+                raise UserError(f"{file} holds {stored!r} as {kind}: import the model in 16 or 32 bits instead.")
             name = self.family.named(stored)
             self._files[name], self._stored[name] = file, stored
             self._about[name] = DTYPES[kind], shape
@@ -132,10 +133,10 @@ class Source:
         for rule in self.rules:
             for name, asked in rule.shapes():
                 if name not in self._files:
-                    raise ValueError(f"{self.folder} lacks tensor {name!r}, which its config.json asks for: {AGAIN}.")
+                    raise UserError(f"{self.folder} lacks tensor {name!r}, which its config.json asks for: {AGAIN}.")
                 shape = self._about[name][1]
                 if shape != asked:
-                    raise ValueError(
+                    raise UserError(
                         f"{self.folder} holds {name!r} with shape {list(shape)}, but its config.json asks for "
                         f"{list(asked)}: {AGAIN}."
                     )
@@ -144,7 +145,7 @@ class Source:
             left -= set(self.family.TOP["unembed.weight"])
         surplus = sorted(name for name in left if not name.endswith(IGNORED))
         if surplus:
-            raise ValueError(
+            raise UserError(
                 f"{self.folder} cannot be imported: it holds tensor {surplus[0]!r}, which {self.family.model_type} "
                 "models do not have here."
             )
@@ -191,9 +192,9 @@ def import_folder(folder: Path, out: Path) -> Imported:
     """Write a run folder with one checkpoint, of step 0, in the precision of the folder's weights."""
     refuse_used(out)
     if not folder.is_dir():
-        raise ValueError(f"{folder} is not a folder: name one with a model of transformers, saved as safetensors.")
+        raise UserError(f"{folder} is not a folder: name one with a model of transformers, saved as safetensors.")
     if (folder / "config.toml").exists():
-        raise ValueError(f"{folder} is a run already: use it as it is.")
+        raise UserError(f"{folder} is a run already: use it as it is.")
     source = Source(folder)
     entries = [Entry(rule.ours, source.dtype(rule), rule.shape) for rule in source.rules]
     has_tokenizer = inside(folder, "tokenizer.json").is_file()

@@ -14,6 +14,7 @@ from torch import nn
 from residua.config.model import ModelConfig
 from residua.config.run import RunConfig
 from residua.data.tokenizer import SOURCE
+from residua.errors import UserError
 from residua.model.decoder import Decoder
 from residua.model.size import build_if_it_fits
 from residua.reading import inside, toml_string
@@ -57,7 +58,7 @@ def load(folder: str | Path, which: Literal["last", "best"] = "last", *, allow_n
     tensors = {} if allow_nonfinite else model_tensors(model)
     if broken := nonfinite(tensors):
         advice = "the folder is damaged, make it again" if chosen is None else _other_checkpoint(folder, chosen)
-        raise ValueError(f"{chosen.path if chosen else folder}: {describe(tensors, broken)}: {advice}.")
+        raise UserError(f"{chosen.path if chosen else folder}: {describe(tensors, broken)}: {advice}.")
     return model
 
 
@@ -81,7 +82,7 @@ def stored_config(folder: Path) -> ModelConfig:
     if is_family(folder) or is_export(folder):
         return Source(folder).config
     if not inside(folder, "config.toml").is_file():
-        raise ValueError(f"{folder} is neither a run, an export nor a model of a known family: name one of them.")
+        raise UserError(f"{folder} is neither a run, an export nor a model of a known family: name one of them.")
     return RunConfig.from_toml(inside(folder, "config.toml")).model
 
 
@@ -93,8 +94,8 @@ def start_changes(run: Path) -> tuple[str, list[str]]:
     at = run.resolve()
     if not inside(at, "config.toml").is_file():
         if is_family(at) or is_export(at):
-            raise ValueError(f"{run} is no run: make one of it with residua import {run} --out RUN, and name RUN.")
-        raise ValueError(f"{run} is no run: name one, or make one of a Hugging Face model with residua import.")
+            raise UserError(f"{run} is no run: make one of it with residua import {run} --out RUN, and name RUN.")
+        raise UserError(f"{run} is no run: name one, or make one of a Hugging Face model with residua import.")
     config = RunConfig.from_toml(at / "config.toml")
     changes = [f"train.start={toml_string(at)}", f"model.vocab_size={config.model.vocab_size}"]
     if (own := own_tokenizer(at)) is not None:
@@ -140,12 +141,12 @@ def own_tokenizer(run: Path) -> Path | None:
 
 def _choose(run: Path, which: Literal["last", "best"]) -> Checkpoint:
     if which not in ("last", "best"):
-        raise ValueError(f"there is no checkpoint {which!r}: choose 'last' or 'best'.")
+        raise UserError(f"there is no checkpoint {which!r}: choose 'last' or 'best'.")
     found = checkpoints(run)
     chosen = best(found) if which == "best" else next(reversed(found), None)
     if chosen is None:
         scored = " with a validation loss" * (which == "best")
-        raise ValueError(f"{run} holds no checkpoint{scored}: train it first.")
+        raise UserError(f"{run} holds no checkpoint{scored}: train it first.")
     return chosen
 
 

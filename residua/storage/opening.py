@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from residua.data.tokenizer import Tokenizer
+from residua.errors import UserError
 from residua.machine import require_memory
 from residua.model.fold import fold_mixing
 from residua.storage.load import load
@@ -37,9 +38,9 @@ def ready(model: Decoder) -> Decoder:
 def require_model(path: Path) -> None:
     """Refuse what is no folder, and a folder without a model. Quick: nothing is opened."""
     if not path.is_dir():
-        raise ValueError(f"{path} is not a folder: name a run of `residua train` or a folder of `residua export`.")
+        raise UserError(f"{path} is not a folder: name a run of `residua train` or a folder of `residua export`.")
     if not any((path / name).exists() for name in ("config.toml", "config.json")):
-        raise ValueError(f"{path} holds no model: name a run of `residua train` or a folder of `residua export`.")
+        raise UserError(f"{path} holds no model: name a run of `residua train` or a folder of `residua export`.")
 
 
 def open_tokenizer(folder: str | Path) -> Tokenizer:
@@ -47,7 +48,7 @@ def open_tokenizer(folder: str | Path) -> Tokenizer:
     path = Path(folder)
     require_model(path)
     if not has_tokenizer(path):
-        raise ValueError(f"{path} has no tokenizer: put the tokenizer.json of its data there.")
+        raise UserError(f"{path} has no tokenizer: put the tokenizer.json of its data there.")
     return Tokenizer.load(path)
 
 
@@ -62,7 +63,7 @@ def place(model: Decoder, device: torch.device, precision: str = "auto") -> Deco
     Gains, biases and queries stay in float32: they are small, and the operators expect float32.
     """
     if precision not in (*PRECISIONS, "auto"):
-        raise ValueError(f"precision {precision} does not exist: choose auto, {' or '.join(PRECISIONS)}.")
+        raise UserError(f"precision {precision} does not exist: choose auto, {' or '.join(PRECISIONS)}.")
     dtype = PRECISIONS.get(precision, torch.bfloat16 if device.type == "cuda" else torch.float32)
     if device.type == "cuda":
         weights = sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()))

@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.tensor import DTensor
 
+from residua.errors import UserError
 from residua.files import WriteError, keeping, publish, unfinished, writing
 from residua.reading import Count, Hint, ReadError, Shape, check, check_links, parse_json
 from residua.storage.checkpoint import (
@@ -181,7 +182,7 @@ def _cause(error: BaseException, path: Path) -> OSError:
     if isinstance(found, OSError):
         return found
     words = next(iter(str(error).strip().splitlines()), type(error).__name__)
-    return as_os_error(ValueError(words), path)
+    return as_os_error(UserError(words), path)
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -202,7 +203,7 @@ def load_shards(path: Path, model: nn.Module, optimizer: OptimizerState | None =
         with _quietly():
             dcp.load(wanted, storage_reader=reader, no_dist=not dist.is_initialized())
     except CheckpointException as error:
-        raise damaged(source, path, ValueError(_cause(error, source).strerror)) from None
+        raise damaged(source, path, UserError(_cause(error, source).strerror)) from None
     if optimizer is not None:
         require_counts(source, wanted, path)
         optimizer.set_steps(wanted)
@@ -231,15 +232,15 @@ def _check(source: Path, reader: HuggingFaceStorageReader, expected: dict[str, T
     blame = "it was written by another configuration than config.toml."
     for name, tensor in expected.items():
         if name not in held:
-            raise ValueError(f"{source} lacks tensor {name!r}: {blame}")
+            raise UserError(f"{source} lacks tensor {name!r}: {blame}")
         found = cast("TensorStorageMetadata", held[name])
         shape = list(found.size)
         if shape != list(tensor.shape):
-            raise ValueError(
+            raise UserError(
                 f"{source} holds {name!r} with shape {shape} where the model has {list(tensor.shape)}: {blame}"
             )
         if sum(prod(chunk.sizes) for chunk in found.chunks) < tensor.numel():
-            raise ValueError(f"{source} lacks rows of tensor {name!r}: a file that one of the ranks wrote is missing.")
+            raise UserError(f"{source} lacks rows of tensor {name!r}: a file that one of the ranks wrote is missing.")
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from residua.data import Dataset
 from residua.data.dataset import TOKENIZER
 from residua.data.source import find_data
 from residua.data.tokenizer import SOURCE
+from residua.errors import UserError
 from residua.reading import inside
 from residua.storage.load import own_tokenizer
 from residua.storage.opening import has_tokenizer, open_tokenizer
@@ -25,7 +26,7 @@ def open_text(folder: Path, model: ModelConfig, data: Path | None) -> tuple[Data
     """
     recorded, tokenizer = inside(folder, "config.toml"), inside(folder, TOKENIZER)
     if data is None and not recorded.exists():
-        raise ValueError(f"{folder} does not record its training text: name prepared text with --data.")
+        raise UserError(f"{folder} does not record its training text: name prepared text with --data.")
     if data is None and inside(folder, SOURCE).is_dir():
         open_tokenizer(folder)  # refuses a folder without one
     config = RunConfig.from_toml(recorded) if recorded.exists() else RunConfig(model=model)

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from residua.config.settings import Frozen, Positive, Seed, of_file, read_toml, refusal, to_toml
+from residua.errors import UserError
 from residua.files import is_plain_name
 from residua.quantize.recipe import Recipe
 from residua.reading import shown
@@ -88,19 +89,19 @@ class Tune(Frozen):
     @classmethod
     def _multiples(cls, value: Any) -> Any:
         if not isinstance(value, list | tuple):
-            raise ValueError(
+            raise UserError(
                 f"the learning rates to try are {shown(value)}: give a list of multiples, as in [0.5, 1, 2]."
             )
         if len(value) < 2:
             named = ", ".join(shown(entry) for entry in value) or "none"
-            raise ValueError(f"the learning rates to try are too few ({named}): give two or more, as in 0.5x, 1x, 2x.")
+            raise UserError(f"the learning rates to try are too few ({named}): give two or more, as in 0.5x, 1x, 2x.")
         return tuple(_multiple(entry) for entry in value)
 
     @field_validator("lr")
     @classmethod
     def _rates_differ(cls, value: tuple[float, ...]) -> tuple[float, ...]:
         if any(not 0 < factor < math.inf for factor in value) or len(set(value)) != len(value):
-            raise ValueError(f"the learning rates to try are {list(value)}: use different positive multiples.")
+            raise UserError(f"the learning rates to try are {list(value)}: use different positive multiples.")
         return tuple(sorted(value))
 
 
@@ -110,7 +111,7 @@ def _multiple(entry: Any) -> Any:
         try:
             return float(entry.strip().removesuffix("x"))
         except ValueError:
-            raise ValueError(
+            raise UserError(
                 f"the learning rates to try contain {shown(entry)}: write multiples as 0.5x, 1x, 2x."
             ) from None
     return entry
@@ -179,7 +180,7 @@ class StudyConfig(Frozen):
         if isinstance(value, list | tuple):
             return value
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST_SEEDS:
-            raise ValueError(
+            raise UserError(
                 f"seeds = {shown(value)} should be a list such as [0, 1, 2], or how many, from 1 to {MOST_SEEDS}."
             )
         return tuple(range(value))
@@ -188,9 +189,9 @@ class StudyConfig(Frozen):
     @classmethod
     def _budgets_differ(cls, value: tuple[float, ...]) -> tuple[float, ...]:
         if any(not 0 < budget < math.inf for budget in value) or len(set(value)) != len(value):
-            raise ValueError(f"ladder = {list(value)} must be different positive multiples, as in [0.5, 1, 1.5, 2].")
+            raise UserError(f"ladder = {list(value)} must be different positive multiples, as in [0.5, 1, 1.5, 2].")
         if value and set(value) == {1.0}:
-            raise ValueError("ladder = [1] adds no budget to the study's own: name others, as in [0.5, 1, 1.5, 2].")
+            raise UserError("ladder = [1] adds no budget to the study's own: name others, as in [0.5, 1, 1.5, 2].")
         return tuple(sorted(value))
 
     @field_validator("quantize")
@@ -209,12 +210,12 @@ class StudyConfig(Frozen):
         if isinstance(value, dict):
             return value
         if not isinstance(value, list | tuple) or not all(isinstance(name, str) for name in value):
-            raise ValueError(
+            raise UserError(
                 f"variants = {shown(value)} should be a table or a list of names: `residua compare --list` shows them."
             )
         twice = next((name for name in value if value.count(name) > 1), None)
         if twice is not None:
-            raise ValueError(f"variants names {twice!r} twice: name each variant once.")
+            raise UserError(f"variants names {twice!r} twice: name each variant once.")
         return {name: (name,) for name in value}
 
     @model_validator(mode="before")
@@ -229,28 +230,28 @@ class StudyConfig(Frozen):
     @classmethod
     def _names_a_folder(cls, value: str) -> str:
         if not is_plain_name(value):
-            raise ValueError(f"name = {value!r} names the folder of the study: use a plain name, without a path.")
+            raise UserError(f"name = {value!r} names the folder of the study: use a plain name, without a path.")
         return value
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.baseline not in self.variants:
-            raise ValueError(
+            raise UserError(
                 f"baseline = {self.baseline!r} is not one of the variants: choose one of {', '.join(self.variants)}."
             )
         for name in self.variants:
             if not _FILE_NAME.fullmatch(name):
-                raise ValueError(f"variants.{name} names a folder: use letters, digits and any of '_', '.', '+', '-'.")
+                raise UserError(f"variants.{name} names a folder: use letters, digits and any of '_', '.', '+', '-'.")
         if not self.seeds or len(set(self.seeds)) != len(self.seeds):
-            raise ValueError(f"seeds = {list(self.seeds)} must be one or more different numbers.")
+            raise UserError(f"seeds = {list(self.seeds)} must be one or more different numbers.")
         if self.tune is not None and self.tune.seed in self.seeds:
-            raise ValueError(
+            raise UserError(
                 f"tune.seed = {self.tune.seed} is one of the study's seeds, whose runs the choice must not see: use "
                 "another."
             )
         odd = next((size for size in self.sizes if not is_plain_name(Path(size).stem)), None)
         if odd is not None:
-            raise ValueError(f"{odd!r} cannot name a folder, and sizes name folders too: rename the file.")
+            raise UserError(f"{odd!r} cannot name a folder, and sizes name folders too: rename the file.")
         if len({Path(size).stem for size in self.sizes}) != len(self.sizes):
-            raise ValueError(f"scaling.sizes = {list(self.sizes)} uses a name twice: sizes name folders too.")
+            raise UserError(f"scaling.sizes = {list(self.sizes)} uses a name twice: sizes name folders too.")
         return self

@@ -8,6 +8,7 @@ from typing import Any, Self
 from pydantic import model_validator
 
 from residua.config.settings import Frozen
+from residua.errors import UserError
 from residua.report.figures import evenly
 from residua.train.telemetry_curves import KIND, over_places
 
@@ -26,7 +27,7 @@ class Peaks(Frozen):
     @model_validator(mode="after")
     def _fit_together(self) -> Self:
         if not len(self.step) == len(self.peak) == len(self.sink_ratio) > 0:
-            raise ValueError("step, peak and sink_ratio are lists of one length, and not empty.")
+            raise UserError("step, peak and sink_ratio are lists of one length, and not empty.")
         return self
 
     @classmethod

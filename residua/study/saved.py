@@ -18,6 +18,7 @@ from pydantic import Field
 
 from residua.config.run import RunConfig
 from residua.config.settings import ConfigError, Frozen
+from residua.errors import UserError
 from residua.files import write_atomically
 from residua.reading import check, read_json, reason, refuse, shown
 from residua.report.figures import evenly
@@ -221,20 +222,20 @@ class SavedStudy(Frozen):
     def _check(self, content: dict[str, Any]) -> None:
         """Refuse a file that was changed, or whose parts do not fit together."""
         if self.checksum != _checksum(content):
-            raise ValueError("its checksum is another")
+            raise UserError("its checksum is another")
         plan = self.plan(Path())
         seen: set[object] = set()
         for run, saved in zip(plan.runs, self.runs, strict=True):
             where = (run.size, run.variant, run.seed, run.budget)
             if where in seen:
-                raise ValueError(f"{run.title} is there twice")
+                raise UserError(f"{run.title} is there twice")
             seen.add(where)
             if not saved.validation.step or saved.validation.step[-1] < saved.steps:
-                raise ValueError(f"{run.title} was not validated at its last step")
+                raise UserError(f"{run.title} was not validated at its last step")
             if saved.environment not in range(len(self.environments)):
-                raise ValueError(f"{run.title} names an environment that is not there")
+                raise UserError(f"{run.title} names an environment that is not there")
             if saved.inspection is not None and not saved.inspection.fits(run.config):
-                raise ValueError(f"{run.title} has the inspection of another model")
+                raise UserError(f"{run.title} has the inspection of another model")
 
 
 def _checksum(content: Mapping[str, Any]) -> str:

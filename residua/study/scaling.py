@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from residua.errors import UserError
 from residua.study.statistics import Estimate, mean, t_quantile
 
 
@@ -44,13 +45,13 @@ def _exp(x: float) -> float:
 def fit(points: Sequence[tuple[float, float]]) -> PowerLaw:
     """The power law through [(compute, loss), ...]; at least two different computes."""
     if any(compute <= 0 or loss <= 0 for compute, loss in points):
-        raise ValueError("a power law needs positive compute and loss at every point")
+        raise UserError("a power law needs positive compute and loss at every point")
     x = [math.log(compute) for compute, _ in points]
     y = [math.log(loss) for _, loss in points]
     centre = mean(x) if x else 0.0
     spread = math.fsum((value - centre) ** 2 for value in x)
     if spread <= 1e-12:
-        raise ValueError("a power law needs runs at two sizes at least: name more in scaling.sizes")
+        raise UserError("a power law needs runs at two sizes at least: name more in scaling.sizes")
     slope = math.fsum((a - centre) * b for a, b in zip(x, y, strict=True)) / spread
     log_scale = mean(y) - slope * centre
     residual = math.fsum((b - log_scale - slope * a) ** 2 for a, b in zip(x, y, strict=True))

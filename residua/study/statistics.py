@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
+from residua.errors import UserError
+
 
 @dataclass(frozen=True)
 class Estimate:
@@ -134,7 +136,7 @@ def smooth(values: Sequence[float], window: float) -> list[float]:
 def t_quantile(probability: float, freedom: float) -> float:
     """The value that a Student-t variable with `freedom` degrees of freedom stays below with this probability."""
     if not 0.0 < probability < 1.0 or freedom <= 0.0:
-        raise ValueError(f"t_quantile needs 0 < probability < 1 and freedom > 0, not {probability} and {freedom}")
+        raise UserError(f"t_quantile needs 0 < probability < 1 and freedom > 0, not {probability} and {freedom}")
     from scipy.special import stdtrit  # only a finished study needs it; scipy.stats takes a second more to import
 
     return float(stdtrit(freedom, probability))

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from rich.console import Console
 
 from residua.config.settings import ConfigError
+from residua.errors import UserError
 from residua.files import write_atomically
 from residua.report.plain import outcome
 from residua.report.terminal import Progress, ProgressBars, StageProgress, say
@@ -89,7 +90,7 @@ class _Harness:
         self._manager, names = find_tasks(list(tasks.names), allow_code=True)
         unsafe = next((name for name in names if runs_code(name, self._manager.task_index)), None)
         if unsafe is not None:
-            raise ValueError(
+            raise UserError(
                 f"{unsafe} runs the programs that the model writes, which a study does not do: score its runs with "
                 "residua eval --allow-code."
             )
@@ -105,7 +106,7 @@ class _Harness:
         )
         found = reported(results).get(name)
         if found is None:
-            raise ValueError(f"lm-eval reports no accuracy of {name}: choose a task of multiple-choice questions.")
+            raise UserError(f"lm-eval reports no accuracy of {name}: choose a task of multiple-choice questions.")
         return TaskAccuracy(value=found.value, error=found.error, asked=self.asked[name])
 
 

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from residua.config.run import Balance
 from residua.data.loader import Batch
+from residua.errors import UserError
 from residua.model.moe import MoE, Routing, balance_loss, mixtures
 
 
@@ -142,12 +143,12 @@ class Balancer:
     def set_state(self, state: dict[str, Any]) -> None:
         """Continue from a state that `state` returned."""
         if not state:
-            raise ValueError("it has no balance of experts")
+            raise UserError("it has no balance of experts")
         like = self._load
         load = like if state["load"] is None else like.new_tensor(state["load"])
         sums = Routing(*(like.new_tensor(part) for part in state["sums"]))
         if [part.shape for part in (load, *sums)] != [part.shape for part in (like, *self._sums)]:
-            raise ValueError("the saved balance of experts belongs to another model")
+            raise UserError("the saved balance of experts belongs to another model")
         self._load.copy_(load)
         self._sums, self._steps = sums, state["steps"]
 

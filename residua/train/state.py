@@ -11,6 +11,7 @@ from pydantic import Field
 from residua.config.settings import ConfigError
 from residua.data import Dataset
 from residua.data.corpus import TRAIN
+from residua.errors import UserError
 from residua.reading import Count, Shape, reason, refuse
 from residua.storage.checkpoint import STATE, Checkpoint, elsewhere
 from residua.storage.run import Run, saved_config
@@ -72,7 +73,7 @@ def read_state(checkpoint: Checkpoint) -> RunState:
     state = checkpoint.read(RunState)
     if state.step != checkpoint.step:
         with fitting_state(checkpoint):
-            raise ValueError(f"it is of step {state.step}")
+            raise UserError(f"it is of step {state.step}")
     return state
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
+from residua.errors import UserError
 from residua.files import UNFINISHED
 from residua.reading import ReadError, inside, read_toml
 from residua.report import theme
@@ -49,9 +50,9 @@ def check(folders: Sequence[Path]) -> None:
     """Refuse a folder that does not exist, or holds neither a run nor a study."""
     for folder in folders:
         if not folder.is_dir():
-            raise ValueError(f"{folder} is no folder: name a run, a study, or a folder of them.")
+            raise UserError(f"{folder} is no folder: name a run, a study, or a folder of them.")
         if not _inside(folder, "", 2):
-            raise ValueError(f"{folder} holds no run and no study: name the --out of `residua train` or `compare`.")
+            raise UserError(f"{folder} holds no run and no study: name the --out of `residua train` or `compare`.")
 
 
 def find(folders: Sequence[Path]) -> list[Place]:

@@ -14,6 +14,7 @@ from residua.diagnose.observe import Observation, Subject
 from residua.diagnose.plots import NONE, add_figure, by_layer, on_log, owners
 from residua.diagnose.sentences import listed, short, sureness, token
 from residua.diagnose.text import Sample
+from residua.errors import UserError
 from residua.ops._runtime.numeric import wide
 from residua.report import Bar, Column, Page
 
@@ -107,7 +108,7 @@ class CoreFeatures:
         mean = self.sum / self.count
         covariance = self.square / self.count - mean[:, None] * mean[None]
         if not torch.isfinite(covariance).all():
-            raise ValueError("hidden states overflow although every weight is finite: some weights are too large.")
+            raise UserError("hidden states overflow although every weight is finite: some weights are too large.")
         values = torch.linalg.eigvalsh(covariance).clamp(min=0).flip(0)
         share = values.cumsum(0) / values.sum().clamp(min=1e-300)
         return int((share < CORE_VARIANCE - 1e-12).sum()) + 1

@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from residua.config.run import ParallelConfig, RunConfig
 from residua.data.tokenizer import SETTINGS
+from residua.errors import UserError
 from residua.files import atomic_folder, sentence, write_atomically
 from residua.integrations.torchtitan.packed import SIZE, pack, unpack
 from residua.model.size import build_if_it_fits
@@ -101,7 +102,7 @@ def to_run(dump: Path, out: Path) -> Path:
     """Write the last checkpoint of a dump folder to a new run folder. One that holds only a model stays only that."""
     found = dump_checkpoints(dump)
     if not found:
-        raise ValueError(f"{dump} holds no finished checkpoint of torchtitan: train it with --checkpoint.enable.")
+        raise UserError(f"{dump} holds no finished checkpoint of torchtitan: train it with --checkpoint.enable.")
     config, last = RunConfig.from_toml(inside(dump, "config.toml")), found[-1]
     reader = _Reader(str(last.path))
     described = reader.read_metadata().state_dict_metadata
@@ -140,9 +141,9 @@ def _read(reader: _Reader, path: Path, described: Any, wanted: dict[str, Tensor]
     for name, tensor in wanted.items():
         held = described.get(name)
         if not isinstance(held, TensorStorageMetadata):
-            raise ValueError(f"{path} lacks tensor {name!r}: {blame}")
+            raise UserError(f"{path} lacks tensor {name!r}: {blame}")
         if held.size != tensor.shape:
-            raise ValueError(
+            raise UserError(
                 f"{path} holds {name!r} with shape {list(held.size)} where the model has {list(tensor.shape)}: {blame}"
             )
     try:
@@ -181,9 +182,9 @@ def to_dump(run: Path, out: Path) -> Path:
     """Write the last checkpoint of a run to a new dump folder of torchtitan."""
     found = checkpoints(run)
     if not found:
-        raise ValueError(f"{run} holds no checkpoint: train it first.")
+        raise UserError(f"{run} holds no checkpoint: train it first.")
     if out.exists() and any(out.iterdir()):
-        raise ValueError(f"{out} is not empty: name a new folder.")
+        raise UserError(f"{out} is not empty: name a new folder.")
     config, last = saved_config(run), found[-1]
     model = build_if_it_fits(config.model, run)
     optimizer = build_optimizer(model, config.train.optimizer)
@@ -227,7 +228,7 @@ def _copy_companions(source: Path, out: Path) -> None:
 def convert(source: Path, out: Path) -> Path:
     """A dump folder to a run, a run to a dump folder."""
     if not source.is_dir():
-        raise ValueError(f"{source} is not a folder: name a dump folder of torchtitan or a run.")
+        raise UserError(f"{source} is not a folder: name a dump folder of torchtitan or a run.")
     return to_run(source, out) if inside(source, DUMP).is_dir() else to_dump(source, out)
 
 
