@@ -24,6 +24,10 @@ class WarmUp(Frozen):
             return (step + 1) / self.warmup
         return self.floor + (1 - self.floor) * self._remaining(step, steps)
 
+    def shared_steps(self, steps: int) -> int:
+        """How many first steps of a run of `steps` steps have the same rates as in every longer run."""
+        return min(self.warmup, steps)
+
     def _remaining(self, step: int, steps: int) -> float:
         """The remaining part of the decay: from 1 down to 0 at the last step."""
         raise NotImplementedError
@@ -38,9 +42,16 @@ class LinearDecay(WarmUp):
     kind: Literal["linear_decay"] = "linear_decay"
     decay_share: Share = 0.2
 
+    def shared_steps(self, steps: int) -> int:
+        return steps - self._decay(steps)
+
     def _remaining(self, step: int, steps: int) -> float:
-        decay = min(int(self.decay_share * steps), steps - self.warmup)
+        decay = self._decay(steps)
         return min(1.0, (steps - 1 - step) / decay) if decay else 1.0
+
+    def _decay(self, steps: int) -> int:
+        """The number of steps that decay takes."""
+        return min(int(self.decay_share * steps), steps - self.warmup)
 
 
 class Cosine(WarmUp):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from itertools import count
@@ -23,7 +23,7 @@ from pydantic import Field
 from residua.config.run import RunConfig, differences
 from residua.config.settings import ConfigError
 from residua.data.tokenizer import SETTINGS, SOURCE
-from residua.files import UNFINISHED, AppendedFile, refuse_blocked, write_atomically, writing
+from residua.files import UNFINISHED, AppendedFile, atomic_folder, refuse_blocked, write_atomically, writing
 from residua.reading import Count, ReadError, Shape, check, inside, read_json, read_json_lines, read_text
 from residua.storage.checkpoint import Checkpoint, checkpoints
 from residua.storage.companions import keep_companions
@@ -178,6 +178,23 @@ class Run:
         """The metrics file; lines after step `until` are removed."""
         return MetricsFile(self.folder / METRICS, until)
 
+    def branch(self, folder: Path, config: RunConfig, step: int, save: Callable[[Path], None]) -> None:
+        """Make the folder of a shorter run that has the first `step` steps in common with this one.
+
+        It then resumes like an interrupted run. `save` writes the checkpoint into the folder that it is given. A folder
+        that exists stays as it is.
+        """
+        if folder.exists():
+            return
+        about = read_json(self.folder / ENVIRONMENT, dict[str, Any], _GO_ON)
+        about["sessions"][-1] |= {"branch_of": self.folder.name, "until_step": step}
+        shared = [record for record in read_metrics(self.folder / METRICS) if record["step"] <= step]
+        with atomic_folder(folder) as made:
+            save(made)
+            write_atomically(made / METRICS, "".join(json.dumps(record) + "\n" for record in shared))
+            write_atomically(made / ENVIRONMENT, json.dumps(about, indent=1) + "\n")
+            write_atomically(made / "config.toml", config.to_toml())
+
     def close(self) -> None:
         """Release the folder; if nothing was written to it, remove what `create` made."""
         if not (self.folder / "config.toml").exists():
@@ -216,6 +233,9 @@ class FollowedRun(Run):
 
     def metrics(self, until: int) -> Metrics:
         return Metrics()
+
+    def branch(self, folder: Path, config: RunConfig, step: int, save: Callable[[Path], None]) -> None:
+        pass
 
     def close(self) -> None:
         pass

@@ -49,11 +49,14 @@ class Scaling(Frozen):
     """Several sizes: the names of presets or the paths of run TOMLs, smallest first.
 
     With `tokens_per_parameter`, every size trains on that many tokens per parameter of its baseline (20 is common);
-    without it, for the number of steps in its own configuration.
+    without it, for the number of steps in its own configuration. `parameters` says which ones count: all of them, or
+    those that a token is multiplied with, matrices and head, as compute does. `warmup` is a share of a size's steps.
     """
 
     sizes: tuple[str, ...] = Field(min_length=2)
     tokens_per_parameter: float | None = Field(None, gt=0)
+    parameters: Literal["all", "matrices"] = "all"
+    warmup: float | None = Field(None, ge=0, lt=1)
 
 
 class Tasks(Frozen):
@@ -127,9 +130,11 @@ class StudyConfig(Frozen):
     `calibration` is the number of sequences for SmoothQuant. `diagnose` also diagnoses every trained model. `tasks` are
     those that every trained model is scored on, `tune` is a search of each variant's learning rate.
     `ladder` are budgets, as multiples of a run's steps, that the baseline is also trained with, each with its own full
-    schedule: they turn a loss into equivalent tokens. With several workers, or `time_alone`, every variant's step is
-    timed alone once its runs are complete. `bases` holds the run of every file that `base` or `sizes` names; it is
-    written when a study begins, so that it can be continued where the files are not.
+    schedule: they turn a loss into equivalent tokens. `ladder_of = "all"` trains the variants with them too. Shorter
+    budgets branch off the longest one where their learning rate begins to fall, so a ladder costs little more than its
+    longest run. With several workers, or `time_alone`, every variant's step is timed alone once its runs are complete.
+    `bases` holds the run of every file that `base` or `sizes` names; it is written when a study begins, so that it can
+    be continued where the files are not.
     """
 
     name: str = "study"
@@ -143,6 +148,7 @@ class StudyConfig(Frozen):
     match: Match = MatchFFN()
     scaling: Scaling | None = None
     ladder: tuple[float, ...] = ()
+    ladder_of: Literal["baseline", "all"] = "baseline"
     time_alone: bool = False
     workers: Positive = 1
     threads: Positive | None = None

@@ -45,11 +45,15 @@ class Watcher(Protocol):
 
 
 class Request(NamedTuple):
-    """A run to train: its configuration file, its folder and its log."""
+    """A run to train: its configuration file, its folder and its log.
+
+    `branches` are the configuration files and folders of shorter runs that begin as this one.
+    """
 
     config: str
     folder: str
     log: str
+    branches: tuple[tuple[str, str], ...] = ()
 
 
 def worker_command(first: Request) -> list[str]:
@@ -149,8 +153,8 @@ class Crew:
             if spare < 1:
                 return
             queue = self._workers[owner].waiting
-            given = [queue.pop() for _ in range((spare + 1) // 2)]
-            self._begin(given[::-1])
+            given = _divide(queue, (spare + 1) // 2)
+            self._begin(given)
 
     def _busy(self) -> int:
         return sum(not worker.done for worker in self._workers)
@@ -177,7 +181,7 @@ class Crew:
         idle = (w for w in self._workers if w.ready and w.run is None and w.waiting)
         for worker, _ in zip(idle, range(free), strict=False):
             worker.run, worker.trains = worker.waiting.pop(0), True
-            request = _request(worker.run, self.out)
+            request = _request(worker.run, self.out, worker.waiting)
             worker.log = Path(request.log)
             self.watcher.started(worker.run, steps_done(worker.run.folder))
             self._note("trains", worker.run)
@@ -271,12 +275,32 @@ def compiling_ahead() -> int:
 
 
 def _spare(worker: Worker) -> int:
-    """Runs that another process could train sooner than this one."""
-    return len(worker.waiting) - (not worker.trains)
+    """Runs that another process could train sooner than this one: not those that branch off its current run."""
+    current = worker.run if worker.trains and worker.run is not None else worker.waiting[0] if worker.waiting else None
+    return sum(run.family != current.family for run in worker.waiting) if current is not None else 0
 
 
-def _request(run: PlannedRun, out: Path) -> Request:
-    return Request(str(out / CONFIGS / f"{run.title}.toml"), str(run.folder), str(out / LOGS / f"{run.title}.log"))
+def _divide(queue: list[PlannedRun], wanted: int) -> list[PlannedRun]:
+    """Take at least `wanted` runs from the end of a queue, in their order; runs of one family stay together."""
+    place = len(queue) - wanted
+    while place and queue[place - 1].family == queue[place].family:
+        place -= 1
+    given = queue[place:]
+    del queue[place:]
+    return given
+
+
+def _request(run: PlannedRun, out: Path, waiting: Sequence[PlannedRun] = ()) -> Request:
+    """What a worker needs to train a run; those of its family that wait branch off it."""
+    branches = [other for other in waiting if other.family == run.family]
+    return Request(
+        _config(run, out), str(run.folder), str(out / LOGS / f"{run.title}.log"),
+        tuple((_config(branch, out), str(branch.folder)) for branch in branches),
+    )  # fmt: skip
+
+
+def _config(run: PlannedRun, out: Path) -> str:
+    return str(out / CONFIGS / f"{run.title}.toml")
 
 
 def _problem(log: Path, code: int) -> str:

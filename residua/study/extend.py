@@ -200,6 +200,7 @@ def _merged(path: Path, before: StudyConfig, study: StudyConfig) -> StudyConfig:
             "seeds": tuple(sorted({*before.seeds, *study.seeds})),
             "scaling": _scaling(path, before, study),
             "ladder": tuple(sorted({*before.ladder, *study.ladder})),
+            "ladder_of": "all" if "all" in (before.ladder_of, study.ladder_of) else "baseline",
             "quantize": tuple(dict.fromkeys((*before.quantize, *study.quantize))),
             "bases": {**(before.bases or {}), **(study.bases or {})} or None,
             "tasks": both_tasks(before.tasks, None if study.tasks is None else study.tasks.anywhere),

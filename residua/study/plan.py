@@ -13,7 +13,7 @@ from residua.config.settings import ConfigError, of_file
 from residua.data import Dataset
 from residua.data.tokenizer import padded_vocabulary
 from residua.files import refuse_blocked
-from residua.model.size import measure
+from residua.model.size import Size, measure
 from residua.reading import toml_string
 from residua.storage.load import weights_fingerprint
 from residua.study.config import StudyConfig
@@ -65,10 +65,17 @@ class PlannedRun:
         """The name of its folder."""
         return self.folder.name
 
+    @property
+    def family(self) -> tuple[str, str, int, float]:
+        """Equal for runs of one model, seed and rate: budgets, of which the shorter ones branch off the longest."""
+        return self.size, self.variant, self.seed, self.rate
+
 
 @dataclass(frozen=True)
 class StudyPlan:
     """The models by (size, variant), and the runs in the order they start: by seed, so that pairs finish together.
+
+    Of several budgets the longest starts first, since the others branch off it.
 
     `runs` includes those of the ladder, `text_tokens` is the length of the training text. `tuned` are the learning
     rates that a search gave the models. `trials` are its runs that are still needed: until they are trained, the models
@@ -88,7 +95,7 @@ class StudyPlan:
 
     @property
     def ladder(self) -> tuple[PlannedRun, ...]:
-        """The baseline's runs at other budgets."""
+        """The runs at other budgets than the study's own."""
         return tuple(run for run in self.runs if run.budget != 1.0)
 
     @property
@@ -110,8 +117,7 @@ def make_plan(study: StudyConfig, out: Path, dataset: Dataset, rates: Sequence[T
     trials = _trials(study, models, out, rates)
     tuned = _settled(study, models, rates)
     models = {key: _tuned(model, tuned.get(key)) for key, model in models.items()}
-    started = [(name, 1.0) for name in study.variants]
-    started += [(study.baseline, budget) for budget in study.ladder if budget != 1.0]
+    started = [(name, budget) for name in study.variants for budget in _budgets(study, name)]
     runs = tuple(
         _run(study, models[size, name].config, size, name, seed, out, budget)
         for size in study.sizes
@@ -120,6 +126,12 @@ def make_plan(study: StudyConfig, out: Path, dataset: Dataset, rates: Sequence[T
     )
     _check_ladder(runs)
     return StudyPlan(models, runs, dataset.split("train").tokens, tuple(tuned.values()), trials)
+
+
+def _budgets(study: StudyConfig, name: str) -> list[float]:
+    """The budgets of a variant, longest first."""
+    climbs = name == study.baseline or study.ladder_of == "all"
+    return sorted({1.0, *(study.ladder if climbs else ())}, reverse=True)
 
 
 def base_run(study: StudyConfig, size: str) -> RunConfig:
@@ -179,16 +191,15 @@ def _same_start(run: PlannedRun) -> bool:
 def _models(study: StudyConfig, base: RunConfig) -> dict[str, PlannedModel]:
     """The variants of one size, matched to the baseline."""
     reference = _varied(study, base, study.baseline)
-    target = measure(reference.model).parameters
-    steps = _steps(study, reference, target)
+    size = measure(reference.model)
+    target, length = size.parameters, _length(study, reference, size)
     found = {}
     for name in study.variants:
         config = _varied(study, base, name)
         matched = match(name, config.model, target, study.match)
         size = measure(matched.model)
         config = config.model_copy(update={"model": matched.model})
-        if steps is not None:
-            config = config.override([f"train.steps={steps}"])
+        config = config.override(length)
         changes = tuple(variants.overrides(study.variants[name], base.model))
         found[name] = PlannedModel(config, changes, matched.change, size.parameters, float(size.flops_per_token))
     return found
@@ -245,10 +256,16 @@ def _sets(entries: tuple[str, ...], change: str) -> bool:
     return any(entry.partition("=")[0].strip() == key for entry in entries)
 
 
-def _steps(study: StudyConfig, reference: RunConfig, parameters: int) -> int | None:
-    if study.scaling is None or study.scaling.tokens_per_parameter is None:
-        return None
-    return max(1, round(study.scaling.tokens_per_parameter * parameters / reference.tokens_per_step))
+def _length(study: StudyConfig, reference: RunConfig, size: Size) -> list[str]:
+    """The changes that give every run of a size its steps, and the warm-up that goes with them."""
+    scaling, steps, changes = study.scaling, reference.train.steps, []
+    if scaling is not None and scaling.tokens_per_parameter is not None:
+        counted = size.parameters if scaling.parameters == "all" else size.active
+        steps = max(1, round(scaling.tokens_per_parameter * counted / reference.tokens_per_step))
+        changes = [f"train.steps={steps}"]
+    if scaling is not None and scaling.warmup is not None:
+        changes.insert(0, f"train.schedule.warmup={round(scaling.warmup * steps)}")
+    return changes
 
 
 def _run(

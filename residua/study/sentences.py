@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from residua.reading import counted
 from residua.study.entries import count
@@ -93,7 +94,8 @@ def _misfit(ladder: LadderResult, result: StudyResult) -> str:
 
 def cost_sentences(plan: StudyPlan) -> list[str]:
     """What a search of learning rates and a ladder cost, and whether the ladder repeats text."""
-    own, ladder, trials = (sum(_tokens(run) for run in runs) for runs in (plan.compared, plan.ladder, plan.trials))
+    own, trials = _new_tokens(plan.compared), _new_tokens(plan.trials)
+    ladder = _new_tokens(plan.runs) - own
     said = []
     for what, added in (("Tuning", trials), ("The ladder", ladder)):
         if added:
@@ -110,6 +112,20 @@ def cost_sentences(plan: StudyPlan) -> list[str]:
 
 def _tokens(run: PlannedRun) -> int:
     return run.config.train.steps * run.config.tokens_per_step
+
+
+def _new_tokens(runs: Sequence[PlannedRun]) -> int:
+    """Training tokens of these runs, those that a run shares with the longest of its family counted once."""
+    longest: dict[object, int] = {}
+    for run in runs:
+        longest[run.family] = max(longest.get(run.family, 0), run.config.train.steps)
+    return sum(_tokens(run) if run.config.train.steps == longest[run.family] else _own_tokens(run) for run in runs)
+
+
+def _own_tokens(run: PlannedRun) -> int:
+    """The training tokens of a run after it has branched off a longer one."""
+    recipe = run.config.train
+    return (recipe.steps - recipe.schedule.shared_steps(recipe.steps)) * run.config.tokens_per_step
 
 
 def matching_sentences(result: StudyResult) -> list[str]:

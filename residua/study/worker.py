@@ -23,6 +23,7 @@ from residua.config.run import RunConfig
 from residua.report.terminal import say
 from residua.storage.checkpoint import prune
 from residua.study.crew import ENDED, OUT_OF_MEMORY, READY, TRAINED, Request
+from residua.train.branch import Branch
 from residua.train.clock import Stages
 from residua.train.health import Interrupted, TrainingStopped
 from residua.train.shared import SharedWorld
@@ -81,7 +82,9 @@ class _Worker:
         folder = Path(request.folder)
         try:
             config = RunConfig.from_toml(request.config)
-            train(config, folder, resume=(folder / "config.toml").exists(), world=self._open(config))
+            branches = [Branch(Path(place), RunConfig.from_toml(path)) for path, place in request.branches]
+            resume = (folder / "config.toml").exists()
+            train(config, folder, resume=resume, world=self._open(config), branches=branches)
         except (TrainingStopped, ValueError, OSError, ImportError) as error:
             with suppress(OSError):  # the log may be on the disk that is full
                 print(f"residua: {say(error)}", flush=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -25,6 +25,7 @@ from residua.report.plain import PlainConsole
 from residua.storage.checkpoint import Checkpoint, prune, what_is_left
 from residua.storage.load import weights_fingerprint
 from residua.storage.run import METRICS, Run, read_metrics
+from residua.train.branch import Branch
 from residua.train.clock import Clock, random_states, set_random_states
 from residua.train.environment import START, TEXT, describe_environment
 from residua.train.health import (
@@ -58,10 +59,12 @@ def train(
     resume: bool = False,
     console: Console | None = None,
     world: World | None = None,
+    branches: Sequence[Branch] = (),
 ) -> Result:
     """Train a run in the folder `out`, or continue the one that is in it.
 
     `world` is the processes that train it: this one only, or what `residua.distributed.world.open_world` returns.
+    `branches` are shorter runs that this one saves a start for on its way, so that they need not train it again.
     Raises `ValueError` for a mistake in the configuration, the data or the folder, before anything is written;
     `TrainingStopped` when the run cannot go on; `Interrupted` after a signal, once the run is saved.
     """
@@ -75,7 +78,7 @@ def train(
                 dataset = world.open_data(config)
                 world.leader_first(lambda: _check_data(run, dataset))
             with arithmetic(config.train):
-                trainer = Trainer(run, dataset, world, console)
+                trainer = Trainer(run, dataset, world, console, branches)
                 with trainer.explained():
                     with StopSignals() as signals:
                         trainer.fit(signals)
@@ -94,7 +97,9 @@ def _check_data(run: Run, dataset: Dataset) -> None:
 class Trainer:
     """A run in progress: its step, data, counters and sinks (metrics file, display, trackers)."""
 
-    def __init__(self, run: Run, dataset: Dataset, world: World, console: Console) -> None:
+    def __init__(
+        self, run: Run, dataset: Dataset, world: World, console: Console, branches: Sequence[Branch] = ()
+    ) -> None:
         self.run, self.dataset, self.world, self.console = run, dataset, world, console
         self.device = world.device
         self.config = run.config
@@ -120,6 +125,7 @@ class Trainer:
         self.loss, self.smoothed, self.lines = math.inf, 0.0, 0
         self.validation_loss: float | None = None
         self.skipped: dict[Checkpoint, str] = {}
+        self.branches = branches
         self._restore()
 
     def fit(self, signals: StopSignals) -> None:
@@ -212,6 +218,9 @@ class Trainer:
             self._stop_unlearned()
         if last or (self.done % recipe.save_every == 0 and self._sound()):
             self._save()
+        for branch in self.branches:
+            if branch.step == self.done and self._sound():
+                self._begin(branch)
 
     def _log(self) -> None:
         totals = self.step.totals()
@@ -304,6 +313,19 @@ class Trainer:
         self._pause()
         self.metrics.sync()
         self.world.save(self.run.folder, self.done, self.step, self._state(), self.config.train.keep)
+        self.clock.start()
+
+    def _begin(self, branch: Branch) -> None:
+        """Save the start of a shorter run."""
+        self._pause()
+        self.metrics.sync()
+        keep = self.config.train.keep
+
+        def save(folder: Path) -> None:
+            self.world.save(folder, self.done, self.step, self._state(), keep)
+            self.world.settle()
+
+        self.run.branch(branch.folder, branch.config, self.done, save)
         self.clock.start()
 
     def _pause(self) -> None:

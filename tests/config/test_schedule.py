@@ -6,7 +6,7 @@ import math
 import pytest
 
 from residua.config.run import TrainConfig
-from residua.config.schedule import Cosine, LinearDecay
+from residua.config.schedule import Cosine, LinearDecay, WarmUp
 
 
 def test_warm_up_rises_linearly_to_the_peak() -> None:
@@ -59,3 +59,11 @@ def test_the_shortest_run_has_a_rate() -> None:
 def test_a_warm_up_as_long_as_the_run_is_refused() -> None:
     with pytest.raises(ValueError, match=r"train\.schedule\.warmup = 10 is not shorter than train\.steps = 10"):
         TrainConfig(steps=10, schedule=LinearDecay(warmup=10))
+
+
+@pytest.mark.parametrize("schedule", [LinearDecay(warmup=3), LinearDecay(warmup=0, decay_share=0.5), Cosine(warmup=4)])
+def test_shared_steps_have_the_rates_of_any_longer_run(schedule: WarmUp) -> None:
+    shared = schedule.shared_steps(20)
+    for steps in (21, 40, 1000):
+        assert all(schedule.factor(step, 20) == schedule.factor(step, steps) for step in range(shared))
+        assert schedule.factor(shared, 20) != schedule.factor(shared, steps)

@@ -131,6 +131,20 @@ def test_one_trains_at_a_time_and_the_next_group_compiles_meanwhile(crew: Crew) 
     assert order.index(("compile", "c")) < order.index(("ended", "slow_b"))
 
 
+def test_a_divided_group_keeps_the_budgets_of_a_seed_together(crew: Crew) -> None:
+    config = RunConfig.find("tiny").override(["train.steps=1000"])
+    runs = [
+        PlannedRun("slow", "tiny", seed, config, crew.out / "runs" / f"slow{seed}-{budget}", budget)
+        for seed in range(3)
+        for budget in (2.0, 1.0, 0.5)
+    ]
+    crew.places = 3
+    assert work(crew, runs) == {}
+    used = processes(crew)
+    assert all(len({used[f"slow{seed}-{budget}"] for budget in (2.0, 1.0, 0.5)}) == 1 for seed in range(3))
+    assert len(set(used.values())) == 3
+
+
 def test_a_group_is_divided_when_there_are_more_places_than_groups(crew: Crew) -> None:
     crew.places = 3
     assert work(crew, group(crew, "together0", "together1", "together2", "together3")) == {}

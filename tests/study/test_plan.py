@@ -120,10 +120,10 @@ def test_a_ladder_adds_runs_of_the_baseline_and_changes_none(study: StudyConfig,
     plain, laddered = (make_plan(chosen, out, dataset) for chosen in (study, with_ladder(study, 2, 0.5, 1)))
     assert {(r.folder, r.config) for r in laddered.compared} == {(r.folder, r.config) for r in plain.runs}
     assert [(r.title, r.seed, r.config.train.steps) for r in laddered.ladder] == [
-        ("prenorm-0.5x-seed0", 0, 5),
         ("prenorm-2x-seed0", 0, 20),
-        ("prenorm-0.5x-seed1", 1, 5),
+        ("prenorm-0.5x-seed0", 0, 5),
         ("prenorm-2x-seed1", 1, 20),
+        ("prenorm-0.5x-seed1", 1, 5),
     ]
     for run in laddered.ladder:  # but for its steps, it is the baseline's run of that seed
         own = next(r for r in plain.runs if (r.variant, r.seed) == ("prenorm", run.seed))
@@ -134,7 +134,7 @@ def test_a_ladder_adds_runs_of_the_baseline_and_changes_none(study: StudyConfig,
     ("budgets", "sentence"),
     [
         ((0.2, 1.0), r"ladder = 0\.2: train\.schedule\.warmup = 2 is not shorter than train\.steps = 2"),
-        ((1.0, 1.01), r"ladder = 1\.01 and prenorm-seed0 come to the same run"),
+        ((1.0, 1.01), r"ladder = 1 and prenorm-1\.01x-seed0 come to the same run"),
         ((1.0,), "adds no budget"),
         ((0.5, -1.0), "different positive multiples"),
         ((0.5, 0.5), "different positive multiples"),
@@ -147,9 +147,18 @@ def test_a_ladder_that_cannot_be_trained_is_refused(
         make_plan(with_ladder(study, *budgets), out, dataset)
 
 
+def test_ladder_of_all_gives_every_variant_each_budget(study: StudyConfig, dataset: Dataset, out: Path) -> None:
+    every = StudyConfig(**{**study.model_dump(), "ladder": (0.5, 2), "ladder_of": "all"})
+    plan = make_plan(every, out, dataset)
+    assert len(plan.ladder) == 2 * len(plan.compared) == 2 * 4 * 2
+    steps = [run.config.train.steps for run in plan.runs[:6]]
+    assert steps == [20, 10, 5, 20, 10, 5]  # of each variant the longest first
+
+
 def test_a_ladder_that_repeats_the_text_says_so(study: StudyConfig, dataset: Dataset, out: Path) -> None:
     plan = make_plan(with_ladder(study, 1, 2), out, dataset)
-    assert cost_sentences(plan) == ["The ladder adds 2.56 k training tokens to the 5.12 k of the comparison (+50%)."]
+    # two seeds of 20 steps, less the 8 steps that each run of 10 shares with them, of 64 tokens
+    assert cost_sentences(plan) == ["The ladder adds 1.54 k training tokens to the 5.12 k of the comparison (+30%)."]
     steps = plan.text_tokens // 64  # 64 tokens in a step
     longer = StudyConfig(**{**study.model_dump(), "set": (*study.set, f"train.steps={steps}"), "ladder": (1, 2)})
     assert "reads the text 2.0 times" in cost_sentences(make_plan(longer, out, dataset))[1]

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -121,6 +122,24 @@ def test_budgets_added_to_a_finished_study_are_all_that_is_trained(
     rates = {budget: [row["lr"] for row in record.train] for budget, record in records.items()}
     assert {budget: len(each) for budget, each in rates.items()} == {0.5: 5, 1.0: 10, 2.0: 20}
     assert len({each[-1] for each in rates.values()}) == 1 and rates[0.5][-1] < rates[1.0][4]  # each decays at its end
+
+
+@pytest.mark.usefixtures("forked")
+def test_budgets_branch_off_the_longest_with_the_same_bits(
+    study: StudyConfig, dataset: Dataset, tmp_path: Path
+) -> None:
+    alone = {"data": str(dataset.path), "variants": {"prenorm": ("prenorm",)}}
+    together = two(study, **alone, ladder=(0.5, 1, 2), workers=1)
+    plan, watcher = make_plan(together, tmp_path / "branches", dataset), Quiet()
+    assert run_plan(together, plan, tmp_path / "branches", watcher) == {}
+    assert watcher.starts == {"prenorm-2x-seed0": 0, "prenorm-seed0": 8, "prenorm-0.5x-seed0": 4}
+    session = json.loads((plan.runs[1].folder / "environment.json").read_text())["sessions"][0]
+    assert (session["branch_of"], session["until_step"]) == ("prenorm-2x-seed0", 8)
+
+    whole = make_plan(together, tmp_path / "whole", dataset)
+    for run in reversed(whole.runs):  # the shortest first: none has a longer run to branch off
+        assert run_plan(together, replace(whole, runs=(run,)), tmp_path / "whole", watcher) == {}
+    assert losses(plan) == losses(whole)
 
 
 @pytest.mark.usefixtures("forked")
