@@ -128,7 +128,11 @@ def generation_config(special: Mapping[str, Any], kept: Mapping[str, Path]) -> d
 
 
 def tokenizer_config(tokenizer: Tokenizer, config: ModelConfig, kept: Mapping[str, Path]) -> dict[str, Any]:
-    """tokenizer_config.json: what was kept, and what it leaves open as for a tokenizer that was made here."""
+    """tokenizer_config.json: what was kept, and what it leaves open as for a tokenizer that was made here.
+
+    In the folder, the name of a special token inside a text is that token, as transformers' users expect. Residua's own
+    `Tokenizer` reads it as text from any folder: documents must not end themselves in training.
+    """
     end = tokenizer.backend.id_to_token(tokenizer.end_of_text)
     made = {
         "model_max_length": config.context,
@@ -137,9 +141,6 @@ def tokenizer_config(tokenizer: Tokenizer, config: ModelConfig, kept: Mapping[st
         "padding_side": "left",
         "clean_up_tokenization_spaces": False,
     }
-    if not kept:
-        # the name of a special token inside a text is text, as in training; a chat template needs the token itself
-        made["split_special_tokens"] = True
     named = read_companion(kept, SPECIAL_TOKENS)
     settings = {key: value for key, value in made.items() if key not in named} | read_companion(kept, TOKENIZER_CONFIG)
     settings.pop("auto_map", None)  # code that does not travel

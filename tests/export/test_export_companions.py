@@ -77,13 +77,25 @@ def test_every_export_of_a_model_has_its_manners(folder: Path, tmp_path: Path) -
     assert config["pad_token_id"] == before["pad_token_id"] == 0
 
 
-def test_a_model_that_was_trained_here_reads_names_of_special_tokens_as_text() -> None:
-    from residua.export.folder import end_tokens, tokenizer_config
+def test_a_tokenizer_made_here_takes_chat_tokens_in_transformers(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    from residua.export.folder import end_tokens, json_text, tokenizer_config
     from tests.model.small import small
 
     assert end_tokens(Tokenizer.bytes(), {}) == {"eos_token_id": 256, "pad_token_id": 256}
     settings = tokenizer_config(Tokenizer.bytes(), small(), {})
-    assert settings["split_special_tokens"] is True and settings["pad_token"] == settings["eos_token"]
+    (tmp_path / "tokenizer_config.json").write_text(json_text(settings))
+    Tokenizer.bytes().save(tmp_path / "tokenizer.json")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(tmp_path / "tuned")
+    for own in (tokenizer, AutoTokenizer.from_pretrained(tmp_path / "tuned")):
+        assert own.apply_chat_template([{"content": "hi"}])["input_ids"] == [257, *b"hi", 258]
+        assert own("hi<|endoftext|>")["input_ids"] == [*b"hi", 256] and own.pad_token_id == own.eos_token_id == 256
+    text = "hi<|endoftext|><|im_start|>"
+    assert Tokenizer.load(tmp_path / "tuned").encode(text) == Tokenizer.bytes().encode(text) == [*text.encode()]
 
 
 def test_only_source_holds_the_companions_of_a_run(tmp_path: Path) -> None:
