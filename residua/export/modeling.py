@@ -197,6 +197,8 @@ class ResiduaForCausalLM(ResiduaPreTrainedModel, GenerationMixin):
         super().__init__(config)
         self.model = ResiduaModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        # a recurrent state cannot be rolled back to before a rejected token: transformers refuses to guess ahead
+        self._is_stateful = set(config.layer_types) != {"full_attention"}
         self.post_init()
 
     def get_input_embeddings(self) -> Any:

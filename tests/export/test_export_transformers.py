@@ -56,7 +56,9 @@ def kimi_folder(tmp_path_factory) -> Path:
         "softmax": {"kind": "mla", "heads": 2, "head_dim": 6, "shared_dim": 4, "rank": 10, "positions": "none"},
         "linear": {"kind": "kimi_delta", "heads": 2, "head_dim": 8},
     }
-    model = trained_like(bytes_config(small(layers=2, attention=attention)))
+    router = {"kind": "sigmoid_scores"}
+    experts = {"kind": "moe", "experts": 4, "top_k": 2, "hidden": 12, "shared": 1, "router": router}
+    model = trained_like(bytes_config(small(layers=2, attention=attention, ffn=experts)))
     return write(model, tmp_path_factory.mktemp("exports") / "kimi")
 
 
@@ -104,6 +106,19 @@ def test_beams_and_samples_do_not_depend_on_the_cache(which, request):
     first = exported.generate(**given, **drawn)
     torch.manual_seed(3)
     assert torch.equal(first, exported.generate(**given, **drawn, use_cache=False))
+
+
+@pytest.mark.parametrize("which", FOLDERS)
+def test_a_state_that_cannot_be_rolled_back_refuses_to_guess_ahead(which, request):
+    exported = in_transformers(request.getfixturevalue(FOLDERS[which]))
+    given = prompt(batch=1)
+    for guessing in ({"prompt_lookup_num_tokens": 2}, {"assistant_model": exported}):
+        if which == "mixed":
+            plain = exported.generate(**given, **GREEDY)
+            assert torch.equal(exported.generate(**given, **GREEDY, **guessing), plain)
+        else:
+            with pytest.raises(ValueError, match="not supported with stateful models"):
+                exported.generate(**given, **GREEDY, **guessing)
 
 
 def test_a_conversation_goes_on_from_its_cache(exported):
@@ -285,6 +300,16 @@ def test_a_hosts_attention_is_refused_where_it_would_be_wrong(hybrid_folder, fol
     for model, mask in ((hybrid_folder, None), (folder, torch.tensor([[0, 1, 1]]))):
         with pytest.raises(ValueError, match="softmax attention without padding only"):
             in_transformers(model, attn_implementation="a_host")(torch.zeros(1, 3, dtype=int), mask, use_cache=False)
+
+
+@pytest.mark.parametrize("use_cache", [False, pytest.param(True, marks=pytest.mark.nightly)])
+@torch.no_grad()
+def test_a_kimi_model_with_experts_compiles_into_one_graph(kimi_folder, use_cache):
+    exported = in_transformers(kimi_folder)
+    torch._dynamo.reset()
+    compiled = torch.compile(exported, fullgraph=True, backend="eager")
+    given = {"input_ids": prompt()["input_ids"], "use_cache": use_cache}
+    torch.testing.assert_close(compiled(**given).logits, exported(**given).logits)
 
 
 def test_opening_exports_leaves_residuas_operators_alone(tmp_path: Path) -> None:
