@@ -161,6 +161,8 @@ class Bundle:
             return None
         if name in BUILDERS and _is_residuas(module):
             return Place(PARTS, str(name))
+        if module in FILES and name is not None:  # not imported: transformers need not be installed
+            return Place(FILES[module], name)
         try:
             found = import_module(module) if name is None else modules.member(module, name)
         except ImportError:  # the module handles it, or is not run

@@ -20,13 +20,26 @@ from residua.ops._runtime.backend import Operator
 
 
 def source(module: str) -> str:
-    """The text of a module's file."""
-    path = getattr(import_module(module), "__file__", None)
-    if module == "__main__" or path is None or Path(path).suffix != ".py":
+    """The text of a module's file. Unless it is imported already, it is only found: it may need transformers."""
+    path = _file(module)
+    if module == "__main__" or path is None or path.suffix != ".py":
         raise UserError(
             f"module {module} cannot be exported: define the model's classes in a .py file that is imported."
         )
-    return Path(path).read_text(encoding="utf-8")
+    return path.read_text(encoding="utf-8")
+
+
+def _file(module: str) -> Path | None:
+    """The file of a module, which need not be imported."""
+    loaded = sys.modules.get(module)
+    spec = find_spec(module) if loaded is None else None
+    path = spec.origin if spec else getattr(loaded, "__file__", None)
+    return None if path is None else Path(path)
+
+
+def _is_package(module: str) -> bool:
+    path = _file(module)
+    return path is not None and path.name == "__init__.py"
 
 
 class Parsed(NamedTuple):
@@ -46,7 +59,7 @@ def parsed(text: str) -> Parsed:
 
 def path_of(module: str) -> str:
     """The module's file, as a path from where its package lies."""
-    return module.replace(".", "/") + ("/__init__.py" if hasattr(import_module(module), "__path__") else ".py")
+    return module.replace(".", "/") + ("/__init__.py" if _is_package(module) else ".py")
 
 
 def is_users(module: str) -> bool:
@@ -75,7 +88,8 @@ def member(module: str, name: str) -> Any:
 
 def imported_from(module: str, statement: ast.ImportFrom) -> str:
     """The absolute name of the module that a `from … import` names, relative or not."""
-    return resolve_name("." * statement.level + (statement.module or ""), import_module(module).__package__)
+    package = module if _is_package(module) else module.rpartition(".")[0]
+    return resolve_name("." * statement.level + (statement.module or ""), package)
 
 
 def origin(module: str, name: str) -> tuple[str, str]:

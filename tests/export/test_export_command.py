@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,22 @@ def test_the_folder_is_written_checked_and_named(
     assert re.search(r"Its own code was run: logits differ from the model's by \d\.\de-\d\d", words)
     assert "residua generate" in words and "trust_remote_code=True" in words
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def test_without_transformers_the_folder_is_written_and_not_run(
+    run: Path, exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    for name in ("modeling", "configuration"):
+        monkeypatch.delitem(sys.modules, f"residua.export.{name}", raising=False)
+    out = tmp_path / "out"
+    assert residua(monkeypatch, "export", run, "--out", out) == 0
+    assert "Its code was not run: install transformers (residua[hf]) to check it." in capsys.readouterr().out
+    assert code_of(out) == code_of(exported)
+
+
+def code_of(folder: Path) -> dict[str, str]:
+    return {file.name: file.read_text() for file in folder.glob("*.py")}
 
 
 def test_generate_writes_the_same_from_the_run_and_from_the_export(
