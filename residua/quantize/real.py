@@ -4,11 +4,12 @@ There are two ways to scale. `row`: one scale per token and one per row of the w
 128 channels, and one per 128 × 128 block of the weight. One scale per token is the case in which all groups of a token
 share a scale, so the `block` product serves both `fp8` and `fp8-group`. Which products a device has, and how PyTorch
 expects their scales in memory, differs between versions: a product is used if a small one agrees with the simulation.
+So does what `torch.compile` can trace: the product is one operator of ours, which it does not look into.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import cache, partial
 from typing import Any, Literal
 
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from residua.ops._runtime.library import operator
 from residua.ops._runtime.numeric import working_dtype
 from residua.quantize import fp8
 from residua.quantize.fp8 import Fp8, Tile, encode_fp8
@@ -61,13 +63,13 @@ def find_product(scaling: Scaling, device: torch.device) -> Product | None:
     sides = {"row": (fp8.ROW, fp8.ROW), "block": (fp8.GROUP, fp8.BLOCK)}[scaling]
     a, b = (encode_fp8(t, tile) for t, tile in zip((x, w), sides, strict=True))
     expected = a.dequantize() @ b.dequantize().T
-    for product in _products(scaling):
+    for number, product in enumerate(PRODUCTS[scaling]):
         try:
             found = product(a.codes, b.codes, a.scale, b.scale).float()
         except (RuntimeError, ValueError, TypeError, NotImplementedError, AttributeError):
             continue
         if (found - expected).norm() <= AGREES * expected.norm():
-            return product
+            return partial(_multiply, scaling, number)
     return None
 
 
@@ -93,17 +95,6 @@ def with_fp8_products(
         for name, w in fits.items()
     }
     return modules, {name: "its shape is not supported by the hardware" for name in weights.keys() - fits.keys()}
-
-
-def _products(scaling: Scaling) -> Iterator[Product]:
-    """The functions to try, PyTorch's public one first."""
-    if scaling == "row":
-        yield _public_rows
-        yield _private_rows
-        return
-    for aligned in (True, False):
-        yield partial(_public_blocks, aligned=aligned)
-        yield partial(_private_blocks, aligned=aligned)
 
 
 def _public_rows(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor) -> Tensor:
@@ -135,3 +126,33 @@ def _private_blocks(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, *, a
 def _by_token(scale: Tensor, codes: Tensor) -> Tensor:
     """Expand to a scale per token and 128 channels, with tokens contiguous in memory."""
     return scale.expand(-1, -(-codes.shape[1] // 128)).t().contiguous().t()
+
+
+PRODUCTS: dict[Scaling, tuple[Product, ...]] = {
+    "row": (_public_rows, _private_rows),
+    "block": tuple(
+        partial(product, aligned=aligned) for aligned in (True, False) for product in (_public_blocks, _private_blocks)
+    ),
+}
+"""The functions to try, PyTorch's public one first."""
+
+
+def _run(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, scaling: Scaling, number: int) -> Tensor:
+    return PRODUCTS[scaling][number](a, b, scale_a, scale_b)
+
+
+def _empty(a: Tensor, b: Tensor, *_: Any) -> Tensor:
+    return a.new_empty(a.shape[0], b.shape[0], dtype=torch.bfloat16)
+
+
+_product = operator(
+    "fp8_product(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, str scaling, int number) -> Tensor",
+    _run,
+    _empty,
+    ahead=False,
+)
+
+
+def _multiply(scaling: Scaling, number: int, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor) -> Tensor:
+    y: Tensor = _product(a, b, scale_a, scale_b, scaling, number)
+    return y

@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import residua
-from residua.quantize import load_quantized, quantize
+from residua.quantize import load_quantized, quantize, real
 from residua.quantize.apply import targets
 from residua.quantize.fp8 import BLOCK, ROW, encode_fp8
 from residua.quantize.low import LowProjection
@@ -126,23 +126,27 @@ def test_a_cuda_graph_replays_the_simulation(scheme: str) -> None:
 
 
 @pytest.mark.gpu
-def test_an_fp8_projection_runs_under_autocast_and_compile() -> None:
-    device = torch.device("cuda")
-    product = find_product("row", device)
+@pytest.mark.parametrize("scheme", SCALINGS)
+def test_an_fp8_projection_runs_under_autocast_and_compile(scheme: str) -> None:
+    device, (scaling, tile) = torch.device("cuda"), SCALINGS[scheme]
+    product = find_product(scaling, device)
     if product is None:
-        pytest.skip("no row-wise FP8 product on this GPU")
-    layer = Fp8Projection(encode_fp8(torch.randn(256, 128, device=device), ROW), ROW, product)
-    x = torch.randn(2, 33, 128, device=device)
-    with torch.autocast("cuda", torch.bfloat16):
-        plain, compiled = layer(x), torch.compile(layer)(x)
+        pytest.skip(f"no {scaling}-wise FP8 product on this GPU")
+    layer = Fp8Projection(find_scheme(scheme).weight(torch.randn(256, 384, device=device)), tile, product)
+    x = torch.randn(2, 33, 384, device=device)
+    with torch.autocast("cuda", torch.bfloat16), torch.no_grad():
+        plain, compiled = layer(x), torch.compile(layer, dynamic=False, fullgraph=True)(x)
     assert plain.dtype == torch.bfloat16
     assert (plain.float() - compiled.float()).norm() < 1e-2 * plain.float().norm()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("autocast", [False, True])
-def test_an_fp8_projection_compiles_into_one_graph(autocast: bool) -> None:
-    layer = Fp8Projection(encode_fp8(torch.randn(32, 64), ROW), ROW, _simulated)
+def test_an_fp8_projection_compiles_into_one_graph(autocast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the compiler cannot trace PyTorch's product, as torch 2.11's cannot `_scaled_mm_v2`."""
+    monkeypatch.setitem(real.PRODUCTS, "row", (torch._disable_dynamo(_simulated),))
+    product = find_product.__wrapped__("row", CPU)
+    layer = Fp8Projection(encode_fp8(torch.randn(32, 64), ROW), ROW, product)
     x, graphs = torch.randn(2, 3, 64), []
 
     def keep(graph: Any, inputs: Any) -> Any:
