@@ -5,7 +5,7 @@ The models take turns in every round, so that a change of the device's clock aff
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from rich.console import Console
 from torch import Tensor
 
 from residua import ops
-from residua.bench.show import number
+from residua.bench.show import Tell, number
 from residua.bench.step import Case
 from residua.bench.timing import Ceilings
 from residua.generate.engine import Step, build_step, launched_step, resolve_engine
@@ -74,17 +74,20 @@ def bench_decode(
     filled: int,
     engine: str,
     rounds: int,
-    tell: Callable[[str], object] = lambda text: None,
+    tell: Tell = lambda text, share: None,
 ) -> list[DecodeResult]:
-    """Time `rounds` × 8 steps of every case with `filled` tokens in each row of the cache, ratios to the first."""
+    """Time `rounds` × 8 steps of every case with `filled` tokens in each row of the cache, ratios to the first.
+
+    `tell` gets what is done and the share of the whole that is behind it: building counts as half.
+    """
     engine = resolve_engine(engine, device)
     contenders = []
-    for case in cases:
-        tell(f"{model}, batch {batch}: building {case.name}")
+    for done, case in enumerate(cases):
+        tell(f"{model}, batch {batch}: building {case.name}", done / len(cases) / 2)
         contenders.append(_contender(case, device, batch, filled, engine))
-    tell(f"{model}, batch {batch}: timing")
     tokens = torch.zeros(batch, dtype=torch.int64, device=device)
-    for _ in range(rounds):
+    for done in range(rounds):
+        tell(f"{model}, batch {batch}: round {done + 1} of {rounds}", (1 + done / rounds) / 2)
         for contender in contenders:
             contender.seconds.append(_round(contender, tokens, filled, device))
     samples = [Sample.of(c.seconds) for c in contenders]

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from residua import ops
 from residua.bench.decode import build_random
-from residua.bench.show import number
+from residua.bench.show import Tell, number
 from residua.bench.step import Case
 from residua.bench.timing import Ceilings
 from residua.config.model import ModelConfig
@@ -79,14 +79,14 @@ def bench_prefill(
     engine: str,
     rounds: int,
     peers: bool = True,
-    tell: Callable[[str], object] = lambda text: None,
+    tell: Tell = lambda text, share: None,
 ) -> list[PrefillResult]:
     """Time every case `rounds` times, ratios to the first; with `peers`, transformers' Llama of its shape too."""
     torch.manual_seed(0)
     rows = torch.randint(cases[0].config.model.vocab_size, (batch, length)).tolist()
     contenders = []
-    for case in cases:
-        tell(f"{model}, {batch} × {length}: building {case.name}")
+    for done, case in enumerate(cases):
+        tell(f"{model}, {batch} × {length}: building {case.name}", done / len(cases) / 2)
         contenders.append(_ours(case, device, rows, engine))
     peer = _llama(cases[0].config.model, device, rows, contenders[0].flops) if peers else None
     contenders += [] if peer is None else [peer]
@@ -96,8 +96,8 @@ def bench_prefill(
             contender.run()
             contender.first_call = time.perf_counter() - began
             contender.run()
-    tell(f"{model}, {batch} × {length}: timing")
-    for _ in range(rounds):
+    for done in range(rounds):
+        tell(f"{model}, {batch} × {length}: round {done + 1} of {rounds}", (1 + done / rounds) / 2)
         for contender in contenders:
             with contender.backend():
                 contender.seconds += time_each(contender.run, 1, device)

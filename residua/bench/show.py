@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from rich.console import Console
 
@@ -16,11 +17,63 @@ from residua.bench.step import StepResult
 from residua.bench.timing import Ceilings
 from residua.config.run import RunConfig
 from residua.files import write_atomically, writing
-from residua.report.terminal import new_table
+from residua.report.terminal import clock, new_table, open_console, remaining
 from residua.train.timing import Sample
 
 WIDTH = 180
 """Of a log: the widest table fits."""
+LOG_EVERY = 10.0
+"""Seconds between two lines of progress in a log."""
+Tell = Callable[[str, float], object]
+"""Gets what is being measured, and the share of the work that is behind it."""
+
+
+class BenchProgress:
+    """What is being measured and the time left, on standard error.
+
+    A terminal gets a status line, a log a line every `LOG_EVERY` seconds. `parts` is how often `finish_part` will be
+    called; without it no time is given.
+    """
+
+    keeps_log = True
+
+    def __init__(self, parts: int | None = None, console: Console | None = None) -> None:
+        self._parts, self._finished = parts, 0
+        self._start: float | None = None
+        self._logged: float | None = None
+        self._console = console or open_console(None, stderr=True)
+        self._status = self._console.status("measuring this device")
+
+    def __enter__(self) -> Self:
+        self._status.start()
+        return self
+
+    def __exit__(self, *ending: object) -> None:
+        self._status.stop()
+
+    def tell(self, what: str, share: float = 0.0) -> None:
+        """Show what is being measured; `share` of the current part is done."""
+        now = time.monotonic()
+        self._start = now if self._start is None else self._start
+        line = what if self._parts is None else f"{what} ({self._place(share)})"
+        self._status.update(line)
+        if self.keeps_log and (self._logged is None or now - self._logged >= LOG_EVERY):
+            self._log(line)
+            self._logged = now
+
+    def finish_part(self) -> None:
+        """Count a part as done."""
+        self._finished += 1
+
+    def _log(self, line: str) -> None:
+        if not self._console.is_terminal:
+            self._console.print(line, soft_wrap=True, markup=False)
+
+    def _place(self, share: float = 0.0) -> str:
+        place, done, parts = f"{self._finished} of {self._parts}", self._finished + share, self._parts or 0
+        if self._start is None or not 0 < done < parts:
+            return place
+        return f"{place}, {clock(remaining(self._start, 0, done, parts))} left"
 
 
 def print_device(console: Console, environment: dict[str, Any]) -> None:

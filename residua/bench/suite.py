@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ from residua.bench.timing import Ceilings, measure_ceilings
 from residua.config.settings import suggest
 from residua.errors import UserError
 from residua.machine import choose_device
-from residua.report.terminal import clock, open_console, remaining
+from residua.report.terminal import open_console
 from residua.train.environment import describe_environment
 
 DEPTH = "depth"
@@ -101,45 +100,23 @@ def _others(name: str, case: Case) -> dict[str, Function]:
     return {peer: case.by_reads(read) for peer, read in peers("depth_attention").items()}
 
 
-class SuiteProgress:
-    """Keeps the measurements and shows progress on standard error.
+class SuiteProgress(show.BenchProgress):
+    """Keeps the measurements; a log gets one line per finished row."""
 
-    A terminal gets a status line; a log gets one line per finished row.
-    """
+    keeps_log = False
 
     def __init__(self, rows: int, out: Path | None, console: Console | None = None) -> None:
+        super().__init__(rows, console)
         self.report: Report | None = None
-        self._rows, self._done, self._out = rows, 0, out
-        self._start: float | None = None
-        self._console = console or open_console(None, stderr=True)
-        self._status = self._console.status("measuring this device")
-
-    def __enter__(self) -> SuiteProgress:
-        self._status.start()
-        return self
-
-    def __exit__(self, *ending: object) -> None:
-        self._status.stop()
-
-    def tell(self, what: str) -> None:
-        """Show what is being timed."""
-        self._start = self._start or time.monotonic()
-        self._status.update(f"{what} ({self._place()})")
+        self._out = out
 
     def keep(self, report: Report) -> None:
         """Keep the report, rewrite the file, and print a line to a log."""
-        self.report, self._done = report, len(report.results)
+        self.report = report
+        self.finish_part()
         if self._out is not None and show.can_be_replaced(self._out):
             show.write_json(self._out, as_json(report))
-        if not self._console.is_terminal:
-            line = show.operator_line(report.results[-1])
-            self._console.print(f"{line} ({self._place()})", soft_wrap=True, markup=False)
-
-    def _place(self) -> str:
-        place = f"{self._done} of {self._rows}"
-        if self._start is None or not 0 < self._done < self._rows:
-            return place
-        return f"{place}, {clock(remaining(self._start, 0, self._done, self._rows))} left"
+        self._log(f"{show.operator_line(report.results[-1])} ({self._place()})")
 
 
 def conduct(plan: SuitePlan, repeats: int, out: Path | None) -> None:

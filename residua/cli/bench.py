@@ -14,7 +14,6 @@ from residua.reading import toml_string
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.status import Status
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -90,12 +89,12 @@ def step(
     cases = read_cases(base, [case for text in compare or [] for case in text.split(",")])
     device = choose_device(base.train.device, "train.device")
     environment, console = describe_environment(device), _console()
-    with _status("measuring this device") as status:
+    with show.BenchProgress() as progress:
         ceilings = measure_ceilings(device)
         if rounds is None:
-            results = bench_step(cases, device, steps=steps, warmup=warmup, tell=status.update)
+            results = bench_step(cases, device, steps=steps, warmup=warmup, tell=progress.tell)
         else:
-            results = bench_turns(cases, rounds=rounds, steps=steps, warmup=warmup, tell=status.update)
+            results = bench_turns(cases, rounds=rounds, steps=steps, warmup=warmup, tell=progress.tell)
     show.print_ceilings(console, environment, ceilings)
     console.print(show.describe_step(base))
     show.print_steps(console, results)
@@ -136,8 +135,8 @@ def curve(
 
     device = choose_device(config.train.device, "train.device")
     dataset, environment, console = open_data(config), describe_environment(device), _console()
-    with _status("starting") as status:
-        result = bench_curve(config, dataset, device, tell=status.update)
+    with show.BenchProgress() as progress:
+        result = bench_curve(config, dataset, device, tell=progress.tell)
     show.print_device(console, environment)
     print_curves(console, config, device, result)
     show.save_report(console, out, curve_report(environment, config, result))
@@ -190,13 +189,14 @@ def decode(
     engines = [resolve_engine(name, where) for name in engine or ["auto"]]
     cases = read_models(presets or MODELS, compare.split(","))
     environment, console = describe_environment(where), _console()
-    results = []
-    with _status("measuring this device") as status:
+    results, parts = [], list(product(cases, engines, batch or [1, 64]))
+    with show.BenchProgress(len(parts)) as progress:
         ceilings = measure_ceilings(where)
-        for name, chosen, rows in product(cases, engines, batch or [1, 64]):
+        for name, chosen, rows in parts:
             results += bench_decode(
-                name, cases[name], where, batch=rows, filled=filled, engine=chosen, rounds=rounds, tell=status.update
+                name, cases[name], where, batch=rows, filled=filled, engine=chosen, rounds=rounds, tell=progress.tell
             )
+            progress.finish_part()
     show.print_ceilings(console, environment, ceilings)
     print_decode(console, results, ceilings)
     settings = {"filled": filled, "rounds": rounds, "cases": compare}
@@ -247,14 +247,15 @@ def prefill(
     engines = [resolve_engine(name, where, ("auto", "eager", "graph")) for name in engine or ["auto"]]
     cases = read_models(presets or MODELS, compare.split(","))
     environment, console = describe_environment(where), _console()
-    results = []
-    with _status("measuring this device") as status:
+    results, parts = [], list(product(cases, engines, batch or [1, 8], length or [128, 1024]))
+    with show.BenchProgress(len(parts)) as progress:
         ceilings = measure_ceilings(where)
-        for name, chosen, rows, tokens in product(cases, engines, batch or [1, 8], length or [128, 1024]):
+        for name, chosen, rows, tokens in parts:
             results += bench_prefill(
                 name, cases[name], where, batch=rows, length=tokens, engine=chosen, rounds=rounds, peers=peers,
-                tell=status.update,
+                tell=progress.tell,
             )  # fmt: skip
+            progress.finish_part()
     show.print_ceilings(console, environment, ceilings)
     print_prefill(console, results)
     settings = {"rounds": rounds, "cases": compare}
@@ -327,8 +328,8 @@ def fp8(
 
     device = choose_device("auto")
     console, environment = _console(), describe_environment(device)
-    with _status("measuring this device") as status:
-        results = bench.bench_linear(tokens, widths, device, repeats=repeats, tell=status.update)
+    with show.BenchProgress() as progress:
+        results = bench.bench_linear(tokens, widths, device, repeats=repeats, tell=progress.tell)
     show.print_device(console, environment)
     bench.print_linear(console, results)
     show.save_report(console, out, bench.linear_report(environment, results))
@@ -387,10 +388,3 @@ def _console() -> Console:
     from residua.report.terminal import open_console
 
     return open_console(WIDTH)
-
-
-def _status(text: str) -> Status:
-    """What is being measured, on standard error."""
-    from residua.report.terminal import open_console
-
-    return open_console(None, stderr=True).status(text)

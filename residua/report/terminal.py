@@ -78,7 +78,7 @@ class ProgressBars:
         return lambda stage, done, total: self._bars.update(bar, description=stage, completed=done, total=total)
 
 
-def remaining(start: float, before: int, done: int, total: int) -> float | None:
+def remaining(start: float, before: int, done: float, total: int) -> float | None:
     """Seconds left at the rate since `start` (a `time.monotonic`); None until something is done.
 
     `before` items were done earlier and do not count for the rate.

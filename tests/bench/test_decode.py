@@ -1,10 +1,14 @@
+import io
 import json
+import time
 
 import pytest
 import torch
+from rich.console import Console
 from typer.testing import CliRunner
 
 from residua.bench.decode import STEPS, bench_decode
+from residua.bench.show import BenchProgress
 from residua.bench.step import read_cases
 from residua.cli.bench import app
 from residua.config.run import RunConfig
@@ -60,6 +64,23 @@ def test_the_command_prints_a_table_and_writes_what_it_measured(model, tmp_path)
         ("block_attnres", 2),
     ]
     assert "block_attnres" in done.output
+    assert "tiny, batch 1: building prenorm (0 of 2)" in done.stderr
+
+
+def test_progress_comes_with_the_time_left_and_to_a_log_at_times(monkeypatch):
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    log = io.StringIO()
+    with BenchProgress(2, Console(file=log, width=120)) as progress:
+        for what, share in (("building", 0.0), ("round 1 of 2", 0.5), ("round 2 of 2", 0.75)):
+            progress.tell(what, share)
+            now += 6
+        progress.finish_part()
+        progress.tell("building")
+    assert log.getvalue().splitlines() == [
+        "building (0 of 2)",
+        "round 2 of 2 (0 of 2, 0:20 left)",
+    ]
 
 
 def test_an_engine_that_the_device_lacks_is_refused(model):
