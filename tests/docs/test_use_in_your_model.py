@@ -1,5 +1,6 @@
 """The examples of docs/use-in-your-model.md run as written and do what the page says."""
 
+import math
 import sys
 from collections.abc import Iterator
 from types import ModuleType
@@ -29,6 +30,16 @@ def test_the_plain_gpt_is_about_sixty_lines_of_which_three_are_residuas():
     end = next(i for i, line in enumerate(lines) if line.startswith("block ="))
     assert end <= 60
     assert sum("# " in line and line.rstrip()[-1].isdigit() for line in lines) == 3
+
+
+@torch.no_grad()
+def test_the_plain_gpt_starts_at_the_loss_of_a_guess():
+    torch.manual_seed(0)
+    scope: dict = {}
+    exec(python_blocks(PAGE)[0], scope)
+    tokens = torch.randint(256, (4, 33))
+    for name in ("block", "mgr", "plain"):
+        assert float(scope["loss"](scope[name], tokens)) == pytest.approx(math.log(256), abs=0.1), name
 
 
 @pytest.mark.slow
