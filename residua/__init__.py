@@ -39,6 +39,10 @@ _HOMES = {
 __all__ = ["Decoder", "ModelConfig", "build", "build_topology", "choices", "load", "ops"]
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'residua' has no attribute {name!r}")

@@ -75,7 +75,6 @@ class LazyVerbs(TyperGroup):
 app = typer.Typer(
     cls=LazyVerbs,
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode=None,
     help="Residua: the depth axis of Transformers. `residua VERB --help` shows examples.",
 )

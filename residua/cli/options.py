@@ -17,7 +17,17 @@ from residua.files import refuse_blocked
 CHECKPOINTS = ("last", "best")
 DEVICES = ("auto", "cpu", "cuda")
 
-Preset = Annotated[str, typer.Argument(metavar="PRESET", help="A preset's name or a run's TOML file.")]
+
+def complete_preset(incomplete: str) -> list[str]:
+    """The presets that begin so, for the shell's completion."""
+    from residua.config import presets
+
+    return [name for name in presets.names() if name.startswith(incomplete)]
+
+
+Preset = Annotated[
+    str, typer.Argument(metavar="PRESET", help="A preset's name or a run's TOML file.", autocompletion=complete_preset)
+]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="[section.key=value ...]", show_default=False, help="Changes to the configuration."),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from residua.cli.options import Threads, complain, use_threads
+from residua.cli.options import Threads, complain, complete_preset, use_threads
 from residua.errors import UserError
 from residua.files import is_plain_name, refuse_blocked
 from residua.reading import toml_string
@@ -29,6 +29,7 @@ def train(
             metavar="PRESET|FILE.toml",
             show_default=False,
             help="What to train: a name from `residua presets`, or a TOML file. Not needed with --resume.",
+            autocompletion=complete_preset,
         ),
     ] = None,
     changes: Annotated[

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from residua.config import presets
-from residua.config.choices import SoftmaxAttention
+from residua.config.choices import NormChoice, SoftmaxAttention, TopologyChoice
 from residua.config.model import ModelConfig, head_dim
+from residua.config.plugins import load_plugins
 from residua.config.run import RunConfig
 from residua.config.settings import ConfigError, suggest
 from residua.reading import counted
@@ -283,4 +284,9 @@ def _known(name: str) -> Variant:
             return numbered(int(match[2]))
     if name in presets.names():
         raise ConfigError(f"{name!r} is a preset, not a variant: `residua compare --base {name}` varies it.")
+    load_plugins()
+    for part, family in (("topology", TopologyChoice), ("norm", NormChoice)):
+        if name in (table.model_fields["kind"].default for table in family.alternatives()):
+            entry = f'put {name} = ["model.{part}.kind={name}"] under [variants] of a study file.'
+            raise ConfigError(f"{name!r} is a kind of {part}, not a variant: {entry}")
     raise ConfigError(f"{name!r} is not a known variant: {suggest(name, KNOWN)}")

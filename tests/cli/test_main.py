@@ -62,14 +62,16 @@ HEAVY = ("torch", "numpy", "scipy", "plotly", "transformers", "triton")
 """What takes seconds to import."""
 
 
-AT_ONCE = [["--version"], ["--help"], ["presets"], ["presets", "tiny"], ["train", "--help"]]
+AT_ONCE = [["--version"], ["--help"], ["presets"], ["presets", "tiny"], ["train", "--help"], ["completion"]]
 
 
 def test_what_prints_at_once_imports_nothing_heavy():
     code = f"""
-import sys
+import os, sys
 from residua.cli.main import main
 for arguments in {AT_ONCE}:
+    if arguments == ["completion"]:
+        os.environ.update(_RESIDUA_COMPLETE="complete_bash", COMP_WORDS="residua ", COMP_CWORD="1")
     sys.argv = ["residua", *arguments]
     try:
         main()
@@ -82,6 +84,18 @@ for arguments in {AT_ONCE}:
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "completed"),
+    [("ex", "export"), ("bench dec", "decode"), ("bench decode --ro", "--rounds"), ("train mini-mg", "mini-mgr")],
+)
+def test_the_shell_completes_verbs_options_and_presets(line, completed, monkeypatch, capsys):
+    monkeypatch.setenv("_RESIDUA_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", f"residua {line}")
+    monkeypatch.setenv("COMP_CWORD", str(len(line.split())))
+    assert residua(monkeypatch) == 0
+    assert completed in capsys.readouterr().out.split()
 
 
 @pytest.mark.parametrize("start", [["-m", "residua"], ["-m", "residua.cli.main"]])

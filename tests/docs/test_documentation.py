@@ -3,6 +3,7 @@
 import re
 import shlex
 import subprocess
+import sys
 from math import factorial
 from pathlib import Path
 
@@ -19,6 +20,17 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 def python_blocks(page: str) -> list[str]:
     return re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(encoding="utf-8"), re.S)
+
+
+def test_dir_of_the_package_shows_what_the_pages_name():
+    pages = [str(page.relative_to(DOCS)) for page in DOCS.glob("*.md")]
+    code = "\n".join(block for page in pages for block in python_blocks(page))
+    parts = {path.stem for path in Path(residua.__file__).parent.iterdir()}
+    named = {name for name in re.findall(r"\bresidua\.(\w+)", code) if name not in parts}
+    assert {"ModelConfig", "build", "load"} <= named
+    script = "import residua; print(*dir(residua))"
+    shown = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    assert named <= set(shown.split())
 
 
 @pytest.mark.slow

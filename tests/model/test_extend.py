@@ -18,6 +18,7 @@ from residua.config.choices import NormChoice, TopologyChoice
 from residua.config.model import ModelConfig
 from residua.config.run import RunConfig
 from residua.config.settings import PLUGINS, ConfigError
+from residua.config.variants import overrides
 from residua.model.decoder import build
 from residua.model.norm import NORMS
 from residua.model.topology import TOPOLOGIES
@@ -62,6 +63,14 @@ def test_a_kind_of_ones_own_is_written_read_and_overridden_like_any_other(own: P
         config.override(["topology.strat=1"])
     with pytest.raises(ConfigError, match=r"'layer_scal' does not exist, .*: did you mean 'layer_scale'\?"):
         config.override(["topology.kind=layer_scal"])
+
+
+def test_a_kind_given_as_a_variant_gets_a_hint(own: Path) -> None:
+    for part, table in OWN.items():
+        entry = f'{table["kind"]} = ["model.{part}.kind={table["kind"]}"]'
+        with pytest.raises(ConfigError, match=re.escape(f"is a kind of {part}, not a variant: put {entry} under")):
+            overrides([table["kind"]], small())
+    assert "residua compare prenorm base --base" in PAGE.read_text(encoding="utf-8")  # the baseline comes first
 
 
 def test_every_parameter_of_ones_own_gets_a_gradient(own: Path) -> None:
