@@ -52,7 +52,7 @@ STAYING = (
     "residua.model.topology.normed",
 )
 """What a model's parts need only to answer `residua quantize`, `diagnose`, `bench` and `generate`."""
-TRAVELLING = ("residua.model.", "residua.config.", "residua.ops", "residua.export.")
+TRAVELLING = ("residua.model.", "residua.config.", "residua.ops", "residua.export.", "residua.errors")
 OF_PYDANTIC = ("Field", "field_validator", "model_validator")
 LICENCE = "# SPDX-FileCopyrightText: The Residua developers\n# SPDX-License-Identifier: Apache-2.0\n"
 BUILDERS = ("build_topology", "build_norm")
