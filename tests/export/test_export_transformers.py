@@ -121,6 +121,11 @@ def test_a_state_that_cannot_be_rolled_back_refuses_to_guess_ahead(which, reques
                 exported.generate(**given, **GREEDY, **guessing)
 
 
+def test_a_model_with_a_recurrent_state_cannot_be_an_assistant(exported, hybrid_folder):
+    with pytest.raises(ValueError, match="linear attention cannot be an assistant"):
+        exported.generate(**prompt(batch=1), **GREEDY, assistant_model=in_transformers(hybrid_folder))
+
+
 def test_a_conversation_goes_on_from_its_cache(exported):
     given = prompt(batch=1)
     cache = transformers.DynamicCache(config=exported.config)
