@@ -207,11 +207,11 @@ class ResiduaForCausalLM(ResiduaPreTrainedModel, GenerationMixin):
     def set_input_embeddings(self, value: nn.Module) -> None:
         self.model.set_input_embeddings(value)
 
-    def generate(self, inputs: Any = None, generation_config: Any = None, **kwargs: Any) -> Any:
+    def generate(self, inputs: Any = None, generation_config: Any = None, **kwargs: Any) -> Any:  # type: ignore[override]
         """As transformers does, which asks the model that is helped about its state, and not its assistant."""
         if self._is_stateful and getattr(generation_config, "is_assistant", False):
             raise UserError("a model with linear attention cannot be an assistant: use one of softmax attention only.")
-        generate: Any = super().generate
+        generate: Any = super().generate  # type: ignore[misc]
         return generate(inputs, generation_config, **kwargs)
 
     @staticmethod
