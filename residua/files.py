@@ -35,6 +35,8 @@ _ADVICE = {
 }
 # What only a write can run into.
 _WRITES = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+# What a disk, its permissions or a name can cause, and a mistake in a program hardly.
+_OF_A_FILE = (*_WRITES, errno.EACCES, errno.EPERM, errno.EIO, errno.ENAMETOOLONG, errno.ENOTDIR, errno.ESTALE)
 GONE = "nothing of it is left"
 
 
@@ -58,6 +60,12 @@ def explain(error: OSError) -> tuple[str, str]:
     if error.filename is None:
         return f"the system refused a file: {reason}", advice
     return f"{error.filename}: {reason}", "check its name and its permissions"
+
+
+def is_disk_failure(error: OSError) -> bool:
+    """Whether an error is a disk's: a `WriteError`, or a file that a full, forbidden or broken disk refuses."""
+    named = error.filename is not None and error.errno in _OF_A_FILE
+    return named or isinstance(error, WriteError) or error.errno in (*_WRITES, errno.EPIPE)
 
 
 def sentence(error: OSError) -> str:

@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 
 from residua import machine
-from residua.cli.main import refuse
+from residua.cli.main import fail
 from residua.config.run import RunConfig
 from residua.machine import TooLarge, free_memory, out_of_memory, require_memory
 from residua.train.health import TrainingStopped
@@ -196,6 +196,6 @@ def test_without_room_to_say_it_well_it_is_still_said(
 
     monkeypatch.setattr("residua.report.terminal.say", full)
     with pytest.raises(SystemExit) as ended:
-        refuse(MemoryError())
+        fail(MemoryError())
     assert ended.value.code == 2
     assert capfd.readouterr().err == "residua: this machine ran out of memory: end other programs.\n"

@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import ValidationError
+
 from residua.bench.plan_depth import depth_bytes
 from residua.bench.plan_division import Division, Facts
 from residua.bench.plan_machine import GIB as GIB
@@ -26,6 +28,7 @@ from residua.bench.plan_traffic import Sent, crossing_after, hop_bytes, sent_by
 from residua.config.run import ParallelConfig, RunConfig, check_mesh
 from residua.config.settings import ConfigError
 from residua.distributed.pipeline.deal import Share, head_work, shares_of, work_of
+from residua.errors import UserError
 from residua.model.size import FLOPS_PER_BYTE, measure
 
 
@@ -117,7 +120,7 @@ def _divisions(config: RunConfig, gpus: int, *, experts: bool) -> Iterator[RunCo
                     divided = config.model_copy(update={"parallel": ParallelConfig(**{**given, **axes, **kind})})
                     check_mesh(divided)
                     yield divided
-                except ValueError:
+                except (UserError, ValidationError):
                     continue
 
 

@@ -27,6 +27,7 @@ from residua.bench.step import Case, StepResult, build_case, describe, no_memory
 from residua.config.run import RunConfig
 from residua.errors import UserError
 from residua.machine import choose_device, python_command, python_environment
+from residua.report.failure import ending, last_words
 from residua.train.throughput import peak_memory_gib
 from residua.train.timing import RATE, TimedStep, random_batches, synchronize, time_each
 
@@ -87,8 +88,8 @@ class _Turn:
             if line.startswith(ANSWER):
                 return json.loads(line.removeprefix(ANSWER))
         ending = self.child.wait()
-        said = self.log.read_text(errors="replace").strip().splitlines() or ["it said nothing"]
-        raise UserError(f"{self.case.name} could not be timed (exit status {ending}): {said[-1]}")
+        said = last_words(self.log.read_text(errors="replace")) or "it said nothing"
+        raise UserError(f"{self.case.name} could not be timed (exit status {ending}): {said}")
 
 
 @contextmanager
@@ -156,4 +157,5 @@ def _tell(what: object) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    with ending():
+        main(sys.argv[1:])

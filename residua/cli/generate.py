@@ -133,7 +133,7 @@ def _chat(generator: Generator, request: Request) -> None:
         typer.echo("Model:", nl=False)
         try:
             done, speed = conversation.say(line, show=lambda _, piece: typer.echo(printable(piece), nl=False))
-        except ValueError as refused:
+        except UserError as refused:
             typer.echo(f"\n{printable(str(refused))}", err=True)
             continue
         typer.echo()

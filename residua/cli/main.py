@@ -16,9 +16,8 @@ from typer.core import TyperGroup
 
 from residua.cli.options import complain
 from residua.cli.process import Terminated, end_tidily, quiet_libraries
-from residua.errors import UserError
+from residua.errors import TRACEBACK, UserError
 from residua.files import refuse_address
-from residua.machine import out_of_memory
 from residua.version import __version__
 
 VERBS = {
@@ -44,6 +43,7 @@ VERBS = {
 
 # Seconds for rank 0 to get as far as the others: the first rank to end makes torchrun end all of them.
 GRACE = 20.0
+SWITCH = "--traceback"
 FREE_TEXT = ("--prompt", "--stop", "--matching")
 
 
@@ -91,6 +91,10 @@ def _residua(
     version: Annotated[
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
     ] = False,
+    traceback: Annotated[
+        bool,
+        typer.Option(SWITCH, help=f"Anywhere in a command: show where an error was raised, as {TRACEBACK}=1 does."),
+    ] = False,
 ) -> None:
     from residua.config.plugins import load_plugins  # `residua --help` does without it
 
@@ -98,34 +102,43 @@ def _residua(
 
 
 def main() -> None:
-    """Run a verb. A user's mistake, a full disk or full memory is reported in one sentence, without a traceback."""
+    """Run a verb. A person's mistake, a full disk or memory ends in one sentence, anything else in a traceback."""
     # Libraries start processes too (Inductor's compilers, spawned workers): none may import from the working folder.
     os.environ.setdefault("PYTHONSAFEPATH", "1")
     end_tidily()
     quiet_libraries()
     try:
-        refuse_arguments(sys.argv[1:])
-        ending = app(prog_name="residua", standalone_mode=False)
+        arguments = take_traceback(sys.argv[1:])
+        refuse_arguments(arguments)
+        ending = app(arguments, prog_name="residua", standalone_mode=False)
     except typer.Abort:
         sys.exit(1)
     except Terminated as stop:
         _flush_output()
         stop.die()
-    except (ValueError, OSError, ImportError, MemoryError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and out_of_memory(error) is None:
-            raise
-        refuse(error)
     except KeyboardInterrupt:
         sys.exit(130)
     except Exception as error:
-        if not hasattr(error, "format_message"):  # an error of ours, not of the arguments
-            raise
-        _leave_to_first_rank()
+        if not hasattr(error, "format_message"):
+            fail(error)
+        _leave_to_first_rank()  # an error of the arguments
         _show_usage(error)
         sys.exit(2)
     finally:
         _flush_output()
     sys.exit(ending if isinstance(ending, int) else 0)
+
+
+def take_traceback(arguments: Sequence[str]) -> list[str]:
+    """Note a `--traceback`, wherever it stands, for this process and those that it starts; returns the others."""
+    switches = [
+        place
+        for place, (before, argument) in enumerate(pairwise(["", *arguments]))
+        if argument == SWITCH and before not in FREE_TEXT
+    ]
+    if switches:
+        os.environ[TRACEBACK] = "1"
+    return [argument for place, argument in enumerate(arguments) if place not in switches]
 
 
 def refuse_arguments(arguments: Sequence[str]) -> None:
@@ -153,21 +166,24 @@ def _flush_output() -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), number)
 
 
-def refuse(mistake: Exception) -> NoReturn:
-    """Print a person's mistake in one sentence and end the process.
+def fail(error: Exception) -> NoReturn:
+    """Print why the command cannot go on and end the process: a mistake as one sentence, a bug with its traceback.
 
     Under torchrun many ranks find the same mistake: rank 0 prints it, then torchrun ends the others, which wait. A rank
     that is still alive after GRACE seconds found something that rank 0 did not (a missing GPU, a file that only its
-    machine lacks) and prints it; of several ranks on a machine the first does.
+    machine lacks) and prints it; of several ranks on a machine the first does. A bug is printed by every rank at once.
     """
-    _leave_to_first_rank()
     try:
-        from residua.report.terminal import say  # a command that succeeds does without it
+        from residua.report.failure import describe, show  # a command that succeeds does without it
 
-        complain(say(mistake))
+        failure = describe(error)
     except MemoryError:  # there is not even room to import it
         os.write(2, b"residua: this machine ran out of memory: end other programs.\n")
-    sys.exit(2)
+        sys.exit(2)
+    if not failure.bug:
+        _leave_to_first_rank()
+    show(failure)
+    sys.exit(1 if failure.bug else 2)
 
 
 def _show_usage(error: Any) -> None:

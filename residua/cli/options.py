@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -42,10 +41,9 @@ Threads = Annotated[int | None, typer.Option(min=1, max=4096, show_default="PyTo
 
 def complain(sentence: str) -> None:
     """Print on standard error why the command ends, on one line: a path in it may hold a newline."""
-    from residua.report.plain import one_line
+    from residua.report.failure import Failure, show
 
-    with suppress(OSError):  # standard error may go to the disk that is full
-        print(f"residua: {one_line(sentence)}", file=sys.stderr, flush=True)
+    show(Failure(sentence))
 
 
 def check_file(out: Path | None) -> Path | None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from residua.cli.options import Threads, complain, complete_preset, use_threads
+from residua.cli.options import Threads, complete_preset, use_threads
 from residua.errors import UserError
 from residua.files import is_plain_name, refuse_blocked
 from residua.reading import toml_string
@@ -112,6 +112,7 @@ def _retrofit(
 
 
 def _run(config: RunConfig, folder: Path, resume: bool, threads: int | None) -> None:
+    from residua.report.failure import describe, show
     from residua.train.health import TrainingStopped
     from residua.train.trainer import train as train_run
 
@@ -119,7 +120,7 @@ def _run(config: RunConfig, folder: Path, resume: bool, threads: int | None) -> 
     try:
         train_run(config, folder, resume=resume, world=_ranks(config, folder))
     except TrainingStopped as stop:
-        complain(str(stop))
+        show(describe(stop, expected=True))
         raise typer.Exit(stop.exit_code) from None
 
 

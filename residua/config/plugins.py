@@ -8,32 +8,51 @@ stranger's folder must not run code.
 from __future__ import annotations
 
 import os
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache, partial
 from importlib import import_module
 from importlib.metadata import EntryPoints, entry_points
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from traceback import walk_tb
+from types import FrameType
+from typing import NamedTuple
 
 from residua.config.settings import PLUGINS, ConfigError
 
 GROUP = "residua.plugins"
 
 _loaded: set[str] = set()
+_packages: set[str] = set()
+"""Modules that are plugins, or the packages that hold them; they stay known after a failed import."""
+
+
+class Place(NamedTuple):
+    """A line of a plugin, and the error that came through it."""
+
+    file: str
+    line: int
+    error: BaseException
+    raised: bool = True
+    """Whether the plugin itself raised the error, or code that it called."""
+
+    def __str__(self) -> str:
+        return f"{self.file}, line {self.line}"
 
 
 def load_plugins() -> None:
     """Import every plugin that is not yet imported."""
     for name in filter(None, map(str.strip, os.environ.get(PLUGINS, "").split(","))):
         if name not in _loaded:
-            load = partial(_from_file, Path(name)) if name.endswith(".py") else partial(import_module, name)
-            _load(name, f"{PLUGINS} names {name!r}, which", load)
+            file = name.endswith(".py")
+            load = partial(_from_file, Path(name)) if file else partial(import_module, name)
+            _load(name, Path(name).stem if file else name, f"{PLUGINS} names {name!r}, which", load)
     for point in _entry_points():
         if point.value not in _loaded:
-            _load(
-                point.value, f"the entry point {GROUP} of an installed package names {point.value!r}, which", point.load
-            )
+            whose = f"the entry point {GROUP} of an installed package names {point.value!r}, which"
+            _load(point.value, point.value.partition(":")[0], whose, point.load)
 
 
 def _entry_points() -> EntryPoints:
@@ -46,12 +65,16 @@ def _found(places: tuple[tuple[str, int], ...]) -> EntryPoints:
     return entry_points(group=GROUP)
 
 
-def _load(key: str, what: str, load: Callable[[], object]) -> None:
+def _load(key: str, module: str, what: str, load: Callable[[], object]) -> None:
     _loaded.add(key)  # first: what a plugin does while it is imported may ask for plugins
+    package = module if module.startswith("residua.") else module.partition(".")[0]
+    _packages.add(package)
     try:
         load()
     except (Exception, SystemExit) as error:
         _loaded.discard(key)
+        if plugin_place(error, package) is None:  # it was not found, or another module has its name
+            _packages.discard(package)
         reason = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(".")
         raise ConfigError(f"{what} cannot be imported ({reason}).") from error
 
@@ -75,3 +98,41 @@ def _from_file(path: Path) -> None:
     except BaseException:
         del sys.modules[path.stem]
         raise
+
+
+def plugin_place(error: BaseException, package: str | None = None) -> Place | None:
+    """The innermost line of a plugin that an error, or one that led to it, came through; None without a plugin.
+
+    `package` names one that need not have come from RESIDUA_PLUGINS.
+    """
+    packages = _packages if package is None else {package}
+    return next(filter(None, (_place(link, packages) for link in causes(error))), None)
+
+
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """An error, the one that it was raised from or after, and so on; also those that `from None` hides."""
+    link: BaseException | None = error
+    seen: set[int] = set()
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        yield link
+        link = link.__cause__ or link.__context__
+
+
+def _place(error: BaseException, packages: set[str]) -> Place | None:
+    frames = [(frame, line) for frame, line in walk_tb(error.__traceback__)]
+    for depth, (frame, line) in enumerate(reversed(frames)):
+        if _belongs(frame, packages):
+            return Place(frame.f_code.co_filename, line, error, raised=depth == 0)
+    if isinstance(error, SyntaxError) and error.filename and error.lineno:
+        return Place(error.filename, error.lineno, error)
+    # an error of torch.compile names the line that it was compiling, which did not run
+    for file, line_number in reversed(re.findall(r'File "(.+?)", line (\d+)', str(error))):
+        if Path(file).stem in packages:
+            return Place(file, int(line_number), error)
+    return None
+
+
+def _belongs(frame: FrameType, packages: set[str]) -> bool:
+    module = str(frame.f_globals.get("__name__", ""))
+    return any(module == package or module.startswith(f"{package}.") for package in packages)

@@ -123,6 +123,8 @@ def refusal(error: ValidationError, model: type[BaseModel]) -> ConfigError:
     """The error to raise for what pydantic found."""
     made = ConfigError(explain(error, model))
     made.problem = (error, model)
+    found = (fault.get("ctx", {}).get("error") for fault in error.errors())
+    error.__cause__ = next((cause for cause in found if isinstance(cause, Exception)), None)  # pydantic drops it
     return made
 
 

@@ -14,9 +14,10 @@ from torch import nn
 from residua.config.run import ParallelConfig
 from residua.data.tokenizer import SETTINGS
 from residua.errors import UserError
-from residua.files import sentence, write_atomically
+from residua.files import write_atomically
 from residua.model.size import build_if_it_fits
 from residua.reading import inside
+from residua.report.failure import ending
 from residua.storage.checkpoint import Checkpoint, best, checkpoints, model_tensors, save_checkpoint
 from residua.storage.finite import require_finite
 from residua.storage.load import restore
@@ -64,7 +65,7 @@ def _other_best(found: list[Checkpoint], model: nn.Module, optimizer: HybridOpti
         if winner is None or winner == found[-1]:
             return None
         _read(winner, model, optimizer)
-    except ValueError as problem:
+    except UserError as problem:
         print(
             f"residua: only the last checkpoint is converted, since the best is not known: {problem}", file=sys.stderr
         )
@@ -82,10 +83,8 @@ def main() -> None:
     """The command: two folders, RUN and OUT."""
     if len(sys.argv) != 3:
         sys.exit("residua: name the run and the new folder: python -m residua.distributed.convert RUN OUT")
-    try:
+    with ending():
         print(f"written to {convert(Path(sys.argv[1]), Path(sys.argv[2]))}")
-    except (ValueError, OSError) as error:
-        sys.exit(f"residua: {sentence(error) if isinstance(error, OSError) else error}")
 
 
 if __name__ == "__main__":

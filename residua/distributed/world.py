@@ -12,6 +12,7 @@ from typing import Any, Literal, Self, TypeVar
 import torch
 import torch.distributed as dist
 
+from residua.config.plugins import plugin_place
 from residua.config.run import RunConfig
 from residua.config.settings import ConfigError
 from residua.distributed.construct import Parts
@@ -25,6 +26,7 @@ from residua.machine import choose_device
 from residua.model.decoder import Decoder
 from residua.model.size import shapes
 from residua.reading import reason
+from residua.report import failure
 from residua.storage.checkpoint import checkpoints, model_tensors, what_is_left
 from residua.storage.run import FollowedRun, Run
 from residua.storage.sharded import Saver, load_shards
@@ -77,7 +79,7 @@ class Ranks(World):
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         try:
-            if isinstance(error, TrainingStopped | ValueError | OSError):
+            if isinstance(error, TrainingStopped) or (isinstance(error, Exception) and failure.is_expected(error)):
                 self.heartbeat.fail(str(error))
             elif isinstance(error, Exception):
                 self._explain(error)
@@ -98,8 +100,9 @@ class Ranks(World):
         """Say why this rank fails: for its own reason, or because another rank died."""
         # torchrun now sends SIGTERM to every rank, and this one must still find and print the reason
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        if not lost_a_peer(error):
-            self.heartbeat.fail(f"{type(error).__name__}: {error}".splitlines()[0])
+        place = plugin_place(error)
+        if not lost_a_peer(error) or (place is not None and place.raised):
+            self.heartbeat.fail(failure.sentence(error))
             return
         sentence = self.heartbeat.who_died()
         if self.heartbeat.told:
@@ -159,8 +162,8 @@ class Ranks(World):
         """On rank 0: do the work and tell the others, which wait in `_follow`, whether it failed."""
         try:
             made = work()
-        except (ValueError, OSError) as error:
-            self._broadcast(str(error))
+        except Exception as error:
+            self._broadcast(failure.sentence(error))
             raise
         self._broadcast(None)
         return made

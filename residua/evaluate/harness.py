@@ -15,7 +15,7 @@ try:
     from lm_eval.api.model import TemplateLM
     from lm_eval.tasks import TaskManager
 except ImportError:
-    raise ImportError(
+    raise UserError(
         "tasks of lm-evaluation-harness need lm-eval: pip install 'residua[eval]', or give --task-dir for local files."
     ) from None
 

@@ -210,7 +210,7 @@ def _form(name: str, record: Mapping[str, Any], path: Path) -> Question:
         return find_prompt(name).ask(record)
     except KeyError as lacking:
         raise UserError(f"{path}: question {record.get('id', '?')} has no {lacking.args[0]}.") from None
-    except ValueError as error:
+    except UserError as error:
         refuse(f"{path}, question {record.get('id', '?')}: {error}", _HINT)
 
 

@@ -47,7 +47,7 @@ def write_layout(
     try:
         keys = family.write(model.config) | {key: before[key] for key in family.FREE if key in before}
         rules = list(family.rules(model.config, keys))
-    except ValueError as error:
+    except UserError as error:
         raise UserError(f"--layout {layout} cannot hold this model: {error}") from None
     with atomic_folder(out) as folder:
         config = {**before, **keys, "dtype": precision.name}

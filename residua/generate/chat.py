@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from residua.errors import UserError
+
 if TYPE_CHECKING:
     from residua.generate.generator import Completion, Generator, Request, Show, Speed
 
@@ -24,7 +26,7 @@ class Conversation:
         self.turns.append(f"{PERSON} {line}\n{MODEL}")
         try:
             done, speed = self.generator([self._prompt()], self.request, show)
-        except ValueError:
+        except UserError:
             self.turns.pop()  # refused: the conversation stays as it was
             raise
         self.turns[-1] += f"{done[0].text}\n"

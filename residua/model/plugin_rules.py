@@ -7,6 +7,7 @@ here but in the tests. The random numbers of the caller stay as they are.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import chain
@@ -17,11 +18,13 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from residua.config.model import ModelConfig
+from residua.config.plugins import plugin_place
 from residua.config.settings import ConfigError
 from residua.model.decoder import Decoder
 from residua.model.decoder import build as build_decoder
 from residua.model.norm import build_norm
 from residua.model.topology import State, build_topology
+from residua.reading import brief
 
 ROWS, TOKENS = 2, 4
 CHANGED = (0, 1)
@@ -45,7 +48,7 @@ def build(config: ModelConfig) -> Decoder:
 
 
 def check_plugins(config: ModelConfig) -> None:
-    """Refuse a topology or norm of a plugin that breaks a rule of docs/extend.md."""
+    """Refuse a topology or norm of a plugin that breaks a rule of docs/extend.md; an error of its own comes through."""
     sublayers, width = config.sublayers, config.width
     topology = partial(build_topology, config.topology, sublayers, width)
     norm = partial(build_norm, config.norm, width)
@@ -61,8 +64,20 @@ def check_plugins(config: ModelConfig) -> None:
         except _Breach as breach:
             whose = f"the {what} {choice.kind!r} of the plugin {plugin}"
             raise ConfigError(f"{whose} breaks a rule of docs/extend.md: {breach}.") from None
-        except Exception:
-            continue  # an error of its own, which training will show, or it needs a GPU
+        except Exception as error:
+            trial = f"the trial of the {what} {choice.kind!r} of the plugin {plugin}"
+            if not torch.cuda.is_available():
+                error.add_note(f"This was {trial}, on the CPU and before training (docs/extend.md).")
+                raise
+            _warn(error, trial, plugin)
+
+
+def _warn(error: Exception, trial: str, plugin: str) -> None:
+    """Report the error of a part that may need a GPU: training shows whether it does."""
+    place = plugin_place(error, plugin)
+    where = "" if place is None else f" at {place}"
+    words = brief(f"{type(error).__name__}: {error}")
+    warnings.warn(f"{trial} on the CPU ended in an error{where}: {words}; training goes on.", stacklevel=4)
 
 
 def check_part(make: Callable[[], nn.Module], outputs: Outputs, shape: tuple[int, ...]) -> None:

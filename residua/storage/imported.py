@@ -67,7 +67,7 @@ class Source:
         keys = read_json(path, dict[str, Any], AGAIN, lenient=True)
         try:
             self.family: Family = Export() if is_export(folder) else find_family(keys.get("model_type"))
-        except ValueError as error:
+        except UserError as error:
             raise UserError(f"{folder} cannot be imported: {error}") from None
         keys = self.family.spelled(keys)
         check(keys, self.family.KEYS, path, AGAIN)
@@ -91,7 +91,7 @@ class Source:
             raise UserError(
                 f"{self.folder} cannot be imported, because its config.json is not valid: {error}"
             ) from None
-        except ValueError as error:
+        except UserError as error:
             raise UserError(f"{self.folder} cannot be imported: {error}") from None
 
     def _look(self, file: Path) -> None:

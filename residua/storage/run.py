@@ -11,6 +11,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -23,9 +24,10 @@ from pydantic import Field
 from residua.config.run import RunConfig, differences
 from residua.config.settings import ConfigError
 from residua.data.tokenizer import SETTINGS, SOURCE
+from residua.errors import UserError
 from residua.files import UNFINISHED, AppendedFile, atomic_folder, refuse_blocked, write_atomically, writing
 from residua.reading import Count, ReadError, Shape, check, inside, read_json, read_json_lines, read_text
-from residua.storage.checkpoint import Checkpoint, checkpoints
+from residua.storage.checkpoint import FOLDER, Checkpoint, checkpoints
 from residua.storage.companions import keep_companions
 from residua.storage.formats import ENVIRONMENT, find_reader
 from residua.storage.formats import METRICS as METRICS
@@ -38,6 +40,9 @@ _ANOTHER = "choose another --out, or continue the run in it with --resume"
 _GO_ON = "move the file elsewhere to go on without it"
 # Files that a run leaves if it is refused or killed before it begins.
 _OURS = (LOCK, UNFINISHED)
+# And those that it leaves before its first checkpoint.
+_LATER = ("wandb", r"metrics-lost-\d+\.jsonl", r"collectives-rank-.*\.json")
+_BEGUN = re.compile("|".join((*map(re.escape, (*_WRITTEN, SETTINGS)), *_LATER)))
 # Keys that a resumed run may not change: its weights, data order or optimizer state would no longer fit.
 _FIXED = (
     "model.",
@@ -81,6 +86,24 @@ class Run:
         except OSError:
             _remove_empty(made)
             raise
+
+    @classmethod
+    def start_again(cls, folder: Path, config: RunConfig) -> Run:
+        """Take the folder of a run that `failed_early`, for a run of any configuration; the old metrics are kept."""
+        for name in _WRITTEN:
+            inside(folder, name)
+        run = cls(folder, config, {})
+        try:
+            if not failed_early(folder):  # until the lock was ours, another process may have trained it
+                raise ConfigError(f"{folder} is not empty: {_ANOTHER}.")
+            run._sessions()
+            read_metrics(folder / METRICS)
+            with suppress(UserError):  # of a kind, say, that its plugin has renamed since
+                run._changes = differences(saved_config(folder), config)
+        except BaseException:
+            run.close()
+            raise
+        return run
 
     @classmethod
     def reopen(cls, folder: Path, config: RunConfig) -> Run:
@@ -320,6 +343,18 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         check(record, _RECORDS.get(kind, _Record), where, hint)
         records.append(record)
     return records
+
+
+def failed_early(folder: Path) -> bool:
+    """Whether a folder holds only what a run leaves that ended before its first checkpoint, or is about to write one.
+
+    A folder with any other file, with a checkpoint, or without a record of training is not such a one.
+    """
+    if not all((folder / name).is_file() for name in ("config.toml", ENVIRONMENT)):
+        return False
+    saved = inside(folder, FOLDER)
+    names = [path.name for path in folder.iterdir() if not path.name.startswith(_OURS)]
+    return all(map(_BEGUN.fullmatch, names)) and all(path.name.startswith(UNFINISHED) for path in saved.glob("*"))
 
 
 def saved_config(folder: Path) -> RunConfig:

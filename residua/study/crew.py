@@ -22,6 +22,7 @@ from typing import NamedTuple, Protocol
 
 from residua.files import write_atomically, writing
 from residua.machine import available_cores, python_command
+from residua.report.failure import last_words
 from residua.study.plan import CONFIGS, LOGS, PlannedRun
 from residua.study.runs import is_complete, latest, steps_done
 
@@ -74,6 +75,8 @@ class Worker:
     trains: bool = False
     """Whether it holds one of the places to train."""
     heard: bytes = b""
+    logged: int = 0
+    """Bytes that the log held before: what earlier processes said of the run."""
 
     @property
     def done(self) -> bool:
@@ -165,6 +168,7 @@ class Crew:
             write_atomically(Path(_request(run, self.out).config), run.config.to_toml())
         path = Path(first.log)
         with writing(path, within=path), path.open("ab") as log:
+            logged = log.tell()
             # In a session of its own, Ctrl-C reaches only the study, which then stops its workers.
             child = subprocess.Popen(
                 self.command(first), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=self.environment,
@@ -172,7 +176,7 @@ class Crew:
             )  # fmt: skip
         assert child.stdout is not None
         os.set_blocking(child.stdout.fileno(), False)
-        self._workers.append(Worker(child, list(runs), Path(first.log)))
+        self._workers.append(Worker(child, list(runs), path, logged=logged))
         self._note("starts", runs[0])
 
     def _hand_out(self) -> None:
@@ -182,7 +186,9 @@ class Crew:
         for worker, _ in zip(idle, range(free), strict=False):
             worker.run, worker.trains = worker.waiting.pop(0), True
             request = _request(worker.run, self.out, worker.waiting)
-            worker.log = Path(request.log)
+            if worker.log != Path(request.log):
+                worker.log = Path(request.log)
+                worker.logged = worker.log.stat().st_size if worker.log.exists() else 0
             self.watcher.started(worker.run, steps_done(worker.run.folder))
             self._note("trains", worker.run)
             worker.send(request)
@@ -220,7 +226,7 @@ class Crew:
         assert worker.run is not None
         run, worker.run, worker.trains = worker.run, None, False
         self.watcher.advanced(run, *latest(run.folder))
-        problem = "" if is_complete(run.folder, run.config) else _problem(worker.log, code)
+        problem = "" if is_complete(run.folder, run.config) else _problem(worker.log, code, worker.logged)
         if problem:
             self.problems[run] = problem
         self.watcher.finished(run, problem)
@@ -303,15 +309,12 @@ def _config(run: PlannedRun, out: Path) -> str:
     return str(out / CONFIGS / f"{run.title}.toml")
 
 
-def _problem(log: Path, code: int) -> str:
-    """One sentence: how the trainer ended, the last line of its log, and where the log is."""
-    text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
-    lines = [line.strip() for line in text.splitlines()]
-    spoken = [line for line in lines if line]
+def _problem(log: Path, code: int, since: int = 0) -> str:
+    """One sentence: how the trainer ended, why by its log from byte `since` on, and where the log is."""
+    said = last_words(log.read_bytes()[since:].decode(errors="replace")) if log.exists() else ""
     ending = f"ended by signal {-code}" if code < 0 else f"ended with status {code}"
-    said = f": {spoken[-1].removesuffix('.')}" if spoken else ""
     full = "; the disk is full" * (shutil.disk_usage(log.parent).free < SMALLEST_ROOM)
-    return f"{ending}{said}{full} (log: {log})"
+    return f"{ending}{f': {said}'.removesuffix('.') * bool(said)}{full} (log: {log})"
 
 
 def _close(worker: Worker) -> None:

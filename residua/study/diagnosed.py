@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from residua.report.failure import tell
 from residua.report.plain import outcome
 from residua.report.terminal import ProgressBars, StageProgress
 from residua.study.config import StudyConfig
@@ -51,7 +52,7 @@ def diagnose_runs(study: StudyConfig, plan: StudyPlan, out: Path, dataset: Datas
                 again = "" if folder == run.folder else " (its own diagnosis is of another text; this is the study's)"
                 console.print(outcome(f"{run.title}{again}: {_headline(made)}"))
             except ValueError as problem:
-                console.print(outcome(f"{run.title} has no diagnosis: {problem}", good=False))
+                tell(console, f"{run.title} has no diagnosis", problem)
     left = _side_by_side(study, [run for run in first if run in complete], out, dataset)
     left = {**{run: "no complete run in this folder" for run in first if run not in complete}, **left}
     if left:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from residua.files import write_atomically
-from residua.report.plain import outcome
-from residua.report.terminal import ProgressBars, say
+from residua.report.failure import tell
+from residua.report.terminal import ProgressBars
 from residua.storage.checkpoint import checkpoints
 from residua.study.plan import PlannedRun, StudyPlan
 from residua.study.runs import OUTLIERS, Outliers, is_complete, measured_after, read_outliers
@@ -42,7 +42,7 @@ def measure_outliers(plan: StudyPlan, console: Console) -> None:
             try:
                 measure_run(run)
             except (RuntimeError, ValueError) as problem:  # also out of memory
-                console.print(outcome(f"{run.title}: no outliers were measured: {say(problem)}", good=False))
+                tell(console, f"{run.title}: no outliers were measured", problem)
 
 
 def _waits(run: PlannedRun) -> bool:

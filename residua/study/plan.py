@@ -16,6 +16,7 @@ from residua.files import refuse_blocked
 from residua.model.size import Size, measure
 from residua.reading import toml_string
 from residua.storage.load import weights_fingerprint
+from residua.storage.run import failed_early
 from residua.study.config import StudyConfig
 from residua.study.matching import match
 from residua.study.runs import read_environment
@@ -158,10 +159,10 @@ def _expected(path: Path) -> bool:
 
 
 def check_folders(runs: Iterable[PlannedRun]) -> None:
-    """Refuse to reuse runs whose configuration differs from what this study needs."""
+    """Refuse to reuse runs whose configuration differs from what this study needs, unless they hold no checkpoint."""
     for run in runs:
         written = run.folder / "config.toml"
-        if not written.exists():
+        if not written.exists() or failed_early(run.folder):
             continue
         changed = differences(RunConfig.from_toml(written), run.config)
         if {"data.path", "data.tokenizer"} & changed.keys() and _same_text(run):

@@ -19,8 +19,9 @@ from rich.console import Console
 from residua.config.settings import ConfigError
 from residua.errors import UserError
 from residua.files import write_atomically
+from residua.report.failure import tell
 from residua.report.plain import outcome
-from residua.report.terminal import Progress, ProgressBars, StageProgress, say
+from residua.report.terminal import Progress, ProgressBars, StageProgress
 from residua.storage.checkpoint import checkpoints
 from residua.study.config import Tasks
 from residua.study.plan import PlannedRun, StudyPlan
@@ -202,7 +203,7 @@ def score_run(
             try:
                 scored = questions.score(scorer, job.task, _within(progress, stage))
             except (RuntimeError, ValueError) as problem:  # also out of memory
-                console.print(outcome(f"{job} was not scored: {say(problem)}", good=False))
+                tell(console, f"{job} was not scored", problem)
                 lost.add(job.task)
                 continue
             found[recipe, job.task] = scored.model_copy(update={"asked": job.asked})

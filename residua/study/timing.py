@@ -25,6 +25,7 @@ from residua.config.settings import Frozen
 from residua.files import write_atomically
 from residua.machine import choose_device, python_command, python_environment
 from residua.reading import ReadError, read_json
+from residua.report.failure import describe, ending
 from residua.report.plain import outcome
 from residua.study.config import StudyConfig
 from residua.study.plan import CONFIGS, LOGS, TIMINGS, PlannedRun, StudyPlan, model_title
@@ -297,7 +298,8 @@ class Session:
         try:
             return measure(config, self._seconds)
         except (RuntimeError, ValueError) as problem:  # also out of memory
-            print(f"{path.stem}: {problem}", file=sys.stderr)
+            failure = describe(problem)
+            print(f"{path.stem}: {failure.sentence}\n{failure.trace}", end="", file=sys.stderr)
             self.failed = True
             release_memory(choose_device(config.train.device, "train.device"))
             return None
@@ -353,4 +355,5 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    with ending():
+        sys.exit(main(sys.argv[1:]))

@@ -20,8 +20,9 @@ import torch
 
 from residua.config.plugins import load_plugins
 from residua.config.run import RunConfig
-from residua.report.terminal import say
+from residua.report.failure import describe, ending, sentence, show
 from residua.storage.checkpoint import prune
+from residua.storage.run import failed_early
 from residua.study.crew import ENDED, OUT_OF_MEMORY, READY, TRAINED, Request
 from residua.train.branch import Branch
 from residua.train.clock import Stages
@@ -35,7 +36,8 @@ def main() -> None:
     config, log, spawned = sys.argv[1:]
     answers = os.dup(sys.stdout.fileno())
     _print_to(Path(log))
-    load_plugins()
+    with ending():
+        load_plugins()
     worker = _Worker(partial(tell, answers))
     worker.stages.add("import", time.time() - float(spawned))
     worker.prepare(Path(config))
@@ -69,7 +71,7 @@ class _Worker:
             config = RunConfig.from_toml(path)
             self._open(config).rehearse(config)
         except Exception as error:
-            print(f"not compiled ahead: {error}", flush=True)
+            print(f"not compiled ahead: {sentence(error)}", flush=True)
             if self._world is not None:
                 self._world.forget()
         self.answer(READY)
@@ -77,21 +79,23 @@ class _Worker:
     def train(self, request: Request) -> int:
         """Train a run; returns the status that `residua train` would end with.
 
-        A run that diverged, or that is refused, does not end the process; one that ran out of memory does.
+        A run that diverged, or that is refused, does not end the process; a full memory and a bug do.
         """
         folder = Path(request.folder)
         try:
             config = RunConfig.from_toml(request.config)
             branches = [Branch(Path(place), RunConfig.from_toml(path)) for path, place in request.branches]
-            resume = (folder / "config.toml").exists()
+            resume = (folder / "config.toml").exists() and not failed_early(folder)
             train(config, folder, resume=resume, world=self._open(config), branches=branches)
-        except (TrainingStopped, ValueError, OSError, ImportError) as error:
-            with suppress(OSError):  # the log may be on the disk that is full
-                print(f"residua: {say(error)}", flush=True)
+        except Exception as error:
+            failure = describe(error, expected=isinstance(error, TrainingStopped))
+            show(failure)
             if isinstance(error, Interrupted):
                 sys.exit(error.exit_code)
             if isinstance(error.__context__, torch.OutOfMemoryError):
                 sys.exit(OUT_OF_MEMORY)
+            if failure.bug:  # of which this process may be the worse
+                sys.exit(1)
             return error.exit_code if isinstance(error, TrainingStopped) else 2
         prune(folder, keep=1)
         return 0

@@ -14,6 +14,7 @@ from residua.config.run import RunConfig
 from residua.config.settings import ConfigError
 from residua.data import Dataset
 from residua.data.tokenizer import Tokenizer
+from residua.errors import UserError
 from residua.model.decoder import Decoder, build, build_parts
 from residua.model.kept import Kept
 from residua.model.plugin_rules import check_plugins
@@ -78,7 +79,7 @@ def start_lines(config: RunConfig) -> Iterator[str]:
 
 def _last_rate(folder: Path) -> float | None:
     """The learning rate that a run ended with; None for an imported model, or if its metrics cannot be read."""
-    with suppress(ValueError):
+    with suppress(UserError):
         rates = [row["lr"] for row in read_metrics(folder / "metrics.jsonl") if row["kind"] == "train"]
         return rates[-1] if rates else None
     return None
@@ -120,5 +121,5 @@ def _explained(start: str) -> Iterator[None]:
         yield
     except ConfigError:
         raise
-    except ValueError as error:
+    except UserError as error:
         raise ConfigError(f"the run cannot start from {start}: {error}") from None

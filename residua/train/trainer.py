@@ -21,6 +21,7 @@ from residua.data.source import check_vocabulary
 from residua.files import explain, write_atomically
 from residua.machine import out_of_memory
 from residua.model.size import measure
+from residua.report.failure import is_expected
 from residua.report.plain import PlainConsole
 from residua.storage.checkpoint import Checkpoint, prune, what_is_left
 from residua.storage.load import weights_fingerprint
@@ -65,7 +66,7 @@ def train(
 
     `world` is the processes that train it: this one only, or what `residua.distributed.world.open_world` returns.
     `branches` are shorter runs that this one saves a start for on its way, so that they need not train it again.
-    Raises `ValueError` for a mistake in the configuration, the data or the folder, before anything is written;
+    Raises `UserError` for a mistake in the configuration, the data or the folder, before anything is written;
     `TrainingStopped` when the run cannot go on; `Interrupted` after a signal, once the run is saved.
     """
     with world or World.alone(config) as world:
@@ -170,12 +171,14 @@ class Trainer:
 
     @contextmanager
     def explained(self) -> Iterator[None]:
-        """Stop in a sentence that names what is left when the disk or the memory is full, or a file is refused."""
+        """Stop in a sentence that names what is left when the disk or the memory is full, or forbidden."""
         try:
             yield
         except BrokenPipeError:
             raise
         except OSError as error:
+            if not is_expected(error):
+                raise
             what, advice = explain(error)
             raise TrainingStopped(
                 f"{what}; {what_is_left(self.run.folder)}: {advice}, then {self._how_to_resume()}."

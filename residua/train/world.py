@@ -22,7 +22,7 @@ from residua.reading import counted
 from residua.storage.checkpoint import model_tensors, save_checkpoint
 from residua.storage.finite import nonfinite
 from residua.storage.load import restore
-from residua.storage.run import Run
+from residua.storage.run import Run, failed_early
 from residua.train.clock import Stages
 from residua.train.start import starting_model
 from residua.train.step import Step, build_step
@@ -67,9 +67,13 @@ class World:
         pass
 
     def open_run(self, folder: Path, config: RunConfig, *, resume: bool) -> Run:
-        """Create or reopen the run's folder. A job that torchrun restarts resumes without --resume."""
-        resume = resume or (self.restarted and (folder / "config.toml").exists())
-        return Run.reopen(folder, config) if resume else Run.create(folder, config)
+        """Create or reopen the run's folder. A job that torchrun restarts resumes without --resume.
+
+        A run that failed before its first checkpoint has nothing to resume: another may start in its folder.
+        """
+        if resume or (self.restarted and (folder / "config.toml").exists()):
+            return Run.reopen(folder, config)
+        return Run.start_again(folder, config) if failed_early(folder) else Run.create(folder, config)
 
     def open_data(self, config: RunConfig) -> Dataset:
         """The run's text."""

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
-from residua.cli.main import refuse
+from residua.cli.main import fail
 from residua.config.run import RunConfig
 from residua.distributed import heartbeat, nodes
 from residua.distributed.heartbeat import Heartbeat
@@ -150,4 +150,4 @@ def main(spec: Path) -> None:
         print(f"residua: {stop}", file=sys.stderr, flush=True)
         sys.exit(stop.exit_code)
     except ValueError as error:
-        refuse(error)
+        fail(error)

@@ -169,11 +169,19 @@ def test_built_in_norms_keep_the_rules_of_plugins(name: str) -> None:
     check_part(partial(build_norm, NormChoice.choose(NORMS[name]), 16), normed, (7, 2, 4, 16))
 
 
-def test_an_error_of_the_plugin_itself_is_left_to_the_run() -> None:
-    """It may need a GPU; if it is a mistake, training ends with it and its traceback."""
-    model = residua.build(small(topology=own("raises")))
-    with pytest.raises(RuntimeError, match="only on a GPU"):
-        model(torch.zeros(1, 4, dtype=torch.int64))
+def test_trial_raises_the_error_of_a_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(RuntimeError, match="only on a GPU") as met:
+        residua.build(small(topology=own("raises")))
+    assert "the trial of the topology 'own'" in met.value.__notes__[0]
+
+
+def test_trial_with_a_gpu_only_warns_of_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    lines = Path(__file__).read_text(encoding="utf-8").splitlines()
+    line = 1 + next(number for number, text in enumerate(lines) if 'RuntimeError("only on' in text)
+    with pytest.warns(UserWarning, match=rf"at {__file__}, line {line}: RuntimeError: only on a GPU; training goes on"):
+        check_plugins(small(topology=own("raises")))
 
 
 def test_what_is_built_in_or_too_large_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -155,7 +155,7 @@ def test_a_group_is_divided_when_there_are_more_places_than_groups(crew: Crew) -
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("diverges", "ended with status 1: residua: it diverged (log: "),
+        ("diverges", "ended with status 1: it diverged (log: "),
         ("killed", "ended by signal 9"),
         ("stillborn", "ended with status 1: it could not be born (log: "),
     ],

@@ -15,6 +15,7 @@ from rich.console import Console
 import residua
 from residua.data import Dataset
 from residua.data.loader import Batch
+from residua.errors import UserError
 from residua.model import taps
 from residua.study import StudyConfig
 from residua.study import outliers as work
@@ -105,7 +106,7 @@ def test_runs_are_measured_once_and_again_when_trained_further(
 
     def measure(run: PlannedRun) -> None:
         if run.variant == "mgr":
-            raise ValueError("it is damaged")
+            raise UserError("it is damaged")
         measured.append(run.title)
         (run.folder / OUTLIERS).write_text(Outliers(peak_activation=1.0, sink_ratio=2.0).model_dump_json())
 

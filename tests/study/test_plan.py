@@ -71,6 +71,7 @@ def test_a_run_whose_text_was_moved_is_known_by_its_fingerprint(
     (folder / "config.toml").write_text(plan.runs[3].config.override(["data.path='/elsewhere'"]).to_toml())
     with pytest.raises(ConfigError, match=rf"{folder} holds a run with data.path = '/elsewhere', and this study needs"):
         check_folders(plan.runs)
+    (folder / "checkpoints" / "step-5").mkdir(parents=True)
     (folder / "environment.json").write_text(json.dumps({"text": "0123456789abcdef", "sessions": []}))
     with pytest.raises(ConfigError, match=r"data\.path"):
         check_folders(plan.runs)

@@ -20,6 +20,7 @@ from residua.cli.compare import app
 from residua.config.run import RunConfig
 from residua.config.settings import ConfigError
 from residua.data import Dataset
+from residua.errors import UserError
 from residua.evaluate.accuracy import Accuracy
 from residua.evaluate.score import Scorer
 from residua.evaluate.tasks import EXOFORMER, expand
@@ -174,7 +175,7 @@ def test_a_task_that_cannot_be_had_is_told_once_and_the_others_are_scored(
 
         def score(self, scorer: object, name: str, progress: object) -> TaskAccuracy:
             if name == "gone":
-                raise ValueError("lm-eval could not download a task")
+                raise UserError("lm-eval could not download a task")
             return TaskAccuracy(value=0.5, asked="b")
 
     printed = StringIO()

@@ -28,10 +28,11 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from residua.config.run import ParallelConfig, RunConfig
 from residua.data.tokenizer import SETTINGS
 from residua.errors import UserError
-from residua.files import atomic_folder, sentence, write_atomically
+from residua.files import atomic_folder, write_atomically
 from residua.integrations.torchtitan.packed import SIZE, pack, unpack
 from residua.model.size import build_if_it_fits
 from residua.reading import ReadError, inside, reason
+from residua.report.failure import ending
 from residua.storage.checkpoint import FOLDER, STATE, Checkpoint, checkpoints, model_tensors
 from residua.storage.companions import keep_companions
 from residua.storage.finite import require_finite
@@ -236,10 +237,8 @@ def main() -> None:
     """The command: two folders, FROM and TO."""
     if len(sys.argv) != 3:
         sys.exit("residua: name two folders: python -m residua.integrations.torchtitan.convert FROM TO")
-    try:
+    with ending():
         print(f"written to {convert(Path(sys.argv[1]), Path(sys.argv[2]))}")
-    except (ValueError, OSError) as error:
-        sys.exit(f"residua: {sentence(error) if isinstance(error, OSError) else error}")
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from residua.config.run import RunConfig
 from residua.config.settings import ConfigError
 from residua.integrations.torchtitan.context import refuse_mixers
 from residua.integrations.torchtitan.tensor import narrow
+from residua.report.failure import describe, show
 from residua.train.start import check_model
 
 SCHEDULES = {"GPipe": "gpipe", "1F1B": "1f1b", "Interleaved1F1B": "interleaved"}
@@ -24,7 +25,9 @@ def plainly() -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        sys.exit(f"residua: {error}" if os.environ.get("RANK", "0") == "0" else 1)
+        if os.environ.get("RANK", "0") == "0":
+            show(describe(error))
+        sys.exit(1)
 
 
 def refuse_run(run: RunConfig) -> None:

@@ -1,0 +1,132 @@
+"""How a command ends that cannot go on: a person's mistake in one sentence, any other error with its traceback.
+
+One sentence is enough for a `UserError`, a full or forbidden disk and a full memory. Everything else is a bug, ours or
+a plugin's: its traceback follows a line that names the plugin's file and line, if a plugin is in it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from traceback import format_exception
+from types import TracebackType
+from typing import TYPE_CHECKING, NamedTuple
+
+from pydantic import ValidationError
+
+from residua.config.plugins import Place, causes, plugin_place
+from residua.errors import TRACEBACK, UserError
+from residua.files import is_disk_failure
+from residua.machine import out_of_memory
+from residua.reading import brief
+from residua.report import terminal
+from residua.report.plain import one_line, outcome
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+SPOKEN = "residua: "
+"""How our own lines on standard error begin."""
+
+
+class Failure(NamedTuple):
+    """An error as it is shown: one line, then its traceback if it needs one."""
+
+    sentence: str
+    trace: str = ""
+    bug: bool = False
+
+    def __str__(self) -> str:
+        return f"{SPOKEN}{one_line(self.sentence)}\n{self.trace}"
+
+
+def describe(error: BaseException, *, expected: bool = False) -> Failure:
+    """An error as it is shown to a person; one that is `expected` is explained by its own message."""
+    place = plugin_place(error)
+    bug = not expected and not _is_expected(error, place)
+    wanted = bug or os.environ.get(TRACEBACK, "0") not in ("", "0")
+    return Failure(_sentence(error, place, bug), _trace(error) if wanted else "", bug)
+
+
+def is_expected(error: BaseException) -> bool:
+    """Whether an error is explained in one sentence: a person's mistake, a full disk or a full memory."""
+    return _is_expected(error, plugin_place(error))
+
+
+def sentence(error: BaseException) -> str:
+    """An error in one line; the line of a plugin is in it."""
+    place = plugin_place(error)
+    return _sentence(error, place, bug=not _is_expected(error, place))
+
+
+def show(failure: Failure) -> None:
+    """Print it on standard error, which may go to a disk that is full."""
+    with suppress(OSError):
+        print(failure, end="", file=sys.stderr, flush=True)
+
+
+def tell(console: Console, what: str, error: Exception) -> None:
+    """Print that a part of the work failed and why; the rest goes on."""
+    failure = describe(error)
+    console.print(outcome(f"{what}: {failure.sentence}", good=False))
+    if failure.trace:
+        console.print(failure.trace, markup=False, highlight=False, soft_wrap=True)
+
+
+def last_words(log: str) -> str:
+    """Why a process ended: the last line of its log with our name, which may head a traceback, or else the last."""
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    ours = [line.removeprefix(SPOKEN) for line in lines if line.startswith(SPOKEN)]
+    return (ours or lines or [""])[-1]
+
+
+@contextmanager
+def ending() -> Iterator[None]:
+    """End the process if the block fails, with a sentence or a traceback: for commands that are not verbs."""
+    try:
+        yield
+    except Exception as error:
+        show(describe(error))
+        sys.exit(1)
+
+
+def _is_expected(error: BaseException, place: Place | None) -> bool:
+    if out_of_memory(error):
+        return True
+    if isinstance(error, UserError):
+        return place is None or isinstance(place.error, UserError) or _was_validated(error)
+    return place is None and isinstance(error, OSError) and is_disk_failure(error)
+
+
+def _was_validated(error: BaseException) -> bool:
+    """Whether a table refused the value of a key: a plugin's own tables do that with `ValueError`."""
+    return any(isinstance(link, ValidationError) for link in causes(error))
+
+
+def _sentence(error: BaseException, place: Place | None, bug: bool) -> str:
+    if not bug:
+        own = place is None or (place.raised and isinstance(place.error, UserError)) or bool(out_of_memory(error))
+        return terminal.say(error) if own else f"{terminal.say(error).rstrip('.')} (the plugin's line: {place})."
+    first = error if place is None else place.error
+    words = brief(f"{type(first).__name__}: {first}".removesuffix(": "))
+    if place is not None:
+        return f"the plugin {place}: {words}"
+    return f"an error that Residua did not expect, {words}: please report it with its traceback"
+
+
+def _trace(error: BaseException) -> str:
+    for link in causes(error):
+        link.__suppress_context__ = False  # `from None` hides a cause from a person who did not ask for it
+    return "".join(format_exception(error.with_traceback(_without_command_line(error.__traceback__))))
+
+
+def _without_command_line(trace: TracebackType | None) -> TracebackType | None:
+    """The part of a traceback below the library that reads the arguments."""
+    kept = trace
+    while trace is not None:
+        if trace.tb_frame.f_globals.get("__name__", "").partition(".")[0] in ("typer", "click"):
+            kept = trace.tb_next
+        trace = trace.tb_next
+    return kept
