@@ -126,7 +126,7 @@ def test_a_rank_that_nobody_ends_says_what_it_found(capsys: Any, monkeypatch: py
     monkeypatch.setattr(command, "GRACE", 0)
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(SystemExit):
-        command.refuse(ConfigError("process 1 of this machine has no GPU of its own."))
+        command.fail(ConfigError("process 1 of this machine has no GPU of its own."))
     assert capsys.readouterr().err == "residua: process 1 of this machine has no GPU of its own.\n"
 
 
