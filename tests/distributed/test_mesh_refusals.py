@@ -148,6 +148,7 @@ def test_a_job_that_torchrun_starts_again_goes_on_in_its_folder(tmp_path: Path, 
     run = world.open_run(tmp_path / "run", config, resume=False)
     run.begin({}, 0)
     run.close()
+    (tmp_path / "run" / "checkpoints" / "step-1").mkdir(parents=True)
     with pytest.raises(ConfigError, match="is not empty"):
         world.open_run(tmp_path / "run", config, resume=False)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from residua.config.run import RunConfig
-from residua.storage.run import Run
+from residua.config.settings import ConfigError
+from residua.storage.run import Run, failed_early
 
 
 def test_files_that_a_killed_session_left_are_removed(config: RunConfig, tmp_path: Path) -> None:
@@ -15,3 +18,27 @@ def test_files_that_a_killed_session_left_are_removed(config: RunConfig, tmp_pat
     run.begin({}, 0)
     run.close()
     assert {path.name for path in tmp_path.iterdir()} == {".lock", ".unfinished-fp8", "config.toml", "environment.json"}
+
+
+@pytest.mark.parametrize(
+    "valuable", ["checkpoints/step-3/state.json", "checkpoints/step-3-not-finite-1/state.json", "result.json", "thesis"]
+)
+def test_folder_with_anything_of_value_is_not_started_again(config: RunConfig, tmp_path: Path, valuable: str) -> None:
+    run = Run.create(tmp_path / "run", config)
+    run.begin({}, 0)
+    assert failed_early(tmp_path / "run")
+    with pytest.raises(ConfigError, match="in use by another process"):
+        Run.start_again(tmp_path / "run", config)
+    run.close()
+    Run.start_again(tmp_path / "run", config.override(["model.layers=3"])).close()
+    path = tmp_path / "run" / valuable
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("{}")
+    assert not failed_early(tmp_path / "run")
+    with pytest.raises(ConfigError, match="is not empty"):
+        Run.start_again(tmp_path / "run", config)
+
+
+def test_configuration_without_record_of_training_is_kept(config: RunConfig, tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text(config.to_toml())
+    assert not failed_early(tmp_path)
