@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import subprocess
 from collections.abc import Sequence
@@ -62,8 +63,12 @@ def code_commit() -> str | None:
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
+    """What git prints, or None. It only reads: `git status` alone would take index.lock from another git command."""
+    command, variables = ["git", *arguments], {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
     try:
-        done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, timeout=10, check=True)
+        done = subprocess.run(
+            command, cwd=folder, env=variables, capture_output=True, text=True, timeout=10, check=True
+        )
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -180,6 +181,17 @@ def test_numbers_are_short_for_people() -> None:
 def test_the_commit_is_that_of_the_package_or_none() -> None:
     commit = code_commit()
     assert commit is None or len(commit.removesuffix("+changes")) == 40
+
+
+def test_asking_git_leaves_the_index_alone(tmp_path: Path) -> None:
+    """`git status` would rewrite it, under index.lock, whenever a file was touched."""
+    (tmp_path / "file").touch()
+    for arguments in (["init"], ["add", "file"]):
+        assert environment._git(tmp_path, *arguments) is not None
+    os.utime(tmp_path / "file", (0, 0))
+    before = (tmp_path / ".git" / "index").stat().st_mtime_ns
+    assert environment._git(tmp_path, "status", "--porcelain") == "A  file"
+    assert (tmp_path / ".git" / "index").stat().st_mtime_ns == before
 
 
 @pytest.mark.parametrize(
