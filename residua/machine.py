@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +18,39 @@ if TYPE_CHECKING:
 def available_cores() -> int:
     """Cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def this_process() -> str:
+    """A name of this process that no other has: host, process namespace, number, start. See `has_ended`."""
+    pid = os.getpid()
+    return f"{_processes_here()} {pid} {_started(pid) or ''}".rstrip()
+
+
+def has_ended(process: str) -> bool:
+    """Whether the process of that name has surely ended: one of another machine or container may run."""
+    place, _, rest = process.rpartition(" ")
+    place, _, pid = place.rpartition(" ")
+    if place != _processes_here() or not (pid.isdecimal() and len(pid) < 12 and rest.isdecimal()):
+        return False
+    return _started(int(pid)) != rest
+
+
+def _processes_here() -> str:
+    """The processes that this one can see: a container has its own numbers."""
+    try:
+        return f"{socket.gethostname()} {os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return socket.gethostname()
+
+
+def _started(pid: int) -> str | None:
+    """When a process was started, in the system's own count; None if it has ended, or where there is no /proc."""
+    try:
+        # after the name, which may hold anything: state, then 18 more, then the start
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] == "Z" else fields[19]
 
 
 def python_command(*arguments: str) -> list[str]:

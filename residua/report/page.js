@@ -144,7 +144,7 @@ function sortKey(cell) {
 
 function compare(a, b) {
   if (typeof a === "number" && typeof b === "number") return a - b;
-  return String(a).localeCompare(String(b));
+  return String(a).localeCompare(String(b), "en", { numeric: true });
 }
 
 function sortBy(button) {
@@ -195,6 +195,6 @@ const seen = new IntersectionObserver(
   { rootMargin: "-10% 0px -70% 0px" },
 );
 for (const section of document.querySelectorAll("main section")) seen.observe(section);
-window.residua = { redraw, highlight };
+window.residua = { redraw, highlight, compare };
 restyle();
 unpack().then(drawVisible);

@@ -15,6 +15,7 @@ SERIES = (
     "#7d848f", "#2f7ed8", "#d9641c", "#4d9f0c", "#cf2a6f", "#9a3fe8", "#886800", "#00a385",
     "#0f9bb8", "#c08098", "#487840", "#806090", "#e858cf", "#a89060", "#f2616a", "#a06050",
 )  # fmt: skip
+DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "triangle-down", "cross", "x")
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 
@@ -37,6 +38,11 @@ _DIVERGING = {
 def colour(place: int) -> str:
     """The colour of a series, the same on every page; only place 0, the baseline, is grey."""
     return SERIES[1 + (place - 1) % (len(SERIES) - 1)] if place else SERIES[0]
+
+
+def dash(place: int) -> str:
+    """The dashes of a line, as Plotly names them: tells series of one colour apart."""
+    return DASHES[max(0, place - 1) // (len(SERIES) - 1) % len(DASHES)]
 
 
 def symbol(place: int) -> str:

@@ -17,7 +17,7 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -26,8 +26,9 @@ from residua.config.settings import ConfigError
 from residua.data.tokenizer import SETTINGS, SOURCE
 from residua.errors import UserError
 from residua.files import UNFINISHED, AppendedFile, atomic_folder, refuse_blocked, write_atomically, writing
-from residua.reading import Count, ReadError, Shape, check, inside, read_json, read_json_lines, read_text
-from residua.storage.checkpoint import FOLDER, Checkpoint, checkpoints
+from residua.machine import this_process
+from residua.reading import Count, ReadError, Shape, check, inside, read_json, read_json_lines, read_text, reason
+from residua.storage.checkpoint import FOLDER, Checkpoint, TrainingStopped, checkpoints
 from residua.storage.companions import keep_companions
 from residua.storage.formats import ENVIRONMENT, find_reader
 from residua.storage.formats import METRICS as METRICS
@@ -67,6 +68,7 @@ class Run:
     ) -> None:
         self.folder, self.config = folder, config
         self._changes, self._made = changes, made
+        self._begun = False
         self._lock = self._take()
 
     def _take(self) -> int:
@@ -144,18 +146,22 @@ class Run:
                 leftover.unlink(missing_ok=True)
         changes = {key: list(pair) for key, pair in self._changes.items()}
         started = datetime.now(UTC).isoformat(timespec="seconds")
-        sessions.append({"started": started, "from_step": step, "changes": changes, "startup": startup or {}})
+        session = {"started": started, "from_step": step, "changes": changes, "startup": startup or {}}
+        sessions.append({**session, "process": this_process()})
         # config.toml first: a run cannot be resumed without it.
         write_atomically(self.folder / "config.toml", self.config.to_toml())
         write_atomically(self.folder / ENVIRONMENT, json.dumps({**environment, "sessions": sessions}, indent=1) + "\n")
+        self._begun = True
 
-    def record_stop(self, reason: str) -> None:
-        """Add to this session in environment.json why its losses ended it."""
-        path = self.folder / ENVIRONMENT
-        with suppress(ReadError, OSError):  # what stopped the run is told in any case
-            about = read_json(path, dict[str, Any], _GO_ON)
-            about["sessions"][-1]["stopped"] = reason
-            write_atomically(path, json.dumps(about, indent=1) + "\n")
+    def record_stop(self, words: str) -> None:
+        """Add to this session in environment.json why its losses, or a signal, ended it."""
+        record_end(self.folder, "stopped", words)
+
+    def record_failure(self, error: Exception) -> None:
+        """Add to this session in environment.json which error ended it; nothing if no session has begun."""
+        if self._begun:
+            ours = isinstance(error, UserError | TrainingStopped)
+            record_end(self.folder, "failed", str(error) if ours else f"{type(error).__name__}: {reason(error)}")
 
     def recorded(self, key: str) -> Any:
         """What environment.json of an earlier session says under this key; None if nothing."""
@@ -227,6 +233,16 @@ class Run:
         os.close(self._lock)
 
 
+def record_end(folder: Path, how: Literal["stopped", "failed"], words: str) -> None:
+    """Add to the last session in environment.json how it ended; the first stop stays."""
+    path = folder / ENVIRONMENT
+    with suppress(ReadError, OSError, LookupError, TypeError, AttributeError):  # the person is told in any case
+        about = read_json(path, dict[str, Any], _GO_ON)
+        if "stopped" not in (session := about["sessions"][-1]):
+            session[how] = words
+            write_atomically(path, json.dumps(about, indent=1) + "\n")
+
+
 class FollowedRun(Run):
     """The folder of a run that another process of the same job owns: only read."""
 
@@ -239,7 +255,10 @@ class FollowedRun(Run):
     def begin(self, environment: dict[str, Any], step: int, startup: dict[str, float] | None = None) -> None:
         pass
 
-    def record_stop(self, reason: str) -> None:
+    def record_stop(self, words: str) -> None:
+        pass
+
+    def record_failure(self, error: Exception) -> None:
         pass
 
     def set_checkpoint_aside(self, checkpoint: Checkpoint) -> str:

@@ -84,6 +84,9 @@ def train(
                     with StopSignals() as signals:
                         trainer.fit(signals)
                     return trainer.finish()
+        except Exception as error:
+            run.record_failure(error)
+            raise
         finally:
             run.close()
 
@@ -340,6 +343,7 @@ class Trainer:
         if self._sound():
             self._save()
             self.world.settle()
+        self.run.record_stop(f"stopped by a signal at step {self.done}")
         raise Interrupted(f"stopped by a signal at step {self.done}; {self._how_to_resume()}.", signal_number)
 
     def _stop_if(self, reason: str | None) -> None:

@@ -1,7 +1,8 @@
 """The page beside a training run, served by a process of its own: whatever happens to it, the run goes on.
 
 The run opens the socket, so that the address is known at once, and hands it on. The other process imports no torch,
-runs at low priority, only reads, and ends when the run does, however that ends: its standard input closes then.
+runs at low priority, only reads, and ends when the run does, however that ends: its standard input closes then. Pages
+that are open get the last numbers first.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import secrets
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -21,8 +23,10 @@ from residua.machine import python_command, python_environment
 from residua.watch.server import HOST, Server, how_to_open
 from residua.watch.watched import Watched
 
-PATIENCE = 5.0
-"""Seconds that the process has to end."""
+PATIENCE = 3.0
+"""Seconds that a run waits for its page to get the last numbers; a page in the background asks later, without it."""
+SETTLE = 0.2
+"""Seconds until all that a killed run leaves is there to be seen."""
 
 
 @contextmanager
@@ -65,11 +69,8 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
     with suppress(OSError):
         if process.stdin is not None:
             process.stdin.close()
-    try:
+    with suppress(subprocess.TimeoutExpired):  # it ends by itself soon
         process.wait(PATIENCE)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
 
 
 def main() -> None:
@@ -81,6 +82,8 @@ def main() -> None:
     server = Server(Watched([Path(folder)]), key=key, listening=socket.socket(fileno=int(number)))
     Thread(target=server.serve_forever, daemon=True).start()
     sys.stdin.read()
+    time.sleep(SETTLE)
+    server.end()
 
 
 if __name__ == "__main__":

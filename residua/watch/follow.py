@@ -21,14 +21,17 @@ from residua.files import explain
 from residua.reading import ReadError, brief, inside, parse_json, read_json, read_toml
 from residua.report.figures import evenly
 from residua.storage.formats import CONFIG, ENVIRONMENT, METRICS, RESULT, WEIGHTS
+from residua.watch.crash import LOGS, how_it_crashed, read_tail
 
-State = Literal["waiting", "training", "quiet", "finished", "stopped", "imported", "gone"]
+State = Literal["waiting", "training", "quiet", "finished", "stopped", "crashed", "imported", "gone"]
 POINTS = 600
 """The most points of a curve that are sent to the page."""
 PIECE = 2**24
 """The most bytes that are read at a time; the rest follows."""
 PATIENCE = 120.0
 """A run is called quiet after this many seconds without a line, or ten times its usual time between lines."""
+FAR = 1e10
+"""Seconds from which on a time left says nothing."""
 RECENT = 20
 """Log lines that speed and time between lines are taken from."""
 _CURVES = {
@@ -43,10 +46,11 @@ Row = tuple[float | None, ...]
 
 @dataclass
 class Follower:
-    """A run's folder: its curves so far, and what can be said about it."""
+    """A run's folder: its curves so far, and what can be said about it. Runs of a `study` have a log there."""
 
     folder: Path
     name: str
+    study: Path | None = None
     version: int = 0
     rows: dict[str, list[Row]] = field(default_factory=lambda: {kind: [] for kind in _CURVES})
     said: list[str] = field(default_factory=list)
@@ -123,7 +127,7 @@ class Follower:
         """How many steps the run will have; None if that is not known."""
         with suppress(ReadError):
             steps = read_toml(inside(self.folder, CONFIG), "").get("train", {}).get("steps")
-            return steps if isinstance(steps, int) and steps > 0 else None
+            return steps if isinstance(steps, int) and 0 < steps < FAR else None
         return None
 
     def _look(self) -> tuple[Any, ...]:
@@ -132,7 +136,18 @@ class Follower:
         holds_weights = bool(saved) or (self.folder / WEIGHTS).exists()
         sessions = self._sessions()
         stopped = sessions[-1].get("stopped") if sessions else None
-        return self.folder.exists(), self._result(), saved, tuple(map(_begun, sessions)), holds_weights, stopped
+        result = self._result()
+        finished = result is not None and self._done(result)
+        crash = "" if finished else how_it_crashed(sessions[-1] if sessions else {}, self._log_lines())
+        return self.folder.exists(), result, saved, tuple(map(_begun, sessions)), holds_weights, stopped, crash
+
+    def _log_lines(self) -> list[str]:
+        """The end of its log; empty if its metrics are newer: then it has been started again since."""
+        with suppress(OSError, ReadError):
+            log = None if self.study is None else inside(self.study, f"{LOGS}/{self.folder.name}.log")
+            if log is not None and log.stat().st_mtime >= (self._written or 0.0):
+                return read_tail(log)
+        return []
 
     def _result(self) -> float | None:
         """How many steps its result is of, any number if it does not say; None if it has none."""
@@ -173,12 +188,14 @@ class Follower:
 
     def state(self, now: float) -> State:
         """Whether it is under way, as far as its files say. A model without curves came from elsewhere: "imported"."""
-        if self._seen and not self._seen[0]:
+        if self._seen and not self._seen[0] and (self._identity is not None or not self._crashed):
             return "gone" if self._identity is not None else "waiting"
         if self._finished:
             return "finished"
         if self._stopped:
             return "stopped"
+        if self._crashed:
+            return "crashed"
         if self._written is None:
             return "imported" if self._seen and self._seen[4] else "waiting"
         seconds = [row[2] for row in self.rows["train"][-RECENT:] if row[2] is not None]
@@ -192,17 +209,26 @@ class Follower:
         return brief(reason, 300) if isinstance(reason, str) else ""
 
     @property
+    def _crashed(self) -> str:
+        """How its last session failed; empty if it did not, as far as its files say."""
+        return brief(self._seen[6], 300) if self._seen else ""
+
+    @property
     def _finished(self) -> bool:
         """Whether it has a result, and of its last step: a run that is resumed for more steps has an old one."""
         result = self._seen[1] if self._seen else None
-        return result is not None and min(result, self.step) >= (self._steps or 0)
+        return result is not None and self._done(result)
+
+    def _done(self, result: float) -> bool:
+        return min(result, self.step) >= (self._steps or 0)
 
     def remaining(self) -> float | None:
         """Seconds to its last step at the speed of the last lines; None if that is not known."""
         tokens, speed = self.last.get("tokens"), self.speed
         if not self._steps or not tokens or not speed or not self.step:
             return None
-        return max(0, self._steps - self.step) * tokens / self.step / speed
+        left = max(0, self._steps - self.step) * (tokens / self.step) / speed
+        return left if left < FAR else None
 
     def summary(self, now: float) -> dict[str, Any]:
         """What the page's table says of it."""
@@ -224,12 +250,13 @@ class Follower:
             "memory": self.last.get("memory_gib"),
             "seconds": self.last.get("seconds"),
             "left": self.remaining() if state in ("training", "quiet") else None,
+            "why": self._crashed if state == "crashed" else "",
             "messages": self.messages(),
         }
 
     def messages(self) -> list[str]:
         """The last things that happened, newest first."""
-        found = [text for text in (self.problem, self._stopped) if text]
+        found = [text for text in (self.problem, self._stopped or self._crashed) if text]
         found += self.said[:-4:-1]
         if self.damaged:
             found.append(f"{_counted(self.damaged, 'line')} of {METRICS} cannot be read")
@@ -267,10 +294,10 @@ def _counted(count: int, word: str) -> str:
 
 def _number(value: Any) -> float | None:
     """A finite number; None for anything else, also for true."""
-    usable = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    usable = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf
     return value if usable else None
 
 
 def _median(values: Iterable[float | None]) -> float | None:
     known = [value for value in values if value]
-    return median(known) if known else None
+    return _number(median(known)) if known else None

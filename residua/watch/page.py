@@ -1,4 +1,4 @@
-"""The live page: the frame, colours and plots of all pages, filled by `watch.js` with what the server says."""
+"""The live page: the frame, colours and plots of all pages, filled by `runs.js` and `watch.js`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def watch_page(watched: Watched, interval: float) -> str:
     curves.slots_beside({name: (words[0], words[1]) for name, words in FIGURES.items()})
     page.section("Messages").slot("messages")
     settings = embeddable(json.dumps({"interval": interval, "figures": list(FIGURES)}))
-    script = f"const watching = {settings};\n{_asset('watch.js')}"
+    script = f"const watching = {settings};\n{_asset('runs.js')}\n{_asset('watch.js')}"
     return page.html(live=script, style=_asset("watch.css"))
 
 

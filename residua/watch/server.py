@@ -2,7 +2,8 @@
 
 It listens on 127.0.0.1, so that nothing outside the machine can connect. Its address holds a random key, so that other
 people on the machine cannot read it. It answers only requests whose Host is this machine's own name for itself: a web
-page elsewhere that points its domain at 127.0.0.1 (DNS rebinding) gets nothing.
+page elsewhere that points its domain at 127.0.0.1 (DNS rebinding) gets nothing. It holds `CONNECTIONS` connections at
+most; more are refused in a sentence.
 """
 
 from __future__ import annotations
@@ -12,8 +13,11 @@ import gzip
 import json
 import secrets
 import socket
+import time
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from socketserver import TCPServer
+from threading import BoundedSemaphore, Lock
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
@@ -21,6 +25,11 @@ from residua.watch.page import watch_page
 from residua.watch.watched import Watched
 
 HOST = "127.0.0.1"
+CONNECTIONS = 32
+"""The most connections at a time: a page needs one, for a moment, every two seconds."""
+LINGER = 12.0
+"""Seconds between two questions of a page in the background, and a little more."""
+_FULL = f"This page already has {CONNECTIONS} connections: close some of its tabs, or try again in a minute."
 _OWN_NAMES = frozenset({"127.0.0.1", "localhost", "[::1]"})
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
@@ -36,6 +45,7 @@ class Server(ThreadingHTTPServer):
     """Serves the page of some runs. `port` 0 takes any free one; `listening` is a socket that is open already."""
 
     daemon_threads = True
+    request_queue_size = CONNECTIONS
 
     def __init__(
         self,
@@ -48,6 +58,11 @@ class Server(ThreadingHTTPServer):
     ) -> None:
         self.watched, self.interval = watched, interval
         self.key = key or secrets.token_urlsafe(9)
+        self.ended = False
+        self._free = BoundedSemaphore(CONNECTIONS)
+        self._pages: dict[str, float] = {}
+        """When each open page last asked."""
+        self._lock = Lock()
         super().__init__((HOST, port), Handler, bind_and_activate=listening is None)
         if listening is not None:
             self.socket.close()
@@ -63,6 +78,45 @@ class Server(ThreadingHTTPServer):
     def url(self) -> str:
         """The page's address."""
         return address(self.server_address[1], self.key)
+
+    def end(self) -> None:
+        """Let the pages that are open have their last numbers, and wait until they do, for `LINGER` seconds at most."""
+        self.ended = True
+        until = time.monotonic() + LINGER
+        while self._waiting(until - LINGER) and time.monotonic() < until:
+            time.sleep(0.05)
+
+    def _waiting(self, now: float) -> bool:
+        """Whether a page that asked shortly before `now` will ask again."""
+        with self._lock:
+            return any(now - asked < LINGER for asked in self._pages.values())
+
+    def answered(self, page: str, ended: bool) -> None:
+        """Note that a page has had an answer, its last one if that said `ended`."""
+        now = time.monotonic()
+        with self._lock:
+            self._pages = {name: asked for name, asked in self._pages.items() if now - asked < LINGER and name != page}
+            if page and not ended and len(self._pages) < CONNECTIONS:
+                self._pages[page] = now
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer in a thread of its own, or refuse where too many are open."""
+        if self._free.acquire(blocking=False):
+            super().process_request(request, client_address)
+            return
+        with suppress(OSError):
+            request.settimeout(0.2)
+            request.recv(1 << 16)  # closing before the question is read would take the answer back
+            head = f"HTTP/1.0 503 Service Unavailable\r\nContent-Length: {len(_FULL)}\r\nRetry-After: 60\r\n"
+            request.sendall(f"{head}Content-Type: text/plain; charset=utf-8\r\n\r\n{_FULL}".encode())
+        self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Answer, then let the next one in."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A browser that hangs up is no news, and nothing may be printed into a run's display."""
@@ -104,12 +158,22 @@ class Handler(BaseHTTPRequestHandler):
         elif name == "":
             self._answer(200, "text/html", watch_page(self.server.watched, self.server.interval))
         elif name == "news.json":
-            asked = parse_qs(place.query)
-            since = asked.get("since", ["0"])[0]
-            news = self.server.watched.news(asked.get("epoch", [""])[0], int(since) if since.isdecimal() else 0)
-            self._answer(200, "application/json", json.dumps(news, allow_nan=False))
+            self._tell({key: values[0] for key, values in parse_qs(place.query).items()})
         else:
             self._refuse(404, "There is no such page.")
+
+    def _tell(self, asked: dict[str, str]) -> None:
+        """What is new; a fault of ours is told to the page, which goes on asking."""
+        since, ended = asked.get("since", ""), self.server.ended
+        known = int(since) if since.isdecimal() and len(since) < 19 else 0
+        try:
+            news = self.server.watched.news(asked.get("epoch", ""), known)
+            text = json.dumps({**news, "ended": ended}, allow_nan=False)
+        except Exception as error:
+            self._refuse(500, f"The numbers of these runs cannot be shown ({type(error).__name__}: {error}).")
+            return
+        self._answer(200, "application/json", text)
+        self.server.answered(asked.get("page", "")[:32], ended)
 
     def _host(self) -> str:
         """The host that the request names, without its port: behind a tunnel that is another one."""

@@ -3,49 +3,14 @@
   const AXES = { step: "steps", tokens: "tokens", seconds: "minutes of training" };
   const MANY = 8; // runs from which one hover label for all would cover the plot
   const FEW = 5; // lines of a run that are always shown whole
+  const DASHES = { dot: "1.5 3", dash: "6 3", dashdot: "6 2 1.5 2", longdash: "10 3" };
   const CROPPED = new Set(["loss", "validation", "grad_norm"]);
   const slot = (name) => document.getElementById(`live-${name}`);
   const runs = new Map();
+  const { make, small, fixed, counted, short, clock, share, bar, chip, steps, given, chosen } = runList;
+  const page = Math.random().toString(36).slice(2); // tells the server which pages it has answered
+  const folded = new Set(); // series that the legend hides
   let axis = "step", logarithmic = false, whole = false, epoch = "", change = 0, lastAnswer = null;
-
-  function make(tag, className = "", ...content) {
-    const element = document.createElement(tag);
-    if (className) element.className = className;
-    element.append(...content.filter((part) => part !== null));
-    return element;
-  }
-  const small = (text) => (text ? make("small", "", text) : null);
-  const fixed = (value, digits) => (value === null || value === undefined ? "—" : value.toFixed(digits));
-  const counted = (number) => number.toLocaleString("en");
-  function short(number) {
-    if (number === null || number === undefined) return "—";
-    for (const [size, letter] of [[1e9, " G"], [1e6, " M"], [1e3, " k"]]) {
-      if (number >= size) return `${(number / size).toPrecision(3)}${letter}`;
-    }
-    return number.toPrecision(3);
-  }
-  function clock(seconds) {
-    if (seconds === null || seconds === undefined) return "—";
-    const whole = Math.round(seconds), two = (n) => String(n).padStart(2, "0");
-    const [hours, minutes] = [Math.floor(whole / 3600), Math.floor(whole / 60) % 60];
-    return hours ? `${hours}:${two(minutes)}:${two(whole % 60)}` : `${minutes}:${two(whole % 60)}`;
-  }
-  const share = (run) => (["finished", "imported"].includes(run.state) ? 1 : run.steps ? Math.min(1, run.step / run.steps) : 0);
-
-  function bar(fraction, colour, label) {
-    const filled = make("b");
-    filled.style.width = `${(100 * fraction).toFixed(1)}%`;
-    const outer = make("div", "bar", filled);
-    if (colour) outer.style.setProperty("--own", colour);
-    outer.setAttribute("role", "img");
-    outer.setAttribute("aria-label", `${label}: ${Math.round(100 * fraction)} percent`);
-    return outer;
-  }
-  function chip(run) {
-    const words = { quiet: `quiet for ${clock(run.age)}`, waiting: "not begun" }[run.state] || run.state;
-    return make("span", `chip ${run.state}`, words);
-  }
-  const steps = (run) => (run.state === "imported" ? "not trained here" : `step ${counted(run.step)}${run.steps ? ` of ${counted(run.steps)}` : ""}`);
 
   function tile(name, value, detail = "", more = null) {
     return make("div", "tile", make("dt", "", name), make("dd", "", value, small(detail), more));
@@ -67,11 +32,11 @@
       const best = run.best !== null && run.best < run.validation ? `best ${fixed(run.best, 4)}` : "nats/token";
       tiles.push(tile("Validation loss", fixed(run.validation, 4), best));
       if (run.bits !== null) tiles.push(tile("Bits per byte", fixed(run.bits, 4), "validation"));
-      tiles.push(tile("Tokens per second", short(run.speed), run.mfu === null || run.mfu === undefined ? "" : `MFU ${fixed(run.mfu, 3)}`));
-      tiles.push(tile("Memory", run.memory === null || run.memory === undefined ? "—" : `${fixed(run.memory, 1)} GiB`, "peak"));
+      tiles.push(tile("Tokens per second", short(run.speed), given(run.mfu) ? `MFU ${fixed(run.mfu, 3)}` : ""));
+      tiles.push(tile("Memory", given(run.memory) ? `${fixed(run.memory, 1)} GiB` : "—", "peak"));
     } else {
       const count = (state) => all.filter((run) => run.state === state).length;
-      const words = ["training", "quiet", "waiting", "stopped", "imported", "gone"].filter(count).map((state) => `${count(state)} ${state}`);
+      const words = ["training", "crashed", "quiet", "waiting", "stopped", "imported", "gone"].filter(count).map((state) => `${count(state)} ${state}`);
       const finished = `${count("finished")} of ${trained.length} runs finished`;
       progress = tile("Progress", finished, words.join(", "), bar(done, "", "all runs"));
       const speed = all.filter((run) => run.state === "training").reduce((sum, run) => sum + (run.speed || 0), 0);
@@ -80,49 +45,19 @@
       const judged = all.filter((run) => run.best !== null).sort((a, b) => a.best - b.best);
       if (judged.length) tiles.push(tile("Lowest validation loss", fixed(judged[0].best, 4), judged[0].name));
     }
-    slot("now").replaceChildren(make("dl", "tiles", progress), make("dl", "tiles", ...tiles));
-    slot("runs").replaceChildren(...(all.length > 1 ? [table(all)] : []));
-  }
-
-  function table(all) {
-    const heads = [["run", 1], ["state", 1], ["done", 0], ["training loss", 0], ["validation loss", 0],
-      ["tokens/s", 0], ["memory", 0], ["trained", 0], ["left", 0]];
-    const head = make("tr", "", ...heads.map(([text, words]) => {
-      const cell = make("th", words ? "words" : "number", text);
-      cell.scope = "col";
-      return cell;
-    }));
-    const rows = all.map((run) => {
-      const swatch = make("span", "swatch");
-      swatch.style.background = run.colour;
-      const name = make("th", "words", swatch, run.name);
-      name.scope = "row";
-      const cells = [
-        make("td", "words", chip(run)),
-        make("td", "", steps(run).replace("step ", ""), bar(share(run), run.colour, run.name)),
-        make("td", "", fixed(run.loss, 4)),
-        make("td", "", fixed(run.validation, 4), small(run.bits === null ? "" : `${fixed(run.bits, 4)} bits/byte`)),
-        make("td", "", short(run.speed), small(run.mfu === null || run.mfu === undefined ? "" : `MFU ${fixed(run.mfu, 3)}`)),
-        make("td", "", run.memory === null || run.memory === undefined ? "—" : `${fixed(run.memory, 1)} GiB`),
-        make("td", "", clock(run.seconds)),
-        make("td", "", run.state === "finished" ? "0:00" : clock(run.left)),
-      ];
-      const row = make("tr", "", name, ...cells);
-      row.dataset.series = run.series;
-      row.addEventListener("mouseenter", () => residua.highlight(run.series));
-      row.addEventListener("mouseleave", () => residua.highlight());
-      return row;
+    const crash = all.length === 1 && all[0].why ? [make("p", "note crash", `It crashed: ${all[0].why}`)] : [];
+    slot("now").replaceChildren(...crash, make("dl", "tiles", progress), make("dl", "tiles", ...tiles));
+    runList.update(all, slot("runs"), () => {
+      showMessages(news);
+      draw();
     });
-    const scroll = make("div", "scroll", make("table", "", make("thead", "", head), make("tbody", "", ...rows)));
-    scroll.tabIndex = 0;
-    scroll.setAttribute("role", "region");
-    scroll.setAttribute("aria-label", "Runs");
-    return scroll;
   }
 
   function showMessages(news) {
     const most = news.runs.length > 2 ? 2 : Infinity;
-    const items = news.runs.filter((run) => run.messages.length).map((run) => {
+    const crashed = (run) => run.state === "crashed";
+    const told = news.runs.filter((run) => run.messages.length && chosen(run)).sort((a, b) => crashed(b) - crashed(a));
+    const items = told.map((run) => {
       const said = make("ul", "", ...run.messages.slice(0, most).map((text) => make("li", "", text)));
       return make("li", "", make("strong", "", run.name), said);
     });
@@ -145,7 +80,7 @@
   }
 
   function trace(run, curve, values, look = {}) {
-    const { width = 2, dash = "solid", opacity = 1, mode = "lines" } = look;
+    const { width = 2, dash = run.dash, opacity = 1, mode = "lines" } = look;
     return {
       x: xs(run, curve), y: values, mode, opacity, meta: { series: run.series }, showlegend: false,
       name: plain(run.name), line: { color: run.colour, width, dash }, marker: { color: run.colour, size: 6 },
@@ -156,6 +91,7 @@
   function traces(name) {
     const found = [];
     for (const run of runs.values()) {
+      if (!chosen(run) || folded.has(run.series)) continue;
       const { train, validation, experts, telemetry } = run.curves;
       if (name === "loss") {
         if (runs.size === 1) found.push({ ...trace(run, train, train.loss, { width: 1, opacity: 0.35 }), hovertemplate: undefined });
@@ -187,11 +123,13 @@
     return logarithmic ? ends.map((end, i) => Math.log10(end > 0 ? end : [low, high][i])) : ends;
   }
 
+  // All cards are shown or hidden before the first plot is drawn: a card that joins a row makes its neighbours narrower.
   function draw() {
-    for (const name of watching.figures) {
-      const plot = slot(name), data = traces(name);
-      plot.closest("figure").hidden = data.length === 0;
-      const loss = name === "loss" || name === "validation";
+    showLegend();
+    const lines = new Map(watching.figures.map((name) => [name, traces(name)]));
+    for (const [name, data] of lines) slot(name).closest("figure").hidden = data.length === 0;
+    for (const [name, data] of lines) {
+      const plot = slot(name), loss = name === "loss" || name === "validation";
       residua.redraw(plot, {
         data,
         layout: {
@@ -204,6 +142,38 @@
         },
       });
     }
+  }
+
+  // A button for every series that has a line; they stay in place, so that the keyboard does not lose them.
+  function showLegend() {
+    const series = new Map([...runs.values()].filter((run) => run.curves.train.step.length).map((run) => [run.series, run]));
+    const shown = [...legend.children].map((button) => button.dataset.series);
+    if (shown.join("\n") !== [...series.keys()].join("\n")) legend.replaceChildren(...[...series.values()].map(entry));
+    legend.hidden = series.size < 2;
+    const here = new Set([...runs.values()].filter(chosen).map((run) => run.series));
+    for (const button of legend.children) button.hidden = !here.has(button.dataset.series);
+  }
+  function entry(run) {
+    const button = make("button", "", stroke(run), run.series);
+    button.type = "button";
+    button.dataset.series = run.series;
+    button.setAttribute("aria-pressed", !folded.has(run.series));
+    button.addEventListener("click", () => {
+      if (!folded.delete(run.series)) folded.add(run.series);
+      button.setAttribute("aria-pressed", !folded.has(run.series));
+      draw();
+    });
+    for (const event of ["mouseenter", "focusin"]) button.addEventListener(event, () => residua.highlight(run.series));
+    for (const event of ["mouseleave", "focusout"]) button.addEventListener(event, () => residua.highlight());
+    return button;
+  }
+  function stroke(run) {
+    const [svg, line] = ["svg", "path"].map((tag) => document.createElementNS("http://www.w3.org/2000/svg", tag));
+    const set = (element, values) => Object.entries(values).forEach(([name, value]) => element.setAttribute(name, value));
+    set(svg, { viewBox: "0 0 24 12", width: 24, height: 12, "aria-hidden": "true" });
+    set(line, { d: "M0 6h24", stroke: run.colour, "stroke-width": 2, "stroke-dasharray": DASHES[run.dash] || "none" });
+    svg.append(line);
+    return svg;
   }
 
   function chooser() {
@@ -236,9 +206,13 @@
       all.setAttribute("aria-pressed", whole);
     };
     press();
-    slot("axis").replaceChildren(make("div", "axis", label, ...buttons, log, all));
+    slot("axis").replaceChildren(make("div", "axis", label, ...buttons, log, all), legend);
   }
 
+  const legend = make("div", "legend");
+  legend.hidden = true;
+  legend.setAttribute("role", "group");
+  legend.setAttribute("aria-label", "Show or hide");
   const lost = make("p", "note lost");
   lost.setAttribute("role", "status");
   lost.hidden = true;
@@ -260,11 +234,16 @@
 
   async function poll() {
     try {
-      const answer = await fetch(`news.json?epoch=${epoch}&since=${change}`);
+      const answer = await fetch(`news.json?epoch=${epoch}&since=${change}&page=${page}`);
       if (!answer.ok) throw new Error(answer.status);
-      take(await answer.json());
+      const news = await answer.json();
+      take(news);
       lastAnswer = new Date();
-      lost.hidden = true;
+      lost.hidden = !news.ended;
+      if (news.ended) {
+        lost.textContent = "The run has ended, and these are its last numbers. `residua watch` and its folder open the page again.";
+        return;
+      }
     } catch (problem) {
       if (!(problem instanceof TypeError) && !/^\d+$/.test(problem.message)) console.error(problem);
       const since = lastAnswer ? ` since ${lastAnswer.toLocaleTimeString("en-GB")}` : "";

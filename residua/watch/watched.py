@@ -16,14 +16,14 @@ from residua.errors import UserError
 from residua.files import UNFINISHED
 from residua.reading import ReadError, inside, read_toml
 from residua.report import theme
-from residua.report.plain import printable
 from residua.storage.formats import CONFIG, METRICS
-from residua.watch.follow import Follower
+from residua.watch.crash import LOGS, read_tail
+from residua.watch.follow import FAR, Follower
 
 MOST = 64
 """The most runs that one page shows; the newest are kept."""
-RUNS, CONFIGS, LOGS, STUDY = "runs", "configs", "logs", "study.toml"
-LOG_BYTES, LOG_LINES = 4096, 8
+RUNS, CONFIGS, STUDY = "runs", "configs", "study.toml"
+LOG_LINES = 8
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,12 @@ class Place:
     name: str
     series: str
     place: int
+
+    @property
+    def study(self) -> Path | None:
+        """The study that the run belongs to."""
+        folder = self.folder.parent.parent
+        return folder if self.folder.parent.name == RUNS and is_study(folder) else None
 
 
 def is_run(folder: Path) -> bool:
@@ -168,7 +174,9 @@ class Watched:
         gone = [place for place in self._places if place.folder not in {p.folder for p in places}]
         self._places = [*places, *(place for place in gone if self._followers[place.folder].rows["train"])][:MOST]
         for place in self._places:
-            follower = self._followers.setdefault(place.folder, Follower(place.folder, place.name, version=-1))
+            follower = self._followers.setdefault(
+                place.folder, Follower(place.folder, place.name, place.study, version=-1)
+            )
             if follower.refresh() or follower.version < 0:
                 self._change += 1
                 follower.version = self._change
@@ -176,7 +184,8 @@ class Watched:
     def _described(self, place: Place, now: float, known: int) -> dict[str, Any]:
         follower = self._followers[place.folder]
         summary = follower.summary(now)
-        summary |= {"name": place.name, "series": place.series, "colour": theme.colour(place.place)}
+        look = {"colour": theme.colour(place.place), "dash": theme.dash(place.place)}
+        summary |= {"name": place.name, "series": place.series, **look}
         return summary | ({"curves": follower.curves()} if follower.version > known else {})
 
     def title(self, now: float) -> str:
@@ -190,7 +199,9 @@ class Watched:
         trained = len(states) - states.count("imported")
         progress = f"{states.count('training')} training, {states.count('finished')} of {trained} finished"
         words = [progress] if trained else []
-        words += [f"{states.count(state)} {state}" for state in ("stopped", "imported") if state in states]
+        words += [
+            f"{states.count(state)} {state}" for state in ("quiet", "crashed", "stopped", "imported") if state in states
+        ]
         return f"{where}: {', '.join(words)}"
 
     def _left(self, now: float) -> float | None:
@@ -202,7 +213,8 @@ class Watched:
             return None
         whole = [f.remaining() or 0.0 for f in active]
         lengths = [(f.last.get("seconds") or 0.0) + (f.remaining() or 0.0) for f in active]
-        return max(max(whole), (sum(whole) + len(waiting) * sum(lengths) / len(lengths)) / len(active))
+        left = max(max(whole), (sum(whole) + len(waiting) * sum(lengths) / len(lengths)) / len(active))
+        return left if left < FAR else None
 
     def _logs(self) -> list[dict[str, Any]]:
         """The last lines that the trainers of a study printed, newest log first."""
@@ -210,15 +222,7 @@ class Watched:
         for folder in self.folders:
             logs = [path for path in _listed(folder / LOGS) if path.suffix == ".log"] if is_study(folder) else []
             for path in sorted(logs, key=_changed)[-2:]:
-                found.append({"name": path.name, "lines": _tail(folder, path)})
+                with suppress(OSError, ReadError):
+                    lines = read_tail(inside(folder, f"{LOGS}/{path.name}"))[-LOG_LINES:]
+                    found.append({"name": path.name, "lines": lines})
         return [log for log in reversed(found) if log["lines"]]
-
-
-def _tail(folder: Path, path: Path) -> list[str]:
-    with suppress(OSError, ReadError):
-        if inside(folder, f"{LOGS}/{path.name}").is_file():
-            with path.open("rb") as file:
-                file.seek(max(0, path.stat().st_size - LOG_BYTES))
-                lines = file.read(LOG_BYTES).decode("utf-8", "replace").splitlines()
-            return [printable(line)[:300] for line in lines if line.strip()][-LOG_LINES:]
-    return []

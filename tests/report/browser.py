@@ -31,6 +31,15 @@ _OVERFLOWING = """() => {
     .concat(document.documentElement.scrollWidth > room ? ["the page scrolls sideways"] : []);
 }"""
 
+# Title, width of the plot and inner width of the card, of every figure that is shown.
+_WIDTHS = """() => [...document.querySelectorAll(".plot .main-svg:first-of-type")]
+  .filter((plot) => plot.checkVisibility())
+  .map((plot) => {
+    const card = plot.closest("figure"), style = getComputedStyle(card);
+    const room = card.clientWidth - parseFloat(style.paddingLeft) - parseFloat(style.paddingRight);
+    return [card.innerText.split("\\n")[0], Math.floor(plot.getBoundingClientRect().width), Math.ceil(room)];
+  })"""
+
 
 @dataclass
 class Opened:
@@ -57,6 +66,11 @@ class Opened:
         """What sticks out of the window, apart from what scrolls within itself."""
         found: list[str] = self.page.evaluate(_OVERFLOWING)
         return found
+
+    def outside_cards(self) -> list[tuple[str, int, int]]:
+        """Visible plots that are wider than the card they are in: its title, the widths of the plot and of the card."""
+        found: list[list[Any]] = self.page.evaluate(_WIDTHS)
+        return [(title, plot, card) for title, plot, card in found if plot > card]
 
     def cut_tables(self) -> list[tuple[int, int]]:
         """Width needed and width there of the visible tables that do not fit their box."""

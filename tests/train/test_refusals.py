@@ -16,6 +16,7 @@ from torch import Tensor
 
 from residua.config.run import RunConfig
 from residua.data import open_corpus, prepare
+from residua.machine import has_ended
 from residua.storage import tensors as tensors_module
 from residua.storage.checkpoint import checkpoints
 from residua.storage.run import Run, read_metrics
@@ -135,6 +136,20 @@ def test_running_out_of_gpu_memory_says_what_to_lower(
     monkeypatch.setattr(Step, "__call__", exhausted)
     with pytest.raises(TrainingStopped, match=r"out of memory after step 0; no checkpoint .* train\.micro_batch = 2"):
         train(config, tmp_path / "run", console=QUIET)
+
+
+def test_an_error_that_ends_a_run_is_kept_for_watchers(
+    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: Step, *arguments: Any) -> None:
+        raise KeyError("a plugin's own mistake")
+
+    monkeypatch.setattr(Step, "__call__", fail)
+    with pytest.raises(KeyError):
+        train(config, tmp_path / "run", console=QUIET)
+    session = json.loads((tmp_path / "run/environment.json").read_text())["sessions"][-1]
+    assert session["failed"] == 'KeyError: "a plugin\'s own mistake"'
+    assert not has_ended(session["process"])
 
 
 def test_a_folder_in_use_is_refused(config: RunConfig, tmp_path: Path) -> None:

@@ -125,6 +125,7 @@ def test_a_run_may_stop_many_times(config: RunConfig, whole: Path, tmp_path: Pat
     assert_same_run(whole, out)
     sessions = json.loads((out / "environment.json").read_text())["sessions"]
     assert [session["from_step"] for session in sessions] == [0, 1, 2, 3, 4, 5]
+    assert sessions[-2]["stopped"] == "stopped by a signal at step 5" and "stopped" not in sessions[-1]
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,8 @@ from pathlib import Path
 
 STEP = 4096
 """Tokens of a step."""
+EVIL = "<img src=x onerror=alert(1)>"
+"""A name or a message that must stay text."""
 
 
 def lines(upto: int, start: int = 1, *, gain: float = 0.0, every: int = 10, experts: bool = False) -> str:
@@ -70,4 +72,26 @@ def write_study(folder: Path, variants: dict[str, float], seeds: int = 2, upto: 
             place = folder / "runs" / f"{variant}-seed{seed}"
             write_run(place, 1000 if done else upto - 40 * number, finished=done, gain=variants[variant] + 0.01 * seed)
     (folder / "logs" / "first.log").write_text("step 10  validation loss 3.1\n\x1b[31mnot a colour\n")
+    return folder
+
+
+def write_crashed(folder: Path, upto: int, words: str) -> Path:
+    """A run that an error ended."""
+    run = write_run(folder, upto)
+    about = json.loads((run / "environment.json").read_text())
+    about["sessions"][-1]["failed"] = words
+    (run / "environment.json").write_text(json.dumps(about))
+    return run
+
+
+def write_many(folder: Path) -> Path:
+    """24 runs: four have crashed, two are under way, the others are finished."""
+    for number in range(24):
+        place, gain = folder / f"width-{64 * (number + 1)}-anchors", 0.02 * number
+        if number % 6 == 4:
+            write_crashed(
+                place, 100 + 130 * (number // 6), f"RuntimeError: mat1 and mat2 differ in layer {number}: {EVIL}"
+            )
+        else:
+            write_run(place, 400 if number in (3, 7) else 1000, finished=number not in (3, 7), gain=gain)
     return folder

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from residua.machine import python_environment, this_process
 from residua.storage.run import read_metrics
 from residua.watch.follow import POINTS, Follower
 from residua.watch.watched import Watched, check, find
-from tests.watch.runs import STEP, lines, write_result, write_run, write_study
+from tests.watch.runs import STEP, lines, write_crashed, write_result, write_run, write_study
 
 
 def follow(folder: Path) -> Follower:
@@ -137,6 +141,50 @@ def test_a_run_that_ended_because_of_its_losses_is_stopped_and_says_why(tmp_path
     assert follower.messages()[0] == "the loss was above its start" and "finished" not in follower.messages()
     write_run(tmp_path / "other", 1000, finished=True)
     assert Watched([tmp_path]).news()["title"].endswith(": 0 training, 1 of 2 finished, 1 stopped")
+
+
+def test_a_run_that_an_error_ended_has_crashed_and_says_how(tmp_path: Path) -> None:
+    run = write_crashed(tmp_path / "run", 300, "RuntimeError: shapes differ")
+    follower = follow(run)
+    summary = follower.summary(os.stat(run / "metrics.jsonl").st_mtime)
+    assert (summary["state"], summary["why"], summary["left"]) == ("crashed", "RuntimeError: shapes differ", None)
+    assert follower.messages()[0] == "RuntimeError: shapes differ"
+    about = json.loads((run / "environment.json").read_text())
+    about["sessions"].append({"started": "2026-11-01T00:00:00+00:00", "from_step": 200})
+    (run / "environment.json").write_text(json.dumps(about))
+    follower.refresh()
+    assert follower.state(0.0) == "training", "it has been resumed"
+
+
+def test_a_run_whose_process_is_gone_has_crashed(tmp_path: Path) -> None:
+    run, written = write_run(tmp_path / "run", 300), 0.0
+    child = subprocess.run(
+        [sys.executable, "-P", "-c", "from residua.machine import this_process as name; print(name())"],
+        env=python_environment(), capture_output=True, text=True,
+    )  # fmt: skip
+    elsewhere = re.sub(r"^\S+", "another-machine", child.stdout.strip())
+    for process, state in ((child.stdout.strip(), "crashed"), (this_process(), "training"), (elsewhere, "training")):
+        (run / "environment.json").write_text(json.dumps({"sessions": [{"process": process}]}))
+        assert follow(run).state(written) == state
+    write_result(run, 1000)
+    (run / "config.toml").write_text("[train]\nsteps = 300\n")
+    assert follow(run).state(written) == "finished"
+
+
+def test_a_crashed_run_of_a_study_shows_the_end_of_its_log(tmp_path: Path) -> None:
+    """Also one that failed before it wrote anything, as a plugin may."""
+    study = write_study(tmp_path / "study", {"prenorm": 0.0, "mgr": 0.2})
+    told = "Traceback (most recent call last):\n  File mine.py, line 3\nValueError: not enough values to unpack\n"
+    (study / "logs/mgr-seed1.log").write_text(told)  # it has no folder
+    (study / "logs/prenorm-seed1.log").write_text("step 100\nresidua: could not write metrics.jsonl\n")
+    (study / "logs/prenorm-seed0.log").write_text("residua: an old trouble\n")  # it has a result
+    runs = {run["name"]: run for run in Watched([study]).news()["runs"]}
+    assert runs["mgr-seed1"]["state"] == runs["prenorm-seed1"]["state"] == "crashed"
+    assert runs["mgr-seed1"]["why"] == "ValueError: not enough values to unpack"
+    assert runs["prenorm-seed1"]["why"] == "residua: could not write metrics.jsonl"
+    assert runs["prenorm-seed0"]["state"] == "finished"
+    os.utime(study / "logs/prenorm-seed1.log", (0, 0))
+    assert Watched([study]).news()["runs"][1]["state"] == "training", "it was started again after that line"
 
 
 def test_models_that_were_not_trained_here_are_not_waited_for(tmp_path: Path) -> None:

@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 
 from tests.report.browser import Browser, browser  # noqa: F401
-from tests.watch.runs import lines, write_result, write_run, write_study
+from tests.watch.runs import EVIL, lines, write_many, write_result, write_run, write_study
 from tests.watch.test_server import serving
 
 pytestmark = pytest.mark.slow
 
-EVIL = "<img src=x onerror=alert(1)>"
 VARIANTS = {"prenorm": 0.0, "block_attnres": 0.1, "mgr": 0.2, EVIL.replace("/", ""): 0.25}
 
 
@@ -76,6 +75,46 @@ def test_the_page_fits_every_window_in_light_and_dark(browser: Browser, study: P
         assert EVIL.replace("/", "") in seen.page.inner_text("tbody")
         assert seen.problems == []
         assert all(url.startswith(server.url) for url in seen.requests)
+
+
+DRAWN = "document.getElementById('live-loss').querySelector('.main-svg') !== null"
+ROWS = "[...document.querySelectorAll('tbody th')].map(name => name.innerText)"
+
+
+def test_charts_of_finished_runs_are_inside_their_cards(browser: Browser, tmp_path: Path) -> None:  # noqa: F811
+    """A card that is shown after the first chart is drawn takes half of its row."""
+    runs = [write_run(tmp_path / name, 300, 300, finished=True) for name in "ab"]
+    for width in (1400, 1100, 420):
+        with serving(*runs, interval=1.0) as server, browser.opened(server.url, width) as seen:
+            seen.until(DRAWN)
+            assert seen.page.locator("figure:visible").count() == 7
+            assert seen.outside_cards() == [] and seen.overflowing() == [], width
+
+
+def test_24_runs_can_be_sorted_chosen_and_hidden(browser: Browser, tmp_path: Path) -> None:  # noqa: F811
+    names = [f"width-{64 * number}-anchors" for number in range(1, 25)]
+    with serving(write_many(tmp_path / "runs"), interval=1.0) as server, browser.opened(server.url, 1400) as seen:
+        seen.until(DRAWN)
+        assert seen.outside_cards() == [] and seen.overflowing() == [] and seen.cut_tables() == []
+        assert seen.page.title() == "runs: 2 training, 18 of 24 finished, 4 crashed"
+        looks = "document.getElementById('live-loss').data.map(line => line.line.color + line.line.dash)"
+        assert len(set(seen.page.evaluate(looks))) == 24
+        seen.page.click(".legend button:text-is('width-64-anchors')")
+        assert len(seen.page.evaluate(looks)) == 23
+        seen.page.click("th button:text-is('run')")
+        assert seen.page.evaluate(ROWS) == names
+        seen.page.click("th button:text-is('validation loss')")
+        asked = len(seen.requests)
+        seen.until(f"{asked} < performance.getEntriesByType('resource').length")
+        assert seen.page.evaluate(ROWS)[0] == names[-1], "the order outlasts the next answer"
+        seen.page.click("text=crashed 4")
+        rows = seen.page.locator("tbody tr").all_inner_texts()
+        assert len(rows) == 4 and all("RuntimeError: mat1 and mat2 differ in layer" in row for row in rows)
+        assert len(seen.page.evaluate(looks)) == seen.page.locator(".happened > li").count() == 4
+        seen.page.fill("input[type=search]", "-320")
+        assert seen.page.evaluate(ROWS) == ["width-320-anchors"]
+        assert seen.page.inner_text("[role=status]:visible") == "1 of 24 runs"
+        assert seen.problems == []
 
 
 def test_a_page_whose_server_has_ended_says_so_and_keeps_its_curves(browser: Browser, tmp_path: Path) -> None:  # noqa: F811

@@ -14,16 +14,16 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from threading import Thread
+from threading import Thread, Timer
 
 import pytest
 
 from residua.machine import python_environment
 from residua.watch.beside import page_beside
-from residua.watch.server import Server
+from residua.watch.server import CONNECTIONS, Server
 from residua.watch.watched import Watched
 from tests.trained import residua, train_run
-from tests.watch.runs import write_run
+from tests.watch.runs import lines, write_result, write_run
 
 
 @contextmanager
@@ -97,10 +97,64 @@ def test_other_methods_are_refused(server: Server, method: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "query", ["?since=x", "?since=-1", "?since=99999999999999999999", "?epoch=%00&since=", "?" + "a" * 3000]
+    "query",
+    [
+        "?since=x",
+        "?since=-1",
+        "?since=99999999999999999999",
+        "?since=" + "9" * 5000,
+        "?epoch=%00&since=",
+        "?" + "a" * 3000,
+    ],
 )
 def test_odd_questions_are_answered(server: Server, query: str) -> None:
     assert ask(server, f"/{server.key}/news.json{query}")[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("speed", "steps"), [("5e-324", "1000"), ("1e300", "9" * 400), ("1e308", "1000")], ids=["slow", "long", "fast"]
+)
+def test_a_time_left_without_end_is_not_shown(tmp_path: Path, speed: str, steps: str) -> None:
+    run = write_run(tmp_path / "run", 100)
+    text = (run / "metrics.jsonl").read_text()
+    (run / "metrics.jsonl").write_text(re.sub(r'("tokens_per_second": )[\d.]+', rf"\g<1>{speed}", text))
+    (run / "config.toml").write_text(f"[train]\nsteps = {steps}\n")
+    with serving(run) as server:
+        status, _, body = ask(server, f"/{server.key}/news.json")
+    assert status == 200 and (json.loads(body)["left"] or 0.0) < 1.0
+
+
+def test_a_fault_in_the_numbers_is_told(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server.watched, "title", lambda now: 1 / 0)
+    status, _, body = ask(server, f"/{server.key}/news.json")
+    assert (status, body) == (500, b"The numbers of these runs cannot be shown (ZeroDivisionError: division by zero).")
+
+
+def test_too_many_connections_are_refused_in_a_sentence(server: Server) -> None:
+    place = ("127.0.0.1", server.server_port)
+    idle = [socket.create_connection(place) for _ in range(CONNECTIONS)]
+    status, _, body = ask(server, f"/{server.key}/news.json")
+    assert status == 503 and body.startswith(b"This page already has 32 connections: close some of its tabs")
+    for connection in idle:
+        connection.close()
+    while ask(server, f"/{server.key}/news.json")[0] == 503:
+        time.sleep(0.01)
+
+
+def test_an_ended_server_waits_for_open_pages_only(tmp_path: Path) -> None:
+    with serving(write_run(tmp_path / "run", 100)) as server:
+        began = time.monotonic()
+        server.end()
+        assert time.monotonic() - began < 5
+        server.ended = False
+        assert json.loads(ask(server, f"/{server.key}/news.json?page=mine")[2])["ended"] is False
+        ending = Thread(target=server.end)
+        ending.start()
+        ending.join(0.2)
+        assert ending.is_alive()
+        assert json.loads(ask(server, f"/{server.key}/news.json?page=mine")[2])["ended"] is True
+        ending.join(5)
+        assert not ending.is_alive()
 
 
 def test_names_of_folders_do_not_become_markup(tmp_path: Path) -> None:
@@ -150,12 +204,20 @@ def test_the_page_beside_a_run_serves_it_from_before_its_first_line_and_ends_wit
 
         def news() -> dict:
             connection = http.client.HTTPConnection("127.0.0.1", int(found[1]))
-            connection.request("GET", f"/{found[2]}/news.json")
+            connection.request("GET", f"/{found[2]}/news.json?page=mine")
             return json.loads(connection.getresponse().read())
 
         assert news()["runs"][0]["state"] == "waiting"
-        write_run(tmp_path / "run", 100)
-        assert news()["runs"][0]["step"] == 100
+        write_run(tmp_path / "run", 660)
+        assert news()["runs"][0]["step"] == 660
+        with (tmp_path / "run/metrics.jsonl").open("a") as file:
+            file.write(lines(1000, 661))
+        write_result(tmp_path / "run", 1000)
+        later: list[dict] = []
+        asking = Timer(1.0, lambda: later.append(news()))  # as a page does that has just asked
+        asking.start()
+    asking.join()
+    assert later[0]["ended"] and (later[0]["runs"][0]["state"], later[0]["runs"][0]["step"]) == ("finished", 1000)
     with pytest.raises(ConnectionRefusedError):
         news()
 
