@@ -5,12 +5,16 @@ thread that does two things per beat, through the key-value store of the job:
 
 1. It writes its own beat: the time, the last finished step, host and process.
 2. It reads the beat of the next rank and the list of failures. The ranks form a ring, so every rank, rank 0 too, is
-   watched by one other. The list is one key that all ranks share. A rank that fails adds itself to it; a rank that has
-   been silent for `patience` seconds is added by the rank that watches it.
+   watched by one other. The list is one key that all ranks share. A rank that fails adds itself to it. A rank that has
+   been silent for `patience` seconds is added by the one that watches it; after a failed collective, by any other.
 
 When the list names another rank, the training thread gets a few seconds to notice the failure itself (`who_died`).
 Otherwise the heartbeat thread prints a sentence that names the rank and ends the process. torchrun may then start the
-job again. A rank that said itself why it fails is heard once: rank 0 prints the reason, the others end in silence.
+job again. One rank of each node speaks: the first that claims the voice of its node. Where rank 0 is and a rank said
+itself why it fails, that is rank 0.
+
+torchrun sends SIGTERM to the ranks of a node when one of them has ended, and SIGKILL 30 seconds later. A rank that
+hears SIGTERM therefore calls a silent rank dead sooner (`HURRIED`).
 
 A beat costs a rank three store requests, however many ranks there are.
 """
@@ -19,12 +23,14 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from math import inf
 
 import torch.distributed as dist
@@ -35,19 +41,32 @@ BEAT = 1.0
 MISSED = 4
 """Beats that a rank must miss before it is called dead, after a collective has failed."""
 
+HURRIED = 3 * MISSED
+"""Beats that a rank may miss once torchrun has asked this one to end: it must speak within 30 seconds."""
+
 FAILURES = "failures"
 """The shared key: one line of JSON per failure, oldest first."""
 
 STORE_GONE = "the store that torchrun keeps is gone, and with it the machine of rank 0"
 
 
+@dataclass(frozen=True)
+class Failure:
+    """A rank that failed, in a sentence; `told` if it gave the reason itself."""
+
+    rank: int
+    told: bool
+    sentence: str
+
+
 class Heartbeat:
     """The heartbeat of this rank, and its watch over the others.
 
-    `store` needs a connection of its own: that of the process group is busy while a collective waits.
-    `advice` ends every sentence that is printed. `done` is the last finished step; the trainer updates it. `record`
-    writes down what this rank was doing, and returns a clause that says where; it is called before this rank ends, and
-    once when no step was finished for `stall` seconds.
+    `store` needs a connection of its own: that of the process group is busy while a collective waits. `node` is the
+    ranks of this machine, all by default. `advice` ends every sentence that is printed. `done` is the last step that
+    this rank has finished, `common` the last that all have; the trainer updates both. `record` writes down what this
+    rank was doing, and returns a clause that says where; it is called before this rank ends, and once when no step was
+    finished for `stall` seconds.
     """
 
     def __init__(
@@ -58,20 +77,23 @@ class Heartbeat:
         patience: float,
         advice: str,
         *,
+        node: Sequence[int] | None = None,
         record: Callable[[], str] = lambda: "",
         stall: float = inf,
     ) -> None:
         self.rank, self.size, self.patience, self.advice = rank, size, patience, advice
+        self.node = range(size) if node is None else node
         self.record, self.stall = record, stall
-        self.done = 0
+        self.done = self.common = 0
         self._seen_done, self._moved = 0, time.monotonic()
         self._store = store
         self._watched = (rank + 1) % size
         self._last_beat, self._last_heard = "", time.monotonic()
         self._noticed: float | None = None
-        self._speaks = True
-        self.told = False
-        """Whether the rank that failed gave its reason itself; known after `who_died`."""
+        self._failure: Failure | None = None
+        self._voice: bool | None = None
+        self._asked_to_end = False
+        self._may_end = True
         self._append("")  # reading a missing key would wait for it
         self._write_beat()
         self._stopped = threading.Event()
@@ -81,13 +103,32 @@ class Heartbeat:
     def fail(self, reason: str) -> None:
         """Tell the others that this rank is about to end, and why."""
         with suppress(RuntimeError):  # without a store the others end anyway
-            self._add_failure(self.rank, reason, told=True)
+            self._claim_voice(told=True)
+            self._add_failure(self.rank, f"failed: {reason}", told=True)
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank says on its node why the job ends; known after `fail` and `who_died`."""
+        return self._voice is not False
+
+    @property
+    def told(self) -> bool:
+        """Whether the rank that failed gave its reason itself; known after `who_died`."""
+        return self._failure is not None and self._failure.told
+
+    def hurry(self) -> None:
+        """torchrun has asked this rank to end, maybe because another has: do not wait long for a silent one."""
+        self.patience = min(self.patience, HURRIED * BEAT)
+
+    def end_soon(self, *_: object) -> None:
+        """Name a rank that has died, if one has, and end: a handler of SIGTERM where the run cannot be saved."""
+        self._asked_to_end = True
 
     def stop(self, *, finished: bool) -> None:
         """Stop beating; a rank that has `finished` is not missed."""
         self._stopped.set()
         if finished:
-            self._speaks = False
+            self._may_end = False
             self._thread.join()
             with suppress(RuntimeError):  # rank 0 may have finished first, and its store with it
                 self._write_beat(finished=True)
@@ -97,7 +138,7 @@ class Heartbeat:
 
         That rank may not have noticed yet that it must end. Waits at most 12 s.
         """
-        self._speaks = False
+        self._may_end = False
         start = heard = time.monotonic()
         last = ""
         while time.monotonic() < min(start + 3 * MISSED * BEAT, heard + MISSED * BEAT):
@@ -113,31 +154,52 @@ class Heartbeat:
         """After a failed collective: a sentence that names the rank that died or failed; None if all are alive."""
         self._stopped.set()
         self._thread.join()
-        try:
-            return self._find_dead()
-        except RuntimeError:
-            return STORE_GONE
+        return self._find_dead()
 
     def _find_dead(self) -> str | None:
+        try:
+            if self._failure is None:
+                self._look_for_dead()
+        except RuntimeError:
+            return STORE_GONE if self._failure is None else self._failure.sentence
+        return None if self._failure is None else self._failure.sentence
+
+    def _look_for_dead(self) -> None:
+        """Wait for a failure that is told, then for beats; a rank that is found dead is told to the others."""
         others = [rank for rank in range(self.size) if rank != self.rank]
         before = self._read_beats(others)
         for _ in range(MISSED):
-            if failure := self._first_failure(self._store.get(FAILURES)):
-                return self._sentence(*failure)
+            if self._first_failure(self._store.get(FAILURES)):
+                return
             self._write_beat()
             time.sleep(BEAT)
         now = self._read_beats(others)
-        silent = [rank for rank in others if before.get(rank) == now.get(rank)]
-        return self._sentence(silent[0], "died") if silent else None
+        silent = [rank for rank in others if before.get(rank) == now.get(rank) and not _finished(now.get(rank, ""))]
+        if silent:
+            self._add_failure(silent[0], "died")
+            self._first_failure(self._store.get(FAILURES))  # another rank may have found another one first
+            if len(self.node) < self.size:
+                time.sleep(2 * BEAT)  # the other nodes read it in a store that may end with this rank
 
     def tick(self) -> None:
         """One beat: write this rank's, look at the next rank's and at the list of failures."""
         self._notice_stall()
+        if self._asked_to_end and self._may_end:
+            self._leave()
         try:
             self._write_beat()
             self._watch()
         except RuntimeError:
-            self._end(STORE_GONE)
+            self._end(STORE_GONE if self._failure is None else self._failure.sentence, silent=not self.speaks)
+
+    def _leave(self) -> None:
+        """End because torchrun asked for it: name the dead rank that it may have been for."""
+        sentence = self._find_dead()
+        if sentence is not None:
+            self._end(sentence, silent=not self.speaks)
+        elif self._may_end:
+            self.fail("it was asked to end")
+            os._exit(128 + signal.SIGTERM)
 
     def _notice_stall(self) -> None:
         """Record once that training stands still, while every rank is alive; the first step may compile for long."""
@@ -158,13 +220,13 @@ class Heartbeat:
         if beat != self._last_beat or _finished(beat):
             self._last_beat, self._last_heard = beat, time.monotonic()
         if failure is not None:
-            silent = self.told and self.rank > 0
+            silent = not self.speaks
             if self._overdue(2 * MISSED + MISSED * silent):
-                self._end(self._sentence(*failure), silent=silent)
+                self._end(failure.sentence, silent=silent)
         elif time.monotonic() - self._last_heard > self.patience:
-            self._add_failure(self._watched, f"it was silent for {self.patience:.0f} seconds")
+            self._add_failure(self._watched, f"failed: it was silent for {self.patience:.0f} seconds")
 
-    def _look(self) -> tuple[str, tuple[int, str] | None]:
+    def _look(self) -> tuple[str, Failure | None]:
         """The beat of the watched rank, empty if there was none yet, and the first failure, if there was any."""
         key = f"beat/{self._watched}"
         keys = [FAILURES, key] if self._store.check([key]) else [FAILURES]
@@ -178,7 +240,7 @@ class Heartbeat:
         return now - self._noticed > beats * BEAT
 
     def _end(self, sentence: str, *, silent: bool = False) -> None:
-        if not self._speaks:
+        if not self._may_end:
             self._stopped.set()
             return
         where = self.record()
@@ -202,25 +264,34 @@ class Heartbeat:
         beats = self._store.multi_get(list(keys.values())) if keys else []
         return {rank: beat.decode() for rank, beat in zip(keys, beats, strict=True)}
 
-    def _add_failure(self, rank: int, reason: str, *, told: bool = False) -> None:
-        self._append(json.dumps({"rank": rank, "reason": reason, "told": told}) + "\n")
+    def _add_failure(self, rank: int, how: str, *, told: bool = False) -> None:
+        failure = {"rank": rank, "how": how, "told": told, "step": self.done if rank == self.rank else self.common}
+        self._append(json.dumps(failure) + "\n")
 
     def _append(self, text: str) -> None:
         self._store.append(FAILURES, text)  # type: ignore[attr-defined]  # missing in PyTorch's type stubs
 
-    def _first_failure(self, lines: bytes) -> tuple[int, str] | None:
-        """The first rank but this one that failed, and how."""
-        failures = [json.loads(line) for line in lines.splitlines()]
-        others = [failure for failure in failures if failure["rank"] != self.rank]
-        if not others:
-            return None
-        self.told = others[0]["told"]
-        return others[0]["rank"], f"failed: {others[0]['reason']}"
+    def _first_failure(self, lines: bytes) -> Failure | None:
+        """The first rank but this one that failed. It is remembered: the store may be gone when it is to be named."""
+        others = [found for found in map(json.loads, lines.splitlines()) if found["rank"] != self.rank]
+        if self._failure is None and others:
+            rank, told, step = others[0]["rank"], others[0]["told"], others[0]["step"]
+            self._failure = Failure(rank, told, self._sentence(rank, others[0]["how"], step))
+            self._claim_voice(told=told)
+        return self._failure
 
-    def _sentence(self, rank: int, what: str) -> str:
+    def _claim_voice(self, *, told: bool) -> None:
+        """Decide once whether this rank speaks for its node."""
+        if self._voice is None and told and 0 in self.node:
+            self._voice = self.rank == 0
+        elif self._voice is None:
+            self._voice = self._store.add(f"voice/{self.node[0]}", 1) == 1
+
+    def _sentence(self, rank: int, how: str, step: int) -> str:
+        """The rank with its process and host, and the last step that anyone knows it to have finished."""
         beat = json.loads(self._read_beats([rank]).get(rank, "{}"))
         where = f" (process {beat['process']} on {beat['host']})" if beat else ""
-        return f"rank {rank}{where} {what}, last heard of after step {beat.get('step', 0)}"
+        return f"rank {rank}{where} {how}, last heard of after step {max(step, self.common, beat.get('step', 0))}"
 
 
 def _finished(beat: str) -> bool:

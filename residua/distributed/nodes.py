@@ -72,6 +72,12 @@ def node_count() -> int:
     return int(os.environ.get("GROUP_WORLD_SIZE", 1))
 
 
+def ranks_here(rank: int, size: int) -> range:
+    """The ranks of this node; torchrun gives them neighbouring numbers."""
+    first = rank - int(os.environ.get("LOCAL_RANK", rank))
+    return range(first, min(size, first + int(os.environ.get("LOCAL_WORLD_SIZE", size))))
+
+
 def keep_records(folder: Path | None) -> None:
     """Let PyTorch's flight recorder remember collectives; before the process group starts.
 

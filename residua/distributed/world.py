@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import signal
+import sys
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, NoReturn, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,9 +18,10 @@ from residua.config.settings import ConfigError
 from residua.distributed.construct import Parts
 from residua.distributed.heartbeat import Heartbeat, lost_a_peer
 from residua.distributed.mesh import Mesh, Processes, job_store
-from residua.distributed.nodes import Probe, keep_records, node_count, write_records
+from residua.distributed.nodes import Probe, keep_records, node_count, ranks_here, write_records
 from residua.distributed.pipeline.step import PipelinedStep
 from residua.distributed.step import RankedStep, ReplicatedStep, ShardedStep
+from residua.distributed.terminations import Terminations
 from residua.distributed.times import slow_ranks
 from residua.machine import choose_device
 from residua.model.decoder import Decoder
@@ -28,7 +29,7 @@ from residua.model.size import shapes
 from residua.reading import reason
 from residua.report import failure
 from residua.storage.checkpoint import checkpoints, model_tensors, what_is_left
-from residua.storage.run import FollowedRun, Run
+from residua.storage.run import FollowedRun, Run, record_end
 from residua.storage.sharded import Saver, load_shards
 from residua.train.health import TrainingStopped
 from residua.train.start import starting_parts
@@ -60,8 +61,9 @@ class Ranks(World):
         """Ranks that are slow, and for how many log lines they have been."""
         self.heartbeat = Heartbeat(
             store, mesh.rank, mesh.size, config.parallel.patience, self._advice(), record=self._record,
-            stall=STALL * processes.timeout.total_seconds(),
+            node=ranks_here(mesh.rank, mesh.size), stall=STALL * processes.timeout.total_seconds(),
         )  # fmt: skip
+        self._terminations = Terminations(self.heartbeat)
 
     @classmethod
     def start(cls, config: RunConfig, device: torch.device) -> Self:
@@ -78,37 +80,40 @@ class Ranks(World):
             ) from None
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if error is not None:
+            # torchrun sends SIGTERM to every rank when the first one ends, and this one must still say why
+            self._terminations.ignore()
         try:
             if isinstance(error, TrainingStopped) or (isinstance(error, Exception) and failure.is_expected(error)):
                 self.heartbeat.fail(str(error))
             elif isinstance(error, Exception):
                 self._explain(error)
-            if isinstance(error, TrainingStopped):
+            if isinstance(error, TrainingStopped) and not self.heartbeat.speaks:
                 self._leave_to_leader(error.exit_code)
         finally:
             self.heartbeat.stop(finished=error is None)
             if error is None:
+                self._terminations.restore()
                 self.processes.stop()
 
-    def _leave_to_leader(self, code: int) -> None:
+    def _leave_to_leader(self, code: int) -> NoReturn:
         """End without a word, after rank 0: it prints why, and torchrun would end it if another rank ended first."""
-        if not self.leads:
-            self.heartbeat.outlast(rank=0)
-            raise SystemExit(code)
+        self.heartbeat.outlast(rank=0)
+        raise SystemExit(code)
 
     def _explain(self, error: Exception) -> None:
         """Say why this rank fails: for its own reason, or because another rank died."""
-        # torchrun now sends SIGTERM to every rank, and this one must still find and print the reason
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         place = plugin_place(error)
         if not lost_a_peer(error) or (place is not None and place.raised):
             self.heartbeat.fail(failure.sentence(error))
             return
         sentence = self.heartbeat.who_died()
-        if self.heartbeat.told:
-            self._leave_to_leader(1)
         if sentence is None:
             sentence = f"a collective failed although all ranks are alive ({reason(error)}){self._record()}"
+        elif self.leads and self.folder is not None:
+            record_end(self.folder, "failed", sentence)
+        if not self.heartbeat.speaks:  # another rank of this node does
+            self._leave_to_leader(1) if self.heartbeat.told else sys.exit(1)
         left = what_is_left(self.folder) if self.folder is not None else "nothing had been saved"
         raise TrainingStopped(f"{sentence}; {left}; {self.heartbeat.advice}.") from None
 
@@ -188,6 +193,7 @@ class Ranks(World):
         self.heartbeat.done = done
         heard = torch.tensor(signal_number or 0)
         dist.all_reduce(heard, dist.ReduceOp.MAX)
+        self.heartbeat.common = done
         return int(heard) or None
 
     def build_step(self, config: RunConfig) -> RankedStep:
@@ -211,11 +217,12 @@ class Ranks(World):
         parallel = self.config.parallel
         return step.model if parallel.shard == parallel.pipeline == 1 else None
 
-    def rank_times(self, step: Step) -> dict[str, Any] | None:
+    def rank_times(self, step: Step, done: int) -> dict[str, Any] | None:
         assert isinstance(step, RankedStep)
         mine = torch.tensor([step.watch.take(), self.mesh.pipeline_rank], dtype=torch.float64)
         found = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(found, mine)
+        self.heartbeat.common = done
         seconds, stages = zip(*(pair.tolist() for pair in found), strict=True)
         slow = slow_ranks(seconds, stages, self.hosts)
         self._slow = {rank: self._slow.get(rank, 0) + 1 for rank in slow}

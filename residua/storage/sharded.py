@@ -109,7 +109,11 @@ class Saver:
         except BaseException as error:
             if self.rank == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
-            saving.set_exception(WriteError(final, _cause(error, final), what_is_left(final.parents[1])))
+            lost = isinstance(error, RuntimeError) and not isinstance(error.__cause__ or error.__context__, OSError)
+            # another rank has died, and nothing is wrong with the disk
+            saving.set_exception(
+                error if lost else WriteError(final, _cause(error, final), what_is_left(final.parents[1]))
+            )
 
     def settle(self) -> None:
         """Wait for a save in progress."""

@@ -286,7 +286,7 @@ class Trainer:
 
     def _log_ranks(self) -> None:
         """On several processes, one more record: the time of each rank's forward passes, and which are slow."""
-        times = self.world.rank_times(self.step)
+        times = self.world.rank_times(self.step, self.done)
         if times is not None:
             self._tell(kind="ranks", step=self.done, **times)
             for sentence in times["said"]:

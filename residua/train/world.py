@@ -127,8 +127,8 @@ class World:
         """The model, if one process has all of it."""
         return step.model
 
-    def rank_times(self, step: Step) -> dict[str, Any] | None:
-        """How long the forward passes of each process took since the last call, and what to say of slow ones."""
+    def rank_times(self, step: Step, done: int) -> dict[str, Any] | None:
+        """How long the forward passes of each process took since the last call, up to step `done`; which are slow."""
         return None
 
     def command(self, config: RunConfig) -> str:

@@ -58,8 +58,12 @@ class Started:
         self.process.join()
 
 
-def start(ranks: int, module: str, *arguments: Any, places: Sequence[Path] | None = None) -> list[Started]:
+def start(
+    ranks: int, module: str, *arguments: Any, places: Sequence[Path] | None = None, per_node: int | None = None
+) -> list[Started]:
     """Run `module.main(*arguments)` on so many ranks, each in its own working folder if `places` are given.
+
+    With `per_node`, they believe to be on nodes of so many ranks each.
 
     This process serves their store, as torchrun does for its ranks. It listens on a port that the system chooses, so
     jobs that run at the same time cannot collide.
@@ -71,11 +75,11 @@ def start(ranks: int, module: str, *arguments: Any, places: Sequence[Path] | Non
         "MASTER_PORT": store.port,
         "TORCHELASTIC_USE_AGENT_STORE": True,
     }
-    folder = _new_folder()
+    folder, node = _new_folder(), per_node or ranks
     return [
         _fork(
-            folder / str(rank), environment(RANK=rank, LOCAL_RANK=rank, **shared), module, arguments, store,
-            None if places is None else places[rank],
+            folder / str(rank), environment(RANK=rank, LOCAL_RANK=rank % node, LOCAL_WORLD_SIZE=node, **shared), module,
+            arguments, store, None if places is None else places[rank],
         )
         for rank in range(ranks)
     ]  # fmt: skip

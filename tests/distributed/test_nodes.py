@@ -92,6 +92,20 @@ def test_a_run_on_two_nodes_survives_the_death_of_one(recipe: RunConfig, tmp_pat
     assert curve(run) == pytest.approx(curve(alone), abs=1e-4)
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("dead", [0, 3])
+def test_a_dead_rank_is_named_once_on_each_node(recipe: RunConfig, tmp_path: Path, dead: int) -> None:  # noqa: F811
+    dies = {"rank": dead, "after": 3}
+    asked = spec(
+        tmp_path / "asked", recipe, out=str(tmp_path / "run"), changes=["parallel.data=4"], dies=dies, beat=0.5
+    )
+    ranks = start(4, TRAIN, asked, per_node=2)
+    said = [rank.wait() for rank in ranks]
+    for node in (said[:2], said[2:]):
+        named = re.findall(r"residua: rank (\d) \(.*\) died, last heard of after step (\d);", "".join(node))
+        assert named == [(str(dead), "3")] and "".join(node).count("residua: ") == 1, said
+
+
 def test_a_run_traces_chosen_steps_and_names_a_slow_rank(recipe: RunConfig, tmp_path: Path) -> None:  # noqa: F811
     run = tmp_path / "run"
     changes = ["parallel.shard=2", "train.steps=3", "train.profile=[2]"]

@@ -118,8 +118,8 @@ def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(
     asked = spec(tmp_path / "asked", recipe, out=str(run), changes=["parallel.shard=2"], dies=dies, beat=0.25)
     agent = torchrun(2, TRAIN, asked, restarts=1)
     assert agent.process.exitcode == 0, agent.said()[-3000:]
-    named = r"residua: rank 1 \(process \d+ on .*\) died, last heard of after step \d; the last good checkpoint is"
-    assert re.search(named, agent.said()), agent.said()[-3000:]
+    named = r"residua: rank 1 \(process \d+ on .*\) died, last heard of after step 5; the last good checkpoint is"
+    assert len(re.findall(named, agent.said())) == agent.said().count("residua: ") == 1, agent.said()[-3000:]
     sessions = json.loads((run / "environment.json").read_text())["sessions"]
     assert [session["from_step"] for session in sessions] == [0, 4]
     assert curve(run) == pytest.approx(unbroken, abs=1e-4)
@@ -130,7 +130,7 @@ def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(
 def saving(recipe: RunConfig, tmp_path: Path) -> Iterator[tuple[Path, Path, list[Started]]]:
     """Two ranks that have done step 5 while step 4 is being saved: the run, the gate that lets them save, the ranks."""
     run, gate = tmp_path / "run", tmp_path / "gate"
-    held = {"changes": ["parallel.shard=2"], "holds": ["step-4", str(gate)]}
+    held = {"changes": ["parallel.shard=2"], "holds": ["step-4", str(gate)], "beat": 0.25}
     ranks = start(2, TRAIN, spec(tmp_path / "asked", recipe, out=str(run), **held))
     until = time.monotonic() + LIMIT
     try:
@@ -157,9 +157,13 @@ def test_training_goes_on_while_a_checkpoint_is_written(saving: Any) -> None:
 def test_a_death_during_a_save_leaves_the_checkpoint_before_it(
     saving: Any, recipe: RunConfig, unbroken: dict[int, float]
 ) -> None:
-    run, _, ranks = saving
-    for rank in ranks:
-        rank.kill()
+    """The survivor waits for the save, which fails: not for its disk, but for the rank that it names."""
+    run, gate, (survivor, dead) = saving
+    while not any(r["kind"] == "validation" and r["step"] == 6 for r in read_metrics(run / "metrics.jsonl")):
+        time.sleep(0.05)
+    dead.kill()
+    gate.touch()
+    assert re.search(r"residua: rank 1 \(.*\) died, last heard of after step 6; the last good", survivor.wait())
     assert [found.step for found in checkpoints(run)] == [2]
     residua.load(run)
     train(recipe, run, resume=True)
