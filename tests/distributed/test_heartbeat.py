@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from collections.abc import Iterator
@@ -11,7 +12,8 @@ import pytest
 import torch.distributed as dist
 
 from residua.distributed import heartbeat
-from residua.distributed.heartbeat import MISSED, Heartbeat, lost_a_peer
+from residua.distributed.heartbeat import HURRIED, MISSED, Heartbeat, lost_a_peer
+from residua.distributed.terminations import Terminations
 
 PATIENCE = 10
 
@@ -320,6 +322,26 @@ def test_a_rank_that_outlasts_another_says_nothing_itself(job: Any, capsys: Any)
     for _ in range(3 * MISSED):
         assert not simulated.second()
     assert not capsys.readouterr().err
+
+
+def test_sigterm_is_left_to_the_heartbeat_until_it_is_restored(job: Any) -> None:
+    """torchrun sends it whenever a rank has ended: also between a failed collective and its explanation."""
+    heart, heard = job(2).alive[0], []
+    heart.patience = 600
+    before = signal.signal(signal.SIGTERM, lambda *_: heard.append("default"))
+    try:
+        terminations = Terminations(heart)
+        os.kill(os.getpid(), signal.SIGTERM)
+        while heart.patience > HURRIED:
+            time.sleep(0.01)
+        assert heart._asked_to_end and not heard
+        terminations.ignore()
+        os.kill(os.getpid(), signal.SIGTERM)
+        terminations.restore()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert heard == ["default"]
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @pytest.mark.parametrize(
