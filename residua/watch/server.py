@@ -91,12 +91,12 @@ class Server(ThreadingHTTPServer):
         with self._lock:
             return any(now - asked < LINGER for asked in self._pages.values())
 
-    def answered(self, page: str, ended: bool) -> None:
-        """Note that a page has had an answer, its last one if that said `ended`."""
+    def note(self, page: str, *, open: bool) -> None:
+        """Note that a page is `open` and has asked now, or that it has had its last answer."""
         now = time.monotonic()
         with self._lock:
             self._pages = {name: asked for name, asked in self._pages.items() if now - asked < LINGER and name != page}
-            if page and not ended and len(self._pages) < CONNECTIONS:
+            if page and open and len(self._pages) < CONNECTIONS:
                 self._pages[page] = now
 
     def process_request(self, request: Any, client_address: Any) -> None:
@@ -172,8 +172,10 @@ class Handler(BaseHTTPRequestHandler):
         except Exception as error:
             self._refuse(500, f"The numbers of these runs cannot be shown ({type(error).__name__}: {error}).")
             return
+        self.server.note(page := asked.get("page", "")[:32], open=True)
         self._answer(200, "application/json", text)
-        self.server.answered(asked.get("page", "")[:32], ended)
+        if ended:
+            self.server.note(page, open=False)
 
     def _host(self) -> str:
         """The host that the request names, without its port: behind a tunnel that is another one."""
