@@ -107,7 +107,8 @@ def _retrofit(
     base_file, begin = start_changes(start)
     base = RunConfig.from_toml(base_file)
     changed = base.override([*begin, *_data_change(data), *changes])
-    exact = [] if changed.model.topology == base.model.topology else ["model.reader_eps=sum"]
+    same_kind = changed.model.topology.kind == base.model.topology.kind
+    exact = [] if same_kind else ["model.reader_eps=sum"]
     return out, changed.override([*with_eps(base.model, changed.model, changes), *exact, *changes])
 
 

@@ -98,6 +98,8 @@ Mixing = Annotated[StaticMixing | DynamicMixing, Field(discriminator="kind")]
 class ResFormer(AnchorChoice):
     """The first layer's values, raw, in every later layer."""
 
+    training_only: ClassVar[tuple[str, ...]] = ("start",)
+
     kind: Literal["resformer"] = "resformer"
     granularity: Granularity = "scalar"
     start: Start = (0.5, 0.5)
@@ -109,6 +111,8 @@ class ResFormer(AnchorChoice):
 
 class ProjectionAnchors(AnchorChoice):
     """The keys that NuResFormer and ExoFormer share."""
+
+    training_only: ClassVar[tuple[str, ...]] = ("start",)
 
     pathways: tuple[Pathway, ...] = ("q", "k", "v", "g")
     granularity: Granularity = "elementwise"
@@ -190,6 +194,7 @@ class DyT(NormChoice):
     """tanh(α x) with a gain and a bias; no statistics."""
 
     kept_widths: ClassVar[float] = 0.0
+    training_only: ClassVar[tuple[str, ...]] = ("alpha",)
 
     kind: Literal["dyt"] = "dyt"
     alpha: float = Field(0.5, gt=0)
@@ -197,6 +202,8 @@ class DyT(NormChoice):
 
 class GatedDyT(LowRankGate):
     """DyT with a low-rank gate on its own output."""
+
+    training_only: ClassVar[tuple[str, ...]] = ("alpha",)
 
     kind: Literal["gated_dyt"] = "gated_dyt"
     alpha: float = Field(0.5, gt=0)
@@ -214,6 +221,8 @@ class TiedHead(Frozen):
 
 class UntiedHead(Frozen):
     """The head has a matrix of its own."""
+
+    training_only: ClassVar[tuple[str, ...]] = ("init",)
 
     kind: Literal["untied"] = "untied"
     init: Literal["normal", "zero"] = "normal"

@@ -59,6 +59,7 @@ class SoftmaxAttention(Mixer):
     """
 
     attends: ClassVar[bool] = True
+    training_only: ClassVar[tuple[str, ...]] = ("qk_alpha",)
 
     kind: Literal["softmax"] = "softmax"
     heads: Positive

@@ -6,7 +6,7 @@ This file imports no torch, so reading or listing configurations is instant.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -45,6 +45,8 @@ class ModelConfig(Frozen):
     multiplied by `embed_scale`. With `reader_eps = "sum"` the norm of reader k has eps · c_k², for a topology that
     hands it c_k times the sum when it starts as a pre-norm model: that start is then exact (docs/retrofit.md).
     """
+
+    training_only: ClassVar[tuple[str, ...]] = ("context", "init")
 
     vocab_size: Positive = 50_304
     context: Positive = 1024

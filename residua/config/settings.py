@@ -36,11 +36,27 @@ class Frozen(BaseModel):
 
     takes_plugins: ClassVar[bool] = False
     """Whether plugins can add kinds to this one's."""
+    training_only: ClassVar[tuple[str, ...]] = ()
+    """Keys that decide where parameters start or how they are trained, not what the model computes from them."""
 
     @classmethod
     def alternatives(cls) -> list[type[Frozen]]:
         """The tables that can stand where this one is asked for."""
         return [cls]
+
+
+def function_changes(before: Frozen, after: Frozen, prefix: str = "") -> list[str]:
+    """The keys, such as `norm.rank`, in which two tables describe models that compute different functions."""
+    if type(before) is not type(after):
+        return [f"{prefix}kind"]
+    changes: list[str] = []
+    for key in type(before).model_fields:
+        old, new = getattr(before, key), getattr(after, key)
+        if old == new or key in before.training_only:
+            continue
+        tables = isinstance(old, Frozen) and isinstance(new, Frozen)
+        changes += function_changes(old, new, f"{prefix}{key}.") if tables else [f"{prefix}{key}"]
+    return changes
 
 
 def number(value: object) -> object:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, PlainValidator, SerializeAsAny, model_validator
 
@@ -98,6 +98,8 @@ class MultiGate(TopologyChoice):
     The gates start as open as a model of `base_depth` gated sublayers needs them, with a bias of `base_bias`, scaled
     to the depth of this one. `bias_init` chooses the corrected or the printed formula for independent gates.
     """
+
+    training_only: ClassVar[tuple[str, ...]] = ("bias_init", "base_depth", "base_bias", "memory")
 
     kind: Literal["multi_gate"] = "multi_gate"
     streams: int = Field(4, ge=2, le=64)

@@ -45,7 +45,7 @@ CHOOSING = ("residua.model.decoder", "residua.model.topology")
 """The modules that import parts of every kind, of which a model has some."""
 STAYING = (
     "residua.model.edges",
-    "residua.model.kept",
+    "residua.model.init_fidelity",
     "residua.model.topology.ablation",
     "residua.model.topology.facts",
     "residua.model.topology.fused",

@@ -7,8 +7,8 @@ The anchors are normalised once, when they are written, because every layer read
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +16,10 @@ from torch.nn.functional import gelu, linear
 
 from residua import ops
 from residua.config import choices
+from residua.errors import UserError
+from residua.model.anchor_source import AnchorNorm, HeadShape
 from residua.model.context import Anchors
-from residua.model.kept import Kept
+from residua.model.init_fidelity import InitFidelity
 from residua.model.projection import Projection, is_plain, is_watched
 from residua.ops._runtime import fused
 from residua.ops._runtime.numeric import wide
@@ -43,62 +45,6 @@ class QueryKeyNorm(Protocol):
     def gains(self) -> tuple[Tensor, Tensor] | None: ...
 
     def __call__(self, q: Tensor, k: Tensor, table: RotaryTable) -> tuple[Tensor, Tensor]: ...
-
-
-class HeadShape(NamedTuple):
-    """Heads of each pathway, and their width."""
-
-    heads: Mapping[str, int]
-    head_dim: int
-
-    def rows(self, pathway: str) -> int:
-        return self.heads[pathway] * self.head_dim
-
-
-class AnchorNorm(nn.Module):
-    """RMS over head_dim with a gain shared by heads and layers, one per normalised pathway; others pass through."""
-
-    NORMED: Mapping[str, tuple[str, ...]] = {"none": (), "qk": ("q", "k"), "all": ("q", "k", "v", "g")}
-
-    def __init__(self, pathways: tuple[str, ...], norm: str, head_dim: int) -> None:
-        super().__init__()
-        normed = [s for s in pathways if s in self.NORMED[norm]]
-        self.gains = nn.ParameterDict({s: nn.Parameter(torch.empty(head_dim)) for s in normed})
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        for gain in self.gains.values():
-            nn.init.ones_(gain)
-
-    def forward(self, pathway: str, anchor: Tensor) -> Tensor:
-        return ops.rms(anchor, weight=self.gains[pathway]) if pathway in self.gains else anchor
-
-
-class NoSource(nn.Module):
-    """Projects nothing from the embedding: anchors, if any, come from the first attention layer."""
-
-    def open(self, x: Tensor) -> Anchors:
-        return ()
-
-
-class ExoSource(nn.Module):
-    """ExoFormer's anchors (arXiv 2601.08131): dedicated projections of the raw embedding, fused in one matrix."""
-
-    def __init__(self, config: choices.ExoFormer, shape: HeadShape, width: int, *, std: float) -> None:
-        super().__init__()
-        self.pathways, self.shape = config.pathways, shape
-        self.parts = tuple(shape.rows(s) for s in config.pathways)
-        self.project = Projection(width, sum(self.parts), std=std, parts=self.parts)
-        self.norm = AnchorNorm(config.pathways, config.norm, shape.head_dim)
-
-    def open(self, x: Tensor) -> Anchors:
-        return self.split(self.project(x))
-
-    def split(self, projected: Tensor) -> Anchors:
-        """The anchors out of their fused projection."""
-        split = projected.split(self.parts, -1)
-        heads = [s.unflatten(-1, (-1, self.shape.head_dim)) for s in split]
-        return tuple(self.norm(s, a) for s, a in zip(self.pathways, heads, strict=True))
 
 
 class Unmixed(nn.Module):
@@ -135,15 +81,9 @@ class Unmixed(nn.Module):
         """λ1 and λ2 [H_kv, D] of values that are mixed; None if they are not."""
         return None
 
-    def begin_as(self, old: Unmixed) -> Kept:
-        """Start as another layer's: with its parameters if it is of the same kind, else with no anchor mixed in."""
-        if type(self) is type(old):
-            self.load_state_dict(old.state_dict())
-            return Kept.EXACTLY
-        return self._begin_unmixed() if old.plain else Kept.NOT
-
-    def _begin_unmixed(self) -> Kept:
-        return Kept.EXACTLY
+    def begin_as(self, old: Unmixed) -> InitFidelity:
+        """Start as another layer's, pathway by pathway. One that was not mixed before gets nothing of its anchor."""
+        return InitFidelity.EXACTLY if old.plain else InitFidelity.NOT
 
     def mixes(self, pathway: str) -> bool:
         """Whether this pathway is mixed with an anchor, or becomes one."""
@@ -185,8 +125,22 @@ class Write(Unmixed):
         written = tuple(self.norm(s, own[s]) for s in self.pathways)
         return super().forward(projected, written, x, qk_norm, table)
 
+    def begin_as(self, old: Unmixed) -> InitFidelity:
+        if old.plain:
+            return InitFidelity.EXACTLY
+        if not isinstance(old, Write):
+            raise _other_source()
+        return self.norm.begin_as(old.norm, [s for s in self.pathways if s in old.pathways])
+
     def mixes(self, pathway: str) -> bool:
         return pathway in self.pathways
+
+
+def _other_source() -> UserError:
+    return UserError(
+        "model.anchors.kind: anchors of the embedding ('exoformer') cannot start as those of the first layer "
+        "('resformer', 'nuresformer'), nor the other way round: keep the kind, or start from a run without anchors."
+    )
 
 
 class Mix(Unmixed):
@@ -243,12 +197,28 @@ class Mix(Unmixed):
         """Whether there is a handle behind the anchors."""
         return len(anchors) > len(self.pathways)
 
-    def _begin_unmixed(self) -> Kept:
-        """λ1 = 0 and λ2 = 1; for a dynamic mixture, whose γ begins at ½, λ2 = 2."""
+    @torch.no_grad()
+    def begin_as(self, old: Unmixed) -> InitFidelity:
+        """λ1 = 0 and λ2 = 1 for a pathway that was not mixed; with γ, which begins at ½, λ2 = 2.
+
+        A pathway that was mixed keeps its λ, repeated where they are finer now.
+        """
+        if isinstance(old, Write):
+            raise _other_source()
         for anchor, current in zip(self.anchor_scale.values(), self.current_scale.values(), strict=True):
             nn.init.zeros_(anchor)
             nn.init.constant_(current, self.WHOLE)
-        return Kept.EXACTLY
+        if not isinstance(old, Mix):
+            return InitFidelity.EXACTLY
+        for pathway in self.both(old):
+            for scales, theirs in ((self.anchor_scale, old.anchor_scale), (self.current_scale, old.current_scale)):
+                scales[pathway].copy_(_repeated(theirs[pathway], scales[pathway]) * (self.WHOLE / old.WHOLE))
+        lost = len(self.both(old)) < len(old.pathways) or (isinstance(old, DynamicMix) and type(self) is Mix)
+        return InitFidelity.NOT if lost else InitFidelity.EXACTLY
+
+    def both(self, old: Mix) -> list[str]:
+        """The pathways that both mix."""
+        return [pathway for pathway in self.pathways if pathway in old.pathways]
 
     def forward(
         self, projected: Tensor, anchors: Anchors, x: Tensor, qk_norm: QueryKeyNorm, table: RotaryTable
@@ -308,6 +278,20 @@ class Modulation(nn.Module):
         hidden = gelu(self.down(x))
         return torch.sigmoid(self.up(hidden) + self.bias.to(hidden.dtype))
 
+    @torch.no_grad()
+    def begin_as(self, old: Modulation, rows: Sequence[tuple[int, int]]) -> None:
+        """Start as a narrower one, which has its second number where this one has the first of each of `rows`."""
+        hidden = len(old.down.weight)
+        if len(self.down.weight) < hidden:
+            raise UserError(
+                f"model.anchors.mixing.hidden = {len(self.down.weight)} is less than the {hidden} of the model to "
+                f"start from, whose weights do not fit: use {hidden} or more."
+            )
+        self.down.weight[:hidden] = old.down.weight
+        for own, theirs in rows:
+            self.up.weight[own, :hidden] = old.up.weight[theirs]
+            self.bias[own] = old.bias[theirs]
+
 
 class DynamicMix(Mix):
     """λ ⊙ γ instead of λ, with γ computed from the layer's normed input x, in the order q1, q2, k1, k2, …
@@ -327,6 +311,13 @@ class DynamicMix(Mix):
     def factors(self, x: Tensor) -> Tensor:
         gamma: Tensor = self.gamma(x)
         return gamma
+
+    def begin_as(self, old: Unmixed) -> InitFidelity:
+        kept = super().begin_as(old)
+        if isinstance(old, DynamicMix):
+            first = [(2 * self.pathways.index(s), 2 * old.pathways.index(s)) for s in self.both(old)]
+            self.gamma.begin_as(old.gamma, [(own + i, theirs + i) for own, theirs in first for i in (0, 1)])
+        return kept
 
     def readers(self) -> tuple[Tensor, ...]:
         return (self.gamma.down.weight,)
@@ -384,12 +375,15 @@ def _scale_shape(granularity: str, heads: int, head_dim: int) -> tuple[int, ...]
     return {"elementwise": (heads, head_dim), "headwise": (heads,), "scalar": ()}[granularity]
 
 
-def build_source(config: choices.Anchors, shape: HeadShape | None, width: int, *, std: float) -> NoSource | ExoSource:
-    """The module that makes a model's first anchors."""
-    if isinstance(config, choices.ExoFormer):
-        assert shape is not None
-        return ExoSource(config, shape, width, std=std)
-    return NoSource()
+def _repeated(old: Tensor, new: Tensor) -> Tensor:
+    """λ of one granularity in the shape of a finer one."""
+    if old.dim() > new.dim():
+        names = ("scalar", "headwise", "elementwise")
+        raise UserError(
+            f"model.anchors.granularity = '{names[new.dim()]}' has fewer λ than the model to start from: leave it at "
+            f"'{names[old.dim()]}'."
+        )
+    return old.reshape((*old.shape, *(1,) * (new.dim() - old.dim()))).expand_as(new)
 
 
 def build_mix(

@@ -11,12 +11,13 @@ from torch import Tensor, nn
 from residua import ops
 from residua.config import choices
 from residua.errors import UserError
-from residua.model.anchors import DynamicMix, HeadShape, build_mix
+from residua.model.anchor_source import HeadShape
+from residua.model.anchors import DynamicMix, build_mix
 from residua.model.attend import attend
 from residua.model.cache import KeyValueCache
 from residua.model.context import Anchors, Context
 from residua.model.edges import Edge, divide_rows
-from residua.model.kept import Kept
+from residua.model.init_fidelity import InitFidelity, take_parameters
 from residua.model.norm import DyT
 from residua.model.projection import BiasedProjection, Projection, projection
 from residua.model.rope import GROWING
@@ -116,23 +117,24 @@ class NoQKNorm(nn.Module):
         return ops.rotate(q, table), ops.rotate(k, table)
 
 
-def _begin_projection(new: Projection, old: Projection) -> Kept:
-    """Take the rows that both have; others are zero."""
-    rows = min(len(new.weight), len(old.weight))
+def _begin_projection(new: Projection, old: Projection, rows: Tensor) -> InitFidelity:
+    """Take these rows of another; further ones are zero."""
     nn.init.zeros_(new.weight)
-    new.weight[:rows] = old.weight[:rows]
+    new.weight[: len(rows)] = old.weight[rows]
     if isinstance(new, BiasedProjection):
         nn.init.zeros_(new.bias)
         if isinstance(old, BiasedProjection):
-            new.bias[:rows] = old.bias[:rows]
-    return Kept.NOT if isinstance(old, BiasedProjection) and not isinstance(new, BiasedProjection) else Kept.EXACTLY
+            new.bias[: len(rows)] = old.bias[rows]
+    lost_bias = isinstance(old, BiasedProjection) and not isinstance(new, BiasedProjection)
+    return InitFidelity.NOT if lost_bias else InitFidelity.EXACTLY
 
 
-def _begin_qk_norm(new: nn.Module, old: nn.Module) -> Kept:
+def _begin_qk_norm(new: nn.Module, old: nn.Module) -> InitFidelity:
     if type(new) is not type(old):
-        return Kept.NOT
-    new.load_state_dict(old.state_dict())
-    return Kept.EXACTLY
+        return InitFidelity.NOT
+    take_parameters(new, old)
+    same_eps = not isinstance(new, QKNorm) or not isinstance(old, QKNorm) or new.eps == old.eps
+    return InitFidelity.EXACTLY if same_eps else InitFidelity.UP_TO_EPS
 
 
 NEW_SINK = -10.0
@@ -217,20 +219,22 @@ class SoftmaxAttention(nn.Module):
         return self.out(y.flatten(-2)), anchors
 
     @torch.no_grad()
-    def begin_as(self, old: nn.Module) -> Kept:
+    def begin_as(self, old: nn.Module) -> InitFidelity:
         """Start as another attention with the same heads.
 
-        A new gate starts at σ(0) = ½ with W_g = 0, and W_out is doubled. A new bias starts at zero. A new sink starts
-        at `NEW_SINK`, which takes e^NEW_SINK off the softmax: nearly nothing, yet with a gradient.
+        A new gate starts at σ(0) = ½ with W_g = 0, and W_out is doubled; the gate of a head is repeated for its
+        elements. A new bias starts at zero. A new sink starts at `NEW_SINK`, which takes e^NEW_SINK off the softmax:
+        nearly nothing, yet with a gradient. Anchors start by themselves.
         """
-        if not isinstance(old, SoftmaxAttention) or old.rows[:3] != self.rows[:3]:
-            raise UserError("attention.heads, kv_heads or head_dim differ from the model to start from: keep them.")
-        new_gate = len(self.rows) > len(old.rows)
+        if not isinstance(old, SoftmaxAttention) or self._heads != old._heads:
+            raise UserError(
+                "model.attention.heads, kv_heads or head_dim differ from the model to start from: keep them."
+            )
+        new_gate, lost_gate = len(self.rows) > len(old.rows), len(self.rows) < len(old.rows)
         kept = [
-            Kept.EXACTLY if new_gate or self.rows == old.rows else Kept.NOT,
-            _begin_projection(self.project, old.project),
-            _begin_projection(self.out, old.out),
-            self.mix.begin_as(old.mix),
+            InitFidelity.NOT if lost_gate else InitFidelity.EXACTLY,
+            _begin_projection(self.project, old.project, self._rows_of(old)),
+            _begin_projection(self.out, old.out, torch.arange(len(old.out.weight), device=old.out.weight.device)),
             _begin_qk_norm(self.qk_norm, old.qk_norm),
         ]
         if new_gate:
@@ -238,8 +242,27 @@ class SoftmaxAttention(nn.Module):
         if self.sink is not None:
             self.sink.copy_(old.sink) if old.sink is not None else nn.init.constant_(self.sink, NEW_SINK)
         if (self.sink is None) != (old.sink is None):
-            kept.append(Kept.NOT if self.sink is None else Kept.NEARLY)
+            kept.append(InitFidelity.NOT if self.sink is None else InitFidelity.NEARLY)
         return max(kept)
+
+    @property
+    def _heads(self) -> tuple[tuple[int, ...], int]:
+        return self.rows[:3], self.head_width["q"]
+
+    def _rows_of(self, old: SoftmaxAttention) -> Tensor:
+        """The rows of another's projection that this one takes, those of its gate repeated where this one is finer."""
+        heads, device = self.query_heads[0], old.project.weight.device
+        ours, theirs = self.head_width.get("g"), old.head_width.get("g")
+        rows = torch.arange(sum(self.rows[:3]), device=device)
+        if ours is None or theirs is None:
+            return rows
+        if ours < theirs:
+            raise UserError(
+                "model.attention.gate = 'headwise' has one gate per head, and the model to start from one per element: "
+                "leave it at 'elementwise'."
+            )
+        gate = torch.arange(heads * theirs, device=device).repeat_interleave(ours // theirs)
+        return torch.cat([rows, len(rows) + gate])
 
     @property
     def plain_heads(self) -> bool:

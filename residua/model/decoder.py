@@ -13,7 +13,8 @@ from torch.nn.functional import embedding, linear
 from residua import ops
 from residua.config import choices
 from residua.config.model import ModelConfig
-from residua.model.anchors import AnchorNorm, ExoSource, Mix, NoSource, build_source, share_anchors
+from residua.model.anchor_source import AnchorNorm, ExoSource, NoSource, build_source
+from residua.model.anchors import Mix, share_anchors
 from residua.model.attention import SoftmaxAttention, head_shape
 from residua.model.cache import Cache, Now
 from residua.model.context import Anchors, Context

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from residua import ops
 from residua.config import choices
 from residua.errors import UserError
-from residua.model.kept import Kept
+from residua.model.init_fidelity import InitFidelity, take_parameters
 
 GATE_STD = 0.02
 
@@ -49,12 +49,14 @@ class Norm(nn.Module):
     scale_invariant = False
     """Whether a positive factor on x changes nothing, but for eps."""
 
-    def begin_as(self, old: Norm) -> Kept:
-        """Start as another norm with the same eps, by changing parameters in place; by default, one of its kind."""
-        if type(self) is not type(old):
-            return Kept.NOT
-        self.load_state_dict(old.state_dict())
-        return Kept.EXACTLY
+    def begin_as(self, old: Norm) -> InitFidelity:
+        """Start as a norm with other settings and the same eps, by changing parameters in place.
+
+        By default one of the same kind gives its parameters, and the function is not kept.
+        """
+        if type(self) is type(old):
+            take_parameters(self, old)
+        return InitFidelity.NOT
 
 
 class NoNorm(Norm):
@@ -62,6 +64,9 @@ class NoNorm(Norm):
 
     def forward(self, x: Tensor) -> Tensor:
         return x
+
+    def begin_as(self, old: Norm) -> InitFidelity:
+        return InitFidelity.EXACTLY
 
 
 class RMSNorm(Norm):
@@ -117,13 +122,13 @@ class PreAffine(Norm):
         return {"λ": self.weight.detach(), "λ1": self.affine.detach()}
 
     @torch.no_grad()
-    def begin_as(self, old: Norm) -> Kept:
+    def begin_as(self, old: Norm) -> InitFidelity:
         """An RMSNorm is one with `affine` = 1."""
         if not isinstance(old, RMSNorm):
             return super().begin_as(old)
         self.weight.copy_(old.weight)
         nn.init.ones_(self.affine)
-        return Kept.EXACTLY
+        return InitFidelity.EXACTLY
 
     @torch.no_grad()
     def divide(self, by: Tensor) -> None:
@@ -154,6 +159,25 @@ class LowRankGate(nn.Module):
         """The gate itself, [..., C or 1]."""
         return ops.gate_scores(y, self.down, self.up, activation=self.activation)
 
+    @torch.no_grad()
+    def begin_as(self, old: LowRankGate) -> InitFidelity:
+        """Start as a gate of the same or a lower rank, or as one number for all channels: the rest of `up` is zero."""
+        rank = len(old.down)
+        if len(self.down) < rank:
+            raise UserError(
+                f"model.norm.rank = {len(self.down)} is less than the {rank} of the model to start from, whose gate "
+                f"does not fit: use {rank} or more."
+            )
+        if len(self.up) < len(old.up):
+            raise UserError(
+                "model.norm.granularity = 'tensorwise' has one gate for all channels, and the model to start from one "
+                "for each: leave it at 'elementwise'."
+            )
+        self.down[:rank] = old.down
+        nn.init.zeros_(self.up)
+        self.up[:, :rank] = old.up
+        return InitFidelity.EXACTLY if self.activation == old.activation else InitFidelity.NOT
+
     def forward(self, y: Tensor) -> Tensor:
         return ops.low_rank_gate(y, self.down, self.up, activation=self.activation)
 
@@ -182,13 +206,16 @@ class GatedNorm(Norm):
         return y, self.gate.scores(y)
 
     @torch.no_grad()
-    def begin_as(self, old: Norm) -> Kept:
+    def begin_as(self, old: Norm) -> InitFidelity:
         """With `up` = 0 every gate is ½, and a doubled gain makes it the RMSNorm; other activations are 0 there."""
+        if isinstance(old, GatedNorm):
+            self.weight.copy_(old.weight)
+            return self.gate.begin_as(old.gate)
         if not isinstance(old, RMSNorm) or self.gate.activation != "sigmoid":
             return super().begin_as(old)
         self.weight.copy_(2 * old.weight)
         nn.init.zeros_(self.gate.up)
-        return Kept.EXACTLY
+        return InitFidelity.EXACTLY
 
     @torch.no_grad()
     def divide(self, by: Tensor) -> None:
@@ -236,6 +263,20 @@ class GatedDyT(DyT):
     def gate_of(self, x: Tensor) -> tuple[Tensor, Tensor]:
         y = super().forward(x)
         return y, self.gate.scores(y)
+
+    @torch.no_grad()
+    def begin_as(self, old: Norm) -> InitFidelity:
+        """With `up` = 0 every gate is ½, and a doubled gain and bias make it the DyT."""
+        if not isinstance(old, DyT) or (type(old) is DyT and self.gate.activation != "sigmoid"):
+            return super().begin_as(old)
+        factor = 1 if isinstance(old, GatedDyT) else 2
+        self.alpha.copy_(old.alpha)
+        self.weight.copy_(factor * old.weight)
+        self.bias.copy_(factor * old.bias)
+        if isinstance(old, GatedDyT):
+            return self.gate.begin_as(old.gate)
+        nn.init.zeros_(self.gate.up)
+        return InitFidelity.EXACTLY
 
     @torch.no_grad()
     def divide(self, by: Tensor) -> None:

@@ -1,52 +1,164 @@
 """Retrofit: a model that starts with the weights of another and, where the mathematics allows it, as its function.
 
-Every part states its own way to start as another (`begin_as` of norms, attention and anchors, `begin_as_sum` of
-topologies) and how well that keeps the function. Nothing here knows which kinds there are.
+Every part states its own way to start as another (`begin_as` of topologies, norms, attention and anchors,
+`begin_as_sum` of topologies) and how well that keeps the function. Nothing here knows which kinds there are. A part
+with the same settings takes the parameters of the other; a setting is compared unless its table says that it matters
+to training only (`training_only`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator
+from functools import reduce
 from typing import Any, cast
 
 import torch
 from torch import nn
 
-from residua.config.model import ModelConfig
+from residua.config import choices
+from residua.config.settings import Frozen, function_changes
 from residua.errors import UserError
+from residua.model.attention import SoftmaxAttention
 from residua.model.decoder import Decoder, Sublayer
-from residua.model.kept import Kept
+from residua.model.init_fidelity import InitFidelity, WeightsMismatch, take_parameters
 
-STATED = ("topology", "norm", "anchors", "init", "head", "context", "reader_eps")
-"""Tables that may change: parts answer for them, or they change nothing that is computed."""
-OF_PARAMETERS = ("gate", "sink", "bias", "qk_norm", "qk_alpha")
-"""Keys of attention that its parameters answer for."""
-SHAPES = ("vocab_size", "layers", "width", "ffn")
+SHAPES = ("vocab_size", "layers", "width", "ffn", "placement")
+ANSWERED = ("gate", "sink", "bias", "qk_norm", "qk_eps", "heads", "kv_heads", "head_dim")
+"""Keys of softmax attention that its `begin_as` answers for."""
 
 
 @torch.no_grad()
-def retrofit(model: Decoder, old: Decoder) -> dict[str, Kept]:
-    """Start `model` as `old`, in place; returns what each changed part keeps, and `model` for the whole."""
-    before, after = old.config, model.config
-    _check_shapes(before, after)
-    kept = {
-        "norm": max(_begin(new, theirs) for new, theirs in zip(_norms(model), _norms(old), strict=True)),
-        "norm.eps": Kept.EXACTLY if _eps(before) == _eps(after) else Kept.UP_TO_EPS,
-        "attention and feed-forward": max(
-            _begin(cast(Sublayer, new).body, cast(Sublayer, theirs).body)
-            for new, theirs in zip(model.sublayers, old.sublayers, strict=True)
-        ),
-        "topology": _begin_topology(model, old),
-        "keys without parameters": Kept.NOT if _other_changes(before, after) else Kept.EXACTLY,
-    }
-    _take(model.embed, old.embed)
-    if model.unembed is not None:
-        model.unembed.weight.copy_(old.head_weight)
-    if _projected(before) == _projected(after):
-        _take(model.anchors, old.anchors)
-    untied = old.unembed is not None and model.unembed is None
-    kept["head"] = Kept.NOT if untied else Kept.EXACTLY
-    return {part: how for part, how in kept.items() if how} | {"model": max(kept.values())}
+def retrofit(model: Decoder, old: Decoder) -> dict[str, InitFidelity]:
+    """Start `model` as `old`, in place; returns how well each changed key is kept, and `model` for the whole."""
+    return _Retrofit(model, old).run()
+
+
+class _Retrofit:
+    def __init__(self, model: Decoder, old: Decoder) -> None:
+        self.model, self.old = model, old
+        self.before, self.after = old.config, model.config
+        self.changes = function_changes(self.before, self.after)
+        self.kept: dict[str, InitFidelity] = {}
+
+    def run(self) -> dict[str, InitFidelity]:
+        model, old = self.model, self.old
+        self._check_shapes()
+        self._begin("attention", self._begin_bodies)
+        self._begin("anchors", self._begin_anchors)
+        self._begin("norm", self._begin_norms)
+        self._begin("topology", self._begin_topology)
+        take_parameters(model.embed, old.embed)
+        if model.unembed is not None:
+            model.unembed.weight.copy_(old.head_weight)
+        elif old.unembed is not None:
+            self.kept["head.kind"] = InitFidelity.NOT
+        if not self._same_eps():
+            self.kept["norm.eps"] = InitFidelity.UP_TO_EPS
+        if self._same_kind("topology") and self._eps_factors(old) != self._eps_factors(model):
+            self.kept["reader_eps"] = InitFidelity.UP_TO_EPS
+        self.kept |= dict.fromkeys(self._unanswered(), InitFidelity.NOT)
+        return {key: how for key, how in self.kept.items() if how} | {"model": max(self.kept.values())}
+
+    def _check_shapes(self) -> None:
+        changed = [key for key in SHAPES if getattr(self.before, key) != getattr(self.after, key)]
+        if [type(mixer) for mixer in self.before.mixers] != [type(mixer) for mixer in self.after.mixers]:
+            changed += self._of("attention")
+        if changed:
+            raise self._refusal(changed)
+
+    def _begin(self, table: str, begin: Callable[[], InitFidelity]) -> None:
+        keys = [key for key in self._of(table) if key not in ("norm.eps", *self._unanswered())]
+        try:
+            self.kept[", ".join(keys) or table] = begin()
+        except WeightsMismatch:
+            if not keys:
+                raise
+            raise self._refusal(keys) from None
+
+    def _refusal(self, keys: list[str]) -> UserError:
+        changed = " and ".join(f"model.{key}{self._values(key)}" for key in keys)
+        do, them = ("does", "it as it is") if len(keys) == 1 else ("do", "them as they are")
+        return UserError(f"{changed} {do} not fit the weights to start from: leave {them}.")
+
+    def _values(self, key: str) -> str:
+        """The value of a key, and the one before; nothing for whole tables."""
+        new, old = (reduce(getattr, key.split("."), config) for config in (self.after, self.before))
+        return "" if isinstance(new, Frozen) or isinstance(old, Frozen) else f" = {new!r} (it was {old!r})"
+
+    def _of(self, table: str) -> list[str]:
+        """The changed keys of a table."""
+        return [key for key in self.changes if key.startswith(f"{table}.")]
+
+    def _same_kind(self, table: str) -> bool:
+        return type(getattr(self.before, table)) is type(getattr(self.after, table))
+
+    def _begin_bodies(self) -> InitFidelity:
+        return max(_begin_body(new.body, theirs.body) for new, theirs in self._sublayers())
+
+    def _begin_anchors(self) -> InitFidelity:
+        kept = [self.model.anchors.begin_as(self.old.anchors)]
+        for new, theirs in self._sublayers():
+            if isinstance(new.body, SoftmaxAttention) and isinstance(theirs.body, SoftmaxAttention):
+                kept.append(new.body.mix.begin_as(theirs.body.mix))
+        return max(kept)
+
+    def _begin_norms(self) -> InitFidelity:
+        pairs: list[Any] = list(zip(_norms(self.model), _norms(self.old), strict=True))
+        if self._of("norm") not in ([], ["norm.eps"]):
+            return max(cast(InitFidelity, new.begin_as(theirs)) for new, theirs in pairs)
+        for new, theirs in pairs:
+            take_parameters(new, theirs)
+        return InitFidelity.EXACTLY
+
+    def _begin_topology(self) -> InitFidelity:
+        new, theirs = self.model.topology, self.old.topology
+        if not self._of("topology"):
+            take_parameters(new, theirs)
+            return InitFidelity.EXACTLY
+        if self._same_kind("topology"):
+            return new.begin_as(theirs)
+        if not theirs.adds:
+            raise UserError(
+                f"the model to start from has topology.kind = '{self.before.topology.kind}', and only one that adds up "
+                "its outputs ('additive') can be given another topology: keep it, or start from another run."
+            )
+        kept = new.begin_as_sum()
+        if kept is not InitFidelity.UP_TO_EPS:
+            return kept
+        factors = new.sum_factors(self.after.sublayers)
+        takes_out = (getattr(norm, "scale_invariant", False) for norm in _reader_norms(self.model))
+        if not all(factor == 1 or taken for factor, taken in zip(factors, takes_out, strict=True)):
+            return InitFidelity.NOT
+        return InitFidelity.EXACTLY if self.after.reader_eps == "sum" else InitFidelity.UP_TO_EPS
+
+    def _same_eps(self) -> bool:
+        old, new = (getattr(config.norm, "eps", None) for config in (self.before, self.after))
+        return old == new or None in (old, new)
+
+    def _eps_factors(self, model: Decoder) -> list[float]:
+        """The factors on the eps of the readers' norms, without those that have none."""
+        factors = model.topology.sum_factors(self.after.sublayers)
+        norms = zip(_reader_norms(self.model), factors, strict=True)
+        return [c if model.config.reader_eps == "sum" else 1.0 for norm, c in norms if hasattr(norm, "eps")]
+
+    def _unanswered(self) -> list[str]:
+        """Changed keys that enter the function without parameters of their own: positions, windows, scales."""
+        answered = ["attention.softmax_every", "attention.softmax_layers"]  # the mixers are the same, layer by layer
+        if isinstance(self.after.softmax, choices.SoftmaxAttention):
+            answered += [f"{self.after.attention.softmax_path}.{key}" for key in ANSWERED]
+        tables = ("topology.", "norm.", "anchors.", "head.", "reader_eps")
+        return [key for key in self.changes if key not in answered and not key.startswith(tables)]
+
+    def _sublayers(self) -> Iterator[tuple[Sublayer, Sublayer]]:
+        pairs = zip(self.model.sublayers, self.old.sublayers, strict=True)
+        return ((cast(Sublayer, new), cast(Sublayer, theirs)) for new, theirs in pairs)
+
+
+def _begin_body(new: nn.Module, old: nn.Module) -> InitFidelity:
+    if isinstance(new, SoftmaxAttention):
+        return new.begin_as(old)
+    take_parameters(new, old)
+    return InitFidelity.EXACTLY
 
 
 def _norms(model: Decoder) -> list[nn.Module]:
@@ -57,75 +169,3 @@ def _norms(model: Decoder) -> list[nn.Module]:
 def _reader_norms(model: Decoder) -> list[nn.Module]:
     """What is in front of each reader of the topology: the sublayers, and the head."""
     return [*(cast(Sublayer, sublayer).norm for sublayer in model.sublayers), model.norm]
-
-
-def _begin(part: nn.Module, old: nn.Module) -> Kept:
-    """Start a part as another: by its own method, or with the same parameters."""
-    own: Any = getattr(part, "begin_as", None)
-    if own is not None:
-        return cast(Kept, own(old))
-    _take(part, old)
-    return Kept.EXACTLY
-
-
-def _take(part: nn.Module, old: nn.Module) -> None:
-    part.load_state_dict(old.state_dict())
-
-
-def _begin_topology(model: Decoder, old: Decoder) -> Kept:
-    before, after = old.config, model.config
-    if before.topology == after.topology:
-        _take(model.topology, old.topology)
-        sum_itself = set(model.topology.sum_factors(after.sublayers)) == {1.0}
-        return Kept.EXACTLY if before.reader_eps == after.reader_eps or sum_itself else Kept.UP_TO_EPS
-    if not old.topology.adds:
-        raise UserError(
-            f"the model to start from has topology.kind = '{before.topology.kind}', and only one that adds up its "
-            "outputs ('additive') can be given another topology: keep it, or start from another run."
-        )
-    kept = model.topology.begin_as_sum()
-    if kept is not Kept.UP_TO_EPS:
-        return kept
-    factors = model.topology.sum_factors(after.sublayers)
-    takes_out = (getattr(norm, "scale_invariant", False) for norm in _reader_norms(model))
-    if not all(factor == 1 or taken for factor, taken in zip(factors, takes_out, strict=True)):
-        return Kept.NOT
-    return Kept.EXACTLY if after.reader_eps == "sum" else Kept.UP_TO_EPS
-
-
-def _projected(config: ModelConfig) -> dict[str, Any]:
-    """What decides the anchors themselves; where λ starts does not."""
-    return config.anchors.model_dump(exclude={"start"})
-
-
-def _eps(config: ModelConfig) -> float | None:
-    return getattr(config.norm, "eps", None)
-
-
-def _check_shapes(before: ModelConfig, after: ModelConfig) -> None:
-    changed = [key for key in SHAPES if getattr(before, key) != getattr(after, key)]
-    if before.placement != after.placement:
-        changed.append("placement")
-    if type(before.attention) is not type(after.attention):
-        changed.append("attention.kind")
-    if changed:
-        raise UserError(
-            f"model.{changed[0]} differs from the model to start from, and its weights do not fit: leave it as it is."
-        )
-
-
-def _other_changes(before: ModelConfig, after: ModelConfig) -> list[str]:
-    """Keys that change the function and that no part answers for: positions, windows, scales."""
-    ours, theirs = (_flat(config.model_dump(exclude=set(STATED))) for config in (after, before))
-    return [
-        key
-        for key in sorted({*ours, *theirs})
-        if ours.get(key) != theirs.get(key) and key.rpartition(".")[2] not in OF_PARAMETERS
-    ]
-
-
-def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    made: dict[str, Any] = {}
-    for key, value in table.items():
-        made |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return made

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from residua.config.run import RunConfig
 from residua.storage.load import start_changes
 
 _OF_A_START = ("train.start", "model.vocab_size", "data.tokenizer")
@@ -27,7 +28,9 @@ def started(study: Mapping[str, Any], run: Path) -> dict[str, Any]:
     base, changes = start_changes(run)
     own = study.get("set", [])
     if _is_list(own):
-        own = [*changes, "model.reader_eps=sum", *(change for change in own if _key(change) not in _OF_A_START)]
+        if RunConfig.from_toml(base).model.topology.kind == "additive":  # others cannot be given another topology
+            changes.append("model.reader_eps=sum")
+        own = [*changes, *(change for change in own if _key(change) not in _OF_A_START)]
     kept = {key: value for key, value in study.items() if key != "bases"}
     return {**kept, "base": base, "match": {"kind": "none"}, "set": own}
 

@@ -16,7 +16,7 @@ from residua.data import Dataset
 from residua.data.tokenizer import Tokenizer
 from residua.errors import UserError
 from residua.model.decoder import Decoder, build, build_parts
-from residua.model.kept import Kept
+from residua.model.init_fidelity import InitFidelity
 from residua.model.plugin_rules import check_plugins
 from residua.model.retrofit import retrofit
 from residua.model.size import shapes_only
@@ -49,7 +49,7 @@ def starting_parts(config: RunConfig, *, resumed: bool = False) -> Iterator[tupl
         yield "", starting_model(config)
 
 
-def what_is_kept(model: ModelConfig, old: ModelConfig) -> dict[str, Kept]:
+def what_is_kept(model: ModelConfig, old: ModelConfig) -> dict[str, InitFidelity]:
     """What a retrofit keeps, by part, and under `model` for the whole; computed without memory."""
     with torch.device("meta"), shapes_only():
         return retrofit(build(model), build(old))
@@ -63,8 +63,8 @@ def start_lines(config: RunConfig) -> Iterator[str]:
         kept = what_is_kept(config.model, stored_config(Path(config.train.start)))
     whole = kept.pop("model")
     why = ", ".join(f"{part}: {how.words}" for part, how in kept.items())
-    how = "is not kept" if whole is Kept.NOT else f"is kept {whole.words}"
-    if whole is not Kept.NOT and find_reader(Path(config.train.start)) is not None:
+    how = "is not kept" if whole is InitFidelity.NOT else f"is kept {whole.words}"
+    if whole is not InitFidelity.NOT and find_reader(Path(config.train.start)) is not None:
         how += ", but for the quantization: its weights stay as rounded, activations are not rounded"
     yield f"weights of {config.train.start}; what it computes {how}" + (f" ({why})" if why else "")
     ended, peak = _last_rate(Path(config.train.start)), config.train.optimizer.lr

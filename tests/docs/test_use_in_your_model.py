@@ -10,7 +10,7 @@ import torch
 
 import residua
 from residua.config.settings import ConfigError
-from residua.model.kept import Kept
+from residua.model.init_fidelity import InitFidelity
 from residua.model.topology import build_topology
 from tests.docs.test_documentation import python_blocks
 from tests.model.depth import SMALL, drive, embedding_and_outputs
@@ -214,7 +214,10 @@ def test_topologies_begin_as_the_page_says(name):
     kept = topology.begin_as_sum()
     found.append(kind_of(drive(topology, x, y), sums))
     assert tuple(found) == BEGIN[name]
-    assert topology.adds or {SUM: Kept.EXACTLY, MULTIPLE: Kept.UP_TO_EPS, ELSE: Kept.NOT}[found[1]] is kept
+    assert (
+        topology.adds
+        or {SUM: InitFidelity.EXACTLY, MULTIPLE: InitFidelity.UP_TO_EPS, ELSE: InitFidelity.NOT}[found[1]] is kept
+    )
 
 
 def kind_of(inputs, sums) -> str:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from residua.config import choices
-from residua.model.anchors import ExoSource, build_source
+from residua.model.anchor_source import ExoSource, build_source
 from residua.model.attend import attend
 from residua.model.attention import SoftmaxAttention, head_shape
 from residua.model.context import Context

@@ -15,7 +15,7 @@ from residua.model import taps
 from residua.model.cache import KeyValueCache, Now, RecurrentCache
 from residua.model.context import Context
 from residua.model.decoder import build
-from residua.model.kept import Kept
+from residua.model.init_fidelity import InitFidelity
 from residua.model.kimi_delta import KimiDeltaAttention
 from residua.model.latent_attention import LatentAttention
 from residua.model.retrofit import retrofit
@@ -298,5 +298,5 @@ def test_another_topology_starts_as_the_model_it_replaces() -> None:
     old.sublayers[3].body.router.bias.copy_(torch.linspace(-0.3, 0.3, 5))
     new = build(small(layers=3, attention=KIMI, ffn=EXPERTS, topology={"kind": "multi_gate", "streams": 2})).double()
     kept = retrofit(new, old)
-    assert kept["model"] < Kept.NOT
+    assert kept["model"] < InitFidelity.NOT
     assert torch.equal(new.sublayers[3].body.router.bias, old.sublayers[3].body.router.bias)

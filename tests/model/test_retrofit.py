@@ -12,7 +12,7 @@ import torch
 import residua
 from residua.config.model import ModelConfig
 from residua.model.decoder import Decoder
-from residua.model.kept import Kept
+from residua.model.init_fidelity import InitFidelity
 from residua.model.retrofit import retrofit
 from tests.golden.compare import randomise
 from tests.model.small import small, tokens_and_targets
@@ -81,7 +81,9 @@ def configured(base: str, changes: dict[str, Any], eps: float = 1e-6) -> ModelCo
     return small(**tables)
 
 
-def retrofitted(base: str, changes: dict[str, Any], eps: float = 1e-6) -> tuple[Decoder, Decoder, dict[str, Kept]]:
+def retrofitted(
+    base: str, changes: dict[str, Any], eps: float = 1e-6
+) -> tuple[Decoder, Decoder, dict[str, InitFidelity]]:
     old = randomise(residua.build(configured(base, {}, eps)), 0.3)
     new = residua.build(configured(base, changes, eps)).double()
     return new, old, retrofit(new, old)
@@ -104,7 +106,7 @@ def on_bases(names: Iterable[str]) -> list[Any]:
 def test_exact_starts_are_exact(case: tuple[str, str]) -> None:
     name, base = case
     new, old, kept = retrofitted(base, EXACT[name])
-    assert kept == {"model": Kept.EXACTLY} and difference(new, old) < 1e-11
+    assert kept == {"model": InitFidelity.EXACTLY} and difference(new, old) < 1e-11
 
 
 @pytest.mark.parametrize("case", on_bases(UP_TO_EPS), ids=", ".join)
@@ -112,18 +114,18 @@ def test_starts_as_a_multiple_of_the_sum_are_exact_with_the_eps_of_the_sum(case:
     """The norm of each reader takes the multiple out: exactly if its eps is scaled too, else up to its eps."""
     name, base = case
     new, old, kept = retrofitted(base, UP_TO_EPS[name] | {"reader_eps": "sum"}, eps=1e-3)
-    assert kept == {"model": Kept.EXACTLY} and difference(new, old) < 1e-11
+    assert kept == {"model": InitFidelity.EXACTLY} and difference(new, old) < 1e-11
     new, old, _ = retrofitted(base, UP_TO_EPS[name] | {"reader_eps": "sum"}, eps=1e-5)
     assert difference(new.float(), old.float()) < 1e-5
     new, old, kept = retrofitted(base, UP_TO_EPS[name], eps=1e-3)
-    assert kept["model"] is Kept.UP_TO_EPS and difference(new, old) > 1e-9
+    assert kept["model"] is InitFidelity.UP_TO_EPS and difference(new, old) > 1e-9
     new, old, _ = retrofitted(base, UP_TO_EPS[name], eps=1e-16)
     assert difference(new, old) < 1e-10
 
 
 def test_a_new_sink_changes_nearly_nothing_and_can_be_learned() -> None:
     new, old, kept = retrofitted("plain", {"attention": {"sink": "learned"}})
-    assert kept["model"] is Kept.NEARLY and 0 < difference(new, old) < 1e-3
+    assert kept["model"] is InitFidelity.NEARLY and 0 < difference(new, old) < 1e-3
     tokens, targets = tokens_and_targets()
     new.loss(tokens, targets).backward()
     assert all(sublayer.body.sink.grad.abs().max() > 0 for sublayer in new.sublayers[::2])
@@ -144,33 +146,35 @@ NOT: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", NOT)
 def test_what_is_not_kept_is_not_claimed(name: str) -> None:
     new, old, kept = retrofitted("plain", NOT[name])
-    assert kept["model"] is Kept.NOT and difference(new, old) > 1e-3
+    assert kept["model"] is InitFidelity.NOT and difference(new, old) > 1e-3
 
 
 @pytest.mark.parametrize(
     ("kind", "claimed"),
     [
-        ({"kind": "dense"}, Kept.EXACTLY),
-        ({"kind": "hyper"}, Kept.EXACTLY),
-        ({"kind": "mhc"}, Kept.EXACTLY),
-        ({"kind": "mhc_lite", "streams": 3}, Kept.EXACTLY),
-        ({"kind": "mhc", "streams": 1}, Kept.NOT),
-        ({"kind": "multi_gate"}, Kept.NOT),
+        ({"kind": "dense"}, InitFidelity.EXACTLY),
+        ({"kind": "hyper"}, InitFidelity.EXACTLY),
+        ({"kind": "mhc"}, InitFidelity.EXACTLY),
+        ({"kind": "mhc_lite", "streams": 3}, InitFidelity.EXACTLY),
+        ({"kind": "mhc", "streams": 1}, InitFidelity.NOT),
+        ({"kind": "multi_gate"}, InitFidelity.NOT),
     ],
     ids=str,
 )
-def test_where_outputs_are_normed_sublayers_must_read_the_sum_itself(kind: dict[str, Any], claimed: Kept) -> None:
+def test_where_outputs_are_normed_sublayers_must_read_the_sum_itself(
+    kind: dict[str, Any], claimed: InitFidelity
+) -> None:
     """Only the head of OLMo 2 has a norm in front that takes a multiple out."""
     old = randomise(residua.build(configured("plain", {"placement": "output"}, eps=1e-3)), 0.3)
     tables = {"placement": "output", "topology": kind, "reader_eps": "sum"}
     new = residua.build(configured("plain", tables, eps=1e-3)).double()
     assert retrofit(new, old)["model"] is claimed
-    assert (difference(new, old) < 1e-11) == (claimed is Kept.EXACTLY)
+    assert (difference(new, old) < 1e-11) == (claimed is InitFidelity.EXACTLY)
 
 
 def test_clipping_is_exact_below_its_limit() -> None:
     new, old, kept = retrofitted("plain", {"topology": {"kind": "clipped"}})
-    assert kept["topology"] is Kept.NEARLY and difference(new, old) < 1e-11
+    assert kept["topology.kind"] is InitFidelity.NEARLY and difference(new, old) < 1e-11
 
 
 def test_a_model_of_the_same_shape_takes_everything_over() -> None:
@@ -178,18 +182,18 @@ def test_a_model_of_the_same_shape_takes_everything_over() -> None:
     tables = EXACT["exoformer, dynamic"] | {"topology": {"kind": "multi_gate"}}
     old = randomise(residua.build(configured("plain", tables)), 0.3)
     new = residua.build(configured("plain", tables)).double()
-    assert retrofit(new, old) == {"model": Kept.EXACTLY} and difference(new, old) == 0.0
+    assert retrofit(new, old) == {"model": InitFidelity.EXACTLY} and difference(new, old) == 0.0
     untied = residua.build(configured("plain", tables | {"head": {"kind": "untied"}})).double()
-    assert retrofit(untied, old) == {"model": Kept.EXACTLY} and difference(untied, old) == 0.0
+    assert retrofit(untied, old) == {"model": InitFidelity.EXACTLY} and difference(untied, old) == 0.0
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"width": 32}, "model.width differs"),
-        ({"ffn": {"kind": "swiglu", "hidden": 32}}, "model.ffn differs"),
+        ({"width": 32}, r"model.width = 32 \(it was 16\) does not fit the weights"),
+        ({"ffn": {"kind": "swiglu", "hidden": 32}}, "model.ffn does not fit the weights"),
         ({"attention": {"heads": 2}}, "attention.heads, kv_heads or head_dim differ"),
-        ({"placement": "output"}, "model.placement differs"),
+        ({"placement": "output"}, r"model.placement = 'output' \(it was 'input'\) does not"),
     ],
     ids=str,
 )
@@ -203,9 +207,9 @@ def test_the_eps_of_readers_is_part_of_the_function() -> None:
     tables = {"topology": {"kind": "highway"}}
     old = randomise(residua.build(configured("plain", tables | {"reader_eps": "sum"})), 0.3)
     new = residua.build(configured("plain", tables)).double()
-    assert retrofit(new, old)["topology"] is Kept.UP_TO_EPS
+    assert retrofit(new, old)["reader_eps"] is InitFidelity.UP_TO_EPS
     new, old, kept = retrofitted("plain", {"norm": {"kind": "rmsnorm", "eps": 1e-3}})
-    assert kept == {"norm.eps": Kept.UP_TO_EPS, "model": Kept.UP_TO_EPS}
+    assert kept == {"norm.eps": InitFidelity.UP_TO_EPS, "model": InitFidelity.UP_TO_EPS}
 
 
 def test_only_a_sum_can_be_given_another_topology() -> None:

@@ -8,14 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from residua.cli.train import _retrofit
 from residua.config.run import RunConfig
 from residua.config.settings import ConfigError
 from residua.data import open_corpus, prepare
-from residua.model.kept import Kept
+from residua.model.init_fidelity import InitFidelity
 from residua.quantize import quantize
 from residua.storage.companions import companions
 from residua.storage.load import load, weights_fingerprint
 from residua.storage.run import read_metrics, saved_config
+from residua.study.given import started
 from residua.train.environment import START
 from residua.train.shared import SharedWorld
 from residua.train.start import check_model, start_lines, starting_model, what_is_kept
@@ -99,21 +101,46 @@ def test_shared_processes_give_every_run_its_start(old: Path, data: Path) -> Non
 def test_what_is_kept_is_known_without_the_weights(old: Path, data: Path) -> None:
     config = of(data).override([f"train.start='{old}'", "model.topology.kind=mhc", "model.norm.kind=gatednorm"])
     assert what_is_kept(config.model, of(data).model) == {
-        "norm.eps": Kept.UP_TO_EPS,  # the new kind has another eps unless it is given the old one
-        "topology": Kept.UP_TO_EPS,
-        "model": Kept.UP_TO_EPS,
+        "norm.eps": InitFidelity.UP_TO_EPS,  # the new kind has another eps unless it is given the old one
+        "topology.kind": InitFidelity.UP_TO_EPS,
+        "model": InitFidelity.UP_TO_EPS,
     }
     line, _ = start_lines(config)
-    assert "kept up to the norms' eps (norm.eps: up to the norms' eps, topology: up to the norms' eps)" in line
+    assert "kept up to the norms' eps (topology.kind: up to the norms' eps, norm.eps: up to the norms' eps)" in line
     assert not list(start_lines(of(data)))
     changes = ["model.topology.kind=boundary_attnres", "model.topology.sublayers_per_block=1"]
     line, _ = start_lines(of(data).override([f"train.start='{old}'", *changes]))
-    assert line.endswith("what it computes is not kept (topology: not)")
+    assert line.endswith("what it computes is not kept (topology.kind: not)")
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        (["norm.kind=gatednorm"], "norm.activation=tanh", "what it computes is not kept (norm.activation: not)"),
+        (["anchors.kind=exoformer", "attention.gate=elementwise"], "anchors.norm=none", "not kept (anchors.norm: not)"),
+        (["norm.kind=gatednorm"], "norm.rank=17", "what it computes is kept exactly"),
+    ],
+)
+def test_start_line_names_the_settings_that_are_not_kept(
+    tmp_path: Path, data: Path, before: list[str], after: str, said: str
+) -> None:
+    config = of(data).override([f"model.{key}" for key in before])
+    (tmp_path / "config.toml").write_text(config.to_toml())
+    line, *_ = start_lines(config.override([f"model.{after}", f"train.start='{tmp_path}'"]))
+    assert line.endswith(said)
+
+
+@pytest.mark.parametrize(("kind", "change"), [("multi_gate", "memory.kind=invert"), ("dense", "period=2")])
+def test_changed_setting_leaves_the_eps_of_readers(tmp_path: Path, data: Path, kind: str, change: str) -> None:
+    (tmp_path / "config.toml").write_text(of(data).override([f"model.topology.kind={kind}"]).to_toml())
+    _, config = _retrofit(tmp_path, None, [f"model.topology.{change}"], None, tmp_path / "new", False)
+    assert config.model.reader_eps == "norm"
+    assert "model.reader_eps=sum" not in started({}, tmp_path)["set"]
 
 
 def test_mistakes_are_refused_before_anything_is_written(old: Path, tmp_path: Path, data: Path) -> None:
     config = of(data).override([f"train.start='{old}'"])
-    with pytest.raises(ConfigError, match=r"cannot start from .*: model.width differs"):
+    with pytest.raises(ConfigError, match=r"cannot start from .*: model.width = 32"):
         train(config.override(["model.width=32"]), tmp_path / "new")
     with pytest.raises(ConfigError, match=r"cannot start from .*nowhere"):
         starting_model(config.override(["train.start=nowhere"]))

@@ -20,7 +20,7 @@ from residua.integrations.torchtitan.context import divide_states
 from residua.integrations.torchtitan.grid import Grid
 from residua.integrations.torchtitan.model import ResiduaModel
 from residua.integrations.torchtitan.tensor import communicate
-from residua.model.anchors import ExoSource
+from residua.model.anchor_source import ExoSource
 from residua.model.moe import mixtures
 from residua.train.step import recompute_sublayers
 

@@ -27,7 +27,7 @@ from torch.distributed._functional_collectives import (
 
 from residua.config.model import ModelConfig
 from residua.config.settings import ConfigError
-from residua.model.anchors import ExoSource
+from residua.model.anchor_source import ExoSource
 from residua.model.decoder import Decoder
 
 FLAG = "--parallelism.tensor_parallel_degree"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from residua.config import choices
-from residua.model.kept import Kept
+from residua.model.init_fidelity import InitFidelity
 from residua.model.topology.base import State, Topology
 from residua.model.topology.facts import ADDED_IN_NORM, ADDITION, Rows
 
@@ -64,6 +64,6 @@ class Clipped(Additive):
         h = (state[0] + y).clamp(-self.limit, self.limit)
         return h, (h,)
 
-    def begin_as_sum(self) -> Kept:
+    def begin_as_sum(self) -> InitFidelity:
         """Exactly where no element of the sum exceeds the limit."""
-        return Kept.NEARLY
+        return InitFidelity.NEARLY

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from residua import ops
 from residua.config import choices
-from residua.model.kept import Kept
+from residua.model.init_fidelity import InitFidelity, take_parameters
 from residua.model.taps import tap
 from residua.model.topology.ablation import parameters_set, sources_dropped
 from residua.model.topology.base import Boundary, Items, Junctions, State, Topology
@@ -57,6 +57,17 @@ class Read(nn.Module):
             sources, self.query, norm_weight=self.gain, return_weights=True, **self.options
         )
         return cast(Tensor, seen)
+
+
+def begin_reads(topology: BlockAttnRes | BoundaryAttnRes, old: Topology) -> bool:
+    """Give a topology the reads of another, each query divided by what `scale` grew; whether they weigh as before."""
+    take_parameters(topology, old)
+    same = True
+    for new, theirs in zip(cast("list[Read]", topology.reads), cast("list[Read]", old.reads), strict=True):
+        with torch.no_grad():
+            new.query.mul_(theirs.options["scale"] / new.options["scale"])
+        same &= new.options | {"scale": 1.0} == theirs.options | {"scale": 1.0}
+    return same
 
 
 class BlockAttnRes(Topology):
@@ -116,14 +127,20 @@ class BlockAttnRes(Topology):
         g = torch.stack([cast(Tensor, read.gain) for read in self.reads])
         return self.config.scale * w.float() * g.float()
 
-    def begin_as_sum(self) -> Kept:
+    def begin_as_sum(self) -> InitFidelity:
         """Queries of zero weigh all sources alike: a reader gets the sum, divided by their number.
 
         Not if a window hides sources.
         """
         for read in self.reads:
             cast(Read, read).reset_parameters()
-        return Kept.NOT if self.block_size is None else Kept.UP_TO_EPS
+        return InitFidelity.NOT if self.block_size is None else InitFidelity.UP_TO_EPS
+
+    def begin_as(self, old: Topology) -> InitFidelity:
+        """Another `scale` goes into the queries. Kept if every read sees the sources that it saw."""
+        assert isinstance(old, BlockAttnRes)
+        same = begin_reads(self, old) and (self.plan.sees, self.plan.grows) == (old.plan.sees, old.plan.grows)
+        return InitFidelity.EXACTLY if same else InitFidelity.NOT
 
     def sum_factors(self, sublayers: int) -> Sequence[float]:
         if self.block_size is None:
@@ -294,6 +311,12 @@ class BoundaryAttnRes(Topology):
             sources = (*sources, h)
             h = self.reads[block - 1](sources)
         return h, (h, *sources)
+
+    def begin_as(self, old: Topology) -> InitFidelity:
+        """Another `scale` goes into the queries."""
+        assert isinstance(old, BoundaryAttnRes)
+        same = begin_reads(self, old) and (not self.reads or self.block_size == old.block_size)
+        return InitFidelity.EXACTLY if same else InitFidelity.NOT
 
     def source_name(self, reader: int, source: int, sublayers: Sequence[str]) -> str:
         return "embedding" if source == 0 else f"block {source}"

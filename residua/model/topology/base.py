@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from residua.model.kept import Kept
+from residua.model.init_fidelity import InitFidelity, take_parameters
 from residua.model.topology.facts import Rows, trace_rows
 
 if TYPE_CHECKING:
@@ -61,14 +61,22 @@ class Topology(nn.Module):
     adds = False
     """Whether every reader gets the sum of the embedding and all outputs so far, so that others can start as it."""
 
-    def begin_as_sum(self) -> Kept:
+    def begin_as_sum(self) -> InitFidelity:
         """Start as a model that adds up its outputs, by changing parameters in place.
 
         EXACTLY: every reader gets the sum of the embedding and all outputs so far. UP_TO_EPS: a positive multiple of
         it, `sum_factors`, which a norm in front of every reader takes out. By default the topology starts as in a new
         model.
         """
-        return Kept.NOT
+        return InitFidelity.NOT
+
+    def begin_as(self, old: Topology) -> InitFidelity:
+        """Start as a topology of the same kind with other settings, by changing parameters in place.
+
+        By default it takes the other's parameters, if they fit, and the function is not kept.
+        """
+        take_parameters(self, old)
+        return InitFidelity.NOT
 
     def sum_factors(self, sublayers: int) -> Sequence[float]:
         """After `begin_as_sum`, the factors on the sum that readers 0, 1, … get; 1 if it is not UP_TO_EPS."""

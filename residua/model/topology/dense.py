@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from residua.config import choices
-from residua.model.kept import Kept
+from residua.model.init_fidelity import InitFidelity
 from residua.model.taps import tap
 from residua.model.topology.ablation import parameters_set
 from residua.model.topology.base import Boundary, Items, State, Topology
@@ -65,10 +65,25 @@ class DenseFormer(Topology):
             mixed = mixed + a * wide(outputs[j])
         return mixed.to(outputs[-1].dtype)
 
-    def begin_as_sum(self) -> Kept:
+    def begin_as_sum(self) -> InitFidelity:
         """α_ii = 1 and the others 0, as in a new model."""
         self.reset_parameters()
-        return Kept.EXACTLY
+        return InitFidelity.EXACTLY
+
+    @torch.no_grad()
+    def begin_as(self, old: Topology) -> InitFidelity:
+        """The weights that both have; new ones are 0, and 1 for a layer's own output. Kept if none is left out."""
+        assert isinstance(old, DenseFormer)
+        self.reset_parameters()
+        lost = False
+        for layer, theirs in old.alphas.items():
+            ours = list(self._sources(int(layer))) if layer in self.alphas else []
+            for alpha, source in zip(theirs, old._sources(int(layer)), strict=True):
+                if source in ours:
+                    self.alphas[layer][ours.index(source)] = alpha
+                else:
+                    lost = True
+        return InitFidelity.NOT if lost else InitFidelity.EXACTLY
 
     def boundary(self) -> Boundary:
         return OutputsBoundary(self)

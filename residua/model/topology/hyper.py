@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from residua import ops
 from residua.config import choices
-from residua.model.kept import Kept
+from residua.model.init_fidelity import InitFidelity, take_parameters
 from residua.model.taps import tap
 from residua.model.topology.ablation import reads_changed
 from residua.model.topology.base import State, Topology
@@ -218,14 +218,23 @@ class HyperConnections(Streams):
         junction = {"static": StaticJunction, "dynamic": DynamicJunction}[config.weights]
         self.junctions = nn.ModuleList(junction(k, config.streams, width) for k in range(sublayers))
 
-    def begin_as_sum(self) -> Kept:
+    def begin_as_sum(self) -> InitFidelity:
         """Every stream holds the sum and each sublayer reads one of them; the final norm gets n times the sum."""
         for junction in self.junctions:
             start_again(junction)
-        return Kept.UP_TO_EPS
+        return InitFidelity.UP_TO_EPS
 
     def sum_factors(self, sublayers: int) -> Sequence[float]:
         return [1.0] * sublayers + [float(self.streams)]
+
+    def begin_as(self, old: Topology) -> InitFidelity:
+        """Static weights become dynamic with maps of zero."""
+        pairs = list(zip(self.junctions, cast(HyperConnections, old).junctions, strict=True))
+        if not all(type(new) is DynamicJunction and type(theirs) is StaticJunction for new, theirs in pairs):
+            return super().begin_as(old)
+        for new, theirs in pairs:
+            take_parameters(new, theirs, but="maps")
+        return InitFidelity.EXACTLY
 
 
 def start_again(module: nn.Module) -> None:
@@ -338,11 +347,11 @@ class ManifoldJunction(Junction):
 class Manifold(Streams):
     """What mHC and mHC-lite share."""
 
-    def begin_as_sum(self) -> Kept:
+    def begin_as_sum(self) -> InitFidelity:
         """Every stream holds the sum; the final norm gets n times the sum."""
         for junction in self.junctions:
             cast(ManifoldJunction, junction).begin_as_sum()
-        return Kept.UP_TO_EPS
+        return InitFidelity.UP_TO_EPS
 
     def sum_factors(self, sublayers: int) -> Sequence[float]:
         return [1.0 if self.streams > 1 else 0.5] * sublayers + [float(self.streams)]

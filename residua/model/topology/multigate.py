@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from residua import ops
 from residua.config import choices
 from residua.config.depth import depth_bias, gate_bias, lerping_sublayers
-from residua.model.kept import Kept
+from residua.model.init_fidelity import InitFidelity
 from residua.model.taps import tap
 from residua.model.topology.ablation import junctions_skipped, parameters_set, reads_changed
 from residua.model.topology.base import Boundary, State, Topology
@@ -113,7 +113,7 @@ class MultiGate(Topology):
         tap(f"depth.{k}.streams", lambda: torch.stack(streams, -2))
         return h, streams
 
-    def begin_as_sum(self) -> Kept:
+    def begin_as_sum(self) -> InitFidelity:
         """The streams' mean stays a multiple of the sum if the j-th gated write has β = 1/(n + j) for every stream.
 
         After the fill phase the n streams add up to the sum S. Writing y with β keeps Σ s' = (1 − β) Σ s + n β y, and
@@ -127,7 +127,7 @@ class MultiGate(Topology):
             # e^0 / (n e^0 + e^b) = 1/(n + j), or sigmoid(b) = 1/(n + j)
             bias = (math.log(j), *(0.0,) * n) if self.competitive else (-math.log(n + j - 1),) * n
             cast(Gates, gate).begin(bias)
-        return Kept.UP_TO_EPS
+        return InitFidelity.UP_TO_EPS
 
     def sum_factors(self, sublayers: int) -> Sequence[float]:
         return averaging(sublayers)
@@ -254,11 +254,11 @@ class Highway(Topology):
         h = (wide(h) + wide(gate) * (wide(y) - wide(h))).to(h.dtype)
         return h, (h,)
 
-    def begin_as_sum(self) -> Kept:
+    def begin_as_sum(self) -> InitFidelity:
         """T_k = 1/(k + 2) makes h the mean of the embedding and all outputs so far."""
         for k, gate in enumerate(self.gates):
             cast(ScalarGate | ElementGate, gate).begin(-math.log(k + 1))
-        return Kept.UP_TO_EPS
+        return InitFidelity.UP_TO_EPS
 
     def sum_factors(self, sublayers: int) -> Sequence[float]:
         return averaging(sublayers)

@@ -1,0 +1,104 @@
+"""Where anchors come from: projections of the embedding (ExoFormer), or the first attention layer; and their norm."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from residua import ops
+from residua.config import choices
+from residua.model.context import Anchors
+from residua.model.init_fidelity import InitFidelity
+from residua.model.projection import Projection
+
+
+class HeadShape(NamedTuple):
+    """Heads of each pathway, and their width."""
+
+    heads: Mapping[str, int]
+    head_dim: int
+
+    def rows(self, pathway: str) -> int:
+        return self.heads[pathway] * self.head_dim
+
+
+class AnchorNorm(nn.Module):
+    """RMS over head_dim with a gain shared by heads and layers, one per normalised pathway; others pass through."""
+
+    NORMED: Mapping[str, tuple[str, ...]] = {"none": (), "qk": ("q", "k"), "all": ("q", "k", "v", "g")}
+
+    def __init__(self, pathways: tuple[str, ...], norm: str, head_dim: int) -> None:
+        super().__init__()
+        normed = [s for s in pathways if s in self.NORMED[norm]]
+        self.gains = nn.ParameterDict({s: nn.Parameter(torch.empty(head_dim)) for s in normed})
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        for gain in self.gains.values():
+            nn.init.ones_(gain)
+
+    def forward(self, pathway: str, anchor: Tensor) -> Tensor:
+        return ops.rms(anchor, weight=self.gains[pathway]) if pathway in self.gains else anchor
+
+    @torch.no_grad()
+    def begin_as(self, old: AnchorNorm, pathways: Sequence[str]) -> InitFidelity:
+        """Take the gains of these pathways; one that is normed in one model only is not kept."""
+        for pathway in pathways:
+            if pathway in self.gains and pathway in old.gains:
+                self.gains[pathway].copy_(old.gains[pathway])
+        alike = all((pathway in self.gains) == (pathway in old.gains) for pathway in pathways)
+        return InitFidelity.EXACTLY if alike else InitFidelity.NOT
+
+
+class NoSource(nn.Module):
+    """Projects nothing from the embedding: anchors, if any, come from the first attention layer."""
+
+    def open(self, x: Tensor) -> Anchors:
+        return ()
+
+    def begin_as(self, old: NoSource | ExoSource) -> InitFidelity:
+        return InitFidelity.EXACTLY
+
+
+class ExoSource(nn.Module):
+    """ExoFormer's anchors (arXiv 2601.08131): dedicated projections of the raw embedding, fused in one matrix."""
+
+    def __init__(self, config: choices.ExoFormer, shape: HeadShape, width: int, *, std: float) -> None:
+        super().__init__()
+        self.pathways, self.shape = config.pathways, shape
+        self.parts = tuple(shape.rows(s) for s in config.pathways)
+        self.project = Projection(width, sum(self.parts), std=std, parts=self.parts)
+        self.norm = AnchorNorm(config.pathways, config.norm, shape.head_dim)
+
+    def open(self, x: Tensor) -> Anchors:
+        return self.split(self.project(x))
+
+    def split(self, projected: Tensor) -> Anchors:
+        """The anchors out of their fused projection."""
+        split = projected.split(self.parts, -1)
+        heads = [s.unflatten(-1, (-1, self.shape.head_dim)) for s in split]
+        return tuple(self.norm(s, a) for s, a in zip(self.pathways, heads, strict=True))
+
+    @torch.no_grad()
+    def begin_as(self, old: NoSource | ExoSource) -> InitFidelity:
+        """Take the projections of the pathways that both have. The layers read nothing of a new one at first."""
+        if isinstance(old, NoSource):
+            return InitFidelity.EXACTLY
+        ours, theirs = (
+            dict(zip(source.pathways, source.project.weight.split(source.parts), strict=True)) for source in (self, old)
+        )
+        both = [s for s in ours if s in theirs]
+        for pathway in both:
+            ours[pathway].copy_(theirs[pathway])
+        return self.norm.begin_as(old.norm, both)
+
+
+def build_source(config: choices.Anchors, shape: HeadShape | None, width: int, *, std: float) -> NoSource | ExoSource:
+    """The module that makes a model's first anchors."""
+    if isinstance(config, choices.ExoFormer):
+        assert shape is not None
+        return ExoSource(config, shape, width, std=std)
+    return NoSource()
