@@ -269,18 +269,21 @@ class PermutationMixing(nn.Module):
     """post = 2 sigmoid, and mix = Σ_k softmax(res)_k P_k over the n! permutation matrices, so doubly stochastic."""
 
     OTHERS = -8.0
+    BITS = 2
+    """Of a number below n, which is at most 4; n! of them fit into 64 bits."""
 
     def __init__(self, streams: int) -> None:
         super().__init__()
         self.streams, self.logits = streams, math.factorial(streams)
-        self.basis: Tensor
-        self.register_buffer("basis", torch.empty(self.logits, streams, streams), persistent=False)
-        self.reset_parameters()
+        shuffled = list(permutations(range(streams)))
+        # the columns of ones in row i of all P_k: not a buffer, which would be lost between the meta device and a file
+        self.columns = [sum(p[i] << self.BITS * k for k, p in enumerate(shuffled)) for i in range(streams)]
 
-    def reset_parameters(self) -> None:
-        columns = range(self.streams)
-        matrices = [[[float(p[row] == column) for column in columns] for row in columns] for p in permutations(columns)]
-        self.basis.copy_(torch.tensor(matrices))
+    def basis(self, like: Tensor) -> Tensor:
+        """P [n!, n, n], made where `like` is."""
+        shifts = self.BITS * torch.arange(self.logits, device=like.device)
+        columns = torch.stack([(row >> shifts) % 2**self.BITS for row in self.columns], -1)
+        return (columns[..., None] == torch.arange(self.streams, device=like.device)).to(like.dtype)
 
     def start(self) -> Tensor:
         bias = torch.full((self.logits,), self.OTHERS)
@@ -290,7 +293,7 @@ class PermutationMixing(nn.Module):
     def forward(self, logits: Tensor, alpha: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
         sizes = (self.streams, self.streams, self.logits)
         _, post, res = (a * z + b for a, z, b in zip(alpha, logits.split(sizes, -1), bias.split(sizes), strict=True))
-        return 2 * torch.sigmoid(post), torch.einsum("...k,kij->...ij", res.softmax(-1), self.basis.to(res.dtype))
+        return 2 * torch.sigmoid(post), torch.einsum("...k,kij->...ij", res.softmax(-1), self.basis(res))
 
 
 class ManifoldJunction(Junction):
