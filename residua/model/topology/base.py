@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from residua.model.init_fidelity import InitFidelity, take_parameters
 from residua.model.topology.facts import Rows, trace_rows
+from residua.model.topology.reentrant import keeps_gradients
 
 if TYPE_CHECKING:
     from residua.model.norm import RMSNorm
@@ -49,6 +50,12 @@ class Topology(nn.Module):
 
     kept: tuple[int, ...] = ()
     """Sublayers after which the junction keeps what its backward pass would recover inexactly (`needs_keeping`)."""
+
+    def __init_subclass__(cls, **keys: Any) -> None:
+        super().__init_subclass__(**keys)
+        for name in ("open", "step"):
+            if name in vars(cls):
+                setattr(cls, name, keeps_gradients(vars(cls)[name]))
 
     @abstractmethod
     def open(self, x: Tensor) -> tuple[Tensor, State]:

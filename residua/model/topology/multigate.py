@@ -14,11 +14,13 @@ from torch import Tensor, nn
 from residua import ops
 from residua.config import choices
 from residua.config.depth import depth_bias, gate_bias, lerping_sublayers
+from residua.errors import UserError
 from residua.model.init_fidelity import InitFidelity
 from residua.model.taps import tap
 from residua.model.topology.ablation import junctions_skipped, parameters_set, reads_changed
 from residua.model.topology.base import Boundary, State, Topology
 from residua.model.topology.facts import Rows, add_rows, pool_rows, stream_rows
+from residua.model.topology.reentrant import reentrant_checkpoint
 from residua.ops._runtime.numeric import wide
 from residua.ops.multi_gate.inversion import amplification, junctions_to_keep
 
@@ -103,6 +105,11 @@ class MultiGate(Topology):
     def _write(self, last: bool, state: State, y: Tensor, *weights: Tensor) -> tuple[Tensor, State]:
         memory, competitive = self.memory, self.competitive
         if isinstance(memory, choices.Invert):
+            if reentrant_checkpoint((y, *state)):
+                raise UserError(
+                    "topology.memory.kind = 'invert' computes streams backwards from junction to junction, which a "
+                    "reentrant checkpoint cuts: use use_reentrant=False, or topology.memory.kind = 'recompute'."
+                )
             return ops.multi_gate_inverted(state, y, *weights, competitive=competitive, last=last, share=memory.share)
         return ops.multi_gate_chain(state, y, *weights, competitive=competitive, segment=memory.segment)
 
