@@ -136,9 +136,6 @@ NOT: dict[str, dict[str, Any]] = {
     "gatednorm, tanh": {"norm": {"kind": "gatednorm", "activation": "tanh"}},
     "full_attnres, window": {"topology": {"kind": "full_attnres", "window": 1}},
     "boundary_attnres": {"topology": {"kind": "boundary_attnres", "sublayers_per_block": 2}},
-    "no qk_norm": {"attention": {"qk_norm": "none"}},
-    "other positions": {"attention": {"rope_theta": 77.0}},
-    "a window": {"attention": {"window": 2}},
     "mgr, dyt": {"topology": {"kind": "multi_gate", "streams": 2}, "norm": {"kind": "dyt"}},
 }
 

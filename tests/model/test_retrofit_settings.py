@@ -29,6 +29,8 @@ from residua.model.retrofit import retrofit
 from tests.golden.compare import randomise
 from tests.model.small import small, tokens_and_targets
 
+pytestmark = pytest.mark.slow
+
 SOFTMAX = {"kind": "softmax", "heads": 2, "kv_heads": 1, "head_dim": 4, "window": 4}
 GATED = SOFTMAX | {"gate": "elementwise"}
 BASE: dict[str, Any] = {"layers": 2, "width": 8, "ffn": {"kind": "gelu", "hidden": 4}, "attention": SOFTMAX}
