@@ -102,7 +102,7 @@ class Metric:
 
     @classmethod
     def absence(cls, model: Model) -> str:
-        """What the summary calls absent in this model when there are no such findings."""
+        """What the summary calls absent in this model when there are no such findings; empty if nobody looked."""
         return cls.defect
 
     @classmethod

@@ -1,4 +1,4 @@
-"""The report of a diagnosis: findings, the model as a picture, a summary, then every metric and what healthy is."""
+"""The report of a diagnosis: findings, the model as a picture, depth routing, a summary, then every metric."""
 
 from __future__ import annotations
 
@@ -21,6 +21,13 @@ Trained = Mapping[str, Records]
 NOT_TRAINED: Trained = MappingProxyType({})
 NAMED = 4
 """A title names at most this many models."""
+SUMMARY_PLACE = 10
+"""Metrics with a lower place are drawn above the summary: depth routing, which the tool is for."""
+NO_ROUTING = (
+    "Depth routing: nothing to show, since no depth weights were published. A Residua model that weighs what each "
+    "sublayer reads (Attention Residuals, DenseFormer, hyper-connections, Multi-Gate Residuals) has a map of its "
+    "weights here, and what each source is worth."
+)
 WIDE = 9
 """A table of at most this many columns, the models' names aside, fits a window of 1,100 pixels."""
 
@@ -36,9 +43,16 @@ def diagnosis_page(diagnosis: Diagnosis, trained: Trained = NOT_TRAINED) -> Page
         "remove; a massive activation or a sink is a bar far longer than its neighbours.",
     )
     add_picture(picture, models)
+    if not any(model.depth_weights for model in models):
+        picture.text(NO_ROUTING)
+    metrics = on_page(models[0])
+    for metric in metrics:
+        if metric.page_place < SUMMARY_PLACE:
+            metric.draw(page, models)
     _summary(page, models)
-    for metric in on_page(models[0]):
-        metric.draw(page, models)
+    for metric in metrics:
+        if metric.page_place >= SUMMARY_PLACE:
+            metric.draw(page, models)
     _training(page, models, trained)
     _made(page, models)
     return page

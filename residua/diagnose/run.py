@@ -72,7 +72,11 @@ def diagnose_model(
         skipped=skipped,
     )
     measured = [metrics[metric] for metric in on_page(made) if metric in metrics]
-    found = [finding for metric in measured for finding in metric.findings(made)]
+    found = [
+        finding
+        for metric in sorted(measured, key=lambda metric: not metric.defect)
+        for finding in metric.findings(made)
+    ]
     made = schema.model_validate(dict(made) | {"findings": found})
     return made.model_copy(update={"summary": summary(made)})
 

@@ -56,7 +56,7 @@ def _findings(model: Model) -> list[str]:
 
 def absent(model: Model) -> str:
     """Of a model without defects: which were looked for."""
-    *names, last = [metric.absence(model) for metric in on_page(model) if metric.defect]
+    *names, last = [name for metric in on_page(model) if metric.defect and (name := metric.absence(model))]
     return f"No {', '.join(names)} or {last} was found."
 
 

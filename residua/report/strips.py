@@ -24,13 +24,15 @@ NARROWEST = 36
 class Bar:
     """One cell: bars of lengths 0 to 1 below each other (None: not measured), and the number in words.
 
-    `mark` is a reference on the same scale, drawn as a line. A `flag` colours the cell; `words` say it all, under the
-    pointer, and are read aloud where there is a flag.
+    `mark` is a reference on the same scale, drawn as a line. With `zero`, a place from 0 to 1, bars begin at a line
+    there, and negative ones go to its left. A `flag` colours the cell; `words` say it all, under the pointer, and are
+    read aloud where there is a flag.
     """
 
     lengths: tuple[float | None, ...]
     text: str
     mark: float | None = None
+    zero: float | None = None
     flag: Flag = ""
     words: str = ""
 
@@ -108,11 +110,18 @@ def _cell(cell: Bar | Spread | None) -> str:
 
 def _bars(bar: Bar) -> str:
     mark = "" if bar.mark is None else f'<u style="left:{_percent(bar.mark)}"></u>'
+    zero = "" if bar.zero is None else f'<u class="zero" style="left:{_percent(bar.zero)}"></u>'
     drawn = "".join(
-        '<b class="missing"></b>' if length is None else f'<b style="width:{_percent(length)}"></b>'
+        '<b class="missing"></b>' if length is None else f'<b style="{_extent(length, bar.zero)}"></b>'
         for length in bar.lengths
     )
-    return f'<div class="rail" aria-hidden="true">{drawn}{mark}</div>'
+    return f'<div class="rail" aria-hidden="true">{drawn}{mark}{zero}</div>'
+
+
+def _extent(length: float, zero: float | None) -> str:
+    """Where a bar begins and how wide it is."""
+    begin = "" if zero is None else f"margin-left:{_percent(zero + min(length, 0.0))};"
+    return f"{begin}width:{_percent(abs(length))}"
 
 
 def _spread(spread: Spread) -> str:

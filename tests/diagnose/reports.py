@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from residua.diagnose import Diagnosis, ModelDiagnosis
-from residua.diagnose.metrics import attention, depth_weights, dimensions, states, sublayers
+from residua.diagnose.metrics import attention, chance, depth_weights, dimensions, states, sublayers
 from residua.diagnose.metrics.anchors import AnchorFacts
 from residua.diagnose.metrics.attention_maps import AttentionLayerMap, AttentionMap
 from residua.diagnose.metrics.depth_weights import BlockFacts, ReaderFacts
@@ -44,6 +44,7 @@ def report(
     routing: bool = False,
     extras: bool = False,
     removal: bool = True,
+    untrained: bool = False,
 ) -> ModelDiagnosis:
     """A model with these defects; `massive` and `sinks` are the layers that show them.
 
@@ -63,7 +64,9 @@ def report(
         "text": TEXT,
         "device": "cpu",
         "seconds": 12.3,
-        "loss": 3.2 + 0.01 * len(name),
+        "loss": 10.4 if untrained else 3.2 + 0.01 * len(name),
+        "uniform_loss": math.log(32_000),
+        "frequency_loss": 7.1,
         "ablation_tokens": 4096 if removal else 0,
         "sites": sites,
         "layer_sizes": _layers(sites),
@@ -88,7 +91,7 @@ def report(
 
 def _with_findings(made: ModelDiagnosis, sinks: Sequence[int]) -> ModelDiagnosis:
     """The findings that the metrics make of the facts; that of an attention sink needs sums, so it is written here."""
-    found: list[Any] = []
+    found: list[Any] = list(chance.chance_level(made))
     if sinks:
         found.append(
             {

@@ -119,7 +119,7 @@ def attention_error(sums: Any, maps: list[Tensor] | None) -> float:
 
 def defects(made: ModelDiagnosis) -> list[str]:
     """The findings in short: kind and place."""
-    return sorted(f"{f.kind} {f.where}" for f in made.findings if f.kind != "learned_sink")
+    return sorted(f"{f.kind} {f.where}" for f in made.findings if f.kind not in ("learned_sink", "chance_level_loss"))
 
 
 @torch.no_grad()

@@ -84,7 +84,8 @@ def test_every_architecture_is_diagnosed_from_its_folder(name: str, tmp_path: Pa
     folder = models.save(models.build(name), tmp_path / name)
     made = diagnose([folder], tmp_path / "out", tokens=128, length=32, ablations="layers", device="cpu").models[0]
     assert made.loss == pytest.approx(5.58, abs=0.3)
-    assert made.findings == []
+    assert [f.kind for f in made.findings] == ["chance_level_loss"]
+    assert "the loss of" in made.summary[1].lower() and "is no better than" in made.summary[1]
     assert "without" not in made.description
     assert len(made.states) == len(made.sites) + 1
     assert sum(a.kind == "layer" for a in made.ablations) == made.layers

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from html import unescape
+from typing import Any
 
 import pytest
+import torch
 
 from residua.diagnose import Diagnosis, ModelDiagnosis
 from residua.diagnose.metric import Finding
+from residua.diagnose.metrics.chance import chance_level, frequency_loss
+from residua.diagnose.metrics.depth_weights import DepthWeights, ReaderFacts
 from residua.diagnose.metrics.removal import AblationFacts, Removal
 from residua.diagnose.metrics.similarity import Similarity
 from residua.diagnose.metrics.sublayers import Sublayers
 from residua.diagnose.overview import add_findings, add_picture
 from residua.diagnose.page import WIDE, diagnosis_page, title
 from residua.diagnose.plots import by_layer, colours
-from residua.diagnose.sentences import short, sureness, token
+from residua.diagnose.sentences import absent, short, sureness, token
 from residua.report import Page, theme
 from tests.diagnose import reports
 from tests.diagnose.reports import report
@@ -24,6 +29,7 @@ from tests.diagnose.reports import report
 SECTIONS = (
     "Findings",
     "Layer by layer",
+    "Depth weights",
     "Summary",
     "What removal costs",
     "Attention sinks",
@@ -39,7 +45,6 @@ SECTIONS = (
     "Magnitude per sublayer",
     "Gradient per sublayer",
     "Token and layer similarity",
-    "Depth weights",
     "Streams",
     "Write gates",
     "Expert load",
@@ -48,7 +53,7 @@ SECTIONS = (
     "Anchor mixing",
     "How this was made",
 )
-GREEN = "No attention sink, residual sink, massive activation or dead layer was found."
+GREEN = "No chance-level loss, attention sink, residual sink, massive activation or dead layer was found."
 
 
 def html_of(*models: ModelDiagnosis) -> str:
@@ -68,6 +73,11 @@ def cards(html: str) -> dict[str, str]:
     """The text of each card by its title."""
     found = re.findall(r'<article class="card is-(\w+)"><h3>.*?</span>([^<>]+)</h3>(.*?)</article>', html, flags=re.S)
     return {title: f"{tone}: {re.sub('<[^>]+>', ' ', text)}" for tone, title, text in found}
+
+
+def figures(html: str) -> list[dict[str, Any]]:
+    """Plotly's description of every plot."""
+    return [json.loads(p) for p in re.findall(r'<script type="application/json">(.*?)</script>', html)]
 
 
 def rows(html: str) -> dict[str, list[tuple[str, str]]]:
@@ -213,8 +223,7 @@ def test_axes_and_pointer_name_layers_as_the_sentences_do() -> None:
     assert figure.data[0].customdata[7] == "layer 3 feed-forward" and figure.data[0].customdata[-1] == "the final norm"
     page = Page("t", "l")
     Similarity.draw(page, [report(layers=4)])
-    plots = [json.loads(p) for p in re.findall(r'<script type="application/json">(.*?)</script>', page.html())]
-    maps = [p["data"][0] for p in plots if p["data"][0]["type"] == "heatmap"]
+    maps = [p["data"][0] for p in figures(page.html()) if p["data"][0]["type"] == "heatmap"]
     assert [m["x"][6] for m in maps if len(m["x"]) == 9] == ["layer 3 attention"] * 2
 
 
@@ -279,3 +288,106 @@ def test_the_page_says_how_much_text_each_model_was_shown() -> None:
     lead = "8,192 tokens (8 sequences of 1024) for a and b; 8,192 tokens (4 sequences of 2048) for c."
     assert f"measured on the validation text of wiki, {lead}" in apart
     assert "8,192 tokens (4 sequences of 2048) of the validation text of wiki" in apart
+
+
+def test_a_loss_at_chance_level_is_the_first_finding() -> None:
+    made = report("random", untrained=True, dead=[3], routing=True)
+    assert made.findings[0].kind == "chance_level_loss" and made.summary[1].startswith("The loss of 10.4000 nats")
+    html = top_of(made)
+    first, words = next(iter(cards(html).items()))
+    assert first == "Chance level loss" and GREEN not in html
+    for guess in ("same probability (10.3735)", "how often each token occurs (7.1000)", "Train the model, or check"):
+        assert guess in words
+    assert title([made]).startswith("Inside random: a chance level loss")
+
+
+@pytest.mark.parametrize(("loss", "guesses"), [(10.4, ["alike", "often"]), (7.1, ["often"]), (7.09, [])])
+def test_a_loss_is_compared_with_both_guesses(loss: float, guesses: list[str]) -> None:
+    made = report().model_copy(update={"loss": loss})
+    words = " ".join(finding.words for finding in chance_level(made)).replace("the same probability", "alike")
+    assert [guess for guess in ("alike", "often") if guess in words] == guesses
+
+
+def test_an_older_file_is_not_called_better_than_chance() -> None:
+    made = report().model_copy(update={"uniform_loss": None, "frequency_loss": None})
+    assert chance_level(made) == [] and absent(made).startswith("No attention sink, ")
+
+
+def test_frequencies_of_a_long_text_cost_its_entropy() -> None:
+    generator = torch.Generator().manual_seed(0)
+    shares = torch.tensor([0.5, 0.25, 0.125, 0.125])
+    text = torch.multinomial(shares, 20_000, replacement=True, generator=generator)
+    counts = torch.bincount(text).double() / 20_000
+    assert frequency_loss(text, 4) == pytest.approx(float(torch.special.entr(counts).sum()), abs=1e-3)
+
+
+def test_frequencies_of_a_short_text_are_never_certain() -> None:
+    """The frequencies of three tokens in three would give each away: a trained model is not measured against that."""
+    assert frequency_loss(torch.tensor([5, 6, 7]), 100) == pytest.approx(math.log(100))
+    assert frequency_loss(torch.tensor([5]), 100) == pytest.approx(math.log(100))
+    assert frequency_loss(torch.tensor([5, 5, 5]), 100) == 0
+
+
+def removed(*changes: float) -> ModelDiagnosis:
+    facts = [
+        AblationFacts(kind="layer", index=n, label=f"layer {n}", loss=3 + c, change=c) for n, c in enumerate(changes)
+    ]
+    return report(layers=len(changes)).model_copy(update={"ablations": facts})
+
+
+def test_a_removal_that_helps_goes_to_the_other_side_of_zero() -> None:
+    (track,) = Removal.tracks([removed(0.5, -0.5, 0.0)])
+    bars = track.cells[0]
+    assert bars[0].lengths[0] == -bars[1].lengths[0] > 0 and bars[2].lengths == (0.0,)
+    assert {bar.zero for bar in bars.values()} == {0.5} and "left of it the loss falls" in track.meaning
+    assert [bars[n].text for n in range(3)] == ["+0.5", "−0.5", "0"]
+    (track,) = Removal.tracks([removed(0.5, 0.2)])
+    assert {bar.zero for bar in track.cells[0].values()} == {None} and "falls" not in track.meaning
+
+
+def test_no_layer_is_left_out_of_the_perplexities() -> None:
+    page = Page("t", "l")
+    Removal.draw(page, [removed(0.5, -0.5, 0.2)])
+    loss, perplexity = figures(page.html())
+    assert [value > 0 for value in perplexity["data"][0]["y"]] == [True, False, True]
+    for figure in (loss, perplexity):
+        assert figure["layout"]["shapes"][0]["y0"] == 0 and figure["layout"]["yaxis"].get("type") != "log"
+
+
+def reading(*means: list[float]) -> ModelDiagnosis:
+    readers = [
+        ReaderFacts(reader=k, name=f"reader {k}", sources=[f"s{i}" for i in range(len(m))], mean=m)
+        for k, m in enumerate(means, 1)
+    ]
+    return report(layers=2).model_copy(update={"depth_weights": readers})
+
+
+def test_weights_that_do_not_sum_to_one_are_not_called_shares() -> None:
+    made = reading([0.9, 0.9, 0.9], [1.4, -0.2, 0.1])
+    (found,) = DepthWeights.findings(DepthWeights.__new__(DepthWeights), made)
+    assert found.words == "reader 2 multiplies s0 by 1.40; the factors of its other sources have a total size of 0.30"
+    (track,) = DepthWeights.tracks([made])
+    assert [spread.text for spread in track.cells[0].values()] == ["×0.90", "×1.40"]
+    assert track.cells[0][1].rows[0][0] == 1.0 and "factors on the sources, not shares" in track.meaning
+    page = Page("t", "l")
+    DepthWeights.draw(page, [made])
+    html = page.html()
+    assert "add up to between 1.30 and 2.70. Weights that do not add up to 1 are factors" in html
+    (drawn,) = (figure["data"][0] for figure in figures(html))
+    assert (drawn["zmin"], drawn["zmax"]) == (-1.4, 1.4) and drawn["colorbar"]["title"]["text"] == "mean factor"
+
+
+def test_weights_that_sum_to_one_are_shares_as_before() -> None:
+    made = reading([0.9, 0.1], [0.2, 0.3, 0.5])
+    (found,) = DepthWeights.findings(DepthWeights.__new__(DepthWeights), made)
+    assert found.words == "reader 1 reads mostly s0: weight 0.90 of 2 sources (uniform 0.50)"
+    page = Page("t", "l")
+    DepthWeights.draw(page, [made])
+    assert "factor" not in page.html() and "mean weight" in page.html()
+
+
+def test_depth_routing_stands_below_the_strip_of_layers() -> None:
+    titles = re.findall(r"<h2[^>]*>(.*?)</h2>", html_of(report(layers=2, routing=True)))
+    assert titles[:4] == ["Findings", "Layer by layer", "Depth weights", "Summary"]
+    plain = html_of(report(layers=2))
+    assert plain.index('class="strips') < plain.index("Depth routing: nothing to show") < plain.index('id="summary"')

@@ -19,6 +19,8 @@ from residua.report import Column, Page, Spread
 from residua.report.figures import grouped_bars, heatmap
 
 SHOWN = 4
+SUM_TOLERANCE = 0.01
+"""Weights that add up to 1 within this are shares; means of 16-bit weights are off by less."""
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
@@ -56,7 +58,7 @@ class DepthWeights(Metric):
     keys = DepthWeightKeys
     kinds = ("depth_routing",)
     columns = (Column("uniform depth", "loss change in nats if every reader weighed all sources alike"),)
-    file_place, page_place = 60, 70
+    file_place, page_place = 60, 5
 
     def __init__(self, subject: Subject, sample: Sample) -> None:
         super().__init__(subject, sample)
@@ -122,12 +124,14 @@ class DepthWeights(Metric):
 
     @classmethod
     def tracks(cls, models: Models) -> Sequence[LayerTrack]:
+        factors = any(not are_shares(model.depth_weights) for model in models)
         return [
             LayerTrack(
                 "reads",
                 "first source to last",
                 "Depth weights of the layer's readers, attention above and feed-forward below: the darker, the more is "
-                "read from that source. The number is the largest weight.",
+                "read from that source. The number is the largest weight."
+                + (f" {FACTORS} They are marked ×, and the darkest is the model's largest." if factors else ""),
                 [_reads(model) for model in models],
             )
         ]
@@ -153,6 +157,12 @@ class DepthWeights(Metric):
             "not learned to choose.",
         )
         section.tabs(weights, "Mean over tokens. Each row is one reader.")
+        for m in models:
+            if not are_shares(m.depth_weights):
+                sums = [sum(r.mean) for r in m.depth_weights]
+                section.note(
+                    f"{m.name}: a reader's weights add up to between {min(sums):.2f} and {max(sums):.2f}. {FACTORS}"
+                )
         blocks = {m.name: _block_map(m.depth_blocks) for m in models if m.depth_blocks}
         if blocks:
             section.subheading("Block by block")
@@ -177,32 +187,47 @@ class DepthWeights(Metric):
 def _depth_routing(readers: Sequence[ReaderFacts], ablations: Sequence[AblationFacts]) -> list[Finding]:
     """Readers that learned to take most of their input from one source: more than half-way from uniform to all.
 
-    A source that the topology starts from is no finding.
+    Where weights are factors, their sizes are compared. A source that the topology starts from is no finding.
     """
     uniform = {a.index: a.change for a in ablations if a.kind == "uniform"}
+    shares = are_shares(readers)
     found = []
     for reader in readers:
         count = len(reader.mean)
         best = _best(reader)
-        weight = reader.mean[best]
-        if count < 2 or best == reader.initial or weight < 0.5 + 0.5 / count:
+        weight, total = reader.mean[best], sum(map(abs, reader.mean))
+        if count < 2 or best == reader.initial or abs(weight) < (0.5 + 0.5 / count) * (1.0 if shares else total):
             continue
+        words = (
+            f"{reader.name} reads mostly {reader.sources[best]}: weight {weight:.2f} of {count} sources "
+            f"(uniform {1 / count:.2f})"
+            if shares
+            else f"{reader.name} multiplies {reader.sources[best]} by {weight:.2f}; the factors of its other sources "
+            f"have a total size of {total - abs(weight):.2f}"
+        )
         change = uniform.get(reader.reader)
         cost = "" if change is None else f"; uniform weights there change the loss by {change:+.4f}"
         found.append(
             Finding(
                 kind="depth_routing",
                 where={"reader": reader.reader, "source": best},
-                words=f"{reader.name} reads mostly {reader.sources[best]}: weight {weight:.2f} of {count} sources "
-                f"(uniform {1 / count:.2f}){cost}",
+                words=f"{words}{cost}",
             )
         )
     return found
 
 
+FACTORS = "Weights that do not add up to 1 are factors on the sources, not shares of what is read."
+
+
+def are_shares(readers: Sequence[ReaderFacts]) -> bool:
+    """Whether the weights are shares of what is read: none negative, and every reader's add up to 1."""
+    return all(min(r.mean) >= 0 and abs(sum(r.mean) - 1) <= SUM_TOLERANCE for r in readers)
+
+
 def _best(reader: ReaderFacts) -> int:
-    """The source with the largest weight."""
-    return max(range(len(reader.mean)), key=lambda i: reader.mean[i])
+    """The source with the largest weight, by size."""
+    return max(range(len(reader.mean)), key=lambda i: abs(reader.mean[i]))
 
 
 def _reads(model: Model) -> dict[int, Spread]:
@@ -211,18 +236,25 @@ def _reads(model: Model) -> dict[int, Spread]:
     layers = {r.reader: model.sites[r.reader].layer if r.reader < len(model.sites) else model.layers
               for r in model.depth_weights}  # fmt: skip
     width = max((len(r.mean) for r in model.depth_weights), default=1)
+    shares = are_shares(model.depth_weights)
+    darkest = 1.0 if shares else max(_largest(r) for r in model.depth_weights)
     found = {}
     for layer in dict.fromkeys(layers.values()):
         own = [r for r in model.depth_weights if layers[r.reader] == layer]
         words = "; ".join(routed[r.reader] for r in own if r.reader in routed)
         found[layer] = Spread(
-            tuple(tuple(r.mean) for r in own),
+            tuple(tuple(abs(weight) / darkest for weight in r.mean) for r in own),
             width,
-            f"{max(max(r.mean) for r in own):.2f}",
+            f"{'' if shares else '×'}{max((r.mean[_best(r)] for r in own), key=abs):.2f}",
             flag="note" if words else "",
             words=words or "; ".join(f"{r.name} reads most from {r.sources[_best(r)]}" for r in own),
         )
     return found
+
+
+def _largest(reader: ReaderFacts) -> float:
+    """The size of the reader's largest weight."""
+    return abs(reader.mean[_best(reader)])
 
 
 def _maps(models: Models) -> dict[str, Figure]:
@@ -233,11 +265,12 @@ def _maps(models: Models) -> dict[str, Figure]:
             count = max(len(r.mean) for r in m.depth_weights)
             rows = [padded(r.mean, count) for r in m.depth_weights]
             names = [r.name for r in m.depth_weights]
-            high = max(max(r.mean) for r in m.depth_weights)
+            high, signed = max(map(_largest, m.depth_weights)), any(min(r.mean) < 0 for r in m.depth_weights)
             widest = max(m.depth_weights, key=lambda r: len(r.sources))
             found[m.name] = heatmap(
-                rows, widest.sources, names, "source", "read by", "mean weight",
-                bounds=(0.0, high), height=min(190 + 24 * len(rows), 760),
+                rows, widest.sources, names, "source", "read by",
+                "mean weight" if are_shares(m.depth_weights) else "mean factor",
+                bounds=(-high if signed else 0.0, high), diverging=signed, height=min(190 + 24 * len(rows), 760),
             )  # fmt: skip
     return found
 

@@ -18,7 +18,7 @@ from residua.diagnose.observe import Ablation, AblationKind, Subject
 from residua.diagnose.plots import LABELS, NONE, add_tabs, by_layer, colours, line, numbers, on_log
 from residua.diagnose.sentences import listed, short
 from residua.diagnose.text import Sample
-from residua.report import Bar, Cell, Column, Page, Value
+from residua.report import Bar, Cell, Column, Page, Value, theme
 from residua.report.figures import curves, grouped_bars, heatmap
 
 if TYPE_CHECKING:
@@ -120,13 +120,16 @@ class Removal(Metric):
 
     @classmethod
     def tracks(cls, models: Models) -> Sequence[LayerTrack]:
-        high = max([1.0, *(abs(a.change) for m in models for a in m.ablations if a.kind == "layer")])
+        removed = [a for m in models for a in m.ablations if a.kind == "layer"]
+        high, falls = max([1.0, *(abs(a.change) for a in removed)]), any(map(_lowers, removed))
+        sides = " Right of the line the loss rises without the layer, left of it the loss falls." if falls else ""
         return [
             LayerTrack(
                 "removal",
-                f"log, {NO_CHANGE:g} to {short(high)} nats",
-                "How much the loss changes without the layer; an empty bar is a layer that does nothing for the loss.",
-                [_removed(model, high) for model in models],
+                f"log, {'±' if falls else ''}{NO_CHANGE:g} to {short(high)} nats",
+                "How much the loss changes without the layer; an empty bar is a layer that does nothing for the "
+                f"loss.{sides}",
+                [_removed(model, high, 0.5 if falls else None) for model in models],
             )
         ]
 
@@ -220,13 +223,29 @@ def _layer_costs(models: Models) -> Figure | None:
 
 
 def _perplexities(models: Models) -> Figure | None:
-    """How much the perplexity rises without each layer, on a logarithmic axis; layers of a fill phase are left out."""
+    """How the perplexity changes without each layer; layers of a fill phase are left out.
+
+    The axis is logarithmic, or linear with a line at zero where some layer's removal lowers the loss.
+    """
+    falls = any(_lowers(a) for m in models for a in m.ablations if a.kind == "layer" and not a.note)
 
     def points(m: Model) -> list[tuple[float, float]]:
         own = [a for a in m.ablations if a.kind == "layer" and not a.note]
-        return [(float(a.index), rise) for a in own if (rise := perplexity_change(a)) > 0]
+        return [(float(a.index), change) for a in own if (change := perplexity_change(a)) > 0 or falls]
 
-    return by_layer(models, points, "perplexity change", log=True)
+    return _with_zero(by_layer(models, points, "perplexity change", log=not falls))
+
+
+def _lowers(ablation: AblationFacts) -> bool:
+    """Whether the loss is lower without the part."""
+    return ablation.change <= -NO_CHANGE
+
+
+def _with_zero(figure: Figure | None) -> Figure | None:
+    """The figure with a line at zero if some of its values lie below."""
+    if figure is not None and any(y is not None and y < 0 for trace in figure.data for y in trace.y):
+        figure.add_hline(y=0.0, line={"color": theme.SERIES[0], "width": 1.5, "dash": "dot"})
+    return figure
 
 
 def perplexity_change(ablation: AblationFacts) -> float:
@@ -242,16 +261,19 @@ def _several_costs(models: Models) -> Figure | None:
         if own:
             single = [(1.0, a.change) for a in m.ablations if a.kind == "layer" and a.index == (m.layers - 1) // 2]
             series.append(line(m.name, single + own, colour))
-    return curves(series, "layers removed", "loss change (nats)", whole_x=True, height=340) if series else None
+    if not series:
+        return None
+    return _with_zero(curves(series, "layers removed", "loss change (nats)", whole_x=True, height=340))
 
 
-def _removed(model: Model, high: float) -> dict[int, Bar]:
-    """By layer, the loss change without it."""
+def _removed(model: Model, high: float, zero: float | None) -> dict[int, Bar]:
+    """By layer, the loss change without it; with `zero`, bars begin there and a loss that falls goes to the left."""
     dead = {f.where["layer"] for f in model.findings if f.kind == "dead_layer"}
     return {
         a.index: Bar(
-            (on_log(abs(a.change), NO_CHANGE, high),),
-            "0" if abs(a.change) < NO_CHANGE else f"{'+' if a.change > 0 else '−'}{short(abs(a.change))}",
+            (math.copysign(on_log(abs(a.change), NO_CHANGE, high), a.change) * (zero or 1.0),),
+            zero=zero,
+            text="0" if abs(a.change) < NO_CHANGE else f"{'+' if a.change > 0 else '−'}{short(abs(a.change))}",
             flag="bad" if a.index in dead else "",
             words=f"without {a.label} the loss changes by {a.change:+.4f} nats"
             + (": the layer is dead" if a.index in dead else "")
@@ -267,7 +289,7 @@ def _sublayer_costs(models: Models) -> Figure | None:
         changes = [(float(a.index), a.change) for a in m.ablations if a.kind == "sublayer"]
         return changes if len(changes) == len(m.sites) else []  # fewer are the suspects of a small budget
 
-    return by_layer(models, points, "loss change (nats)", x="sublayer")
+    return _with_zero(by_layer(models, points, "loss change (nats)", x="sublayer"))
 
 
 def _head_costs(models: Models) -> dict[str, Figure]:

@@ -1,0 +1,94 @@
+"""Chance level: whether the model predicts better than somebody who knows the vocabulary, or how often tokens occur."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from residua.config.settings import Frozen
+from residua.diagnose.metric import Explained, Finding, Metric, Model, Sentence
+from residua.diagnose.sentences import CLEAR, sureness
+
+NEAR = 0.05
+"""A loss this close to chance level, in nats, is measured again with more text."""
+
+
+class ChanceKeys(Frozen):
+    """Nats per token of the text if every token had the same probability, and if each had that of its frequency; None
+    in older files."""
+
+    uniform_loss: float | None = None
+    frequency_loss: float | None = None
+
+
+class Chance(Metric):
+    """Compares the loss with both guesses. It comes first: a model at chance level makes every other number moot."""
+
+    keys = ChanceKeys
+    kinds = ("chance_level_loss",)
+    defect = "chance-level loss"
+    file_place, page_place = 5, 0
+
+    def facts(self) -> ChanceKeys:
+        vocabulary = self.subject.vocabulary
+        return ChanceKeys(
+            uniform_loss=math.log(vocabulary), frequency_loss=frequency_loss(self.sample.targets, vocabulary)
+        )
+
+    def findings(self, model: Model) -> list[Finding]:
+        return chance_level(model)
+
+    @classmethod
+    def absence(cls, model: Model) -> str:
+        return "" if model.uniform_loss is None else cls.defect
+
+    @classmethod
+    def explain(cls, model: Model, findings: Sequence[Finding]) -> Explained:
+        above = model.loss - min(model.uniform_loss, model.frequency_loss)
+        return Explained(
+            "the whole model",
+            sureness(f"{above:.4f} nats above the better guess", CLEAR if above > NEAR else 1.0, model),
+            "Train the model, or check that weights, tokenizer and text belong together. Until then every other number "
+            "describes a model that predicts nothing.",
+        )
+
+    @classmethod
+    def sentences(cls, model: Model) -> Iterable[Sentence]:
+        if model.uniform_loss is not None:
+            yield Sentence(
+                90,
+                f"Guessing by the frequencies of tokens alone would give a loss of {model.frequency_loss:.4f} nats, "
+                f"guessing all tokens alike {model.uniform_loss:.4f}.",
+            )
+
+
+def chance_level(model: Model) -> list[Finding]:
+    """One finding if the loss is no better than one of the two guesses."""
+    if model.uniform_loss is None or model.loss < min(model.uniform_loss, model.frequency_loss):
+        return []
+    uniform = f"giving every token the same probability ({model.uniform_loss:.4f})"
+    frequencies = f"knowing only how often each token occurs ({model.frequency_loss:.4f})"
+    worse = [
+        guess
+        for guess, loss in ((uniform, model.uniform_loss), (frequencies, model.frequency_loss))
+        if model.loss >= loss
+    ]
+    words = f"the loss of {model.loss:.4f} nats is no better than {' or '.join(worse)}"
+    return [Finding(kind="chance_level_loss", where={}, words=words)]
+
+
+def frequency_loss(targets: Tensor, vocabulary: int) -> float:
+    """Nats per token if each token had its frequency in the rest of the text, which tends to the unigram entropy.
+
+    A token is counted without itself: in a short text its own occurrence would give it away. The share of tokens that
+    occur once is kept for tokens not seen before (Good and Turing) and divided evenly over the vocabulary.
+    """
+    counts = torch.bincount(targets.flatten().long()).double()
+    counts = counts[counts > 0]
+    total = counts.sum()
+    unseen = (counts == 1).sum() / total
+    probability = (1 - unseen) * (counts - 1) / (total - 1).clamp(min=1) + unseen / vocabulary
+    return float(-(counts * probability.log()).sum() / total)
