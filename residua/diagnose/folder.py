@@ -8,17 +8,17 @@ from typing import Any
 
 import torch
 
-from residua.diagnose.huggingface import HuggingFaceSubject
+from residua.diagnose.hf_size import check_counts, check_length, choose_dtype, stored
+from residua.diagnose.huggingface import PROBE_LENGTH, HuggingFaceSubject
 from residua.diagnose.native import NativeSubject
 from residua.diagnose.observe import Subject
 from residua.errors import UserError
-from residua.machine import require_memory
 from residua.reading import check_links, read_json
 from residua.storage.exported import is_export
 from residua.storage.finite import require_finite
 from residua.storage.imported import AGAIN
 from residua.storage.load import load
-from residua.storage.tensors import check_header, weight_files
+from residua.storage.tensors import weight_files
 
 
 def open_subject(path: Path, device: torch.device) -> Subject:
@@ -30,7 +30,7 @@ def open_subject(path: Path, device: torch.device) -> Subject:
 
 
 def check_folder(path: Path) -> None:
-    """Refuse a folder without a model or without a tokenizer. Quick: no model is opened."""
+    """Refuse a folder without a model or without a tokenizer, or with an endless config.json. No model is opened."""
     if not path.exists():
         raise UserError(f"{path} does not exist: name a run folder or a local Hugging Face model folder.")
     if not is_model_folder(path):
@@ -40,6 +40,7 @@ def check_folder(path: Path) -> None:
         )
     if not any((path / name).exists() for name in ("tokenizer.json", "vocab.json")):
         raise UserError(f"{path} has no tokenizer: put the model's tokenizer.json there.")
+    check_length(path)
 
 
 def is_model_folder(path: Path) -> bool:
@@ -53,24 +54,28 @@ def _run(path: Path, device: torch.device) -> NativeSubject:
 
 def _hugging_face(path: Path, device: torch.device) -> HuggingFaceSubject:
     try:
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoConfig, AutoModelForCausalLM
         from transformers.utils import logging
     except ImportError:
         raise UserError(f"{path} is a Hugging Face model: install transformers to open it (residua[hf]).") from None
     config = _check_files(path)
-    weights = sum(file.stat().st_size for file in path.glob("*.safetensors"))
-    require_memory(f"{path} needs", weights, "end other programs, or use a machine with more memory")
+    held = stored(weight_files(path, AGAIN))
+    check_counts(config, path / "config.json", held)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    own = device.type != "cpu" or "quantization_config" in config  # unpacked weights have the dtype of the folder
-    dtype: Any = "auto" if own else torch.float32
     try:
+        asked = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        dtype: Any = choose_dtype(path, asked, held, device)
         opened: Any = AutoModelForCausalLM.from_pretrained(
             path, local_files_only=True, trust_remote_code=False, dtype=dtype, use_safetensors=True,
             output_loading_info=True, ignore_mismatched_sizes=True,
         )  # fmt: skip
         model, loaded = opened
         model.to(device)
+        with torch.no_grad():  # with numbers that do not fit each other, a model fails only when it runs
+            model(input_ids=torch.zeros(1, PROBE_LENGTH, dtype=torch.int64, device=device), use_cache=False)
+    except UserError:
+        raise
     except Exception as error:  # configuration, weights or architecture: transformers raises many kinds
         if "auto_map" in config:
             raise UserError(
@@ -107,8 +112,6 @@ def _check_files(path: Path) -> dict[str, Any]:
     config = read_json(path / "config.json", dict[str, Any], AGAIN, lenient=True)
     if (path / "adapter_config.json").exists():
         raise UserError(f"{path} is an adapter, which names a model elsewhere: merge the two, diagnose the result.")
-    for file in weight_files(path, AGAIN):
-        check_header(file, AGAIN)
     return config
 
 

@@ -167,6 +167,7 @@ def _made(page: Page, models: Models) -> None:
                 "folder": m.path or NONE,
                 "text": f"{_amount(m)} of {m.text.source}",
                 "device": m.device,
+                "precision": m.precision or NONE,
                 "time": f"{m.seconds:.1f} s",
             }
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import torch
@@ -64,6 +65,7 @@ def diagnose_model(
         state_name=subject.state_name,
         text=sample.facts,
         device=_device_name(subject),
+        precision=_precision(subject),
         seconds=time.monotonic() - start,
         loss=loss,
         ablation_tokens=few.tokens.numel() if plan else 0,
@@ -100,6 +102,14 @@ def _observe_batch(subject: Subject, tokens: Tensor, targets: Tensor, metrics: S
     for metric in metrics:
         metric.add(seen)
     return seen.loss
+
+
+def _precision(subject: Subject) -> str:
+    """The dtype of most weights."""
+    sizes: Counter[torch.dtype] = Counter()
+    for parameter in subject.model.parameters():
+        sizes[parameter.dtype] += parameter.numel()
+    return str(max(sizes, key=sizes.__getitem__)).removeprefix("torch.")
 
 
 def _device_name(subject: Subject) -> str:

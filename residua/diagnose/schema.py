@@ -36,6 +36,7 @@ class Header(Frozen):
     state_name: str
     text: TextFacts
     device: str
+    precision: str = Field("", description="of most weights; empty in older files")
     seconds: float
     loss: float
     ablation_tokens: int

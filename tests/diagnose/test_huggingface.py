@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import resource
+import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +14,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from residua import machine
 from residua.diagnose import Diagnosis, diagnose, diagnose_model
 from residua.diagnose.folder import open_subject
 from residua.diagnose.huggingface import HuggingFaceSubject
 from residua.diagnose.schema import TextFacts
 from residua.diagnose.text import Sample
+from residua.errors import UserError
 from residua.quantize import quantize
 from tests.diagnose import models
 from tests.diagnose.planted import named
@@ -138,6 +144,82 @@ def test_tensors_that_the_model_does_not_have_are_named(tmp_path: Path) -> None:
     assert not any("inv_freq" in words for words in (*made.summary, *made.skipped))
     page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
     assert name.format("B") in page
+
+
+HOSTILE = {
+    "vocabulary": ("llama", {"vocab_size": 150_000_000}, r"asks for 9,600,0\d\d,\d\d\d parameters, and the files hold"),
+    "layers": (
+        "llama",
+        {"num_hidden_layers": 10**7},
+        r"asks for 10,000,000 layers \(num_hidden_layers\), and the .* 21",
+    ),
+    "more layers": ("llama", {"num_hidden_layers": 10**12, "hidden_size": 0}, "asks for 1,000,000,000,000 layers"),
+    "layers by another name": ("gpt2", {"n_layer": 10**9}, r"asks for 1,000,000,000 layers \(n_layer\)"),
+    "some layers": ("llama", {"num_hidden_layers": 1000}, "asks for more than 1,084 tensors, and the folder's files"),
+    "heads": (
+        "llama",
+        {"num_attention_heads": 10**6, "hidden_size": 10**6},
+        "asks for .* parameters, and the files hold",
+    ),
+    "experts": ("mixtral", {"num_local_experts": 10**9}, "asks for .* parameters, and the files hold"),
+    "positions": ("gpt2", {"n_positions": 10**9}, "asks for .* parameters, and the files hold"),
+    "width": ("llama", {"intermediate_size": 10**30}, "cannot be opened as a causal language model"),
+    "negative": ("llama", {"hidden_size": -5}, "cannot be opened as a causal language model"),
+    "words": ("llama", {"num_hidden_layers": "many"}, "cannot be opened as a causal language model"),
+    "choices": ("mixtral", {"num_experts_per_tok": 1000}, "cannot be opened as a causal language model"),
+    "nested": ("llama", {"text_config": {"n_layers": 10**10}}, r"asks for 10,000,000,000 layers \(n_layers\)"),
+    "long": ("llama", {"pad": "x" * (17 << 20)}, "longer than 16 MiB, too long for a configuration"),
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("folders")
+    return {name: models.save(models.build(name), root / name) for name in ("llama", "gpt2", "mixtral")}
+
+
+def with_config(folder: Path, out: Path, keys: dict[str, Any]) -> Path:
+    """A copy of a model folder with other numbers in its config.json."""
+    shutil.copytree(folder, out)
+    config = json.loads((out / "config.json").read_text(encoding="utf-8"))
+    (out / "config.json").write_text(json.dumps(config | keys), encoding="utf-8")
+    return out
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_a_hostile_config_is_refused_before_memory_is_taken(case: str, folders: Any, tmp_path: Path) -> None:
+    name, keys, words = HOSTILE[case]
+    folder = with_config(folders[name], tmp_path / "hostile", keys)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    start = time.process_time()
+    with pytest.raises(UserError, match=words) as error:
+        open_subject(folder, CPU)
+    assert "\n" not in str(error.value)
+    assert time.process_time() - start < 20 and resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 256 << 10
+
+
+@pytest.mark.parametrize(
+    ("free", "dtype"),
+    [(1 << 40, torch.float32), (120_000, torch.bfloat16), (50_000, None)],
+    ids=["much", "some", "little"],
+)
+def test_16_bits_stay_where_float32_does_not_fit(
+    free: int, dtype: torch.dtype | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = models.build("llama").to(torch.bfloat16)
+    assert 50_000 < 2 * model.num_parameters() < 120_000 < 4 * model.num_parameters() / 0.8
+    folder = models.save(model, tmp_path / "llama")
+    monkeypatch.setattr(machine, "free_memory", lambda device=None: free)
+    if dtype is None:
+        with pytest.raises(
+            machine.TooLarge, match=r"the model of its config\.json has 3\d,\d\d\d parameters and needs 0\.1 MiB"
+        ):
+            open_subject(folder, CPU)
+        return
+    subject = open_subject(folder, CPU)
+    assert next(subject.model.parameters()).dtype == dtype
+    made = diagnose_model(subject, random_text(), ablations="none")
+    assert f"torch.{made.precision}" == str(dtype)
 
 
 @pytest.mark.parametrize("kind", ["LlamaModel", "LlamaForSequenceClassification"])

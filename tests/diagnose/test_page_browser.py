@@ -17,10 +17,17 @@ __all__ = ["browser"]
 DIAGNOSES = {
     "one": lambda: reports.sick(),
     "healthy": lambda: reports.healthy(),
+    "untrained": lambda: Diagnosis(models=[reports.report("random", 8, untrained=True, routing=True)]),
     "three": lambda: reports.side_by_side(3),
     "deep": lambda: Diagnosis(models=[reports.report("deep", 36, dead=[20], massive=[3], sinks=[3], routing=True)]),
     "sixteen": lambda: reports.side_by_side(16, layers=4),
 }
+
+
+_SIDES = """() => [...document.querySelectorAll(".rail:has(.zero)")].map((rail) => {
+  const [bar, zero] = ["b", ".zero"].map((part) => rail.querySelector(part).getBoundingClientRect());
+  return [bar.left - zero.left, bar.right - zero.left].map(Math.round);
+})"""
 
 
 @pytest.mark.slow
@@ -35,6 +42,12 @@ def test_two_models_on_a_telephone_in_the_dark(browser: Browser, tmp_path: Path)
             "all => all.map(s => getComputedStyle(s.querySelector('.rail b')).backgroundColor)"
         )
         assert len(set(colours)) == 2
+        sides = seen.page.evaluate(_SIDES)  # where bars of removal begin and end, from the line at zero
+        assert len(sides) == 8 and all(left == 0 or right == 0 for left, right in sides)
+        assert sum(left < 0 for left, _ in sides) == 2
+        for width in WIDTHS:
+            seen.resize(width)
+            assert seen.outside_cards() == seen.overflowing() == []
 
 
 @pytest.mark.nightly

@@ -11,7 +11,8 @@ WIDTHS = (1400, 1100, 420)
 
 
 def check_looks(seen: Opened, path: Path) -> None:
-    """Nothing sticks out, no table is cut at a desk, headings are in order, figures have words, axe-core is content."""
+    """Nothing sticks out of the window or of its card, no table is cut at a desk, headings are in order, figures have
+    words, axe-core is content."""
     assert seen.overflowing() == [] and seen.outside_cards() == []
     heads = "[...document.querySelectorAll('.strip thead th')].filter(h => h.scrollWidth > h.clientWidth)"
     assert seen.page.evaluate(f"{heads}.map(h => h.innerText)") == []
