@@ -28,6 +28,7 @@ NO_ROUTING = (
     "sublayer reads (Attention Residuals, DenseFormer, hyper-connections, Multi-Gate Residuals) has a map of its "
     "weights here, and what each source is worth."
 )
+HEALTHY = "Healthy: a loss better than chance, no sinks, no massive activations and no dead layers."
 WIDE = 9
 """A table of at most this many columns, the models' names aside, fits a window of 1,100 pixels."""
 
@@ -36,7 +37,7 @@ def diagnosis_page(diagnosis: Diagnosis, trained: Trained = NOT_TRAINED) -> Page
     """One page for one model or for several side by side; `trained` is the telemetry of those that are runs."""
     models = diagnosis.models
     page = Page(title(models), _lead(models), "bad" if any(map(defects, models)) else "good")
-    add_findings(page.section("Findings", "Healthy: no sinks, no massive activations and no dead layers."), models)
+    add_findings(page.section("Findings", HEALTHY), models)
     picture = page.section(
         "Layer by layer",
         "Healthy: bars that change smoothly from layer to layer. A dead layer writes nothing and costs nothing to "

@@ -59,6 +59,8 @@ def test_nothing_overflows_or_is_hard_to_read(models: str, scheme: str, browser:
         for width in WIDTHS:
             seen.resize(width)
             check_looks(seen, path)
+            lines = seen.page.locator(".strips:not(.several) .zero")  # zero is at one place in all rows
+            assert len(set(lines.evaluate_all("all => all.map(line => line.getBoundingClientRect().left)"))) <= 1
         assert len(seen.page.pdf()) > 10_000
         assert seen.page.locator(".plot:has(.main-svg)").count() == seen.page.locator(".plot").count()  # every tab
         assert seen.problems == []
