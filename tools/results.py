@@ -45,6 +45,7 @@ from residua.reproduce.entry import Order
 from residua.reproduce.matching import NOT_THERE
 from residua.reproduce.shared import share
 from residua.reproduce.show import claims_table
+from residua.study.answer import comparisons_sentence
 from residua.study.conduct import show_saved
 from residua.study.config import Tasks
 from residua.study.entries import cells, columns, count
@@ -55,6 +56,7 @@ from residua.study.picture import depths_picture, peak_picture, picture, sizes_p
 from residua.study.results import StudyResult, VariantResult
 from residua.study.runs import Inspection, both, read_run
 from residua.study.saved import FORMAT, SavedRun, SavedStudy
+from residua.study.sentences import validation_sentence
 from residua.study.side_tables import peak_table
 from residua.study.statistics import mean
 from residua.study.tables import markdown_table, markdown_tables
@@ -117,7 +119,18 @@ def _filled(page: Path, studies: dict[str, SavedStudy], results: dict[str, Study
 
 
 def _table(name: str, saved: SavedStudy, result: StudyResult, up: str) -> list[str]:
-    return markdown_tables(result)
+    return [*markdown_tables(result), *_caption(result), *_compared(result)]
+
+
+def _caption(*results: StudyResult) -> list[str]:
+    """On how many validation tokens the losses above are."""
+    said = list(dict.fromkeys(sentence for result in results if (sentence := validation_sentence(result))))
+    return ["", " ".join(said)] if said else []
+
+
+def _compared(result: StudyResult) -> list[str]:
+    """How many gains are clear of 1 after correction, and the best shrunk."""
+    return ["", said] if (said := comparisons_sentence(result)) else []
 
 
 def _answer(name: str, saved: SavedStudy, result: StudyResult, up: str) -> list[str]:
@@ -127,7 +140,8 @@ def _answer(name: str, saved: SavedStudy, result: StudyResult, up: str) -> list[
     losses = [(row.loss.value, row) for row in result.rows(result.sizes[-1]) if row.loss is not None]
     rows = [row for _, row in sorted(losses, key=lambda pair: pair[0])]
     cells_of = [cells(row, result) for row in rows]
-    return markdown_table([column for _, column in kept], [[row[i] for i, _ in kept] for row in cells_of])
+    table = markdown_table([column for _, column in kept], [[row[i] for i, _ in kept] for row in cells_of])
+    return [*table, *_caption(result), *_compared(result)]
 
 
 def _picture(name: str, saved: SavedStudy, result: StudyResult, up: str) -> list[str]:
@@ -159,7 +173,7 @@ def _rates(name: str, saved: SavedStudy, result: StudyResult, up: str) -> list[s
         cells = [losses.get((variant, factor), []) for factor in factors]
         best = min((mean(cell) for cell in cells if cell), default=None)
         rows.append([Value(variant), *(Value(_mean_loss(cell, best)) for cell in cells)])
-    return _unescaped(markdown_table(columns, rows))
+    return [*_unescaped(markdown_table(columns, rows)), *_caption(result)]
 
 
 def _mean_loss(losses: list[float], best: float | None) -> str:
@@ -191,7 +205,7 @@ def _losses(name: str, saved: SavedStudy, result: StudyResult, up: str) -> list[
         title = f"{size} {variant}" if len(result.sizes) > 1 else variant
         title += f", {budget:g}× tokens" if budget != 1.0 else ""
         rows.append([Value(title), *(Value(f"{losses[s]:.4f}" if s in losses else "—") for s in seeds)])
-    return markdown_table(columns, rows)
+    return [*markdown_table(columns, rows), *_caption(result)]
 
 
 def _place(
@@ -284,7 +298,7 @@ def _ladder(other: str, name: str, studies: Studies, results: Results, up: str) 
         raise ValueError(f"the ladder of {name} asks for the study {other}: studies are {', '.join(results)}.")
     result, rungs = with_longer(studies[name], studies[other])
     found = sorted((row for row in result.rows(result.sizes[-1]) if row.wall_clock_gain is not None), key=_seconds)
-    kept = [i for i, column in enumerate(columns(result)) if column.title in ("variant", *GAINS)]
+    kept = [i for i, column in enumerate(columns(result)) if column.title.startswith(("variant", *GAINS))]
     cells_of = [cells(row, result) for row in found]
     table = markdown_table([columns(result)[i] for i in kept], [[row[i] for i in kept] for row in cells_of])
     budgets = ", ".join(f"{count(tokens)} (n = {len(losses)})" for tokens, losses in sorted(rungs.items()))
@@ -292,10 +306,11 @@ def _ladder(other: str, name: str, studies: Studies, results: Results, up: str) 
         *table,
         "",
         f"Tokens of {result.baseline}: {budgets}; the last is of [{other}]({up}docs/results/{other}.md).",
+        *_compared(result),
     ]
 
 
-GAINS = ("equivalent tokens", "throughput", "wall-clock gain")
+GAINS = ("equivalent tokens", "throughput", "wall-clock gain", "pays")
 
 
 def _seconds(row: VariantResult) -> float:
@@ -317,7 +332,8 @@ def _beside(others: str, name: str, studies: Studies, results: Results, up: str)
         for variant in differences[name]
     ]
     drawn = f"![{name}: gains over the layers of models]({up}docs/img/{name}-depths.svg)"
-    return [*markdown_table(head, rows), *(["", drawn] if _depths(asked, name, studies, results) else [])]
+    caption = _caption(*(results[other] for other in asked))
+    return [*markdown_table(head, rows), *caption, *(["", drawn] if _depths(asked, name, studies, results) else [])]
 
 
 def _depths(asked: Sequence[str], name: str, studies: Studies, results: Results) -> str | None:
@@ -369,7 +385,7 @@ def supplemented(saved: SavedStudy, folder: Path) -> SavedStudy:
                 raise ValueError(f"{run.folder} holds another run than the study: its losses differ.")
             found = {
                 "peaks": Peaks.of(own.telemetry), "outliers": own.outliers, "accuracies": own.accuracies,
-                "quantized": own.quantized, "inspection": Inspection.rounded(own.inspection),
+                "quantized": own.quantized, "inspection": Inspection.rounded(own.inspection), "final": own.final,
             }  # fmt: skip
             kept = _with_missing(kept, {key: value for key, value in found.items() if value is not None})
         runs.append(kept)

@@ -187,12 +187,16 @@ def validation_batches(
     They do not depend on `batch`; the last batch may be smaller.
     """
     _check_size(split, sequence, batch)
-    windows = (split.tokens - 1) // sequence
-    if limit_tokens is not None:
-        windows = min(windows, max(1, limit_tokens // sequence))
+    windows = validated_tokens(split.tokens, sequence, limit_tokens) // sequence
     for first in range(0, windows, batch):
         starts = np.arange(first, min(first + batch, windows)) * sequence
         yield _windows(split, starts, sequence, segments)
+
+
+def validated_tokens(tokens: int, sequence: int, limit_tokens: int | None = None) -> int:
+    """The tokens in the whole windows of a split of `tokens`, `limit_tokens` at most but for one window."""
+    windows = (tokens - 1) // sequence
+    return (windows if limit_tokens is None else min(windows, max(1, limit_tokens // sequence))) * sequence
 
 
 def whole_text(split: Split, sequence: int, batch: int, segments: bool = False) -> Iterator[Batch]:

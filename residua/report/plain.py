@@ -23,7 +23,7 @@ _KEPT = "\n\t"
 # characters that reverse the order of what follows, so that a name looks like another
 _TURNING = frozenset("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 # also what GitHub makes a link of by itself, and underscores but those inside a word
-_MARKS = re.compile(r"[\\`*<|~&$@]|\](?=[(\[:])|(?<![^\W_])_|_(?![^\W_])|:(?=//)|(?<=www)\.")
+_MARKS = re.compile(r"[\\`*|~$@]|\](?=[(\[:])|(?<![^\W_])_|_(?![^\W_])|:(?=//)|(?<=www)\.")
 _BLOCK = re.compile(r"^(\d+(?=[.)])|)([-+=.)#>]|\[(?=[ xX]\]))")
 
 
@@ -54,9 +54,10 @@ def link(target: str) -> str:
 def markdown(text: str, *, begins: bool = False) -> str:
     """The text on one line for Markdown: no cell, code, HTML, link or image begins in it.
 
-    `begins`: it is the first text of a line, where `#` or `1.` would begin a heading or a list.
+    `begins`: it is the first text of a line, where `#` or `1.` would begin a heading or a list. `<` and `&` become
+    entities, since not every Markdown knows a backslash before them.
     """
-    escaped = _MARKS.sub(r"\\\g<0>", one_line(text))
+    escaped = _MARKS.sub(r"\\\g<0>", one_line(text)).replace("&", "&amp;").replace("<", "&lt;")
     return _BLOCK.sub(r"\1\\\2", escaped) if begins else escaped
 
 

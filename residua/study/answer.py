@@ -6,37 +6,52 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from residua.reading import counted
 from residua.report import Cell, Tone
 from residua.study.entries import count
-from residua.study.results import Interval, StudyResult, VariantResult
+from residua.study.inference import (
+    around_one,
+    comparisons,
+    enough_runs,
+    is_lower,
+    loses,
+    pays,
+    says_nothing,
+    speed_is_shown,
+    was_busy,
+)
+from residua.study.results import StudyResult, VariantResult
 from residua.study.runs import RunRecord
-from residua.study.verdict import at_size, says_nothing, speed_is_shown, understated, was_busy
+from residua.study.verdict import at_size, too_few, understated
 
 NAMED = 4
 """The answer names at most so many variants that failed."""
-MANY = 5
-"""From so many comparisons on, the verdict says that intervals are not corrected for their number."""
+
+
+GAINS = ("wall_clock_gain", "equivalent_tokens", "step_gain")
+"""Gains of a row, those that say most first."""
 
 
 def answer(result: StudyResult) -> tuple[Tone, str]:
-    """Does a variant pay per second, at the last size? "Yes" and "No" only where the intervals say so."""
+    """Does a variant pay per second, at the last size? "Yes" and "No" only where the corrected intervals say so."""
     rows = [row for row in result.rows(result.sizes[-1]) if row.name != result.baseline]
-    timed = [row for row in rows if row.wall_clock_gain is not None and speed_is_shown(row, result)]
+    timed = [row for row in rows if row.wall_clock_gain is not None]
     if not timed:
         return _by_loss(rows, result)
     best = _best(timed)
-    per_second, gain = f"{_seconds(best):.2f}× per second{at_size(best.size, result)}", best.wall_clock_gain
-    which = "the best" if _seconds(best) == max(map(_seconds, timed)) else "the best that is shown"
+    per_second = f"{_seconds(best):.2f}× per second{at_size(best.size, result)}"
+    which = f"the best of {len(timed)}" if _seconds(best) == max(map(_seconds, timed)) else "the best that is shown"
     named = f"{which}, {best.name}," if len(timed) > 1 else best.name
-    if _clearly_above_one(gain):
-        return "good", f"Yes: {named} is {per_second}"
-    if len(timed) == len(rows) and all(_clearly_below_one(row.wall_clock_gain) for row in timed):
+    if pays(best):
+        pooled = "" if best.shrunk is None else f"about {best.shrunk.value:.2f}× per second{at_size(best.size, result)}"
+        return "good", f"Yes: {named} is {pooled or per_second}"
+    if len(timed) == len(rows) and all(loses(row) for row in timed):
         if understated(best, result):
             return "unsure", f"Not shown: {named} is {per_second} by steps, which understate it: use --ladder"
         if any(understated(row, result) for row in timed):
             return "unsure", f"Not shown: {named} is {per_second}, but others gain per step: use --ladder"
         return "bad", f"No: {named} is {per_second}"
-    return "unsure", f"Not shown: {named} is {per_second}, {_why(gain)}"
+    return "unsure", f"Not shown: {named} is {per_second}, {_why(best, result)}"
 
 
 def best_row(result: StudyResult) -> VariantResult | None:
@@ -45,24 +60,32 @@ def best_row(result: StudyResult) -> VariantResult | None:
     None if nothing is compared.
     """
     rows = [row for row in result.rows(result.sizes[-1]) if row.difference is not None]
-    timed = [row for row in rows if row.wall_clock_gain is not None and speed_is_shown(row, result)]
+    timed = [row for row in rows if row.wall_clock_gain is not None]
     return _best(timed) if timed else next(iter(_lower(rows) or by_loss(rows)), None)
 
 
 def _best(timed: Sequence[VariantResult]) -> VariantResult:
     """The largest gain per second of those that are shown; if none is, of all."""
-    shown = [row for row in timed if _clearly_above_one(row.wall_clock_gain)]
+    shown = [row for row in timed if pays(row)]
     return max(shown or timed, key=_seconds)
 
 
 def by_gain(rows: Iterable[VariantResult], baseline: str) -> list[VariantResult]:
-    """Rows by gain per second, else per token, largest first; the baseline is at 1, those without a gain come last."""
+    """Rows by gain, largest first: per second if any is stated, else per token; the baseline is at 1, others last."""
+    rows = list(rows)
+    key = gain_key(rows)
 
     def place(row: VariantResult) -> float:
-        gain = row.wall_clock_gain or row.equivalent_tokens or row.step_gain
+        gain = getattr(row, key)
         return -1.0 if row.name == baseline else float("inf") if gain is None else -gain.value
 
     return sorted(rows, key=place)
+
+
+def gain_key(rows: Sequence[VariantResult]) -> str:
+    """Which gain a table is sorted by: the first that any row has."""
+    known = (key for key in GAINS if any(getattr(row, key) is not None for row in rows))
+    return next(known, GAINS[-1])
 
 
 def by_loss(rows: Iterable[VariantResult]) -> list[VariantResult]:
@@ -71,12 +94,21 @@ def by_loss(rows: Iterable[VariantResult]) -> list[VariantResult]:
 
 
 def comparisons_sentence(result: StudyResult) -> str:
-    """A warning where many variants are compared at once; empty for a few."""
-    rows = result.rows(result.sizes[-1])
-    shown = sum(row.difference is not None and row.difference.low is not None for row in rows)
-    if shown < MANY:
+    """How many gains are clear of 1 after correction for their number, and the best shrunk; empty for a single one."""
+    size = result.sizes[-1]
+    rows, compared = result.rows(size), comparisons(size, result)
+    if compared < 2:
         return ""
-    return f"The {result.confidence * 100:g} % intervals are not corrected for {shown} comparisons."
+    paying, losing = sum(map(pays, rows)), sum(map(loses, rows))
+    said = f"After Holm's correction for {compared} comparisons, gains per second above 1: {paying}, below 1: {losing}."
+    best = best_row(result)
+    if best is None or best.shrunk is None:
+        return said
+    pooled = best.shrunk
+    return (
+        f"{said} The best was chosen after looking; pooled with the others, {best.name} is "
+        f"{pooled.value:.2f}× [{pooled.low:.2f}, {pooled.high:.2f}]."
+    )
 
 
 def _by_loss(rows: Sequence[VariantResult], result: StudyResult) -> tuple[Tone, str]:
@@ -90,7 +122,7 @@ def _by_loss(rows: Sequence[VariantResult], result: StudyResult) -> tuple[Tone, 
     assert change is not None  # by_loss has only rows with a difference
     against = f"{change.value:+.4f} against {result.baseline}{', one seed' if change.count == 1 else ''}"
     if not lower and change.low is not None:
-        ends = f"interval {change.low:+.4f} to {change.high:+.4f}"
+        ends = f"interval {change.low:+.4f} to {change.high:+.4f}{_corrected_for(best, result)}"
         said = f"no lower loss is shown ({best.name} {change.value:+.4f}, {ends})"
     elif len(compared) == 1:
         said = f"the loss of {best.name} is {against}"
@@ -99,9 +131,18 @@ def _by_loss(rows: Sequence[VariantResult], result: StudyResult) -> tuple[Tone, 
     return "unsure", f"Not shown{at_size(best.size, result)}: {_why_no_speed(rows, result)}; {said}"
 
 
+def _corrected_for(row: VariantResult, result: StudyResult) -> str:
+    """That an interval which is clear of 0 is not so after correction; empty otherwise."""
+    change = row.difference
+    if change is None or change.high is None or change.high >= 0.0:
+        return ""
+    compared = sum(other.difference_corrected is not None for other in result.rows(row.size))
+    return f", not clear of 0 after correction for {counted(compared, 'comparison')}"
+
+
 def _lower(rows: Iterable[VariantResult]) -> list[VariantResult]:
     """The rows whose loss is shown to be lower than the baseline's, lowest first."""
-    return [row for row in by_loss(rows) if row.difference is not None and _below(row.difference.high, 0.0)]
+    return [row for row in by_loss(rows) if is_lower(row)]
 
 
 def _why_no_speed(rows: Sequence[VariantResult], result: StudyResult) -> str:
@@ -135,26 +176,20 @@ def _no_answer(rows: Sequence[VariantResult], result: StudyResult) -> str:
     return f"No answer: no variant completed a seed that {result.baseline} completed"
 
 
-def _why(gain: Interval | None) -> str:
+def _why(row: VariantResult, result: StudyResult) -> str:
+    gain, after = row.wall_clock_gain, row.corrected
     if gain is None or (gain.low is None and gain.high is None):
         return "but one seed allows no interval" if gain is None or gain.count < 2 else "without an interval"
     if says_nothing(gain) or gain.low is None or gain.high is None:
         return "but the interval is too wide to tell"
-    if gain.high < 1.0:
-        return "but others are not measured well enough"
-    return f"interval {gain.low:.2f} to {gain.high:.2f}"
-
-
-def _clearly_below_one(gain: Interval | None) -> bool:
-    return gain is not None and _below(gain.high, 1.0)
-
-
-def _clearly_above_one(gain: Interval | None) -> bool:
-    return gain is not None and gain.low is not None and gain.low > 1.0
-
-
-def _below(end: float | None, value: float) -> bool:
-    return end is not None and end < value
+    if around_one(gain):
+        return f"interval {gain.low:.2f} to {gain.high:.2f}"
+    if not enough_runs(row):
+        return f"but {too_few(row)}"
+    if after is not None and after.low is not None and after.high is not None and around_one(after):
+        compared = counted(comparisons(row.size, result), "comparison")
+        return f"interval {after.low:.2f} to {after.high:.2f} after correction for {compared}"
+    return "but others are not measured well enough"
 
 
 def _seconds(row: VariantResult) -> float:

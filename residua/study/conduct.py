@@ -60,6 +60,7 @@ from residua.study.tasked import Questions, Recipes, open_questions, refuse_othe
 from residua.study.timing import keep_timings, read_timings, time_variants
 from residua.study.trials import keep_rates
 from residua.study.tuning import chosen_rates, known_rates
+from residua.train.final_validation import final_tokens
 from residua.train.start import check_tokenizer
 
 NOWHERE = Path(os.devnull)
@@ -190,7 +191,8 @@ class Keeper:
 
     @cached_property
     def facts(self) -> DatasetFacts:
-        return describe(self.dataset, self.whole.plan.runs[0].config.data.validation_tokens)
+        split = self.dataset.split("validation")
+        return describe(self.dataset, final_tokens(self.whole.plan.runs[0].config, split.tokens))
 
     def write(self) -> None:
         """Write the file."""

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from residua.report import Column, Value
+from residua.study.inference import loses, pays, speed_is_shown
 from residua.study.results import Interval, ScalingResult, StudyResult, VariantResult
 
 NONE = "—"
+UNSTATED = "not stated"  # a speed or gain that was measured too badly to draw conclusions from
 ONE = Value(NONE, key=1.0)  # the baseline's own gain: not shown, but sorted
 WIDEST = 1000.0  # high / low of an interval of ratios; a wider interval is not shown
 TOO_WIDE = "interval too wide"
@@ -21,20 +23,43 @@ def columns(result: StudyResult) -> list[Column]:
     return [
         Column("variant", "the architecture; the baseline is the one the others are compared with", numeric=False),
         Column("parameters", "all parameters, including embedding and head, and the difference to the baseline"),
-        Column("validation loss", "cross-entropy in nats per token on the fixed validation set after the last step: "
+        Column("validation loss", f"cross-entropy in nats per token after the last step{_on_text(result)}: "
                "mean over seeds ± standard error, with n where it has fewer runs than the study has seeds. Lower is "
                "better"),
         Column("bits/byte", "the same loss per byte of text, which does not depend on the tokenizer"),
         Column(f"Δ loss [{level}]", "loss minus the baseline's, paired by seed (same data order), with its "
                f"{level} Student-t interval. If it contains 0, no difference was shown"),
+        *([TEXT_ERROR] if _has_text_error(result) else []),
         Column("step-wise gain", "baseline tokens / our tokens to reach the same loss, the worse of the two final "
                "losses. Above 1: the variant needs fewer tokens"),
         *([EQUIVALENT] if result.ladder else []),
         Column("throughput", f"our tokens per second / the baseline's, {how}"),
         Column("wall-clock gain", f"{gain} × throughput: baseline seconds / our seconds to the same loss"),
+        *([_corrected(level)] if _is_corrected(result) else []),
         Column("memory", "peak memory of one run: GPU allocations, or the process's resident set on a CPU"),
         *([TRAINING] if _has_train_loss(result) else []),
     ]  # fmt: skip
+
+
+def _corrected(level: str) -> Column:
+    return Column(
+        f"pays [{level}, Holm]",
+        "whether the wall-clock gain is clear of 1, and its interval, after Holm's correction for the number of "
+        "variants compared. Without a ladder, three seeds are needed",
+    )
+
+
+def _on_text(result: StudyResult) -> str:
+    if result.validated_tokens is None or result.dataset is None:
+        return ""
+    return f", on {result.validated_tokens:,} of {result.dataset.validation_tokens:,} validation tokens"
+
+
+TEXT_ERROR = Column(
+    "± text",
+    "the standard error of Δ loss from sampling validation text: the variant and the baseline read the same documents, "
+    "and are paired by them. The interval of Δ loss is of seeds alone",
+)
 
 
 TRAINING = Column(
@@ -61,17 +86,33 @@ def cells(row: VariantResult, result: StudyResult) -> list[Value]:
         _loss(row.loss, len(result.seeds)),
         Value(NONE if row.bits_per_byte is None else f"{row.bits_per_byte.value:.4f}"),
         _difference(against.difference) if against else Value(NONE, key=0.0),
+        *([_error(row.text_error)] if _has_text_error(result) else []),
         _ratio(against.step_gain) if against else ONE,
         *(
             [_ratio(row.equivalent_tokens, "*" if row.extrapolated else "") if against else ONE]
             if result.ladder
             else []
         ),
-        _throughput(row, baseline),
-        _ratio(against.wall_clock_gain) if against else ONE,
+        _throughput(row, result),
+        _per_second(against, result) if against else ONE,
+        *([_judged(row) if against else ONE] if _is_corrected(result) else []),
         Value(NONE if row.memory_gib is None else f"{row.memory_gib:.2f} GiB"),
         *([_loss(row.train_loss, len(result.seeds))] if _has_train_loss(result) else []),
     ]
+
+
+def _has_text_error(result: StudyResult) -> bool:
+    """Whether losses by document are known: results of older versions lack them."""
+    return any(row.text_error is not None for row in result.variants)
+
+
+def _error(value: float | None) -> Value:
+    return Value(NONE if value is None else f"± {value:.4f}", key=value)
+
+
+def _is_corrected(result: StudyResult) -> bool:
+    """Whether any size has several gains per second, so that their intervals are corrected for each other."""
+    return any(sum(row.corrected is not None for row in result.rows(size)) > 1 for size in result.sizes)
 
 
 def _has_train_loss(result: StudyResult) -> bool:
@@ -185,11 +226,30 @@ def too_wide(value: Interval) -> bool:
     return value.low is not None and value.high is not None and value.high > WIDEST * value.low
 
 
-def _throughput(row: VariantResult, baseline: str) -> Value:
+def _per_second(row: VariantResult, result: StudyResult) -> Value:
+    if row.wall_clock_gain is None and row.throughput_ratio is not None and not speed_is_shown(row, result):
+        return Value(UNSTATED)
+    return _ratio(row.wall_clock_gain)
+
+
+def _judged(row: VariantResult) -> Value:
+    if row.corrected is None:
+        return Value(NONE)
+    word = "pays" if pays(row) else "loses" if loses(row) else "not shown"
+    return Value(word, _ratio(row.corrected).detail, row.corrected.low)
+
+
+def _throughput(row: VariantResult, result: StudyResult) -> Value:
     speed = row.tokens_per_second if row.timing is None else row.timing.tokens_per_second
     if speed is None:
         return Value(NONE)
     rate = f"{count(speed)} tok/s"
-    if row.name == baseline or row.throughput_ratio is None:
-        return Value(rate, key=1.0 if row.name == baseline else None)
+    if row.name == result.baseline:
+        compared = [other for other in result.rows(row.size) if other.throughput_ratio is not None]
+        unstated = compared and not any(speed_is_shown(other, result) for other in compared)
+        return Value(UNSTATED if unstated else rate, key=1.0)
+    if row.throughput_ratio is None:
+        return Value(rate)
+    if not speed_is_shown(row, result):
+        return Value(UNSTATED)
     return Value(f"{row.throughput_ratio.value:.2f}×", rate, row.throughput_ratio.value)

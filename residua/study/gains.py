@@ -1,13 +1,14 @@
 """What a variant gains over the baseline: per step on one schedule's curve, in equivalent tokens, and per second.
 
 wall-clock gain = token gain × throughput. The token gain is in equivalent tokens if there is a ladder, else step-wise.
-Throughput is that of steps timed alone if both were, else that of the training runs, seed by seed.
+Throughput is that of steps timed alone if both were, else that of the training runs. The interval of the product has
+the errors of both factors, so it is never narrower than that of either.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from residua.study.ladder import Gain, equivalent_tokens
@@ -48,11 +49,7 @@ def compare(
     timing = alone[-1][0] if alone else None
     throughput = timed_ratio(*alone[-1], confidence) if alone else _mean(list(speeds.values()), confidence)
     equivalent = _equivalent(ladder, ours, confidence)
-    if equivalent is None and timing is None:  # seed by seed, since a seed's two runs were trained side by side
-        wall_clock = _mean([gain * speeds[seed] for seed, gain in steps.items() if seed in speeds], confidence)
-    else:
-        wall_clock = product(equivalent or step, throughput)
-    return Gains(step, equivalent, throughput, wall_clock, timing)
+    return Gains(step, equivalent, throughput, product(equivalent or step, throughput), timing)
 
 
 def _speed(ours: RunRecord, baseline: RunRecord) -> float | None:
@@ -76,7 +73,7 @@ def timed_ratio(ours: StepTiming, baseline: StepTiming, confidence: float) -> Es
         return Estimate(ratio, BLOCKS, 0.0, ratio, ratio)
     freedom = (BLOCKS - 1) * error**4 / (ours.error**4 + baseline.error**4)
     factor = math.exp(t_quantile(0.5 + confidence / 2, freedom) * error)
-    return Estimate(ratio, BLOCKS, error, ratio / factor, ratio * factor)
+    return Estimate(ratio, BLOCKS, error, ratio / factor, ratio * factor, freedom)
 
 
 def product(gain: Estimate | Gain | None, speed: Estimate | None) -> Estimate | None:
@@ -89,9 +86,18 @@ def product(gain: Estimate | Gain | None, speed: Estimate | None) -> Estimate | 
         return None
     value, count = gain.value * speed.value, gain.count
     error = None if gain.error is None or speed.error is None else math.hypot(gain.error, speed.error)
+    freedom = _joint_freedom([gain, speed])
     down, up = _width(gain, gain.low, speed, speed.low), _width(gain, gain.high, speed, speed.high)
     low, high = (None if down is None else value * math.exp(-down)), (None if up is None else value * math.exp(up))
-    return Estimate(value, count, error, low, high)
+    return Estimate(value, count, error, low, high, freedom)
+
+
+def _joint_freedom(factors: Sequence[Estimate | Gain]) -> float | None:
+    """Welch and Satterthwaite's degrees of freedom of a sum of logarithms; None if a factor's are not known."""
+    known = [(factor.error, factor.freedom) for factor in factors if factor.error and factor.freedom]
+    if len(known) < sum(factor.error != 0.0 for factor in factors) or not known:
+        return None
+    return math.fsum(error**2 for error, _ in known) ** 2 / math.fsum(error**4 / freedom for error, freedom in known)
 
 
 def _width(gain: Estimate | Gain, gain_end: float | None, speed: Estimate, speed_end: float | None) -> float | None:

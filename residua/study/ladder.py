@@ -39,7 +39,8 @@ _PLACES = 1001
 class Gain:
     """D'/D with its interval; `low` and `high` are None without an interval, or where it has no end within reach.
 
-    `error` is the standard error of ln(D'/D). `extrapolated`: D' lies outside the budgets that were trained.
+    `error` is the standard error of ln(D'/D), `freedom` its degrees of freedom. `extrapolated`: D' lies outside the
+    budgets that were trained.
     """
 
     value: float
@@ -48,6 +49,7 @@ class Gain:
     error: float | None = None
     low: float | None = None
     high: float | None = None
+    freedom: float | None = None
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,7 @@ def equivalent_tokens(
     if len(ours) < 2 or len(ladder) < FEWEST_FOR_A_LAW or found.freedom < 1:
         return Gain(value, len(ours), outside)
     low, high = (None if math.isnan(edge) else float(edge) for edge in (found.low[0], found.high[0]))
-    return Gain(value, len(ours), outside, float(found.error[0]), low, high)
+    return Gain(value, len(ours), outside, float(found.error[0]), low, high, float(found.freedom))
 
 
 @dataclass(frozen=True)

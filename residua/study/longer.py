@@ -12,6 +12,7 @@ from residua.config.run import RunConfig, settings
 from residua.config.settings import ConfigError
 from residua.study.conduct import show_saved
 from residua.study.gains import product
+from residua.study.inference import concluded
 from residua.study.ladder import equivalent_tokens
 from residua.study.measures import interval
 from residua.study.results import RunResult, StudyResult, VariantResult
@@ -32,7 +33,7 @@ def with_longer(saved: SavedStudy, other: SavedStudy) -> tuple[StudyResult, Rung
     new = _losses(longer.complete(longer.sizes[-1], longer.baseline), longer)  # without its ladder
     rungs = {tokens: losses for tokens, losses in own.items() if tokens < max(own)} | new
     rows = tuple(_regained(row, result, rungs) for row in result.variants)
-    return result.model_copy(update={"variants": rows}), rungs
+    return concluded(result.model_copy(update={"variants": rows})), rungs
 
 
 def _check_alike(saved: SavedStudy, other: SavedStudy) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 from pydantic import Field
@@ -17,7 +18,8 @@ Runs = Mapping[int, RunRecord]  # by seed
 class Interval(Frozen):
     """A mean over `count` runs, its standard error and its confidence interval; null if there is only one run.
 
-    An interval of equivalent tokens can be open: then only one of `low` and `high` is null.
+    An interval of equivalent tokens can be open: then only one of `low` and `high` is null. `freedom` are its degrees
+    of freedom.
     """
 
     value: float
@@ -25,6 +27,7 @@ class Interval(Frozen):
     error: float | None = None
     low: float | None = None
     high: float | None = None
+    freedom: float | None = None
 
 
 class LowPrecision(Frozen):
@@ -179,6 +182,29 @@ def over_runs(ours: Runs, value: Callable[[RunRecord], float], level: float) -> 
     return interval(estimate(values, level)) if values else None
 
 
+def text_error(ours: Runs, baseline: Runs) -> float | None:
+    """The standard error of the difference of losses from sampling text, its seeds taken as they are.
+
+    Of document j with n_j tokens, d_j is the difference of the summed losses, averaged over seeds. With D = Σd / Σn the
+    error is √(J/(J−1)·Σ(d_j − D·n_j)²) / Σn: documents are sampled, and the two models read the same ones. None if
+    fewer than two documents are known.
+    """
+    pairs = [
+        (a.document_losses, b.document_losses, a.document_tokens)
+        for seed in sorted(ours.keys() & baseline.keys())
+        if (a := ours[seed].final) and (b := baseline[seed].final) and a.document_tokens == b.document_tokens
+    ]
+    if not pairs or len(pairs[0][2]) < 2:
+        return None
+    tokens = pairs[0][2]
+    sums = [mean([a[j] - b[j] for a, b, _ in pairs]) for j in range(len(tokens))]
+    difference = math.fsum(sums) / sum(tokens)
+    spread = math.fsum((d - difference * n) ** 2 for d, n in zip(sums, tokens, strict=True))
+    return math.sqrt(len(tokens) / (len(tokens) - 1) * spread) / sum(tokens)
+
+
 def interval(value: Estimate | Gain) -> Interval:
     """The same numbers, as results.json has them."""
-    return Interval(value=value.value, count=value.count, error=value.error, low=value.low, high=value.high)
+    return Interval(
+        value=value.value, count=value.count, error=value.error, low=value.low, high=value.high, freedom=value.freedom
+    )

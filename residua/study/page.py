@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from residua.report import Cell, Column, Link, Page, Picture, Section, Series, Sorted, theme
 from residua.report.forest import height_of
 from residua.study import entries, plots, sentences
-from residua.study.answer import answer, best_row, by_gain, by_loss, comparisons_sentence, provenance
+from residua.study.answer import answer, best_row, by_gain, by_loss, comparisons_sentence, gain_key, provenance
 from residua.study.config import StudyConfig
 from residua.study.diagnosed import SIDE_BY_SIDE
 from residua.study.picture import break_even, ladder_scatter
@@ -27,8 +27,23 @@ NAMED = 4
 """The lead names at most so many variants."""
 SMALLEST = 320
 """Height of the two pictures of the verdict, at least, in pixels."""
-FIRST = ("variant", "wall-clock gain", "equivalent tokens", "step-wise gain", "throughput", "Δ loss", "validation loss")
+FIRST = (
+    "variant",
+    "wall-clock gain",
+    "pays",
+    "equivalent tokens",
+    "step-wise gain",
+    "throughput",
+    "Δ loss",
+    "validation loss",
+)
 """Columns of the table, in the order in which to look at them; the others follow."""
+
+
+SORTED_BY = {
+    "wall_clock_gain": "wall-clock gain", "equivalent_tokens": "equivalent tokens", "step_gain": "step-wise gain",
+}  # fmt: skip
+"""The column of each gain."""
 
 
 class Supplement(Protocol):
@@ -85,7 +100,8 @@ def _lead(result: StudyResult) -> str:
     who = ", ".join(others) if len(others) <= NAMED else f"{len(others)} variants"
     return (
         f"{result.name}: {who} against {result.baseline}, {seeds}, the same tokens in the same order. "
-        f"Above 1 is a gain.{'' if done == len(result.runs) else missing}"
+        f"Above 1 is a gain. {sentences.validation_sentence(result)}".rstrip()
+        + ("" if done == len(result.runs) else missing)
     )
 
 
@@ -97,7 +113,7 @@ def _verdict(page: Page, result: StudyResult) -> None:
         section.verdict(" ".join([verdict(best, result), comparisons_sentence(result)]).strip())
     _table(section, result, result.sizes[-1], explained=True)
     notes = (" ".join(sentences.matching_sentences(result)), sentences.side_by_side_sentence(result))
-    for sentence in (*notes, *sentences.ladder_sentences(result)):
+    for sentence in (*sentences.text_sentences(result), *notes, *sentences.ladder_sentences(result)):
         if sentence:
             section.note(sentence)
     for size in result.sizes[:-1]:
@@ -121,7 +137,7 @@ def _pictures(section: Section, result: StudyResult) -> None:
                 plots.forest_of_losses(rows, result, height),
                 f"Is the loss lower{size}?",
                 f"The dashed line is {result.baseline}. An interval ({level}, paired by seed) that crosses it shows no "
-                "difference; a hollow mark has none.",
+                f"difference; a hollow mark has none.{_not_drawn(result, [row.name for row in rows])}",
             )
         )
     pays = break_even(result)
@@ -131,11 +147,18 @@ def _pictures(section: Section, result: StudyResult) -> None:
                 _labelled(pays.figure(height, legend=False)),
                 f"Is it worth its cost{size}?",
                 f"Above the dashed line a variant gains more from its tokens than its steps cost. Whiskers are {level} "
-                "intervals.",
+                f"intervals.{_not_drawn(result, [point.name for point in pays.points])}",
             )
         )
     if shown:
         section.beside(*shown)
+
+
+def _not_drawn(result: StudyResult, drawn: Iterable[str], size: str | None = None) -> str:
+    """A sentence that names the variants of a size that a figure leaves out; empty if it has all."""
+    seen = {*drawn, result.baseline}
+    left = [row.name for row in result.rows(size or result.sizes[-1]) if row.name not in seen]
+    return f" Not drawn, for want of numbers that can be stated: {', '.join(left)}." if left else ""
 
 
 def _labelled(figure: Figure) -> Figure:
@@ -157,7 +180,9 @@ def _table(section: Section, result: StudyResult, size: str, explained: bool = F
         values = entries.cells(row, result)
         name = Series(row.name, theme.colour(place[row.name]), values[0].detail)
         cells.append([name if i == 0 else values[i] for i in order])
-    gain = next((at for at, i in enumerate(order) if _gained(columns[i].title, rows)), 0)
+    title = SORTED_BY[gain_key(rows)]
+    known = any(getattr(row, gain_key(rows)) is not None for row in rows)
+    gain = next((at for at, i in enumerate(order) if known and columns[i].title == title), 0)
     section.table(
         [columns[i] if explained else Column(columns[i].title, numeric=columns[i].numeric) for i in order],
         cells,
@@ -170,16 +195,6 @@ def _importance(title: str) -> int:
     return next((place for place, known in enumerate(FIRST) if title.startswith(known)), len(FIRST))
 
 
-def _gained(title: str, rows: Sequence[VariantResult]) -> bool:
-    """Whether the table is sorted by this column: the first gain that is known."""
-    keys = {
-        "wall-clock gain": "wall_clock_gain",
-        "equivalent tokens": "equivalent_tokens",
-        "step-wise gain": "step_gain",
-    }
-    return title in keys and any(getattr(row, keys[title]) is not None for row in rows)
-
-
 def _ladder(page: Page, result: StudyResult, ladder: LadderResult) -> None:
     suffix = at_size(ladder.size, result)
     section = page.section(
@@ -187,9 +202,11 @@ def _ladder(page: Page, result: StudyResult, ladder: LadderResult) -> None:
         f"How long {result.baseline} would have to train, with a full schedule of its own, to reach each variant's "
         "loss. Trust points between its budgets; those beyond them rest on the fitted law.",
     )
+    drawn = ladder_scatter(result, ladder)
     section.figure(
-        ladder_scatter(result, ladder).figure(),
-        f"Grey: {result.baseline} at its budgets, mean over seeds. Coloured: each variant where the law has its loss.",
+        drawn.figure(),
+        f"Grey: {result.baseline} at its budgets, mean over seeds. Coloured: each variant where the law has its loss."
+        f"{_not_drawn(result, [point.name for point in drawn.points], ladder.size)}",
     )
 
 
@@ -211,7 +228,8 @@ def _loss(page: Page, result: StudyResult, records: Records, size: str) -> None:
     if records.get(result.baseline) and sum(bool(runs) for runs in records.values()) > 1:
         views = {f"difference to {result.baseline}": plots.difference_curves(records, result.baseline), **views}
     spans = "the band spans all seeds" if len(records) <= plots.BANDS else "click a name to hide its curve"
-    section.tabs(views, f"Mean over seeds; {spans}. Double-click shows the whole curve.")
+    left = _not_drawn(result, [name for name, runs in records.items() if runs], size)
+    section.tabs(views, f"Mean over seeds; {spans}. Double-click shows the whole curve.{left}")
 
 
 def _telemetry(page: Page, result: StudyResult, records: Records, size: str) -> None:
@@ -259,8 +277,18 @@ def _low_precision(page: Page, result: StudyResult, size: str) -> None:
     costs = plots.precision_costs(result, rows, recipes)
     if costs:
         section.tabs(
-            costs, f"Added to each variant's own loss, with {result.confidence * 100:g} % intervals over seeds."
+            costs,
+            f"Added to each variant's own loss, with {result.confidence * 100:g} % intervals over seeds."
+            f"{_not_finite(rows, recipes)}",
         )
+
+
+def _not_finite(rows: Sequence[VariantResult], recipes: Sequence[str]) -> str:
+    """Which variants a figure of costs leaves out, by recipe; empty if none."""
+    costs = {row.name: row.low_precision.costs for row in rows if row.low_precision is not None}
+    left = {recipe: [name for name, found in costs.items() if found[recipe] is None] for recipe in recipes}
+    named = "; ".join(f"{recipe}: {', '.join(names)}" for recipe, names in left.items() if names)
+    return f" Not drawn, since the loss is not finite: {named}." if named else ""
 
 
 def _scaling(page: Page, result: StudyResult) -> None:
@@ -270,7 +298,10 @@ def _scaling(page: Page, result: StudyResult) -> None:
         "lie on a line: trust a fit over three or more.",
     )
     place = plots.places(result)
-    section.figure(plots.scaling_figure(compute_points(result.runs, result.variants), result.scaling, list(place)))
+    points = compute_points(result.runs, result.variants)
+    section.figure(
+        plots.scaling_figure(points, result.scaling, list(place)), _not_drawn(result, points).strip() or None
+    )
     section.table(
         entries.scaling_columns(result.confidence),
         [[_named(place, row.name), *entries.scaling_cells(row, result.baseline)[1:]] for row in result.scaling],

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from residua.report import theme
 from residua.report.forest import both_ends
 from residua.report.scatter import Line, Point, Scatter
+from residua.study.inference import speed_is_shown
 from residua.study.results import Interval, LadderResult, RunResult, StudyResult, VariantResult
 from residua.study.statistics import geometric_mean
-from residua.study.verdict import speed_is_shown
 
 MILLION = 1e6
 

@@ -10,9 +10,11 @@ from typing import Any, Literal
 from pydantic import Field
 
 from residua.config.settings import Frozen
+from residua.data.loader import validated_tokens
 from residua.study import scaling
 from residua.study.config import StudyConfig
 from residua.study.gains import Timings, compare
+from residua.study.inference import concluded
 from residua.study.ladder import Gain, fit_law
 from residua.study.measures import Interval as Interval
 from residua.study.measures import LowPrecision as LowPrecision
@@ -28,10 +30,11 @@ from residua.study.measures import (
     over_runs,
     task_means,
     task_names,
+    text_error,
 )
 from residua.study.peaks import Peaks
 from residua.study.plan import RUNS, PlannedRun, StudyPlan
-from residua.study.runs import DIAGNOSIS, Accuracies, Outliers, QuantizedRun, RunRecord, known
+from residua.study.runs import DIAGNOSIS, Accuracies, Outliers, QuantizedRun, RunRecord, comparable, known
 from residua.study.statistics import Estimate, estimate, geometric_mean, paired_difference
 from residua.study.timing import StepTiming
 from residua.study.trials import TunedRate
@@ -75,13 +78,17 @@ class VariantResult(Frozen):
     loss: Interval | None = None
     bits_per_byte: Interval | None = None
     difference: Interval | None = None
+    text_error: float | None = Field(None, description="of the difference, from sampling text: paired by document")
     step_gain: Interval | None = None
     equivalent_tokens: Interval | None = Field(None, description="from the ladder: D'/D, the baseline's tokens / ours")
     extrapolated: bool = Field(False, description="D' lies outside the budgets of the ladder")
     tokens_per_second: float | None = None
     timing: StepTiming | None = Field(None, description="the step timed alone; throughput_ratio is then from it")
     throughput_ratio: Interval | None = None
-    wall_clock_gain: Interval | None = None
+    wall_clock_gain: Interval | None = Field(None, description="null where the speeds do not allow to state it")
+    corrected: Interval | None = Field(None, description="wall_clock_gain with its interval after Holm's correction")
+    difference_corrected: Interval | None = Field(None, description="difference, likewise")
+    shrunk: Interval | None = Field(None, description="wall_clock_gain after partial pooling over the variants")
     memory_gib: float | None = None
     train_loss: Interval | None = Field(None, description="mean over the last 200 steps, at most a tenth of the run")
     outliers: OutlierMeans | None = None
@@ -144,6 +151,7 @@ class StudyResult(Frozen):
     seeds: tuple[int, ...]
     side_by_side: int = Field(description="runs that shared the machine while speeds were measured")
     dataset: DatasetFacts | None = None
+    validated_tokens: int | None = Field(None, description="validation tokens that every loss is measured on")
     variants: tuple[VariantResult, ...]
     ladder: tuple[LadderResult, ...] = ()
     scaling: tuple[ScalingResult, ...] = ()
@@ -188,19 +196,21 @@ def collect(
 
     `timings` are those of steps timed alone, by (size, variant).
     """
+    records = comparable(records)
     measured = Measured(records, timings or {})
     runs = tuple(_run_result(run, records.get(run), problems.get(run, "")) for run in plan.runs)
     compared = [record for run, record in records.items() if run.budget == 1.0]
     variants = tuple(
         _variant_result(study, plan, measured, size, name) for size in study.sizes for name in study.variants
     )
-    return StudyResult(
+    result = StudyResult(
         name=study.name,
         baseline=study.baseline,
         confidence=study.confidence,
         seeds=study.seeds,
         side_by_side=min(study.workers, len(plan.runs)),
         dataset=dataset,
+        validated_tokens=_validated_tokens(plan, records, dataset),
         variants=variants,
         ladder=tuple(found for size in study.sizes if (found := _ladder(study, measured, size)) is not None),
         scaling=_scaling(study, runs, variants) if study.scaling else (),
@@ -208,6 +218,20 @@ def collect(
         lacking=lacking(compared, study.tasks is not None, study.quantize),
         runs=runs,
     )
+    return concluded(result)
+
+
+def _validated_tokens(
+    plan: StudyPlan, records: Mapping[PlannedRun, RunRecord], dataset: DatasetFacts | None
+) -> int | None:
+    """The validation tokens that the last losses are on: all, or the fixed part; None without a text."""
+    finals = [record.final for record in records.values() if record.final is not None]
+    if finals:
+        return finals[0].tokens
+    if dataset is None:
+        return None
+    config = next(iter(plan.models.values())).config
+    return validated_tokens(dataset.validation_tokens, config.sequence, config.data.validation_tokens)
 
 
 def _run_result(run: PlannedRun, record: RunRecord | None, problem: str) -> RunResult:
@@ -280,6 +304,7 @@ def _against_baseline(study: StudyConfig, measured: Measured, size: str, name: s
     found = compare(ours, baseline, _rungs(study, measured, size), timed, baseline_timed, study.confidence)
     return {
         "difference": _interval(difference),
+        "text_error": text_error(ours, baseline),
         "step_gain": _interval(found.step),
         "equivalent_tokens": _interval(found.equivalent),
         "extrapolated": found.equivalent is not None and found.equivalent.extrapolated,

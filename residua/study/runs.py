@@ -17,10 +17,12 @@ from residua.config.run import RunConfig
 from residua.config.settings import Frozen
 from residua.reading import Count, ReadError, Shape, check, inside, parse_json, read_json
 from residua.storage.run import METRICS, read_metrics
+from residua.train.final_validation import FINAL, FinalValidation
 from residua.train.telemetry_curves import KIND as TELEMETRY
 from residua.train.telemetry_curves import telemetry_of
 
 T = TypeVar("T")
+K = TypeVar("K")
 
 ENVIRONMENT = "environment.json"
 INSPECTION = "inspection.json"
@@ -203,6 +205,7 @@ class RunRecord:
     outliers: Outliers | None = None
     accuracies: Accuracies | None = None
     telemetry: list[dict[str, Any]] = field(default_factory=list)
+    final: FinalValidation | None = None
 
     @property
     def loss_curve(self) -> list[tuple[float, float]]:
@@ -211,13 +214,13 @@ class RunRecord:
 
     @property
     def final_loss(self) -> float:
-        """Validation loss at the last step, in nats per token."""
-        return float(self.validation[-1]["loss"])
+        """Validation loss after the last step in nats per token: on all of the text if that was measured."""
+        return float(self.validation[-1]["loss"]) if self.final is None else self.final.loss
 
     @property
     def final_bits_per_byte(self) -> float:
-        """Validation loss at the last step, in bits per byte."""
-        return float(self.validation[-1]["bits_per_byte"])
+        """The same in bits per byte."""
+        return float(self.validation[-1]["bits_per_byte"]) if self.final is None else self.final.bits_per_byte
 
     @property
     def tokens(self) -> int:
@@ -256,7 +259,7 @@ class RunRecord:
 
     def filled(self, other: RunRecord) -> RunRecord:
         """With what `other`, the same run elsewhere, has of the trained model and this record does not."""
-        keys = ("telemetry", "outliers", "accuracies", "quantized")
+        keys = ("telemetry", "outliers", "accuracies", "quantized", "final")
         return replace(self, **{key: both(getattr(self, key), getattr(other, key)) for key in keys})
 
 
@@ -282,6 +285,14 @@ def mean_of_last(rows: Sequence[Mapping[str, Any]]) -> float:
     return total / weight
 
 
+def comparable(records: Mapping[K, RunRecord]) -> dict[K, RunRecord]:
+    """The records with losses on the same text: on all of it if every run has that, else on the part that all read."""
+    read = {None if record.final is None else record.final.tokens for record in records.values()}
+    if len(read) == 1:
+        return dict(records)
+    return {key: replace(record, final=None) for key, record in records.items()}
+
+
 def known(value: float) -> float | None:
     """The value; None if it is NaN, which stands for a measurement that was not made."""
     return None if math.isnan(value) else value
@@ -301,6 +312,7 @@ def read_run(folder: Path, config: RunConfig) -> RunRecord:
         outliers=read_outliers(folder),
         accuracies=read_accuracies(folder),
         telemetry=telemetry_of(rows),
+        final=_readable(folder / FINAL, FinalValidation),
     )
 
 

@@ -31,6 +31,7 @@ from residua.study.runs import Accuracies, Inspection, Outliers, QuantizedRun, R
 from residua.study.timing import StepTiming
 from residua.study.trials import TunedRate
 from residua.train.environment import START
+from residua.train.final_validation import FinalValidation
 
 FORMAT = "residua-study-results"
 HINT = "restore it, or make it again with --results"
@@ -105,6 +106,7 @@ class SavedRun(Frozen):
     accuracies: Accuracies | None = None
     quantized: QuantizedRun | None = None
     inspection: Inspection | None = None
+    final: FinalValidation | None = Field(None, description="the last validation, on all of the text, by document")
 
 
 class SavedStudy(Frozen):
@@ -217,6 +219,7 @@ class SavedStudy(Frozen):
             outliers=saved.outliers,
             accuracies=saved.accuracies,
             telemetry=[] if saved.peaks is None else saved.peaks.telemetry(per_step),
+            final=saved.final,
         )
 
     def _check(self, content: dict[str, Any]) -> None:
@@ -282,6 +285,7 @@ def save_study(
                 accuracies=record.accuracies,
                 quantized=record.quantized,
                 inspection=Inspection.rounded(record.inspection),
+                final=record.final,
             )
         )
     return SavedStudy(

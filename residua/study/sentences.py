@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from residua.data.dataset import TINY_VALIDATION
 from residua.reading import counted
 from residua.study.entries import count
 from residua.study.ladder import Law
@@ -16,6 +17,39 @@ from residua.study.verdict import at_size, understated
 MISFIT = 0.05  # by how much, in logarithms, a ladder's law may miss the tokens of a budget without a word
 LACKED = {"tasks": "Accuracies on tasks", "quantize": "Losses in low precision"}
 NAMED = 6  # runs that a sentence names
+
+
+def validation_sentence(result: StudyResult) -> str:
+    """On how many validation tokens losses were measured; empty where that is not known."""
+    if result.validated_tokens is None or result.dataset is None:
+        return ""
+    share = f"{result.validated_tokens:,} of the {result.dataset.validation_tokens:,} validation tokens"
+    return f"Losses are measured on {share}.{_sampling(result)}"
+
+
+def _sampling(result: StudyResult) -> str:
+    """That the error from sampling text is not known, if it is not."""
+    compared = [row for row in result.rows(result.sizes[-1]) if row.difference is not None]
+    if not compared or any(row.text_error is not None for row in compared):
+        return ""
+    return " The error from sampling this text is not known, since losses by document were not kept."
+
+
+def text_sentences(result: StudyResult) -> list[str]:
+    """What makes the losses themselves doubtful: a tiny validation text, or models worse than token frequencies."""
+    said, size = [], result.sizes[-1]
+    if result.validated_tokens is not None and result.validated_tokens < TINY_VALIDATION:
+        said.append(
+            f"The validation text is tiny ({counted(result.validated_tokens, 'token')}), so losses on it are uncertain."
+        )
+    losses = [row.loss.value for row in result.rows(size) if row.loss is not None]
+    if result.dataset is not None and losses and min(losses) > result.dataset.unigram_entropy:
+        said.append(
+            f"Every model{at_size(size, result)} is worse than the frequencies of tokens alone "
+            f"({result.dataset.unigram_entropy:.4f} nats per token), so nothing follows from their differences: train "
+            "longer."
+        )
+    return said
 
 
 def dataset_sentence(result: StudyResult) -> str:

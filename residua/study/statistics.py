@@ -15,13 +15,17 @@ from residua.errors import UserError
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over `count` runs, its standard error, and the confidence interval [low, high] (None when count is 1)."""
+    """A mean over `count` runs, its standard error, and the confidence interval [low, high] (None when count is 1).
+
+    `freedom` are the degrees of freedom of the interval.
+    """
 
     value: float
     count: int
     error: float | None = None
     low: float | None = None
     high: float | None = None
+    freedom: float | None = None
 
 
 def mean(values: Sequence[float]) -> float:
@@ -55,7 +59,7 @@ def estimate_ratio(ratios: Sequence[float], confidence: float = 0.95) -> Estimat
     """
     logs = estimate([math.log(ratio) for ratio in ratios], confidence)
     low, high = (None if edge is None else math.exp(edge) for edge in (logs.low, logs.high))
-    return Estimate(math.exp(logs.value), logs.count, logs.error, low, high)
+    return Estimate(math.exp(logs.value), logs.count, logs.error, low, high, logs.freedom)
 
 
 def paired_difference(ours: dict[int, float], baseline: dict[int, float], confidence: float = 0.95) -> Estimate | None:
@@ -85,7 +89,7 @@ def _welch(ours: Sequence[float], baseline: Sequence[float], confidence: float) 
 
 def _interval(value: float, error: float, freedom: float, count: int, confidence: float) -> Estimate:
     half = t_quantile(0.5 + confidence / 2, freedom) * error
-    return Estimate(value, count, error, value - half, value + half)
+    return Estimate(value, count, error, value - half, value + half, freedom)
 
 
 def tokens_to_reach(loss: float, curve: Sequence[tuple[float, float]]) -> float | None:

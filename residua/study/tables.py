@@ -14,6 +14,7 @@ from rich.text import Text
 from residua.report import Column, Value, plain
 from residua.report.fitting import Cells, narrowed
 from residua.study import entries, sentences
+from residua.study.answer import comparisons_sentence
 from residua.study.results import StudyResult
 from residua.study.side_tables import rate_sentence, side_tables
 from residua.study.verdict import verdict
@@ -119,11 +120,13 @@ def _tables(result: StudyResult) -> list[tuple[str, list[Column], list[list[Valu
 def _sentences(result: StudyResult) -> list[str]:
     verdicts = [verdict(row, result) for row in result.rows(result.sizes[-1]) if row.name != result.baseline]
     failed = [f"{run.folder} did not complete: {run.problem}" for run in result.runs if run.status == "failed"]
-    facts = [said] if (said := sentences.dataset_sentence(result)) else []
+    about = [sentences.validation_sentence(result), *sentences.text_sentences(result)]
+    facts = [said for said in (*about, sentences.dataset_sentence(result)) if said]
     warnings = [said for said in (sentences.seeds_sentence(result), sentences.side_by_side_sentence(result)) if said]
     rates = [rate_sentence(rate, len(result.sizes) > 1) for rate in result.tuning]
     told = [*warnings, *sentences.ladder_sentences(result), *sentences.lacking_sentences(result)]
-    return [*facts, *sentences.matching_sentences(result), *rates, *verdicts, *told, *failed]
+    compared = [said] if (said := comparisons_sentence(result)) else []
+    return [*facts, *sentences.matching_sentences(result), *rates, *verdicts, *compared, *told, *failed]
 
 
 def markdown_table(columns: Sequence[Column], rows: Sequence[Sequence[Value]]) -> list[str]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+from residua.reading import counted
 from residua.study.entries import TOO_WIDE, too_wide
+from residua.study.inference import around_one, comparisons, enough_runs, says_nothing, speed_is_shown, was_busy
 from residua.study.results import Interval, StudyResult, VariantResult
-from residua.study.timing import StepTiming
-
-SAYS_NOTHING = 2.0  # high / low of an interval around 1; from a wider one follows no verdict
 
 
 def verdict(row: VariantResult, result: StudyResult) -> str:
@@ -27,14 +26,23 @@ def verdict(row: VariantResult, result: StudyResult) -> str:
         else:
             sure = f"no difference shown {ends}"
     else:
-        sure = f"{_direction(change.value)} (n = {change.count})"
+        sure = f"{_direction(change.value)} (n = {change.count}{_if_lost(row, result)})"
     return f"{who}: {sure}; {_gains(row, result)}."
+
+
+def _if_lost(row: VariantResult, result: StudyResult) -> str:
+    """That a difference is not clear after correction; empty if it is."""
+    after = row.difference_corrected
+    if after is None or after.low is None or after.high is None or not after.low <= 0.0 <= after.high:
+        return ""
+    compared = sum(other.difference_corrected is not None for other in result.rows(row.size))
+    return f"; not clear of 0 after correction for {counted(compared, 'comparison')}"
 
 
 def _shown_otherwise(row: VariantResult) -> str:
     """What shows a gain or loss per token though seed by seed no difference of the last losses is shown; else empty."""
     gain = row.equivalent_tokens or row.step_gain
-    if gain is None or _around_one(gain):
+    if gain is None or around_one(gain):
         return ""
     if row.equivalent_tokens is None:
         return "one in the steps to the same loss is"
@@ -45,23 +53,39 @@ def _gains(row: VariantResult, result: StudyResult) -> str:
     """The gains per token and per second, or why there are none."""
     if row.equivalent_tokens is None and row.step_gain is None:
         return f"no gain per step, {_why_no_gain(row, result)}"
-    if row.throughput_ratio is None or row.wall_clock_gain is None:
+    if row.throughput_ratio is None:
         return f"{_per_token(row)}, and no speeds to compare"
     per_token = _per_token(row)
     if result.side_by_side > 1 and row.timing is None:
         return f"{per_token}; its speed was not measured alone, so no gain per second is stated (--time-alone)"
     if was_busy(row, result):
         return f"{per_token}; its speed was timed on a busy machine, so no gain per second is stated"
-    if says_nothing(row.throughput_ratio):
+    if not speed_is_shown(row, result):
         ends = _ends(row.throughput_ratio)
         return f"{per_token}; its speed against {result.baseline} is not shown ({ends}), nor a gain per second"
+    if row.wall_clock_gain is None:
+        return f"{per_token}, and no speeds to compare"
     speed, seconds = row.throughput_ratio.value, row.wall_clock_gain
     said = f"{per_token} at {speed:.2f}× the speed of {result.baseline}, so {seconds.value:.2f}× per second"
     if seconds.low is None and seconds.high is None:
         return said if row.difference is None or row.difference.low is None else f"{said}, without an interval"
-    if says_nothing(seconds) or _around_one(seconds):
+    if says_nothing(seconds) or around_one(seconds):
         return f"{said}, but no gain or loss per second is shown ({_ends(seconds)})"
-    return f"{said} ({_ends(seconds)})"
+    if not enough_runs(row):
+        return f"{said} ({_ends(seconds)}), but {too_few(row)}"
+    compared, after = comparisons(row.size, result), row.corrected
+    if after is None or compared < 2:
+        return f"{said} ({_ends(seconds)})"
+    corrected = f"corrected for {counted(compared, 'comparison')} {_ends(after).removeprefix('interval ')}"
+    if around_one(after):
+        return f"{said} ({_ends(seconds)}), but no gain or loss per second is shown ({corrected})"
+    return f"{said} ({_ends(seconds)}; {corrected})"
+
+
+def too_few(row: VariantResult) -> str:
+    """Why the interval of a gain per second shows none: it rests on two seeds."""
+    seeds = 0 if row.wall_clock_gain is None else row.wall_clock_gain.count
+    return f"{counted(seeds, 'seed')} without a ladder show no gain or loss (use --seeds 3 or --ladder)"
 
 
 def _per_token(row: VariantResult) -> str:
@@ -84,38 +108,6 @@ def _why_no_gain(row: VariantResult, result: StudyResult) -> str:
     if not ours & baseline:
         return "since no seed completed in both"
     return "which needs two validations or more of each run (train.validate_every) and losses that fall after the first"
-
-
-def speed_is_shown(row: VariantResult, result: StudyResult) -> bool:
-    """Whether a variant's speed is known well enough to draw conclusions from it."""
-    shared = result.side_by_side > 1 and row.timing is None
-    return row.throughput_ratio is not None and not (
-        shared or was_busy(row, result) or says_nothing(row.throughput_ratio)
-    )
-
-
-def was_busy(row: VariantResult, result: StudyResult) -> bool:
-    """Whether a variant's step, or the baseline's beside it, was timed while the machine was busy."""
-    return any(timing.busy for timing in _timings(row, result))
-
-
-def _timings(row: VariantResult, result: StudyResult) -> list[StepTiming]:
-    """The steps timed alone that a variant's speed is from: its own, and the baseline's on the same device."""
-    if row.timing is None:
-        return []
-    baseline = next((other.timing for other in result.rows(row.size) if other.name == result.baseline), None)
-    return [row.timing, *([baseline] if baseline is not None and baseline.device == row.timing.device else [])]
-
-
-def says_nothing(ratio: Interval) -> bool:
-    """Whether an interval of a ratio holds 1 and is so wide that no verdict follows from it."""
-    if ratio.low is None and ratio.high is None:
-        return False  # one run: no interval was asked
-    return _around_one(ratio) and (ratio.low is None or ratio.high is None or ratio.high > SAYS_NOTHING * ratio.low)
-
-
-def _around_one(ratio: Interval) -> bool:
-    return (ratio.low is None or ratio.low <= 1.0) and (ratio.high is None or ratio.high >= 1.0)
 
 
 def _ends(ratio: Interval) -> str:

@@ -59,9 +59,12 @@ class Frequencies:
         return self.guessing - self.unigram >= SKEW
 
 
-def token_frequencies(config: RunConfig, dataset: Dataset) -> Frequencies:
-    """The losses of guessing and of token frequencies on the validation set, from a sample of the training text."""
-    unigram = unigram_entropy(dataset, limit_tokens=config.data.validation_tokens, sample=SAMPLE)
+def token_frequencies(config: RunConfig, dataset: Dataset, tokens: int | None = None) -> Frequencies:
+    """The losses of guessing and of token frequencies on the validation set, from a sample of the training text.
+
+    `tokens`: on so many of the validation text instead.
+    """
+    unigram = unigram_entropy(dataset, limit_tokens=tokens or config.data.validation_tokens, sample=SAMPLE)
     return Frequencies(math.log(config.model.vocab_size), unigram, config.train.schedule.warmup)
 
 

@@ -17,13 +17,16 @@ from residua.train.throughput import mfu
 
 if TYPE_CHECKING:
     from residua.model.size import Size
+    from residua.train.final_validation import FinalValidation
 
 
 @dataclass(frozen=True)
 class Result:
-    """The content of `result.json`. Losses: nats per token on the validation set. Speed: median over log lines.
+    """The content of `result.json`. Losses: nats per token of validation text. Speed: median over log lines.
 
-    `unigram_entropy` is the loss of a model that knows only how often tokens occur.
+    `validation_loss` is on `validation_tokens`, all of the text (`final_validation.py`); `best_validation_loss` is the
+    lowest while it trained, on the part of the text that it was validated on then. `unigram_entropy` is the loss of a
+    model that knows only how often tokens occur.
     """
 
     folder: str
@@ -32,6 +35,7 @@ class Result:
     parameters: int
     flops_per_token: float
     validation_loss: float
+    validation_tokens: int
     bits_per_byte: float
     best_validation_loss: float
     unigram_entropy: float
@@ -42,7 +46,13 @@ class Result:
 
 
 def collect_result(
-    folder: Path, config: RunConfig, size: Size, device: torch.device, unigram_entropy: float, ranks: int = 1
+    folder: Path,
+    config: RunConfig,
+    size: Size,
+    device: torch.device,
+    unigram_entropy: float,
+    final: FinalValidation,
+    ranks: int = 1,
 ) -> Result:
     """The result of a run that reached its last step on `ranks` devices."""
     records = read_metrics(folder / METRICS)
@@ -61,8 +71,9 @@ def collect_result(
         tokens=config.train.steps * config.tokens_per_step,
         parameters=size.parameters,
         flops_per_token=size.flops_per_token,
-        validation_loss=validations[-1]["loss"],
-        bits_per_byte=validations[-1]["bits_per_byte"],
+        validation_loss=round(final.loss, 6),
+        validation_tokens=final.tokens,
+        bits_per_byte=round(final.bits_per_byte, 6),
         best_validation_loss=min(record["loss"] for record in validations),
         unigram_entropy=unigram_entropy,
         seconds=lines[-1]["seconds"],
@@ -78,8 +89,9 @@ def closing_words(result: Result, command: str) -> str:
     folder = shlex.quote(result.folder)
     early = f"It is no better than {frequencies}: a model that has learned is below.\n"
     return (
-        f"Finished: validation loss {result.validation_loss:.4f} ({result.bits_per_byte:.4f} bits/byte) after "
-        f"{counted(result.steps, 'step')}; weights, curves and config are in {result.folder}.\n"
+        f"Finished: validation loss {result.validation_loss:.4f} ({result.bits_per_byte:.4f} bits/byte, on "
+        f"{counted(result.validation_tokens, 'token')}) after {counted(result.steps, 'step')}; "
+        f"weights, curves and config are in {result.folder}.\n"
         f"{early * (result.validation_loss >= result.unigram_entropy)}"
         "Next: try it, look inside it, or set it against another architecture with\n"
         f"  residua generate {folder} --prompt TEXT\n"

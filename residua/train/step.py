@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.functional import cross_entropy, linear
 from torch.utils.checkpoint import checkpoint
 
 from residua.config.run import TrainConfig
@@ -46,6 +47,8 @@ if TYPE_CHECKING:
     from residua.model.decoder import Decoder
 
 LOG = logging.getLogger(__name__)
+LOGITS = 4096
+"""Tokens whose logits are in memory at once where the loss of each is asked for."""
 
 
 class Totals(NamedTuple):
@@ -173,6 +176,19 @@ class Step:
         tokens, _, segments = self._moved(batch)
         with self._autocast(), taps.record(into):
             self.model.hidden(tokens, segments)
+
+    @torch.no_grad()
+    def token_losses(self, batch: Batch) -> Tensor:
+        """The cross-entropy of each target in nats, 0 where it is ignored: [B, T]. The model runs as in `observe`."""
+        tokens, targets, segments = self._moved(batch)
+        with self._autocast():
+            hidden = self.model.hidden(tokens, segments).flatten(0, 1)
+            parts = zip(hidden.split(LOGITS), targets.flatten().split(LOGITS), strict=True)
+            losses = [
+                cross_entropy(linear(part, self.model.head_weight).float(), wanted, reduction="none")
+                for part, wanted in parts
+            ]
+        return torch.cat(losses).view_as(targets)
 
     def keep_streams(self, junctions: Sequence[int]) -> None:
         """Let these junctions, and no others, keep the streams that their backward pass would recover inexactly.

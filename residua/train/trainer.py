@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -29,6 +30,7 @@ from residua.storage.run import METRICS, Run, read_metrics
 from residua.train.branch import Branch
 from residua.train.clock import Clock, random_states, set_random_states
 from residua.train.environment import START, TEXT, describe_environment
+from residua.train.final_validation import FINAL, FinalValidation, by_document, final_batches, without_documents
 from residua.train.health import (
     Interrupted,
     StopSignals,
@@ -431,14 +433,25 @@ class Trainer:
         self.step.keep_streams(state.kept)
 
     def finish(self) -> Result:
-        """Write result.json and inspection.json, and print what to do next."""
+        """Validate on all of the text, write validation.json, result.json and inspection.json, say what to do next."""
         self.world.settle()
-        return self.world.from_leader(self._report)
+        final = self._final_validation()
+        return self.world.from_leader(lambda: self._report(final))
 
-    def _report(self) -> Result:
+    def _final_validation(self) -> FinalValidation:
+        """The loss on all of the validation text, by document where a process has the whole model."""
+        if self.world.whole_model(self.step) is None:
+            batches = list(final_batches(self.config, self.dataset))
+            return without_documents(batches, *self.step.evaluate(batches), self.dataset)
+        batches = final_batches(self.config, self.dataset, self.device.type)
+        read = partial(by_document, batches, self.step.token_losses, self.config, self.dataset)
+        return FinalValidation(**self.world.from_leader(lambda: read().model_dump()))
+
+    def _report(self, final: FinalValidation) -> Result:
         folder = self.run.folder
-        unigram = self.frequencies.unigram
-        result = collect_result(folder, self.config, self.size, self.device, unigram, self.world.size)
+        write_atomically(folder / FINAL, final.model_dump_json() + "\n")
+        unigram = token_frequencies(self.config, self.dataset, final.tokens).unigram
+        result = collect_result(folder, self.config, self.size, self.device, unigram, final, self.world.size)
         write_atomically(folder / "result.json", json.dumps(asdict(result), indent=1) + "\n")
         model = self.world.whole_model(self.step)
         if model is not None:

@@ -55,6 +55,11 @@ def test_markdown_shows_any_text() -> None:
         assert shown == f"<ul>\n<li>{one_line(text)}</li>\n</ul>\n"
 
 
+def test_markdown_has_no_tag_for_renderers_that_know_fewer_escapes() -> None:
+    """Python-Markdown, which makes the site, shows a tag after a backslash."""
+    assert markdown("a <img src=x onerror=y> & b") == "a &lt;img src=x onerror=y> &amp; b"
+
+
 def test_markdown_leaves_plain_words_readable() -> None:
     sentence = "block_attnres: lower loss by 0.1234 (n = 3); Δ −0.1 [−0.2, +0.1], 1.02× per step"
     assert markdown(sentence, begins=True) == sentence

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from residua.report import Page
 from residua.study import StudyConfig
+from residua.study.inference import concluded
 from residua.study.page import study_page
 from residua.study.plots import Records
 from residua.study.results import (
@@ -30,6 +32,7 @@ NAMES = (
     "preaffine", "resformer",
 )  # fmt: skip
 SEEDS, STEPS, PER_STEP = 3, 1000, 32_768
+FREEDOM = 9.0  # as of a ladder of four budgets
 ENVIRONMENT = {
     "residua": "0.2.0", "torch": "2.13.0", "triton": "3.7.1", "cuda": "13.0", "python": "3.11.9",
     "commit": "0123456789abcdef0123456789abcdef01234567", "gpu": "NVIDIA H200",
@@ -67,13 +70,19 @@ def pretended(
             path="data/wiki", vocab_size=32_768, train_tokens=117_000_000, validation_tokens=1_200_000,
             bytes_per_token=4.31, unigram_entropy=7.4142,
         ),
+        validated_tokens=131_072,
         variants=rows,
         ladder=(_ladder(),) if ladder else (),
         runs=tuple(_run(name, index, seed) for index, name in enumerate(names) for seed in chosen),
     )  # fmt: skip
     records = {name: [_record(name, index, seed) for seed in chosen] for index, name in enumerate(names)}
     study = StudyConfig(name=name, base="mini", variants=list(names), seeds=seeds, set=("train.steps=1000",))
-    return Pretended(study, result, {"mini": records})
+    return Pretended(study, concluded(result), {"mini": records})
+
+
+def with_rows(result: StudyResult, rows: Iterable[VariantResult]) -> StudyResult:
+    """The study with other rows, and what follows from them."""
+    return concluded(result.model_copy(update={"variants": tuple(rows)}))
 
 
 def _change(index: int) -> float:
@@ -88,7 +97,8 @@ def _speed(index: int) -> float:
 def _around(value: float, error: float, seeds: int) -> Interval:
     if seeds == 1:
         return Interval(value=value, count=1)
-    return Interval(value=value, count=seeds, error=error, low=value - 4.3 * error, high=value + 4.3 * error)
+    ends = {"low": value - 4.3 * error, "high": value + 4.3 * error}
+    return Interval(value=value, count=seeds, error=error, freedom=FREEDOM, **ends)
 
 
 def _row(name: str, index: int, seeds: int, ladder: bool, best: float) -> VariantResult:

@@ -12,7 +12,14 @@ from residua.study.plan import PlannedRun, StudyPlan
 Curve = Callable[[PlannedRun, int], float]
 
 
-def write_run(run: PlannedRun, loss: Curve, *, rate: float = 1000.0, inspection: dict[str, Any] | None = None) -> None:
+def write_run(
+    run: PlannedRun,
+    loss: Curve,
+    *,
+    rate: float = 1000.0,
+    inspection: dict[str, Any] | None = None,
+    final: dict[str, Any] | None = None,
+) -> None:
     """A complete run: a train row and a validation row every tenth of its steps, at `rate` tokens per second."""
     run.folder.mkdir(parents=True)
     (run.folder / "config.toml").write_text(run.config.to_toml())
@@ -24,6 +31,8 @@ def write_run(run: PlannedRun, loss: Curve, *, rate: float = 1000.0, inspection:
         rows.append({"kind": "train", **common, "tokens": tokens, "tokens_per_second": rate, "memory_gib": 0.5})
         rows.append({"kind": "validation", **common, "bits_per_byte": value / math.log(2) / 3, "tokens": 4096})
     (run.folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if final is not None:
+        (run.folder / "validation.json").write_text(json.dumps(final))
     (run.folder / "inspection.json").write_text(json.dumps(inspection or look_inside(run)))
 
 

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from residua.config.settings import ConfigError
+from residua.study.conduct import show_saved
+from residua.study.inference import loses, pays
 from residua.study.longer import with_longer
 from residua.study.saved import SavedStudy
 
@@ -44,3 +46,16 @@ def test_losses_of_another_text_are_refused(studies: tuple[SavedStudy, SavedStud
     other = longer.dataset.model_copy(update={"bytes_per_token": 4.4})
     with pytest.raises(ConfigError, match="budgets of main-mini: the validation text differs"):
         with_longer(short, longer.model_copy(update={"dataset": other}))
+
+
+def test_the_published_studies_say_what_is_left_after_correction(studies: tuple[SavedStudy, SavedStudy]) -> None:
+    small, longer = studies
+    at_s = show_saved(SavedStudy.read(RESULTS / "main-s.json"))
+    assert sum(map(pays, at_s.variants)) == 6 and not any(map(loses, at_s.variants))
+    best = next(row for row in at_s.variants if row.name == "mgr2_resformer")
+    assert best.shrunk is not None and best.wall_clock_gain is not None
+    assert best.shrunk.value < best.wall_clock_gain.value
+    first = ["resformer", "mgr_resformer", "mgr_independent", "naive", "nuresformer", "gatednorm_resformer"]
+    assert [row.name for row in show_saved(small).variants if pays(row)] == first
+    new_text = with_longer(small, longer)[0].variants
+    assert [row.name for row in new_text if pays(row)] == ["resformer", "mgr_resformer", "naive", "gatednorm_resformer"]

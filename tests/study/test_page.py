@@ -12,7 +12,8 @@ import pytest
 
 from residua.report import Tone, theme
 from residua.study.answer import answer, best_row, by_gain, comparisons_sentence, provenance
-from residua.study.entries import cells
+from residua.study.entries import cells, columns
+from residua.study.inference import concluded
 from residua.study.page import study_page
 from residua.study.picture import break_even
 from residua.study.plots import difference_curves, forest_of_losses, precision_costs
@@ -21,22 +22,26 @@ from residua.study.sentences import unequal_seeds
 from residua.study.tables import markdown
 from residua.study.timing import StepTiming
 from residua.study.verdict import verdict
-from tests.study.pretend import pretended
+from tests.study.pretend import pretended, with_rows
 
 
 def changed(result: StudyResult, **keys: object) -> StudyResult:
     """The same study with other values in the rows of the variants."""
-    rows = tuple(row if row.name == "prenorm" else row.model_copy(update=keys) for row in result.variants)
-    return result.model_copy(update={"variants": rows})
+    return with_rows(result, (row if row.name == "prenorm" else row.model_copy(update=keys) for row in result.variants))
 
 
 @pytest.mark.parametrize(
     ("best", "seeds", "tone", "title"),
     [
-        (1.06, 3, "good", "Yes: the best, block_attnres, is 1.06× per second"),
-        (0.95, 3, "bad", "No: the best, block_attnres, is 0.95× per second"),
-        (1.01, 3, "unsure", "Not shown: the best, block_attnres, is 1.01× per second, interval 0.98 to 1.04"),
-        (1.50, 1, "unsure", "Not shown: the best, block_attnres, is 1.50× per second, but one seed allows no interval"),
+        (1.06, 3, "good", "Yes: the best of 2, block_attnres, is 1.06× per second"),
+        (0.95, 3, "bad", "No: the best of 2, block_attnres, is 0.95× per second"),
+        (1.01, 3, "unsure", "Not shown: the best of 2, block_attnres, is 1.01× per second, interval 0.98 to 1.04"),
+        (
+            1.50,
+            1,
+            "unsure",
+            "Not shown: the best of 2, block_attnres, is 1.50× per second, but one seed allows no interval",
+        ),
     ],
 )
 def test_the_title_answers_and_says_yes_or_no_only_where_the_intervals_do(
@@ -58,16 +63,16 @@ def test_a_gain_by_steps_alone_is_no_no() -> None:
     result = pretended(3, ladder=False, best=0.95).result
     assert answer(result) == (
         "unsure",
-        "Not shown: the best, block_attnres, is 0.95× per second by steps, which understate it: use --ladder",
+        "Not shown: the best of 2, block_attnres, is 0.95× per second by steps, which understate it: use --ladder",
     )
     worse = Interval(value=0.97, low=0.96, high=0.98, count=3)
     lost = changed(result, step_gain=worse)
-    assert answer(lost) == ("bad", "No: the best, block_attnres, is 0.95× per second")
+    assert answer(lost) == ("bad", "No: the best of 2, block_attnres, is 0.95× per second")
     first, second, third = lost.variants
     other = third.model_copy(update={"step_gain": Interval(value=1.01, count=3)})
-    assert answer(lost.model_copy(update={"variants": (first, second, other)})) == (
+    assert answer(with_rows(lost, (first, second, other))) == (
         "unsure",
-        "Not shown: the best, block_attnres, is 0.95× per second, but others gain per step: use --ladder",
+        "Not shown: the best of 2, block_attnres, is 0.95× per second, but others gain per step: use --ladder",
     )
 
 
@@ -76,9 +81,7 @@ def test_no_needs_every_variant_below_one() -> None:
     first, second, third = result.variants
     assert third.wall_clock_gain is not None
     wide = third.wall_clock_gain.model_copy(update={"low": 0.7, "high": 1.1})
-    open_question = result.model_copy(
-        update={"variants": (first, second, third.model_copy(update={"wall_clock_gain": wide}))}
-    )
+    open_question = with_rows(result, (first, second, third.model_copy(update={"wall_clock_gain": wide})))
     tone, title = answer(open_question)
     assert tone == "unsure" and title.endswith("is 0.95× per second, but others are not measured well enough")
 
@@ -109,7 +112,7 @@ def test_speeds_that_scatter_are_not_called_unknown_and_a_loss_that_is_not_shown
     result = scattered(pretended(3).result, wide)
     loss = "no lower loss is shown (mgr -0.0433, interval -0.1336 to +0.0470)"
     assert answer(result) == ("unsure", f"Not shown: speeds scatter too much (use --time-alone); {loss}")
-    beside = result.model_copy(update={"side_by_side": 4})
+    beside = concluded(result.model_copy(update={"side_by_side": 4}))
     assert answer(beside)[1] == f"Not shown: speeds were not measured alone (use --time-alone); {loss}"
     timing = StepTiming(device="H200", tokens=64, median=0.1, p10=0.1, p90=0.1, count=100, error=0.001)
     assert answer(changed(result, timing=timing))[1] == f"Not shown: speeds scatter too much; {loss}"
@@ -125,11 +128,11 @@ def test_speeds_that_scatter_are_not_called_unknown_and_a_loss_that_is_not_shown
 def test_a_gain_per_second_that_is_shown_goes_before_a_larger_one_that_is_not() -> None:
     first, second, third = pretended(3, best=1.3).result.variants
     wide = second.model_copy(update={"wall_clock_gain": Interval(value=1.39, count=3, low=0.9, high=1.6)})
-    result = pretended(3, best=1.3).result.model_copy(update={"variants": (first, wide, third)})
+    result = with_rows(pretended(3, best=1.3).result, (first, wide, third))
     assert third.wall_clock_gain is not None
     title = f"Yes: the best that is shown, mgr, is {third.wall_clock_gain.value:.2f}× per second"
     assert answer(result) == ("good", title)
-    assert best_row(result) == third
+    assert best_row(result) == result.variants[2]
 
 
 def test_a_gain_that_only_the_ladder_shows_is_said_beside_the_difference_that_is_not() -> None:
@@ -159,7 +162,7 @@ def test_with_several_sizes_terminal_and_page_say_the_same_and_name_the_size(tmp
     large = pretend.result.variants
     loss = Interval(value=7.35, count=3, error=0.01, low=7.3, high=7.4)
     small = tuple(row.model_copy(update={"size": "tiny", "loss": loss}) for row in large)
-    result = pretend.result.model_copy(update={"variants": (*small, *large)})
+    result = with_rows(pretend.result, (*small, *large))
     learned = "every variant at mini ends at least 4.00 below it."
     html = study_page(pretend.study, result, {**pretend.records, "tiny": {}}, tmp_path).html()
     told = markdown(result).replace("\\", "")
@@ -175,8 +178,8 @@ def timed(result: StudyResult, busy: str, spread: float) -> StudyResult:
     """The study with every step timed alone, that of one variant with this spread."""
     timing = StepTiming(device="H200", tokens=64, median=1.0, p10=1.0, p90=1.0, count=100, error=0.001)
     wide = timing.model_copy(update={"p10": 1.0 - 0.4 * spread, "p90": 1.0 + 0.6 * spread})
-    rows = tuple(row.model_copy(update={"timing": wide if row.name == busy else timing}) for row in result.variants)
-    return result.model_copy(update={"variants": rows})
+    rows = (row.model_copy(update={"timing": wide if row.name == busy else timing}) for row in result.variants)
+    return with_rows(result, rows)
 
 
 @pytest.mark.parametrize(
@@ -204,6 +207,15 @@ def test_steps_timed_on_a_busy_machine_give_no_gain_per_second(
     sentence = f"The steps of {busy} were timed while the machine was busy (they spread by more than 50%)"
     html = study_page(pretend.study, result, pretend.records, tmp_path).html()
     assert sentence in html and sentence in markdown(result).replace("\\", "")
+    titles = [column.title for column in columns(result)]
+    for row in others:  # no cell, order or picture has what is not stated
+        shown = dict(zip(titles, (cell.joined() for cell in cells(row, result)), strict=True))
+        stated = {shown["throughput"] != "not stated", shown["wall-clock gain"] != "not stated"}
+        assert stated == {row.name not in silent}
+    rows = re.findall(r"<tr[^>]*>(.*?)</tr>", html, re.DOTALL)
+    assert not any("1.20×" in row or "1.14×" in row for row in rows if ">block_attnres" in row and "mini" not in row)
+    assert by_gain(result.variants, "prenorm")[-1].name == silent[-1] or len(silent) > 1
+    assert ("Not drawn, for want of numbers that can be stated: block_attnres." in html) == (len(silent) == 1)
     assert "busy" not in markdown(timed(pretend.result, busy, 0.49))
 
 
@@ -211,9 +223,9 @@ def test_a_lower_loss_that_is_shown_goes_before_a_lower_one_that_is_not() -> Non
     result = changed(pretended(3).result, throughput_ratio=None, wall_clock_gain=None)
     first, second, third = result.variants
     wide = second.model_copy(update={"difference": Interval(value=-0.06, count=3, error=0.03, low=-0.2, high=0.1)})
-    mixed = result.model_copy(update={"variants": (first, wide, third)})
+    mixed = with_rows(result, (first, wide, third))
     assert answer(mixed)[1] == "Not shown: speeds are not known; mgr has a lower loss, -0.0318 against prenorm"
-    assert best_row(mixed) == third
+    assert best_row(mixed) == mixed.variants[2]
 
 
 def without(result: StudyResult, status: str, lost: Callable[[RunResult], bool]) -> StudyResult:
@@ -283,9 +295,42 @@ def test_the_page_says_that_gains_without_a_ladder_understate(tmp_path: Path) ->
     assert "Use --ladder before concluding" in replace(made, result=slow).page(tmp_path).html()
 
 
-def test_many_comparisons_are_said_to_be_many() -> None:
-    assert comparisons_sentence(pretended(3).result) == ""
-    assert comparisons_sentence(pretended(16).result) == "The 95 % intervals are not corrected for 15 comparisons."
+def test_several_comparisons_are_corrected_and_the_best_is_shrunk() -> None:
+    assert comparisons_sentence(pretended(2).result) == ""
+    result = pretended(16).result
+    best = result.variants[1]
+    assert best.wall_clock_gain is not None and best.corrected is not None and best.shrunk is not None
+    assert best.corrected.low < best.wall_clock_gain.low and best.shrunk.value < best.wall_clock_gain.value
+    assert answer(result) == (
+        "good",
+        f"Yes: the best of 15, block_attnres, is about {best.shrunk.value:.2f}× per second",
+    )
+    told = comparisons_sentence(result)
+    assert told.startswith("After Holm's correction for 15 comparisons, gains per second above 1: 1, below 1: 13. ")
+    assert f" block_attnres is {best.shrunk.value:.2f}× [{best.shrunk.low:.2f}, {best.shrunk.high:.2f}]." in told
+    assert told in markdown(result).replace("\\", "")
+    corrected = f"; corrected for 15 comparisons {best.corrected.low:.2f} to {best.corrected.high:.2f})."
+    assert verdict(best, result).endswith(corrected)
+
+
+def test_a_gain_that_the_correction_takes_away_is_no_yes() -> None:
+    result = changed(
+        pretended(9).result, wall_clock_gain=Interval(value=1.05, count=3, error=0.02, low=1.01, high=1.09)
+    )
+    assert answer(result)[0] == "unsure" and " after correction for 8 comparisons" in answer(result)[1]
+    assert "), but no gain or loss per second is shown (corrected for 8 comparisons " in verdict(
+        result.variants[1], result
+    )
+    title = next(i for i, column in enumerate(columns(result)) if column.title == "pays [95 %, Holm]")
+    assert {cells(row, result)[title].main for row in result.variants[1:]} == {"not shown"}
+
+
+@pytest.mark.parametrize(("seeds", "ladder", "tone"), [(2, False, "unsure"), (3, False, "good"), (2, True, "good")])
+def test_yes_needs_three_seeds_or_a_ladder(seeds: int, ladder: bool, tone: Tone) -> None:
+    result = pretended(2, seeds=seeds, ladder=ladder, best=1.29).result
+    assert answer(result)[0] == tone
+    few = "2 seeds without a ladder show no gain or loss (use --seeds 3 or --ladder)"
+    assert (few in answer(result)[1]) == (few in verdict(result.variants[1], result)) == (tone == "unsure")
 
 
 def test_rows_come_by_gain_with_the_baseline_at_one() -> None:

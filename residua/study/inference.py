@@ -1,0 +1,249 @@
+"""Which gains a study states: speeds that are known, intervals corrected for the number of variants, the best shrunk.
+
+Holm (1979): of m variants the one with the smallest p is judged at α/m, the next at α/(m − 1), and so on to the first
+that is not clear; it and the rest are judged at its level. p is the smallest α at which the interval leaves out 1 (for
+Δ loss, 0). The chance that any variant without a gain is said to have one is at most α.
+
+The best of several was chosen after looking, so its estimate is too high. Partial pooling takes ln gains
+y ~ N(θ, s²) with θ ~ N(μ, τ²), τ² by DerSimonian and Laird (1986): the shrunk ln gain is μ + τ²/(τ² + s²)·(y − μ).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from residua.study.measures import Interval
+from residua.study.statistics import t_quantile
+
+if TYPE_CHECKING:
+    from residua.study.results import StudyResult, VariantResult
+    from residua.study.timing import StepTiming
+
+ENOUGH_SEEDS = 3
+"""Without a ladder, a gain is shown by at least so many seeds."""
+SAYS_NOTHING = 2.0
+"""high / low of an interval around 1; from a wider one follows no verdict."""
+ENOUGH_TO_POOL = 3
+"""Variants from which on estimates are shrunk."""
+SMALLEST_P = 1e-16
+
+
+def concluded(result: StudyResult) -> StudyResult:
+    """The study without the gains per second that it cannot state, and with corrected and shrunk intervals."""
+    rows = [_supported(row, result) for row in result.variants]
+    found: dict[int, dict[str, Interval]] = {index: {} for index in range(len(rows))}
+    for size in result.sizes:
+        own = {i: row for i, row in enumerate(rows) if row.size == size and row.name != result.baseline}
+        seconds = {i: row.wall_clock_gain for i, row in own.items() if _has_interval(row.wall_clock_gain)}
+        changes = {i: row.difference for i, row in own.items() if _has_interval(row.difference)}
+        alpha = 1.0 - result.confidence
+        for key, family in {
+            "corrected": {i: _of_ratio(gain, rows[i], alpha) for i, gain in seconds.items() if gain is not None},
+            "difference_corrected": {i: _of_change(change, alpha) for i, change in changes.items() if change},
+        }.items():
+            for i, value in corrected(family, alpha).items():
+                found[i][key] = value
+        for i, value in shrunk({i: gain for i, gain in seconds.items() if gain is not None}).items():
+            found[i]["shrunk"] = value
+    keys = ("corrected", "difference_corrected", "shrunk")
+    again = tuple(
+        row.model_copy(update=dict.fromkeys(keys) | found[index]) if row.name != result.baseline else row
+        for index, row in enumerate(rows)
+    )
+    return result.model_copy(update={"variants": again})
+
+
+def _supported(row: VariantResult, result: StudyResult) -> VariantResult:
+    return row if speed_is_shown(row, result) else row.model_copy(update={"wall_clock_gain": None})
+
+
+@dataclass(frozen=True)
+class Tested:
+    """An estimate and how its interval grows with the level: `parts` are (standard error, degrees of freedom).
+
+    The distances `down` and `up` to the ends, None if open, are those at `alpha`. Of a ratio, all are of logarithms.
+    """
+
+    __test__ = False  # pytest, this is not a class of tests
+
+    interval: Interval
+    value: float
+    down: float | None
+    up: float | None
+    parts: tuple[tuple[float, float], ...]
+    alpha: float
+    is_ratio: bool
+
+    def stretch(self, alpha: float) -> float:
+        """How much wider the interval is at another level."""
+        return self._width(alpha) / self._width(self.alpha)
+
+    def _width(self, alpha: float) -> float:
+        from scipy.special import stdtrit  # only a finished study needs it
+
+        return math.hypot(*(-error * float(stdtrit(freedom, alpha / 2)) for error, freedom in self.parts))
+
+    @property
+    def p(self) -> float:
+        """The smallest α at which the interval leaves out no difference; 1 if that side is open."""
+        width = self.down if self.value > 0 else self.up
+        if width is None or self.value == 0.0:
+            return 1.0
+        if width == 0.0:
+            return SMALLEST_P
+        target = abs(self.value) / width * self._width(self.alpha)
+        low, high = math.log(SMALLEST_P), 0.0
+        for _ in range(40):
+            middle = (low + high) / 2
+            low, high = (middle, high) if self._width(math.exp(middle)) > target else (low, middle)
+        return math.exp(high)
+
+    def at(self, alpha: float) -> Interval:
+        """The estimate with its interval at this level."""
+        factor = self.stretch(alpha)
+        low = None if self.down is None else self.value - self.down * factor
+        high = None if self.up is None else self.value + self.up * factor
+        if self.is_ratio:
+            low, high = (None if end is None else math.exp(end) for end in (low, high))
+        return self.interval.model_copy(update={"low": low, "high": high})
+
+
+def _of_ratio(gain: Interval, row: VariantResult, alpha: float) -> Tested:
+    """A gain per second: its interval grows as those of its factors, each with its own degrees of freedom."""
+    value = math.log(gain.value)
+    factors = [factor for factor in (row.equivalent_tokens or row.step_gain, row.throughput_ratio) if factor]
+    parts = [
+        (half / t_quantile(1 - alpha / 2, _freedom(factor)), _freedom(factor))
+        for factor in factors
+        if (half := _half(factor, value > 0))
+    ]
+    down, up = (None if end is None else abs(math.log(end) - value) for end in (gain.low, gain.high))
+    return Tested(gain, value, down, up, tuple(parts) or ((1.0, _freedom(gain)),), alpha, is_ratio=True)
+
+
+def _half(factor: Interval, below: bool) -> float | None:
+    """The distance in logarithms to the end that decides, or if that is open to the other."""
+    ends = (factor.low, factor.high) if below else (factor.high, factor.low)
+    end = next((end for end in ends if end is not None), None)
+    return None if end is None else abs(math.log(factor.value / end))
+
+
+def _of_change(change: Interval, alpha: float) -> Tested:
+    down, up = (None if end is None else abs(end - change.value) for end in (change.low, change.high))
+    return Tested(change, change.value, down, up, ((1.0, _freedom(change)),), alpha, is_ratio=False)
+
+
+def _freedom(interval: Interval) -> float:
+    return interval.freedom or max(interval.count - 1.0, 1.0)
+
+
+def _has_interval(value: Interval | None) -> bool:
+    return value is not None and not (value.low is None and value.high is None)
+
+
+def corrected(family: Mapping[int, Tested], alpha: float) -> dict[int, Interval]:
+    """The intervals at the levels of Holm's procedure: each leaves out no difference just where it rejects that."""
+    ordered = sorted((tested.p, key) for key, tested in family.items())
+    found, level, going_on = {}, alpha, True
+    for place, (p, key) in enumerate(ordered):
+        if going_on:
+            level = alpha / (len(ordered) - place)
+            going_on = p <= level
+        found[key] = family[key].at(level)
+    return found
+
+
+def shrunk(gains: Mapping[int, Interval]) -> dict[int, Interval]:
+    """The gains pulled towards their mean, by as much as their errors and their spread say; nothing for a few.
+
+    Intervals move with them and stay as wide: of a few variants the spread is not known well enough to narrow them.
+    """
+    known = {key: gain for key, gain in gains.items() if gain.error}
+    if len(known) < ENOUGH_TO_POOL:
+        return {}
+    logs = [math.log(gain.value) for gain in known.values()]
+    variances = [gain.error**2 for gain in known.values() if gain.error]
+    between = _variance_between(logs, variances)
+    weights = [1 / (variance + between) for variance in variances]
+    centre = math.fsum(w * y for w, y in zip(weights, logs, strict=True)) / math.fsum(weights)
+    found = {}
+    for (key, gain), y, variance in zip(known.items(), logs, variances, strict=True):
+        moved = math.exp((1 - between / (between + variance)) * (centre - y))
+        ends = {end: None if (at := getattr(gain, end)) is None else at * moved for end in ("value", "low", "high")}
+        found[key] = gain.model_copy(update=ends)
+    return found
+
+
+def _variance_between(values: Sequence[float], variances: Sequence[float]) -> float:
+    """DerSimonian and Laird's τ²: what the values spread more than their errors explain."""
+    weights = [1 / variance for variance in variances]
+    total = math.fsum(weights)
+    centre = math.fsum(w * y for w, y in zip(weights, values, strict=True)) / total
+    spread = math.fsum(w * (y - centre) ** 2 for w, y in zip(weights, values, strict=True))
+    return max(0.0, (spread - (len(values) - 1)) / (total - math.fsum(w * w for w in weights) / total))
+
+
+def comparisons(size: str, result: StudyResult) -> int:
+    """How many gains per second at a size are corrected for each other."""
+    return sum(row.corrected is not None for row in result.rows(size))
+
+
+def pays(row: VariantResult) -> bool:
+    """Whether a gain per second is shown, after correction."""
+    return enough_runs(row) and row.corrected is not None and row.corrected.low is not None and row.corrected.low > 1.0
+
+
+def loses(row: VariantResult) -> bool:
+    """Whether a loss per second is shown, after correction."""
+    return enough_runs(row) and row.corrected is not None and _below(row.corrected.high, 1.0)
+
+
+def is_lower(row: VariantResult) -> bool:
+    """Whether a lower loss is shown, after correction."""
+    return row.difference_corrected is not None and _below(row.difference_corrected.high, 0.0)
+
+
+def _below(end: float | None, value: float) -> bool:
+    return end is not None and end < value
+
+
+def enough_runs(row: VariantResult) -> bool:
+    """Whether a gain rests on three seeds, or on a ladder, whose runs it pools."""
+    gain = row.wall_clock_gain
+    return gain is not None and (gain.count >= ENOUGH_SEEDS or _has_interval(row.equivalent_tokens))
+
+
+def speed_is_shown(row: VariantResult, result: StudyResult) -> bool:
+    """Whether a variant's speed is known well enough to draw conclusions from it."""
+    shared = result.side_by_side > 1 and row.timing is None
+    return row.throughput_ratio is not None and not (
+        shared or was_busy(row, result) or says_nothing(row.throughput_ratio)
+    )
+
+
+def was_busy(row: VariantResult, result: StudyResult) -> bool:
+    """Whether a variant's step, or the baseline's with it, was timed while the machine was busy."""
+    return any(timing.busy for timing in _timings(row, result))
+
+
+def _timings(row: VariantResult, result: StudyResult) -> list[StepTiming]:
+    """The steps timed alone that a variant's speed is from: its own, and the baseline's on the same device."""
+    if row.timing is None:
+        return []
+    baseline = next((other.timing for other in result.rows(row.size) if other.name == result.baseline), None)
+    return [row.timing, *([baseline] if baseline is not None and baseline.device == row.timing.device else [])]
+
+
+def says_nothing(ratio: Interval) -> bool:
+    """Whether an interval of a ratio holds 1 and is so wide that no verdict follows from it."""
+    if not _has_interval(ratio):
+        return False  # one run: no interval was asked
+    return around_one(ratio) and (ratio.low is None or ratio.high is None or ratio.high > SAYS_NOTHING * ratio.low)
+
+
+def around_one(ratio: Interval) -> bool:
+    """Whether an interval holds 1."""
+    return (ratio.low is None or ratio.low <= 1.0) and (ratio.high is None or ratio.high >= 1.0)

@@ -1,0 +1,79 @@
+"""The last validation of a run: all of the text, and the loss of each document."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+import residua
+from residua.config.run import RunConfig
+from residua.data import Dataset, open_corpus, prepare, validation_batches
+from residua.train.final_validation import GROUPS, FinalValidation, by_document, final_batches, final_tokens
+from residua.train.step import build_step
+from residua.train.trainer import train
+from tests.train.conftest import small_run
+
+
+def longer(config: RunConfig, steps: int = 60) -> RunConfig:
+    """The run with so many steps that it is trained on more tokens than the validation text has."""
+    seldom = (f"train.{key}={steps}" for key in ("steps", "log_every", "validate_every", "save_every"))
+    return config.override(list(seldom))
+
+
+def test_the_last_validation_reads_all_of_the_text(config: RunConfig, tmp_path: Path) -> None:
+    run = longer(config)
+    result = train(run, tmp_path / "run")
+    final = FinalValidation(**json.loads((tmp_path / "run" / "validation.json").read_text()))
+    split = Dataset.open(str(run.data.path)).split("validation")
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    validated = [row for row in rows if row["kind"] == "validation"]
+    assert final.tokens == (split.tokens - 1) // 16 * 16 > 4 * run.data.validation_tokens
+    assert {row["tokens"] for row in validated} == {run.data.validation_tokens}  # while it trains, a part
+    assert result.validation_tokens == final.tokens and result.validation_loss == pytest.approx(final.loss, abs=1e-6)
+    assert sum(final.document_losses) / sum(final.document_tokens) == pytest.approx(final.loss, abs=1e-5)
+    assert len(final.document_tokens) == split.documents and sum(final.document_tokens) == final.tokens
+    assert abs(final.loss - validated[-1]["loss"]) < 0.3
+
+
+@pytest.mark.parametrize(("steps", "tokens"), [(3, 192), (6, 384)])
+def test_short_runs_validate_on_no_more_than_they_trained_on(config: RunConfig, steps: int, tokens: int) -> None:
+    assert final_tokens(longer(config, steps), 10_000) == tokens
+
+
+@pytest.mark.parametrize("masking", ["none", "documents"])
+def test_losses_of_documents_add_up_to_the_loss(config: RunConfig, masking: str) -> None:
+    run = longer(config).override([f"data.masking={masking}"])
+    dataset = Dataset.open(str(run.data.path))
+    torch.manual_seed(0)
+    step = build_step(residua.build(run.model), run.train, torch.device("cpu"))
+    found = by_document(final_batches(run, dataset, "cpu"), step.token_losses, run, dataset)
+    batches = list(validation_batches(dataset.split("validation"), 16, 3, segments=masking == "documents"))
+    loss, targets = step.evaluate(batches)
+    assert (found.loss, found.tokens) == (pytest.approx(loss, rel=1e-6), targets)
+    starts = dataset.split("validation").document_starts(0, found.tokens + 1)
+    inside = dataset.split("validation").read(0, starts[1])  # the first document alone, from its own first token
+    if masking == "documents":
+        alone = step.model.losses(torch.tensor(inside[None, :16]), torch.tensor(inside[None, 1:17]))[0]
+        first = step.token_losses(batches[0])[0]
+        assert float(alone.detach()) == pytest.approx(float(first.mean()), rel=1e-5)
+    assert found.document_tokens[0] == len(inside) - 1
+
+
+def test_many_documents_are_kept_in_groups(tmp_path: Path) -> None:
+    for number in range(700):
+        (tmp_path / f"{number}.txt").write_text("depth " * (1 + number % 3))
+    prepare(open_corpus([tmp_path], holdout=0.5), tmp_path / "dataset", "bytes", workers=1)
+    run, dataset = longer(small_run(tmp_path / "dataset"), 500), Dataset.open(tmp_path / "dataset")
+    found = by_document(final_batches(run, dataset, "cpu"), lambda batch: torch.ones(batch.targets.shape), run, dataset)
+    assert dataset.split("validation").documents > GROUPS >= len(found.document_tokens) > GROUPS // 2
+    assert found.loss == 1.0 and sum(found.document_tokens) == found.tokens
+    assert found.document_losses == tuple(map(float, found.document_tokens))
+    assert found.bits_per_byte == pytest.approx(found.tokens / math.log(2) / _bytes(dataset, found.tokens))
+
+
+def _bytes(dataset: Dataset, tokens: int) -> float:
+    return dataset.bytes_of(dataset.split("validation").read(1, tokens), "validation")
