@@ -13,6 +13,7 @@ UNSTATED = "not stated"  # a speed or gain that was measured too badly to draw c
 ONE = Value(NONE, key=1.0)  # the baseline's own gain: not shown, but sorted
 WIDEST = 1000.0  # high / low of an interval of ratios; a wider interval is not shown
 TOO_WIDE = "interval too wide"
+PAYS = "pays (Holm)"
 
 
 def columns(result: StudyResult) -> list[Column]:
@@ -43,9 +44,9 @@ def columns(result: StudyResult) -> list[Column]:
 
 def _corrected(level: str) -> Column:
     return Column(
-        f"pays [{level}, Holm]",
-        "whether the wall-clock gain is clear of 1, and its interval, after Holm's correction for the number of "
-        "variants compared. Without a ladder, three seeds are needed",
+        PAYS,
+        f"whether the wall-clock gain is clear of 1, and its {level} interval, after Holm's correction for the number "
+        "of variants compared. Without a ladder, three seeds are needed",
     )
 
 

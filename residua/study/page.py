@@ -12,6 +12,7 @@ from residua.study import entries, plots, sentences
 from residua.study.answer import answer, best_row, by_gain, by_loss, comparisons_sentence, gain_key, provenance
 from residua.study.config import StudyConfig
 from residua.study.diagnosed import SIDE_BY_SIDE
+from residua.study.inference import speed_is_shown
 from residua.study.picture import break_even, ladder_scatter
 from residua.study.plan import RUNS
 from residua.study.plots import SECONDS, TOKENS, Records
@@ -219,16 +220,21 @@ def _loss(page: Page, result: StudyResult, records: Records, size: str) -> None:
         f"Below zero is better than {result.baseline} after the same tokens. A lead in tokens that vanishes against "
         "seconds is paid for in speed. Healthy curves stay apart in the same order to the end.",
     )
+    stated = {row.name for row in result.rows(size) if row.name == result.baseline or speed_is_shown(row, result)}
+    timed = {name: runs if name in stated else [] for name, runs in records.items()}
     views = {
         f"{kind}, by {words}": figure
         for kind, curves in (("validation", plots.validation_curves), ("training", plots.training_curves))
-        for words, against in (("tokens", TOKENS), ("seconds", SECONDS))
-        if (figure := curves(records, against)) is not None
+        for words, found in (("tokens", records), ("seconds", timed))
+        if (found is records or sum(map(bool, timed.values())) > 1)
+        and (figure := curves(found, TOKENS if found is records else SECONDS)) is not None
     }
     if records.get(result.baseline) and sum(bool(runs) for runs in records.values()) > 1:
         views = {f"difference to {result.baseline}": plots.difference_curves(records, result.baseline), **views}
     spans = "the band spans all seeds" if len(records) <= plots.BANDS else "click a name to hide its curve"
     left = _not_drawn(result, [name for name, runs in records.items() if runs], size)
+    slow = [name for name, runs in records.items() if runs and name not in stated]
+    left += f" Not drawn by seconds, since their speeds are not stated: {', '.join(slow)}." if slow else ""
     section.tabs(views, f"Mean over seeds; {spans}. Double-click shows the whole curve.{left}")
 
 

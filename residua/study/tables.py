@@ -43,9 +43,12 @@ def _fitting(console: Console, title: str, columns: Sequence[Column], rows: Sequ
 
 
 def _spared(columns: Sequence[Column]) -> list[str]:
-    """The columns that a narrow terminal drops, in this order: with a ladder, also the gain that it replaces."""
+    """The columns that a narrow terminal drops, in this order: with a ladder, also the gain that it replaces.
+
+    What the correction makes of a gain is in its sentence as well.
+    """
     laddered = any(column.title == entries.EQUIVALENT.title for column in columns)
-    return [*SPARED, *(["step-wise gain"] if laddered else [])]
+    return [*SPARED, *(["step-wise gain"] if laddered else []), entries.TEXT_ERROR.title, entries.PAYS]
 
 
 def _kept(

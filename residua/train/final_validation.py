@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 FINAL = "validation.json"
 GROUPS = 256
 """Documents are put together, in order, into at most so many groups of about as many tokens."""
-BATCH_TOKENS = {"cuda": 65_536, "cpu": 4096}
-"""Tokens of a batch, by device."""
 
 
 class FinalValidation(Frozen):
@@ -50,12 +48,11 @@ def final_tokens(config: RunConfig, tokens: int) -> int:
     return validated_tokens(tokens, config.sequence, limit)
 
 
-def final_batches(config: RunConfig, dataset: Dataset, device: str | None = None) -> Iterator[Batch]:
-    """The batches of the last validation: large ones on a device, else of a micro-batch as in training."""
-    split = dataset.split("validation")
-    rows = max(1, BATCH_TOKENS.get(device, 4096) // config.sequence) if device else config.train.micro_batch
+def final_batches(config: RunConfig, dataset: Dataset) -> Iterator[Batch]:
+    """The batches of the last validation, as large as those of training, so that they need no more memory."""
+    split, segments = dataset.split("validation"), config.data.masking == "documents"
     limit = final_tokens(config, split.tokens)
-    return validation_batches(split, config.sequence, rows, limit, config.data.masking == "documents")
+    return validation_batches(split, config.sequence, config.train.micro_batch, limit, segments)
 
 
 def by_document(

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from residua.model.decoder import Decoder
 
 LOG = logging.getLogger(__name__)
-LOGITS = 4096
+LOGITS = 1024
 """Tokens whose logits are in memory at once where the loss of each is asked for."""
 
 

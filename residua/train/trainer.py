@@ -7,7 +7,6 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -443,9 +442,8 @@ class Trainer:
         if self.world.whole_model(self.step) is None:
             batches = list(final_batches(self.config, self.dataset))
             return without_documents(batches, *self.step.evaluate(batches), self.dataset)
-        batches = final_batches(self.config, self.dataset, self.device.type)
-        read = partial(by_document, batches, self.step.token_losses, self.config, self.dataset)
-        return FinalValidation(**self.world.from_leader(lambda: read().model_dump()))
+        text = final_batches(self.config, self.dataset)
+        return self.world.from_leader(lambda: by_document(text, self.step.token_losses, self.config, self.dataset))
 
     def _report(self, final: FinalValidation) -> Result:
         folder = self.run.folder

@@ -50,7 +50,7 @@ def test_losses_of_documents_add_up_to_the_loss(config: RunConfig, masking: str)
     dataset = Dataset.open(str(run.data.path))
     torch.manual_seed(0)
     step = build_step(residua.build(run.model), run.train, torch.device("cpu"))
-    found = by_document(final_batches(run, dataset, "cpu"), step.token_losses, run, dataset)
+    found = by_document(final_batches(run, dataset), step.token_losses, run, dataset)
     batches = list(validation_batches(dataset.split("validation"), 16, 3, segments=masking == "documents"))
     loss, targets = step.evaluate(batches)
     assert (found.loss, found.tokens) == (pytest.approx(loss, rel=1e-6), targets)
@@ -68,7 +68,7 @@ def test_many_documents_are_kept_in_groups(tmp_path: Path) -> None:
         (tmp_path / f"{number}.txt").write_text("depth " * (1 + number % 3))
     prepare(open_corpus([tmp_path], holdout=0.5), tmp_path / "dataset", "bytes", workers=1)
     run, dataset = longer(small_run(tmp_path / "dataset"), 500), Dataset.open(tmp_path / "dataset")
-    found = by_document(final_batches(run, dataset, "cpu"), lambda batch: torch.ones(batch.targets.shape), run, dataset)
+    found = by_document(final_batches(run, dataset), lambda batch: torch.ones(batch.targets.shape), run, dataset)
     assert dataset.split("validation").documents > GROUPS >= len(found.document_tokens) > GROUPS // 2
     assert found.loss == 1.0 and sum(found.document_tokens) == found.tokens
     assert found.document_losses == tuple(map(float, found.document_tokens))
