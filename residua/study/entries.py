@@ -13,7 +13,7 @@ UNSTATED = "not stated"  # a speed or gain that was measured too badly to draw c
 ONE = Value(NONE, key=1.0)  # the baseline's own gain: not shown, but sorted
 WIDEST = 1000.0  # high / low of an interval of ratios; a wider interval is not shown
 TOO_WIDE = "interval too wide"
-PAYS = "pays (Holm)"
+PAYS = "pays"
 
 
 def columns(result: StudyResult) -> list[Column]:
@@ -130,7 +130,11 @@ def precision_columns(recipes: Sequence[str]) -> list[Column]:
             "residual-sink ratio",
             "mean |h| over tokens and depth, largest dimension / median dimension",
         ),
-        Column("loss", "validation loss in high precision (bf16 on a GPU, fp32 on a CPU)"),
+        Column(
+            "loss",
+            "validation loss in high precision (bf16 on a GPU, fp32 on a CPU), on the part of the validation text that "
+            "runs are validated on while they train",
+        ),
         *(
             Column(name, f"loss after {_describe_recipe(name)}, and the increase over high precision")
             for name in recipes

@@ -5,18 +5,18 @@ that is not clear; it and the rest are judged at its level. p is the smallest α
 Δ loss, 0). The chance that any variant without a gain is said to have one is at most α.
 
 The best of several was chosen after looking, so its estimate is too high. Partial pooling takes ln gains
-y ~ N(θ, s²) with θ ~ N(μ, τ²), τ² by DerSimonian and Laird (1986): the shrunk ln gain is μ + τ²/(τ² + s²)·(y − μ).
+y ~ N(θ, s²) with θ ~ N(μ, τ²) and τ² = var(y) − mean(s²), at least 0: the shrunk ln gain is μ + τ²/(τ² + s²)·(y − μ).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from residua.study.measures import Interval
-from residua.study.statistics import t_quantile
+from residua.study.statistics import mean, t_quantile, variance
 
 if TYPE_CHECKING:
     from residua.study.results import StudyResult, VariantResult
@@ -166,24 +166,15 @@ def shrunk(gains: Mapping[int, Interval]) -> dict[int, Interval]:
         return {}
     logs = [math.log(gain.value) for gain in known.values()]
     variances = [gain.error**2 for gain in known.values() if gain.error]
-    between = _variance_between(logs, variances)
-    weights = [1 / (variance + between) for variance in variances]
+    between = max(0.0, variance(logs) - mean(variances))
+    weights = [1 / (own + between) for own in variances]
     centre = math.fsum(w * y for w, y in zip(weights, logs, strict=True)) / math.fsum(weights)
     found = {}
-    for (key, gain), y, variance in zip(known.items(), logs, variances, strict=True):
-        moved = math.exp((1 - between / (between + variance)) * (centre - y))
+    for (key, gain), y, own in zip(known.items(), logs, variances, strict=True):
+        moved = math.exp(own / (between + own) * (centre - y))
         ends = {end: None if (at := getattr(gain, end)) is None else at * moved for end in ("value", "low", "high")}
         found[key] = gain.model_copy(update=ends)
     return found
-
-
-def _variance_between(values: Sequence[float], variances: Sequence[float]) -> float:
-    """DerSimonian and Laird's τ²: what the values spread more than their errors explain."""
-    weights = [1 / variance for variance in variances]
-    total = math.fsum(weights)
-    centre = math.fsum(w * y for w, y in zip(weights, values, strict=True)) / total
-    spread = math.fsum(w * (y - centre) ** 2 for w, y in zip(weights, values, strict=True))
-    return max(0.0, (spread - (len(values) - 1)) / (total - math.fsum(w * w for w in weights) / total))
 
 
 def comparisons(size: str, result: StudyResult) -> int:

@@ -172,9 +172,13 @@ def _labelled(figure: Figure) -> Figure:
 
 
 def _table(section: Section, result: StudyResult, size: str, explained: bool = False) -> None:
-    """The rows of one size, largest gain first, the columns to look at first on the left."""
+    """The rows of one size, largest gain first, the columns to look at first on the left.
+
+    With a ladder, the step-wise gain, which it replaces, is in results.md alone.
+    """
     columns, place = entries.columns(result), plots.places(result)
-    order = sorted(range(len(columns)), key=lambda i: _importance(columns[i].title))
+    shown = [i for i, column in enumerate(columns) if not (result.ladder and column.title == SORTED_BY["step_gain"])]
+    order = sorted(shown, key=lambda i: _importance(columns[i].title))
     rows = by_gain(result.rows(size), result.baseline)
     cells = []
     for row in rows:
@@ -305,9 +309,7 @@ def _scaling(page: Page, result: StudyResult) -> None:
     )
     place = plots.places(result)
     points = compute_points(result.runs, result.variants)
-    section.figure(
-        plots.scaling_figure(points, result.scaling, list(place)), _not_drawn(result, points).strip() or None
-    )
+    section.figure(plots.scaling_figure(points, result.scaling, list(place)), _not_drawn(result, points).strip())
     section.table(
         entries.scaling_columns(result.confidence),
         [[_named(place, row.name), *entries.scaling_cells(row, result.baseline)[1:]] for row in result.scaling],

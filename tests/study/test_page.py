@@ -325,7 +325,7 @@ def test_a_gain_that_the_correction_takes_away_is_no_yes() -> None:
     assert "), but no gain or loss per second is shown (corrected for 8 comparisons " in verdict(
         result.variants[1], result
     )
-    title = next(i for i, column in enumerate(columns(result)) if column.title == "pays (Holm)")
+    title = next(i for i, column in enumerate(columns(result)) if column.title == "pays")
     assert {cells(row, result)[title].main for row in result.variants[1:]} == {"not shown"}
 
 
