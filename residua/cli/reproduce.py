@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -26,8 +27,13 @@ def reproduce(
         typer.Argument(metavar="ENTRY", show_default=False, help="A table or figure, such as 004:table1."),
     ] = None,
     scale: Annotated[
-        str, typer.Option(metavar="1/32", help="Share of the paper's parameters and tokens; 1 is the paper's size.")
-    ] = SCALE,
+        str | None,
+        typer.Option(
+            metavar="1/32",
+            show_default=SCALE,
+            help="Share of the paper's parameters and tokens; 1 is its size.",
+        ),
+    ] = None,
     data: Annotated[
         Path | None,
         typer.Option(show_default="the embedded corpus", help="A folder made by `residua data prepare`."),
@@ -101,34 +107,39 @@ def reproduce(
 
     Without an entry, lists all of them with what they cost. Ctrl-C saves and stops; the same command continues.
     """
-    from residua.config.settings import ConfigError
     from residua.report.terminal import open_console
     from residua.reproduce.build import Request
     from residua.reproduce.scale import parse_scale
 
     console = open_console()
-    share = parse_scale(scale)
-    if entry is None and study is not None:
-        raise ConfigError("--study needs an entry to judge: `residua reproduce` lists them.")
-    if entry is None:
-        from residua.reproduce.listing import print_list
-
-        print_list(console, share)
-        return
-    folder = out or Path("runs") / entry.replace(":", "-")
+    share = parse_scale(scale or SCALE)
     request = Request(
         scale=share, sizes=_names(sizes), rows=_names(rows), seeds=seeds, set=tuple(change or ()),
         data=None if data is None else str(data), workers=workers, threads=threads,
         task_dir=None if task_dir is None else str(task_dir), limit=limit, no_tasks=no_tasks, tune=_multiples(tune),
         calibration=calibration,
     )  # fmt: skip
+    own = {"study": study, "run": run, "results": results, "plan": plan}  # a request has the options of a training
+    given = [*request.given(but=("scale",)), *(name for name, value in own.items() if value)]
+    given += [] if scale is None else ["scale"]
+    if entry is None:
+        from residua.reproduce.listing import print_list
+
+        given += [] if out is None else ["out"]
+        _refuse(given, ("scale",), "--{} needs an entry, such as 004:table1: `residua reproduce` lists them.")
+        print_list(console, share)
+        return
+    folder = out or Path("runs") / entry.replace(":", "-")
     if study is not None:
-        others = {"run": run, "results": results, "plan": plan, "scale": scale != SCALE}
-        _judge(entry, study, request, [name for name, value in others.items() if value], folder, console)
+        from residua.reproduce.shared import reproduce_from
+
+        _refuse(given, ("study", "rows"), "--study takes numbers that exist and trains nothing: leave --{} out.")
+        _tell(reproduce_from(entry, study, folder, console, request.rows), console)
         return
     from residua.reproduce import conduct as work
 
     if run:
+        _refuse(given, ("run",), "--run looks inside a model that exists and trains nothing: leave --{} out.")
         page = work.look_inside(entry, run, folder, console)
         console.print(f"Report: {page.resolve()}", soft_wrap=True, markup=False)
         return
@@ -138,15 +149,13 @@ def reproduce(
     _conduct(entry, request, folder, results, console)
 
 
-def _judge(entry: str, study: Path, request: Request, others: list[str], folder: Path, console: Console) -> None:
-    """Judge an entry from a study that exists; of the options of a training, `--rows` alone has a meaning."""
-    from residua.config.settings import ConfigError
-    from residua.reproduce.shared import reproduce_from
+def _refuse(given: Sequence[str], but: Sequence[str], sentence: str) -> None:
+    """Refuse options that would be ignored: those that were given, but for the ones that have a meaning here."""
+    from residua.errors import UserError
 
-    given = [*request.given(but=("rows", "scale")), *others]
-    if given:
-        raise ConfigError(f"--study takes numbers that exist and trains nothing: leave --{given[0]} out.")
-    _tell(reproduce_from(entry, study, folder, console, request.rows), console)
+    ignored = next((name for name in given if name not in but), None)
+    if ignored is not None:
+        raise UserError(sentence.format(ignored))
 
 
 def _conduct(entry: str, request: Request, folder: Path, results: Path | None, console: Console) -> None:

@@ -1,8 +1,9 @@
-"""A verdict on every claim of a table: confirmed, contradicted or not shown, with the interval that says so.
+"""A verdict on every claim of a table, with the interval that says so: one on its direction, one on its magnitude.
 
-Claims are about differences and ratios between rows, since another text and size give other absolute losses. A claim is
-confirmed when the whole interval lies on its side, contradicted when the whole interval lies on the other side, and
-not shown otherwise; with one seed there is no interval and nothing is shown.
+Claims are about differences and ratios between rows, since another text and size give other absolute losses. The
+direction is confirmed when the whole interval lies on the claim's side, contradicted when the whole interval lies on
+the other side, and not shown otherwise. The magnitude is judged where the paper has a number (`magnitude.py`). With one
+seed there is no interval and nothing is shown.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from residua.reproduce.entry import Below, Claim, Diverges, Falls, Gain, Order, Study, Unmeasured
+from residua.reproduce.magnitude import Magnitude, PaperNumber
 from residua.reproduce.measures import MEASURES, Measure
 from residua.study.results import StudyResult
 from residua.study.statistics import Estimate, estimate_ratio, paired_difference
@@ -23,24 +25,32 @@ from residua.study.statistics import Estimate, estimate_ratio, paired_difference
 DIVERGED = re.compile(r"the run diverged|the (loss|gradient norm) is (nan|-?inf)")
 """What the trainer says of a run that it stopped (`train/health.py`)."""
 ALL = "all"
-Word = Literal["confirmed", "contradicted", "not shown"]
+Direction = Literal["confirmed", "contradicted", "not shown"]
+THAN_THE_PAPERS = {"larger": "larger than the paper's", "smaller": "smaller than the paper's"}
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What our runs say about a claim at one size. `found` has our number and its interval, `printed` the paper's."""
+    """What our runs say about a claim at one size. `found` has our number and its interval, `printed` the paper's.
+
+    `magnitude` is None where the paper has no number.
+    """
 
     claim: str
     size: str
-    word: Word
+    direction: Direction
+    magnitude: Magnitude | None
     found: str
     printed: str = ""
 
     @property
     def sentence(self) -> str:
         """The verdict as one line of text."""
+        word = f"direction {self.direction}"
+        if self.magnitude is not None:
+            word += f", magnitude {THAN_THE_PAPERS.get(self.magnitude, self.magnitude)}"
         paper = f" The paper has {self.printed}." if self.printed else ""
-        return f"{self.claim} ({self.size}): {self.word}. {self.found}.{paper}"
+        return f"{self.claim} ({self.size}): {word}. {self.found}.{paper}"
 
 
 @dataclass(frozen=True)
@@ -115,7 +125,9 @@ def _over_sizes(claim: Claim) -> bool:
 
 
 def _unmeasured(claim: Unmeasured, size: str, measured: Measured) -> Verdict:
-    return Verdict(claim.text, size, "not shown", claim.reason)
+    if claim.published is None:
+        return Verdict(claim.text, size, "not shown", None, claim.reason)
+    return Verdict(claim.text, size, "not shown", "not shown", claim.reason, f"{claim.published:g}×")
 
 
 def _below(claim: Below, size: str, measured: Measured) -> Verdict:
@@ -123,12 +135,15 @@ def _below(claim: Below, size: str, measured: Measured) -> Verdict:
     measure = measured.measure(claim.measure)
     row, than = (claim.than, claim.row) if measure.more_is_better else (claim.row, claim.than)
     found = _compared(row, than, size, measure, measured)
+    paper = _paper_number(claim, row, than, size, measured)
+    magnitude, printed = paper.compare(found) if paper else (None, "")
     return Verdict(
         claim.text,
         size,
         _side(found, _neutral(measure), upward=measure.more_is_better),
+        magnitude,
         measured.why_not(claim.row, claim.than) or _in_words(found, measure, f"{row} against {than}"),
-        _printed(row, than, claim.measure, size, measured, found),
+        printed,
     )
 
 
@@ -140,10 +155,10 @@ def _order(claim: Order, size: str, measured: Measured) -> Verdict:
     words = {(low, high): _side(found, _neutral(measure)) for low, high, found in pairs}
     wrong = [pair for pair, word in words.items() if word == "contradicted"]
     open_ = [pair for pair, word in words.items() if word == "not shown"]
-    word: Word = "contradicted" if wrong else "not shown" if open_ or absent else "confirmed"
+    word: Direction = "contradicted" if wrong else "not shown" if open_ or absent else "confirmed"
     told = [_in_words(found, measure, f"{low} against {high}") for low, high, found in pairs]
     told += [absent] if absent else []
-    return Verdict(claim.text, size, word, "; ".join(told), " < ".join(claim.rows))
+    return Verdict(claim.text, size, word, None, "; ".join(told), " < ".join(claim.rows))
 
 
 def _gain(claim: Gain, size: str, measured: Measured) -> Verdict:
@@ -161,11 +176,12 @@ def _gain(claim: Gain, size: str, measured: Measured) -> Verdict:
         "compute_advantage": "compute for the same loss, baseline / ours",
         "throughput_ratio": "tokens per second, ours / baseline",
     }[claim.measure]
+    magnitude, printed = PaperNumber(claim.published, ratio=True).compare(estimate)
     if estimate is None:
-        why = measured.why_not(claim.row) or f"{title}: not measured"
-        return Verdict(claim.text, size, word, why, f"{claim.published:g}×")
-    printed = f"{claim.published:g}×, {_where(claim.published, estimate)}"
-    return Verdict(claim.text, size, word, f"{title}: {_ratio_text(estimate)}", printed)
+        told = measured.why_not(claim.row) or f"{title}: not measured"
+    else:
+        told = f"{title}: {_ratio_text(estimate)}"
+    return Verdict(claim.text, size, word, magnitude, told, printed)
 
 
 def _falls(claim: Falls, size: str, measured: Measured) -> Verdict:
@@ -173,7 +189,7 @@ def _falls(claim: Falls, size: str, measured: Measured) -> Verdict:
     values = list(measured.values(size, claim.row, measure).values())
     found = estimate_ratio(values, measured.result.confidence) if values else None
     told = measured.why_not(claim.row) or _in_words(found, measure, claim.row)
-    return Verdict(claim.text, size, _side(found, 1.0, upward=claim.rises), told)
+    return Verdict(claim.text, size, _side(found, 1.0, upward=claim.rises), None, told)
 
 
 def _diverges(claim: Diverges, size: str, measured: Measured) -> Verdict:
@@ -185,13 +201,13 @@ def _diverges(claim: Diverges, size: str, measured: Measured) -> Verdict:
     diverged = [run for run in runs if DIVERGED.search(run.problem)]
     done = [run for run in runs if run.status == "complete"]
     asked = max(len(runs), len(measured.result.seeds))  # a results file has complete runs only
-    word: Word = "not shown"
+    word: Direction = "not shown"
     if len(diverged) == asked:
         word = "confirmed"
     elif len(done) == asked:
         word = "contradicted"
     told = measured.why_not(claim.row) or f"{len(diverged)} of {asked} runs diverged, {len(done)} completed"
-    return Verdict(claim.text, size, word, told)
+    return Verdict(claim.text, size, word, None, told)
 
 
 def _compared(row: str, than: str, size: str, measure: Measure, measured: Measured) -> Estimate | None:
@@ -209,7 +225,7 @@ def _neutral(measure: Measure) -> float:
     return 1.0 if measure.ratio else 0.0
 
 
-def _side(found: Estimate | None, neutral: float, upward: bool = False) -> Word:
+def _side(found: Estimate | None, neutral: float, upward: bool = False) -> Direction:
     """Whether an interval lies wholly on the claimed side of `neutral`: below it, or with `upward` above it."""
     if found is None or (found.low is None and found.high is None):
         return "not shown"
@@ -221,24 +237,16 @@ def _side(found: Estimate | None, neutral: float, upward: bool = False) -> Word:
     return "contradicted" if (below if upward else above) else "not shown"
 
 
-def _printed(row: str, than: str, column: str, size: str, measured: Measured, found: Estimate | None) -> str:
-    """The paper's difference or ratio, and where it lies relative to our interval."""
-    ours, theirs = (measured.published(size, name, column) for name in (row, than))
+def _paper_number(claim: Below, row: str, than: str, size: str, measured: Measured) -> PaperNumber | None:
+    """The number that the claim states, else the difference or ratio of the values in the paper's table."""
+    measure = MEASURES[claim.measure]
+    digits = measure.times if measure.ratio else "+.4f"
+    if claim.published is not None:
+        return PaperNumber(claim.published, measure.ratio, "g" if measure.ratio else "+g", claim.or_more)
+    ours, theirs = (measured.published(size, name, claim.measure) for name in (row, than))
     if ours is None or theirs is None:
-        return ""
-    ratio = MEASURES[column].ratio
-    value = ours / theirs if ratio else ours - theirs
-    shown = f"{value:{MEASURES[column].times}}×" if ratio else f"{value:+.4f}"
-    return shown + (f", {_where(value, found)}" if found else "")
-
-
-def _where(value: float, found: Estimate) -> str:
-    """Where the paper's number lies: the size of a difference, after its sign."""
-    if found.low is None and found.high is None:
-        return "with one seed there is no interval to compare it with"
-    if found.low is not None and value < found.low:
-        return "below our interval"
-    return "above our interval" if found.high is not None and value > found.high else "inside our interval"
+        return None
+    return PaperNumber(ours / theirs if measure.ratio else ours - theirs, measure.ratio, digits)
 
 
 def _in_words(found: Estimate | None, measure: Measure, what: str) -> str:

@@ -50,12 +50,19 @@ class Claim(Frozen):
 
 
 class Below(Claim):
-    """Row `row` has a lower value than row `than`."""
+    """Row `row` has a lower value than row `than`.
+
+    `published` is the number that the claim itself states: the ratio of the two, or row − than; where more is better,
+    the gain of `than`. With `or_more` the claim is that it is at least so large. Without it, the magnitude is that of
+    the paper's values.
+    """
 
     kind: Literal["below"]
     row: str
     than: str
     measure: str = "loss"
+    published: float | None = None
+    or_more: bool = False
 
     @property
     def named(self) -> tuple[str, ...]:
@@ -115,10 +122,14 @@ class Falls(Claim):
 
 
 class Unmeasured(Claim):
-    """A claim that no study can judge yet; `reason` says why, and how to see for oneself."""
+    """A claim that no study can judge yet; `reason` says why, and how to see for oneself.
+
+    `published` is the ratio that it states, if it does.
+    """
 
     kind: Literal["unmeasured"]
     reason: Words
+    published: float | None = Field(None, gt=0)
 
 
 AnyClaim = Annotated[Below | Order | Gain | Falls | Diverges | Unmeasured, Field(discriminator="kind")]

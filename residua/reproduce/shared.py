@@ -18,7 +18,7 @@ from residua.files import refuse_used
 from residua.reproduce.build import Request, selected
 from residua.reproduce.claims import Measured, Verdict, by_reason, verdicts
 from residua.reproduce.conduct import Reproduced, trained
-from residua.reproduce.entry import AnyClaim, Inside, Size, Study, Unmeasured
+from residua.reproduce.entry import AnyClaim, Gain, Inside, Size, Study, Unmeasured
 from residua.reproduce.matching import NOT_THERE, Rows, match_rows, published_run
 from residua.reproduce.show import Comparison
 from residua.study.answer import provenance
@@ -183,7 +183,8 @@ def _claim(claim: AnyClaim, paper: dict[str, tuple[Size, bool]], saved: SavedStu
     if sizes:
         return claim.model_copy(update={"sizes": sizes})
     reason = f"it is about size {', '.join(claim.sizes)}, and the study {saved.config.name} has {', '.join(paper)}"
-    return Unmeasured(kind="unmeasured", text=claim.text, reason=reason)
+    stated = claim.published if isinstance(claim, Gain) else None
+    return Unmeasured(kind="unmeasured", text=claim.text, reason=reason, published=stated)
 
 
 def _about(view: SavedStudy) -> str:

@@ -10,6 +10,7 @@ from residua.report import Column, Link, Page, Value, plain
 from residua.reproduce.catalogue import DOCUMENTS, printed_place
 from residua.reproduce.claims import Measured, Verdict, verdicts
 from residua.reproduce.entry import Inside, Study
+from residua.reproduce.magnitude import BAND
 from residua.reproduce.measures import MEASURES
 from residua.study.diagnosed import SIDE_BY_SIDE
 from residua.study.entries import NONE
@@ -19,12 +20,20 @@ from residua.study.tables import markdown_table
 
 LOOK_FOR = (
     "Look at the verdicts, not at the absolute values: another text and another size give other losses, so claims are "
-    "about differences between rows. Not shown means that the interval holds no difference, or that there is none."
+    "about differences between rows. Direction and magnitude are judged apart: a cost that is real but ten times the "
+    "paper's has its direction confirmed and a larger magnitude. Not shown means that the interval holds no "
+    "difference, or that there is no interval."
 )
 CLAIMS = [
     Column("claim of the paper", numeric=False),
     Column("size", numeric=False),
-    Column("verdict", "confirmed: the whole interval is on the claim's side; contradicted: on the other", False),
+    Column("direction", "confirmed: the whole interval is on the claim's side; contradicted: on the other", False),
+    Column(
+        "magnitude",
+        f"agrees: the paper's number is inside our interval, or ours within {BAND:.0%} of the paper's effect; "
+        "larger, smaller, opposite: our effect against the paper's",
+        False,
+    ),
     Column("ours", numeric=False),
     Column("paper", numeric=False),
 ]
@@ -138,7 +147,8 @@ def _claim_cells(verdict: Verdict) -> list[Value]:
     return [
         Value(verdict.claim),
         Value(verdict.size),
-        Value(verdict.word),
+        Value(verdict.direction),
+        Value(verdict.magnitude or NONE),
         Value(verdict.found),
         Value(verdict.printed or NONE),
     ]

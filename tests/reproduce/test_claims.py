@@ -77,18 +77,18 @@ def by_claim(comparison: Comparison, result: StudyResult) -> dict[str, Verdict]:
 
 def test_claims_are_confirmed_contradicted_or_not_shown(made: tuple[Comparison, StudyResult]) -> None:
     said = by_claim(*made)
-    assert said["Competitive MGR (n=4) outperforms pre-norm"].word == "confirmed"
-    assert said["At n=4 competitive MGR outperforms Full AttnRes"].word == "contradicted"
-    assert said["At n=4 independent MGR outperforms Full AttnRes"].word == "not shown"
+    assert said["Competitive MGR (n=4) outperforms pre-norm"].direction == "confirmed"
+    assert said["At n=4 competitive MGR outperforms Full AttnRes"].direction == "contradicted"
+    assert said["At n=4 independent MGR outperforms Full AttnRes"].direction == "not shown"
     better = said["Full AttnRes outperforms pre-norm"]
-    assert better.word == "confirmed"
+    assert (better.direction, better.magnitude) == ("confirmed", "larger")
     assert "-0.1000 [-0.1000, -0.1000]" in better.found
     assert better.printed.startswith("-0.0374") and "above our interval" in better.printed
 
 
 def test_one_seed_shows_nothing(dataset: Dataset, tmp_path: Path) -> None:
     said = by_claim(*recorded(dataset, tmp_path / "study", seeds=1))
-    assert {verdict.word for verdict in said.values()} == {"not shown"}
+    assert {verdict.direction for verdict in said.values()} == {"not shown"}
     assert "n = 1, no interval" in said["Full AttnRes outperforms pre-norm"].found
 
 
@@ -98,6 +98,7 @@ def test_the_page_and_the_table_have_the_papers_values_beside_ours(made: tuple[C
     for text in (page, table):
         assert "Paper, 004:table1: Table 1" in text
         assert "2.9066" in text and "1.9010" in text  # Full AttnRes: the paper's loss and ours
+        assert "direction" in text and "magnitude" in text and "larger" in text
         assert "contradicted" in text and "another text and another size" in text
     assert page.index("Paper, 004:table1") < page.index(">Verdict<")
 
@@ -116,7 +117,7 @@ def test_divergence_is_a_claim_about_runs_that_the_trainer_stopped(
     comparison, result = recorded(dataset, tmp_path / "study", missing="mgr", problem=problem)
     claim = {"kind": "diverges", "text": "It diverges", "row": "mgr"}
     found = judged(comparison, result, claim, {**claim, "row": "block4"})
-    assert [verdict.word for verdict in found] == [word, "contradicted"]
+    assert [verdict.direction for verdict in found] == [word, "contradicted"]
 
 
 def test_an_order_holds_if_every_neighbour_does(made: tuple[Comparison, StudyResult]) -> None:
@@ -124,7 +125,7 @@ def test_an_order_holds_if_every_neighbour_does(made: tuple[Comparison, StudyRes
 
     def order(*rows: str) -> str:
         claim = {"kind": "order", "text": "An order", "rows": list(rows)}
-        return judged(comparison, result, claim)[0].word
+        return judged(comparison, result, claim)[0].direction
 
     assert order("block4", "full_attnres", "mgr", "prenorm") == "confirmed"
     assert order("block4", "mgr", "full_attnres") == "contradicted"
@@ -141,6 +142,7 @@ def test_gains_are_judged_by_the_side_of_one(
         {"kind": "gain", "text": "Compute", "row": "block4", "measure": "compute_advantage", "published": 1.2},
     ]
     more, slower, compute = judged(comparison, result, *claims)
-    assert (more.word, slower.word, compute.word) == ("confirmed", "contradicted", "not shown")
+    assert (more.direction, slower.direction, compute.direction) == ("confirmed", "contradicted", "not shown")
+    assert (more.magnitude, slower.magnitude, compute.magnitude) == ("smaller", "opposite", "not shown")
     assert "above our interval" in more.printed and "below our interval" in slower.printed
     assert compute.size == "all"

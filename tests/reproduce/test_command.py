@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 
 from residua.cli.reproduce import app
 from residua.config.run import RunConfig
-from residua.config.settings import ConfigError
 from residua.data import Dataset
+from residua.errors import UserError
 from residua.reproduce import conduct as work
 from residua.reproduce.build import Request, selected
 from residua.reproduce.catalogue import load, names
@@ -47,13 +47,21 @@ def test_a_plan_says_runs_tokens_flops_and_hours_and_writes_nothing(dataset: Dat
         (["004:table2"], "cannot be reproduced: a list of hyper-parameters. Nearest: the presets"),
         (["003:fig1"], "name their folders with --run FOLDER"),
         (["004:table1", "--run", "runs/x"], "--run is for entries that look inside a model"),
+        (
+            ["004:fig2", "--run", "runs/x", "--data", "data/x"],
+            "--run looks inside a model that exists and trains nothing: leave --data out.",
+        ),
+        (["004:fig2", "--run", "runs/x", "--seeds", "3"], "leave --seeds out"),
+        (["004:fig2", "--run", "runs/x", "--scale", "1/32"], "leave --scale out"),
+        (["004:fig2", "--run", "runs/x", "--plan"], "leave --plan out"),
+        (["--data", "data/x"], "--data needs an entry, such as 004:table1"),
         (["004:table1", "--scale", "3"], "--scale 3 is not a number above 0 and at most 1"),
         (["004:table1", "--sizes", "XL"], "--sizes XL is not in this entry: choose from S, M, L"),
     ],
 )
 def test_a_mistake_is_answered_in_one_sentence(arguments: list[str], sentence: str) -> None:
     result = runner.invoke(app, arguments)
-    assert isinstance(result.exception, ConfigError)
+    assert isinstance(result.exception, UserError)
     assert sentence in str(result.exception)
 
 

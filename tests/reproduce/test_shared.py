@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from residua.cli.reproduce import app
 from residua.config.settings import ConfigError
+from residua.errors import UserError
 from residua.reproduce.build import Request, selected
 from residua.reproduce.catalogue import load, names
 from residua.reproduce.claims import Verdict
@@ -105,17 +106,17 @@ def test_claims_get_the_verdict_and_interval_of_the_study_itself() -> None:
     (row,) = [row for row in show_saved(saved).variants if row.name == "full_attnres"]
     assert row.difference is not None
     own = f"{row.difference.value:+.4f} [{row.difference.low:+.4f}, {row.difference.high:+.4f}]"
-    assert (better.word, better.size) == ("confirmed", "tiny")
+    assert (better.direction, better.size) == ("confirmed", "tiny")
     assert better.found == f"full_attnres against prenorm: validation loss {own}"
     assert better.printed == "-0.0374, above our interval"  # the paper's S, its smallest size
-    assert said["At n=4 competitive MGR outperforms Full AttnRes"].word == "contradicted"
-    assert said["Competitive MGR (n=4) outperforms pre-norm"].word == "confirmed"
+    assert said["At n=4 competitive MGR outperforms Full AttnRes"].direction == "contradicted"
+    assert said["Competitive MGR (n=4) outperforms pre-norm"].direction == "confirmed"
 
 
 def test_claims_about_rows_that_are_missing_are_not_shown() -> None:
     said = judged("004:table1", saved_study(MGR, {"mhc_lite": ["mhc_lite"]}))
     more = said["Competitive MGR is better with 8 streams than with 4"]
-    assert (more.word, more.found) == ("not shown", f"mgr8: {NOT_THERE}")
+    assert (more.direction, more.found) == ("not shown", f"mgr8: {NOT_THERE}")
     assert more.printed == "-0.0025"
     assert said["mHC-lite outperforms pre-norm"].found == f"mhc_lite: {NOT_RUN}"
 
@@ -125,17 +126,18 @@ def test_an_order_with_missing_rows_can_be_contradicted_and_not_confirmed() -> N
         return next(iter(judged("004:table1", saved_study(ends)).values()))
 
     held = order(MGR)
-    assert held.word == "not shown"
+    assert held.direction == "not shown"
     assert "full_attnres against block4" in held.found and f"mgr8, block8, mhc_lite: {NOT_THERE}" in held.found
-    assert order({**MGR, "block_attnres": 2.8}).word == "contradicted"
+    assert order({**MGR, "block_attnres": 2.8}).direction == "contradicted"
 
 
 def test_what_the_study_does_not_measure_is_not_shown() -> None:
     said = judged("000:table1", saved_study({"prenorm": 3.0, "exoformer_dynamic": 2.9}))
     accuracy = said["The dynamic variant gains 2.13 points of downstream accuracy over the baseline"]
-    assert (accuracy.word, accuracy.found) == ("not shown", "exoformer_dynamic against base: accuracy not measured")
+    assert accuracy.found == "exoformer_dynamic against base: accuracy not measured"
+    assert (accuracy.direction, accuracy.magnitude, accuracy.printed) == ("not shown", "not shown", "+2.13")
     lower = said["Dynamic ExoFormer outperforms the base Transformer"]
-    assert lower.word == "confirmed" and "perplexity 0.9049× [0.9047, 0.9052]" in lower.found
+    assert lower.direction == "confirmed" and "perplexity 0.9049× [0.9047, 0.9052]" in lower.found
 
 
 def test_the_outlier_papers_rows_are_found_whatever_their_names_and_another_feed_forward_is_told() -> None:
@@ -155,7 +157,7 @@ PEAKS = {
 def test_peaks_of_telemetry_stand_in_for_outliers_that_not_all_rows_have() -> None:
     saved = with_peaks(saved_study(RESCALING, GATED), PEAKS)
     lower = judged("003:table1", saved)["(20) against (2): and the outliers"]
-    assert lower.word == "confirmed"
+    assert lower.direction == "confirmed"
     assert lower.found == "ga_gatednorm against ga: peak activation by telemetry 0.10× [0.10, 0.10]"
     assert lower.printed == "0.15×, above our interval"
     some = Outliers(peak_activation=7.0, sink_ratio=2.0)
@@ -174,13 +176,13 @@ def test_how_outliers_grow_is_judged_from_a_dense_model_too_and_the_page_says_so
     assert shared.rows.variants == {"ga": "gated", "ga_gatednorm": "gated_normed", "ga_preaffine": "gated_scaled"}
     assert any("model.attention.kind softmax (hybrid)" in n and "model.ffn.kind relu2 (moe)" in n for n in shared.notes)
     surge, decay, early = shared.verdicts()[-3:]
-    assert surge.word == decay.word == early.word == "confirmed"
+    assert surge.direction == decay.direction == early.direction == "confirmed"
     assert surge.found.endswith("after the last step / the largest of the first tenth 0.08× [0.08, 0.08]")
     assert decay.found.endswith("at half of the run 0.75× [0.75, 0.75]")
     grown = judged("003:fig4", with_peaks(saved, {**PEAKS, "gated": (10.0, 40.0, 50.0)}))
-    assert grown[decay.claim].word == "contradicted"
+    assert grown[decay.claim].direction == "contradicted"
     bare = judged("003:fig4", saved_study(RESCALING, GATED))
-    assert bare[decay.claim].word == "not shown" and bare[decay.claim].found.endswith("not measured")
+    assert bare[decay.claim].direction == "not shown" and bare[decay.claim].found.endswith("not measured")
 
 
 def test_a_model_with_the_papers_own_mixer_is_preferred() -> None:
@@ -192,7 +194,7 @@ def test_a_model_with_the_papers_own_mixer_is_preferred() -> None:
 def test_a_claim_about_certain_sizes_is_judged_at_these_only() -> None:
     small = saved_study({"base": 3.0, "gatednorm": 2.9})
     found = share("003:table4", small).verdicts()
-    assert {(v.word, v.size) for v in found} == {("not shown", "all")}
+    assert {(v.direction, v.size) for v in found} == {("not shown", "all")}
     assert found[0].found == "it is about size 2048, and the study pretended has tiny"
 
 
@@ -202,7 +204,7 @@ def test_several_sizes_are_judged_each() -> None:
     shared = share("004:table1", saved_study(ends, **sizes))
     assert "block4" in shared.rows.absent  # block_attnres has 4 blocks at one size and 8 at the other
     said = [verdict for verdict in shared.verdicts() if verdict.claim == "Full AttnRes outperforms pre-norm"]
-    assert [(verdict.size, verdict.word) for verdict in said] == [("tiny", "confirmed"), ("mini", "confirmed")]
+    assert [(verdict.size, verdict.direction) for verdict in said] == [("tiny", "confirmed"), ("mini", "confirmed")]
 
 
 def test_the_page_says_whose_numbers_they_are(tmp_path: Path) -> None:
@@ -210,7 +212,7 @@ def test_the_page_says_whose_numbers_they_are(tmp_path: Path) -> None:
     arguments = ["004:table1", "--study", str(tmp_path / "x.json"), "--out", str(tmp_path / "page")]
     result = runner.invoke(app, arguments, catch_exceptions=False)
     assert result.exit_code == 0, result.output
-    assert "Full AttnRes outperforms pre-norm (tiny): confirmed." in result.output
+    assert "Full AttnRes outperforms pre-norm (tiny): direction confirmed, magnitude larger than the paper's." in result.output
     page, table = ((tmp_path / "page" / name).read_text("utf-8") for name in ("report.html", "results.md"))
     for text in (page, table):
         assert "the study pretended, base tiny (" in text and "seeds 0, 1, 2" in text
@@ -247,7 +249,7 @@ def test_a_study_that_cannot_answer_is_refused_in_one_sentence(
 ) -> None:
     saved_study(ends).write(tmp_path / "x.json")
     result = runner.invoke(app, [*arguments, "--study", str(tmp_path / "x.json"), "--out", str(tmp_path / "page")])
-    assert isinstance(result.exception, ConfigError)
+    assert isinstance(result.exception, UserError)
     assert sentence in str(result.exception)
     assert not (tmp_path / "page").exists()
 
@@ -258,7 +260,7 @@ def test_a_baseline_without_a_run_and_a_folder_are_refused(tmp_path: Path) -> No
     result = runner.invoke(app, ["004:table1", "--study", str(tmp_path)])
     assert "--results FILE.json --plan` writes from it" in str(result.exception)
     result = runner.invoke(app, ["--study", "x.json"])
-    assert "--study needs an entry to judge" in str(result.exception)
+    assert "--study needs an entry" in str(result.exception)
 
 
 def test_every_judged_entry_compares_with_the_plain_base() -> None:
