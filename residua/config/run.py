@@ -48,13 +48,17 @@ class AdamW(Frozen):
 
 
 class Muon(Frozen):
-    """Muon with Polar Express for the hidden matrices, `rest` for everything else (embedding, head, gains, queries)."""
+    """Muon with Polar Express for the hidden matrices, `rest` for everything else (embedding, head, gains, queries).
+
+    `embedding_decay` is the weight decay of embedding and head, by the rule `decay`; unless given it is that of `rest`.
+    """
 
     kind: Literal["muon"] = "muon"
     lr: Rate = 1e-2
     momentum: Beta = 0.95
     weight_decay: Decay = 0.1
     decay: DecayRule = "cautious"
+    embedding_decay: Decay | None = None
     rest: AdamW = AdamW()
 
 

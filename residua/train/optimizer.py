@@ -139,7 +139,13 @@ def build_optimizer(
         "decay": config.decay,
         "steps": 0,
     }
-    return kind([muon, _adamw_group("rest", rest, config.rest)])
+    if config.embedding_decay is None:
+        return kind([muon, _adamw_group("rest", rest, config.rest)])
+    modules = model.named_modules()
+    tables = {f"{prefix}.weight".lstrip(".") for prefix, module in modules if isinstance(module, nn.Embedding)}
+    embedding = {name: rest.pop(name) for name in list(rest) if name in tables}
+    decayed = config.rest.model_copy(update={"weight_decay": config.embedding_decay, "decay": config.decay})
+    return kind([muon, _adamw_group("embedding", embedding, decayed), _adamw_group("rest", rest, config.rest)])
 
 
 def _adamw_group(title: str, parameters: dict[str, nn.Parameter], config: AdamW) -> dict[str, Any]:

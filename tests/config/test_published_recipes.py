@@ -36,6 +36,13 @@ def test_exoformer_alone_prescribes_z_loss_and_cautious_decay() -> None:
         assert (run.train.z_loss, run.train.optimizer.decay) == (0.0, "plain"), name
 
 
+def test_mgr_decays_the_tied_embedding_as_its_table_3_lists() -> None:
+    for name, run in rows("mgr").items():
+        assert run.train.optimizer.embedding_decay == run.train.optimizer.weight_decay == 0.1, name
+    for name, run in rows("recommended").items():
+        assert not run.train.optimizer.embedding_decay, name  # as in the studies that chose them
+
+
 def test_table_3_of_mgr_has_no_qk_norm_and_exoformer_has_one() -> None:
     assert {run.model.softmax.qk_norm for run in rows("mgr").values()} == {"none"}
     assert {run.model.softmax.qk_norm for run in rows("exoformer").values()} == {"rms"}

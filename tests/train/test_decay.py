@@ -7,7 +7,8 @@ import torch
 
 from residua.config.run import AdamW, Muon, RunConfig
 from residua.config.settings import ConfigError
-from residua.train.optimizer import build_optimizer
+from residua.model.decoder import Decoder
+from residua.train.optimizer import build_optimizer, hidden_matrices
 from tests.train.standin import StandIn
 
 
@@ -44,6 +45,24 @@ def test_plain_decay_with_muon_shrinks_every_weight_alike() -> None:
         shrunk = moved[0.0][name] - moved[0.3][name]
         torch.testing.assert_close(shrunk, 0.05 * 0.3 * before[name], rtol=1e-9, atol=1e-12)
     assert torch.equal(moved[0.0]["gain"], moved[0.3]["gain"])
+
+
+def test_mgr_presets_decay_matrices_and_embedding_only() -> None:
+    """The paper's table 3 has one weight decay, 0.1; nanoGPT, which its code is based on, decays no vectors."""
+    small = ["layers=5", "width=32", "attention.heads=2", "ffn.hidden=32", "vocab_size=64"]
+    for preset in ("mgr-s-competitive4", "mgr-m-full", "mgr-l-block8"):
+        run = RunConfig.find(preset).override([f"model.{change}" for change in small])
+        model = Decoder(run.model)
+        before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+        optimizer = build_optimizer(model, run.train.optimizer)
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        moved = {name: not torch.equal(before[name], parameter) for name, parameter in model.named_parameters()}
+        matrices = {"embed.weight", *hidden_matrices(model)}
+        assert moved == {name: name in matrices for name in moved}
+        rate = run.train.optimizer.rest.lr
+        torch.testing.assert_close(model.embed.weight, (1 - 0.1 * rate) * before["embed.weight"])
 
 
 @pytest.mark.parametrize("table", [Muon(), AdamW()], ids=["muon", "adamw"])
