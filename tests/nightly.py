@@ -17,12 +17,14 @@ def only_nightly(cases: Iterable[Any], but: Iterable[Any]) -> list[Any]:
 
 
 def covering(rows: Iterable[Row], *pairs: tuple[str, str]) -> list[Any]:
-    """All rows, with the mark `nightly` on those without a choice, or one of these pairs, that earlier rows lack."""
-    met: set[Any] = set()
-    kept = []
-    for row in (rows := list(rows)):
-        found = {*row.items(), *((a, b, row[a], row[b]) for a, b in pairs)}
-        if found - met:
-            kept.append(row)
-        met |= found
-    return only_nightly(rows, kept)
+    """All rows, with the mark `nightly` on those that are not needed to meet every choice and each of these pairs.
+
+    Kept are the rows that meet most of what the others have not, one after the other.
+    """
+    meets = [(row, {*row.items(), *((a, b, row[a], row[b]) for a, b in pairs)}) for row in rows]
+    left, kept = set().union(*(met for _, met in meets)), []
+    while left:
+        best, met = max(meets, key=lambda entry: len(entry[1] & left))
+        kept.append(best)
+        left -= met
+    return only_nightly([row for row, _ in meets], kept)

@@ -79,7 +79,16 @@ def test_heads_that_go_straight_into_the_cache_attend_as_others_do(attention: di
     torch.testing.assert_close(*decoded(built, torch.randint(23, (2, 5))), rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize(("name", "layers"), [("additive", 3), ("blocks of two", 3), ("four streams", 3), ("full", 17)])
+@pytest.mark.parametrize(
+    ("name", "layers"),
+    [
+        ("additive", 3),
+        ("blocks of two", 3),
+        ("four streams", 3),
+        ("full", 3),
+        pytest.param("full", 17, marks=pytest.mark.nightly),
+    ],
+)
 def test_interpreted_kernels_decode_what_the_model_does(
     name: str, layers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,6 +21,7 @@ from residua.storage.opening import place
 from tests.model.combinations import ROWS, config_of, name_of
 from tests.model.pairwise import Row
 from tests.model.small import small
+from tests.nightly import covering
 
 TOKENIZER = Tokenizer.bytes()
 CPU = torch.device("cpu")
@@ -90,7 +91,7 @@ def test_a_batch_gives_each_prompt_what_it_gets_alone(sampling: Sampling) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("row", ROWS[::4], ids=name_of)
+@pytest.mark.parametrize("row", covering(ROWS), ids=name_of)
 def test_greedy_decoding_takes_what_the_uncached_model_finds_likeliest(row: Row) -> None:
     built = residua.build(config_of(row).model_copy(update={"vocab_size": 257, "context": 24}))
     done, _ = Generator(built, TOKENIZER, chunk=3)(PROMPTS, Request(6))
@@ -317,7 +318,7 @@ def test_a_dynamic_scale_is_not_folded() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("row", ROWS[::6], ids=name_of)
+@pytest.mark.parametrize("row", covering(ROWS), ids=name_of)
 def test_matrices_in_bfloat16_run_through_every_component(row: Row) -> None:
     built = residua.build(config_of(row)).eval()
     tokens = torch.randint(23, (2, 6))

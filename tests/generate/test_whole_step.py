@@ -6,6 +6,7 @@ ever.
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -80,13 +81,16 @@ def value_residuals(topology: dict[str, Any], granularity: str, **tables: Any) -
 
 
 @pytest.mark.parametrize(
-    "granularity", only_nightly(["elementwise", "headwise", "scalar"], but=["elementwise", "scalar"])
+    "case",
+    only_nightly(
+        product(["elementwise", "headwise", "scalar"], [False, True]), but=[("elementwise", False), ("scalar", True)]
+    ),
 )
-@pytest.mark.parametrize("folded", [False, True])
 def test_phases_mix_values_with_those_of_the_first_layer(
-    granularity: str, folded: bool, monkeypatch: pytest.MonkeyPatch
+    case: tuple[str, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Grouped heads, of whose group one program writes the anchor; the last layer mixes after one that did."""
+    granularity, folded = case
     topology = TOPOLOGIES["two streams" if folded else "additive"][0]
     attention = SOFTMAX | {"heads": 4, "kv_heads": 2, "head_dim": 8}
     built = value_residuals(topology, granularity, layers=3, attention=attention)

@@ -135,8 +135,15 @@ def test_scores_of_a_source_and_a_group_of_reads(device: str, grows: bool) -> No
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), PRECISIONS)
-@pytest.mark.parametrize("competitive", [True, False])
-@pytest.mark.parametrize(("streams", "past"), [(2, 0), (3, 1), (4, 2)])
+@pytest.mark.parametrize(
+    ("streams", "past", "competitive"),
+    [
+        (2, 0, True),
+        (3, 1, False),
+        (4, 2, True),
+        *(pytest.param(*case, marks=pytest.mark.nightly) for case in [(2, 0, False), (3, 1, True), (4, 2, False)]),
+    ],
+)
 @pytest.mark.parametrize("device", DEVICES)
 def test_gated_write_pool_and_norm(
     device: str, streams: int, past: int, competitive: bool, dtype: torch.dtype, tolerance: float
