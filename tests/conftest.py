@@ -1,10 +1,13 @@
 """Every test runs on one thread and from one seed; Triton kernels run in its interpreter unless told not to."""
 
 import atexit
+import gc
 import os
+import re
 import shutil
 import signal
 import tempfile
+from pathlib import Path
 
 # Triton reads its switch when it is first imported, OpenMP when torch is: both before any other import.
 # On a machine with a GPU, TRITON_INTERPRET=0 in the environment runs the real kernels.
@@ -25,10 +28,14 @@ from tests.interpreter import patch_once
 
 atexit.register(shutil.rmtree, os.environ["HF_MODULES_CACHE"], ignore_errors=True)
 torch.set_num_threads(1)
+gc.disable()  # until all is collected, see below
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a shell starts what runs in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)  # what tests start and interrupt must heed it
 if os.environ["TRITON_INTERPRET"] == "1":
     patch_once()
+
+
+ALL_SLOW = re.compile(r"^pytestmark = (\[[^]]*)?pytest\.mark\.slow\b", re.MULTILINE)
 
 
 @pytest.fixture(autouse=True)
@@ -42,10 +49,22 @@ def pytest_fixture_setup(fixturedef: pytest.FixtureDef) -> None:
         torch.manual_seed(0)
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave files of slow tests alone where none of them would run: to import them takes `make check` seconds."""
+    if "not slow" not in config.option.markexpr or collection_path.suffix != ".py":
+        return None
+    return True if ALL_SLOW.search(collection_path.read_text("utf-8")) else None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # a million objects of imports and collection stay: the garbage collector need not look through them
+    gc.enable()
 
 
 def pytest_configure(config: pytest.Config) -> None:

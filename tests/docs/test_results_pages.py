@@ -56,6 +56,7 @@ def test_studies_that_are_not_begun_can_be_begun(monkeypatch: pytest.MonkeyPatch
                     assert base.override(variants.overrides(changes, base.model)).model.layers == base.model.layers
 
 
+@pytest.mark.slow
 def test_the_committed_pages_are_what_the_studies_make(results: ModuleType) -> None:
     stale = [
         str(path.relative_to(ROOT))
@@ -95,15 +96,15 @@ def test_the_claims_of_a_papers_table_are_judged_by_a_study(results: ModuleType,
     readme.write_text("before\n<!-- study pretended claims 004:table1 -->\nstale\n<!-- end -->\nafter\n")
     text = results.made(root)[readme]
     start = (
-        "before\n<!-- study pretended claims 004:table1 -->\n\n| claim of the paper | size | verdict | ours | paper |"
+        "before\n<!-- study pretended claims 004:table1 -->\n\n| claim of the paper | size | direction | mag"
     )
     assert text.startswith(start) and text.endswith("\n<!-- end -->\nafter\n") and "stale" not in text
     rows = {line.split(" | ")[0].removeprefix("| "): line for line in text.splitlines() if line.startswith("| ")}
     ours = "full_attnres against prenorm: validation loss -0.0999 [-0.1001, -0.0997]"  # by hand: ± 4.303 · 1e-4 / √3
-    expected = f"| tiny | confirmed | {ours} | -0.0374, above our interval |"
+    expected = f"| tiny | confirmed | larger | {ours} | -0.0374, above our interval |"
     assert rows["Full AttnRes outperforms pre-norm"].endswith(expected)
     assert "| contradicted |" in rows["At n=4 competitive MGR outperforms Full AttnRes"]
-    assert "| not shown | mhc_lite: without a complete run" in rows["mHC-lite outperforms pre-norm"]
+    assert "| not shown | not shown | mhc_lite: without a complete run" in rows["mHC-lite outperforms pre-norm"]
     assert "- Which of the paper's values stand beside ours: tiny is nearest to the paper's S.\n" in text
     readme.write_text(text)
     assert results.made(root)[readme] == text

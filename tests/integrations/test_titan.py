@@ -41,9 +41,9 @@ WAYS: dict[str, tuple[int, tuple[str, ...]]] = {
     "compiled": (1, ("--compile.enable",)),
     "divided-experts": (4, (*HSDP, "--parallelism.expert_parallel_degree", "2")),
 }
-NORMAL = [("additive", "one"), ("hyper-experts", "fsdp"), ("exo-block", "interleaved"), ("grouped", "context")]
-"""The loss itself; balance of experts, and scalars that FSDP2 leaves whole; all that crosses stages or is shared;
-positions and documents across ranks."""
+NORMAL = [("hyper-experts", "fsdp"), ("exo-block", "interleaved"), ("grouped", "context")]
+"""Balance of experts, and scalars that FSDP2 leaves whole; all that crosses stages or is shared; positions and
+documents across ranks."""
 NIGHTLY = [
     (model, way)
     for model in MODELS

@@ -160,6 +160,14 @@ def test_a_folder_in_use_is_refused(config: RunConfig, tmp_path: Path) -> None:
     train(config, tmp_path / "run", console=QUIET)
 
 
+@pytest.fixture(scope="module")
+def trained(config: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, Path]:
+    """A run that is over, for tests that leave its files as they are."""
+    run = tmp_path_factory.mktemp("trained") / "run"
+    train(config, run, console=QUIET)
+    return config, run
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [
@@ -172,13 +180,13 @@ def test_a_folder_in_use_is_refused(config: RunConfig, tmp_path: Path) -> None:
     ],
 )
 def test_what_shapes_a_run_cannot_change_when_it_is_resumed(
-    config: RunConfig, tmp_path: Path, change: str, named: str
+    trained: tuple[RunConfig, Path], change: str, named: str
 ) -> None:
-    train(config, tmp_path / "run", console=QUIET)
-    before = files(tmp_path / "run")
+    config, run = trained
+    before = files(run)
     with pytest.raises(ValueError, match=named):
-        train(config.override([change]), tmp_path / "run", resume=True, console=QUIET)
-    assert files(tmp_path / "run") == before
+        train(config.override([change]), run, resume=True, console=QUIET)
+    assert files(run) == before
 
 
 def test_a_run_on_prepared_text_can_be_resumed_where_its_tokenizer_has_another_place(

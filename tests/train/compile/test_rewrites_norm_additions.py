@@ -37,7 +37,15 @@ ARGUMENTS = {"gated_norm": 8, "rms_norm": 4, "scaled_rms_norm": 5}
 """Of the backward operator without a residual."""
 
 
-@pytest.mark.parametrize(("name", "layers"), [("gated_norm", 1), ("rms_norm", 2), ("scaled_rms_norm", 1)])
+@pytest.mark.parametrize(
+    ("name", "layers"),
+    [
+        ("gated_norm", 1),
+        ("rms_norm", 1),
+        ("scaled_rms_norm", 1),
+        pytest.param("rms_norm", 2, marks=pytest.mark.nightly),
+    ],
+)
 def test_a_model_keeps_its_loss_and_gradients_and_every_sum_of_its_residual_stream_is_taken(name, layers):
     loss, parameters = model_loss(layers=layers, norm=NORMS[name])
     plain, ours = differentiated(loss, parameters, rewrite=fuse_additions)
