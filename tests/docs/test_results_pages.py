@@ -95,9 +95,7 @@ def test_the_claims_of_a_papers_table_are_judged_by_a_study(results: ModuleType,
     readme = root / "README.md"
     readme.write_text("before\n<!-- study pretended claims 004:table1 -->\nstale\n<!-- end -->\nafter\n")
     text = results.made(root)[readme]
-    start = (
-        "before\n<!-- study pretended claims 004:table1 -->\n\n| claim of the paper | size | direction | mag"
-    )
+    start = "before\n<!-- study pretended claims 004:table1 -->\n\n| claim of the paper | size | direction | mag"
     assert text.startswith(start) and text.endswith("\n<!-- end -->\nafter\n") and "stale" not in text
     rows = {line.split(" | ")[0].removeprefix("| "): line for line in text.splitlines() if line.startswith("| ")}
     ours = "full_attnres against prenorm: validation loss -0.0999 [-0.1001, -0.0997]"  # by hand: ± 4.303 · 1e-4 / √3

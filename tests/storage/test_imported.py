@@ -108,6 +108,7 @@ def test_without_a_precision_an_import_is_exported_as_it_is_stored(
             torch.testing.assert_close(after[key], tensor, rtol=0, atol=2e-7 if rounded else 0)
 
 
+@pytest.mark.slow
 def test_in_residuas_layout_an_import_keeps_the_dtypes_of_its_run(folder: Path, tmp_path: Path) -> None:
     import_folder(folder, tmp_path / "run")
     export(tmp_path / "run", tmp_path / "own")
@@ -169,6 +170,7 @@ def ending_in(folder: Path, end: str) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": end}))
 
 
+@pytest.mark.slow
 def test_texts_of_an_imported_model_end_in_its_own_token(folder: Path, tmp_path: Path) -> None:
     from residua.data.dataset import Dataset
 

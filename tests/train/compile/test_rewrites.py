@@ -70,6 +70,7 @@ def test_rounding_of_other_readers_is_kept(monkeypatch: pytest.MonkeyPatch) -> N
     torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-1)
 
 
+@pytest.mark.slow
 def test_a_cpu_graph_is_left_alone() -> None:
     torch.compiler.reset()
     model, graphs = nn.Linear(16, 24, bias=False), []  # type: ignore[var-annotated]
