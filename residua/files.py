@@ -8,10 +8,12 @@ intact. It imports nothing but the standard library, so every room may use it.
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import re
 import secrets
 import shutil
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -154,10 +156,11 @@ def atomic_folder(final: Path, *, unique: bool = False) -> Iterator[Path]:
     """Yield an empty folder to fill; it becomes `final` if the block succeeds and is removed if it fails.
 
     `final` must not exist or be an empty folder: raises `FileExistsError` otherwise. With `unique`, several processes
-    may write the same folder, and the first to finish wins; without, leftovers of a killed process are removed.
+    may write the same folder, and the first to finish wins. Leftovers of killed processes are removed.
     """
     temporary = unfinished(final, unique=unique)
     shutil.rmtree(temporary, ignore_errors=True)
+    _remove_abandoned(final.parent)
     with writing(final, within=temporary), making(final.parent):
         try:
             temporary.mkdir()
@@ -199,9 +202,40 @@ class AppendedFile:
 
 
 def unfinished(path: Path, *, unique: bool = False) -> Path:
-    """The temporary name of a file or folder, in the same parent folder."""
-    mark = f"{os.getpid()}-{secrets.token_hex(3)}-" if unique else ""
+    """The temporary name of a file or folder, in the same parent folder; a unique one names its process."""
+    mark = f"{os.getpid()}-{_machine()}{secrets.token_hex(3)}-" if unique else ""
     return path.with_name(f"{UNFINISHED}{mark}{path.name}")
+
+
+def _machine() -> str:
+    """Eight digits for this machine or container: elsewhere, the number of a process means another one."""
+    try:
+        space = os.readlink("/proc/self/ns/pid")
+    except OSError:
+        space = ""
+    return hashlib.sha256(f"{socket.gethostname()} {space}".encode()).hexdigest()[:8]
+
+
+def _remove_abandoned(folder: Path) -> None:
+    """Remove what processes of this machine had begun to write to a folder before they were killed."""
+    for path in folder.glob(f"{UNFINISHED}*"):
+        named = re.match(rf"{UNFINISHED}(\d+)-{_machine()}[0-9a-f]{{6}}-", path.name, re.ASCII)
+        if named is None or _is_running(int(named[1])):
+            continue
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def _is_running(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, OverflowError):  # it belongs to somebody else, or there is no such number
+        return True
+    return True
 
 
 def publish(temporary: Path, final: Path) -> None:

@@ -175,7 +175,8 @@ def inside(folder: Path, name: str) -> Path:
     """The file or folder `name` in `folder`; refuses a name or link that leads out of it.
 
     A folder of another person could otherwise show or overwrite any file of this machine. In the cache of Hugging Face,
-    files of `models--ORG--NAME/snapshots/REVISION` are links into `models--ORG--NAME/blobs`: those are followed.
+    files of `models--ORG--NAME/snapshots/REVISION` are links into `models--ORG--NAME/blobs`: those are followed, and in
+    `datasets--ORG--NAME` too.
     """
     pure = PurePosixPath(name)
     path = folder / name
@@ -205,7 +206,7 @@ def check_links(folder: Path) -> None:
 def _blobs(home: Path) -> Path | None:
     """Where the files of a folder in Hugging Face's cache are; None for any other folder."""
     repository = home.parent.parent
-    cached = home.parent.name == "snapshots" and repository.name.startswith("models--")
+    cached = home.parent.name == "snapshots" and repository.name.startswith(("models--", "datasets--"))
     return repository / "blobs" if cached else None
 
 

@@ -29,6 +29,9 @@ Sources = Annotated[
     ),
 ]
 Field = Annotated[str, typer.Option(help="The field that holds the text in JSONL, parquet and datasets.")]
+SkipBad = Annotated[
+    bool, typer.Option("--skip-bad", help="Leave out lines and files that cannot be read, and say how many.")
+]
 Limit = Annotated[
     int | None,
     typer.Option(
@@ -38,11 +41,16 @@ Limit = Annotated[
 
 
 def _corpus(
-    sources: list[str] | None, field: str, validation: str | None, holdout: float | None, limit: int | None
+    sources: list[str] | None,
+    field: str,
+    validation: str | None,
+    holdout: float | None,
+    limit: int | None,
+    skip_bad: bool,
 ) -> Corpus:
     """The corpus of the options; says which files of folders are left out."""
     from residua.data import DataError, open_corpus, standard_library
-    from residua.data.readers import left_out_notice
+    from residua.data.readers import left_out_notice, links_notice
     from residua.report.plain import printable
 
     if holdout is not None and not 0 <= holdout < 1:
@@ -50,14 +58,16 @@ def _corpus(
     if validation is not None and holdout:
         raise DataError("--validation names the validation text, so --holdout holds nothing out: give one of the two")
     if sources:
-        corpus = open_corpus(sources, field=field, validation=validation, holdout=holdout, limit=limit)
-        if corpus.twice is not None:
-            typer.echo(printable(f"{corpus.twice} is validation text and trained on: its loss is not that of new text"))
-        if (notice := left_out_notice(corpus.left_out)) is not None:
-            typer.echo(printable(notice))
+        corpus = open_corpus(
+            sources, field=field, validation=validation, holdout=holdout, limit=limit, skip_bad=skip_bad
+        )
+        for notice in (left_out_notice(corpus.left_out), links_notice(corpus.links)):
+            if notice is not None:
+                typer.echo(printable(notice))
         return corpus
-    if validation is not None or holdout is not None or limit is not None:
-        raise DataError("--validation, --holdout and --max-bytes need a SOURCE: the built-in corpus has its own split")
+    if validation is not None or holdout is not None or limit is not None or skip_bad:
+        options = "--validation, --holdout, --max-bytes and --skip-bad"
+        raise DataError(f"{options} need a SOURCE: the built-in corpus has its own split")
     return standard_library()
 
 
@@ -84,8 +94,18 @@ def prepare(
             help="Share of the text held out for validation, 0 for none.",
         ),
     ] = None,
+    overlap: Annotated[
+        str | None,
+        typer.Option(
+            metavar="[drop|keep|refuse]",
+            show_default="drop",
+            help="Training documents that are validation text too, but for case, punctuation and white space: leave "
+            "them out of training, keep them, or end here.",
+        ),
+    ] = None,
     field: Field = "text",
     limit: Limit = None,
+    skip_bad: SkipBad = False,
     workers: Annotated[int | None, typer.Option(min=1, show_default="all cores", help="Tokenizer threads.")] = None,
     shard_tokens: Annotated[int, typer.Option(min=1, help="Tokens in one shard file.")] = 100_000_000,
 ) -> None:
@@ -98,13 +118,18 @@ def prepare(
     residua data prepare org/name:config --max-bytes 2000000000 --out data/web
     """
     from residua import data
+    from residua.cli.options import require_choice
+    from residua.data.overlap import DROP, KEEP, RULES
     from residua.data.pipeline import BPE, size_of
 
-    corpus = _corpus(sources, field, validation, holdout, limit)
+    rule = overlap or (DROP if sources else KEEP)  # the built-in corpus is the same on every machine
+    require_choice("--overlap", rule, RULES)
+    corpus = _corpus(sources, field, validation, holdout, limit, skip_bad)
     chosen = tokenizer or ("bpe:8192" if sources else "bpe:1024")
-    data.prepare(corpus, out, chosen, workers=workers, shard_tokens=shard_tokens, progress=True)
+    data.prepare(corpus, out, chosen, workers=workers, shard_tokens=shard_tokens, overlap=rule, progress=True)
     opened = data.Dataset.open(out)
     _describe(opened, sample=0)
+    _tell_findings(opened)
     if chosen.startswith(BPE):
         _tell_fewer(opened.vocab_size, size_of(chosen))
     if tokenizer is None and opened.split("train").tokens < 20 * opened.vocab_size:
@@ -126,11 +151,12 @@ def tokenizer(
     out: Annotated[Path, typer.Option(help="The tokenizer.json to write; an existing file is refused.")],
     vocab_size: Annotated[
         int,
-        typer.Option(min=257, max=2**31 - 1, help="Entries, including the 256 bytes and the end-of-text token."),
+        typer.Option(min=257, max=2**24, help="Entries, including the 256 bytes and the end-of-text token."),
     ],
     sources: Sources = None,
     field: Field = "text",
     limit: Limit = None,
+    skip_bad: SkipBad = False,
 ) -> None:
     """Train a byte-level BPE tokenizer on text.
 
@@ -145,7 +171,7 @@ def tokenizer(
         raise DataError(f"{out} exists: name another --out, or move it elsewhere.")
     if not out.parent.is_dir():
         raise DataError(f"the folder {out.parent} for --out does not exist: make it first")
-    corpus = _corpus(sources, field, None, 0.0 if sources else None, limit)
+    corpus = _corpus(sources, field, None, 0.0 if sources else None, limit, skip_bad)
     with progress_bar(True) as bar:
         trained = train_tokenizer(corpus, vocab_size, bar)
     trained.save(out)
@@ -171,6 +197,19 @@ def info(
     for split in opened.splits.values():
         split.check()
     _describe(opened, sample)
+
+
+def _tell_findings(opened: Dataset) -> None:
+    """Say which documents both splits share, and which lines and files were skipped."""
+    from residua.data.overlap import overlap_notice
+    from residua.reading import counted
+    from residua.report.plain import printable
+
+    if "validation" in opened.splits:
+        typer.echo(overlap_notice(opened.description.get("overlap"), opened.split("validation").documents))
+    for entry in opened.description.get("skipped", ()):
+        skipped = f"{counted(entry['count'], entry['unit'])} skipped ({entry['kind']})"
+        typer.echo(printable(f"{skipped}, the first: {entry['first']}"))
 
 
 def _tell_fewer(found: int, asked: int) -> None:

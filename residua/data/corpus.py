@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-import re
+import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain, repeat
+from itertools import chain, islice, repeat
 from pathlib import Path
 from typing import NamedTuple
 
-from residua.data.readers import (
-    FOUND_IN_FOLDERS,
-    LINES_OF_JSON,
-    DataError,
-    Documents,
-    files_in,
-    read_file,
-    read_hub,
-    split_suffix,
-)
+from residua.data.parts import Part, parts_of
+from residua.data.problems import SEARCHED_BYTES, Problem, Problems
+from residua.data.readers import LONGEST_DOCUMENT, DataError, cut
 
 TRAIN, VALIDATION = "train", "validation"
 HOLDOUT = 0.01
@@ -29,20 +22,8 @@ LEAST_HELD_OUT = 32_768
 # Of more documents than this, chosen by their hash, the held-out ones are close enough to their share of the text.
 _FEW_DOCUMENTS, _FEW_BYTES = 1000, 256_000_000
 _LEAST_PIECE = 1024
-
-
-@dataclass(frozen=True)
-class Part:
-    """One file or one stream; `size` in bytes is None for a stream.
-
-    `split` is the split of its documents; with None, a hash of each document decides.
-    """
-
-    name: str
-    size: int | None
-    read: Callable[[], Documents]
-    split: str | None = None
-    version: str = ""
+_IN_MEMORY = 1 << 25
+"""Bytes of the first documents that are kept in memory; more go to a temporary file."""
 
 
 class Document(NamedTuple):
@@ -65,7 +46,7 @@ class Corpus:
     `holdout` is the share of the text held out for validation, and `least` how many bytes at least (but at most a tenth
     of the text). Documents are chosen by a hash of their text. Reading ends after the document that reaches `limit`
     bytes of text; validation parts do not count. `left_out` are files of folders that are not read because of their
-    suffix.
+    suffix, `links` those that are links to somewhere else. `skip_bad` leaves out faulty lines and files.
     """
 
     names: tuple[str, ...]
@@ -74,6 +55,8 @@ class Corpus:
     limit: int | None = None
     least: int = 0
     left_out: tuple[Path, ...] = ()
+    links: tuple[Path, ...] = ()
+    skip_bad: bool = False
 
     @property
     def size(self) -> int | None:
@@ -82,133 +65,145 @@ class Corpus:
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 over name, size, version and split of every part, what is held out and the limit."""
+        """SHA-256 over name, size, version and split of every part, what is held out or skipped, and the limit."""
         identity = [(part.name, part.size, part.version, part.split) for part in self.parts]
         rule = (self.holdout, self.limit, "by size", self.least) if self.holdout else (self.holdout, self.limit)
-        return hashlib.sha256(repr((identity, *rule)).encode()).hexdigest()
+        skipped = ("skip bad",) if self.skip_bad else ()
+        return hashlib.sha256(repr((identity, *rule, *skipped)).encode()).hexdigest()
 
-    @property
-    def twice(self) -> str | None:
-        """A file or stream that is both training and validation text."""
-        held_out = {part.name for part in self.parts if part.split == VALIDATION}
-        return next((part.name for part in self.parts if part.split != VALIDATION and part.name in held_out), None)
-
-    def documents(self) -> Iterator[Document]:
-        """All documents that are not blank, each with its split.
+    def documents(self, problems: Problems | None = None) -> Iterator[Document]:
+        """All documents that are not blank, each with its split; counts skipped lines and files in `problems`.
 
         A document is held out if its hash is below the share. If the documents are few and this gives less than half or
         more than twice the share of the text, whole documents in order of their hash are held out as long as they fit,
         and if that is less than half of it, the end of the next one.
         """
-        hashed = self._hashed()
-        first = _beginning(hashed) if self.holdout else []
-        following = next(hashed, None)
-        if following is None and first and not self._is_even(first):
-            yield from self._by_size(first)
-        else:
-            yield from self._by_hash(chain(first, [] if following is None else [following], hashed))
+        hashed = self._hashed(problems)
+        if not self.holdout:
+            yield from self._by_hash(hashed)
+            return
+        with _Beginning(hashed) as first:
+            following = next(hashed, None)
+            if following is None and first and not self._is_even(first):
+                yield from self._by_size(first)
+            else:
+                yield from self._by_hash(chain(first, [] if following is None else [following], hashed))
 
-    def _few_training_texts(self) -> list[str] | None:
+    def _few_training_texts(self) -> Iterator[str] | None:
         """The training texts if they are chosen by size."""
         if not self.holdout or self.size is None:
             return None
         hashed = self._hashed()
-        first = _beginning(hashed)
-        if next(hashed, None) is not None or not first or self._is_even(first):
-            return None
-        return [document.text for document in self._by_size(first) if document.split == TRAIN]
+        with _Beginning(hashed) as first:
+            if next(hashed, None) is not None or not first or self._is_even(first):
+                return None
+        return (document.text for document in self.documents() if document.split == TRAIN)
 
     def _wanted(self, total: int) -> float:
         """Bytes to hold out of so many."""
         return max(self.holdout * total, min(self.least, total / 10))
 
-    def _is_even(self, documents: Sequence[Hashed]) -> bool:
+    def _is_even(self, first: _Beginning) -> bool:
         """Whether the hash alone holds out half to twice the share."""
-        sizes = [(hashed < self.holdout, document.bytes) for hashed, document in documents if hashed is not None]
+        sizes = [(entry.hashed < self.holdout, entry.bytes) for entry in first.entries if entry.hashed is not None]
         held, wanted = sum(size for chosen, size in sizes if chosen), self._wanted(sum(size for _, size in sizes))
         return wanted / 2 <= held <= wanted * 2
 
-    def _by_size(self, documents: Sequence[Hashed]) -> Iterator[Document]:
+    def _by_size(self, first: _Beginning) -> Iterator[Document]:
         """Few documents, in their order; one of them may be divided, and all its copies alike.
 
         Repeated texts are chosen last, because all copies of one can be far more than the share. If there are only
         copies of one text, too short to divide, the first of them is held out.
         """
-        open_ones = [(hashed, document) for hashed, document in documents if hashed is not None]
-        wanted = self._wanted(sum(document.bytes for _, document in open_ones))
-        copies = Counter(document.text for _, document in open_ones)  # equal texts stay together
-        held: set[str] = set()
-        divided, size = "", 0
-        for _, document in sorted(open_ones, key=lambda pair: (copies[pair[1].text], pair[0])):
-            if document.text in held:
+        open_ones = [entry for entry in first.entries if entry.hashed is not None]
+        wanted = self._wanted(sum(entry.bytes for entry in open_ones))
+        copies = Counter(entry.text for entry in open_ones)  # equal texts stay together
+        held: set[bytes] = set()
+        divided, size = b"", 0
+        for entry in sorted(open_ones, key=lambda entry: (copies[entry.text], entry.hashed)):
+            if entry.text in held:
                 continue
-            if size + document.bytes * copies[document.text] > wanted:
-                divided = document.text if size < wanted / 2 else ""
+            if size + entry.bytes * copies[entry.text] > wanted:
+                divided = entry.text if size < wanted / 2 else b""
                 break
-            held.add(document.text)
-            size += document.bytes * copies[document.text]
+            held.add(entry.text)
+            size += entry.bytes * copies[entry.text]
         share = (wanted - size) / max(1, copies[divided])
-        only_copies = len(copies) == 1 and copies[divided] > 1 and not _can_divide(open_ones[0][1], share)
+        only_copies = len(copies) == 1 and copies[divided] > 1 and not _can_divide(open_ones[0].bytes, share)
         splits = _first_held_out()
-        for hashed, document in documents:
+        for entry, (hashed, document) in zip(first.entries, first, strict=True):
             if hashed is None:
                 yield document
             elif only_copies:
                 yield document._replace(split=next(splits))
-            elif document.text == divided:
+            elif entry.text == divided:
                 yield from _divide(document, share)
             else:
-                yield document._replace(split=VALIDATION if document.text in held else TRAIN)
+                yield document._replace(split=VALIDATION if entry.text in held else TRAIN)
 
     def _by_hash(self, documents: Iterable[Hashed]) -> Iterator[Document]:
         """The document with the lowest hash comes last, with its copies. If nothing was held out by then, they go to
         validation, or the first of them, if there are no other documents."""
-        lowest, copies, others = 1.0, list[Document](), False
+        lowest, kept, copies, others = 1.0, list[Document](), 0, False  # many copies, one text in memory
         split_of_lowest = VALIDATION if self.holdout else TRAIN
         for hashed, document in documents:
-            others |= bool(copies) and hashed != lowest
+            others |= bool(kept) and hashed != lowest
             if hashed is None or hashed > lowest:
                 yield document
             elif hashed < self.holdout:
                 split_of_lowest = TRAIN
                 yield document._replace(split=VALIDATION)
             elif hashed < lowest:
-                yield from copies
-                lowest, copies = hashed, [document]
+                yield from (earlier for earlier in kept for _ in range(copies))
+                lowest, kept, copies = hashed, [document], 1
             else:
-                copies.append(copies[0]._replace(position=document.position))  # many copies, one text in memory
+                kept, copies = [document], copies + 1
         same = repeat(split_of_lowest) if others or split_of_lowest == TRAIN else _first_held_out()
-        yield from (document._replace(split=split) for document, split in zip(copies, same, strict=False))
+        for document in kept:
+            yield from (document._replace(split=split) for split in islice(same, copies))
 
-    def _hashed(self) -> Iterator[Hashed]:
-        before, taken = 0, 0
+    def _hashed(self, problems: Problems | None = None) -> Iterator[Hashed]:
+        """The documents with their hashes. After a problem that may not be skipped, the others are looked for."""
+        problems = Problems(self.skip_bad) if problems is None else problems
+        before, taken, searched = 0, 0, 0
         for part in self.parts:
-            for text, position in part.read():
-                if not text.strip():
+            for item, position in part.read():
+                if isinstance(item, Problem):
+                    problems.add(item)
+                    if part.size is None:
+                        problems.refuse(more=True)
                     continue
-                text, data = _valid(text)
-                hashed = unit_hash(data) if part.split is None else None
-                taken += len(data) if part.split != VALIDATION else 0
-                reached = before + position if self.limit is None else min(taken, self.limit)
-                yield hashed, Document(text, len(data), part.split or TRAIN, reached)
-                if self.limit is not None and taken >= self.limit:
-                    return
+                for text, data in _valid_pieces(item):
+                    searched += len(data) if problems.refusing else 0
+                    hashed = unit_hash(data) if part.split is None else None
+                    taken += len(data) if part.split != VALIDATION else 0
+                    reached = before + position if self.limit is None else min(taken, self.limit)
+                    if not problems.refusing:
+                        yield hashed, Document(text, len(data), part.split or TRAIN, reached)
+                    elif searched > SEARCHED_BYTES:
+                        problems.refuse(more=True)
+                    if self.limit is not None and taken >= self.limit:
+                        problems.refuse()
+                        return
             before += part.size or 0
+        problems.refuse()
 
     def sample(self, limit: int) -> Iterator[str]:
         """About `limit` bytes of training text: the beginning of each part, in proportion to its size."""
         limit = min(limit, self.limit or limit)
         if (few := self._few_training_texts()) is not None:
-            before = accumulate((len(text.encode()) for text in few), initial=0)
-            yield from (text for text, taken in zip(few, before, strict=False) if taken < limit)
+            taken = 0
+            for text in few:
+                if taken < limit:
+                    yield text
+                taken += len(text.encode())
             return
         total = _sum(part.size for part in self.parts)
         for part in self.parts:
             if part.split == VALIDATION:
                 continue
             left = limit * part.size / total if part.size and total else limit
-            for text, _ in part.read():
-                text, data = _valid(text)
+            for text, data in self._texts(part):
                 if part.split is None and unit_hash(data) < self.holdout:
                     continue
                 yield text
@@ -216,17 +211,55 @@ class Corpus:
                 if left <= 0:
                     break
 
+    def _texts(self, part: Part) -> Iterator[tuple[str, bytes]]:
+        """The texts of a part and their UTF-8; at a problem that may not be skipped, refuses all of the corpus."""
+        for item, _ in part.read():
+            if isinstance(item, str):
+                yield from _valid_pieces(item, blank=True)
+            elif not self.skip_bad:
+                for _ in self._hashed():
+                    pass
 
-def _beginning(documents: Iterator[Hashed]) -> list[Hashed]:
-    """The first documents, as many as are few."""
-    first: list[Hashed] = []
-    size = 0
-    for hashed, document in documents:
-        first.append((hashed, document))
-        size += document.bytes
-        if len(first) == _FEW_DOCUMENTS or size >= _FEW_BYTES:
-            break
-    return first
+
+class _Entry(NamedTuple):
+    """A document of the first ones: its hash in [0, 1) or None, a digest of its text, and the rest of it."""
+
+    hashed: float | None
+    text: bytes
+    bytes: int
+    split: str
+    position: int
+
+
+class _Beginning:
+    """The first documents, as many as are few, with their texts in a file where they are long."""
+
+    def __init__(self, documents: Iterator[Hashed]) -> None:
+        self.entries: list[_Entry] = []
+        self.file = tempfile.SpooledTemporaryFile(_IN_MEMORY)  # noqa: SIM115 (closed on exit)
+        size = 0
+        for hashed, (text, length, split, position) in documents:
+            data = text.encode()
+            self.file.write(data)
+            digest = hashlib.blake2b(data, digest_size=16).digest()
+            self.entries.append(_Entry(hashed, digest, length, split, position))
+            size += length
+            if len(self.entries) == _FEW_DOCUMENTS or size >= _FEW_BYTES:
+                break
+
+    def __bool__(self) -> bool:
+        return bool(self.entries)
+
+    def __iter__(self) -> Iterator[Hashed]:
+        self.file.seek(0)
+        for hashed, _, length, split, position in self.entries:
+            yield hashed, Document(self.file.read(length).decode(), length, split, position)
+
+    def __enter__(self) -> _Beginning:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.file.close()
 
 
 def _divide(document: Document, held: float) -> Iterator[Document]:
@@ -235,7 +268,7 @@ def _divide(document: Document, held: float) -> Iterator[Document]:
     One that is not twice as long goes there as a whole.
     """
     text, held = document.text, max(held, _LEAST_PIECE)
-    if not _can_divide(document, held):
+    if not _can_divide(document.bytes, held):
         yield document._replace(split=VALIDATION)
         return
     at = len(text) - max(1, round(len(text) * held / document.bytes))
@@ -245,8 +278,8 @@ def _divide(document: Document, held: float) -> Iterator[Document]:
         yield document._replace(text=part, bytes=len(part.encode()), split=split)
 
 
-def _can_divide(document: Document, held: float) -> bool:
-    return document.bytes >= 2 * max(held, _LEAST_PIECE)
+def _can_divide(size: int, held: float) -> bool:
+    return size >= 2 * max(held, _LEAST_PIECE)
 
 
 def _first_held_out() -> Iterator[str]:
@@ -261,6 +294,20 @@ def _sum(sizes: Iterable[int | None]) -> int | None:
 def unit_hash(data: bytes) -> float:
     """Hash `data` to a number in [0, 1), the same on every machine."""
     return int.from_bytes(hashlib.blake2b(data, digest_size=6).digest(), "big") / 2**48
+
+
+def _valid_pieces(text: str, blank: bool = False) -> Iterator[tuple[str, bytes]]:
+    """The text and its UTF-8, in pieces where it is longer than a document may be; `blank`: also blank texts."""
+    if not blank and not text.strip():
+        return
+    text, data = _valid(text)
+    if len(data) <= LONGEST_DOCUMENT:
+        yield text, data
+        return
+    del data
+    for piece in cut(text):
+        if blank or piece.strip():
+            yield piece, piece.encode()
 
 
 def _valid(text: str) -> tuple[str, bytes]:
@@ -279,13 +326,15 @@ def open_corpus(
     validation: str | Path | None = None,
     holdout: float | None = None,
     limit: int | None = None,
+    skip_bad: bool = False,
 ) -> Corpus:
     """The corpus of files, folders or Hugging Face dataset names (`org/name` or `org/name:config`).
 
     With `validation` (a source like the others) nothing is held out of `sources`; otherwise the share `holdout`
     of the text is, in documents chosen by a hash: equal texts always land on the same side. Without a share it is 1 %,
     but 32 KiB at least, or a tenth of a small text. Reading stops after the document that reaches `limit` bytes
-    of text, for a first part of a large corpus.
+    of text, for a first part of a large corpus. With `skip_bad`, faulty lines and files are left out and counted;
+    without, one error names all of them.
     """
     least = LEAST_HELD_OUT if holdout is None else 0
     holdout = HOLDOUT if holdout is None else holdout
@@ -295,53 +344,13 @@ def open_corpus(
         raise DataError(f"limit is {limit}: the bytes of text to read must be at least 1")
     names = tuple(str(source) for source in sources)
     left_out: list[Path] = []
+    links: list[Path] = []
     if validation is None:
-        parts = list(_parts(names, field, None, left_out))
+        parts = list(parts_of(names, field, None, left_out, links))
     else:  # First, so that a limit cannot end the reading before the validation text.
-        held_out = list(_parts([str(validation)], field, VALIDATION, left_out))
-        parts = [*held_out, *_parts(names, field, TRAIN, left_out)]
+        held_out = list(parts_of([str(validation)], field, VALIDATION, left_out, links))
+        parts = [*held_out, *parts_of(names, field, TRAIN, left_out, links)]
         holdout, least = 0.0, 0
     read = {part.name for part in parts}  # a file of any suffix is, if it is named
-    return Corpus(
-        names, tuple(parts), holdout, limit, least, tuple(path for path in left_out if str(path.resolve()) not in read)
-    )
-
-
-def _parts(names: Iterable[str], field: str, split: str | None, left_out: list[Path]) -> Iterator[Part]:
-    """The parts of sources; adds to `left_out` the files of folders that are not read."""
-    for name in names:
-        path = Path(name)
-        if path.is_dir():
-            files, others = files_in(path)
-            if not files:
-                known = ", ".join(sorted(FOUND_IN_FOLDERS))
-                raise DataError(
-                    f"the folder {name} holds no text: no file in it ends in one of {known}; to read others, name them"
-                )
-            left_out += others
-            yield from (_file_part(file, field, split) for file in files)
-        elif path.exists():
-            yield _file_part(path, field, split)
-        else:
-            yield _hub_part(name, field, split)
-
-
-def _file_part(path: Path, field: str, split: str | None) -> Part:
-    about = path.stat()
-    return Part(
-        str(path.resolve()), about.st_size, lambda: read_file(path, field), split, f"{about.st_mtime_ns}:{field}"
-    )
-
-
-def _hub_part(name: str, field: str, split: str | None) -> Part:
-    parsed = re.fullmatch(r"([\w.-]+/[\w.-]+)(?::([\w.-]+))?", name)
-    suffix, compression = split_suffix(Path(name))
-    if parsed is None or name.startswith(".") or compression or suffix in {*FOUND_IN_FOLDERS, *LINES_OF_JSON}:
-        raise DataError(f"there is no file or folder {name}")
-    repository, config = parsed.groups()
-    if config is None and Path(name).parent.is_dir():
-        raise DataError(
-            f"there is no file or folder {name} (for a dataset of Hugging Face, since the folder {Path(name).parent} "
-            f"is here, write {name}:CONFIG)"
-        )
-    return Part(name, None, lambda: read_hub(repository, config, field), split, field)
+    unread, outside = (tuple(path for path in paths if str(path.resolve()) not in read) for paths in (left_out, links))
+    return Corpus(names, tuple(parts), holdout, limit, least, unread, outside, skip_bad)

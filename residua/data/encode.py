@@ -15,6 +15,8 @@ from residua.data.shards import dtype_for
 from residua.data.tokenizer import Tokenizer
 
 CHUNK_BYTES = 1 << 18
+IN_FLIGHT_BYTES = 1 << 22
+"""Text that is encoded at once, if one document alone is not longer; at least a chunk for each worker."""
 
 
 def encode_documents(
@@ -23,7 +25,7 @@ def encode_documents(
     """Each document with its ids and the end-of-text token, in order.
 
     Threads suffice, because the library releases the GIL while it encodes. Its own thread pool is switched off, so that
-    `workers` is the number of threads. Few chunks are in flight, so memory stays bounded.
+    `workers` is the number of threads. Few chunks are in flight, and a long document alone, so memory stays bounded.
     """
     dtype = dtype_for(tokenizer.vocab_size)
 
@@ -31,14 +33,18 @@ def encode_documents(
         encoded = tokenizer.encode_batch([document.text for document in chunk])
         return [np.array([*ids, tokenizer.end_of_text], dtype=dtype) for ids in encoded]
 
+    most = max(IN_FLIGHT_BYTES, workers * CHUNK_BYTES)
+    size = 0
     pending: deque[tuple[list[Document], Future[list[np.ndarray]]]] = deque()
     with _environment("TOKENIZERS_PARALLELISM", "false"), ThreadPoolExecutor(workers) as pool:
         try:
             for chunk in _chunks(documents):
-                pending.append((chunk, pool.submit(encode, chunk)))
-                if len(pending) > 2 * workers:
+                size += _size(chunk)
+                while pending and (len(pending) > 2 * workers or size > most):
                     done, future = pending.popleft()
                     yield from zip(done, future.result(), strict=True)
+                    size -= _size(done)
+                pending.append((chunk, pool.submit(encode, chunk)))
             while pending:
                 done, future = pending.popleft()
                 yield from zip(done, future.result(), strict=True)
@@ -57,6 +63,10 @@ def _chunks(documents: Iterable[Document]) -> Iterator[list[Document]]:
             chunk, size = [], 0
     if chunk:
         yield chunk
+
+
+def _size(chunk: list[Document]) -> int:
+    return sum(document.bytes for document in chunk)
 
 
 @contextmanager

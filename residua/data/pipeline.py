@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from contextlib import suppress
+import shutil
+from collections.abc import Iterator
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +16,23 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn
 from residua.data.corpus import TRAIN, VALIDATION, Corpus
 from residua.data.dataset import DESCRIPTION, FORMAT, FORMAT_VERSION, TOKENIZER, Dataset, read_description
 from residua.data.encode import encode_documents
+from residua.data.overlap import (
+    BYTES,
+    DROP,
+    REFUSE,
+    RULES,
+    Fingerprints,
+    find_overlap,
+    refuse_overlap,
+    trained_copies,
+)
+from residua.data.problems import Problems
 from residua.data.readers import DataError
-from residua.data.shards import ShardWriter, dtype_for
+from residua.data.shards import Shard, ShardWriter, dtype_for
 from residua.data.tokenizer import Tokenizer
 from residua.files import atomic_folder
 from residua.machine import available_cores
+from residua.reading import counted
 
 SHARD_TOKENS = 100_000_000
 # More text hardly changes a BPE vocabulary, and costs memory and time.
@@ -33,17 +47,21 @@ def prepare(
     *,
     workers: int | None = None,
     shard_tokens: int = SHARD_TOKENS,
+    overlap: str = DROP,
     progress: bool = False,
 ) -> Dataset:
     """Tokenize `corpus` into the folder `out` and open it.
 
     `tokenizer` is a tokenizer, the path of one, `bytes`, or `bpe:N` (trained on the corpus itself). The result does not
-    depend on `workers`. A folder that already holds this dataset is opened; any other content is refused.
+    depend on `workers`. `overlap` says what happens to training documents that are validation text too: `drop`, `keep`
+    or `refuse`. A folder that already holds this dataset is opened; any other content is refused.
     """
     out = Path(out)
     for name, value in {"workers": workers, "shard_tokens": shard_tokens}.items():
         if value is not None and value < 1:
             raise DataError(f"{name} is {value}: it must be at least 1")
+    if overlap not in RULES:
+        raise DataError(f"overlap is {overlap!r}: choose {', '.join(RULES[:-1])} or {RULES[-1]}")
     ready = resolve_tokenizer(tokenizer)
     recipe = {
         "sources": list(corpus.names),
@@ -51,18 +69,20 @@ def prepare(
         "tokenizer": tokenizer_identity(ready),
         "shard_tokens": shard_tokens,
     }
-    if (existing := _same_dataset(out, recipe)) is not None:
+    if (existing := _same_dataset(out, recipe, overlap)) is not None:
         return existing
     try:
         with atomic_folder(out, unique=True) as folder, progress_bar(progress) as bar:
             chosen = train_tokenizer(corpus, size_of(ready), bar) if isinstance(ready, str) else ready
-            splits = _write_shards(corpus, chosen, folder, workers or available_cores(), shard_tokens, bar)
+            problems = Problems(corpus.skip_bad)
+            splits = _write_shards(corpus, chosen, folder, workers or available_cores(), shard_tokens, problems, bar)
             _check_splits(corpus, splits)
+            found = _treat_overlap(splits, overlap)
             chosen.save(folder / TOKENIZER)
-            _describe(folder, chosen, splits, recipe)
+            _describe(folder, chosen, splits, recipe, found | {"skipped": problems.summary()})
     except OSError as error:
         # Another process was faster: use or refuse its dataset, like one that existed before.
-        if isinstance(error, FileExistsError) and (faster := _same_dataset(out, recipe)) is not None:
+        if isinstance(error, FileExistsError) and (faster := _same_dataset(out, recipe, overlap)) is not None:
             return faster
         raise  # readers turn their own errors into DataError, so this is the disk we write to
     return Dataset.open(out)
@@ -102,12 +122,13 @@ def size_of(spec: str) -> int:
 class SplitWriter:
     """Writes the shards of one split; starts a new one when the last is full."""
 
-    def __init__(self, folder: Path, name: str, tokenizer: Tokenizer, tokenizer_hash: str, shard_tokens: int) -> None:
+    def __init__(self, folder: Path, name: str, dtype: np.dtype, tokenizer_hash: str, shard_tokens: int) -> None:
         self.folder, self.name, self.shard_tokens = folder, name, shard_tokens
-        self.dtype, self.tokenizer_hash = dtype_for(tokenizer.vocab_size), tokenizer_hash
+        self.dtype, self.tokenizer_hash = dtype, tokenizer_hash
         self.shard: ShardWriter | None = None
         self.files: list[str] = []
         self.tokens = self.documents = self.bytes = 0
+        self.fingerprints = Fingerprints(folder)
 
     def add(self, ids: np.ndarray, text_bytes: int) -> None:
         """Append one document."""
@@ -121,6 +142,22 @@ class SplitWriter:
         if self.shard.tokens >= self.shard_tokens:
             self.finish()
 
+    def without(self, validation: SplitWriter) -> SplitWriter:
+        """The same split without the documents that are in `validation`, as if they had never been read."""
+        before = self.folder / "with-overlap"
+        before.mkdir()
+        written = [(self.folder / name).rename(before / name) for name in self.files]
+        ids = (shard.ids[slice(*span)] for shard in map(Shard, written) for span in _spans(shard))
+        fewer = SplitWriter(self.folder, self.name, self.dtype, self.tokenizer_hash, self.shard_tokens)
+        for documents, copied in trained_copies(self.fingerprints, validation.fingerprints):
+            for size, drop in zip(documents[:, BYTES].tolist(), copied.tolist(), strict=True):
+                document = next(ids)
+                if not drop:
+                    fewer.add(document, size)
+        fewer.finish()
+        shutil.rmtree(before)
+        return fewer
+
     def finish(self) -> None:
         """Complete the open shard, if there is one."""
         if self.shard is not None:
@@ -128,10 +165,14 @@ class SplitWriter:
             self.shard = None
 
     def abandon(self) -> None:
-        """Close an unfinished shard; on a full disk even closing may fail."""
+        """Close an unfinished shard."""
         if self.shard is not None:
-            with suppress(OSError):
-                self.shard.file.close()
+            self.shard.close()
+
+
+def _spans(shard: Shard) -> Iterator[tuple[int, int]]:
+    """The first token and the end of each document of a shard."""
+    return pairwise(chain(map(int, shard.starts), [shard.tokens]))
 
 
 def _write_shards(
@@ -140,14 +181,16 @@ def _write_shards(
     folder: Path,
     workers: int,
     shard_tokens: int,
+    problems: Problems,
     bar: Progress,
 ) -> dict[str, SplitWriter]:
-    name = tokenizer.hash
-    splits = {split: SplitWriter(folder, split, tokenizer, name, shard_tokens) for split in (TRAIN, VALIDATION)}
+    dtype, name = dtype_for(tokenizer.vocab_size), tokenizer.hash
+    splits = {split: SplitWriter(folder, split, dtype, name, shard_tokens) for split in (TRAIN, VALIDATION)}
     task = bar.add_task("tokenising", total=corpus.size, note="")
     try:
-        for document, ids in encode_documents(corpus.documents(), tokenizer, workers):
+        for document, ids in encode_documents(corpus.documents(problems), tokenizer, workers):
             splits[document.split].add(ids, document.bytes)
+            splits[document.split].fingerprints.add(document.text, document.bytes)
             written = sum(split.tokens for split in splits.values())
             bar.update(task, completed=document.position, note=f"{written:,} tokens")
         for split in splits.values():
@@ -170,7 +213,31 @@ def _check_splits(corpus: Corpus, splits: dict[str, SplitWriter]) -> None:
         raise DataError("there is no text in the source given for validation")
 
 
-def _describe(folder: Path, tokenizer: Tokenizer, splits: dict[str, SplitWriter], recipe: dict[str, Any]) -> None:
+def _treat_overlap(splits: dict[str, SplitWriter], rule: str) -> dict[str, Any]:
+    """Apply the rule for documents in both splits; the entry of dataset.json about them, none without validation."""
+    train, validation = splits[TRAIN], splits[VALIDATION]
+    if not validation.documents:
+        return {}
+    overlap = find_overlap(train.fingerprints, validation.fingerprints)
+    if rule == REFUSE:
+        refuse_overlap(overlap, validation.documents)
+    if rule == DROP and overlap.copies:
+        if overlap.copies == train.documents:
+            raise DataError(
+                f"all {counted(train.documents, 'training document')} are validation text too: name other text, "
+                "or keep them with --overlap keep"
+            )
+        splits[TRAIN] = train.without(validation)
+    return {"overlap": {"rule": rule, **overlap._asdict()}}
+
+
+def _describe(
+    folder: Path,
+    tokenizer: Tokenizer,
+    splits: dict[str, SplitWriter],
+    recipe: dict[str, Any],
+    found: dict[str, Any],
+) -> None:
     description = {
         "format": FORMAT,
         "version": FORMAT_VERSION,
@@ -184,16 +251,23 @@ def _describe(folder: Path, tokenizer: Tokenizer, splits: dict[str, SplitWriter]
             if split.documents
         },
         "recipe": recipe,
+        **found,
     }
     (folder / DESCRIPTION).write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
 
 
-def _same_dataset(out: Path, recipe: dict[str, Any]) -> Dataset | None:
-    """The dataset in `out` if it was made by the same recipe, None if there is nothing there yet."""
+def _same_dataset(out: Path, recipe: dict[str, Any], rule: str) -> Dataset | None:
+    """The dataset in `out` if it was made by the same recipe, None if there is nothing there yet.
+
+    The rule for overlap has to be the same where there was any.
+    """
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return None
-    if out.is_dir() and (out / DESCRIPTION).exists() and read_description(out).get("recipe") == recipe:
-        return Dataset.open(out)
+    if out.is_dir() and (out / DESCRIPTION).exists():
+        description = read_description(out)
+        found = description.get("overlap", {})
+        if description.get("recipe") == recipe and (not found.get("copies") or found.get("rule") == rule):
+            return Dataset.open(out)
     raise DataError(
         f"{out} already holds something made from other sources or settings: name another --out, or move it elsewhere"
     )

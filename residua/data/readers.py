@@ -1,30 +1,37 @@
 """Read documents from files and streamed datasets.
 
-Every reader yields `(text, position)`: one document, and the bytes of the source read so far, for a progress bar.
+Every reader yields `(text, position)`: one document, and the bytes of the source read so far, for a progress bar. In
+place of a text it yields a `Problem` for a line or file that cannot be used. No more than `LONGEST_LINE` characters are
+in memory at once, whatever a file expands to.
 """
 
 from __future__ import annotations
 
-import bz2
-import gzip
 import io
 import json
 import logging
-import lzma
 import shlex
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, NamedTuple
 
-from residua.reading import ReadError, counted, json_lines, reason, refuse, shown
+from residua.data.decompress import DECOMPRESSORS, missing
+from residua.data.problems import Problem
+from residua.reading import ReadError, counted, inside, parse_json, reason, shown
 
-Documents = Iterator[tuple[str, int]]
+Documents = Iterator[tuple[str | Problem, int]]
 
 SEPARATOR = "<|endoftext|>"
 # Without this limit, a book in one file would be one document: nothing to hold out, and all of it in memory.
 DOCUMENT_CHARACTERS = 65_536
+LONGEST_DOCUMENT = 4 << 20
+"""UTF-8 bytes of the longest document that stays whole: to encode one takes up to 200 times its bytes of memory."""
+LONGEST_LINE = 16 << 20
+"""Characters of the longest line of JSON. Its document may be shorter: a character may be written as six."""
+PIECE = LONGEST_DOCUMENT + len(SEPARATOR)
+"""Characters of a plain line that are read at once."""
 
 LINES_OF_JSON = (".jsonl", ".ndjson", ".json")
 PARQUET = (".parquet",)
@@ -32,6 +39,8 @@ PLAIN = (".txt", ".text", ".md", ".rst", ".py", ".tex", ".org", ".adoc")
 # A `.json` in a folder is usually a settings file; one named by the user is read as JSON lines.
 FOUND_IN_FOLDERS = {*LINES_OF_JSON, *PARQUET, *PLAIN} - {".json"}
 NAMED_SUFFIXES = 4
+UNREADABLE = "restore it from a copy or leave it out"
+CORRECT = "correct or remove it"
 
 
 DataError = ReadError
@@ -45,15 +54,43 @@ def split_suffix(path: Path) -> tuple[str, str]:
     return (suffixes[-1] if suffixes else ""), compression
 
 
-def files_in(folder: Path) -> tuple[list[Path], list[Path]]:
-    """Files below `folder`, sorted: those with a text suffix, and the others. Hidden ones are in neither list."""
-    known: list[Path] = []
-    others: list[Path] = []
+class Folder(NamedTuple):
+    """Files below a folder, sorted: `texts` by their suffix, `others`, and `outside`, links that lead out of it."""
+
+    texts: list[Path]
+    others: list[Path]
+    outside: list[Path]
+
+
+def files_in(folder: Path) -> Folder:
+    """The files below `folder`; hidden ones are left out."""
+    found = Folder([], [], [])
     for path in sorted(folder.rglob("*")):
-        hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
-        if not hidden and path.is_file():
-            (known if split_suffix(path)[0] in FOUND_IN_FOLDERS else others).append(path)
-    return known, others
+        name = path.relative_to(folder)
+        if any(part.startswith(".") for part in name.parts) or not path.is_file():
+            continue
+        if path.is_symlink() and _leads_out(folder, name):
+            found.outside.append(path)
+        else:
+            (found.texts if split_suffix(path)[0] in FOUND_IN_FOLDERS else found.others).append(path)
+    return found
+
+
+def _leads_out(folder: Path, name: Path) -> bool:
+    try:
+        inside(folder, str(name))
+    except ReadError:
+        return True
+    return False
+
+
+def links_notice(links: Sequence[Path]) -> str | None:
+    """What to say about links that are not followed because they lead out of a folder; None if there are none."""
+    if not links:
+        return None
+    verb = "it leads" if len(links) == 1 else "they lead"
+    first = f"{links[0]} to {links[0].resolve()}"
+    return f"{counted(len(links), 'link')} left out because {verb} out of the folder ({first}): to read a file, name it"
 
 
 def left_out_notice(files: Sequence[Path]) -> str | None:
@@ -80,26 +117,44 @@ def read_file(path: Path, field: str) -> Documents:
             return
         with path.open("rb") as raw:
             stream = DECOMPRESSORS[compression](raw) if compression else raw
-            lines = io.TextIOWrapper(stream, encoding="utf-8-sig")
-            texts = _json_lines(lines, path, field) if kind in LINES_OF_JSON else plain_documents(lines)
-            for text in texts:
-                yield text, raw.tell()
+            text = io.TextIOWrapper(stream, encoding="utf-8-sig")
+            texts = _json_lines(text, path, field) if kind in LINES_OF_JSON else plain_documents(plain_lines(text))
+            for item in texts:
+                yield item, raw.tell()
     except DataError:
         raise
     except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not UTF-8 text ({error.reason}): convert it or leave it out") from error
+        hint = "convert it or leave it out"
+        yield Problem("file", "not UTF-8 text", f"{path} is not UTF-8 text ({error.reason})", hint), 0
     except Exception as error:  # each codec has its own error classes; all of them mean a faulty file
-        raise DataError(f"cannot read {path}: {reason(error)}") from error
+        yield Problem("file", "that cannot be read", f"cannot read {path} ({reason(error)})", UNREADABLE), 0
+
+
+def plain_lines(text: io.TextIOBase) -> Iterator[str]:
+    """The lines of a text; one longer than `PIECE` in several, none of which ends inside a separator."""
+    begun = ""
+    while line := text.readline(PIECE):
+        line, begun = begun + line, ""
+        if _goes_on(line) and (at := line.rfind(SEPARATOR[0], 1 - len(SEPARATOR))) >= 0:
+            line, begun = line[:at], line[at:]
+        yield line
+    if begun:
+        yield begun
+
+
+def _goes_on(line: str) -> bool:
+    """Whether this is a part of a longer line, of which more follows."""
+    return len(line) > LONGEST_DOCUMENT and not line.endswith("\n")
 
 
 def plain_documents(lines: Iterable[str]) -> Iterator[str]:
     """Cut plain text into documents.
 
     A document ends at `<|endoftext|>`. One longer than `DOCUMENT_CHARACTERS` ends at the next blank line, or after
-    twice that length at the next line end.
+    twice that length at the next line end. Lines longer than `LONGEST_DOCUMENT` are cut by `cut`.
     """
     held: list[str] = []
-    size = 0
+    size, long = 0, False
     for line in lines:
         *ended, rest = line.split(SEPARATOR)
         for end in ended:
@@ -107,42 +162,74 @@ def plain_documents(lines: Iterable[str]) -> Iterator[str]:
             held, size = [], 0
         held.append(rest)
         size += len(rest)
-        if size >= DOCUMENT_CHARACTERS and (not rest.strip() or size >= 2 * DOCUMENT_CHARACTERS):
+        was_long, long = long, _goes_on(line)
+        if was_long or long:
+            *pieces, rest = cut("".join(held))
+            yield from pieces
+            held, size = [rest], len(rest)
+        elif size >= DOCUMENT_CHARACTERS and (not rest.strip() or size >= 2 * DOCUMENT_CHARACTERS):
             yield "".join(held)
             held, size = [], 0
     yield "".join(held)
 
 
-def _json_lines(lines: Iterable[str], path: Path, field: str) -> Iterator[str]:
-    before = False
-    for where, record in json_lines(lines, path, _one_per_line(field), lenient=True):
-        yield _text_of(record, field, where, before)
-        before = True
+def cut(text: str) -> Iterator[str]:
+    """Pieces of a long text, of up to twice `DOCUMENT_CHARACTERS`: each begins where a line begins, or else a word."""
+    low, most = 0, 2 * DOCUMENT_CHARACTERS
+    while len(text) - low > most:
+        half, high = low + DOCUMENT_CHARACTERS, low + most
+        borders = (text.rfind(sign, half, high) for sign in "\n ")
+        end = next((border + 1 for border in borders if border >= 0), high)
+        yield text[low:end]
+        low = end
+    yield text[low:]
+
+
+def _json_lines(lines: io.TextIOBase, path: Path, field: str) -> Iterator[str | Problem]:
+    number, before = 0, False
+    while line := lines.readline(LONGEST_LINE):
+        number += 1
+        where = f"{path}, line {number}"
+        if len(line) == LONGEST_LINE and not line.endswith("\n"):
+            long = f"longer than {LONGEST_LINE >> 20} million characters"
+            yield Problem("line", long, f"{where} is {long}", "divide its text into several documents")
+            while line and not line.endswith("\n"):
+                line = lines.readline(LONGEST_LINE)
+        elif line := line.strip():
+            item = _parsed(line, field, where, before)
+            before |= isinstance(item, str)
+            yield item
+
+
+def _parsed(line: str, field: str, where: str, before: bool) -> str | Problem:
+    hint = _one_per_line(field)
+    try:
+        record = parse_json(line, where, hint, lenient=True)
+    except ReadError as error:
+        return Problem("line", "not valid JSON", str(error).removesuffix(f": {hint}."), hint)
+    return _text_of(record, field, where, before)
 
 
 def _one_per_line(field: str) -> str:
     return f"write one object per line, such as {json.dumps({field: 'some text'}, ensure_ascii=False)}, and no list"
 
 
-def _text_of(record: Any, field: str, where: str, before: bool = False) -> str:
+def _text_of(record: Any, field: str, where: str, before: bool = False, unit: str = "line") -> str | Problem:
     """The text of a record; empty for null, so that the document is dropped like a blank one.
 
     `before`: whether records before it have the field, so that this one is at fault if it has not.
     """
     if not isinstance(record, dict):
-        refuse(f"{where} holds {shown(record)}, not an object", _one_per_line(field))
-    if field not in record and (before or not record):
-        refuse(f"{where} has no field {field!r}" + ", which the lines before it have" * before, "correct or remove it")
+        return Problem(unit, "not an object", f"{where} holds {shown(record)}, not an object", _one_per_line(field))
     if field not in record:
-        raise _no_field(where, field, record)
+        clause = f"{where} has no field {field!r}" + ", which the lines before it have" * before
+        named = f"name one of {', '.join(record)} with --field"
+        return Problem(unit, f"without the field {field!r}", clause, named if record and not before else CORRECT)
     text = "" if record[field] is None else record[field]
     if not isinstance(text, str):
-        raise DataError(f"{where}: field {field!r} holds {type(text).__name__}, not text")
+        clause = f"{where}: field {field!r} holds {type(text).__name__}, not text"
+        return Problem(unit, f"whose field {field!r} is not text", clause, CORRECT)
     return text
-
-
-def _no_field(where: str, field: str, present: Iterable[str]) -> DataError:
-    return DataError(f"{where} has no field {field!r}: name one of {', '.join(present)} with --field")
 
 
 def _parquet(path: Path, field: str) -> Documents:
@@ -150,14 +237,17 @@ def _parquet(path: Path, field: str) -> Documents:
         from pyarrow import parquet
     except ImportError:
         raise missing("pyarrow", f"reading {path}") from None
-    file = parquet.ParquetFile(path)
-    if field not in file.schema_arrow.names:
-        raise _no_field(str(path), field, file.schema_arrow.names)
+    file = parquet.ParquetFile(path, buffer_size=1 << 20)
+    if field not in (names := file.schema_arrow.names):
+        hint = f"name one of {', '.join(names)} with --field"
+        yield Problem("file", f"without the field {field!r}", f"{path} has no field {field!r}", hint), 0
+        return
     size, rows, seen = path.stat().st_size, max(1, file.metadata.num_rows), 0
     for batch in file.iter_batches(batch_size=256, columns=[field]):
-        for text in batch.column(0).to_pylist():
+        for text in batch.column(0):
             seen += 1
-            yield _text_of({field: text}, field, f"{path}, row {seen}"), size * seen // rows
+            where = f"{path}, row {seen}"
+            yield _text_of({field: text.as_py()}, field, where, unit="row"), size * seen // rows
 
 
 def read_hub(name: str, config: str | None, field: str) -> Documents:
@@ -170,7 +260,7 @@ def read_hub(name: str, config: str | None, field: str) -> Documents:
         with _quiet("huggingface_hub"):
             rows = load_dataset(name, config, split="train", streaming=True)
         for row in rows:
-            yield _text_of(row, field, f"dataset {name!r}"), 0
+            yield _text_of(row, field, f"dataset {name!r}", unit="row"), 0
     except DataError:
         raise
     except Exception as error:  # network, authentication, name, config: the library has dozens of classes
@@ -189,24 +279,3 @@ def _quiet(library: str) -> Iterator[None]:
         yield
     finally:
         logger.setLevel(before)
-
-
-def missing(package: str, purpose: str) -> DataError:
-    """The error for an optional package that is not installed."""
-    return DataError(f"{purpose} needs the package {package}: pip install 'residua[data]'")
-
-
-def _zst(raw: IO[bytes]) -> IO[bytes]:
-    try:
-        import zstandard
-    except ImportError:
-        raise missing("zstandard", f"reading {raw.name}") from None
-    return zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True, closefd=False)
-
-
-DECOMPRESSORS: dict[str, Callable[[IO[bytes]], Any]] = {
-    ".gz": lambda raw: gzip.GzipFile(fileobj=raw),
-    ".xz": lzma.LZMAFile,
-    ".bz2": bz2.BZ2File,
-    ".zst": _zst,
-}

@@ -12,8 +12,11 @@ A document never spans two shards.
 from __future__ import annotations
 
 import os
+import shutil
 import struct
+import tempfile
 import zlib
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -48,13 +51,15 @@ class ShardWriter:
         self.path, self.dtype, self.tokenizer_hash = path, dtype, tokenizer_hash
         self.tokens = 0
         self.largest = 0
-        self.starts: list[int] = []
+        self.documents = 0
+        self.starts = tempfile.TemporaryFile(dir=path.parent)  # noqa: SIM115 (in a file: there may be 50 million)
         self.file = path.open("wb")
         self.file.write(bytes(HEADER_BYTES))
 
     def add(self, ids: np.ndarray) -> None:
         """Append one document, its end-of-text token included."""
-        self.starts.append(self.tokens)
+        self.starts.write(self.tokens.to_bytes(START.itemsize, "little"))
+        self.documents += 1
         self.file.write(ids.astype(self.dtype, copy=False).tobytes())
         self.tokens += len(ids)
         self.largest = max(self.largest, int(ids.max()))
@@ -63,21 +68,28 @@ class ShardWriter:
         """Write the document table and the header, and flush them to disk."""
         table = _table_offset(self.tokens, self.dtype.itemsize)
         self.file.write(bytes(table - self.file.tell()))
-        self.file.write(np.array(self.starts, dtype=START).tobytes())
+        self.starts.seek(0)
+        shutil.copyfileobj(self.starts, self.file)
         self.file.seek(0)
         fields = FIELDS.pack(
             MAGIC,
             VERSION,
             self.dtype.itemsize,
             self.tokens,
-            len(self.starts),
+            self.documents,
             self.largest,
             bytes.fromhex(self.tokenizer_hash),
         )
         self.file.write(fields + CHECKSUM.pack(zlib.crc32(fields)))
         self.file.flush()
         os.fsync(self.file.fileno())
-        self.file.close()
+        self.close()
+
+    def close(self) -> None:
+        """Close the files; on a full disk even this may fail."""
+        for file in (self.starts, self.file):
+            with suppress(OSError):
+                file.close()
 
 
 class Shard:

@@ -21,6 +21,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from residua.data.readers import DataError
+from residua.data.tokenizer_limits import MOST_IDS, check_growth, check_size, growth_of, trainable, without_panic
 from residua.files import write_atomically
 from residua.reading import ReadError, check, inside, parse_json, read_json, read_text, reason, require_file
 
@@ -44,10 +45,10 @@ class Tokenizer:
     """A `tokenizers.Tokenizer` with an end-of-text token: `end`, or else the first of `END_NAMES` that it knows.
 
     `<|endoftext|>` is added if it knows none. `stated` is the name of the token if it is not the one that would be
-    found without `end`.
+    found without `end`; `where` names the tokenizer in errors.
     """
 
-    def __init__(self, backend: tokenizers.Tokenizer, end: str | None = None) -> None:
+    def __init__(self, backend: tokenizers.Tokenizer, end: str | None = None, where: str = "the tokenizer") -> None:
         usual = next((name for name in END_NAMES if backend.token_to_id(name) is not None), END_OF_TEXT)
         name = usual if end is None else end
         self.stated = None if name == usual else name
@@ -55,9 +56,10 @@ class Tokenizer:
         backend.no_padding()
         backend.no_truncation()
         backend.encode_special_tokens = True  # "<|endoftext|>" inside a text is text, not the end of a document
-        self.backend = backend
+        self.backend, self.where = backend, where
         self.end_of_text = int(backend.token_to_id(name) or 0)
-        self.vocab_size: int = 1 + max(backend.get_vocab(with_added_tokens=True).values())
+        self.vocab_size = check_size(backend, where)
+        self.growth = growth_of(backend, where)
 
     @classmethod
     def bytes(cls) -> Tokenizer:
@@ -69,12 +71,13 @@ class Tokenizer:
     def train(cls, texts: Iterable[str], vocab_size: int) -> Tokenizer:
         """A byte-level BPE with GPT-2's splitting rule; fewer than `vocab_size` tokens if the text has no more.
 
-        Longer runs than `LONGEST_TRAINED` are cut for the training only: the tokenizer encodes them whole.
+        Longer runs than `LONGEST_TRAINED` are cut for the training only: the tokenizer encodes them whole. Training
+        takes the texts up to `TRAINED_BYTES` of different words.
         """
-        if not BYTE_VALUES < vocab_size < 2**31:
+        if not BYTE_VALUES < vocab_size <= MOST_IDS:
             raise DataError(
                 f"a BPE of {vocab_size} entries cannot be trained: 256 bytes and {END_OF_TEXT} need at least 257, and "
-                "ids have 31 bits"
+                f"ids must be below {MOST_IDS:,}"
             )
         backend = _byte_level(models.BPE())
         trainer = trainers.BpeTrainer(
@@ -85,7 +88,7 @@ class Tokenizer:
         )
         words = backend.pre_tokenizer
         backend.pre_tokenizer = pre_tokenizers.Sequence([_long_runs(), words])
-        backend.train_from_iterator(texts, trainer)
+        backend.train_from_iterator(trainable(texts), trainer)
         backend.pre_tokenizer = words
         return cls(backend)
 
@@ -104,9 +107,9 @@ class Tokenizer:
                 for file in (vocabulary, merges):
                     require_file(file, EXPECTED)
                 backend = _byte_level(models.BPE.from_file(str(vocabulary), str(merges)))
-                return cls(backend, stated_end(path, backend))
+                return cls(backend, stated_end(path, backend), f"the tokenizer in {path}")
             backend = tokenizers.Tokenizer.from_str(read_text(path, EXPECTED))
-            return cls(backend, stated_end(path.parent, backend))
+            return cls(backend, stated_end(path.parent, backend), f"the tokenizer {path}")
         except ReadError:
             raise
         except BaseException as error:  # the library raises bare Exception, and BaseException where it panics
@@ -159,11 +162,16 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text, without an end-of-text token."""
-        return self.backend.encode(text, add_special_tokens=False).ids
+        check_growth(self.backend, self.growth, [text], self.where)
+        encoded = without_panic(lambda: self.backend.encode(text, add_special_tokens=False), self.where)
+        ids: list[int] = encoded.ids
+        return ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of several texts; releases the GIL."""
-        encoded = self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        check_growth(self.backend, self.growth, texts, self.where)
+        batch = list(texts)
+        encoded = without_panic(lambda: self.backend.encode_batch_fast(batch, add_special_tokens=False), self.where)
         return [encoding.ids for encoding in encoded]
 
     def require_known(self, ids: Iterable[int], vocab_size: int, holder: str, advice: str) -> None:

@@ -15,13 +15,16 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from residua.reading import Hint, ReadError, Shape, inside, read_json, reason, refuse, require_file
+from residua.reading import MIB, Hint, ReadError, Shape, inside, read_json, reason, refuse, require_file
 from residua.storage.finite import nonfinite
 from residua.storage.formats import WEIGHTS as WEIGHTS
 
 INDEX = "model.safetensors.index.json"
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """The names of floating-point types in a file's header."""
+LONGEST_HEADER = 32 * MIB
+MOST_TENSORS = 100_000
+"""Entries of a header; the largest published files have some ten thousand."""
 
 
 class _Index(Shape):
@@ -122,8 +125,20 @@ def fitting(where: Path, name: str, found: Tensor | None, expected: Tensor, hint
 def _opening(path: Path, hint: Hint) -> Iterator[None]:
     require_file(path, hint)
     try:
+        _check_size_of_header(path, hint)
         yield
     except ReadError:
         raise
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         refuse(f"{path} cannot be read ({reason(error)})", hint)
+
+
+def _check_size_of_header(path: Path, hint: Hint) -> None:
+    """Refuse a header that would take long to read, before a library does so."""
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        if LONGEST_HEADER < size <= path.stat().st_size:
+            refuse(f"{path} has a header of {size // MIB} MiB, and {LONGEST_HEADER // MIB} MiB are the most", hint)
+        tensors = file.read(min(size, LONGEST_HEADER)).count(b'"data_offsets"')
+    if tensors > MOST_TENSORS:
+        refuse(f"{path} holds {tensors:,} tensors, and {MOST_TENSORS:,} are the most", hint)

@@ -172,7 +172,7 @@ def test_validation_text_and_a_share_exclude_each_other(jsonl: Path, tmp_path: P
     assert not (tmp_path / "out").exists()
 
 
-def test_validation_text_among_the_sources_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_validation_text_among_the_sources_is_not_trained_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("folder/below/held.txt", "folder/text.txt", "other.txt"):
         Path(name).parent.mkdir(parents=True, exist_ok=True)
@@ -182,9 +182,58 @@ def test_validation_text_among_the_sources_is_told(tmp_path: Path, monkeypatch: 
     for source, validation in ((held, tmp_path / held), ("folder", held), ("folder", "link.txt"), (held, "folder")):
         out = f"out-{source}-{validation}".replace("/", "-")
         printed = run("prepare", "other.txt", source, "--validation", validation, "--tokenizer", "bytes", "--out", out)
-        assert "held.txt is validation text and trained on: its loss is not that of new text" in printed
+        assert "in the training text (1 word for word, 0 but for case" in printed
+        assert "; 1 training document dropped for that (--overlap keep keeps them)\n" in printed
     printed = run("prepare", "other.txt", "--validation", "folder", "--tokenizer", "bytes", "--out", "out")
-    assert "trained on" not in printed
+    assert "no validation document is in the training text\n" in printed
+
+
+def test_skip_bad_counts_every_kind_and_shows_its_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("messy").mkdir()
+    Path("messy/a.jsonl").write_text(
+        '{"text": "one"}\n{"text": \n{"text": 3}\n{"body": "x"}\n{"text"\n{"text": "two"}\n'
+    )
+    Path("messy/b.txt").write_bytes(b"\xff\xfe")
+    Path("messy/c.txt.gz").write_bytes(b"not gzip")
+    Path("messy/d.txt").write_text("three")
+    options = ("--tokenizer", "bytes", "--holdout", "0", "--out", "out")
+    with pytest.raises(DataError) as caught:
+        run("prepare", "messy", *options)
+    refusal = str(caught.value)
+    assert refusal.startswith("6 problems in the text (2 lines not valid JSON, 1 line whose field 'text' is not text, ")
+    for where in (
+        "line 2 is",
+        "line 3: field",
+        "line 4 has",
+        "line 5 is",
+        "b.txt is not UTF-8",
+        "c.txt.gz (Not a gzip",
+    ):
+        assert where in refusal
+    assert refusal.endswith("or leave all of them out with --skip-bad.") and not Path("out").exists()
+    printed = run("prepare", "messy", "--skip-bad", *options)
+    assert Dataset.open("out").split("train").documents == 3
+    assert "2 lines skipped (not valid JSON), the first: messy/a.jsonl, line 2 is not valid JSON (" in printed
+    assert "1 line skipped (without the field 'text'), the first: messy/a.jsonl, line 4 has no" in printed
+    assert "1 file skipped (not UTF-8 text), the first: messy/b.txt is" in printed
+    assert "1 file skipped (that cannot be read), the first: cannot read messy/c.txt.gz (" in printed
+
+
+def test_links_out_of_a_folder_are_left_out_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("secret.txt").write_text("secret")
+    Path("folder").mkdir()
+    Path("folder/link.txt").symlink_to(tmp_path / "secret.txt")
+    options = ("--tokenizer", "bytes", "--holdout", "0", "--out")
+    with pytest.raises(DataError, match=r"the folder folder holds no text: 1 link left out .*\(folder/link\.txt to /"):
+        run("prepare", "folder", *options, "a")
+    Path("folder/text.txt").write_text("text")
+    Path("folder/inner.txt").symlink_to("text.txt")
+    assert "1 link left out because it leads out of the folder" in run("prepare", "folder", *options, "b")
+    assert Dataset.open("b").split("train").bytes == 8
+    assert "left out" not in run("prepare", "folder", "secret.txt", *options, "c")
+    assert Dataset.open("c").split("train").bytes == 14
 
 
 @pytest.mark.parametrize("verb", ["prepare", "tokenizer", "info"])

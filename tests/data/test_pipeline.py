@@ -1,8 +1,12 @@
 from __future__ import annotations
 
 import errno
+import hashlib
+import json
+import lzma
 import math
 import os
+import random
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
@@ -10,7 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from residua.data import DataError, Dataset, Tokenizer, open_corpus, prepare, unigram_entropy
+from residua.data import Corpus, DataError, Dataset, Tokenizer, open_corpus, prepare, unigram_entropy
+from residua.data.parts import Part
 from residua.data.shards import ShardWriter
 
 from .texts import some_texts, write_jsonl
@@ -186,3 +191,52 @@ def test_unigram_entropy_is_the_cross_entropy_of_smoothed_counts(dataset: Datase
     counts = Counter(train.tolist())
     nats = [-math.log((counts[token] + 1) / (len(train) + 257)) for token in validation.tolist()]
     assert unigram_entropy(dataset) == pytest.approx(sum(nats) / len(nats), rel=1e-12)
+
+
+def ordinary(folder: Path) -> Path:
+    """Lines of JSON, plain text with blank lines, with separators, with one long line, and compressed."""
+    chance = random.Random(0)
+    words = ["depth", "Weights", "mix,", "what", "each", "layer", "wrote", "into", "the", "stream.", "é", "世界"]
+
+    def text(count: int) -> str:
+        return " ".join(chance.choices(words, k=count))
+
+    folder.mkdir()
+    records = [json.dumps({"text": f"{n}: {text(chance.randint(1, 90))}"}) + "\n" for n in range(300)]
+    (folder / "a.jsonl").write_text("".join(records), "utf-8")
+    lines = [text(12) + "\n" * (chance.random() < 0.1) for _ in range(4000)]
+    (folder / "b.txt").write_text("\n".join(lines), "utf-8")
+    separated = "<|endoftext|>".join(text(30) + "\r\n" for _ in range(40))
+    (folder / "c.md").write_text(separated + text(60_000), "utf-8")
+    (folder / "d.txt.xz").write_bytes(lzma.compress(text(3000).encode()))
+    return folder
+
+
+def test_ordinary_text_gives_the_shards_of_version_0_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Digests of files that an earlier version wrote: documents end at the same places, splits are the same."""
+    folder = ordinary(tmp_path / "in")
+    for out, options, digest, fingerprint in (
+        ("share", {}, "5efa4ba9c2937856a73827d6a31b40a3", "cfed03d5813c5eb7"),
+        ("none", {"holdout": 0}, "b1b1ee84b966488836971dbaf2b7681e", "1a17c65435a2d32a"),
+        ("limit", {"limit": 150_000, "holdout": 0.1}, "104278f3d863b0801355fc753d4731ba", "8336777399b8177e"),
+    ):
+        monkeypatch.setattr("residua.data.corpus._IN_MEMORY", 1000)
+        dataset = prepare(open_corpus([folder], **options), tmp_path / out, "bytes", shard_tokens=200_000)
+        total = hashlib.sha256()
+        for file in sorted(set(dataset.path.iterdir()) - {dataset.path / "dataset.json"}):
+            total.update(file.name.encode() + file.read_bytes())
+        total.update(json.dumps(dataset.description["splits"], sort_keys=True).encode())
+        assert (total.hexdigest()[:32], dataset.fingerprint) == (digest, fingerprint)
+    few = prepare(open_corpus([folder / "c.md"], holdout=0.05), tmp_path / "few", "bytes")
+    assert few.fingerprint == "2ce66dab166f70a5"
+    part = Part("a", 3, lambda: iter(()), None, "v")
+    assert Corpus(("a",), (part,), 0.1, 5, 7).fingerprint.startswith("e493478adcee9d31")
+
+
+def test_dataset_of_an_older_version_is_opened_again(jsonl: Path, tmp_path: Path) -> None:
+    prepare(open_corpus([jsonl]), tmp_path / "out", "bytes")
+    file = tmp_path / "out" / "dataset.json"
+    old = {name: value for name, value in json.loads(file.read_text()).items() if name not in ("overlap", "skipped")}
+    file.write_text(json.dumps(old))
+    for rule in ("drop", "keep"):
+        assert prepare(open_corpus([jsonl]), tmp_path / "out", "bytes", overlap=rule).description == old

@@ -72,6 +72,7 @@ def test_text_with_words_has_the_vocabulary_of_the_library_alone() -> None:
         "it's 1½ _a_ \r\n\t\tб\u0301",
     ]
     texts = [SAMPLE, *some_texts(200), *signs, Path(__file__).read_text("utf-8")]
+    texts += [" \n  ".join(some_texts(1500))]  # longer than a piece
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -228,3 +229,70 @@ def test_a_usual_end_of_text_that_is_stated_changes_nothing(trained: Tokenizer, 
     trained.save(tmp_path / "tokenizer.json")
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|endoftext|>"}))
     assert Tokenizer.load(tmp_path).hash == trained.hash
+
+
+def hostile(**parts: object) -> str:
+    """A byte-level tokenizer with other parts."""
+    return json.dumps(json.loads(Tokenizer.bytes().backend.to_str()) | parts)
+
+
+def replacing(count: int, pattern: dict[str, str], content: str) -> dict[str, object]:
+    step = {"type": "Replace", "pattern": pattern, "content": content}
+    return {"type": "Sequence", "normalizers": [step] * count}
+
+
+LETTERS = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+TWICE = [{"Sequence": {"id": "A", "type_id": 0}}] * 2
+REFUSED = {
+    "id": (
+        {"model": {"type": "WordLevel", "vocab": {"a": 0, "zz": 1_500_000_000}, "unk_token": "a"}},
+        "gives the token 'zz' the id 1500000000, and ids must be below 16,777,216",
+    ),
+    "chain": ({"normalizer": replacing(40, {"String": "a"}, "aa")}, "the normalizer of .* many times longer"),
+    "empty matches": ({"normalizer": replacing(40, {"Regex": "b*"}, "x")}, "the normalizer of .* many times longer"),
+    "letters of letters": (
+        {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [LETTERS] * 40}},
+        "the pre_tokenizer of .* many times longer",
+    ),
+    "repeated text": (
+        {"post_processor": {"type": "TemplateProcessing", "single": TWICE, "pair": TWICE, "special_tokens": {}}},
+        "the post_processor of .* many times longer",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_tokenizer_that_asks_for_endless_memory_is_refused(case: str, tmp_path: Path) -> None:
+    parts, words = REFUSED[case]
+    (tmp_path / "tokenizer.json").write_text(hostile(**parts))
+    with pytest.raises(DataError, match=words) as caught:
+        Tokenizer.load(tmp_path)
+    assert str(tmp_path / "tokenizer.json") in str(caught.value)
+
+
+def test_replacements_within_the_limit_are_held_to_the_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("residua.data.tokenizer_limits.LONGEST_DOCUMENT", 10_000)
+    (tmp_path / "tokenizer.json").write_text(hostile(normalizer=replacing(5, {"String": "a"}, "aa")))
+    tokenizer = Tokenizer.load(tmp_path)
+    assert len(tokenizer.encode("banana")) == 3 + 3 * 2**5
+    assert len(tokenizer.encode("b" * 9000)) == 9000
+    for encode in (tokenizer.encode, lambda text: tokenizer.encode_batch([text])):
+        with pytest.raises(DataError, match="makes a text far longer than it is"):
+            encode("a" * 900)
+
+
+def test_panic_of_a_regular_expression_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RUST_BACKTRACE", "0")
+    pattern = {"Regex": "^(([a-z])+.)+[A-Z]([a-z])+$"}
+    split = {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
+    (tmp_path / "tokenizer.json").write_text(hostile(pre_tokenizer=split))
+    tokenizer = Tokenizer.load(tmp_path)
+    with pytest.raises(DataError, match=r"tokenizer\.json cannot encode this text \(.*retry-limit.*: use another"):
+        tokenizer.encode_batch(["banana " * 9])
+
+
+def test_training_stops_after_enough_different_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("residua.data.tokenizer_limits.TRAINED_BYTES", 10_000)
+    texts = iter([f"word{number}" for number in range(5000)])
+    Tokenizer.train(texts, 300)
+    assert next(texts) == "word920", "919 words of 7 letters and 4 more bytes each, less a few short ones"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -46,6 +48,20 @@ def test_leftovers_of_a_killed_writer_are_removed(tmp_path: Path) -> None:
     with atomic_folder(tmp_path / "out") as folder:
         (folder / "text").write_text("all")
     assert [p.name for p in (tmp_path / "out").iterdir()] == ["text"]
+
+
+def test_only_what_dead_processes_of_this_machine_left_is_removed(tmp_path: Path) -> None:
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    own = files.unfinished(tmp_path / "other", unique=True).name
+    gone = own.replace(f"-{os.getpid()}-", f"-{dead.pid}-")
+    elsewhere = f".unfinished-{dead.pid}-{'0' * 14}-other"
+    for name in (own, gone, elsewhere):
+        (tmp_path / name / "below").mkdir(parents=True)
+    (tmp_path / gone.replace("other", "file")).write_text("half")
+    with atomic_folder(tmp_path / "out", unique=True):
+        pass
+    assert {path.name for path in tmp_path.iterdir()} == {"out", own, elsewhere}
 
 
 def test_a_file_that_could_not_be_written_leaves_the_old_one(tmp_path: Path) -> None:

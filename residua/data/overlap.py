@@ -1,0 +1,119 @@
+"""Documents of the validation text that are in the training text too: as they are, or but for case and punctuation.
+
+Whole documents are compared by hashes, 24 bytes for each in a temporary file. A text that is part of another is not
+found.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from residua.reading import ReadError, counted
+
+DROP, KEEP, REFUSE = "drop", "keep", "refuse"
+RULES = (DROP, KEEP, REFUSE)
+EXACT, NEAR, BYTES = range(3)
+BLOCK = 1 << 20
+"""Documents of a split that are compared at once."""
+_ASCII_SIGNS = bytes(code for code in range(128) if not chr(code).isalnum())
+_OTHER_SIGNS = re.compile(r"\W+")
+
+
+def letters_and_digits(text: str) -> bytes:
+    """A text without case, white space and punctuation, as UTF-8."""
+    data = text.casefold().encode().translate(None, _ASCII_SIGNS)
+    return data if data.isascii() else _OTHER_SIGNS.sub("", data.decode()).encode()
+
+
+class Fingerprints:
+    """Of each document of a split: a hash of its text, one of its letters and digits, and its length in bytes."""
+
+    def __init__(self, folder: Path) -> None:
+        self.file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 (closed with the split)
+
+    def add(self, text: str, size: int) -> None:
+        """Append a document; one without letters and digits is compared by its text."""
+        exact = _hash(text.encode())
+        near = _hash(plain) if (plain := letters_and_digits(text)) else exact
+        self.file.write(exact + near + size.to_bytes(8, "little"))
+
+    def blocks(self) -> Iterator[np.ndarray]:
+        """uint64 [documents, 3], the columns `EXACT`, `NEAR` and `BYTES`."""
+        self.file.seek(0)
+        while data := self.file.read(BLOCK * 24):
+            at = self.file.tell()
+            yield np.frombuffer(data, "<u8").reshape(-1, 3)
+            self.file.seek(at)  # the same file may be read in an inner loop
+
+
+def _hash(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=8).digest()
+
+
+class Overlap(NamedTuple):
+    """Validation documents with an exact copy, others with a near copy, and training documents that are such copies."""
+
+    exact: int
+    near: int
+    copies: int
+
+
+def trained_copies(train: Fingerprints, validation: Fingerprints) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Blocks of training documents, with a mask of those that are in the validation text."""
+    for trained in train.blocks():
+        copied = np.zeros(len(trained), bool)
+        for held in validation.blocks():
+            copied |= np.isin(trained[:, NEAR], held[:, NEAR])
+        yield trained, copied
+
+
+def find_overlap(train: Fingerprints, validation: Fingerprints) -> Overlap:
+    """Count the documents that two splits share."""
+    exact = near = 0
+    for held in validation.blocks():
+        same = np.zeros((len(held), 2), bool)
+        for trained in train.blocks():
+            for column in (EXACT, NEAR):
+                same[:, column] |= np.isin(held[:, column], trained[:, column])
+        exact += int(same[:, EXACT].sum())
+        near += int((same[:, NEAR] & ~same[:, EXACT]).sum())
+    copies = sum(int(mask.sum()) for _, mask in trained_copies(train, validation)) if exact or near else 0
+    return Overlap(exact, near, copies)
+
+
+def refuse_overlap(overlap: Overlap, documents: int) -> None:
+    """Refuse splits that share documents."""
+    if overlap.copies:
+        raise ReadError(
+            f"{_shared(overlap, documents)}: leave them out of the training text with --overlap drop, or keep them "
+            "with --overlap keep."
+        )
+
+
+def overlap_notice(about: dict[str, Any] | None, documents: int) -> str:
+    """What to say about the entry `overlap` of dataset.json; `documents` is the number of validation documents."""
+    if about is None:
+        return "an older Residua prepared this, which did not look for validation text in the training text"
+    overlap = Overlap(about["exact"], about["near"], about["copies"])
+    if not overlap.copies:
+        return "no validation document is in the training text"
+    shared = _shared(overlap, documents)
+    if about["rule"] == KEEP:
+        return f"{shared}, and stay there: the validation loss is not that of new text (--overlap drop leaves them out)"
+    return f"{shared}; {counted(overlap.copies, 'training document')} dropped for that (--overlap keep keeps them)"
+
+
+def _shared(overlap: Overlap, documents: int) -> str:
+    total = overlap.exact + overlap.near
+    subject = f"{total:,} of {counted(documents, 'validation document')} {'is' if total == 1 else 'are'}"
+    return (
+        f"{subject} in the training text "
+        f"({overlap.exact:,} word for word, {overlap.near:,} but for case, punctuation and white space)"
+    )
