@@ -36,7 +36,8 @@ def encode_documents(
     most = max(IN_FLIGHT_BYTES, workers * CHUNK_BYTES)
     size = 0
     pending: deque[tuple[list[Document], Future[list[np.ndarray]]]] = deque()
-    with _environment("TOKENIZERS_PARALLELISM", "false"), ThreadPoolExecutor(workers) as pool:
+    quiet = _environment("RUST_BACKTRACE", "0")  # of a panic in the library, which becomes one sentence
+    with _environment("TOKENIZERS_PARALLELISM", "false"), quiet, ThreadPoolExecutor(workers) as pool:
         try:
             for chunk in _chunks(documents):
                 size += _size(chunk)

@@ -19,6 +19,7 @@ from residua.data.encode import encode_documents
 from residua.data.overlap import (
     BYTES,
     DROP,
+    KEEP,
     REFUSE,
     RULES,
     Fingerprints,
@@ -32,7 +33,6 @@ from residua.data.shards import Shard, ShardWriter, dtype_for
 from residua.data.tokenizer import Tokenizer
 from residua.files import atomic_folder
 from residua.machine import available_cores
-from residua.reading import counted
 
 SHARD_TOKENS = 100_000_000
 # More text hardly changes a BPE vocabulary, and costs memory and time.
@@ -47,14 +47,15 @@ def prepare(
     *,
     workers: int | None = None,
     shard_tokens: int = SHARD_TOKENS,
-    overlap: str = DROP,
+    overlap: str = KEEP,
     progress: bool = False,
 ) -> Dataset:
     """Tokenize `corpus` into the folder `out` and open it.
 
     `tokenizer` is a tokenizer, the path of one, `bytes`, or `bpe:N` (trained on the corpus itself). The result does not
-    depend on `workers`. `overlap` says what happens to training documents that are validation text too: `drop`, `keep`
-    or `refuse`. A folder that already holds this dataset is opened; any other content is refused.
+    depend on `workers`. `overlap` says what happens to training documents that are validation text too: `keep`, `drop`
+    or `refuse` (the command drops them); dataset.json counts them. A folder that already holds this dataset is opened;
+    any other content is refused.
     """
     out = Path(out)
     for name, value in {"workers": workers, "shard_tokens": shard_tokens}.items():
@@ -224,8 +225,7 @@ def _treat_overlap(splits: dict[str, SplitWriter], rule: str) -> dict[str, Any]:
     if rule == DROP and overlap.copies:
         if overlap.copies == train.documents:
             raise DataError(
-                f"all {counted(train.documents, 'training document')} are validation text too: name other text, "
-                "or keep them with --overlap keep"
+                "every training document is validation text too: name other text, or keep them with --overlap keep"
             )
         splits[TRAIN] = train.without(validation)
     return {"overlap": {"rule": rule, **overlap._asdict()}}

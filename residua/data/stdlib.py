@@ -18,7 +18,6 @@ from pathlib import Path
 
 from residua.data.corpus import TRAIN, VALIDATION, Corpus, unit_hash
 from residua.data.dataset import FORMAT_VERSION, Dataset
-from residua.data.overlap import KEEP
 from residua.data.parts import Part
 from residua.data.pipeline import prepare, resolve_tokenizer, tokenizer_identity
 from residua.data.readers import DataError, Documents
@@ -100,7 +99,7 @@ def embedded(tokenizer: str = "bpe:1024", *, progress: bool = False) -> Dataset:
     name = f"{corpus.names[0]}-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
     path = cache_folder() / "datasets" / name
     try:
-        return prepare(corpus, path, ready, overlap=KEEP, progress=progress)
+        return prepare(corpus, path, ready, progress=progress)
     except ValueError as error:
         if not path.exists():
             raise

@@ -116,6 +116,7 @@ class Embedded:
         for part in standard_library().parts:
             if part.split == VALIDATION:
                 for document, _ in part.read():
+                    assert isinstance(document, str), "a module of Python is read whole"
                     yield [*tokenizer.encode(document), tokenizer.end_of_text]
 
 

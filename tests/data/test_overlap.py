@@ -60,7 +60,7 @@ def test_near_copies_of_held_out_documents_are_dropped(tmp_path: Path) -> None:
         for split in ("train", "validation")
     }
     shared = len(texts["train"] & texts["validation"])
-    dataset = prepare(corpus, tmp_path / "out", "bytes")
+    dataset = prepare(corpus, tmp_path / "out", "bytes", overlap="drop")
     assert shared > 10
     assert dataset.description["overlap"] == {"rule": "drop", "exact": 0, "near": shared, "copies": shared}
     assert sum(split.documents for split in dataset.splits.values()) == 240 - shared
@@ -68,7 +68,7 @@ def test_near_copies_of_held_out_documents_are_dropped(tmp_path: Path) -> None:
 
 def test_nothing_left_to_train_on_is_refused(tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "a.jsonl", TEXTS[:2])
-    with pytest.raises(DataError, match=r"all 2 training documents are validation text too: .* --overlap keep"):
-        prepare(open_corpus([source], validation=source), tmp_path / "out", "bytes")
+    with pytest.raises(DataError, match=r"every training document is validation text too: .* --overlap keep"):
+        prepare(open_corpus([source], validation=source), tmp_path / "out", "bytes", overlap="drop")
     with pytest.raises(DataError, match="overlap is 'ignore': choose drop, keep or refuse"):
         prepare(open_corpus([source]), tmp_path / "out", "bytes", overlap="ignore")

@@ -188,6 +188,8 @@ def test_texts_of_an_imported_model_end_in_its_own_token(folder: Path, tmp_path:
             "data",
             "prepare",
             text,
+            "--overlap",
+            "keep",
             "--validation",
             shutil.copy(text, tmp_path / "held_out.txt"),
             "--tokenizer",
@@ -338,7 +340,7 @@ def test_an_imported_run_is_an_ordinary_run(folder: Path, tmp_path: Path) -> Non
     residua("diagnose", run, "--text", text, "--out", tmp_path / "diagnosis")
     held_out = shutil.copy(text, tmp_path / "held_out.txt")
     prepared = ("--validation", held_out, "--tokenizer", run / "tokenizer.json", "--out", tmp_path / "data")
-    residua("data", "prepare", text, *prepared)
+    residua("data", "prepare", text, "--overlap", "keep", *prepared)
     residua("eval", run, "--data", tmp_path / "data")
     residua("quantize", run, "--data", tmp_path / "data", "--out", tmp_path / "low")
     assert load(tmp_path / "low").config == load(run).config

@@ -64,7 +64,7 @@ def test_every_command_takes_such_a_model(
         return capsys.readouterr().out
 
     held_out = shutil.copy(text, tmp_path / "held_out.txt")
-    do("data", "prepare", text, "--validation", held_out, "--tokenizer", folder, "--out", data)
+    do("data", "prepare", text, "--validation", held_out, "--overlap", "keep", "--tokenizer", folder, "--out", data)
     assert Dataset.open(data).vocab_size == 259
     do("eval", run, "--data", data)
     do("diagnose", run, "--text", text, "--tokens", 128, "--out", tmp_path / "diagnosis")
