@@ -229,12 +229,15 @@ def _remove_abandoned(folder: Path) -> None:
 
 
 def _is_running(process: int) -> bool:
+    """Whether a process runs; one that was killed, but whose parent has not taken note of it, does not."""
     try:
         os.kill(process, 0)
     except ProcessLookupError:
         return False
     except (OSError, OverflowError):  # it belongs to somebody else, or there is no such number
         return True
+    with suppress(OSError, IndexError):  # not every system has /proc
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     return True
 
 

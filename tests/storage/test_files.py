@@ -50,9 +50,14 @@ def test_leftovers_of_a_killed_writer_are_removed(tmp_path: Path) -> None:
     assert [p.name for p in (tmp_path / "out").iterdir()] == ["text"]
 
 
-def test_only_what_dead_processes_of_this_machine_left_is_removed(tmp_path: Path) -> None:
-    dead = subprocess.Popen([sys.executable, "-c", ""])
-    dead.wait()
+@pytest.mark.parametrize("noticed", [True, False])
+def test_only_what_dead_processes_of_this_machine_left_is_removed(tmp_path: Path, noticed: bool) -> None:
+    dead = subprocess.Popen([sys.executable, "-c", ""], stdout=subprocess.PIPE)
+    assert dead.stdout is not None and not dead.stdout.read(), "ends when the process does"
+    if noticed:
+        dead.wait()
+    else:
+        os.waitid(os.P_PID, dead.pid, os.WEXITED | os.WNOWAIT)
     own = files.unfinished(tmp_path / "other", unique=True).name
     gone = own.replace(f"-{os.getpid()}-", f"-{dead.pid}-")
     elsewhere = f".unfinished-{dead.pid}-{'0' * 14}-other"
@@ -62,6 +67,7 @@ def test_only_what_dead_processes_of_this_machine_left_is_removed(tmp_path: Path
     with atomic_folder(tmp_path / "out", unique=True):
         pass
     assert {path.name for path in tmp_path.iterdir()} == {"out", own, elsewhere}
+    dead.wait()
 
 
 def test_a_file_that_could_not_be_written_leaves_the_old_one(tmp_path: Path) -> None:
