@@ -212,7 +212,7 @@ def ordinary(folder: Path) -> Path:
     return folder
 
 
-def test_ordinary_text_gives_the_shards_of_version_0_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ordinary_text_gives_the_same_shards_as_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Digests of files that an earlier version wrote: documents end at the same places, splits are the same."""
     folder = ordinary(tmp_path / "in")
     for out, options, digest, fingerprint in (

@@ -51,7 +51,7 @@ def test_leftovers_of_a_killed_writer_are_removed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("noticed", [True, False])
-def test_only_what_dead_processes_of_this_machine_left_is_removed(tmp_path: Path, noticed: bool) -> None:
+def test_leftovers_of_dead_local_processes_alone_are_removed(tmp_path: Path, noticed: bool) -> None:
     dead = subprocess.Popen([sys.executable, "-c", ""], stdout=subprocess.PIPE)
     assert dead.stdout is not None and not dead.stdout.read(), "ends when the process does"
     if noticed:
