@@ -336,7 +336,8 @@ def test_other_commands_end_as_verbs_do(
 def test_failing_rank_gives_the_others_file_and_line(plugin: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
     beat = SimpleNamespace(fail=told.append, stop=lambda finished: None)
-    ranks = SimpleNamespace(heartbeat=beat, _broadcast=told.append)
+    quiet = SimpleNamespace(ignore=lambda: None, restore=lambda: None)
+    ranks = SimpleNamespace(heartbeat=beat, _broadcast=told.append, _terminations=quiet)
     ranks._explain = lambda error: Ranks._explain(ranks, error)
     monkeypatch.setattr("signal.signal", lambda *arguments: None)
 
