@@ -25,6 +25,15 @@ def test_every_preset_is_a_valid_run_with_a_summary(name):
     RunConfig.find(name)
 
 
+def test_grid_lays_a_variant_and_its_exception_over_the_size():
+    own, parent = presets.load("mgr-m-block4"), presets.load("mgr-m-prenorm")
+    assert own["model"].pop("topology") == {"kind": "block_attnres", "sublayers_per_block": 12}
+    assert own.pop("summary") == "MGR paper, M (0.35B): Block Attention Residuals, 4 blocks"
+    assert own == {key: table for key, table in parent.items() if key != "summary"}
+    own["train"]["optimizer"]["lr"] = 0.0  # a loaded preset is the caller's own
+    assert presets.load("mgr-m-block4")["train"]["optimizer"]["lr"] == 0.006
+
+
 @pytest.mark.parametrize(("size", "billions"), [("s", 0.12), ("m", 0.35), ("l", 0.77)])
 def test_mgr_sizes_are_the_papers(size, billions):
     names = [n for n in presets.names() if n.startswith(f"mgr-{size}-")]

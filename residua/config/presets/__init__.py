@@ -1,12 +1,18 @@
-"""The models that come with Residua: TOML files with `summary`, optional `extends`, `[model]` and `[train]`.
+"""The models that come with Residua, in one TOML file per family.
+
+A table is a preset: `summary`, optional `extends`, `model`, `data` and `train`. `[grid.G]` makes one preset of every
+size and variant: its name and summary are patterns, which sizes and variants fill in with their key and their `label`.
+A variant's tables are laid over the size's, and those of its `at.SIZE` over both.
 
 sizes.json holds what counting their parameters gives, so that listing them needs no torch; `make sizes` writes it.
 """
 
 from __future__ import annotations
 
+from copy import deepcopy
 from difflib import get_close_matches
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +32,37 @@ class Size(Shape):
 
 
 @cache
+def _tables() -> dict[str, dict[str, Any]]:
+    """The tables of every preset by name, without those of the preset that it extends."""
+    found: dict[str, dict[str, Any]] = {}
+    for path in sorted(_FOLDER.glob("*.toml")):
+        family = read_toml(str(path))
+        grids = family.pop("grid", {})
+        found |= family
+        for grid in grids.values():
+            found |= _expanded(grid)
+    return found
+
+
+def _expanded(grid: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The presets of a grid by name."""
+    found = {}
+    for (size, of_size), (variant, of_variant) in product(grid["size"].items(), grid["variant"].items()):
+        own = merge(
+            {key: table for key, table in of_variant.items() if key != "at"}, of_variant.get("at", {}).get(size, {})
+        )
+        tables = merge(of_size, own)
+        label = grid["summary"].format(size=of_size["label"], variant=tables.pop("label"))
+        if "extends" in tables:
+            tables["extends"] = tables["extends"].format(size=size)
+        found[grid["name"].format(size=size, variant=variant)] = {**tables, "summary": label}
+    return found
+
+
+@cache
 def names() -> tuple[str, ...]:
     """Every preset, sorted."""
-    return tuple(sorted(f.name.removesuffix(".toml") for f in _FOLDER.iterdir() if f.name.endswith(".toml")))
+    return tuple(sorted(_tables()))
 
 
 def load(name: Any) -> dict[str, Any]:
@@ -41,7 +75,7 @@ def load(name: Any) -> dict[str, Any]:
         near = get_close_matches(name, names(), n=1, cutoff=0.4)
         hint = f"did you mean {near[0]!r}?" if near else "`residua presets` lists them."
         raise ConfigError(f"preset {name!r} does not exist: {hint}")
-    data = read_toml(str(_FOLDER / f"{name}.toml"))
+    data = deepcopy(_tables()[name])
     parent = data.pop("extends", None)
     return merge(load(parent), data) if parent else data
 
