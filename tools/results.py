@@ -248,8 +248,7 @@ def _asked(tasks: Tasks) -> str:
 
 def _missing(saved: SavedStudy) -> list[str]:
     study = saved.config
-    asked = [(variant, 1.0) for variant in study.variants]
-    asked += [(study.baseline, budget) for budget in study.ladder if budget != 1.0]
+    asked = [(variant, budget) for variant in study.variants for budget in study.budgets_of(variant)]
     done = {(run.size, run.variant, run.budget, run.seed) for run in saved.runs}
     return [
         f"{f'{size} ' if len(study.sizes) > 1 else ''}{variant}{f' {budget:g}×' if budget != 1.0 else ''} seed {seed}"

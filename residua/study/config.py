@@ -180,6 +180,11 @@ class StudyConfig(Frozen):
         """The base runs of this study: one, or one per size."""
         return self.scaling.sizes if self.scaling else (self.base,)
 
+    def budgets_of(self, variant: str) -> list[float]:
+        """The budgets that a variant is trained with, longest first."""
+        climbs = variant == self.baseline or self.ladder_of == "all"
+        return sorted({1.0, *(self.ladder if climbs else ())}, reverse=True)
+
     @field_validator("seeds", mode="before")
     @classmethod
     def _count_of_seeds(cls, value: Any) -> Any:

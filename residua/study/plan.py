@@ -118,7 +118,7 @@ def make_plan(study: StudyConfig, out: Path, dataset: Dataset, rates: Sequence[T
     trials = _trials(study, models, out, rates)
     tuned = _settled(study, models, rates)
     models = {key: _tuned(model, tuned.get(key)) for key, model in models.items()}
-    started = [(name, budget) for name in study.variants for budget in _budgets(study, name)]
+    started = [(name, budget) for name in study.variants for budget in study.budgets_of(name)]
     runs = tuple(
         _run(study, models[size, name].config, size, name, seed, out, budget)
         for size in study.sizes
@@ -127,12 +127,6 @@ def make_plan(study: StudyConfig, out: Path, dataset: Dataset, rates: Sequence[T
     )
     _check_ladder(runs)
     return StudyPlan(models, runs, dataset.split("train").tokens, tuple(tuned.values()), trials)
-
-
-def _budgets(study: StudyConfig, name: str) -> list[float]:
-    """The budgets of a variant, longest first."""
-    climbs = name == study.baseline or study.ladder_of == "all"
-    return sorted({1.0, *(study.ladder if climbs else ())}, reverse=True)
 
 
 def base_run(study: StudyConfig, size: str) -> RunConfig:
